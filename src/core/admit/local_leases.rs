@@ -204,17 +204,11 @@ impl State for Local<'_> {
     }
 
     fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
-        let store = self.store()?;
-        let freed = store.hand_over(lease, owner)?;
-        self.tidy(&freed, &store);
-        Ok(())
+        Ok(self.store()?.hand_over(lease, owner)?)
     }
 
     fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
-        let store = self.store()?;
-        let (bound, freed) = store.bind(lease, binding)?;
-        self.tidy(&freed, &store);
-        Ok(bound?)
+        Ok(self.store()?.bind(lease, binding)??)
     }
 
     fn mark_ending(&self, uid: u32, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {

@@ -11,7 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::cgroup::{self, is_populated, sign_of_life};
 use super::runtime_record::{Record, pid_namespace};
 use super::{Freed, Init, Lease, LeaseState, Ledger, Leftover};
-use crate::process::pidfd_open;
+use crate::process::{Process, pidfd_open};
 use crate::text::safe;
 
 /// What happened to a lease's container.
@@ -27,11 +27,30 @@ enum Fate {
     Gone,
 }
 
-/// Updates the state of every lease and removes the leases whose containers have ended.
-pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
+/// First processes of containers that were seen running a moment ago, in order. A lease that is kept because of them is
+/// freed by the next look.
+#[derive(Default)]
+pub(super) struct Alive(Vec<Process>);
+
+impl Alive {
+    /// Those of `ledger`, now.
+    pub(super) fn of(ledger: &Ledger) -> Self {
+        let first = ledger.leases.iter().filter_map(|lease| lease.init.as_ref());
+        let mut alive: Vec<_> = first.map(|init| init.process).filter(Process::is_alive).collect();
+        alive.sort_unstable();
+        Self(alive)
+    }
+
+    fn has(&self, process: Process) -> bool {
+        self.0.binary_search(&process).is_ok()
+    }
+}
+
+/// Updates the state of every lease and removes the leases whose containers have ended. Those of `seen` have not.
+pub(super) fn reclaim(ledger: &mut Ledger, seen: &Alive) -> Freed {
     let (mut kept, mut freed) = (Vec::with_capacity(ledger.leases.len()), Freed::new());
     for mut lease in ledger.leases.drain(..) {
-        match fate(&lease) {
+        match fate(&lease, seen) {
             Fate::Gone => {
                 freed.push(lease);
                 continue;
@@ -60,7 +79,7 @@ fn was_not_deleted(lease: &Lease) -> bool {
     lease.state == LeaseState::Ending && lives && !lease.owner.is_alive() && recorded()
 }
 
-fn fate(lease: &Lease) -> Fate {
+fn fate(lease: &Lease, seen: &Alive) -> Fate {
     match &lease.init {
         Some(_) if lease.is_of_job() => {
             if lease.has_processes() {
@@ -69,7 +88,7 @@ fn fate(lease: &Lease) -> Fate {
                 Fate::Gone
             }
         }
-        Some(init) if init.process.is_alive() => Fate::Unchanged,
+        Some(init) if seen.has(init.process) || init.process.is_alive() => Fate::Unchanged,
         Some(init) if has_processes(init) => Fate::Ending(None),
         Some(_) => Fate::Gone,
         None => fate_without_init(lease),
@@ -132,7 +151,7 @@ impl Ledger {
     /// that is not certain.
     #[must_use]
     pub(crate) fn leftovers_of(&self, lease: &Lease, has_ended: bool) -> Vec<Leftover> {
-        if !has_ended && fate(lease) != Fate::Gone {
+        if !has_ended && fate(lease, &Alive::default()) != Fate::Gone {
             return Vec::new();
         }
         let mut after = self.clone();
@@ -144,7 +163,7 @@ impl Ledger {
     #[must_use]
     pub fn settled(&self) -> (Self, Freed) {
         let mut ledger = self.clone();
-        let freed = reclaim(&mut ledger);
+        let freed = reclaim(&mut ledger, &Alive::default());
         (ledger, freed)
     }
 }
@@ -281,7 +300,14 @@ mod tests {
     use super::super::fixture::lease;
     use super::*;
     use crate::ledger::Container;
-    use crate::process::Process;
+
+    fn reclaimed(ledger: &mut Ledger) -> Freed {
+        reclaim(ledger, &Alive::default())
+    }
+
+    fn fate_of(lease: &Lease) -> Fate {
+        fate(lease, &Alive::default())
+    }
 
     /// A process that runs until it is dropped.
     struct Running(Child);
@@ -323,10 +349,27 @@ mod tests {
     #[test]
     fn a_pending_lease_lives_with_its_owner() {
         let (dir, owner) = (tempfile::tempdir().unwrap(), Running::start());
-        assert_eq!(fate(&with_record(dir.path(), owner.process())), Fate::Unchanged);
+        assert_eq!(fate_of(&with_record(dir.path(), owner.process())), Fate::Unchanged);
         let reused = Process { start_time: owner.process().start_time - 1, ..owner.process() };
-        assert_eq!(fate(&with_record(dir.path(), reused)), Fate::Gone, "the pid is another process now");
-        assert_eq!(fate(&with_record(dir.path(), dead())), Fate::Gone);
+        assert_eq!(fate_of(&with_record(dir.path(), reused)), Fate::Gone, "the pid is another process now");
+        assert_eq!(fate_of(&with_record(dir.path(), dead())), Fate::Gone);
+    }
+
+    #[test]
+    fn who_was_seen_a_moment_ago_is_kept_until_the_next_look() {
+        let bound = |number: u64, process: Process| {
+            let init = Init { process, pid_namespace: 0, cgroup: None };
+            Lease { init: Some(init), state: LeaseState::Active, ..lease(number, "GPU-a") }
+        };
+        let (runs, ended) = (Running::start(), Running::start());
+        let leases = vec![bound(1, ended.process()), bound(2, runs.process()), bound(3, dead())];
+        let mut ledger = Ledger { leases, ..Ledger::empty("boot") };
+        let seen = Alive::of(&ledger);
+        drop(ended);
+        assert_eq!(reclaim(&mut ledger, &seen).len(), 1, "only who had ended before");
+        let seen = Alive::of(&ledger);
+        assert_eq!(reclaim(&mut ledger, &seen).len(), 1);
+        assert_eq!(ledger.leases.len(), 1);
     }
 
     #[test]
@@ -334,11 +377,11 @@ mod tests {
         let (dir, gone, init) = (tempfile::tempdir().unwrap(), dead(), Running::start());
         write_state(dir.path(), init.process(), "sublet.lease=0000000000000001");
         let mut ledger = Ledger { leases: vec![with_record(dir.path(), gone)], ..Ledger::empty("boot") };
-        assert!(reclaim(&mut ledger).is_empty());
+        assert!(reclaimed(&mut ledger).is_empty());
         assert_eq!(ledger.leases[0].state, LeaseState::Active);
         assert_eq!(ledger.leases[0].init.as_ref().unwrap().process, init.process());
         drop(init);
-        assert_eq!(reclaim(&mut ledger).len(), 1);
+        assert_eq!(reclaimed(&mut ledger).len(), 1);
         assert!(ledger.leases.is_empty());
     }
 
@@ -346,11 +389,11 @@ mod tests {
     fn the_record_of_another_container_with_this_id_counts_for_nothing() {
         let (dir, gone, init) = (tempfile::tempdir().unwrap(), dead(), Running::start());
         write_state(dir.path(), init.process(), "sublet.lease=0000000000000002");
-        assert_eq!(fate(&with_record(dir.path(), gone)), Fate::Gone);
+        assert_eq!(fate_of(&with_record(dir.path(), gone)), Fate::Gone);
         write_state(dir.path(), init.process(), "bundle=/b");
-        assert!(matches!(fate(&with_record(dir.path(), gone)), Fate::Exists(_)));
+        assert!(matches!(fate_of(&with_record(dir.path(), gone)), Fate::Exists(_)));
         let younger = Process { start_time: init.process().start_time + 1, ..gone };
-        assert_eq!(fate(&with_record(dir.path(), younger)), Fate::Gone, "older than its creator");
+        assert_eq!(fate_of(&with_record(dir.path(), younger)), Fate::Gone, "older than its creator");
     }
 
     #[test]
@@ -358,16 +401,16 @@ mod tests {
         let nowhere = Path::new("");
         let owner = Process::current().unwrap();
         let late = Lease { bind_by: Some(0), ..with_record(nowhere, owner) };
-        assert_eq!(fate(&late), Fate::Gone);
+        assert_eq!(fate_of(&late), Fate::Gone);
         let in_time = Lease { bind_by: Some(crate::process::uptime_seconds() + 30), ..late };
-        assert_eq!(fate(&in_time), Fate::Unchanged);
+        assert_eq!(fate_of(&in_time), Fate::Unchanged);
     }
 
     #[test]
     fn a_record_that_cannot_be_read_keeps_the_lease() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("state.json"), "garbage").unwrap();
-        assert_eq!(fate(&with_record(dir.path(), dead())), Fate::Unchanged);
+        assert_eq!(fate_of(&with_record(dir.path(), dead())), Fate::Unchanged);
     }
 
     #[test]
@@ -376,10 +419,10 @@ mod tests {
         let mut lease = with_record(&dir.path().join("none"), dead());
         lease.container.bundle = dir.path().to_owned();
         fs::write(dir.path().join("config.json"), "{").unwrap();
-        assert_eq!(fate(&lease), Fate::Unchanged);
+        assert_eq!(fate_of(&lease), Fate::Unchanged);
         assert!(lease.signs_of_life()[0].contains("config.json"), "{:?}", lease.signs_of_life());
         fs::remove_file(dir.path().join("config.json")).unwrap();
-        assert_eq!((fate(&lease), lease.signs_of_life()), (Fate::Gone, vec![]));
+        assert_eq!((fate_of(&lease), lease.signs_of_life()), (Fate::Gone, vec![]));
     }
 
     #[test]
@@ -388,7 +431,7 @@ mod tests {
         write_state(dir.path(), init.process(), "bundle=/b");
         let marked = Lease { state: LeaseState::Ending, ..with_record(dir.path(), init.process()) };
         let mut ledger = Ledger { leases: vec![marked], ..Ledger::empty("boot") };
-        reclaim(&mut ledger);
+        reclaimed(&mut ledger);
         assert_eq!(ledger.leases[0].state, LeaseState::Ending);
         assert!(ledger.leases[0].init.is_some());
     }
@@ -400,13 +443,13 @@ mod tests {
         let marked = with_record(dir.path(), deleter.process());
         let marked = Lease { init: Some(init), state: LeaseState::Ending, ..marked };
         let mut ledger = Ledger { leases: vec![marked], ..Ledger::empty("boot") };
-        reclaim(&mut ledger);
+        reclaimed(&mut ledger);
         assert_eq!(ledger.leases[0].state, LeaseState::Ending);
         drop(deleter);
-        reclaim(&mut ledger);
+        reclaimed(&mut ledger);
         assert_eq!(ledger.leases[0].state, LeaseState::Ending, "its runtime has forgotten it");
         write_state(dir.path(), container.process(), "bundle=/b");
-        reclaim(&mut ledger);
+        reclaimed(&mut ledger);
         assert_eq!(ledger.leases[0].state, LeaseState::Active);
     }
 
@@ -420,7 +463,7 @@ mod tests {
         neighbour.container.rootfs = gone.container.rootfs.clone();
         neighbour.owner = Process::current().unwrap();
         let mut ledger = Ledger { leases: vec![gone, neighbour], ..Ledger::empty("boot") };
-        assert_eq!(reclaim(&mut ledger).len(), 1);
+        assert_eq!(reclaimed(&mut ledger).len(), 1);
         assert_eq!(ledger.leftovers[0].mount_points, [Path::new("/usr/lib/libcuda.so.1")]);
         assert!(ledger.clearable().is_empty());
         let id = ledger.leases[0].id.clone();
@@ -436,14 +479,14 @@ mod tests {
         fs::write(below.join("cgroup.procs"), format!("{}\n", left.process().pid)).unwrap();
         let init = Init { process: dead(), pid_namespace: 0, cgroup: Some(cgroup.path().to_owned()) };
         let active = Lease { state: LeaseState::Active, init: Some(init), ..lease(1, "GPU-a") };
-        assert_eq!(fate(&active), Fate::Ending(None));
+        assert_eq!(fate_of(&active), Fate::Ending(None));
         drop(left);
-        assert_eq!(fate(&active), Fate::Gone);
+        assert_eq!(fate_of(&active), Fate::Gone);
         fs::write(cgroup.path().join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
-        assert_eq!(fate(&active), Fate::Ending(None));
+        assert_eq!(fate_of(&active), Fate::Ending(None));
         fs::write(cgroup.path().join("cgroup.events"), "populated 0\nfrozen 1\n").unwrap();
-        assert_eq!(fate(&active), Fate::Gone);
+        assert_eq!(fate_of(&active), Fate::Gone);
         fs::remove_dir_all(cgroup.path()).unwrap();
-        assert_eq!(fate(&active), Fate::Gone);
+        assert_eq!(fate_of(&active), Fate::Gone);
     }
 }

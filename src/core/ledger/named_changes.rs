@@ -1,4 +1,4 @@
-//! The steps of a lease's life on disk, each a method that makes one [`Store::update`].
+//! The steps of a lease's life on disk, each a method that makes one change of the ledger.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -25,34 +25,34 @@ impl Store {
         Ok(freed)
     }
 
+    /// A change of one lease that cannot fail.
+    fn of_one<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<T, LedgerError> {
+        let Ok(done) = self.step(|ledger| Ok::<_, Infallible>(change(ledger)))?;
+        Ok(done)
+    }
+
     /// As [`Ledger::hand_over`].
     ///
     /// # Errors
     /// As [`Store::update`].
-    pub fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.change(|ledger| ledger.hand_over(lease, owner))?;
-        Ok(freed)
+    pub fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), LedgerError> {
+        self.of_one(|ledger| ledger.hand_over(lease, owner))
     }
 
     /// As [`Ledger::bind`].
     ///
     /// # Errors
     /// As [`Store::update`].
-    pub fn bind(
-        &self,
-        lease: &LeaseId,
-        binding: &Binding,
-    ) -> Result<(Result<(), NotBound>, Freed), LedgerError> {
-        self.update(|ledger| ledger.bind(lease, binding))
+    pub fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<Result<(), NotBound>, LedgerError> {
+        self.step(|ledger| ledger.bind(lease, binding))
     }
 
     /// As [`Ledger::activate`].
     ///
     /// # Errors
     /// As [`Store::update`].
-    pub fn activate(&self, lease: &LeaseId, init: Init) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.change(|ledger| ledger.activate(lease, init))?;
-        Ok(freed)
+    pub fn activate(&self, lease: &LeaseId, init: Init) -> Result<(), LedgerError> {
+        self.of_one(|ledger| ledger.activate(lease, init))
     }
 
     /// As [`Ledger::mark_ending`]. What the lease had left is forgotten if it is among `cleared`, the leftovers that

@@ -11,7 +11,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc::O_NOFOLLOW;
 
 use super::events_of_change;
-use super::liveness::reclaim;
+use super::liveness::{Alive, reclaim};
 use super::lock_mark::Mark;
 use super::namespaces::{self, Namespaces};
 use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
@@ -198,6 +198,27 @@ impl Store {
     /// ids are of other namespaces than this process's. Nothing is changed then.
     pub fn update<T, E>(
         &self,
+        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
+    ) -> Result<(Result<T, E>, Freed), LedgerError> {
+        // Before the lock, because asking for a process takes longer than the rest: 10 us of 13 us a lease.
+        let seen = self.peek().map(|ledger| Alive::of(&ledger)).unwrap_or_default();
+        self.locked(|ledger| reclaim(ledger, &seen), change)
+    }
+
+    /// [`Store::update`] for a step of one lease, which does not look for containers that have ended.
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub(super) fn step<T, E>(
+        &self,
+        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
+    ) -> Result<Result<T, E>, LedgerError> {
+        Ok(self.locked(|_| Freed::new(), change)?.0)
+    }
+
+    fn locked<T, E>(
+        &self,
+        reclaim: impl FnOnce(&mut Ledger) -> Freed,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
