@@ -122,8 +122,7 @@ impl<'a> Actor<'a> {
         }
         let wish = &SHARES[share];
         let told = format!("{:?}: {}", wish.annotations, done.stderr.trim_end());
-        // What engines say of themselves, such as that their containerd is not back yet, is theirs.
-        if !refused && self.engine.kept_rootfs(name).is_none() && !done.stderr.contains("sublet") {
+        if !refused && self.is_the_engines(name, done) {
             return;
         }
         if !refused {
@@ -141,6 +140,12 @@ impl<'a> Actor<'a> {
             }
             None => {}
         }
+    }
+
+    /// What engines say of themselves, such as that their containerd is not back yet or that a removal is already in
+    /// progress, is theirs.
+    fn is_the_engines(&self, name: &str, done: &Finished) -> bool {
+        self.engine.kept_rootfs(name).is_none() && !done.stderr.contains("sublet")
     }
 
     /// Whether sublet says that it refused this container just now for want of room.
@@ -185,7 +190,9 @@ impl<'a> Actor<'a> {
         let done = self.engine.stop(&name, harm);
         self.in_time(&format!("the end of {name}"), &done);
         if !done.ok {
-            if matches!(harm, Harm::None) && self.weather.was_calm_since(began) {
+            // A container that stays is found in the end.
+            let theirs = self.is_the_engines(&name, &done) && !done.stderr.contains("TOO LATE");
+            if matches!(harm, Harm::None) && !theirs && self.weather.was_calm_since(began) {
                 self.weather.found(format!("{name} could not be ended: {}", done.stderr));
             }
             return;
