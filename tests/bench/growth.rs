@@ -126,8 +126,9 @@ impl Host {
         let (mut lease, device) = (self.lease.clone(), &self.devices[number % self.devices.len()]);
         lease["id"] = json!(format!("{:016x}", number + 1));
         lease["container"]["id"] = json!(format!("{number:064x}"));
+        // A runtime has the records of all its containers in one directory.
         for place in ["bundle", "rootfs", "record"] {
-            lease["container"][place] = json!(format!("/run/growth/{number:064x}/{place}"));
+            lease["container"][place] = json!(format!("/run/growth/{place}/{number:064x}"));
         }
         lease["devices"] = json!([device["uuid"]]);
         let part = &mut lease["parts"][0];
@@ -169,6 +170,8 @@ impl Host {
     }
 
     fn median(&self, rounds: usize) -> Result<Median> {
+        // Until the service watches MIG devices, every create asks the driver for them.
+        ensure!(eventually(|| self.world.state_dir().join("mig-watched").exists()), "MIG is not watched");
         let bundle = self.world.bundle("timed", SHARE, &["/bin/true"]);
         let times: Result<Vec<Took>> = (0..rounds + 2).map(|_| self.create(&bundle)).collect();
         Ok(Median::of(&times?[2..]))

@@ -270,7 +270,13 @@ fn of_list(value: &[u8]) -> Vec<String> {
 pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()> {
     let mut known: Option<Vec<PathBuf>> = None;
     let ours = ledger.leases.iter().filter(|lease| !lease.brokered);
+    let mut seen: Vec<&Path> = Vec::new();
     for root in ours.filter_map(|lease| lease.container.record.parent()) {
+        // Most leases have one of a few roots. To compare paths as paths takes much longer than as texts.
+        if seen.iter().any(|old| old.as_os_str() == root.as_os_str()) {
+            continue;
+        }
+        seen.push(root);
         let line = root.to_str().filter(|line| line.starts_with('/') && !line.contains('\n'));
         if line.is_none() || ROOTS.iter().any(|pattern| fits(pattern, root)) {
             continue;
