@@ -74,9 +74,9 @@ pub(super) fn reclaim(ledger: &mut Ledger, seen: &Alive) -> Freed {
 /// A `delete` that was killed leaves a lease marked as ending. If the runtime still has a record of the container, it
 /// may still be alive.
 fn was_not_deleted(lease: &Lease) -> bool {
-    let lives = lease.init.as_ref().is_some_and(|init| init.process.is_alive());
+    let lives = || lease.init.as_ref().is_some_and(|init| init.process.is_alive());
     let recorded = || lease.brokered || matches!(Record::read(&lease.container.record), Ok(Some(_)));
-    lease.state == LeaseState::Ending && lives && !lease.owner.is_alive() && recorded()
+    lease.state == LeaseState::Ending && lives() && !lease.owner.is_alive() && recorded()
 }
 
 fn fate(lease: &Lease, seen: &Alive) -> Fate {
