@@ -2,7 +2,7 @@
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -21,6 +21,15 @@ struct Slot {
     id: Option<String>,
     /// It was not removed, so another one of this name cannot start.
     left: bool,
+}
+
+/// How things were before a start.
+struct Before {
+    ledger: Value,
+    refusals: Vec<(u64, String)>,
+    /// [`Weather::attempt`].
+    attempt: usize,
+    began: Instant,
 }
 
 /// A lane and its containers.
@@ -84,9 +93,12 @@ impl<'a> Actor<'a> {
         }
         let _open = self.weather.doors.read().unwrap_or_else(PoisonError::into_inner);
         let (name, wish) = (self.name(slot), &SHARES[share]);
-        let before = self.ledger();
-        let attempt = self.weather.attempt(wish.gpus);
-        let began = Instant::now();
+        let before = Before {
+            ledger: self.ledger(),
+            refusals: self.refusals(&name),
+            attempt: self.weather.attempt(wish.gpus),
+            began: Instant::now(),
+        };
         let wanted = Wanted { name: &name, annotations: wish.annotations, by, command: COMMANDS[command] };
         let done = self.engine.start(&wanted, harm);
         self.slots[slot].left = true;
@@ -95,33 +107,33 @@ impl<'a> Actor<'a> {
             self.slots[slot].id = Some(id.clone());
             self.weather.started(&name, Running { id, stays: command < 2 });
         } else if matches!(harm, Harm::None) {
-            self.judge(&name, share, &done, &before, attempt, began);
+            self.judge(&name, share, &done, &before);
         }
-        self.weather.attempted(attempt);
+        self.weather.attempted(before.attempt);
         self.in_time(&format!("start of {name}"), &done);
     }
 
     /// Whether a start had to fail.
-    fn judge(
-        &self,
-        name: &str,
-        share: usize,
-        done: &Finished,
-        before: &Value,
-        attempt: usize,
-        began: Instant,
-    ) {
+    fn judge(&self, name: &str, share: usize, done: &Finished, before: &Before) {
+        let mut told_now = self.refusals(name);
+        // The same may be said twice in a second.
+        for old in &before.refusals {
+            if let Some(at) = told_now.iter().position(|one| one == old) {
+                told_now.remove(at);
+            }
+        }
         // What a hook at prestart says, crun does not pass on.
         let by_hook = done.stderr.contains("executing hook") || done.stderr.contains("prestart hook");
-        let refused = done.stderr.contains("no place for") || by_hook && self.was_refused(name, began);
+        let is_refusal = told_now.iter().any(|(_, reason)| reason.contains("no place for"));
+        let refused = done.stderr.contains("no place for") || by_hook && is_refusal;
         if refused {
             self.weather.counts.refusals.fetch_add(1, Ordering::Relaxed);
         }
-        if !self.weather.was_calm_since(began) {
+        if !self.weather.was_calm_since(before.began) {
             return;
         }
         let wish = &SHARES[share];
-        let told = format!("{:?}: {}", wish.annotations, done.stderr.trim_end());
+        let told = format!("{name}: {:?}: {} {told_now:?}", wish.annotations, done.stderr.trim_end());
         if !refused && self.is_the_engines(name, done) {
             return;
         }
@@ -130,10 +142,10 @@ impl<'a> Actor<'a> {
             return;
         }
         let after = self.ledger();
-        let beside = self.weather.asked_beside(attempt);
-        match books::had_room(wish, before, &after, beside) {
+        let beside = self.weather.asked_beside(before.attempt);
+        match books::had_room(wish, &before.ledger, &after, beside) {
             Some(true) => self.weather.found(format!(
-                "refused though there was room (others asked for {beside} GPUs): {told}\nbefore: {before}\nafter: {after}"
+                "refused though there was room (others asked for {beside} GPUs): {told}\nbefore: {}\nafter: {after}", before.ledger
             )),
             Some(false) => {
                 self.weather.counts.judged.fetch_add(1, Ordering::Relaxed);
@@ -148,17 +160,18 @@ impl<'a> Actor<'a> {
         self.engine.kept_rootfs(name).is_none() && !done.stderr.contains("sublet")
     }
 
-    /// Whether sublet says that it refused this container just now for want of room.
-    fn was_refused(&self, name: &str, began: Instant) -> bool {
+    /// What sublet says that it refused this container for, with the times.
+    fn refusals(&self, name: &str) -> Vec<(u64, String)> {
         let text = std::fs::read(self.engine.world().state_dir().join("refusals.json")).unwrap_or_default();
         let all: Value = serde_json::from_slice(&text).unwrap_or_default();
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let since = now.saturating_sub(began.elapsed().as_secs() + 1);
-        all.as_array().into_iter().flatten().any(|one| {
-            one["container_id"] == name
-                && one["time"].as_u64().is_some_and(|time| time >= since)
-                && books::text(one, "reason").contains("no place for")
-        })
+        // A hook may know no more than the root filesystem.
+        let path = format!("/{name}/");
+        let its = |one: &&Value| {
+            let called = books::text(one, "container_id");
+            called == name || called.contains(&path)
+        };
+        let all = all.as_array().into_iter().flatten().filter(its);
+        all.filter_map(|one| Some((one["time"].as_u64()?, books::text(one, "reason").to_owned()))).collect()
     }
 
     fn in_time(&self, what: &str, done: &Finished) {
