@@ -31,6 +31,14 @@ pub enum Use {
     TimeSlice,
 }
 
+impl Share {
+    /// The same with an MPS server of its own, which takes turns with others.
+    pub fn dedicated(&self) -> Self {
+        let used_as = if self.used_as == Use::Mps { Use::TimeSlice } else { self.used_as };
+        Self { used_as, ..*self }
+    }
+}
+
 const PLAIN: Share =
     Share { annotations: &[], used_as: Use::Mps, sm: 0, memory_mib: 0, gpus: 1, processes: 1, servers: 1 };
 

@@ -107,14 +107,16 @@ impl<'a> Actor<'a> {
             self.slots[slot].id = Some(id.clone());
             self.weather.started(&name, Running { id, stays: command < 2 });
         } else if matches!(harm, Harm::None) {
-            self.judge(&name, share, &done, &before);
+            let dedicated = by == By::Hook && self.engine.kept_rootfs(&name).is_some();
+            self.judge(&name, (share, dedicated), &done, &before);
         }
         self.weather.attempted(before.attempt);
         self.in_time(&format!("start of {name}"), &done);
     }
 
-    /// Whether a start had to fail.
-    fn judge(&self, name: &str, share: usize, done: &Finished, before: &Before) {
+    /// Whether a start had to fail. `dedicated`: a hook at prestart gives no environment, so MPS needs a server of the
+    /// container's own.
+    fn judge(&self, name: &str, (share, dedicated): (usize, bool), done: &Finished, before: &Before) {
         let mut told_now = self.refusals(name);
         // The same may be said twice in a second.
         for old in &before.refusals {
@@ -132,7 +134,7 @@ impl<'a> Actor<'a> {
         if !self.weather.was_calm_since(before.began) {
             return;
         }
-        let wish = &SHARES[share];
+        let wish = if dedicated { &SHARES[share].dedicated() } else { &SHARES[share] };
         let told = format!("{name}: {:?}: {} {told_now:?}", wish.annotations, done.stderr.trim_end());
         if !refused && self.is_the_engines(name, done) {
             return;
