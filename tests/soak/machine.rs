@@ -56,8 +56,14 @@ pub fn of_sublet(world: &World) -> Vec<(Pid, String, u64)> {
 
 /// Seconds since boot.
 pub fn uptime() -> u64 {
+    uptime_milliseconds() / 1000
+}
+
+/// To a hundredth of a second, rounded down, as sublet's events have it.
+pub fn uptime_milliseconds() -> u64 {
     let text = std::fs::read_to_string("/proc/uptime").unwrap_or_default();
-    text.split('.').next().and_then(|seconds| seconds.parse().ok()).unwrap_or(0)
+    let hundredths = text.split(' ').next().unwrap_or_default().replace('.', "");
+    hundredths.parse::<u64>().unwrap_or(0) * 10
 }
 
 /// Mounts of this mount namespace with something of sublet's: files of the driver, the daemons' directories.

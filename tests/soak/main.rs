@@ -173,6 +173,8 @@ fn keep(world: &World, to: &std::path::Path, findings: &[String]) {
     for name in ["ledger.json", "inventory.json", "events.jsonl", "refusals.json"] {
         let _ = std::fs::copy(state.join(name), to.join(name));
     }
+    let first = world.dir.path().join("first-finding");
+    let _ = std::process::Command::new("cp").arg("-a").arg(first).arg(to).status();
     for name in ["serve.log", "sublet.log", "dockerd.log"] {
         let _ = std::fs::copy(world.dir.path().join(name), to.join(name));
     }

@@ -11,6 +11,7 @@ use sublet_e2e::Finished;
 
 use crate::books;
 use crate::engine::{Engine, Harm, Wanted};
+use crate::machine;
 use crate::plan::{By, COMMANDS, Lane, SHARES, SLOTS, Step};
 use crate::weather::{Running, Weather};
 
@@ -26,7 +27,8 @@ struct Slot {
 /// How things were before a start.
 struct Before {
     ledger: Value,
-    refusals: Vec<(u64, String)>,
+    /// Milliseconds since boot.
+    uptime: u64,
     /// [`Weather::attempt`].
     attempt: usize,
     began: Instant,
@@ -95,7 +97,7 @@ impl<'a> Actor<'a> {
         let (name, wish) = (self.name(slot), &SHARES[share]);
         let before = Before {
             ledger: self.ledger(),
-            refusals: self.refusals(&name),
+            uptime: machine::uptime_milliseconds(),
             attempt: self.weather.attempt(wish.gpus),
             began: Instant::now(),
         };
@@ -117,16 +119,10 @@ impl<'a> Actor<'a> {
     /// Whether a start had to fail. `dedicated`: a hook at prestart gives no environment, so MPS needs a server of the
     /// container's own.
     fn judge(&self, name: &str, (share, dedicated): (usize, bool), done: &Finished, before: &Before) {
-        let mut told_now = self.refusals(name);
-        // The same may be said twice in a second.
-        for old in &before.refusals {
-            if let Some(at) = told_now.iter().position(|one| one == old) {
-                told_now.remove(at);
-            }
-        }
+        let told_now = self.refusals(name, before.uptime);
         // What a hook at prestart says, crun does not pass on.
         let by_hook = done.stderr.contains("executing hook") || done.stderr.contains("prestart hook");
-        let is_refusal = told_now.iter().any(|(_, reason)| reason.contains("no place for"));
+        let is_refusal = told_now.iter().any(|event| event["reason"] == "no-room");
         let refused = done.stderr.contains("no place for") || by_hook && is_refusal;
         if refused {
             self.weather.counts.refusals.fetch_add(1, Ordering::Relaxed);
@@ -162,18 +158,20 @@ impl<'a> Actor<'a> {
         self.engine.kept_rootfs(name).is_none() && !done.stderr.contains("sublet")
     }
 
-    /// What sublet says that it refused this container for, with the times.
-    fn refusals(&self, name: &str) -> Vec<(u64, String)> {
-        let text = std::fs::read(self.engine.world().state_dir().join("refusals.json")).unwrap_or_default();
-        let all: Value = serde_json::from_slice(&text).unwrap_or_default();
+    /// What sublet tells of refusing this container, from this moment on (milliseconds since boot).
+    fn refusals(&self, name: &str, since: u64) -> Vec<Value> {
+        let state = self.engine.world().state_dir();
+        let text = |file| std::fs::read_to_string(state.join(file)).unwrap_or_default();
+        let lines = text("events.1.jsonl") + &text("events.jsonl");
         // A hook may know no more than the root filesystem.
         let path = format!("/{name}/");
-        let its = |one: &&Value| {
-            let called = books::text(one, "container_id");
-            called == name || called.contains(&path)
+        let its = |event: &Value| {
+            let called = books::text(event, "container_id");
+            event["kind"] == "refused"
+                && event["uptime_ms"].as_u64().is_some_and(|time| time >= since)
+                && (called == name || called.contains(&path))
         };
-        let all = all.as_array().into_iter().flatten().filter(its);
-        all.filter_map(|one| Some((one["time"].as_u64()?, books::text(one, "reason").to_owned()))).collect()
+        lines.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(its).collect()
     }
 
     fn in_time(&self, what: &str, done: &Finished) {
