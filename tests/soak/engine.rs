@@ -47,6 +47,10 @@ pub trait Engine: Sync {
     fn kept_rootfs(&self, _name: &str) -> Option<PathBuf> {
         None
     }
+    /// Whether the container gets its share by a hook at prestart.
+    fn at_prestart(&self, _wanted: &Wanted<'_>) -> bool {
+        false
+    }
     /// Brings back what was killed of the engine itself.
     fn recover(&self) {}
 }
@@ -121,7 +125,7 @@ impl Plain {
 
     fn bundle(&self, wanted: &Wanted<'_>) -> Bundle<'_> {
         let mut bundle = self.world.bundle(wanted.name, wanted.annotations, wanted.command);
-        if wanted.by == By::Hook && !by_precreate(wanted) {
+        if self.at_prestart(wanted) {
             bundle.hook(&["prestart", "poststop"]);
         }
         bundle.spec["root"]["path"] = serde_json::json!(bundle.dir.join("rootfs"));
@@ -190,6 +194,10 @@ impl Engine for Plain {
         let mut command = self.world.runtime();
         command.args(["delete", "--force", name]);
         bounded(command, &self.world, name, harm)
+    }
+
+    fn at_prestart(&self, wanted: &Wanted<'_>) -> bool {
+        wanted.by == By::Hook && !by_precreate(wanted)
     }
 
     fn kept_rootfs(&self, name: &str) -> Option<PathBuf> {

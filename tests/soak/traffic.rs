@@ -109,7 +109,7 @@ impl<'a> Actor<'a> {
             self.slots[slot].id = Some(id.clone());
             self.weather.started(&name, Running { id, stays: command < 2 });
         } else if matches!(harm, Harm::None) {
-            let dedicated = by == By::Hook && self.engine.kept_rootfs(&name).is_some();
+            let dedicated = self.engine.at_prestart(&wanted);
             self.judge(&name, (share, dedicated), &done, &before);
         }
         self.weather.attempted(before.attempt);
