@@ -122,7 +122,7 @@ impl<'a> Actor<'a> {
         let told_now = self.refusals(name, before.uptime);
         // What a hook at prestart says, crun does not pass on.
         let by_hook = done.stderr.contains("executing hook") || done.stderr.contains("prestart hook");
-        let is_refusal = told_now.iter().any(|event| event["reason"] == "no-room");
+        let is_refusal = told_now.iter().any(|event| books::text(event, "text").contains("no place for"));
         let refused = done.stderr.contains("no place for") || by_hook && is_refusal;
         if refused {
             self.weather.counts.refusals.fetch_add(1, Ordering::Relaxed);
