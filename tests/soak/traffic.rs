@@ -112,7 +112,7 @@ impl<'a> Actor<'a> {
             let dedicated = self.engine.at_prestart(&wanted);
             self.judge(&name, (share, dedicated), &done, &before);
         }
-        self.weather.attempted(before.attempt);
+        self.weather.attempted(before.attempt, !matches!(harm, Harm::None));
         self.in_time(&format!("start of {name}"), &done);
     }
 

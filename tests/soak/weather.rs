@@ -130,8 +130,10 @@ impl Weather {
         attempts.len() - 1
     }
 
-    pub fn attempted(&self, number: usize) {
-        lock(&self.attempts)[number].ended = Some(Instant::now());
+    /// What was killed dies when the kernel comes to it, and may have taken a lease in its last system call.
+    pub fn attempted(&self, number: usize, was_killed: bool) {
+        let dies = if was_killed { AFTERMATH } else { Duration::ZERO };
+        lock(&self.attempts)[number].ended = Some(Instant::now() + dies);
     }
 
     /// How many GPUs others may have had for a while, beside attempt `number` and since it began.
