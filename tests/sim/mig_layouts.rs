@@ -117,7 +117,7 @@ fn lease(device: &str) -> Lease {
         bind_by: None,
         since: 0,
         library_dir: None,
-        mount_points: Vec::new(),
+        mount_points: Vec::new().into(),
         volumes: Vec::new(),
         brokered: false,
         job: None,

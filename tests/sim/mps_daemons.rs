@@ -109,7 +109,7 @@ impl Host {
             init: None,
             bind_by: None,
             since: 0,
-            mount_points: Vec::new(),
+            mount_points: Vec::new().into(),
             volumes: Vec::new(),
             library_dir: None,
             brokered: false,

@@ -86,7 +86,7 @@ impl Local<'_> {
         Ok((!in_use).then(|| Leftover {
             bundle: held.container.bundle.clone(),
             rootfs: rootfs.clone(),
-            mount_points: held.mount_points.clone(),
+            mount_points: held.mount_points.to_vec(),
             volumes: free_volumes(held, &ledger),
         }))
     }

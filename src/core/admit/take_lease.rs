@@ -1,6 +1,7 @@
 //! Takes a lease: chooses and books a device under one lock, or waits for one without holding a lock.
 
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use crate::config::{Config, Inject};
 use crate::grant::Image;
 use crate::inventory::{Device, Inventory, is_watched};
 use crate::ledger::DaemonKey;
-use crate::ledger::{Init, Job, Lease, LeaseId, LeaseState, Ledger, Store};
+use crate::ledger::{Freed, Init, Job, Lease, LeaseId, LeaseState, Ledger, LedgerError, Scan, Store};
 use crate::mps;
 use crate::oci;
 use crate::place::{Order, Placement, Refusal, named, place};
@@ -134,7 +135,17 @@ pub(super) fn take(
         can_be_recorded(candidate)?;
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    let mut search = Search { candidate, request, terms, id, store, local, made: false, strays_ended: false };
+    let mut search = Search {
+        candidate,
+        request,
+        terms,
+        id,
+        store,
+        local,
+        looked: Cell::new(false),
+        made: false,
+        strays_ended: false,
+    };
     let taken = search.run();
     if local.config.mig.dynamic && taken.is_err() {
         dynamic_mig::give_up(&search.id, store, local.mig);
@@ -187,6 +198,8 @@ struct Search<'a> {
     id: LeaseId,
     store: &'a Store,
     local: Local<'a>,
+    /// Whether the ledger was looked at before.
+    looked: Cell<bool>,
     /// Whether a MIG instance was created for it.
     made: bool,
     /// Whether daemons that have been idle since the loss of the ledger have been ended.
@@ -262,7 +275,7 @@ impl Search<'_> {
         // New instances get the ids of destroyed ones, and /proc then looks the same.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
         let allowed = allowed(terms.limit, &inventory, config)?;
-        let (booked, freed) = store.update(|ledger| {
+        let (booked, freed) = self.booked(|ledger: &mut Ledger| {
             // Instances may have been destroyed and created again since, with the same ids.
             if inventory.mig_changes != ledger.mig.count {
                 return Err(Look::Changed);
@@ -291,6 +304,25 @@ impl Search<'_> {
             }
         }
         Ok(Taken { lease, placement, image, inventory, in_the_way })
+    }
+
+    /// Makes the change `book` of the ledger. The first time, leases of ended containers are looked for only briefly; if
+    /// there is no room then, they are looked for in full.
+    fn booked<T>(
+        &self,
+        book: impl Fn(&mut Ledger) -> Result<T, Look>,
+    ) -> Result<(Result<T, Look>, Freed), LedgerError> {
+        let mut freed = Freed::new();
+        if !self.looked.replace(true) {
+            let (booked, gone) = self.store.update_after(Scan::Brief, &book)?;
+            if booked.is_ok() {
+                return Ok((booked, gone));
+            }
+            freed = gone;
+        }
+        let (booked, gone) = self.store.update(&book)?;
+        freed.extend(gone);
+        Ok((booked, freed))
     }
 
     fn refused(
@@ -345,7 +377,7 @@ pub fn lease_for(
         init: None,
         bind_by: None,
         since: epoch_seconds(),
-        mount_points: image.created.clone(),
+        mount_points: image.created.clone().into(),
         volumes: image.volumes.clone(),
         library_dir: libraries.map(Path::to_owned),
         brokered: false,

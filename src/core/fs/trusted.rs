@@ -1,7 +1,7 @@
 //! The state directory and its files are trusted only if no user except root, or this user, can have written them. This
 //! is checked by descriptor each time a file is opened, because the path may name another file by then.
 
-use std::fs::{self, DirBuilder, Metadata, OpenOptions, Permissions};
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Read as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
@@ -110,11 +110,50 @@ pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
         .then(|| format!("others than its owner may write to it (mode {:o})", meta.mode() & 0o7777))
 }
 
-/// The content of `path`; the inner `Err`: why it is not trusted; `None`: there is no such file.
+/// Which file something was read from, and as of when. A file that is replaced or written to gets another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    file: (u64, u64),
+    bytes: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Stamp {
+    fn of(meta: &Metadata) -> Self {
+        Self {
+            file: (meta.dev(), meta.ino()),
+            bytes: meta.len(),
+            modified: (meta.mtime(), meta.mtime_nsec()),
+            changed: (meta.ctime(), meta.ctime_nsec()),
+        }
+    }
+}
+
+/// A file that is trusted, open.
+pub(crate) struct Trusted {
+    file: File,
+    meta: Metadata,
+    largest: u64,
+}
+
+impl Trusted {
+    pub(crate) fn stamp(&self) -> Stamp {
+        Stamp::of(&self.meta)
+    }
+
+    pub(crate) fn read(self) -> io::Result<Vec<u8>> {
+        let mut content = Vec::with_capacity(usize::try_from(self.meta.len()).unwrap_or(0) + 1);
+        self.file.take(self.largest).read_to_end(&mut content)?;
+        Ok(content)
+    }
+}
+
+/// The file `path`; the inner `Err`: why it is not trusted; `None`: there is no such file.
 ///
 /// # Errors
-/// It exists and cannot be read.
-pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
+/// It exists and cannot be opened.
+pub(crate) fn open(path: &Path, largest: u64) -> io::Result<Option<Result<Trusted, String>>> {
     let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -124,12 +163,20 @@ pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, Stri
         Err(error) => return Err(selinux::explained(error)),
     };
     let meta = file.metadata()?;
-    if let Some(why) = distrust_file(&meta, largest) {
-        return Ok(Some(Err(why)));
+    let distrust = distrust_file(&meta, largest);
+    Ok(Some(distrust.map_or(Ok(Trusted { file, meta, largest }), Err)))
+}
+
+/// The content of `path`, as [`open`] finds it.
+///
+/// # Errors
+/// It exists and cannot be read.
+pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
+    match open(path, largest)? {
+        Some(Ok(file)) => file.read().map(Ok).map(Some),
+        Some(Err(why)) => Ok(Some(Err(why))),
+        None => Ok(None),
     }
-    let mut content = Vec::with_capacity(usize::try_from(meta.len()).unwrap_or(0) + 1);
-    file.take(largest).read_to_end(&mut content)?;
-    Ok(Some(Ok(content)))
 }
 
 /// [`read`] for optional files: `None` if the file does not exist or is not trusted.

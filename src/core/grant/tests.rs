@@ -120,7 +120,7 @@ fn lease() -> Lease {
         job: None,
         within: None,
         mig_devices: Vec::new(),
-        mount_points: Vec::new(),
+        mount_points: Vec::new().into(),
         volumes: Vec::new(),
     }
 }

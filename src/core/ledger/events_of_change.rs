@@ -1,7 +1,9 @@
 //! What a change of the ledger means, as events: the one place where they are told, because every change goes through
 //! [`super::Store::update`].
 
-use super::{DaemonState, Init, Lease, Ledger, MpsDaemon};
+use std::collections::HashMap;
+
+use super::{DaemonState, Init, Lease, LeaseId, Ledger, MpsDaemon};
 use crate::events::{Event, Kind};
 
 /// Clock ticks a second of a process's start time (proc(5); `USER_HZ` is 100 on all of sublet's architectures).
@@ -35,8 +37,14 @@ fn of_lease(kind: Kind, lease: &Lease) -> Event {
     }
 }
 
+/// The leases by their ids: to look for each in a list of all takes too long for hundreds.
+fn by_id(ledger: &Ledger) -> HashMap<&LeaseId, &Lease> {
+    ledger.leases.iter().map(|lease| (&lease.id, lease)).collect()
+}
+
 fn ended(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
-    let gone = before.leases.iter().filter(|lease| after.lease(&lease.id).is_none());
+    let left = by_id(after);
+    let gone = before.leases.iter().filter(move |lease| !left.contains_key(&lease.id));
     gone.map(|lease| {
         let held = crate::process::epoch_seconds().checked_sub(lease.since);
         let text = if lease.init.is_some() { "" } else { "its container never ran" };
@@ -49,8 +57,9 @@ fn ended(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
 }
 
 fn leases(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
-    after.leases.iter().flat_map(|lease| {
-        let was = before.lease(&lease.id);
+    let known = by_id(before);
+    after.leases.iter().flat_map(move |lease| {
+        let was = known.get(&lease.id);
         let taken = was.is_none().then(|| taken(lease));
         let was_bound = was.is_some_and(|was| was.init.is_some());
         let bound = lease.init.as_ref().filter(|_| !was_bound).map(|init| bound(lease, init));

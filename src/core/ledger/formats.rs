@@ -3,6 +3,7 @@
 
 use serde_json::Value;
 
+use super::stored::{parse, text};
 use super::{Job, LEASE_RECORD_ANNOTATION, Lease, Ledger, MigChanges, MpsDaemon};
 
 fn again<T: serde::Serialize + serde::de::DeserializeOwned>(stored: &Value) -> Value {
@@ -20,6 +21,18 @@ fn stored_ledgers_are_read_and_written_again_alike() {
         let stored: Value = serde_json::from_str(stored).unwrap();
         assert_eq!(again::<Ledger>(&stored), stored);
     }
+}
+
+/// Ten leases of one image and of another, whose text has each list of mount points once.
+#[test]
+fn a_ledger_of_many_leases_is_read_and_written_again_alike() {
+    let stored: Value =
+        serde_json::from_str(include_str!("../../../tests/formats/lists/ledger.json")).unwrap();
+    let mut ledger = parse(&serde_json::to_vec(&stored).unwrap()).unwrap();
+    let counts: Vec<usize> = ledger.leases.iter().map(|lease| lease.mount_points.len()).collect();
+    assert_eq!(counts, [4, 4, 1, 4, 4, 1, 4, 4, 1, 0]);
+    let again: Value = serde_json::from_slice(&text(&mut ledger).unwrap()).unwrap();
+    assert_eq!(again, stored);
 }
 
 #[test]
@@ -59,6 +72,7 @@ fn every_key_is_in_the_fixture() {
         unexplained,
         lost,
         leftovers,
+        mount_point_lists: _,
         mig: MigChanges { count: _, under_way, dynamic_instances },
         keeper,
     } = serde_json::from_str(text).unwrap();

@@ -27,7 +27,7 @@ impl Ledger {
             None => self.leftovers.push(Leftover {
                 bundle: bundle.clone(),
                 rootfs: rootfs.clone(),
-                mount_points: lease.mount_points.clone(),
+                mount_points: lease.mount_points.to_vec(),
                 volumes,
             }),
         }
@@ -84,7 +84,7 @@ mod tests {
     fn a_container_that_starts_again_and_again_leaves_its_things_once() {
         let mut ledger = ledger(Vec::new());
         for file in ["/lib/a", "/lib/b", "/lib/a"] {
-            let lease = Lease { mount_points: vec![file.into()], ..lease(1, "GPU-a") };
+            let lease = Lease { mount_points: vec![file.into()].into(), ..lease(1, "GPU-a") };
             let id = lease.id.clone();
             ledger.insert(lease).unwrap();
             ledger.remove(&id);
@@ -103,7 +103,8 @@ mod tests {
             inode: 7,
             files: vec![file.into()],
         };
-        let with = |n, volumes| Lease { volumes, mount_points: vec!["/lib/a".into()], ..lease(n, "GPU-a") };
+        let with =
+            |n, volumes| Lease { volumes, mount_points: vec!["/lib/a".into()].into(), ..lease(n, "GPU-a") };
         let first = with(1, vec![volume(1, "x"), volume(2, "y")]);
         let other =
             with(2, vec![VolumeFiles { directory: "/alias".into(), files: Vec::new(), ..volume(2, "") }]);

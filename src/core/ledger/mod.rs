@@ -19,6 +19,7 @@ mod leftovers;
 mod liveness;
 mod lock_mark;
 mod mig_changes;
+mod mount_points;
 mod named_changes;
 mod namespaces;
 mod process_owner;
@@ -43,8 +44,10 @@ pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
 pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use lease_state::LeaseState;
+pub use liveness::Scan;
 pub(crate) use mig_changes::gpus_under_change;
 pub use mig_changes::{MigBusy, MigChange, MigChanges};
+pub use mount_points::MountPoints;
 pub use namespaces::Namespaces;
 pub use queries::Doubled;
 #[cfg(any(test, feature = "fixtures"))]
@@ -58,8 +61,10 @@ use crate::inventory::ComputeMode;
 use crate::process::Process;
 use crate::share::{Guarding, Isolation, Mode, Percent, Priority};
 
-/// [`Ledger::schema`] of what this build writes and reads.
+/// [`Ledger::schema`] in memory, and of a text that older versions read.
 pub const SCHEMA: &str = "sublet.ledger/1";
+/// The schema of the text of a ledger with [`Ledger::mount_point_lists`].
+const SCHEMA_WITH_LISTS: &str = "sublet.ledger/2";
 
 /// The annotation that holds the lease's id.
 pub const LEASE_ANNOTATION: &str = "sublet.lease";
@@ -107,6 +112,10 @@ pub struct Ledger {
     /// lose it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub leftovers: Vec<Leftover>,
+    /// Only in the ledger's text, and if it has many leases: the lists that [`Lease::mount_points`] names by their
+    /// numbers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mount_point_lists: Vec<MountPoints>,
     /// Changes of MIG layouts.
     #[serde(default, skip_serializing_if = "MigChanges::are_none")]
     pub mig: MigChanges,
@@ -192,7 +201,7 @@ pub struct Lease {
     /// Files that were missing in the rootfs, so the runtime created them as mount points. sublet removes them if the
     /// rootfs persists.
     #[serde(default)]
-    pub mount_points: Vec<PathBuf>,
+    pub mount_points: MountPoints,
     /// The same in volumes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeFiles>,

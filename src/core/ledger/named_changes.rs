@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::path::Path;
 
-use super::{Binding, Freed, Init, Lease, LeaseId, Ledger, LedgerError, Leftover, NotBound, Store};
+use super::{Binding, Freed, Init, Lease, LeaseId, Ledger, LedgerError, Leftover, NotBound, Scan, Store};
 use crate::process::Process;
 
 impl Store {
@@ -13,6 +13,13 @@ impl Store {
     /// As [`Store::update`].
     pub fn change<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<(T, Freed), LedgerError> {
         let (Ok(done), freed) = self.update(|ledger| Ok::<_, Infallible>(change(ledger)))?;
+        Ok((done, freed))
+    }
+
+    /// [`Store::change`] by a container's end, which is not about other containers.
+    fn at_end<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<(T, Freed), LedgerError> {
+        let (Ok(done), freed) =
+            self.update_after(Scan::Brief, |ledger| Ok::<_, Infallible>(change(ledger)))?;
         Ok((done, freed))
     }
 
@@ -68,7 +75,7 @@ impl Store {
         deleter: Option<Process>,
         cleared: &[Leftover],
     ) -> Result<(Option<LeaseId>, Freed), LedgerError> {
-        self.change(|ledger| {
+        self.at_end(|ledger| {
             ledger.forget(cleared);
             ledger.mark_ending(uid, id, record, deleter)
         })
@@ -79,7 +86,7 @@ impl Store {
     /// # Errors
     /// As [`Store::update`].
     pub(crate) fn unmark_ending(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.change(|ledger| ledger.unmark_ending(lease))?;
+        let ((), freed) = self.at_end(|ledger| ledger.unmark_ending(lease))?;
         Ok(freed)
     }
 
@@ -88,7 +95,7 @@ impl Store {
     /// # Errors
     /// As [`Store::update`].
     pub fn remove(&self, lease: &LeaseId, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
-        let (removed, freed) = self.change(|ledger| {
+        let (removed, freed) = self.at_end(|ledger| {
             let removed = ledger.remove(lease);
             ledger.forget(cleared);
             removed
@@ -101,7 +108,7 @@ impl Store {
     /// # Errors
     /// As [`Store::update`].
     pub fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<Freed, LedgerError> {
-        let (abandoned, freed) = self.change(|ledger| ledger.abandon(uid, id, owner))?;
+        let (abandoned, freed) = self.at_end(|ledger| ledger.abandon(uid, id, owner))?;
         Ok(with(freed, abandoned))
     }
 
@@ -110,7 +117,7 @@ impl Store {
     /// # Errors
     /// As [`Store::update`].
     pub fn forget(&self, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.change(|ledger| ledger.forget(cleared))?;
+        let ((), freed) = self.at_end(|ledger| ledger.forget(cleared))?;
         Ok(freed)
     }
 }

@@ -38,6 +38,7 @@ impl Ledger {
             unexplained: Vec::new(),
             lost: false,
             leftovers: Vec::new(),
+            mount_point_lists: Vec::new(),
             mig: super::MigChanges::default(),
             keeper: None,
         }
@@ -235,7 +236,7 @@ pub mod fixture {
             init: None,
             bind_by: None,
             since: 0,
-            mount_points: Vec::new(),
+            mount_points: Vec::new().into(),
             volumes: Vec::new(),
             library_dir: None,
             brokered: false,

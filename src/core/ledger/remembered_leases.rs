@@ -9,7 +9,7 @@ impl Lease {
     /// The lease that [`Lease::to_annotation`] wrote; `None` for any other text.
     #[must_use]
     pub fn from_annotation(text: &str) -> Option<Self> {
-        serde_json::from_str(text).ok()
+        serde_json::from_str(text).ok().filter(|lease: &Self| lease.mount_points.are_listed())
     }
 
     /// Whether `text`, which [`Lease::to_annotation`] wrote, belongs to the ledger in `state_dir`. `true` if the text

@@ -11,15 +11,15 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc::O_NOFOLLOW;
 
 use super::events_of_change;
-use super::liveness::{Alive, reclaim};
+use super::liveness::{Alive, Scan, reclaim};
 use super::lock_mark::Mark;
 use super::namespaces::{self, Namespaces};
 use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
 use super::runtime_record::{LARGEST, read_up_to};
-use super::stored::{NotALedger, parse};
-use super::{Lease, Ledger, SCHEMA};
+use super::stored::{self, NotALedger, parse};
+use super::{Lease, Ledger, SCHEMA_WITH_LISTS};
 use crate::events::{self, Event};
-use crate::fs::trusted;
+use crate::fs::trusted::{self, Stamp};
 use crate::host::boot_id;
 use crate::process::uptime_seconds;
 use crate::text::safe;
@@ -85,7 +85,7 @@ pub enum LedgerError {
     },
     /// A newer version of sublet wrote it. Nothing is changed.
     #[error(
-        "ledger {path} was written by a newer version of sublet: its schema is {found}, this version reads {SCHEMA}; \
+        "ledger {path} was written by a newer version of sublet: its schema is {found}, this version reads up to {SCHEMA_WITH_LISTS}; \
          nothing was changed: install the newer version again (docs/packaging.md, \"Upgrades\", says how to go back)"
     )]
     Newer {
@@ -123,9 +123,9 @@ pub struct Store {
 /// Leases that an update freed because their containers had ended. Their servers may have to be adjusted or stopped.
 pub type Freed = Vec<Lease>;
 
-/// The text of `ledger.json` at some time, and what it says.
+/// What `ledger.json` said at some time.
 struct Known {
-    text: Vec<u8>,
+    stamp: Stamp,
     ledger: Ledger,
 }
 
@@ -206,9 +206,21 @@ impl Store {
         &self,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
+        self.update_after(Scan::Full, change)
+    }
+
+    /// [`Store::update`], where `scan` says how containers that have ended are looked for.
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn update_after<T, E>(
+        &self,
+        scan: Scan,
+        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
+    ) -> Result<(Result<T, E>, Freed), LedgerError> {
         // Before the lock, because asking for each process takes longer than all the rest.
         let known = self.known();
-        let seen = known.as_ref().map(|known| Alive::of(&known.ledger)).unwrap_or_default();
+        let seen = known.as_ref().map(|known| Alive::of(&known.ledger, scan)).unwrap_or_default();
         self.locked(known, |ledger| reclaim(ledger, &seen), change)
     }
 
@@ -226,7 +238,7 @@ impl Store {
     fn locked<T, E>(
         &self,
         known: Option<Known>,
-        reclaim: impl FnOnce(&mut Ledger) -> Freed,
+        reclaim: impl Fn(&mut Ledger) -> Freed,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
@@ -234,29 +246,35 @@ impl Store {
         let mark = Mark::read(&lock, &boot);
         let mut lost = None;
         crate::fs::atomic::sweep(&self.state_dir);
-        let (before, mut ledger) = match self.load(known)? {
-            Loaded::Missing => (None, Ledger::empty(&boot)),
-            Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot)),
+        // `old` is of an earlier boot.
+        let (old, start, is_stored) = match self.load(known)? {
+            Loaded::Missing => (None, Ledger::empty(&boot), false),
+            Loaded::Sound(ledger) if ledger.boot_id == boot => (None, *ledger, true),
+            Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot), false),
             Loaded::Corrupt(why) => {
                 let ledger = self.rebuilt(&why, &boot, ours, mark.as_ref())?;
                 lost = Some(events_of_change::rebuilt(&ledger, &why));
-                (None, ledger)
+                (None, ledger, false)
             }
         };
-        let made_anew = before.is_none().then(|| ledger.clone());
-        ledger.check_namespaces(ours)?;
-        let freed = reclaim(&mut ledger);
-        self.explain(&mut ledger);
-        let mut changed = ledger.clone();
-        let outcome = change(&mut changed);
-        let mut after = if outcome.is_ok() { changed } else { ledger };
+        start.check_namespaces(ours)?;
+        let settled = || {
+            let mut ledger = start.clone();
+            let freed = reclaim(&mut ledger);
+            self.explain(&mut ledger);
+            (ledger, freed)
+        };
+        let (mut after, mut freed) = settled();
+        let outcome = change(&mut after);
+        if outcome.is_err() {
+            (after, freed) = settled();
+        }
         after.note_idle(uptime_seconds);
         after.namespaces = after.names_processes().then_some(ours);
         let mut events: Vec<Event> = lost.into_iter().collect();
-        if before.as_ref() != Some(&after) {
-            self.write(&after)?;
-            let known = before.as_ref().or(made_anew.as_ref());
-            events.extend(known.into_iter().flat_map(|known| events_of_change::events(known, &after)));
+        if !is_stored || start != after {
+            self.write(&mut after)?;
+            events.extend(events_of_change::events(old.as_ref().unwrap_or(&start), &after));
         }
         // The mark is written last, because a mark without the files means that they were lost.
         let wanted = after.namespaces.map(|namespaces| Mark::of(&boot, namespaces));
@@ -350,22 +368,22 @@ impl Store {
 
     /// The ledger before the lock is taken, if it is sound.
     fn known(&self) -> Option<Known> {
-        let text = trusted::read_if_trusted(&self.file(), LARGEST)?;
-        let ledger = parse(&text).ok()?;
-        Some(Known { text, ledger })
+        let file = trusted::open(&self.file(), LARGEST).ok()??.ok()?;
+        Some(Known { stamp: file.stamp(), ledger: parse(&file.read().ok()?).ok()? })
     }
 
-    /// The ledger; what is `known` of it is not parsed again.
+    /// The ledger; what is `known` of it is not read and parsed again.
     fn load(&self, known: Option<Known>) -> Result<Loaded, LedgerError> {
         let path = self.file();
-        let content = match trusted::read(&path, LARGEST).map_err(|error| failed("read", &path, error))? {
-            Some(Ok(content)) => content,
+        let unread = |error| failed("read", &path, error);
+        let file = match trusted::open(&path, LARGEST).map_err(unread)? {
+            Some(Ok(file)) => file,
             Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
             None => return self.missing(),
         };
         let parsed = match known {
-            Some(known) if known.text == content => Ok(known.ledger),
-            _ => parse(&content),
+            Some(known) if known.stamp == file.stamp() => Ok(known.ledger),
+            _ => parse(&file.read().map_err(unread)?),
         };
         let ledger = match parsed {
             Ok(ledger) => ledger,
@@ -440,7 +458,7 @@ impl Store {
             // A file with another owner would keep that owner.
             let _ = remove(&self.copy());
         }
-        self.write(&ledger)?;
+        self.write(&mut ledger)?;
         self.keep_one_corrupt();
         Ok(ledger)
     }
@@ -457,10 +475,10 @@ impl Store {
         let _ = fs::rename(self.aside(), self.state_dir.join(format!("ledger.json.corrupt-{now}")));
     }
 
-    fn write(&self, ledger: &Ledger) -> Result<(), LedgerError> {
+    fn write(&self, ledger: &mut Ledger) -> Result<(), LedgerError> {
         let path = self.file();
         let written = remember_roots(&self.state_dir, ledger).and_then(|()| {
-            let content = serde_json::to_vec(ledger)?;
+            let content = stored::text(ledger)?;
             // The copy is written first, so that it has everything that the ledger has, whenever this process is
             // killed.
             crate::fs::atomic::replace(&self.copy(), &content, 0o600)?;

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{LeaseId, Ledger, SCHEMA};
+use super::{LeaseId, Ledger, SCHEMA, SCHEMA_WITH_LISTS};
 use crate::parse_errors::plain;
 use crate::text::safe;
 
@@ -27,14 +27,36 @@ struct OfAnyVersion {
 /// It is not a ledger, or is a newer version's.
 pub(super) fn parse(content: &[u8]) -> Result<Ledger, NotALedger> {
     let parsed: Result<Ledger, _> = serde_json::from_slice(content);
-    if parsed.as_ref().map_or(true, |ledger| ledger.schema != SCHEMA) {
+    if parsed.as_ref().map_or(true, |ledger| ![SCHEMA, SCHEMA_WITH_LISTS].contains(&ledger.schema.as_str())) {
         if let Some(newer) = newer(content) {
             return Err(NotALedger::Newer(newer));
         }
     }
-    let ledger = parsed.map_err(|error| NotALedger::Corrupt(plain(&error.to_string(), None)))?;
+    let mut ledger = parsed.map_err(|error| NotALedger::Corrupt(plain(&error.to_string(), None)))?;
+    if ledger.schema == SCHEMA_WITH_LISTS {
+        SCHEMA.clone_into(&mut ledger.schema);
+    }
+    let resolved = ledger.resolve_mount_points();
+    resolved.ok_or_else(|| NotALedger::Corrupt("a lease has mount points that are not listed".to_owned()))?;
     check(&ledger).map_err(NotALedger::Corrupt)?;
     Ok(ledger)
+}
+
+/// The text of `ledger`, which is the same afterwards.
+///
+/// # Errors
+/// It has a path that is not UTF-8.
+pub(super) fn text(ledger: &mut Ledger) -> serde_json::Result<Vec<u8>> {
+    if !ledger.has_many_mount_points() {
+        return serde_json::to_vec(ledger);
+    }
+    ledger.number_mount_points();
+    let schema = std::mem::replace(&mut ledger.schema, SCHEMA_WITH_LISTS.to_owned());
+    let text = serde_json::to_vec(ledger);
+    ledger.schema = schema;
+    // Each number is that of a list.
+    let _ = ledger.resolve_mount_points();
+    text
 }
 
 /// The schema, if it has our name and a higher number.
@@ -45,7 +67,7 @@ fn newer(content: &[u8]) -> Option<String> {
         let number: u64 = number.parse().ok()?;
         Some((name.to_owned(), number))
     };
-    let ((found, found_number), (ours, our_number)) = (number(&schema)?, number(SCHEMA)?);
+    let ((found, found_number), (ours, our_number)) = (number(&schema)?, number(SCHEMA_WITH_LISTS)?);
     (found == ours && found_number > our_number).then(|| safe(&schema))
 }
 
@@ -72,7 +94,7 @@ mod tests {
     #[test]
     fn only_a_higher_number_of_our_schema_is_a_newer_version() {
         for (schema, newer) in [
-            ("sublet.ledger/2", true),
+            ("sublet.ledger/3", true),
             ("sublet.ledger/10", true),
             ("sublet.ledger/0", false),
             ("sublet.ledger/", false),
@@ -91,7 +113,7 @@ mod tests {
                 assert_eq!(outcome == NotALedger::Newer(schema.to_owned()), newer, "{text}: {outcome:?}");
             }
         }
-        let cut_off = parse(br#"{"schema":"sublet.ledger/2","leases":"#);
+        let cut_off = parse(br#"{"schema":"sublet.ledger/3","leases":"#);
         assert!(matches!(cut_off, Err(NotALedger::Corrupt(_))), "{cut_off:?}");
     }
 }

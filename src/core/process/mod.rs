@@ -14,7 +14,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
+use nix::errno::Errno;
 use nix::libc::ESRCH;
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
 /// A process of this boot.
@@ -68,6 +71,12 @@ impl Process {
     pub fn is_alive(&self) -> bool {
         let runs = |stat: Stat| stat.start_time == self.start_time && !stat.has_ended();
         stat(self.pid).map_or(true, |stat| stat.is_some_and(runs))
+    }
+
+    /// Whether its pid exists, perhaps as another process or as a zombie. `true` if that cannot be found out.
+    #[must_use]
+    pub(crate) fn has_pid(&self) -> bool {
+        self.pid > 0 && kill(Pid::from_raw(self.pid), None) != Err(Errno::ESRCH)
     }
 
     /// Whether this same process is stopped, by a signal or by a tracer (proc(5)).
