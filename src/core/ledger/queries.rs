@@ -69,11 +69,6 @@ impl Ledger {
         self.leases.iter().filter(move |lease| lease.devices.iter().any(|uuid| uuid == device))
     }
 
-    /// Leases on `device` that are booked there: all but those of containers in a job that has a lease itself.
-    pub(crate) fn booked_on<'a>(&'a self, device: &'a str) -> impl Iterator<Item = &'a Lease> {
-        self.on_device(device).filter(|lease| !self.is_booked_with_job(lease))
-    }
-
     /// Whether what `lease` has is booked with the lease of the job that its container runs in.
     #[must_use]
     pub fn is_booked_with_job(&self, lease: &Lease) -> bool {

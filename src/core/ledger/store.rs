@@ -283,6 +283,8 @@ impl Store {
                 .map_err(|error| failed("written", &self.lock_file(), error))?;
         }
         events::tell(&self.state_dir, &events);
+        // Not only when both ledgers have been freed.
+        drop(lock);
         Ok((outcome, freed))
     }
 

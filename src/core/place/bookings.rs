@@ -35,25 +35,97 @@ pub struct Bookings {
 /// The bookings of `device`.
 #[must_use]
 pub fn bookings(device: &Device, ledger: &Ledger, config: &Config) -> Bookings {
-    let leases: Vec<&Lease> = ledger.booked_on(&device.uuid).collect();
-    let used_as = leases.first().map(|lease| use_of(lease.mode, lease.isolation));
-    let sm_booked = sm_booked(&leases, used_as);
-    let sm_free = match used_as {
-        Some(Mode::Exclusive | Mode::Mig) => Percent::default(),
-        Some(Mode::TimeSlice) => Percent::WHOLE,
-        Some(Mode::Mps) | None => minus(config.sm_bookable(), sm_booked),
-    };
-    let served = leases.iter().filter(|lease| lease.daemon.is_some());
-    let whole = has_everything(device, ledger);
-    let memory_booked = if whole { device.memory_bytes } else { memory_booked(device, ledger) };
-    Bookings {
-        used_as,
-        leases: leases.len(),
-        sm_booked,
-        sm_free,
-        memory_booked,
-        memory_free: left_by_bookings(device, ledger, config).min(left_by_driver(device, ledger, config)),
-        processes: served.map(|lease| lease.processes).fold(0, u32::saturating_add),
+    Account::of(device, ledger, config).bookings()
+}
+
+/// A device's part of the ledger: it is looked through once, and asked several things.
+pub(super) struct Account<'a> {
+    device: &'a Device,
+    ledger: &'a Ledger,
+    config: &'a Config,
+    /// Leases that are booked on it.
+    booked: Vec<&'a Lease>,
+    /// Leases that are booked on its memory, which the compute instances of a GPU instance share.
+    on_memory: Vec<&'a Lease>,
+    /// Whether one lease has all the memory: in mode exclusive, or on a MIG device that shares its memory with no other.
+    has_everything: bool,
+}
+
+impl<'a> Account<'a> {
+    pub(super) fn of(device: &'a Device, ledger: &'a Ledger, config: &'a Config) -> Self {
+        let everything = |lease: &Lease| {
+            lease.mode == Mode::Exclusive || lease.mode == Mode::Mig && lease.memory_bytes.is_none()
+        };
+        let (booked, on_memory) = (Vec::new(), Vec::new());
+        let mut account = Self { device, ledger, config, booked, on_memory, has_everything: false };
+        for lease in &ledger.leases {
+            for uuid in device.sharing_memory().filter(|uuid| lease.devices.iter().any(|own| own == uuid)) {
+                let (on_it, booked) = (uuid == device.uuid, !ledger.is_booked_with_job(lease));
+                account.has_everything |= on_it && everything(lease);
+                account.on_memory.extend(booked.then_some(lease));
+                account.booked.extend((on_it && booked).then_some(lease));
+            }
+        }
+        account
+    }
+
+    pub(super) fn bookings(&self) -> Bookings {
+        let leases = &self.booked;
+        let used_as = leases.first().map(|lease| use_of(lease.mode, lease.isolation));
+        let sm_booked = sm_booked(leases, used_as);
+        let sm_free = match used_as {
+            Some(Mode::Exclusive | Mode::Mig) => Percent::default(),
+            Some(Mode::TimeSlice) => Percent::WHOLE,
+            Some(Mode::Mps) | None => minus(self.config.sm_bookable(), sm_booked),
+        };
+        let served = leases.iter().filter(|lease| lease.daemon.is_some());
+        let whole = self.has_everything;
+        Bookings {
+            used_as,
+            leases: leases.len(),
+            sm_booked,
+            sm_free,
+            memory_booked: if whole { self.device.memory_bytes } else { self.memory_booked() },
+            memory_free: self.left_by_bookings().min(self.left_by_driver()),
+            processes: served.map(|lease| lease.processes).fold(0, u32::saturating_add),
+        }
+    }
+
+    fn memory_booked(&self) -> u64 {
+        let leases = self.on_memory.iter().filter_map(|lease| lease.memory_bytes);
+        let daemons = SERVER_BYTES * self.daemons().len() as u64;
+        leases.fold(daemons, u64::saturating_add)
+    }
+
+    /// Every MPS server that has or will have memory of the device: those of leases, and others that still run.
+    pub(super) fn daemons(&self) -> BTreeSet<&'a DaemonKey> {
+        let wanted = self.on_memory.iter().filter_map(|lease| lease.daemon.as_ref());
+        let running = self
+            .ledger
+            .daemons
+            .iter()
+            .filter(|daemon| self.device.sharing_memory().any(|uuid| daemon.serves(uuid)))
+            .filter(|daemon| !matches!(daemon.state, DaemonState::Down));
+        wanted.chain(running.map(|daemon| &daemon.key)).collect()
+    }
+
+    /// What the bookings leave.
+    pub(super) fn left_by_bookings(&self) -> u64 {
+        if self.has_everything {
+            return 0;
+        }
+        bookable(self.device, self.config).saturating_sub(self.memory_booked())
+    }
+
+    /// The memory that NVML reported free at the last refresh, minus what leases have booked but had not used by then.
+    ///
+    /// With `memory_overcommit` above 1 bookings are scaled down here too, while memory in use counts whole.
+    pub(super) fn left_by_driver(&self) -> u64 {
+        let unspent = self.on_memory.iter().map(|lease| unspent(lease, self.device, self.ledger));
+        let seen = self.device.memory_users().filter(|process| process.mps_server).count();
+        let unseen = self.daemons().len().saturating_sub(seen) as u64;
+        let free = times(self.device.memory_free_bytes, self.config.limits.memory_overcommit.max(1.0));
+        unspent.fold(free, u64::saturating_sub).saturating_sub(unseen * SERVER_BYTES)
     }
 }
 
@@ -80,56 +152,9 @@ fn minus(a: Percent, b: Percent) -> Percent {
     Percent::from_thousandths(a.thousandths().saturating_sub(b.thousandths()))
 }
 
-/// Leases on the memory of `device`, which the compute instances of a GPU instance share.
-fn on_memory<'a>(device: &'a Device, ledger: &'a Ledger) -> impl Iterator<Item = &'a Lease> {
-    device.sharing_memory().flat_map(|uuid| ledger.booked_on(uuid))
-}
-
-/// Whether one lease has all the memory: in mode exclusive, or on a MIG device that shares its memory with no other.
-fn has_everything(device: &Device, ledger: &Ledger) -> bool {
-    let everything = |lease: &Lease| {
-        lease.mode == Mode::Exclusive || lease.mode == Mode::Mig && lease.memory_bytes.is_none()
-    };
-    ledger.on_device(&device.uuid).any(everything)
-}
-
-fn memory_booked(device: &Device, ledger: &Ledger) -> u64 {
-    let leases = on_memory(device, ledger).filter_map(|lease| lease.memory_bytes);
-    let daemons = SERVER_BYTES * daemons(device, ledger).len() as u64;
-    leases.fold(daemons, u64::saturating_add)
-}
-
-/// Every MPS server that has or will have memory of the device: those of leases, and others that still run.
-pub(super) fn daemons<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'a DaemonKey> {
-    let wanted = on_memory(device, ledger).filter_map(|lease| lease.daemon.as_ref());
-    let running = ledger
-        .daemons
-        .iter()
-        .filter(|daemon| device.sharing_memory().any(|uuid| daemon.serves(uuid)))
-        .filter(|daemon| !matches!(daemon.state, DaemonState::Down));
-    wanted.chain(running.map(|daemon| &daemon.key)).collect()
-}
-
 /// All that may ever be booked on `device`.
 pub(super) fn bookable(device: &Device, config: &Config) -> u64 {
     times(device.memory_bytes.saturating_sub(config.limits.reserve), config.limits.memory_overcommit)
-}
-
-/// What the bookings leave.
-pub(super) fn left_by_bookings(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
-    let left = bookable(device, config).saturating_sub(memory_booked(device, ledger));
-    if has_everything(device, ledger) { 0 } else { left }
-}
-
-/// The memory that NVML reported free at the last refresh, minus what leases have booked but had not used by then.
-///
-/// With `memory_overcommit` above 1 bookings are scaled down here too, while memory in use counts whole.
-pub(super) fn left_by_driver(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
-    let unspent = on_memory(device, ledger).map(|lease| unspent(lease, device, ledger));
-    let seen = device.memory_users().filter(|process| process.mps_server).count();
-    let unseen = daemons(device, ledger).len().saturating_sub(seen) as u64;
-    let free = times(device.memory_free_bytes, config.limits.memory_overcommit.max(1.0));
-    unspent.fold(free, u64::saturating_sub).saturating_sub(unseen * SERVER_BYTES)
 }
 
 /// What `lease` may still take of its booked memory, as of the last refresh.

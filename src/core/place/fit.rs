@@ -1,7 +1,7 @@
 //! Whether one device can serve a request: first the rules that waiting does not change, then the room that other
 //! leases leave.
 
-use super::bookings::{Bookings, SERVER_BYTES, bookable, bookings, daemons, left_by_bookings, use_of};
+use super::bookings::{Account, Bookings, SERVER_BYTES, bookable, use_of};
 use super::fit_room::{memory, present_use, room};
 use super::fit_rules::{client_limit, closed, compute_mode, driver, sense, share};
 use super::select::rule;
@@ -47,7 +47,7 @@ pub(super) fn fit(
     driver(&want, world.inventory, world.config)?;
     compute_mode(&want, world.ledger)?;
     share(&want, &world.inventory.driver, world.config)?;
-    let bookings = bookings(device, world.ledger, world.config);
+    let bookings = want.account.bookings();
     present_use(&want, &bookings, world)?;
     room(&want, &bookings, world)?;
     let refresh_first = memory(&want, world)?;
@@ -59,7 +59,7 @@ fn want<'a>(
     id: &LeaseId,
     device: &'a Device,
     several: bool,
-    world: World<'_>,
+    world: World<'a>,
 ) -> Want<'a> {
     let fixed = rule(device, world.config).and_then(|rule| rule.fixed_use);
     let default = if device.is_mig() { Mode::Mig } else { request.default_mode };
@@ -76,11 +76,11 @@ fn want<'a>(
         Mode::Mig => shared_part(device, world.config),
         _ => request.memory.map(|memory| memory.on(device.memory_bytes)),
     };
-    let running = daemons(device, world.ledger);
-    let new_server = daemon.as_ref().is_some_and(|key| !running.contains(key));
+    let account = Account::of(device, world.ledger, world.config);
+    let new_server = daemon.as_ref().is_some_and(|key| !account.daemons().contains(key));
     let books = memory.unwrap_or(0).saturating_add(if new_server { SERVER_BYTES } else { 0 });
     let used_as = use_of(mode, isolation);
-    Want { request, device, mode, isolation, used_as, daemon, memory, books, several }
+    Want { request, device, mode, isolation, used_as, daemon, memory, books, account, several }
 }
 
 /// The memory that is booked for a compute instance that a container has alone but that shares its memory with others.
@@ -91,9 +91,9 @@ fn shared_part(device: &Device, config: &Config) -> Option<u64> {
 }
 
 fn fitting(want: Want<'_>, bookings: &Bookings, refresh_first: bool, world: World<'_>) -> Fit {
-    let World { inventory, ledger, config } = world;
+    let World { inventory, config, .. } = world;
     let thousandths = |left: u64, all: u64| left.saturating_mul(1000) / all.max(1);
-    let memory_left = left_by_bookings(want.device, ledger, config);
+    let memory_left = want.account.left_by_bookings();
     let by_use = match want.used_as {
         Mode::Mps => {
             let limit = client_limit(want.device, &inventory.driver);

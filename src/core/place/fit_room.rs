@@ -1,6 +1,6 @@
 //! Whether a device has room now: its present use, and the turns, SMs, clients and memory that other leases leave.
 
-use super::bookings::{Bookings, SERVER_BYTES, left_by_bookings, left_by_driver};
+use super::bookings::{Bookings, SERVER_BYTES};
 use super::fit_rules::client_limit;
 use super::want::{Misfit, Want, World};
 use crate::ledger::{DaemonState, Ledger};
@@ -74,13 +74,12 @@ pub(super) fn room(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Re
 /// Checks memory by the bookings and by what NVML last reported. Returns whether it is within 10 % of the latter, so
 /// that a refresh is needed.
 pub(super) fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
-    let World { ledger, config, .. } = world;
     if want.books == 0 {
         return Ok(false);
     }
     // The memory of servers that end before the container starts.
-    let ending = want.making_way(ledger);
-    let bookings = left_by_bookings(want.device, ledger, config).saturating_add(ending);
+    let ending = want.making_way(world.ledger);
+    let bookings = want.account.left_by_bookings().saturating_add(ending);
     if want.books > bookings {
         return Err(Misfit::now(format!(
             "has {} left to book, {} needed",
@@ -91,7 +90,7 @@ pub(super) fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> 
     if want.mode == Mode::Mig {
         return Ok(false);
     }
-    let free = left_by_driver(want.device, ledger, config).saturating_add(ending);
+    let free = want.account.left_by_driver().saturating_add(ending);
     if want.books > free {
         return Err(Misfit::as_reported(format!(
             "has {} free according to the driver, {} needed",

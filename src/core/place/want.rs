@@ -1,5 +1,6 @@
 //! A request on one device, what it is compared with, and why the device does not serve it.
 
+use super::bookings::Account;
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::{DaemonKey, Ledger};
@@ -51,6 +52,8 @@ pub(super) struct Want<'a> {
     pub memory: Option<u64>,
     /// Bytes that it adds to the bookings, including those of a new server.
     pub books: u64,
+    /// What is booked on the device.
+    pub account: Account<'a>,
     /// One of several devices of the container.
     pub several: bool,
 }
