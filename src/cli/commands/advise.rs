@@ -48,7 +48,7 @@ pub struct Arguments {
     /// The GPU, as in sublet.gpu; without it the first that will do
     #[arg(long, value_name = "GPU")]
     gpu: Option<String>,
-    /// Speak of your own rootless containers, although you may use Docker's socket
+    /// Answer for your own rootless containers, even if you may use Docker's socket
     #[arg(long)]
     rootless: bool,
     /// Output format: text or JSON

@@ -13,7 +13,8 @@ use sublet_core::text::safe;
 /// Arguments of `sublet bench compare`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A result; `published` is the comparison by the authors of nos on an A100
+    /// A result; `published` is the comparison on an A100 that the authors of nos (github.com/nebuly-ai/nos)
+    /// published
     a: PathBuf,
     /// Another
     b: PathBuf,

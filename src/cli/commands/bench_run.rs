@@ -52,7 +52,7 @@ pub struct Arguments {
     /// Send this file by POST
     #[arg(long, value_name = "FILE", requires = "http")]
     post: Option<PathBuf>,
-    /// The type of that file
+    /// The media type of that file
     #[arg(long, value_name = "TYPE", default_value = "application/json", requires = "post")]
     content_type: String,
     /// What is measured, in a few words, for the picture
@@ -70,13 +70,13 @@ pub struct Arguments {
     /// What runs the containers; default: the first of docker, podman and runtime that is there
     #[arg(long, value_enum)]
     engine: Option<EngineName>,
-    /// Measure for so long
+    /// How long to measure
     #[arg(long, value_parser = duration, default_value = "10s")]
     time: Duration,
-    /// Let them run for so long before
+    /// How long the containers run before that
     #[arg(long, value_parser = duration, default_value = "3s")]
     warm_up: Duration,
-    /// The first latency must have come after so long
+    /// The longest wait for the first iteration of each container
     #[arg(long, value_parser = duration, default_value = "2m")]
     start_limit: Duration,
     /// Measure each cell so many times, and take the one in the middle

@@ -14,7 +14,8 @@ use sublet_core::text::safe;
 /// Arguments of `sublet bench show`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// What `sublet bench run` wrote; `published` is the comparison by the authors of nos on an A100
+    /// What `sublet bench run` wrote; `published` is the comparison on an A100 that the authors of nos
+    /// (github.com/nebuly-ai/nos) published
     result: PathBuf,
     /// Only this load; needed for a picture of a result with several
     #[arg(long)]

@@ -54,7 +54,8 @@ struct Wanted {
     /// Enable CDI in the engine, even if the configuration has no [share]
     #[arg(long, conflicts_with = "undo")]
     cdi: bool,
-    /// Docker: tell Swarm how many of each named share this node's GPUs hold; with --default, which services need
+    /// Docker: tell Swarm how many containers of each named share this node's GPUs hold. Implies --default, because
+    /// services cannot name a runtime
     #[arg(long, conflicts_with = "undo")]
     swarm: bool,
 }

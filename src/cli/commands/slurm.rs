@@ -54,9 +54,10 @@ pub enum Command {
         #[arg(long)]
         node: Option<String>,
     },
-    /// Note what a job got: `Prolog=` of slurm.conf. Exit code 0 whatever happens: another would drain the node
+    /// Note what a job got: `Prolog=` of slurm.conf. Exit code 0 whatever happens, because Slurm drains the node after any
+    /// other
     Prolog,
-    /// Print the environment of a job's task: `TaskProlog=` of slurm.conf. Exit code 1, and the task fails, without room
+    /// Print the environment of a job's task: `TaskProlog=` of slurm.conf. Exit code 1 if there is no room: the task fails
     TaskProlog,
     /// Free what a job held: `Epilog=` of slurm.conf. Exit code 0 whatever happens
     Epilog,

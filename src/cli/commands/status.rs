@@ -42,7 +42,7 @@ pub struct Arguments {
     /// Only this container: its name or id, its lease's id, or the beginning of one that no other has
     #[arg(long)]
     container: Option<String>,
-    /// Show it again every so many seconds, until Ctrl-C
+    /// Show it again every so many seconds, until Ctrl-C; without a number every 2
     #[arg(
         long,
         value_name = "SECONDS",

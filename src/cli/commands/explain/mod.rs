@@ -57,7 +57,7 @@ pub struct Arguments {
     /// Show the environment, device nodes and mounts too; with --bundle, the edits to config.json
     #[arg(long, conflicts_with_all = ["container", "compose", "quadlet"])]
     edits: bool,
-    /// Speak of your own rootless containers, although you may use Docker's socket
+    /// Answer for your own rootless containers, even if you may use Docker's socket
     #[arg(long)]
     rootless: bool,
     /// Output format
