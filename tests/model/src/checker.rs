@@ -24,9 +24,12 @@ pub trait Model {
     fn is_end(&self, state: &Self::State) -> bool;
 }
 
+/// Steps, each with the state after it.
+pub type Way<M> = Vec<(<M as Model>::Step, <M as Model>::State)>;
+
 /// What a search found.
 #[derive(Debug)]
-pub struct Report<Step> {
+pub struct Report<M: Model> {
     /// Distinct states.
     pub unique: usize,
     /// States generated, each one as often as a step leads to it.
@@ -34,10 +37,10 @@ pub struct Report<Step> {
     /// Steps of the longest of the shortest ways to a state.
     pub depth: usize,
     /// The invariant that is broken, and the shortest way to it.
-    pub broken: Option<(&'static str, Vec<Step>)>,
+    pub broken: Option<(&'static str, Way<M>)>,
 }
 
-impl<Step> Display for Report<Step> {
+impl<M: Model> Display for Report<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:>9} states, {:>9} generated, depth {:>3}", self.unique, self.total, self.depth)
     }
@@ -58,7 +61,7 @@ struct From {
 ///
 /// # Panics
 /// There are 2^32 states.
-pub fn check<M: Model>(model: &M, ends: bool) -> Report<M::Step> {
+pub fn check<M: Model>(model: &M, ends: bool) -> Report<M> {
     let initial = model.initial();
     let mut seen: HashMap<u64, u32, BuildHasherDefault<Plain>> = HashMap::default();
     let mut from = vec![From { state: 0, step: 0 }];
@@ -109,7 +112,7 @@ pub fn ways<M: Model, K: Ord>(
     model: &M,
     patience: usize,
     key: impl Fn(&M::State, &M::Step, &M::State) -> Option<K>,
-) -> Vec<Vec<(M::Step, M::State)>> {
+) -> Vec<Way<M>> {
     let initial = model.initial();
     let mut seen: HashSet<u64, BuildHasherDefault<Plain>> = HashSet::default();
     let mut from = vec![From { state: 0, step: 0 }];
@@ -139,9 +142,23 @@ pub fn ways<M: Model, K: Ord>(
     let mut found = Vec::new();
     for last in lasts.into_values() {
         from.push(last);
-        found.push(walked(model, &from, u32::try_from(from.len() - 1).expect("fewer than 2^32 states")));
+        found.push(way(model, &from, u32::try_from(from.len() - 1).expect("fewer than 2^32 states")));
     }
     found
+}
+
+/// Shows every state that can be reached, each once.
+pub fn visit<M: Model>(model: &M, mut show: impl FnMut(&M::State)) {
+    let initial = model.initial();
+    let mut seen: HashSet<u64, BuildHasherDefault<Plain>> = HashSet::default();
+    seen.insert(fingerprint(&initial));
+    let (mut open, mut steps) = (vec![initial], Vec::new());
+    while let Some(state) = open.pop() {
+        show(&state);
+        steps.clear();
+        model.steps(&state, &mut steps);
+        open.extend(steps.iter().map(|(_, next)| *next).filter(|next| seen.insert(fingerprint(next))));
+    }
 }
 
 /// The first of `count` states from which no edge leads on to one of `goals`. `edges` are backwards: to, from.
@@ -164,13 +181,8 @@ fn cannot_reach(goals: &[u32], mut edges: Vec<(u32, u32)>, count: usize) -> Opti
     stuck.and_then(|state| u32::try_from(state).ok())
 }
 
-/// The steps to state `number`.
-fn way<M: Model>(model: &M, from: &[From], number: u32) -> Vec<M::Step> {
-    walked(model, from, number).into_iter().map(|(step, _)| step).collect()
-}
-
 /// The steps to state `number`, with the states after them.
-fn walked<M: Model>(model: &M, from: &[From], mut number: u32) -> Vec<(M::Step, M::State)> {
+fn way<M: Model>(model: &M, from: &[From], mut number: u32) -> Way<M> {
     let mut choices = Vec::new();
     while number != 0 {
         let From { state, step } = from[number as usize];

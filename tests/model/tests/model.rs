@@ -15,7 +15,7 @@ fn holds<M: Model>(name: &str, model: &M, ends: bool) {
     let report = check(model, ends);
     println!("{name:<58} {report}");
     if let Some((name, way)) = report.broken {
-        let shown: Vec<_> = way.iter().map(|step| format!("  {step:?}\n")).collect();
+        let shown: Vec<_> = way.iter().map(|(step, _)| format!("  {step:?}\n")).collect();
         panic!("broken: {name}\n{}", shown.concat());
     }
 }
