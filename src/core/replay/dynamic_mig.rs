@@ -307,10 +307,13 @@ impl Replay for Real {
     }
 
     fn step(&mut self, before: &State, step: &Step, after: &State, made: &mut Made) {
-        if let Some(call) = step.call {
+        if let Some((call, outdates)) = step.call {
+            let count = self.store.read().unwrap().mig.count;
             let done = self.call(call);
             note(made, call, done);
             assert!(done, "{call:?} did not do what it says");
+            let outdated = self.store.read().unwrap().mig.count != count;
+            assert_eq!(outdated, outdates, "whether inventories are out of date (real, model)");
         }
         self.follow(before, after);
         self.compare(after);

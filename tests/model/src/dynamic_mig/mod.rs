@@ -105,8 +105,8 @@ pub struct Step {
     pub what: &'static str,
     /// The process, or the place of an instance that is changed.
     pub of: usize,
-    /// The change of the ledger in it.
-    pub call: Option<Call>,
+    /// The change of the ledger in it, and whether earlier inventories are out of date by it.
+    pub call: Option<(Call, bool)>,
     /// Whether a process was killed.
     pub crash: bool,
 }
@@ -137,11 +137,12 @@ impl Turn<'_> {
     ) {
         let mut after = State { alone: self.before.alone && of_command, ..*self.before };
         let seen = self.before.seen();
-        if after.ledger.call(call, seen, self.model.mutation) {
+        let outdates = after.ledger.call(call, seen, self.model.mutation);
+        if outdates {
             after.outdate();
         }
         change(&mut after);
-        self.found.push((Step { what, of, call: Some(call), crash: false }, after));
+        self.found.push((Step { what, of, call: Some((call, outdates)), crash: false }, after));
     }
 }
 
@@ -192,11 +193,10 @@ impl DynamicMig {
     #[must_use]
     pub fn ways(&self) -> Vec<Way<Self>> {
         checker::ways(self, 20_000, |before, step, _| {
-            let found = step
-                .call
-                .and_then(Call::place)
-                .map(|place| (before.ledger.instances[place], before.driver[place]));
-            Some((step.what, step.of, found))
+            let place = step.call.and_then(|(call, _)| call.place());
+            let found = place.map(|place| (before.ledger.instances[place], before.driver[place]));
+            let outdates = step.call.is_some_and(|(_, outdates)| outdates);
+            Some((step.what, step.of, found, outdates))
         })
     }
 
