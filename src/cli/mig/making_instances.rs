@@ -279,3 +279,8 @@ fn is_recorded_instance(made: &DynamicInstance, now: &Instance) -> bool {
 #[cfg(test)]
 #[path = "making_instances_tests.rs"]
 mod tests;
+
+// What tests/model says of it, and what it does.
+#[cfg(test)]
+#[path = "making_instances_replay.rs"]
+mod replay;

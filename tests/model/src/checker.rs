@@ -24,9 +24,12 @@ pub trait Model {
     fn is_end(&self, state: &Self::State) -> bool;
 }
 
+/// Steps, each with the state after it.
+pub type Way<M> = Vec<(<M as Model>::Step, <M as Model>::State)>;
+
 /// What a search found.
 #[derive(Debug)]
-pub struct Report<Step> {
+pub struct Report<M: Model> {
     /// Distinct states.
     pub unique: usize,
     /// States generated, each one as often as a step leads to it.
@@ -34,10 +37,10 @@ pub struct Report<Step> {
     /// Steps of the longest of the shortest ways to a state.
     pub depth: usize,
     /// The invariant that is broken, and the shortest way to it.
-    pub broken: Option<(&'static str, Vec<Step>)>,
+    pub broken: Option<(&'static str, Way<M>)>,
 }
 
-impl<Step> Display for Report<Step> {
+impl<M: Model> Display for Report<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:>9} states, {:>9} generated, depth {:>3}", self.unique, self.total, self.depth)
     }
@@ -58,7 +61,7 @@ struct From {
 ///
 /// # Panics
 /// There are 2^32 states.
-pub fn check<M: Model>(model: &M, ends: bool) -> Report<M::Step> {
+pub fn check<M: Model>(model: &M, ends: bool) -> Report<M> {
     let initial = model.initial();
     let mut seen: HashMap<u64, u32, BuildHasherDefault<Plain>> = HashMap::default();
     let mut from = vec![From { state: 0, step: 0 }];
@@ -95,7 +98,7 @@ pub fn check<M: Model>(model: &M, ends: bool) -> Report<M::Step> {
             }
         }
     }
-    let stuck = if ends { cannot_reach(&goals, edges, from.len()) } else { None };
+    let stuck = if ends { cannot_reach(&goals, &edges, from.len()) } else { None };
     let broken = stuck.map(|state| ("every process comes to its end", way(model, &from, state)));
     Report { unique: from.len(), total, depth, broken }
 }
@@ -109,7 +112,7 @@ pub fn ways<M: Model, K: Ord>(
     model: &M,
     patience: usize,
     key: impl Fn(&M::State, &M::Step, &M::State) -> Option<K>,
-) -> Vec<Vec<(M::Step, M::State)>> {
+) -> Vec<Way<M>> {
     let initial = model.initial();
     let mut seen: HashSet<u64, BuildHasherDefault<Plain>> = HashSet::default();
     let mut from = vec![From { state: 0, step: 0 }];
@@ -139,22 +142,51 @@ pub fn ways<M: Model, K: Ord>(
     let mut found = Vec::new();
     for last in lasts.into_values() {
         from.push(last);
-        found.push(walked(model, &from, u32::try_from(from.len() - 1).expect("fewer than 2^32 states")));
+        found.push(way(model, &from, u32::try_from(from.len() - 1).expect("fewer than 2^32 states")));
     }
     found
 }
 
+/// Shows every state that can be reached, each once.
+pub fn visit<M: Model>(model: &M, mut show: impl FnMut(&M::State)) {
+    let initial = model.initial();
+    let mut seen: HashSet<u64, BuildHasherDefault<Plain>> = HashSet::default();
+    seen.insert(fingerprint(&initial));
+    let (mut open, mut steps) = (vec![initial], Vec::new());
+    while let Some(state) = open.pop() {
+        show(&state);
+        steps.clear();
+        model.steps(&state, &mut steps);
+        open.extend(steps.iter().map(|(_, next)| *next).filter(|next| seen.insert(fingerprint(next))));
+    }
+}
+
 /// The first of `count` states from which no edge leads on to one of `goals`. `edges` are backwards: to, from.
-fn cannot_reach(goals: &[u32], mut edges: Vec<(u32, u32)>, count: usize) -> Option<u32> {
-    edges.sort_unstable();
+fn cannot_reach(goals: &[u32], edges: &[(u32, u32)], count: usize) -> Option<u32> {
+    // The edges by where they lead to: those to state n are from[ends[n - 1]..ends[n]]. Sorting takes twice as long.
+    let mut ends = vec![0_u32; count];
+    for (to, _) in edges {
+        ends[*to as usize] += 1;
+    }
+    let mut sum = 0;
+    for end in &mut ends {
+        sum += std::mem::replace(end, sum);
+    }
+    let mut from = vec![0; edges.len()];
+    for (to, before) in edges {
+        let end = &mut ends[*to as usize];
+        from[*end as usize] = *before;
+        *end += 1;
+    }
     let mut reaches = vec![false; count];
     let mut open = goals.to_vec();
     for goal in goals {
         reaches[*goal as usize] = true;
     }
     while let Some(state) = open.pop() {
-        let first = edges.partition_point(|(to, _)| *to < state);
-        for (_, before) in edges[first..].iter().take_while(|(to, _)| *to == state) {
+        let state = state as usize;
+        let first = if state == 0 { 0 } else { ends[state - 1] };
+        for before in &from[first as usize..ends[state] as usize] {
             if !std::mem::replace(&mut reaches[*before as usize], true) {
                 open.push(*before);
             }
@@ -164,13 +196,8 @@ fn cannot_reach(goals: &[u32], mut edges: Vec<(u32, u32)>, count: usize) -> Opti
     stuck.and_then(|state| u32::try_from(state).ok())
 }
 
-/// The steps to state `number`.
-fn way<M: Model>(model: &M, from: &[From], number: u32) -> Vec<M::Step> {
-    walked(model, from, number).into_iter().map(|(step, _)| step).collect()
-}
-
 /// The steps to state `number`, with the states after them.
-fn walked<M: Model>(model: &M, from: &[From], mut number: u32) -> Vec<(M::Step, M::State)> {
+fn way<M: Model>(model: &M, from: &[From], mut number: u32) -> Way<M> {
     let mut choices = Vec::new();
     while number != 0 {
         let From { state, step } = from[number as usize];
@@ -195,27 +222,49 @@ fn fingerprint(state: &impl Hash) -> u64 {
     hasher.finish()
 }
 
-/// A quick hash (the multiplication and the last steps of `SplitMix64`).
+/// A quick hash: a multiplication whose halves are folded. Nearly all that a state has are small numbers: eight of them are
+/// mixed at once.
 #[derive(Default)]
-struct Mixing(u64);
+struct Mixing {
+    mixed: u64,
+    small: u64,
+    /// How many bits of `small` are used.
+    bits: u32,
+}
 
 impl Mixing {
+    fn mix(&mut self, word: u64) {
+        self.mixed = folded(self.mixed ^ word);
+    }
+
+    fn add_small(&mut self, byte: u64) {
+        self.small |= byte << self.bits;
+        self.bits += 8;
+        if self.bits == u64::BITS {
+            self.mix(self.small);
+            (self.small, self.bits) = (0, 0);
+        }
+    }
+
     fn add(&mut self, word: u64) {
-        self.0 = (self.0.rotate_left(23) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        if word < 0xff {
+            self.add_small(word);
+        } else {
+            self.add_small(0xff);
+            self.mix(word);
+        }
     }
 }
 
 impl Hasher for Mixing {
     fn write(&mut self, bytes: &[u8]) {
-        for chunk in bytes.chunks(8) {
-            let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            self.add(u64::from_le_bytes(word));
+        for byte in bytes {
+            self.add((*byte).into());
         }
     }
 
     fn write_u8(&mut self, value: u8) {
-        self.add(u64::from(value));
+        self.add(value.into());
     }
 
     fn write_u64(&mut self, value: u64) {
@@ -232,11 +281,13 @@ impl Hasher for Mixing {
     }
 
     fn finish(&self) -> u64 {
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+        folded(folded(self.mixed ^ self.small) ^ u64::from(self.bits))
     }
+}
+
+fn folded(word: u64) -> u64 {
+    let product = u128::from(word ^ 0x2d35_8dcc_aa6c_78a5) * 0x9e37_79b9_7f4a_7c15;
+    u64::try_from((product ^ (product >> 64)) & u128::from(u64::MAX)).unwrap_or_default()
 }
 
 /// The keys are hashes already.

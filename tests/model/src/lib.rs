@@ -3,9 +3,12 @@
 //!
 //! - [`checker`] visits every state that can be reached and checks the invariants there.
 //! - [`ledger`] is the ledger of the [`daemons`] model, and every change of it that the code makes ([`ledger::Call`]).
-//!   `src/core/replay.rs` applies the same calls to the real ledger.
 //! - [`daemons`]: leases, MPS daemons, their limits and compute modes, a waiter, `sublet serve`, the next command.
-//! - [`dynamic_mig`]: instances that are created for a container and destroyed after it.
+//! - [`dynamic_mig`]: instances that are created for a container and destroyed after it, with a ledger of its own
+//!   ([`dynamic_mig::Call`]).
+//!
+//! `src/core/replay` applies the same calls to the real ledger, and `src/cli/mig/making_instances_replay.rs` compares what
+//! `sublet mig make` and `clear` do.
 //!
 //! Names of states and steps are the code's. A [`Mutation`] breaks one step, to show that the invariants can fail.
 //!

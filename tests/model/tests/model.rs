@@ -15,7 +15,7 @@ fn holds<M: Model>(name: &str, model: &M, ends: bool) {
     let report = check(model, ends);
     println!("{name:<58} {report}");
     if let Some((name, way)) = report.broken {
-        let shown: Vec<_> = way.iter().map(|step| format!("  {step:?}\n")).collect();
+        let shown: Vec<_> = way.iter().map(|(step, _)| format!("  {step:?}\n")).collect();
         panic!("broken: {name}\n{}", shown.concat());
     }
 }
@@ -38,8 +38,8 @@ fn a_service_and_two_uses_of_a_device_with_crashes_anywhere() {
 
 #[test]
 fn three_containers_on_a_device_and_one_waits() {
-    let model = Daemons { children: false, crashes: 1, ..daemons(&[QUARTER, HALF, MOST], Some(2)) };
-    holds("three containers, a waiter, one crash", &model, true);
+    let model = Daemons { children: false, crashes: 2, ..daemons(&[QUARTER, HALF, MOST], Some(2)) };
+    holds("three containers, a waiter, two crashes", &model, true);
 }
 
 #[test]
@@ -50,6 +50,12 @@ fn three_containers_on_two_devices_and_one_waits() {
 }
 
 #[test]
+fn two_containers_on_two_devices_and_one_waits() {
+    let model = Daemons { devices: 2, children: false, crashes: 2, ..daemons(&[QUARTER, MOST], Some(1)) };
+    holds("two containers, two devices, a waiter, two crashes", &model, true);
+}
+
+#[test]
 fn dynamic_mig_with_crashes_anywhere() {
     let model = DynamicMig { containers: 2, waiter: Some(1), crashes: u8::MAX, mutation: None };
     holds("dynamic MIG: two containers, a waiter, any crashes", &model, true);
@@ -57,6 +63,6 @@ fn dynamic_mig_with_crashes_anywhere() {
 
 #[test]
 fn dynamic_mig_for_three_containers() {
-    let model = DynamicMig { containers: 3, waiter: Some(2), crashes: 1, mutation: None };
-    holds("dynamic MIG: three containers, a waiter, one crash", &model, true);
+    let model = DynamicMig { containers: 3, waiter: Some(2), crashes: 2, mutation: None };
+    holds("dynamic MIG: three containers, a waiter, two crashes", &model, true);
 }

@@ -24,7 +24,7 @@ fn finds(shares: &[Share], crashes: u8, serve: bool, mutation: Mutation, invaria
     };
     let report = check(&model, true);
     let Some((broken, way)) = report.broken else { panic!("{mutation:?} is not found: {report}") };
-    let shown: Vec<_> = way.iter().map(|step| format!("  {:?}: {}\n", step.who, step.what)).collect();
+    let shown: Vec<_> = way.iter().map(|(step, _)| format!("  {:?}: {}\n", step.who, step.what)).collect();
     assert_eq!(broken, invariant, "{mutation:?}:\n{}", shown.concat());
 }
 
@@ -110,7 +110,7 @@ fn finds_mig(containers: usize, crashes: u8, mutation: Mutation, invariant: &str
     let model = DynamicMig { containers, waiter: Some(0), crashes, mutation: Some(mutation) };
     let report = check(&model, true);
     let Some((broken, way)) = report.broken else { panic!("{mutation:?} is not found: {report}") };
-    let shown: Vec<_> = way.iter().map(|step| format!("  {} {}\n", step.what, step.of)).collect();
+    let shown: Vec<_> = way.iter().map(|(step, _)| format!("  {} {}\n", step.what, step.of)).collect();
     assert_eq!(broken, invariant, "{mutation:?}:\n{}", shown.concat());
 }
 

@@ -9,7 +9,7 @@ mod invariants;
 mod rounds;
 
 use crate::Mutation;
-use crate::checker::{self, Model};
+use crate::checker::{self, Model, Way};
 use crate::ledger::{Answer, CONTAINERS, Call, DEVICES, DaemonState, Ledger, Life, Limits, Seen, Share};
 
 /// What is asked for, and which processes there are.
@@ -216,7 +216,7 @@ impl Daemons {
     /// A shortest way to each step that differs from others in who takes it, what it does and what it finds. `may` says
     /// which steps may be taken.
     #[must_use]
-    pub fn ways(&self, may: fn(&State, &Step, &State) -> bool) -> Vec<Vec<(Step, State)>> {
+    pub fn ways(&self, may: fn(&State, &Step, &State) -> bool) -> Vec<Way<Self>> {
         checker::ways(self, 200_000, |before, step, after| {
             let done = step.call.map(|(_, done)| done);
             may(before, step, after).then_some((step.who.kind(), step.what, done))

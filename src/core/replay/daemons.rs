@@ -1,18 +1,19 @@
-//! Walks through the model of tests/model, step by step with the real ledger: after each change both say the same.
+//! The model `daemons`: leases, MPS daemons, limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::path::PathBuf;
 
 use sublet_model::checker::Model as _;
 use sublet_model::daemons::{Actor, Daemons, State, Step};
 use sublet_model::ledger::{self as model, Call, Life, Share};
 
+use super::{Made, Processes, Replay, at_random, container_of, id, new_dir, note, print, walk, write_record};
+
 use crate::config::Config;
 use crate::inventory::{ComputeMode, Inventory};
 use crate::ledger::{
-    ChangedComputeMode, Container, DaemonKey, DaemonState, DefaultLimits, DefaultMemoryLimit, Lease, LeaseId,
+    ChangedComputeMode, Container, DaemonKey, DaemonState, DefaultLimits, DefaultMemoryLimit, Lease,
     LeaseState, Ledger, MpsDaemon, Store,
 };
 use crate::mps::idle::errands;
@@ -30,26 +31,6 @@ const QUARTER: u32 = 25_000;
 /// A unit of the model's memory.
 const UNIT: u64 = 10 * GIB;
 
-/// A process of the model's, as a real one that sleeps.
-struct Sleeper(Child);
-
-impl Sleeper {
-    fn start() -> Self {
-        Self(Command::new("sleep").arg("600").spawn().unwrap())
-    }
-
-    fn process(&self) -> Process {
-        Process::find(i32::try_from(self.0.id()).unwrap()).unwrap()
-    }
-}
-
-impl Drop for Sleeper {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// Whose a real process is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
@@ -66,19 +47,13 @@ struct Real {
     store: Store,
     config: Config,
     model: Daemons,
-    running: BTreeMap<Who, Sleeper>,
-    /// The shim of each container, also after its end.
-    shims: BTreeMap<usize, Process>,
+    processes: Processes<Who>,
     /// What the containers' cgroups say.
     populated: BTreeMap<usize, bool>,
 }
 
 fn key(device: usize) -> DaemonKey {
     DaemonKey(format!("GPU-{device}"))
-}
-
-fn id(container: usize) -> LeaseId {
-    LeaseId::parse(&format!("{:016x}", container + 1)).unwrap()
 }
 
 fn alive(state: &State) -> Vec<Who> {
@@ -106,27 +81,6 @@ fn limits_of(limits: model::Limits) -> DefaultLimits {
 }
 
 impl Real {
-    fn new(model: Daemons) -> Self {
-        // Each change is synchronized to the disk, which takes no time in memory.
-        let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
-        let state_dir = dir.path().join("state");
-        let config = Config { state_dir: state_dir.clone(), ..Config::default() };
-        let store = Store::open(&state_dir).unwrap();
-        for container in 0..model.shares.len() {
-            fs::create_dir_all(dir.path().join(format!("bundle-{container}"))).unwrap();
-            fs::create_dir_all(dir.path().join(format!("cgroup-{container}"))).unwrap();
-        }
-        Self {
-            dir,
-            store,
-            config,
-            model,
-            running: BTreeMap::new(),
-            shims: BTreeMap::new(),
-            populated: BTreeMap::new(),
-        }
-    }
-
     fn path(&self, what: &str, container: usize) -> PathBuf {
         self.dir.path().join(format!("{what}-{container}"))
     }
@@ -155,11 +109,7 @@ impl Real {
 
     /// Starts and ends processes, and writes the runtime's records, until all is as in `state`.
     fn follow(&mut self, state: &State) {
-        let alive = alive(state);
-        self.running.retain(|who, _| alive.contains(who));
-        for who in alive {
-            self.start(who);
-        }
+        self.processes.follow(&alive(state));
         for container in 0..self.model.shares.len() {
             let populated = matches!(state.lives[container], Life::Running | Life::FirstGone);
             if self.populated.insert(container, populated) != Some(populated) {
@@ -170,33 +120,10 @@ impl Real {
             if !state.records[container] {
                 let _ = fs::remove_dir_all(&record);
             } else if !record.exists() {
-                self.write_record(container, &record);
+                let init = self.processes.of(Who::Container(container));
+                write_record(container, init, &record);
             }
         }
-    }
-
-    fn start(&mut self, who: Who) {
-        if self.running.contains_key(&who) {
-            return;
-        }
-        let sleeper = Sleeper::start();
-        if let Who::Shim(container) = who {
-            self.shims.insert(container, sleeper.process());
-        }
-        self.running.insert(who, sleeper);
-    }
-
-    /// As runc does.
-    fn write_record(&self, container: usize, record: &Path) {
-        let init = self.running[&Who::Container(container)].process();
-        fs::create_dir(record).unwrap();
-        let state = format!(
-            r#"{{"init_process_pid":{},"init_process_start":{},"config":{{"labels":["sublet.lease={}"]}}}}"#,
-            init.pid,
-            init.start_time,
-            id(container)
-        );
-        fs::write(record.join("state.json"), state).unwrap();
     }
 
     /// A record may name only cgroups of this host, where a test must not make any. So the lease gets a directory that
@@ -205,7 +132,7 @@ impl Real {
         let mut ledger = self.store.read().unwrap();
         for lease in &mut ledger.leases {
             let Some(init) = lease.init.as_mut().filter(|init| init.cgroup.is_none()) else { continue };
-            let container = usize::from_str_radix(lease.id.as_str(), 16).unwrap() - 1;
+            let container = container_of(&lease.id);
             init.cgroup = Some(self.path("cgroup", container));
         }
         fs::write(self.config.state_dir.join("ledger.json"), serde_json::to_vec(&ledger).unwrap()).unwrap();
@@ -214,9 +141,9 @@ impl Real {
     /// Makes the change; whether it did what it says.
     fn call(&mut self, who: Actor, call: Call) -> bool {
         match (who, call) {
-            (Actor::Shim(container), _) => self.start(Who::Shim(container)),
-            (Actor::Delete(container), _) => self.start(Who::Delete(container)),
-            (Actor::Serve, _) => self.start(Who::Serve),
+            (Actor::Shim(container), _) => self.processes.start(Who::Shim(container)),
+            (Actor::Delete(container), _) => self.processes.start(Who::Delete(container)),
+            (Actor::Serve, _) => self.processes.start(Who::Serve),
             _ => {}
         }
         let change = |change: &dyn Fn(&mut Ledger) -> bool| self.store.change(change).unwrap().0;
@@ -232,7 +159,7 @@ impl Real {
             }
             Call::MarkEnding(container) => {
                 let (name, record) = (format!("container-{container}"), self.path("record", container));
-                let deleter = self.running[&Who::Delete(container)].process();
+                let deleter = self.processes.of(Who::Delete(container));
                 self.store.mark_ending(0, &name, &record, Some(deleter), &[]).unwrap().0.is_some()
             }
             Call::UnmarkEnding(container) => {
@@ -260,7 +187,7 @@ impl Real {
             limits::note(&self.store, &key(device), what).unwrap();
             limits::daemon(&self.store.read().unwrap(), &key(device)).is_some()
         };
-        let process = |device| self.running.get(&Who::Daemon(device)).map(Sleeper::process);
+        let process = |device| self.processes.find(Who::Daemon(device));
         match call {
             Call::NoteServing(device, limits) => daemon(device, &|daemon| {
                 // It may have been killed since it was found.
@@ -303,7 +230,7 @@ impl Real {
                 true
             }),
             Call::Keep => change(&|ledger| {
-                ledger.keeper = Some(self.running[&Who::Serve].process());
+                ledger.keeper = Some(self.processes.of(Who::Serve));
                 true
             }),
             Call::KeepNoMore => change(&|ledger| ledger.keeper.take().is_some()),
@@ -320,7 +247,7 @@ impl Real {
             rootfs: self.path("bundle", container).join("rootfs"),
             record: self.path("record", container),
         };
-        let owner = self.running[&Who::Shim(container)].process();
+        let owner = self.processes.of(Who::Shim(container));
         let taken = self.store.update(|ledger| {
             let placement =
                 place(&request, &id(container), &inventory, ledger, &self.config).map_err(drop)?;
@@ -336,7 +263,7 @@ impl Real {
         let ledger = self.store.read().unwrap();
         let mut view = model::Ledger::EMPTY;
         for lease in &ledger.leases {
-            let container = usize::from_str_radix(lease.id.as_str(), 16).unwrap() - 1;
+            let container = container_of(&lease.id);
             view.leases[container] = Some(self.lease_view(container, lease));
         }
         for n in 0..self.model.devices {
@@ -348,7 +275,7 @@ impl Real {
     }
 
     fn lease_view(&self, container: usize, lease: &Lease) -> model::Lease {
-        let owner = match self.shims.get(&container) {
+        let owner = match self.processes.known.get(&Who::Shim(container)) {
             Some(shim) if *shim == lease.owner => model::Owner::Shim,
             _ => model::Owner::Delete,
         };
@@ -424,18 +351,6 @@ fn daemon_view(daemon: &MpsDaemon) -> model::Daemon {
     }
 }
 
-/// Numbers that look random (xorshift64*).
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        usize::try_from(self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33).unwrap() % limit
-    }
-}
-
 /// A step that the real world can follow: a container's first process is known before it ends while others run.
 fn can_follow(state: &State, step: &Step, after: &State) -> bool {
     let Actor::Container(container) = step.who else { return true };
@@ -443,53 +358,29 @@ fn can_follow(state: &State, step: &Step, after: &State) -> bool {
         || state.ledger.leases[container].is_some_and(|lease| lease.init)
 }
 
-/// How often each change of the ledger was made, by name and by whether it did what it says.
-type Made = BTreeMap<(String, bool), usize>;
+impl Replay for Real {
+    type Model = Daemons;
 
-impl Real {
-    /// Takes `step` to `after`.
-    fn step(&mut self, step: &Step, after: &State, made: &mut Made) {
+    fn new(model: &Daemons) -> Self {
+        let (dir, store) = new_dir();
+        let config = Config { state_dir: dir.path().join("state"), ..Config::default() };
+        for container in 0..model.shares.len() {
+            fs::create_dir_all(dir.path().join(format!("bundle-{container}"))).unwrap();
+            fs::create_dir_all(dir.path().join(format!("cgroup-{container}"))).unwrap();
+        }
+        let (processes, populated) = (Processes::new(), BTreeMap::new());
+        Self { dir, store, config, model: model.clone(), processes, populated }
+    }
+
+    fn step(&mut self, _: &State, step: &Step, after: &State, made: &mut Made) {
         let Some((call, done)) = step.call else { return self.follow(after) };
         let real = self.call(step.who, call);
         self.move_to_cgroups();
         self.follow(after);
-        let name = format!("{call:?}").split('(').next().unwrap_or_default().to_owned();
-        *made.entry((name, done)).or_insert(0) += 1;
+        note(made, call, done);
         assert_eq!(real, done, "whether it did what it says (real, model)");
         self.compare(after);
     }
-
-    /// Takes all of `way`.
-    fn walk(model: &Daemons, way: &[(Step, State)], made: &mut Made) {
-        let mut real = Self::new(model.clone());
-        for (at, (step, after)) in way.iter().enumerate() {
-            let taken = std::panic::AssertUnwindSafe(|| real.step(step, after, made));
-            if std::panic::catch_unwind(taken).is_err() {
-                let shown: Vec<_> =
-                    way[..=at].iter().map(|(step, _)| format!("{:?}: {}", step.who, step.what)).collect();
-                panic!("the model and the ledger differ after {shown:#?}");
-            }
-        }
-    }
-}
-
-/// A walk by dice until all has ended, or 150 steps.
-fn at_random(model: &Daemons, seed: usize) -> Vec<(Step, State)> {
-    let mut dice = Dice((seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-    let (mut state, mut way, mut found) = (model.initial(), Vec::new(), Vec::new());
-    for _ in 0..150 {
-        found.clear();
-        model.steps(&state, &mut found);
-        let crashes = dice.below(10) == 0;
-        found.retain(|(step, after)| step.crash == crashes && can_follow(&state, step, after));
-        let Some((step, after)) = found.get(dice.below(found.len().max(1))) else { continue };
-        way.push((*step, *after));
-        state = *after;
-        if model.is_end(&state) && state.asked[..model.shares.len()].iter().all(|asked| *asked) {
-            break;
-        }
-    }
-    way
 }
 
 fn mps(sm: u8, memory: Option<u8>) -> Share {
@@ -501,18 +392,12 @@ fn model(shares: &[Share], devices: usize, serve: bool) -> Daemons {
     Daemons { shares, devices, waiter: Some(1), serve, children: true, crashes: u8::MAX, mutation: None }
 }
 
-fn print(what: &str, ways: &[Vec<(Step, State)>], made: &Made) {
-    let steps: usize = ways.iter().map(Vec::len).sum();
-    let changes: usize = made.values().sum();
-    println!("{} {what}, {steps} steps, {changes} changes of the ledger", ways.len());
-}
-
 #[test]
 fn the_model_and_the_ledger_say_the_same_after_every_kind_of_step() {
     let model = model(&[mps(1, Some(1)), mps(2, None)], 1, true);
     let (ways, mut made) = (model.ways(can_follow), Made::new());
     for way in &ways {
-        Real::walk(&model, way, &mut made);
+        walk::<Real>(&model, way, &mut made);
     }
     print("shortest ways", &ways, &made);
     let names: BTreeSet<&str> = made.keys().map(|(name, _)| name.as_str()).collect();
@@ -535,8 +420,11 @@ fn the_model_and_the_ledger_say_the_same_on_random_walks() {
     let (mut ways, mut made) = (Vec::new(), Made::new());
     for seed in 0..30 {
         let model = &models[seed % models.len()];
-        ways.push(at_random(model, seed));
-        Real::walk(model, &ways[seed], &mut made);
+        let ended = |state: &State| {
+            model.is_end(state) && state.asked[..model.shares.len()].iter().all(|asked| *asked)
+        };
+        ways.push(at_random(model, seed, can_follow, ended));
+        walk::<Real>(model, &ways[seed], &mut made);
     }
     print("random walks", &ways, &made);
     assert!(made.contains_key(&("TakeNone".to_owned(), true)), "there always was room");
@@ -548,6 +436,6 @@ fn a_model_that_is_wrong_differs_from_the_ledger() {
     let mutation = Some(sublet_model::Mutation::FreeBeforeEmpty);
     let wrong = Daemons { mutation, ..model(&[mps(1, Some(1))], 1, false) };
     for way in wrong.ways(can_follow) {
-        Real::walk(&wrong, &way, &mut Made::new());
+        walk::<Real>(&wrong, &way, &mut Made::new());
     }
 }
