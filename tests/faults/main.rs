@@ -87,6 +87,7 @@ const PATHS: &[(&str, Make)] = &[
     ("create-plain", || Box::new(shim::Create::new(shim::Kind::Plain))),
     ("create", || Box::new(shim::Create::new(shim::Kind::Warm))),
     ("create-cold", || Box::new(shim::Create::new(shim::Kind::Cold))),
+    ("run", || Box::new(shim::Create::new(shim::Kind::Run))),
     ("start", || Box::new(joined::Joined::new(joined::Command::Start))),
     ("exec-plain", || Box::new(joined::Joined::new(joined::Command::ExecPlain))),
     ("exec", || Box::new(joined::Joined::new(joined::Command::Exec))),
