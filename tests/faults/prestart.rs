@@ -104,10 +104,12 @@ impl Prestart {
         }
         let mounts = fs::read_to_string("/proc/self/mounts").map_err(|error| error.to_string())?;
         let driver = self.host.users.world.driver_root.as_ref().map(|root| root.display().to_string());
-        match mounts.lines().find(|line| driver.as_ref().is_some_and(|root| line.contains(root.as_str()))) {
-            Some(line) => Err(format!("a mount is left: {line}")),
-            None => Ok(()),
+        let left = |line: &&str| driver.as_ref().is_some_and(|root| line.contains(root));
+        if let Some(line) = mounts.lines().find(left) {
+            return Err(format!("a mount is left: {line}"));
         }
+        // What is made once in a root filesystem is made by each run.
+        fs::remove_dir_all(bundle.dir.join("rootfs")).map_err(|error| error.to_string())
     }
 
     /// The container that exists has its whole share.
