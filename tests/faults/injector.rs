@@ -190,11 +190,9 @@ pub fn serve(
 /// What can come of a call of these arguments, where that is less than what can come of others of its name.
 fn only(pid: Pid, name: &str, registers: &libc::user_regs_struct) -> Option<&'static [Errno]> {
     match name {
-        // ENOENT says that the directory has been removed, and the C library then ends its list (getdents(2)). The
-        // driver's are there as long as the driver is.
-        "getdents64" if named_file(pid, name, registers).contains("/proc/driver/nvidia/") => {
-            Some(&[Errno::EIO, Errno::ENOMEM])
-        }
+        // ENOENT says that the directory has been removed, and the C library then ends its list (getdents(2)). Those of
+        // the driver and of its GPUs are there as long as the driver is.
+        "getdents64" if is_of_driver(&named_file(pid, name, registers)) => Some(&[Errno::EIO, Errno::ENOMEM]),
         // LOCK_UN needs no memory and waits for nothing (flock(2)).
         "flock" if registers.rsi == 8 => Some(&[]),
         // Rust's own socket between fork and exec, by which a child reports eight bytes: one without a time limit, of
@@ -202,6 +200,10 @@ fn only(pid: Pid, name: &str, registers: &libc::user_regs_struct) -> Option<&'st
         "recvfrom" if registers.rdx == 8 => Some(&[Errno::EINTR]),
         _ => None,
     }
+}
+
+fn is_of_driver(path: &str) -> bool {
+    ["/proc/driver/nvidia/", "/sys/bus/pci/devices/"].iter().any(|part| path.contains(part))
 }
 
 /// Lets the shell run until it has become the program.
