@@ -188,8 +188,11 @@ pub fn serve(
 }
 
 /// What can come of a call of these arguments, where that is less than what can come of others of its name.
-fn only(name: &str, registers: &libc::user_regs_struct) -> Option<&'static [Errno]> {
+fn only(pid: Pid, name: &str, registers: &libc::user_regs_struct) -> Option<&'static [Errno]> {
     match name {
+        // ENOENT says that the directory has been removed, and the C library then ends its list (getdents(2)). Those of
+        // the driver and of its GPUs are there as long as the driver is.
+        "getdents64" if is_of_driver(&named_file(pid, name, registers)) => Some(&[Errno::EIO, Errno::ENOMEM]),
         // LOCK_UN needs no memory and waits for nothing (flock(2)).
         "flock" if registers.rsi == 8 => Some(&[]),
         // Rust's own socket between fork and exec, by which a child reports eight bytes: one without a time limit, of
@@ -197,6 +200,10 @@ fn only(name: &str, registers: &libc::user_regs_struct) -> Option<&'static [Errn
         "recvfrom" if registers.rdx == 8 => Some(&[Errno::EINTR]),
         _ => None,
     }
+}
+
+fn is_of_driver(path: &str) -> bool {
+    ["/proc/driver/nvidia/", "/sys/bus/pci/devices/"].iter().any(|part| path.contains(part))
 }
 
 /// Lets the shell run until it has become the program.
@@ -359,12 +366,12 @@ impl<'t> Tracer<'t> {
         let key = Key { process, name: row.name, nth: *nth };
         let Some((wanted, fault)) = self.wanted else {
             let path = named_file(pid, row.name, registers);
-            self.seen.calls.push(Call { key, path, only: only(row.name, registers) });
+            self.seen.calls.push(Call { key, path, only: only(pid, row.name, registers) });
             return false;
         };
         // In another order of things it may be a call to which this cannot happen.
         let cannot = |only: &[Errno]| matches!(fault, Fault::Error(errno) if !only.contains(&errno));
-        if *wanted != key || only(row.name, registers).is_some_and(cannot) {
+        if *wanted != key || only(pid, row.name, registers).is_some_and(cannot) {
             return false;
         }
         let path = named_file(pid, row.name, registers);

@@ -4,7 +4,7 @@ use std::fs;
 
 use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sublet_e2e::Bundle;
+use sublet_e2e::{Bundle, eventually};
 
 use crate::injector::{self, Became, Fault, Key, Seen};
 use crate::scene::{Host, SHARE, difference};
@@ -83,15 +83,23 @@ impl Joined {
 
     /// The next command sees whether the container exists, and nothing else has changed.
     fn is_right(&self) -> Result<(), String> {
-        self.host.collect()?;
-        let wanted = if self.exists() { &self.meanwhile } else { &self.before };
-        let books = self.host.books()?;
-        if books != *wanted {
+        let mut wrong = String::new();
+        let right = || {
             let exists = self.exists();
-            return Err(format!(
-                "the container exists: {exists}; in the ledger {}",
-                difference(&books, wanted)
-            ));
+            let books = self.host.collect().and_then(|()| self.host.books());
+            let wanted = if exists { &self.meanwhile } else { &self.before };
+            wrong = match books {
+                Ok(books) if books == *wanted => return true,
+                Ok(books) => {
+                    format!("the container exists: {exists}; in the ledger {}", difference(&books, wanted))
+                }
+                Err(why) => why,
+            };
+            false
+        };
+        // Its process may end between the two looks.
+        if !eventually(right) {
+            return Err(wrong);
         }
         self.host.tidy(Some(&self.bundle()))?;
         self.host.daemons(2)

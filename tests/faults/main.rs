@@ -15,6 +15,8 @@ mod injector;
 #[cfg(target_arch = "x86_64")]
 mod joined;
 #[cfg(target_arch = "x86_64")]
+mod prestart;
+#[cfg(target_arch = "x86_64")]
 mod scene;
 #[cfg(target_arch = "x86_64")]
 mod service;
@@ -87,6 +89,7 @@ const PATHS: &[(&str, Make)] = &[
     ("create-plain", || Box::new(shim::Create::new(shim::Kind::Plain))),
     ("create", || Box::new(shim::Create::new(shim::Kind::Warm))),
     ("create-cold", || Box::new(shim::Create::new(shim::Kind::Cold))),
+    ("run", || Box::new(shim::Create::new(shim::Kind::Run))),
     ("start", || Box::new(joined::Joined::new(joined::Command::Start))),
     ("exec-plain", || Box::new(joined::Joined::new(joined::Command::ExecPlain))),
     ("exec", || Box::new(joined::Joined::new(joined::Command::Exec))),
@@ -96,6 +99,7 @@ const PATHS: &[(&str, Make)] = &[
     ("precreate", || Box::new(hook::Hook::new(hook::Stage::Precreate))),
     ("createRuntime", || Box::new(hook::Hook::new(hook::Stage::CreateRuntime))),
     ("poststop", || Box::new(hook::Hook::new(hook::Stage::Poststop))),
+    ("prestart", || Box::new(prestart::Prestart::new())),
     ("request", || Box::new(service::Serve::new(service::Work::Request))),
     ("guard", || Box::new(service::Serve::new(service::Work::Guard))),
     ("gc", || Box::new(tools::Run::new(tools::Tool::Gc))),

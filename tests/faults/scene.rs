@@ -37,6 +37,11 @@ impl Host {
         Self::of(Users { serve: None, world: World::simulated(topology, extra) })
     }
 
+    /// One with a real low-level runtime.
+    pub fn real(topology: &str, extra: &str) -> Self {
+        Self::with_runtime(Users { serve: None, world: World::simulated(topology, extra) })
+    }
+
     /// One with users without root.
     pub fn of(users: Users) -> Self {
         let world = &users.world;
@@ -51,6 +56,12 @@ impl Host {
         assert!(text.contains(&named), "config.toml names no low-level runtime");
         fs::write(&world.config, text.replace(&named, &format!("low_level = [\"{}\"]", low_level.display())))
             .expect("written");
+        Self::with_runtime(users)
+    }
+
+    /// One with the low-level runtime that its configuration names.
+    fn with_runtime(users: Users) -> Self {
+        let dir = users.world.dir.path();
         let of = |name: &str| dir.join(name);
         let files = Files { stdin: "/dev/null".into(), stdout: of("stdout"), stderr: of("stderr") };
         let log = of("log");
@@ -76,6 +87,26 @@ impl Host {
 
     pub fn create(&self, bundle: &Bundle<'_>) -> Command {
         self.shim(&["create", "--bundle", bundle.dir.to_str().expect("a path of ours"), &bundle.id])
+    }
+
+    /// `run` of a container that goes on in the background.
+    pub fn run(&self, bundle: &Bundle<'_>) -> Command {
+        let dir = bundle.dir.to_str().expect("a path of ours");
+        self.shim(&["run", "--detach", "--bundle", dir, &bundle.id])
+    }
+
+    /// A hook of config.json, as a low-level runtime calls it: with its own environment alone.
+    pub fn hook(&self, hook: &Value, state: &Value) -> Finished {
+        let input = self.users.world.dir.path().join("state");
+        fs::write(&input, state.to_string()).expect("the hook's input is written");
+        let words = |key: &str| {
+            hook[key].as_array().into_iter().flatten().filter_map(Value::as_str).collect::<Vec<_>>()
+        };
+        let mut command = Command::new(hook["path"].as_str().unwrap_or_default());
+        command.args(words("args").iter().skip(1)).env_clear();
+        command.envs(words("env").iter().filter_map(|entry| entry.split_once('=')));
+        command.stdin(fs::File::open(&input).expect("its input"));
+        Finished::of(&command.output().expect("it runs"))
     }
 
     pub fn sublet(&self, arguments: &[&str]) -> Finished {
@@ -159,10 +190,11 @@ impl Host {
     /// There is no temporary file, and nothing in the state directory that does not belong there.
     pub fn tidy(&self, bundle: Option<&Bundle<'_>>) -> Result<(), String> {
         let state = self.users.world.state_dir();
-        for name in names(&state) {
-            if name.starts_with('.') || name.contains("corrupt") || name.contains("rebuilding") {
-                return Err(format!("{name} is left in the state directory"));
-            }
+        let is_left =
+            |name: &String| name.starts_with('.') || name.contains("corrupt") || name.contains("rebuilding");
+        // A `sublet mps lower` of a container that has ended may write the ledger at this moment.
+        if !eventually(|| !names(&state).iter().any(is_left)) {
+            return Err(format!("in the state directory are left {:?}", names(&state)));
         }
         let left = bundle.map(|bundle| names(&bundle.dir)).unwrap_or_default();
         match left.iter().find(|name| !["config.json", "rootfs", "process.json"].contains(&name.as_str())) {
@@ -208,7 +240,7 @@ impl Host {
 }
 
 /// Left out where it cannot be mounted (`sublet_core::oci::image`).
-const SHARE_PROGRAM: &str = "/usr/bin/sublet-share";
+pub const SHARE_PROGRAM: &str = "/usr/bin/sublet-share";
 
 /// config.json without what every edit adds, and without the program that is left out where it cannot be mounted.
 pub fn without_lease(mut config: Value) -> Value {

@@ -1,6 +1,9 @@
-//! `sublet-runtime create`: plain, beside another container, and without a daemon.
+//! `sublet-runtime create`: plain, beside another container, and without a daemon; and `run`, whose container the
+//! low-level runtime itself deletes.
 
-use serde_json::Value;
+use std::process::Command;
+
+use serde_json::{Value, json};
 use sublet_e2e::Bundle;
 
 use crate::injector::{self, Became, Call, Fault, Key, Seen};
@@ -17,6 +20,8 @@ pub enum Kind {
     Warm,
     /// One with a share, and no MPS daemon runs.
     Cold,
+    /// As `Warm`, by `run`.
+    Run,
 }
 
 pub struct Create {
@@ -55,16 +60,48 @@ impl Create {
         if self.kind != Kind::Cold || exists { 2 } else { 0 }
     }
 
+    fn command(&self, bundle: &Bundle<'_>) -> Command {
+        match self.kind {
+            Kind::Run => self.host.run(bundle),
+            Kind::Plain | Kind::Warm | Kind::Cold => self.host.create(bundle),
+        }
+    }
+
     fn delete(&self) -> Result<(), String> {
+        if self.kind == Kind::Run {
+            return self.end_by_hook();
+        }
         let deleted = self.host.undisturbed(&self.host.shim(&["delete", "--force", "victim"]));
         if deleted.ok { Ok(()) } else { Err(format!("delete fails: {deleted:?}")) }
+    }
+
+    /// What the low-level runtime does at the end of a container of `run`. Its hooks, and no other command, free the
+    /// lease.
+    fn end_by_hook(&self) -> Result<(), String> {
+        let bundle = self.bundle();
+        let config = bundle.config();
+        self.host.low_level(&["delete", "victim"]);
+        let state = json!({"ociVersion": "1.0.2", "id": "victim", "status": "stopped", "bundle": bundle.dir,
+            "annotations": config["annotations"]});
+        let hooks = config.pointer("/hooks/poststop").and_then(Value::as_array);
+        for hook in hooks.into_iter().flatten() {
+            let done = self.host.hook(hook, &state);
+            if !done.ok {
+                return Err(format!("its hook fails: {done:?}"));
+            }
+        }
+        let books = self.host.books()?;
+        if hooks.is_some() && books["leases"] != self.books["leases"] {
+            return Err(format!("its hook has run, and in the ledger {}", difference(&books, &self.books)));
+        }
+        Ok(())
     }
 
     /// The engine tries again with the config.json that it writes, and the container ends.
     fn again(&self) -> Result<(), String> {
         let bundle = self.bundle();
         bundle.write();
-        let created = self.host.undisturbed(&self.host.create(&bundle));
+        let created = self.host.undisturbed(&self.command(&bundle));
         if !created.ok {
             return Err(format!("the next create fails: {created:?}"));
         }
@@ -117,7 +154,7 @@ impl Path for Create {
 
     fn run(&mut self, table: &Table, wanted: Option<(&Key, Fault)>) -> Seen {
         let bundle = self.bundle();
-        injector::run(table, &self.host.create(&bundle), &self.host.files, wanted)
+        injector::run(table, &self.command(&bundle), &self.host.files, wanted)
     }
 
     fn judge(&mut self, seen: &Seen, fault: Option<Fault>) -> Result<(), String> {
@@ -166,7 +203,13 @@ impl Path for Create {
 
     fn first(&self, calls: &[Call]) -> usize {
         let makes = |call: &Call| ["clone", "clone3", "fork", "vfork"].contains(&call.key.name);
-        if self.kind == Kind::Cold { calls.iter().position(makes).unwrap_or(0) } else { 0 }
+        let adds_hook = |call: &Call| call.path.ends_with("/sublet-hook");
+        let first = match self.kind {
+            Kind::Plain | Kind::Warm => None,
+            Kind::Cold => calls.iter().position(makes),
+            Kind::Run => calls.iter().position(adds_hook),
+        };
+        first.unwrap_or(0)
     }
 
     fn renew(&mut self) {

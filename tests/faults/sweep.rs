@@ -114,7 +114,10 @@ pub fn sweep(name: &str, path: &mut dyn Path, table: &Table, choice: &Choice) ->
         result.faults += 1;
         match one(path, table, &call, fault) {
             Ok(true) => result.passed += 1,
-            Ok(false) => result.missed += 1,
+            Ok(false) => {
+                result.missed += 1;
+                println!("missed {name}:{} ({})", word(&call.key, fault), call.path);
+            }
             Err(why) => {
                 let word = word(&call.key, fault);
                 result.failures.push(format!("{name}:{word} ({}): {why}", call.path));

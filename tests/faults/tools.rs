@@ -158,9 +158,8 @@ impl Path for Run {
             }
             self.after = self.state()?;
         }
-        // `gc`, and a `mps stop` of a daemon that may have a lease, leave what they could not find out as it was. What
-        // `refresh` could not find out is missing in the inventory, and refused to containers, until it is given again.
-        if seen.code == Some(0) && !matches!(self.tool, Tool::Gc | Tool::MpsStop | Tool::Refresh) {
+        // `gc`, and a `mps stop` of a daemon that may have a lease, leave what they could not find out as it was.
+        if seen.code == Some(0) && !matches!(self.tool, Tool::Gc | Tool::MpsStop) {
             let state = self.state()?;
             if state != self.after {
                 return Err(format!("it says that all is well, and {}", difference(&state, &self.after)));

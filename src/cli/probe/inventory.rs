@@ -15,8 +15,8 @@ use super::fingerprint::{self, Seen};
 use super::kernel_module::KernelModule;
 use super::programs::{self, MissingPrograms, MpsPrograms};
 use super::{
-    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, driver_files, kernel_module,
-    mig_capabilities, nvml, under,
+    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, device_majors, driver_files,
+    kernel_module, mig_capabilities, nvml, under,
 };
 use sublet_core::config::{Config, Inject};
 use sublet_core::fs::proc_devices;
@@ -158,11 +158,15 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             mps_missing,
             smi: programs::program(root, "nvidia-smi"),
             majors: majors.all,
-            mig_caps: mig_capabilities::privileged(root, majors.all.caps),
+            mig_caps: mig_capabilities::privileged(root, majors.all.caps).map_err(unreadable)?,
         },
         devices,
         files: found.files,
     })
+}
+
+fn unreadable((path, source): (PathBuf, io::Error)) -> ProbeError {
+    ProbeError::Unreadable { path, source }
 }
 
 /// The control program if its server exists too; otherwise a warning if only one of them exists.
@@ -351,7 +355,8 @@ impl Asked<'_> {
         let count = nvml.device_count().map_err(|error| self.failed("count the GPUs", &error))?;
         let mut devices = Vec::new();
         for index in 0..count {
-            let Some((gpu, parts)) = self.device(nvml, index, seen, majors)? else { continue };
+            let Some((mut gpu, parts)) = self.device(nvml, index, seen, majors)? else { continue };
+            gpu.dri_nodes = device_majors::dri(self.root, &gpu.bus_id).map_err(unreadable)?;
             gpu.nodes.iter().try_for_each(|node| check_node(self.root, node))?;
             devices.push(gpu);
             devices.extend(parts);
@@ -379,7 +384,7 @@ impl Asked<'_> {
             if seen.lost.contains(&nvml::bus_id(&device)?) {
                 return Ok(None);
             }
-            let gpu = nvml::describe(&device, index, self.root, majors.nvidia)?;
+            let gpu = nvml::describe(&device, index, majors.nvidia)?;
             let parts = nvml::parts(&device, &gpu, self.root, majors.all.caps)?;
             Ok(Some((gpu, parts)))
         });

@@ -13,8 +13,7 @@ use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_d
 use super::mig_ids::instance_ids;
 use super::nvml_processes::{compute_processes, mps_clients};
 use super::{
-    ComputeMode, Device, GpuProcess, MigDevice, MigGpus, Node, Virtualization, contexts, device_majors,
-    mig_capabilities,
+    ComputeMode, Device, GpuProcess, MigDevice, MigGpus, Node, Virtualization, contexts, mig_capabilities,
 };
 
 /// Loads and initializes the library, even if some GPUs do not answer.
@@ -44,13 +43,8 @@ fn kernel_bus_id(nvml: &str) -> String {
     }
 }
 
-/// Everything about one GPU. `nvidia_major` is the major of its node.
-pub(super) fn describe(
-    device: &NvmlDevice<'_>,
-    index: u32,
-    root: &Path,
-    nvidia_major: u32,
-) -> Result<Device, NvmlError> {
+/// What NVML tells about one GPU. `nvidia_major` is the major of its node.
+pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -> Result<Device, NvmlError> {
     let bus_id = bus_id(device)?;
     let minor = device.minor_number()?;
     let capability = device.cuda_compute_capability()?;
@@ -74,7 +68,7 @@ pub(super) fn describe(
         virtualization: unless_unsupported(device.virtualization_mode())?
             .as_ref()
             .map_or(Virtualization::None, virtualization),
-        dri_nodes: device_majors::dri(root, &bus_id),
+        dri_nodes: Vec::new(),
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         // In MIG mode processes are listed under the MIG devices.
         processes: if mig_enabled { Vec::new() } else { running(device)? },

@@ -1,6 +1,7 @@
 //! Majors from /proc/devices, and the DRI nodes that belong to a GPU.
 
 use std::fs;
+use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
@@ -8,6 +9,7 @@ use nix::sys::stat::{major, minor};
 
 use super::{Majors, Node};
 use crate::fs::below::under;
+use crate::fs::looked_for::is_absent;
 
 impl Majors {
     /// Reads the text of /proc/devices. Drivers up to 535 call `nvidia` `nvidia-frontend`.
@@ -29,25 +31,39 @@ impl Majors {
 }
 
 /// The nodes under /dev/dri of the GPU at `bus_id`. Nodes that do not exist are left out.
-#[must_use]
-pub fn dri(root: &Path, bus_id: &str) -> Vec<Node> {
-    let Ok(entries) = fs::read_dir(under(root, &format!("/sys/bus/pci/devices/{bus_id}/drm"))) else {
-        return Vec::new();
+///
+/// # Errors
+/// The directory or one of the nodes cannot be examined, with its path.
+pub fn dri(root: &Path, bus_id: &str) -> Result<Vec<Node>, (PathBuf, io::Error)> {
+    let dir = under(root, &format!("/sys/bus/pci/devices/{bus_id}/drm"));
+    let names = match names(&dir) {
+        Err(error) if is_absent(&error) => return Ok(Vec::new()),
+        names => names.map_err(|error| (dir, error))?,
     };
-    let mut nodes: Vec<Node> = entries
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .filter(|name| name.starts_with("card") || name.starts_with("renderD"))
-        .filter_map(|name| character_device(root, Path::new("/dev/dri").join(name)))
-        .collect();
+    let mut nodes = Vec::new();
+    for name in names.iter().filter(|name| name.starts_with("card") || name.starts_with("renderD")) {
+        nodes.extend(character_device(root, Path::new("/dev/dri").join(name))?);
+    }
     nodes.sort_by(|a, b| a.path.cmp(&b.path));
-    nodes
+    Ok(nodes)
 }
 
-fn character_device(root: &Path, path: PathBuf) -> Option<Node> {
-    let there = fs::metadata(under(root, path.to_str()?)).ok()?;
+/// The names in `dir` that are UTF-8.
+fn names(dir: &Path) -> io::Result<Vec<String>> {
+    let names = fs::read_dir(dir)?.map(|entry| Ok(entry?.file_name().into_string().ok()));
+    names.filter_map(Result::transpose).collect()
+}
+
+fn character_device(root: &Path, path: PathBuf) -> Result<Option<Node>, (PathBuf, io::Error)> {
+    let file = under(root, &path.to_string_lossy());
+    let there = match fs::metadata(&file) {
+        Err(error) if is_absent(&error) => return Ok(None),
+        there => there.map_err(|error| (file, error))?,
+    };
     let number = |part: u64| u32::try_from(part).ok();
-    there.file_type().is_char_device().then_some(())?;
-    Some(Node { path, major: number(major(there.rdev()))?, minor: number(minor(there.rdev()))? })
+    let numbers = number(major(there.rdev())).zip(number(minor(there.rdev())));
+    let numbers = numbers.filter(|_| there.file_type().is_char_device());
+    Ok(numbers.map(|(major, minor)| Node { path, major, minor }))
 }
 
 #[cfg(test)]
@@ -82,7 +98,19 @@ mod tests {
         root.link("/dev/dri/renderD128", "/dev/null").link("/dev/dri/controlD64", "/dev/null");
         root.file("/dev/dri/card1", "no device");
         let expected = Node { path: "/dev/dri/renderD128".into(), major: 1, minor: 3 };
-        assert_eq!(dri(root.path(), "0000:3b:00.0"), [expected]);
-        assert_eq!(dri(root.path(), "0000:5e:00.0"), []);
+        let found = |bus_id| dri(root.path(), bus_id).unwrap();
+        assert_eq!(found("0000:3b:00.0"), [expected]);
+        assert_eq!(found("0000:5e:00.0"), []);
+    }
+
+    #[test]
+    fn what_cannot_be_examined_is_not_left_out() {
+        let root = super::super::fixture::Root::new();
+        root.file("/sys/bus/pci/devices/0000:3b:00.0/drm/card1/dev", "");
+        // ELOOP stands for every error but absence.
+        root.link("/dev/dri/card1", "card1").link("/sys/bus/pci/devices/0000:5e:00.0/drm", "drm");
+        let why = |bus_id| dri(root.path(), bus_id).unwrap_err().0;
+        assert_eq!(why("0000:3b:00.0"), root.path().join("dev/dri/card1"));
+        assert_eq!(why("0000:5e:00.0"), root.path().join("sys/bus/pci/devices/0000:5e:00.0/drm"));
     }
 }

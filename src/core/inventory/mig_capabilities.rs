@@ -16,6 +16,7 @@ use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
 use super::Node;
 use crate::fs::below::under;
+use crate::fs::looked_for::is_absent;
 
 const MINORS: &str = "/proc/driver/nvidia-caps/mig-minors";
 
@@ -57,11 +58,17 @@ pub fn nodes(root: &Path, major: Option<u32>, gpu: u32, gi: u32, ci: u32) -> Res
     Ok([find(format!("gpu{gpu}/gi{gi}/access"))?, find(format!("gpu{gpu}/gi{gi}/ci{ci}/access"))?])
 }
 
-/// The nodes for monitoring and changing all instances: `monitor` and `config`.
-#[must_use]
-pub fn privileged(root: &Path, major: Option<u32>) -> [Option<Node>; 2] {
-    let minors = read(root, MINORS).unwrap_or_default();
-    ["monitor", "config"].map(|name| node(&minors, name, major?))
+/// The nodes for monitoring and changing all instances: `monitor` and `config`; none if the driver has none.
+///
+/// # Errors
+/// The driver's list of them cannot be read, with its path.
+pub fn privileged(root: &Path, major: Option<u32>) -> Result<[Option<Node>; 2], (PathBuf, io::Error)> {
+    let path = under(root, MINORS);
+    let minors = match fs::read_to_string(&path) {
+        Err(error) if is_absent(&error) => String::new(),
+        minors => minors.map_err(|error| (path, error))?,
+    };
+    Ok(["monitor", "config"].map(|name| node(&minors, name, major?)))
 }
 
 /// Creates `node` as nvidia-modprobe would. Another process may do the same meanwhile.
@@ -176,10 +183,16 @@ mod tests {
 
     #[test]
     fn the_privileged_ones_are_there_where_the_driver_has_them() {
-        let minors = privileged(root(166).path(), Some(241)).map(|node| node.map(|node| node.minor));
+        let minors = privileged(root(166).path(), Some(241)).unwrap().map(|node| node.map(|node| node.minor));
         assert_eq!(minors, [Some(2), Some(1)]);
-        assert_eq!(privileged(Root::new().path(), Some(241)), [None, None]);
-        assert_eq!(privileged(root(166).path(), None), [None, None]);
+        assert_eq!(privileged(Root::new().path(), Some(241)).unwrap(), [None, None]);
+        assert_eq!(privileged(root(166).path(), None).unwrap(), [None, None]);
+        let unreadable = Root::new();
+        unreadable.link(MINORS, "mig-minors");
+        assert_eq!(
+            privileged(unreadable.path(), Some(241)).unwrap_err().0,
+            unreadable.path().join(&MINORS[1..])
+        );
     }
 
     #[test]

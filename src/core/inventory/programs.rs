@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::driver_root_links::resolve;
 use crate::fs::below::under;
+use crate::fs::looked_for::there;
 use crate::process::sublet::PATH;
 
 /// The MPS control program. It runs as the daemon that starts MPS servers, and it sends commands to such a daemon.
@@ -149,7 +150,7 @@ pub fn programs(root: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
 fn runnable(root: &Path, dir: &str, name: &str) -> Option<PathBuf> {
     let path = format!("{dir}/{name}");
     let real = resolve(root, &path)?;
-    let found = fs::metadata(&real).ok()?;
+    let found = there(&real, || fs::metadata(&real))?;
     if !found.is_file() || found.permissions().mode() & 0o111 == 0 {
         return None;
     }

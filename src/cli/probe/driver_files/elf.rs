@@ -1,8 +1,13 @@
 //! Whether a file is a library or program for this machine, by the first 20 bytes of its ELF header.
 
 use std::fs::File;
-use std::io::Read as _;
+use std::io::{self, ErrorKind, Read as _};
 use std::path::Path;
+
+use sublet_core::fs::looked_for::there;
+
+/// Up to and with `e_machine`.
+const HEADER: u64 = 20;
 
 /// A machine for which drivers exist, always in its 64-bit little-endian form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,8 +38,16 @@ impl Machine {
 
     /// Whether `path` is a 64-bit little-endian ELF file for this machine (`e_ident` and `e_machine`).
     pub fn made(self, path: &Path) -> bool {
-        let mut header = [0; 20];
-        let read = File::open(path).and_then(|mut file| file.read_exact(&mut header));
-        read.is_ok() && header.starts_with(b"\x7fELF\x02\x01") && header[18..] == [self.number(), 0]
+        let header = there(path, || header(path)).unwrap_or_default();
+        header.starts_with(b"\x7fELF\x02\x01") && header.get(18..) == Some(&[self.number(), 0])
+    }
+}
+
+/// The first bytes of a file; none of a directory.
+fn header(path: &Path) -> io::Result<Vec<u8>> {
+    let mut header = Vec::new();
+    match File::open(path)?.take(HEADER).read_to_end(&mut header) {
+        Err(error) if error.kind() == ErrorKind::IsADirectory => Ok(Vec::new()),
+        read => read.map(|_| header),
     }
 }

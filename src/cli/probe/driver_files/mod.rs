@@ -11,6 +11,7 @@ use file_table::Library;
 
 use super::kernel_module::is_driver_version;
 use super::{DriverFile, FileKind, programs};
+use sublet_core::fs::looked_for::there;
 use sublet_core::inventory::driver_root_links::resolve;
 
 /// The files that were found.
@@ -52,10 +53,14 @@ pub(super) fn find(root: &Path, version: &str, machine: Machine) -> Found {
         Some(DriverFile { source, kind: FileKind::Program { name: name.to_owned() }, capability })
     }));
     files.extend(file_table::DATA.iter().filter_map(|&(path, capability)| {
-        let source = resolve(root, path).filter(|source| source.is_file())?;
+        let source = resolve(root, path).filter(|source| is_file(source))?;
         Some(DriverFile { source, kind: FileKind::Data { path: path.into() }, capability })
     }));
     Found { files, other_versions }
+}
+
+fn is_file(path: &Path) -> bool {
+    there(path, || path.metadata()).is_some_and(|found| found.is_file())
 }
 
 /// The path of the file that a program below `root` resolves to, including the root.

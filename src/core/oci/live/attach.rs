@@ -44,7 +44,10 @@ impl<'a> Rootfs<'a> {
 
     /// Attaches the detached `mount` at `path`, which is made if need be.
     pub fn mount(&self, mount: &OwnedFd, path: &Path) -> Result<(), NamespaceError> {
-        let is_directory = fstat(mount).is_ok_and(|stat| kind(stat.st_mode) == SFlag::S_IFDIR);
+        // Not knowing it, one could leave an empty file in the image where the next container needs a directory.
+        let found =
+            fstat(mount).map_err(|error| failed(format!("examine what {} will be", shown(path)), error))?;
+        let is_directory = kind(found.st_mode) == SFlag::S_IFDIR;
         let wanted = if is_directory { Kind::Directory } else { Kind::File };
         let target = self
             .as_owner(|| place(&self.root, path, wanted))
