@@ -4,6 +4,8 @@
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
+use crate::text::safe;
+
 /// What `ask` finds out about `path`; `None` if there is no such file.
 ///
 /// What fails is asked again, because a file must not be taken as absent for an error of the moment, such as a want of
@@ -15,7 +17,7 @@ pub fn there<T>(path: &Path, ask: impl Fn() -> io::Result<T>) -> Option<T> {
         Ok(found) => Some(found),
         Err(error) => {
             if !is_absent(&error) {
-                tracing::warn!("{} cannot be examined and is taken as absent: {error}", path.display());
+                tracing::warn!("{} cannot be examined and is taken as absent: {error}", safe(&path.to_string_lossy()));
             }
             None
         }

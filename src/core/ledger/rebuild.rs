@@ -270,13 +270,16 @@ fn of_list(value: &[u8]) -> Vec<String> {
 pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()> {
     let mut known: Option<Vec<PathBuf>> = None;
     let ours = ledger.leases.iter().filter(|lease| !lease.brokered);
-    let mut seen: Vec<&Path> = Vec::new();
-    for root in ours.filter_map(|lease| lease.container.record.parent()) {
-        // Most leases have one of a few roots. To compare paths as paths takes much longer than as texts.
-        if seen.iter().any(|old| old.as_os_str() == root.as_os_str()) {
+    let mut seen: Vec<&[u8]> = Vec::new();
+    for record in ours.map(|lease| &lease.container.record) {
+        // Most leases have one of a few roots. To take paths apart takes much longer than texts.
+        let text = record.as_os_str().as_bytes();
+        let above = text.iter().rposition(|byte| *byte == b'/').map_or(text, |slash| &text[..slash]);
+        if seen.contains(&above) {
             continue;
         }
-        seen.push(root);
+        seen.push(above);
+        let Some(root) = record.parent() else { continue };
         let line = root.to_str().filter(|line| line.starts_with('/') && !line.contains('\n'));
         if line.is_none() || ROOTS.iter().any(|pattern| fits(pattern, root)) {
             continue;
