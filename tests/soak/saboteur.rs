@@ -42,13 +42,9 @@ impl<'a> Saboteur<'a> {
 
     /// Faults until the end.
     ///
-    /// `only`: the one sort of fault to take, by its name in plan.rs. [`Fault::Unmounted`] is taken only then, because what
-    /// it leaves is not mended yet (README.md).
+    /// `only`: the one sort of fault to take, by its name in plan.rs.
     pub fn play(&mut self, seed: u64, only: Option<&str>) {
-        let wanted = |fault: &Fault| match only {
-            Some(only) => format!("{fault:?}").starts_with(only),
-            None => !matches!(fault, Fault::Unmounted { .. }),
-        };
+        let wanted = |fault: &Fault| only.is_none_or(|only| format!("{fault:?}").starts_with(only));
         for (wait, fault) in Faults::new(seed, self.engine.parts()).filter(|(_, fault)| wanted(fault)) {
             self.weather.sleep(Duration::from_millis(wait));
             if self.weather.is_over() {

@@ -1,0 +1,243 @@
+//! On which file system the ledger is. Where a state directory was unmounted there is another directory, in which there
+//! never was a ledger. That is not a lost ledger: the ledger comes back with its file system, and knows nothing of what
+//! was done meanwhile.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use nix::libc::{O_DIRECTORY, O_NOFOLLOW, O_PATH};
+use nix::sys::stat::{major, makedev, minor};
+
+use super::rebuild::{is_of, records_in, roots, running_daemons, variable};
+use super::runtime_record::Record;
+use super::{Lease, LedgerError, Store};
+use crate::fs::trusted;
+use crate::text::safe;
+
+/// The key in the annotation of a container for the file system of its ledger.
+const KEY: &str = "state_fs";
+
+/// The same in the environment of an MPS daemon.
+pub const FILE_SYSTEM_VARIABLE: &str = "SUBLET_STATE_FS";
+
+/// A file system, by its device number (`st_dev`). The inode of the directory is not part of it: a directory that was
+/// removed and made again has lost its ledger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileSystem(u64);
+
+impl FileSystem {
+    pub(super) fn of(path: &Path) -> io::Result<Self> {
+        Ok(Self(std::fs::metadata(path)?.dev()))
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let (major, minor) = text.split_once(':')?;
+        Some(Self(makedev(major.parse().ok()?, minor.parse().ok()?)))
+    }
+}
+
+/// As `findmnt -o TARGET,MAJ:MIN` shows it.
+impl fmt::Display for FileSystem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", major(self.0), minor(self.0))
+    }
+}
+
+/// There is no ledger, but what runs has its lease in a ledger on another file system.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "state directory {path} has no ledger, but {what} belongs to one on file system {theirs}, and now {ours} is there \
+     (`findmnt -o TARGET,MAJ:MIN`), so nothing was changed: mount it again, and sublet goes on; if it is lost for ever, \
+     `sublet gc --rebuild` makes a new ledger from the containers that run"
+)]
+pub struct Unmounted {
+    /// The state directory.
+    path: String,
+    /// A container or an MPS daemon.
+    what: String,
+    /// The file system of its ledger.
+    theirs: FileSystem,
+    /// The one that is there now.
+    ours: FileSystem,
+}
+
+/// The state directory as it was opened once: what is written there is on one file system, whatever is mounted
+/// meanwhile.
+pub(super) struct Place(File);
+
+impl Place {
+    /// The path of its file `name`.
+    pub fn file(&self, name: &str) -> PathBuf {
+        format!("/proc/self/fd/{}/{name}", self.0.as_raw_fd()).into()
+    }
+}
+
+impl Store {
+    /// The same for a user who gives up a ledger that was on another file system: a new one is made from what runs.
+    #[must_use]
+    pub fn giving_up(self) -> Self {
+        Self { given_up: true, ..self }
+    }
+
+    /// The file system on which its ledger is.
+    #[must_use]
+    pub const fn file_system(&self) -> FileSystem {
+        self.file_system
+    }
+
+    /// [`Lease::to_annotation`], which also names the ledger's file system.
+    #[must_use]
+    pub fn annotation(&self, lease: &Lease) -> String {
+        lease.annotation(&self.state_dir, Some((KEY, self.file_system.to_string())))
+    }
+
+    /// The state directory, in which is the `lock` that this process holds.
+    ///
+    /// # Errors
+    /// Another file system, or directory, has taken its place since the store or the lock was opened.
+    pub(super) fn place(&self, lock: &File) -> Result<Place, LedgerError> {
+        let path = &self.state_dir;
+        let opened = File::options().read(true).custom_flags(O_PATH | O_DIRECTORY | O_NOFOLLOW).open(path);
+        let same = opened.and_then(|directory| {
+            let place = Place(directory);
+            let (held, there) = (lock.metadata()?, std::fs::symlink_metadata(place.file("lock"))?);
+            let same = (held.dev(), held.ino()) == (there.dev(), there.ino())
+                && FileSystem(held.dev()) == self.file_system;
+            Ok(same.then_some(place))
+        });
+        match same {
+            Ok(Some(place)) => Ok(place),
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(LedgerError::Io { verb: "read", path: safe(&path.to_string_lossy()), source })
+            }
+            _ => Err(LedgerError::Exchanged { path: safe(&path.to_string_lossy()) }),
+        }
+    }
+
+    /// Whether a directory without a ledger may be where the ledger was: whether no container and no daemon of it names
+    /// another file system.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unmounted`].
+    pub(super) fn check_file_system(&self) -> Result<(), LedgerError> {
+        let named = if self.given_up { None } else { self.elsewhere() };
+        named.map_or(Ok(()), |(what, theirs)| {
+            let (path, ours) = (safe(&self.state_dir.to_string_lossy()), self.file_system);
+            Err(LedgerError::Unmounted(Box::new(Unmounted { path, what, theirs, ours })))
+        })
+    }
+
+    /// A container or daemon whose ledger is in this directory, on another file system, and that one.
+    fn elsewhere(&self) -> Option<(String, FileSystem)> {
+        let is_other = |named: &FileSystem| *named != self.file_system;
+        let daemon = running_daemons(&self.state_dir).into_iter().find_map(|(_, daemon)| {
+            let named = variable(daemon.pid, &format!("{FILE_SYSTEM_VARIABLE}="))?;
+            let named = FileSystem::parse(&named).filter(is_other)?;
+            Some((format!("MPS daemon {}", daemon.pid), named))
+        });
+        daemon.or_else(|| {
+            let roots = roots(&self.state_dir, self.root.as_deref());
+            let records = roots.iter().flat_map(|root| records_in(root));
+            records.into_iter().find_map(|record| {
+                let named = of_record(&record, &self.state_dir).filter(is_other)?;
+                Some((format!("the container of {}", safe(&record.to_string_lossy())), named))
+            })
+        })
+    }
+}
+
+/// The file system that the record in `dir` names for the ledger in `state_dir`.
+fn of_record(dir: &Path, state_dir: &Path) -> Option<FileSystem> {
+    let owner = std::fs::symlink_metadata(dir).ok()?.uid();
+    let record = Record::read(dir).ok()?.filter(|_| trusted::is_trusted_owner(owner))?;
+    let annotation = record.restorable.as_deref().filter(|_| is_of(&record, state_dir))?;
+    let value: serde_json::Value = serde_json::from_str(annotation).ok()?;
+    FileSystem::parse(value.get(KEY)?.as_str()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::super::fixture::lease;
+    use super::super::store::open_lock;
+    use super::*;
+    use crate::process::Process;
+
+    /// The record of a container that runs, with its lease in the ledger of `state_dir` on `file_system`.
+    fn record(root: &Path, state_dir: &Path, file_system: Option<FileSystem>) -> PathBuf {
+        let (dir, me) = (root.join("container-1"), Process::current().unwrap());
+        let named = file_system.map(|file_system| (KEY, file_system.to_string()));
+        let annotations = serde_json::json!({
+            "sublet.lease": lease(1, "GPU-a").id.as_str(),
+            "sublet.lease.record": lease(1, "GPU-a").annotation(state_dir, named),
+        });
+        let config = serde_json::json!({ "annotations": annotations });
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("config.json"), config.to_string()).unwrap();
+        let status = format!(r#"{{"pid":{},"process-start-time":{}}}"#, me.pid, me.start_time);
+        fs::write(dir.join("status"), status).unwrap();
+        dir
+    }
+
+    #[test]
+    fn it_is_named_as_findmnt_names_it() {
+        let here = FileSystem::of(Path::new("/proc")).unwrap();
+        assert_eq!(FileSystem::parse(&here.to_string()), Some(here));
+        for other in ["", "5", "5:", "a:b", "5:6:7", "-1:2"] {
+            assert_eq!(FileSystem::parse(other), None, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_directory_on_another_file_system_than_a_containers_ledger_is_not_used_until_that_is_given_up() {
+        let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let other = FileSystem::of(Path::new("/proc")).unwrap();
+        let record = record(root.path(), dir.path(), Some(other));
+        let store = || Store::open(dir.path()).unwrap().beside(&record);
+        let refused = store().change(|_| ()).unwrap_err();
+        assert!(matches!(refused, LedgerError::Unmounted(_)), "{refused}");
+        for told in [&other.to_string(), "container-1", "sublet gc --rebuild"] {
+            assert!(refused.to_string().contains(told), "{refused}");
+        }
+        assert!(store().peek().is_err() && !dir.path().join("ledger.json").exists());
+        // A ledger of an earlier boot does not know of it either.
+        let earlier = r#"{"schema":"sublet.ledger/1","boot_id":"x","leases":[],"servers":[],"compute_modes":[],"drained":[],"unexplained":[]}"#;
+        fs::write(dir.path().join("ledger.json"), earlier).unwrap();
+        assert!(matches!(store().change(|_| ()), Err(LedgerError::Unmounted(_))));
+        fs::remove_file(dir.path().join("ledger.json")).unwrap();
+        assert_eq!(store().giving_up().change(|ledger| ledger.leases.len()).unwrap().0, 1);
+        assert_eq!(store().change(|ledger| ledger.leases.len()).unwrap().0, 1, "now the ledger is there");
+    }
+
+    #[test]
+    fn a_ledger_that_was_lost_on_the_same_file_system_is_rebuilt() {
+        let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let here = FileSystem::of(dir.path()).unwrap();
+        // An older version named none.
+        for named in [Some(here), None] {
+            let record = record(root.path(), dir.path(), named);
+            let peeked = Store::open(dir.path()).unwrap().beside(&record).peek();
+            assert!(matches!(peeked, Err(LedgerError::Corrupt { .. })), "{peeked:?}");
+        }
+    }
+
+    #[test]
+    fn a_directory_with_another_lock_is_another_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, path) = (Store::open(dir.path()).unwrap(), dir.path().join("lock"));
+        let lock = open_lock(&path).unwrap();
+        assert!(store.place(&lock).is_ok());
+        fs::remove_file(&path).unwrap();
+        assert!(matches!(store.place(&lock), Err(LedgerError::Exchanged { .. })));
+        let other = open_lock(&path).unwrap();
+        assert!(matches!(store.place(&lock), Err(LedgerError::Exchanged { .. })));
+        assert!(store.place(&other).is_ok());
+        let moved = Store { file_system: FileSystem::of(Path::new("/proc")).unwrap(), ..store };
+        assert!(matches!(moved.place(&other), Err(LedgerError::Exchanged { .. })));
+    }
+}
