@@ -79,7 +79,8 @@ impl Drop for Mounted {
 }
 
 fn is_told(refused: &Finished) {
-    let told = ["mount it again", "sublet gc --rebuild"].iter().all(|part| refused.stderr.contains(part));
+    let told =
+        ["again, and sublet goes on", "sublet gc --rebuild"].iter().all(|part| refused.stderr.contains(part));
     assert!(!refused.ok && told, "{refused:?}");
 }
 
@@ -159,9 +160,33 @@ fn what_is_lost_for_ever_is_rebuilt_by_one_command() {
     let other = world.bundle("other", &[("sublet.gpu", "0"), ("sublet.sm", "60")], HOLD);
     let refused = other.create();
     assert!(!refused.ok && refused.stderr.contains("SM left"), "{refused:?}");
+    assert!(mounted.sublet(&["doctor", "--quick"]).stdout.contains(", 1 leases"));
     mine.down();
     assert!(mounted.sublet(&["gc", "--rebuild"]).ok, "where there is a ledger, it is the one that is there");
     world.assert_empty();
+}
+
+/// The directory below has a ledger of its own, of before something was mounted over it.
+#[test]
+fn doctor_tells_of_a_lease_on_another_file_system_where_there_is_a_ledger() {
+    if skip_unless_root() {
+        return;
+    }
+    let mounted = Mounted::new();
+    let world = &mounted.world;
+    mounted.unmount();
+    assert!(mounted.sublet(&["gc"]).ok);
+    let doctor = || mounted.sublet(&["doctor", "--quick"]).stdout;
+    assert!(!doctor().contains("is on file system"), "{}", doctor());
+    mounted.mount();
+    let mine = world.bundle("mine", LARGE, HOLD);
+    mine.up();
+    assert!(!doctor().contains("is on file system"), "{}", doctor());
+    mounted.unmount();
+    assert!(doctor().contains("is on file system"), "{}", doctor());
+    mounted.mount();
+    mine.down();
+    mounted.assert_nothing_is_left();
 }
 
 #[test]

@@ -14,7 +14,7 @@ use nix::sys::stat::{major, makedev, minor};
 
 use super::rebuild::{is_of, records_in, roots, running_daemons, variable};
 use super::runtime_record::Record;
-use super::{Lease, LedgerError, Store};
+use super::{DaemonKey, Lease, LeaseId, Ledger, LedgerError, Store};
 use crate::fs::trusted;
 use crate::text::safe;
 
@@ -47,12 +47,12 @@ impl fmt::Display for FileSystem {
     }
 }
 
-/// There is no ledger, but what runs has its lease in a ledger on another file system.
+/// What runs has its lease in a ledger on another file system.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "state directory {path} has no ledger, but {what} belongs to one on file system {theirs}, and now {ours} is there \
-     (`findmnt -o TARGET,MAJ:MIN`), so nothing was changed: mount it again, and sublet goes on; if it is lost for ever, \
-     `sublet gc --rebuild` makes a new ledger from the containers that run"
+    "the ledger of {what} is on file system {theirs}, and now {ours} is at the state directory {path} \
+     (`findmnt -o TARGET,MAJ:MIN`), so nothing was changed: mount {theirs} there again, and sublet goes on; if it is lost \
+     for ever, `sublet gc --rebuild` makes a new ledger from the containers that run"
 )]
 pub struct Unmounted {
     /// The state directory.
@@ -77,7 +77,7 @@ impl Place {
 }
 
 impl Store {
-    /// The same for a user who gives up a ledger that was on another file system: a new one is made from what runs.
+    /// The same for a user who gives up the ledger that was on another file system: a new one is made from what runs.
     #[must_use]
     pub fn giving_up(self) -> Self {
         Self { given_up: true, ..self }
@@ -118,23 +118,32 @@ impl Store {
         }
     }
 
-    /// Whether a directory without a ledger may be where the ledger was: whether no container and no daemon of it names
-    /// another file system.
+    /// Whether a directory without a ledger may be where the ledger was.
     ///
     /// # Errors
     /// [`LedgerError::Unmounted`].
     pub(super) fn check_file_system(&self) -> Result<(), LedgerError> {
-        let named = if self.given_up { None } else { self.elsewhere() };
-        named.map_or(Ok(()), |(what, theirs)| {
+        if self.given_up { Ok(()) } else { self.check_none_elsewhere(&Ledger::empty("")) }
+    }
+
+    /// Whether no container and no daemon that `ledger` does not have belongs to a ledger in this directory on another
+    /// file system. This reads the records of all containers.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unmounted`].
+    pub fn check_none_elsewhere(&self, ledger: &Ledger) -> Result<(), LedgerError> {
+        self.elsewhere(ledger).map_or(Ok(()), |(what, theirs)| {
             let (path, ours) = (safe(&self.state_dir.to_string_lossy()), self.file_system);
             Err(LedgerError::Unmounted(Box::new(Unmounted { path, what, theirs, ours })))
         })
     }
 
-    /// A container or daemon whose ledger is in this directory, on another file system, and that one.
-    fn elsewhere(&self) -> Option<(String, FileSystem)> {
+    /// What belongs to another ledger, and that one's file system.
+    fn elsewhere(&self, ledger: &Ledger) -> Option<(String, FileSystem)> {
         let is_other = |named: &FileSystem| *named != self.file_system;
-        let daemon = running_daemons(&self.state_dir).into_iter().find_map(|(_, daemon)| {
+        let unknown = |key: &DaemonKey| ledger.daemons.iter().all(|daemon| daemon.key != *key);
+        let daemons = running_daemons(&self.state_dir).into_iter().filter(|(key, _)| unknown(key));
+        let daemon = daemons.into_iter().find_map(|(_, daemon)| {
             let named = variable(daemon.pid, &format!("{FILE_SYSTEM_VARIABLE}="))?;
             let named = FileSystem::parse(&named).filter(is_other)?;
             Some((format!("MPS daemon {}", daemon.pid), named))
@@ -143,20 +152,22 @@ impl Store {
             let roots = roots(&self.state_dir, self.root.as_deref());
             let records = roots.iter().flat_map(|root| records_in(root));
             records.into_iter().find_map(|record| {
-                let named = of_record(&record, &self.state_dir).filter(is_other)?;
+                let named = of_record(&record, &self.state_dir, ledger).filter(is_other)?;
                 Some((format!("the container of {}", safe(&record.to_string_lossy())), named))
             })
         })
     }
 }
 
-/// The file system that the record in `dir` names for the ledger in `state_dir`.
-fn of_record(dir: &Path, state_dir: &Path) -> Option<FileSystem> {
+/// The file system that the record in `dir` names for the ledger in `state_dir`, unless its lease is in `ledger`.
+fn of_record(dir: &Path, state_dir: &Path, ledger: &Ledger) -> Option<FileSystem> {
     let owner = std::fs::symlink_metadata(dir).ok()?.uid();
     let record = Record::read(dir).ok()?.filter(|_| trusted::is_trusted_owner(owner))?;
+    let id = LeaseId::parse(record.lease.as_deref()?)?;
     let annotation = record.restorable.as_deref().filter(|_| is_of(&record, state_dir))?;
     let value: serde_json::Value = serde_json::from_str(annotation).ok()?;
-    FileSystem::parse(value.get(KEY)?.as_str()?)
+    let named = FileSystem::parse(value.get(KEY)?.as_str()?)?;
+    ledger.lease(&id).is_none().then_some(named)
 }
 
 #[cfg(test)]
@@ -201,7 +212,7 @@ mod tests {
         let store = || Store::open(dir.path()).unwrap().beside(&record);
         let refused = store().change(|_| ()).unwrap_err();
         assert!(matches!(refused, LedgerError::Unmounted(_)), "{refused}");
-        for told in [&other.to_string(), "container-1", "sublet gc --rebuild"] {
+        for told in [&other.to_string(), "container-1", "mount ", "sublet gc --rebuild"] {
             assert!(refused.to_string().contains(told), "{refused}");
         }
         assert!(store().peek().is_err() && !dir.path().join("ledger.json").exists());
@@ -212,6 +223,9 @@ mod tests {
         fs::remove_file(dir.path().join("ledger.json")).unwrap();
         assert_eq!(store().giving_up().change(|ledger| ledger.leases.len()).unwrap().0, 1);
         assert_eq!(store().change(|ledger| ledger.leases.len()).unwrap().0, 1, "now the ledger is there");
+        let ledger = store().peek().unwrap();
+        assert!(store().check_none_elsewhere(&ledger).is_ok(), "it has that container's lease");
+        assert!(store().check_none_elsewhere(&Ledger::empty("boot")).is_err());
     }
 
     #[test]
