@@ -153,7 +153,8 @@ impl<'a> Saboteur<'a> {
     }
 
     /// The state directory's file system is gone for a while, and comes back as it was. Meanwhile containers end, and
-    /// none starts: sublet could not know of those afterwards.
+    /// none starts: where no daemon runs, only the records of runtimes tell that there was a ledger, and this world's are in
+    /// no usual place.
     fn unmounted(&mut self, time: Duration) {
         let _closed = self.weather.doors.write().unwrap_or_else(PoisonError::into_inner);
         let _storm = self.weather.storm();

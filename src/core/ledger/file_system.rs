@@ -103,11 +103,12 @@ impl Store {
         let path = &self.state_dir;
         let opened = File::options().read(true).custom_flags(O_PATH | O_DIRECTORY | O_NOFOLLOW).open(path);
         let same = opened.and_then(|directory| {
+            // On overlayfs a file's device may be another than its directory's (overlayfs documentation, "Inode properties").
+            let file_system = FileSystem(directory.metadata()?.dev());
             let place = Place(directory);
             let (held, there) = (lock.metadata()?, std::fs::symlink_metadata(place.file("lock"))?);
-            let same = (held.dev(), held.ino()) == (there.dev(), there.ino())
-                && FileSystem(held.dev()) == self.file_system;
-            Ok(same.then_some(place))
+            let same = (held.dev(), held.ino()) == (there.dev(), there.ino());
+            Ok((same && file_system == self.file_system).then_some(place))
         });
         match same {
             Ok(Some(place)) => Ok(place),
@@ -253,5 +254,20 @@ mod tests {
         assert!(store.place(&other).is_ok());
         let moved = Store { file_system: FileSystem::of(Path::new("/proc")).unwrap(), ..store };
         assert!(matches!(moved.place(&other), Err(LedgerError::Exchanged { .. })));
+    }
+
+    #[test]
+    fn a_change_is_written_where_its_lock_is_whatever_takes_the_directorys_place_meanwhile() {
+        let above = tempfile::tempdir().unwrap();
+        let (dir, moved) = (above.path().join("state"), above.path().join("moved"));
+        let store = Store::open(&dir).unwrap();
+        let change = |ledger: &mut Ledger| {
+            fs::rename(&dir, &moved).unwrap();
+            fs::create_dir(&dir).unwrap();
+            ledger.drained.push("GPU-a".into());
+        };
+        store.change(change).unwrap();
+        assert!(!dir.join("ledger.json").exists() && !dir.join("ledger.json.copy").exists());
+        assert_eq!(Store::open(&moved).unwrap().peek().unwrap().drained, ["GPU-a"]);
     }
 }
