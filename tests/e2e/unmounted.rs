@@ -168,7 +168,7 @@ fn what_is_lost_for_ever_is_rebuilt_by_one_command() {
 
 /// The directory below has a ledger of its own, of before something was mounted over it.
 #[test]
-fn doctor_tells_of_a_lease_on_another_file_system_where_there_is_a_ledger() {
+fn a_ledger_below_takes_no_lease_either_and_doctor_tells_why() {
     if skip_unless_root() {
         return;
     }
@@ -184,8 +184,34 @@ fn doctor_tells_of_a_lease_on_another_file_system_where_there_is_a_ledger() {
     assert!(!doctor().contains("is on file system"), "{}", doctor());
     mounted.unmount();
     assert!(doctor().contains("is on file system"), "{}", doctor());
+    is_told(&world.bundle("other", &[("sublet.sm", "5")], HOLD).create());
     mounted.mount();
     mine.down();
+    mounted.assert_nothing_is_left();
+}
+
+/// Nothing ran when the file system was unmounted, so a container was started below.
+#[test]
+fn what_runs_by_the_ledger_below_is_not_given_a_second_time() {
+    if skip_unless_root() {
+        return;
+    }
+    const WHOLE: &[(&str, &str)] = &[("sublet.mode", "exclusive")];
+    let mounted = Mounted::new();
+    let world = &mounted.world;
+    mounted.unmount();
+    let (mine, other) = (world.bundle("mine", WHOLE, HOLD), world.bundle("other", WHOLE, HOLD));
+    mine.up();
+    let leases = world.leases();
+    mounted.mount();
+    is_told(&other.create());
+    assert!(mounted.sublet(&["gc", "--rebuild"]).ok);
+    assert_eq!(world.leases(), leases);
+    let refused = other.create();
+    assert!(!refused.ok && refused.stderr.contains("no place"), "{refused:?}");
+    mine.down();
+    other.up();
+    other.down();
     mounted.assert_nothing_is_left();
 }
 

@@ -9,8 +9,8 @@ use sublet_core::ledger::{Freed, Store};
 /// Arguments of `sublet gc`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Where another file system was mounted at the state directory and is lost for ever: make a new ledger from the
-    /// containers that run
+    /// Where another file system with a ledger was mounted at the state directory and is lost for ever: put the
+    /// containers that run into the one that is there now
     #[arg(long)]
     rebuild: bool,
 }

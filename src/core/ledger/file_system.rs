@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use nix::libc::{O_DIRECTORY, O_NOFOLLOW, O_PATH};
 use nix::sys::stat::{major, makedev, minor};
 
-use super::rebuild::{is_of, records_in, roots, running_daemons, variable};
+use super::liveness::{has_processes, init_of};
+use super::rebuild::{is_of, rebuild, records_in, roots, running_daemons, variable};
 use super::runtime_record::Record;
 use super::{DaemonKey, Lease, LeaseId, Ledger, LedgerError, Store};
 use crate::fs::trusted;
@@ -52,7 +53,7 @@ impl fmt::Display for FileSystem {
 #[error(
     "the ledger of {what} is on file system {theirs}, and now {ours} is at the state directory {path} \
      (`findmnt -o TARGET,MAJ:MIN`), so nothing was changed: mount {theirs} there again, and sublet goes on; if it is lost \
-     for ever, `sublet gc --rebuild` makes a new ledger from the containers that run"
+     for ever, `sublet gc --rebuild` puts the containers that run into the ledger of {ours}"
 )]
 pub struct Unmounted {
     /// The state directory.
@@ -127,48 +128,79 @@ impl Store {
         if self.given_up { Ok(()) } else { self.check_none_elsewhere(&Ledger::empty("")) }
     }
 
-    /// Whether no container and no daemon that `ledger` does not have belongs to a ledger in this directory on another
-    /// file system. This reads the records of all containers.
+    /// Whether a ledger that named no process before may now have `ledger`'s. It may be that of a directory over which
+    /// another file system was mounted for a while, or the other way round. Daemons are not asked for: that takes longer.
+    ///
+    /// # Errors
+    /// [`LedgerError::Unmounted`].
+    pub(super) fn check_containers(&self, ledger: &Ledger) -> Result<(), LedgerError> {
+        if self.given_up { Ok(()) } else { self.refused_for(self.container_elsewhere(ledger)) }
+    }
+
+    /// Whether no container and no daemon that runs and is not in `ledger` belongs to a ledger in this directory on
+    /// another file system. This looks at all processes, and reads the records of all containers.
     ///
     /// # Errors
     /// [`LedgerError::Unmounted`].
     pub fn check_none_elsewhere(&self, ledger: &Ledger) -> Result<(), LedgerError> {
-        self.elsewhere(ledger).map_or(Ok(()), |(what, theirs)| {
+        self.refused_for(self.daemon_elsewhere(ledger).or_else(|| self.container_elsewhere(ledger)))
+    }
+
+    fn refused_for(&self, elsewhere: Option<(String, FileSystem)>) -> Result<(), LedgerError> {
+        elsewhere.map_or(Ok(()), |(what, theirs)| {
             let (path, ours) = (safe(&self.state_dir.to_string_lossy()), self.file_system);
             Err(LedgerError::Unmounted(Box::new(Unmounted { path, what, theirs, ours })))
         })
     }
 
-    /// What belongs to another ledger, and that one's file system.
-    fn elsewhere(&self, ledger: &Ledger) -> Option<(String, FileSystem)> {
-        let is_other = |named: &FileSystem| *named != self.file_system;
+    /// A daemon of another ledger, and that one's file system.
+    fn daemon_elsewhere(&self, ledger: &Ledger) -> Option<(String, FileSystem)> {
         let unknown = |key: &DaemonKey| ledger.daemons.iter().all(|daemon| daemon.key != *key);
         let daemons = running_daemons(&self.state_dir).into_iter().filter(|(key, _)| unknown(key));
-        let daemon = daemons.into_iter().find_map(|(_, daemon)| {
+        daemons.into_iter().find_map(|(_, daemon)| {
             let named = variable(daemon.pid, &format!("{FILE_SYSTEM_VARIABLE}="))?;
-            let named = FileSystem::parse(&named).filter(is_other)?;
+            let named = FileSystem::parse(&named).filter(|named| *named != self.file_system)?;
             Some((format!("MPS daemon {}", daemon.pid), named))
-        });
-        daemon.or_else(|| {
-            let roots = roots(&self.state_dir, self.root.as_deref());
-            let records = roots.iter().flat_map(|root| records_in(root));
-            records.into_iter().find_map(|record| {
-                let named = of_record(&record, &self.state_dir, ledger).filter(is_other)?;
-                Some((format!("the container of {}", safe(&record.to_string_lossy())), named))
-            })
         })
+    }
+
+    /// The same of a container.
+    fn container_elsewhere(&self, ledger: &Ledger) -> Option<(String, FileSystem)> {
+        let roots = roots(&self.state_dir, self.root.as_deref());
+        let records = roots.iter().flat_map(|root| records_in(root));
+        records.into_iter().find_map(|record| {
+            let named = of_record(&record, &self.state_dir, ledger)?;
+            let other = (named != self.file_system).then_some(named)?;
+            Some((format!("the container of {}", safe(&record.to_string_lossy())), other))
+        })
+    }
+
+    /// `ledger`, with the leases of containers that run and are not in it, if another ledger of theirs is given up.
+    pub(super) fn with_those_of_given_up(&self, ledger: Ledger) -> Ledger {
+        if !self.given_up {
+            return ledger;
+        }
+        let boot = ledger.boot_id.clone();
+        let whole = rebuild(&self.state_dir, self.root.as_deref(), &boot, Some(ledger.clone()));
+        if whole.leases.len() == ledger.leases.len() {
+            return ledger;
+        }
+        // What else runs on the devices is nothing new.
+        Ledger { unexplained: ledger.unexplained, ..whole }
     }
 }
 
-/// The file system that the record in `dir` names for the ledger in `state_dir`, unless its lease is in `ledger`.
+/// The file system that the record in `dir` names for the ledger in `state_dir`, if its container runs and its lease is
+/// not in `ledger`.
 fn of_record(dir: &Path, state_dir: &Path, ledger: &Ledger) -> Option<FileSystem> {
     let owner = std::fs::symlink_metadata(dir).ok()?.uid();
     let record = Record::read(dir).ok()?.filter(|_| trusted::is_trusted_owner(owner))?;
-    let id = LeaseId::parse(record.lease.as_deref()?)?;
+    LeaseId::parse(record.lease.as_deref()?).filter(|id| ledger.lease(id).is_none())?;
     let annotation = record.restorable.as_deref().filter(|_| is_of(&record, state_dir))?;
     let value: serde_json::Value = serde_json::from_str(annotation).ok()?;
     let named = FileSystem::parse(value.get(KEY)?.as_str()?)?;
-    ledger.lease(&id).is_none().then_some(named)
+    let runs = record.init.is_alive() || has_processes(&init_of(&record));
+    runs.then_some(named)
 }
 
 #[cfg(test)]
@@ -181,7 +213,7 @@ mod tests {
     use crate::process::Process;
 
     /// The record of a container that runs, with its lease in the ledger of `state_dir` on `file_system`.
-    fn record(root: &Path, state_dir: &Path, file_system: Option<FileSystem>) -> PathBuf {
+    fn write_record(root: &Path, state_dir: &Path, file_system: Option<FileSystem>) -> PathBuf {
         let (dir, me) = (root.join("container-1"), Process::current().unwrap());
         let named = file_system.map(|file_system| (KEY, file_system.to_string()));
         let annotations = serde_json::json!({
@@ -209,7 +241,7 @@ mod tests {
     fn a_directory_on_another_file_system_than_a_containers_ledger_is_not_used_until_that_is_given_up() {
         let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let other = FileSystem::of(Path::new("/proc")).unwrap();
-        let record = record(root.path(), dir.path(), Some(other));
+        let record = write_record(root.path(), dir.path(), Some(other));
         let store = || Store::open(dir.path()).unwrap().beside(&record);
         let refused = store().change(|_| ()).unwrap_err();
         assert!(matches!(refused, LedgerError::Unmounted(_)), "{refused}");
@@ -230,12 +262,34 @@ mod tests {
     }
 
     #[test]
+    fn a_ledger_that_names_nothing_does_not_begin_while_containers_run_by_another() {
+        let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let record = root.path().join("container-1");
+        let store = || Store::open(dir.path()).unwrap().beside(&record);
+        store().change(|ledger| ledger.drained.push("GPU-z".into())).unwrap();
+        let other = FileSystem::of(Path::new("/proc")).unwrap();
+        write_record(root.path(), dir.path(), Some(other));
+        store().change(|ledger| ledger.drained.clear()).unwrap();
+        let begun = Lease { owner: Process::current().unwrap(), ..lease(2, "GPU-b") };
+        let take = |store: Store| store.update(|ledger| ledger.insert(begun.clone()));
+        assert!(matches!(take(store()), Err(LedgerError::Unmounted(_))));
+        assert!(store().peek().unwrap().leases.is_empty());
+        let leases = store().giving_up().change(|ledger| ledger.leases.len()).unwrap().0;
+        assert_eq!(leases, 1, "the container's lease is here now");
+        take(store()).unwrap().0.unwrap();
+        // The record of a container that has ended says nothing.
+        let ended = format!(r#"{{"pid":{},"process-start-time":1}}"#, std::process::id());
+        fs::write(record.join("status"), ended).unwrap();
+        assert!(store().check_none_elsewhere(&Ledger::empty("boot")).is_ok());
+    }
+
+    #[test]
     fn a_ledger_that_was_lost_on_the_same_file_system_is_rebuilt() {
         let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let here = FileSystem::of(dir.path()).unwrap();
         // An older version named none.
         for named in [Some(here), None] {
-            let record = record(root.path(), dir.path(), named);
+            let record = write_record(root.path(), dir.path(), named);
             let peeked = Store::open(dir.path()).unwrap().beside(&record).peek();
             assert!(matches!(peeked, Err(LedgerError::Corrupt { .. })), "{peeked:?}");
         }

@@ -258,7 +258,10 @@ impl Store {
         let place = self.place(&lock)?;
         let (before, mut ledger) = match loaded {
             Loaded::Missing => (None, Ledger::empty(&boot)),
-            Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot)),
+            Loaded::Sound(ledger) => {
+                let before = (*ledger).clone();
+                (Some(before), self.with_those_of_given_up(of_this_boot(*ledger, &boot)))
+            }
             Loaded::Corrupt(why) => {
                 let ledger = self.rebuilt(&why, &boot, ours, mark.as_ref(), &place)?;
                 lost = Some(events_of_change::rebuilt(&ledger, &why));
@@ -274,6 +277,9 @@ impl Store {
         let mut after = if outcome.is_ok() { changed } else { ledger };
         after.note_idle(uptime_seconds);
         after.namespaces = after.names_processes().then_some(ours);
+        if mark.is_none() && after.namespaces.is_some() {
+            self.check_containers(&after)?;
+        }
         let mut events: Vec<Event> = lost.into_iter().collect();
         if before.as_ref() != Some(&after) {
             self.write(&after, &place)?;
