@@ -11,7 +11,8 @@ use sublet_e2e::{Finished, World, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const LARGE: &[(&str, &str)] = &[("sublet.sm", "45"), ("sublet.memory", "8GiB")];
-/// Its GPU has compute mode `EXCLUSIVE_PROCESS` meanwhile.
+const WHOLE: &[(&str, &str)] = &[("sublet.mode", "exclusive")];
+/// Under MPS, its GPU has compute mode `EXCLUSIVE_PROCESS` meanwhile.
 const CONFIG: &str = "[mps]\nexclusive_compute_mode = \"always\"\n";
 
 /// A world whose state directory is a tmpfs of its own, which is also mounted elsewhere, so that it can come back.
@@ -196,7 +197,6 @@ fn what_runs_by_the_ledger_below_is_not_given_a_second_time() {
     if skip_unless_root() {
         return;
     }
-    const WHOLE: &[(&str, &str)] = &[("sublet.mode", "exclusive")];
     let mounted = Mounted::new();
     let world = &mounted.world;
     mounted.unmount();
