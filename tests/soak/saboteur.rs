@@ -42,13 +42,9 @@ impl<'a> Saboteur<'a> {
 
     /// Faults until the end.
     ///
-    /// `only`: the one sort of fault to take, by its name in plan.rs. [`Fault::Unmounted`] is taken only then, because what
-    /// it leaves is not mended yet (README.md).
+    /// `only`: the one sort of fault to take, by its name in plan.rs.
     pub fn play(&mut self, seed: u64, only: Option<&str>) {
-        let wanted = |fault: &Fault| match only {
-            Some(only) => format!("{fault:?}").starts_with(only),
-            None => !matches!(fault, Fault::Unmounted { .. }),
-        };
+        let wanted = |fault: &Fault| only.is_none_or(|only| format!("{fault:?}").starts_with(only));
         for (wait, fault) in Faults::new(seed, self.engine.parts()).filter(|(_, fault)| wanted(fault)) {
             self.weather.sleep(Duration::from_millis(wait));
             if self.weather.is_over() {
@@ -157,7 +153,8 @@ impl<'a> Saboteur<'a> {
     }
 
     /// The state directory's file system is gone for a while, and comes back as it was. Meanwhile containers end, and
-    /// none starts: sublet could not know of those afterwards.
+    /// none starts: where no daemon runs, only the records of runtimes tell that there was a ledger, and this world's are in
+    /// no usual place.
     fn unmounted(&mut self, time: Duration) {
         let _closed = self.weather.doors.write().unwrap_or_else(PoisonError::into_inner);
         let _storm = self.weather.storm();

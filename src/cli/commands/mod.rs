@@ -83,7 +83,7 @@ enum Command {
     #[command(subcommand)]
     Lease(lease::Command),
     /// Release leases of containers that have ended, and restart crashed MPS daemons
-    Gc,
+    Gc(gc::Arguments),
     /// Show what happened: leases taken and ended, refusals, the guard's actions, MPS daemons, MIG instances
     Events(events::Arguments),
     /// Print limits, use and counts for Prometheus
@@ -197,7 +197,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Advise(arguments) => advise::run(&arguments, &config),
         Command::Wait(arguments) => wait::run(&arguments, &config),
         Command::Lease(command) => lease::run(&command, &config),
-        Command::Gc => gc::run(&config),
+        Command::Gc(arguments) => gc::run(&arguments, &config),
         Command::Metrics(arguments) => metrics::run(&arguments, &config),
         Command::Events(arguments) => events::run(&arguments, &config),
         Command::Drain(arguments) => drain::run(&arguments, true, &config),

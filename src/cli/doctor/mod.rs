@@ -28,7 +28,7 @@ use sublet_core::config::Config;
 use sublet_core::config_files::{self, Containers};
 use sublet_core::fs::below::under;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{Ledger, Store};
+use sublet_core::ledger::{Ledger, LedgerError, Store};
 
 /// How a check went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
@@ -96,6 +96,14 @@ pub struct Host<'a> {
     pub containers: Result<Option<Containers>, String>,
 }
 
+/// The ledger as recorded, if no container's lease is in one on another file system. Only a check has the time to look for
+/// that where there is a ledger.
+fn whole(store: &Store) -> Result<Ledger, LedgerError> {
+    let ledger = store.peek()?;
+    store.check_none_elsewhere(&ledger)?;
+    Ok(ledger)
+}
+
 impl<'a> Host<'a> {
     /// This machine. `probe` asks NVML, whose calls may hang with the driver. With `quick` the inventory as last
     /// written is used and NVML is not asked.
@@ -109,7 +117,7 @@ impl<'a> Host<'a> {
             if quick { inventory::load(config).map_err(|error| error.to_string()) } else { probe() };
         // Opening the store would create the directory.
         let ledger = if config.state_dir.exists() {
-            Store::open(&config.state_dir).and_then(|store| store.peek()).map_err(|error| error.to_string())
+            Store::open(&config.state_dir).and_then(|store| whole(&store)).map_err(|error| error.to_string())
         } else {
             Ok(Ledger::empty(""))
         };

@@ -49,7 +49,7 @@ impl Local<'_> {
         let terms = Terms { rootfs: Rootfs::Told(&told.image), limit };
         let taken = take_lease::take(candidate, &request, terms, &store, *self)?;
         let served = self
-            .grant(&taken, &request)
+            .grant(&taken, &request, &store)
             .and_then(|grant| self.ready(&taken, &grant, &store).map(|warnings| (grant, warnings)));
         match served {
             Ok((grant, warnings)) => {

@@ -103,7 +103,7 @@ fn admit_live(
     let taken = take_lease::take(&candidate, &request, terms, &store, local)
         .map_err(|error| blame_gone_cdi_device(error, spec, config))?;
     let applied = activate(&taken.lease.id, init, &store)
-        .and_then(|()| local.grant(&taken, &request))
+        .and_then(|()| local.grant(&taken, &request, &store))
         .and_then(|grant| {
             oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
             match &asked {

@@ -197,7 +197,7 @@ impl Local<'_> {
         let terms = Terms { rootfs: Rootfs::OfJob(&hold), limit: None };
         let taken = take_lease::take(&candidate, &request, terms, store, *self);
         let taken = taken.map_err(|error| of_job(error, share, cgroup.job))?;
-        let ready = self.grant(&taken, &request).and_then(|grant| self.ready(&taken, &grant, store));
+        let ready = self.grant(&taken, &request, store).and_then(|grant| self.ready(&taken, &grant, store));
         let kept = |error| AdmitError::from(JobError::Copy { job: cgroup.job, error });
         let ready = ready.and_then(|_| taken.lease.remember_of_job(&self.config.state_dir).map_err(kept));
         if let Err(error) = ready {

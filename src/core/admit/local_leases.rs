@@ -72,7 +72,7 @@ impl Local<'_> {
         let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
         let taken = take_lease::take(candidate, &request, terms, &store, *self)
             .map_err(|error| blame_gone_cdi_device(error, spec, self.config))?;
-        let served = self.grant(&taken, &request).and_then(|grant| {
+        let served = self.grant(&taken, &request, &store).and_then(|grant| {
             oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
             oci::edit(spec, &grant)?;
             self.ready(&taken, &grant, &store)
@@ -84,8 +84,13 @@ impl Local<'_> {
     }
 
     /// What a container with this lease is given.
-    pub(super) fn grant(&self, taken: &take_lease::Taken, request: &Request) -> Result<Grant, AdmitError> {
-        let grant = grant::grant(
+    pub(super) fn grant(
+        &self,
+        taken: &take_lease::Taken,
+        request: &Request,
+        store: &Store,
+    ) -> Result<Grant, AdmitError> {
+        let mut grant = grant::grant(
             &taken.placement,
             &taken.lease,
             &request.capabilities,
@@ -93,6 +98,7 @@ impl Local<'_> {
             &taken.inventory,
             self.config,
         );
+        grant.record = store.annotation(&taken.lease);
         // Without a node the container would start and find no GPU.
         for granted in &grant.nodes {
             inventory::ensure_node(&self.config.driver.root, &granted.node)?;

@@ -17,7 +17,10 @@ pub fn there<T>(path: &Path, ask: impl Fn() -> io::Result<T>) -> Option<T> {
         Ok(found) => Some(found),
         Err(error) => {
             if !is_absent(&error) {
-                tracing::warn!("{} cannot be examined and is taken as absent: {error}", safe(&path.to_string_lossy()));
+                tracing::warn!(
+                    "{} cannot be examined and is taken as absent: {error}",
+                    safe(&path.to_string_lossy())
+                );
             }
             None
         }

@@ -9,6 +9,7 @@ mod daemon_key;
 mod default_limits;
 mod dynamic_mig_instances;
 mod events_of_change;
+mod file_system;
 #[cfg(test)]
 mod formats;
 #[cfg(fuzzing)]
@@ -43,6 +44,7 @@ pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 #[cfg(any(test, feature = "fixtures"))]
 pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
 pub use dynamic_mig_instances::{Awaited, DynamicInstance};
+pub use file_system::{FILE_SYSTEM_VARIABLE, FileSystem, Unmounted};
 pub use lease_state::LeaseState;
 pub use liveness::Scan;
 pub(crate) use mig_changes::gpus_under_change;

@@ -188,7 +188,15 @@ impl Lease {
     /// The value of [`super::LEASE_RECORD_ANNOTATION`], in the ledger of `state_dir`.
     #[must_use]
     pub fn to_annotation(&self, state_dir: &Path) -> String {
+        self.annotation(state_dir, None)
+    }
+
+    /// [`Lease::to_annotation`] with one more key and its value.
+    pub(super) fn annotation(&self, state_dir: &Path, further: Option<(&str, String)>) -> String {
         let mut value = serde_json::to_value(self).unwrap_or_default();
+        if let Some((lease, (key, named))) = value.as_object_mut().zip(further) {
+            lease.insert(key.to_owned(), named.into());
+        }
         if let Some(lease) = value.as_object_mut().filter(|_| state_dir != Path::new(DEFAULT_STATE_DIR)) {
             lease.insert(STATE_DIR.to_owned(), state_dir.to_string_lossy().into());
         }

@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
@@ -131,12 +132,12 @@ fn leases_in(root: &Path, state_dir: &Path) -> Vec<Lease> {
 }
 
 /// Whether the container's lease belongs to the ledger of `state_dir`, and not to another one on this host.
-fn is_of(record: &Record, state_dir: &Path) -> bool {
+pub(super) fn is_of(record: &Record, state_dir: &Path) -> bool {
     record.restorable.as_deref().is_none_or(|text| Lease::is_annotation_of(text, state_dir))
 }
 
 /// The directories of a runtime's records.
-fn records_in(root: &Path) -> Vec<PathBuf> {
+pub(super) fn records_in(root: &Path) -> Vec<PathBuf> {
     match fs::read_dir(root) {
         Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
         Err(error) => {
@@ -195,7 +196,7 @@ fn daemons(state_dir: &Path, ledger: &Ledger) -> Vec<MpsDaemon> {
 }
 
 /// Daemons that were started for a directory in `state_dir`. The directory may have been removed since.
-fn running_daemons(state_dir: &Path) -> Vec<(DaemonKey, Process)> {
+pub(super) fn running_daemons(state_dir: &Path) -> Vec<(DaemonKey, Process)> {
     let ours = state_dir.join("mps");
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
@@ -250,7 +251,7 @@ fn visible_devices(pid: i32) -> Vec<String> {
 }
 
 /// The value of `name` in the environment with which `pid` was started.
-fn variable(pid: i32, name: &str) -> Option<String> {
+pub(super) fn variable(pid: i32, name: &str) -> Option<String> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
     let value = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(name.as_bytes()))?;
     String::from_utf8(value.to_owned()).ok()
@@ -303,7 +304,7 @@ fn further_roots(state_dir: &Path) -> Vec<PathBuf> {
 }
 
 /// Every existing root, each once, whatever links lead to it.
-fn roots(state_dir: &Path, further: Option<&Path>) -> Vec<PathBuf> {
+pub(super) fn roots(state_dir: &Path, further: Option<&Path>) -> Vec<PathBuf> {
     let usual = ROOTS.iter().flat_map(|pattern| expand(pattern));
     let mut roots: Vec<PathBuf> = usual
         .chain(further_roots(state_dir))

@@ -11,6 +11,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc::O_NOFOLLOW;
 
 use super::events_of_change;
+use super::file_system::{FileSystem, Place, Unmounted};
 use super::liveness::{Alive, Scan, reclaim};
 use super::lock_mark::Mark;
 use super::namespaces::{self, Namespaces};
@@ -25,6 +26,8 @@ use crate::process::uptime_seconds;
 use crate::text::safe;
 use serde_json::Value;
 
+const LEDGER: &str = "ledger.json";
+const COPY: &str = "ledger.json.copy";
 /// A process holds the lock only for a few file reads and one write. If it holds it for 5 s, something is wrong.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// The shortest and the longest wait between two attempts to take the lock.
@@ -83,6 +86,18 @@ pub enum LedgerError {
         /// What the system said.
         source: io::Error,
     },
+    /// There is no ledger, but what runs has its lease in a ledger on another file system.
+    #[error(transparent)]
+    Unmounted(Box<Unmounted>),
+    /// Another file system has taken the place of the one with the ledger while this process worked.
+    #[error(
+        "a file system was mounted or unmounted at the state directory {path}, or the directory was removed, while this \
+         command ran, so nothing was changed; run it again"
+    )]
+    Exchanged {
+        /// The state directory.
+        path: String,
+    },
     /// A newer version of sublet wrote it. Nothing is changed.
     #[error(
         "ledger {path} was written by a newer version of sublet: its schema is {found}, this version reads up to {SCHEMA_WITH_LISTS}; \
@@ -115,9 +130,13 @@ impl LedgerError {
 /// The ledger of one state directory.
 #[derive(Debug)]
 pub struct Store {
-    state_dir: PathBuf,
+    pub(super) state_dir: PathBuf,
     /// Where the caller's runtime keeps its records.
-    root: Option<PathBuf>,
+    pub(super) root: Option<PathBuf>,
+    /// That of the state directory, when the store was opened.
+    pub(super) file_system: FileSystem,
+    /// Whether a ledger that was on another file system is given up.
+    pub(super) given_up: bool,
 }
 
 /// Leases that an update freed because their containers had ended. Their servers may have to be adjusted or stopped.
@@ -145,7 +164,8 @@ impl Store {
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
         let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
         trusted::make(state_dir).map_err(unusable)?;
-        Ok(Self { state_dir: state_dir.to_owned(), root: None })
+        let file_system = FileSystem::of(state_dir).map_err(|error| failed("read", state_dir, error))?;
+        Ok(Self { state_dir: state_dir.to_owned(), root: None, file_system, given_up: false })
     }
 
     /// [`Store::open`] for a caller that knows a container's `record`. After a loss of the ledger, the records beside
@@ -246,13 +266,18 @@ impl Store {
         let mark = Mark::read(&lock, &boot);
         let mut lost = None;
         crate::fs::atomic::sweep(&self.state_dir);
-        // `old` is of an earlier boot.
-        let (old, start, is_stored) = match self.load(known)? {
+        let loaded = self.load(known)?;
+        let place = self.place(&lock)?;
+        // `old` is another ledger than the one to start from: of an earlier boot, or without those of one given up.
+        let (old, start, is_stored) = match loaded {
             Loaded::Missing => (None, Ledger::empty(&boot), false),
-            Loaded::Sound(ledger) if ledger.boot_id == boot => (None, *ledger, true),
-            Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot), false),
+            Loaded::Sound(ledger) if ledger.boot_id == boot && !self.given_up => (None, *ledger, true),
+            Loaded::Sound(ledger) => {
+                let old = (*ledger).clone();
+                (Some(old), self.with_those_of_given_up(of_this_boot(*ledger, &boot)), false)
+            }
             Loaded::Corrupt(why) => {
-                let ledger = self.rebuilt(&why, &boot, ours, mark.as_ref())?;
+                let ledger = self.rebuilt(&why, &boot, ours, mark.as_ref(), &place)?;
                 lost = Some(events_of_change::rebuilt(&ledger, &why));
                 (None, ledger, false)
             }
@@ -271,9 +296,12 @@ impl Store {
         }
         after.note_idle(uptime_seconds);
         after.namespaces = after.names_processes().then_some(ours);
+        if mark.is_none() && after.namespaces.is_some() {
+            self.check_containers(&after)?;
+        }
         let mut events: Vec<Event> = lost.into_iter().collect();
         if !is_stored || start != after {
-            self.write(&mut after)?;
+            self.write(&mut after, &place)?;
             events.extend(events_of_change::events(old.as_ref().unwrap_or(&start), &after));
         }
         // The mark is written last, because a mark without the files means that they were lost.
@@ -305,7 +333,7 @@ impl Store {
     }
 
     fn file(&self) -> PathBuf {
-        self.state_dir.join("ledger.json")
+        self.state_dir.join(LEDGER)
     }
 
     fn lock_file(&self) -> PathBuf {
@@ -325,7 +353,7 @@ impl Store {
     /// A copy of what was written last. If the ledger is lost, leases that root's runtimes have no record of (pending
     /// ones, a prestart hook's, those of rootless users) are found only here.
     fn copy(&self) -> PathBuf {
-        self.state_dir.join("ledger.json.copy")
+        self.state_dir.join(COPY)
     }
 
     /// The copy, if it is readable and of this boot.
@@ -393,10 +421,14 @@ impl Store {
             Err(NotALedger::Corrupt(why)) => return Ok(Loaded::Corrupt(why)),
         };
         let boot = Self::boot_id()?;
-        if ledger.boot_id != boot && Mark::read_in(&self.lock_file(), &boot).is_some() {
-            return Ok(Loaded::Corrupt(
-                "it was written in an earlier boot, but its lock names a ledger of this boot".into(),
-            ));
+        if ledger.boot_id != boot {
+            if Mark::read_in(&self.lock_file(), &boot).is_some() {
+                return Ok(Loaded::Corrupt(
+                    "it was written in an earlier boot, but its lock names a ledger of this boot".into(),
+                ));
+            }
+            // What has run since boot may have its leases elsewhere.
+            self.check_file_system()?;
         }
         Ok(Loaded::Sound(Box::new(ledger)))
     }
@@ -412,6 +444,9 @@ impl Store {
             }
         }
         let marked = Mark::read_in(&self.lock_file(), &Self::boot_id()?).is_some();
+        if !marked {
+            self.check_file_system()?;
+        }
         let found = if marked {
             Some("it is missing, but its lock names it".to_owned())
         } else {
@@ -429,6 +464,7 @@ impl Store {
         boot: &str,
         ours: Namespaces,
         mark: Option<&Mark>,
+        place: &Place,
     ) -> Result<Ledger, LedgerError> {
         let (path, aside) = (self.file(), self.aside());
         let last = self.last(boot)?;
@@ -460,7 +496,7 @@ impl Store {
             // A file with another owner would keep that owner.
             let _ = remove(&self.copy());
         }
-        self.write(&mut ledger)?;
+        self.write(&mut ledger, place)?;
         self.keep_one_corrupt();
         Ok(ledger)
     }
@@ -477,16 +513,15 @@ impl Store {
         let _ = fs::rename(self.aside(), self.state_dir.join(format!("ledger.json.corrupt-{now}")));
     }
 
-    fn write(&self, ledger: &mut Ledger) -> Result<(), LedgerError> {
-        let path = self.file();
+    fn write(&self, ledger: &mut Ledger, place: &Place) -> Result<(), LedgerError> {
         let written = remember_roots(&self.state_dir, ledger).and_then(|()| {
             let content = stored::text(ledger)?;
             // The copy is written first, so that it has everything that the ledger has, whenever this process is
             // killed.
-            crate::fs::atomic::replace(&self.copy(), &content, 0o600)?;
-            crate::fs::atomic::replace(&path, &content, 0o644)
+            crate::fs::atomic::replace(&place.file(COPY), &content, 0o600)?;
+            crate::fs::atomic::replace(&place.file(LEDGER), &content, 0o644)
         });
-        written.map_err(|error| failed("written", &path, error))
+        written.map_err(|error| failed("written", &self.file(), error))
     }
 }
 
