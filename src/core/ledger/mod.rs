@@ -8,6 +8,7 @@ mod daemon_devices;
 mod daemon_key;
 mod default_limits;
 mod dynamic_mig_instances;
+mod error;
 mod events_of_change;
 mod file_system;
 #[cfg(test)]
@@ -44,6 +45,7 @@ pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 #[cfg(any(test, feature = "fixtures"))]
 pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
 pub use dynamic_mig_instances::{Awaited, DynamicInstance};
+pub use error::LedgerError;
 pub use file_system::{FILE_SYSTEM_VARIABLE, FileSystem, Unmounted};
 pub use lease_state::LeaseState;
 pub use liveness::Scan;
@@ -56,7 +58,7 @@ pub use queries::Doubled;
 pub use queries::fixture;
 pub use runtime_record::Record;
 pub use runtime_record::read_up_to;
-pub use store::{Freed, LedgerError, Store};
+pub use store::{Freed, Store};
 pub use store::{is_there, written};
 
 use crate::inventory::ComputeMode;

@@ -11,14 +11,14 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc::O_NOFOLLOW;
 
 use super::events_of_change;
-use super::file_system::{FileSystem, Place, Unmounted};
+use super::file_system::{FileSystem, Place};
 use super::liveness::{Alive, Scan, reclaim};
 use super::lock_mark::Mark;
 use super::namespaces::{self, Namespaces};
 use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
 use super::runtime_record::{LARGEST, read_up_to};
 use super::stored::{self, NotALedger, parse};
-use super::{Lease, Ledger, SCHEMA_WITH_LISTS};
+use super::{Lease, Ledger, LedgerError};
 use crate::events::{self, Event};
 use crate::fs::trusted::{self, Stamp};
 use crate::host::boot_id;
@@ -33,99 +33,6 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// The shortest and the longest wait between two attempts to take the lock.
 const SHORTEST_NAP: Duration = Duration::from_millis(1);
 const LONGEST_NAP: Duration = Duration::from_millis(20);
-
-/// Why the ledger could not be read or changed.
-#[derive(Debug, thiserror::Error)]
-pub enum LedgerError {
-    /// The state directory cannot be used.
-    #[error("state directory {path}: {why}; run as root, or set state_dir in the configuration")]
-    Directory {
-        /// The directory.
-        path: String,
-        /// What is wrong with it.
-        why: String,
-    },
-    /// Another process holds the lock for too long.
-    #[error(
-        "another process has held the ledger lock {path} for more than 5 s; `fuser -v {path}` shows which"
-    )]
-    Locked {
-        /// The lock file.
-        path: String,
-    },
-    /// A system call failed.
-    #[error(
-        "{path} cannot be {verb}: {source}; run as root, or set state_dir to a directory that can be written"
-    )]
-    Io {
-        /// `read`, `locked` or `written`.
-        verb: &'static str,
-        /// The file.
-        path: String,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// Its process ids are of other namespaces than this process's.
-    #[error(
-        "the ledger's process ids belong to {theirs}, but this process is in {ours}, where running \
-         containers seem to have ended, so nothing was changed; run the command on the host (in a \
-         container: --pid=host), or where the ledger's containers run"
-    )]
-    Elsewhere {
-        /// The ledger's namespaces.
-        theirs: String,
-        /// This process's namespaces.
-        ours: String,
-    },
-    /// This process's namespaces cannot be determined.
-    #[error(
-        "sublet cannot find out in which PID namespace it runs ({source}), so nothing was changed: is \
-         /proc mounted, and does it belong to this namespace?"
-    )]
-    NoNamespaces {
-        /// What the system said.
-        source: io::Error,
-    },
-    /// There is no ledger, but what runs has its lease in a ledger on another file system.
-    #[error(transparent)]
-    Unmounted(Box<Unmounted>),
-    /// Another file system has taken the place of the one with the ledger while this process worked.
-    #[error(
-        "a file system was mounted or unmounted at the state directory {path}, or the directory was removed, while this \
-         command ran, so nothing was changed; run it again"
-    )]
-    Exchanged {
-        /// The state directory.
-        path: String,
-    },
-    /// A newer version of sublet wrote it. Nothing is changed.
-    #[error(
-        "ledger {path} was written by a newer version of sublet: its schema is {found}, this version reads up to {SCHEMA_WITH_LISTS}; \
-         nothing was changed: install the newer version again (docs/packaging.md, \"Upgrades\", says how to go back)"
-    )]
-    Newer {
-        /// The file.
-        path: String,
-        /// Its schema.
-        found: String,
-    },
-    /// Its content is not a ledger.
-    #[error("ledger {path} cannot be used: {why}; `sublet gc` rebuilds it from the containers that run")]
-    Corrupt {
-        /// The file.
-        path: String,
-        /// What is wrong with it.
-        why: String,
-    },
-}
-
-impl LedgerError {
-    /// Whether its process ids are not valid here, so that the ledger can be shown but not changed.
-    #[must_use]
-    pub const fn is_elsewhere(&self) -> bool {
-        matches!(self, Self::Elsewhere { .. } | Self::NoNamespaces { .. })
-    }
-}
 
 /// The ledger of one state directory.
 #[derive(Debug)]
@@ -146,6 +53,28 @@ pub type Freed = Vec<Lease>;
 struct Known {
     stamp: Stamp,
     ledger: Ledger,
+}
+
+/// The ledger from which a change starts.
+struct Beginning {
+    start: Ledger,
+    /// Whether the file says the same.
+    is_stored: bool,
+    /// What the file says, if it is sound and still not where to start: it is of an earlier boot, or does not have the
+    /// leases of a ledger that is given up.
+    old: Option<Ledger>,
+    /// That the ledger was lost and rebuilt.
+    lost: Option<Event>,
+}
+
+impl Beginning {
+    const fn stored(start: Ledger) -> Self {
+        Self { start, is_stored: true, old: None, lost: None }
+    }
+
+    const fn not_stored(start: Ledger, lost: Option<Event>) -> Self {
+        Self { start, is_stored: false, old: None, lost }
+    }
 }
 
 /// The content of `ledger.json`.
@@ -264,22 +193,21 @@ impl Store {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
         let lock = self.lock()?;
         let mark = Mark::read(&lock, &boot);
-        let mut lost = None;
         crate::fs::atomic::sweep(&self.state_dir);
         let loaded = self.load(known)?;
         let place = self.place(&lock)?;
-        // `old` is another ledger than the one to start from: of an earlier boot, or without those of one given up.
-        let (old, start, is_stored) = match loaded {
-            Loaded::Missing => (None, Ledger::empty(&boot), false),
-            Loaded::Sound(ledger) if ledger.boot_id == boot && !self.given_up => (None, *ledger, true),
+        let Beginning { old, start, is_stored, lost } = match loaded {
+            Loaded::Missing => Beginning::not_stored(Ledger::empty(&boot), None),
+            Loaded::Sound(ledger) if ledger.boot_id == boot && !self.given_up => Beginning::stored(*ledger),
             Loaded::Sound(ledger) => {
                 let old = (*ledger).clone();
-                (Some(old), self.with_those_of_given_up(of_this_boot(*ledger, &boot)), false)
+                let start = self.with_those_of_given_up(of_this_boot(*ledger, &boot));
+                Beginning { old: Some(old), ..Beginning::not_stored(start, None) }
             }
             Loaded::Corrupt(why) => {
                 let ledger = self.rebuilt(&why, &boot, ours, mark.as_ref(), &place)?;
-                lost = Some(events_of_change::rebuilt(&ledger, &why));
-                (None, ledger, false)
+                let lost = events_of_change::rebuilt(&ledger, &why);
+                Beginning::not_stored(ledger, Some(lost))
             }
         };
         start.check_namespaces(ours)?;

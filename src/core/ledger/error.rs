@@ -1,0 +1,99 @@
+//! Why the ledger could not be read or changed.
+
+use std::io;
+
+use super::SCHEMA_WITH_LISTS;
+use super::file_system::Unmounted;
+
+/// Why the ledger could not be read or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum LedgerError {
+    /// The state directory cannot be used.
+    #[error("state directory {path}: {why}; run as root, or set state_dir in the configuration")]
+    Directory {
+        /// The directory.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Another process holds the lock for too long.
+    #[error(
+        "another process has held the ledger lock {path} for more than 5 s; `fuser -v {path}` shows which"
+    )]
+    Locked {
+        /// The lock file.
+        path: String,
+    },
+    /// A system call failed.
+    #[error(
+        "{path} cannot be {verb}: {source}; run as root, or set state_dir to a directory that can be written"
+    )]
+    Io {
+        /// `read`, `locked` or `written`.
+        verb: &'static str,
+        /// The file.
+        path: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Its process ids are of other namespaces than this process's.
+    #[error(
+        "the ledger's process ids belong to {theirs}, but this process is in {ours}, where running \
+         containers seem to have ended, so nothing was changed; run the command on the host (in a \
+         container: --pid=host), or where the ledger's containers run"
+    )]
+    Elsewhere {
+        /// The ledger's namespaces.
+        theirs: String,
+        /// This process's namespaces.
+        ours: String,
+    },
+    /// This process's namespaces cannot be determined.
+    #[error(
+        "sublet cannot find out in which PID namespace it runs ({source}), so nothing was changed: is \
+         /proc mounted, and does it belong to this namespace?"
+    )]
+    NoNamespaces {
+        /// What the system said.
+        source: io::Error,
+    },
+    /// There is no ledger, but what runs has its lease in a ledger on another file system.
+    #[error(transparent)]
+    Unmounted(Box<Unmounted>),
+    /// Another file system has taken the place of the one with the ledger while this process worked.
+    #[error(
+        "a file system was mounted or unmounted at the state directory {path}, or the directory was removed, while this \
+         command ran, so nothing was changed; run it again"
+    )]
+    Exchanged {
+        /// The state directory.
+        path: String,
+    },
+    /// A newer version of sublet wrote it. Nothing is changed.
+    #[error(
+        "ledger {path} was written by a newer version of sublet: its schema is {found}, this version reads up to {SCHEMA_WITH_LISTS}; \
+         nothing was changed: install the newer version again (docs/packaging.md, \"Upgrades\", says how to go back)"
+    )]
+    Newer {
+        /// The file.
+        path: String,
+        /// Its schema.
+        found: String,
+    },
+    /// Its content is not a ledger.
+    #[error("ledger {path} cannot be used: {why}; `sublet gc` rebuilds it from the containers that run")]
+    Corrupt {
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+impl LedgerError {
+    /// Whether its process ids are not valid here, so that the ledger can be shown but not changed.
+    #[must_use]
+    pub const fn is_elsewhere(&self) -> bool {
+        matches!(self, Self::Elsewhere { .. } | Self::NoNamespaces { .. })
+    }
+}
