@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use super::store::open_lock;
+use super::lock;
 use super::{Lease, Ledger, Store, VolumeFiles};
 
 /// Removing a dozen empty files takes well under a millisecond, on a slow file system longer.
@@ -29,7 +29,7 @@ impl Store {
     /// # Errors
     /// The lock cannot be opened, or is not free in time.
     pub(crate) fn clearing(&self) -> io::Result<ClearingLock> {
-        let mut file = open_lock(&self.clearing_file())?;
+        let mut file = lock::open(&self.clearing_file())?;
         let deadline = Instant::now() + LIMIT;
         loop {
             file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {

@@ -1,9 +1,11 @@
 //! Why the ledger could not be read or changed.
 
 use std::io;
+use std::path::Path;
 
 use super::SCHEMA_WITH_LISTS;
 use super::file_system::Unmounted;
+use crate::text::safe;
 
 /// Why the ledger could not be read or changed.
 #[derive(Debug, thiserror::Error)]
@@ -96,4 +98,12 @@ impl LedgerError {
     pub const fn is_elsewhere(&self) -> bool {
         matches!(self, Self::Elsewhere { .. } | Self::NoNamespaces { .. })
     }
+}
+
+pub(super) fn text(path: &Path) -> String {
+    safe(&path.to_string_lossy())
+}
+
+pub(super) fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
+    LedgerError::Io { verb, path: text(path), source }
 }

@@ -208,7 +208,7 @@ mod tests {
     use std::fs;
 
     use super::super::fixture::lease;
-    use super::super::store::open_lock;
+    use super::super::lock;
     use super::*;
     use crate::process::Process;
 
@@ -299,11 +299,11 @@ mod tests {
     fn a_directory_with_another_lock_is_another_place() {
         let dir = tempfile::tempdir().unwrap();
         let (store, path) = (Store::open(dir.path()).unwrap(), dir.path().join("lock"));
-        let lock = open_lock(&path).unwrap();
+        let lock = lock::open(&path).unwrap();
         assert!(store.place(&lock).is_ok());
         fs::remove_file(&path).unwrap();
         assert!(matches!(store.place(&lock), Err(LedgerError::Exchanged { .. })));
-        let other = open_lock(&path).unwrap();
+        let other = lock::open(&path).unwrap();
         assert!(matches!(store.place(&lock), Err(LedgerError::Exchanged { .. })));
         assert!(store.place(&other).is_ok());
         let moved = Store { file_system: FileSystem::of(Path::new("/proc")).unwrap(), ..store };

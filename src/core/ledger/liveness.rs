@@ -29,7 +29,7 @@ enum Fate {
 
 /// How carefully an update looks for containers that have ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scan {
+pub(crate) enum Scan {
     /// Every first process is looked for in /proc.
     Full,
     /// A first process whose pid exists counts as running, which is ten times cheaper. So the lease of a container that

@@ -1,18 +1,15 @@
-//! The ledger's file, its lock, and the one way to change it.
+//! The ledger's file, and the one way to change it.
 
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::fs;
 use std::io;
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
-use nix::libc::O_NOFOLLOW;
-
+use super::error::{failed, text};
 use super::events_of_change;
 use super::file_system::{FileSystem, Place};
 use super::liveness::{Alive, Scan, reclaim};
+use super::lock;
 use super::lock_mark::Mark;
 use super::namespaces::{self, Namespaces};
 use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
@@ -28,12 +25,6 @@ use serde_json::Value;
 
 const LEDGER: &str = "ledger.json";
 const COPY: &str = "ledger.json.copy";
-/// A process holds the lock only for a few file reads and one write. If it holds it for 5 s, something is wrong.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
-/// The shortest and the longest wait between two attempts to take the lock.
-const SHORTEST_NAP: Duration = Duration::from_millis(1);
-const LONGEST_NAP: Duration = Duration::from_millis(20);
-
 /// The ledger of one state directory.
 #[derive(Debug)]
 pub struct Store {
@@ -162,7 +153,7 @@ impl Store {
     ///
     /// # Errors
     /// As [`Store::update`].
-    pub fn update_after<T, E>(
+    pub(crate) fn update_after<T, E>(
         &self,
         scan: Scan,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
@@ -191,7 +182,7 @@ impl Store {
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
-        let lock = self.lock()?;
+        let lock = lock::take(&self.lock_file())?;
         let mark = Mark::read(&lock, &boot);
         crate::fs::atomic::sweep(&self.state_dir);
         let loaded = self.load(known)?;
@@ -302,26 +293,6 @@ impl Store {
     fn boot_id() -> Result<String, LedgerError> {
         let id = boot_id::read().map_err(|error| failed("read", Path::new(boot_id::FILE), error))?;
         Ok(id.to_owned())
-    }
-
-    /// The lock. It is released when it is dropped. The descriptor is closed on exec.
-    fn lock(&self) -> Result<Flock<File>, LedgerError> {
-        let path = self.lock_file();
-        let mut file = open_lock(&path).map_err(|error| failed("locked", &path, error))?;
-        let deadline = Instant::now() + LOCK_TIMEOUT;
-        let mut nap = SHORTEST_NAP;
-        loop {
-            file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-                Ok(lock) => return Ok(lock),
-                Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
-                Err((_, errno)) => return Err(failed("locked", &path, errno.into())),
-            };
-            if Instant::now() >= deadline {
-                return Err(LedgerError::Locked { path: text(&path) });
-            }
-            std::thread::sleep(nap);
-            nap = (nap * 2).min(LONGEST_NAP);
-        }
     }
 
     /// The ledger before the lock is taken, if it is sound.
@@ -453,30 +424,6 @@ impl Store {
     }
 }
 
-/// A process that can open the lock can block every create. So only root may open it, also if its mode was changed. A
-/// lock file of another user may be held for ever.
-pub(super) fn open_lock(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(O_NOFOLLOW)
-        .open(path)?;
-    let meta = file.metadata()?;
-    if !meta.is_file() {
-        return Err(io::Error::other("it is not a regular file: remove it, and sublet creates it again"));
-    }
-    if !trusted::is_trusted_owner(meta.uid()) {
-        return Err(io::Error::other(format!("it was created by uid {}: remove it", meta.uid())));
-    }
-    if meta.mode() & 0o077 != 0 {
-        file.set_permissions(Permissions::from_mode(0o600))?;
-    }
-    Ok(file)
-}
-
 /// Removes the file or directory at `path`.
 fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
@@ -500,14 +447,6 @@ fn of_this_boot(ledger: Ledger, boot: &str) -> Ledger {
         return ledger;
     }
     Ledger { drained: ledger.drained, ..Ledger::empty(boot) }
-}
-
-fn text(path: &Path) -> String {
-    safe(&path.to_string_lossy())
-}
-
-fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
-    LedgerError::Io { verb, path: text(path), source }
 }
 
 /// Whether there is a ledger in `state_dir`, or was one that is lost. `true` if this cannot be checked.
