@@ -50,7 +50,9 @@ pub(super) fn clear_volumes(lease: &Lease, config: &Config) {
         .flat_map(|lease| lease["volumes"].as_array().into_iter().flatten())
         .filter_map(|volume| volume["device"].as_u64())
         .collect();
-    volumes.iter().filter(|volume| !others.contains(&volume.device)).for_each(oci::clear_volume);
+    volumes.iter().filter(|volume| !others.contains(&volume.device)).for_each(|volume| {
+        oci::clear_volume(volume);
+    });
 }
 
 /// Whether a lease uses that root filesystem. Every user may read the ledger, including users who may not open the

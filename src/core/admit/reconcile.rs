@@ -128,7 +128,7 @@ pub(super) fn clear_before(lease: &LeaseId, store: &Store, has_ended: bool) -> V
     clear_alone(store, left).unwrap_or_default()
 }
 
-/// Removes what `which` says of the ledger, and returns it; `None`: nothing was removed.
+/// Removes what `which` says of the ledger, and returns what may be forgotten; `None`: there was nothing.
 ///
 /// It is removed under a lock, and by the ledger as it is then: no file is removed where a container has got a lease
 /// meanwhile. (A start waits for that lock once it has its lease.)
@@ -143,14 +143,12 @@ fn clear_alone(store: &Store, which: impl Fn(&Ledger) -> Vec<Leftover>) -> Optio
             tracing::warn!("what ended containers left is not removed yet: clearing.lock: {error}");
         })
         .ok()?;
-    let left = read();
-    left.iter().for_each(clear);
-    Some(left)
+    Some(read().iter().map(clear).collect())
 }
 
-fn clear(left: &Leftover) {
+fn clear(left: &Leftover) -> Leftover {
     crate::fs::atomic::sweep(&left.bundle);
-    oci::clear(left);
+    oci::clear(left)
 }
 
 /// Removes what ended containers left, and only then forgets it. If this process is killed in between, the next

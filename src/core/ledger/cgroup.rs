@@ -93,7 +93,9 @@ fn is_removed(error: &io::Error) -> bool {
 /// # Errors
 /// config.json, cgroups or /proc cannot be read.
 pub(super) fn sign_of_life(container: &Container) -> io::Result<Option<String>> {
-    if let Some(below) = cgroups_path(&container.bundle)? {
+    // The bundle of a lease that is not bound yet is not known.
+    let asked = if container.bundle.as_os_str().is_empty() { None } else { cgroups_path(&container.bundle)? };
+    if let Some(below) = asked {
         for dir in everywhere(Path::new(MOUNT), &below)? {
             if is_there(&dir)? && is_populated(&dir)? {
                 return Ok(Some(format!("processes are in its cgroup {}", safe(&dir.to_string_lossy()))));

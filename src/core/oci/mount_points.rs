@@ -146,18 +146,38 @@ pub(crate) fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize 
 }
 
 /// Removes what an ended container left behind. No live lease may use its root filesystem, nor one of its volumes.
-pub fn clear(left: &Leftover) {
-    cleanup_mount_points(&left.rootfs, &left.mount_points);
-    left.volumes.iter().for_each(clear_volume);
+///
+/// Returns what may be forgotten: all but what could not be looked at for an error of the moment.
+pub fn clear(left: &Leftover) -> Leftover {
+    let mount_points = match open_root(&left.rootfs) {
+        Err(error) if is_of_the_moment(&error) => Vec::new(),
+        Err(_) => left.mount_points.clone(),
+        Ok(root) => {
+            let done = |path: &&PathBuf| !remove(&root, path).is_err_and(|error| is_of_the_moment(&error));
+            left.mount_points.iter().filter(done).cloned().collect()
+        }
+    };
+    let volumes = left.volumes.iter().filter(|volume| clear_volume(volume)).cloned().collect();
+    Leftover { mount_points, volumes, ..left.clone() }
+}
+
+/// Whether the same may well succeed a moment later, or in another process.
+fn is_of_the_moment(error: &io::Error) -> bool {
+    let errno = error.raw_os_error().map(Errno::from_raw);
+    matches!(errno, Some(Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM | Errno::EAGAIN | Errno::EINTR))
 }
 
 /// As [`cleanup_mount_points`], for what the runtime created in a volume. The container's user controls the volume, so
-/// no link is followed, and files are removed only from the same directory in which they were created.
-pub(crate) fn clear_volume(place: &VolumeFiles) {
-    let Ok(directory) = open_directory(place) else { return };
-    for file in &place.files {
-        let _ = remove_below(&directory, file);
-    }
+/// no link is followed, and files are removed only from the same directory in which they were created. Returns whether
+/// there was no error of the moment.
+pub(crate) fn clear_volume(place: &VolumeFiles) -> bool {
+    let directory = match open_directory(place) {
+        Ok(directory) => directory,
+        Err(error) => return !is_of_the_moment(&error),
+    };
+    let failed = |file: &PathBuf| remove_below(&directory, file).is_err_and(|error| is_of_the_moment(&error));
+    // Each file is tried.
+    place.files.iter().filter(|file| failed(file)).count() == 0
 }
 
 fn remove_below(directory: &OwnedFd, file: &Path) -> io::Result<bool> {
