@@ -3,7 +3,6 @@
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
@@ -162,46 +161,6 @@ fn a_delete_clears_what_another_command_has_freed_and_not_cleared_yet() {
     std::fs::write(&ledger, freed.to_string()).expect("ledger.json");
     assert_ne!(empty_files(&bundle), Vec::<String>::new());
     assert!(eventually(|| bundle.delete().ok), "its first process has ended");
-    assert_eq!(empty_files(&bundle), Vec::<String>::new());
-    world.assert_empty();
-}
-
-/// What a command without enough descriptors could not look at stays written down.
-#[test]
-fn what_could_not_be_removed_for_want_of_descriptors_is_not_forgotten() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let bundle = world.bundle("left", WHOLE, HOLD);
-    up(&bundle);
-    let ledger = world.state_dir().join("ledger.json");
-    let read =
-        || -> Value { serde_json::from_slice(&std::fs::read(&ledger).expect("a ledger")).expect("JSON") };
-    let files = read()["leases"][0]["mount_points"].clone();
-    bundle.down();
-    let left = json!([{"bundle": bundle.dir, "rootfs": bundle.dir.join("rootfs"), "mount_points": files}]);
-    let paths: Vec<String> = serde_json::from_value(files).expect("paths");
-    let mut not_yet = 0;
-    for descriptors in 3..20 {
-        for file in &paths {
-            place(&bundle, file, "");
-        }
-        let mut with = read();
-        with["leftovers"] = left.clone();
-        std::fs::write(&ledger, with.to_string()).expect("ledger.json");
-        let gc = world.command("sublet");
-        let mut limited = Command::new("prlimit");
-        limited.arg(format!("--nofile={descriptors}")).arg(gc.get_program()).arg("gc");
-        limited.envs(gc.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        let output = limited.output().expect("prlimit");
-        let files = empty_files(&bundle);
-        let known = read().get("leftovers").is_some();
-        assert!(known || files.is_empty(), "{descriptors}: {files:?}, {output:?}");
-        not_yet += usize::from(known);
-    }
-    assert!((1..17).contains(&not_yet), "{not_yet}: some are too few, and some are enough");
-    assert!(world.sublet(&["gc"]).status.success());
     assert_eq!(empty_files(&bundle), Vec::<String>::new());
     world.assert_empty();
 }

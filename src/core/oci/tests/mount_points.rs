@@ -3,13 +3,15 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, symlink};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
+use nix::sys::resource::{Resource, setrlimit};
 use serde_json::json;
 
 use super::image::{Root, TRIPLET, in_triplet, time_slice};
 use crate::config::{Config, Inject};
-use crate::ledger::VolumeFiles;
-use crate::oci::{ImageError, cleanup_mount_points, clear_volume};
+use crate::ledger::{Ledger, Leftover, VolumeFiles};
+use crate::oci::{ImageError, cleanup_mount_points, clear, clear_volume};
 
 #[test]
 fn mount_points_that_are_links_are_accepted() {
@@ -141,6 +143,50 @@ fn cleaning_takes_only_our_empty_files() {
         assert!(fs::symlink_metadata(root.path("rootfs/usr/lib").join(kept)).is_ok(), "{kept}");
     }
     assert_eq!(cleanup_mount_points(&root.path("gone"), &paths), 0);
+}
+
+/// A process of its own, because it takes all of its descriptors.
+#[test]
+#[ignore = "run by what_cannot_be_looked_at_without_descriptors_is_not_forgotten"]
+fn without_descriptors() {
+    let root = Root::new();
+    root.file("rootfs/usr/lib/empty", "");
+    root.file("volume/empty", "");
+    let volume = fs::metadata(root.path("volume")).unwrap();
+    let left = Leftover {
+        bundle: root.path("bundle"),
+        rootfs: root.path("rootfs"),
+        mount_points: vec!["/usr/lib/empty".into(), "/usr/lib/gone".into()],
+        volumes: vec![VolumeFiles {
+            directory: root.path("volume"),
+            device: volume.dev(),
+            inode: volume.ino(),
+            files: vec!["empty".into()],
+        }],
+    };
+    let mut ledger = Ledger { leftovers: vec![left.clone()], ..Ledger::empty("boot") };
+    setrlimit(Resource::RLIMIT_NOFILE, 64, 64).unwrap();
+    let mut held: Vec<fs::File> = std::iter::from_fn(|| fs::File::open("/dev/null").ok()).collect();
+    for free in 0..2 {
+        ledger.forget(&[clear(&left)]);
+        assert_eq!(ledger.leftovers, [left.clone()], "with {free} descriptors");
+        held.pop();
+    }
+    ledger.forget(&[clear(&left)]);
+    drop(held);
+    assert!(ledger.leftovers.is_empty(), "{:?}", ledger.leftovers);
+    for removed in ["rootfs/usr/lib/empty", "volume/empty"] {
+        assert!(!root.path(removed).exists(), "{removed}");
+    }
+}
+
+#[test]
+fn what_cannot_be_looked_at_without_descriptors_is_not_forgotten() {
+    let test = "oci::tests::mount_points::without_descriptors";
+    let done = Command::new(std::env::current_exe().unwrap()).args(["--exact", test, "--ignored"]).output();
+    let done = done.unwrap();
+    let said = String::from_utf8_lossy(&done.stdout).into_owned();
+    assert!(done.status.success() && said.contains("1 passed"), "{said}");
 }
 
 #[test]
