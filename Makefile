@@ -2,7 +2,7 @@
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: test-GROUP (one group of them: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
-# slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics`, `web` and `faults`, too, as CI has it), soak,
+# slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics`, `web`, `faults` and `soak`, too, as CI has it), soak (longer),
 # check
 # (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth
 # (docs/security.md); deb, rpm, dist, repo and advisories (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's
@@ -51,7 +51,7 @@ GENERATED := $(CURDIR)/target/generated
 
 # Those of tests/jobs.
 test_groups := $(addprefix test-,unit model sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
-    kubernetes ansible metrics web faults)
+    kubernetes ansible metrics web faults soak)
 
 # Endurance: tests/soak/README.md.
 MINUTES ?= 10
