@@ -148,6 +148,7 @@ pub(crate) fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize 
 /// Removes what an ended container left behind. No live lease may use its root filesystem, nor one of its volumes.
 ///
 /// Returns what may be forgotten: all but what could not be looked at for an error of the moment.
+#[must_use]
 pub fn clear(left: &Leftover) -> Leftover {
     let mount_points = match open_root(&left.rootfs) {
         Err(error) if is_of_the_moment(&error) => Vec::new(),
