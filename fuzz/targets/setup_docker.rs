@@ -13,6 +13,7 @@ fuzz_target!(|found: &str| {
         hooks_dir: "/usr/share/sublet/hooks.d".into(),
         default: found.len() % 2 == 0,
         cdi: found.len() % 3 == 0,
+        resources: None,
     };
     ok(undo(Some(found), None));
     let known = ok(is_set_up(found)).unwrap_or(true);
