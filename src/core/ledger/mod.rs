@@ -30,6 +30,7 @@ mod queries;
 mod rebuild;
 mod remembered_leases;
 mod runtime_record;
+mod signs_of_life;
 mod store;
 mod stored;
 #[cfg(test)]
