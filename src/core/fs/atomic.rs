@@ -17,6 +17,14 @@ use crate::process::Process;
 /// # Errors
 /// A system call failed. The old file is then unchanged, and the temporary file is removed.
 pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    replace_and_keep(path, content, mode).map(drop)
+}
+
+/// As [`replace`]; the new file, open.
+///
+/// # Errors
+/// As [`replace`]'s.
+pub fn replace_and_keep(path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
     replaced(path, content, mode, |_| Ok(()))
 }
 
@@ -35,11 +43,11 @@ pub fn sync_directory(path: &Path) {
     let _ = path.parent().map(|directory| File::open(directory).and_then(|directory| directory.sync_all()));
 }
 
-fn replaced(path: &Path, content: &[u8], mode: u32, settle: fn(&File) -> io::Result<()>) -> io::Result<()> {
+fn replaced(path: &Path, content: &[u8], mode: u32, settle: fn(&File) -> io::Result<()>) -> io::Result<File> {
     let temporary = temporary_name(path)?;
     let written = write_new(&temporary, path, content, mode)
-        .and_then(|file| settle(&file))
-        .and_then(|()| fs::rename(&temporary, path));
+        .and_then(|file| settle(&file).map(|()| file))
+        .and_then(|file| fs::rename(&temporary, path).map(|()| file));
     if written.is_err() {
         let _ = fs::remove_file(&temporary);
     }

@@ -128,9 +128,15 @@ impl Stamp {
             changed: (meta.ctime(), meta.ctime_nsec()),
         }
     }
+
+    #[cfg(test)]
+    pub(crate) const fn inode(&self) -> u64 {
+        self.file.1
+    }
 }
 
 /// A file that is trusted, open.
+#[derive(Debug)]
 pub(crate) struct Trusted {
     file: File,
     meta: Metadata,
@@ -142,9 +148,17 @@ impl Trusted {
         Stamp::of(&self.meta)
     }
 
-    pub(crate) fn read(self) -> io::Result<Vec<u8>> {
+    /// What this process has just written.
+    ///
+    /// # Errors
+    /// It cannot be examined.
+    pub(crate) fn own(file: File) -> io::Result<Self> {
+        Ok(Self { meta: file.metadata()?, file, largest: 0 })
+    }
+
+    pub(crate) fn read(&self) -> io::Result<Vec<u8>> {
         let mut content = Vec::with_capacity(usize::try_from(self.meta.len()).unwrap_or(0) + 1);
-        self.file.take(self.largest).read_to_end(&mut content)?;
+        (&self.file).take(self.largest).read_to_end(&mut content)?;
         Ok(content)
     }
 }

@@ -16,6 +16,7 @@ mod formats;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod job_leases;
+mod known;
 mod lease_state;
 mod leftovers;
 mod liveness;

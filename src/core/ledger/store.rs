@@ -3,11 +3,13 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::error::{failed, text};
 use super::events_of_change;
 use super::file_system::{FileSystem, Place};
+use super::known::{Known, Last};
 use super::liveness::{Alive, Scan, reclaim};
 use super::lock;
 use super::lock_mark::Mark;
@@ -17,7 +19,7 @@ use super::runtime_record::{LARGEST, read_up_to};
 use super::stored::{self, NotALedger, parse};
 use super::{Lease, Ledger, LedgerError};
 use crate::events::{self, Event};
-use crate::fs::trusted::{self, Stamp};
+use crate::fs::trusted;
 use crate::host::boot_id;
 use crate::process::uptime_seconds;
 use crate::text::safe;
@@ -35,43 +37,39 @@ pub struct Store {
     pub(super) file_system: FileSystem,
     /// Whether a ledger that was on another file system is given up.
     pub(super) given_up: bool,
+    /// What was read or written last.
+    pub(super) last: Last,
 }
 
 /// Leases that an update freed because their containers had ended. Their servers may have to be adjusted or stopped.
 pub type Freed = Vec<Lease>;
 
-/// What `ledger.json` said at some time.
-struct Known {
-    stamp: Stamp,
-    ledger: Ledger,
-}
-
 /// The ledger from which a change starts.
 struct Beginning {
-    start: Ledger,
+    start: Arc<Ledger>,
     /// Whether the file says the same.
     is_stored: bool,
     /// What the file says, if it is sound and still not where to start: it is of an earlier boot, or does not have the
     /// leases of a ledger that is given up.
-    old: Option<Ledger>,
+    old: Option<Arc<Ledger>>,
     /// That the ledger was lost and rebuilt.
     lost: Option<Event>,
 }
 
 impl Beginning {
-    const fn stored(start: Ledger) -> Self {
+    const fn stored(start: Arc<Ledger>) -> Self {
         Self { start, is_stored: true, old: None, lost: None }
     }
 
-    const fn not_stored(start: Ledger, lost: Option<Event>) -> Self {
-        Self { start, is_stored: false, old: None, lost }
+    fn not_stored(start: Ledger, lost: Option<Event>) -> Self {
+        Self { start: Arc::new(start), is_stored: false, old: None, lost }
     }
 }
 
 /// The content of `ledger.json`.
 enum Loaded {
     Missing,
-    Sound(Box<Ledger>),
+    Sound(Arc<Ledger>),
     /// It is not a ledger, for this reason.
     Corrupt(String),
 }
@@ -85,7 +83,13 @@ impl Store {
         let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
         trusted::make(state_dir).map_err(unusable)?;
         let file_system = FileSystem::of(state_dir).map_err(|error| failed("read", state_dir, error))?;
-        Ok(Self { state_dir: state_dir.to_owned(), root: None, file_system, given_up: false })
+        Ok(Self {
+            state_dir: state_dir.to_owned(),
+            root: None,
+            file_system,
+            given_up: false,
+            last: Last::default(),
+        })
     }
 
     /// [`Store::open`] for a caller that knows a container's `record`. After a loss of the ledger, the records beside
@@ -122,9 +126,9 @@ impl Store {
     /// It cannot be read or parsed.
     pub fn peek(&self) -> Result<Ledger, LedgerError> {
         let boot = Self::boot_id()?;
-        match self.load(None)? {
+        match self.load()? {
             Loaded::Missing => Ok(Ledger::empty(&boot)),
-            Loaded::Sound(ledger) => Ok(of_this_boot(*ledger, &boot)),
+            Loaded::Sound(ledger) => Ok(of_this_boot(&ledger, &boot)),
             Loaded::Corrupt(why) => Err(LedgerError::Corrupt { path: text(&self.file()), why }),
         }
     }
@@ -159,9 +163,8 @@ impl Store {
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         // Before the lock, because asking for each process takes longer than all the rest.
-        let known = self.known();
-        let seen = known.as_ref().map(|known| Alive::of(&known.ledger, scan)).unwrap_or_default();
-        self.locked(known, |ledger| reclaim(ledger, &seen), change)
+        let seen = self.known().map(|ledger| Alive::of(&ledger, scan)).unwrap_or_default();
+        self.locked(|ledger| reclaim(ledger, &seen), change)
     }
 
     /// [`Store::update`] for a step of one lease, which does not look for containers that have ended.
@@ -172,12 +175,12 @@ impl Store {
         &self,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<Result<T, E>, LedgerError> {
-        Ok(self.locked(self.known(), |_| Freed::new(), change)?.0)
+        let _parsed_before_the_lock = self.known();
+        Ok(self.locked(|_| Freed::new(), change)?.0)
     }
 
     fn locked<T, E>(
         &self,
-        known: Option<Known>,
         reclaim: impl Fn(&mut Ledger) -> Freed,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
@@ -185,15 +188,14 @@ impl Store {
         let lock = lock::take(&self.lock_file())?;
         let mark = Mark::read(&lock, &boot);
         crate::fs::atomic::sweep(&self.state_dir);
-        let loaded = self.load(known)?;
+        let loaded = self.load()?;
         let place = self.place(&lock)?;
         let Beginning { old, start, is_stored, lost } = match loaded {
             Loaded::Missing => Beginning::not_stored(Ledger::empty(&boot), None),
-            Loaded::Sound(ledger) if ledger.boot_id == boot && !self.given_up => Beginning::stored(*ledger),
+            Loaded::Sound(ledger) if ledger.boot_id == boot && !self.given_up => Beginning::stored(ledger),
             Loaded::Sound(ledger) => {
-                let old = (*ledger).clone();
-                let start = self.with_those_of_given_up(of_this_boot(*ledger, &boot));
-                Beginning { old: Some(old), ..Beginning::not_stored(start, None) }
+                let start = self.with_those_of_given_up(of_this_boot(&ledger, &boot));
+                Beginning { old: Some(ledger), ..Beginning::not_stored(start, None) }
             }
             Loaded::Corrupt(why) => {
                 let ledger = self.rebuilt(&why, &boot, ours, mark.as_ref(), &place)?;
@@ -203,7 +205,7 @@ impl Store {
         };
         start.check_namespaces(ours)?;
         let settled = || {
-            let mut ledger = start.clone();
+            let mut ledger = Ledger::clone(&start);
             let freed = reclaim(&mut ledger);
             self.explain(&mut ledger);
             (ledger, freed)
@@ -219,8 +221,9 @@ impl Store {
             self.check_containers(&after)?;
         }
         let mut events: Vec<Event> = lost.into_iter().collect();
-        if !is_stored || start != after {
-            self.write(&mut after, &place)?;
+        let mut written = None;
+        if !is_stored || *start != after {
+            written = Some(self.write(&mut after, &place)?);
             events.extend(events_of_change::events(old.as_ref().unwrap_or(&start), &after));
         }
         // The mark is written last, because a mark without the files means that they were lost.
@@ -230,6 +233,9 @@ impl Store {
                 .map_err(|error| failed("written", &self.lock_file(), error))?;
         }
         events::tell(&self.state_dir, &events);
+        if let Some(file) = written {
+            self.last.wrote(file, after);
+        }
         // Not only when both ledgers have been freed.
         drop(lock);
         Ok((outcome, freed))
@@ -249,6 +255,12 @@ impl Store {
             let still = unexplained(&self.state_dir, ledger);
             ledger.unexplained.retain(|uuid| still.contains(uuid));
         }
+    }
+
+    /// The inode of the file whose content is known.
+    #[cfg(test)]
+    pub(super) fn known_inode(&self) -> Option<u64> {
+        self.last.inode()
     }
 
     fn file(&self) -> PathBuf {
@@ -295,14 +307,19 @@ impl Store {
         Ok(id.to_owned())
     }
 
-    /// The ledger before the lock is taken, if it is sound.
-    fn known(&self) -> Option<Known> {
+    /// The ledger, if it is sound. Called before the lock is taken, because parsing takes longer than all the rest.
+    fn known(&self) -> Option<Arc<Ledger>> {
         let file = trusted::open(&self.file(), LARGEST).ok()??.ok()?;
-        Some(Known { stamp: file.stamp(), ledger: parse(&file.read().ok()?).ok()? })
+        if let Some(ledger) = self.last.of(&file) {
+            return Some(ledger);
+        }
+        let ledger = Arc::new(parse(&file.read().ok()?).ok()?);
+        self.last.is(Known { file, ledger: ledger.clone() });
+        Some(ledger)
     }
 
-    /// The ledger; what is `known` of it is not read and parsed again.
-    fn load(&self, known: Option<Known>) -> Result<Loaded, LedgerError> {
+    /// The ledger; if its file is the one that was read or written last, it is not read and parsed again.
+    fn load(&self) -> Result<Loaded, LedgerError> {
         let path = self.file();
         let unread = |error| failed("read", &path, error);
         let file = match trusted::open(&path, LARGEST).map_err(unread)? {
@@ -310,9 +327,9 @@ impl Store {
             Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
             None => return self.missing(),
         };
-        let parsed = match known {
-            Some(known) if known.stamp == file.stamp() => Ok(known.ledger),
-            _ => parse(&file.read().map_err(unread)?),
+        let parsed = match self.last.of(&file) {
+            Some(ledger) => Ok(ledger),
+            None => parse(&file.read().map_err(unread)?).map(Arc::new),
         };
         let ledger = match parsed {
             Ok(ledger) => ledger,
@@ -329,7 +346,8 @@ impl Store {
             // What has run since boot may have its leases elsewhere.
             self.check_file_system()?;
         }
-        Ok(Loaded::Sound(Box::new(ledger)))
+        self.last.is(Known { file, ledger: ledger.clone() });
+        Ok(Loaded::Sound(ledger))
     }
 
     /// What a missing ledger means: a loss, if there is evidence of an earlier one. Otherwise there was none yet.
@@ -412,13 +430,14 @@ impl Store {
         let _ = fs::rename(self.aside(), self.state_dir.join(format!("ledger.json.corrupt-{now}")));
     }
 
-    fn write(&self, ledger: &mut Ledger, place: &Place) -> Result<(), LedgerError> {
+    /// The new file, open.
+    fn write(&self, ledger: &mut Ledger, place: &Place) -> Result<fs::File, LedgerError> {
         let written = remember_roots(&self.state_dir, ledger).and_then(|()| {
             let content = stored::text(ledger)?;
             // The copy is written first, so that it has everything that the ledger has, whenever this process is
             // killed.
             crate::fs::atomic::replace(&place.file(COPY), &content, 0o600)?;
-            crate::fs::atomic::replace(&place.file(LEDGER), &content, 0o644)
+            crate::fs::atomic::replace_and_keep(&place.file(LEDGER), &content, 0o644)
         });
         written.map_err(|error| failed("written", &self.file(), error))
     }
@@ -442,11 +461,11 @@ fn salvage(path: &Path, ledger: &mut Ledger) {
 }
 
 /// Only settings made by people survive a boot.
-fn of_this_boot(ledger: Ledger, boot: &str) -> Ledger {
+fn of_this_boot(ledger: &Ledger, boot: &str) -> Ledger {
     if ledger.boot_id == boot {
-        return ledger;
+        return ledger.clone();
     }
-    Ledger { drained: ledger.drained, ..Ledger::empty(boot) }
+    Ledger { drained: ledger.drained.clone(), ..Ledger::empty(boot) }
 }
 
 /// Whether there is a ledger in `state_dir`, or was one that is lost. `true` if this cannot be checked.

@@ -1,0 +1,85 @@
+//! What a store has read or written last, so that an unchanged ledger is not read and parsed again.
+
+use std::fs::File;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::Ledger;
+use crate::fs::trusted::Trusted;
+
+/// A ledger, and its file. While that is open, no other file has its inode; times alone do not tell two files apart that
+/// were written within the same tick of the kernel's clock.
+#[derive(Debug)]
+pub(super) struct Known {
+    pub file: Trusted,
+    pub ledger: Arc<Ledger>,
+}
+
+/// The ledger that is known.
+#[derive(Debug, Default)]
+pub(super) struct Last(Mutex<Option<Known>>);
+
+impl Last {
+    /// The ledger in `file`, if that is the file whose content is known.
+    pub fn of(&self, file: &Trusted) -> Option<Arc<Ledger>> {
+        let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        last.as_ref().filter(|known| known.file.stamp() == file.stamp()).map(|known| known.ledger.clone())
+    }
+
+    #[cfg(test)]
+    pub fn inode(&self) -> Option<u64> {
+        self.0.lock().unwrap().as_ref().map(|known| known.file.stamp().inode())
+    }
+
+    /// From now on this is what is known.
+    pub fn is(&self, known: Known) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
+    }
+
+    /// The same of a `ledger` that was written to `file`. If that cannot be examined, it is read again.
+    pub fn wrote(&self, file: File, ledger: Ledger) {
+        if let Ok(file) = Trusted::own(file) {
+            self.is(Known { file, ledger: Arc::new(ledger) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::super::Store;
+
+    #[test]
+    fn no_later_ledger_has_the_inode_of_one_that_is_known() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, store) = (dir.path().join("ledger.json"), || Store::open(dir.path()).unwrap());
+        store().change(|ledger| ledger.drained.push("GPU-0".into())).unwrap();
+        let reader = store();
+        reader.peek().unwrap();
+        let known = fs::metadata(&path).unwrap().ino();
+        for n in 1..20 {
+            store().change(|ledger| ledger.drained[0] = format!("GPU-{}", n % 2)).unwrap();
+            assert_ne!(fs::metadata(&path).unwrap().ino(), known, "after {n} changes");
+            assert_eq!(reader.known_inode(), Some(known));
+        }
+    }
+
+    #[test]
+    fn what_was_written_is_known_until_another_writes() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, store) = (dir.path().join("ledger.json"), Store::open(dir.path()).unwrap());
+        let is_known = || store.known_inode() == Some(fs::metadata(&path).unwrap().ino());
+        store.change(|ledger| ledger.drained.push("GPU-a".into())).unwrap();
+        assert!(is_known());
+        let other = Store::open(dir.path()).unwrap();
+        other.change(|ledger| ledger.drained[0] = "GPU-b".into()).unwrap();
+        assert!(!is_known());
+        assert_eq!(store.peek().unwrap().drained, ["GPU-b"]);
+        assert!(is_known());
+        // In its place, by a person with an editor.
+        let text = fs::read_to_string(&path).unwrap().replace("GPU-b", "GPU-other");
+        fs::write(&path, text).unwrap();
+        assert_eq!(store.peek().unwrap().drained, ["GPU-other"]);
+    }
+}
