@@ -197,4 +197,6 @@ fn warnings(placement: &Placement, image: &Image, inventory: &Inventory, config:
 }
 
 #[cfg(test)]
+mod nodes_and_files_tests;
+#[cfg(test)]
 mod tests;

@@ -10,8 +10,8 @@ use super::fixture::lease;
 use super::*;
 use crate::config::Config;
 use crate::inventory::Inventory;
+use crate::place::accounts_tests::{assert_accounts, lease_of};
 use crate::place::fixture::{GIB, device, host, request};
-use crate::place::tests::{assert_accounts, lease_of};
 use crate::request::Request;
 use crate::share::Memory;
 

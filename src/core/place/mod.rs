@@ -1,5 +1,7 @@
 //! Which device serves a request: [`Request`], [`Inventory`] and [`Ledger`] in, [`Placement`] out. Pure.
 
+#[cfg(test)]
+pub mod accounts_tests;
 mod advice;
 mod bookings;
 mod dynamic_mig_order;
@@ -14,6 +16,8 @@ mod mig_tests;
 mod pairs_tests;
 mod refusal;
 mod select;
+#[cfg(test)]
+mod several_tests;
 #[cfg(test)]
 pub mod tests;
 mod want;

@@ -60,7 +60,7 @@ fn both(early: &Request, late: &Request) -> bool {
     [false, true].into_iter().any(|mig| {
         let host = gpus(mig);
         let Ok(first) = placed(early, &host, &ledger(vec![])) else { return false };
-        placed(late, &host, &ledger(vec![super::tests::lease_of(1, first)])).is_ok()
+        placed(late, &host, &ledger(vec![super::accounts_tests::lease_of(1, first)])).is_ok()
     })
 }
 

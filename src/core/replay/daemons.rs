@@ -18,8 +18,8 @@ use crate::ledger::{
 };
 use crate::mps::idle::errands;
 use crate::mps::limits_and_state as limits;
+use crate::place::accounts_tests::lease_of;
 use crate::place::fixture::{GIB, device, host, request};
-use crate::place::tests::lease_of;
 use crate::place::{SERVER_BYTES, bookings, place};
 use crate::process::{Process, epoch_seconds};
 use crate::request::Request;

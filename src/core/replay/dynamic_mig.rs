@@ -15,9 +15,9 @@ use crate::ledger::dynamic_instance_fixture::dynamic_instance;
 use crate::ledger::{
     Awaited, Container, DynamicInstance, Lease, LeaseState, Ledger, MigBusy, MigChange, Store,
 };
+use crate::place::accounts_tests::lease_of;
 use crate::place::fixture::{device, host, part, request};
 use crate::place::place;
-use crate::place::tests::lease_of;
 use crate::request::Request;
 use crate::share::Mode;
 

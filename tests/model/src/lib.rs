@@ -1,7 +1,7 @@
 //! The protocol as a model: what processes do with the ledger, the daemons' locks, MPS daemons and MIG instances, step by
 //! step, in every order, with a crash of any of them between any two steps. docs/design.md says what is modelled.
 //!
-//! - [`checker`] visits every state that can be reached and checks the invariants there.
+//! - [`checker`] visits every state that can be reached, or one of those that are alike, and checks the invariants there.
 //! - [`ledger`] is the ledger of the [`daemons`] model, and every change of it that the code makes ([`ledger::Call`]).
 //! - [`daemons`]: leases, MPS daemons, their limits and compute modes, a waiter, `sublet serve`, the next command.
 //! - [`dynamic_mig`]: instances that are created for a container and destroyed after it, with a ledger of its own

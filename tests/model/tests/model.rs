@@ -1,6 +1,6 @@
 //! Every state of the protocol that can be reached: the invariants hold, and the counts of states are printed.
 
-use sublet_model::checker::{Model, check};
+use sublet_model::checker::{Model, Report, check, check_alike};
 use sublet_model::daemons::Daemons;
 use sublet_model::dynamic_mig::DynamicMig;
 use sublet_model::ledger::Share;
@@ -12,7 +12,10 @@ const MOST: Share = Share::Mps { sm: 3, memory: Some(3) };
 
 /// With `ends`, it is also checked that all processes can come to their end from every state.
 fn holds<M: Model>(name: &str, model: &M, ends: bool) {
-    let report = check(model, ends);
+    shows(name, check(model, ends));
+}
+
+fn shows<M: Model>(name: &str, report: Report<M>) {
     println!("{name:<58} {report}");
     if let Some((name, way)) = report.broken {
         let shown: Vec<_> = way.iter().map(|(step, _)| format!("  {step:?}\n")).collect();
@@ -47,6 +50,13 @@ fn three_containers_on_two_devices_and_one_waits() {
     let model =
         Daemons { devices: 2, children: false, crashes: 0, ..daemons(&[QUARTER, HALF, MOST], Some(2)) };
     holds("three containers, two devices, a waiter", &model, true);
+}
+
+/// Of states that are alike, one is visited; `alike.rs` checks that this hides nothing.
+#[test]
+fn three_containers_on_two_devices_with_a_crash_anywhere() {
+    let model = Daemons { devices: 2, children: false, crashes: 1, ..daemons(&[MOST; 3], Some(2)) };
+    shows("three alike, two devices, a waiter, a crash", check_alike(&model, true));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! For each invariant, a broken step that it finds: how we know that the model can fail.
 
 use sublet_model::Mutation;
-use sublet_model::checker::check;
+use sublet_model::checker::{Report, check, check_alike};
 use sublet_model::daemons::Daemons;
 use sublet_model::dynamic_mig::DynamicMig;
 use sublet_model::ledger::Share;
@@ -23,9 +23,47 @@ fn finds(shares: &[Share], crashes: u8, serve: bool, mutation: Mutation, invaria
         mutation: Some(mutation),
     };
     let report = check(&model, true);
-    let Some((broken, way)) = report.broken else { panic!("{mutation:?} is not found: {report}") };
+    let length = breaks(&report, mutation, invariant);
+    let report = check_alike(&model, true);
+    assert_eq!(breaks(&report, mutation, invariant), length, "{mutation:?}: not found as soon");
+}
+
+/// How many steps it takes to break the invariant.
+fn breaks(report: &Report<Daemons>, mutation: Mutation, invariant: &str) -> usize {
+    let Some((broken, way)) = &report.broken else { panic!("{mutation:?} is not found: {report}") };
     let shown: Vec<_> = way.iter().map(|(step, _)| format!("  {:?}: {}\n", step.who, step.what)).collect();
-    assert_eq!(broken, invariant, "{mutation:?}:\n{}", shown.concat());
+    assert_eq!(*broken, invariant, "{mutation:?}:\n{}", shown.concat());
+    way.len()
+}
+
+/// The model of three containers and two devices, whose states that are alike are visited once, finds it, too.
+fn finds_on_two_devices(mutation: Mutation, invariant: &str) {
+    let shares = vec![LARGE, LARGE, LARGE];
+    let model = Daemons {
+        shares,
+        devices: 2,
+        waiter: Some(2),
+        serve: false,
+        children: false,
+        crashes: 1,
+        mutation: Some(mutation),
+    };
+    breaks(&check_alike(&model, true), mutation, invariant);
+}
+
+#[test]
+fn broken_steps_are_found_among_states_that_are_alike() {
+    let invariant = "no more memory is booked than there is";
+    finds_on_two_devices(Mutation::BookWithoutLooking, invariant);
+    let invariant = "a daemon is not stopped under a container";
+    finds_on_two_devices(Mutation::StopWithoutLooking, invariant);
+    finds_on_two_devices(Mutation::TrustStopping, invariant);
+    let invariant = "after a command, every lease has its daemon";
+    finds_on_two_devices(Mutation::NeverHeal, invariant);
+    let invariant = "after a command, a changed compute mode is recorded";
+    finds_on_two_devices(Mutation::SetModeBeforeRecord, invariant);
+    let invariant = "a waiter gets the room that there is";
+    finds_on_two_devices(Mutation::LookWithoutReclaim, invariant);
 }
 
 #[test]

@@ -8,37 +8,18 @@ use std::os::unix::process::CommandExt;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 use nvidia_ml::layout::contexts::Kind;
 use nvidia_ml::mps::wire::Conn;
-use rig::{H200, Rig, output_of};
+use rig::{H200, Rig, output_of, signal, until};
 use serde_json::{Value, json};
 
 const PERCENTAGE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 const PINNED: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
 
-fn signal(pid: i32, signal: Signal) {
-    kill(Pid::from_raw(pid), signal).unwrap();
-}
-
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < Duration::from_secs(10), "{what}: not within 10 s");
-        sleep(Duration::from_millis(5));
-    }
-}
-
 /// SMs, free MiB, MPS and error of the probe's first line.
 fn seen(info: &Value) -> (Option<u64>, Option<u64>, bool, Option<&str>) {
     (info["sm"].as_u64(), info["free_mib"].as_u64(), info["mps"].as_bool().unwrap(), info["error"].as_str())
-}
-
-fn rig_with_daemon() -> Option<Rig> {
-    let rig = Rig::new()?;
-    assert!(rig.daemon("a", &["-M"]).status.success());
-    Some(rig)
 }
 
 #[test]
@@ -86,7 +67,7 @@ fn a_path_longer_than_a_socket_address_is_no_daemon() {
 
 #[test]
 fn a_client_sees_its_share_of_the_sms() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     for (share, sm) in [("25", 32), ("12.5", 16), ("10", 12), ("60", 78), ("abc", 132), ("0", 132)] {
         let info = rig.info(&[(PERCENTAGE, share)]);
         assert_eq!((info["sm"].as_u64(), info["mps"].as_bool()), (Some(sm), Some(true)), "{share}");
@@ -96,7 +77,7 @@ fn a_client_sees_its_share_of_the_sms() {
 
 #[test]
 fn a_pinned_limit_holds_unless_one_entry_is_bad() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     rig.ask("set_default_device_pinned_mem_limit 0 3G");
     let free = |limit: &str| rig.info(&[(PINNED, limit)])["free_mib"].as_u64().unwrap();
     // The context of 132 SMs, 514 MiB, is inside the limit.
@@ -113,7 +94,7 @@ fn a_pinned_limit_holds_unless_one_entry_is_bad() {
 
 #[test]
 fn limits_are_for_each_process() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     let limit = [(PINNED, "0=3G")];
     let mut first = rig.start("alloc 2500 30", &limit);
     assert_eq!(first.result(), "CUDA_SUCCESS");
@@ -124,7 +105,7 @@ fn limits_are_for_each_process() {
 
 #[test]
 fn the_device_has_no_more_than_it_has() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     let mut first = rig.start("alloc 100000 30", &[]);
     assert_eq!(first.result(), "CUDA_SUCCESS");
     // 143155 less 66 of the server, 100514 of the first client and 514 of the second client's context.
@@ -135,7 +116,7 @@ fn the_device_has_no_more_than_it_has() {
 
 #[test]
 fn a_client_needs_control_alone_and_may_change_nothing_through_it() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     fs::create_dir(rig.path("public")).unwrap();
     fs::hard_link(rig.path("a/control"), rig.path("public/control")).unwrap();
     let mut client = rig.start_as("hold 30", &[(PERCENTAGE, "25")], 0, "public");
@@ -201,7 +182,7 @@ fn defaults_are_for_later_servers_and_settings_for_later_clients() {
 
 #[test]
 fn a_servers_memory_limit_holds_clients_without_their_own_and_goes_up_down_and_away() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     rig.ask("start_server -uid 0");
     let server = rig.server();
     let free = |env: &[(&str, &str)]| rig.info(&[&[(PERCENTAGE, "25")], env].concat())["free_mib"].clone();
@@ -234,7 +215,7 @@ fn a_servers_memory_limit_holds_clients_without_their_own_and_goes_up_down_and_a
 
 #[test]
 fn several_commands_are_carried_out_in_one_run() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     let commands = "set_default_active_thread_percentage 40\nset_default_device_pinned_mem_limit 0 2G\n\
                     start_server -uid 0\nget_server_list";
     let said = rig.ask(commands);
@@ -260,117 +241,12 @@ fn another_user_waits_without_multiuser_mode() {
 
 #[test]
 fn users_share_a_multiuser_server() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     let _first = rig.start("hold 30", &[]);
     let start = Instant::now();
     assert!(rig.start_as("info", &[], 1000, "a").info["mps"].as_bool().unwrap());
     assert!(start.elapsed() < Duration::from_secs(2));
     assert_eq!(rig.server().lines().count(), 1);
-}
-
-#[test]
-fn a_killed_server_takes_its_clients_and_the_next_has_another() {
-    let Some(rig) = rig_with_daemon() else { return };
-    let mut client = rig.start("hold 30", &[]);
-    let server: i32 = rig.server().parse().unwrap();
-    signal(server, Signal::SIGKILL);
-    assert_eq!((client.result(), client.status()), ("CUDA_ERROR_MPS_RPC_FAILURE".into(), 10));
-    until("another server", || rig.info(&[])["mps"] == true && rig.server() != server.to_string());
-}
-
-#[test]
-fn a_killed_daemon_takes_all_and_later_programs_run_alone() {
-    let Some(rig) = rig_with_daemon() else { return };
-    let mut client = rig.start("hold 30", &[]);
-    signal(rig.daemon_pid("a"), Signal::SIGKILL);
-    assert_eq!((client.result(), client.status()), ("CUDA_ERROR_MPS_RPC_FAILURE".into(), 10));
-    until("no server is left", || rig.contexts().is_empty());
-    assert_eq!(rig.info(&[])["mps"], false);
-    assert!(rig.path("a/control").exists());
-}
-
-#[test]
-fn a_killed_client_leaves_the_others_alone() {
-    let Some(rig) = rig_with_daemon() else { return };
-    let (mut one, mut other) = (rig.start("hold 30", &[]), rig.start("hold 1", &[]));
-    one.child.kill().unwrap();
-    one.child.wait().unwrap();
-    assert_eq!((other.result(), other.status()), ("CUDA_SUCCESS".into(), 0));
-}
-
-#[test]
-fn a_stopped_daemon_takes_connections_and_answers_nobody() {
-    let Some(rig) = rig_with_daemon() else { return };
-    let pid = rig.daemon_pid("a");
-    signal(pid, Signal::SIGSTOP);
-    Conn::connect(&rig.path("a/control")).unwrap();
-    let mut client = rig.start_silent("info", &[], 0, "a");
-    sleep(Duration::from_millis(300));
-    assert!(client.is_running());
-    signal(pid, Signal::SIGCONT);
-    assert_eq!(client.next().unwrap()["mps"], true);
-}
-
-#[test]
-fn a_fault_ends_every_client_of_its_server_alone() {
-    let Some(rig) = rig_with_daemon() else { return };
-    fs::create_dir(rig.path("b")).unwrap();
-    rig.daemon("b", &["-M"]);
-    let mut apart = rig.start_as("hold 2", &[], 0, "b");
-    let mut neighbour = rig.start("hold 30", &[]);
-    let server = rig.server();
-    let (said, status) = rig.probe("fault", &[]);
-    assert_eq!((said[1]["result"].as_str(), status), (Some("CUDA_ERROR_ILLEGAL_ADDRESS"), 10));
-    assert_eq!((neighbour.result(), neighbour.status()), ("CUDA_ERROR_ILLEGAL_ADDRESS".into(), 10));
-    assert_eq!(rig.info(&[])["mps"], true);
-    assert_eq!(rig.server(), server, "it recovers by itself");
-    assert_eq!((apart.result(), apart.status()), ("CUDA_SUCCESS".into(), 0));
-}
-
-#[test]
-fn a_fault_without_mps_stays_with_its_process() {
-    let Some(rig) = Rig::new() else { return };
-    let mut neighbour = rig.start("hold 1", &[]);
-    assert_eq!(rig.probe("fault", &[]).0[1]["result"], "CUDA_ERROR_ILLEGAL_ADDRESS");
-    assert_eq!(neighbour.result(), "CUDA_SUCCESS");
-}
-
-#[test]
-fn a_client_is_terminated() {
-    let Some(rig) = rig_with_daemon() else { return };
-    let (mut one, mut other) = (rig.start("hold 30", &[]), rig.start("hold 5", &[]));
-    let server = rig.server();
-    until("two clients", || rig.ask("ps").lines().count() == 3);
-    assert_eq!(rig.ask(&format!("terminate_client {server} {}", one.pid())), "0");
-    assert_eq!((one.result(), one.status()), ("CUDA_ERROR_MPS_CLIENT_TERMINATED".into(), 10));
-    until("one client", || rig.ask(&format!("get_client_list {server}")) == other.pid().to_string());
-    assert_eq!(other.result(), "CUDA_SUCCESS");
-}
-
-#[test]
-fn quit_waits_for_clients_unless_it_is_told_how_long() {
-    let Some(rig) = rig_with_daemon() else { return };
-    let mut client = rig.start("hold 1", &[]);
-    let start = Instant::now();
-    rig.ask("quit");
-    assert!(start.elapsed() > Duration::from_millis(700), "{:?}", start.elapsed());
-    assert_eq!(client.result(), "CUDA_SUCCESS");
-    assert!(rig.contexts().is_empty());
-
-    assert!(rig.daemon("a", &["-M"]).status.success());
-    let mut client = rig.start("hold 30", &[]);
-    rig.ask("quit -t 1");
-    assert_eq!(client.result(), "CUDA_ERROR_MPS_RPC_FAILURE");
-}
-
-#[test]
-fn a_server_is_shut_down() {
-    let Some(rig) = rig_with_daemon() else { return };
-    let mut client = rig.start("hold 30", &[]);
-    rig.ask(&format!("shutdown_server {} -f", rig.server()));
-    assert_eq!(client.result(), "CUDA_ERROR_MPS_RPC_FAILURE");
-    assert_eq!(rig.server(), "");
-    assert_eq!(rig.info(&[])["mps"], true);
 }
 
 /// The row of the only client. A client continues as soon as its server has answered. The daemon learns of it from the
@@ -382,7 +258,7 @@ fn only_client(rig: &Rig) -> Vec<String> {
 
 #[test]
 fn ps_names_clients_by_host_pid_and_namespace() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     assert_eq!(
         rig.ask("ps").split_whitespace().collect::<Vec<_>>(),
         ["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]
@@ -397,7 +273,7 @@ fn ps_names_clients_by_host_pid_and_namespace() {
 
 #[test]
 fn clients_in_namespaces_of_their_own_connect_and_are_traced() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     for uid in [0, 1000] {
         let client = rig.start_in_namespaces("hold 30", uid);
         assert_eq!((&client.info["mps"], &client.info["pid"]), (&true.into(), &1.into()));
@@ -429,7 +305,7 @@ fn a_user_without_root_serves_itself_and_has_no_multiuser_mode() {
 
 #[test]
 fn connections_that_say_nothing_do_no_harm() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     let descriptors = || fs::read_dir(format!("/proc/{}/fd", rig.daemon_pid("a"))).unwrap().count();
     rig.ask("ps");
     let before = descriptors();
@@ -442,7 +318,7 @@ fn connections_that_say_nothing_do_no_harm() {
 
 #[test]
 fn nvml_finds_server_client_and_bypass() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     let mut client = rig.start("alloc 1000 30", &[(PERCENTAGE, "25")]);
     client.result();
     let bypass = rig.start_as("hold 30", &[], 0, "nowhere");
@@ -462,7 +338,7 @@ fn nvml_finds_server_client_and_bypass() {
 
 #[test]
 fn the_49th_client_is_refused() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     let clients: Vec<_> =
         (0..48).map(|_| rig.start_silent("hold 60", &[(PERCENTAGE, "10")], 0, "a")).collect();
     until("48 clients", || rig.ask("ps").lines().count() == 49);
@@ -506,7 +382,7 @@ fn exclusive_process_keeps_bypass_and_a_second_server_out() {
 
 #[test]
 fn in_default_mode_servers_and_bypass_share() {
-    let Some(rig) = rig_with_daemon() else { return };
+    let Some(rig) = Rig::with_daemon() else { return };
     fs::create_dir(rig.path("b")).unwrap();
     rig.daemon("b", &["-M"]);
     let _one = rig.start("hold 30", &[]);

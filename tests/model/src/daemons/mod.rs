@@ -1,6 +1,7 @@
 //! Leases, MPS daemons, their limits and compute modes: the shims that create and delete containers, `sublet mps start`,
 //! `stop` and `rest`, `sublet serve`, and the next `sublet` command.
 
+mod alike;
 mod crashes;
 mod create;
 mod delete;

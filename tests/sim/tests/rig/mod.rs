@@ -13,6 +13,8 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
@@ -31,6 +33,18 @@ pub const OTHER: &str = "GPU-22222222-2222-3333-4444-555555555555";
 
 static COUNT: AtomicU32 = AtomicU32::new(0);
 
+pub fn signal(pid: i32, signal: Signal) {
+    kill(Pid::from_raw(pid), signal).unwrap();
+}
+
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(10), "{what}: not within 10 s");
+        sleep(Duration::from_millis(5));
+    }
+}
+
 pub struct Rig {
     dir: TempDir,
     pub tag: String,
@@ -45,6 +59,13 @@ impl Rig {
     /// Two H200s.
     pub fn pair() -> Option<Self> {
         Self::of(&json!([gpu(0, 3, H200, "9.0"), gpu(1, 4, OTHER, "9.0")]))
+    }
+
+    /// One H200, and a daemon that serves all users.
+    pub fn with_daemon() -> Option<Self> {
+        let rig = Self::new()?;
+        assert!(rig.daemon("a", &["-M"]).status.success());
+        Some(rig)
     }
 
     pub fn with(compute_capability: &str) -> Option<Self> {
