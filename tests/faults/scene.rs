@@ -169,7 +169,22 @@ impl Host {
         }
         Ok(json!({"leases": ledger["leases"], "servers": ledger["servers"], "mig": ledger["mig"],
             "compute_modes": ledger["compute_modes"], "drained": ledger["drained"],
-            "unexplained": ledger["unexplained"], "leftovers": ledger["leftovers"]}))
+            "unexplained": ledger["unexplained"], "leftovers": ledger["leftovers"],
+            "driver": self.changed_modes()?}))
+    }
+
+    /// The compute modes of the driver's GPUs that are not the default one: what no ledger names, nobody restores.
+    fn changed_modes(&self) -> Result<Value, String> {
+        let text = match fs::read(self.users.world.dir.path().join("sim/sim/state.json")) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(json!({})),
+            Err(error) => return Err(error.to_string()),
+        };
+        let mut state: Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+        if let Some(modes) = state["compute_mode"].as_object_mut() {
+            modes.retain(|_, mode| *mode != 0);
+        }
+        Ok(state["compute_mode"].take())
     }
 
     /// A container without sublet's keys is refused only if it is not known by which runtime, if that cannot be
