@@ -202,6 +202,20 @@ impl Host {
         if gc.ok { Ok(()) } else { Err(format!("sublet gc fails: {gc:?}")) }
     }
 
+    /// `sublet gc` puts the books right; `when` says whose they are.
+    pub fn comes_to(&self, wanted: &Value, when: &str) -> Result<(), String> {
+        // A `sublet mps lower` of a container that has ended may hold its daemon at this moment.
+        let mut result = Ok(());
+        eventually(|| {
+            result = self.collect().and_then(|()| self.books()).and_then(|books| {
+                let differs = || format!("{when}, and in the ledger {}", difference(&books, wanted));
+                if books == *wanted { Ok(()) } else { Err(differs()) }
+            });
+            result.is_ok()
+        });
+        result
+    }
+
     /// There is no temporary file, and nothing in the state directory that does not belong there.
     pub fn tidy(&self, bundle: Option<&Bundle<'_>>) -> Result<(), String> {
         let state = self.users.world.state_dir();
