@@ -191,8 +191,9 @@ pub fn serve(
 fn only(pid: Pid, name: &str, registers: &libc::user_regs_struct) -> Option<&'static [Errno]> {
     match name {
         // ENOENT says that the directory has been removed, and the C library then ends its list (getdents(2)). Those of
-        // the driver and of its GPUs are there as long as the driver is.
-        "getdents64" if is_of_driver(&named_file(pid, name, registers)) => Some(&[Errno::EIO, Errno::ENOMEM]),
+        // the driver and of its GPUs are there as long as the driver is; those of an MPS daemon are removed only by who
+        // holds its lock, as their readers do.
+        "getdents64" if stays(&named_file(pid, name, registers)) => Some(&[Errno::EIO, Errno::ENOMEM]),
         // LOCK_UN needs no memory and waits for nothing (flock(2)).
         "flock" if registers.rsi == 8 => Some(&[]),
         // Rust's own socket between fork and exec, by which a child reports eight bytes: one without a time limit, of
@@ -202,8 +203,9 @@ fn only(pid: Pid, name: &str, registers: &libc::user_regs_struct) -> Option<&'st
     }
 }
 
-fn is_of_driver(path: &str) -> bool {
-    ["/proc/driver/nvidia/", "/sys/bus/pci/devices/"].iter().any(|part| path.contains(part))
+/// Whether nobody removes this directory while it is read.
+fn stays(path: &str) -> bool {
+    ["/proc/driver/nvidia/", "/sys/bus/pci/devices/", "/run/mps/"].iter().any(|part| path.contains(part))
 }
 
 /// Lets the shell run until it has become the program.

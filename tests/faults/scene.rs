@@ -169,7 +169,22 @@ impl Host {
         }
         Ok(json!({"leases": ledger["leases"], "servers": ledger["servers"], "mig": ledger["mig"],
             "compute_modes": ledger["compute_modes"], "drained": ledger["drained"],
-            "unexplained": ledger["unexplained"], "leftovers": ledger["leftovers"]}))
+            "unexplained": ledger["unexplained"], "leftovers": ledger["leftovers"],
+            "driver": self.changed_modes()?}))
+    }
+
+    /// The compute modes of the driver's GPUs that are not the default one: what no ledger names, nobody restores.
+    fn changed_modes(&self) -> Result<Value, String> {
+        let text = match fs::read(self.users.world.dir.path().join("sim/sim/state.json")) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(json!({})),
+            Err(error) => return Err(error.to_string()),
+        };
+        let mut state: Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+        if let Some(modes) = state["compute_mode"].as_object_mut() {
+            modes.retain(|_, mode| *mode != 0);
+        }
+        Ok(state["compute_mode"].take())
     }
 
     /// A container without sublet's keys is refused only if it is not known by which runtime, if that cannot be
@@ -185,6 +200,20 @@ impl Host {
     pub fn collect(&self) -> Result<(), String> {
         let gc = self.sublet(&["gc"]);
         if gc.ok { Ok(()) } else { Err(format!("sublet gc fails: {gc:?}")) }
+    }
+
+    /// `sublet gc` puts the books right; `when` says whose they are.
+    pub fn comes_to(&self, wanted: &Value, when: &str) -> Result<(), String> {
+        // A `sublet mps lower` of a container that has ended may hold its daemon at this moment.
+        let mut result = Ok(());
+        eventually(|| {
+            result = self.collect().and_then(|()| self.books()).and_then(|books| {
+                let differs = || format!("{when}, and in the ledger {}", difference(&books, wanted));
+                if books == *wanted { Ok(()) } else { Err(differs()) }
+            });
+            result.is_ok()
+        });
+        result
     }
 
     /// There is no temporary file, and nothing in the state directory that does not belong there.

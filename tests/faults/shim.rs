@@ -11,6 +11,9 @@ use crate::scene::{Host, SHARE, difference, without_lease};
 use crate::sweep::Path;
 use crate::table::Table;
 
+/// The directory of another runtime, as sublet has written it down.
+const OTHER_ROOT: &str = "/run/other/runtime";
+
 /// What is created.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -121,25 +124,21 @@ impl Create {
                 difference(&config, &expected.config)
             ));
         }
-        let books = self.host.books()?;
-        if books != expected.books {
-            return Err(format!(
-                "the container exists, and in the ledger {}",
-                difference(&books, &expected.books)
-            ));
-        }
+        self.host.comes_to(&expected.books, "the container exists")?;
         self.host.daemons(self.daemons(self.kind != Kind::Plain))
     }
 
+    /// Where sublet writes down the directories in which runtimes keep their records of containers.
+    fn roots(&self) -> std::path::PathBuf {
+        self.host.users.world.state_dir().join("roots")
+    }
+
     fn is_as_before(&self) -> Result<(), String> {
-        self.host.collect()?;
-        let books = self.host.books()?;
-        if books != self.books {
-            return Err(format!(
-                "no container exists, and in the ledger {}",
-                difference(&books, &self.books)
-            ));
+        let roots = std::fs::read_to_string(self.roots()).map_err(|error| error.to_string())?;
+        if !roots.lines().any(|root| root == OTHER_ROOT) {
+            return Err(format!("the other runtime's directory is forgotten: {roots}"));
         }
+        self.host.comes_to(&self.books, "no container exists")?;
         self.host.tidy(Some(&self.bundle()))?;
         self.host.daemons(self.daemons(false))
     }
@@ -147,6 +146,8 @@ impl Create {
 
 impl Path for Create {
     fn prepare(&mut self) -> Result<(), String> {
+        // Another runtime had containers here, this one none yet.
+        std::fs::write(self.roots(), OTHER_ROOT).map_err(|error| error.to_string())?;
         self.bundle().write();
         self.host.forget_output();
         Ok(())

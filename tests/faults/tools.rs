@@ -8,7 +8,7 @@ use serde_json::Value;
 use sublet_e2e::eventually;
 
 use crate::injector::{self, Fault, Key, Seen};
-use crate::scene::{Host, SHARE, difference};
+use crate::scene::{Host, SHARE, difference, names};
 use crate::sweep::Path;
 use crate::table::Table;
 
@@ -34,6 +34,8 @@ pub struct Run {
     host: Host,
     /// What was there before it.
     before: Value,
+    /// What `prepare` made of that, for the command to change.
+    prepared: Value,
     /// What is there after it.
     after: Value,
 }
@@ -48,7 +50,7 @@ impl Run {
             let exported = host.sublet(&["mig", "export"]);
             fs::write(file("before.toml"), exported.stdout).expect("a layout");
         }
-        let mut run = Self { tool, host, before: Value::Null, after: Value::Null };
+        let mut run = Self { tool, host, before: Value::Null, prepared: Value::Null, after: Value::Null };
         run.before = run.state().expect("a state");
         run
     }
@@ -109,6 +111,15 @@ impl Run {
         self.host.daemons(0)
     }
 
+    /// A daemon that was stopped leaves nothing that could be taken for a running one's.
+    fn no_sockets(&self) -> Result<(), String> {
+        let books = self.host.books()?;
+        let dir = self.host.users.world.state_dir().join("mps").join(GPU);
+        let left = [names(&dir.join("pipe")), names(&dir.join("public"))].concat();
+        let stopped = books["servers"].as_array().is_some_and(Vec::is_empty);
+        if stopped && !left.is_empty() { Err(format!("it has stopped, and left {left:?}")) } else { Ok(()) }
+    }
+
     fn create(&self) -> Result<(), String> {
         let bundle = self.host.users.world.bundle("victim", SHARE, &["/bin/sleep", "600"]);
         bundle.write();
@@ -127,6 +138,12 @@ impl Path for Run {
             Tool::Refresh => {}
             Tool::MpsStart => self.lose_daemon()?,
             Tool::MigApply => self.ok(&["mig", "apply", &self.layout("before.toml")])?,
+        }
+        let prepared = self.state()?;
+        if self.prepared.is_null() {
+            self.prepared = prepared;
+        } else if prepared != self.prepared {
+            return Err(format!("earlier runs left {}", difference(&prepared, &self.prepared)));
         }
         self.host.forget_output();
         Ok(())
@@ -164,6 +181,9 @@ impl Path for Run {
             if state != self.after {
                 return Err(format!("it says that all is well, and {}", difference(&state, &self.after)));
             }
+        }
+        if seen.code == Some(0) && self.tool == Tool::MpsStop {
+            self.no_sockets()?;
         }
         match self.tool {
             // Whatever it left, the same command can be given again, and then all is as it should be.

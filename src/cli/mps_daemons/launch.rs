@@ -1,6 +1,7 @@
 //! Starts the daemon's process (under systemd if it runs), finds it, and ends it.
 
 use std::fs;
+use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread::sleep;
@@ -14,9 +15,9 @@ use super::logs::Logs;
 use sublet_core::ledger::{DaemonKey, FILE_SYSTEM_VARIABLE, FileSystem};
 use sublet_core::mps::control::Control;
 use sublet_core::mps::{MpsError, dirs};
-use sublet_core::process::Process;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
+use sublet_core::process::{Process, is_gone};
 
 /// A launch that takes longer has failed: both kinds of launch return as soon as the daemon runs.
 const LAUNCH_LIMIT: Duration = Duration::from_secs(5);
@@ -126,24 +127,50 @@ pub(super) enum Kind {
 
 /// The daemon and the servers of this pipe directory, found by their environment: a start that was killed left no
 /// record of them.
-pub(super) fn find(pipe: &Path) -> Vec<(Process, Kind)> {
-    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    // A wrapper may give the program any name, so the daemon's own pid file counts too.
-    let written = fs::read_to_string(pipe.join("nvidia-cuda-mps-control.pid")).ok();
-    let written = written.and_then(|text| text.trim().parse::<i32>().ok());
-    pids.filter_map(|pid| {
-        let kind = if written == Some(pid) { Kind::Daemon } else { kind_of(pid)? };
-        let process = Process::find(pid)?;
-        process.has_environment("CUDA_MPS_PIPE_DIRECTORY", pipe).then_some((process, kind))
-    })
-    .collect()
+///
+/// # Errors
+/// /proc or one of its processes cannot be examined: a daemon that was overlooked would be taken for one that has ended.
+pub(super) fn find(pipe: &Path) -> Result<Vec<(Process, Kind)>, MpsError> {
+    let what = "cannot look for the processes of MPS in /proc".to_owned();
+    find_in(Path::new("/proc"), pipe).map_err(|source| MpsError::Io { what, source })
 }
 
-/// By the command name: proc(5) gives the first 15 bytes of the file name.
-fn kind_of(pid: i32) -> Option<Kind> {
-    let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
-    (read("comm")?.trim_ascii_end() == b"nvidia-cuda-mps").then(|| kind(&read("cmdline")?)).flatten()
+fn find_in(proc: &Path, pipe: &Path) -> io::Result<Vec<(Process, Kind)>> {
+    // A wrapper may give the program any name, so the daemon's own pid file counts too.
+    let written = unless_gone(fs::read_to_string(pipe.join("nvidia-cuda-mps-control.pid")))?;
+    let written = written.and_then(|text| text.trim().parse::<i32>().ok());
+    let mut found = Vec::new();
+    for entry in fs::read_dir(proc)? {
+        let entry = entry?;
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
+            continue;
+        };
+        let kind = if written == Some(pid) { Some(Kind::Daemon) } else { kind_of(&entry.path())? };
+        let Some(kind) = kind else { continue };
+        let Some(process) = Process::examine(pid)? else { continue };
+        if process.has_environment("CUDA_MPS_PIPE_DIRECTORY", pipe)? {
+            found.push((process, kind));
+        }
+    }
+    Ok(found)
+}
+
+/// `None`: the file is not there, or its process has ended.
+fn unless_gone<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Err(error) if is_gone(&error) => Ok(None),
+        read => read.map(Some),
+    }
+}
+
+/// The role of the process of this directory in /proc, by the command name: proc(5) gives the first 15 bytes of the file
+/// name.
+fn kind_of(process: &Path) -> io::Result<Option<Kind>> {
+    let read = |file: &str| unless_gone(fs::read(process.join(file)));
+    if read("comm")?.is_none_or(|name| name.trim_ascii_end() != b"nvidia-cuda-mps") {
+        return Ok(None);
+    }
+    Ok(read("cmdline")?.and_then(|words| kind(&words)))
 }
 
 /// By the command line: a control program without `-d` or `-f` only sends commands.
@@ -166,32 +193,32 @@ pub(super) fn end(
 ) -> Result<(), MpsError> {
     let pipe = dirs::pipe(key, state_dir);
     if let (Some(control), true) = (gently, recorded.is_some_and(|daemon| daemon.is_alive())) {
-        let all = processes(&pipe, recorded);
+        let all = processes(&pipe, recorded)?;
         let _ = control.ask("quit", QUIT_LIMIT);
         if gone(&all, Duration::from_millis(500)) {
             return Ok(());
         }
     }
     for (signal, patience) in [(Signal::SIGTERM, 500), (Signal::SIGKILL, 2000)] {
-        let left = processes(&pipe, recorded);
+        let left = processes(&pipe, recorded)?;
         for process in left.iter().filter(|process| process.is_alive()) {
             let _ = kill(Pid::from_raw(process.pid), signal);
         }
-        if gone(&left, Duration::from_millis(patience)) && processes(&pipe, recorded).is_empty() {
+        if gone(&left, Duration::from_millis(patience)) && processes(&pipe, recorded)?.is_empty() {
             return Ok(());
         }
     }
-    match processes(&pipe, recorded).first() {
+    match processes(&pipe, recorded)?.first() {
         Some(process) => Err(MpsError::WontEnd { key: key.to_string(), pid: process.pid }),
         None => Ok(()),
     }
 }
 
-fn processes(pipe: &Path, recorded: Option<Process>) -> Vec<Process> {
-    let mut all: Vec<Process> = find(pipe).into_iter().map(|(process, _)| process).collect();
+fn processes(pipe: &Path, recorded: Option<Process>) -> Result<Vec<Process>, MpsError> {
+    let mut all: Vec<Process> = find(pipe)?.into_iter().map(|(process, _)| process).collect();
     all.extend(recorded.filter(|daemon| !all.contains(daemon)));
     all.retain(Process::is_alive);
-    all
+    Ok(all)
 }
 
 fn gone(processes: &[Process], patience: Duration) -> bool {
@@ -221,6 +248,18 @@ mod tests {
     }
 
     #[test]
+    fn a_process_that_cannot_be_examined_is_not_overlooked() {
+        let proc = tempfile::tempdir().unwrap();
+        let look = || find_in(proc.path(), Path::new("/nowhere"));
+        assert!(find_in(&proc.path().join("7/comm/absent"), Path::new("/nowhere")).is_err(), "no /proc");
+        fs::create_dir_all(proc.path().join("7")).unwrap();
+        assert_eq!(look().unwrap(), [], "it has ended meanwhile");
+        // EISDIR, in place of what lasts only for a moment.
+        fs::create_dir(proc.path().join("7/comm")).unwrap();
+        assert!(look().is_err());
+    }
+
+    #[test]
     fn ends_only_processes_with_the_pipe_directory_and_the_recorded_one() {
         let (state, bin) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let key = DaemonKey("GPU-1".into());
@@ -234,7 +273,7 @@ mod tests {
         let mut recorded = Command::new("/bin/sleep").arg("60").spawn().unwrap();
         let process = |child: &std::process::Child| Process::find(child.id().try_into().unwrap()).unwrap();
         sleep(Duration::from_millis(100));
-        assert_eq!(find(&dirs::pipe(&key, state.path())), [(process(&ours), Kind::Server)]);
+        assert_eq!(find(&dirs::pipe(&key, state.path())).unwrap(), [(process(&ours), Kind::Server)]);
         end(&key, state.path(), Some(process(&recorded)), None).unwrap();
         assert!(ours.try_wait().unwrap().is_some() && recorded.try_wait().unwrap().is_some());
         assert!(other.try_wait().unwrap().is_none());

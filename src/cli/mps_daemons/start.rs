@@ -225,7 +225,7 @@ fn run_daemon(
     let warnings = Launch { key, devices, state_dir, file_system, control, logs: &logs, left }.start()?;
     let not_up = |why: &str| launch::not_up(&claim.devices, config.mps.start_timeout, why, &logs);
     wait_for_answer(key, control, deadline, config).map_err(|why| not_up(&why))?;
-    let process = launch::find(&sublet_core::mps::dirs::pipe(key, state_dir))
+    let process = launch::find(&dirs::pipe(key, state_dir))?
         .into_iter()
         .find_map(|(process, kind)| (kind == Kind::Daemon).then_some(process))
         .ok_or_else(|| not_up("it answers, but its process cannot be found in /proc"))?;
@@ -344,7 +344,7 @@ fn no_server(
 /// Names the processes that keep a server off the GPU, if any were found; the daemon's own server is left out.
 fn holders(claim: &Claim, store: &Store, config: &Config) -> String {
     let Ok(ledger) = store.read() else { return String::new() };
-    let own = launch::find(&dirs::pipe(&claim.key, &config.state_dir));
+    let own = launch::find(&dirs::pipe(&claim.key, &config.state_dir)).unwrap_or_default();
     let is_own =
         |name: &String| own.iter().any(|(process, _)| name.ends_with(&format!("(pid {})", process.pid)));
     let devices = claim.devices.iter();

@@ -104,11 +104,13 @@ pub fn exists(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, M
     Ok(is_known(key, store, config)? || is_device())
 }
 
-/// Whether anything of it is left.
+/// Whether anything of it is left, or may be.
 fn is_known(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
     let mode = ledger.compute_modes.iter().any(|changed| changed.device == key.0);
-    Ok(mode || limits_and_state::daemon(&ledger, key).is_some() || key.dir(&config.state_dir).exists())
+    Ok(mode
+        || limits_and_state::daemon(&ledger, key).is_some()
+        || key.dir(&config.state_dir).try_exists().unwrap_or(true))
 }
 
 /// Under the ledger's lock: checks that no lease is left (unless forced), and records the daemon as stopping.

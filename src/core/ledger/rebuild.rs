@@ -67,8 +67,10 @@ pub(super) fn rebuild(state_dir: &Path, root: Option<&Path>, boot_id: &str, last
 pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Option<String> {
     let name = |path: &Path| safe(&path.to_string_lossy());
     let further = state_dir.join(FURTHER_ROOTS);
-    if !further_roots(state_dir).is_empty() {
-        return Some(format!("{} is there", name(&further)));
+    match further_roots(state_dir) {
+        Ok(roots) if roots.is_empty() => {}
+        Ok(_) => return Some(format!("{} is there", name(&further))),
+        Err(error) => return Some(format!("{} cannot be read: {error}", name(&further))),
     }
     // The directories alone prove nothing, because a command that only asks creates them for their lock. A daemon also
     // writes its pid.
@@ -240,8 +242,8 @@ fn process_of(dir: &Path) -> Option<Process> {
     let process = Process::find(text.trim().parse().ok()?)?;
     let name = fs::read(format!("/proc/{}/comm", process.pid)).ok()?;
     // With a wrapper the program may have any name.
-    let ours =
-        name.starts_with(MPS_COMM) || process.has_environment("CUDA_MPS_PIPE_DIRECTORY", &dir.join("pipe"));
+    let started_for = || process.has_environment("CUDA_MPS_PIPE_DIRECTORY", &dir.join("pipe"));
+    let ours = name.starts_with(MPS_COMM) || started_for().unwrap_or(false);
     (process.is_alive() && ours).then_some(process)
 }
 
@@ -267,7 +269,7 @@ fn of_list(value: &[u8]) -> Vec<String> {
 /// Records where the runtimes of `ledger`'s leases keep their records, if that is not a usual place.
 ///
 /// # Errors
-/// The file cannot be written.
+/// The file cannot be read, so that the roots in it would be lost, or cannot be written.
 pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()> {
     let mut known: Option<Vec<PathBuf>> = None;
     let ours = ledger.leases.iter().filter(|lease| !lease.brokered);
@@ -285,7 +287,10 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()
         if line.is_none() || ROOTS.iter().any(|pattern| fits(pattern, root)) {
             continue;
         }
-        let known = known.get_or_insert_with(|| further_roots(state_dir));
+        if known.is_none() {
+            known = Some(further_roots(state_dir)?);
+        }
+        let known = known.get_or_insert_default();
         if !known.iter().any(|old| old == root) {
             known.push(root.to_owned());
             let lines: Vec<&str> = known.iter().filter_map(|root| root.to_str()).collect();
@@ -296,18 +301,18 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()
     Ok(())
 }
 
-fn further_roots(state_dir: &Path) -> Vec<PathBuf> {
-    let content =
-        crate::fs::trusted::read_if_trusted(&state_dir.join(FURTHER_ROOTS), LARGEST).unwrap_or_default();
-    let text = String::from_utf8_lossy(&content).into_owned();
-    text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect()
+fn further_roots(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
+    // One that is not trusted is written anew.
+    let trusted = crate::fs::trusted::read(&state_dir.join(FURTHER_ROOTS), LARGEST)?.and_then(Result::ok);
+    let text = String::from_utf8_lossy(&trusted.unwrap_or_default()).into_owned();
+    Ok(text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect())
 }
 
 /// Every existing root, each once, whatever links lead to it.
 pub(super) fn roots(state_dir: &Path, further: Option<&Path>) -> Vec<PathBuf> {
     let usual = ROOTS.iter().flat_map(|pattern| expand(pattern));
     let mut roots: Vec<PathBuf> = usual
-        .chain(further_roots(state_dir))
+        .chain(further_roots(state_dir).unwrap_or_default())
         .chain(further.map(Path::to_owned))
         .filter_map(|root| root.canonicalize().ok())
         .collect();

@@ -115,12 +115,22 @@ pub fn publish(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
 }
 
 fn remove_others(dir: &Path, keep: &str) -> Result<(), MpsError> {
-    for entry in fs::read_dir(dir).map_err(io_at("read", dir))?.flatten() {
+    for entry in fs::read_dir(dir).map_err(io_at("read", dir))? {
+        let entry = entry.map_err(io_at("read", dir))?;
         if entry.file_name() != keep {
             remove_if_there(&entry.path())?;
         }
     }
     Ok(())
+}
+
+/// Empties a directory, which need not be there.
+fn empty(dir: &Path) -> Result<(), MpsError> {
+    match dir.try_exists() {
+        Ok(true) => remove_others(dir, ""),
+        Ok(false) => Ok(()),
+        Err(error) => Err(io_at("look at", dir)(error)),
+    }
 }
 
 fn remove_if_there(path: &Path) -> Result<(), MpsError> {
@@ -141,8 +151,7 @@ fn remove_if_there(path: &Path) -> Result<(), MpsError> {
 /// # Errors
 /// Something cannot be removed.
 pub fn clear_pipe(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
-    let dir = pipe(key, state_dir);
-    if dir.exists() { remove_others(&dir, "") } else { Ok(()) }
+    empty(&pipe(key, state_dir))
 }
 
 /// Cleans up after the daemon's end: removes all sockets. A dedicated daemon leaves nothing at all. A shared daemon's
@@ -154,10 +163,7 @@ pub fn clear(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     if crate::ledger::LeaseId::parse(&key.0).is_some() {
         return remove_if_there(&key.dir(state_dir));
     }
-    let public = key.public(state_dir);
-    if public.exists() {
-        remove_others(&public, "")?;
-    }
+    empty(&key.public(state_dir))?;
     clear_pipe(key, state_dir)
 }
 

@@ -36,6 +36,14 @@ impl Process {
         stat(pid).ok()?.map(|stat| Self { pid, start_time: stat.start_time })
     }
 
+    /// The running process `pid`; `None` if there is none.
+    ///
+    /// # Errors
+    /// It cannot be examined.
+    pub fn examine(pid: i32) -> io::Result<Option<Self>> {
+        Ok(stat(pid)?.map(|stat| Self { pid, start_time: stat.start_time }))
+    }
+
     /// The pid of its parent; `None` if the process has ended.
     #[must_use]
     pub fn parent(&self) -> Option<i32> {
@@ -51,12 +59,19 @@ impl Process {
         Self::find(pid).ok_or_else(|| std::io::Error::other(format!("/proc/{pid}/stat cannot be read")))
     }
 
-    /// Whether it was started with this variable. `false` also if its environment may not be read.
-    #[must_use]
-    pub fn has_environment(&self, name: &str, value: &Path) -> bool {
+    /// Whether it was started with this variable. `false` also if this process has no right to read its environment.
+    ///
+    /// # Errors
+    /// Its environment cannot be read for another reason.
+    pub fn has_environment(&self, name: &str, value: &Path) -> io::Result<bool> {
         let wanted = [name.as_bytes(), b"=", value.as_os_str().as_bytes()].concat();
-        let environment = std::fs::read(format!("/proc/{}/environ", self.pid)).unwrap_or_default();
-        environment.split(|byte| *byte == 0).any(|entry| entry == wanted) && self.is_alive()
+        let environment = match std::fs::read(format!("/proc/{}/environ", self.pid)) {
+            Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::PermissionDenied => {
+                return Ok(false);
+            }
+            environment => environment?,
+        };
+        Ok(environment.split(|byte| *byte == 0).any(|entry| entry == wanted) && self.is_alive())
     }
 
     /// Whether a process with the id `pid` runs, or cannot be examined.
@@ -131,12 +146,16 @@ fn stat(pid: i32) -> io::Result<Option<Stat>> {
         Ok(length) => parse_stat(&String::from_utf8_lossy(&line[..length]))
             .map(Some)
             .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat does not describe a process"))),
-        // If the process ends while its file is open, reading fails with ESRCH.
-        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => {
-            Ok(None)
-        }
+        Err(error) if is_gone(&error) => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// Whether a file of /proc could not be read because its process has ended: if it ends while the file is open, reading
+/// fails with ESRCH.
+#[must_use]
+pub fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH)
 }
 
 /// The command name in field 2 may contain spaces and parentheses, so fields are counted from the last `)`.

@@ -33,6 +33,7 @@ pub mod state_file;
 pub mod topology;
 pub mod trailer;
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// The root of a simulated driver.
@@ -54,14 +55,20 @@ impl Root {
         above.into_iter().find(Self::exists).or_else(Self::from_env)
     }
 
-    /// The root that contains a library file (`DIR/usr/lib/<triplet>/<file>`); otherwise `SUBLET_SIM_ROOT`.
-    #[must_use]
-    pub fn of_library(file: &Path) -> Option<Self> {
-        Self::above(&file.canonicalize().ok()?, 4).or_else(Self::from_env)
-    }
-
-    fn above(file: &Path, levels: usize) -> Option<Self> {
-        file.ancestors().nth(levels).map(|dir| Self(dir.to_owned())).filter(Self::exists)
+    /// The root that contains a library file (`DIR/usr/lib/<triplet>/<file>`); otherwise `SUBLET_SIM_ROOT`. `None`: a
+    /// container, which has neither.
+    ///
+    /// # Errors
+    /// The file or its directories cannot be examined. On a host they would be taken for a container's otherwise, whose
+    /// driver has every setting as at first.
+    pub fn of_library(file: &Path) -> io::Result<Option<Self>> {
+        let file = match file.canonicalize() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            canonical => canonical?,
+        };
+        let Some(dir) = file.ancestors().nth(4) else { return Ok(Self::from_env()) };
+        let root = Self(dir.to_owned());
+        Ok(if root.topology().try_exists()? { Some(root) } else { Self::from_env() })
     }
 
     fn from_env() -> Option<Self> {
@@ -103,5 +110,19 @@ impl Root {
     #[must_use]
     pub fn libraries(&self) -> PathBuf {
         self.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_cannot_be_examined_is_not_taken_for_a_containers() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |name: &str| Root::of_library(&dir.path().join(name));
+        assert_eq!(of("libcuda.so").unwrap(), None);
+        // ENAMETOOLONG, in place of what lasts only for a moment.
+        assert!(of(&"x".repeat(300)).is_err());
     }
 }

@@ -258,7 +258,7 @@ impl Made {
     }
 
     fn alone(tag: &str, device: &Device, libcuda: &Path) -> Result<Self, String> {
-        let root = Root::of_library(libcuda);
+        let root = Root::of_library(libcuda).map_err(|error| format!("{}: {error}", libcuda.display()))?;
         let claim = claim(device, root.as_ref(), libcuda).ok_or("CUDA_ERROR_DEVICE_UNAVAILABLE")?;
         let (sm, used_mib) = (device.sm, context_mib(device.sm));
         let all = contexts::list(tag);

@@ -120,7 +120,7 @@ impl Target<'_> {
 impl Session {
     fn find() -> Answer<Self> {
         let library = own_file().ok_or(DRIVER_NOT_LOADED)?;
-        let root = Root::of_library(&library);
+        let root = Root::of_library(&library).map_err(|_| UNKNOWN)?;
         let topology = match &root {
             Some(root) => Topology::load(root).ok(),
             None => trailer::read(&library),
