@@ -24,7 +24,7 @@ pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
 ///
 /// # Errors
 /// As [`replace`]'s.
-pub fn replace_and_keep(path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
+pub(crate) fn replace_and_keep(path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
     replaced(path, content, mode, |_| Ok(()))
 }
 
