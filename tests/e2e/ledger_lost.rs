@@ -154,6 +154,42 @@ fn where_the_copy_is_lost_too_the_device_of_a_rootless_container_is_closed_and_i
     host.world.assert_empty();
 }
 
+/// Without the copy, too, a container's lease and a daemon are only known from its record and from /proc.
+#[test]
+fn what_cannot_be_read_for_a_moment_is_not_taken_as_gone() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("mine", LARGE, HOLD);
+    bundle.up();
+    let lease = world.leases()[0].clone();
+    let written = std::fs::read(world.state_dir().join("ledger.json")).expect("a ledger");
+    let written: Value = serde_json::from_slice(&written).expect("JSON");
+    let record = written["leases"][0]["container"]["record"].as_str().expect("a path");
+    let daemon = world.status()["mps"][0]["pid"].clone();
+    for file in ["ledger.json", "ledger.json.copy"] {
+        std::fs::write(world.state_dir().join(file), "{").expect("written");
+    }
+    for unread in [format!("{record}/state.json"), format!("/proc/{daemon}/environ")] {
+        let sublet = world.command("sublet");
+        let mut command = std::process::Command::new("strace");
+        command.args(["-f", "-o", "/dev/null", "-P", &unread, "-e", "inject=openat:error=EIO", "--"]);
+        command.arg(sublet.get_program()).arg("gc");
+        command.envs(sublet.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let output = command.output().expect("strace is installed");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("cannot be read"), "{unread}: {said}");
+        let ledger = std::fs::read(world.state_dir().join("ledger.json")).expect("a ledger");
+        assert_eq!(ledger, b"{", "{unread}: nothing was written");
+    }
+    assert!(world.sublet(&["gc"]).status.success());
+    assert_eq!((&world.leases()[0]["id"], world.leases().len()), (&lease["id"], 1));
+    assert_eq!(world.status()["mps"][0]["pid"], daemon);
+    bundle.down();
+    world.assert_empty();
+}
+
 /// What the container said of trouble since it holds its context.
 fn still_holds(bundle: &sublet_e2e::user::Bundle<'_>) -> Value {
     let output = std::fs::read_to_string(bundle.dir.join("create.out")).unwrap_or_default();

@@ -70,10 +70,10 @@ mod tests {
         let (process, cgroup) = (Process::current().unwrap(), Some(cgroup.path().to_owned()));
         let init = Some(Init { process, pid_namespace: 0, cgroup });
         let held = Lease { job: Some(job(inode)), init, ..lease(1, "GPU-a") };
-        let rebuilt = || rebuild(state.path(), None, "boot", None).leases;
+        let rebuilt = || rebuild(state.path(), None, "boot", None).unwrap().leases;
         held.remember_of_job(state.path()).unwrap();
         assert_eq!(rebuilt(), std::slice::from_ref(&held));
-        assert!(trace(state.path(), None).unwrap().contains("job 7"));
+        assert!(trace(state.path(), None).unwrap().unwrap().contains("job 7"));
         let within = Lease { within: Some(held.id.clone()), ..held.clone() };
         within.remember_of_job(state.path()).unwrap();
         assert_eq!(rebuilt(), std::slice::from_ref(&held), "a container's is not written");
@@ -88,7 +88,7 @@ mod tests {
         assert_eq!(rebuilt(), std::slice::from_ref(&held));
         populated(0);
         assert!(rebuilt().is_empty(), "the job has ended");
-        assert_eq!(trace(state.path(), None), None);
+        assert_eq!(trace(state.path(), None).unwrap(), None);
         populated(1);
         JobRecord::remove(state.path(), 7, None).unwrap();
         assert!(rebuilt().is_empty(), "its copy goes with its record");

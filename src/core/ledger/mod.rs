@@ -31,11 +31,13 @@ mod queries;
 mod rebuild;
 mod remembered_leases;
 mod runtime_record;
+mod runtime_roots;
 mod signs_of_life;
 mod store;
 mod stored;
 #[cfg(test)]
 mod stress;
+mod unmounted;
 
 use std::path::PathBuf;
 
@@ -49,7 +51,7 @@ pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
 pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use error::LedgerError;
-pub use file_system::{FILE_SYSTEM_VARIABLE, FileSystem, Unmounted};
+pub use file_system::{FileSystem, Unmounted};
 pub use lease_state::LeaseState;
 pub(crate) use liveness::Scan;
 pub(crate) use mig_changes::gpus_under_change;
@@ -63,6 +65,7 @@ pub use runtime_record::Record;
 pub use runtime_record::read_up_to;
 pub use store::{Freed, Store};
 pub use store::{is_there, written};
+pub use unmounted::FILE_SYSTEM_VARIABLE;
 
 use crate::inventory::ComputeMode;
 use crate::process::Process;

@@ -72,12 +72,13 @@ impl Namespaces {
             return false;
         }
         let is_pid = |name: &[u8]| name.iter().all(u8::is_ascii_digit);
-        let pids = entries.flatten().filter(|entry| is_pid(entry.file_name().as_encoded_bytes()));
-        pids.map(|entry| Self::of(&entry.path().join("ns"))).all(|its| match its {
-            Ok(its) => its != self,
-            // It ended meanwhile. A zombie has no namespaces either.
-            Err(error) => error.kind() == io::ErrorKind::NotFound,
-        })
+        entries
+            .filter(|entry| entry.as_ref().map_or(true, |entry| is_pid(entry.file_name().as_encoded_bytes())))
+            .all(|entry| match entry.and_then(|entry| Self::of(&entry.path().join("ns"))) {
+                Ok(its) => its != self,
+                // It ended meanwhile. A zombie has no namespaces either.
+                Err(error) => error.kind() == io::ErrorKind::NotFound,
+            })
     }
 }
 

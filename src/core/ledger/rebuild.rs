@@ -2,33 +2,22 @@
 //! by their directories, jobs of Slurm's by the copies of their leases. A device with other processes takes no new lease until they end.
 
 use std::fs;
-use std::io;
-use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use nix::libc::{EACCES, ELOOP};
+
+use super::error::failed;
 use super::job_leases::of_live_jobs;
 use super::liveness::{has_processes, init_of};
 use super::runtime_record::{LARGEST, Record, read_bounded};
-use super::{DaemonState, Lease, LeaseId, Ledger, MpsDaemon};
+use super::runtime_roots::{FURTHER_ROOTS, entries, further_roots, roots};
+use super::{DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
+use crate::fs::looked_for::is_absent;
 use crate::inventory::{Device, GpuProcess, Inventory};
 use crate::ledger::DaemonKey;
-use crate::process::Process;
+use crate::process::{Process, is_gone};
 use crate::text::safe;
-
-/// Where root's runtimes keep their records: `ROOT/ID`. A `*` at the end of a component matches the rest of its name.
-///
-/// Users' own roots below /run/user are not included: a file that a user can write must not take a share.
-const ROOTS: [&str; 4] = [
-    // runc(8), `--root`.
-    "/run/runc",
-    // crun(1), `--root`. Podman and CRI-O use this default.
-    "/run/crun",
-    // dockerd: <exec-root>/runtime-<name>, with containerd's namespace below.
-    "/run/docker/runtime-*/*",
-    // containerd's runc.v2 shim: one for each namespace (`k8s.io`, `default`, `moby`).
-    "/run/containerd/runc/*",
-];
 
 /// Where a daemon writes its pid, in its directory below `mps/`.
 const PID_FILE: &str = "pipe/nvidia-cuda-mps-control.pid";
@@ -36,16 +25,23 @@ const PID_FILE: &str = "pipe/nvidia-cuda-mps-control.pid";
 /// `nvidia-cuda-mps-control` as the kernel truncates it (proc(5), comm).
 const MPS_COMM: &[u8] = b"nvidia-cuda-mps";
 
-/// The file in the state directory that names further roots, one per line.
-const FURTHER_ROOTS: &str = "roots";
-
 /// The ledger as far as it can be rebuilt from `last`, its copy, and the running system. As with any ledger, the caller
 /// checks whether the leases are still alive. `root` is one more place where a runtime keeps its records.
-pub(super) fn rebuild(state_dir: &Path, root: Option<&Path>, boot_id: &str, last: Option<Ledger>) -> Ledger {
+///
+/// # Errors
+/// A place where a lease or a daemon may be recorded, or a process, cannot be examined.
+pub(super) fn rebuild(
+    state_dir: &Path,
+    root: Option<&Path>,
+    boot_id: &str,
+    last: Option<Ledger>,
+) -> Result<Ledger, LedgerError> {
     let mut ledger = last.unwrap_or_else(|| Ledger::empty(boot_id));
-    let of_containers = roots(state_dir, root);
-    let of_containers = of_containers.iter().flat_map(|root| leases_in(root, state_dir));
-    for lease in of_containers.chain(of_live_jobs(state_dir)) {
+    let mut found = Vec::new();
+    for root in roots(state_dir, root)? {
+        found.extend(leases_in(&root, state_dir)?);
+    }
+    for lease in found.into_iter().chain(of_live_jobs(state_dir)) {
         if ledger.lease(&lease.id).is_some() {
             continue;
         }
@@ -53,43 +49,51 @@ pub(super) fn rebuild(state_dir: &Path, root: Option<&Path>, boot_id: &str, last
             tracing::warn!("rebuilding the ledger: {doubled}");
         }
     }
-    for daemon in daemons(state_dir, &ledger) {
+    for daemon in daemons(state_dir, &ledger)? {
         if !ledger.daemons.iter().any(|known| known.key == daemon.key) {
             ledger.daemons.push(daemon);
         }
     }
     ledger.unexplained = unexplained(state_dir, &ledger);
-    ledger
+    Ok(ledger)
 }
 
 /// Evidence that there was a ledger since boot, although there is none now: it was lost. Without such evidence, there
 /// was none yet.
-pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Option<String> {
+///
+/// # Errors
+/// As [`rebuild`].
+pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Result<Option<String>, LedgerError> {
     let name = |path: &Path| safe(&path.to_string_lossy());
     let further = state_dir.join(FURTHER_ROOTS);
     match further_roots(state_dir) {
         Ok(roots) if roots.is_empty() => {}
-        Ok(_) => return Some(format!("{} is there", name(&further))),
-        Err(error) => return Some(format!("{} cannot be read: {error}", name(&further))),
+        Ok(_) => return Ok(Some(format!("{} is there", name(&further)))),
+        Err(error) => return Ok(Some(format!("{} cannot be read: {error}", name(&further)))),
     }
     // The directories alone prove nothing, because a command that only asks creates them for their lock. A daemon also
     // writes its pid.
-    let started = |entry: &fs::DirEntry| fs::symlink_metadata(entry.path().join(PID_FILE)).is_ok();
-    if let Some(entry) = fs::read_dir(state_dir.join("mps")).into_iter().flatten().flatten().find(started) {
-        return Some(format!("{} belonged to an MPS daemon", name(&entry.path())));
+    for daemon in entries(&state_dir.join("mps"))? {
+        let written = fs::symlink_metadata(daemon.join(PID_FILE));
+        if !written.is_err_and(|error| is_absent(&error)) {
+            return Ok(Some(format!("{} belonged to an MPS daemon", name(&daemon))));
+        }
     }
-    if let Some((_, daemon)) = running_daemons(state_dir).first() {
-        return Some(format!("its MPS daemon {} runs", daemon.pid));
+    if let Some((_, daemon)) = running_daemons(state_dir)?.first() {
+        return Ok(Some(format!("its MPS daemon {} runs", daemon.pid)));
     }
     if let Some(job) = of_live_jobs(state_dir).into_iter().find_map(|lease| lease.job) {
-        return Some(format!("there is a copy of the lease of job {}, which runs", job.id));
+        return Ok(Some(format!("there is a copy of the lease of job {}, which runs", job.id)));
     }
-    let ours = |dir: &PathBuf| {
-        let record = Record::read(dir).ok().flatten();
-        record.is_some_and(|record| record.lease.is_some() && is_of(&record, state_dir))
-    };
-    let record = roots(state_dir, root).iter().flat_map(|root| records_in(root)).find(ours)?;
-    Some(format!("{} is the record of a container with a share", name(&record)))
+    for root in roots(state_dir, root)? {
+        for dir in entries(&root)? {
+            let record = trusted_record(&dir)?.filter(|record| record.lease.is_some());
+            if record.is_some_and(|record| is_of(&record, state_dir)) {
+                return Ok(Some(format!("{} is the record of a container with a share", name(&dir))));
+            }
+        }
+    }
+    Ok(None)
 }
 
 /// UUIDs of devices with processes that are not attributable to any lease of `ledger`.
@@ -129,8 +133,34 @@ pub(super) fn inventory(state_dir: &Path, boot_id: &str) -> Option<Inventory> {
     (inventory.fingerprint.boot_id.trim() == boot_id).then_some(inventory)
 }
 
-fn leases_in(root: &Path, state_dir: &Path) -> Vec<Lease> {
-    records_in(root).iter().filter_map(|dir| restore(dir, state_dir)).collect()
+fn leases_in(root: &Path, state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
+    let mut found = Vec::new();
+    for dir in entries(root)? {
+        found.extend(trusted_record(&dir)?.and_then(|record| restore(record, &dir, state_dir)));
+    }
+    Ok(found)
+}
+
+/// The record in `dir`; `None` if there is none, if another user may have written it, or if it is no record of a runtime's.
+///
+/// # Errors
+/// It cannot be read. It may be that of a container with a share.
+pub(super) fn trusted_record(dir: &Path) -> Result<Option<Record>, LedgerError> {
+    match fs::symlink_metadata(dir) {
+        Ok(meta) if meta.is_dir() && crate::fs::trusted::is_trusted_owner(meta.uid()) => {}
+        Err(error) if !is_absent(&error) => return Err(failed("read", dir, error)),
+        _ => return Ok(None),
+    }
+    Record::read(dir).or_else(|error| {
+        // Without a number it was said of the content. ELOOP: it is a link.
+        let cannot_be_read = error.raw_os_error().is_some_and(|number| ![EACCES, ELOOP].contains(&number));
+        if cannot_be_read {
+            return Err(failed("read", dir, error));
+        }
+        let dir = safe(&dir.to_string_lossy());
+        tracing::warn!("{dir} is taken for no container's record: {}", safe(&error.to_string()));
+        Ok(None)
+    })
 }
 
 /// Whether the container's lease belongs to the ledger of `state_dir`, and not to another one on this host.
@@ -138,30 +168,8 @@ pub(super) fn is_of(record: &Record, state_dir: &Path) -> bool {
     record.restorable.as_deref().is_none_or(|text| Lease::is_annotation_of(text, state_dir))
 }
 
-/// The directories of a runtime's records.
-pub(super) fn records_in(root: &Path) -> Vec<PathBuf> {
-    match fs::read_dir(root) {
-        Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
-        Err(error) => {
-            let root = safe(&root.to_string_lossy());
-            tracing::warn!("rebuilding the ledger: containers in {root} cannot be listed: {error}");
-            Vec::new()
-        }
-    }
-}
-
-/// The lease of the container whose record is in `dir`, if it has one and is alive.
-fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
-    let trusted = fs::symlink_metadata(dir)
-        .is_ok_and(|meta| meta.is_dir() && crate::fs::trusted::is_trusted_owner(meta.uid()));
-    let record = match Record::read(dir) {
-        Ok(record) => record.filter(|_| trusted)?,
-        Err(error) => {
-            let dir = safe(&dir.to_string_lossy());
-            tracing::warn!("rebuilding the ledger: {dir} cannot be read: {}", safe(&error.to_string()));
-            return None;
-        }
-    };
+/// The lease of the container whose `record` is in `dir`, if it has one and is alive.
+fn restore(record: Record, dir: &Path, state_dir: &Path) -> Option<Lease> {
     if !is_of(&record, state_dir) {
         return None;
     }
@@ -182,38 +190,45 @@ fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
     (lease.id == id).then_some(lease)
 }
 
-fn daemons(state_dir: &Path, ledger: &Ledger) -> Vec<MpsDaemon> {
-    let entries = fs::read_dir(state_dir.join("mps")).into_iter().flatten().flatten();
-    let written = entries.filter_map(|entry| {
-        let key = DaemonKey(entry.file_name().to_str()?.to_owned());
-        Some((key, process_of(&entry.path())?))
-    });
-    let mut found: Vec<(DaemonKey, Process)> = written.collect();
-    for running in running_daemons(state_dir) {
+fn daemons(state_dir: &Path, ledger: &Ledger) -> Result<Vec<MpsDaemon>, LedgerError> {
+    let mut found = Vec::new();
+    for dir in entries(&state_dir.join("mps"))? {
+        let Some(key) = dir.file_name().and_then(|name| name.to_str()) else { continue };
+        found.extend(process_of(&dir)?.map(|process| (DaemonKey(key.to_owned()), process)));
+    }
+    for running in running_daemons(state_dir)? {
         if !found.iter().any(|(key, _)| *key == running.0) {
             found.push(running);
         }
     }
-    found.into_iter().map(|(key, process)| daemon(key, process, ledger)).collect()
+    Ok(found.into_iter().map(|(key, process)| daemon(key, process, ledger)).collect())
 }
 
 /// Daemons that were started for a directory in `state_dir`. The directory may have been removed since.
-pub(super) fn running_daemons(state_dir: &Path) -> Vec<(DaemonKey, Process)> {
+///
+/// # Errors
+/// A process cannot be examined.
+pub(super) fn running_daemons(state_dir: &Path) -> Result<Vec<(DaemonKey, Process)>, LedgerError> {
     let ours = state_dir.join("mps");
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    pids.filter_map(|pid| {
+    let mut found = Vec::new();
+    for entry in entries(Path::new("/proc"))? {
+        let pid = entry.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse::<i32>().ok());
+        let Some(pid) = pid else { continue };
+        if !of_process(pid, "comm")?.starts_with(MPS_COMM) {
+            continue;
+        }
         // Only the control program has the options `-d` and `-f`. Servers end with it.
-        let words = fs::read(format!("/proc/{pid}/comm"))
-            .ok()
-            .filter(|comm| comm.starts_with(MPS_COMM))
-            .and(fs::read(format!("/proc/{pid}/cmdline")).ok())?;
-        words.split(|byte| *byte == 0).find(|word| matches!(*word, b"-d" | b"-f"))?;
-        let pipe = PathBuf::from(variable(pid, "CUDA_MPS_PIPE_DIRECTORY=")?);
-        let key = pipe.strip_prefix(&ours).ok()?.parent()?.to_str().filter(|key| !key.is_empty())?;
-        Some((DaemonKey(key.to_owned()), Process::find(pid).filter(Process::is_alive)?))
-    })
-    .collect()
+        let is_option = |word: &[u8]| matches!(word, b"-d" | b"-f");
+        if !of_process(pid, "cmdline")?.split(|byte| *byte == 0).any(is_option) {
+            continue;
+        }
+        let pipe = variable(pid, "CUDA_MPS_PIPE_DIRECTORY=")?.map(PathBuf::from);
+        let key = pipe.as_deref().and_then(|pipe| pipe.strip_prefix(&ours).ok()?.parent()?.to_str());
+        let Some(key) = key.filter(|key| !key.is_empty()) else { continue };
+        let process = Process::examine(pid).map_err(|error| failed("read", &entry, error))?;
+        found.extend(process.filter(Process::is_alive).map(|process| (DaemonKey(key.to_owned()), process)));
+    }
+    Ok(found)
 }
 
 /// The record of a running daemon. Its default limits are unknown. The `Default` value causes them to be set again.
@@ -237,26 +252,48 @@ fn daemon(key: DaemonKey, process: Process, ledger: &Ledger) -> MpsDaemon {
 }
 
 /// The control daemon that wrote its pid into the directory `dir`, and not another process that got the same pid.
-fn process_of(dir: &Path) -> Option<Process> {
-    let text = String::from_utf8(read_bounded(&dir.join(PID_FILE)).ok()??).ok()?;
-    let process = Process::find(text.trim().parse().ok()?)?;
-    let name = fs::read(format!("/proc/{}/comm", process.pid)).ok()?;
+///
+/// # Errors
+/// The file or the process cannot be examined.
+fn process_of(dir: &Path) -> Result<Option<Process>, LedgerError> {
+    let file = dir.join(PID_FILE);
+    let unread = |error| failed("read", &file, error);
+    let text = read_bounded(&file).map_err(unread)?.unwrap_or_default();
+    let Some(pid) = std::str::from_utf8(&text).ok().and_then(|text| text.trim().parse().ok()) else {
+        return Ok(None);
+    };
+    let Some(process) = Process::examine(pid).map_err(unread)? else { return Ok(None) };
     // With a wrapper the program may have any name.
-    let started_for = || process.has_environment("CUDA_MPS_PIPE_DIRECTORY", &dir.join("pipe"));
-    let ours = name.starts_with(MPS_COMM) || started_for().unwrap_or(false);
-    (process.is_alive() && ours).then_some(process)
+    let ours = of_process(pid, "comm")?.starts_with(MPS_COMM)
+        || process.has_environment("CUDA_MPS_PIPE_DIRECTORY", &dir.join("pipe")).map_err(unread)?;
+    Ok((process.is_alive() && ours).then_some(process))
 }
 
 /// The devices for which the daemon `pid` was started; none if they are unknown.
 fn visible_devices(pid: i32) -> Vec<String> {
-    variable(pid, "CUDA_VISIBLE_DEVICES=").map_or_else(Vec::new, |list| of_list(list.as_bytes()))
+    let value = variable(pid, "CUDA_VISIBLE_DEVICES=").ok().flatten();
+    value.map_or_else(Vec::new, |list| of_list(list.as_bytes()))
 }
 
 /// The value of `name` in the environment with which `pid` was started.
-pub(super) fn variable(pid: i32, name: &str) -> Option<String> {
-    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
-    let value = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(name.as_bytes()))?;
-    String::from_utf8(value.to_owned()).ok()
+///
+/// # Errors
+/// The environment cannot be read.
+pub(super) fn variable(pid: i32, name: &str) -> Result<Option<String>, LedgerError> {
+    let environment = of_process(pid, "environ")?;
+    let value = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(name.as_bytes()));
+    Ok(value.and_then(|value| String::from_utf8(value.to_owned()).ok()))
+}
+
+/// What /proc has in `file` of a process; nothing if it has ended or is one that this user may not examine.
+fn of_process(pid: i32, file: &str) -> Result<Vec<u8>, LedgerError> {
+    let path = PathBuf::from(format!("/proc/{pid}/{file}"));
+    match fs::read(&path) {
+        Err(error) if is_gone(&error) || error.kind() == std::io::ErrorKind::PermissionDenied => {
+            Ok(Vec::new())
+        }
+        content => content.map_err(|error| failed("read", &path, error)),
+    }
 }
 
 /// Only UUIDs of whole GPUs. With any other value the daemon counts as unexplained, on an unknown device.
@@ -266,90 +303,6 @@ fn of_list(value: &[u8]) -> Vec<String> {
     if known { uuids.into_iter().map(str::to_owned).collect() } else { Vec::new() }
 }
 
-/// Records where the runtimes of `ledger`'s leases keep their records, if that is not a usual place.
-///
-/// # Errors
-/// The file cannot be read, so that the roots in it would be lost, or cannot be written.
-pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()> {
-    let mut known: Option<Vec<PathBuf>> = None;
-    let ours = ledger.leases.iter().filter(|lease| !lease.brokered);
-    let mut seen: Vec<&[u8]> = Vec::new();
-    for record in ours.map(|lease| &lease.container.record) {
-        // Most leases have one of a few roots. To take paths apart takes much longer than texts.
-        let text = record.as_os_str().as_bytes();
-        let above = text.iter().rposition(|byte| *byte == b'/').map_or(text, |slash| &text[..slash]);
-        if seen.contains(&above) {
-            continue;
-        }
-        seen.push(above);
-        let Some(root) = record.parent() else { continue };
-        let line = root.to_str().filter(|line| line.starts_with('/') && !line.contains('\n'));
-        if line.is_none() || ROOTS.iter().any(|pattern| fits(pattern, root)) {
-            continue;
-        }
-        if known.is_none() {
-            known = Some(further_roots(state_dir)?);
-        }
-        let known = known.get_or_insert_default();
-        if !known.iter().any(|old| old == root) {
-            known.push(root.to_owned());
-            let lines: Vec<&str> = known.iter().filter_map(|root| root.to_str()).collect();
-            let lines = lines.join("\n");
-            crate::fs::atomic::replace(&state_dir.join(FURTHER_ROOTS), lines.as_bytes(), 0o644)?;
-        }
-    }
-    Ok(())
-}
-
-fn further_roots(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
-    // One that is not trusted is written anew.
-    let trusted = crate::fs::trusted::read(&state_dir.join(FURTHER_ROOTS), LARGEST)?.and_then(Result::ok);
-    let text = String::from_utf8_lossy(&trusted.unwrap_or_default()).into_owned();
-    Ok(text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect())
-}
-
-/// Every existing root, each once, whatever links lead to it.
-pub(super) fn roots(state_dir: &Path, further: Option<&Path>) -> Vec<PathBuf> {
-    let usual = ROOTS.iter().flat_map(|pattern| expand(pattern));
-    let mut roots: Vec<PathBuf> = usual
-        .chain(further_roots(state_dir).unwrap_or_default())
-        .chain(further.map(Path::to_owned))
-        .filter_map(|root| root.canonicalize().ok())
-        .collect();
-    roots.sort();
-    roots.dedup();
-    roots
-}
-
-fn fits(pattern: &str, path: &Path) -> bool {
-    let (pattern, path) = (Path::new(pattern).components(), path.components());
-    pattern.clone().count() == path.clone().count()
-        && pattern.zip(path).all(|(pattern, part)| part_fits(pattern.as_os_str(), part.as_os_str()))
-}
-
-fn part_fits(pattern: &std::ffi::OsStr, part: &std::ffi::OsStr) -> bool {
-    let (pattern, part) = (pattern.as_encoded_bytes(), part.as_encoded_bytes());
-    pattern.strip_suffix(b"*").map_or(pattern == part, |beginning| part.starts_with(beginning))
-}
-
-/// The directories that match `pattern`.
-fn expand(pattern: &str) -> Vec<PathBuf> {
-    let mut found = vec![PathBuf::new()];
-    for component in Path::new(pattern).components() {
-        let name = component.as_os_str();
-        if !name.as_encoded_bytes().ends_with(b"*") {
-            for path in &mut found {
-                path.push(name);
-            }
-            continue;
-        }
-        let entries = found.iter().filter_map(|dir| fs::read_dir(dir).ok()).flatten().flatten();
-        found =
-            entries.filter(|entry| part_fits(name, &entry.file_name())).map(|entry| entry.path()).collect();
-    }
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use std::process::Command;
@@ -357,32 +310,6 @@ mod tests {
     use super::super::fixture::lease;
     use super::*;
     use crate::ledger::LeaseState;
-
-    #[test]
-    fn roots_are_matched_and_expanded_by_component() {
-        assert!(fits("/run/docker/runtime-*/*", Path::new("/run/docker/runtime-runc/moby")));
-        assert!(!fits("/run/docker/runtime-*/*", Path::new("/run/docker/runtime-runc")));
-        assert!(!fits("/run/docker/runtime-*/*", Path::new("/run/docker/other/moby")));
-        let dir = tempfile::tempdir().unwrap();
-        for path in ["runtime-a/x", "runtime-a/y", "runtime-b/z", "other/w"] {
-            fs::create_dir_all(dir.path().join(path)).unwrap();
-        }
-        let mut found = expand(&format!("{}/runtime-*/*", dir.path().display()));
-        found.sort();
-        let below = |path: &str| dir.path().join(path);
-        assert_eq!(found, [below("runtime-a/x"), below("runtime-a/y"), below("runtime-b/z")]);
-    }
-
-    #[test]
-    fn unusual_roots_are_written_down_once() {
-        let dir = tempfile::tempdir().unwrap();
-        let mut ledger = Ledger { leases: vec![lease(1, "GPU-a"), lease(2, "GPU-a")], ..Ledger::empty("b") };
-        ledger.leases[1].container.record = "/run/runc/container-2".into();
-        remember_roots(dir.path(), &ledger).unwrap();
-        remember_roots(dir.path(), &ledger).unwrap();
-        let written = fs::read_to_string(dir.path().join("roots")).unwrap();
-        assert_eq!(written, "/nonexistent/runc");
-    }
 
     #[test]
     fn a_lease_comes_back_from_its_record_while_its_container_lives() {
@@ -399,18 +326,21 @@ mod tests {
         };
         fs::write(dir.join("state.json"), state("0000000000000001").to_string()).unwrap();
         let default = Path::new("/run/sublet");
-        let restored = leases_in(root.path(), default);
+        let restored = leases_in(root.path(), default).unwrap();
         assert_eq!(restored.len(), 1);
         assert_eq!(restored[0].devices, ["GPU-a"]);
         assert_eq!(restored[0].state, LeaseState::Active);
         assert_eq!(restored[0].container.record, dir);
         fs::write(dir.join("state.json"), state("0000000000000002").to_string()).unwrap();
-        assert!(leases_in(root.path(), default).is_empty(), "the record is another lease's");
+        assert!(leases_in(root.path(), default).unwrap().is_empty(), "the record is another lease's");
         fs::write(dir.join("state.json"), state("0000000000000001").to_string()).unwrap();
-        assert!(leases_in(root.path(), Path::new("/srv/sublet")).is_empty(), "it stands in another ledger");
+        assert!(
+            leases_in(root.path(), Path::new("/srv/sublet")).unwrap().is_empty(),
+            "it stands in another ledger"
+        );
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(leases_in(root.path(), default).is_empty(), "its container is gone");
+        assert!(leases_in(root.path(), default).unwrap().is_empty(), "its container is gone");
     }
 
     #[test]
@@ -430,7 +360,7 @@ mod tests {
             fs::create_dir_all(&pipe).unwrap();
             fs::write(pipe.join("nvidia-cuda-mps-control.pid"), format!("{}\n", child.id())).unwrap();
         }
-        let mut ledger = rebuild(state.path(), None, "boot", None);
+        let mut ledger = rebuild(state.path(), None, "boot", None).unwrap();
         assert_eq!(ledger.unexplained, ["GPU-a", "GPU-b", "GPU-c"]);
         assert_eq!(ledger.daemons.len(), 2);
         let daemon = Some(DaemonKey("GPU-a".into()));

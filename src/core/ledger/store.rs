@@ -8,15 +8,17 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::error::{failed, text};
 use super::events_of_change;
-use super::file_system::{FileSystem, Place};
+use super::file_system::FileSystem;
 use super::known::{Known, Last};
 use super::liveness::{Alive, Scan, reclaim};
 use super::lock;
 use super::lock_mark::Mark;
 use super::namespaces::{self, Namespaces};
-use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
+use super::rebuild::{inventory, rebuild, trace, unexplained};
 use super::runtime_record::{LARGEST, read_up_to};
+use super::runtime_roots::remember_roots;
 use super::stored::{self, NotALedger, parse};
+use super::unmounted::Place;
 use super::{Lease, Ledger, LedgerError};
 use crate::events::{self, Event};
 use crate::fs::trusted;
@@ -194,7 +196,7 @@ impl Store {
             Loaded::Missing => Beginning::not_stored(Ledger::empty(&boot), None),
             Loaded::Sound(ledger) if ledger.boot_id == boot && !self.given_up => Beginning::stored(ledger),
             Loaded::Sound(ledger) => {
-                let start = self.with_those_of_given_up(of_this_boot(&ledger, &boot));
+                let start = self.with_those_of_given_up(of_this_boot(&ledger, &boot))?;
                 Beginning { old: Some(ledger), ..Beginning::not_stored(start, None) }
             }
             Loaded::Corrupt(why) => {
@@ -367,7 +369,7 @@ impl Store {
         let found = if marked {
             Some("it is missing, but its lock names it".to_owned())
         } else {
-            trace(&self.state_dir, self.root.as_deref())
+            trace(&self.state_dir, self.root.as_deref())?
         };
         Ok(found.map_or(Loaded::Missing, |what| {
             Loaded::Corrupt(format!("it and its copy are missing, but {what}"))
@@ -396,7 +398,7 @@ impl Store {
             text(&path)
         );
         let has_last = last.is_some();
-        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last);
+        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last)?;
         // The mark of the lost ledger was already checked above.
         ledger.namespaces = mark.filter(|_| !has_last).map_or(ledger.namespaces, |_| Some(ours));
         ledger.check_namespaces(ours)?;
