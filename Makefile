@@ -2,7 +2,7 @@
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: test-GROUP (one group of them: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
-# slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics`, `web`, `faults` and `soak`, too, as CI has it), soak (longer),
+# slurm, real, enforcing: packages on kernels that enforce, which nothing else runs), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics`, `web`, `faults` and `soak`, too, as CI has it), soak (longer),
 # check
 # (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth
 # (docs/security.md); deb, rpm, dist, repo and advisories (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's
@@ -51,7 +51,7 @@ GENERATED := $(CURDIR)/target/generated
 
 # Those of tests/jobs.
 test_groups := $(addprefix test-,unit model sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
-    kubernetes ansible metrics web faults soak)
+    enforcing kubernetes ansible metrics web faults soak)
 
 # Endurance: tests/soak/README.md.
 MINUTES ?= 10
@@ -143,7 +143,7 @@ test: needs test-build
 test-all: test build generate
 	@SUBLET_BIN_DIR=$(TEST_BIN) SUBLET_TEST_LANES=$$(($$(nproc) + 1)) tests/run rest
 
-test-packages: build generate
+test-packages test-enforcing: build generate
 test-ansible: generate
 # `make test-faults ALL=1` has each call fail with each of its errors, which takes long; ONLY=create:openat:12:EMFILE
 # repeats one (tests/faults/main.rs).
