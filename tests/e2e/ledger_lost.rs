@@ -171,7 +171,8 @@ fn what_cannot_be_read_for_a_moment_is_not_taken_as_gone() {
     for file in ["ledger.json", "ledger.json.copy"] {
         std::fs::write(world.state_dir().join(file), "{").expect("written");
     }
-    for unread in [format!("{record}/state.json"), format!("/proc/{daemon}/environ")] {
+    let inventory = world.state_dir().join("inventory.json").display().to_string();
+    for unread in [format!("{record}/state.json"), format!("/proc/{daemon}/environ"), inventory] {
         let sublet = world.command("sublet");
         let mut command = std::process::Command::new("strace");
         command.args(["-f", "-o", "/dev/null", "-P", &unread, "-e", "inject=openat:error=EIO", "--"]);

@@ -173,10 +173,11 @@ fn b12_hanging_connections_hold_nobody() {
         bundle.up();
         bundle.down();
     }
+    // Its own memory; how much of its program the kernel has mapped depends on the machine and the build.
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("/proc");
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM");
-    let kib: u64 = peak.trim().trim_end_matches("kB").trim().parse().expect("a number");
-    assert!(kib < 32 << 10, "serve took {kib} KiB");
+    let own = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon");
+    let kib: u64 = own.trim().trim_end_matches("kB").trim().parse().expect("a number");
+    assert!(kib < 16 << 10, "serve took {kib} KiB");
     drop(holders);
     host.world.assert_empty();
 }

@@ -8,7 +8,7 @@ use super::judge::Offence;
 use sublet_core::config::Config;
 use sublet_core::events;
 use sublet_core::fs::atomic::replace;
-use sublet_core::fs::trusted;
+use sublet_core::fs::{history, trusted};
 use sublet_core::host::boot_id;
 use sublet_core::process::{epoch_seconds, uptime_seconds};
 use sublet_core::share::Action;
@@ -104,7 +104,7 @@ pub(crate) fn last_look(config: &Config) -> Option<u64> {
 pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Result<()> {
     let told: Vec<events::Event> = new.iter().map(told).collect();
     events::tell(&config.state_dir, &told);
-    let mut book = read(config);
+    let mut book: Book = history::read(&path(config), LARGEST)?;
     for event in new {
         book.events.push(event);
         thin_out(&mut book.events);

@@ -1,5 +1,8 @@
 //! The last refusals, for `sublet status --last-error`. Engines do not always show what a hook printed.
 
+use std::io;
+use std::path::{Path, PathBuf};
+
 use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +10,7 @@ use super::AdmitError;
 use crate::config::Config;
 use crate::events::{self, Event, Kind};
 use crate::fs::atomic::replace;
-use crate::fs::trusted;
+use crate::fs::{history, trusted};
 use crate::text::safe;
 
 /// Far more than [`KEPT`] have, in bytes.
@@ -65,14 +68,19 @@ fn add(uid: u32, container_id: &str, word: &str, reason: String, config: &Config
         ..Event::now(Kind::Refused)
     };
     events::tell(&config.state_dir, &[refused]);
-    let mut all = refusals(config);
     let container_id = safe(container_id);
-    all.push(RefusalRecord { time: crate::process::epoch_seconds(), container_id, reason, uid });
-    thin_out(&mut all, uid);
-    let written = serde_json::to_vec(&all).map_err(Into::into);
-    if let Err(error) = written.and_then(|text| replace(&path(config), &text, 0o644)) {
+    let record = RefusalRecord { time: crate::process::epoch_seconds(), container_id, reason, uid };
+    if let Err(error) = store(record, &path(config)) {
         tracing::debug!("cannot write refusals.json: {error}");
     }
+}
+
+fn store(record: RefusalRecord, path: &Path) -> io::Result<()> {
+    let mut all: Vec<RefusalRecord> = history::read(path, LARGEST)?;
+    let uid = record.uid;
+    all.push(record);
+    thin_out(&mut all, uid);
+    replace(path, &serde_json::to_vec(&all)?, 0o644)
 }
 
 /// Drops the oldest records, first those of `uid` beyond its quota.
@@ -87,7 +95,7 @@ fn thin_out(all: &mut Vec<RefusalRecord>, uid: u32) {
     all.drain(..all.len().saturating_sub(KEPT));
 }
 
-fn path(config: &Config) -> std::path::PathBuf {
+fn path(config: &Config) -> PathBuf {
     config.state_dir.join("refusals.json")
 }
 
@@ -118,5 +126,18 @@ mod tests {
             add(0, &number.to_string(), "no-room", "no".into(), &config);
         }
         assert_eq!(refusals(&config).len(), 32);
+    }
+
+    #[test]
+    fn a_newer_versions_refusals_are_not_lost() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
+        let newer = r#"[{"at":{"seconds":1},"container":"c","reason":["a","b"]}]"#;
+        std::fs::write(path(&config), newer).unwrap();
+        assert!(refusals(&config).is_empty());
+        assert!(path(&config).exists(), "to look changes nothing");
+        add(0, "c", "no-room", "no".into(), &config);
+        assert_eq!(refusals(&config).len(), 1);
+        assert_eq!(std::fs::read_to_string(dir.path().join("refusals.json.aside")).unwrap(), newer);
     }
 }

@@ -3,6 +3,7 @@
 
 pub mod atomic;
 pub mod below;
+pub mod history;
 pub mod looked_for;
 pub mod proc_devices;
 pub mod selinux;

@@ -6,8 +6,10 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::error::failed;
 use super::runtime_record::LARGEST;
-use super::{Lease, LeaseId};
+use super::runtime_roots::seen;
+use super::{Lease, LeaseId, LedgerError};
 use crate::fs::{atomic, trusted};
 use crate::host::boot_id;
 use crate::slurm;
@@ -35,14 +37,24 @@ impl Lease {
 
 /// The leases of jobs that still have processes. Only leases that were granted have been written down, and a job that was
 /// requeued has another cgroup.
-pub(super) fn of_live_jobs(state_dir: &Path) -> Vec<Lease> {
-    let (files, boot) = (slurm::lease_files(state_dir), boot_id::read().ok());
-    let leases = files.iter().filter_map(|file| {
-        let copy: Copy = serde_json::from_slice(&trusted::read_if_trusted(file, LARGEST)?).ok()?;
-        LeaseId::parse(copy.lease.id.as_str())?;
-        (Some(&*copy.boot_id) == boot).then_some(copy.lease)
-    });
-    leases.filter(|lease| lease.is_of_job() && lease.has_processes()).collect()
+///
+/// # Errors
+/// A copy cannot be read. The job may still run.
+pub(super) fn of_live_jobs(state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
+    let files = slurm::lease_files(state_dir).map_err(|error| failed("read", state_dir, error))?;
+    let mut leases = Vec::new();
+    for file in files {
+        let trusted = seen(&file, trusted::read(&file, LARGEST))?.flatten().and_then(Result::ok);
+        leases.extend(trusted.as_deref().and_then(of_this_boot));
+    }
+    leases.retain(|lease| lease.is_of_job() && lease.has_processes());
+    Ok(leases)
+}
+
+fn of_this_boot(text: &[u8]) -> Option<Lease> {
+    let copy: Copy = serde_json::from_slice(text).ok()?;
+    LeaseId::parse(copy.lease.id.as_str())?;
+    (Some(&*copy.boot_id) == boot_id::read().ok()).then_some(copy.lease)
 }
 
 #[cfg(test)]
@@ -92,5 +104,21 @@ mod tests {
         populated(1);
         JobRecord::remove(state.path(), 7, None).unwrap();
         assert!(rebuilt().is_empty(), "its copy goes with its record");
+    }
+
+    #[test]
+    fn copies_that_cannot_be_read_may_be_of_jobs_that_run() {
+        let state = tempfile::tempdir().unwrap();
+        assert!(of_live_jobs(state.path()).unwrap().is_empty(), "there is no directory");
+        // What a command without descriptors left gets there: ELOOP stands for it.
+        let directory = state.path().join("slurm");
+        std::os::unix::fs::symlink("slurm", &directory).unwrap();
+        for error in [
+            of_live_jobs(state.path()).unwrap_err(),
+            rebuild(state.path(), None, "boot", None).unwrap_err(),
+            trace(state.path(), None).unwrap_err(),
+        ] {
+            assert!(error.to_string().contains("cannot be read"), "{error}");
+        }
     }
 }

@@ -11,7 +11,7 @@ use super::error::failed;
 use super::job_leases::of_live_jobs;
 use super::liveness::{has_processes, init_of};
 use super::runtime_record::{LARGEST, Record, read_bounded};
-use super::runtime_roots::{FURTHER_ROOTS, entries, further_roots, roots};
+use super::runtime_roots::{FURTHER_ROOTS, entries, further_roots, roots, seen};
 use super::{DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
 use crate::fs::looked_for::is_absent;
 use crate::inventory::{Device, GpuProcess, Inventory};
@@ -41,7 +41,7 @@ pub(super) fn rebuild(
     for root in roots(state_dir, root)? {
         found.extend(leases_in(&root, state_dir)?);
     }
-    for lease in found.into_iter().chain(of_live_jobs(state_dir)) {
+    for lease in found.into_iter().chain(of_live_jobs(state_dir)?) {
         if ledger.lease(&lease.id).is_some() {
             continue;
         }
@@ -54,7 +54,7 @@ pub(super) fn rebuild(
             ledger.daemons.push(daemon);
         }
     }
-    ledger.unexplained = unexplained(state_dir, &ledger);
+    ledger.unexplained = unexplained(state_dir, &ledger)?;
     Ok(ledger)
 }
 
@@ -82,7 +82,7 @@ pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Result<Option<Stri
     if let Some((_, daemon)) = running_daemons(state_dir)?.first() {
         return Ok(Some(format!("its MPS daemon {} runs", daemon.pid)));
     }
-    if let Some(job) = of_live_jobs(state_dir).into_iter().find_map(|lease| lease.job) {
+    if let Some(job) = of_live_jobs(state_dir)?.into_iter().find_map(|lease| lease.job) {
         return Ok(Some(format!("there is a copy of the lease of job {}, which runs", job.id)));
     }
     for root in roots(state_dir, root)? {
@@ -97,9 +97,12 @@ pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Result<Option<Stri
 }
 
 /// UUIDs of devices with processes that are not attributable to any lease of `ledger`.
-pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Vec<String> {
+///
+/// # Errors
+/// As [`inventory`].
+pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Result<Vec<String>, LedgerError> {
     let devices =
-        inventory(state_dir, &ledger.boot_id).map(|inventory| inventory.devices).unwrap_or_default();
+        inventory(state_dir, &ledger.boot_id)?.map(|inventory| inventory.devices).unwrap_or_default();
     let stray: Vec<&MpsDaemon> = ledger.daemons.iter().filter(|daemon| is_stray(daemon, ledger)).collect();
     // A server whose device is unknown may be on any of them.
     let anywhere = stray.iter().any(|daemon| daemon.devices.is_empty());
@@ -110,7 +113,7 @@ pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Vec<String> {
     uuids.extend(stray.iter().flat_map(|daemon| daemon.devices.iter().cloned()));
     uuids.sort();
     uuids.dedup();
-    uuids
+    Ok(uuids)
 }
 
 /// A daemon that runs and serves no lease.
@@ -127,10 +130,14 @@ fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool 
 }
 
 /// The inventory of this boot, however old. It has the devices and the processes that were on them.
-pub(super) fn inventory(state_dir: &Path, boot_id: &str) -> Option<Inventory> {
-    let content = crate::fs::trusted::read_if_trusted(&state_dir.join("inventory.json"), LARGEST)?;
-    let inventory: Inventory = serde_json::from_slice(&content).ok()?;
-    (inventory.fingerprint.boot_id.trim() == boot_id).then_some(inventory)
+///
+/// # Errors
+/// It is there and cannot be read.
+pub(super) fn inventory(state_dir: &Path, boot_id: &str) -> Result<Option<Inventory>, LedgerError> {
+    let file = state_dir.join("inventory.json");
+    let trusted = seen(&file, crate::fs::trusted::read(&file, LARGEST))?.flatten().and_then(Result::ok);
+    let inventory: Option<Inventory> = trusted.and_then(|text| serde_json::from_slice(&text).ok());
+    Ok(inventory.filter(|inventory| inventory.fingerprint.boot_id.trim() == boot_id))
 }
 
 fn leases_in(root: &Path, state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
@@ -365,9 +372,11 @@ mod tests {
         assert_eq!(ledger.daemons.len(), 2);
         let daemon = Some(DaemonKey("GPU-a".into()));
         ledger.leases.push(Lease { daemon, ..lease(1, "GPU-a") });
-        assert_eq!(unexplained(state.path(), &ledger), ["GPU-b", "GPU-c"]);
+        assert_eq!(unexplained(state.path(), &ledger).unwrap(), ["GPU-b", "GPU-c"]);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(unexplained(state.path(), &ledger).is_empty());
+        assert!(unexplained(state.path(), &ledger).unwrap().is_empty());
+        std::os::unix::fs::symlink(".", state.path().join("inventory.json")).unwrap();
+        assert!(unexplained(state.path(), &ledger).unwrap().is_empty(), "what is not trusted says nothing");
     }
 }

@@ -110,7 +110,7 @@ pub(super) fn entries(dir: &Path) -> Result<Vec<PathBuf>, LedgerError> {
 ///
 /// # Errors
 /// It cannot be read, and not because it is another user's.
-fn seen<T>(path: &Path, read: io::Result<T>) -> Result<Option<T>, LedgerError> {
+pub(super) fn seen<T>(path: &Path, read: io::Result<T>) -> Result<Option<T>, LedgerError> {
     match read {
         Ok(read) => Ok(Some(read)),
         Err(error) if is_absent(&error) => Ok(None),

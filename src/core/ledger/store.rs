@@ -246,15 +246,18 @@ impl Store {
     /// Reopens closed devices as soon as every process there is attributable to a lease. After a loss, the first new
     /// inventory shows which devices have to be closed.
     fn explain(&self, ledger: &mut Ledger) {
-        let is_new = |ledger: &Ledger| {
-            inventory(&self.state_dir, &ledger.boot_id)
-                .is_some_and(|inventory| inventory.mig_changes == ledger.mig.count)
-        };
-        if ledger.lost && is_new(ledger) {
+        let inventory = || inventory(&self.state_dir, &ledger.boot_id).ok().flatten();
+        let is_new =
+            ledger.lost && inventory().is_some_and(|inventory| inventory.mig_changes == ledger.mig.count);
+        if !is_new && ledger.unexplained.is_empty() {
+            return;
+        }
+        // What cannot be read for a moment changes nothing.
+        let Ok(still) = unexplained(&self.state_dir, ledger) else { return };
+        if is_new {
             ledger.lost = false;
-            ledger.unexplained = unexplained(&self.state_dir, ledger);
-        } else if !ledger.unexplained.is_empty() {
-            let still = unexplained(&self.state_dir, ledger);
+            ledger.unexplained = still;
+        } else {
             ledger.unexplained.retain(|uuid| still.contains(uuid));
         }
     }
@@ -409,7 +412,7 @@ impl Store {
         if !has_last {
             salvage(&aside, &mut ledger);
             // This makes every existing inventory out of date.
-            let counted = inventory(&self.state_dir, boot).map_or(0, |inventory| inventory.mig_changes);
+            let counted = inventory(&self.state_dir, boot)?.map_or(0, |inventory| inventory.mig_changes);
             ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
             ledger.lost = true;
             // A file with another owner would keep that owner.

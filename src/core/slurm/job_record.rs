@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::JobDirectory;
+use crate::fs::looked_for::is_absent;
 use crate::fs::{atomic, trusted};
 use crate::share::{Mode, Percent};
 use crate::text::safe;
@@ -199,12 +200,17 @@ pub(crate) fn lease_file(state_dir: &Path, job: u64) -> PathBuf {
 }
 
 /// Every such file.
-pub(crate) fn lease_files(state_dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(directory(state_dir)).into_iter().flatten().flatten();
-    entries
-        .map(|entry| entry.path())
-        .filter(|path| path.extension().is_some_and(|end| end == LEASE))
-        .collect()
+///
+/// # Errors
+/// The directory is there and cannot be listed.
+pub(crate) fn lease_files(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(directory(state_dir)) {
+        Err(error) if is_absent(&error) => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let is_lease = |path: &PathBuf| path.extension().is_some_and(|end| end == LEASE);
+    let paths: io::Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
+    Ok(paths?.into_iter().filter(is_lease).collect())
 }
 
 fn file_in(dir: &Path, job: u64) -> PathBuf {
