@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use crate::process::environment::VARIABLE;
+use crate::process::sublet::own_program;
 
 /// The environment that the hook needs. Without an `env` of its own it would get the image's (CVE-2025-23266).
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -55,7 +56,7 @@ pub fn program() -> Option<String> {
 /// A further program of this build: in the directory of this program, or where `make install` puts it for the same
 /// prefix, otherwise where packages put it.
 pub(super) fn installed(name: &str) -> Option<PathBuf> {
-    let own = std::env::current_exe().ok();
+    let own = own_program();
     let beside = own.as_deref().map(|own| own.with_file_name(name));
     let prefix = own.as_deref().and_then(|own| own.parent()?.parent());
     let same_prefix = prefix.map(|prefix| prefix.join("libexec/sublet").join(name));

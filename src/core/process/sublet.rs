@@ -20,11 +20,17 @@ pub struct SubletError(
     pub String,
 );
 
+/// This process's program file. What fails is asked again: after an error of the moment, such as a want of memory, the
+/// programs beside it would count as missing, and others be taken for them.
+pub(crate) fn own_program() -> Option<PathBuf> {
+    std::env::current_exe().or_else(|_| std::env::current_exe()).ok()
+}
+
 /// The absolute path of the `sublet` that belongs to this program: the one in the same directory, otherwise the
 /// packaged one.
 #[must_use]
 pub fn program() -> PathBuf {
-    let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("sublet")));
+    let beside = own_program().map(|own| own.with_file_name("sublet"));
     beside.filter(|program| program.is_file()).unwrap_or_else(|| PathBuf::from("/usr/bin/sublet"))
 }
 
