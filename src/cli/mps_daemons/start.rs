@@ -119,7 +119,14 @@ fn serves_already(
     dirs::publish(key, &config.state_dir)?;
     limits_and_state::note_answer(store, daemon)?;
     let Some(warnings) = enter_again(daemon, &ledger, store, config)? else { return Ok(None) };
-    limits_and_state::adjust(held, key, None, store, config)?;
+    let adjusted = limits_and_state::adjust(held, key, None, store, config);
+    // It may end while it is asked (docs/evidence/2026-11-25-h100-real.md).
+    let ended =
+        !limits_and_state::is_alive(daemon) || !listens(&dirs::pipe(key, &config.state_dir).join("control"));
+    if adjusted.is_err() && ended {
+        return Ok(None);
+    }
+    adjusted?;
     Ok(Some(warnings))
 }
 

@@ -42,6 +42,9 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// Of a daemon that ends between the connection and the command (docs/evidence/2026-11-25-h100-real.md).
+const CANNOT_SEND: &str = "Cannot send command to MPS control daemon process";
+
 /// A caller that has closed its end wants no output.
 fn say(text: &str) {
     let _ = writeln!(stdout(), "{text}");
@@ -76,23 +79,25 @@ fn talk() -> ExitCode {
         if line.trim().is_empty() {
             continue;
         }
-        let Some(answer) = ask(&line) else {
-            say(NOT_FOUND);
-            return ExitCode::FAILURE;
-        };
-        if !answer.is_empty() {
-            say(&answer);
+        match ask(&line) {
+            Ok(answer) if answer.is_empty() => {}
+            Ok(answer) => say(&answer),
+            Err(why) => {
+                say(why);
+                return ExitCode::FAILURE;
+            }
         }
     }
     ExitCode::SUCCESS
 }
 
-/// Uses `control_privileged` if it can be reached, otherwise `control`.
-fn ask(line: &str) -> Option<String> {
+/// Uses `control_privileged` if it can be reached, otherwise `control`. A daemon that ends before it has answered has said
+/// nothing (docs/evidence/2026-11-24-h100-cycles.md).
+fn ask(line: &str) -> Result<String, &'static str> {
     let directory = pipe_directory();
     let conn = Conn::connect(&directory.join("control_privileged"))
         .or_else(|_| Conn::connect(&directory.join("control")))
-        .ok()?;
-    conn.send(&Hello::Command(line.to_owned())).ok()?;
-    conn.recv().map(|(Answer(text), _)| text)
+        .map_err(|_| NOT_FOUND)?;
+    conn.send(&Hello::Command(line.to_owned())).map_err(|_| CANNOT_SEND)?;
+    Ok(conn.recv().map(|(Answer(text), _)| text).unwrap_or_default())
 }
