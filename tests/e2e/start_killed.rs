@@ -1,6 +1,5 @@
 //! The shim killed with SIGKILL while its MPS daemon comes up, and the next command over before it has: that
-//! command alone puts everything right, for the start itself sees that nobody wants its daemon any more. And a daemon
-//! that ends while a start asks it.
+//! command alone puts everything right, for the start itself sees that nobody wants its daemon any more.
 
 use std::process::Stdio;
 
@@ -69,45 +68,4 @@ fn a_daemon_that_does_not_come_up_for_nobody_is_forgotten() {
         killed(ONE, false);
         killed(TWO, false);
     }
-}
-
-/// A control program whose daemon ends when it is to be told the limits of its servers, and which then says what the
-/// real one said (docs/evidence/2026-11-25-h100-real.md).
-const ENDS_WHILE_TOLD: &str = "\
-    PATH=$PATH:/usr/bin:/bin\n\
-    case $1 in -*) exec @aside \"$@\" ;; esac\n\
-    told=$(cat)\n\
-    case $told in *set_default*) if rm @once 2>/dev/null; then\n\
-    kill -9 $(cat $CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid); sleep 0.3\n\
-    echo Cannot send command to MPS control daemon process; exit 1; fi ;; esac\n\
-    echo \"$told\" | @aside\n";
-
-const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
-
-#[test]
-fn a_daemon_that_ends_while_its_limits_are_raised_is_started_anew() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let usr = world.driver_root.as_ref().expect("simulated").join("usr");
-    let (program, once) = (usr.join("bin/nvidia-cuda-mps-control"), world.dir.path().join("once"));
-    let aside = usr.join("aside/nvidia-cuda-mps-control");
-    std::fs::create_dir(usr.join("aside")).expect("a directory");
-    std::fs::rename(&program, &aside).expect("it was there");
-    let script =
-        ENDS_WHILE_TOLD.replace("@aside", &aside.to_string_lossy()).replace("@once", &once.to_string_lossy());
-    sublet_e2e::programs::script(&program, &script);
-    let first = world.bundle("first", &[("sublet.sm", "10")], HOLD);
-    first.up();
-    let daemon = world.status()["mps"][0]["pid"].clone();
-    std::fs::write(&once, "").expect("written");
-    let second = world.bundle("second", &[("sublet.sm", "50")], HOLD);
-    second.up();
-    assert!(!once.exists(), "the daemon ended on the way");
-    assert_eq!(second.event("info")["mps"], true);
-    assert_ne!(world.status()["mps"][0]["pid"], daemon);
-    second.down();
-    first.down();
-    world.assert_empty();
 }

@@ -146,8 +146,12 @@ impl Create {
 
 impl Path for Create {
     fn prepare(&mut self) -> Result<(), String> {
-        // Another runtime had containers here, this one none yet.
-        std::fs::write(self.roots(), OTHER_ROOT).map_err(|error| error.to_string())?;
+        // Another runtime had containers here, this one none yet. A process that the run before has left may just be
+        // adding to the file, so it is never there without its content.
+        let written = self.roots().with_extension("new");
+        std::fs::write(&written, OTHER_ROOT)
+            .and_then(|()| std::fs::rename(&written, self.roots()))
+            .map_err(|error| error.to_string())?;
         self.bundle().write();
         self.host.forget_output();
         Ok(())

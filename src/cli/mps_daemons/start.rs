@@ -120,7 +120,7 @@ fn serves_already(
     limits_and_state::note_answer(store, daemon)?;
     let Some(warnings) = enter_again(daemon, &ledger, store, config)? else { return Ok(None) };
     let adjusted = limits_and_state::adjust(held, key, None, store, config);
-    // It may end while it is asked (docs/evidence/2026-11-25-h100-real.md).
+    // It may end while it is asked.
     let ended =
         !limits_and_state::is_alive(daemon) || !listens(&dirs::pipe(key, &config.state_dir).join("control"));
     if adjusted.is_err() && ended {

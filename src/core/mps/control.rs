@@ -4,7 +4,8 @@ use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
@@ -23,6 +24,12 @@ use crate::text::safe;
 
 /// The time limit for an answer. A running daemon answers in 3 ms (docs/evidence), a stopped one never does.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+
+/// What the control program says if the daemon did not take the command from it (docs/evidence/2026-11-25-h100-real.md).
+const UNSENT: &str = "cannot send command";
+
+/// The time between two attempts to send a command.
+const AGAIN: Duration = Duration::from_millis(10);
 
 /// Words with which the control program refuses a command. It exits with 0 all the same (docs/evidence).
 const REFUSALS: [&str; 6] =
@@ -147,11 +154,31 @@ impl Control {
         self.programs.path()
     }
 
-    /// Sends one command or several, one per line, and returns the answer, trimmed.
+    /// Sends one command or several, one per line, and returns the answer, trimmed. All that sublet sends may be sent
+    /// again: a command that the daemon did not take is, as long as it listens.
     ///
     /// # Errors
     /// The daemon does not answer, does not exist, or refuses.
     pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.ask_once(commands, left) {
+                Err(AskError::Gone(words)) if words.to_lowercase().contains(UNSENT) => {
+                    if !listens(&self.pipe.join("control")) {
+                        return Err(AskError::Gone(words));
+                    }
+                    if left <= AGAIN {
+                        return Err(AskError::Silent);
+                    }
+                    sleep(AGAIN);
+                }
+                asked => return asked,
+            }
+        }
+    }
+
+    fn ask_once(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
         let words = ["nvidia-cuda-mps-control", &self.key];
         match confine::run(&words, || self.asking(), &format!("{commands}\n"), limit) {
             Ok(finished) => judge(commands, finished.status.success(), &finished.stdout, &finished.stderr),
@@ -201,7 +228,18 @@ impl Control {
     /// # Errors
     /// The daemon does not answer, does not exist, or refuses.
     pub fn clients(&self, server: i32) -> Result<Vec<i32>, AskError> {
-        self.ask(&format!("get_client_list {server}"), ANSWER_LIMIT).map(|answer| parse_pids(&answer))
+        self.list(&format!("get_client_list {server}"))
+    }
+
+    /// The pids with which the daemon answers the last of `commands`. One that ends while it is asked says nothing, too
+    /// (docs/evidence/2026-11-24-h100-cycles.md): that it has none is believed once it has answered another question.
+    fn list(&self, commands: &str) -> Result<Vec<i32>, AskError> {
+        let mut answer = self.ask(commands, ANSWER_LIMIT)?;
+        if answer.is_empty() {
+            self.default_limits()?;
+            answer = self.ask(commands, ANSWER_LIMIT)?;
+        }
+        Ok(parse_pids(&answer))
     }
 
     /// Clients of all its servers.
@@ -210,7 +248,7 @@ impl Control {
     /// The daemon does not answer, does not exist, or refuses.
     pub fn count_clients(&self) -> Result<usize, AskError> {
         let mut count = 0;
-        for server in self.servers()? {
+        for server in self.list("get_server_list")? {
             count += self.clients(server)?.len();
         }
         Ok(count)
@@ -247,12 +285,12 @@ impl Control {
         let mut commands = limit_commands(None, devices, default_limits);
         commands.extend(known.iter().flat_map(|server| of(*server)));
         commands.push("get_server_list".to_owned());
-        let listed = match self.ask(&commands.join("\n"), ANSWER_LIMIT) {
+        let listed = match self.list(&commands.join("\n")) {
             // One of them has ended, and the daemon does not know it any more.
             Err(AskError::Refused { .. }) if !known.is_empty() => {
                 return self.set_default_limits(default_limits, devices, &[]);
             }
-            listed => parse_pids(&listed?),
+            listed => listed?,
         };
         let untold = listed.into_iter().filter(|server| !known.contains(server) && servers::may_be(*server));
         let of_untold: Vec<String> = untold.flat_map(of).collect();

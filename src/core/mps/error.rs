@@ -160,6 +160,14 @@ pub enum MpsError {
         /// Its answer, made safe.
         answer: String,
     },
+    /// It does not answer, or has ended.
+    #[error("the MPS daemon {key} cannot be asked: {why}: see `sublet mps logs {key}`")]
+    Unreachable {
+        /// Its key.
+        key: String,
+        /// What the system or the control program says, made safe.
+        why: String,
+    },
     /// `sublet mps start` or `stop` failed.
     #[error(transparent)]
     Own(#[from] SubletError),

@@ -102,11 +102,9 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
         AskError::Program(source) => {
             MpsError::Io { what: "cannot run nvidia-cuda-mps-control".into(), source }
         }
-        other => MpsError::Refused {
-            key: key.to_string(),
-            command: "get_server_list".into(),
-            answer: other.to_string(),
-        },
+        AskError::Gone(_) | AskError::Silent => {
+            MpsError::Unreachable { key: key.to_string(), why: error.to_string() }
+        }
     }
 }
 

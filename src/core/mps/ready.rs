@@ -56,8 +56,7 @@ fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<boo
         }
         // The answer may be less than the record.
         let adjusted = limits_and_state::adjust(&held, &daemon.key, Some(default_limits), store, config);
-        // One that ends while it is asked says `Cannot send command to MPS control daemon process`
-        // (docs/evidence/2026-11-25-h100-real.md).
+        // It may end while it is asked.
         if adjusted.is_err() && !could_serve(daemon, config) {
             return Ok(false);
         }

@@ -42,7 +42,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Of a daemon that ends between the connection and the command (docs/evidence/2026-11-25-h100-real.md).
+/// Of a daemon that does not take the command, here because it ends (docs/evidence/2026-11-25-h100-real.md).
 const CANNOT_SEND: &str = "Cannot send command to MPS control daemon process";
 
 /// A caller that has closed its end wants no output.
