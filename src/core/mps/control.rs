@@ -293,11 +293,12 @@ impl Control {
             listed => listed?,
         };
         let untold = listed.into_iter().filter(|server| !known.contains(server) && servers::may_be(*server));
-        let of_untold: Vec<String> = untold.flat_map(of).collect();
+        let mut of_untold: Vec<String> = untold.flat_map(of).collect();
         if of_untold.is_empty() {
             return Ok(());
         }
-        self.ask(&of_untold.join("\n"), ANSWER_LIMIT).map(drop)
+        of_untold.push("get_server_list".to_owned());
+        self.list(&of_untold.join("\n")).map(drop)
     }
 }
 
