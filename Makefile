@@ -1,12 +1,12 @@
 # sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
-# The rest: test-GROUP (one group of them: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
-# slurm, real, enforcing: packages on kernels that enforce, which nothing else runs), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics`, `web`, `faults` and `soak`, too, as CI has it), soak (longer),
-# check
-# (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth
-# (docs/security.md); deb, rpm, dist, repo and advisories (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's
-# GPUs.
+# The rest: test-GROUP (one group of them: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd,
+# security, slurm, real; enforcing, packages on kernels that enforce, and model-unlike, a large model, which nothing else
+# runs), test-all (the groups packages, kubernetes, ansible, metrics, web, faults and soak, too, as CI has it), soak
+# (longer), check (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install;
+# test-teeth (docs/security.md); deb, rpm, dist, repo and advisories (docs/packaging.md); real-test, frameworks in Docker
+# and Podman on this machine's GPUs.
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -50,7 +50,7 @@ endif
 GENERATED := $(CURDIR)/target/generated
 
 # Those of tests/jobs.
-test_groups := $(addprefix test-,unit model sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
+test_groups := $(addprefix test-,unit model model-unlike sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
     enforcing kubernetes ansible metrics web faults soak)
 
 # Endurance: tests/soak/README.md.

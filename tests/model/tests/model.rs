@@ -60,6 +60,14 @@ fn three_containers_on_two_devices_with_a_crash_anywhere() {
 }
 
 #[test]
+#[ignore = "7 GB of memory: make test-model-unlike"]
+fn three_unlike_containers_on_two_devices_with_a_crash_anywhere() {
+    let shares = [QUARTER, HALF, MOST];
+    let model = Daemons { devices: 2, children: false, crashes: 1, ..daemons(&shares, Some(2)) };
+    shows("three unlike, two devices, a waiter, a crash", check_alike(&model, true));
+}
+
+#[test]
 fn two_containers_on_two_devices_and_one_waits() {
     let model = Daemons { devices: 2, children: false, crashes: 2, ..daemons(&[QUARTER, MOST], Some(1)) };
     holds("two containers, two devices, a waiter, two crashes", &model, true);
