@@ -4,7 +4,7 @@
 //! execve: what that does is for a test of its own. Once the fault has happened, nothing is followed any more, and the
 //! rest runs undisturbed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::CommandExt as _;
@@ -99,6 +99,8 @@ struct Tracer<'t> {
     /// The first process; its end is the end of the run.
     first: Pid,
     tracees: BTreeMap<Pid, Tracee>,
+    /// Those that have shown themselves before their makers said so. They may have been let go since.
+    early: BTreeSet<Pid>,
     /// How often each process, or the threads of one name, made each call.
     counts: BTreeMap<(String, &'static str), usize>,
     made: usize,
@@ -174,16 +176,24 @@ pub fn serve(
             let _ = ptrace::interrupt(thread);
         }
     }
-    let done = AtomicBool::new(false);
+    let (done, late) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (over, timeout) = mpsc::channel::<()>();
     std::thread::scope(|scope| {
-        scope.spawn(|| {
+        let (done, late) = (&done, &late);
+        scope.spawn(move || {
             request();
             done.store(true, Ordering::SeqCst);
             // Ignored by it, and seen here: the end of the wait.
             let _ = kill(service, Signal::SIGURG);
+            if timeout.recv_timeout(LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) {
+                late.store(true, Ordering::SeqCst);
+                let _ = kill(service, Signal::SIGKILL);
+            }
         });
         tracer.follow(&|| done.load(Ordering::SeqCst));
+        drop(over);
     });
+    tracer.seen.timed_out = late.into_inner();
     tracer.seen
 }
 
@@ -227,7 +237,8 @@ fn until_exec(first: Pid) {
 impl<'t> Tracer<'t> {
     fn new(table: &'t Table, wanted: Option<(&'t Key, Fault)>, first: Pid, numbered: bool) -> Self {
         let (tracees, counts, seen) = (BTreeMap::new(), BTreeMap::new(), Seen::default());
-        Self { table, wanted, first, tracees, counts, made: 0, numbered, letting_go: false, seen }
+        let early = BTreeSet::new();
+        Self { table, wanted, first, tracees, early, counts, made: 0, numbered, letting_go: false, seen }
     }
 
     fn add(&mut self, pid: Pid) {
@@ -281,8 +292,11 @@ impl<'t> Tracer<'t> {
     }
 
     fn at_event(&mut self, pid: Pid, event: i32) {
-        if !self.tracees.contains_key(&pid) && !self.letting_go {
-            self.add(pid);
+        if !self.tracees.contains_key(&pid) {
+            self.early.insert(pid);
+            if !self.letting_go {
+                self.add(pid);
+            }
         }
         if matches!(event, libc::PTRACE_EVENT_FORK | libc::PTRACE_EVENT_VFORK | libc::PTRACE_EVENT_CLONE) {
             self.add_made_by(pid);
@@ -314,7 +328,7 @@ impl<'t> Tracer<'t> {
     fn add_made_by(&mut self, maker: Pid) {
         let Ok(made) = ptrace::getevent(maker) else { return };
         let made = Pid::from_raw(i32::try_from(made).unwrap_or(0));
-        if !self.tracees.contains_key(&made) {
+        if !self.early.remove(&made) && !self.tracees.contains_key(&made) {
             self.add(made);
         }
     }

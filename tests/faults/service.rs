@@ -152,6 +152,9 @@ impl Path for Serve {
         if !seen.unknown.is_empty() {
             return Err(format!("system calls that tests/faults/table does not have: {:?}", seen.unknown));
         }
+        if seen.timed_out {
+            return Err("it does not come to its end".to_owned());
+        }
         if said.contains("panicked at") {
             return Err(format!("the service panics: {said}"));
         }

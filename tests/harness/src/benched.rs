@@ -35,7 +35,8 @@ impl Benched<'_> {
 
     /// The first cell that it came to, after it was run to its end.
     fn cell(&self, file: &str, more: &[&str]) -> (Value, Output) {
-        let output = self.command(file, &[&["--time", "300ms"], more].concat()).output().expect("it runs");
+        // Long enough for each of three containers to come to its turn on busy processors.
+        let output = self.command(file, &[&["--time", "600ms"], more].concat()).output().expect("it runs");
         self.nothing_is_left();
         (self.result(file)["cells"][0].clone(), output)
     }
