@@ -75,7 +75,10 @@ fn a_program_of_the_users_own_and_what_goes_wrong_with_it() {
     assert!(output.status.success(), "{}", told(&output));
     let cell = &result(&world, "one.json")["cells"][0];
     let why = cell["error"].as_str().expect("an error");
-    assert!(why.starts_with("1 of 2 containers ended early") && why.contains("no memory"), "{why}");
+    assert!(
+        why.starts_with("1 of 2 containers did not work all the time") && why.contains("no memory"),
+        "{why}"
+    );
     assert!(
         cell["measured"]["containers"][0]["iterations"].as_u64().is_some_and(|count| count > 2),
         "{cell}"

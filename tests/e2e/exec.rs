@@ -2,11 +2,13 @@
 //! ended: each gets its container's share or is not started.
 
 use std::io::Write as _;
+use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, Finished, World, eventually, skip_unless_root, stop};
@@ -125,6 +127,19 @@ fn without<T>(path: &Path, meanwhile: impl FnOnce() -> T) -> T {
     done
 }
 
+/// Listens where the ended daemon did for as long as `meanwhile` takes, as the last thread of a killed one may.
+fn listening(world: &World, meanwhile: impl FnOnce()) {
+    let daemons = std::fs::read_dir(world.state_dir().join("mps")).expect("directories of daemons");
+    let sockets = daemons.flatten().map(|daemon| daemon.path().join("public/control"));
+    let path = sockets.into_iter().find(|socket| socket.exists()).expect("the ended daemon's");
+    std::fs::remove_file(&path).expect("removed");
+    let listener =
+        socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).expect("a socket");
+    bind(listener.as_raw_fd(), &UnixAddr::new(&path).expect("a short path")).expect("bound");
+    listen(&listener, Backlog::MAXCONN).expect("it listens");
+    meanwhile();
+}
+
 /// Daemons answer for thirty seconds before they are asked again: as if that were over.
 fn forget_answers(world: &World) {
     let path = world.state_dir().join("ledger.json");
@@ -236,6 +251,7 @@ fn where_the_daemon_cannot_come_back_nothing_starts() {
     let text = std::fs::read_to_string(&world.config).expect("config.toml");
     std::fs::write(&world.config, format!("{text}\n[limits]\ntypo = 3\n")).expect("config.toml");
     assert_refused("a typo", &bundle, "unknown key `typo`");
+    listening(&world, || assert_refused("a typo, and something listens", &bundle, "unknown key `typo`"));
     std::fs::write(&world.config, text).expect("config.toml");
     let state = world.state_dir();
     let mount = |options: &[&str]| {

@@ -255,7 +255,7 @@ pub struct Tenant {
     pub mean_ms: f64,
     pub p50_ms: f64,
     pub p99_ms: f64,
-    /// Why it ended early.
+    /// Why it did not work all the time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }

@@ -171,7 +171,9 @@ fn cell_of(planned: &Planned, found: Result<Measured, String>) -> Cell {
     let lost = |measured: &Measured| {
         let lost = measured.containers.iter().filter(|one| one.error.is_some()).count();
         let first = measured.containers.iter().find_map(|one| one.error.clone());
-        first.map(|first| format!("{lost} of {} containers ended early; the first: {first}", planned.n))
+        first.map(|first| {
+            format!("{lost} of {} containers did not work all the time; the first: {first}", planned.n)
+        })
     };
     let (error, measured) = match found {
         Ok(measured) => (lost(&measured), Some(measured)),
@@ -239,7 +241,10 @@ mod tests {
         let lost = Tenant { error: Some("it ended".to_owned()), ..Tenant::default() };
         let one_lost = Measured { containers: vec![Tenant::default(), lost], ..measured };
         let cell = cell_of(&planned(), Ok(one_lost));
-        assert_eq!(cell.error.as_deref(), Some("1 of 7 containers ended early; the first: it ended"));
+        assert_eq!(
+            cell.error.as_deref(),
+            Some("1 of 7 containers did not work all the time; the first: it ended")
+        );
         assert_eq!(outcome(&cell_of(&planned(), Err("why".to_owned()))), "not measured: why");
     }
 

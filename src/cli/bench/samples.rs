@@ -51,17 +51,18 @@ impl Format {
 
 /// The figures of one container for the iterations that ended in the window.
 fn tenant(samples: &[u64], error: Option<String>) -> Tenant {
+    let none = || samples.is_empty().then(|| "no iteration of it ended in that time".to_owned());
     Tenant {
         iterations: samples.len() as u64,
         mean_ms: mean(samples),
         p50_ms: percentile(samples, 50),
         p99_ms: percentile(samples, 99),
-        error,
+        error: error.or_else(none),
     }
 }
 
-/// What a cell comes to: `containers` has each one's samples, and why it ended early. `None`: no iteration ended in
-/// the window.
+/// What a cell comes to: `containers` has each one's samples, and why it did not work all the time. `None`: no
+/// iteration ended in the window.
 pub fn measured(containers: &[(Vec<Sample>, Option<String>)], (from, to): (u64, u64)) -> Option<Measured> {
     let inside = |samples: &[Sample]| {
         let mut took: Vec<u64> =
@@ -92,7 +93,8 @@ pub fn measured(containers: &[(Vec<Sample>, Option<String>)], (from, to): (u64, 
 
 /// In milliseconds.
 fn mean(took: &[u64]) -> f64 {
-    let sum: f64 = took.iter().map(|took| float_of(*took)).sum();
+    // Not `sum`, which is -0.0 where there is none.
+    let sum = took.iter().fold(0.0, |sum, took| sum + float_of(*took));
     rounded(sum / float(took.len().max(1)) / 1e6)
 }
 
@@ -165,5 +167,15 @@ mod tests {
         assert_eq!(found.per_second, Some(101.0 * 1e6));
         assert_eq!(found.containers[1].error.as_deref(), Some("it ended with exit code 1"));
         assert_eq!(measured(&[(Vec::new(), None)], (0, 1)), None);
+    }
+
+    #[test]
+    fn a_container_that_got_no_turn_is_told() {
+        let one = vec![Sample { end: 5, took: 1_000_000 }];
+        let found = measured(&[(one, None), (Vec::new(), None)], (0, 10)).unwrap();
+        assert_eq!(found.containers[0].error, None);
+        let none = &found.containers[1];
+        assert_eq!(none.error.as_deref(), Some("no iteration of it ended in that time"));
+        assert!(none.iterations == 0 && none.mean_ms.is_sign_positive(), "{none:?}");
     }
 }

