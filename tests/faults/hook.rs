@@ -101,14 +101,7 @@ impl Hook {
         if !done.ok {
             return Err(format!("poststop fails: {done:?}"));
         }
-        self.host.collect()?;
-        let books = self.host.books()?;
-        if books != self.before {
-            return Err(format!(
-                "no container exists, and in the ledger {}",
-                difference(&books, &self.before)
-            ));
-        }
+        self.host.comes_to(&self.before, "no container exists")?;
         self.host.daemons(2)?;
         self.host.tidy(Some(&self.bundle()))
     }
