@@ -114,7 +114,9 @@ fn supervise(
     let deadline = Instant::now() + limit;
     crate::process::inheritance::keep_from(command);
     let mut child = command.spawn()?;
-    let result = listen(&mut child, input, deadline, most, stop);
+    // It shows the end at once. A kernel before Linux 5.3 has none.
+    let pidfd = i32::try_from(child.id()).ok().and_then(|pid| super::pidfd_open(pid).ok());
+    let result = listen(&mut child, pidfd, input, deadline, most, stop);
     if result.is_err() {
         end(&mut child);
     }
@@ -123,6 +125,7 @@ fn supervise(
 
 fn listen(
     child: &mut Child,
+    mut pidfd: Option<OwnedFd>,
     input: &str,
     deadline: Instant,
     most: usize,
@@ -134,14 +137,16 @@ fn listen(
     }
     let mut out = Stream::new(child.stdout.take(), most);
     let mut err = Stream::new(child.stderr.take(), most);
-    // It shows the end at once. A kernel before Linux 5.3 has none.
-    let pidfd = i32::try_from(child.id()).ok().and_then(|pid| super::pidfd_open(pid).ok());
     loop {
         let ended = child.try_wait()?;
         let wait = if ended.is_some() { Duration::ZERO } else { TICK };
         let end = pidfd.as_ref().filter(|_| ended.is_none());
         let heard = hear(&mut out, &mut err, end, wait)?;
-        if let (Some(status), false) = (ended, heard) {
+        if heard.end {
+            // It would go on to show it, and a tracer may be the first to wait for the program.
+            pidfd = None;
+        }
+        if let (Some(status), false) = (ended, heard.output) {
             return Ok(Finished { status, stdout: out.text(), stderr: err.text() });
         }
         if Instant::now() >= deadline {
@@ -153,15 +158,22 @@ fn listen(
     }
 }
 
-/// Waits up to `wait` for output, or for the `end` of the program, and reads what there is. Returns whether there was
-/// any.
+/// What there was within some time.
+#[derive(Default)]
+struct Heard {
+    output: bool,
+    /// The end of the program.
+    end: bool,
+}
+
+/// Waits up to `wait` for output, or for the `end` of the program, and reads what there is.
 fn hear<O: Read + AsFd, E: Read + AsFd>(
     out: &mut Stream<O>,
     err: &mut Stream<E>,
     end: Option<&OwnedFd>,
     wait: Duration,
-) -> io::Result<bool> {
-    let (out_ready, err_ready) = {
+) -> io::Result<Heard> {
+    let (out_ready, err_ready, end) = {
         let mut open: Vec<PollFd> = Vec::with_capacity(3);
         let listen_to = |fd| PollFd::new(fd, PollFlags::POLLIN);
         open.extend(out.from.as_ref().map(|from| listen_to(from.as_fd())));
@@ -170,21 +182,21 @@ fn hear<O: Read + AsFd, E: Read + AsFd>(
         if open.is_empty() {
             // Both streams are closed: the child ends within microseconds, or the limit ends it.
             sleep(wait.min(Duration::from_micros(500)));
-            return Ok(false);
+            return Ok(Heard::default());
         }
         let timeout = PollTimeout::try_from(wait).unwrap_or(PollTimeout::ZERO);
         match poll(&mut open, timeout) {
-            Err(nix::errno::Errno::EINTR) | Ok(0) => return Ok(false),
+            Err(nix::errno::Errno::EINTR) | Ok(0) => return Ok(Heard::default()),
             Err(error) => return Err(error.into()),
             Ok(_) => {}
         }
         let mut ready = open.iter().map(|fd| fd.any().unwrap_or(true));
-        let out_ready = out.from.is_some() && ready.next().unwrap_or(false);
-        (out_ready, err.from.is_some() && ready.next().unwrap_or(false))
+        let mut is_ready = |listened: bool| listened && ready.next().unwrap_or(false);
+        (is_ready(out.from.is_some()), is_ready(err.from.is_some()), is_ready(end.is_some()))
     };
     let from_out = out_ready && out.read()?;
     let from_err = err_ready && err.read()?;
-    Ok(from_out || from_err)
+    Ok(Heard { output: from_out || from_err, end })
 }
 
 struct Stream<T> {
@@ -248,6 +260,24 @@ mod tests {
         let error = run(&mut command, "", Duration::from_millis(150)).unwrap_err();
         assert!(matches!(error, ChildError::Timeout));
         assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    }
+
+    /// As where a debugger has still to wait for it.
+    #[test]
+    fn an_end_that_is_shown_and_cannot_be_waited_for_yet_is_not_asked_for_without_a_pause() {
+        let mut gone = shell("exit 0").spawn().unwrap();
+        let pidfd = super::super::pidfd_open(i32::try_from(gone.id()).unwrap()).unwrap();
+        gone.wait().unwrap();
+        let looks = std::cell::Cell::new(0_u32);
+        let stop = || {
+            looks.set(looks.get() + 1);
+            false
+        };
+        let mut child = shell("sleep 0.5; echo done").stdout(Stdio::piped()).spawn().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let finished = listen(&mut child, Some(pidfd), "", deadline, KEPT, &stop).unwrap();
+        assert_eq!(finished.stdout, "done\n");
+        assert!(looks.get() < 200, "{} looks in half a second", looks.get());
     }
 
     #[test]
