@@ -68,12 +68,12 @@ fn booked(world: &World) -> Vec<(i64, u64)> {
 }
 
 fn refused(world: &World, id: &str, annotations: &[(&str, &str)]) -> String {
-    let before = world.status()["leases"].clone();
+    let before = world.leases();
     let bundle = world.bundle(id, annotations, HOLD);
     bundle.write();
     let finished = bundle.create();
     assert!(!finished.ok, "{annotations:?} is not refused");
-    assert_eq!(world.status()["leases"], before, "nothing is taken");
+    assert_eq!(world.leases(), before, "nothing is taken");
     assert_eq!(finished.stderr.trim_end().lines().count(), 1, "{}", finished.stderr);
     finished.stderr
 }
