@@ -114,6 +114,7 @@ fn seen(daemon: &MpsDaemon, alive: bool, config: &Config) -> (DaemonState, Optio
     match Control::new(&daemon.key, config).map(|control| control.count_clients()) {
         Ok(Ok(count)) => (DaemonState::Serving, Some(count)),
         Ok(Err(AskError::Gone(_))) => (DaemonState::Down, None),
+        Ok(Err(AskError::Taken)) => (daemon.state, None),
         _ => (DaemonState::Fault, None),
     }
 }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
+use super::lock::Turn;
 use super::{MpsError, dirs, servers};
 use crate::config::Config;
 use crate::config_files;
@@ -25,7 +26,8 @@ use crate::text::safe;
 /// The time limit for an answer. A running daemon answers in 3 ms (docs/evidence), a stopped one never does.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
-/// What the control program says if the daemon did not take the command from it (docs/evidence/2026-11-25-h100-real.md).
+/// What the control program says if the daemon speaks with another one. It speaks with one at a time, and closes the
+/// connections of others (docs/evidence/2026-11-25-mps-control.md).
 const UNSENT: &str = "cannot send command";
 
 /// The time between two attempts to send a command.
@@ -61,6 +63,8 @@ pub enum AskError {
     Silent,
     /// There is no daemon. The text is the program's or the system's.
     Gone(String),
+    /// It spoke with another program all the time.
+    Taken,
     /// The daemon refused.
     Refused {
         /// The command.
@@ -77,6 +81,7 @@ impl std::fmt::Display for AskError {
         match self {
             Self::Silent => f.write_str("it does not answer"),
             Self::Gone(words) => f.write_str(words),
+            Self::Taken => f.write_str("it speaks with one program at a time, and another kept it"),
             Self::Refused { command, answer } => write!(f, "it refused `{command}`: {answer}"),
             Self::Program(error) => write!(f, "nvidia-cuda-mps-control cannot be run: {error}"),
         }
@@ -155,24 +160,26 @@ impl Control {
     }
 
     /// Sends one command or several, one per line, and returns the answer, trimmed. All that sublet sends may be sent
-    /// again: a command that the daemon did not take is, as long as it listens.
+    /// again: it is, while the daemon speaks with another program.
     ///
     /// # Errors
     /// The daemon does not answer, does not exist, or refuses.
     pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
         let deadline = Instant::now() + limit;
+        let _turn = self.pipe.parent().map(|own| Turn::wait(own, limit / 2));
+        let mut was_taken = false;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.ask_once(commands, left) {
-                Err(AskError::Gone(words)) if words.to_lowercase().contains(UNSENT) => {
-                    if !listens(&self.pipe.join("control")) {
-                        return Err(AskError::Gone(words));
-                    }
-                    if left <= AGAIN {
-                        return Err(AskError::Silent);
-                    }
+                Err(AskError::Taken) if !listens(&self.pipe.join("control")) => {
+                    return Err(AskError::Gone("it ended while it was asked".to_owned()));
+                }
+                Err(AskError::Taken) if left > AGAIN => {
+                    was_taken = true;
                     sleep(AGAIN);
                 }
+                // The last attempt had no time left.
+                Err(AskError::Silent) if was_taken => return Err(AskError::Taken),
                 asked => return asked,
             }
         }
@@ -328,8 +335,12 @@ fn judge(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<Str
     let (answer, complaint) = (stdout.trim(), stderr.trim());
     let words = if complaint.is_empty() { answer } else { complaint };
     let lower = format!("{answer}\n{complaint}").to_lowercase();
+    // Sometimes it only fails (docs/evidence/2026-11-25-mps-control.md).
+    if lower.contains(UNSENT) || !success && words.is_empty() {
+        return Err(AskError::Taken);
+    }
     if lower.contains("cannot find mps control daemon") || !success {
-        return Err(AskError::Gone(safe(if words.is_empty() { "the daemon is not running" } else { words })));
+        return Err(AskError::Gone(safe(words)));
     }
     if REFUSALS.iter().any(|refusal| lower.contains(refusal)) {
         return Err(AskError::Refused { command: command.replace('\n', "; "), answer: safe(words) });
@@ -402,7 +413,10 @@ mod tests {
         assert!(matches!(said("Cannot find MPS control daemon process"), Err(AskError::Gone(_))));
         assert_eq!(said(" 25.0\n").unwrap(), "25.0");
         assert_eq!(said("").unwrap(), "");
-        assert!(matches!(judge("x", false, "", ""), Err(AskError::Gone(_))));
+        assert!(matches!(judge("x", false, "", "no such thing"), Err(AskError::Gone(_))));
+        let unsent = "Cannot send command to MPS control daemon process";
+        assert!(matches!(judge("x", false, "", unsent), Err(AskError::Taken)));
+        assert!(matches!(judge("x", false, "", ""), Err(AskError::Taken)));
     }
 
     #[test]
@@ -420,6 +434,45 @@ mod tests {
         bind(fd.as_raw_fd(), &UnixAddr::new(&dir.path().join("control")).unwrap()).unwrap();
         listen(&fd, Backlog::new(4).unwrap()).unwrap();
         assert!(matches!(control.default_limits(), Err(AskError::Refused { .. })), "it is there");
+    }
+
+    /// Without turns the ones that are sent away try again, all at the same time.
+    #[test]
+    fn processes_take_turns_to_ask() {
+        use nix::sys::socket::{Backlog, bind, listen};
+        use std::os::unix::fs::PermissionsExt as _;
+        let dir = tempfile::tempdir().unwrap();
+        let (pipe, one, away) = (dir.path().join("pipe"), dir.path().join("one"), dir.path().join("away"));
+        std::fs::create_dir(&pipe).unwrap();
+        let program = dir.path().join("nvidia-cuda-mps-control");
+        let script = format!(
+            "#!/bin/sh\nmkdir {one} 2>/dev/null || {{ touch {away}; echo Cannot send command; exit 1; }}\n\
+             /bin/sleep 0.02; /bin/rmdir {one}; echo 100.0\n",
+            one = one.display(),
+            away = away.display()
+        );
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        bind(fd.as_raw_fd(), &UnixAddr::new(&pipe.join("control")).unwrap()).unwrap();
+        listen(&fd, Backlog::new(64).unwrap()).unwrap();
+        let programs = || MpsPrograms::find(Path::new("/nowhere"));
+        let control = || Control {
+            key: "GPU-1".to_owned(),
+            program: program.clone(),
+            programs: programs(),
+            pipe: pipe.clone(),
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(|| assert_eq!(control().ask("x", Duration::from_secs(60)).unwrap(), "100.0"));
+            }
+        });
+        assert!(!away.exists(), "one was sent away");
+        std::fs::create_dir(&one).unwrap();
+        let begun = Instant::now();
+        assert!(matches!(control().ask("x", Duration::from_millis(200)), Err(AskError::Taken)));
+        assert!(begun.elapsed() < Duration::from_secs(20), "it is not waited for without end");
     }
 
     #[test]

@@ -108,7 +108,8 @@ pub enum MpsError {
     /// It runs and does not answer.
     #[error(
         "the MPS daemon of {device} (pid {pid}) does not answer: if it is stopped, `kill -CONT {pid}` \
-         continues it; `sublet mps stop --force {key}` ends it and the GPU work of its clients"
+         continues it; if a container keeps a connection to it open and says nothing, end that container; \
+         `sublet mps stop --force {key}` ends the daemon and the GPU work of its clients"
     )]
     Silent {
         /// The device.
@@ -117,6 +118,15 @@ pub enum MpsError {
         key: String,
         /// The daemon's pid; 0 where it is not known.
         pid: i32,
+    },
+    /// It answers another program.
+    #[error(
+        "the MPS daemon {key} speaks with one program at a time, and another kept it: end \
+         `nvidia-cuda-mps-control` where it runs, or the container that does"
+    )]
+    Taken {
+        /// Its key.
+        key: String,
     },
     /// It was started and never answered.
     #[error("the MPS daemon of {device} did not start within {seconds} s ({why}){log}")]

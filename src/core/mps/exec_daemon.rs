@@ -111,6 +111,8 @@ impl<'a> Daemon<'a> {
                 Ok(true)
             }
             Err(AskError::Gone(_)) => Ok(false),
+            // It sends programs away and takes clients all the same (docs/evidence/2026-11-25-mps-control.md).
+            Err(AskError::Taken) => Ok(true),
             Err(AskError::Silent) => Err(self.silent(known, process)),
             Err(error) => Err(limits_and_state::refused(&self.key, error)),
         }

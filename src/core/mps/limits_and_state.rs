@@ -102,6 +102,7 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
         AskError::Program(source) => {
             MpsError::Io { what: "cannot run nvidia-cuda-mps-control".into(), source }
         }
+        AskError::Taken => MpsError::Taken { key: key.to_string() },
         AskError::Gone(_) | AskError::Silent => {
             MpsError::Unreachable { key: key.to_string(), why: error.to_string() }
         }

@@ -1,4 +1,5 @@
-//! The daemon's own lock, `mps/<key>/lock`: held while the daemon is started, adjusted or stopped.
+//! The locks of a daemon: `mps/<key>/lock`, held while it is started, adjusted or stopped, and `mps/<key>/asking`, held
+//! while it is asked.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -50,6 +51,27 @@ impl DaemonLock {
             // A stop has just removed the directory of a dedicated daemon. The next round creates it.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(io_at("lock", &path)(error)),
+        }
+    }
+}
+
+/// A process's turn to ask a daemon, until it is dropped. A daemon speaks with one program at a time, and without turns
+/// most of sixteen that ask at once are sent away (docs/evidence/2026-11-25-mps-control.md).
+pub(super) struct Turn {
+    _file: Option<Flock<File>>,
+}
+
+impl Turn {
+    /// Waits for at most `limit`: whoever is stopped while it asks must not keep all others waiting. Users who may not
+    /// write in `own`, the daemon's directory, have no turns.
+    pub fn wait(own: &Path, limit: Duration) -> Self {
+        let (path, deadline) = (own.join("asking"), Instant::now() + limit);
+        loop {
+            match lock_now(&path) {
+                Ok(None) if Instant::now() < deadline => sleep(Duration::from_millis(2)),
+                Ok(file) => return Self { _file: file },
+                Err(_) => return Self { _file: None },
+            }
         }
     }
 }

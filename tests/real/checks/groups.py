@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import engines, process, shares
+from .held import held
 from .machine import report, workload
 from .table import Rows, Skip, Wrong
 
@@ -383,9 +384,10 @@ def gpus(machine):
 
 
 def cheats(table, group, machine):
-    """The guard ends a container that tampers with its limit. Its neighbour goes on."""
+    """The guard ends a container that tampers with its limit. Its neighbour goes on. Another keeps the MPS daemon waiting."""
     for job, engine in enumerate((machine.docker, machine.podman)):
         cheating(Rows(table, group, job, engine.name, "driver API"), machine, engine)
+    held(table, group, machine, 2)
     left = machine.clear()
     Rows(table, group, 9).hold("after the group", "no lease", left or "no lease", not left)
 

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use nix::unistd::{dup2_stdout, setsid};
 
 use super::daemon::{Daemon, NOT_FOUND};
-use super::message::{Answer, Hello};
+use super::message::{self, Answer, Hello};
 use super::pipe_directory;
 use super::wire::Conn;
 
@@ -42,7 +42,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Of a daemon that does not take the command, here because it ends (docs/evidence/2026-11-25-h100-real.md).
+/// Of a daemon that speaks with another program (docs/evidence/2026-11-25-mps-control.md).
 const CANNOT_SEND: &str = "Cannot send command to MPS control daemon process";
 
 /// A caller that has closed its end wants no output.
@@ -73,31 +73,39 @@ fn in_background(multiuser: bool) -> Result<()> {
     Ok(())
 }
 
-/// Sends each line of standard input to the daemon.
+/// Sends each line of standard input to the daemon. The conversation begins before anything is read, and ends with the
+/// input.
 fn talk() -> ExitCode {
+    let conn = match greet() {
+        Ok(conn) => conn,
+        Err(why) => {
+            say(why);
+            return ExitCode::FAILURE;
+        }
+    };
     for line in BufReader::new(stdin()).lines().map_while(Result::ok) {
         if line.trim().is_empty() {
             continue;
         }
-        match ask(&line) {
-            Ok(answer) if answer.is_empty() => {}
-            Ok(answer) => say(&answer),
-            Err(why) => {
-                say(why);
-                return ExitCode::FAILURE;
-            }
+        if conn.send(&message::Command(line)).is_err() {
+            say(CANNOT_SEND);
+            return ExitCode::FAILURE;
+        }
+        // A daemon that ends before it has answered has said nothing (docs/evidence/2026-11-24-h100-cycles.md).
+        match conn.recv() {
+            Some((Answer(answer), _)) if !answer.is_empty() => say(&answer),
+            _ => {}
         }
     }
     ExitCode::SUCCESS
 }
 
-/// Uses `control_privileged` if it can be reached, otherwise `control`. A daemon that ends before it has answered has said
-/// nothing (docs/evidence/2026-11-24-h100-cycles.md).
-fn ask(line: &str) -> Result<String, &'static str> {
+/// Uses `control_privileged` if it can be reached, otherwise `control`.
+fn greet() -> Result<Conn, &'static str> {
     let directory = pipe_directory();
     let conn = Conn::connect(&directory.join("control_privileged"))
         .or_else(|_| Conn::connect(&directory.join("control")))
         .map_err(|_| NOT_FOUND)?;
-    conn.send(&Hello::Command(line.to_owned())).map_err(|_| CANNOT_SEND)?;
-    Ok(conn.recv().map(|(Answer(text), _)| text).unwrap_or_default())
+    conn.send(&Hello::Program).map_err(|_| CANNOT_SEND)?;
+    conn.recv::<Answer>().map(|_| conn).ok_or(CANNOT_SEND)
 }

@@ -3,7 +3,7 @@
 use std::fs::{self, DirBuilder, File};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
 use anyhow::{Context, Result, bail};
@@ -15,7 +15,7 @@ use super::command::{Outcome, run};
 use super::device;
 use super::limits;
 use super::log::Log;
-use super::message::{Answer, Hello, Settings};
+use super::message::{Answer, Command, Hello, Settings};
 use super::pipe_directory;
 use super::servers::Servers;
 use super::wire::{Conn, Listener};
@@ -75,9 +75,11 @@ impl Daemon {
     /// Serves until a client sends `quit`. The socket `control` is not removed.
     pub fn run(self) {
         let (quit, told) = mpsc::channel();
+        let door = Arc::new(Door::default());
         for (listener, privileged) in [(&self.control, false), (&self.privileged, true)] {
             let (listener, servers, quit) = (Arc::clone(listener), Arc::clone(&self.servers), quit.clone());
-            thread::spawn(move || accept(&listener, &servers, privileged, &quit));
+            let door = Arc::clone(&door);
+            thread::spawn(move || accept(&listener, &servers, privileged, &quit, &door));
         }
         let Ok(asker) = told.recv() else { return };
         self.servers.log.line("Exiting");
@@ -123,25 +125,82 @@ fn defaults(devices: &[String]) -> Settings {
     settings
 }
 
-fn accept(listener: &Listener, servers: &Arc<Servers>, privileged: bool, quit: &mpsc::Sender<Conn>) {
-    while let Some(conn) = listener.accept() {
-        let (servers, quit) = (Arc::clone(servers), quit.clone());
-        thread::spawn(move || answer(conn, &servers, privileged, &quit));
+/// How the daemon takes connections (docs/evidence/2026-11-25-mps-control.md).
+#[derive(Debug, Default)]
+struct Door {
+    /// It waits for what a connection says first, and for nothing else meanwhile.
+    greeting: Mutex<()>,
+    /// The command line program with which it speaks: one at a time.
+    program: Mutex<Option<Arc<Conn>>>,
+}
+
+impl Door {
+    /// Whether it speaks with `conn` from now on. One that has just ended is forgotten first.
+    fn takes(&self, conn: &Arc<Conn>) -> bool {
+        let mut program = self.program.lock().unwrap_or_else(PoisonError::into_inner);
+        if program.as_ref().is_some_and(|other| !other.is_over()) {
+            return false;
+        }
+        *program = Some(Arc::clone(conn));
+        true
+    }
+
+    fn forgets(&self, conn: &Arc<Conn>) {
+        let mut program = self.program.lock().unwrap_or_else(PoisonError::into_inner);
+        *program = program.take().filter(|other| !Arc::ptr_eq(other, conn));
     }
 }
 
-fn answer(conn: Conn, servers: &Arc<Servers>, privileged: bool, quit: &mpsc::Sender<Conn>) {
-    servers.log.line("Accepting connection...");
-    let Ok(peer) = conn.peer() else { return };
-    match conn.recv() {
-        None => {}
-        Some((Hello::Client, _)) => {
-            servers.log.line(&format!("NEW CLIENT {} from user {}", peer.pid, peer.uid));
-            servers.serve(&conn, peer);
+fn accept(
+    listener: &Listener,
+    servers: &Arc<Servers>,
+    privileged: bool,
+    quit: &mpsc::Sender<Arc<Conn>>,
+    door: &Arc<Door>,
+) {
+    while let Some(conn) = listener.accept() {
+        let greeting = door.greeting.lock().unwrap_or_else(PoisonError::into_inner);
+        servers.log.line("Accepting connection...");
+        let Ok(peer) = conn.peer() else { continue };
+        let said = conn.recv();
+        drop(greeting);
+        let (servers, quit, door) = (Arc::clone(servers), quit.clone(), Arc::clone(door));
+        match said {
+            None => {}
+            Some((Hello::Client, _)) => {
+                servers.log.line(&format!("NEW CLIENT {} from user {}", peer.pid, peer.uid));
+                thread::spawn(move || servers.serve(&conn, peer));
+            }
+            Some((Hello::Program, _)) => {
+                let conn = Arc::new(conn);
+                if door.takes(&conn) {
+                    thread::spawn(move || {
+                        speak(&conn, &servers, privileged, &quit);
+                        door.forgets(&conn);
+                    });
+                }
+            }
         }
-        Some((Hello::Command(line), _)) => match run(servers, &line, privileged) {
-            Outcome::Say(text) => drop(conn.send(&Answer(text))),
-            Outcome::Quit => drop(quit.send(conn)),
-        },
+    }
+}
+
+/// Answers one program's commands.
+fn speak(conn: &Arc<Conn>, servers: &Arc<Servers>, privileged: bool, quit: &mpsc::Sender<Arc<Conn>>) {
+    if conn.send(&Answer(String::new())).is_err() {
+        return;
+    }
+    while let Some((Command(line), _)) = conn.recv() {
+        match run(servers, &line, privileged) {
+            Outcome::Say(text) => {
+                if conn.send(&Answer(text)).is_err() {
+                    return;
+                }
+            }
+            Outcome::Quit => {
+                // `run` of the daemon answers it, at its end.
+                let _ = quit.send(Arc::clone(conn));
+                return;
+            }
+        }
     }
 }

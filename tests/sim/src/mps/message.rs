@@ -5,11 +5,16 @@ use serde::{Deserialize, Serialize};
 /// Messages to the daemon, on `control` or `control_privileged`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Hello {
-    /// A line of the command line program. Answered by [`Answer`].
-    Command(String),
+    /// The command line program. Its greeting is answered by [`Answer`], or by the end of the connection if the daemon
+    /// speaks with another one; then it sends each line as a [`Command`].
+    Program,
     /// A CUDA program's request for a server. Answered by [`Welcome`] when its turn comes.
     Client,
 }
+
+/// A line of the command line program. Answered by [`Answer`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Command(pub String);
 
 /// The answer to a command.
 #[derive(Clone, Debug, Serialize, Deserialize)]

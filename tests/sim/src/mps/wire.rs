@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
     accept4, bind, connect, getsockopt, listen, recvmsg, send, sendmsg, socket, socketpair, sockopt,
@@ -93,6 +94,14 @@ impl Conn {
         };
         let value = serde_json::from_slice(packet.get(..length)?).ok()?;
         Some((value, received.into_iter().next().map(Self)))
+    }
+
+    /// Whether the other end is closed.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        let mut poll_fd = [PollFd::new(self.0.as_fd(), PollFlags::empty())];
+        poll(&mut poll_fd, PollTimeout::ZERO).is_ok()
+            && poll_fd[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))
     }
 
     /// The process at the other end.
