@@ -45,7 +45,7 @@ fn raised_while(instead: &str) -> (Value, Value) {
     (before, after)
 }
 
-/// What the real program said (docs/evidence/2026-11-25-h100-real.md).
+/// What the real program said (docs/evidence/2026-11-25-mps-control.md).
 const CANNOT_SEND: &str = "echo Cannot send command to MPS control daemon process; exit 1";
 const PID: &str = "pid=$(cat $CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid)";
 
