@@ -7,8 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import engines, process, shares
-from .held import held
+from . import control, engines, process, shares
 from .machine import report, workload
 from .table import Rows, Skip, Wrong
 
@@ -384,10 +383,11 @@ def gpus(machine):
 
 
 def cheats(table, group, machine):
-    """The guard ends a container that tampers with its limit. Its neighbour goes on. Another keeps the MPS daemon waiting."""
+    """The guard ends a container that tampers with its limit. Its neighbour goes on. Then what else may keep the MPS daemon."""
     for job, engine in enumerate((machine.docker, machine.podman)):
         cheating(Rows(table, group, job, engine.name, "driver API"), machine, engine)
-    held(table, group, machine, 2)
+    control.held(table, group, machine, 2)
+    control.at_once(table, group, machine, 3)
     left = machine.clear()
     Rows(table, group, 9).hold("after the group", "no lease", left or "no lease", not left)
 
