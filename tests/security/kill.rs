@@ -339,7 +339,7 @@ impl<'a> Scene<'a> {
         }
         for key in names(&state.join("mps")) {
             for name in names(&state.join("mps").join(&key)) {
-                let known = ["lock", "log", "pipe", "public"];
+                let known = ["asking", "lock", "log", "pipe", "public"];
                 assert!(known.contains(&name.as_str()), "{after}: mps/{key}/{name} is left");
             }
         }

@@ -444,6 +444,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (pipe, one, away) = (dir.path().join("pipe"), dir.path().join("one"), dir.path().join("away"));
         std::fs::create_dir(&pipe).unwrap();
+        std::fs::write(dir.path().join(dirs::ASKING), "").unwrap();
         let program = dir.path().join("nvidia-cuda-mps-control");
         let script = format!(
             "#!/bin/sh\nmkdir {one} 2>/dev/null || {{ touch {away}; echo Cannot send command; exit 1; }}\n\

@@ -18,6 +18,9 @@ const LONGEST_SOCKET_PATH: usize = 107;
 /// The output of the control program itself, in [`log`].
 pub const OUTPUT: &str = "output.log";
 
+/// The file by which processes take turns to ask the daemon ([`super::lock`]).
+pub(super) const ASKING: &str = "asking";
+
 /// A log that has grown past this is moved to `<name>.old`, in bytes.
 const LOG_CAP: u64 = 1 << 20;
 
@@ -44,7 +47,14 @@ pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     make_one(&key.dir(state_dir), 0o755)?;
     make_one(&key.public(state_dir), 0o755)?;
     make_one(&pipe(key, state_dir), 0o700)?;
-    make_one(&log(key, state_dir), 0o700)
+    make_one(&log(key, state_dir), 0o700)?;
+    make_asking(&key.dir(state_dir).join(ASKING)).map_err(io_at("create", &key.dir(state_dir).join(ASKING)))
+}
+
+fn make_asking(path: &Path) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    options.open(path).map(drop)
 }
 
 /// Checks that containers of any user can reach the daemon. A client that cannot reach it runs on the whole GPU.

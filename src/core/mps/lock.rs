@@ -46,7 +46,7 @@ impl DaemonLock {
     pub(crate) fn try_take(key: &DaemonKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
         dirs::make(key, state_dir)?;
         let path = key.dir(state_dir).join("lock");
-        match lock_now(&path) {
+        match lock_now(&path, true) {
             Ok(file) => Ok(file.map(|file| Self { _file: file })),
             // A stop has just removed the directory of a dedicated daemon. The next round creates it.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -63,11 +63,12 @@ pub(super) struct Turn {
 
 impl Turn {
     /// Waits for at most `limit`: whoever is stopped while it asks must not keep all others waiting. Users who may not
-    /// write in `own`, the daemon's directory, have no turns.
+    /// write in `own`, the daemon's directory, have no turns. The file is not created here, where the daemon may be
+    /// about to end and its directory about to be removed (`dirs::make`).
     pub fn wait(own: &Path, limit: Duration) -> Self {
-        let (path, deadline) = (own.join("asking"), Instant::now() + limit);
+        let (path, deadline) = (own.join(dirs::ASKING), Instant::now() + limit);
         loop {
-            match lock_now(&path) {
+            match lock_now(&path, false) {
                 Ok(None) if Instant::now() < deadline => sleep(Duration::from_millis(2)),
                 Ok(file) => return Self { _file: file },
                 Err(_) => return Self { _file: None },
@@ -76,9 +77,9 @@ impl Turn {
     }
 }
 
-fn lock_now(path: &Path) -> io::Result<Option<Flock<File>>> {
+fn lock_now(path: &Path, create: bool) -> io::Result<Option<Flock<File>>> {
     let mut options = OpenOptions::new();
-    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    options.read(true).write(true).create(create).truncate(false).mode(0o600);
     let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC).open(path)?;
     let held = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(held) => held,
