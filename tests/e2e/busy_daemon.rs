@@ -2,9 +2,10 @@
 //! says first (docs/evidence/2026-11-25-mps-control.md).
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use nix::sched::{CloneFlags, setns};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, Finished, World, eventually, skip_unless_root};
@@ -94,13 +95,17 @@ fn where_a_connection_says_nothing_nothing_starts_until_it_is_closed() {
     }
     let world = World::simulated("h200", "");
     let (first, second) = two(&world);
-    let silent = connected(&own(&world).join("public/control"));
-    forget_answers(&world);
-    let exec = first.exec(INFO);
-    assert!(!exec.ok && exec.stderr.contains("does not answer"), "{exec:?}");
-    assert!(exec.stderr.contains("keeps a connection to it open"), "{exec:?}");
-    assert_refused(&world, &second, "does not answer");
-    drop(silent);
+    let control = own(&world).join("public/control");
+    let of_container = "does not answer: it waits for container first, which keeps a connection to it open";
+    let inside = Some(first.pid());
+    for (namespace, why) in [(None, "does not answer: if it is stopped"), (inside, of_container)] {
+        let silent = connected(&control, namespace);
+        forget_answers(&world);
+        let exec = first.exec(INFO);
+        assert!(!exec.ok && exec.stderr.contains(why), "{exec:?}");
+        assert_refused(&world, &second, why);
+        drop(silent);
+    }
     assert_share(&first.exec(INFO), 32);
     second.up();
     assert_share(&second.exec(INFO), 66);
@@ -109,12 +114,20 @@ fn where_a_connection_says_nothing_nothing_starts_until_it_is_closed() {
     world.assert_empty();
 }
 
-/// As any container can do it.
-fn connected(control: &std::path::Path) -> OwnedFd {
-    let fd =
-        socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).expect("a socket");
-    connect(fd.as_raw_fd(), &UnixAddr::new(control).expect("an address")).expect("connected");
-    fd
+/// A connection as any container can make it, in the network namespace of the process `pid`, or in this one.
+fn connected(control: &Path, pid: Option<i32>) -> OwnedFd {
+    let connect = || {
+        if let Some(pid) = pid {
+            let namespace = std::fs::File::open(format!("/proc/{pid}/ns/net")).expect("it runs");
+            setns(namespace, CloneFlags::CLONE_NEWNET).expect("entered");
+        }
+        let kind = (AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
+        let fd = socket(kind.0, kind.1, kind.2, None).expect("a socket");
+        connect(fd.as_raw_fd(), &UnixAddr::new(control).expect("an address")).expect("connected");
+        fd
+    };
+    // The namespace is the thread's.
+    std::thread::scope(|scope| scope.spawn(connect).join().expect("it ends"))
 }
 
 #[test]

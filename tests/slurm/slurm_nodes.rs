@@ -56,8 +56,12 @@ fn a_node_that_is_lost_comes_back() {
     }
     let cluster = Cluster::up("gpu:4", "", "");
     cluster.tell("lose", "n1");
-    cluster.done("login", &["scontrol", "update", "nodename=n1", "state=down", "reason=lost"]);
-    assert_eq!(cluster.nodes(), ["n1 down lost", "n2 idle"]);
+    // What its slurmd still had to say may reach the controller after that, and makes it idle again.
+    let is_down = || {
+        cluster.done("login", &["scontrol", "update", "nodename=n1", "state=down", "reason=lost"]);
+        cluster.nodes() == ["n1 down lost", "n2 idle"]
+    };
+    assert!(eventually(is_down), "{:?}", cluster.nodes());
     cluster.tell("boot", "n1");
     cluster.tell("start", "n1");
     let idle = || cluster.nodes().iter().all(|node| node.contains("idle"));

@@ -165,8 +165,9 @@ impl Control {
     /// # Errors
     /// The daemon does not answer, does not exist, or refuses.
     pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
-        let deadline = Instant::now() + limit;
         let _turn = self.pipe.parent().map(|own| Turn::wait(own, limit / 2));
+        // The wait for the turn does not make the answer late.
+        let deadline = Instant::now() + limit;
         let mut was_taken = false;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());

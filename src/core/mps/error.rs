@@ -106,11 +106,7 @@ pub enum MpsError {
         key: String,
     },
     /// It runs and does not answer.
-    #[error(
-        "the MPS daemon of {device} (pid {pid}) does not answer: if it is stopped, `kill -CONT {pid}` \
-         continues it; if a container keeps a connection to it open and says nothing, end that container; \
-         `sublet mps stop --force {key}` ends the daemon and the GPU work of its clients"
-    )]
+    #[error("the MPS daemon of {device} (pid {pid}) does not answer{}", silence(*pid, key, kept_by))]
     Silent {
         /// The device.
         device: String,
@@ -118,6 +114,8 @@ pub enum MpsError {
         key: String,
         /// The daemon's pid; 0 where it is not known.
         pid: i32,
+        /// The containers for which it waits, if any are known.
+        kept_by: Vec<String>,
     },
     /// It answers another program.
     #[error(
@@ -217,6 +215,22 @@ pub enum MpsError {
         /// The system's answer.
         source: io::Error,
     },
+}
+
+/// Why a daemon does not answer, and what helps.
+fn silence(pid: i32, key: &str, kept_by: &[String]) -> String {
+    let stop = format!("`sublet mps stop --force {key}` ends the daemon and the GPU work of its clients");
+    if kept_by.is_empty() {
+        return format!(
+            ": if it is stopped, `kill -CONT {pid}` continues it; if a process keeps a connection to it open and \
+             says nothing, end that; {stop}"
+        );
+    }
+    format!(
+        ": it waits for container {}, which keeps a connection to it open and says nothing: end that \
+         container; {stop}",
+        kept_by.join(" and ")
+    )
 }
 
 /// For `map_err`: an [`MpsError::Io`] that says what was tried on which path.

@@ -9,7 +9,7 @@ use super::{MpsError, dirs, limits_and_state};
 use crate::config::Config;
 use crate::fs::selinux;
 use crate::ledger::DaemonKey;
-use crate::ledger::{DaemonState, LedgerError, MpsDaemon, Store};
+use crate::ledger::{DaemonState, Ledger, LedgerError, MpsDaemon, Store};
 use crate::process::sublet;
 use crate::process::{Process, epoch_seconds};
 
@@ -91,7 +91,7 @@ impl<'a> Daemon<'a> {
         let process = known.and_then(|daemon| daemon.process).or_else(|| self.process());
         // connect(2) to the socket of a stopped process succeeds (docs/evidence).
         if let Some(daemon) = process.filter(Process::is_stopped) {
-            return Err(self.silent(known, Some(daemon)));
+            return Err(self.silent(known, Some(daemon), ledger.as_ref()));
         }
         if known.is_some_and(answered_lately) {
             return Ok(true);
@@ -113,7 +113,7 @@ impl<'a> Daemon<'a> {
             Err(AskError::Gone(_)) => Ok(false),
             // It sends programs away and takes clients all the same (docs/evidence/2026-11-25-mps-control.md).
             Err(AskError::Taken) => Ok(true),
-            Err(AskError::Silent) => Err(self.silent(known, process)),
+            Err(AskError::Silent) => Err(self.silent(known, process, ledger.as_ref())),
             Err(error) => Err(limits_and_state::refused(&self.key, error)),
         }
     }
@@ -125,9 +125,14 @@ impl<'a> Daemon<'a> {
         Process::find(std::str::from_utf8(&text).ok()?.trim().parse().ok()?)
     }
 
-    fn silent(&self, known: Option<&MpsDaemon>, process: Option<Process>) -> MpsError {
+    fn silent(
+        &self,
+        known: Option<&MpsDaemon>,
+        process: Option<Process>,
+        ledger: Option<&Ledger>,
+    ) -> MpsError {
         let device = known.map_or_else(|| self.key.0.clone(), |daemon| daemon.devices.join(", "));
-        MpsError::Silent { device, key: self.key.0.clone(), pid: process.map_or(0, |process| process.pid) }
+        limits_and_state::silent(device, &self.key, process, ledger)
     }
 }
 

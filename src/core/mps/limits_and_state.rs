@@ -2,12 +2,12 @@
 
 use super::control::{AskError, Control};
 use super::lock::DaemonLock;
-use super::{MpsError, servers};
+use super::{MpsError, kept, servers};
 use crate::config::Config;
 use crate::inventory::{self, Device};
 use crate::ledger::DaemonKey;
 use crate::ledger::{DaemonState, DefaultLimits, Ledger, MpsDaemon, Store};
-use crate::process::epoch_seconds;
+use crate::process::{Process, epoch_seconds};
 
 /// An answer older than this, in seconds, no longer proves anything.
 const TRUSTED: u64 = 30;
@@ -85,13 +85,22 @@ pub fn note_failure(store: &Store, daemon: &MpsDaemon, error: AskError) -> MpsEr
         if let Err(error) = note(store, &daemon.key, |daemon| daemon.state = DaemonState::Fault) {
             return error;
         }
-        return MpsError::Silent {
-            device: daemon.devices.join(", "),
-            key: daemon.key.to_string(),
-            pid: daemon.process.map_or(0, |daemon| daemon.pid),
-        };
+        let ledger = store.read().ok();
+        return silent(daemon.devices.join(", "), &daemon.key, daemon.process, ledger.as_ref());
     }
     refused(&daemon.key, error)
+}
+
+/// The error for a daemon of `device` that does not answer.
+pub(super) fn silent(
+    device: String,
+    key: &DaemonKey,
+    process: Option<Process>,
+    ledger: Option<&Ledger>,
+) -> MpsError {
+    let waits = process.filter(|daemon| !daemon.is_stopped()).zip(ledger);
+    let kept_by = waits.map(|(daemon, ledger)| kept::by(daemon, key, ledger)).unwrap_or_default();
+    MpsError::Silent { device, key: key.to_string(), pid: process.map_or(0, |daemon| daemon.pid), kept_by }
 }
 
 /// The error for a failed command to a daemon that should have answered.

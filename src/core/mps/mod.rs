@@ -10,6 +10,7 @@ mod error;
 mod exec_daemon;
 mod heal;
 pub mod idle;
+mod kept;
 pub mod limits_and_state;
 pub mod lock;
 pub mod ready;

@@ -60,10 +60,11 @@ def held(table, group, machine, job):
             raise Wrong(f"no connection: {engine.logs('holder')[-200:]}")
         start = time.monotonic()
         new = engine.start("new", more, machine.hold(30))
-        said = "it started" if new.ok else new.why()[new.why().find("the MPS daemon") :][:120]
-        return f"{said}, after {time.monotonic() - start:.1f} s", not new.ok and "does not answer" in said
+        said = "it started" if new.ok else new.why()[new.why().find("does not answer") :][:120]
+        named = f"it waits for container {engine.state('holder', '.Id')}, which keeps a connection" in new.why()
+        return f"{said}, after {time.monotonic() - start:.1f} s", not new.ok and named
 
-    seen = rows.ask("beside a container that keeps a connection to the MPS daemon: one that needs more", "refused: it does not answer", look, 40)
+    seen = rows.ask("beside a container that keeps a connection to the MPS daemon: one that needs more", "refused, with that container's id", look, 40)
     if seen is None:
         return rows.skip("… the others", "time")
 
