@@ -89,6 +89,9 @@ impl<'a> Daemon<'a> {
         let ledger = store.as_ref().and_then(|store| store.read().ok());
         let known = ledger.as_ref().and_then(|ledger| limits_and_state::daemon(ledger, &self.key));
         let process = known.and_then(|daemon| daemon.process).or_else(|| self.process());
+        if process.is_some_and(|daemon| daemon.is_ending()) {
+            return Ok(false);
+        }
         // connect(2) to the socket of a stopped process succeeds (docs/evidence).
         if let Some(daemon) = process.filter(Process::is_stopped) {
             return Err(self.silent(known, Some(daemon), ledger.as_ref()));

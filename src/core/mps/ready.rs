@@ -102,6 +102,9 @@ fn confirmed_default_limits(
     if daemon.state == DaemonState::Serving
         && limits_and_state::is_recent(daemon.answered_at, epoch_seconds())
     {
+        if daemon.process.is_some_and(|daemon| daemon.is_ending()) {
+            return Ok(None);
+        }
         // Its clients would wait for it for ever.
         if daemon.process.is_some_and(|daemon| daemon.is_stopped()) {
             return Err(limits_and_state::note_failure(store, daemon, AskError::Silent));

@@ -94,6 +94,14 @@ impl Process {
         self.pid > 0 && kill(Pid::from_raw(self.pid), None) != Err(Errno::ESRCH)
     }
 
+    /// Whether this same process is being ended. Its memory goes first, and its sockets take connections until its files
+    /// are closed (`do_exit` in the kernel's kernel/exit.c).
+    #[must_use]
+    pub(crate) fn is_ending(&self) -> bool {
+        let ending = |stat: Stat| stat.start_time == self.start_time && stat.memory == 0;
+        stat(self.pid).ok().flatten().is_some_and(ending)
+    }
+
     /// Whether this same process is stopped, by a signal or by a tracer (proc(5)).
     #[must_use]
     pub(crate) fn is_stopped(&self) -> bool {
@@ -130,6 +138,8 @@ struct Stat {
     state: char,
     parent: i32,
     start_time: u64,
+    /// Its virtual memory, in bytes (`vsize`); 0 once it has given it up.
+    memory: u64,
 }
 
 impl Stat {
@@ -165,6 +175,7 @@ fn parse_stat(text: &str) -> Option<Stat> {
         state: fields.next()?.chars().next()?,
         parent: fields.next()?.parse().ok()?,
         start_time: fields.nth(17)?.parse().ok()?,
+        memory: fields.next()?.parse().ok()?,
     })
 }
 
@@ -195,7 +206,22 @@ mod tests {
     fn reads_the_start_time_behind_a_hostile_command_name() {
         let stat =
             parse_stat("7 (a) R 1 (b) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20").unwrap();
-        assert_eq!((stat.state, stat.parent, stat.start_time), ('S', 1, 4242));
+        assert_eq!((stat.state, stat.parent, stat.start_time, stat.memory), ('S', 1, 4242, 20));
+    }
+
+    #[test]
+    fn a_process_without_memory_is_ending() {
+        let mut child = std::process::Command::new("/bin/sleep").arg("60").spawn().unwrap();
+        let process = Process::find(i32::try_from(child.id()).unwrap()).unwrap();
+        assert!(!process.is_ending());
+        child.kill().unwrap();
+        // It stays a zombie until it is waited for.
+        while process.is_alive() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert!(process.is_ending());
+        child.wait().unwrap();
+        assert!(!process.is_ending(), "it is gone");
     }
 
     #[test]
