@@ -229,7 +229,7 @@ fn silence(pid: i32, key: &str, kept_by: &[String]) -> String {
     format!(
         ": it waits for container {}, which keeps a connection to it open and says nothing: end that \
          container; {stop}",
-        kept_by.join(" and ")
+        kept_by.join(" or ")
     )
 }
 
