@@ -48,7 +48,8 @@ pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     make_one(&key.public(state_dir), 0o755)?;
     make_one(&pipe(key, state_dir), 0o700)?;
     make_one(&log(key, state_dir), 0o700)?;
-    make_asking(&key.dir(state_dir).join(ASKING)).map_err(io_at("create", &key.dir(state_dir).join(ASKING)))
+    let asking = key.dir(state_dir).join(ASKING);
+    make_asking(&asking).map_err(io_at("create", &asking))
 }
 
 fn make_asking(path: &Path) -> io::Result<()> {

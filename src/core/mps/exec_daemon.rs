@@ -114,8 +114,9 @@ impl<'a> Daemon<'a> {
                 Ok(true)
             }
             Err(AskError::Gone(_)) => Ok(false),
-            // It sends programs away and takes clients all the same (docs/evidence/2026-11-25-mps-control.md).
-            Err(AskError::Taken) => Ok(true),
+            // It sends programs away and takes clients all the same (docs/evidence/2026-11-25-mps-control.md). Whoever
+            // else listens there is not trusted to.
+            Err(AskError::Taken) if process.is_some_and(|daemon| daemon.is_alive()) => Ok(true),
             Err(AskError::Silent) => Err(self.silent(known, process, ledger.as_ref())),
             Err(error) => Err(limits_and_state::refused(&self.key, error)),
         }
