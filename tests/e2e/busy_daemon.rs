@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 
 use nix::sched::{CloneFlags, setns};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
-use serde_json::{Value, json};
+use serde_json::json;
 use sublet_e2e::{Bundle, Finished, World, eventually, skip_unless_root};
 
 const INFO: &[&str] = &["/usr/bin/cuda-probe", "info"];
@@ -25,16 +25,6 @@ fn two(world: &World) -> (Bundle<'_>, Bundle<'_>) {
 fn own(world: &World) -> PathBuf {
     let key = world.status()["mps"][0]["key"].as_str().expect("a daemon").to_owned();
     world.state_dir().join("mps").join(key)
-}
-
-/// As if the daemon had last answered long ago: whoever needs it asks it.
-fn forget_answers(world: &World) {
-    let path = world.state_dir().join("ledger.json");
-    let mut ledger: Value = serde_json::from_slice(&std::fs::read(&path).expect("a ledger")).expect("JSON");
-    for daemon in ledger["servers"].as_array_mut().expect("daemons") {
-        daemon["answered_at"] = json!(1);
-    }
-    std::fs::write(&path, ledger.to_string()).expect("written");
 }
 
 /// What `nvidia-cuda-mps-control` is at its prompt: a conversation in which nothing is said.
@@ -75,7 +65,7 @@ fn where_a_program_keeps_it_execs_go_on_and_a_start_says_why_it_cannot() {
     let world = World::simulated("h200", "");
     let (first, second) = two(&world);
     let mut kept = prompt(&world);
-    forget_answers(&world);
+    world.forget_answers();
     assert_share(&first.exec(INFO), 32);
     assert_refused(&world, &second, "speaks with one program at a time, and another kept it");
     assert_ne!(world.status()["mps"][0]["state"], "fault");
@@ -100,7 +90,7 @@ fn where_a_connection_says_nothing_nothing_starts_until_it_is_closed() {
     let inside = Some(first.pid());
     for (namespace, why) in [(None, "does not answer: if it is stopped"), (inside, of_container)] {
         let silent = connected(&control, namespace);
-        forget_answers(&world);
+        world.forget_answers();
         let exec = first.exec(INFO);
         assert!(!exec.ok && exec.stderr.contains(why), "{exec:?}");
         assert_refused(&world, &second, why);
@@ -138,7 +128,7 @@ fn many_execs_at_once_are_all_answered() {
     let world = World::simulated("h200", "");
     let bundle = world.bundle("one", &[("sublet.sm", "25")], SLEEP);
     bundle.up();
-    forget_answers(&world);
+    world.forget_answers();
     std::thread::scope(|scope| {
         let execs: Vec<_> = (0..12).map(|_| scope.spawn(|| bundle.exec(INFO))).collect();
         for exec in execs {

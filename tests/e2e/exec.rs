@@ -140,16 +140,6 @@ fn listening(world: &World, meanwhile: impl FnOnce()) {
     meanwhile();
 }
 
-/// Daemons answer for thirty seconds before they are asked again: as if that were over.
-fn forget_answers(world: &World) {
-    let path = world.state_dir().join("ledger.json");
-    let mut ledger: Value = serde_json::from_slice(&std::fs::read(&path).expect("a ledger")).expect("JSON");
-    for server in ledger["servers"].as_array_mut().expect("servers") {
-        server["answered_at"] = json!(1);
-    }
-    std::fs::write(&path, ledger.to_string()).expect("written");
-}
-
 #[test]
 fn a_share_is_known_without_ledger_inventory_and_configuration() {
     if skip_unless_root() {
@@ -281,7 +271,7 @@ fn a_daemon_that_is_stopped_is_found_out_whenever_it_answered_last() {
     );
     stop(daemon);
     assert_refused("just answered", &bundle, "does not answer");
-    forget_answers(&world);
+    world.forget_answers();
     assert_refused("answered long ago", &bundle, "does not answer");
     without(&world.state_dir().join("ledger.json"), || {
         std::fs::rename(world.state_dir().join("ledger.json.copy"), world.state_dir().join("kept"))
