@@ -88,6 +88,56 @@ fn clients_beyond_the_lease_are_told_of_once_where_nobody_needs_their_places() {
     host.world.assert_empty();
 }
 
+/// Nothing begins on the GPU until what is silent has been ended.
+#[test]
+fn who_keeps_the_mps_daemon_waiting_is_ended_and_the_second_time_its_container() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let neighbour = host.neighbour();
+    let holder = host.waiting("holder", "cuda-probe silent 600 & cuda-probe silent 600 &");
+    let told = |action: &str| {
+        let is_told = |event: &Value| event["offence"] == "silent" && event["action"] == action;
+        host.events().into_iter().find(|event| is_told(event))
+    };
+    assert!(eventually(|| told("terminate").is_some()), "{:?}", host.events());
+    let event = told("terminate").expect("seen");
+    assert_eq!((&event["container_id"], &event["name"]), (&json!("holder"), &json!("cuda-probe")), "{event}");
+    let text = event["text"].as_str().expect("a text");
+    assert!(text.contains("no GPU program begins there: it was ended"), "{text}");
+    assert!(eventually(|| told("container").is_some()), "{:?}", host.events());
+    assert!(eventually(|| host.world.leases().len() == 1), "{:?}", host.world.leases());
+    holder.down();
+    neighbour.lives();
+    host.world.assert_empty();
+}
+
+/// One of the host's own may be an administrator's, and is told of.
+#[test]
+fn a_process_of_no_container_that_keeps_the_daemon_waiting_is_told_of() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let neighbour = host.neighbour();
+    let probe = host.world.driver_root.as_ref().expect("simulated").join("usr/bin/cuda-probe");
+    let key = host.world.status()["mps"][0]["key"].as_str().expect("a daemon").to_owned();
+    let public = host.world.state_dir().join("mps").join(key).join("public");
+    let mut own = std::process::Command::new(probe);
+    let mut own =
+        own.args(["silent", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", public).spawn().expect("it runs");
+    assert!(eventually(|| host.event("silent").is_some()), "{:?}", host.events());
+    let event = host.event("silent").expect("seen");
+    let what = (&event["action"], &event["container_id"], &event["pid"]);
+    assert_eq!(what, (&json!("report"), &Value::Null, &json!(own.id())), "{event}");
+    assert!(own.try_wait().expect("it can be asked").is_none(), "it runs on");
+    own.kill().expect("it runs");
+    own.wait().expect("it ends");
+    neighbour.lives();
+    host.world.assert_empty();
+}
+
 /// Each process has its own SM limit.
 #[test]
 fn strict_clients_are_as_many_as_the_lease_says() {

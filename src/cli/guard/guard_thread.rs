@@ -18,6 +18,7 @@ use super::faulted_servers::Faulted;
 use super::history::{self, Event};
 use super::judge::{Judge, Offence, Verdict};
 use super::mps_servers::Served;
+use super::silent_connections::Silent;
 use sublet_core::admit::Local;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
@@ -66,6 +67,7 @@ struct Guard {
     judge: Judge,
     served: Served,
     faulted: Faulted,
+    silent: Silent,
     /// When each process was last acted on, for which offence and with which action.
     acted: BTreeMap<(Offence, Action, Process), Instant>,
     /// The devices that the last check could not read.
@@ -131,8 +133,9 @@ impl Guard {
         self.served.heal(&ledger, config);
         let ended = self.faulted.end(&ledger, config);
         match self.look(&ledger, config) {
-            Ok((verdicts, mut events, blind)) => {
+            Ok((mut verdicts, mut events, blind)) => {
                 events.extend(ended);
+                verdicts.extend(self.silent.find(&ledger, &config.guard));
                 events.extend(self.act(&verdicts, &store, config));
                 self.sign(events, blind, config);
                 Pause::For(config.guard.period)

@@ -27,12 +27,14 @@ pub enum Offence {
     Stranger,
     /// The MPS server that the container used has ended. Not the container's own offence.
     Server,
+    /// The process has connected to an MPS daemon and says nothing, and the daemon waits.
+    Silent,
 }
 
 impl Offence {
     /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Memory, Self::Bypass, Self::Clients, Self::Left, Self::Stranger, Self::Server];
+    pub const ALL: [Self; 7] =
+        [Self::Memory, Self::Bypass, Self::Clients, Self::Left, Self::Stranger, Self::Server, Self::Silent];
 
     /// The word in JSON.
     #[must_use]
@@ -44,6 +46,7 @@ impl Offence {
             Self::Left => "left",
             Self::Stranger => "stranger",
             Self::Server => "server",
+            Self::Silent => "silent",
         }
     }
 }
@@ -218,7 +221,7 @@ fn with_containers<'a>(lease: &Lease, look: &'a Look, ledger: &Ledger) -> Vec<&'
 }
 
 /// The action for a process of `lease`, whose share may override `[guard]`.
-fn action(lease: &Lease, configured: Action) -> Action {
+pub(super) fn action(lease: &Lease, configured: Action) -> Action {
     lease.guard.map_or(configured, |own| own.over(configured))
 }
 

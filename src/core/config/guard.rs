@@ -30,6 +30,8 @@ pub struct Guard {
     pub strict_clients: bool,
     /// The action for a process whose container has ended.
     pub left: Action,
+    /// The action for a process that has connected to an MPS daemon and says nothing, so that the daemon waits.
+    pub silent: Action,
     /// The action for a process that is not attributable to any lease. There is no container to end.
     pub strangers: Action,
 }
@@ -45,6 +47,7 @@ impl Default for Guard {
             clients: Action::Terminate,
             strict_clients: false,
             left: Action::Terminate,
+            silent: Action::Terminate,
             strangers: Action::Report,
         }
     }

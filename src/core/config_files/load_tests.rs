@@ -219,7 +219,7 @@ fn fractions_of_the_ceiling_are_not_lost() {
 fn unknown_keys() {
     assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`; did you mean sm_overcommit?");
     assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `slurm`, `policy`, `share`; did you mean limits?");
-    assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:2:1: unknown key `kill`, expected one of `enabled`, `period`, `memory_tolerance`, `memory`, `bypass`, `clients`, `strict_clients`, `left`, `strangers`");
+    assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:2:1: unknown key `kill`, expected one of `enabled`, `period`, `memory_tolerance`, `memory`, `bypass`, `clients`, `strict_clients`, `left`, `silent`, `strangers`");
     assert_snapshot!(refused("[guard]\nperiod = \"20ms\"\n"), @"configuration /c.toml:2:1: guard.period must be from 100ms to 10s");
     assert_snapshot!(refused("[guard]\nstrangers = \"container\"\n"), @r#"configuration /c.toml:2:1: guard.strangers must be "report" or "terminate": strangers have no container"#);
     assert_snapshot!(refused("[defaults]\nmode = \"timeslice\"\n"), @"configuration /c.toml:2:8: defaults.mode: unknown value `timeslice`, expected one of `time-slice`, `mps`, `mig`, `exclusive`; did you mean time-slice?");

@@ -53,12 +53,14 @@ def held(table, group, machine, job):
     part = {"gpu": "0", "sm": "20", "memory": f"{mib}MiB"}
     more = part | {"sm": "40"}
 
+    begun = {}
+
     def look():
         if not engine.start("good", part, machine.hold(120)).ok or not process.eventually(lambda: '"info"' in engine.logs("good"), 30):
             raise Wrong(f"no neighbour: {engine.logs('good')[-200:]}")
         if not engine.start("holder", part, ["python3", "-c", HOLD]).ok or not process.eventually(lambda: "held" in engine.logs("holder"), 20):
             raise Wrong(f"no connection: {engine.logs('holder')[-200:]}")
-        start = time.monotonic()
+        start = begun["held"] = time.monotonic()
         new = engine.start("new", more, machine.hold(30))
         said = "it started" if new.ok else new.why()[new.why().find("does not answer") :][:120]
         # The simulated daemon has connections of its clients, too, and names them beside it.
@@ -73,12 +75,17 @@ def held(table, group, machine, job):
         running, ended = engine.state("good", ".State.Status"), '"end"' in engine.logs("good")
         return f"{running}, {'an error' if ended else 'no error'}", running == "running" and not ended
 
+    def ended():
+        gone = process.eventually(lambda: engine.state("holder", ".State.Status") == "exited", 15)
+        return f"ended after {time.monotonic() - begun['held']:.1f} s" if gone else "it goes on", gone
+
     def after():
-        engine.remove("holder", "new")
+        engine.remove("new")
         new = engine.start("new", more, machine.hold(30))
-        begun = new.ok and process.eventually(lambda: '"info"' in engine.logs("new"), 30)
-        return "it computes" if begun else new.why()[-200:] or engine.logs("new")[-200:], begun
+        right = new.ok and process.eventually(lambda: '"info"' in engine.logs("new"), 30)
+        return "it computes" if right else new.why()[-200:] or engine.logs("new")[-200:], right
 
     rows.ask("… its neighbour", "runs, no error", unharmed)
+    rows.ask("… itself", "ended by the guard", ended)
     rows.ask("… after its end, the one that needs more", "it computes", after, 30)
     engine.remove("good", "holder", "new")

@@ -1,13 +1,16 @@
 //! The control daemon: its five entries in the pipe directory, and the connections to them.
 
 use std::fs::{self, DirBuilder, File};
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use anyhow::{Context, Result, bail};
+use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::Mode;
 use nix::unistd::{geteuid, mkfifo};
 
@@ -34,8 +37,8 @@ const PID_FILE: &str = "nvidia-cuda-mps-control.pid";
 #[derive(Debug)]
 pub struct Daemon {
     servers: Arc<Servers>,
-    control: Arc<Listener>,
-    privileged: Arc<Listener>,
+    control: Listener,
+    privileged: Listener,
     lock: Flock<File>,
 }
 
@@ -69,25 +72,52 @@ impl Daemon {
         let devices = host_devices(&root)?;
         let uuids: Vec<String> = devices.iter().map(|device| device.uuid.clone()).collect();
         let servers = Servers::new(&devices, multiuser, defaults(&uuids), log);
-        Ok(Self { servers, control: Arc::new(control), privileged: Arc::new(privileged), lock })
+        Ok(Self { servers, control, privileged, lock })
     }
 
     /// Serves until a client sends `quit`. The socket `control` is not removed.
     pub fn run(self) {
-        let (quit, told) = mpsc::channel();
+        let Ok((bell, rung)) = Conn::pair() else { return };
+        let quit = Arc::new(Quit { asker: Mutex::default(), bell });
         let door = Arc::new(Door::default());
-        for (listener, privileged) in [(&self.control, false), (&self.privileged, true)] {
-            let (listener, servers, quit) = (Arc::clone(listener), Arc::clone(&self.servers), quit.clone());
-            let door = Arc::clone(&door);
-            thread::spawn(move || accept(&listener, &servers, privileged, &quit, &door));
+        while let Some((conn, privileged)) = self.next(&rung) {
+            take(conn, privileged, &self.servers, &quit, &door);
         }
-        let Ok(asker) = told.recv() else { return };
         self.servers.log.line("Exiting");
         self.control.shut();
         self.privileged.shut();
         let _ = fs::remove_file(pipe_directory().join(PID_FILE));
         drop(self.lock);
-        let _ = asker.send(&Answer(String::new()));
+        let asker = quit.asker.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = asker.as_ref().map(|asker| asker.send(&Answer(String::new())));
+    }
+
+    /// The next connection, and whether it is one to `control_privileged`; `None` once `rung` has something to read.
+    fn next(&self, rung: &Conn) -> Option<(Conn, bool)> {
+        let watched = [rung.as_fd(), self.control.as_fd(), self.privileged.as_fd()];
+        let mut watched = watched.map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        while poll(&mut watched, PollTimeout::NONE) == Err(Errno::EINTR) {}
+        let is_ready = |at: usize| watched[at].any().unwrap_or(false);
+        match () {
+            () if is_ready(0) => None,
+            () if is_ready(1) => self.control.accept().map(|conn| (conn, false)),
+            () => self.privileged.accept().map(|conn| (conn, true)),
+        }
+    }
+}
+
+/// How a thread that speaks with a program ends the daemon.
+#[derive(Debug)]
+struct Quit {
+    /// Who said `quit`. The daemon answers at its end.
+    asker: Mutex<Option<Arc<Conn>>>,
+    bell: Conn,
+}
+
+impl Quit {
+    fn ask(&self, conn: &Arc<Conn>) {
+        *self.asker.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(conn));
+        let _ = self.bell.send(&());
     }
 }
 
@@ -125,11 +155,10 @@ fn defaults(devices: &[String]) -> Settings {
     settings
 }
 
-/// How the daemon takes connections (docs/evidence/2026-11-25-mps-control.md).
+/// How the daemon takes connections (docs/evidence/2026-11-25-mps-control.md): its main thread waits for what each says
+/// first, and for nothing else meanwhile.
 #[derive(Debug, Default)]
 struct Door {
-    /// It waits for what a connection says first, and for nothing else meanwhile.
-    greeting: Mutex<()>,
     /// The command line program with which it speaks: one at a time.
     program: Mutex<Option<Arc<Conn>>>,
 }
@@ -151,41 +180,31 @@ impl Door {
     }
 }
 
-fn accept(
-    listener: &Listener,
-    servers: &Arc<Servers>,
-    privileged: bool,
-    quit: &mpsc::Sender<Arc<Conn>>,
-    door: &Arc<Door>,
-) {
-    while let Some(conn) = listener.accept() {
-        let greeting = door.greeting.lock().unwrap_or_else(PoisonError::into_inner);
-        servers.log.line("Accepting connection...");
-        let Ok(peer) = conn.peer() else { continue };
-        let said = conn.recv();
-        drop(greeting);
-        let (servers, quit, door) = (Arc::clone(servers), quit.clone(), Arc::clone(door));
-        match said {
-            None => {}
-            Some((Hello::Client, _)) => {
-                servers.log.line(&format!("NEW CLIENT {} from user {}", peer.pid, peer.uid));
-                thread::spawn(move || servers.serve(&conn, peer));
-            }
-            Some((Hello::Program, _)) => {
-                let conn = Arc::new(conn);
-                if door.takes(&conn) {
-                    thread::spawn(move || {
-                        speak(&conn, &servers, privileged, &quit);
-                        door.forgets(&conn);
-                    });
-                }
+fn take(conn: Conn, privileged: bool, servers: &Arc<Servers>, quit: &Arc<Quit>, door: &Arc<Door>) {
+    servers.log.line("Accepting connection...");
+    let Ok(peer) = conn.peer() else { return };
+    let (said, servers) = (conn.recv(), Arc::clone(servers));
+    match said {
+        None => {}
+        Some((Hello::Client, _)) => {
+            servers.log.line(&format!("NEW CLIENT {} from user {}", peer.pid, peer.uid));
+            thread::spawn(move || servers.serve(&conn, peer));
+        }
+        Some((Hello::Program, _)) => {
+            let conn = Arc::new(conn);
+            if door.takes(&conn) {
+                let (quit, door) = (Arc::clone(quit), Arc::clone(door));
+                thread::spawn(move || {
+                    speak(&conn, &servers, privileged, &quit);
+                    door.forgets(&conn);
+                });
             }
         }
     }
 }
 
 /// Answers one program's commands.
-fn speak(conn: &Arc<Conn>, servers: &Arc<Servers>, privileged: bool, quit: &mpsc::Sender<Arc<Conn>>) {
+fn speak(conn: &Arc<Conn>, servers: &Arc<Servers>, privileged: bool, quit: &Quit) {
     if conn.send(&Answer(String::new())).is_err() {
         return;
     }
@@ -197,8 +216,7 @@ fn speak(conn: &Arc<Conn>, servers: &Arc<Servers>, privileged: bool, quit: &mpsc
                 }
             }
             Outcome::Quit => {
-                // `run` of the daemon answers it, at its end.
-                let _ = quit.send(Arc::clone(conn));
+                quit.ask(conn);
                 return;
             }
         }

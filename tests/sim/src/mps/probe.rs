@@ -20,12 +20,14 @@ use super::device::{self, Device};
 use super::driver;
 use super::exclusive::{Claim, claim};
 use super::message::Open;
+use super::pipe_directory;
+use super::wire::Conn;
 use crate::layout::Root;
 use crate::layout::contexts::{self, Kind};
 use crate::layout::trailer;
 
 const USAGE: &str =
-    "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH…";
+    "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH… | silent SECS";
 
 /// Exit status after a CUDA error.
 const CUDA_ERROR: u8 = 10;
@@ -39,6 +41,11 @@ pub fn main() -> ExitCode {
         eprintln!("usage: {USAGE}");
         return ExitCode::from(2);
     };
+    if let Task::Silent(time) = task {
+        let _daemon = Conn::connect(&pipe_directory().join("control"));
+        std::thread::sleep(time);
+        return ExitCode::SUCCESS;
+    }
     let mut libcuda = None;
     let started = Program::start(&mut libcuda);
     say(&info(started.as_ref(), libcuda.as_deref()));
@@ -99,6 +106,8 @@ enum Task<'a> {
     Fault,
     Latency(Duration, Option<&'a Path>),
     NodeRights(Vec<&'a str>),
+    /// Connects to the MPS daemon, and says nothing.
+    Silent(Duration),
 }
 
 impl<'a> Task<'a> {
@@ -112,6 +121,7 @@ impl<'a> Task<'a> {
             ["fault"] => Self::Fault,
             ["lat", secs] => Self::Latency(time(secs)?, None),
             &["lat", secs, until] => Self::Latency(time(secs)?, Some(Path::new(until))),
+            ["silent", secs] => Self::Silent(time(secs)?),
             ["noderights", paths @ ..] => Self::NodeRights(paths.to_vec()),
             _ => return None,
         })
@@ -177,7 +187,7 @@ impl Program {
 
     fn run(&mut self, task: &Task) -> ExitCode {
         let result = match *task {
-            Task::Info | Task::NodeRights(_) => return ExitCode::SUCCESS,
+            Task::Info | Task::NodeRights(_) | Task::Silent(_) => return ExitCode::SUCCESS,
             Task::Hold(time) => self.hold(time),
             Task::Latency(time, until) => self.latency(time, until),
             Task::Fault => return self.fault(),

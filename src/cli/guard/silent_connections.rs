@@ -1,0 +1,171 @@
+//! Connections that keep an MPS control daemon waiting. It takes one connection after the other, and waits without a limit
+//! for what each says first. Until then it answers no command, and no GPU program begins on its devices, in no container
+//! (docs/evidence/2026-11-25-mps-control.md). Whoever connects and says nothing is ended, because all others wait.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::libc::SYS_recvmsg;
+
+use super::judge::{Offence, Verdict, action};
+use super::unix_peer;
+use crate::gpu_processes::Holder;
+use crate::probe;
+use sublet_core::config;
+use sublet_core::ledger::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, MpsDaemon};
+use sublet_core::process::Process;
+use sublet_core::share::Action;
+
+/// A CUDA program says at once what it is. A host may be so busy, or a program stopped at just that moment, for so long.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// A container that does it again within this time is ended: its next process would have the others wait as long again.
+const REMEMBERED: Duration = Duration::from_secs(60);
+
+/// What has to be remembered from one check to the next.
+#[derive(Debug, Default)]
+pub(super) struct Silent {
+    /// The connection for which each daemon waits, and since when.
+    waits: BTreeMap<DaemonKey, (u64, Instant)>,
+    /// The first connection of each container that had others wait, and when it was found.
+    first: BTreeMap<LeaseId, (u64, Instant)>,
+}
+
+impl Silent {
+    /// The processes for which a daemon has waited for a while.
+    pub fn find(&mut self, ledger: &Ledger, rules: &config::Guard) -> Vec<Verdict> {
+        self.waits.retain(|key, _| ledger.daemons.iter().any(|daemon| daemon.key == *key));
+        self.first.retain(|_, (_, found)| found.elapsed() < REMEMBERED);
+        let serves = |daemon: &&MpsDaemon| daemon.state == DaemonState::Serving;
+        let daemons = ledger.daemons.iter().filter(serves);
+        daemons.flat_map(|daemon| self.of_daemon(daemon, ledger, rules)).collect()
+    }
+
+    fn of_daemon(&mut self, daemon: &MpsDaemon, ledger: &Ledger, rules: &config::Guard) -> Vec<Verdict> {
+        let Some(inode) = daemon.process.and_then(waited_for) else {
+            self.waits.remove(&daemon.key);
+            return Vec::new();
+        };
+        let before = self.waits.get(&daemon.key).copied();
+        let (_, since) = before.filter(|(same, _)| *same == inode).unwrap_or((inode, Instant::now()));
+        self.waits.insert(daemon.key.clone(), (inode, since));
+        if since.elapsed() < PATIENCE {
+            return Vec::new();
+        }
+        let Some(device) = daemon.devices.first() else { return Vec::new() };
+        let Some(other_end) = other_end(inode, daemon, ledger) else { return Vec::new() };
+        let holders = with_socket(other_end).into_iter().filter_map(|process| holder(process, ledger));
+        let verdict = |(holder, lease): (Holder, Option<&Lease>)| Verdict {
+            offence: Offence::Silent,
+            action: lease.map_or(rules.strangers, |lease| self.action(lease, inode, rules)),
+            device: device.clone(),
+            holder,
+            used: 0,
+            allowed: 0,
+        };
+        holders.map(verdict).collect()
+    }
+
+    fn action(&mut self, lease: &Lease, connection: u64, rules: &config::Guard) -> Action {
+        let (first, _) = *self.first.entry(lease.id.clone()).or_insert((connection, Instant::now()));
+        match action(lease, rules.silent) {
+            Action::Terminate if first != connection && !lease.is_of_job() => Action::Container,
+            action => action,
+        }
+    }
+}
+
+/// The inode of the socket from which the daemon's main thread waits to receive. It has no other reason to wait there:
+/// else it waits in poll(2) for all of its connections.
+fn waited_for(daemon: Process) -> Option<u64> {
+    let proc = Path::new("/proc").join(daemon.pid.to_string());
+    let fd = received_from(&fs::read_to_string(proc.join("syscall")).ok()?)?;
+    let inode = inode(&fs::read_link(proc.join("fd").join(fd.to_string())).ok()?)?;
+    daemon.is_alive().then_some(inode)
+}
+
+/// The descriptor of a recvmsg(2) that /proc/PID/syscall shows (`proc_pid_syscall(5)`): the call's number, and its arguments.
+fn received_from(syscall: &str) -> Option<i32> {
+    let mut words = syscall.split_whitespace();
+    (words.next()?.parse() == Ok(SYS_recvmsg)).then_some(())?;
+    i32::from_str_radix(words.next()?.strip_prefix("0x")?, 16).ok()
+}
+
+/// Of a link in /proc/PID/fd to a socket.
+fn inode(link: &Path) -> Option<u64> {
+    link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
+}
+
+/// The inode of the socket that has connected. A socket that accept(2) made is in the network namespace of who connected:
+/// that of a container, or the host's.
+fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Option<u64> {
+    let path = |pid: i32| PathBuf::from(format!("/proc/{pid}/ns/net"));
+    let containers = ledger.on_daemon(&daemon.key).filter_map(|lease| lease.init.as_ref());
+    let pids = daemon.process.iter().map(|process| process.pid).chain(containers.map(|init| init.process.pid));
+    let mut looked_in = BTreeSet::new();
+    pids.map(path).find_map(|namespace| {
+        let is_new = looked_in.insert(fs::read_link(&namespace).ok()?);
+        is_new.then(|| unix_peer::peer(accepted, &namespace).ok().flatten()).flatten()
+    })
+}
+
+/// The processes that have the socket: one, or those that inherited or were sent it.
+fn with_socket(wanted: u64) -> Vec<Process> {
+    let all = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let has_it = |process: &Process| {
+        let open = fs::read_dir(format!("/proc/{}/fd", process.pid)).into_iter().flatten().flatten();
+        open.filter_map(|entry| inode(&fs::read_link(entry.path()).ok()?)).any(|inode| inode == wanted)
+    };
+    pids.filter_map(Process::find).filter(has_it).collect()
+}
+
+fn holder(process: Process, ledger: &Ledger) -> Option<(Holder, Option<&Lease>)> {
+    let told = probe::describe(process.pid, 0)?;
+    let lease = ledger.certain_lease_of(process, &told);
+    let holder = Holder {
+        process,
+        name: told.name,
+        memory_bytes: None,
+        is_server: false,
+        is_client: false,
+        lease: lease.map(|lease| lease.id.clone()),
+    };
+    Some((holder, lease))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_that_is_no_recvmsg_of_a_socket_is_nothing() {
+        let shown = |call: i64, fd: &str| format!("{call} {fd} 0x7ffd 0x0 0x0 0x0 0x0 0x7ffd10 0x7f0e\n");
+        assert_eq!(received_from(&shown(SYS_recvmsg, "0x1f")), Some(31));
+        assert_eq!(received_from(&shown(SYS_recvmsg, "31")), None);
+        assert_eq!(received_from(&shown(nix::libc::SYS_read, "0x1f")), None);
+        for other in ["running\n", "-1 0x7ffd10 0x7f0e\n", "", "x"] {
+            assert_eq!(received_from(other), None);
+        }
+        assert_eq!(inode(Path::new("socket:[4711]")), Some(4711));
+        assert_eq!(inode(Path::new("/run/log")), None);
+    }
+
+    #[test]
+    fn the_process_at_the_other_end_is_found() {
+        let (one, other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let inode_of = |socket: &std::os::unix::net::UnixStream| {
+            use std::os::fd::AsRawFd as _;
+            inode(&fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap()).unwrap()
+        };
+        let namespace = Path::new("/proc/self/ns/net");
+        assert_eq!(unix_peer::peer(inode_of(&one), namespace).unwrap(), Some(inode_of(&other)));
+        assert!(with_socket(inode_of(&other)).contains(&Process::current().unwrap()));
+        let of_other = inode_of(&other);
+        drop(other);
+        assert_eq!(unix_peer::peer(inode_of(&one), namespace).unwrap(), None);
+        assert!(with_socket(of_other).is_empty());
+    }
+}
