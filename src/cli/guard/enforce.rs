@@ -152,8 +152,10 @@ fn did(verdict: &Verdict) -> String {
         Offence::Left => "has outlived its container".to_owned(),
         Offence::Stranger => "computes there without a lease".to_owned(),
         Offence::Server => "has ended".to_owned(),
-        Offence::Silent => "has connected to the MPS daemon and says nothing, so that the daemon waits, and no GPU \
+        Offence::Silent => {
+            "has connected to the MPS daemon and says nothing, so that the daemon waits, and no GPU \
                             program begins there"
-            .to_owned(),
+                .to_owned()
+        }
     }
 }

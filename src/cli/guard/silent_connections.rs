@@ -103,7 +103,8 @@ fn inode(link: &Path) -> Option<u64> {
 fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Option<u64> {
     let path = |pid: i32| PathBuf::from(format!("/proc/{pid}/ns/net"));
     let containers = ledger.on_daemon(&daemon.key).filter_map(|lease| lease.init.as_ref());
-    let pids = daemon.process.iter().map(|process| process.pid).chain(containers.map(|init| init.process.pid));
+    let pids =
+        daemon.process.iter().map(|process| process.pid).chain(containers.map(|init| init.process.pid));
     let mut looked_in = BTreeSet::new();
     pids.map(path).find_map(|namespace| {
         let is_new = looked_in.insert(fs::read_link(&namespace).ok()?);

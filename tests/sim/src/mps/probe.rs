@@ -26,8 +26,7 @@ use crate::layout::Root;
 use crate::layout::contexts::{self, Kind};
 use crate::layout::trailer;
 
-const USAGE: &str =
-    "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH… | silent SECS";
+const USAGE: &str = "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH… | silent SECS";
 
 /// Exit status after a CUDA error.
 const CUDA_ERROR: u8 = 10;
