@@ -1,6 +1,6 @@
 //! The other end of a Unix socket, which only the kernel's `sock_diag(7)` tells.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::path::Path;
@@ -28,10 +28,13 @@ const ATTRIBUTES: usize = HEADER + 16;
 /// The namespace cannot be entered, or the kernel has no `unix_diag`.
 pub(super) fn peer(inode: u64, namespace: &Path) -> io::Result<Option<u64>> {
     let Ok(inode) = u32::try_from(inode) else { return Ok(None) };
+    let is_own = fs::read_link(namespace)? == fs::read_link("/proc/thread-self/ns/net")?;
     let namespace = File::open(namespace)?;
     let ask = || -> io::Result<Option<u64>> {
         // The thread's namespace, which ends with it.
-        setns(namespace, CloneFlags::CLONE_NEWNET)?;
+        if !is_own {
+            setns(namespace, CloneFlags::CLONE_NEWNET)?;
+        }
         let diag = socket(
             AddressFamily::Netlink,
             SockType::Datagram,
