@@ -97,6 +97,9 @@ fn who_keeps_the_mps_daemon_waiting_is_ended_and_the_second_time_its_container()
     let host = guarded("");
     let neighbour = host.neighbour();
     let holder = host.waiting("holder", "cuda-probe silent 600 & cuda-probe silent 600 &");
+    let more = host.world.bundle("more", &[("sublet.sm", "50")], HOLD);
+    let refused = more.create();
+    assert!(!refused.ok && refused.stderr.contains("it waits for container"), "{refused:?}");
     let told = |action: &str| {
         let is_told = |event: &Value| event["offence"] == "silent" && event["action"] == action;
         host.events().into_iter().find(|event| is_told(event))
@@ -109,6 +112,9 @@ fn who_keeps_the_mps_daemon_waiting_is_ended_and_the_second_time_its_container()
     assert!(eventually(|| told("container").is_some()), "{:?}", host.events());
     assert!(eventually(|| host.world.leases().len() == 1), "{:?}", host.world.leases());
     holder.down();
+    more.up();
+    assert_eq!(more.event("info")["sm"], json!(66));
+    more.down();
     neighbour.lives();
     host.world.assert_empty();
 }

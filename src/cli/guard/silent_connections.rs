@@ -38,8 +38,9 @@ impl Silent {
     pub fn find(&mut self, ledger: &Ledger, rules: &config::Guard) -> Vec<Verdict> {
         self.waits.retain(|key, _| ledger.daemons.iter().any(|daemon| daemon.key == *key));
         self.first.retain(|_, (_, found)| found.elapsed() < REMEMBERED);
-        let serves = |daemon: &&MpsDaemon| daemon.state == DaemonState::Serving;
-        let daemons = ledger.daemons.iter().filter(serves);
+        // It is in FAULT once a start has found that it does not answer.
+        let runs = |daemon: &&MpsDaemon| matches!(daemon.state, DaemonState::Serving | DaemonState::Fault);
+        let daemons = ledger.daemons.iter().filter(runs);
         daemons.flat_map(|daemon| self.of_daemon(daemon, ledger, rules)).collect()
     }
 
