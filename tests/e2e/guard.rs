@@ -119,6 +119,28 @@ fn who_keeps_the_mps_daemon_waiting_is_ended_and_the_second_time_its_container()
     host.world.assert_empty();
 }
 
+/// A socket may be under way in another one, where no process has it open.
+#[test]
+fn where_the_connection_is_hidden_its_container_is_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let neighbour = host.neighbour();
+    let holder = host.waiting("holder", "cuda-probe silent 600 hidden &");
+    assert!(eventually(|| host.event("silent").is_some()), "{:?}", host.events());
+    let event = host.event("silent").expect("seen");
+    assert_eq!(
+        (&event["container_id"], &event["action"]),
+        (&json!("holder"), &json!("container")),
+        "{event}"
+    );
+    assert!(eventually(|| host.world.leases().len() == 1), "{:?}", host.world.leases());
+    holder.down();
+    neighbour.lives();
+    host.world.assert_empty();
+}
+
 /// One of the host's own may be an administrator's, and is told of.
 #[test]
 fn a_process_of_no_container_that_keeps_the_daemon_waiting_is_told_of() {

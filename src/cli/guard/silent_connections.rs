@@ -17,6 +17,7 @@ use sublet_core::config;
 use sublet_core::ledger::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, MpsDaemon};
 use sublet_core::process::Process;
 use sublet_core::share::Action;
+use sublet_core::text::safe;
 
 /// A CUDA program says at once what it is. A host may be so busy, or a program stopped at just that moment, for so long.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -29,6 +30,8 @@ const REMEMBERED: Duration = Duration::from_secs(60);
 pub(super) struct Silent {
     /// The connection for which each daemon waits, and since when.
     waits: BTreeMap<DaemonKey, (u64, Instant)>,
+    /// Connections of which the journal says that it is not known whose they are.
+    unknown: BTreeSet<u64>,
     /// The first connection of each container that had others wait, and when it was found.
     first: BTreeMap<LeaseId, (u64, Instant)>,
 }
@@ -46,7 +49,9 @@ impl Silent {
 
     fn of_daemon(&mut self, daemon: &MpsDaemon, ledger: &Ledger, rules: &config::Guard) -> Vec<Verdict> {
         let Some(inode) = daemon.process.and_then(waited_for) else {
-            self.waits.remove(&daemon.key);
+            if let Some((inode, _)) = self.waits.remove(&daemon.key) {
+                self.unknown.remove(&inode);
+            }
             return Vec::new();
         };
         let before = self.waits.get(&daemon.key).copied();
@@ -56,26 +61,73 @@ impl Silent {
             return Vec::new();
         }
         let Some(device) = daemon.devices.first() else { return Vec::new() };
-        let Some(other_end) = other_end(inode, daemon, ledger) else { return Vec::new() };
-        let holders = with_socket(other_end).into_iter().filter_map(|process| holder(process, ledger));
+        let found = match found(inode, daemon, ledger) {
+            Ok(found) => found,
+            Err(why) => {
+                // It may have been closed meanwhile.
+                if daemon.process.and_then(waited_for) == Some(inode) && self.unknown.insert(inode) {
+                    tracing::warn!(
+                        "the MPS daemon of {} waits for what a connection says first, and it is not known whose \
+                         connection that is: {why}",
+                        safe(device)
+                    );
+                }
+                return Vec::new();
+            }
+        };
+        let hidden = found.hidden;
         let verdict = |(holder, lease): (Holder, Option<&Lease>)| Verdict {
             offence: Offence::Silent,
-            action: lease.map_or(rules.strangers, |lease| self.action(lease, inode, rules)),
+            action: lease.map_or(rules.strangers, |lease| self.action(lease, inode, hidden, rules)),
             device: device.clone(),
             holder,
             used: 0,
             allowed: 0,
         };
-        holders.map(verdict).collect()
+        found.processes.into_iter().filter_map(|process| holder(process, ledger)).map(verdict).collect()
     }
 
-    fn action(&mut self, lease: &Lease, connection: u64, rules: &config::Guard) -> Action {
+    fn action(&mut self, lease: &Lease, connection: u64, hidden: bool, rules: &config::Guard) -> Action {
         let (first, _) = *self.first.entry(lease.id.clone()).or_insert((connection, Instant::now()));
         match action(lease, rules.silent) {
-            Action::Terminate if first != connection && !lease.is_of_job() => Action::Container,
+            Action::Terminate if (hidden || first != connection) && !lease.is_of_job() => Action::Container,
             action => action,
         }
     }
+}
+
+/// Whose a connection is.
+struct Found {
+    processes: Vec<Process>,
+    /// No process has it open: it is under way in another socket, for example. The process is the first one of the
+    /// container that alone has its network namespace.
+    hidden: bool,
+}
+
+fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<Found, String> {
+    let (socket, namespace) = other_end(accepted, daemon, ledger)?;
+    let processes = with_socket(socket);
+    if !processes.is_empty() {
+        return Ok(Found { processes, hidden: false });
+    }
+    // Its process may have ended in between, and the connection with it.
+    other_end(accepted, daemon, ledger)?;
+    let of_host = fs::read_link("/proc/self/ns/net").map_err(|error| error.to_string())?;
+    let inits = ledger.on_daemon(&daemon.key).filter_map(|lease| Some(lease.init.as_ref()?.process));
+    let inside = |process: &Process| {
+        fs::read_link(network(process.pid)).is_ok_and(|own| own == namespace && own != of_host)
+    };
+    match inits.filter(inside).collect::<Vec<_>>() {
+        processes if processes.len() == 1 => Ok(Found { processes, hidden: true }),
+        _ => {
+            Err("no process has its other end open, and no container alone has its network namespace"
+                .to_owned())
+        }
+    }
+}
+
+fn network(pid: i32) -> PathBuf {
+    PathBuf::from(format!("/proc/{pid}/ns/net"))
 }
 
 /// The inode of the socket from which the daemon's main thread waits to receive. It has no other reason to wait there:
@@ -99,18 +151,23 @@ fn inode(link: &Path) -> Option<u64> {
     link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
 }
 
-/// The inode of the socket that has connected. A socket that accept(2) made is in the network namespace of who connected:
+/// The inode of the socket that has connected, and its network namespace. A socket that accept(2) made is in the network namespace of who connected:
 /// that of a container, or the host's.
-fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Option<u64> {
-    let path = |pid: i32| PathBuf::from(format!("/proc/{pid}/ns/net"));
+fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<(u64, PathBuf), String> {
     let containers = ledger.on_daemon(&daemon.key).filter_map(|lease| lease.init.as_ref());
     let pids =
         daemon.process.iter().map(|process| process.pid).chain(containers.map(|init| init.process.pid));
-    let mut looked_in = BTreeSet::new();
-    pids.map(path).find_map(|namespace| {
-        let is_new = looked_in.insert(fs::read_link(&namespace).ok()?);
-        is_new.then(|| unix_peer::peer(accepted, &namespace).ok().flatten()).flatten()
-    })
+    let (mut looked_in, mut why) = (BTreeSet::new(), None);
+    for namespace in pids.map(network) {
+        // A container that has ended has no namespace.
+        let Ok(link) = fs::read_link(&namespace) else { continue };
+        match looked_in.insert(link.clone()).then(|| unix_peer::peer(accepted, &namespace)) {
+            Some(Ok(Some(other_end))) => return Ok((other_end, link)),
+            Some(Err(error)) => why = Some(format!("sock_diag: {error}")),
+            _ => {}
+        }
+    }
+    Err(why.unwrap_or_else(|| "it is in no network namespace of its containers or its own".to_owned()))
 }
 
 /// The processes that have the socket: one, or those that inherited or were sent it.

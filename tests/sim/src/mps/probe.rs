@@ -26,7 +26,7 @@ use crate::layout::Root;
 use crate::layout::contexts::{self, Kind};
 use crate::layout::trailer;
 
-const USAGE: &str = "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH… | silent SECS";
+const USAGE: &str = "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH… | silent SECS [hidden]";
 
 /// Exit status after a CUDA error.
 const CUDA_ERROR: u8 = 10;
@@ -40,9 +40,8 @@ pub fn main() -> ExitCode {
         eprintln!("usage: {USAGE}");
         return ExitCode::from(2);
     };
-    if let Task::Silent(time) = task {
-        let _daemon = Conn::connect(&pipe_directory().join("control"));
-        std::thread::sleep(time);
+    if let Task::Silent(time, hidden) = task {
+        silent(time, hidden);
         return ExitCode::SUCCESS;
     }
     let mut libcuda = None;
@@ -98,6 +97,18 @@ fn say(line: &Value) {
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
+fn silent(time: Duration, hidden: bool) {
+    let daemon = Conn::connect(&pipe_directory().join("control")).ok();
+    let pair = Conn::pair().ok().filter(|_| hidden);
+    if let (Some(daemon), Some((one, _))) = (&daemon, &pair) {
+        // Nobody receives it.
+        let _ = one.send_with(&(), daemon);
+    }
+    let _open = daemon.filter(|_| !hidden);
+    std::thread::sleep(time);
+    drop(pair);
+}
+
 enum Task<'a> {
     Info,
     Hold(Duration),
@@ -105,8 +116,8 @@ enum Task<'a> {
     Fault,
     Latency(Duration, Option<&'a Path>),
     NodeRights(Vec<&'a str>),
-    /// Connects to the MPS daemon, and says nothing.
-    Silent(Duration),
+    /// Connects to the MPS daemon, and says nothing; the connection may be hidden in a socket of its own.
+    Silent(Duration, bool),
 }
 
 impl<'a> Task<'a> {
@@ -120,7 +131,8 @@ impl<'a> Task<'a> {
             ["fault"] => Self::Fault,
             ["lat", secs] => Self::Latency(time(secs)?, None),
             &["lat", secs, until] => Self::Latency(time(secs)?, Some(Path::new(until))),
-            ["silent", secs] => Self::Silent(time(secs)?),
+            ["silent", secs] => Self::Silent(time(secs)?, false),
+            ["silent", secs, "hidden"] => Self::Silent(time(secs)?, true),
             ["noderights", paths @ ..] => Self::NodeRights(paths.to_vec()),
             _ => return None,
         })
@@ -186,7 +198,7 @@ impl Program {
 
     fn run(&mut self, task: &Task) -> ExitCode {
         let result = match *task {
-            Task::Info | Task::NodeRights(_) | Task::Silent(_) => return ExitCode::SUCCESS,
+            Task::Info | Task::NodeRights(_) | Task::Silent(..) => return ExitCode::SUCCESS,
             Task::Hold(time) => self.hold(time),
             Task::Latency(time, until) => self.latency(time, until),
             Task::Fault => return self.fault(),
