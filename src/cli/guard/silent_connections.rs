@@ -15,7 +15,7 @@ use crate::gpu_processes::Holder;
 use crate::probe;
 use sublet_core::config;
 use sublet_core::ledger::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, MpsDaemon};
-use sublet_core::process::Process;
+use sublet_core::process::{Process, sockets};
 use sublet_core::share::Action;
 use sublet_core::text::safe;
 
@@ -115,7 +115,7 @@ fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<Found, St
     let of_host = fs::read_link("/proc/self/ns/net").map_err(|error| error.to_string())?;
     let inits = ledger.on_daemon(&daemon.key).filter_map(|lease| Some(lease.init.as_ref()?.process));
     let inside = |process: &Process| {
-        fs::read_link(network(process.pid)).is_ok_and(|own| own == namespace && own != of_host)
+        sockets::network(process.pid).is_some_and(|own| own == namespace && own != of_host)
     };
     match inits.filter(inside).collect::<Vec<_>>() {
         processes if processes.len() == 1 => Ok(Found { processes, hidden: true }),
@@ -126,16 +126,12 @@ fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<Found, St
     }
 }
 
-fn network(pid: i32) -> PathBuf {
-    PathBuf::from(format!("/proc/{pid}/ns/net"))
-}
-
 /// The inode of the socket from which the daemon's main thread waits to receive. It has no other reason to wait there:
 /// else it waits in poll(2) for all of its connections.
 fn waited_for(daemon: Process) -> Option<u64> {
     let proc = Path::new("/proc").join(daemon.pid.to_string());
     let fd = received_from(&fs::read_to_string(proc.join("syscall")).ok()?)?;
-    let inode = inode(&fs::read_link(proc.join("fd").join(fd.to_string())).ok()?)?;
+    let inode = sockets::inode(&fs::read_link(proc.join("fd").join(fd.to_string())).ok()?)?;
     daemon.is_alive().then_some(inode)
 }
 
@@ -146,11 +142,6 @@ fn received_from(syscall: &str) -> Option<i32> {
     i32::from_str_radix(words.next()?.strip_prefix("0x")?, 16).ok()
 }
 
-/// Of a link in /proc/PID/fd to a socket.
-fn inode(link: &Path) -> Option<u64> {
-    link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
-}
-
 /// The inode of the socket that has connected, and its network namespace. A socket that accept(2) made is in the network namespace of who connected:
 /// that of a container, or the host's.
 fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<(u64, PathBuf), String> {
@@ -158,11 +149,12 @@ fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<(u64,
     let pids =
         daemon.process.iter().map(|process| process.pid).chain(containers.map(|init| init.process.pid));
     let (mut looked_in, mut why) = (BTreeSet::new(), None);
-    for namespace in pids.map(network) {
+    for pid in pids {
         // A container that has ended has no namespace.
-        let Ok(link) = fs::read_link(&namespace) else { continue };
-        match looked_in.insert(link.clone()).then(|| unix_peer::peer(accepted, &namespace)) {
-            Some(Ok(Some(other_end))) => return Ok((other_end, link)),
+        let Some(namespace) = sockets::network(pid) else { continue };
+        let ask = || unix_peer::peer(accepted, &sockets::network_file(pid));
+        match looked_in.insert(namespace.clone()).then(ask) {
+            Some(Ok(Some(other_end))) => return Ok((other_end, namespace)),
             Some(Err(error)) => why = Some(format!("sock_diag: {error}")),
             _ => {}
         }
@@ -174,10 +166,7 @@ fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<(u64,
 fn with_socket(wanted: u64) -> Vec<Process> {
     let all = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let has_it = |process: &Process| {
-        let open = fs::read_dir(format!("/proc/{}/fd", process.pid)).into_iter().flatten().flatten();
-        open.filter_map(|entry| inode(&fs::read_link(entry.path()).ok()?)).any(|inode| inode == wanted)
-    };
+    let has_it = |process: &Process| sockets::inodes(process.pid).contains(&wanted);
     pids.filter_map(Process::find).filter(has_it).collect()
 }
 
@@ -208,8 +197,6 @@ mod tests {
         for other in ["running\n", "-1 0x7ffd10 0x7f0e\n", "", "x"] {
             assert_eq!(received_from(other), None);
         }
-        assert_eq!(inode(Path::new("socket:[4711]")), Some(4711));
-        assert_eq!(inode(Path::new("/run/log")), None);
     }
 
     #[test]
@@ -217,7 +204,7 @@ mod tests {
         let (one, other) = std::os::unix::net::UnixStream::pair().unwrap();
         let inode_of = |socket: &std::os::unix::net::UnixStream| {
             use std::os::fd::AsRawFd as _;
-            inode(&fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap()).unwrap()
+            sockets::inode(&fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap()).unwrap()
         };
         let namespace = Path::new("/proc/self/ns/net");
         assert_eq!(unix_peer::peer(inode_of(&one), namespace).unwrap(), Some(inode_of(&other)));

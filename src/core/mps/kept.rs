@@ -1,11 +1,10 @@
 //! Which containers have a connection to an MPS daemon. CUDA programs keep none, so it is one that the daemon waits for,
 //! or a control program's (docs/evidence/2026-11-25-mps-control.md).
 
-use std::fs;
 use std::path::PathBuf;
 
 use crate::ledger::{DaemonKey, Ledger, read_up_to};
-use crate::process::Process;
+use crate::process::{Process, sockets};
 use crate::text::safe;
 
 /// How much of one namespace's list of sockets is read at most, in bytes.
@@ -14,25 +13,11 @@ const LONGEST_LIST: u64 = 16 << 20;
 /// The names of the containers of `key` that have a connection to `daemon`, as /proc shows them to root. A socket that
 /// accept(2) made is in the network namespace of who connected; so containers without one of their own are not found.
 pub(super) fn by(daemon: Process, key: &DaemonKey, ledger: &Ledger) -> Vec<String> {
-    let (sockets, host) = (sockets(daemon.pid), network(daemon.pid));
-    let has_one = |pid: i32| network(pid) != host && lists_one(pid, &sockets);
+    let (own, host) = (sockets::inodes(daemon.pid), sockets::network(daemon.pid));
+    let has_one = |pid: i32| sockets::network(pid) != host && lists_one(pid, &own);
     let of_daemon = ledger.on_daemon(key);
     let keep = of_daemon.filter(|lease| lease.init.as_ref().is_some_and(|init| has_one(init.process.pid)));
     keep.map(|lease| safe(&lease.container.name())).collect()
-}
-
-/// The inodes of a process's sockets.
-fn sockets(pid: i32) -> Vec<u64> {
-    let open = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-    let inode = |entry: fs::DirEntry| {
-        let target = fs::read_link(entry.path()).ok()?;
-        target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
-    };
-    open.filter_map(inode).collect()
-}
-
-fn network(pid: i32) -> Option<PathBuf> {
-    fs::read_link(format!("/proc/{pid}/ns/net")).ok()
 }
 
 /// Whether the network namespace of the process `pid` has one of `sockets` (`/proc/net/unix`, proc(5): the inode is the

@@ -6,6 +6,7 @@ pub mod child;
 pub mod confine;
 pub mod environment;
 pub mod inheritance;
+pub mod sockets;
 pub mod sublet;
 
 use std::fs::File;
