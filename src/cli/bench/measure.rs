@@ -3,6 +3,7 @@
 
 use std::io::{BufRead as _, BufReader, Read};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
@@ -23,6 +24,9 @@ const MOST_SAMPLES: usize = 20_000_000;
 
 /// How often ends, signals and the time are looked at.
 const LOOK: Duration = Duration::from_millis(20);
+
+/// What a program that has ended wrote last is read within this time, also on busy processors.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Built-in loads write what they have ten times a second, so the last lines of the window come later.
 const LAST_LINES: Duration = Duration::from_millis(300);
@@ -68,6 +72,8 @@ type Shared = Arc<Mutex<Heard>>;
 struct Tenant {
     running: Running,
     heard: Shared,
+    /// Reads its standard error to its end.
+    errors: Option<JoinHandle<()>>,
     /// Why it does not count any more.
     lost: Option<String>,
 }
@@ -75,10 +81,10 @@ struct Tenant {
 impl Tenant {
     fn new(mut running: Running, number: u32, source: &Source) -> Self {
         let heard = Shared::default();
-        if let Some(errors) = running.child.stderr.take() {
+        let errors = running.child.stderr.take().map(|errors| {
             let heard = Arc::clone(&heard);
-            std::thread::spawn(move || keep_end(errors, &heard));
-        }
+            std::thread::spawn(move || keep_end(errors, &heard))
+        });
         let output = running.child.stdout.take();
         let tell = Arc::clone(&heard);
         match source {
@@ -96,7 +102,7 @@ impl Tenant {
                 std::thread::spawn(move || output.map(|output| keep_end(output, &heard)));
             }
         }
-        Self { running, heard, lost: None }
+        Self { running, heard, errors, lost: None }
     }
 
     fn has_begun(&self) -> bool {
@@ -115,8 +121,17 @@ impl Tenant {
 
     /// Notes whether it has ended.
     fn look(&mut self) {
-        if self.lost.is_none() {
-            self.lost = self.running.ended().map(|how| with_words(format!("it ended ({how})"), &self.heard));
+        if self.lost.is_some() {
+            return;
+        }
+        if let Some(how) = self.running.ended() {
+            let deadline = Instant::now() + LAST_WORDS;
+            while self.errors.as_ref().is_some_and(|errors| !errors.is_finished())
+                && Instant::now() < deadline
+            {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            self.lost = Some(with_words(format!("it ended ({how})"), &self.heard));
         }
     }
 }
@@ -261,8 +276,6 @@ fn keep_end(mut stream: impl Read, heard: &Shared) {
 
 /// The reason, and the request that was not answered, or the last line that the program wrote to standard error.
 fn with_words(why: String, heard: &Shared) -> String {
-    // What it wrote last may still be on its way.
-    std::thread::sleep(LOOK);
     let heard = lock(heard);
     if let Some((_, refused)) = &heard.refused {
         return format!("{why}: {}", safe(refused));
@@ -328,6 +341,14 @@ mod tests {
         let why = found.containers[1].error.as_deref().unwrap();
         assert!(why.contains("exit status: 3") && why.contains("out of memory"), "{why}");
         assert!((found.mean_ms - 20.0).abs() < 1e-9);
+    }
+
+    /// An engine's client that gets little of a processor says why after it was seen to have ended.
+    #[test]
+    fn last_words_that_come_late_are_told() {
+        let late = "(sleep 0.3; echo no such program >&2) & exit 127";
+        let why = measured([late, late], &|| false).unwrap_err().to_string();
+        assert!(why.contains("exit status: 127") && why.contains("no such program"), "{why}");
     }
 
     #[test]

@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn an_errors_first_known_cause_gives_the_word() {
-        let ledger = || LedgerError::Locked { path: "/x".to_owned() };
+        let ledger = || LedgerError::Locked { path: "/x".to_owned(), seconds: 5 };
         assert_eq!(reason(&anyhow::Error::new(ledger()).context("while looking")), "state");
         assert_eq!(reason(&AdmitError::from(ledger()).into()), "state");
         assert_eq!(reason(&ExplainError::Nothing.into()), "bad-usage");

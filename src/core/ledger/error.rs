@@ -18,13 +18,15 @@ pub enum LedgerError {
         /// What is wrong with it.
         why: String,
     },
-    /// Another process holds the lock for too long.
+    /// Another process holds the lock for too long, or too many take it in turns.
     #[error(
-        "another process has held the ledger lock {path} for more than 5 s; `fuser -v {path}` shows which"
+        "the ledger lock {path} was not free for {seconds} s; `fuser -v {path}` shows which process holds it"
     )]
     Locked {
         /// The lock file.
         path: String,
+        /// How long it was waited for.
+        seconds: u64,
     },
     /// A system call failed.
     #[error(

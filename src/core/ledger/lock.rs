@@ -14,16 +14,21 @@ use super::LedgerError;
 use super::error::{failed, text};
 use crate::fs::trusted;
 
-/// A process holds the lock only for a few file reads and one write. If it holds it for 5 s, something is wrong.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+/// A process holds the lock only for a few file reads and one write. If the ledger stays as it is for 5 s and the lock is
+/// not free, something is wrong.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Where hundreds of containers start at once on few processors, their processes hold it in turns for longer than 5 s. A
+/// ledger that changes all the time is waited for this long.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(60);
 /// The shortest and the longest wait between two attempts to take the lock.
 const SHORTEST_NAP: Duration = Duration::from_millis(1);
 const LONGEST_NAP: Duration = Duration::from_millis(20);
 
-/// The lock. It is released when it is dropped. The descriptor is closed on exec.
-pub(super) fn take(path: &Path) -> Result<Flock<File>, LedgerError> {
+/// The lock at `path` of the ledger in `ledger`. It is released when it is dropped. The descriptor is closed on exec.
+pub(super) fn take(path: &Path, ledger: &Path) -> Result<Flock<File>, LedgerError> {
     let mut file = open(path).map_err(|error| failed("locked", path, error))?;
-    let deadline = Instant::now() + LOCK_TIMEOUT;
+    let begun = Instant::now();
+    let mut unchanged = (begun, version(ledger));
     let mut nap = SHORTEST_NAP;
     loop {
         file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -31,12 +36,21 @@ pub(super) fn take(path: &Path) -> Result<Flock<File>, LedgerError> {
             Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
             Err((_, errno)) => return Err(failed("locked", path, errno.into())),
         };
-        if Instant::now() >= deadline {
-            return Err(LedgerError::Locked { path: text(path) });
+        let now = version(ledger);
+        if now != unchanged.1 {
+            unchanged = (Instant::now(), now);
+        }
+        if unchanged.0.elapsed() >= TIMEOUT || begun.elapsed() >= BUSY_TIMEOUT {
+            return Err(LedgerError::Locked { path: text(path), seconds: begun.elapsed().as_secs() });
         }
         std::thread::sleep(nap);
         nap = (nap * 2).min(LONGEST_NAP);
     }
+}
+
+/// Differs after each write, which replaces the file.
+fn version(ledger: &Path) -> Option<(u64, i64, i64)> {
+    std::fs::metadata(ledger).ok().map(|meta| (meta.ino(), meta.mtime(), meta.mtime_nsec()))
 }
 
 /// A process that can open the lock can block every create. So only root may open it, also if its mode was changed. A

@@ -187,7 +187,7 @@ impl Store {
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
-        let lock = lock::take(&self.lock_file())?;
+        let lock = lock::take(&self.lock_file(), &self.file())?;
         let mark = Mark::read(&lock, &boot);
         crate::fs::atomic::sweep(&self.state_dir);
         let loaded = self.load()?;

@@ -207,6 +207,31 @@ fn the_lock_is_not_waited_for_forever() {
     assert!(before.elapsed() >= Duration::from_secs(5));
 }
 
+/// Many processes that hold it in turns are not one that hangs.
+#[test]
+fn the_lock_of_a_ledger_that_changes_is_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path()).unwrap();
+    look(&store);
+    let file = fs::File::open(dir.path().join("lock")).unwrap();
+    let held = nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusive).unwrap();
+    let ledger = dir.path().join("ledger.json");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let held = held;
+            for _ in 0..7 {
+                std::thread::sleep(Duration::from_secs(1));
+                fs::copy(&ledger, dir.path().join("next")).unwrap();
+                fs::rename(dir.path().join("next"), &ledger).unwrap();
+            }
+            drop(held);
+        });
+        let before = Instant::now();
+        store.update(|_| Ok::<_, Nothing>(())).unwrap().0.unwrap();
+        assert!(before.elapsed() >= Duration::from_secs(6));
+    });
+}
+
 fn two_gpus() -> Inventory {
     host(vec![device(0), device(1)])
 }

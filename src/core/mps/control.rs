@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
@@ -20,10 +20,12 @@ use crate::ledger::{DefaultLimits, DefaultMemoryLimit};
 use crate::process::Process;
 use crate::process::child::ChildError;
 use crate::process::confine;
+use crate::process::processor_wait::ProcessorWait;
 use crate::share::Percent;
 use crate::text::safe;
 
-/// The time limit for an answer. A running daemon answers in 3 ms (docs/evidence), a stopped one never does.
+/// The time limit for an answer. A running daemon answers in 3 ms (docs/evidence), a stopped one never does. Time in
+/// which the daemon or the program that asks it waits for a processor does not count.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// What the control program says if the daemon speaks with another one. It speaks with one at a time, and closes the
@@ -167,18 +169,21 @@ impl Control {
     pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
         let _turn = self.pipe.parent().map(|own| Turn::wait(own, limit / 2));
         // The wait for the turn does not make the answer late.
-        let deadline = Instant::now() + limit;
+        let daemon = listener(&self.pipe.join("control")).unwrap_or_default();
+        let wait = ProcessorWait::from_now_on(daemon);
+        let left = || wait.left_of(limit);
         let mut was_taken = false;
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.ask_once(commands, left) {
+            match self.ask_once(commands, left()) {
                 Err(AskError::Taken) if !listens(&self.pipe.join("control")) => {
                     return Err(AskError::Gone("it ended while it was asked".to_owned()));
                 }
-                Err(AskError::Taken) if left > AGAIN => {
+                Err(AskError::Taken) if left() > AGAIN => {
                     was_taken = true;
                     sleep(AGAIN);
                 }
+                // Both had little of a processor: the program was ended, and the daemon is not to blame.
+                Err(AskError::Silent) if left() > AGAIN => {}
                 // The last attempt had no time left.
                 Err(AskError::Silent) if was_taken => return Err(AskError::Taken),
                 asked => return asked,
@@ -365,6 +370,8 @@ fn parse_pids(answer: &str) -> Vec<i32> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
 
     #[test]

@@ -1,12 +1,16 @@
 //! Runs a program with a time limit and a limit on its output, feeds its input, and always reaps it.
+//!
+//! Time in which the program waits for a processor is no part of the limit ([`ProcessorWait`]).
 
 use std::io::{self, Read, Write as _};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::processor_wait::ProcessorWait;
 
 /// How much of each output stream is kept, in bytes. The rest is read and dropped.
 const KEPT: usize = 64 << 10;
@@ -111,23 +115,41 @@ fn supervise(
     most: usize,
     stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
-    let deadline = Instant::now() + limit;
     crate::process::inheritance::keep_from(command);
     let mut child = command.spawn()?;
+    let limit = Limit::of(&child, limit);
     // It shows the end at once. A kernel before Linux 5.3 has none.
     let pidfd = i32::try_from(child.id()).ok().and_then(|pid| super::pidfd_open(pid).ok());
-    let result = listen(&mut child, pidfd, input, deadline, most, stop);
+    let result = listen(&mut child, pidfd, input, limit, most, stop);
     if result.is_err() {
         end(&mut child);
     }
     result
 }
 
+/// The time that a program has.
+#[derive(Clone, Copy)]
+struct Limit {
+    time: Duration,
+    wait: ProcessorWait,
+}
+
+impl Limit {
+    fn of(child: &Child, time: Duration) -> Self {
+        Self { time, wait: ProcessorWait::of_new(i32::try_from(child.id()).unwrap_or_default()) }
+    }
+
+    /// What a program that `has_ended` left in its pipes is read all the same, where this process woke up late.
+    fn is_over(self, has_ended: bool) -> bool {
+        if has_ended { self.wait.is_far_beyond(self.time) } else { self.wait.left_of(self.time).is_zero() }
+    }
+}
+
 fn listen(
     child: &mut Child,
     mut pidfd: Option<OwnedFd>,
     input: &str,
-    deadline: Instant,
+    limit: Limit,
     most: usize,
     stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
@@ -149,7 +171,7 @@ fn listen(
         if let (Some(status), false) = (ended, heard.output) {
             return Ok(Finished { status, stdout: out.text(), stderr: err.text() });
         }
-        if Instant::now() >= deadline {
+        if limit.is_over(ended.is_some()) {
             return Err(ChildError::Timeout);
         }
         if stop() {
@@ -245,6 +267,8 @@ fn end(child: &mut Child) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
 
     fn shell(script: &str) -> Command {
@@ -274,11 +298,36 @@ mod tests {
             false
         };
         let mut child = shell("sleep 0.5; echo done").stdout(Stdio::piped()).spawn().unwrap();
-        let deadline = Instant::now() + Duration::from_secs(60);
-        let finished = listen(&mut child, Some(pidfd), "", deadline, KEPT, &stop).unwrap();
+        let limit = Limit::of(&child, Duration::from_secs(60));
+        let finished = listen(&mut child, Some(pidfd), "", limit, KEPT, &stop).unwrap();
         assert_eq!(finished.stdout, "done\n");
         // One each 5 ms, and more where the shell is late; without a pause some 100,000.
         assert!(looks.get() < 5000, "{} looks in half a second", looks.get());
+    }
+
+    /// Two want the same processor all the time, and the kernel prefers one of them.
+    #[test]
+    fn the_wait_for_a_processor_is_no_part_of_the_limit() {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();
+        let first = allowed.split(['-', ',']).next().unwrap();
+        let start = |words: &[&str]| Command::new("taskset").args(["-c", first]).args(words).spawn().unwrap();
+        let endless = "while :; do :; done";
+        let time = Duration::from_millis(200);
+        let mut children = [
+            start(&["sh", "-c", endless]),
+            start(&["chrt", "-i", "0", "sh", "-c", endless]),
+            start(&["sleep", "60"]),
+        ];
+        let [_, waits, sleeps] = children.each_ref().map(|child| Limit::of(child, time));
+        sleep(time * 2);
+        let (left, over) = (waits.wait.left_of(time), [waits, sleeps].map(|limit| limit.is_over(false)));
+        let unread = sleeps.is_over(true);
+        let far = waits.wait.left_of(time / 1000);
+        children.iter_mut().for_each(end);
+        assert_eq!(over, [false, true], "{left:?}");
+        assert!(!unread, "its output is read, if it has ended in the meantime");
+        assert!(far.is_zero(), "it is not waited for without end");
     }
 
     #[test]

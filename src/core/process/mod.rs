@@ -6,6 +6,7 @@ pub mod child;
 pub mod confine;
 pub mod environment;
 pub mod inheritance;
+pub(crate) mod processor_wait;
 pub mod sockets;
 pub mod sublet;
 
@@ -111,6 +112,11 @@ impl Process {
             .flatten()
             .is_some_and(|stat| stat.start_time == self.start_time && matches!(stat.state, 'T' | 't'))
     }
+}
+
+/// Whether the first thread of `pid` runs, or would if it had a processor (proc(5)).
+fn is_ready(pid: i32) -> bool {
+    stat(pid).ok().flatten().is_some_and(|stat| stat.state == 'R')
 }
 
 /// Seconds since the epoch; 0 if the clock is before it.

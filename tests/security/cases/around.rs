@@ -50,7 +50,7 @@ fn state() -> Vec<Case> {
         case(
             "somebody keeps the lock",
             "flock $STATE/lock sh -c ': >held; sleep 7' & until [ -e held ]; do sleep 0.01; done; up",
-            Refused("another process has held"),
+            Refused("was not free for"),
         ),
         case("the ledger is cut off", "truncate -s 100 $STATE/ledger.json; up", QUARTER),
         case("the ledger is empty", ": >$STATE/ledger.json; up", QUARTER),

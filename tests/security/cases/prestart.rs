@@ -291,7 +291,7 @@ fn around() -> Vec<Case> {
         case(
             "somebody keeps the lock",
             "flock $STATE/lock sh -c ': >held; sleep 7' & until [ -e held ]; do sleep 0.01; done; up",
-            refused("another process has held"),
+            refused("was not free for"),
         ),
         case("the ledger is noise", "head -c 4k /dev/urandom >$STATE/ledger.json; up", QUARTER),
         case("the ledger is gone", "rm $STATE/ledger.json; up", QUARTER),

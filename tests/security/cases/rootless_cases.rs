@@ -348,7 +348,7 @@ fn around() -> Vec<Case> {
         case(
             "somebody keeps the lock",
             "flock $STATE/lock sh -c ': >held; sleep 7' & until [ -e held ]; do sleep 0.01; done; up",
-            Refused("another process has held"),
+            Refused("was not free for"),
         ),
         case("the MPS daemon is killed", "end_daemons; up", QUARTER).harming(),
         case("the MPS daemon is stopped", "stop_daemons; up", Refused("does not answer")).harming(),
