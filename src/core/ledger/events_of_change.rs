@@ -12,9 +12,10 @@ const TICKS_MILLISECONDS: u64 = 10;
 /// The events between two ledgers, in an order that makes sense.
 pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
     let mut events = Vec::new();
-    events.extend(ended(before, after));
+    let (leases_before, leases_after) = differing(&before.leases, &after.leases);
+    events.extend(ended(leases_before, leases_after));
     events.extend(daemons(before, after));
-    events.extend(leases(before, after));
+    events.extend(leases(leases_before, leases_after));
     events.extend(mig(before, after));
     events.extend(drained(before, after));
     events
@@ -37,14 +38,21 @@ fn of_lease(kind: Kind, lease: &Lease) -> Event {
     }
 }
 
-/// The leases by their ids: to look for each in a list of all takes too long for hundreds.
-fn by_id(ledger: &Ledger) -> HashMap<&LeaseId, &Lease> {
-    ledger.leases.iter().map(|lease| (&lease.id, lease)).collect()
+/// Leases keep their order, so most stand where they stood. What follows the first of which there is something to tell.
+fn differing<'a>(before: &'a [Lease], after: &'a [Lease]) -> (&'a [Lease], &'a [Lease]) {
+    let same = |(was, is): &(&Lease, &Lease)| was.id == is.id && was.init.is_some() == is.init.is_some();
+    let same = before.iter().zip(after).take_while(same).count();
+    (&before[same..], &after[same..])
 }
 
-fn ended(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
+/// The leases by their ids: to look for each in a list of all takes too long for hundreds.
+fn by_id(leases: &[Lease]) -> HashMap<&LeaseId, &Lease> {
+    leases.iter().map(|lease| (&lease.id, lease)).collect()
+}
+
+fn ended(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event> {
     let left = by_id(after);
-    let gone = before.leases.iter().filter(move |lease| !left.contains_key(&lease.id));
+    let gone = before.iter().filter(move |lease| !left.contains_key(&lease.id));
     gone.map(|lease| {
         let held = crate::process::epoch_seconds().checked_sub(lease.since);
         let text = if lease.init.is_some() { "" } else { "its container never ran" };
@@ -56,9 +64,9 @@ fn ended(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
     })
 }
 
-fn leases(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
+fn leases(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event> {
     let known = by_id(before);
-    after.leases.iter().flat_map(move |lease| {
+    after.iter().flat_map(move |lease| {
         let was = known.get(&lease.id);
         let taken = was.is_none().then(|| taken(lease));
         let was_bound = was.is_some_and(|was| was.init.is_some());
@@ -229,6 +237,19 @@ mod tests {
         let mut by_hook = lease(2, GPU);
         by_hook.bind_by = Some(1);
         assert_eq!(waited(&ledger(vec![by_hook])), None, "its owner is older than its request");
+    }
+
+    #[test]
+    fn what_happened_behind_leases_that_stay_as_they_are_is_told() {
+        let before = ledger(vec![lease(1, GPU), bound_lease(2), lease(3, GPU), lease(4, GPU)]);
+        let after = ledger(vec![lease(1, GPU), lease(3, GPU), bound_lease(4), lease(5, GPU)]);
+        assert_eq!(kinds(&before, &after), ["lease-ended", "lease-bound", "lease-taken"]);
+        let behind = |mut leases: Vec<Lease>| {
+            leases.insert(0, bound_lease(9));
+            ledger(leases)
+        };
+        assert_eq!(kinds(&behind(vec![lease(1, GPU)]), &behind(vec![bound_lease(1)])), ["lease-bound"]);
+        assert_eq!(kinds(&behind(vec![]), &behind(vec![lease(1, GPU)])), ["lease-taken"]);
     }
 
     #[test]

@@ -62,27 +62,36 @@ impl Alive {
 
 /// Updates the state of every lease and removes the leases whose containers have ended. Those of `seen` have not.
 pub(super) fn reclaim(ledger: &mut Ledger, seen: &Alive) -> Freed {
-    let (mut kept, mut freed) = (Vec::with_capacity(ledger.leases.len()), Freed::new());
-    for mut lease in ledger.leases.drain(..) {
-        match fate(&lease, seen) {
-            Fate::Gone => {
+    let gone: Vec<bool> = ledger.leases.iter_mut().map(|lease| is_gone(lease, seen)).collect();
+    let mut freed = Freed::new();
+    // To move hundreds takes longer than to look at them.
+    if gone.contains(&true) {
+        for (lease, is_gone) in std::mem::take(&mut ledger.leases).into_iter().zip(gone) {
+            if is_gone {
                 freed.push(lease);
-                continue;
+            } else {
+                ledger.leases.push(lease);
             }
-            Fate::Exists(init) => lease.note_container(init),
-            Fate::Ending(init) => lease.note_first_process_gone(init),
-            Fate::Unchanged if was_not_deleted(&lease) => lease.note_not_deleted(),
-            Fate::Unchanged => {}
         }
-        kept.push(lease);
     }
-    ledger.leases = kept;
     ledger.mig.end_change_of_dead_process();
     ledger.mig.forget_dead_waiters();
     for lease in &freed {
         ledger.note_leftovers(lease);
     }
     freed
+}
+
+/// Whether its container has ended. Otherwise its state is updated.
+fn is_gone(lease: &mut Lease, seen: &Alive) -> bool {
+    match fate(lease, seen) {
+        Fate::Gone => return true,
+        Fate::Exists(init) => lease.note_container(init),
+        Fate::Ending(init) => lease.note_first_process_gone(init),
+        Fate::Unchanged if was_not_deleted(lease) => lease.note_not_deleted(),
+        Fate::Unchanged => {}
+    }
+    false
 }
 
 /// A `delete` that was killed leaves a lease marked as ending. If the runtime still has a record of the container, it
