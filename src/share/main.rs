@@ -71,7 +71,7 @@ struct Share {
     mode: Option<String>,
     devices: Vec<String>,
     /// In percent, of each process.
-    sm: Option<String>,
+    sm: Option<f64>,
     /// In bytes, of each process.
     memory: Option<u64>,
     /// In bytes, by all processes of the container together.
@@ -89,13 +89,14 @@ impl Share {
         };
         let text = |name: &str| told.get(name).map(String::as_str).filter(plain);
         let number = |name: &str| text(name)?.parse::<u32>().ok();
-        let percent = |text: &str| text.parse::<f64>().is_ok_and(|percent| percent > 0.0 && percent <= 100.0);
+        let percent =
+            |text: &str| text.parse::<f64>().ok().filter(|percent| *percent > 0.0 && *percent <= 100.0);
         let devices: Vec<String> =
             told.get("SUBLET_DEVICES")?.split(',').filter(plain).map(str::to_owned).collect();
         Some(Self {
             mode: text("SUBLET_MODE").map(str::to_owned),
             devices,
-            sm: text("SUBLET_SM_PERCENT").filter(|sm| percent(sm)).map(str::to_owned),
+            sm: text("SUBLET_SM_PERCENT").and_then(percent),
             memory: text("SUBLET_MEMORY_BYTES").and_then(|bytes| bytes.parse().ok()),
             used: None,
             processes: number("SUBLET_PROCESSES"),
@@ -112,7 +113,7 @@ fn table(share: &Share) -> String {
     let limit = |limit: Option<String>| limit.map_or_else(|| "no limit".to_owned(), |limit| limit + &each);
     let mut rows = vec![
         ("mode", share.mode.clone().unwrap_or_else(|| "–".to_owned())),
-        ("SMs", limit(share.sm.as_ref().map(|sm| format!("{sm} %")))),
+        ("SMs", limit(share.sm.map(|sm| format!("{sm} %")))),
         ("memory", limit(share.memory.map(amount))),
         ("used", share.used.map_or_else(|| "–".to_owned(), amount)),
     ];
@@ -140,7 +141,7 @@ fn json(share: &Share) -> String {
          \"used_bytes\":{},\"processes\":{},\"neighbours\":{}}}",
         or_null(share.mode.as_ref().map(quoted)),
         devices.join(","),
-        or_null(share.sm.as_ref()),
+        or_null(share.sm),
         or_null(share.memory),
         or_null(share.used),
         or_null(share.processes),
@@ -187,5 +188,10 @@ mod tests {
             "mode        –\nSMs         no limit\nmemory      no limit\nused        –\ndevice      GPU-1\ndevice      GPU-2"
         );
         assert_eq!(amount(1536 << 20), "1536 MiB");
+        // Numbers that are none in JSON.
+        for (told, shown) in [(".5", "0.5"), ("12.", "12"), ("1e1", "10")] {
+            let told = self::share(&format!("SUBLET_DEVICES=GPU-1 SUBLET_SM_PERCENT={told}")).unwrap();
+            assert!(json(&told).contains(&format!("\"sm_percent\":{shown},")), "{shown}");
+        }
     }
 }

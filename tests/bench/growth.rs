@@ -21,6 +21,8 @@ use tempfile::TempDir;
 const ROUNDS: usize = 40;
 const LEASES: [usize; 5] = [1, 10, 100, 768, 1000];
 const GPUS: [usize; 5] = [1, 2, 4, 8, 16];
+/// Creates before the timed ones.
+const WARM_UP: usize = 2;
 /// Leases while the number of GPUs changes.
 const BESIDE: usize = 100;
 const SHARE: &[(&str, &str)] = &[("sublet.mig", "1g.18gb"), ("sublet.mode", "time-slice")];
@@ -169,14 +171,6 @@ impl Host {
         Ok(took)
     }
 
-    fn median(&self, rounds: usize) -> Result<Median> {
-        // Until the service watches MIG devices, every create asks the driver for them.
-        ensure!(eventually(|| self.world.state_dir().join("mig-watched").exists()), "MIG is not watched");
-        let bundle = self.world.bundle("timed", SHARE, &["/bin/true"]);
-        let times: Result<Vec<Took>> = (0..rounds + 2).map(|_| self.create(&bundle)).collect();
-        Ok(Median::of(&times?[2..]))
-    }
-
     /// The longest that one create holds the ledger's lock at once, by strace(1), which stops the shim only where it
     /// locks: the least and the median of `rounds`, in milliseconds. It counts strace's own stop at both ends, and on a
     /// busy machine the time that the shim was not running.
@@ -215,6 +209,34 @@ impl Host {
         self.gc()?;
         String::from_utf8_lossy(&output.stdout).trim().parse().with_context(|| format!("{output:?}"))
     }
+}
+
+/// Hosts with so many GPUs and leases. All are there before the first process of a lease: the simulated driver looks at
+/// every process of the machine.
+fn hosts<const N: usize>(sizes: [(usize, usize); N]) -> Result<Vec<Host>> {
+    let mut hosts: Vec<Host> = sizes.iter().map(|(gpus, _)| Host::new(*gpus)).collect::<Result<_>>()?;
+    for (host, (_, leases)) in hosts.iter_mut().zip(sizes) {
+        host.fill(leases)?;
+    }
+    Ok(hosts)
+}
+
+/// Of one create on each host, in turns: a processor's clock changes while a bench runs.
+fn medians(hosts: &[Host], rounds: usize) -> Result<Vec<Median>> {
+    let warm_up = |host: &Host| {
+        // Until the service watches MIG devices, every create asks the driver for them.
+        ensure!(eventually(|| host.world.state_dir().join("mig-watched").exists()), "MIG is not watched");
+        let bundle = host.world.bundle("timed", SHARE, &["/bin/true"]);
+        (0..WARM_UP).try_for_each(|_| host.create(&bundle).map(drop))
+    };
+    hosts.iter().try_for_each(warm_up)?;
+    let mut times: Vec<Vec<Took>> = hosts.iter().map(|_| Vec::new()).collect();
+    for _ in 0..rounds {
+        for (host, times) in hosts.iter().zip(&mut times) {
+            times.push(host.create(&host.world.bundle("timed", SHARE, &["/bin/true"]))?);
+        }
+    }
+    Ok(times.iter().map(|times| Median::of(times)).collect())
 }
 
 impl Drop for Host {
@@ -349,7 +371,8 @@ fn longest_hold(log: &str) -> f64 {
 }
 
 fn by_leases(rounds: usize) -> Result<()> {
-    let mut host = Host::new(4)?;
+    let hosts = hosts(LEASES.map(|leases| (4, leases)))?;
+    let medians = medians(&hosts, rounds)?;
     println!(
         "\n4 GPUs with 7 MIG instances each (limits at 100 leases: ratio 1.50, lock 1 ms; memory 6144 KiB):\n"
     );
@@ -358,11 +381,9 @@ fn by_leases(rounds: usize) -> Result<()> {
          shim's memory, KiB, at most |"
     );
     println!("|---|---|---|---|---|---|---|---|");
-    let mut first = None;
-    for leases in LEASES {
-        host.fill(leases)?;
-        let (median, held, peak) = (host.median(rounds)?, host.held(rounds)?, host.peak()?);
-        let cells = median.cells(*first.get_or_insert(median));
+    for ((leases, host), median) in LEASES.iter().zip(&hosts).zip(&medians) {
+        let (held, peak) = (host.held(rounds)?, host.peak()?);
+        let cells = median.cells(medians[0]);
         let held = held
             .map_or_else(|| "no strace |".to_owned(), |(least, median)| format!("{least:.2} | {median:.2}"));
         println!("| {leases} | {cells} | {held} | {peak} |");
@@ -374,12 +395,10 @@ fn by_gpus(rounds: usize) -> Result<()> {
     println!("\n{BESIDE} leases:\n");
     println!("| GPUs with 7 MIG instances each | one create, ms | ratio | of the processors, ms | ratio |");
     println!("|---|---|---|---|---|");
-    let mut first = None;
-    for gpus in GPUS {
-        let mut host = Host::new(gpus)?;
-        host.fill(BESIDE)?;
-        let median = host.median(rounds)?;
-        println!("| {gpus} | {} |", median.cells(*first.get_or_insert(median)));
+    let hosts = hosts(GPUS.map(|gpus| (gpus, BESIDE)))?;
+    let medians = medians(&hosts, rounds)?;
+    for (gpus, median) in GPUS.iter().zip(&medians) {
+        println!("| {gpus} | {} |", median.cells(medians[0]));
     }
     Ok(())
 }
@@ -431,7 +450,7 @@ fn beside_waiting(rounds: usize) -> Result<()> {
     let named = format!("low_level = [\"{}\"]", world.engine.program());
     std::fs::write(&instant, text.replace(&named, "low_level = [\"/bin/true\"]"))?;
     let normal = world.bundle("normal", &[("sublet.gpu", "1")], &["/bin/true"]);
-    let alone = creates(&world, &instant, &normal, rounds)?;
+    let mut alone = creates(&world, &instant, &normal, rounds)?;
     let wait = [("sublet.gpu", "0"), ("sublet.mode", "exclusive"), ("sublet.wait", "60s")];
     let waiting: Vec<Bundle<'_>> =
         (0..50).map(|n| world.bundle(&format!("w{n}"), &wait, &["/bin/true"])).collect();
@@ -439,12 +458,15 @@ fn beside_waiting(rounds: usize) -> Result<()> {
     let mut children: Vec<Child> =
         waiting.iter().map(|bundle| command(&world, &instant, bundle).spawn()).collect::<Result<_, _>>()?;
     std::thread::sleep(Duration::from_secs(2));
-    let beside = creates(&world, &instant, &normal, rounds)?;
+    let beside = Median::of(&creates(&world, &instant, &normal, rounds)?);
     for child in &mut children {
         ensure!(child.try_wait()?.is_none(), "one does not wait any more");
         child.kill()?;
         child.wait()?;
     }
+    // Half of it before and half after.
+    alone.extend(creates(&world, &instant, &normal, rounds)?);
+    let alone = Median::of(&alone);
     holder.down();
     let _ = serve.kill();
     let _ = serve.wait();
@@ -463,13 +485,14 @@ fn command(world: &World, config: &Path, bundle: &Bundle<'_>) -> Command {
     command
 }
 
-fn creates(world: &World, config: &Path, bundle: &Bundle<'_>, rounds: usize) -> Result<Median> {
+fn creates(world: &World, config: &Path, bundle: &Bundle<'_>, rounds: usize) -> Result<Vec<Took>> {
     let mut times = Vec::new();
-    for _ in 0..rounds + 2 {
+    for _ in 0..rounds + WARM_UP {
         bundle.write();
         times.push(Took::by(command(world, config, bundle))?);
         let gc = world.sublet(&["gc"]);
         ensure!(gc.status.success(), "gc: {gc:?}");
     }
-    Ok(Median::of(&times[2..]))
+    times.drain(..WARM_UP);
+    Ok(times)
 }

@@ -57,8 +57,32 @@ struct EventKeys {
     text: String,
 }
 
+// sublet-share runs in containers and is linked with nothing.
+/// What `sublet-share --format json` prints in a container. What was not told is `null`.
+#[derive(JsonSchema)]
+#[schemars(rename = "Share")]
+#[expect(dead_code, reason = "it exists for its schema")]
+struct ShareKeys {
+    /// `sublet.share/1`.
+    schema: String,
+    /// `mps`, `time-slice`, `exclusive`, `mig`.
+    mode: Option<String>,
+    /// UUIDs of the GPUs and MIG devices.
+    devices: Vec<String>,
+    /// The most of the SMs that each process may use; `null` without a limit.
+    sm_percent: Option<f64>,
+    /// The most memory that each process may take; `null` without a limit.
+    memory_bytes: Option<u64>,
+    /// What all its processes have taken, by nvidia-smi.
+    used_bytes: Option<u64>,
+    /// How many processes the share is for.
+    processes: Option<u32>,
+    /// Other containers on the same devices when this one started.
+    neighbours: Option<u32>,
+}
+
 /// The name of each file, and its schema.
-fn all() -> [(&'static str, Schema); 18] {
+fn all() -> [(&'static str, Schema); 19] {
     [
         ("status.json", schemars::schema_for!(Status)),
         ("last-error.json", schemars::schema_for!(Option<LastRefusal>)),
@@ -77,6 +101,7 @@ fn all() -> [(&'static str, Schema); 18] {
         ("setup-check.json", schemars::schema_for!(Checked<'_>)),
         ("bench.json", schemars::schema_for!(BenchResult)),
         ("bench-comparison.json", schemars::schema_for!(Comparison)),
+        ("share.json", schemars::schema_for!(ShareKeys)),
         ("error.json", schemars::schema_for!(ErrorObject<'_>)),
     ]
 }
