@@ -95,7 +95,7 @@ fn the_state_of_a_host_and_its_past() {
     for line in events.lines() {
         judge(&world, "events.json", &serde_json::from_str(line).expect("JSON"));
     }
-    let share = bundles[0].exec(&["/usr/bin/sublet-share", "--format", "json"]).json();
+    let share = bundles[0].exec(&["/usr/bin/sublet-share", "--format", "json"]).json().remove(0);
     judge(&world, "share.json", &share);
     assert_eq!((&share["mode"], &share["sm_percent"]), (&"mps".into(), &25.0.into()), "{share}");
     bundles[0].down();

@@ -1,7 +1,8 @@
 //! The contexts on a simulated GPU. A process announces its context with an open memfd whose name gives GPU, kind and
 //! memory. NVML finds it through /proc, in any container, as long as /proc shows the process.
 //!
-//! The name: `sublet-sim:<tag>:<minor>:<C|M|M+C>:<MiB>`; on a MIG device `<minor>.<gi>.<ci>`.
+//! The name: `sublet-sim:<tag>:<minor>:<C|M|M+C>:<MiB>:<pid>`; on a MIG device `<minor>.<gi>.<ci>`. The pid is the process's
+//! own for itself: a child has the descriptor too until it runs another program, and has no context.
 //!
 //! For measurements, the file `DIR/sim/contexts` replaces this, with lines `<pid> <minor>:<kind>:<MiB>`. Reading /proc
 //! takes longer than a real driver's answer.
@@ -53,7 +54,7 @@ pub struct Held {
 /// # Errors
 /// No memfd can be made.
 pub fn announce(tag: &str, on: On, kind: Kind, mib: u64) -> io::Result<OwnedFd> {
-    let name = format!("sublet-sim:{tag}:{}:{}:{mib}", on.text(), kind.as_str());
+    let name = format!("sublet-sim:{tag}:{}:{}:{mib}:{}", on.text(), kind.as_str(), std::process::id());
     Ok(memfd_create(name.as_str(), MFdFlags::MFD_CLOEXEC)?)
 }
 
@@ -85,10 +86,11 @@ pub fn told(tag: &str, root: Option<&Root>) -> Vec<Held> {
 fn of_process(tag: &str, pid: i32) -> Vec<Held> {
     let mut found: Vec<Held> = Vec::new();
     for fd in fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
-        let Some(held) = fs::read_link(fd.path()).ok().and_then(|link| parse(tag, pid, link.to_str()?))
-        else {
+        let link = fs::read_link(fd.path()).ok();
+        let Some((held, own)) = link.and_then(|link| parse(tag, pid, link.to_str()?)) else { continue };
+        if own_pid(pid) != Some(own) {
             continue;
-        };
+        }
         match found.iter_mut().find(|other| other.on == held.on) {
             Some(other) if other.mib < held.mib => *other = held,
             Some(_) => {}
@@ -98,9 +100,18 @@ fn of_process(tag: &str, pid: i32) -> Vec<Held> {
     found
 }
 
-fn parse(tag: &str, pid: i32, link: &str) -> Option<Held> {
+/// The context, and the pid that the process with it has for itself.
+fn parse(tag: &str, pid: i32, link: &str) -> Option<(Held, u32)> {
     let name = link.strip_prefix("/memfd:sublet-sim:")?.strip_suffix(" (deleted)")?;
-    of_text(pid, name.strip_prefix(tag)?.strip_prefix(':')?)
+    let (text, own) = name.strip_prefix(tag)?.strip_prefix(':')?.rsplit_once(':')?;
+    Some((of_text(pid, text)?, own.parse().ok()?))
+}
+
+/// The pid of `pid` in its own namespace (`NSpid` in /proc/PID/status, proc(5)).
+fn own_pid(pid: i32) -> Option<u32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let pids = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
+    pids.split_whitespace().next_back()?.parse().ok()
 }
 
 fn of_text(pid: i32, text: &str) -> Option<Held> {
@@ -166,15 +177,15 @@ mod tests {
 
     #[test]
     fn a_name_is_read_back() {
-        let held = |on, kind, mib| Some(Held { pid: 7, on, kind, mib });
+        let held = |on, kind, mib| Some((Held { pid: 7, on, kind, mib }, 5));
         let whole = On { minor: 3, instance: None };
         let part = On { minor: 0, instance: Some((9, 1)) };
         let read = |link| parse("0d1e2f3a", 7, link);
-        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:3:M+C:144 (deleted)"), held(whole, Kind::Client, 144));
-        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:0.9.1:C:66 (deleted)"), held(part, Kind::Compute, 66));
-        assert_eq!(read("/memfd:sublet-sim:ffffffff:3:M:66 (deleted)"), None);
-        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:3:X:66 (deleted)"), None);
-        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:3:M:66:1 (deleted)"), None);
+        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:3:M+C:144:5 (deleted)"), held(whole, Kind::Client, 144));
+        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:0.9.1:C:66:5 (deleted)"), held(part, Kind::Compute, 66));
+        assert_eq!(read("/memfd:sublet-sim:ffffffff:3:M:66:5 (deleted)"), None);
+        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:3:X:66:5 (deleted)"), None);
+        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:3:M:66:1:5 (deleted)"), None);
         assert_eq!(read("/dev/null"), None);
     }
 
@@ -187,7 +198,12 @@ mod tests {
         let pid = i32::try_from(std::process::id()).unwrap();
         assert_eq!(list(&tag), [Held { pid, on, kind: Kind::Compute, mib: 1540 }]);
         drop(new);
+        // As a process has it between fork and exec.
+        nix::fcntl::fcntl(&old, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         assert_eq!(list(&tag), [Held { pid, on, kind: Kind::Compute, mib: 516 }]);
+        child.kill().unwrap();
+        child.wait().unwrap();
         drop(old);
         assert_eq!(list(&tag), []);
     }
