@@ -97,7 +97,7 @@ fn the_state_of_a_host_and_its_past() {
     }
     let share = bundles[0].exec(&["/usr/bin/sublet-share", "--format", "json"]).json().remove(0);
     judge(&world, "share.json", &share);
-    assert_eq!((&share["mode"], &share["sm_percent"]), (&"mps".into(), &25.0.into()), "{share}");
+    assert_eq!((&share["mode"], &share["sm_percent"]), (&"mps".into(), &25.into()), "{share}");
     bundles[0].down();
     world.assert_empty();
 }
