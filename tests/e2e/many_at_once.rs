@@ -249,3 +249,31 @@ fn minors(status: &Value, uuids: &[&str]) -> Vec<u64> {
     minors.sort_unstable();
     minors
 }
+
+/// Each asks for more memory than the one before, so that the daemon's limits are raised up to forty times, one container
+/// after the other.
+#[test]
+fn of_forty_that_raise_the_limits_of_one_daemon_all_start() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundles: Vec<Bundle<'_>> = (1..=40)
+        .map(|n| {
+            let memory = format!("{}MiB", 1024 + 64 * n);
+            let share = [("sublet.sm", "2"), ("sublet.memory", memory.as_str())];
+            world.bundle(&format!("c{n}"), &share, &["/bin/sleep", "600"])
+        })
+        .collect();
+    let done = at_once(&bundles, |bundle| {
+        let created = bundle.create();
+        if created.ok { bundle.start() } else { created }
+    });
+    let refused: Vec<&String> = done.iter().filter(|done| !done.ok).map(|done| &done.stderr).collect();
+    assert!(refused.is_empty(), "{} refused: {refused:#?}", refused.len());
+    let status = world.status();
+    assert_eq!(status["mps"].as_array().map(Vec::len), Some(1), "{status}");
+    assert_eq!(status["mps"][0]["state"], "serving", "{status}");
+    at_once(&bundles, Bundle::down);
+    world.assert_empty();
+}
