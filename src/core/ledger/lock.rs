@@ -28,7 +28,8 @@ const LONGEST_NAP: Duration = Duration::from_millis(20);
 pub(super) fn take(path: &Path, ledger: &Path) -> Result<Flock<File>, LedgerError> {
     let mut file = open(path).map_err(|error| failed("locked", path, error))?;
     let begun = Instant::now();
-    let mut unchanged = (begun, version(ledger));
+    // Looked at only where the lock is not free.
+    let (mut seen, mut since) = (None, begun);
     let mut nap = SHORTEST_NAP;
     loop {
         file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -36,11 +37,11 @@ pub(super) fn take(path: &Path, ledger: &Path) -> Result<Flock<File>, LedgerErro
             Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
             Err((_, errno)) => return Err(failed("locked", path, errno.into())),
         };
-        let now = version(ledger);
-        if now != unchanged.1 {
-            unchanged = (Instant::now(), now);
+        let now = Some(version(ledger));
+        if now != seen {
+            (seen, since) = (now, Instant::now());
         }
-        if unchanged.0.elapsed() >= TIMEOUT || begun.elapsed() >= BUSY_TIMEOUT {
+        if since.elapsed() >= TIMEOUT || begun.elapsed() >= BUSY_TIMEOUT {
             return Err(LedgerError::Locked { path: text(path), seconds: begun.elapsed().as_secs() });
         }
         std::thread::sleep(nap);
