@@ -370,8 +370,6 @@ fn parse_pids(answer: &str) -> Vec<i32> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use super::*;
 
     #[test]
@@ -479,7 +477,7 @@ mod tests {
         });
         assert!(!away.exists(), "one was sent away");
         std::fs::create_dir(&one).unwrap();
-        let begun = Instant::now();
+        let begun = std::time::Instant::now();
         assert!(matches!(control().ask("x", Duration::from_millis(200)), Err(AskError::Taken)));
         assert!(begun.elapsed() < Duration::from_secs(20), "it is not waited for without end");
     }
