@@ -1,12 +1,12 @@
 # sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
 #   make demo    containers sharing a GPU (a simulated one where there is none)
-#   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
-# The rest: test-GROUP (one group of them: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd,
-# security, slurm, real; enforcing, packages on kernels that enforce, and model-unlike, a large model, which nothing else
-# runs), test-all (the groups packages, kubernetes, ansible, metrics, web, faults and soak, too, as CI has it), soak
-# (longer), check (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install;
-# test-teeth (docs/security.md); deb, rpm, dist, repo and advisories (docs/packaging.md); real-test, frameworks in Docker
-# and Podman on this machine's GPUs.
+#   make test    the tests, in 12 minutes: real runc; Docker, Podman and containerd in a Debian 13 of their own
+# The rest: test-all, before a release: `make test` and everything else, of a clean checkout; test-GROUP (one group of
+# tests/jobs, all of it: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security, slurm, real, packages,
+# kubernetes, ansible, metrics, web, faults, soak, lint, fuzz, cases; enforcing, packages on kernels that enforce, and
+# model-unlike, a large model, which nothing else runs); soak (longer), check (needs no root, network, engine or GPU), build,
+# bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth (docs/security.md); deb, rpm, dist, repo and advisories
+# (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's GPUs. CONTRIBUTING.md: which after what.
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -40,7 +40,9 @@ TARGET_CC ?= cc
 share_flags = -C target-feature=+crt-static
 hot_program = -p sublet-runtime
 
-TEST_BIN := $(CURDIR)/target/test-bin
+# The programs under test: dynamic, or static as packages have them.
+SHIPPED ?=
+TEST_BIN := $(CURDIR)/target/$(if $(SHIPPED),shipped,test)-bin
 # Where cargo builds what tests run.
 TEST_TARGET := $(CURDIR)/target
 BIN := $(CURDIR)/target/bin
@@ -50,14 +52,14 @@ endif
 GENERATED := $(CURDIR)/target/generated
 
 # Those of tests/jobs.
-test_groups := $(addprefix test-,unit model model-unlike sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
-    enforcing kubernetes ansible metrics web faults soak)
+test_groups := $(addprefix test-,unit lint fuzz model model-unlike sim e2e-runc e2e-crun docker podman containerd systemd security cases \
+    slurm real packages enforcing kubernetes ansible metrics web faults soak)
 
 # Endurance: tests/soak/README.md.
 MINUTES ?= 10
 CYCLES ?=
 
-.PHONY: all build test-build tested-build sim-build check lint unit test test-all book demo bench soak fuzz gpu-test real-test \
+.PHONY: all build test-build tested-build demo-build put-programs put-driver check lint unit test test-all book demo bench soak fuzz gpu-test real-test \
     install deb rpm dist repo advisories \
     test-teeth generate clean needs $(test_groups)
 
@@ -78,10 +80,11 @@ build:
 	    target/share/$(TARGET)/release/sublet-share $(BIN)/
 	ln -sf sublet-runtime $(BIN)/sublet-hook
 
-# Man pages and completions, for the packages.
+# Man pages and completions, for the packages. tests/run gives the program that it has built.
+GENERATE ?= $(CARGO) run $(CARGO_FLAGS) -p sublet-generate --
 $(GENERATED)/man/sublet.1: $(shell find src/cli/commands packaging/generate -name '*.rs')
 	@echo "== Man pages and shell completions"
-	$(CARGO) run $(CARGO_FLAGS) -p sublet-generate -- docs $(GENERATED)
+	$(GENERATE) docs $(GENERATED)
 
 # What the programs beside it are made of (CycloneDX).
 SBOM := $(BIN)/sublet.cdx.json
@@ -89,25 +92,39 @@ SBOM := $(BIN)/sublet.cdx.json
 $(SBOM):
 	@echo "== The SBOM"
 	@mkdir -p $(BIN)
-	$(CARGO) run $(CARGO_FLAGS) -p sublet-generate -- sbom $(TARGET) \
+	$(GENERATE) sbom $(TARGET) \
 	    "$$(grep -ao 'GNU C Library (.*) stable release version [0-9.]*[0-9]' "$$($(TARGET_CC) -print-file-name=libc.a)" | head -1)" >$@.new
 	mv $@.new $@
 
-# What the tests run: the same programs without optimisation, and the simulated driver.
-test-build: sim-build tested-build
+# What the tests run: the same programs without optimisation, the simulated driver, and the tests, all by one call and so
+# with one set of dependencies. The shim and the hook are dynamic in target/test-bin; SHIPPED=1 makes static ones, as
+# packages have them, in target/shipped-bin.
+test-build:
+	@echo "== Building the programs, the simulated driver and the tests"
+	cargo build $(CARGO_FLAGS) --workspace --lib --bins --tests
+	@$(MAKE) --no-print-directory put-programs put-driver
 
+# Of these the programs under test alone: for tests/security/teeth.
 tested-build:
 	@echo "== Building the programs under test"
-	cargo build -p sublet --target-dir $(TEST_TARGET)
-	RUSTFLAGS="$(static_flags)" cargo build --target $(HOST) $(hot_program) -p sublet-share --target-dir $(TEST_TARGET)
+	cargo build $(CARGO_FLAGS) -p sublet -p sublet-runtime --target-dir $(TEST_TARGET)
+	@$(MAKE) --no-print-directory put-programs
+
+# And what the demo and the benchmark need: by one call, for one set of dependencies.
+demo-build:
+	@echo "== Building sublet and the simulated driver"
+	cargo build $(CARGO_FLAGS) -p sublet -p sublet-runtime -p sublet-sim -p sublet-sim-libcuda
+	@$(MAKE) --no-print-directory put-programs put-driver
+
+put-programs:
+	RUSTFLAGS="$(if $(SHIPPED),$(static_flags),$(share_flags))" cargo build $(CARGO_FLAGS) --target $(HOST) -p sublet-share $(if $(SHIPPED),$(hot_program)) --target-dir $(TEST_TARGET)
 	@mkdir -p $(TEST_BIN)
 	rm -f $(TEST_BIN)/sublet-hook
-	cp $(TEST_TARGET)/debug/sublet $(TEST_TARGET)/$(HOST)/debug/{sublet-runtime,sublet-share} $(TEST_BIN)/
+	cp $(TEST_TARGET)/debug/sublet $(TEST_TARGET)/$(if $(SHIPPED),$(HOST)/)debug/sublet-runtime \
+	    $(TEST_TARGET)/$(HOST)/debug/sublet-share $(TEST_BIN)/
 	ln -s sublet-runtime $(TEST_BIN)/sublet-hook
 
-sim-build:
-	@echo "== Building the simulated driver"
-	cargo build -p sublet-sim -p sublet-sim-libcuda -p sublet-e2e
+put-driver:
 	@mkdir -p $(TEST_BIN)
 	cp target/debug/{sublet-sim,nvidia-smi,nvidia-cuda-mps-control,nvidia-cuda-mps-server,cuda-probe} $(TEST_BIN)/
 	cp target/debug/{libnvidia_ml,libcuda}.so $(TEST_BIN)/
@@ -118,8 +135,9 @@ needs:
 	@tests/install-needs
 
 lint:
-	@echo "== Formatting, lints, and the patches of tests/security/without"
+	@echo "== Formatting, lints, dependencies, and the patches of tests/security/without"
 	cargo fmt --all --check
+	tests/lint/dependencies
 	cargo clippy --workspace --all-targets -- -D warnings
 	@echo "== Layers of modules, and what is exported for nobody"
 	cargo run --quiet -p sublet-lint
@@ -135,20 +153,17 @@ check: lint unit
 	@echo "Skipped, because they need root and engines (make test): the simulated driver's tests and the"
 	@echo "end-to-end tests with runc and crun. Skipped, because they need a GPU (make gpu-test): tests/gpu."
 
-# The groups of tests/jobs side by side, as tests/run says; `test-all` is that, and then the rest.
-test: needs test-build
-	@SUBLET_BIN_DIR=$(TEST_BIN) tests/run
+# tests/run builds, and runs jobs of tests/jobs side by side.
+test:
+	@tests/run
 
-# A job more than there are processors: the soak's waits more than it works.
-test-all: test build generate
-	@SUBLET_BIN_DIR=$(TEST_BIN) SUBLET_TEST_LANES=$$(($$(nproc) + 1)) tests/run rest
+test-all:
+	@tests/run all
 
-test-packages test-enforcing: build generate
-test-ansible: generate
 # `make test-faults ALL=1` has each call fail with each of its errors, which takes long; ONLY=create:openat:12:EMFILE
 # repeats one (tests/faults/main.rs).
-$(test_groups): needs test-build
-	@SUBLET_BIN_DIR=$(TEST_BIN) tests/run $(@:test-%=%)
+$(test_groups):
+	@SHIPPED=$(SHIPPED) tests/run $(@:test-%=%)
 
 # The tests of tests/security against builds that lack one defence each: are they able to fail? SWITCHES: some.
 SWITCHES ?=
@@ -168,7 +183,7 @@ book:
 demo: needs
 	@tests/demo
 
-bench: needs build sim-build
+bench: needs build demo-build
 	@tests/bench/run
 
 soak: needs test-build

@@ -53,23 +53,43 @@ fn debian_trixie_with_its_own_loader() {
     if skip_unless_root() {
         return;
     }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/e2e-roots/trixie");
+    let roots = std::env::var("SUBLET_ROOTS").unwrap_or_else(|_| "/var/cache/sublet-tests".to_owned());
+    let root = Path::new(&roots).join("trixie");
     if !root.exists() {
-        println!(
-            "skipped: no Debian 13 with its own loader in target/e2e-roots (tests/run makes it, with mmdebstrap)"
-        );
+        println!("skipped: no Debian 13 with its own loader in {roots} (tests/engines/root trixie)");
         return;
     }
     let world = World::simulated("h200", "");
-    let dir = world.dir.path().join("bundles/trixie");
-    std::fs::create_dir_all(&dir).expect("a bundle");
-    let copied = Command::new("cp").arg("-a").arg(&root).arg(dir.join("rootfs")).status();
-    assert!(copied.expect("cp runs").success());
+    let _mounted = Overlay::over(&root, &world.dir.path().join("bundles/trixie"));
     let bundle = world.bundle("trixie", WHOLE, HOLD);
     let probe = world.driver_root.as_ref().expect("simulated").join("usr/bin/cuda-probe");
     std::fs::copy(probe, inside(&bundle, "/usr/bin/cuda-probe")).expect("the probe");
     // As its loader spells it: /lib is a link to /usr/lib there.
     loads_ours(&world, &bundle, &format!("/lib/{TRIPLET}/libcuda.so.1"));
+}
+
+/// A writable view of a root in `rootfs` of a bundle's directory.
+struct Overlay(PathBuf);
+
+impl Overlay {
+    fn over(root: &Path, bundle: &Path) -> Self {
+        let [upper, work, rootfs] = ["upper", "work", "rootfs"].map(|name| bundle.join(name));
+        for dir in [&upper, &work, &rootfs] {
+            std::fs::create_dir_all(dir).expect("a bundle");
+        }
+        let [root, upper, work] = [root, &upper, &work].map(|dir| dir.display().to_string());
+        let options = format!("lowerdir={root},upperdir={upper},workdir={work}");
+        let mounted =
+            Command::new("mount").args(["-t", "overlay", "overlay", "-o", &options]).arg(&rootfs).status();
+        assert!(mounted.expect("mount runs").success(), "{options}");
+        Self(rootfs)
+    }
+}
+
+impl Drop for Overlay {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
 }
 
 /// A root filesystem of another layout: the C library in `libc`, links as (link, target).

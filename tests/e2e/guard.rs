@@ -1,14 +1,11 @@
 //! The guard of `sublet serve`: what it does by configuration, and what it reports. The attacks are in tests/security.
 //! One H200: 143155 MiB, 48 MPS clients.
 
-#[expect(dead_code, reason = "Bob has no part in this")]
-mod two_users;
-
+use crate::two_users::{self, ALICE, HOLD, serving};
 use serde_json::{Value, json};
 use sublet_e2e::guarded::{SHARE, SPOIL, probes};
 use sublet_e2e::user::Host;
 use sublet_e2e::{eventually, is_alive, skip_unless_root};
-use two_users::{ALICE, HOLD, serving};
 
 fn guarded(extra: &str) -> Host {
     let mut host = two_users::host("h200");

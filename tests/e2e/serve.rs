@@ -1,17 +1,15 @@
 //! Containers without root: a real uid, a user namespace, a real runc or crun, and `sublet serve` as root.
 
-mod two_users;
-
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use crate::two_users::{ALICE, BOB, HOLD, QUARTER, host, serving};
 use serde_json::{Value, json};
 use sublet_e2e::user::{Bundle, Host, run, text};
 use sublet_e2e::{bin_dir, eventually, skip_unless_root};
-use two_users::{ALICE, BOB, HOLD, QUARTER, host, serving};
 
 #[test]
 fn a_user_takes_a_share_sees_it_and_gives_it_back() {

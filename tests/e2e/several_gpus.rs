@@ -2,16 +2,13 @@
 //! them a process sees, booked on each, taken and given back together. The simulator counts ordinals as two real H200s
 //! did (docs/evidence).
 
-#[expect(dead_code, reason = "Alice and Bob have no part in this")]
-mod two_users;
-
+use crate::two_users::{self, HOLD};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
 use serde_json::{Value, json};
 use sublet_e2e::guarded::{SPOIL, probes};
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
-use two_users::HOLD;
 
 /// Of an H200 25 % are 32 SMs.
 const PAIR: &[(&str, &str)] =

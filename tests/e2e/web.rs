@@ -1,9 +1,7 @@
 //! `sublet top --web` as a client sees it: the token, the names it answers to, what it refuses, slow clients, and
 //! addresses that it cannot use. tests/web opens the page in a browser.
 
-#[expect(dead_code, reason = "the users' containers have no part in this")]
-mod two_users;
-
+use crate::two_users;
 use std::io::Write as _;
 use std::process::Output;
 use std::thread::sleep;

@@ -1,10 +1,10 @@
 //! Hostile and unlucky cases at every entry point. Each case is a line of shell and the expected result. They run one
-//! after the other, and a table is written (docs/evidence/2026-11-22-cases.md). `tests/security/try-cases` runs them;
-//! the ordinary tests do not.
+//! after the other, and a table is written (docs/evidence/2026-11-22-cases.md) where `SUBLET_CASES_TO` names a file:
+//! `SUBLET_CASES_TO=$PWD/target/cases.md make test-cases`.
 //!
 //! To add an entry point, write a module below `cases/` with a `Stage` (a machine with a neighbour on its GPU, the
 //! prelude of a case's shell, and how to find and remove containers) and a list of cases. Add a line to `DOORS` here,
-//! and one to `try-cases` with the programs that it needs. A case is `case(what, command, expectation)`:
+//! and one to tests/jobs with the root that it needs. A case is `case(what, command, expectation)`:
 //!
 //! - The command is one line of bash. A reader could type it after the stage's prelude, which is printed above the
 //!   table.
@@ -82,7 +82,7 @@ const DOORS: &[EntryPoint] = &[
 /// `SUBLET_CASES` names the entry points, `SUBLET_CASES_TO` the file for their tables. `SUBLET_CASES_ONLY` selects
 /// cases by words of their titles.
 #[test]
-#[ignore = "hundreds of cases: tests/security/try-cases"]
+#[ignore = "hundreds of cases: make test-cases"]
 fn entry_points() {
     if skip_unless_root() {
         return;

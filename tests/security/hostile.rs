@@ -1,21 +1,17 @@
 //! B1 to B10: hostile processes in containers (root inside, default capabilities), and a neighbour on the same MPS
 //! server, which must not be affected. One H200: 143155 MiB, 132 SMs, 48 MPS clients.
 
-#[expect(dead_code, reason = "users without root have no part in this")]
-#[path = "../e2e/two_users/mod.rs"]
-mod two_users;
-
 use std::fs::File;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
+use crate::two_users::{self, HOLD};
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::guarded::{LEAVE, SHARE, SPOIL, probes};
 use sublet_e2e::mig::{self, By};
 use sublet_e2e::user::Host;
 use sublet_e2e::{Bundle, World, copy_program, eventually, is_alive, skip_unless_root};
-use two_users::HOLD;
 
 fn guarded(extra: &str) -> Host {
     let mut host = two_users::host("h200");

@@ -1,15 +1,12 @@
 //! B11, B12 and C1: what users must not be able to do through `sublet serve` to each other and to the service.
 
-#[path = "../e2e/two_users/mod.rs"]
-mod two_users;
-
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::Stdio;
 
+use crate::two_users::{ALICE, BOB, HOLD, QUARTER, serving};
 use serde_json::{Value, json};
 use sublet_e2e::user::{Bundle, Holder};
 use sublet_e2e::{eventually, skip_unless_root};
-use two_users::{ALICE, BOB, HOLD, QUARTER, serving};
 
 #[test]
 fn b11_nobody_acts_on_what_is_somebody_elses() {

@@ -1,7 +1,7 @@
 //! The shim: `create` and later commands, while files and programs around it are broken, missing or owned by others.
 
-use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{Fails, Plain, Refused, Still, Works};
+use super::frame::{Case, QUARTER, case};
 
 pub fn cases() -> Vec<Case> {
     [state(), configuration(), daemon(), names(), process()].into_iter().flatten().collect()

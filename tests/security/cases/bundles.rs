@@ -6,7 +6,7 @@ use std::process::Command;
 use serde_json::json;
 use sublet_e2e::{Finished, World, bin_dir, programs};
 
-use crate::frame::{NEIGHBOUR, Seen, Stage};
+use super::frame::{NEIGHBOUR, Seen, Stage};
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
 

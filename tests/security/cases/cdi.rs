@@ -1,8 +1,8 @@
 //! Named shares as CDI devices of Docker, with runc as the runtime: the specification that the engine reads, and other
 //! requests beside it.
 
-use crate::frame::Expect::{Fails, Refused, Share, Still, Works};
-use crate::frame::{Case, OF_H200, QUARTER, Share as Of, case};
+use super::frame::Expect::{Fails, Refused, Share, Still, Works};
+use super::frame::{Case, OF_H200, QUARTER, Share as Of, case};
 
 pub fn cases() -> Vec<Case> {
     [devices(), file(), options(), beside(), life(), around()].into_iter().flatten().collect()

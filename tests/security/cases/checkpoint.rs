@@ -2,8 +2,8 @@
 
 use sublet_e2e::Engine;
 
-use crate::frame::Expect::{self, Fails, Refused, Still, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{self, Fails, Refused, Still, Works};
+use super::frame::{Case, QUARTER, case};
 
 const NO_CHECKPOINT: Expect = Refused("checkpoint of a container with a GPU share is not possible");
 const NO_RESTORE: Expect = Refused("restore of a container with a GPU share is not possible");

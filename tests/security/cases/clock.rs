@@ -1,8 +1,8 @@
 //! Clocks: a clock that is years off or before the epoch, times that were recorded with such a clock, and time
 //! namespaces with another boot clock.
 
-use crate::frame::Expect::{Fails, Refused, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{Fails, Refused, Works};
+use super::frame::{Case, QUARTER, case};
 
 pub fn cases() -> Vec<Case> {
     [commands(), written(), namespaces()].into_iter().flatten().collect()

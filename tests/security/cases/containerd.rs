@@ -1,7 +1,7 @@
 //! containerd: the commands of `ctr`, and failures of containerd and its shims.
 
-use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{Fails, Plain, Refused, Still, Works};
+use super::frame::{Case, QUARTER, case};
 
 pub fn cases() -> Vec<Case> {
     [options(), words(), names(), life(), deaths(), around()].into_iter().flatten().collect()

@@ -1,7 +1,7 @@
 //! `checkpoint` and `restore` with the real criu: through the shim, without the shim, and by Podman with only the hook.
 
-use crate::frame::Expect::{self, Fails, Refused, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{self, Fails, Refused, Works};
+use super::frame::{Case, QUARTER, case};
 
 const NO_RESTORE: Expect = Refused("restore of a container with a GPU share is not possible");
 

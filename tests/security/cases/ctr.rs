@@ -7,8 +7,8 @@ use nix::unistd::Pid;
 use sublet_e2e::containerd::{Containerd, IMAGE};
 use sublet_e2e::{World, bin_dir, eventually, programs};
 
-use crate::bundles::{PROBE, functions};
-use crate::frame::{NEIGHBOUR, Seen, Stage};
+use super::bundles::{PROBE, functions};
+use super::frame::{NEIGHBOUR, Seen, Stage};
 
 const PRELUDE: &str = r#"A containerd of its own, with its files in `$DIR` and `$RUN`; sublet's `$STATE` and `$CONFIG`, and the driver `$DRIVER`. The
 image `$IMAGE` has `probe`, which prints the nodes it sees, then what CUDA has, and holds on. `up OPTIONS` is `ctr run` of it

@@ -1,7 +1,7 @@
 //! Docker: the commands of `docker`, and failures of dockerd and its helpers.
 
-use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{Fails, Plain, Refused, Still, Works};
+use super::frame::{Case, QUARTER, case};
 
 pub fn cases() -> Vec<Case> {
     [options(), volumes(), words(), images(), life(), deaths(), around()].into_iter().flatten().collect()

@@ -8,9 +8,9 @@ use serde_json::json;
 use sublet_e2e::docker::Docker;
 use sublet_e2e::{World, bin_dir, programs};
 
-use crate::bundles::{PROBE, functions};
-use crate::frame::{NEIGHBOUR, OF_H200, Seen, Share, Stage};
-use crate::mig;
+use super::bundles::{PROBE, functions};
+use super::frame::{NEIGHBOUR, OF_H200, Seen, Share, Stage};
+use super::mig;
 
 const INTRO: &str = "A dockerd of its own (`live-restore`, CDI, the runtimes `sublet` and `low`, which is runc), with its files in `$DIR` and
 `$RUN`; sublet's `$STATE` and `$CONFIG`, and the driver `$DRIVER`. The image `probe` prints the nodes it sees, then what CUDA

@@ -2,8 +2,8 @@
 
 use sublet_e2e::Engine;
 
-use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
-use crate::frame::{Case, Expect, QUARTER, case};
+use super::frame::Expect::{Fails, Plain, Refused, Still, Works};
+use super::frame::{Case, Expect, QUARTER, case};
 
 pub fn cases() -> Vec<Case> {
     [files(), words(), containers(), around(), process()].into_iter().flatten().collect()

@@ -1,9 +1,8 @@
 //! Clocks with the real faketime. Its library is loaded into every dynamic program of a command, and also changes waits
-//! and the monotonic clock. The shim and the hook are static as shipped, or dynamic builds for these cases
-//! (`try-cases`).
+//! and the monotonic clock. The shim and the hook are static as shipped, or dynamic (tests/jobs).
 
-use crate::frame::Expect::{Fails, Refused, Still, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{Fails, Refused, Still, Works};
+use super::frame::{Case, QUARTER, case};
 
 /// The same cases for a clock.
 macro_rules! at {

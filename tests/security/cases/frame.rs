@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use serde_json::{Value, json};
 use sublet_e2e::{World, bin_dir};
 
-use crate::watch::{Before, put_back};
+use super::watch::{Before, put_back};
 
 /// A command that takes longer counts as hanging.
 const LONGEST: &str = "25";

@@ -1,7 +1,7 @@
 //! MIG devices with Docker: requests, device nodes, and instances that are destroyed or created again.
 
-use crate::frame::Expect::{Fails, Refused, Share, Works};
-use crate::frame::{Case, Share as Of, case};
+use super::frame::Expect::{Fails, Refused, Share, Works};
+use super::frame::{Case, Share as Of, case};
 
 /// The SMs of the 4g.20gb.
 pub const QUARTER: Of =

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use sublet_e2e::podman::Podman;
 use sublet_e2e::{Finished, World, bin_dir, programs};
 
-use crate::frame::{NEIGHBOUR, Seen, Stage};
+use super::frame::{NEIGHBOUR, Seen, Stage};
 
 /// Prints the device nodes, and then what CUDA sees.
 pub const PROBE: &str = "echo nodes: $(ls /dev | grep nvidia)\nexec cuda-probe \"$@\"\n";

@@ -1,8 +1,8 @@
 //! Podman with the hook: effects of its options and images on a share.
 
-use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
-use crate::frame::{Case, QUARTER, case};
-use crate::podman_lives;
+use super::frame::Expect::{Fails, Plain, Refused, Still, Works};
+use super::frame::{Case, QUARTER, case};
+use super::podman_lives;
 
 pub fn cases() -> Vec<Case> {
     [options(), hiding(), images(), podman_lives::cases()].into_iter().flatten().collect()

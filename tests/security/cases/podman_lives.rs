@@ -1,7 +1,7 @@
 //! Podman with the hook: a share during the life and end of its container, also with broken surroundings.
 
-use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{Fails, Plain, Refused, Still, Works};
+use super::frame::{Case, QUARTER, case};
 
 pub fn cases() -> Vec<Case> {
     [lives(), visits(), several(), hooks(), around(), killed()].into_iter().flatten().collect()

@@ -2,8 +2,8 @@
 
 use sublet_e2e::Engine;
 
-use crate::frame::Expect::{self, Fails, Plain, Refused, Still, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{self, Fails, Plain, Refused, Still, Works};
+use super::frame::{Case, QUARTER, case};
 
 pub fn cases() -> Vec<Case> {
     [bundles(), refusals(), by_hand(), strangers(), around(), lives()].into_iter().flatten().collect()

@@ -10,8 +10,8 @@ use std::process::Child;
 use sublet_e2e::rootless::Rootless;
 use sublet_e2e::{Finished, World, bin_dir, eventually, programs};
 
-use crate::frame::{NEIGHBOUR, Seen, Stage};
-use crate::podman::{PROBE, SHELL, seen};
+use super::frame::{NEIGHBOUR, Seen, Stage};
+use super::podman::{PROBE, SHELL, seen};
 
 const POLICY: &str = "[[policy]]\nuser = \"tester\"\nmodes = [\"mps\"]\nsm = 50\nmemory = \"16GiB\"\nleases = 3\n\
                       [[policy]]\nuser = \"1001\"\nleases = 1\n";

@@ -1,7 +1,7 @@
 //! Rootless Podman: a user's requests, failures of the service, and attacks between users.
 
-use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
-use crate::frame::{Case, QUARTER, case};
+use super::frame::Expect::{Fails, Plain, Refused, Still, Works};
+use super::frame::{Case, QUARTER, case};
 
 pub fn cases() -> Vec<Case> {
     [policy(), options(), service(), users(), lives(), around()].into_iter().flatten().collect()

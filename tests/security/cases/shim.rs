@@ -1,8 +1,8 @@
 //! The shim: hostile and damaged input for `create`.
 
-use crate::around;
-use crate::frame::Expect::{Fails, Plain, Refused, Still};
-use crate::frame::{Case, QUARTER, case};
+use super::around;
+use super::frame::Expect::{Fails, Plain, Refused, Still};
+use super::frame::{Case, QUARTER, case};
 
 pub fn cases() -> Vec<Case> {
     [spec(), annotations(), keys(), fighting(), hiding(), image(), around::cases()]

@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::is_alive;
 
-use crate::frame::Stage;
+use super::frame::Stage;
 
 /// How long processes may take to end.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -1,14 +1,11 @@
 //! The simulated NVML, called as from C, for functions that nvml-wrapper hides or gets wrong (`possible_placements` of
 //! 0.13 always returns an empty list).
-#![allow(unsafe_code, reason = "the C ABI is what is tested")]
-
-mod driver;
 
 use std::ffi::{CStr, c_char};
 use std::mem;
 use std::ptr::{null, null_mut};
 
-use driver::{
+use crate::driver::{
     ARGUMENT_VERSION_MISMATCH, Driver, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, NOT_SUPPORTED,
     SUCCESS, UNINITIALIZED,
 };

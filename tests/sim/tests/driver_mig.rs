@@ -1,7 +1,4 @@
 //! MIG through NVML's C ABI, against nvml.h's contracts and what a real H200 answered (docs/evidence).
-#![allow(unsafe_code, reason = "the C ABI is what is tested")]
-
-mod driver;
 
 use std::ffi::{CStr, c_char};
 use std::mem;
@@ -9,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::{null, null_mut};
 use std::time::{Duration, Instant};
 
-use driver::{
+use crate::driver::{
     Driver, IN_USE, INSUFFICIENT_RESOURCES, INVALID_ARGUMENT, NOT_FOUND, NOT_SUPPORTED, RESET_REQUIRED,
     SUCCESS, root_or_skip,
 };

@@ -1,17 +1,15 @@
 //! Compares the simulated MPS with measurements on a real H200 (docs/evidence). Each test is a line of them.
 
-mod rig;
-
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use crate::rig::{H200, Rig, output_of, signal, until};
 use nix::sys::signal::Signal;
 use nvidia_ml::layout::contexts::Kind;
 use nvidia_ml::mps::wire::Conn;
-use rig::{H200, Rig, output_of, signal, until};
 use serde_json::{Value, json};
 
 const PERCENTAGE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";

@@ -1,13 +1,11 @@
 //! A CUDA program's view of MIG devices, with and without MPS.
 
-mod driver;
-mod libcuda;
-
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
-use driver::{Driver, root_or_skip};
+use crate::driver::{Driver, root_or_skip};
+use crate::libcuda;
 use nvml_wrapper::Nvml;
 use serde_json::Value;
 

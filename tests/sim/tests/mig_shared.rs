@@ -1,13 +1,11 @@
 //! MIG with several processes and users, failures on demand, and GPU types that have no other tests.
 
-mod driver;
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Output};
 
-use driver::{Driver, root_or_skip};
+use crate::driver::{Driver, root_or_skip};
 use nvidia_ml::layout::state_file::State;
 
 const GPU: &str = "GPU-5b1e7000-0000-4000-8000-000000000120";

@@ -1,9 +1,7 @@
 //! The simulated nvidia-smi's output about MIG, word for word as of a real H200 (docs/evidence), or as published by
 //! NVIDIA.
 
-mod driver;
-
-use driver::{Driver, root_or_skip};
+use crate::driver::{Driver, root_or_skip};
 
 /// The output of a real H200, driver 580.
 #[test]

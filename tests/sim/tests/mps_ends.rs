@@ -1,15 +1,13 @@
 //! What is left when a server, a daemon or a client of MPS ends, by itself or not: compares the simulated MPS with
 //! measurements on a real H200 (docs/evidence).
 
-mod rig;
-
 use std::fs;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use crate::rig::{Rig, signal, until};
 use nix::sys::signal::Signal;
 use nvidia_ml::mps::wire::Conn;
-use rig::{Rig, signal, until};
 
 #[test]
 fn a_killed_server_takes_its_clients_and_the_next_has_another() {

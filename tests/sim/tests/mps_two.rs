@@ -1,8 +1,6 @@
 //! Compares one simulated daemon over two GPUs with measurements on two real H200s (docs/evidence).
 
-mod rig;
-
-use rig::{H200, OTHER, Rig};
+use crate::rig::{H200, OTHER, Rig};
 use serde_json::Value;
 
 const PERCENTAGE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";

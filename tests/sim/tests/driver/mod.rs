@@ -1,6 +1,4 @@
 //! A simulated driver that is up, with NVML called as C would.
-#![allow(unsafe_code, reason = "the C ABI is what is tested")]
-#![allow(dead_code, reason = "each test file uses a part of it")]
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -14,7 +12,6 @@ pub const SUCCESS: u32 = 0;
 pub const UNINITIALIZED: u32 = 1;
 pub const INVALID_ARGUMENT: u32 = 2;
 pub const NOT_SUPPORTED: u32 = 3;
-pub const NO_PERMISSION: u32 = 4;
 pub const NOT_FOUND: u32 = 6;
 pub const INSUFFICIENT_SIZE: u32 = 7;
 pub const RESET_REQUIRED: u32 = 16;

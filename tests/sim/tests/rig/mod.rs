@@ -1,10 +1,5 @@
 //! A root of the simulated driver made by hand, and the programs in it.
 
-#![allow(dead_code, reason = "each test file uses a part of it")]
-
-#[path = "../libcuda/mod.rs"]
-mod libcuda;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Lines, Write};
@@ -99,7 +94,8 @@ impl Rig {
         }
         fs::write(root.topology(), serde_json::to_vec(topology).unwrap()).unwrap();
         State::initial(topology).write(&root).unwrap();
-        trailer::append(libcuda::built(), &root.libraries().join("libcuda.so.580.159.04"), topology).unwrap();
+        trailer::append(crate::libcuda::built(), &root.libraries().join("libcuda.so.580.159.04"), topology)
+            .unwrap();
         symlink("libcuda.so.580.159.04", root.libraries().join("libcuda.so.1")).unwrap();
         let common = [("nvidiactl".to_owned(), 195, 255), ("nvidia-uvm".to_owned(), 510, 0)];
         let own = topology.gpu.iter().map(|gpu| (format!("nvidia{}", gpu.minor), 195, u64::from(gpu.minor)));

@@ -1,0 +1,13 @@
+//! Docker below a dockerd of the tests' own, and what concerns several engines.
+
+mod bench_docker;
+mod cdi;
+mod docker;
+mod docker_killed;
+mod doctor;
+mod explained;
+mod mapped;
+mod mig_engines;
+mod recipes;
+mod setup;
+mod swarm;

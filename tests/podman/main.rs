@@ -1,0 +1,7 @@
+//! Podman, of root and of users without it.
+
+mod bench_podman;
+mod podman;
+mod podman_killed;
+mod podman_users;
+mod rootless;

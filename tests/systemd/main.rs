@@ -1,0 +1,7 @@
+//! Below a systemd of their own.
+
+mod daemon_reload;
+mod mig_boot;
+mod quadlet;
+mod reboot;
+mod systemd;
