@@ -145,9 +145,8 @@ lint:
 
 unit:
 	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"
-	cargo test -p sublet-core -p sublet-runtime -p sublet-share
-	cargo test -p sublet --lib --test programs_alone
-	cargo test --quiet -p sublet-lint
+	cargo test $(CARGO_FLAGS) --workspace --exclude sublet-sim --exclude sublet-sim-libcuda --lib --bins \
+	    --test runtime --test programs_alone --test corpora
 
 check: lint unit
 	@echo "Skipped, because they need root and engines (make test): the simulated driver's tests and the"
@@ -218,7 +217,7 @@ KEY ?=
 repo:
 	@packaging/repo "$(KEY)"
 
-# RustSec's database, which is on GitHub: the other checks of cargo-deny (.ci/run) need no network.
+# RustSec's database, which is on GitHub: the other checks of cargo-deny (tests/lint/deny) need no network.
 advisories:
 	cargo deny check advisories
 

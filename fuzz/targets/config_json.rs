@@ -6,11 +6,11 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, Value};
-use sublet_core::oci::{JsonFile, annotations, conflict, edit_within};
 use sublet_core::config::{Config, Driver};
 use sublet_core::grant::Grant;
-use sublet_runtime::hook::fuzzing::hooks;
+use sublet_core::oci::{JsonFile, annotations, conflict, edit_within};
 use sublet_fuzz::{is_safe, ok};
+use sublet_runtime::hook::fuzzing::hooks;
 
 static CONFIG: LazyLock<Config> = LazyLock::new(|| {
     let driver = Driver { root: PathBuf::from("/nonexistent"), ..Driver::default() };
@@ -55,7 +55,7 @@ fn stays(path: &str, before: &Value, after: &Value) {
         (Value::Object(before), Value::Object(after)) => members(path, before, after),
         (Value::Array(before), Value::Array(after)) => match path {
             "/process/env" => {
-                assert_eq!(others(before), others(&after[..others_end(before, after)]), "{path}")
+                assert_eq!(others(before), others(&after[..others_end(before, after)]), "{path}");
             }
             // What denies the rest comes first, where the spec had no such rule.
             "/linux/resources/devices" => {
@@ -100,7 +100,7 @@ fn members(path: &str, before: &Map<String, Value>, after: &Map<String, Value>) 
 }
 
 /// Whether the environment's `entry` is none that the grant sets or takes out.
-fn is_other(entry: &&Value) -> bool {
+fn is_other(entry: &Value) -> bool {
     let text = entry.as_str().expect("a string");
     let name = text.split_once('=').map_or(text, |(name, _)| name);
     !GRANT.env.set.iter().any(|(ours, _)| ours == name)
@@ -108,7 +108,7 @@ fn is_other(entry: &&Value) -> bool {
 }
 
 fn others(env: &[Value]) -> Vec<&Value> {
-    env.iter().filter(is_other).collect()
+    env.iter().filter(|entry| is_other(entry)).collect()
 }
 
 /// Defaults that were absent stand behind everything of the image's.

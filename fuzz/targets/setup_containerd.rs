@@ -13,6 +13,7 @@ fuzz_target!(|found: &str| {
         hooks_dir: "/usr/share/sublet/hooks.d".into(),
         default: found.len() % 2 == 0,
         cdi: found.len() % 3 == 0,
+        resources: None,
     };
     if let Some(drop_in) = ok(podman::set_up(None, &[found.to_owned()], &wish)) {
         toml::from_str::<toml::Table>(&drop_in).unwrap_or_else(|error| panic!("{error}: {drop_in}"));

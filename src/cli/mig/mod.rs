@@ -10,11 +10,11 @@
 
 mod apply;
 mod export;
-#[cfg(any(test, fuzzing))]
-#[cfg_attr(fuzzing, allow(dead_code, reason = "the fuzz targets need a part of it"))]
+#[cfg(any(test, feature = "fixtures"))]
+#[cfg_attr(feature = "fixtures", allow(dead_code, reason = "the fuzz targets need a part of it"))]
 mod fake_driver;
 mod fence;
-#[cfg(fuzzing)]
+#[cfg(feature = "fixtures")]
 pub mod fuzzing;
 mod layout;
 mod layout_entry;

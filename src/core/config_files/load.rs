@@ -172,7 +172,7 @@ pub(super) fn text(path: &Path) -> std::io::Result<String> {
 }
 
 /// What `text`, as the only file, configures: everything, and only `[runtime]`.
-#[cfg(fuzzing)]
+#[cfg(feature = "fixtures")]
 pub fn of_text(text: &str) -> (Result<Config, ConfigError>, Result<Runtime, ConfigError>) {
     let files = [File { path: PathBuf::from("/etc/sublet/config.toml"), text: text.to_owned() }];
     (merge(&files), merge_runtime(&files))

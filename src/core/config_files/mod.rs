@@ -6,11 +6,11 @@ mod containers;
 mod error;
 mod load;
 
-#[cfg(fuzzing)]
+#[cfg(feature = "fixtures")]
 pub use containers::parse as parse_containers;
 pub use containers::{ContainerRule, Containers, Known, containers_path, load_containers, read_containers};
 pub use error::ConfigError;
 pub use error::{explain, position};
-#[cfg(fuzzing)]
+#[cfg(feature = "fixtures")]
 pub use load::of_text;
 pub use load::{OneFile, each, load, load_files, load_runtime, sources, sources_with};

@@ -13,7 +13,7 @@ mod events_of_change;
 mod file_system;
 #[cfg(test)]
 mod formats;
-#[cfg(fuzzing)]
+#[cfg(feature = "fixtures")]
 pub mod fuzzing;
 mod job_leases;
 mod known;

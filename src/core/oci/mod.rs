@@ -21,7 +21,7 @@ pub mod podman_storage;
 mod rootfs;
 mod undo_edits;
 
-#[cfg(fuzzing)]
+#[cfg(feature = "fixtures")]
 pub use apply_edits::edit_within;
 pub use apply_edits::{SpecError, annotations, edit, edit_environment};
 pub(crate) use conflict::own_mount_namespace;

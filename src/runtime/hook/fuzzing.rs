@@ -23,6 +23,9 @@ pub fn state(text: &[u8]) -> Result<(), String> {
 ///
 /// # Errors
 /// `hooks` has another shape.
+///
+/// # Panics
+/// The id is anything else.
 pub fn hooks(spec: &mut Value) -> Result<(), BadHooks> {
     let id = precreate::id(spec);
     assert!(id.is_empty() || id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit()), "{id:?}");

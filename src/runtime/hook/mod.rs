@@ -7,7 +7,7 @@
 mod allowed_commands;
 pub(crate) mod container_state;
 mod create_runtime;
-#[cfg(fuzzing)]
+#[cfg(feature = "fixtures")]
 pub mod fuzzing;
 mod journal;
 mod precreate;

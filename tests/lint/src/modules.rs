@@ -82,7 +82,7 @@ fn file_of(module: &ItemMod, from: &Path, below: &Path) -> Result<PathBuf> {
     Ok(if beside.exists() { beside } else { below.join("mod.rs") })
 }
 
-/// Whether an item is there for tests or fuzzing alone.
+/// Whether an item is there for tests alone.
 fn is_for_tests(item: &Item) -> bool {
     attributes(item).iter().any(|attribute| match &attribute.meta {
         Meta::List(list) if list.path.is_ident("cfg") => {
@@ -90,7 +90,6 @@ fn is_for_tests(item: &Item) -> bool {
             condition.starts_with("test")
                 || condition.starts_with("any (test")
                 || condition.starts_with("any(test")
-                || condition.starts_with("fuzzing")
                 || condition.starts_with("feature = \"fixtures\"")
         }
         meta => meta.path().is_ident("test"),
