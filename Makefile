@@ -119,15 +119,14 @@ demo-build:
 put-programs:
 	RUSTFLAGS="$(if $(SHIPPED),$(static_flags),$(share_flags))" cargo build $(CARGO_FLAGS) --target $(HOST) -p sublet-share $(if $(SHIPPED),$(hot_program)) --target-dir $(TEST_TARGET)
 	@mkdir -p $(TEST_BIN)
-	rm -f $(TEST_BIN)/sublet-hook
-	cp $(TEST_TARGET)/debug/sublet $(TEST_TARGET)/$(if $(SHIPPED),$(HOST)/)debug/sublet-runtime \
+	cp --remove-destination $(TEST_TARGET)/debug/sublet $(TEST_TARGET)/$(if $(SHIPPED),$(HOST)/)debug/sublet-runtime \
 	    $(TEST_TARGET)/$(HOST)/debug/sublet-share $(TEST_BIN)/
-	ln -s sublet-runtime $(TEST_BIN)/sublet-hook
+	ln -sf sublet-runtime $(TEST_BIN)/sublet-hook
 
 put-driver:
 	@mkdir -p $(TEST_BIN)
-	cp target/debug/{sublet-sim,nvidia-smi,nvidia-cuda-mps-control,nvidia-cuda-mps-server,cuda-probe} $(TEST_BIN)/
-	cp target/debug/{libnvidia_ml,libcuda}.so $(TEST_BIN)/
+	cp --remove-destination target/debug/{sublet-sim,nvidia-smi,nvidia-cuda-mps-control,nvidia-cuda-mps-server,cuda-probe} $(TEST_BIN)/
+	cp --remove-destination target/debug/{libnvidia_ml,libcuda}.so $(TEST_BIN)/
 	@# Engines copy them with every image and container.
 	strip --strip-debug $(TEST_BIN)/{cuda-probe,nvidia-*,*.so}
 
