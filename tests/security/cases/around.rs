@@ -68,8 +68,8 @@ fn state() -> Vec<Case> {
         ),
         case(
             "the ledger is of a later version",
-            r#"sed -i 's|"sublet.ledger/[0-9]*"|"sublet.ledger/99"|' $STATE/ledger.json; up"#,
-            QUARTER,
+            r#"cp $STATE/ledger.json kept; sed -i 's|"sublet.ledger/[0-9]*"|"sublet.ledger/99"|' $STATE/ledger.json; up; r=$?; cp kept $STATE/ledger.json; exit $r"#,
+            Refused("newer version"),
         ),
         case(
             "the ledger is of another boot",

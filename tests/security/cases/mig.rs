@@ -58,7 +58,7 @@ fn which() -> Vec<Case> {
             Refused("no MIG device of this host is on the GPU number 1"),
         ),
         case("a profile and a device of another", "up $(of mig=1g.5gb gpu=0:0)", Refused("none is a 1g.5gb")),
-        case("a number that there is not", "up $(of gpu=0:7)", Refused("no MIG device here is 0:7")),
+        case("a number that there is not", "up $(of gpu=0:7)", Refused("no MIG device of this host is 0:7")),
         case(
             "a number that 64 bits do not hold",
             "up $(of gpu=0:99999999999999999999)",
@@ -70,7 +70,7 @@ fn which() -> Vec<Case> {
             Refused("MIG-00000000"),
         ),
         case("exclusive, which is for GPUs", "up $(of gpu=0:3 mode=exclusive)", Refused("exclusive")),
-        case("more memory than any has", "up $(of mode=mig memory=30GiB)", Refused("30 GiB wanted")),
+        case("more memory than any has", "up $(of mode=mig memory=30GiB)", Refused("30 GiB needed")),
         case(
             "in turns",
             "sees $(of gpu=0:3 mode=time-slice)",
@@ -253,7 +253,7 @@ fn instances() -> Vec<Case> {
         case(
             "made again with the same ids, asked for by what it was",
             "sublet status >/dev/null; u=$(sublet mig list --format json | grep -o 'MIG-[-0-9a-f]*' | tail -1); destroy; make; up $(of gpu=$u)",
-            Refused("no MIG device here is"),
+            Refused("no MIG device of this host is"),
         ),
         case(
             "made again with the same ids, asked for by profile",

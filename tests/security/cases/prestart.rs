@@ -102,7 +102,7 @@ fn bundles() -> Vec<Case> {
 /// Requests that these hooks refuse, because the container exists already.
 fn refusals() -> Vec<Case> {
     vec![
-        case("a misspelt key", r#"annotate '"sublet.smm":"25"'; up"#, refused("no such key")),
+        case("a misspelt key", r#"annotate '"sublet.smm":"25"'; up"#, refused("unknown key")),
         case(
             "a share of a server of several",
             r#"annotate '"sublet.sm":"25","sublet.isolation":"shared"'; up"#,
@@ -141,7 +141,7 @@ fn refusals() -> Vec<Case> {
         case(
             "a lease that is none",
             r#"annotate '"sublet.sm":"25","sublet.lease":"../../etc"'; up"#,
-            refused("no lease id"),
+            refused("is not a lease id"),
         ),
         case(
             "a volume that is shared with the host",
@@ -173,7 +173,7 @@ fn by_hand() -> Vec<Case> {
         case(
             "an id twice",
             r#"echo '{"id":"c","id":"d","status":"creating"}' | sublet-hook prestart"#,
-            Refused("duplicate field"),
+            Refused("duplicate key"),
         ),
         case(
             "an id that rewrites the terminal",
@@ -195,7 +195,7 @@ fn strangers() -> Vec<Case> {
         case(
             "a process that there is not",
             "state c creating 4194303 | sublet-hook createRuntime",
-            Refused("is gone"),
+            Refused("has ended"),
         ),
         case(
             "a negative process",

@@ -16,7 +16,7 @@ fn policy() -> Vec<Case> {
         case(
             "more memory than is left",
             "up --annotation sublet.memory=9GiB",
-            Refused("caps memory at 16384 MiB"),
+            Refused("for memory is 16384 MiB"),
         ),
         case(
             "its part of the SMs is not named",
@@ -43,7 +43,7 @@ fn policy() -> Vec<Case> {
         case(
             "the policy is lowered meanwhile",
             "sed -i 's/^sm = 50/sm = 30/' $CONFIG; up",
-            Refused("caps sm at 30 %"),
+            Refused("for sm is 30 %"),
         ),
         case(
             "the policy is of another user now",
@@ -79,8 +79,16 @@ fn options() -> Vec<Case> {
             Refused("this container has no live lease"),
         ),
         case("--privileged, which opens no device without root", "up --privileged", QUARTER),
-        case("NVIDIA's node besides", "up --device $DRIVER/dev/nvidia0:/dev/x", Refused("beside its share")),
-        case("NVIDIA's node as a volume", "up -v $DRIVER/dev/nvidia0:/dev/x", Refused("beside its share")),
+        case(
+            "NVIDIA's node besides",
+            "up --device $DRIVER/dev/nvidia0:/dev/x",
+            Refused("in addition to its share"),
+        ),
+        case(
+            "NVIDIA's node as a volume",
+            "up -v $DRIVER/dev/nvidia0:/dev/x",
+            Refused("in addition to its share"),
+        ),
         case("--userns keep-id", "up --userns keep-id", QUARTER),
         case("--userns keep-id, as another", "up --userns keep-id:uid=4242,gid=4242", QUARTER),
         case("--userns nomap", "up --userns nomap", QUARTER),

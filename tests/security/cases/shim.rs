@@ -32,7 +32,7 @@ fn spec() -> Vec<Case> {
         case(
             "config.json leads to /dev/zero",
             "ln -sf /dev/zero $BUNDLE/config.json; up",
-            Refused("no regular file"),
+            Refused("not a regular file"),
         ),
         case(
             "config.json is a link to a sound file",
@@ -70,12 +70,12 @@ fn spec() -> Vec<Case> {
         case(
             "our key twice",
             r#"annotate '"sublet.sm":"25","sublet.sm":"100"'; up"#,
-            Refused("stands twice"),
+            Refused("occurs twice"),
         ),
         case(
             "annotations twice, the second without keys of ours",
             r#"swap '"linux":{' '"annotations":{},"linux":{'; up"#,
-            Refused("stands twice"),
+            Refused("occurs twice"),
         ),
         case(
             "Annotations, which runc takes for annotations",
