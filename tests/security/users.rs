@@ -81,6 +81,10 @@ fn b11_nobody_acts_on_what_is_somebody_elses() {
     drop(speaking.stdin.take());
     speaking.wait().expect("it ends");
     assert!(eventually(|| host.leases().len() == 1), "the lease of a client that is gone");
+    // Whom root's daemons serve, and where they run, is root's.
+    let start = json!({"v": 1, "do": "start-daemon", "key": host.world.status()["mps"][0]["key"]});
+    let answer = &host.say(BOB, &[start])[0];
+    assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains("only for root"), "{answer}");
     // The owner cannot release the lease of a running container, and the attempt does not end the container.
     let end = json!({"v": 1, "do": "withdraw", "lease": lease});
     let answer = &host.say(ALICE, &[end])[0];

@@ -195,7 +195,7 @@ impl Lease {
     /// Whether its container's first process, or any process in its cgroup, still runs. The lease of a job is not
     /// kept by its first process: tasks come and go.
     #[must_use]
-    pub(crate) fn has_processes(&self) -> bool {
+    pub fn has_processes(&self) -> bool {
         if let (Some(job), Some(init), None) = (&self.job, &self.init, &self.within) {
             return init.cgroup.as_deref().is_some_and(|dir| is_same(dir, job.cgroup_inode))
                 && has_processes(init);
@@ -206,7 +206,7 @@ impl Lease {
 
 impl Lease {
     /// Waits up to `longest` until [`Lease::has_processes`] may have changed.
-    pub(crate) fn await_change(&self, longest: Duration) {
+    pub fn await_change(&self, longest: Duration) {
         let Some(init) = &self.init else { return };
         let first = init.process;
         match pidfd_open(first.pid).ok().filter(|_| first.is_alive()) {
