@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::killing::{end, helpers};
 use sublet_e2e::user::Host;
-use sublet_e2e::{Bundle, Stopping, World, eventually, is_alive, skip_unless_root};
+use sublet_e2e::{Bundle, Stopping, World, eventually, is_alive, skip_unless_root, stop};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "600"];
 const INFO: &[&str] = &["/usr/bin/cuda-probe", "info"];
@@ -204,6 +204,22 @@ fn where_the_helper_is_killed_the_next_command_ends_it() {
     };
     assert!(eventually(returned), "it waits");
     world.assert_empty();
+}
+
+#[test]
+fn where_the_service_hangs_the_container_starts() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = host("");
+    host.start();
+    let serve = host.serve.as_ref().expect("it runs");
+    stop(Pid::from_raw(serve.id().try_into().expect("a pid")));
+    let bundle = hooked(&host.world, "hung");
+    let mut run = Foreground::start(&bundle);
+    assert!(bundle.kill("KILL").ok);
+    assert!(eventually(|| run.has_returned()), "it waits");
+    assert_eq!(leases(&host.world), Vec::<Value>::new());
 }
 
 #[test]

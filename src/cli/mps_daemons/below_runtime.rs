@@ -11,7 +11,7 @@ use sublet_core::admit::{self, Local};
 use sublet_core::config::Config;
 use sublet_core::ledger::{DaemonKey, Lease, LeaseId, Ledger, Store};
 use sublet_core::mps::idle::waits;
-use sublet_core::mps::{MpsError, child_await, limits_and_state};
+use sublet_core::mps::{self, MpsError, child_await, limits_and_state};
 use sublet_core::process::Process;
 use sublet_core::text::safe;
 
@@ -65,8 +65,9 @@ fn daemon_of(key: &DaemonKey, ledger: &Ledger) -> Option<Process> {
     limits_and_state::daemon(ledger, key)?.process
 }
 
-/// Waits until the container of lease `id` has ended, and does what `sublet gc` does then, until its daemon has ended or
-/// serves others.
+/// Waits until the container of lease `id` has ended, then frees the lease, until its daemon has ended or serves others.
+///
+/// Unlike `sublet gc` it restarts no daemon, which would be below the runtime, too.
 ///
 /// # Errors
 /// The ledger cannot be read at the beginning.
@@ -86,8 +87,12 @@ pub(crate) fn await_end(id: &LeaseId, store: &Store, config: &Config) -> Result<
                 sleep(AGAIN);
             }
         }
-        if let Err(error) = Local::new(config).reconcile(|_| Ok(())) {
+        if let Err(error) = Local::new(config).update(|_| ()) {
             tracing::warn!("{error}");
+        }
+        // Another command may have freed the lease, and not have ended the daemon.
+        for line in mps::end_overdue(store, config) {
+            tracing::warn!("{line}");
         }
     }
     Ok(())

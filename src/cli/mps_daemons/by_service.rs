@@ -3,6 +3,7 @@
 //! prctl(2)), and `crun run`, say, waits until it has no child any more.
 
 use std::path::Path;
+use std::time::Duration;
 
 use nix::unistd::getppid;
 
@@ -13,6 +14,9 @@ use sublet_core::ledger::{DaemonKey, Ledger};
 use sublet_core::mps::MpsError;
 use sublet_core::process::Process;
 use sublet_core::process::sublet::SubletError;
+
+/// How long the service may take to say that it is there.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Has the service start the daemon of `key`. `None`: this process has to, because there is no service, because it is a
 /// child of the service, or because systemd runs.
@@ -25,10 +29,12 @@ pub(super) fn start(
     if is_systemd_running() || is_by_service(ledger) {
         return None;
     }
-    match Broker::new(config).ask(&Ask::StartDaemon { key: key.0.clone() }) {
+    // One that hangs must not keep a container from starting.
+    let asked = Broker::answers(config, PATIENCE);
+    match asked.and_then(|()| Broker::new(config).ask(&Ask::StartDaemon { key: key.0.clone() })) {
         Ok(Answer::Started(warnings)) => Some(Ok(warnings)),
         Ok(Answer::NotStarted(why)) => Some(Err(MpsError::Own(SubletError(why)))),
-        // It is ending, or of a version that does not start daemons for others.
+        // It hangs, is ending, or of a version that does not start daemons for others.
         Ok(_) => None,
         Err(error) => {
             tracing::debug!("{error}");
