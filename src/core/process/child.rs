@@ -4,10 +4,11 @@
 
 use std::io::{self, Read, Write as _};
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::processor_wait::ProcessorWait;
@@ -44,7 +45,7 @@ impl From<io::Error> for ChildError {
     }
 }
 
-/// Runs `command` with `input` on its standard input (less than a pipe holds, 64 KiB) for at most `limit`.
+/// Runs `command` with `input` on its standard input for at most `limit`.
 ///
 /// # Errors
 /// It cannot be started, or does not end in time.
@@ -153,16 +154,14 @@ fn listen(
     most: usize,
     stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
-    if let Some(mut stdin) = child.stdin.take() {
-        // A child that does not read its input is no error by itself: its exit status decides.
-        let _ = stdin.write_all(input.as_bytes());
-    }
+    let mut input = Input::new(child.stdin.take(), input.as_bytes())?;
     let mut out = Stream::new(child.stdout.take(), most);
     let mut err = Stream::new(child.stderr.take(), most);
     loop {
         let ended = child.try_wait()?;
         let wait = if ended.is_some() { Duration::ZERO } else { TICK };
         let end = pidfd.as_ref().filter(|_| ended.is_none());
+        input.write();
         let heard = hear(&mut out, &mut err, end, wait)?;
         if heard.end {
             // It would go on to show it, and a tracer may be the first to wait for the program.
@@ -224,6 +223,36 @@ fn hear<O: Read + AsFd, E: Read + AsFd>(
 struct Stream<T> {
     from: Option<T>,
     kept: Vec<u8>,
+/// What a child has still to be told. It may read slowly or never, and a pipe may hold only a page (pipe(7)).
+struct Input<'a> {
+    to: Option<ChildStdin>,
+    left: &'a [u8],
+}
+
+impl<'a> Input<'a> {
+    fn new(to: Option<ChildStdin>, left: &'a [u8]) -> io::Result<Self> {
+        let to = to.filter(|_| !left.is_empty());
+        if let Some(to) = &to {
+            fcntl(to, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        }
+        Ok(Self { to, left })
+    }
+
+    /// Writes what the pipe takes now, and closes it behind the last byte.
+    fn write(&mut self) {
+        let Some(to) = &mut self.to else { return };
+        match to.write(self.left) {
+            Ok(count) => self.left = &self.left[count..],
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+            // A child that does not read its input is no error by itself: its exit status decides.
+            Err(_) => self.left = &[],
+        }
+        if self.left.is_empty() {
+            self.to = None;
+        }
+    }
+}
+
     most: usize,
 }
 
@@ -333,6 +362,17 @@ mod tests {
     #[test]
     fn feeds_and_hears() {
         let finished =
+    #[test]
+    fn a_program_that_does_not_read_its_input_is_killed_at_its_limit() {
+        let input = "x".repeat(1 << 20);
+        let begun = Instant::now();
+        let error = run(&mut shell("exec sleep 30"), &input, Duration::from_millis(150)).unwrap_err();
+        assert!(matches!(error, ChildError::Timeout));
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+        let counted = run(&mut shell("sleep 0.1; wc -c"), &input, Duration::from_secs(60)).unwrap();
+        assert_eq!(counted.stdout.trim(), "1048576");
+    }
+
             run(&mut shell("cat; echo oops >&2; exit 3"), "ask\n", Duration::from_secs(10)).unwrap();
         assert_eq!((finished.stdout.as_str(), finished.stderr.as_str()), ("ask\n", "oops\n"));
         assert_eq!(finished.status.code(), Some(3));
