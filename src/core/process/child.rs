@@ -11,6 +11,7 @@ use std::time::Duration;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use super::inheritance;
 use super::processor_wait::ProcessorWait;
 
 /// How much of each output stream is kept, in bytes. The rest is read and dropped.
@@ -103,8 +104,9 @@ pub fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus,
 /// It cannot be started.
 pub(crate) fn start_apart(command: &mut Command) -> io::Result<()> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    crate::process::inheritance::keep_from(command);
-    crate::process::inheritance::set_apart(command);
+    inheritance::keep_ended_children()?;
+    inheritance::keep_from(command);
+    inheritance::set_apart(command);
     // What is waited for has made the process and ended.
     command.spawn()?.wait().map(drop)
 }
@@ -116,7 +118,8 @@ fn supervise(
     most: usize,
     stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
-    crate::process::inheritance::keep_from(command);
+    inheritance::keep_ended_children()?;
+    inheritance::keep_from(command);
     let mut child = command.spawn()?;
     let limit = Limit::of(&child, limit);
     // It shows the end at once. A kernel before Linux 5.3 has none.
@@ -158,10 +161,10 @@ fn listen(
     let mut out = Stream::new(child.stdout.take(), most);
     let mut err = Stream::new(child.stderr.take(), most);
     loop {
+        input.write();
         let ended = child.try_wait()?;
         let wait = if ended.is_some() { Duration::ZERO } else { TICK };
         let end = pidfd.as_ref().filter(|_| ended.is_none());
-        input.write();
         let heard = hear(&mut out, &mut err, end, wait)?;
         if heard.end {
             // It would go on to show it, and a tracer may be the first to wait for the program.
@@ -220,9 +223,6 @@ fn hear<O: Read + AsFd, E: Read + AsFd>(
     Ok(Heard { output: from_out || from_err, end })
 }
 
-struct Stream<T> {
-    from: Option<T>,
-    kept: Vec<u8>,
 /// What a child has still to be told. It may read slowly or never, and a pipe may hold only a page (pipe(7)).
 struct Input<'a> {
     to: Option<ChildStdin>,
@@ -253,6 +253,9 @@ impl<'a> Input<'a> {
     }
 }
 
+struct Stream<T> {
+    from: Option<T>,
+    kept: Vec<u8>,
     most: usize,
 }
 
@@ -360,9 +363,6 @@ mod tests {
     }
 
     #[test]
-    fn feeds_and_hears() {
-        let finished =
-    #[test]
     fn a_program_that_does_not_read_its_input_is_killed_at_its_limit() {
         let input = "x".repeat(1 << 20);
         let begun = Instant::now();
@@ -373,6 +373,23 @@ mod tests {
         assert_eq!(counted.stdout.trim(), "1048576");
     }
 
+    /// In processes of their own, because the setting is a whole process's.
+    #[test]
+    fn where_the_caller_ignored_the_ends_of_children_they_are_waited_for_all_the_same() {
+        for name in
+            ["feeds_and_hears", "what_is_started_apart_is_no_child_of_ours_and_in_a_session_of_its_own"]
+        {
+            let mut alone = Command::new("env");
+            alone.arg("--ignore-signal=CHLD").arg(std::env::current_exe().unwrap()).arg("--exact");
+            alone.arg(format!("process::child::tests::{name}"));
+            let finished = run(&mut alone, "", Duration::from_secs(100)).unwrap();
+            assert!(finished.stdout.contains("1 passed"), "{}", finished.stdout);
+        }
+    }
+
+    #[test]
+    fn feeds_and_hears() {
+        let finished =
             run(&mut shell("cat; echo oops >&2; exit 3"), "ask\n", Duration::from_secs(10)).unwrap();
         assert_eq!((finished.stdout.as_str(), finished.stderr.as_str()), ("ask\n", "oops\n"));
         assert_eq!(finished.status.code(), Some(3));
