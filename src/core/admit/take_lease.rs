@@ -23,7 +23,7 @@ use crate::process::epoch_seconds;
 use crate::request::Request;
 
 /// Between two looks for a free share, at the least and at the most.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
+pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(100);
 const LOOK_AGAIN_LATE: Duration = Duration::from_secs(1);
 
 /// The pause after a look that found no free share. Each look takes milliseconds of a processor and the ledger's lock, so
@@ -226,6 +226,7 @@ impl Search<'_> {
                     continue;
                 }
                 Err(Look::Changed) if began.elapsed() < SETTLING => {
+                    self.candidate.wait(LOOK_AGAIN);
                     refreshed = Some(refresh(self.local.config)?);
                     continue;
                 }
