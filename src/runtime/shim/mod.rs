@@ -69,6 +69,12 @@ pub(crate) enum RuntimeError {
          seccomp: {0}"
     )]
     NoFilter(io::Error),
+    /// crun, and no process file.
+    #[error(
+        "{0}; and crun takes an environment without a GPU only on its command line, which every user can read: \
+         pass the process with --process, or its variables with --env"
+    )]
+    NoEnvironment(AdmitError),
     /// An unknown option, of a later version of the runtime.
     #[error(
         "exec has an option that this sublet does not know, and one of the words after it is a container \
