@@ -4,6 +4,7 @@
 mod two_users;
 
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
@@ -109,6 +110,56 @@ fn b11_no_path_of_a_users_is_opened_by_root() {
     assert!(eventually(|| host.leases().is_empty()));
     assert!(host.world.sublet(&["gc"]).status.success());
     assert!(precious.join("empty").exists() && precious.join(".x.999999999.tmp").exists());
+    host.world.assert_empty();
+}
+
+/// The service has no descriptor left, and who is connected waits for the ledger's lock, so that nobody can be closed.
+#[test]
+fn b12_without_descriptors_for_another_client_the_service_rests() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = two_users::host("h200");
+    let log = host.world.dir.path().join("log");
+    let mut serve = host.world.command("sublet");
+    let serve = serve.arg("serve").stderr(std::fs::File::create(&log).expect("a file")).spawn();
+    let served = host.serve.insert(serve.expect("it runs")).id().to_string();
+    assert!(eventually(|| UnixStream::connect(host.socket()).is_ok()), "no socket");
+    let limit = |most: &str| {
+        let mut prlimit = std::process::Command::new("prlimit");
+        let done = prlimit.args(["--pid", &served, &format!("--nofile={most}:")]).status();
+        assert!(done.expect("prlimit runs").success());
+    };
+    let ask = |line: Value| {
+        let mut stream = BufReader::new(UnixStream::connect(host.socket()).expect("it listens"));
+        writeln!(stream.get_mut(), "{line}").expect("it is heard");
+        stream
+    };
+    let answer = |mut stream: BufReader<UnixStream>| {
+        let mut answer = String::new();
+        stream.read_line(&mut answer).expect("an answer");
+        answer
+    };
+    let path = host.world.state_dir().join("lock");
+    let lock = std::fs::File::options().read(true).write(true).open(&path).expect("a lock");
+    let lock = nix::fcntl::Flock::lock(lock, nix::fcntl::FlockArg::LockExclusive).expect("free");
+    // Refused, once the ledger can be looked at.
+    let mut much = admit(None);
+    much["annotations"] = json!({"sublet.gpu": "0", "sublet.mode": "mps", "sublet.memory": "9000GiB"});
+    let waits = ask(much);
+    let is_lock = |fd: std::fs::DirEntry| std::fs::read_link(fd.path()).is_ok_and(|open| open == path);
+    let fds = || std::fs::read_dir(format!("/proc/{served}/fd")).expect("/proc").flatten();
+    assert!(eventually(|| fds().any(is_lock)), "it is not answered yet");
+    limit("3");
+    let late = ask(json!({"v": 1, "do": "status"}));
+    let told = || std::fs::read_to_string(&log).expect("the log").matches("accept: ").count();
+    assert!(eventually(|| told() > 0), "{}", std::fs::read_to_string(&log).expect("the log"));
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    assert!(told() < 100, "it has tried {} times", told());
+    limit("512");
+    drop(lock.unlock());
+    assert!(answer(waits).contains("refused"));
+    assert!(answer(late).contains("status"));
     host.world.assert_empty();
 }
 

@@ -122,6 +122,7 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
         pool,
         connections: BTreeMap::new(),
         next: FIRST_CONNECTION,
+        deaf: false,
         stopping: None,
     };
     let ended = server.watch_own().and_then(|()| server.run()).map_err(system("epoll"));
@@ -186,6 +187,8 @@ struct Server {
     /// By token, which is also the order of age.
     connections: BTreeMap<u64, Connection>,
     next: u64,
+    /// Whether new clients are not listened to, until something else has happened, or a second.
+    deaf: bool,
     /// When the service began to stop.
     stopping: Option<Instant>,
 }
@@ -227,6 +230,9 @@ impl Server {
                 Err(nix::errno::Errno::EINTR) => 0,
                 waited => waited?,
             };
+            if self.deaf {
+                self.listen_to_new(true);
+            }
             for event in &events[..count] {
                 self.handle(event.data());
             }
@@ -252,12 +258,24 @@ impl Server {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
-                    // Out of descriptors. The next round tries again, with one connection less.
+                    // Out of descriptors. The next round tries again, with one connection less. Where every client waits
+                    // for its answer there is none to close, and the listener would go on to be ready.
                     tracing::warn!("accept: {error}");
-                    self.make_place(|_| true, Duration::ZERO);
+                    if !self.make_place(|_| true, Duration::ZERO) {
+                        self.listen_to_new(false);
+                    }
                     return;
                 }
             }
+        }
+    }
+
+    fn listen_to_new(&mut self, listen: bool) {
+        let Some(listener) = &self.listener else { return };
+        let flags = if listen { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
+        match self.epoll.modify(&listener.socket, &mut EpollEvent::new(flags, LISTENER)) {
+            Ok(()) => self.deaf = !listen,
+            Err(error) => tracing::warn!("epoll: {error}"),
         }
     }
 
