@@ -4,12 +4,13 @@
 mod two_users;
 
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
 use sublet_e2e::user::{Bundle, Holder};
-use sublet_e2e::{eventually, skip_unless_root};
+use sublet_e2e::{eventually, skip_unless_root, tree};
 use two_users::{ALICE, BOB, HOLD, QUARTER, serving};
 
 #[test]
@@ -110,6 +111,37 @@ fn b11_no_path_of_a_users_is_opened_by_root() {
     assert!(eventually(|| host.leases().is_empty()));
     assert!(host.world.sublet(&["gc"]).status.success());
     assert!(precious.join("empty").exists() && precious.join(".x.999999999.tmp").exists());
+    host.world.assert_empty();
+}
+
+/// Bob says that his container has the root filesystem of root's, and a volume on the same file system.
+#[test]
+fn b11_what_roots_container_left_is_removed_whatever_a_user_says_of_his() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let bundle = host.world.bundle("roots", QUARTER, HOLD);
+    let rootfs = bundle.dir.join("rootfs");
+    // Directories stay.
+    let files = || {
+        tree(&rootfs).into_iter().filter(|(_, (mode, _))| mode & 0o170_000 != 0o040_000).collect::<Vec<_>>()
+    };
+    let before = files();
+    let device = std::fs::metadata(&rootfs).expect("a directory").dev();
+    let mut told = admit(None);
+    told["container"]["rootfs"] = json!(rootfs);
+    told["image"]["volumes"] = json!([{"directory": rootfs, "device": device, "inode": 1, "files": ["x"]}]);
+    let mut own = sleeper(&["--reuid=1001", "--regid=1001"]);
+    told["owner"] = json!(pid(&own));
+    told["annotations"] = json!({"sublet.gpu": "0", "sublet.mode": "mps"});
+    let granted = &host.say(BOB, &[told])[0];
+    assert!(granted["granted"]["lease"].is_string(), "{granted}");
+    bundle.up();
+    assert_ne!(files(), before, "there are mount points while it runs");
+    bundle.down();
+    assert_eq!((host.leases().len(), files()), (1, before));
+    own.kill().and_then(|()| own.wait().map(drop)).expect("it ends");
     host.world.assert_empty();
 }
 

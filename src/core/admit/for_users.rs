@@ -81,8 +81,7 @@ impl Local<'_> {
         }
         self.free(lease, &store)?;
         let rootfs = &held.container.rootfs;
-        let in_use =
-            ledger.leases.iter().any(|other| other.id != *lease && other.container.rootfs == *rootfs);
+        let in_use = others(held, &ledger).any(|other| other.container.rootfs == *rootfs);
         Ok((!in_use).then(|| Leftover {
             bundle: held.container.bundle.clone(),
             rootfs: rootfs.clone(),
@@ -164,9 +163,14 @@ impl Local<'_> {
     }
 }
 
+/// The leases of other containers, whose root filesystems and volumes may be those of `held`.
+fn others<'l>(held: &'l Lease, ledger: &'l Ledger) -> impl Iterator<Item = &'l Lease> {
+    ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(held.container.uid))
+}
+
 /// What the user has to remove from volumes that no other container with a share uses.
 fn free_volumes(held: &Lease, ledger: &Ledger) -> Vec<VolumeFiles> {
-    let others = ledger.leases.iter().filter(|other| other.id != held.id);
-    let used: Vec<u64> = others.flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
+    let volumes = others(held, ledger).flat_map(|other| &other.volumes);
+    let used: Vec<u64> = volumes.map(|volume| volume.device).collect();
     held.made_in_volumes().into_iter().filter(|volume| !used.contains(&volume.device)).collect()
 }
