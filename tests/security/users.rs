@@ -1,4 +1,4 @@
-//! B11, B12 and C1: what users must not be able to do through `sublet serve` to each other and to the service.
+//! B11 to B13, and C1: what users must not be able to do through `sublet serve` to each other and to the service.
 
 #[path = "../e2e/two_users/mod.rs"]
 mod two_users;
@@ -142,6 +142,39 @@ fn b11_what_roots_container_left_is_removed_whatever_a_user_says_of_his() {
     bundle.down();
     assert_eq!((host.leases().len(), files()), (1, before));
     own.kill().and_then(|()| own.wait().map(drop)).expect("it ends");
+    host.world.assert_empty();
+}
+
+/// A user takes a share, and starts no container.
+#[test]
+fn b13_a_share_that_is_never_bound_hides_nobody_and_is_not_kept() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let [mut own, mut second] = [(); 2].map(|()| sleeper(&["--reuid=1001", "--regid=1001"]));
+    let granted = host.say(BOB, &[admit(Some(pid(&own)))]).remove(0);
+    let lease = &granted["granted"]["lease"];
+    assert!(lease.is_string(), "{granted}");
+    let mut stranger = host.world.stranger();
+    let seen =
+        || host.events().iter().any(|event| event["offence"] == "stranger" && event["pid"] == stranger.id());
+    assert!(eventually(seen), "{:?}", host.events());
+    stranger.kill().and_then(|()| stranger.wait().map(drop)).expect("it ends");
+    // The time that he has is that from the beginning.
+    let until = || {
+        let ledger = std::fs::read(host.world.state_dir().join("ledger.json")).expect("the ledger");
+        let ledger: Value = serde_json::from_slice(&ledger).expect("JSON");
+        ledger["leases"][0]["bind_by"].as_u64().expect("a time")
+    };
+    let before = until();
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    let hand_over = json!({"v": 1, "do": "hand-over", "lease": lease, "owner": pid(&second)});
+    assert_eq!(host.say(BOB, &[hand_over])[0]["done"], true);
+    assert_eq!(until(), before);
+    for child in [&mut own, &mut second] {
+        child.kill().and_then(|()| child.wait().map(drop)).expect("it ends");
+    }
     host.world.assert_empty();
 }
 

@@ -79,7 +79,7 @@ impl Rootfs<'_> {
     fn noted(self, lease: Lease) -> Lease {
         match self {
             Self::OfSpec(_) => lease,
-            Self::Told(_) => Lease { brokered: true, ..lease },
+            Self::Told(_) => lease.of_user(),
             Self::OfJob(hold) => Lease {
                 state: LeaseState::Active,
                 init: Some(hold.init.clone()),
@@ -288,6 +288,10 @@ impl Search<'_> {
                 return Err(Look::RefreshFirst);
             }
             terms.check(&placement, ledger)?;
+            if matches!(terms.rootfs, Rootfs::Told(_)) {
+                let checked = ledger.check_unbound(candidate.container.uid);
+                checked.map_err(|error| Look::Temporary(error.into()))?;
+            }
             let lease = lease_for(candidate, &placement, &image, self.id.clone(), config);
             let lease = terms.rootfs.noted(lease);
             ledger.insert(lease.clone())?;

@@ -90,10 +90,10 @@ fn bound(lease: &Lease, init: &Init) -> Event {
 }
 
 /// Milliseconds from the start of the lease's owner, the process that takes it, to `then`. A hook's owner is a service
-/// that may have run for days.
+/// that may have run for days. Whoever takes one for a user has just been started.
 fn since_owners_start(lease: &Lease, then: u64) -> Option<u64> {
     let start = lease.owner.start_time.saturating_mul(TICKS_MILLISECONDS);
-    then.checked_sub(start).filter(|_| lease.bind_by.is_none())
+    then.checked_sub(start).filter(|_| lease.bind_by.is_none() || lease.brokered)
 }
 
 /// Its mode and its limits.
