@@ -71,7 +71,7 @@ fn is_populated_v1(dir: &Path) -> io::Result<bool> {
     Ok(false)
 }
 
-/// v1 also lists zombies, which hold no resources.
+/// v1 also lists zombies, which hold no resources, and processes whose first thread alone has ended, which do.
 fn has_live_process(dir: &Path) -> io::Result<bool> {
     let pids = match read_bounded(&dir.join("cgroup.procs")) {
         Err(error) if is_removed(&error) => return Ok(false),
@@ -194,6 +194,20 @@ fn is_named_for(name: &str, id: &str) -> bool {
 mod tests {
     use super::super::fixture::lease;
     use super::*;
+    use crate::process::{fixture, pidfd_await_end};
+
+    #[test]
+    fn a_process_whose_first_thread_has_ended_is_in_its_cgroup_of_v1_until_its_last_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut started = fixture::without_first_thread();
+        let process = started.process();
+        fs::write(dir.path().join("cgroup.procs"), format!("{}\n", process.pid)).unwrap();
+        assert!(is_populated(dir.path()).unwrap());
+        let held = process.hold().unwrap().unwrap();
+        started.end();
+        assert!(pidfd_await_end(&held, Duration::from_secs(60)));
+        assert!(!is_populated(dir.path()).unwrap(), "a zombie is left");
+    }
 
     #[test]
     fn cgroups_are_named_for_containers_in_every_engines_way() {

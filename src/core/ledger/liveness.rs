@@ -1,17 +1,14 @@
 //! Whether a lease's container is still alive: its processes, its runtime's record, its cgroup.
 
 use std::io;
-use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-
 use super::cgroup::{self, is_populated, sign_of_life};
 use super::runtime_record::{Record, pid_namespace};
 use super::{Freed, Init, Lease, LeaseState, Ledger, Leftover};
-use crate::process::{Process, pidfd_open};
+use crate::process::{Process, pidfd_await_end};
 use crate::text::safe;
 
 /// What happened to a lease's container.
@@ -208,13 +205,8 @@ impl Lease {
     /// Waits up to `longest` until [`Lease::has_processes`] may have changed.
     pub(crate) fn await_change(&self, longest: Duration) {
         let Some(init) = &self.init else { return };
-        let first = init.process;
-        match pidfd_open(first.pid).ok().filter(|_| first.is_alive()) {
-            // It becomes readable when the process ends (pidfd_open(2)).
-            Some(pidfd) => {
-                let mut awaited = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
-                let _ = poll(&mut awaited, PollTimeout::try_from(longest).unwrap_or(PollTimeout::MAX));
-            }
+        match init.process.hold().ok().flatten() {
+            Some(pidfd) => drop(pidfd_await_end(&pidfd, longest)),
             None => match &init.cgroup {
                 Some(dir) => cgroup::await_change(dir, longest),
                 None => std::thread::sleep(cgroup::LOOK_AGAIN.min(longest)),

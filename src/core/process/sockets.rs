@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use super::shown_of;
+
 /// The inodes of the sockets that the process `pid` has open; none if that may not be read.
 #[must_use]
 pub fn inodes(pid: i32) -> Vec<u64> {
@@ -19,7 +21,7 @@ pub fn inode(link: &Path) -> Option<u64> {
 /// The file that stands for the network namespace of the process `pid`.
 #[must_use]
 pub fn network_file(pid: i32) -> PathBuf {
-    PathBuf::from(format!("/proc/{pid}/ns/net"))
+    shown_of(pid).join("ns/net")
 }
 
 /// What tells the network namespace of the process `pid` from others; `None` if it has ended or may not be examined.

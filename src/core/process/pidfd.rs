@@ -1,0 +1,50 @@
+//! Descriptors of processes. One never refers to a later process with the same pid, and is readable once the last thread
+//! of its process has ended (`pidfd_open(2)`).
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::Process;
+
+impl Process {
+    /// A descriptor of this same process; `None` if it has ended.
+    ///
+    /// # Errors
+    /// It cannot be opened, or the process cannot be examined.
+    pub fn hold(&self) -> io::Result<Option<OwnedFd>> {
+        let held = pidfd_open(self.pid);
+        // Of a pid that was reused before, the start time tells; afterwards it no longer matters.
+        match Self::examine(self.pid)? {
+            Some(now) if now == *self && self.is_alive() => held.map(Some),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// A descriptor for process `pid` (Linux 5.3; closed on exec).
+///
+/// # Errors
+/// There is no such process.
+pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    use rustix::process::{Pid, PidfdFlags};
+    let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+/// Sends SIGKILL to the process that `pidfd` refers to, and to no other (`pidfd_send_signal(2)`, Linux 5.1).
+///
+/// # Errors
+/// It has ended, or this process has no permission to end it.
+pub fn pidfd_kill(pidfd: impl AsFd) -> io::Result<()> {
+    Ok(rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL)?)
+}
+
+/// Waits up to `longest` for the end of the process that `pidfd` refers to, and says whether it has ended.
+pub fn pidfd_await_end(pidfd: impl AsFd, longest: Duration) -> bool {
+    let mut awaited = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    poll(&mut awaited, PollTimeout::try_from(longest).unwrap_or(PollTimeout::MAX))
+        .is_ok_and(|ready| ready > 0)
+}
