@@ -1,11 +1,16 @@
-//! A8 and A9 with real Docker and Podman, in the root of tests/engines/enter: an image's environment reaches no hook,
-//! and a shared volume does not propagate sublet's mounts.
+//! A8, A9 and B13 with real Docker and Podman, in the root of tests/engines/enter: an image's environment reaches no
+//! hook, a shared volume does not propagate sublet's mounts, and a program without its first thread lives.
 
+use std::process::Child;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, skip_unless_engines};
+use sublet_e2e::guarded::SPOIL;
 use sublet_e2e::hooked::HOSTILE_ENVIRONMENT;
 use sublet_e2e::podman::Podman;
-use sublet_e2e::{World, eventually};
+use sublet_e2e::{Finished, World, eventually};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 
@@ -91,4 +96,70 @@ fn a9_docker() {
     assert!(eventually(|| docker.world.leases().is_empty()), "{:?}", docker.world.leases());
     assert_eq!(mounts(), before, "after its end");
     docker.world.assert_empty();
+}
+
+/// `sublet serve`, until it is dropped.
+struct Service(Child);
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Two containers without their first thread: one keeps to its share, the other one does not. `start` runs a script in a
+/// container of this name, `pid` is its first process.
+fn b13(world: &World, start: impl Fn(&str, &str) -> Finished, pid: impl Fn(&str) -> Pid) {
+    let _service = Service(world.command("sublet").arg("serve").spawn().expect("sublet serve runs"));
+    let started = |name: &str, script: &str| {
+        let started = start(name, script);
+        assert!(started.ok, "{name}: {started:?}");
+        started.stdout.trim_end().to_owned()
+    };
+    let state = |id: &str| {
+        let of = |lease: &Value| lease["container_id"] == id;
+        world.leases().into_iter().find(of).map(|lease| lease["state"].clone())
+    };
+    let honest = started("honest", "exec cuda-probe leaderless later alloc 1024 600");
+    let hostile =
+        started("hostile", &format!("export {SPOIL}; exec cuda-probe leaderless at-once alloc 52000 600"));
+    let told = || {
+        let told = world.sublet(&["events", "--filter", "kind=guard", "--format", "json"]).stdout;
+        String::from_utf8_lossy(&told).into_owned()
+    };
+    assert!(eventually(|| told().contains(&hostile)), "{}", told());
+    assert!(told().contains("it was ended") && !told().contains(&honest), "{}", told());
+    assert!(eventually(|| state(&hostile).is_none()), "{:?}", world.leases());
+    assert_eq!(state(&honest), Some(json!("active")), "{:?}", world.leases());
+    kill(pid("honest"), Signal::SIGKILL).expect("it runs");
+    assert!(eventually(|| state(&honest).is_none()), "{:?}", world.leases());
+}
+
+const FOUR: &[&str] = &["sublet.sm=25", "sublet.memory=4GiB"];
+
+#[test]
+fn b13_docker() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = Docker::up(World::simulated("h200", ""), &json!({}));
+    let start = |name: &str, script: &str| docker.run(name, FOUR, &[], &["sh", "-c", script]);
+    b13(&docker.world, start, |name| docker.pid(name));
+    docker.done(&["rm", "-f", "honest", "hostile"]);
+    docker.world.assert_empty();
+}
+
+#[test]
+fn b13_podman() {
+    if skip_unless_engines() {
+        return;
+    }
+    let podman = Podman::up(World::simulated("h200", ""));
+    let start = |name: &str, script: &str| podman.run(name, FOUR, &[], &["sh", "-c", script]);
+    b13(&podman.world, start, |name| {
+        Pid::from_raw(podman.inspect(name, ".State.Pid").parse().expect("a pid"))
+    });
+    podman.done(&["rm", "-f", "-t0", "honest", "hostile"]);
+    podman.assert_empty();
 }

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use super::proc::{namespace, processes};
 use super::{Host, Outcome, pass, skip, warn};
 use sublet_core::ledger::Ledger;
+use sublet_core::process::shown_in;
 use sublet_core::text::safe;
 
 /// Reports leases whose containers have ended. The next command frees them, if there is one.
@@ -40,7 +41,7 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
     let mut found: BTreeMap<String, User> = BTreeMap::new();
     let leased = &leased(ledger) | &leased(&ledger.settled().0);
     for pid in processes(&proc) {
-        let process = proc.join(pid.to_string());
+        let process = shown_in(proc.join(pid.to_string()));
         let in_container = namespace(&process, "mnt").is_some_and(|mounts| Some(mounts) != own);
         if let Some(user) = in_container.then(|| user(pid, &process)).flatten() {
             let ours = leased.contains(&user.pid_namespace) || is_of_a_lease(&user.container, ledger);
@@ -148,7 +149,11 @@ mod tests {
     const ID: &str = "d55c611b20c2aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
 
     fn process(fake: &Fake, pid: u32, mounts: u64, cgroup: &str) {
-        let path = |name: &str| format!("/proc/{pid}/{name}");
+        process_in(fake, &format!("/proc/{pid}"), mounts, cgroup);
+    }
+
+    fn process_in(fake: &Fake, proc: &str, mounts: u64, cgroup: &str) {
+        let path = |name: &str| format!("{proc}/{name}");
         fake.file(&path("cgroup"), &format!("0::{cgroup}\n")).file(&path("comm"), "python3\n");
         fake.link(&path("ns/mnt"), format!("mnt:[{mounts}]"));
         fake.link(&path("ns/pid"), format!("pid:[{}]", mounts + 1));
@@ -177,5 +182,20 @@ mod tests {
         host.ledger.as_mut().unwrap().leases[0].init = None;
         host.ledger.as_mut().unwrap().leases[0].container.id = ID.to_owned();
         passed(containers_without(&host));
+    }
+
+    #[test]
+    fn a_container_whose_first_thread_has_ended_needs_one_too() {
+        let fake = Fake::new();
+        fake.link("/proc/self/ns/mnt", "mnt:[100]");
+        let stat = |state: char, memory: u64| {
+            format!("7 (python3) {state} 1 7 7 0 -1 0 0 0 0 0 0 0 0 0 20 0 2 0 42 {memory}\n")
+        };
+        fake.file("/proc/7/stat", &stat('Z', 0)).file("/proc/7/cgroup", "5:devices:/\n");
+        fake.file("/proc/7/task/7/stat", &stat('Z', 0)).file("/proc/7/task/9/stat", &stat('S', 4096));
+        process_in(&fake, "/proc/7/task/9", 200, &format!("/system.slice/docker-{ID}.scope"));
+        fake.link("/proc/7/task/9/fd/3", "/dev/nvidia1");
+        let (found, _) = told(containers_without(&fake.host()), Warn);
+        assert!(found.ends_with("d55c611b20c2 (pid 7 python3, /dev/nvidia1)"), "{found}");
     }
 }

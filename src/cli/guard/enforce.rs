@@ -2,17 +2,14 @@
 
 use crate::mps_daemons;
 use crate::probe;
-use std::io;
 use std::os::fd::OwnedFd;
-
-use nix::libc;
 
 use super::history::{Event, now};
 use super::judge::{Offence, Verdict};
 use crate::peer::owns;
 use sublet_core::config::Config;
 use sublet_core::ledger::{Lease, Ledger, Store};
-use sublet_core::process::{Process, pidfd_kill, pidfd_open};
+use sublet_core::process::{Process, is_gone, pidfd_kill};
 use sublet_core::share::Action;
 use sublet_core::text::safe;
 
@@ -35,7 +32,7 @@ impl<'a> Acting<'a> {
     /// lease.
     pub fn act(&mut self, verdict: &Verdict) -> Option<Event> {
         let process = verdict.holder.process;
-        let held = hold(process);
+        let held = process.hold();
         let told = probe::describe(process.pid, 0)?;
         let lease = self.ledger.certain_lease_of(process, &told).cloned();
         // What was read under this pid belongs to the process only if it is still the same process.
@@ -80,19 +77,6 @@ impl<'a> Acting<'a> {
     }
 }
 
-/// A pidfd of the process, so that a reused pid cannot be meant; `None` if the process has ended.
-fn hold(process: Process) -> io::Result<Option<OwnedFd>> {
-    match pidfd_open(process.pid) {
-        Ok(pidfd) => Ok(Some(pidfd)),
-        Err(error) if is_gone(&error) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-fn is_gone(error: &io::Error) -> bool {
-    error.raw_os_error() == Some(libc::ESRCH)
-}
-
 fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
     let is_own = |lease: &Lease| !lease.brokered || owns(process.pid, lease.container.uid);
     lease.is_none_or(is_own)
@@ -102,8 +86,8 @@ fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
 /// (`pid_namespaces(7)`).
 fn end_container(lease: &Lease) -> Option<String> {
     let init = lease.init.as_ref()?.process;
-    let pidfd = pidfd_open(init.pid).ok()?;
-    let ended = (init.is_alive() && is_theirs(init, Some(lease))).then(|| pidfd_kill(pidfd))?;
+    let pidfd = init.hold().ok()??;
+    let ended = is_theirs(init, Some(lease)).then(|| pidfd_kill(pidfd))?;
     Some(match ended {
         Ok(()) => "its container was ended".to_owned(),
         Err(error) => format!("its container cannot be ended: {error}"),

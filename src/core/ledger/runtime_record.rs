@@ -6,12 +6,12 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
-use nix::libc::{ENAMETOOLONG, ESRCH, O_NOFOLLOW, O_NONBLOCK};
+use nix::libc::{ENAMETOOLONG, O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;
 
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
 use crate::host::cgroup_layout::{MOUNT, is_unified};
-use crate::process::Process;
+use crate::process::{Process, cgroup_table, is_gone};
 
 /// Larger files are not read. runc's record holds the whole specification, at most a few MiB.
 pub(super) const LARGEST: u64 = 16 << 20;
@@ -121,11 +121,8 @@ impl Init {
 /// # Errors
 /// It cannot be read.
 pub(super) fn table(pid: i32) -> io::Result<String> {
-    match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
-        // Of a process that ends while its file is open, reading fails with ESRCH.
-        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => {
-            Ok(String::new())
-        }
+    match cgroup_table(pid) {
+        Err(error) if is_gone(&error) => Ok(String::new()),
         table => table,
     }
 }

@@ -15,7 +15,7 @@ mod stat;
 pub mod sublet;
 
 pub use pidfd::{pidfd_await_end, pidfd_kill, pidfd_open};
-pub use stat::{shown_in, shown_of};
+pub use stat::{cgroup_table, shown_in, shown_of};
 
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
@@ -93,8 +93,12 @@ impl Process {
     /// counts as running.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        let runs = |stat: Stat| stat.start_time == self.start_time && !stat.has_ended();
-        Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(runs))
+        Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(|stat| self.lives_by(&stat)))
+    }
+
+    /// Whether this same process still runs, by what `/proc/PID/stat` says.
+    fn lives_by(&self, stat: &Stat) -> bool {
+        stat.start_time == self.start_time && !stat.has_ended()
     }
 
     /// Whether its pid exists, perhaps as another process or as a zombie. `true` if that cannot be found out.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::Process;
+use super::stat::Stat;
 
 impl Process {
     /// A descriptor of this same process; `None` if it has ended.
@@ -16,11 +17,9 @@ impl Process {
     /// It cannot be opened, or the process cannot be examined.
     pub fn hold(&self) -> io::Result<Option<OwnedFd>> {
         let held = pidfd_open(self.pid);
-        // Of a pid that was reused before, the start time tells; afterwards it no longer matters.
-        match Self::examine(self.pid)? {
-            Some(now) if now == *self && self.is_alive() => held.map(Some),
-            _ => Ok(None),
-        }
+        // Read afterwards: if the pid was reused in between, this is another process.
+        let lives = Stat::of(self.pid)?.is_some_and(|stat| self.lives_by(&stat));
+        if lives { held.map(Some) } else { Ok(None) }
     }
 }
 

@@ -94,13 +94,37 @@ pub fn shown_of(pid: i32) -> PathBuf {
     shown_in(Path::new("/proc").join(pid.to_string()))
 }
 
+/// The text of `/proc/PID/cgroup` (cgroups(7)) of the process `pid`. In cgroup v1 a thread that has ended is shown in
+/// the root of every hierarchy (`proc_cgroup_show` in the kernel's kernel/cgroup/cgroup.c): of a first thread that is,
+/// another one's text is taken. In v2 its cgroup stays.
+///
+/// # Errors
+/// It cannot be read, or the process has ended.
+pub fn cgroup_table(pid: i32) -> io::Result<String> {
+    let proc = Path::new("/proc").join(pid.to_string());
+    let first = fs::read_to_string(proc.join("cgroup"))?;
+    if !is_in_every_root_of_v1(&first) {
+        return Ok(first);
+    }
+    let others = threads(&proc).filter_map(|thread| fs::read_to_string(thread.join("cgroup")).ok());
+    Ok(others.into_iter().find(|table| !is_in_every_root_of_v1(table)).unwrap_or(first))
+}
+
+fn is_in_every_root_of_v1(table: &str) -> bool {
+    let mut of_v1 = table.lines().filter(|line| !line.starts_with("0::")).peekable();
+    of_v1.peek().is_some() && of_v1.all(|line| line.ends_with(":/"))
+}
+
+fn threads(proc: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    fs::read_dir(proc.join("task")).into_iter().flatten().flatten().map(|entry| entry.path())
+}
+
 /// The directory of a thread that runs, of the process of `proc`; `None` if there is none any more.
 fn running_thread(proc: &Path) -> Option<PathBuf> {
-    let threads = fs::read_dir(proc.join("task")).ok()?.flatten().map(|entry| entry.path());
     let runs = |thread: &PathBuf| {
         Stat::read(thread).ok().flatten().is_some_and(|stat| !stat.has_thread_ended() && stat.memory != 0)
     };
-    threads.into_iter().find(runs)
+    threads(proc).find(runs)
 }
 
 #[cfg(test)]
@@ -125,12 +149,22 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_that_has_ended_is_in_every_root_of_v1() {
+        assert!(is_in_every_root_of_v1("5:devices:/\n1:name=systemd:/\n0::/docker/c1\n"));
+        for other in ["5:devices:/docker/c1\n1:name=systemd:/\n0::/\n", "0::/docker/c1\n", "0::/\n", ""] {
+            assert!(!is_in_every_root_of_v1(other), "{other}");
+        }
+    }
+
+    #[test]
     fn what_the_first_thread_no_longer_shows_another_one_does() {
         let started = super::super::fixture::without_first_thread();
         let process = started.process();
         let shown = shown_of(process.pid);
         assert!(fs::read_link(Path::new("/proc").join(process.pid.to_string()).join("exe")).is_err());
         assert!(fs::read_link(shown.join("exe")).is_ok(), "{}", shown.display());
+        let own_table = fs::read_to_string("/proc/self/cgroup").unwrap();
+        assert_eq!(cgroup_table(process.pid).unwrap(), own_table);
         let own = Path::new("/proc").join(std::process::id().to_string());
         assert_eq!(shown_in(own.clone()), own);
     }
