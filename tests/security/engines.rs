@@ -3,6 +3,8 @@
 
 use std::process::Child;
 
+use std::sync::{Mutex, PoisonError};
+
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
@@ -10,9 +12,27 @@ use sublet_e2e::docker::{Docker, skip_unless_engines};
 use sublet_e2e::guarded::SPOIL;
 use sublet_e2e::hooked::HOSTILE_ENVIRONMENT;
 use sublet_e2e::podman::Podman;
-use sublet_e2e::{Finished, World, eventually};
+use sublet_e2e::{Finished, World, eventually, is_alive};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
+/// A program whose first thread has ended: the container's first process, and a child of it.
+const FIRST: &[&str] = &["cuda-probe", "leaderless", "later", "hold", "600"];
+const CHILD: &[&str] = &["sh", "-c", "cuda-probe leaderless later hold 600 & exec sleep 600"];
+
+/// Held while [`probes`] are one test's.
+static PROBES: Mutex<()> = Mutex::new(());
+
+/// The processes of the program, on this machine.
+fn probes() -> Vec<Pid> {
+    let all = std::fs::read_dir("/proc").expect("/proc").flatten();
+    let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).map(Pid::from_raw);
+    let is_probe = |pid: &Pid| {
+        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "cuda-probe\n")
+            && std::fs::read_link(format!("/proc/{pid}/exe")).is_err()
+            && is_alive(*pid)
+    };
+    pids.filter(is_probe).collect()
+}
 
 fn environment() -> Vec<String> {
     HOSTILE_ENVIRONMENT.iter().map(|variable| format!("--env={variable}")).collect()
@@ -162,4 +182,70 @@ fn b13_podman() {
     });
     podman.done(&["rm", "-f", "-t0", "honest", "hostile"]);
     podman.assert_empty();
+}
+
+#[test]
+fn b16_podman() {
+    if skip_unless_engines() {
+        return;
+    }
+    let _alone = PROBES.lock().unwrap_or_else(PoisonError::into_inner);
+    let podman = Podman::up(World::simulated("h200", ""));
+    let shim: &[&str] = &["--runtime=sublet"];
+    let by_shim_in_hosts: &[&str] = &["--runtime=sublet", "--pid=host"];
+    let by_hook_in_hosts: &[&str] = &["--pid=host"];
+    for (options, program, end) in [
+        (shim, FIRST, &["stop", "-t2", "c1"][..]),
+        (shim, FIRST, &["rm", "-f", "-t0", "c1"]),
+        (by_shim_in_hosts, CHILD, &["rm", "-f", "-t0", "c1"]),
+        (by_hook_in_hosts, CHILD, &["rm", "-f", "-t0", "c1"]),
+    ] {
+        let started = podman.run("c1", QUARTER, options, program);
+        assert!(started.ok, "{started:?}");
+        let _ = podman.event("c1", "info");
+        assert!(eventually(|| probes().len() == 1), "{:?}", probes());
+        podman.done(end);
+        assert!(eventually(|| probes().is_empty()), "{options:?} {end:?}");
+        let _ = podman.cli(&["rm", "-f", "-t0", "c1"]);
+        assert!(eventually(|| podman.ledger()["leases"] == json!([])), "{:?}", podman.ledger());
+    }
+    // With the hook alone, Podman runs nothing of sublet's where the runtime takes the container for stopped.
+    let started = podman.run("c1", QUARTER, &[], FIRST);
+    assert!(started.ok, "{started:?}");
+    let _ = podman.event("c1", "info");
+    assert!(eventually(|| probes().len() == 1), "{:?}", probes());
+    let stopped = podman.cli(&["stop", "-t1", "c1"]);
+    assert!(!stopped.ok && stopped.stderr.contains("did not die within timeout"), "{stopped:?}");
+    let pid = probes()[0];
+    let todo = format!("`kill -KILL {pid}`");
+    assert!(podman.world.status()["warnings"].to_string().contains(&todo), "{}", podman.world.status());
+    let released = podman.world.sublet(&["lease", "release", "c1"]);
+    assert!(String::from_utf8_lossy(&released.stderr).contains(&todo), "{released:?}");
+    kill(pid, Signal::SIGKILL).expect("it runs");
+    podman.done(&["rm", "-f", "-t0", "c1"]);
+    podman.assert_empty();
+}
+
+#[test]
+fn b16_docker() {
+    if skip_unless_engines() {
+        return;
+    }
+    let _alone = PROBES.lock().unwrap_or_else(PoisonError::into_inner);
+    let docker = Docker::up(World::simulated("h200", ""), &json!({}));
+    for (options, program, end) in [
+        (&[][..], FIRST, &["stop", "-t2", "c1"][..]),
+        (&[], FIRST, &["rm", "-f", "c1"]),
+        (&["--pid=host"], CHILD, &["stop", "-t2", "c1"]),
+    ] {
+        let started = docker.run("c1", QUARTER, options, program);
+        assert!(started.ok, "{started:?}");
+        let _ = docker.event("c1", "info");
+        assert!(eventually(|| probes().len() == 1), "{:?}", probes());
+        docker.done(end);
+        assert!(eventually(|| probes().is_empty()), "{options:?} {end:?}");
+        let _ = docker.cli(&["rm", "-f", "c1"]);
+        assert!(eventually(|| docker.world.leases().is_empty()), "{:?}", docker.world.leases());
+    }
+    docker.world.assert_empty();
 }

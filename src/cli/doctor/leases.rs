@@ -7,17 +7,29 @@ use std::path::{Path, PathBuf};
 
 use super::proc::{namespace, processes};
 use super::{Host, Outcome, pass, skip, warn};
-use sublet_core::ledger::Ledger;
+use sublet_core::ledger::{Lease, Ledger};
 use sublet_core::process::shown_in;
 use sublet_core::text::safe;
 
-/// Reports leases whose containers have ended. The next command frees them, if there is one.
+/// Reports leases whose containers have ended, which the next command frees, if there is one, and those that are kept by
+/// processes of a container that was deleted, or whose engine takes it for ended.
 pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
     let Ok(ledger) = &host.ledger else { return skip("unknown without a ledger") };
     // A container's first process may be recorded only by the runtime until a command looks for it.
-    let (Ledger { leases: held, .. }, gone) = ledger.settled();
+    let (settled, gone) = ledger.settled();
+    let unended = |lease: &Lease| {
+        let why = settled.unended(lease, &host.config.state_dir)?;
+        Some(format!("container {}: {why}", safe(&lease.container.name())))
+    };
+    let unended: Vec<String> = settled.leases.iter().filter_map(unended).collect();
+    if gone.is_empty() && !unended.is_empty() {
+        return warn(
+            unended.join("; "),
+            "sublet gc; what it does not end is named with the command that does",
+        );
+    }
     if gone.is_empty() {
-        return pass(format!("{}, each with a container that runs", held.len()));
+        return pass(format!("{}, each with a container that runs", settled.leases.len()));
     }
     let names: Vec<String> =
         gone.iter().map(|lease| format!("{} of {}", lease.id, lease.container.name())).collect();
@@ -175,8 +187,12 @@ mod tests {
         assert_eq!(found, "containers with a GPU and no lease: d55c611b20c2 (pid 7 python3, /dev/nvidia1)");
         let mut host = fake.host();
         let mut ours = lease(1, "GPU-0");
-        ours.init =
-            Some(Init { process: Process { pid: 7, start_time: 1 }, pid_namespace: 201, cgroup: None });
+        ours.init = Some(Init {
+            process: Process { pid: 7, start_time: 1 },
+            pid_namespace: 201,
+            cgroup: None,
+            cgroup_inode: None,
+        });
         host.ledger.as_mut().unwrap().leases.push(ours);
         passed(containers_without(&host));
         host.ledger.as_mut().unwrap().leases[0].init = None;

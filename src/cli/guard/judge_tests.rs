@@ -17,7 +17,12 @@ fn rules() -> Guard {
 fn shared(n: u64) -> Lease {
     let server = Some(DaemonKey(GPU.to_owned()));
     let state = LeaseState::Active;
-    let init = Some(Init { process: Process { pid: 1, start_time: n }, pid_namespace: n, cgroup: None });
+    let init = Some(Init {
+        process: Process { pid: 1, start_time: n },
+        pid_namespace: n,
+        cgroup: None,
+        cgroup_inode: None,
+    });
     Lease { mode: Mode::Mps, daemon: server, memory_bytes: Some(1000 * MIB), state, init, ..lease(n, GPU) }
 }
 

@@ -10,6 +10,7 @@ use std::time::Duration;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 pub(crate) mod user_namespaces;
+use sublet_core::admit::Owns;
 use sublet_core::process::{Process, pidfd_await_end, pidfd_open};
 
 /// User namespaces are nested 32 deep at most (`user_namespaces(7)`).
@@ -80,6 +81,9 @@ impl Pinned {
         !pidfd_await_end(&self.pidfd, Duration::ZERO)
     }
 }
+
+/// [`owns`], for what is ended of users' containers.
+pub(crate) const OWNS: Owns<'static> = &|process, uid| owns(process.pid, uid);
 
 /// Whether process `pid` belongs to `uid`, by the rules of [`Pinned::of`].
 pub(crate) fn owns(pid: i32, uid: u32) -> bool {

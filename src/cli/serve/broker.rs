@@ -8,7 +8,7 @@ use serde_json::json;
 use super::policy_limits::PolicyLimit;
 use super::policy_of_user::rule_of;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
-use crate::peer::{Peer, Pinned};
+use crate::peer::{OWNS, Peer, Pinned};
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -107,7 +107,8 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<An
             state.unmark_for(lease)?;
             Ok(Answer::Done(true))
         }
-        Ask::End { lease } | Ask::Withdraw { lease } => Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
+        Ask::End { lease } => Ok(Answer::Freed(state.end_for(peer.uid, lease, OWNS)?)),
+        Ask::Withdraw { lease } => Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
         Ask::Enter { id, record } => Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
         Ask::Refused { id, reason } => {
             admit::record_told(peer.uid, id, reason, &config);

@@ -24,7 +24,7 @@ use super::pool::{Done, Job, Pool};
 use super::protocol::{self, Answer};
 use crate::cdi_spec;
 use crate::guard;
-use crate::peer::Peer;
+use crate::peer::{OWNS, Peer};
 use sublet_core::admit::{Local, PutOff};
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -47,8 +47,8 @@ const SETTLED: Duration = Duration::from_secs(1);
 /// How often the work of `sublet gc` is done.
 const GC: Duration = Duration::from_secs(10);
 
-/// How often MIG devices are compared with the inventory (on hosts with GPUs in MIG mode), and daemons are ended whose
-/// waiting time is over.
+/// How often MIG devices are compared with the inventory (on hosts with GPUs in MIG mode), daemons are ended whose waiting
+/// time is over, and what deleted containers have left.
 const WATCH: Duration = Duration::from_secs(2);
 
 /// How long a stop waits for asks that are being answered.
@@ -155,13 +155,15 @@ fn housekeeping(put_off: &Cell<PutOff>) {
 }
 
 /// The work that cannot wait for the next housekeeping.
-fn watch(_put_off: &Cell<PutOff>) {
+fn watch(put_off: &Cell<PutOff>) {
     mig_watch::watch();
     let Ok(config) = config_files::load() else { return };
-    let ended = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
-    match ended {
-        Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
-        Err(error) => tracing::debug!("{error}"),
+    let overdue = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
+    for ended in [overdue, Local::putting_off(&config, put_off).end_left(OWNS)] {
+        match ended {
+            Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
+            Err(error) => tracing::debug!("{error}"),
+        }
     }
 }
 

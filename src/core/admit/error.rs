@@ -118,11 +118,10 @@ pub enum AdmitError {
     )]
     LateTmp,
     #[error(
-        "container {} was deleted, but processes in its cgroup still run: lease {lease} stays until they \
-         have ended (`sublet gc` frees it then)",
+        "container {}: {left}; lease {lease} stays until nothing of it runs any more (`sublet gc` frees it then)",
         safe(container)
     )]
-    StillRunning { lease: LeaseId, container: String },
+    StillRunning { lease: LeaseId, container: String, left: String },
 }
 
 impl From<CdiError> for AdmitError {

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use super::end_left::Owns;
 use super::local::Local;
 use super::local_or_remote::State as _;
 use super::reconcile::read;
@@ -63,6 +64,21 @@ impl Local<'_> {
         }
     }
 
+    /// [`Local::free_for`] for a container of `uid` that was deleted: what it has left is ended, if it `owns` that.
+    ///
+    /// # Errors
+    /// As [`Local::free_for`].
+    pub fn end_for(&self, uid: u32, lease: &LeaseId, owns: Owns<'_>) -> Result<Option<Leftover>, AdmitError> {
+        let ledger = read(&self.store()?)?;
+        let own = ledger.lease(lease).filter(|held| held.brokered && held.container.uid == uid);
+        if let Some(held) = own.filter(|held| held.may_be_ended() && held.has_processes()) {
+            for line in self.end_once(held, &ledger, owns) {
+                tracing::warn!("{line}");
+            }
+        }
+        self.free_for(uid, lease)
+    }
+
     /// Frees `lease` of `uid` if none of its processes is left. Returns what the user has to remove. A lease that is
     /// not in the ledger is no error, because an end may be reported twice.
     ///
@@ -76,8 +92,7 @@ impl Local<'_> {
             return Err(AdmitError::NoLease(lease.clone()));
         }
         if held.has_processes() {
-            let container = held.container.id.clone();
-            return Err(AdmitError::StillRunning { lease: lease.clone(), container });
+            return Err(self.still_running(held, &ledger));
         }
         self.free(lease, &store)?;
         let rootfs = &held.container.rootfs;

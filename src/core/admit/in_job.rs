@@ -191,7 +191,12 @@ impl Local<'_> {
             record: PathBuf::new(),
         };
         let candidate = Candidate { container, owner: first, engine: None };
-        let init = Init { process: first, pid_namespace: 0, cgroup: Some(cgroup.dir.clone()) };
+        let init = Init {
+            process: first,
+            pid_namespace: 0,
+            cgroup: Some(cgroup.dir.clone()),
+            cgroup_inode: Some(cgroup.inode),
+        };
         let hold = JobHold { job: job_of(cgroup, uid), init };
         let request = request_of_job(share);
         let terms = Terms { rootfs: Rootfs::OfJob(&hold), limit: None };

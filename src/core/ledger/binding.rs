@@ -118,7 +118,12 @@ mod tests {
     }
 
     fn binding(id: &str, pid: i32) -> Binding {
-        let init = Init { process: Process { pid, start_time: 5 }, pid_namespace: 9, cgroup: None };
+        let init = Init {
+            process: Process { pid, start_time: 5 },
+            pid_namespace: 9,
+            cgroup: None,
+            cgroup_inode: None,
+        };
         Binding { id: id.into(), bundle: "/b".into(), record: "/run/crun/c".into(), init }
     }
 

@@ -216,7 +216,12 @@ mod tests {
 
     fn bound_lease(number: u64) -> Lease {
         let owner = Process { pid: 1, start_time: 1000 };
-        let init = Init { process: Process { pid: 2, start_time: 1012 }, pid_namespace: 0, cgroup: None };
+        let init = Init {
+            process: Process { pid: 2, start_time: 1012 },
+            pid_namespace: 0,
+            cgroup: None,
+            cgroup_inode: None,
+        };
         Lease { owner, init: Some(init), ..lease(number, GPU) }
     }
 

@@ -94,9 +94,8 @@ fn is_gone(lease: &mut Lease, seen: &Alive) -> bool {
 /// A `delete` that was killed leaves a lease marked as ending. If the runtime still has a record of the container, it
 /// may still be alive.
 fn was_not_deleted(lease: &Lease) -> bool {
-    let lives = || lease.init.as_ref().is_some_and(|init| init.process.is_alive());
-    let recorded = || lease.brokered || matches!(Record::read(&lease.container.record), Ok(Some(_)));
-    lease.state == LeaseState::Ending && lives() && !lease.owner.is_alive() && recorded()
+    let Some(init) = lease.init.as_ref().filter(|_| lease.state == LeaseState::Ending) else { return false };
+    init.process.is_alive() && !lease.owner.is_alive() && !lease.was_deleted()
 }
 
 fn fate(lease: &Lease, seen: &Alive) -> Fate {
@@ -216,7 +215,7 @@ impl Lease {
 }
 
 /// Whether the directory `dir` still is the one with this inode. `true` if that cannot be found out.
-fn is_same(dir: &Path, inode: u64) -> bool {
+pub(super) fn is_same(dir: &Path, inode: u64) -> bool {
     match dir.symlink_metadata() {
         Ok(meta) => meta.ino() == inode,
         Err(error) => error.kind() != io::ErrorKind::NotFound,
@@ -228,13 +227,18 @@ pub(super) fn init_of(record: &Record) -> Init {
     Init {
         process: record.init,
         pid_namespace: pid_namespace(record.init.pid),
+        cgroup_inode: record
+            .cgroup
+            .as_deref()
+            .and_then(|dir| dir.symlink_metadata().ok())
+            .map(|meta| meta.ino()),
         cgroup: record.cgroup.clone(),
     }
 }
 
 /// Whether `init`'s cgroup holds processes. `true` if it cannot be read.
 pub(super) fn has_processes(init: &Init) -> bool {
-    let Some(cgroup) = &init.cgroup else { return false };
+    let Some(cgroup) = init.cgroup.as_ref().filter(|_| init.has_its_cgroup()) else { return false };
     is_populated(cgroup).unwrap_or_else(|error| {
         tracing::warn!(
             "cgroup {} cannot be read ({error}): its lease stays",
@@ -322,7 +326,7 @@ mod tests {
     #[test]
     fn who_was_seen_a_moment_ago_is_kept_until_the_next_look() {
         let bound = |number: u64, process: Process| {
-            let init = Init { process, pid_namespace: 0, cgroup: None };
+            let init = Init { process, pid_namespace: 0, cgroup: None, cgroup_inode: None };
             Lease { init: Some(init), state: LeaseState::Active, ..lease(number, "GPU-a") }
         };
         let (runs, ended) = (Running::start(), Running::start());
@@ -339,7 +343,7 @@ mod tests {
     #[test]
     fn a_brief_look_keeps_a_lease_whose_pid_is_another_process_and_a_full_one_does_not() {
         let bound = |number: u64, process: Process| {
-            let init = Init { process, pid_namespace: 0, cgroup: None };
+            let init = Init { process, pid_namespace: 0, cgroup: None, cgroup_inode: None };
             Lease { init: Some(init), state: LeaseState::Active, ..lease(number, "GPU-a") }
         };
         let runs = Running::start();
@@ -421,7 +425,7 @@ mod tests {
     #[test]
     fn a_delete_that_was_killed_leaves_an_active_lease() {
         let (dir, container, deleter) = (tempfile::tempdir().unwrap(), Running::start(), Running::start());
-        let init = Init { process: container.process(), pid_namespace: 0, cgroup: None };
+        let init = Init { process: container.process(), pid_namespace: 0, cgroup: None, cgroup_inode: None };
         let marked = with_record(dir.path(), deleter.process());
         let marked = Lease { init: Some(init), state: LeaseState::Ending, ..marked };
         let mut ledger = Ledger { leases: vec![marked], ..Ledger::empty("boot") };
@@ -439,7 +443,8 @@ mod tests {
     fn what_it_left_behind_stays_written_down_until_nobody_has_its_rootfs() {
         let mut gone = lease(1, "GPU-a");
         (gone.owner, gone.mount_points) = (dead(), vec!["/usr/lib/libcuda.so.1".into()].into());
-        let init = Init { process: Running::start().process(), pid_namespace: 0, cgroup: None };
+        let init =
+            Init { process: Running::start().process(), pid_namespace: 0, cgroup: None, cgroup_inode: None };
         gone.init = Some(init);
         let mut neighbour = lease(2, "GPU-a");
         neighbour.container.rootfs = gone.container.rootfs.clone();
@@ -459,13 +464,24 @@ mod tests {
         let below = cgroup.path().join("a/b");
         fs::create_dir_all(&below).unwrap();
         fs::write(below.join("cgroup.procs"), format!("{}\n", left.process().pid)).unwrap();
-        let init = Init { process: dead(), pid_namespace: 0, cgroup: Some(cgroup.path().to_owned()) };
+        let init = Init {
+            process: dead(),
+            pid_namespace: 0,
+            cgroup: Some(cgroup.path().to_owned()),
+            cgroup_inode: None,
+        };
         let active = Lease { state: LeaseState::Active, init: Some(init), ..lease(1, "GPU-a") };
         assert_eq!(fate_of(&active), Fate::Ending(None));
         drop(left);
         assert_eq!(fate_of(&active), Fate::Gone);
         fs::write(cgroup.path().join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
         assert_eq!(fate_of(&active), Fate::Ending(None));
+        let inode = fs::metadata(cgroup.path()).unwrap().ino();
+        for (inode, expected) in [(inode, Fate::Ending(None)), (inode + 1, Fate::Gone)] {
+            let mut known = active.clone();
+            known.init.as_mut().unwrap().cgroup_inode = Some(inode);
+            assert_eq!(fate_of(&known), expected, "a later cgroup of that name is another's");
+        }
         fs::write(cgroup.path().join("cgroup.events"), "populated 0\nfrozen 1\n").unwrap();
         assert_eq!(fate_of(&active), Fate::Gone);
         fs::remove_dir_all(cgroup.path()).unwrap();

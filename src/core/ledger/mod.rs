@@ -18,6 +18,7 @@ pub mod fuzzing;
 mod job_leases;
 mod known;
 mod lease_state;
+mod left_processes;
 mod leftovers;
 mod liveness;
 mod lock;
@@ -335,6 +336,9 @@ pub struct Init {
     pub pid_namespace: u64,
     /// Its cgroup directory, absolute; `None` if it has none of its own.
     pub cgroup: Option<PathBuf>,
+    /// The inode of that directory, by which it is told from a later one of the same name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup_inode: Option<u64>,
 }
 
 /// One MPS control daemon that sublet started.

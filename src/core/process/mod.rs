@@ -14,7 +14,7 @@ pub mod sockets;
 mod stat;
 pub mod sublet;
 
-pub use pidfd::{pidfd_await_end, pidfd_kill, pidfd_open};
+pub use pidfd::{pidfd_await_end, pidfd_kill, pidfd_open, pidfd_signal};
 pub use stat::{cgroup_table, shown_in, shown_of};
 
 use std::io;
@@ -27,6 +27,8 @@ use nix::sys::signal::kill;
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 use stat::Stat;
+
+use crate::text::safe;
 
 /// A process of this boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -101,6 +103,21 @@ impl Process {
         stat.start_time == self.start_time && !stat.has_ended()
     }
 
+    /// Whether its first thread still runs. runc and crun take a container for stopped once that of its first process has
+    /// ended. `true` if that cannot be found out.
+    #[must_use]
+    pub fn has_first_thread(&self) -> bool {
+        let has = |stat: Stat| stat.start_time == self.start_time && !stat.has_thread_ended();
+        Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(has))
+    }
+
+    /// Whether a thread of this same process waits in the kernel for what no signal ends (state D, proc(5)).
+    #[must_use]
+    pub(crate) fn waits_in_kernel(&self) -> bool {
+        let waits = |stat: Stat| stat.start_time == self.start_time && stat.state == 'D';
+        Stat::of_running_thread(self.pid).ok().flatten().is_some_and(waits)
+    }
+
     /// Whether its pid exists, perhaps as another process or as a zombie. `true` if that cannot be found out.
     #[must_use]
     pub(crate) fn has_pid(&self) -> bool {
@@ -121,6 +138,13 @@ impl Process {
         let stopped = |stat: Stat| stat.start_time == self.start_time && matches!(stat.state, 'T' | 't');
         Stat::of_running_thread(self.pid).ok().flatten().is_some_and(stopped)
     }
+}
+
+/// The command name of the process `pid`, safe to print; `?` if it has ended.
+#[must_use]
+pub fn name_of(pid: i32) -> String {
+    std::fs::read_to_string(format!("/proc/{pid}/comm"))
+        .map_or_else(|_| "?".to_owned(), |name| safe(name.trim_end()))
 }
 
 /// Whether the first thread of `pid` runs, or would if it had a processor (proc(5)).

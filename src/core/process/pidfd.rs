@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
 
 use super::Process;
 use super::stat::Stat;
@@ -39,6 +40,15 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
 /// It has ended, or this process has no permission to end it.
 pub fn pidfd_kill(pidfd: impl AsFd) -> io::Result<()> {
     Ok(rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL)?)
+}
+
+/// As [`pidfd_kill`], with another signal.
+///
+/// # Errors
+/// As [`pidfd_kill`].
+pub fn pidfd_signal(pidfd: impl AsFd, signal: Signal) -> io::Result<()> {
+    let signal = rustix::process::Signal::from_named_raw(signal as i32).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(rustix::process::pidfd_send_signal(pidfd, signal)?)
 }
 
 /// Waits up to `longest` for the end of the process that `pidfd` refers to, and says whether it has ended.

@@ -73,7 +73,7 @@ impl Stat {
         self.has_thread_ended() && self.threads > 1
     }
 
-    fn has_thread_ended(&self) -> bool {
+    pub fn has_thread_ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X')
     }
 }

@@ -73,6 +73,11 @@ impl JobCgroup {
     }
 }
 
+/// The job that slurmd made the cgroup `below` for, or one above it. `below` is its path in its hierarchy.
+pub(crate) fn job_of_cgroup(below: &Path) -> Option<u64> {
+    named(&Path::new("/").join(below).to_string_lossy()).map(|named| named.job)
+}
+
 /// Each hierarchy's directory with the path of the process in it, in the order in which they are looked at.
 fn hierarchies<'t>(mount: &Path, table: &'t str) -> Vec<(PathBuf, &'t str)> {
     let mut found = Vec::new();

@@ -11,6 +11,7 @@ mod create;
 mod delete;
 mod exec;
 mod flags;
+mod kill;
 mod low_level;
 mod running_runtime;
 mod runtime_child;
@@ -30,7 +31,7 @@ use sublet_core::ledger;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::oci::{FileError, SpecError};
 
-pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
+pub use argv::{Command, CommandLine, Delete, Exec, Global, Kill, Start, parse};
 pub use flags::Dialect;
 use low_level::{LowLevel, MissingRuntime};
 pub(crate) use running_runtime::record_of;
@@ -256,7 +257,8 @@ fn by_record(
     (parse(args, dialect), low_level.map_or_else(|| find(&names).map_err(RuntimeError::from), Ok))
 }
 
-/// Every command except `delete` of a container with a share ends by becoming the low-level runtime.
+/// Every command except `delete` of a container with a share, and `kill` of one whose first thread has ended, ends by
+/// becoming the low-level runtime.
 fn dispatch(call: &Call<'_>, command: &Command) -> Result<ExitCode, RuntimeError> {
     let never = match command {
         Command::Create(start) => create::create(call, start, create::Kind::Create)?,
@@ -264,7 +266,8 @@ fn dispatch(call: &Call<'_>, command: &Command) -> Result<ExitCode, RuntimeError
         Command::Exec(exec) => exec::exec(call, exec)?,
         Command::Restore(start) => checkpoint::restore(call, start)?,
         Command::Checkpoint(_) => checkpoint::checkpoint(call, call.container(command))?,
-        Command::Delete(_) => return delete::delete(call, call.container(command)),
+        Command::Kill(kill) => return kill::kill(call, kill, call.container(command)),
+        Command::Delete(delete) => return delete::delete(call, delete.force, call.container(command)),
         Command::Other => call.pass_on()?,
     };
     match never {}
