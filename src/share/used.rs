@@ -22,8 +22,15 @@ pub(crate) fn bytes() -> Option<u64> {
     }
     let own = fs::read_to_string("/proc/self/cgroup").ok()?;
     sum(&listed()?, |pid| {
-        fs::read_to_string(format!("/proc/{pid}/cgroup")).ok().map(|theirs| is_below(&theirs, &own))
+        let theirs = cgroups(pid);
+        (!theirs.is_empty()).then(|| theirs.iter().any(|theirs| is_below(theirs, &own)))
     })
+}
+
+/// Those of each thread of a process: of one that has ended, cgroup v1 shows the root, also where others go on.
+fn cgroups(pid: u32) -> Vec<String> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    threads.filter_map(|thread| fs::read_to_string(thread.path().join("cgroup")).ok()).collect()
 }
 
 /// What nvidia-smi prints: a line for each process with its pid and MiB.

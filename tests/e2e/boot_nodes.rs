@@ -1,9 +1,14 @@
-//! `sublet refresh --boot`: the nodes and links that a host should have before its engines start.
+//! `sublet refresh --boot`: the nodes and links that a host should have before its engines start; and a `sublet refresh`
+//! that does not help.
 
 use std::path::Path;
 use std::process::Output;
 
-use sublet_e2e::{World, skip_unless_root};
+use serde_json::{Value, json};
+use sublet_e2e::{World, programs, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
 
 #[test]
 fn a_boot_makes_the_nodes_and_their_links() {
@@ -64,4 +69,50 @@ fn a_boot_without_a_gpu_passes() {
 /// Both streams.
 fn text_of(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+/// A `sublet refresh` that changes nothing: it is tried again for a while, with pauses. Returns how often.
+fn refreshes(world: &World, why: &str) -> usize {
+    let bin = world.dir.path().join("bin");
+    std::fs::create_dir_all(&bin).expect("a directory");
+    for program in ["sublet-runtime", "sublet-hook"] {
+        programs::copy(&sublet_e2e::bin_dir().join(program), &bin.join(program));
+    }
+    let counted = world.dir.path().join("refreshes");
+    programs::script(&bin.join("sublet"), &format!("echo $1 >>{}\n", counted.display()));
+    let bundle = world.bundle("bad", SHARE, HOLD);
+    bundle.write();
+    let mut create = world.command(bin.join("sublet-runtime").to_str().expect("UTF-8"));
+    create.arg("--root").arg(world.runtime_root()).args(["create", "--bundle"]).arg(&bundle.dir).arg("bad");
+    let refused = create.output().expect("it runs");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains(why), "{said}");
+    std::fs::read_to_string(&counted).expect("it was run").lines().filter(|line| *line == "refresh").count()
+}
+
+#[test]
+fn an_inventory_that_stays_out_of_date_is_made_anew_a_few_times_a_second() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    assert!(world.sublet(&["refresh"]).status.success());
+    // As if MIG instances were created and destroyed all the time.
+    let ledger = world.state_dir().join("ledger.json");
+    let bundle = world.bundle("first", SHARE, HOLD);
+    bundle.up();
+    bundle.down();
+    let before = std::fs::read(&ledger).expect("a ledger");
+    let mut changed: Value = serde_json::from_slice(&before).expect("JSON");
+    changed["mig"] = json!({"count": 7});
+    std::fs::write(&ledger, changed.to_string()).expect("written");
+    let times = refreshes(&world, "the MIG layout changed while a device was being chosen");
+    assert!((2..=210).contains(&times), "{times} times in 20 s");
+    std::fs::remove_file(world.dir.path().join("refreshes")).expect("it is there");
+    std::fs::write(&ledger, before).expect("written");
+    let version = world.driver_root.as_ref().expect("simulated").join("proc/driver/nvidia/version");
+    let text = std::fs::read_to_string(&version).expect("a version");
+    std::fs::write(&version, text.replacen("Module  ", "Module  9", 1)).expect("written");
+    let times = refreshes(&world, "out of date");
+    assert!((2..=110).contains(&times), "{times} times in 10 s");
 }

@@ -5,15 +5,11 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
+use sublet_e2e::hooked::cdi_specification as specification;
 use sublet_e2e::user::Host;
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
 
 const SMALL: &str = "[share.small]\nsm = 25\nmemory = \"8GiB\"\n";
-
-fn specification(world: &World) -> Value {
-    let text = std::fs::read(world.dir.path().join("cdi/sublet.json")).expect("the specification");
-    serde_json::from_slice(&text).expect("JSON")
-}
 
 #[test]
 fn list_shows_the_devices_and_why_a_share_has_none() {
@@ -107,25 +103,9 @@ fn the_specification_is_valid_by_cdis_own_schema() {
 /// A bundle as an engine makes it of the first CDI device, with `first` before the device's own hook.
 fn injected<'a>(world: &'a World, annotations: &[(&str, &str)], first: &Value) -> Bundle<'a> {
     let mut bundle = world.bundle("plain", annotations, &["/usr/bin/cuda-probe", "hold", "120"]);
-    bundle.plain = true;
-    let edits = &specification(world)["devices"][0]["containerEdits"];
-    let extend = |list: &mut Value, more: Vec<Value>| match list {
-        Value::Array(entries) => entries.extend(more),
-        other => *other = json!(more),
-    };
-    let all = |name: &str| edits[name].as_array().expect("an array").clone();
-    extend(&mut bundle.spec["process"]["env"], all("env"));
-    let rule = |node: &Value| json!({"allow": true, "type": "c", "major": node["major"], "minor": node["minor"], "access": "rw"});
-    let rules = all("deviceNodes").iter().map(rule).collect();
-    extend(&mut bundle.spec["linux"]["resources"]["devices"], rules);
-    extend(&mut bundle.spec["linux"]["devices"], all("deviceNodes"));
-    let mut hooks = all("hooks");
-    for hook in &mut hooks {
-        hook.as_object_mut().expect("a hook").remove("hookName");
-    }
-    let more = first.as_array().expect("hooks").clone();
-    let before = [&more[..], &hooks[..1]].concat();
-    bundle.spec["hooks"] = json!({"createRuntime": before, "poststop": [hooks[1]]});
+    bundle.inject_cdi();
+    let hooks = bundle.spec["hooks"]["createRuntime"].as_array_mut().expect("its hook");
+    hooks.splice(..0, first.as_array().expect("hooks").iter().cloned());
     bundle
 }
 

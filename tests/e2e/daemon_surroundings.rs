@@ -139,6 +139,24 @@ fn the_daemon_has_a_services_surroundings_and_the_container_its_starters() {
     }
 }
 
+/// As programs do that never wait for a child: the exit statuses of the starter's own would be lost.
+#[test]
+fn a_starter_that_ignores_sigchld() {
+    if skip_unless_root() || systemd_starts_daemons() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("first", SHARE, HOLD);
+    let mut by = Command::new("env");
+    by.arg("--ignore-signal=CHLD");
+    let created = bundle.create_by(by);
+    assert!(created.ok && created.stderr.is_empty(), "{created:?}");
+    assert!(bundle.start().ok);
+    assert_eq!(bundle.event("info")["mps"], true);
+    bundle.down();
+    world.assert_empty();
+}
+
 /// Without `CAP_SYS_RESOURCE` a hard limit stays. One that would end a daemon shared by several containers, or make it
 /// fail for the next client, is refused; others cause a warning.
 #[test]

@@ -55,6 +55,22 @@ fn what_is_none_of_ours_or_done_already_comes_back_byte_for_byte() {
     assert_eq!(world.leases().len(), 1);
 }
 
+/// As programs do that never wait for a child. The hook waits for its own, and for the one that starts the daemon.
+#[test]
+fn a_caller_that_ignores_sigchld_gets_a_share_all_the_same() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let hook = world.command("sublet-hook");
+    let mut by = std::process::Command::new("env");
+    by.arg("--ignore-signal=CHLD").arg(hook.get_program()).env("SUBLET_CONFIG", &world.config);
+    let bundle = world.bundle("first", &[("sublet.sm", "25")], &["/bin/true"]);
+    let spec = precreated(by, &bundle.podmans());
+    assert!(spec["annotations"]["sublet.lease"].is_string(), "{}", refusal(&spec));
+    assert_eq!(world.daemon_pids("").len(), 2, "the daemon and its server");
+}
+
 #[test]
 fn rootless_precreate_without_the_service_is_refused_with_what_to_do() {
     if skip_unless_root() {

@@ -18,6 +18,7 @@ mod entry_points;
 mod events;
 mod exec;
 mod explain;
+mod foreground;
 mod formats;
 mod grants;
 mod guard;

@@ -3,6 +3,7 @@
 //! SMs, 143155 MiB.
 
 use std::path::PathBuf;
+use std::process::Stdio;
 
 use serde_json::{Value, json};
 use sublet_e2e::docker::skip_unless_engines;
@@ -196,6 +197,34 @@ fn the_shim_is_a_runtime_of_podmans() {
     let refused = shim(&["run", "-d"], "t", &["sublet.sm=80"]);
     assert!(!refused.ok && refused.stderr.contains("no place for mps, 80 % SM"), "{refused:?}");
     podman.done(&["rm", "-f", "-t0", "s"]);
+    podman.assert_empty();
+}
+
+/// The shim's daemon is adopted by conmon, which stays as long as the daemon does.
+#[test]
+fn podman_waits_for_no_daemon_that_another_container_uses() {
+    if skip_unless_engines() {
+        return;
+    }
+    let podman = h200();
+    std::fs::remove_file(podman.world.dir.path().join("hooks/sublet.json")).expect("no hook");
+    let by_shim = |verb: &[&str], name: &str| {
+        let all = Podman::arguments(verb, name, QUARTER, &[], &["cuda-probe", "hold", "600"]);
+        let mut command = podman.command();
+        command.arg("--runtime=sublet").args(all).stdout(Stdio::null());
+        command.spawn().expect("podman is installed")
+    };
+    let mut first = by_shim(&["run", "--rm"], "first");
+    assert!(eventually(|| podman.cli(&["logs", "first"]).stdout.contains("info")));
+    let daemons = podman.world.daemon_pids("");
+    assert!(by_shim(&["run", "-d"], "other").wait().expect("it ends").success());
+    let _ = podman.event("other", "info");
+    podman.done(&["kill", "first"]);
+    let returned = || first.try_wait().expect("it is ours").is_some();
+    assert!(eventually(returned), "it waits");
+    assert_eq!(podman.exec_info("other", &[])["sm"], json!(32), "by MPS");
+    assert_eq!(podman.world.daemon_pids(""), daemons);
+    podman.done(&["rm", "-f", "-t0", "other"]);
     podman.assert_empty();
 }
 

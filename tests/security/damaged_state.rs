@@ -339,23 +339,38 @@ fn c3_a_state_directory_that_others_can_write_is_not_used() {
     let dir = world.state_dir();
     let ledger = std::fs::read(dir.join("ledger.json")).expect("the ledger");
     let bundle = world.bundle("one", &[("sublet.sm", "10")], SLEEP);
-    let damages: [Damage; 2] = [
+    let above = dir.parent().expect("a directory").to_owned();
+    let damages: [Damage; 5] = [
         ("writable for all", |dir| {
             std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o777)).expect("chmod");
         }),
         ("another user's", |dir| chown(dir, Some(1000), Some(1000)).expect("chown")),
+        ("in another user's", |dir| chown(dir.parent().expect("one"), Some(1000), None).expect("chown")),
+        ("in another user's, sticky", |dir| {
+            let above = dir.parent().expect("one");
+            chown(above, Some(1000), None).expect("chown");
+            std::fs::set_permissions(above, std::fs::Permissions::from_mode(0o1777)).expect("chmod");
+        }),
+        ("in a group's", |dir| {
+            let mode = std::fs::Permissions::from_mode(0o775);
+            std::fs::set_permissions(dir.parent().expect("one"), mode).expect("chmod");
+        }),
     ];
     for (damage, apply) in damages {
         apply(&dir);
         let refused = bundle.create();
-        assert!(
-            !refused.ok && refused.stderr.contains("others than its owner may write to it"),
-            "{damage}: {refused:?}"
-        );
+        let why = if damage.starts_with("in ") {
+            "which is above it"
+        } else {
+            "others than its owner may write to it"
+        };
+        assert!(!refused.ok && refused.stderr.contains(why), "{damage}: {refused:?}");
         assert_eq!(bundle.config(), bundle.spec, "{damage}");
         assert_eq!(std::fs::read(dir.join("ledger.json")).expect("the ledger"), ledger, "{damage}");
-        chown(&dir, Some(0), Some(0)).expect("chown");
-        std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+        for dir in [&dir, &above] {
+            chown(dir, Some(0), Some(0)).expect("chown");
+            std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+        }
     }
     first.down();
     second.down();

@@ -62,6 +62,9 @@ fn c3_in_other_namespaces_nothing_is_changed() {
     let daemons = world.daemon_pids("");
     let file = world.state_dir().join("ledger.json");
     let ledger = std::fs::read(&file).expect("the ledger");
+    // Of a process that runs, and is not seen there.
+    let writing = world.state_dir().join(format!(".names.json.{}-0.tmp", std::process::id()));
+    std::fs::write(&writing, "").expect("a file");
     let changing: [&[&str]; 6] = [
         &["gc"],
         &["refresh"],
@@ -99,7 +102,9 @@ fn c3_in_other_namespaces_nothing_is_changed() {
         assert_eq!(std::fs::read(&file).expect("the ledger"), ledger, "{namespaces:?}");
         assert_eq!(world.daemon_pids(""), daemons, "{namespaces:?}");
         assert_eq!(world.leases(), leases, "{namespaces:?}");
+        assert!(writing.exists(), "{namespaces:?}");
     }
+    std::fs::remove_file(&writing).expect("it is there");
     bundle.down();
     world.assert_empty();
 }

@@ -1,12 +1,12 @@
 //! C6: the content of a hook's standard input. The hook prints an error in one line, its status is not 0, and nothing
-//! is half done.
+//! is half done. B24: what a low-level runtime gets on its command line.
 
 use std::io::Write as _;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
 use sublet_e2e::hooked::{PODMANS_ID as ID, fed, precreated, refusal};
-use sublet_e2e::{Finished, World, eventually, skip_unless_root};
+use sublet_e2e::{Finished, World, eventually, programs, skip_unless_root};
 
 fn hook(world: &World, stage: &str, input: &[u8]) -> Finished {
     fed(world.command("sublet-hook"), stage, input)
@@ -210,5 +210,40 @@ fn c6_a_writer_that_keeps_silent_is_not_waited_for() {
         );
         drop(silent);
     }
+    world.assert_empty();
+}
+
+/// Every user can read the command lines of the low-level runtime. Its wrapper writes them down.
+#[test]
+fn b24_no_command_line_has_a_containers_environment() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[mps]\nexec_without_daemon = \"no-gpu\"\n");
+    let (name, lines) = (world.engine.program(), world.dir.path().join("lines"));
+    let wrapper = world.dir.path().join(format!("recording-{name}"));
+    programs::script(&wrapper, &format!("echo \"$@\" >>{}; exec {name} \"$@\"\n", lines.display()));
+    let text = std::fs::read_to_string(&world.config).expect("config.toml");
+    let changed = text.replace(&format!("{:?}", [name]), &format!("{:?}", [&wrapper]));
+    assert_ne!(changed, text);
+    std::fs::write(&world.config, changed).expect("config.toml");
+    let mut bundle = world.bundle("held", &[("sublet.sm", "25")], &["/bin/sleep", "300"]);
+    bundle.spec["process"]["env"].as_array_mut().expect("an environment").push(json!("TOKEN=hunter2"));
+    bundle.up();
+    // Its daemon has ended and cannot come back.
+    let root = world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-cuda-mps-control");
+    std::fs::rename(&root, root.with_extension("aside")).expect("moved");
+    for pid in world.daemon_pids("") {
+        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+    }
+    assert!(eventually(|| world.daemon_pids("").is_empty()));
+    let alone = bundle.exec(&["/bin/true"]);
+    assert!(alone.ok || alone.stderr.contains("pass the process with --process"), "{alone:?}");
+    let by_file = bundle.exec_file(&["/bin/true"], &["PATH=/bin", "TOKEN=hunter2"]);
+    assert!(by_file.ok, "{by_file:?}");
+    std::fs::rename(root.with_extension("aside"), &root).expect("moved");
+    let lines = std::fs::read_to_string(&lines).expect("the command lines");
+    assert!(lines.contains(" exec ") && !lines.contains("hunter2"), "{lines}");
+    bundle.down();
     world.assert_empty();
 }

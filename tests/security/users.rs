@@ -1,12 +1,14 @@
-//! B11, B12 and C1: what users must not be able to do through `sublet serve` to each other and to the service.
+//! B11, B12, B23 and C1: what users must not be able to do through `sublet serve` to each other and to the service.
 
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 
-use crate::two_users::{ALICE, BOB, HOLD, QUARTER, serving};
+use crate::two_users::{self, ALICE, BOB, HOLD, QUARTER, serving};
 use serde_json::{Value, json};
 use sublet_e2e::user::{Bundle, Holder};
-use sublet_e2e::{eventually, skip_unless_root};
+use sublet_e2e::{eventually, skip_unless_root, tree};
 
 #[test]
 fn b11_nobody_acts_on_what_is_somebody_elses() {
@@ -78,6 +80,10 @@ fn b11_nobody_acts_on_what_is_somebody_elses() {
     drop(speaking.stdin.take());
     speaking.wait().expect("it ends");
     assert!(eventually(|| host.leases().len() == 1), "the lease of a client that is gone");
+    // Whom root's daemons serve, and where they run, is root's.
+    let start = json!({"v": 1, "do": "start-daemon", "key": host.world.status()["mps"][0]["key"]});
+    let answer = &host.say(BOB, &[start])[0];
+    assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains("only for root"), "{answer}");
     // The owner cannot release the lease of a running container, and the attempt does not end the container.
     let end = json!({"v": 1, "do": "withdraw", "lease": lease});
     let answer = &host.say(ALICE, &[end])[0];
@@ -106,6 +112,120 @@ fn b11_no_path_of_a_users_is_opened_by_root() {
     assert!(eventually(|| host.leases().is_empty()));
     assert!(host.world.sublet(&["gc"]).status.success());
     assert!(precious.join("empty").exists() && precious.join(".x.999999999.tmp").exists());
+    host.world.assert_empty();
+}
+
+/// Bob says that his container has the root filesystem of root's, and a volume on the same file system.
+#[test]
+fn b11_what_roots_container_left_is_removed_whatever_a_user_says_of_his() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let bundle = host.world.bundle("roots", QUARTER, HOLD);
+    let rootfs = bundle.dir.join("rootfs");
+    // Directories stay.
+    let files = || {
+        tree(&rootfs).into_iter().filter(|(_, (mode, _))| mode & 0o170_000 != 0o040_000).collect::<Vec<_>>()
+    };
+    let before = files();
+    let device = std::fs::metadata(&rootfs).expect("a directory").dev();
+    let mut told = admit(None);
+    told["container"]["rootfs"] = json!(rootfs);
+    told["image"]["volumes"] = json!([{"directory": rootfs, "device": device, "inode": 1, "files": ["x"]}]);
+    let mut own = sleeper(&["--reuid=1001", "--regid=1001"]);
+    told["owner"] = json!(pid(&own));
+    told["annotations"] = json!({"sublet.gpu": "0", "sublet.mode": "mps"});
+    let granted = &host.say(BOB, &[told])[0];
+    assert!(granted["granted"]["lease"].is_string(), "{granted}");
+    bundle.up();
+    assert_ne!(files(), before, "there are mount points while it runs");
+    bundle.down();
+    assert_eq!((host.leases().len(), files()), (1, before));
+    own.kill().and_then(|()| own.wait().map(drop)).expect("it ends");
+    host.world.assert_empty();
+}
+
+/// A user takes a share, and starts no container.
+#[test]
+fn b23_a_share_that_is_never_bound_hides_nobody_and_is_not_kept() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let [mut own, mut second] = [(); 2].map(|()| sleeper(&["--reuid=1001", "--regid=1001"]));
+    let granted = host.say(BOB, &[admit(Some(pid(&own)))]).remove(0);
+    let lease = &granted["granted"]["lease"];
+    assert!(lease.is_string(), "{granted}");
+    let mut stranger = host.world.stranger();
+    let seen =
+        || host.events().iter().any(|event| event["offence"] == "stranger" && event["pid"] == stranger.id());
+    assert!(eventually(seen), "{:?}", host.events());
+    stranger.kill().and_then(|()| stranger.wait().map(drop)).expect("it ends");
+    // The time that he has is that from the beginning.
+    let until = || {
+        let ledger = std::fs::read(host.world.state_dir().join("ledger.json")).expect("the ledger");
+        let ledger: Value = serde_json::from_slice(&ledger).expect("JSON");
+        ledger["leases"][0]["bind_by"].as_u64().expect("a time")
+    };
+    let before = until();
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    let hand_over = json!({"v": 1, "do": "hand-over", "lease": lease, "owner": pid(&second)});
+    assert_eq!(host.say(BOB, &[hand_over])[0]["done"], true);
+    assert_eq!(until(), before);
+    for child in [&mut own, &mut second] {
+        child.kill().and_then(|()| child.wait().map(drop)).expect("it ends");
+    }
+    host.world.assert_empty();
+}
+
+/// The service has no descriptor left, and who is connected waits for the ledger's lock, so that nobody can be closed.
+#[test]
+fn b12_without_descriptors_for_another_client_the_service_rests() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = two_users::host("h200");
+    let log = host.world.dir.path().join("log");
+    let mut serve = host.world.command("sublet");
+    let serve = serve.arg("serve").stderr(std::fs::File::create(&log).expect("a file")).spawn();
+    let served = host.serve.insert(serve.expect("it runs")).id().to_string();
+    assert!(eventually(|| UnixStream::connect(host.socket()).is_ok()), "no socket");
+    let limit = |most: &str| {
+        let mut prlimit = std::process::Command::new("prlimit");
+        let done = prlimit.args(["--pid", &served, &format!("--nofile={most}:")]).status();
+        assert!(done.expect("prlimit runs").success());
+    };
+    let ask = |line: Value| {
+        let mut stream = BufReader::new(UnixStream::connect(host.socket()).expect("it listens"));
+        writeln!(stream.get_mut(), "{line}").expect("it is heard");
+        stream
+    };
+    let answer = |mut stream: BufReader<UnixStream>| {
+        let mut answer = String::new();
+        stream.read_line(&mut answer).expect("an answer");
+        answer
+    };
+    let path = host.world.state_dir().join("lock");
+    let lock = std::fs::File::options().read(true).write(true).open(&path).expect("a lock");
+    let lock = nix::fcntl::Flock::lock(lock, nix::fcntl::FlockArg::LockExclusive).expect("free");
+    // Refused, once the ledger can be looked at.
+    let mut much = admit(None);
+    much["annotations"] = json!({"sublet.gpu": "0", "sublet.mode": "mps", "sublet.memory": "9000GiB"});
+    let waits = ask(much);
+    let is_lock = |fd: std::fs::DirEntry| std::fs::read_link(fd.path()).is_ok_and(|open| open == path);
+    let fds = || std::fs::read_dir(format!("/proc/{served}/fd")).expect("/proc").flatten();
+    assert!(eventually(|| fds().any(is_lock)), "it is not answered yet");
+    limit("3");
+    let late = ask(json!({"v": 1, "do": "status"}));
+    let told = || std::fs::read_to_string(&log).expect("the log").matches("accept: ").count();
+    assert!(eventually(|| told() > 0), "{}", std::fs::read_to_string(&log).expect("the log"));
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    assert!(told() < 100, "it has tried {} times", told());
+    limit("512");
+    drop(lock.unlock());
+    assert!(answer(waits).contains("refused"));
+    assert!(answer(late).contains("status"));
     host.world.assert_empty();
 }
 

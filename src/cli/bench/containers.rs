@@ -11,7 +11,7 @@ use anyhow::Context as _;
 use serde_json::json;
 
 use crate::own_root;
-use sublet_core::process::child;
+use sublet_core::process::{child, inheritance};
 
 /// An engine that hangs when it is told to end a container is left alone after this time.
 const END_LIMIT: Duration = Duration::from_secs(30);
@@ -133,6 +133,7 @@ impl Workload {
 /// In a process group of its own: Ctrl-C at a terminal signals the whole group, and only this program should receive it.
 fn spawn(command: &mut Command) -> anyhow::Result<Child> {
     let program = command.get_program().to_string_lossy().into_owned();
+    inheritance::keep_ended_children()?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     command.spawn().with_context(|| format!("cannot run {program}"))
 }

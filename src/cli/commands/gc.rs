@@ -1,10 +1,14 @@
-//! `sublet gc`: frees leases of containers that have ended, as every command does first.
+//! `sublet gc`: ends what deleted containers have left, and frees leases of containers that have ended, as every command
+//! does first.
 
 use std::process::ExitCode;
 
-use sublet_core::admit::Local;
+use anyhow::Context as _;
+
+use crate::peer::OWNS;
+use sublet_core::admit::{self, Local};
 use sublet_core::config::Config;
-use sublet_core::ledger::{Freed, Store};
+use sublet_core::ledger::{Freed, LeaseId, Store};
 
 /// Arguments of `sublet gc`.
 #[derive(Debug, clap::Args)]
@@ -13,6 +17,9 @@ pub struct Arguments {
     /// containers that run into the one that is there now
     #[arg(long)]
     rebuild: bool,
+    /// The container of this lease was deleted: end what it has left, and free it. For sublet's hook
+    #[arg(long, value_name = "LEASE", hide = true, conflicts_with = "rebuild")]
+    deleted: Option<String>,
 }
 
 /// Releases leases of exited containers, restarts crashed MPS daemons, and says what it did.
@@ -20,9 +27,17 @@ pub struct Arguments {
 /// # Errors
 /// The ledger cannot be read or written.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    if let Some(lease) = &arguments.deleted {
+        let lease = LeaseId::parse(lease).context("--deleted: not a lease id of 16 hex digits")?;
+        admit::end(&lease, config)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     if arguments.rebuild {
         let ((), freed) = Store::open(&config.state_dir)?.giving_up().change(|_| ())?;
         say_freed(&freed);
+    }
+    for line in Local::new(config).end_left(OWNS)? {
+        println!("{line}");
     }
     let done = Local::new(config).reconcile(|_| Ok(()))?;
     say_freed(&done.freed);

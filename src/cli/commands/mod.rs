@@ -82,7 +82,7 @@ enum Command {
     /// List leases, or release one
     #[command(subcommand)]
     Lease(lease::Command),
-    /// Release leases of containers that have ended, and restart crashed MPS daemons
+    /// Release leases of containers that have ended, end what deleted ones have left, and restart crashed MPS daemons
     Gc(gc::Arguments),
     /// Show what happened: leases taken and ended, refusals, the guard's actions, MPS daemons, MIG instances
     Events(events::Arguments),

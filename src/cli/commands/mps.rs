@@ -59,6 +59,12 @@ pub enum Command {
         /// A device's UUID, or a lease
         key: String,
     },
+    /// Free a lease when its container ends, and end its daemon; sublet's own programs call this
+    #[command(hide = true)]
+    Await {
+        /// The lease's id
+        lease: String,
+    },
     /// Print the logs of an MPS daemon and its server
     Logs {
         /// As for `start`
@@ -89,6 +95,10 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
             // Its changes of the ledger free leases of containers that have ended meanwhile, before their `delete` does.
             Local::new(config).reconcile(|_| Ok(()))?;
             lowered?;
+        }
+        Command::Await { lease } => {
+            let id = LeaseId::parse(lease).with_context(|| format!("{} is no lease id", safe(lease)))?;
+            mps_daemons::await_end(&id, &store, config)?;
         }
         Command::Logs { key } => {
             for (file, text) in mps_daemons::logs(&key_of(key, &store, config)?, config)? {

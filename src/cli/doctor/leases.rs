@@ -7,16 +7,29 @@ use std::path::{Path, PathBuf};
 
 use super::proc::{namespace, processes};
 use super::{Host, Outcome, pass, skip, warn};
-use sublet_core::ledger::Ledger;
+use sublet_core::ledger::{Lease, Ledger};
+use sublet_core::process::shown_in;
 use sublet_core::text::safe;
 
-/// Reports leases whose containers have ended. The next command frees them, if there is one.
+/// Reports leases whose containers have ended, which the next command frees, if there is one, and those that are kept by
+/// processes of a container that was deleted, or whose engine takes it for ended.
 pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
     let Ok(ledger) = &host.ledger else { return skip("unknown without a ledger") };
     // A container's first process may be recorded only by the runtime until a command looks for it.
-    let (Ledger { leases: held, .. }, gone) = ledger.settled();
+    let (settled, gone) = ledger.settled();
+    let unended = |lease: &Lease| {
+        let why = settled.unended(lease, &host.config.state_dir)?;
+        Some(format!("container {}: {why}", safe(&lease.container.name())))
+    };
+    let unended: Vec<String> = settled.leases.iter().filter_map(unended).collect();
+    if gone.is_empty() && !unended.is_empty() {
+        return warn(
+            unended.join("; "),
+            "sublet gc; what it does not end is named with the command that does",
+        );
+    }
     if gone.is_empty() {
-        return pass(format!("{}, each with a container that runs", held.len()));
+        return pass(format!("{}, each with a container that runs", settled.leases.len()));
     }
     let names: Vec<String> =
         gone.iter().map(|lease| format!("{} of {}", lease.id, lease.container.name())).collect();
@@ -40,7 +53,7 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
     let mut found: BTreeMap<String, User> = BTreeMap::new();
     let leased = &leased(ledger) | &leased(&ledger.settled().0);
     for pid in processes(&proc) {
-        let process = proc.join(pid.to_string());
+        let process = shown_in(proc.join(pid.to_string()));
         let in_container = namespace(&process, "mnt").is_some_and(|mounts| Some(mounts) != own);
         if let Some(user) = in_container.then(|| user(pid, &process)).flatten() {
             let ours = leased.contains(&user.pid_namespace) || is_of_a_lease(&user.container, ledger);
@@ -148,7 +161,11 @@ mod tests {
     const ID: &str = "d55c611b20c2aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
 
     fn process(fake: &Fake, pid: u32, mounts: u64, cgroup: &str) {
-        let path = |name: &str| format!("/proc/{pid}/{name}");
+        process_in(fake, &format!("/proc/{pid}"), mounts, cgroup);
+    }
+
+    fn process_in(fake: &Fake, proc: &str, mounts: u64, cgroup: &str) {
+        let path = |name: &str| format!("{proc}/{name}");
         fake.file(&path("cgroup"), &format!("0::{cgroup}\n")).file(&path("comm"), "python3\n");
         fake.link(&path("ns/mnt"), format!("mnt:[{mounts}]"));
         fake.link(&path("ns/pid"), format!("pid:[{}]", mounts + 1));
@@ -170,12 +187,31 @@ mod tests {
         assert_eq!(found, "containers with a GPU and no lease: d55c611b20c2 (pid 7 python3, /dev/nvidia1)");
         let mut host = fake.host();
         let mut ours = lease(1, "GPU-0");
-        ours.init =
-            Some(Init { process: Process { pid: 7, start_time: 1 }, pid_namespace: 201, cgroup: None });
+        ours.init = Some(Init {
+            process: Process { pid: 7, start_time: 1 },
+            pid_namespace: 201,
+            cgroup: None,
+            cgroup_inode: None,
+        });
         host.ledger.as_mut().unwrap().leases.push(ours);
         passed(containers_without(&host));
         host.ledger.as_mut().unwrap().leases[0].init = None;
         host.ledger.as_mut().unwrap().leases[0].container.id = ID.to_owned();
         passed(containers_without(&host));
+    }
+
+    #[test]
+    fn a_container_whose_first_thread_has_ended_needs_one_too() {
+        let fake = Fake::new();
+        fake.link("/proc/self/ns/mnt", "mnt:[100]");
+        let stat = |state: char, memory: u64| {
+            format!("7 (python3) {state} 1 7 7 0 -1 0 0 0 0 0 0 0 0 0 20 0 2 0 42 {memory}\n")
+        };
+        fake.file("/proc/7/stat", &stat('Z', 0)).file("/proc/7/cgroup", "5:devices:/\n");
+        fake.file("/proc/7/task/7/stat", &stat('Z', 0)).file("/proc/7/task/9/stat", &stat('S', 4096));
+        process_in(&fake, "/proc/7/task/9", 200, &format!("/system.slice/docker-{ID}.scope"));
+        fake.link("/proc/7/task/9/fd/3", "/dev/nvidia1");
+        let (found, _) = told(containers_without(&fake.host()), Warn);
+        assert!(found.ends_with("d55c611b20c2 (pid 7 python3, /dev/nvidia1)"), "{found}");
     }
 }

@@ -224,7 +224,8 @@ mod tests {
     }
 
     fn held(n: u64, init: Process, pid_namespace: u64, cgroup: Option<&str>) -> Lease {
-        let init = Some(Init { process: init, pid_namespace, cgroup: cgroup.map(Into::into) });
+        let init =
+            Some(Init { process: init, pid_namespace, cgroup: cgroup.map(Into::into), cgroup_inode: None });
         Lease { init, state: LeaseState::Active, ..lease(n, "GPU-1") }
     }
 

@@ -2,40 +2,50 @@
 
 use crate::mps_daemons;
 use crate::probe;
-use std::io;
 use std::os::fd::OwnedFd;
-
-use nix::libc;
 
 use super::history::{Event, now};
 use super::judge::{Offence, Verdict};
 use crate::peer::owns;
 use sublet_core::config::Config;
-use sublet_core::ledger::{Lease, Ledger, Store};
-use sublet_core::process::{Process, pidfd_kill, pidfd_open};
+use sublet_core::ledger::{DaemonKey, Lease, Ledger, Store};
+use sublet_core::process::{Process, is_gone, pidfd_kill};
 use sublet_core::share::Action;
 use sublet_core::text::safe;
 
 /// Carries out the verdicts of one check.
-pub(super) struct Acting<'a> {
-    config: &'a Config,
+#[derive(Clone)]
+pub(super) struct Acting {
+    config: Config,
     /// Read again, because a lease may have ended since the check.
     ledger: Ledger,
     /// Whether MPS daemons are still asked in this check. After one fails to answer, only the signal ends clients.
     asks: bool,
 }
 
-impl<'a> Acting<'a> {
+impl Acting {
     /// `None` if the ledger cannot be read now.
-    pub fn begin(store: &Store, config: &'a Config) -> Option<Self> {
-        Some(Self { config, ledger: store.read().ok()?, asks: true })
+    pub fn begin(store: &Store, config: &Config) -> Option<Self> {
+        Some(Self { config: config.clone(), ledger: store.read().ok()?, asks: true })
+    }
+
+    /// The MPS daemon that is asked first for what `verdict` says. It may not answer.
+    pub fn asked(&self, verdict: &Verdict) -> Option<&DaemonKey> {
+        let holder = &verdict.holder;
+        let lease = holder.lease.as_ref().filter(|_| holder.is_client && verdict.action != Action::Report);
+        self.ledger.lease(lease?)?.daemon.as_ref()
+    }
+
+    /// As [`Acting::act`], for all of `verdicts`.
+    pub fn act_on(mut self, verdicts: &[Verdict]) -> Vec<Event> {
+        verdicts.iter().filter_map(|verdict| self.act(verdict)).collect()
     }
 
     /// Does what `verdict` says and returns the event. `None` if the process has ended, or no longer belongs to that
     /// lease.
-    pub fn act(&mut self, verdict: &Verdict) -> Option<Event> {
+    fn act(&mut self, verdict: &Verdict) -> Option<Event> {
         let process = verdict.holder.process;
-        let held = hold(process);
+        let held = process.hold();
         let told = probe::describe(process.pid, 0)?;
         let lease = self.ledger.certain_lease_of(process, &told).cloned();
         // What was read under this pid belongs to the process only if it is still the same process.
@@ -66,7 +76,7 @@ impl<'a> Acting<'a> {
     fn end(&mut self, pidfd: &OwnedFd, verdict: &Verdict, lease: Option<&Lease>) -> String {
         let key = lease.and_then(|lease| lease.daemon.as_ref()).filter(|_| verdict.holder.is_client);
         if let Some(key) = key.filter(|_| self.asks) {
-            if let Err(error) = mps_daemons::terminate_client(key, verdict.holder.process.pid, self.config) {
+            if let Err(error) = mps_daemons::terminate_client(key, verdict.holder.process.pid, &self.config) {
                 self.asks = false;
                 tracing::debug!("terminate_client: {error}");
             }
@@ -80,19 +90,6 @@ impl<'a> Acting<'a> {
     }
 }
 
-/// A pidfd of the process, so that a reused pid cannot be meant; `None` if the process has ended.
-fn hold(process: Process) -> io::Result<Option<OwnedFd>> {
-    match pidfd_open(process.pid) {
-        Ok(pidfd) => Ok(Some(pidfd)),
-        Err(error) if is_gone(&error) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-fn is_gone(error: &io::Error) -> bool {
-    error.raw_os_error() == Some(libc::ESRCH)
-}
-
 fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
     let is_own = |lease: &Lease| !lease.brokered || owns(process.pid, lease.container.uid);
     lease.is_none_or(is_own)
@@ -102,8 +99,8 @@ fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
 /// (`pid_namespaces(7)`).
 fn end_container(lease: &Lease) -> Option<String> {
     let init = lease.init.as_ref()?.process;
-    let pidfd = pidfd_open(init.pid).ok()?;
-    let ended = (init.is_alive() && is_theirs(init, Some(lease))).then(|| pidfd_kill(pidfd))?;
+    let pidfd = init.hold().ok()??;
+    let ended = is_theirs(init, Some(lease)).then(|| pidfd_kill(pidfd))?;
     Some(match ended {
         Ok(()) => "its container was ended".to_owned(),
         Err(error) => format!("its container cannot be ended: {error}"),

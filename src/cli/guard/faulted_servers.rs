@@ -3,6 +3,7 @@
 //! (docs/evidence/2026-11-24-h100-cycles.md). The guard ends the server; the daemon starts another for its next client.
 
 use std::collections::BTreeMap;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::history::{Event, now};
@@ -29,6 +30,8 @@ struct Watched {
     asked: Instant,
     /// Its server after a fault, and since when.
     faulted: Option<(i32, Instant)>,
+    /// What asks it for that server now. It may not answer, and the looks at other devices must not wait for it.
+    asking: Option<JoinHandle<Option<i32>>>,
 }
 
 /// What has to be remembered from one check to the next.
@@ -45,22 +48,34 @@ impl Faulted {
 
     fn end_one(&mut self, daemon: &MpsDaemon, config: &Config) -> Option<Event> {
         let log_length = server_log_length(&daemon.key, config);
-        let before = self.0.get(&daemon.key);
-        let quiet = before.is_some_and(|before| {
-            (before.log_length == log_length && before.faulted.is_none()) || before.asked.elapsed() < PAUSE
-        });
-        if quiet {
+        let Some(before) = self.0.get_mut(&daemon.key) else {
+            self.ask(daemon, log_length, None, config);
+            return None;
+        };
+        if before.asking.as_ref().is_some_and(|asking| !asking.is_finished()) {
             return None;
         }
-        let since = before.and_then(|before| before.faulted);
-        let server = faulted_server(daemon, config);
-        let faulted = server.map(|server| match since {
-            Some((same, since)) if same == server => (server, since),
-            _ => (server, Instant::now()),
-        });
-        let due = faulted.filter(|(_, since)| since.elapsed() >= PATIENCE);
-        self.0.insert(daemon.key.clone(), Watched { log_length, asked: Instant::now(), faulted });
-        kill(due?.0, daemon)
+        if let Some(asking) = before.asking.take() {
+            let server = asking.join().ok().flatten();
+            let since = before.faulted.filter(|(same, _)| Some(*same) == server).map(|(_, since)| since);
+            before.faulted = server.map(|server| (server, since.unwrap_or(before.asked)));
+            let due = before.faulted.filter(|(_, since)| since.elapsed() >= PATIENCE);
+            return kill(due?.0, daemon);
+        }
+        let quiet = before.log_length == log_length && before.faulted.is_none();
+        if !quiet && before.asked.elapsed() >= PAUSE {
+            let faulted = before.faulted;
+            self.ask(daemon, log_length, faulted, config);
+        }
+        None
+    }
+
+    fn ask(&mut self, daemon: &MpsDaemon, log_length: u64, faulted: Option<(i32, Instant)>, config: &Config) {
+        let (key, config) = (daemon.key.clone(), config.clone());
+        let asking =
+            thread::Builder::new().name("faulted".to_owned()).spawn(move || faulted_server(&key, &config));
+        let asking = asking.inspect_err(|error| tracing::warn!("threads: {error}")).ok();
+        self.0.insert(daemon.key.clone(), Watched { log_length, asked: Instant::now(), faulted, asking });
     }
 }
 
@@ -69,8 +84,8 @@ fn server_log_length(key: &DaemonKey, config: &Config) -> u64 {
 }
 
 /// The daemon's server that takes no new client. A daemon that does not answer is found elsewhere.
-fn faulted_server(daemon: &MpsDaemon, config: &Config) -> Option<i32> {
-    let control = Control::new(&daemon.key, config).ok()?;
+fn faulted_server(key: &DaemonKey, config: &Config) -> Option<i32> {
+    let control = Control::new(key, config).ok()?;
     control.servers().ok()?.into_iter().find(|server| control.is_faulted(*server).unwrap_or(false))
 }
 
@@ -99,4 +114,61 @@ fn kill(server: i32, daemon: &MpsDaemon) -> Option<Event> {
         pid: server,
         name: "nvidia-cuda-mps-server".to_owned(),
     })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+    use sublet_core::ledger::DefaultLimits;
+
+    /// A host where no daemon answers: the control program writes its pid to `asked` and goes on until it is killed.
+    pub(in super::super) fn never_answered() -> (tempfile::TempDir, Config) {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("usr/bin/nvidia-cuda-mps-control");
+        fs::create_dir_all(program.parent().unwrap()).unwrap();
+        let asked = dir.path().join("asked");
+        fs::write(&program, format!("#!/bin/sh\necho $$ >>{}; exec sleep 600\n", asked.display())).unwrap();
+        fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
+        let mut config = Config { state_dir: dir.path().join("state"), ..Config::default() };
+        config.driver.root = dir.path().to_owned();
+        (dir, config)
+    }
+
+    /// Whether the daemon is asked, or was: waits for that.
+    pub(in super::super) fn is_still_asked(dir: &tempfile::TempDir) -> bool {
+        let (asked, begun) = (dir.path().join("asked"), Instant::now());
+        while fs::read_to_string(&asked).is_ok_and(|pids| !pids.ends_with('\n')) || !asked.exists() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "nobody asks");
+            thread::sleep(Duration::from_millis(1));
+        }
+        let pids = fs::read_to_string(&asked).unwrap();
+        fs::remove_file(&asked).unwrap();
+        let last = pids.lines().last().unwrap().parse().unwrap();
+        Process::find(last).is_some_and(|asking| asking.is_alive())
+    }
+
+    #[test]
+    fn no_look_waits_for_a_daemons_answer() {
+        let (dir, config) = never_answered();
+        let daemon = MpsDaemon {
+            key: DaemonKey("GPU-1".to_owned()),
+            devices: vec!["GPU-1".to_owned()],
+            process: None,
+            state: DaemonState::Serving,
+            default_limits: DefaultLimits::default(),
+            answered_at: 0,
+            idle_since: None,
+            mode_left: false,
+        };
+        let ledger = Ledger { daemons: vec![daemon], ..Ledger::empty("boot") };
+        let still_asked = || {
+            assert!(Faulted::default().end(&ledger, &config).is_empty());
+            is_still_asked(&dir)
+        };
+        // A machine may be so busy that it is killed before it is looked at, but not each time.
+        assert!((0..20).any(|_| still_asked()), "the look was over when the daemon was asked no more");
+    }
 }

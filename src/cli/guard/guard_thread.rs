@@ -4,7 +4,7 @@ use crate::probe;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::rc::Rc;
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use sublet_core::config_files;
 
@@ -22,7 +22,7 @@ use super::silent_connections::Silent;
 use sublet_core::admit::Local;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{Ledger, LedgerError, Store};
+use sublet_core::ledger::{DaemonKey, Ledger, LedgerError, Store};
 use sublet_core::process::Process;
 use sublet_core::share::Action;
 use sublet_core::text::safe;
@@ -70,6 +70,11 @@ struct Guard {
     silent: Silent,
     /// When each process was last acted on, for which offence and with which action.
     acted: BTreeMap<(Offence, Action, Process), Instant>,
+    /// What carries out verdicts on clients of MPS daemons, which are asked first. The looks at devices never wait for
+    /// their answers.
+    acting: BTreeMap<DaemonKey, JoinHandle<Vec<Event>>>,
+    /// What records the first processes of containers.
+    recording: Option<JoinHandle<()>>,
     /// The devices that the last check could not read.
     blind: BTreeSet<String>,
     last_sign: Option<Instant>,
@@ -90,18 +95,24 @@ impl Guard {
         }
     }
 
-    /// The ledger, with the first process of every container that has started. The shim no longer exists then, so the
-    /// next command has to record that process.
+    /// The ledger. The first process of a container that has started is recorded, because the shim no longer exists then;
+    /// in a thread of its own, because that also adjusts MPS daemons if a container has ended.
     fn read(&mut self, config: &Config) -> Result<(Rc<Ledger>, Store), LedgerError> {
         let store = Store::open(&config.state_dir)?;
         let file = config.state_dir.join("ledger.json");
         let ledger = self.ledger.get(&file, || store.read())?;
         // Leases of rootless users are bound to a process by their hooks only.
-        if ledger.leases.iter().all(|lease| lease.init.is_some() || lease.brokered) {
-            return Ok((ledger, store));
+        let unknown = ledger.leases.iter().any(|lease| lease.init.is_none() && !lease.brokered);
+        if unknown && self.recording.as_ref().is_none_or(JoinHandle::is_finished) {
+            let config = config.clone();
+            let record = move || {
+                if let Err(error) = Local::new(&config).update(|_| ()) {
+                    tracing::debug!("{error}");
+                }
+            };
+            self.recording = thread::Builder::new().name("record".to_owned()).spawn(record).ok();
         }
-        Local::new(config).update(|_| ())?;
-        Ok((self.ledger.get(&file, || store.read())?, store))
+        Ok((ledger, store))
     }
 
     /// One check. Returns how long to wait before the next one.
@@ -122,25 +133,27 @@ impl Guard {
         };
         // A layout is being changed. NVML is closed, because an open NVML prevents a reset.
         let resets = ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty());
-        if ledger.leases.is_empty() || resets {
+        if resets {
             self.rest();
-            if resets {
-                return Pause::For(IDLE);
-            }
-            self.sign(Vec::new(), BTreeSet::new(), config);
+            return Pause::For(IDLE);
+        }
+        let mut events = self.carried_out();
+        if ledger.leases.is_empty() {
+            self.rest();
+            self.sign(events, BTreeSet::new(), config);
             return Pause::Idle;
         }
         self.served.heal(&ledger, config);
-        let ended = self.faulted.end(&ledger, config);
+        events.extend(self.faulted.end(&ledger, config));
         match self.look(&ledger, config) {
-            Ok((mut verdicts, mut events, blind)) => {
-                events.extend(ended);
+            Ok((mut verdicts, lost, blind)) => {
+                events.extend(lost);
                 verdicts.extend(self.silent.find(&ledger, &config.guard));
                 events.extend(self.act(&verdicts, &store, config));
                 self.sign(events, blind, config);
                 Pause::For(config.guard.period)
             }
-            Err(error) => self.sees_nothing(ended, &error, config),
+            Err(error) => self.sees_nothing(events, &error, config),
         }
     }
 
@@ -148,7 +161,8 @@ impl Guard {
     fn rest(&mut self) {
         let (last_sign, blind) = (self.last_sign, std::mem::take(&mut self.blind));
         let (ledger, changes) = (std::mem::take(&mut self.ledger), std::mem::take(&mut self.changes));
-        *self = Self { ledger, changes, blind, last_sign, ..Self::default() };
+        let (acting, recording) = (std::mem::take(&mut self.acting), self.recording.take());
+        *self = Self { ledger, changes, acting, recording, blind, last_sign, ..Self::default() };
     }
 
     fn look(&mut self, ledger: &Rc<Ledger>, config: &Config) -> Result<Seen, String> {
@@ -188,9 +202,41 @@ impl Guard {
         if due.is_empty() {
             return Vec::new();
         }
-        let Some(mut acting) = Acting::begin(store, config) else { return Vec::new() };
-        self.acted.extend(due.iter().map(|verdict| (of(verdict), Instant::now())));
-        due.into_iter().filter_map(|verdict| acting.act(verdict)).collect()
+        let Some(acting) = Acting::begin(store, config) else { return Vec::new() };
+        let mut of_daemon: BTreeMap<Option<DaemonKey>, Vec<Verdict>> = BTreeMap::new();
+        for verdict in due {
+            let key = acting.asked(verdict);
+            // The daemon has not yet answered what it was asked before.
+            if key.is_some_and(|key| self.acting.contains_key(key)) {
+                continue;
+            }
+            self.acted.insert(of(verdict), Instant::now());
+            of_daemon.entry(key.cloned()).or_default().push(verdict.clone());
+        }
+        let mut events = Vec::new();
+        for (key, verdicts) in of_daemon {
+            let acting = acting.clone();
+            let Some(key) = key else {
+                events.extend(acting.act_on(&verdicts));
+                continue;
+            };
+            let started =
+                thread::Builder::new().name("act".to_owned()).spawn(move || acting.act_on(&verdicts));
+            match started {
+                Ok(thread) => drop(self.acting.insert(key, thread)),
+                Err(error) => tracing::warn!("threads: {error}"),
+            }
+        }
+        events
+    }
+
+    /// The events of verdicts that have been carried out meanwhile.
+    fn carried_out(&mut self) -> Vec<Event> {
+        let acting = std::mem::take(&mut self.acting).into_iter();
+        let (done, acting) = acting.partition(|(_, thread)| thread.is_finished());
+        self.acting = acting;
+        let done: BTreeMap<_, JoinHandle<Vec<Event>>> = done;
+        done.into_values().filter_map(|thread| thread.join().ok()).flatten().collect()
     }
 
     /// Logs events and devices that cannot be checked, and records both at once. Without any, records from time to
@@ -219,5 +265,61 @@ impl Guard {
     fn sees_nothing(&mut self, events: Vec<Event>, why: &str, config: &Config) -> Pause {
         self.sign(events, BTreeSet::from([format!("no device can be watched: {why}")]), config);
         Pause::For(REREAD)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::super::faulted_servers::tests::{is_still_asked, never_answered};
+    use super::*;
+    use crate::gpu_processes::Holder;
+    use sublet_core::ledger::fixture::lease;
+    use sublet_core::ledger::{Init, Lease};
+
+    #[test]
+    fn a_client_of_a_daemon_that_does_not_answer_is_ended_and_no_look_waits_for_it() {
+        let (dir, config) = never_answered();
+        let store = Store::open(&config.state_dir).unwrap();
+        let ended_meanwhile = || {
+            let mut client = Command::new("sleep").arg("600").spawn().unwrap();
+            let process = Process::find(i32::try_from(client.id()).unwrap()).unwrap();
+            let init = Some(Init { process, pid_namespace: 0, cgroup: None, cgroup_inode: None });
+            let lease = Lease { init, daemon: Some(DaemonKey("GPU-1".to_owned())), ..lease(1, "GPU-1") };
+            let insert = |ledger: &mut Ledger| {
+                ledger.leases = vec![lease.clone()];
+                Ok::<_, String>(())
+            };
+            store.update(insert).unwrap().0.unwrap();
+            let holder = Holder {
+                process,
+                name: "sleep".to_owned(),
+                memory_bytes: None,
+                is_server: false,
+                is_client: true,
+                lease: Some(lease.id.clone()),
+            };
+            let verdict = Verdict {
+                offence: Offence::Memory,
+                action: Action::Terminate,
+                device: "GPU-1".to_owned(),
+                holder,
+                used: 2,
+                allowed: 1,
+            };
+            let mut guard = Guard::default();
+            let mut events = guard.act(&[verdict], &store, &config);
+            let goes_on = is_still_asked(&dir);
+            while events.is_empty() {
+                thread::sleep(MOMENT);
+                events = guard.carried_out();
+            }
+            assert!(events[0].text.ends_with("it was ended"), "{}", events[0].text);
+            client.wait().unwrap();
+            goes_on
+        };
+        // A machine may be so busy that it has been ended before it is looked at, but not each time.
+        assert!((0..20).any(|_| ended_meanwhile()), "the look waited for the daemon's answer");
     }
 }

@@ -1,6 +1,7 @@
 //! Finds processes on a device that exceed their leases or have none. No I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -10,6 +11,9 @@ use sublet_core::ledger::{Lease, LeaseId, Ledger};
 use sublet_core::process::Process;
 use sublet_core::share::Action;
 use sublet_core::share::Mode;
+
+/// How long a container may take to start. What is new on its devices meanwhile may be its own.
+const STARTING: Duration = Duration::from_secs(60);
 
 /// What a process does that its lease does not allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -75,12 +79,19 @@ pub(super) struct Judge {
     suspicions: BTreeSet<Suspicion>,
     /// The devices of suspicions that are new.
     unsure: BTreeSet<String>,
+    /// The leases of root's whose first processes are not known, and when that was seen first. A user's is bound before
+    /// its container computes, and whoever never binds it must not hide anybody.
+    starting: BTreeMap<LeaseId, Instant>,
 }
 
 impl Judge {
     /// Returns what is wrong in `looks` and was wrong in the check before too. A process that starts or ends between
     /// two of NVML's answers is in only one of them.
     pub fn judge(&mut self, looks: &[Look], ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
+        let now = Instant::now();
+        let starting = ledger.leases.iter().filter(|lease| lease.init.is_none() && !lease.brokered);
+        let since = |id: &LeaseId| self.starting.get(id).copied().unwrap_or(now);
+        self.starting = starting.map(|lease| (lease.id.clone(), since(&lease.id))).collect();
         let found: Vec<Verdict> = looks.iter().flat_map(|look| self.of_device(look, ledger, rules)).collect();
         self.memory = looks.iter().flat_map(memory_of).collect();
         let before = std::mem::replace(&mut self.suspicions, found.iter().map(suspicion).collect());
@@ -101,7 +112,13 @@ impl Judge {
             }
         }
         found.extend(clients(look, ledger, rules));
-        found.extend(strangers(look, ledger, rules));
+        let is_starting = |lease: &Lease| {
+            let since = self.starting.get(&lease.id);
+            since.is_some_and(|since| since.elapsed() < STARTING)
+        };
+        if !ledger.on_device(&look.device).any(is_starting) {
+            found.extend(strangers(look, ledger, rules));
+        }
         found
     }
 
@@ -195,15 +212,11 @@ fn places(lease: &Lease) -> usize {
     lease.processes as usize
 }
 
-/// Processes not attributable to any lease on this device. While a container is starting, they may be its own.
+/// Processes not attributable to any lease on this device.
 fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
-    let here = |lease: &&Lease| lease.devices.contains(&look.device);
-    if ledger.leases.iter().filter(here).any(|lease| lease.init.is_none()) {
-        return Vec::new();
-    }
     let explained = |holder: &Holder| {
         let of = |lease: &Lease| holder.lease.as_ref() == Some(&lease.id);
-        holder.is_server || ledger.leases.iter().filter(here).any(of)
+        holder.is_server || ledger.on_device(&look.device).any(of)
     };
     let strangers = look.holders.iter().filter(|holder| !explained(holder));
     strangers.map(|holder| verdict(Offence::Stranger, rules.strangers, look, holder)).collect()

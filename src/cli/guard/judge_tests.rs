@@ -17,7 +17,12 @@ fn rules() -> Guard {
 fn shared(n: u64) -> Lease {
     let server = Some(DaemonKey(GPU.to_owned()));
     let state = LeaseState::Active;
-    let init = Some(Init { process: Process { pid: 1, start_time: n }, pid_namespace: n, cgroup: None });
+    let init = Some(Init {
+        process: Process { pid: 1, start_time: n },
+        pid_namespace: n,
+        cgroup: None,
+        cgroup_inode: None,
+    });
     Lease { mode: Mode::Mps, daemon: server, memory_bytes: Some(1000 * MIB), state, init, ..lease(n, GPU) }
 }
 
@@ -129,6 +134,19 @@ fn outside_its_server_without_a_lease_or_left_behind() {
     let starting = Lease { init: None, ..shared(3) };
     let starts = Ledger { leases: vec![one.clone(), gone.clone(), starting], ..ledger.clone() };
     assert_eq!(judged(&[seen(), seen()], &starts)[1], found[..2]);
+    // For a while. And a user who takes a share and never binds it hides nobody.
+    let mut judge = Judge::default();
+    let mut pids = |ledger: &Ledger| {
+        let found = judge.judge(&seen(), ledger, &rules());
+        for since in judge.starting.values_mut() {
+            *since = since.checked_sub(STARTING).unwrap_or(*since);
+        }
+        found.into_iter().map(|verdict| verdict.holder.process.pid).collect::<Vec<_>>()
+    };
+    assert_eq!([pids(&starts), pids(&starts), pids(&starts)], [vec![], vec![10, 20], vec![10, 20, 30]]);
+    let mut told = starts.clone();
+    told.leases[2].brokered = true;
+    assert_eq!(judged(&[seen(), seen()], &told)[1], found);
     // Another process with the same pid is not suspected yet.
     let other = Holder { process: Process { pid: 10, start_time: 99 }, ..beside.clone() };
     let seen = |holder: &Holder| look(vec![holder.clone()]);

@@ -106,7 +106,7 @@ struct Found {
 
 fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<Found, String> {
     let (socket, namespace) = other_end(accepted, daemon, ledger)?;
-    let processes = with_socket(socket);
+    let processes = with_socket(socket, |process| is_in_container_of(&daemon.key, process, ledger));
     if !processes.is_empty() {
         return Ok(Found { processes, hidden: false });
     }
@@ -162,12 +162,26 @@ fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<(u64,
     Err(why.unwrap_or_else(|| "it is in no network namespace of its containers or its own".to_owned()))
 }
 
-/// The processes that have the socket: one, or those that inherited or were sent it.
-fn with_socket(wanted: u64) -> Vec<Process> {
+/// The processes that have the socket: one, or those that inherited or were sent it. Only if there is none, each thread
+/// of those that `may_hide_it` is looked at, because that takes long.
+fn with_socket(wanted: u64, may_hide_it: impl Fn(Process) -> bool) -> Vec<Process> {
     let all = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let has_it = |process: &Process| sockets::inodes(process.pid).contains(&wanted);
-    pids.filter_map(Process::find).filter(has_it).collect()
+    let all: Vec<Process> = pids.filter_map(Process::find).collect();
+    let mut found = all.clone();
+    found.retain(|process| sockets::inodes(process.pid).contains(&wanted));
+    if found.is_empty() {
+        found = all;
+        found.retain(|process| {
+            may_hide_it(*process) && sockets::inodes_of_threads(process.pid).contains(&wanted)
+        });
+    }
+    found
+}
+
+fn is_in_container_of(key: &DaemonKey, process: Process, ledger: &Ledger) -> bool {
+    let lease = holder(process, ledger).and_then(|(_, lease)| lease);
+    lease.is_some_and(|lease| lease.daemon.as_ref() == Some(key))
 }
 
 fn holder(process: Process, ledger: &Ledger) -> Option<(Holder, Option<&Lease>)> {
@@ -208,10 +222,29 @@ mod tests {
         };
         let namespace = Path::new("/proc/self/ns/net");
         assert_eq!(unix_peer::peer(inode_of(&one), namespace).unwrap(), Some(inode_of(&other)));
-        assert!(with_socket(inode_of(&other)).contains(&Process::current().unwrap()));
+        assert!(with_socket(inode_of(&other), |_| false).contains(&Process::current().unwrap()));
         let of_other = inode_of(&other);
         drop(other);
         assert_eq!(unix_peer::peer(inode_of(&one), namespace).unwrap(), None);
-        assert!(with_socket(of_other).is_empty());
+        assert!(with_socket(of_other, |_| true).is_empty());
+    }
+
+    #[test]
+    fn a_thread_that_left_its_process_files_is_found_where_it_may_hide_one() {
+        use std::os::fd::AsRawFd as _;
+        let (say, said) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            nix::sched::unshare(nix::sched::CloneFlags::CLONE_FILES).unwrap();
+            let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+            let link = fs::read_link(format!("/proc/thread-self/fd/{}", one.as_raw_fd())).unwrap();
+            say.send(sockets::inode(&link).unwrap()).unwrap();
+            ended.recv().unwrap_err();
+        });
+        let (hidden, me) = (said.recv().unwrap(), Process::current().unwrap());
+        assert!(with_socket(hidden, |_| false).is_empty());
+        assert_eq!(with_socket(hidden, |process| process == me), [me]);
+        drop(end);
+        thread.join().unwrap();
     }
 }

@@ -165,7 +165,7 @@ fn write_ledger(state: &State, driver: &Double, store: &Store) {
         Lease {
             id: id(container),
             owner: if seen.shims[container] { me } else { DEAD },
-            init: held.init.then_some(Init { process, pid_namespace: 0, cgroup: None }),
+            init: held.init.then_some(Init { process, pid_namespace: 0, cgroup: None, cgroup_inode: None }),
             mig_devices: vec![on.clone()],
             ..lease(u64::try_from(container).unwrap(), &on.uuid)
         }

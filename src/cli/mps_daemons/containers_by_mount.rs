@@ -7,14 +7,14 @@ use std::path::Path;
 use sublet_core::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use sublet_core::ledger::DaemonKey;
 use sublet_core::mps::control::listener;
-use sublet_core::process::Process;
+use sublet_core::process::{Process, shown_in};
 
 /// Whether a process has the directory of `key` mounted where containers have theirs; `daemon` is that directory's
 /// daemon. If /proc cannot be read, the answer is yes.
 pub(super) fn is_mounted(key: &DaemonKey, state_dir: &Path, daemon: Option<Process>) -> bool {
     let public = key.public(state_dir);
     let Ok(entries) = fs::read_dir("/proc") else { return true };
-    entries.flatten().map(|entry| entry.path()).any(|process| {
+    entries.flatten().map(|entry| shown_in(entry.path())).any(|process| {
         let mounts = fs::read_to_string(process.join("mountinfo")).unwrap_or_default();
         mounts.lines().filter_map(Mounted::parse).any(|mounted| {
             mounted.is(&public) || mounted.is_of(key) && mounted.leads_to(daemon, &process.join("root"))

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};
 
+use super::by_service::is_systemd_running;
 use super::detach::{self, Left};
 use super::logs::Logs;
 use sublet_core::ledger::{DaemonKey, FILE_SYSTEM_VARIABLE, FileSystem};
@@ -43,7 +44,7 @@ pub(super) struct Launch<'a> {
 impl Launch<'_> {
     /// Starts the daemon: as a systemd unit if systemd runs, otherwise as a detached process. Returns warnings.
     pub fn start(&self) -> Result<Vec<String>, MpsError> {
-        if self.systemd_runs() && self.start_unit() {
+        if self.may_start_unit() && self.start_unit() {
             return Ok(Vec::new());
         }
         let kept = &self.left.kept;
@@ -67,9 +68,9 @@ impl Launch<'_> {
         }
     }
 
-    /// Whether systemd runs (`sd_booted(3)`) and this process may start a system unit.
-    fn systemd_runs(&self) -> bool {
-        self.left.host_mounts && geteuid().is_root() && Path::new("/run/systemd/system").is_dir()
+    /// Whether systemd runs and this process may start a system unit.
+    fn may_start_unit(&self) -> bool {
+        self.left.host_mounts && geteuid().is_root() && is_systemd_running()
     }
 
     /// Starts a transient unit in the foreground, which systemd ends only at shutdown.

@@ -1,6 +1,8 @@
 //! Starts, stops and lists MPS control daemons, for `sublet mps` and `sublet serve`. The shim runs these commands when
 //! it needs them; its own part is in [`sublet_core::mps`].
 
+mod below_runtime;
+mod by_service;
 mod compute_mode;
 mod containers_by_mount;
 mod daemon_list;
@@ -13,6 +15,7 @@ mod service_syscalls;
 mod start;
 mod stop;
 
+pub(crate) use below_runtime::await_end;
 pub use daemon_list::{Listed, list, logs};
 pub(crate) use daemon_list::{list_unasked, terminate_client};
 pub use rest::rest;

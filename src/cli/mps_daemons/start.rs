@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use nix::unistd::geteuid;
 
-use super::compute_mode;
 use super::detach::{self, Left};
 use super::launch::{self, Kind, Launch};
 use super::logs::Logs;
 use super::rest::rest_held;
 use super::stop::stop_held;
+use super::{below_runtime, by_service, compute_mode};
 use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::DaemonKey;
@@ -28,7 +28,8 @@ use sublet_core::process::epoch_seconds;
 /// by then.
 const READY_LIMIT: Duration = Duration::from_millis(500);
 
-/// Starts the daemon of `key`, which a lease must need, and sets the limits and mode that its leases need.
+/// Starts the daemon of `key`, which a lease must need, and sets the limits and mode that its leases need. Without
+/// systemd, `sublet serve` does it where it runs.
 ///
 /// This process leaves its caller's session, cgroups, mount namespace and descriptors for good. Call it only from a
 /// program that does nothing else, before it has threads. Returns warnings, one line each.
@@ -47,6 +48,9 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Stri
     if ledger.on_daemon(key).next().is_none() && limits_and_state::daemon(&ledger, key).is_none() {
         return Err(MpsError::NotWanted { key: key.to_string() });
     }
+    if let Some(started) = by_service::start(key, &ledger, config) {
+        return started;
+    }
     let left = detach::leave(&[&config.state_dir, control.program()]);
     let held = DaemonLock::take(key, &config.state_dir, lock_limit(config))?;
     if let Some(warnings) = serves_already(key, &held, &control, store, config)? {
@@ -64,7 +68,9 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Stri
     if stop_unwanted(&held, key, started.is_ok(), store, config)? {
         return started.and(Err(MpsError::NotWanted { key: key.to_string() }));
     }
-    started
+    let mut warnings = started?;
+    warnings.extend(below_runtime::see_off(key, store)?);
+    Ok(warnings)
 }
 
 /// Stops the daemon if no lease needs it any more. The container may have ended while the daemon came up, or the

@@ -5,12 +5,13 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 pub(crate) mod user_namespaces;
-use sublet_core::process::{Process, pidfd_open};
+use sublet_core::admit::Owns;
+use sublet_core::process::{Process, pidfd_await_end, pidfd_open};
 
 /// User namespaces are nested 32 deep at most (`user_namespaces(7)`).
 const DEEPEST: usize = 33;
@@ -76,12 +77,13 @@ impl Pinned {
         if pinned.is_alive() { Ok(pinned) } else { Err(Foreign::Gone(pid)) }
     }
 
-    /// A pidfd is readable once its process has ended (`pidfd_open(2)`).
     fn is_alive(&self) -> bool {
-        let mut fds = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
-        poll(&mut fds, PollTimeout::ZERO) == Ok(0)
+        !pidfd_await_end(&self.pidfd, Duration::ZERO)
     }
 }
+
+/// [`owns`], for what is ended of users' containers.
+pub(crate) const OWNS: Owns<'static> = &|process, uid| owns(process.pid, uid);
 
 /// Whether process `pid` belongs to `uid`, by the rules of [`Pinned::of`].
 pub(crate) fn owns(pid: i32, uid: u32) -> bool {

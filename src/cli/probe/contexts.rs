@@ -8,6 +8,7 @@ use std::path::Path;
 use nix::libc::ESRCH;
 
 use super::GpuProcess;
+use sublet_core::process::{cgroup_table, shown_of};
 
 /// The MPS server's program.
 const MPS_SERVER: &str = "nvidia-cuda-mps-server";
@@ -18,10 +19,10 @@ const MPS_SERVER_COMM: &str = "nvidia-cuda-mps";
 /// Process `pid` with `memory_bytes` on a device; `None` if it has ended. A process that cannot be examined has no
 /// name and belongs to no container.
 pub(crate) fn describe(pid: i32, memory_bytes: u64) -> Option<GpuProcess> {
-    let proc = Path::new("/proc").join(pid.to_string());
+    let proc = shown_of(pid);
     let name = name(fs::read(proc.join("comm")))?;
     let pid_namespace = pid_namespace(&proc);
-    let cgroups = fs::read_to_string(proc.join("cgroup")).map(|text| cgroups(&text)).unwrap_or_default();
+    let cgroups = cgroup_table(pid).map(|text| cgroups(&text)).unwrap_or_default();
     // A container can give its program any name, but cannot put it into the host's PID namespace.
     let ours = pid_namespace == 0 || pid_namespace == self::pid_namespace(Path::new("/proc/self"));
     let mps_server = ours && is_mps_server(fs::read_link(proc.join("exe")).ok().as_deref(), &name);

@@ -3,16 +3,18 @@
 use std::cell::Cell;
 use std::path::Path;
 
+use nix::unistd::geteuid;
 use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
 use super::policy_of_user::rule_of;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
-use crate::peer::{Peer, Pinned};
+use crate::peer::{OWNS, Peer, Pinned};
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
-use sublet_core::ledger::{Container, LeaseId, Store};
+use sublet_core::ledger::{Container, DaemonKey, LeaseId, Store};
+use sublet_core::mps;
 use sublet_core::process::Process;
 use sublet_core::slurm::{JobCgroup, JobRecord};
 
@@ -107,12 +109,14 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<An
             state.unmark_for(lease)?;
             Ok(Answer::Done(true))
         }
-        Ask::End { lease } | Ask::Withdraw { lease } => Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
+        Ask::End { lease } => Ok(Answer::Freed(state.end_for(peer.uid, lease, OWNS)?)),
+        Ask::Withdraw { lease } => Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
         Ask::Enter { id, record } => Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
         Ask::Refused { id, reason } => {
             admit::record_told(peer.uid, id, reason, &config);
             Ok(Answer::Done(true))
         }
+        Ask::StartDaemon { key } => start_daemon(key, peer, &config),
         Ask::Job => job(peer, state, &config),
         Ask::Status => status(peer, &config),
     }
@@ -218,6 +222,15 @@ fn own(lease: &LeaseId, peer: Peer, config: &Config) -> Result<(), No> {
     let ledger = admit::read(&store).map_err(AdmitError::from)?;
     let held = ledger.lease(lease).filter(|lease| lease.brokered && lease.container.uid == peer.uid);
     held.map(drop).ok_or_else(|| AdmitError::NoLease(lease.clone()).into())
+}
+
+/// A start that fails is no refusal: a client that is refused tries by itself.
+fn start_daemon(key: &str, peer: Peer, config: &Config) -> Result<Answer, No> {
+    if peer.uid != geteuid().as_raw() {
+        return Err(format!("sublet serve starts no MPS daemon for uid {}, only for root", peer.uid).into());
+    }
+    let started = mps::child_start(&DaemonKey(key.to_owned()), config);
+    Ok(started.map_or_else(|error| Answer::NotStarted(error.to_string()), Answer::Started))
 }
 
 fn has_share(job: u64, peer: Peer, config: &Config) -> Result<(), No> {

@@ -24,7 +24,7 @@ use super::pool::{Done, Job, Pool};
 use super::protocol::{self, Answer};
 use crate::cdi_spec;
 use crate::guard;
-use crate::peer::Peer;
+use crate::peer::{OWNS, Peer};
 use sublet_core::admit::{Local, PutOff};
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -47,8 +47,8 @@ const SETTLED: Duration = Duration::from_secs(1);
 /// How often the work of `sublet gc` is done.
 const GC: Duration = Duration::from_secs(10);
 
-/// How often MIG devices are compared with the inventory (on hosts with GPUs in MIG mode), and daemons are ended whose
-/// waiting time is over.
+/// How often MIG devices are compared with the inventory (on hosts with GPUs in MIG mode), daemons are ended whose waiting
+/// time is over, and what deleted containers have left.
 const WATCH: Duration = Duration::from_secs(2);
 
 /// How long a stop waits for asks that are being answered.
@@ -122,6 +122,7 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
         pool,
         connections: BTreeMap::new(),
         next: FIRST_CONNECTION,
+        deaf: false,
         stopping: None,
     };
     let ended = server.watch_own().and_then(|()| server.run()).map_err(system("epoll"));
@@ -155,13 +156,15 @@ fn housekeeping(put_off: &Cell<PutOff>) {
 }
 
 /// The work that cannot wait for the next housekeeping.
-fn watch(_put_off: &Cell<PutOff>) {
+fn watch(put_off: &Cell<PutOff>) {
     mig_watch::watch();
     let Ok(config) = config_files::load() else { return };
-    let ended = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
-    match ended {
-        Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
-        Err(error) => tracing::debug!("{error}"),
+    let overdue = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
+    for ended in [overdue, Local::putting_off(&config, put_off).end_left(OWNS)] {
+        match ended {
+            Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
+            Err(error) => tracing::debug!("{error}"),
+        }
     }
 }
 
@@ -186,6 +189,8 @@ struct Server {
     /// By token, which is also the order of age.
     connections: BTreeMap<u64, Connection>,
     next: u64,
+    /// Whether new clients are not listened to, until something else has happened, or a second.
+    deaf: bool,
     /// When the service began to stop.
     stopping: Option<Instant>,
 }
@@ -227,6 +232,9 @@ impl Server {
                 Err(nix::errno::Errno::EINTR) => 0,
                 waited => waited?,
             };
+            if self.deaf {
+                self.listen_to_new(true);
+            }
             for event in &events[..count] {
                 self.handle(event.data());
             }
@@ -252,12 +260,24 @@ impl Server {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
-                    // Out of descriptors. The next round tries again, with one connection less.
+                    // Out of descriptors. The next round tries again, with one connection less. Where every client waits
+                    // for its answer there is none to close, and the listener would go on to be ready.
                     tracing::warn!("accept: {error}");
-                    self.make_place(|_| true, Duration::ZERO);
+                    if !self.make_place(|_| true, Duration::ZERO) {
+                        self.listen_to_new(false);
+                    }
                     return;
                 }
             }
+        }
+    }
+
+    fn listen_to_new(&mut self, listen: bool) {
+        let Some(listener) = &self.listener else { return };
+        let flags = if listen { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
+        match self.epoll.modify(&listener.socket, &mut EpollEvent::new(flags, LISTENER)) {
+            Ok(()) => self.deaf = !listen,
+            Err(error) => tracing::warn!("epoll: {error}"),
         }
     }
 

@@ -122,6 +122,7 @@ fn containers_of_the_stack_that_run_are_not_counted_twice() {
         process: Process { pid: 7, start_time: 1 },
         pid_namespace: 0,
         cgroup: Some("/sys/fs/cgroup/a".into()),
+        cgroup_inode: None,
     });
     let mut inventory = host(vec![device(0)]);
     inventory.devices[0].memory_free_bytes = 60 * GIB;

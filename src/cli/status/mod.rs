@@ -151,7 +151,7 @@ impl Status {
                 .collect(),
             warnings: Vec::new(),
         };
-        status.warnings = warnings::of(&status, usage, config);
+        status.warnings = warnings::of(&status, usage, ledger, config);
         status
     }
 

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::take_lease::LOOK_AGAIN;
 use super::{AdmitError, is_remote, state};
 use crate::config::Config;
 use crate::inventory::{self, Inventory, InventoryError};
@@ -61,7 +62,9 @@ pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
         }
         match load(config) {
             // MIG instances are being created or destroyed, for other containers or by `sublet mig apply`.
-            Err(InventoryError::Stale { .. }) if began.elapsed() < SETTLING => {}
+            Err(InventoryError::Stale { .. }) if began.elapsed() < SETTLING => {
+                std::thread::sleep(LOOK_AGAIN);
+            }
             loaded => return Ok(loaded?),
         }
     }

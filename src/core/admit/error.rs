@@ -4,7 +4,7 @@ use super::job_error::{JobError, Widened};
 use crate::broker::client::BrokerError;
 use crate::broker::policy_limits::PolicyLimitError;
 use crate::inventory::{InventoryError, NodeError};
-use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound};
+use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound, TooManyUnbound};
 use crate::mps::MpsError;
 use crate::oci::cdi::CdiError;
 use crate::oci::podman_storage;
@@ -40,6 +40,8 @@ pub enum AdmitError {
     Doubled(#[from] Doubled),
     #[error(transparent)]
     NotBound(#[from] NotBound),
+    #[error(transparent)]
+    TooManyUnbound(#[from] TooManyUnbound),
     #[error(transparent)]
     Mps(#[from] MpsError),
     #[error(
@@ -118,11 +120,10 @@ pub enum AdmitError {
     )]
     LateTmp,
     #[error(
-        "container {} was deleted, but processes in its cgroup still run: lease {lease} stays until they \
-         have ended (`sublet gc` frees it then)",
+        "container {}: {left}; lease {lease} stays until nothing of it runs any more (`sublet gc` frees it then)",
         safe(container)
     )]
-    StillRunning { lease: LeaseId, container: String },
+    StillRunning { lease: LeaseId, container: String, left: String },
 }
 
 impl From<CdiError> for AdmitError {
@@ -165,7 +166,7 @@ impl AdmitError {
             Self::PolicyLimit(limit) => limit.is_temporary(),
             Self::Job(job) => job.is_temporary(),
             Self::Broker(broker) => matches!(**broker, BrokerError::Refused { temporary: true, .. }),
-            Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } => true,
+            Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } | Self::TooManyUnbound(_) => true,
             _ => false,
         }
     }

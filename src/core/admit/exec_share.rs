@@ -55,8 +55,6 @@ pub enum EnterError {
 pub struct Share {
     /// The edit to their environment.
     pub environment: Environment,
-    /// The whole environment of the first process.
-    pub all: Vec<String>,
     /// The public directory of its MPS daemon on the host; `None`: the share needs no daemon.
     pub daemon: Option<PathBuf>,
 }
@@ -120,8 +118,7 @@ fn spec(record: &Path, bundle: Option<&Path>) -> Result<Option<(PathBuf, Value)>
 /// The share according to `spec`.
 fn of_spec(spec: &Value, default_names: &[String]) -> Share {
     let env = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
-    let all: Vec<String> = env.filter_map(Value::as_str).map(str::to_owned).collect();
-    let pairs = || all.iter().filter_map(|entry| entry.split_once('='));
+    let pairs = || env.clone().filter_map(Value::as_str).filter_map(|entry| entry.split_once('='));
     let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
     let set = pairs().filter(|(name, _)| grant::is_own_name(name)).map(owned).collect();
     let default = pairs().filter(|(name, _)| default_names.iter().any(|known| known == name)).map(owned);
@@ -131,7 +128,7 @@ fn of_spec(spec: &Value, default_names: &[String]) -> Share {
     let daemon = mounts.rev().find(|mount| mount["destination"] == grant::MPS_DIR);
     let daemon = daemon.and_then(|mount| mount["source"].as_str()).map(PathBuf::from);
     let environment = Environment { set, default, remove_prefixes: grant::own_prefixes() };
-    Share { environment, all, daemon }
+    Share { environment, daemon }
 }
 
 /// The names of variables that a share sets only if they are absent.
@@ -216,7 +213,6 @@ mod tests {
             ["CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "SUBLET_DEVICES", "SUBLET_MEMORY_BYTES"]
         );
         assert_eq!(names(&share.environment.default), ["XLA_PYTHON_CLIENT_MEM_FRACTION"]);
-        assert_eq!(share.all.len(), 7);
         assert_eq!(share.daemon.as_deref(), Some(Path::new("/run/sublet/mps/GPU-1/public")));
     }
 

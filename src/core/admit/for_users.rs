@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use super::end_left::Owns;
 use super::local::Local;
 use super::local_or_remote::State as _;
 use super::reconcile::read;
@@ -63,6 +64,21 @@ impl Local<'_> {
         }
     }
 
+    /// [`Local::free_for`] for a container of `uid` that was deleted: what it has left is ended, if it `owns` that.
+    ///
+    /// # Errors
+    /// As [`Local::free_for`].
+    pub fn end_for(&self, uid: u32, lease: &LeaseId, owns: Owns<'_>) -> Result<Option<Leftover>, AdmitError> {
+        let ledger = read(&self.store()?)?;
+        let own = ledger.lease(lease).filter(|held| held.brokered && held.container.uid == uid);
+        if let Some(held) = own.filter(|held| held.may_be_ended() && held.has_processes()) {
+            for line in self.end_once(held, &ledger, owns) {
+                tracing::warn!("{line}");
+            }
+        }
+        self.free_for(uid, lease)
+    }
+
     /// Frees `lease` of `uid` if none of its processes is left. Returns what the user has to remove. A lease that is
     /// not in the ledger is no error, because an end may be reported twice.
     ///
@@ -76,13 +92,11 @@ impl Local<'_> {
             return Err(AdmitError::NoLease(lease.clone()));
         }
         if held.has_processes() {
-            let container = held.container.id.clone();
-            return Err(AdmitError::StillRunning { lease: lease.clone(), container });
+            return Err(self.still_running(held, &ledger));
         }
         self.free(lease, &store)?;
         let rootfs = &held.container.rootfs;
-        let in_use =
-            ledger.leases.iter().any(|other| other.id != *lease && other.container.rootfs == *rootfs);
+        let in_use = others(held, &ledger).any(|other| other.container.rootfs == *rootfs);
         Ok((!in_use).then(|| Leftover {
             bundle: held.container.bundle.clone(),
             rootfs: rootfs.clone(),
@@ -164,9 +178,14 @@ impl Local<'_> {
     }
 }
 
+/// The leases of other containers, whose root filesystems and volumes may be those of `held`.
+fn others<'l>(held: &'l Lease, ledger: &'l Ledger) -> impl Iterator<Item = &'l Lease> {
+    ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(held.container.uid))
+}
+
 /// What the user has to remove from volumes that no other container with a share uses.
 fn free_volumes(held: &Lease, ledger: &Ledger) -> Vec<VolumeFiles> {
-    let others = ledger.leases.iter().filter(|other| other.id != held.id);
-    let used: Vec<u64> = others.flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
+    let volumes = others(held, ledger).flat_map(|other| &other.volumes);
+    let used: Vec<u64> = volumes.map(|volume| volume.device).collect();
     held.made_in_volumes().into_iter().filter(|volume| !used.contains(&volume.device)).collect()
 }

@@ -261,7 +261,7 @@ mod tests {
     fn a_lease_is_of_this_container_by_its_process_and_ends_when_that_is_gone() {
         let me = Process::current().unwrap();
         let mut held = lease(1, "GPU-a");
-        held.init = Some(Init { process: me, pid_namespace: 0, cgroup: None });
+        held.init = Some(Init { process: me, pid_namespace: 0, cgroup: None, cgroup_inode: None });
         let ledger = Ledger { leases: vec![held], ..Ledger::empty("boot") };
         assert!(lease_of(&ledger, me).is_some(), "whatever names it is given");
         assert!(lease_of(&ledger, Process { start_time: 1, ..me }).is_none());

@@ -145,11 +145,11 @@ impl Local<'_> {
         self.update(|ledger| {
             let placement = narrowed(request, job, ledger, inventory, self.config)?;
             let of_job = job_of(cgroup, candidate.container.uid);
+            ledger.check_unbound(candidate.container.uid)?;
             let lease = Lease {
-                brokered: true,
                 job: Some(Job { step: cgroup.step.clone(), ..of_job }),
                 within: Some(job.id.clone()),
-                ..lease_for(candidate, &placement, &told.image, id, self.config)
+                ..lease_for(candidate, &placement, &told.image, id, self.config).of_user()
             };
             ledger.insert(lease.clone())?;
             Ok((lease, placement))
@@ -191,7 +191,12 @@ impl Local<'_> {
             record: PathBuf::new(),
         };
         let candidate = Candidate { container, owner: first, engine: None };
-        let init = Init { process: first, pid_namespace: 0, cgroup: Some(cgroup.dir.clone()) };
+        let init = Init {
+            process: first,
+            pid_namespace: 0,
+            cgroup: Some(cgroup.dir.clone()),
+            cgroup_inode: Some(cgroup.inode),
+        };
         let hold = JobHold { job: job_of(cgroup, uid), init };
         let request = request_of_job(share);
         let terms = Terms { rootfs: Rootfs::OfJob(&hold), limit: None };

@@ -19,7 +19,9 @@ pub fn clear_unbound(bundle: &Path, config: &Config) {
     let Ok(root) = bundle.join(root).canonicalize() else { return };
     let rootfs = podman_storage::root_filesystem(root, &spec, bundle);
     let (Ok(rootfs), Ok(inventory)) = (rootfs, inventory::last(config)) else { return };
-    if may_be_in_use(&rootfs, config) {
+    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
+    let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
+    if may_be_in_use(&rootfs, lease.as_ref(), config) {
         return;
     }
     let ours = |mount: &&Value| {
@@ -30,8 +32,7 @@ pub fn clear_unbound(bundle: &Path, config: &Config) {
     let points: Vec<PathBuf> =
         mounts.filter_map(|mount| mount["destination"].as_str().map(PathBuf::from)).collect();
     oci::cleanup_mount_points(&rootfs, &points);
-    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
-    if let Some(lease) = record.and_then(Value::as_str).and_then(Lease::from_annotation) {
+    if let Some(lease) = lease {
         clear_volumes(&lease, config);
     }
 }
@@ -43,8 +44,7 @@ pub(super) fn clear_volumes(lease: &Lease, config: &Config) {
     if volumes.is_empty() {
         return;
     }
-    let ledger: Value = serde_json::from_slice(&ledger::written(&config.state_dir)).unwrap_or_default();
-    let Some(leases) = ledger["leases"].as_array() else { return };
+    let Some(leases) = leases_beside(Some(lease), config) else { return };
     let others: Vec<u64> = leases
         .iter()
         .flat_map(|lease| lease["volumes"].as_array().into_iter().flatten())
@@ -55,10 +55,21 @@ pub(super) fn clear_volumes(lease: &Lease, config: &Config) {
     });
 }
 
-/// Whether a lease uses that root filesystem. Every user may read the ledger, including users who may not open the
-/// store.
-fn may_be_in_use(rootfs: &Path, config: &Config) -> bool {
-    let ledger: Value = serde_json::from_slice(&ledger::written(&config.state_dir)).unwrap_or_default();
-    let Some(leases) = ledger["leases"].as_array() else { return true };
-    leases.iter().any(|lease| lease["container"]["rootfs"].as_str().map(Path::new) == Some(rootfs))
+/// Whether a lease uses the root filesystem of the container that had `lease`.
+pub(super) fn may_be_in_use(rootfs: &Path, lease: Option<&Lease>, config: &Config) -> bool {
+    let is_its = |other: &Value| other["container"]["rootfs"].as_str().map(Path::new) == Some(rootfs);
+    leases_beside(lease, config).is_none_or(|leases| leases.iter().any(is_its))
+}
+
+/// The leases whose containers may have the root filesystem and volumes of the container that had `lease`
+/// ([`Lease::is_believed_by`]); `None`: that is not known. Every user may read the ledger, including users who may not
+/// open the store.
+fn leases_beside(lease: Option<&Lease>, config: &Config) -> Option<Vec<Value>> {
+    let mut ledger: Value = serde_json::from_slice(&ledger::written(&config.state_dir)).ok()?;
+    let Value::Array(mut leases) = ledger["leases"].take() else { return None };
+    let uid = lease.map(|lease| u64::from(lease.container.uid));
+    leases.retain(|other| {
+        other["brokered"] != true || uid.is_none() || other["container"]["uid"].as_u64() == uid
+    });
+    Some(leases)
 }

@@ -1,7 +1,6 @@
 //! Taking and freeing shares if the state is on this host's disk.
 
 use std::path::Path;
-use std::time::Instant;
 
 use serde_json::Value;
 
@@ -11,7 +10,7 @@ use super::local_or_remote::State;
 use super::reconcile::{clear_before, read};
 use super::request_of_spec::{RequestSource, blame_gone_cdi_device, is_of_bundle, request_of, undo};
 use super::take_lease::{self, Rootfs, Terms};
-use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, current_inventory, last_refusals};
+use super::{Admission, AdmitError, Candidate, current_inventory, last_refusals};
 use crate::grant::{self, Grant};
 use crate::inventory::{self, Inventory};
 use crate::ledger::{self, Binding, Container, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Store};
@@ -183,16 +182,7 @@ impl State for Local<'_> {
             self.finish_for_others(&ledger, &store);
             return Ok(());
         };
-        let deadline = Instant::now() + EMPTY_CGROUP;
-        while held.has_processes() {
-            if Instant::now() > deadline {
-                return Err(AdmitError::StillRunning {
-                    lease: lease.clone(),
-                    container: held.container.id.clone(),
-                });
-            }
-            held.await_change(deadline.saturating_duration_since(Instant::now()));
-        }
+        self.await_end(&held, &store)?;
         self.free(lease, &store)
     }
 

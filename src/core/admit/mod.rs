@@ -9,6 +9,7 @@
 
 mod current_inventory;
 pub mod dynamic_mig;
+mod end_left;
 mod error;
 mod exec_share;
 mod for_users;
@@ -44,6 +45,7 @@ use remote::Remote;
 
 pub use current_inventory::{confirmed_inventory, fresh_inventory, refresh};
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
+pub use end_left::Owns;
 pub use error::AdmitError;
 pub use exec_share::{EnterError, Share, enter, may_have_share, share_of};
 pub use grant_at_prestart::{Late, end_of, late};

@@ -36,7 +36,7 @@ impl AdmitError {
             Self::Node(_) => "device-nodes",
             Self::Job(job) if matches!(**job, JobError::NoPlace { .. }) => "no-room",
             Self::Job(_) => "job",
-            Self::PolicyLimit(_) | Self::NoDeviceAllowed => "policy",
+            Self::PolicyLimit(_) | Self::TooManyUnbound(_) | Self::NoDeviceAllowed => "policy",
             Self::Broker(error) => of_broker(error),
             Self::NoLease(_) | Self::NotHeld | Self::NotBound(_) | Self::Unbound { .. } => "no-lease",
             Self::Doubled(_) | Self::StillRunning { .. } | Self::LayoutChanged => "busy",

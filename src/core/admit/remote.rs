@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::left_mount_points::clear_volumes;
+use super::left_mount_points::{clear_volumes, may_be_in_use};
 use super::local_or_remote::State;
 use super::request_of_spec::{RequestSource, is_of_bundle, request_of, undo};
 use super::take_lease::pause;
@@ -136,10 +136,8 @@ impl State for Remote<'_> {
     /// Another command has already freed the lease. What the container left is known from its own annotation.
     fn clear_after(&self, lease: &Lease) {
         let rootfs = &lease.container.rootfs;
-        // Another container with the same root filesystem may hold a share. If the path does not exist, there is
-        // nothing to check.
-        let in_use = rootfs.to_str().is_none_or(|rootfs| self.is_mentioned(rootfs));
-        if !in_use {
+        // Another container with the same root filesystem may hold a share.
+        if !may_be_in_use(rootfs, Some(lease), self.config) {
             oci::cleanup_mount_points(rootfs, &lease.mount_points);
         }
         clear_volumes(lease, self.config);

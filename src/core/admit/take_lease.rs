@@ -23,7 +23,7 @@ use crate::process::epoch_seconds;
 use crate::request::Request;
 
 /// Between two looks for a free share, at the least and at the most.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
+pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(100);
 const LOOK_AGAIN_LATE: Duration = Duration::from_secs(1);
 
 /// The pause after a look that found no free share. Each look takes milliseconds of a processor and the ledger's lock, so
@@ -79,7 +79,7 @@ impl Rootfs<'_> {
     fn noted(self, lease: Lease) -> Lease {
         match self {
             Self::OfSpec(_) => lease,
-            Self::Told(_) => Lease { brokered: true, ..lease },
+            Self::Told(_) => lease.of_user(),
             Self::OfJob(hold) => Lease {
                 state: LeaseState::Active,
                 init: Some(hold.init.clone()),
@@ -226,6 +226,7 @@ impl Search<'_> {
                     continue;
                 }
                 Err(Look::Changed) if began.elapsed() < SETTLING => {
+                    self.candidate.wait(LOOK_AGAIN);
                     refreshed = Some(refresh(self.local.config)?);
                     continue;
                 }
@@ -287,6 +288,10 @@ impl Search<'_> {
                 return Err(Look::RefreshFirst);
             }
             terms.check(&placement, ledger)?;
+            if matches!(terms.rootfs, Rootfs::Told(_)) {
+                let checked = ledger.check_unbound(candidate.container.uid);
+                checked.map_err(|error| Look::Temporary(error.into()))?;
+            }
             let lease = lease_for(candidate, &placement, &image, self.id.clone(), config);
             let lease = terms.rootfs.noted(lease);
             ledger.insert(lease.clone())?;

@@ -94,6 +94,12 @@ pub enum Ask {
         /// Why.
         reason: String,
     },
+    /// Asks for the start of an MPS daemon that a lease needs. Only for processes of the service's own user, root: their
+    /// own children would stay below a container runtime.
+    StartDaemon {
+        /// The daemon's key.
+        key: String,
+    },
     /// Asks for what a program of the client's job of Slurm's gets.
     Job,
     /// Asks what the user holds and what their policy still allows.
@@ -152,6 +158,10 @@ pub enum Answer {
     Lease(Option<LeaseId>),
     /// To `end` and `withdraw`: what the client has to remove, if anything.
     Freed(Option<Leftover>),
+    /// To `start-daemon`: warnings, one line each.
+    Started(Vec<String>),
+    /// To `start-daemon`: why it could not be started.
+    NotStarted(String),
     /// To `job`; `None`: the job asked Slurm for no GPU.
     Job(Option<JobEnvironment>),
     /// To `status`.
@@ -291,6 +301,10 @@ mod tests {
             written(&Ask::HandOver { lease: id('1'), owner: 7 }),
             "{\"v\":1,\"do\":\"hand-over\",\"lease\":\"00000000000000a1\",\"owner\":7}\n"
         );
+        assert_eq!(
+            written(&Ask::StartDaemon { key: "GPU-1".into() }),
+            "{\"v\":1,\"do\":\"start-daemon\",\"key\":\"GPU-1\"}\n"
+        );
         let admit = Admit {
             container: ContainerNames {
                 id: "c1".into(),
@@ -318,6 +332,8 @@ mod tests {
             (Answer::Lease(None), "{\"v\":1,\"lease\":null}\n"),
             (Answer::AlreadyGranted(id('2')), "{\"v\":1,\"already-granted\":\"00000000000000a2\"}\n"),
             (Answer::Refused(refused), "{\"v\":1,\"refused\":{\"reason\":\"no\",\"temporary\":true}}\n"),
+            (Answer::Started(vec!["x".into()]), "{\"v\":1,\"started\":[\"x\"]}\n"),
+            (Answer::NotStarted("no".into()), "{\"v\":1,\"not-started\":\"no\"}\n"),
             (Answer::Busy("wait".into()), "{\"v\":1,\"busy\":\"wait\"}\n"),
         ];
         for (answer, expected) in cases {
@@ -362,8 +378,8 @@ mod tests {
 
         #[test]
         fn any_json_about_right_is_answered_in_one_safe_line(
-            verb in "(admit|bind|ending|unmark|end|withdraw|enter|status|[a-z]{1,5})",
-            key in "(lease|pid|id|record|container|annotations|image|[a-z]{1,4})",
+            verb in "(admit|bind|ending|unmark|end|withdraw|enter|start-daemon|status|[a-z]{1,5})",
+            key in "(lease|pid|id|key|record|container|annotations|image|[a-z]{1,4})",
             value in "(null|true|-?[0-9]{1,30}|\"[^\"\\\\]{0,20}\"|\\[\\]|\\{\\}|\\{\"id\":1\\})",
         ) {
             let line = format!("{{\"v\":1,\"do\":\"{verb}\",\"{key}\":{value}}}");

@@ -51,7 +51,12 @@ fn send_to<'l>(socket: &Path, lines: &'l [String], events: &[Event]) -> &'l [Str
 fn entry(line: &str, event: &Event) -> String {
     // As syslog's: 4 is warning, 6 informational.
     let priority = match event.kind {
-        Kind::Refused | Kind::Guard | Kind::MpsFailed | Kind::LedgerRebuilt => 4,
+        Kind::LeftEnded
+        | Kind::LeftRunning
+        | Kind::Refused
+        | Kind::Guard
+        | Kind::MpsFailed
+        | Kind::LedgerRebuilt => 4,
         _ => 6,
     };
     let words = [event.kind.as_str(), &event.container_id, &event.daemon, &event.text];

@@ -28,6 +28,10 @@ pub enum Kind {
     LeaseBound,
     /// Its share is free again.
     LeaseEnded,
+    /// A process that a deleted container had left was ended.
+    LeftEnded,
+    /// A process that a deleted container has left is not ended.
+    LeftRunning,
     /// A container was refused.
     Refused,
     /// The guard found an offence.
@@ -56,10 +60,12 @@ pub enum Kind {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 17] = [
         Self::LeaseTaken,
         Self::LeaseBound,
         Self::LeaseEnded,
+        Self::LeftEnded,
+        Self::LeftRunning,
         Self::Refused,
         Self::Guard,
         Self::MpsStarted,
@@ -81,6 +87,8 @@ impl Kind {
             Self::LeaseTaken => "lease-taken",
             Self::LeaseBound => "lease-bound",
             Self::LeaseEnded => "lease-ended",
+            Self::LeftEnded => "left-ended",
+            Self::LeftRunning => "left-running",
             Self::Refused => "refused",
             Self::Guard => "guard",
             Self::MpsStarted => "mps-started",

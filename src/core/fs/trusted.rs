@@ -4,7 +4,7 @@
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Read as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
-use std::path::Path;
+use std::path::{Ancestors, Path};
 
 use nix::libc::{ELOOP, O_NOFOLLOW, O_NONBLOCK};
 
@@ -18,11 +18,13 @@ use crate::text::safe;
 pub fn make(dir: &Path) -> Result<(), String> {
     let meta = match fs::symlink_metadata(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            check_before(dir)?;
             create(dir).map_err(|error| format!("cannot be created: {error}"))?;
             fs::symlink_metadata(dir)
         }
         // It was created under a caller's umask, or by a sublet process that was killed before it set the mode.
         Ok(meta) if is_closed(&meta) => {
+            check_before(dir)?;
             fs::set_permissions(dir, Permissions::from_mode(meta.mode() & 0o7777 | 0o755))
                 .map_err(|error| format!("cannot be made readable for other users: {error}"))?;
             fs::symlink_metadata(dir)
@@ -69,24 +71,38 @@ fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
             meta.mode() & 0o7777
         ));
     }
-    for above in dir.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty()) {
+    dir.parent().map_or(Ok(()), |parent| check_above(parent.ancestors()))
+}
+
+/// Checks that nobody else may put something else in the place of `dir` while it is made.
+fn check_before(dir: &Path) -> Result<(), String> {
+    let there = dir.ancestors().skip(1).find(|above| fs::symlink_metadata(above).is_ok());
+    there.map_or(Ok(()), |there| check_above(there.ancestors()))
+}
+
+/// Checks that nobody else may replace what is in these directories.
+fn check_above(directories: Ancestors<'_>) -> Result<(), String> {
+    for above in directories.filter(|above| !above.as_os_str().is_empty()) {
         let shown = || safe(&above.to_string_lossy());
-        let meta = fs::metadata(above);
-        let meta =
-            meta.map_err(|error| format!("{}, which is above it, cannot be examined: {error}", shown()))?;
-        if can_be_swapped(&meta) {
+        let unknown = |error| format!("{}, which is above it, cannot be examined: {error}", shown());
+        let meta = fs::symlink_metadata(above).map_err(unknown)?;
+        if meta.is_symlink() {
+            check_above(above.canonicalize().map_err(unknown)?.ancestors())?;
+        } else if can_be_swapped(&meta) {
             return Err(format!(
-                "every user may write to {}, which is above it, and could replace it",
-                shown()
+                "others may write to {}, which is above it, and could replace it (uid {}, mode {:o})",
+                shown(),
+                meta.uid(),
+                meta.mode() & 0o7777
             ));
         }
     }
     Ok(())
 }
 
-/// Whether every user may rename files in this directory. Not if it is sticky, as /tmp is.
+/// Whether others may rename files in this directory. In one that is sticky, as /tmp is, only its owner may.
 fn can_be_swapped(dir: &Metadata) -> bool {
-    dir.mode() & 0o1002 == 0o002
+    !is_trusted_owner(dir.uid()) || dir.mode() & 0o022 != 0 && dir.mode() & 0o1000 == 0
 }
 
 /// Whether files of `uid` are trusted: those of root and of this user.
@@ -201,6 +217,8 @@ pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use nix::unistd::Uid;
+
     use super::*;
 
     fn mode(path: &Path, mode: u32) {
@@ -214,12 +232,36 @@ mod tests {
         make(&state).unwrap();
         assert_eq!(distrust(&state), None);
         mode(&above, 0o777);
-        let expected =
-            format!("every user may write to {}, which is above it, and could replace it", above.display());
-        assert_eq!(make(&state), Err(expected.clone()));
-        assert_eq!(distrust(&state), Some(expected));
+        let uid = nix::unistd::geteuid();
+        let refused = |state: &Path, uid: Uid, mode: &str| {
+            let expected = format!(
+                "others may write to {}, which is above it, and could replace it (uid {uid}, mode {mode})",
+                above.display()
+            );
+            assert_eq!(make(state), Err(expected.clone()));
+            assert_eq!(distrust(state), Some(expected));
+        };
+        refused(&state, uid, "777");
+        assert!(make(&above.join("new/sublet")).is_err() && !above.join("new").exists());
+        mode(&above, 0o775);
+        refused(&state, uid, "775");
         mode(&above, 0o1777);
         make(&state).unwrap();
+        // By way of a link, in a directory that only we may write to.
+        let linked = dir.path().join("link/sublet");
+        std::os::unix::fs::symlink(&above, dir.path().join("link")).unwrap();
+        make(&linked).unwrap();
+        mode(&above, 0o777);
+        refused(&linked, uid, "777");
+        if uid.is_root() {
+            for mode in [0o755, 0o1777] {
+                super::tests::mode(&above, mode);
+                std::os::unix::fs::chown(&above, Some(4321), None).unwrap();
+                refused(&state, Uid::from_raw(4321), &format!("{mode:o}"));
+            }
+            std::os::unix::fs::chown(&above, Some(0), None).unwrap();
+        }
+        mode(&above, 0o755);
         mode(&state, 0o775);
         assert!(make(&state).unwrap_err().starts_with("others than its owner may write to it"));
         assert_eq!(distrust(&dir.path().join("none")), None);

@@ -12,6 +12,13 @@ pub(crate) fn is_unified(mount: &Path) -> bool {
     is_there().or_else(|_| is_there()).unwrap_or(false)
 }
 
+/// The path of the cgroup directory `dir` below its hierarchy's root.
+pub(crate) fn below_hierarchy(dir: &Path) -> PathBuf {
+    let below = dir.strip_prefix(MOUNT).unwrap_or(dir);
+    let root = usize::from(!is_unified(Path::new(MOUNT)));
+    below.components().skip(root).collect()
+}
+
 /// The v2 hierarchy. In the hybrid layout it exists beside v1's.
 pub(crate) fn unified(mount: &Path) -> PathBuf {
     if is_unified(mount) { mount.to_owned() } else { mount.join("unified") }

@@ -11,6 +11,9 @@ use crate::text::safe;
 /// monitor and the runtime creates the container. A later container is refused.
 const TIME_TO_BIND: u64 = 60;
 
+/// The most leases of one user that wait for their containers. A container is created in less than a second.
+const MOST_UNBOUND: usize = 64;
+
 /// The container that a hook was told about.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Binding {
@@ -44,7 +47,22 @@ pub enum NotBound {
     },
 }
 
+/// A user holds too many leases whose containers have not been created.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "you hold {MOST_UNBOUND} leases whose containers have not been created yet: wait until they are, or until their \
+     leases are freed after {TIME_TO_BIND} s"
+)]
+pub struct TooManyUnbound;
+
 impl Lease {
+    /// The same, taken by a user through `sublet serve`: whoever takes a share and never starts a container must not
+    /// keep it.
+    #[must_use]
+    pub(crate) fn of_user(self) -> Self {
+        Self { brokered: true, bind_by: Some(uptime_seconds() + TIME_TO_BIND), ..self }
+    }
+
     /// Whether it still waits for a container to be bound to.
     #[must_use]
     pub(crate) fn is_unbound(&self) -> bool {
@@ -59,12 +77,24 @@ impl Lease {
 }
 
 impl Ledger {
-    /// Makes `owner` responsible for the unbound lease `id`, for the time that binding may take.
+    /// Makes `owner` responsible for the unbound lease `id`, for the time that binding may take. That of a user's began
+    /// when it was taken, because a user may hand it over again and again.
     pub fn hand_over(&mut self, id: &LeaseId, owner: Process) {
         if let Some(lease) = self.lease_mut(id) {
             lease.owner = owner;
-            lease.bind_by = Some(uptime_seconds() + TIME_TO_BIND);
+            if !lease.brokered {
+                lease.bind_by = Some(uptime_seconds() + TIME_TO_BIND);
+            }
         }
+    }
+
+    /// Whether `uid` may take another lease through `sublet serve`.
+    ///
+    /// # Errors
+    /// Too many of theirs wait for a container.
+    pub(crate) fn check_unbound(&self, uid: u32) -> Result<(), TooManyUnbound> {
+        let waits = |lease: &&Lease| lease.brokered && lease.init.is_none() && lease.container.uid == uid;
+        if self.leases.iter().filter(waits).count() < MOST_UNBOUND { Ok(()) } else { Err(TooManyUnbound) }
     }
 
     /// Removes the unbound leases that `owner` holds for container `id` of `uid`. `owner` starts the container anew, so
@@ -118,7 +148,12 @@ mod tests {
     }
 
     fn binding(id: &str, pid: i32) -> Binding {
-        let init = Init { process: Process { pid, start_time: 5 }, pid_namespace: 9, cgroup: None };
+        let init = Init {
+            process: Process { pid, start_time: 5 },
+            pid_namespace: 9,
+            cgroup: None,
+            cgroup_inode: None,
+        };
         Binding { id: id.into(), bundle: "/b".into(), record: "/run/crun/c".into(), init }
     }
 
@@ -143,6 +178,24 @@ mod tests {
             assert_eq!(bound.container.record.to_str(), Some("/run/crun/c"));
             assert_eq!(bound.init.as_ref().unwrap().process.pid, 7);
         }
+    }
+
+    #[test]
+    fn a_user_holds_few_leases_without_a_container_and_none_for_long() {
+        let own = |n| {
+            let mut lease = unbound(n, "c").of_user();
+            lease.container.uid = 1001;
+            lease
+        };
+        let mut ledger = ledger((0..63).map(own).collect());
+        assert_eq!(ledger.check_unbound(1001), Ok(()));
+        let last = Lease { bind_by: Some(7), ..own(63) };
+        ledger.leases.push(last.clone());
+        assert_eq!((ledger.check_unbound(1001), ledger.check_unbound(1002)), (Err(TooManyUnbound), Ok(())));
+        ledger.hand_over(&last.id, Process { pid: 3, start_time: 4 });
+        assert_eq!(ledger.leases[63].bind_by, Some(7), "as it was taken");
+        ledger.bind(&last.id, &binding("c", 7)).unwrap();
+        assert_eq!(ledger.check_unbound(1001), Ok(()));
     }
 
     #[test]

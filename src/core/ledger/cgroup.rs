@@ -1,5 +1,6 @@
 //! Whether processes run in a container's cgroup, and which cgroup that is if no record names it.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Read as _};
 use std::os::fd::AsFd as _;
@@ -14,10 +15,10 @@ use serde::Deserialize;
 use super::Container;
 use super::runtime_record::{read_bounded, table};
 use crate::host::cgroup_layout::{MOUNT, is_unified};
-use crate::process::Process;
+use crate::process::{Process, is_gone};
 use crate::text::safe;
 
-/// A v1 cgroup with more cgroups than this below it counts as populated, so that the walk stays short.
+/// A cgroup with more cgroups than this below it is not walked through. In v1 it counts as populated.
 const MOST_CGROUPS: usize = 1000;
 
 /// How soon to look again where nothing tells of a change.
@@ -28,7 +29,7 @@ pub(super) fn is_populated(dir: &Path) -> io::Result<bool> {
     match read_bounded(&dir.join("cgroup.events")) {
         // cgroup v2 includes the descendants (cgroups(7)).
         Ok(Some(events)) => Ok(String::from_utf8_lossy(&events).lines().any(|line| line == "populated 1")),
-        Ok(None) => is_populated_v1(dir),
+        Ok(None) => Ok(!live_processes(dir)?.is_empty()),
         Err(error) if is_removed(&error) => Ok(false),
         Err(error) => Err(error),
     }
@@ -49,14 +50,20 @@ pub(super) fn await_change(dir: &Path, longest: Duration) {
     }
 }
 
-fn is_populated_v1(dir: &Path) -> io::Result<bool> {
+/// The live processes in the cgroup `dir` and below. None of an absent cgroup.
+///
+/// # Errors
+/// A cgroup or a process cannot be read, or there are too many cgroups.
+pub(super) fn live_processes(dir: &Path) -> io::Result<Vec<Process>> {
+    let mut pids = BTreeSet::new();
     let mut open = vec![dir.to_owned()];
     let mut seen = 0;
     while let Some(dir) = open.pop() {
         seen += 1;
-        if seen > MOST_CGROUPS || has_live_process(&dir)? {
-            return Ok(true);
+        if seen > MOST_CGROUPS {
+            return Err(io::Error::other(format!("there are more than {MOST_CGROUPS} cgroups in it")));
         }
+        pids.extend(pids_in(&dir)?);
         let entries = match fs::read_dir(&dir) {
             Err(error) if is_removed(&error) => continue,
             entries => entries?,
@@ -68,18 +75,37 @@ fn is_populated_v1(dir: &Path) -> io::Result<bool> {
             }
         }
     }
-    Ok(false)
+    // v1 also lists zombies, which hold no resources.
+    let found = pids.into_iter().map(|pid| Ok(Process::examine(pid)?.filter(Process::is_alive)));
+    found.filter_map(io::Result::transpose).collect()
 }
 
-/// v1 also lists zombies, which hold no resources.
-fn has_live_process(dir: &Path) -> io::Result<bool> {
-    let pids = match read_bounded(&dir.join("cgroup.procs")) {
-        Err(error) if is_removed(&error) => return Ok(false),
-        pids => pids?.unwrap_or_default(),
+/// The processes in the cgroup `dir`. Of one whose first thread alone has ended, v2 lists only the threads.
+fn pids_in(dir: &Path) -> io::Result<Vec<i32>> {
+    let list = |name: &str| -> io::Result<_> {
+        match read_bounded(&dir.join(name)) {
+            Err(error) if is_removed(&error) => Ok(None),
+            list => Ok(list?.map(|list| numbers(&list))),
+        }
     };
-    let pids = String::from_utf8_lossy(&pids).into_owned();
-    let mut pids = pids.lines().filter_map(|line| line.parse().ok());
-    Ok(pids.any(Process::may_run))
+    let Some(threads) = list("cgroup.threads")? else { return Ok(list("cgroup.procs")?.unwrap_or_default()) };
+    threads.into_iter().filter_map(|thread| process_of_thread(thread).transpose()).collect()
+}
+
+fn numbers(text: &[u8]) -> Vec<i32> {
+    String::from_utf8_lossy(text).lines().filter_map(|line| line.parse().ok()).collect()
+}
+
+/// The id of the process of a thread (`Tgid`, proc(5)); `None` if it has ended.
+fn process_of_thread(thread: i32) -> io::Result<Option<i32>> {
+    // v2 lists threads that this PID namespace does not show as 0.
+    if thread <= 0 {
+        return Err(io::Error::other("a process in it is of a PID namespace that is not seen from here"));
+    }
+    match fs::read_to_string(format!("/proc/{thread}/status")) {
+        Err(error) if is_gone(&error) => Ok(None),
+        status => Ok(status?.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok())),
+    }
 }
 
 /// Reading a cgroup that was removed while open fails with ENODEV.
@@ -194,6 +220,20 @@ fn is_named_for(name: &str, id: &str) -> bool {
 mod tests {
     use super::super::fixture::lease;
     use super::*;
+    use crate::process::{fixture, pidfd_await_end};
+
+    #[test]
+    fn a_process_whose_first_thread_has_ended_is_in_its_cgroup_of_v1_until_its_last_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut started = fixture::without_first_thread();
+        let process = started.process();
+        fs::write(dir.path().join("cgroup.procs"), format!("{}\n", process.pid)).unwrap();
+        assert!(is_populated(dir.path()).unwrap());
+        let held = process.hold().unwrap().unwrap();
+        started.end();
+        assert!(pidfd_await_end(&held, Duration::from_secs(60)));
+        assert!(!is_populated(dir.path()).unwrap(), "a zombie is left");
+    }
 
     #[test]
     fn cgroups_are_named_for_containers_in_every_engines_way() {

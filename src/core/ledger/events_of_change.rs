@@ -90,10 +90,10 @@ fn bound(lease: &Lease, init: &Init) -> Event {
 }
 
 /// Milliseconds from the start of the lease's owner, the process that takes it, to `then`. A hook's owner is a service
-/// that may have run for days.
+/// that may have run for days. Whoever takes one for a user has just been started.
 fn since_owners_start(lease: &Lease, then: u64) -> Option<u64> {
     let start = lease.owner.start_time.saturating_mul(TICKS_MILLISECONDS);
-    then.checked_sub(start).filter(|_| lease.bind_by.is_none())
+    then.checked_sub(start).filter(|_| lease.bind_by.is_none() || lease.brokered)
 }
 
 /// Its mode and its limits.
@@ -216,7 +216,12 @@ mod tests {
 
     fn bound_lease(number: u64) -> Lease {
         let owner = Process { pid: 1, start_time: 1000 };
-        let init = Init { process: Process { pid: 2, start_time: 1012 }, pid_namespace: 0, cgroup: None };
+        let init = Init {
+            process: Process { pid: 2, start_time: 1012 },
+            pid_namespace: 0,
+            cgroup: None,
+            cgroup_inode: None,
+        };
         Lease { owner, init: Some(init), ..lease(number, GPU) }
     }
 

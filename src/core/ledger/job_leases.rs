@@ -80,7 +80,7 @@ mod tests {
         let job = |inode| Job { id: 7, step: None, uid: 1000, cgroup_inode: inode };
         let inode = fs::metadata(cgroup.path()).unwrap().ino();
         let (process, cgroup) = (Process::current().unwrap(), Some(cgroup.path().to_owned()));
-        let init = Some(Init { process, pid_namespace: 0, cgroup });
+        let init = Some(Init { process, pid_namespace: 0, cgroup, cgroup_inode: None });
         let held = Lease { job: Some(job(inode)), init, ..lease(1, "GPU-a") };
         let rebuilt = || rebuild(state.path(), None, "boot", None).unwrap().leases;
         held.remember_of_job(state.path()).unwrap();

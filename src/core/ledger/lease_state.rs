@@ -76,6 +76,14 @@ impl Ledger {
         Some(id)
     }
 
+    /// The container of lease `id` was deleted, and `ender` ends what it has left.
+    pub(crate) fn mark_deleted(&mut self, id: &LeaseId, ender: Process) {
+        if let Some(lease) = self.lease_mut(id) {
+            lease.state = LeaseState::Ending;
+            lease.owner = ender;
+        }
+    }
+
     /// A failed delete leaves the lease as it was.
     pub(crate) fn unmark_ending(&mut self, id: &LeaseId) {
         if let Some(lease) = self.lease_mut(id) {

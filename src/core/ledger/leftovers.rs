@@ -33,13 +33,13 @@ impl Ledger {
         }
     }
 
-    /// Leftovers whose root filesystem no live container uses, without the volumes that live containers use.
+    /// Leftovers whose root filesystem no live container of root's uses, without the volumes that those use.
     #[must_use]
     pub(crate) fn clearable(&self) -> Vec<Leftover> {
-        let in_use = |left: &&Leftover| self.leases.iter().any(|lease| lease.container.rootfs == left.rootfs);
+        let roots = || self.leases.iter().filter(|lease| lease.is_believed_by(0));
+        let in_use = |left: &&Leftover| roots().any(|lease| lease.container.rootfs == left.rootfs);
         // A container may have the same volume at another path. A volume on the same file system counts as the same.
-        let used: Vec<u64> =
-            self.leases.iter().flat_map(|lease| &lease.volumes).map(|volume| volume.device).collect();
+        let used: Vec<u64> = roots().flat_map(|lease| &lease.volumes).map(|volume| volume.device).collect();
         let free = |left: &Leftover| {
             let volumes = left.volumes.iter().filter(|volume| !used.contains(&volume.device));
             let free = Leftover { volumes: volumes.cloned().collect(), ..left.clone() };
@@ -62,6 +62,13 @@ impl Ledger {
 }
 
 impl Lease {
+    /// Whether what it says of its root filesystem and volumes counts where those of `uid`'s containers are concerned.
+    /// A user may tell `sublet serve` anything of them, and could keep from being removed what others' containers left.
+    #[must_use]
+    pub(crate) fn is_believed_by(&self, uid: u32) -> bool {
+        !self.brokered || self.container.uid == uid
+    }
+
     /// What is to be removed from volumes after it has ended.
     #[must_use]
     pub(crate) fn made_in_volumes(&self) -> Vec<VolumeFiles> {
@@ -120,6 +127,20 @@ mod tests {
         assert!(clearable.iter().any(|left| left.volumes == [volume(2, "y")]), "{clearable:?}");
         ledger.forget(&clearable);
         assert_eq!(ledger.leftovers, []);
+    }
+
+    #[test]
+    fn what_a_user_says_of_a_container_keeps_no_file_of_roots_where_it_is() {
+        let volumes =
+            vec![VolumeFiles { directory: "/srv/v".into(), device: 1, inode: 7, files: vec!["x".into()] }];
+        let roots = Lease { volumes, mount_points: vec!["/lib/a".into()].into(), ..lease(1, "GPU-a") };
+        let mut told = Lease { id: lease(2, "GPU-a").id, brokered: true, ..roots.clone() };
+        told.container.uid = 1001;
+        let mut ledger = ledger(vec![roots.clone(), told.clone()]);
+        assert!(!ledger.is_to_be_cleared(&roots));
+        ledger.remove(&roots.id);
+        assert_eq!(ledger.clearable(), ledger.leftovers);
+        assert!(told.is_believed_by(1001) && !told.is_believed_by(1002) && roots.is_believed_by(1002));
     }
 
     /// In the form that older versions wrote.

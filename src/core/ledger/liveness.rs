@@ -1,17 +1,14 @@
 //! Whether a lease's container is still alive: its processes, its runtime's record, its cgroup.
 
 use std::io;
-use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-
 use super::cgroup::{self, is_populated, sign_of_life};
 use super::runtime_record::{Record, pid_namespace};
 use super::{Freed, Init, Lease, LeaseState, Ledger, Leftover};
-use crate::process::{Process, pidfd_open};
+use crate::process::{Process, pidfd_await_end};
 use crate::text::safe;
 
 /// What happened to a lease's container.
@@ -97,9 +94,8 @@ fn is_gone(lease: &mut Lease, seen: &Alive) -> bool {
 /// A `delete` that was killed leaves a lease marked as ending. If the runtime still has a record of the container, it
 /// may still be alive.
 fn was_not_deleted(lease: &Lease) -> bool {
-    let lives = || lease.init.as_ref().is_some_and(|init| init.process.is_alive());
-    let recorded = || lease.brokered || matches!(Record::read(&lease.container.record), Ok(Some(_)));
-    lease.state == LeaseState::Ending && lives() && !lease.owner.is_alive() && recorded()
+    let Some(init) = lease.init.as_ref().filter(|_| lease.state == LeaseState::Ending) else { return false };
+    init.process.is_alive() && !lease.owner.is_alive() && !lease.was_deleted()
 }
 
 fn fate(lease: &Lease, seen: &Alive) -> Fate {
@@ -195,7 +191,7 @@ impl Lease {
     /// Whether its container's first process, or any process in its cgroup, still runs. The lease of a job is not
     /// kept by its first process: tasks come and go.
     #[must_use]
-    pub(crate) fn has_processes(&self) -> bool {
+    pub fn has_processes(&self) -> bool {
         if let (Some(job), Some(init), None) = (&self.job, &self.init, &self.within) {
             return init.cgroup.as_deref().is_some_and(|dir| is_same(dir, job.cgroup_inode))
                 && has_processes(init);
@@ -206,15 +202,10 @@ impl Lease {
 
 impl Lease {
     /// Waits up to `longest` until [`Lease::has_processes`] may have changed.
-    pub(crate) fn await_change(&self, longest: Duration) {
+    pub fn await_change(&self, longest: Duration) {
         let Some(init) = &self.init else { return };
-        let first = init.process;
-        match pidfd_open(first.pid).ok().filter(|_| first.is_alive()) {
-            // It becomes readable when the process ends (pidfd_open(2)).
-            Some(pidfd) => {
-                let mut awaited = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
-                let _ = poll(&mut awaited, PollTimeout::try_from(longest).unwrap_or(PollTimeout::MAX));
-            }
+        match init.process.hold().ok().flatten() {
+            Some(pidfd) => drop(pidfd_await_end(&pidfd, longest)),
             None => match &init.cgroup {
                 Some(dir) => cgroup::await_change(dir, longest),
                 None => std::thread::sleep(cgroup::LOOK_AGAIN.min(longest)),
@@ -224,7 +215,7 @@ impl Lease {
 }
 
 /// Whether the directory `dir` still is the one with this inode. `true` if that cannot be found out.
-fn is_same(dir: &Path, inode: u64) -> bool {
+pub(super) fn is_same(dir: &Path, inode: u64) -> bool {
     match dir.symlink_metadata() {
         Ok(meta) => meta.ino() == inode,
         Err(error) => error.kind() != io::ErrorKind::NotFound,
@@ -236,13 +227,18 @@ pub(super) fn init_of(record: &Record) -> Init {
     Init {
         process: record.init,
         pid_namespace: pid_namespace(record.init.pid),
+        cgroup_inode: record
+            .cgroup
+            .as_deref()
+            .and_then(|dir| dir.symlink_metadata().ok())
+            .map(|meta| meta.ino()),
         cgroup: record.cgroup.clone(),
     }
 }
 
 /// Whether `init`'s cgroup holds processes. `true` if it cannot be read.
 pub(super) fn has_processes(init: &Init) -> bool {
-    let Some(cgroup) = &init.cgroup else { return false };
+    let Some(cgroup) = init.cgroup.as_ref().filter(|_| init.has_its_cgroup()) else { return false };
     is_populated(cgroup).unwrap_or_else(|error| {
         tracing::warn!(
             "cgroup {} cannot be read ({error}): its lease stays",
@@ -330,7 +326,7 @@ mod tests {
     #[test]
     fn who_was_seen_a_moment_ago_is_kept_until_the_next_look() {
         let bound = |number: u64, process: Process| {
-            let init = Init { process, pid_namespace: 0, cgroup: None };
+            let init = Init { process, pid_namespace: 0, cgroup: None, cgroup_inode: None };
             Lease { init: Some(init), state: LeaseState::Active, ..lease(number, "GPU-a") }
         };
         let (runs, ended) = (Running::start(), Running::start());
@@ -347,7 +343,7 @@ mod tests {
     #[test]
     fn a_brief_look_keeps_a_lease_whose_pid_is_another_process_and_a_full_one_does_not() {
         let bound = |number: u64, process: Process| {
-            let init = Init { process, pid_namespace: 0, cgroup: None };
+            let init = Init { process, pid_namespace: 0, cgroup: None, cgroup_inode: None };
             Lease { init: Some(init), state: LeaseState::Active, ..lease(number, "GPU-a") }
         };
         let runs = Running::start();
@@ -429,7 +425,7 @@ mod tests {
     #[test]
     fn a_delete_that_was_killed_leaves_an_active_lease() {
         let (dir, container, deleter) = (tempfile::tempdir().unwrap(), Running::start(), Running::start());
-        let init = Init { process: container.process(), pid_namespace: 0, cgroup: None };
+        let init = Init { process: container.process(), pid_namespace: 0, cgroup: None, cgroup_inode: None };
         let marked = with_record(dir.path(), deleter.process());
         let marked = Lease { init: Some(init), state: LeaseState::Ending, ..marked };
         let mut ledger = Ledger { leases: vec![marked], ..Ledger::empty("boot") };
@@ -447,7 +443,8 @@ mod tests {
     fn what_it_left_behind_stays_written_down_until_nobody_has_its_rootfs() {
         let mut gone = lease(1, "GPU-a");
         (gone.owner, gone.mount_points) = (dead(), vec!["/usr/lib/libcuda.so.1".into()].into());
-        let init = Init { process: Running::start().process(), pid_namespace: 0, cgroup: None };
+        let init =
+            Init { process: Running::start().process(), pid_namespace: 0, cgroup: None, cgroup_inode: None };
         gone.init = Some(init);
         let mut neighbour = lease(2, "GPU-a");
         neighbour.container.rootfs = gone.container.rootfs.clone();
@@ -467,13 +464,24 @@ mod tests {
         let below = cgroup.path().join("a/b");
         fs::create_dir_all(&below).unwrap();
         fs::write(below.join("cgroup.procs"), format!("{}\n", left.process().pid)).unwrap();
-        let init = Init { process: dead(), pid_namespace: 0, cgroup: Some(cgroup.path().to_owned()) };
+        let init = Init {
+            process: dead(),
+            pid_namespace: 0,
+            cgroup: Some(cgroup.path().to_owned()),
+            cgroup_inode: None,
+        };
         let active = Lease { state: LeaseState::Active, init: Some(init), ..lease(1, "GPU-a") };
         assert_eq!(fate_of(&active), Fate::Ending(None));
         drop(left);
         assert_eq!(fate_of(&active), Fate::Gone);
         fs::write(cgroup.path().join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
         assert_eq!(fate_of(&active), Fate::Ending(None));
+        let inode = fs::metadata(cgroup.path()).unwrap().ino();
+        for (inode, expected) in [(inode, Fate::Ending(None)), (inode + 1, Fate::Gone)] {
+            let mut known = active.clone();
+            known.init.as_mut().unwrap().cgroup_inode = Some(inode);
+            assert_eq!(fate_of(&known), expected, "a later cgroup of that name is another's");
+        }
         fs::write(cgroup.path().join("cgroup.events"), "populated 0\nfrozen 1\n").unwrap();
         assert_eq!(fate_of(&active), Fate::Gone);
         fs::remove_dir_all(cgroup.path()).unwrap();

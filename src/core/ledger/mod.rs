@@ -18,6 +18,7 @@ pub mod fuzzing;
 mod job_leases;
 mod known;
 mod lease_state;
+mod left_processes;
 mod leftovers;
 mod liveness;
 mod lock;
@@ -43,7 +44,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-pub use binding::{Binding, NotBound};
+pub use binding::{Binding, NotBound, TooManyUnbound};
 pub use daemon_claims::{StartClaim, StopClaim};
 pub use daemon_key::DaemonKey;
 pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
@@ -198,9 +199,9 @@ pub struct Lease {
     pub owner: Process,
     /// Once active, the container's first process with its namespace and cgroup.
     pub init: Option<Init>,
-    /// While it waits to be bound to its container, because the hook that took it does not know the container: the
-    /// time, in seconds since boot, until which a running owner keeps it. A service that starts containers outlives
-    /// those that fail.
+    /// While it waits to be bound to its container, because the hook that took it does not know the container, or a user
+    /// took it: the time, in seconds since boot, until which a running owner keeps it. A service that starts containers
+    /// outlives those that fail.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bind_by: Option<u64>,
     /// Seconds since the epoch.
@@ -335,6 +336,9 @@ pub struct Init {
     pub pid_namespace: u64,
     /// Its cgroup directory, absolute; `None` if it has none of its own.
     pub cgroup: Option<PathBuf>,
+    /// The inode of that directory, by which it is told from a later one of the same name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup_inode: Option<u64>,
 }
 
 /// One MPS control daemon that sublet started.

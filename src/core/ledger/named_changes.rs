@@ -81,6 +81,14 @@ impl Store {
         })
     }
 
+    /// As [`Ledger::mark_deleted`].
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub(crate) fn mark_deleted(&self, lease: &LeaseId, ender: Process) -> Result<(), LedgerError> {
+        self.of_one(|ledger| ledger.mark_deleted(lease, ender))
+    }
+
     /// As [`Ledger::unmark_ending`].
     ///
     /// # Errors

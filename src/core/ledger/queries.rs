@@ -392,6 +392,7 @@ mod tests {
                 process: Process { pid, start_time: 9 },
                 pid_namespace,
                 cgroup: Some(cgroup.into()),
+                cgroup_inode: None,
             }),
             ..lease(n, "GPU-a")
         };

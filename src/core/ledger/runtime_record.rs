@@ -6,12 +6,12 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
-use nix::libc::{ENAMETOOLONG, ESRCH, O_NOFOLLOW, O_NONBLOCK};
+use nix::libc::{ENAMETOOLONG, O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;
 
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
 use crate::host::cgroup_layout::{MOUNT, is_unified};
-use crate::process::Process;
+use crate::process::{Process, cgroup_table, is_gone};
 
 /// Larger files are not read. runc's record holds the whole specification, at most a few MiB.
 pub(super) const LARGEST: u64 = 16 << 20;
@@ -111,8 +111,9 @@ impl Init {
     /// # Errors
     /// As [`Init::of`].
     pub fn beside(process: Process, outside: i32) -> io::Result<Self> {
-        let cgroup = cgroup_of(Path::new(MOUNT), &table(process.pid)?, &table(outside)?);
-        Ok(Self { process, pid_namespace: pid_namespace(process.pid), cgroup })
+        let own = cgroup_of(Path::new(MOUNT), &table(process.pid)?, &table(outside)?);
+        let (cgroup, cgroup_inode) = own.unzip();
+        Ok(Self { process, pid_namespace: pid_namespace(process.pid), cgroup, cgroup_inode })
     }
 }
 
@@ -121,18 +122,15 @@ impl Init {
 /// # Errors
 /// It cannot be read.
 pub(super) fn table(pid: i32) -> io::Result<String> {
-    match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
-        // Of a process that ends while its file is open, reading fails with ESRCH.
-        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => {
-            Ok(String::new())
-        }
+    match cgroup_table(pid) {
+        Err(error) if is_gone(&error) => Ok(String::new()),
         table => table,
     }
 }
 
 /// The cgroup directory that is in `table`, the text of a /proc/PID/cgroup (cgroups(7)), and not in `outside`, in the
-/// hierarchies that [`runc_cgroup`] prefers.
-fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<PathBuf> {
+/// hierarchies that [`runc_cgroup`] prefers; with its inode.
+fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<(PathBuf, u64)> {
     let unified = if is_unified(mount) { "" } else { "unified" };
     let hierarchies = [("devices", "devices"), ("pids", "pids"), ("name=systemd", "systemd"), ("", unified)];
     let own = |&(key, dir): &(&str, &str)| {
@@ -140,7 +138,11 @@ fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<PathBuf> {
         let below = path.trim_start_matches('/');
         (!below.is_empty()).then(|| mount.join(dir).join(below))
     };
-    hierarchies.iter().filter_map(own).find(|dir| dir.is_dir() && is_own_cgroup(mount, dir))
+    let there = |dir: PathBuf| {
+        let inode = fs::metadata(&dir).ok().filter(fs::Metadata::is_dir)?.ino();
+        is_own_cgroup(mount, &dir).then_some((dir, inode))
+    };
+    hierarchies.iter().filter_map(own).find_map(there)
 }
 
 /// The path in the hierarchy `controller` in the text of /proc/PID/cgroup (cgroups(7)).
@@ -320,7 +322,7 @@ mod tests {
     fn the_cgroup_of_a_process_is_the_one_its_runtime_would_record() {
         let mount = tempfile::tempdir().unwrap();
         let ours = "9:name=systemd:/h\n5:misc,devices:/h\n0::/h\n";
-        let found = |table| cgroup_of(mount.path(), table, ours);
+        let found = |table| cgroup_of(mount.path(), table, ours).map(|(dir, _)| dir);
         let dir = |path: &str| Some(mount.path().join(path));
         for path in ["devices/c1", "devices/h", "unified/c1", "unified/h", "c2.scope", "h"] {
             fs::create_dir_all(mount.path().join(path)).unwrap();

@@ -189,7 +189,6 @@ impl Store {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
         let lock = lock::take(&self.lock_file(), &self.file())?;
         let mark = Mark::read(&lock, &boot);
-        crate::fs::atomic::sweep(&self.state_dir);
         let loaded = self.load()?;
         let place = self.place(&lock)?;
         let Beginning { old, start, is_stored, lost } = match loaded {
@@ -206,6 +205,8 @@ impl Store {
             }
         };
         start.check_namespaces(ours)?;
+        // Not before: elsewhere the processes that write those files seem to have ended.
+        crate::fs::atomic::sweep(&self.state_dir);
         let settled = || {
             let mut ledger = Ledger::clone(&start);
             let freed = reclaim(&mut ledger);

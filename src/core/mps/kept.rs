@@ -1,10 +1,8 @@
 //! Which containers have a connection to an MPS daemon. CUDA programs keep none, so it is one that the daemon waits for,
 //! or a control program's (docs/evidence/2026-11-25-mps-control.md).
 
-use std::path::PathBuf;
-
 use crate::ledger::{DaemonKey, Ledger, read_up_to};
-use crate::process::{Process, sockets};
+use crate::process::{Process, shown_of, sockets};
 use crate::text::safe;
 
 /// How much of one namespace's list of sockets is read at most, in bytes.
@@ -23,8 +21,7 @@ pub(super) fn by(daemon: Process, key: &DaemonKey, ledger: &Ledger) -> Vec<Strin
 /// Whether the network namespace of the process `pid` has one of `sockets` (`/proc/net/unix`, proc(5): the inode is the
 /// seventh column).
 fn lists_one(pid: i32, sockets: &[u64]) -> bool {
-    let path = PathBuf::from(format!("/proc/{pid}/net/unix"));
-    let Ok(Some(list)) = read_up_to(&path, LONGEST_LIST) else { return false };
+    let Ok(Some(list)) = read_up_to(&shown_of(pid).join("net/unix"), LONGEST_LIST) else { return false };
     let inode = |line: &str| line.split_whitespace().nth(6)?.parse().ok();
     String::from_utf8_lossy(&list).lines().filter_map(inode).any(|inode: u64| sockets.contains(&inode))
 }

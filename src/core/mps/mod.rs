@@ -19,7 +19,7 @@ mod servers;
 use std::time::Duration;
 
 use crate::config::Config;
-use crate::ledger::DaemonKey;
+use crate::ledger::{DaemonKey, LeaseId};
 use crate::process::sublet;
 
 pub use control::command as control_command;
@@ -61,6 +61,14 @@ fn child_stop(key: &DaemonKey) -> Result<Vec<String>, MpsError> {
 /// Starts `sublet mps lower KEY` and does not wait for it.
 fn child_lower(key: &DaemonKey) -> std::io::Result<()> {
     sublet::start(&["mps", "lower", &key.0])
+}
+
+/// Starts `sublet mps await LEASE` and does not wait for it.
+///
+/// # Errors
+/// It cannot be started.
+pub fn child_await(lease: &LeaseId) -> std::io::Result<()> {
+    sublet::start(&["mps", "await", lease.as_str()])
 }
 
 /// Runs `sublet mps rest KEY`, which has NVML. Returns its warnings.

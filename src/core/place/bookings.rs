@@ -263,6 +263,7 @@ mod tests {
             process: Process { pid: 70, start_time: 1 },
             pid_namespace: 4711,
             cgroup: Some("/sys/fs/cgroup/docker/one".into()),
+            cgroup_inode: None,
         };
         let one = Lease { init: Some(init), ..shared(1, 25_000, 8) };
         let mut gpu = device(0);

@@ -4,12 +4,14 @@
 
 use std::io::{self, Read, Write as _};
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use super::inheritance;
 use super::processor_wait::ProcessorWait;
 
 /// How much of each output stream is kept, in bytes. The rest is read and dropped.
@@ -44,7 +46,7 @@ impl From<io::Error> for ChildError {
     }
 }
 
-/// Runs `command` with `input` on its standard input (less than a pipe holds, 64 KiB) for at most `limit`.
+/// Runs `command` with `input` on its standard input for at most `limit`.
 ///
 /// # Errors
 /// It cannot be started, or does not end in time.
@@ -102,8 +104,9 @@ pub fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus,
 /// It cannot be started.
 pub(crate) fn start_apart(command: &mut Command) -> io::Result<()> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    crate::process::inheritance::keep_from(command);
-    crate::process::inheritance::set_apart(command);
+    inheritance::keep_ended_children()?;
+    inheritance::keep_from(command);
+    inheritance::set_apart(command);
     // What is waited for has made the process and ended.
     command.spawn()?.wait().map(drop)
 }
@@ -115,7 +118,8 @@ fn supervise(
     most: usize,
     stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
-    crate::process::inheritance::keep_from(command);
+    inheritance::keep_ended_children()?;
+    inheritance::keep_from(command);
     let mut child = command.spawn()?;
     let limit = Limit::of(&child, limit);
     // It shows the end at once. A kernel before Linux 5.3 has none.
@@ -153,13 +157,11 @@ fn listen(
     most: usize,
     stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
-    if let Some(mut stdin) = child.stdin.take() {
-        // A child that does not read its input is no error by itself: its exit status decides.
-        let _ = stdin.write_all(input.as_bytes());
-    }
+    let mut input = Input::new(child.stdin.take(), input.as_bytes())?;
     let mut out = Stream::new(child.stdout.take(), most);
     let mut err = Stream::new(child.stderr.take(), most);
     loop {
+        input.write();
         let ended = child.try_wait()?;
         let wait = if ended.is_some() { Duration::ZERO } else { TICK };
         let end = pidfd.as_ref().filter(|_| ended.is_none());
@@ -219,6 +221,36 @@ fn hear<O: Read + AsFd, E: Read + AsFd>(
     let from_out = out_ready && out.read()?;
     let from_err = err_ready && err.read()?;
     Ok(Heard { output: from_out || from_err, end })
+}
+
+/// What a child has still to be told. It may read slowly or never, and a pipe may hold only a page (pipe(7)).
+struct Input<'a> {
+    to: Option<ChildStdin>,
+    left: &'a [u8],
+}
+
+impl<'a> Input<'a> {
+    fn new(to: Option<ChildStdin>, left: &'a [u8]) -> io::Result<Self> {
+        let to = to.filter(|_| !left.is_empty());
+        if let Some(to) = &to {
+            fcntl(to, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        }
+        Ok(Self { to, left })
+    }
+
+    /// Writes what the pipe takes now, and closes it behind the last byte.
+    fn write(&mut self) {
+        let Some(to) = &mut self.to else { return };
+        match to.write(self.left) {
+            Ok(count) => self.left = &self.left[count..],
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+            // A child that does not read its input is no error by itself: its exit status decides.
+            Err(_) => self.left = &[],
+        }
+        if self.left.is_empty() {
+            self.to = None;
+        }
+    }
 }
 
 struct Stream<T> {
@@ -328,6 +360,31 @@ mod tests {
         assert_eq!(over, [false, true], "{left:?}");
         assert!(!unread, "its output is read, if it has ended in the meantime");
         assert!(far.is_zero(), "it is not waited for without end");
+    }
+
+    #[test]
+    fn a_program_that_does_not_read_its_input_is_killed_at_its_limit() {
+        let input = "x".repeat(1 << 20);
+        let begun = Instant::now();
+        let error = run(&mut shell("exec sleep 30"), &input, Duration::from_millis(150)).unwrap_err();
+        assert!(matches!(error, ChildError::Timeout));
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+        let counted = run(&mut shell("sleep 0.1; wc -c"), &input, Duration::from_secs(60)).unwrap();
+        assert_eq!(counted.stdout.trim(), "1048576");
+    }
+
+    /// In processes of their own, because the setting is a whole process's.
+    #[test]
+    fn where_the_caller_ignored_the_ends_of_children_they_are_waited_for_all_the_same() {
+        for name in
+            ["feeds_and_hears", "what_is_started_apart_is_no_child_of_ours_and_in_a_session_of_its_own"]
+        {
+            let mut alone = Command::new("env");
+            alone.arg("--ignore-signal=CHLD").arg(std::env::current_exe().unwrap()).arg("--exact");
+            alone.arg(format!("process::child::tests::{name}"));
+            let finished = run(&mut alone, "", Duration::from_secs(100)).unwrap();
+            assert!(finished.stdout.contains("1 passed"), "{}", finished.stdout);
+        }
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
 use nix::libc;
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction, signal};
 use nix::unistd::ForkResult;
 
 /// Closes every descriptor except standard input, output and error. For a program that has just started and gets no
@@ -66,6 +66,17 @@ pub(crate) fn set_apart(command: &mut Command) {
     };
     // SAFETY: between fork and exec the closure makes three system calls, allocates nothing and takes no lock.
     unsafe { command.pre_exec(leave) };
+}
+
+/// Makes the kernel keep the exit status of a child until this process waits for it. A caller that ignores SIGCHLD
+/// leaves it ignored here; the kernel then drops what ended, and waiting fails with ECHILD (waitpid(2), "NOTES").
+///
+/// # Errors
+/// A system call that normally does not fail.
+pub fn keep_ended_children() -> std::io::Result<()> {
+    // SAFETY: no handler is installed, so no code of this program runs in signal context.
+    unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
+    Ok(())
 }
 
 /// Removes every variable except `kept` from the environment of this process, which has one thread.

@@ -5,14 +5,19 @@ pub mod auxiliary_vector;
 pub mod child;
 pub mod confine;
 pub mod environment;
+#[cfg(any(test, feature = "fixtures"))]
+pub mod fixture;
 pub mod inheritance;
+mod pidfd;
 pub(crate) mod processor_wait;
 pub mod sockets;
+mod stat;
 pub mod sublet;
 
-use std::fs::File;
-use std::io::{self, Read as _};
-use std::os::fd::{AsFd, OwnedFd};
+pub use pidfd::{pidfd_await_end, pidfd_kill, pidfd_open, pidfd_signal};
+pub use stat::{cgroup_table, shown_in, shown_of};
+
+use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
@@ -21,6 +26,9 @@ use nix::libc::ESRCH;
 use nix::sys::signal::kill;
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
+use stat::Stat;
+
+use crate::text::safe;
 
 /// A process of this boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -35,7 +43,7 @@ impl Process {
     /// The running process `pid`; `None` if there is none.
     #[must_use]
     pub fn find(pid: i32) -> Option<Self> {
-        stat(pid).ok()?.map(|stat| Self { pid, start_time: stat.start_time })
+        Stat::of(pid).ok()?.map(|stat| Self { pid, start_time: stat.start_time })
     }
 
     /// The running process `pid`; `None` if there is none.
@@ -43,13 +51,13 @@ impl Process {
     /// # Errors
     /// It cannot be examined.
     pub fn examine(pid: i32) -> io::Result<Option<Self>> {
-        Ok(stat(pid)?.map(|stat| Self { pid, start_time: stat.start_time }))
+        Ok(Stat::of(pid)?.map(|stat| Self { pid, start_time: stat.start_time }))
     }
 
     /// The pid of its parent; `None` if the process has ended.
     #[must_use]
     pub fn parent(&self) -> Option<i32> {
-        stat(self.pid).ok()?.filter(|stat| stat.start_time == self.start_time).map(|stat| stat.parent)
+        Stat::of(self.pid).ok()?.filter(|stat| stat.start_time == self.start_time).map(|stat| stat.parent)
     }
 
     /// This process.
@@ -67,7 +75,7 @@ impl Process {
     /// Its environment cannot be read for another reason.
     pub fn has_environment(&self, name: &str, value: &Path) -> io::Result<bool> {
         let wanted = [name.as_bytes(), b"=", value.as_os_str().as_bytes()].concat();
-        let environment = match std::fs::read(format!("/proc/{}/environ", self.pid)) {
+        let environment = match std::fs::read(shown_of(self.pid).join("environ")) {
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::PermissionDenied => {
                 return Ok(false);
             }
@@ -79,15 +87,35 @@ impl Process {
     /// Whether a process with the id `pid` runs, or cannot be examined.
     #[must_use]
     pub(crate) fn may_run(pid: i32) -> bool {
-        stat(pid).map_or(true, |stat| stat.is_some_and(|stat| !stat.has_ended()))
+        Stat::of(pid).map_or(true, |stat| stat.is_some_and(|stat| !stat.has_ended()))
     }
 
-    /// Whether this same process still runs. A zombie does not count as running, because it holds no resources. A
-    /// process that cannot be examined, for example because no file descriptor is left, counts as running.
+    /// Whether a thread of this same process still runs, the first one or another. A zombie does not count as running,
+    /// because it holds no resources. A process that cannot be examined, for example because no file descriptor is left,
+    /// counts as running.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        let runs = |stat: Stat| stat.start_time == self.start_time && !stat.has_ended();
-        stat(self.pid).map_or(true, |stat| stat.is_some_and(runs))
+        Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(|stat| self.lives_by(&stat)))
+    }
+
+    /// Whether this same process still runs, by what `/proc/PID/stat` says.
+    fn lives_by(&self, stat: &Stat) -> bool {
+        stat.start_time == self.start_time && !stat.has_ended()
+    }
+
+    /// Whether its first thread still runs. runc and crun take a container for stopped once that of its first process has
+    /// ended. `true` if that cannot be found out.
+    #[must_use]
+    pub fn has_first_thread(&self) -> bool {
+        let has = |stat: Stat| stat.start_time == self.start_time && !stat.has_thread_ended();
+        Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(has))
+    }
+
+    /// Whether a thread of this same process waits in the kernel for what no signal ends (state D, proc(5)).
+    #[must_use]
+    pub(crate) fn waits_in_kernel(&self) -> bool {
+        let waits = |stat: Stat| stat.start_time == self.start_time && stat.state == 'D';
+        Stat::of_running_thread(self.pid).ok().flatten().is_some_and(waits)
     }
 
     /// Whether its pid exists, perhaps as another process or as a zombie. `true` if that cannot be found out.
@@ -101,22 +129,27 @@ impl Process {
     #[must_use]
     pub(crate) fn is_ending(&self) -> bool {
         let ending = |stat: Stat| stat.start_time == self.start_time && stat.memory == 0;
-        stat(self.pid).ok().flatten().is_some_and(ending)
+        Stat::of_running_thread(self.pid).ok().flatten().is_some_and(ending)
     }
 
     /// Whether this same process is stopped, by a signal or by a tracer (proc(5)).
     #[must_use]
     pub(crate) fn is_stopped(&self) -> bool {
-        stat(self.pid)
-            .ok()
-            .flatten()
-            .is_some_and(|stat| stat.start_time == self.start_time && matches!(stat.state, 'T' | 't'))
+        let stopped = |stat: Stat| stat.start_time == self.start_time && matches!(stat.state, 'T' | 't');
+        Stat::of_running_thread(self.pid).ok().flatten().is_some_and(stopped)
     }
+}
+
+/// The command name of the process `pid`, safe to print; `?` if it has ended.
+#[must_use]
+pub fn name_of(pid: i32) -> String {
+    std::fs::read_to_string(format!("/proc/{pid}/comm"))
+        .map_or_else(|_| "?".to_owned(), |name| safe(name.trim_end()))
 }
 
 /// Whether the first thread of `pid` runs, or would if it had a processor (proc(5)).
 fn is_ready(pid: i32) -> bool {
-    stat(pid).ok().flatten().is_some_and(|stat| stat.state == 'R')
+    Stat::of(pid).ok().flatten().is_some_and(|stat| stat.state == 'R')
 }
 
 /// Seconds since the epoch; 0 if the clock is before it.
@@ -141,33 +174,6 @@ pub(crate) fn uptime_milliseconds() -> u64 {
     seconds.parse().map_or(0, |seconds: u64| seconds.saturating_mul(1000) + hundredths * 10)
 }
 
-struct Stat {
-    state: char,
-    parent: i32,
-    start_time: u64,
-    /// Its virtual memory, in bytes (`vsize`); 0 once it has given it up.
-    memory: u64,
-}
-
-impl Stat {
-    fn has_ended(&self) -> bool {
-        matches!(self.state, 'Z' | 'X')
-    }
-}
-
-/// `None`: there is no such process.
-fn stat(pid: i32) -> io::Result<Option<Stat>> {
-    // One read is enough: the line has at most 52 numbers and a command name of 15 bytes (proc(5)).
-    let mut line = [0; 1024];
-    match File::open(format!("/proc/{pid}/stat")).and_then(|mut file| file.read(&mut line)) {
-        Ok(length) => parse_stat(&String::from_utf8_lossy(&line[..length]))
-            .map(Some)
-            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat does not describe a process"))),
-        Err(error) if is_gone(&error) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
 /// Whether a file of /proc could not be read because its process has ended: if it ends while the file is open, reading
 /// fails with ESRCH.
 #[must_use]
@@ -175,46 +181,9 @@ pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH)
 }
 
-/// The command name in field 2 may contain spaces and parentheses, so fields are counted from the last `)`.
-fn parse_stat(text: &str) -> Option<Stat> {
-    let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
-    Some(Stat {
-        state: fields.next()?.chars().next()?,
-        parent: fields.next()?.parse().ok()?,
-        start_time: fields.nth(17)?.parse().ok()?,
-        memory: fields.next()?.parse().ok()?,
-    })
-}
-
-/// A descriptor for process `pid`, which never refers to a later process with the same pid (`pidfd_open(2)`, Linux 5.3;
-/// closed on exec).
-///
-/// # Errors
-/// There is no such process.
-pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
-    use rustix::process::{Pid, PidfdFlags};
-    let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
-    Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
-}
-
-/// Sends SIGKILL to the process that `pidfd` refers to, and to no other (`pidfd_send_signal(2)`, Linux 5.1).
-///
-/// # Errors
-/// It has ended, or this process has no permission to end it.
-pub fn pidfd_kill(pidfd: impl AsFd) -> io::Result<()> {
-    Ok(rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL)?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn reads_the_start_time_behind_a_hostile_command_name() {
-        let stat =
-            parse_stat("7 (a) R 1 (b) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20").unwrap();
-        assert_eq!((stat.state, stat.parent, stat.start_time, stat.memory), ('S', 1, 4242, 20));
-    }
 
     #[test]
     fn a_process_without_memory_is_ending() {
@@ -229,6 +198,28 @@ mod tests {
         assert!(process.is_ending());
         child.wait().unwrap();
         assert!(!process.is_ending(), "it is gone");
+    }
+
+    #[test]
+    fn a_process_lives_until_its_last_thread_has_ended() {
+        let mut started = fixture::without_first_thread();
+        let process = started.process();
+        assert!(process.is_alive() && Process::may_run(process.pid));
+        assert!(!process.is_ending() && !process.is_stopped());
+        assert!(process.has_environment("PATH", std::env::var_os("PATH").unwrap().as_ref()).unwrap());
+        let held = process.hold().unwrap().unwrap();
+        assert!(!pidfd_await_end(&held, std::time::Duration::ZERO));
+        let other = Process { start_time: process.start_time + 1, ..process };
+        assert!(other.hold().unwrap().is_none());
+        kill(Pid::from_raw(process.pid), nix::sys::signal::SIGSTOP).unwrap();
+        while !process.is_stopped() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert!(process.is_alive());
+        started.end();
+        assert!(pidfd_await_end(&held, std::time::Duration::from_secs(60)));
+        assert!(!process.is_alive() && !Process::may_run(process.pid), "a zombie holds nothing");
+        assert!(process.is_ending() && process.hold().unwrap().is_none());
     }
 
     #[test]

@@ -10,6 +10,7 @@ use nix::libc;
 
 use crate::fs::trusted::is_trusted_owner;
 use crate::host::cgroup_layout::{MOUNT, unified};
+use crate::process::cgroup_table;
 
 /// The v1 hierarchies in which slurmd may have made a cgroup for a job (cgroup.conf(5)), the one that it uses to find a
 /// job's processes first (`ProctrackType=proctrack/cgroup`).
@@ -35,7 +36,7 @@ impl JobCgroup {
     /// # Errors
     /// The process has ended, or cgroups cannot be read.
     pub fn of(pid: i32) -> io::Result<Option<Self>> {
-        Self::in_table(Path::new(MOUNT), &fs::read_to_string(format!("/proc/{pid}/cgroup"))?)
+        Self::in_table(Path::new(MOUNT), &cgroup_table(pid)?)
     }
 
     /// The jobs that have a process on this node. Slurm's own `extern` step is one as long as the job runs.
@@ -70,6 +71,11 @@ impl JobCgroup {
         }
         Ok(None)
     }
+}
+
+/// The job that slurmd made the cgroup `below` for, or one above it. `below` is its path in its hierarchy.
+pub(crate) fn job_of_cgroup(below: &Path) -> Option<u64> {
+    named(&Path::new("/").join(below).to_string_lossy()).map(|named| named.job)
 }
 
 /// Each hierarchy's directory with the path of the process in it, in the order in which they are looked at.

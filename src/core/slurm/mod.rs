@@ -7,6 +7,7 @@ mod job_record;
 mod task_gpus;
 
 pub use job_cgroup::JobCgroup;
+pub(crate) use job_cgroup::job_of_cgroup;
 pub use job_directory::JobDirectory;
 pub use job_record::{JobRecord, JobShare, RecordError};
 pub(crate) use job_record::{lease_file, lease_files};

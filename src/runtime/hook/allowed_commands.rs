@@ -3,6 +3,7 @@
 
 use std::process::Command;
 
+use sublet_core::ledger::LeaseId;
 use sublet_core::process::sublet;
 use sublet_core::{mps, oci};
 
@@ -22,6 +23,7 @@ pub(super) fn command(words: &[&str]) -> Option<Command> {
 fn is_sublet_command(arguments: &[&str]) -> bool {
     match arguments {
         ["refresh", "--quiet"] | ["mig", "make" | "clear"] => true,
+        ["gc", "--deleted", lease] => LeaseId::parse(lease).is_some(),
         ["mps", "start" | "rest" | "lower", key] => mps::is_key(key),
         ["mps", "stop", word, key] => *word == mps::IF_THERE && mps::is_key(key),
         _ => false,
@@ -34,12 +36,14 @@ mod tests {
 
     #[test]
     fn nothing_is_run_but_what_hooks_run() {
-        let words: [&[&str]; 14] = [
+        let words: [&[&str]; 16] = [
             &[],
             &["sh", "-c", "true"],
             &["/bin/true"],
             &["sublet"],
             &["sublet", "gc"],
+            &["sublet", "gc", "--deleted", "--rebuild"],
+            &["sublet", "gc", "--rebuild"],
             &["sublet", "refresh", "--quiet", "--boot"],
             &["sublet", "mps", "start", "--help"],
             &["sublet", "mps", "stop", "--if-there", "../x"],
@@ -55,6 +59,7 @@ mod tests {
         }
         for words in [
             &["sublet", "refresh", "--quiet"][..],
+            &["sublet", "gc", "--deleted", "0123456789abcdef"],
             &["sublet", "mps", "start", "GPU-0"],
             &["sublet", "mps", "lower", "GPU-0"],
             &["sublet", "mps", "stop", "--if-there", "GPU-0"],

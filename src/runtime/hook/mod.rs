@@ -159,7 +159,7 @@ The OCI hook of sublet. Engines run it as `sublet-hook STAGE`, with the containe
   createRuntime  any OCI runtime: bind the lease that precreate took, or do what prestart does
   prestart       any OCI runtime: take a lease and mount the share into the container
   cdi            createRuntime for a CDI device, with the share and the GPU as further arguments
-  poststop       any OCI runtime: free the lease
+  poststop       any OCI runtime: end what the container has left, free the lease
 
 `sublet setup podman` configures Podman to run it. `sublet --help` lists the commands for people.
 ";

@@ -37,8 +37,10 @@ pub enum Command {
     Run(Start),
     /// `exec`.
     Exec(Exec),
+    /// `kill` of one container.
+    Kill(Kill),
     /// `delete` of one container.
-    Delete(Option<OsString>),
+    Delete(Delete),
     /// `restore`.
     Restore(Start),
     /// `checkpoint`.
@@ -61,7 +63,9 @@ impl Command {
         match self {
             Self::Create(start) | Self::Run(start) | Self::Restore(start) => start.id.as_deref(),
             Self::Exec(exec) => exec.id.as_deref(),
-            Self::Delete(id) | Self::Checkpoint(id) => id.as_deref(),
+            Self::Kill(kill) => kill.id.as_deref(),
+            Self::Delete(delete) => delete.id.as_deref(),
+            Self::Checkpoint(id) => id.as_deref(),
             Self::Other => None,
         }
     }
@@ -93,6 +97,26 @@ pub struct Exec {
     pub letters: Vec<&'static str>,
     /// Where, among all arguments behind the program's name, more options may be inserted.
     pub options_end: usize,
+}
+
+/// `kill`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Kill {
+    /// The container.
+    pub id: Option<OsString>,
+    /// The signal, by its number or name; else SIGTERM.
+    pub signal: Option<OsString>,
+    /// `--all`: every process of the container.
+    pub all: bool,
+}
+
+/// `delete`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Delete {
+    /// The container.
+    pub id: Option<OsString>,
+    /// `--force`: also if it runs.
+    pub force: bool,
 }
 
 /// Words that are commands of runc or crun, for telling them from the value of an unknown option.
@@ -179,6 +203,7 @@ fn command(word: &OsStr, args: &[OsString], behind: usize, dialect: Dialect) -> 
         Some("run") => start(own, flags::START, dialect).map(Command::Run),
         Some("restore") => start(own, flags::CRIU, dialect).map(Command::Restore),
         Some("checkpoint") => start(own, flags::CRIU, dialect).map(|start| Command::Checkpoint(start.id)),
+        Some("kill") => kill(own, dialect),
         Some("delete") => delete(own, dialect),
         Some("exec") => exec(own, behind, dialect).map(Command::Exec),
         _ => None,
@@ -203,7 +228,20 @@ fn is_no_bundle(dir: &OsStr, dialect: Dialect) -> bool {
 /// With `--regex` the operand is not an id. The runtime handles it alone, and the next command frees the leases.
 fn delete(args: &[OsString], dialect: Dialect) -> Option<Command> {
     let scan = flags::of_command(args, flags::DELETE, dialect);
-    (!scan.wants_help() && !scan.is_set("regex")).then(|| Command::Delete(only_operand(&scan)))
+    let delete = || Delete { id: only_operand(&scan), force: scan.is_set("force") };
+    (!scan.wants_help() && !scan.is_set("regex")).then(|| Command::Delete(delete()))
+}
+
+/// The signal comes after the id.
+fn kill(args: &[OsString], dialect: Dialect) -> Option<Command> {
+    let scan = flags::of_command(args, flags::KILL, dialect);
+    let (id, signal) = match scan.operands.as_slice() {
+        [id] => (Some((*id).to_owned()), None),
+        [id, signal] => (Some((*id).to_owned()), Some((*signal).to_owned())),
+        _ => (None, None),
+    };
+    let kill = || Kill { id, signal, all: scan.is_set("all") };
+    (!scan.wants_help() && !scan.is_set("regex") && !scan.unknown).then(|| Command::Kill(kill()))
 }
 
 /// After the id comes the command to run, whose options are not the runtime's.

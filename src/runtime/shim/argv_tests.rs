@@ -24,6 +24,26 @@ fn create(id: &str, bundle: &str) -> Command {
     Command::Create(start_of(Some(id), Some(bundle), None))
 }
 
+fn delete(id: &str, force: bool) -> Command {
+    Command::Delete(Delete { id: Some(id.into()), force })
+}
+
+#[test]
+fn a_signal_comes_behind_the_id() {
+    let kill = |id: Option<&str>, signal: Option<&str>, all| {
+        Command::Kill(Kill { id: id.map(Into::into), signal: signal.map(Into::into), all })
+    };
+    for dialect in [Runc, Crun] {
+        assert_eq!(command_of("kill c1", dialect), kill(Some("c1"), None, false));
+        assert_eq!(command_of("--root /r kill c1 15", dialect), kill(Some("c1"), Some("15"), false));
+        assert_eq!(command_of("kill --all c1 KILL", dialect), kill(Some("c1"), Some("KILL"), true));
+        assert_eq!(command_of("kill", dialect), kill(None, None, false));
+        assert_eq!(command_of("kill --new c1 KILL", dialect), Command::Other);
+        assert_eq!(command_of("kill --help", dialect), Command::Other);
+    }
+    assert_eq!(command_of("kill --regex c.* KILL", Crun), Command::Other);
+}
+
 #[test]
 fn what_docker_containerd_and_podman_write() {
     let docker = "--root /var/run/docker/runtime-runc/moby --log /run/c/log.json --log-format json \
@@ -52,10 +72,8 @@ fn what_docker_containerd_and_podman_write() {
         let Command::Exec(exec) = command_of(line, Runc) else { panic!() };
         assert_eq!(exec.letters, letters, "{line}");
     }
-    assert_eq!(command_of("--root /r delete --force c1", Runc), Command::Delete(Some("c1".into())));
-    for other in
-        ["features", "--version", "-v list", "--help create c", "kill c 9", "start c", "ps create", ""]
-    {
+    assert_eq!(command_of("--root /r delete --force c1", Runc), delete("c1", true));
+    for other in ["features", "--version", "-v list", "--help create c", "start c", "ps create", ""] {
         assert_eq!(command_of(other, Runc), Command::Other, "{other}");
         assert_eq!(command_of(other, Crun), Command::Other, "{other}");
     }
@@ -64,7 +82,7 @@ fn what_docker_containerd_and_podman_write() {
 #[test]
 fn containers_named_like_commands() {
     for dialect in [Runc, Crun] {
-        assert_eq!(command_of("delete create", dialect), Command::Delete(Some("create".into())));
+        assert_eq!(command_of("delete create", dialect), delete("create", false));
         assert_eq!(command_of("state create", dialect), Command::Other);
         assert_eq!(command_of("--root create state exec", dialect), Command::Other);
         assert_eq!(command_of("create -b create create", dialect), create("create", "create"));
@@ -78,7 +96,7 @@ fn runc_takes_one_dash_or_two_and_options_behind_the_id() {
     assert_eq!(command_of("-root=/r -debug=true create --b=/b c", Runc), create("c", "/b"));
     assert_eq!(command_of("create c --bundle /b", Runc), create("c", "/b"));
     assert_eq!(command_of("create c -b=/b --no-pivot", Runc), create("c", "/b"));
-    assert_eq!(command_of("delete c -f", Runc), Command::Delete(Some("c".into())));
+    assert_eq!(command_of("delete c -f", Runc), delete("c", true));
     assert_eq!(command_of("create c --help", Runc), Command::Other);
     assert_eq!(command_of("create --bundle /a -b /b c", Runc), create("c", "/b"));
     assert_eq!(command_of("-- create -b /b -- c", Runc), create("c", "/b"));
@@ -136,7 +154,7 @@ fn unknown_options_cost_the_id_only_where_it_is_in_doubt() {
         assert_eq!(exec.id, None);
         let Command::Exec(exec) = command_of("exec --new -p /f c", dialect) else { panic!() };
         assert_eq!(exec.id, Some("c".into()));
-        assert_eq!(command_of("delete --new x c", dialect), Command::Delete(None));
+        assert_eq!(command_of("delete --new x c", dialect), Command::Delete(Delete::default()));
     }
     let doubtful = Command::Create(start_of(None, Some("/b"), None));
     assert_eq!(command_of("create --new x -b /b c", Runc), doubtful);

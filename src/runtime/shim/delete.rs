@@ -1,22 +1,38 @@
 //! `delete`: the only command that the shim waits for, because the lease may be freed only after it succeeded.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use std::time::Duration;
+
+use super::kill::without_first_thread;
 use super::{Call, RuntimeError, runtime_child, uid};
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::ledger::LeaseId;
+use sublet_core::process::{pidfd_await_end, pidfd_kill};
+
+/// How long the end of a first process may take that is ended here.
+const FIRST_PROCESS: Duration = Duration::from_secs(5);
 
 /// Marks the lease as ending, deletes the container, frees the lease or leaves it as it was.
 ///
 /// An error of the ledger never keeps a container from being deleted. The next command sees that the container has
 /// ended.
-pub(super) fn delete(call: &Call<'_>, container: Option<(&str, PathBuf)>) -> Result<ExitCode, RuntimeError> {
-    let Some((lease, config)) = container.and_then(|(id, record)| marked(call, id, &record)) else {
+/// With `force`, a first process whose first thread has ended is ended here: the runtime takes it for ended.
+pub(super) fn delete(
+    call: &Call<'_>,
+    force: bool,
+    container: Option<(&str, PathBuf)>,
+) -> Result<ExitCode, RuntimeError> {
+    let marked = container.and_then(|(id, record)| Some((marked(call, id, &record)?, record)));
+    let Some(((lease, config), record)) = marked else {
         let never = call.pass_on()?;
         match never {}
     };
+    if force {
+        end_without_first_thread(&record);
+    }
     let status = match runtime_child::run(&call.low_level.program, call.args) {
         Ok(status) => status,
         Err(source) => {
@@ -32,7 +48,13 @@ pub(super) fn delete(call: &Call<'_>, container: Option<(&str, PathBuf)>) -> Res
     Ok(runtime_child::exit_like(status))
 }
 
-fn marked(call: &Call<'_>, id: &str, record: &std::path::Path) -> Option<(LeaseId, Config)> {
+fn end_without_first_thread(record: &Path) {
+    if let Some(first) = without_first_thread(record).filter(|first| pidfd_kill(first).is_ok()) {
+        pidfd_await_end(first, FIRST_PROCESS);
+    }
+}
+
+fn marked(call: &Call<'_>, id: &str, record: &Path) -> Option<(LeaseId, Config)> {
     let config = call.config_with_leases()?;
     match admit::mark_ending(uid(), id, record, &config) {
         Ok(lease) => Some((lease?, config)),

@@ -44,6 +44,10 @@ pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeEr
     let environment = match admit::enter(&share, id, &record, config) {
         Ok(()) => share.environment.clone(),
         Err(error) if may_go_without(config) => {
+            // Its options would replace config.json's environment, and a command line is shown to every user.
+            if exec.process.is_none() && exec.env.is_empty() && call.low_level.dialect == Dialect::Crun {
+                return Err(RuntimeError::NoEnvironment(error));
+            }
             confine::refuse_drivers().map_err(RuntimeError::NoFilter)?;
             call.warn(&format!("container {}: {error}: the process starts without the GPU", safe(id)));
             without_gpu(&share.environment)
@@ -54,7 +58,7 @@ pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeEr
         vec![form(exec, "process", "-p", "--process").into(), edited(file, &environment)?]
     } else {
         let option = form(exec, "env", "-e", "--env");
-        options(&environment, &share, &exec.env, call.low_level.dialect, option)
+        options(&environment, &share.environment, &exec.env, call.low_level.dialect, option)
     };
     let (before, behind) = call.args.split_at(exec.options_end);
     Err(call.become_low_level(&[before, &options, behind].concat()))
@@ -159,21 +163,17 @@ fn in_memory(text: &[u8]) -> io::Result<String> {
 /// options, both use config.json's.
 fn options(
     environment: &Environment,
-    share: &Share,
+    share: &Environment,
     given: &[OsString],
     dialect: Dialect,
     option: &str,
 ) -> Vec<OsString> {
-    if given.is_empty() && *environment == share.environment {
+    if given.is_empty() && environment == share {
         return Vec::new();
     }
     let is_given = |name: &str| given.iter().any(|entry| name_of(entry.as_bytes()) == name.as_bytes());
-    let is_set = |name: &str| environment.set.iter().any(|(set, _)| set == name);
     let pair = |(name, value): &(String, String)| format!("{name}={value}");
-    let whole = dialect == Dialect::Crun && given.is_empty();
-    let first =
-        share.all.iter().filter(|entry| whole && !is_set(entry.split('=').next().unwrap_or_default()));
-    let defaults = environment.default.iter().filter(|(name, _)| !whole && !is_given(name));
+    let defaults = environment.default.iter().filter(|(name, _)| !is_given(name));
     let defaults = defaults.filter_map(|default| {
         let is_refused = refused_beside(&default.0).is_some_and(is_given);
         match dialect {
@@ -182,7 +182,7 @@ fn options(
             Dialect::Runc => is_refused.then(|| format!("{}=", default.0)),
         }
     });
-    let entries = first.cloned().chain(environment.set.iter().map(pair)).chain(defaults);
+    let entries = environment.set.iter().map(pair).chain(defaults);
     entries.flat_map(|entry| [OsString::from(option), OsString::from(entry)]).collect()
 }
 
@@ -200,37 +200,30 @@ mod tests {
         pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
     }
 
-    fn share() -> Share {
-        let environment = Environment {
+    fn share() -> Environment {
+        Environment {
             set: pairs(&[("CUDA_VISIBLE_DEVICES", "0")]),
             default: pairs(&[("XLA", "0.1"), ("XLB", "0.2")]),
             remove_prefixes: Vec::new(),
-        };
-        let all = ["PATH=/bin", "CUDA_VISIBLE_DEVICES=0", "XLA=0.1"].map(str::to_owned).to_vec();
-        Share { environment, all, daemon: None }
+        }
     }
 
     #[test]
     fn options_for_the_command_line() {
         let (share, given) = (share(), ["XLA=0.9".into(), "CUDA_VISIBLE_DEVICES=3".into()]);
-        let with = |dialect| options(&share.environment, &share, &given, dialect, "--env");
+        let with = |dialect| options(&share, &share, &given, dialect, "--env");
         assert_eq!(with(Dialect::Runc), ["--env", "CUDA_VISIBLE_DEVICES=0"]);
         assert_eq!(with(Dialect::Crun), ["--env", "CUDA_VISIBLE_DEVICES=0", "--env", "XLB=0.2"]);
         for dialect in [Dialect::Runc, Dialect::Crun] {
-            assert!(
-                options(&share.environment, &share, &[], dialect, "--env").is_empty(),
-                "config.json has it"
-            );
+            assert!(options(&share, &share, &[], dialect, "--env").is_empty(), "config.json has it");
         }
     }
 
     #[test]
     fn without_a_gpu_no_device_is_seen_and_all_else_is_as_before() {
         let share = share();
-        let without = |dialect| options(&without_gpu(&share.environment), &share, &[], dialect, "--env");
-        assert_eq!(without(Dialect::Runc), ["--env", "CUDA_VISIBLE_DEVICES="]);
-        let whole = ["--env", "PATH=/bin", "--env", "XLA=0.1", "--env", "CUDA_VISIBLE_DEVICES="];
-        assert_eq!(without(Dialect::Crun), whole);
+        let without = options(&without_gpu(&share), &share, &[], Dialect::Runc, "--env");
+        assert_eq!(without, ["--env", "CUDA_VISIBLE_DEVICES="]);
     }
 
     #[test]
@@ -241,14 +234,14 @@ mod tests {
         std::fs::write(&file, text).unwrap();
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&file, &link).unwrap();
-        let copy = edited(&link, &share().environment).unwrap();
+        let copy = edited(&link, &share()).unwrap();
         let expected = r#"{"env":["A=1","CUDA_VISIBLE_DEVICES=0","XLA=0.1","XLB=0.2"],"args":["x"]}"#;
         assert_eq!(std::fs::read_to_string(&copy).unwrap(), expected);
         assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
         let number: i32 = Path::new(&copy).file_name().unwrap().to_str().unwrap().parse().unwrap();
         assert!(number >= HIGH);
         nix::unistd::close(number).unwrap();
-        assert!(matches!(edited(dir.path(), &share().environment), Err(RuntimeError::ProcessFile { .. })));
+        assert!(matches!(edited(dir.path(), &share()), Err(RuntimeError::ProcessFile { .. })));
     }
 
     #[test]
@@ -262,11 +255,10 @@ mod tests {
     #[test]
     fn a_default_that_is_refused_beside_the_users_own_gives_way() {
         let default = pairs(&[("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.1")]);
-        let environment = Environment { default, ..Environment::default() };
-        let share = Share { environment, ..Share::default() };
+        let share = Environment { default, ..Environment::default() };
         let given = ["XLA_CLIENT_MEM_FRACTION=0.5".into()];
         let runc = ["--env", "XLA_PYTHON_CLIENT_MEM_FRACTION="];
-        let with = |dialect| options(&share.environment, &share, &given, dialect, "--env");
+        let with = |dialect| options(&share, &share, &given, dialect, "--env");
         assert_eq!(with(Dialect::Runc), runc);
         assert!(with(Dialect::Crun).is_empty());
     }

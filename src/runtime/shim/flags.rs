@@ -134,6 +134,15 @@ pub(super) const CRUN_EXEC: &[Flag] = &[
 ];
 
 /// `delete` of both.
+pub(super) const KILL: &[Flag] = &[
+    flag("all", Some(b'a'), Takes::Nothing),
+    flag("regex", Some(b'r'), Takes::Nothing),
+    flag("help", Some(b'h'), Takes::Nothing),
+    flag("help", Some(b'?'), Takes::Nothing),
+    switch("usage"),
+];
+
+/// `delete` of both.
 pub(super) const DELETE: &[Flag] = &[
     flag("force", Some(b'f'), Takes::Nothing),
     flag("regex", Some(b'r'), Takes::Nothing),

@@ -11,6 +11,7 @@ mod create;
 mod delete;
 mod exec;
 mod flags;
+mod kill;
 mod low_level;
 mod running_runtime;
 mod runtime_child;
@@ -30,7 +31,7 @@ use sublet_core::ledger;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::oci::{FileError, SpecError};
 
-pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
+pub use argv::{Command, CommandLine, Delete, Exec, Global, Kill, Start, parse};
 pub use flags::Dialect;
 use low_level::{LowLevel, MissingRuntime};
 pub(crate) use running_runtime::record_of;
@@ -69,6 +70,12 @@ pub(crate) enum RuntimeError {
          seccomp: {0}"
     )]
     NoFilter(io::Error),
+    /// crun, and no process file.
+    #[error(
+        "{0}; and crun takes an environment without a GPU only on its command line, which every user can read: \
+         pass the process with --process, or its variables with --env"
+    )]
+    NoEnvironment(AdmitError),
     /// An unknown option, of a later version of the runtime.
     #[error(
         "exec has an option that this sublet does not know, and one of the words after it is a container \
@@ -256,7 +263,8 @@ fn by_record(
     (parse(args, dialect), low_level.map_or_else(|| find(&names).map_err(RuntimeError::from), Ok))
 }
 
-/// Every command except `delete` of a container with a share ends by becoming the low-level runtime.
+/// Every command except `delete` of a container with a share, and `kill` of one whose first thread has ended, ends by
+/// becoming the low-level runtime.
 fn dispatch(call: &Call<'_>, command: &Command) -> Result<ExitCode, RuntimeError> {
     let never = match command {
         Command::Create(start) => create::create(call, start, create::Kind::Create)?,
@@ -264,7 +272,8 @@ fn dispatch(call: &Call<'_>, command: &Command) -> Result<ExitCode, RuntimeError
         Command::Exec(exec) => exec::exec(call, exec)?,
         Command::Restore(start) => checkpoint::restore(call, start)?,
         Command::Checkpoint(_) => checkpoint::checkpoint(call, call.container(command))?,
-        Command::Delete(_) => return delete::delete(call, call.container(command)),
+        Command::Kill(kill) => return kill::kill(call, kill, call.container(command)),
+        Command::Delete(delete) => return delete::delete(call, delete.force, call.container(command)),
         Command::Other => call.pass_on()?,
     };
     match never {}

@@ -1,7 +1,7 @@
 //! The low-level runtime as a child process. The shim passes its signals to the child and ends with the child's exit
-//! status. If the shim is killed, the child is killed, too. The system calls between fork and exec, and the disposition
-//! of SIGCHLD, need `unsafe`.
-#![allow(unsafe_code, reason = "fork hooks and signal dispositions")]
+//! status. If the shim is killed, the child is killed, too. The system calls between fork and exec need
+//! `unsafe`.
+#![allow(unsafe_code, reason = "fork hooks")]
 
 use std::ffi::OsString;
 use std::io;
@@ -9,8 +9,9 @@ use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, ExitStatus};
 
-use nix::sys::signal::{self, SigHandler, SigSet, SigmaskHow, Signal};
+use nix::sys::signal::{self, SigSet, SigmaskHow, Signal};
 use nix::unistd::{Pid, getpid, getppid};
+use sublet_core::process::inheritance;
 
 /// Signals that are passed on.
 const FORWARDED: [Signal; 6] =
@@ -20,9 +21,7 @@ const FORWARDED: [Signal; 6] =
 pub(super) fn run(program: &Path, args: &[OsString]) -> io::Result<ExitStatus> {
     let mut signals: SigSet = FORWARDED.into_iter().collect();
     signals.add(Signal::SIGCHLD);
-    // With an inherited, ignored SIGCHLD the exit status would be lost. SAFETY: no handler is installed, so no code of
-    // this program runs in signal context.
-    unsafe { signal::signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
+    inheritance::keep_ended_children()?;
     let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let status = spawn(program, args, before).and_then(|child| wait(child, &signals));
     before.thread_set_mask()?;

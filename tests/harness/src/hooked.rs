@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
-use crate::{Bundle, Finished, bin_dir};
+use crate::{Bundle, Finished, World, bin_dir};
 
 /// What an image can set: variables that loaders, libc and sublet itself know.
 pub const HOSTILE_ENVIRONMENT: [&str; 8] = [
@@ -52,7 +52,35 @@ pub fn refusal(spec: &Value) -> &str {
     spec["hooks"]["createRuntime"][0]["path"].as_str().unwrap_or_default()
 }
 
+/// The CDI specification that [`World::generate_cdi`] has written.
+#[must_use]
+pub fn cdi_specification(world: &World) -> Value {
+    let text = std::fs::read(world.dir.path().join("cdi/sublet.json")).expect("the specification");
+    serde_json::from_slice(&text).expect("JSON")
+}
+
 impl Bundle<'_> {
+    /// Calls the low-level runtime directly, with a config.json as an engine makes it of the first CDI device.
+    pub fn inject_cdi(&mut self) {
+        self.plain = true;
+        let edits = &cdi_specification(self.world)["devices"][0]["containerEdits"];
+        let extend = |list: &mut Value, more: Vec<Value>| match list {
+            Value::Array(entries) => entries.extend(more),
+            other => *other = json!(more),
+        };
+        let all = |name: &str| edits[name].as_array().expect("an array").clone();
+        extend(&mut self.spec["process"]["env"], all("env"));
+        let rule = |node: &Value| json!({"allow": true, "type": "c", "major": node["major"], "minor": node["minor"], "access": "rw"});
+        let rules = all("deviceNodes").iter().map(rule).collect();
+        extend(&mut self.spec["linux"]["resources"]["devices"], rules);
+        extend(&mut self.spec["linux"]["devices"], all("deviceNodes"));
+        let mut hooks = all("hooks");
+        for hook in &mut hooks {
+            hook.as_object_mut().expect("a hook").remove("hookName");
+        }
+        self.spec["hooks"] = json!({"createRuntime": hooks[..1], "poststop": hooks[1..]});
+    }
+
     /// The spec as Podman passes it: with an absolute rootfs, and the id in the cgroup's name.
     #[must_use]
     pub fn podmans(&self) -> Value {

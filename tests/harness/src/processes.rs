@@ -16,10 +16,12 @@ pub(crate) fn read(pid: Pid, name: &str) -> String {
     String::from_utf8_lossy(&text).replace('\0', " ")
 }
 
-/// Whether `pid` runs; a zombie does not.
+/// Whether `pid` runs; a zombie does not, unless it is only its first thread that has ended (proc(5), `num_threads`).
 #[must_use]
 pub fn is_alive(pid: Pid) -> bool {
-    read(pid, "stat").rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+    let threads = |rest: &str| rest.split(' ').nth(17).and_then(|count| count.parse().ok()).unwrap_or(0);
+    let runs = |rest: &str| !rest.starts_with(['Z', 'X']) || threads(rest) > 1;
+    read(pid, "stat").rsplit_once(") ").is_some_and(|(_, rest)| runs(rest))
 }
 
 /// Stops `pid` and waits until it has stopped, because a signal takes a moment.

@@ -270,6 +270,24 @@ fn ps_names_clients_by_host_pid_and_namespace() {
 }
 
 #[test]
+fn a_client_whose_first_thread_has_ended_is_listed_until_its_last_has() {
+    let Some(rig) = Rig::with_daemon() else { return };
+    for when in ["at-once", "later"] {
+        let mut client = rig.start(&format!("leaderless {when} alloc 512 30"), &[]);
+        let pid = client.pid();
+        until("no first thread", || fs::read_link(format!("/proc/{pid}/exe")).is_err());
+        let listed = || {
+            rig.contexts().iter().any(|held| held.pid == pid && held.kind == Kind::Client && held.mib > 512)
+        };
+        until("its memory is listed", listed);
+        assert_eq!(only_client(&rig)[0], pid.to_string());
+        signal(pid, Signal::SIGKILL);
+        client.status();
+        assert!(!listed());
+    }
+}
+
+#[test]
 fn clients_in_namespaces_of_their_own_connect_and_are_traced() {
     let Some(rig) = Rig::with_daemon() else { return };
     for uid in [0, 1000] {

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat};
+use nix::libc::dev_t;
 use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, fstat, fstatat, makedev, mknodat};
 use nix::sys::statfs::{
     CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs,
@@ -74,11 +75,7 @@ impl<'a> Rootfs<'a> {
             let dir = place(&self.root, dir, Kind::Directory)?;
             let device = makedev(node.major.into(), node.minor.into());
             match mknodat(&dir, name, SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), device) {
-                // Opened by everyone whatever our umask is; the name is the node we just made, or nothing
-                // of it is followed.
-                Ok(()) => {
-                    Ok(fchmodat(&dir, name, Mode::from_bits_truncate(0o666), FchmodatFlags::FollowSymlink)?)
-                }
+                Ok(()) => open_to_all(&self.host.proc, &dir, name, device),
                 Err(Errno::EEXIST) if is_node(&dir, name, device) => Ok(()),
                 Err(error) => Err(io::Error::from(error)),
             }
@@ -151,7 +148,20 @@ fn acting() -> (Uid, Gid) {
     (setfsuid(Uid::from_raw(u32::MAX)), setfsgid(Gid::from_raw(u32::MAX)))
 }
 
-fn is_node(dir: &OwnedFd, name: &std::ffi::OsStr, device: nix::libc::dev_t) -> bool {
+/// Lets everybody open the node that was just made as `name`, whatever our umask is. By its descriptor, because somebody
+/// may have put a link in its place.
+fn open_to_all(proc: &OwnedFd, dir: &OwnedFd, name: &std::ffi::OsStr, device: dev_t) -> io::Result<()> {
+    let node = openat(dir, name, OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())?;
+    let found = fstat(&node)?;
+    if kind(found.st_mode) != SFlag::S_IFCHR || found.st_rdev != device {
+        return Err(Errno::EEXIST.into());
+    }
+    // fchmod(2) does not take a descriptor of O_PATH.
+    let path = format!("self/fd/{}", node.as_raw_fd());
+    Ok(fchmodat(proc, path.as_str(), Mode::from_bits_truncate(0o666), FchmodatFlags::FollowSymlink)?)
+}
+
+fn is_node(dir: &OwnedFd, name: &std::ffi::OsStr, device: dev_t) -> bool {
     fstatat(dir, name, AtFlags::AT_SYMLINK_NOFOLLOW)
         .is_ok_and(|stat| kind(stat.st_mode) == SFlag::S_IFCHR && stat.st_rdev == device)
 }
@@ -164,6 +174,9 @@ fn is_of_the_kernel(target: impl AsFd) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt as _;
+
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
     use super::*;
@@ -184,6 +197,28 @@ mod tests {
         });
         let line = "the kernel does not let us act as uid 4321 and gid 4321 there";
         assert_eq!(refused.unwrap_err().to_string(), line);
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_node_that_was_just_made_is_not_followed() {
+        if !Uid::effective().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let (precious, name) = (dir.path().join("precious"), std::ffi::OsStr::new("node"));
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        std::fs::write(&precious, "").unwrap();
+        std::fs::set_permissions(&precious, Permissions::from_mode(0o600)).unwrap();
+        let (proc, opened) = (open_root(Path::new("/proc")).unwrap(), open_root(dir.path()).unwrap());
+        let null = makedev(1, 3);
+        let open_all = || open_to_all(&proc, &opened, name, null);
+        std::os::unix::fs::symlink(&precious, dir.path().join(name)).unwrap();
+        assert_eq!(open_all().unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(mode(&precious), 0o600);
+        std::fs::remove_file(dir.path().join(name)).unwrap();
+        mknodat(&opened, name, SFlag::S_IFCHR, Mode::S_IRUSR, null).unwrap();
+        open_all().unwrap();
+        assert_eq!(mode(&dir.path().join(name)), 0o666);
     }
 
     #[test]

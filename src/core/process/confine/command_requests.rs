@@ -24,6 +24,12 @@ const APART: Duration = Duration::ZERO;
 /// The connection by which a process that may not start programs asks for commands.
 static OUTSIDE: OnceLock<UnixStream> = OnceLock::new();
 
+/// Whether this process may neither start programs nor send signals.
+#[must_use]
+pub(crate) fn is_confined() -> bool {
+    OUTSIDE.get().is_some()
+}
+
 /// From now on this process asks `outside` to run its commands.
 pub(super) fn ask_of(outside: UnixStream) {
     let _ = OUTSIDE.set(outside);

@@ -15,6 +15,7 @@ use std::process::Command;
 
 use super::{environment, inheritance};
 
+pub(crate) use command_requests::is_confined;
 pub use command_requests::{run, start};
 pub use refuse_drivers::refuse_drivers;
 pub use stage_capabilities::Rights;

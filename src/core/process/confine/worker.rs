@@ -11,6 +11,7 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, getpid, getppid};
 
+use super::super::inheritance;
 use super::{Commands, Rights, command_requests, seccomp_filter};
 
 /// The process that started the hook, if a child does the work.
@@ -38,6 +39,7 @@ pub enum Side {
 pub fn split(rights: Rights, commands: Commands) -> io::Result<Side> {
     let (outside, inside) = UnixStream::pair()?;
     let (engine, parent) = (getppid(), getpid());
+    inheritance::keep_ended_children()?;
     // SAFETY: hooks have one thread, so no other thread can hold a lock that the child would need.
     match unsafe { fork() }? {
         ForkResult::Parent { child } => {

@@ -85,7 +85,17 @@ pub fn told(tag: &str, root: Option<&Root>) -> Vec<Held> {
 /// A process that is changing its announcement shows both. The larger one counts.
 fn of_process(tag: &str, pid: i32) -> Vec<Held> {
     let mut found: Vec<Held> = Vec::new();
-    for fd in fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
+    let open = |shown: &str| -> Vec<fs::DirEntry> {
+        fs::read_dir(format!("/proc/{pid}/{shown}")).into_iter().flatten().flatten().collect()
+    };
+    let mut fds = open("fd");
+    if fds.is_empty() {
+        // A first thread that has ended shows none, also where others go on.
+        let others =
+            open("task").into_iter().map(|thread| thread.file_name().into_string().unwrap_or_default());
+        fds = others.flat_map(|thread| open(&format!("task/{thread}/fd"))).collect();
+    }
+    for fd in fds {
         let link = fs::read_link(fd.path()).ok();
         let Some((held, own)) = link.and_then(|link| parse(tag, pid, link.to_str()?)) else { continue };
         if own_pid(pid) != Some(own) {

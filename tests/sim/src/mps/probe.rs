@@ -3,6 +3,9 @@
 //! It uses only what a CUDA program in a container has: its environment, the device nodes, the MPS directory, and the
 //! libcuda that the loader finds, whose trailer describes the GPUs. For tests outside containers, `SUBLET_SIM_DEV`
 //! names a directory that replaces /dev.
+//!
+//! In front of what it does may stand that its first thread ends, `leaderless at-once` or, after its contexts are made,
+//! `leaderless later`; another thread then does the rest.
 
 use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write, stdout};
@@ -26,7 +29,7 @@ use crate::layout::Root;
 use crate::layout::contexts::{self, Kind};
 use crate::layout::trailer;
 
-const USAGE: &str = "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH… | silent SECS [hidden]";
+const USAGE: &str = "cuda-probe [leaderless at-once|later] info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH… | silent SECS [hidden]";
 
 /// Exit status after a CUDA error.
 const CUDA_ERROR: u8 = 10;
@@ -34,12 +37,24 @@ const CUDA_ERROR: u8 = 10;
 /// Runs the program on its arguments.
 #[must_use]
 pub fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    // Another thread may be left with them.
+    let arguments: &'static [String] = Vec::leak(std::env::args().skip(1).collect());
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let Some(task) = Task::parse(&words) else {
+    let (leaderless, words) = match words[..] {
+        ["leaderless", when, ref task @ ..] => (Some(when), task.to_vec()),
+        _ => (None, words),
+    };
+    let (Some(task), None | Some("at-once" | "later")) = (Task::parse(&words), leaderless) else {
         eprintln!("usage: {USAGE}");
         return ExitCode::from(2);
     };
+    if leaderless == Some("at-once") {
+        go_on_without_first_thread(move || perform(task, false));
+    }
+    perform(task, leaderless.is_some())
+}
+
+fn perform(task: Task<'static>, leaderless: bool) -> ExitCode {
     if let Task::Silent(time, hidden) = task {
         silent(time, hidden);
         return ExitCode::SUCCESS;
@@ -55,7 +70,21 @@ pub fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         (_, Err(_)) => ExitCode::from(CUDA_ERROR),
+        (task, Ok(mut program)) if leaderless => go_on_without_first_thread(move || program.run(&task)),
         (task, Ok(mut program)) => program.run(&task),
+    }
+}
+
+/// Ends this thread alone (`exit(2)`), as any program can. Another one does the rest, and ends the process with status 0.
+#[allow(unsafe_code, reason = "a system call that no library has")]
+fn go_on_without_first_thread(rest: impl FnOnce() -> ExitCode + Send + 'static) -> ! {
+    std::thread::spawn(|| {
+        rest();
+        std::process::exit(0);
+    });
+    loop {
+        // SAFETY: nothing of this thread's is used by another one: what the rest needs was moved to it.
+        unsafe { nix::libc::syscall(nix::libc::SYS_exit, 0) };
     }
 }
 

@@ -1,0 +1,400 @@
+//! What a container that was deleted has left: the processes in its own cgroup. Which are certainly its own, and why others
+//! are not, is decided only here: whoever ends them relies on it.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use super::cgroup::live_processes;
+use super::liveness::is_same;
+use super::runtime_record::Record;
+use super::runtime_roots::{entries, roots};
+use super::{Init, Lease, LeaseState, Ledger, LedgerError};
+use crate::host::cgroup_layout::below_hierarchy;
+use crate::process::{Process, name_of, shown_of};
+use crate::slurm;
+use crate::text::safe;
+
+/// How many processes are named.
+const NAMED: usize = 3;
+
+/// What the container of a lease has left.
+#[derive(Debug, Default)]
+pub(crate) struct Left {
+    /// Its own processes, and nobody else's.
+    pub own: Vec<Process>,
+    /// Processes that may be somebody else's, so that none in their cgroup may be ended.
+    pub kept: Option<Kept>,
+}
+
+impl fmt::Display for Left {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(kept) = &self.kept {
+            return kept.fmt(to);
+        }
+        for (number, process) in self.own.iter().take(NAMED).enumerate() {
+            let (pid, name) = (process.pid, name_of(process.pid));
+            let waits = if process.waits_in_kernel() {
+                ", in state D: it ends when what it waits for does"
+            } else {
+                ""
+            };
+            write!(to, "{}process {pid} ({name}{waits})", if number > 0 { ", " } else { "" })?;
+        }
+        match self.own.len().saturating_sub(NAMED) {
+            0 => write!(to, " still run{}", if self.own.len() == 1 { "s" } else { "" }),
+            more => write!(to, " and {more} more still run"),
+        }
+    }
+}
+
+/// Processes that are left in the cgroup of a container, and are not known to be its own.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "process {} ({}) is left in its cgroup {} and is not ended, because {why}; if it is the container's, end it with \
+     `kill -KILL {}`",
+    process.pid,
+    name_of(process.pid),
+    safe(&cgroup.to_string_lossy()),
+    process.pid
+)]
+pub(crate) struct Kept {
+    /// One of them.
+    pub process: Process,
+    /// Where it is.
+    pub cgroup: PathBuf,
+    /// Why it may be somebody else's.
+    pub why: NotOwn,
+}
+
+/// Why a cgroup, or a process in it, is not known to be a container's own.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NotOwn {
+    /// The ledger has no inode for it.
+    #[error("it is not known whether that is still the cgroup that the container had")]
+    Inode,
+    /// It is a hierarchy's root, or of systemd's, which makes scopes for containers and neither slices nor services.
+    #[error("that is the root, a slice or a service, which is more than one container")]
+    Unit,
+    /// Slurm made it, or what is above it.
+    #[error("that cgroup is of job {0} of Slurm's, which ends it with the job")]
+    Job(u64),
+    /// Another lease has it, or one above or below it.
+    #[error("container {} has that cgroup, too", safe(.0))]
+    Lease(String),
+    /// A runtime has a record of another container with it.
+    #[error("the container of {} has that cgroup, too", safe(&.0.to_string_lossy()))]
+    Record(PathBuf),
+    /// An engine, sublet or an MPS daemon is in it, or another process of the host.
+    #[error("process {0} ({name}) there is the host's own, of an engine or of sublet", name = name_of(*.0))]
+    Host(i32),
+    /// A process in it has another PID namespace than the container had.
+    #[error("process {0} ({name}) there is in another PID namespace than the container was", name = name_of(*.0))]
+    PidNamespace(i32),
+    /// Something cannot be read.
+    #[error("it cannot be told whose it is: {0}")]
+    Unknown(String),
+}
+
+impl From<io::Error> for NotOwn {
+    fn from(error: io::Error) -> Self {
+        Self::Unknown(safe(&error.to_string()))
+    }
+}
+
+impl From<LedgerError> for NotOwn {
+    fn from(error: LedgerError) -> Self {
+        Self::Unknown(error.to_string())
+    }
+}
+
+impl Lease {
+    /// Whether its container was deleted, so that what is left of it is to be ended: a `delete` had marked the lease and
+    /// is gone, and the runtime has no record of the container any more. Where a user's runtime may have one, which root
+    /// does not read, the container's first thread has ended, which a runtime takes for its end.
+    #[must_use]
+    pub(crate) fn was_deleted(&self) -> bool {
+        let Some(init) = self.init.as_ref().filter(|_| self.state == LeaseState::Ending) else {
+            return false;
+        };
+        let is_over =
+            || if self.brokered { !init.process.has_first_thread() } else { !self.has_record(init) };
+        !self.is_of_job() && !self.owner.is_alive() && is_over()
+    }
+
+    /// Whether the runtime has a record of its container, and not of a later one of the same name; or one that cannot be
+    /// read.
+    pub(super) fn has_record(&self, init: &Init) -> bool {
+        match Record::read(&self.container.record) {
+            Ok(record) => record.is_some_and(|record| record.init == init.process),
+            Err(_) => true,
+        }
+    }
+
+    /// Whether its container may be ended by whoever says that it was deleted: it is being deleted, or a runtime takes it
+    /// for ended.
+    #[must_use]
+    pub(crate) fn may_be_ended(&self) -> bool {
+        let is_over = |init: &Init| self.state == LeaseState::Ending || !init.process.has_first_thread();
+        !self.is_of_job() && self.init.as_ref().is_some_and(is_over)
+    }
+}
+
+impl Ledger {
+    /// What is to be known of `lease` where its container goes on and its engine takes it for ended: in one line, with what
+    /// to do. `state_dir` is the ledger's directory.
+    #[must_use]
+    pub fn unended(&self, lease: &Lease, state_dir: &Path) -> Option<String> {
+        let init = lease.init.as_ref()?;
+        let pid = init.process.pid;
+        if lease.was_deleted() {
+            let left = self.left_of(lease, state_dir);
+            return (lease.has_processes()).then(|| format!("its container was deleted, and {left}"));
+        }
+        let goes_on = !lease.is_of_job() && init.process.is_alive() && !init.process.has_first_thread();
+        goes_on.then(|| {
+            format!(
+                "the first thread of its first process {pid} ({}) has ended and others go on, so that its runtime takes \
+                 the container for stopped; where its engine cannot end it, `kill -KILL {pid}` does",
+                name_of(pid)
+            )
+        })
+    }
+
+    /// What the container of `lease` has left, which was deleted.
+    #[must_use]
+    pub(crate) fn left_of(&self, lease: &Lease, state_dir: &Path) -> Left {
+        let Some(init) = &lease.init else { return Left::default() };
+        let first = Some(init.process).filter(Process::is_alive);
+        match (self.in_own_cgroup(lease, init, state_dir), first) {
+            (Ok(mut own), first) => {
+                own.extend(first.filter(|first| !own.contains(first)));
+                Left { own, kept: None }
+            }
+            // It is known by its pid and start time, wherever it is. The others may go with it (pid_namespaces(7)).
+            (Err(_), Some(first)) => Left { own: vec![first], kept: None },
+            (Err(kept), None) => Left { own: Vec::new(), kept: Some(kept) },
+        }
+    }
+
+    fn in_own_cgroup(&self, lease: &Lease, init: &Init, state_dir: &Path) -> Result<Vec<Process>, Kept> {
+        let Some(dir) = init.cgroup.as_deref() else { return Ok(Vec::new()) };
+        if !init.has_its_cgroup() {
+            return Ok(Vec::new());
+        }
+        let kept = |process, why| Kept { process, cgroup: dir.to_owned(), why };
+        let found = live_processes(dir).map_err(|error| kept(init.process, error.into()))?;
+        if let Some(first) = found.first() {
+            self.check_own(lease, dir)
+                .and_then(|below| check_records(lease, init, &below, state_dir))
+                .and_then(|()| check_processes(&found, init, self))
+                .map_err(|why| kept(*first, why))?;
+        }
+        Ok(found)
+    }
+
+    /// Checks that `dir` is a cgroup such as containers have, and that no other lease has it. Returns its path below its
+    /// hierarchy.
+    fn check_own(&self, lease: &Lease, dir: &Path) -> Result<PathBuf, NotOwn> {
+        lease.init.as_ref().and_then(|init| init.cgroup_inode).ok_or(NotOwn::Inode)?;
+        let below = below_hierarchy(dir);
+        let is_unit = below.extension().is_some_and(|kind| kind == "slice" || kind == "service");
+        if is_unit || below.file_name().is_none() {
+            return Err(NotOwn::Unit);
+        }
+        if let Some(job) = slurm::job_of_cgroup(&below) {
+            return Err(NotOwn::Job(job));
+        }
+        let mut others = self.leases.iter().filter(|other| other.id != lease.id);
+        match others.find(|other| shares(other, lease, &below)) {
+            Some(other) => Err(NotOwn::Lease(other.container.name().into_owned())),
+            None => Ok(below),
+        }
+    }
+}
+
+/// Containers without a share have no lease, and may have the cgroup, too.
+fn check_records(lease: &Lease, init: &Init, below: &Path, state_dir: &Path) -> Result<(), NotOwn> {
+    for root in roots(state_dir, lease.container.record.parent())? {
+        for record in entries(&root)? {
+            let Some(found) = Record::read(&record)? else { continue };
+            // While a poststop hook runs, crun still has its record.
+            let is_other = found.init != init.process;
+            if is_other && found.cgroup.is_some_and(|dir| overlap(&below_hierarchy(&dir), below)) {
+                return Err(NotOwn::Record(record));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether `other` has the cgroup `below` of `lease`, or one above or below it, or may get it: it is of a container of
+/// the same name that is being created.
+fn shares(other: &Lease, lease: &Lease, below: &Path) -> bool {
+    let is_same = (other.container.uid, &other.container.id) == (lease.container.uid, &lease.container.id);
+    match &other.init {
+        Some(Init { cgroup: Some(dir), .. }) => overlap(&below_hierarchy(dir), below),
+        Some(_) => false,
+        None => is_same,
+    }
+}
+
+fn overlap(one: &Path, other: &Path) -> bool {
+    one.starts_with(other) || other.starts_with(one)
+}
+
+/// Checks that none of `found` is the host's, and that all are where the container was. A container always has a mount
+/// namespace of its own (`admit`).
+fn check_processes(found: &[Process], init: &Init, ledger: &Ledger) -> Result<(), NotOwn> {
+    let ours = ours(ledger);
+    let [own, hosts] = ["self", "1"].map(|who| namespace(&Path::new("/proc").join(who), "mnt"));
+    let (own, pids) = (
+        own?,
+        match init.pid_namespace {
+            0 => namespace(Path::new("/proc/self"), "pid")?,
+            its => Some(its),
+        },
+    );
+    for process in found {
+        let shown = shown_of(process.pid);
+        let mounts = namespace(&shown, "mnt")?;
+        let is_in = |namespace: Option<u64>| mounts.is_some() && mounts == namespace;
+        if ours.contains(&process.pid) || is_in(own) {
+            return Err(NotOwn::Host(process.pid));
+        }
+        match &hosts {
+            Ok(hosts) if is_in(*hosts) => return Err(NotOwn::Host(process.pid)),
+            Ok(_) => {}
+            Err(error) => return Err(NotOwn::Unknown(format!("process 1: {error}"))),
+        }
+        let its = namespace(&shown, "pid")?;
+        if its.is_some() && its != pids {
+            return Err(NotOwn::PidNamespace(process.pid));
+        }
+    }
+    Ok(())
+}
+
+/// This process and those above it, of which one is the engine, and those that the ledger names.
+fn ours(ledger: &Ledger) -> Vec<i32> {
+    let mut above: Vec<i32> = vec![1];
+    let mut next = Process::current().ok();
+    while let Some(process) = next.filter(|process| process.pid > 1) {
+        above.push(process.pid);
+        next = process.parent().and_then(Process::find);
+    }
+    above.extend(ledger.keeper.map(|keeper| keeper.pid));
+    above.extend(ledger.daemons.iter().filter_map(|daemon| daemon.process).map(|process| process.pid));
+    above
+}
+
+/// The inode of a namespace of the process that /proc shows in `shown`; `None` if it is ending.
+fn namespace(shown: &Path, which: &str) -> io::Result<Option<u64>> {
+    match fs::metadata(shown.join("ns").join(which)) {
+        Err(error) if crate::process::is_gone(&error) => Ok(None),
+        found => found.map(|meta| Some(meta.ino())),
+    }
+}
+
+impl Init {
+    /// Whether its cgroup is still there, and not another one of the same name. `true` if that cannot be found out.
+    pub(super) fn has_its_cgroup(&self) -> bool {
+        match (&self.cgroup, self.cgroup_inode) {
+            (Some(dir), Some(inode)) => is_same(dir, inode),
+            (Some(_), None) => true,
+            (None, _) => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::lease;
+    use super::*;
+    use crate::host::cgroup_layout::MOUNT;
+    use crate::process::fixture::without_first_thread;
+
+    fn in_cgroup(n: u64, path: &str) -> Lease {
+        let process = Process { pid: i32::MAX, start_time: n };
+        let cgroup = Some(Path::new(MOUNT).join("devices").join(path));
+        let init = Some(Init { process, pid_namespace: 0, cgroup, cgroup_inode: Some(n) });
+        Lease { init, state: LeaseState::Ending, ..lease(n, "GPU-a") }
+    }
+
+    fn refused(lease: &Lease, others: &[Lease]) -> String {
+        let ledger = Ledger { leases: others.to_vec(), ..Ledger::empty("boot") };
+        let dir = lease.init.as_ref().and_then(|init| init.cgroup.clone()).unwrap();
+        ledger.check_own(lease, &dir).map_or_else(|why| why.to_string(), |below| below.display().to_string())
+    }
+
+    #[test]
+    fn a_cgroup_is_a_containers_own_unless_something_says_that_it_may_be_another_ones() {
+        let own = in_cgroup(1, "system.slice/docker-a.scope");
+        assert!(refused(&own, std::slice::from_ref(&own)).ends_with("system.slice/docker-a.scope"));
+        for unit in ["system.slice", "machine.slice/x.slice", "docker.service"] {
+            assert!(refused(&in_cgroup(1, unit), &[]).starts_with("that is the root"), "{unit}");
+        }
+        let job = refused(&in_cgroup(1, "system.slice/slurmstepd.scope/job_7/step_0/user/task_0"), &[]);
+        assert!(job.contains("job 7 of Slurm's"), "{job}");
+        for shared in ["system.slice/docker-a.scope", "system.slice/docker-a.scope/b", "system.slice"] {
+            let why = refused(&own, &[own.clone(), in_cgroup(2, shared)]);
+            assert_eq!(why, "container container-2 has that cgroup, too", "{shared}");
+        }
+        assert!(refused(&own, &[in_cgroup(2, "system.slice/docker-ab.scope")]).ends_with("docker-a.scope"));
+        let restarted = Lease { container: own.container.clone(), ..lease(2, "GPU-a") };
+        assert!(refused(&own, &[restarted]).contains("has that cgroup, too"), "it is being created");
+        let mut unknown = own;
+        unknown.init.as_mut().unwrap().cgroup_inode = None;
+        assert!(refused(&unknown, &[]).starts_with("it is not known whether"));
+    }
+
+    #[test]
+    fn a_process_of_the_host_is_no_containers() {
+        let me = Process::current().unwrap();
+        let init = Init { process: me, pid_namespace: 0, cgroup: None, cgroup_inode: None };
+        let ledger = Ledger::empty("boot");
+        assert!(matches!(check_processes(&[me], &init, &ledger), Err(NotOwn::Host(_))));
+        let other = std::process::Command::new("sleep").arg("60").spawn();
+        let mut other = other.unwrap();
+        let found = Process::find(i32::try_from(other.id()).unwrap()).unwrap();
+        let refused = check_processes(&[found], &init, &ledger);
+        other.kill().unwrap();
+        other.wait().unwrap();
+        assert!(matches!(refused, Err(NotOwn::Host(_))), "it is in our mount namespace");
+    }
+
+    #[test]
+    fn a_container_was_deleted_when_its_runtime_has_forgotten_it_and_who_marked_it_is_gone() {
+        let (started, records) = (without_first_thread(), tempfile::tempdir().unwrap());
+        let process = started.process();
+        let init = Some(Init { process, pid_namespace: 0, cgroup: None, cgroup_inode: None });
+        let marked = Lease { init, ..in_cgroup(1, "a") };
+        let with = |change: fn(&mut Lease)| {
+            let mut lease = marked.clone();
+            change(&mut lease);
+            lease.was_deleted()
+        };
+        assert!(with(|_| {}));
+        assert!(!with(|lease| lease.state = LeaseState::Active));
+        assert!(!with(|lease| lease.owner = Process::current().unwrap()), "it is being deleted");
+        assert!(with(|lease| lease.brokered = true), "a runtime takes it for ended");
+        assert!(!with(|lease| {
+            lease.brokered = true;
+            lease.init.as_mut().unwrap().process = Process::current().unwrap();
+        }));
+        let mut recorded = marked.clone();
+        recorded.container.record = records.path().to_owned();
+        let state = |start_time: u64| {
+            let text = format!(r#"{{"init_process_pid":{},"init_process_start":{start_time}}}"#, process.pid);
+            std::fs::write(records.path().join("state.json"), text).unwrap();
+        };
+        state(process.start_time);
+        assert!(!recorded.was_deleted());
+        state(process.start_time + 1);
+        assert!(recorded.was_deleted(), "the record is of a later container of that name");
+        std::fs::write(records.path().join("state.json"), "garbage").unwrap();
+        assert!(!recorded.was_deleted(), "what cannot be read may be its record");
+    }
+}
