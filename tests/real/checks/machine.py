@@ -222,6 +222,14 @@ class Machine:
             return ["sh", "-c", f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage cuda-probe alloc {mib} {seconds}"]
         return ["python3", "/workloads/cheat.py", str(mib), str(seconds)]
 
+    def leader(self, mib, seconds, when, cheat):
+        """The command that ends its first thread and computes in another one."""
+        if self.simulated:
+            spoilt = "export CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage; " if cheat else ""
+            one = f"cuda-probe leaderless {'later' if when == 'context' else 'at-once'} alloc {mib} {seconds}"
+            return ["sh", "-c", spoilt + {"child": f"{one} & wait", "children": f"{one} & {one} & wait"}.get(when, f"exec {one}")]
+        return ["python3", "/workloads/leader.py", str(mib), str(seconds), when, *(["cheat"] if cheat else [])]
+
 
 def workload(name, over=None, processes=1, python="python3"):
     words = [python, f"/workloads/{name}.py"]
