@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import control, engines, process, shares
+from . import control, engines, leaders, process, shares
 from .machine import report, workload
 from .table import Rows, Skip, Wrong
 
@@ -472,6 +472,7 @@ def rootless(table, group, machine):
     rows.ask("exec", shares.wanted(machine, 25, mib), lambda: user_exec(machine, engine, part, mib))
     rows.ask("the service killed", "a new share is refused, a running container goes on; then healed", lambda: service_killed(machine, engine, part))
     cheating(Rows(table, group, 3, engine.name, "driver API"), machine, engine, min(2048, mib))
+    leaders.each(Rows(table, group, 4, engine.name, "driver API"), machine, engine)
     engine.remove_all()
     left = machine.no_leases()
     Rows(table, group, 9, engine.name).hold("after the group", "no lease", left or "no lease", not left)

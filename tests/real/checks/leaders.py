@@ -23,11 +23,7 @@ def leaders(table, group, machine):
     by_shim = engines.Podman([], ["podman", "--hooks-dir=/srv/no-hooks", "--runtime=/usr/bin/sublet-runtime"], "podman, shim")
     by_shim.volumes = machine.podman.volumes
     for job, engine in enumerate((machine.docker, machine.podman, by_shim)):
-        rows = Rows(table, group, job, engine.name, "driver API")
-        for when, title in WHEN:
-            cheats(rows, machine, engine, when, title)
-            ends(rows, machine, engine, when, title, "stop")
-            ends(rows, machine, engine, when, title, "rm")
+        each(Rows(table, group, job, engine.name, "driver API"), machine, engine)
     left = machine.clear()
     rows = Rows(table, group, 9)
     rows.hold("after the group", "no lease", left or "no lease", not left)
@@ -39,6 +35,13 @@ def leaders(table, group, machine):
 
     if not machine.simulated:
         rows.ask("the GPU's memory", "as before", memory)
+
+
+def each(rows, machine, engine):
+    for when, title in WHEN:
+        cheats(rows, machine, engine, when, title)
+        ends(rows, machine, engine, when, title, "stop")
+        ends(rows, machine, engine, when, title, "rm")
 
 
 def used_mib(machine):
@@ -97,7 +100,7 @@ def ends(rows, machine, engine, when, title, by):
     expected = "active; then nothing of it is left"
     # Podman's own `kill` is all that its runtime hears, which takes such a container for stopped. Without the shim nothing of
     # sublet's is called then: `status` says what does it.
-    unheard = engine.name == "podman" and when in ("early", "context")
+    unheard = engine.name in ("podman", "podman, rootless") and when in ("early", "context")
 
     def look():
         started(machine, engine, name, when, 2048)
@@ -105,7 +108,7 @@ def ends(rows, machine, engine, when, title, by):
         own = lambda: [lease["state"] for lease in machine.leases() if lease["container_id"] == identity]
         state, begun = own(), time.monotonic()
         stopped = engine.call("stop", "--time=1", name) if by == "stop" else None
-        removed = engine.call("rm", "--force", "--time=1", name) if engine.program[0] == "podman" else engine.call("rm", "--force", name)
+        removed = engine.call("rm", "--force", "--time=1", name) if engine.name != "docker" else engine.call("rm", "--force", name)
         named = re.search(r"kill -KILL (\d+)", process.run(["sublet", "status"]).out) if unheard else None
         if named:
             os.kill(int(named[1]), signal.SIGKILL)
