@@ -36,15 +36,21 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         let ((), freed) = Store::open(&config.state_dir)?.giving_up().change(|_| ())?;
         say_freed(&freed);
     }
-    for line in Local::new(config).end_left(OWNS)? {
-        println!("{line}");
-    }
-    let done = Local::new(config).reconcile(|_| Ok(()))?;
-    say_freed(&done.freed);
-    for line in &done.lines {
-        println!("{line}");
+    // First, because it rebuilds a ledger that is lost.
+    settle(config)?;
+    let left = Local::new(config).end_left(OWNS)?;
+    if !left.is_empty() {
+        left.iter().for_each(|line| println!("{line}"));
+        settle(config)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn settle(config: &Config) -> anyhow::Result<()> {
+    let done = Local::new(config).reconcile(|_| Ok(()))?;
+    say_freed(&done.freed);
+    done.lines.iter().for_each(|line| println!("{line}"));
+    Ok(())
 }
 
 fn say_freed(freed: &Freed) {
