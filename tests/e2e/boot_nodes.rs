@@ -42,6 +42,37 @@ fn a_boot_makes_the_nodes_and_their_links() {
     }
 }
 
+/// As on a host whose driver is there for computing alone: the module nvidia-modeset is not loaded. An image that asks for
+/// all capabilities is served without its node.
+#[test]
+fn a_node_that_cuda_does_without_is_made_or_left_out() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let root = world.driver_root.as_ref().expect("a simulated driver");
+    let (node, devices) = (root.join("dev/nvidia-modeset"), root.join("proc/devices"));
+    std::fs::remove_file(&node).expect("a node of the simulated driver");
+    assert!(world.sublet(&["refresh", "--boot"]).status.success());
+    assert_eq!(device(&node), (195, 254, 0o666), "its module is loaded");
+    std::fs::remove_file(&node).expect("it was made");
+    let text = std::fs::read_to_string(&devices).expect("/proc/devices");
+    std::fs::write(&devices, text.replace("195 nvidia-modeset\n", "")).expect("/proc/devices");
+    assert!(world.sublet(&["refresh", "--boot"]).status.success());
+    assert!(!node.exists(), "its module is not loaded");
+    let mut bundle = world.bundle("all", SHARE, HOLD);
+    let env = bundle.spec["process"]["env"].as_array_mut().expect("env");
+    env.push(json!("NVIDIA_DRIVER_CAPABILITIES=all"));
+    let created = bundle.create();
+    assert!(created.ok, "{}", created.stderr);
+    let warning = "nvidia-modeset is missing; run `nvidia-modprobe -m`; the container starts without it";
+    assert_eq!(created.stderr.matches(warning).count(), 1, "{}", created.stderr);
+    assert!(bundle.start().ok);
+    assert_eq!(bundle.event("info")["mps"], json!(true));
+    bundle.down();
+    world.assert_empty();
+}
+
 /// (major, minor, mode) of a character device.
 fn device(path: &Path) -> (u64, u64, u32) {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};

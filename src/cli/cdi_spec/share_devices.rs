@@ -1,13 +1,13 @@
 //! Lists the CDI devices: each named share on each device that it fits, and the reason where it does not.
-//! No I/O. Current leases do not count: a share keeps its CDI device on a device that is full.
+//! No I/O, but for a look at the nodes that CUDA does without. Current leases do not count: a share keeps its CDI device on a device that is full.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use sublet_core::admit::{Candidate, lease_for};
 use sublet_core::config::Config;
-use sublet_core::grant::{Grant, Image, grant};
-use sublet_core::inventory::{Device, Inventory};
+use sublet_core::grant::{Grant, GrantedNode, Image, grant};
+use sublet_core::inventory::{Device, Inventory, check_node};
 use sublet_core::ledger::{Container, LeaseId, Ledger};
 use sublet_core::oci::cdi::Asked;
 use sublet_core::place::{Placement, only, place, wants_mig};
@@ -146,7 +146,10 @@ fn on_device(
     let candidate = Candidate { container, owner: Process::current()?, engine: None };
     let image = Image::default();
     let lease = lease_for(&candidate, &placement, &image, id, config);
-    Ok(Ok(grant(&placement, &lease, &request.capabilities, &image, inventory, config)))
+    let mut grant = grant(&placement, &lease, &request.capabilities, &image, inventory, config);
+    let root = &config.driver.root;
+    grant.nodes.retain(|GrantedNode { node, .. }| !node.is_optional() || check_node(root, node).is_ok());
+    Ok(Ok(grant))
 }
 
 #[cfg(test)]

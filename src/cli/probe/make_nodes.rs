@@ -65,12 +65,16 @@ fn make(root: &Path, node: &Node, params: &str) -> io::Result<()> {
 
 /// The nodes of the driver and of every GPU that it lists.
 fn wanted(root: &Path) -> Vec<Node> {
-    let majors = Majors::parse(&proc_devices::read(root).unwrap_or_default());
+    let known = proc_devices::read(root).unwrap_or_default();
+    let majors = Majors::parse(&known);
+    // Its own kernel module; graphics need it, CUDA does not.
+    let modeset = majors.nvidia.filter(|major| known.contains(&format!("{major} nvidia-modeset\n")));
     let gpus = minors(root).into_iter().map(|minor| (format!("nvidia{minor}"), majors.nvidia, minor));
     let common = [
         ("nvidiactl", majors.nvidia, 255),
         ("nvidia-uvm", majors.uvm, 0),
         ("nvidia-uvm-tools", majors.uvm, 1),
+        ("nvidia-modeset", modeset, 254),
     ];
     let common = common.into_iter().map(|(name, major, minor)| (name.to_owned(), major, minor));
     let node = |(name, major, minor): (String, Option<u32>, u32)| {

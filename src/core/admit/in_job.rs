@@ -15,7 +15,7 @@ use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};
 use crate::config::Config;
 use crate::fs::below::under;
 use crate::grant::{self, Grant, Image};
-use crate::inventory::{self, Device, Inventory};
+use crate::inventory::{Device, Inventory};
 use crate::ledger::{Container, Init, Job, LEASE_ANNOTATION, Lease, LeaseId, Store};
 use crate::mps;
 use crate::place::Placement;
@@ -90,9 +90,9 @@ impl Local<'_> {
         let inventory = fresh_inventory(self.config)?;
         let (lease, placement) = self.insert_within(candidate, &request, told, (cgroup, &job), &inventory)?;
         let capabilities = &request.capabilities;
-        let grant = grant::grant(&placement, &lease, capabilities, &told.image, &inventory, self.config);
+        let mut grant = grant::grant(&placement, &lease, capabilities, &told.image, &inventory, self.config);
         let store = self.store()?;
-        match self.served(&lease, &grant, &store) {
+        match self.served(&lease, &mut grant, &store) {
             Ok(mut warnings) => {
                 warnings.extend(grant.warnings.iter().cloned());
                 Ok(Answer::Granted(Box::new(Granted { lease: lease.id, grant, warnings })))
@@ -125,10 +125,8 @@ impl Local<'_> {
     }
 
     /// Makes sure that the nodes are there and that the MPS daemon answers. Returns warnings, one line each.
-    fn served(&self, lease: &Lease, grant: &Grant, store: &Store) -> Result<Vec<String>, AdmitError> {
-        for granted in &grant.nodes {
-            inventory::ensure_node(&self.config.driver.root, &granted.node)?;
-        }
+    fn served(&self, lease: &Lease, grant: &mut Grant, store: &Store) -> Result<Vec<String>, AdmitError> {
+        self.check_nodes(grant)?;
         Ok(mps::make_ready(lease, store, self.config)?)
     }
 

@@ -98,11 +98,25 @@ impl Local<'_> {
             self.config,
         );
         grant.record = store.annotation(&taken.lease);
-        // Without a node the container would start and find no GPU.
-        for granted in &grant.nodes {
-            inventory::ensure_node(&self.config.driver.root, &granted.node)?;
-        }
+        self.check_nodes(&mut grant)?;
         Ok(grant)
+    }
+
+    /// Makes sure that the nodes are there: without one the container would start and find no GPU. What CUDA does without
+    /// is left out, with a warning.
+    pub(super) fn check_nodes(&self, grant: &mut Grant) -> Result<(), AdmitError> {
+        for granted in std::mem::take(&mut grant.nodes) {
+            match inventory::ensure_node(&self.config.driver.root, &granted.node) {
+                Err(error) if granted.node.is_optional() => {
+                    grant.warnings.push(format!("{error}; the container starts without it"));
+                }
+                checked => {
+                    checked?;
+                    grant.nodes.push(granted);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Ends the daemons in its way and then starts its own daemon. This is the last step, so that no daemon is started

@@ -58,6 +58,16 @@ pub enum NodeError {
     },
 }
 
+impl Node {
+    /// Whether CUDA does without it, so that a container is served without it too: of the driver's nodes it opens
+    /// nvidiactl, nvidia-uvm and the GPU's (docs/evidence/2026-11-21-h200-shares.md).
+    #[must_use]
+    pub fn is_optional(&self) -> bool {
+        let spare = ["/dev/nvidia-modeset", "/dev/nvidia-uvm-tools", "/dev/dri"];
+        spare.iter().any(|path| self.path.starts_with(path))
+    }
+}
+
 /// Whether `node` is on this host and what the inventory says it is.
 ///
 /// # Errors
@@ -107,6 +117,7 @@ fn remedy(path: &Path) -> String {
         _ if name.starts_with("nvidia-uvm") => {
             "run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`".to_owned()
         }
+        _ if name == "nvidia-modeset" => "run `nvidia-modprobe -m`".to_owned(),
         Some(Ok(minor)) => format!("run `nvidia-modprobe -c {minor}`"),
         _ => "run `nvidia-modprobe`".to_owned(),
     }
@@ -140,6 +151,7 @@ mod tests {
         let cases = [
             ("/dev/nvidia3", "is missing; run `nvidia-modprobe -c 3`"),
             ("/dev/nvidiactl", "is missing; run `nvidia-modprobe`"),
+            ("/dev/nvidia-modeset", "is missing; run `nvidia-modprobe -m`"),
             ("/dev/nvidia-uvm", "is missing; run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`"),
         ];
         for (path, message) in cases {
