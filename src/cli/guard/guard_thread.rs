@@ -4,6 +4,7 @@ use crate::probe;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::rc::Rc;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use sublet_core::config_files;
@@ -73,11 +74,25 @@ struct Guard {
     /// What carries out verdicts on clients of MPS daemons, which are asked first. The looks at devices never wait for
     /// their answers.
     acting: BTreeMap<DaemonKey, JoinHandle<Vec<Event>>>,
+    finished: Finished,
     /// What records the first processes of containers.
     recording: Option<JoinHandle<()>>,
     /// The devices that the last check could not read.
     blind: BTreeSet<String>,
     last_sign: Option<Instant>,
+}
+
+/// The daemons for whose clients verdicts have been carried out.
+struct Finished {
+    tell: Sender<DaemonKey>,
+    told: Receiver<DaemonKey>,
+}
+
+impl Default for Finished {
+    fn default() -> Self {
+        let (tell, told) = channel();
+        Self { tell, told }
+    }
 }
 
 impl Guard {
@@ -89,9 +104,20 @@ impl Guard {
                 (config, read_at) = (config_files::load().ok().or(config), Instant::now());
             }
             match config.as_ref().map_or(Pause::For(REREAD), |config| self.tick(config)) {
-                Pause::For(time) => thread::sleep(time),
+                Pause::For(time) => self.pause(time, config.as_ref()),
                 Pause::Idle => self.changes.wait(REREAD, IDLE),
             }
+        }
+    }
+
+    /// Waits until the next check, and tells meanwhile what has been done.
+    fn pause(&mut self, time: Duration, config: Option<&Config>) {
+        let until = Instant::now() + time;
+        let left = || until.saturating_duration_since(Instant::now());
+        let Some(config) = config else { return thread::sleep(left()) };
+        while let Ok(daemon) = self.finished.told.recv_timeout(left()) {
+            let events = self.carried_out(&daemon);
+            self.sign(events, self.blind.clone(), config);
         }
     }
 
@@ -137,14 +163,13 @@ impl Guard {
             self.rest();
             return Pause::For(IDLE);
         }
-        let mut events = self.carried_out();
         if ledger.leases.is_empty() {
             self.rest();
-            self.sign(events, BTreeSet::new(), config);
-            return Pause::Idle;
+            self.sign(Vec::new(), BTreeSet::new(), config);
+            return if self.acting.is_empty() { Pause::Idle } else { Pause::For(config.guard.period) };
         }
         self.served.heal(&ledger, config);
-        events.extend(self.faulted.end(&ledger, config));
+        let mut events = self.faulted.end(&ledger, config);
         match self.look(&ledger, config) {
             Ok((mut verdicts, lost, blind)) => {
                 events.extend(lost);
@@ -161,8 +186,9 @@ impl Guard {
     fn rest(&mut self) {
         let (last_sign, blind) = (self.last_sign, std::mem::take(&mut self.blind));
         let (ledger, changes) = (std::mem::take(&mut self.ledger), std::mem::take(&mut self.changes));
-        let (acting, recording) = (std::mem::take(&mut self.acting), self.recording.take());
-        *self = Self { ledger, changes, acting, recording, blind, last_sign, ..Self::default() };
+        let (acting, finished) = (std::mem::take(&mut self.acting), std::mem::take(&mut self.finished));
+        let recording = self.recording.take();
+        *self = Self { ledger, changes, acting, finished, recording, blind, last_sign, ..Self::default() };
     }
 
     fn look(&mut self, ledger: &Rc<Ledger>, config: &Config) -> Result<Seen, String> {
@@ -220,8 +246,13 @@ impl Guard {
                 events.extend(acting.act_on(&verdicts));
                 continue;
             };
-            let started =
-                thread::Builder::new().name("act".to_owned()).spawn(move || acting.act_on(&verdicts));
+            let (tell, of) = (self.finished.tell.clone(), key.clone());
+            let act = move || {
+                let events = acting.act_on(&verdicts);
+                let _ = tell.send(of);
+                events
+            };
+            let started = thread::Builder::new().name("act".to_owned()).spawn(act);
             match started {
                 Ok(thread) => drop(self.acting.insert(key, thread)),
                 Err(error) => tracing::warn!("threads: {error}"),
@@ -230,13 +261,9 @@ impl Guard {
         events
     }
 
-    /// The events of verdicts that have been carried out meanwhile.
-    fn carried_out(&mut self) -> Vec<Event> {
-        let acting = std::mem::take(&mut self.acting).into_iter();
-        let (done, acting) = acting.partition(|(_, thread)| thread.is_finished());
-        self.acting = acting;
-        let done: BTreeMap<_, JoinHandle<Vec<Event>>> = done;
-        done.into_values().filter_map(|thread| thread.join().ok()).flatten().collect()
+    /// The events of verdicts that have been carried out for clients of this daemon.
+    fn carried_out(&mut self, daemon: &DaemonKey) -> Vec<Event> {
+        self.acting.remove(daemon).and_then(|thread| thread.join().ok()).unwrap_or_default()
     }
 
     /// Logs events and devices that cannot be checked, and records both at once. Without any, records from time to
@@ -311,9 +338,9 @@ mod tests {
             let mut guard = Guard::default();
             let mut events = guard.act(&[verdict], &store, &config);
             let goes_on = is_still_asked(&dir);
-            while events.is_empty() {
-                thread::sleep(MOMENT);
-                events = guard.carried_out();
+            if events.is_empty() {
+                let daemon = guard.finished.told.recv().unwrap();
+                events = guard.carried_out(&daemon);
             }
             assert!(events[0].text.ends_with("it was ended"), "{}", events[0].text);
             client.wait().unwrap();
