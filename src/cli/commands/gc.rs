@@ -40,7 +40,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     settle(config)?;
     let left = Local::new(config).end_left(OWNS)?;
     if !left.is_empty() {
-        left.iter().for_each(|line| println!("{line}"));
+        for line in left {
+            println!("{line}");
+        }
         settle(config)?;
     }
     Ok(ExitCode::SUCCESS)
@@ -49,7 +51,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 fn settle(config: &Config) -> anyhow::Result<()> {
     let done = Local::new(config).reconcile(|_| Ok(()))?;
     say_freed(&done.freed);
-    done.lines.iter().for_each(|line| println!("{line}"));
+    for line in &done.lines {
+        println!("{line}");
+    }
     Ok(())
 }
 
