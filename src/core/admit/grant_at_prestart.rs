@@ -195,11 +195,14 @@ fn environment(grant: &Grant, lease: &Lease) -> String {
 /// The ledger cannot be read.
 pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
     let Some(ledger) = state(config).ledger_of_hooks()? else { return Ok(None) };
-    // If its first process is alive, this is a later container with the same name.
-    let ended = |lease: &&Lease| {
-        same(&lease.container, container) && lease.init.as_ref().is_some_and(|init| !init.process.is_alive())
-    };
-    Ok(ledger.leases.iter().find(ended).map(|lease| lease.id.clone()))
+    Ok(ended(&ledger, container).map(|lease| lease.id.clone()))
+}
+
+/// If the first thread of its first process runs, this is a later container with the same name. A runtime takes the end of
+/// that thread for the container's, whatever others do.
+fn ended<'l>(ledger: &'l Ledger, container: &Container) -> Option<&'l Lease> {
+    let has_ended = |lease: &Lease| lease.init.as_ref().is_some_and(|init| !init.process.has_first_thread());
+    ledger.leases.iter().find(|lease| same(&lease.container, container) && has_ended(lease))
 }
 
 #[cfg(test)]
@@ -208,6 +211,7 @@ mod tests {
 
     use super::*;
     use crate::ledger::fixture::lease;
+    use crate::process::fixture::without_first_thread;
 
     fn wished(annotations: &Value, config: &Config) -> Result<Request, String> {
         let spec = json!({"process": {}, "annotations": annotations});
@@ -265,5 +269,19 @@ mod tests {
         let ledger = Ledger { leases: vec![held], ..Ledger::empty("boot") };
         assert!(lease_of(&ledger, me).is_some(), "whatever names it is given");
         assert!(lease_of(&ledger, Process { start_time: 1, ..me }).is_none());
+    }
+
+    #[test]
+    fn a_container_has_ended_with_the_first_thread_of_its_first_process() {
+        let (me, started) = (Process::current().unwrap(), without_first_thread());
+        let of = |process| Init { process, pid_namespace: 0, cgroup: None, cgroup_inode: None };
+        let held = lease(1, "GPU-a");
+        for (process, expected) in
+            [(me, false), (started.process(), true), (Process { start_time: 1, ..me }, true)]
+        {
+            let leases = vec![Lease { init: Some(of(process)), ..held.clone() }];
+            let ledger = Ledger { leases, ..Ledger::empty("boot") };
+            assert_eq!(ended(&ledger, &held.container).is_some(), expected, "{process:?}");
+        }
     }
 }

@@ -86,8 +86,11 @@ fn check_above(directories: Ancestors<'_>) -> Result<(), String> {
         let shown = || safe(&above.to_string_lossy());
         let unknown = |error| format!("{}, which is above it, cannot be examined: {error}", shown());
         let meta = fs::symlink_metadata(above).map_err(unknown)?;
-        if meta.is_symlink() {
-            check_above(above.canonicalize().map_err(unknown)?.ancestors())?;
+        if meta.is_symlink() && is_trusted_owner(meta.uid()) {
+            // A loop of links leads nowhere.
+            above.canonicalize().map_err(unknown)?;
+            let target = fs::read_link(above).map_err(unknown)?;
+            check_above(above.parent().unwrap_or(above).join(target).ancestors())?;
         } else if can_be_swapped(&meta) {
             return Err(format!(
                 "others may write to {}, which is above it, and could replace it (uid {}, mode {:o})",
@@ -262,6 +265,21 @@ mod tests {
             std::os::unix::fs::chown(&above, Some(0), None).unwrap();
         }
         mode(&above, 0o755);
+        // The link of somebody else in a sticky directory, also where another link leads to it.
+        if uid.is_root() {
+            let sticky = dir.path().join("sticky");
+            fs::create_dir(&sticky).unwrap();
+            mode(&sticky, 0o1777);
+            std::os::unix::fs::symlink(&above, sticky.join("theirs")).unwrap();
+            std::os::unix::fs::symlink("sticky/theirs", dir.path().join("ours")).unwrap();
+            for linked in ["sticky/theirs/sublet", "ours/sublet"].map(|below| dir.path().join(below)) {
+                make(&linked).unwrap();
+                std::os::unix::fs::lchown(sticky.join("theirs"), Some(4321), None).unwrap();
+                let refused = make(&linked).unwrap_err();
+                assert!(refused.contains("sticky/theirs, which is above it"), "{refused}");
+                std::os::unix::fs::lchown(sticky.join("theirs"), Some(0), None).unwrap();
+            }
+        }
         mode(&state, 0o775);
         assert!(make(&state).unwrap_err().starts_with("others than its owner may write to it"));
         assert_eq!(distrust(&dir.path().join("none")), None);

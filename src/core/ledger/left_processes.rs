@@ -113,14 +113,24 @@ impl From<LedgerError> for NotOwn {
 impl Lease {
     /// Whether its container was deleted, so that what is left of it is to be ended: a `delete` had marked the lease and
     /// is gone, and the runtime has no record of the container any more. Where a user's runtime may have one, which root
-    /// does not read, the container's first thread has ended, which a runtime takes for its end.
+    /// does not read, the container's first thread has ended, which a runtime takes for its end. Where it is not known
+    /// which record it has, as of a prestart hook's, its end alone is no `delete`: its engine may yet leave it alone.
     #[must_use]
     pub(crate) fn was_deleted(&self) -> bool {
         let Some(init) = self.init.as_ref().filter(|_| self.state == LeaseState::Ending) else {
             return false;
         };
-        let is_over =
-            || if self.brokered { !init.process.has_first_thread() } else { !self.has_record(init) };
+        // Who marks it is younger than the container, and who took it is not.
+        let is_marked = || self.owner.start_time > init.process.start_time;
+        let is_over = || {
+            if self.brokered {
+                !init.process.has_first_thread()
+            } else if self.container.record.as_os_str().is_empty() {
+                is_marked()
+            } else {
+                !self.has_record(init)
+            }
+        };
         !self.is_of_job() && !self.owner.is_alive() && is_over()
     }
 
@@ -215,9 +225,11 @@ impl Ledger {
     }
 }
 
-/// Containers without a share have no lease, and may have the cgroup, too.
+/// Containers without a share have no lease, and may have the cgroup, too. Where a user says that their records are is not
+/// opened: it may be anywhere, and take any time to read.
 fn check_records(lease: &Lease, init: &Init, below: &Path, state_dir: &Path) -> Result<(), NotOwn> {
-    for root in roots(state_dir, lease.container.record.parent())? {
+    let known = Some(&lease.container.record).filter(|_| !lease.brokered);
+    for root in roots(state_dir, known.and_then(|record| record.parent()))? {
         for record in entries(&root)? {
             let Some(found) = Record::read(&record)? else { continue };
             // While a poststop hook runs, crun still has its record.
@@ -363,6 +375,45 @@ mod tests {
         other.kill().unwrap();
         other.wait().unwrap();
         assert!(matches!(refused, Err(NotOwn::Host(_))), "it is in our mount namespace");
+    }
+
+    #[test]
+    fn a_container_of_a_hooks_was_not_deleted_because_its_first_process_has_ended() {
+        let cgroup = tempfile::tempdir().unwrap();
+        let left = Process::current().unwrap();
+        std::fs::write(cgroup.path().join("cgroup.procs"), format!("{}\n", left.pid)).unwrap();
+        let mut lease = in_cgroup(7, "a");
+        let init = lease.init.as_mut().unwrap();
+        init.cgroup = Some(cgroup.path().to_owned());
+        init.cgroup_inode = Some(std::fs::metadata(cgroup.path()).unwrap().ino());
+        (lease.owner, lease.state, lease.container.record) =
+            (init.process, LeaseState::Active, PathBuf::new());
+        let (mut ledger, _) = Ledger { leases: vec![lease.clone()], ..Ledger::empty("boot") }.settled();
+        assert_eq!(ledger.leases[0].state, LeaseState::Ending);
+        assert!(!ledger.leases[0].was_deleted());
+        ledger.mark_deleted(&lease.id, Process { pid: i32::MAX, start_time: 8 });
+        assert!(ledger.leases[0].was_deleted(), "poststop was killed");
+    }
+
+    #[test]
+    fn where_a_user_says_that_records_are_is_not_looked_at() {
+        let (records, state_dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let other = records.path().join("other");
+        std::fs::create_dir(&other).unwrap();
+        let state = r#"{"init_process_pid":7,"init_process_start":7,
+            "cgroup_paths":{"devices":"/sys/fs/cgroup/devices/a"}}"#;
+        std::fs::write(other.join("state.json"), state).unwrap();
+        let mut lease = in_cgroup(1, "a");
+        lease.container.record = records.path().join("own");
+        let has_found = |lease: &Lease| {
+            let init = lease.init.as_ref().unwrap();
+            let below = below_hierarchy(init.cgroup.as_deref().unwrap());
+            let checked = check_records(lease, init, &below, state_dir.path());
+            matches!(checked, Err(NotOwn::Record(found)) if found.starts_with(records.path().canonicalize().unwrap()))
+        };
+        assert!(has_found(&lease));
+        lease.brokered = true;
+        assert!(!has_found(&lease));
     }
 
     #[test]
