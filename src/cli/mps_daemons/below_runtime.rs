@@ -78,7 +78,13 @@ pub(crate) fn await_end(id: &LeaseId, store: &Store, config: &Config) -> Result<
     while daemon.is_alive() {
         match admit::read(store) {
             Ok(ledger) => match ledger.lease(id) {
-                Some(lease) if lease.has_processes() => lease.await_change(LONG),
+                Some(lease) if lease.has_processes() => {
+                    lease.await_change(LONG);
+                    // Cgroup v1 tells of no change.
+                    if lease.has_processes() {
+                        sleep(AGAIN);
+                    }
+                }
                 None if is_needed(&key, &ledger, config) => return Ok(()),
                 _ => sleep(AGAIN),
             },
