@@ -94,6 +94,7 @@ fn who_keeps_the_mps_daemon_waiting_is_ended_and_the_second_time_its_container()
     let host = guarded("");
     let neighbour = host.neighbour();
     let holder = host.waiting("holder", "cuda-probe silent 600 & cuda-probe silent 600 &");
+    holder.event("connected");
     let more = host.world.bundle("more", &[("sublet.sm", "50")], HOLD);
     let refused = more.create();
     assert!(!refused.ok && refused.stderr.contains("it waits for container"), "{refused:?}");

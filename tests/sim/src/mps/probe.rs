@@ -128,6 +128,7 @@ fn say(line: &Value) {
 
 fn silent(time: Duration, hidden: bool) {
     let daemon = Conn::connect(&pipe_directory().join("control")).ok();
+    say(&json!({"event": "connected"}));
     let pair = Conn::pair().ok().filter(|_| hidden);
     if let (Some(daemon), Some((one, _))) = (&daemon, &pair) {
         // Nobody receives it.
