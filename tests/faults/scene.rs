@@ -284,6 +284,19 @@ pub fn without_lease(mut config: Value) -> Value {
     config
 }
 
+/// `config` as it is where the driver's node at `path`, which CUDA does without, was left out.
+pub fn without_node(mut config: Value, path: &str) -> Value {
+    let Some(devices) = config.pointer_mut("/linux/devices").and_then(Value::as_array_mut) else {
+        return config;
+    };
+    let Some(at) = devices.iter().position(|device| device["path"] == path) else { return config };
+    let device = devices.remove(at);
+    if let Some(rules) = config.pointer_mut("/linux/resources/devices").and_then(Value::as_array_mut) {
+        rules.retain(|rule| rule["major"] != device["major"] || rule["minor"] != device["minor"]);
+    }
+    config
+}
+
 /// Whether what it said is of Rust's library before `main`, which no program can change.
 fn before_main(said: &str) -> bool {
     said.contains("library/std/src/rt.rs")
