@@ -32,7 +32,7 @@ pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
 /// policy in force, which the kernel is asked for. Where the kernel does not say, whether its type is another than the one that
 /// sublet's module names. Without that module it is [`denies_mps_sockets`] that tells.
 #[must_use]
-pub fn bars(label: &str, mps: &Path) -> bool {
+pub(crate) fn bars(label: &str, mps: &Path) -> bool {
     let Some(state_dir) = mps.parent() else { return false };
     if !is_enforcing(Path::new("/")) || denies_mps_sockets(Path::new("/"), state_dir) {
         return false;
@@ -103,7 +103,7 @@ fn context_of(path: &Path) -> Result<String, Errno> {
 
 /// The type in a context, which has the form user:role:type:level.
 #[must_use]
-pub fn type_in(context: &str) -> &str {
+pub(crate) fn type_in(context: &str) -> &str {
     context.split(':').nth(2).unwrap_or_default()
 }
 

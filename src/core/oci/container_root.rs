@@ -94,7 +94,11 @@ pub const KEEP_GROUPS: &str = "run.oci.keep_original_groups";
 ///
 /// # Errors
 /// They may not open one that CUDA needs.
-pub fn check_node_modes(spec: &Value, nodes: &[GrantedNode], keeps_groups: bool) -> Result<(), NodeError> {
+pub(crate) fn check_node_modes(
+    spec: &Value,
+    nodes: &[GrantedNode],
+    keeps_groups: bool,
+) -> Result<(), NodeError> {
     let root = ContainerRoot::of(spec);
     if root.is_hosts() {
         return Ok(());

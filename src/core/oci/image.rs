@@ -132,7 +132,7 @@ fn check_label(spec: &Value, grant: &Grant) -> Result<(), ImageError> {
 ///
 /// # Errors
 /// This process may not create one either.
-pub fn make_mount_points(spec: &Value, rootfs: &Path, grant: &Grant) -> Result<(), ImageError> {
+pub(crate) fn make_mount_points(spec: &Value, rootfs: &Path, grant: &Grant) -> Result<(), ImageError> {
     if ContainerRoot::of(spec).is_hosts() {
         return Ok(());
     }

@@ -8,6 +8,8 @@ use crate::inventory::Node;
 
 /// `BPF_DEVCG_DEV_CHAR`.
 const CHARACTER: u32 = 2;
+/// `BPF_DEVCG_ACC_READ` and `BPF_DEVCG_ACC_WRITE`.
+const READ_WRITE: u32 = 6;
 /// All bits but `BPF_DEVCG_ACC_READ` and `BPF_DEVCG_ACC_WRITE`: the container may not create these nodes by mknod.
 const NOT_READ_WRITE: i32 = !6;
 
@@ -59,7 +61,7 @@ fn allow_one(node: &Node) -> [u64; 4] {
 
 /// Whether `program` lets a process read and write `node`; `None`: it has an instruction that is not known here.
 pub(super) fn allows(program: &[u64], node: &Node) -> Option<bool> {
-    Some(answer(program, [!NOT_READ_WRITE.cast_unsigned() << 16 | CHARACTER, node.major, node.minor])? != 0)
+    Some(answer(program, [READ_WRITE << 16 | CHARACTER, node.major, node.minor])? != 0)
 }
 
 /// What a device program answers. Known are the instructions of runc's, crun's and systemd's programs, and of [`allow`]: loads
