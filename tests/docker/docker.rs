@@ -417,6 +417,14 @@ fn remapped_users_get_the_hosts_own_nodes() {
     // Allowed, and no driver behind it.
     assert_eq!(results, ["ENXIO", "ENXIO"]);
     docker.done(&["rm", "-f", "mapped"]);
+    // The container's root is not the host's.
+    let node = docker.world.driver_root.as_ref().expect("a simulated driver").join("dev/nvidia0");
+    std::fs::set_permissions(node, PermissionsExt::from_mode(0o660)).expect("chmod");
+    let refused = docker.run("closed", QUARTER, &[], &["sleep", "600"]);
+    let why =
+        "has mode 0660, so the container, in its user namespace, may not open it: give the nodes mode 0666";
+    assert!(!refused.ok && refused.stderr.contains(why), "{refused:?}");
+    docker.done(&["rm", "-f", "closed"]);
     assert_empty(&docker);
 }
 

@@ -9,5 +9,6 @@ mod explained;
 mod mapped;
 mod mig_engines;
 mod recipes;
+mod rootless_docker;
 mod setup;
 mod swarm;

@@ -125,7 +125,7 @@ fn containerd_reads_what_setup_writes() {
     for line in [
         "default_runtime_name = \"sublet\"",
         "enable_cdi = true",
-        "pod_annotations = [\"sublet.*\"]",
+        "pod_annotations = [\"sublet.*\", \"sublet.*/*\"]",
         &format!("BinaryName = \"{}\"", bin_dir().join("sublet-runtime").display()),
     ] {
         assert!(read.contains(line), "{line} is not in {read}");

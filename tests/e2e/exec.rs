@@ -211,6 +211,49 @@ fn a_checkpoint_is_refused_without_a_ledger_too() {
     world.assert_empty();
 }
 
+/// Podman 5.4 passes its own list of devices with every update; the share's are not in it.
+#[test]
+fn an_update_does_not_take_the_gpu_away() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = world();
+    let mut bundle = up(&world, "held");
+    let node = |bundle: &Bundle<'_>| {
+        let seen = bundle.exec(&["/usr/bin/cuda-probe", "noderights", "/dev/nvidia0"]).json();
+        seen.iter().find(|line| line["event"] == "node").expect("an answer")["result"].clone()
+    };
+    assert_eq!(node(&bundle), "ENXIO", "allowed by the cgroup, no driver behind it");
+    let list = bundle.dir.join("resources.json");
+    std::fs::write(&list, r#"{"devices": [{"allow": false, "access": "rwm"}]}"#).expect("a file");
+    let update = |bundle: &Bundle<'_>| {
+        let mut command = bundle.runtime();
+        command.arg("update").arg(format!("--resources={}", list.display())).arg("held");
+        Finished::of(&command.output().expect("it runs"))
+    };
+    let updated = update(&bundle);
+    assert_eq!(updated.ok, world.engine == Engine::Runc, "{updated:?}");
+    if world.engine == Engine::Crun {
+        assert!(updated.stderr.contains("would take the container's GPU away"), "{updated:?}");
+    }
+    assert_eq!(node(&bundle), "ENXIO");
+    assert_eq!(world.status()["warnings"].to_string().matches("has lost").count(), 0);
+    if world.engine == Engine::Crun {
+        // Nobody asks sublet, as with Podman's hook.
+        bundle.plain = true;
+        assert!(update(&bundle).ok);
+        bundle.plain = false;
+        assert_eq!(node(&bundle), "EPERM");
+        let lost = "container held: it has lost /dev/nvidia0: its device cgroup";
+        assert!(world.status()["warnings"].to_string().contains(lost), "{}", world.status()["warnings"]);
+        let doctor = world.command("sublet").args(["doctor", "--quick", "--format", "json"]).output();
+        let doctor = String::from_utf8(doctor.expect("it runs").stdout).expect("UTF-8");
+        assert!(doctor.contains(lost), "{doctor}");
+    }
+    bundle.down();
+    world.assert_empty();
+}
+
 #[test]
 fn a_daemon_that_died_is_brought_back_for_who_comes() {
     if skip_unless_root() {

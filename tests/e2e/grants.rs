@@ -175,6 +175,38 @@ fn a_user_namespace_gets_the_hosts_nodes() {
     world.assert_empty();
 }
 
+/// As in runc's and crun's own tests: the root filesystem is the host's root's, and so is a volume.
+#[test]
+fn a_user_namespace_whose_root_owns_nothing_gets_its_mount_points() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    for hooked in [false, true] {
+        let mut bundle = world.bundle(if hooked { "hooked" } else { "unowned" }, SHARE, HOLD);
+        bundle.map_users();
+        let rootfs = bundle.dir.join("rootfs");
+        let back = std::process::Command::new("chown").args(["-R", "0:0"]).arg(&rootfs).status();
+        assert!(back.expect("chown").success());
+        let volume = bundle.dir.join("volume");
+        std::fs::create_dir(&volume).expect("a volume");
+        let mounts = bundle.spec["mounts"].as_array_mut().expect("mounts");
+        mounts.push(
+            json!({"destination": "/run", "type": "bind", "source": volume, "options": ["bind", "rprivate"]}),
+        );
+        if hooked {
+            bundle.hook(&["createRuntime", "poststop"]);
+        }
+        let (info, _) = up(&bundle);
+        assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{hooked}");
+        assert!(!rootfs.join("usr/bin/sublet-share").exists(), "a convenience is left out: {hooked}");
+        assert!(rootfs.join("usr/bin/nvidia-smi").exists(), "{hooked}");
+        bundle.down();
+        assert!(!rootfs.join("usr/bin/nvidia-smi").exists(), "{hooked}");
+    }
+    world.assert_empty();
+}
+
 #[test]
 fn the_name_of_the_runtime_may_be_the_share() {
     if skip_unless_root() {

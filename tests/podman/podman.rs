@@ -366,7 +366,7 @@ fn pods_share_by_container_and_their_infra_container_takes_nothing() {
         container("one"),
         container("two")
     );
-    std::fs::write(&yaml, text).expect("pod.yaml");
+    std::fs::write(&yaml, &text).expect("pod.yaml");
     let yaml = yaml.to_str().expect("UTF-8");
     let played = podman.cli(&["kube", "play", "--network=none", yaml]);
     assert!(played.ok, "{played:?}");
@@ -379,12 +379,28 @@ fn pods_share_by_container_and_their_infra_container_takes_nothing() {
     );
     podman.done(&["kube", "down", yaml]);
     podman.assert_empty();
+    let for_one = text.replace("sublet.sm:", "sublet.sm/one:");
+    std::fs::write(yaml, for_one).expect("pod.yaml");
+    let played = podman.cli(&["kube", "play", "--network=none", yaml]);
+    assert!(played.ok, "{played:?}");
+    assert_eq!(podman.world.leases().len(), 1, "container one alone");
+    assert_eq!(podman.done(&["inspect", "--format={{.State.Running}}", "p-two"]), "true");
+    podman.done(&["kube", "down", yaml]);
+    podman.assert_empty();
     podman.done(&["pod", "create", "--name=q", "--network=none"]);
     let id = podman.hold("in-q", QUARTER, &["--pod=q"]);
     assert_eq!(podman.event("in-q", "info")["sm"], json!(32));
     let _ = lease_id(&podman, &id);
     assert_eq!(podman.world.leases().len(), 1);
+    // What Podman makes of it has `sublet.sm/in-q`.
+    let generated = podman.done(&["kube", "generate", "q"]);
     podman.done(&["pod", "rm", "-f", "-t0", "q"]);
+    podman.assert_empty();
+    std::fs::write(yaml, generated).expect("pod.yaml");
+    let played = podman.cli(&["kube", "play", "--network=none", yaml]);
+    assert!(played.ok, "{played:?}");
+    assert_eq!(podman.world.leases()[0]["sm_percent"], json!(25.0));
+    podman.done(&["kube", "down", yaml]);
     podman.assert_empty();
 }
 

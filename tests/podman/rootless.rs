@@ -2,11 +2,12 @@
 //! the root that tests/engines/enter gives.
 
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
+use std::process::{Command, Stdio};
 
 use serde_json::json;
 use sublet_e2e::docker::skip_unless_engines;
 use sublet_e2e::rootless::{Rootless, done, text};
-use sublet_e2e::{World, eventually, tree};
+use sublet_e2e::{Engine, World, eventually, tree};
 
 const SHARE: &[&str] = &["sublet.sm=25", "sublet.memory=8GiB"];
 const POLICY: &str = "[[policy]]\nuser = \"tester\"\nsm = 50\nmemory = \"16GiB\"\nleases = 8\n";
@@ -174,6 +175,63 @@ fn refused_without_the_service_and_beyond_the_policy() {
     assert!(!refused.status.success());
     let last = rootless.sublet(&["status", "--last-error"]);
     assert!(last.contains("for sm is 50 %"), "{last}");
+    rootless.world.assert_empty();
+}
+
+/// `command` by a user who is in the group of the nodes.
+fn in_group(command: &Command) -> Command {
+    let mut grouped = Command::new("setpriv");
+    grouped.args(["--reuid=1000", "--regid=1000", "--groups=44", "podman"]).args(command.get_args());
+    grouped.env_clear().envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    grouped.current_dir("/").stdin(Stdio::null());
+    grouped
+}
+
+#[test]
+fn nodes_of_a_group_need_that_group_and_a_runtime_that_keeps_it() {
+    if skip_unless_engines() {
+        return;
+    }
+    let rootless = serving();
+    let dev = rootless.world.driver_root.as_ref().expect("a simulated driver").join("dev");
+    for node in std::fs::read_dir(dev).expect("nodes").flatten() {
+        if node.file_name().to_string_lossy().starts_with("nvidia") && !node.path().is_dir() {
+            std::os::unix::fs::chown(node.path(), Some(0), Some(44)).expect("chown");
+            std::fs::set_permissions(node.path(), PermissionsExt::from_mode(0o660)).expect("chmod");
+        }
+    }
+    let shim = format!("--runtime={}", rootless.dir().join("bin/shim").display());
+    let share: Vec<String> = SHARE.iter().map(|key| format!("--annotation={key}")).collect();
+    let run = |name: &str, options: &[&str]| {
+        let mut all = vec!["run", "-d", "--name", name];
+        all.extend(options);
+        all.extend(share.iter().map(String::as_str));
+        all.extend(["probe", "sleep", "600"]);
+        rootless.podman(&all)
+    };
+    let refused = |command: &mut Command, why: &str| {
+        let output = command.output().expect("podman runs");
+        let said = text(&output.stderr);
+        assert!(!output.status.success() && said.contains("has mode 0660") && said.contains(why), "{said}");
+        let last = rootless.sublet(&["status", "--last-error"]);
+        assert!(last.contains(why), "{last}");
+    };
+    refused(&mut run("stranger", &[]), "have root add you to its group");
+    refused(&mut in_group(&run("hooked", &[])), "start it with crun and `--group-add keep-groups`");
+    refused(&mut in_group(&run("shimmed", &[&shim])), "start it with crun and `--group-add keep-groups`");
+    // The hook does not know by which runtime Podman goes on.
+    std::fs::remove_file(rootless.dir().join("hooks/sublet.json")).expect("the hook is there");
+    let keeping = run("keeping", &[&shim, "--group-add=keep-groups"]);
+    if rootless.world.engine == Engine::Runc {
+        refused(&mut in_group(&keeping), "start it with crun and `--group-add keep-groups`");
+    } else {
+        done(&mut in_group(&keeping));
+        let opened = ["exec", "keeping", "cuda-probe", "noderights", "/dev/nvidia0"];
+        let opened = done(&mut in_group(&rootless.podman(&opened)));
+        assert!(opened.contains("ENXIO"), "allowed, and no driver behind it: {opened}");
+        done(&mut rootless.podman(&["rm", "-f", "-t0", "keeping"]));
+    }
+    assert!(eventually(|| rootless.world.leases().is_empty()), "{:?}", rootless.world.leases());
     rootless.world.assert_empty();
 }
 

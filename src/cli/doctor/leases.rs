@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use super::proc::{namespace, processes};
 use super::{Host, Outcome, pass, skip, warn};
 use sublet_core::ledger::{Lease, Ledger};
+use sublet_core::oci;
 use sublet_core::process::shown_in;
 use sublet_core::text::safe;
 
@@ -34,6 +35,22 @@ pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
     let names: Vec<String> =
         gone.iter().map(|lease| format!("{} of {}", lease.id, lease.container.name())).collect();
     warn(format!("the containers of these leases have ended: {}", safe(&names.join(", "))), "sublet gc")
+}
+
+/// Reports running containers whose device cgroup does not allow their GPU any more.
+pub(super) fn without_nodes(host: &Host<'_>) -> Outcome {
+    let (Ok(ledger), Ok(inventory)) = (&host.ledger, &host.inventory) else {
+        return skip("unknown without a ledger and an inventory");
+    };
+    let lost = |lease: &Lease| {
+        let why = oci::lost_node(lease, inventory)?;
+        Some(format!("container {}: {why}", safe(&lease.container.name())))
+    };
+    let lost: Vec<String> = ledger.settled().0.leases.iter().filter_map(lost).collect();
+    if lost.is_empty() {
+        return pass("every container may use its devices");
+    }
+    warn(lost.join("; "), "restart these containers; give limits at `podman run`, not by `podman update`")
 }
 
 /// A process in a container that can use a GPU.

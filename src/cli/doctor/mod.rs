@@ -154,7 +154,7 @@ impl<'a> Host<'a> {
 type Test = fn(&Host<'_>) -> Outcome;
 
 /// Every check. Those with `true` read only files and are part of a quick check.
-const CHECKS: [(&str, bool, Test); 27] = [
+const CHECKS: [(&str, bool, Test); 28] = [
     ("driver", true, driver::loaded),
     ("kernel-modules", true, driver::modules),
     ("device-nodes", true, driver::nodes),
@@ -181,6 +181,7 @@ const CHECKS: [(&str, bool, Test); 27] = [
     ("state", true, host::state),
     ("clock", true, host::clock),
     ("leases", true, leases::without_containers),
+    ("lost-nodes", true, leases::without_nodes),
     ("unleased", false, leases::containers_without),
 ];
 

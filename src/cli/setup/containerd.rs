@@ -27,7 +27,7 @@ const TABLES: [&str; 4] =
 const LINES: [&str; 6] = [
     "version = 2",
     "runtime_type = \"io.containerd.runc.v2\"",
-    "pod_annotations = [\"sublet.*\"]",
+    "pod_annotations = [\"sublet.*\", \"sublet.*/*\"]",
     "container_annotations = [\"sublet.*\"]",
     "default_runtime_name = \"sublet\"",
     "enable_cdi = true",
@@ -98,7 +98,7 @@ fn handler(cri: &str, wish: &Wish) -> Result<String, SetupError> {
     Ok(format!(
         "[{cri}.containerd.runtimes.{NAME}]\n\
          runtime_type = \"io.containerd.runc.v2\"\n\
-         pod_annotations = [\"sublet.*\"]\n\
+         pod_annotations = [\"sublet.*\", \"sublet.*/*\"]\n\
          container_annotations = [\"sublet.*\"]\n\
          [{cri}.containerd.runtimes.{NAME}.options]\n\
          BinaryName = {}\n",
@@ -261,7 +261,7 @@ mod tests {
              version = 2\n\
              [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.sublet]\n\
              runtime_type = \"io.containerd.runc.v2\"\n\
-             pod_annotations = [\"sublet.*\"]\n\
+             pod_annotations = [\"sublet.*\", \"sublet.*/*\"]\n\
              container_annotations = [\"sublet.*\"]\n\
              [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.sublet.options]\n\
              BinaryName = \"/usr/bin/sublet-runtime\"\n\

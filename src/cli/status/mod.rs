@@ -124,7 +124,7 @@ pub(crate) struct Sources<'a> {
 impl Status {
     /// The state that the sources and the list of MPS daemons have.
     pub(crate) fn of(sources: &Sources<'_>, mps: Vec<Listed>) -> Self {
-        let Sources { inventory, ledger, usage, config, .. } = *sources;
+        let Sources { inventory, ledger, config, .. } = *sources;
         let sight = guard::sight(config);
         let watching = sight == Sight::All;
         let mut status = Self {
@@ -151,7 +151,7 @@ impl Status {
                 .collect(),
             warnings: Vec::new(),
         };
-        status.warnings = warnings::of(&status, usage, ledger, config);
+        status.warnings = warnings::of(&status, sources);
         status
     }
 

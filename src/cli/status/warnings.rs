@@ -1,17 +1,18 @@
 //! What in the state of this host needs somebody's attention.
 
-use super::{DeviceUsed, Status};
+use super::{DeviceUsed, Sources, Status};
 use crate::guard::{self, Sight};
-use crate::usage::Usage;
 use sublet_core::config::Config;
-use sublet_core::ledger::{DaemonState, LeaseState, Ledger};
+use sublet_core::ledger::{DaemonState, LeaseState};
+use sublet_core::oci;
 use sublet_core::text::safe;
 
 /// How many processes without a lease are named for each device.
 const NAMED: usize = 3;
 
 /// One line each, without a full stop.
-pub(super) fn of(status: &Status, usage: &Usage, ledger: &Ledger, config: &Config) -> Vec<String> {
+pub(super) fn of(status: &Status, sources: &Sources<'_>) -> Vec<String> {
+    let Sources { inventory, ledger, usage, config, .. } = *sources;
     let mut lines = guard(config);
     if let Some(error) = &usage.error {
         lines.push(format!("what is used is not known: {}", safe(error)));
@@ -32,7 +33,8 @@ pub(super) fn of(status: &Status, usage: &Usage, ledger: &Ledger, config: &Confi
     lines.extend(daemons(status));
     lines.extend(lost(status));
     lines.extend(ledger.leases.iter().filter_map(|lease| {
-        let unended = ledger.unended(lease, &config.state_dir)?;
+        let unended =
+            ledger.unended(lease, &config.state_dir).or_else(|| oci::lost_node(lease, inventory))?;
         let shown = status.leases.iter().find(|shown| shown.id == lease.id.as_str());
         let name = shown.map(|shown| shown.name.as_deref().unwrap_or(&shown.called));
         Some(format!("container {}: {unended}", safe(name.unwrap_or(&lease.container.name()))))

@@ -148,7 +148,7 @@ fn by_ledger(
 ) -> Result<Option<Share>, EnterError> {
     let spec = spec(record, bundle).ok().flatten().map(|(_, spec)| spec).unwrap_or_default();
     let untold = |error: String| {
-        let annotations = oci::annotations(&spec).unwrap_or_default();
+        let annotations = oci::own_annotations(&spec, bundle.unwrap_or(Path::new(""))).unwrap_or_default();
         // sublet knows nothing about this container, so an error here does not concern it.
         if request_of_spec::asks_for_a_share(&spec, &annotations, None) {
             Err(EnterError::Untold(error))

@@ -56,7 +56,7 @@ pub fn late(
     engine: Option<&Engine>,
     config: &Config,
 ) -> Result<Late, AdmitError> {
-    let source = RequestSource { annotations: oci::annotations(spec)?, share: None };
+    let source = RequestSource { annotations: oci::own_annotations(spec, &container.bundle)?, share: None };
     if by_cdi.is_none() && !asks_for_a_share(spec, &source.annotations, None) {
         return Ok(Late::NotOurs);
     }
@@ -106,6 +106,8 @@ fn admit_live(
         .and_then(|()| local.grant(&taken, &request, &store))
         .and_then(|grant| {
             oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
+            oci::check_node_modes(spec, &grant.nodes, source.keeps_groups())?;
+            oci::make_mount_points(spec, &candidate.container.rootfs, &grant)?;
             match &asked {
                 Some(asked) => has_environment(spec, asked, &grant)?,
                 None => fits(&taken, spec)?,

@@ -73,6 +73,8 @@ impl Local<'_> {
             .map_err(|error| blame_gone_cdi_device(error, spec, self.config))?;
         let served = self.grant(&taken, &request, &store).and_then(|grant| {
             oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
+            oci::check_node_modes(spec, &grant.nodes, source.keeps_groups())?;
+            oci::make_mount_points(spec, &candidate.container.rootfs, &grant)?;
             oci::edit(spec, &grant)?;
             self.ready(&taken, &grant, &store)
         });

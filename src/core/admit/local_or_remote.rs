@@ -23,8 +23,14 @@ pub fn is_remote(config: &Config) -> bool {
     if us.is_root() && !user_namespace::is_nested() {
         return false;
     }
-    // If it does not exist yet, the owner of the directory above it would create it.
-    let owner = config.state_dir.ancestors().find_map(|dir| dir.symlink_metadata().ok());
+    // Links are followed: rootless Docker's /run is a file system of its own, with links to what was in the host's.
+    let owner = match config.state_dir.metadata() {
+        Ok(dir) => Some(dir),
+        // A user's /run of their own is no place for a state beside the host's.
+        Err(_) if user_namespace::is_nested() && !user_namespace::is_of_a_system() => None,
+        // The owner of the directory above it would create it.
+        Err(_) => config.state_dir.ancestors().find_map(|dir| dir.symlink_metadata().ok()),
+    };
     owner.is_none_or(|dir| dir.uid() != us.as_raw())
 }
 

@@ -250,8 +250,11 @@ fn look(
     let Answer::Granted(granted) = broker.ask(&ask(candidate, source, spec, image, forbidden))? else {
         return unfitting();
     };
-    let edited = oci::check_mps_directories(spec, &candidate.container.rootfs, &granted.grant)
+    let rootfs = &candidate.container.rootfs;
+    let edited = oci::check_mps_directories(spec, rootfs, &granted.grant)
+        .and_then(|()| oci::make_mount_points(spec, rootfs, &granted.grant))
         .map_err(AdmitError::from)
+        .and_then(|()| Ok(oci::check_node_modes(spec, &granted.grant.nodes, source.keeps_groups())?))
         .and_then(|()| Ok(oci::edit(spec, &granted.grant)?));
     if let Err(error) = edited {
         let _ = broker.ask(&Ask::Withdraw { lease: granted.lease });

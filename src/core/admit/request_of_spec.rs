@@ -1,6 +1,7 @@
 //! What a container's spec asks for.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use serde_json::Value;
 
@@ -19,21 +20,26 @@ use crate::text::safe;
 /// Where a container's request is: what its config.json says, read once, and the share that its entry point names.
 #[derive(Clone, Debug, Default)]
 pub struct RequestSource {
-    /// All annotations of the container.
+    /// All annotations of the container, as [`oci::own_annotations`] gives them.
     pub annotations: BTreeMap<String, String>,
     /// The share that the entry point's name means (`sublet-<share>`), or that `containers.toml` gives.
     pub share: Option<String>,
 }
 
 impl RequestSource {
-    /// That of the container with this config.json; `None`: it asks for no share.
+    /// That of the container with this config.json, in `bundle`; `None`: it asks for no share.
     ///
     /// # Errors
     /// Its annotations are invalid.
-    pub fn of(spec: &Value, share: Option<&str>) -> Result<Option<Self>, SpecError> {
-        let annotations = oci::annotations(spec)?;
+    pub fn of(spec: &Value, bundle: &Path, share: Option<&str>) -> Result<Option<Self>, SpecError> {
+        let annotations = oci::own_annotations(spec, bundle)?;
         let asks = asks_for_a_share(spec, &annotations, share);
         Ok(asks.then(|| Self { annotations, share: share.map(str::to_owned) }))
+    }
+
+    /// Whether the container's processes keep the groups of who starts it.
+    pub(super) fn keeps_groups(&self) -> bool {
+        self.annotations.contains_key(oci::KEEP_GROUPS)
     }
 
     /// Whether it asks for the share of its job of Slurm's.

@@ -2,7 +2,7 @@
 //! module `sublet` gives them. A container that may not connect does not fail: a CUDA program that does not reach its
 //! daemon runs without limits. (packaging/selinux/sublet.te; docs/evidence/2026-11-22-selinux-apparmor.md)
 
-use std::io;
+use std::io::{self, Read as _, Write as _};
 use std::path::Path;
 
 use rustix::fs::getxattr;
@@ -18,12 +18,49 @@ pub const FIX: &str = "install the package sublet-selinux (semodule -i /usr/shar
 /// transition.
 const MPS_TYPE: &str = "sublet_mps_t";
 const STATE_TYPE: &str = "sublet_run_t";
+/// The type of containers, if nobody chose another.
+const CONTAINER_TYPE: &str = "container_t";
 
 /// Whether containers of the host at `root` cannot reach MPS daemons, whose files are in `state_dir`: `SELinux` is
 /// enforcing, and the files do not have the type of sublet's module. (Engines may not read the list of modules.)
 #[must_use]
 pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
     is_enforcing(root) && !is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
+}
+
+/// Whether a process with the context `label` may not write to the sockets of MPS daemons, whose files are in `mps`: not by the
+/// policy in force, which the kernel is asked for. Where the kernel does not say, whether its type is another than the one that
+/// sublet's module names. Without that module it is [`denies_mps_sockets`] that tells.
+#[must_use]
+pub(crate) fn bars(label: &str, mps: &Path) -> bool {
+    let Some(state_dir) = mps.parent() else { return false };
+    if !is_enforcing(Path::new("/")) || denies_mps_sockets(Path::new("/"), state_dir) {
+        return false;
+    }
+    let answer = context_of(mps).ok().and_then(|files| asked(label, &files).ok().flatten());
+    !answer.unwrap_or_else(|| type_in(label) == CONTAINER_TYPE)
+}
+
+/// What the kernel answers to `label` that would write to a socket of the context `files` (security/selinux/selinuxfs.c,
+/// `sel_write_access`).
+fn asked(label: &str, files: &str) -> io::Result<Option<bool>> {
+    let root = Path::new("/sys/fs/selinux");
+    let number = |path: &str| std::fs::read_to_string(root.join("class/sock_file").join(path));
+    let (class, write) = (number("index")?, number("perms/write")?);
+    let mut access = std::fs::OpenOptions::new().read(true).write(true).open(root.join("access"))?;
+    access.write_all(format!("{label} {files} {}", class.trim()).as_bytes())?;
+    let mut answer = [0; 256];
+    let length = access.read(&mut answer)?;
+    Ok(allows(&String::from_utf8_lossy(&answer[..length]), write.trim()))
+}
+
+/// Whether `answer` has the permission with this number: `ALLOWED DECIDED AUDITALLOW AUDITDENY SEQUENCE FLAGS`, all but the
+/// fifth as hexadecimal bits. The first flag says that the type is permissive.
+fn allows(answer: &str, permission: &str) -> Option<bool> {
+    let words: Vec<&str> = answer.trim_end_matches('\0').split_ascii_whitespace().collect();
+    let bits = |at: usize| u32::from_str_radix(words.get(at)?, 16).ok();
+    let bit = 1_u32.checked_shl(permission.parse::<u32>().ok()?.checked_sub(1)?)?;
+    Some(bits(0)? & bit != 0 || bits(5)? & 1 != 0)
 }
 
 /// `/sys/fs/selinux/enforce` contains 1 (selinux(8)). The file does not exist if `SELinux` is off. If reading is
@@ -54,12 +91,20 @@ fn is_labelled(mps: Result<String, Errno>, state: impl Fn() -> Result<String, Er
     }
 }
 
-/// The type in a file's context, which has the form user:role:type:level.
 fn type_of(path: &Path) -> Result<String, Errno> {
+    context_of(path).map(|context| type_in(&context).to_owned())
+}
+
+fn context_of(path: &Path) -> Result<String, Errno> {
     let mut context = [0; 512];
     let length = getxattr(path, "security.selinux", &mut context)?;
-    let context = String::from_utf8_lossy(&context[..length]);
-    Ok(context.split(':').nth(2).unwrap_or_default().to_owned())
+    Ok(String::from_utf8_lossy(&context[..length]).trim_end_matches('\0').to_owned())
+}
+
+/// The type in a context, which has the form user:role:type:level.
+#[must_use]
+pub(crate) fn type_in(context: &str) -> &str {
+    context.split(':').nth(2).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -82,6 +127,22 @@ mod tests {
         assert!(!denies_mps_sockets(root.path(), &state), "permissive");
         enforce("1");
         assert!(denies_mps_sockets(root.path(), &state));
+    }
+
+    /// In the form that selinuxfs writes: a type that may write to the socket, one that may not, and one that is permissive.
+    /// `write` is the third permission of all files.
+    #[test]
+    fn the_kernels_answer_about_a_type() {
+        assert_eq!(allows("e ffffffff 0 ffffffff 7 0\0", "3"), Some(true));
+        assert_eq!(allows("a ffffffff 0 ffffffff 7 0", "3"), Some(false));
+        assert_eq!(allows("0 ffffffff 0 ffffffff 7 1", "3"), Some(true));
+        for (answer, permission) in
+            [("", "3"), ("x 0 0 0 7 0", "3"), ("a 0", "3"), ("a 0 0 0 7 0", "0"), ("a 0 0 0 7 0", "40")]
+        {
+            assert_ne!(allows(answer, permission), Some(false), "{answer}: never taken for a refusal");
+        }
+        assert_eq!(type_in("system_u:system_r:nvidia_container_t:s0:c1,c2"), "nvidia_container_t");
+        assert_eq!(type_in("unlabelled"), "");
     }
 
     #[test]

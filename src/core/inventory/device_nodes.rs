@@ -48,6 +48,19 @@ pub enum NodeError {
         /// What should be there.
         minor: u32,
     },
+    /// Its mode keeps the processes of a user namespace out, which have none of the host's groups.
+    #[error(
+        "device node {} has mode {mode:04o}, so the container, in its user namespace, may not open it: {remedy}",
+        .path.display()
+    )]
+    Closed {
+        /// The path, driver root included.
+        path: PathBuf,
+        /// Its permissions.
+        mode: u32,
+        /// What opens it.
+        remedy: &'static str,
+    },
     /// It cannot be examined.
     #[error("cannot read {}: {source}", .path.display())]
     Unreadable {

@@ -41,6 +41,19 @@ pub enum SpecError {
     /// An environment can only be given to a process.
     #[error("the container's spec has no `process`: a container without one cannot be given a GPU share")]
     NoProcess,
+    /// [`own_annotations`](super::own_annotations) cannot tell whose it is.
+    #[error(
+        "annotation {annotation} is for one container of a pod, and it cannot be told whether that is this one: \
+         write {key}/{whole}"
+    )]
+    Addressed {
+        /// `KEY/NAME`.
+        annotation: String,
+        /// KEY.
+        key: String,
+        /// The name that tells it.
+        whole: String,
+    },
     /// A path to be written that cannot be JSON.
     #[error("cannot write a device or mount into the container's spec: {0}")]
     Fragment(String),

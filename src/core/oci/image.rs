@@ -4,16 +4,19 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use nix::sys::stat::SFlag;
+use nix::sys::stat::{Mode, SFlag, umask};
 use serde_json::Value;
 
+use super::container_root::ContainerRoot;
 use super::environment::environment_value;
 use super::hidden_mps;
 use super::hooks;
 use super::image_error::ImageError;
+use super::live::Kind;
 use super::mount_points;
 use super::rootfs::Tree;
 use crate::config::{Config, Inject};
+use crate::fs::selinux;
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};
 use crate::inventory::Inventory;
 use crate::request::Request;
@@ -77,12 +80,12 @@ fn add_share_program(image: &mut Image, tree: &Tree) {
     }
 }
 
-/// The mount point to be created, if any; `None` if there is something else, or no place for it. It is put into no
-/// volume, because other containers may have that too.
+/// The mount point to be created, if any; `None` if there is something else, or no place for it, or the container's root may
+/// not create it. It is put into no volume, because other containers may have that too.
 pub(super) fn room_for_share_program(tree: &Tree) -> Option<Vec<PathBuf>> {
     let path = PathBuf::from(SHARE_PROGRAM);
     let directory = tree.find(path.parent()?).ok()?;
-    if !directory.is(SFlag::S_IFDIR).ok()? || directory.in_volume {
+    if !directory.is(SFlag::S_IFDIR).ok()? || directory.in_volume || tree.denied(&path).ok()?.is_some() {
         return None;
     }
     // An earlier container in the same root filesystem may have left its empty mount point.
@@ -100,16 +103,56 @@ pub(super) fn room_for_share_program(tree: &Tree) -> Option<Vec<PathBuf>> {
 /// # Errors
 /// A mount point is a file, cannot be created on a read-only root, or leads into another mount; a mask hides one.
 pub fn check_mps_directories(spec: &Value, rootfs: &Path, grant: &Grant) -> Result<(), ImageError> {
-    let is_mps = |path: &PathBuf| path == Path::new(MPS_DIR) || path == Path::new(MPS_DEFAULT_DIR);
     let mounted = grant.mounts.iter().map(|mount| mount.destination.clone());
-    let (directories, files): (Vec<_>, Vec<_>) = mounted.partition(is_mps);
+    let (directories, files): (Vec<_>, Vec<_>) = mounted.partition(|path| is_mps(path));
     if directories.is_empty() {
         return Ok(());
     }
+    check_label(spec, grant)?;
     let tree =
         Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
     mount_points::check_directories(&tree, &directories, &files)?;
     hidden_mps::unmasked(spec, &tree, &directories)
+}
+
+/// Checks the SELinux label that the container's processes will have. Without one it is the runtime's own.
+fn check_label(spec: &Value, grant: &Grant) -> Result<(), ImageError> {
+    let label = spec.pointer("/process/selinuxLabel").and_then(Value::as_str).unwrap_or_default();
+    // `mps/<key>/public` in the state directory.
+    let mounted = grant.mounts.iter().find(|mount| mount.destination == Path::new(MPS_DIR));
+    let mps = mounted.and_then(|mount| mount.source.ancestors().nth(2));
+    match mps.filter(|mps| !label.is_empty() && selinux::bars(label, mps)) {
+        Some(_) => Err(ImageError::Barred(selinux::type_in(label).to_owned())),
+        None => Ok(()),
+    }
+}
+
+/// Creates the mount points of `grant` that the container's runtime may not create: in a user namespace whose root owns
+/// neither the root filesystem nor the volume. What a runtime creates is left to it.
+///
+/// # Errors
+/// This process may not create one either.
+pub(crate) fn make_mount_points(spec: &Value, rootfs: &Path, grant: &Grant) -> Result<(), ImageError> {
+    if ContainerRoot::of(spec).is_hosts() {
+        return Ok(());
+    }
+    let tree =
+        Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
+    let mounts = grant.mounts.iter().map(|mount| mount.destination.as_path());
+    // In a user namespace nodes are mounted, too.
+    let nodes = grant.nodes.iter().map(|granted| granted.node.path.as_path());
+    // Everybody has to be able to enter the directories.
+    let before = umask(Mode::from_bits_truncate(0o022));
+    let made = mounts.chain(nodes).try_for_each(|path| {
+        let kind = if is_mps(path) { Kind::Directory } else { Kind::File };
+        tree.make(path, kind).map_err(|source| ImageError::Unmade { path: path.to_owned(), source })
+    });
+    umask(before);
+    made
+}
+
+fn is_mps(path: &Path) -> bool {
+    path == Path::new(MPS_DIR) || path == Path::new(MPS_DEFAULT_DIR)
 }
 
 /// The directory, with links resolved, of the libc.so.6 that can load the driver's libraries. ld.so searches its

@@ -73,6 +73,26 @@ pub enum ImageError {
         /// Masked, not mounted.
         mask: bool,
     },
+    /// Processes would not reach their MPS server and run without limits.
+    #[error(
+        "SELinux does not let {} connect to its MPS daemon, so its programs would use the whole GPU: leave out \
+         `--security-opt label=type:…`, or allow that type what sublet-selinux allows container_t",
+        safe(.0)
+    )]
+    Barred(String),
+    /// A mount point that neither the container's root nor sublet may create.
+    #[error(
+        "the root of the container's user namespace does not own the directory of {}, so the runtime cannot \
+         create that mount point, and sublet cannot do so for it ({source}): create it in the image (empty), or \
+         give the root filesystem to that user",
+        shown(path)
+    )]
+    Unmade {
+        /// In the container.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// Mount points of files that the runtime cannot create.
     #[error(
         "the container's root filesystem (or a volume over it) is read-only and has no mount points for \

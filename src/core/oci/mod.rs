@@ -4,6 +4,7 @@
 mod apply_edits;
 pub mod cdi;
 mod conflict;
+mod container_root;
 pub mod containers_by_name;
 mod edits_record;
 mod edits_shown;
@@ -17,6 +18,7 @@ mod json_file;
 mod live;
 mod lossless_json;
 mod mount_points;
+mod pod_annotations;
 pub mod podman_storage;
 mod rootfs;
 mod undo_edits;
@@ -26,16 +28,20 @@ pub use apply_edits::edit_within;
 pub use apply_edits::{SpecError, annotations, edit, edit_environment};
 pub(crate) use conflict::own_mount_namespace;
 pub use conflict::{Conflict, conflict};
+pub use container_root::KEEP_GROUPS;
+pub(crate) use container_root::check_node_modes;
 pub use edits_shown::{EditsShown, edits_shown};
 pub(crate) use environment::environment_value;
 pub(crate) use hidden_mps::uncovered;
+pub(crate) use image::make_mount_points;
 pub use image::{check_mps_directories, inspect};
 pub use image_error::ImageError;
 pub use json_file::{FileError, JsonFile, mentions_sublet};
 pub use live::systemctl;
-pub use live::{Live, NamespaceError, apply};
+pub use live::{Live, NamespaceError, apply, lost_node};
 pub use mount_points::clear;
 pub(crate) use mount_points::{cleanup_mount_points, clear_volume};
+pub use pod_annotations::own_annotations;
 pub use undo_edits::undo;
 
 #[cfg(test)]

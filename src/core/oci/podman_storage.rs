@@ -42,6 +42,8 @@ struct Stored {
     /// Absent if the root filesystem is another directory (`--rootfs`).
     #[serde(default)]
     image: String,
+    #[serde(default)]
+    names: Vec<String>,
 }
 
 /// A mounted layer in `mountpoints.json`.
@@ -70,12 +72,12 @@ impl<'a> Userdata<'a> {
         })
     }
 
-    /// The container's own layer. That of a container of `podman run --rm` is in the second file.
-    fn layer(&self) -> Option<String> {
+    /// The container. That of `podman run --rm` is in the second file.
+    fn stored(&self) -> Option<Stored> {
         let dir = self.root.join(format!("{}-containers", self.driver));
         let files = ["containers.json", "volatile-containers.json"].map(|name| dir.join(name));
         let mut all = files.iter().flat_map(|file| entries::<Stored>(file));
-        all.find(|stored| stored.id == self.id && !stored.image.is_empty()).map(|stored| stored.layer)
+        all.find(|stored| stored.id == self.id)
     }
 
     /// The path at which `layer` is mounted, if this directory is below Podman's `--runroot`.
@@ -93,6 +95,11 @@ fn entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
     file.and_then(|file| serde_json::from_slice(&file).ok()).unwrap_or_default()
 }
 
+/// What Podman calls the container of `bundle`, if its storage says so.
+pub(super) fn name(bundle: &Path) -> Option<String> {
+    Userdata::parse(bundle)?.stored()?.names.into_iter().next()
+}
+
 /// The root filesystem of the container of `spec` and `bundle`, for which config.json says `root`.
 ///
 /// # Errors
@@ -107,7 +114,7 @@ pub fn root_filesystem(root: PathBuf, spec: &Value, bundle: &Path) -> Result<Pat
 
 fn find(spec: &Value, bundle: &Path) -> Option<PathBuf> {
     let own = Userdata::parse(bundle)?;
-    let layer = own.layer()?;
+    let layer = own.stored().filter(|stored| !stored.image.is_empty())?.layer;
     // Files that Podman makes for the container (/etc/hostname, /run/.containerenv) are below its `--runroot`.
     let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
     let made = mounts.filter_map(|mount| Path::new(mount.get("source")?.as_str()?).parent());

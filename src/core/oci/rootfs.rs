@@ -17,6 +17,8 @@ use nix::sys::statvfs::{FsFlags, fstatvfs};
 use serde_json::Value;
 
 use super::conflict::{is_bind, plain};
+use super::container_root::ContainerRoot;
+use super::live::{Kind, place};
 use crate::fs::below::{ROUNDS, host_path, inside, open_below, open_in, open_root};
 use crate::ledger::VolumeFiles;
 
@@ -26,6 +28,8 @@ pub(super) struct Tree {
     /// The path of `rootfs` on the host, as the kernel reports it.
     host_path: PathBuf,
     volumes: Vec<Volume>,
+    /// Who creates mount points.
+    root: ContainerRoot,
     /// The last answer of [`Tree::place_for`], and the directory that it is about.
     last_place: RefCell<Option<(PathBuf, (bool, bool))>>,
 }
@@ -56,7 +60,8 @@ impl Tree {
     pub fn open(spec: &Value, rootfs: &Path) -> io::Result<Self> {
         let rootfs = open_root(rootfs)?;
         let host_path = host_path(&rootfs)?;
-        let mut tree = Self { rootfs, host_path, volumes: Vec::new(), last_place: RefCell::default() };
+        let root = ContainerRoot::of(spec);
+        let mut tree = Self { rootfs, host_path, volumes: Vec::new(), root, last_place: RefCell::default() };
         let mounts = spec.get("mounts").and_then(Value::as_array);
         let volumes = mounts.into_iter().flatten().filter_map(|mount| tree.volume(mount).transpose());
         tree.volumes = volumes.collect::<io::Result<_>>()?;
@@ -173,6 +178,30 @@ impl Tree {
         let place = parent.map_or((false, false), |(parent, _)| (parent.read_only, parent.in_volume));
         self.last_place.replace(Some((directory.to_owned(), place)));
         Ok(place)
+    }
+
+    /// The directory in which the mount point `path` has to be created, and the path below it, where the container's root
+    /// may not do that; `None`: nothing has to be created, or it may.
+    pub fn denied(&self, path: &Path) -> io::Result<Option<(OwnedFd, PathBuf)>> {
+        if self.root.is_hosts() || self.there(path)?.is_some() {
+            return Ok(None);
+        }
+        let landing = self.leads_to(path)?;
+        // A file system of the container's own.
+        if self.covering(&landing).is_some_and(|(volume, _)| volume.source.is_none()) {
+            return Ok(None);
+        }
+        let parent = landing.parent().map(|parent| self.nearest(parent)).transpose()?.flatten();
+        let Some((directory, above)) = parent else { return Ok(None) };
+        if self.root.may_create_in(&directory.fd, &directory.stat()?) {
+            return Ok(None);
+        }
+        Ok(Some((directory.fd, Path::new("/").join(landing.strip_prefix(above).unwrap_or(&landing)))))
+    }
+
+    /// Creates the mount point `path` where the container's runtime may not.
+    pub fn make(&self, path: &Path, kind: Kind) -> io::Result<()> {
+        self.denied(path)?.map_or(Ok(()), |(directory, below)| place(&directory, &below, kind).map(drop))
     }
 
     /// Whether a mount at `path` would, or could, appear on the host: `path` is in a shared volume, or behind a link

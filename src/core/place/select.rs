@@ -26,7 +26,7 @@ fn rule_matches(text: &str, device: &Device) -> bool {
     text == "all"
         || text.parse().is_ok_and(|index: u32| index == device.index)
         || (text.starts_with("GPU-") && starts_with(&device.uuid, text))
-        || bus_id(text).is_some_and(|id| Some(id) == bus_id(&device.bus_id))
+        || Selector::parse(text) == Some(Selector::BusId(device.bus_id.clone()))
 }
 
 /// Whether `request` is for MIG devices. Other selectors then name the GPUs to which the MIG devices belong.
@@ -239,7 +239,7 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
         _ if device.is_mig() != mig => false,
         Selector::Index(index) => device.index == *index,
         Selector::Uuid(uuid) => starts_with(device.gpu(), uuid),
-        Selector::BusId(id) => bus_id(id).is_some_and(|id| Some(id) == bus_id(&device.bus_id)),
+        Selector::BusId(id) => *id == device.bus_id,
         Selector::Model(glob) => glob_matches(glob, &device.name),
     };
     let found: Vec<usize> =
@@ -317,16 +317,6 @@ fn list<'a>(devices: impl Iterator<Item = &'a Device>) -> String {
 
 fn starts_with(text: &str, beginning: &str) -> bool {
     text.get(..beginning.len()).is_some_and(|start| start.eq_ignore_ascii_case(beginning))
-}
-
-/// Domain, bus, device and function, whatever width they are written in: `3b:00.0` is `00000000:3B:00.0`.
-fn bus_id(text: &str) -> Option<(u32, u32, u32, u32)> {
-    let hex = |part: &str| u32::from_str_radix(part, 16).ok();
-    let (rest, function) = text.split_once('.')?;
-    let mut parts = rest.rsplit(':');
-    let (device, bus, domain) = (parts.next()?, parts.next()?, parts.next().unwrap_or("0"));
-    let id = (hex(domain)?, hex(bus)?, hex(device)?, hex(function)?);
-    parts.next().is_none().then_some(id)
 }
 
 /// Gives each slot a different device, preferring those early in `ranked`; `None` if that is impossible.
@@ -407,7 +397,7 @@ mod tests {
         assert_eq!(found(Selector::Uuid("GPU-aa1".into())), [[0]]);
         assert_eq!(found(Selector::Uuid("GPU-aa".into())), [[2]], "a whole one beats a beginning");
         for id in ["11:00.0", "0000:11:00.0", "00000000:11:00.0"] {
-            assert_eq!(found(Selector::BusId(id.into())), [[1]]);
+            assert_eq!(found(Selector::parse(id).unwrap()), [[1]]);
         }
         assert_eq!(found(Selector::Model("*a100*".into())), [[2]]);
         assert_eq!(found(Selector::Model("NVIDIA H?00".into())), [[0, 1]]);

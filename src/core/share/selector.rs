@@ -133,23 +133,21 @@ fn mig_index(text: &str) -> Option<Selector> {
     Some(Selector::MigIndex(digits(gpu)?, digits(device)?))
 }
 
-/// A bus id in the form of /proc/driver/nvidia/gpus: `3b:00.0`, `0000:3b:00.0` and `00000000:3B:00.0` are the same.
+/// A bus id as the kernel writes it: `3b:00.0`, `0000:3b:00.0` and `00000000:3B:00.0` are the same. A domain has four digits,
+/// or more where it needs them (drivers/pci/probe.c, `pci_setup_device`).
 fn bus_id(text: &str) -> Option<String> {
     let text = text.to_ascii_lowercase();
     let (domain, rest) = match text.len() {
-        7 => ("0000", text.as_str()),
-        12 | 16 => text.split_once(':')?,
+        7 => ("0", text.as_str()),
+        12..=16 => text.split_once(':')?,
         _ => return None,
-    };
-    let domain = match (domain.len(), domain.strip_prefix("0000")) {
-        (8, Some(short)) => short,
-        _ => domain,
     };
     let shape = |(byte, wanted)| if wanted == b'x' { u8::is_ascii_hexdigit(&byte) } else { byte == wanted };
     let fits = domain.bytes().all(|byte| byte.is_ascii_hexdigit())
         && rest.len() == 7
         && rest.bytes().zip(*b"xx:xx.x").all(shape);
-    fits.then(|| format!("{domain}:{rest}"))
+    let domain = u32::from_str_radix(domain, 16).ok().filter(|_| fits)?;
+    Some(format!("{domain:04x}:{rest}"))
 }
 
 #[cfg(test)]
@@ -200,7 +198,9 @@ mod tests {
         assert_eq!(one("3b:00.0"), Selector::BusId("0000:3b:00.0".into()));
         assert_eq!(one("0000:3b:00.0"), Selector::BusId("0000:3b:00.0".into()));
         assert_eq!(one("00000000:3B:00.0"), Selector::BusId("0000:3b:00.0".into()));
-        assert_eq!(one("00010000:3b:00.0"), Selector::BusId("00010000:3b:00.0".into()));
+        for text in ["10000:3b:00.0", "00010000:3B:00.0", "010000:3b:00.0"] {
+            assert_eq!(one(text), Selector::BusId("10000:3b:00.0".into()));
+        }
         assert_eq!(
             one("MIG-9a1b2c3d-0b3c-4d5e-8f90-a1b2c3d4e5f6"),
             Selector::MigUuid("MIG-9a1b2c3d-0b3c-4d5e-8f90-a1b2c3d4e5f6".into())
@@ -253,6 +253,8 @@ mod tests {
             "3b:00",
             "3b:00.g",
             "03b:00.0",
+            "000010000:3b:00.0",
+            "+0000:3b:00.0",
             "name:",
             "model:",
             "name:a\u{1b}b",

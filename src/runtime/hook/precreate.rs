@@ -74,12 +74,12 @@ fn admitted(
     waits: Option<&Engine>,
     log: &Log,
 ) -> Result<Option<Granted>, HookError> {
-    let source = RequestSource::of(spec, None).map_err(admit::AdmitError::from)?;
+    // Podman 5 runs the hook in the bundle.
+    let bundle = std::env::current_dir().unwrap_or_default();
+    let source = RequestSource::of(spec, &bundle, None).map_err(admit::AdmitError::from)?;
     let Some(source) = source else { return Ok(None) };
     let config = config_files::load()?;
     let owner = Process::current().map_err(HookError::Process)?;
-    // Podman 5 runs the hook in the bundle.
-    let bundle = std::env::current_dir().unwrap_or_default();
     let container = admit::located(container(spec)?, spec, &bundle, &config)?;
     let candidate = Candidate { container, owner, engine: waits };
     let is_first = spec.pointer("/annotations").is_none_or(|all| all.get(LEASE_ANNOTATION).is_none());
@@ -170,7 +170,7 @@ fn neighbour(spec: &Value, config: &Config) -> Option<String> {
     let other = ledger.leases.iter().find(in_pod)?;
     Some(format!(
         "container {} of the same pod holds a share too: with sublet.* annotations on the pod, each of its \
-         containers gets its own share",
+         containers gets its own share; sublet.KEY/NAME is for the container NAME alone",
         sublet_core::text::safe(&other.container.id)
     ))
 }

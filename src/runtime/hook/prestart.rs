@@ -35,7 +35,7 @@ pub(super) fn prestart(
     let mut spec = file.parse().map_err(|error| failed(error.to_string()))?;
     add_annotations(&mut spec, state);
     // The name of the hook in config.json also mentions sublet, so the spec decides.
-    let source = RequestSource::of(&spec, None).map_err(|error| failed(error.to_string()))?;
+    let source = RequestSource::of(&spec, &bundle, None).map_err(|error| failed(error.to_string()))?;
     if by_cdi.is_none() && source.is_none() {
         return Ok(());
     }

@@ -45,6 +45,8 @@ pub enum Command {
     Restore(Start),
     /// `checkpoint`.
     Checkpoint(Option<OsString>),
+    /// `update`.
+    Update(Update),
     /// Everything else, help, and what the runtime will refuse. It is passed on unchanged.
     #[default]
     Other,
@@ -66,6 +68,7 @@ impl Command {
             Self::Kill(kill) => kill.id.as_deref(),
             Self::Delete(delete) => delete.id.as_deref(),
             Self::Checkpoint(id) => id.as_deref(),
+            Self::Update(update) => update.id.as_deref(),
             Self::Other => None,
         }
     }
@@ -117,6 +120,15 @@ pub struct Delete {
     pub id: Option<OsString>,
     /// `--force`: also if it runs.
     pub force: bool,
+}
+
+/// `update`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Update {
+    /// The container.
+    pub id: Option<OsString>,
+    /// `--resources`: a file.
+    pub resources: Option<PathBuf>,
 }
 
 /// Words that are commands of runc or crun, for telling them from the value of an unknown option.
@@ -203,6 +215,7 @@ fn command(word: &OsStr, args: &[OsString], behind: usize, dialect: Dialect) -> 
         Some("run") => start(own, flags::START, dialect).map(Command::Run),
         Some("restore") => start(own, flags::CRIU, dialect).map(Command::Restore),
         Some("checkpoint") => start(own, flags::CRIU, dialect).map(|start| Command::Checkpoint(start.id)),
+        Some("update") => update(own, dialect),
         Some("kill") => kill(own, dialect),
         Some("delete") => delete(own, dialect),
         Some("exec") => exec(own, behind, dialect).map(Command::Exec),
@@ -230,6 +243,13 @@ fn delete(args: &[OsString], dialect: Dialect) -> Option<Command> {
     let scan = flags::of_command(args, flags::DELETE, dialect);
     let delete = || Delete { id: only_operand(&scan), force: scan.is_set("force") };
     (!scan.wants_help() && !scan.is_set("regex")).then(|| Command::Delete(delete()))
+}
+
+/// Engines pass what changes in a file. The other options are for people, and name no devices.
+fn update(args: &[OsString], dialect: Dialect) -> Option<Command> {
+    let scan = flags::of_command(args, flags::UPDATE, dialect);
+    let update = || Update { id: only_operand(&scan), resources: scan.value("resources").map(PathBuf::from) };
+    (!scan.wants_help()).then(|| Command::Update(update()))
 }
 
 /// The signal comes after the id.

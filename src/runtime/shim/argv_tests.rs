@@ -162,6 +162,18 @@ fn unknown_options_cost_the_id_only_where_it_is_in_doubt() {
 }
 
 #[test]
+fn an_update_names_its_file() {
+    for dialect in [Runc, Crun] {
+        for line in ["update --resources=/f c", "update --resources /f c", "update -r /f c"] {
+            let update = Update { id: Some("c".into()), resources: Some("/f".into()) };
+            assert_eq!(command_of(line, dialect), Command::Update(update), "{line}");
+        }
+        let by_hand = command_of("update --memory 1g c", dialect);
+        assert_eq!(by_hand, Command::Update(Update::default()), "an unknown option: passed on");
+    }
+}
+
+#[test]
 fn restore_and_checkpoint() {
     for dialect in [Runc, Crun] {
         let restore = command_of("restore --image-path /i -d --bundle /b c", dialect);

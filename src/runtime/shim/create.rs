@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use nix::unistd::getppid;
 use serde_json::Value;
 
-use super::{Call, EntryPoint, RuntimeError, Start, containers_by_name, uid};
+use super::{Call, Dialect, EntryPoint, RuntimeError, Start, containers_by_name, uid};
 use sublet_core::admit::{self, Admission, Candidate, RequestSource};
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -30,9 +30,12 @@ pub(super) enum Kind {
 
 /// Admits the container if it asks for a share.
 pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infallible, RuntimeError> {
-    let Some(Asking { file, mut spec, source }) = asking_container(call, start)? else {
+    let Some(Asking { file, mut spec, mut source }) = asking_container(call, start)? else {
         return call.pass_on();
     };
+    if call.low_level.dialect == Dialect::Runc {
+        source.annotations.remove(oci::KEEP_GROUPS);
+    }
     let config = config_files::load()?;
     let engine = Engine::of(getppid().as_raw());
     let container = container(call, start, &spec)?;
@@ -76,13 +79,17 @@ pub(super) fn asking_container(call: &Call<'_>, start: &Start) -> Result<Option<
     let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
     if share.is_some() || file.mentions_sublet() {
         let spec = file.parse()?;
-        if let Some(source) = RequestSource::of(&spec, share.as_deref())? {
+        if let Some(source) = RequestSource::of(&spec, bundle(start), share.as_deref())? {
             return Ok(Some(Asking { file, spec, source }));
         }
     }
     if let Some(share) = mapped(call, start, &file) {
         let spec = file.parse()?;
-        return Ok(RequestSource::of(&spec, Some(&share))?.map(|source| Asking { file, spec, source }));
+        return Ok(RequestSource::of(&spec, bundle(start), Some(&share))?.map(|source| Asking {
+            file,
+            spec,
+            source,
+        }));
     }
     if call.entry_point == EntryPoint::Other {
         call.log.write(Level::Info, "no sublet.* annotation; it gets no GPU");

@@ -133,6 +133,14 @@ pub(super) const CRUN_EXEC: &[Flag] = &[
     value("cgroup"),
 ];
 
+/// `update` of both.
+pub(super) const UPDATE: &[Flag] = &[
+    flag("resources", Some(b'r'), Takes::Value),
+    flag("help", Some(b'h'), Takes::Nothing),
+    flag("help", Some(b'?'), Takes::Nothing),
+    switch("usage"),
+];
+
 /// `delete` of both.
 pub(super) const KILL: &[Flag] = &[
     flag("all", Some(b'a'), Takes::Nothing),

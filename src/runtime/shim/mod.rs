@@ -15,6 +15,7 @@ mod kill;
 mod low_level;
 mod running_runtime;
 mod runtime_child;
+mod update;
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -31,7 +32,7 @@ use sublet_core::ledger;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::oci::{FileError, SpecError};
 
-pub use argv::{Command, CommandLine, Delete, Exec, Global, Kill, Start, parse};
+pub use argv::{Command, CommandLine, Delete, Exec, Global, Kill, Start, Update, parse};
 pub use flags::Dialect;
 use low_level::{LowLevel, MissingRuntime};
 pub(crate) use running_runtime::record_of;
@@ -135,6 +136,13 @@ pub(crate) enum RuntimeError {
          recreate the container instead"
     )]
     NoCheckpoint(&'static str),
+    /// update.
+    #[error(
+        "this update would take the container's GPU away: the engine passes a list of devices with it that lacks the \
+         share's, and crun closes all others. Recreate the container with these settings, or put runc first in \
+         `[runtime] low_level`, which leaves devices as they are"
+    )]
+    Devices,
     /// The low-level runtime.
     #[error("cannot run {program}: {source}")]
     Exec {
@@ -272,6 +280,7 @@ fn dispatch(call: &Call<'_>, command: &Command) -> Result<ExitCode, RuntimeError
         Command::Exec(exec) => exec::exec(call, exec)?,
         Command::Restore(start) => checkpoint::restore(call, start)?,
         Command::Checkpoint(_) => checkpoint::checkpoint(call, call.container(command))?,
+        Command::Update(changed) => update::update(call, changed, call.container(command))?,
         Command::Kill(kill) => return kill::kill(call, kill, call.container(command)),
         Command::Delete(delete) => return delete::delete(call, delete.force, call.container(command)),
         Command::Other => call.pass_on()?,

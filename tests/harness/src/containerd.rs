@@ -58,7 +58,8 @@ impl Containerd {
     fn write_settings(&self) {
         let dir = self.world.dir.path();
         let shim = bin_dir().join("sublet-runtime");
-        let listed = "pod_annotations = [\"sublet.*\"]\ncontainer_annotations = [\"sublet.*\"]\n";
+        let listed =
+            "pod_annotations = [\"sublet.*\", \"sublet.*/*\"]\ncontainer_annotations = [\"sublet.*\"]\n";
         let text = format!(
             "version = 2\nroot = \"{}\"\nstate = \"{}\"\n[grpc]\naddress = \"{}\"\n\
              [{CRI}]\nsandbox_image = \"{IMAGE}\"\nrestrict_oom_score_adj = true\n\

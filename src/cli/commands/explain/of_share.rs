@@ -1,6 +1,6 @@
 //! What a share gets. The share is given as text, by a bundle, or by a name or image in containers.toml.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -112,7 +112,8 @@ pub fn inventory_for(whose: Whose, config: &Config) -> anyhow::Result<Inventory>
 
 /// The container's annotations, and the share that containers.toml gives to one without, with a line that says so.
 fn source(arguments: &Arguments, spec: &Value) -> anyhow::Result<(RequestSource, Option<String>)> {
-    let annotations = oci::annotations(spec)?;
+    let bundle = arguments.bundle.as_deref().unwrap_or(Path::new(""));
+    let annotations = oci::own_annotations(spec, bundle)?;
     if has_sublet_annotations(&annotations) {
         return Ok((RequestSource { annotations, share: None }, None));
     }

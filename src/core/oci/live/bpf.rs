@@ -21,6 +21,8 @@ const TYPE: u32 = 15;
 const ATTACH_TYPE: u32 = 6;
 /// `BPF_F_ALLOW_MULTI`: several programs on one cgroup, all of which must allow.
 const ALLOW_MULTI: u32 = 2;
+/// `BPF_F_QUERY_EFFECTIVE`: those of the cgroups above, too.
+const EFFECTIVE: u32 = 1;
 /// `BPF_F_REPLACE`, Linux 5.6.
 const REPLACE: u32 = 4;
 /// `BPF_CGROUP_MAX_PROGS` (kernel/bpf/cgroup.c).
@@ -40,11 +42,20 @@ pub(super) struct Attached {
 
 /// The device programs attached to `cgroup` itself.
 pub(super) fn query(cgroup: BorrowedFd<'_>) -> io::Result<Attached> {
+    query_with(cgroup, 0)
+}
+
+/// The ids of all programs that processes in `cgroup` are subject to.
+pub(super) fn effective(cgroup: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
+    Ok(query_with(cgroup, EFFECTIVE)?.programs)
+}
+
+fn query_with(cgroup: BorrowedFd<'_>, asked: u32) -> io::Result<Attached> {
     #[repr(C)]
     struct Query {
         target: i32,
         attach_type: u32,
-        no_flags: u32,
+        asked: u32,
         flags: u32,
         ids: u64,
         count: u32,
@@ -54,7 +65,7 @@ pub(super) fn query(cgroup: BorrowedFd<'_>) -> io::Result<Attached> {
     let mut query = Query {
         target: cgroup.as_raw_fd(),
         attach_type: ATTACH_TYPE,
-        no_flags: 0,
+        asked,
         flags: 0,
         ids: ids.as_mut_ptr() as u64,
         count: MOST_PROGRAMS,

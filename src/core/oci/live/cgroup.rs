@@ -28,6 +28,37 @@ pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceErr
     }
 }
 
+/// The first of `nodes` that the device cgroup of `pid` closes; `None`: none, or it cannot be told.
+pub(super) fn closed<'n>(pid: i32, nodes: &'n [Node]) -> Option<&'n Node> {
+    let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let paths = Paths::parse(&table);
+    let by_v1 = paths.devices.and_then(|below| {
+        let file = Path::new(MOUNT).join("devices").join(below.trim_start_matches('/')).join("devices.list");
+        let list = fs::read_to_string(file).ok()?;
+        nodes.iter().find(|node| !list.lines().any(|rule| opens(rule, node)))
+    });
+    by_v1.or_else(|| {
+        let below = paths.unified?.trim_start_matches('/');
+        let cgroup = File::open(unified(Path::new(MOUNT)).join(below)).ok()?;
+        let programs = bpf::effective(cgroup.as_fd()).ok()?.into_iter();
+        let programs: Vec<_> =
+            programs.filter_map(|id| bpf::instructions(&bpf::program(id).ok()?).ok()).collect();
+        let is_closed = |node: &&Node| programs.iter().any(|one| filter::allows(one, node) == Some(false));
+        nodes.iter().find(is_closed)
+    })
+}
+
+/// Whether a line of `devices.list`, as `c 195:* rwm` or `a *:* rwm`, lets `node` be read and written (cgroup v1).
+fn opens(rule: &str, node: &Node) -> bool {
+    let mut words = rule.split([' ', ':']);
+    let mut is = |wanted: &dyn Fn(&str) -> bool| words.next().is_some_and(wanted);
+    let number = |wanted: u32| move |word: &str| word == "*" || word.parse() == Ok(wanted);
+    is(&|kind| kind == "a" || kind == "c")
+        && is(&number(node.major))
+        && is(&number(node.minor))
+        && is(&|access| access.contains('r') && access.contains('w'))
+}
+
 /// What /proc/PID/cgroup says (cgroups(7)), without the root cgroups that every process is in.
 #[derive(Debug, PartialEq)]
 struct Paths<'a> {
@@ -147,6 +178,17 @@ mod tests {
         assert_eq!(Paths::parse("5:devices,misc:/a:b\n0::/u\n"), of(Some("/a:b"), Some("/u")));
         assert_eq!(Paths::parse("5:devices:/\n0::/../x\n"), of(None, None), "outside our cgroup namespace");
         assert_eq!(Paths::parse("garbage\n\n"), of(None, None));
+    }
+
+    #[test]
+    fn rules_of_cgroup_v1() {
+        let node = Node { path: "/dev/nvidia0".into(), major: 195, minor: 0 };
+        for rule in ["a *:* rwm", "c 195:0 rw", "c 195:* rwm", "c *:* rwm"] {
+            assert!(opens(rule, &node), "{rule}");
+        }
+        for rule in ["", "b 195:0 rw", "c 195:1 rw", "c 1:0 rw", "c 195:0 r", "c *:* m"] {
+            assert!(!opens(rule, &node), "{rule}");
+        }
     }
 
     #[test]

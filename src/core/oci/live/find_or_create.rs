@@ -18,13 +18,13 @@ const MOST_STEPS: usize = 40;
 
 /// What a mount point must be.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Kind {
+pub(in crate::oci) enum Kind {
     File,
     Directory,
 }
 
 /// The file or directory at `path`, created if it is missing.
-pub(super) fn place(root: &OwnedFd, path: &Path, wanted: Kind) -> io::Result<OwnedFd> {
+pub(in crate::oci) fn place(root: &OwnedFd, path: &Path, wanted: Kind) -> io::Result<OwnedFd> {
     let mut steps = 0;
     if wanted == Kind::Directory {
         return directory(root, path, &mut steps);

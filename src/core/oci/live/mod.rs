@@ -19,12 +19,15 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::grant::Grant;
+use crate::inventory::Inventory;
+use crate::ledger::Lease;
 use crate::process::Process;
 use crate::text::safe;
 use attach::Rootfs;
 use host_sources::HostSide;
 use mount_namespace::Inside;
 
+pub(super) use find_or_create::{Kind, place};
 pub use systemd::command as systemctl;
 
 /// A container between its creation and its start.
@@ -122,6 +125,21 @@ pub fn apply(grant: &Grant, container: Live<'_>) -> Result<(), NamespaceError> {
     let attached = Rootfs::find(container.rootfs, &host).and_then(|rootfs| attach(grant, &host, &rootfs));
     inside.leave();
     attached
+}
+
+/// Why the container of `lease` cannot use its devices any more: its device cgroup closes one of their nodes. `None`: it does
+/// not, or that cannot be told (without root).
+#[must_use]
+pub fn lost_node(lease: &Lease, inventory: &Inventory) -> Option<String> {
+    let init = lease.init.as_ref().filter(|_| lease.job.is_none())?;
+    let devices = lease.devices.iter().filter_map(|uuid| inventory.device(uuid));
+    let closed =
+        devices.map(|device| cgroup::closed(init.process.pid, &device.nodes)).find_map(|node| node)?;
+    Some(format!(
+        "it has lost {}: its device cgroup does not allow the node any more (`podman update` below crun, or systemd's \
+         daemon-reload); restart the container",
+        shown(&closed.path)
+    ))
 }
 
 /// Everything that happens in the container's mount namespace.
