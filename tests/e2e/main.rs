@@ -36,6 +36,7 @@ mod mig_dynamic_killed;
 mod mig_layout;
 mod mig_remade;
 mod modes;
+mod old_kernel;
 mod one_lease;
 mod prestart;
 mod prestart_killed;
