@@ -43,6 +43,7 @@ mod prestart_killed;
 mod schemas;
 mod serve;
 mod several_gpus;
+mod sick_gpus;
 mod start_killed;
 mod status;
 mod top;

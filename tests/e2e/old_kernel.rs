@@ -27,7 +27,8 @@ fn without(call: libc::c_long) -> Command {
     let install = move || {
         let program = libc::sock_fprog { len: 4, filter: filter.as_mut_ptr() };
         // SAFETY: `program` and the filter that it points to live until the call returns, which copies them.
-        let answer = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
+        let answer =
+            unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
         if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
     // SAFETY: between fork and exec the closure makes one system call and allocates nothing.
@@ -66,7 +67,11 @@ fn what_an_old_kernel_lacks_is_named_and_plain_containers_start() {
             assert!(share.start().ok, "{name}");
             share.down();
         } else {
-            assert!(needed && created.stderr.contains("sublet needs Linux 5.6 or later"), "{name}: {}", created.stderr);
+            assert!(
+                needed && created.stderr.contains("sublet needs Linux 5.6 or later"),
+                "{name}: {}",
+                created.stderr
+            );
         }
         world.assert_empty();
     }
