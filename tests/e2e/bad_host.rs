@@ -174,11 +174,11 @@ fn hosts_whose_driver_is_not_whole() {
             "no libcuda: libcuda.so.1 of driver 580.159.04 is not in any library directory below $DIR/sim; Debian: apt install libcuda1, Red Hat: dnf install nvidia-driver-cuda-libs",
             "no MPS: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)",
             "no MPS server: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and $DIR/sim/usr/bin/nvidia-cuda-mps-control is installed, but nvidia-cuda-mps-server, which it starts, is not: install it from the same package (Debian: apt install nvidia-cuda-mps), or link it into $DIR/sim/usr/bin (looked below $DIR/sim in /usr/bin /usr/sbin /bin /sbin /usr/lib/nvidia/current /run/current-system/sw/bin /run/opengl-driver/bin /usr/local/bin /usr/local/sbin /usr/local/glibc/usr/bin /usr/local/nvidia/bin /home/kubernetes/bin/nvidia/bin /var/lib/nvidia/bin /opt/bin)",
-            "no node of the GPU: device node $DIR/sim/dev/nvidia0 is missing; run `nvidia-modprobe -c 0`",
+            "no node of the GPU: no place for mps, 25 % SM on any GPU: GPU 0 is left out: device node $DIR/sim/dev/nvidia0 is missing; run `nvidia-modprobe -c 0`",
             "no nvidiactl: device node $DIR/sim/dev/nvidiactl is missing; run `nvidia-modprobe`",
             "no uvm: device node $DIR/sim/dev/nvidia-uvm is missing; run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`",
-            "fell off the bus: NVIDIA driver 580.159.04 is loaded, but no GPU answers (0000:3b:00.0 fell \
-             off the bus); see `dmesg | grep -i nvrm`",
+            "fell off the bus: no place for mps, 25 % SM on any GPU: GPU 0 is left out: it fell off the bus; see \
+             `dmesg | grep -i xid`; a power cycle may bring it back",
         ],
     );
 }

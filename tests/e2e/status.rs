@@ -120,6 +120,12 @@ fn what_the_driver_does_not_tell_is_unknown_and_said_first() {
     let fail = |line: &str| std::fs::write(root.join("sim/fail"), line).expect("written");
     // 999 is NVML_ERROR_UNKNOWN.
     fail("nvmlDeviceGetMemoryInfo_v2 0 999\nnvmlDeviceGetMemoryInfo 0 999\n");
+    let used = world.status()["devices"][0]["used"].clone();
+    assert_eq!((&used["memory_bytes"], &used["busy_percent"]), (&json!(null), &json!(100)), "{used}");
+    // NVML's search for a UUID may fail alone.
+    fail("nvmlDeviceGetHandleByUUID 0 15\n");
+    assert!(world.status()["devices"][0]["used"].is_object(), "{}", world.status());
+    fail("nvmlDeviceGetHandleByUUID 0 999\nnvmlDeviceGetHandleByIndex_v2 0 999\n");
     let status = world.status();
     assert_eq!(status["devices"][0]["used"], json!(null));
     let nothing =

@@ -4,7 +4,7 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::Clock;
 
 use super::result::Machine;
-use crate::probe::connect;
+use crate::probe::{connect, device_by_uuid};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 
@@ -21,7 +21,7 @@ impl Meter {
     }
 
     fn device(&self) -> Option<nvml_wrapper::Device<'_>> {
-        self.nvml.as_ref()?.device_by_uuid(self.uuid.as_str()).ok()
+        device_by_uuid(self.nvml.as_ref()?, &self.uuid).ok()
     }
 
     /// Since the driver was loaded, in millijoules.

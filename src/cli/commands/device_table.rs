@@ -36,7 +36,7 @@ pub fn table(status: &Status, width: Option<usize>) -> String {
 
 fn gpu_row(gpu: &Gpu, utf8: bool) -> Vec<String> {
     let figures = Figures { used: gpu.used.as_ref(), booked: gpu.booked, memory_bytes: gpu.memory_bytes };
-    let mut row = vec![gpu.index.to_string(), gpu.name.clone(), mode(gpu.mode, gpu.drained)];
+    let mut row = vec![gpu.index.to_string(), name(gpu), mode(&state(gpu), gpu.drained)];
     if gpu.mode == "mig" {
         // What is booked belongs to its MIG devices.
         let busy = figures.busy();
@@ -47,6 +47,15 @@ fn gpu_row(gpu: &Gpu, utf8: bool) -> Vec<String> {
         row.push(gpu.lease_count.to_string());
     }
     row
+}
+
+fn name(gpu: &Gpu) -> String {
+    if gpu.memory_of_host { format!("{}, host memory", gpu.name) } else { gpu.name.clone() }
+}
+
+/// Its mode, or what keeps it from being served.
+fn state(gpu: &Gpu) -> String {
+    if gpu.health.state == "ok" { gpu.mode.to_owned() } else { gpu.health.state.to_uppercase() }
 }
 
 fn mig_row(part: &MigInstance, is_last: bool, utf8: bool) -> Vec<String> {

@@ -4,7 +4,7 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use sublet_core::config::{Config, TimeSlice};
-use sublet_core::inventory::Inventory;
+use sublet_core::inventory::{Device, Inventory, LeftOut};
 use sublet_core::place;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
@@ -41,6 +41,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         eprintln!("sublet: warning: {warning}");
     }
     if !arguments.quiet {
+        let unknown = inventory.devices.iter().flat_map(Device::costs);
+        for line in inventory.left_out.iter().map(LeftOut::sentence).chain(unknown) {
+            eprintln!("sublet: warning: {line}");
+        }
         let (devices, files) = (inventory.gpus().count(), inventory.files.len());
         println!("Driver {}: {devices} GPUs, {files} driver files.", inventory.driver.version);
     }

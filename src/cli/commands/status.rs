@@ -133,6 +133,14 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
 fn named(text: &str, inventory: &Inventory, config: &Config) -> anyhow::Result<Vec<String>> {
     let found = place::meant(text, inventory, config).map_err(anyhow::Error::msg)?;
     if found.is_empty() {
+        let gone = Inventory {
+            devices: inventory.left_out.iter().map(|gone| gone.gpu.clone()).collect(),
+            ..inventory.clone()
+        };
+        let gone = place::meant(text, &gone, config).map_err(anyhow::Error::msg)?;
+        if !gone.is_empty() {
+            return Ok(gone.iter().map(|gpu| gpu.uuid.clone()).collect());
+        }
         bail!("there is no device {}: `sublet status` lists the devices", safe(text));
     }
     let is_in =

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::{Host, Outcome, fail, pass, shown, skip, warn};
 use sublet_core::fs::proc_devices;
-use sublet_core::inventory::{self, ComputeMode, Majors, Node, check_node};
+use sublet_core::inventory::{self, ComputeMode, Device, LeftOut, Majors, Node, check_node};
 
 /// The oldest driver branch that sublet supports.
 const OLDEST_BRANCH: u32 = 535;
@@ -123,13 +123,24 @@ fn permissions(count: usize, mode: u32) -> Outcome {
 /// Whether NVML answers.
 pub(super) fn nvml(host: &Host<'_>) -> Outcome {
     match &host.inventory {
-        Ok(inventory) => pass(format!("{} GPUs answer", inventory.gpus().count())),
+        Ok(inventory) => {
+            let costs: Vec<String> = inventory.devices.iter().flat_map(Device::costs).collect();
+            if costs.is_empty() {
+                return pass(format!("{} GPUs answer", inventory.gpus().count()));
+            }
+            warn(costs.join("; "), "nothing, where the GPU does not have it; else see `dmesg | grep -i nvrm`")
+        }
         Err(error) => fail(error.clone(), "do what the message says, then run `sublet refresh`"),
     }
 }
 
 /// Whether the inventory, which the shim and the hook read, is current.
 pub(super) fn inventory(host: &Host<'_>) -> Outcome {
+    let left_out = host.inventory.as_ref().map(|inventory| &inventory.left_out[..]).unwrap_or_default();
+    if !left_out.is_empty() {
+        let found = left_out.iter().map(LeftOut::sentence).collect::<Vec<_>>().join("; ");
+        return fail(found, "as it says; it is served again by itself once it answers");
+    }
     match inventory::load(host.config) {
         Ok(inventory) => pass(format!("{} devices, up to date", inventory.devices.len())),
         Err(error) if error.wants_refresh() => warn(error.to_string(), "sublet refresh"),

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use nix::sys::statvfs::{FsFlags, statvfs};
+use nix::sys::utsname::uname;
 use nix::unistd::{Group, User};
 
 use super::driver::{make_links, unlinked};
@@ -13,6 +14,7 @@ use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
 use crate::guard::{self, Sight};
 use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::config::PolicyRule;
+use sublet_core::fs::below::check_kernel;
 use sublet_core::text::safe;
 
 /// A service that takes longer to answer hangs.
@@ -23,6 +25,29 @@ const OLDEST: [(&str, [u32; 2]); 2] = [("runc", [1, 1]), ("crun", [1, 8])];
 
 /// The start of 2025: the clock of a host with this program cannot be correct if it shows an earlier time.
 const EARLIEST: u64 = 1_735_689_600;
+
+/// Whether the kernel has the system calls that are needed. `mount_setattr(2)`, which the hook needs where a container
+/// exists already, is told by the version: it has no harmless call.
+pub(super) fn kernel(_: &Host<'_>) -> Outcome {
+    let release = uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
+    match check_kernel() {
+        Err(error) => fail(safe(&error.to_string()), "boot a kernel of Linux 5.6 or later"),
+        Ok(()) => of_hooks(&release),
+    }
+}
+
+fn of_hooks(release: &str) -> Outcome {
+    if version(release).is_some_and(|has| has < vec![5, 12]) {
+        return warn(
+            format!(
+                "Linux {}: hooks at prestart and createRuntime, and CDI devices without the shim, need 5.12",
+                safe(release)
+            ),
+            "start containers with sublet-runtime, or boot a newer kernel",
+        );
+    }
+    pass(format!("Linux {}", safe(release)))
+}
 
 /// Checks the low-level runtimes of `[runtime] low_level`.
 pub(super) fn runtimes(host: &Host<'_>) -> Outcome {

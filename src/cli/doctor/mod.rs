@@ -154,7 +154,8 @@ impl<'a> Host<'a> {
 type Test = fn(&Host<'_>) -> Outcome;
 
 /// Every check. Those with `true` read only files and are part of a quick check.
-const CHECKS: [(&str, bool, Test); 28] = [
+const CHECKS: [(&str, bool, Test); 29] = [
+    ("kernel", true, host::kernel),
     ("driver", true, driver::loaded),
     ("kernel-modules", true, driver::modules),
     ("device-nodes", true, driver::nodes),

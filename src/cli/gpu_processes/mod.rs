@@ -98,7 +98,7 @@ impl Looker {
                     looks.push(look);
                 }
                 // The MIG device was destroyed under its lease, so no process computes on it.
-                Err(NvmlError::NotFound) => {}
+                Err(NvmlError::NotFound) if device.starts_with("MIG-") => {}
                 Err(error) => drop(failures.insert(device.to_owned(), error)),
             }
         }
@@ -146,7 +146,7 @@ impl Looker {
         ledger: &Ledger,
         seen: &mut BTreeMap<i32, Known>,
     ) -> Result<Look, NvmlError> {
-        let told = self.lists.of(device, &nvml.device_by_uuid(device)?)?;
+        let told = self.lists.of(device, &probe::device_by_uuid(nvml, device)?)?;
         let knows_clients = told.clients.is_some();
         let clients = told.clients.as_deref().unwrap_or_default();
         let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();

@@ -16,13 +16,13 @@ use crate::gpu_processes::Looker;
 
 use super::enforce::Acting;
 use super::faulted_servers::Faulted;
-use super::history::{self, Event};
+use super::history::{self, Event, OFF};
 use super::judge::{Judge, Offence, Verdict};
 use super::mps_servers::Served;
 use super::silent_connections::Silent;
 use sublet_core::admit::Local;
 use sublet_core::config::Config;
-use sublet_core::inventory::{self, Inventory};
+use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::{DaemonKey, Ledger, LedgerError, Store};
 use sublet_core::process::Process;
 use sublet_core::share::Action;
@@ -60,7 +60,8 @@ enum Pause {
 
 #[derive(Default)]
 struct Guard {
-    nvml: Option<Nvml>,
+    /// NVML, opened when this was the inventory: to who opened it before, a GPU that comes back does not answer.
+    nvml: Option<(Nvml, Rc<Inventory>)>,
     ledger: Kept<Ledger>,
     inventory: Kept<Inventory>,
     changes: Changes,
@@ -196,17 +197,19 @@ impl Guard {
         let known =
             self.inventory.get(&file, || inventory::last(config)).map_err(|error| error.to_string())?;
         let nvml = match self.nvml.take() {
-            Some(nvml) => nvml,
-            None => probe::connect(config).map_err(|error| error.to_string())?.0,
+            Some((nvml, then)) if Rc::ptr_eq(&then, &known) => nvml,
+            _ => probe::connect(config).map_err(|error| error.to_string())?.0,
         };
         let leased: BTreeSet<&str> =
             ledger.leases.iter().flat_map(|lease| &lease.devices).map(String::as_str).collect();
         let tolerance = config.guard.memory_tolerance;
         let (looks, failures) = self.looker.look(&nvml, &leased, ledger, &known, tolerance);
-        let blind: BTreeSet<String> =
-            failures.iter().map(|(device, error)| format!("{}: {error}", safe(device))).collect();
+        let blind: BTreeSet<String> = failures
+            .iter()
+            .map(|(device, error)| format!("{} is not guarded: {error}", called(device, &known)))
+            .collect();
         // If the driver was unloaded or all its GPUs were lost, NVML is opened again.
-        self.nvml = (!looks.is_empty() || blind.is_empty()).then_some(nvml);
+        self.nvml = (!looks.is_empty() || blind.is_empty()).then_some((nvml, known));
         let lost = self.served.lost(&looks, ledger);
         let verdicts = self.judge.judge(&looks, ledger, &config.guard);
         for device in self.judge.unsure() {
@@ -276,7 +279,7 @@ impl Guard {
             );
         }
         for why in blind.difference(&self.blind) {
-            tracing::warn!("not guarded: {why}");
+            tracing::warn!("{why}");
         }
         let changed = !events.is_empty() || blind != self.blind;
         if !changed && self.last_sign.is_some_and(|at| at.elapsed() < REREAD) {
@@ -290,9 +293,15 @@ impl Guard {
     }
 
     fn sees_nothing(&mut self, events: Vec<Event>, why: &str, config: &Config) -> Pause {
-        self.sign(events, BTreeSet::from([format!("no device can be watched: {why}")]), config);
+        self.sign(events, BTreeSet::from([format!("{OFF}: no device can be watched: {why}")]), config);
         Pause::For(REREAD)
     }
+}
+
+/// As `GPU 3`; the UUID of a device that is not known.
+fn called(uuid: &str, known: &Inventory) -> String {
+    let left_out = known.left_out.iter().map(|gone| &gone.gpu).find(|gpu| gpu.uuid == uuid);
+    known.device(uuid).or(left_out).map_or_else(|| safe(uuid), Device::label)
 }
 
 #[cfg(test)]

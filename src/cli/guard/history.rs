@@ -25,6 +25,9 @@ const LIMIT: u64 = 15;
 /// The largest file read, in bytes. Texts in events are limited, so that a valid file is smaller.
 const LARGEST: u64 = 1 << 20;
 
+/// With this begins what says that no device is guarded; otherwise a device is named.
+pub(crate) const OFF: &str = "GUARD OFF";
+
 /// `guard.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Book {

@@ -17,6 +17,6 @@ mod silent_connections;
 mod unix_peer;
 
 pub(crate) use guard_thread::start;
-pub(crate) use history::last_look;
 pub use history::{Event, Sight, events, sight};
+pub(crate) use history::{OFF, last_look};
 pub use judge::Offence;

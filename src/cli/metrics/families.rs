@@ -40,6 +40,8 @@ struct Device<'a> {
     used: Option<&'a DeviceUsed>,
     leases: usize,
     drained: bool,
+    /// `None` for a MIG device.
+    served: Option<bool>,
 }
 
 fn all_devices(status: &Status) -> Vec<Device<'_>> {
@@ -59,6 +61,7 @@ fn all_devices(status: &Status) -> Vec<Device<'_>> {
             used: gpu.used.as_ref(),
             leases: gpu.lease_count,
             drained: gpu.drained,
+            served: Some(gpu.health.state == "ok"),
         });
         all.extend(gpu.mig.iter().map(|part| Device {
             labels: labels(part.number.clone(), &part.uuid),
@@ -69,6 +72,7 @@ fn all_devices(status: &Status) -> Vec<Device<'_>> {
             used: part.used.as_ref(),
             leases: part.lease_count,
             drained: part.drained,
+            served: None,
         }));
     }
     all
@@ -126,6 +130,9 @@ fn devices(status: &Status) -> Vec<Family> {
         }),
         family("sublet_gpu_outside_processes", "", "Processes that use it without a lease.", &|device| {
             used(device, |used| Some(count(used.outside.len())))
+        }),
+        family("sublet_gpu_healthy", "", "Whether the GPU is served: not lost, and not sick.", &|device| {
+            device.served.map(|served| f64::from(u8::from(served)))
         }),
         family("sublet_gpu_drained", "", "Whether it takes no new lease.", &|device| {
             Some(f64::from(u8::from(device.drained)))

@@ -60,8 +60,7 @@ impl Layout {
 
     pub(super) fn parse(path: &Path, text: &str, name: Option<&str>) -> Result<Self, LayoutError> {
         let layout = Self { path: path.to_owned(), entries: Vec::new() };
-        let yaml = path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
-        let parsed = match (yaml, name) {
+        let parsed = match (layout.is_parteds(), name) {
             (true, name) => parted::parse(text, name),
             (false, None) => from_toml(text),
             (false, Some(_)) => {
@@ -76,6 +75,11 @@ impl Layout {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether the file is mig-parted's.
+    pub(super) fn is_parteds(&self) -> bool {
+        self.path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml")
     }
 
     /// An error in one line of the file.

@@ -54,7 +54,7 @@ impl Target {
 /// The targets of the GPUs that `layout` names, by NVML's index. GPUs that it does not name stay as they are.
 ///
 /// # Errors
-/// A GPU does not exist, is named twice, or lacks a profile; the message names file and line.
+/// A GPU does not exist (in mig-parted's files: on no host), is named twice, or lacks a profile; the message names file and line.
 pub fn targets(
     layout: &Layout,
     gpus: &[Gpu],
@@ -84,10 +84,16 @@ fn selected<'g>(
     config: &Config,
 ) -> Result<Vec<&'g Gpu>, LayoutError> {
     let mut selected: Vec<&Gpu> = Vec::new();
+    let mut missing = Vec::new();
     for name in &entry.devices {
         let devices = meant(name, inventory, config).map_err(|why| layout.error(entry.line, why))?;
         // An entry for a model that this host lacks is for other hosts with the same file.
         if devices.is_empty() && !name.starts_with("model:") && name != "all" {
+            // mig-parted looks at each GPU that is there: one file is for hosts of 8 and of 2.
+            if layout.is_parteds() {
+                missing.push(safe(name));
+                continue;
+            }
             let have: Vec<_> =
                 gpus.iter().map(|gpu| format!("{} ({})", gpu.label(), safe(&gpu.uuid))).collect();
             let text = format!("no GPU of this host is {}; it has {}", safe(name), have.join(", "));
@@ -100,6 +106,10 @@ fn selected<'g>(
             }
             selected.push(gpu);
         }
+    }
+    if !missing.is_empty() {
+        let (path, named) = (safe(&layout.path.to_string_lossy()), missing.join(", "));
+        tracing::warn!("layout {path}:{}: this host serves no GPU {named}; the others are done", entry.line);
     }
     if let Some(ids) = &entry.pci_devices {
         selected.retain(|gpu| ids.contains(&gpu.pci_device));

@@ -30,6 +30,17 @@ fn with(instance: &str) -> String {
 }
 
 #[test]
+fn a_file_of_mig_parteds_for_more_gpus_is_done_on_those_that_are_there() {
+    let text = "version: v1\nmig-configs:\n  all:\n    - devices: [0, 1, 2, 3]\n      mig-enabled: true\n    - \
+                devices: [4, 5, 6, 7]\n      mig-enabled: false\n";
+    let found = resolve_as("/l.yaml", text).unwrap();
+    assert_eq!(
+        found.iter().map(|target| (&*target.gpu, target.on)).collect::<Vec<_>>(),
+        [("GPU-0", true), ("GPU-1", true)]
+    );
+}
+
+#[test]
 fn profiles_and_counts_become_wants() {
     let text = "[[gpu]]\nmatch = \"1\"\nmig = true\ninstances = [{ profile = \"2g.35gb\", count = 2 }, { profile = \
                 \"4g.71gb\", start = 0, compute = [\"2c\", \"1c.4g.71gb\", \"1c\"] }]\n";

@@ -71,7 +71,9 @@ impl Nvml {
         ask: impl FnOnce(&Device<'_>) -> Result<T, NvmlError>,
     ) -> Result<T, DriverError> {
         let library = self.library.as_ref().ok_or_else(|| failed(what, &NvmlError::Uninitialized))?;
-        library.device_by_uuid(gpu).and_then(|device| ask(&device)).map_err(|error| failed(what, &error))
+        probe::device_by_uuid(library, gpu)
+            .and_then(|device| ask(&device))
+            .map_err(|error| failed(what, &error))
     }
 }
 

@@ -94,7 +94,8 @@ fn try_enter(
 ) -> Result<bool, Attempt> {
     let unable = |error: String| Attempt::Unable(error);
     let nvml = open(config).map_err(unable)?;
-    let mut device = nvml.device_by_uuid(key.0.as_str()).map_err(|error| unable(error.to_string()))?;
+    let mut device =
+        probe::device_by_uuid(&nvml, key.0.as_str()).map_err(|error| unable(error.to_string()))?;
     let found = mode(&device).map_err(unable)?;
     if found == ComputeMode::ExclusiveProcess {
         return Ok(false);
@@ -151,7 +152,7 @@ pub(super) fn restore(device: &str, store: &Store, config: &Config) -> Result<()
     };
     let failed = |why: String| MpsError::ComputeMode { device: device.to_owned(), why };
     let nvml = open(config).map_err(failed)?;
-    match nvml.device_by_uuid(device) {
+    match probe::device_by_uuid(&nvml, device) {
         // The GPU is gone, and its mode with it.
         Err(NvmlError::NotFound) => {}
         Err(error) => return Err(failed(error.to_string())),
@@ -178,7 +179,7 @@ pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config:
     let look = || -> Result<Vec<String>, String> {
         let nvml = open(config)?;
         let told = |error: NvmlError| error.to_string();
-        let device = nvml.device_by_uuid(device).map_err(told)?;
+        let device = probe::device_by_uuid(&nvml, device).map_err(told)?;
         let clients = probe::mps_clients(&device).map_err(told)?;
         let clients = clients.ok_or("the driver does not list MPS clients")?;
         let running = probe::compute_processes(&device).map_err(told)?;
@@ -209,7 +210,7 @@ pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config:
 pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
     let look = || -> Option<Vec<String>> {
         let nvml = open(config).ok()?;
-        let device = nvml.device_by_uuid(device).ok()?;
+        let device = probe::device_by_uuid(&nvml, device).ok()?;
         (mode(&device).ok()? == ComputeMode::ExclusiveProcess)
             .then(|| strangers(&device, key, ledger).ok())?
     };

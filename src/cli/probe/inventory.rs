@@ -13,10 +13,11 @@ use super::device_nodes::{NodeError, check_node};
 use super::driver_files::{Found, Machine};
 use super::fingerprint::{self, Seen};
 use super::kernel_module::KernelModule;
+use super::left_out::{LeftOutGpus, Silent};
 use super::programs::{self, MissingPrograms, MpsPrograms};
 use super::{
-    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, device_majors, driver_files,
-    kernel_module, mig_capabilities, nvml, under,
+    Device, Driver, Inventory, InventoryError, LeftOut, Majors, MigGpus, Node, cache, device_majors,
+    driver_files, kernel_module, mig_capabilities, nvml, under,
 };
 use sublet_core::config::{Config, Inject};
 use sublet_core::fs::proc_devices;
@@ -106,13 +107,11 @@ pub enum ProbeError {
         /// The operating system's error.
         source: io::Error,
     },
-    /// The driver is loaded, but no GPU answers.
-    #[error("NVIDIA driver {version} is loaded, but no GPU answers{lost}; see `dmesg | grep -i nvrm`")]
+    /// The driver is loaded, and lists no GPU.
+    #[error("NVIDIA driver {version} is loaded, but it has no GPU; see `dmesg | grep -i nvrm`")]
     NoGpu {
         /// The kernel module's version.
         version: String,
-        /// The GPUs that were lost.
-        lost: String,
     },
     /// NVML reported an error.
     #[error("NVML ({}) failed to {what}: {why}", .library.display())]
@@ -126,11 +125,11 @@ pub enum ProbeError {
     },
 }
 
-/// Reads everything again. GPUs that fell off the bus are left out, with a warning in the log.
+/// Reads everything again. GPUs that cannot be served are left out ([`Inventory::left_out`]).
 ///
 /// # Errors
-/// There is no driver or no NVML, the driver's files and kernel module differ, device nodes are missing, or the
-/// platform is not supported.
+/// There is no driver, no NVML or no GPU, the driver's files and kernel module differ, a node that all GPUs need is
+/// missing, or the platform is not supported.
 pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     let root = &config.driver.root;
     refuse_platforms(root)?;
@@ -142,8 +141,11 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     let majors = majors(root)?;
     let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
     let nvml = asked.init()?;
-    let cuda = nvml::cuda_version(&nvml).map_err(|error| asked.failed("tell CUDA's version", &error))?;
-    let devices = asked.devices(&nvml, &seen, majors)?;
+    let cuda = nvml::cuda_version(&nvml).unwrap_or_else(|error| {
+        tracing::warn!("NVML does not tell CUDA's version: {error}");
+        (0, 0)
+    });
+    let (devices, left_out) = asked.devices(&nvml, &seen, majors, before(config, &seen).as_ref())?;
     let (mps_control, mps_missing) = mps_programs(root);
     Ok(Inventory {
         schema: SCHEMA.to_owned(),
@@ -161,8 +163,28 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             mig_caps: mig_capabilities::privileged(root, majors.all.caps).map_err(unreadable)?,
         },
         devices,
+        left_out,
         files: found.files,
     })
+}
+
+/// What was known of the GPUs of this boot.
+fn before(config: &Config, seen: &Seen) -> Option<Inventory> {
+    let known = |before: &Inventory| before.fingerprint.boot_id == seen.fingerprint.boot_id;
+    cache::last(config).ok().filter(known)
+}
+
+/// The GPUs that a refresh would leave out now.
+///
+/// # Errors
+/// As [`probe`].
+pub(crate) fn left_out(config: &Config) -> Result<Vec<LeftOut>, ProbeError> {
+    let root = &config.driver.root;
+    let seen = fingerprint::read(root)?;
+    let module = module(root)?;
+    let found = driver_files::find(root, &module.version, Machine::HOST);
+    let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
+    Ok(asked.devices(&asked.init()?, &seen, majors(root)?, before(config, &seen).as_ref())?.1)
 }
 
 fn unreadable((path, source): (PathBuf, io::Error)) -> ProbeError {
@@ -341,60 +363,58 @@ impl Asked<'_> {
         ProbeError::Nvml { library: self.library.clone(), what: what.into(), why: safe(&error.to_string()) }
     }
 
-    /// Every GPU that answers, each with its device nodes on this host.
-    fn devices(&self, nvml: &Nvml, seen: &Seen, majors: KnownMajors) -> Result<Vec<Device>, ProbeError> {
-        for bus_id in &seen.lost {
-            tracing::warn!(
-                "GPU {} fell off the bus and is left out; a power cycle may bring it back",
-                safe(bus_id)
-            );
-        }
+    /// Every GPU that can be served, each followed by its MIG devices, and the others.
+    fn devices(
+        &self,
+        nvml: &Nvml,
+        seen: &Seen,
+        majors: KnownMajors,
+        before: Option<&Inventory>,
+    ) -> Result<(Vec<Device>, Vec<LeftOut>), ProbeError> {
         let node = |path: &str, major, minor| Node { path: path.into(), major, minor };
         check_node(self.root, &node("/dev/nvidiactl", majors.nvidia, CTL_MINOR))?;
         check_node(self.root, &node("/dev/nvidia-uvm", majors.uvm, 0))?;
         let count = nvml.device_count().map_err(|error| self.failed("count the GPUs", &error))?;
-        let mut devices = Vec::new();
+        let (mut devices, mut silent) = (Vec::new(), Vec::new());
         for index in 0..count {
-            let Some((mut gpu, parts)) = self.device(nvml, index, seen, majors)? else { continue };
-            gpu.dri_nodes = device_majors::dri(self.root, &gpu.bus_id).map_err(unreadable)?;
-            gpu.nodes.iter().try_for_each(|node| check_node(self.root, node))?;
-            devices.push(gpu);
-            devices.extend(parts);
+            match self.device(nvml, index, seen, majors) {
+                Ok((gpu, parts)) => {
+                    devices.push(gpu);
+                    devices.extend(parts);
+                }
+                Err(why) => silent.push((index, why)),
+            }
         }
-        if devices.is_empty() {
-            let lost = if seen.lost.is_empty() {
-                String::new()
-            } else {
-                format!(" ({} fell off the bus)", safe(&seen.lost.join(" ")))
-            };
-            return Err(ProbeError::NoGpu { version: self.module.version.clone(), lost });
+        let left_out = LeftOutGpus { root: self.root, seen, before }.name(silent, &devices);
+        if devices.is_empty() && left_out.is_empty() {
+            return Err(ProbeError::NoGpu { version: self.module.version.clone() });
         }
-        Ok(devices)
+        Ok((devices, left_out))
     }
 
-    /// GPU `index` and its MIG devices, or `None` if it is lost.
+    /// GPU `index` and its MIG devices, or why no container can have it.
     fn device(
         &self,
         nvml: &Nvml,
         index: u32,
         seen: &Seen,
         majors: KnownMajors,
-    ) -> Result<Option<(Device, Vec<Device>)>, ProbeError> {
-        let asked = nvml.device_by_index(index).and_then(|device| {
-            if seen.lost.contains(&nvml::bus_id(&device)?) {
-                return Ok(None);
-            }
-            let gpu = nvml::describe(&device, index, majors.nvidia)?;
+    ) -> Result<(Device, Vec<Device>), Silent> {
+        let device = nvml.device_by_index(index).map_err(|error| Silent::of(&error, None))?;
+        let bus_id = nvml::bus_id(&device).ok();
+        let described = nvml::describe(&device, index, majors.nvidia).and_then(|gpu| {
             let parts = nvml::parts(&device, &gpu, self.root, majors.all.caps)?;
-            Ok(Some((gpu, parts)))
+            Ok((gpu, parts))
         });
-        match asked {
-            Err(NvmlError::GpuLost) => {
-                tracing::warn!("GPU {index} is lost and left out; see `dmesg | grep -i xid`");
-                Ok(None)
-            }
-            other => other.map_err(|error| self.failed(format!("describe GPU {index}"), &error)),
-        }
+        let lost = bus_id.as_ref().is_some_and(|bus_id| seen.lost.contains(bus_id));
+        let described = if lost { Err(NvmlError::GpuLost) } else { described };
+        let (mut gpu, parts) = described.map_err(|error| Silent::of(&error, bus_id.clone()))?;
+        gpu.dri_nodes = device_majors::dri(self.root, &gpu.bus_id).unwrap_or_else(|(path, error)| {
+            tracing::warn!("{}: {error}: GPU {index} gets no node below /dev/dri", path.display());
+            Vec::new()
+        });
+        let node = gpu.nodes.iter().find_map(|node| check_node(self.root, node).err());
+        node.map_or(Ok((gpu, parts)), |error| Err(Silent { bus_id, lost: false, why: error.to_string() }))
     }
 }
 

@@ -4,6 +4,7 @@
 mod contexts;
 mod driver_files;
 mod inventory;
+mod left_out;
 mod make_nodes;
 mod mig_ids;
 mod nvml;
@@ -11,17 +12,17 @@ mod nvml_processes;
 
 use sublet_core::fs::below::under;
 use sublet_core::inventory::{
-    ComputeMode, Device, Driver, DriverFile, FileKind, GpuProcess, Inventory, InventoryError, Majors,
-    MigDevice, MigGpus, Node, NodeError, Virtualization, cache, device_majors, device_nodes, fingerprint,
-    kernel_module, mig_capabilities, programs,
+    ComputeMode, Device, Driver, DriverFile, Fact, FileKind, GpuProcess, Inventory, InventoryError, LeftOut,
+    Majors, MigDevice, MigGpus, Node, NodeError, Unknown, Virtualization, cache, device_majors, device_nodes,
+    fingerprint, kernel_module, mig_capabilities, programs,
 };
 
 #[cfg(test)]
 pub(crate) use contexts::cgroups;
 pub(crate) use contexts::describe;
 pub use inventory::{ProbeError, probe};
-pub(crate) use inventory::{connect, mig_gpus};
+pub(crate) use inventory::{connect, left_out, mig_gpus};
 pub(crate) use make_nodes::{has_gpu, is_loaded, link_nodes, make_nodes};
 pub(crate) use mig_ids::instance_ids;
-pub(crate) use nvml::{init as open, joined, mig_handles, unless_unsupported};
+pub(crate) use nvml::{device_by_uuid, init as open, joined, mig_handles, unless_unsupported};
 pub(crate) use nvml_processes::{compute_processes, graphics_processes, mps_clients};

@@ -7,13 +7,14 @@ use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enum_wrappers::device::{ComputeMode as NvmlComputeMode, GpuVirtualizationMode};
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
-use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::struct_wrappers::device::{MemoryInfo, ProcessInfo};
 use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
 use super::mig_ids::instance_ids;
 use super::nvml_processes::{compute_processes, mps_clients};
 use super::{
-    ComputeMode, Device, GpuProcess, MigDevice, MigGpus, Node, Virtualization, contexts, mig_capabilities,
+    ComputeMode, Device, Fact, GpuProcess, MigDevice, MigGpus, Node, Unknown, Virtualization, contexts,
+    mig_capabilities,
 };
 
 /// Loads and initializes the library, even if some GPUs do not answer.
@@ -43,38 +44,141 @@ fn kernel_bus_id(nvml: &str) -> String {
     }
 }
 
+/// The handle of the GPU or MIG device with this UUID. NVML's own search fails if any GPU has fallen off the bus or is
+/// otherwise inaccessible (nvml.h, `nvmlDeviceGetHandleByUUID`), so then each GPU that answers is asked for its own.
+pub(crate) fn device_by_uuid<'n>(nvml: &'n Nvml, uuid: &str) -> Result<NvmlDevice<'n>, NvmlError> {
+    let failed = match nvml.device_by_uuid(uuid) {
+        Err(error) if !matches!(error, NvmlError::NotFound) => error,
+        found => return found,
+    };
+    let has_it = |device: &NvmlDevice<'_>| device.uuid().is_ok_and(|own| own == uuid);
+    for gpu in (0..nvml.device_count()?).filter_map(|index| nvml.device_by_index(index).ok()) {
+        if has_it(&gpu) {
+            return Ok(gpu);
+        }
+        if let Some(mig) = mig_handles(&gpu).unwrap_or_default().into_iter().find(has_it) {
+            return Ok(mig);
+        }
+    }
+    Err(failed)
+}
+
 /// What NVML tells about one GPU. `nvidia_major` is the major of its node.
+///
+/// # Errors
+/// It cannot be told which GPU this is, or NVML says that it is lost or must be reset. What else NVML does not tell is in
+/// [`Device::unknown`].
 pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -> Result<Device, NvmlError> {
-    let bus_id = bus_id(device)?;
-    let minor = device.minor_number()?;
-    let capability = device.cuda_compute_capability()?;
-    let compute_capability =
-        (u32::try_from(capability.major).unwrap_or(0), u32::try_from(capability.minor).unwrap_or(0));
-    let memory = device.memory_info()?;
+    let (bus_id, minor, uuid) = (bus_id(device)?, device.minor_number()?, device.uuid()?);
     let mig_enabled = is_mig_enabled(device)?;
+    let mut told = Told::default();
+    let capability = told.of(Fact::ComputeCapability, device.cuda_compute_capability())?;
+    let number = |part: i32| u32::try_from(part).unwrap_or(0);
+    let compute_capability = capability.map_or((0, 0), |known| (number(known.major), number(known.minor)));
+    let cores = told.if_supported(Fact::Sms, device.num_cores())?;
+    let memory = told.memory(device.memory_info(), compute_capability)?;
     Ok(Device {
-        uuid: device.uuid()?,
+        uuid,
         index,
         minor,
-        name: device.name()?,
+        name: told.of(Fact::Name, device.name())?.unwrap_or_else(|| "NVIDIA GPU".to_owned()),
         compute_capability,
-        sm_count: unless_unsupported(device.num_cores())?
-            .and_then(|cores| sm_count(cores, compute_capability)),
+        sm_count: cores.and_then(|cores| sm_count(cores, compute_capability)),
         memory_bytes: memory.total,
         memory_free_bytes: memory.free,
+        memory_of_host: memory.of_host,
         mig_enabled,
-        compute_mode: unless_unsupported(device.compute_mode())?.map_or(ComputeMode::Default, compute_mode),
-        display_active: unless_unsupported(device.is_display_active())?.unwrap_or(false),
-        virtualization: unless_unsupported(device.virtualization_mode())?
+        compute_mode: told
+            .if_supported(Fact::ComputeMode, device.compute_mode())?
+            .map_or(ComputeMode::Default, compute_mode),
+        display_active: told.if_supported(Fact::Display, device.is_display_active())?.unwrap_or(false),
+        virtualization: told
+            .if_supported(Fact::Virtualization, device.virtualization_mode())?
             .as_ref()
             .map_or(Virtualization::None, virtualization),
         dri_nodes: Vec::new(),
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         // In MIG mode processes are listed under the MIG devices.
-        processes: if mig_enabled { Vec::new() } else { running(device)? },
+        processes: if mig_enabled { Vec::new() } else { told.running(device)? },
         mig_device: None,
         bus_id,
+        unknown: told.unknown,
     })
+}
+
+/// Notes what NVML does not tell, so that it costs no more than that.
+#[derive(Default)]
+struct Told {
+    unknown: Unknown,
+}
+
+/// Of a device, in bytes.
+struct Memory {
+    total: u64,
+    free: u64,
+    of_host: bool,
+}
+
+/// Chips without memory of their own, by compute capability: Orin, Thor, GB10 (CUDA C++ Programming Guide, "Compute
+/// Capabilities"; developer.nvidia.com/blog/understanding-memory-management-on-hardware-coherent-platforms).
+const WITH_MEMORY_OF_HOST: [(u32, u32); 3] = [(8, 7), (11, 0), (12, 1)];
+
+impl Told {
+    /// The value. An error that is about the whole GPU is returned.
+    fn of<T>(&mut self, fact: Fact, answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+        match answer {
+            Ok(value) => Ok(Some(value)),
+            Err(error @ (NvmlError::GpuLost | NvmlError::ResetRequired)) => Err(error),
+            Err(error) => {
+                self.unknown.insert(fact, error.to_string());
+                Ok(None)
+            }
+        }
+    }
+
+    /// As [`Self::of`], of what not every GPU or driver has.
+    fn if_supported<T>(&mut self, fact: Fact, answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+        let answer = unless_unsupported(answer).transpose();
+        answer.map_or(Ok(None), |answer| self.of(fact, answer))
+    }
+
+    fn memory(
+        &mut self,
+        answer: Result<MemoryInfo, NvmlError>,
+        compute_capability: (u32, u32),
+    ) -> Result<Memory, NvmlError> {
+        let unsupported = matches!(answer, Err(NvmlError::NotSupported));
+        if unsupported && WITH_MEMORY_OF_HOST.contains(&compute_capability) {
+            if let Some((total, free)) = memory_of_host() {
+                return Ok(Memory { total, free, of_host: true });
+            }
+        }
+        let told = self.of(Fact::Memory, answer)?;
+        let (total, free) = told.map_or((0, 0), |told| (told.total, told.free));
+        Ok(Memory { total, free, of_host: false })
+    }
+
+    /// Processes with compute contexts, each once. The compute list has MPS servers and processes outside MPS; the MPS
+    /// list has MPS clients. Some drivers name the clients in the first list as well.
+    fn running(&mut self, device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
+        let compute = self.of(Fact::Processes, compute_processes(device))?.unwrap_or_default();
+        let mps = self.of(Fact::Clients, mps_clients(device))?.flatten().unwrap_or_default();
+        let found = joined(compute.iter().chain(&mps));
+        Ok(found
+            .into_iter()
+            .filter_map(|(pid, memory)| contexts::describe(i32::try_from(pid).ok()?, memory.unwrap_or(0)))
+            .collect())
+    }
+}
+
+/// All of the host's memory and what can be had of it (proc(5), `/proc/meminfo`: in units of 1024 bytes), in bytes.
+fn memory_of_host() -> Option<(u64, u64)> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let bytes = |key: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+        Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? << 10)
+    };
+    Some((bytes("MemTotal:")?, bytes("MemAvailable:")?))
 }
 
 /// `None` if this device or driver does not support the call.
@@ -141,18 +245,6 @@ const fn virtualization(mode: &GpuVirtualizationMode) -> Virtualization {
     }
 }
 
-/// Processes with compute contexts, each once. The compute list has MPS servers and processes outside MPS; the MPS
-/// list has MPS clients. Some drivers name the clients in the first list as well.
-fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
-    let compute = compute_processes(device)?;
-    let mps = mps_clients(device)?.unwrap_or_default();
-    let found = joined(compute.iter().chain(&mps));
-    Ok(found
-        .into_iter()
-        .filter_map(|(pid, memory)| contexts::describe(i32::try_from(pid).ok()?, memory.unwrap_or(0)))
-        .collect())
-}
-
 const fn memory(process: &ProcessInfo) -> Option<u64> {
     match process.used_gpu_memory {
         UsedGpuMemory::Used(bytes) => Some(bytes),
@@ -182,24 +274,20 @@ pub(crate) fn mig_handles<'n>(device: &NvmlDevice<'n>) -> Result<Vec<NvmlDevice<
     Ok(found)
 }
 
-/// [`MigGpus`] as NVML reports them.
+/// [`MigGpus`] as NVML reports them, of the GPUs that answer.
 pub(super) fn mig_gpus(nvml: &Nvml) -> Result<MigGpus, NvmlError> {
-    let mut found = MigGpus::new();
-    for index in 0..nvml.device_count()? {
-        let device = match nvml.device_by_index(index) {
-            Err(NvmlError::GpuLost) => continue,
-            device => device?,
-        };
+    let of = |index| -> Result<Option<_>, NvmlError> {
+        let device = nvml.device_by_index(index)?;
         if !is_mig_enabled(&device)? {
-            continue;
+            return Ok(None);
         }
         let parts = mig_handles(&device)?.into_iter().map(|mig| {
             let (gi, ci) = instance_ids(&mig)?;
             Ok((mig.uuid()?, gi, ci))
         });
-        found.insert(device.uuid()?, parts.collect::<Result<_, NvmlError>>()?);
-    }
-    Ok(found)
+        Ok(Some((device.uuid()?, parts.collect::<Result<_, NvmlError>>()?)))
+    };
+    Ok((0..nvml.device_count()?).filter_map(|index| of(index).ok().flatten()).collect())
 }
 
 fn is_mig_enabled(device: &NvmlDevice<'_>) -> Result<bool, NvmlError> {
@@ -240,12 +328,16 @@ fn part(
     root: &Path,
     caps_major: Option<u32>,
 ) -> Result<Device, NvmlError> {
-    let ((gi, ci), attributes, memory) = (instance_ids(mig)?, mig.attributes()?, mig.memory_info()?);
-    let mut nodes = gpu.nodes.clone();
+    let (gi, ci) = instance_ids(mig)?;
+    let (mut told, mut nodes) = (Told::default(), gpu.nodes.clone());
+    let name = told.of(Fact::Name, mig.name())?.unwrap_or_default();
+    let attributes = told.of(Fact::Sms, mig.attributes())?;
+    let memory = told.memory(mig.memory_info(), gpu.compute_capability)?;
     let fault = match mig_capabilities::nodes(root, caps_major, gpu.minor, gi, ci) {
         Ok(caps) => {
             nodes.extend(caps);
-            None
+            // Its size and its profile are what it is chosen and booked by.
+            told.unknown.values().next().map(|answer| format!("NVML does not describe it ({answer})"))
         }
         Err(why) => Some(why),
     };
@@ -253,12 +345,14 @@ fn part(
         gpu: gpu.uuid.clone(),
         // The index that nvmlDeviceGetMigDeviceHandleByIndex takes (nvml.h).
         index: mig.index()?,
-        profile: profile(&mig.name()?).to_ascii_lowercase(),
+        profile: profile(&name).to_ascii_lowercase(),
         gi,
         ci,
         // nvml.h: only root may read it.
         placement: crate::nvml_mig::placement(device, gi).ok().map(|span| (span.start, span.size)),
-        slices: (attributes.compute_instance_slice_count, attributes.gpu_instance_slice_count),
+        slices: attributes.as_ref().map_or((0, 0), |attributes| {
+            (attributes.compute_instance_slice_count, attributes.gpu_instance_slice_count)
+        }),
         gpu_sm_count: gpu.sm_count,
         gpu_memory_bytes: gpu.memory_bytes,
         siblings: Vec::new(),
@@ -267,7 +361,7 @@ fn part(
     };
     Ok(Device {
         uuid: mig.uuid()?,
-        sm_count: Some(attributes.multiprocessor_count),
+        sm_count: attributes.map(|attributes| attributes.multiprocessor_count),
         memory_bytes: memory.total,
         memory_free_bytes: memory.free,
         // In MIG mode there is none (nvml.h, nvmlDeviceSetComputeMode).
@@ -275,8 +369,9 @@ fn part(
         display_active: false,
         dri_nodes: Vec::new(),
         nodes,
-        processes: running(mig)?,
+        processes: told.running(mig)?,
         mig_device: Some(part),
+        unknown: told.unknown,
         ..gpu.clone()
     })
 }

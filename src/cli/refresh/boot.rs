@@ -34,6 +34,10 @@ pub fn boot(config: &Config) -> anyhow::Result<Option<Inventory>> {
     loop {
         warn(probe::make_nodes(root));
         match super::refresh(config) {
+            // A driver that has just been loaded may not answer for any GPU yet.
+            Ok(inventory) if inventory.devices.is_empty() && Instant::now() < deadline => {
+                std::thread::sleep(AGAIN);
+            }
             Ok(inventory) => {
                 warn(probe::link_nodes(root, &inventory));
                 return Ok(Some(inventory));

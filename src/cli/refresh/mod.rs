@@ -12,8 +12,9 @@ use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 use sublet_core::config::Config;
+use sublet_core::events::{self, Event, Kind};
 use sublet_core::fs::trusted;
-use sublet_core::inventory::{self, Inventory, InventoryError};
+use sublet_core::inventory::{self, Inventory, InventoryError, LeftOut};
 use sublet_core::ledger::{MigChanges, Store};
 
 use crate::probe;
@@ -79,14 +80,33 @@ fn refresh_asked(
         }
     }
     let began = SystemTime::now();
+    let before = inventory::last(config).map(|before| before.left_out).unwrap_or_default();
     let inventory = probe(config)?;
     inventory::store(config, &inventory)?;
+    tell(&before, &inventory, config);
     // The file's time is set to the beginning of its probe: processes waiting for the lock compare it with their own
     // start.
     File::open(&path)
         .and_then(|file| file.set_modified(began))
         .with_context(|| format!("cannot set the time of {}", path.display()))?;
     Ok(inventory)
+}
+
+/// Tells which GPUs are left out since `before`, and which are served again.
+fn tell(before: &[LeftOut], now: &Inventory, config: &Config) {
+    let is_in =
+        |list: &[LeftOut], gone: &LeftOut| list.iter().any(|other| other.gpu.bus_id == gone.gpu.bus_id);
+    let event = |kind, gone: &LeftOut, text: String| Event {
+        devices: vec![gone.gpu.uuid.clone()],
+        reason: if kind == Kind::GpuLost { gone.state().to_owned() } else { String::new() },
+        text,
+        ..Event::now(kind)
+    };
+    let lost = now.left_out.iter().filter(|gone| !is_in(before, gone));
+    let lost = lost.map(|gone| event(Kind::GpuLost, gone, gone.sentence()));
+    let back = before.iter().filter(|gone| !is_in(&now.left_out, gone));
+    let back = back.map(|gone| event(Kind::GpuBack, gone, format!("{} is served again", gone.gpu.label())));
+    events::tell(&config.state_dir, &lost.chain(back).collect::<Vec<_>>());
 }
 
 fn began_after(path: &Path, asked: SystemTime) -> bool {
@@ -148,6 +168,7 @@ mod tests {
                 mig_caps: [None, None],
             },
             devices: Vec::new(),
+            left_out: Vec::new(),
             files: Vec::new(),
         })
     }

@@ -76,7 +76,10 @@ fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
 
 /// One line for each lease that lost its MIG device between `before` and `now`.
 fn lost(ledger: &Ledger, before: &Inventory, now: &Inventory) -> Vec<String> {
-    let went = |uuid: &&String| before.device(uuid).is_some() && now.device(uuid).is_none();
+    let left_out = |gpu: &str| now.left_out.iter().any(|gone| gone.gpu.uuid == gpu);
+    let went = |uuid: &&String| {
+        before.device(uuid).is_some_and(|device| !left_out(device.gpu())) && now.device(uuid).is_none()
+    };
     let lines = ledger.leases.iter().flat_map(|lease| {
         lease.devices.iter().filter(went).map(move |uuid| {
             format!(

@@ -12,6 +12,7 @@
 
 mod broker;
 mod connection;
+mod gpu_watch;
 mod handed_over;
 mod listen;
 mod mig_watch;

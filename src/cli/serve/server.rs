@@ -19,9 +19,9 @@ use sd_notify::NotifyState;
 use super::broker;
 use super::connection::{Connection, Phase, Progress};
 use super::listen::{Listener, listen};
-use super::mig_watch;
 use super::pool::{Done, Job, Pool};
 use super::protocol::{self, Answer};
+use super::{gpu_watch, mig_watch};
 use crate::cdi_spec;
 use crate::guard;
 use crate::peer::{OWNS, Peer};
@@ -159,6 +159,7 @@ fn housekeeping(put_off: &Cell<PutOff>) {
 fn watch(put_off: &Cell<PutOff>) {
     mig_watch::watch();
     let Ok(config) = config_files::load() else { return };
+    gpu_watch::watch(&config);
     let overdue = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
     for ended in [overdue, Local::putting_off(&config, put_off).end_left(OWNS)] {
         match ended {

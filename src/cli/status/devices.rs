@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::Sources;
 use crate::usage::{DeviceUse, ProcessUse};
-use sublet_core::inventory::{Device, MigDevice};
+use sublet_core::inventory::{Device, LeftOut, MigDevice};
 use sublet_core::ledger::Ledger;
 use sublet_core::place::{Bookings, bookings};
 use sublet_core::share::Mode;
@@ -26,8 +26,12 @@ pub struct Gpu {
     pub name: String,
     /// `idle`, `time-slice`, `mps`, `exclusive`; `mig`: it is used through its MIG devices alone.
     pub mode: &'static str,
-    /// Its memory, in bytes.
+    /// Whether containers get it.
+    pub health: Health,
+    /// Its memory, in bytes; 0 if the driver does not report it.
     pub memory_bytes: u64,
+    /// Whether that is the host's memory, because the chip has no other.
+    pub memory_of_host: bool,
     /// Its SMs; null if the driver does not report them.
     pub sm_count: Option<u32>,
     /// What a new lease may still take.
@@ -46,6 +50,15 @@ pub struct Gpu {
     pub mig: Vec<MigInstance>,
     /// Whether it takes no new lease.
     pub drained: bool,
+}
+
+/// Whether containers get a GPU.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct Health {
+    /// `ok`; `lost`: it is gone from the bus; `unhealthy`: it does not answer as it should. Only the first is served.
+    pub state: &'static str,
+    /// Why it is not served; null: it is.
+    pub reason: Option<String>,
 }
 
 /// A part of a device.
@@ -152,7 +165,9 @@ impl Gpu {
             bus_id: device.bus_id.clone(),
             name: device.name.clone(),
             mode: mode(device, bookings.used_as),
+            health: Health { state: "ok", reason: None },
             memory_bytes: device.memory_bytes,
+            memory_of_host: device.memory_of_host,
             sm_count: device.sm_count,
             free: Room { sm_percent: bookings.sm_free.as_f64(), memory_bytes: bookings.memory_free },
             booked: booked(&bookings),
@@ -162,6 +177,17 @@ impl Gpu {
             mig_enabled: device.mig_enabled,
             mig: inventory.mig_devices_of(&device.uuid).map(mig).collect(),
             drained: ledger.drained.contains(&device.uuid),
+        }
+    }
+}
+
+impl Gpu {
+    /// One that is left out: leases on it are shown, and nobody gets anything of it.
+    pub(super) fn left_out(gone: &LeftOut, sources: &Sources<'_>) -> Self {
+        Self {
+            health: Health { state: gone.state(), reason: Some(safe(&gone.why)) },
+            free: Room { sm_percent: 0.0, memory_bytes: 0 },
+            ..Self::of(&gone.gpu, sources)
         }
     }
 }

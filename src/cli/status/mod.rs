@@ -13,13 +13,13 @@ use crate::mps_daemons::Listed;
 use crate::names::Names;
 use crate::usage::Usage;
 use sublet_core::config::Config;
-use sublet_core::inventory::Inventory;
+use sublet_core::inventory::{Device, Inventory, LeftOut};
 use sublet_core::ledger::{DynamicInstance, Ledger};
 use sublet_core::process::epoch_seconds;
 use sublet_core::share::Action;
 use sublet_core::text::timestamp;
 
-pub use devices::{DeviceUsed, Gpu, MigInstance, OutsideProcess, Room};
+pub use devices::{DeviceUsed, Gpu, Health, MigInstance, OutsideProcess, Room};
 pub use leases::{LeaseOnDevice, LeaseUsed};
 
 /// [`Status::schema`].
@@ -127,6 +127,9 @@ impl Status {
         let Sources { inventory, ledger, config, .. } = *sources;
         let sight = guard::sight(config);
         let watching = sight == Sight::All;
+        let mut devices: Vec<Gpu> = inventory.gpus().map(|device| Gpu::of(device, sources)).collect();
+        devices.extend(inventory.left_out.iter().map(|gone| Gpu::left_out(gone, sources)));
+        devices.sort_by_key(|gpu| gpu.index);
         let mut status = Self {
             schema: SCHEMA,
             time: timestamp(epoch_seconds()),
@@ -134,7 +137,7 @@ impl Status {
                 version: inventory.driver.version.clone(),
                 simulated: inventory.driver.simulated,
             },
-            devices: inventory.gpus().map(|device| Gpu::of(device, sources)).collect(),
+            devices,
             leases: leases::all(sources),
             mps,
             guard: Guard {
@@ -151,7 +154,9 @@ impl Status {
                 .collect(),
             warnings: Vec::new(),
         };
-        status.warnings = warnings::of(&status, sources);
+        status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
+        status.warnings.extend(inventory.devices.iter().flat_map(Device::costs));
+        status.warnings.extend(warnings::of(&status, sources));
         status
     }
 
@@ -182,6 +187,20 @@ impl Status {
             }
         }
         uuid.into()
+    }
+}
+
+impl Guard {
+    /// In a few words.
+    #[must_use]
+    pub fn words(&self) -> &'static str {
+        match () {
+            () if self.watching => "guard on",
+            () if self.blind.is_empty() || self.blind.iter().any(|why| why.starts_with(guard::OFF)) => {
+                guard::OFF
+            }
+            () => "guard not on all GPUs",
+        }
     }
 }
 

@@ -47,7 +47,7 @@ fn guard(config: &Config) -> Vec<String> {
     let off = "GUARD OFF: programs that tamper with their MPS limits are not stopped";
     match guard::sight(config) {
         Sight::All => Vec::new(),
-        Sight::Blind(why) => why.into_iter().map(|why| format!("GUARD OFF: {why}")).collect(),
+        Sight::Blind(why) => why,
         Sight::None if config.guard.enabled => {
             vec![format!("{off}; run `systemctl enable --now sublet.service`")]
         }

@@ -103,7 +103,7 @@ impl Page<'_> {
         let simulated = if status.driver.simulated { " SIMULATED" } else { "" };
         let time = status.time.get(11..19).unwrap_or_default();
         let count = |number: usize, of: &str| format!("{number} {of}{}", if number == 1 { "" } else { "s" });
-        let guard = if status.guard.watching { "guard on" } else { "GUARD OFF" };
+        let guard = status.guard.words();
         let text = format!(
             "{time} UTC  {}, {}  {guard}  driver {}{simulated}",
             count(status.devices.len(), "GPU"),

@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use super::source::{Look, ProcessLine};
 use crate::mps_daemons::Listed;
-use crate::status::{DeviceUsed, Driver, Gpu, Guard, LeaseOnDevice, LeaseUsed, OutsideProcess, Room, Status};
+use crate::status::{
+    DeviceUsed, Driver, Gpu, Guard, Health, LeaseOnDevice, LeaseUsed, OutsideProcess, Room, Status,
+};
 use sublet_core::ledger::LeaseState;
 use sublet_core::share::{Isolation, Mode};
 
@@ -35,7 +37,9 @@ fn gpu(index: u32) -> Gpu {
         bus_id: format!("0000:{index:02x}:00.0"),
         name: "NVIDIA H200".to_owned(),
         mode: "mps",
+        health: Health { state: "ok", reason: None },
         memory_bytes: 140 * GIB,
+        memory_of_host: false,
         sm_count: Some(132),
         free: Room { sm_percent: 50.0, memory_bytes: 70 * GIB },
         booked: Room { sm_percent: 50.0, memory_bytes: 70 * GIB },

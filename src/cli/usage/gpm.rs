@@ -7,7 +7,6 @@ use nvml_wrapper::enums::gpm::GpmMetricId;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::gpm::{GpmSample, gpm_metrics_get};
 
-use super::known;
 use sublet_core::inventory::Device;
 
 /// How busy the units of a device were since the sample before. Each is `None` where the driver does not report it.
@@ -49,44 +48,33 @@ pub(super) struct Activities<'n> {
 
 impl<'n> Activities<'n> {
     /// What `device` did since it was asked before; `None` at first, and where there is no GPM.
-    pub fn of(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Result<Option<Activity>, NvmlError> {
-        let Some(now) = self.sample(handle, device)? else { return Ok(None) };
+    pub fn of(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<Activity> {
+        let now = self.sample(handle, device)?;
         let before = self.before.remove(&device.uuid);
-        let activity = match &before {
-            Some(before) => known(between(handle, before, &now))?,
-            None => None,
-        };
+        let activity = before.and_then(|before| between(handle, &before, &now).ok());
         self.before.insert(device.uuid.clone(), now);
-        Ok(activity)
+        activity
     }
 
     /// Of a GPU in MIG mode the driver takes no sample; of a MIG device it takes that of its GPU instance, by the GPU.
-    fn sample(
-        &mut self,
-        handle: &NvmlDevice<'n>,
-        device: &Device,
-    ) -> Result<Option<GpmSample<'n>>, NvmlError> {
+    fn sample(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<GpmSample<'n>> {
         if device.mig_enabled && !device.is_mig() {
-            return Ok(None);
+            return None;
         }
         let Some(part) = &device.mig_device else {
-            return if self.is_supported(device.gpu(), handle)? {
-                known(handle.gpm_sample())
-            } else {
-                Ok(None)
-            };
+            return self.is_supported(device.gpu(), handle).then(|| handle.gpm_sample().ok())?;
         };
-        let gpu = handle.mig_parent_device()?;
-        if self.is_supported(device.gpu(), &gpu)? { known(gpu.gpm_mig_sample(part.gi)) } else { Ok(None) }
+        let gpu = handle.mig_parent_device().ok()?;
+        self.is_supported(device.gpu(), &gpu).then(|| gpu.gpm_mig_sample(part.gi).ok())?
     }
 
-    fn is_supported(&mut self, gpu: &str, handle: &NvmlDevice<'_>) -> Result<bool, NvmlError> {
-        if let Some(known) = self.supported.get(gpu) {
-            return Ok(*known);
-        }
-        let supported = known(handle.gpm_support())?.unwrap_or(false);
-        self.supported.insert(gpu.to_owned(), supported);
-        Ok(supported)
+    fn is_supported(&mut self, gpu: &str, handle: &NvmlDevice<'_>) -> bool {
+        let known = self.supported.get(gpu).copied();
+        known.unwrap_or_else(|| {
+            let supported = handle.gpm_support().unwrap_or(false);
+            self.supported.insert(gpu.to_owned(), supported);
+            supported
+        })
     }
 }
 

@@ -15,7 +15,7 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device as NvmlDevice, Nvml};
 
 use crate::gpu_processes::{Holder, Look, Looker};
-use crate::probe::unless_unsupported;
+use crate::probe;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
@@ -111,48 +111,41 @@ impl<'n> Meter<'n> {
         usage
     }
 
+    /// Each call that fails costs what it tells.
     fn of_device(&mut self, device: &Device, look: Option<Look>) -> Result<DeviceUse, NvmlError> {
-        let handle = self.nvml.device_by_uuid(device.uuid.as_str())?;
-        let memory_bytes = unless_unsupported(handle.memory_info())?.map(|memory| memory.used);
-        let samples = if device.is_mig() { BTreeMap::new() } else { samples(&handle)? };
+        let handle = probe::device_by_uuid(self.nvml, &device.uuid)?;
+        let memory_bytes = handle.memory_info().ok().map(|memory| memory.used);
+        let samples = if device.is_mig() { BTreeMap::new() } else { samples(&handle) };
         let process = |holder: Holder| {
             let sm_percent =
                 u32::try_from(holder.process.pid).ok().and_then(|pid| samples.get(&pid).copied());
             ProcessUse { holder, sm_percent }
         };
         let processes = look.into_iter().flat_map(|look| look.holders).map(process).collect();
-        let activity = self.activities.of(&handle, device)?;
+        let activity = self.activities.of(&handle, device);
         if device.is_mig() {
             return Ok(DeviceUse { memory_bytes, activity, processes, ..DeviceUse::default() });
         }
         Ok(DeviceUse {
             memory_bytes,
-            busy_percent: known(handle.utilization_rates())?.map(|rates| rates.gpu),
-            power_milliwatts: known(handle.power_usage())?,
-            power_limit_milliwatts: known(handle.enforced_power_limit())?,
-            temperature: known(handle.temperature(TemperatureSensor::Gpu))?,
+            busy_percent: handle.utilization_rates().ok().map(|rates| rates.gpu),
+            power_milliwatts: handle.power_usage().ok(),
+            power_limit_milliwatts: handle.enforced_power_limit().ok(),
+            temperature: handle.temperature(TemperatureSensor::Gpu).ok(),
             activity,
             processes,
         })
     }
 }
 
-/// `None` if the driver cannot tell, or not this user.
-fn known<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
-    match answer {
-        Err(NvmlError::NoPermission | NvmlError::NotFound) => Ok(None),
-        answer => unless_unsupported(answer),
-    }
-}
-
 /// The percentage of the last seconds in which each process computed. A process without an entry was in no sample, or
 /// is a client of an MPS server, whose clients the driver does not report separately.
-fn samples(device: &NvmlDevice<'_>) -> Result<BTreeMap<u32, u32>, NvmlError> {
+fn samples(device: &NvmlDevice<'_>) -> BTreeMap<u32, u32> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let since = u64::try_from(now.as_micros()).unwrap_or(u64::MAX).saturating_sub(SAMPLED_MICROSECONDS);
-    let mut found = known(device.process_utilization_stats(since))?.unwrap_or_default();
+    let mut found = device.process_utilization_stats(since).unwrap_or_default();
     found.sort_by_key(|sample| sample.timestamp);
-    Ok(found.into_iter().map(|sample| (sample.pid, sample.sm_util)).collect())
+    found.into_iter().map(|sample| (sample.pid, sample.sm_util)).collect()
 }
 
 /// What is used now. In other namespaces the driver's pids are none of the ledger's.

@@ -11,6 +11,7 @@ impl AdmitError {
     #[must_use]
     pub fn reason(&self) -> &'static str {
         match self {
+            Self::Refused(refusal) if refusal.left_out => "gpu-lost",
             Self::Refused(refusal) if refusal.temporary => "no-room",
             Self::Refused(_) => "never-fits",
             Self::Unmade { temporary: true, .. } => "no-room",

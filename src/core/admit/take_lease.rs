@@ -112,7 +112,7 @@ pub fn allowed<'i>(
         return Ok(Cow::Borrowed(inventory));
     };
     let allowed: Vec<&Device> = names.iter().flat_map(|name| named(name, inventory, config)).collect();
-    if allowed.is_empty() {
+    if allowed.is_empty() && inventory.left_out.is_empty() {
         return Err(AdmitError::NoDeviceAllowed);
     }
     // A user who may use a GPU may use its MIG devices.

@@ -56,6 +56,7 @@ fn entry(line: &str, event: &Event) -> String {
         | Kind::Refused
         | Kind::Guard
         | Kind::MpsFailed
+        | Kind::GpuLost
         | Kind::LedgerRebuilt => 4,
         _ => 6,
     };

@@ -54,13 +54,17 @@ pub enum Kind {
     Drained,
     /// It takes leases again.
     Undrained,
+    /// A GPU is left out: it is lost, or does not answer as it should.
+    GpuLost,
+    /// It is served again.
+    GpuBack,
     /// The ledger was lost and made anew from what runs.
     LedgerRebuilt,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 19] = [
         Self::LeaseTaken,
         Self::LeaseBound,
         Self::LeaseEnded,
@@ -77,6 +81,8 @@ impl Kind {
         Self::MigChanged,
         Self::Drained,
         Self::Undrained,
+        Self::GpuLost,
+        Self::GpuBack,
         Self::LedgerRebuilt,
     ];
 
@@ -100,6 +106,8 @@ impl Kind {
             Self::MigChanged => "mig-changed",
             Self::Drained => "drained",
             Self::Undrained => "undrained",
+            Self::GpuLost => "gpu-lost",
+            Self::GpuBack => "gpu-back",
             Self::LedgerRebuilt => "ledger-rebuilt",
         }
     }

@@ -9,6 +9,8 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::sys::stat::Mode;
 
+use crate::process::kernel::needed;
+
 /// How often one look-up may be repeated because of renames in the tree or because symbolic links lead into volumes.
 pub(crate) const ROUNDS: usize = 16;
 
@@ -29,7 +31,7 @@ pub(crate) fn open_below(root: impl AsFd, path: &Path, more: ResolveFlag) -> io:
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
         .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_MAGICLINKS | more);
-    Ok(openat2(root.as_fd(), path, how)?)
+    openat2(root.as_fd(), path, how).map_err(|error| needed("openat2", error))
 }
 
 /// Opens `path` with `O_PATH` as if `root` were /.
@@ -43,10 +45,19 @@ pub(crate) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<
             Ok(fd) => return Ok(fd),
             // A rename or a mount happened elsewhere while `..` was resolved (openat2(2)).
             Err(Errno::EAGAIN | Errno::EINTR) => last = Errno::EAGAIN,
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(needed("openat2", error)),
         }
     }
     Err(last.into())
+}
+
+/// Whether the kernel has what sublet needs.
+///
+/// # Errors
+/// It is too old: the message says what it lacks.
+pub fn check_kernel() -> io::Result<()> {
+    open_in(open_root(Path::new("/"))?, Path::new("/"), OFlag::empty())?;
+    crate::process::pidfd_open(nix::unistd::getpid().as_raw()).map(drop)
 }
 
 /// The path of `fd` on the host, according to the kernel.

@@ -32,6 +32,8 @@ fn device(index: u32, minor: u32, bus_id: &str) -> Device {
         sm_count: Some(132),
         memory_bytes: 143_155 * MIB,
         memory_free_bytes: 142_000 * MIB,
+        memory_of_host: false,
+        unknown: Default::default(),
         mig_enabled: false,
         compute_mode: ComputeMode::Default,
         display_active: false,
@@ -76,6 +78,7 @@ pub(super) fn inventory() -> Inventory {
             mig_caps: [None, None],
         },
         devices: vec![device(0, 3, "0000:3b:00.0"), device(1, 1, "0000:86:00.0")],
+        left_out: Vec::new(),
         files: vec![
             library("libcuda.so.1", &[], Capability::Compute),
             library("libnvidia-ml.so.1", &["libnvidia-ml.so"], Capability::Utility),

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{Fingerprint, Inventory, MpsPrograms};
+use super::{Fingerprint, Inventory, MpsPrograms, check_node};
 use crate::config::{Config, Inject};
 use crate::fs::atomic::replace;
 use crate::fs::trusted::{self, distrust_file};
@@ -61,7 +61,7 @@ pub enum InventoryError {
     },
     /// A GPU of the inventory no longer answers on the PCI bus.
     #[error(
-        "GPU {bus_id} fell off the bus (its PCI configuration reads ffff); run `sublet refresh` to go on \
+        "GPU {bus_id} fell off the bus (its PCI configuration reads ffff or is gone); run `sublet refresh` to go on \
          without it; a power cycle may bring it back"
     )]
     FellOffTheBus {
@@ -145,6 +145,7 @@ pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Invent
     }
     let changed = difference(&then, &seen.fingerprint)
         .or_else(|| missing_file(config, &inventory))
+        .or_else(|| missing_node(config, &inventory))
         .or_else(|| new_programs(config, &inventory));
     match changed {
         Some(changed) => Err(InventoryError::Stale { path, changed }),
@@ -260,6 +261,12 @@ fn missing_file(config: &Config, inventory: &Inventory) -> Option<String> {
     };
     let source = inventory.files.iter().map(|file| &file.source).find(|source| gone(source))?;
     Some(format!("driver file {} is missing", safe(&source.display().to_string())))
+}
+
+/// The refresh leaves a GPU without its node out.
+fn missing_node(config: &Config, inventory: &Inventory) -> Option<String> {
+    let nodes = inventory.gpus().filter_map(|gpu| gpu.nodes.first());
+    nodes.filter_map(|node| check_node(&config.driver.root, node).err()).map(|error| error.to_string()).next()
 }
 
 /// The MPS programs, if they were installed after the inventory was written.

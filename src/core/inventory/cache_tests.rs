@@ -38,6 +38,7 @@ fn inventory(config: &Config) -> Inventory {
             mig_caps: [None, None],
         },
         devices: Vec::new(),
+        left_out: Vec::new(),
         files: vec![DriverFile {
             source: crate::fs::below::under(&config.driver.root, LIBCUDA),
             kind: FileKind::Library { soname: "libcuda.so.1".into(), also: vec!["libcuda.so".into()] },

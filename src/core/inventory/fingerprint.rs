@@ -46,12 +46,18 @@ pub fn can_do_mig(root: &Path) -> bool {
 }
 
 /// Every configuration read of a device that is gone returns all ones (PCI Local Bus Specification 3.0, 6.1: the vendor
-/// id `0xFFFF` is invalid). A file that cannot be read proves nothing.
+/// id `0xFFFF` is invalid), and one that was removed has no directory any more. A file that cannot be read proves nothing.
 fn fell_off_the_bus(root: &Path, bus_id: &str) -> bool {
+    let devices = under(root, "/sys/bus/pci/devices");
     let mut vendor = [0; 2];
-    File::open(under(root, &format!("/sys/bus/pci/devices/{bus_id}/config")))
+    match File::open(devices.join(bus_id).join("config"))
         .and_then(|mut config| config.read_exact(&mut vendor))
-        .is_ok_and(|()| vendor == [0xff, 0xff])
+    {
+        Ok(()) => vendor == [0xff, 0xff],
+        Err(error) => {
+            error.kind() == io::ErrorKind::NotFound && devices.is_dir() && !devices.join(bus_id).exists()
+        }
+    }
 }
 
 /// `gpu<minor>/gi<G>/ci<C>` for each compute instance under `gpu<minor>/mig/gi<G>/ci<C>`.
@@ -113,11 +119,13 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_answers_with_ones_is_lost() {
+    fn a_gpu_that_answers_with_ones_or_has_left_is_lost() {
         let root = Root::with_driver("580.159.04");
         root.gpu("0000:3b:00.0", [0xff, 0xff]).gpu("0000:5e:00.0", [0xde, 0x10]);
+        root.gpu("0000:86:00.0", [0xde, 0x10]);
+        fs::remove_dir_all(root.path().join("sys/bus/pci/devices/0000:86:00.0")).unwrap();
         let seen = read(root.path()).unwrap();
-        assert_eq!(seen.lost, ["0000:3b:00.0"]);
+        assert_eq!(seen.lost, ["0000:3b:00.0", "0000:86:00.0"]);
         assert_eq!(seen.fingerprint.gpus, ["0000:5e:00.0"]);
     }
 

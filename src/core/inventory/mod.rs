@@ -14,6 +14,7 @@ pub mod mig_confirmation;
 mod mig_device;
 mod mounted_files;
 pub mod programs;
+mod unknown;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -31,6 +32,7 @@ pub(crate) use mig_confirmation::is_watched;
 pub use mig_confirmation::{unwatch, watch};
 pub use mig_device::MigDevice;
 pub use programs::{MissingPrograms, MpsPrograms};
+pub use unknown::{FACTS, Fact, LeftOut, Unknown};
 
 use crate::share::{Capability, Percent};
 
@@ -50,6 +52,9 @@ pub struct Inventory {
     pub driver: Driver,
     /// Every GPU, by NVML index, each followed by its MIG devices.
     pub devices: Vec<Device>,
+    /// The GPUs that the driver or the host cannot serve now. They are not among the devices.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<LeftOut>,
     /// The driver's files, each with the name under which it is mounted.
     pub files: Vec<DriverFile>,
 }
@@ -121,6 +126,12 @@ pub struct Device {
     pub memory_bytes: u64,
     /// Memory that was free at the last refresh, in bytes.
     pub memory_free_bytes: u64,
+    /// Whether this is the host's memory, because the chip has no other.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub memory_of_host: bool,
+    /// What NVML does not tell of it.
+    #[serde(default, skip_serializing_if = "Unknown::is_empty")]
+    pub unknown: Unknown,
     /// Whether MIG mode is on. The GPU is then used only through its MIG devices.
     pub mig_enabled: bool,
     /// Compute mode as found.

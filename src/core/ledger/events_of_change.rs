@@ -55,7 +55,9 @@ fn ended(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event> {
     let gone = before.iter().filter(move |lease| !left.contains_key(&lease.id));
     gone.map(|lease| {
         let held = crate::process::epoch_seconds().checked_sub(lease.since);
-        let text = if lease.init.is_some() { "" } else { "its container never ran" };
+        // Of one that ran for a moment nobody may have noticed the first process: its runtime has a record all the same.
+        let ran = lease.init.is_some() || lease.container.record.symlink_metadata().is_ok();
+        let text = if ran { "" } else { "its container never ran" };
         Event {
             took_ms: held.map(|seconds| seconds.saturating_mul(1000)),
             text: text.to_owned(),
@@ -237,6 +239,10 @@ mod tests {
         let told = &events(&taken, &bound)[0];
         assert_eq!((told.took_ms, told.lease.as_str()), (Some(120), "0000000000000001"));
         assert_eq!(events(&taken, &none)[0].text, "its container never ran");
+        let dir = tempfile::tempdir().unwrap();
+        let mut unnoticed = lease(1, GPU);
+        unnoticed.container.record = dir.path().to_owned();
+        assert_eq!(events(&ledger(vec![unnoticed]), &none)[0].text, "");
         let waited = |after: &Ledger| events(&none, after)[0].took_ms;
         assert_eq!((waited(&taken).is_some(), waited(&bound)), (true, None), "a rebuild knows no wait");
         let mut by_hook = lease(2, GPU);

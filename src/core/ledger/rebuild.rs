@@ -107,7 +107,9 @@ pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Result<Vec<Strin
     // A server whose device is unknown may be on any of them.
     let anywhere = stray.iter().any(|daemon| daemon.devices.is_empty());
     let closed = |device: &&Device| {
-        anywhere || device.processes.iter().any(|process| !is_explained(process, device, ledger))
+        anywhere
+            || !device.knows_processes()
+            || device.processes.iter().any(|process| !is_explained(process, device, ledger))
     };
     let mut uuids: Vec<String> = devices.iter().filter(closed).map(|device| device.uuid.clone()).collect();
     uuids.extend(stray.iter().flat_map(|daemon| daemon.devices.iter().cloned()));

@@ -3,6 +3,7 @@
 //! What cannot be read is an error, because a container with a share may be recorded there. Only what an ordinary user may
 //! not see is taken as empty, with a warning.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
@@ -31,7 +32,8 @@ const ROOTS: [&str; 4] = [
 /// The file in the state directory that names further roots, one per line.
 pub(super) const FURTHER_ROOTS: &str = "roots";
 
-/// Records where the runtimes of `ledger`'s leases keep their records, if that is not a usual place.
+/// Records where the runtimes of `ledger`'s leases keep their records, if that is not a usual place. A root that is gone, and
+/// that no lease has, is forgotten when the next one is written down.
 ///
 /// # Errors
 /// The file cannot be read, so that the roots in it would be lost, or cannot be written.
@@ -57,6 +59,11 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()
         }
         let known = known.get_or_insert_default();
         if !known.iter().any(|old| old == root) {
+            let leased: BTreeSet<&Path> =
+                ledger.leases.iter().filter_map(|lease| lease.container.record.parent()).collect();
+            known.retain(|old| {
+                leased.contains(&**old) || !old.symlink_metadata().is_err_and(|error| is_absent(&error))
+            });
             known.push(root.to_owned());
             let lines: Vec<&str> = known.iter().filter_map(|root| root.to_str()).collect();
             let lines = lines.join("\n");
@@ -185,6 +192,20 @@ mod tests {
         remember_roots(dir.path(), &ledger).unwrap();
         let written = fs::read_to_string(dir.path().join("roots")).unwrap();
         assert_eq!(written, "/nonexistent/runc");
+    }
+
+    #[test]
+    fn roots_that_are_gone_are_forgotten_with_the_next_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let there = dir.path().to_str().unwrap();
+        let gone: Vec<String> = (0..30_000).map(|n| format!("/nonexistent/{n}")).collect();
+        let lines = format!("{}\n{there}\n/nonexistent/leased", gone.join("\n"));
+        fs::write(dir.path().join("roots"), lines).unwrap();
+        let mut ledger = Ledger { leases: vec![lease(1, "GPU-a"), lease(2, "GPU-a")], ..Ledger::empty("b") };
+        ledger.leases[1].container.record = "/nonexistent/leased/container-2".into();
+        remember_roots(dir.path(), &ledger).unwrap();
+        let written = fs::read_to_string(dir.path().join("roots")).unwrap();
+        assert_eq!(written, format!("{there}\n/nonexistent/leased\n/nonexistent/runc"));
     }
 
     #[test]

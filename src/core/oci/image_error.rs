@@ -15,7 +15,7 @@ pub enum ImageError {
     Rootfs {
         /// On the host.
         path: PathBuf,
-        /// Why; ENOSYS on kernels before 5.6, which have no openat2.
+        /// Why.
         source: io::Error,
     },
     /// A file cannot be mounted over a directory.

@@ -3,6 +3,7 @@
 use super::bookings::{Bookings, SERVER_BYTES};
 use super::fit_rules::client_limit;
 use super::want::{Misfit, Want, World};
+use crate::inventory::Fact;
 use crate::ledger::{DaemonState, Ledger};
 use crate::share::Mode;
 use crate::share::units::show_bytes;
@@ -36,6 +37,11 @@ pub(super) fn present_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>
     }
     if !matches!(want.mode, Mode::Exclusive | Mode::Mig) {
         return Ok(());
+    }
+    if !want.device.knows_processes() {
+        return Err(Misfit::untold(
+            "cannot be given to one container alone: NVML does not tell which processes are on it",
+        ));
     }
     let ours = world.ledger.daemons.iter().any(|daemon| daemon.serves(&want.device.uuid));
     let mut others = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
@@ -74,7 +80,8 @@ pub(super) fn room(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Re
 /// Checks memory by the bookings and by what NVML last reported. Returns whether it is within 10 % of the latter, so
 /// that a refresh is needed.
 pub(super) fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
-    if want.books == 0 {
+    // What is not known cannot be booked: `fit_rules::driver` refuses requests for memory.
+    if want.books == 0 || want.device.unknown.contains_key(&Fact::Memory) {
         return Ok(false);
     }
     // The memory of servers that end before the container starts.

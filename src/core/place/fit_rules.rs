@@ -5,7 +5,7 @@ use super::bookings::bookable;
 use super::select::rule;
 use super::want::{Misfit, Want, World};
 use crate::config::Config;
-use crate::inventory::{ComputeMode, Device, Driver, Inventory, Virtualization, context_bytes};
+use crate::inventory::{ComputeMode, Device, Driver, Fact, Inventory, Virtualization, context_bytes};
 use crate::ledger::{Lease, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::units::{MIB, show_bytes};
@@ -153,6 +153,12 @@ pub(super) fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) ->
             safe(&inventory.driver.version)
         )));
     }
+    if let Some(answer) = want.device.unknown.get(&Fact::Memory).filter(|_| want.memory.is_some()) {
+        return Err(Misfit::untold(format!(
+            "has memory of which NVML does not tell ({}), so none can be booked: leave out sublet.memory",
+            safe(answer)
+        )));
+    }
     if want.daemon.is_none() {
         return Ok(());
     }
@@ -172,6 +178,13 @@ pub(super) fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) ->
     }
     let limits =
         want.request.sm.is_some() || want.memory.is_some() || want.request.priority != Priority::Normal;
+    if let Some(answer) = want.device.unknown.get(&Fact::ComputeCapability).filter(|_| limits) {
+        return Err(Misfit::untold(format!(
+            "does not tell whether its MPS has limits (NVML, of its compute capability: {}): leave out sublet.sm, \
+             memory and priority",
+            safe(answer)
+        )));
+    }
     if want.device.is_before_volta() && limits {
         return Err(Misfit::never(
             "is older than Volta, where MPS has no limits: leave out sublet.sm, memory and priority",

@@ -31,6 +31,8 @@ pub fn device(n: u32) -> Device {
         sm_count: Some(132),
         memory_bytes: 100 * GIB,
         memory_free_bytes: 100 * GIB,
+        memory_of_host: false,
+        unknown: Default::default(),
         mig_enabled: false,
         compute_mode: ComputeMode::Default,
         display_active: false,
@@ -92,6 +94,7 @@ pub fn host(devices: Vec<Device>) -> Inventory {
             mig_caps: [None, None],
         },
         devices,
+        left_out: vec![],
         files: vec![],
     }
 }

@@ -28,7 +28,7 @@ use fit::Fit;
 use want::{Misfit, World};
 
 use crate::config::Config;
-use crate::inventory::{Device, Inventory};
+use crate::inventory::{Device, Inventory, LeftOut};
 use crate::ledger::DaemonKey;
 use crate::ledger::{Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
@@ -114,7 +114,16 @@ fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, 
         return Err(Box::new(Refusal::never(request, &why)));
     }
     let slots = select::slots(request, inventory, config).map_err(|why| {
-        Box::new(Refusal { refresh_first: wants_mig(request), ..Refusal::never(request, &why) })
+        let left_out = left_out(request, world);
+        let counted = matches!(request.devices, Devices::Any(_)) && !inventory.devices.is_empty();
+        let why = match left_out.as_str() {
+            "" => why,
+            left_out if counted => format!("{why}; {left_out}"),
+            left_out => left_out.to_owned(),
+        };
+        let left_out = !left_out.is_empty();
+        let refresh_first = left_out || wants_mig(request);
+        Box::new(Refusal { refresh_first, left_out, temporary: left_out, ..Refusal::never(request, &why) })
     })?;
     let mut verdicts = Vec::new();
     for smallest in smallest(request, &slots, inventory) {
@@ -128,7 +137,19 @@ fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, 
             None => {}
         }
     }
-    Err(Box::new(refuse(request, &slots, &verdicts, world)))
+    let mut refusal = refuse(request, &slots, &verdicts, world);
+    let left_out = left_out(request, world);
+    if !left_out.is_empty() {
+        refusal.message = format!("{}; {left_out}", refusal.message);
+        refusal.refresh_first = true;
+    }
+    Err(Box::new(refusal))
+}
+
+/// Which GPUs are left out, of those that the request could have; empty: none.
+fn left_out(request: &Request, world: World<'_>) -> String {
+    let left_out = select::left_out(request, world.inventory, world.config);
+    refusal::some(left_out.map(LeftOut::sentence), "; ")
 }
 
 /// The possible memory sizes of the smallest of several devices, the largest first. A percentage refers to the smallest

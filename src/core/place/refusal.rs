@@ -26,13 +26,15 @@ pub struct Refusal {
     pub temporary: bool,
     /// It depends on what NVML last reported, so a refresh may change it.
     pub refresh_first: bool,
+    /// Whether the GPU asked for is left out of the inventory.
+    pub left_out: bool,
 }
 
 impl Refusal {
     /// A refusal that waiting does not change.
     pub(super) fn never(request: &Request, why: &str) -> Self {
         let message = format!("no place for {}: {why}", asked(request));
-        Self { why: message.clone(), message, temporary: false, refresh_first: false }
+        Self { why: message.clone(), message, temporary: false, refresh_first: false, left_out: false }
     }
 
     /// A refusal with the reasons in `misfits`, device by device.
@@ -53,7 +55,7 @@ impl Refusal {
             message += "; sublet.wait=60s waits for a place";
         }
         let refresh_first = misfits.iter().any(|(_, misfit)| misfit.refresh);
-        Self { message, why, temporary, refresh_first }
+        Self { message, why, temporary, refresh_first, left_out: false }
     }
 }
 

@@ -1,7 +1,7 @@
 //! From selectors to devices: which devices a request may have, and which of those it takes.
 
 use crate::config::{Config, DeviceRule};
-use crate::inventory::{Device, Inventory};
+use crate::inventory::{Device, Inventory, LeftOut};
 use crate::request::Request;
 use crate::share::glob::glob_matches;
 use crate::share::{Devices, Mode, Selector};
@@ -237,10 +237,7 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
             has(device) || device.is_mig() && mig && inventory.device(device.gpu()).is_some_and(has)
         }
         _ if device.is_mig() != mig => false,
-        Selector::Index(index) => device.index == *index,
-        Selector::Uuid(uuid) => starts_with(device.gpu(), uuid),
-        Selector::BusId(id) => *id == device.bus_id,
-        Selector::Model(glob) => glob_matches(glob, &device.name),
+        _ => names(selector, device),
     };
     let found: Vec<usize> =
         (0..).zip(&inventory.devices).filter(|(_, device)| fits(device)).map(first).collect();
@@ -251,6 +248,35 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
         _ => false,
     };
     if found.iter().any(whole) { found.into_iter().filter(whole).collect() } else { found }
+}
+
+/// Whether `selector` names `device` or its GPU by what the GPU is.
+fn names(selector: &Selector, device: &Device) -> bool {
+    match selector {
+        Selector::Index(index) => device.index == *index,
+        Selector::Uuid(uuid) => starts_with(device.gpu(), uuid),
+        Selector::BusId(id) => *id == device.bus_id,
+        Selector::Model(glob) => glob_matches(glob, &device.name),
+        Selector::MigIndex(gpu, _) => device.index == *gpu,
+        Selector::MigUuid(_) => device.mig_enabled,
+        Selector::Name(_) => false,
+    }
+}
+
+/// The GPUs that are left out, of those that `request` could have.
+pub(super) fn left_out<'a>(
+    request: &'a Request,
+    inventory: &'a Inventory,
+    config: &'a Config,
+) -> impl Iterator<Item = &'a LeftOut> {
+    let named = move |selector: &Selector, gpu: &Device| match selector {
+        Selector::Name(name) => rule(gpu, config).is_some_and(|rule| rule.name.as_ref() == Some(name)),
+        selector => names(selector, gpu),
+    };
+    inventory.left_out.iter().filter(move |gone| match &request.devices {
+        Devices::Any(_) | Devices::All => gone.gpu.mig_enabled || !wants_mig(request),
+        Devices::These(selectors) => selectors.iter().any(|selector| named(selector, &gone.gpu)),
+    })
 }
 
 /// Whether `device` is the MIG device that `selector` names.

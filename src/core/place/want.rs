@@ -35,6 +35,11 @@ impl Misfit {
         Self { reason: reason.into(), temporary: true, refresh: false }
     }
 
+    /// What NVML does not tell; waiting does not change that.
+    pub(super) fn untold(reason: impl Into<String>) -> Self {
+        Self { refresh: true, ..Self::never(reason) }
+    }
+
     pub(super) fn as_reported(reason: impl Into<String>) -> Self {
         Self { refresh: true, ..Self::now(reason) }
     }

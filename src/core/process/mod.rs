@@ -8,6 +8,7 @@ pub mod environment;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
 pub mod inheritance;
+pub(crate) mod kernel;
 mod pidfd;
 pub(crate) mod processor_wait;
 pub mod sockets;

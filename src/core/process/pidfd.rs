@@ -9,6 +9,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
 use super::Process;
+use super::kernel::needed;
 use super::stat::Stat;
 
 impl Process {
@@ -24,14 +25,14 @@ impl Process {
     }
 }
 
-/// A descriptor for process `pid` (Linux 5.3; closed on exec).
+/// A descriptor for process `pid` (closed on exec).
 ///
 /// # Errors
-/// There is no such process.
+/// There is no such process, or the kernel is too old.
 pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     use rustix::process::{Pid, PidfdFlags};
     let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
-    Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
+    rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(|error| needed("pidfd_open", error))
 }
 
 /// Sends SIGKILL to the process that `pidfd` refers to, and to no other (`pidfd_send_signal(2)`, Linux 5.1).

@@ -254,7 +254,7 @@ function show(data) {
     main.hidden = !looked && !data.error;
     if (looked) {
         const parts = [count(data.gpus.length, "GPU"), count(data.containers.length, "container")];
-        parts.push(data.guard ? "guard on" : "GUARD OFF", `driver ${data.driver}`);
+        parts.push(data.guard, `driver ${data.driver}`);
         if (data.simulated) parts.push("SIMULATED");
         say(byId("summary"), parts.join(" · "));
     }

@@ -150,6 +150,7 @@ fn inventory() -> Inventory {
             mig_caps: [None, None],
         },
         devices: Vec::new(),
+        left_out: Vec::new(),
         files: vec![
             file("/host/libcuda.so.580", library, Capability::Compute),
             file("/host/nvidia-smi", program, Capability::Utility),

@@ -4,9 +4,10 @@
 //! `;`):
 //!
 //! ```text
-//! FUNCTION N CODE [done]
+//! FUNCTION[@GPU] N CODE [done]
 //! ```
 //!
+//! With `@GPU`, NVML's index, only calls for that GPU or its MIG devices count: `*@3 0 999` is a GPU that is sick for good.
 //! The N-th call from now on of that NVML function (`*`: of any function) returns the number CODE (`nvmlReturn_t`) and
 //! does nothing. With `done` it does its work first, and the values written through pointers stay. With N 0 every call
 //! fails. The file's lines count calls of all processes: the number in the file counts down, and a used line is
@@ -34,6 +35,8 @@ use crate::layout::Root;
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Fault {
     function: String,
+    /// Calls for this GPU only.
+    gpu: Option<u32>,
     left: u32,
     /// The number to return. None: the process is killed.
     code: Option<nvmlReturn_t>,
@@ -49,17 +52,31 @@ pub fn function_of<A>() -> &'static str {
     name.rsplit("::").next().unwrap_or(name)
 }
 
+/// A call of an NVML function, for one GPU or for none.
+#[derive(Clone, Copy)]
+pub struct Call<'f> {
+    pub function: &'f str,
+    pub gpu: Option<u32>,
+}
+
 /// Calls `answer`, unless a failure is due.
-pub fn around(root: Option<&Root>, function: &str, answer: impl FnOnce() -> Answer) -> Answer {
+pub fn around(root: Option<&Root>, call: Call<'_>, answer: impl FnOnce() -> Answer) -> Answer {
     let of_root = root.and_then(|root| {
-        trace(root, function);
-        from_file(&root.join("sim/fail"), function)
+        trace(root, call.function);
+        from_file(&root.join("sim/fail"), call)
     });
-    match of_root.or_else(|| from_environment(function)) {
+    match of_root.or_else(|| from_environment(call)) {
         None => answer(),
         Some(fault) if fault.done => answer().and_then(|()| fault.answer()),
         Some(fault) => fault.answer(),
     }
+}
+
+/// The answer of a GPU that is sick for good.
+pub fn sick(root: &Root, gpu: u32) -> Answer {
+    let faults = parse(&fs::read_to_string(root.join("sim/fail")).unwrap_or_default());
+    let of_it = |fault: &&Fault| fault.function == "*" && fault.gpu == Some(gpu);
+    faults.iter().find(of_it).map_or(Ok(()), Fault::answer)
 }
 
 fn trace(root: &Root, function: &str) {
@@ -69,7 +86,7 @@ fn trace(root: &Root, function: &str) {
     }
 }
 
-fn from_file(file: &Path, function: &str) -> Option<Fault> {
+fn from_file(file: &Path, call: Call<'_>) -> Option<Fault> {
     if !file.exists() {
         return None;
     }
@@ -77,24 +94,25 @@ fn from_file(file: &Path, function: &str) -> Option<Fault> {
     let _lock = Flock::lock(lock, FlockArg::LockExclusive).ok()?;
     let mut faults = parse(&fs::read_to_string(file).ok()?);
     let before = faults.clone();
-    let due = count(&mut faults, function);
+    let due = count(&mut faults, call);
     if faults != before {
         fs::write(file, faults.iter().map(Fault::line).collect::<String>()).ok()?;
     }
     due
 }
 
-fn from_environment(function: &str) -> Option<Fault> {
+fn from_environment(call: Call<'_>) -> Option<Fault> {
     let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
     let read = || parse(&std::env::var("SUBLET_SIM_FAIL").unwrap_or_default());
-    count(own.get_or_insert_with(read), function)
+    count(own.get_or_insert_with(read), call)
 }
 
 /// Counts a call and returns the failure that is due with it.
-fn count(faults: &mut Vec<Fault>, function: &str) -> Option<Fault> {
+fn count(faults: &mut Vec<Fault>, call: Call<'_>) -> Option<Fault> {
     let mut due = None;
     faults.retain_mut(|fault| {
-        if fault.function != "*" && fault.function != function {
+        let is_other_gpu = fault.gpu.is_some() && fault.gpu != call.gpu;
+        if is_other_gpu || fault.function != "*" && fault.function != call.function {
             return true;
         }
         let every = fault.left == 0;
@@ -121,13 +139,18 @@ impl Fault {
             _ => return None,
         };
         let code = if code == "kill" { None } else { Some(code.parse().ok()?) };
-        Some(Self { function: function.to_owned(), left: left.parse().ok()?, code, done })
+        let (function, gpu) = match function.split_once('@') {
+            Some((function, gpu)) => (function, Some(gpu.parse().ok()?)),
+            None => (function, None),
+        };
+        Some(Self { function: function.to_owned(), gpu, left: left.parse().ok()?, code, done })
     }
 
     fn line(&self) -> String {
         let done = if self.done { " done" } else { "" };
         let code = self.code.map_or_else(|| "kill".to_owned(), |code| code.to_string());
-        format!("{} {} {code}{done}\n", self.function, self.left)
+        let gpu = self.gpu.map(|gpu| format!("@{gpu}")).unwrap_or_default();
+        format!("{}{gpu} {} {code}{done}\n", self.function, self.left)
     }
 
     fn answer(&self) -> Answer {
@@ -146,11 +169,16 @@ impl Fault {
 mod tests {
     use super::*;
 
+    fn call(function: &str, gpu: Option<u32>) -> Call<'_> {
+        Call { function, gpu }
+    }
+
     #[test]
     fn the_nth_call_fails_once() {
         let mut faults = parse("nvmlA 2 19\n\nnonsense\nnvmlA 1 dead\n* 4 999 done");
         let calls = ["nvmlA", "nvmlB", "nvmlA", "nvmlA", "nvmlA"];
-        let due: Vec<_> = calls.map(|name| count(&mut faults, name).and_then(|fault| fault.code)).into();
+        let due: Vec<_> =
+            calls.map(|name| count(&mut faults, call(name, None)).and_then(|fault| fault.code)).into();
         assert_eq!(due, [None, None, Some(19), Some(999), None]);
         assert!(faults.is_empty());
     }
@@ -159,14 +187,24 @@ mod tests {
     fn zero_is_every_call() {
         let mut faults = parse("nvmlA 0 4");
         for _ in 0..3 {
-            assert_eq!(count(&mut faults, "nvmlA").map(|fault| fault.line()), Some("nvmlA 0 4\n".into()));
+            assert_eq!(
+                count(&mut faults, call("nvmlA", Some(1))).map(|fault| fault.line()),
+                Some("nvmlA 0 4\n".into())
+            );
         }
-        assert_eq!(count(&mut faults, "nvmlB"), None);
+        assert_eq!(count(&mut faults, call("nvmlB", None)), None);
+    }
+
+    #[test]
+    fn one_gpu_fails_alone() {
+        let mut faults = parse("*@3 0 999");
+        let due = [Some(3), Some(2), None].map(|gpu| count(&mut faults, call("nvmlA", gpu)).is_some());
+        assert_eq!(due, [true, false, false]);
     }
 
     #[test]
     fn a_line_is_written_as_it_was_read() {
-        for line in ["nvmlA 2 19\n", "* 0 999 done\n", "nvmlA 1 kill\n", "nvmlA 3 kill done\n"] {
+        for line in ["nvmlA 2 19\n", "* 0 999 done\n", "nvmlA 1 kill\n", "nvmlA@7 3 kill done\n"] {
             assert_eq!(parse(line)[0].line(), line);
         }
     }

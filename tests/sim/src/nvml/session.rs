@@ -18,7 +18,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_enum_NVML_ERROR_UNINITIALIZED as UNINITIALIZED, nvmlReturn_enum_NVML_ERROR_UNKNOWN as UNKNOWN,
 };
 
-use super::faults;
+use super::faults::{self, Call};
 use super::out::{Answer, code};
 use crate::layout::instances::Partition;
 use crate::layout::state_file::State;
@@ -57,7 +57,7 @@ pub fn open() -> Answer {
         Some(session) => session,
         None => Session::find()?,
     };
-    let opened = faults::around(session.root.as_ref(), "nvmlInit_v2", || Ok(()));
+    let opened = session.unless_failing("nvmlInit_v2", None, || Ok(()));
     if opened.is_ok() || session.users > 0 {
         let users = session.users + u32::from(opened.is_ok());
         *slot = Some(Session { users, ..session });
@@ -85,17 +85,35 @@ pub fn ask<A: FnOnce(&Session) -> Answer>(answer: A) -> u32 {
 pub fn ask_as(function: &str, answer: impl FnOnce(&Session) -> Answer) -> u32 {
     let slot = lock();
     let asked = slot.as_ref().ok_or(UNINITIALIZED);
-    code(asked.and_then(|session| faults::around(session.root.as_ref(), function, || answer(session))))
+    code(asked.and_then(|session| session.unless_failing(function, None, || answer(session))))
 }
 
 /// Answers about the device behind a handle.
 pub fn device<A: FnOnce(&Target<'_>) -> Answer>(handle: nvmlDevice_t, answer: A) -> u32 {
-    ask_as(faults::function_of::<A>(), |session| answer(&session.target(handle)?))
+    about(handle, faults::function_of::<A>(), answer)
+}
+
+/// Answers about the GPU with this index, for the exported function that finds it.
+pub fn find<A: FnOnce(&Session) -> Answer>(index: u32, answer: A) -> u32 {
+    let slot = lock();
+    let asked = slot.as_ref().ok_or(UNINITIALIZED);
+    let function = faults::function_of::<A>();
+    code(asked.and_then(|session| session.unless_failing(function, Some(index), || answer(session))))
 }
 
 /// Answers about the GPU behind a handle. Not supported for a MIG device.
 pub fn gpu<A: FnOnce(&Target<'_>) -> Answer>(handle: nvmlDevice_t, answer: A) -> u32 {
-    ask_as(faults::function_of::<A>(), |session| answer(&session.target(handle)?.whole()?))
+    about(handle, faults::function_of::<A>(), |target| {
+        if target.mig.is_some() { Err(NOT_SUPPORTED) } else { answer(target) }
+    })
+}
+
+/// Answers about the device behind a handle, for the exported function of this name.
+pub fn about(handle: nvmlDevice_t, function: &str, answer: impl FnOnce(&Target<'_>) -> Answer) -> u32 {
+    let slot = lock();
+    let gpu = u32::try_from((handle.addr() & 0xffff).wrapping_sub(1)).ok();
+    let asked = slot.as_ref().ok_or(UNINITIALIZED);
+    code(asked.and_then(|session| session.unless_failing(function, gpu, || answer(&session.target(handle)?))))
 }
 
 /// A handle: the GPU's position plus one, and for a MIG device its ids in the higher bits.
@@ -106,11 +124,6 @@ pub fn handle(gpu: &Gpu, mig: Option<&Mig>) -> nvmlDevice_t {
 }
 
 impl Target<'_> {
-    /// The GPU, unless the device is a MIG device.
-    pub fn whole(self) -> Answer<Self> {
-        if self.mig.is_some() { Err(NOT_SUPPORTED) } else { Ok(self) }
-    }
-
     /// The GPU's current MIG state, or `None` if it does not support MIG.
     pub fn partition(&self) -> Answer<Option<Partition>> {
         Ok(self.session.state()?.mig.remove(&self.gpu.uuid))
@@ -130,6 +143,19 @@ impl Session {
             return Err(LIB_RM_VERSION_MISMATCH);
         }
         Ok(Self { root, topology, users: 0 })
+    }
+
+    /// Answers, unless a failure of `function` is due, for this GPU or for none.
+    fn unless_failing(&self, function: &str, gpu: Option<u32>, answer: impl FnOnce() -> Answer) -> Answer {
+        faults::around(self.root.as_ref(), Call { function, gpu }, answer)
+    }
+
+    /// Searching for a GPU fails at one that is sick or lost (nvml.h, `nvmlDeviceGetHandleByUUID`).
+    pub fn search(&self, gpu: &Gpu) -> Answer {
+        if self.lost(gpu) {
+            return Err(GPU_IS_LOST);
+        }
+        self.root.as_ref().map_or(Ok(()), |root| faults::sick(root, gpu.index))
     }
 
     /// The state shared by all processes, or in a container the initial state.
@@ -165,10 +191,11 @@ impl Session {
         devices.into_iter().find(|mig| handle(gpu, Some(mig)) == wanted).ok_or(INVALID_ARGUMENT)
     }
 
+    /// It reads ffff, or has left /sys.
     fn lost(&self, gpu: &Gpu) -> bool {
         let Some(root) = &self.root else { return false };
         let config = fs::read(root.join("sys/bus/pci/devices").join(&gpu.bus_id).join("config"));
-        config.is_ok_and(|bytes| bytes.starts_with(&[0xff, 0xff]))
+        config.map_or(true, |bytes| bytes.starts_with(&[0xff, 0xff]))
     }
 }
 

@@ -124,7 +124,7 @@ pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(
     index: c_uint,
     device: *mut nvmlDevice_t,
 ) -> nvmlReturn_t {
-    session::ask(|session| {
+    session::find(index, |session| {
         let gpu = session.topology.gpu.get(index as usize).ok_or(INVALID_ARGUMENT)?;
         // SAFETY: null or valid, as nvml.h asks for.
         unsafe { put(device, session::handle(gpu, None)) }
@@ -147,6 +147,7 @@ pub unsafe extern "C" fn nvmlDeviceGetHandleByUUID(
 
 fn by_uuid(session: &Session, uuid: &str) -> Answer<nvmlDevice_t> {
     for gpu in &session.topology.gpu {
+        session.search(gpu)?;
         if gpu.uuid == uuid {
             return Ok(session::handle(gpu, None));
         }

@@ -1,0 +1,236 @@
+//! Hosts of which one GPU does not answer, or does not tell all that a refresh asks: what can be had of it is served, and the
+//! others are served as ever.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+use sublet_core::inventory::FACTS;
+use sublet_e2e::user::Host;
+use sublet_e2e::{World, eventually, skip_unless_root};
+
+use crate::two_users::{self, HOLD};
+
+fn driver(world: &World, path: &str) -> PathBuf {
+    world.driver_root.as_ref().expect("simulated").join(path)
+}
+
+fn fail(world: &World, line: &str) {
+    std::fs::write(driver(world, "sim/fail"), line).expect("written");
+}
+
+fn heal(world: &World) {
+    std::fs::remove_file(driver(world, "sim/fail")).expect("removed");
+}
+
+/// What `sublet` prints on stdout.
+fn said(world: &World, arguments: &[&str]) -> String {
+    String::from_utf8_lossy(&world.sublet(arguments).stdout).into_owned()
+}
+
+/// The word for the refusal of a share; `null`: it would be given.
+fn refused(world: &World, share: &[&str]) -> Value {
+    let annotations = share.iter().flat_map(|key| ["--annotation", key]);
+    let arguments: Vec<&str> = ["explain", "--format", "json"].into_iter().chain(annotations).collect();
+    let output = world.sublet(&arguments);
+    let text = if output.stdout.is_empty() { &output.stderr } else { &output.stdout };
+    serde_json::from_slice::<Value>(text).unwrap_or_else(|_| panic!("{output:?}"))["reason"].clone()
+}
+
+/// Every function that a refresh calls fails on the first of two GPUs, in turn, and the driver has none of the newest.
+#[test]
+fn what_nvml_does_not_tell_costs_only_that() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h100x2-mig-off", "");
+    let trace = driver(&world, "sim/trace");
+    std::fs::write(&trace, "").expect("written");
+    assert!(world.sublet(&["refresh"]).status.success());
+    let called: BTreeSet<String> =
+        std::fs::read_to_string(&trace).expect("a trace").lines().map(str::to_owned).collect();
+    std::fs::remove_file(&trace).expect("removed");
+    // Without these it is not known which GPU it is.
+    let identity = [
+        "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetMinorNumber",
+        "nvmlDeviceGetPciInfo_v3",
+        "nvmlDeviceGetUUID",
+    ];
+    let (mut facts, mut identities) = (0, 0);
+    for function in &called {
+        fail(&world, &format!("{function}@0 0 999\n"));
+        let output = world.sublet(&["refresh"]);
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{function}: {told}");
+        let status = world.status();
+        assert_eq!(refused(&world, &["sublet.gpu=1", "sublet.sm=25", "sublet.memory=8GiB"]), Value::Null);
+        let (state, expected) = if identity.contains(&function.as_str()) {
+            identities += 1;
+            assert_eq!(refused(&world, &["sublet.gpu=0"]), json!("gpu-lost"), "{function}");
+            ("unhealthy", "GPU 0 is left out: NVML answers ".to_owned())
+        } else if let Some((_, _, cost)) = FACTS.iter().find(|(_, name, _)| name == function) {
+            facts += 1;
+            assert_eq!(refused(&world, &["sublet.gpu=0"]), Value::Null, "{function}: {status}");
+            ("ok", format!("GPU 0: {function} answers \"an internal driver error occurred\": {cost}"))
+        } else {
+            ("ok", String::new())
+        };
+        assert_eq!(status["devices"][0]["health"]["state"], json!(state), "{function}: {status}");
+        assert_eq!(
+            status["devices"][0]["uuid"],
+            json!("GPU-5b1e7000-0000-4000-8000-000000000110"),
+            "{function}"
+        );
+        assert!(told.to_lowercase().contains(&expected.to_lowercase()), "{function}: {told}");
+        let memory = refused(&world, &["sublet.gpu=0", "sublet.mode=mps", "sublet.memory=8GiB"]);
+        let needs = ["nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetCudaComputeCapability"];
+        assert_eq!(memory != Value::Null, needs.contains(&function.as_str()) || state != "ok", "{function}");
+        let exclusive = refused(&world, &["sublet.gpu=0", "sublet.mode=exclusive"]);
+        let needs = function.ends_with("RunningProcesses_v3");
+        assert_eq!(exclusive != Value::Null, needs || state != "ok", "{function}");
+    }
+    assert_eq!((facts, identities), (FACTS.len(), identity.len()), "{called:?}");
+}
+
+/// As the GB10 of a DGX Spark.
+#[test]
+fn a_gpu_that_does_not_tell_its_memory_is_served() {
+    if skip_unless_root() {
+        return;
+    }
+    let text = std::fs::read_to_string(
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../sim/topologies/h200.toml"),
+    )
+    .expect("a topology");
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("gb10.toml");
+    std::fs::write(&file, text.replace("\"9.0\"", "\"12.1\"").replace("NVIDIA H200", "NVIDIA GB10"))
+        .expect("written");
+    for (topology, of_host) in [("h200", false), (file.to_str().expect("UTF-8"), true)] {
+        let world = World::simulated(topology, "");
+        fail(&world, "nvmlDeviceGetMemoryInfo 0 3\nnvmlDeviceGetMemoryInfo_v2 0 3\n");
+        for share in [("sublet.mode", "time-slice"), ("sublet.sm", "25")] {
+            let bundle = world.bundle("one", &[share], HOLD);
+            bundle.up();
+            bundle.event("info");
+            bundle.down();
+            world.stop_waiting();
+        }
+        let gpu = world.status()["devices"][0].clone();
+        assert_eq!((&gpu["memory_of_host"], gpu["memory_bytes"] != json!(0)), (&json!(of_host), of_host));
+        let table = said(&world, &["status"]);
+        assert!(of_host || table.contains("nvmlDeviceGetMemoryInfo_v2 answers"), "{table}");
+        assert!(!of_host || table.contains("NVIDIA GB10, host memory"), "{table}");
+        let memory = world.bundle("memory", &[("sublet.memory", "512MiB")], HOLD);
+        if of_host {
+            memory.up();
+            memory.down();
+        } else {
+            let why = memory.refused();
+            assert!(why.contains("of which NVML does not tell"), "{why}");
+        }
+        world.assert_empty();
+    }
+}
+
+fn on(host: &Host, uuid: &str) -> Value {
+    let status = host.world.status();
+    let gpus = status["devices"].as_array().expect("devices");
+    gpus.iter().find(|gpu| gpu["uuid"] == uuid).cloned().unwrap_or_default()
+}
+
+/// A GPU fails beside running containers, in each way, and comes back.
+#[test]
+fn a_sick_gpu_is_named_and_the_others_are_served_and_guarded() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = two_users::host("h200x8");
+    host.start();
+    let world = &host.world;
+    let share = |gpu| [("sublet.gpu", gpu), ("sublet.sm", "25"), ("sublet.memory", "4GiB")];
+    let (third, first) = (world.bundle("third", &share("3"), HOLD), world.bundle("first", &share("1"), HOLD));
+    third.up();
+    first.up();
+    let uuid = world.leases()[0]["device"].as_str().expect("a UUID").to_owned();
+    let bus = on(&host, &uuid)["bus_id"].as_str().expect("a bus id").to_owned();
+    let pci = driver(world, "sys/bus/pci/devices").join(&bus);
+    // Unknown, reset required, no permission, GPU is lost, and a GPU that is gone from the bus.
+    for (fault, state) in
+        [("999", "unhealthy"), ("16", "unhealthy"), ("4", "unhealthy"), ("15", "lost"), ("gone", "lost")]
+    {
+        match fault {
+            "gone" => std::fs::rename(&pci, driver(world, "aside")).expect("moved"),
+            code => fail(world, &format!("*@3 0 {code}\n")),
+        }
+        assert!(eventually(|| on(&host, &uuid)["health"]["state"] == state), "{fault}: {}", on(&host, &uuid));
+        let table = said(world, &["status"]);
+        let row = table.lines().find(|line| line.starts_with("3 ")).unwrap_or_default();
+        assert!(row.contains(&state.to_uppercase()), "{fault}: {table}");
+        assert!(table.contains("GPU 3 is left out: "), "{fault}: {table}");
+        assert!(said(world, &["status", "--gpu", "3"]).contains(&state.to_uppercase()), "{fault}");
+        assert!(eventually(|| said(world, &["status"]).contains("GPU 3 is not guarded: ")), "{fault}");
+        let status = world.status();
+        assert!(!said(world, &["status"]).contains("GUARD OFF"), "{fault}: {status}");
+        assert_eq!(status["guard"]["blind"].as_array().map(Vec::len), Some(1), "{fault}: {status}");
+        assert_eq!(status["leases"].as_array().map(Vec::len), Some(2), "{fault}: {status}");
+        assert_eq!(refused(world, &["sublet.gpu=3"]), json!("gpu-lost"), "{fault}");
+        let other = world.bundle("other", &share("1"), HOLD);
+        other.up();
+        other.event("info");
+        other.down();
+        assert_eq!(refused(world, &["sublet.gpu=any:6"]), Value::Null, "{fault}");
+        let metrics = said(world, &["metrics"]);
+        assert!(metrics.contains(&format!("sublet_gpu_healthy{{gpu=\"3\",uuid=\"{uuid}\"}} 0")), "{metrics}");
+        let doctor = said(world, &["doctor", "--quick"]);
+        let line = doctor.lines().find(|line| line.contains("GPU 3 is left out"));
+        assert!(line.is_some_and(|line| line.to_lowercase().contains("fail")), "{fault}: {doctor}");
+        match fault {
+            "gone" => std::fs::rename(driver(world, "aside"), &pci).expect("moved"),
+            _ => heal(world),
+        }
+        assert!(eventually(|| on(&host, &uuid)["health"]["state"] == "ok"), "{fault}");
+        assert!(eventually(|| world.status()["guard"]["watching"] == json!(true)), "{fault}");
+    }
+    let events = said(world, &["events", "--format", "json"]);
+    let told =
+        |kind: &str| events.lines().filter(|line| line.contains(&format!("\"kind\":\"{kind}\""))).count();
+    assert_eq!((told("gpu-lost"), told("gpu-back")), (5, 5), "{events}");
+    third.down();
+    first.down();
+    let again = world.bundle("again", &share("3"), HOLD);
+    again.up();
+    again.down();
+    world.assert_empty();
+}
+
+/// A GPU whose node cannot be made is left out until it can.
+#[test]
+fn a_missing_node_of_one_gpu_leaves_the_other_served() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h100x2-mig-off", "");
+    assert!(world.sublet(&["refresh"]).status.success());
+    // GPU 1.
+    let (node, aside) = (driver(&world, "dev/nvidia0"), driver(&world, "aside"));
+    std::fs::rename(&node, &aside).expect("moved");
+    let one = world.bundle("one", &[("sublet.mode", "exclusive")], HOLD);
+    one.up();
+    assert_eq!(world.status()["leases"][0]["device"], world.status()["devices"][0]["uuid"]);
+    let why = world.bundle("named", &[("sublet.gpu", "1")], HOLD).refused();
+    assert!(
+        why.contains("GPU 1 is left out: device node ") && why.contains("run `nvidia-modprobe -c 0`"),
+        "{why}"
+    );
+    let why = world.bundle("any", &[("sublet.sm", "25")], HOLD).refused();
+    assert!(why.contains("GPU 1 is left out: "), "{why}");
+    std::fs::rename(&aside, &node).expect("moved");
+    let two = world.bundle("two", &[("sublet.gpu", "1")], HOLD);
+    two.up();
+    two.down();
+    one.down();
+    world.assert_empty();
+}
