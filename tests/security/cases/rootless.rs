@@ -34,7 +34,7 @@ plain() { podman run --rm --name c "$@" probe probe info; [ $? = 10 ]; }
 neighbours() { sublet lease list --format json | grep -o '"id": *"[^"]*' | grep -o '[^"]*$' | head -n1; }
 service() { for p in /proc/[0-9]*; do [[ $(tr '\0' ' ' <$p/cmdline) == *'sublet serve ' ]] && grep -qz "$DIR" $p/environ && echo ${p#/proc/}; done; } 2>/dev/null
 serve() { (env -u SUBLET_CASE setsid sublet serve >/dev/null 2>&1 </dev/null &); until ask '{"v":1,"do":"status"}' 2>/dev/null | grep -q status; do sleep 0.02; done; }
-end_service() { kill -9 $(service); while [ -n "$(service)" ]; do sleep 0.01; done; }
+end_service() { kill -9 $(service); while ask '{"v":1,"do":"status"}' >/dev/null 2>&1; do sleep 0.01; done; }
 SHELL
 ```"#;
 

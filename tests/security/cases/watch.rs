@@ -63,15 +63,9 @@ impl Before {
         for id in stage.containers().iter().filter(|id| **id != kept) {
             problems.extend(stage.remove(id).err());
         }
-        let gc = stage.world().sublet(&["gc"]);
-        if !gc.status.success() {
-            problems.push(format!("sublet gc: {}", String::from_utf8_lossy(&gc.stderr)));
-        }
+        problems.extend(within_patience(|| self.unsettled(stage, harmed, &kept)));
         let neighbour = stage.neighbour_share().check(&stage.neighbour());
         problems.extend(neighbour.err().map(|error| format!("the neighbour: {error}")));
-        if leases(&self.state) != Some(vec![json!(kept)]) {
-            problems.push(format!("leases {:?}", leases(&self.state)));
-        }
         let strays = within_patience(|| strays(stage));
         if !strays.is_empty() {
             problems.push(format!("processes {strays:?}"));
@@ -80,9 +74,23 @@ impl Before {
         if !left.is_empty() {
             problems.push(format!("mounts {left:?}"));
         }
+        problems
+    }
+
+    /// What `sublet gc` leaves in the ledger and of daemons. A hook goes on when its runtime has been killed, and only then ends
+    /// what it began: it drops its environment, so it is none of the strays.
+    fn unsettled(&self, stage: &dyn Stage, harmed: bool, kept: &str) -> BTreeSet<String> {
+        let mut problems = BTreeSet::new();
+        let gc = stage.world().sublet(&["gc"]);
+        if !gc.status.success() {
+            problems.insert(format!("sublet gc: {}", String::from_utf8_lossy(&gc.stderr)));
+        }
+        if leases(&self.state) != Some(vec![json!(kept)]) {
+            problems.insert(format!("leases {:?}", leases(&self.state)));
+        }
         let now = daemons(stage);
         if !harmed && now != self.daemons || now.len() != self.daemons.len() {
-            problems.push(format!("MPS processes {now:?}, before {:?}", self.daemons));
+            problems.insert(format!("MPS processes {now:?}, before {:?}", self.daemons));
         }
         problems
     }
