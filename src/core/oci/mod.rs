@@ -5,6 +5,7 @@ mod apply_edits;
 pub mod cdi;
 mod conflict;
 pub mod containers_by_name;
+mod cuda_versions;
 mod edits_record;
 mod edits_shown;
 pub mod engine;
@@ -29,13 +30,13 @@ pub use conflict::{Conflict, conflict};
 pub use edits_shown::{EditsShown, edits_shown};
 pub(crate) use environment::environment_value;
 pub(crate) use hidden_mps::uncovered;
-pub use image::{check_mps_directories, inspect};
+pub use image::{check_mps_directories, check_no_other_daemon, inspect};
 pub use image_error::ImageError;
 pub use json_file::{FileError, JsonFile, mentions_sublet};
 pub use live::systemctl;
 pub use live::{Live, NamespaceError, apply};
 pub use mount_points::clear;
-pub(crate) use mount_points::{cleanup_mount_points, clear_volume};
+pub(crate) use mount_points::{cleanup_mount_points, clear_volume, gone};
 pub use undo_edits::undo;
 
 #[cfg(test)]

@@ -77,6 +77,7 @@ fn admitted(
     let source = RequestSource::of(spec, None).map_err(admit::AdmitError::from)?;
     let Some(source) = source else { return Ok(None) };
     let config = config_files::load()?;
+    source.check_without_shim(&config)?;
     let owner = Process::current().map_err(HookError::Process)?;
     // Podman 5 runs the hook in the bundle.
     let bundle = std::env::current_dir().unwrap_or_default();
