@@ -229,9 +229,9 @@ fn the_images_own_libcuda_wins_with_a_warning() {
     assert_eq!(info["libcuda"], json!("/usr/local/cuda/compat/libcuda.so.1"));
     assert_eq!(
         warned.trim_end(),
-        "sublet-runtime: container path: the image's own /usr/local/cuda/compat/libcuda.so.1 (found by its \
-         LD_LIBRARY_PATH) is used instead of the host driver's libcuda: if CUDA fails, remove it from the \
-         image or use an image without CUDA forward compatibility"
+        "sublet-runtime: container path: the image's own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.1, found by \
+         its LD_LIBRARY_PATH) is used instead of the libcuda of the host's driver 580.159.04: if CUDA fails, remove it \
+         from LD_LIBRARY_PATH or from the image"
     );
     by_path.down();
     let by_cache = world.bundle("cache", WHOLE, HOLD);
@@ -244,11 +244,37 @@ fn the_images_own_libcuda_wins_with_a_warning() {
     assert_eq!(info["libcuda"], json!("/usr/local/cuda/compat/libcuda.so.1"));
     assert_eq!(
         warned.trim_end(),
-        "sublet-runtime: container cache: the image's own /usr/local/cuda/compat/libcuda.so.1 (found by \
-         its /etc/ld.so.cache) is used instead of the host driver's libcuda: if CUDA fails, remove it from \
-         the image or use an image without CUDA forward compatibility"
+        "sublet-runtime: container cache: the image's own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.1, found by \
+         its /etc/ld.so.cache) is used instead of the libcuda of the host's driver 580.159.04: if CUDA fails, remove \
+         it from LD_LIBRARY_PATH or from the image"
     );
     by_cache.down();
+    world.assert_empty();
+}
+
+#[test]
+fn an_image_that_needs_a_newer_cuda_starts_with_one_warning_that_is_found_again() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("newer", WHOLE, SLEEP);
+    compat(&world, &bundle);
+    let env = bundle.spec["process"]["env"].as_array_mut().expect("env");
+    env.push(json!("NVIDIA_REQUIRE_CUDA=cuda>=99.1 brand=tesla,driver>=535,driver<536"));
+    let created = bundle.create();
+    let warning = "the image needs CUDA 99.1 (its NVIDIA_REQUIRE_CUDA), and the host's driver 580.159.04 has CUDA ";
+    assert_eq!(created.stderr.matches(warning).count(), 1, "{created:?}");
+    assert_eq!(created.stderr.lines().count(), 1, "{created:?}");
+    let bundle_dir = bundle.dir.to_str().expect("UTF-8");
+    for command in
+        [&["status", "--last-error"][..], &["explain", "--container", "newer"], &["explain", "--bundle", bundle_dir]]
+    {
+        let said = String::from_utf8(world.sublet(command).stdout).expect("UTF-8");
+        let words: Vec<_> = said.split_whitespace().collect();
+        assert!(words.join(" ").contains(warning), "{command:?}: {said}");
+    }
+    bundle.down();
     world.assert_empty();
 }
 
@@ -438,24 +464,163 @@ fn nix_images_have_a_directory_of_their_own() {
     world.assert_empty();
 }
 
+/// Mounts `source` over the container's `destination`.
+fn volume(bundle: &mut Bundle<'_>, source: &Path, destination: &str) {
+    let mount =
+        json!({"destination": destination, "type": "bind", "source": source, "options": ["rbind", "rw"]});
+    bundle.spec["mounts"].as_array_mut().expect("mounts").push(mount);
+}
+
 #[test]
 fn a_tmp_of_the_hosts_stays_clean() {
     if skip_unless_root() {
         return;
     }
     let world = World::simulated("h200", "");
-    let tmp = world.dir.path().join("tmp");
-    std::fs::create_dir(&tmp).expect("a directory");
     let mut bundle = world.bundle("hosttmp", SHARE, HOLD);
-    let mount = json!({"destination": "/tmp", "type": "bind", "source": tmp, "options": ["rbind", "rw"]});
-    bundle.spec["mounts"].as_array_mut().expect("mounts").push(mount);
+    volume(&mut bundle, Path::new("/tmp"), "/tmp");
     let (info, warned) = up(&bundle);
     assert_eq!(info["mps"], json!(true), "by its environment");
-    assert!(warned.contains("/tmp/nvidia-mps"), "{warned}");
-    assert!(tree(&tmp).is_empty(), "{:?}", tree(&tmp));
+    assert!(warned.contains("the container's /tmp is the host's, so its MPS directory is not at /tmp/nvidia-mps"));
+    assert!(!Path::new("/tmp/nvidia-mps").exists());
     bundle.down();
-    assert!(tree(&tmp).is_empty(), "{:?}", tree(&tmp));
     world.assert_empty();
+}
+
+/// As an image's VOLUME /tmp. A process that joins without the share's environment computes within the share, with each
+/// entry point, and nothing stays in the volume.
+#[test]
+fn a_volume_at_tmp_has_the_default_directory_while_the_container_runs() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let tmp = world.dir.path().join("tmp");
+    std::fs::create_dir(&tmp).expect("a directory");
+    for stages in [&[][..], &["createRuntime", "poststop"], &["prestart", "poststop"]] {
+        let mut bundle = world.bundle("volumetmp", SHARE, HOLD);
+        volume(&mut bundle, &tmp, "/tmp");
+        if !stages.is_empty() {
+            bundle.hook(stages);
+        }
+        let (_, warned) = up(&bundle);
+        assert!(!warned.contains("is the host's"), "{stages:?}: {warned}");
+        let bare = bundle.exec(&["/bin/env", "-i", "/usr/bin/cuda-probe", "info"]).json();
+        assert_eq!((&bare[0]["mps"], &bare[0]["sm"]), (&json!(true), &json!(32)), "{stages:?}: {bare:?}");
+        bundle.down();
+        assert!(tree(&tmp).is_empty(), "{stages:?}: {:?}", tree(&tmp));
+        world.assert_empty();
+    }
+    std::fs::create_dir(tmp.join("nvidia-mps")).expect("its owner's");
+    let mut bundle = world.bundle("volumetmp", SHARE, HOLD);
+    volume(&mut bundle, &tmp, "/tmp");
+    up(&bundle);
+    bundle.down();
+    assert!(tmp.join("nvidia-mps").is_dir(), "it was there before");
+    world.assert_empty();
+}
+
+/// Entrypoints that empty /tmp, or change its owner, under `set -e`.
+#[test]
+fn a_share_may_leave_tmp_alone() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[share.bare]\nsm = 25\ndefault_directory = false\n");
+    let empties = &["/bin/sh", "-c", "set -e; rm -rf /tmp/*; chown -R 0 /tmp; exec cuda-probe hold 120"];
+    let restless = world.bundle("restless", SHARE, empties);
+    assert!(restless.create().ok && restless.start().ok);
+    assert!(eventually(|| restless.delete().ok), "it ends at once");
+    let bare = [("sublet.share", "bare")];
+    let bundle = world.bundle("bare", &bare, empties);
+    let (info, warned) = up(&bundle);
+    assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
+    let lost = "its share has default_directory = false, so its MPS directory is not at /tmp/nvidia-mps";
+    assert!(warned.contains(lost), "{warned}");
+    let joined = bundle.exec(&["/usr/bin/cuda-probe", "info"]).json();
+    assert_eq!(joined[0]["sm"], json!(32), "{joined:?}");
+    let explained = world.sublet(&["explain", "share=bare"]);
+    assert!(String::from_utf8_lossy(&explained.stdout).contains(lost), "{explained:?}");
+    bundle.down();
+    let mut hooked = world.bundle("hooked", &bare, HOLD);
+    hooked.hook(&["prestart", "poststop"]);
+    assert!(!hooked.create().ok);
+    let last = String::from_utf8(world.sublet(&["status", "--last-error"]).stdout).expect("UTF-8");
+    assert!(last.contains("its share has default_directory = false, which does not work with a hook"), "{last}");
+    world.assert_empty();
+}
+
+/// A container with a volume for a daemon that somebody started by hand.
+#[test]
+fn no_container_is_the_client_of_another_daemon() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let pipe = world.dir.path().join("hosts/nvidia-mps");
+    std::fs::create_dir_all(&pipe).expect("a directory");
+    std::fs::write(pipe.join("control"), "").expect("a daemon's");
+    let refused = "a volume brings the directory of another MPS daemon to the container's /tmp/nvidia-mps";
+    for mode in ["time-slice", "exclusive"] {
+        for (source, destination) in [(pipe.clone(), "/tmp/nvidia-mps"), (pipe.join(".."), "/tmp")] {
+            let mut bundle = world.bundle("client", &[("sublet.mode", mode)], SLEEP);
+            volume(&mut bundle, &source, destination);
+            assert!(bundle.refused().starts_with(refused), "{mode} {destination}");
+        }
+    }
+    let mut covered = world.bundle("covered", SHARE, HOLD);
+    volume(&mut covered, &pipe, "/tmp/nvidia-mps");
+    up(&covered);
+    let bare = covered.exec(&["/bin/env", "-i", "/usr/bin/cuda-probe", "info"]).json();
+    assert_eq!(bare[0]["sm"], json!(32), "its own daemon: {bare:?}");
+    covered.down();
+    assert_eq!(std::fs::read_dir(&pipe).expect("it is there").count(), 1);
+    world.assert_empty();
+}
+
+/// Debian's Mesa and busybox have such links, and a bind mount lands on what a link leads to.
+#[test]
+fn what_a_link_of_the_images_leads_to_is_not_covered() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let all = [("sublet.gpu", "0"), ("sublet.capabilities", "all")];
+    let mesa = format!("{DIR}/libGLX_mesa.so.0");
+    let read = |bundle: &Bundle<'_>, path: &str| bundle.exec(&["/bin/cat", path]).stdout;
+    for stages in [&[][..], &["createRuntime", "poststop"]] {
+        let id = if stages.is_empty() { "links" } else { "hooked" };
+        let mut bundle = world.bundle(id, &all, HOLD);
+        place(&bundle, &mesa, "Mesa's");
+        link(&bundle, &format!("{DIR}/libGLX_indirect.so.0"), "libGLX_mesa.so.0");
+        place(&bundle, "/usr/bin/busybox", "busybox");
+        link(&bundle, "/usr/bin/nvidia-smi", "busybox");
+        place(&bundle, "/etc/OpenCL/vendors/other.icd", "another's");
+        link(&bundle, "/etc/OpenCL/vendors/nvidia.icd", "other.icd");
+        if !stages.is_empty() {
+            bundle.hook(stages);
+        }
+        let before = tree(&bundle.dir.join("rootfs"));
+        let (_, warned) = up(&bundle);
+        for (path, own) in
+            [(mesa.as_str(), "Mesa's"), ("/usr/bin/busybox", "busybox"), ("/etc/OpenCL/vendors/other.icd", "another's")]
+        {
+            assert_eq!(read(&bundle, path), own, "{stages:?}");
+        }
+        // The hook mounts on the link itself.
+        let is_left_out = read(&bundle, "/usr/bin/nvidia-smi") == "busybox";
+        assert_eq!(is_left_out, stages.is_empty());
+        assert_eq!(warned.contains("/usr/bin/nvidia-smi"), is_left_out, "{warned}");
+        if is_left_out {
+            let last = String::from_utf8(world.sublet(&["status", "--last-error"]).stdout).expect("UTF-8");
+            assert!(last.contains("container links, which was started: left out, because the image has a link"));
+        }
+        bundle.down();
+        let after = tree(&bundle.dir.join("rootfs"));
+        let changed: Vec<_> = before.iter().filter(|(path, was)| after.get(*path) != Some(was)).collect();
+        assert!(changed.is_empty(), "{stages:?}: {changed:?}");
+        world.assert_empty();
+    }
 }
 
 #[test]
@@ -466,6 +631,10 @@ fn a_rootfs_that_outlives_its_container_is_as_it_was() {
     let world = World::simulated("h200", "");
     let bundle = world.bundle("persistent", &[("sublet.sm", "25"), ("sublet.capabilities", "all")], HOLD);
     place(&bundle, "/root/empty-before", "");
+    // As the older tools left them in images that were built while they were in use.
+    place(&bundle, &format!("{DIR}/libcuda.so.418.56"), "");
+    link(&bundle, &format!("{DIR}/libcuda.so.1"), "libcuda.so.418.56");
+    place(&bundle, "/usr/bin/nvidia-smi", "");
     let of_the_image = empty_files(&bundle);
     up(&bundle);
     assert!(empty_files(&bundle).len() > 10, "mount points are there: else this test shows nothing");

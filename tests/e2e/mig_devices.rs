@@ -333,3 +333,20 @@ fn several_instances_where_the_driver_can() {
     alone.down();
     older.assert_empty();
 }
+
+/// vLLM calls `int()` on the variable.
+#[test]
+fn a_named_share_may_name_its_device_by_a_number() {
+    if skip_unless_root() {
+        return;
+    }
+    let (uuid, ..) = DEVICES[0];
+    let world = world(&format!("[share.vllm]\ngpu = \"{uuid}\"\nvisible_devices = \"ordinal\"\n"));
+    let bundle = created(&world, "vllm", By::Shim, &[("sublet.share", "vllm")], HOLD);
+    let info = bundle.event("info");
+    assert_eq!((&info["error"], &info["count"]), (&Value::Null, &json!(1)), "{info}");
+    let said = bundle.exec(&["/bin/sh", "-c", "echo $CUDA_VISIBLE_DEVICES $SUBLET_DEVICES"]).stdout;
+    assert_eq!(said.trim_end(), format!("0 {uuid}"));
+    bundle.down();
+    world.assert_empty();
+}

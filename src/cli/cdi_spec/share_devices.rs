@@ -130,6 +130,9 @@ fn on_device(
         Ok(request) => request,
         Err(why) => return Ok(Err(why)),
     };
+    if !request.default_directory {
+        return Ok(Err("its default_directory = false needs sublet-runtime".to_owned()));
+    }
     let id = LeaseId::random()?;
     let placement = match place(&request, &id, inventory, &Ledger::empty(""), config) {
         // The file is for containers of other times.
@@ -146,7 +149,7 @@ fn on_device(
     let candidate = Candidate { container, owner: Process::current()?, engine: None };
     let image = Image::default();
     let lease = lease_for(&candidate, &placement, &image, id, config);
-    let mut grant = grant(&placement, &lease, &request.capabilities, &image, inventory, config);
+    let mut grant = grant(&placement, &lease, &request.capabilities, &image, inventory, &request.over(config));
     let root = &config.driver.root;
     grant.nodes.retain(|GrantedNode { node, .. }| !node.is_optional() || check_node(root, node).is_ok());
     Ok(Ok(grant))

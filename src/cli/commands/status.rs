@@ -159,12 +159,14 @@ pub struct LastRefusal {
     reason: String,
     /// The uid of the container's engine.
     uid: u32,
+    /// Whether it was started: the reason is then a warning about its image.
+    started: bool,
 }
 
 impl LastRefusal {
     fn of(record: RefusalRecord) -> Self {
-        let RefusalRecord { time, container_id, reason, uid } = record;
-        Self { time: tables::timestamp(time), container_id, reason, uid }
+        let RefusalRecord { time, container_id, reason, uid, started } = record;
+        Self { time: tables::timestamp(time), container_id, reason, uid, started }
     }
 }
 
@@ -175,7 +177,9 @@ fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
         (Format::Table, None) if is_remote(config) => println!("No container of yours has been refused."),
         (Format::Table, None) => println!("No container has been refused since boot."),
         (Format::Table, Some(last)) => {
-            println!("{}  container {}: {}", tables::timestamp(last.time), last.container_id, last.reason);
+            let started = if last.started { ", which was started" } else { "" };
+            let time = tables::timestamp(last.time);
+            println!("{time}  container {}{started}: {}", last.container_id, last.reason);
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -114,7 +114,7 @@ fn of_user(config: &Config) -> Vec<Event> {
         text,
         ..Event::now(kind)
     };
-    let refused = refusals(config).into_iter().filter(|record| record.uid == us);
+    let refused = refusals(config).into_iter().filter(|record| record.uid == us && !record.started);
     let refused = refused.map(|record| event(record.time, Kind::Refused, record.container_id, record.reason));
     let guarded = guard::events(config).into_iter().filter(|guarded| guarded.uid == us);
     let guarded = guarded.map(|guarded| Event {

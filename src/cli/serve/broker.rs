@@ -172,10 +172,12 @@ fn candidate(told: &Admit, peer: Peer) -> Result<Candidate<'static>, No> {
 fn check(told: &Admit) -> Result<(), No> {
     check_names(&told.container)?;
     let image = &told.image;
-    let in_volumes = image.volumes.iter().flat_map(|volume| &volume.files);
-    let sound = image.created.len() + in_volumes.clone().count() + image.volumes.len() <= MOST_MOUNT_POINTS
-        && image.created.iter().chain(&image.library_dir).all(|path| is_path(path))
-        && image.volumes.iter().all(|volume| is_path(&volume.directory))
+    let volumes = || image.volumes.iter().chain(&image.tmp_volume);
+    let in_volumes = volumes().flat_map(|volume| &volume.files);
+    let in_rootfs = || image.created.iter().chain(&image.empty).chain(&image.left_out);
+    let sound = in_rootfs().count() + in_volumes.clone().count() + image.volumes.len() <= MOST_MOUNT_POINTS
+        && in_rootfs().chain(&image.library_dir).all(|path| is_path(path))
+        && volumes().all(|volume| is_path(&volume.directory))
         && in_volumes.clone().all(|path| is_path(&Path::new("/").join(path)));
     if sound {
         Ok(())

@@ -115,10 +115,16 @@ pub enum AdmitError {
     )]
     LateEnvironment(String),
     #[error(
-        "its /tmp is the host's, so its MPS directory cannot be at /tmp/nvidia-mps, and a hook cannot set \
-         CUDA_MPS_PIPE_DIRECTORY: give the container its own /tmp, or start it with sublet-runtime"
+        "its /tmp is the host's, read-only, or shared with the host, so its MPS directory cannot be at \
+         /tmp/nvidia-mps, and a hook cannot set CUDA_MPS_PIPE_DIRECTORY: give the container its own /tmp, or start it \
+         with sublet-runtime"
     )]
     LateTmp,
+    #[error(
+        "its share has default_directory = false, which does not work with a hook: processes that join the container \
+         would compute outside its share; start it with sublet-runtime"
+    )]
+    NeedsShim,
     #[error(
         "container {}: {left}; lease {lease} stays until nothing of it runs any more (`sublet gc` frees it then)",
         safe(container)

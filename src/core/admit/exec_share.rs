@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::{AdmitError, request_of_spec, state};
-use crate::config::Config;
+use crate::config::{self, Config};
 use crate::config_files::ConfigError;
 use crate::grant::{self, Environment};
 use crate::ledger::{LEASE_ANNOTATION, Record};
@@ -120,7 +120,7 @@ fn of_spec(spec: &Value, default_names: &[String]) -> Share {
     let env = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
     let pairs = || env.clone().filter_map(Value::as_str).filter_map(|entry| entry.split_once('='));
     let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
-    let set = pairs().filter(|(name, _)| grant::is_own_name(name)).map(owned).collect();
+    let set = pairs().filter(|(name, _)| config::is_own_name(name)).map(owned).collect();
     let default = pairs().filter(|(name, _)| default_names.iter().any(|known| known == name)).map(owned);
     let default = default.collect();
     let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();

@@ -92,6 +92,7 @@ fn admit_live(
     if let Some(lease) = lease_of(&read(&store)?, init) {
         return Ok(Late::AlreadyGranted(lease.id.clone()));
     }
+    source.check_without_shim(config)?;
     let (asked, request) = (cdi::asked(spec)?, request_of(source, spec, config)?);
     let request = if asked.is_some() { request } else { dedicated(request, source, config)? };
     // Mounts are attached now, at the path in config.json. What is left to do later uses the path in the engine's
@@ -100,8 +101,10 @@ fn admit_live(
     let lasting = Container { rootfs, ..container.clone() };
     let candidate = Candidate { container: lasting, owner: init, engine };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
-    let taken = take_lease::take(&candidate, &request, terms, &store, local)
+    let mut taken = take_lease::take(&candidate, &request, terms, &store, local)
         .map_err(|error| blame_gone_cdi_device(error, spec, config))?;
+    // Here a link can be covered itself, and not the file to which it leads.
+    taken.image.left_out.clear();
     let applied = activate(&taken.lease.id, init, &store)
         .and_then(|()| local.grant(&taken, &request, &store))
         .and_then(|grant| {
@@ -160,7 +163,7 @@ fn fits(taken: &take_lease::Taken, spec: &Value) -> Result<(), AdmitError> {
     if taken.lease.daemon.is_none() {
         return Ok(());
     }
-    if taken.image.tmp_is_host {
+    if !taken.image.takes_default_directory() {
         return Err(AdmitError::LateTmp);
     }
     let env = spec.pointer("/process/env").and_then(Value::as_array);

@@ -22,6 +22,7 @@ use crate::place::Placement;
 use crate::process::Process;
 use crate::request::{self, Request};
 use crate::share::{Capabilities, Devices, Isolation, Memory, Mode, Priority, Selector};
+use crate::oci;
 use crate::slurm::{JobCgroup, JobGpu, JobRecord, JobShare};
 
 impl Local<'_> {
@@ -90,7 +91,8 @@ impl Local<'_> {
         let inventory = fresh_inventory(self.config)?;
         let (lease, placement) = self.insert_within(candidate, &request, told, (cgroup, &job), &inventory)?;
         let capabilities = &request.capabilities;
-        let mut grant = grant::grant(&placement, &lease, capabilities, &told.image, &inventory, self.config);
+        let config = request.over(self.config);
+        let mut grant = grant::grant(&placement, &lease, capabilities, &told.image, &inventory, &config);
         let store = self.store()?;
         match self.served(&lease, &mut grant, &store) {
             Ok(mut warnings) => {
@@ -144,6 +146,7 @@ impl Local<'_> {
             let placement = narrowed(request, job, ledger, inventory, self.config)?;
             let of_job = job_of(cgroup, candidate.container.uid);
             ledger.check_unbound(candidate.container.uid)?;
+            oci::check_no_other_daemon(&told.image, placement.daemon.is_some())?;
             let lease = Lease {
                 job: Some(Job { step: cgroup.step.clone(), ..of_job }),
                 within: Some(job.id.clone()),
@@ -264,5 +267,7 @@ fn request_of_job(share: &JobShare) -> Request {
         capabilities: Capabilities::default(),
         wait: Duration::ZERO,
         guard: None,
+        visible_devices: None,
+        default_directory: true,
     }
 }

@@ -11,6 +11,8 @@ use crate::config::Config;
 use crate::events::{self, Event, Kind};
 use crate::fs::atomic::replace;
 use crate::fs::{history, trusted};
+use crate::ledger::Container;
+use crate::process::epoch_seconds;
 use crate::text::safe;
 
 /// Far more than [`KEPT`] have, in bytes.
@@ -25,7 +27,7 @@ const KEPT_OF_ONE: usize = 8;
 /// Longest reason of a user's that is kept, in characters.
 const LONGEST: usize = 2000;
 
-/// A container that was not started.
+/// A container that was not started, or one that was started with a warning about its image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RefusalRecord {
     /// Seconds since the epoch.
@@ -37,6 +39,9 @@ pub struct RefusalRecord {
     /// The container's user.
     #[serde(default)]
     pub uid: u32,
+    /// It was started: the reason is a warning. Engines do not show those of a start that succeeds.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub started: bool,
 }
 
 /// The last refusals, oldest first; none if the file cannot be read.
@@ -69,15 +74,28 @@ fn add(uid: u32, container_id: &str, word: &str, reason: String, config: &Config
     };
     events::tell(&config.state_dir, &[refused]);
     let container_id = safe(container_id);
-    let record = RefusalRecord { time: crate::process::epoch_seconds(), container_id, reason, uid };
-    if let Err(error) = store(record, &path(config)) {
+    store(RefusalRecord { time: epoch_seconds(), container_id, reason, uid, started: false }, config);
+}
+
+/// Adds what `container`, which is started, is warned of. Of warnings that say the same, the last one is kept.
+pub(super) fn warn(container: &Container, warnings: Vec<String>, config: &Config) {
+    for reason in warnings {
+        let (container_id, uid) = (container.name().into_owned(), container.uid);
+        store(RefusalRecord { time: epoch_seconds(), container_id, reason, uid, started: true }, config);
+    }
+}
+
+fn store(record: RefusalRecord, config: &Config) {
+    if let Err(error) = write(record, &path(config)) {
         tracing::debug!("cannot write refusals.json: {error}");
     }
 }
 
-fn store(record: RefusalRecord, path: &Path) -> io::Result<()> {
+fn write(record: RefusalRecord, path: &Path) -> io::Result<()> {
     let mut all: Vec<RefusalRecord> = history::read(path, LARGEST)?;
     let uid = record.uid;
+    let is_told = |old: &RefusalRecord| old.started && old.uid == uid && old.reason == record.reason;
+    all.retain(|old| !(record.started && is_told(old)));
     all.push(record);
     thin_out(&mut all, uid);
     replace(path, &serde_json::to_vec(&all)?, 0o644)

@@ -1,11 +1,10 @@
 //! Removes mount points that were left by a container whose lease is already freed, or that never started.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::Value;
 
 use crate::config::Config;
-use crate::inventory;
 use crate::ledger::{self, LEASE_RECORD_ANNOTATION, Lease};
 use crate::oci::podman_storage;
 use crate::oci::{self, JsonFile};
@@ -18,23 +17,14 @@ pub fn clear_unbound(bundle: &Path, config: &Config) {
     let Some(root) = spec.pointer("/root/path").and_then(Value::as_str) else { return };
     let Ok(root) = bundle.join(root).canonicalize() else { return };
     let rootfs = podman_storage::root_filesystem(root, &spec, bundle);
-    let (Ok(rootfs), Ok(inventory)) = (rootfs, inventory::last(config)) else { return };
     let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
     let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
-    if may_be_in_use(&rootfs, lease.as_ref(), config) {
+    let (Ok(rootfs), Some(lease)) = (rootfs, lease) else { return };
+    if may_be_in_use(&rootfs, Some(&lease), config) {
         return;
     }
-    let ours = |mount: &&Value| {
-        let source = mount["source"].as_str().map(Path::new);
-        inventory.files.iter().any(|file| Some(file.source.as_path()) == source)
-    };
-    let mounts = spec["mounts"].as_array().into_iter().flatten().filter(ours);
-    let points: Vec<PathBuf> =
-        mounts.filter_map(|mount| mount["destination"].as_str().map(PathBuf::from)).collect();
-    oci::cleanup_mount_points(&rootfs, &points);
-    if let Some(lease) = lease {
-        clear_volumes(&lease, config);
-    }
+    oci::cleanup_mount_points(&rootfs, &lease.mount_points);
+    clear_volumes(&lease, config);
 }
 
 /// Removes the mount points that the runtime created in volumes of the container that had `lease`, unless another lease

@@ -97,7 +97,7 @@ impl Local<'_> {
             &request.capabilities,
             &taken.image,
             &taken.inventory,
-            self.config,
+            &request.over(self.config),
         );
         grant.record = store.annotation(&taken.lease);
         self.check_nodes(&mut grant)?;
@@ -134,6 +134,7 @@ impl Local<'_> {
             warnings.extend(mps::make_ready(&taken.lease, store, self.config)?);
         }
         warnings.extend(grant.warnings.iter().cloned());
+        last_refusals::warn(&taken.lease.container, taken.image.warnings(), self.config);
         Ok(warnings)
     }
 

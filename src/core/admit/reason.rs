@@ -21,7 +21,8 @@ impl AdmitError {
             | Self::LateShared(_)
             | Self::LatePriority
             | Self::LateEnvironment(_)
-            | Self::LateTmp => "bad-request",
+            | Self::LateTmp
+            | Self::NeedsShim => "bad-request",
             Self::Conflict(_) => "conflict",
             Self::Image(_) | Self::Storage(_) => "bad-image",
             Self::Spec(_)

@@ -47,6 +47,20 @@ impl RequestSource {
         asks_for_job_share(&self.annotations, self.share.as_deref())
     }
 
+    /// Refuses a share that only `sublet-runtime` can give: it alone brings the share's environment to processes that
+    /// join the container.
+    ///
+    /// # Errors
+    /// The named share has `default_directory = false`.
+    pub fn check_without_shim(&self, config: &Config) -> Result<(), AdmitError> {
+        let name = self.annotations.get("sublet.share").or(self.share.as_ref());
+        let share = name.and_then(|name| config.share.get(name));
+        match share.and_then(|share| share.get("default_directory")).map(String::as_str) {
+            Some("false") => Err(AdmitError::NeedsShim),
+            _ => Ok(()),
+        }
+    }
+
     /// What is left of it once [`undo`] has removed an earlier run's lease from config.json.
     pub(super) fn without_lease(&self) -> Self {
         let mut source = self.clone();

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -292,7 +292,9 @@ impl Search<'_> {
                 let checked = ledger.check_unbound(candidate.container.uid);
                 checked.map_err(|error| Look::Temporary(error.into()))?;
             }
-            let lease = lease_for(candidate, &placement, &image, self.id.clone(), config);
+            oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
+            let mut lease = lease_for(candidate, &placement, &image, self.id.clone(), config);
+            lease.mount_points = own_mount_points(&image, &candidate.container.rootfs, ledger).into();
             let lease = terms.rootfs.noted(lease);
             ledger.insert(lease.clone())?;
             ledger.await_no_more(&self.id);
@@ -355,6 +357,15 @@ impl Search<'_> {
     }
 }
 
+/// The mount points that are removed when the container has ended: those that its runtime makes. An empty file that is
+/// there may have been made for an earlier container, and whoever is to remove it may do so before this one is created.
+fn own_mount_points(image: &Image, rootfs: &Path, ledger: &Ledger) -> Vec<PathBuf> {
+    let made = ledger.made_among(rootfs, &image.empty);
+    let others: Vec<&PathBuf> = image.empty.iter().filter(|path| !made.contains(path)).collect();
+    let gone = if others.is_empty() { Vec::new() } else { oci::gone(rootfs, &others) };
+    image.created.iter().chain(made).chain(gone).cloned().collect()
+}
+
 /// The lease for a placement.
 #[must_use]
 pub fn lease_for(
@@ -365,6 +376,8 @@ pub fn lease_for(
     config: &Config,
 ) -> Lease {
     let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
+    let takes_default = placement.daemon.is_some() && image.takes_default_directory();
+    let tmp_volume = image.tmp_volume.iter().filter(|_| takes_default);
     Lease {
         id,
         container: candidate.container.clone(),
@@ -383,7 +396,7 @@ pub fn lease_for(
         bind_by: None,
         since: epoch_seconds(),
         mount_points: image.created.clone().into(),
-        volumes: image.volumes.clone(),
+        volumes: image.volumes.iter().chain(tmp_volume).cloned().collect(),
         library_dir: libraries.map(Path::to_owned),
         brokered: false,
         job: None,

@@ -336,6 +336,9 @@ pub struct Grant {
     /// How `CUDA_VISIBLE_DEVICES` names whole GPUs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub visible_devices: Option<VisibleDevices>,
+    /// How `NVIDIA_VISIBLE_DEVICES` names all devices; `None`: `void`, for which NVIDIA's own hooks do nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvidia_visible_devices: Option<VisibleDevices>,
     /// Variables of frameworks: name → template with `${SUBLET_…}`. They never replace the user's value.
     pub env: BTreeMap<String, String>,
     /// Whether a container is told how many other leases are on its devices when it starts.
@@ -348,10 +351,25 @@ impl Default for Grant {
         let jax = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "${SUBLET_MEMORY_FRACTION}");
         Self {
             visible_devices: None,
+            nvidia_visible_devices: None,
             env: BTreeMap::from([(jax.0.to_owned(), jax.1.to_owned())]),
             tell_neighbours: false,
         }
     }
+}
+
+/// Prefixes of names that only sublet may set: a value from the image or the user would contradict the lease. This holds
+/// also without an MPS server, because a stray `CUDA_MPS_*` could connect the container to another daemon.
+pub(crate) const OWN_PREFIXES: [&str; 4] = ["CUDA_MPS_", "SUBLET_MEMORY_", "SUBLET_NEIGHBOURS", "SUBLET_SM_"];
+
+/// What every share sets.
+const OWN_NAMES: [&str; 5] =
+    ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SUBLET_DEVICES", "SUBLET_MODE", "SUBLET_PROCESSES"];
+
+/// Whether only shares set the variable `name`.
+#[must_use]
+pub(crate) fn is_own_name(name: &str) -> bool {
+    OWN_NAMES.contains(&name) || OWN_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// `[grant] visible_devices`.

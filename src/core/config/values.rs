@@ -155,6 +155,10 @@ impl Visitor<'_> for WordVisitor {
         f.write_str("a string or a number")
     }
 
+    fn visit_bool<E: Error>(self, value: bool) -> Result<String, E> {
+        Ok(value.to_string())
+    }
+
     fn visit_str<E: Error>(self, value: &str) -> Result<String, E> {
         Ok(value.to_owned())
     }

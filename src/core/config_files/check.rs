@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::config::{Config, DeviceRule, PolicyRule, Runtime};
+use crate::config::{Config, DeviceRule, PolicyRule, Runtime, is_own_name};
 use crate::request;
 use crate::share::Action;
 use crate::share::LONGEST_WAIT;
@@ -45,6 +45,8 @@ pub(super) fn check(config: &Config) -> Checked {
     for name in config.grant.env.keys() {
         let fits = !name.is_empty() && !name.contains(|c: char| c == '=' || c.is_control());
         must(fits, &["grant", "env", name], "is not a valid name of an environment variable")?;
+        let help = "is set by sublet itself: see [grant] visible_devices, nvidia_visible_devices and tell_neighbours";
+        must(!is_own_name(name), &["grant", "env", name], help)?;
     }
     absolute(&["cdi", "spec"], &config.cdi.spec)?;
     let is_json = config.cdi.spec.extension().is_some_and(|extension| extension == "json");

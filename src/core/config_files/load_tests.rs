@@ -77,6 +77,14 @@ fn the_shipped_file_names_every_key() {
 }
 
 #[test]
+fn a_variable_that_sublet_sets_is_not_taken_from_the_file() {
+    for name in ["NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "SUBLET_SM_PERCENT"] {
+        let error = refused(&format!("[grant.env]\nOTHER = \"1\"\n{name} = \"all\"\n"));
+        assert!(error.starts_with(&format!("configuration /c.toml:3:1: grant.env.{name} is set by sublet itself")), "{error}");
+    }
+}
+
+#[test]
 fn how_long_daemons_wait() {
     use crate::config::Stay::{Always, For};
     let says = |text: &str| {

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use super::{Environment, MPS_DIR};
-use crate::config::{Config, VisibleDevices};
+use crate::config::{Config, OWN_PREFIXES, VisibleDevices};
 use crate::inventory::context_bytes;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::Lease;
@@ -14,10 +14,6 @@ use crate::share::{Percent, Priority};
 /// The number of SMs to assume if NVML does not report it: as many as any GPU has, so that the memory fraction is
 /// rather too small than too large.
 const MOST_SMS: u64 = 192;
-
-/// Names that only sublet may set: a value from the image or the user would contradict the lease. This holds also
-/// without an MPS server, because a stray `CUDA_MPS_*` could connect the container to another daemon.
-const OURS: [&str; 4] = ["CUDA_MPS_", "SUBLET_MEMORY_", "SUBLET_NEIGHBOURS", "SUBLET_SM_"];
 
 /// Names that a framework refuses together. If one is set, sublet does not set the other.
 ///
@@ -35,24 +31,14 @@ pub fn refused_beside(name: &str) -> Option<&'static str> {
     })
 }
 
-/// Whether only shares set `name`.
-#[must_use]
-pub(crate) fn is_own_name(name: &str) -> bool {
-    OWN_NAMES.contains(&name) || OURS.iter().any(|prefix| name.starts_with(prefix))
-}
-
 /// Variables with these prefixes that are not in a share's environment are removed.
 #[must_use]
 pub(crate) fn own_prefixes() -> Vec<String> {
-    OURS.map(str::to_owned).to_vec()
+    OWN_PREFIXES.map(str::to_owned).to_vec()
 }
 
 /// Tells Triton where libcuda is, unless the image or the user does.
 pub(crate) const TRITON_PATH: &str = "TRITON_LIBCUDA_PATH";
-
-/// What every share sets.
-const OWN_NAMES: [&str; 5] =
-    ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SUBLET_DEVICES", "SUBLET_MODE", "SUBLET_PROCESSES"];
 
 /// The edit for `lease`; `library_dir` is where the driver's libraries are mounted, if they are. `neighbours` is the
 /// number of other leases on its devices, if it is known.
@@ -63,9 +49,12 @@ pub(super) fn environment(
     inventory: &Inventory,
     config: &Config,
 ) -> Environment {
+    // MIG devices have no ordinal of their own (CUDA C++ Programming Guide, "CUDA Environment Variables").
+    let mig = lease.devices.iter().any(|uuid| uuid.starts_with("MIG-"));
+    let default = if mig { VisibleDevices::Uuid } else { VisibleDevices::Ordinal };
     let mut set = vec![
-        pair("CUDA_VISIBLE_DEVICES", visible_devices(lease, config)),
-        pair("NVIDIA_VISIBLE_DEVICES", "void"),
+        pair("CUDA_VISIBLE_DEVICES", listed(lease, config.grant.visible_devices.unwrap_or(default))),
+        pair("NVIDIA_VISIBLE_DEVICES", config.grant.nvidia_visible_devices.map_or("void".into(), |form| listed(lease, form))),
         pair("SUBLET_DEVICES", lease.devices.join(",")),
         pair("SUBLET_MODE", lease.mode.to_string()),
         pair("SUBLET_PROCESSES", lease.processes.to_string()),
@@ -89,13 +78,10 @@ fn pair(name: &str, value: impl Into<String>) -> (String, String) {
     (name.to_owned(), value.into())
 }
 
-/// Ordinals count the devices that CUDA enumerates. These are the ones with a node, so the ordinals always begin at 0
-/// and have no gaps. MIG devices have no ordinal of their own (CUDA C++ Programming Guide, "CUDA Environment
-/// Variables") and are named by UUID, unless `[grant] visible_devices` asks for ordinals.
-fn visible_devices(lease: &Lease, config: &Config) -> String {
-    let mig = lease.devices.iter().any(|uuid| uuid.starts_with("MIG-"));
-    let default = if mig { VisibleDevices::Uuid } else { VisibleDevices::Ordinal };
-    match config.grant.visible_devices.unwrap_or(default) {
+/// The devices of `lease`, for a program that sees no others. Ordinals count the devices that CUDA enumerates. These are the
+/// ones with a node, so the ordinals always begin at 0 and have no gaps.
+fn listed(lease: &Lease, form: VisibleDevices) -> String {
+    match form {
         VisibleDevices::Uuid => lease.devices.join(","),
         VisibleDevices::Ordinal => {
             (0..lease.devices.len()).map(|ordinal| ordinal.to_string()).collect::<Vec<_>>().join(",")

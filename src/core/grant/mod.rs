@@ -6,7 +6,7 @@ mod granted_nodes;
 use std::path::{Path, PathBuf};
 
 pub use environment::refused_beside;
-pub(crate) use environment::{TRITON_PATH, is_own_name, own_prefixes};
+pub(crate) use environment::{TRITON_PATH, own_prefixes};
 
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +15,7 @@ use crate::inventory::{self, Device, Inventory, Node};
 use crate::ledger::{Lease, VolumeFiles};
 use crate::place::Placement;
 use crate::share::{Capabilities, Capability};
+use crate::text::safe;
 
 /// Everything that is to be applied to one container.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -75,10 +76,28 @@ pub struct Image {
     pub library_dir: Option<PathBuf>,
     /// A Nix image: libraries go to /run/opengl-driver/lib.
     pub nix: bool,
-    /// The container's /tmp is a bind mount from the host.
+    /// The container's /tmp is the host's own.
     pub tmp_is_host: bool,
+    /// Its share has `default_directory = false`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub without_default: bool,
+    /// The container's /tmp is a volume in which CUDA's default directory cannot be made: read-only, or shared.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tmp_is_closed: bool,
+    /// The directory of a volume in which CUDA's default directory is mounted, and made if it is missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tmp_volume: Option<VolumeFiles>,
+    /// A volume brings another MPS daemon's directory to CUDA's default place.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub other_daemon: bool,
     /// Mount points for files that are missing in the rootfs. The runtime creates empty files there.
     pub created: Vec<PathBuf>,
+    /// Mount points that are empty files already. Whose they are, the ledger knows.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub empty: Vec<PathBuf>,
+    /// Files that are not mounted, because a link of the image leads their mounts to another file of its own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<PathBuf>,
     /// Directories of volumes in which sublet's files are mounted, with the files that are created there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeFiles>,
@@ -102,6 +121,26 @@ impl Image {
     pub fn libraries(&self) -> Option<&Path> {
         if self.nix { Some(Path::new("/run/opengl-driver/lib")) } else { self.library_dir.as_deref() }
     }
+
+    /// Whether the MPS directory is also mounted at [`MPS_DEFAULT_DIR`].
+    #[must_use]
+    pub const fn takes_default_directory(&self) -> bool {
+        !self.tmp_is_host && !self.tmp_is_closed && !self.without_default
+    }
+
+    /// Everything that its user should know of it, one line each.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        let listed: Vec<_> = self.left_out.iter().map(|path| safe(&path.to_string_lossy())).collect();
+        let left_out = (!listed.is_empty()).then(|| {
+            format!(
+                "left out, because the image has a link to another file there, which would be covered: {} (remove the \
+                 link from the image if the driver's file is needed)",
+                listed.join(" ")
+            )
+        });
+        self.warnings.iter().cloned().chain(left_out).collect()
+    }
 }
 
 /// Everything that the container with this placement gets.
@@ -118,7 +157,8 @@ pub fn grant(
     let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
     let files = libraries
         .into_iter()
-        .flat_map(|dir| inventory.mounted_files(dir, capabilities, config.driver.inject));
+        .flat_map(|dir| inventory.mounted_files(dir, capabilities, config.driver.inject))
+        .filter(|(_, destination)| !image.left_out.contains(destination));
     let mut mounts: Vec<Mount> =
         files.map(|(file, destination)| Mount { source: file.source.clone(), destination }).collect();
     let program =
@@ -151,13 +191,13 @@ pub(crate) fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Ve
 }
 
 /// Mounts the public directory of its server twice. Processes started by exec may lack the share's environment; at
-/// CUDA's default path they still find the server. Nothing is mounted in a /tmp that belongs to the host.
+/// CUDA's default path they still find the server. Nothing is mounted in the host's own /tmp.
 fn mps_mounts(lease: &Lease, image: &Image, config: &Config) -> Vec<Mount> {
     let Some(daemon) = &lease.daemon else { return Vec::new() };
     let source = daemon.public(&config.state_dir);
     let at = |destination: &str| Mount { source: source.clone(), destination: PathBuf::from(destination) };
     let mut mounts = vec![at(MPS_DIR)];
-    if !image.tmp_is_host {
+    if image.takes_default_directory() {
         mounts.push(at(MPS_DEFAULT_DIR));
     }
     mounts
@@ -171,7 +211,7 @@ fn masked_paths(devices: &[&Device], inventory: &Inventory) -> Vec<PathBuf> {
 
 fn warnings(placement: &Placement, image: &Image, inventory: &Inventory, config: &Config) -> Vec<String> {
     let mut warnings = placement.warnings.clone();
-    warnings.extend(image.warnings.iter().cloned());
+    warnings.extend(image.warnings());
     if config.driver.inject == Inject::Builtin && image.libraries().is_none() {
         warnings.push(
             "the image has no glibc for the driver's libraries (it uses musl, or is static), so it gets \
@@ -179,12 +219,16 @@ fn warnings(placement: &Placement, image: &Image, inventory: &Inventory, config:
                 .to_owned(),
         );
     }
-    if image.tmp_is_host && placement.daemon.is_some() {
-        warnings.push(
-            "the container's /tmp is the host's, so its MPS directory is not at /tmp/nvidia-mps: processes \
-             without the container's environment run outside its share"
-                .to_owned(),
-        );
+    if !image.takes_default_directory() && placement.daemon.is_some() {
+        let why = match (image.without_default, image.tmp_is_host) {
+            (true, _) => "its share has default_directory = false",
+            (false, true) => "the container's /tmp is the host's",
+            (false, false) => "the container's /tmp is a read-only volume, or one shared with the host",
+        };
+        warnings.push(format!(
+            "{why}, so its MPS directory is not at /tmp/nvidia-mps: processes without the container's environment run \
+             outside its share"
+        ));
     }
     if inventory.driver.majors.uvm.is_none() {
         warnings.push(

@@ -282,6 +282,9 @@ fn devices_by_ordinal_by_uuid_and_of_mig() {
     assert_eq!(set(&two, &config)[0], "CUDA_VISIBLE_DEVICES=GPU-0,GPU-1");
     let mig = Lease { devices: vec!["MIG-7".to_owned()], ..time_slice() };
     assert_eq!(set(&mig, &Config::default())[0], "CUDA_VISIBLE_DEVICES=MIG-7");
+    assert_eq!(set(&two, &Config::default())[1], "NVIDIA_VISIBLE_DEVICES=void");
+    config.grant.nvidia_visible_devices = Some(VisibleDevices::Uuid);
+    assert_eq!(set(&two, &config)[1], "NVIDIA_VISIBLE_DEVICES=GPU-0,GPU-1");
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! Files that ended containers left in places that outlive them, until they are removed. Pure.
 
+use std::path::{Path, PathBuf};
+
 use super::{Container, Lease, Ledger, Leftover, VolumeFiles};
 
 impl Ledger {
@@ -47,6 +49,19 @@ impl Ledger {
             (!waits).then_some(free)
         };
         self.leftovers.iter().filter(|left| !in_use(left)).filter_map(free).collect()
+    }
+
+    /// Those of `found`, empty files in `rootfs`, that a runtime made for a container that has a lease, or had one. All
+    /// others are the image's own.
+    #[must_use]
+    pub(crate) fn made_among<'p>(&self, rootfs: &Path, found: &'p [PathBuf]) -> Vec<&'p PathBuf> {
+        let leases = self.leases.iter().filter(|lease| lease.container.rootfs == rootfs);
+        let left = self.leftovers.iter().filter(|left| left.rootfs == rootfs);
+        let made: Vec<&PathBuf> = leases
+            .flat_map(|lease| lease.mount_points.iter())
+            .chain(left.flat_map(|left| &left.mount_points))
+            .collect();
+        found.iter().filter(|path| made.contains(path)).collect()
     }
 
     /// Forgets leftovers that were removed.
@@ -141,6 +156,19 @@ mod tests {
         ledger.remove(&roots.id);
         assert_eq!(ledger.clearable(), ledger.leftovers);
         assert!(told.is_believed_by(1001) && !told.is_believed_by(1002) && roots.is_believed_by(1002));
+    }
+
+    #[test]
+    fn an_empty_file_of_the_images_is_nobodys_mount_point() {
+        let made = |n, file: &str| Lease { mount_points: vec![file.into()].into(), ..lease(n, "GPU-a") };
+        let (mut ledger, id) = (ledger(vec![made(1, "/lib/a"), made(2, "/lib/b")]), lease(2, "GPU-a").id);
+        ledger.remove(&id);
+        let found = ["/lib/a", "/lib/b", "/lib/own"].map(PathBuf::from);
+        let rootfs = lease(1, "GPU-a").container.rootfs;
+        let left = lease(2, "GPU-a").container.rootfs;
+        assert_eq!(ledger.made_among(&rootfs, &found)[0], &found[0]);
+        assert_eq!(ledger.made_among(&left, &found).last(), Some(&&found[1]));
+        assert!(ledger.made_among(Path::new("/elsewhere"), &found).is_empty());
     }
 
     /// In the form that older versions wrote.

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::grant::{self, Grant};
+use crate::config;
+use crate::grant::Grant;
 use crate::inventory::Node;
 use crate::ledger::LEASE_EDITS_ANNOTATION;
 
@@ -32,7 +33,7 @@ impl Edits {
     /// Whether sublet set the variable `entry`, a `NAME=VALUE`.
     pub fn is_variable(&self, entry: &str) -> bool {
         let is_default = |(name, value): &(String, String)| entry.split_once('=') == Some((name, value));
-        grant::is_own_name(name_of(entry)) || self.defaults.iter().any(is_default)
+        config::is_own_name(name_of(entry)) || self.defaults.iter().any(is_default)
     }
 
     /// Those of `grant` to `root`, which is as it was before.

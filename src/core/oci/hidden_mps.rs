@@ -97,7 +97,7 @@ fn hides(path: &Path, directory: &Path, led: &Path, tree: &Tree) -> Result<bool,
 }
 
 /// Where links lead `path`. A loop of links leads nowhere: the runtime can mount nothing there.
-fn lead(path: &Path, tree: &Tree) -> Result<PathBuf, ImageError> {
+pub(super) fn lead(path: &Path, tree: &Tree) -> Result<PathBuf, ImageError> {
     match tree.leads_to(path) {
         Err(error) if is_of_the_image(&error) => Ok(path.to_owned()),
         led => led.map_err(|source| ImageError::Unusable { path: path.to_owned(), source }),

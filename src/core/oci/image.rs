@@ -4,30 +4,22 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use nix::sys::stat::{Mode, SFlag, umask};
+use nix::sys::stat::{Mode, SFlag, stat, umask};
 use serde_json::Value;
 
 use super::container_root::ContainerRoot;
-use super::environment::environment_value;
+use super::cuda_versions;
 use super::hidden_mps;
 use super::hooks;
 use super::image_error::ImageError;
 use super::live::Kind;
-use super::mount_points;
+use super::mount_points::{self, FilePoints};
 use super::rootfs::Tree;
 use crate::config::{Config, Inject};
 use crate::fs::selinux;
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};
 use crate::inventory::Inventory;
 use crate::request::Request;
-use crate::text::safe;
-
-/// Searched for names, never parsed. ld.so.conf, which contains directives, is not read at all.
-const CACHE: &str = "/etc/ld.so.cache";
-/// How much of an image's ld.so.cache is read at most, in bytes. That of a full desktop has a few hundred KiB.
-const LONGEST_CACHE: u64 = 4 << 20;
-/// How many directories of one `LD_LIBRARY_PATH` are searched at most.
-const MOST_DIRECTORIES: usize = 64;
 
 /// Debian's name of the host's architecture, and the driver's `e_machine` (elf.h).
 #[cfg(target_arch = "x86_64")]
@@ -53,9 +45,9 @@ pub fn inspect(
 ) -> Result<Image, ImageError> {
     let tree =
         Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
-    let tmp = Path::new("/tmp");
-    let tmp_is_host = tree.is_of_the_host(tmp).map_err(|source| unusable(tmp, source))?;
-    let mut image = Image { tmp_is_host, ..Image::default() };
+    let mut image = Image { without_default: !request.default_directory, ..Image::default() };
+    let led = hidden_mps::lead(Path::new(MPS_DEFAULT_DIR), &tree)?;
+    look_at_tmp(&tree, &led, &mut image).map_err(|source| unusable(Path::new(MPS_DEFAULT_DIR), source))?;
     let mut files = Vec::new();
     if config.driver.inject == Inject::Builtin {
         image.library_dir = library_dir(&tree)?;
@@ -63,26 +55,63 @@ pub fn inspect(
         if let Some(dir) = image.libraries() {
             files = inventory.mounted_files(dir, &request.capabilities, config.driver.inject);
         }
-        image.warnings = rivals(&tree, spec, image.libraries());
+        image.warnings = cuda_versions::warnings(&tree, spec, image.libraries(), &inventory.driver);
     }
     let files: Vec<_> = files.into_iter().map(|(_, destination)| destination).collect();
-    (image.created, image.volumes) = mount_points::check_files(&tree, &files)?;
+    let points = mount_points::check_files(&tree, &files)?;
+    image = Image {
+        created: points.created,
+        empty: points.empty,
+        volumes: points.volumes,
+        left_out: points.left_out,
+        ..image
+    };
     add_share_program(&mut image, &tree);
     Ok(image)
+}
+
+/// Looks at what the spec mounts over /tmp, and at CUDA's default directory for MPS there, which links lead to
+/// `directory`.
+fn look_at_tmp(tree: &Tree, directory: &Path, image: &mut Image) -> io::Result<()> {
+    let tmp = Path::new("/tmp");
+    let there = tree.there(directory)?;
+    let is_volume = there.as_ref().is_some_and(|found| tree.volumes().any(|volume| volume == found.path));
+    let control = tree.there(&directory.join("control"))?;
+    image.other_daemon = is_volume || control.is_some_and(|found| found.in_volume);
+    let Some(volume) = tree.there(tmp)?.filter(|found| found.in_volume) else { return Ok(()) };
+    let own = volume.stat()?;
+    image.tmp_is_host = stat(tmp).is_ok_and(|host| (own.st_dev, own.st_ino) == (host.st_dev, host.st_ino));
+    image.tmp_is_closed = there.is_none() && volume.read_only || tree.is_shared(directory)?;
+    if let (Some(mut place), made) = tree.place_in_volume(directory)? {
+        place.files.extend(there.is_none().then_some(made));
+        image.tmp_volume = Some(place);
+    }
+    Ok(())
+}
+
+/// Refuses a container that would find the MPS daemon of somebody else at CUDA's default place. If its own is mounted
+/// there, it is not found.
+///
+/// # Errors
+/// As above.
+pub fn check_no_other_daemon(image: &Image, has_daemon: bool) -> Result<(), ImageError> {
+    let covered = has_daemon && image.takes_default_directory();
+    if image.other_daemon && !covered { Err(ImageError::OtherDaemon) } else { Ok(()) }
 }
 
 /// `sublet-share` is a convenience: where it is not installed, or the container has no room for it, it is left out.
 fn add_share_program(image: &mut Image, tree: &Tree) {
     let Some(program) = hooks::installed("sublet-share") else { return };
-    if let Some(created) = room_for_share_program(tree) {
-        image.created.extend(created);
+    if let Some(points) = room_for_share_program(tree) {
+        image.created.extend(points.created);
+        image.empty.extend(points.empty);
         image.share_program = Some(program);
     }
 }
 
-/// The mount point to be created, if any; `None` if there is something else, or no place for it, or the container's root may
-/// not create it. It is put into no volume, because other containers may have that too.
-pub(super) fn room_for_share_program(tree: &Tree) -> Option<Vec<PathBuf>> {
+/// Its mount point; `None` if there is something else, or no place for it, or the container's root may not create it. It is put
+/// into no volume, because other containers may have that too.
+pub(super) fn room_for_share_program(tree: &Tree) -> Option<FilePoints> {
     let path = PathBuf::from(SHARE_PROGRAM);
     let directory = tree.find(path.parent()?).ok()?;
     if !directory.is(SFlag::S_IFDIR).ok()? || directory.in_volume || tree.denied(&path).ok()?.is_some() {
@@ -93,8 +122,8 @@ pub(super) fn room_for_share_program(tree: &Tree) -> Option<Vec<PathBuf>> {
         Ok(found) => !found.in_volume && found.read(1).is_ok_and(|content| content.is_empty()),
         Err(error) => error.kind() == io::ErrorKind::NotFound,
     };
-    let (created, volumes) = mount_points::check_files(tree, &[path]).ok()?;
-    (is_free && volumes.is_empty()).then_some(created)
+    let points = mount_points::check_files(tree, &[path]).ok()?;
+    (is_free && points.volumes.is_empty() && points.left_out.is_empty()).then_some(points)
 }
 
 /// Checks that the MPS directories of `grant` can be mounted in `rootfs`, with the spec's volumes over it, and that
@@ -195,40 +224,4 @@ fn is_nix(tree: &Tree) -> Result<bool, ImageError> {
     let store = Path::new("/nix/store");
     let found = tree.there(store).and_then(|found| found.map_or(Ok(false), |found| found.is(SFlag::S_IFDIR)));
     found.map_err(|source| unusable(store, source))
-}
-
-/// Libraries of the image that its loader will prefer to the mounted ones. They are not changed, because forward
-/// compatibility packages work this way.
-fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
-    let path = environment_value(spec, "LD_LIBRARY_PATH").unwrap_or_default();
-    // ld.so(8): separated by colons or semicolons.
-    let by_path = path.split([':', ';']).filter(|dir| dir.starts_with('/')).take(MOST_DIRECTORIES);
-    let by_path =
-        by_path.map(|dir| (format!("{}/libcuda.so.1", dir.trim_end_matches('/')), "LD_LIBRARY_PATH"));
-    let cache = tree.find(Path::new(CACHE)).and_then(|found| found.read(LONGEST_CACHE));
-    let by_cache = cached(&cache.unwrap_or_default()).into_iter().map(|path| (path, "/etc/ld.so.cache"));
-    let mut seen = Vec::new();
-    let mut warnings = Vec::new();
-    for (path, origin) in by_path.chain(by_cache) {
-        let Ok(found) = tree.find(Path::new(&path)) else { continue };
-        let elsewhere = Path::new(&path).parent().and_then(|dir| tree.find(dir).ok());
-        if elsewhere.is_none_or(|dir| Some(dir.path.as_path()) == ours) || seen.contains(&found.path) {
-            continue;
-        }
-        seen.push(found.path);
-        warnings.push(format!(
-            "the image's own {} (found by its {origin}) is used instead of the host driver's libcuda: if \
-             CUDA fails, remove it from the image or use an image without CUDA forward compatibility",
-            safe(&path)
-        ));
-    }
-    warnings
-}
-
-/// Paths of a libcuda among the strings of an ld.so.cache (dl-cache.h), found without parsing it.
-fn cached(cache: &[u8]) -> Vec<String> {
-    let strings = cache.split(|&byte| byte == 0).filter(|text| text.ends_with(b"/libcuda.so.1"));
-    let paths =
-        strings.filter_map(|text| std::str::from_utf8(text).ok().filter(|text| text.starts_with('/')));
-    paths.take(MOST_DIRECTORIES).map(str::to_owned).collect()
 }

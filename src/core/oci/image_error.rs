@@ -93,6 +93,13 @@ pub enum ImageError {
         /// Why.
         source: io::Error,
     },
+    /// Its processes would be clients of a daemon that is not the share's.
+    #[error(
+        "a volume brings the directory of another MPS daemon to the container's {MPS_DEFAULT_DIR}, where CUDA looks by \
+         itself, so its processes would compute outside its share: leave out that volume (or the host's /tmp); sublet \
+         brings the daemon that a share needs"
+    )]
+    OtherDaemon,
     /// Mount points of files that the runtime cannot create.
     #[error(
         "the container's root filesystem (or a volume over it) is read-only and has no mount points for \

@@ -15,45 +15,77 @@ use super::rootfs::{Found, Tree, open_directory};
 use crate::fs::below::{open_below, open_in, open_root};
 use crate::ledger::{Leftover, VolumeFiles};
 
-/// Checks the mount points of files. Returns those that are missing and will be created in the rootfs, or are empty files
-/// there as a runtime creates them, and the directories of volumes in which files are mounted.
+/// What is known of the mount points of files.
+#[derive(Debug, Default)]
+pub(super) struct FilePoints {
+    /// Those that are missing, and that the runtime will create in the rootfs.
+    pub created: Vec<PathBuf>,
+    /// Empty files in the rootfs: the image's own, or what a runtime made for another container.
+    pub empty: Vec<PathBuf>,
+    /// The directories of volumes in which files are mounted.
+    pub volumes: Vec<VolumeFiles>,
+    /// Links of the image to another file, which a mount would cover.
+    pub left_out: Vec<PathBuf>,
+}
+
+/// Checks the mount points of files.
 ///
-/// A link may lead anywhere: the runtime resolves it inside the rootfs, as the kernel did here.
-pub(super) fn check_files(
-    tree: &Tree,
-    files: &[PathBuf],
-) -> Result<(Vec<PathBuf>, Vec<VolumeFiles>), ImageError> {
-    let (mut created, mut impossible, mut volumes) = (Vec::new(), Vec::new(), Vec::new());
+/// The runtime resolves links inside the rootfs, as the kernel did here. It then mounts on what they lead to, so a link
+/// may lead to nothing or to another version of the same file.
+pub(super) fn check_files(tree: &Tree, files: &[PathBuf]) -> Result<FilePoints, ImageError> {
+    let (mut points, mut impossible) = (FilePoints::default(), Vec::new());
     for path in files {
         let unusable = |source| ImageError::Unusable { path: path.clone(), source };
         match look(tree, path)? {
             Some(found) if found.is(SFlag::S_IFDIR).map_err(unusable)? => {
                 return Err(ImageError::Directory(path.clone()));
             }
-            // An earlier container's mount point. Whoever is to remove it may do so before this container is created.
+            Some(found) if !files.iter().any(|file| is_same(file, &found.path)) => {
+                points.left_out.push(path.clone());
+            }
             Some(found)
                 if !found.in_volume && !found.read_only && found.is_empty_file().map_err(unusable)? =>
             {
-                created.push(path.clone());
+                points.empty.push(path.clone());
             }
             Some(found) if found.in_volume => {
                 if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable)? {
-                    note(place, None, &mut volumes);
+                    note(place, None, &mut points.volumes);
                 }
             }
             Some(_) => {}
             None => match tree.place_for(path).map_err(unusable)? {
                 (true, _) => impossible.push(path.clone()),
-                (false, false) => created.push(path.clone()),
+                (false, false) => points.created.push(path.clone()),
                 (false, true) => match tree.place_in_volume(path).map_err(unusable)? {
-                    (Some(place), file) => note(place, Some(file), &mut volumes),
+                    (Some(place), file) => note(place, Some(file), &mut points.volumes),
                     // A link in the volume leads back to the image's own files. A tmpfs disappears with the container.
-                    (None, landing) => created.extend(Some(landing).filter(|path| !tree.is_covered(path))),
+                    (None, landing) => {
+                        points.created.extend(Some(landing).filter(|path| !tree.is_covered(path)));
+                    }
                 },
             },
         }
     }
-    if impossible.is_empty() { Ok((created, volumes)) } else { Err(ImageError::ReadOnly(impossible)) }
+    if impossible.is_empty() { Ok(points) } else { Err(ImageError::ReadOnly(impossible)) }
+}
+
+/// Whether the two paths name the same file of the driver's, perhaps in another version: `libcuda.so.1` and
+/// `libcuda.so.550.54.14`.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let stem = |path: &Path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        name.find(".so.").map_or(name.clone(), |at| name[..at + ".so".len()].to_owned())
+    };
+    stem(one) == stem(other)
+}
+
+/// Those of `paths` in `rootfs` that are not there any more. What cannot be looked at may be there.
+#[must_use]
+pub(crate) fn gone<'p>(rootfs: &Path, paths: &[&'p PathBuf]) -> Vec<&'p PathBuf> {
+    let Ok(root) = open_root(rootfs) else { return Vec::new() };
+    let is_gone = |path: &Path| entry(&root, path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+    paths.iter().copied().filter(|path| is_gone(path)).collect()
 }
 
 /// Checks the mount points of `directories`, which are mounted beside `files`.
@@ -168,7 +200,7 @@ fn is_of_the_moment(error: &io::Error) -> bool {
     matches!(errno, Some(Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM | Errno::EAGAIN | Errno::EINTR))
 }
 
-/// As [`cleanup_mount_points`], for what the runtime created in a volume. The container's user controls the volume, so
+/// As [`cleanup_mount_points`], for what the runtime created in a volume, where it may also be an empty directory. The container's user controls the volume, so
 /// no link is followed, and files are removed only from the same directory in which they were created. Returns whether
 /// there was no error of the moment.
 pub(crate) fn clear_volume(place: &VolumeFiles) -> bool {
@@ -187,6 +219,10 @@ fn remove_below(directory: &OwnedFd, file: &Path) -> io::Result<bool> {
     let inside = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
     let parent = open_below(directory, &parent, inside)?;
     let stat = fstatat(&parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+    if SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFDIR {
+        unlinkat(&parent, name, UnlinkatFlags::RemoveDir)?;
+        return Ok(true);
+    }
     remove_empty(&parent, name, &stat)
 }
 

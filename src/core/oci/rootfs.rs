@@ -240,16 +240,6 @@ impl Tree {
         self.volumes.iter().map(|volume| volume.destination.as_path())
     }
 
-    /// Whether `path` is in a directory of the host.
-    pub fn is_of_the_host(&self, path: &Path) -> io::Result<bool> {
-        let real = match self.in_rootfs(path) {
-            Ok((_, real)) => real,
-            Err(error) if is_of_the_image(&error) => path.to_owned(),
-            Err(error) => return Err(error),
-        };
-        Ok(self.covering(&real).is_some_and(|(volume, _)| volume.source.is_some()))
-    }
-
     fn in_rootfs(&self, path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
         let fd = open_in(&self.rootfs, path, OFlag::empty())?;
         let real = inside(&self.host_path, &fd)?;

@@ -112,6 +112,8 @@ pub fn request(mode: Mode) -> Request {
         mig_caps: vec![],
         priority: Priority::Normal,
         guard: None,
+        visible_devices: None,
+        default_directory: true,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),
         wait: Duration::ZERO,

@@ -8,7 +8,7 @@ use super::Request;
 use super::error::RequestError;
 use super::keys::{Keys, PREFIX, one_word};
 use super::{misspelt, rules};
-use crate::config::Config;
+use crate::config::{Config, VisibleDevices};
 use crate::share::{
     Action, Capabilities, Capability, Devices, Isolation, LONGEST_WAIT, Memory, MigCapability, Mode, Percent,
     Priority, SELECTORS_ALLOWED, parse_devices, units,
@@ -74,6 +74,8 @@ pub fn parse(
         None => of_image(image_capabilities, &config.limits.capabilities),
     };
     let guard = keys.word("guard", &ACTIONS)?.map(|action| rules::guarding(&keys, action)).transpose()?;
+    let visible_devices = keys.word("visible_devices", &VISIBLE_DEVICES)?;
+    let default_directory = keys.word("default_directory", &[("true", true), ("false", false)])?;
     let wait = keys.read("wait", WAIT_ALLOWED, wait)?.unwrap_or(config.defaults.wait);
     let mode = rules::check(&keys, mode, &devices, isolation, &config.limits.require)?;
     Ok(Request {
@@ -90,6 +92,8 @@ pub fn parse(
         capabilities,
         wait,
         guard,
+        visible_devices,
+        default_directory: default_directory.unwrap_or(true),
     })
 }
 
@@ -98,6 +102,8 @@ const MODES: [(&str, Mode); 4] =
 const ISOLATIONS: [(&str, Isolation); 2] =
     [("shared", Isolation::Shared), ("dedicated", Isolation::Dedicated)];
 const PRIORITIES: [(&str, Priority); 2] = [("normal", Priority::Normal), ("low", Priority::Low)];
+const VISIBLE_DEVICES: [(&str, VisibleDevices); 2] =
+    [("ordinal", VisibleDevices::Ordinal), ("uuid", VisibleDevices::Uuid)];
 const ACTIONS: [(&str, Action); 3] =
     [("report", Action::Report), ("terminate", Action::Terminate), ("container", Action::Container)];
 const CAPABILITIES: [(&str, Capability); 4] = [

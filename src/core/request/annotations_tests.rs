@@ -79,6 +79,8 @@ fn a_lone_gpu_is_time_sliced() {
             mig_caps: Vec::new(),
             priority: Priority::Normal,
             guard: None,
+            visible_devices: None,
+            default_directory: true,
             processes: NonZeroU32::MIN,
             capabilities: Capabilities(vec![Capability::Compute, Capability::Utility]),
             wait: Duration::ZERO,
@@ -115,11 +117,28 @@ fn every_key_at_once() {
             mig_caps: Vec::new(),
             priority: Priority::Low,
             guard: Some(Guarding::AtLeast(Action::Terminate)),
+            visible_devices: None,
+            default_directory: true,
             processes: NonZeroU32::new(4).unwrap(),
             capabilities: Capabilities(vec![Capability::Compute, Capability::Video]),
             wait: Duration::from_secs(30),
         }
     );
+}
+
+#[test]
+fn only_a_named_share_says_how_devices_are_named_and_where_the_daemon_is_found() {
+    let share = [("sm", "25"), ("visible_devices", "ordinal"), ("default_directory", "false")];
+    let share = share.map(|(key, value)| (key.to_owned(), value.to_owned())).into_iter().collect();
+    let config = Config { share: [("vllm".to_owned(), share)].into(), ..Config::default() };
+    let parsed = |pairs: &[(&str, &str)]| parse(&annotations(pairs), None, None, &config);
+    let request = parsed(&[("sublet.share", "vllm"), ("sublet.memory", "1GiB")]).unwrap();
+    assert_eq!((request.visible_devices, request.default_directory), (Some(VisibleDevices::Ordinal), false));
+    assert_eq!(request.over(&config).grant.visible_devices, Some(VisibleDevices::Ordinal));
+    for key in ["sublet.visible_devices", "sublet.default_directory"] {
+        let error = parsed(&[("sublet.share", "vllm"), (key, "false")]).unwrap_err().to_string();
+        assert!(error.contains("unknown key"), "{error}");
+    }
 }
 
 #[test]

@@ -21,6 +21,9 @@ pub(super) const KEYS: [&str; 13] = [
     "share",
 ];
 
+/// Keys that only a named share may have: what they change concerns programs that sublet does not know.
+pub(super) const KEYS_OF_SHARES: [&str; 2] = ["visible_devices", "default_directory"];
+
 /// Why annotations do not make a request. Every message names the key, the value and what is allowed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {

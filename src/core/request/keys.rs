@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::error::{KEYS, RequestError, Setting, nearest_key};
+use super::error::{KEYS, KEYS_OF_SHARES, RequestError, Setting, nearest_key};
 use crate::config::Config;
 use crate::slurm::JOB_SHARE;
 use crate::text::nearest;
@@ -47,10 +47,10 @@ impl<'a> Keys<'a> {
             return Ok(());
         }
         // A named share cannot be based on another one.
-        let allowed = &KEYS[..KEYS.len() - 1];
+        let allowed = [&KEYS[..KEYS.len() - 1], &KEYS_OF_SHARES].concat();
         let share = config.share.get(name).ok_or_else(|| unknown_share(name, config))?;
         for (key, value) in share {
-            self.add(key, Given { value, share: Some(name) }, allowed)?;
+            self.add(key, Given { value, share: Some(name) }, &allowed)?;
         }
         Ok(())
     }

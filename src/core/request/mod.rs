@@ -7,9 +7,11 @@ mod keys;
 mod misspelt;
 mod rules;
 
+use std::borrow::Cow;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use crate::config::{Config, VisibleDevices};
 use crate::share::{
     Capabilities, Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority,
 };
@@ -46,4 +48,19 @@ pub struct Request {
     pub wait: Duration,
     /// What the guard does about this container's processes, if the container or its named share sets it.
     pub guard: Option<Guarding>,
+    /// How `CUDA_VISIBLE_DEVICES` names the devices, if the named share sets it.
+    pub visible_devices: Option<VisibleDevices>,
+    /// Whether the MPS directory is also at CUDA's default place.
+    pub default_directory: bool,
+}
+
+impl Request {
+    /// `config` with what the named share sets in its place.
+    #[must_use]
+    pub fn over<'c>(&self, config: &'c Config) -> Cow<'c, Config> {
+        let Some(visible) = self.visible_devices else { return Cow::Borrowed(config) };
+        let mut config = config.clone();
+        config.grant.visible_devices = Some(visible);
+        Cow::Owned(config)
+    }
 }

@@ -79,6 +79,7 @@ fn admitted(
     let source = RequestSource::of(spec, &bundle, None).map_err(admit::AdmitError::from)?;
     let Some(source) = source else { return Ok(None) };
     let config = config_files::load()?;
+    source.check_without_shim(&config)?;
     let owner = Process::current().map_err(HookError::Process)?;
     let container = admit::located(container(spec)?, spec, &bundle, &config)?;
     let candidate = Candidate { container, owner, engine: waits };

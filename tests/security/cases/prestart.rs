@@ -120,7 +120,7 @@ fn refusals() -> Vec<Case> {
         ),
         case(
             "the host's /tmp",
-            r#"mkdir t; mounted "{\"destination\":\"/tmp\",\"type\":\"bind\",\"source\":\"$PWD/t\",\"options\":[\"rbind\"]}"; up"#,
+            r#"mounted "{\"destination\":\"/tmp\",\"type\":\"bind\",\"source\":\"/tmp\",\"options\":[\"rbind\"]}"; up"#,
             refused("its /tmp is the host's"),
         ),
         case(

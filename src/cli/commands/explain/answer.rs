@@ -108,7 +108,7 @@ impl Answer {
             wait_ms: u64::try_from(request.wait.as_millis()).unwrap_or(u64::MAX),
             protects: protects(placement),
             does_not_protect: does_not_protect(placement),
-            warnings: warnings.iter().chain(&placement.warnings).cloned().collect(),
+            warnings: warnings.to_vec(),
         }
     }
 

@@ -13,7 +13,7 @@ use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, Mount};
 use crate::inventory::{Driver, DriverFile, FileKind, Fingerprint, Inventory, Majors};
 use crate::oci::image::room_for_share_program;
 use crate::oci::rootfs::Tree;
-use crate::oci::{ImageError, check_mps_directories, inspect};
+use crate::oci::{ImageError, check_mps_directories, check_no_other_daemon, inspect};
 use crate::request::Request;
 use crate::share::{Capabilities, Capability, Devices, Isolation, Mode, Priority};
 
@@ -79,7 +79,7 @@ impl Root {
     /// As [`Self::inspect`], for a container whose placement has an MPS daemon.
     pub fn inspect_with_mps(&self, spec: &Value) -> Result<(), ImageError> {
         let image = self.inspect(spec)?;
-        let default = (!image.tmp_is_host).then_some(MPS_DEFAULT_DIR);
+        let default = image.takes_default_directory().then_some(MPS_DEFAULT_DIR);
         let directories = [MPS_DIR].into_iter().chain(default);
         let mounts =
             directories.map(|path| Mount { source: "/run/sublet/mps/x".into(), destination: path.into() });
@@ -119,6 +119,8 @@ pub(super) fn time_slice() -> Request {
         mig_caps: Vec::new(),
         priority: Priority::Normal,
         guard: None,
+        visible_devices: None,
+        default_directory: true,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),
         wait: Duration::ZERO,
@@ -227,8 +229,8 @@ fn what_is_missing_is_remembered() {
     let root = Root::debian();
     root.file(&format!("rootfs/usr/lib/{TRIPLET}/libcuda.so.1"), "");
     let image = root.inspect(&json!({})).unwrap();
-    let mount_points = [in_triplet("libcuda.so.1"), in_triplet("libcuda.so"), "/usr/bin/nvidia-smi".into()];
-    assert_eq!(image.created, mount_points, "an empty one, of an earlier container, too");
+    assert_eq!(image.created, [in_triplet("libcuda.so"), "/usr/bin/nvidia-smi".into()]);
+    assert_eq!(image.empty, [in_triplet("libcuda.so.1")], "the image's own, or of an earlier container");
     root.file(&format!("rootfs/usr/lib/{TRIPLET}/libcuda.so.1"), "the image's own");
     let image = root.inspect(&json!({})).unwrap();
     assert_eq!(image.created, [in_triplet("libcuda.so"), "/usr/bin/nvidia-smi".into()]);
@@ -300,12 +302,12 @@ fn rival_libraries_are_named_once() {
     assert_eq!(warnings.len(), 2, "{warnings:?}");
     assert!(
         warnings[0].starts_with(
-            "the image's own /opt/fwd/libcuda.so.1 (found by its LD_LIBRARY_PATH) is used instead"
+            "the image's own /opt/fwd/libcuda.so.1 (libcuda.so.1, found by its LD_LIBRARY_PATH) is used instead"
         )
     );
     assert!(
         warnings[1].starts_with(
-            "the image's own /usr/local/cuda/compat/libcuda.so.1 (found by its /etc/ld.so.cache)"
+            "the image's own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.1.1, found by its /etc/ld.so.cache)"
         )
     );
 }
@@ -323,17 +325,92 @@ fn a_huge_cache_is_read_to_its_bound() {
 }
 
 #[test]
-fn tmp_of_the_host_is_seen() {
-    let tmp = |mount: Value, root: &Root| root.inspect(&json!({"mounts": [mount]})).unwrap().tmp_is_host;
+fn what_is_mounted_over_tmp_decides_where_the_default_directory_is() {
     let root = Root::debian();
-    assert!(tmp(json!({"destination": "/tmp", "type": "bind", "source": "/tmp"}), &root));
-    assert!(tmp(json!({"destination": "/tmp/", "source": "/srv", "options": ["rbind"]}), &root));
-    assert!(!tmp(json!({"destination": "/tmp", "type": "tmpfs", "source": "tmpfs"}), &root));
-    assert!(!tmp(json!({"destination": "/tmp/x", "type": "bind", "source": "/tmp"}), &root));
-    let linked = Root::new();
-    linked.dir("rootfs/var/tmp");
+    let volume = root.path("volume");
+    root.dir("volume");
+    root.dir("rootfs/var/tmp");
+    let look = |root: &Root, destination: &str, source: &Path, options: &[&str]| {
+        let mount =
+            json!({"destination": destination, "type": "bind", "source": source, "options": options});
+        root.inspect(&json!({"mounts": [mount]})).unwrap()
+    };
+    let tmp = Path::new("/tmp");
+    for (destination, options) in [("/tmp", &["rw"][..]), ("/tmp/", &["rbind"]), ("/tmp", &["ro"])] {
+        assert!(look(&root, destination, tmp, options).tmp_is_host, "{destination}");
+    }
+    let of_its_own = look(&root, "/tmp", &volume, &["rbind", "rw"]);
+    assert!(of_its_own.takes_default_directory());
+    let made = of_its_own.tmp_volume.unwrap();
+    assert_eq!((made.directory, made.files), (volume.canonicalize().unwrap(), vec!["nvidia-mps".into()]));
+    for options in [["rbind", "ro"], ["bind", "rshared"]] {
+        let closed = look(&root, "/tmp", &volume, &options);
+        assert!(closed.tmp_is_closed && !closed.tmp_is_host, "{options:?}");
+    }
+    root.dir("volume/nvidia-mps");
+    let there = look(&root, "/tmp", &volume, &["bind", "ro"]);
+    assert!(there.takes_default_directory() && !there.other_daemon);
+    assert_eq!(there.tmp_volume.unwrap().files, Vec::<PathBuf>::new());
+    let elsewhere = look(&root, "/tmp/x", tmp, &["rbind"]);
+    assert_eq!((elsewhere.takes_default_directory(), elsewhere.tmp_volume), (true, None));
+    let linked = Root::debian();
+    fs::remove_dir(linked.path("rootfs/tmp")).unwrap();
     linked.link("var/tmp", "rootfs/tmp");
-    assert!(tmp(json!({"destination": "/var/tmp", "type": "bind", "source": "/var/tmp"}), &linked));
+    linked.dir("rootfs/var/tmp");
+    assert!(look(&linked, "/var/tmp", tmp, &["rbind"]).tmp_is_host);
+}
+
+#[test]
+fn another_daemons_directory_is_seen_however_it_comes_there() {
+    let root = Root::debian();
+    root.dir("daemon");
+    root.link("/mps", "rootfs/tmp/nvidia-mps");
+    let brings = |root: &Root, destination: &str, source: &str| {
+        let mount = json!({"destination": destination, "type": "bind", "source": root.path(source)});
+        let image = root.inspect(&json!({"mounts": [mount]})).unwrap();
+        assert_eq!(check_no_other_daemon(&image, true).is_err(), image.other_daemon && image.tmp_is_host);
+        assert_eq!(check_no_other_daemon(&image, false).is_err(), image.other_daemon);
+        image.other_daemon
+    };
+    assert!(brings(&root, "/mps", "daemon"), "by a link of the image's");
+    assert!(!brings(&root, "/mps/other", "daemon"));
+    let plain = Root::debian();
+    plain.dir("daemon");
+    plain.dir("tmp/nvidia-mps");
+    assert!(brings(&plain, "/tmp/nvidia-mps", "daemon"), "although no daemon runs yet");
+    assert!(!brings(&plain, "/tmp", "tmp"), "an empty directory");
+    plain.file("tmp/nvidia-mps/control", "");
+    assert!(brings(&plain, "/tmp", "tmp"), "a daemon's");
+    assert!(brings(&plain, "/tmp/nvidia-mps/control", "tmp/nvidia-mps/control"));
+}
+
+/// Images that need a newer CUDA than the driver has, and images with a libcuda of their own.
+#[test]
+fn the_cuda_that_an_image_needs_is_compared_with_the_drivers() {
+    let driver = Driver { version: "550.54.14".into(), cuda: (12, 4), ..inventory().driver };
+    let warned = |root: &Root, env: &[&str]| {
+        let inventory = Inventory { driver: driver.clone(), ..inventory() };
+        let spec = json!({"process": {"env": env}});
+        inspect(&spec, &root.path("rootfs"), &time_slice(), &inventory, &Config::default()).unwrap().warnings
+    };
+    let old = "the image needs CUDA 13.0 (its NVIDIA_REQUIRE_CUDA), and the host's driver 550.54.14 has CUDA 12.4: ";
+    let root = Root::debian();
+    let one = |warnings: Vec<String>| match <[String; 1]>::try_from(warnings) {
+        Ok([line]) => line,
+        Err(several) => panic!("{several:?}"),
+    };
+    let needs = "NVIDIA_REQUIRE_CUDA=cuda>=13.0 brand=tesla,driver>=535,driver<536";
+    assert_eq!(one(warned(&root, &[needs])), format!("{old}use an image for CUDA 12.4 or a newer driver"));
+    for enough in ["", "cuda>=12.4", "cuda>=12.0,cuda>=11 cuda>=13.0", "cuda<14", "cuda>=x.y", "cuda>=99999999999.0"] {
+        assert_eq!(warned(&root, &[&format!("NVIDIA_REQUIRE_CUDA={enough}")]), Vec::<String>::new(), "{enough}");
+    }
+    root.file("rootfs/usr/local/cuda/compat/libcuda.so.580.65.06", "x");
+    root.link("libcuda.so.580.65.06", "rootfs/usr/local/cuda/compat/libcuda.so.1");
+    let help = "can use its own newer libcuda with `-e LD_LIBRARY_PATH=/usr/local/cuda/compat`";
+    assert!(one(warned(&root, &[needs])).ends_with(help));
+    let used = one(warned(&root, &[needs, "LD_LIBRARY_PATH=/usr/local/cuda/compat"]));
+    let uses = "it uses its own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.580.65.06, found by its LD_LIBRARY_PATH)";
+    assert!(used.starts_with(&format!("{old}{uses}")), "{used}");
 }
 
 #[test]
@@ -409,23 +486,28 @@ fn a_volume_does_not_lead_out_either() {
 
 #[test]
 fn the_program_for_the_share_is_left_out_where_it_has_no_room() {
-    let room =
-        |root: &Root, spec: &Value| room_for_share_program(&Tree::open(spec, &root.path("rootfs")).unwrap());
+    let room = |root: &Root, spec: &Value| {
+        let room = room_for_share_program(&Tree::open(spec, &root.path("rootfs")).unwrap());
+        room.map(|points| (points.created, points.empty))
+    };
     let path = PathBuf::from("/usr/bin/sublet-share");
     let debian = Root::debian();
-    assert_eq!(room(&debian, &json!({})), Some(vec![path.clone()]));
+    assert_eq!(room(&debian, &json!({})), Some((vec![path.clone()], vec![])));
     let volume = debian.path("volume");
     fs::create_dir_all(&volume).unwrap();
     let over = |destination: &str, options: &[&str]| json!({"mounts": [{"destination": destination, "source": volume, "type": "bind", "options": options}]});
     assert_eq!(room(&debian, &over("/usr/bin", &["rbind"])), None, "other containers may have the volume");
     assert_eq!(room(&debian, &over("/usr/bin/sublet-share", &["rbind"])), None, "something is there");
     debian.file("rootfs/usr/bin/sublet-share", "");
-    assert_eq!(room(&debian, &json!({})), Some(vec![path]), "an empty mount point of an earlier container");
+    let empty = Some((vec![], vec![path]));
+    assert_eq!(room(&debian, &json!({})), empty, "perhaps a mount point of an earlier container");
     debian.file("rootfs/usr/bin/sublet-share", "#!/bin/sh");
     assert_eq!(room(&debian, &json!({})), None, "the image's own");
     let linked = Root::debian();
     linked.link("/etc/passwd", "rootfs/usr/bin/sublet-share");
-    linked.file("rootfs/etc/passwd", "root");
-    assert_eq!(room(&linked, &json!({})), None);
+    for content in ["root", ""] {
+        linked.file("rootfs/etc/passwd", content);
+        assert_eq!(room(&linked, &json!({})), None);
+    }
     assert_eq!(room(&Root::new(), &json!({})), None, "an image without /usr/bin");
 }

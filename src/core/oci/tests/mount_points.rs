@@ -26,6 +26,27 @@ fn mount_points_that_are_links_are_accepted() {
     );
 }
 
+/// A bind mount lands on what a link leads to: another file of the image's would be covered.
+#[test]
+fn a_link_to_another_file_is_left_out_and_named() {
+    let root = Root::debian();
+    let libraries = format!("rootfs/usr/lib/{TRIPLET}");
+    root.file("rootfs/usr/bin/busybox", "the image's");
+    root.link("busybox", "rootfs/usr/bin/nvidia-smi");
+    root.file(&format!("{libraries}/libcuda.so.418.56"), "");
+    root.link("libcuda.so.418.56", &format!("{libraries}/libcuda.so.1"));
+    root.link("libcuda.so.1", &format!("{libraries}/libcuda.so"));
+    let image = root.inspect(&json!({})).unwrap();
+    assert_eq!(image.left_out, [Path::new("/usr/bin/nvidia-smi")]);
+    assert_eq!(image.created, Vec::<PathBuf>::new());
+    assert_eq!(image.empty, [in_triplet("libcuda.so.1"), in_triplet("libcuda.so")]);
+    assert!(image.warnings().iter().any(|line| line.contains("would be covered: /usr/bin/nvidia-smi (")));
+    root.file("volume/sh", "the volume's");
+    let over = json!({"mounts": [{"destination": "/usr/bin", "type": "bind", "source": root.path("volume")}]});
+    root.link("sh", "volume/nvidia-smi");
+    assert_eq!(root.inspect(&over).unwrap().left_out, [Path::new("/usr/bin/nvidia-smi")]);
+}
+
 #[test]
 fn mount_points_that_cannot_be_are_named() {
     let directory = Root::debian();
@@ -214,6 +235,8 @@ fn cleaning_a_volume_follows_no_link() {
     root.file("volume/full", "x");
     root.file("volume/below/ours", "");
     root.file("volume/theirs", "");
+    root.dir("volume/made");
+    root.dir("volume/used/by-another");
     root.link("theirs", "volume/link");
     root.link(root.path("outside").to_str().unwrap(), "volume/away");
     root.link("../outside", "volume/relative");
@@ -228,6 +251,8 @@ fn cleaning_a_volume_follows_no_link() {
             "away/empty",
             "relative/empty",
             "../outside/empty",
+            "made",
+            "used",
             "gone",
         ];
         let files = files.map(PathBuf::from).into();
@@ -245,8 +270,10 @@ fn cleaning_a_volume_follows_no_link() {
     clear_volume(&VolumeFiles { directory: root.path("linked"), ..volume.clone() });
     assert!(root.path("volume/ours").exists() && root.path("volume/below/ours").exists());
     clear_volume(&volume);
-    assert!(!root.path("volume/ours").exists() && !root.path("volume/below/ours").exists());
-    for kept in ["volume/full", "volume/theirs", "volume/link", "outside/empty"] {
+    for ours in ["volume/ours", "volume/below/ours", "volume/made"] {
+        assert!(!root.path(ours).exists(), "{ours}");
+    }
+    for kept in ["volume/full", "volume/used/by-another", "volume/theirs", "volume/link", "outside/empty"] {
         assert!(fs::symlink_metadata(root.path(kept)).is_ok(), "{kept}");
     }
 }
