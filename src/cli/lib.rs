@@ -8,6 +8,7 @@ mod libcuda;
 mod nvml_mig;
 mod own_root;
 mod peer;
+mod proc;
 mod yaml;
 
 mod load;

@@ -15,7 +15,8 @@ pub enum Level {
     Debug,
     /// Only to the files.
     Info,
-    /// To the files and stderr.
+    /// To the files; to stderr only if the engine names no file. In a `create` stderr is the container's own, so the line
+    /// would be the first of its log.
     Warning,
     /// To the files and stderr.
     Error,
@@ -51,11 +52,17 @@ impl Log {
         Self { program, engine, json, own: own.map(Path::to_owned) }
     }
 
+    /// Whether there is a file that lines go to.
+    #[must_use]
+    pub fn has_file(&self) -> bool {
+        self.engine.is_some() || self.own.is_some()
+    }
+
     /// Writes one line to all places that `level` goes to. A place that cannot be written is skipped: a full disk must
     /// not keep containers from ending.
     pub fn write(&self, level: Level, message: &str) {
         let message = format!("{}: {}", self.program, one_line(message));
-        if matches!(level, Level::Warning | Level::Error) || level == Level::Debug && self.engine.is_none() {
+        if level == Level::Error || level != Level::Info && self.engine.is_none() {
             let _ = writeln!(std::io::stderr(), "{message}");
         }
         let time = SystemTime::now();

@@ -458,3 +458,38 @@ fn a_container_of_a_cri_pod_has_the_share_of_its_device() {
         assert_empty(&containerd.world);
     }
 }
+
+#[test]
+fn podman_build_gives_a_step_the_share_over_crun_alone() {
+    if skip_unless_engines() {
+        return;
+    }
+    let (podman, _offer) = podman(SMALL);
+    let dir = podman.world.dir.path().join("context");
+    std::fs::create_dir(&dir).expect("a directory");
+    std::fs::write(dir.join("Containerfile"), format!("FROM {IMAGE}\nRUN [\"cuda-probe\", \"info\"]\n"))
+        .expect("written");
+    let build = |options: &[&str]| {
+        let mut command = podman.command();
+        command.args("build --no-cache --ulimit=nofile=512:512 --ulimit=nproc=512:512 --device".split(' '));
+        let output = command.arg(DEVICE).args(options).arg(&dir).output().expect("podman runs");
+        let said =
+            [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+        (output.status.success(), said)
+    };
+    // Podman's build of 5.4 looks for CDI devices in this directory alone.
+    let place = "/etc/cdi/sublet.json";
+    std::fs::create_dir_all("/etc/cdi").expect("a directory");
+    std::fs::copy("/var/run/cdi/sublet.json", place).expect("copied");
+    let (crun, said) = build(&["--network=none", "--runtime=/usr/bin/crun"]);
+    let left = leases_on_disk(&podman.world);
+    // buildah gives runc a device rule without access; without a runtime there are neither nodes nor hooks.
+    let (runc, of_runc) = build(&["--network=none", "--runtime=/usr/bin/runc"]);
+    let (_, of_chroot) = build(&["--isolation=chroot"]);
+    std::fs::remove_file(place).expect("removed");
+    assert!(crun && said.contains("\"sm\":32"), "{said}");
+    assert_eq!(left, 0, "poststop came to nothing");
+    assert!(!runc && of_runc.contains("device access"), "{of_runc}");
+    assert!(!of_chroot.contains("\"sm\":32") && leases_on_disk(&podman.world) == 0, "{of_chroot}");
+    podman.assert_empty();
+}

@@ -11,11 +11,12 @@ use sublet_e2e::docker::{Docker, skip_unless_engines};
 use sublet_e2e::podman::Podman;
 use sublet_e2e::{World, eventually, skip_unless_root};
 
-const CHECKS: [&str; 28] = [
+const CHECKS: [&str; 29] = [
     "configuration",
     "driver",
     "kernel-modules",
     "device-nodes",
+    "fabric-manager",
     "nvml",
     "inventory",
     "cap-nodes",
@@ -323,4 +324,54 @@ fn podman_runs_a_probe_without_an_image() {
     let free = seen["memory_free_bytes"].as_u64().expect("a number") >> 20;
     assert!((8000..8192).contains(&free), "{free} MiB");
     podman.world.assert_empty();
+}
+
+#[test]
+fn containers_whose_annotations_were_dropped_are_named() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = Docker::up(World::simulated("h200", ""), &json!({}));
+    let post = |path: &str, body: &str| {
+        let socket = docker.socket();
+        let mut curl = Command::new("curl");
+        curl.args([
+            "--fail-with-body",
+            "-sS",
+            "-X",
+            "POST",
+            "-H",
+            "Content-Type: application/json",
+            "-d",
+            body,
+        ]);
+        curl.arg("--unix-socket").arg(socket).arg(format!("http://docker/{path}"));
+        let output = curl.output().expect("curl");
+        assert!(output.status.success(), "{path}: {output:?}");
+    };
+    let create = |version: &str, name: &str| {
+        let body = json!({"Image": "probe", "Cmd": ["sleep", "600"], "HostConfig":
+            {"Runtime": "sublet", "NetworkMode": "none", "Annotations": {"sublet.sm": "25"}}});
+        post(&format!("{version}/containers/create?name={name}"), &body.to_string());
+        post(&format!("{version}/containers/{name}/start"), "");
+    };
+    create("v1.43", "asks");
+    let named = || docker.world.status()["warnings"].to_string().contains("container updated: ");
+    assert!(!named());
+    create("v1.42", "updated");
+    let warnings = docker.world.status()["warnings"].to_string();
+    assert!(
+        warnings.contains("container updated: started with the runtime sublet, but without a share"),
+        "{warnings}"
+    );
+    let mut doctor = docker.world.command("sublet");
+    doctor
+        .args(["doctor", "--format", "json"])
+        .env("DOCKER_HOST", format!("unix://{}", docker.socket().display()));
+    let document: Value = serde_json::from_slice(&doctor.output().expect("it runs").stdout).expect("JSON");
+    let check = one(document["checks"].as_array().expect("checks"), "docker").clone();
+    assert!(check["result"] == "warn" && found(&check).contains("updated"), "{check}");
+    docker.done(&["rm", "-f", "updated"]);
+    assert!(!named());
+    docker.done(&["rm", "-f", "asks"]);
 }

@@ -1,7 +1,9 @@
-//! `sublet explain` beside a real Docker: a stack as Docker Compose resolves it, and containers by the names that
-//! Docker has for them. Runs in the root that tests/engines/enter gives. One H200.
+//! `sublet explain` beside real engines: a stack as Docker Compose resolves it, units as Podman's generator reads them, and
+//! containers by the names that Docker has for them. Runs in the root that tests/engines/enter gives. One H200.
 
-use std::process::Output;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::{Command, Output};
 
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, skip_unless_engines};
@@ -13,11 +15,31 @@ fn h200() -> Docker {
 
 /// `sublet explain` with the environment of Docker's client.
 fn explain(docker: &Docker, arguments: &[&str]) -> Output {
+    explain_with(docker, arguments, &[])
+}
+
+fn explain_with(docker: &Docker, arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     let mut command = docker.world.command("sublet");
     for (name, value) in docker.command().get_envs() {
         command.env(name, value.expect("it is set"));
     }
+    command.envs(environment.iter().copied());
     command.env("SHARE", "60").arg("explain").args(arguments).output().expect("it runs")
+}
+
+/// The services that a stack's JSON has, each with its percentage of SMs.
+fn shares(output: &Output) -> Vec<(String, Value)> {
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+    let services = document["services"].as_array().expect("services");
+    let one = |service: &Value| {
+        (service["service"].as_str().expect("a name").to_owned(), service["sm_percent"].clone())
+    };
+    services.iter().map(one).collect()
+}
+
+fn write(path: &Path, text: &str) {
+    std::fs::create_dir_all(path.parent().expect("a directory")).expect("a directory");
+    std::fs::write(path, text).expect("written");
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -97,4 +119,142 @@ fn a_container_that_was_refused_is_known_by_its_name() {
     let told = text(&told.stdout) + &text(&told.stderr);
     assert!(told.contains("History") && told.contains("refused: sublet.sm=200"), "{told}");
     docker.done(&["rm", "-f", "large"]);
+}
+
+#[test]
+fn a_compose_file_is_read_with_what_overrides_it_in_its_directory() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = h200();
+    let dir = docker.world.dir.path().join("shop");
+    let service = |sm: u32| {
+        format!("services: {{ web: {{ image: probe, runtime: sublet, annotations: [ sublet.sm={sm} ] }} }}\n")
+    };
+    for (name, sm) in
+        [("compose.yaml", 10), ("compose.override.yaml", 20), ("other.yaml", 30), ("docker-compose.yml", 50)]
+    {
+        write(&dir.join(name), &service(sm));
+    }
+    let path = |name: &str| dir.join(name).to_str().expect("UTF-8").to_owned();
+    let (first, other, old) = (path("compose.yaml"), path("other.yaml"), path("docker-compose.yml"));
+    let sm = |files: &[&str], environment: &[(&str, &str)]| {
+        shares(&explain_with(&docker, &[files, &["--format", "json"]].concat(), environment))[0].1.clone()
+    };
+    // As `docker compose up` in that directory.
+    let mut config = docker.command();
+    config.args(["compose", "config", "--format", "json"]).current_dir(&dir);
+    let config: Value = serde_json::from_slice(&config.output().expect("Compose").stdout).expect("JSON");
+    assert_eq!(config["services"]["web"]["annotations"]["sublet.sm"], "20");
+    assert_eq!(sm(&["--compose", &first], &[]), json!(20.0));
+    assert_eq!(sm(&["--compose", &first], &[("COMPOSE_FILE", "compose.yaml:other.yaml")]), json!(30.0));
+    // Others than those that Compose takes by itself stand alone, or one over the other.
+    assert_eq!(sm(&["--compose", &old], &[]), json!(50.0));
+    assert_eq!(sm(&["--compose", &first, "--compose", &other], &[]), json!(30.0));
+    assert_eq!(sm(&["--compose", &other, &old], &[]), json!(50.0));
+    let alone = explain_with(&docker, &["--compose", &first], &[("PATH", "/nonexistent")]);
+    let said = text(&alone.stderr);
+    assert!(
+        alone.status.code() == Some(1) && said.contains("compose.override.yaml needs Docker Compose"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_compose_that_drops_annotations_is_named() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = h200();
+    let dir = docker.world.dir.path();
+    // This Debian's Compose, with the version of an older one.
+    let script = "#!/bin/sh\n[ \"$1 $2\" != 'compose version' ] || exec echo Docker Compose version v2.24.5\n\
+                  [ \"$1\" != compose ] || { shift; exec docker-compose \"$@\"; }\nexec /usr/bin/docker \"$@\"\n";
+    write(&dir.join("old/docker"), script);
+    std::fs::set_permissions(dir.join("old/docker"), std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    let path = format!("{}:{}", dir.join("old").display(), std::env::var("PATH").expect("PATH"));
+    let file = dir.join("stack.yaml");
+    write(
+        &file,
+        "services: { web: { image: probe, runtime: sublet, annotations: [ sublet.sm=5 ] }, db: { image: x } }\n",
+    );
+    let file = file.to_str().expect("UTF-8");
+    let output = explain_with(&docker, &["--compose", file], &[("PATH", &path)]);
+    let table = text(&output.stdout);
+    assert!(
+        output.status.code() == Some(1) && table.contains("Docker Compose 2.24.5 drops its annotations"),
+        "{table}"
+    );
+    assert!(table.contains("2.26") && table.contains("asks for no share"), "{table}");
+    assert!(explain(&docker, &["--compose", file]).status.success(), "this Debian's passes them on");
+}
+
+#[test]
+fn a_shares_warning_is_an_event_and_no_line_of_the_containers_log() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = h200();
+    let started = docker.run("warned", &["sublet.sm=25"], &["--volume=/tmp:/tmp"], &["cuda-probe", "info"]);
+    assert!(started.ok, "{started:?}");
+    let _ = docker.event("warned", "info");
+    let logs = docker.cli(&["logs", "warned"]);
+    assert!(!(logs.stdout + &logs.stderr).contains("sublet"), "its own log has lines of sublet's");
+    let told = text(&explain(&docker, &["--container", started.stdout.trim()]).stdout);
+    assert!(told.contains("warned") && told.contains("/tmp is the host's"), "{told}");
+    docker.done(&["rm", "-f", "warned"]);
+}
+
+/// The generator that systemd runs at boot.
+const GENERATOR: &str = "/usr/lib/systemd/system-generators/podman-system-generator";
+
+/// What `--annotation` is followed by in the command lines that Podman's generator makes.
+fn generated() -> Vec<String> {
+    let output = Command::new(GENERATOR).arg("--dryrun").output().expect("the generator");
+    let lines = text(&output.stdout);
+    let start =
+        lines.lines().find(|line| line.starts_with("ExecStart=")).unwrap_or_else(|| panic!("{output:?}"));
+    let words: Vec<&str> = start.split(' ').collect();
+    let mut found: Vec<String> =
+        words.windows(2).filter(|pair| pair[0] == "--annotation").map(|pair| pair[1].to_owned()).collect();
+    found.sort();
+    found
+}
+
+#[test]
+fn a_quadlet_unit_is_what_podmans_generator_makes_of_it() {
+    if skip_unless_engines() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let unit = Path::new("/etc/containers/systemd/gpu/team-a-worker.container");
+    let place = |path: &str| Path::new(path).to_owned();
+    let add = |path: &str, line: &str| write(&place(path), &format!("[Container]\n{line}\n"));
+    write(unit, "[Container]\nImage=probe\nAnnotation=sublet.sm=5 sublet.gpu=0\n");
+    let explained = || {
+        let output =
+            world.sublet(&["explain", "--quadlet", unit.to_str().expect("UTF-8"), "--format", "json"]);
+        let document: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+        (document["services"][0]["sm_percent"].clone(), document["services"][0]["memory_bytes"].clone())
+    };
+    let agree = |annotations: &[&str], sm: f64, gib: u64| {
+        assert_eq!(generated(), annotations);
+        let memory = if gib == 0 { Value::Null } else { json!(gib << 30) };
+        assert_eq!(explained(), (json!(sm), memory));
+    };
+    agree(&["sublet.gpu=0", "sublet.sm=5"], 5.0, 0);
+    add("/etc/containers/systemd/container.d/10-all.conf", "Annotation=sublet.memory=1GiB");
+    agree(&["sublet.gpu=0", "sublet.memory=1GiB", "sublet.sm=5"], 5.0, 1);
+    add("/usr/share/containers/systemd/team-.container.d/20-team.conf", "Annotation=sublet.sm=20");
+    add("/usr/share/containers/systemd/other-.container.d/30-other.conf", "Annotation=sublet.sm=30");
+    agree(&["sublet.gpu=0", "sublet.memory=1GiB", "sublet.sm=20"], 20.0, 1);
+    add("/run/containers/systemd/team-a-.container.d/40-a.conf", "Annotation=\nAnnotation=sublet.sm=40");
+    agree(&["sublet.sm=40"], 40.0, 0);
+    // The more specific one of two of one name.
+    add("/etc/containers/systemd/team-a-worker.container.d/10-all.conf", "Annotation=sublet.memory=9GiB");
+    add("/run/containers/systemd/team-a-.container.d/40-a.conf", "Annotation=sublet.sm=40");
+    agree(&["sublet.gpu=0", "sublet.memory=9GiB", "sublet.sm=40"], 40.0, 9);
+    for top in ["/etc", "/run", "/usr/share"] {
+        std::fs::remove_dir_all(Path::new(top).join("containers/systemd")).expect("removed");
+    }
 }

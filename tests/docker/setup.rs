@@ -135,6 +135,72 @@ fn containerd_reads_what_setup_writes() {
 }
 
 #[test]
+fn a_file_that_dockerd_would_not_start_with_is_refused_with_the_flag() {
+    if skip_unless_engines() {
+        return;
+    }
+    let with_flag = ["sh", "-c", "exec \"$@\" --default-runtime=runc", "sh"].map(str::to_owned).to_vec();
+    let docker = Docker::up_in(World::simulated("h200", ""), &json!({"runtimes": {}}), with_flag);
+    let file = docker.world.dir.path().join("daemon.json");
+    let before = fs::read_to_string(&file).expect("daemon.json");
+    let path = file.to_str().expect("UTF-8").to_owned();
+    let refused = docker.world.sublet(&["setup", "docker", "--default", "--config", &path]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("--default-runtime=runc of the running dockerd"), "{said}");
+    assert_eq!(fs::read_to_string(&file).expect("daemon.json"), before);
+    setup(&docker.world, &["docker", "--config", &path]);
+    let after = fs::read_to_string(&file).expect("daemon.json");
+    assert!(after.contains("sublet-runtime") && !after.contains("default-runtime"), "{after}");
+    // It is right about dockerd.
+    let valid = |text: &str| {
+        let copy = docker.world.dir.path().join("copy.json");
+        fs::write(&copy, text).expect("written");
+        let mut dockerd = Command::new("dockerd");
+        dockerd.args(["--validate", "--default-runtime=runc", "--config-file"]).arg(copy);
+        dockerd.output().expect("dockerd").status.success()
+    };
+    assert!(valid(&after) && !valid(&after.replacen('{', "{\"default-runtime\": \"sublet\",", 1)));
+}
+
+#[test]
+fn an_imported_file_that_replaces_sublets_table_is_named() {
+    if skip_unless_engines() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let dir = world.dir.path().join("containerd");
+    fs::create_dir_all(dir.join("conf.d")).expect("a directory");
+    let (main, drop_in) = (dir.join("config.toml"), dir.join("conf.d/99-nvidia.toml"));
+    fs::write(&main, "version = 2\nimports = [\"conf.d/*.toml\"]\n").expect("written");
+    let path = |path: &Path| path.to_str().expect("UTF-8").to_owned();
+    let (main, drop_in) = (path(&main), path(&drop_in));
+    let knows = || {
+        let dump = Command::new("containerd")
+            .args(["--config", &main, "config", "dump"])
+            .output()
+            .expect("containerd");
+        String::from_utf8_lossy(&dump.stdout).contains("sublet-runtime")
+    };
+    // It adds, and replaces nothing.
+    fs::write(&drop_in, "version = 2\n[metrics]\naddress = \"127.0.0.1:1338\"\n").expect("written");
+    setup(&world, &["containerd", "--config", &main]);
+    assert!(knows());
+    setup(&world, &["containerd", "--config", &main, "--undo"]);
+    let nvidia =
+        "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd]\ndefault_runtime_name = \"runc\"\n";
+    fs::write(&drop_in, nvidia).expect("written");
+    let before = fs::read_to_string(&main).expect("config.toml");
+    let refused = world.sublet(&["setup", "containerd", "--config", &main]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(1) && said.contains("99-nvidia.toml"), "{said}");
+    assert_eq!(fs::read_to_string(&main).expect("config.toml"), before);
+    // As it says.
+    setup(&world, &["containerd", "--config", &drop_in]);
+    assert!(knows());
+}
+
+#[test]
 fn a_read_only_etc_and_a_user_who_is_not_root_are_told_what_to_do() {
     if skip_unless_root() {
         return;

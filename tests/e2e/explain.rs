@@ -124,6 +124,13 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
             && !line.ends_with('}')),
         "only commas change: {diff}"
     );
+    // The same once it has been created: neither its edits nor its lease are in its way.
+    bundle.up();
+    let but_lease = |text: &str| {
+        text.lines().filter(|line| !line.contains("sublet.lease")).collect::<Vec<_>>().join("\n")
+    };
+    assert_eq!(but_lease(&stdout(&world, &["explain", "--edits", "--bundle", dir])), but_lease(&diff));
+    bundle.down();
     let refused = failure(&world, &["explain", "--annotation", "sublet.sm=70"]);
     assert!(refused.contains("40 % SM left") && refused.contains("keeper"), "{refused}");
     assert_eq!(

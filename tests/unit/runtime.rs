@@ -153,18 +153,34 @@ fn an_error_stands_on_stderr_and_in_both_logs() {
 }
 
 #[test]
-fn only_a_name_chosen_on_purpose_is_told_that_there_is_no_gpu() {
+fn a_container_without_a_share_runs_is_warned_of_or_refused_as_the_configuration_says() {
     let host = Host::new();
-    let log = |name: &str| {
-        let _ = fs::remove_file(host.path("own.log"));
-        let output = host.command(&["create".into(), "c".into()]).arg0(name).output().unwrap();
-        assert!(output.status.success(), "{}", stderr(&output));
-        fs::read_to_string(host.path("own.log")).unwrap_or_default()
+    let config = fs::read_to_string(host.path("config.toml")).unwrap();
+    let engine = host.path("engine.log");
+    let create = |without_share: &str, spec: &str| {
+        fs::write(host.path("config.toml"), format!("{config}{without_share}")).unwrap();
+        fs::write(host.path("bundle/config.json"), spec).unwrap();
+        for log in ["own.log", "engine.log", "argv"] {
+            let _ = fs::remove_file(host.path(log));
+        }
+        let output = host.run(&format!("--log {} --log-format json create c", engine.display()));
+        let logs =
+            ["engine.log", "own.log"].map(|log| fs::read_to_string(host.path(log)).unwrap_or_default());
+        (output.status.code(), stderr(&output), logs.concat(), host.path("argv").exists())
     };
-    assert_eq!(log("/usr/bin/sublet-runtime"), "");
-    let line = log("/usr/bin/sublet");
-    let end = " level=info msg=\"sublet-runtime: no sublet.* annotation; it gets no GPU\"\n";
-    assert!(line.ends_with(end) && line.lines().count() == 1, "{line}");
+    let nothing = || (Some(0), String::new(), String::new(), true);
+    assert_eq!(create("without_share = \"run\"\n", PLAIN), nothing());
+    // In the logs alone: stderr is the container's.
+    let (code, stderr, logs, started) = create("", PLAIN);
+    assert_eq!((code, stderr.as_str(), started, logs.lines().count()), (Some(0), "", true, 2), "{logs}");
+    assert!(logs.lines().all(|line| line.contains("container c: no sublet.* annotation")), "{logs}");
+    assert!(logs.starts_with("{\"level\":\"warning\"") && logs.contains(" level=warning "), "{logs}");
+    let (code, stderr, _, started) = create("without_share = \"refuse\"\n", PLAIN);
+    assert!(code == Some(1) && stderr.contains("without_share refuses") && !started, "{stderr}");
+    let pause = r#"{"annotations":{"io.kubernetes.cri.container-type":"sandbox"}}"#;
+    for without_share in ["", "without_share = \"refuse\"\n"] {
+        assert_eq!(create(without_share, pause), nothing(), "{without_share}");
+    }
 }
 
 #[test]

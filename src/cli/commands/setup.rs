@@ -11,13 +11,18 @@ use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::doctor::ask;
 use super::explain::inventory_for;
 use super::tables::{self, Format};
 use crate::preview::Whose;
-use crate::setup::{self, Wish, containerd, crio, docker, engine_files, podman};
+use crate::setup::dockerd::Dockerd;
+use crate::setup::{
+    self, Wish, containerd, containerd_imports, crio, default_runtime, docker, engine_files, podman,
+};
 use crate::swarm::{self, Count};
-use sublet_core::config::Config;
+use sublet_core::config::{Config, WithoutShare};
 use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
+use sublet_core::process::environment::honoured;
 use sublet_core::text::safe;
 
 /// Arguments of `sublet setup`.
@@ -116,14 +121,27 @@ impl Engine {
 /// # Errors
 /// A file that cannot be parsed, read or written, or an engine that cannot use sublet. Nothing is changed then.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
-    let path = path(arguments)?;
+    let dockerd = Dockerd::of(Path::new("/"), ask, arguments.config.as_deref());
+    let path = path(arguments, &dockerd)?;
     let counts = counts(arguments, config)?;
     let found = engine_files::read(&path).map_err(|error| cannot("read", &path, &error))?;
     let wanted = edited(arguments, &path, found.as_deref(), &counts, config)
         .with_context(|| safe(&path.to_string_lossy()))?;
     let Edited { text: wanted, record } = wanted;
+    let is_dockerds = arguments.engine == Engine::Docker
+        && fs::canonicalize(dockerd.file()).map_or(dockerd.file() == path, |file| file == path);
+    let text = wanted.as_deref().unwrap_or("{}");
+    if is_dockerds && !arguments.undo {
+        dockerd.starts_with(text).with_context(|| safe(&path.to_string_lossy()))?;
+    }
     if arguments.check {
         return check(arguments, &path, wanted == found);
+    }
+    if is_dockerds && !arguments.dry_run && honoured().is_none() {
+        let is_default = dockerd.default_runtime(text).as_deref() == Some(setup::NAME);
+        let is_meant = config.runtime.without_share.is_none_or(|set| set == WithoutShare::Run);
+        let file = Path::new(default_runtime::FILE);
+        default_runtime::say(file, is_default && is_meant).map_err(|error| cannot("write", file, &error))?;
     }
     if wanted == found {
         println!("{}: nothing to do.", path.display());
@@ -138,7 +156,6 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
-    let text = wanted.as_deref().unwrap_or("{}");
     let whole = arguments.undo || only_at_start(found.as_deref().unwrap_or("{}"), text);
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
     println!("{}: {done}; {}.", path.display(), arguments.engine.restart(whole, has_systemd()));
@@ -206,11 +223,13 @@ fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> 
 }
 
 /// The file to edit: the target of a link, so that the link stays.
-fn path(arguments: &Arguments) -> anyhow::Result<PathBuf> {
+fn path(arguments: &Arguments, dockerd: &Dockerd) -> anyhow::Result<PathBuf> {
     if arguments.config.is_none() {
         refuse_unserved(arguments.engine)?;
     }
-    let path = arguments.config.clone().unwrap_or_else(|| PathBuf::from(arguments.engine.path()));
+    let usual =
+        if arguments.engine == Engine::Docker { dockerd.file() } else { Path::new(arguments.engine.path()) };
+    let path = arguments.config.clone().unwrap_or_else(|| usual.to_owned());
     match (fs::canonicalize(&path), fs::symlink_metadata(&path)) {
         (Ok(path), _) => Ok(path),
         (Err(error), Ok(_)) => Err(cannot("read", &path, &error)),
@@ -276,7 +295,11 @@ fn edited(
             let (text, record) = docker::set_up(found, record, &wish)?;
             return Ok(Edited { text: Some(text), record: Some(record) });
         }
-        Engine::Containerd => containerd::set_up(found, &wish)?,
+        Engine::Containerd => {
+            let text = containerd::set_up(found, &wish)?;
+            containerd_imports::check(path, &text, &wish, ask)?;
+            text
+        }
         Engine::Crio => in_directory(path, found, crio::set_up(found, &wish)?),
         Engine::Podman => in_directory(path, found, podman::set_up(found, &weaker(path)?, &wish)?),
     };

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
+use std::path::Path;
 use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::Duration;
@@ -16,7 +17,8 @@ use super::tables::{self, Format};
 use super::user_view::Own;
 use super::{device_table, guard_report};
 use crate::mps_daemons::{self, Listed};
-use crate::names::{Names, lease_of};
+use crate::names::{Names, WHY_WITHOUT_SHARE, lease_of};
+use crate::setup::dockerd::without_share;
 use crate::shown::word;
 use crate::status::{Sources, Status};
 use crate::usage;
@@ -103,7 +105,10 @@ impl Host {
         let mps = mps_daemons::list(&store, config)?;
         let sources =
             Sources { inventory: &inventory, ledger: &ledger, names: &names, usage: &usage, config };
-        Ok(Self { status: Status::of(&sources, mps), ledger, inventory, names })
+        let mut status = Status::of(&sources, mps);
+        let without = without_share(Path::new("/"), &ledger, config);
+        status.warnings.extend(without.iter().map(|name| format!("container {name}: {WHY_WITHOUT_SHARE}")));
+        Ok(Self { status, ledger, inventory, names })
     }
 }
 

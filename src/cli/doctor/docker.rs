@@ -1,10 +1,11 @@
 //! Docker: its version, and whether it knows sublet.
 
-use super::{Host, Outcome, fail, pass, skip, version, warn};
-use crate::setup::{docker as daemon_json, engine_files};
+use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
+use crate::names::WHY_WITHOUT_SHARE;
+use crate::setup::dockerd::without_share;
+use crate::setup::{NAME, docker as daemon_json, engine_files};
+use crate::stack::drops_annotations;
 use sublet_core::text::safe;
-
-const FILE: &str = "/etc/docker/daemon.json";
 
 /// The first version with `--annotation`.
 const OLDEST: u32 = 24;
@@ -20,17 +21,19 @@ pub(super) fn docker(host: &Host<'_>) -> Outcome {
     if host.program("dockerd").is_none() {
         return skip("not installed");
     }
-    let text = host.text(FILE).unwrap_or_else(|| "{}".to_owned());
-    match daemon_json::runtime(&text) {
-        Err(error) => fail(format!("{FILE}: {error}"), format!("correct {FILE}")),
+    let (dockerd, text) = host.dockerd();
+    let file = shown(dockerd.file());
+    let runtime = daemon_json::runtime(&text);
+    match runtime.and_then(|runtime| dockerd.starts_with(&text).map(|()| runtime)) {
+        Err(error) => fail(format!("{file}: {error}"), format!("correct {file}")),
+        Ok(None) if dockerd.runtime().is_some() => daemon(host, &file),
         Ok(None) if shares_by_cdi(host, &text) => pass("no runtime sublet; shares are used as CDI devices"),
-        Ok(None) => warn(format!("{FILE} has no runtime sublet"), "sublet setup docker"),
+        Ok(None) => warn(format!("{file} has no runtime sublet"), "sublet setup docker"),
         Ok(Some(path)) if !is_there(host, &path) => fail(
             format!("runtime sublet is {}, which does not exist", safe(&path)),
             "sublet setup docker --undo, then sublet setup docker",
         ),
-        Ok(Some(_)) if host.quick => pass("runtime sublet is in daemon.json"),
-        Ok(Some(_)) => daemon(host),
+        Ok(Some(_)) => daemon(host, &file),
     }
 }
 
@@ -44,7 +47,10 @@ fn shares_by_cdi(host: &Host<'_>, text: &str) -> bool {
 }
 
 /// Checks what the running daemon reports.
-fn daemon(host: &Host<'_>) -> Outcome {
+fn daemon(host: &Host<'_>, file: &str) -> Outcome {
+    if host.quick {
+        return pass("dockerd is told of the runtime sublet");
+    }
     let Some(told) = (host.ask)(&["docker", "version", "--format", "{{.Server.Version}}"]) else {
         return warn("dockerd does not answer", "systemctl start docker");
     };
@@ -59,7 +65,31 @@ fn daemon(host: &Host<'_>) -> Outcome {
     }
     let runtimes = (host.ask)(&["docker", "info", "--format", "{{json .Runtimes}}"]).unwrap_or_default();
     if !runtimes.contains("\"sublet\"") {
-        return warn(format!("dockerd has not read {FILE} yet"), "systemctl reload docker");
+        return warn(format!("dockerd has not read {file} yet"), "systemctl reload docker");
+    }
+    let (dockerd, text) = host.dockerd();
+    if dockerd.default_runtime(&text).as_deref() == Some(NAME) && host.config.runtime.without_share.is_none()
+    {
+        return warn(
+            "sublet is dockerd's default runtime, so each container without a share is a line in [runtime] log",
+            "sublet setup docker --default (or [runtime] without_share = \"run\")",
+        );
+    }
+    let ledger = host.ledger.as_ref().ok();
+    let without = ledger.map(|ledger| without_share(&host.root, ledger, host.config)).unwrap_or_default();
+    if !without.is_empty() {
+        return warn(
+            format!("containers {WHY_WITHOUT_SHARE}: {}", without.join(", ")),
+            "start them again with annotations, by a client that passes them on (Docker's API 1.43)",
+        );
+    }
+    let compose = [&["docker", "compose", "version"][..], &["docker-compose", "version"]];
+    if let Some(old) = compose.into_iter().find_map(host.ask).and_then(|version| drops_annotations(&version))
+    {
+        return warn(
+            format!("Docker Compose {old} drops annotations, and with them the shares of its services"),
+            "install Docker Compose 2.26 or later, or give shares without annotations: docs/docker.md",
+        );
     }
     pass(format!("{}, runtime sublet", safe(told)))
 }
@@ -69,6 +99,8 @@ mod tests {
     use super::super::Verdict::{Fail, Warn};
     use super::super::fake_host::{Fake, passed, skipped, told};
     use super::*;
+
+    const FILE: &str = "/etc/docker/daemon.json";
 
     #[test]
     fn each_step_to_the_shim_is_looked_at() {
@@ -95,6 +127,26 @@ mod tests {
         let read = |argv: &[&str]| {
             Some(if argv[1] == "info" { r#"{"runc":{},"sublet":{}}"# } else { "26.1.5+dfsg1\n" }.to_owned())
         };
+        assert_eq!(passed(docker(&Host { ask: read, ..fake.host() })), "26.1.5+dfsg1, runtime sublet");
+        let compose = |argv: &[&str]| match argv[1] {
+            "compose" => None,
+            "info" => Some("\"sublet\"".to_owned()),
+            _ if argv[0] == "docker-compose" => Some("Docker Compose version v2.24.5".to_owned()),
+            _ => Some("26.1.5".to_owned()),
+        };
+        let (found, fix) = told(docker(&Host { ask: compose, ..fake.host() }), Warn);
+        assert!(
+            found.starts_with("Docker Compose 2.24.5 drops annotations") && fix.contains("2.26"),
+            "{found}"
+        );
+        // What dockerd's command line says.
+        fake.file("/proc/7/comm", "dockerd\n").file("/proc/7/cmdline", "dockerd\0--default-runtime\0runc\0");
+        fake.file(
+            FILE,
+            r#"{"default-runtime": "sublet", "runtimes": {"sublet": {"path": "sublet-runtime"}}}"#,
+        );
+        assert!(told(docker(&fake.host()), Fail).0.contains("--default-runtime=runc of the running dockerd"));
+        fake.file("/proc/7/cmdline", "dockerd\0--config-file=/x.json\0--add-runtime=sublet=sublet-runtime\0");
         assert_eq!(passed(docker(&Host { ask: read, ..fake.host() })), "26.1.5+dfsg1, runtime sublet");
     }
 

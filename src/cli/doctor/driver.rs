@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 use super::{Host, Outcome, fail, pass, shown, skip, warn};
+use crate::proc::processes;
 use sublet_core::fs::proc_devices;
 use sublet_core::inventory::{self, ComputeMode, Device, LeftOut, Majors, Node, check_node};
 
@@ -25,6 +26,30 @@ pub(super) fn loaded(host: &Host<'_>) -> Outcome {
         );
     }
     pass(version)
+}
+
+/// Whether the fabric manager runs where the host has `NVSwitches`: until it has set them up, CUDA starts on no GPU.
+pub(super) fn fabric(host: &Host<'_>) -> Outcome {
+    let switches =
+        fs::read_dir(host.driver("/proc/driver/nvidia-nvswitch/devices")).into_iter().flatten().count();
+    if switches == 0 {
+        return skip("no NVSwitch of this host's own");
+    }
+    let proc = host.at("/proc");
+    // The kernel cuts names after 15 characters.
+    let runs = |pid: i32| {
+        let name = fs::read(proc.join(pid.to_string()).join("comm")).unwrap_or_default();
+        name.trim_ascii_end() == b"nv-fabricmanage"
+    };
+    if processes(&proc).into_iter().any(runs) {
+        return pass(format!("{switches} NVSwitches, and the fabric manager runs"));
+    }
+    fail(
+        format!(
+            "{switches} NVSwitches and no fabric manager: CUDA ends with error 802 (\"system not yet initialized\")"
+        ),
+        "systemctl enable --now nvidia-fabricmanager (its package must have the driver's version)",
+    )
 }
 
 /// The other kernel modules, by their majors.
@@ -260,6 +285,21 @@ mod tests {
         assert_eq!(told(loaded(&fake.host()), Fail).0, "470.82.01 is too old");
         fake.file(VERSION, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  x\n");
         assert_eq!(passed(loaded(&fake.host())), "580.159.04");
+    }
+
+    #[test]
+    fn nvswitches_need_the_fabric_manager() {
+        let fake = Fake::new();
+        assert_eq!(skipped(fabric(&fake.host())), "no NVSwitch of this host's own");
+        for bus in ["0000:07:00.0", "0000:08:00.0"] {
+            fake.file(&format!("/proc/driver/nvidia-nvswitch/devices/{bus}"), "");
+        }
+        fake.file("/proc/7/comm", "nvidia-persiste\n");
+        let (found, fix) = told(fabric(&fake.host()), Fail);
+        assert!(found.starts_with("2 NVSwitches and no fabric manager: CUDA ends with error 802"), "{found}");
+        assert!(fix.contains("nvidia-fabricmanager"), "{fix}");
+        fake.file("/proc/8/comm", "nv-fabricmanage\n");
+        assert_eq!(passed(fabric(&fake.host())), "2 NVSwitches, and the fabric manager runs");
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
-use super::proc::{namespace, processes};
 use super::{Host, Outcome, pass, skip, warn};
+use crate::proc::{namespace, processes};
 use sublet_core::ledger::{Lease, Ledger};
 use sublet_core::oci;
 use sublet_core::process::shown_in;

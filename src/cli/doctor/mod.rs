@@ -10,7 +10,6 @@ mod host;
 mod leases;
 mod mps;
 mod podman;
-mod proc;
 mod security;
 mod slurm;
 mod stray;
@@ -24,6 +23,8 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use crate::setup::dockerd::Dockerd;
+use crate::setup::engine_files::version;
 use sublet_core::config::Config;
 use sublet_core::config_files::{self, Containers};
 use sublet_core::fs::below::under;
@@ -144,6 +145,13 @@ impl<'a> Host<'a> {
         std::fs::read(self.at(path)).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
     }
 
+    /// How dockerd is started here, and its daemon.json.
+    fn dockerd(&self) -> (Dockerd, String) {
+        let dockerd = Dockerd::of(&self.root, self.ask, None);
+        let text = dockerd.file().to_str().and_then(|file| self.text(file));
+        (dockerd, text.unwrap_or_else(|| "{}".to_owned()))
+    }
+
     /// Finds a program in the directories of administrators' PATH.
     fn program(&self, name: &str) -> Option<PathBuf> {
         let directories = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
@@ -154,11 +162,12 @@ impl<'a> Host<'a> {
 type Test = fn(&Host<'_>) -> Outcome;
 
 /// Every check. Those with `true` read only files and are part of a quick check.
-const CHECKS: [(&str, bool, Test); 29] = [
+const CHECKS: [(&str, bool, Test); 30] = [
     ("kernel", true, host::kernel),
     ("driver", true, driver::loaded),
     ("kernel-modules", true, driver::modules),
     ("device-nodes", true, driver::nodes),
+    ("fabric-manager", true, driver::fabric),
     ("nvml", false, driver::nvml),
     ("inventory", true, driver::inventory),
     ("cap-nodes", true, driver::caps),
@@ -198,14 +207,6 @@ pub fn run(host: &Host<'_>) -> Vec<Check> {
         .collect()
 }
 
-/// The numeric parts of the first version in a program's output: `Docker version 26.1.5+dfsg1` is [26, 1, 5].
-fn version(words: &str) -> Option<Vec<u32>> {
-    let digits = |word: &str| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.');
-    let word = words.split([' ', '\n', '"', ',', 'v']).find(|word| digits(word))?;
-    let end = word.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(word.len());
-    Some(word[..end].split('.').filter_map(|part| part.parse().ok()).collect())
-}
-
 /// A path as messages show it.
 fn shown(path: &Path) -> String {
     sublet_core::text::safe(&path.to_string_lossy())
@@ -214,21 +215,6 @@ fn shown(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn versions_are_found_in_what_programs_say() {
-        let cases = [
-            ("Docker version 26.1.5+dfsg1, build 411e817", vec![26, 1, 5]),
-            ("podman version 5.4.2\n", vec![5, 4, 2]),
-            ("runc version 1.1.15+ds1\ncommit: 1.1", vec![1, 1, 15]),
-            ("crun version 1.21\n", vec![1, 21]),
-            ("28.0.0-rc1", vec![28, 0, 0]),
-        ];
-        for (words, expected) in cases {
-            assert_eq!(version(words), Some(expected), "{words}");
-        }
-        assert_eq!(version("no such thing"), None);
-    }
 
     #[test]
     fn names_are_unique() {

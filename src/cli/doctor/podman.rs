@@ -17,6 +17,12 @@ type Reader = fn(&Path) -> io::Result<Option<String>>;
 const FILES: usize = 32;
 const LARGEST: u64 = 1 << 20;
 
+/// The first version whose Docker API passes annotations on (containers/podman 22124).
+const PASSES_ANNOTATIONS: [u32; 2] = [5, 1];
+
+/// Where clients of Docker's find it.
+const SOCKET: &str = "/run/podman/podman.sock";
+
 /// The directories that every Podman, buildah and CRI-O reads.
 const SHARED: [&str; 2] = ["/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d"];
 
@@ -50,6 +56,16 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
         return fail(
             format!("{} runs {}, which does not exist", shown(&ours), safe(&missing)),
             "install sublet-hook there",
+        );
+    }
+    if version(&told).is_some_and(|parts| parts[..] < PASSES_ANNOTATIONS[..]) && host.at(SOCKET).exists() {
+        return warn(
+            format!(
+                "the Docker API of {}, which {SOCKET} serves, drops annotations, and with them the shares of clients of \
+                 Docker's",
+                safe(told.trim())
+            ),
+            "install Podman 5.1 or later, or start containers with podman itself",
         );
     }
     users(host, &directories).unwrap_or_else(|| pass(format!("{} runs {}", safe(told.trim()), shown(&ours))))
@@ -164,6 +180,12 @@ mod tests {
         assert!(told(hook(&fake.host()), Fail).0.contains("which does not exist"));
         fake.file("/usr/libexec/sublet/sublet-hook", "");
         passed(hook(&fake.host()));
+        let four = |_: &[&str]| Some("podman version 4.3.1\n".to_owned());
+        passed(hook(&Host { ask: four, ..fake.host() }));
+        fake.file(SOCKET, "");
+        let (found, fix) = told(hook(&Host { ask: four, ..fake.host() }), Warn);
+        assert!(found.contains("podman version 4.3.1") && fix.contains("5.1"), "{found}: {fix}");
+        passed(hook(&Host { ask: |_| Some("podman version 5.4.2".into()), ..fake.host() }));
         fake.file("/etc/containers/containers.conf.d/zz.conf", "[engine]\nhooks_dir = [\"/elsewhere\"]\n");
         let (found, _) = told(hook(&fake.host()), Warn);
         assert!(found.contains("hooks_dir is /elsewhere, says ") && found.contains("zz.conf"), "{found}");

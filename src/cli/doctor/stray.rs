@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::proc::{namespace, processes};
 use super::{Host, Outcome, pass, shown, warn};
+use crate::proc::{namespace, processes};
 
 /// CUDA's default pipe directory.
 const DEFAULT_PIPE: &str = "/tmp/nvidia-mps";

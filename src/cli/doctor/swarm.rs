@@ -2,13 +2,12 @@
 
 use serde::Deserialize;
 
-use super::{Host, Outcome, fail, pass, skip, warn};
+use super::{Host, Outcome, fail, pass, shown, skip, warn};
 use crate::setup::NAME;
 use crate::setup::docker::{self as daemon_json, RESOURCE};
 use crate::swarm::{counts, resources};
 use sublet_core::text::safe;
 
-const FILE: &str = "/etc/docker/daemon.json";
 const SETUP: &str = "sublet setup docker --swarm";
 
 /// dockerd's restart ends the node's tasks.
@@ -17,10 +16,11 @@ const RESTART: &str =
 
 /// Checks what Swarm is told of named shares: by daemon.json, and by the running dockerd.
 pub(super) fn shares(host: &Host<'_>) -> Outcome {
-    let text = host.text(FILE).unwrap_or_else(|| "{}".to_owned());
+    let (dockerd, text) = host.dockerd();
+    let file = shown(dockerd.file());
     let listed = match daemon_json::advertised(&text) {
         Ok(listed) => sorted(listed),
-        Err(error) => return fail(format!("{FILE}: {error}"), format!("correct {FILE}")),
+        Err(error) => return fail(format!("{file}: {error}"), format!("correct {file}")),
     };
     let told = told(host);
     if listed.is_empty() && told.as_ref().is_none_or(Vec::is_empty) {
@@ -36,7 +36,7 @@ pub(super) fn shares(host: &Host<'_>) -> Outcome {
     if let Some(stale) = stale(host, &listed) {
         return stale;
     }
-    if daemon_json::default_runtime(&text).ok().flatten().as_deref() != Some(NAME) {
+    if dockerd.default_runtime(&text).as_deref() != Some(NAME) {
         return warn("services start with the default runtime, which is not sublet", SETUP);
     }
     differs.or_else(|| unmapped(host, &listed)).unwrap_or_else(|| pass(list(&listed)))
@@ -118,7 +118,7 @@ mod tests {
         let mut fake = Fake::new();
         fake.config = toml::from_str("[share.half]\nsm = 50\n[share.a]\nsm = 50\n").unwrap();
         let text = format!("{{\"default-runtime\": \"sublet\", \"node-generic-resources\": {resources}}}");
-        fake.file("/usr/bin/dockerd", "").file(FILE, &text);
+        fake.file("/usr/bin/dockerd", "").file("/etc/docker/daemon.json", &text);
         fake
     }
 
@@ -166,9 +166,12 @@ mod tests {
         let (found, fix) = said(shares(&with(Ok(Some(rules("other"))))), Warn);
         assert!(found.contains("gives share half:") && fix.contains("share = \"half\""), "{found}; {fix}");
         said(shares(&with(Err("containers.toml:1:1: broken".into()))), Fail);
-        fake.file(FILE, "{\"node-generic-resources\": [\"sublet-a=2\", \"sublet-half=2\"]}");
+        fake.file(
+            "/etc/docker/daemon.json",
+            "{\"node-generic-resources\": [\"sublet-a=2\", \"sublet-half=2\"]}",
+        );
         assert!(said(shares(&fake.host()), Warn).0.contains("default runtime, which is not sublet"));
-        fake.file(FILE, "{\"node-generic-resources\": 1}");
+        fake.file("/etc/docker/daemon.json", "{\"node-generic-resources\": 1}");
         said(shares(&fake.host()), Fail);
     }
 }

@@ -1,7 +1,6 @@
 //! NVIDIA's Container Toolkit: sublet does not count the GPUs that it gives out.
 
 use super::{Host, Outcome, pass, shown, skip, warn};
-use crate::setup::docker as daemon_json;
 use crate::setup::engine_files::drop_ins;
 
 /// Where CDI specifications are.
@@ -17,9 +16,8 @@ pub(super) fn beside(host: &Host<'_>) -> Outcome {
             "nvidia-ctk cdi generate --output={spec}, while no MPS daemon uses /tmp/nvidia-mps"
         ));
     }
-    let default =
-        host.text("/etc/docker/daemon.json").and_then(|text| daemon_json::default_runtime(&text).ok()?);
-    if default.as_deref() == Some("nvidia") {
+    let (dockerd, text) = host.dockerd();
+    if dockerd.default_runtime(&text).as_deref() == Some("nvidia") {
         found.push(
             "nvidia is Docker's default runtime: images with NVIDIA_VISIBLE_DEVICES get whole GPUs"
                 .to_owned(),

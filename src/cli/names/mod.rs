@@ -4,6 +4,7 @@
 
 mod engines;
 mod lookup;
+mod without_share;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,6 +19,7 @@ use sublet_core::ledger::{Lease, Ledger};
 use sublet_core::process::epoch_seconds;
 
 pub use lookup::{NoLease, lease_of};
+pub(crate) use without_share::{WHY as WHY_WITHOUT_SHARE, without_share};
 
 /// [`Stored::schema`].
 const SCHEMA: &str = "sublet.names/1";

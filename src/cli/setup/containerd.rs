@@ -19,7 +19,7 @@ const MARK: &str = " # sublet setup\n";
 const KEPT: &str = "# sublet setup kept: ";
 
 /// The plugin that serves pods, in versions 2 and 3.
-const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
+pub(super) const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
 /// What sublet's block may contain besides `BinaryName`: ends of headers, and lines.
 const TABLES: [&str; 4] =
@@ -137,6 +137,14 @@ fn assign(
     };
     text.replace_range(start..end, &lines);
     Ok(())
+}
+
+/// Whether `dump`, which containerd prints of all its files, has what was asked for.
+///
+/// # Errors
+/// It has not.
+pub(super) fn has(dump: &str, wish: &Wish) -> Result<(), SetupError> {
+    confirmed(dump, plugin(&parsed(dump)?)?, wish)
 }
 
 /// Whether containerd will read from `text` what was asked for.

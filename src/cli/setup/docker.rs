@@ -164,7 +164,7 @@ fn is_blank(text: &str) -> bool {
     text.trim().is_empty()
 }
 
-fn object(text: &str) -> &str {
+pub(super) fn object(text: &str) -> &str {
     if is_blank(text) { EMPTY } else { text }
 }
 

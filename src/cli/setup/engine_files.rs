@@ -65,9 +65,53 @@ pub(crate) fn docker_snap(root: &Path) -> Option<PathBuf> {
     ["/snap/bin/docker", "/var/snap/docker"].into_iter().find(|path| has(path)).map(PathBuf::from)
 }
 
+/// The numeric parts of the first version in a program's output: `Docker version 26.1.5+dfsg1` is [26, 1, 5].
+pub(crate) fn version(words: &str) -> Option<Vec<u32>> {
+    let digits = |word: &str| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.');
+    let word = words.split([' ', '\n', '"', ',', 'v']).find(|word| digits(word))?;
+    let end = word.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(word.len());
+    Some(word[..end].split('.').filter_map(|part| part.parse().ok()).collect())
+}
+
+/// The words of a line of systemd's: splits at white space, except in quotes (systemd.syntax(7), "Quoting").
+pub(crate) fn words(text: &str) -> Vec<String> {
+    let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None::<char>);
+    let mut characters = text.chars();
+    while let Some(character) = characters.next() {
+        match (character, quote) {
+            ('\\', _) => word.get_or_insert_default().extend(characters.next()),
+            (end, Some(open)) if end == open => quote = None,
+            ('"' | '\'', None) => {
+                quote = Some(character);
+                word.get_or_insert_default();
+            }
+            (space, None) if space.is_whitespace() => words.extend(word.take()),
+            (other, _) => word.get_or_insert_default().push(other),
+        }
+    }
+    words.extend(word);
+    words
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn versions_are_found_in_what_programs_say() {
+        let cases = [
+            ("Docker version 26.1.5+dfsg1, build 411e817", vec![26, 1, 5]),
+            ("Docker Compose version v2.24.5\n", vec![2, 24, 5]),
+            ("podman version 5.4.2\n", vec![5, 4, 2]),
+            ("runc version 1.1.15+ds1\ncommit: 1.1", vec![1, 1, 15]),
+            ("crun version 1.21\n", vec![1, 21]),
+            ("28.0.0-rc1", vec![28, 0, 0]),
+        ];
+        for (words, expected) in cases {
+            assert_eq!(version(words), Some(expected), "{words}");
+        }
+        assert_eq!(version("no such thing"), None);
+    }
 
     #[test]
     fn a_docker_of_a_snap_is_known_unless_there_is_another() {

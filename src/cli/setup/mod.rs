@@ -4,9 +4,12 @@
 //! I/O: `sublet setup` does it.
 
 pub mod containerd;
+pub mod containerd_imports;
 pub mod crio;
+pub mod default_runtime;
 pub mod docker;
 mod docker_resources;
+pub mod dockerd;
 pub mod engine_files;
 mod json_edit;
 pub mod podman;
@@ -64,6 +67,19 @@ pub enum SetupError {
          --undo`, then try again; nothing was changed"
     )]
     Orphan,
+    /// dockerd would not start any more.
+    #[error(
+        "dockerd does not start with {key} in this file while {flag} of {by} says it, too: remove that flag, then try \
+         again; nothing was changed"
+    )]
+    Flag {
+        /// The flag with its value.
+        flag: String,
+        /// Whose it is.
+        by: &'static str,
+        /// The key of daemon.json.
+        key: &'static str,
+    },
     /// A key occurs twice.
     #[error("{0} occurs twice: remove one, then try again; nothing was changed")]
     Twice(String),
@@ -82,6 +98,21 @@ pub enum SetupError {
         /// The parser's message about the result.
         why: String,
     },
+    /// containerd takes other files' lines in place of sublet's.
+    #[error(
+        "containerd would not read sublet's lines: an imported file replaces their table ({files}); write them there \
+         (`sublet setup containerd --config FILE`), or remove the table there; nothing was changed"
+    )]
+    Replaced {
+        /// The files that have the table.
+        files: String,
+    },
+    /// containerd does not read its file.
+    #[error(
+        "containerd does not read it with the files that it imports: `containerd --config {0} config dump` says why; \
+         nothing was changed"
+    )]
+    Unread(String),
     /// What a setup added has been edited.
     #[error("what `sublet setup` added has been changed since: {why}; nothing was changed")]
     Altered {

@@ -34,6 +34,9 @@ pub fn asked(
         return Ok(Some(request));
     }
     let has_annotations = has_sublet_annotations(&service.annotations);
+    if let Some(version) = service.annotations_dropped_by.as_ref().filter(|_| has_annotations) {
+        return Err(NotPlaced::Dropped(version.clone()));
+    }
     let runtime = service.runtime.as_deref().map(Runtime::of);
     match runtime {
         Some(Runtime::Another(name)) if has_annotations && !service.by_hook => {

@@ -2,11 +2,11 @@
 //! as it stands, as far as nothing in it has to be resolved.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::resolved_compose::resolved;
+use super::resolved_compose::{more_than, resolved};
 use super::{MOST, Own, Service, Stack, StackError, text};
 use crate::yaml::{self, Node, Wrong, tree};
 use sublet_core::request::has_sublet_annotations;
@@ -27,37 +27,37 @@ const READ: [&str; 11] = [
     "extends",
 ];
 
-/// dockerd's configuration.
-const DAEMON_JSON: &str = "/etc/docker/daemon.json";
-
 /// Said where the file is read as it stands.
 const AS_IT_STANDS: &str =
     "Docker Compose is not installed, so variables and `extends` in the file were not resolved";
 
-/// The file's services, one after another as they stand in it.
+/// The services of `files`, which Compose merges, one after another as they stand in them. `default_runtime` is
+/// dockerd's.
 ///
 /// # Errors
-/// It cannot be read, or has something to resolve and Docker Compose is not there.
-pub fn read(file: &Path) -> Result<Stack, StackError> {
-    let source = text(file)?;
-    if let Some(document) = resolved(file)? {
-        return stack(&document, &order(&source), file)
-            .map(|stack| with_default_runtime(stack, default_runtime().as_deref()));
+/// They cannot be read, or have something to resolve and Docker Compose is not there.
+pub fn read(files: &[PathBuf], default_runtime: Option<&str>) -> Result<Stack, StackError> {
+    let sources = files.iter().map(|file| text(file)).collect::<Result<Vec<_>, _>>()?;
+    let ([file, ..], [source, ..]) = (files, &sources[..]) else { return Ok(Stack::default()) };
+    let order: Vec<String> = sources.iter().flat_map(|source| order(source)).collect();
+    if let Some(resolved) = resolved(files)? {
+        let mut stack = stack(&resolved.document, &order, file)?;
+        for service in &mut stack.services {
+            service.annotations_dropped_by.clone_from(&resolved.drops_annotations);
+        }
+        return Ok(with_default_runtime(stack, default_runtime));
     }
-    let plain = plain(&source).map_err(|(line, message)| StackError::Wrong {
+    if let Some(more) = more_than(files) {
+        return Err(StackError::unusable(file, needs_compose(&more)));
+    }
+    let plain = plain(source).map_err(|(line, message)| StackError::Wrong {
         path: file.to_owned(),
         line,
         message,
     })?;
-    let mut stack = stack(&plain, &order(&source), file)?;
+    let mut stack = stack(&plain, &order, file)?;
     stack.remarks.insert(0, AS_IT_STANDS.to_owned());
-    Ok(with_default_runtime(stack, default_runtime().as_deref()))
-}
-
-/// dockerd's default runtime, if its configuration names one.
-fn default_runtime() -> Option<String> {
-    let text = std::fs::read_to_string(DAEMON_JSON).ok()?;
-    serde_json::from_str::<Value>(&text).ok()?.get("default-runtime")?.as_str().map(str::to_owned)
+    Ok(with_default_runtime(stack, default_runtime))
 }
 
 /// Services that name no runtime have the default one.
@@ -160,6 +160,7 @@ fn one(name: &str, service: &Value) -> Result<Service, String> {
         privileged: service.get("privileged").is_some_and(|is| words(is) == "true"),
         by_hook: false,
         called: None,
+        annotations_dropped_by: None,
     })
 }
 

@@ -24,6 +24,12 @@ pub enum NotPlaced {
     /// Its annotations would not be read.
     #[error("its runtime is {0}, which does not read its annotations: write `runtime: sublet`")]
     Runtime(String),
+    /// Its annotations would not reach the engine.
+    #[error(
+        "Docker Compose {0} drops its annotations: install Docker Compose 2.26 or later, or give it a runtime \
+         sublet-SHARE, a CDI device or a rule in containers.toml"
+    )]
+    Dropped(String),
     /// Its CDI device is none of this host.
     #[error("{0}")]
     Cdi(String),

@@ -15,6 +15,7 @@ use sublet_core::text::safe;
 pub use compose::read as compose;
 pub use fit::{Fitted, NotPlaced, Outcome, fit, most};
 pub use quadlet::read as quadlet;
+pub(crate) use resolved_compose::drops_annotations;
 
 /// More containers of a stack are a mistake.
 const MOST: usize = 1000;
@@ -67,6 +68,8 @@ pub struct Service {
     pub by_hook: bool,
     /// By what containers.toml knows it, where that file applies: its name and image; `None` if they are not known.
     pub called: Option<(String, String)>,
+    /// The version of a Docker Compose that does not pass its annotations on.
+    pub annotations_dropped_by: Option<String>,
 }
 
 /// Why a stack cannot be read.

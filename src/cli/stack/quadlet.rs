@@ -1,22 +1,32 @@
-//! The containers of Quadlet's `.container` files (podman-systemd.unit(5)), with the drop-ins beside them.
+//! The containers of Quadlet's `.container` files (podman-systemd.unit(5)), with their drop-ins.
 
 use std::collections::BTreeMap;
+use std::env;
 use std::path::{Path, PathBuf};
 
 use super::{Own, Service, Stack, StackError, text};
+use crate::setup::engine_files::{self, words};
 use sublet_core::text::safe;
+
+/// The most directories of Quadlet's that are looked into.
+const MOST: usize = 1000;
 
 /// One container for each of `files`.
 ///
 /// # Errors
 /// A file cannot be read, is not one container's, or has something that only systemd can resolve.
 pub fn read(files: &[PathBuf]) -> Result<Stack, StackError> {
+    read_with(files, &search_path())
+}
+
+/// [`read`], with drop-ins in the directories `search`, the first of which goes before the others.
+fn read_with(files: &[PathBuf], search: &[PathBuf]) -> Result<Stack, StackError> {
     let mut stack = Stack::default();
     let mut units = Vec::new();
     for file in files {
         let name = name(file)?;
         let mut entries = entries(&text(file)?);
-        for drop_in in drop_ins(file) {
+        for drop_in in drop_ins(file, search) {
             entries.extend(self::entries(&text(&drop_in)?));
         }
         let unit = Unit { file, entries };
@@ -43,15 +53,74 @@ fn name(file: &Path) -> Result<String, StackError> {
     }
 }
 
-/// Those in `worker.container.d` beside the file, in the order in which they apply.
-fn drop_ins(file: &Path) -> Vec<PathBuf> {
-    let mut dir = file.as_os_str().to_owned();
-    dir.push(".d");
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
-    let mut found: Vec<PathBuf> =
-        entries.filter(|path| path.extension().is_some_and(|end| end == "conf")).collect();
-    found.sort();
+/// Those of `team-worker.container`, in the order in which they apply: by name. Of several of one name the most specific
+/// one counts (`team-worker.container.d`, `team-.container.d`, `container.d`), then the one that comes first in the search
+/// path (Podman 5.6, cmd/quadlet/main.go, `loadUnitDropins`). A file that is not in the search path is read as if its
+/// directory came first there.
+fn drop_ins(file: &Path, search: &[PathBuf]) -> Vec<PathBuf> {
+    let own = file.parent().and_then(|directory| Path::new(".").join(directory).canonicalize().ok());
+    let own = own.into_iter().filter(|own| !search.contains(own));
+    let directories: Vec<PathBuf> = own.chain(search.iter().cloned()).collect();
+    let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+    let begins = stem.char_indices().rev().filter(|(_, c)| *c == '-').map(|(at, _)| &stem[..=at]);
+    let specific = std::iter::once(&*stem).chain(begins).map(|begin| format!("{begin}.container.d"));
+    let mut found = BTreeMap::new();
+    for name in specific.chain(["container.d".to_owned()]) {
+        for path in
+            directories.iter().flat_map(|directory| engine_files::drop_ins(&directory.join(&name), "conf"))
+        {
+            found.entry(path.file_name().map(ToOwned::to_owned)).or_insert(path);
+        }
+    }
+    found.into_values().collect()
+}
+
+/// The directories that Quadlet reads for this user, each followed by those in it (`getRootDirs`, `getRootlessDirs`
+/// there). QUADLET_UNIT_DIRS takes their place.
+fn search_path() -> Vec<PathBuf> {
+    let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
+    let of_users = Path::new("/etc/containers/systemd/users");
+    let uid = nix::unistd::geteuid();
+    let tops: Vec<PathBuf> = if let Some(given) = variable("QUADLET_UNIT_DIRS") {
+        env::split_paths(&given).collect()
+    } else if uid.is_root() {
+        ["/run", "/etc", "/usr/share"].map(|top| Path::new(top).join("containers/systemd")).into()
+    } else {
+        let home = || variable("HOME").map(|home| Path::new(&home).join(".config"));
+        let own = [
+            variable("XDG_RUNTIME_DIR").map(PathBuf::from),
+            variable("XDG_CONFIG_HOME").map(PathBuf::from).or_else(home),
+        ];
+        let own = own.into_iter().flatten().map(|top| top.join("containers/systemd"));
+        own.chain([of_users.to_owned(), of_users.join(uid.to_string())]).collect()
+    };
+    let mut found = Vec::new();
+    for top in &tops {
+        add_with_those_in_it(top, &mut found, &|directory| {
+            // Those of users, and of each of them.
+            uid.is_root() && directory.starts_with(of_users)
+                || directory.parent() == Some(of_users)
+                    && directory.file_name().is_some_and(|name| name.to_string_lossy().parse::<u32>().is_ok())
+                    && directory != top
+        });
+    }
     found
+}
+
+fn add_with_those_in_it(directory: &Path, found: &mut Vec<PathBuf>, is_left_out: &dyn Fn(&Path) -> bool) {
+    let Ok(directory) = directory.canonicalize() else { return };
+    let is_of_drop_ins = directory.extension().is_some_and(|end| end == "d");
+    if is_of_drop_ins || is_left_out(&directory) || found.contains(&directory) || found.len() >= MOST {
+        return;
+    }
+    let Ok(entries) = std::fs::read_dir(&directory) else { return };
+    found.push(directory);
+    let mut entries: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    entries.sort();
+    entries
+        .iter()
+        .filter(|path| path.is_dir())
+        .for_each(|path| add_with_those_in_it(path, found, is_left_out));
 }
 
 /// The `KEY=VALUE` of `[Container]` (systemd.syntax(7)).
@@ -153,26 +222,6 @@ impl Unit<'_> {
         let last = self.entries.iter().rev().find(|(found, _)| found == key);
         last.filter(|(_, value)| !value.is_empty()).map(|(_, value)| self.plain(value)).transpose()
     }
-}
-
-/// Splits at white space, except in quotes (systemd.syntax(7), "Quoting").
-fn words(text: &str) -> Vec<String> {
-    let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None::<char>);
-    let mut characters = text.chars();
-    while let Some(character) = characters.next() {
-        match (character, quote) {
-            ('\\', _) => word.get_or_insert_default().extend(characters.next()),
-            (end, Some(open)) if end == open => quote = None,
-            ('"' | '\'', None) => {
-                quote = Some(character);
-                word.get_or_insert_default();
-            }
-            (space, None) if space.is_whitespace() => words.extend(word.take()),
-            (other, _) => word.get_or_insert_default().push(other),
-        }
-    }
-    words.extend(word);
-    words
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ fn unit(name: &str, text: &str) -> Result<Service, String> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join(name);
     std::fs::write(&file, text).unwrap();
-    let read = read(&[file]).map_err(|error| error.to_string())?;
+    let read = read_with(&[file], &[]).map_err(|error| error.to_string())?;
     Ok(read.services.into_iter().next().unwrap())
 }
 
@@ -72,7 +72,36 @@ fn drop_ins_are_read_in_their_order_and_units_are_known_by_their_names() {
     std::fs::write(drop_ins.join("20-b.conf"), "[Container]\nAnnotation=sublet.sm=20\n").unwrap();
     std::fs::write(drop_ins.join("10-a.conf"), "[Container]\nAnnotation=sublet.sm=10\n").unwrap();
     std::fs::write(drop_ins.join("readme"), "[Container]\nAnnotation=sublet.sm=30\n").unwrap();
-    let stack = read(&[first, second]).unwrap();
+    let stack = read_with(&[first, second], &[]).unwrap();
     assert_eq!(stack.services[0].annotations["sublet.sm"], "20");
     assert_eq!(stack.own, Own::Units(vec!["a.service".into(), "other.service".into()]));
+}
+
+#[test]
+fn drop_ins_of_all_containers_and_of_their_names_beginning_count_wherever_quadlet_looks() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().canonicalize().unwrap();
+    let write = |path: &str, text: &str| {
+        let path = root.join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, format!("[Container]\n{text}\n")).unwrap();
+        path
+    };
+    let file = write("etc/in/team-a-worker.container", "Annotation=sublet.sm=5 sublet.gpu=0");
+    write("etc/container.d/10-all.conf", "Annotation=sublet.wait=1s");
+    write("usr/team-.container.d/20-team.conf", "Annotation=\nAnnotation=sublet.sm=7 sublet.wait=2s");
+    write("usr/team-b-.container.d/30-other.conf", "Annotation=sublet.sm=99");
+    write("etc/team-a-.container.d/40-a.conf", "Annotation=sublet.memory=1GiB");
+    // The more specific one of two of one name, wherever it is.
+    write("run/container.d/50-both.conf", "Annotation=sublet.memory=2GiB");
+    write("usr/team-a-worker.container.d/50-both.conf", "Annotation=sublet.memory=3GiB");
+    let mut search = Vec::new();
+    for top in ["run", "etc", "usr"] {
+        add_with_those_in_it(&root.join(top), &mut search, &|_| false);
+    }
+    assert_eq!(search, ["run", "etc", "etc/in", "usr"].map(|name| root.join(name)));
+    let service = read_with(&[file], &search).unwrap().services.remove(0);
+    let annotations: Vec<String> =
+        service.annotations.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    assert_eq!(annotations, ["sublet.memory=3GiB", "sublet.sm=7", "sublet.wait=2s"]);
 }

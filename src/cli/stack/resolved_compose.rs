@@ -1,12 +1,13 @@
-//! A Compose file as Docker Compose itself reads it, with variables, `extends` and profiles resolved.
+//! Compose files as Docker Compose itself reads them, with variables, `extends`, profiles and overriding files resolved.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
 use serde_json::Value;
 
 use super::StackError;
+use crate::setup::engine_files::version;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::text::safe;
 
@@ -25,14 +26,44 @@ const LONG: Duration = Duration::from_secs(60);
 /// The largest answer, in bytes.
 const LARGEST: usize = 16 << 20;
 
-/// The file with everything resolved; `None` if no Docker Compose is on the host.
+/// The files that Compose takes in a directory if it is told none, the first that is there (compose-go,
+/// `cli.DefaultFileNames`).
+const DEFAULT_NAMES: [&str; 4] = ["compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml"];
+
+/// What takes the place of these, or comes on top, in a directory (compose-go, `cli.DefaultOverrideFileNames`;
+/// docs.docker.com, "COMPOSE_FILE").
+const OVERRIDES: [&str; 4] = [
+    "compose.override.yml",
+    "compose.override.yaml",
+    "docker-compose.override.yml",
+    "docker-compose.override.yaml",
+];
+const VARIABLE: &str = "COMPOSE_FILE";
+
+/// The first version that passes a service's annotations on to the engine (docker/compose 11645).
+pub const PASSES_ANNOTATIONS: [u32; 2] = [2, 26];
+
+/// What Compose makes of the files.
+pub struct Resolved {
+    pub document: Value,
+    /// Its version, if it is too old to pass annotations on.
+    pub drops_annotations: Option<String>,
+}
+
+/// The files with everything resolved; `None` if no Docker Compose is on the host. A file that Compose takes by itself in
+/// its directory is read as there, without its name: with the file that overrides it, or as COMPOSE_FILE says.
 ///
 /// # Errors
-/// Compose does not accept the file; the message is its own.
-pub fn resolved(file: &Path) -> Result<Option<Value>, StackError> {
-    let Some(program) = PROGRAMS.into_iter().find(|program| is_compose(program)) else { return Ok(None) };
+/// Compose does not accept the files; the message is its own.
+pub fn resolved(files: &[PathBuf]) -> Result<Option<Resolved>, StackError> {
+    let found = PROGRAMS.into_iter().find_map(|program| Some((program, its_version(program)?)));
+    let (Some((program, version)), [file, ..]) = (found, files) else { return Ok(None) };
     let mut command = command(program);
-    command.arg("--file").arg(file).args(["config", "--format", "json"]);
+    match directory(files) {
+        Some(directory) => drop(command.current_dir(directory)),
+        None => drop(command.args(files.iter().flat_map(|file| ["--file".as_ref(), file.as_os_str()]))),
+    }
+    command.args(["config", "--format", "json"]);
     let name = program.join(" ");
     let wrong = |message: String| StackError::unusable(file, format!("{name} config: {message}"));
     let finished = child::run_whole(&mut command, LONG, LARGEST).map_err(|error| {
@@ -45,7 +76,37 @@ pub fn resolved(file: &Path) -> Result<Option<Value>, StackError> {
         let said = finished.stderr.lines().rev().find(|line| !line.trim().is_empty());
         return Err(wrong(long_safe(said.unwrap_or("it says nothing about why it failed"))));
     }
-    serde_json::from_str(&finished.stdout).map(Some).map_err(|error| wrong(error.to_string()))
+    let document = serde_json::from_str(&finished.stdout).map_err(|error| wrong(error.to_string()))?;
+    Ok(Some(Resolved { document, drops_annotations: drops_annotations(&version) }))
+}
+
+/// The version in `told`, which Compose says of itself, if it is too old to pass annotations on.
+pub fn drops_annotations(told: &str) -> Option<String> {
+    let version = version(told)?;
+    let shown: Vec<String> = version.iter().map(ToString::to_string).collect();
+    (version[..] < PASSES_ANNOTATIONS[..]).then(|| shown.join("."))
+}
+
+/// The directory in which Compose takes the only one of `files` by itself.
+fn directory(files: &[PathBuf]) -> Option<PathBuf> {
+    let [file] = files else { return None };
+    let directory = std::path::absolute(file).ok()?.parent()?.to_owned();
+    let taken = DEFAULT_NAMES.into_iter().find(|name| directory.join(name).exists())?;
+    (file.file_name()? == taken).then_some(directory)
+}
+
+/// What else than `files` only Compose can put together, for a host without it.
+pub fn more_than(files: &[PathBuf]) -> Option<String> {
+    if files.len() > 1 {
+        return Some("several files".to_owned());
+    }
+    let directory = directory(files)?;
+    let set = |text: String| text.lines().any(|line| line.trim_start().starts_with("COMPOSE_FILE="));
+    if std::env::var_os(VARIABLE).is_some() || std::fs::read_to_string(directory.join(".env")).is_ok_and(set)
+    {
+        return Some(VARIABLE.to_owned());
+    }
+    OVERRIDES.into_iter().find(|name| directory.join(name).exists()).map(str::to_owned)
 }
 
 /// A message with paths, which may be longer than other foreign text.
@@ -61,7 +122,7 @@ fn command(program: &[&str]) -> Command {
     command
 }
 
-fn is_compose(program: &[&str]) -> bool {
-    let answer = child::run(command(program).arg("version"), "", SHORT);
-    answer.is_ok_and(|answer| answer.status.success() && answer.stdout.contains(ITS_VERSION))
+fn its_version(program: &[&str]) -> Option<String> {
+    let answer = child::run(command(program).arg("version"), "", SHORT).ok()?;
+    (answer.status.success() && answer.stdout.contains(ITS_VERSION)).then_some(answer.stdout)
 }

@@ -34,6 +34,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::config::Config;
+use crate::events::{self, Event, Kind};
 use crate::ledger::{Binding, Container, Lease, LeaseId};
 use crate::oci;
 use crate::oci::engine::Engine;
@@ -57,7 +58,7 @@ pub use local::Local;
 pub use local_or_remote::is_remote;
 pub use reconcile::read;
 pub use remote::own_status;
-pub use request_of_spec::{RequestSource, asks_for_job_share, request_by_cdi, request_of};
+pub use request_of_spec::{RequestSource, asks_for_job_share, request_by_cdi, request_of, undo};
 pub use take_lease::lease_for;
 
 /// How long the last processes of an ended container may take to go.
@@ -146,10 +147,27 @@ pub fn admit(
     let state = state(config);
     let admitted = has_place_for_mounts(spec, &candidate.container, config)
         .and_then(|()| state.admit(candidate, source, spec));
-    if let Err(error) = &admitted {
-        state.record_refusal(&candidate.container.name(), error);
+    match &admitted {
+        Ok(Admission::Granted { lease, warnings }) => tell(warnings, &candidate.container, lease, config),
+        Ok(_) => {}
+        Err(error) => state.record_refusal(&candidate.container.name(), error),
     }
     admitted
+}
+
+/// Tells the events of a lease's warnings: an engine shows what its runtime warns of to nobody.
+fn tell(warnings: &[String], container: &Container, lease: &LeaseId, config: &Config) {
+    if warnings.is_empty() || is_remote(config) {
+        return;
+    }
+    let event = |text: &String| Event {
+        uid: container.uid,
+        container_id: container.name().into_owned(),
+        lease: lease.to_string(),
+        text: text.clone(),
+        ..Event::now(Kind::Warned)
+    };
+    events::tell(&config.state_dir, &warnings.iter().map(event).collect::<Vec<_>>());
 }
 
 /// Checks that the container has its own mount namespace, and that it can see what another entry point has mounted.

@@ -209,7 +209,10 @@ pub(super) fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> boo
 }
 
 /// Removes from `spec` what was granted to an earlier run of its bundle.
-pub(super) fn undo(spec: &mut Value) -> Result<(), AdmitError> {
+///
+/// # Errors
+/// `spec` does not say what that was.
+pub fn undo(spec: &mut Value) -> Result<(), AdmitError> {
     if !oci::undo(spec) {
         return Err(AdmitError::Edited);
     }

@@ -98,11 +98,25 @@ pub struct Runtime {
     pub low_level: Vec<String>,
     /// A file for sublet's log lines.
     pub log: Option<PathBuf>,
+    /// What becomes of a container that asks for no share; not given: [`WithoutShare::Warn`].
+    pub without_share: Option<WithoutShare>,
+}
+
+/// `[runtime] without_share`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WithoutShare {
+    /// It runs, without a GPU.
+    Run,
+    /// It does so with a line in the engine's log.
+    Warn,
+    /// It does not start.
+    Refuse,
 }
 
 impl Default for Runtime {
     fn default() -> Self {
-        Self { low_level: vec!["runc".into(), "crun".into()], log: None }
+        Self { low_level: vec!["runc".into(), "crun".into()], log: None, without_share: None }
     }
 }
 

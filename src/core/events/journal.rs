@@ -53,6 +53,7 @@ fn entry(line: &str, event: &Event) -> String {
     let priority = match event.kind {
         Kind::LeftEnded
         | Kind::LeftRunning
+        | Kind::Warned
         | Kind::Refused
         | Kind::Guard
         | Kind::MpsFailed

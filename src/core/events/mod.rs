@@ -32,6 +32,8 @@ pub enum Kind {
     LeftEnded,
     /// A process that a deleted container has left is not ended.
     LeftRunning,
+    /// A container has a share, with something that its owner should know.
+    Warned,
     /// A container was refused.
     Refused,
     /// The guard found an offence.
@@ -64,12 +66,13 @@ pub enum Kind {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::LeaseTaken,
         Self::LeaseBound,
         Self::LeaseEnded,
         Self::LeftEnded,
         Self::LeftRunning,
+        Self::Warned,
         Self::Refused,
         Self::Guard,
         Self::MpsStarted,
@@ -95,6 +98,7 @@ impl Kind {
             Self::LeaseEnded => "lease-ended",
             Self::LeftEnded => "left-ended",
             Self::LeftRunning => "left-running",
+            Self::Warned => "warned",
             Self::Refused => "refused",
             Self::Guard => "guard",
             Self::MpsStarted => "mps-started",

@@ -8,9 +8,11 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::config_files;
-use crate::config_files::{ConfigError, Containers, Known};
+use crate::config_files::{ConfigError, Known};
+use crate::host::user_namespace;
 use crate::oci::{self, FileError, JsonFile, SpecError};
 use crate::text::safe;
 
@@ -29,6 +31,16 @@ pub enum MappedError {
     /// What stands in config.json.
     #[error(transparent)]
     Spec(#[from] SpecError),
+    /// Docker keeps its records elsewhere.
+    #[error(
+        "Docker's record of it was found neither in {} nor above its root filesystem: set docker_root in containers.toml to \
+         Docker's data-root (`docker info --format '{{{{.DockerRootDir}}}}'`)",
+        safe(docker_root)
+    )]
+    NoRecord {
+        /// Where it was looked for.
+        docker_root: String,
+    },
     /// The engine's own record of the container.
     #[error("{} is not a record of a Docker container: {source}", safe(path))]
     Docker {
@@ -45,16 +57,38 @@ pub enum MappedError {
 /// `containers.toml`, config.json or the engine's record cannot be read.
 pub fn share(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<String>, MappedError> {
     let Some(containers) = config_files::load_containers()? else { return Ok(None) };
-    let known = match docker(id, &containers)? {
+    let known = match docker(id, &containers.docker_root)? {
         Some(known) => Some(known),
+        None if bundle.ends_with(Path::new(DOCKERS).join(id)) => {
+            docker_elsewhere(id, file, &containers.docker_root)?
+        }
         None => containerd(id, bundle, file)?,
     };
     Ok(known.and_then(|known| containers.share(&known).map(str::to_owned)))
 }
 
+/// Where containerd has dockerd's bundles.
+const DOCKERS: &str = "io.containerd.runtime.v2.task/moby";
+
+/// Docker's record below another data-root than `docker_root`: the container's root filesystem is below it, too. A
+/// rootless dockerd's containers are not mapped.
+fn docker_elsewhere(id: &str, file: &JsonFile, docker_root: &Path) -> Result<Option<Known>, MappedError> {
+    if user_namespace::is_nested() {
+        return Ok(None);
+    }
+    let spec = file.parse()?;
+    let rootfs = spec.pointer("/root/path").and_then(Value::as_str).map(Path::new);
+    for above in rootfs.into_iter().flat_map(Path::ancestors).filter(|above| above.is_absolute()) {
+        if let Some(known) = docker(id, above)? {
+            return Ok(Some(known));
+        }
+    }
+    Err(MappedError::NoRecord { docker_root: docker_root.to_string_lossy().into_owned() })
+}
+
 /// Docker's own record (moby, `container/container.go`, `toDisk`): `Name` begins with a slash, and
 /// `Config.Image` is what `docker run` was given. `Managed` marks the tasks of Swarm services; nobody else can set it.
-fn docker(id: &str, containers: &Containers) -> Result<Option<Known>, MappedError> {
+fn docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "PascalCase")]
     struct Record {
@@ -72,7 +106,7 @@ fn docker(id: &str, containers: &Containers) -> Result<Option<Known>, MappedErro
     if id.len() != 64 || !id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
         return Ok(None);
     }
-    let path = containers.docker_root.join("containers").join(id).join("config.v2.json");
+    let path = data_root.join("containers").join(id).join("config.v2.json");
     let file = match JsonFile::read(&path) {
         Ok(file) => file,
         Err(FileError::Read { source, .. }) if is_nobodys(&source) => return Ok(None),
@@ -112,7 +146,7 @@ fn containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Known>,
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 
@@ -123,7 +157,7 @@ mod tests {
         let dir = root.path().join("containers").join(ID);
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("config.v2.json"), record).unwrap();
-        docker(ID, &Containers { docker_root: root.path().to_owned(), ..Containers::default() })
+        docker(ID, root.path())
     }
 
     #[test]
@@ -153,10 +187,30 @@ mod tests {
 
     #[test]
     fn what_is_no_docker_container_is_left_alone() {
-        let nowhere = Containers { docker_root: "/nowhere".into(), ..Containers::default() };
         for id in [ID, "job", "../../etc", "", &ID[1..], &ID.to_uppercase()] {
-            assert_eq!(docker(id, &nowhere).unwrap(), None, "{id}");
+            assert_eq!(docker(id, Path::new("/nowhere")).unwrap(), None, "{id}");
         }
+    }
+
+    #[test]
+    fn a_record_below_another_data_root_is_found_above_the_root_filesystem() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("containers").join(ID);
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("config.v2.json"), r#"{"Name": "/web", "Config": {"Image": "x"}}"#).unwrap();
+        let of = |rootfs: &Path| {
+            let text = json!({"root": {"path": rootfs}}).to_string().into_bytes();
+            let file = JsonFile { path: "config.json".into(), text };
+            docker_elsewhere(ID, &file, Path::new("/var/lib/docker"))
+        };
+        for rootfs in ["overlay2/x/merged", &format!("rootfs/overlayfs/{ID}")] {
+            assert_eq!(of(&root.path().join(rootfs)).unwrap().unwrap().name, "web");
+        }
+        let error = of(Path::new("/elsewhere/overlay2/x/merged")).unwrap_err().to_string();
+        assert!(
+            error.contains("neither in /var/lib/docker nor") && error.contains("'{{.DockerRootDir}}'"),
+            "{error}"
+        );
     }
 
     fn in_containerd(bundle: &str, annotations: &Value) -> Option<Known> {

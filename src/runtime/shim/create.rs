@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use nix::unistd::getppid;
 use serde_json::Value;
 
-use super::{Call, Dialect, EntryPoint, RuntimeError, Start, containers_by_name, uid};
+use super::{Call, Dialect, RuntimeError, Start, containers_by_name, uid};
 use sublet_core::admit::{self, Admission, Candidate, RequestSource};
-use sublet_core::config::Config;
+use sublet_core::config::{Config, WithoutShare};
 use sublet_core::config_files;
 use sublet_core::ledger::Container;
 use sublet_core::log::Level;
@@ -75,7 +75,7 @@ pub(super) struct Asking {
 ///
 /// If the runtime cannot read config.json either, the runtime reports that.
 pub(super) fn asking_container(call: &Call<'_>, start: &Start) -> Result<Option<Asking>, RuntimeError> {
-    let share = call.entry_point.share().map(str::to_owned);
+    let share = call.share.clone();
     let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
     if share.is_some() || file.mentions_sublet() {
         let spec = file.parse()?;
@@ -91,10 +91,33 @@ pub(super) fn asking_container(call: &Call<'_>, start: &Start) -> Result<Option<
             source,
         }));
     }
-    if call.entry_point == EntryPoint::Other {
-        call.log.write(Level::Info, "no sublet.* annotation; it gets no GPU");
-    }
+    without_share(call, start, &file)?;
     Ok(None)
+}
+
+/// Does what `[runtime] without_share` says about a container that asks for no share. That of a pod's pause container is
+/// never asked for.
+fn without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Result<(), RuntimeError> {
+    let refuses = call.without_share == WithoutShare::Refuse;
+    if !refuses && (call.without_share == WithoutShare::Run || !call.log.has_file()) {
+        return Ok(());
+    }
+    let is_pause = match file.parse() {
+        Ok(spec) => RequestSource::of(&spec, Some(""))?.is_none(),
+        Err(error) if refuses => return Err(error.into()),
+        // The runtime says what is wrong with it.
+        Err(_) => true,
+    };
+    match (is_pause, refuses) {
+        (true, _) => {}
+        (false, true) => return Err(RuntimeError::WithoutShare),
+        (false, false) => call.warn(&format!(
+            "container {}: no sublet.* annotation reached the runtime and no rule gives it a share, so it gets no GPU \
+             (clients of Docker's API before 1.43 drop annotations; [runtime] without_share)",
+            safe(&start.id.as_ref().map(|id| id.to_string_lossy()).unwrap_or_default())
+        )),
+    }
+    Ok(())
 }
 
 /// config.json; `None`: the runtime will refuse it, or its container cannot ask for a share.

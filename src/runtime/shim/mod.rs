@@ -1,9 +1,6 @@
 //! The OCI runtime shim: edits the files of `create`, `run` and `exec`, then becomes runc or crun.
 //!
-//! Its behaviour depends on the name it is called by. `sublet-<share>` gives every container that named share.
-//! `sublet-runtime` may be the engine's default runtime, so it logs nothing about containers that ask for no share.
-//! Any other name is a link that was registered as a runtime on purpose, so a container without annotations
-//! gets one line in the log.
+//! Called by the name `sublet-<share>`, it gives every container that named share.
 
 mod argv;
 mod checkpoint;
@@ -25,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use sublet_core::admit::{AdmitError, EnterError};
-use sublet_core::config::{self, Config};
+use sublet_core::config::{self, Config, WithoutShare};
 use sublet_core::config_files;
 use sublet_core::config_files::ConfigError;
 use sublet_core::ledger;
@@ -143,6 +140,13 @@ pub(crate) enum RuntimeError {
          `[runtime] low_level`, which leaves devices as they are"
     )]
     Devices,
+    /// `[runtime] without_share = "refuse"`.
+    #[error(
+        "no sublet.* annotation reached the runtime and no rule gives the container a share, and [runtime] without_share \
+         refuses such containers: start it with annotations by a client that passes them on (Docker's API 1.43 or later), \
+         or with another runtime"
+    )]
+    WithoutShare,
     /// The low-level runtime.
     #[error("cannot run {program}: {source}")]
     Exec {
@@ -153,40 +157,20 @@ pub(crate) enum RuntimeError {
     },
 }
 
-/// What the name by which the shim is called means.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum EntryPoint {
-    /// `sublet-runtime`.
-    Runtime,
-    /// `sublet-<share>`.
-    Share(String),
-    /// Any other name.
-    Other,
-}
-
-impl EntryPoint {
-    fn from_name(name: &Path) -> Self {
-        let name = name.file_name().unwrap_or_default().to_string_lossy();
-        match name.strip_prefix("sublet-") {
-            Some("runtime") => Self::Runtime,
-            Some(share) if !share.is_empty() && share != "hook" => Self::Share(share.to_owned()),
-            _ => Self::Other,
-        }
-    }
-
-    fn share(&self) -> Option<&str> {
-        match self {
-            Self::Share(share) => Some(share),
-            _ => None,
-        }
-    }
+/// The share that the name by which the shim is called means: that of `sublet-<share>`.
+fn share_of(name: &Path) -> Option<String> {
+    let name = name.file_name()?.to_string_lossy();
+    let share = name.strip_prefix("sublet-")?;
+    (!matches!(share, "" | "runtime" | "hook")).then(|| share.to_owned())
 }
 
 /// One invocation of the shim.
 struct Call<'a> {
     /// Without the program's name.
     args: &'a [OsString],
-    entry_point: EntryPoint,
+    /// That of all its containers.
+    share: Option<String>,
+    without_share: WithoutShare,
     low_level: LowLevel,
     global: &'a Global,
     log: &'a Log,
@@ -216,6 +200,8 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let names = runtime.as_ref().map_or(&[][..], |runtime| &runtime.low_level);
     let found = find(names);
     let line = parse(args, found.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect));
+    let without_share =
+        runtime.as_ref().ok().and_then(|runtime| runtime.without_share).unwrap_or(WithoutShare::Warn);
     let own_log = runtime.as_ref().ok().and_then(|runtime| runtime.log.as_deref());
     let log = Log::new("sublet-runtime", line.global.log.as_deref(), line.global.log_json, own_log);
     log::trace_to(log.clone(), line.global.debug);
@@ -225,13 +211,8 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         Err(error) => by_record(args, &error, &log),
     };
     let done = low_level.and_then(|low_level| {
-        let call = Call {
-            args,
-            entry_point: EntryPoint::from_name(name),
-            low_level,
-            global: &line.global,
-            log: &log,
-        };
+        let call =
+            Call { args, share: share_of(name), without_share, low_level, global: &line.global, log: &log };
         dispatch(&call, &line.command)
     });
     done.unwrap_or_else(|error| {
@@ -355,13 +336,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_name_is_the_entry_point() {
-        let entry_point = |name: &str| EntryPoint::from_name(Path::new(name));
-        assert_eq!(entry_point("/usr/bin/sublet-runtime"), EntryPoint::Runtime);
-        assert_eq!(entry_point("sublet-quarter"), EntryPoint::Share("quarter".into()));
-        assert_eq!(entry_point("/x/sublet-a-b"), EntryPoint::Share("a-b".into()));
-        for other in ["sublet", "sublet-", "sublet-hook", "nvidia", "", "/"] {
-            assert_eq!(entry_point(other), EntryPoint::Other, "{other}");
+    fn a_name_may_mean_a_share() {
+        let share = |name: &str| share_of(Path::new(name));
+        assert_eq!(share("sublet-quarter"), Some("quarter".into()));
+        assert_eq!(share("/x/sublet-a-b"), Some("a-b".into()));
+        for other in ["/usr/bin/sublet-runtime", "sublet", "sublet-", "sublet-hook", "nvidia", "", "/"] {
+            assert_eq!(share(other), None, "{other}");
         }
     }
 

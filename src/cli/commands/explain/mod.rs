@@ -7,12 +7,13 @@ mod of_share;
 mod of_stack;
 mod whose;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 pub use of_share::inventory_for;
 pub use whose::{remark as remark_on_whose, whose};
 
+use super::doctor::ask;
 use super::explain_error::ExplainError;
 use super::tables::Format;
 #[cfg(test)]
@@ -21,6 +22,7 @@ pub use {
 };
 
 use crate::preview::Whose;
+use crate::setup::dockerd::Dockerd;
 use crate::stack;
 use sublet_core::config::Config;
 
@@ -48,9 +50,9 @@ pub struct Arguments {
     /// Explain a container that runs, has ended or was refused, by its name or id
     #[arg(long, value_name = "CONTAINER", conflicts_with_all = ["bundle", "annotations", "name", "image", "service"])]
     container: Option<String>,
-    /// Check the services of a Compose file together: which would get their share on this host, which not, and why
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["share", "bundle", "annotations", "name", "image", "service", "container"])]
-    compose: Option<PathBuf>,
+    /// Check the services of Compose files together: which would get their share on this host, which not, and why
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["share", "bundle", "annotations", "name", "image", "service", "container"])]
+    compose: Vec<PathBuf>,
     /// Check Quadlet's .container files together, as --compose does
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["share", "bundle", "annotations", "name", "image", "service", "container", "compose"])]
     quadlet: Vec<PathBuf>,
@@ -80,14 +82,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if let Some(container) = &arguments.container {
         return of_container::run(container, arguments, config);
     }
-    if let Some(file) = &arguments.compose {
+    if !arguments.compose.is_empty() {
         let whose = whose(arguments.rootless, config);
-        return of_stack::run(
-            &stack::compose(file).map_err(ExplainError::from)?,
-            whose,
-            arguments.format,
-            config,
-        );
+        let stack =
+            stack::compose(&arguments.compose, default_runtime().as_deref()).map_err(ExplainError::from)?;
+        return of_stack::run(&stack, whose, arguments.format, config);
     }
     if !arguments.quadlet.is_empty() {
         // A user's own Podman starts them.
@@ -95,4 +94,14 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         return of_stack::run(&stack, Whose::callers(config), arguments.format, config);
     }
     of_share::run(arguments, config)
+}
+
+/// dockerd's default runtime, if it is not Docker's own: as it says, else as it would be started.
+fn default_runtime() -> Option<String> {
+    let told = ask(&["docker", "info", "--format", "{{.DefaultRuntime}}"]).map(|told| told.trim().to_owned());
+    let dockerd = || {
+        let dockerd = Dockerd::of(Path::new("/"), ask, None);
+        dockerd.default_runtime(&std::fs::read_to_string(dockerd.file()).unwrap_or_default())
+    };
+    told.filter(|told| !told.is_empty()).or_else(dockerd).filter(|runtime| runtime != "runc")
 }

@@ -14,12 +14,14 @@ use super::answer::Answer;
 use super::edits::Edits;
 use super::{Arguments, edits, whose};
 use crate::preview::{Whose, preview};
-use sublet_core::admit::{Candidate, RequestSource, confirmed_inventory, is_remote, lease_for, request_of};
+use sublet_core::admit::{
+    Candidate, RequestSource, confirmed_inventory, is_remote, lease_for, request_of, undo,
+};
 use sublet_core::config::Config;
 use sublet_core::config_files::{self, Known};
 use sublet_core::grant::{Grant, grant};
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{Container, LeaseId, Store};
+use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::oci::containers_by_name;
 use sublet_core::oci::podman_storage;
 use sublet_core::oci::{self, JsonFile};
@@ -38,12 +40,14 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     // A bundle that a user can name is their own.
     let whose = whose::whose(arguments.rootless || arguments.bundle.is_some(), config);
-    let (spec, rootfs) = read_spec(arguments)?;
+    let (mut spec, rootfs) = read_spec(arguments)?;
+    let earlier = without_earlier_edits(&mut spec)?;
     let (source, given_by) = source(arguments, &spec)?;
     let request = request_of(&source, &spec, config)?;
     let mut inventory = inventory_for(whose, config)?;
     let image = oci::inspect(&spec, &rootfs, &request, &inventory, config)?;
-    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let mut ledger = Store::open(&config.state_dir)?.peek()?;
+    ledger.leases.retain(|lease| earlier.as_deref() != Some(lease.id.as_str()));
     let id = LeaseId::random()?;
     let placement = preview(&request, &id, &mut inventory, &ledger, whose, config)?;
     let candidate = candidate(arguments, rootfs)?;
@@ -161,6 +165,15 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
         annotations.insert(key.clone(), Value::String(value.clone()));
     }
     Ok((spec, rootfs))
+}
+
+/// Takes out what sublet has put into the config.json of a container that was created. Returns its lease.
+fn without_earlier_edits(spec: &mut Value) -> anyhow::Result<Option<String>> {
+    let lease = oci::annotations(spec)?.remove(LEASE_ANNOTATION);
+    if lease.is_some() {
+        undo(spec)?;
+    }
+    Ok(lease)
 }
 
 fn candidate(arguments: &Arguments, rootfs: PathBuf) -> anyhow::Result<Candidate<'static>> {
