@@ -263,13 +263,16 @@ fn an_image_that_needs_a_newer_cuda_starts_with_one_warning_that_is_found_again(
     let env = bundle.spec["process"]["env"].as_array_mut().expect("env");
     env.push(json!("NVIDIA_REQUIRE_CUDA=cuda>=99.1 brand=tesla,driver>=535,driver<536"));
     let created = bundle.create();
-    let warning = "the image needs CUDA 99.1 (its NVIDIA_REQUIRE_CUDA), and the host's driver 580.159.04 has CUDA ";
+    let warning =
+        "the image needs CUDA 99.1 (its NVIDIA_REQUIRE_CUDA), and the host's driver 580.159.04 has CUDA ";
     assert_eq!(created.stderr.matches(warning).count(), 1, "{created:?}");
     assert_eq!(created.stderr.lines().count(), 1, "{created:?}");
     let bundle_dir = bundle.dir.to_str().expect("UTF-8");
-    for command in
-        [&["status", "--last-error"][..], &["explain", "--container", "newer"], &["explain", "--bundle", bundle_dir]]
-    {
+    for command in [
+        &["status", "--last-error"][..],
+        &["explain", "--container", "newer"],
+        &["explain", "--bundle", bundle_dir],
+    ] {
         let said = String::from_utf8(world.sublet(command).stdout).expect("UTF-8");
         let words: Vec<_> = said.split_whitespace().collect();
         assert!(words.join(" ").contains(warning), "{command:?}: {said}");
@@ -481,7 +484,9 @@ fn a_tmp_of_the_hosts_stays_clean() {
     volume(&mut bundle, Path::new("/tmp"), "/tmp");
     let (info, warned) = up(&bundle);
     assert_eq!(info["mps"], json!(true), "by its environment");
-    assert!(warned.contains("the container's /tmp is the host's, so its MPS directory is not at /tmp/nvidia-mps"));
+    assert!(
+        warned.contains("the container's /tmp is the host's, so its MPS directory is not at /tmp/nvidia-mps")
+    );
     assert!(!Path::new("/tmp/nvidia-mps").exists());
     bundle.down();
     world.assert_empty();
@@ -546,7 +551,10 @@ fn a_share_may_leave_tmp_alone() {
     hooked.hook(&["prestart", "poststop"]);
     assert!(!hooked.create().ok);
     let last = String::from_utf8(world.sublet(&["status", "--last-error"]).stdout).expect("UTF-8");
-    assert!(last.contains("its share has default_directory = false, which does not work with a hook"), "{last}");
+    assert!(
+        last.contains("its share has default_directory = false, which does not work with a hook"),
+        "{last}"
+    );
     world.assert_empty();
 }
 
@@ -602,9 +610,11 @@ fn what_a_link_of_the_images_leads_to_is_not_covered() {
         }
         let before = tree(&bundle.dir.join("rootfs"));
         let (_, warned) = up(&bundle);
-        for (path, own) in
-            [(mesa.as_str(), "Mesa's"), ("/usr/bin/busybox", "busybox"), ("/etc/OpenCL/vendors/other.icd", "another's")]
-        {
+        for (path, own) in [
+            (mesa.as_str(), "Mesa's"),
+            ("/usr/bin/busybox", "busybox"),
+            ("/etc/OpenCL/vendors/other.icd", "another's"),
+        ] {
             assert_eq!(read(&bundle, path), own, "{stages:?}");
         }
         // The hook mounts on the link itself.
@@ -613,7 +623,9 @@ fn what_a_link_of_the_images_leads_to_is_not_covered() {
         assert_eq!(warned.contains("/usr/bin/nvidia-smi"), is_left_out, "{warned}");
         if is_left_out {
             let last = String::from_utf8(world.sublet(&["status", "--last-error"]).stdout).expect("UTF-8");
-            assert!(last.contains("container links, which was started: left out, because the image has a link"));
+            assert!(
+                last.contains("container links, which was started: left out, because the image has a link")
+            );
         }
         bundle.down();
         let after = tree(&bundle.dir.join("rootfs"));

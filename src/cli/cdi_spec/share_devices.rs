@@ -149,7 +149,8 @@ fn on_device(
     let candidate = Candidate { container, owner: Process::current()?, engine: None };
     let image = Image::default();
     let lease = lease_for(&candidate, &placement, &image, id, config);
-    let mut grant = grant(&placement, &lease, &request.capabilities, &image, inventory, &request.over(config));
+    let mut grant =
+        grant(&placement, &lease, &request.capabilities, &image, inventory, &request.over(config));
     let root = &config.driver.root;
     grant.nodes.retain(|GrantedNode { node, .. }| !node.is_optional() || check_node(root, node).is_ok());
     Ok(Ok(grant))

@@ -18,11 +18,11 @@ use crate::grant::{self, Grant, Image};
 use crate::inventory::{Device, Inventory};
 use crate::ledger::{Container, Init, Job, LEASE_ANNOTATION, Lease, LeaseId, Store};
 use crate::mps;
+use crate::oci;
 use crate::place::Placement;
 use crate::process::Process;
 use crate::request::{self, Request};
 use crate::share::{Capabilities, Devices, Isolation, Memory, Mode, Priority, Selector};
-use crate::oci;
 use crate::slurm::{JobCgroup, JobGpu, JobRecord, JobShare};
 
 impl Local<'_> {

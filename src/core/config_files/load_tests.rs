@@ -266,8 +266,8 @@ fn the_longest_state_directory() {
 #[test]
 fn shares_that_make_no_request() {
     assert_snapshot!(refused("[share.small]\nmode = \"mps\"\nsm = 0.25\n"), @"configuration /c.toml:3:1: sublet.sm=0.25 (from [share.small]): must be a percentage over 0 up to 100, such as 25, 25% or 12.5; a quarter of a percent? write 25");
-    assert_snapshot!(refused("[share.small]\nvram = \"8GiB\"\n"), @"configuration /c.toml:2:1: sublet.vram=8GiB (from [share.small]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard; did you mean sublet.memory?");
-    assert_snapshot!(refused("[share.a]\nshare = \"b\"\n[share.b]\nsm = 25\n"), @"configuration /c.toml:2:1: sublet.share=b (from [share.a]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard");
+    assert_snapshot!(refused("[share.small]\nvram = \"8GiB\"\n"), @"configuration /c.toml:2:1: sublet.vram=8GiB (from [share.small]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, visible_devices, default_directory; did you mean sublet.memory?");
+    assert_snapshot!(refused("[share.a]\nshare = \"b\"\n[share.b]\nsm = 25\n"), @"configuration /c.toml:2:1: sublet.share=b (from [share.a]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, visible_devices, default_directory");
     assert_snapshot!(refused("[share.\"../x\"]\nsm = 25\n"), @"configuration /c.toml:1:8: share.../x must be named with letters, digits, '-', '_' and '.'");
     let files =
         [file("/weak", "[share.a]\nmode = \"exclusive\"\n"), file("/strong", "\n[share.a]\nsm = 25\n")];

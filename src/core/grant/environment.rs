@@ -54,7 +54,10 @@ pub(super) fn environment(
     let default = if mig { VisibleDevices::Uuid } else { VisibleDevices::Ordinal };
     let mut set = vec![
         pair("CUDA_VISIBLE_DEVICES", listed(lease, config.grant.visible_devices.unwrap_or(default))),
-        pair("NVIDIA_VISIBLE_DEVICES", config.grant.nvidia_visible_devices.map_or("void".into(), |form| listed(lease, form))),
+        pair(
+            "NVIDIA_VISIBLE_DEVICES",
+            config.grant.nvidia_visible_devices.map_or("void".into(), |form| listed(lease, form)),
+        ),
         pair("SUBLET_DEVICES", lease.devices.join(",")),
         pair("SUBLET_MODE", lease.mode.to_string()),
         pair("SUBLET_PROCESSES", lease.processes.to_string()),

@@ -84,7 +84,8 @@ fn is_same(one: &Path, other: &Path) -> bool {
 #[must_use]
 pub(crate) fn gone<'p>(rootfs: &Path, paths: &[&'p PathBuf]) -> Vec<&'p PathBuf> {
     let Ok(root) = open_root(rootfs) else { return Vec::new() };
-    let is_gone = |path: &Path| entry(&root, path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+    let is_gone =
+        |path: &Path| entry(&root, path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
     paths.iter().copied().filter(|path| is_gone(path)).collect()
 }
 

@@ -287,7 +287,7 @@ fn shares_that_do_not_work() {
     assert_snapshot!(refused_by(&config, &[("sublet.share", "smal")]), @"sublet.share=smal: must be a share of this host's configuration: small; did you mean small?");
     assert_snapshot!(refused_by(&config, &[("sublet.share", "small")]), @"sublet.sm=0 (from [share.small]): must be a percentage over 0 up to 100, such as 25, 25% or 12.5");
     let nested = with_share("a", &[("share", "b")]);
-    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard");
+    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, visible_devices, default_directory");
     let config = with_share("half", &[("sm", "50")]);
     assert_snapshot!(refused_by(&config, &[("sublet.share", "half"), ("sublet.mode", "exclusive")]), @"sublet.sm=50 (from [share.half]) cannot be combined with sublet.mode=exclusive: only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
 }

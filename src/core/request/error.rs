@@ -135,7 +135,8 @@ fn after_semicolon(hint: Option<&str>) -> String {
 }
 
 fn known(keys: &[&str]) -> String {
-    keys.iter().map(|key| format!("sublet.{key}")).collect::<Vec<_>>().join(", ")
+    let shown = |key: &&str| if KEYS_OF_SHARES.contains(key) { (*key).to_owned() } else { format!("sublet.{key}") };
+    keys.iter().map(shown).collect::<Vec<_>>().join(", ")
 }
 
 /// The key that `wrong` probably stands for: first by other tools' words, then by the nearest spelling.

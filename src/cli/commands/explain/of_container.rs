@@ -389,7 +389,8 @@ fn told(found: &Found<'_>, config: &Config) -> Vec<Happened> {
         kind: event.kind.as_str().to_owned(),
         text: whole(&event.text),
     };
-    let warned = refusals(config).into_iter().filter(|record| record.started && found.is_id(&record.container_id));
+    let warned =
+        refusals(config).into_iter().filter(|record| record.started && found.is_id(&record.container_id));
     let warned = warned.map(|record| Happened {
         time: tables::timestamp(record.time),
         kind: "warning".to_owned(),

@@ -53,8 +53,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let candidate = candidate(arguments, rootfs)?;
     oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
     let lease = lease_for(&candidate, &placement, &image, id, config);
-    let grant =
-        grant(&placement, &lease, &request.capabilities, &image, &inventory, &request.over(config));
+    let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, &request.over(config));
     oci::check_mps_directories(&spec, &candidate.container.rootfs, &grant)?;
     let answer = Answer::of(&request, &placement, &lease, &grant.warnings, &inventory);
     match arguments.format {

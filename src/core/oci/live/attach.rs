@@ -56,7 +56,15 @@ impl<'a> Rootfs<'a> {
         if is_of_the_kernel(&target) {
             return Err(NamespaceError::Kernel(path.to_owned()));
         }
+        let target = if is_directory { target } else { self.itself(path)? };
         self.attach(mount, &target, path)
+    }
+
+    /// The file at `path`; if that is a link, the link, so that the image's file to which it leads is not covered.
+    fn itself(&self, path: &Path) -> Result<OwnedFd, NamespaceError> {
+        let found = open_in(&self.root, path, OFlag::O_NOFOLLOW)
+            .map_err(|error| failed(format!("look at the mount point {}", shown(path)), error))?;
+        if is_of_the_kernel(&found) { Err(NamespaceError::Kernel(path.to_owned())) } else { Ok(found) }
     }
 
     /// Covers `path`, a directory of the kernel's own; without one there is nothing to hide.
