@@ -103,7 +103,7 @@ fn without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Result<(), 
         return Ok(());
     }
     let is_pause = match file.parse() {
-        Ok(spec) => RequestSource::of(&spec, Some(""))?.is_none(),
+        Ok(spec) => RequestSource::of(&spec, bundle(start), Some(""))?.is_none(),
         Err(error) if refuses => return Err(error.into()),
         // The runtime says what is wrong with it.
         Err(_) => true,
