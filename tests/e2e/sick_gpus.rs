@@ -123,7 +123,7 @@ fn a_gpu_that_does_not_tell_its_memory_is_served() {
         let table = said(&world, &["status"]);
         assert!(of_host || table.contains("nvmlDeviceGetMemoryInfo_v2 answers"), "{table}");
         assert!(!of_host || table.contains("NVIDIA GB10, host memory"), "{table}");
-        let memory = world.bundle("memory", &[("sublet.memory", "512MiB")], HOLD);
+        let memory = world.bundle("memory", &[("sublet.memory", "1GiB")], HOLD);
         if of_host {
             memory.up();
             memory.down();

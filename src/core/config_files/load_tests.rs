@@ -78,9 +78,15 @@ fn the_shipped_file_names_every_key() {
 
 #[test]
 fn a_variable_that_sublet_sets_is_not_taken_from_the_file() {
-    for name in ["NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "SUBLET_SM_PERCENT"] {
+    for name in
+        ["NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "SUBLET_SM_PERCENT"]
+    {
         let error = refused(&format!("[grant.env]\nOTHER = \"1\"\n{name} = \"all\"\n"));
-        assert!(error.starts_with(&format!("configuration /c.toml:3:1: grant.env.{name} is set by sublet itself")), "{error}");
+        assert!(
+            error
+                .starts_with(&format!("configuration /c.toml:3:1: grant.env.{name} is set by sublet itself")),
+            "{error}"
+        );
     }
 }
 
@@ -325,7 +331,7 @@ fn the_runtime_alone_needs_nothing_else_to_be_right() {
 #[test]
 fn errors_of_the_runtime_table_are_found() {
     let refused = |text: &str| merge_runtime(&[file("/c.toml", text)]).unwrap_err();
-    assert_snapshot!(refused("[runtime]\nlow_levl = [\"crun\"]\n"), @"configuration /c.toml:2:1: unknown key `low_levl`, expected `low_level` or `log`; did you mean low_level?");
+    assert_snapshot!(refused("[runtime]\nlow_levl = [\"crun\"]\n"), @"configuration /c.toml:2:1: unknown key `low_levl`, expected one of `low_level`, `log`, `without_share`; did you mean low_level?");
     assert_snapshot!(refused("[runtime]\nlow_level = [\"crun\"\n"), @"configuration /c.toml:2:20: unclosed array, expected `]`");
     assert_snapshot!(refused("\n[runtime]\nlow_level = [\"\"]\n"), @r#"configuration /c.toml:3:1: runtime.low_level must name one low-level runtime or more, such as ["runc", "crun"]"#);
     assert_snapshot!(refused("[runtime]\nlog = \"l\"\n"), @"configuration /c.toml:2:1: runtime.log must be an absolute path");

@@ -135,7 +135,8 @@ fn after_semicolon(hint: Option<&str>) -> String {
 }
 
 fn known(keys: &[&str]) -> String {
-    let shown = |key: &&str| if KEYS_OF_SHARES.contains(key) { (*key).to_owned() } else { format!("sublet.{key}") };
+    let shown =
+        |key: &&str| if KEYS_OF_SHARES.contains(key) { (*key).to_owned() } else { format!("sublet.{key}") };
     keys.iter().map(shown).collect::<Vec<_>>().join(", ")
 }
 

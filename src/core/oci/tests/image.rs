@@ -300,16 +300,12 @@ fn rival_libraries_are_named_once() {
     let path = format!("LD_LIBRARY_PATH=relative::/opt/fwd/:/lib/{TRIPLET};/missing");
     let warnings = root.inspect(&json!({"process": {"env": [path]}})).unwrap().warnings;
     assert_eq!(warnings.len(), 2, "{warnings:?}");
-    assert!(
-        warnings[0].starts_with(
-            "the image's own /opt/fwd/libcuda.so.1 (libcuda.so.1, found by its LD_LIBRARY_PATH) is used instead"
-        )
-    );
-    assert!(
-        warnings[1].starts_with(
-            "the image's own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.1.1, found by its /etc/ld.so.cache)"
-        )
-    );
+    assert!(warnings[0].starts_with(
+        "the image's own /opt/fwd/libcuda.so.1 (libcuda.so.1, found by its LD_LIBRARY_PATH) is used instead"
+    ));
+    assert!(warnings[1].starts_with(
+        "the image's own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.1.1, found by its /etc/ld.so.cache)"
+    ));
 }
 
 #[test]
@@ -331,8 +327,7 @@ fn what_is_mounted_over_tmp_decides_where_the_default_directory_is() {
     root.dir("volume");
     root.dir("rootfs/var/tmp");
     let look = |root: &Root, destination: &str, source: &Path, options: &[&str]| {
-        let mount =
-            json!({"destination": destination, "type": "bind", "source": source, "options": options});
+        let mount = json!({"destination": destination, "type": "bind", "source": source, "options": options});
         root.inspect(&json!({"mounts": [mount]})).unwrap()
     };
     let tmp = Path::new("/tmp");
@@ -401,8 +396,14 @@ fn the_cuda_that_an_image_needs_is_compared_with_the_drivers() {
     };
     let needs = "NVIDIA_REQUIRE_CUDA=cuda>=13.0 brand=tesla,driver>=535,driver<536";
     assert_eq!(one(warned(&root, &[needs])), format!("{old}use an image for CUDA 12.4 or a newer driver"));
-    for enough in ["", "cuda>=12.4", "cuda>=12.0,cuda>=11 cuda>=13.0", "cuda<14", "cuda>=x.y", "cuda>=99999999999.0"] {
-        assert_eq!(warned(&root, &[&format!("NVIDIA_REQUIRE_CUDA={enough}")]), Vec::<String>::new(), "{enough}");
+    for enough in
+        ["", "cuda>=12.4", "cuda>=12.0,cuda>=11 cuda>=13.0", "cuda<14", "cuda>=x.y", "cuda>=99999999999.0"]
+    {
+        assert_eq!(
+            warned(&root, &[&format!("NVIDIA_REQUIRE_CUDA={enough}")]),
+            Vec::<String>::new(),
+            "{enough}"
+        );
     }
     root.file("rootfs/usr/local/cuda/compat/libcuda.so.580.65.06", "x");
     root.link("libcuda.so.580.65.06", "rootfs/usr/local/cuda/compat/libcuda.so.1");

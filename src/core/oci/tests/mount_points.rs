@@ -42,7 +42,8 @@ fn a_link_to_another_file_is_left_out_and_named() {
     assert_eq!(image.empty, [in_triplet("libcuda.so.1"), in_triplet("libcuda.so")]);
     assert!(image.warnings().iter().any(|line| line.contains("would be covered: /usr/bin/nvidia-smi (")));
     root.file("volume/sh", "the volume's");
-    let over = json!({"mounts": [{"destination": "/usr/bin", "type": "bind", "source": root.path("volume")}]});
+    let over =
+        json!({"mounts": [{"destination": "/usr/bin", "type": "bind", "source": root.path("volume")}]});
     root.link("sh", "volume/nvidia-smi");
     assert_eq!(root.inspect(&over).unwrap().left_out, [Path::new("/usr/bin/nvidia-smi")]);
 }
