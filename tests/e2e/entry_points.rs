@@ -4,7 +4,7 @@
 //!
 //! Plain bundles run everywhere; the engines need the root that tests/engines/enter provides.
 
-mod table;
+pub mod table;
 
 use std::path::Path;
 
