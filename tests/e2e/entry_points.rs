@@ -271,13 +271,6 @@ fn docker_by_runtime_sublet() {
 }
 
 #[test]
-fn docker_with_sublet_as_default_runtime() {
-    if !skip_unless_docker() {
-        all_rows(&docker(Asked::Default));
-    }
-}
-
-#[test]
 fn docker_by_runtimes_named_after_shares() {
     if !skip_unless_docker() {
         all_rows(&docker(Asked::Named));

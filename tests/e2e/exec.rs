@@ -196,22 +196,6 @@ fn a_ledger_that_is_locked_and_unreadable_is_not_needed() {
 }
 
 #[test]
-fn a_checkpoint_is_refused_without_a_ledger_too() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = world();
-    let bundle = up(&world, "held");
-    let checkpoint =
-        || Finished::of(&bundle.runtime().args(["checkpoint", "held"]).output().expect("it runs"));
-    let why = "checkpoint of a container with a GPU share is not possible";
-    assert!(checkpoint().stderr.contains(why));
-    without(&world.state_dir().join("ledger.json"), || assert!(checkpoint().stderr.contains(why)));
-    bundle.down();
-    world.assert_empty();
-}
-
-#[test]
 fn a_daemon_that_died_is_brought_back_for_who_comes() {
     if skip_unless_root() {
         return;
