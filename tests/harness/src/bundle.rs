@@ -235,7 +235,7 @@ impl<'a> Bundle<'a> {
     ///
     /// # Panics
     /// It does not start, or CUDA does not.
-    #[must_use]
+    #[expect(clippy::must_use_candidate, reason = "often only waited for")]
     pub fn up_heard(&self) -> (Value, String) {
         let created = self.create();
         assert!(created.ok, "{created:?}");
