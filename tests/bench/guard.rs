@@ -8,12 +8,11 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use sublet_e2e::guarded::{contexts, guard_cpu, nvml_calls};
+use sublet_e2e::guarded::{GPUS, contexts, guard_cpu, nvml_calls, one_of_many};
 use sublet_e2e::{Bundle, World, eventually};
 
 const SECONDS: u64 = 30;
 const LEASES: u32 = 100;
-const GPUS: u32 = 8;
 
 /// Checks per second.
 const LOOKS: f64 = 2.0;
@@ -25,7 +24,7 @@ fn main() -> Result<()> {
     };
     ensure!(nix::unistd::geteuid().is_root(), "bench-guard starts containers: run it as root");
     let world = World::simulated("h200x8", "");
-    let bundles: Vec<Bundle<'_>> = (0..LEASES).map(|number| up(&world, number)).collect();
+    let bundles: Vec<Bundle<'_>> = (0..LEASES).map(|number| one_of_many(&world, number)).collect();
     let nvml = world.nvml();
     let root = world.driver_root.as_ref().context("simulated")?;
     std::fs::write(root.join("sim/contexts"), contexts(&nvml)?)?;
@@ -43,15 +42,6 @@ fn main() -> Result<()> {
     bundles.iter().for_each(Bundle::down);
     print(seconds, percent, simulated * f64::from(GPUS));
     Ok(())
-}
-
-fn up(world: &World, number: u32) -> Bundle<'_> {
-    let gpu = (number % GPUS).to_string();
-    let share = [("sublet.gpu", gpu.as_str()), ("sublet.sm", "7"), ("sublet.memory", "8GiB")];
-    let bundle = world.bundle(&format!("c{number}"), &share, &["/usr/bin/cuda-probe", "hold", "86400"]);
-    bundle.up();
-    bundle.event("info");
-    bundle
 }
 
 /// `simulated`: the milliseconds that the simulated driver's own answers take in a check.

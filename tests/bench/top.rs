@@ -14,13 +14,12 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 use nvml_wrapper::enums::gpm::GpmMetricId;
 use nvml_wrapper::gpm::{GpmSample, gpm_metrics_get};
-use sublet_e2e::guarded::contexts;
+use sublet_e2e::guarded::{GPUS, contexts, one_of_many};
 use sublet_e2e::terminal::Terminal;
 use sublet_e2e::{Bundle, World};
 
 const SECONDS: u64 = 20;
 const LEASES: u32 = 100;
-const GPUS: u32 = 8;
 const INTERVAL: Duration = Duration::from_millis(500);
 
 fn main() -> Result<()> {
@@ -31,7 +30,7 @@ fn main() -> Result<()> {
     let seconds = argument.map_or(Ok(SECONDS), |text| text.parse()).context("usage: bench-top [SECONDS]")?;
     ensure!(nix::unistd::geteuid().is_root(), "bench-top starts containers: run it as root");
     let world = World::simulated("h200x8", "");
-    let bundles: Vec<Bundle<'_>> = (0..LEASES).map(|number| up(&world, number)).collect();
+    let bundles: Vec<Bundle<'_>> = (0..LEASES).map(|number| one_of_many(&world, number)).collect();
     let root = world.driver_root.as_ref().context("simulated")?;
     std::fs::write(root.join("sim/contexts"), contexts(&world.nvml())?)?;
     let library = root.join(format!("usr/lib/{}-linux-gnu/libnvidia-ml.so.1", std::env::consts::ARCH));
@@ -53,15 +52,6 @@ fn main() -> Result<()> {
     bundles.iter().for_each(Bundle::down);
     print(seconds, top_after.saturating_sub(top_before), bare_after.saturating_sub(bare_before));
     Ok(())
-}
-
-fn up(world: &World, number: u32) -> Bundle<'_> {
-    let gpu = (number % GPUS).to_string();
-    let share = [("sublet.gpu", gpu.as_str()), ("sublet.sm", "7"), ("sublet.memory", "8GiB")];
-    let bundle = world.bundle(&format!("c{number}"), &share, &["/usr/bin/cuda-probe", "hold", "86400"]);
-    bundle.up();
-    bundle.event("info");
-    bundle
 }
 
 /// The calls of a look as `sublet top` shows it, and nothing else: of each GPU its memory, both lists of processes, the

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use sublet_e2e::World;
-use sublet_e2e::benched::{self, Benched};
+use sublet_e2e::benched::Benched;
 use sublet_e2e::docker::{Docker, IMAGE, skip_unless_engines};
 
 fn with(check: fn(&Benched<'_>)) {
@@ -23,22 +23,4 @@ fn with(check: fn(&Benched<'_>)) {
     docker.world.assert_empty();
 }
 
-#[test]
-fn built_in_loads_need_no_image() {
-    with(benched::built_in_loads);
-}
-
-#[test]
-fn a_program_of_the_users_own() {
-    with(benched::a_program);
-}
-
-#[test]
-fn servers_are_asked() {
-    with(benched::servers);
-}
-
-#[test]
-fn a_signal_leaves_nothing() {
-    with(benched::a_signal);
-}
+sublet_e2e::benched_by!(with);

@@ -356,19 +356,6 @@ fn podman_run_device_gives_the_share_and_takes_it_back() {
 }
 
 #[test]
-fn a_dedicated_shares_limits_hold_execd_processes_too() {
-    if skip_unless_engines() {
-        return;
-    }
-    let (podman, _offer) = podman("[share.small]\nsm = 25\nmemory = \"8GiB\"\nisolation = \"dedicated\"\n");
-    let _ = podman.hold("job", &[], &["--device", DEVICE]);
-    is_share(&podman.event("job", "info"));
-    is_share(&podman.exec_info("job", &["env", "-i"]));
-    podman.done(&["rm", "-f", "-t0", "job"]);
-    podman.assert_empty();
-}
-
-#[test]
 fn podmans_hook_and_runtime_beside_it_make_one_lease() {
     if skip_unless_engines() {
         return;

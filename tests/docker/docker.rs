@@ -170,6 +170,7 @@ fn a_killed_containerd_shim_ends_the_lease() {
     assert!(eventually(|| docker.inspect("orphan", "State.Running") == "false"), "docker knows");
     docker.done(&["start", "orphan"]);
     let _ = lease_id(&docker, &id);
+    assert_eq!(docker.exec_info("orphan", &[])["sm"], json!(32));
     docker.done(&["rm", "-f", "orphan"]);
     assert_empty(&docker);
 }

@@ -195,11 +195,14 @@ fn a_daemon_that_is_stopped_serves_no_new_container() {
     keeper.up();
     let daemons = world.daemon_pids("");
     daemons.iter().copied().for_each(sublet_e2e::stop);
-    let line = bad(&world, SHARE).refused();
+    // Whether it answered just now or long ago.
+    let just = bad(&world, SHARE).refused();
+    world.forget_answers();
+    let long = bad(&world, SHARE).refused();
     for pid in daemons {
         kill(pid, Signal::SIGCONT).expect("it lives");
     }
-    assert!(line.contains("does not answer"), "{line}");
+    assert!([&just, &long].iter().all(|line| line.contains("does not answer")), "{just} {long}");
     let again = world.bundle("again", SHARE, HOLD);
     again.up();
     assert_eq!(again.event("info")["mps"], json!(true));
@@ -330,34 +333,6 @@ fn a_low_level_runtime_that_is_missing() {
             "missing nowhere: no executable nowhere or /opt/no/runc found; install runc or crun, or set [runtime] low_level",
         ],
     );
-    world.assert_empty();
-}
-
-/// An error of this process must not tell the user to change the image.
-#[test]
-fn too_few_descriptors_are_not_the_images_fault() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    assert!(world.sublet(&["refresh"]).status.success());
-    let bundle = bad(&world, SHARE);
-    bundle.write();
-    let shim = world.runtime();
-    let mut blamed = Vec::new();
-    for most in 4..9 {
-        let mut command = std::process::Command::new("prlimit");
-        command.arg(format!("--nofile={most}:{most}")).arg(shim.get_program()).args(shim.get_args());
-        command.envs(shim.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        command.arg("create").arg("--bundle").arg(&bundle.dir).arg("bad");
-        let output = command.stdin(std::process::Stdio::null()).output().expect("prlimit runs");
-        let line = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success(), "{most}: {line}");
-        blamed.extend(line.lines().filter(|line| line.contains("from the image")).map(str::to_owned));
-        assert!(world.sublet(&["gc"]).status.success());
-        bundle.write();
-    }
-    assert_eq!(blamed, Vec::<String>::new());
     world.assert_empty();
 }
 

@@ -6,6 +6,7 @@ use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::entry_points::table::COMPUTE_UTILITY;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, skip_unless_root};
 
@@ -173,25 +174,9 @@ fn other_families_have_the_files_where_their_loader_looks() {
             decoy(&bundle, "usr/lib/libc.so.6", 1, 3);
         }
         bundle.up();
-        let mounts = libraries_of(&bundle);
-        assert_eq!(
-            mounts,
-            [
-                "libcuda.so",
-                "libcuda.so.1",
-                "libcudadebugger.so.1",
-                "libnvidia-allocator.so.1",
-                "libnvidia-cfg.so.1",
-                "libnvidia-gpucomp.so.580.159.04",
-                "libnvidia-ml.so.1",
-                "libnvidia-nvvm.so.4",
-                "libnvidia-opencl.so.1",
-                "libnvidia-ptxjitcompiler.so.1",
-            ]
-            .map(|name| format!("{}/{name}", layout.expected)),
-            "{}",
-            layout.family
-        );
+        let libraries = COMPUTE_UTILITY.iter().filter(|name| name.starts_with("lib"));
+        let expected: Vec<_> = libraries.map(|name| format!("{}/{name}", layout.expected)).collect();
+        assert_eq!(libraries_of(&bundle), expected, "{}", layout.family);
         let seen = PathBuf::from(format!("/proc/{}/root{}/libcuda.so.1", bundle.pid(), layout.expected));
         assert_eq!(std::fs::metadata(seen).expect("libcuda").ino(), host_libcuda(&world).ino());
         bundle.down();
@@ -202,10 +187,8 @@ fn other_families_have_the_files_where_their_loader_looks() {
 
 /// Destinations of the driver's libraries, sorted.
 fn libraries_of(bundle: &Bundle<'_>) -> Vec<String> {
-    let config = bundle.config();
-    let mounts = config["mounts"].as_array().expect("mounts");
-    let destinations = mounts.iter().filter_map(|mount| mount["destination"].as_str());
-    let mut found: Vec<_> = destinations.filter(|path| path.contains(".so")).map(str::to_owned).collect();
+    let mut found = bundle.destinations();
+    found.retain(|path| path.contains(".so"));
     found.sort();
     found
 }

@@ -4,7 +4,7 @@
 //!
 //! Plain bundles run everywhere; the engines need the root that tests/engines/enter provides.
 
-mod table;
+pub mod table;
 
 use std::path::Path;
 
@@ -267,13 +267,6 @@ fn docker(asked: Asked) -> OfDocker {
 fn docker_by_runtime_sublet() {
     if !skip_unless_docker() {
         all_rows(&docker(Asked::Runtime));
-    }
-}
-
-#[test]
-fn docker_with_sublet_as_default_runtime() {
-    if !skip_unless_docker() {
-        all_rows(&docker(Asked::Default));
     }
 }
 

@@ -195,22 +195,6 @@ fn a_ledger_that_is_locked_and_unreadable_is_not_needed() {
     world.assert_empty();
 }
 
-#[test]
-fn a_checkpoint_is_refused_without_a_ledger_too() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = world();
-    let bundle = up(&world, "held");
-    let checkpoint =
-        || Finished::of(&bundle.runtime().args(["checkpoint", "held"]).output().expect("it runs"));
-    let why = "checkpoint of a container with a GPU share is not possible";
-    assert!(checkpoint().stderr.contains(why));
-    without(&world.state_dir().join("ledger.json"), || assert!(checkpoint().stderr.contains(why)));
-    bundle.down();
-    world.assert_empty();
-}
-
 /// Podman 5.4 passes its own list of devices with every update; the share's are not in it.
 #[test]
 fn an_update_does_not_take_the_gpu_away() {

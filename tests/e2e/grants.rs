@@ -12,25 +12,8 @@ const SLEEP: &[&str] = &["/bin/sleep", "120"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
 const WHOLE: &[(&str, &str)] = &[("sublet.gpu", "0")];
 
-/// Starts the container and returns what its first process sees, and the warnings of create.
-fn up(bundle: &Bundle<'_>) -> (Value, String) {
-    let created = bundle.create();
-    assert!(created.ok, "{created:?}");
-    let started = bundle.start();
-    assert!(started.ok, "{started:?}");
-    let info = bundle.event("info");
-    assert_eq!(info["error"], Value::Null, "{info}");
-    (info, created.stderr)
-}
-
-fn destinations(bundle: &Bundle<'_>) -> Vec<String> {
-    let config = bundle.config();
-    let mounts = config["mounts"].as_array().expect("mounts");
-    mounts.iter().map(|mount| mount["destination"].as_str().expect("a path").to_owned()).collect()
-}
-
 fn names<'a>(bundle: &Bundle<'_>, wanted: &'a [&'a str]) -> Vec<(&'a str, bool)> {
-    let all = destinations(bundle);
+    let all = bundle.destinations();
     let there = |name: &str| all.iter().any(|path| path.ends_with(&format!("/{name}")));
     wanted.iter().map(|name| (*name, there(name))).collect()
 }
@@ -153,9 +136,9 @@ fn a_user_namespace_gets_the_hosts_nodes() {
     let world = World::simulated("h200", "");
     let mut bundle = world.bundle("mapped", SHARE, HOLD);
     bundle.map_users();
-    let (info, _) = up(&bundle);
+    let (info, _) = bundle.up_heard();
     assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
-    assert!(destinations(&bundle).contains(&"/dev/nvidia0".to_owned()), "a bind mount");
+    assert!(bundle.destinations().contains(&"/dev/nvidia0".to_owned()), "a bind mount");
     assert_eq!(bundle.config()["linux"]["devices"], Value::Null);
     let seen = bundle.exec(&[
         "/usr/bin/cuda-probe",
@@ -197,7 +180,7 @@ fn a_user_namespace_whose_root_owns_nothing_gets_its_mount_points() {
         if hooked {
             bundle.hook(&["createRuntime", "poststop"]);
         }
-        let (info, _) = up(&bundle);
+        let (info, _) = bundle.up_heard();
         assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{hooked}");
         assert!(!rootfs.join("usr/bin/sublet-share").exists(), "a convenience is left out: {hooked}");
         assert!(rootfs.join("usr/bin/nvidia-smi").exists(), "{hooked}");

@@ -33,23 +33,6 @@ fn link(bundle: &Bundle<'_>, path: &str, target: &str) {
     symlink(target, link).expect("a link of the image's");
 }
 
-/// Starts the container and returns what its first process sees, and the warnings of create.
-fn up(bundle: &Bundle<'_>) -> (Value, String) {
-    let created = bundle.create();
-    assert!(created.ok, "{created:?}");
-    let started = bundle.start();
-    assert!(started.ok, "{started:?}");
-    let info = bundle.event("info");
-    assert_eq!(info["error"], Value::Null, "{info}");
-    (info, created.stderr)
-}
-
-fn destinations(bundle: &Bundle<'_>) -> Vec<String> {
-    let config = bundle.config();
-    let mounts = config["mounts"].as_array().expect("mounts");
-    mounts.iter().map(|mount| mount["destination"].as_str().expect("a path").to_owned()).collect()
-}
-
 /// Regular files of 0 bytes below the rootfs: what a mount point leaves.
 fn empty_files(bundle: &Bundle<'_>) -> Vec<String> {
     let files = tree(&bundle.dir.join("rootfs")).into_iter();
@@ -68,7 +51,7 @@ fn a_link_in_the_image_is_followed_inside_the_rootfs() {
     let bundle = world.bundle("link", WHOLE, HOLD);
     place(&bundle, &format!("{DIR}/libcuda.so.530.30.02"), "the image's own");
     link(&bundle, &format!("{DIR}/libcuda.so.1"), "libcuda.so.530.30.02");
-    let (info, _) = up(&bundle);
+    let (info, _) = bundle.up_heard();
     let loaded = info["libcuda"].as_str().expect("a path");
     assert!([format!("{DIR}/libcuda.so.1"), format!("{DIR}/libcuda.so.530.30.02")].contains(&loaded.into()));
     bundle.down();
@@ -87,7 +70,7 @@ fn a_dangling_absolute_link_leaves_nothing_on_the_host() {
     let bundle = world.bundle("dangling", WHOLE, HOLD);
     let target = format!("{}-nowhere/libcuda.so.1", world.dir.path().display());
     link(&bundle, &format!("{DIR}/libcuda.so.1"), &target);
-    up(&bundle);
+    bundle.up_heard();
     assert!(!Path::new(&target).parent().expect("a directory").exists(), "something is on the host");
     bundle.down();
     assert_eq!(empty_files(&bundle), Vec::<String>::new());
@@ -103,7 +86,7 @@ fn a_start_waits_for_whoever_removes_an_earlier_containers_mount_points() {
     }
     let world = World::simulated("h200", "");
     let bundle = world.bundle("cleared", WHOLE, HOLD);
-    up(&bundle);
+    bundle.up_heard();
     let ledger = world.state_dir().join("ledger.json");
     let read =
         || -> Value { serde_json::from_slice(&std::fs::read(&ledger).expect("a ledger")).expect("JSON") };
@@ -149,7 +132,7 @@ fn a_delete_clears_what_another_command_has_freed_and_not_cleared_yet() {
     }
     let world = World::simulated("h200", "");
     let bundle = world.bundle("freed", WHOLE, HOLD);
-    up(&bundle);
+    bundle.up_heard();
     assert!(bundle.kill("KILL").ok);
     let ledger = world.state_dir().join("ledger.json");
     let mut freed: Value =
@@ -198,9 +181,9 @@ fn a_library_directory_may_be_a_link() {
     let triplet = DIR.trim_start_matches("/lib/");
     std::fs::rename(inside(&bundle, DIR), inside(&bundle, &format!("/usr/lib/{triplet}"))).expect("moved");
     link(&bundle, DIR, &format!("/usr/lib/{triplet}"));
-    let (info, _) = up(&bundle);
+    let (info, _) = bundle.up_heard();
     assert_eq!(info["libcuda"], json!(format!("{DIR}/libcuda.so.1")), "as the loader names it");
-    assert!(destinations(&bundle).contains(&format!("/usr/lib/{triplet}/libcuda.so.1")));
+    assert!(bundle.destinations().contains(&format!("/usr/lib/{triplet}/libcuda.so.1")));
     bundle.down();
     world.assert_empty();
 }
@@ -225,7 +208,7 @@ fn the_images_own_libcuda_wins_with_a_warning() {
     compat(&world, &by_path);
     let env = by_path.spec["process"]["env"].as_array_mut().expect("env");
     env.push(json!("LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/cuda/compat"));
-    let (info, warned) = up(&by_path);
+    let (info, warned) = by_path.up_heard();
     assert_eq!(info["libcuda"], json!("/usr/local/cuda/compat/libcuda.so.1"));
     assert_eq!(
         warned.trim_end(),
@@ -240,7 +223,7 @@ fn the_images_own_libcuda_wins_with_a_warning() {
     let ldconfig =
         std::process::Command::new("/sbin/ldconfig").arg("-r").arg(inside(&by_cache, "/")).status();
     assert!(ldconfig.expect("ldconfig runs").success());
-    let (info, warned) = up(&by_cache);
+    let (info, warned) = by_cache.up_heard();
     assert_eq!(info["libcuda"], json!("/usr/local/cuda/compat/libcuda.so.1"));
     assert_eq!(
         warned.trim_end(),
@@ -289,7 +272,7 @@ fn a_read_only_root_works_where_the_layer_below_is_writable() {
     let world = World::simulated("h200", "");
     let mut bundle = world.bundle("readonly", SHARE, HOLD);
     bundle.spec["root"]["readonly"] = json!(true);
-    let (info, _) = up(&bundle);
+    let (info, _) = bundle.up_heard();
     assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
     assert!(!bundle.exec(&["/bin/sh", "-c", "echo > /x"]).ok, "the root is read-only");
     bundle.down();
@@ -438,7 +421,7 @@ fn images_without_glibc_get_nodes_and_environment() {
     let listed = bundle.exec(&["/bin/sh", "-c", "ls /dev | grep nvidia; echo $CUDA_VISIBLE_DEVICES"]);
     assert_eq!(listed.stdout, "nvidia-uvm\nnvidia-uvm-tools\nnvidia0\nnvidiactl\n0\n");
     let engines: Vec<_> = bundle.spec["mounts"].as_array().expect("mounts").iter().collect();
-    let mut given = destinations(&bundle);
+    let mut given = bundle.destinations();
     given.retain(|path| path != "/usr/bin/sublet-share");
     assert_eq!(given.len(), engines.len(), "no file of the driver's");
     assert!(
@@ -482,7 +465,7 @@ fn a_tmp_of_the_hosts_stays_clean() {
     let world = World::simulated("h200", "");
     let mut bundle = world.bundle("hosttmp", SHARE, HOLD);
     volume(&mut bundle, Path::new("/tmp"), "/tmp");
-    let (info, warned) = up(&bundle);
+    let (info, warned) = bundle.up_heard();
     assert_eq!(info["mps"], json!(true), "by its environment");
     assert!(
         warned.contains("the container's /tmp is the host's, so its MPS directory is not at /tmp/nvidia-mps")
@@ -508,7 +491,7 @@ fn a_volume_at_tmp_has_the_default_directory_while_the_container_runs() {
         if !stages.is_empty() {
             bundle.hook(stages);
         }
-        let (_, warned) = up(&bundle);
+        let (_, warned) = bundle.up_heard();
         assert!(!warned.contains("is the host's"), "{stages:?}: {warned}");
         let bare = bundle.exec(&["/bin/env", "-i", "/usr/bin/cuda-probe", "info"]).json();
         assert_eq!((&bare[0]["mps"], &bare[0]["sm"]), (&json!(true), &json!(32)), "{stages:?}: {bare:?}");
@@ -519,7 +502,7 @@ fn a_volume_at_tmp_has_the_default_directory_while_the_container_runs() {
     std::fs::create_dir(tmp.join("nvidia-mps")).expect("its owner's");
     let mut bundle = world.bundle("volumetmp", SHARE, HOLD);
     volume(&mut bundle, &tmp, "/tmp");
-    up(&bundle);
+    bundle.up_heard();
     bundle.down();
     assert!(tmp.join("nvidia-mps").is_dir(), "it was there before");
     world.assert_empty();
@@ -538,7 +521,7 @@ fn a_share_may_leave_tmp_alone() {
     assert!(eventually(|| restless.delete().ok), "it ends at once");
     let bare = [("sublet.share", "bare")];
     let bundle = world.bundle("bare", &bare, empties);
-    let (info, warned) = up(&bundle);
+    let (info, warned) = bundle.up_heard();
     assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
     let lost = "its share has default_directory = false, so its MPS directory is not at /tmp/nvidia-mps";
     assert!(warned.contains(lost), "{warned}");
@@ -578,7 +561,7 @@ fn no_container_is_the_client_of_another_daemon() {
     }
     let mut covered = world.bundle("covered", SHARE, HOLD);
     volume(&mut covered, &pipe, "/tmp/nvidia-mps");
-    up(&covered);
+    covered.up_heard();
     let bare = covered.exec(&["/bin/env", "-i", "/usr/bin/cuda-probe", "info"]).json();
     assert_eq!(bare[0]["sm"], json!(32), "its own daemon: {bare:?}");
     covered.down();
@@ -609,7 +592,7 @@ fn what_a_link_of_the_images_leads_to_is_not_covered() {
             bundle.hook(stages);
         }
         let before = tree(&bundle.dir.join("rootfs"));
-        let (_, warned) = up(&bundle);
+        let (_, warned) = bundle.up_heard();
         for (path, own) in [
             (mesa.as_str(), "Mesa's"),
             ("/usr/bin/busybox", "busybox"),
@@ -648,7 +631,7 @@ fn a_rootfs_that_outlives_its_container_is_as_it_was() {
     link(&bundle, &format!("{DIR}/libcuda.so.1"), "libcuda.so.418.56");
     place(&bundle, "/usr/bin/nvidia-smi", "");
     let of_the_image = empty_files(&bundle);
-    up(&bundle);
+    bundle.up_heard();
     assert!(empty_files(&bundle).len() > 10, "mount points are there: else this test shows nothing");
     bundle.down();
     assert_eq!(empty_files(&bundle), of_the_image);

@@ -28,8 +28,7 @@ fn plain<'a>(
 }
 
 fn info(bundle: &Bundle<'_>, args: &[&str]) -> Value {
-    let finished = bundle.exec(args);
-    finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"))
+    bundle.exec(args).info()
 }
 
 /// How opening each of `paths` ends in an exec'd process.
@@ -83,24 +82,6 @@ fn every_process_finds_its_mps_server_and_limits_without_an_environment() {
         bundle.down();
         world.assert_empty();
     }
-}
-
-#[test]
-fn a_share_for_several_processes_is_divided_by_the_servers_own_defaults() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let annotations = [("sublet.sm", "50"), ("sublet.memory", "8GiB"), ("sublet.processes", "2")];
-    let bundle = plain(&world, "pair", &["createRuntime", "poststop"], &annotations, HOLD);
-    bundle.up();
-    for seen in [bundle.event("info"), info(&bundle, BARE)] {
-        assert_eq!((&seen["mps"], &seen["sm"]), (&json!(true), &json!(32)), "25 % each: {seen}");
-        let free = seen["free_mib"].as_i64().expect("free_mib");
-        assert!((3900..4096).contains(&free), "4 GiB each: free {free} MiB");
-    }
-    bundle.down();
-    world.assert_empty();
 }
 
 /// The only limits that it can have are its server's.

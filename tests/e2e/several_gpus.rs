@@ -21,8 +21,7 @@ const QUARTER: i64 = 32;
 /// SMs and free MiB on each device that a CUDA program sees which is run by `/bin/env` with these arguments.
 fn seen(bundle: &Bundle<'_>, env: &[&str]) -> Vec<(i64, i64)> {
     let args = [&["/bin/env"], env, &["/usr/bin/cuda-probe", "info"]].concat();
-    let finished = bundle.exec(&args);
-    let info = finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"));
+    let info = bundle.exec(&args).info();
     assert_eq!((&info["error"], &info["mps"]), (&Value::Null, &json!(true)), "{env:?}");
     let devices = info["devices"].as_array().expect("devices");
     devices.iter().map(|device| (number(&device["sm"]), number(&device["free_mib"]))).collect()

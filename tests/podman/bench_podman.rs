@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use sublet_e2e::benched::{self, Benched};
+use sublet_e2e::benched::Benched;
 use sublet_e2e::docker::skip_unless_engines;
 use sublet_e2e::podman::{IMAGE, Podman};
 use sublet_e2e::{World, programs};
@@ -44,22 +44,4 @@ fn with(check: fn(&Benched<'_>)) {
     podman.assert_empty();
 }
 
-#[test]
-fn built_in_loads_need_no_image() {
-    with(benched::built_in_loads);
-}
-
-#[test]
-fn a_program_of_the_users_own() {
-    with(benched::a_program);
-}
-
-#[test]
-fn servers_are_asked() {
-    with(benched::servers);
-}
-
-#[test]
-fn a_signal_leaves_nothing() {
-    with(benched::a_signal);
-}
+sublet_e2e::benched_by!(with);

@@ -243,7 +243,7 @@ fn a_runtime_that_fails_leaves_no_lease() {
     let rootless = serving();
     // The runtime's create fails after precreate took the lease: no poststop of any kind runs.
     let failed = rootless.run("failed", &[], SHARE, &["/no/such/program"]);
-    assert!(!failed.status.success());
+    assert!(!failed.status.success() && text(&failed.stderr).contains("/no/such/program"));
     assert!(eventually(|| rootless.world.leases().is_empty()), "{:?}", rootless.world.leases());
     rootless.world.assert_empty();
 }

@@ -80,7 +80,8 @@ const DOORS: &[EntryPoint] = &[
 ];
 
 /// `SUBLET_CASES` names the entry points, `SUBLET_CASES_TO` the file for their tables. `SUBLET_CASES_ONLY` selects
-/// cases by words of their titles.
+/// cases by words of their titles, and `SUBLET_CASES_BELOW` leaves out those that sublet refuses: the same whichever
+/// runtime is below it.
 #[test]
 #[ignore = "hundreds of cases: make test-cases"]
 fn entry_points() {

@@ -98,7 +98,8 @@ pub const MADE_BY_ITSELF: usize = 8;
 
 const UTILITY: &[&str] = &["libnvidia-cfg.so.1", "libnvidia-ml.so.1", "nvidia-smi"];
 
-const COMPUTE_UTILITY: &[&str] = &[
+/// Files of the driver that a container with the usual capabilities has.
+pub const COMPUTE_UTILITY: &[&str] = &[
     "libcuda.so",
     "libcuda.so.1",
     "libcudadebugger.so.1",

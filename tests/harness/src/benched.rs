@@ -143,3 +143,29 @@ pub fn a_signal(bench: &Benched<'_>) {
     bench.nothing_is_left();
     assert_eq!(bench.result("long.json"), Value::Null);
 }
+
+/// The tests of an engine, which `$with` gives to each.
+#[macro_export]
+macro_rules! benched_by {
+    ($with:ident) => {
+        #[test]
+        fn built_in_loads_need_no_image() {
+            $with($crate::benched::built_in_loads);
+        }
+
+        #[test]
+        fn a_program_of_the_users_own() {
+            $with($crate::benched::a_program);
+        }
+
+        #[test]
+        fn servers_are_asked() {
+            $with($crate::benched::servers);
+        }
+
+        #[test]
+        fn a_signal_leaves_nothing() {
+            $with($crate::benched::a_signal);
+        }
+    };
+}

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::frameworks;
-use crate::world::World;
+use crate::world::{World, eventually};
 
 /// A bundle and the container made of it.
 pub struct Bundle<'a> {
@@ -54,6 +54,19 @@ impl Finished {
     pub fn json(&self) -> Vec<Value> {
         self.stdout.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
+
+    /// What `cuda-probe info` printed.
+    #[must_use]
+    pub fn info(&self) -> Value {
+        self.json().into_iter().next().unwrap_or_else(|| panic!("no info: {self:?}"))
+    }
+}
+
+/// Waits for the first line with this `event` in the log of container `name`.
+pub(crate) fn logged(name: &str, event: &str, log: impl Fn() -> Finished) -> Value {
+    let found = || log().json().into_iter().find(|line| line["event"] == event);
+    assert!(eventually(|| found().is_some()), "{name} printed no {event}: {:?}", log());
+    found().expect("it was there")
 }
 
 impl World {
@@ -216,6 +229,29 @@ impl<'a> Bundle<'a> {
     #[must_use]
     pub fn output(&self) -> String {
         std::fs::read_to_string(self.dir.join("out")).unwrap_or_default()
+    }
+
+    /// Creates and starts it: what its first process sees, and the warnings of create.
+    ///
+    /// # Panics
+    /// It does not start, or CUDA does not.
+    #[expect(clippy::must_use_candidate, reason = "often only waited for")]
+    pub fn up_heard(&self) -> (Value, String) {
+        let created = self.create();
+        assert!(created.ok, "{created:?}");
+        let started = self.start();
+        assert!(started.ok, "{started:?}");
+        let info = self.event("info");
+        assert_eq!(info["error"], Value::Null, "{info}");
+        (info, created.stderr)
+    }
+
+    /// Where something is mounted in it, according to config.json.
+    #[must_use]
+    pub fn destinations(&self) -> Vec<String> {
+        let config = self.config();
+        let mounts = config["mounts"].as_array().expect("mounts");
+        mounts.iter().map(|mount| mount["destination"].as_str().expect("a path").to_owned()).collect()
     }
 
     /// Waits up to ten seconds for the first JSON line with this `event` in the container's output.

@@ -239,8 +239,7 @@ impl Containerd {
     /// The output of `cuda-probe info` in a process started by `ctr tasks exec`, with the prefix command `before`.
     #[must_use]
     pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {
-        let said = self.exec_heard(name, &[before, &["cuda-probe", "info"]].concat());
-        said.json().into_iter().next().unwrap_or_else(|| panic!("no info: {said:?}"))
+        self.exec_heard(name, &[before, &["cuda-probe", "info"]].concat()).info()
     }
 
     /// The container's output.

@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use crate::bundle::{Finished, by_systemd};
+use crate::bundle::{Finished, by_systemd, logged};
 use crate::processes::{in_cgroup, is_alive, shims_of};
 use crate::world::{World, bin_dir, eventually};
 
@@ -242,20 +242,13 @@ impl Docker {
     /// The output of `cuda-probe info` in a process started by `docker exec`, with the prefix command `before`.
     #[must_use]
     pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {
-        let finished = self.cli(&[&["exec", name], before, &["cuda-probe", "info"]].concat());
-        finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"))
+        self.cli(&[&["exec", name], before, &["cuda-probe", "info"]].concat()).info()
     }
 
     /// Waits for the first line with this `event` in the container's log.
     #[must_use]
     pub fn event(&self, name: &str, event: &str) -> Value {
-        let found = || self.cli(&["logs", name]).json().into_iter().find(|line| line["event"] == event);
-        assert!(
-            eventually(|| found().is_some()),
-            "{name} printed no {event}: {:?}",
-            self.cli(&["logs", name])
-        );
-        found().expect("it was there")
+        logged(name, event, || self.cli(&["logs", name]))
     }
 
     /// A member of `docker inspect`, such as `State.Pid`.

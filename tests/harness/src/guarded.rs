@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use crate::bundle::Bundle;
 use crate::user::Host;
+use crate::world::World;
 
 /// One invalid value makes the driver drop all limits (docs/evidence).
 pub const SPOIL: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage";
@@ -19,6 +20,19 @@ pub const SPOIL: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage";
 pub const LEAVE: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere";
 /// The share of each container; 25 % of an H200 are 32 SMs.
 pub const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "4GiB")];
+/// GPUs of the host on which the cost of looking at many containers is measured.
+pub const GPUS: u32 = 8;
+
+/// The container `number` of many on [`GPUS`], with a process on its GPU.
+#[must_use]
+pub fn one_of_many(world: &World, number: u32) -> Bundle<'_> {
+    let gpu = (number % GPUS).to_string();
+    let share = [("sublet.gpu", gpu.as_str()), ("sublet.sm", "7"), ("sublet.memory", "8GiB")];
+    let bundle = world.bundle(&format!("c{number}"), &share, &["/usr/bin/cuda-probe", "hold", "86400"]);
+    bundle.up();
+    bundle.event("info");
+    bundle
+}
 
 impl Host {
     /// A container with [`SHARE`] that runs the commands of `script` in a shell and then waits.

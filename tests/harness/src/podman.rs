@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use serde_json::{Value, json};
 
-use crate::bundle::{Finished, by_systemd};
+use crate::bundle::{Finished, by_systemd, logged};
 use crate::killing::assert_no_daemons;
 use crate::programs;
 use crate::world::{World, bin_dir, eventually};
@@ -224,17 +224,13 @@ impl Podman {
     /// The output of `cuda-probe info` in a process started by `podman exec`, with the prefix command `before`.
     #[must_use]
     pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {
-        let finished = self.cli(&[&["exec", name], before, &["cuda-probe", "info"]].concat());
-        finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"))
+        self.cli(&[&["exec", name], before, &["cuda-probe", "info"]].concat()).info()
     }
 
     /// Waits for the first line with this `event` in the container's log.
     #[must_use]
     pub fn event(&self, name: &str, event: &str) -> Value {
-        let found = || self.cli(&["logs", name]).json().into_iter().find(|line| line["event"] == event);
-        let log = || self.cli(&["logs", name]);
-        assert!(eventually(|| found().is_some()), "{name} printed no {event}: {:?}", log());
-        found().expect("it was there")
+        logged(name, event, || self.cli(&["logs", name]))
     }
 
     /// A member of `podman inspect`, such as `.State.Pid`.

@@ -3,7 +3,7 @@
 use sublet_e2e::Engine;
 
 use super::frame::Expect::{self, Fails, Refused, Still, Works};
-use super::frame::{Case, QUARTER, case};
+use super::frame::{Case, case};
 
 const NO_CHECKPOINT: Expect = Refused("checkpoint of a container with a GPU share is not possible");
 const NO_RESTORE: Expect = Refused("restore of a container with a GPU share is not possible");
@@ -15,12 +15,6 @@ pub fn cases() -> Vec<Case> {
 /// Of a running container.
 fn checkpoints() -> Vec<Case> {
     vec![
-        case("a container with a share", "runtime checkpoint c", NO_CHECKPOINT),
-        case(
-            "it runs on with its share",
-            "runtime checkpoint c 2>/dev/null; runtime exec --process p.json c",
-            QUARTER,
-        ),
         case(
             "--leave-running, to an image of its own",
             "runtime checkpoint --image-path $PWD/i --work-path $PWD/w --leave-running c; r=$?; [ ! -e i ] && exit $r",
@@ -82,11 +76,6 @@ fn checkpoints() -> Vec<Case> {
 /// Of a container that is to be created.
 fn restores() -> Vec<Case> {
     vec![
-        case(
-            "a bundle that asks for a share is restored",
-            "runtime restore --image-path $PWD --bundle $DIR/bundles/q --detach q",
-            NO_RESTORE,
-        ),
         case(
             "the bundle of a container that runs is restored under another id",
             "runtime restore --image-path $PWD --bundle $BUNDLE --detach d",

@@ -11,10 +11,6 @@ pub fn cases() -> Vec<Case> {
 fn options() -> Vec<Case> {
     vec![
         case("nothing is wrong", "up", QUARTER),
-        case("no key of ours", "run && said", Plain),
-        case("--privileged", "up --privileged", Refused("remove `--privileged`")),
-        case("--gpus beside the share", "up --gpus 0", Refused("remove `--gpus`")),
-        case("the GPU's node as a device", "up --device $DRIVER/dev/nvidia0", Refused("nvidia0")),
         case(
             "the GPU's node as a volume",
             "up --mount type=bind,src=$DRIVER/dev/nvidia0,dst=/mnt/n,options=bind",
@@ -52,11 +48,6 @@ fn options() -> Vec<Case> {
         case("a cgroup elsewhere", "up --cgroup /elsewhere/job", QUARTER),
         case("runtime's records elsewhere", "up --runc-root $PWD/r", QUARTER),
         case("new privileges are allowed", "up --allow-new-privs", QUARTER),
-        case(
-            "in the foreground, to its end",
-            "ctr run --rm --snapshotter native --cpu-shares 0 --log-uri file://$PWD/out --runc-binary $(command -v sublet-runtime) --annotation sublet.sm=25 --annotation sublet.memory=8GiB $IMAGE job probe info && said",
-            QUARTER,
-        ),
     ]
 }
 
@@ -69,23 +60,7 @@ fn words() -> Vec<Case> {
             "SHIM=$(command -v runc) run --label sublet.sm=25 && grep -o '\"sublet.sm\":\"25\"' $RUN/io.containerd.runtime.v2.task/$CONTAINERD_NAMESPACE/job/config.json",
             Works("sublet.sm"),
         ),
-        case(
-            "our keys on a pod's sandbox",
-            "ask --annotation io.kubernetes.cri.container-type=sandbox && said",
-            Plain,
-        ),
-        case("a key of another case", "up --annotation Sublet.sm=50", Refused("sublet.sm")),
         case("a key without a value", "up --annotation sublet.gpu", Fails("")),
-        case(
-            "a value of two lines",
-            "up --annotation sublet.gpu=$'0\\nsublet.sm=100'",
-            Refused("sublet.gpu"),
-        ),
-        case(
-            "the neighbour's lease",
-            "up --annotation sublet.lease=$(sublet lease list --format json | grep -o '\"id\": *\"[0-9a-f]*\"' | head -1 | cut -d'\"' -f4)",
-            Refused("sublet.lease"),
-        ),
         case(
             "other limits, another daemon, another GPU",
             "up --env CUDA_MPS_PIPE_DIRECTORY=/nowhere --env CUDA_VISIBLE_DEVICES=7 --env CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 --env CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage",
@@ -95,11 +70,6 @@ fn words() -> Vec<Case> {
             "the same by a file, twice",
             r"printf 'CUDA_MPS_PIPE_DIRECTORY=/a\nCUDA_MPS_PIPE_DIRECTORY=/b\nNVIDIA_VISIBLE_DEVICES=all\n' >env; up --env-file env",
             QUARTER,
-        ),
-        case(
-            "a program named after a share that there is not",
-            "ln -s $(command -v sublet-runtime) sublet-small; SHIM=$PWD/sublet-small up",
-            Refused("small"),
         ),
         case(
             "the shim by a link of another name",
@@ -148,7 +118,6 @@ fn names() -> Vec<Case> {
 fn life() -> Vec<Case> {
     vec![
         case("exec as nobody, elsewhere", "up >o2; info --user 65534:65534 --cwd /proc", QUARTER),
-        case("exec without an environment", "up >o2; try job env -i /bin/sh /usr/bin/probe info", QUARTER),
         case(
             "exec that raises its limits itself",
             "up >o2; try job env CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=140G /bin/sh /usr/bin/probe info",
@@ -164,11 +133,6 @@ fn life() -> Vec<Case> {
             "exec into one that is paused",
             "up >o2; ctr tasks pause job; timeout 5 ctr tasks exec --exec-id e job true",
             Fails("paused"),
-        ),
-        case(
-            "killed, and started again",
-            "DO='sleep 60' ask; ctr tasks kill --signal SIGKILL job; sleep 0.5; ctr tasks rm job >/dev/null; ctr tasks start --detach --null-io job && info && [ $(leases) = 2 ]",
-            QUARTER,
         ),
         case("removed with its snapshot, and made anew", "up >o2; remove; up && [ $(leases) = 2 ]", QUARTER),
         case("checkpoint", "up >o2; ctr tasks checkpoint job", Fails("checkpoint")),
@@ -191,23 +155,6 @@ fn deaths() -> Vec<Case> {
         case(
             "containerd, and the container meanwhile",
             "up >o2; p=$(pid); containerd_ends; ends $p; leases",
-            Works("1"),
-        ),
-        case(
-            "containerd, which comes back to its container",
-            "up >o2; containerd_ends; containerd_begins; info",
-            QUARTER,
-        ),
-        // How far the command gets is chance. Only what is left afterwards is checked.
-        case("containerd, while the container is made", "ask & sleep 0.15; containerd_ends; wait", Still),
-        case(
-            "the container's containerd-shim: its container ends, and the lease",
-            "up >o2; kill -9 $(shim); for i in {1..80}; do [ $(leases) = 1 ] && break; sleep 0.1; done; leases",
-            Works("1"),
-        ),
-        case(
-            "containerd, the shim and the container",
-            "up >o2; p=$(pid) s=$(shim); containerd_ends; ends $s; ends $p; leases",
             Works("1"),
         ),
         // How far the command gets is chance. What is left is checked once containerd has finished. containerd itself
@@ -239,12 +186,6 @@ fn deaths() -> Vec<Case> {
 /// sublet's files are broken during a command, and other containers start at the same time.
 fn around() -> Vec<Case> {
     vec![
-        case("the configuration is broken: others start", "echo '[' >>$CONFIG; run && said", Plain),
-        case(
-            "the configuration is broken: a share is refused",
-            "echo '[' >>$CONFIG; up",
-            Refused("config.toml"),
-        ),
         case(
             "the configuration is broken: exec, and its removal",
             "up >o2; echo '[' >>$CONFIG; info && remove",
@@ -254,17 +195,6 @@ fn around() -> Vec<Case> {
             "ledger and copy are lost while it runs",
             "up >o2; rm $STATE/ledger.json $STATE/ledger.json.copy; info && [ $(leases) = 2 ]",
             QUARTER,
-        ),
-        case(
-            "the state directory is full",
-            "mount -t tmpfs -o size=4k,mode=755 none $STATE; head -c 4k /dev/zero >$STATE/full; up; rc=$?; umount $STATE; exit $rc",
-            Refused("No space left"),
-        ),
-        case("two at once", "NAME=a up >o2 & NAME=b up >o3 & wait; leases", Works("3")),
-        case(
-            "eight at once, of which one fits",
-            "for i in 1 2 3 4 5 6 7 8; do NAME=c$i run --annotation sublet.sm=60 2>/dev/null & done; wait; leases",
-            Works("2"),
         ),
         case(
             "removed while it starts",

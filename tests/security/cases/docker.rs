@@ -11,15 +11,11 @@ pub fn cases() -> Vec<Case> {
 fn options() -> Vec<Case> {
     vec![
         case("nothing is wrong", "up", QUARTER),
-        case("no key of ours", "run --runtime sublet probe probe hold 60; said", Plain),
-        case("--privileged", "up --privileged", Refused("remove `--privileged`")),
-        case("--gpus all beside the share", "up --gpus all", Refused("remove `--gpus`")),
         case(
             "the GPU's node under an innocent name",
             "up --device $DRIVER/dev/nvidia0:/dev/innocent",
             Refused("/dev/innocent"),
         ),
-        case("a rule for every NVIDIA node", "up --device-cgroup-rule 'c 195:* rmw'", Refused("c 195:* rmw")),
         case(
             "a rule for everything",
             "up --device-cgroup-rule 'a *:* rwm'",
@@ -83,17 +79,11 @@ fn words() -> Vec<Case> {
             "run --runtime sublet --label sublet.sm=25 -e sublet.sm=25 probe probe hold 60; said",
             Plain,
         ),
-        case("a key of another case", "up --annotation Sublet.sm=50", Refused("sublet.sm")),
         case("a key without a value", "up --annotation sublet.gpu=", Refused("sublet.gpu")),
         case(
             "our key twice: Docker hands on the last, which has no place",
             "up --annotation sublet.sm=100",
             Refused("no place"),
-        ),
-        case(
-            "the neighbour's lease",
-            "up --annotation sublet.lease=$(sublet lease list --format json | grep -o '\"id\": *\"[0-9a-f]*\"' | head -1 | cut -d'\"' -f4)",
-            Refused("sublet.lease"),
         ),
         case(
             "other limits, another daemon, another GPU by -e",
@@ -163,11 +153,6 @@ fn images() -> Vec<Case> {
 fn life() -> Vec<Case> {
     vec![
         case(
-            "restarted",
-            "up >o2 && docker restart -t 0 job >/dev/null && info job && [ $(leases) = 2 ]",
-            QUARTER,
-        ),
-        case(
             "exec with limits of its own",
             "up >o2 && info -e CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 -e CUDA_MPS_PIPE_DIRECTORY=/nowhere -e CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage job",
             QUARTER,
@@ -218,27 +203,6 @@ fn life() -> Vec<Case> {
 /// A process is killed.
 fn deaths() -> Vec<Case> {
     vec![
-        case(
-            "dockerd, and the container meanwhile",
-            "up >o2; p=$(pid); dockerd_ends; kill -9 $p; while [ -d /proc/$p ]; do sleep 0.05; done; leases",
-            Works("1"),
-        ),
-        case(
-            "dockerd, which comes back to its container",
-            "up >o2; dockerd_ends; dockerd_begins; info job",
-            QUARTER,
-        ),
-        // How far the command gets is chance. Only what is left afterwards is checked.
-        case(
-            "dockerd, while the container is made",
-            "docker run -d --name job --network none --runtime sublet --annotation sublet.sm=25 probe probe hold 60 >o 2>&1 & sleep 0.3; dockerd_ends; wait",
-            Still,
-        ),
-        case(
-            "the container's containerd-shim: started anew it has its share",
-            "up >o2; kill -9 $(shim); for i in {1..80}; do [ $(docker inspect -f '{{.State.Running}}' job) = false ] && break; sleep 0.1; done; docker start job >/dev/null && docker exec job probe info",
-            QUARTER,
-        ),
         // How far the command gets is chance. Only what is left afterwards is checked.
         case(
             "the client, while it waits",
@@ -250,11 +214,6 @@ fn deaths() -> Vec<Case> {
             "the shim or the runtime below it, on the way",
             "ask probe probe hold 60 & for i in {1..400}; do for p in /proc/[0-9]*; do read -r n <$p/comm && case $n in sublet-runtime|runc*) tr '\\0' ' ' <$p/cmdline | grep -q \"$RUN.* create\" && kill -9 ${p#/proc/} && break 2;; esac; done 2>/dev/null; done; wait",
             Still,
-        ),
-        case(
-            "the container's first process: it is started again, with a lease",
-            "up --restart always >o2; p=$(pid); kill -9 $p; for i in {1..80}; do n=$(pid); [ $n != 0 ] && [ $n != $p ] && break; sleep 0.1; done; info job && [ $(leases) = 2 ]",
-            QUARTER,
         ),
         case("the MPS daemon: exec has it started", "ask probe sleep 60; end_daemons; info job", QUARTER)
             .harming(),
@@ -288,11 +247,6 @@ fn around() -> Vec<Case> {
             Fails("config.toml"),
         ),
         case(
-            "the configuration is broken: others start",
-            "echo '[' >>$CONFIG; run --runtime sublet probe probe hold 60; said",
-            Plain,
-        ),
-        case(
             "the ledger is lost while it runs, and its copy",
             "up >o2; rm $STATE/ledger.json $STATE/ledger.json.copy; info job && [ $(leases) = 2 ]",
             QUARTER,
@@ -312,11 +266,6 @@ fn around() -> Vec<Case> {
         case(
             "two runs of one name at once",
             "for i in 1 2; do docker run -d --name job --network none --runtime sublet --annotation sublet.sm=25 probe sleep 60 >/dev/null 2>&1 & done; wait; leases",
-            Works("2"),
-        ),
-        case(
-            "six runs at once, of which one fits",
-            "for i in 1 2 3 4 5 6; do docker run -d --name job$i --network none --runtime sublet --annotation sublet.sm=60 probe probe hold 60 >/dev/null 2>&1 & done; wait; leases",
             Works("2"),
         ),
         case(

@@ -18,22 +18,6 @@ pub fn cases() -> Vec<Case> {
 fn which() -> Vec<Case> {
     vec![
         case(
-            "nothing is wrong: one alone",
-            "sees $(of mig=1g.5gb)",
-            Works("nvidia-cap84 nvidia-cap85 with 1 device of 14 SMs, MPS false"),
-        ),
-        case("nothing is wrong: a share beside the neighbour's", "up $QUARTER", Share(QUARTER)),
-        case(
-            "by its UUID",
-            "sees $(of gpu=MIG-5b1e7000-0000-5000-8000-000000000a04)",
-            Works("nvidia-cap84 nvidia-cap85 with"),
-        ),
-        case(
-            "by its old name",
-            "sees $(of gpu=MIG-GPU-5b1e7000-0000-4000-8000-000000000a00/3/1)",
-            Works("nvidia-cap30 nvidia-cap32 with"),
-        ),
-        case(
             "the GPU in MIG mode, by its UUID",
             "up $(of gpu=GPU-5b1e7000-0000-4000-8000-000000000a00)",
             Refused("is in MIG mode"),
@@ -43,22 +27,12 @@ fn which() -> Vec<Case> {
             "up $(of gpu=0 mode=exclusive)",
             Refused("is in MIG mode"),
         ),
-        case("a share of the GPU in MIG mode", "up $(of gpu=0 sm=25)", Refused("is in MIG mode")),
-        case("a profile that there is not", "up $(of mig=3g.20gb)", Refused("none is a 3g.20gb")),
         case("a profile that no GPU has", "up $(of mig=9g.999gb)", Refused("9g.999gb")),
-        case(
-            "a profile by its long name",
-            "up --annotation 'sublet.mig=MIG 1g.5gb'",
-            Refused("must be a MIG profile"),
-        ),
-        case("a profile with a path", "up $(of mig=../../1g.5gb)", Refused("must be a MIG profile")),
         case(
             "a profile on a GPU without MIG mode",
             "up $(of mig=1g.5gb gpu=1)",
             Refused("no MIG device of this host is on the GPU number 1"),
         ),
-        case("a profile and a device of another", "up $(of mig=1g.5gb gpu=0:0)", Refused("none is a 1g.5gb")),
-        case("a number that there is not", "up $(of gpu=0:7)", Refused("no MIG device of this host is 0:7")),
         case(
             "a number that 64 bits do not hold",
             "up $(of gpu=0:99999999999999999999)",
@@ -70,34 +44,13 @@ fn which() -> Vec<Case> {
             Refused("MIG-00000000"),
         ),
         case("exclusive, which is for GPUs", "up $(of gpu=0:3 mode=exclusive)", Refused("exclusive")),
-        case("more memory than any has", "up $(of mode=mig memory=30GiB)", Refused("30 GiB needed")),
-        case(
-            "in turns",
-            "sees $(of gpu=0:3 mode=time-slice)",
-            Works("nvidia-cap84 nvidia-cap85 with 1 device of 14 SMs, MPS false"),
-        ),
     ]
 }
 
 /// Several devices in one request.
 fn several() -> Vec<Case> {
     vec![
-        case(
-            "two",
-            "sees $(of gpu=0:3,0:1)",
-            Works("nvidia-cap30 nvidia-cap31 nvidia-cap84 nvidia-cap85 with 2 device of 14 SMs, MPS false"),
-        ),
-        case(
-            "two parts of one GPU instance",
-            "up $(of gpu=0:1,0:2)",
-            Refused("compute instances of one GPU instance"),
-        ),
         case("the same twice", "up $(of gpu=0:3,0:3)", Refused("0:3")),
-        case(
-            "one and a GPU",
-            "up $(of gpu=0:1,1)",
-            Refused("no MIG device of this host is on the GPU number 1"),
-        ),
         case(
             "two, of which one has a neighbour: all or none",
             "up $(of gpu=0:3,0:0 mode=mig); r=$?; [ $(leases) = 1 ] && exit $r",
@@ -115,18 +68,12 @@ fn shares() -> Vec<Case> {
             "up $(of gpu=0:0 mode=mig)",
             Refused("MIG device 0:0"),
         ),
-        case("more SMs than are left on it", "up $(of gpu=0:0 sm=80)", Refused("75 % SM left")),
         case(
             "more memory than is left on it",
             "up $(of gpu=0:0 sm=25 memory=18GiB)",
             Refused("MIG device 0:0"),
         ),
         case("too few SMs to start a context on it", "up $(of gpu=0:3 sm=1)", Refused("too few SMs")),
-        case(
-            "one that is taken whole",
-            "NAME=first ask $(of mig=1g.5gb) probe sleep 60; up $(of mig=1g.5gb)",
-            Fails("MIG device 0:3 (1g.5gb) is taken whole"),
-        ),
         case(
             "a share of one that is taken whole",
             "NAME=first ask $(of mig=1g.5gb) probe sleep 60; up $(of gpu=0:3 sm=50)",
@@ -142,11 +89,6 @@ fn shares() -> Vec<Case> {
             "five at once for the only one",
             "for i in 1 2 3 4 5; do docker run -d --name job$i --network none --runtime sublet $(of mig=1g.5gb) probe sleep 60 >/dev/null 2>&1 & done; wait; leases",
             Works("2"),
-        ),
-        case(
-            "drained",
-            "sublet drain 0:3 >/dev/null; up $(of mig=1g.5gb); r=$?; sublet undrain 0:3 >/dev/null; exit $r",
-            Refused("is drained"),
         ),
     ]
 }
@@ -190,11 +132,6 @@ fn capabilities() -> Vec<Case> {
             "sees $(of mig=1g.5gb) -e NVIDIA_MIG_MONITOR_DEVICES=all -e NVIDIA_MIG_CONFIG_DEVICES=all -e NVIDIA_VISIBLE_DEVICES=all -e CUDA_VISIBLE_DEVICES=MIG-5b1e7000-0000-5000-8000-000000000a01",
             Works("1 device of 14 SMs"),
         ),
-        case(
-            "mig-caps that nobody allows",
-            "up $(of mig=1g.5gb mig-caps=monitor)",
-            Refused("[mig] allow_caps"),
-        ),
         case("mig-caps of another case", "up $(of mig=1g.5gb mig-caps=Monitor)", Refused("sublet.mig-caps")),
         case("mig-caps that there are not", "up $(of mig=1g.5gb mig-caps=all)", Refused("sublet.mig-caps")),
         case("mig-caps without a value", "up $(of mig=1g.5gb mig-caps=)", Refused("sublet.mig-caps")),
@@ -205,16 +142,6 @@ fn capabilities() -> Vec<Case> {
             Refused("sublet.mig-caps"),
         ),
         case(
-            "mig-caps that are allowed",
-            r#"printf '[mig]\nallow_caps = ["monitor"]\n' >>$CONFIG; sees $(of mig=1g.5gb mig-caps=monitor)"#,
-            Works("nvidia-cap2 nvidia-cap84 nvidia-cap85 with"),
-        ),
-        case(
-            "a node of it is missing: it is made",
-            "aside $DRIVER/dev/nvidia-caps/nvidia-cap84; sees $(of mig=1g.5gb)",
-            Works("nvidia-cap84 nvidia-cap85 with 1 device"),
-        ),
-        case(
             "another node in its place",
             "aside $DRIVER/dev/nvidia-caps/nvidia-cap84; mknod $DRIVER/dev/nvidia-caps/nvidia-cap84 c 241 21; up $(of mig=1g.5gb)",
             Refused("nvidia-cap84"),
@@ -223,16 +150,6 @@ fn capabilities() -> Vec<Case> {
             "a link to the neighbour's in its place",
             "aside $DRIVER/dev/nvidia-caps/nvidia-cap84; ln -s nvidia-cap21 $DRIVER/dev/nvidia-caps/nvidia-cap84; up $(of mig=1g.5gb)",
             Refused("nvidia-cap84"),
-        ),
-        case(
-            "a file in their directory's place",
-            "aside $DRIVER/dev/nvidia-caps; : >$DRIVER/dev/nvidia-caps; up $(of mig=1g.5gb)",
-            Refused("nvidia-cap"),
-        ),
-        case(
-            "the two tables of numbers disagree",
-            "m=$DRIVER/proc/driver/nvidia-caps/mig-minors; cp $m $m.aside; sed -i 's|^gpu0/gi9/access .*|gpu0/gi9/access 21|' $m; sublet refresh >/dev/null 2>&1; up $(of mig=1g.5gb); r=$?; mv $m.aside $m; sublet refresh >/dev/null 2>&1; exit $r",
-            Refused("mig-minors"),
         ),
     ]
 }
@@ -256,24 +173,9 @@ fn instances() -> Vec<Case> {
             Refused("no MIG device of this host is"),
         ),
         case(
-            "made again with the same ids, asked for by profile",
-            "destroy; make; sees $(of mig=1g.5gb)",
-            Works("nvidia-cap84 nvidia-cap85 with 1 device of 14 SMs, MPS false"),
-        ),
-        case(
             "destroyed while a container has it: its lease is lost",
             "ask $(of mig=1g.5gb) probe sleep 60; destroy; sublet status --format json | grep -o lost | head -1; docker rm -f job >/dev/null; make; leases",
             Works("lost\n1"),
-        ),
-        case(
-            "made again while a container has its nodes: nobody gets it",
-            "ask $(of mig=1g.5gb) probe sleep 60; destroy; make; NAME=other up $(of mig=1g.5gb)",
-            Fails("MIG device 0:3"),
-        ),
-        case(
-            "the same, and that container is gone: the next gets it",
-            "NAME=first ask $(of mig=1g.5gb) probe sleep 60; destroy; make; docker rm -f first >/dev/null; sees $(of mig=1g.5gb)",
-            Works("nvidia-cap84 nvidia-cap85 with 1 device of 14 SMs, MPS false"),
         ),
         case(
             "to be destroyed while a share's MPS server runs: the driver refuses, and the share goes on",
@@ -281,24 +183,9 @@ fn instances() -> Vec<Case> {
             Works("\"sm\":8,"),
         ),
         case(
-            "made for a container, and gone with it",
-            r"printf '[mig]\ndynamic = true\n' >>$CONFIG; destroy; sees $(of mig=1g.5gb); docker rm -f job >/dev/null; instances; make",
-            Works("MPS false\n2"),
-        ),
-        case(
             "made for a container whose client is killed",
             r"printf '[mig]\ndynamic = true\n' >>$CONFIG; destroy; timeout -s KILL 0.3 docker run --name job --network none --runtime sublet $(of mig=1g.5gb) probe sleep 60; sleep 1; docker rm -f job >/dev/null; sublet gc; instances; make",
             Works("2"),
-        ),
-        case(
-            "made for three at once, where there is room for one",
-            r"printf '[mig]\ndynamic = true\n' >>$CONFIG; destroy; for i in 1 2 3; do docker run -d --name job$i --network none --runtime sublet $(of mig=1g.5gb) probe sleep 60 >/dev/null 2>&1 & done; wait; leases; docker rm -f job1 job2 job3 >/dev/null; instances; make",
-            Works("2\n2"),
-        ),
-        case(
-            "none can be made on a full GPU",
-            r"printf '[mig]\ndynamic = true\n' >>$CONFIG; up $(of mig=3g.20gb)",
-            Refused("3g.20gb"),
         ),
     ]
 }
@@ -306,21 +193,6 @@ fn instances() -> Vec<Case> {
 /// The same by CDI devices.
 fn cdi() -> Vec<Case> {
     vec![
-        case(
-            "a share of the neighbour's device, by CDI",
-            "run --runtime low --device sublet/share=quarter probe probe hold 60; said",
-            Share(QUARTER),
-        ),
-        case(
-            "by CDI, and taken whole",
-            "NAME=first ask $(of mig=1g.5gb) probe sleep 60; run --runtime low --device sublet/share=one probe probe hold 60",
-            Fails("is taken whole"),
-        ),
-        case(
-            "by CDI: made again since the file was",
-            "destroy; make; run --runtime low --device sublet/share=one probe probe hold 60",
-            Refused("run `sublet cdi generate`"),
-        ),
         case(
             "by CDI: destroyed since the file was",
             "destroy; run --runtime low --device sublet/share=one probe probe hold 60; r=$?; make; exit $r",

@@ -12,26 +12,15 @@ pub fn cases() -> Vec<Case> {
 fn options() -> Vec<Case> {
     vec![
         case("nothing is wrong", "up", QUARTER),
-        case("no key of ours", "plain", Plain),
         case("our keys as labels alone", "plain --label sublet.sm=25 --label sublet.memory=8GiB", Plain),
         case("our keys as variables alone", "plain -e sublet.sm=25 -e SUBLET_SM=25", Plain),
-        case("a misspelt key", "up --annotation sublet.smm=25", Refused("did you mean")),
-        case("a key in capitals", "plain --annotation SUBLET.SM=25", Refused("write sublet.sm=25")),
-        case("more than there is", "up --annotation sublet.sm=80", Refused("no place for mps, 80 % SM")),
         case("a share of nothing", "up --annotation sublet.sm=0", Refused("sublet.sm=0")),
-        case(
-            "the neighbour's lease as its own",
-            "up --annotation sublet.lease=$(sublet lease list --format json | grep -o '\"id\": *\"[^\"]*' | grep -o '[^\"]*$')",
-            Refused("this container has no live lease"),
-        ),
         case(
             "edits of an earlier run, which there was none of",
             "up --annotation sublet.lease.edits='[{\"mounts\":0}]' --annotation sublet.lease.record=x",
             Still,
         ),
-        case("--privileged", "up --privileged", Refused("may open every device of the host")),
         case("a harmless device besides", "up --device /dev/null:/dev/nothing", QUARTER),
-        case("NVIDIA's node besides", "up --device $DRIVER/dev/nvidia0:/dev/x", Refused("in addition to")),
         case("NVIDIA's node as a volume", "up -v $DRIVER/dev/nvidia0:/dev/x", Refused("in addition to")),
         case(
             "a rule for NVIDIA's nodes",
@@ -47,7 +36,6 @@ fn options() -> Vec<Case> {
             QUARTER,
         ),
         case("another user without a name", "up --user 12345:54321", QUARTER),
-        case("a user namespace", "up --uidmap 0:100000:65536", QUARTER),
         case(
             "a user namespace whose root is the host's nobody",
             "up --uidmap 0:65534:1 --uidmap 1:100000:1000",
@@ -60,7 +48,6 @@ fn options() -> Vec<Case> {
             QUARTER,
         ),
         case("the neighbour's PIDs and IPC", "up --pid container:neighbour --ipc none", QUARTER),
-        case("no cgroup of its own", "up --cgroups disabled", QUARTER),
         case("a cgroup elsewhere", "up --cgroup-parent /elsewhere/by/far", QUARTER),
         case("--init", "up --init", QUARTER),
         case("--systemd=always", "up --systemd always", QUARTER),
@@ -101,24 +88,13 @@ fn options() -> Vec<Case> {
             "up --annotation sublet.sm=$(printf '9%.0s' {1..60000})",
             Refused("sublet.sm"),
         ),
-        case(
-            "a value that rewrites the terminal, in two lines",
-            r"up --annotation sublet.sm=$'25\n\e[2J'",
-            Refused("sublet.sm"),
-        ),
         case("--gpus besides", "up --gpus all", Fails("")),
-        case("--runtime sublet besides", "podman --runtime=sublet run --rm $share probe probe info", QUARTER),
     ]
 }
 
 /// Mounts over sublet's paths.
 fn hiding() -> Vec<Case> {
     vec![
-        case(
-            "the MPS directory is masked",
-            "up --security-opt mask=/run/sublet",
-            Refused("hides the MPS directory"),
-        ),
         case(
             "CUDA's default one is masked",
             "up --security-opt mask=/tmp/nvidia-mps",

@@ -11,17 +11,10 @@ pub fn cases() -> Vec<Case> {
 fn lives() -> Vec<Case> {
     vec![
         case(
-            "created, initialised, started",
-            "podman create --name c $share probe probe hold 60 >/dev/null; podman init c >/dev/null; podman start c >/dev/null; said",
-            QUARTER,
-        ),
-        case("restarted", "hold; podman restart -t0 c >/dev/null; said; [ $(leases) = 2 ]", QUARTER),
-        case(
             "restarted thrice at once",
             "rest; for i in 1 2 3; do podman restart -t0 c & done >/dev/null 2>&1; wait; leases",
             Works("2"),
         ),
-        case("killed", "rest; podman kill c >/dev/null; podman wait c >/dev/null; leases", Works("1")),
         case(
             "its first process is killed from outside",
             "rest; kill -9 $(podman inspect -f {{.State.Pid}} c); podman wait c >/dev/null; leases",
@@ -81,11 +74,6 @@ fn visits() -> Vec<Case> {
             QUARTER,
         ),
         case(
-            "a health check",
-            "rest --health-cmd 'probe info >/tmp/h' --health-interval disable; podman healthcheck run c; podman exec c cat /tmp/h",
-            QUARTER,
-        ),
-        case(
             "copied out of and into",
             "rest; podman cp c:/usr/bin/probe p; podman cp p c:/usr/bin/probe; podman exec c probe info",
             QUARTER,
@@ -121,11 +109,6 @@ fn visits() -> Vec<Case> {
             "podman run -d --name c $share --restart on-failure:3 probe false >/dev/null; for i in {1..60}; do [ $(podman inspect -f '{{.RestartCount}}{{.State.Status}}' c) = 3exited ] && break; sleep 0.1; done; leases",
             Works("1"),
         ),
-        case(
-            "no such program",
-            "podman run --rm $share probe /no/such/program; r=$?; [ $(leases) = 1 ] && exit $r",
-            Fails("/no/such/program"),
-        ),
     ]
 }
 
@@ -134,20 +117,9 @@ fn several() -> Vec<Case> {
     vec![
         case("two of one name at once", "up & up & wait", Still),
         case(
-            "four at once, of which three fit",
-            "for i in 1 2 3 4; do podman run -d --name c$i $share probe sleep 60 >/dev/null 2>&1 & done; wait; leases",
-            Works("4"),
-        ),
-        case("in a pod", "podman pod create --name p --network none >/dev/null; up --pod p", QUARTER),
-        case(
             "in a new pod that is killed",
             "rest --pod new:p --network none; podman pod kill p >/dev/null; podman pod rm -f -t0 p >/dev/null; leases",
             Works("1"),
-        ),
-        case(
-            "a pod with our keys, by kube play",
-            r#"printf '%s\n' 'apiVersion: v1' 'kind: Pod' 'metadata: {name: p, annotations: {sublet.sm: "25"}}' 'spec: {terminationGracePeriodSeconds: 0, containers: [{name: a, image: probe, imagePullPolicy: Never, command: [/bin/sleep, "60"]}]}' >p.yaml; podman kube play --network none p.yaml >/dev/null && leases"#,
-            Works("2"),
         ),
         case(
             "by kube play, the value a number",
@@ -170,7 +142,6 @@ fn hooks() -> Vec<Case> {
             "podman --hooks-dir $HOOKS --hooks-dir $HOOKS run --rm $share probe probe info",
             QUARTER,
         ),
-        case("its file twice", "cp $HOOKS/sublet.json $HOOKS/again.json; up", QUARTER),
         case("its file cut off", "truncate -s -20 $HOOKS/sublet.json; up", Fails("sublet.json")),
         case(
             "its program is gone: Podman leaves it out, and there is no GPU",
@@ -248,31 +219,6 @@ fn around() -> Vec<Case> {
 fn killed() -> Vec<Case> {
     vec![
         case(
-            "podman, after 100 ms",
-            "timeout -s KILL 0.1 podman run --name c $share probe probe info",
-            Still,
-        ),
-        case(
-            "podman, after 200 ms",
-            "timeout -s KILL 0.2 podman run --name c $share probe probe info",
-            Still,
-        ),
-        case(
-            "podman, after 300 ms",
-            "timeout -s KILL 0.3 podman run --name c $share probe probe info",
-            Still,
-        ),
-        case(
-            "podman, after 400 ms",
-            "timeout -s KILL 0.4 podman run --name c $share probe probe info",
-            Still,
-        ),
-        case(
-            "podman, after 600 ms",
-            "timeout -s KILL 0.6 podman run --name c $share probe probe info",
-            Still,
-        ),
-        case(
             "podman, after 300 ms, with SIGTERM",
             "timeout 0.3 podman run --name c $share probe probe hold 60",
             Still,
@@ -282,16 +228,6 @@ fn killed() -> Vec<Case> {
             "podman start, after 250 ms",
             "podman create --name c $share probe sleep 60 >/dev/null; timeout -s KILL 0.25 podman start c; podman start c >/dev/null || { podman rm -f -t0 c; podman run -d --name c $share probe sleep 60; } >/dev/null; podman exec c probe info",
             QUARTER,
-        ),
-        case(
-            "podman rm, after 150 ms",
-            "rest; timeout -s KILL 0.15 podman rm -f -t0 c; podman rm -f -t0 c >/dev/null 2>&1; sublet gc; leases",
-            Works("1"),
-        ),
-        case(
-            "conmon, and then the container",
-            "rest; kill -9 $(podman inspect -f {{.State.ConmonPid}} c); kill -9 $(podman inspect -f {{.State.Pid}} c); sleep 0.2; sublet gc; leases",
-            Works("1"),
         ),
         case(
             "conmon alone: the container keeps its share",

@@ -14,8 +14,6 @@ use crate::world::{World, bin_dir};
 pub enum Asked {
     /// `--runtime sublet` and annotations.
     Runtime,
-    /// Annotations alone: sublet is the daemon's default runtime.
-    Default,
     /// `--runtime sublet-<share>`.
     Named,
     /// `--device sublet/share=<share>`, with the low-level runtime only.
@@ -34,7 +32,6 @@ impl OfDocker {
     pub fn up(world: World, asked: Asked, shares: &[&str]) -> Self {
         let settings = match asked {
             Asked::Runtime => json!({}),
-            Asked::Default => json!({"default-runtime": "sublet"}),
             Asked::Named => json!({"runtimes": runtimes(&world, shares)}),
             Asked::Device => {
                 world.generate_cdi();
@@ -61,7 +58,7 @@ fn runtimes(world: &World, shares: &[&str]) -> Value {
 impl EntryPoint for OfDocker {
     fn column(&self) -> Column {
         match self.asked {
-            Asked::Runtime | Asked::Default => WHOLE,
+            Asked::Runtime => WHOLE,
             Asked::Named => Column { annotations: false, ..WHOLE },
             Asked::Device => cdi_column(self.world().engine),
         }
@@ -75,7 +72,6 @@ impl EntryPoint for OfDocker {
         let mut options = request.options();
         match self.asked {
             Asked::Runtime => options.push("--runtime=sublet".into()),
-            Asked::Default => {}
             Asked::Named if request.keys.is_empty() => options.clear(),
             Asked::Device => options = [vec!["--runtime=low".into()], request.device()].concat(),
             Asked::Named => options = vec![format!("--runtime=sublet-{}", request.share())],
