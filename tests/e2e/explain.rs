@@ -124,17 +124,6 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
             && !line.ends_with('}')),
         "only commas change: {diff}"
     );
-    // The same once it has been created: neither its edits nor its lease are in its way. The list of devices that it had not
-    // stays, empty, behind the line that then has a comma.
-    bundle.up();
-    let added = |text: &str| -> Vec<String> {
-        let is_edit = |line: &&str| {
-            line.starts_with('+') && !line.contains("sublet.lease") && !line.contains("cgroupsPath")
-        };
-        text.lines().filter(is_edit).map(|line| line.trim_end_matches(',').to_owned()).collect()
-    };
-    assert_eq!(added(&stdout(&world, &["explain", "--edits", "--bundle", dir])), added(&diff));
-    bundle.down();
     let refused = failure(&world, &["explain", "--annotation", "sublet.sm=70"]);
     assert!(refused.contains("40 % SM left") && refused.contains("keeper"), "{refused}");
     assert_eq!(
@@ -150,6 +139,17 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     let after = (contents(&world.state_dir()), contents(&bundle.dir));
     let changed: Vec<_> = before.0.iter().filter(|(path, text)| after.0.get(*path) != Some(text)).collect();
     assert!(after == before, "explain changed something: {changed:?}");
+    // The same once it has been created: neither its edits nor its lease are in its way. The list of devices that it had not
+    // stays, empty, behind the line that then has a comma.
+    bundle.up();
+    let added = |text: &str| -> Vec<String> {
+        let is_edit = |line: &&str| {
+            line.starts_with('+') && !line.contains("sublet.lease") && !line.contains("cgroupsPath")
+        };
+        text.lines().filter(is_edit).map(|line| line.trim_end_matches(',').to_owned()).collect()
+    };
+    assert_eq!(added(&stdout(&world, &["explain", "--edits", "--bundle", dir])), added(&diff));
+    bundle.down();
     keeper.down();
     world.assert_empty();
 }

@@ -42,7 +42,7 @@ mod tests {
         assert!(!file.exists());
         for _ in 0..2 {
             say(&file, true).unwrap();
-            let config = sublet_core::config_files::load_files(&[file.clone()]).unwrap();
+            let config = sublet_core::config_files::load_files(std::slice::from_ref(&file)).unwrap();
             assert_eq!(config.runtime.without_share, Some(sublet_core::config::WithoutShare::Run));
         }
         say(&file, false).unwrap();

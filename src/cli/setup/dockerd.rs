@@ -64,11 +64,13 @@ impl Dockerd {
     }
 
     /// daemon.json.
+    #[must_use]
     pub fn file(&self) -> &Path {
         Path::new(self.value("config-file").unwrap_or(FILE))
     }
 
     /// The program of the runtime `sublet`, where a flag defines it.
+    #[must_use]
     pub fn runtime(&self) -> Option<&str> {
         let added = self.flags.iter().filter(|flag| flag.name == "add-runtime");
         added.filter_map(|flag| flag.value.split_once('=')).find(|(name, _)| *name == NAME).map(|to| to.1)

@@ -76,7 +76,7 @@ fn drop_ins(file: &Path, search: &[PathBuf]) -> Vec<PathBuf> {
 }
 
 /// The directories that Quadlet reads for this user, each followed by those in it (`getRootDirs`, `getRootlessDirs`
-/// there). QUADLET_UNIT_DIRS takes their place.
+/// there). `QUADLET_UNIT_DIRS` takes their place.
 fn search_path() -> Vec<PathBuf> {
     let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
     let of_users = Path::new("/etc/containers/systemd/users");

@@ -31,7 +31,7 @@ const LARGEST: usize = 16 << 20;
 const DEFAULT_NAMES: [&str; 4] = ["compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml"];
 
 /// What takes the place of these, or comes on top, in a directory (compose-go, `cli.DefaultOverrideFileNames`;
-/// docs.docker.com, "COMPOSE_FILE").
+/// docs.docker.com, "`COMPOSE_FILE`").
 const OVERRIDES: [&str; 4] = [
     "compose.override.yml",
     "compose.override.yaml",
@@ -51,7 +51,7 @@ pub struct Resolved {
 }
 
 /// The files with everything resolved; `None` if no Docker Compose is on the host. A file that Compose takes by itself in
-/// its directory is read as there, without its name: with the file that overrides it, or as COMPOSE_FILE says.
+/// its directory is read as there, without its name: with the file that overrides it, or as `COMPOSE_FILE` says.
 ///
 /// # Errors
 /// Compose does not accept the files; the message is its own.

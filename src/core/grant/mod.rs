@@ -70,6 +70,7 @@ pub struct Environment {
 
 /// What is known about the container's image, read by `oci::image`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "facts that have nothing to do with one another")]
 pub struct Image {
     /// The directory inside the rootfs with a libc that the driver's libraries can use; `None`: musl, or static
     /// programs.

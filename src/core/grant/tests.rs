@@ -33,7 +33,7 @@ fn device(index: u32, minor: u32, bus_id: &str) -> Device {
         memory_bytes: 143_155 * MIB,
         memory_free_bytes: 142_000 * MIB,
         memory_of_host: false,
-        unknown: Default::default(),
+        unknown: std::collections::BTreeMap::default(),
         mig_enabled: false,
         compute_mode: ComputeMode::Default,
         display_active: false,

@@ -144,7 +144,7 @@ pub fn check_mps_directories(spec: &Value, rootfs: &Path, grant: &Grant) -> Resu
     hidden_mps::unmasked(spec, &tree, &directories)
 }
 
-/// Checks the SELinux label that the container's processes will have. Without one it is the runtime's own.
+/// Checks the `SELinux` label that the container's processes will have. Without one it is the runtime's own.
 fn check_label(spec: &Value, grant: &Grant) -> Result<(), ImageError> {
     let label = spec.pointer("/process/selinuxLabel").and_then(Value::as_str).unwrap_or_default();
     // `mps/<key>/public` in the state directory.

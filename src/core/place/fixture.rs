@@ -32,7 +32,7 @@ pub fn device(n: u32) -> Device {
         memory_bytes: 100 * GIB,
         memory_free_bytes: 100 * GIB,
         memory_of_host: false,
-        unknown: Default::default(),
+        unknown: std::collections::BTreeMap::default(),
         mig_enabled: false,
         compute_mode: ComputeMode::Default,
         display_active: false,

@@ -29,7 +29,7 @@ pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceErr
 }
 
 /// The first of `nodes` that the device cgroup of `pid` closes; `None`: none, or it cannot be told.
-pub(super) fn closed<'n>(pid: i32, nodes: &'n [Node]) -> Option<&'n Node> {
+pub(super) fn closed(pid: i32, nodes: &[Node]) -> Option<&Node> {
     let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     let paths = Paths::parse(&table);
     let by_v1 = paths.devices.and_then(|below| {

@@ -410,8 +410,8 @@ fn the_cuda_that_an_image_needs_is_compared_with_the_drivers() {
     let help = "can use its own newer libcuda with `-e LD_LIBRARY_PATH=/usr/local/cuda/compat`";
     assert!(one(warned(&root, &[needs])).ends_with(help));
     let used = one(warned(&root, &[needs, "LD_LIBRARY_PATH=/usr/local/cuda/compat"]));
-    let uses = "it uses its own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.580.65.06, found by its LD_LIBRARY_PATH)";
-    assert!(used.starts_with(&format!("{old}{uses}")), "{used}");
+    let newer = "it uses its own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.580.65.06, found by its LD_LIBRARY_PATH)";
+    assert!(used.starts_with(&format!("{old}{newer}")), "{used}");
 }
 
 #[test]
