@@ -108,7 +108,7 @@ impl Rootless {
         let heard = eventually(|| {
             let printed = self.cli(command).stdout;
             let lines = printed.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-            found = lines.filter(|line| line["event"] == "info").last();
+            found = lines.filter(|line| line["event"] == "info").next_back();
             found.is_some()
         });
         assert!(heard, "{command:?}: {:?}", self.cli(command));

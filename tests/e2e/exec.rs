@@ -208,11 +208,11 @@ fn an_update_does_not_take_the_gpu_away() {
         seen.iter().find(|line| line["event"] == "node").expect("an answer")["result"].clone()
     };
     assert_eq!(node(&bundle), "ENXIO", "allowed by the cgroup, no driver behind it");
-    let list = bundle.dir.join("resources.json");
-    std::fs::write(&list, r#"{"devices": [{"allow": false, "access": "rwm"}]}"#).expect("a file");
+    let resources = bundle.dir.join("resources.json");
+    std::fs::write(&resources, r#"{"devices": [{"allow": false, "access": "rwm"}]}"#).expect("a file");
     let update = |bundle: &Bundle<'_>| {
         let mut command = bundle.runtime();
-        command.arg("update").arg(format!("--resources={}", list.display())).arg("held");
+        command.arg("update").arg(format!("--resources={}", resources.display())).arg("held");
         Finished::of(&command.output().expect("it runs"))
     };
     let updated = update(&bundle);

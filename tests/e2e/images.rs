@@ -523,12 +523,12 @@ fn a_share_may_leave_tmp_alone() {
     let bundle = world.bundle("bare", &bare, empties);
     let (info, warned) = bundle.up_heard();
     assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
-    let lost = "its share has default_directory = false, so its MPS directory is not at /tmp/nvidia-mps";
-    assert!(warned.contains(lost), "{warned}");
+    let missing = "its share has default_directory = false, so its MPS directory is not at /tmp/nvidia-mps";
+    assert!(warned.contains(missing), "{warned}");
     let joined = bundle.exec(&["/usr/bin/cuda-probe", "info"]).json();
     assert_eq!(joined[0]["sm"], json!(32), "{joined:?}");
     let explained = world.sublet(&["explain", "share=bare"]);
-    assert!(String::from_utf8_lossy(&explained.stdout).contains(lost), "{explained:?}");
+    assert!(String::from_utf8_lossy(&explained.stdout).contains(missing), "{explained:?}");
     bundle.down();
     let mut hooked = world.bundle("hooked", &bare, HOLD);
     hooked.hook(&["prestart", "poststop"]);
