@@ -30,8 +30,17 @@ fn uuid(host: &Host) -> String {
     host.world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned()
 }
 
-/// [`asked`], by no command of sublet's.
+/// [`asked`], by no command of sublet's. The daemon speaks with one program at a time, and the guard may be that.
 fn asked_of(host: &Host, uuid: &str, command: &str) -> String {
+    let mut answer = String::new();
+    eventually(|| {
+        answer = asked_once(host, uuid, command);
+        !answer.starts_with("Cannot send command")
+    });
+    answer
+}
+
+fn asked_once(host: &Host, uuid: &str, command: &str) -> String {
     let root = host.world.driver_root.as_ref().expect("simulated");
     let mut control = Command::new(root.join("usr/bin/nvidia-cuda-mps-control"));
     control.env("CUDA_MPS_PIPE_DIRECTORY", host.world.state_dir().join("mps").join(uuid).join("pipe"));

@@ -63,9 +63,11 @@ impl Before {
         for id in stage.containers().iter().filter(|id| **id != kept) {
             problems.extend(stage.remove(id).err());
         }
-        problems.extend(within_patience(|| self.unsettled(stage, harmed, &kept)));
+        stage.world().sublet(&["gc"]);
+        // Where the case ended its daemon, this brings it back.
         let neighbour = stage.neighbour_share().check(&stage.neighbour());
         problems.extend(neighbour.err().map(|error| format!("the neighbour: {error}")));
+        problems.extend(within_patience(|| self.unsettled(stage, harmed, &kept)));
         let strays = within_patience(|| strays(stage));
         if !strays.is_empty() {
             problems.push(format!("processes {strays:?}"));
