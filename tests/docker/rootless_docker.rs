@@ -107,8 +107,8 @@ impl Rootless {
         let mut found = None;
         let heard = eventually(|| {
             let printed = self.cli(command).stdout;
-            let lines = printed.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-            found = lines.filter(|line| line["event"] == "info").next_back();
+            let mut lines = printed.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+            found = lines.rfind(|line| line["event"] == "info");
             found.is_some()
         });
         assert!(heard, "{command:?}: {:?}", self.cli(command));
