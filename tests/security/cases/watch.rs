@@ -63,7 +63,7 @@ impl Before {
         for id in stage.containers().iter().filter(|id| **id != kept) {
             problems.extend(stage.remove(id).err());
         }
-        stage.world().sublet(&["gc"]);
+        let _ = stage.world().sublet(&["gc"]);
         // Where the case ended its daemon, this brings it back.
         let neighbour = stage.neighbour_share().check(&stage.neighbour());
         problems.extend(neighbour.err().map(|error| format!("the neighbour: {error}")));
