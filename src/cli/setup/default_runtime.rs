@@ -9,7 +9,7 @@ use sublet_core::fs::atomic::replace_durably;
 use sublet_core::fs::trusted;
 
 /// The file, of sublet's own configuration.
-pub const FILE: &str = "/etc/sublet/conf.d/docker-default.toml";
+pub(crate) const FILE: &str = "/etc/sublet/conf.d/docker-default.toml";
 
 const TEXT: &str = "# Written by `sublet setup docker --default`; --undo removes it.\n\
                     [runtime]\nwithout_share = \"run\"\n";

@@ -20,7 +20,7 @@ const TWICE: [(&str, &str); 2] =
 
 /// dockerd, as this host starts it.
 #[derive(Debug, Default)]
-pub struct Dockerd {
+pub(crate) struct Dockerd {
     flags: Vec<Flag>,
 }
 
@@ -64,26 +64,24 @@ impl Dockerd {
     }
 
     /// daemon.json.
-    #[must_use]
-    pub fn file(&self) -> &Path {
+    pub(crate) fn file(&self) -> &Path {
         Path::new(self.value("config-file").unwrap_or(FILE))
     }
 
     /// The program of the runtime `sublet`, where a flag defines it.
-    #[must_use]
-    pub fn runtime(&self) -> Option<&str> {
+    pub(crate) fn runtime(&self) -> Option<&str> {
         let added = self.flags.iter().filter(|flag| flag.name == "add-runtime");
         added.filter_map(|flag| flag.value.split_once('=')).find(|(name, _)| *name == NAME).map(|to| to.1)
     }
 
     /// The runtime of containers that name none; `text` is daemon.json's.
-    pub fn default_runtime(&self, text: &str) -> Option<String> {
+    pub(crate) fn default_runtime(&self, text: &str) -> Option<String> {
         let by_flag = self.value("default-runtime").map(str::to_owned);
         by_flag.or_else(|| docker::default_runtime(text).ok().flatten())
     }
 
     /// Where it keeps its records of containers; `text` is daemon.json's.
-    pub fn data_root(&self, text: &str) -> PathBuf {
+    pub(crate) fn data_root(&self, text: &str) -> PathBuf {
         let in_file =
             || json_edit::get(text, &["data-root"]).ok()?.and_then(|value| serde_json::from_str(value).ok());
         let told = self.value("data-root").map(str::to_owned).or_else(in_file);

@@ -125,7 +125,7 @@ impl Image {
 
     /// Whether the MPS directory is also mounted at [`MPS_DEFAULT_DIR`].
     #[must_use]
-    pub const fn takes_default_directory(&self) -> bool {
+    pub(crate) const fn takes_default_directory(&self) -> bool {
         !self.tmp_is_host && !self.tmp_is_closed && !self.without_default
     }
 

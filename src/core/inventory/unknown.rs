@@ -81,7 +81,7 @@ impl LeftOut {
 impl Device {
     /// Whether NVML tells which processes are on it.
     #[must_use]
-    pub fn knows_processes(&self) -> bool {
+    pub(crate) fn knows_processes(&self) -> bool {
         !self.unknown.contains_key(&Fact::Processes) && !self.unknown.contains_key(&Fact::Clients)
     }
 
