@@ -80,7 +80,8 @@ fn status_as_json_is_the_documented_schema() {
         json!({"schema": "sublet.status/1", "time": null, "warnings": null,
             "driver": {"version": "580.159.04", "simulated": true},
             "devices": [{"uuid": GPU, "index": 0, "minor": 0, "bus_id": "0000:3b:00.0", "name": "NVIDIA H200",
-                "mode": "mps", "memory_bytes": 150_754_820_096_u64, "sm_count": 132,
+                "mode": "mps", "health": {"state": "ok", "reason": null}, "memory_bytes": 150_754_820_096_u64,
+                "memory_of_host": false, "sm_count": 132,
                 "free": {"sm_percent": 75.0, "memory_bytes": null},
                 // 8 GiB, and 66 MiB of the server's.
                 "booked": {"sm_percent": 25.0, "memory_bytes": 8_659_140_608_u64},

@@ -269,7 +269,7 @@ fn a_share_that_is_refused_stops_the_container_with_our_line() {
     away.spec["process"]["env"] = json!(["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage"]);
     assert_refused(&world, &away, "its environment has CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage");
     let mut tmp = late(&[("sublet.sm", "25")]);
-    let mount = json!({"destination": "/tmp", "type": "bind", "source": "/var/tmp", "options": ["rbind"]});
+    let mount = json!({"destination": "/tmp", "type": "bind", "source": "/tmp", "options": ["rbind"]});
     tmp.spec["mounts"].as_array_mut().expect("mounts").push(mount);
     assert_refused(&world, &tmp, "its /tmp is the host's");
 }

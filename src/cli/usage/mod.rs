@@ -111,10 +111,13 @@ impl<'n> Meter<'n> {
         usage
     }
 
-    /// Each call that fails costs what it tells.
+    /// Each call that fails costs what it tells; of a GPU that is lost there is nothing to tell.
     fn of_device(&mut self, device: &Device, look: Option<Look>) -> Result<DeviceUse, NvmlError> {
         let handle = probe::device_by_uuid(self.nvml, &device.uuid)?;
-        let memory_bytes = handle.memory_info().ok().map(|memory| memory.used);
+        let memory_bytes = match handle.memory_info() {
+            Err(error @ (NvmlError::GpuLost | NvmlError::ResetRequired)) => return Err(error),
+            memory => memory.ok().map(|memory| memory.used),
+        };
         let samples = if device.is_mig() { BTreeMap::new() } else { samples(&handle) };
         let process = |holder: Holder| {
             let sm_percent =

@@ -49,7 +49,7 @@ impl ContainerRoot {
 
     /// Whether processes of the namespace may open a node of the host's. It is not refused where that depends on who they are:
     /// where the namespace has the node's owner or group, or the node has an access control list.
-    fn may_open(&self, path: &Path, found: &Metadata) -> bool {
+    fn may_open(&self, path: &Path, found: &Metadata, access: u32) -> bool {
         let has = |ids: &Ids, id: u32| ids.have(id.into());
         let is_theirs = match &self.ids {
             // Ids that this process's namespace lacks all look the same.
@@ -57,7 +57,7 @@ impl ContainerRoot {
             ids => ids.as_ref().is_some_and(|(uids, gids)| has(uids, found.uid()) || has(gids, found.gid())),
         };
         let has_list = getxattr(path, "system.posix_acl_access", &mut [0; 0]).is_ok_and(|length| length > 0);
-        found.mode() & 0o006 == 0o006 || is_theirs || has_list
+        found.mode() & access == access || is_theirs || has_list
     }
 
     /// Its capabilities count for files whose owner and group its namespace has (`capabilities(7)`, "Interaction with user
@@ -107,8 +107,13 @@ pub(crate) fn check_node_modes(
         // That it is there was checked.
         let Ok(found) = std::fs::metadata(&granted.source) else { continue };
         let (path, mode) = (granted.source.clone(), found.mode() & 0o777);
-        let ours = may(&path, AccessFlags::R_OK | AccessFlags::W_OK);
-        if root.may_open(&path, &found) || keeps_groups && ours {
+        // Nodes of MIG capabilities are read-only; the driver asks no more of them.
+        let (access, flags) = match granted.node.path.starts_with("/dev/nvidia-caps") {
+            true => (0o004, AccessFlags::R_OK),
+            false => (0o006, AccessFlags::R_OK | AccessFlags::W_OK),
+        };
+        let ours = may(&path, flags);
+        if root.may_open(&path, &found, access) || keeps_groups && ours {
             continue;
         }
         let is_users = root.nested || !geteuid().is_root();
