@@ -58,6 +58,11 @@ impl Log {
         self.engine.is_some() || self.own.is_some()
     }
 
+    /// Writes a warning to the files alone: standard error may be the container's.
+    pub fn warn_in_files(&self, message: &str) {
+        self.write(if self.engine.is_some() { Level::Warning } else { Level::Info }, message);
+    }
+
     /// Writes one line to all places that `level` goes to. A place that cannot be written is skipped: a full disk must
     /// not keep containers from ending.
     pub fn write(&self, level: Level, message: &str) {

@@ -111,7 +111,7 @@ fn without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Result<(), 
     match (is_pause, refuses) {
         (true, _) => {}
         (false, true) => return Err(RuntimeError::WithoutShare),
-        (false, false) => call.warn(&format!(
+        (false, false) => call.log.warn_in_files(&format!(
             "container {}: no sublet.* annotation reached the runtime and no rule gives it a share, so it gets no GPU \
              (clients of Docker's API before 1.43 drop annotations; [runtime] without_share)",
             safe(&start.id.as_ref().map(|id| id.to_string_lossy()).unwrap_or_default())
