@@ -474,7 +474,8 @@ fn podman_build_gives_a_step_the_share_over_crun_alone() {
     let (runc, of_runc) = build(&["--network=none", "--runtime=/usr/bin/runc"]);
     let (_, of_chroot) = build(&["--isolation=chroot"]);
     std::fs::remove_file(place).expect("removed");
-    assert!(crun && said.contains("\"sm\":32"), "{said}");
+    let last = podman.world.sublet(&["status", "--last-error"]).stdout;
+    assert!(crun && said.contains("\"sm\":32"), "{said}\n{}", String::from_utf8_lossy(&last));
     assert_eq!(left, 0, "poststop came to nothing");
     assert!(!runc && of_runc.contains("device access"), "{of_runc}");
     assert!(!of_chroot.contains("\"sm\":32") && leases_on_disk(&podman.world) == 0, "{of_chroot}");

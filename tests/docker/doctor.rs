@@ -11,8 +11,9 @@ use sublet_e2e::docker::{Docker, skip_unless_engines};
 use sublet_e2e::podman::Podman;
 use sublet_e2e::{World, eventually, skip_unless_root};
 
-const CHECKS: [&str; 29] = [
+const CHECKS: [&str; 31] = [
     "configuration",
+    "kernel",
     "driver",
     "kernel-modules",
     "device-nodes",
@@ -40,6 +41,7 @@ const CHECKS: [&str; 29] = [
     "state",
     "clock",
     "leases",
+    "lost-nodes",
     "unleased",
 ];
 

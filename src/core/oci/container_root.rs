@@ -108,9 +108,10 @@ pub(crate) fn check_node_modes(
         let Ok(found) = std::fs::metadata(&granted.source) else { continue };
         let (path, mode) = (granted.source.clone(), found.mode() & 0o777);
         // Nodes of MIG capabilities are read-only; the driver asks no more of them.
-        let (access, flags) = match granted.node.path.starts_with("/dev/nvidia-caps") {
-            true => (0o004, AccessFlags::R_OK),
-            false => (0o006, AccessFlags::R_OK | AccessFlags::W_OK),
+        let (access, flags) = if granted.node.path.starts_with("/dev/nvidia-caps") {
+            (0o004, AccessFlags::R_OK)
+        } else {
+            (0o006, AccessFlags::R_OK | AccessFlags::W_OK)
         };
         let ours = may(&path, flags);
         if root.may_open(&path, &found, access) || keeps_groups && ours {
