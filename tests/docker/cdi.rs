@@ -458,7 +458,8 @@ fn podman_build_gives_a_step_the_share_over_crun_alone() {
         .expect("written");
     let build = |options: &[&str]| {
         let mut command = podman.command();
-        command.args("build --no-cache --ulimit=nofile=512:512 --ulimit=nproc=512:512 --device".split(' '));
+        command
+            .args("build --no-cache --ulimit=nofile=1024:1024 --ulimit=nproc=4096:4096 --device".split(' '));
         let output = command.arg(DEVICE).args(options).arg(&dir).output().expect("podman runs");
         let said =
             [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
@@ -479,5 +480,6 @@ fn podman_build_gives_a_step_the_share_over_crun_alone() {
     assert_eq!(left, 0, "poststop came to nothing");
     assert!(!runc && of_runc.contains("device access"), "{of_runc}");
     assert!(!of_chroot.contains("\"sm\":32") && leases_on_disk(&podman.world) == 0, "{of_chroot}");
-    podman.assert_empty();
+    // The empty mount points of the driver's files are in the image that was built.
+    podman.world.assert_empty();
 }
