@@ -11,7 +11,7 @@ from .table import Wrong
 
 # Programs that containers call. Triton needs the compiler.
 PROGRAMS = """bash sh dash env wc cat ls sleep true test mv mkdir rm grep head nproc id mount python3 python3.13 gcc cc cpp as ld
-    ld.bfd""".split()
+    ld.bfd vulkaninfo clinfo""".split()
 MACHINE = sysconfig.get_config_var("MULTIARCH")
 IMAGE, WORK = Path("/img"), Path("/srv/work")
 
