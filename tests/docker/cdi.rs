@@ -447,11 +447,15 @@ fn a_container_of_a_cri_pod_has_the_share_of_its_device() {
 }
 
 #[test]
-fn podman_build_gives_a_step_the_share_over_crun_alone() {
+fn podman_build_gives_a_step_the_share_over_crun_and_cgroup_v2_alone() {
     if skip_unless_engines() {
         return;
     }
     let (podman, _offer) = podman(SMALL);
+    if podman.done(&["version", "--format", "{{.Client.Version}}"]).starts_with("4.") {
+        eprintln!("skipped: this Podman's build knows no CDI devices");
+        return;
+    }
     let dir = podman.world.dir.path().join("context");
     std::fs::create_dir(&dir).expect("a directory");
     std::fs::write(dir.join("Containerfile"), format!("FROM {IMAGE}\nRUN [\"cuda-probe\", \"info\"]\n"))
@@ -471,12 +475,17 @@ fn podman_build_gives_a_step_the_share_over_crun_alone() {
     std::fs::copy("/var/run/cdi/sublet.json", place).expect("copied");
     let (crun, said) = build(&["--network=none", "--runtime=/usr/bin/crun"]);
     let left = leases_on_disk(&podman.world);
-    // buildah gives runc a device rule without access; without a runtime there are neither nodes nor hooks.
+    // buildah gives runtimes a device rule without access, which cgroup v1 does not take, nor runc; without a runtime there are neither nodes nor hooks.
     let (runc, of_runc) = build(&["--network=none", "--runtime=/usr/bin/runc"]);
     let (_, of_chroot) = build(&["--isolation=chroot"]);
     std::fs::remove_file(place).expect("removed");
     let last = podman.world.sublet(&["status", "--last-error"]).stdout;
-    assert!(crun && said.contains("\"sm\":32"), "{said}\n{}", String::from_utf8_lossy(&last));
+    let right = if std::path::Path::new("/sys/fs/cgroup/devices").exists() {
+        !crun && said.contains("devices.allow")
+    } else {
+        crun && said.contains("\"sm\":32")
+    };
+    assert!(right, "{said}\n{}", String::from_utf8_lossy(&last));
     assert_eq!(left, 0, "poststop came to nothing");
     assert!(!runc && of_runc.contains("device access"), "{of_runc}");
     assert!(!of_chroot.contains("\"sm\":32") && leases_on_disk(&podman.world) == 0, "{of_chroot}");

@@ -9,7 +9,7 @@ use sublet_e2e::Bundle;
 use sublet_e2e::hooked::{PODMANS_ID, refusal};
 
 use crate::injector::{self, Fault, Key, Seen};
-use crate::scene::{Host, SHARE, difference, without_lease};
+use crate::scene::{Host, SHARE, SPARE_NODE, difference, without_lease, without_node};
 use crate::sweep::Path;
 use crate::table::Table;
 
@@ -124,11 +124,14 @@ impl Hook {
             return if refuses { Ok(()) } else { Err(format!("it is refused: {}", refusal(&spec))) };
         }
         let spec = without_lease(spec);
-        let expected = self.expected.get_or_insert_with(|| spec.clone());
-        if spec == *expected {
+        let mut expected = self.expected.get_or_insert_with(|| spec.clone()).clone();
+        if self.host.said().contains(SPARE_NODE) {
+            expected = without_node(expected, SPARE_NODE);
+        }
+        if spec == expected {
             Ok(())
         } else {
-            Err(format!("it returns another spec: {}", difference(&spec, expected)))
+            Err(format!("it returns another spec: {}", difference(&spec, &expected)))
         }
     }
 

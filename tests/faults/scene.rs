@@ -284,6 +284,9 @@ pub fn without_lease(mut config: Value) -> Value {
     config
 }
 
+/// A node of the driver's that CUDA does without: a share that lacks it is told so, and starts.
+pub const SPARE_NODE: &str = "/dev/nvidia-uvm-tools";
+
 /// `config` as it is where the driver's node at `path`, which CUDA does without, was left out.
 pub fn without_node(mut config: Value, path: &str) -> Value {
     let Some(devices) = config.pointer_mut("/linux/devices").and_then(Value::as_array_mut) else {

@@ -7,15 +7,12 @@ use serde_json::{Value, json};
 use sublet_e2e::Bundle;
 
 use crate::injector::{self, Became, Call, Fault, Key, Seen};
-use crate::scene::{Host, SHARE, difference, without_lease, without_node};
+use crate::scene::{Host, SHARE, SPARE_NODE, difference, without_lease, without_node};
 use crate::sweep::Path;
 use crate::table::Table;
 
-/// The directory of another runtime, as sublet has written it down.
-const OTHER_ROOT: &str = "/run/other/runtime";
-
-/// A node that is left out where it cannot be looked at, with a warning.
-const SPARE_NODE: &str = "/dev/nvidia-uvm-tools";
+/// The directory of another runtime, as sublet has written it down. It is there: one that is gone is forgotten.
+const OTHER_ROOT: &str = "/var/lib";
 
 /// What is created.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -52,7 +52,7 @@ impl Member {
         }
         said("io.kubernetes.cri-o.SandboxID")?;
         let host = environment_value(spec, "HOSTNAME");
-        Some(Self::Podmans { name: podman_storage::name(bundle), host })
+        Some(Self::Podmans { name: podman_storage::name(spec, bundle), host })
     }
 
     /// Whether it is called `name` in its pod, or by its engine; `None`: that cannot be told.

@@ -95,9 +95,22 @@ fn entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
     file.and_then(|file| serde_json::from_slice(&file).ok()).unwrap_or_default()
 }
 
-/// What Podman calls the container of `bundle`, if its storage says so.
-pub(super) fn name(bundle: &Path) -> Option<String> {
-    Userdata::parse(bundle)?.stored()?.names.into_iter().next()
+/// What Podman calls the container of `spec` and `bundle`, if its storage says so. Podman 4 runs hooks elsewhere than in the
+/// bundle: there the root filesystem, `ROOT/<driver>/…`, tells the storage.
+pub(super) fn name(spec: &Value, bundle: &Path) -> Option<String> {
+    let own = Userdata::parse(bundle).or_else(|| {
+        let made = made_for_it(spec).next()?;
+        let root = Path::new(spec.pointer("/root/path")?.as_str()?);
+        let driver = root.ancestors().find(|above| above.ends_with(made.driver))?;
+        Some(Userdata { root: driver.parent()?, ..made })
+    });
+    own?.stored()?.names.into_iter().next()
+}
+
+/// Where Podman makes files for the container (/etc/hostname, /run/.containerenv): below its `--runroot`.
+fn made_for_it(spec: &Value) -> impl Iterator<Item = Userdata<'_>> {
+    let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
+    mounts.filter_map(|mount| Userdata::parse(Path::new(mount.get("source")?.as_str()?).parent()?))
 }
 
 /// The root filesystem of the container of `spec` and `bundle`, for which config.json says `root`.
@@ -115,10 +128,7 @@ pub fn root_filesystem(root: PathBuf, spec: &Value, bundle: &Path) -> Result<Pat
 fn find(spec: &Value, bundle: &Path) -> Option<PathBuf> {
     let own = Userdata::parse(bundle)?;
     let layer = own.stored().filter(|stored| !stored.image.is_empty())?.layer;
-    // Files that Podman makes for the container (/etc/hostname, /run/.containerenv) are below its `--runroot`.
-    let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
-    let made = mounts.filter_map(|mount| Path::new(mount.get("source")?.as_str()?).parent());
-    let made = made.filter_map(Userdata::parse).filter(|made| (made.driver, made.id) == (own.driver, own.id));
+    let made = made_for_it(spec).filter(|made| (made.driver, made.id) == (own.driver, own.id));
     // With `--transient-store` the bundle itself is there, too.
     [own].into_iter().chain(made).find_map(|userdata| userdata.mounted(&layer))
 }
@@ -196,6 +206,18 @@ mod tests {
         assert_eq!(host.find(HOSTNAME), Some(host.path("mounted")));
         fs::remove_file(host.path("root/vfs-containers/containers.json")).unwrap();
         assert_eq!(host.find(HOSTNAME), Some(host.path("mounted")));
+    }
+
+    #[test]
+    fn the_name_of_the_container() {
+        let host = Host::new();
+        let bundle = host.path("root/vfs-containers/c/userdata");
+        assert_eq!(name(&json!({}), &bundle).as_deref(), Some("n"));
+        let mut spec = host.spec(HOSTNAME);
+        spec["root"] = json!({"path": host.path("root").join("vfs/dir/l")});
+        assert_eq!(name(&spec, Path::new("/")).as_deref(), Some("n"), "Podman 4 runs the hook elsewhere");
+        spec["root"] = json!({"path": "/srv/rootfs"});
+        assert_eq!(name(&spec, Path::new("/")), None);
     }
 
     #[test]

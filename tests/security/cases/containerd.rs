@@ -23,7 +23,7 @@ fn options() -> Vec<Case> {
         ),
         case(
             "a volume over /tmp: nothing of ours is left in it",
-            "mkdir v; up --mount type=bind,src=$PWD/v,dst=/tmp,options=rbind:rw && [ -z \"$(ls -A v)\" ]",
+            "mkdir v; up --mount type=bind,src=$PWD/v,dst=/tmp,options=rbind:rw && remove && [ -z \"$(ls -A v)\" ]",
             QUARTER,
         ),
         case("a root that cannot be written", "up --read-only", QUARTER),
