@@ -380,7 +380,7 @@ fn pods_share_by_container_and_their_infra_container_takes_nothing() {
     let _ = lease_id(&podman, &id);
     assert_eq!(podman.world.leases().len(), 1);
     if version.starts_with("4.") {
-        eprintln!("skipped: what this Podman generates lacks the image's PATH");
+        eprintln!("skipped: a container of what this Podman generates does not find its program");
         return;
     }
     // What Podman makes of it has `sublet.sm/in-q`.
