@@ -273,7 +273,7 @@ impl World {
         let is_ours = |pid: &Pid| {
             let environment = read(*pid, "environ");
             let of_world = environment.contains(&ours) && environment.contains(part);
-            of_world && read(*pid, "comm").starts_with("nvidia-cuda-mps") && processes::is_alive(*pid)
+            of_world && is_daemon(&read(*pid, "cmdline")) && processes::is_alive(*pid)
         };
         processes::all().filter(is_ours).collect()
     }
@@ -286,6 +286,14 @@ impl Drop for World {
             let _ = Command::new(sim_dir().join("sublet-sim")).arg("down").arg("--root").arg(root).output();
         }
     }
+}
+
+/// Whether this command line is of an MPS daemon or its server, and not of the control program that asks one.
+fn is_daemon(line: &str) -> bool {
+    let mut words = line.split(' ');
+    let program = words.next().unwrap_or_default();
+    program.ends_with("nvidia-cuda-mps-server")
+        || program.ends_with("nvidia-cuda-mps-control") && words.any(|word| matches!(word, "-d" | "-f"))
 }
 
 /// A directory with a short path: paths of Unix sockets hold 107 bytes.
