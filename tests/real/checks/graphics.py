@@ -1,10 +1,12 @@
-"""Vulkan and OpenCL: vulkaninfo and clinfo say in a container what they say on this host."""
+"""Vulkan and OpenCL: vulkaninfo and clinfo say in a container what they say on this host. As images for OpenCL do, this one
+brings the name of NVIDIA's library, because hosts need not have it."""
 
 import os
 import re
 from pathlib import Path
 
 from . import process
+from .machine import IMAGE
 from .table import Rows, Wrong
 
 # What each GPU is, without what the memory's use changes.
@@ -35,10 +37,7 @@ def host_environment(machine):
     found = []
     for directory in machine.given["library_directories"]:
         found += Path(directory).parent.glob("share/vulkan/icd.d/*.json")
-    vendors = Path("/srv/vendors")
-    vendors.mkdir(exist_ok=True)
-    (vendors / "nvidia.icd").write_text("libnvidia-opencl.so.1\n")
-    environment = dict(os.environ, OCL_ICD_VENDORS=str(vendors))
+    environment = dict(os.environ, OCL_ICD_VENDORS=str(IMAGE / "etc/OpenCL/vendors"))
     return environment | ({"VK_DRIVER_FILES": ":".join(map(str, found))} if found else {})
 
 

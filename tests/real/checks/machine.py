@@ -75,6 +75,9 @@ class Machine:
         wanted += ["/etc/passwd", "/etc/group", "/etc/alternatives", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/usr/sbin/ldconfig"]
         present = [path for path in wanted if os.path.lexists(path)]
         process.must(["cp", "-a", "--parents", *present, str(IMAGE)])
+        vendors = IMAGE / "etc/OpenCL/vendors"
+        vendors.mkdir(parents=True)
+        (vendors / "nvidia.icd").write_text("libnvidia-opencl.so.1\n")
         for bound in self.given["driver_files"]:
             (IMAGE / bound.lstrip("/")).unlink(missing_ok=True)
         # Libraries that the host's Python needs and this root lacks.

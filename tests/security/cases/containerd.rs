@@ -159,9 +159,10 @@ fn deaths() -> Vec<Case> {
         ),
         // How far the command gets is chance. What is left is checked once containerd has finished. containerd itself
         // leaves the mount of a root filesystem then, with plain runc too.
+        // Killed between its snapshot and its container, the client leaves the snapshot.
         case(
             "the client, while it waits",
-            "timeout -s KILL 0.1 ctr run --detach --snapshotter native --cpu-shares 0 --runc-binary $(command -v sublet-runtime) --annotation sublet.sm=25 $IMAGE job sleep 60; sleep 1; ctr tasks ls -q | grep -qx job || umount $RUN/io.containerd.runtime.v2.task/$CONTAINERD_NAMESPACE/job/rootfs",
+            "timeout -s KILL 0.1 ctr run --detach --snapshotter native --cpu-shares 0 --runc-binary $(command -v sublet-runtime) --annotation sublet.sm=25 $IMAGE job sleep 60; sleep 1; ctr tasks ls -q | grep -qx job || umount $RUN/io.containerd.runtime.v2.task/$CONTAINERD_NAMESPACE/job/rootfs; ctr containers ls -q | grep -qx job || ctr snapshots --snapshotter native rm job 2>/dev/null",
             Still,
         ),
         // How far the command gets is chance. Only what is left afterwards is checked.
