@@ -361,7 +361,7 @@ fn configuration_that_cannot_be_used() {
     assert_lines(
         &seen,
         &[
-            "configuration $DIR/sim/config.toml:15:1: unknown key `time_slice_maximum`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`; did you mean time_slice_max?",
+            "configuration $DIR/sim/config.toml:15:1: unknown key `time_slice_maximum`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`, `allow_devices`; did you mean time_slice_max?",
             "configuration $DIR/sim/config.toml:15:26: mps.exclusive_compute_mode: unknown value `sometimes`, expected one of `auto`, `always`, `never`",
             "configuration $DIR/sim/config.toml:15:1: guard.period must be from 100ms to 10s",
             "configuration $DIR/sim/config.toml:14:8: unclosed table, expected `]`",

@@ -31,15 +31,17 @@ fn graphics_and_video_bring_their_files_and_nodes() {
         "libnvidia-encode.so.1",
         "10_nvidia.json",
         "nvidia_icd.json",
+        "libnvidia-allocator.so.1",
+        "gbm/nvidia-drm_gbm.so",
     ];
     let plain = "nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
     let graphical = "dri/card1 dri/renderD128 nvidia-modeset nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
     let cases = [
-        ("compute", [true, false, false, false, false, false], plain),
-        ("utility", [false, true, false, false, false, false], plain),
-        ("graphics", [false, false, true, false, true, true], graphical),
-        ("video", [false, false, false, true, true, true], plain),
-        ("all", [true, true, true, true, true, true], graphical),
+        ("compute", [true, false, false, false, false, false, true, false], plain),
+        ("utility", [false, true, false, false, false, false, false, false], plain),
+        ("graphics", [false, false, true, false, true, true, true, true], graphical),
+        ("video", [false, false, false, true, true, true, false, false], plain),
+        ("all", [true, true, true, true, true, true, true, true], graphical),
     ];
     for (capabilities, expected, nodes) in cases {
         let annotations = [("sublet.gpu", "0"), ("sublet.capabilities", capabilities)];
@@ -104,6 +106,42 @@ fn an_images_own_capabilities_are_limited_by_the_configuration() {
     assert_eq!(names(&bundle, &files), expected);
     bundle.down();
     world.assert_empty();
+}
+
+/// `GPUDirect` Storage and IMEX channels.
+#[test]
+fn nodes_that_are_no_gpus_are_the_administrators_to_allow() {
+    if skip_unless_root() {
+        return;
+    }
+    let key = "[limits]\nallow_devices = [\"/dev/nvidia-fs0\", \"/dev/nvidia-caps-imex-channels\"]\n";
+    for (config, is_allowed) in [("", false), (key, true)] {
+        let world = World::simulated("h200", config);
+        let listed = world.driver_root.as_ref().expect("simulated").join("proc/devices");
+        let text = std::fs::read_to_string(&listed).expect("/proc/devices");
+        let more = "Character devices:\n505 nvidia-fs\n506 nvidia-caps-imex-channels\n";
+        std::fs::write(&listed, text.replacen("Character devices:\n", more, 1)).expect("/proc/devices");
+        let with = |path: &str, major: i64| {
+            let mut bundle = world.bundle("beside", SHARE, SLEEP);
+            let node = json!({"path": path, "type": "c", "major": major, "minor": 0, "fileMode": 0o666});
+            bundle.spec["linux"]["devices"] = json!([node]);
+            let rules = bundle.spec["linux"]["resources"]["devices"].as_array_mut().expect("rules");
+            rules.push(json!({"allow": true, "type": "c", "major": major, "minor": 0, "access": "rwm"}));
+            bundle
+        };
+        for (path, major) in [("/dev/nvidia-fs0", 505), ("/dev/nvidia-caps-imex-channels/channel0", 506)] {
+            let bundle = with(path, major);
+            if is_allowed {
+                bundle.up();
+                assert!(bundle.exec(&["/bin/sh", "-c", &format!("[ -c {path} ]")]).ok, "{path}");
+                bundle.down();
+            } else {
+                assert!(bundle.refused().contains(path), "{path}");
+            }
+        }
+        assert!(with("/dev/nvidia-fs0", 195).refused().contains("/dev/nvidia-fs0"), "a GPU's node");
+        world.assert_empty();
+    }
 }
 
 #[test]

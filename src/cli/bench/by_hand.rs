@@ -115,8 +115,8 @@ struct Daemon {
 impl Daemon {
     fn start(gpu: &str, dir: &Path, config: &Config) -> anyhow::Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
-        let programs = MpsPrograms::find(&config.driver.root);
-        let (control, _) = programs.both(&config.driver.root)?;
+        let programs = MpsPrograms::find(&config.driver);
+        let (control, _) = programs.both(&config.driver)?;
         let daemon = Self { control: control.to_owned(), dir: dir.to_owned(), path: programs.path() };
         let mut command = daemon.command();
         command.arg("-d").env("CUDA_VISIBLE_DEVICES", gpu);

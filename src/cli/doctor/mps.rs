@@ -8,9 +8,8 @@ const INSTALL: &str = "apt install nvidia-cuda-mps (other distributions: part of
 
 /// Whether both programs exist in the driver's version. The check uses what [`crate::mps`] would start now.
 pub(super) fn programs(host: &Host<'_>) -> Outcome {
-    let root = &host.config.driver.root;
-    let programs = MpsPrograms::find(root);
-    let (control, server) = match programs.both(root) {
+    let programs = MpsPrograms::find(&host.config.driver);
+    let (control, server) = match programs.both(&host.config.driver) {
         Ok((control, server)) => (shown(control), shown(server)),
         Err(MissingPrograms::Control { .. }) => {
             return warn(

@@ -19,7 +19,7 @@ use super::{
     Device, Driver, Inventory, InventoryError, LeftOut, Majors, MigGpus, Node, cache, device_majors,
     driver_files, kernel_module, mig_capabilities, nvml, under,
 };
-use sublet_core::config::{Config, Inject};
+use sublet_core::config::{self, Config, Inject};
 use sublet_core::fs::proc_devices;
 use sublet_core::text::safe;
 
@@ -136,7 +136,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     let module = module(root)?;
     // Read before NVML is asked: a change in between makes the result stale, but not wrong.
     let seen = fingerprint::read(root)?;
-    let found = driver_files::find(root, &module.version, Machine::HOST);
+    let found = driver_files::find(&config.driver, &module.version, Machine::HOST);
     check_libraries(config, &module, &found)?;
     let majors = majors(root)?;
     let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
@@ -146,7 +146,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
         (0, 0)
     });
     let (devices, left_out) = asked.devices(&nvml, &seen, majors, before(config, &seen).as_ref())?;
-    let (mps_control, mps_missing) = mps_programs(root);
+    let (mps_control, mps_missing) = mps_programs(&config.driver);
     Ok(Inventory {
         schema: SCHEMA.to_owned(),
         fingerprint: seen.fingerprint,
@@ -158,7 +158,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             simulated: module.simulated,
             mps_control,
             mps_missing,
-            smi: programs::program(root, "nvidia-smi"),
+            smi: programs::program(&config.driver, "nvidia-smi"),
             majors: majors.all,
             mig_caps: mig_capabilities::privileged(root, majors.all.caps).map_err(unreadable)?,
         },
@@ -182,7 +182,7 @@ pub(crate) fn left_out(config: &Config) -> Result<Vec<LeftOut>, ProbeError> {
     let root = &config.driver.root;
     let seen = fingerprint::read(root)?;
     let module = module(root)?;
-    let found = driver_files::find(root, &module.version, Machine::HOST);
+    let found = driver_files::find(&config.driver, &module.version, Machine::HOST);
     let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
     Ok(asked.devices(&asked.init()?, &seen, majors(root)?, before(config, &seen).as_ref())?.1)
 }
@@ -192,8 +192,8 @@ fn unreadable((path, source): (PathBuf, io::Error)) -> ProbeError {
 }
 
 /// The control program if its server exists too; otherwise a warning if only one of them exists.
-fn mps_programs(root: &Path) -> (Option<PathBuf>, Option<String>) {
-    match MpsPrograms::find(root).both(root) {
+fn mps_programs(driver: &config::Driver) -> (Option<PathBuf>, Option<String>) {
+    match MpsPrograms::find(driver).both(driver) {
         Ok((control, _)) => (Some(control.to_owned()), None),
         Err(MissingPrograms::Control { .. }) => (None, None),
         Err(missing) => (None, Some(missing.to_string())),
@@ -220,7 +220,7 @@ pub(crate) fn mig_gpus(config: &Config) -> Result<MigGpus, ProbeError> {
 pub(crate) fn connect(config: &Config) -> Result<(Nvml, PathBuf), ProbeError> {
     let root = &config.driver.root;
     let module = module(root)?;
-    let found = driver_files::find(root, &module.version, Machine::HOST);
+    let found = driver_files::find(&config.driver, &module.version, Machine::HOST);
     let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
     Ok((asked.init()?, asked.library))
 }

@@ -174,7 +174,7 @@ fn check(told: &Admit) -> Result<(), No> {
     let image = &told.image;
     let volumes = || image.volumes.iter().chain(&image.tmp_volume);
     let in_volumes = volumes().flat_map(|volume| &volume.files);
-    let in_rootfs = || image.created.iter().chain(&image.empty).chain(&image.left_out);
+    let in_rootfs = || image.created.iter().chain(&image.empty).chain(&image.left_out).chain(&image.useless);
     let sound = in_rootfs().count() + in_volumes.clone().count() + image.volumes.len() <= MOST_MOUNT_POINTS
         && in_rootfs().chain(&image.library_dir).all(|path| is_path(path))
         && volumes().all(|volume| is_path(&volume.directory))

@@ -265,6 +265,7 @@ fn request_of_job(share: &JobShare) -> Request {
         priority: Priority::Normal,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),
+        not_served: Vec::new(),
         wait: Duration::ZERO,
         guard: None,
         visible_devices: None,

@@ -132,8 +132,12 @@ pub fn request_by_cdi(
         |annotations| request::parse(annotations, Some(&asked.share), capabilities.as_deref(), config);
     let (request, alone) = (parse(&annotations)?, parse(&BTreeMap::new())?);
     // The wait and the driver capabilities may differ: they do not make it another share.
-    let same =
-        Request { wait: alone.wait, capabilities: alone.capabilities.clone(), ..request.clone() } == alone;
+    let same = Request {
+        wait: alone.wait,
+        capabilities: alone.capabilities.clone(),
+        not_served: alone.not_served.clone(),
+        ..request.clone()
+    } == alone;
     if !same {
         return Err(contradiction(asked, said, entry_point).into());
     }

@@ -126,6 +126,8 @@ impl Default for Runtime {
 pub struct Driver {
     /// The directory below which the driver's files are looked up: /dev, /proc, /sys, libraries.
     pub root: PathBuf,
+    /// Further installations of the driver below `root`, each with `lib64` or `lib`, `bin` and `share`.
+    pub search: Vec<String>,
     /// Whether sublet mounts the driver's files into containers.
     pub inject: Inject,
     /// The NVML library, if it is not found by its name.
@@ -134,7 +136,7 @@ pub struct Driver {
 
 impl Default for Driver {
     fn default() -> Self {
-        Self { root: PathBuf::from("/"), inject: Inject::Builtin, nvml: None }
+        Self { root: PathBuf::from("/"), search: Vec::new(), inject: Inject::Builtin, nvml: None }
     }
 }
 
@@ -216,6 +218,8 @@ pub struct Limits {
     pub capabilities: Vec<Capability>,
     /// Whether containers that may open every device get a share all the same.
     pub allow_privileged: bool,
+    /// Nodes of `GPUDirect` Storage and IMEX channels, and directories of such, that containers may have beside their share.
+    pub allow_devices: Vec<PathBuf>,
 }
 
 impl Default for Limits {
@@ -228,9 +232,13 @@ impl Default for Limits {
             require: Vec::new(),
             capabilities: Capability::ALL.to_vec(),
             allow_privileged: false,
+            allow_devices: Vec::new(),
         }
     }
 }
+
+/// Drivers whose nodes give no access to a GPU: `GPUDirect` Storage, and IMEX channels.
+pub(crate) const NOT_OF_GPUS: [&str; 2] = ["nvidia-fs", "nvidia-caps-imex-channels"];
 
 /// `[limits] require`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::config::{Config, DeviceRule, PolicyRule, Runtime, is_own_name};
+use crate::config::{Config, DeviceRule, NOT_OF_GPUS, PolicyRule, Runtime, is_own_name};
 use crate::request;
 use crate::share::Action;
 use crate::share::LONGEST_WAIT;
@@ -34,6 +34,7 @@ pub(super) fn check(config: &Config) -> Checked {
     state_dir(&config.state_dir)?;
     runtime(&config.runtime)?;
     absolute(&["driver", "root"], &config.driver.root)?;
+    config.driver.search.iter().try_for_each(|path| absolute(&["driver", "search"], Path::new(path)))?;
     must(config.defaults.wait <= LONGEST_WAIT, &["defaults", "wait"], "must be at most 60s")?;
     for (index, rule) in config.device.iter().enumerate() {
         device(index, rule)?;
@@ -41,6 +42,12 @@ pub(super) fn check(config: &Config) -> Checked {
     overcommit("sm_overcommit", config.limits.sm_overcommit)?;
     overcommit("memory_overcommit", config.limits.memory_overcommit)?;
     must(config.limits.time_slice_max >= 1, &["limits", "time_slice_max"], "must be 1 or more")?;
+    for path in &config.limits.allow_devices {
+        let first = path.strip_prefix("/dev").ok().and_then(|below| below.iter().next()?.to_str());
+        let fits = first.is_some_and(|first| NOT_OF_GPUS.iter().any(|name| first.starts_with(name)));
+        let help = "may have /dev/nvidia-fs<N> and /dev/nvidia-caps-imex-channels, no GPU's node";
+        must(fits, &["limits", "allow_devices"], help)?;
+    }
     must(config.mps.start_timeout > Duration::ZERO, &["mps", "start_timeout"], "must be over 0")?;
     for name in config.grant.env.keys() {
         let fits = !name.is_empty() && !name.contains(|c: char| c == '=' || c.is_control());

@@ -91,6 +91,22 @@ fn a_variable_that_sublet_sets_is_not_taken_from_the_file() {
 }
 
 #[test]
+fn no_gpus_node_can_be_allowed() {
+    let with = |path: &str| format!("[limits]\nallow_devices = [\"{path}\"]\n");
+    for path in [
+        "/dev",
+        "/dev/nvidia0",
+        "/dev/nvidia-uvm",
+        "/dev/nvidia-caps/nvidia-cap1",
+        "nvidia-fs0",
+        "/srv/nvidia-fs0",
+    ] {
+        assert!(refused(&with(path)).contains("limits.allow_devices may have"), "{path}");
+    }
+    assert_eq!(one(&with("/dev/nvidia-caps-imex-channels")).limits.allow_devices.len(), 1);
+}
+
+#[test]
 fn how_long_daemons_wait() {
     use crate::config::Stay::{Always, For};
     let says = |text: &str| {
@@ -231,7 +247,7 @@ fn fractions_of_the_ceiling_are_not_lost() {
 
 #[test]
 fn unknown_keys() {
-    assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`; did you mean sm_overcommit?");
+    assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`, `allow_devices`; did you mean sm_overcommit?");
     assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `slurm`, `policy`, `share`; did you mean limits?");
     assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:2:1: unknown key `kill`, expected one of `enabled`, `period`, `memory_tolerance`, `memory`, `bypass`, `clients`, `strict_clients`, `left`, `silent`, `strangers`");
     assert_snapshot!(refused("[guard]\nperiod = \"20ms\"\n"), @"configuration /c.toml:2:1: guard.period must be from 100ms to 10s");

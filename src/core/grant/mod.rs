@@ -99,6 +99,9 @@ pub struct Image {
     /// Files that are not mounted, because a link of the image leads their mounts to another file of its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<PathBuf>,
+    /// Files that are not mounted, because the image lacks what they need.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub useless: Vec<PathBuf>,
     /// Directories of volumes in which sublet's files are mounted, with the files that are created there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeFiles>,
@@ -132,15 +135,22 @@ impl Image {
     /// Everything that its user should know of it, one line each.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
-        let listed: Vec<_> = self.left_out.iter().map(|path| safe(&path.to_string_lossy())).collect();
-        let left_out = (!listed.is_empty()).then(|| {
-            format!(
-                "left out, because the image has a link to another file there, which would be covered: {} (remove the \
-                 link from the image if the driver's file is needed)",
-                listed.join(" ")
-            )
-        });
-        self.warnings.iter().cloned().chain(left_out).collect()
+        let line = |paths: &[PathBuf], why: &str| {
+            let listed: Vec<_> = paths.iter().map(|path| safe(&path.to_string_lossy())).collect();
+            (!listed.is_empty()).then(|| format!("left out, because {why}: {}", listed.join(" ")))
+        };
+        let left_out = [
+            line(
+                &self.left_out,
+                "the image has a link to another file there, which would be covered (remove the link from the image if \
+                 the driver's file is needed)",
+            ),
+            line(
+                &self.useless,
+                "the image lacks the loader or library of the host's that they name, as on NixOS",
+            ),
+        ];
+        self.warnings.iter().cloned().chain(left_out.into_iter().flatten()).collect()
     }
 }
 
@@ -159,7 +169,9 @@ pub fn grant(
     let files = libraries
         .into_iter()
         .flat_map(|dir| inventory.mounted_files(dir, capabilities, config.driver.inject))
-        .filter(|(_, destination)| !image.left_out.contains(destination));
+        .filter(|(_, destination)| {
+            !image.left_out.contains(destination) && !image.useless.contains(destination)
+        });
     let mut mounts: Vec<Mount> =
         files.map(|(file, destination)| Mount { source: file.source.clone(), destination }).collect();
     let program =

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::tests::{debian, granted, inventory, lease, placement, time_slice};
 use super::*;
+use crate::inventory::{DriverFile, FileKind};
 use crate::place::fixture::part;
 use crate::share::Capability;
 
@@ -153,4 +154,34 @@ fn without_uvm_there_is_no_node_and_a_warning() {
     let paths: Vec<_> = grant.nodes.iter().map(|granted| granted.node.path.to_str().unwrap()).collect();
     assert_eq!(paths, ["/dev/nvidiactl", "/dev/nvidia3"]);
     assert!(grant.warnings[1].contains("nvidia-uvm"), "{:?}", grant.warnings);
+}
+
+#[test]
+fn graphics_alone_brings_what_its_libraries_load() {
+    let mut inventory = inventory();
+    let library = |soname: &str, also: &[&str]| DriverFile {
+        source: format!("/host/{soname}").into(),
+        kind: FileKind::Library {
+            soname: soname.into(),
+            also: also.iter().map(|&name| name.to_owned()).collect(),
+        },
+        capability: Capability::Compute,
+        needs: None,
+    };
+    let gbm = &["gbm/nvidia-drm_gbm.so"];
+    inventory.files = vec![
+        library("libnvidia-gpucomp.so.580.159.04", &[]),
+        library("libnvidia-allocator.so.1", gbm),
+        library("libnvidia-opencl.so.1", &[]),
+    ];
+    let lib = Path::new("/lib");
+    let names = |capability| {
+        let files = inventory.mounted_files(lib, &Capabilities(vec![capability]), Inject::Builtin);
+        files.into_iter().map(|(_, path)| path.strip_prefix(lib).unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let of_graphics =
+        ["libnvidia-gpucomp.so.580.159.04", "libnvidia-allocator.so.1", "gbm/nvidia-drm_gbm.so"];
+    assert_eq!(names(Capability::Graphics), of_graphics.map(PathBuf::from));
+    let of_compute = ["libnvidia-gpucomp.so.580.159.04", "libnvidia-allocator.so.1", "libnvidia-opencl.so.1"];
+    assert_eq!(names(Capability::Compute), of_compute.map(PathBuf::from));
 }

@@ -46,7 +46,7 @@ fn device(index: u32, minor: u32, bus_id: &str) -> Device {
 }
 
 fn file(source: &str, kind: FileKind, capability: Capability) -> DriverFile {
-    DriverFile { source: source.into(), kind, capability }
+    DriverFile { source: source.into(), kind, capability, needs: None }
 }
 
 fn library(soname: &str, also: &[&str], capability: Capability) -> DriverFile {

@@ -271,8 +271,8 @@ fn missing_node(config: &Config, inventory: &Inventory) -> Option<String> {
 
 /// The MPS programs, if they were installed after the inventory was written.
 fn new_programs(config: &Config, inventory: &Inventory) -> Option<String> {
-    let root = &config.driver.root;
-    let found = inventory.driver.mps_control.is_none() && MpsPrograms::find(root).both(root).is_ok();
+    let driver = &config.driver;
+    let found = inventory.driver.mps_control.is_none() && MpsPrograms::find(driver).both(driver).is_ok();
     found.then(|| "the driver's MPS programs have been installed since".to_owned())
 }
 

@@ -43,6 +43,7 @@ fn inventory(config: &Config) -> Inventory {
             source: crate::fs::below::under(&config.driver.root, LIBCUDA),
             kind: FileKind::Library { soname: "libcuda.so.1".into(), also: vec!["libcuda.so".into()] },
             capability: Capability::Compute,
+            needs: None,
         }],
     }
 }

@@ -228,6 +228,10 @@ pub struct DriverFile {
     pub kind: FileKind,
     /// Which capability brings it.
     pub capability: Capability,
+    /// A file that an image must have, too, for this one to be of use: a program's loader, where that is not the usual
+    /// one, or the library that a description names by its path. Both are so on `NixOS`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub needs: Option<PathBuf>,
 }
 
 /// How the container uses a driver file.

@@ -21,7 +21,7 @@ impl Inventory {
             return mounted;
         }
         for file in self.files.iter().filter(|file| wanted(file, capabilities)) {
-            for destination in destinations(&file.kind, library_dir) {
+            for destination in destinations(&file.kind, library_dir, capabilities) {
                 if !mounted.iter().any(|(_, taken)| *taken == destination) {
                     mounted.push((file, destination));
                 }
@@ -31,17 +31,27 @@ impl Inventory {
     }
 }
 
+/// Libraries of `compute` that `libGLX_nvidia` and `libEGL_nvidia` load, too (seen with driver 580).
+const OF_GRAPHICS_TOO: [&str; 2] = ["libnvidia-gpucomp.so.", "libnvidia-allocator.so."];
+
 /// The description files of EGL, Vulkan and `OpenCL` belong to both `video` and `graphics`.
 fn wanted(file: &DriverFile, capabilities: &Capabilities) -> bool {
-    let description = matches!(file.kind, FileKind::Data { .. }) && file.capability == Capability::Graphics;
-    capabilities.has(file.capability) || description && capabilities.has(Capability::Video)
+    let shared = |soname: &str| OF_GRAPHICS_TOO.iter().any(|name| soname.starts_with(name));
+    let other = match &file.kind {
+        FileKind::Library { soname, .. } if shared(soname) => Capability::Graphics,
+        FileKind::Data { .. } if file.capability == Capability::Graphics => Capability::Video,
+        _ => file.capability,
+    };
+    capabilities.has(file.capability) || capabilities.has(other)
 }
 
-fn destinations(kind: &FileKind, library_dir: &Path) -> Vec<PathBuf> {
+fn destinations(kind: &FileKind, library_dir: &Path, capabilities: &Capabilities) -> Vec<PathBuf> {
     match kind {
         FileKind::Library { soname, also } => {
             let mut names = vec![soname.as_str()];
-            names.extend(also.iter().map(String::as_str));
+            // Those in a directory of their own are plugins of graphics libraries.
+            let fits = |name: &&str| !name.contains('/') || capabilities.has(Capability::Graphics);
+            names.extend(also.iter().map(String::as_str).filter(fits));
             if soname == "libcuda.so.1" {
                 // Triton and torch.compile link with -lcuda.
                 names.push("libcuda.so");

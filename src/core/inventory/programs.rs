@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use super::driver_root_links::resolve;
+use crate::config::Driver;
 use crate::fs::below::under;
 use crate::fs::looked_for::there;
 use crate::process::sublet::PATH;
@@ -58,42 +59,51 @@ pub enum MissingPrograms {
     #[error(
         "mode mps and memory limits need nvidia-cuda-mps-control, which is not installed below {}: \
          Debian: apt install nvidia-cuda-mps; elsewhere it comes with the driver's compute package (looked in {})",
-        .root.display(),
-        looked_in()
+        .driver.root.display(),
+        looked_in(.driver)
     )]
     Control {
-        /// The driver root.
-        root: PathBuf,
+        /// Where it was looked for.
+        driver: Box<Driver>,
     },
     /// Only the control program is installed: the daemon would start and never have a server.
     #[error(
         "{} is installed, but nvidia-cuda-mps-server, which it starts, is not: install it from the same \
          package (Debian: apt install nvidia-cuda-mps), or link it into {} (looked below {} in {})",
         .control.display(),
-        .control.parent().unwrap_or(.root).display(),
-        .root.display(),
-        looked_in()
+        .control.parent().unwrap_or(.control).display(),
+        .driver.root.display(),
+        looked_in(.driver)
     )]
     Server {
         /// The installed control program.
         control: PathBuf,
-        /// The driver root.
-        root: PathBuf,
+        /// Where it was looked for.
+        driver: Box<Driver>,
     },
 }
 
-fn looked_in() -> String {
-    LAYOUTS.concat().join(" ")
+/// The directories of each installation, `[driver] search` first.
+fn layouts(driver: &Driver) -> impl Iterator<Item = Vec<String>> {
+    let named = driver.search.iter().map(|prefix| vec![format!("{prefix}/bin")]);
+    named.chain(LAYOUTS.iter().map(|layout| layout.iter().map(|&dir| dir.to_owned()).collect()))
+}
+
+fn looked_in(driver: &Driver) -> String {
+    layouts(driver).flatten().collect::<Vec<_>>().join(" ")
 }
 
 impl MpsPrograms {
-    /// The programs that a daemon below `root` would use: those of an installation that has both, otherwise the first
-    /// of each.
+    /// The programs that a daemon would use: those of an installation that has both, otherwise the first of each.
     #[must_use]
-    pub fn find(root: &Path) -> Self {
-        let each = |name| LAYOUTS.map(|layout| layout.iter().find_map(|dir| runnable(root, dir, name)));
+    pub fn find(driver: &Driver) -> Self {
+        let each = |name| -> Vec<Option<PathBuf>> {
+            layouts(driver)
+                .map(|layout| layout.iter().find_map(|dir| runnable(&driver.root, dir, name)))
+                .collect()
+        };
         let (controls, servers) = (each(CONTROL), each(SERVER));
-        let whole = (0..LAYOUTS.len()).find(|&at| controls[at].is_some() && servers[at].is_some());
+        let whole = (0..controls.len()).find(|&at| controls[at].is_some() && servers[at].is_some());
         let taken = |found: &[Option<PathBuf>]| match whole {
             Some(at) => found[at].clone(),
             None => found.iter().flatten().next().cloned(),
@@ -109,13 +119,13 @@ impl MpsPrograms {
     /// Both programs.
     ///
     /// # Errors
-    /// One is missing. `root` is where they were looked for.
-    pub fn both(&self, root: &Path) -> Result<(&Path, &Path), MissingPrograms> {
-        let control =
-            self.control.as_deref().ok_or_else(|| MissingPrograms::Control { root: root.to_owned() })?;
+    /// One is missing. `driver` is where they were looked for.
+    pub fn both(&self, driver: &Driver) -> Result<(&Path, &Path), MissingPrograms> {
+        let driver = || Box::new(driver.clone());
+        let control = self.control.as_deref().ok_or_else(|| MissingPrograms::Control { driver: driver() })?;
         match self.server.as_deref() {
             Some(server) => Ok((control, server)),
-            None => Err(MissingPrograms::Server { control: control.to_owned(), root: root.to_owned() }),
+            None => Err(MissingPrograms::Server { control: control.to_owned(), driver: driver() }),
         }
     }
 
@@ -136,13 +146,13 @@ impl MpsPrograms {
 
 /// The path of a driver program, root included.
 #[must_use]
-pub fn program(root: &Path, name: &str) -> Option<PathBuf> {
-    programs(root, name).next()
+pub fn program(driver: &Driver, name: &str) -> Option<PathBuf> {
+    programs(driver, name).next()
 }
 
 /// The paths of every installed program with this name, root included, in the order of preference.
-pub fn programs(root: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
-    LAYOUTS.into_iter().flatten().filter_map(move |dir| runnable(root, dir, name))
+pub fn programs(driver: &Driver, name: &str) -> impl Iterator<Item = PathBuf> {
+    layouts(driver).flatten().filter_map(move |dir| runnable(&driver.root, &dir, name))
 }
 
 /// The program in `dir`. It is called by its name there, because wrappers and package managers depend on it, unless the
@@ -167,7 +177,8 @@ mod tests {
 
     fn found(root: &Root) -> (Option<PathBuf>, Option<PathBuf>, Vec<PathBuf>) {
         let cut = |path: PathBuf| Path::new("/").join(path.strip_prefix(root.path()).unwrap());
-        let MpsPrograms { control, server, others } = MpsPrograms::find(root.path());
+        let driver = Driver { search: vec!["/srv/driver".to_owned()], ..root.config().driver };
+        let MpsPrograms { control, server, others } = MpsPrograms::find(&driver);
         (control.map(cut), server.map(cut), others.into_iter().map(cut).collect())
     }
 
@@ -177,7 +188,7 @@ mod tests {
 
     #[test]
     fn every_layout_has_its_pair() {
-        for dir in LAYOUTS.concat() {
+        for dir in ["/srv/driver/bin"].into_iter().chain(LAYOUTS.concat()) {
             let root = Root::new();
             install(&root, dir);
             let at = |name: &str| Some(Path::new(dir).join(name));
@@ -268,7 +279,8 @@ mod tests {
         root.file(&format!("/usr/bin/{CONTROL}"), "").file(&format!("/opt/bin/{CONTROL}/x"), "");
         root.link(&format!("/usr/sbin/{CONTROL}"), "/nowhere");
         assert_eq!(found(&root), (None, None, Vec::new()));
-        let missing = MpsPrograms::find(root.path()).both(root.path()).unwrap_err().to_string();
+        let driver = root.config().driver;
+        let missing = MpsPrograms::find(&driver).both(&driver).unwrap_err().to_string();
         assert!(missing.contains("apt install nvidia-cuda-mps") && missing.contains("/opt/bin"), "{missing}");
     }
 
@@ -276,7 +288,8 @@ mod tests {
     fn half_an_installation_is_named_with_where_the_rest_was_looked_for() {
         let root = Root::new();
         root.program(&format!("/usr/local/nvidia/bin/{CONTROL}"));
-        let missing = MpsPrograms::find(root.path()).both(root.path()).unwrap_err().to_string();
+        let driver = root.config().driver;
+        let missing = MpsPrograms::find(&driver).both(&driver).unwrap_err().to_string();
         let control = root.path().join("usr/local/nvidia/bin").join(CONTROL);
         assert!(missing.starts_with(control.to_str().unwrap()), "{missing}");
         for word in [SERVER, "/usr/sbin", "/home/kubernetes/bin/nvidia/bin", "apt install nvidia-cuda-mps"] {

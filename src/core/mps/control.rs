@@ -104,10 +104,10 @@ impl Control {
     /// The driver's control program is not installed. The server program is not needed to send commands to a running
     /// daemon.
     pub fn new(key: &DaemonKey, config: &Config) -> Result<Self, MpsError> {
-        let root = &config.driver.root;
-        let programs = MpsPrograms::find(root);
-        let program =
-            programs.control.clone().ok_or_else(|| MissingPrograms::Control { root: root.clone() })?;
+        let driver = &config.driver;
+        let programs = MpsPrograms::find(driver);
+        let missing = || MissingPrograms::Control { driver: Box::new(driver.clone()) };
+        let program = programs.control.clone().ok_or_else(missing)?;
         Ok(Self { key: key.0.clone(), program, programs, pipe: dirs::pipe(key, &config.state_dir) })
     }
 
@@ -116,7 +116,7 @@ impl Control {
     /// # Errors
     /// The server program is missing: the daemon would answer and never have a server.
     pub fn server_program(&self, config: &Config) -> Result<&Path, MpsError> {
-        Ok(self.programs.both(&config.driver.root)?.1)
+        Ok(self.programs.both(&config.driver)?.1)
     }
 
     /// The program that runs as `daemon`, if nothing else tells which one is installed.
@@ -124,7 +124,7 @@ impl Control {
     pub fn of(key: &DaemonKey, config: &Config, daemon: Process) -> Option<Self> {
         let program = std::fs::read_link(format!("/proc/{}/exe", daemon.pid)).ok()?;
         let installed = program.is_file() && daemon.is_alive();
-        let (programs, pipe) = (MpsPrograms::find(&config.driver.root), dirs::pipe(key, &config.state_dir));
+        let (programs, pipe) = (MpsPrograms::find(&config.driver), dirs::pipe(key, &config.state_dir));
         installed.then(|| Self { key: key.0.clone(), program, programs, pipe })
     }
 
@@ -433,7 +433,7 @@ mod tests {
         let program = dir.path().join("nvidia-cuda-mps-control");
         std::fs::write(&program, "#!/bin/sh\ncat >/dev/null\n").unwrap();
         std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let (programs, pipe) = (MpsPrograms::find(Path::new("/nowhere")), dir.path().to_owned());
+        let (programs, pipe) = (MpsPrograms::default(), dir.path().to_owned());
         let control = Control { key: "GPU-1".to_owned(), program, programs, pipe };
         assert!(matches!(control.default_limits(), Err(AskError::Gone(_))));
         let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
@@ -463,11 +463,10 @@ mod tests {
         let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
         bind(fd.as_raw_fd(), &UnixAddr::new(&pipe.join("control")).unwrap()).unwrap();
         listen(&fd, Backlog::new(64).unwrap()).unwrap();
-        let programs = || MpsPrograms::find(Path::new("/nowhere"));
         let control = || Control {
             key: "GPU-1".to_owned(),
             program: program.clone(),
-            programs: programs(),
+            programs: MpsPrograms::default(),
             pipe: pipe.clone(),
         };
         std::thread::scope(|scope| {

@@ -6,7 +6,7 @@ use std::path::{Component, Path, PathBuf};
 use serde_json::Value;
 
 use super::environment::environment_value;
-use crate::config::Config;
+use crate::config::{Config, NOT_OF_GPUS};
 use crate::fs::below::under;
 use crate::fs::proc_devices;
 use crate::inventory::Node;
@@ -66,8 +66,15 @@ pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Con
     if config.limits.allow_privileged {
         return Ok(());
     }
-    let host =
-        Host { majors: nvidia_majors(&config.driver.root), dev: under(&config.driver.root, "/dev"), given };
+    // If the file cannot be read, 195 remains. Placement has already refused a host without a driver.
+    let devices = proc_devices::read(&config.driver.root).unwrap_or_default();
+    let allowed = &config.limits.allow_devices;
+    let host = Host {
+        majors: majors(&devices, &["nvidia"]).chain([NVIDIA_MAJOR]).collect(),
+        dev: under(&config.driver.root, "/dev"),
+        given: given.iter().cloned().chain(allowed_nodes(spec, &devices, allowed)).collect(),
+        allowed,
+    };
     // `--privileged` also adds nodes, and an engine's `--device` adds a rule. The order of the checks makes the message
     // name the user's option.
     every_device(spec)?;
@@ -82,7 +89,9 @@ struct Host<'a> {
     /// Where the host's nodes are, driver root included.
     dev: PathBuf,
     /// Nodes that the container may have.
-    given: &'a [Node],
+    given: Vec<Node>,
+    /// `[limits] allow_devices`.
+    allowed: &'a [PathBuf],
 }
 
 impl Host<'_> {
@@ -95,16 +104,29 @@ impl Host<'_> {
     }
 }
 
-/// Majors in /proc/devices whose driver is one of NVIDIA's; 195 always.
-fn nvidia_majors(root: &Path) -> BTreeSet<i64> {
-    // If the file cannot be read, 195 remains. Placement has already refused a host without a driver.
-    let text = proc_devices::read(root).unwrap_or_default();
-    let characters = text.split("Block devices:").next().unwrap_or_default();
-    let major = |line: &str| {
-        let (major, name) = line.trim().split_once(' ')?;
-        name.trim().starts_with("nvidia").then(|| major.parse().ok())?
+/// Majors in `devices`, /proc/devices, of drivers whose names begin with one of `names`.
+fn majors(devices: &str, names: &[&str]) -> impl Iterator<Item = i64> {
+    let characters = devices.split("Block devices:").next().unwrap_or_default();
+    let major = move |line: &str| {
+        let (major, driver) = line.trim().split_once(' ')?;
+        names.iter().any(|name| driver.trim().starts_with(name)).then(|| major.parse().ok())?
     };
-    characters.lines().filter_map(major).chain([NVIDIA_MAJOR]).collect()
+    characters.lines().filter_map(major)
+}
+
+/// The nodes of `spec` that the administrator allows by their paths, and that are no GPU's under such a path.
+fn allowed_nodes(spec: &Value, devices: &str, allowed: &[PathBuf]) -> impl Iterator<Item = Node> {
+    let node = move |device: &Value| {
+        let path = device.get("path")?.as_str().filter(|path| is_in(&plain(path), allowed))?;
+        let number = |key| u32::try_from(number(device, key)?).ok();
+        let node = Node { path: path.into(), major: number("major")?, minor: number("minor")? };
+        majors(devices, &NOT_OF_GPUS).any(|major| major == i64::from(node.major)).then_some(node)
+    };
+    entries(spec, "/linux/devices").iter().filter_map(node)
+}
+
+fn is_in(path: &Path, allowed: &[PathBuf]) -> bool {
+    allowed.iter().any(|allowed| path.starts_with(allowed))
 }
 
 /// Docker's `--gpus` adds the legacy hook and `NVIDIA_VISIBLE_DEVICES` (moby, `daemon/nvidia_linux.go`); CDI
@@ -269,7 +291,8 @@ fn mounts(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
         let dev = [Path::new("/dev"), &host.dev];
         let brings_nodes = |path: &&str| {
             let plain = plain(path);
-            dev.iter().any(|dev| plain == **dev || is_nvidia_node(&plain, dev))
+            let is_node = dev.iter().any(|dev| plain == **dev || is_nvidia_node(&plain, dev));
+            is_node && !is_in(&plain, host.allowed)
         };
         if is_bind(mount) {
             if let Some(path) = [path("source"), path("destination")].iter().find(|path| brings_nodes(path)) {

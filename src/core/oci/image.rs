@@ -18,8 +18,9 @@ use super::rootfs::Tree;
 use crate::config::{Config, Inject};
 use crate::fs::selinux;
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};
-use crate::inventory::Inventory;
+use crate::inventory::{DriverFile, Inventory};
 use crate::request::Request;
+use crate::text::safe;
 
 /// Debian's name of the host's architecture, and the driver's `e_machine` (elf.h).
 #[cfg(target_arch = "x86_64")]
@@ -57,7 +58,9 @@ pub fn inspect(
         }
         image.warnings = cuda_versions::warnings(&tree, spec, image.libraries(), &inventory.driver);
     }
-    let files: Vec<_> = files.into_iter().map(|(_, destination)| destination).collect();
+    image.warnings.extend(not_served(request));
+    let (files, useless) = by_use(&tree, files)?;
+    image.useless = useless;
     let points = mount_points::check_files(&tree, &files)?;
     image = Image {
         created: points.created,
@@ -68,6 +71,35 @@ pub fn inspect(
     };
     add_share_program(&mut image, &tree);
     Ok(image)
+}
+
+/// One line, if the image names driver capabilities that it does not get.
+fn not_served(request: &Request) -> Option<String> {
+    (!request.not_served.is_empty()).then(|| {
+        format!(
+            "the image's NVIDIA_DRIVER_CAPABILITIES names {}, for which nothing is mounted: there are compute, utility, \
+             graphics and video, of which [limits] capabilities lets images choose; with sublet.capabilities the \
+             container chooses itself",
+            safe(&request.not_served.join(", "))
+        )
+    })
+}
+
+/// The mount points of `files`, and those of files that are of no use, because the image lacks what they need.
+fn by_use(
+    tree: &Tree,
+    files: Vec<(&DriverFile, PathBuf)>,
+) -> Result<(Vec<PathBuf>, Vec<PathBuf>), ImageError> {
+    let (mut useful, mut useless) = (Vec::new(), Vec::new());
+    for (file, destination) in files {
+        let lacks = |needed: &PathBuf| {
+            tree.there(needed).map(|found| found.is_none()).map_err(|source| unusable(needed, source))
+        };
+        let is_useless = file.needs.as_ref().map_or(Ok(false), lacks)?;
+        let list = if is_useless { &mut useless } else { &mut useful };
+        list.push(destination);
+    }
+    Ok((useful, useless))
 }
 
 /// Looks at what the spec mounts over /tmp, and at CUDA's default directory for MPS there, which links lead to

@@ -116,6 +116,7 @@ pub fn request(mode: Mode) -> Request {
         default_directory: true,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),
+        not_served: Vec::new(),
         wait: Duration::ZERO,
     }
 }

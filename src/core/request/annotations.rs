@@ -69,9 +69,9 @@ pub fn parse(
     let isolation = keys.word("isolation", &ISOLATIONS)?;
     let priority = keys.word("priority", &PRIORITIES)?;
     let processes = keys.read("processes", "a whole number, 1 or more", processes)?;
-    let capabilities = match keys.read("capabilities", CAPABILITIES_ALLOWED, capabilities)? {
-        Some(capabilities) => capabilities,
-        None => of_image(image_capabilities, &config.limits.capabilities),
+    let (capabilities, not_served) = match keys.read("capabilities", CAPABILITIES_ALLOWED, capabilities)? {
+        Some(capabilities) => (capabilities, Vec::new()),
+        None => of_image(image_capabilities.unwrap_or_default(), &config.limits.capabilities),
     };
     let guard = keys.word("guard", &ACTIONS)?.map(|action| rules::guarding(&keys, action)).transpose()?;
     let visible_devices = keys.word("visible_devices", &VISIBLE_DEVICES)?;
@@ -90,6 +90,7 @@ pub fn parse(
         priority: priority.unwrap_or_default(),
         processes: processes.unwrap_or(NonZeroU32::MIN),
         capabilities,
+        not_served,
         wait,
         guard,
         visible_devices,
@@ -168,15 +169,25 @@ fn capabilities(text: &str) -> Result<Capabilities, Option<String>> {
     Ok(in_order(|capability| chosen.contains(&capability)))
 }
 
-/// Images also name capabilities that only other tools know (`compat32`, `ngx`, `display`); these are skipped. If
-/// nothing allowed is left, the image is treated as if it had not named anything.
-fn of_image(text: Option<&str>, allowed: &[Capability]) -> Capabilities {
-    let words: Vec<_> = text.unwrap_or_default().split(',').map(|word| word.trim_matches(' ')).collect();
-    let chosen = in_order(|capability| {
+/// What an image chooses, and what it names besides: also capabilities that only other tools know (`compat32`, `display`).
+/// If nothing allowed is left, the image is treated as if it had not named anything.
+fn of_image(text: &str, allowed: &[Capability]) -> (Capabilities, Vec<String>) {
+    let words: Vec<_> = text.split(',').map(|word| word.trim_matches(' ')).collect();
+    let mut chosen = in_order(|capability| {
         let named = CAPABILITIES.iter().any(|(word, value)| *value == capability && words.contains(word));
         allowed.contains(&capability) && (named || words.contains(&"all"))
     });
-    if chosen.0.is_empty() { Capabilities::default() } else { chosen }
+    if chosen.0.is_empty() {
+        chosen = Capabilities::default();
+    }
+    let is_served = |word: &str| match word {
+        "" | "all" => true,
+        // Its library is among those of `graphics`.
+        "ngx" => chosen.has(Capability::Graphics),
+        _ => CAPABILITIES.iter().any(|(known, value)| *known == word && chosen.has(*value)),
+    };
+    let not_served = words.into_iter().filter(|word| !is_served(word)).map(str::to_owned).collect();
+    (chosen, not_served)
 }
 
 fn in_order(wanted: impl Fn(Capability) -> bool) -> Capabilities {

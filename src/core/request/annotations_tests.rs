@@ -83,6 +83,7 @@ fn a_lone_gpu_is_time_sliced() {
             default_directory: true,
             processes: NonZeroU32::MIN,
             capabilities: Capabilities(vec![Capability::Compute, Capability::Utility]),
+            not_served: Vec::new(),
             wait: Duration::ZERO,
         }
     );
@@ -121,6 +122,7 @@ fn every_key_at_once() {
             default_directory: true,
             processes: NonZeroU32::new(4).unwrap(),
             capabilities: Capabilities(vec![Capability::Compute, Capability::Video]),
+            not_served: Vec::new(),
             wait: Duration::from_secs(30),
         }
     );
@@ -218,7 +220,21 @@ fn images_choose_from_what_the_configuration_allows() {
     assert_eq!(of(Some("all"), &config), [Compute, Utility, Graphics, Video]);
     assert_eq!(of(Some("video,compat32,ngx,display,compute"), &config), [Compute, Video]);
     assert_eq!(of(Some("compat32,ngx,display"), &config), [Compute, Utility]);
+    let not_served = |key: &str, image: &str, config: &Config| {
+        parse(&annotations(&[(key, "compute")]), None, Some(image), config).unwrap().not_served
+    };
+    let image = "compute, display,compat32,ngx,all";
+    assert_eq!(not_served("sublet.share", image, &with_share("compute", &[])), ["display", "compat32"]);
+    assert_eq!(not_served("sublet.capabilities", image, &config), Vec::<String>::new());
     config.limits.capabilities = vec![Utility, Compute];
+    assert_eq!(
+        not_served(
+            "sublet.share",
+            "video,utility",
+            &Config { share: with_share("compute", &[]).share, ..config.clone() }
+        ),
+        ["video"]
+    );
     assert_eq!(of(Some("all"), &config), [Compute, Utility]);
     assert_eq!(of(Some("graphics,utility"), &config), [Utility]);
     let chosen = annotations(&[("sublet.capabilities", "graphics")]);

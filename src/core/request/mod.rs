@@ -44,6 +44,8 @@ pub struct Request {
     pub processes: NonZeroU32,
     /// Which driver files the container gets.
     pub capabilities: Capabilities,
+    /// What the image's `NVIDIA_DRIVER_CAPABILITIES` names and does not get, if the image chooses.
+    pub not_served: Vec<String>,
     /// How long to wait for a free share before refusing.
     pub wait: Duration,
     /// What the guard does about this container's processes, if the container or its named share sets it.

@@ -143,6 +143,7 @@ const ALL: &[&str] = &[
     "libnvidia-rtcore.so.580.159.04",
     "libnvidia-tls.so.580.159.04",
     "libnvoptix.so.1",
+    "nvidia-drm_gbm.so",
     "nvidia-smi",
     "nvidia.icd",
     "nvidia_icd.json",

@@ -18,7 +18,7 @@ fn x86_64() -> Vec<u8> {
 }
 
 fn find_here(root: &Root) -> Found {
-    find(root.path(), VERSION, Machine::X86_64)
+    find(&root.config().driver, VERSION, Machine::X86_64)
 }
 
 /// Everything that was found: soname (or name, or path), and the source below the root.
@@ -114,17 +114,72 @@ fn nix_where_everything_is_a_link_into_the_store() {
 }
 
 #[test]
-fn container_optimized_hosts() {
+fn container_hosts_and_where_the_configuration_says() {
+    for (libraries, programs, share) in [
+        ("/usr/local/nvidia/lib64", "/usr/local/nvidia/bin", "/usr/local/nvidia/share"),
+        (
+            "/home/kubernetes/bin/nvidia/lib64",
+            "/home/kubernetes/bin/nvidia/bin",
+            "/home/kubernetes/bin/nvidia/share",
+        ),
+        ("/var/lib/nvidia/lib64", "/var/lib/nvidia/bin", "/var/lib/nvidia/share"),
+        ("/opt/nvidia/lib64", "/opt/bin", "/opt/nvidia/share"),
+        ("/usr/local/glibc/usr/lib", "/usr/local/bin", "/usr/local/glibc/usr/share"),
+        ("/srv/driver/lib", "/srv/driver/bin", "/srv/driver/share"),
+    ] {
+        let root = Root::new();
+        let library = format!("{libraries}/libcuda.so.580.159.04");
+        let smi = format!("{programs}/nvidia-smi");
+        let data = format!("{share}/vulkan/icd.d/nvidia_icd.json");
+        root.file(&library, x86_64()).program_of(&smi, x86_64()).file(&data, "{}");
+        let driver = Driver { search: vec!["/srv/driver".into()], ..root.config().driver };
+        let expected = [
+            ("libcuda.so.1", &library),
+            ("nvidia-smi", &smi),
+            ("/usr/share/vulkan/icd.d/nvidia_icd.json", &data),
+        ];
+        let expected = expected.map(|(name, path)| (name, path.trim_start_matches('/')));
+        assert_eq!(summary(&root, &find(&driver, VERSION, Machine::X86_64)), pairs(&expected), "{libraries}");
+    }
+}
+
+/// A program whose only program header is for its loader.
+fn program_with_loader(loader: &str) -> Vec<u8> {
+    let mut program = x86_64();
+    program.resize(120, 0);
+    // e_phoff, e_phentsize, e_phnum; p_type, p_offset, p_filesz.
+    for (at, number) in [(32, 64), (54, 56), (56, 1), (64, 3), (72, 120), (96, loader.len() + 1)] {
+        program[at] = u8::try_from(number).unwrap();
+    }
+    program.extend(loader.bytes().chain([0]));
+    program
+}
+
+#[test]
+fn nix_files_say_what_of_its_store_they_need() {
     let root = Root::new();
-    root.file("/usr/local/nvidia/lib64/libcuda.so.580.159.04", x86_64())
-        .program_of("/usr/local/nvidia/bin/nvidia-smi", x86_64());
-    assert_eq!(
-        summary(&root, &find_here(&root)),
-        pairs(&[
-            ("libcuda.so.1", "usr/local/nvidia/lib64/libcuda.so.580.159.04"),
-            ("nvidia-smi", "usr/local/nvidia/bin/nvidia-smi"),
-        ])
-    );
+    let smi = "/run/current-system/sw/bin/nvidia-smi";
+    let library = "/nix/store/x-nvidia/lib/libEGL_nvidia.so.0";
+    root.file(
+        "/run/opengl-driver/share/glvnd/egl_vendor.d/10_nvidia.json",
+        format!("{{\"ICD\":{{\"library_path\":\"{library}\"}}}}"),
+    )
+    .file("/run/opengl-driver/etc/OpenCL/vendors/nvidia.icd", "libnvidia-opencl.so.1");
+    let needs = |program: &[u8]| {
+        root.program_of(smi, program);
+        find_here(&root).files.into_iter().map(|file| file.needs).collect::<Vec<_>>()
+    };
+    let with = |loader: Option<&str>| [loader.map(PathBuf::from), None, Some(library.into())];
+    let loader = "/nix/store/xyz-glibc-2.40/lib/ld-linux-x86-64.so.2";
+    let program = program_with_loader(loader);
+    assert_eq!(needs(&program), with(Some(loader)));
+    assert_eq!(needs(&program_with_loader("/lib64/ld-linux-x86-64.so.2")), with(None));
+    // Headers that lie.
+    for (offset, length) in [(32, 8), (54, 2), (56, 2), (72, 8), (96, 8)] {
+        let mut lies = program.clone();
+        lies[offset..offset + length].fill(0xff);
+        assert_eq!(needs(&lies).len(), 3, "{offset}");
+    }
 }
 
 #[test]
@@ -133,7 +188,7 @@ fn arm64_takes_its_own_libraries_alone() {
     root.file("/usr/lib/aarch64-linux-gnu/libcuda.so.580.159.04", elf(2, 183))
         .file("/usr/lib64/libnvidia-ml.so.580.159.04", x86_64());
     assert_eq!(
-        summary(&root, &find(root.path(), VERSION, Machine::Aarch64)),
+        summary(&root, &find(&root.config().driver, VERSION, Machine::Aarch64)),
         pairs(&[("libcuda.so.1", "usr/lib/aarch64-linux-gnu/libcuda.so.580.159.04")])
     );
 }

@@ -11,6 +11,7 @@ use file_table::Library;
 
 use super::kernel_module::is_driver_version;
 use super::{DriverFile, FileKind, programs};
+use sublet_core::config::Driver;
 use sublet_core::fs::looked_for::there;
 use sublet_core::inventory::driver_root_links::resolve;
 
@@ -32,9 +33,13 @@ impl Found {
     }
 }
 
-/// The driver's files of `version` for `machine`, below `root`.
-pub(super) fn find(root: &Path, version: &str, machine: Machine) -> Found {
-    let host = Host { root, version, machine };
+/// More than any description of a library has, in bytes.
+const LONGEST_DESCRIPTION: u64 = 4096;
+
+/// The driver's files of `version` for `machine`, where `driver` says.
+pub(super) fn find(driver: &Driver, version: &str, machine: Machine) -> Found {
+    let root = &driver.root;
+    let host = Host { root, version, machine, directories: directories(driver, machine) };
     let mut other_versions = BTreeSet::new();
     let mut files: Vec<DriverFile> = file_table::LIBRARIES
         .iter()
@@ -47,20 +52,63 @@ pub(super) fn find(root: &Path, version: &str, machine: Machine) -> Found {
         })
         .collect();
     files.extend(file_table::PROGRAMS.iter().filter_map(|&(name, capability)| {
-        let source = programs::programs(root, name)
+        let source = programs::programs(driver, name)
             .filter_map(|program| real(root, &program))
             .find(|program| machine.made(program))?;
-        Some(DriverFile { source, kind: FileKind::Program { name: name.to_owned() }, capability })
+        let needs = machine.unusual_loader(&source);
+        Some(DriverFile { source, kind: FileKind::Program { name: name.to_owned() }, capability, needs })
     }));
+    let beside = beside(root, &files);
     files.extend(file_table::DATA.iter().filter_map(|&(path, capability)| {
-        let source = resolve(root, path).filter(|source| is_file(source))?;
-        Some(DriverFile { source, kind: FileKind::Data { path: path.into() }, capability })
+        let below = |prefix: &String| format!("{prefix}{}", path.strip_prefix("/usr").unwrap_or(path));
+        let named = driver.search.iter().map(below);
+        let places = named.chain([path.to_owned()]).chain(beside.iter().map(below));
+        let mut found = places.filter_map(|place| resolve(root, &place));
+        let (needs, source) = found.find_map(|source| Some((described(&source)?, source)))?;
+        Some(DriverFile { source, kind: FileKind::Data { path: path.into() }, capability, needs })
     }));
     Found { files, other_versions }
 }
 
-fn is_file(path: &Path) -> bool {
-    there(path, || path.metadata()).is_some_and(|found| found.is_file())
+/// The library that a data file names by its path in the store of `NixOS`, if it does; `None`: it is no file.
+fn described(path: &Path) -> Option<Option<PathBuf>> {
+    let text = there(path, || elf::read(path, 0, LONGEST_DESCRIPTION)).filter(|text| !text.is_empty())?;
+    let text = String::from_utf8_lossy(&text);
+    let named = text.split(['"', '\n', '\0']).find(|word| word.starts_with("/nix/store/"));
+    Some(named.map(PathBuf::from))
+}
+
+/// The installations in which files were found, each by the directory that has `lib` and `bin`. Their data files are there,
+/// too, if they are not the distribution's.
+fn beside(root: &Path, files: &[DriverFile]) -> BTreeSet<String> {
+    let prefix = |file: &DriverFile| {
+        let prefix = file.source.strip_prefix(root).ok()?.parent()?.parent()?.to_str()?;
+        Some(format!("/{prefix}"))
+    };
+    files.iter().filter_map(prefix).chain(["/run/opengl-driver".to_owned()]).collect()
+}
+
+/// The directories of libraries, in the order of preference: `[driver] search`, Debian and Ubuntu, Red Hat and SUSE, Arch,
+/// `NixOS`, container hosts, Google's, Flatcar, Talos. NVIDIA's own installer uses the distribution's directories.
+fn directories(driver: &Driver, machine: Machine) -> Vec<String> {
+    let triplet = machine.triplet();
+    let named = driver.search.iter().flat_map(|prefix| ["lib64", "lib"].map(|dir| format!("{prefix}/{dir}")));
+    let known = [
+        &format!("/usr/lib/{triplet}"),
+        &format!("/usr/lib/{triplet}/nvidia/current"),
+        "/usr/lib64",
+        "/usr/lib",
+        "/run/opengl-driver/lib",
+        "/usr/local/nvidia/lib64",
+        "/home/kubernetes/bin/nvidia/lib64",
+        "/var/lib/nvidia/lib64",
+        "/opt/nvidia/lib64",
+        "/usr/local/glibc/usr/lib",
+    ];
+    let all: Vec<String> = named.chain(known.map(str::to_owned)).collect();
+    let of_vdpau: Vec<String> = all.iter().map(|directory| format!("{directory}/vdpau")).collect();
+    let is_there = |directory: &String| resolve(&driver.root, directory).is_some();
+    all.into_iter().chain(of_vdpau).filter(is_there).collect()
 }
 
 /// The path of the file that a program below `root` resolves to, including the root.
@@ -72,34 +120,18 @@ struct Host<'a> {
     root: &'a Path,
     version: &'a str,
     machine: Machine,
+    /// Of libraries.
+    directories: Vec<String>,
 }
 
 impl Host<'_> {
-    /// Library directories in search order: Debian and Ubuntu, Red Hat and SUSE, Arch, NixOS, Container-Optimized OS.
-    /// NVIDIA's own installer uses the distribution's directories.
-    fn directories(&self) -> [String; 10] {
-        let triplet = self.machine.triplet();
-        [
-            format!("/usr/lib/{triplet}"),
-            format!("/usr/lib/{triplet}/nvidia/current"),
-            "/usr/lib64".to_owned(),
-            "/usr/lib".to_owned(),
-            "/run/opengl-driver/lib".to_owned(),
-            "/usr/local/nvidia/lib64".to_owned(),
-            format!("/usr/lib/{triplet}/vdpau"),
-            "/usr/lib64/vdpau".to_owned(),
-            "/usr/lib/vdpau".to_owned(),
-            "/run/opengl-driver/lib/vdpau".to_owned(),
-        ]
-    }
-
     /// The library's file, or the other versions of it that were found.
     fn library(&self, library: &Library) -> (Option<DriverFile>, Vec<String>) {
         let full = format!("{}.{}", library.stem, self.version);
         let soname =
             library.suffix.map_or_else(|| full.clone(), |suffix| format!("{}{suffix}", library.stem));
         let mut others = Vec::new();
-        for directory in self.directories() {
+        for directory in &self.directories {
             for name in [&full, &soname] {
                 let Some(source) = self.made_here(&format!("{directory}/{name}")) else { continue };
                 match version_of(&source, library.stem) {
@@ -122,6 +154,7 @@ fn entry(source: PathBuf, soname: &str, library: &Library) -> DriverFile {
         source,
         kind: FileKind::Library { soname: soname.to_owned(), also },
         capability: library.capability,
+        needs: None,
     }
 }
 

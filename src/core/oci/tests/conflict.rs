@@ -74,6 +74,35 @@ fn a_container_without_a_mount_namespace_of_its_own_is_refused() {
     assert_eq!(own_mount_namespace(&json!({})), Err(Conflict::MountNamespace));
 }
 
+/// `GPUDirect` Storage and IMEX channels, which the administrator allows by their paths.
+#[test]
+fn nodes_that_are_no_gpus_pass_where_the_administrator_allows_them() {
+    let (dir, mut config) = host();
+    let devices = std::fs::read_to_string(dir.path().join("proc/devices")).unwrap();
+    let more =
+        devices.replace("510 nvidia-uvm", "505 nvidia-fs\n506 nvidia-caps-imex-channels\n510 nvidia-uvm");
+    std::fs::write(dir.path().join("proc/devices"), more).unwrap();
+    let with = |path: &str, major: i64| {
+        json!({"linux": {
+            "devices": [{"path": path, "type": "c", "major": major, "minor": 0}],
+            "resources": {"devices": [{"allow": true, "type": "c", "major": major, "minor": 0, "access": "rwm"}]}
+        }})
+    };
+    let mount = |path: &str| json!({"mounts": [{"destination": path, "type": "bind", "source": path}]});
+    let (fs, channel) = ("/dev/nvidia-fs0", "/dev/nvidia-caps-imex-channels/channel0");
+    let passes = |spec: &Value, config: &Config| conflict(spec, &[], config).is_ok();
+    assert!(!passes(&with(fs, 505), &config) && !passes(&mount(fs), &config), "by itself");
+    config.limits.allow_devices = vec![fs.into(), "/dev/nvidia-caps-imex-channels".into()];
+    assert!(passes(&with(fs, 505), &config) && passes(&with(channel, 506), &config));
+    assert!(passes(&mount(fs), &config) && passes(&mount(channel), &config));
+    for (path, major) in
+        [("/dev/nvidia-fs1", 505), (fs, 195), (fs, 510), (channel, 241), ("/dev/nvidia0", 195)]
+    {
+        assert!(!passes(&with(path, major), &config), "{path} {major}");
+    }
+    assert!(!passes(&rules(&json!([{"allow": true, "type": "c", "major": 505, "access": "rwm"}])), &config));
+}
+
 #[test]
 fn docker_gpus_is_named() {
     let spec = json!({

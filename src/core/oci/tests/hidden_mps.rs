@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::image::Root;
+use super::rootfs::Root;
 use crate::oci::uncovered;
 
 fn masked(root: &Root, paths: &[&str]) -> Result<(), String> {

@@ -1,168 +1,17 @@
 //! Looking into crafted root filesystems: every family's layout, and images that try to lead us out.
 
 use std::fs;
-use std::num::NonZeroU32;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::rootfs::{Root, TRIPLET, elf, in_triplet, inventory, machine, time_slice};
 use crate::config::Config;
-use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, Mount};
-use crate::inventory::{Driver, DriverFile, FileKind, Fingerprint, Inventory, Majors};
+use crate::grant::Image;
 use crate::oci::image::room_for_share_program;
 use crate::oci::rootfs::Tree;
-use crate::oci::{ImageError, check_mps_directories, check_no_other_daemon, inspect};
+use crate::oci::{ImageError, check_no_other_daemon, inspect};
 use crate::request::Request;
-use crate::share::{Capabilities, Capability, Devices, Isolation, Mode, Priority};
-
-#[cfg(target_arch = "x86_64")]
-pub(super) const TRIPLET: &str = "x86_64-linux-gnu";
-#[cfg(target_arch = "aarch64")]
-pub(super) const TRIPLET: &str = "aarch64-linux-gnu";
-
-/// A rootfs to be filled.
-pub(super) struct Root(tempfile::TempDir);
-
-impl Root {
-    pub fn new() -> Self {
-        let root = Self(tempfile::tempdir().unwrap());
-        root.dir("rootfs");
-        root
-    }
-
-    /// Debian with merged /usr.
-    pub fn debian() -> Self {
-        let root = Self::new();
-        root.libc(&format!("rootfs/usr/lib/{TRIPLET}"));
-        root.link("usr/lib", "rootfs/lib");
-        root.dir("rootfs/usr/bin");
-        root.dir("rootfs/tmp");
-        root
-    }
-
-    pub fn path(&self, path: &str) -> PathBuf {
-        self.0.path().join(path)
-    }
-
-    pub fn dir(&self, path: &str) {
-        fs::create_dir_all(self.path(path)).unwrap();
-    }
-
-    pub fn file(&self, path: &str, content: impl AsRef<[u8]>) {
-        let path = self.path(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, content).unwrap();
-    }
-
-    pub fn link(&self, target: &str, path: &str) {
-        let path = self.path(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        symlink(target, path).unwrap();
-    }
-
-    pub fn fifo(&self, path: &str) {
-        let path = self.path(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    }
-
-    fn libc(&self, dir: &str) {
-        self.file(&format!("{dir}/libc.so.6"), elf(2, machine()));
-    }
-
-    pub fn inspect_as(&self, spec: &Value, request: &Request, config: &Config) -> Result<Image, ImageError> {
-        inspect(spec, &self.path("rootfs"), request, &inventory(), config)
-    }
-
-    /// As [`Self::inspect`], for a container whose placement has an MPS daemon.
-    pub fn inspect_with_mps(&self, spec: &Value) -> Result<(), ImageError> {
-        let image = self.inspect(spec)?;
-        let default = image.takes_default_directory().then_some(MPS_DEFAULT_DIR);
-        let directories = [MPS_DIR].into_iter().chain(default);
-        let mounts =
-            directories.map(|path| Mount { source: "/run/sublet/mps/x".into(), destination: path.into() });
-        let grant = Grant { mounts: mounts.collect(), ..Grant::default() };
-        check_mps_directories(spec, &self.path("rootfs"), &grant)
-    }
-
-    pub fn inspect(&self, spec: &Value) -> Result<Image, ImageError> {
-        self.inspect_as(spec, &time_slice(), &Config::default())
-    }
-
-    fn library_dir(&self) -> Option<PathBuf> {
-        self.inspect(&json!({})).unwrap().library_dir
-    }
-}
-
-fn machine() -> u16 {
-    if cfg!(target_arch = "x86_64") { 62 } else { 183 }
-}
-
-fn elf(class: u8, machine: u16) -> Vec<u8> {
-    let mut header = vec![0x7f, b'E', b'L', b'F', class, 1, 1];
-    header.resize(64, 0);
-    header[18..20].copy_from_slice(&machine.to_le_bytes());
-    header
-}
-
-pub(super) fn time_slice() -> Request {
-    Request {
-        devices: Devices::Any(NonZeroU32::MIN),
-        mode: Some(Mode::TimeSlice),
-        default_mode: Mode::TimeSlice,
-        isolation: Isolation::Shared,
-        sm: None,
-        memory: None,
-        mig: None,
-        mig_caps: Vec::new(),
-        priority: Priority::Normal,
-        guard: None,
-        visible_devices: None,
-        default_directory: true,
-        processes: NonZeroU32::MIN,
-        capabilities: Capabilities::default(),
-        wait: Duration::ZERO,
-    }
-}
-
-fn inventory() -> Inventory {
-    let library = FileKind::Library { soname: "libcuda.so.1".to_owned(), also: Vec::new() };
-    let program = FileKind::Program { name: "nvidia-smi".to_owned() };
-    let file = |source: &str, kind, capability| DriverFile { source: source.into(), kind, capability };
-    Inventory {
-        schema: String::new(),
-        fingerprint: Fingerprint {
-            boot_id: String::new(),
-            driver_version: String::new(),
-            gpus: Vec::new(),
-            mig: Vec::new(),
-        },
-        probed_at: 0,
-        mig_changes: 0,
-        driver: Driver {
-            version: String::new(),
-            cuda: (13, 0),
-            simulated: false,
-            mps_control: None,
-            mps_missing: None,
-            smi: None,
-            majors: Majors::default(),
-            mig_caps: [None, None],
-        },
-        devices: Vec::new(),
-        left_out: Vec::new(),
-        files: vec![
-            file("/host/libcuda.so.580", library, Capability::Compute),
-            file("/host/nvidia-smi", program, Capability::Utility),
-        ],
-    }
-}
-
-pub(super) fn in_triplet(name: &str) -> PathBuf {
-    Path::new("/usr/lib").join(TRIPLET).join(name)
-}
 
 #[test]
 fn each_familys_directory_is_found() {
@@ -286,41 +135,6 @@ fn a_rootfs_that_is_not_there_is_an_error() {
 }
 
 #[test]
-fn rival_libraries_are_named_once() {
-    let root = Root::debian();
-    root.file("rootfs/usr/local/cuda/compat/libcuda.so.1.1", "x");
-    root.link("libcuda.so.1.1", "rootfs/usr/local/cuda/compat/libcuda.so.1");
-    root.file("rootfs/opt/fwd/libcuda.so.1", "x");
-    root.file(&format!("rootfs/usr/lib/{TRIPLET}/libcuda.so.1"), "");
-    let cache = format!(
-        "glibc-ld.so.cache1.1\0\x01\x02\0libcuda.so.1\0/usr/local/cuda/compat/libcuda.so.1\0\
-         /usr/lib/{TRIPLET}/libcuda.so.1\0/gone/libcuda.so.1\0/opt/fwd/libcuda.so.1\0"
-    );
-    root.file("rootfs/etc/ld.so.cache", cache);
-    let path = format!("LD_LIBRARY_PATH=relative::/opt/fwd/:/lib/{TRIPLET};/missing");
-    let warnings = root.inspect(&json!({"process": {"env": [path]}})).unwrap().warnings;
-    assert_eq!(warnings.len(), 2, "{warnings:?}");
-    assert!(warnings[0].starts_with(
-        "the image's own /opt/fwd/libcuda.so.1 (libcuda.so.1, found by its LD_LIBRARY_PATH) is used instead"
-    ));
-    assert!(warnings[1].starts_with(
-        "the image's own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.1.1, found by its /etc/ld.so.cache)"
-    ));
-}
-
-#[test]
-fn a_huge_cache_is_read_to_its_bound() {
-    let root = Root::debian();
-    root.file("rootfs/opt/libcuda.so.1", "x");
-    let mut cache = vec![0; 4 << 20];
-    cache.extend_from_slice(b"\0/opt/libcuda.so.1\0");
-    root.file("rootfs/etc/ld.so.cache", &cache);
-    assert_eq!(root.inspect(&json!({})).unwrap().warnings, Vec::<String>::new());
-    root.file("rootfs/etc/ld.so.cache", &cache[1024..]);
-    assert_eq!(root.inspect(&json!({})).unwrap().warnings.len(), 1);
-}
-
-#[test]
 fn what_is_mounted_over_tmp_decides_where_the_default_directory_is() {
     let root = Root::debian();
     let volume = root.path("volume");
@@ -379,39 +193,35 @@ fn another_daemons_directory_is_seen_however_it_comes_there() {
     assert!(brings(&plain, "/tmp/nvidia-mps/control", "tmp/nvidia-mps/control"));
 }
 
-/// Images that need a newer CUDA than the driver has, and images with a libcuda of their own.
 #[test]
-fn the_cuda_that_an_image_needs_is_compared_with_the_drivers() {
-    let driver = Driver { version: "550.54.14".into(), cuda: (12, 4), ..inventory().driver };
-    let warned = |root: &Root, env: &[&str]| {
-        let inventory = Inventory { driver: driver.clone(), ..inventory() };
-        let spec = json!({"process": {"env": env}});
-        inspect(&spec, &root.path("rootfs"), &time_slice(), &inventory, &Config::default()).unwrap().warnings
-    };
-    let old = "the image needs CUDA 13.0 (its NVIDIA_REQUIRE_CUDA), and the host's driver 550.54.14 has CUDA 12.4: ";
+fn what_an_image_gets_nothing_for_is_named_once() {
     let root = Root::debian();
-    let one = |warnings: Vec<String>| match <[String; 1]>::try_from(warnings) {
-        Ok([line]) => line,
-        Err(several) => panic!("{several:?}"),
+    let warned = |not_served: &[&str]| {
+        let not_served = not_served.iter().map(|&word| word.to_owned()).collect();
+        let request = Request { not_served, ..time_slice() };
+        let (rootfs, config) = (root.path("rootfs"), Config::default());
+        inspect(&json!({}), &rootfs, &request, &inventory(), &config).unwrap().warnings
     };
-    let needs = "NVIDIA_REQUIRE_CUDA=cuda>=13.0 brand=tesla,driver>=535,driver<536";
-    assert_eq!(one(warned(&root, &[needs])), format!("{old}use an image for CUDA 12.4 or a newer driver"));
-    for enough in
-        ["", "cuda>=12.4", "cuda>=12.0,cuda>=11 cuda>=13.0", "cuda<14", "cuda>=x.y", "cuda>=99999999999.0"]
-    {
-        assert_eq!(
-            warned(&root, &[&format!("NVIDIA_REQUIRE_CUDA={enough}")]),
-            Vec::<String>::new(),
-            "{enough}"
-        );
-    }
-    root.file("rootfs/usr/local/cuda/compat/libcuda.so.580.65.06", "x");
-    root.link("libcuda.so.580.65.06", "rootfs/usr/local/cuda/compat/libcuda.so.1");
-    let help = "can use its own newer libcuda with `-e LD_LIBRARY_PATH=/usr/local/cuda/compat`";
-    assert!(one(warned(&root, &[needs])).ends_with(help));
-    let used = one(warned(&root, &[needs, "LD_LIBRARY_PATH=/usr/local/cuda/compat"]));
-    let newer = "it uses its own /usr/local/cuda/compat/libcuda.so.1 (libcuda.so.580.65.06, found by its LD_LIBRARY_PATH)";
-    assert!(used.starts_with(&format!("{old}{newer}")), "{used}");
+    let line = "the image's NVIDIA_DRIVER_CAPABILITIES names display, compat32, for which nothing is mounted";
+    let seen = warned(&["display", "compat32"]);
+    assert!(seen.len() == 1 && seen[0].starts_with(line), "{seen:?}");
+    assert_eq!(warned(&[]), Vec::<String>::new());
+}
+
+#[test]
+fn a_file_that_is_of_no_use_in_the_image_is_left_out_and_named() {
+    let root = Root::debian();
+    let loader = "/nix/store/xyz-glibc/lib/ld-linux-x86-64.so.2";
+    let mut inventory = inventory();
+    inventory.files[1].needs = Some(loader.into());
+    let look =
+        || inspect(&json!({}), &root.path("rootfs"), &time_slice(), &inventory, &Config::default()).unwrap();
+    let image = look();
+    assert_eq!(image.useless, [Path::new("/usr/bin/nvidia-smi")]);
+    assert!(!image.created.contains(&PathBuf::from("/usr/bin/nvidia-smi")), "no mount point is made for it");
+    assert!(image.warnings()[0].ends_with("as on NixOS: /usr/bin/nvidia-smi"), "{:?}", image.warnings());
+    root.file(&format!("rootfs{loader}"), "");
+    assert_eq!((look().useless, look().warnings()), (vec![], vec![]));
 }
 
 #[test]
