@@ -23,6 +23,34 @@ fn text(world: &World, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&world.sublet(arguments).stdout).into_owned()
 }
 
+/// By the shim, and by a hook that engines call late.
+#[test]
+fn what_a_started_container_is_warned_of_is_told_once() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    for (id, stages) in
+        [("shim", &[][..]), ("created", &["createRuntime", "poststop"]), ("late", &["prestart", "poststop"])]
+    {
+        let mut bundle = world.bundle(id, &[("sublet.gpu", "0")], SLEEP);
+        let env = bundle.spec["process"]["env"].as_array_mut().expect("env");
+        env.push(json!("NVIDIA_REQUIRE_CUDA=cuda>=99.1"));
+        if !stages.is_empty() {
+            bundle.hook(stages);
+        }
+        bundle.up();
+        let told = events(&world, &["--filter", "kind=warned", "--container", id]);
+        let [warned] = &told[..] else { panic!("{id}: {told:?}") };
+        let why = "the image needs CUDA 99.1";
+        assert!(warned["text"].as_str().is_some_and(|text| text.starts_with(why)), "{id}: {warned}");
+        let explained = text(&world, &["explain", "--container", id]);
+        assert_eq!(explained.matches(why).count(), 1, "{id}: {explained}");
+        bundle.down();
+    }
+    world.assert_empty();
+}
+
 #[test]
 fn a_lease_its_daemon_a_refusal_and_a_drain_are_told_once_each() {
     if skip_unless_root() {

@@ -312,6 +312,29 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
 }
 
 #[test]
+fn what_a_users_container_is_warned_of_is_an_event_of_roots_and_of_theirs() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let mut bundle = host.bundle(ALICE, "warned", QUARTER, HOLD);
+    let env = bundle.spec["process"]["env"].as_array_mut().expect("env");
+    env.push(json!("NVIDIA_REQUIRE_CUDA=cuda>=99.1"));
+    bundle.up();
+    let arguments = ["events", "--format", "json", "--filter", "kind=warned"];
+    let of_root = String::from_utf8_lossy(&host.world.sublet(&arguments).stdout).into_owned();
+    for told in [of_root, sublet(&host, ALICE, &arguments)] {
+        let event: Value = serde_json::from_str(&told).expect("one event");
+        assert_eq!((&event["uid"], &event["container_id"]), (&json!(ALICE), &json!("warned")), "{event}");
+        assert!(event["text"].as_str().is_some_and(|text| text.starts_with("the image needs CUDA 99.1")));
+    }
+    assert_eq!(sublet(&host, BOB, &arguments), "");
+    bundle.down();
+    drop(bundle);
+    host.world.assert_empty();
+}
+
+#[test]
 fn a_user_takes_mig_devices_within_their_policy() {
     if skip_unless_root() {
         return;

@@ -1,5 +1,5 @@
 //! Reads recorded events: from the system's journal, from the ring beside the ledger, and for users without root their
-//! own refusals and the guard's actions on their containers.
+//! own refusals and warnings, and the guard's actions on their containers.
 
 mod journal;
 pub(crate) mod moment;
@@ -103,7 +103,7 @@ fn merged(one: Vec<Event>, other: Vec<Event>) -> Vec<Event> {
     }
 }
 
-/// A user's own refusals, and what the guard did to their containers.
+/// A user's own refusals and warnings of images, and what the guard did to their containers.
 fn of_user(config: &Config) -> Vec<Event> {
     let us = nix::unistd::geteuid().as_raw();
     let event = |time: u64, kind, container_id: String, text: String| Event {
@@ -114,8 +114,10 @@ fn of_user(config: &Config) -> Vec<Event> {
         text,
         ..Event::now(kind)
     };
-    let refused = refusals(config).into_iter().filter(|record| record.uid == us && !record.started);
-    let refused = refused.map(|record| event(record.time, Kind::Refused, record.container_id, record.reason));
+    let refused = refusals(config).into_iter().filter(|record| record.uid == us);
+    let kind = |started: bool| if started { Kind::Warned } else { Kind::Refused };
+    let refused =
+        refused.map(|record| event(record.time, kind(record.started), record.container_id, record.reason));
     let guarded = guard::events(config).into_iter().filter(|guarded| guarded.uid == us);
     let guarded = guarded.map(|guarded| Event {
         devices: vec![guarded.device],

@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::events::{self, Event, Kind};
 use crate::fs::atomic::replace;
 use crate::fs::{history, trusted};
-use crate::ledger::Container;
+use crate::ledger::Lease;
 use crate::process::epoch_seconds;
 use crate::text::safe;
 
@@ -58,10 +58,14 @@ pub(super) fn record(container_id: &str, error: &AdmitError, config: &Config) {
 
 /// Adds a refusal that user `uid` reports.
 pub fn record_told(uid: u32, container_id: &str, reason: &str, config: &Config) {
-    let characters: Vec<char> = reason.chars().take(LONGEST).collect();
-    let reason = characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
     // The user's program says no word.
-    add(uid, container_id, "", reason, config);
+    add(uid, container_id, "", kept(reason), config);
+}
+
+/// A text, which may be a user's, as it is kept.
+fn kept(reason: &str) -> String {
+    let characters: Vec<char> = reason.chars().take(LONGEST).collect();
+    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
 }
 
 fn add(uid: u32, container_id: &str, word: &str, reason: String, config: &Config) {
@@ -77,10 +81,20 @@ fn add(uid: u32, container_id: &str, word: &str, reason: String, config: &Config
     store(RefusalRecord { time: epoch_seconds(), container_id, reason, uid, started: false }, config);
 }
 
-/// Adds what `container`, which is started, is warned of. Of warnings that say the same, the last one is kept.
-pub(super) fn warn(container: &Container, warnings: Vec<String>, config: &Config) {
-    for reason in warnings {
-        let (container_id, uid) = (container.name().into_owned(), container.uid);
+/// Tells what the container of `lease`, which is started, is warned of, because an engine shows what its runtime warns of to
+/// nobody. Adds what is `of_image` among that; of warnings that say the same, the last one is kept.
+pub(super) fn warn(lease: &Lease, warnings: &[String], of_image: &[String], config: &Config) {
+    let (name, uid) = (lease.container.name(), lease.container.uid);
+    let event = |text: &String| Event {
+        uid,
+        container_id: name.to_string(),
+        lease: lease.id.to_string(),
+        text: text.clone(),
+        ..Event::now(Kind::Warned)
+    };
+    events::tell(&config.state_dir, &warnings.iter().take(KEPT).map(event).collect::<Vec<_>>());
+    for reason in of_image.iter().take(KEPT_OF_ONE) {
+        let (container_id, reason) = (safe(&name), kept(reason));
         store(RefusalRecord { time: epoch_seconds(), container_id, reason, uid, started: true }, config);
     }
 }

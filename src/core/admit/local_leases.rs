@@ -134,7 +134,7 @@ impl Local<'_> {
             warnings.extend(mps::make_ready(&taken.lease, store, self.config)?);
         }
         warnings.extend(grant.warnings.iter().cloned());
-        last_refusals::warn(&taken.lease.container, taken.image.warnings(), self.config);
+        last_refusals::warn(&taken.lease, &warnings, &taken.image.warnings(), self.config);
         Ok(warnings)
     }
 

@@ -34,7 +34,6 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::config::Config;
-use crate::events::{self, Event, Kind};
 use crate::ledger::{Binding, Container, Lease, LeaseId};
 use crate::oci;
 use crate::oci::engine::Engine;
@@ -147,27 +146,10 @@ pub fn admit(
     let state = state(config);
     let admitted = has_place_for_mounts(spec, &candidate.container, config)
         .and_then(|()| state.admit(candidate, source, spec));
-    match &admitted {
-        Ok(Admission::Granted { lease, warnings }) => tell(warnings, &candidate.container, lease, config),
-        Ok(_) => {}
-        Err(error) => state.record_refusal(&candidate.container.name(), error),
+    if let Err(error) = &admitted {
+        state.record_refusal(&candidate.container.name(), error);
     }
     admitted
-}
-
-/// Tells the events of a lease's warnings: an engine shows what its runtime warns of to nobody.
-fn tell(warnings: &[String], container: &Container, lease: &LeaseId, config: &Config) {
-    if warnings.is_empty() || is_remote(config) {
-        return;
-    }
-    let event = |text: &String| Event {
-        uid: container.uid,
-        container_id: container.name().into_owned(),
-        lease: lease.to_string(),
-        text: text.clone(),
-        ..Event::now(Kind::Warned)
-    };
-    events::tell(&config.state_dir, &warnings.iter().map(event).collect::<Vec<_>>());
 }
 
 /// Checks that the container has its own mount namespace, and that it can see what another entry point has mounted.

@@ -21,7 +21,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use sublet_core::admit::{RefusalRecord, is_remote, refusals};
 use sublet_core::config::Config;
-use sublet_core::events;
+use sublet_core::events::{self, Kind};
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Lease, Ledger, Store};
 use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
@@ -389,16 +389,7 @@ fn told(found: &Found<'_>, config: &Config) -> Vec<Happened> {
         kind: event.kind.as_str().to_owned(),
         text: whole(&event.text),
     };
-    let warned =
-        refusals(config).into_iter().filter(|record| record.started && found.is_id(&record.container_id));
-    let warned = warned.map(|record| Happened {
-        time: tables::timestamp(record.time),
-        kind: "warning".to_owned(),
-        text: record.reason,
-    });
-    let mut all: Vec<_> = events.into_iter().filter(is_its).map(row).chain(warned).collect();
-    all.sort_by(|one, other| one.time.cmp(&other.time));
-    all
+    events.into_iter().filter(is_its).map(row).collect()
 }
 
 /// `text`, escaped and not cut.
@@ -413,8 +404,8 @@ fn recorded(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Happened> {
     let may_see = |record: &RefusalRecord| record.uid == us || whose == Whose::Root && record.uid == 0;
     let is_its = |record: &RefusalRecord| may_see(record) && found.is_id(&record.container_id);
     let refused = refusals(config).into_iter().filter(is_its);
-    let kind = |record: &RefusalRecord| if record.started { "warning" } else { "refused" };
-    let refused = refused.map(|record| (record.time, kind(&record), record.reason));
+    let kind = |record: &RefusalRecord| if record.started { Kind::Warned } else { Kind::Refused };
+    let refused = refused.map(|record| (record.time, kind(&record).as_str(), record.reason));
     let is_guarded = |event: &Event| event.container_id.as_deref().is_some_and(|id| found.is_id(id));
     let guarded =
         guard::events(config).into_iter().filter(is_guarded).map(|event| (event.time, "guard", event.text));
