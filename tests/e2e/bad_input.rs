@@ -206,7 +206,8 @@ fn specs_that_contradict_a_share() {
             "/run/sublet hides the MPS directory /run/sublet/mps from the container, so its programs would \
              use the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
             "/tmp hides the MPS directory /tmp/nvidia-mps from the container, so its programs would use \
-             the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
+             the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths) (a named share with \
+             `default_directory = false` has nothing at /tmp/nvidia-mps)",
             "the container has no mount namespace of its own, so its devices and driver files would be mounted on the host: add a namespace of type `mount`, without a path, to its config.json",
         ],
     );

@@ -26,7 +26,11 @@ pub enum ImageError {
     )]
     Directory(PathBuf),
     /// The MPS directory cannot be mounted over a file.
-    #[error("the image has a file at {}, where the MPS directory is mounted: remove it from the image", shown(.0))]
+    #[error(
+        "the image has a file at {}, where the MPS directory is mounted: remove it from the image{}",
+        shown(.0),
+        or_without([.0])
+    )]
     NotDirectory(PathBuf),
     /// A mount would show on the host.
     #[error(
@@ -49,9 +53,10 @@ pub enum ImageError {
     },
     /// One mount would lie in another that is a directory of the host's.
     #[error(
-        "a link in the image puts {} in or below the mount at {}: remove the link from the image",
+        "a link in the image puts {} in or below the mount at {}: remove the link from the image{}",
         shown(inner),
-        shown(outer)
+        shown(outer),
+        or_without([inner, outer])
     )]
     Nested {
         /// A directory that sublet mounts.
@@ -62,8 +67,11 @@ pub enum ImageError {
     /// Processes would not find their MPS server and run without limits.
     #[error(
         "{} hides the MPS directory {} from the container, so its programs would use the whole GPU: remove \
-         that {}",
-        shown(by), shown(directory), if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" }
+         that {}{}",
+        shown(by),
+        shown(directory),
+        if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" },
+        or_without([directory])
     )]
     Covered {
         /// The MPS directory, in the container.
@@ -111,10 +119,20 @@ pub enum ImageError {
     /// Mount points of the MPS directories that the runtime cannot create.
     #[error(
         "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
-         the MPS daemon: create these directories in the image, or mount it writable: {}",
-        listed(.0)
+         the MPS daemon: create these directories in the image, or mount it writable: {}{}",
+        listed(.0),
+        or_without(.0)
     )]
     ReadOnlyMps(Vec<PathBuf>),
+}
+
+/// What else helps where CUDA's default directory is among `paths`.
+fn or_without<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> &'static str {
+    if paths.into_iter().any(|path| path == Path::new(MPS_DEFAULT_DIR)) {
+        " (a named share with `default_directory = false` has nothing at /tmp/nvidia-mps)"
+    } else {
+        ""
+    }
 }
 
 fn shown(path: &Path) -> String {

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::json;
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root, tree};
 
-use super::{HOLD, SHARE, SLEEP};
+use super::{HOLD, SHARE, SLEEP, place};
 
 /// Mounts `source` over the container's `destination`.
 fn volume(bundle: &mut Bundle<'_>, source: &Path, destination: &str) {
@@ -87,6 +87,14 @@ fn a_share_may_leave_tmp_alone() {
     let explained = world.sublet(&["explain", "share=bare"]);
     assert!(String::from_utf8_lossy(&explained.stdout).contains(missing), "{explained:?}");
     bundle.down();
+    // An entrypoint may also have left something there, and the container does not start again.
+    let left = world.bundle("left", SHARE, HOLD);
+    place(&left, "/tmp/nvidia-mps", "a file");
+    assert!(left.refused().contains("a named share with `default_directory = false`"));
+    let left = world.bundle("left", &bare, HOLD);
+    place(&left, "/tmp/nvidia-mps", "a file");
+    assert_eq!(left.up_heard().0["sm"], json!(32));
+    left.down();
     let mut hooked = world.bundle("hooked", &bare, HOLD);
     hooked.hook(&["prestart", "poststop"]);
     assert!(!hooked.create().ok);

@@ -114,7 +114,8 @@ fn a_directory_where_a_file_of_ours_lands_is_refused() {
     place(&bundle, "/tmp/nvidia-mps", "a file");
     assert_eq!(
         bundle.refused(),
-        "the image has a file at /tmp/nvidia-mps, where the MPS directory is mounted: remove it from the image"
+        "the image has a file at /tmp/nvidia-mps, where the MPS directory is mounted: remove it from the image (a \
+         named share with `default_directory = false` has nothing at /tmp/nvidia-mps)"
     );
     world.assert_empty();
 }
@@ -188,7 +189,7 @@ fn a_rootfs_on_a_read_only_mount_needs_its_mount_points() {
         bundle.refused(),
         "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
          the MPS daemon: create these directories in the image, or mount it writable: /run/sublet/mps \
-         /tmp/nvidia-mps"
+         /tmp/nvidia-mps (a named share with `default_directory = false` has nothing at /tmp/nvidia-mps)"
     );
     drop(mounted);
     for path in ["/run/sublet/mps", "/tmp/nvidia-mps"] {
