@@ -182,6 +182,14 @@ fn a_sick_gpu_is_named_and_the_others_are_served_and_guarded() {
         other.event("info");
         other.down();
         assert_eq!(refused(world, &["sublet.gpu=any:6"]), Value::Null, "{fault}");
+        let explained = said(world, &["explain", "--container", "third"]);
+        assert!(!explained.contains("which this host no longer has"), "{fault}: {explained}");
+        for name in ["3", &bus, &uuid] {
+            assert_ne!(said(world, &["events", "--filter", &format!("gpu={name}")]), "", "{fault}: {name}");
+            assert!(world.sublet(&["drain", name]).status.success(), "{fault}: {name}");
+            assert_eq!(on(&host, &uuid)["drained"], json!(true), "{fault}: {name}");
+            assert!(world.sublet(&["undrain", name]).status.success(), "{fault}: {name}");
+        }
         let metrics = said(world, &["metrics"]);
         assert!(metrics.contains(&format!("sublet_gpu_healthy{{gpu=\"3\",uuid=\"{uuid}\"}} 0")), "{metrics}");
         let doctor = said(world, &["doctor", "--quick"]);
@@ -203,6 +211,36 @@ fn a_sick_gpu_is_named_and_the_others_are_served_and_guarded() {
     let again = world.bundle("again", &share("3"), HOLD);
     again.up();
     again.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_lost_gpus_mig_devices_are_shown_while_containers_have_them() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let bundle = world.bundle("part", &[("sublet.gpu", "0:0")], HOLD);
+    bundle.up();
+    bundle.event("info");
+    fail(&world, "*@0 0 15\n");
+    // The second one knows it from what the first one has kept.
+    for _ in 0..2 {
+        assert!(world.sublet(&["refresh"]).status.success());
+        let gpu = world.status()["devices"][0].clone();
+        assert_eq!(gpu["health"]["state"], json!("lost"), "{gpu}");
+        let parts: Vec<_> = gpu["mig"].as_array().expect("MIG devices").iter().collect();
+        let [part] = parts[..] else { panic!("{gpu}") };
+        assert_eq!((&part["number"], &part["lease_count"]), (&json!("0:0"), &json!(1)), "{part}");
+        let table = said(&world, &["status", "--gpu", "0"]);
+        let is_shown =
+            |words: [&str; 2]| table.lines().any(|line| words.iter().all(|word| line.contains(word)));
+        assert!(is_shown(["0:0", "unusable"]) && is_shown(["part", "lost"]), "{table}");
+    }
+    heal(&world);
+    assert!(world.sublet(&["refresh"]).status.success());
+    assert_eq!(world.status()["devices"][0]["mig"].as_array().map(Vec::len), Some(4));
+    bundle.down();
     world.assert_empty();
 }
 

@@ -24,7 +24,7 @@ pub struct Arguments {
 /// # Errors
 /// The device does not exist.
 pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Result<ExitCode> {
-    let inventory = fresh_inventory(config)?;
+    let inventory = fresh_inventory(config)?.with_left_out();
     let mut uuids = Vec::new();
     for name in &arguments.devices {
         let found = place::meant(name, &inventory, config).map_err(anyhow::Error::msg)?;

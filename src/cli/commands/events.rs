@@ -160,7 +160,7 @@ impl Wanted {
 
 /// UUIDs of the devices that `text` names. A device that is gone is named by its UUID.
 fn named(text: &str, config: &Config) -> anyhow::Result<Vec<String>> {
-    let known = inventory::last(config).ok();
+    let known = inventory::last(config).ok().map(|inventory| inventory.with_left_out());
     let found = known.as_ref().map(|inventory| place::meant(text, inventory, config)).transpose();
     let found = found.map_err(anyhow::Error::msg)?.unwrap_or_default();
     let mut uuids: Vec<String> = found.into_iter().map(|device| device.uuid.clone()).collect();
@@ -184,6 +184,7 @@ impl Shown {
         let ledger = Store::open(&config.state_dir).ok().and_then(|store| store.peek().ok());
         let names = ledger.map(|ledger| Names::learn(&ledger, config)).unwrap_or_default();
         let inventory = if is_remote(config) { None } else { inventory::last(config).ok() };
+        let inventory = inventory.map(|inventory| inventory.with_left_out());
         Self { names, inventory }
     }
 

@@ -119,7 +119,7 @@ fn key_of(text: &str, store: &Store, config: &Config) -> anyhow::Result<DaemonKe
     if is_uuid || LeaseId::parse(text).is_some() {
         return Ok(DaemonKey(text.to_owned()));
     }
-    let inventory = fresh_inventory(config)?;
+    let inventory = fresh_inventory(config)?.with_left_out();
     let found = place::meant(text, &inventory, config).map_err(anyhow::Error::msg)?;
     match found[..] {
         [] => {}

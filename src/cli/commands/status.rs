@@ -136,21 +136,15 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
 
 /// UUIDs of the devices that `text` names, with the MIG devices of a GPU.
 fn named(text: &str, inventory: &Inventory, config: &Config) -> anyhow::Result<Vec<String>> {
-    let found = place::meant(text, inventory, config).map_err(anyhow::Error::msg)?;
+    let all = inventory.with_left_out();
+    let found = place::meant(text, &all, config).map_err(anyhow::Error::msg)?;
     if found.is_empty() {
-        let gone = Inventory {
-            devices: inventory.left_out.iter().map(|gone| gone.gpu.clone()).collect(),
-            ..inventory.clone()
-        };
-        let gone = place::meant(text, &gone, config).map_err(anyhow::Error::msg)?;
-        if !gone.is_empty() {
-            return Ok(gone.iter().map(|gpu| gpu.uuid.clone()).collect());
-        }
         bail!("there is no device {}: `sublet status` lists the devices", safe(text));
     }
     let is_in =
         |device: &&Device| found.iter().any(|named| named.uuid == device.uuid || named.uuid == device.gpu());
-    Ok(inventory.devices.iter().filter(is_in).map(|device| device.uuid.clone()).collect())
+    let of_left_out = inventory.left_out.iter().flat_map(|gone| &gone.mig);
+    Ok(all.devices.iter().chain(of_left_out).filter(is_in).map(|device| device.uuid.clone()).collect())
 }
 
 /// What `--last-error` prints as JSON; null: no container has been refused.

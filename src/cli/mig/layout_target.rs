@@ -54,7 +54,7 @@ impl Target {
 /// The targets of the GPUs that `layout` names, by NVML's index. GPUs that it does not name stay as they are.
 ///
 /// # Errors
-/// A GPU does not exist (in mig-parted's files: on no host), is named twice, or lacks a profile; the message names file and line.
+/// A GPU does not exist (in mig-parted's files: on no host, and one that is left out is passed over), is named twice, or lacks a profile; the message names file and line.
 pub fn targets(
     layout: &Layout,
     gpus: &[Gpu],
@@ -89,8 +89,11 @@ fn selected<'g>(
         let devices = meant(name, inventory, config).map_err(|why| layout.error(entry.line, why))?;
         // An entry for a model that this host lacks is for other hosts with the same file.
         if devices.is_empty() && !name.starts_with("model:") && name != "all" {
-            // mig-parted looks at each GPU that is there: one file is for hosts of 8 and of 2.
-            if layout.is_parteds() {
+            let all = inventory.with_left_out();
+            let is_left_out = meant(name, &all, config).is_ok_and(|found| !found.is_empty());
+            // mig-parted looks at each GPU that is there: one file is for hosts of 8 and of 2. That a GPU is left out now is
+            // no fault of the layout's.
+            if layout.is_parteds() || is_left_out {
                 missing.push(safe(name));
                 continue;
             }

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::super::fake_driver::{h200, profile};
 use super::*;
+use sublet_core::inventory::LeftOut;
 use sublet_core::place::fixture::{device, host};
 
 fn two() -> (Vec<Gpu>, Inventory) {
@@ -38,6 +39,18 @@ fn a_file_of_mig_parteds_for_more_gpus_is_done_on_those_that_are_there() {
         found.iter().map(|target| (&*target.gpu, target.on)).collect::<Vec<_>>(),
         [("GPU-0", true), ("GPU-1", true)]
     );
+}
+
+#[test]
+fn a_gpu_that_is_left_out_is_no_fault_of_the_layouts() {
+    let (mut gpus, mut inventory) = two();
+    gpus.truncate(1);
+    let gpu = inventory.devices.pop().unwrap();
+    inventory.left_out.push(LeftOut { gpu, mig: Vec::new(), lost: true, why: String::new() });
+    let text = "[[gpu]]\nmatch = \"0,1\"\nmig = true\n[[gpu]]\nmatch = \"1\"\nmig = false\n";
+    let layout = Layout::parse(Path::new("/l.toml"), text, None).unwrap();
+    let found = targets(&layout, &gpus, &inventory, &Config::default()).unwrap();
+    assert_eq!(found.iter().map(|target| (&*target.gpu, target.on)).collect::<Vec<_>>(), [("GPU-0", true)]);
 }
 
 #[test]

@@ -99,7 +99,16 @@ impl LeftOutGpus<'_> {
                 "it fell off the bus; see `dmesg | grep -i xid`; a power cycle may bring it back".to_owned(),
             ),
         };
-        LeftOut { gpu: self.gpu(bus_id, index), lost, why }
+        let gpu = self.gpu(bus_id, index);
+        LeftOut { mig: self.mig_devices_of(&gpu), gpu, lost, why }
+    }
+
+    fn mig_devices_of(&self, gpu: &Device) -> Vec<Device> {
+        let before = self.before.into_iter();
+        let known = before.flat_map(|before| {
+            before.devices.iter().chain(before.left_out.iter().flat_map(|gone| &gone.mig))
+        });
+        known.filter(|device| device.is_mig() && device.gpu() == gpu.uuid).cloned().collect()
     }
 
     fn information(&self, bus_id: &str) -> String {

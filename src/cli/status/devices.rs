@@ -184,9 +184,15 @@ impl Gpu {
 impl Gpu {
     /// One that is left out: leases on it are shown, and nobody gets anything of it.
     pub(super) fn left_out(gone: &LeftOut, sources: &Sources<'_>) -> Self {
+        let mig = |device: &Device| {
+            let part = device.mig_device.as_ref()?;
+            let row = MigInstance { fault: Some(gone.sentence()), ..MigInstance::of(device, part, sources) };
+            (row.lease_count > 0).then_some(row)
+        };
         Self {
             health: Health { state: gone.state(), reason: Some(safe(&gone.why)) },
             free: Room { sm_percent: 0.0, memory_bytes: 0 },
+            mig: gone.mig.iter().filter_map(mig).collect(),
             ..Self::of(&gone.gpu, sources)
         }
     }

@@ -288,6 +288,13 @@ impl Inventory {
         Self { devices: self.devices.iter().map(idle).collect(), ..self.clone() }
     }
 
+    /// The same, with the GPUs that are left out among the devices: for what they can still be named in.
+    #[must_use]
+    pub fn with_left_out(&self) -> Self {
+        let left_out = self.left_out.iter().map(|gone| gone.gpu.clone());
+        Self { devices: self.devices.iter().cloned().chain(left_out).collect(), ..self.clone() }
+    }
+
     /// The device with this UUID.
     #[must_use]
     pub fn device(&self, uuid: &str) -> Option<&Device> {

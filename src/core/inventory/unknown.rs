@@ -58,6 +58,9 @@ pub type Unknown = BTreeMap<Fact, String>;
 pub struct LeftOut {
     /// The GPU as it was known last.
     pub gpu: Device,
+    /// Its MIG devices as they were known last: containers may still have them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mig: Vec<Device>,
     /// Whether it is gone from the bus; otherwise it does not answer as it should.
     pub lost: bool,
     /// Why, and what may help.

@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::apply_edits::{SpecError, annotations};
 use super::environment::environment_value;
 use super::podman_storage;
+use crate::request::addressed;
 use crate::text::safe;
 
 /// A container of a pod.
@@ -27,13 +28,12 @@ enum Member {
 /// They are not an object of strings, or it cannot be told whether one is for this container.
 pub fn own_annotations(spec: &Value, bundle: &Path) -> Result<BTreeMap<String, String>, SpecError> {
     let mut all = annotations(spec)?;
-    let is_addressed = |key: &&String| key.starts_with("sublet.") && key.contains('/');
-    let addressed: Vec<String> = all.keys().filter(is_addressed).cloned().collect();
+    let for_one: Vec<String> = all.keys().filter(|key| addressed(key).is_some()).cloned().collect();
     // Without a pod there is no NAME, and the key is unknown.
-    let member = (!addressed.is_empty()).then(|| Member::of(spec, &all, bundle)).flatten();
+    let member = (!for_one.is_empty()).then(|| Member::of(spec, &all, bundle)).flatten();
     let Some(member) = member else { return Ok(all) };
-    for whole in addressed {
-        let Some((value, (key, name))) = all.remove(&whole).zip(whole.split_once('/')) else { continue };
+    for whole in for_one {
+        let Some((value, (key, name))) = all.remove(&whole).zip(addressed(&whole)) else { continue };
         if member.is(name).ok_or_else(|| member.untold(&whole, key))? {
             all.insert(key.to_owned(), value);
         }
@@ -119,14 +119,17 @@ mod tests {
     fn a_key_for_one_container_of_a_pod_is_that_containers_alone() {
         let of = |name: &str| {
             let spec = serde_json::json!({"annotations": {"io.kubernetes.cri.container-name": name,
-                "sublet.sm": "50", "sublet.sm/web": "25", "sublet.gpu/db": "0", "else/web": "x"}});
+                "sublet.sm": "50", "sublet.sm/web": "25", "sublet.gpu/db": "0", "else/web": "x",
+                "Sublet.sm/late": "25", "sublet/mode/late": "mps"}});
             let mut own = own_annotations(&spec, Path::new("/none")).unwrap();
-            own.retain(|key, _| key.starts_with("sublet."));
+            own.retain(|key, _| key.to_lowercase().starts_with("sublet"));
             own.into_iter().collect::<Vec<_>>()
         };
         let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
         assert_eq!(of("web"), [pair("sublet.sm", "25")]);
         assert_eq!(of("db"), [pair("sublet.gpu", "0"), pair("sublet.sm", "50")]);
+        let misspelt = [pair("Sublet.sm", "25"), pair("sublet.sm", "50"), pair("sublet/mode", "mps")];
+        assert_eq!(of("late"), misspelt, "the request refuses them");
         let spec = serde_json::json!({"annotations": {"sublet.sm/web": "25"}});
         let alone = own_annotations(&spec, Path::new("/none")).unwrap();
         assert!(alone.contains_key("sublet.sm/web"), "in no pod it is an unknown key");

@@ -10,8 +10,20 @@ use crate::text::safe;
 ///
 /// Exactly, in upper or lower case: an optional prefix of labels (letters, digits, `-`) joined by dots, none of them an
 /// orchestrator's; then `sublet`; then one of `.` `-` `_` `/`; then a known key, with any of these separators for its
-/// own `-`. A key that begins with `sublet.` is spelt correctly, and every other key is not meant for sublet.
+/// own `-`. A key that begins with `sublet.` is spelt correctly, and every other key is not meant for sublet. Behind the key
+/// may stand `/NAME`, for one container of a pod.
 pub(super) fn meant(key: &str) -> Option<&'static str> {
+    whole(key).or_else(|| whole(key.rsplit_once('/')?.0))
+}
+
+/// The key and the name of `KEY/NAME`, where that is KEY for the container NAME of a pod, perhaps misspelt.
+pub(crate) fn addressed(key: &str) -> Option<(&str, &str)> {
+    let parts = key.rsplit_once('/')?;
+    (parts.0.starts_with("sublet.") || whole(key).is_none() && whole(parts.0).is_some()).then_some(parts)
+}
+
+/// [`meant`] of a key without `/NAME`.
+fn whole(key: &str) -> Option<&'static str> {
     if key.len() > LONGEST || key.starts_with("sublet.") {
         return None;
     }
@@ -54,7 +66,7 @@ mod tests {
     use super::*;
 
     /// Keys that are meant for sublet, and the key that each stands for.
-    const OURS: [(&str, &str); 15] = [
+    const OURS: [(&str, &str); 18] = [
         ("Sublet.sm", "sm"),
         ("SUBLET.SM", "sm"),
         ("sublet_sm", "sm"),
@@ -70,9 +82,12 @@ mod tests {
         ("a-b.sublet.share", "share"),
         ("sublet.sublet.sm", "sm"),
         ("org.sublet_wait", "wait"),
+        ("Sublet.sm/web", "sm"),
+        ("sublet/sm/web", "sm"),
+        ("sublet_mig/caps", "mig-caps"),
     ];
 
-    const OTHERS: [&str; 24] = [
+    const OTHERS: [&str; 25] = [
         "",
         "sublet",
         "Sublet.",
@@ -89,6 +104,7 @@ mod tests {
         ".sublet.sm",
         "io..sublet.sm",
         "example.com/sublet.sm",
+        "example.com/sublet.sm/web",
         "container.apparmor.security.beta.kubernetes.io/sublet-gpu",
         "seccomp-profile.kubernetes.cri-o.io/sublet.gpu",
         "io.kubernetes.container.sublet.gpu",
@@ -129,6 +145,6 @@ mod tests {
 
     fn pattern() -> String {
         let keys = KEYS.map(|key| key.replace('-', "[._/-]")).join("|");
-        format!(r"^sublet\.|^(?i:([a-z0-9-]+\.)*sublet[._/-]({keys}))$")
+        format!(r"^sublet\.|^(?i:([a-z0-9-]+\.)*sublet[._/-]({keys}))(/.*)?$")
     }
 }

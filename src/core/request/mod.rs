@@ -18,6 +18,7 @@ use crate::share::{
 
 pub use annotations::{has_sublet_annotations, is_podman_infra, is_sandbox, parse};
 pub use error::{RequestError, Setting};
+pub(crate) use misspelt::addressed;
 
 /// What one container asks for, complete and free of contradictions.
 #[derive(Clone, Debug, PartialEq)]

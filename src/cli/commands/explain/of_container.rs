@@ -190,7 +190,7 @@ fn answer(found: &Found<'_>, whose: Whose, config: &Config) -> anyhow::Result<(V
     if let Some(lease) = found.lease {
         let inventory = inventory_for(whose, config)?;
         sections.push(held(lease, found.names.of(lease), &mut document));
-        sections.push(limits(lease, &inventory, &mut document));
+        sections.push(limits(lease, &inventory.with_left_out(), &mut document));
         sections.push(used(lease, &inventory, found.ledger, config, &mut document));
         sections.extend(mps_server(lease, config, &mut document)?);
         sections.extend(given(lease, &mut document));
