@@ -57,8 +57,8 @@ pub fn inspect(
             files = inventory.mounted_files(dir, &request.capabilities, config.driver.inject);
         }
         image.warnings = cuda_versions::warnings(&tree, spec, image.libraries(), &inventory.driver);
+        image.warnings.extend(not_served(request));
     }
-    image.warnings.extend(not_served(request));
     let (files, useless) = by_use(&tree, files)?;
     image.useless = useless;
     let points = mount_points::check_files(&tree, &files)?;

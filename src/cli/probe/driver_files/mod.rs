@@ -63,19 +63,18 @@ pub(super) fn find(driver: &Driver, version: &str, machine: Machine) -> Found {
         let below = |prefix: &String| format!("{prefix}{}", path.strip_prefix("/usr").unwrap_or(path));
         let named = driver.search.iter().map(below);
         let places = named.chain([path.to_owned()]).chain(beside.iter().map(below));
-        let mut found = places.filter_map(|place| resolve(root, &place));
-        let (needs, source) = found.find_map(|source| Some((described(&source)?, source)))?;
+        let (source, needs) = places.filter_map(|place| resolve(root, &place)).find_map(with_needs)?;
         Some(DriverFile { source, kind: FileKind::Data { path: path.into() }, capability, needs })
     }));
     Found { files, other_versions }
 }
 
-/// The library that a data file names by its path in the store of `NixOS`, if it does; `None`: it is no file.
-fn described(path: &Path) -> Option<Option<PathBuf>> {
-    let text = there(path, || elf::read(path, 0, LONGEST_DESCRIPTION)).filter(|text| !text.is_empty())?;
+/// A data file with the library that it names by its path in the store of `NixOS`, if it does; `None`: it is no file.
+fn with_needs(source: PathBuf) -> Option<(PathBuf, Option<PathBuf>)> {
+    let text = there(&source, || elf::read(&source, 0, LONGEST_DESCRIPTION)).filter(|text| !text.is_empty())?;
     let text = String::from_utf8_lossy(&text);
     let named = text.split(['"', '\n', '\0']).find(|word| word.starts_with("/nix/store/"));
-    Some(named.map(PathBuf::from))
+    Some((source, named.map(PathBuf::from)))
 }
 
 /// The installations in which files were found, each by the directory that has `lib` and `bin`. Their data files are there,
