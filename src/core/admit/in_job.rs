@@ -233,7 +233,7 @@ pub fn job_share(job: u64, uid: u32, config: &Config) -> Result<Option<JobShare>
 fn of_job(error: AdmitError, share: &JobShare, job: u64) -> AdmitError {
     let AdmitError::Refused(refusal) = error else { return error };
     let whole = share.mode == Mode::Exclusive;
-    JobError::NoPlace { job, whole, temporary: refusal.temporary, why: refusal.why }.into()
+    JobError::NoPlace { job, whole, temporary: refusal.temporary, why: refusal.message }.into()
 }
 
 fn job_of(cgroup: &JobCgroup, uid: u32) -> Job {

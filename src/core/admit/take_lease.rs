@@ -18,7 +18,7 @@ use crate::ledger::DaemonKey;
 use crate::ledger::{Freed, Init, Job, Lease, LeaseId, LeaseState, Ledger, LedgerError, Scan, Store};
 use crate::mps;
 use crate::oci;
-use crate::place::{Order, Placement, Refusal, named, place};
+use crate::place::{Order, Placement, Refusal, World, find, named, place};
 use crate::process::epoch_seconds;
 use crate::request::Request;
 
@@ -146,7 +146,7 @@ pub(super) fn take(
         made: false,
         strays_ended: false,
     };
-    let taken = search.run();
+    let taken = search.run().map_err(|error| search.advised(error));
     if local.config.mig.dynamic && taken.is_err() {
         dynamic_mig::give_up(&search.id, store, local.mig);
     } else if search.made {
@@ -251,6 +251,28 @@ impl Search<'_> {
         }
     }
 
+    /// `error`, which is the answer, with what would help. Nobody waits for the lock while that is worked out. It does not
+    /// help a job.
+    fn advised(&self, error: AdmitError) -> AdmitError {
+        match error {
+            AdmitError::Refused(bare) if !matches!(self.terms.rootfs, Rootfs::OfJob(_)) => {
+                AdmitError::Refused(self.refusal_now().unwrap_or(bare))
+            }
+            AdmitError::Unmade { refused, why, temporary } => {
+                AdmitError::Unmade { refused: Box::new(self.advised(*refused)), why, temporary }
+            }
+            error => error,
+        }
+    }
+
+    /// The refusal by what is written down now; `None` if there is room by now, or it cannot be read.
+    fn refusal_now(&self) -> Option<Box<Refusal>> {
+        let config = self.local.config;
+        let (inventory, ledger) = (fresh_inventory(config).ok()?, self.store.peek().ok()?);
+        let allowed = allowed(self.terms.limit, &inventory, config).ok()?;
+        place(self.request, &self.id, &allowed, &ledger, config).err()
+    }
+
     /// Has an instance created, once. Returns the inventory with it.
     fn make(&mut self, (order, refused): (Order, AdmitError)) -> Result<Inventory, AdmitError> {
         let made = dynamic_mig::make(order, &self.id, &self.candidate.container.name(), self.local.mig);
@@ -281,7 +303,7 @@ impl Search<'_> {
             if inventory.mig_changes != ledger.mig.count {
                 return Err(Look::Changed);
             }
-            let placement = place(request, &self.id, &allowed, ledger, config)
+            let placement = find(request, &self.id, World { inventory: &allowed, ledger, config })
                 .map_err(|refusal| self.refused(refusal, may_refresh, &allowed, ledger))?;
             let unconfirmed = !placement.mig_devices.is_empty() && !confirmed;
             if unconfirmed || placement.refresh_first && may_refresh {

@@ -25,7 +25,7 @@ mod want;
 use std::collections::BTreeSet;
 
 use fit::Fit;
-use want::{Misfit, World};
+use want::Misfit;
 
 use crate::config::Config;
 use crate::inventory::{Device, Inventory, LeftOut};
@@ -40,6 +40,7 @@ pub use fit_rules::client_limit;
 pub use refusal::Refusal;
 pub(crate) use select::selected;
 pub use select::{ambiguous, meant, named, only, rule, wants_mig};
+pub(crate) use want::World;
 
 /// The devices and the mode chosen for a request.
 #[derive(Clone, Debug, PartialEq)]
@@ -86,14 +87,12 @@ pub fn place(
     config: &Config,
 ) -> Result<Placement, Box<Refusal>> {
     let world = World { inventory, ledger, config };
-    let told = |placement: Placement| Placement {
-        neighbours: Some(neighbours(&placement.devices, id, ledger)),
-        ..placement
-    };
-    find(request, id, world).map(told).map_err(|mut refusal| {
-        for advice in advice::advice(request, id, world) {
+    find(request, id, world).map_err(|mut refusal| {
+        let room = refusal.open.take().map(|open| refusal::room_on(&open, world));
+        let left_out = left_out(request, world).filter(|_| !refusal.left_out);
+        for part in room.into_iter().chain(left_out).chain(advice::advice(request, id, world)) {
             refusal.message += "; ";
-            refusal.message += &advice;
+            refusal.message += &part;
         }
         refusal
     })
@@ -105,8 +104,8 @@ fn neighbours(devices: &[String], id: &LeaseId, ledger: &Ledger) -> usize {
     ledger.leases.iter().filter(beside).count()
 }
 
-/// [`place`], with the bare reason.
-fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, Box<Refusal>> {
+/// [`place`], with the bare reason, which is found in a fraction of the time.
+pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, Box<Refusal>> {
     let World { inventory, config, .. } = world;
     if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {
         let why =
@@ -116,12 +115,12 @@ fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, 
     let slots = select::slots(request, inventory, config).map_err(|why| {
         let left_out = left_out(request, world);
         let counted = matches!(request.devices, Devices::Any(_)) && !inventory.devices.is_empty();
-        let why = match left_out.as_str() {
-            "" => why,
-            left_out if counted => format!("{why}; {left_out}"),
-            left_out => left_out.to_owned(),
+        let why = match &left_out {
+            None => why,
+            Some(left_out) if counted => format!("{why}; {left_out}"),
+            Some(left_out) => left_out.clone(),
         };
-        let left_out = !left_out.is_empty();
+        let left_out = left_out.is_some();
         let refresh_first = left_out || wants_mig(request);
         Box::new(Refusal { refresh_first, left_out, temporary: left_out, ..Refusal::never(request, &why) })
     })?;
@@ -133,23 +132,24 @@ fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, 
         match choose(&slots, &verdicts, smallest, world) {
             // On larger devices alone the percentage would be more, and they did not have that much.
             Some((devices, _)) if smallest.is_some() && devices.iter().map(memory).min() != smallest => {}
-            Some((devices, fits)) => return Ok(placement(request, inventory, devices, &fits)),
+            Some((devices, fits)) => {
+                let placement = placement(request, inventory, devices, &fits);
+                let neighbours = Some(neighbours(&placement.devices, id, world.ledger));
+                return Ok(Placement { neighbours, ..placement });
+            }
             None => {}
         }
     }
     let mut refusal = refuse(request, &slots, &verdicts, world);
-    let left_out = left_out(request, world);
-    if !left_out.is_empty() {
-        refusal.message = format!("{}; {left_out}", refusal.message);
-        refusal.refresh_first = true;
-    }
+    refusal.refresh_first |= left_out(request, world).is_some();
     Err(Box::new(refusal))
 }
 
-/// Which GPUs are left out, of those that the request could have; empty: none.
-fn left_out(request: &Request, world: World<'_>) -> String {
-    let left_out = select::left_out(request, world.inventory, world.config);
-    refusal::some(left_out.map(LeftOut::sentence), "; ")
+/// Which GPUs are left out, of those that the request could have.
+fn left_out(request: &Request, world: World<'_>) -> Option<String> {
+    let mut left_out = select::left_out(request, world.inventory, world.config).peekable();
+    left_out.peek()?;
+    Some(refusal::some(left_out.map(LeftOut::sentence), "; "))
 }
 
 /// The possible memory sizes of the smallest of several devices, the largest first. A percentage refers to the smallest

@@ -2,7 +2,7 @@
 
 use super::bookings::{SERVER_BYTES, bookings};
 use super::select::wants_mig;
-use super::want::Misfit;
+use super::want::{Misfit, World};
 use crate::config::Config;
 use crate::inventory::Device;
 use crate::ledger::{Lease, Ledger};
@@ -18,23 +18,23 @@ const NAMED: usize = 4;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// One line: what was asked, what each device has left, who holds it, what would fit now.
+    /// One line: what was asked, what each device has left, who holds it; of [`super::place`] also what would fit now.
     pub message: String,
-    /// The message without what would help.
-    pub why: String,
     /// Whether waiting could help.
     pub temporary: bool,
     /// It depends on what NVML last reported, so a refresh may change it.
     pub refresh_first: bool,
     /// Whether the GPU asked for is left out of the inventory.
     pub left_out: bool,
+    /// The devices, by UUID, that may have more room later; `None` if that does not help.
+    pub(super) open: Option<Vec<String>>,
 }
 
 impl Refusal {
     /// A refusal that waiting does not change.
     pub(super) fn never(request: &Request, why: &str) -> Self {
         let message = format!("no place for {}: {why}", asked(request));
-        Self { why: message.clone(), message, temporary: false, refresh_first: false, left_out: false }
+        Self { message, temporary: false, refresh_first: false, left_out: false, open: None }
     }
 
     /// A refusal with the reasons in `misfits`, device by device.
@@ -45,18 +45,22 @@ impl Refusal {
         ledger: &Ledger,
         config: &Config,
     ) -> Self {
-        let why = format!("no place for {}: {}", asked(request), reasons(misfits, ledger, config));
-        let mut message = why.clone();
-        if temporary {
-            let open = misfits.iter().filter(|(_, misfit)| misfit.temporary);
-            let room: Vec<String> = open.filter_map(|(device, _)| room(device, ledger, config)).collect();
-            message += "; would fit now: ";
-            message += &if room.is_empty() { "nothing".to_owned() } else { some(room.into_iter(), ", or ") };
-            message += "; sublet.wait=60s waits for a place";
+        let open = misfits.iter().filter(|(_, misfit)| misfit.temporary);
+        Self {
+            temporary,
+            refresh_first: misfits.iter().any(|(_, misfit)| misfit.refresh),
+            open: temporary.then(|| open.map(|(device, _)| device.uuid.clone()).collect()),
+            ..Self::never(request, &reasons(misfits, ledger, config))
         }
-        let refresh_first = misfits.iter().any(|(_, misfit)| misfit.refresh);
-        Self { message, why, temporary, refresh_first, left_out: false }
     }
+}
+
+/// What the `open` devices would take now.
+pub(super) fn room_on(open: &[String], world: World<'_>) -> String {
+    let devices = open.iter().filter_map(|uuid| world.inventory.device(uuid));
+    let room: Vec<String> = devices.filter_map(|device| room(device, world.ledger, world.config)).collect();
+    let room = if room.is_empty() { "nothing".to_owned() } else { some(room.into_iter(), ", or ") };
+    format!("would fit now: {room}; sublet.wait=60s waits for a place")
 }
 
 /// Why each device does not serve it. What holds for several is said once.

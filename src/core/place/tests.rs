@@ -116,7 +116,8 @@ fn the_mode_is_the_requests_or_the_devices_or_the_default() {
 fn a_refusal_says_what_is_left_who_holds_it_and_what_would_fit() {
     let mut holder = leased(1, "GPU-0", 60_000, 16);
     holder.container.id = "3f2a9c1b2d4e5f60718293a4b5c6d7e8".into();
-    let refusal = refused(&mps(50_000, 8), &host(vec![device(0)]), &ledger(vec![holder]));
+    let (inventory, ledger) = (host(vec![device(0)]), ledger(vec![holder]));
+    let refusal = refused(&mps(50_000, 8), &inventory, &ledger);
     assert_eq!(
         refusal.message,
         "no place for mps, 50 % SM, 8 GiB on any GPU: GPU 0 (NVIDIA H200) has 40 % SM left \
@@ -125,6 +126,10 @@ fn a_refusal_says_what_is_left_who_holds_it_and_what_would_fit() {
     );
     assert!(refusal.temporary);
     assert!(!refusal.refresh_first);
+    // Who waits for a place and looks again, under the lock, does not work out what would fit.
+    let world = World { inventory: &inventory, ledger: &ledger, config: &Config::default() };
+    let bare = find(&mps(50_000, 8), &id(), world).unwrap_err().message;
+    assert_eq!(refusal.message.split_once("; would fit now").unwrap().0, bare);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use crate::share::{Isolation, Mode};
 
 /// The inventory, ledger and configuration that a request is compared with.
 #[derive(Clone, Copy)]
-pub(super) struct World<'a> {
+pub(crate) struct World<'a> {
     pub inventory: &'a Inventory,
     pub ledger: &'a Ledger,
     pub config: &'a Config,
