@@ -65,8 +65,9 @@ fn c3_in_other_namespaces_nothing_is_changed() {
     // Of a process that runs, and is not seen there.
     let writing = world.state_dir().join(format!(".names.json.{}-0.tmp", std::process::id()));
     std::fs::write(&writing, "").expect("a file");
-    let changing: [&[&str]; 6] = [
+    let changing: [&[&str]; 7] = [
         &["gc"],
+        &["gc", "--rebuild"],
         &["refresh"],
         &["drain", "0"],
         &["lease", "release", "--force", id],
@@ -162,6 +163,13 @@ fn assert_refused(world: &World, why: &str) {
     assert!(!refused.ok && refused.stderr.contains(why), "{why}: {refused:?}");
 }
 
+/// What is lost with its copy and its lock may have been replaced: nothing is given before root gives it up.
+fn rebuild(world: &World) {
+    assert_refused(world, "again, and sublet goes on");
+    let rebuilt = world.sublet(&["gc", "--rebuild"]);
+    assert!(rebuilt.status.success(), "{rebuilt:?}");
+}
+
 #[test]
 fn c3_a_ledger_that_is_gone_with_its_copy_is_rebuilt_from_what_is_left() {
     if skip_unless_root() {
@@ -174,13 +182,17 @@ fn c3_a_ledger_that_is_gone_with_its_copy_is_rebuilt_from_what_is_left() {
     let leases = world.leases();
     let daemon = daemon(&world);
     let files = ["ledger.json", "ledger.json.copy"];
-    for more in [&[][..], &["lock"], &["mps-nothing", "inventory.json"]] {
+    for more in [&[][..], &["mps-nothing", "inventory.json"]] {
         lose(&world, &[&files[..], more].concat());
         assert_refused(&world, "75");
         assert_eq!(world.leases(), leases, "{more:?}");
     }
+    lose(&world, &["ledger.json", "ledger.json.copy", "lock"]);
+    rebuild(&world);
+    assert_refused(&world, "75");
+    assert_eq!(world.leases(), leases);
     // Without the list of roots, the runtime's record is found through another container in the same root.
-    lose(&world, &["ledger.json", "ledger.json.copy", "roots", "lock"]);
+    lose(&world, &["ledger.json", "ledger.json.copy", "roots"]);
     assert_refused(&world, "75");
     assert_eq!(world.leases(), leases);
     assert!(is_alive(daemon));
@@ -188,13 +200,14 @@ fn c3_a_ledger_that_is_gone_with_its_copy_is_rebuilt_from_what_is_left() {
     world.assert_empty();
 }
 
-/// Checks it with a container that computes, and with one that does not.
+/// Checks it with a container that computes, and with one that does not; and where the daemon's directory is gone, so that
+/// it cannot be asked.
 #[test]
 fn c3_after_a_loss_a_daemon_whose_container_nobody_knows_is_left_alone_and_closes_its_gpu() {
     if skip_unless_root() {
         return;
     }
-    for program in [HOLD, SLEEP] {
+    for (program, more) in [(HOLD, None), (SLEEP, None), (HOLD, Some("mps")), (SLEEP, Some("mps"))] {
         let world = World::simulated("h200", "");
         let bundle = world.bundle("first", QUARTER, program);
         bundle.up();
@@ -202,10 +215,10 @@ fn c3_after_a_loss_a_daemon_whose_container_nobody_knows_is_left_alone_and_close
             bundle.event("info");
         }
         let daemon = daemon(&world);
-        for more in [&[][..], &["mps"]] {
-            lose(&world, &[&["ledger.json", "ledger.json.copy", "roots", "lock"], more].concat());
-            let other = world.bundle("other", WHOLE, SLEEP);
-            other.write();
+        lose(&world, &["ledger.json", "ledger.json.copy", "roots", "lock", more.unwrap_or("lock")]);
+        let other = world.bundle("other", WHOLE, SLEEP);
+        other.write();
+        for why in ["sublet gc --rebuild", "the ledger was lost"] {
             let mut create = world.command("sublet-runtime");
             create.arg("--root").arg(world.dir.path().join("another")).args(["create", "--bundle"]);
             // Output goes to a file, because a container that is created in spite of the error would keep a pipe open.
@@ -213,11 +226,16 @@ fn c3_after_a_loss_a_daemon_whose_container_nobody_knows_is_left_alone_and_close
             let create = create.arg(&other.dir).arg("other").stdin(Stdio::null()).stdout(Stdio::null());
             let refused = create.stderr(said).status().expect("it runs");
             let said = std::fs::read_to_string(other.dir.join("said")).expect("what it said");
-            let is_refused = !refused.success() && said.contains("the ledger was lost");
-            assert!(is_refused, "{program:?} {more:?}: {refused}: {said}");
+            assert!(!refused.success() && said.contains(why), "{program:?} {more:?}: {refused}: {said}");
+            let rebuilt = world.sublet(&["gc", "--rebuild"]);
+            assert!(rebuilt.status.success(), "{program:?} {more:?}: {rebuilt:?}");
             assert!(is_alive(daemon), "{program:?} {more:?}: it serves the container still");
         }
         bundle.down();
+        if more.is_some() {
+            let key = world.status()["mps"][0]["key"].as_str().expect("a daemon").to_owned();
+            assert!(world.sublet(&["mps", "stop", "--force", &key]).status.success());
+        }
         let later = world.bundle("later", QUARTER, SLEEP);
         let mut said = Vec::new();
         let opened = eventually(|| {

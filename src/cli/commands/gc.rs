@@ -13,8 +13,8 @@ use sublet_core::ledger::{Freed, LeaseId, Store};
 /// Arguments of `sublet gc`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Where another file system with a ledger was mounted at the state directory and is lost for ever: put the
-    /// containers that run into the one that is there now
+    /// Where the ledger is lost for ever, because the state directory was emptied or replaced, or its file system
+    /// unmounted, or because nothing is left in the PID namespace that it names: make it anew from what runs
     #[arg(long)]
     rebuild: bool,
     /// The container of this lease was deleted: end what it has left, and free it. For sublet's hook
@@ -33,7 +33,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     if arguments.rebuild {
-        let ((), freed) = Store::open(&config.state_dir)?.giving_up().change(|_| ())?;
+        let ((), freed) = Store::open(&config.state_dir)?.rebuilding().change(|_| ())?;
         say_freed(&freed);
     }
     // First, because it rebuilds a ledger that is lost.

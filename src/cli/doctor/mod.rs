@@ -101,7 +101,7 @@ pub struct Host<'a> {
 /// that where there is a ledger.
 fn whole(store: &Store) -> Result<Ledger, LedgerError> {
     let ledger = store.peek()?;
-    store.check_none_elsewhere(&ledger)?;
+    store.check_containers(&ledger)?;
     Ok(ledger)
 }
 

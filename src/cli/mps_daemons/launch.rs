@@ -13,7 +13,7 @@ use nix::unistd::{Pid, geteuid};
 use super::by_service::is_systemd_running;
 use super::detach::{self, Left};
 use super::logs::Logs;
-use sublet_core::ledger::{DaemonKey, FILE_SYSTEM_VARIABLE, FileSystem};
+use sublet_core::ledger::DaemonKey;
 use sublet_core::mps::control::Control;
 use sublet_core::mps::{MpsError, dirs};
 use sublet_core::process::child::{self, ChildError};
@@ -32,8 +32,6 @@ pub(super) struct Launch<'a> {
     /// The devices in the order in which its clients count them.
     pub devices: &'a [String],
     pub state_dir: &'a Path,
-    /// The file system with the ledger.
-    pub file_system: FileSystem,
     pub control: &'a Control,
     /// The logs from this start on.
     pub logs: &'a Logs<'a>,
@@ -91,14 +89,12 @@ impl Launch<'_> {
         matches!(started, Ok(status) if status.success())
     }
 
-    fn environment(&self) -> [(&'static str, String); 5] {
+    fn environment(&self) -> [(&'static str, String); 4] {
         [
             ("PATH", self.control.path()),
             ("CUDA_MPS_PIPE_DIRECTORY", dirs::pipe(self.key, self.state_dir).display().to_string()),
             ("CUDA_MPS_LOG_DIRECTORY", dirs::log(self.key, self.state_dir).display().to_string()),
             ("CUDA_VISIBLE_DEVICES", self.devices.join(",")),
-            // Where the ledger's file system is unmounted, this tells that it was there.
-            (FILE_SYSTEM_VARIABLE, self.file_system.to_string()),
         ]
     }
 

@@ -4,7 +4,6 @@
 mod below_runtime;
 mod by_service;
 mod compute_mode;
-mod containers_by_mount;
 mod daemon_list;
 mod detach;
 mod launch;

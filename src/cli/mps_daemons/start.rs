@@ -234,8 +234,8 @@ fn run_daemon(
     let (key, state_dir) = (&claim.key, config.state_dir.as_path());
     let deadline = Instant::now() + config.mps.start_timeout;
     let logs = Logs::from_now_on(key, state_dir);
-    let (devices, file_system) = (&claim.devices[..], store.file_system());
-    let warnings = Launch { key, devices, state_dir, file_system, control, logs: &logs, left }.start()?;
+    let devices = &claim.devices[..];
+    let warnings = Launch { key, devices, state_dir, control, logs: &logs, left }.start()?;
     let not_up = |why: &str| launch::not_up(&claim.devices, config.mps.start_timeout, why, &logs);
     wait_for_answer(key, control, deadline, config).map_err(|why| not_up(&why))?;
     let process = launch::find(&dirs::pipe(key, state_dir))?

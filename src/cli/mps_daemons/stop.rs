@@ -1,17 +1,20 @@
 //! `sublet mps stop KEY`: ends the daemon and undoes what was set up for it.
 
-use crate::probe;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::containers_by_mount::is_mounted;
 use super::{compute_mode, launch};
 use sublet_core::config::Config;
-use sublet_core::inventory::{self, Device, Inventory};
+use sublet_core::grant::{MPS_DEFAULT_DIR, MPS_DIR};
+use sublet_core::inventory;
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{DaemonState, StopClaim, Store};
 use sublet_core::mps::control::Control;
 use sublet_core::mps::lock::DaemonLock;
 use sublet_core::mps::{MpsError, dirs, limits_and_state};
+use sublet_core::process::shown_in;
 
 /// A process that starts or stops the daemon has nearly always finished by then. Otherwise the next command stops it.
 pub(super) const LOCK_LIMIT: Duration = Duration::from_millis(1500);
@@ -44,9 +47,10 @@ pub(super) fn stop_held(
     let process = daemon.as_ref().and_then(|daemon| daemon.process);
     let answers = daemon.as_ref().is_some_and(|daemon| daemon.state != DaemonState::Fault);
     let control = Control::new(key, config).ok().filter(|_| answers);
-    if let Some(daemon) = daemon.filter(|_| unexplained && !force) {
-        let clients = clients(&daemon.devices, control.as_ref(), config);
-        if clients != Some(0) || is_mounted(key, &config.state_dir, process) {
+    if daemon.is_some() && unexplained && !force {
+        // One whose directory is gone cannot be asked.
+        let clients = control.as_ref().and_then(|control| control.count_clients().ok());
+        if clients != Some(0) || is_mounted(key, &config.state_dir) {
             // If it ended, new processes of those containers would run without any limit.
             limits_and_state::note(store, key, |daemon| daemon.state = DaemonState::Serving)?;
             return Ok(vec![format!(
@@ -77,21 +81,20 @@ pub(super) fn stop_held(
     Ok(warnings.into_iter().collect())
 }
 
-/// The number of clients of a daemon for `devices`. If it does not answer, for example because its directory is gone,
-/// the number of contexts on them other than its servers'. `None` if neither is known.
-fn clients(devices: &[String], control: Option<&Control>, config: &Config) -> Option<usize> {
-    let told = control.and_then(|control| control.count_clients().ok());
-    told.or_else(|| contexts(devices, &probe::probe(config).ok()?))
-}
-
-/// The number of contexts on `devices` that are not MPS servers', or on any device if `devices` is empty. `None` if
-/// one of the devices does not exist.
-fn contexts(devices: &[String], inventory: &Inventory) -> Option<usize> {
-    let on = |device: &Device| device.processes.iter().filter(|process| !process.mps_server).count();
-    if devices.is_empty() {
-        return Some(inventory.devices.iter().map(on).sum());
-    }
-    devices.iter().map(|uuid| inventory.device(uuid).map(on)).sum()
+/// Whether a process has the directory of `key` mounted where containers have theirs, also if it does not compute now. If
+/// this cannot be found out, the answer is yes.
+fn is_mounted(key: &DaemonKey, state_dir: &Path) -> bool {
+    let inode = |dir: PathBuf| fs::metadata(dir).ok().map(|meta| (meta.dev(), meta.ino()));
+    let (Some(own), Ok(entries)) = (inode(key.public(state_dir)), fs::read_dir("/proc")) else { return true };
+    entries.flatten().map(|entry| shown_in(entry.path())).any(|process| {
+        // The fifth field is the mount point (proc(5), mountinfo).
+        let mounts = fs::read_to_string(process.join("mountinfo")).unwrap_or_default();
+        let mut at = mounts.lines().filter_map(|line| line.split(' ').nth(4));
+        at.any(|at| {
+            [MPS_DIR, MPS_DEFAULT_DIR].contains(&at)
+                && inode(process.join("root").join(at.trim_start_matches('/'))) == Some(own)
+        })
+    })
 }
 
 /// Whether a daemon of `key` exists or may have existed: one to stop, or one that is stopped already.

@@ -18,22 +18,18 @@ use super::{Lease, Ledger, Store, VolumeFiles};
 const LIMIT: Duration = Duration::from_secs(2);
 const NAP: Duration = Duration::from_millis(1);
 
-/// Held until dropped. The kernel releases it if the process is killed.
-pub(crate) struct ClearingLock {
-    _file: Flock<File>,
-}
-
 impl Store {
-    /// Waits up to 2 s until no other process removes what containers left, and keeps others from it.
+    /// Waits up to 2 s until no other process removes what containers left, and keeps others from it until what this
+    /// returns is dropped. The kernel releases it if the process is killed.
     ///
     /// # Errors
     /// The lock cannot be opened, or is not free in time.
-    pub(crate) fn clearing(&self) -> io::Result<ClearingLock> {
-        let mut file = lock::open(&self.clearing_file())?;
+    pub(crate) fn clearing(&self) -> io::Result<Flock<File>> {
+        let mut file = lock::open(&self.state_dir.join("clearing.lock"))?;
         let deadline = Instant::now() + LIMIT;
         loop {
             file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-                Ok(lock) => return Ok(ClearingLock { _file: lock }),
+                Ok(lock) => return Ok(lock),
                 Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
                 Err((_, errno)) => return Err(errno.into()),
             };

@@ -4,7 +4,6 @@ use std::io;
 use std::path::Path;
 
 use super::SCHEMA_WITH_LISTS;
-use super::file_system::Unmounted;
 use crate::text::safe;
 
 /// Why the ledger could not be read or changed.
@@ -44,7 +43,8 @@ pub enum LedgerError {
     #[error(
         "the ledger's process ids belong to {theirs}, but this process is in {ours}, where running \
          containers seem to have ended, so nothing was changed; run the command on the host (in a \
-         container: --pid=host), or where the ledger's containers run"
+         container: --pid=host), or where the ledger's containers run; if nothing runs there any more, \
+         `sublet gc --rebuild` on the host makes the ledger anew from what runs"
     )]
     Elsewhere {
         /// The ledger's namespaces.
@@ -61,9 +61,18 @@ pub enum LedgerError {
         /// What the system said.
         source: io::Error,
     },
-    /// There is no ledger, but what runs has its lease in a ledger on another file system.
-    #[error(transparent)]
-    Unmounted(Box<Unmounted>),
+    /// It does not have what a ledger in this directory had since boot: that one was unmounted, emptied or replaced.
+    #[error(
+        "the ledger in the state directory {path} is not that of {what}: the directory was emptied or replaced, or a file \
+         system was mounted or unmounted there (`findmnt -T {path}`), so nothing was changed: put or mount the former one \
+         there again, and sublet goes on; if it is lost for ever, `sublet gc --rebuild` makes the ledger anew from what runs"
+    )]
+    Unmounted {
+        /// The state directory.
+        path: String,
+        /// A container, an MPS daemon, or what they left there.
+        what: String,
+    },
     /// Another file system has taken the place of the one with the ledger while this process worked.
     #[error(
         "a file system was mounted or unmounted at the state directory {path}, or the directory was removed, while this \

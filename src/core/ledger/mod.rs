@@ -1,16 +1,15 @@
 //! Leases and MPS daemons, on disk in `ledger.json`, changed only under one lock.
 
+mod annotation;
 mod binding;
 mod cgroup;
 mod clearing;
 mod daemon_claims;
 mod daemon_devices;
-mod daemon_key;
 mod default_limits;
 mod dynamic_mig_instances;
 mod error;
 mod events_of_change;
-mod file_system;
 #[cfg(test)]
 mod formats;
 #[cfg(feature = "fixtures")]
@@ -30,7 +29,6 @@ mod namespaces;
 mod process_owner;
 mod queries;
 mod rebuild;
-mod remembered_leases;
 mod runtime_record;
 mod runtime_roots;
 mod signs_of_life;
@@ -40,19 +38,17 @@ mod stored;
 mod stress;
 mod unmounted;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 pub use binding::{Binding, NotBound, TooManyUnbound};
 pub use daemon_claims::{StartClaim, StopClaim};
-pub use daemon_key::DaemonKey;
 pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 #[cfg(any(test, feature = "fixtures"))]
 pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
 pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use error::LedgerError;
-pub use file_system::{FileSystem, Unmounted};
 pub use lease_state::LeaseState;
 pub(crate) use liveness::Scan;
 pub(crate) use mig_changes::gpus_under_change;
@@ -66,7 +62,6 @@ pub use runtime_record::Record;
 pub use runtime_record::read_up_to;
 pub use store::{Freed, Store};
 pub use store::{is_there, written};
-pub use unmounted::FILE_SYSTEM_VARIABLE;
 
 use crate::inventory::ComputeMode;
 use crate::process::Process;
@@ -85,12 +80,6 @@ pub const LEASE_ANNOTATION: &str = "sublet.lease";
 /// It is not read while the ledger is intact. runc and crun keep the annotations with their record of a container, so
 /// that a lost ledger can be rebuilt from the containers that run.
 pub const LEASE_RECORD_ANNOTATION: &str = "sublet.lease.record";
-/// The directory of the ledger for leases without [`STATE_DIR`] in their annotation (`state_dir` of the configuration).
-const DEFAULT_STATE_DIR: &str = "/run/sublet";
-/// The key in that annotation for the ledger's directory. A host may have several ledgers, but runtimes keep the
-/// records of all containers together.
-const STATE_DIR: &str = "state_dir";
-
 /// The annotation with the other edits for a share in a config.json. They are removed first if the bundle is run again.
 pub(crate) const LEASE_EDITS_ANNOTATION: &str = "sublet.lease.edits";
 
@@ -339,6 +328,31 @@ pub struct Init {
     /// The inode of that directory, by which it is told from a later one of the same name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup_inode: Option<u64>,
+}
+
+/// A daemon's name: the device's UUID (shared) or the lease id (dedicated).
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct DaemonKey(pub String);
+
+impl DaemonKey {
+    /// The daemon's own directory. Other users can only pass through it to `public/`.
+    #[must_use]
+    pub fn dir(&self, state_dir: &Path) -> PathBuf {
+        state_dir.join("mps").join(&self.0)
+    }
+
+    /// The directory that containers see. It holds a hard link to `control` and nothing else.
+    #[must_use]
+    pub fn public(&self, state_dir: &Path) -> PathBuf {
+        self.dir(state_dir).join("public")
+    }
+}
+
+impl std::fmt::Display for DaemonKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(&self.0)
+    }
 }
 
 /// One MPS control daemon that sublet started.

@@ -60,25 +60,19 @@ impl Namespaces {
     }
 
     /// Whether a process in them sees every process of the host, with its real start time.
-    fn are_the_first(self) -> bool {
+    pub(super) fn are_the_first(self) -> bool {
         self.pid == FIRST_PID && matches!(self.time, 0 | FIRST_TIME)
     }
 
-    /// Whether no process is left in them, as far as `ours` shows. When the first process of a PID namespace ends, all
-    /// others in it and below it end (`pid_namespaces(7)`).
-    fn are_left_by_all(self, ours: Self) -> bool {
-        let Ok(entries) = fs::read_dir("/proc") else { return false };
-        if !ours.are_the_first() {
-            return false;
+    /// Whether what was recorded in them is valid in `ours`.
+    ///
+    /// # Errors
+    /// [`LedgerError::Elsewhere`].
+    pub(super) fn check(self, ours: Self) -> Result<(), LedgerError> {
+        if self == ours {
+            return Ok(());
         }
-        let is_pid = |name: &[u8]| name.iter().all(u8::is_ascii_digit);
-        entries
-            .filter(|entry| entry.as_ref().map_or(true, |entry| is_pid(entry.file_name().as_encoded_bytes())))
-            .all(|entry| match entry.and_then(|entry| Self::of(&entry.path().join("ns"))) {
-                Ok(its) => its != self,
-                // It ended meanwhile. A zombie has no namespaces either.
-                Err(error) => error.kind() == io::ErrorKind::NotFound,
-            })
+        Err(LedgerError::Elsewhere { theirs: self.to_string(), ours: ours.to_string() })
     }
 }
 
@@ -105,59 +99,26 @@ impl Ledger {
     /// Whether its process ids are valid in `ours`. A ledger that names no process is valid everywhere.
     ///
     /// # Errors
-    /// They belong to other namespaces, or this is unknown.
+    /// They belong to other namespaces, or to unknown ones.
     pub(super) fn check_namespaces(&self, ours: Namespaces) -> Result<(), LedgerError> {
-        if !self.names_processes() {
-            return Ok(());
-        }
         match self.namespaces {
-            Some(theirs) => same(theirs, ours),
-            // It was written by a version that did not record them, or rebuilt without its copy.
-            None if ours.are_the_first() || self.has_living() => Ok(()),
+            _ if !self.names_processes() => Ok(()),
+            Some(theirs) => theirs.check(ours),
             None => Err(LedgerError::Elsewhere { theirs: "unknown ones".to_owned(), ours: ours.to_string() }),
         }
     }
-
-    /// Whether a process that it names runs here. It is very unlikely that another process has the same id and start
-    /// time.
-    fn has_living(&self) -> bool {
-        let inits = self.leases.iter().filter_map(|lease| lease.init.as_ref()).map(|init| init.process);
-        let owners = self.leases.iter().map(|lease| lease.owner);
-        let daemons = self.daemons.iter().filter_map(|daemon| daemon.process);
-        inits.chain(owners).chain(daemons).any(|process| process.is_alive())
-    }
-}
-
-/// Whether what was recorded in `theirs` is valid in `ours`.
-pub(super) fn same(theirs: Namespaces, ours: Namespaces) -> Result<(), LedgerError> {
-    if theirs == ours || theirs.are_left_by_all(ours) {
-        return Ok(());
-    }
-    Err(LedgerError::Elsewhere { theirs: theirs.to_string(), ours: ours.to_string() })
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::fixture::lease;
     use super::*;
-    use crate::ledger::Lease;
-    use crate::process::Process;
+    use crate::ledger::{Lease, Store};
 
     const HERE: Namespaces = Namespaces { pid: 5, time: 6 };
 
     fn ledger(leases: Vec<Lease>, namespaces: Option<Namespaces>) -> Ledger {
         Ledger { namespaces, leases, ..Ledger::empty("boot") }
-    }
-
-    #[test]
-    fn ours_are_told_and_those_of_the_host_are_left_by_nobody() {
-        let ours = Namespaces::current().unwrap();
-        assert!(ours.pid != 0);
-        assert!(!ours.are_left_by_all(ours));
-        // No namespace can have this inode. (If not every process may be examined, the answer is unknown.)
-        let nowhere = Namespaces { pid: 1, time: 0 };
-        assert!(!nowhere.are_left_by_all(ours) || ours.are_the_first());
-        assert!(!nowhere.are_left_by_all(HERE), "who does not see all processes cannot tell");
     }
 
     #[test]
@@ -173,13 +134,32 @@ mod tests {
         }
     }
 
+    /// Whether anything of such a ledger still runs is only seen from a host's first namespaces, and only a person says
+    /// that nothing does.
     #[test]
-    fn a_ledger_that_does_not_say_is_ours_where_something_in_it_lives_or_everything_can_be_seen() {
-        let mut old = ledger(vec![lease(1, "GPU-a")], None);
-        assert!(old.check_namespaces(HERE).is_err());
-        assert!(old.check_namespaces(Namespaces { pid: FIRST_PID, time: FIRST_TIME }).is_ok());
-        assert!(old.check_namespaces(Namespaces { pid: FIRST_PID, time: 7 }).is_err());
-        old.leases[0].owner = Process::current().unwrap();
-        assert!(old.check_namespaces(HERE).is_ok());
+    fn a_ledger_of_namespaces_that_are_gone_is_refused_until_the_hosts_root_gives_it_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = || Store::open(dir.path()).unwrap();
+        let boot_id = store().peek().unwrap().boot_id;
+        let nowhere = Namespaces { pid: 1, time: 0 };
+        let left = Ledger {
+            boot_id,
+            drained: vec!["GPU-b".into()],
+            ..ledger(vec![lease(1, "GPU-a")], Some(nowhere))
+        };
+        std::fs::write(dir.path().join("ledger.json"), serde_json::to_vec(&left).unwrap()).unwrap();
+        let refused = store().change(|_| ()).unwrap_err();
+        assert!(refused.is_elsewhere() && refused.to_string().contains("sublet gc --rebuild"), "{refused}");
+        let unknown = Ledger { namespaces: None, ..left.clone() };
+        assert!(unknown.check_namespaces(Namespaces::current().unwrap()).unwrap_err().is_elsewhere());
+        let given_up = store().rebuilding().change(|_| ());
+        if Namespaces::current().unwrap().are_the_first() {
+            given_up.unwrap();
+            let now = store().read().unwrap();
+            assert_eq!((now.leases.len(), &now.drained[..], now.lost), (0, &["GPU-b".to_owned()][..], true));
+        } else {
+            assert!(given_up.unwrap_err().is_elsewhere());
+            assert_eq!(store().peek().unwrap(), left);
+        }
     }
 }

@@ -2,10 +2,7 @@
 
 use std::path::Path;
 
-use super::{
-    Container, DEFAULT_STATE_DIR, DefaultLimits, DefaultMemoryLimit, Lease, LeaseId, Ledger, MpsDaemon,
-    SCHEMA, STATE_DIR,
-};
+use super::{Container, DefaultLimits, DefaultMemoryLimit, Lease, LeaseId, Ledger, MpsDaemon, SCHEMA};
 use crate::ledger::DaemonKey;
 use crate::share::{Percent, bytes_of_process, sm_of_process};
 use crate::text::safe;
@@ -183,25 +180,6 @@ impl Lease {
         let clients = if own { self.processes.max(1) } else { 1 };
         let sm = self.sm.map_or(Percent::WHOLE, |sm| sm_of_process(sm, clients));
         DefaultLimits { sm, memory: DefaultMemoryLimit::of_each(self.memory_bytes, self.processes) }
-    }
-
-    /// The value of [`super::LEASE_RECORD_ANNOTATION`], in the ledger of `state_dir`.
-    #[must_use]
-    pub fn to_annotation(&self, state_dir: &Path) -> String {
-        self.annotation(state_dir, None)
-    }
-
-    /// [`Lease::to_annotation`] with one more key and its value.
-    pub(super) fn annotation(&self, state_dir: &Path, further: Option<(&str, String)>) -> String {
-        let mut value = serde_json::to_value(self).unwrap_or_default();
-        if let Some((lease, (key, named))) = value.as_object_mut().zip(further) {
-            lease.insert(key.to_owned(), named.into());
-        }
-        if let Some(lease) = value.as_object_mut().filter(|_| state_dir != Path::new(DEFAULT_STATE_DIR)) {
-            lease.insert(STATE_DIR.to_owned(), state_dir.to_string_lossy().into());
-        }
-        // Serializing fails only for maps whose keys are not strings, and a lease has none.
-        serde_json::to_string(&value).unwrap_or_default()
     }
 }
 

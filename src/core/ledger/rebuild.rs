@@ -58,42 +58,76 @@ pub(super) fn rebuild(
     Ok(ledger)
 }
 
-/// Evidence that there was a ledger since boot, although there is none now: it was lost. Without such evidence, there
-/// was none yet.
+/// Keeps what users and sublet have set, as far as it can be read in a ledger of another version.
+pub(super) fn salvage(path: &Path, ledger: &mut Ledger) {
+    let content = crate::fs::trusted::read_if_trusted(path, LARGEST).unwrap_or_default();
+    let Ok(serde_json::Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
+    let mut list = |name| old.remove(name).unwrap_or_default();
+    ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();
+    if list("boot_id") == ledger.boot_id.as_str() {
+        ledger.compute_modes = serde_json::from_value(list("compute_modes")).unwrap_or_default();
+        ledger.mig = serde_json::from_value(list("mig")).unwrap_or_default();
+    }
+}
+
+/// What shows that there was a ledger since boot, where neither it nor its copy or lock is there now.
 ///
 /// # Errors
 /// As [`rebuild`].
 pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Result<Option<String>, LedgerError> {
-    let name = |path: &Path| safe(&path.to_string_lossy());
     let further = state_dir.join(FURTHER_ROOTS);
-    match further_roots(state_dir) {
-        Ok(roots) if roots.is_empty() => {}
-        Ok(_) => return Ok(Some(format!("{} is there", name(&further)))),
-        Err(error) => return Ok(Some(format!("{} cannot be read: {error}", name(&further)))),
+    if !further_roots(state_dir).map_err(|error| failed("read", &further, error))?.is_empty() {
+        return Ok(Some(format!("the containers' roots in {}", safe(&further.to_string_lossy()))));
     }
     // The directories alone prove nothing, because a command that only asks creates them for their lock. A daemon also
     // writes its pid.
     for daemon in entries(&state_dir.join("mps"))? {
         let written = fs::symlink_metadata(daemon.join(PID_FILE));
         if !written.is_err_and(|error| is_absent(&error)) {
-            return Ok(Some(format!("{} belonged to an MPS daemon", name(&daemon))));
+            return Ok(Some(format!("the MPS daemon of {}", safe(&daemon.to_string_lossy()))));
         }
     }
-    if let Some((_, daemon)) = running_daemons(state_dir)?.first() {
-        return Ok(Some(format!("its MPS daemon {} runs", daemon.pid)));
-    }
     if let Some(job) = of_live_jobs(state_dir)?.into_iter().find_map(|lease| lease.job) {
-        return Ok(Some(format!("there is a copy of the lease of job {}, which runs", job.id)));
+        return Ok(Some(format!("job {}, which runs", job.id)));
     }
+    what_runs(state_dir, root)
+}
+
+/// An MPS daemon or a container that runs and has its lease in a ledger of `state_dir`.
+///
+/// # Errors
+/// As [`rebuild`].
+pub(super) fn what_runs(state_dir: &Path, root: Option<&Path>) -> Result<Option<String>, LedgerError> {
+    match running_daemons(state_dir)?.first() {
+        Some((_, daemon)) => Ok(Some(format!("MPS daemon {}", daemon.pid))),
+        None => running_container(state_dir, root, |_| true),
+    }
+}
+
+/// Such a container, if its record `is_meant`.
+///
+/// # Errors
+/// As [`rebuild`].
+pub(super) fn running_container(
+    state_dir: &Path,
+    root: Option<&Path>,
+    is_meant: impl Fn(&Record) -> bool,
+) -> Result<Option<String>, LedgerError> {
     for root in roots(state_dir, root)? {
         for dir in entries(&root)? {
-            let record = trusted_record(&dir)?.filter(|record| record.lease.is_some());
-            if record.is_some_and(|record| is_of(&record, state_dir)) {
-                return Ok(Some(format!("{} is the record of a container with a share", name(&dir))));
+            let Some(record) = trusted_record(&dir)?.filter(|record| record.lease.is_some()) else {
+                continue;
+            };
+            if is_of(&record, state_dir) && is_meant(&record) && runs(&record) {
+                return Ok(Some(format!("the container of {}", safe(&dir.to_string_lossy()))));
             }
         }
     }
     Ok(None)
+}
+
+fn runs(record: &Record) -> bool {
+    record.init.is_alive() || has_processes(&init_of(record))
 }
 
 /// UUIDs of devices with processes that are not attributable to any lease of `ledger`.
@@ -154,7 +188,7 @@ fn leases_in(root: &Path, state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
 ///
 /// # Errors
 /// It cannot be read. It may be that of a container with a share.
-pub(super) fn trusted_record(dir: &Path) -> Result<Option<Record>, LedgerError> {
+fn trusted_record(dir: &Path) -> Result<Option<Record>, LedgerError> {
     match fs::symlink_metadata(dir) {
         Ok(meta) if meta.is_dir() && crate::fs::trusted::is_trusted_owner(meta.uid()) => {}
         Err(error) if !is_absent(&error) => return Err(failed("read", dir, error)),
@@ -173,7 +207,7 @@ pub(super) fn trusted_record(dir: &Path) -> Result<Option<Record>, LedgerError> 
 }
 
 /// Whether the container's lease belongs to the ledger of `state_dir`, and not to another one on this host.
-pub(super) fn is_of(record: &Record, state_dir: &Path) -> bool {
+fn is_of(record: &Record, state_dir: &Path) -> bool {
     record.restorable.as_deref().is_none_or(|text| Lease::is_annotation_of(text, state_dir))
 }
 
@@ -217,7 +251,7 @@ fn daemons(state_dir: &Path, ledger: &Ledger) -> Result<Vec<MpsDaemon>, LedgerEr
 ///
 /// # Errors
 /// A process cannot be examined.
-pub(super) fn running_daemons(state_dir: &Path) -> Result<Vec<(DaemonKey, Process)>, LedgerError> {
+fn running_daemons(state_dir: &Path) -> Result<Vec<(DaemonKey, Process)>, LedgerError> {
     let ours = state_dir.join("mps");
     let mut found = Vec::new();
     for entry in entries(Path::new("/proc"))? {
@@ -288,7 +322,7 @@ fn visible_devices(pid: i32) -> Vec<String> {
 ///
 /// # Errors
 /// The environment cannot be read.
-pub(super) fn variable(pid: i32, name: &str) -> Result<Option<String>, LedgerError> {
+fn variable(pid: i32, name: &str) -> Result<Option<String>, LedgerError> {
     let environment = of_process(pid, "environ")?;
     let value = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(name.as_bytes()));
     Ok(value.and_then(|value| String::from_utf8(value.to_owned()).ok()))

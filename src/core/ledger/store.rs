@@ -2,19 +2,19 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::error::{failed, text};
 use super::events_of_change;
-use super::file_system::FileSystem;
 use super::known::{Known, Last};
 use super::liveness::{Alive, Scan, reclaim};
 use super::lock;
 use super::lock_mark::Mark;
-use super::namespaces::{self, Namespaces};
-use super::rebuild::{inventory, rebuild, trace, unexplained};
+use super::namespaces::Namespaces;
+use super::rebuild::{inventory, rebuild, salvage, trace, unexplained, what_runs};
 use super::runtime_record::{LARGEST, read_up_to};
 use super::runtime_roots::remember_roots;
 use super::stored::{self, NotALedger, parse};
@@ -25,7 +25,6 @@ use crate::fs::trusted;
 use crate::host::boot_id;
 use crate::process::uptime_seconds;
 use crate::text::safe;
-use serde_json::Value;
 
 const LEDGER: &str = "ledger.json";
 const COPY: &str = "ledger.json.copy";
@@ -35,10 +34,10 @@ pub struct Store {
     pub(super) state_dir: PathBuf,
     /// Where the caller's runtime keeps its records.
     pub(super) root: Option<PathBuf>,
-    /// That of the state directory, when the store was opened.
-    pub(super) file_system: FileSystem,
-    /// Whether a ledger that was on another file system is given up.
-    pub(super) given_up: bool,
+    /// That of the state directory when the store was opened, by its device number (`st_dev`).
+    pub(super) file_system: u64,
+    /// Whether a change first makes the ledger anew from what runs.
+    pub(super) rebuilds: bool,
     /// What was read or written last.
     pub(super) last: Last,
 }
@@ -51,8 +50,7 @@ struct Beginning {
     start: Arc<Ledger>,
     /// Whether the file says the same.
     is_stored: bool,
-    /// What the file says, if it is sound and still not where to start: it is of an earlier boot, or does not have the
-    /// leases of a ledger that is given up.
+    /// What the file says, if it is of an earlier boot.
     old: Option<Arc<Ledger>>,
     /// That the ledger was lost and rebuilt.
     lost: Option<Event>,
@@ -84,12 +82,12 @@ impl Store {
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
         let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
         trusted::make(state_dir).map_err(unusable)?;
-        let file_system = FileSystem::of(state_dir).map_err(|error| failed("read", state_dir, error))?;
+        let meta = fs::metadata(state_dir).map_err(|error| failed("read", state_dir, error))?;
         Ok(Self {
             state_dir: state_dir.to_owned(),
             root: None,
-            file_system,
-            given_up: false,
+            file_system: meta.dev(),
+            rebuilds: false,
             last: Last::default(),
         })
     }
@@ -142,8 +140,8 @@ impl Store {
     ///
     /// Also removes temporary files that killed processes left in the state directory.
     ///
-    /// An unreadable or missing ledger is rebuilt from its copy and from what runs. One unreadable file is kept beside
-    /// it as `ledger.json.corrupt-<seconds since the epoch>`.
+    /// An unreadable or missing ledger is rebuilt from its copy and from what runs, if its copy or its lock shows that it
+    /// was in this directory. One unreadable file is kept beside it as `ledger.json.corrupt-<seconds since the epoch>`.
     ///
     /// # Errors
     /// The lock cannot be taken within 5 s, the file cannot be read or written, a newer version wrote it, or its process
@@ -193,16 +191,16 @@ impl Store {
         let place = self.place(&lock)?;
         let Beginning { old, start, is_stored, lost } = match loaded {
             Loaded::Missing => Beginning::not_stored(Ledger::empty(&boot), None),
-            Loaded::Sound(ledger) if ledger.boot_id == boot && !self.given_up => Beginning::stored(ledger),
+            Loaded::Sound(ledger) if self.rebuilds => {
+                let last = (ledger.boot_id == boot).then(|| Ledger::clone(&ledger));
+                self.rebuilt("it is given up", last, ours, mark.as_ref(), &place)?
+            }
+            Loaded::Sound(ledger) if ledger.boot_id == boot => Beginning::stored(ledger),
             Loaded::Sound(ledger) => {
-                let start = self.with_those_of_given_up(of_this_boot(&ledger, &boot))?;
+                let start = of_this_boot(&ledger, &boot);
                 Beginning { old: Some(ledger), ..Beginning::not_stored(start, None) }
             }
-            Loaded::Corrupt(why) => {
-                let ledger = self.rebuilt(&why, &boot, ours, mark.as_ref(), &place)?;
-                let lost = events_of_change::rebuilt(&ledger, &why);
-                Beginning::not_stored(ledger, Some(lost))
-            }
+            Loaded::Corrupt(why) => self.rebuilt(&why, self.last(&boot)?, ours, mark.as_ref(), &place)?,
         };
         start.check_namespaces(ours)?;
         // Not before: elsewhere the processes that write those files seem to have ended.
@@ -220,7 +218,7 @@ impl Store {
         }
         after.note_idle(uptime_seconds);
         after.namespaces = after.names_processes().then_some(ours);
-        if mark.is_none() && after.namespaces.is_some() {
+        if mark.is_none() && after.namespaces.is_some() && !self.rebuilds {
             self.check_containers(&after)?;
         }
         let mut events: Vec<Event> = lost.into_iter().collect();
@@ -275,16 +273,6 @@ impl Store {
 
     fn lock_file(&self) -> PathBuf {
         self.state_dir.join("lock")
-    }
-
-    pub(super) fn clearing_file(&self) -> PathBuf {
-        self.state_dir.join("clearing.lock")
-    }
-
-    /// The path of the unreadable ledger during the rebuild. Without it, a crash in between would leave no ledger,
-    /// which would mean an empty one.
-    fn aside(&self) -> PathBuf {
-        self.state_dir.join("ledger.json.rebuilding")
     }
 
     /// A copy of what was written last. If the ledger is lost, leases that root's runtimes have no record of (pending
@@ -344,96 +332,109 @@ impl Store {
         };
         let boot = Self::boot_id()?;
         if ledger.boot_id != boot {
-            if Mark::read_in(&self.lock_file(), &boot).is_some() {
+            if self.is_marked()? {
                 return Ok(Loaded::Corrupt(
                     "it was written in an earlier boot, but its lock names a ledger of this boot".into(),
                 ));
             }
-            // What has run since boot may have its leases elsewhere.
-            self.check_file_system()?;
+            // What has run since boot has its leases elsewhere.
+            if let Some(what) = self.sign(what_runs)? {
+                return self.begun_or_unmounted(what);
+            }
         }
         self.last.is(Known { file, ledger: ledger.clone() });
         Ok(Loaded::Sound(ledger))
     }
 
-    /// What a missing ledger means: a loss, if there is evidence of an earlier one. Otherwise there was none yet.
+    /// What a missing ledger means: a loss, if its copy or its lock is there. Otherwise there was none yet.
     fn missing(&self) -> Result<Loaded, LedgerError> {
-        for (path, why) in [(self.aside(), "an earlier rebuild did not finish"), (self.copy(), "it is gone")]
-        {
-            match fs::symlink_metadata(&path) {
-                Ok(_) => return Ok(Loaded::Corrupt(why.into())),
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(failed("read", &path, error)),
-            }
+        match fs::symlink_metadata(self.copy()) {
+            Ok(_) => return Ok(Loaded::Corrupt("it is gone".into())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(failed("read", &self.copy(), error)),
         }
-        let marked = Mark::read_in(&self.lock_file(), &Self::boot_id()?).is_some();
-        if !marked {
-            self.check_file_system()?;
+        if self.is_marked()? {
+            return Ok(Loaded::Corrupt("it is missing, but its lock names it".into()));
         }
-        let found = if marked {
-            Some("it is missing, but its lock names it".to_owned())
-        } else {
-            trace(&self.state_dir, self.root.as_deref())?
-        };
-        Ok(found.map_or(Loaded::Missing, |what| {
-            Loaded::Corrupt(format!("it and its copy are missing, but {what}"))
-        }))
+        match self.sign(trace)? {
+            Some(what) => self.begun_or_unmounted(what),
+            None if self.rebuilds => Ok(Loaded::Corrupt("it is given up".into())),
+            None => Ok(Loaded::Missing),
+        }
     }
 
-    /// Rebuilds the ledger, writes it and keeps the unreadable file.
+    /// The ledger, if another process has begun it since it was looked for.
+    fn begun_or_unmounted(&self, what: String) -> Result<Loaded, LedgerError> {
+        if self.is_marked()? { self.load() } else { Err(self.unmounted(what)) }
+    }
+
+    /// Whether the lock says that there is a ledger of this boot.
+    fn is_marked(&self) -> Result<bool, LedgerError> {
+        Ok(Mark::read_in(&self.lock_file(), &Self::boot_id()?).is_some())
+    }
+
+    /// Rebuilds the ledger from `last`, if it is known what the ledger said, and from what runs, writes it and keeps the
+    /// unusable file.
     fn rebuilt(
         &self,
         why: &str,
-        boot: &str,
+        last: Option<Ledger>,
         ours: Namespaces,
         mark: Option<&Mark>,
         place: &Place,
-    ) -> Result<Ledger, LedgerError> {
-        let (path, aside) = (self.file(), self.aside());
-        let last = self.last(boot)?;
+    ) -> Result<Beginning, LedgerError> {
+        let (path, boot) = (self.file(), Self::boot_id()?);
         // First of all: from other namespaces the rebuild would not see the running processes.
-        match (&last, mark) {
-            (Some(last), _) => last.check_namespaces(ours)?,
-            (None, Some(mark)) => namespaces::same(mark.namespaces, ours)?,
-            (None, None) => {}
-        }
+        let checked = match (&last, mark) {
+            (Some(last), _) => last.check_namespaces(ours),
+            (None, Some(mark)) => mark.namespaces.check(ours),
+            (None, None) => Ok(()),
+        };
+        // Who sees every process may say that none is left of what the ledger names.
+        let may_give_up = self.rebuilds && ours.are_the_first();
+        let last = match checked {
+            Err(_) if may_give_up => None,
+            checked => checked.map(|()| last)?,
+        };
         tracing::warn!(
             "ledger {} cannot be used ({why}): rebuilding it from the containers that run",
             text(&path)
         );
         let has_last = last.is_some();
-        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last)?;
-        // The mark of the lost ledger was already checked above.
-        ledger.namespaces = mark.filter(|_| !has_last).map_or(ledger.namespaces, |_| Some(ours));
-        ledger.check_namespaces(ours)?;
-        if fs::symlink_metadata(&path).is_ok() {
-            let _ = remove(&aside);
-            fs::rename(&path, &aside).map_err(|error| failed("written", &path, error))?;
-        }
+        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), &boot, last)?;
+        ledger.namespaces = Some(ours);
         if !has_last {
-            salvage(&aside, &mut ledger);
+            salvage(&path, &mut ledger);
             // This makes every existing inventory out of date.
-            let counted = inventory(&self.state_dir, boot)?.map_or(0, |inventory| inventory.mig_changes);
+            let counted = inventory(&self.state_dir, &boot)?.map_or(0, |inventory| inventory.mig_changes);
             ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
             ledger.lost = true;
             // A file with another owner would keep that owner.
             let _ = remove(&self.copy());
         }
+        // The copy first: a process that is killed before it has written the ledger leaves that.
+        let content = stored::text(&mut ledger).map_err(io::Error::from);
+        content
+            .and_then(|content| crate::fs::atomic::replace(&place.file(COPY), &content, 0o600))
+            .and_then(|()| self.set_aside())
+            .map_err(|error| failed("written", &path, error))?;
         self.write(&mut ledger, place)?;
-        self.keep_one_corrupt();
-        Ok(ledger)
+        let event = events_of_change::rebuilt(&ledger, why);
+        Ok(Beginning::not_stored(ledger, Some(event)))
     }
 
-    /// The old file is kept only for people to look at, so failing to keep it is no error.
-    fn keep_one_corrupt(&self) {
-        let old = fs::read_dir(&self.state_dir).into_iter().flatten().flatten();
-        for entry in
-            old.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"ledger.json.corrupt-"))
-        {
-            let _ = remove(&entry.path());
+    /// Moves the unusable file out of the way. It and no older one is kept, for people to look at.
+    fn set_aside(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.state_dir)?.flatten() {
+            if entry.file_name().as_encoded_bytes().starts_with(b"ledger.json.corrupt-") {
+                let _ = remove(&entry.path());
+            }
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let _ = fs::rename(self.aside(), self.state_dir.join(format!("ledger.json.corrupt-{now}")));
+        match fs::rename(self.file(), self.state_dir.join(format!("ledger.json.corrupt-{now}"))) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// The new file, open.
@@ -454,18 +455,6 @@ fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
-/// Keeps what users and sublet have set, as far as it can be read in a ledger of another version.
-fn salvage(path: &Path, ledger: &mut Ledger) {
-    let content = trusted::read_if_trusted(path, LARGEST).unwrap_or_default();
-    let Ok(Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
-    let mut list = |name| old.remove(name).unwrap_or_default();
-    ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();
-    if list("boot_id") == ledger.boot_id.as_str() {
-        ledger.compute_modes = serde_json::from_value(list("compute_modes")).unwrap_or_default();
-        ledger.mig = serde_json::from_value(list("mig")).unwrap_or_default();
-    }
-}
-
 /// Only settings made by people survive a boot.
 fn of_this_boot(ledger: &Ledger, boot: &str) -> Ledger {
     if ledger.boot_id == boot {
@@ -477,11 +466,11 @@ fn of_this_boot(ledger: &Ledger, boot: &str) -> Ledger {
 /// Whether there is a ledger in `state_dir`, or was one that is lost. `true` if this cannot be checked.
 #[must_use]
 pub fn is_there(state_dir: &Path) -> bool {
-    let files =
-        ["ledger.json", "ledger.json.copy", "ledger.json.rebuilding"].map(|name| state_dir.join(name));
-    let absent =
-        |path: &Path| fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
-    !files.iter().all(|path| absent(path))
+    let is_absent = |name: &str| {
+        let found = fs::symlink_metadata(state_dir.join(name));
+        found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+    };
+    ![LEDGER, COPY].into_iter().all(is_absent)
 }
 
 /// The ledger file's content, which every user may read. It is a hint for processes that may not open the store. Its

@@ -1,6 +1,5 @@
-//! On which file system the ledger is. Where a state directory was unmounted there is another directory, in which there
-//! never was a ledger. That is not a lost ledger: the ledger comes back with its file system, and knows nothing of what
-//! was done meanwhile.
+//! Whether the state directory is the one with the ledger. Where it was unmounted, emptied or replaced there is another
+//! one, whose ledger would know nothing of what runs. It is not mastered but refused, until a person says which one counts.
 
 use std::fs::File;
 use std::io;
@@ -10,21 +9,11 @@ use std::path::{Path, PathBuf};
 
 use nix::libc::{O_DIRECTORY, O_NOFOLLOW, O_PATH};
 
-use super::file_system::{FileSystem, Unmounted};
-use super::liveness::{has_processes, init_of};
-use super::rebuild::{is_of, rebuild, running_daemons, trusted_record, variable};
-use super::runtime_roots::{entries, roots};
+use super::rebuild::running_container;
 use super::{Lease, LeaseId, Ledger, LedgerError, Record, Store};
 use crate::text::safe;
 
-/// The key in the annotation of a container for the file system of its ledger.
-const KEY: &str = "state_fs";
-
-/// The same in the environment of an MPS daemon.
-pub const FILE_SYSTEM_VARIABLE: &str = "SUBLET_STATE_FS";
-
-/// The state directory as it was opened once: what is written there is on one file system, whatever is mounted
-/// meanwhile.
+/// The state directory as it was opened once: what is written there is in one directory, whatever is mounted meanwhile.
 pub(super) struct Place(File);
 
 impl Place {
@@ -35,22 +24,16 @@ impl Place {
 }
 
 impl Store {
-    /// The same for a user who gives up the ledger that was on another file system: a new one is made from what runs.
+    /// The same for a user who gives up the ledger that is not there any more: a change first makes it anew from what runs.
     #[must_use]
-    pub fn giving_up(self) -> Self {
-        Self { given_up: true, ..self }
-    }
-
-    /// The file system on which its ledger is.
-    #[must_use]
-    pub const fn file_system(&self) -> FileSystem {
-        self.file_system
+    pub fn rebuilding(self) -> Self {
+        Self { rebuilds: true, ..self }
     }
 
     /// [`Lease::to_annotation`], which also names the ledger's file system.
     #[must_use]
     pub fn annotation(&self, lease: &Lease) -> String {
-        lease.annotation(&self.state_dir, Some((KEY, self.file_system.to_string())))
+        lease.annotation(&self.state_dir, Some(self.file_system))
     }
 
     /// The state directory, in which is the `lock` that this process holds.
@@ -62,7 +45,7 @@ impl Store {
         let opened = File::options().read(true).custom_flags(O_PATH | O_DIRECTORY | O_NOFOLLOW).open(path);
         let same = opened.and_then(|directory| {
             // On overlayfs a file's device may be another than its directory's (overlayfs documentation, "Inode properties").
-            let file_system = FileSystem(directory.metadata()?.dev());
+            let file_system = directory.metadata()?.dev();
             let place = Place(directory);
             let (held, there) = (lock.metadata()?, std::fs::symlink_metadata(place.file("lock"))?);
             let same = (held.dev(), held.ino()) == (there.dev(), there.ino());
@@ -77,96 +60,34 @@ impl Store {
         }
     }
 
-    /// Whether a directory without a ledger may be where the ledger was.
+    /// Whether no container that runs has its lease in a ledger of this directory on another file system, and not in
+    /// `ledger`. This reads the records of all containers.
     ///
     /// # Errors
     /// [`LedgerError::Unmounted`], or [`LedgerError::Io`] if this cannot be found out.
-    pub(super) fn check_file_system(&self) -> Result<(), LedgerError> {
-        if self.given_up { Ok(()) } else { self.check_none_elsewhere(&Ledger::empty("")) }
+    pub fn check_containers(&self, ledger: &Ledger) -> Result<(), LedgerError> {
+        let is_elsewhere = |record: &Record| {
+            let id = record.lease.as_deref().and_then(LeaseId::parse);
+            let unknown = id.is_some_and(|id| ledger.lease(&id).is_none());
+            let named = record.restorable.as_deref().and_then(Lease::file_system_in);
+            unknown && named.is_some_and(|named| named != self.file_system)
+        };
+        let found = running_container(&self.state_dir, self.root.as_deref(), is_elsewhere)?;
+        found.map_or(Ok(()), |what| Err(self.unmounted(what)))
     }
 
-    /// Whether a ledger that named no process before may now have `ledger`'s. It may be that of a directory over which
-    /// another file system was mounted for a while, or the other way round. Daemons are not asked for: that takes longer.
-    ///
-    /// # Errors
-    /// [`LedgerError::Unmounted`], or [`LedgerError::Io`] if this cannot be found out.
-    pub(super) fn check_containers(&self, ledger: &Ledger) -> Result<(), LedgerError> {
-        if self.given_up { Ok(()) } else { self.refused_for(self.container_elsewhere(ledger)?) }
+    /// What `look` finds of another ledger of this directory, unless that is given up.
+    pub(super) fn sign(
+        &self,
+        look: fn(&Path, Option<&Path>) -> Result<Option<String>, LedgerError>,
+    ) -> Result<Option<String>, LedgerError> {
+        if self.rebuilds { Ok(None) } else { look(&self.state_dir, self.root.as_deref()) }
     }
 
-    /// Whether no container and no daemon that runs and is not in `ledger` belongs to a ledger in this directory on
-    /// another file system. This looks at all processes, and reads the records of all containers.
-    ///
-    /// # Errors
-    /// [`LedgerError::Unmounted`], or [`LedgerError::Io`] if this cannot be found out.
-    pub fn check_none_elsewhere(&self, ledger: &Ledger) -> Result<(), LedgerError> {
-        self.refused_for(self.daemon_elsewhere(ledger)?)?;
-        self.refused_for(self.container_elsewhere(ledger)?)
+    /// That `what` is of another ledger of this directory.
+    pub(super) fn unmounted(&self, what: String) -> LedgerError {
+        LedgerError::Unmounted { path: safe(&self.state_dir.to_string_lossy()), what }
     }
-
-    fn refused_for(&self, elsewhere: Option<(String, FileSystem)>) -> Result<(), LedgerError> {
-        elsewhere.map_or(Ok(()), |(what, theirs)| {
-            let (path, ours) = (safe(&self.state_dir.to_string_lossy()), self.file_system);
-            Err(LedgerError::Unmounted(Box::new(Unmounted { path, what, theirs, ours })))
-        })
-    }
-
-    /// A daemon of another ledger, and that one's file system.
-    fn daemon_elsewhere(&self, ledger: &Ledger) -> Result<Option<(String, FileSystem)>, LedgerError> {
-        for (key, process) in running_daemons(&self.state_dir)? {
-            if ledger.daemons.iter().any(|daemon| daemon.key == key) {
-                continue;
-            }
-            let named = variable(process.pid, &format!("{FILE_SYSTEM_VARIABLE}="))?;
-            let named = named.and_then(|named| FileSystem::parse(&named));
-            if let Some(named) = named.filter(|named| *named != self.file_system) {
-                return Ok(Some((format!("MPS daemon {}", process.pid), named)));
-            }
-        }
-        Ok(None)
-    }
-
-    /// The same of a container.
-    fn container_elsewhere(&self, ledger: &Ledger) -> Result<Option<(String, FileSystem)>, LedgerError> {
-        for root in roots(&self.state_dir, self.root.as_deref())? {
-            for dir in entries(&root)? {
-                let Some(record) = trusted_record(&dir)? else { continue };
-                let named = of_record(&record, &self.state_dir, ledger);
-                if let Some(named) = named.filter(|named| *named != self.file_system) {
-                    return Ok(Some((format!("the container of {}", safe(&dir.to_string_lossy())), named)));
-                }
-            }
-        }
-        Ok(None)
-    }
-
-    /// `ledger`, with the leases of containers that run and are not in it, if another ledger of theirs is given up.
-    ///
-    /// # Errors
-    /// What runs cannot be found out.
-    pub(super) fn with_those_of_given_up(&self, ledger: Ledger) -> Result<Ledger, LedgerError> {
-        if !self.given_up {
-            return Ok(ledger);
-        }
-        let boot = ledger.boot_id.clone();
-        let whole = rebuild(&self.state_dir, self.root.as_deref(), &boot, Some(ledger.clone()))?;
-        if whole.leases.len() == ledger.leases.len() {
-            return Ok(ledger);
-        }
-        // What else runs on the devices is nothing new.
-        Ok(Ledger { unexplained: ledger.unexplained, ..whole })
-    }
-}
-
-/// The file system that `record` names for the ledger in `state_dir`, if its container runs and its lease is not in
-/// `ledger`.
-fn of_record(record: &Record, state_dir: &Path, ledger: &Ledger) -> Option<FileSystem> {
-    LeaseId::parse(record.lease.as_deref()?).filter(|id| ledger.lease(id).is_none())?;
-    let annotation = record.restorable.as_deref().filter(|_| is_of(record, state_dir))?;
-    let value: serde_json::Value = serde_json::from_str(annotation).ok()?;
-    let named = FileSystem::parse(value.get(KEY)?.as_str()?)?;
-    let runs = record.init.is_alive() || has_processes(&init_of(record));
-    runs.then_some(named)
 }
 
 #[cfg(test)]
@@ -178,13 +99,17 @@ mod tests {
     use super::*;
     use crate::process::Process;
 
+    /// A file system on which no test has its directory.
+    fn another() -> u64 {
+        fs::metadata("/proc").unwrap().dev()
+    }
+
     /// The record of a container that runs, with its lease in the ledger of `state_dir` on `file_system`.
-    fn write_record(root: &Path, state_dir: &Path, file_system: Option<FileSystem>) -> PathBuf {
+    fn write_record(root: &Path, state_dir: &Path, file_system: Option<u64>) -> PathBuf {
         let (dir, me) = (root.join("container-1"), Process::current().unwrap());
-        let named = file_system.map(|file_system| (KEY, file_system.to_string()));
         let annotations = serde_json::json!({
             "sublet.lease": lease(1, "GPU-a").id.as_str(),
-            "sublet.lease.record": lease(1, "GPU-a").annotation(state_dir, named),
+            "sublet.lease.record": lease(1, "GPU-a").annotation(state_dir, file_system),
         });
         let config = serde_json::json!({ "annotations": annotations });
         fs::create_dir_all(&dir).unwrap();
@@ -195,27 +120,45 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_on_another_file_system_than_a_containers_ledger_is_not_used_until_that_is_given_up() {
+    fn a_directory_without_the_ledger_of_a_container_that_runs_is_not_used_until_that_is_given_up() {
         let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let other = FileSystem::of(Path::new("/proc")).unwrap();
-        let record = write_record(root.path(), dir.path(), Some(other));
-        let store = || Store::open(dir.path()).unwrap().beside(&record);
-        let refused = store().change(|_| ()).unwrap_err();
-        assert!(matches!(refused, LedgerError::Unmounted(_)), "{refused}");
-        for told in [&other.to_string(), "container-1", "mount ", "sublet gc --rebuild"] {
-            assert!(refused.to_string().contains(told), "{refused}");
+        let here = fs::metadata(dir.path()).unwrap().dev();
+        for named in [None, Some(here), Some(another())] {
+            let record = write_record(root.path(), dir.path(), named);
+            let store = || Store::open(dir.path()).unwrap().beside(&record);
+            let refused = store().change(|_| ()).unwrap_err();
+            assert!(matches!(refused, LedgerError::Unmounted { .. }), "{refused}");
+            for told in ["container-1", "mount ", "sublet gc --rebuild"] {
+                assert!(refused.to_string().contains(told), "{refused}");
+            }
+            assert!(store().peek().is_err() && !dir.path().join("ledger.json").exists());
+            // A ledger of an earlier boot does not know of it either.
+            let earlier = r#"{"schema":"sublet.ledger/1","boot_id":"x","leases":[],"servers":[],"compute_modes":[],"drained":[],"unexplained":[]}"#;
+            fs::write(dir.path().join("ledger.json"), earlier).unwrap();
+            assert!(matches!(store().change(|_| ()), Err(LedgerError::Unmounted { .. })));
+            fs::remove_file(dir.path().join("ledger.json")).unwrap();
+            assert_eq!(store().rebuilding().change(|ledger| ledger.leases.len()).unwrap().0, 1);
+            assert_eq!(store().change(|ledger| ledger.leases.len()).unwrap().0, 1, "now the ledger is there");
+            let ledger = store().peek().unwrap();
+            assert!(ledger.lost, "who else is on the devices is asked");
+            assert!(store().check_containers(&ledger).is_ok(), "it has that container's lease");
+            let empty = Ledger::empty("boot");
+            assert_eq!(store().check_containers(&empty).is_err(), named == Some(another()));
+            for entry in fs::read_dir(dir.path()).unwrap() {
+                fs::remove_file(entry.unwrap().path()).unwrap();
+            }
         }
-        assert!(store().peek().is_err() && !dir.path().join("ledger.json").exists());
-        // A ledger of an earlier boot does not know of it either.
-        let earlier = r#"{"schema":"sublet.ledger/1","boot_id":"x","leases":[],"servers":[],"compute_modes":[],"drained":[],"unexplained":[]}"#;
-        fs::write(dir.path().join("ledger.json"), earlier).unwrap();
-        assert!(matches!(store().change(|_| ()), Err(LedgerError::Unmounted(_))));
-        fs::remove_file(dir.path().join("ledger.json")).unwrap();
-        assert_eq!(store().giving_up().change(|ledger| ledger.leases.len()).unwrap().0, 1);
-        assert_eq!(store().change(|ledger| ledger.leases.len()).unwrap().0, 1, "now the ledger is there");
-        let ledger = store().peek().unwrap();
-        assert!(store().check_none_elsewhere(&ledger).is_ok(), "it has that container's lease");
-        assert!(store().check_none_elsewhere(&Ledger::empty("boot")).is_err());
+    }
+
+    #[test]
+    fn the_record_of_a_container_that_has_ended_says_nothing() {
+        let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let record = write_record(root.path(), dir.path(), Some(another()));
+        let ended = format!(r#"{{"pid":{},"process-start-time":1}}"#, std::process::id());
+        fs::write(record.join("status"), ended).unwrap();
+        let store = Store::open(dir.path()).unwrap().beside(&record);
+        assert!(store.peek().unwrap().leases.is_empty());
+        assert!(store.check_containers(&Ledger::empty("boot")).is_ok());
     }
 
     #[test]
@@ -224,32 +167,15 @@ mod tests {
         let record = root.path().join("container-1");
         let store = || Store::open(dir.path()).unwrap().beside(&record);
         store().change(|ledger| ledger.drained.push("GPU-z".into())).unwrap();
-        let other = FileSystem::of(Path::new("/proc")).unwrap();
-        write_record(root.path(), dir.path(), Some(other));
+        write_record(root.path(), dir.path(), Some(another()));
         store().change(|ledger| ledger.drained.clear()).unwrap();
         let begun = Lease { owner: Process::current().unwrap(), ..lease(2, "GPU-b") };
         let take = |store: Store| store.update(|ledger| ledger.insert(begun.clone()));
-        assert!(matches!(take(store()), Err(LedgerError::Unmounted(_))));
+        assert!(matches!(take(store()), Err(LedgerError::Unmounted { .. })));
         assert!(store().peek().unwrap().leases.is_empty());
-        let leases = store().giving_up().change(|ledger| ledger.leases.len()).unwrap().0;
+        let leases = store().rebuilding().change(|ledger| ledger.leases.len()).unwrap().0;
         assert_eq!(leases, 1, "the container's lease is here now");
         take(store()).unwrap().0.unwrap();
-        // The record of a container that has ended says nothing.
-        let ended = format!(r#"{{"pid":{},"process-start-time":1}}"#, std::process::id());
-        fs::write(record.join("status"), ended).unwrap();
-        assert!(store().check_none_elsewhere(&Ledger::empty("boot")).is_ok());
-    }
-
-    #[test]
-    fn a_ledger_that_was_lost_on_the_same_file_system_is_rebuilt() {
-        let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let here = FileSystem::of(dir.path()).unwrap();
-        // An older version named none.
-        for named in [Some(here), None] {
-            let record = write_record(root.path(), dir.path(), named);
-            let peeked = Store::open(dir.path()).unwrap().beside(&record).peek();
-            assert!(matches!(peeked, Err(LedgerError::Corrupt { .. })), "{peeked:?}");
-        }
     }
 
     #[test]
@@ -263,7 +189,7 @@ mod tests {
         let other = lock::open(&path).unwrap();
         assert!(matches!(store.place(&lock), Err(LedgerError::Exchanged { .. })));
         assert!(store.place(&other).is_ok());
-        let moved = Store { file_system: FileSystem::of(Path::new("/proc")).unwrap(), ..store };
+        let moved = Store { file_system: another(), ..store };
         assert!(matches!(moved.place(&other), Err(LedgerError::Exchanged { .. })));
     }
 

@@ -47,8 +47,7 @@ pub fn listens(control: &Path) -> bool {
 }
 
 /// The pid of the process that listens there (unix(7), `SO_PEERCRED`).
-#[must_use]
-pub fn listener(control: &Path) -> Option<i32> {
+fn listener(control: &Path) -> Option<i32> {
     getsockopt(&connected(control)?, PeerCredentials).ok().map(|peer| peer.pid())
 }
 

@@ -253,7 +253,7 @@ fn around() -> Vec<Case> {
         ),
         case(
             "gone is all but the daemon and the list of roots (this dockerd's is not the usual one): exec has the share",
-            "up >o2; find $STATE -maxdepth 1 -type f ! -name roots -delete; info job",
+            "up >o2; find $STATE -maxdepth 1 -type f ! -name roots -delete; info job; r=$?; sublet gc --rebuild >o3 2>&1; exit $r",
             QUARTER,
         ),
         // The directory is mounted below the path, so there is no daemon.
