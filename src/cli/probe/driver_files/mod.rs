@@ -71,7 +71,8 @@ pub(super) fn find(driver: &Driver, version: &str, machine: Machine) -> Found {
 
 /// A data file with the library that it names by its path in the store of `NixOS`, if it does; `None`: it is no file.
 fn with_needs(source: PathBuf) -> Option<(PathBuf, Option<PathBuf>)> {
-    let text = there(&source, || elf::read(&source, 0, LONGEST_DESCRIPTION)).filter(|text| !text.is_empty())?;
+    let text =
+        there(&source, || elf::read(&source, 0, LONGEST_DESCRIPTION)).filter(|text| !text.is_empty())?;
     let text = String::from_utf8_lossy(&text);
     let named = text.split(['"', '\n', '\0']).find(|word| word.starts_with("/nix/store/"));
     Some((source, named.map(PathBuf::from)))
