@@ -67,6 +67,6 @@ fn a_mount_behind_ours_is_refused_and_one_before_is_not() {
     assert_eq!(look(&[volume("/run"), volume("/tmp/nvidia-mps")]), Ok(()), "nothing of ours");
     for behind in ["/run", "/tmp", "/run/sublet/", "/var/run/sublet", "/tmp/nvidia-mps"] {
         let error = look(&[volume("/proc"), mps, default, volume(behind)]).unwrap_err();
-        assert!(error.starts_with(behind) && error.ends_with("remove that mount"), "{error}");
+        assert!(error.starts_with(behind) && error.contains("remove that mount"), "{error}");
     }
 }
