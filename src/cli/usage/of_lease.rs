@@ -21,7 +21,7 @@ pub(crate) enum Load {
     /// Its own.
     Own(u32),
     /// Of the MPS server that it shares: the driver does not tell the clients of a server apart (H200, driver 580;
-    /// docs/evidence/2026-11-22-h200-real.md).
+    /// docs/evidence/2026-11-26-h200-real.md).
     Server(u32),
     /// The driver does not report it, as on MIG devices.
     Unknown,

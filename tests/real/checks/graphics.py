@@ -34,11 +34,12 @@ def graphics(table, group, machine):
 
 def host_environment(machine):
     """The driver's description files lie where the loaders look, or beside its libraries."""
-    found = []
-    for directory in machine.given["library_directories"]:
-        found += Path(directory).parent.glob("share/vulkan/icd.d/*.json")
     environment = dict(os.environ, OCL_ICD_VENDORS=str(IMAGE / "etc/OpenCL/vendors"))
-    return environment | ({"VK_DRIVER_FILES": ":".join(map(str, found))} if found else {})
+    for variable, below in [("VK_DRIVER_FILES", "vulkan/icd.d"), ("__EGL_VENDOR_LIBRARY_FILENAMES", "glvnd/egl_vendor.d")]:
+        beside = [Path(directory).parent / "share" / below for directory in machine.given["library_directories"]]
+        if found := [str(file) for directory in beside for file in directory.glob("*.json")]:
+            environment[variable] = ":".join(found)
+    return environment
 
 
 def said(done, wanted):
