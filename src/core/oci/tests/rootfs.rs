@@ -1,19 +1,18 @@
 //! Root filesystems to be looked into, and what is looked for.
 
 use std::fs;
-use std::num::NonZeroU32;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::config::Config;
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, Mount};
-use crate::inventory::{Driver, DriverFile, FileKind, Fingerprint, Inventory, Majors};
+use crate::inventory::{DriverFile, FileKind, Inventory};
 use crate::oci::{ImageError, check_mps_directories, inspect};
+use crate::place::fixture;
 use crate::request::Request;
-use crate::share::{Capabilities, Capability, Devices, Isolation, Mode, Priority};
+use crate::share::{Capability, Mode};
 
 #[cfg(target_arch = "x86_64")]
 pub(super) const TRIPLET: &str = "x86_64-linux-gnu";
@@ -106,24 +105,7 @@ pub(super) fn elf(class: u8, machine: u16) -> Vec<u8> {
 }
 
 pub(super) fn time_slice() -> Request {
-    Request {
-        devices: Devices::Any(NonZeroU32::MIN),
-        mode: Some(Mode::TimeSlice),
-        default_mode: Mode::TimeSlice,
-        isolation: Isolation::Shared,
-        sm: None,
-        memory: None,
-        mig: None,
-        mig_caps: Vec::new(),
-        priority: Priority::Normal,
-        guard: None,
-        visible_devices: None,
-        default_directory: true,
-        processes: NonZeroU32::MIN,
-        capabilities: Capabilities::default(),
-        not_served: Vec::new(),
-        wait: Duration::ZERO,
-    }
+    fixture::request(Mode::TimeSlice)
 }
 
 pub(super) fn inventory() -> Inventory {
@@ -131,33 +113,11 @@ pub(super) fn inventory() -> Inventory {
     let program = FileKind::Program { name: "nvidia-smi".to_owned() };
     let file =
         |source: &str, kind, capability| DriverFile { source: source.into(), kind, capability, needs: None };
-    Inventory {
-        schema: String::new(),
-        fingerprint: Fingerprint {
-            boot_id: String::new(),
-            driver_version: String::new(),
-            gpus: Vec::new(),
-            mig: Vec::new(),
-        },
-        probed_at: 0,
-        mig_changes: 0,
-        driver: Driver {
-            version: String::new(),
-            cuda: (13, 0),
-            simulated: false,
-            mps_control: None,
-            mps_missing: None,
-            smi: None,
-            majors: Majors::default(),
-            mig_caps: [None, None],
-        },
-        devices: Vec::new(),
-        left_out: Vec::new(),
-        files: vec![
-            file("/host/libcuda.so.580", library, Capability::Compute),
-            file("/host/nvidia-smi", program, Capability::Utility),
-        ],
-    }
+    let files = vec![
+        file("/host/libcuda.so.580", library, Capability::Compute),
+        file("/host/nvidia-smi", program, Capability::Utility),
+    ];
+    Inventory { files, ..fixture::host(Vec::new()) }
 }
 
 pub(super) fn in_triplet(name: &str) -> PathBuf {
