@@ -141,6 +141,7 @@ lint:
 	@echo "== Layers of modules, and what is exported for nobody"
 	cargo run --quiet -p sublet-lint
 	@tests/security/teeth --check
+	@tests/lint/size
 
 unit:
 	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"
