@@ -133,9 +133,9 @@ impl Host {
             lease["container"][place] = json!(format!("/run/growth/{place}/{number:064x}"));
         }
         lease["devices"] = json!([device["uuid"]]);
-        let part = &mut lease["parts"][0];
+        let part = &mut lease["mig_devices"][0];
         part["uuid"] = device["uuid"].clone();
-        for (member, value) in device["part"].as_object().into_iter().flatten() {
+        for (member, value) in device["mig_device"].as_object().into_iter().flatten() {
             if part.get(member).is_some() && ["gpu", "gi", "ci", "placement"].contains(&member.as_str()) {
                 part[member] = value.clone();
             }

@@ -1,9 +1,11 @@
 //! `sublet` in a shell: its output, output formats and exit codes.
 
 use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 use std::process::Output;
 
 use serde_json::{Value, json};
+use sublet_e2e::user::Host;
 use sublet_e2e::{World, bin_dir, eventually, skip_unless_root};
 
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
@@ -96,7 +98,7 @@ fn status_as_json_is_the_documented_schema() {
                 "image": null, "part_of": null, "unit": null, "user": "root", "job": null,
                 "used": {"memory_bytes": own, "processes": 1, "sm_percent": null, "server_sm_percent": 100},
                 "own_server": false, "daemon": GPU}],
-            "mps": [{"device": GPU, "devices": [GPU], "lease": null, "pid": 0, "state": "serving", "clients": 1,
+            "mps": [{"devices": [GPU], "lease": null, "pid": 0, "state": "serving", "clients": 1,
                 "key": GPU, "ceiling_percent": 25.0, "ceiling_memory_bytes": 8_589_934_592_u64,
                 "idle_seconds": null, "ends_in_seconds": null}],
             "guard": {"watching": false, "last_look_seconds": null, "blind": [], "events": []},
@@ -280,31 +282,33 @@ fn mps_daemons_by_hand() {
     if skip_unless_root() {
         return;
     }
-    let world = World::simulated("h200", "[mps]\nstop_when_idle = false\n");
+    let mut host = Host::new("h200", "", Path::new(env!("CARGO_BIN_EXE_speak")));
+    host.start();
+    let world = &host.world;
     assert_eq!(
-        failure(&world, &["mps", "start", GPU]),
+        failure(world, &["mps", "start", GPU]),
         format!("sublet: no lease needs an MPS daemon {GPU}: it starts with its first container")
     );
     // An unknown key leaves nothing behind.
     assert_eq!(
-        failure(&world, &["mps", "start", "0"]),
+        failure(world, &["mps", "start", "0"]),
         format!("sublet: no lease needs an MPS daemon {GPU}: it starts with its first container")
     );
     let known = std::fs::read_dir(world.state_dir().join("mps")).into_iter().flatten().flatten();
     assert_eq!(known.map(|entry| entry.file_name()).collect::<Vec<_>>(), Vec::<std::ffi::OsString>::new());
     for unknown in ["9", "anything", "0123456789abcdef"] {
         assert_eq!(
-            failure(&world, &["mps", "stop", unknown]),
+            failure(world, &["mps", "stop", unknown]),
             format!(
                 "sublet: there is no MPS daemon {unknown}: the key of a daemon is its device's UUID, or its lease id if it \
                  is dedicated (`sublet mps list` shows the keys)"
             )
         );
     }
-    let _ = stdout(&world, &["refresh", "--quiet"]);
-    assert_eq!(stdout(&world, &["mps", "stop", GPU]), "", "a device's that does not run is no error");
+    let _ = stdout(world, &["refresh", "--quiet"]);
+    assert_eq!(stdout(world, &["mps", "stop", GPU]), "", "a device's that does not run is no error");
     assert_eq!(
-        failure(&world, &["mps", "logs", "../../etc\u{1b}"]),
+        failure(world, &["mps", "logs", "../../etc\u{1b}"]),
         "sublet: there is no MPS daemon ../../etc\\u{1b}: the key of a daemon is its device's UUID, or its lease id \
          if it is dedicated (`sublet mps list` shows the keys)"
     );
@@ -312,24 +316,24 @@ fn mps_daemons_by_hand() {
     bundle.up();
     bundle.event("info");
     let listed: Value =
-        serde_json::from_str(&stdout(&world, &["mps", "list", "--format", "json"])).expect("JSON");
+        serde_json::from_str(&stdout(world, &["mps", "list", "--format", "json"])).expect("JSON");
     assert_eq!(listed, world.status()["mps"]);
-    assert!(stdout(&world, &["mps", "list"]).contains("serving"));
+    assert!(stdout(world, &["mps", "list"]).contains("serving"));
     assert_eq!(
-        failure(&world, &["mps", "stop", GPU]),
+        failure(world, &["mps", "stop", GPU]),
         format!(
             "sublet: the MPS daemon {GPU} serves 1 lease(s): end their containers first, or use `sublet mps stop \
              --force {GPU}`, which ends their GPU work"
         )
     );
     for named in [GPU, "0", "client"] {
-        assert!(stdout(&world, &["mps", "logs", named]).starts_with("== "), "{named}");
+        assert!(stdout(world, &["mps", "logs", named]).starts_with("== "), "{named}");
     }
     bundle.down();
-    assert_eq!(world.status()["mps"][0]["state"], "serving", "it is kept: stop_when_idle = false");
-    let _ = stdout(&world, &["mps", "stop", GPU]);
+    assert_eq!(world.status()["mps"][0]["state"], "serving", "it waits for the next lease");
+    let _ = stdout(world, &["mps", "stop", GPU]);
     assert!(eventually(|| world.daemons().is_empty()));
-    assert_eq!(stdout(&world, &["mps", "stop", GPU]), "", "one that is stopped already is no error");
+    assert_eq!(stdout(world, &["mps", "stop", GPU]), "", "one that is stopped already is no error");
     world.assert_empty();
 }
 

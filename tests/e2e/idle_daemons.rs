@@ -39,7 +39,7 @@ fn ledger(host: &Host) -> Value {
 
 /// The control daemon of the ledger's first server, read without a sublet command.
 fn daemon(host: &Host) -> Pid {
-    let pid = ledger(host)["servers"][0]["daemon"]["pid"].as_i64().expect("a daemon");
+    let pid = ledger(host)["daemons"][0]["process"]["pid"].as_i64().expect("a daemon");
     Pid::from_raw(i32::try_from(pid).expect("a pid"))
 }
 
@@ -139,7 +139,7 @@ fn it_ends_when_its_time_is_up() {
     assert!(lives(warm));
     // Done by the service: no sublet command is run.
     assert!(eventually(|| host.world.daemons().is_empty()), "{}", ledger(&host));
-    assert!(eventually(|| ledger(&host)["servers"] == json!([])), "{}", ledger(&host));
+    assert!(eventually(|| ledger(&host)["daemons"] == json!([])), "{}", ledger(&host));
     host.world.assert_empty();
 }
 
@@ -151,40 +151,14 @@ fn nobody_waits_where_nobody_would_end_it() {
     let ends_at_once = |host: &Host| {
         let _ = idle(host);
         // The service may have freed the lease before the delete did, and be at it still.
-        assert!(eventually(|| ledger(host)["servers"] == json!([])), "{}", ledger(host));
+        assert!(eventually(|| ledger(host)["daemons"] == json!([])), "{}", ledger(host));
         assert_eq!(host.world.daemons(), Vec::<String>::new());
     };
     ends_at_once(&host("h200", ""));
     ends_at_once(&serving("[mps]\nidle = \"0\"\n"));
-    ends_at_once(&serving("[mps]\nstop_when_idle = true\n"));
     let mut stopped = serving("");
     stopped.stop();
     ends_at_once(&stopped);
-}
-
-#[test]
-fn the_old_key_means_what_it_meant() {
-    if skip_unless_root() {
-        return;
-    }
-    let host = host("h200", "[mps]\nstop_when_idle = false\n");
-    let warned = text(&host.world.sublet(&["config", "check"]));
-    assert!(warned.contains("stop_when_idle was replaced by [mps] idle: daemons now run until"), "{warned}");
-    let warm = idle(&host);
-    assert!(host.world.sublet(&["gc"]).status.success() && lives(warm), "though no service runs");
-    let next = share(&host, "next", QUARTER);
-    assert_eq!(daemon(&host), warm);
-    next.down();
-    // It gives way to others all the same.
-    let alone = share(&host, "alone", &[("sublet.mode", "exclusive")]);
-    assert!(!lives(warm));
-    alone.down();
-    let _ = idle(&host);
-    let config = std::fs::read_to_string(&host.world.config).expect("config.toml");
-    std::fs::write(&host.world.config, config.replace("[mps]\n", "[mps]\nidle = \"0\"\n")).expect("written");
-    let warned = text(&host.world.sublet(&["config", "check"]));
-    assert!(warned.contains("remove it; idle = \"0\" is in force"), "idle wins: {warned}");
-    host.world.assert_empty();
 }
 
 #[test]
@@ -296,7 +270,7 @@ fn who_leaves_without_a_word_leaves_the_mode_as_well() {
     drop(bundle);
     // The state after a crash between ledger and driver: the record says that sublet set the mode.
     let mut text = ledger(&host);
-    let device = text["servers"][0]["device"].clone();
+    let device = text["daemons"][0]["devices"][0].clone();
     text["compute_modes"] = json!([{"device": device, "found": "DEFAULT"}]);
     let path = host.world.state_dir().join("ledger.json");
     std::fs::write(path, serde_json::to_vec(&text).expect("JSON")).expect("written");

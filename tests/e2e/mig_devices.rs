@@ -206,7 +206,7 @@ fn mps_on_an_instance_has_limits_of_the_instance() {
         assert!(info["free_mib"].as_u64().expect("free_mib") <= 4096, "{info}");
     }
     let status = world.status();
-    assert_eq!((&status["mps"][0]["device"], &status["mps"][0]["clients"]), (&json!(LARGE), &json!(2)));
+    assert_eq!((&status["mps"][0]["devices"], &status["mps"][0]["clients"]), (&json!([LARGE]), &json!(2)));
     assert_eq!(status["mps"].as_array().map(Vec::len), Some(1));
     assert_eq!(status["devices"][0]["mig"][0]["sm_percent_free"], json!(25.0));
     let modes = smi(&world, &["--query-gpu=compute_mode", "--format=csv,noheader"]);
@@ -244,7 +244,7 @@ fn a_late_container_has_a_server_of_its_own_on_the_instance() {
         (&json!(true), &json!(14), &Value::Null),
         "{info}"
     );
-    assert_eq!(world.status()["mps"][0]["device"], LARGE);
+    assert_eq!(world.status()["mps"][0]["devices"][0], LARGE);
     bundle.down();
     world.assert_empty();
 }

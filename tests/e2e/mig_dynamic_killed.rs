@@ -235,7 +235,7 @@ fn what_others_made_is_never_destroyed() {
     assert_eq!(bare(&world).len(), 1);
     next.down();
     assert_eq!(listed(&world, 0)["instances"], theirs["instances"]);
-    assert_eq!(ledger(&world)["mig"]["made"], Value::Null);
+    assert_eq!(ledger(&world)["mig"]["dynamic_instances"], Value::Null);
     // The same, caught before they have made its compute instance.
     let two = created(&world, "two", By::Shim, &[("sublet.mig", "2g.35gb")], SLEEP);
     assert_eq!(shape(&listed(&world, 0)), "2g.35gb@4 1g.18gb@6");
@@ -248,7 +248,7 @@ fn what_others_made_is_never_destroyed() {
     two.down();
     let _ = gc(&world);
     assert_eq!(listed(&world, 0)["instances"], theirs["instances"]);
-    assert_eq!(ledger(&world)["mig"]["made"], Value::Null);
+    assert_eq!(ledger(&world)["mig"]["dynamic_instances"], Value::Null);
     let _ = by_hand(&["-dgi", "-gi", &gi]);
     // Another program's compute instance keeps the GPU instance that sublet created.
     let half = created(&world, "half", By::Shim, &[("sublet.mig", "1c.2g.35gb")], SLEEP);
@@ -256,6 +256,6 @@ fn what_others_made_is_never_destroyed() {
     let _ = by_hand(&["-cci", "0", "-gi", &gi]);
     half.down();
     assert_eq!(shape(&listed(&world, 0)), "2g.35gb@4[1c] 1g.18gb@6");
-    assert_eq!(ledger(&world)["mig"]["made"], Value::Null);
+    assert_eq!(ledger(&world)["mig"]["dynamic_instances"], Value::Null);
     world.assert_empty();
 }

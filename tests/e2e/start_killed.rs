@@ -37,7 +37,7 @@ fn killed(share: &[(&str, &str)], comes_up: bool) {
     // From here on no command: each would stop an idle daemon.
     let settled = || {
         let ledger = ledger(&world);
-        [&ledger["servers"], &ledger["compute_modes"]].iter().all(|all| **all == json!([]))
+        [&ledger["daemons"], &ledger["compute_modes"]].iter().all(|all| **all == json!([]))
     };
     assert!(
         eventually(|| settled() && world.daemons().is_empty()),

@@ -1,9 +1,8 @@
-//! State files of another version of sublet. A newer version's are refused with the reason and stay as they are, and
-//! nothing is leased twice; containers go on. `SUBLET_OLDER_BIN_DIR` names the programs of an older version, for the
-//! test that goes from those to these and back (tests/formats/README.md).
+//! State files of a newer version of sublet. They are refused with the reason and stay as they are, and nothing is leased
+//! twice; containers go on.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::PathBuf;
+use std::process::Output;
 
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, Finished, World, skip_unless_root};
@@ -13,7 +12,7 @@ const INFO: &[&str] = &["/usr/bin/cuda-probe", "info"];
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
 const LARGE: &[(&str, &str)] = &[("sublet.sm", "60"), ("sublet.memory", "8GiB")];
 
-const NEWER: &str = "sublet.ledger/3";
+const NEWER: &str = "sublet.ledger/2";
 /// What every refusal says.
 const REASON: [&str; 3] =
     ["was written by a newer version of sublet", NEWER, "install the newer version again"];
@@ -192,118 +191,5 @@ fn other_files_of_a_newer_version() {
         assert!(!world.bundle("too-much", LARGE, HOLD).create().ok, "{file}");
     }
     held.down();
-    world.assert_empty();
-}
-
-/// A shim of the programs in `dir`, with what `world` gives its own.
-fn shim(world: &World, dir: &Path) -> Command {
-    let mut shim = Command::new(dir.join("sublet-runtime"));
-    shim.arg("--root").arg(world.runtime_root()).env("SUBLET_CONFIG", &world.config);
-    shim
-}
-
-fn run(mut command: Command, arguments: &[&str]) -> Finished {
-    Finished::of(&command.args(arguments).output().expect("it runs"))
-}
-
-/// Containers of an older version under this one, and of this one under the older one: everyone's account is right, and
-/// everything is free in the end.
-#[test]
-fn with_the_programs_of_an_older_version_and_back() {
-    if skip_unless_root() {
-        return;
-    }
-    let Some(older) = std::env::var_os("SUBLET_OLDER_BIN_DIR").map(PathBuf::from) else {
-        println!("skipped: SUBLET_OLDER_BIN_DIR names no programs of an older version");
-        return;
-    };
-    let newer = sublet_e2e::bin_dir();
-    let world = World::simulated("h200x8", "");
-    let sublet = |dir: &Path, arguments: &[&str]| {
-        let mut command = Command::new(dir.join("sublet"));
-        command.env("SUBLET_CONFIG", &world.config);
-        run(command, arguments)
-    };
-    let accounts = |dir: &Path| {
-        let listed = sublet(dir, &["lease", "list", "--format", "json"]);
-        let listed: Value = serde_json::from_str(&listed.stdout).unwrap_or_else(|_| panic!("{listed:?}"));
-        let mut told: Vec<String> = listed
-            .as_array()
-            .expect("leases")
-            .iter()
-            .map(|lease| {
-                let keys = ["container_id", "device", "mode", "sm_percent", "memory_bytes", "state"];
-                keys.map(|key| lease[key].to_string()).join(" ")
-            })
-            .collect();
-        told.sort();
-        told
-    };
-    let kinds: [(&str, &[(&str, &str)]); 4] = [
-        (
-            "shared",
-            &[
-                ("sublet.gpu", "0"),
-                ("sublet.sm", "60"),
-                ("sublet.memory", "8GiB"),
-                ("sublet.guard", "terminate"),
-            ],
-        ),
-        ("dedicated", &[("sublet.gpu", "1"), ("sublet.sm", "50"), ("sublet.isolation", "dedicated")]),
-        ("sliced", &[("sublet.gpu", "2"), ("sublet.mode", "time-slice"), ("sublet.memory", "2GiB")]),
-        ("several", &[("sublet.gpu", "3,4"), ("sublet.sm", "25")]),
-    ];
-    let mut expected = Vec::new();
-    for (turn, (by, with)) in [(&older, &newer), (&newer, &older), (&older, &newer)].into_iter().enumerate() {
-        let taken: Vec<_> = kinds
-            .iter()
-            .map(|(name, annotations)| {
-                let bundle = world.bundle(&format!("{name}-{turn}"), annotations, HOLD);
-                bundle.write();
-                let mut create = shim(&world, by);
-                create.arg("create").arg("--bundle").arg(&bundle.dir).arg(&bundle.id);
-                // The container keeps the shim's standard output.
-                let log = std::fs::File::create(bundle.dir.join("out")).expect("a file");
-                let errors = log.try_clone().expect("a file");
-                let done = create.stdout(log).stderr(errors).stdin(std::process::Stdio::null()).status();
-                assert!(done.expect("it runs").success(), "{}: {}", bundle.id, bundle.output());
-                assert!(run(shim(&world, by), &["start", &bundle.id]).ok);
-                bundle.event("info");
-                bundle
-            })
-            .collect();
-        let before = accounts(by);
-        assert_eq!(before.len(), 5, "{before:?}");
-        // The other version keeps the same accounts, and writes them; and back.
-        for program in [with, by, with] {
-            let gc = sublet(program, &["gc"]);
-            assert!(gc.ok && !gc.stderr.contains("rebuil"), "{gc:?}");
-            assert_eq!(accounts(program), before);
-            assert!(sublet(program, &["drain", "7"]).ok && sublet(program, &["undrain", "7"]).ok);
-            let too_much = world.bundle("too-much", kinds[0].1, HOLD);
-            too_much.write();
-            let mut create = shim(&world, program);
-            create.arg("create").arg("--bundle").arg(&too_much.dir).arg(&too_much.id);
-            let refused = run(create, &[]);
-            assert!(!refused.ok, "{refused:?}");
-            for bundle in &taken {
-                let seen = run(shim(&world, program), &[&["exec", bundle.id.as_str()][..], INFO].concat());
-                assert!(seen.ok, "{seen:?}");
-            }
-        }
-        if turn == 0 {
-            if let Some(to) = std::env::var_os("SUBLET_FORMATS") {
-                std::fs::copy(world.state_dir().join("ledger.json"), Path::new(&to).join("ledger.json"))
-                    .expect("copied");
-            }
-        }
-        for (number, bundle) in taken.iter().enumerate() {
-            let program = if number % 2 == 0 { with } else { by };
-            let deleted = run(shim(&world, program), &["delete", "--force", &bundle.id]);
-            assert!(deleted.ok, "{deleted:?}");
-        }
-        expected.extend(before);
-        assert_eq!(accounts(with), Vec::<String>::new(), "after {expected:?}");
-    }
     world.assert_empty();
 }

@@ -127,7 +127,7 @@ impl Prestart {
         }
         // A server of its own is named after the lease.
         let mut books = self.host.books()?;
-        (books["leases"][0]["server"], books["servers"][0]["key"]) = (Value::Null, Value::Null);
+        (books["leases"][0]["daemon"], books["daemons"][0]["key"]) = (Value::Null, Value::Null);
         let share =
             json!({"sees": sees(&bundle)?, "mounts": mounts(pid), "nodes": nodes(pid), "books": books});
         let expected = self.expected.get_or_insert_with(|| share.clone());

@@ -152,22 +152,29 @@ impl Host {
     /// The ledger without what differs from run to run.
     pub fn books(&self) -> Result<Value, String> {
         let mut ledger = self.ledger()?;
+        let mut lists = ledger["mount_point_lists"].take();
+        for places in lists.as_array_mut().into_iter().flatten().filter_map(Value::as_array_mut) {
+            places.retain(|place| *place != SHARE_PROGRAM);
+        }
         for lease in ledger["leases"].as_array_mut().into_iter().flatten() {
             for key in ["id", "owner", "init", "since", "state"] {
                 lease[key] = Value::Null;
             }
-            let places = lease["mount_points"].as_array_mut().into_iter();
-            places.for_each(|places| places.retain(|place| *place != SHARE_PROGRAM));
+            if let Some(number) =
+                lease["mount_points"].as_u64().and_then(|number| usize::try_from(number).ok())
+            {
+                lease["mount_points"] = lists[number].clone();
+            }
         }
-        for server in ledger["servers"].as_array_mut().into_iter().flatten() {
-            for key in ["daemon", "answered_at"] {
+        for server in ledger["daemons"].as_array_mut().into_iter().flatten() {
+            for key in ["process", "answered_at"] {
                 server[key] = Value::Null;
             }
         }
         if let Some(leases) = ledger["leases"].as_array_mut() {
             leases.sort_by_key(|lease| lease["container"]["id"].to_string());
         }
-        Ok(json!({"leases": ledger["leases"], "servers": ledger["servers"], "mig": ledger["mig"],
+        Ok(json!({"leases": ledger["leases"], "daemons": ledger["daemons"], "mig": ledger["mig"],
             "compute_modes": ledger["compute_modes"], "drained": ledger["drained"],
             "unexplained": ledger["unexplained"], "leftovers": ledger["leftovers"],
             "driver": self.changed_modes()?}))

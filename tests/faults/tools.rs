@@ -116,7 +116,7 @@ impl Run {
         let books = self.host.books()?;
         let dir = self.host.users.world.state_dir().join("mps").join(GPU);
         let left = [names(&dir.join("pipe")), names(&dir.join("public"))].concat();
-        let stopped = books["servers"].as_array().is_some_and(Vec::is_empty);
+        let stopped = books["daemons"].as_array().is_some_and(Vec::is_empty);
         if stopped && !left.is_empty() { Err(format!("it has stopped, and left {left:?}")) } else { Ok(()) }
     }
 

@@ -321,7 +321,7 @@ fn c4_a_pid_that_another_process_got_holds_no_lease() {
         leases[0]["init"] = Value::Null;
         leases[0]["state"] = json!("pending");
         leases[0]["owner"] = json!({"pid": us, "start_time": ours});
-        ledger["servers"] = json!([]);
+        ledger["daemons"] = json!([]);
     });
     assert_eq!(world.leases().len(), 1, "its owner runs");
     edit(&ledger, |ledger| ledger["leases"][0]["owner"]["start_time"] = json!(ours + 1));

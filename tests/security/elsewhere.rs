@@ -253,7 +253,7 @@ fn c3_after_a_loss_a_daemon_whose_container_nobody_knows_is_left_alone_and_close
 fn daemon(world: &World) -> Pid {
     let ledger = std::fs::read(world.state_dir().join("ledger.json")).expect("a ledger");
     let ledger: Value = serde_json::from_slice(&ledger).expect("JSON");
-    let daemon = ledger["servers"][0]["daemon"]["pid"].as_i64().expect("an MPS daemon");
+    let daemon = ledger["daemons"][0]["process"]["pid"].as_i64().expect("an MPS daemon");
     Pid::from_raw(i32::try_from(daemon).expect("a pid"))
 }
 

@@ -161,7 +161,7 @@ impl<'a> Scene<'a> {
         let wanted = usize::from(self.warm || alive);
         let right = || self.world.daemons().len() == 2 * wanted;
         assert!(eventually(right), "{after}: {:?}", self.world.daemons());
-        let servers = ledger["servers"].as_array().map_or(0, Vec::len);
+        let servers = ledger["daemons"].as_array().map_or(0, Vec::len);
         assert!(self.warm || servers >= wanted, "{after}: {ledger}");
     }
 

@@ -13,7 +13,7 @@ use mps_host::{GPU, Host};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sublet_core::inventory::ComputeMode;
-use sublet_core::ledger::{DaemonKey, DaemonState, DefaultMemoryLimit, Lease};
+use sublet_core::ledger::{DaemonKey, DaemonState, DefaultLimits, DefaultMemoryLimit, Lease};
 use sublet_core::mps;
 use sublet_core::share::Percent;
 
@@ -150,7 +150,7 @@ fn the_memory_ceiling_follows_the_leases(host: &Host) {
     settle();
 }
 
-/// After a crash between two commands to the daemon, and after an upgrade.
+/// After a crash between two commands to the daemon, and after a loss of the ledger.
 fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
     let key = DaemonKey(GPU.into());
     let lease = host.store.read().unwrap().leases[0].clone();
@@ -164,12 +164,9 @@ fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
         put_right();
         assert_eq!(memory_limits(host), ["4096M", "4096M"]);
     }
-    let ledger = host.root.join("run/ledger.json");
     for put_right in [&settle as &dyn Fn(), &ready] {
-        // As written by the earlier version, which set no limit.
-        let mut old: serde_json::Value = serde_json::from_slice(&fs::read(&ledger).unwrap()).unwrap();
-        assert!(old["servers"][0].as_object_mut().unwrap().remove("memory_ceiling").is_some());
-        fs::write(&ledger, serde_json::to_vec(&old).unwrap()).unwrap();
+        // A rebuild does not know them.
+        host.edit(|ledger| ledger.daemons[0].default_limits = DefaultLimits::default());
         host.ask(GPU, &format!("set_device_pinned_mem_limit {} 0 0", host.ask(GPU, "get_server_list")));
         host.ask(GPU, "set_default_device_pinned_mem_limit 0 0");
         put_right();

@@ -70,7 +70,7 @@ fn booked<'a>(leases: impl Iterator<Item = &'a Value>) -> BTreeMap<&'a str, Book
                 entry.sm += lease["sm"].as_u64().unwrap_or(0);
             }
             entry.memory_mib += lease["memory_bytes"].as_u64().unwrap_or(0) >> 20;
-            if let Some(server) = lease["server"].as_str() {
+            if let Some(server) = lease["daemon"].as_str() {
                 entry.servers.insert(server);
                 entry.processes += lease["processes"].as_u64().unwrap_or(0);
             }

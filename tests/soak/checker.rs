@@ -181,8 +181,8 @@ impl<'a> Checker<'a> {
 
     fn daemons(&self, ledger: &Value, found: &mut BTreeSet<String>) {
         let empty = Vec::new();
-        let records = ledger["servers"].as_array().unwrap_or(&empty);
-        let known: BTreeSet<i64> = records.iter().filter_map(|one| one["daemon"]["pid"].as_i64()).collect();
+        let records = ledger["daemons"].as_array().unwrap_or(&empty);
+        let known: BTreeSet<i64> = records.iter().filter_map(|one| one["process"]["pid"].as_i64()).collect();
         for pid in machine::daemons(self.world(), "mps-control") {
             if !known.contains(&pid.as_raw().into()) {
                 found.insert(format!("MPS daemon {pid} runs and is not in the ledger"));
@@ -190,7 +190,7 @@ impl<'a> Checker<'a> {
         }
         for record in records {
             let key = text(record, "key");
-            let leased = books::leases(ledger).iter().any(|lease| lease["server"] == record["key"]);
+            let leased = books::leases(ledger).iter().any(|lease| lease["daemon"] == record["key"]);
             let idle = record["idle_since"].as_u64();
             // A start whose server was killed goes on until its time limit; one that hangs is found as a process.
             let starts = || {
@@ -198,7 +198,7 @@ impl<'a> Checker<'a> {
                     .iter()
                     .any(|(_, line, _)| line.contains(&format!("mps start {key}")))
             };
-            if leased && !books::is_alive(&record["daemon"]) && !starts() {
+            if leased && !books::is_alive(&record["process"]) && !starts() {
                 found.insert(format!(
                     "MPS daemon {key} has leases and does not run ({})",
                     text(record, "state")
@@ -250,13 +250,13 @@ impl<'a> Checker<'a> {
     fn left(&self) -> Vec<String> {
         let mut found = Vec::new();
         let ledger = books::read(&self.world().state_dir()).unwrap_or_default();
-        for member in ["leases", "servers", "compute_modes", "leftovers", "unexplained", "drained"] {
+        for member in ["leases", "daemons", "compute_modes", "leftovers", "unexplained", "drained"] {
             let empty = ledger[member].as_array().is_none_or(Vec::is_empty);
             if !empty {
                 found.push(format!("{member} in the ledger: {}", ledger[member]));
             }
         }
-        for name in ["made", "under_way"] {
+        for name in ["dynamic_instances", "under_way"] {
             if ledger["mig"][name].as_array().is_some_and(|all| !all.is_empty())
                 || ledger["mig"][name].is_object()
             {

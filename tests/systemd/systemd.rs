@@ -100,7 +100,7 @@ impl Machine {
 
     fn daemon(&self) -> Daemon {
         let mps = self.world.status()["mps"][0].clone();
-        let device = mps["device"].as_str().expect("a device").to_owned();
+        let device = mps["devices"][0].as_str().expect("a device").to_owned();
         Daemon { pid: mps["pid"].to_string(), unit: format!("sublet-mps-{device}.service") }
     }
 }

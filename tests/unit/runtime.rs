@@ -294,7 +294,7 @@ impl Host {
             "devices": ["GPU-none"],
             "mode": "time-slice",
             "isolation": "shared",
-            "server": null,
+            "daemon": null,
             "sm": null,
             "memory_bytes": null,
             "processes": 1,
@@ -303,6 +303,7 @@ impl Host {
             "owner": Process::current().unwrap(),
             "init": null,
             "since": 0,
+            "mount_points": [],
         }))
         .unwrap();
         let store = Store::open(&self.path("state")).unwrap();

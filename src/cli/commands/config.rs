@@ -56,9 +56,6 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     };
     let mut sources = Sources::find(etc)?;
     let loaded = config_files::load_files(&sources.files)?;
-    for warning in loaded.warnings() {
-        eprintln!("sublet: warning: {warning}");
-    }
     let containers = config_files::read_containers(&sources.containers)?;
     let unknown = containers
         .as_ref()

@@ -234,9 +234,6 @@ fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger
     if is_remote(config) {
         return users_ledger(config);
     }
-    for warning in config.warnings() {
-        eprintln!("sublet: warning: {warning}");
-    }
     let store = sublet_core::ledger::Store::open(&config.state_dir)?;
     match Local::new(config).reconcile(|_| Ok(())) {
         Err(error) if error.is_elsewhere() => {

@@ -17,9 +17,6 @@ pub fn run(config: &Config) -> anyhow::Result<ExitCode> {
          systemd"
         );
     }
-    for warning in config.warnings() {
-        tracing::warn!("{warning}");
-    }
     crate::serve::serve(config)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -19,7 +19,6 @@ const DISORDER: u64 = 60_000;
 
 /// What was read already.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
 pub(crate) struct Position {
     /// Of the journal.
     cursor: Option<String>,

@@ -35,7 +35,6 @@ struct Book {
     looked_at: u64,
     boot_id: String,
     /// The devices that could not be checked then, and why.
-    #[serde(default)]
     blind: Vec<String>,
     events: Vec<Event>,
 }

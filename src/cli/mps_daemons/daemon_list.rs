@@ -12,11 +12,9 @@ use sublet_core::mps::control::{AskError, Control, listens};
 use sublet_core::mps::{MpsError, dirs, idle};
 use sublet_core::process::uptime_seconds;
 
-/// One daemon; the first five are an element of `mps` in `sublet status --format json`.
+/// One daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct Listed {
-    /// The device it serves, or the first of several.
-    pub device: String,
     /// The lease that a dedicated daemon belongs to.
     #[schemars(with = "Option<String>")]
     pub lease: Option<LeaseId>,
@@ -38,7 +36,7 @@ pub struct Listed {
     pub ceiling_memory_bytes: Option<u64>,
     /// How long it has been without a lease; `None` while it has one.
     pub idle_seconds: Option<u64>,
-    /// How long it will wait for the next one; `None` if it does not wait, or waits without limit.
+    /// How long it will wait for the next one; `None` if it does not wait.
     pub ends_in_seconds: Option<u64>,
 }
 
@@ -83,7 +81,6 @@ fn listed(daemon: &MpsDaemon, recorded: Listed, config: &Config) -> Listed {
 /// The daemon as the ledger has it.
 fn shown(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Listed {
     Listed {
-        device: daemon.devices.first().cloned().unwrap_or_default(),
         devices: daemon.devices.clone(),
         lease: LeaseId::parse(&daemon.key.0),
         pid: daemon.process.map(|daemon| daemon.pid),
@@ -99,7 +96,7 @@ fn shown(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Listed {
 
 fn ends_in(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Option<u64> {
     let left = idle::left(daemon, ledger, config);
-    (left > Duration::ZERO && left < Duration::MAX).then_some(left.as_secs())
+    (left > Duration::ZERO).then_some(left.as_secs())
 }
 
 fn seen(daemon: &MpsDaemon, alive: bool, config: &Config) -> (DaemonState, Option<usize>) {

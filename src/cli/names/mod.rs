@@ -267,6 +267,14 @@ mod tests {
     }
 
     #[test]
+    fn stored_names_are_read_and_written_again_alike() {
+        let stored = include_str!("../../../tests/formats/every-key/names.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Stored = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+
+    #[test]
     fn what_an_engine_has_forgotten_keeps_its_name() {
         let mut names = Names::default();
         names.note(&ledger(&[1, 2]), 10, |_| Some(named("web")));

@@ -37,7 +37,6 @@ pub struct RefusalRecord {
     /// The reason, one line.
     pub reason: String,
     /// The container's user.
-    #[serde(default)]
     pub uid: u32,
     /// It was started: the reason is a warning. Engines do not show those of a start that succeeds.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

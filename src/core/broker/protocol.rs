@@ -195,7 +195,6 @@ pub struct JobEnvironment {
     /// Variables with these prefixes are removed unless they are in `set`.
     pub remove_prefixes: Vec<String>,
     /// The job's GPUs, of which a step or a task may have some only.
-    #[serde(default)]
     pub gpus: Vec<JobGpu>,
 }
 
@@ -221,7 +220,6 @@ pub struct Refused {
     /// One line, safe to print.
     pub reason: String,
     /// Whether waiting may help.
-    #[serde(default)]
     pub temporary: bool,
 }
 

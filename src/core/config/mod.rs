@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 pub use guard::Guard;
 pub use policy::PolicyRule;
 
-use crate::share::units::show_duration;
 use crate::share::{Capability, Isolation, MigCapability, Mode, Percent};
 
 /// The whole configuration.
@@ -273,13 +272,9 @@ pub enum Policy {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mps {
-    /// How long a shared daemon outlives its last lease while `sublet serve` runs; see [`Mps::after_last_lease`]. After
-    /// loading, `None` means that `stop_when_idle = false` was set.
-    #[serde(default, with = "values::some_duration", skip_serializing_if = "Option::is_none")]
-    pub idle: Option<Duration>,
-    /// The older form of `idle`. It is still read, with a warning.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub stop_when_idle: Option<bool>,
+    /// How long a shared daemon outlives its last lease while `sublet serve` runs, which ends it.
+    #[serde(with = "values::duration")]
+    pub idle: Duration,
     /// What happens to a process that joins a container whose daemon does not answer and cannot be restarted.
     pub exec_without_daemon: WithoutDaemon,
     /// Compute mode `EXCLUSIVE_PROCESS` under shared servers of whole GPUs.
@@ -294,37 +289,11 @@ pub struct Mps {
 impl Default for Mps {
     fn default() -> Self {
         Self {
-            idle: Some(Self::IDLE),
-            stop_when_idle: None,
+            idle: Duration::from_secs(60),
             exec_without_daemon: WithoutDaemon::Refuse,
             exclusive_compute_mode: ExclusiveComputeMode::Auto,
             start_timeout: Duration::from_secs(10),
             allow_vgpu: false,
-        }
-    }
-}
-
-/// How long a shared daemon waits for the next lease after its last one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stay {
-    /// This long, and only while `sublet serve` runs, which ends it.
-    For(Duration),
-    /// Until it is stopped by hand: `stop_when_idle = false`.
-    Always,
-}
-
-impl Mps {
-    /// The default.
-    const IDLE: Duration = Duration::from_secs(60);
-
-    /// What `idle` says; without it, what `stop_when_idle` says.
-    #[must_use]
-    pub(crate) fn after_last_lease(&self) -> Stay {
-        match (self.idle, self.stop_when_idle) {
-            (Some(idle), _) => Stay::For(idle),
-            (None, Some(true)) => Stay::For(Duration::ZERO),
-            (None, Some(false)) => Stay::Always,
-            (None, None) => Stay::For(Self::IDLE),
         }
     }
 }
@@ -433,22 +402,6 @@ impl Default for Cdi {
 }
 
 impl Config {
-    /// Warnings about settings that are read but should be written differently, one line each.
-    #[must_use]
-    pub fn warnings(&self) -> Vec<String> {
-        let advice = match (self.mps.stop_when_idle, self.mps.after_last_lease()) {
-            (None, _) => return Vec::new(),
-            (Some(_), Stay::For(idle)) => {
-                format!("remove it; idle = \"{}\" is in force", show_duration(idle))
-            }
-            (Some(_), Stay::Always) => {
-                "daemons now run until they are stopped by hand; set a time instead, such as idle = \"10m\""
-                    .to_owned()
-            }
-        };
-        vec![format!("configuration: [mps] stop_when_idle was replaced by [mps] idle: {advice}")]
-    }
-
     /// The limit on the sum of SM shares on one MPS device.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from over 0 to 100 times")]
@@ -467,7 +420,5 @@ pub fn written_out(config: &Config) -> Config {
     for name in Grant::default().env.into_keys() {
         config.grant.env.entry(name).or_default();
     }
-    // Its meaning is already in `idle`.
-    config.mps.stop_when_idle = config.mps.stop_when_idle.filter(|_| config.mps.idle.is_none());
     config
 }

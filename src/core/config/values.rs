@@ -26,24 +26,6 @@ pub(super) mod duration {
     }
 }
 
-/// [`duration`] for a key that may be absent.
-pub(super) mod some_duration {
-    use std::time::Duration;
-
-    use super::{Deserializer, Serializer, duration};
-
-    pub fn serialize<S: Serializer>(
-        value: &(impl Copy + Into<Option<Duration>>),
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        duration::serialize(&(*value).into().unwrap_or_default(), serializer)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
-        duration::deserialize(deserializer).map(Some)
-    }
-}
-
 /// Amounts of memory such as `512MiB`, converted to bytes. Whole MiB, as everything that is booked.
 pub(super) mod memory {
     use super::{Deserializer, Error, Serializer};

@@ -19,7 +19,7 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::ConfigError;
 use super::check::{self, Problem};
-use crate::config::{Config, Grant, Runtime, Stay};
+use crate::config::{Config, Grant, Runtime};
 use crate::process::environment::honoured;
 
 /// The merged configuration. Without any file, the defaults.
@@ -192,9 +192,6 @@ fn merge(files: &[File]) -> Result<Config, ConfigError> {
         [.., last] => of_table(merged).map_err(|error| last.merged(&error))?,
     };
     shipped_environment(&mut config);
-    if let Stay::For(idle) = config.mps.after_last_lease() {
-        config.mps.idle = Some(idle);
-    }
     // Values that are valid by themselves may contradict each other in one share.
     let strongest_first: Vec<_> = files.iter().rev().collect();
     check::check(&config).map_err(|problem| locate(&strongest_first, &problem))?;

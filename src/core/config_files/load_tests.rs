@@ -108,35 +108,12 @@ fn no_gpus_node_can_be_allowed() {
 
 #[test]
 fn how_long_daemons_wait() {
-    use crate::config::Stay::{Always, For};
-    let says = |text: &str| {
-        let config = one(text);
-        (config.mps.after_last_lease(), config.warnings().len())
-    };
-    let seconds = std::time::Duration::from_secs;
-    assert_eq!(says(""), (For(seconds(60)), 0));
-    assert_eq!(says("[mps]\nidle = \"0\"\n"), (For(seconds(0)), 0));
-    assert_eq!(says("[mps]\nidle = \"5m\"\n"), (For(seconds(300)), 0));
-    assert_eq!(says("[mps]\nstop_when_idle = true\n"), (For(seconds(0)), 1));
-    assert_eq!(says("[mps]\nstop_when_idle = false\n"), (Always, 1));
-    let files =
-        ["[mps]\nidle = \"5s\"\n", "[mps]\nstop_when_idle = true\n"].map(|text| file("/c.toml", text));
-    let both = merge(&files).unwrap();
-    assert_eq!(both.mps.after_last_lease(), For(seconds(5)), "the new key wins, wherever it stands");
-    assert_snapshot!(both.warnings()[0], @r#"configuration: [mps] stop_when_idle was replaced by [mps] idle: remove it; idle = "5s" is in force"#);
+    let says = |text: &str| one(text).mps.idle.as_secs();
+    assert_eq!(says(""), 60);
+    assert_eq!(says("[mps]\nidle = \"0\"\n"), 0);
+    assert_eq!(says("[mps]\nidle = \"5m\"\n"), 300);
     assert_snapshot!(refused("[mps]\nidle = 60\n"), @r#"configuration /c.toml:2:8: mps.idle: "60" must be 0 or a whole number of ms, s or m, such as 10s"#);
     assert_snapshot!(refused("[mps]\nidle = \"\"\n"), @r#"configuration /c.toml:2:8: mps.idle: "" must be 0 or a whole number of ms, s or m, such as 10s"#);
-}
-
-#[test]
-fn what_is_shown_of_how_long_daemons_wait_can_be_read_again() {
-    let shown = |text: &str| to_toml(&one(text)).unwrap();
-    for (text, line) in [("true", "idle = \"0\""), ("false", "stop_when_idle = false")] {
-        let text = format!("[mps]\nstop_when_idle = {text}\n");
-        let (again, was) = (one(&shown(&text)), one(&text));
-        assert!(shown(&text).contains(line), "{}", shown(&text));
-        assert_eq!(again.mps.after_last_lease(), was.mps.after_last_lease());
-    }
 }
 
 #[test]

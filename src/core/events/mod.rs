@@ -127,7 +127,6 @@ pub struct Event {
     /// What.
     pub kind: Kind,
     /// The uid of the container's engine; root's where there is no container.
-    #[serde(default)]
     pub uid: u32,
     /// The container's id; if it is unknown, its bundle or root filesystem.
     #[serde(default, skip_serializing_if = "String::is_empty")]

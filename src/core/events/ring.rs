@@ -115,6 +115,14 @@ mod tests {
     }
 
     #[test]
+    fn a_stored_event_is_read_and_written_again_alike() {
+        let stored = include_str!("../../../tests/formats/every-key/event.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Event = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+
+    #[test]
     fn a_record_that_was_cut_off_takes_no_other_with_it() {
         let dir = tempfile::tempdir().unwrap();
         add(dir.path(), &[event(1), event(2)]);

@@ -77,14 +77,11 @@ pub(crate) fn sweep(dir: &Path) {
     }
 }
 
-/// The process whose temporary file is called `name`; `None` if sublet gives no such name. Older versions used only the
-/// pid.
+/// The process whose temporary file is called `name`; `None` if sublet gives no such name.
 fn writer(name: &str) -> Option<i32> {
     let writer = name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?.1;
-    match writer.split_once('-') {
-        Some((pid, call)) => call.parse::<u64>().ok().and(pid.parse().ok()),
-        None => writer.parse().ok(),
-    }
+    let (pid, call) = writer.split_once('-')?;
+    call.parse::<u64>().ok().and(pid.parse().ok())
 }
 
 fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
@@ -158,9 +155,9 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
         let ours = format!(".a.json.{}-7.tmp", std::process::id());
-        let left = [format!(".a.json.{}-7.tmp", child.id()), format!(".a.json.{}.tmp", child.id())];
-        let foreign = ["a.json.1.tmp", ".a.json.tmp", "a.json", ".a.json.1-x.tmp"];
-        for name in foreign.into_iter().chain([ours.as_str(), left[0].as_str(), left[1].as_str()]) {
+        let left = format!(".a.json.{}-7.tmp", child.id());
+        let foreign = ["a.json.1.tmp", ".a.json.tmp", "a.json", ".a.json.1-x.tmp", ".a.json.1.tmp"];
+        for name in foreign.into_iter().chain([ours.as_str(), left.as_str()]) {
             fs::write(dir.path().join(name), "").unwrap();
         }
         sweep(dir.path());

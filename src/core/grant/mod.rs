@@ -25,7 +25,6 @@ pub struct Grant {
     /// The lease itself as compact JSON, for `sublet.lease.record`. A lost ledger is rebuilt from it.
     pub record: String,
     /// The configuration file that criu reads before it saves the container (`inventory::no_checkpoint`).
-    #[serde(default)]
     pub no_checkpoint: PathBuf,
     /// Device nodes, each with a cgroup rule `rw`.
     pub nodes: Vec<GrantedNode>,

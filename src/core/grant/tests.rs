@@ -58,7 +58,7 @@ fn library(soname: &str, also: &[&str], capability: Capability) -> DriverFile {
 /// Two GPUs whose minors differ from their indexes, and a file of each kind.
 pub(super) fn inventory() -> Inventory {
     Inventory {
-        schema: "sublet.inventory/3".to_owned(),
+        schema: "sublet.inventory/1".to_owned(),
         fingerprint: Fingerprint {
             boot_id: String::new(),
             driver_version: "580.159.04".to_owned(),

@@ -12,7 +12,7 @@ use crate::parse_errors::plain;
 use crate::text::safe;
 
 /// `Inventory::schema` of this build.
-pub const SCHEMA: &str = "sublet.inventory/3";
+pub const SCHEMA: &str = "sublet.inventory/1";
 
 /// criu's configuration file for containers with a share, in the directory of `inventory.json`.
 pub(crate) const NO_CHECKPOINT_FILE: &str = "no-checkpoint.conf";

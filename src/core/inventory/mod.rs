@@ -39,14 +39,13 @@ use crate::share::{Capability, Percent};
 /// `inventory.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Inventory {
-    /// `sublet.inventory/3`.
+    /// `sublet.inventory/1`.
     pub schema: String,
     /// What must be unchanged for the rest to be up to date.
     pub fingerprint: Fingerprint,
     /// When NVML was asked, in seconds since the epoch.
     pub probed_at: u64,
     /// How many changes of MIG layouts had ended before (`MigChanges::count` of the ledger).
-    #[serde(default)]
     pub mig_changes: u64,
     /// The driver.
     pub driver: Driver,
@@ -84,7 +83,6 @@ pub struct Driver {
     /// `nvidia-cuda-mps-control`, if both it and its server program are installed.
     pub mps_control: Option<PathBuf>,
     /// Which MPS program is missing, if only one of the two is installed.
-    #[serde(default)]
     pub mps_missing: Option<String>,
     /// `nvidia-smi`, if it is installed.
     pub smi: Option<PathBuf>,
@@ -147,7 +145,7 @@ pub struct Device {
     /// Processes that had contexts at the last refresh, including MPS servers and clients.
     pub processes: Vec<GpuProcess>,
     /// What makes it a MIG device; `None`: a whole GPU.
-    #[serde(rename = "part", default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig_device: Option<MigDevice>,
 }
 
@@ -213,7 +211,6 @@ pub struct GpuProcess {
     /// Inode of its PID namespace, by which it is attributed to a lease; 0 if it could not be read.
     pub pid_namespace: u64,
     /// Its cgroup paths in all hierarchies, each once and without roots. They also attribute it to a lease.
-    #[serde(default)]
     pub cgroups: Vec<String>,
     /// Whether it is an MPS server.
     pub mps_server: bool,

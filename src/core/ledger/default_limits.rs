@@ -12,10 +12,8 @@ use crate::share::{Percent, bytes_of_process};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DefaultLimits {
     /// Share of the SMs.
-    #[serde(rename = "ceiling")]
     pub sm: Percent,
     /// Memory of a client on each device.
-    #[serde(rename = "memory_ceiling", default)]
     pub memory: DefaultMemoryLimit,
 }
 
@@ -106,18 +104,5 @@ mod tests {
         assert_eq!(each(Some(8 << 30), 0), DefaultMemoryLimit::Mebibytes(8192));
         assert_eq!(each(Some(MIB), 2), DefaultMemoryLimit::Mebibytes(1));
         assert_eq!(each(None, 2), DefaultMemoryLimit::Unlimited);
-    }
-
-    #[test]
-    fn a_record_of_the_version_before_says_nothing_of_memory() {
-        let old: DefaultLimits = serde_json::from_str(r#"{"ceiling":25000}"#).unwrap();
-        assert_eq!(old, default_limits(25, DefaultMemoryLimit::default()));
-        let written =
-            serde_json::to_string(&default_limits(25, DefaultMemoryLimit::Mebibytes(8192))).unwrap();
-        assert_eq!(written, r#"{"ceiling":25000,"memory_ceiling":{"mebibytes":8192}}"#);
-        let read: DefaultLimits = serde_json::from_str(&written).unwrap();
-        assert_eq!(read.memory.bytes(), Some(8 << 30));
-        let lifted = serde_json::to_string(&DefaultLimits::NONE).unwrap();
-        assert_eq!(lifted, r#"{"ceiling":100000,"memory_ceiling":"unlimited"}"#);
     }
 }

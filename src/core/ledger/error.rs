@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use super::SCHEMA_WITH_LISTS;
+use super::SCHEMA;
 use crate::text::safe;
 
 /// Why the ledger could not be read or changed.
@@ -84,7 +84,7 @@ pub enum LedgerError {
     },
     /// A newer version of sublet wrote it. Nothing is changed.
     #[error(
-        "ledger {path} was written by a newer version of sublet: its schema is {found}, this version reads up to {SCHEMA_WITH_LISTS}; \
+        "ledger {path} was written by a newer version of sublet: its schema is {found}, this version reads {SCHEMA}; \
          nothing was changed: install the newer version again (docs/packaging.md, \"Upgrades\", says how to go back)"
     )]
     Newer {

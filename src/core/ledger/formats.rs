@@ -6,33 +6,17 @@ use serde_json::Value;
 use super::stored::{parse, text};
 use super::{Job, LEASE_RECORD_ANNOTATION, Lease, Ledger, MigChanges, MpsDaemon};
 
-fn again<T: serde::Serialize + serde::de::DeserializeOwned>(stored: &Value) -> Value {
-    serde_json::to_value(serde_json::from_value::<T>(stored.clone()).unwrap()).unwrap()
-}
-
 #[test]
 fn stored_ledgers_are_read_and_written_again_alike() {
     for stored in [
         include_str!("../../../tests/formats/gpus/ledger.json"),
         include_str!("../../../tests/formats/mig/ledger.json"),
-        include_str!("../../../tests/formats/52aea9a/ledger.json"),
         include_str!("../../../tests/formats/every-key/ledger.json"),
     ] {
-        let stored: Value = serde_json::from_str(stored).unwrap();
-        assert_eq!(again::<Ledger>(&stored), stored);
+        let mut ledger = parse(stored.as_bytes()).unwrap();
+        let again: Value = serde_json::from_slice(&text(&mut ledger).unwrap()).unwrap();
+        assert_eq!(again, serde_json::from_str::<Value>(stored).unwrap());
     }
-}
-
-/// Ten leases of one image and of another, whose text has each list of mount points once.
-#[test]
-fn a_ledger_of_many_leases_is_read_and_written_again_alike() {
-    let stored: Value =
-        serde_json::from_str(include_str!("../../../tests/formats/lists/ledger.json")).unwrap();
-    let mut ledger = parse(&serde_json::to_vec(&stored).unwrap()).unwrap();
-    let counts: Vec<usize> = ledger.leases.iter().map(|lease| lease.mount_points.len()).collect();
-    assert_eq!(counts, [4, 4, 1, 4, 4, 1, 4, 4, 1, 0]);
-    let again: Value = serde_json::from_slice(&text(&mut ledger).unwrap()).unwrap();
-    assert_eq!(again, stored);
 }
 
 #[test]
@@ -50,7 +34,7 @@ fn leases_in_annotations_are_read_and_written_again_alike() {
         for key in ["state_dir", "state_fs"] {
             lease_alone.as_object_mut().unwrap().remove(key);
         }
-        assert_eq!(again::<Lease>(&lease_alone), lease_alone);
+        assert_eq!(serde_json::to_value(lease).unwrap(), lease_alone);
     }
 }
 
@@ -77,7 +61,7 @@ fn every_key_is_in_the_fixture() {
         mount_point_lists: _,
         mig: MigChanges { count: _, under_way, dynamic_instances },
         keeper,
-    } = serde_json::from_str(text).unwrap();
+    } = parse(text.as_bytes()).unwrap();
     has_all(&[namespaces.is_some(), lost, under_way.is_some(), keeper.is_some()]);
     has_all(&[
         !compute_modes.is_empty(),

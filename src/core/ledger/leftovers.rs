@@ -170,14 +170,4 @@ mod tests {
         assert_eq!(ledger.made_among(&left, &found).last(), Some(&&found[1]));
         assert!(ledger.made_among(Path::new("/elsewhere"), &found).is_empty());
     }
-
-    /// In the form that older versions wrote.
-    #[test]
-    fn leases_and_leftovers_without_volumes_are_read() {
-        let mut ledger = ledger(vec![lease(1, "GPU-a"), lease(2, "GPU-a")]);
-        ledger.remove(&lease(2, "GPU-a").id);
-        let text = serde_json::to_string(&ledger).unwrap();
-        assert!(!text.contains("volumes"), "{text}");
-        assert_eq!(serde_json::from_str::<Ledger>(&text).unwrap(), ledger);
-    }
 }

@@ -17,7 +17,7 @@ pub struct MigChanges {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub under_way: Option<MigChange>,
     /// Instances that were created for containers.
-    #[serde(rename = "made", default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub dynamic_instances: Vec<DynamicInstance>,
 }
 

@@ -5,7 +5,6 @@ mod binding;
 mod cgroup;
 mod clearing;
 mod daemon_claims;
-mod daemon_devices;
 mod default_limits;
 mod dynamic_mig_instances;
 mod error;
@@ -67,10 +66,8 @@ use crate::inventory::ComputeMode;
 use crate::process::Process;
 use crate::share::{Guarding, Isolation, Mode, Percent, Priority};
 
-/// [`Ledger::schema`] in memory, and of a text that older versions read.
+/// [`Ledger::schema`].
 pub const SCHEMA: &str = "sublet.ledger/1";
-/// The schema of the text of a ledger with [`Ledger::mount_point_lists`].
-const SCHEMA_WITH_LISTS: &str = "sublet.ledger/2";
 
 /// The annotation that holds the lease's id.
 pub const LEASE_ANNOTATION: &str = "sublet.lease";
@@ -96,7 +93,6 @@ pub struct Ledger {
     /// Every lease that has not ended.
     pub leases: Vec<Lease>,
     /// Every MPS daemon that sublet started and whose end it has not seen.
-    #[serde(rename = "servers")]
     pub daemons: Vec<MpsDaemon>,
     /// Compute modes that sublet changed, with the original modes, which will be restored.
     pub compute_modes: Vec<ChangedComputeMode>,
@@ -112,8 +108,7 @@ pub struct Ledger {
     /// lose it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub leftovers: Vec<Leftover>,
-    /// Only in the ledger's text, and if it has many leases: the lists that [`Lease::mount_points`] names by their
-    /// numbers.
+    /// Only in the ledger's text: the lists that [`Lease::mount_points`] names by their numbers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mount_point_lists: Vec<MountPoints>,
     /// Changes of MIG layouts.
@@ -162,14 +157,13 @@ pub struct Lease {
     /// Device UUIDs, taken and freed together.
     pub devices: Vec<String>,
     /// The MIG devices as they were when they were leased. Later instances may get the same ids.
-    #[serde(rename = "parts", default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mig_devices: Vec<LeasedMigDevice>,
     /// How the devices are shared.
     pub mode: Mode,
     /// Whether the MPS server is shared or dedicated, if mode or memory needs one.
     pub isolation: Isolation,
     /// The MPS server that serves it.
-    #[serde(rename = "server")]
     pub daemon: Option<DaemonKey>,
     /// SM limit of the whole container; `None`: no limit.
     pub sm: Option<Percent>,
@@ -196,11 +190,9 @@ pub struct Lease {
     /// Seconds since the epoch.
     pub since: u64,
     /// Where the container finds the driver's libraries. Processes started by exec need it, too.
-    #[serde(default)]
     pub library_dir: Option<PathBuf>,
     /// Files that were missing in the rootfs, so the runtime created them as mount points. sublet removes them if the
     /// rootfs persists.
-    #[serde(default)]
     pub mount_points: MountPoints,
     /// The same in volumes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -362,15 +354,12 @@ pub struct MpsDaemon {
     pub key: DaemonKey,
     /// The devices that it serves, in the order in which its clients count them: one, or all devices of a lease that
     /// has several. Empty if a rebuild could not find out.
-    #[serde(rename = "device", with = "daemon_devices")]
     pub devices: Vec<String>,
     /// The control daemon.
-    #[serde(rename = "daemon")]
     pub process: Option<Process>,
     /// Its state.
     pub state: DaemonState,
     /// The limits for new clients. Never more than what is really in force.
-    #[serde(flatten)]
     pub default_limits: DefaultLimits,
     /// When it last gave a real answer, in seconds since the epoch.
     pub answered_at: u64,

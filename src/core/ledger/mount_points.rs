@@ -1,7 +1,7 @@
 //! The list of mount points in a lease: one in memory for all leases that have the same.
 //!
-//! The driver's files are the same in most containers, and their paths are half of a lease's text. So a ledger of many
-//! leases has each list once, and its leases have the list's number.
+//! The driver's files are the same in most containers, and their paths are half of a lease's text. So the ledger's text has
+//! each list once, and its leases have the list's number.
 
 use std::ops::Deref;
 use std::path::PathBuf;
@@ -11,9 +11,6 @@ use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::Ledger;
-
-/// Leases in a ledger that older versions read, too (`sublet.ledger/1`): each has its own list.
-const FEW: usize = 8;
 
 /// Files in a root filesystem.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,11 +82,6 @@ impl<'de> Deserialize<'de> for MountPoints {
 }
 
 impl Ledger {
-    /// Whether its leases share lists in its text.
-    pub(super) fn has_many_mount_points(&self) -> bool {
-        self.leases.iter().filter(|lease| !lease.mount_points.is_empty()).nth(FEW).is_some()
-    }
-
     /// Gives each list of its leases a number, for its text.
     pub(super) fn number_mount_points(&mut self) {
         for lease in self.leases.iter_mut().filter(|lease| !lease.mount_points.is_empty()) {
@@ -136,9 +128,9 @@ impl MountPoints {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Lease;
     use super::super::fixture::lease;
     use super::super::stored::{parse, text};
-    use super::super::{Lease, SCHEMA};
     use super::*;
 
     fn ledger(leases: u64) -> Ledger {
@@ -148,14 +140,13 @@ mod tests {
     }
 
     #[test]
-    fn many_leases_have_each_list_once_in_the_text_and_few_have_it_as_before() {
-        for (leases, schema, lists) in [(8, SCHEMA, 0), (9, "sublet.ledger/2", 2)] {
+    fn the_text_has_each_list_once() {
+        for (leases, lists) in [(0, 0), (1, 1), (9, 2)] {
             let mut ledger = ledger(leases);
             let before = ledger.clone();
             let written = text(&mut ledger).unwrap();
             assert_eq!(ledger, before, "as it was");
             let value: serde_json::Value = serde_json::from_slice(&written).unwrap();
-            assert_eq!(value["schema"], schema);
             assert_eq!(value["mount_point_lists"].as_array().map_or(0, Vec::len), lists);
             let mut read = parse(&written).unwrap();
             assert_eq!(read, before);

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{LeaseId, Ledger, SCHEMA, SCHEMA_WITH_LISTS};
+use super::{LeaseId, Ledger, SCHEMA};
 use crate::parse_errors::plain;
 use crate::text::safe;
 
@@ -27,15 +27,12 @@ struct OfAnyVersion {
 /// It is not a ledger, or is a newer version's.
 pub(super) fn parse(content: &[u8]) -> Result<Ledger, NotALedger> {
     let parsed: Result<Ledger, _> = serde_json::from_slice(content);
-    if parsed.as_ref().map_or(true, |ledger| ![SCHEMA, SCHEMA_WITH_LISTS].contains(&ledger.schema.as_str())) {
+    if parsed.as_ref().map_or(true, |ledger| ledger.schema != SCHEMA) {
         if let Some(newer) = newer(content) {
             return Err(NotALedger::Newer(newer));
         }
     }
     let mut ledger = parsed.map_err(|error| NotALedger::Corrupt(plain(&error.to_string(), None)))?;
-    if ledger.schema == SCHEMA_WITH_LISTS {
-        SCHEMA.clone_into(&mut ledger.schema);
-    }
     let resolved = ledger.resolve_mount_points();
     resolved.ok_or_else(|| NotALedger::Corrupt("a lease has mount points that are not listed".to_owned()))?;
     check(&ledger).map_err(NotALedger::Corrupt)?;
@@ -47,13 +44,8 @@ pub(super) fn parse(content: &[u8]) -> Result<Ledger, NotALedger> {
 /// # Errors
 /// It has a path that is not UTF-8.
 pub(super) fn text(ledger: &mut Ledger) -> serde_json::Result<Vec<u8>> {
-    if !ledger.has_many_mount_points() {
-        return serde_json::to_vec(ledger);
-    }
     ledger.number_mount_points();
-    let schema = std::mem::replace(&mut ledger.schema, SCHEMA_WITH_LISTS.to_owned());
     let text = serde_json::to_vec(ledger);
-    ledger.schema = schema;
     // Each number is that of a list.
     let _ = ledger.resolve_mount_points();
     text
@@ -67,7 +59,7 @@ fn newer(content: &[u8]) -> Option<String> {
         let number: u64 = number.parse().ok()?;
         Some((name.to_owned(), number))
     };
-    let ((found, found_number), (ours, our_number)) = (number(&schema)?, number(SCHEMA_WITH_LISTS)?);
+    let ((found, found_number), (ours, our_number)) = (number(&schema)?, number(SCHEMA)?);
     (found == ours && found_number > our_number).then(|| safe(&schema))
 }
 
@@ -94,7 +86,7 @@ mod tests {
     #[test]
     fn only_a_higher_number_of_our_schema_is_a_newer_version() {
         for (schema, newer) in [
-            ("sublet.ledger/3", true),
+            ("sublet.ledger/2", true),
             ("sublet.ledger/10", true),
             ("sublet.ledger/0", false),
             ("sublet.ledger/", false),
@@ -106,14 +98,14 @@ mod tests {
             // Such a text may have nothing else in common with ours.
             for rest in [
                 r#","leases":{"a":7}"#,
-                r#","boot_id":"b","leases":[],"servers":[],"compute_modes":[],"drained":[],"unexplained":[]"#,
+                r#","boot_id":"b","leases":[],"daemons":[],"compute_modes":[],"drained":[],"unexplained":[]"#,
             ] {
                 let text = format!(r#"{{"schema":"{schema}"{rest}}}"#);
                 let outcome = parse(text.as_bytes()).unwrap_err();
                 assert_eq!(outcome == NotALedger::Newer(schema.to_owned()), newer, "{text}: {outcome:?}");
             }
         }
-        let cut_off = parse(br#"{"schema":"sublet.ledger/3","leases":"#);
+        let cut_off = parse(br#"{"schema":"sublet.ledger/2","leases":"#);
         assert!(matches!(cut_off, Err(NotALedger::Corrupt(_))), "{cut_off:?}");
     }
 }

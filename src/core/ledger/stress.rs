@@ -83,8 +83,8 @@ fn another_boot_leaves_only_what_people_decided() {
 fn a_bad_ledger_is_never_an_empty_one_and_is_kept_as_evidence() {
     let good = serde_json::to_string(&Ledger::empty("boot")).unwrap();
     let bad_key = good.replace(
-        "\"servers\":[]",
-        r#""servers":[{"key":"../x","device":"","daemon":null,"state":"down","ceiling":0,"answered_at":0}]"#,
+        "\"daemons\":[]",
+        r#""daemons":[{"key":"../x","devices":[],"process":null,"state":"down","default_limits":{"sm":0,"memory":"unlimited"},"answered_at":0}]"#,
     );
     let cases =
         [String::new(), good[..30].to_owned(), "[]".into(), good.replace("ledger/1", "ledger/0"), bad_key];
@@ -147,7 +147,7 @@ fn a_ledger_of_another_schema_still_tells_what_was_drained() {
 
 #[test]
 fn a_newer_versions_ledger_or_its_copy_is_refused_and_stays_as_it_is() {
-    let newer = r#"{"schema":"sublet.ledger/3","boot_id":"x","leases":{}}"#;
+    let newer = r#"{"schema":"sublet.ledger/2","boot_id":"x","leases":{}}"#;
     for (newer_one, other) in [
         ("ledger.json", None),
         ("ledger.json", Some(("ledger.json.copy", newer))),
@@ -167,7 +167,7 @@ fn a_newer_versions_ledger_or_its_copy_is_refused_and_stays_as_it_is() {
         let refused = store.update(|ledger| ledger.insert(mine(1))).unwrap_err();
         assert!(matches!(refused, LedgerError::Newer { .. }), "{refused}");
         let said = refused.to_string();
-        assert!(said.contains(newer_one) && said.contains("sublet.ledger/3"), "{said}");
+        assert!(said.contains(newer_one) && said.contains("sublet.ledger/2"), "{said}");
         assert_eq!(files(), before, "{newer_one}");
         assert!(store.read().is_err() && store.peek().is_err(), "{newer_one}");
     }

@@ -133,7 +133,7 @@ mod tests {
             }
             assert!(store().peek().is_err() && !dir.path().join("ledger.json").exists());
             // A ledger of an earlier boot does not know of it either.
-            let earlier = r#"{"schema":"sublet.ledger/1","boot_id":"x","leases":[],"servers":[],"compute_modes":[],"drained":[],"unexplained":[]}"#;
+            let earlier = r#"{"schema":"sublet.ledger/1","boot_id":"x","leases":[],"daemons":[],"compute_modes":[],"drained":[],"unexplained":[]}"#;
             fs::write(dir.path().join("ledger.json"), earlier).unwrap();
             assert!(matches!(store().change(|_| ()), Err(LedgerError::Unmounted { .. })));
             fs::remove_file(dir.path().join("ledger.json")).unwrap();

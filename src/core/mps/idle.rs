@@ -8,7 +8,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::{MpsError, STOP_LIMIT, child_rest, child_stop, limits_and_state};
-use crate::config::{Config, Stay};
+use crate::config::Config;
 use crate::ledger::DaemonKey;
 use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use crate::process::Process;
@@ -27,15 +27,13 @@ pub fn waits(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> bool {
     useful && runs && left(daemon, ledger, config) > Duration::ZERO
 }
 
-/// How much longer the daemon of `server` may wait: [`Duration::MAX`] for no limit, zero if nothing would end it.
+/// How much longer the daemon of `server` may wait: zero if nothing would end it.
 #[must_use]
 pub fn left(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Duration {
-    match config.mps.after_last_lease() {
-        Stay::Always => Duration::MAX,
-        Stay::For(idle) if ledger.keeper.is_some_and(|keeper| keeper.is_alive()) => {
-            remaining(daemon.idle_since, idle, uptime_seconds())
-        }
-        Stay::For(_) => Duration::ZERO,
+    if ledger.keeper.is_some_and(|keeper| keeper.is_alive()) {
+        remaining(daemon.idle_since, config.mps.idle, uptime_seconds())
+    } else {
+        Duration::ZERO
     }
 }
 
@@ -190,12 +188,10 @@ mod tests {
         held.keeper = Some(Process::current().unwrap());
         let gone = ["Stop GPU-4", "Stop GPU-5", "Stop 0000000000000002", "Stop GPU-9"];
         assert_eq!(due(&held, &config), [&["Rest GPU-2", "Stop GPU-3"][..], &gone].concat());
-        config.mps.idle = Some(Duration::from_secs(1000));
+        config.mps.idle = Duration::from_secs(1000);
         assert_eq!(due(&held, &config), [&["Rest GPU-2"][..], &gone].concat());
-        config.mps.idle = Some(Duration::ZERO);
+        config.mps.idle = Duration::ZERO;
         assert_eq!(due(&held, &config), all);
-        (config.mps.idle, config.mps.stop_when_idle, held.keeper) = (None, Some(false), None);
-        assert_eq!(due(&held, &config), [&["Rest GPU-2"][..], &gone].concat(), "without end");
     }
 
     #[test]

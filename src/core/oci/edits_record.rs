@@ -13,7 +13,6 @@ use crate::ledger::LEASE_EDITS_ANNOTATION;
 /// The edits that cannot be distinguished from the engine's own entries, as compact JSON in `sublet.lease.edits`. Most
 /// variables are recognized by their names.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
 pub(super) struct Edits {
     /// Destinations of the mounts.
     pub mounts: Vec<PathBuf>,
@@ -60,4 +59,17 @@ impl Edits {
 /// The name of the variable that `NAME=VALUE` sets.
 pub(super) fn name_of(entry: &str) -> &str {
     entry.split('=').next().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stored_record_is_read_and_written_again_alike() {
+        let stored = include_str!("../../../tests/formats/every-key/edits.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Edits = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
 }

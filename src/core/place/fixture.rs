@@ -74,7 +74,7 @@ pub fn part(gpu: &Device, n: u32, profile: &str) -> Device {
 /// A host with `devices`, MPS installed, CUDA 13.0.
 pub fn host(devices: Vec<Device>) -> Inventory {
     Inventory {
-        schema: "sublet.inventory/3".into(),
+        schema: "sublet.inventory/1".into(),
         fingerprint: Fingerprint {
             boot_id: "boot".into(),
             driver_version: "580.159.04".into(),

@@ -222,6 +222,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_stored_record_is_read_and_written_again_alike() {
+        let stored = include_str!("../../../tests/formats/every-key/slurm-job.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: JobRecord = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+
+    #[test]
     fn a_record_is_read_as_it_was_written_and_gone_when_it_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         assert!(!JobRecord::are_kept(dir.path()));

@@ -38,7 +38,7 @@ fn a_start_waits_for_whoever_removes_an_earlier_containers_mount_points() {
     let ledger = world.state_dir().join("ledger.json");
     let read =
         || -> Value { serde_json::from_slice(&std::fs::read(&ledger).expect("a ledger")).expect("JSON") };
-    let files = read()["leases"][0]["mount_points"].clone();
+    let files = read()["mount_point_lists"][0].clone();
     bundle.down();
     let mut left = read();
     left["leftovers"] =
@@ -86,7 +86,7 @@ fn a_delete_clears_what_another_command_has_freed_and_not_cleared_yet() {
     let mut freed: Value =
         serde_json::from_slice(&std::fs::read(&ledger).expect("ledger.json")).expect("JSON");
     let lease = freed["leases"].as_array_mut().expect("leases").pop().expect("one");
-    let (place, files) = (&lease["container"], &lease["mount_points"]);
+    let (place, files) = (&lease["container"], &freed["mount_point_lists"][0]);
     freed["leftovers"] =
         json!([{"bundle": place["bundle"], "rootfs": place["rootfs"], "mount_points": files}]);
     std::fs::write(&ledger, freed.to_string()).expect("ledger.json");

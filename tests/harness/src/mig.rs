@@ -200,7 +200,7 @@ pub fn ledger(world: &World) -> Value {
 /// Checks that there is no instance, no recorded instance and no change in progress.
 pub fn assert_nothing_made(world: &World) {
     assert_eq!(bare(world), Vec::<String>::new());
-    assert_eq!(ledger(world)["mig"]["made"], Value::Null);
+    assert_eq!(ledger(world)["mig"]["dynamic_instances"], Value::Null);
     assert_eq!(ledger(world)["mig"]["under_way"], Value::Null);
 }
 

@@ -96,7 +96,7 @@ impl Bundle<'_> {
             bundle,
             config: std::fs::read(self.dir.join("config.json")).expect("config.json is there"),
             // Only the names, because their states may change meanwhile.
-            booked: [("leases", "id"), ("servers", "key")]
+            booked: [("leases", "id"), ("daemons", "key")]
                 .iter()
                 .flat_map(|&(all, name)| {
                     ledger[all].as_array().into_iter().flatten().map(move |each| each[name].clone())

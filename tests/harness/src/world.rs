@@ -260,7 +260,7 @@ impl World {
         let path = self.state_dir().join("ledger.json");
         let text = std::fs::read(&path).expect("a ledger");
         let mut ledger: Value = serde_json::from_slice(&text).expect("JSON");
-        for daemon in ledger["servers"].as_array_mut().expect("daemons") {
+        for daemon in ledger["daemons"].as_array_mut().expect("daemons") {
             daemon["answered_at"] = serde_json::json!(1);
         }
         std::fs::write(&path, ledger.to_string()).expect("written");

@@ -39,7 +39,7 @@ def at_once(table, group, machine, job, execs=16, mib=4096):
 def forget_answers():
     """As if the daemon had last answered long ago: each process asks it."""
     ledger = json.loads(LEDGER.read_text())
-    for daemon in ledger["servers"]:
+    for daemon in ledger["daemons"]:
         daemon["answered_at"] = 1
     new = LEDGER.with_name("ledger.json.new")
     new.write_text(json.dumps(ledger))
