@@ -26,9 +26,6 @@ impl<T> Default for Kept<T> {
 
 impl<T> Kept<T> {
     /// The value that `read` returns for `file`, from now or from the last call if the file has not changed.
-    ///
-    /// # Errors
-    /// Those of `read`.
     pub fn get<E>(&mut self, file: &Path, read: impl FnOnce() -> Result<T, E>) -> Result<Rc<T>, E> {
         // Taken before the file is read: a change in between makes the next call read it again.
         let now = stamp(file);

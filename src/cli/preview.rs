@@ -72,9 +72,6 @@ pub fn may_be_out_of_date(error: &AdmitError, config: &Config) -> bool {
 
 /// Where `request` would be placed by this inventory, once the instances `ahead` have been created. If one would be
 /// created for `request`, it is added.
-///
-/// # Errors
-/// As [`preview`].
 pub fn preview_after(
     ahead: &mut Ahead,
     request: &Request,

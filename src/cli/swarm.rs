@@ -19,9 +19,6 @@ pub struct Count {
 }
 
 /// Each named share of `config` on the devices of `inventory`.
-///
-/// # Errors
-/// There is no random number, or no /proc.
 pub fn counts(config: &Config, inventory: &Inventory) -> io::Result<Vec<Count>> {
     let count = |share: &String| {
         let (fits, why) = stack::most(share, inventory, config)?;

@@ -72,9 +72,6 @@ impl Workload {
     }
 
     /// Starts the same program as a process of this host, with this environment.
-    ///
-    /// # Errors
-    /// It cannot be started.
     pub fn by_hand(&self, number: u32, environment: &BTreeMap<String, String>) -> anyhow::Result<Running> {
         let words = self.own(&self.command, number);
         let own = self.command.first().is_some_and(|word| word == own_root::PROGRAM);

@@ -74,9 +74,6 @@ impl Asker {
 }
 
 /// Ports of loopback that are free now.
-///
-/// # Errors
-/// There are none.
 pub fn free_ports(n: u32) -> std::io::Result<Vec<u16>> {
     let bind = |_| std::net::TcpListener::bind(("127.0.0.1", 0));
     // All are held until the last is known, so that they differ.

@@ -18,9 +18,6 @@ const STYLE: &str = "body{font:16px/1.5 system-ui,sans-serif;margin:1rem auto;ma
     @media(prefers-color-scheme:dark){body{background:#0e1113;color:#e8e8e8}.warn{color:#ff9e66}}";
 
 /// The page.
-///
-/// # Errors
-/// The result cannot be serialised.
 pub fn html(result: &BenchResult) -> serde_json::Result<String> {
     let title = escaped(&result.title);
     let mut page =

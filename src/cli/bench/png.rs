@@ -27,9 +27,6 @@ pub enum PngError {
 }
 
 /// What [`super::svg`] made, in its light colours and on its own background.
-///
-/// # Errors
-/// See [`PngError`].
 pub fn png(svg: &str) -> Result<Vec<u8>, PngError> {
     let mut fonts = fontdb::Database::new();
     fonts.load_font_source(fontdb::Source::Binary(Arc::new(FONT)));

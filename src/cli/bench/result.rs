@@ -298,9 +298,6 @@ const PUBLISHED: &str = include_str!("nos.json");
 
 impl BenchResult {
     /// Reads a result from a file; `published` is the one that this project starts from.
-    ///
-    /// # Errors
-    /// As [`Self::read`].
     pub fn of(path: &Path) -> Result<Self, ResultError> {
         if path == Path::new("published") { Self::parse(PUBLISHED, "published") } else { Self::read(path) }
     }

@@ -48,9 +48,6 @@ pub struct Without {
 }
 
 /// The CDI devices of `config`'s named shares on the devices of `inventory`.
-///
-/// # Errors
-/// There is no random number, or no /proc.
 pub fn list(config: &Config, inventory: &Inventory) -> std::io::Result<Listing> {
     // The hook checks what is free when a container starts.
     let idle = inventory.idle();

@@ -95,9 +95,6 @@ pub fn write(path: &Path, text: &str) -> Result<bool, FileError> {
 }
 
 /// Removes sublet's specification at `path`. Returns whether there was one.
-///
-/// # Errors
-/// The file cannot be removed.
 pub fn remove(path: &Path) -> Result<bool, FileError> {
     if !matches!(state(path), State::Ours(_)) {
         return Ok(false);

@@ -19,9 +19,6 @@ pub enum Command {
 }
 
 /// Runs one.
-///
-/// # Errors
-/// As its own.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
         Command::Run(arguments) => bench_run::run(arguments, config),

@@ -55,9 +55,6 @@ struct Pair {
 }
 
 /// Runs it.
-///
-/// # Errors
-/// A file is no result.
 pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (a, b) = (BenchResult::of(&arguments.a)?, BenchResult::of(&arguments.b)?);
     let comparison = compare(&a, &b);

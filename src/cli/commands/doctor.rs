@@ -57,9 +57,6 @@ pub struct Document<'a> {
 }
 
 /// Runs it; it fails where a check does.
-///
-/// # Errors
-/// The result cannot be printed.
 pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(engine) = arguments.run {
         // A limit of each kind, small enough for any GPU.

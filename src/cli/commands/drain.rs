@@ -20,9 +20,6 @@ pub struct Arguments {
 }
 
 /// Runs it.
-///
-/// # Errors
-/// The device does not exist.
 pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Result<ExitCode> {
     let inventory = fresh_inventory(config)?.with_left_out();
     let mut uuids = Vec::new();

@@ -23,9 +23,6 @@ pub struct Arguments {
 }
 
 /// Releases leases of exited containers, restarts crashed MPS daemons, and says what it did.
-///
-/// # Errors
-/// The ledger cannot be read or written.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if let Some(lease) = &arguments.deleted {
         let lease = LeaseId::parse(lease).context("--deleted: not a lease id of 16 hex digits")?;

@@ -13,9 +13,6 @@ use sublet_core::inventory;
 use sublet_core::ledger::{Ledger, Store};
 
 /// Creates an instance for the ask on standard input and writes the answer to standard output.
-///
-/// # Errors
-/// The ask cannot be read.
 pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
     let mut text = String::new();
     std::io::stdin().take(1 << 16).read_to_string(&mut text).context("standard input")?;

@@ -12,9 +12,6 @@ use sublet_core::config::Config;
 use sublet_core::text::safe;
 
 /// Runs it.
-///
-/// # Errors
-/// There is no driver.
 pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let ledger = super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;

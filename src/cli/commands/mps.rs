@@ -74,9 +74,6 @@ pub enum Command {
 }
 
 /// Runs it.
-///
-/// # Errors
-/// The daemon does not start, stop or exist.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     let store = Store::open(&config.state_dir)?;
     match command {
@@ -111,9 +108,6 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 
 /// The daemon that `text` means: by its key, which sublet's own programs give, by its device, or by its container. That
 /// there is none is an error of what is done with it.
-///
-/// # Errors
-/// It means several devices or containers, or none.
 fn key_of(text: &str, store: &Store, config: &Config) -> anyhow::Result<DaemonKey> {
     let is_uuid = text.len() >= UUID && (text.starts_with("GPU-") || text.starts_with("MIG-"));
     if is_uuid || LeaseId::parse(text).is_some() {

@@ -22,9 +22,6 @@ pub struct Probed {
 }
 
 /// Runs it.
-///
-/// # Errors
-/// CUDA reports an error.
 pub fn run() -> anyhow::Result<ExitCode> {
     // Read before CUDA starts: the container as it was given.
     let shown = shown(Path::new("/"));

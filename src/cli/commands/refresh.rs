@@ -28,9 +28,6 @@ pub struct Arguments {
 }
 
 /// Runs it.
-///
-/// # Errors
-/// See [`refresh`] and [`boot`].
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let found = if arguments.boot { boot(config)? } else { Some(refresh(config)?) };
     let Some(inventory) = found else {

@@ -94,8 +94,6 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// # Errors
-    /// There is no driver, or no ledger.
     pub fn read(config: &Config) -> anyhow::Result<Self> {
         let ledger = super::settled_ledger(config)?;
         let inventory = confirmed_inventory(config)?;

@@ -112,9 +112,6 @@ fn wrapped_line(line: &str, width: usize) -> String {
 }
 
 /// Prints `value` as one JSON document.
-///
-/// # Errors
-/// The value cannot be serialised.
 pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     println!("{}", serde_json::to_string_pretty(value)?);
     Ok(())

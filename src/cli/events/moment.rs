@@ -5,9 +5,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use sublet_core::text::safe;
 
 /// The moment that `text` means. Without an offset it is in UTC.
-///
-/// # Errors
-/// It is none, in one line.
 pub(crate) fn parse(text: &str) -> Result<SystemTime, String> {
     parse_at(text, SystemTime::now())
 }

@@ -54,9 +54,6 @@ impl Lists {
     }
 
     /// The lists of `device`, whose UUID is `uuid`.
-    ///
-    /// # Errors
-    /// NVML reports an error.
     pub fn of(&mut self, uuid: &str, device: &Device<'_>) -> Result<&Told, NvmlError> {
         // Every context takes memory of the device, so used memory shows new ones.
         let used = device.memory_info().ok().map(|memory| memory.used);

@@ -41,9 +41,6 @@ const MOMENT: Duration = Duration::from_millis(50);
 const IDLE: Duration = Duration::from_millis(500);
 
 /// Starts the thread; it ends with the process.
-///
-/// # Errors
-/// No more threads can be created.
 pub(crate) fn start() -> io::Result<()> {
     thread::Builder::new().name("guard".to_owned()).spawn(|| Guard::default().run()).map(drop)
 }

@@ -84,8 +84,6 @@ pub fn bind(address: SocketAddr, anywhere: bool, option: &'static str) -> Result
 pub struct Token(String);
 
 impl Token {
-    /// # Errors
-    /// getrandom(2) fails.
     pub fn new() -> Result<Self, HttpError> {
         let mut bytes = [0; 16];
         // A request for up to 256 bytes is never answered in part (getrandom(2)).

@@ -91,9 +91,6 @@ pub struct Server<L> {
 
 impl<L: Listen> Server<L> {
     /// Answers requests by `answer` until the program ends, in threads of its own.
-    ///
-    /// # Errors
-    /// There can be no more threads.
     pub fn start<A>(self, answer: A) -> io::Result<()>
     where
         A: Fn(&Request) -> Response + Send + Sync + 'static,

@@ -135,9 +135,6 @@ impl<'a> Making<'a> {
     /// Destroys every instance created for a container that no lease needs. `before` is called with its UUID first.
     /// What was created for lease `anew` counts, too: an earlier `sublet mig make` for it was killed, and what that left
     /// may have the only place. Returns one line for each instance that is still there, with the reason.
-    ///
-    /// # Errors
-    /// The ledger cannot be read or written.
     pub fn clear(
         &mut self,
         anew: Option<&LeaseId>,

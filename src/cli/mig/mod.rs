@@ -175,19 +175,10 @@ pub struct DriverError {
 /// The driver functions that MIG changes need. GPUs are named by UUID, because their order may change with a reset.
 pub trait Driver {
     /// One GPU as it is now.
-    ///
-    /// # Errors
-    /// The driver does not answer.
     fn gpu(&mut self, gpu: &str) -> Result<Gpu, DriverError>;
     /// Only its GPU instances.
-    ///
-    /// # Errors
-    /// The driver does not answer.
     fn instances(&mut self, gpu: &str) -> Result<Vec<Instance>, DriverError>;
     /// Its MIG mode, if it has one.
-    ///
-    /// # Errors
-    /// The driver does not answer.
     fn mode(&mut self, gpu: &str) -> Result<Option<Mode>, DriverError>;
     /// Requests another MIG mode. If that needs a reset, the mode is pending afterwards.
     ///
@@ -200,19 +191,10 @@ pub trait Driver {
     /// The GPU cannot be reset here, or is in use.
     fn reset(&mut self, gpu: &str) -> Result<(), DriverError>;
     /// Creates a GPU instance without compute instances and returns its id.
-    ///
-    /// # Errors
-    /// No permission, or no room.
     fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Result<u32, DriverError>;
     /// Destroys a GPU instance that has no compute instances left.
-    ///
-    /// # Errors
-    /// No permission, or the instance is in use.
     fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError>;
     /// Creates a compute instance, at `span` or where the driver chooses.
-    ///
-    /// # Errors
-    /// No permission, or no room.
     fn create_compute(
         &mut self,
         gpu: &str,
@@ -221,8 +203,5 @@ pub trait Driver {
         span: Option<Span>,
     ) -> Result<(), DriverError>;
     /// Destroys a compute instance.
-    ///
-    /// # Errors
-    /// No permission, or the instance is in use.
     fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError>;
 }

@@ -48,18 +48,12 @@ struct Known {
 
 impl Nvml {
     /// Loads and initializes NVML.
-    ///
-    /// # Errors
-    /// There is no driver, or no NVML.
     pub fn open(config: &Config, inventory: &Inventory) -> Result<Self, ProbeError> {
         let (library, path) = probe::connect(config)?;
         Ok(Self { library: Some(library), path, smi: inventory.driver.smi.clone(), known: BTreeMap::new() })
     }
 
     /// Every GPU of the inventory.
-    ///
-    /// # Errors
-    /// A GPU does not answer.
     pub fn gpus(&mut self, inventory: &Inventory) -> Result<Vec<Gpu>, DriverError> {
         inventory.gpus().map(|device| self.gpu(&device.uuid)).collect()
     }

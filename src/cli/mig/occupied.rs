@@ -8,9 +8,6 @@ use sublet_core::process::Process;
 use sublet_core::text::{safe, short_id};
 
 /// The host's GPUs, with the users of their instances.
-///
-/// # Errors
-/// The driver does not answer.
 pub fn seen(nvml: &mut Nvml, inventory: &Inventory, ledger: &Ledger) -> Result<Vec<Gpu>, DriverError> {
     let mut gpus = nvml.gpus(inventory)?;
     for gpu in &mut gpus {

@@ -185,9 +185,6 @@ pub enum Obstacle {
 }
 
 /// The steps from the current state of `gpu` to `target`.
-///
-/// # Errors
-/// Why the target cannot be reached.
 pub fn plan(gpu: &Gpu, target: &Target) -> Result<Plan, Obstacle> {
     let index = gpu.index;
     let done = |reset, steps| Plan { gpu: gpu.uuid.clone(), index, reset, steps };

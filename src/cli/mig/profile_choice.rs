@@ -43,9 +43,6 @@ pub struct NoChoice {
 
 /// The instances that can be created for `order` on `gpus`, best first: the smallest sufficient profile, and of its
 /// places the one that leaves the most room for large profiles.
-///
-/// # Errors
-/// No instance can be created.
 pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice>, NoChoice> {
     let mut found = Vec::new();
     let (mut missing, mut full, mut capped) = (Vec::new(), Vec::new(), Vec::new());

@@ -26,9 +26,6 @@ const LONG: Duration = Duration::from_secs(3600);
 
 /// Has somebody end the leases of `key`'s hooks with their containers, if the daemon, which this process has just
 /// started, is below another process than the first. Returns warnings, one line each.
-///
-/// # Errors
-/// The ledger cannot be read.
 pub(super) fn see_off(key: &DaemonKey, store: &Store) -> Result<Vec<String>, MpsError> {
     let ledger = store.read()?;
     let adopter = daemon_of(key, &ledger).and_then(|daemon| daemon.parent());

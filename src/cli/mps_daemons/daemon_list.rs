@@ -41,9 +41,6 @@ pub struct Listed {
 }
 
 /// Every daemon; each is asked for its clients (at most 1 s).
-///
-/// # Errors
-/// The ledger cannot be read.
 pub fn list(store: &Store, config: &Config) -> Result<Vec<Listed>, MpsError> {
     let ledger = store.peek()?;
     let elsewhere = store.is_of_here().is_err();
@@ -117,9 +114,6 @@ fn seen(daemon: &MpsDaemon, alive: bool, config: &Config) -> (DaemonState, Optio
 }
 
 /// Ends one client of daemon `key`.
-///
-/// # Errors
-/// The daemon does not answer, or refuses.
 pub(crate) fn terminate_client(key: &DaemonKey, pid: i32, config: &Config) -> Result<(), MpsError> {
     let asked = Control::new(key, config)?.terminate(pid);
     asked.map_err(|error| MpsError::Client { pid, why: error.to_string() })

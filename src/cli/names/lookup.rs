@@ -21,9 +21,6 @@ pub enum NoLease {
 }
 
 /// The lease that `text` means. What it names in full goes before what it is a prefix of.
-///
-/// # Errors
-/// [`NoLease`].
 pub fn lease_of<'l>(text: &str, ledger: &'l Ledger, names: &Names) -> Result<&'l Lease, NoLease> {
     let labels = |lease: &Lease| {
         let name = names.of(lease).map(|name| name.name.clone()).unwrap_or_default();

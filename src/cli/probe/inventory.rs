@@ -175,9 +175,6 @@ fn before(config: &Config, seen: &Seen) -> Option<Inventory> {
 }
 
 /// The GPUs that a refresh would leave out now.
-///
-/// # Errors
-/// As [`probe`].
 pub(crate) fn left_out(config: &Config) -> Result<Vec<LeftOut>, ProbeError> {
     let root = &config.driver.root;
     let seen = fingerprint::read(root)?;
@@ -201,9 +198,6 @@ fn mps_programs(driver: &config::Driver) -> (Option<PathBuf>, Option<String>) {
 }
 
 /// GPUs in MIG mode and their MIG devices, read from NVML only.
-///
-/// # Errors
-/// As [`probe`], as far as NVML goes.
 pub(crate) fn mig_gpus(config: &Config) -> Result<MigGpus, ProbeError> {
     let (nvml, library) = connect(config)?;
     nvml::mig_gpus(&nvml).map_err(|error| ProbeError::Nvml {
@@ -214,9 +208,6 @@ pub(crate) fn mig_gpus(config: &Config) -> Result<MigGpus, ProbeError> {
 }
 
 /// NVML of this host, and the library it is in.
-///
-/// # Errors
-/// As [`probe`], as far as NVML goes.
 pub(crate) fn connect(config: &Config) -> Result<(Nvml, PathBuf), ProbeError> {
     let root = &config.driver.root;
     let module = module(root)?;

@@ -39,9 +39,6 @@ pub(super) fn listen(path: &Path) -> io::Result<Listener> {
 }
 
 /// The single socket that systemd's socket unit passes to this process, if there is one. Called once, at the start.
-///
-/// # Errors
-/// systemd's variables cannot be read.
 pub fn inherited_socket() -> io::Result<Option<OwnedFd>> {
     let mut handed = sd_notify::listen_fds()?;
     Ok(handed.next().filter(|_| handed.len() == 0).map(handed_over::inherited))

@@ -88,9 +88,6 @@ fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServeErro
 }
 
 /// Serves until SIGTERM or SIGINT. Asks that are being answered then still get their answers.
-///
-/// # Errors
-/// The service cannot start.
 pub fn serve(config: &Config) -> Result<(), ServeError> {
     raise_descriptors();
     // A service that sees other processes than those of the ledger would be useless.

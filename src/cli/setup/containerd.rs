@@ -140,9 +140,6 @@ fn assign(
 }
 
 /// Whether `dump`, which containerd prints of all its files, has what was asked for.
-///
-/// # Errors
-/// It has not.
 pub(super) fn has(dump: &str, wish: &Wish) -> Result<(), SetupError> {
     confirmed(dump, plugin(&parsed(dump)?)?, wish)
 }

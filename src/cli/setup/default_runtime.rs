@@ -15,9 +15,6 @@ const TEXT: &str = "# Written by `sublet setup docker --default`; --undo removes
                     [runtime]\nwithout_share = \"run\"\n";
 
 /// Writes `file` if sublet is the default runtime, else removes it.
-///
-/// # Errors
-/// It cannot be written.
 pub fn say(file: &Path, is_default: bool) -> io::Result<()> {
     let is_said = fs::read_to_string(file).is_ok_and(|text| text == TEXT);
     match (is_default, is_said) {

@@ -45,9 +45,6 @@ pub(super) fn get<'t>(text: &'t str, path: &[&str]) -> Result<Option<&'t str>, S
 
 /// `text` with `value` at `path`; missing objects are created. A new member comes first in its object, so that a
 /// removal takes everything up to the next member.
-///
-/// # Errors
-/// As [`get`].
 pub(super) fn set(text: &str, path: &[&str], value: &str) -> Result<String, SetupError> {
     if let Some(range) = value_at(text, path)? {
         return Ok(spliced(text, range, value));
@@ -71,9 +68,6 @@ fn indented(space: &str) -> String {
 }
 
 /// `text` without the member at `path`.
-///
-/// # Errors
-/// As [`get`].
 pub(super) fn remove(text: &str, path: &[&str]) -> Result<String, SetupError> {
     if value_at(text, path)?.is_none() {
         return Ok(text.to_owned());
@@ -95,9 +89,6 @@ pub(super) fn remove(text: &str, path: &[&str]) -> Result<String, SetupError> {
 }
 
 /// Whether the value at `path` is an object without members.
-///
-/// # Errors
-/// As [`get`].
 pub(super) fn is_empty(text: &str, path: &[&str]) -> Result<bool, SetupError> {
     let Some(range) = value_at(text, path)? else { return Ok(false) };
     Ok(text[range.clone()].starts_with('{') && members(text, range.start).is_empty())

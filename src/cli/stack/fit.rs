@@ -69,9 +69,6 @@ pub struct Fitted {
 }
 
 /// Places `stack` beside the existing leases. `names` says which leases belong to the stack's own containers.
-///
-/// # Errors
-/// There is no random number, or no /proc.
 pub fn fit(
     stack: &Stack,
     containers: Option<&Containers>,
@@ -93,9 +90,6 @@ pub fn fit(
 const MOST_OF_ONE: usize = 4096;
 
 /// How many containers with the named share `share` the devices hold when nothing else is on them, and why not one more.
-///
-/// # Errors
-/// As [`fit`].
 pub fn most(share: &str, inventory: &Inventory, config: &Config) -> std::io::Result<(usize, String)> {
     let annotations = [("sublet.share".to_owned(), share.to_owned())].into();
     let service = Service { name: share.to_owned(), annotations, by_hook: true, ..Service::default() };

@@ -33,9 +33,6 @@ pub use terminal::run;
 const BETWEEN: Duration = Duration::from_millis(250);
 
 /// One frame of `width` columns as text, with all rows.
-///
-/// # Errors
-/// The ledger or the inventory cannot be read.
 pub fn once(config: &Config, width: u16, utf8: bool) -> Result<String, String> {
     let mut told = Vec::new();
     source::watch(config, BETWEEN, &mut |next| {

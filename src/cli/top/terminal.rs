@@ -47,9 +47,6 @@ enum Happened {
 }
 
 /// Shows a look every `interval` until somebody ends it.
-///
-/// # Errors
-/// The terminal cannot be used.
 pub fn run(config: &Config, interval: Duration) -> anyhow::Result<ExitCode> {
     let (tell, happened) = mpsc::channel();
     // Before any thread starts: they inherit the mask.

@@ -114,17 +114,11 @@ pub fn containers_path() -> PathBuf {
 }
 
 /// The file; `None` if there is none.
-///
-/// # Errors
-/// It cannot be read or parsed.
 pub fn load_containers() -> Result<Option<Containers>, ConfigError> {
     read_containers(&containers_path())
 }
 
 /// The file at `path`; `None` if there is none.
-///
-/// # Errors
-/// As [`load_containers`].
 pub fn read_containers(path: &Path) -> Result<Option<Containers>, ConfigError> {
     let text = match super::load::text(path) {
         Ok(text) => text,
@@ -135,9 +129,6 @@ pub fn read_containers(path: &Path) -> Result<Option<Containers>, ConfigError> {
 }
 
 /// The file `path` with the content `text`.
-///
-/// # Errors
-/// It cannot be parsed.
 pub fn parse(path: &Path, text: &str) -> Result<Containers, ConfigError> {
     let parsed: Containers =
         super::load::parse(text).map_err(|error| ConfigError::toml(path, text, &error))?;

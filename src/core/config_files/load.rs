@@ -31,9 +31,6 @@ pub fn load() -> Result<Config, ConfigError> {
 }
 
 /// `files` merged, the weakest first.
-///
-/// # Errors
-/// As [`load`].
 pub fn load_files(files: &[PathBuf]) -> Result<Config, ConfigError> {
     merge(&read(files)?)
 }
@@ -56,9 +53,6 @@ impl OneFile {
 }
 
 /// Each of `files` by itself, in their order.
-///
-/// # Errors
-/// As [`load`].
 pub fn each(files: &[PathBuf]) -> Result<Vec<OneFile>, ConfigError> {
     let alone =
         |file: File| Ok(OneFile { config: of_table(document(&file)?).map_err(|e| file.problem(&e))?, file });
@@ -74,9 +68,6 @@ pub fn load_runtime() -> Result<Runtime, ConfigError> {
 }
 
 /// The files that [`load`] reads, the weakest first.
-///
-/// # Errors
-/// One of their directories exists and cannot be listed.
 pub fn sources() -> Result<Vec<PathBuf>, ConfigError> {
     if let Some(file) = honoured() {
         return Ok(vec![file]);
@@ -85,9 +76,6 @@ pub fn sources() -> Result<Vec<PathBuf>, ConfigError> {
 }
 
 /// The files that would be read if `etc` were `/etc/sublet`, the weakest first.
-///
-/// # Errors
-/// As [`sources`].
 pub fn sources_with(etc: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     files(etc, Path::new("/usr/lib/sublet"))
 }

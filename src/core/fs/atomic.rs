@@ -21,17 +21,11 @@ pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
 }
 
 /// As [`replace`]; the new file, open.
-///
-/// # Errors
-/// As [`replace`]'s.
 pub(crate) fn replace_and_keep(path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
     replaced(path, content, mode, |_| Ok(()))
 }
 
 /// As [`replace`], for files that must survive a power failure: the file and its name are on disk when this returns.
-///
-/// # Errors
-/// As [`replace`]'s.
 pub fn replace_durably(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     replaced(path, content, mode, File::sync_all)?;
     sync_directory(path);

@@ -10,9 +10,6 @@ use super::below::under;
 const LONGEST: u64 = 1 << 16;
 
 /// The content of `/proc/devices` below the driver root. It is cut at a length that no kernel reaches.
-///
-/// # Errors
-/// It cannot be read.
 pub fn read(root: &Path) -> io::Result<String> {
     let mut text = String::new();
     File::open(under(root, "/proc/devices"))?.take(LONGEST).read_to_string(&mut text)?;

@@ -12,9 +12,6 @@ use crate::fs::selinux;
 use crate::text::safe;
 
 /// Creates `dir` if it is missing (0755, whatever the umask), and checks whether it can be trusted.
-///
-/// # Errors
-/// Why it cannot be created or trusted.
 pub fn make(dir: &Path) -> Result<(), String> {
     let meta = match fs::symlink_metadata(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -41,9 +38,6 @@ pub(crate) fn distrust(dir: &Path) -> Option<String> {
 }
 
 /// Creates `dir` and its missing parents, each with mode 0755 whatever the umask.
-///
-/// # Errors
-/// One of them cannot be created.
 pub fn create(dir: &Path) -> io::Result<()> {
     if let Some(above) = dir.parent().filter(|above| !above.as_os_str().is_empty() && !above.exists()) {
         create(above)?;
@@ -168,9 +162,6 @@ impl Trusted {
     }
 
     /// What this process has just written.
-    ///
-    /// # Errors
-    /// It cannot be examined.
     pub(crate) fn own(file: File) -> io::Result<Self> {
         Ok(Self { meta: file.metadata()?, file, largest: 0 })
     }
@@ -183,9 +174,6 @@ impl Trusted {
 }
 
 /// The file `path`; the inner `Err`: why it is not trusted; `None`: there is no such file.
-///
-/// # Errors
-/// It exists and cannot be opened.
 pub(crate) fn open(path: &Path, largest: u64) -> io::Result<Option<Result<Trusted, String>>> {
     let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
         Ok(file) => file,
@@ -201,9 +189,6 @@ pub(crate) fn open(path: &Path, largest: u64) -> io::Result<Option<Result<Truste
 }
 
 /// The content of `path`, as [`open`] finds it.
-///
-/// # Errors
-/// It exists and cannot be read.
 pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
     match open(path, largest)? {
         Some(Ok(file)) => file.read().map(Ok).map(Some),

@@ -8,9 +8,6 @@ use std::sync::OnceLock;
 pub const FILE: &str = "/proc/sys/kernel/random/boot_id";
 
 /// The id of this boot.
-///
-/// # Errors
-/// [`FILE`] cannot be read.
 pub fn read() -> io::Result<&'static str> {
     static ID: OnceLock<String> = OnceLock::new();
     if let Some(id) = ID.get() {

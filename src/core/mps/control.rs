@@ -162,9 +162,6 @@ impl Control {
 
     /// Sends one command or several, one per line, and returns the answer, trimmed. All that sublet sends may be sent
     /// again: it is, while the daemon speaks with another program.
-    ///
-    /// # Errors
-    /// The daemon does not answer, does not exist, or refuses.
     pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
         let _turn = self.pipe.parent().map(|own| Turn::wait(own, limit / 2));
         // The wait for the turn does not make the answer late.
@@ -200,9 +197,6 @@ impl Control {
     }
 
     /// Asks for the default SM limit of servers that start from now on. This is a real answer of the daemon.
-    ///
-    /// # Errors
-    /// The daemon does not answer, does not exist, or refuses.
     pub fn default_limits(&self) -> Result<Percent, AskError> {
         let command = "get_default_active_thread_percentage";
         let mut answer = self.ask(command, ANSWER_LIMIT)?;
@@ -218,27 +212,18 @@ impl Control {
     }
 
     /// Pids of the servers that run now.
-    ///
-    /// # Errors
-    /// The daemon does not answer, does not exist, or refuses.
     pub fn servers(&self) -> Result<Vec<i32>, AskError> {
         self.ask("get_server_list", ANSWER_LIMIT).map(|answer| parse_pids(&answer))
     }
 
     /// Whether a server has had a fault and takes no new client: NVIDIA's manual calls that `FAULT`
     /// (`get_server_status`; docs.nvidia.com/deploy/mps).
-    ///
-    /// # Errors
-    /// The daemon does not answer, does not exist, or refuses.
     pub fn is_faulted(&self, server: i32) -> Result<bool, AskError> {
         let answer = self.ask(&format!("get_server_status {server}"), ANSWER_LIMIT)?;
         Ok(answer.eq_ignore_ascii_case("fault"))
     }
 
     /// Pids of a server's clients.
-    ///
-    /// # Errors
-    /// The daemon does not answer, does not exist, or refuses.
     pub fn clients(&self, server: i32) -> Result<Vec<i32>, AskError> {
         self.list(&format!("get_client_list {server}"))
     }
@@ -255,9 +240,6 @@ impl Control {
     }
 
     /// Clients of all its servers.
-    ///
-    /// # Errors
-    /// The daemon does not answer, does not exist, or refuses.
     pub fn count_clients(&self) -> Result<usize, AskError> {
         let mut count = 0;
         for server in self.list("get_server_list")? {
@@ -267,9 +249,6 @@ impl Control {
     }
 
     /// Ends the client `pid`, on whichever server it is, without harm to the server's other clients (docs/evidence).
-    ///
-    /// # Errors
-    /// The daemon does not answer, does not exist, or refuses.
     pub fn terminate(&self, pid: i32) -> Result<(), AskError> {
         for server in self.servers()? {
             if self.clients(server)?.contains(&pid) {
@@ -284,9 +263,6 @@ impl Control {
     /// The daemon's defaults are set first, so that a server that starts after servers were listed already has them.
     /// `known` are servers that are expected to run: they are told by the same run of the program, which takes 3 ms
     /// (docs/evidence). Others that the daemon lists are told by a second one.
-    ///
-    /// # Errors
-    /// The daemon does not answer, does not exist, or refuses.
     pub fn set_default_limits(
         &self,
         default_limits: DefaultLimits,

@@ -65,9 +65,6 @@ pub(super) fn is_open(key: &DaemonKey, state_dir: &Path) -> bool {
 }
 
 /// The key becomes part of a path, so it may have only letters, digits and `-`, as UUIDs and lease ids do.
-///
-/// # Errors
-/// It is not such a key.
 pub fn check_key(key: &DaemonKey) -> Result<(), MpsError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     if !key.0.is_empty() && key.0.len() <= 80 && !key.0.starts_with('-') && key.0.bytes().all(plain) {
@@ -108,9 +105,6 @@ fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
 /// Puts a hard link of the daemon's `control` into `public/`, in place of one of an earlier daemon.
 ///
 /// Running containers have `public/` mounted, so they see the new socket under the old name at once.
-///
-/// # Errors
-/// The link cannot be made.
 pub fn publish(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     let public = key.public(state_dir);
     let control = pipe(key, state_dir).join("control");
@@ -158,18 +152,12 @@ fn remove_if_there(path: &Path) -> Result<(), MpsError> {
 
 /// Removes the sockets and fifos that a daemon left when it ended. Otherwise they would be taken for those of a running
 /// one.
-///
-/// # Errors
-/// Something cannot be removed.
 pub fn clear_pipe(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     empty(&pipe(key, state_dir))
 }
 
 /// Cleans up after the daemon's end: removes all sockets. A dedicated daemon leaves nothing at all. A shared daemon's
 /// log, which shows what happened, and its lock are kept.
-///
-/// # Errors
-/// Something cannot be removed.
 pub fn clear(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     if crate::ledger::LeaseId::parse(&key.0).is_some() {
         return remove_if_there(&key.dir(state_dir));

@@ -82,9 +82,6 @@ pub(super) fn run((key, errand): &(DaemonKey, Errand)) -> Result<Vec<String>, Mp
 
 /// Ends the idle daemons `keys` before a container with another use of their devices starts. Returns warnings, one line
 /// each.
-///
-/// # Errors
-/// One of them does not end.
 pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsError> {
     let deadline = Instant::now() + STOP_LIMIT;
     let mut warnings = Vec::new();
@@ -105,9 +102,6 @@ pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>,
 
 /// After a loss of the ledger: ends daemons that are not attributable to any lease, because they keep their devices
 /// closed. Daemons with clients stay.
-///
-/// # Errors
-/// The ledger cannot be read.
 pub(crate) fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
     let strays = |(key, _): &&(DaemonKey, Errand)| {
@@ -122,9 +116,6 @@ pub(crate) fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsE
 }
 
 /// Records that this process, `sublet serve`, ends daemons after their idle time.
-///
-/// # Errors
-/// The ledger cannot be written.
 pub fn keep(ledger: &mut Ledger) -> std::io::Result<()> {
     ledger.keeper = Some(Process::current()?);
     Ok(())

@@ -35,9 +35,6 @@ pub(super) fn runs(daemon: &MpsDaemon) -> bool {
 }
 
 /// Changes the ledger. Leases that this frees may leave idle servers, which [`super::settle`] handles.
-///
-/// # Errors
-/// The ledger cannot be read or written.
 pub fn change<T>(
     store: &Store,
     change: impl FnOnce(&mut Ledger) -> Result<T, MpsError>,
@@ -50,9 +47,6 @@ pub fn change<T>(
 }
 
 /// Changes the record of `key`, if there is one.
-///
-/// # Errors
-/// The ledger cannot be read or written.
 pub fn note(store: &Store, key: &DaemonKey, what: impl FnOnce(&mut MpsDaemon)) -> Result<(), MpsError> {
     change(store, |ledger| {
         if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) {
@@ -63,9 +57,6 @@ pub fn note(store: &Store, key: &DaemonKey, what: impl FnOnce(&mut MpsDaemon)) -
 }
 
 /// Records that the daemon has just answered. This does not end a change of its default limits ([`adjust`]).
-///
-/// # Errors
-/// The ledger cannot be read or written.
 pub fn note_answer(store: &Store, daemon: &MpsDaemon) -> Result<(), MpsError> {
     let process = daemon.process;
     note(store, &daemon.key, |daemon| {

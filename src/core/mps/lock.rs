@@ -40,9 +40,6 @@ impl DaemonLock {
     }
 
     /// The lock of `key`; `None` while another process holds it.
-    ///
-    /// # Errors
-    /// The lock file cannot be created or locked.
     pub(crate) fn try_take(key: &DaemonKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
         dirs::make(key, state_dir)?;
         let path = key.dir(state_dir).join("lock");

@@ -64,9 +64,6 @@ fn child_lower(key: &DaemonKey) -> std::io::Result<()> {
 }
 
 /// Starts `sublet mps await LEASE` and does not wait for it.
-///
-/// # Errors
-/// It cannot be started.
 pub fn child_await(lease: &LeaseId) -> std::io::Result<()> {
     sublet::start(&["mps", "await", lease.as_str()])
 }

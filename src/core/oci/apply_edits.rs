@@ -98,9 +98,6 @@ pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
 }
 
 /// [`edit`]. `nested` says that this process itself runs in a user namespace, as under rootless engines.
-///
-/// # Errors
-/// As [`edit`].
 pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
     let root = object(spec, "the spec")?;
     let edits = serde_json::to_string(&Edits::of(grant, root))?;

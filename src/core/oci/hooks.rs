@@ -112,9 +112,6 @@ pub fn environment(config: Option<&Path>) -> Vec<String> {
 ///
 /// Podman discards the output of a precreate hook, and crun that of a container's hook. Both runtimes name the path of
 /// a hook that they cannot run, and Podman shows that message to the user, also through its API.
-///
-/// # Errors
-/// As [`add`].
 pub fn add_refusal(spec: &mut Value, reason: &str) -> Result<(), BadHooks> {
     let hook = json!({"path": format!("{NO_PROGRAM}{reason}"), "args": ["sublet-hook"], "env": [PATH]});
     // It is the first hook, because no other hook needs to run.

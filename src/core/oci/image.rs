@@ -123,9 +123,6 @@ fn look_at_tmp(tree: &Tree, directory: &Path, image: &mut Image) -> io::Result<(
 
 /// Refuses a container that would find the MPS daemon of somebody else at CUDA's default place. If its own is mounted
 /// there, it is not found.
-///
-/// # Errors
-/// As above.
 pub fn check_no_other_daemon(image: &Image, has_daemon: bool) -> Result<(), ImageError> {
     let covered = has_daemon && image.takes_default_directory();
     if image.other_daemon && !covered { Err(ImageError::OtherDaemon) } else { Ok(()) }

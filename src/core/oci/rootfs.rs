@@ -269,9 +269,6 @@ impl Found {
     }
 
     /// Whether it is a file as a runtime creates it for a mount, and as it is removed again.
-    ///
-    /// # Errors
-    /// It cannot be examined.
     pub fn is_empty_file(&self) -> io::Result<bool> {
         let stat = self.stat()?;
         Ok(self.is(SFlag::S_IFREG)? && stat.st_size == 0 && stat.st_nlink == 1)

@@ -47,9 +47,6 @@ impl From<io::Error> for ChildError {
 }
 
 /// Runs `command` with `input` on its standard input for at most `limit`.
-///
-/// # Errors
-/// It cannot be started, or does not end in time.
 pub fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finished, ChildError> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     supervise(command, input, limit, KEPT, &|| false)
@@ -57,9 +54,6 @@ pub fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finish
 
 /// As [`run`], without input, until `stop` is set: then the program is killed, and the error is
 /// [`io::ErrorKind::Interrupted`].
-///
-/// # Errors
-/// It cannot be started, or does not end in time.
 pub fn run_until(
     command: &mut Command,
     limit: Duration,
@@ -70,18 +64,12 @@ pub fn run_until(
 }
 
 /// As [`run`], without input, keeping up to `most` bytes of each stream: for output that is useless if it is cut.
-///
-/// # Errors
-/// It cannot be started, or does not end in time.
 pub fn run_whole(command: &mut Command, limit: Duration, most: usize) -> Result<Finished, ChildError> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     supervise(command, "", limit, most, &|| false)
 }
 
 /// As [`run`], without input and without reading the output: for programs that leave a daemon behind.
-///
-/// # Errors
-/// It cannot be started, or does not end in time.
 pub fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdout(Stdio::null()).stderr(Stdio::null());
     run_unheard(command, limit)
@@ -89,9 +77,6 @@ pub fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, Ch
 
 /// As [`run_deaf`], with the output going where `command` says. This must not be a pipe, because a daemon would hold
 /// its end open.
-///
-/// # Errors
-/// It cannot be started, or does not end in time.
 pub fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdin(Stdio::null());
     supervise(command, "", limit, KEPT, &|| false).map(|finished| finished.status)
@@ -99,9 +84,6 @@ pub fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus,
 
 /// Starts `command` apart: it hears and says nothing, this process does not wait for it, and it is not among this
 /// process's children. For a process with one thread.
-///
-/// # Errors
-/// It cannot be started.
 pub(crate) fn start_apart(command: &mut Command) -> io::Result<()> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     inheritance::keep_ended_children()?;

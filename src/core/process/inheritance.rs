@@ -70,9 +70,6 @@ pub(crate) fn set_apart(command: &mut Command) {
 
 /// Makes the kernel keep the exit status of a child until this process waits for it. A caller that ignores SIGCHLD
 /// leaves it ignored here; the kernel then drops what ended, and waiting fails with ECHILD (waitpid(2), "NOTES").
-///
-/// # Errors
-/// A system call that normally does not fail.
 pub fn keep_ended_children() -> std::io::Result<()> {
     // SAFETY: no handler is installed, so no code of this program runs in signal context.
     unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;

@@ -48,9 +48,6 @@ impl Process {
     }
 
     /// The running process `pid`; `None` if there is none.
-    ///
-    /// # Errors
-    /// It cannot be examined.
     pub fn examine(pid: i32) -> io::Result<Option<Self>> {
         Ok(Stat::of(pid)?.map(|stat| Self { pid, start_time: stat.start_time }))
     }

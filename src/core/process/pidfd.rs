@@ -44,9 +44,6 @@ pub fn pidfd_kill(pidfd: impl AsFd) -> io::Result<()> {
 }
 
 /// As [`pidfd_kill`], with another signal.
-///
-/// # Errors
-/// As [`pidfd_kill`].
 pub fn pidfd_signal(pidfd: impl AsFd, signal: Signal) -> io::Result<()> {
     let signal = rustix::process::Signal::from_named_raw(signal as i32).ok_or(io::ErrorKind::InvalidInput)?;
     Ok(rustix::process::pidfd_send_signal(pidfd, signal)?)

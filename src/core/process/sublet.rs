@@ -37,17 +37,11 @@ pub fn program() -> PathBuf {
 /// Runs `sublet ARGUMENTS` for at most `limit`, with a clean environment. Returns its warnings.
 ///
 /// The child reports on standard error: one warning per line, and, if it fails, the error as the last line.
-///
-/// # Errors
-/// It cannot be started, fails, or takes too long.
 pub fn run(arguments: &[&str], limit: Duration) -> Result<Vec<String>, SubletError> {
     ask(arguments, "", limit).map(|(_, warnings)| warnings)
 }
 
 /// As [`run`], with `input` (less than 64 KiB) on its standard input. Returns its output and its warnings.
-///
-/// # Errors
-/// As [`run`].
 pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, Vec<String>), SubletError> {
     let words: Vec<&str> = std::iter::once("sublet").chain(arguments.iter().copied()).collect();
     let named = |how: String| format!("`sublet {}`: {how}", arguments.join(" "));
@@ -62,9 +56,6 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
 }
 
 /// Starts `sublet ARGUMENTS` apart from this process and does not wait for it. Its messages are lost.
-///
-/// # Errors
-/// It cannot be started.
 pub(crate) fn start(arguments: &[&str]) -> std::io::Result<()> {
     let words: Vec<&str> = std::iter::once("sublet").chain(arguments.iter().copied()).collect();
     confine::start(&words, || command(&program(), arguments))

@@ -40,9 +40,6 @@ impl JobCgroup {
     }
 
     /// The jobs that have a process on this node. Slurm's own `extern` step is one as long as the job runs.
-    ///
-    /// # Errors
-    /// /proc or a cgroup cannot be read.
     pub fn jobs() -> io::Result<BTreeSet<u64>> {
         let mut jobs = BTreeSet::new();
         for entry in fs::read_dir("/proc")? {

@@ -54,9 +54,6 @@ impl JobDirectory {
     }
 
     /// Removes it and what is in it.
-    ///
-    /// # Errors
-    /// It cannot be removed.
     pub(super) fn remove(&self) -> io::Result<()> {
         match fs::remove_dir_all(&self.0) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

@@ -123,9 +123,6 @@ impl JobRecord {
     }
 
     /// Reads the record of `job`.
-    ///
-    /// # Errors
-    /// There is none, or it cannot be read.
     pub fn read(state_dir: &Path, job: u64) -> Result<Self, RecordError> {
         let unusable = |why: String| RecordError::Unusable { job, why: safe(&why) };
         let content = trusted::read(&file(state_dir, job), LARGEST)
@@ -147,9 +144,6 @@ impl JobRecord {
 
     /// Removes the record of `job`, the copy of its lease and the directory for its containers, if they are there. `false`:
     /// they are of a job of another cluster than `cluster`, and stay.
-    ///
-    /// # Errors
-    /// One of them cannot be removed.
     pub fn remove(state_dir: &Path, job: u64, cluster: Option<&str>) -> io::Result<bool> {
         if Self::read(state_dir, job).is_ok_and(|record| !record.is_of(cluster)) {
             return Ok(false);
@@ -166,9 +160,6 @@ impl JobRecord {
     }
 
     /// Every record that can be read and was written at least `age` ago.
-    ///
-    /// # Errors
-    /// The directory cannot be read.
     pub fn older_than(age: Duration, state_dir: &Path) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for entry in fs::read_dir(directory(state_dir))?.filter_map(Result::ok) {
@@ -200,9 +191,6 @@ pub(crate) fn lease_file(state_dir: &Path, job: u64) -> PathBuf {
 }
 
 /// Every such file.
-///
-/// # Errors
-/// The directory is there and cannot be listed.
 pub(crate) fn lease_files(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(directory(state_dir)) {
         Err(error) if is_absent(&error) => return Ok(Vec::new()),

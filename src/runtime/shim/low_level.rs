@@ -35,9 +35,6 @@ pub struct LowLevel {
 }
 
 /// The first of `names` that exists and is not sublet itself, looked up in `path`.
-///
-/// # Errors
-/// There is none.
 pub fn find(
     names: &[String],
     path: Option<&OsStr>,

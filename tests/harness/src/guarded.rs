@@ -153,9 +153,6 @@ fn median(mut times: Vec<Duration>) -> f64 {
 }
 
 /// What NVML reports now, read back from the simulated driver, as its file `sim/contexts` has it.
-///
-/// # Errors
-/// NVML reports one.
 pub fn contexts(nvml: &Nvml) -> anyhow::Result<String> {
     let mut text = String::new();
     for index in 0..nvml.device_count()? {

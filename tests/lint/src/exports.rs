@@ -12,9 +12,6 @@ use syn::{Fields, ImplItem, Item, Visibility};
 use crate::modules::Module;
 
 /// The exports of a crate that neither `users`, which are directories, nor its other exports use.
-///
-/// # Errors
-/// A file of the users cannot be read or parsed.
 pub fn check(modules: &[Module], users: &[&Path]) -> Result<Vec<String>> {
     let mut used = BTreeSet::new();
     for user in users {

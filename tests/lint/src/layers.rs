@@ -14,9 +14,6 @@ use crate::modules::Module;
 type Uses = BTreeMap<Vec<String>, BTreeMap<(String, String), String>>;
 
 /// What is wrong with the modules of the crate in `dir`.
-///
-/// # Errors
-/// `lib.rs` cannot be read.
 pub fn check(dir: &Path, modules: &[Module]) -> Result<Vec<String>> {
     let uses = uses(modules);
     let layer_of = layers(&fs::read_to_string(dir.join("lib.rs"))?);

@@ -19,9 +19,6 @@ pub struct Module {
 }
 
 /// Every module of the crate whose `lib.rs` is in `dir`, the root first.
-///
-/// # Errors
-/// A file cannot be read or parsed.
 pub fn read(dir: &Path) -> Result<Vec<Module>> {
     let mut all = Vec::new();
     from_file(&dir.join("lib.rs"), dir, Place { path: Vec::new(), public: true }, &mut all)?;

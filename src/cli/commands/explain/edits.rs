@@ -89,9 +89,6 @@ pub fn print(grant: &Grant) {
 }
 
 /// The changes to a bundle's config.json.
-///
-/// # Errors
-/// It cannot be written as JSON.
 pub fn diff(before: &Value, after: &Value) -> anyhow::Result<String> {
     let (before, after) = (serde_json::to_string_pretty(before)?, serde_json::to_string_pretty(after)?);
     let diff = similar::TextDiff::from_lines(&before, &after);

@@ -21,9 +21,6 @@ use sublet_core::share::{Mode, Percent};
 use sublet_core::text::safe;
 
 /// Runs it. The exit code is 1 if a service would not get its share.
-///
-/// # Errors
-/// There is no driver, or no ledger.
 pub fn run(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let mut inventory = inventory_for(whose, config)?;
     let ledger = Store::open(&config.state_dir)?.peek()?;

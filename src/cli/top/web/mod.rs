@@ -51,9 +51,6 @@ pub struct Place {
 }
 
 /// Serves the page until a signal ends it.
-///
-/// # Errors
-/// The address cannot be used.
 pub fn run(config: &Config, interval: Duration, place: Place) -> anyhow::Result<ExitCode> {
     // Before any thread starts: they inherit the mask.
     let ends = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]);

@@ -77,9 +77,6 @@ fn capability(root: &Root, topology: &Topology, dir: &Path, minor: u32) -> Resul
 }
 
 /// Makes a node, if the topology has nodes.
-///
-/// # Errors
-/// It cannot be made.
 pub fn node(root: &Root, topology: &Topology, minor: u32) -> Result<()> {
     if !topology.cap_nodes || !geteuid().is_root() {
         return Ok(());

@@ -50,9 +50,6 @@ pub struct Held {
 
 /// Announces that this process holds a context, for as long as the descriptor is open. If its memory changes, announce
 /// the new context first, then drop the old one.
-///
-/// # Errors
-/// No memfd can be made.
 pub fn announce(tag: &str, on: On, kind: Kind, mib: u64) -> io::Result<OwnedFd> {
     let name = format!("sublet-sim:{tag}:{}:{}:{mib}:{}", on.text(), kind.as_str(), std::process::id());
     Ok(memfd_create(name.as_str(), MFdFlags::MFD_CLOEXEC)?)

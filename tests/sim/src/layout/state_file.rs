@@ -48,9 +48,6 @@ impl State {
     }
 
     /// Changes the state under the lock.
-    ///
-    /// # Errors
-    /// It cannot be locked, read or written.
     pub fn update<T>(root: &Root, change: impl FnOnce(&mut Self) -> T) -> Result<T> {
         let _lock = Self::lock(root)?;
         let mut state = Self::read(root)?;
@@ -145,9 +142,6 @@ impl State {
     }
 
     /// Writes the state. The caller holds the lock, or no other process uses the root yet.
-    ///
-    /// # Errors
-    /// It cannot be written.
     pub fn write(&self, root: &Root) -> Result<()> {
         let new = root.join("sim/state.json.new");
         fs::write(&new, serde_json::to_vec(self)?)?;

@@ -17,9 +17,6 @@ use super::topology::Topology;
 pub const MARK: &str = "\nSUBLETSIM";
 
 /// Copies `library` to `target` with the trailer appended.
-///
-/// # Errors
-/// A file cannot be read or written.
 pub fn append(library: &Path, target: &Path, topology: &Topology) -> Result<()> {
     let mut bytes = fs::read(library).with_context(|| format!("{}", library.display()))?;
     bytes.extend_from_slice(&line(topology)?);
@@ -42,9 +39,6 @@ pub fn read(library: &Path) -> Option<Topology> {
 }
 
 /// Writes another topology into the libraries of a root. Libraries without a trailer stay without one.
-///
-/// # Errors
-/// A file cannot be written.
 pub fn replace_all(root: &Root, topology: &Topology) -> Result<()> {
     for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
         let library = root.libraries().join(name);

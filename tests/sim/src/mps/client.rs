@@ -42,9 +42,6 @@ impl Client {
     }
 
     /// Makes a context: the SMs and the free memory that it sees.
-    ///
-    /// # Errors
-    /// The `CUDA_ERROR_…` if it cannot be created.
     pub fn open(&self, open: Open) -> Result<(u32, u64), String> {
         match self.ask(&Ask::Open(open))? {
             Say::Context { sm, free_mib } => Ok((sm, free_mib)),

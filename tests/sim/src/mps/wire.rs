@@ -47,9 +47,6 @@ impl Conn {
     }
 
     /// Two ends of one connection.
-    ///
-    /// # Errors
-    /// Out of descriptors.
     pub fn pair() -> io::Result<(Self, Self)> {
         let (one, other) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
@@ -57,9 +54,6 @@ impl Conn {
     }
 
     /// Sends one value.
-    ///
-    /// # Errors
-    /// The other end is gone.
     pub fn send(&self, value: &impl Serialize) -> io::Result<()> {
         let packet = serde_json::to_vec(value)?;
         send(self.0.as_raw_fd(), &packet, MsgFlags::MSG_NOSIGNAL)?;
@@ -67,9 +61,6 @@ impl Conn {
     }
 
     /// Sends one value with a copy of the descriptor `extra`.
-    ///
-    /// # Errors
-    /// The other end is gone.
     pub fn send_with(&self, value: &impl Serialize, extra: &Self) -> io::Result<()> {
         let packet = serde_json::to_vec(value)?;
         let fds: [RawFd; 1] = [extra.0.as_raw_fd()];
@@ -105,9 +96,6 @@ impl Conn {
     }
 
     /// The process at the other end.
-    ///
-    /// # Errors
-    /// The kernel does not tell it.
     pub fn peer(&self) -> io::Result<Peer> {
         let credentials = getsockopt(&self.0, sockopt::PeerCredentials)?;
         Ok(Peer { pid: credentials.pid(), uid: credentials.uid() })
