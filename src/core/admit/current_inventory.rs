@@ -16,9 +16,6 @@ const REFRESH_LIMIT: Duration = Duration::from_secs(60);
 const SETTLING: Duration = Duration::from_secs(10);
 
 /// The cached inventory if it is up to date, otherwise a refreshed one.
-///
-/// # Errors
-/// A fault of the driver, in the driver's words.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     match load(config) {
         Err(error) if error.wants_refresh() => state(config).new_inventory(),
@@ -41,9 +38,6 @@ fn load(config: &Config) -> Result<Inventory, InventoryError> {
 
 /// [`fresh_inventory`] for commands that show the devices. Only NVML knows of MIG devices that another tool has
 /// destroyed and created again.
-///
-/// # Errors
-/// As [`fresh_inventory`].
 pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     let inventory = fresh_inventory(config)?;
     let mig = inventory.gpus().any(|gpu| gpu.mig_enabled);
@@ -51,9 +45,6 @@ pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
 }
 
 /// Runs `sublet refresh` by absolute path with a clean environment, and reads what it wrote.
-///
-/// # Errors
-/// The error of `sublet refresh`.
 pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
     let began = Instant::now();
     loop {

@@ -27,9 +27,6 @@ static TOLD: Mutex<BTreeSet<(LeaseId, String)>> = Mutex::new(BTreeSet::new());
 impl Local<'_> {
     /// Ends what containers have left whose `delete` is gone. `owns` decides for users' containers. Returns what it did, or
     /// why it did not, a line each that is new.
-    ///
-    /// # Errors
-    /// The ledger cannot be read or written.
     pub fn end_left(&self, owns: Owns<'_>) -> Result<Vec<String>, LedgerError> {
         let store = self.store()?;
         let ledger = store.read()?;

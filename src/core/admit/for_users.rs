@@ -18,9 +18,6 @@ use crate::{mps, request};
 impl Local<'_> {
     /// Takes a share for `candidate`, which its user described in `told`, within `cap`. It looks once and does not
     /// wait.
-    ///
-    /// # Errors
-    /// Any reason not to start it.
     pub fn admit_for(
         &self,
         candidate: &Candidate<'_>,
@@ -65,9 +62,6 @@ impl Local<'_> {
     }
 
     /// [`Local::free_for`] for a container of `uid` that was deleted: what it has left is ended, if it `owns` that.
-    ///
-    /// # Errors
-    /// As [`Local::free_for`].
     pub fn end_for(&self, uid: u32, lease: &LeaseId, owns: Owns<'_>) -> Result<Option<Leftover>, AdmitError> {
         let ledger = read(&self.store()?)?;
         let own = ledger.lease(lease).filter(|held| held.brokered && held.container.uid == uid);
@@ -106,9 +100,6 @@ impl Local<'_> {
     }
 
     /// As [`super::enter`] for container `id` of `uid`, who asks `sublet serve`. `false`: no lease of it is known here.
-    ///
-    /// # Errors
-    /// As [`super::enter`].
     pub fn enter_for(&self, uid: u32, id: &str, record: &Path) -> Result<bool, AdmitError> {
         let ledger = read(&self.store()?)?;
         let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(false) };
@@ -119,9 +110,6 @@ impl Local<'_> {
     }
 
     /// As [`super::mark_ending`], where `deleter` deletes the container.
-    ///
-    /// # Errors
-    /// The ledger cannot be written.
     pub fn mark_ending_for(
         &self,
         deleter: Process,
@@ -154,25 +142,16 @@ impl Local<'_> {
     }
 
     /// As [`super::hand_over`].
-    ///
-    /// # Errors
-    /// The ledger cannot be written.
     pub fn hand_over_for(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
         self.hand_over(lease, owner)
     }
 
     /// As [`super::abandon`].
-    ///
-    /// # Errors
-    /// The ledger cannot be read or written.
     pub fn abandon_for(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
         self.abandon(uid, id, owner)
     }
 
     /// As [`super::unmark`].
-    ///
-    /// # Errors
-    /// The ledger cannot be written.
     pub fn unmark_for(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         self.unmark(lease)
     }

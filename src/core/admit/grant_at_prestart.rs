@@ -195,9 +195,6 @@ fn environment(grant: &Grant, lease: &Lease) -> String {
 }
 
 /// The lease of an ended container that only the ledger knows, because its config.json names none.
-///
-/// # Errors
-/// The ledger cannot be read.
 pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
     let Some(ledger) = state(config).ledger_of_hooks()? else { return Ok(None) };
     Ok(ended(&ledger, container).map(|lease| lease.id.clone()))

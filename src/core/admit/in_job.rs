@@ -68,9 +68,6 @@ impl Local<'_> {
     }
 
     /// Takes a share for `candidate`, whose user described it in `told`, within that of the job in `cgroup`.
-    ///
-    /// # Errors
-    /// Any reason not to start it.
     pub fn admit_in_job(
         &self,
         candidate: &Candidate<'_>,
@@ -108,9 +105,6 @@ impl Local<'_> {
 
     /// Frees the leases of `job`, whose processes its scheduler has ended, once they are gone. Returns the ids of those
     /// that were freed. What still runs keeps its lease until a later command sees that it has ended.
-    ///
-    /// # Errors
-    /// The ledger cannot be read or written.
     pub fn end_job(&self, job: u64) -> Result<Vec<LeaseId>, AdmitError> {
         let deadline = Instant::now() + EMPTY_CGROUP;
         let of_job = |lease: &&Lease| lease.job.as_ref().is_some_and(|own| own.id == job);

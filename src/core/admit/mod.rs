@@ -76,9 +76,6 @@ pub struct Candidate<'a> {
 
 impl Candidate<'_> {
     /// Whether the engine still waits for it.
-    ///
-    /// # Errors
-    /// [`AdmitError::NoEngine`].
     pub fn check_wanted(&self) -> Result<(), AdmitError> {
         if self.engine.is_some_and(Engine::is_gone) { Err(AdmitError::NoEngine) } else { Ok(()) }
     }
@@ -159,9 +156,6 @@ fn has_place_for_mounts(spec: &Value, container: &Container, config: &Config) ->
 }
 
 /// Frees `lease`, whose container was never created.
-///
-/// # Errors
-/// The ledger cannot be written.
 pub fn withdraw(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
     state(config).withdraw(lease)
 }
@@ -184,18 +178,12 @@ pub fn clear_after(record: &str, config: &Config) {
 }
 
 /// Frees the lease that `owner`, an engine that starts container `id` of `uid` again, still holds from a failed start.
-///
-/// # Errors
-/// The ledger cannot be read or written.
 pub fn abandon(uid: u32, id: &str, owner: Process, config: &Config) -> Result<(), AdmitError> {
     state(config).abandon(uid, id, owner)
 }
 
 /// Makes `owner` responsible for `lease` until it is bound. If `owner` ends without a container, or binding takes too
 /// long, the lease is freed.
-///
-/// # Errors
-/// The ledger cannot be written.
 pub fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(), AdmitError> {
     state(config).hand_over(lease, owner)
 }
@@ -215,9 +203,6 @@ pub fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), A
 }
 
 /// Marks the lease of container `id` (of `uid`) as ending. [`unmark`] restores its earlier state.
-///
-/// # Errors
-/// The ledger cannot be written.
 pub fn mark_ending(
     uid: u32,
     id: &str,
@@ -228,9 +213,6 @@ pub fn mark_ending(
 }
 
 /// A failed delete leaves the lease as it was.
-///
-/// # Errors
-/// The ledger cannot be written.
 pub fn unmark(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
     state(config).unmark(lease)
 }

@@ -17,9 +17,6 @@ pub struct Reconciled {
 impl Local<'_> {
     /// Frees the leases of ended containers, applies `change` to the ledger, and repairs everything that depends on
     /// leases: restarts crashed MPS daemons, ends unneeded ones, and removes what ended containers left.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn reconcile(
         &self,
         change: impl FnOnce(&mut Ledger) -> std::io::Result<()>,
@@ -34,9 +31,6 @@ impl Local<'_> {
     }
 
     /// Applies `change` to the ledger, and cleans up after leases whose containers have ended.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn update<R>(&self, change: impl FnOnce(&mut Ledger) -> R) -> Result<R, LedgerError> {
         let store = self.store()?;
         let (done, freed) = store.change(change)?;
@@ -165,9 +159,6 @@ fn clear_leftovers(store: &Store) {
 }
 
 /// The present ledger. If it cannot be read, it is first rebuilt from what runs.
-///
-/// # Errors
-/// As [`Store::update`].
 pub fn read(store: &Store) -> Result<Ledger, LedgerError> {
     match store.read() {
         Err(LedgerError::Corrupt { .. }) => {

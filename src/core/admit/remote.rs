@@ -296,9 +296,6 @@ fn unfitting<T>() -> Result<T, AdmitError> {
 }
 
 /// What the service reports about this user: leases, policy limits and what these leave.
-///
-/// # Errors
-/// It does not run.
 pub fn own_status(config: &Config) -> Result<Value, AdmitError> {
     match Broker::new(config).ask(&Ask::Status)? {
         Answer::Status(status) => Ok(status),

@@ -28,9 +28,6 @@ pub struct RequestSource {
 
 impl RequestSource {
     /// That of the container with this config.json, in `bundle`; `None`: it asks for no share.
-    ///
-    /// # Errors
-    /// Its annotations are invalid.
     pub fn of(spec: &Value, bundle: &Path, share: Option<&str>) -> Result<Option<Self>, SpecError> {
         let annotations = oci::own_annotations(spec, bundle)?;
         let asks = asks_for_a_share(spec, &annotations, share);

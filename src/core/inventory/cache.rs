@@ -111,9 +111,6 @@ impl InventoryError {
 }
 
 /// The inventory as last written, whether or not it is up to date. For containers that already run.
-///
-/// # Errors
-/// It does not exist or cannot be read.
 pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
     let path = path(config);
     parse(&path, &read(&path)?)
@@ -128,9 +125,6 @@ pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
 }
 
 /// As [`load`], whatever MIG instances the GPUs `changing` (UUIDs) have now.
-///
-/// # Errors
-/// As [`load`].
 pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Inventory, InventoryError> {
     let path = path(config);
     let inventory = parse(&path, &read(&path)?)?;
@@ -164,9 +158,6 @@ fn without(inventory: &Inventory, changing: &[String], mut instances: Vec<String
 
 /// Writes `inventory.json` atomically with mode 0644, and the file that keeps criu from saving containers with a share.
 /// Creates the state directory if it is missing.
-///
-/// # Errors
-/// The state directory cannot be written.
 pub fn store(config: &Config, inventory: &Inventory) -> Result<(), InventoryError> {
     let path = path(config);
     write(config, &path, inventory).map_err(|source| InventoryError::Unwritable { path, source })

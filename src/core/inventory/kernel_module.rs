@@ -18,9 +18,6 @@ pub struct KernelModule {
 pub const VERSION_FILE: &str = "/proc/driver/nvidia/version";
 
 /// The module loaded on this host; `None` if there is none.
-///
-/// # Errors
-/// Its files exist and cannot be read.
 pub fn loaded(root: &Path) -> io::Result<Option<KernelModule>> {
     for path in [VERSION_FILE, "/sys/module/nvidia/version"] {
         match std::fs::read_to_string(under(root, path)) {

@@ -25,9 +25,6 @@ pub(crate) fn is_watched(config: &Config) -> bool {
 }
 
 /// Confirms that they were equal at `since`, in seconds since boot.
-///
-/// # Errors
-/// The state directory cannot be written.
 pub fn watch(config: &Config, since: u64) -> std::io::Result<()> {
     crate::fs::atomic::replace(
         &path(config),

@@ -43,9 +43,6 @@ impl Ledger {
     }
 
     /// Records the daemon `key` as stopping. With `force`, leases may lose it.
-    ///
-    /// # Errors
-    /// So many leases need it.
     pub fn claim_stop(&mut self, key: &DaemonKey, force: bool) -> Result<StopClaim, usize> {
         let leases = self.on_daemon(key).count();
         if leases > 0 && !force {

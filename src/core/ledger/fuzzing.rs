@@ -5,9 +5,6 @@ use std::path::Path;
 use super::{Ledger, runtime_record, stored};
 
 /// The ledger in `content`, as the store reads it.
-///
-/// # Errors
-/// Why it is not a ledger.
 pub fn ledger(content: &[u8]) -> Result<Ledger, String> {
     stored::parse(content).map_err(|why| match why {
         stored::NotALedger::Newer(schema) => schema,

@@ -25,9 +25,6 @@ struct Copy {
 impl Lease {
     /// Writes down a job's lease, until the job's record is removed. That of a container in a job has no copy: it books
     /// nothing beside the job's.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(crate) fn remember_of_job(&self, state_dir: &Path) -> io::Result<()> {
         let Some(job) = self.job.as_ref().filter(|_| self.is_of_job()) else { return Ok(()) };
         let copy = Copy { boot_id: boot_id::read()?.to_owned(), lease: self.clone() };

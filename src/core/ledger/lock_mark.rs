@@ -43,9 +43,6 @@ impl Mark {
     }
 
     /// Writes `mark` into the lock file, whose lock this process holds.
-    ///
-    /// # Errors
-    /// It cannot be written.
     pub fn write(mark: Option<&Self>, lock: &File) -> io::Result<()> {
         let content = mark.map(serde_json::to_vec).transpose()?.unwrap_or_default();
         lock.set_len(0)?;

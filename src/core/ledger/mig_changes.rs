@@ -78,9 +78,6 @@ impl Ledger {
     }
 
     /// Begins a change: its GPUs take no new lease, and no other process may change any GPU.
-    ///
-    /// # Errors
-    /// [`MigBusy`].
     pub fn begin_mig(&mut self, change: MigChange) -> Result<(), MigBusy> {
         if let Some(other) = &self.mig.under_way {
             return Err(MigBusy { pid: other.owner.pid, brief: other.gpus.is_empty() });

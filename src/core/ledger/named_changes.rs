@@ -8,9 +8,6 @@ use crate::process::Process;
 
 impl Store {
     /// [`Store::update`] by a change that cannot fail.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn change<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<(T, Freed), LedgerError> {
         let (Ok(done), freed) = self.update(|ledger| Ok::<_, Infallible>(change(ledger)))?;
         Ok((done, freed))
@@ -24,9 +21,6 @@ impl Store {
     }
 
     /// Frees the leases of containers that have ended, and nothing else.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub(crate) fn reclaim(&self) -> Result<Freed, LedgerError> {
         let ((), freed) = self.change(|_| ())?;
         Ok(freed)
@@ -39,34 +33,22 @@ impl Store {
     }
 
     /// As [`Ledger::hand_over`].
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), LedgerError> {
         self.of_one(|ledger| ledger.hand_over(lease, owner))
     }
 
     /// As [`Ledger::bind`].
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<Result<(), NotBound>, LedgerError> {
         self.step(|ledger| ledger.bind(lease, binding))
     }
 
     /// As [`Ledger::activate`].
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn activate(&self, lease: &LeaseId, init: Init) -> Result<(), LedgerError> {
         self.of_one(|ledger| ledger.activate(lease, init))
     }
 
     /// As [`Ledger::mark_ending`]. What the lease had left is forgotten if it is among `cleared`, the leftovers that
     /// were removed already.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn mark_ending(
         &self,
         uid: u32,
@@ -82,26 +64,17 @@ impl Store {
     }
 
     /// As [`Ledger::mark_deleted`].
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub(crate) fn mark_deleted(&self, lease: &LeaseId, ender: Process) -> Result<(), LedgerError> {
         self.of_one(|ledger| ledger.mark_deleted(lease, ender))
     }
 
     /// As [`Ledger::unmark_ending`].
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub(crate) fn unmark_ending(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
         let ((), freed) = self.at_end(|ledger| ledger.unmark_ending(lease))?;
         Ok(freed)
     }
 
     /// As [`Ledger::remove`]; the lease is among those that were freed. Of what it had left, `cleared` is forgotten.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn remove(&self, lease: &LeaseId, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
         let (removed, freed) = self.at_end(|ledger| {
             let removed = ledger.remove(lease);
@@ -112,18 +85,12 @@ impl Store {
     }
 
     /// As [`Ledger::abandon`]; the leases are among those that were freed.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<Freed, LedgerError> {
         let (abandoned, freed) = self.at_end(|ledger| ledger.abandon(uid, id, owner))?;
         Ok(with(freed, abandoned))
     }
 
     /// As [`Ledger::forget`].
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub fn forget(&self, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
         let ((), freed) = self.at_end(|ledger| ledger.forget(cleared))?;
         Ok(freed)

@@ -131,9 +131,6 @@ fn runs(record: &Record) -> bool {
 }
 
 /// UUIDs of devices with processes that are not attributable to any lease of `ledger`.
-///
-/// # Errors
-/// As [`inventory`].
 pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Result<Vec<String>, LedgerError> {
     let devices =
         inventory(state_dir, &ledger.boot_id)?.map(|inventory| inventory.devices).unwrap_or_default();
@@ -166,9 +163,6 @@ fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool 
 }
 
 /// The inventory of this boot, however old. It has the devices and the processes that were on them.
-///
-/// # Errors
-/// It is there and cannot be read.
 pub(super) fn inventory(state_dir: &Path, boot_id: &str) -> Result<Option<Inventory>, LedgerError> {
     let file = state_dir.join("inventory.json");
     let trusted = seen(&file, crate::fs::trusted::read(&file, LARGEST))?.flatten().and_then(Result::ok);
@@ -295,9 +289,6 @@ fn daemon(key: DaemonKey, process: Process, ledger: &Ledger) -> MpsDaemon {
 }
 
 /// The control daemon that wrote its pid into the directory `dir`, and not another process that got the same pid.
-///
-/// # Errors
-/// The file or the process cannot be examined.
 fn process_of(dir: &Path) -> Result<Option<Process>, LedgerError> {
     let file = dir.join(PID_FILE);
     let unread = |error| failed("read", &file, error);

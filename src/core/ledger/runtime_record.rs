@@ -107,9 +107,6 @@ impl Init {
     }
 
     /// [`Init::of`]. `outside` is a process that is not in the container: its hook.
-    ///
-    /// # Errors
-    /// As [`Init::of`].
     pub fn beside(process: Process, outside: i32) -> io::Result<Self> {
         let own = cgroup_of(Path::new(MOUNT), &table(process.pid)?, &table(outside)?);
         let (cgroup, cgroup_inode) = own.unzip();
@@ -118,9 +115,6 @@ impl Init {
 }
 
 /// The text of `pid`'s /proc/PID/cgroup (cgroups(7)); empty if the process has ended.
-///
-/// # Errors
-/// It cannot be read.
 pub(super) fn table(pid: i32) -> io::Result<String> {
     match cgroup_table(pid) {
         Err(error) if is_gone(&error) => Ok(String::new()),

@@ -74,9 +74,6 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()
 }
 
 /// The roots that were written down.
-///
-/// # Errors
-/// The file cannot be read.
 pub(super) fn further_roots(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
     // One that is not trusted is written anew.
     let trusted = crate::fs::trusted::read(&state_dir.join(FURTHER_ROOTS), LARGEST)?.and_then(Result::ok);
@@ -85,9 +82,6 @@ pub(super) fn further_roots(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Every existing root, each once, whatever links lead to it. `further` is one more.
-///
-/// # Errors
-/// A place cannot be examined.
 pub(super) fn roots(state_dir: &Path, further: Option<&Path>) -> Result<Vec<PathBuf>, LedgerError> {
     let file = state_dir.join(FURTHER_ROOTS);
     let mut named = further_roots(state_dir).map_err(|error| failed("read", &file, error))?;
@@ -105,9 +99,6 @@ pub(super) fn roots(state_dir: &Path, further: Option<&Path>) -> Result<Vec<Path
 }
 
 /// The paths in `dir`; none if it is not there.
-///
-/// # Errors
-/// It cannot be listed.
 pub(super) fn entries(dir: &Path) -> Result<Vec<PathBuf>, LedgerError> {
     let listed = fs::read_dir(dir).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
     Ok(seen(dir, listed)?.unwrap_or_default())

@@ -76,9 +76,6 @@ enum Loaded {
 
 impl Store {
     /// The ledger in `state_dir`, which is created if it is missing (0755).
-    ///
-    /// # Errors
-    /// The directory cannot be created or cannot be trusted.
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
         let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
         trusted::make(state_dir).map_err(unusable)?;
@@ -110,9 +107,6 @@ impl Store {
     }
 
     /// Whether its process ids are valid here. Other faults of the ledger are not reported.
-    ///
-    /// # Errors
-    /// [`LedgerError::Elsewhere`], [`LedgerError::NoNamespaces`].
     pub fn is_of_here(&self) -> Result<(), LedgerError> {
         match self.read() {
             Err(error) if error.is_elsewhere() => Err(error),
@@ -121,9 +115,6 @@ impl Store {
     }
 
     /// [`Store::read`] in any namespace. The result may be shown but not acted upon.
-    ///
-    /// # Errors
-    /// It cannot be read or parsed.
     pub fn peek(&self) -> Result<Ledger, LedgerError> {
         let boot = Self::boot_id()?;
         match self.load()? {
@@ -154,9 +145,6 @@ impl Store {
     }
 
     /// [`Store::update`], where `scan` says how containers that have ended are looked for.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub(crate) fn update_after<T, E>(
         &self,
         scan: Scan,
@@ -168,9 +156,6 @@ impl Store {
     }
 
     /// [`Store::update`] for a step of one lease, which does not look for containers that have ended.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
     pub(super) fn step<T, E>(
         &self,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
