@@ -6,13 +6,11 @@ mod figure;
 #[cfg(test)]
 pub mod fixture;
 mod http;
-mod hypotf;
 mod measure;
 mod meter;
 mod page;
 mod picture;
 mod plan;
-mod png;
 mod result;
 mod runner;
 mod samples;
@@ -20,7 +18,6 @@ mod samples;
 pub use figure::{Figure, digits};
 pub use page::html;
 pub use picture::svg;
-pub use png::png;
 pub use result::{BenchResult, Cell, Measured, Mode, ResultError, SCHEMA, Settings, Sharing, Sm};
 
 /// What `sublet bench run` measures with.

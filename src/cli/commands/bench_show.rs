@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 
 use super::tables::{self, Column, Format};
-use crate::bench::{BenchResult, Cell, Figure, Mode, digits, html, png, svg};
+use crate::bench::{BenchResult, Cell, Figure, Mode, digits, html, svg};
 use crate::shown::bars::{bar, utf8};
 use sublet_core::fs::atomic;
 use sublet_core::text::safe;
@@ -26,9 +26,6 @@ pub struct Arguments {
     /// Write the picture: a figure against the number of containers, in light or dark as the reader's system is
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Write the picture as PNG, on white
-    #[arg(long, value_name = "FILE")]
-    png: Option<PathBuf>,
     /// What the picture shows
     #[arg(long, value_enum, default_value_t)]
     figure: Figure,
@@ -55,20 +52,19 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         let has: Vec<String> = result.loads().into_iter().map(safe).collect();
         bail!("{} has no such load; it has {}", arguments.result.display(), has.join(", "));
     }
-    if arguments.svg.is_some() || arguments.png.is_some() {
+    if let Some(file) = &arguments.svg {
         let [load] = loads[..] else {
             let has: Vec<String> = loads.into_iter().map(safe).collect();
             bail!("a picture shows one load: choose with --load from {}", has.join(", "))
         };
         let picture = svg(&result, load, arguments.figure)
             .with_context(|| format!("no picture: no {} was measured", arguments.figure.title()))?;
-        arguments.svg.as_deref().map(|file| write(file, picture.as_bytes())).transpose()?;
-        arguments.png.as_deref().map(|file| write(file, &png(&picture)?)).transpose()?;
+        write(file, picture.as_bytes())?;
     }
     if let Some(file) = &arguments.html {
         write(file, html(&result)?.as_bytes())?;
     }
-    let is_written = [&arguments.svg, &arguments.png, &arguments.html].into_iter().any(Option::is_some);
+    let is_written = arguments.svg.is_some() || arguments.html.is_some();
     match arguments.format {
         Format::Json => tables::json(&result)?,
         Format::Table if is_written => {}
