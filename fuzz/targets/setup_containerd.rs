@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use sublet::setup::containerd::{set_up, undo};
+use sublet::setup::containerd::{is_set_up, set_up, undo};
 use sublet::setup::{Wish, podman};
 use sublet_fuzz::ok;
 
@@ -18,14 +18,15 @@ fuzz_target!(|found: &str| {
     if let Some(drop_in) = ok(podman::set_up(None, &[found.to_owned()], &wish)) {
         toml::from_str::<toml::Table>(&drop_in).unwrap_or_else(|error| panic!("{error}: {drop_in}"));
     }
-    ok(undo(Some(found)));
-    let Some(text) = ok(set_up(Some(found), &wish)) else { return };
+    ok(undo(Some(found), None));
+    let Some((text, record)) = ok(set_up(Some(found), None, &wish)) else { return };
     toml::from_str::<toml::Table>(&text).expect("containerd can read it");
-    assert_eq!(set_up(Some(&text), &wish).as_ref(), Ok(&text), "a second time changes nothing");
-    // Existing lines of sublet are removed together with the added ones.
-    assert_eq!(undo(Some(&text)), undo(Some(found)));
-    let ours = ["# sublet setup", "# >>> sublet setup", "# <<< sublet setup"];
-    if !ours.iter().any(|mark| found.contains(mark)) {
-        assert_eq!(undo(Some(&text)), Ok(Some(found.to_owned())));
+    let again = set_up(Some(&text), Some(&record), &wish).map(|(text, _)| text);
+    assert_eq!(again.as_ref(), Ok(&text), "a second time changes nothing");
+    let before = if is_set_up(found) { undo(Some(found), None) } else { Ok(Some(found.to_owned())) };
+    assert_eq!(undo(Some(&text), Some(&record)), before);
+    // Edited since.
+    if let Some(left) = ok(undo(Some(&format!("{text}#")), Some(&record))).flatten() {
+        assert!(!is_set_up(&left), "{left}");
     }
 });

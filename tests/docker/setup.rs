@@ -132,6 +132,7 @@ fn containerd_reads_what_setup_writes() {
     }
     setup(&world, &["containerd", "--config", path, "--undo"]);
     assert_eq!(fs::read_to_string(&file).expect("config.toml"), default);
+    assert!(!Path::new(&format!("{path}.before-sublet")).exists());
 }
 
 #[test]

@@ -130,7 +130,7 @@ fn setup_edits_daemon_json_and_undo_gives_back_the_file() {
     let shown = setup(&dir, "docker", "daemon.json", &["--dry-run"]);
     let path = file.display();
     let expected = format!(
-        "--- {path}\n+++ {path}\n@@ -1,3 +1,4 @@\n {{\n+\t\"runtimes\": {{ \"sublet\": {{ \"path\": \"{}\" }} }},\n \
+        "--- {path}\n+++ {path}\n@@ -1,3 +1,8 @@\n {{\n+\t\"runtimes\": {{\n+\t\t\"sublet\": {{\n+\t\t\t\"path\": \"{}\"\n+\t\t}}\n+\t}},\n \
          \t\"debug\":true\n }}\n\\ No newline at end of file\n",
         runtime()
     );
@@ -144,8 +144,8 @@ fn setup_edits_daemon_json_and_undo_gives_back_the_file() {
     };
     let line = format!("{path}: sublet is in; {force}.\n");
     assert_eq!((text(&done.stdout), ended(&done)), (line, (Some(0), String::new())));
-    let record = "{\"made_file\":false,\"made\":[\"runtimes\"],\"replaced\":{\"default-runtime\":null,\"runtimes.sublet\":null}}\n";
-    assert_eq!(fs::read_to_string(&before).unwrap(), record);
+    let record = serde_json::json!({"before": found, "after": fs::read_to_string(&file).unwrap()});
+    assert_eq!(fs::read_to_string(&before).unwrap(), format!("{record}\n"));
     for file in [&file, &before] {
         assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
     }
@@ -190,8 +190,10 @@ fn an_empty_daemon_json_is_one_without_settings() {
     for found in ["", " \n"] {
         fs::write(&file, found).unwrap();
         assert_eq!(ended(&setup(&dir, "docker", "daemon.json", &[])), (Some(0), String::new()));
-        let expected =
-            format!("{{\n  \"runtimes\": {{ \"sublet\": {{ \"path\": \"{}\" }} }}\n}}\n", runtime());
+        let expected = format!(
+            "{{\n  \"runtimes\": {{\n    \"sublet\": {{\n      \"path\": \"{}\"\n    }}\n  }}\n}}\n",
+            runtime()
+        );
         assert_eq!(fs::read_to_string(&file).unwrap(), expected);
         assert_eq!(ended(&setup(&dir, "docker", "daemon.json", &["--undo"])), (Some(0), String::new()));
         assert_eq!(fs::read_to_string(&file).unwrap(), found);
@@ -217,11 +219,9 @@ fn setup_follows_a_link_and_takes_cdi_from_the_shares() {
     assert!(text(&with_cdi.stdout).contains(restart), "{with_cdi:?}");
     assert!(fs::symlink_metadata(dir.path().join("daemon.json")).unwrap().is_symlink());
     let is = fs::read_to_string(dir.path().join("real/daemon.json")).unwrap();
-    let expected = format!(
-        "{{\"features\": {{ \"cdi\": true }},\"runtimes\": {{ \"sublet\": {{ \"path\": \"{}\" }} }}}}",
-        runtime()
-    );
-    assert_eq!(is, expected);
+    let expected =
+        serde_json::json!({"features": {"cdi": true}, "runtimes": {"sublet": {"path": runtime()}}});
+    assert_eq!(serde_json::from_str::<serde_json::Value>(&is).unwrap(), expected);
     assert_eq!(ended(&setup(&dir, "docker", "daemon.json", &["--undo"])), (Some(0), String::new()));
     assert_eq!(fs::read_to_string(dir.path().join("real/daemon.json")).unwrap(), "{}");
 }
@@ -240,7 +240,9 @@ fn new_files_come_and_go() {
         assert_eq!(ended(&setup(&dir, engine, file, &["--undo"])), (Some(0), String::new()), "{engine}");
         assert!(!dir.path().join(file).exists(), "{engine}");
     }
-    assert!(!dir.path().join("docker/daemon.json.before-sublet").exists());
+    for file in ["docker/daemon.json", "containerd/config.toml"] {
+        assert!(!dir.path().join(format!("{file}.before-sublet")).exists());
+    }
     assert!(dir.path().join("containerd").exists() && !dir.path().join("crio/crio.conf.d").exists());
 }
 

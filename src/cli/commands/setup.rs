@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -284,26 +283,28 @@ fn edited(
     if arguments.undo {
         let text = match arguments.engine {
             Engine::Docker => docker::undo(found, record)?,
-            Engine::Containerd => containerd::undo(found)?,
+            Engine::Containerd => containerd::undo(found, record)?,
             Engine::Podman | Engine::Crio => setup::undo_drop_in(found)?,
         };
         return Ok(Edited { text, record: None });
     }
     let wish = wish(arguments, counts, config)?;
-    let text = match arguments.engine {
-        Engine::Docker => {
-            let (text, record) = docker::set_up(found, record, &wish)?;
-            return Ok(Edited { text: Some(text), record: Some(record) });
-        }
+    let (text, record) = match arguments.engine {
+        Engine::Docker => docker::set_up(found, record, &wish)?,
         Engine::Containerd => {
-            let text = containerd::set_up(found, &wish)?;
+            let (text, record) = containerd::set_up(found, record, &wish)?;
             containerd_imports::check(path, &text, &wish, ask)?;
-            text
+            (text, record)
         }
-        Engine::Crio => in_directory(path, found, crio::set_up(found, &wish)?),
-        Engine::Podman => in_directory(path, found, podman::set_up(found, &weaker(path)?, &wish)?),
+        Engine::Crio | Engine::Podman => {
+            let text = match arguments.engine {
+                Engine::Crio => crio::set_up(found, &wish)?,
+                _ => podman::set_up(found, &weaker(path)?, &wish)?,
+            };
+            return Ok(Edited { text: Some(in_directory(path, found, text)), record: None });
+        }
     };
-    Ok(Edited { text: Some(text), record: None })
+    Ok(Edited { text: Some(text), record: Some(record) })
 }
 
 /// The text of the drop-in, with a note if its directory is created for it, by this setup or by the one before.
@@ -375,8 +376,8 @@ fn store(
     }
     let before = record.and_then(|_| fs::read(&beside).ok());
     if let Some(record) = record {
-        let mode = fs::metadata(path).map_or(0o644, |there| there.mode() & 0o7777);
-        replace(&beside, record.as_bytes(), mode).map_err(failed(&beside))?;
+        // It has the file's secrets, too.
+        replace(&beside, record.as_bytes(), 0o600).map_err(failed(&beside))?;
     }
     let written = match wanted {
         Some(text) => replace(path, text.as_bytes(), 0o644),
@@ -385,7 +386,7 @@ fn store(
     if written.is_err() && record.is_some() {
         // Restores the record: an undo must not follow one of a setup that did not happen.
         let _ = match before {
-            Some(before) => replace(&beside, &before, 0o644),
+            Some(before) => replace(&beside, &before, 0o600),
             None => fs::remove_file(&beside),
         };
     }

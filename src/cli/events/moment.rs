@@ -2,6 +2,8 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
 use sublet_core::text::safe;
 
 /// The moment that `text` means. Without an offset it is in UTC.
@@ -37,24 +39,9 @@ fn ago(text: &str, now: SystemTime) -> Option<SystemTime> {
 }
 
 fn date(text: &str) -> Option<SystemTime> {
-    let (text, offset) = without_offset(text)?;
-    let whole = if text.len() == 10 { format!("{text}T00:00:00") } else { text.to_owned() };
-    let moment = humantime::parse_rfc3339_weak(&whole).ok()?;
-    if offset < 0 {
-        moment.checked_add(Duration::from_secs(offset.unsigned_abs()))
-    } else {
-        moment.checked_sub(Duration::from_secs(offset.unsigned_abs()))
-    }
-}
-
-/// The text before `+02:00` or `-02:00`, and that in seconds.
-fn without_offset(text: &str) -> Option<(&str, i64)> {
-    let Some(at) = text.rfind(['+', '-']).filter(|at| *at > 10) else { return Some((text, 0)) };
-    let (hours, minutes) = text[at + 1..].split_once(':')?;
-    let number =
-        |text: &str, most: i64| text.parse::<i64>().ok().filter(|number| text.len() == 2 && *number <= most);
-    let seconds = number(hours, 23)? * 3600 + number(minutes, 59)? * 60;
-    Some((&text[..at], if text[at..].starts_with('-') { -seconds } else { seconds }))
+    let of_utc = || TimeZone::UTC.to_timestamp(text.parse().ok()?).ok();
+    let moment = text.parse::<Timestamp>().ok().or_else(of_utc)?;
+    Some(SystemTime::from(moment).max(UNIX_EPOCH))
 }
 
 #[cfg(test)]

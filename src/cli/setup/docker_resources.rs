@@ -1,6 +1,9 @@
 //! `node-generic-resources` of Docker's `daemon.json`: what a node tells Swarm, as `"sublet-small=4"`.
 
-use super::{SetupError, json_edit};
+use serde_json::Value;
+
+use super::SetupError;
+use super::json_file::JsonFile;
 
 pub(super) const PATH: [&str; 1] = ["node-generic-resources"];
 
@@ -12,39 +15,35 @@ pub(crate) const RESOURCE: &str = "sublet-";
 /// # Errors
 /// The file is no JSON object, or they are no list of strings.
 pub(crate) fn advertised(text: &str) -> Result<Vec<String>, SetupError> {
-    if text.trim().is_empty() {
-        return Ok(Vec::new());
-    }
-    json_edit::check(text)?;
-    let mut all = read(json_edit::get(text, &PATH)?)?;
+    let mut all = read(JsonFile::parse(text)?.get(&PATH)?)?;
     all.retain(|resource| is_ours(resource));
     Ok(all)
 }
 
-/// The resources in a JSON value; none if there is no value.
-pub(super) fn read(value: Option<&str>) -> Result<Vec<String>, SetupError> {
+/// The resources in a value; none if there is no value.
+pub(super) fn read(value: Option<Value>) -> Result<Vec<String>, SetupError> {
     let Some(value) = value else { return Ok(Vec::new()) };
-    serde_json::from_str(value).map_err(|_| SetupError::Shape {
+    serde_json::from_value(value).map_err(|_| SetupError::Shape {
         what: PATH.join("."),
         found: "something else",
         expected: "a list of strings",
     })
 }
 
-/// The JSON value with `ours` in place of sublet's earlier ones; `None` if `there` is that already.
-pub(super) fn with(there: &[String], ours: &[String]) -> Option<String> {
+/// Those of `there` with `ours` in place of sublet's earlier ones; `None` if `there` is that already.
+pub(super) fn with(there: &[String], ours: &[String]) -> Option<Vec<String>> {
     let mut wanted = others(there);
     wanted.extend(ours.iter().cloned());
-    (wanted != there).then(|| json(&wanted))
+    (wanted != there).then_some(wanted)
 }
 
-/// The JSON value without sublet's resources; `None` if there is to be none. `was` is what a setup replaced first.
-pub(super) fn without(now: Option<&str>, was: Option<&str>) -> Result<Option<String>, SetupError> {
+/// The value without sublet's resources; `None` if there is to be none. `was` is what there was before sublet.
+pub(super) fn without(now: Option<Value>, was: Option<Value>) -> Result<Option<Value>, SetupError> {
     let left = others(&read(now)?);
-    if left == others(&read(was)?) {
-        return Ok(was.map(str::to_owned));
+    if left == others(&read(was.clone())?) {
+        return Ok(was);
     }
-    Ok((!left.is_empty()).then(|| json(&left)))
+    Ok((!left.is_empty()).then(|| left.into()))
 }
 
 fn others(all: &[String]) -> Vec<String> {
@@ -53,12 +52,6 @@ fn others(all: &[String]) -> Vec<String> {
 
 fn is_ours(resource: &str) -> bool {
     resource.starts_with(RESOURCE)
-}
-
-fn json(resources: &[String]) -> String {
-    let quoted: Vec<String> =
-        resources.iter().map(|resource| serde_json::Value::from(resource.as_str()).to_string()).collect();
-    format!("[{}]", quoted.join(", "))
 }
 
 #[cfg(test)]
@@ -95,7 +88,7 @@ mod tests {
     fn a_list_of_sublets_alone_goes_whole() {
         let (text, record) = set_up(None, None, &counting(&["sublet-a=1", "sublet-b=2"])).unwrap();
         assert_eq!(undo(Some(&text), Some(&record)).unwrap(), None);
-        assert_eq!(undo(Some(&text), None).unwrap().as_deref(), Some("{\n}\n"));
+        assert_eq!(undo(Some(&text), None).unwrap().as_deref(), Some("{}\n"));
         let (none, _) = set_up(None, None, &counting(&[])).unwrap();
         assert!(!none.contains("node-generic"), "{none}");
     }

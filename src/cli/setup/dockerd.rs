@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use super::engine_files::words;
-use super::{NAME, SetupError, docker, json_edit};
+use super::json_file::JsonFile;
+use super::{NAME, SetupError, docker};
 use crate::names;
 use crate::proc::{namespace, processes};
 use sublet_core::config::{Config, WithoutShare};
@@ -82,8 +83,7 @@ impl Dockerd {
 
     /// Where it keeps its records of containers; `text` is daemon.json's.
     pub(crate) fn data_root(&self, text: &str) -> PathBuf {
-        let in_file =
-            || json_edit::get(text, &["data-root"]).ok()?.and_then(|value| serde_json::from_str(value).ok());
+        let in_file = || docker::string(text, &["data-root"]).ok().flatten();
         let told = self.value("data-root").map(str::to_owned).or_else(in_file);
         PathBuf::from(told.unwrap_or_else(|| "/var/lib/docker".to_owned()))
     }
@@ -93,11 +93,10 @@ impl Dockerd {
     /// # Errors
     /// One of its flags says what `text` says, too.
     pub fn starts_with(&self, text: &str) -> Result<(), SetupError> {
+        let file = JsonFile::parse(text)?;
         for (name, key) in TWICE {
             let flag = self.flags.iter().find(|flag| flag.name == name);
-            if let (Some(Flag { value, by, .. }), Some(_)) =
-                (flag, json_edit::get(docker::object(text), &[key])?)
-            {
+            if let (Some(Flag { value, by, .. }), Some(_)) = (flag, file.get(&[key])?) {
                 let flag = sublet_core::text::safe(&format!("--{name}={value}"));
                 return Err(SetupError::Flag { flag, by, key });
             }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use sublet_core::fs::below::under;
 
-/// The file in which a setup of Docker records what it changed in `path`, for the undo.
+/// The file in which a setup of Docker or containerd records what it changed in `path`, for the undo.
 #[must_use]
 pub fn record(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();

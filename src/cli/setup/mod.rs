@@ -1,7 +1,6 @@
 //! Configures an engine to use sublet: edits of its configuration, text in, text out. One file per engine.
 //!
-//! All other bytes of the file stay, and an undo after a setup restores the same file. The edits do no
-//! I/O: `sublet setup` does it.
+//! What others wrote stays, and an undo after a setup restores the same file. The edits do no I/O: `sublet setup` does it.
 
 pub mod containerd;
 pub mod containerd_imports;
@@ -11,8 +10,9 @@ pub mod docker;
 mod docker_resources;
 pub mod dockerd;
 pub mod engine_files;
-mod json_edit;
+mod json_file;
 pub mod podman;
+mod record;
 
 use std::path::PathBuf;
 
@@ -89,15 +89,11 @@ pub enum SetupError {
          prints it in the current version; nothing was changed"
     )]
     Version,
-    /// The tables are written in a way that takes no further lines.
+    /// containerd would not read what was put in.
     #[error(
-        "it cannot be edited line by line ({why}): are there inline tables or dotted keys? Write them as \
-         [tables]; nothing was changed"
+        "it cannot be edited ({0}): write what it has for `plugins` as [tables], then try again; nothing was changed"
     )]
-    Inline {
-        /// The parser's message about the result.
-        why: String,
-    },
+    Unedited(String),
     /// containerd takes other files' lines in place of sublet's.
     #[error(
         "containerd would not read sublet's lines: an imported file replaces their table ({files}); write them there \
@@ -127,12 +123,15 @@ pub enum SetupError {
     Path(String),
 }
 
-/// `path` as a string in double quotes, which JSON and TOML read in the same way.
-fn quoted(path: &std::path::Path) -> Result<String, SetupError> {
+/// `path` as text that JSON and TOML have between double quotes as it is.
+fn plain(path: &std::path::Path) -> Result<&str, SetupError> {
     let plain = path.to_str().filter(|text| !text.chars().any(|c| c.is_control() || matches!(c, '"' | '\\')));
-    plain
-        .map(|text| format!("\"{text}\""))
-        .ok_or_else(|| SetupError::Path(sublet_core::text::safe(&path.to_string_lossy())))
+    plain.ok_or_else(|| SetupError::Path(sublet_core::text::safe(&path.to_string_lossy())))
+}
+
+/// `path` as a string in double quotes.
+fn quoted(path: &std::path::Path) -> Result<String, SetupError> {
+    Ok(format!("\"{}\"", plain(path)?))
 }
 
 /// Parses a TOML file.
