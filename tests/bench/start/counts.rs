@@ -1,19 +1,27 @@
 //! What a container's life takes, counted by strace(1) and getrusage(2). A busy machine does not change it.
 
-use std::path::Path;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::resource::{UsageWho, getrusage};
 use sublet_e2e::{Bundle, eventually};
 
-use crate::by_hand::in_path;
-use crate::scene::{HIGHER, ID, Scene, TIME_SLICE, WARM, create};
+use crate::scene::{Build, HIGHER, ID, Scene, TIME_SLICE, WARM, create};
 
 /// Calls of which the mean of the page faults is taken.
 const REPEATED: i64 = 20;
 
-/// What one process did until it became the low-level runtime, or ended.
+/// Where programs are looked up. On a longer one there is more to look at.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// Of a process and of the processes that it makes, until they become another program.
+const STRACE: &str = "strace -f -b execve -s 300 -e signal=none -o";
+
+/// What one command did, and the `sublet` commands that it started, until it became the low-level runtime or ended.
+/// (`sublet serve` does nothing for it, because it does not run.)
 #[derive(Default)]
 struct Counts {
     calls: usize,
@@ -28,15 +36,17 @@ pub fn print(scene: &Scene) -> Result<()> {
     println!(
         "| command | system calls | files of the ledger replaced | programs started |\n|---|---|---|---|"
     );
+    let counted = Counted::new(scene)?;
     let plain = scene.bundle("plain", &[]);
-    row(scene, "`--version`", &call(scene, &["--version"])?)?;
-    row(scene, "`state`", &call(scene, &["state", ID])?)?;
+    let call = |arguments: &[&str]| scene.shim(&counted.build, arguments);
+    counted.row("`--version`", &call(&["--version"])?)?;
+    counted.row("`state`", &call(&["state", ID])?)?;
     plain.write();
-    row(scene, "`create`, no annotation", &call(scene, &create(&plain))?)?;
-    life(scene, "time-slice", TIME_SLICE)?;
+    counted.row("`create`, no annotation", &call(&create(&plain))?)?;
+    counted.life("time-slice", TIME_SLICE)?;
     let holder = scene.holder();
-    life(scene, "MPS, daemon warm", WARM)?;
-    life(scene, "MPS, the ceiling rises and falls", HIGHER)?;
+    counted.life("MPS, daemon warm", WARM)?;
+    counted.life("MPS, the ceiling rises and falls", HIGHER)?;
     let shared = scene.bundle("faults", WARM);
     println!("\n| command | page faults more than `/bin/true` |\n|---|---|");
     faults(scene, "`state`", None, &["state", ID])?;
@@ -46,61 +56,109 @@ pub fn print(scene: &Scene) -> Result<()> {
     Ok(())
 }
 
-fn life(scene: &Scene, share: &str, annotations: &[(&str, &str)]) -> Result<()> {
-    let bundle = scene.bundle("life", annotations);
-    bundle.write();
-    let pid_file = bundle.dir.join("pid");
-    let (pid_text, dir) =
-        (pid_file.to_string_lossy().into_owned(), bundle.dir.to_string_lossy().into_owned());
-    let create = ["create", "--bundle", &dir, "--pid-file", &pid_text, &bundle.id];
-    row(scene, &format!("`create`, {share}"), &real(scene, &create)?)?;
-    row(scene, &format!("`start`, {share}"), &real(scene, &["start", &bundle.id])?)?;
-    let pid = std::fs::read_to_string(&pid_file)?;
-    ensure!(eventually(|| has_ended(pid.trim())), "it does not end");
-    row(scene, &format!("`delete`, {share}"), &real(scene, &["delete", &bundle.id])?)?;
-    bundle.write();
-    row(scene, &format!("`run`, {share}"), &real(scene, &["run", "--bundle", &dir, &bundle.id])?)?;
-    std::fs::remove_dir_all(&bundle.dir)?;
-    Ok(())
+/// The programs in a directory in which `sublet` is a script that has it traced.
+struct Counted<'s> {
+    scene: &'s Scene,
+    build: Build,
+    /// What `sublet` commands did, a file each.
+    traces: PathBuf,
 }
 
-fn call(scene: &Scene, arguments: &[&str]) -> Result<Command> {
-    scene.shim(&scene.builds[0], arguments)
+impl<'s> Counted<'s> {
+    fn new(scene: &'s Scene) -> Result<Self> {
+        let directory = scene.world.dir.path().join("counted");
+        let traces = directory.join("traces");
+        fs::create_dir_all(&traces)?;
+        let programs = &scene.builds[0].directory;
+        for program in ["sublet-runtime", "sublet-share"] {
+            fs::copy(programs.join(program), directory.join(program)).context(program)?;
+        }
+        std::os::unix::fs::symlink("sublet-runtime", directory.join("sublet-hook"))?;
+        let (sublet, to) = (programs.join("sublet"), traces.display());
+        let script = format!("#!/bin/sh\nexec {STRACE} {to}/$$ -- {} \"$@\"\n", sublet.display());
+        fs::write(directory.join("sublet"), script)?;
+        fs::set_permissions(directory.join("sublet"), Permissions::from_mode(0o755))?;
+        Ok(Self { scene, build: Build { name: "", directory }, traces })
+    }
+
+    fn life(&self, share: &str, annotations: &[(&str, &str)]) -> Result<()> {
+        let bundle = self.scene.bundle("life", annotations);
+        bundle.write();
+        let pid_file = bundle.dir.join("pid");
+        let (pid_text, dir) =
+            (pid_file.to_string_lossy().into_owned(), bundle.dir.to_string_lossy().into_owned());
+        let create = ["create", "--bundle", &dir, "--pid-file", &pid_text, &bundle.id];
+        self.row(&format!("`create`, {share}"), &self.real(&create)?)?;
+        self.row(&format!("`start`, {share}"), &self.real(&["start", &bundle.id])?)?;
+        let pid = fs::read_to_string(&pid_file)?;
+        ensure!(eventually(|| has_ended(pid.trim())), "it does not end");
+        self.row(&format!("`delete`, {share}"), &self.real(&["delete", &bundle.id])?)?;
+        bundle.write();
+        self.row(&format!("`run`, {share}"), &self.real(&["run", "--bundle", &dir, &bundle.id])?)?;
+        fs::remove_dir_all(&bundle.dir)?;
+        Ok(())
+    }
+
+    /// A call with the low-level runtime.
+    fn real(&self, arguments: &[&str]) -> Result<Command> {
+        let world = &self.scene.world;
+        let mut command = Command::new(self.build.directory.join("sublet-runtime"));
+        command.arg("--root").arg(world.runtime_root()).args(arguments);
+        command.env("SUBLET_CONFIG", &world.config);
+        self.scene.quiet(&mut command)
+    }
+
+    fn row(&self, what: &str, command: &Command) -> Result<()> {
+        let file = self.scene.world.dir.path().join("trace");
+        let mut strace = STRACE.split(' ');
+        let mut traced = Command::new(strace.next().unwrap_or_default());
+        traced.args(strace).arg(&file).arg("--").arg(command.get_program()).args(command.get_args());
+        traced.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        traced.env("PATH", PATH);
+        self.scene.timed(self.scene.quiet(&mut traced)?)?;
+        let mut trace = fs::read_to_string(&file)?;
+        // What was started and not waited for goes on for a moment.
+        let started =
+            trace.lines().filter(|line| line.contains("/sublet\"") && line.contains(DETACHED)).count();
+        ensure!(
+            eventually(|| self.ended().is_ok_and(|ended| ended.len() == started)),
+            "{what}: {started} commands"
+        );
+        for ended in self.ended()? {
+            trace += &ended;
+        }
+        if let Some(kept) = std::env::var_os("KEEP_TRACES") {
+            fs::write(Path::new(&kept).join(what.replace([' ', '`', ','], "_")), &trace)?;
+        }
+        fs::remove_dir_all(&self.traces)?;
+        fs::create_dir(&self.traces)?;
+        ensure!(!trace.contains("io_uring_setup("), "what is done by io_uring is not seen");
+        let counts = count(&trace);
+        println!("| {what} | {} | {} | {} |", counts.calls, counts.replaced, counts.programs);
+        Ok(())
+    }
+
+    /// The traces of `sublet` commands that have ended.
+    fn ended(&self) -> Result<Vec<String>> {
+        let traces = fs::read_dir(&self.traces)?.map(|entry| Ok(fs::read_to_string(entry?.path())?));
+        let traces = traces.collect::<Result<Vec<_>>>()?;
+        Ok(traces.into_iter().filter(|trace| trace.ends_with(" +++\n")).collect())
+    }
 }
 
-/// A call with the low-level runtime.
-fn real(scene: &Scene, arguments: &[&str]) -> Result<Command> {
-    let mut command = Command::new(scene.builds[0].directory.join("sublet-runtime"));
-    command.arg("--root").arg(scene.world.runtime_root()).args(arguments);
-    command.env("SUBLET_CONFIG", &scene.world.config);
-    scene.quiet(&mut command)
-}
+/// What strace writes when a process becomes another program.
+const DETACHED: &str = "<detached ";
 
-fn row(scene: &Scene, what: &str, command: &Command) -> Result<()> {
-    let kept =
-        std::env::var_os("KEEP_TRACES").map(|dir| Path::new(&dir).join(what.replace([' ', '`', ','], "_")));
-    let file = kept.unwrap_or_else(|| scene.world.dir.path().join("trace"));
-    let mut traced = Command::new("strace");
-    traced.args(["-s", "300", "-e", "signal=none", "-o"]).arg(&file).arg("--");
-    traced.arg(command.get_program()).args(command.get_args());
-    traced.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    scene.timed(scene.quiet(&mut traced)?)?;
-    let runtime = in_path(scene.world.engine.program()).context("no low-level runtime")?;
-    let counts = count(&std::fs::read_to_string(&file)?, &runtime);
-    println!("| {what} | {} | {} | {} |", counts.calls, counts.replaced, counts.programs);
-    Ok(())
-}
-
-/// `trace` is what `strace -o` writes of one process: lines of `CALL(…) = RESULT`.
-fn count(trace: &str, runtime: &Path) -> Counts {
-    let runtimes = [format!("execve(\"{}\"", runtime.display()), "execve(\"/bin/true\"".to_owned()];
-    let became = |line: &&str| runtimes.iter().any(|runtime| line.starts_with(runtime.as_str()));
+/// `trace` is what [`STRACE`] writes: lines of `PID CALL(…) = RESULT`.
+fn count(trace: &str) -> Counts {
     let mut counts = Counts::default();
-    for line in trace.lines().take_while(|line| !became(line)).filter(|line| !line.starts_with("+++")) {
+    // Not the rest of a call whose beginning was counted, nor the end of a process.
+    let calls = trace.lines().filter_map(|line| Some(line.split_once(' ')?.1.trim_start()));
+    for call in calls.filter(|call| !call.starts_with(['<', '+']) && !call.contains(DETACHED)) {
         counts.calls += 1;
         counts.programs +=
-            usize::from(["clone(", "clone3(", "vfork(", "fork("].iter().any(|call| line.starts_with(call)));
-        let to = line.strip_prefix("rename(").and_then(|names| names.split('"').nth(3)).unwrap_or_default();
+            usize::from(["clone(", "clone3(", "vfork(", "fork("].iter().any(|make| call.starts_with(make)));
+        let to = call.strip_prefix("rename(").and_then(|names| names.split('"').nth(3)).unwrap_or_default();
         counts.replaced += usize::from(to.ends_with("/ledger.json") || to.ends_with("/ledger.json.copy"));
     }
     counts
