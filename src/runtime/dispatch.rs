@@ -3,15 +3,14 @@
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
-use std::process::ExitCode;
 
 use sublet_core::process::{auxiliary_vector, inheritance};
 
 const HOOK: &str = "sublet-hook";
 
-/// Runs the program that was asked for; `args` begin with the program's name.
-pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
-    inheritance::outlive_file_limit();
+/// Runs the program that was asked for; `args` begin with the program's name. Returns its exit status.
+pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
+    inheritance::begin();
     let args: Vec<OsString> = args.collect();
     let named = args.first().map_or(Path::new(""), Path::new);
     // The first argument of a hook is whatever the hook's JSON says.

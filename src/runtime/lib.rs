@@ -4,6 +4,8 @@
 
 pub mod bounded_input;
 
+mod status;
+
 pub mod shim;
 
 pub mod hook;

@@ -136,6 +136,22 @@ fn the_low_level_runtime_stands_in_our_place() {
 }
 
 #[test]
+fn streams_that_the_caller_has_closed_are_open_and_one_that_nobody_reads_ends_nothing() {
+    let host = Host::new();
+    host.low_level("exec 9> \"${0%/*}/streams\"; for n in 0 1 2; do readlink /proc/$$/fd/$n >&9; done");
+    let mut shell = Command::new("/bin/sh");
+    shell.args(["-c", "exec \"$0\" state c <&- >&- 2>&-", env!("CARGO_BIN_EXE_sublet-runtime")]);
+    assert!(shell.env("SUBLET_CONFIG", host.path("config.toml")).status().unwrap().success());
+    assert_eq!(fs::read_to_string(host.path("streams")).unwrap(), "/dev/null\n".repeat(3));
+    fs::remove_file(host.path("low-level")).unwrap();
+    let (reader, writer) = std::os::unix::net::UnixStream::pair().unwrap();
+    drop(reader);
+    let mut refused = host.command(&["state".into(), "c".into()]);
+    let status = refused.stderr(std::os::fd::OwnedFd::from(writer)).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+}
+
+#[test]
 fn an_error_stands_on_stderr_and_in_both_logs() {
     let host = Host::new();
     let log = host.path("engine.log");

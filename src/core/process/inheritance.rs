@@ -4,12 +4,16 @@
     reason = "descriptors that nobody owns, fork hooks, the process's environment, a signal"
 )]
 
-use std::os::fd::RawFd;
+use std::io;
+use std::os::fd::{AsFd as _, IntoRawFd as _, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
+use nix::fcntl::{OFlag, open};
 use nix::libc;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction, signal};
+use nix::sys::stat::Mode;
 use nix::unistd::ForkResult;
 
 /// Closes every descriptor except standard input, output and error. For a program that has just started and gets no
@@ -82,6 +86,35 @@ pub(crate) fn forget_environment(kept: &[&str]) {
         if !kept.iter().any(|kept| name == *kept) {
             // SAFETY: there is no other thread that could read the environment meanwhile.
             unsafe { std::env::remove_var(name) };
+        }
+    }
+}
+
+/// What a program does first that inherits from any caller, and whose `main` is C's. As the standard library does before
+/// its own `main`, it has standard input, output and error be open: another file would be opened by such a number, and
+/// messages written into it. And writing to a pipe that nobody reads is an error and no signal (until exec, for which the
+/// standard library resets it).
+pub fn begin() {
+    open_standard_streams();
+    // SAFETY: no handler is installed, so no code of this program runs in signal context.
+    let _ = unsafe { signal(Signal::SIGPIPE, SigHandler::SigIgn) };
+    outlive_file_limit();
+}
+
+/// Opens /dev/null in the place of those that the caller has closed.
+fn open_standard_streams() {
+    let (input, output, error) = (io::stdin(), io::stdout(), io::stderr());
+    let streams = [input.as_fd(), output.as_fd(), error.as_fd()];
+    let mut streams = streams.map(|stream| PollFd::new(stream, PollFlags::empty()));
+    // What failed for once, for example because no memory was left, is asked again.
+    let _ = poll(&mut streams, PollTimeout::ZERO).or_else(|_| poll(&mut streams, PollTimeout::ZERO));
+    let is_closed =
+        |stream: &&PollFd| stream.revents().is_some_and(|seen| seen.contains(PollFlags::POLLNVAL));
+    for _ in streams.iter().filter(is_closed) {
+        // The lowest number that is free (open(2)). The program that this one becomes has it, too.
+        match open("/dev/null", OFlag::O_RDWR, Mode::empty()) {
+            Ok(null) => drop(null.into_raw_fd()),
+            Err(_) => std::process::abort(),
         }
     }
 }

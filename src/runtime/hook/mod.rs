@@ -15,7 +15,6 @@ mod prestart;
 
 use std::ffi::OsString;
 use std::io::{self, Write as _};
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use nix::unistd::getppid;
@@ -23,6 +22,7 @@ use nix::unistd::getppid;
 use container_state::{State, StateError};
 
 use crate::bounded_input;
+use crate::status::{FAILURE, SUCCESS};
 use sublet_core::admit::{self, AdmitError};
 use sublet_core::config_files;
 use sublet_core::config_files::ConfigError;
@@ -165,11 +165,11 @@ The OCI hook of sublet. Engines run it as `sublet-hook STAGE`, with the containe
 ";
 
 /// Runs the hook; `args` begin with the program's name.
-pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
     let args: Vec<String> = args.skip(1).map(|arg| arg.to_string_lossy().into_owned()).collect();
     if let Some(text) = told(&args) {
         let _ = io::stdout().write_all(text.as_bytes());
-        return ExitCode::SUCCESS;
+        return SUCCESS;
     }
     confine::clean();
     let own = config_files::load_runtime().ok().and_then(|runtime| runtime.log);
@@ -183,7 +183,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(Side::Waited(done)) => done,
         Err(error) => said(Err(HookError::Work(error))),
     };
-    if done { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if done { SUCCESS } else { FAILURE }
 }
 
 fn complain(log: &Log, error: &HookError) {

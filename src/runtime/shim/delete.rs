@@ -1,7 +1,6 @@
 //! `delete`: the only command that the shim waits for, because the lease may be freed only after it succeeded.
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use std::time::Duration;
 
@@ -24,7 +23,7 @@ pub(super) fn delete(
     call: &Call<'_>,
     force: bool,
     container: Option<(&str, PathBuf)>,
-) -> Result<ExitCode, RuntimeError> {
+) -> Result<u8, RuntimeError> {
     let marked = container.and_then(|(id, record)| Some((marked(call, id, &record)?, record)));
     let Some(((lease, config), record)) = marked else {
         let never = call.pass_on()?;

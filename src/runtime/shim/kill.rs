@@ -4,12 +4,12 @@
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::str::FromStr as _;
 
 use nix::sys::signal::Signal;
 
 use super::{Call, Kill, RuntimeError};
+use crate::status::SUCCESS;
 use sublet_core::ledger::Record;
 use sublet_core::process::pidfd_signal;
 
@@ -18,12 +18,12 @@ pub(super) fn kill(
     call: &Call<'_>,
     kill: &Kill,
     container: Option<(&str, PathBuf)>,
-) -> Result<ExitCode, RuntimeError> {
+) -> Result<u8, RuntimeError> {
     let signal = kill.signal.as_deref().map_or(Some(Signal::SIGTERM), signal);
     let first = container.and_then(|(_, record)| without_first_thread(&record));
     let sent = signal.zip(first).is_some_and(|(signal, first)| pidfd_signal(first, signal).is_ok());
     if sent && !kill.all {
-        return Ok(ExitCode::SUCCESS);
+        return Ok(SUCCESS);
     }
     let never = call.pass_on()?;
     match never {}

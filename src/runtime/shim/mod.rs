@@ -19,7 +19,6 @@ use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use sublet_core::admit::{AdmitError, EnterError};
 use sublet_core::config::{self, Config, WithoutShare};
@@ -29,6 +28,7 @@ use sublet_core::ledger;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::oci::{FileError, SpecError};
 
+use crate::status::{FAILURE, SUCCESS};
 pub use argv::{Command, CommandLine, Delete, Exec, Global, Kill, Start, Update, parse};
 pub use flags::Dialect;
 use low_level::{LowLevel, MissingRuntime};
@@ -187,13 +187,13 @@ people, `runc --help` those of the low-level runtime.
 ";
 
 /// Runs the shim; `args` begin with the program's name.
-pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
     let args: Vec<OsString> = args.collect();
     let (name, args) =
         args.split_first().map_or((Path::new(""), args.as_slice()), |(name, args)| (Path::new(name), args));
     if args.len() == 1 && (args[0] == "--help" || args[0] == "-h") {
         let _ = io::stdout().write_all(USAGE.as_bytes());
-        return ExitCode::SUCCESS;
+        return SUCCESS;
     }
     let runtime = config_files::load_runtime();
     // Engines write the log options in the same way for both runtimes.
@@ -217,7 +217,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     });
     done.unwrap_or_else(|error| {
         log.write(Level::Error, &about(&line.command, &error));
-        ExitCode::FAILURE
+        FAILURE
     })
 }
 
@@ -254,7 +254,7 @@ fn by_record(
 
 /// Every command except `delete` of a container with a share, and `kill` of one whose first thread has ended, ends by
 /// becoming the low-level runtime.
-fn dispatch(call: &Call<'_>, command: &Command) -> Result<ExitCode, RuntimeError> {
+fn dispatch(call: &Call<'_>, command: &Command) -> Result<u8, RuntimeError> {
     let never = match command {
         Command::Create(start) => create::create(call, start, create::Kind::Create)?,
         Command::Run(start) => create::create(call, start, create::Kind::Run)?,

@@ -7,7 +7,7 @@ use std::ffi::OsString;
 use std::io;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::Path;
-use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::process::{Child, Command, ExitStatus};
 
 use nix::sys::signal::{self, SigSet, SigmaskHow, Signal};
 use nix::unistd::{Pid, getpid, getppid};
@@ -60,14 +60,14 @@ fn wait(mut child: Child, signals: &SigSet) -> io::Result<ExitStatus> {
     }
 }
 
-/// Ends this process as the child ended: with its exit code, or by the signal that ended it.
-pub(super) fn exit_like(status: ExitStatus) -> ExitCode {
+/// Ends this process as the child ended: with the exit status that is returned, or by the signal that ended it.
+pub(super) fn exit_like(status: ExitStatus) -> u8 {
     let Some(number) = status.signal() else {
-        return ExitCode::from(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1));
+        return u8::try_from(status.code().unwrap_or(1)).unwrap_or(1);
     };
     // The signal is not fatal if it was inherited as ignored. The shell's exit code for it is used then.
     if let Ok(signal) = Signal::try_from(number) {
         let _ = signal::raise(signal);
     }
-    ExitCode::from(u8::try_from(128 + number).unwrap_or(1))
+    u8::try_from(128 + number).unwrap_or(1)
 }
