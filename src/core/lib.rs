@@ -17,6 +17,8 @@ pub mod parse_errors;
 
 pub mod log;
 
+mod reading;
+
 pub mod process;
 
 pub mod host;

@@ -16,8 +16,8 @@ use super::kernel_module::KernelModule;
 use super::left_out::{LeftOutGpus, Silent};
 use super::programs::{self, MissingPrograms, MpsPrograms};
 use super::{
-    Device, Driver, Inventory, InventoryError, LeftOut, Majors, MigGpus, Node, cache, device_majors,
-    driver_files, kernel_module, mig_capabilities, nvml, under,
+    Device, Driver, FileDirectory, Inventory, InventoryError, LeftOut, Majors, MigGpus, Node, cache,
+    device_majors, driver_files, kernel_module, mig_capabilities, nvml, under,
 };
 use sublet_core::config::{self, Config, Inject};
 use sublet_core::fs::proc_devices;
@@ -164,6 +164,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
         },
         devices,
         left_out,
+        directories: FileDirectory::of(&found.files),
         files: found.files,
     })
 }

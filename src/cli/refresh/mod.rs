@@ -120,7 +120,7 @@ fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
     let path = state_dir.join("refresh.lock");
     let file = trusted::make(state_dir)
         .map_err(|why| io::Error::other(format!("its directory {why}")))
-        .and_then(|()| {
+        .and_then(|_| {
             OpenOptions::new()
                 .write(true)
                 .create(true)
@@ -169,6 +169,7 @@ mod tests {
             },
             devices: Vec::new(),
             left_out: Vec::new(),
+            directories: Vec::new(),
             files: Vec::new(),
         })
     }

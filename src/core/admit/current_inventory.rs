@@ -6,7 +6,7 @@ use super::take_lease::LOOK_AGAIN;
 use super::{AdmitError, is_remote, state};
 use crate::config::Config;
 use crate::inventory::{self, Inventory, InventoryError};
-use crate::ledger;
+use crate::ledger::{self, Store};
 use crate::process::sublet;
 
 /// The time limit of a refresh. NVML may have to load firmware on a machine without the persistence daemon.
@@ -17,7 +17,16 @@ const SETTLING: Duration = Duration::from_secs(10);
 
 /// The cached inventory if it is up to date, otherwise a refreshed one.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
-    match load(config) {
+    fresh(load(config, inventory::load(config)), config)
+}
+
+/// [`fresh_inventory`] beside a store, which is opened in a trusted directory only.
+pub(super) fn fresh_inventory_beside(_: &Store, config: &Config) -> Result<Inventory, AdmitError> {
+    fresh(load(config, inventory::load_beside(config, &[])), config)
+}
+
+fn fresh(loaded: Result<Inventory, InventoryError>, config: &Config) -> Result<Inventory, AdmitError> {
+    match loaded {
         Err(error) if error.wants_refresh() => state(config).new_inventory(),
         loaded => Ok(loaded?),
     }
@@ -25,8 +34,8 @@ pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
 
 /// The cached inventory. While a MIG layout changes, the instances of its GPUs may be others than those in it: these GPUs
 /// take no lease, and a lease that is taken after the change needs a newer inventory ([`crate::ledger::MigChanges::count`]).
-fn load(config: &Config) -> Result<Inventory, InventoryError> {
-    match inventory::load(config) {
+fn load(config: &Config, loaded: Result<Inventory, InventoryError>) -> Result<Inventory, InventoryError> {
+    match loaded {
         Err(InventoryError::Stale { path, changed }) => {
             let stale = InventoryError::Stale { path, changed };
             let changing = ledger::gpus_under_change(&config.state_dir);
@@ -51,7 +60,7 @@ pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
         for warning in sublet::run(&["refresh", "--quiet"], REFRESH_LIMIT)? {
             tracing::warn!("{warning}");
         }
-        match load(config) {
+        match load(config, inventory::load(config)) {
             // MIG instances are being created or destroyed, for other containers or by `sublet mig apply`.
             Err(InventoryError::Stale { .. }) if began.elapsed() < SETTLING => {
                 std::thread::sleep(LOOK_AGAIN);

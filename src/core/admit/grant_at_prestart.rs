@@ -108,9 +108,8 @@ fn admit_live(
     let applied = activate(&taken.lease.id, init, &store)
         .and_then(|()| local.grant(&taken, &request, &store))
         .and_then(|grant| {
-            oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
+            taken.check_mount_points(spec, &grant)?;
             oci::check_node_modes(spec, &grant.nodes, source.keeps_groups())?;
-            oci::make_mount_points(spec, &candidate.container.rootfs, &grant)?;
             match &asked {
                 Some(asked) => has_environment(spec, asked, &grant)?,
                 None => fits(&taken, spec)?,

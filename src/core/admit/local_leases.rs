@@ -72,16 +72,18 @@ impl Local<'_> {
         let taken = take_lease::take(candidate, &request, terms, &store, *self)
             .map_err(|error| blame_gone_cdi_device(error, spec, self.config))?;
         let served = self.grant(&taken, &request, &store).and_then(|grant| {
-            oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
+            taken.check_mount_points(spec, &grant)?;
             oci::check_node_modes(spec, &grant.nodes, source.keeps_groups())?;
-            oci::make_mount_points(spec, &candidate.container.rootfs, &grant)?;
             oci::edit(spec, &grant)?;
             self.ready(&taken, &grant, &store)
         });
         if served.is_err() {
             self.give_back(&taken.lease, &store);
         }
-        Ok(Admission::Granted { lease: taken.lease.id, warnings: served? })
+        let (lease, warnings) = (taken.lease.id.clone(), served?);
+        // This process ends or becomes the low-level runtime now, and the kernel closes all at once.
+        std::mem::forget(taken);
+        Ok(Admission::Granted { lease, warnings })
     }
 
     /// What a container with this lease is given.
@@ -155,8 +157,11 @@ impl Local<'_> {
             return Ok(None);
         };
         // In other namespaces the container may only seem to have ended.
-        let cleared = if ledger.is_of_here() { clear_before(&lease.id, &store, false) } else { Vec::new() };
-        let (marked, freed) = store.mark_ending(uid, id, record, deleter, &cleared)?;
+        let is_of_here = ledger.is_of_here();
+        let (cleared, has_ended) =
+            if is_of_here { clear_before(&lease.id, &store, false) } else { (Vec::new(), false) };
+        let gone = has_ended.then(|| lease.id.clone());
+        let (marked, freed) = store.mark_ending(uid, id, record, deleter, (&cleared, gone))?;
         self.tidy(&freed, &store);
         Ok(marked)
     }

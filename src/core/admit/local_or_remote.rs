@@ -4,7 +4,6 @@
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-use nix::unistd::geteuid;
 use serde_json::Value;
 
 use super::{Admission, AdmitError, Candidate, RequestSource};
@@ -13,14 +12,15 @@ use crate::host::user_namespace;
 use crate::inventory::Inventory;
 use crate::ledger::{Binding, Lease, LeaseId, Ledger};
 use crate::process::Process;
+use crate::process::auxiliary_vector::effective_user;
 
 /// Whether this process may not change the state. Root of the initial user namespace may, and so may the owner of the
 /// state directory (tests; root in a system container). Under rootless engines this process seems to be root, and files
 /// of the real root seem to belong to the overflow uid.
 #[must_use]
 pub fn is_remote(config: &Config) -> bool {
-    let us = geteuid();
-    if us.is_root() && !user_namespace::is_nested() {
+    let us = effective_user();
+    if us == 0 && !user_namespace::is_nested() {
         return false;
     }
     // Links are followed: rootless Docker's /run is a file system of its own, with links to what was in the host's.
@@ -31,7 +31,7 @@ pub fn is_remote(config: &Config) -> bool {
         // The owner of the directory above it would create it.
         Err(_) => config.state_dir.ancestors().find_map(|dir| dir.symlink_metadata().ok()),
     };
-    owner.is_none_or(|dir| dir.uid() != us.as_raw())
+    owner.is_none_or(|dir| dir.uid() != us)
 }
 
 /// The operations on a container's lease, the same for both places of the state.

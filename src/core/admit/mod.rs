@@ -43,6 +43,8 @@ use crate::process::Process;
 use local_or_remote::State;
 use remote::Remote;
 
+use current_inventory::fresh_inventory_beside;
+
 pub use current_inventory::{confirmed_inventory, fresh_inventory, refresh};
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
 pub use end_left::Owns;

@@ -1,5 +1,7 @@
 //! Changes the ledger and adjusts what depends on its leases: MPS daemons, mount points, MIG instances.
 
+use std::cell::Cell;
+
 use super::local::Local;
 use super::{AdmitError, dynamic_mig};
 use crate::ledger::{Freed, Lease, LeaseId, Ledger, LedgerError, Leftover, Store};
@@ -40,7 +42,7 @@ impl Local<'_> {
 
     /// Removes `lease` from the ledger and cleans up after it.
     pub(super) fn free(&self, lease: &LeaseId, store: &Store) -> Result<(), AdmitError> {
-        let cleared = clear_before(lease, store, true);
+        let (cleared, _) = clear_before(lease, store, true);
         let freed = store.remove(lease, &cleared)?;
         self.tidy(&freed, store);
         if freed.is_empty() {
@@ -114,12 +116,18 @@ impl Local<'_> {
 
 /// Removes what the container of `lease` left, before the lease is freed, if it has ended or `has_ended` says so; and
 /// what others left that waited for it. Returns what can be forgotten with the lease, so that one change of the ledger
-/// does both. If this process is killed in between, the lease is still there, and the next command does it again.
-pub(super) fn clear_before(lease: &LeaseId, store: &Store, has_ended: bool) -> Vec<Leftover> {
+/// does both, and whether the container has ended, as far as that was asked for. If this process is killed in between, the
+/// lease is still there, and the next command does it again.
+pub(super) fn clear_before(lease: &LeaseId, store: &Store, has_ended: bool) -> (Vec<Leftover>, bool) {
+    // What has ended need not be looked for again.
+    let ended = Cell::new(has_ended);
     let left = |ledger: &Ledger| {
-        ledger.lease(lease).map(|lease| ledger.leftovers_of(lease, has_ended)).unwrap_or_default()
+        let left = ledger.lease(lease).map(|lease| ledger.leftovers_of(lease, ended.get()));
+        let left = left.unwrap_or_default();
+        ended.set(ended.get() || !left.is_empty());
+        left
     };
-    clear_alone(store, left).unwrap_or_default()
+    (clear_alone(store, left).unwrap_or_default(), ended.get())
 }
 
 /// Removes what `which` says of the ledger, and returns what may be forgotten; `None`: there was nothing.

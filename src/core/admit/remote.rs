@@ -246,13 +246,13 @@ fn look(
     config: &Config,
 ) -> Result<Admission, AdmitError> {
     let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unfitting() };
-    let image = oci::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
+    let tree = oci::Tree::open(spec, &candidate.container.rootfs)?;
+    let image = oci::inspect(spec, &tree, request, &inventory, config)?;
     let Answer::Granted(granted) = broker.ask(&ask(candidate, source, spec, image, forbidden))? else {
         return unfitting();
     };
-    let rootfs = &candidate.container.rootfs;
-    let edited = oci::check_mps_directories(spec, rootfs, &granted.grant)
-        .and_then(|()| oci::make_mount_points(spec, rootfs, &granted.grant))
+    let edited = oci::check_mps_directories(spec, &tree, &granted.grant)
+        .and_then(|()| oci::make_mount_points(&tree, &granted.grant))
         .map_err(AdmitError::from)
         .and_then(|()| Ok(oci::check_node_modes(spec, &granted.grant.nodes, source.keeps_groups())?))
         .and_then(|()| Ok(oci::edit(spec, &granted.grant)?));

@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::local::Local;
-use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, refresh};
+use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, fresh_inventory_beside, refresh};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::config::{Config, Inject};
-use crate::grant::Image;
+use crate::grant::{Grant, Image};
 use crate::inventory::{Device, Inventory, is_watched};
 use crate::ledger::DaemonKey;
 use crate::ledger::{Freed, Init, Job, Lease, LeaseId, LeaseState, Ledger, LedgerError, Scan, Store};
 use crate::mps;
-use crate::oci;
+use crate::oci::{self, Tree};
 use crate::place::{Order, Placement, Refusal, World, find, named, place};
 use crate::process::epoch_seconds;
 use crate::request::Request;
@@ -44,9 +44,21 @@ pub(super) struct Taken {
     pub lease: Lease,
     pub placement: Placement,
     pub image: Image,
+    /// The container's root filesystem, if this process examines it.
+    tree: Option<Tree>,
     pub inventory: Inventory,
     /// Idle MPS daemons that must end before the container starts.
     pub in_the_way: Vec<DaemonKey>,
+}
+
+impl Taken {
+    /// Checks the mount points of `grant` in the container with this config.json, and creates those that its runtime may
+    /// not create.
+    pub fn check_mount_points(&self, spec: &Value, grant: &Grant) -> Result<(), AdmitError> {
+        let Some(tree) = &self.tree else { return Ok(()) };
+        oci::check_mps_directories(spec, tree, grant)?;
+        Ok(oci::make_mount_points(tree, grant)?)
+    }
 }
 
 /// The terms on which a share is taken: root's, or those of a user who asks `sublet serve`.
@@ -287,13 +299,15 @@ impl Search<'_> {
         let config = local.config;
         let may_refresh = refreshed.is_none();
         // The driver may not be loaded yet. `sublet.wait` waits for it, too.
-        let inventory = refreshed.map_or_else(|| fresh_inventory(config).map_err(Look::Temporary), Ok)?;
-        let image = match terms.rootfs {
+        let fresh = || fresh_inventory_beside(store, config).map_err(Look::Temporary);
+        let inventory = refreshed.map_or_else(fresh, Ok)?;
+        let (image, tree) = match terms.rootfs {
             Rootfs::OfSpec(spec) => {
-                oci::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
+                let tree = Tree::open(spec, &candidate.container.rootfs)?;
+                (oci::inspect(spec, &tree, request, &inventory, config)?, Some(tree))
             }
-            Rootfs::Told(image) => image.clone(),
-            Rootfs::OfJob(_) => Image::default(),
+            Rootfs::Told(image) => (image.clone(), None),
+            Rootfs::OfJob(_) => (Image::default(), None),
         };
         // New instances get the ids of destroyed ones, and /proc then looks the same.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
@@ -332,7 +346,7 @@ impl Search<'_> {
                 tracing::warn!("clearing.lock: {error}: files of an earlier container may still be removed");
             }
         }
-        Ok(Taken { lease, placement, image, inventory, in_the_way })
+        Ok(Taken { lease, placement, image, tree, inventory, in_the_way })
     }
 
     /// Makes the change `book` of the ledger. The first time, leases of ended containers are looked for only briefly; if

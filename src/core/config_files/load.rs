@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::OpenOptions;
-use std::io::{ErrorKind, Read as _};
+use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
@@ -21,6 +21,7 @@ use super::ConfigError;
 use super::check::{self, Problem};
 use crate::config::{Config, Grant, Runtime};
 use crate::process::environment::honoured;
+use crate::reading::regular_file;
 
 /// The merged configuration. Without any file, the defaults.
 ///
@@ -59,12 +60,32 @@ pub fn each(files: &[PathBuf]) -> Result<Vec<OneFile>, ConfigError> {
     read(files)?.into_iter().map(alone).collect()
 }
 
-/// Only `[runtime]`: an error elsewhere in the files must not stop containers that ask for no share.
-///
-/// # Errors
-/// As [`load`], for `[runtime]`.
-pub fn load_runtime() -> Result<Runtime, ConfigError> {
-    merge_runtime(&read(&sources()?)?)
+/// The text of the files that [`load`] reads, read once by a program that may need all of it; `None`: not all can be read,
+/// and those who ask are told why.
+pub struct ConfigFiles(Option<Vec<File>>);
+
+impl ConfigFiles {
+    /// Reads them.
+    #[must_use]
+    pub fn read() -> Self {
+        Self(sources().and_then(|paths| read(&paths)).ok())
+    }
+
+    /// As [`load`].
+    ///
+    /// # Errors
+    /// As [`load`].
+    pub fn config(&self) -> Result<Config, ConfigError> {
+        self.0.as_deref().map_or_else(load, merge)
+    }
+
+    /// Only `[runtime]`: an error elsewhere in the files must not stop containers that ask for no share.
+    ///
+    /// # Errors
+    /// As [`load`], for `[runtime]`.
+    pub fn runtime(&self) -> Result<Runtime, ConfigError> {
+        self.0.as_deref().map_or_else(|| merge_runtime(&read(&sources()?)?), merge_runtime)
+    }
 }
 
 /// The files that [`load`] reads, the weakest first.
@@ -150,8 +171,7 @@ pub(super) fn text(path: &Path) -> std::io::Result<String> {
     if !meta.is_file() && !is_null() {
         return Err(std::io::Error::other("it is not a regular file"));
     }
-    let mut bytes = Vec::with_capacity(usize::try_from(meta.len().min(LARGEST)).unwrap_or(0) + 1);
-    file.take(LARGEST + 1).read_to_end(&mut bytes)?;
+    let bytes = regular_file(file, meta.len(), LARGEST)?;
     if bytes.len() as u64 > LARGEST {
         return Err(std::io::Error::other("it is larger than 1 MiB"));
     }

@@ -13,4 +13,4 @@ pub use error::ConfigError;
 pub use error::{explain, position};
 #[cfg(feature = "fixtures")]
 pub use load::of_text;
-pub use load::{OneFile, each, load, load_files, load_runtime, sources, sources_with};
+pub use load::{ConfigFiles, OneFile, each, load, load_files, sources, sources_with};

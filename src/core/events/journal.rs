@@ -25,8 +25,8 @@ const SYSTEMS: &str = "/run/sublet";
 /// user may write to the journal.
 #[must_use]
 pub fn has_journal(state_dir: &Path) -> bool {
-    let is_root = geteuid().is_root() && !user_namespace::is_nested();
-    state_dir == Path::new(SYSTEMS) && is_root && Path::new(SOCKET).exists()
+    let is_root = || geteuid().is_root() && !user_namespace::is_nested();
+    state_dir == Path::new(SYSTEMS) && is_root() && Path::new(SOCKET).exists()
 }
 
 /// Sends an entry for each line; returns those that the journal did not take. It does not wait for the journal.

@@ -34,15 +34,17 @@ pub(super) fn append(state_dir: &Path, lines: &[String]) -> io::Result<()> {
             .open(&path)
     };
     let mut file = open()?;
-    if file.metadata()?.len() >= FULL {
+    let mut length = file.metadata()?.len();
+    if length >= FULL {
         turn(&file, state_dir)?;
         file = open()?;
+        length = file.metadata()?.len();
     }
-    if file.metadata()?.len() >= 2 * FULL {
+    if length >= 2 * FULL {
         return Err(io::Error::other(format!("{} is full and cannot be turned", path.display())));
     }
     // A line that a killed writer did not end would take the next one with it.
-    let broken = !ends_with_newline(&file)?;
+    let broken = !ends_with_newline(&file, length)?;
     let text = lines
         .iter()
         .fold(if broken { "\n".to_owned() } else { String::new() }, |text, line| text + line + "\n");
@@ -63,8 +65,8 @@ fn turn(full: &File, state_dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn ends_with_newline(file: &File) -> io::Result<bool> {
-    let length = file.metadata()?.len();
+/// Whether the last line of a file with this length is whole. Another writer may add to it meanwhile, which adds whole lines.
+fn ends_with_newline(file: &File, length: u64) -> io::Result<bool> {
     if length == 0 {
         return Ok(true);
     }

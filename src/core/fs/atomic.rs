@@ -17,17 +17,18 @@ use crate::process::Process;
 /// # Errors
 /// A system call failed. The old file is then unchanged, and the temporary file is removed.
 pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    replace_and_keep(path, content, mode).map(drop)
+    replaced(path, |file| take_over(file, path, mode), content, |_| Ok(())).map(drop)
 }
 
-/// As [`replace`]; the new file, open.
-pub(crate) fn replace_and_keep(path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
-    replaced(path, content, mode, |_| Ok(()))
+/// As [`replace`], for a file that sublet alone writes: it gets `mode`, and belongs to this user, whatever was there before.
+/// Returns the new file, open.
+pub(crate) fn replace_own(path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
+    replaced(path, |file| file.set_permissions(Permissions::from_mode(mode)), content, |_| Ok(()))
 }
 
 /// As [`replace`], for files that must survive a power failure: the file and its name are on disk when this returns.
 pub fn replace_durably(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    replaced(path, content, mode, File::sync_all)?;
+    replaced(path, |file| take_over(file, path, mode), content, File::sync_all)?;
     sync_directory(path);
     Ok(())
 }
@@ -37,10 +38,20 @@ pub fn sync_directory(path: &Path) {
     let _ = path.parent().map(|directory| File::open(directory).and_then(|directory| directory.sync_all()));
 }
 
-fn replaced(path: &Path, content: &[u8], mode: u32, settle: fn(&File) -> io::Result<()>) -> io::Result<File> {
+fn replaced(
+    path: &Path,
+    set_mode: impl FnOnce(&File) -> io::Result<()>,
+    content: &[u8],
+    settle: fn(&File) -> io::Result<()>,
+) -> io::Result<File> {
     let temporary = temporary_name(path)?;
-    let written = write_new(&temporary, path, content, mode)
-        .and_then(|file| settle(&file).map(|()| file))
+    let written = create(&temporary)
+        .and_then(|mut file| {
+            set_mode(&file)?;
+            file.write_all(content)?;
+            settle(&file)?;
+            Ok(file)
+        })
         .and_then(|file| fs::rename(&temporary, path).map(|()| file));
     if written.is_err() {
         let _ = fs::remove_file(&temporary);
@@ -78,16 +89,13 @@ fn writer(name: &str) -> Option<i32> {
     call.parse::<u64>().ok().and(pid.parse().ok())
 }
 
-fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
-    let mut file = create(temporary)?;
-    match fs::symlink_metadata(path) {
-        Ok(old) if old.is_file() => {
-            file.set_permissions(Permissions::from_mode(keep_owner(&file, &old)?))?;
-        }
-        _ => file.set_permissions(Permissions::from_mode(mode))?,
-    }
-    file.write_all(content)?;
-    Ok(file)
+/// Gives `file` mode and owner of the one at `path`, or `mode` if there is none.
+fn take_over(file: &File, path: &Path, mode: u32) -> io::Result<()> {
+    let mode = match fs::symlink_metadata(path) {
+        Ok(old) if old.is_file() => keep_owner(file, &old)?,
+        _ => mode,
+    };
+    file.set_permissions(Permissions::from_mode(mode))
 }
 
 /// Gives `file` the owner of `old`, as far as that is allowed; returns its mode.
@@ -131,15 +139,26 @@ mod tests {
     }
 
     #[test]
+    fn a_file_of_our_own_gets_its_mode_whatever_was_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ledger.json");
+        fs::write(&path, "old").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
+        replace_own(&path, b"new", 0o600).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
+    }
+
+    #[test]
     fn what_cannot_be_settled_is_not_in_place() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("daemon.json");
         fs::write(&path, "old").unwrap();
         let full = |_: &File| Err(io::Error::from(io::ErrorKind::StorageFull));
-        replaced(&path, b"new", 0o644, full).unwrap_err();
+        replaced(&path, |_| Ok(()), b"new", full).unwrap_err();
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
-        replaced(&path, b"new", 0o644, File::sync_all).unwrap();
+        replaced(&path, |_| Ok(()), b"new", File::sync_all).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"new");
     }
 

@@ -20,6 +20,15 @@ pub fn under(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }
 
+/// The path of the directory `path` without links, as the kernel reports it: by three system calls, however deep it is.
+///
+/// # Errors
+/// It cannot be opened, or is no directory.
+pub fn real_directory(path: &Path) -> io::Result<PathBuf> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    host_path(&open(path, flags, Mode::empty())?)
+}
+
 /// The root itself comes from the engine and is trusted, except that it must not be a link.
 pub(crate) fn open_root(rootfs: &Path) -> io::Result<OwnedFd> {
     let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
@@ -36,9 +45,18 @@ pub(crate) fn open_below(root: impl AsFd, path: &Path, more: ResolveFlag) -> io:
 
 /// Opens `path` with `O_PATH` as if `root` were /.
 pub(crate) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<OwnedFd> {
+    opened_in(root, path, flags, ResolveFlag::RESOLVE_NO_MAGICLINKS)
+}
+
+/// The same of a path that has no link on it. With one it is ELOOP.
+pub(crate) fn open_without_links(root: impl AsFd, path: &Path) -> io::Result<OwnedFd> {
+    opened_in(root, path, OFlag::empty(), ResolveFlag::RESOLVE_NO_SYMLINKS)
+}
+
+fn opened_in(root: impl AsFd, path: &Path, flags: OFlag, more: ResolveFlag) -> io::Result<OwnedFd> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)
-        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | more);
     let mut last = Errno::EAGAIN;
     for _ in 0..ROUNDS {
         match openat2(root.as_fd(), path, how) {
@@ -49,6 +67,13 @@ pub(crate) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<
         }
     }
     Err(last.into())
+}
+
+/// Whether a lookup failed because of what is in the tree, or is missing there. Other errors say nothing about the
+/// tree.
+pub(crate) fn is_of_the_image(error: &io::Error) -> bool {
+    let kinds = [Errno::ENOENT, Errno::ENOTDIR, Errno::ELOOP, Errno::ENAMETOOLONG, Errno::EACCES];
+    error.raw_os_error().is_some_and(|number| kinds.contains(&Errno::from_raw(number)))
 }
 
 /// Whether the kernel has what sublet needs.

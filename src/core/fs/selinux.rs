@@ -9,6 +9,7 @@ use rustix::fs::getxattr;
 use rustix::io::Errno;
 
 use crate::fs::below::under;
+use crate::reading::kernel_file;
 
 /// The package with the module, and what to do if there is none.
 pub const FIX: &str = "install the package sublet-selinux (semodule -i /usr/share/selinux/packages/sublet.pp \
@@ -67,7 +68,7 @@ fn allows(answer: &str, permission: &str) -> Option<bool> {
 /// denied, `SELinux` is enforcing.
 #[must_use]
 pub fn is_enforcing(root: &Path) -> bool {
-    match std::fs::read_to_string(under(root, "/sys/fs/selinux/enforce")) {
+    match kernel_file(under(root, "/sys/fs/selinux/enforce")) {
         Ok(text) => text.trim() == "1",
         Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
     }

@@ -2,17 +2,20 @@
 //! is checked by descriptor each time a file is opened, because the path may name another file by then.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
-use std::io::{self, Read as _};
+use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Ancestors, Path};
 
 use nix::libc::{ELOOP, O_NOFOLLOW, O_NONBLOCK};
 
 use crate::fs::selinux;
+use crate::process::auxiliary_vector::effective_user;
+use crate::reading::regular_file;
 use crate::text::safe;
 
-/// Creates `dir` if it is missing (0755, whatever the umask), and checks whether it can be trusted.
-pub fn make(dir: &Path) -> Result<(), String> {
+/// Creates `dir` if it is missing (0755, whatever the umask), and checks whether it can be trusted. Returns what the check
+/// was made by.
+pub fn make(dir: &Path) -> Result<Metadata, String> {
     let meta = match fs::symlink_metadata(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             check_before(dir)?;
@@ -28,7 +31,9 @@ pub fn make(dir: &Path) -> Result<(), String> {
         }
         meta => meta,
     };
-    check(dir, &meta.map_err(|error| selinux::explained(error).to_string())?)
+    let meta = meta.map_err(|error| selinux::explained(error).to_string())?;
+    check(dir, &meta)?;
+    Ok(meta)
 }
 
 /// Why `dir`, if it exists, cannot be trusted.
@@ -51,7 +56,7 @@ pub fn create(dir: &Path) -> io::Result<()> {
 
 /// Whether it is a directory of this user that others cannot search. MPS clients and users without root have to.
 fn is_closed(meta: &Metadata) -> bool {
-    meta.is_dir() && meta.uid() == nix::unistd::geteuid().as_raw() && meta.mode() & 0o755 != 0o755
+    meta.is_dir() && meta.mode() & 0o755 != 0o755 && meta.uid() == effective_user()
 }
 
 fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
@@ -104,7 +109,7 @@ fn can_be_swapped(dir: &Metadata) -> bool {
 
 /// Whether files of `uid` are trusted: those of root and of this user.
 pub(crate) fn is_trusted_owner(uid: u32) -> bool {
-    uid == 0 || uid == nix::unistd::geteuid().as_raw()
+    uid == 0 || uid == effective_user()
 }
 
 /// Why a file of the state directory with this metadata is not trusted.
@@ -133,7 +138,7 @@ pub(crate) struct Stamp {
 }
 
 impl Stamp {
-    fn of(meta: &Metadata) -> Self {
+    pub(crate) fn of(meta: &Metadata) -> Self {
         Self {
             file: (meta.dev(), meta.ino()),
             bytes: meta.len(),
@@ -167,9 +172,7 @@ impl Trusted {
     }
 
     pub(crate) fn read(&self) -> io::Result<Vec<u8>> {
-        let mut content = Vec::with_capacity(usize::try_from(self.meta.len()).unwrap_or(0) + 1);
-        (&self.file).take(self.largest).read_to_end(&mut content)?;
-        Ok(content)
+        regular_file(&self.file, self.meta.len(), self.largest)
     }
 }
 
@@ -226,7 +229,7 @@ mod tests {
                 "others may write to {}, which is above it, and could replace it (uid {uid}, mode {mode})",
                 above.display()
             );
-            assert_eq!(make(state), Err(expected.clone()));
+            assert_eq!(make(state).unwrap_err(), expected);
             assert_eq!(distrust(state), Some(expected));
         };
         refused(&state, uid, "777");

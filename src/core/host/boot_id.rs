@@ -1,8 +1,9 @@
 //! The id of this boot. No process, lease or lock outlives a boot.
 
-use std::fs;
 use std::io;
 use std::sync::OnceLock;
+
+use crate::reading::kernel_file;
 
 /// The file in which the kernel gives it (random(4)).
 pub const FILE: &str = "/proc/sys/kernel/random/boot_id";
@@ -13,6 +14,6 @@ pub fn read() -> io::Result<&'static str> {
     if let Some(id) = ID.get() {
         return Ok(id);
     }
-    let id = fs::read_to_string(FILE)?;
+    let id = kernel_file(FILE)?;
     Ok(ID.get_or_init(|| id.trim().to_owned()))
 }

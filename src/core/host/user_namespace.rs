@@ -3,6 +3,8 @@
 use std::io;
 use std::sync::OnceLock;
 
+use crate::reading::kernel_file;
+
 /// Whether this process runs in a user namespace other than the initial one, which is the only one that maps every id
 /// to itself (`user_namespaces(7)`). `true` if that is unknown: the process then does not act as the host's root.
 ///
@@ -13,7 +15,7 @@ pub fn is_nested() -> bool {
     // No program of sublet's enters another user namespace, except in a child that becomes another program.
     static NESTED: OnceLock<bool> = OnceLock::new();
     // What failed for once, for example because no descriptor was left, is read again.
-    let read = || std::fs::read_to_string("/proc/self/uid_map");
+    let read = || kernel_file("/proc/self/uid_map");
     *NESTED.get_or_init(|| is_nested_by(read().or_else(|_| read())))
 }
 

@@ -113,6 +113,7 @@ impl InventoryError {
 /// The inventory as last written, whether or not it is up to date. For containers that already run.
 pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
     let path = path(config);
+    check_directory(&path)?;
     parse(&path, &read(&path)?)
 }
 
@@ -121,10 +122,13 @@ pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
 /// # Errors
 /// If [`InventoryError::wants_refresh`], `sublet refresh` helps. Other errors concern the driver.
 pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
+    let path = path(config);
+    check_directory(&path)?;
     load_beside(config, &[])
 }
 
-/// As [`load`], whatever MIG instances the GPUs `changing` (UUIDs) have now.
+/// As [`load`], whatever MIG instances the GPUs `changing` (UUIDs) have now. That the state directory is trusted has been
+/// checked.
 pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Inventory, InventoryError> {
     let path = path(config);
     let inventory = parse(&path, &read(&path)?)?;
@@ -197,11 +201,14 @@ fn put(path: &Path, content: &[u8]) -> io::Result<()> {
     replace(path, content, 0o644)
 }
 
+fn check_directory(path: &Path) -> Result<(), InventoryError> {
+    path.parent().and_then(trusted::distrust).map_or(Ok(()), |why| {
+        Err(InventoryError::Untrusted { path: path.to_owned(), why: format!("its directory: {why}") })
+    })
+}
+
 fn read(path: &Path) -> Result<Vec<u8>, InventoryError> {
     let untrusted = |why| InventoryError::Untrusted { path: path.to_owned(), why };
-    if let Some(why) = path.parent().and_then(trusted::distrust) {
-        return Err(untrusted(format!("its directory: {why}")));
-    }
     match trusted::read(path, LARGEST) {
         Ok(Some(content)) => content.map_err(untrusted),
         Ok(None) => Err(InventoryError::Missing { path: path.to_owned() }),
@@ -247,9 +254,12 @@ fn missing_file(config: &Config, inventory: &Inventory) -> Option<String> {
     if config.driver.inject == Inject::None {
         return None;
     }
-    let gone = |source: &PathBuf| {
-        !source.starts_with(&config.driver.root) || !fs::metadata(source).is_ok_and(|there| there.is_file())
+    let unchanged: Vec<_> = inventory.directories.iter().filter(|seen| seen.is_unchanged()).collect();
+    let is_there = |source: &PathBuf| {
+        unchanged.iter().any(|seen| seen.has(source))
+            || fs::metadata(source).is_ok_and(|there| there.is_file())
     };
+    let gone = |source: &PathBuf| !source.starts_with(&config.driver.root) || !is_there(source);
     let source = inventory.files.iter().map(|file| &file.source).find(|source| gone(source))?;
     Some(format!("driver file {} is missing", safe(&source.display().to_string())))
 }

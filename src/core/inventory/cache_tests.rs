@@ -39,6 +39,7 @@ fn inventory(config: &Config) -> Inventory {
         },
         devices: Vec::new(),
         left_out: Vec::new(),
+        directories: Vec::new(),
         files: vec![DriverFile {
             source: crate::fs::below::under(&config.driver.root, LIBCUDA),
             kind: FileKind::Library { soname: "libcuda.so.1".into(), also: vec!["libcuda.so".into()] },

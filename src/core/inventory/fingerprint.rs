@@ -1,8 +1,12 @@
 //! What must be unchanged for an inventory to be up to date. A few short file reads are enough to tell.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read as _};
+use std::mem::MaybeUninit;
 use std::path::Path;
+
+use rustix::fs::{Mode, OFlags, RawDir, open};
+use rustix::io::Errno;
 
 use super::{Fingerprint, InventoryError, kernel_module};
 use crate::fs::below::under;
@@ -82,22 +86,26 @@ fn is_numbered(name: &str, prefix: &str) -> bool {
 
 /// The sorted names in `dir`; none if the directory does not exist.
 fn names(dir: &Path) -> Result<Vec<String>, InventoryError> {
-    let unreadable = |source| InventoryError::Unreadable { path: dir.to_owned(), source };
-    let entries = match fs::read_dir(dir) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(unreadable(error)),
+    let unreadable = |error: Errno| InventoryError::Unreadable { path: dir.to_owned(), source: error.into() };
+    let opened = match open(dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
+        Err(Errno::NOENT) => return Ok(Vec::new()),
+        opened => opened.map_err(unreadable)?,
     };
-    let mut names = entries
-        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
-        .collect::<io::Result<Vec<_>>>()
-        .map_err(unreadable)?;
+    // Read as the kernel gives them: the C library would also ask for the directory's metadata.
+    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let (mut entries, mut names) = (RawDir::new(opened, &mut buffer), Vec::new());
+    while let Some(entry) = entries.next() {
+        let name = entry.map_err(unreadable)?.file_name().to_string_lossy().into_owned();
+        names.extend(Some(name).filter(|name| name != "." && name != ".."));
+    }
     names.sort_unstable();
     Ok(names)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::super::fixture::Root;
     use super::*;
 

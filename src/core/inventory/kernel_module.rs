@@ -4,6 +4,7 @@ use std::io;
 use std::path::Path;
 
 use crate::fs::below::under;
+use crate::reading::kernel_file;
 
 /// What the `nvidia` kernel module reports about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,7 +21,7 @@ pub const VERSION_FILE: &str = "/proc/driver/nvidia/version";
 /// The module loaded on this host; `None` if there is none.
 pub fn loaded(root: &Path) -> io::Result<Option<KernelModule>> {
     for path in [VERSION_FILE, "/sys/module/nvidia/version"] {
-        match std::fs::read_to_string(under(root, path)) {
+        match kernel_file(under(root, path)) {
             Ok(text) => return Ok(parse(&text)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),

@@ -5,6 +5,7 @@ pub mod cache;
 pub mod device_majors;
 pub mod device_nodes;
 pub mod driver_root_links;
+mod file_directories;
 pub mod fingerprint;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
@@ -27,6 +28,7 @@ pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
 pub(crate) use cache::{NO_CHECKPOINT_FILE, no_checkpoint};
 pub(crate) use device_nodes::ensure_node;
 pub use device_nodes::{NodeError, check_node};
+pub use file_directories::FileDirectory;
 pub use fingerprint::can_do_mig;
 pub(crate) use mig_confirmation::is_watched;
 pub use mig_confirmation::{unwatch, watch};
@@ -56,6 +58,9 @@ pub struct Inventory {
     pub left_out: Vec<LeftOut>,
     /// The driver's files, each with the name under which it is mounted.
     pub files: Vec<DriverFile>,
+    /// Their directories, as far as they show that no file is missing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub directories: Vec<FileDirectory>,
 }
 
 /// Values that are cheap to read again, without NVML. The inventory is out of date as soon as one of them differs.

@@ -14,8 +14,10 @@ use serde::Deserialize;
 
 use super::Container;
 use super::runtime_record::{read_bounded, table};
+use crate::fs::looked_for::is_absent;
 use crate::host::cgroup_layout::{MOUNT, is_unified};
 use crate::process::{Process, is_gone};
+use crate::reading::kernel_file;
 use crate::text::safe;
 
 /// A cgroup with more cgroups than this below it is not walked through. In v1 it counts as populated.
@@ -26,10 +28,10 @@ pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 /// Whether a process runs in the cgroup `dir` or below. An absent cgroup is empty.
 pub(super) fn is_populated(dir: &Path) -> io::Result<bool> {
-    match read_bounded(&dir.join("cgroup.events")) {
+    match kernel_file(dir.join("cgroup.events")) {
         // cgroup v2 includes the descendants (cgroups(7)).
-        Ok(Some(events)) => Ok(String::from_utf8_lossy(&events).lines().any(|line| line == "populated 1")),
-        Ok(None) => Ok(!live_processes(dir)?.is_empty()),
+        Ok(events) => Ok(events.lines().any(|line| line == "populated 1")),
+        Err(error) if is_absent(&error) => Ok(!live_processes(dir)?.is_empty()),
         Err(error) if is_removed(&error) => Ok(false),
         Err(error) => Err(error),
     }

@@ -1,10 +1,11 @@
 //! What a store has read or written last, so that an unchanged ledger is not read and parsed again.
 
 use std::fs::File;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Ledger;
-use crate::fs::trusted::Trusted;
+use crate::fs::trusted::{Stamp, Trusted};
 
 /// A ledger, and its file. While that is open, no other file has its inode; times alone do not tell two files apart that
 /// were written within the same tick of the kernel's clock.
@@ -19,10 +20,12 @@ pub(super) struct Known {
 pub(super) struct Last(Mutex<Option<Known>>);
 
 impl Last {
-    /// The ledger in `file`, if that is the file whose content is known.
-    pub fn of(&self, file: &Trusted) -> Option<Arc<Ledger>> {
+    /// The ledger in the file `path`, if that is the file whose content is known.
+    pub fn at(&self, path: &Path) -> Option<Arc<Ledger>> {
         let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        last.as_ref().filter(|known| known.file.stamp() == file.stamp()).map(|known| known.ledger.clone())
+        let known = last.as_ref()?;
+        let there = Stamp::of(&path.symlink_metadata().ok()?);
+        (known.file.stamp() == there).then(|| known.ledger.clone())
     }
 
     #[cfg(test)]

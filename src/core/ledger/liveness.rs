@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::cgroup::{self, is_populated, sign_of_life};
 use super::runtime_record::{Record, pid_namespace};
-use super::{Freed, Init, Lease, LeaseState, Ledger, Leftover};
+use super::{Freed, Init, Lease, LeaseId, LeaseState, Ledger, Leftover};
 use crate::process::{Process, pidfd_await_end};
 use crate::text::safe;
 
@@ -34,13 +34,17 @@ pub(crate) enum Scan {
     Brief,
 }
 
-/// First processes of containers that were seen running a moment ago, in order. A lease that is kept because of them is
-/// freed by the next full scan.
+/// What was seen a moment ago.
 #[derive(Default)]
-pub(super) struct Alive(Vec<Process>);
+pub(super) struct Seen {
+    /// First processes of containers that ran, in order. A lease that is kept because of them is freed by the next full scan.
+    alive: Vec<Process>,
+    /// The lease of a container that had ended. Nothing brings one back.
+    gone: Option<LeaseId>,
+}
 
-impl Alive {
-    /// Those of `ledger`, now.
+impl Seen {
+    /// What is seen now of the containers of `ledger`.
     pub(super) fn of(ledger: &Ledger, scan: Scan) -> Self {
         let first = ledger.leases.iter().filter_map(|lease| lease.init.as_ref());
         let is_alive = match scan {
@@ -49,16 +53,21 @@ impl Alive {
         };
         let mut alive: Vec<_> = first.map(|init| init.process).filter(is_alive).collect();
         alive.sort_unstable();
-        Self(alive)
+        Self { alive, gone: None }
+    }
+
+    /// And that the container of `gone` had ended.
+    pub(super) fn and_gone(self, gone: Option<LeaseId>) -> Self {
+        Self { gone, ..self }
     }
 
     fn has(&self, process: Process) -> bool {
-        self.0.binary_search(&process).is_ok()
+        self.alive.binary_search(&process).is_ok()
     }
 }
 
 /// Updates the state of every lease and removes the leases whose containers have ended. Those of `seen` have not.
-pub(super) fn reclaim(ledger: &mut Ledger, seen: &Alive) -> Freed {
+pub(super) fn reclaim(ledger: &mut Ledger, seen: &Seen) -> Freed {
     let gone: Vec<bool> = ledger.leases.iter_mut().map(|lease| is_gone(lease, seen)).collect();
     let mut freed = Freed::new();
     // To move hundreds takes longer than to look at them.
@@ -80,7 +89,7 @@ pub(super) fn reclaim(ledger: &mut Ledger, seen: &Alive) -> Freed {
 }
 
 /// Whether its container has ended. Otherwise its state is updated.
-fn is_gone(lease: &mut Lease, seen: &Alive) -> bool {
+fn is_gone(lease: &mut Lease, seen: &Seen) -> bool {
     match fate(lease, seen) {
         Fate::Gone => return true,
         Fate::Exists(init) => lease.note_container(init),
@@ -98,8 +107,9 @@ fn was_not_deleted(lease: &Lease) -> bool {
     init.process.is_alive() && !lease.owner.is_alive() && !lease.was_deleted()
 }
 
-fn fate(lease: &Lease, seen: &Alive) -> Fate {
+fn fate(lease: &Lease, seen: &Seen) -> Fate {
     match &lease.init {
+        _ if seen.gone.as_ref() == Some(&lease.id) => Fate::Gone,
         Some(_) if lease.is_of_job() => {
             if lease.has_processes() {
                 Fate::Unchanged
@@ -130,13 +140,15 @@ fn fate_without_init(lease: &Lease) -> Fate {
             return Fate::Unchanged;
         }
     };
-    let Some(init) = record.map(|record| init_of(&record)) else {
+    let Some(record) = record else {
         return if owned { Fate::Unchanged } else { Fate::Gone };
     };
-    match (init.process.is_alive(), owned) {
-        (true, _) => Fate::Exists(init),
+    match (record.init.is_alive(), owned) {
+        (true, _) => Fate::Exists(init_of(&record)),
         (false, true) => Fate::Unchanged,
-        (false, false) if has_processes(&init) => Fate::Ending(Some(init)),
+        (false, false) if record.cgroup.as_deref().is_some_and(may_be_populated) => {
+            Fate::Ending(Some(init_of(&record)))
+        }
         (false, false) => Fate::Gone,
     }
 }
@@ -170,7 +182,7 @@ impl Ledger {
     /// that is not certain.
     #[must_use]
     pub(crate) fn leftovers_of(&self, lease: &Lease, has_ended: bool) -> Vec<Leftover> {
-        if !has_ended && fate(lease, &Alive::default()) != Fate::Gone {
+        if !has_ended && fate(lease, &Seen::default()) != Fate::Gone {
             return Vec::new();
         }
         let mut after = self.clone();
@@ -182,7 +194,7 @@ impl Ledger {
     #[must_use]
     pub fn settled(&self) -> (Self, Freed) {
         let mut ledger = self.clone();
-        let freed = reclaim(&mut ledger, &Alive::default());
+        let freed = reclaim(&mut ledger, &Seen::default());
         (ledger, freed)
     }
 }
@@ -238,7 +250,10 @@ pub(super) fn init_of(record: &Record) -> Init {
 
 /// Whether `init`'s cgroup holds processes. `true` if it cannot be read.
 pub(super) fn has_processes(init: &Init) -> bool {
-    let Some(cgroup) = init.cgroup.as_ref().filter(|_| init.has_its_cgroup()) else { return false };
+    init.cgroup.as_deref().filter(|_| init.has_its_cgroup()).is_some_and(may_be_populated)
+}
+
+fn may_be_populated(cgroup: &Path) -> bool {
     is_populated(cgroup).unwrap_or_else(|error| {
         tracing::warn!(
             "cgroup {} cannot be read ({error}): its lease stays",
@@ -270,11 +285,11 @@ mod tests {
     use crate::ledger::Container;
 
     fn reclaimed(ledger: &mut Ledger) -> Freed {
-        reclaim(ledger, &Alive::default())
+        reclaim(ledger, &Seen::default())
     }
 
     fn fate_of(lease: &Lease) -> Fate {
-        fate(lease, &Alive::default())
+        fate(lease, &Seen::default())
     }
 
     /// A process that runs until it is dropped.
@@ -332,10 +347,10 @@ mod tests {
         let (runs, ended) = (Running::start(), Running::start());
         let leases = vec![bound(1, ended.process()), bound(2, runs.process()), bound(3, dead())];
         let mut ledger = Ledger { leases, ..Ledger::empty("boot") };
-        let seen = Alive::of(&ledger, Scan::Full);
+        let seen = Seen::of(&ledger, Scan::Full);
         drop(ended);
         assert_eq!(reclaim(&mut ledger, &seen).len(), 1, "only who had ended before");
-        let seen = Alive::of(&ledger, Scan::Full);
+        let seen = Seen::of(&ledger, Scan::Full);
         assert_eq!(reclaim(&mut ledger, &seen).len(), 1);
         assert_eq!(ledger.leases.len(), 1);
     }
@@ -350,10 +365,10 @@ mod tests {
         let reused = Process { start_time: runs.process().start_time - 1, ..runs.process() };
         let leases = vec![bound(1, reused), bound(2, runs.process()), bound(3, dead())];
         let mut ledger = Ledger { leases, ..Ledger::empty("boot") };
-        let seen = Alive::of(&ledger, Scan::Brief);
+        let seen = Seen::of(&ledger, Scan::Brief);
         let freed: Vec<_> = reclaim(&mut ledger, &seen).into_iter().map(|lease| lease.id).collect();
         assert_eq!(freed, [lease(3, "GPU-a").id]);
-        let seen = Alive::of(&ledger, Scan::Full);
+        let seen = Seen::of(&ledger, Scan::Full);
         let freed: Vec<_> = reclaim(&mut ledger, &seen).into_iter().map(|lease| lease.id).collect();
         assert_eq!(freed, [lease(1, "GPU-a").id]);
     }

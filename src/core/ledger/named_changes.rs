@@ -26,8 +26,11 @@ impl Store {
         Ok(freed)
     }
 
-    /// A change of one lease that cannot fail.
-    fn of_one<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<T, LedgerError> {
+    /// A change of one lease or daemon that cannot fail.
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub(crate) fn of_one<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<T, LedgerError> {
         let Ok(done) = self.step(|ledger| Ok::<_, Infallible>(change(ledger)))?;
         Ok(done)
     }
@@ -48,19 +51,20 @@ impl Store {
     }
 
     /// As [`Ledger::mark_ending`]. What the lease had left is forgotten if it is among `cleared`, the leftovers that
-    /// were removed already.
+    /// were removed already. The lease `gone` is freed: its container was seen to have ended.
     pub fn mark_ending(
         &self,
         uid: u32,
         id: &str,
         record: &Path,
         deleter: Option<Process>,
-        cleared: &[Leftover],
+        (cleared, gone): (&[Leftover], Option<LeaseId>),
     ) -> Result<(Option<LeaseId>, Freed), LedgerError> {
-        self.at_end(|ledger| {
+        let (Ok(marked), freed) = self.update_seen(Scan::Brief, gone, |ledger| {
             ledger.forget(cleared);
-            ledger.mark_ending(uid, id, record, deleter)
-        })
+            Ok::<_, Infallible>(ledger.mark_ending(uid, id, record, deleter))
+        })?;
+        Ok((marked, freed))
     }
 
     /// As [`Ledger::mark_deleted`].

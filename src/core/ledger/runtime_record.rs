@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
-use std::io::{self, Read as _};
+use std::io;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
@@ -12,6 +12,7 @@ use serde::Deserialize;
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
 use crate::host::cgroup_layout::{MOUNT, is_unified};
 use crate::process::{Process, cgroup_table, is_gone};
+use crate::reading::regular_file;
 
 /// Larger files are not read. runc's record holds the whole specification, at most a few MiB.
 pub(super) const LARGEST: u64 = 16 << 20;
@@ -230,8 +231,7 @@ pub fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     if !metadata.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
-    let mut content = Vec::with_capacity(usize::try_from(metadata.len().min(largest)).unwrap_or(0) + 1);
-    file.take(largest + 1).read_to_end(&mut content)?;
+    let content = regular_file(file, metadata.len(), largest)?;
     if content.len() as u64 > largest {
         return Err(io::Error::other(format!("it is larger than {} MiB", largest >> 20)));
     }

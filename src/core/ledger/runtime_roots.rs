@@ -32,19 +32,24 @@ const ROOTS: [&str; 4] = [
 /// The file in the state directory that names further roots, one per line.
 pub(super) const FURTHER_ROOTS: &str = "roots";
 
-/// Records where the runtimes of `ledger`'s leases keep their records, if that is not a usual place. A root that is gone, and
-/// that no lease has, is forgotten when the next one is written down.
+/// Records where the runtimes of `ledger`'s leases keep their records, if that is not a usual place and not where leases of
+/// `before`, which was written, had theirs. A root that is gone, and that no lease has, is forgotten when the next one is
+/// written down.
 ///
 /// # Errors
 /// The file cannot be read, so that the roots in it would be lost, or cannot be written.
-pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()> {
+pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger, before: Option<&Ledger>) -> io::Result<()> {
     let mut known: Option<Vec<PathBuf>> = None;
-    let ours = ledger.leases.iter().filter(|lease| !lease.brokered);
     let mut seen: Vec<&[u8]> = Vec::new();
-    for record in ours.map(|lease| &lease.container.record) {
-        // Most leases have one of a few roots. To take paths apart takes much longer than texts.
-        let text = record.as_os_str().as_bytes();
-        let above = text.iter().rposition(|byte| *byte == b'/').map_or(text, |slash| &text[..slash]);
+    for record in before.into_iter().flat_map(records) {
+        let above = root_of(record);
+        if !seen.contains(&above) {
+            seen.push(above);
+        }
+    }
+    for record in records(ledger) {
+        // Most leases have one of a few roots.
+        let above = root_of(record);
         if seen.contains(&above) {
             continue;
         }
@@ -71,6 +76,17 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()
         }
     }
     Ok(())
+}
+
+/// The records of root's own containers.
+fn records(ledger: &Ledger) -> impl Iterator<Item = &PathBuf> {
+    ledger.leases.iter().filter(|lease| !lease.brokered).map(|lease| &lease.container.record)
+}
+
+/// The text of the path above `record`. To take paths apart takes much longer than texts.
+fn root_of(record: &Path) -> &[u8] {
+    let text = record.as_os_str().as_bytes();
+    text.iter().rposition(|byte| *byte == b'/').map_or(text, |slash| &text[..slash])
 }
 
 /// The roots that were written down.
@@ -179,8 +195,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut ledger = Ledger { leases: vec![lease(1, "GPU-a"), lease(2, "GPU-a")], ..Ledger::empty("b") };
         ledger.leases[1].container.record = "/run/runc/container-2".into();
-        remember_roots(dir.path(), &ledger).unwrap();
-        remember_roots(dir.path(), &ledger).unwrap();
+        remember_roots(dir.path(), &ledger, None).unwrap();
+        remember_roots(dir.path(), &ledger, None).unwrap();
         let written = fs::read_to_string(dir.path().join("roots")).unwrap();
         assert_eq!(written, "/nonexistent/runc");
     }
@@ -194,7 +210,7 @@ mod tests {
         fs::write(dir.path().join("roots"), lines).unwrap();
         let mut ledger = Ledger { leases: vec![lease(1, "GPU-a"), lease(2, "GPU-a")], ..Ledger::empty("b") };
         ledger.leases[1].container.record = "/nonexistent/leased/container-2".into();
-        remember_roots(dir.path(), &ledger).unwrap();
+        remember_roots(dir.path(), &ledger, None).unwrap();
         let written = fs::read_to_string(dir.path().join("roots")).unwrap();
         assert_eq!(written, format!("{there}\n/nonexistent/leased\n/nonexistent/runc"));
     }

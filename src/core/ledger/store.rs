@@ -10,7 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::error::{failed, text};
 use super::events_of_change;
 use super::known::{Known, Last};
-use super::liveness::{Alive, Scan, reclaim};
+use super::liveness::{Scan, Seen, reclaim};
 use super::lock;
 use super::lock_mark::Mark;
 use super::namespaces::Namespaces;
@@ -19,8 +19,9 @@ use super::runtime_record::{LARGEST, read_up_to};
 use super::runtime_roots::remember_roots;
 use super::stored::{self, NotALedger, parse};
 use super::unmounted::Place;
-use super::{Lease, Ledger, LedgerError};
+use super::{Lease, LeaseId, Ledger, LedgerError};
 use crate::events::{self, Event};
+use crate::fs::atomic::replace_own;
 use crate::fs::trusted;
 use crate::host::boot_id;
 use crate::process::uptime_seconds;
@@ -78,12 +79,11 @@ impl Store {
     /// The ledger in `state_dir`, which is created if it is missing (0755).
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
         let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
-        trusted::make(state_dir).map_err(unusable)?;
-        let meta = fs::metadata(state_dir).map_err(|error| failed("read", state_dir, error))?;
+        let directory = trusted::make(state_dir).map_err(unusable)?;
         Ok(Self {
             state_dir: state_dir.to_owned(),
             root: None,
-            file_system: meta.dev(),
+            file_system: directory.dev(),
             rebuilds: false,
             last: Last::default(),
         })
@@ -129,7 +129,8 @@ impl Store {
     /// If `change` fails, its changes are dropped, freed leases stay freed, and its error is the inner one. `change`
     /// must not start, ask or wait for a process, because all other processes wait for the lock meanwhile.
     ///
-    /// Also removes temporary files that killed processes left in the state directory.
+    /// Also removes temporary files that killed processes left in the state directory. A start and an end, which look for
+    /// ended containers briefly, leave that to other commands.
     ///
     /// An unreadable or missing ledger is rebuilt from its copy and from what runs, if its copy or its lock shows that it
     /// was in this directory. One unreadable file is kept beside it as `ledger.json.corrupt-<seconds since the epoch>`.
@@ -150,9 +151,19 @@ impl Store {
         scan: Scan,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
+        self.update_seen(scan, None, change)
+    }
+
+    /// [`Store::update_after`], where the container of the lease `gone` is known to have ended.
+    pub(super) fn update_seen<T, E>(
+        &self,
+        scan: Scan,
+        gone: Option<LeaseId>,
+        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
+    ) -> Result<(Result<T, E>, Freed), LedgerError> {
         // Before the lock, because asking for each process takes longer than all the rest.
-        let seen = self.known().map(|ledger| Alive::of(&ledger, scan)).unwrap_or_default();
-        self.locked(|ledger| reclaim(ledger, &seen), change)
+        let seen = self.known().map(|ledger| Seen::of(&ledger, scan)).unwrap_or_default().and_gone(gone);
+        self.locked(|ledger| reclaim(ledger, &seen), scan == Scan::Full, change)
     }
 
     /// [`Store::update`] for a step of one lease, which does not look for containers that have ended.
@@ -161,12 +172,13 @@ impl Store {
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<Result<T, E>, LedgerError> {
         let _parsed_before_the_lock = self.known();
-        Ok(self.locked(|_| Freed::new(), change)?.0)
+        Ok(self.locked(|_| Freed::new(), false, change)?.0)
     }
 
     fn locked<T, E>(
         &self,
         reclaim: impl Fn(&mut Ledger) -> Freed,
+        sweeps: bool,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
@@ -189,7 +201,9 @@ impl Store {
         };
         start.check_namespaces(ours)?;
         // Not before: elsewhere the processes that write those files seem to have ended.
-        crate::fs::atomic::sweep(&self.state_dir);
+        if sweeps {
+            crate::fs::atomic::sweep(&self.state_dir);
+        }
         let settled = || {
             let mut ledger = Ledger::clone(&start);
             let freed = reclaim(&mut ledger);
@@ -209,7 +223,7 @@ impl Store {
         let mut events: Vec<Event> = lost.into_iter().collect();
         let mut written = None;
         if !is_stored || *start != after {
-            written = Some(self.write(&mut after, &place)?);
+            written = Some(self.write(&mut after, is_stored.then_some(&*start), &place)?);
             events.extend(events_of_change::events(old.as_ref().unwrap_or(&start), &after));
         }
         // The mark is written last, because a mark without the files means that they were lost.
@@ -288,10 +302,11 @@ impl Store {
 
     /// The ledger, if it is sound. Called before the lock is taken, because parsing takes longer than all the rest.
     fn known(&self) -> Option<Arc<Ledger>> {
-        let file = trusted::open(&self.file(), LARGEST).ok()??.ok()?;
-        if let Some(ledger) = self.last.of(&file) {
+        let path = self.file();
+        if let Some(ledger) = self.last.at(&path) {
             return Some(ledger);
         }
+        let file = trusted::open(&path, LARGEST).ok()??.ok()?;
         let ledger = Arc::new(parse(&file.read().ok()?).ok()?);
         self.last.is(Known { file, ledger: ledger.clone() });
         Some(ledger)
@@ -301,19 +316,21 @@ impl Store {
     fn load(&self) -> Result<Loaded, LedgerError> {
         let path = self.file();
         let unread = |error| failed("read", &path, error);
-        let file = match trusted::open(&path, LARGEST).map_err(unread)? {
-            Some(Ok(file)) => file,
-            Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
-            None => return self.missing(),
-        };
-        let parsed = match self.last.of(&file) {
-            Some(ledger) => Ok(ledger),
-            None => parse(&file.read().map_err(unread)?).map(Arc::new),
-        };
-        let ledger = match parsed {
-            Ok(ledger) => ledger,
-            Err(NotALedger::Newer(found)) => return Err(LedgerError::Newer { path: text(&path), found }),
-            Err(NotALedger::Corrupt(why)) => return Ok(Loaded::Corrupt(why)),
+        let ledger = if let Some(ledger) = self.last.at(&path) {
+            ledger
+        } else {
+            let file = match trusted::open(&path, LARGEST).map_err(unread)? {
+                Some(Ok(file)) => file,
+                Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
+                None => return self.missing(),
+            };
+            let ledger = match parse(&file.read().map_err(unread)?).map(Arc::new) {
+                Ok(ledger) => ledger,
+                Err(NotALedger::Newer(found)) => return Err(LedgerError::Newer { path: text(&path), found }),
+                Err(NotALedger::Corrupt(why)) => return Ok(Loaded::Corrupt(why)),
+            };
+            self.last.is(Known { file, ledger: ledger.clone() });
+            ledger
         };
         let boot = Self::boot_id()?;
         if ledger.boot_id != boot {
@@ -327,7 +344,6 @@ impl Store {
                 return self.begun_or_unmounted(what);
             }
         }
-        self.last.is(Known { file, ledger: ledger.clone() });
         Ok(Loaded::Sound(ledger))
     }
 
@@ -394,16 +410,16 @@ impl Store {
             let counted = inventory(&self.state_dir, &boot)?.map_or(0, |inventory| inventory.mig_changes);
             ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
             ledger.lost = true;
-            // A file with another owner would keep that owner.
+            // A directory could not be replaced.
             let _ = remove(&self.copy());
         }
         // The copy first: a process that is killed before it has written the ledger leaves that.
         let content = stored::text(&mut ledger).map_err(io::Error::from);
         content
-            .and_then(|content| crate::fs::atomic::replace(&place.file(COPY), &content, 0o600))
-            .and_then(|()| self.set_aside())
+            .and_then(|content| replace_own(&place.file(COPY), &content, 0o600))
+            .and_then(|_| self.set_aside())
             .map_err(|error| failed("written", &path, error))?;
-        self.write(&mut ledger, place)?;
+        self.write(&mut ledger, None, place)?;
         let event = events_of_change::rebuilt(&ledger, why);
         Ok(Beginning::not_stored(ledger, Some(event)))
     }
@@ -422,14 +438,19 @@ impl Store {
         }
     }
 
-    /// The new file, open.
-    fn write(&self, ledger: &mut Ledger, place: &Place) -> Result<fs::File, LedgerError> {
-        let written = remember_roots(&self.state_dir, ledger).and_then(|()| {
+    /// Writes `ledger` in the place of `before`, if that was written. Returns the new file, open.
+    fn write(
+        &self,
+        ledger: &mut Ledger,
+        before: Option<&Ledger>,
+        place: &Place,
+    ) -> Result<fs::File, LedgerError> {
+        let written = remember_roots(&self.state_dir, ledger, before).and_then(|()| {
             let content = stored::text(ledger)?;
             // The copy is written first, so that it has everything that the ledger has, whenever this process is
             // killed.
-            crate::fs::atomic::replace(&place.file(COPY), &content, 0o600)?;
-            crate::fs::atomic::replace_and_keep(&place.file(LEDGER), &content, 0o644)
+            replace_own(&place.file(COPY), &content, 0o600)?;
+            replace_own(&place.file(LEDGER), &content, 0o644)
         });
         written.map_err(|error| failed("written", &self.file(), error))
     }

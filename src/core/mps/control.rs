@@ -14,7 +14,7 @@ use super::lock::Turn;
 use super::{MpsError, dirs, servers};
 use crate::config::Config;
 use crate::config_files;
-use crate::inventory::{MissingPrograms, MpsPrograms};
+use crate::inventory::{Inventory, MissingPrograms, MpsPrograms};
 use crate::ledger::DaemonKey;
 use crate::ledger::{DefaultLimits, DefaultMemoryLimit};
 use crate::process::Process;
@@ -107,6 +107,18 @@ impl Control {
         let programs = MpsPrograms::find(driver);
         let missing = || MissingPrograms::Control { driver: Box::new(driver.clone()) };
         let program = programs.control.clone().ok_or_else(missing)?;
+        Ok(Self { key: key.0.clone(), program, programs, pipe: dirs::pipe(key, &config.state_dir) })
+    }
+
+    /// [`Control::new`] with the program that a refresh has found, if it is still there: looking for it takes two hundred
+    /// system calls.
+    ///
+    /// # Errors
+    /// As [`Control::new`]'s.
+    pub(super) fn found(key: &DaemonKey, inventory: &Inventory, config: &Config) -> Result<Self, MpsError> {
+        let program = inventory.driver.mps_control.clone().filter(|program| program.is_file());
+        let Some(program) = program else { return Self::new(key, config) };
+        let programs = MpsPrograms { control: Some(program.clone()), ..MpsPrograms::default() };
         Ok(Self { key: key.0.clone(), program, programs, pipe: dirs::pipe(key, &config.state_dir) })
     }
 

@@ -1,6 +1,6 @@
 //! A daemon's directories: `pipe/` and `log/` for itself, `public/` for containers, and their contents.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
@@ -179,13 +179,18 @@ pub fn cap_logs(key: &DaemonKey, state_dir: &Path) {
 }
 
 fn cap_log(path: &Path, cap: u64) -> io::Result<()> {
+    // A daemon that does not append leaves a hole when its log is truncated. The number of blocks shows the real size.
+    let is_large = |found: &Metadata| found.len().min(found.blocks() * 512) > cap;
+    // Most are not, and need not be opened.
+    if fs::symlink_metadata(path).is_ok_and(|found| !is_large(&found)) {
+        return Ok(());
+    }
     let mut file = match open_log(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         opened => opened?,
     };
     let found = file.metadata()?;
-    // A daemon that does not append leaves a hole when its log is truncated. The number of blocks shows the real size.
-    if !found.is_file() || found.len().min(found.blocks() * 512) <= cap {
+    if !found.is_file() || !is_large(&found) {
         return Ok(());
     }
     file.seek(SeekFrom::Start(found.len().saturating_sub(cap)))?;

@@ -11,7 +11,7 @@ use crate::fs::selinux;
 use crate::ledger::DaemonKey;
 use crate::ledger::{DaemonState, Ledger, LedgerError, MpsDaemon, Store};
 use crate::process::sublet;
-use crate::process::{Process, epoch_seconds};
+use crate::process::{Condition, Process, epoch_seconds};
 
 /// How long a restart of the daemon may take. A user at a terminal waits meanwhile.
 const LIMIT: Duration = Duration::from_secs(3);
@@ -89,12 +89,11 @@ impl<'a> Daemon<'a> {
         let ledger = store.as_ref().and_then(|store| store.read().ok());
         let known = ledger.as_ref().and_then(|ledger| limits_and_state::daemon(ledger, &self.key));
         let process = known.and_then(|daemon| daemon.process).or_else(|| self.process());
-        if process.is_some_and(|daemon| daemon.is_ending()) {
-            return Ok(false);
-        }
-        // connect(2) to the socket of a stopped process succeeds (docs/evidence).
-        if let Some(daemon) = process.filter(Process::is_stopped) {
-            return Err(self.silent(known, Some(daemon), ledger.as_ref()));
+        match process.map(|daemon| daemon.condition()) {
+            Some(Condition::Ending) => return Ok(false),
+            // connect(2) to the socket of a stopped process succeeds (docs/evidence).
+            Some(Condition::Stopped) => return Err(self.silent(known, process, ledger.as_ref())),
+            Some(Condition::Running) | None => {}
         }
         if known.is_some_and(answered_lately) {
             return Ok(true);
@@ -140,9 +139,10 @@ impl<'a> Daemon<'a> {
     }
 }
 
+/// Of a daemon that runs.
 fn answered_lately(daemon: &MpsDaemon) -> bool {
-    daemon.state == DaemonState::Serving
-        && limits_and_state::is_alive(daemon)
+    daemon.process.is_some()
+        && daemon.state == DaemonState::Serving
         && limits_and_state::is_recent(daemon.answered_at, epoch_seconds())
 }
 

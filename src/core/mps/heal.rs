@@ -63,7 +63,7 @@ pub fn lower(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsE
 fn is_due(key: &DaemonKey, ledger: &Ledger) -> bool {
     let daemon =
         limits_and_state::daemon(ledger, key).filter(|_| ledger.wanted_default_limits(key).is_some());
-    daemon.is_some_and(|daemon| limits_and_state::is_alive(daemon) && is_settled(ledger, daemon))
+    daemon.is_some_and(|daemon| is_settled(ledger, daemon) && limits_and_state::is_alive(daemon))
 }
 
 /// Whether the default limits can and must be changed now. A start sets them itself, and a daemon that has ended has

@@ -48,12 +48,12 @@ pub fn change<T>(
 
 /// Changes the record of `key`, if there is one.
 pub fn note(store: &Store, key: &DaemonKey, what: impl FnOnce(&mut MpsDaemon)) -> Result<(), MpsError> {
-    change(store, |ledger| {
+    store.of_one(|ledger| {
         if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) {
             what(daemon);
         }
-        Ok(())
-    })
+    })?;
+    Ok(())
 }
 
 /// Records that the daemon has just answered. This does not end a change of its default limits ([`adjust`]).
@@ -128,11 +128,12 @@ pub fn adjust(
     store: &Store,
     config: &Config,
 ) -> Result<(), MpsError> {
-    let begun = change(store, |ledger| Ok(begin_adjusting(ledger, key, answered)))?;
+    // A lease whose container has ended may count until it is freed.
+    let begun = store.of_one(|ledger| begin_adjusting(ledger, key, answered))?;
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
-    let control = Control::new(key, config)?;
     // Of what age they are does not change with the instances of other GPUs.
     let known = inventory::last(config)?;
+    let control = Control::found(key, &known, config)?;
     let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
     // GPUs before Volta have no default limits and refuse the command.
     let set = if old {

@@ -8,9 +8,10 @@ use super::lock::DaemonLock;
 use super::{MpsError, STOP_LIMIT, child_start, dirs, limits_and_state};
 use crate::config::{Config, ExclusiveComputeMode};
 use crate::fs::selinux;
+use crate::inventory;
 use crate::ledger::{DaemonKey, DaemonState, DefaultLimits, Lease, MpsDaemon, Store};
-use crate::process::epoch_seconds;
 use crate::process::sublet::SubletError;
+use crate::process::{Condition, epoch_seconds};
 
 /// Makes sure that the daemon of `lease` (already in the ledger) answers and admits its share.
 ///
@@ -42,7 +43,7 @@ pub fn make_ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<S
 fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
     let known = lease.daemon.as_ref().and_then(|key| limits_and_state::daemon(&ledger, key));
-    let Some(daemon) = known.filter(|daemon| could_serve(daemon, config)) else { return Ok(false) };
+    let Some(daemon) = known.filter(|daemon| is_reachable(daemon, config)) else { return Ok(false) };
     let Some(default_limits) = confirmed_default_limits(daemon, store, config)? else { return Ok(false) };
     // A daemon that waited still has the default limits of its last leases.
     let left = daemon.mode_left && ledger.wanted_default_limits(&daemon.key) != Some(default_limits);
@@ -81,9 +82,13 @@ fn has_mode_to_enter(daemon: &MpsDaemon, config: &Config) -> bool {
 /// The cheap check: the daemon is recorded as serving, the same process still runs, and it listens on the clients'
 /// socket.
 fn could_serve(daemon: &MpsDaemon, config: &Config) -> bool {
+    is_reachable(daemon, config) && limits_and_state::is_alive(daemon)
+}
+
+/// Whether the daemon is recorded as serving, and something listens on its clients' socket.
+fn is_reachable(daemon: &MpsDaemon, config: &Config) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
         && !has_mode_to_enter(daemon, config)
-        && limits_and_state::is_alive(daemon)
         && is_open(&daemon.key, config)
 }
 
@@ -92,26 +97,31 @@ fn is_open(key: &DaemonKey, config: &Config) -> bool {
     dirs::is_open(key, &config.state_dir) && listens(&key.public(&config.state_dir).join("control"))
 }
 
-/// The default limits in force. The daemon is asked if its last answer is too old, because a hanging daemon listens,
-/// too. `None`: there is no daemon after all.
+/// The default limits in force of a daemon that is reachable. It is asked if its last answer is too old, because a hanging
+/// daemon listens, too. `None`: there is no daemon after all.
 fn confirmed_default_limits(
     daemon: &MpsDaemon,
     store: &Store,
     config: &Config,
 ) -> Result<Option<DefaultLimits>, MpsError> {
+    let condition = daemon.process.map_or(Condition::Ending, |daemon| daemon.condition());
+    if condition == Condition::Ending {
+        return Ok(None);
+    }
     if daemon.state == DaemonState::Serving
         && limits_and_state::is_recent(daemon.answered_at, epoch_seconds())
     {
-        if daemon.process.is_some_and(|daemon| daemon.is_ending()) {
-            return Ok(None);
-        }
         // Its clients would wait for it for ever.
-        if daemon.process.is_some_and(|daemon| daemon.is_stopped()) {
+        if condition == Condition::Stopped {
             return Err(limits_and_state::note_failure(store, daemon, AskError::Silent));
         }
         return Ok(Some(daemon.default_limits));
     }
-    match Control::new(&daemon.key, config)?.default_limits() {
+    let control = match inventory::last(config) {
+        Ok(known) => Control::found(&daemon.key, &known, config)?,
+        Err(_) => Control::new(&daemon.key, config)?,
+    };
+    match control.default_limits() {
         Ok(_) if daemon.answered_at == 0 => Ok(Some(DefaultLimits::default())),
         Ok(answer) => {
             limits_and_state::note_answer(store, daemon)?;

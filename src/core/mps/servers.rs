@@ -3,6 +3,7 @@
 use std::fs;
 
 use crate::process::Process;
+use crate::reading::kernel_file;
 
 /// What the driver calls its MPS programs, as far as the kernel keeps a name (proc(5), `comm`).
 const NAME: &str = "nvidia-cuda-mps";
@@ -18,7 +19,7 @@ pub(super) fn of(daemon: Process) -> Vec<i32> {
 
 /// Whether the process `pid` may be a server.
 pub(super) fn may_be(pid: i32) -> bool {
-    match fs::read_to_string(format!("/proc/{pid}/comm")) {
+    match kernel_file(format!("/proc/{pid}/comm")) {
         Ok(name) => name.starts_with(NAME),
         Err(error) => error.kind() != std::io::ErrorKind::NotFound,
     }

@@ -1,6 +1,6 @@
 //! Finds what in a container's spec contradicts a share.
 
-use std::collections::BTreeSet;
+use std::cell::OnceCell;
 use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
@@ -14,6 +14,10 @@ use crate::text::safe;
 
 /// Major of /dev/nvidiactl and the GPUs' nodes, fixed by the kernel (Documentation/admin-guide/devices.txt).
 const NVIDIA_MAJOR: i64 = 195;
+
+/// Majors of memory, terminals, pseudo-terminals and what has a minor alone, fixed by the kernel (ibid.). Engines allow every
+/// container some of these.
+const OTHERS: [i64; 4] = [1, 5, 10, 136];
 
 /// Something in the spec that contradicts a share. The message names what to remove.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -66,15 +70,10 @@ pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Con
     if config.limits.allow_privileged {
         return Ok(());
     }
-    // If the file cannot be read, 195 remains. Placement has already refused a host without a driver.
-    let devices = proc_devices::read(&config.driver.root).unwrap_or_default();
-    let allowed = &config.limits.allow_devices;
-    let host = Host {
-        majors: majors(&devices, &["nvidia"]).chain([NVIDIA_MAJOR]).collect(),
-        dev: under(&config.driver.root, "/dev"),
-        given: given.iter().cloned().chain(allowed_nodes(spec, &devices, allowed)).collect(),
-        allowed,
-    };
+    let (root, allowed) = (&config.driver.root, config.limits.allow_devices.as_slice());
+    let given = given.to_vec();
+    let mut host = Host { root, devices: OnceCell::new(), dev: under(root, "/dev"), given, allowed };
+    host.given.extend(host.allowed_nodes(spec));
     // `--privileged` also adds nodes, and an engine's `--device` adds a rule. The order of the checks makes the message
     // name the user's option.
     every_device(spec)?;
@@ -85,7 +84,10 @@ pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Con
 
 /// How NVIDIA nodes are recognized on this host.
 struct Host<'a> {
-    majors: BTreeSet<i64>,
+    root: &'a Path,
+    /// /proc/devices, once it was asked for. If it cannot be read, it is empty: placement has already refused a host without
+    /// a driver.
+    devices: OnceCell<String>,
     /// Where the host's nodes are, driver root included.
     dev: PathBuf,
     /// Nodes that the container may have.
@@ -95,12 +97,34 @@ struct Host<'a> {
 }
 
 impl Host<'_> {
+    /// Whether devices of this major are NVIDIA's.
+    fn has(&self, major: i64) -> bool {
+        major == NVIDIA_MAJOR || !OTHERS.contains(&major) && self.has_driver(major, &["nvidia"])
+    }
+
+    /// Whether /proc/devices gives `major` to a driver whose name begins with one of `names`.
+    fn has_driver(&self, major: i64, names: &[&str]) -> bool {
+        let devices = self.devices.get_or_init(|| proc_devices::read(self.root).unwrap_or_default());
+        majors(devices, names).any(|other| other == major)
+    }
+
     /// Whether `entry`, a device or a rule, is for a node that is given.
     fn gives(&self, entry: &Value) -> bool {
         let numbers = (number(entry, "major"), number(entry, "minor"));
         let is = |node: &&Node| numbers == (Some(node.major.into()), Some(node.minor.into()));
         let path = entry.get("path").map(|path| path.as_str().map(Path::new));
         self.given.iter().filter(is).any(|node| path.is_none_or(|path| path == Some(&node.path)))
+    }
+
+    /// The nodes of `spec` that the administrator allows by their paths, and that are no GPU's under such a path.
+    fn allowed_nodes(&self, spec: &Value) -> Vec<Node> {
+        let node = |device: &Value| {
+            let path = device.get("path")?.as_str().filter(|path| is_in(&plain(path), self.allowed))?;
+            let number = |key| u32::try_from(number(device, key)?).ok();
+            let node = Node { path: path.into(), major: number("major")?, minor: number("minor")? };
+            self.has_driver(node.major.into(), &NOT_OF_GPUS).then_some(node)
+        };
+        entries(spec, "/linux/devices").iter().filter_map(node).collect()
     }
 }
 
@@ -112,17 +136,6 @@ fn majors(devices: &str, names: &[&str]) -> impl Iterator<Item = i64> {
         names.iter().any(|name| driver.trim().starts_with(name)).then(|| major.parse().ok())?
     };
     characters.lines().filter_map(major)
-}
-
-/// The nodes of `spec` that the administrator allows by their paths, and that are no GPU's under such a path.
-fn allowed_nodes(spec: &Value, devices: &str, allowed: &[PathBuf]) -> impl Iterator<Item = Node> {
-    let node = move |device: &Value| {
-        let path = device.get("path")?.as_str().filter(|path| is_in(&plain(path), allowed))?;
-        let number = |key| u32::try_from(number(device, key)?).ok();
-        let node = Node { path: path.into(), major: number("major")?, minor: number("minor")? };
-        majors(devices, &NOT_OF_GPUS).any(|major| major == i64::from(node.major)).then_some(node)
-    };
-    entries(spec, "/linux/devices").iter().filter_map(node)
 }
 
 fn is_in(path: &Path, allowed: &[PathBuf]) -> bool {
@@ -253,9 +266,8 @@ pub(crate) fn own_mount_namespace(spec: &Value) -> Result<(), Conflict> {
 }
 
 fn rules(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
-    let is_of_driver = |rule: &&Value| {
-        number(rule, "major").is_none_or(|major| host.majors.contains(&major)) && !host.gives(rule)
-    };
+    let is_of_driver =
+        |rule: &&Value| number(rule, "major").is_none_or(|major| host.has(major)) && !host.gives(rule);
     opening_rules(spec).find(is_of_driver).map_or(Ok(()), |rule| Err(Conflict::Rule(describe(rule))))
 }
 
@@ -277,7 +289,7 @@ fn nodes(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
         let path = device.get("path").and_then(Value::as_str).unwrap_or_default();
         let kind = device.get("type").and_then(Value::as_str);
         let by_number = matches!(kind, Some("c" | "u"))
-            && device.get("major").and_then(Value::as_i64).is_some_and(|major| host.majors.contains(&major));
+            && device.get("major").and_then(Value::as_i64).is_some_and(|major| host.has(major));
         if by_number || is_nvidia_node(&plain(path), Path::new("/dev")) {
             return Err(Conflict::Node(format!("the device {}", safe(path))));
         }

@@ -95,7 +95,7 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<Rival> {
         }
         let file = found.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         rivals.push(Rival { path, file, found_by });
-        seen.push(found.path);
+        seen.push(found.path.clone());
     }
     rivals
 }

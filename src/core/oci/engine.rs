@@ -9,7 +9,7 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
-use crate::process::Process;
+use crate::process::{Named, Process};
 
 /// The variable with which conmon gets its end of a socket pair or pipe (conmon, `src/conmon.c`). Podman and CRI-O wait
 /// at the other end for the container's pid, and no other process has that end.
@@ -32,8 +32,9 @@ impl Engine {
     /// If the kernel (`pidfd_getfd(2)`, Linux 5.6) or missing rights prevent the check, the engine counts as running.
     #[must_use]
     pub fn of(caller: i32) -> Option<Self> {
-        let caller = Process::find(caller)?;
-        let pipe = sync_pipe(caller.pid).or_else(|| sync_pipe(caller.parent()?));
+        let caller = Named::find(caller)?;
+        let pipe = sync_pipe(&caller).or_else(|| sync_pipe(&Named::find(caller.parent)?));
+        let caller = caller.process;
         Some(Self { caller, pipe, waited: Cell::new(false) })
     }
 
@@ -50,9 +51,10 @@ impl Engine {
     }
 }
 
-/// The end of the sync pipe that process `pid` has, if it is conmon.
-fn sync_pipe(pid: i32) -> Option<OwnedFd> {
-    if fs::read(format!("/proc/{pid}/comm")).ok()?.trim_ascii_end() != b"conmon" {
+/// The end of the sync pipe that a process has, if it is conmon.
+fn sync_pipe(process: &Named) -> Option<OwnedFd> {
+    let pid = process.process.pid;
+    if process.name != "conmon" {
         return None;
     }
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
@@ -107,7 +109,7 @@ mod tests {
         ] {
             let mut monitor = conmon(dir.path(), monitors);
             let pid = i32::try_from(monitor.id()).unwrap();
-            assert!(eventually(|| sync_pipe(pid).is_some()));
+            assert!(eventually(|| sync_pipe(&Named::find(pid).unwrap()).is_some()));
             let engine = Engine::of(pid).unwrap();
             assert!(!engine.is_gone());
             drop(engines);

@@ -8,7 +8,8 @@ use serde_json::Value;
 
 use super::conflict::plain;
 use super::image_error::ImageError;
-use super::rootfs::{Tree, is_of_the_image};
+use super::rootfs::Tree;
+use crate::fs::below::is_of_the_image;
 use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 
 /// Checks whether a spec that already has its MPS directories (from `state_dir`) hides them: by a mount that was added
@@ -36,11 +37,8 @@ pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result
     if given.is_empty() {
         return Ok(());
     }
-    let open = |spec| {
-        Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })
-    };
     // The tree is examined without the mounts, because a mount that hides something would prevent resolving the paths.
-    let image = open(&Value::Null)?;
+    let image = Tree::open(&Value::Null, rootfs)?;
     for (last, directory) in &given {
         let led = lead(directory, &image)?;
         for (by, _) in mounts.iter().skip(last + 1) {
@@ -54,7 +52,7 @@ pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result
         }
     }
     let directories: Vec<PathBuf> = given.into_iter().map(|(_, directory)| directory).collect();
-    unmasked(spec, &open(spec)?, &directories)
+    unmasked(spec, &Tree::open(spec, rootfs)?, &directories)
 }
 
 /// Checks whether `linux.maskedPaths` hides one of `directories`, which are about to be mounted. The runtime

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use nix::sys::stat::{Mode, SFlag, stat, umask};
 use serde_json::Value;
 
-use super::container_root::ContainerRoot;
 use super::cuda_versions;
 use super::hidden_mps;
 use super::hooks;
@@ -32,36 +31,34 @@ const HOST: (&str, u16) = ("aarch64-linux-gnu", 183);
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 const HOST: (&str, u16) = ("none", 0);
 
-/// Finds out from `rootfs`, with the spec's volumes over it, where the driver's files are mounted. This does not depend
-/// on the placement. What the placement adds is checked by [`check_mps_directories`].
+/// Finds out from `tree`, the container's root filesystem with the volumes of `spec` over it, where the driver's files are
+/// mounted. This does not depend on the placement. What the placement adds is checked by [`check_mps_directories`].
 ///
 /// # Errors
 /// A mount point is a directory where a file is needed, or cannot be created on a read-only root.
 pub fn inspect(
     spec: &Value,
-    rootfs: &Path,
+    tree: &Tree,
     request: &Request,
     inventory: &Inventory,
     config: &Config,
 ) -> Result<Image, ImageError> {
-    let tree =
-        Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
     let mut image = Image { without_default: !request.default_directory, ..Image::default() };
-    let led = hidden_mps::lead(Path::new(MPS_DEFAULT_DIR), &tree)?;
-    look_at_tmp(&tree, &led, &mut image).map_err(|source| unusable(Path::new(MPS_DEFAULT_DIR), source))?;
+    let led = hidden_mps::lead(Path::new(MPS_DEFAULT_DIR), tree)?;
+    look_at_tmp(tree, &led, &mut image).map_err(|source| unusable(Path::new(MPS_DEFAULT_DIR), source))?;
     let mut files = Vec::new();
     if config.driver.inject == Inject::Builtin {
-        image.library_dir = library_dir(&tree)?;
-        image.nix = image.library_dir.is_none() && is_nix(&tree)?;
+        image.library_dir = library_dir(tree)?;
+        image.nix = image.library_dir.is_none() && is_nix(tree)?;
         if let Some(dir) = image.libraries() {
             files = inventory.mounted_files(dir, &request.capabilities, config.driver.inject);
         }
-        image.warnings = cuda_versions::warnings(&tree, spec, image.libraries(), &inventory.driver);
+        image.warnings = cuda_versions::warnings(tree, spec, image.libraries(), &inventory.driver);
         image.warnings.extend(not_served(request));
     }
-    let (files, useless) = by_use(&tree, files)?;
+    let (files, useless) = by_use(tree, files)?;
     image.useless = useless;
-    let points = mount_points::check_files(&tree, &files)?;
+    let points = mount_points::check_files(tree, &files)?;
     image = Image {
         created: points.created,
         empty: points.empty,
@@ -69,7 +66,7 @@ pub fn inspect(
         left_out: points.left_out,
         ..image
     };
-    add_share_program(&mut image, &tree);
+    add_share_program(&mut image, tree);
     Ok(image)
 }
 
@@ -113,7 +110,7 @@ fn look_at_tmp(tree: &Tree, directory: &Path, image: &mut Image) -> io::Result<(
     let Some(volume) = tree.there(tmp)?.filter(|found| found.in_volume) else { return Ok(()) };
     let own = volume.stat()?;
     image.tmp_is_host = stat(tmp).is_ok_and(|host| (own.st_dev, own.st_ino) == (host.st_dev, host.st_ino));
-    image.tmp_is_closed = there.is_none() && volume.read_only || tree.is_shared(directory)?;
+    image.tmp_is_closed = there.is_none() && volume.is_read_only()? || tree.is_shared(directory)?;
     if let (Some(mut place), made) = tree.place_in_volume(directory)? {
         place.files.extend(there.is_none().then_some(made));
         image.tmp_volume = Some(place);
@@ -155,22 +152,19 @@ pub(super) fn room_for_share_program(tree: &Tree) -> Option<FilePoints> {
     (is_free && points.volumes.is_empty() && points.left_out.is_empty()).then_some(points)
 }
 
-/// Checks that the MPS directories of `grant` can be mounted in `rootfs`, with the spec's volumes over it, and that
-/// they are visible afterwards.
+/// Checks that the MPS directories of `grant` can be mounted in `tree`, and that they are visible afterwards.
 ///
 /// # Errors
 /// A mount point is a file, cannot be created on a read-only root, or leads into another mount; a mask hides one.
-pub fn check_mps_directories(spec: &Value, rootfs: &Path, grant: &Grant) -> Result<(), ImageError> {
+pub fn check_mps_directories(spec: &Value, tree: &Tree, grant: &Grant) -> Result<(), ImageError> {
     let mounted = grant.mounts.iter().map(|mount| mount.destination.clone());
     let (directories, files): (Vec<_>, Vec<_>) = mounted.partition(|path| is_mps(path));
     if directories.is_empty() {
         return Ok(());
     }
     check_label(spec, grant)?;
-    let tree =
-        Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
-    mount_points::check_directories(&tree, &directories, &files)?;
-    hidden_mps::unmasked(spec, &tree, &directories)
+    mount_points::check_directories(tree, &directories, &files)?;
+    hidden_mps::unmasked(spec, tree, &directories)
 }
 
 /// Checks the `SELinux` label that the container's processes will have. Without one it is the runtime's own.
@@ -190,12 +184,10 @@ fn check_label(spec: &Value, grant: &Grant) -> Result<(), ImageError> {
 ///
 /// # Errors
 /// This process may not create one either.
-pub(crate) fn make_mount_points(spec: &Value, rootfs: &Path, grant: &Grant) -> Result<(), ImageError> {
-    if ContainerRoot::of(spec).is_hosts() {
+pub(crate) fn make_mount_points(tree: &Tree, grant: &Grant) -> Result<(), ImageError> {
+    if tree.is_of_hosts_root() {
         return Ok(());
     }
-    let tree =
-        Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
     let mounts = grant.mounts.iter().map(|mount| mount.destination.as_path());
     // In a user namespace nodes are mounted, too.
     let nodes = grant.nodes.iter().map(|granted| granted.node.path.as_path());
@@ -236,7 +228,7 @@ fn with_libc(tree: &Tree, candidate: &Path) -> io::Result<Option<PathBuf>> {
         return Ok(None);
     }
     let header = libc.read(20)?;
-    Ok((is_for_host(&header) && dir.path.to_str().is_some()).then_some(dir.path))
+    Ok((is_for_host(&header) && dir.path.to_str().is_some()).then(|| dir.path.clone()))
 }
 
 fn unusable(path: &Path, source: io::Error) -> ImageError {

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::lossless_json;
+use crate::reading::regular_file;
 use crate::text::safe;
 
 /// Longest file that is read. Docker's and Podman's are some ten KiB.
@@ -90,8 +91,7 @@ impl JsonFile {
         if !metadata.is_file() {
             return Err(FileError::NotRegular { path });
         }
-        let mut text = Vec::with_capacity(usize::try_from(metadata.len().min(LONGEST)).unwrap_or(0) + 1);
-        file.take(LONGEST + 1).read_to_end(&mut text).map_err(read_error)?;
+        let text = regular_file(file, metadata.len(), LONGEST).map_err(read_error)?;
         if text.len() as u64 > LONGEST {
             return Err(FileError::TooLarge { path });
         }

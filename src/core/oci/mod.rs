@@ -43,6 +43,7 @@ pub use live::{Live, NamespaceError, apply, lost_node};
 pub use mount_points::clear;
 pub(crate) use mount_points::{cleanup_mount_points, clear_volume, gone};
 pub use pod_annotations::own_annotations;
+pub use rootfs::Tree;
 pub use undo_edits::undo;
 
 #[cfg(test)]

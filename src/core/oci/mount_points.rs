@@ -4,6 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, ResolveFlag, readlinkat};
@@ -44,7 +45,9 @@ pub(super) fn check_files(tree: &Tree, files: &[PathBuf]) -> Result<FilePoints, 
                 points.left_out.push(path.clone());
             }
             Some(found)
-                if !found.in_volume && !found.read_only && found.is_empty_file().map_err(unusable)? =>
+                if !found.in_volume
+                    && found.is_empty_file().map_err(unusable)?
+                    && !found.is_read_only().map_err(unusable)? =>
             {
                 points.empty.push(path.clone());
             }
@@ -84,8 +87,9 @@ fn is_same(one: &Path, other: &Path) -> bool {
 #[must_use]
 pub(crate) fn gone<'p>(rootfs: &Path, paths: &[&'p PathBuf]) -> Vec<&'p PathBuf> {
     let Ok(root) = open_root(rootfs) else { return Vec::new() };
-    let is_gone =
-        |path: &Path| entry(&root, path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+    let mut parents = Parents::below(&root);
+    let mut is_gone =
+        |path: &Path| parents.entry(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
     paths.iter().copied().filter(|path| is_gone(path)).collect()
 }
 
@@ -116,7 +120,7 @@ pub(super) fn check_directories(
 }
 
 /// What exists at a mount point; `None` if nothing does.
-fn look(tree: &Tree, path: &Path) -> Result<Option<Found>, ImageError> {
+fn look(tree: &Tree, path: &Path) -> Result<Option<Rc<Found>>, ImageError> {
     if tree.is_shared(path).map_err(|source| ImageError::Unusable { path: path.to_owned(), source })? {
         return Err(ImageError::Shared(path.to_owned()));
     }
@@ -175,7 +179,8 @@ fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Res
 /// removed; nothing is removed if the rootfs no longer exists. No live lease may use the rootfs.
 pub(crate) fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize {
     let Ok(root) = open_root(rootfs) else { return 0 };
-    created.iter().filter(|path| remove(&root, path).is_ok_and(|removed| removed)).count()
+    let mut parents = Parents::below(&root);
+    created.iter().filter(|path| parents.remove(path).is_ok_and(|removed| removed)).count()
 }
 
 /// Removes what an ended container left behind. No live lease may use its root filesystem, nor one of its volumes.
@@ -187,7 +192,8 @@ pub fn clear(left: &Leftover) -> Leftover {
         Err(error) if is_of_the_moment(&error) => Vec::new(),
         Err(_) => left.mount_points.clone(),
         Ok(root) => {
-            let done = |path: &&PathBuf| !remove(&root, path).is_err_and(|error| is_of_the_moment(&error));
+            let mut parents = Parents::below(&root);
+            let done = |path: &&PathBuf| !parents.remove(path).is_err_and(|error| is_of_the_moment(&error));
             left.mount_points.iter().filter(done).cloned().collect()
         }
     };
@@ -227,11 +233,6 @@ fn remove_below(directory: &OwnedFd, file: &Path) -> io::Result<bool> {
     remove_empty(&parent, name, &stat)
 }
 
-fn remove(root: &OwnedFd, path: &Path) -> io::Result<bool> {
-    let (parent, name, stat) = entry(root, path)?;
-    remove_empty(&parent, &name, &stat)
-}
-
 fn remove_empty(parent: &OwnedFd, name: &OsStr, stat: &FileStat) -> io::Result<bool> {
     let is_file = SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFREG;
     if !is_file || stat.st_size != 0 || stat.st_nlink != 1 {
@@ -241,18 +242,44 @@ fn remove_empty(parent: &OwnedFd, name: &OsStr, stat: &FileStat) -> io::Result<b
     Ok(true)
 }
 
-/// The directory entry at `path`, with its last links followed inside the root: for a dangling link in the image, the
-/// runtime created its file at the link's target.
-fn entry(root: &OwnedFd, path: &Path) -> io::Result<(OwnedFd, OsString, FileStat)> {
-    let mut path = path.to_owned();
-    for _ in 0..8 {
-        let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { break };
-        let parent = open_in(root, dir, OFlag::O_DIRECTORY)?;
-        let stat = fstatat(&parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
-        if SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT != SFlag::S_IFLNK {
-            return Ok((parent, name.to_owned(), stat));
-        }
-        path = dir.join(readlinkat(&parent, name)?);
+/// The directories of mount points in a root filesystem. Most mount points are in one, which is opened once.
+struct Parents<'r> {
+    root: &'r OwnedFd,
+    last: Option<(PathBuf, Rc<OwnedFd>)>,
+}
+
+impl<'r> Parents<'r> {
+    const fn below(root: &'r OwnedFd) -> Self {
+        Self { root, last: None }
     }
-    Err(Errno::ELOOP.into())
+
+    fn remove(&mut self, path: &Path) -> io::Result<bool> {
+        let (parent, name, stat) = self.entry(path)?;
+        remove_empty(&parent, &name, &stat)
+    }
+
+    /// The directory entry at `path`, with its last links followed inside the root: for a dangling link in the image, the
+    /// runtime created its file at the link's target.
+    fn entry(&mut self, path: &Path) -> io::Result<(Rc<OwnedFd>, OsString, FileStat)> {
+        let mut path = path.to_owned();
+        for _ in 0..8 {
+            let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { break };
+            let parent = self.open(dir)?;
+            let stat = fstatat(&*parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+            if SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT != SFlag::S_IFLNK {
+                return Ok((parent, name.to_owned(), stat));
+            }
+            path = dir.join(readlinkat(&*parent, name)?);
+        }
+        Err(Errno::ELOOP.into())
+    }
+
+    fn open(&mut self, dir: &Path) -> io::Result<Rc<OwnedFd>> {
+        if let Some((_, opened)) = self.last.as_ref().filter(|(last, _)| last == dir) {
+            return Ok(opened.clone());
+        }
+        let opened = Rc::new(open_in(self.root, dir, OFlag::O_DIRECTORY)?);
+        self.last = Some((dir.to_owned(), opened.clone()));
+        Ok(opened)
+    }
 }

@@ -2,13 +2,15 @@
 //! path of the image inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links). What was found is then used by its
 //! descriptor, never by its path again.
 
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
+use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
+use std::rc::Rc;
 
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, ResolveFlag, open, readlinkat};
@@ -18,20 +20,24 @@ use serde_json::Value;
 
 use super::conflict::{is_bind, plain};
 use super::container_root::ContainerRoot;
+use super::image_error::ImageError;
 use super::live::{Kind, place};
-use crate::fs::below::{ROUNDS, host_path, inside, open_below, open_in, open_root};
+use crate::fs::below::{
+    ROUNDS, host_path, inside, is_of_the_image, open_below, open_in, open_root, open_without_links,
+};
 use crate::ledger::VolumeFiles;
+use crate::reading::regular_file;
 
-/// The tree.
-pub(super) struct Tree {
+/// The tree, opened once for all that is found out of a container before it is created.
+pub struct Tree {
     rootfs: OwnedFd,
     /// The path of `rootfs` on the host, as the kernel reports it.
     host_path: PathBuf,
     volumes: Vec<Volume>,
     /// Who creates mount points.
     root: ContainerRoot,
-    /// The last answer of [`Tree::place_for`], and the directory that it is about.
-    last_place: RefCell<Option<(PathBuf, (bool, bool))>>,
+    /// What was found, or the error that says that nothing is there: most paths are asked for several times.
+    known: RefCell<HashMap<PathBuf, Result<Rc<Found>, i32>>>,
 }
 
 /// Something mounted over a part of the rootfs.
@@ -52,16 +58,27 @@ pub(super) struct Found {
     pub path: PathBuf,
     /// Whether it belongs to a volume and not to the rootfs.
     pub in_volume: bool,
-    /// Whether nothing can be created beside or below it.
-    pub read_only: bool,
+    /// Whether it belongs to a volume that is mounted read-only.
+    in_read_only_volume: bool,
+    // Most that is found is only found.
+    stat: OnceCell<FileStat>,
+    is_read_only: OnceCell<bool>,
 }
 
 impl Tree {
-    pub fn open(spec: &Value, rootfs: &Path) -> io::Result<Self> {
+    /// That of the container with this config.json, at `rootfs`.
+    ///
+    /// # Errors
+    /// [`ImageError::Rootfs`].
+    pub fn open(spec: &Value, rootfs: &Path) -> Result<Self, ImageError> {
+        Self::opened(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })
+    }
+
+    fn opened(spec: &Value, rootfs: &Path) -> io::Result<Self> {
         let rootfs = open_root(rootfs)?;
         let host_path = host_path(&rootfs)?;
         let root = ContainerRoot::of(spec);
-        let mut tree = Self { rootfs, host_path, volumes: Vec::new(), root, last_place: RefCell::default() };
+        let mut tree = Self { rootfs, host_path, volumes: Vec::new(), root, known: RefCell::default() };
         let mounts = spec.get("mounts").and_then(Value::as_array);
         let volumes = mounts.into_iter().flatten().filter_map(|mount| tree.volume(mount).transpose());
         tree.volumes = volumes.collect::<io::Result<_>>()?;
@@ -85,17 +102,29 @@ impl Tree {
                 .is_some_and(|option| *option == yes)
         };
         let source = mount.get("source").and_then(Value::as_str).filter(|_| is_bind(mount));
-        let destination = match self.in_rootfs(&destination) {
-            Ok((_, path)) => path,
-            Err(error) if is_of_the_image(&error) => destination,
-            Err(error) => return Err(error),
-        };
         Ok(Some(Volume {
-            destination,
+            destination: self.without_links(destination)?,
             source: source.map(PathBuf::from),
             read_only: is_last("ro", "rw") || is_last("rro", "rrw"),
             shared: options.iter().any(|option| ["shared", "rshared"].contains(option)),
         }))
+    }
+
+    /// `path` in the rootfs, with links resolved; as it is, if nothing is there.
+    fn without_links(&self, path: PathBuf) -> io::Result<PathBuf> {
+        if let (Some(name), Some(true)) =
+            (path.file_name(), path.parent().map(|above| above == Path::new("/")))
+        {
+            // Most engines' mounts are here, on no link (EINVAL of readlink(2)).
+            if let Err(Errno::EINVAL | Errno::ENOENT) = readlinkat(&self.rootfs, name) {
+                return Ok(path);
+            }
+        }
+        match self.in_rootfs(&path) {
+            Ok((_, path)) => Ok(path),
+            Err(error) if is_of_the_image(&error) => Ok(path),
+            Err(error) => Err(error),
+        }
     }
 
     /// The volume that `path` lies in, and the path in it. Later mounts cover earlier ones.
@@ -108,7 +137,7 @@ impl Tree {
     ///
     /// # Errors
     /// It cannot be found out whether something is there, or what.
-    pub fn there(&self, path: &Path) -> io::Result<Option<Found>> {
+    pub(super) fn there(&self, path: &Path) -> io::Result<Option<Rc<Found>>> {
         match self.find(path) {
             Ok(found) => Ok(Some(found)),
             Err(error) if is_of_the_image(&error) && error.kind() != io::ErrorKind::PermissionDenied => {
@@ -119,7 +148,7 @@ impl Tree {
     }
 
     /// The first of `path` and the directories above it that is there.
-    fn nearest<'p>(&self, path: &'p Path) -> io::Result<Option<(Found, &'p Path)>> {
+    fn nearest<'p>(&self, path: &'p Path) -> io::Result<Option<(Rc<Found>, &'p Path)>> {
         for above in path.ancestors() {
             if let Some(found) = self.there(above)? {
                 return Ok(Some((found, above)));
@@ -129,7 +158,22 @@ impl Tree {
     }
 
     /// What is at `path` (absolute, in the container), links followed.
-    pub fn find(&self, path: &Path) -> io::Result<Found> {
+    pub(super) fn find(&self, path: &Path) -> io::Result<Rc<Found>> {
+        if let Some(known) = self.known.borrow().get(path) {
+            return known.clone().map_err(io::Error::from_raw_os_error);
+        }
+        let found = self.look_for(path).map(Rc::new);
+        let known = match &found {
+            Ok(found) => Some(Ok(found.clone())),
+            Err(error) => error.raw_os_error().filter(|_| is_of_the_image(error)).map(Err),
+        };
+        if let Some(known) = known {
+            self.known.borrow_mut().insert(path.to_owned(), known);
+        }
+        found
+    }
+
+    fn look_for(&self, path: &Path) -> io::Result<Found> {
         let mut path = path.to_owned();
         for _ in 0..ROUNDS {
             if let Some((volume, below)) = self.covering(&path) {
@@ -137,7 +181,7 @@ impl Tree {
             }
             let (fd, real) = self.in_rootfs(&path)?;
             if self.covering(&real).is_none() {
-                return Ok(Found { read_only: is_read_only(&fd)?, fd, path: real, in_volume: false });
+                return Ok(Found::new(fd, real, None));
             }
             path = real;
         }
@@ -146,7 +190,7 @@ impl Tree {
 
     /// The directory of a volume that has, or will have, the mount point `path`, and the path below that directory.
     /// `None`: the mount point is in no volume, and the path returned is that in the container.
-    pub fn place_in_volume(&self, path: &Path) -> io::Result<(Option<VolumeFiles>, PathBuf)> {
+    pub(super) fn place_in_volume(&self, path: &Path) -> io::Result<(Option<VolumeFiles>, PathBuf)> {
         let landing = self.leads_to(path)?;
         let place = landing.parent().map(|parent| self.nearest(parent)).transpose()?.flatten();
         let Some((directory, above)) = place.filter(|(found, _)| found.in_volume) else {
@@ -160,29 +204,24 @@ impl Tree {
     }
 
     /// Whether `path`, which contains no links, is on a volume rather than on the root filesystem.
-    pub fn is_covered(&self, path: &Path) -> bool {
+    pub(super) fn is_covered(&self, path: &Path) -> bool {
         self.covering(path).is_some()
     }
 
     /// Whether nothing could be created at `path`, and whether `path` is in a volume.
-    pub fn place_for(&self, path: &Path) -> io::Result<(bool, bool)> {
+    pub(super) fn place_for(&self, path: &Path) -> io::Result<(bool, bool)> {
         if let Some((volume, _)) = self.covering(path).filter(|(volume, _)| volume.source.is_none()) {
             return Ok((volume.read_only, true));
         }
-        // Most of a driver's files go into one directory.
-        let directory = path.parent().unwrap_or(path);
-        if let Some((_, place)) = self.last_place.borrow().as_ref().filter(|(last, _)| last == directory) {
-            return Ok(*place);
+        match path.parent().map(|parent| self.nearest(parent)).transpose()?.flatten() {
+            Some((parent, _)) => Ok((parent.is_read_only()?, parent.in_volume)),
+            None => Ok((false, false)),
         }
-        let parent = path.parent().map(|parent| self.nearest(parent)).transpose()?.flatten();
-        let place = parent.map_or((false, false), |(parent, _)| (parent.read_only, parent.in_volume));
-        self.last_place.replace(Some((directory.to_owned(), place)));
-        Ok(place)
     }
 
     /// The directory in which the mount point `path` has to be created, and the path below it, where the container's root
     /// may not do that; `None`: nothing has to be created, or it may.
-    pub fn denied(&self, path: &Path) -> io::Result<Option<(OwnedFd, PathBuf)>> {
+    pub(super) fn denied(&self, path: &Path) -> io::Result<Option<(Rc<Found>, PathBuf)>> {
         if self.root.is_hosts() || self.there(path)?.is_some() {
             return Ok(None);
         }
@@ -196,17 +235,25 @@ impl Tree {
         if self.root.may_create_in(&directory.fd, &directory.stat()?) {
             return Ok(None);
         }
-        Ok(Some((directory.fd, Path::new("/").join(landing.strip_prefix(above).unwrap_or(&landing)))))
+        let below = Path::new("/").join(landing.strip_prefix(above).unwrap_or(&landing));
+        Ok(Some((directory, below)))
+    }
+
+    /// Whether the container's runtime creates every mount point itself.
+    pub(super) fn is_of_hosts_root(&self) -> bool {
+        self.root.is_hosts()
     }
 
     /// Creates the mount point `path` where the container's runtime may not.
-    pub fn make(&self, path: &Path, kind: Kind) -> io::Result<()> {
-        self.denied(path)?.map_or(Ok(()), |(directory, below)| place(&directory, &below, kind).map(drop))
+    pub(super) fn make(&self, path: &Path, kind: Kind) -> io::Result<()> {
+        let Some((directory, below)) = self.denied(path)? else { return Ok(()) };
+        self.known.borrow_mut().clear();
+        place(&directory.fd, &below, kind).map(drop)
     }
 
     /// Whether a mount at `path` would, or could, appear on the host: `path` is in a shared volume, or behind a link
     /// that only the runtime can resolve.
-    pub fn is_shared(&self, path: &Path) -> io::Result<bool> {
+    pub(super) fn is_shared(&self, path: &Path) -> io::Result<bool> {
         if !self.volumes.iter().any(|volume| volume.shared) {
             return Ok(false);
         }
@@ -219,7 +266,7 @@ impl Tree {
 
     /// The path at which the runtime would create what is missing of `path`. Links are followed inside the rootfs, also
     /// those that lead to nothing.
-    pub fn leads_to(&self, path: &Path) -> io::Result<PathBuf> {
+    pub(super) fn leads_to(&self, path: &Path) -> io::Result<PathBuf> {
         let mut path = path.to_owned();
         for _ in 0..ROUNDS {
             let Some((found, above)) = self.nearest(&path)? else { return Ok(path) };
@@ -236,11 +283,18 @@ impl Tree {
     }
 
     /// The destinations of the spec's own mounts.
-    pub fn volumes(&self) -> impl Iterator<Item = &Path> {
+    pub(super) fn volumes(&self) -> impl Iterator<Item = &Path> {
         self.volumes.iter().map(|volume| volume.destination.as_path())
     }
 
+    /// What is at `path`, and its path with links resolved: most have none, and need not be asked for.
     fn in_rootfs(&self, path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
+        if path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_))) {
+            match open_without_links(&self.rootfs, path) {
+                Err(error) if error.raw_os_error() == Some(Errno::ELOOP as i32) => {}
+                opened => return Ok((opened?, path.to_owned())),
+            }
+        }
         let fd = open_in(&self.rootfs, path, OFlag::empty())?;
         let real = inside(&self.host_path, &fd)?;
         Ok((fd, real))
@@ -248,8 +302,32 @@ impl Tree {
 }
 
 impl Found {
+    fn new(fd: OwnedFd, path: PathBuf, volume: Option<&Volume>) -> Self {
+        Self {
+            fd,
+            path,
+            in_volume: volume.is_some(),
+            in_read_only_volume: volume.is_some_and(|volume| volume.read_only),
+            stat: OnceCell::new(),
+            is_read_only: OnceCell::new(),
+        }
+    }
+
+    /// Whether nothing can be created beside or below it.
+    pub fn is_read_only(&self) -> io::Result<bool> {
+        if let Some(known) = self.is_read_only.get() {
+            return Ok(*known);
+        }
+        let is = self.in_read_only_volume || fstatvfs(&self.fd)?.flags().contains(FsFlags::ST_RDONLY);
+        Ok(*self.is_read_only.get_or_init(|| is))
+    }
+
     pub fn stat(&self) -> io::Result<FileStat> {
-        Ok(fstat(&self.fd)?)
+        if let Some(stat) = self.stat.get() {
+            return Ok(*stat);
+        }
+        let stat = fstat(&self.fd)?;
+        Ok(*self.stat.get_or_init(|| stat))
     }
 
     /// The target of the link `name` in this directory, if that is one.
@@ -279,6 +357,7 @@ impl Found {
     /// # Errors
     /// It is not a regular file, or it cannot be read.
     pub fn read(&self, limit: u64) -> io::Result<Vec<u8>> {
+        let stat = self.stat()?;
         if !self.is(SFlag::S_IFREG)? {
             return Err(Errno::EINVAL.into());
         }
@@ -286,17 +365,9 @@ impl Found {
         let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY | nix::libc::O_CLOEXEC;
         let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
         let file: File = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-        let mut bytes = Vec::new();
-        file.take(limit).read_to_end(&mut bytes)?;
-        Ok(bytes)
+        let length = u64::try_from(stat.st_size).unwrap_or_default();
+        regular_file(file.take(limit), length, limit)
     }
-}
-
-/// Whether a lookup failed because of what is in the tree, or is missing there. Other errors say nothing about the
-/// tree.
-pub(super) fn is_of_the_image(error: &io::Error) -> bool {
-    let kinds = [Errno::ENOENT, Errno::ENOTDIR, Errno::ELOOP, Errno::ENAMETOOLONG, Errno::EACCES];
-    error.raw_os_error().is_some_and(|number| kinds.contains(&Errno::from_raw(number)))
 }
 
 fn in_volume(volume: &Volume, below: &Path) -> io::Result<Found> {
@@ -310,7 +381,7 @@ fn in_volume(volume: &Volume, below: &Path) -> io::Result<Found> {
         let below = real.strip_prefix("/").unwrap_or(&real).to_owned();
         (fd, volume.destination.join(below))
     };
-    Ok(Found { read_only: volume.read_only || is_read_only(&fd)?, fd, path, in_volume: true })
+    Ok(Found::new(fd, path, Some(volume)))
 }
 
 /// Opens a directory of a volume, if it is still the same directory and its path has no link. The volume's owner may
@@ -321,8 +392,4 @@ pub(super) fn open_directory(place: &VolumeFiles) -> io::Result<OwnedFd> {
     let fd = open_below(&root, &place.directory, ResolveFlag::empty())?;
     let stat = fstat(&fd)?;
     if (stat.st_dev, stat.st_ino) == (place.device, place.inode) { Ok(fd) } else { Err(Errno::ESTALE.into()) }
-}
-
-fn is_read_only(fd: &OwnedFd) -> io::Result<bool> {
-    Ok(fstatvfs(fd)?.flags().contains(FsFlags::ST_RDONLY))
 }

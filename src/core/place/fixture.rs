@@ -96,6 +96,7 @@ pub fn host(devices: Vec<Device>) -> Inventory {
         devices,
         left_out: vec![],
         files: vec![],
+        directories: vec![],
     }
 }
 

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use nix::errno::Errno;
 use nix::libc;
+use nix::unistd::geteuid;
 
 /// The path that was given to execve(2).
 #[must_use]
@@ -17,6 +18,13 @@ pub fn executed() -> Option<&'static Path> {
     // changes it.
     let path = unsafe { CStr::from_ptr(address as *const libc::c_char) };
     Some(Path::new(OsStr::from_bytes(path.to_bytes())))
+}
+
+/// The effective user as which this process was started. No program of sublet's becomes another one.
+#[must_use]
+pub fn effective_user() -> u32 {
+    let told = get(libc::AT_EUID).and_then(|user| u32::try_from(user).ok());
+    told.unwrap_or_else(|| geteuid().as_raw())
 }
 
 /// Whether this process gained rights by being executed: through setuid, setgid, file capabilities or a security module.
@@ -41,6 +49,7 @@ mod tests {
     #[test]
     fn a_test_runs_with_its_callers_rights() {
         assert!(!is_secure());
+        assert_eq!(effective_user(), geteuid().as_raw());
         assert_eq!(get(0x7fff_fff0), None, "no such key");
         assert!(executed().unwrap().file_name().is_some());
     }

@@ -21,14 +21,17 @@ pub use stat::{cgroup_table, shown_in, shown_of};
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::libc::ESRCH;
 use nix::sys::signal::kill;
+use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 use stat::Stat;
 
+use crate::reading::kernel_file;
 use crate::text::safe;
 
 /// A process of this boot.
@@ -122,27 +125,61 @@ impl Process {
         self.pid > 0 && kill(Pid::from_raw(self.pid), None) != Err(Errno::ESRCH)
     }
 
-    /// Whether this same process is being ended. Its memory goes first, and its sockets take connections until its files
-    /// are closed (`do_exit` in the kernel's kernel/exit.c).
+    /// Whether this same process can serve others.
     #[must_use]
-    pub(crate) fn is_ending(&self) -> bool {
-        let ending = |stat: Stat| stat.start_time == self.start_time && stat.memory == 0;
-        Stat::of_running_thread(self.pid).ok().flatten().is_some_and(ending)
+    pub(crate) fn condition(&self) -> Condition {
+        match Stat::of_running_thread(self.pid) {
+            // What cannot be examined runs.
+            Err(_) => Condition::Running,
+            Ok(Some(stat)) if self.lives_by(&stat) && stat.memory != 0 => match stat.state {
+                'T' | 't' => Condition::Stopped,
+                _ => Condition::Running,
+            },
+            Ok(_) => Condition::Ending,
+        }
     }
 
-    /// Whether this same process is stopped, by a signal or by a tracer (proc(5)).
+    /// Whether this same process is stopped.
     #[must_use]
     pub(crate) fn is_stopped(&self) -> bool {
-        let stopped = |stat: Stat| stat.start_time == self.start_time && matches!(stat.state, 'T' | 't');
-        Stat::of_running_thread(self.pid).ok().flatten().is_some_and(stopped)
+        self.condition() == Condition::Stopped
     }
+}
+
+/// A process as one look shows it.
+pub(crate) struct Named {
+    /// Which it is.
+    pub process: Process,
+    /// The pid of its parent.
+    pub parent: i32,
+    /// Its command name, of which the kernel keeps 15 bytes.
+    pub name: String,
+}
+
+impl Named {
+    /// The running process `pid`; `None` if there is none.
+    pub fn find(pid: i32) -> Option<Self> {
+        let Stat { start_time, parent, name, .. } = Stat::of(pid).ok()??;
+        Some(Self { process: Process { pid, start_time }, parent, name })
+    }
+}
+
+/// Whether a process can serve others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Condition {
+    /// It can, or cannot be examined.
+    Running,
+    /// It is stopped, by a signal or by a tracer (proc(5)).
+    Stopped,
+    /// It has ended or is being ended. Its memory goes first, and its sockets take connections until its files are closed
+    /// (`do_exit` in the kernel's kernel/exit.c).
+    Ending,
 }
 
 /// The command name of the process `pid`, safe to print; `?` if it has ended.
 #[must_use]
 pub fn name_of(pid: i32) -> String {
-    std::fs::read_to_string(format!("/proc/{pid}/comm"))
-        .map_or_else(|_| "?".to_owned(), |name| safe(name.trim_end()))
+    kernel_file(format!("/proc/{pid}/comm")).map_or_else(|_| "?".to_owned(), |name| safe(name.trim_end()))
 }
 
 /// Whether the first thread of `pid` runs, or would if it had a processor (proc(5)).
@@ -156,20 +193,21 @@ pub fn epoch_seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// Seconds since boot, on a clock that cannot be set (proc(5), `/proc/uptime`); 0 without /proc.
+/// Seconds since boot, on a clock that cannot be set (`clock_gettime(2)`).
 #[must_use]
 pub fn uptime_seconds() -> u64 {
-    let text = std::fs::read_to_string("/proc/uptime").unwrap_or_default();
-    text.split('.').next().and_then(|seconds| seconds.parse().ok()).unwrap_or(0)
+    since_boot().as_secs()
 }
 
-/// Milliseconds since boot, as [`uptime_seconds`]; the kernel writes hundredths.
+/// Milliseconds since boot, as [`uptime_seconds`].
 #[must_use]
 pub(crate) fn uptime_milliseconds() -> u64 {
-    let text = std::fs::read_to_string("/proc/uptime").unwrap_or_default();
-    let Some((seconds, rest)) = text.split_once('.') else { return 0 };
-    let hundredths: u64 = rest.get(..2).and_then(|digits| digits.parse().ok()).unwrap_or(0);
-    seconds.parse().map_or(0, |seconds: u64| seconds.saturating_mul(1000) + hundredths * 10)
+    u64::try_from(since_boot().as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Every kernel has this clock, and shows it to a process in its own memory (vdso(7)): no system call is made.
+fn since_boot() -> Duration {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
 }
 
 /// Whether a file of /proc could not be read because its process has ended: if it ends while the file is open, reading
@@ -187,15 +225,15 @@ mod tests {
     fn a_process_without_memory_is_ending() {
         let mut child = std::process::Command::new("/bin/sleep").arg("60").spawn().unwrap();
         let process = Process::find(i32::try_from(child.id()).unwrap()).unwrap();
-        assert!(!process.is_ending());
+        assert_eq!(process.condition(), Condition::Running);
         child.kill().unwrap();
         // It stays a zombie until it is waited for.
         while process.is_alive() {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
-        assert!(process.is_ending());
+        assert_eq!(process.condition(), Condition::Ending);
         child.wait().unwrap();
-        assert!(!process.is_ending(), "it is gone");
+        assert_eq!(process.condition(), Condition::Ending, "it is gone");
     }
 
     #[test]
@@ -203,7 +241,7 @@ mod tests {
         let mut started = fixture::without_first_thread();
         let process = started.process();
         assert!(process.is_alive() && Process::may_run(process.pid));
-        assert!(!process.is_ending() && !process.is_stopped());
+        assert_eq!(process.condition(), Condition::Running);
         assert!(process.has_environment("PATH", std::env::var_os("PATH").unwrap().as_ref()).unwrap());
         let held = process.hold().unwrap().unwrap();
         assert!(!pidfd_await_end(&held, std::time::Duration::ZERO));
@@ -217,7 +255,7 @@ mod tests {
         started.end();
         assert!(pidfd_await_end(&held, std::time::Duration::from_secs(60)));
         assert!(!process.is_alive() && !Process::may_run(process.pid), "a zombie holds nothing");
-        assert!(process.is_ending() && process.hold().unwrap().is_none());
+        assert!(process.condition() == Condition::Ending && process.hold().unwrap().is_none());
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! How long a process has waited for a processor. Time limits on programs and daemons do not count that time: where
 //! hundreds of processes want few processors, a sound one takes seconds for what else takes milliseconds.
 
-use std::fs::read_to_string;
 use std::time::{Duration, Instant};
+
+use crate::reading::kernel_file;
 
 /// How many times its limit a process may wait for a processor beside it.
 const MOST: u32 = 9;
@@ -60,7 +61,7 @@ impl ProcessorWait {
 
 impl Counted {
     fn of(pid: i32) -> Option<Self> {
-        let text = read_to_string(format!("/proc/{pid}/schedstat")).ok()?;
+        let text = kernel_file(format!("/proc/{pid}/schedstat")).ok()?;
         let mut numbers = text.split_whitespace().map(|word| word.parse().map(Duration::from_nanos));
         Some(Self { ran: numbers.next()?.ok()?, waited: numbers.next()?.ok()? })
     }

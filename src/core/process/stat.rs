@@ -7,9 +7,12 @@ use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use super::is_gone;
+use crate::reading::kernel_file;
 
 /// A line of `/proc/PID/stat` or `/proc/PID/task/TID/stat` (proc(5)).
 pub(super) struct Stat {
+    /// The command name.
+    pub name: String,
     /// Of the first thread, or of the thread TID.
     pub state: char,
     pub parent: i32,
@@ -54,8 +57,10 @@ impl Stat {
 
     /// The command name in field 2 may contain spaces and parentheses, so fields are counted from the last `)`.
     fn parse(text: &str) -> Option<Self> {
-        let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
+        let (begin, end) = (text.find('(')?, text.rfind(')')?);
+        let mut fields = text[end + 1..].split_ascii_whitespace();
         Some(Self {
+            name: text.get(begin + 1..end)?.to_owned(),
             state: fields.next()?.chars().next()?,
             parent: fields.next()?.parse().ok()?,
             threads: fields.nth(15)?.parse().ok()?,
@@ -102,11 +107,11 @@ pub fn shown_of(pid: i32) -> PathBuf {
 /// It cannot be read, or the process has ended.
 pub fn cgroup_table(pid: i32) -> io::Result<String> {
     let proc = Path::new("/proc").join(pid.to_string());
-    let first = fs::read_to_string(proc.join("cgroup"))?;
+    let first = kernel_file(proc.join("cgroup"))?;
     if !is_in_every_root_of_v1(&first) {
         return Ok(first);
     }
-    let others = threads(&proc).filter_map(|thread| fs::read_to_string(thread.join("cgroup")).ok());
+    let others = threads(&proc).filter_map(|thread| kernel_file(thread.join("cgroup")).ok());
     Ok(others.into_iter().find(|table| !is_in_every_root_of_v1(table)).unwrap_or(first))
 }
 
@@ -142,7 +147,7 @@ mod tests {
     #[test]
     fn a_zombie_has_ended_only_with_its_last_thread() {
         let ended = |state: char, threads: u64| {
-            Stat { state, parent: 1, start_time: 1, memory: 0, threads }.has_ended()
+            Stat { name: String::new(), state, parent: 1, start_time: 1, memory: 0, threads }.has_ended()
         };
         assert!(ended('Z', 1) && ended('Z', 0) && ended('X', 1));
         assert!(!ended('Z', 2) && !ended('S', 1));

@@ -160,7 +160,7 @@ impl Real {
             Call::MarkEnding(container) => {
                 let (name, record) = (format!("container-{container}"), self.path("record", container));
                 let deleter = self.processes.of(Who::Delete(container));
-                self.store.mark_ending(0, &name, &record, Some(deleter), &[]).unwrap().0.is_some()
+                self.store.mark_ending(0, &name, &record, Some(deleter), (&[], None)).unwrap().0.is_some()
             }
             Call::UnmarkEnding(container) => {
                 self.store.unmark_ending(&id(container)).unwrap();

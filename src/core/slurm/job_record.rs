@@ -93,7 +93,7 @@ impl JobRecord {
     /// The state directory is not to be trusted, or the file cannot be written.
     pub fn write(&self, state_dir: &Path) -> io::Result<()> {
         let dir = directory(state_dir);
-        trusted::make(state_dir).and_then(|()| trusted::make(&dir)).map_err(io::Error::other)?;
+        trusted::make(state_dir).and_then(|_| trusted::make(&dir)).map_err(io::Error::other)?;
         let earlier = Self::read(state_dir, self.job).ok();
         let kept = earlier.filter(|earlier| !earlier.is_of(self.cluster.as_deref()));
         let kept = kept.map(|earlier| earlier.met(self, &dir));

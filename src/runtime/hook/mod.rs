@@ -25,7 +25,7 @@ use crate::bounded_input;
 use crate::status::{FAILURE, SUCCESS};
 use sublet_core::admit::{self, AdmitError};
 use sublet_core::config_files;
-use sublet_core::config_files::ConfigError;
+use sublet_core::config_files::{ConfigError, ConfigFiles};
 use sublet_core::ledger::LeaseId;
 use sublet_core::log::{self, Level, Log};
 use sublet_core::oci::FileError;
@@ -172,7 +172,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
         return SUCCESS;
     }
     confine::clean();
-    let own = config_files::load_runtime().ok().and_then(|runtime| runtime.log);
+    let own = ConfigFiles::read().runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", None, false, own.as_deref());
     log::trace_to(log.clone(), false);
     // Done here, because the process that does the work may not examine others.

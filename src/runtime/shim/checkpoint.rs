@@ -3,9 +3,9 @@
 use std::convert::Infallible;
 use std::path::PathBuf;
 
-use super::{Call, RuntimeError, Start, create, uid};
+use super::{Call, RuntimeError, Start, create};
 use sublet_core::admit;
-use sublet_core::config_files;
+use sublet_core::process::auxiliary_vector::effective_user;
 
 /// Refuses a container with a share.
 pub(super) fn checkpoint(
@@ -16,7 +16,7 @@ pub(super) fn checkpoint(
     if !admit::may_have_share(&record)? {
         return call.pass_on();
     }
-    match admit::share_of(uid(), id, &record, &config_files::load())? {
+    match admit::share_of(effective_user(), id, &record, &call.files.config())? {
         Some(_) => Err(RuntimeError::NoCheckpoint("checkpoint")),
         None => call.pass_on(),
     }

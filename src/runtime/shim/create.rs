@@ -6,16 +6,17 @@ use std::path::{Path, PathBuf};
 use nix::unistd::getppid;
 use serde_json::Value;
 
-use super::{Call, Dialect, RuntimeError, Start, containers_by_name, uid};
+use super::{Call, Dialect, RuntimeError, Start, containers_by_name};
 use sublet_core::admit::{self, Admission, Candidate, RequestSource};
 use sublet_core::config::{Config, WithoutShare};
-use sublet_core::config_files;
+use sublet_core::fs::below::real_directory;
 use sublet_core::ledger::Container;
 use sublet_core::log::Level;
 use sublet_core::oci::engine::Engine;
 use sublet_core::oci::hooks::{self, Stage};
 use sublet_core::oci::{self, FileError, JsonFile};
 use sublet_core::process::Process;
+use sublet_core::process::auxiliary_vector::effective_user;
 use sublet_core::process::environment;
 use sublet_core::text::safe;
 
@@ -36,7 +37,7 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
     if call.low_level.dialect == Dialect::Runc {
         source.annotations.remove(oci::KEEP_GROUPS);
     }
-    let config = config_files::load()?;
+    let config = call.files.config()?;
     let engine = Engine::of(getppid().as_raw());
     let container = container(call, start, &spec)?;
     let bundle = container.bundle.clone();
@@ -181,11 +182,11 @@ fn container(call: &Call<'_>, start: &Start, spec: &Value) -> Result<Container, 
             return Err(RuntimeError::NotUtf8 { what, path: safe(&path.to_string_lossy()) });
         }
     }
-    Ok(Container { uid: uid(), id: id.to_owned(), bundle, rootfs, record })
+    Ok(Container { uid: effective_user(), id: id.to_owned(), bundle, rootfs, record })
 }
 
 fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
-    path.canonicalize().map_err(|source| RuntimeError::Path {
+    real_directory(path).map_err(|source| RuntimeError::Path {
         what,
         path: safe(&path.to_string_lossy()),
         source,

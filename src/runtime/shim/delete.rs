@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::kill::without_first_thread;
-use super::{Call, RuntimeError, runtime_child, uid};
+use super::{Call, RuntimeError, runtime_child};
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::ledger::LeaseId;
+use sublet_core::process::auxiliary_vector::effective_user;
 use sublet_core::process::{pidfd_await_end, pidfd_kill};
 
 /// How long the end of a first process may take that is ended here.
@@ -55,7 +56,7 @@ fn end_without_first_thread(record: &Path) {
 
 fn marked(call: &Call<'_>, id: &str, record: &Path) -> Option<(LeaseId, Config)> {
     let config = call.config_with_leases()?;
-    match admit::mark_ending(uid(), id, record, &config) {
+    match admit::mark_ending(effective_user(), id, record, &config) {
         Ok(lease) => Some((lease?, config)),
         Err(error) => {
             call.warn(&format!("container {}: {error}", sublet_core::text::safe(id)));

@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-use super::{Call, Dialect, Exec, RuntimeError, uid};
+use super::{Call, Dialect, Exec, RuntimeError};
 use crate::bounded_input;
 use sublet_core::admit::{self, Share};
 use sublet_core::config::{Config, WithoutDaemon};
-use sublet_core::config_files;
-use sublet_core::config_files::ConfigError;
+use sublet_core::config_files::{ConfigError, ConfigFiles};
 use sublet_core::grant::{Environment, refused_beside};
 use sublet_core::oci::{self, JsonFile};
+use sublet_core::process::auxiliary_vector::effective_user;
 use sublet_core::process::confine;
 use sublet_core::text::safe;
 
@@ -36,7 +36,7 @@ const HIGH: i32 = 500;
 
 /// Gives a process that joins a container with a share the share's environment, or does not start it.
 pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeError> {
-    let config = Lazy::default();
+    let config = Lazy { files: call.files, parsed: OnceCell::new() };
     let Some(Found { id, record, share }) = find(call, exec, &config)? else {
         return call.pass_on();
     };
@@ -69,13 +69,15 @@ fn form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &'f str 
     if exec.letters.contains(&name) { letter } else { long }
 }
 
-/// The configuration. It is read only when needed, because most containers have no share.
-#[derive(Default)]
-struct Lazy(OnceCell<Result<Config, ConfigError>>);
+/// The configuration. It is parsed only when needed, because most containers have no share.
+struct Lazy<'a> {
+    files: &'a ConfigFiles,
+    parsed: OnceCell<Result<Config, ConfigError>>,
+}
 
-impl Lazy {
+impl Lazy<'_> {
     fn get(&self) -> &Result<Config, ConfigError> {
-        self.0.get_or_init(config_files::load)
+        self.parsed.get_or_init(|| self.files.config())
     }
 }
 
@@ -86,7 +88,7 @@ struct Found<'a> {
     share: Share,
 }
 
-fn find<'e>(call: &Call<'_>, exec: &'e Exec, config: &Lazy) -> Result<Option<Found<'e>>, RuntimeError> {
+fn find<'e>(call: &Call<'_>, exec: &'e Exec, config: &Lazy<'_>) -> Result<Option<Found<'e>>, RuntimeError> {
     if let Some(id) = &exec.id {
         return found(call, id, config);
     }
@@ -102,12 +104,12 @@ fn find<'e>(call: &Call<'_>, exec: &'e Exec, config: &Lazy) -> Result<Option<Fou
 }
 
 /// The container `id`, if it has a share. The runtime itself refuses a malformed id.
-fn found<'e>(call: &Call<'_>, id: &'e OsStr, config: &Lazy) -> Result<Option<Found<'e>>, RuntimeError> {
+fn found<'e>(call: &Call<'_>, id: &'e OsStr, config: &Lazy<'_>) -> Result<Option<Found<'e>>, RuntimeError> {
     let Some((id, record)) = id.to_str().and_then(|id| Some((id, call.record(id)?))) else { return Ok(None) };
     if !admit::may_have_share(&record)? {
         return Ok(None);
     }
-    let share = admit::share_of(uid(), id, &record, config.get())?;
+    let share = admit::share_of(effective_user(), id, &record, config.get())?;
     Ok(share.map(|share| Found { id, record, share }))
 }
 

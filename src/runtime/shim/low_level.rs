@@ -7,12 +7,17 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
+use sublet_core::fs::below::real_directory;
 use sublet_core::host::user_namespace;
+use sublet_core::process::auxiliary_vector::effective_user;
 
 use super::flags::Dialect;
 
 /// Where names are looked up when there is no PATH.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// How many links the kernel follows (`path_resolution(7)`).
+const MOST_LINKS: usize = 40;
 
 /// None of the configured runtimes is installed.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -93,12 +98,21 @@ fn is_ourselves(program: &Path, metadata: Option<&Metadata>, own: Option<&Metada
 
 /// Decided by the name of the program, or of the file that it links to: distributions link `runc` to crun.
 pub(super) fn dialect(program: &Path) -> Dialect {
-    let target = std::fs::canonicalize(program).unwrap_or_default();
     let is_crun = |path: &Path| {
         let name = file_name(path);
         name.contains("crun") || name.contains("krun")
     };
-    if is_crun(program) || is_crun(&target) { Dialect::Crun } else { Dialect::Runc }
+    if is_crun(program) || is_crun(&led_to(program)) { Dialect::Crun } else { Dialect::Runc }
+}
+
+/// The file to which a chain of links leads, as the last of them names it.
+fn led_to(program: &Path) -> PathBuf {
+    let mut path = program.to_owned();
+    for _ in 0..MOST_LINKS {
+        let Ok(target) = std::fs::read_link(&path) else { break };
+        path = path.with_file_name(target);
+    }
+    path
 }
 
 fn file_name(path: &Path) -> std::borrow::Cow<'_, str> {
@@ -137,7 +151,7 @@ impl Host {
         Self {
             xdg_runtime_dir: variable("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()),
             user: variable("USER"),
-            root: nix::unistd::geteuid().is_root(),
+            root: effective_user() == 0,
             user_namespace: user_namespace::is_nested(),
         }
     }
@@ -198,7 +212,7 @@ impl Dialect {
 /// `path` without links, so that two names of a directory become one. The runtime creates missing components as they
 /// are written.
 fn real(path: &Path) -> PathBuf {
-    let found = path.ancestors().find_map(|above| Some((above.canonicalize().ok()?, above)));
+    let found = path.ancestors().find_map(|above| Some((real_directory(above).ok()?, above)));
     found.map_or_else(
         || path.to_owned(),
         |(real, above)| path.strip_prefix(above).map_or_else(|_| path.to_owned(), |below| real.join(below)),

@@ -22,8 +22,7 @@ use std::path::{Path, PathBuf};
 
 use sublet_core::admit::{AdmitError, EnterError};
 use sublet_core::config::{self, Config, WithoutShare};
-use sublet_core::config_files;
-use sublet_core::config_files::ConfigError;
+use sublet_core::config_files::{ConfigError, ConfigFiles};
 use sublet_core::ledger;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::oci::{FileError, SpecError};
@@ -172,6 +171,7 @@ struct Call<'a> {
     share: Option<String>,
     without_share: WithoutShare,
     low_level: LowLevel,
+    files: &'a ConfigFiles,
     global: &'a Global,
     log: &'a Log,
 }
@@ -195,7 +195,8 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
         let _ = io::stdout().write_all(USAGE.as_bytes());
         return SUCCESS;
     }
-    let runtime = config_files::load_runtime();
+    let files = ConfigFiles::read();
+    let runtime = files.runtime();
     // Engines write the log options in the same way for both runtimes.
     let names = runtime.as_ref().map_or(&[][..], |runtime| &runtime.low_level);
     let found = find(names);
@@ -211,8 +212,8 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
         Err(error) => by_record(args, &error, &log),
     };
     let done = low_level.and_then(|low_level| {
-        let call =
-            Call { args, share: share_of(name), without_share, low_level, global: &line.global, log: &log };
+        let (share, files, global) = (share_of(name), &files, &line.global);
+        let call = Call { args, share, without_share, low_level, files, global, log: &log };
         dispatch(&call, &line.command)
     });
     done.unwrap_or_else(|error| {
@@ -312,7 +313,7 @@ impl Call<'_> {
     /// The configuration, if there are leases at all. If it is invalid, `delete` goes on without it: this must not keep
     /// containers from ending, most of which have no share, and the next command sees that they have ended.
     fn config_with_leases(&self) -> Option<Config> {
-        match config_files::load() {
+        match self.files.config() {
             Ok(config) => ledger::is_there(&config.state_dir).then_some(config),
             Err(error) => {
                 self.warn(&format!("{error}; going on without it"));
@@ -324,11 +325,6 @@ impl Call<'_> {
     fn warn(&self, message: &str) {
         self.log.write(Level::Warning, message);
     }
-}
-
-/// The effective user. Container ids are unique only for each user.
-fn uid() -> u32 {
-    nix::unistd::geteuid().as_raw()
 }
 
 #[cfg(test)]

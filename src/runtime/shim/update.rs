@@ -6,10 +6,10 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::{Call, Dialect, RuntimeError, Update, uid};
+use super::{Call, Dialect, RuntimeError, Update};
 use sublet_core::admit;
-use sublet_core::config_files;
 use sublet_core::oci::JsonFile;
+use sublet_core::process::auxiliary_vector::effective_user;
 
 /// Refuses a change that would take the GPU away from a container with a share.
 pub(super) fn update(
@@ -27,7 +27,7 @@ pub(super) fn update(
     if devices.is_none_or(Vec::is_empty) {
         return call.pass_on();
     }
-    match admit::share_of(uid(), id, &record, &config_files::load())? {
+    match admit::share_of(effective_user(), id, &record, &call.files.config())? {
         Some(_) => Err(RuntimeError::Devices),
         None => call.pass_on(),
     }

@@ -45,7 +45,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let (source, given_by) = source(arguments, &spec)?;
     let request = request_of(&source, &spec, config)?;
     let mut inventory = inventory_for(whose, config)?;
-    let image = oci::inspect(&spec, &rootfs, &request, &inventory, config)?;
+    let tree = oci::Tree::open(&spec, &rootfs)?;
+    let image = oci::inspect(&spec, &tree, &request, &inventory, config)?;
     let mut ledger = Store::open(&config.state_dir)?.peek()?;
     ledger.leases.retain(|lease| earlier.as_deref() != Some(lease.id.as_str()));
     let id = LeaseId::random()?;
@@ -54,7 +55,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
     let lease = lease_for(&candidate, &placement, &image, id, config);
     let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, &request.over(config));
-    oci::check_mps_directories(&spec, &candidate.container.rootfs, &grant)?;
+    oci::check_mps_directories(&spec, &tree, &grant)?;
     let answer = Answer::of(&request, &placement, &lease, &grant.warnings, &inventory);
     match arguments.format {
         Format::Json => {

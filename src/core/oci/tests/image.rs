@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::rootfs::{Root, TRIPLET, elf, in_triplet, inventory, machine, time_slice};
+use super::rootfs::{Root, TRIPLET, elf, in_triplet, inspect_in, inventory, machine, time_slice};
 use crate::config::Config;
 use crate::grant::Image;
 use crate::oci::image::room_for_share_program;
 use crate::oci::rootfs::Tree;
-use crate::oci::{ImageError, check_no_other_daemon, inspect};
+use crate::oci::{ImageError, check_no_other_daemon};
 use crate::request::Request;
 
 #[test]
@@ -130,7 +130,7 @@ fn loops_fifos_and_devices_do_not_hold_us() {
 #[test]
 fn a_rootfs_that_is_not_there_is_an_error() {
     let error =
-        inspect(&json!({}), Path::new("/nonexistent"), &time_slice(), &inventory(), &Config::default());
+        inspect_in(Path::new("/nonexistent"), &json!({}), &time_slice(), &inventory(), &Config::default());
     assert!(matches!(error, Err(ImageError::Rootfs { .. })));
 }
 
@@ -200,7 +200,7 @@ fn what_an_image_gets_nothing_for_is_named_once() {
         let not_served = not_served.iter().map(|&word| word.to_owned()).collect();
         let request = Request { not_served, ..time_slice() };
         let (rootfs, config) = (root.path("rootfs"), Config::default());
-        inspect(&json!({}), &rootfs, &request, &inventory(), &config).unwrap().warnings
+        inspect_in(&rootfs, &json!({}), &request, &inventory(), &config).unwrap().warnings
     };
     let line = "the image's NVIDIA_DRIVER_CAPABILITIES names display, compat32, for which nothing is mounted";
     let seen = warned(&["display", "compat32"]);
@@ -215,7 +215,7 @@ fn a_file_that_is_of_no_use_in_the_image_is_left_out_and_named() {
     let mut inventory = inventory();
     inventory.files[1].needs = Some(loader.into());
     let look =
-        || inspect(&json!({}), &root.path("rootfs"), &time_slice(), &inventory, &Config::default()).unwrap();
+        || inspect_in(&root.path("rootfs"), &json!({}), &time_slice(), &inventory, &Config::default()).unwrap();
     let image = look();
     assert_eq!(image.useless, [Path::new("/usr/bin/nvidia-smi")]);
     assert!(!image.created.contains(&PathBuf::from("/usr/bin/nvidia-smi")), "no mount point is made for it");

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use crate::config::Config;
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, Mount};
 use crate::inventory::{DriverFile, FileKind, Inventory};
+use crate::oci::rootfs::Tree;
 use crate::oci::{ImageError, check_mps_directories, inspect};
 use crate::place::fixture;
 use crate::request::Request;
@@ -70,7 +71,7 @@ impl Root {
     }
 
     pub fn inspect_as(&self, spec: &Value, request: &Request, config: &Config) -> Result<Image, ImageError> {
-        inspect(spec, &self.path("rootfs"), request, &inventory(), config)
+        inspect_in(&self.path("rootfs"), spec, request, &inventory(), config)
     }
 
     /// As [`Self::inspect`], for a container whose placement has an MPS daemon.
@@ -81,7 +82,7 @@ impl Root {
         let mounts =
             directories.map(|path| Mount { source: "/run/sublet/mps/x".into(), destination: path.into() });
         let grant = Grant { mounts: mounts.collect(), ..Grant::default() };
-        check_mps_directories(spec, &self.path("rootfs"), &grant)
+        check_mps_directories(spec, &Tree::open(spec, &self.path("rootfs"))?, &grant)
     }
 
     pub fn inspect(&self, spec: &Value) -> Result<Image, ImageError> {
@@ -91,6 +92,17 @@ impl Root {
     pub fn library_dir(&self) -> Option<PathBuf> {
         self.inspect(&json!({})).unwrap().library_dir
     }
+}
+
+/// [`inspect`] of the root filesystem `rootfs`.
+pub(super) fn inspect_in(
+    rootfs: &Path,
+    spec: &Value,
+    request: &Request,
+    inventory: &Inventory,
+    config: &Config,
+) -> Result<Image, ImageError> {
+    inspect(spec, &Tree::open(spec, rootfs)?, request, inventory, config)
 }
 
 pub(super) fn machine() -> u16 {
