@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 
 use crate::peer::OWNS;
-use sublet_core::admit::{self, Local};
+use sublet_core::admit::{Leases, Local};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Freed, LeaseId, Store};
 
@@ -26,7 +26,7 @@ pub struct Arguments {
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if let Some(lease) = &arguments.deleted {
         let lease = LeaseId::parse(lease).context("--deleted: not a lease id of 16 hex digits")?;
-        admit::end(&lease, config)?;
+        Leases::of(config).end(&lease)?;
         return Ok(ExitCode::SUCCESS);
     }
     if arguments.rebuild {

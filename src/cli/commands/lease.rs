@@ -8,7 +8,7 @@ use super::lease_table;
 use super::status::Host;
 use super::tables::{self, Format};
 use crate::names::{Names, lease_of};
-use sublet_core::admit;
+use sublet_core::admit::Leases;
 use sublet_core::config::Config;
 
 /// Subcommands of `sublet lease`.
@@ -66,7 +66,7 @@ fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode>
              has ended"
         );
     }
-    admit::withdraw(id, config)?;
+    Leases::of(config).withdraw(id)?;
     println!("Lease {id} released.");
     Ok(ExitCode::SUCCESS)
 }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::take_lease::LOOK_AGAIN;
-use super::{AdmitError, is_remote, state};
+use super::{AdmitError, Leases, is_remote};
 use crate::config::Config;
 use crate::inventory::{self, Inventory, InventoryError};
 use crate::ledger::{self, Store};
@@ -27,7 +27,7 @@ pub(super) fn fresh_inventory_beside(_: &Store, config: &Config) -> Result<Inven
 
 fn fresh(loaded: Result<Inventory, InventoryError>, config: &Config) -> Result<Inventory, AdmitError> {
     match loaded {
-        Err(error) if error.wants_refresh() => state(config).new_inventory(),
+        Err(error) if error.wants_refresh() => Leases::of(config).new_inventory(),
         loaded => Ok(loaded?),
     }
 }

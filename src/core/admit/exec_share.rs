@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::{AdmitError, request_of_spec, state};
+use super::{AdmitError, Leases, request_of_spec};
 use crate::config::{self, Config};
 use crate::config_files::ConfigError;
 use crate::grant::{self, Environment};
@@ -160,7 +160,7 @@ fn by_ledger(
         Ok(config) => config,
         Err(error) => return untold(error.to_string()),
     };
-    let ledger = match state(config).ledger_of_hooks() {
+    let ledger = match Leases::of(config).ledger_of_hooks() {
         Ok(Some(ledger)) => ledger,
         Ok(None) => return Ok(None),
         Err(error) => return untold(error.to_string()),
@@ -180,7 +180,7 @@ fn by_ledger(
 pub fn enter(share: &Share, id: &str, record: &Path, config: Option<&Config>) -> Result<(), AdmitError> {
     let Some(public) = &share.daemon else { return Ok(()) };
     let entered = match config {
-        Some(config) => state(config).enter(public, id, record),
+        Some(config) => Leases::of(config).enter(public, id, record),
         None => mps::ensure_answering(public, &Config::default()).map_err(AdmitError::from),
     };
     entered.map_err(|error| AdmitError::NoDaemon(Box::new(error)))

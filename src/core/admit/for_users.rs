@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use super::end_left::Owns;
 use super::local::Local;
-use super::local_or_remote::State as _;
 use super::reconcile::read;
 use super::take_lease::{self, Rootfs, Terms};
 use super::{AdmitError, Candidate};
@@ -99,7 +98,7 @@ impl Local<'_> {
         }))
     }
 
-    /// As [`super::enter`] for container `id` of `uid`, who asks `sublet serve`. `false`: no lease of it is known here.
+    /// As [`super::Leases::enter`] for container `id` of `uid`, who asks `sublet serve`. `false`: no lease of it is known here.
     pub fn enter_for(&self, uid: u32, id: &str, record: &Path) -> Result<bool, AdmitError> {
         let ledger = read(&self.store()?)?;
         let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(false) };
@@ -109,7 +108,7 @@ impl Local<'_> {
         Ok(true)
     }
 
-    /// As [`super::mark_ending`], where `deleter` deletes the container.
+    /// As [`super::Leases::mark_ending`], where `deleter` deletes the container.
     pub fn mark_ending_for(
         &self,
         deleter: Process,
@@ -117,10 +116,10 @@ impl Local<'_> {
         id: &str,
         record: &Path,
     ) -> Result<Option<LeaseId>, AdmitError> {
-        self.mark(uid, id, record, Some(deleter))
+        self.mark_ending(uid, id, record, Some(deleter))
     }
 
-    /// As [`super::bind`], to `process`, which was verified to be the user's. `beside` is the process that reported it.
+    /// As [`super::Leases::bind`], to `process`, which was verified to be the user's. `beside` is the process that reported it.
     ///
     /// # Errors
     /// The lease was freed or belongs to another container, or the ledger cannot be written.
@@ -141,17 +140,17 @@ impl Local<'_> {
         self.bind(lease, &binding)
     }
 
-    /// As [`super::hand_over`].
+    /// As [`super::Leases::hand_over`].
     pub fn hand_over_for(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
         self.hand_over(lease, owner)
     }
 
-    /// As [`super::abandon`].
+    /// As [`super::Leases::abandon`].
     pub fn abandon_for(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
         self.abandon(uid, id, owner)
     }
 
-    /// As [`super::unmark`].
+    /// As [`super::Leases::unmark`].
     pub fn unmark_for(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         self.unmark(lease)
     }

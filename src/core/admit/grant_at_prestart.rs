@@ -12,7 +12,7 @@ use super::request_of_spec::{
     RequestSource, asks_for_a_share, blame_gone_cdi_device, has_environment, request_of,
 };
 use super::take_lease::{self, Rootfs, Terms};
-use super::{AdmitError, Candidate, state};
+use super::{AdmitError, Candidate, Leases};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Store};
@@ -67,7 +67,7 @@ pub fn late(
         None => admit_live(container, init, (&source, spec), engine, config),
     });
     if let Err(error) = &admitted {
-        state(config).record_refusal(&container.id, error);
+        Leases::of(config).record_refusal(&container.id, error);
     }
     admitted
 }
@@ -195,7 +195,7 @@ fn environment(grant: &Grant, lease: &Lease) -> String {
 
 /// The lease of an ended container that only the ledger knows, because its config.json names none.
 pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
-    let Some(ledger) = state(config).ledger_of_hooks()? else { return Ok(None) };
+    let Some(ledger) = Leases::of(config).ledger_of_hooks()? else { return Ok(None) };
     Ok(ended(&ledger, container).map(|lease| lease.id.clone()))
 }
 

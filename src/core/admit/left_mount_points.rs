@@ -9,7 +9,7 @@ use crate::ledger::{self, LEASE_RECORD_ANNOTATION, Lease};
 use crate::oci::podman_storage;
 use crate::oci::{self, JsonFile};
 
-/// Removes the mount points that the runtime created in the root filesystem of a container that [`super::bind`]
+/// Removes the mount points that the runtime created in the root filesystem of a container that [`super::Leases::bind`]
 /// refused. The runtime now gives the container up and runs no poststop hook, and the process that freed the lease
 /// looked before the files existed. Errors are ignored, because the container does not start in any case.
 pub fn clear_unbound(bundle: &Path, config: &Config) {

@@ -6,14 +6,13 @@ use serde_json::Value;
 
 use super::job_error::JobError;
 use super::local::Local;
-use super::local_or_remote::State;
 use super::reconcile::{clear_before, read};
 use super::request_of_spec::{RequestSource, blame_gone_cdi_device, is_of_bundle, request_of, undo};
 use super::take_lease::{self, Rootfs, Terms};
-use super::{Admission, AdmitError, Candidate, current_inventory, last_refusals};
+use super::{Admission, AdmitError, Candidate, last_refusals};
 use crate::grant::{self, Grant};
-use crate::inventory::{self, Inventory};
-use crate::ledger::{self, Binding, Container, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Store};
+use crate::inventory;
+use crate::ledger::{Binding, Container, LEASE_ANNOTATION, Lease, LeaseId, Store};
 use crate::process::Process;
 use crate::request::Request;
 use crate::{mps, oci};
@@ -140,8 +139,8 @@ impl Local<'_> {
         Ok(warnings)
     }
 
-    /// As [`super::mark_ending`], where `deleter` deletes the container.
-    pub(super) fn mark(
+    /// As [`super::Leases::mark_ending`], where `deleter` deletes the container.
+    pub(super) fn mark_ending(
         &self,
         uid: u32,
         id: &str,
@@ -179,8 +178,8 @@ pub(super) fn same(a: &Container, b: &Container) -> bool {
     (a.uid, &a.id, &a.bundle) == (b.uid, &b.id, &b.bundle)
 }
 
-impl State for Local<'_> {
-    fn admit(
+impl Local<'_> {
+    pub(super) fn admit(
         &self,
         candidate: &Candidate<'_>,
         source: &RequestSource,
@@ -193,11 +192,11 @@ impl State for Local<'_> {
         }
     }
 
-    fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+    pub(super) fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         self.free(lease, &self.store()?)
     }
 
-    fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+    pub(super) fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         let store = self.store()?;
         let ledger = read(&store)?;
         let Some(held) = ledger.lease(lease).cloned() else {
@@ -208,10 +207,7 @@ impl State for Local<'_> {
         self.free(lease, &store)
     }
 
-    /// Nothing to do: the process that frees a lease of root's also removes what it left.
-    fn clear_after(&self, _lease: &Lease) {}
-
-    fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
+    pub(super) fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
         let store = self.store()?;
         if read(&store)?.abandon(uid, id, owner).is_empty() {
             return Ok(());
@@ -221,41 +217,18 @@ impl State for Local<'_> {
         Ok(())
     }
 
-    fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
+    pub(super) fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
         Ok(self.store()?.hand_over(lease, owner)?)
     }
 
-    fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
+    pub(super) fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
         Ok(self.store()?.bind(lease, binding)??)
     }
 
-    fn mark_ending(&self, uid: u32, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {
-        self.mark(uid, id, record, Process::current().ok())
-    }
-
-    fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+    pub(super) fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         let store = self.store()?;
         let freed = store.unmark_ending(lease)?;
         self.tidy(&freed, &store);
         Ok(())
-    }
-
-    fn enter(&self, public: &Path, _id: &str, _record: &Path) -> Result<(), AdmitError> {
-        Ok(mps::ensure_answering(public, self.config)?)
-    }
-
-    fn new_inventory(&self) -> Result<Inventory, AdmitError> {
-        current_inventory::refresh(self.config)
-    }
-
-    fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError> {
-        if !ledger::is_there(&self.config.state_dir) {
-            return Ok(None);
-        }
-        Ok(Some(read(&self.store()?)?))
-    }
-
-    fn record_refusal(&self, container: &str, error: &AdmitError) {
-        last_refusals::record(container, error, self.config);
     }
 }

@@ -1,18 +1,23 @@
-//! Whether this process changes the state on this host's disk itself ([`super::local`]), or asks `sublet serve` to do
-//! so ([`super::remote`]).
+//! Which leases an entry point is about: those on this host's disk, which this process changes itself ([`super::local`]),
+//! or those of `sublet serve`, which is asked to do so ([`super::remote`]).
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Admission, AdmitError, Candidate, RequestSource};
+use super::local::Local;
+use super::reconcile::read;
+use super::remote::Remote;
+use super::{Admission, AdmitError, Candidate, RequestSource, last_refusals, refresh};
 use crate::config::Config;
 use crate::host::user_namespace;
 use crate::inventory::Inventory;
-use crate::ledger::{Binding, Lease, LeaseId, Ledger};
+use crate::ledger::{self, Binding, Container, Lease, LeaseId, Ledger};
+use crate::oci::podman_storage;
 use crate::process::Process;
 use crate::process::auxiliary_vector::effective_user;
+use crate::{mps, oci};
 
 /// Whether this process may not change the state. Root of the initial user namespace may, and so may the owner of the
 /// state directory (tests; root in a system container). Under rootless engines this process seems to be root, and files
@@ -34,52 +39,198 @@ pub fn is_remote(config: &Config) -> bool {
     owner.is_none_or(|dir| dir.uid() != us)
 }
 
-/// The operations on a container's lease, the same for both places of the state.
-pub(super) trait State {
-    /// As [`super::admit`], for a container that asks for a share and has a place for its mounts.
-    fn admit(
+/// The leases that a configuration names, for an entry point. Where they are is decided once, by [`Leases::of`].
+pub struct Leases<'a> {
+    place: Place<'a>,
+    config: &'a Config,
+}
+
+enum Place<'a> {
+    Local(Local<'a>),
+    Remote(Remote<'a>),
+}
+
+impl<'a> Leases<'a> {
+    /// Those that `config` names.
+    #[must_use]
+    pub fn of(config: &'a Config) -> Self {
+        let place = if is_remote(config) {
+            Place::Remote(Remote::new(config))
+        } else {
+            Place::Local(Local::for_engine(config))
+        };
+        Self { place, config }
+    }
+
+    /// Whether `sublet serve` has them.
+    #[must_use]
+    pub const fn are_remote(&self) -> bool {
+        matches!(self.place, Place::Remote(_))
+    }
+
+    /// `container` with the path at which its root filesystem can be read now. config.json may name a place where it is
+    /// mounted only later.
+    ///
+    /// # Errors
+    /// The root filesystem cannot be found. `sublet status --last-error` shows this.
+    pub fn located(
+        &self,
+        container: Container,
+        spec: &Value,
+        bundle: &Path,
+    ) -> Result<Container, AdmitError> {
+        let found =
+            podman_storage::root_filesystem(container.rootfs.clone(), spec, bundle).map_err(AdmitError::from);
+        if let Err(error) = &found {
+            self.record_refusal(&container.name(), error);
+        }
+        Ok(Container { rootfs: found?, ..container })
+    }
+
+    /// Takes a share for the container and edits `spec` for it.
+    ///
+    /// # Errors
+    /// Any reason not to start the container. Nothing is then left behind, and `sublet status --last-error` shows the
+    /// reason.
+    pub fn admit(
         &self,
         candidate: &Candidate<'_>,
         source: &RequestSource,
         spec: &mut Value,
-    ) -> Result<Admission, AdmitError>;
+    ) -> Result<Admission, AdmitError> {
+        let admitted =
+            self.check_place_for_mounts(spec, &candidate.container).and_then(|()| match &self.place {
+                Place::Local(local) => local.admit(candidate, source, spec),
+                Place::Remote(remote) => remote.admit(candidate, source, spec),
+            });
+        if let Err(error) = &admitted {
+            self.record_refusal(&candidate.container.name(), error);
+        }
+        admitted
+    }
 
-    /// As [`super::withdraw`].
-    fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError>;
+    /// Checks that the container has its own mount namespace, and that it can see what another entry point has mounted.
+    fn check_place_for_mounts(&self, spec: &Value, container: &Container) -> Result<(), AdmitError> {
+        oci::own_mount_namespace(spec)?;
+        Ok(oci::uncovered(spec, &container.rootfs, &self.config.state_dir)?)
+    }
 
-    /// As [`super::end`].
-    fn end(&self, lease: &LeaseId) -> Result<(), AdmitError>;
+    /// Frees `lease`, whose container was never created.
+    pub fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        match &self.place {
+            Place::Local(local) => local.withdraw(lease),
+            Place::Remote(remote) => remote.withdraw(lease),
+        }
+    }
 
-    /// As [`super::clear_after`].
-    fn clear_after(&self, lease: &Lease);
+    /// Frees the lease of an ended container once its cgroup is empty, then adjusts or ends its MPS server. Unknown ids are
+    /// no error, because an end may be reported twice.
+    ///
+    /// # Errors
+    /// The ledger cannot be read or written, or the container's processes do not end.
+    pub fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        match &self.place {
+            Place::Local(local) => local.end(lease),
+            Place::Remote(remote) => remote.end(lease),
+        }
+    }
 
-    /// As [`super::abandon`].
-    fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError>;
+    /// After the end of a container whose annotation has the lease `record`, a rootless user removes what it left in the
+    /// user's own files, whichever process has freed the lease. What a container of root's left is removed by who frees its
+    /// lease.
+    pub fn clear_after(&self, record: &str) {
+        if let (Place::Remote(remote), Some(lease)) = (&self.place, Lease::from_annotation(record)) {
+            remote.clear_after(&lease);
+        }
+    }
 
-    /// As [`super::hand_over`].
-    fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError>;
+    /// Frees the lease that `owner`, an engine that starts container `id` of `uid` again, still holds from a failed start.
+    pub fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
+        match &self.place {
+            Place::Local(local) => local.abandon(uid, id, owner),
+            Place::Remote(remote) => remote.abandon(id, owner),
+        }
+    }
 
-    /// As [`super::bind`].
-    fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError>;
+    /// Makes `owner` responsible for `lease` until it is bound. If `owner` ends without a container, or binding takes too
+    /// long, the lease is freed.
+    pub fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
+        match &self.place {
+            Place::Local(local) => local.hand_over(lease, owner),
+            Place::Remote(remote) => remote.hand_over(lease, owner),
+        }
+    }
 
-    /// As [`super::mark_ending`].
-    fn mark_ending(&self, uid: u32, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError>;
+    /// Binds `lease` to its container, which now exists.
+    ///
+    /// # Errors
+    /// The lease was freed or belongs to another container, so this container must not start. Or the ledger cannot be
+    /// written.
+    pub fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
+        let bound = match &self.place {
+            Place::Local(local) => local.bind(lease, binding),
+            Place::Remote(remote) => remote.bind(lease, binding),
+        };
+        if let Err(error) = &bound {
+            self.record_refusal(&binding.id, error);
+        }
+        bound
+    }
 
-    /// As [`super::unmark`].
-    fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError>;
+    /// Marks the lease of container `id` (of `uid`) as ending. [`Leases::unmark`] restores its earlier state.
+    pub fn mark_ending(&self, uid: u32, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {
+        match &self.place {
+            Place::Local(local) => local.mark_ending(uid, id, record, Process::current().ok()),
+            Place::Remote(remote) => remote.mark_ending(id, record),
+        }
+    }
 
-    /// As [`super::enter`], for the MPS daemon of which the container sees `public`.
-    fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError>;
+    /// A failed delete leaves the lease as it was.
+    pub fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        match &self.place {
+            Place::Local(local) => local.unmark(lease),
+            Place::Remote(remote) => remote.unmark(lease),
+        }
+    }
+
+    /// Makes sure that the MPS daemon of which the container sees `public` answers.
+    ///
+    /// # Errors
+    /// It does not answer and cannot be restarted at once.
+    pub(super) fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
+        match &self.place {
+            Place::Local(local) => Ok(mps::ensure_answering(public, local.config)?),
+            Place::Remote(remote) => remote.enter(public, id, record),
+        }
+    }
 
     /// A new inventory, if the cached one is out of date.
-    fn new_inventory(&self) -> Result<Inventory, AdmitError>;
+    pub(super) fn new_inventory(&self) -> Result<Inventory, AdmitError> {
+        match &self.place {
+            Place::Local(local) => refresh(local.config),
+            Place::Remote(remote) => remote.new_inventory(),
+        }
+    }
 
-    /// The ledger, if it may have leases that no config.json names; `None` if there cannot be any.
-    fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError>;
+    /// The ledger, if it may have leases that no config.json names; `None` if there cannot be any. No hook gives a share to
+    /// a rootless container that already exists.
+    pub(super) fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError> {
+        match &self.place {
+            Place::Local(local) if ledger::is_there(&local.config.state_dir) => {
+                Ok(Some(read(&local.store()?)?))
+            }
+            _ => Ok(None),
+        }
+    }
 
     /// Records that `container` was refused, for `sublet status --last-error`. A lost record is no reason to fail,
     /// because the caller reports the error itself.
-    fn record_refusal(&self, container: &str, error: &AdmitError);
+    pub(super) fn record_refusal(&self, container: &str, error: &AdmitError) {
+        match &self.place {
+            Place::Local(local) => last_refusals::record(container, error, local.config),
+            Place::Remote(remote) => remote.record_refusal(container, error),
+        }
+    }
 }
 
 #[cfg(test)]

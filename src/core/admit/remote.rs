@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::left_mount_points::{clear_volumes, may_be_in_use};
-use super::local_or_remote::State;
 use super::request_of_spec::{RequestSource, is_of_bundle, request_of, undo};
 use super::take_lease::pause;
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP};
@@ -15,7 +14,7 @@ use crate::broker::protocol::{Admit, Answer, Ask, ContainerNames};
 use crate::config::Config;
 use crate::grant::Image;
 use crate::inventory::Inventory;
-use crate::ledger::{self, Binding, LEASE_ANNOTATION, Lease, LeaseId, Ledger};
+use crate::ledger::{self, Binding, LEASE_ANNOTATION, Lease, LeaseId};
 use crate::process::Process;
 use crate::request::Request;
 use crate::{mps, oci, slurm};
@@ -72,8 +71,8 @@ impl<'a> Remote<'a> {
     }
 }
 
-impl State for Remote<'_> {
-    fn admit(
+impl Remote<'_> {
+    pub(super) fn admit(
         &self,
         candidate: &Candidate<'_>,
         source: &RequestSource,
@@ -116,12 +115,12 @@ impl State for Remote<'_> {
         }
     }
 
-    fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+    pub(super) fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         self.freed(&Ask::Withdraw { lease: lease.clone() })
     }
 
     /// The service does not wait for the container's processes to end, so this process does.
-    fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+    pub(super) fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         let deadline = Instant::now() + EMPTY_CGROUP;
         loop {
             match self.freed(&Ask::End { lease: lease.clone() }) {
@@ -134,7 +133,7 @@ impl State for Remote<'_> {
     }
 
     /// Another command has already freed the lease. What the container left is known from its own annotation.
-    fn clear_after(&self, lease: &Lease) {
+    pub(super) fn clear_after(&self, lease: &Lease) {
         let rootfs = &lease.container.rootfs;
         // Another container with the same root filesystem may hold a share.
         if !may_be_in_use(rootfs, Some(lease), self.config) {
@@ -143,18 +142,18 @@ impl State for Remote<'_> {
         clear_volumes(lease, self.config);
     }
 
-    fn abandon(&self, _uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
+    pub(super) fn abandon(&self, id: &str, owner: Process) -> Result<(), AdmitError> {
         if !self.may_have_lease(id) {
             return Ok(());
         }
         self.done(&Ask::Abandon { id: id.to_owned(), owner: owner.pid })
     }
 
-    fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
+    pub(super) fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
         self.done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid })
     }
 
-    fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
+    pub(super) fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
         let container = ContainerNames {
             id: binding.id.clone(),
             bundle: binding.bundle.clone(),
@@ -164,7 +163,7 @@ impl State for Remote<'_> {
         self.done(&Ask::Bind { lease: lease.clone(), container, pid: binding.init.process.pid })
     }
 
-    fn mark_ending(&self, _uid: u32, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {
+    pub(super) fn mark_ending(&self, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {
         let ask = Ask::Ending { id: id.to_owned(), record: record.to_owned() };
         let lease = match self.may_have_lease(id).then(|| self.broker().ask(&ask)).transpose()? {
             Some(Answer::Lease(lease)) => lease,
@@ -177,13 +176,13 @@ impl State for Remote<'_> {
         Ok(lease)
     }
 
-    fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+    pub(super) fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         self.done(&Ask::Unmark { lease: lease.clone() })
     }
 
     /// The service restarts a daemon that does not answer. If the service is not running, a daemon that answers is
     /// enough.
-    fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
+    pub(super) fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
         let ask = Ask::Enter { id: id.to_owned(), record: record.to_owned() };
         let missing = match self.broker().ask(&ask) {
             Ok(Answer::Done(true)) => return Ok(()),
@@ -199,20 +198,15 @@ impl State for Remote<'_> {
         }
     }
 
-    fn new_inventory(&self) -> Result<Inventory, AdmitError> {
+    pub(super) fn new_inventory(&self) -> Result<Inventory, AdmitError> {
         match self.broker().ask(&Ask::Inventory)? {
             Answer::Inventory(inventory) => Ok(*inventory),
             _ => unfitting(),
         }
     }
 
-    /// No hook gives a share to a rootless container that already exists.
-    fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError> {
-        Ok(None)
-    }
-
     /// That the service does not answer is not reported to it as a refusal.
-    fn record_refusal(&self, container_id: &str, error: &AdmitError) {
+    pub(super) fn record_refusal(&self, container_id: &str, error: &AdmitError) {
         let silent =
             |broker: &BrokerError| !matches!(broker, BrokerError::Refused { .. } | BrokerError::TooLong);
         if matches!(error, AdmitError::Broker(broker) if silent(broker)) {
@@ -315,10 +309,10 @@ mod tests {
     fn containers_that_the_ledger_does_not_mention_need_no_service() {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path());
-        assert_eq!(Remote::new(&config).mark_ending(0, "c1", Path::new("/r/c1")).unwrap(), None);
+        assert_eq!(Remote::new(&config).mark_ending("c1", Path::new("/r/c1")).unwrap(), None);
         std::fs::write(dir.path().join("ledger.json"), r#"{"leases":[{"id":"c1"}]}"#).unwrap();
-        assert_eq!(Remote::new(&config).mark_ending(0, "c2", Path::new("/r/c2")).unwrap(), None);
-        let error = Remote::new(&config).mark_ending(0, "c1", Path::new("/r/c1")).unwrap_err();
+        assert_eq!(Remote::new(&config).mark_ending("c2", Path::new("/r/c2")).unwrap(), None);
+        let error = Remote::new(&config).mark_ending("c1", Path::new("/r/c1")).unwrap_err();
         assert!(error.to_string().starts_with("sublet serve is not running"), "{error}");
     }
 }

@@ -3,7 +3,7 @@
 use super::HookError;
 use super::container_state::State;
 use crate::shim;
-use sublet_core::admit;
+use sublet_core::admit::{self, Leases};
 use sublet_core::config_files;
 use sublet_core::ledger::{Binding, Init, LeaseId};
 use sublet_core::process::Process;
@@ -14,7 +14,7 @@ use sublet_core::process::confine;
 pub(super) fn bind(state: &State, lease: &LeaseId) -> Result<(), HookError> {
     let config = config_files::load()?;
     let binding = binding(state)?;
-    admit::bind(lease, &binding, &config).map_err(|source| {
+    Leases::of(&config).bind(lease, &binding).map_err(|source| {
         admit::clear_unbound(&binding.bundle, &config);
         HookError::Bind { id: super::name(state), source }
     })

@@ -23,7 +23,7 @@ use container_state::{State, StateError};
 
 use crate::bounded_input;
 use crate::status::{FAILURE, SUCCESS};
-use sublet_core::admit::{self, AdmitError};
+use sublet_core::admit::{AdmitError, Leases};
 use sublet_core::config_files;
 use sublet_core::config_files::{ConfigError, ConfigFiles};
 use sublet_core::ledger::LeaseId;
@@ -274,8 +274,9 @@ fn poststop(state: &State, by_cdi: bool) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => {
             let config = config_files::load()?;
-            admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })?;
-            admit::clear_after(state.lease_record(), &config);
+            let leases = Leases::of(&config);
+            leases.end(&lease).map_err(|source| HookError::End { id: name(state), source })?;
+            leases.clear_after(state.lease_record());
             Ok(())
         }
         None if by_cdi || state.has_sublet_annotations() => prestart::ended(state),

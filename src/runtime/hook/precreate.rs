@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::container_state::StateError;
 use super::{HookError, journal};
 use crate::bounded_input;
-use sublet_core::admit::{self, Admission, Candidate, RequestSource};
+use sublet_core::admit::{Admission, AdmitError, Candidate, Leases, RequestSource};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
@@ -76,20 +76,20 @@ fn admitted(
 ) -> Result<Option<Granted>, HookError> {
     // Podman 5 runs the hook in the bundle.
     let bundle = std::env::current_dir().unwrap_or_default();
-    let source = RequestSource::of(spec, &bundle, None).map_err(admit::AdmitError::from)?;
+    let source = RequestSource::of(spec, &bundle, None).map_err(AdmitError::from)?;
     let Some(source) = source else { return Ok(None) };
     let config = config_files::load()?;
     source.check_without_shim(&config)?;
     let owner = Process::current().map_err(HookError::Process)?;
-    let container = admit::located(container(spec)?, spec, &bundle, &config)?;
+    let leases = Leases::of(&config);
+    let container = leases.located(container(spec)?, spec, &bundle)?;
     let candidate = Candidate { container, owner, engine: waits };
     let is_first = spec.pointer("/annotations").is_none_or(|all| all.get(LEASE_ANNOTATION).is_none());
     if let Some(engine) = engine.filter(|_| is_first) {
-        admit::abandon(candidate.container.uid, &candidate.container.id, engine, &config)?;
+        leases.abandon(candidate.container.uid, &candidate.container.id, engine)?;
     }
     let mut edited = spec.clone();
-    let Admission::Granted { lease, mut warnings } = admit::admit(&candidate, &source, &mut edited, &config)?
-    else {
+    let Admission::Granted { lease, mut warnings } = leases.admit(&candidate, &source, &mut edited)? else {
         return Ok(None);
     };
     warnings.extend(neighbour(spec, &config));
@@ -106,11 +106,11 @@ impl Granted {
             // If the engine has ended, nothing reads the output.
             let engine = engine.filter(Process::is_alive).ok_or(HookError::NoEngine)?;
             let text = serde_json::to_vec(&self.spec).map_err(|error| HookError::Output(error.into()))?;
-            admit::hand_over(&self.lease, engine, &self.config)?;
+            Leases::of(&self.config).hand_over(&self.lease, engine)?;
             print(&text)
         });
         if finished.is_err() {
-            if let Err(error) = admit::withdraw(&self.lease, &self.config) {
+            if let Err(error) = Leases::of(&self.config).withdraw(&self.lease) {
                 tracing::warn!("{error}");
             }
         }

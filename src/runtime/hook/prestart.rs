@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::HookError;
 use super::container_state::{State, Status};
-use sublet_core::admit::{self, Late, RequestSource};
+use sublet_core::admit::{self, Late, Leases, RequestSource};
 use sublet_core::config_files;
 use sublet_core::host::user_namespace;
 use sublet_core::ledger::Container;
@@ -71,7 +71,7 @@ pub(super) fn ended(state: &State) -> Result<(), HookError> {
     let config = config_files::load()?;
     let container = named(state, bundle);
     let end = admit::end_of(&container, &config).and_then(|lease| match lease {
-        Some(lease) => admit::end(&lease, &config),
+        Some(lease) => Leases::of(&config).end(&lease),
         None => Ok(()),
     });
     end.map_err(|source| HookError::End { id, source })

@@ -7,8 +7,8 @@ use nix::unistd::getppid;
 use serde_json::Value;
 
 use super::{Call, Dialect, RuntimeError, Start, containers_by_name};
-use sublet_core::admit::{self, Admission, Candidate, RequestSource};
-use sublet_core::config::{Config, WithoutShare};
+use sublet_core::admit::{Admission, Candidate, Leases, RequestSource};
+use sublet_core::config::WithoutShare;
 use sublet_core::fs::below::real_directory;
 use sublet_core::ledger::Container;
 use sublet_core::log::Level;
@@ -41,22 +41,23 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
     let engine = Engine::of(getppid().as_raw());
     let container = container(call, start, &spec)?;
     let bundle = container.bundle.clone();
+    let leases = Leases::of(&config);
     let candidate = Candidate {
-        container: admit::located(container, &spec, &bundle, &config)?,
+        container: leases.located(container, &spec, &bundle)?,
         owner: Process::current().map_err(RuntimeError::Process)?,
         engine: engine.as_ref(),
     };
-    match admit::admit(&candidate, &source, &mut spec, &config)? {
+    match leases.admit(&candidate, &source, &mut spec)? {
         Admission::AlreadyGranted(_) | Admission::NoShare => call.pass_on(),
         Admission::Granted { lease, warnings } => {
             for warning in warnings {
                 call.warn(&format!("container {}: {warning}", candidate.container.id));
             }
             let error = match candidate.check_wanted() {
-                Ok(()) => become_edited(call, &file, spec, &hooks(kind, &config)),
+                Ok(()) => become_edited(call, &file, spec, &hooks(kind, &leases)),
                 Err(error) => error.into(),
             };
-            if let Err(error) = admit::withdraw(&lease, &config) {
+            if let Err(error) = leases.withdraw(&lease) {
                 call.warn(&format!("container {}: {error}", candidate.container.id));
             }
             Err(error)
@@ -195,8 +196,8 @@ fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
 
 /// Adds sublet's hooks. `run` deletes the container without another command, so a hook must report its end. A lease
 /// that `sublet serve` holds is bound by a hook, because the service does not trust a user's runtime record.
-fn hooks(kind: Kind, config: &Config) -> Vec<Stage> {
-    let binds = admit::is_remote(config).then_some(Stage::CreateRuntime);
+fn hooks(kind: Kind, leases: &Leases<'_>) -> Vec<Stage> {
+    let binds = leases.are_remote().then_some(Stage::CreateRuntime);
     let ends = (kind == Kind::Run).then_some(Stage::Poststop);
     binds.into_iter().chain(ends).collect()
 }

@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use super::kill::without_first_thread;
 use super::{Call, RuntimeError, runtime_child};
-use sublet_core::admit;
-use sublet_core::config::Config;
+use sublet_core::admit::Leases;
 use sublet_core::ledger::LeaseId;
 use sublet_core::process::auxiliary_vector::effective_user;
 use sublet_core::process::{pidfd_await_end, pidfd_kill};
@@ -25,27 +24,31 @@ pub(super) fn delete(
     force: bool,
     container: Option<(&str, PathBuf)>,
 ) -> Result<u8, RuntimeError> {
-    let marked = container.and_then(|(id, record)| Some((marked(call, id, &record)?, record)));
-    let Some(((lease, config), record)) = marked else {
-        let never = call.pass_on()?;
-        match never {}
-    };
+    let found = container.and_then(|container| Some((container, call.config_with_leases()?)));
+    let Some(((id, record), config)) = found else { return pass_on(call) };
+    let leases = Leases::of(&config);
+    let Some(lease) = marked(call, &leases, id, &record) else { return pass_on(call) };
     if force {
         end_without_first_thread(&record);
     }
     let status = match runtime_child::run(&call.low_level.program, call.args) {
         Ok(status) => status,
         Err(source) => {
-            unmark(call, &lease, &config);
+            unmark(call, &leases, &lease);
             return Err(call.cannot_run(source));
         }
     };
     if !status.success() {
-        unmark(call, &lease, &config);
-    } else if let Err(error) = admit::end(&lease, &config) {
+        unmark(call, &leases, &lease);
+    } else if let Err(error) = leases.end(&lease) {
         call.warn(&format!("lease {lease} is not free yet: {error}"));
     }
     Ok(runtime_child::exit_like(status))
+}
+
+fn pass_on(call: &Call<'_>) -> Result<u8, RuntimeError> {
+    let never = call.pass_on()?;
+    match never {}
 }
 
 fn end_without_first_thread(record: &Path) {
@@ -54,19 +57,15 @@ fn end_without_first_thread(record: &Path) {
     }
 }
 
-fn marked(call: &Call<'_>, id: &str, record: &Path) -> Option<(LeaseId, Config)> {
-    let config = call.config_with_leases()?;
-    match admit::mark_ending(effective_user(), id, record, &config) {
-        Ok(lease) => Some((lease?, config)),
-        Err(error) => {
-            call.warn(&format!("container {}: {error}", sublet_core::text::safe(id)));
-            None
-        }
-    }
+fn marked(call: &Call<'_>, leases: &Leases<'_>, id: &str, record: &Path) -> Option<LeaseId> {
+    leases.mark_ending(effective_user(), id, record).unwrap_or_else(|error| {
+        call.warn(&format!("container {}: {error}", sublet_core::text::safe(id)));
+        None
+    })
 }
 
-fn unmark(call: &Call<'_>, lease: &LeaseId, config: &Config) {
-    if let Err(error) = admit::unmark(lease, config) {
+fn unmark(call: &Call<'_>, leases: &Leases<'_>, lease: &LeaseId) {
+    if let Err(error) = leases.unmark(lease) {
         call.warn(&format!("lease {lease} stays marked as ending: {error}"));
     }
 }
