@@ -75,7 +75,7 @@ mod tests {
 
     fn file(source: PathBuf) -> DriverFile {
         let kind = FileKind::Program { name: "x".into() };
-        DriverFile { source, kind, capability: Capability::Utility }
+        DriverFile { source, kind, capability: Capability::Utility, needs: None }
     }
 
     #[test]
