@@ -46,6 +46,7 @@ pub fn print(scene: &Scene) -> Result<()> {
     counted.life("time-slice", TIME_SLICE)?;
     let holder = scene.holder();
     counted.life("MPS, daemon warm", WARM)?;
+    counted.row("`exec`, MPS, daemon warm", &counted.real(&["exec", &holder.id, "/bin/true"])?)?;
     counted.life("MPS, the ceiling rises and falls", HIGHER)?;
     let shared = scene.bundle("faults", WARM);
     println!("\n| command | page faults more than `/bin/true` |\n|---|---|");
