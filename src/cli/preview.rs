@@ -6,7 +6,7 @@ use nix::unistd::geteuid;
 use crate::mig::{self, Foreseen, Nvml};
 use crate::serve::rule_of;
 use sublet_core::admit::dynamic_mig::NO_SITE;
-use sublet_core::admit::take_lease::allowed;
+use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{AdmitError, dynamic_mig, is_remote, refresh};
 use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;
@@ -84,14 +84,14 @@ pub fn preview_after(
     let rule = (whose == Whose::User).then(|| rule_of(uid, config)).transpose();
     let rule = rule.map_err(|reason| BrokerError::Refused { reason, temporary: false })?;
     let limit = rule.map(|rule| PolicyLimit { uid, rule });
-    let allowed = allowed(limit, inventory, config)?;
+    let allowed = allowed_inventory(limit, inventory, config)?;
     let placement =
-        place(request, id, &allowed, ledger, config).map_err(|refusal| {
-            match dynamic_mig::order(request, limit, &allowed, ledger, config) {
-                Some(Ok(order)) => foreseen(ahead, &order, refusal.into(), (inventory, ledger), config),
-                Some(Err(error)) => error,
-                None => refusal.into(),
-            }
+        place(request, id, &allowed, ledger, config).map_err(|refusal| match dynamic_mig::order_instance(
+            request, limit, &allowed, ledger, config,
+        ) {
+            Some(Ok(order)) => foreseen(ahead, &order, refusal.into(), (inventory, ledger), config),
+            Some(Err(error)) => error,
+            None => refusal.into(),
         })?;
     limit
         .map_or(Ok(()), |limit| limit.check(&placement, ledger))

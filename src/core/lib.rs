@@ -53,6 +53,6 @@ pub mod broker;
 
 pub mod admit;
 
-// What tests/model says of the ledger, and what the ledger does.
+// Compares the ledger with tests/model.
 #[cfg(test)]
 mod replay;

@@ -1,4 +1,4 @@
-//! The messages of serde's parsers (TOML and JSON) in words for people: what was expected, and no names of Rust types.
+//! The messages of serde's parsers (TOML and JSON) in words for people, without names of Rust types.
 
 use crate::text::safe;
 
@@ -6,10 +6,14 @@ use crate::text::safe;
 #[must_use]
 pub fn plain(message: &str, key: Option<&str>) -> String {
     let (message, place) = split_place(message);
-    if let Some((found, expected)) = mismatch(message) {
+    if let Some((found, expected)) = split_mismatch(message) {
         let names = if place.is_empty() { ["a table", "an array"] } else { ["an object", "an array"] };
         let key = key.map_or_else(|| "a value".to_owned(), safe);
-        return format!("{key} must be {}, not {}{place}", wanted(expected, names), seen(found, names));
+        return format!(
+            "{key} must be {}, not {}{place}",
+            describe_expected(expected, names),
+            describe_found(found, names)
+        );
     }
     // The lists of keys, which may be long, are sublet's own. Only the unknown word is foreign.
     let parts: Vec<_> = message.split('`').map(safe).collect();
@@ -31,7 +35,7 @@ pub fn plain(message: &str, key: Option<&str>) -> String {
     }
 }
 
-/// What `serde_json` appends: ` at line 1 column 5`.
+/// `serde_json`'s suffix: ` at line 1 column 5`.
 fn split_place(message: &str) -> (&str, &str) {
     let at = message.rfind(" at line ").filter(|at| {
         let numbers = message[at + " at line ".len()..].split_once(" column ");
@@ -41,13 +45,13 @@ fn split_place(message: &str) -> (&str, &str) {
     message.split_at(at.unwrap_or(message.len()))
 }
 
-/// What was found and what was expected, of `invalid type: map, expected a string` and the like.
-fn mismatch(message: &str) -> Option<(&str, &str)> {
+/// Splits `invalid type: map, expected a string` and the like into found and expected.
+fn split_mismatch(message: &str) -> Option<(&str, &str)> {
     let kinds = ["invalid type: ", "invalid value: ", "invalid length "];
     kinds.iter().find_map(|kind| message.strip_prefix(kind))?.rsplit_once(", expected ")
 }
 
-fn wanted<'a>(expected: &'a str, [table, array]: [&'a str; 2]) -> &'a str {
+fn describe_expected<'a>(expected: &'a str, [table, array]: [&'a str; 2]) -> &'a str {
     match expected {
         "a boolean" => "true or false",
         "u8" => "a whole number from 0 to 255",
@@ -67,8 +71,8 @@ fn wanted<'a>(expected: &'a str, [table, array]: [&'a str; 2]) -> &'a str {
     }
 }
 
-/// The value itself where the parser tells it, otherwise its kind.
-fn seen(found: &str, [table, array]: [&str; 2]) -> String {
+/// The value itself if the parser has it, otherwise its kind.
+fn describe_found(found: &str, [table, array]: [&str; 2]) -> String {
     let quoted = found.split_once('`').and_then(|(_, rest)| rest.strip_suffix('`'));
     match found {
         "map" => table.to_owned(),

@@ -29,6 +29,12 @@ pub fn safe(text: &str) -> String {
     out
 }
 
+/// [`safe`] of a longer text, up to `most` characters.
+pub(crate) fn safe_long(text: &str, most: usize) -> String {
+    let characters: Vec<char> = text.chars().take(most).collect();
+    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
+}
+
 /// Longest name of a container in a table or in a list, in characters.
 pub const LONGEST_NAME: usize = 32;
 

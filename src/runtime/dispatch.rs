@@ -10,7 +10,7 @@ const HOOK: &str = "sublet-hook";
 
 /// Runs the program that was asked for; `args` begin with the program's name. Returns its exit status.
 pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
-    inheritance::begin();
+    inheritance::init_process();
     let args: Vec<OsString> = args.collect();
     let named = args.first().map_or(Path::new(""), Path::new);
     // The first argument of a hook is whatever the hook's JSON says.

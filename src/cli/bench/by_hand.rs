@@ -120,7 +120,7 @@ impl Daemon {
         let daemon = Self { control: control.to_owned(), dir: dir.to_owned(), path: programs.path() };
         let mut command = daemon.command();
         command.arg("-d").env("CUDA_VISIBLE_DEVICES", gpu);
-        match child::run_deaf(&mut command, LIMIT) {
+        match child::run_without_output(&mut command, LIMIT) {
             Ok(status) if status.success() => Ok(daemon),
             Ok(status) => bail!("nvidia-cuda-mps-control -d ended with {status}"),
             Err(ChildError::Io(error)) => Err(error).context("cannot run nvidia-cuda-mps-control"),

@@ -130,7 +130,7 @@ impl Workload {
 /// In a process group of its own: Ctrl-C at a terminal signals the whole group, and only this program should receive it.
 fn spawn(command: &mut Command) -> anyhow::Result<Child> {
     let program = command.get_program().to_string_lossy().into_owned();
-    inheritance::keep_ended_children()?;
+    inheritance::reset_sigchld()?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     command.spawn().with_context(|| format!("cannot run {program}"))
 }
@@ -170,7 +170,7 @@ impl Running {
                 if matches!(self.engine, Some(Engine::Runtime(_))) {
                     command.arg("KILL");
                 }
-                let _ = child::run_deaf(&mut command, END_LIMIT);
+                let _ = child::run_without_output(&mut command, END_LIMIT);
             }
             None => drop(self.child.kill()),
         }
@@ -195,7 +195,7 @@ impl Drop for Running {
             None => &[],
         };
         if let Some(mut command) = self.command(words) {
-            let _ = child::run_deaf(&mut command, END_LIMIT);
+            let _ = child::run_without_output(&mut command, END_LIMIT);
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -210,7 +210,7 @@ pub fn sweep(engine: &Engine) {
     let Ok(listed) = child::run_whole(&mut list, END_LIMIT, 1 << 20) else { return };
     for name in listed.stdout.lines().filter(|name| is_left(name)) {
         let mut remove = Command::new(program);
-        let _ = child::run_deaf(remove.args(["rm", "--force", name]).process_group(0), END_LIMIT);
+        let _ = child::run_without_output(remove.args(["rm", "--force", name]).process_group(0), END_LIMIT);
     }
 }
 

@@ -119,7 +119,7 @@ pub(crate) fn keep(config: &Config) -> Result<bool, FileError> {
         return remove(path);
     }
     let program = hooks::program().ok_or(FileError::NoHook)?;
-    write(path, &render(&listing, &program, environment::honoured().as_deref()))
+    write(path, &render(&listing, &program, environment::honoured_config().as_deref()))
 }
 
 #[cfg(test)]

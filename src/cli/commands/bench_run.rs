@@ -293,7 +293,7 @@ fn engine(wanted: Option<EngineName>) -> anyhow::Result<Engine> {
     let runtime = || runtime_program().map(Engine::Runtime);
     let works = |program: &'static str| {
         let mut command = Command::new(program);
-        let answer = child::run_deaf(command.arg("info"), own_root::STEP_LIMIT);
+        let answer = child::run_without_output(command.arg("info"), own_root::STEP_LIMIT);
         answer.is_ok_and(|status| status.success()).then_some(Engine::Program(program))
     };
     let found = match wanted {
@@ -368,7 +368,7 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if let Engine::Program(program) = self.engine {
-            let _ = child::run_deaf(
+            let _ = child::run_without_output(
                 Command::new(program).args(["rmi", "--force", &self.image]),
                 own_root::STEP_LIMIT,
             );

@@ -69,7 +69,7 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
 fn specification(config: &Config) -> anyhow::Result<(Listing, String)> {
     let listing = cdi_spec::list(config, &fresh_inventory(config)?).map_err(FileError::List)?;
     let program = hooks::program().context(FileError::NoHook)?;
-    let text = cdi_spec::render(&listing, &program, environment::honoured().as_deref());
+    let text = cdi_spec::render(&listing, &program, environment::honoured_config().as_deref());
     Ok((listing, text))
 }
 

@@ -165,7 +165,8 @@ impl Drop for ProbeContainer<'_> {
         // An engine that was interrupted has not removed its container.
         for [verb, what] in [["rm", &self.container], ["rmi", &self.image]] {
             let mut clear = Command::new(self.engine);
-            let _ = child::run_deaf(clear.args([verb, "--force", what]).process_group(0), STEP_LIMIT);
+            let _ =
+                child::run_without_output(clear.args([verb, "--force", what]).process_group(0), STEP_LIMIT);
         }
         let _ = fs::remove_dir_all(&self.dir);
     }

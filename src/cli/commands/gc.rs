@@ -35,7 +35,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     // First, because it rebuilds a ledger that is lost.
     settle(config)?;
-    let left = Local::new(config).end_left(OWNS)?;
+    let left = Local::new(config).kill_left_processes(OWNS)?;
     if !left.is_empty() {
         for line in left {
             println!("{line}");

@@ -58,7 +58,7 @@ fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode>
     let id = &lease.id;
     if !force {
         let (container, signs) = (lease_table::label(lease, names.of(lease)), lease.signs_of_life());
-        let unended = ledger.unended(lease, &config.state_dir);
+        let unended = ledger.describe_unended(lease, &config.state_dir);
         let signs = if signs.is_empty() { "it has just been started".to_owned() } else { signs.join("; ") };
         let signs = unended.unwrap_or(signs);
         bail!(

@@ -136,7 +136,7 @@ pub fn command() -> clap::Command {
 /// Runs the program; exit codes: 0 done, 1 failed, 2 bad usage (clap's).
 #[must_use]
 pub fn main() -> ExitCode {
-    sublet_core::process::inheritance::outlive_file_limit();
+    sublet_core::process::inheritance::handle_sigxfsz();
     let matches = Arguments::command().get_matches();
     let arguments = Arguments::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     // The library's warnings, such as that of a rebuilt ledger, are shown to the user who ran the command.

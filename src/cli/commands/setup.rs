@@ -21,7 +21,7 @@ use crate::setup::{
 use crate::swarm::{self, Count};
 use sublet_core::config::{Config, WithoutShare};
 use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
-use sublet_core::process::environment::honoured;
+use sublet_core::process::environment::honoured_config;
 use sublet_core::text::safe;
 
 /// Arguments of `sublet setup`.
@@ -136,7 +136,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if arguments.check {
         return check(arguments, &path, wanted == found);
     }
-    if is_dockerds && !arguments.dry_run && honoured().is_none() {
+    if is_dockerds && !arguments.dry_run && honoured_config().is_none() {
         let is_default = dockerd.default_runtime(text).as_deref() == Some(setup::NAME);
         let is_meant = config.runtime.without_share.is_none_or(|set| set == WithoutShare::Run);
         let file = Path::new(default_runtime::FILE);

@@ -9,7 +9,7 @@ use super::{Host, Outcome, pass, skip, warn};
 use crate::proc::{namespace, processes};
 use sublet_core::ledger::{Lease, Ledger};
 use sublet_core::oci;
-use sublet_core::process::shown_in;
+use sublet_core::process::live_proc_dir;
 use sublet_core::text::safe;
 
 /// Reports leases whose containers have ended, which the next command frees, if there is one, and those that are kept by
@@ -17,9 +17,9 @@ use sublet_core::text::safe;
 pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
     let Ok(ledger) = &host.ledger else { return skip("unknown without a ledger") };
     // A container's first process may be recorded only by the runtime until a command looks for it.
-    let (settled, gone) = ledger.settled();
+    let (settled, gone) = ledger.preview_reclaim();
     let unended = |lease: &Lease| {
-        let why = settled.unended(lease, &host.config.state_dir)?;
+        let why = settled.describe_unended(lease, &host.config.state_dir)?;
         Some(format!("container {}: {why}", safe(&lease.container.name())))
     };
     let unended: Vec<String> = settled.leases.iter().filter_map(unended).collect();
@@ -46,7 +46,7 @@ pub(super) fn without_nodes(host: &Host<'_>) -> Outcome {
         let why = oci::lost_node(lease, inventory)?;
         Some(format!("container {}: {why}", safe(&lease.container.name())))
     };
-    let lost: Vec<String> = ledger.settled().0.leases.iter().filter_map(lost).collect();
+    let lost: Vec<String> = ledger.preview_reclaim().0.leases.iter().filter_map(lost).collect();
     if lost.is_empty() {
         return pass("every container may use its devices");
     }
@@ -68,9 +68,9 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
     let proc = host.at("/proc");
     let own = namespace(&proc.join("self"), "mnt");
     let mut found: BTreeMap<String, User> = BTreeMap::new();
-    let leased = &leased(ledger) | &leased(&ledger.settled().0);
+    let leased = &leased(ledger) | &leased(&ledger.preview_reclaim().0);
     for pid in processes(&proc) {
-        let process = shown_in(proc.join(pid.to_string()));
+        let process = live_proc_dir(proc.join(pid.to_string()));
         let in_container = namespace(&process, "mnt").is_some_and(|mounts| Some(mounts) != own);
         if let Some(user) = in_container.then(|| user(pid, &process)).flatten() {
             let ours = leased.contains(&user.pid_namespace) || is_of_a_lease(&user.container, ledger);

@@ -105,7 +105,7 @@ pub(crate) fn last_look(config: &Config) -> Option<u64> {
 /// Adds `new` events and records that the guard runs; `blind` are the devices that cannot be checked.
 pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Result<()> {
     let told: Vec<events::Event> = new.iter().map(told).collect();
-    events::tell(&config.state_dir, &told);
+    events::emit(&config.state_dir, &told);
     let mut book: Book = history::read(&path(config), LARGEST)?;
     for event in new {
         book.events.push(event);

@@ -143,7 +143,7 @@ impl<'a> Making<'a> {
         let mut lines = Vec::new();
         let unneeded = self.change(|ledger| {
             if let Some(lease) = anew {
-                ledger.await_no_more(lease);
+                ledger.stop_awaiting(lease);
             }
             ledger.mark_unneeded_for_removal()
         })?;

@@ -79,7 +79,7 @@ fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
     let uuid = records[0].uuid.clone().unwrap();
     assert_eq!(records[0].placement, (6, 1));
     let given_up = store.update(|ledger| {
-        ledger.await_no_more(&awaited().lease);
+        ledger.stop_awaiting(&awaited().lease);
         Ok::<_, ()>(())
     });
     given_up.unwrap().0.unwrap();

@@ -39,7 +39,7 @@ pub(super) fn leave(must_be_same: &[&Path]) -> Left {
         tracing::debug!("chdir /: {error}");
     }
     umask(Mode::from_bits_truncate(0o022));
-    sublet_core::process::inheritance::keep_from_children();
+    sublet_core::process::inheritance::set_cloexec_on_all();
     Left { host_mounts, kept }
 }
 

@@ -55,13 +55,13 @@ impl Launch<'_> {
         daemon.arg("-d").args(multiuser()).env_clear().envs(self.environment()).current_dir("/");
         let output = || dirs::output(self.key, self.state_dir).map_or_else(Stdio::null, Stdio::from);
         daemon.stdout(output()).stderr(output());
-        match child::run_unheard(&mut daemon, LAUNCH_LIMIT) {
+        match child::run_with_own_output(&mut daemon, LAUNCH_LIMIT) {
             Ok(status) if status.success() => Ok(warnings),
             Ok(status) => Err(self.failed(&status.to_string())),
             Err(ChildError::Timeout) => Err(self.failed("nvidia-cuda-mps-control -d did not end")),
             Err(ChildError::Io(source)) => {
-                let what = format!("cannot run {}", self.control.program().display());
-                Err(MpsError::Io { what, source })
+                let attempt = format!("cannot run {}", self.control.program().display());
+                Err(MpsError::Io { attempt, source })
             }
         }
     }
@@ -76,7 +76,7 @@ impl Launch<'_> {
         let unit = format!("sublet-mps-{}.service", self.key);
         let mut stop = Command::new("systemctl");
         stop.args(["--quiet", "stop", &unit]);
-        let _ = child::run_deaf(stop.env_clear().env("PATH", PATH), LAUNCH_LIMIT);
+        let _ = child::run_without_output(stop.env_clear().env("PATH", PATH), LAUNCH_LIMIT);
         let mut run = Command::new("systemd-run");
         run.args(["--quiet", "--collect", "--unit", &unit])
             .arg(format!("--description=CUDA MPS for {}", self.devices.join(", ")));
@@ -85,7 +85,8 @@ impl Launch<'_> {
         }
         run.args(self.environment().map(|(name, value)| format!("--setenv={name}={value}")));
         run.arg("--").arg(self.control.program()).arg("-f").args(multiuser());
-        let started = child::run_deaf(run.env_clear().env("PATH", PATH).current_dir("/"), LAUNCH_LIMIT);
+        let started =
+            child::run_without_output(run.env_clear().env("PATH", PATH).current_dir("/"), LAUNCH_LIMIT);
         matches!(started, Ok(status) if status.success())
     }
 
@@ -128,8 +129,8 @@ pub(super) enum Kind {
 /// # Errors
 /// /proc or one of its processes cannot be examined: a daemon that was overlooked would be taken for one that has ended.
 pub(super) fn find(pipe: &Path) -> Result<Vec<(Process, Kind)>, MpsError> {
-    let what = "cannot look for the processes of MPS in /proc".to_owned();
-    find_in(Path::new("/proc"), pipe).map_err(|source| MpsError::Io { what, source })
+    let attempt = "cannot look for the processes of MPS in /proc".to_owned();
+    find_in(Path::new("/proc"), pipe).map_err(|source| MpsError::Io { attempt, source })
 }
 
 fn find_in(proc: &Path, pipe: &Path) -> io::Result<Vec<(Process, Kind)>> {

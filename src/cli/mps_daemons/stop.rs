@@ -14,7 +14,7 @@ use sublet_core::ledger::{DaemonState, StopClaim, Store};
 use sublet_core::mps::control::Control;
 use sublet_core::mps::lock::DaemonLock;
 use sublet_core::mps::{MpsError, dirs, limits_and_state};
-use sublet_core::process::shown_in;
+use sublet_core::process::live_proc_dir;
 
 /// A process that starts or stops the daemon has nearly always finished by then. Otherwise the next command stops it.
 pub(super) const LOCK_LIMIT: Duration = Duration::from_millis(1500);
@@ -86,7 +86,7 @@ pub(super) fn stop_held(
 fn is_mounted(key: &DaemonKey, state_dir: &Path) -> bool {
     let inode = |dir: PathBuf| fs::metadata(dir).ok().map(|meta| (meta.dev(), meta.ino()));
     let (Some(own), Ok(entries)) = (inode(key.public(state_dir)), fs::read_dir("/proc")) else { return true };
-    entries.flatten().map(|entry| shown_in(entry.path())).any(|process| {
+    entries.flatten().map(|entry| live_proc_dir(entry.path())).any(|process| {
         // The fifth field is the mount point (proc(5), mountinfo).
         let mounts = fs::read_to_string(process.join("mountinfo")).unwrap_or_default();
         let mut at = mounts.lines().filter_map(|line| line.split(' ').nth(4));

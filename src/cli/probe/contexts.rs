@@ -8,7 +8,7 @@ use std::path::Path;
 use nix::libc::ESRCH;
 
 use super::GpuProcess;
-use sublet_core::process::{cgroup_table, shown_of};
+use sublet_core::process::{cgroup_table, live_proc_dir_of};
 
 /// The MPS server's program.
 const MPS_SERVER: &str = "nvidia-cuda-mps-server";
@@ -19,7 +19,7 @@ const MPS_SERVER_COMM: &str = "nvidia-cuda-mps";
 /// Process `pid` with `memory_bytes` on a device; `None` if it has ended. A process that cannot be examined has no
 /// name and belongs to no container.
 pub(crate) fn describe(pid: i32, memory_bytes: u64) -> Option<GpuProcess> {
-    let proc = shown_of(pid);
+    let proc = live_proc_dir_of(pid);
     let name = name(fs::read(proc.join("comm")))?;
     let pid_namespace = pid_namespace(&proc);
     let cgroups = cgroup_table(pid).map(|text| cgroups(&text)).unwrap_or_default();

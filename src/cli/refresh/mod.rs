@@ -106,7 +106,7 @@ fn tell(before: &[LeftOut], now: &Inventory, config: &Config) {
     let lost = lost.map(|gone| event(Kind::GpuLost, gone, gone.sentence()));
     let back = before.iter().filter(|gone| !is_in(&now.left_out, gone));
     let back = back.map(|gone| event(Kind::GpuBack, gone, format!("{} is served again", gone.gpu.label())));
-    events::tell(&config.state_dir, &lost.chain(back).collect::<Vec<_>>());
+    events::emit(&config.state_dir, &lost.chain(back).collect::<Vec<_>>());
 }
 
 fn began_after(path: &Path, asked: SystemTime) -> bool {

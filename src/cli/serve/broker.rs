@@ -93,27 +93,27 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<An
         Ask::Bind { lease, container, pid } => bind(lease, container, *pid, peer, state, &config),
         Ask::HandOver { lease, owner } => {
             own(lease, peer, &config)?;
-            state.hand_over_for(lease, Pinned::of(*owner, peer.uid)?.process)?;
+            state.hand_over(lease, Pinned::of(*owner, peer.uid)?.process)?;
             Ok(Answer::Done(true))
         }
         Ask::Abandon { id, owner } => {
-            state.abandon_for(peer.uid, id, Pinned::of(*owner, peer.uid)?.process)?;
+            state.abandon(peer.uid, id, Pinned::of(*owner, peer.uid)?.process)?;
             Ok(Answer::Done(true))
         }
         Ask::Ending { id, record } => {
             let deleter = Pinned::of(peer.pid, peer.uid)?.process;
-            Ok(Answer::Lease(state.mark_ending_for(deleter, peer.uid, id, record)?))
+            Ok(Answer::Lease(state.mark_ending(peer.uid, id, record, Some(deleter))?))
         }
         Ask::Unmark { lease } => {
             own(lease, peer, &config)?;
-            state.unmark_for(lease)?;
+            state.unmark(lease)?;
             Ok(Answer::Done(true))
         }
         Ask::End { lease } => Ok(Answer::Freed(state.end_for(peer.uid, lease, OWNS)?)),
         Ask::Withdraw { lease } => Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
         Ask::Enter { id, record } => Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
         Ask::Refused { id, reason } => {
-            admit::record_told(peer.uid, id, reason, &config);
+            admit::record_reported(peer.uid, id, reason, &config);
             Ok(Answer::Done(true))
         }
         Ask::StartDaemon { key } => start_daemon(key, peer, &config),

@@ -93,7 +93,7 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
     // A service that sees other processes than those of the ledger would be useless.
     Store::open(&config.state_dir)?.is_of_here()?;
     // From now on daemons may wait for their next lease.
-    let (kept, _) = Store::open(&config.state_dir)?.update(mps::keep)?;
+    let (kept, _) = Store::open(&config.state_dir)?.update(mps::register_keeper)?;
     kept.map_err(system("/proc"))?;
     // Done before the service reports that it is ready: engines may wait for that (sublet.service).
     keep_cdi(config);
@@ -123,7 +123,7 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
         stopping: None,
     };
     let ended = server.watch_own().and_then(|()| server.run()).map_err(system("epoll"));
-    for line in mps::keep_no_more(&Store::open(&config.state_dir)?, config) {
+    for line in mps::end_all_idle(&Store::open(&config.state_dir)?, config) {
         tracing::warn!("{line}");
     }
     ended
@@ -142,7 +142,7 @@ fn raise_descriptors() {
 fn housekeeping(put_off: &Cell<PutOff>) {
     let done = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         // Recorded each time: a ledger that was lost and rebuilt does not have it.
-        let done = Local::putting_off(&config, put_off).reconcile(mps::keep);
+        let done = Local::putting_off(&config, put_off).reconcile(mps::register_keeper);
         keep_cdi(&config);
         done.map_err(|error| error.to_string())
     });
@@ -158,7 +158,7 @@ fn watch(put_off: &Cell<PutOff>) {
     let Ok(config) = config_files::load() else { return };
     gpu_watch::watch(&config);
     let overdue = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
-    for ended in [overdue, Local::putting_off(&config, put_off).end_left(OWNS)] {
+    for ended in [overdue, Local::putting_off(&config, put_off).kill_left_processes(OWNS)] {
         match ended {
             Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
             Err(error) => tracing::debug!("{error}"),

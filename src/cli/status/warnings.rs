@@ -34,7 +34,7 @@ pub(super) fn of(status: &Status, sources: &Sources<'_>) -> Vec<String> {
     lines.extend(lost(status));
     lines.extend(ledger.leases.iter().filter_map(|lease| {
         let unended =
-            ledger.unended(lease, &config.state_dir).or_else(|| oci::lost_node(lease, inventory))?;
+            ledger.describe_unended(lease, &config.state_dir).or_else(|| oci::lost_node(lease, inventory))?;
         let shown = status.leases.iter().find(|shown| shown.id == lease.id.as_str());
         let name = shown.map(|shown| shown.name.as_deref().unwrap_or(&shown.called));
         Some(format!("container {}: {unended}", safe(name.unwrap_or(&lease.container.name()))))

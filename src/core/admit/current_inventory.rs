@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::take_lease::LOOK_AGAIN;
+use super::take_lease::SHORTEST_PAUSE;
 use super::{AdmitError, Leases, is_remote};
 use crate::config::Config;
 use crate::inventory::{self, Inventory, InventoryError};
@@ -17,15 +17,18 @@ const SETTLING: Duration = Duration::from_secs(10);
 
 /// The cached inventory if it is up to date, otherwise a refreshed one.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
-    fresh(load(config, inventory::load(config)), config)
+    refresh_if_stale(load(config, inventory::load(config)), config)
 }
 
 /// [`fresh_inventory`] beside a store, which is opened in a trusted directory only.
 pub(super) fn fresh_inventory_beside(_: &Store, config: &Config) -> Result<Inventory, AdmitError> {
-    fresh(load(config, inventory::load_beside(config, &[])), config)
+    refresh_if_stale(load(config, inventory::load_beside(config, &[])), config)
 }
 
-fn fresh(loaded: Result<Inventory, InventoryError>, config: &Config) -> Result<Inventory, AdmitError> {
+fn refresh_if_stale(
+    loaded: Result<Inventory, InventoryError>,
+    config: &Config,
+) -> Result<Inventory, AdmitError> {
     match loaded {
         Err(error) if error.wants_refresh() => Leases::of(config).new_inventory(),
         loaded => Ok(loaded?),
@@ -63,7 +66,7 @@ pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
         match load(config, inventory::load(config)) {
             // MIG instances are being created or destroyed, for other containers or by `sublet mig apply`.
             Err(InventoryError::Stale { .. }) if began.elapsed() < SETTLING => {
-                std::thread::sleep(LOOK_AGAIN);
+                std::thread::sleep(SHORTEST_PAUSE);
             }
             loaded => return Ok(loaded?),
         }

@@ -23,7 +23,7 @@ const MAKE_LIMIT: Duration = Duration::from_secs(90);
 /// The time limit of `sublet mig clear`. MPS daemons and changes by other processes end first.
 const CLEAR_LIMIT: Duration = Duration::from_secs(60);
 
-/// The reason if no GPU comes into question, so that the driver is not even asked.
+/// The reason if no GPU is eligible. The driver is not asked then.
 pub const NO_SITE: &str =
     "every GPU that the request allows is drained, or not in MIG mode (`sublet mig apply` switches it on)";
 
@@ -64,12 +64,12 @@ pub struct PutOff {
 pub(super) enum MigWork<'a> {
     /// Itself, at once, however long the driver takes.
     Now,
-    /// Another thread does it. The work that is needed is noted.
+    /// Another thread does it. The needed work is noted.
     PutOff(&'a Cell<PutOff>),
 }
 
 impl MigWork<'_> {
-    /// Whether the work is put off. `note` then records what it is.
+    /// Whether the work is put off. `note` then records it.
     fn is_put_off(self, note: impl FnOnce(&mut PutOff)) -> bool {
         let Self::PutOff(cell) = self else { return false };
         let mut put_off = cell.get();
@@ -81,7 +81,7 @@ impl MigWork<'_> {
 
 /// The instance to create for `request`, which has just found no place; `None`: none is created for it.
 #[must_use]
-pub fn order(
+pub fn order_instance(
     request: &Request,
     limit: Option<PolicyLimit<'_>>,
     inventory: &Inventory,
@@ -99,15 +99,15 @@ pub fn order(
     // No instance is created for a user whose policy would not allow its lease.
     for site in &mut order.sites {
         let gpu = inventory.device(&site.gpu);
-        site.most = gpu.map(|gpu| most(request, gpu, limit, ledger));
+        site.most = gpu.map(|gpu| max_size(request, gpu, limit, ledger));
     }
     let may =
         limit.check(&expected(request), ledger).map_err(|error| AdmitError::PolicyLimit(Box::new(error)));
     Some(may.map(|()| order))
 }
 
-/// How large an instance the user may have on `gpu`.
-fn most(request: &Request, gpu: &Device, limit: PolicyLimit<'_>, ledger: &Ledger) -> Most {
+/// The largest instance that the user may have on `gpu`.
+fn max_size(request: &Request, gpu: &Device, limit: PolicyLimit<'_>, ledger: &Ledger) -> Most {
     let beside = |ledger: &Ledger| Size::within(request, gpu, limit.room(ledger));
     Most { now: beside(ledger), ever: beside(&Ledger::empty(&ledger.boot_id)) }
 }
@@ -144,8 +144,8 @@ pub(super) fn make(
     }
 }
 
-/// Keeps no instance for lease `id` any more, because the lease is not taken after all.
-pub(super) fn give_up(id: &LeaseId, store: &Store, work: MigWork<'_>) {
+/// Keeps no instance for lease `id` any more, which is not taken.
+pub(super) fn release(id: &LeaseId, store: &Store, work: MigWork<'_>) {
     let awaits = |ledger: &Ledger| {
         ledger
             .mig
@@ -156,7 +156,7 @@ pub(super) fn give_up(id: &LeaseId, store: &Store, work: MigWork<'_>) {
     if !store.read().is_ok_and(|ledger| awaits(&ledger)) {
         return;
     }
-    match store.change(|ledger| ledger.await_no_more(id)) {
+    match store.change(|ledger| ledger.stop_awaiting(id)) {
         Ok(_) => destroy_unneeded(store, work),
         Err(error) => tracing::warn!("{error}"),
     }

@@ -42,18 +42,18 @@ pub enum EnterError {
     Changed {
         /// The lease according to the record.
         lease: String,
-        /// The config.json that it was created from cannot be read.
+        /// The config.json that it was created from.
         path: PathBuf,
     },
     /// It has sublet's annotations but no lease in them, so only the ledger knows its share.
     #[error("it has sublet.* annotations, but sublet cannot find out whether it has a share: {0}")]
-    Untold(String),
+    Undetermined(String),
 }
 
-/// What a process needs to join a container with a share.
+/// The share of a process that joins a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Share {
-    /// The edit to their environment.
+    /// The edit to its environment.
     pub environment: Environment,
     /// The public directory of its MPS daemon on the host; `None`: the share needs no daemon.
     pub daemon: Option<PathBuf>,
@@ -63,7 +63,7 @@ pub struct Share {
 ///
 /// # Errors
 /// It has a share, or may have one, and it is unknown which.
-pub fn share_of(
+pub fn find_share(
     uid: u32,
     id: &str,
     record: &Path,
@@ -73,20 +73,20 @@ pub fn share_of(
     let known = Record::read(record).map_err(|error| unreadable(safe(&error.to_string())))?;
     let names = default_names(config);
     if let Some((lease, known)) = known.as_ref().and_then(|known| Some((known.lease.clone()?, known))) {
-        let spec = spec(record, known.bundle.as_deref())?.map(|(path, spec)| {
+        let spec = read_spec(record, known.bundle.as_deref())?.map(|(path, spec)| {
             let said = spec.pointer("/annotations").and_then(|all| all.get(LEASE_ANNOTATION));
             let is_its_own = said.and_then(Value::as_str) == Some(lease.as_str());
             if is_its_own { Ok(spec) } else { Err(EnterError::Changed { lease: lease.clone(), path }) }
         });
         let spec = spec.ok_or_else(|| unreadable("it names no bundle".to_owned()))??;
-        return Ok(Some(of_spec(&spec, &names)));
+        return Ok(Some(share_of_spec(&spec, &names)));
     }
-    by_ledger(uid, id, record, known.as_ref().and_then(|known| known.bundle.as_deref()), config)
+    find_in_ledger(uid, id, record, known.as_ref().and_then(|known| known.bundle.as_deref()), config)
 }
 
 /// Whether the runtime's record mentions sublet at all. The record is scanned and not parsed, because most containers
-/// have no share. If there is no record, there is no such container, or its runtime keeps another kind of record. One
-/// that exists and could not be read may mention it: without its share a process would use the whole GPU.
+/// have no share. Without a record there is no such container, or its runtime keeps another kind of record. An existing
+/// record that cannot be read may mention it: without its share a process would use the whole GPU.
 ///
 /// # Errors
 /// It mentions sublet, and is too large to be read.
@@ -109,14 +109,14 @@ pub fn may_have_share(record: &Path) -> Result<bool, EnterError> {
 
 /// The config.json that the container's runtime reads for `exec`: crun its own copy, runc the one in the bundle
 /// (`getProcess` of runc's `utils_linux.go`, `libcrun_container_exec_process_file` of crun).
-fn spec(record: &Path, bundle: Option<&Path>) -> Result<Option<(PathBuf, Value)>, EnterError> {
+fn read_spec(record: &Path, bundle: Option<&Path>) -> Result<Option<(PathBuf, Value)>, EnterError> {
     let copy = record.join("config.json");
     let path = if copy.is_file() { Some(copy) } else { bundle.map(|bundle| bundle.join("config.json")) };
     path.map(|path| Ok((path.clone(), JsonFile::read(&path)?.parse()?))).transpose()
 }
 
 /// The share according to `spec`.
-fn of_spec(spec: &Value, default_names: &[String]) -> Share {
+fn share_of_spec(spec: &Value, default_names: &[String]) -> Share {
     let env = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
     let pairs = || env.clone().filter_map(Value::as_str).filter_map(|entry| entry.split_once('='));
     let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
@@ -139,38 +139,38 @@ fn default_names(config: &Result<Config, ConfigError>) -> Vec<String> {
 }
 
 /// Decides for a container whose record names no lease. A hook may have given it one that only the ledger knows.
-fn by_ledger(
+fn find_in_ledger(
     uid: u32,
     id: &str,
     record: &Path,
     bundle: Option<&Path>,
     config: &Result<Config, ConfigError>,
 ) -> Result<Option<Share>, EnterError> {
-    let spec = spec(record, bundle).ok().flatten().map(|(_, spec)| spec).unwrap_or_default();
-    let untold = |error: String| {
+    let spec = read_spec(record, bundle).ok().flatten().map(|(_, spec)| spec).unwrap_or_default();
+    let undetermined = |error: String| {
         let annotations = oci::own_annotations(&spec, bundle.unwrap_or(Path::new(""))).unwrap_or_default();
         // sublet knows nothing about this container, so an error here does not concern it.
         if request_of_spec::asks_for_a_share(&spec, &annotations, None) {
-            Err(EnterError::Untold(error))
+            Err(EnterError::Undetermined(error))
         } else {
             Ok(None)
         }
     };
     let config = match config {
         Ok(config) => config,
-        Err(error) => return untold(error.to_string()),
+        Err(error) => return undetermined(error.to_string()),
     };
     let ledger = match Leases::of(config).ledger_of_hooks() {
         Ok(Some(ledger)) => ledger,
         Ok(None) => return Ok(None),
-        Err(error) => return untold(error.to_string()),
+        Err(error) => return undetermined(error.to_string()),
     };
-    let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(None) };
+    let Some(lease) = ledger.find_by_record(uid, id, record) else { return Ok(None) };
     let daemon = lease.daemon.as_ref().map(|key| key.public(&config.state_dir));
     // Runtimes other than runc and crun keep another kind of record.
     let own = JsonFile::read(&lease.container.bundle.join("config.json")).and_then(|file| file.parse());
     let spec = if spec.is_null() { own.unwrap_or_default() } else { spec };
-    Ok(Some(Share { daemon, ..of_spec(&spec, &default_names(&Ok(config.clone()))) }))
+    Ok(Some(Share { daemon, ..share_of_spec(&spec, &default_names(&Ok(config.clone()))) }))
 }
 
 /// Makes sure that the daemon of `share` answers, before a process joins its container.
@@ -205,7 +205,7 @@ mod tests {
     #[test]
     fn a_containers_own_config_json_tells_its_share() {
         let config = Ok(Config::default());
-        let share = of_spec(&granted(), &default_names(&config));
+        let share = share_of_spec(&granted(), &default_names(&config));
         let names =
             |pairs: &[(String, String)]| pairs.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
         assert_eq!(
@@ -227,7 +227,7 @@ mod tests {
     #[test]
     fn what_it_was_made_from_has_to_be_its_own() {
         let (bundle, config) = (tempfile::tempdir().unwrap(), Ok(Config::default()));
-        let of = |dir: &tempfile::TempDir| share_of(0, "c", dir.path(), &config);
+        let of = |dir: &tempfile::TempDir| find_share(0, "c", dir.path(), &config);
         let speaks = |dir: &tempfile::TempDir| may_have_share(dir.path()).unwrap();
         let own = record("0123456789abcdef", bundle.path());
         assert!(matches!(of(&own), Err(EnterError::Spec(_))), "there is none");

@@ -15,57 +15,52 @@ use crate::process::Process;
 use crate::{mps, request};
 
 impl Local<'_> {
-    /// Takes a share for `candidate`, which its user described in `told`, within `cap`. It looks once and does not
-    /// wait.
+    /// Takes a share for `candidate`, which its user described in `ask`, within `limit`. It tries once and does not wait.
     pub fn admit_for(
         &self,
         candidate: &Candidate<'_>,
-        told: &Admit,
+        ask: &Admit,
         limit: Option<PolicyLimit<'_>>,
     ) -> Result<Answer, AdmitError> {
-        match told.annotations.get(LEASE_ANNOTATION) {
-            Some(id) => self.granted_still(id, &candidate.container).map(Answer::AlreadyGranted),
-            None => self.grant_for(candidate, told, limit),
+        match ask.annotations.get(LEASE_ANNOTATION) {
+            Some(id) => self.resume_granted(id, &candidate.container).map(Answer::AlreadyGranted),
+            None => self.grant_for(candidate, ask, limit),
         }
     }
 
     fn grant_for(
         &self,
         candidate: &Candidate<'_>,
-        told: &Admit,
+        ask: &Admit,
         limit: Option<PolicyLimit<'_>>,
     ) -> Result<Answer, AdmitError> {
-        let mut request = request::parse(
-            &told.annotations,
-            told.share.as_deref(),
-            told.capabilities.as_deref(),
-            self.config,
-        )?;
+        let mut request =
+            request::parse(&ask.annotations, ask.share.as_deref(), ask.capabilities.as_deref(), self.config)?;
         request.wait = Duration::ZERO;
         let store = self.store()?;
-        let terms = Terms { rootfs: Rootfs::Told(&told.image), limit };
+        let terms = Terms { rootfs: Rootfs::Reported(&ask.image), limit };
         let taken = take_lease::take(candidate, &request, terms, &store, *self)?;
-        let served = self
-            .grant(&taken, &request, &store)
-            .and_then(|grant| self.ready(&taken, &grant, &store).map(|warnings| (grant, warnings)));
+        let served = self.grant(&taken, &request, &store).and_then(|grant| {
+            self.make_daemon_ready(&taken, &grant, &store).map(|warnings| (grant, warnings))
+        });
         match served {
             Ok((grant, warnings)) => {
                 let lease = taken.lease.id;
                 Ok(Answer::Granted(Box::new(Granted { lease, grant, warnings })))
             }
             Err(error) => {
-                self.give_back(&taken.lease, &store);
+                self.free_or_warn(&taken.lease, &store);
                 Err(error)
             }
         }
     }
 
-    /// [`Local::free_for`] for a container of `uid` that was deleted: what it has left is ended, if it `owns` that.
+    /// [`Local::free_for`] for a deleted container of `uid`: kills the processes that it has left, if it `owns` them.
     pub fn end_for(&self, uid: u32, lease: &LeaseId, owns: Owns<'_>) -> Result<Option<Leftover>, AdmitError> {
         let ledger = read(&self.store()?)?;
         let own = ledger.lease(lease).filter(|held| held.brokered && held.container.uid == uid);
         if let Some(held) = own.filter(|held| held.may_be_ended() && held.has_processes()) {
-            for line in self.end_once(held, &ledger, owns) {
+            for line in self.kill_left(held, &ledger, owns) {
                 tracing::warn!("{line}");
             }
         }
@@ -89,34 +84,23 @@ impl Local<'_> {
         }
         self.free(lease, &store)?;
         let rootfs = &held.container.rootfs;
-        let in_use = others(held, &ledger).any(|other| other.container.rootfs == *rootfs);
+        let in_use = other_leases(held, &ledger).any(|other| other.container.rootfs == *rootfs);
         Ok((!in_use).then(|| Leftover {
             bundle: held.container.bundle.clone(),
             rootfs: rootfs.clone(),
             mount_points: held.mount_points.to_vec(),
-            volumes: free_volumes(held, &ledger),
+            volumes: clearable_volumes(held, &ledger),
         }))
     }
 
     /// As [`super::Leases::enter`] for container `id` of `uid`, who asks `sublet serve`. `false`: no lease of it is known here.
     pub fn enter_for(&self, uid: u32, id: &str, record: &Path) -> Result<bool, AdmitError> {
         let ledger = read(&self.store()?)?;
-        let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(false) };
+        let Some(lease) = ledger.find_by_record(uid, id, record) else { return Ok(false) };
         if let Some(key) = &lease.daemon {
             mps::ensure_answering(&key.public(&self.config.state_dir), self.config)?;
         }
         Ok(true)
-    }
-
-    /// As [`super::Leases::mark_ending`], where `deleter` deletes the container.
-    pub fn mark_ending_for(
-        &self,
-        deleter: Process,
-        uid: u32,
-        id: &str,
-        record: &Path,
-    ) -> Result<Option<LeaseId>, AdmitError> {
-        self.mark_ending(uid, id, record, Some(deleter))
     }
 
     /// As [`super::Leases::bind`], to `process`, which was verified to be the user's. `beside` is the process that reported it.
@@ -139,31 +123,16 @@ impl Local<'_> {
         };
         self.bind(lease, &binding)
     }
-
-    /// As [`super::Leases::hand_over`].
-    pub fn hand_over_for(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
-        self.hand_over(lease, owner)
-    }
-
-    /// As [`super::Leases::abandon`].
-    pub fn abandon_for(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
-        self.abandon(uid, id, owner)
-    }
-
-    /// As [`super::Leases::unmark`].
-    pub fn unmark_for(&self, lease: &LeaseId) -> Result<(), AdmitError> {
-        self.unmark(lease)
-    }
 }
 
-/// The leases of other containers, whose root filesystems and volumes may be those of `held`.
-fn others<'l>(held: &'l Lease, ledger: &'l Ledger) -> impl Iterator<Item = &'l Lease> {
+/// The leases of other containers, which may share `held`'s root filesystem or volumes.
+fn other_leases<'l>(held: &'l Lease, ledger: &'l Ledger) -> impl Iterator<Item = &'l Lease> {
     ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(held.container.uid))
 }
 
-/// What the user has to remove from volumes that no other container with a share uses.
-fn free_volumes(held: &Lease, ledger: &Ledger) -> Vec<VolumeFiles> {
-    let volumes = others(held, ledger).flat_map(|other| &other.volumes);
+/// The files that the user has to remove from volumes that no other container with a share uses.
+fn clearable_volumes(held: &Lease, ledger: &Ledger) -> Vec<VolumeFiles> {
+    let volumes = other_leases(held, ledger).flat_map(|other| &other.volumes);
     let used: Vec<u64> = volumes.map(|volume| volume.device).collect();
-    held.made_in_volumes().into_iter().filter(|volume| !used.contains(&volume.device)).collect()
+    held.volumes_with_files().into_iter().filter(|volume| !used.contains(&volume.device)).collect()
 }

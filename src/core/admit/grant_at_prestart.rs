@@ -1,15 +1,15 @@
 //! Admission for a container that already exists: the same request, placement, lease and grant, applied to its
-//! namespaces. Its environment can no longer be changed, so it gets what works without one: nodes, files, and a
-//! dedicated MPS server with its limits as default limits. With a CDI device the engine has set the environment. The
+//! namespaces. Its environment can no longer be changed, so it gets nodes, files, and a dedicated MPS server with its
+//! limits as default limits. With a CDI device the engine has set the environment. The
 //! share is then as configured, also with a shared server.
 
 use serde_json::Value;
 
 use super::local::Local;
-use super::local_leases::same;
+use super::local_leases::is_same_container;
 use super::reconcile::read;
 use super::request_of_spec::{
-    RequestSource, asks_for_a_share, blame_gone_cdi_device, has_environment, request_of,
+    RequestSource, asks_for_a_share, check_environment, explain_gone_cdi_device, request_of,
 };
 use super::take_lease::{self, Rootfs, Terms};
 use super::{AdmitError, Candidate, Leases};
@@ -26,7 +26,7 @@ use crate::share::{Isolation, Mode, Priority};
 
 /// The result.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Late {
+pub enum LateAdmission {
     /// The container asks for no share. Nothing was changed.
     NotOurs,
     /// Another entry point has already given it a share. Nothing was changed.
@@ -43,29 +43,30 @@ pub enum Late {
 }
 
 /// Takes a share for `container`, whose first process is `init`, and gives it to the live container. `spec` is its
-/// config.json with the annotations that its runtime reported. `by_cdi` is what the hook of a CDI device was called
-/// with. `engine` is the engine that waits for the container.
+/// config.json with the annotations that its runtime reported. `by_cdi` has the arguments of a CDI device's
+/// hook. `engine` is the engine that waits for the container.
 ///
 /// # Errors
 /// Any reason not to start the container. The lease is then freed, and `sublet status --last-error` shows the reason.
-pub fn late(
+pub fn admit_late(
     container: &Container,
     init: Process,
     spec: &Value,
     by_cdi: Option<&Asked>,
     engine: Option<&Engine>,
     config: &Config,
-) -> Result<Late, AdmitError> {
+) -> Result<LateAdmission, AdmitError> {
     let source = RequestSource { annotations: oci::own_annotations(spec, &container.bundle)?, share: None };
     if by_cdi.is_none() && !asks_for_a_share(spec, &source.annotations, None) {
-        return Ok(Late::NotOurs);
+        return Ok(LateAdmission::NotOurs);
     }
-    let admitted = confirm(by_cdi, spec).and_then(|()| match source.annotations.get(LEASE_ANNOTATION) {
-        Some(id) => {
-            Local::new(config).already_granted(id, container).map(|lease| Late::AlreadyGranted(lease.id))
-        }
-        None => admit_live(container, init, (&source, spec), engine, config),
-    });
+    let admitted =
+        check_cdi_arguments(by_cdi, spec).and_then(|()| match source.annotations.get(LEASE_ANNOTATION) {
+            Some(id) => Local::new(config)
+                .find_granted(id, container)
+                .map(|lease| LateAdmission::AlreadyGranted(lease.id)),
+            None => admit_live(container, init, (&source, spec), engine, config),
+        });
     if let Err(error) = &admitted {
         Leases::of(config).record_refusal(&container.id, error);
     }
@@ -73,7 +74,7 @@ pub fn late(
 }
 
 /// The hook's arguments must agree with what all entry points read in config.json.
-fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
+fn check_cdi_arguments(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
     if by_cdi.is_none() || cdi::asked(spec)?.as_ref() == by_cdi {
         return Ok(());
     }
@@ -86,23 +87,23 @@ fn admit_live(
     (source, spec): (&RequestSource, &Value),
     engine: Option<&Engine>,
     config: &Config,
-) -> Result<Late, AdmitError> {
+) -> Result<LateAdmission, AdmitError> {
     let local = Local::for_engine(config);
     let store = local.store()?;
-    if let Some(lease) = lease_of(&read(&store)?, init) {
-        return Ok(Late::AlreadyGranted(lease.id.clone()));
+    if let Some(lease) = find_lease(&read(&store)?, init) {
+        return Ok(LateAdmission::AlreadyGranted(lease.id.clone()));
     }
     source.check_without_shim(config)?;
     let (asked, request) = (cdi::asked(spec)?, request_of(source, spec, config)?);
-    let request = if asked.is_some() { request } else { dedicated(request, source, config)? };
-    // Mounts are attached now, at the path in config.json. What is left to do later uses the path in the engine's
-    // storage, because the other one may be gone by then.
+    let request = if asked.is_some() { request } else { make_dedicated(request, source, config)? };
+    // Mounts are attached now, at the path in config.json. The lease has the path in the engine's storage, because the
+    // other one may be gone at the end.
     let rootfs = podman_storage::root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
     let lasting = Container { rootfs, ..container.clone() };
     let candidate = Candidate { container: lasting, owner: init, engine };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
     let mut taken = take_lease::take(&candidate, &request, terms, &store, local)
-        .map_err(|error| blame_gone_cdi_device(error, spec, config))?;
+        .map_err(|error| explain_gone_cdi_device(error, spec, config))?;
     // Here a link can be covered itself, and not the file to which it leads.
     taken.image.left_out.clear();
     let applied = activate(&taken.lease.id, init, &store)
@@ -111,31 +112,31 @@ fn admit_live(
             taken.check_mount_points(spec, &grant)?;
             oci::check_node_modes(spec, &grant.nodes, source.keeps_groups())?;
             match &asked {
-                Some(asked) => has_environment(spec, asked, &grant)?,
-                None => fits(&taken, spec)?,
+                Some(asked) => check_environment(spec, asked, &grant)?,
+                None => check_mps_directory(&taken, spec)?,
             }
-            let warnings = local.ready(&taken, &grant, &store)?;
+            let warnings = local.make_daemon_ready(&taken, &grant, &store)?;
             candidate.check_wanted()?;
             oci::apply(&grant, Live { init, rootfs: &container.rootfs })?;
             Ok(Grant { warnings, ..grant })
         });
     if applied.is_err() {
-        local.give_back(&taken.lease, &store);
+        local.free_or_warn(&taken.lease, &store);
     }
     let grant = applied?;
-    let environment = asked.is_none().then(|| environment(&grant, &taken.lease));
-    Ok(Late::Granted { lease: taken.lease.id, warnings: grant.warnings, environment })
+    let environment = asked.is_none().then(|| describe_environment(&grant, &taken.lease));
+    Ok(LateAdmission::Granted { lease: taken.lease.id, warnings: grant.warnings, environment })
 }
 
 /// The lease that another hook has taken for this same container, under whatever names. A process is the first process
 /// of only one container.
-fn lease_of(ledger: &Ledger, init: Process) -> Option<&Lease> {
+fn find_lease(ledger: &Ledger, init: Process) -> Option<&Lease> {
     ledger.leases.iter().find(|lease| lease.init.as_ref().is_some_and(|known| known.process == init))
 }
 
 /// Without an environment, mode mps needs a dedicated server: with a shared server, each client brings its limits in
 /// its environment.
-fn dedicated(request: Request, source: &RequestSource, config: &Config) -> Result<Request, AdmitError> {
+fn make_dedicated(request: Request, source: &RequestSource, config: &Config) -> Result<Request, AdmitError> {
     let annotations = &source.annotations;
     let of_share = annotations.get("sublet.share").and_then(|name| config.share.get(name)?.get("isolation"));
     let wanted = annotations.get("sublet.isolation").or(of_share);
@@ -153,12 +154,12 @@ fn dedicated(request: Request, source: &RequestSource, config: &Config) -> Resul
 /// Makes the lease active at once, because the container exists.
 fn activate(lease: &LeaseId, init: Process, store: &Store) -> Result<(), AdmitError> {
     let init = Init::of(init).map_err(|source| AdmitError::no_cgroup(lease, &source))?;
-    store.activate(lease, init)?;
+    store.change_without_scan(|ledger| ledger.activate(lease, init))?;
     Ok(())
 }
 
-/// Whether the container's processes find its MPS server without an environment.
-fn fits(taken: &take_lease::Taken, spec: &Value) -> Result<(), AdmitError> {
+/// Checks that the container's processes find its MPS server without an environment.
+fn check_mps_directory(taken: &take_lease::Taken, spec: &Value) -> Result<(), AdmitError> {
     if taken.lease.daemon.is_none() {
         return Ok(());
     }
@@ -178,7 +179,7 @@ fn fits(taken: &take_lease::Taken, spec: &Value) -> Result<(), AdmitError> {
 }
 
 /// One line: which variables the container lacks, and why it works without them.
-fn environment(grant: &Grant, lease: &Lease) -> String {
+fn describe_environment(grant: &Grant, lease: &Lease) -> String {
     let names: Vec<&str> =
         grant.env.set.iter().chain(&grant.env.default).map(|(name, _)| name.as_str()).collect();
     let server = if lease.daemon.is_some() {
@@ -194,16 +195,16 @@ fn environment(grant: &Grant, lease: &Lease) -> String {
 }
 
 /// The lease of an ended container that only the ledger knows, because its config.json names none.
-pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
+pub fn find_ended_lease(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
     let Some(ledger) = Leases::of(config).ledger_of_hooks()? else { return Ok(None) };
-    Ok(ended(&ledger, container).map(|lease| lease.id.clone()))
+    Ok(find_ended(&ledger, container).map(|lease| lease.id.clone()))
 }
 
 /// If the first thread of its first process runs, this is a later container with the same name. A runtime takes the end of
 /// that thread for the container's, whatever others do.
-fn ended<'l>(ledger: &'l Ledger, container: &Container) -> Option<&'l Lease> {
+fn find_ended<'l>(ledger: &'l Ledger, container: &Container) -> Option<&'l Lease> {
     let has_ended = |lease: &Lease| lease.init.as_ref().is_some_and(|init| !init.process.has_first_thread());
-    ledger.leases.iter().find(|lease| same(&lease.container, container) && has_ended(lease))
+    ledger.leases.iter().find(|lease| is_same_container(&lease.container, container) && has_ended(lease))
 }
 
 #[cfg(test)]
@@ -218,7 +219,7 @@ mod tests {
         let spec = json!({"process": {}, "annotations": annotations});
         let source = RequestSource { annotations: oci::annotations(&spec).expect("texts"), share: None };
         let request = request_of(&source, &spec, config).map_err(|error| error.to_string())?;
-        dedicated(request, &source, config).map_err(|error| error.to_string())
+        make_dedicated(request, &source, config).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -256,9 +257,9 @@ mod tests {
         let small = asked("small");
         let hook = json!({"path": "/sublet-hook", "args": small.arguments(cdi::STAGE)});
         let spec = json!({"hooks": {"createRuntime": [hook]}});
-        assert!(confirm(Some(&small), &spec).is_ok() && confirm(None, &spec).is_ok());
-        assert!(confirm(Some(&asked("large")), &spec).is_err());
-        let error = confirm(Some(&small), &json!({})).unwrap_err();
+        assert!(check_cdi_arguments(Some(&small), &spec).is_ok() && check_cdi_arguments(None, &spec).is_ok());
+        assert!(check_cdi_arguments(Some(&asked("large")), &spec).is_err());
+        let error = check_cdi_arguments(Some(&small), &json!({})).unwrap_err();
         assert!(error.to_string().starts_with("its config.json has no CDI device"), "{error}");
     }
 
@@ -268,8 +269,8 @@ mod tests {
         let mut held = lease(1, "GPU-a");
         held.init = Some(Init { process: me, pid_namespace: 0, cgroup: None, cgroup_inode: None });
         let ledger = Ledger { leases: vec![held], ..Ledger::empty("boot") };
-        assert!(lease_of(&ledger, me).is_some(), "whatever names it is given");
-        assert!(lease_of(&ledger, Process { start_time: 1, ..me }).is_none());
+        assert!(find_lease(&ledger, me).is_some(), "whatever names it is given");
+        assert!(find_lease(&ledger, Process { start_time: 1, ..me }).is_none());
     }
 
     #[test]
@@ -282,7 +283,7 @@ mod tests {
         {
             let leases = vec![Lease { init: Some(of(process)), ..held.clone() }];
             let ledger = Ledger { leases, ..Ledger::empty("boot") };
-            assert_eq!(ended(&ledger, &held.container).is_some(), expected, "{process:?}");
+            assert_eq!(find_ended(&ledger, &held.container).is_some(), expected, "{process:?}");
         }
     }
 }

@@ -1,12 +1,12 @@
-//! Programs and containers in a job of Slurm's: they get what the job got from Slurm on this node, or less. The job's
-//! share is booked once, by a lease of the job's, with the first of them. Containers have leases of their own within it.
+//! Programs and containers in a job of Slurm's: they get the job's allocation on this node, or less. The first of them takes
+//! the job's lease, which books its share once. Containers have leases of their own within it.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::job_error::JobError;
-use super::job_share::{narrowed, placement_of};
+use super::job_share::{place_in_job, placement_of};
 use super::local::Local;
 use super::reconcile::read;
 use super::take_lease::{self, JobHold, Rootfs, Terms, lease_for};
@@ -14,8 +14,8 @@ use super::{AdmitError, Candidate, EMPTY_CGROUP, fresh_inventory};
 use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};
 use crate::config::Config;
 use crate::fs::below::under;
-use crate::grant::{self, Grant, Image};
-use crate::inventory::{Device, Inventory};
+use crate::grant::{self, Image};
+use crate::inventory::Inventory;
 use crate::ledger::{Container, Init, Job, LEASE_ANNOTATION, Lease, LeaseId, Store};
 use crate::mps;
 use crate::oci;
@@ -26,8 +26,8 @@ use crate::share::{Capabilities, Devices, Isolation, Memory, Mode, Priority, Sel
 use crate::slurm::{JobCgroup, JobGpu, JobRecord, JobShare};
 
 impl Local<'_> {
-    /// What a program of the job in `cgroup` gets, `process` of user `uid`; `None`: the job asked for no GPU. The job's
-    /// lease is taken, if there is none yet, and its MPS daemon answers.
+    /// The share of `process` of user `uid` in the job's `cgroup`; `None`: the job asked for no GPU. Takes the job's lease if
+    /// there is none yet, and makes its MPS daemon ready.
     ///
     /// # Errors
     /// The job has no record, or there is no room for its share.
@@ -37,24 +37,24 @@ impl Local<'_> {
         process: Process,
         uid: u32,
     ) -> Result<Option<JobEnvironment>, AdmitError> {
-        let Some(lease) = self.job_lease(cgroup, process, uid)? else { return Ok(None) };
+        let Some(lease) = self.ensure_job_lease(cgroup, process, uid)? else { return Ok(None) };
         let inventory = fresh_inventory(self.config)?;
         let (placement, image) = (placement_of(&lease), Image::default());
         let grant =
             grant::grant(&placement, &lease, &Capabilities::default(), &image, &inventory, self.config);
-        let set = grant.env.set.into_iter().filter_map(|(name, value)| self.on_host(&lease, name, value));
+        let set =
+            grant.env.set.into_iter().filter_map(|(name, value)| self.host_variable(&lease, name, value));
         let (set, remove_prefixes) = (set.collect(), grant.env.remove_prefixes);
-        let gpus = lease.devices.iter().filter_map(|uuid| self.job_gpu(inventory.device(uuid)?)).collect();
+        let gpu = |uuid: &String| {
+            let node = inventory.device(uuid)?.nodes.first()?.path.to_str()?;
+            Some(JobGpu { uuid: uuid.clone(), node: under(&self.config.driver.root, node) })
+        };
+        let gpus = lease.devices.iter().filter_map(gpu).collect();
         Ok(Some(JobEnvironment { lease: lease.id, set, remove_prefixes, gpus }))
     }
 
-    fn job_gpu(&self, device: &Device) -> Option<JobGpu> {
-        let node = under(&self.config.driver.root, device.nodes.first()?.path.to_str()?);
-        Some(JobGpu { uuid: device.uuid.clone(), node })
-    }
-
-    /// A variable of a share as a program outside containers needs it, which sees all the host's nodes and directories.
-    fn on_host(&self, lease: &Lease, name: String, value: String) -> Option<(String, String)> {
+    /// A share's variable for a program outside containers, which sees all the host's nodes and directories.
+    fn host_variable(&self, lease: &Lease, name: String, value: String) -> Option<(String, String)> {
         let value = match name.as_str() {
             "CUDA_VISIBLE_DEVICES" => lease.devices.join(","),
             "CUDA_MPS_PIPE_DIRECTORY" => {
@@ -67,44 +67,46 @@ impl Local<'_> {
         Some((name, value))
     }
 
-    /// Takes a share for `candidate`, whose user described it in `told`, within that of the job in `cgroup`.
+    /// Takes a share for `candidate`, whose user described it in `ask`, within that of the job in `cgroup`.
     pub fn admit_in_job(
         &self,
         candidate: &Candidate<'_>,
-        told: &Admit,
+        ask: &Admit,
         cgroup: &JobCgroup,
     ) -> Result<Answer, AdmitError> {
-        if let Some(id) = told.annotations.get(LEASE_ANNOTATION) {
-            return self.granted_still(id, &candidate.container).map(Answer::AlreadyGranted);
+        if let Some(id) = ask.annotations.get(LEASE_ANNOTATION) {
+            return self.resume_granted(id, &candidate.container).map(Answer::AlreadyGranted);
         }
-        let job = self.job_lease(cgroup, candidate.owner, candidate.container.uid)?;
+        let job = self.ensure_job_lease(cgroup, candidate.owner, candidate.container.uid)?;
         let mut job = job.ok_or(JobError::NoGpu(cgroup.job))?;
-        job.devices.retain(|uuid| !told.forbidden.contains(uuid));
+        job.devices.retain(|uuid| !ask.forbidden.contains(uuid));
         if job.devices.is_empty() {
             return Err(JobError::Forbidden(cgroup.job).into());
         }
-        let capabilities = told.capabilities.as_deref();
-        let request = request::parse(&told.annotations, told.share.as_deref(), capabilities, self.config)?;
+        let capabilities = ask.capabilities.as_deref();
+        let request = request::parse(&ask.annotations, ask.share.as_deref(), capabilities, self.config)?;
         let inventory = fresh_inventory(self.config)?;
-        let (lease, placement) = self.insert_within(candidate, &request, told, (cgroup, &job), &inventory)?;
+        let (lease, placement) = self.insert_within(candidate, &request, ask, (cgroup, &job), &inventory)?;
         let capabilities = &request.capabilities;
         let config = request.over(self.config);
-        let mut grant = grant::grant(&placement, &lease, capabilities, &told.image, &inventory, &config);
+        let mut grant = grant::grant(&placement, &lease, capabilities, &ask.image, &inventory, &config);
         let store = self.store()?;
-        match self.served(&lease, &mut grant, &store) {
+        let ready =
+            self.check_nodes(&mut grant).and_then(|()| Ok(mps::make_ready(&lease, &store, self.config)?));
+        match ready {
             Ok(mut warnings) => {
                 warnings.extend(grant.warnings.iter().cloned());
                 Ok(Answer::Granted(Box::new(Granted { lease: lease.id, grant, warnings })))
             }
             Err(error) => {
-                self.give_back(&lease, &store);
+                self.free_or_warn(&lease, &store);
                 Err(error)
             }
         }
     }
 
-    /// Frees the leases of `job`, whose processes its scheduler has ended, once they are gone. Returns the ids of those
-    /// that were freed. What still runs keeps its lease until a later command sees that it has ended.
+    /// Frees the leases of `job`, whose processes its scheduler has ended, once they are gone. Returns the ids of the freed
+    /// ones. A process that still runs keeps its lease until a later command sees that it has ended.
     pub fn end_job(&self, job: u64) -> Result<Vec<LeaseId>, AdmitError> {
         let deadline = Instant::now() + EMPTY_CGROUP;
         let of_job = |lease: &&Lease| lease.job.as_ref().is_some_and(|own| own.id == job);
@@ -120,31 +122,25 @@ impl Local<'_> {
         }
     }
 
-    /// Makes sure that the nodes are there and that the MPS daemon answers. Returns warnings, one line each.
-    fn served(&self, lease: &Lease, grant: &mut Grant, store: &Store) -> Result<Vec<String>, AdmitError> {
-        self.check_nodes(grant)?;
-        Ok(mps::make_ready(lease, store, self.config)?)
-    }
-
-    /// Writes down the lease of a container in a job.
+    /// Takes the lease of a container in a job.
     fn insert_within(
         &self,
         candidate: &Candidate<'_>,
         request: &Request,
-        told: &Admit,
+        ask: &Admit,
         (cgroup, job): (&JobCgroup, &Lease),
         inventory: &Inventory,
     ) -> Result<(Lease, Placement), AdmitError> {
         let id = LeaseId::random().map_err(AdmitError::Random)?;
         self.update(|ledger| {
-            let placement = narrowed(request, job, ledger, inventory, self.config)?;
-            let of_job = job_of(cgroup, candidate.container.uid);
+            let placement = place_in_job(request, job, ledger, inventory, self.config)?;
+            let of_job = whole_job(cgroup, candidate.container.uid);
             ledger.check_unbound(candidate.container.uid)?;
-            oci::check_no_other_daemon(&told.image, placement.daemon.is_some())?;
+            oci::check_no_other_daemon(&ask.image, placement.daemon.is_some())?;
             let lease = Lease {
                 job: Some(Job { step: cgroup.step.clone(), ..of_job }),
                 within: Some(job.id.clone()),
-                ..lease_for(candidate, &placement, &told.image, id, self.config).of_user()
+                ..lease_for(candidate, &placement, &ask.image, id, self.config).brokered()
             };
             ledger.insert(lease.clone())?;
             Ok((lease, placement))
@@ -152,25 +148,32 @@ impl Local<'_> {
     }
 
     /// The job's lease, with its MPS daemon serving. It is taken if there is none yet, for `first`, a process of the job.
-    fn job_lease(&self, cgroup: &JobCgroup, first: Process, uid: u32) -> Result<Option<Lease>, AdmitError> {
+    fn ensure_job_lease(
+        &self,
+        cgroup: &JobCgroup,
+        first: Process,
+        uid: u32,
+    ) -> Result<Option<Lease>, AdmitError> {
         let Some(share) = job_share(cgroup.job, uid, self.config)? else { return Ok(None) };
         let store = self.store()?;
         let held = |store: &Store| -> Result<Option<Lease>, AdmitError> {
-            let (ledger, _) = read(store)?.settled();
-            Ok(ledger.of_job(cgroup.job).filter(|lease| is_of(lease, cgroup)).cloned())
+            let (ledger, _) = read(store)?.preview_reclaim();
+            let is_same =
+                |lease: &&Lease| lease.job.as_ref().is_some_and(|job| job.cgroup_inode == cgroup.inode);
+            Ok(ledger.find_job_lease(cgroup.job).filter(is_same).cloned())
         };
         if let Some(lease) = held(&store)? {
             mps::make_ready(&lease, &store, self.config)?;
             return Ok(Some(lease));
         }
-        match self.take_for_job(&share, cgroup, first, uid, &store) {
+        match self.take_job_lease(&share, cgroup, first, uid, &store) {
             // Another process of the job was faster.
             Err(AdmitError::Doubled(doubled)) => held(&store)?.map(Some).ok_or_else(|| doubled.into()),
             taken => taken.map(Some),
         }
     }
 
-    fn take_for_job(
+    fn take_job_lease(
         &self,
         share: &JobShare,
         cgroup: &JobCgroup,
@@ -192,26 +195,28 @@ impl Local<'_> {
             cgroup: Some(cgroup.dir.clone()),
             cgroup_inode: Some(cgroup.inode),
         };
-        let hold = JobHold { job: job_of(cgroup, uid), init };
-        let request = request_of_job(share);
+        let hold = JobHold { job: whole_job(cgroup, uid), init };
+        let request = job_request(share);
         let terms = Terms { rootfs: Rootfs::OfJob(&hold), limit: None };
         let taken = take_lease::take(&candidate, &request, terms, store, *self);
-        let taken = taken.map_err(|error| of_job(error, share, cgroup.job))?;
-        let ready = self.grant(&taken, &request, store).and_then(|grant| self.ready(&taken, &grant, store));
-        let kept = |error| AdmitError::from(JobError::Copy { job: cgroup.job, error });
-        let ready = ready.and_then(|_| taken.lease.remember_of_job(&self.config.state_dir).map_err(kept));
+        let taken = taken.map_err(|error| convert_refusal(error, share, cgroup.job))?;
+        let ready = self
+            .grant(&taken, &request, store)
+            .and_then(|grant| self.make_daemon_ready(&taken, &grant, store));
+        let copy_failed = |error| AdmitError::from(JobError::Copy { job: cgroup.job, error });
+        let ready = ready.and_then(|_| taken.lease.write_copy(&self.config.state_dir).map_err(copy_failed));
         if let Err(error) = ready {
-            self.give_back(&taken.lease, store);
+            self.free_or_warn(&taken.lease, store);
             return Err(error);
         }
         Ok(taken.lease)
     }
 }
 
-/// What `job` of user `uid` got from Slurm on this node; `None`: it asked for no GPU.
+/// The share of `job` of user `uid` on this node; `None`: it asked for no GPU.
 ///
 /// # Errors
-/// It has no record, it is another user's, or what it got is not known.
+/// It has no record, it is another user's, or the prolog could not determine its GPUs.
 pub fn job_share(job: u64, uid: u32, config: &Config) -> Result<Option<JobShare>, JobError> {
     let record = JobRecord::read(&config.state_dir, job)?;
     if record.uid != uid {
@@ -223,23 +228,19 @@ pub fn job_share(job: u64, uid: u32, config: &Config) -> Result<Option<JobShare>
     }
 }
 
-/// What helps a container's user does not help a job's: its share is what Slurm gave it.
-fn of_job(error: AdmitError, share: &JobShare, job: u64) -> AdmitError {
+/// Advice for a container's user does not help a job's: its share is as Slurm allocated it.
+fn convert_refusal(error: AdmitError, share: &JobShare, job: u64) -> AdmitError {
     let AdmitError::Refused(refusal) = error else { return error };
     let whole = share.mode == Mode::Exclusive;
     JobError::NoPlace { job, whole, temporary: refusal.temporary, why: refusal.message }.into()
 }
 
-fn job_of(cgroup: &JobCgroup, uid: u32) -> Job {
+fn whole_job(cgroup: &JobCgroup, uid: u32) -> Job {
     Job { id: cgroup.job, step: None, uid, cgroup_inode: cgroup.inode }
 }
 
-fn is_of(lease: &Lease, cgroup: &JobCgroup) -> bool {
-    lease.job.as_ref().is_some_and(|job| job.cgroup_inode == cgroup.inode)
-}
-
-/// The request for what the job got: those devices and no others.
-fn request_of_job(share: &JobShare) -> Request {
+/// The request for exactly the job's devices.
+fn job_request(share: &JobShare) -> Request {
     let devices = share
         .devices
         .iter()

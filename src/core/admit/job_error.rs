@@ -2,17 +2,17 @@
 
 use crate::slurm::RecordError;
 
-/// What helps a job with whole GPUs that others have a part of.
+/// The advice for a job with whole GPUs of which other jobs have a part.
 const WHOLE: &str = "submit it again when that GPU is free, or for another node with --exclude; Slurm 22.05 needs nodes of \
                      their own for whole GPUs (docs/slurm.md)";
 
 /// Why a job's share is not to be had.
 #[derive(Debug, thiserror::Error)]
 pub enum JobError {
-    /// There is no record of what it got.
+    /// It has no record.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// The prolog could not tell what it got.
+    /// The prolog could not determine its GPUs.
     #[error("job {job}: {why}")]
     Problem {
         /// The job.
@@ -35,7 +35,7 @@ pub enum JobError {
     /// A container in a job that asked for no GPU asks for a share.
     #[error("job {0} asked Slurm for no GPU on this node: submit it with --gres")]
     NoGpu(u64),
-    /// What the job got is taken.
+    /// The job's GPUs are taken.
     #[error(
         "{why}; Slurm gave it to job {job} all the same: {}",
         if *.whole { WHOLE } else { "submit it again when there is room, or for another node with --exclude" }
@@ -43,7 +43,7 @@ pub enum JobError {
     NoPlace {
         /// The job.
         job: u64,
-        /// Who has it.
+        /// By whom.
         why: String,
         /// Whether the job got whole GPUs.
         whole: bool,
@@ -61,7 +61,7 @@ pub enum JobError {
     Copy {
         /// The job.
         job: u64,
-        /// What the system said.
+        /// The system's answer.
         error: std::io::Error,
     },
     /// /proc or the cgroups cannot be read.
@@ -83,7 +83,7 @@ pub enum Widened {
     Other {
         /// The job.
         job: u64,
-        /// What it has.
+        /// Its share.
         has: String,
         /// The annotation's key.
         key: &'static str,
@@ -95,9 +95,9 @@ pub enum Widened {
     More {
         /// The job.
         job: u64,
-        /// What it has.
+        /// Its share.
         has: String,
-        /// What the container asks for.
+        /// The container's request.
         asked: String,
     },
     /// More than the job's other containers leave.
@@ -110,11 +110,11 @@ pub enum Widened {
         job: u64,
         /// The annotation's key.
         key: &'static str,
-        /// What the job has.
+        /// The job's share.
         has: String,
-        /// What its containers hold.
+        /// The sum of its containers' shares.
         held: String,
-        /// What this container asks for.
+        /// The container's request.
         asked: String,
     },
 }

@@ -29,19 +29,19 @@ pub(super) fn placement_of(lease: &Lease) -> Placement {
     }
 }
 
-/// What `request` takes of `job`, the lease of its job, beside the job's other containers in `ledger`. What the container
-/// does not say, it gets as the job has it.
+/// The placement of `request` within `job`, the lease of its job, beside the job's other containers in `ledger`. A limit
+/// that the container does not ask for is the job's.
 ///
 /// # Errors
 /// It asks for something else, or for more.
-pub(super) fn narrowed(
+pub(super) fn place_in_job(
     request: &Request,
     job: &Lease,
     ledger: &Ledger,
     inventory: &Inventory,
     config: &Config,
 ) -> Result<Placement, Widened> {
-    let other = |key| Widened::Other { job: number(job), has: has(job), key };
+    let other = |key| Widened::Other { job: job_number(job), has: describe_job(job), key };
     if request.mode.is_some_and(|mode| mode != job.mode) {
         return Err(other("mode"));
     }
@@ -51,7 +51,7 @@ pub(super) fn narrowed(
     if request.mig.is_some() || !request.mig_caps.is_empty() {
         return Err(other("mig"));
     }
-    let devices = devices(request, job, inventory, config).ok_or_else(|| other("gpu"))?;
+    let devices = select_devices(request, job, inventory, config).ok_or_else(|| other("gpu"))?;
     let total = |uuid: &String| inventory.device(uuid).map(|device| device.memory_bytes);
     let smallest = devices.iter().filter_map(total).min().unwrap_or(0);
     let limited = job.mode != Mode::Exclusive;
@@ -65,8 +65,8 @@ pub(super) fn narrowed(
     let sms = |sm: Option<Percent>| sm.map(|sm| u64::from(sm.thousandths()));
     let each = |of: fn(&Lease) -> Option<u64>| beside.iter().filter_map(|lease| of(lease)).sum::<u64>();
     let held = each(|lease| lease.sm.map(|sm| u64::from(sm.thousandths())));
-    within(job, "sm", (sms(sm), held, sms(job.sm)), percent)?;
-    within(job, "memory", (memory_bytes, each(|lease| lease.memory_bytes), job.memory_bytes), mib)?;
+    check_within(job, "sm", (sms(sm), held, sms(job.sm)), percent)?;
+    check_within(job, "memory", (memory_bytes, each(|lease| lease.memory_bytes), job.memory_bytes), mib)?;
     Ok(Placement {
         devices,
         sm,
@@ -78,11 +78,16 @@ pub(super) fn narrowed(
     })
 }
 
-/// The devices, all of them the job's; `None`: others, or more.
-fn devices(request: &Request, job: &Lease, inventory: &Inventory, config: &Config) -> Option<Vec<String>> {
+/// The devices, if all of them are the job's.
+fn select_devices(
+    request: &Request,
+    job: &Lease,
+    inventory: &Inventory,
+    config: &Config,
+) -> Option<Vec<String>> {
     let own = |uuid: &String| job.devices.contains(uuid);
     match &request.devices {
-        // One is the default, too, and means what the job has.
+        // One is the default, too, and means all of the job's.
         Devices::Any(many) if many.get() == 1 => Some(job.devices.clone()),
         Devices::Any(many) => job.devices.get(..many.get() as usize).map(<[String]>::to_vec),
         Devices::All => None,
@@ -100,8 +105,8 @@ fn devices(request: &Request, job: &Lease, inventory: &Inventory, config: &Confi
     }
 }
 
-/// Checks (asked, held by the job's other containers, the job's).
-fn within(
+/// Checks a limit: (asked for, held by the job's other containers, the job's).
+fn check_within(
     job: &Lease,
     key: &'static str,
     (asked, held, all): (Option<u64>, u64, Option<u64>),
@@ -109,20 +114,20 @@ fn within(
 ) -> Result<(), Widened> {
     let (Some(asked), Some(all)) = (asked, all) else { return Ok(()) };
     if asked > all {
-        return Err(Widened::More { job: number(job), has: words(all), asked: words(asked) });
+        return Err(Widened::More { job: job_number(job), has: words(all), asked: words(asked) });
     }
     if asked.saturating_add(held) > all {
         let (has, held, asked) = (words(all), words(held), words(asked));
-        return Err(Widened::Full { job: number(job), key, has, held, asked });
+        return Err(Widened::Full { job: job_number(job), key, has, held, asked });
     }
     Ok(())
 }
 
-fn number(job: &Lease) -> u64 {
+fn job_number(job: &Lease) -> u64 {
     job.job.as_ref().map_or(0, |job| job.id)
 }
 
-fn has(job: &Lease) -> String {
+fn describe_job(job: &Lease) -> String {
     let limits = [job.sm.map(|sm| percent(sm.thousandths().into())), job.memory_bytes.map(mib)];
     let limits: Vec<String> = limits.into_iter().flatten().collect();
     let devices = job.devices.join(",");

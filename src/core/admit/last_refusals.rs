@@ -13,7 +13,7 @@ use crate::fs::atomic::replace;
 use crate::fs::{history, trusted};
 use crate::ledger::Lease;
 use crate::process::epoch_seconds;
-use crate::text::safe;
+use crate::text::{safe, safe_long};
 
 /// Far more than [`KEPT`] have, in bytes.
 const LARGEST: u64 = 1 << 20;
@@ -56,15 +56,9 @@ pub(super) fn record(container_id: &str, error: &AdmitError, config: &Config) {
 }
 
 /// Adds a refusal that user `uid` reports.
-pub fn record_told(uid: u32, container_id: &str, reason: &str, config: &Config) {
-    // The user's program says no word.
-    add(uid, container_id, "", kept(reason), config);
-}
-
-/// A text, which may be a user's, as it is kept.
-fn kept(reason: &str) -> String {
-    let characters: Vec<char> = reason.chars().take(LONGEST).collect();
-    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
+pub fn record_reported(uid: u32, container_id: &str, reason: &str, config: &Config) {
+    // The user's program gives no word of `reason`.
+    add(uid, container_id, "", safe_long(reason, LONGEST), config);
 }
 
 fn add(uid: u32, container_id: &str, word: &str, reason: String, config: &Config) {
@@ -75,14 +69,14 @@ fn add(uid: u32, container_id: &str, word: &str, reason: String, config: &Config
         text: reason.clone(),
         ..Event::now(Kind::Refused)
     };
-    events::tell(&config.state_dir, &[refused]);
+    events::emit(&config.state_dir, &[refused]);
     let container_id = safe(container_id);
     store(RefusalRecord { time: epoch_seconds(), container_id, reason, uid, started: false }, config);
 }
 
-/// Tells what the container of `lease`, which is started, is warned of, because an engine shows what its runtime warns of to
-/// nobody. Adds what is `of_image` among that; of warnings that say the same, the last one is kept.
-pub(super) fn warn(lease: &Lease, warnings: &[String], of_image: &[String], config: &Config) {
+/// Records the warnings of a started container as events, because engines do not show those of their runtime. Keeps those
+/// `of_image`, too; of equal warnings, the last one.
+pub(super) fn record_warnings(lease: &Lease, warnings: &[String], of_image: &[String], config: &Config) {
     let (name, uid) = (lease.container.name(), lease.container.uid);
     let event = |text: &String| Event {
         uid,
@@ -91,9 +85,9 @@ pub(super) fn warn(lease: &Lease, warnings: &[String], of_image: &[String], conf
         text: text.clone(),
         ..Event::now(Kind::Warned)
     };
-    events::tell(&config.state_dir, &warnings.iter().take(KEPT).map(event).collect::<Vec<_>>());
+    events::emit(&config.state_dir, &warnings.iter().take(KEPT).map(event).collect::<Vec<_>>());
     for reason in of_image.iter().take(KEPT_OF_ONE) {
-        let (container_id, reason) = (safe(&name), kept(reason));
+        let (container_id, reason) = (safe(&name), safe_long(reason, LONGEST));
         store(RefusalRecord { time: epoch_seconds(), container_id, reason, uid, started: true }, config);
     }
 }
@@ -107,8 +101,8 @@ fn store(record: RefusalRecord, config: &Config) {
 fn write(record: RefusalRecord, path: &Path) -> io::Result<()> {
     let mut all: Vec<RefusalRecord> = history::read(path, LARGEST)?;
     let uid = record.uid;
-    let is_told = |old: &RefusalRecord| old.started && old.uid == uid && old.reason == record.reason;
-    all.retain(|old| !(record.started && is_told(old)));
+    let is_repeated = |old: &RefusalRecord| old.started && old.uid == uid && old.reason == record.reason;
+    all.retain(|old| !(record.started && is_repeated(old)));
     all.push(record);
     thin_out(&mut all, uid);
     replace(path, &serde_json::to_vec(&all)?, 0o644)
@@ -148,7 +142,7 @@ mod tests {
         let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
         add(0, "root", "no-room", "no".into(), &config);
         for number in 0..20 {
-            record_told(1000, &format!("c{number}\u{1b}"), &"x".repeat(9000), &config);
+            record_reported(1000, &format!("c{number}\u{1b}"), &"x".repeat(9000), &config);
         }
         let all = refusals(&config);
         assert_eq!((all.len(), all[0].uid), (9, 0));

@@ -22,13 +22,13 @@ impl<'a> Local<'a> {
         Self { config, mig: MigWork::Now, lowering: Lowering::Now }
     }
 
-    /// For an entry point: an engine waits for this process, and not for what can be done after it.
+    /// For an entry point, for which an engine waits: work that can be done later is left to another process.
     #[must_use]
     pub(super) const fn for_engine(config: &'a Config) -> Self {
         Self { config, mig: MigWork::Now, lowering: Lowering::Apart }
     }
 
-    /// Without creating or destroying MIG instances, which may take long. `put_off` records what is to be done.
+    /// Without creating or destroying MIG instances, which may take long. `put_off` records that work.
     #[must_use]
     pub const fn putting_off(config: &'a Config, put_off: &'a Cell<PutOff>) -> Self {
         Self { config, mig: MigWork::PutOff(put_off), lowering: Lowering::Now }

@@ -6,8 +6,10 @@ use serde_json::Value;
 
 use super::job_error::JobError;
 use super::local::Local;
-use super::reconcile::{clear_before, read};
-use super::request_of_spec::{RequestSource, blame_gone_cdi_device, is_of_bundle, request_of, undo};
+use super::reconcile::{clear_before_freeing, read};
+use super::request_of_spec::{
+    RequestSource, explain_gone_cdi_device, is_of_bundle, remove_earlier_grant, request_of,
+};
 use super::take_lease::{self, Rootfs, Terms};
 use super::{Admission, AdmitError, Candidate, last_refusals};
 use crate::grant::{self, Grant};
@@ -26,23 +28,22 @@ impl Local<'_> {
         source: &RequestSource,
         spec: &mut Value,
     ) -> Result<Admission, AdmitError> {
-        match self.granted_still(id, &candidate.container) {
+        match self.resume_granted(id, &candidate.container) {
             Ok(lease) => Ok(Admission::AlreadyGranted(lease)),
             Err(error @ AdmitError::ForgedLease { .. }) => {
                 if !is_of_bundle(id, spec, &candidate.container) {
                     return Err(error);
                 }
-                undo(spec)?;
+                remove_earlier_grant(spec)?;
                 self.admit_new(candidate, &source.without_lease(), spec)
             }
             Err(error) => Err(error),
         }
     }
 
-    /// [`Local::already_granted`], and its daemon is made to serve. It was ready when the lease was taken, which may be
-    /// a while ago.
-    pub(super) fn granted_still(&self, id: &str, container: &Container) -> Result<LeaseId, AdmitError> {
-        let lease = self.already_granted(id, container)?;
+    /// [`Local::find_granted`]. Makes its daemon ready again: the lease may have been taken a while ago.
+    pub(super) fn resume_granted(&self, id: &str, container: &Container) -> Result<LeaseId, AdmitError> {
+        let lease = self.find_granted(id, container)?;
         if lease.daemon.is_some() {
             mps::make_ready(&lease, &self.store()?, self.config)?;
         }
@@ -51,10 +52,10 @@ impl Local<'_> {
 
     /// A spec with a lease id counts as granted only if the ledger has that live lease for this container. A lease
     /// whose container was never created does not count, although only the next command frees it.
-    pub(super) fn already_granted(&self, id: &str, container: &Container) -> Result<Lease, AdmitError> {
-        let (ledger, _) = read(&self.store()?)?.settled();
+    pub(super) fn find_granted(&self, id: &str, container: &Container) -> Result<Lease, AdmitError> {
+        let (ledger, _) = read(&self.store()?)?.preview_reclaim();
         let granted =
-            LeaseId::parse(id).and_then(|id| ledger.lease(&id).filter(|lease| holds(lease, container)));
+            LeaseId::parse(id).and_then(|id| ledger.lease(&id).filter(|lease| is_lease_of(lease, container)));
         granted.cloned().ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
     }
 
@@ -69,15 +70,15 @@ impl Local<'_> {
         let store = self.store()?.beside(&candidate.container.record);
         let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
         let taken = take_lease::take(candidate, &request, terms, &store, *self)
-            .map_err(|error| blame_gone_cdi_device(error, spec, self.config))?;
+            .map_err(|error| explain_gone_cdi_device(error, spec, self.config))?;
         let served = self.grant(&taken, &request, &store).and_then(|grant| {
             taken.check_mount_points(spec, &grant)?;
             oci::check_node_modes(spec, &grant.nodes, source.keeps_groups())?;
             oci::edit(spec, &grant)?;
-            self.ready(&taken, &grant, &store)
+            self.make_daemon_ready(&taken, &grant, &store)
         });
         if served.is_err() {
-            self.give_back(&taken.lease, &store);
+            self.free_or_warn(&taken.lease, &store);
         }
         let (lease, warnings) = (taken.lease.id.clone(), served?);
         // This process ends or becomes the low-level runtime now, and the kernel closes all at once.
@@ -85,7 +86,6 @@ impl Local<'_> {
         Ok(Admission::Granted { lease, warnings })
     }
 
-    /// What a container with this lease is given.
     pub(super) fn grant(
         &self,
         taken: &take_lease::Taken,
@@ -105,8 +105,8 @@ impl Local<'_> {
         Ok(grant)
     }
 
-    /// Makes sure that the nodes are there: without one the container would start and find no GPU. What CUDA does without
-    /// is left out, with a warning.
+    /// Makes sure that the nodes exist: without one the container would start and find no GPU. Optional ones are left out,
+    /// with a warning.
     pub(super) fn check_nodes(&self, grant: &mut Grant) -> Result<(), AdmitError> {
         for granted in std::mem::take(&mut grant.nodes) {
             match inventory::ensure_node(&self.config.driver.root, &granted.node) {
@@ -124,23 +124,23 @@ impl Local<'_> {
 
     /// Ends the daemons in its way and then starts its own daemon. This is the last step, so that no daemon is started
     /// for a container that cannot be served. Returns all warnings.
-    pub(super) fn ready(
+    pub(super) fn make_daemon_ready(
         &self,
         taken: &take_lease::Taken,
         grant: &Grant,
         store: &Store,
     ) -> Result<Vec<String>, AdmitError> {
-        let mut warnings = mps::make_way(&taken.in_the_way, store)?;
+        let mut warnings = mps::end_conflicting(&taken.conflicting_daemons, store)?;
         if taken.lease.daemon.is_some() {
             warnings.extend(mps::make_ready(&taken.lease, store, self.config)?);
         }
         warnings.extend(grant.warnings.iter().cloned());
-        last_refusals::warn(&taken.lease, &warnings, &taken.image.warnings(), self.config);
+        last_refusals::record_warnings(&taken.lease, &warnings, &taken.image.warnings(), self.config);
         Ok(warnings)
     }
 
     /// As [`super::Leases::mark_ending`], where `deleter` deletes the container.
-    pub(super) fn mark_ending(
+    pub fn mark_ending(
         &self,
         uid: u32,
         id: &str,
@@ -151,30 +151,30 @@ impl Local<'_> {
         // This is read in any namespace, because containers without a share must not fail. For others the change below
         // is refused.
         let ledger = store.peek().or_else(|_| read(&store))?;
-        let Some(lease) = ledger.of_record(uid, id, record) else {
-            self.clear_for_others(&ledger, &store);
+        let Some(lease) = ledger.find_by_record(uid, id, record) else {
+            self.clear_pending(&ledger, &store);
             return Ok(None);
         };
         // In other namespaces the container may only seem to have ended.
         let is_of_here = ledger.is_of_here();
         let (cleared, has_ended) =
-            if is_of_here { clear_before(&lease.id, &store, false) } else { (Vec::new(), false) };
+            if is_of_here { clear_before_freeing(&lease.id, &store, false) } else { (Vec::new(), false) };
         let gone = has_ended.then(|| lease.id.clone());
         let (marked, freed) = store.mark_ending(uid, id, record, deleter, (&cleared, gone))?;
-        self.tidy(&freed, &store);
+        self.clean_up(&freed, &store);
         Ok(marked)
     }
 }
 
 /// Whether `lease` belongs to `container`. Other entry points may run between the hook that took an unbound lease and
 /// the container's creation. The lease is that container's also for an entry point that knows more of its names.
-fn holds(lease: &Lease, container: &Container) -> bool {
+fn is_lease_of(lease: &Lease, container: &Container) -> bool {
     let held = &lease.container;
     let awaited = lease.is_unbound() && held.uid == container.uid;
-    same(held, container) || awaited && (held.id.is_empty() || held.id == container.id)
+    is_same_container(held, container) || awaited && (held.id.is_empty() || held.id == container.id)
 }
 
-pub(super) fn same(a: &Container, b: &Container) -> bool {
+pub(super) fn is_same_container(a: &Container, b: &Container) -> bool {
     (a.uid, &a.id, &a.bundle) == (b.uid, &b.id, &b.bundle)
 }
 
@@ -200,35 +200,38 @@ impl Local<'_> {
         let store = self.store()?;
         let ledger = read(&store)?;
         let Some(held) = ledger.lease(lease).cloned() else {
-            self.finish_for_others(&ledger, &store);
+            self.finish_pending(&ledger, &store);
             return Ok(());
         };
         self.await_end(&held, &store)?;
         self.free(lease, &store)
     }
 
-    pub(super) fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
+    /// As [`super::Leases::abandon`].
+    pub fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
         let store = self.store()?;
         if read(&store)?.abandon(uid, id, owner).is_empty() {
             return Ok(());
         }
         let freed = store.abandon(uid, id, owner)?;
-        self.tidy(&freed, &store);
+        self.clean_up(&freed, &store);
         Ok(())
     }
 
-    pub(super) fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
-        Ok(self.store()?.hand_over(lease, owner)?)
+    /// As [`super::Leases::hand_over`].
+    pub fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
+        Ok(self.store()?.change_without_scan(|ledger| ledger.hand_over(lease, owner))?)
     }
 
     pub(super) fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
-        Ok(self.store()?.bind(lease, binding)??)
+        Ok(self.store()?.update_without_scan(|ledger| ledger.bind(lease, binding))??)
     }
 
-    pub(super) fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+    /// As [`super::Leases::unmark`].
+    pub fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         let store = self.store()?;
         let freed = store.unmark_ending(lease)?;
-        self.tidy(&freed, &store);
+        self.clean_up(&freed, &store);
         Ok(())
     }
 }

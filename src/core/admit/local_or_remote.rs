@@ -39,7 +39,7 @@ pub fn is_remote(config: &Config) -> bool {
     owner.is_none_or(|dir| dir.uid() != us)
 }
 
-/// The leases that a configuration names, for an entry point. Where they are is decided once, by [`Leases::of`].
+/// The leases of a configuration, for an entry point. Whether they are local is decided once, by [`Leases::of`].
 pub struct Leases<'a> {
     place: Place<'a>,
     config: &'a Config,
@@ -51,7 +51,7 @@ enum Place<'a> {
 }
 
 impl<'a> Leases<'a> {
-    /// Those that `config` names.
+    /// Decides whether this process changes the ledger itself.
     #[must_use]
     pub fn of(config: &'a Config) -> Self {
         let place = if is_remote(config) {
@@ -73,7 +73,7 @@ impl<'a> Leases<'a> {
     ///
     /// # Errors
     /// The root filesystem cannot be found. `sublet status --last-error` shows this.
-    pub fn located(
+    pub fn locate_rootfs(
         &self,
         container: Container,
         spec: &Value,
@@ -111,8 +111,8 @@ impl<'a> Leases<'a> {
 
     /// Checks that the container has its own mount namespace, and that it can see what another entry point has mounted.
     fn check_place_for_mounts(&self, spec: &Value, container: &Container) -> Result<(), AdmitError> {
-        oci::own_mount_namespace(spec)?;
-        Ok(oci::uncovered(spec, &container.rootfs, &self.config.state_dir)?)
+        oci::check_mount_namespace(spec)?;
+        Ok(oci::check_uncovered(spec, &container.rootfs, &self.config.state_dir)?)
     }
 
     /// Frees `lease`, whose container was never created.
@@ -135,9 +135,8 @@ impl<'a> Leases<'a> {
         }
     }
 
-    /// After the end of a container whose annotation has the lease `record`, a rootless user removes what it left in the
-    /// user's own files, whichever process has freed the lease. What a container of root's left is removed by who frees its
-    /// lease.
+    /// Removes the leftovers of an ended container of a rootless user whose annotation has the lease `record`, whichever
+    /// process has freed the lease. Those of root's containers are removed when their lease is freed.
     pub fn clear_after(&self, record: &str) {
         if let (Place::Remote(remote), Some(lease)) = (&self.place, Lease::from_annotation(record)) {
             remote.clear_after(&lease);

@@ -40,20 +40,22 @@ pub use current_inventory::{confirmed_inventory, fresh_inventory, refresh};
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
 pub use end_left::Owns;
 pub use error::AdmitError;
-pub use exec_share::{EnterError, Share, enter, may_have_share, share_of};
-pub use grant_at_prestart::{Late, end_of, late};
+pub use exec_share::{EnterError, Share, enter, find_share, may_have_share};
+pub use grant_at_prestart::{LateAdmission, admit_late, find_ended_lease};
 pub use in_job::job_share;
 pub use job_error::{JobError, Widened};
-pub use last_refusals::{RefusalRecord, record_told, refusals};
-pub use left_mount_points::clear_unbound;
+pub use last_refusals::{RefusalRecord, record_reported, refusals};
+pub use left_mount_points::clear_refused;
 pub use local::Local;
 pub use local_or_remote::{Leases, is_remote};
 pub use reconcile::read;
 pub use remote::own_status;
-pub use request_of_spec::{RequestSource, asks_for_job_share, request_by_cdi, request_of, undo};
+pub use request_of_spec::{
+    RequestSource, asks_for_job_share, remove_earlier_grant, request_by_cdi, request_of,
+};
 pub use take_lease::lease_for;
 
-/// How long the last processes of an ended container may take to go.
+/// The time limit for the end of an ended container's last processes.
 const EMPTY_CGROUP: Duration = Duration::from_secs(5);
 
 /// A container that an entry point wants to admit.
@@ -73,7 +75,7 @@ impl Candidate<'_> {
         if self.engine.is_some_and(Engine::is_gone) { Err(AdmitError::NoEngine) } else { Ok(()) }
     }
 
-    /// Waits before the next look for a share.
+    /// Waits before the next attempt.
     fn wait(&self, pause: Duration) {
         match self.engine {
             Some(engine) => engine.wait(pause),

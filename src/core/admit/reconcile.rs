@@ -12,20 +12,20 @@ use crate::{mps, oci};
 pub struct Reconciled {
     /// Leases whose containers were gone.
     pub freed: Freed,
-    /// Messages about the rest, one line each, including what could not be done.
+    /// Messages about the rest and its failures, one line each.
     pub lines: Vec<String>,
 }
 
 impl Local<'_> {
     /// Frees the leases of ended containers, applies `change` to the ledger, and repairs everything that depends on
-    /// leases: restarts crashed MPS daemons, ends unneeded ones, and removes what ended containers left.
+    /// leases: restarts crashed MPS daemons, ends unneeded ones, and removes leftovers.
     pub fn reconcile(
         &self,
         change: impl FnOnce(&mut Ledger) -> std::io::Result<()>,
     ) -> Result<Reconciled, LedgerError> {
         let store = self.store()?;
         let (changed, freed) = store.update(change)?;
-        self.tidy(&freed, &store);
+        self.clean_up(&freed, &store);
         clear_leftovers(&store);
         self.destroy_unneeded(&store);
         let failed = changed.err().map(|error| error.to_string());
@@ -36,32 +36,31 @@ impl Local<'_> {
     pub fn update<R>(&self, change: impl FnOnce(&mut Ledger) -> R) -> Result<R, LedgerError> {
         let store = self.store()?;
         let (done, freed) = store.change(change)?;
-        self.tidy(&freed, &store);
+        self.clean_up(&freed, &store);
         Ok(done)
     }
 
     /// Removes `lease` from the ledger and cleans up after it.
     pub(super) fn free(&self, lease: &LeaseId, store: &Store) -> Result<(), AdmitError> {
-        let (cleared, _) = clear_before(lease, store, true);
+        let (cleared, _) = clear_before_freeing(lease, store, true);
         let freed = store.remove(lease, &cleared)?;
-        self.tidy(&freed, store);
+        self.clean_up(&freed, store);
         if freed.is_empty() {
-            self.finish_for_others(&read(store)?, store);
+            self.finish_pending(&read(store)?, store);
         }
         Ok(())
     }
 
-    /// [`Local::clear_for_others`], and ends daemons that nobody needs any more: the command that has freed the lease may
-    /// be one that does not.
-    pub(super) fn finish_for_others(&self, ledger: &Ledger, store: &Store) {
-        self.clear_for_others(ledger, store);
+    /// [`Local::clear_pending`], and ends unneeded daemons: not every command that frees a lease does so.
+    pub(super) fn finish_pending(&self, ledger: &Ledger, store: &Store) {
+        self.clear_pending(ledger, store);
         for line in mps::end_overdue(store, self.config) {
             tracing::warn!("{line}");
         }
     }
 
     /// [`Local::free`] for when another error is already being reported to the user.
-    pub(super) fn give_back(&self, lease: &Lease, store: &Store) {
+    pub(super) fn free_or_warn(&self, lease: &Lease, store: &Store) {
         if let Err(error) = self.free(&lease.id, store) {
             tracing::warn!(
                 "lease {} could not be freed yet: {error}; the next sublet command frees it",
@@ -70,9 +69,9 @@ impl Local<'_> {
         }
     }
 
-    /// Cleans up if another command has just freed the lease, according to `ledger`. That command may be too late to
-    /// clean up itself, or may be killed.
-    pub(super) fn clear_for_others(&self, ledger: &Ledger, store: &Store) {
+    /// Clears the leftovers and instances in `ledger`. The command that freed their lease may be too late for that, or be
+    /// killed.
+    pub(super) fn clear_pending(&self, ledger: &Ledger, store: &Store) {
         if !ledger.clearable().is_empty() {
             clear_leftovers(store);
         }
@@ -83,7 +82,7 @@ impl Local<'_> {
 
     /// After leases were freed: adjusts or ends their MPS servers, removes the mount points that they left in a rootfs
     /// and the files that a killed shim left in a bundle, and destroys MIG instances that were created for them.
-    pub(super) fn tidy(&self, freed: &Freed, store: &Store) {
+    pub(super) fn clean_up(&self, freed: &Freed, store: &Store) {
         if freed.is_empty() {
             return;
         }
@@ -91,7 +90,7 @@ impl Local<'_> {
         self.destroy_unneeded(store);
     }
 
-    /// [`Local::tidy`] without changes of the MIG layout.
+    /// [`Local::clean_up`] without changes of the MIG layout.
     pub fn settle(&self, freed: &Freed, store: &Store) {
         clear_leftovers(store);
         let mut settled = Vec::new();
@@ -114,12 +113,11 @@ impl Local<'_> {
     }
 }
 
-/// Removes what the container of `lease` left, before the lease is freed, if it has ended or `has_ended` says so; and
-/// what others left that waited for it. Returns what can be forgotten with the lease, so that one change of the ledger
-/// does both, and whether the container has ended, as far as that was asked for. If this process is killed in between, the
-/// lease is still there, and the next command does it again.
-pub(super) fn clear_before(lease: &LeaseId, store: &Store, has_ended: bool) -> (Vec<Leftover>, bool) {
-    // What has ended need not be looked for again.
+/// Removes the leftovers of `lease`'s container before the lease is freed, if the container has ended or `has_ended`, and
+/// the leftovers that waited for it. Returns those that one change of the ledger can forget with the lease, and whether
+/// the container is known to have ended. If this process is killed in between, the lease is still there, and the next
+/// command does it again.
+pub(super) fn clear_before_freeing(lease: &LeaseId, store: &Store, has_ended: bool) -> (Vec<Leftover>, bool) {
     let ended = Cell::new(has_ended);
     let left = |ledger: &Ledger| {
         let left = ledger.lease(lease).map(|lease| ledger.leftovers_of(lease, ended.get()));
@@ -127,15 +125,15 @@ pub(super) fn clear_before(lease: &LeaseId, store: &Store, has_ended: bool) -> (
         ended.set(ended.get() || !left.is_empty());
         left
     };
-    (clear_alone(store, left).unwrap_or_default(), ended.get())
+    (clear_locked(store, left).unwrap_or_default(), ended.get())
 }
 
-/// Removes what `which` says of the ledger, and returns what may be forgotten; `None`: there was nothing.
+/// Removes the leftovers that `select` finds in the ledger, and returns those that may be forgotten; `None`: there are none.
 ///
-/// It is removed under a lock, and by the ledger as it is then: no file is removed where a container has got a lease
-/// meanwhile. (A start waits for that lock once it has its lease.)
-fn clear_alone(store: &Store, which: impl Fn(&Ledger) -> Vec<Leftover>) -> Option<Vec<Leftover>> {
-    let read = || store.read().map(|ledger| which(&ledger)).unwrap_or_default();
+/// The ledger is read again under `clearing.lock`: no file is removed where a container has got a lease meanwhile. (A start
+/// waits for that lock once it has its lease.)
+fn clear_locked(store: &Store, select: impl Fn(&Ledger) -> Vec<Leftover>) -> Option<Vec<Leftover>> {
+    let read = || store.read().map(|ledger| select(&ledger)).unwrap_or_default();
     if read().is_empty() {
         return None;
     }
@@ -153,20 +151,20 @@ fn clear(left: &Leftover) -> Leftover {
     oci::clear(left)
 }
 
-/// Removes what ended containers left, and only then forgets it. If this process is killed in between, the next
+/// Removes the leftovers of ended containers, and only then forgets them. If this process is killed in between, the next
 /// `sublet` command or the next end of a container does the rest. A start does not, because it must be fast.
 ///
 /// Some engines (containerd) unmount the root filesystem once the runtime has deleted the container, and then the files
 /// can no longer be reached. So this is done before anything that takes time. A delete does it even if another command
 /// has just freed the container's lease.
 fn clear_leftovers(store: &Store) {
-    let Some(clearable) = clear_alone(store, Ledger::clearable) else { return };
+    let Some(clearable) = clear_locked(store, Ledger::clearable) else { return };
     if let Err(error) = store.forget(&clearable) {
         tracing::warn!("{error}");
     }
 }
 
-/// The present ledger. If it cannot be read, it is first rebuilt from what runs.
+/// Reads the ledger, after rebuilding it if it is unreadable.
 pub fn read(store: &Store) -> Result<Ledger, LedgerError> {
     match store.read() {
         Err(LedgerError::Corrupt { .. }) => {

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::left_mount_points::{clear_volumes, may_be_in_use};
-use super::request_of_spec::{RequestSource, is_of_bundle, request_of, undo};
-use super::take_lease::pause;
+use super::request_of_spec::{RequestSource, is_of_bundle, remove_earlier_grant, request_of};
+use super::take_lease::retry_pause;
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP};
 use crate::broker::client::{Broker, BrokerError};
 use crate::broker::protocol::{Admit, Answer, Ask, ContainerNames};
@@ -19,8 +19,7 @@ use crate::process::Process;
 use crate::request::Request;
 use crate::{mps, oci, slurm};
 
-/// Between two looks whether a container's processes are gone.
-const STILL_THERE: Duration = Duration::from_millis(20);
+const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
 /// The state of `sublet serve`.
 pub(super) struct Remote<'a> {
@@ -36,38 +35,33 @@ impl<'a> Remote<'a> {
         Broker::new(self.config)
     }
 
-    fn done(&self, ask: &Ask) -> Result<(), AdmitError> {
+    fn ask_done(&self, ask: &Ask) -> Result<(), AdmitError> {
         match self.broker().ask(ask)? {
             Answer::Done(_) => Ok(()),
-            _ => unfitting(),
+            _ => unexpected(),
         }
     }
 
     /// This process removes the mount points in the root filesystem itself. Root removes nothing at a path that a user
     /// names.
-    fn freed(&self, ask: &Ask) -> Result<(), AdmitError> {
-        let Answer::Freed(left) = self.broker().ask(ask)? else { return unfitting() };
+    fn ask_free(&self, ask: &Ask) -> Result<(), AdmitError> {
+        let Answer::Freed(left) = self.broker().ask(ask)? else { return unexpected() };
         if let Some(left) = left {
             crate::fs::atomic::sweep(&left.bundle);
-            // Nothing writes down what a user's container left.
+            // The ledger has no leftovers of users' containers.
             let _ = oci::clear(&left);
         }
         Ok(())
     }
 
-    /// Whether the ledger, which every user may read, mentions the container at all: containers without a share must
-    /// not depend on the service. This is only a hint. The service decides.
+    /// Whether the ledger, which every user may read, mentions the container, or is unreadable: containers without a share
+    /// must not depend on the service. This is only a hint. The service decides.
     fn may_have_lease(&self, id: &str) -> bool {
-        !id.is_empty() && self.is_mentioned(id)
-    }
-
-    /// `true` if the ledger cannot be read.
-    fn is_mentioned(&self, text: &str) -> bool {
-        if !ledger::is_there(&self.config.state_dir) {
+        if id.is_empty() || !ledger::is_there(&self.config.state_dir) {
             return false;
         }
-        let ledger = ledger::written(&self.config.state_dir);
-        ledger.is_empty() || ledger.windows(text.len().max(1)).any(|window| window == text.as_bytes())
+        let ledger = ledger::read_text(&self.config.state_dir);
+        ledger.is_empty() || ledger.windows(id.len()).any(|window| window == id.as_bytes())
     }
 }
 
@@ -83,9 +77,11 @@ impl Remote<'_> {
         // This is checked first: the nodes that another entry point has added are bind mounts, like nodes that the user
         // adds.
         if let Some(id) = source.annotations.get(LEASE_ANNOTATION) {
-            match granted_before(candidate, &source, spec, &mut broker) {
+            match check_granted(candidate, &source, spec, &mut broker) {
                 // The lease of an earlier run of this bundle is no longer valid.
-                Err(AdmitError::Broker(_)) if is_of_bundle(id, spec, &candidate.container) => undo(spec)?,
+                Err(AdmitError::Broker(_)) if is_of_bundle(id, spec, &candidate.container) => {
+                    remove_earlier_grant(spec)?;
+                }
                 done => return done,
             }
             source = source.without_lease();
@@ -96,7 +92,7 @@ impl Remote<'_> {
             match broker.ask(&Ask::Job)? {
                 Answer::Job(None) => return Ok(Admission::NoShare),
                 Answer::Job(Some(given)) => forbidden = slurm::forbidden(&given.gpus),
-                _ => return unfitting(),
+                _ => return unexpected(),
             }
         }
         // Checked here and in the service: only this process has the spec, but the service decides.
@@ -105,38 +101,39 @@ impl Remote<'_> {
         let deadline = began + request.wait;
         loop {
             candidate.check_wanted()?;
-            let error = match look((candidate, &source, &request), &forbidden, spec, &mut broker, self.config)
-            {
-                Err(error) if error.is_temporary() && Instant::now() < deadline => error,
-                done => return done,
-            };
+            let error =
+                match try_admit((candidate, &source, &request), &forbidden, spec, &mut broker, self.config) {
+                    Err(error) if error.is_temporary() && Instant::now() < deadline => error,
+                    done => return done,
+                };
             tracing::debug!("looking again: {error}");
-            candidate.wait(pause(began.elapsed()).min(deadline.saturating_duration_since(Instant::now())));
+            candidate
+                .wait(retry_pause(began.elapsed()).min(deadline.saturating_duration_since(Instant::now())));
         }
     }
 
     pub(super) fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
-        self.freed(&Ask::Withdraw { lease: lease.clone() })
+        self.ask_free(&Ask::Withdraw { lease: lease.clone() })
     }
 
     /// The service does not wait for the container's processes to end, so this process does.
     pub(super) fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         let deadline = Instant::now() + EMPTY_CGROUP;
         loop {
-            match self.freed(&Ask::End { lease: lease.clone() }) {
+            match self.ask_free(&Ask::End { lease: lease.clone() }) {
                 Err(error) if error.is_temporary() && Instant::now() < deadline => {
-                    std::thread::sleep(STILL_THERE);
+                    std::thread::sleep(RETRY_PAUSE);
                 }
                 done => return done,
             }
         }
     }
 
-    /// Another command has already freed the lease. What the container left is known from its own annotation.
+    /// Another command has already freed the lease. The container's annotation has its mount points.
     pub(super) fn clear_after(&self, lease: &Lease) {
         let rootfs = &lease.container.rootfs;
         // Another container with the same root filesystem may hold a share.
-        if !may_be_in_use(rootfs, Some(lease), self.config) {
+        if !may_be_in_use(rootfs, lease, self.config) {
             oci::cleanup_mount_points(rootfs, &lease.mount_points);
         }
         clear_volumes(lease, self.config);
@@ -146,11 +143,11 @@ impl Remote<'_> {
         if !self.may_have_lease(id) {
             return Ok(());
         }
-        self.done(&Ask::Abandon { id: id.to_owned(), owner: owner.pid })
+        self.ask_done(&Ask::Abandon { id: id.to_owned(), owner: owner.pid })
     }
 
     pub(super) fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
-        self.done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid })
+        self.ask_done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid })
     }
 
     pub(super) fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
@@ -160,24 +157,24 @@ impl Remote<'_> {
             record: binding.record.clone(),
             ..ContainerNames::default()
         };
-        self.done(&Ask::Bind { lease: lease.clone(), container, pid: binding.init.process.pid })
+        self.ask_done(&Ask::Bind { lease: lease.clone(), container, pid: binding.init.process.pid })
     }
 
     pub(super) fn mark_ending(&self, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {
         let ask = Ask::Ending { id: id.to_owned(), record: record.to_owned() };
         let lease = match self.may_have_lease(id).then(|| self.broker().ask(&ask)).transpose()? {
             Some(Answer::Lease(lease)) => lease,
-            Some(_) => return unfitting(),
+            Some(_) => return unexpected(),
             None => None,
         };
-        if let (None, Some(ended)) = (&lease, Lease::of_ended(record)) {
+        if let (None, Some(ended)) = (&lease, Lease::read_ended(record)) {
             self.clear_after(&ended);
         }
         Ok(lease)
     }
 
     pub(super) fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
-        self.done(&Ask::Unmark { lease: lease.clone() })
+        self.ask_done(&Ask::Unmark { lease: lease.clone() })
     }
 
     /// The service restarts a daemon that does not answer. If the service is not running, a daemon that answers is
@@ -187,7 +184,7 @@ impl Remote<'_> {
         let missing = match self.broker().ask(&ask) {
             Ok(Answer::Done(true)) => return Ok(()),
             Ok(Answer::Done(false)) => None,
-            Ok(_) => return unfitting(),
+            Ok(_) => return unexpected(),
             Err(refused @ BrokerError::Refused { .. }) => return Err(refused.into()),
             Err(error) => Some(error),
         };
@@ -201,11 +198,11 @@ impl Remote<'_> {
     pub(super) fn new_inventory(&self) -> Result<Inventory, AdmitError> {
         match self.broker().ask(&Ask::Inventory)? {
             Answer::Inventory(inventory) => Ok(*inventory),
-            _ => unfitting(),
+            _ => unexpected(),
         }
     }
 
-    /// That the service does not answer is not reported to it as a refusal.
+    /// That the service does not answer is no refusal.
     pub(super) fn record_refusal(&self, container_id: &str, error: &AdmitError) {
         let silent =
             |broker: &BrokerError| !matches!(broker, BrokerError::Refused { .. } | BrokerError::TooLong);
@@ -213,37 +210,38 @@ impl Remote<'_> {
             return;
         }
         let ask = Ask::Refused { id: container_id.to_owned(), reason: error.to_string() };
-        if let Err(error) = self.done(&ask) {
+        if let Err(error) = self.ask_done(&ask) {
             tracing::debug!("the refusal could not be recorded: {error}");
         }
     }
 }
 
 /// Handles a spec with a lease. The service knows whether it belongs to this container.
-fn granted_before(
+fn check_granted(
     candidate: &Candidate<'_>,
     source: &RequestSource,
     spec: &Value,
     broker: &mut Broker,
 ) -> Result<Admission, AdmitError> {
-    match broker.ask(&ask(candidate, source, spec, Image::default(), &[]))? {
+    match broker.ask(&admit_request(candidate, source, spec, Image::default(), &[]))? {
         Answer::AlreadyGranted(lease) => Ok(Admission::AlreadyGranted(lease)),
-        _ => unfitting(),
+        _ => unexpected(),
     }
 }
 
-fn look(
+fn try_admit(
     (candidate, source, request): (&Candidate<'_>, &RequestSource, &Request),
     forbidden: &[String],
     spec: &mut Value,
     broker: &mut Broker,
     config: &Config,
 ) -> Result<Admission, AdmitError> {
-    let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unfitting() };
+    let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unexpected() };
     let tree = oci::Tree::open(spec, &candidate.container.rootfs)?;
     let image = oci::inspect(spec, &tree, request, &inventory, config)?;
-    let Answer::Granted(granted) = broker.ask(&ask(candidate, source, spec, image, forbidden))? else {
-        return unfitting();
+    let Answer::Granted(granted) = broker.ask(&admit_request(candidate, source, spec, image, forbidden))?
+    else {
+        return unexpected();
     };
     let edited = oci::check_mps_directories(spec, &tree, &granted.grant)
         .and_then(|()| oci::make_mount_points(&tree, &granted.grant))
@@ -257,7 +255,7 @@ fn look(
     Ok(Admission::Granted { lease: granted.lease, warnings: granted.warnings })
 }
 
-fn ask(
+fn admit_request(
     candidate: &Candidate<'_>,
     source: &RequestSource,
     spec: &Value,
@@ -266,8 +264,8 @@ fn ask(
 ) -> Ask {
     let container = &candidate.container;
     // The lease record and the edits are long, and the service does not need them.
-    let told = |key: &str| key.starts_with("sublet.") && !key.starts_with("sublet.lease.");
-    let annotations = source.annotations.iter().filter(|(key, _)| told(key));
+    let is_sent = |key: &str| key.starts_with("sublet.") && !key.starts_with("sublet.lease.");
+    let annotations = source.annotations.iter().filter(|(key, _)| is_sent(key));
     let us = std::process::id();
     Ask::Admit(Box::new(Admit {
         container: ContainerNames {
@@ -285,15 +283,15 @@ fn ask(
     }))
 }
 
-fn unfitting<T>() -> Result<T, AdmitError> {
-    Err(BrokerError::Unfitting.into())
+fn unexpected<T>() -> Result<T, AdmitError> {
+    Err(BrokerError::UnexpectedAnswer.into())
 }
 
-/// What the service reports about this user: leases, policy limits and what these leave.
+/// The user's leases, policy limits and remaining room, as the service reports them.
 pub fn own_status(config: &Config) -> Result<Value, AdmitError> {
     match Broker::new(config).ask(&Ask::Status)? {
         Answer::Status(status) => Ok(status),
-        _ => unfitting(),
+        _ => unexpected(),
     }
 }
 

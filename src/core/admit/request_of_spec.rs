@@ -1,4 +1,4 @@
-//! What a container's spec asks for.
+//! The request of a container's spec.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::request::{self, Request};
 use crate::slurm::JOB_SHARE;
 use crate::text::safe;
 
-/// Where a container's request is: what its config.json says, read once, and the share that its entry point names.
+/// The source of a container's request: its config.json, read once, and the share that its entry point names.
 #[derive(Clone, Debug, Default)]
 pub struct RequestSource {
     /// All annotations of the container, as [`oci::own_annotations`] gives them.
@@ -27,14 +27,14 @@ pub struct RequestSource {
 }
 
 impl RequestSource {
-    /// That of the container with this config.json, in `bundle`; `None`: it asks for no share.
+    /// Of the container with config.json `spec` in `bundle`; `None`: it asks for no share.
     pub fn of(spec: &Value, bundle: &Path, share: Option<&str>) -> Result<Option<Self>, SpecError> {
         let annotations = oci::own_annotations(spec, bundle)?;
         let asks = asks_for_a_share(spec, &annotations, share);
         Ok(asks.then(|| Self { annotations, share: share.map(str::to_owned) }))
     }
 
-    /// Whether the container's processes keep the groups of who starts it.
+    /// Whether the container's processes keep the groups of its starter.
     pub(super) fn keeps_groups(&self) -> bool {
         self.annotations.contains_key(oci::KEEP_GROUPS)
     }
@@ -58,7 +58,7 @@ impl RequestSource {
         }
     }
 
-    /// What is left of it once [`undo`] has removed an earlier run's lease from config.json.
+    /// Without an earlier run's lease, which [`remove_earlier_grant`] removes from config.json.
     pub(super) fn without_lease(&self) -> Self {
         let mut source = self.clone();
         source.annotations.retain(|key, _| key != LEASE_ANNOTATION && !key.starts_with("sublet.lease."));
@@ -139,25 +139,25 @@ pub fn request_by_cdi(
         return Err(contradiction(asked, said, entry_point).into());
     }
     let inventory = inventory()?;
-    let request = only(&request, &asked.device, &inventory, config).map_err(|why| out_of_date(asked, why))?;
+    let request =
+        only(&request, &asked.device, &inventory, config).map_err(|why| device_error(asked, why))?;
     let given = nodes_of(&asked.device, &inventory, config);
-    oci::conflict(spec, &given, config).map_err(|conflict| beside(asked, conflict))?;
+    oci::conflict(spec, &given, config).map_err(|conflict| conflict_error(asked, conflict))?;
     Ok(request)
 }
 
-fn out_of_date(asked: &Asked, why: String) -> CdiError {
+fn device_error(asked: &Asked, why: String) -> CdiError {
     CdiError::Device { share: safe(&asked.share), device: safe(&asked.device), why }
 }
 
-/// The result of taking a share. After a refusal the inventory may show that the MIG device of the CDI device was
-/// destroyed.
-pub(super) fn blame_gone_cdi_device(error: AdmitError, spec: &Value, config: &Config) -> AdmitError {
+/// Replaces a refusal if the inventory shows that the MIG device of the CDI device was destroyed.
+pub(super) fn explain_gone_cdi_device(error: AdmitError, spec: &Value, config: &Config) -> AdmitError {
     let Ok(Some(asked)) = cdi::asked(spec) else { return error };
     let is_gone = inventory::last(config).is_ok_and(|now| now.device(&asked.device).is_none());
-    if is_gone { out_of_date(&asked, "which this host no longer has".to_owned()).into() } else { error }
+    if is_gone { device_error(&asked, "which this host no longer has".to_owned()).into() } else { error }
 }
 
-fn beside(asked: &Asked, conflict: Conflict) -> AdmitError {
+fn conflict_error(asked: &Asked, conflict: Conflict) -> AdmitError {
     match conflict {
         Conflict::Node(_) | Conflict::Rule(_) => {
             CdiError::Conflict { share: safe(&asked.share), conflict }.into()
@@ -177,11 +177,11 @@ fn contradiction(asked: &Asked, said: &BTreeMap<String, String>, entry_point: Op
     CdiError::Contradiction { share: safe(&asked.share), annotations: safe(&words.join(", ")) }
 }
 
-/// Whether the environment of `spec` is that of `grant`, which has the limits for a shared MPS server.
+/// Checks that the environment of `spec` is that of `grant`, which has the limits for a shared MPS server.
 ///
 /// Docker puts a CDI device's variables after the image's variables of the same name, and runc and crun set them in
 /// order, so the last one counts.
-pub(super) fn has_environment(spec: &Value, asked: &Asked, grant: &Grant) -> Result<(), CdiError> {
+pub(super) fn check_environment(spec: &Value, asked: &Asked, grant: &Grant) -> Result<(), CdiError> {
     let (share, env) = (safe(&asked.share), &grant.env);
     let differs =
         |(name, value): &&(String, String)| oci::environment_value(spec, name).as_ref() != Some(value);
@@ -209,11 +209,11 @@ pub(super) fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> boo
         && lease.is_some_and(|lease| lease.id.as_str() == id && lease.container.bundle == *bundle)
 }
 
-/// Removes from `spec` what was granted to an earlier run of its bundle.
+/// Removes the grant to an earlier run of its bundle from `spec`.
 ///
 /// # Errors
-/// `spec` does not say what that was.
-pub fn undo(spec: &mut Value) -> Result<(), AdmitError> {
+/// `spec` lacks the annotation with that grant.
+pub fn remove_earlier_grant(spec: &mut Value) -> Result<(), AdmitError> {
     if !oci::undo(spec) {
         return Err(AdmitError::Edited);
     }

@@ -22,21 +22,20 @@ use crate::place::{Order, Placement, Refusal, World, find, named, place};
 use crate::process::epoch_seconds;
 use crate::request::Request;
 
-/// Between two looks for a free share, at the least and at the most.
-pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(100);
-const LOOK_AGAIN_LATE: Duration = Duration::from_secs(1);
+/// The pause between two attempts.
+pub(super) const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The pause after a look that found no free share. Each look takes milliseconds of a processor and the ledger's lock, so
-/// that 50 containers that wait must not look ten times a second (tests/bench/run growth).
-pub(super) fn pause(waited: Duration) -> Duration {
-    (waited / 8).clamp(LOOK_AGAIN, LOOK_AGAIN_LATE)
+/// The pause after an attempt that found no free share. Each attempt takes milliseconds of a processor and the ledger's
+/// lock, so 50 waiting containers must not try ten times a second (tests/bench/run growth).
+pub(super) fn retry_pause(waited: Duration) -> Duration {
+    (waited / 8).clamp(SHORTEST_PAUSE, LONGEST_PAUSE)
 }
 
 /// The time between two attempts to have an instance created. Each one asks the driver.
 const MAKE_AGAIN: Duration = Duration::from_secs(1);
 
-/// How long to try again, without `sublet.wait`, while MIG instances are created and destroyed between the look at the
-/// driver and the lease.
+/// How long to try again, without `sublet.wait`, while MIG instances are created and destroyed.
 const SETTLING: Duration = Duration::from_secs(20);
 
 /// A lease in the ledger, and the data on which it was based.
@@ -48,7 +47,7 @@ pub(super) struct Taken {
     tree: Option<Tree>,
     pub inventory: Inventory,
     /// Idle MPS daemons that must end before the container starts.
-    pub in_the_way: Vec<DaemonKey>,
+    pub conflicting_daemons: Vec<DaemonKey>,
 }
 
 impl Taken {
@@ -74,24 +73,23 @@ pub(super) struct Terms<'a> {
 pub(super) enum Rootfs<'a> {
     /// By reading the root filesystem of this spec.
     OfSpec(&'a Value),
-    /// By what its user reports, which affects only their own container.
-    Told(&'a Image),
+    /// As its user reports it, which affects only their own container.
+    Reported(&'a Image),
     /// Not at all: the share is of a job's programs.
     OfJob(&'a JobHold),
 }
 
-/// The job for which a lease is taken, and the process that is the first of it to need one.
+/// The job for which a lease is taken, and its first process that needs one.
 pub(super) struct JobHold {
     pub job: Job,
     pub init: Init,
 }
 
 impl Rootfs<'_> {
-    /// `lease` with what follows from where it is taken.
-    fn noted(self, lease: Lease) -> Lease {
+    fn complete_lease(self, lease: Lease) -> Lease {
         match self {
             Self::OfSpec(_) => lease,
-            Self::Told(_) => lease.of_user(),
+            Self::Reported(_) => lease.brokered(),
             Self::OfJob(hold) => Lease {
                 state: LeaseState::Active,
                 init: Some(hold.init.clone()),
@@ -103,11 +101,11 @@ impl Rootfs<'_> {
 }
 
 impl Terms<'_> {
-    fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), Look> {
+    fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), NotTaken> {
         let Some(Err(error)) = self.limit.map(|limit| limit.check(placement, ledger)) else { return Ok(()) };
         let temporary = error.is_temporary();
         let error = AdmitError::PolicyLimit(Box::new(error));
-        Err(if temporary { Look::Temporary(error) } else { Look::Final(error) })
+        Err(if temporary { NotTaken::Temporary(error) } else { NotTaken::Final(error) })
     }
 }
 
@@ -115,7 +113,7 @@ impl Terms<'_> {
 ///
 /// # Errors
 /// The policy names devices that do not exist.
-pub fn allowed<'i>(
+pub fn allowed_inventory<'i>(
     limit: Option<PolicyLimit<'_>>,
     inventory: &'i Inventory,
     config: &Config,
@@ -144,7 +142,7 @@ pub(super) fn take(
     local: Local<'_>,
 ) -> Result<Taken, AdmitError> {
     if matches!(terms.rootfs, Rootfs::OfSpec(_)) {
-        can_be_recorded(candidate)?;
+        check_record(candidate)?;
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     let mut search = Search {
@@ -154,13 +152,13 @@ pub(super) fn take(
         id,
         store,
         local,
-        looked: Cell::new(false),
+        scanned: Cell::new(false),
         made: false,
-        strays_ended: false,
+        unexplained_ended: false,
     };
-    let taken = search.run().map_err(|error| search.advised(error));
+    let taken = search.run().map_err(|error| search.add_advice(error));
     if local.config.mig.dynamic && taken.is_err() {
-        dynamic_mig::give_up(&search.id, store, local.mig);
+        dynamic_mig::release(&search.id, store, local.mig);
     } else if search.made {
         // The request may have been placed on another device in the end.
         local.destroy_unneeded(store);
@@ -169,7 +167,7 @@ pub(super) fn take(
 }
 
 /// Checks that a record of the container can be found again. Otherwise its lease would never end.
-fn can_be_recorded(candidate: &Candidate<'_>) -> Result<(), AdmitError> {
+fn check_record(candidate: &Candidate<'_>) -> Result<(), AdmitError> {
     let path = &candidate.container.record;
     match path.symlink_metadata() {
         Err(source) if !matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
@@ -179,23 +177,23 @@ fn can_be_recorded(candidate: &Candidate<'_>) -> Result<(), AdmitError> {
     }
 }
 
-/// Why one look found no share.
-enum Look {
+/// Why an attempt took no lease.
+enum NotTaken {
     /// It depends on how much memory NVML last reported free.
-    RefreshFirst,
+    InventoryOld,
     /// After a loss of the ledger, an idle daemon alone may keep the device closed.
-    EndStrays,
+    UnexplainedDaemon,
     /// MIG instances were created or destroyed since the inventory was written.
-    Changed,
+    LayoutChanged,
     /// A MIG instance may be created for it. Otherwise this error is the answer.
-    Make(Box<(Order, AdmitError)>),
+    NoInstance(Box<(Order, AdmitError)>),
     /// Waiting may help.
     Temporary(AdmitError),
     /// Nothing will change it.
     Final(AdmitError),
 }
 
-impl<E: Into<AdmitError>> From<E> for Look {
+impl<E: Into<AdmitError>> From<E> for NotTaken {
     fn from(error: E) -> Self {
         Self::Final(error.into())
     }
@@ -206,16 +204,16 @@ struct Search<'a> {
     candidate: &'a Candidate<'a>,
     request: &'a Request,
     terms: Terms<'a>,
-    /// The lease that it will have.
+    /// Of the lease.
     id: LeaseId,
     store: &'a Store,
     local: Local<'a>,
-    /// Whether the ledger was looked at before.
-    looked: Cell<bool>,
+    /// Whether an attempt has scanned for ended containers.
+    scanned: Cell<bool>,
     /// Whether a MIG instance was created for it.
     made: bool,
     /// Whether daemons that have been idle since the loss of the ledger have been ended.
-    strays_ended: bool,
+    unexplained_ended: bool,
 }
 
 impl Search<'_> {
@@ -225,24 +223,24 @@ impl Search<'_> {
         let mut refreshed = None;
         loop {
             self.candidate.check_wanted()?;
-            let (failed, pause) = match self.look(refreshed.take()) {
+            let (failed, pause) = match self.try_take(refreshed.take()) {
                 Ok(taken) => return Ok(taken),
-                Err(Look::EndStrays) => {
-                    self.strays_ended = true;
+                Err(NotTaken::UnexplainedDaemon) => {
+                    self.unexplained_ended = true;
                     mps::end_unexplained(self.store, self.local.config)?;
                     refreshed = Some(refresh(self.local.config)?);
                     continue;
                 }
-                Err(Look::RefreshFirst) => {
+                Err(NotTaken::InventoryOld) => {
                     refreshed = Some(refresh(self.local.config)?);
                     continue;
                 }
-                Err(Look::Changed) if began.elapsed() < SETTLING => {
-                    self.candidate.wait(LOOK_AGAIN);
+                Err(NotTaken::LayoutChanged) if began.elapsed() < SETTLING => {
+                    self.candidate.wait(SHORTEST_PAUSE);
                     refreshed = Some(refresh(self.local.config)?);
                     continue;
                 }
-                Err(Look::Make(order)) => match self.make(*order) {
+                Err(NotTaken::NoInstance(order)) => match self.make_instance(*order) {
                     Ok(inventory) => {
                         refreshed = Some(inventory);
                         continue;
@@ -250,9 +248,9 @@ impl Search<'_> {
                     Err(error) if error.is_temporary() => (error, MAKE_AGAIN),
                     Err(error) => return Err(error),
                 },
-                Err(Look::Changed) => (AdmitError::LayoutChanged, LOOK_AGAIN),
-                Err(Look::Temporary(error)) => (error, pause(began.elapsed())),
-                Err(Look::Final(error)) => return Err(error),
+                Err(NotTaken::LayoutChanged) => (AdmitError::LayoutChanged, SHORTEST_PAUSE),
+                Err(NotTaken::Temporary(error)) => (error, retry_pause(began.elapsed())),
+                Err(NotTaken::Final(error)) => return Err(error),
             };
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -263,142 +261,143 @@ impl Search<'_> {
         }
     }
 
-    /// `error`, which is the answer, with what would help. Nobody waits for the lock while that is worked out. It does not
-    /// help a job.
-    fn advised(&self, error: AdmitError) -> AdmitError {
+    /// Adds advice to a refusal, without the ledger's lock. Advice does not help a job.
+    fn add_advice(&self, error: AdmitError) -> AdmitError {
         match error {
             AdmitError::Refused(bare) if !matches!(self.terms.rootfs, Rootfs::OfJob(_)) => {
-                AdmitError::Refused(self.refusal_now().unwrap_or(bare))
+                AdmitError::Refused(self.current_refusal().unwrap_or(bare))
             }
             AdmitError::Unmade { refused, why, temporary } => {
-                AdmitError::Unmade { refused: Box::new(self.advised(*refused)), why, temporary }
+                AdmitError::Unmade { refused: Box::new(self.add_advice(*refused)), why, temporary }
             }
             error => error,
         }
     }
 
-    /// The refusal by what is written down now; `None` if there is room by now, or it cannot be read.
-    fn refusal_now(&self) -> Option<Box<Refusal>> {
+    /// The refusal by the present inventory and ledger; `None` if there is room by now, or they cannot be read.
+    fn current_refusal(&self) -> Option<Box<Refusal>> {
         let config = self.local.config;
         let (inventory, ledger) = (fresh_inventory(config).ok()?, self.store.peek().ok()?);
-        let allowed = allowed(self.terms.limit, &inventory, config).ok()?;
+        let allowed = allowed_inventory(self.terms.limit, &inventory, config).ok()?;
         place(self.request, &self.id, &allowed, &ledger, config).err()
     }
 
-    /// Has an instance created, once. Returns the inventory with it.
-    fn make(&mut self, (order, refused): (Order, AdmitError)) -> Result<Inventory, AdmitError> {
+    /// Has an instance created, once. Returns the new inventory.
+    fn make_instance(&mut self, (order, refused): (Order, AdmitError)) -> Result<Inventory, AdmitError> {
         let made = dynamic_mig::make(order, &self.id, &self.candidate.container.name(), self.local.mig);
         made.map_err(|(why, temporary)| AdmitError::Unmade { refused: Box::new(refused), why, temporary })?;
         self.made = true;
         fresh_inventory(self.local.config)
     }
 
-    /// One look: inventory, image, place, lease. `refreshed` is a new inventory.
-    fn look(&self, refreshed: Option<Inventory>) -> Result<Taken, Look> {
+    /// One attempt: inventory, image, placement, lease. `refreshed` is a new inventory.
+    fn try_take(&self, refreshed: Option<Inventory>) -> Result<Taken, NotTaken> {
         let Self { candidate, request, terms, store, local, .. } = *self;
         let config = local.config;
         let may_refresh = refreshed.is_none();
         // The driver may not be loaded yet. `sublet.wait` waits for it, too.
-        let fresh = || fresh_inventory_beside(store, config).map_err(Look::Temporary);
+        let fresh = || fresh_inventory_beside(store, config).map_err(NotTaken::Temporary);
         let inventory = refreshed.map_or_else(fresh, Ok)?;
         let (image, tree) = match terms.rootfs {
             Rootfs::OfSpec(spec) => {
                 let tree = Tree::open(spec, &candidate.container.rootfs)?;
                 (oci::inspect(spec, &tree, request, &inventory, config)?, Some(tree))
             }
-            Rootfs::Told(image) => (image.clone(), None),
+            Rootfs::Reported(image) => (image.clone(), None),
             Rootfs::OfJob(_) => (Image::default(), None),
         };
         // New instances get the ids of destroyed ones, and /proc then looks the same.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
-        let allowed = allowed(terms.limit, &inventory, config)?;
-        let (booked, freed) = self.booked(|ledger: &mut Ledger| {
+        let allowed = allowed_inventory(terms.limit, &inventory, config)?;
+        let (booked, freed) = self.book(|ledger: &mut Ledger| {
             // Instances may have been destroyed and created again since, with the same ids.
             if inventory.mig_changes != ledger.mig.count {
-                return Err(Look::Changed);
+                return Err(NotTaken::LayoutChanged);
             }
             let placement = find(request, &self.id, World { inventory: &allowed, ledger, config })
-                .map_err(|refusal| self.refused(refusal, may_refresh, &allowed, ledger))?;
+                .map_err(|refusal| self.classify(refusal, may_refresh, &allowed, ledger))?;
             let unconfirmed = !placement.mig_devices.is_empty() && !confirmed;
             if unconfirmed || placement.refresh_first && may_refresh {
-                return Err(Look::RefreshFirst);
+                return Err(NotTaken::InventoryOld);
             }
             terms.check(&placement, ledger)?;
-            if matches!(terms.rootfs, Rootfs::Told(_)) {
+            if matches!(terms.rootfs, Rootfs::Reported(_)) {
                 let checked = ledger.check_unbound(candidate.container.uid);
-                checked.map_err(|error| Look::Temporary(error.into()))?;
+                checked.map_err(|error| NotTaken::Temporary(error.into()))?;
             }
             oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
             let mut lease = lease_for(candidate, &placement, &image, self.id.clone(), config);
             lease.mount_points = own_mount_points(&image, &candidate.container.rootfs, ledger).into();
-            let lease = terms.rootfs.noted(lease);
+            let lease = terms.rootfs.complete_lease(lease);
             ledger.insert(lease.clone())?;
-            ledger.await_no_more(&self.id);
-            let in_the_way = ledger.in_the_way(&lease).cloned().collect();
-            let to_be_cleared = ledger.is_to_be_cleared(&lease);
-            Ok((lease, placement, in_the_way, to_be_cleared))
+            ledger.stop_awaiting(&self.id);
+            let conflicting_daemons = ledger.conflicting_daemons(&lease).cloned().collect();
+            let to_be_cleared = ledger.has_files_to_clear(&lease);
+            Ok((lease, placement, conflicting_daemons, to_be_cleared))
         })?;
-        local.tidy(&freed, store);
-        let (lease, placement, in_the_way, to_be_cleared) = booked?;
+        local.clean_up(&freed, store);
+        let (lease, placement, conflicting_daemons, to_be_cleared) = booked?;
         if to_be_cleared {
-            // Because of the lease nobody begins to remove files there from now on.
+            // From now on the lease keeps others from removing files there.
             if let Err(error) = store.clearing() {
                 tracing::warn!("clearing.lock: {error}: files of an earlier container may still be removed");
             }
         }
-        Ok(Taken { lease, placement, image, tree, inventory, in_the_way })
+        Ok(Taken { lease, placement, image, tree, inventory, conflicting_daemons })
     }
 
-    /// Makes the change `book` of the ledger. The first time, leases of ended containers are looked for only briefly; if
-    /// there is no room then, they are looked for in full.
-    fn booked<T>(
+    /// Applies `change` to the ledger, the first time after a brief scan for ended containers. If there is no room then, it
+    /// is applied after a full one.
+    fn book<T>(
         &self,
-        book: impl Fn(&mut Ledger) -> Result<T, Look>,
-    ) -> Result<(Result<T, Look>, Freed), LedgerError> {
+        change: impl Fn(&mut Ledger) -> Result<T, NotTaken>,
+    ) -> Result<(Result<T, NotTaken>, Freed), LedgerError> {
         let mut freed = Freed::new();
-        if !self.looked.replace(true) {
-            let (booked, gone) = self.store.update_after(Scan::Brief, &book)?;
+        if !self.scanned.replace(true) {
+            let (booked, gone) = self.store.update_with_scan(Scan::Brief, &change)?;
             if booked.is_ok() {
                 return Ok((booked, gone));
             }
             freed = gone;
         }
-        let (booked, gone) = self.store.update(&book)?;
+        let (booked, gone) = self.store.update(&change)?;
         freed.extend(gone);
         Ok((booked, freed))
     }
 
-    fn refused(
+    fn classify(
         &self,
         refusal: Box<Refusal>,
         may_refresh: bool,
         allowed: &Inventory,
         ledger: &Ledger,
-    ) -> Look {
-        if !ledger.unexplained.is_empty() && !self.strays_ended {
-            return Look::EndStrays;
+    ) -> NotTaken {
+        if !ledger.unexplained.is_empty() && !self.unexplained_ended {
+            return NotTaken::UnexplainedDaemon;
         }
         if refusal.refresh_first && may_refresh {
-            return Look::RefreshFirst;
+            return NotTaken::InventoryOld;
         }
         let temporary = refusal.temporary;
-        let order = || dynamic_mig::order(self.request, self.terms.limit, allowed, ledger, self.local.config);
+        let order = || {
+            dynamic_mig::order_instance(self.request, self.terms.limit, allowed, ledger, self.local.config)
+        };
         match (if self.made { None } else { order() }, temporary) {
-            (Some(Ok(order)), _) => Look::Make(Box::new((order, refusal.into()))),
-            (Some(Err(error)), _) if error.is_temporary() => Look::Temporary(error),
-            (Some(Err(error)), _) => Look::Final(error),
-            (None, true) => Look::Temporary(refusal.into()),
-            (None, false) => Look::Final(refusal.into()),
+            (Some(Ok(order)), _) => NotTaken::NoInstance(Box::new((order, refusal.into()))),
+            (Some(Err(error)), _) if error.is_temporary() => NotTaken::Temporary(error),
+            (Some(Err(error)), _) => NotTaken::Final(error),
+            (None, true) => NotTaken::Temporary(refusal.into()),
+            (None, false) => NotTaken::Final(refusal.into()),
         }
     }
 }
 
-/// The mount points that are removed when the container has ended: those that its runtime makes. An empty file that is
-/// there may have been made for an earlier container, and whoever is to remove it may do so before this one is created.
+/// The mount points that its runtime makes, which are removed when the container has ended. An existing empty file may
+/// be one of an earlier container, which may be removed before this one is created.
 fn own_mount_points(image: &Image, rootfs: &Path, ledger: &Ledger) -> Vec<PathBuf> {
-    let made = ledger.made_among(rootfs, &image.empty);
+    let made = ledger.filter_mount_points(rootfs, &image.empty);
     let others: Vec<&PathBuf> = image.empty.iter().filter(|path| !made.contains(path)).collect();
-    let gone = if others.is_empty() { Vec::new() } else { oci::gone(rootfs, &others) };
+    let gone = if others.is_empty() { Vec::new() } else { oci::filter_missing(rootfs, &others) };
     image.created.iter().chain(made).chain(gone).cloned().collect()
 }
 
@@ -447,7 +446,8 @@ mod tests {
 
     #[test]
     fn who_has_waited_for_long_looks_seldom() {
-        let pauses = [0, 1600, 5000, 60_000].map(|waited| pause(Duration::from_millis(waited)).as_millis());
+        let pauses =
+            [0, 1600, 5000, 60_000].map(|waited| retry_pause(Duration::from_millis(waited)).as_millis());
         assert_eq!(pauses, [100, 200, 625, 1000]);
     }
 }

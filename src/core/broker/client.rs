@@ -20,7 +20,7 @@ const BUSY_LIMIT: Duration = Duration::from_secs(30);
 /// Between two tries.
 const NAP: Duration = Duration::from_millis(20);
 
-/// Why the service did not do what it was asked; each is one line.
+/// Why the service did not carry out a request; each is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum BrokerError {
     /// No process listens on the socket.
@@ -32,7 +32,7 @@ pub enum BrokerError {
     NotRunning {
         /// The socket of the service.
         socket: PathBuf,
-        /// What connect(2) said.
+        /// The system's answer.
         source: io::Error,
     },
     /// The connection broke.
@@ -60,7 +60,7 @@ pub enum BrokerError {
     },
     /// An answer to another question.
     #[error("sublet serve gave an answer that does not fit the request: is its version another one?")]
-    Unfitting,
+    UnexpectedAnswer,
 }
 
 /// A connection to the service.
@@ -101,7 +101,7 @@ impl Broker {
     }
 
     /// Checks that the service answers within `limit`, even if only that it is busy. If the connection is not accepted
-    /// at once because too many others are waiting, this counts as no answer.
+    /// at once because too many connections are waiting, this counts as no answer.
     ///
     /// # Errors
     /// It does not answer, or its answer is of another protocol version.
@@ -180,7 +180,7 @@ fn receive(stream: &mut UnixStream, limit: Duration) -> Result<Vec<u8>, BrokerEr
             return Ok(line);
         }
         if line.len() > LONGEST_ANSWER {
-            return Err(BrokerError::Unfitting);
+            return Err(BrokerError::UnexpectedAnswer);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a user's policy limits (`[[policy]]`) leave: checked under the ledger's lock, when the placement is known.
+//! A user's policy limits (`[[policy]]`), checked under the ledger's lock, when the placement is known.
 
 use serde::{Deserialize, Serialize};
 
@@ -42,7 +42,7 @@ pub enum PolicyLimitError {
     /// `sm` or `memory`.
     #[error(
         "your policy limit ([[policy]]) for {key} is {limit}; your containers hold {held}, and this one asks \
-         for {asked}: ask for less{}", or_wait(*.temporary)
+         for {asked}: ask for less{}", wait_advice(*.temporary)
     )]
     Sum {
         /// The annotation's key.
@@ -51,7 +51,7 @@ pub enum PolicyLimitError {
         limit: String,
         /// The sum of all the user's leases.
         held: String,
-        /// What this request asks for.
+        /// This request's.
         asked: String,
         /// Whether the end of other leases would help.
         temporary: bool,
@@ -77,12 +77,12 @@ impl PolicyLimitError {
     }
 }
 
-fn or_wait(temporary: bool) -> &'static str {
+fn wait_advice(temporary: bool) -> &'static str {
     if temporary { ", or end a container first" } else { "" }
 }
 
 impl PolicyLimit<'_> {
-    /// Checks whether the user may take `placement` in addition to what they hold according to `ledger`.
+    /// Checks whether the user may take `placement` in addition to their leases in `ledger`.
     ///
     /// # Errors
     /// The first limit that it would exceed.
@@ -106,8 +106,8 @@ impl PolicyLimit<'_> {
         sum("memory", rule.memory, held_memory(&held), memory, &mib)
     }
 
-    /// Thousandths of a percent of SMs, and bytes, that the user may still take in addition to what they hold according
-    /// to `ledger`; `None`: not limited.
+    /// Thousandths of a percent of SMs, and bytes, that the user may still take in addition to their leases
+    /// in `ledger`; `None`: not limited.
     #[must_use]
     pub fn room(&self, ledger: &Ledger) -> (Option<u64>, Option<u64>) {
         let held = self.held(ledger);
@@ -116,12 +116,12 @@ impl PolicyLimit<'_> {
     }
 
     fn held<'l>(&self, ledger: &'l Ledger) -> Vec<&'l Lease> {
-        // What a job got from Slurm is bounded by Slurm.
+        // Slurm limits the allocation of a job.
         let own = |lease: &&Lease| lease.container.uid == self.uid && lease.within.is_none();
         ledger.leases.iter().filter(own).collect()
     }
 
-    /// What the user may still take in addition to what they hold according to `ledger`.
+    /// What the user may still take in addition to their leases in `ledger`.
     #[must_use]
     pub fn left(&self, ledger: &Ledger) -> Left {
         let held = self.held(ledger);
@@ -136,7 +136,7 @@ impl PolicyLimit<'_> {
     }
 }
 
-/// What a policy still allows; `None`: the policy does not limit it.
+/// The room in a policy; `None`: the policy does not limit it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Left {
     /// Of `sm`.

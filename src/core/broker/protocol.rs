@@ -100,9 +100,9 @@ pub enum Ask {
         /// The daemon's key.
         key: String,
     },
-    /// Asks for what a program of the client's job of Slurm's gets.
+    /// Asks for the share of a program of the client's job of Slurm's.
     Job,
-    /// Asks what the user holds and what their policy still allows.
+    /// Asks for the user's leases and the room in their policy.
     Status,
 }
 
@@ -123,7 +123,7 @@ pub struct Admit {
     /// `NVIDIA_DRIVER_CAPABILITIES` of the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capabilities: Option<String>,
-    /// What the client found in the root filesystem.
+    /// The root filesystem as the client examined it.
     pub image: Image,
     /// GPUs of its job of Slurm's that the client must not open ([`slurm::forbidden`]).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -156,7 +156,7 @@ pub enum Answer {
     AlreadyGranted(LeaseId),
     /// To `ending`: the container's lease, if it has one.
     Lease(Option<LeaseId>),
-    /// To `end` and `withdraw`: what the client has to remove, if anything.
+    /// To `end` and `withdraw`: the leftovers that the client has to remove, if any.
     Freed(Option<Leftover>),
     /// To `start-daemon`: warnings, one line each.
     Started(Vec<String>),
@@ -185,7 +185,7 @@ pub struct Granted {
     pub warnings: Vec<String>,
 }
 
-/// What the programs of a job need in their environment.
+/// The environment of a job's programs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobEnvironment {
     /// The job's lease.

@@ -1,4 +1,4 @@
-//! `[guard]`: what `sublet serve` does to processes that exceed their container's share.
+//! `[guard]`: the actions of `sublet serve` on processes that exceed their container's share.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::values;
 pub struct Guard {
     /// Whether the guard runs.
     pub enabled: bool,
-    /// The time between two checks. The guard acts on what it sees in two of them.
+    /// The time between two checks. The guard acts on an excess in two of them.
     #[serde(with = "values::duration")]
     pub period: Duration,
     /// Device memory that a container may use beyond its share, in bytes.

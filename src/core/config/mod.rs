@@ -1,4 +1,4 @@
-//! What can be configured, and the defaults. The file with the documentation is `config/config.toml`.
+//! The configuration and its defaults. The file with the documentation is `config/config.toml`.
 //! [`crate::config_files`] finds and reads the files.
 
 mod guard;
@@ -30,23 +30,23 @@ pub struct Config {
     pub defaults: Defaults,
     /// Rules for single devices. The first one that matches counts.
     pub device: Vec<DeviceRule>,
-    /// The limits on what may be booked.
+    /// The limits on bookings.
     pub limits: Limits,
     /// Which device is chosen if several fit.
     pub placement: Placement,
     /// MPS daemons.
     pub mps: Mps,
-    /// What containers get in addition to their devices.
+    /// Additions to containers' devices.
     pub grant: Grant,
     /// MIG layouts.
     pub mig: Mig,
     /// Named shares as CDI devices.
     pub cdi: Cdi,
-    /// What `sublet serve` does about processes that exceed their container's share.
+    /// The actions of `sublet serve` on processes that exceed their container's share.
     pub guard: Guard,
-    /// What Slurm's jobs get.
+    /// The shares of Slurm's jobs.
     pub slurm: Slurm,
-    /// What users without root may take. The first rule that matches counts.
+    /// The limits of users without root. The first rule that matches counts.
     pub policy: Vec<PolicyRule>,
     /// Named shares: each a set of annotation keys without the `sublet.` prefix.
     #[serde(deserialize_with = "values::shares")]
@@ -97,7 +97,7 @@ pub struct Runtime {
     pub low_level: Vec<String>,
     /// A file for sublet's log lines.
     pub log: Option<PathBuf>,
-    /// What becomes of a container that asks for no share; not given: [`WithoutShare::Warn`].
+    /// For a container that asks for no share; not given: [`WithoutShare::Warn`].
     pub without_share: Option<WithoutShare>,
 }
 
@@ -275,7 +275,7 @@ pub struct Mps {
     /// How long a shared daemon outlives its last lease while `sublet serve` runs, which ends it.
     #[serde(with = "values::duration")]
     pub idle: Duration,
-    /// What happens to a process that joins a container whose daemon does not answer and cannot be restarted.
+    /// For a process that joins a container whose daemon does not answer and cannot be restarted.
     pub exec_without_daemon: WithoutDaemon,
     /// Compute mode `EXCLUSIVE_PROCESS` under shared servers of whole GPUs.
     pub exclusive_compute_mode: ExclusiveComputeMode,
@@ -353,7 +353,7 @@ impl Default for Grant {
 /// also without an MPS server, because a stray `CUDA_MPS_*` could connect the container to another daemon.
 pub(crate) const OWN_PREFIXES: [&str; 4] = ["CUDA_MPS_", "SUBLET_MEMORY_", "SUBLET_NEIGHBOURS", "SUBLET_SM_"];
 
-/// What every share sets.
+/// The variables that every share sets.
 const OWN_NAMES: [&str; 5] =
     ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SUBLET_DEVICES", "SUBLET_MODE", "SUBLET_PROCESSES"];
 
@@ -379,7 +379,7 @@ pub enum VisibleDevices {
 pub struct Mig {
     /// Whether to create an instance for a request that finds none, and to destroy it when its last lease ends.
     pub dynamic: bool,
-    /// What `sublet.mig-caps` may request.
+    /// The MIG capabilities that `sublet.mig-caps` may request.
     pub allow_caps: Vec<MigCapability>,
     /// The layout file that `sublet mig apply` uses if none is given.
     pub layout: Option<PathBuf>,

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ConfigError;
 use crate::config::Config;
-use crate::process::environment::honoured;
+use crate::process::environment::honoured_config;
 use crate::share::glob::glob_matches;
 use crate::text::safe;
 
@@ -56,7 +56,7 @@ struct RawRule {
     share: String,
 }
 
-/// By what an engine knows a container.
+/// An engine's names of a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
     /// Its name.
@@ -109,7 +109,7 @@ impl Containers {
 /// [`VARIABLE`](crate::process::environment::VARIABLE) names, otherwise in `/etc/sublet`.
 #[must_use]
 pub fn containers_path() -> PathBuf {
-    let beside = honoured().and_then(|file| Some(file.parent()?.join("containers.toml")));
+    let beside = honoured_config().and_then(|file| Some(file.parent()?.join("containers.toml")));
     beside.unwrap_or_else(|| PathBuf::from("/etc/sublet/containers.toml"))
 }
 

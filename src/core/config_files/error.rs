@@ -30,7 +30,7 @@ pub enum ConfigError {
         line: usize,
         /// In characters, from 1 on.
         column: usize,
-        /// What is wrong and what would be right.
+        /// The fault and the remedy.
         message: String,
     },
 }
@@ -54,16 +54,16 @@ pub fn position(text: &str, offset: usize) -> (usize, usize) {
     (before.matches('\n').count() + 1, before[line_start..].chars().count() + 1)
 }
 
-/// What is wrong with `text`, on one line: the key and what its value must be, or the nearest spelling of an unknown
+/// The fault in `text`, on one line: the key and what its value must be, or the nearest spelling of an unknown
 /// word.
 #[must_use]
 pub fn explain(text: &str, error: &toml::de::Error) -> String {
     let key = error.span().and_then(|span| key_at(text, span.start));
-    words(error.message(), key.as_deref())
+    describe(error.message(), key.as_deref())
 }
 
 /// [`explain`], where it is not known which text it is about.
-pub(super) fn words(message: &str, key: Option<&str>) -> String {
+pub(super) fn describe(message: &str, key: Option<&str>) -> String {
     let quoted: Vec<_> = message.split('`').skip(1).step_by(2).collect();
     let hint = match quoted.as_slice() {
         [unknown, known @ ..] if message.starts_with("unknown ") => {
@@ -83,18 +83,18 @@ fn key_at(text: &str, offset: usize) -> Option<String> {
 }
 
 fn in_table(table: &DeTable<'_>, offset: usize, path: &mut Vec<String>) -> bool {
-    table.iter().any(|(name, value)| leads_to(name.get_ref(), value, offset, path))
+    table.iter().any(|(name, value)| contains_offset(name.get_ref(), value, offset, path))
 }
 
 /// Whether `value`, which has this name, begins at `offset` or contains a value that does. `path` then ends in it.
-fn leads_to(name: &str, value: &Spanned<DeValue<'_>>, offset: usize, path: &mut Vec<String>) -> bool {
+fn contains_offset(name: &str, value: &Spanned<DeValue<'_>>, offset: usize, path: &mut Vec<String>) -> bool {
     path.push(name.to_owned());
     let found = value.span().start == offset
         || match value.get_ref() {
             DeValue::Table(table) => in_table(table, offset, path),
             DeValue::Array(values) => (0..)
                 .zip(values.iter())
-                .any(|(at, value): (usize, _)| leads_to(&at.to_string(), value, offset, path)),
+                .any(|(at, value): (usize, _)| contains_offset(&at.to_string(), value, offset, path)),
             _ => false,
         };
     if !found {

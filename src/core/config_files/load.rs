@@ -20,7 +20,7 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 use super::ConfigError;
 use super::check::{self, Problem};
 use crate::config::{Config, Grant, Runtime};
-use crate::process::environment::honoured;
+use crate::process::environment::honoured_config;
 use crate::reading::regular_file;
 
 /// The merged configuration. Without any file, the defaults.
@@ -39,7 +39,7 @@ pub fn load_files(files: &[PathBuf]) -> Result<Config, ConfigError> {
 /// One of the configuration files by itself, for checks that go beyond its text.
 pub struct OneFile {
     file: File,
-    /// What it says; defaults for the rest.
+    /// Its values; defaults for the rest.
     pub config: Config,
 }
 
@@ -90,7 +90,7 @@ impl ConfigFiles {
 
 /// The files that [`load`] reads, the weakest first.
 pub fn sources() -> Result<Vec<PathBuf>, ConfigError> {
-    if let Some(file) = honoured() {
+    if let Some(file) = honoured_config() {
         return Ok(vec![file]);
     }
     sources_with(Path::new("/etc/sublet"))
@@ -146,7 +146,7 @@ impl File {
 
     /// An error in this file merged over the weaker ones. Which of them has it is not known.
     fn merged(&self, error: &toml::de::Error) -> ConfigError {
-        ConfigError::invalid(&self.path, &self.text, None, super::error::words(error.message(), None))
+        ConfigError::invalid(&self.path, &self.text, None, super::error::describe(error.message(), None))
     }
 }
 
@@ -179,7 +179,7 @@ pub(super) fn text(path: &Path) -> std::io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// What `text`, as the only file, configures: everything, and only `[runtime]`.
+/// The configuration of `text` as the only file: all of it, and only `[runtime]`.
 #[cfg(feature = "fixtures")]
 pub fn of_text(text: &str) -> (Result<Config, ConfigError>, Result<Runtime, ConfigError>) {
     let files = [File { path: PathBuf::from("/etc/sublet/config.toml"), text: text.to_owned() }];

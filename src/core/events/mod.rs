@@ -1,4 +1,4 @@
-//! What happened to leases, MPS daemons and MIG instances, one event each: told once, where it is decided, to the
+//! Events of leases, MPS daemons and MIG instances: emitted once, at the decision, to the
 //! system's journal where the ledger is the system's, else to a ring of two files beside the ledger.
 
 mod journal;
@@ -18,7 +18,7 @@ pub use ring::read_ring;
 /// The longest text of an event, in bytes.
 const LONGEST: usize = 2000;
 
-/// What happened.
+/// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
@@ -60,7 +60,7 @@ pub enum Kind {
     GpuLost,
     /// It is served again.
     GpuBack,
-    /// The ledger was lost and made anew from what runs.
+    /// The ledger was lost and rebuilt.
     LedgerRebuilt,
 }
 
@@ -117,14 +117,14 @@ impl Kind {
     }
 }
 
-/// One event. Texts are as they were told: whoever prints them escapes them.
+/// One event. Its texts are not escaped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
     /// When: RFC 3339 in UTC, with milliseconds.
     pub time: String,
     /// The same in milliseconds since boot, which no clock that is set changes.
     pub uptime_ms: u64,
-    /// What.
+    /// Its kind.
     pub kind: Kind,
     /// The uid of the container's engine; root's where there is no container.
     pub uid: u32,
@@ -147,7 +147,7 @@ pub struct Event {
     /// Of a refusal: the word for it, as in JSON errors (docs/explain.md). Of an action of the guard: the offence.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// What the guard did: `report`, `terminate` or `container`.
+    /// The guard's action: `report`, `terminate` or `container`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub action: String,
     /// The event in one line.
@@ -188,14 +188,14 @@ impl Event {
     }
 }
 
-/// Tells `events` of the ledger in `state_dir`. What cannot be told is lost: no container fails for it.
-pub fn tell(state_dir: &Path, events: &[Event]) {
+/// Emits `events` of the ledger in `state_dir`. Failures are ignored: no container fails for them.
+pub fn emit(state_dir: &Path, events: &[Event]) {
     if events.is_empty() {
         return;
     }
     let lines: Vec<String> = events.iter().map(Event::line).collect();
-    let untold = if journal::has_journal(state_dir) { journal::send(&lines, events) } else { &lines[..] };
-    if let Err(error) = ring::append(state_dir, untold) {
+    let unsent = if journal::has_journal(state_dir) { journal::send(&lines, events) } else { &lines[..] };
+    if let Err(error) = ring::append(state_dir, unsent) {
         tracing::debug!("cannot write events: {error}");
     }
 }

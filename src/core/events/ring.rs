@@ -75,7 +75,7 @@ fn ends_with_newline(file: &File, length: u64) -> io::Result<bool> {
     Ok(last == *b"\n")
 }
 
-/// The events in the ring, oldest first. What is no whole event is left out.
+/// The events in the ring, oldest first. Incomplete ones are left out.
 #[must_use]
 pub fn read_ring(state_dir: &Path) -> Vec<Event> {
     let [path, older] = files(state_dir);

@@ -11,24 +11,24 @@ use crate::process::Process;
 /// Writes `content` to `path` by way of a temporary file in the same directory.
 ///
 /// An existing file keeps its mode and owner; a new one gets `mode`. A symbolic link at `path` is
-/// replaced, not followed. Another's file that a user without root may replace becomes the user's, as Slurm 22.05's
-/// config.json, root's in a directory of the user's (docs/slurm.md).
+/// replaced, not followed. If a user replaces a file of root's, the new file is the user's (Slurm 22.05's config.json,
+/// docs/slurm.md).
 ///
 /// # Errors
 /// A system call failed. The old file is then unchanged, and the temporary file is removed.
 pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    replaced(path, |file| take_over(file, path, mode), content, |_| Ok(())).map(drop)
+    write_and_rename(path, |file| copy_metadata(file, path, mode), content, |_| Ok(())).map(drop)
 }
 
 /// As [`replace`], for a file that sublet alone writes: it gets `mode`, and belongs to this user, whatever was there before.
 /// Returns the new file, open.
 pub(crate) fn replace_own(path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
-    replaced(path, |file| file.set_permissions(Permissions::from_mode(mode)), content, |_| Ok(()))
+    write_and_rename(path, |file| file.set_permissions(Permissions::from_mode(mode)), content, |_| Ok(()))
 }
 
 /// As [`replace`], for files that must survive a power failure: the file and its name are on disk when this returns.
 pub fn replace_durably(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    replaced(path, |file| take_over(file, path, mode), content, File::sync_all)?;
+    write_and_rename(path, |file| copy_metadata(file, path, mode), content, File::sync_all)?;
     sync_directory(path);
     Ok(())
 }
@@ -38,7 +38,7 @@ pub fn sync_directory(path: &Path) {
     let _ = path.parent().map(|directory| File::open(directory).and_then(|directory| directory.sync_all()));
 }
 
-fn replaced(
+fn write_and_rename(
     path: &Path,
     set_mode: impl FnOnce(&File) -> io::Result<()>,
     content: &[u8],
@@ -76,21 +76,21 @@ fn temporary_name(path: &Path) -> io::Result<PathBuf> {
 /// Removes from `dir` the temporary files of processes that were killed during [`replace`].
 pub(crate) fn sweep(dir: &Path) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
-        if entry.file_name().to_str().and_then(writer).is_some_and(|pid| Process::find(pid).is_none()) {
+        if entry.file_name().to_str().and_then(parse_writer).is_some_and(|pid| Process::find(pid).is_none()) {
             let _ = fs::remove_file(entry.path());
         }
     }
 }
 
 /// The process whose temporary file is called `name`; `None` if sublet gives no such name.
-fn writer(name: &str) -> Option<i32> {
+fn parse_writer(name: &str) -> Option<i32> {
     let writer = name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?.1;
     let (pid, call) = writer.split_once('-')?;
     call.parse::<u64>().ok().and(pid.parse().ok())
 }
 
 /// Gives `file` mode and owner of the one at `path`, or `mode` if there is none.
-fn take_over(file: &File, path: &Path, mode: u32) -> io::Result<()> {
+fn copy_metadata(file: &File, path: &Path, mode: u32) -> io::Result<()> {
     let mode = match fs::symlink_metadata(path) {
         Ok(old) if old.is_file() => keep_owner(file, &old)?,
         _ => mode,
@@ -155,10 +155,10 @@ mod tests {
         let path = dir.path().join("daemon.json");
         fs::write(&path, "old").unwrap();
         let full = |_: &File| Err(io::Error::from(io::ErrorKind::StorageFull));
-        replaced(&path, |_| Ok(()), b"new", full).unwrap_err();
+        write_and_rename(&path, |_| Ok(()), b"new", full).unwrap_err();
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
-        replaced(&path, |_| Ok(()), b"new", File::sync_all).unwrap();
+        write_and_rename(&path, |_| Ok(()), b"new", File::sync_all).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"new");
     }
 

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::sys::stat::Mode;
 
-use crate::process::kernel::needed;
+use crate::process::kernel::require_call;
 
 /// How often one look-up may be repeated because of renames in the tree or because symbolic links lead into volumes.
 pub(crate) const ROUNDS: usize = 16;
@@ -40,20 +40,20 @@ pub(crate) fn open_below(root: impl AsFd, path: &Path, more: ResolveFlag) -> io:
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
         .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_MAGICLINKS | more);
-    openat2(root.as_fd(), path, how).map_err(|error| needed("openat2", error))
+    openat2(root.as_fd(), path, how).map_err(|error| require_call("openat2", error))
 }
 
 /// Opens `path` with `O_PATH` as if `root` were /.
 pub(crate) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<OwnedFd> {
-    opened_in(root, path, flags, ResolveFlag::RESOLVE_NO_MAGICLINKS)
+    open_resolved(root, path, flags, ResolveFlag::RESOLVE_NO_MAGICLINKS)
 }
 
-/// The same of a path that has no link on it. With one it is ELOOP.
+/// [`open_in`] of a path without links. With one it is ELOOP.
 pub(crate) fn open_without_links(root: impl AsFd, path: &Path) -> io::Result<OwnedFd> {
-    opened_in(root, path, OFlag::empty(), ResolveFlag::RESOLVE_NO_SYMLINKS)
+    open_resolved(root, path, OFlag::empty(), ResolveFlag::RESOLVE_NO_SYMLINKS)
 }
 
-fn opened_in(root: impl AsFd, path: &Path, flags: OFlag, more: ResolveFlag) -> io::Result<OwnedFd> {
+fn open_resolved(root: impl AsFd, path: &Path, flags: OFlag, more: ResolveFlag) -> io::Result<OwnedFd> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | more);
@@ -63,23 +63,22 @@ fn opened_in(root: impl AsFd, path: &Path, flags: OFlag, more: ResolveFlag) -> i
             Ok(fd) => return Ok(fd),
             // A rename or a mount happened elsewhere while `..` was resolved (openat2(2)).
             Err(Errno::EAGAIN | Errno::EINTR) => last = Errno::EAGAIN,
-            Err(error) => return Err(needed("openat2", error)),
+            Err(error) => return Err(require_call("openat2", error)),
         }
     }
     Err(last.into())
 }
 
-/// Whether a lookup failed because of what is in the tree, or is missing there. Other errors say nothing about the
-/// tree.
+/// Whether a lookup failed because of the tree's content. Other errors say nothing about the tree.
 pub(crate) fn is_of_the_image(error: &io::Error) -> bool {
     let kinds = [Errno::ENOENT, Errno::ENOTDIR, Errno::ELOOP, Errno::ENAMETOOLONG, Errno::EACCES];
     error.raw_os_error().is_some_and(|number| kinds.contains(&Errno::from_raw(number)))
 }
 
-/// Whether the kernel has what sublet needs.
+/// Checks that the kernel has the system calls that sublet needs.
 ///
 /// # Errors
-/// It is too old: the message says what it lacks.
+/// It is too old: the message names the missing one.
 pub fn check_kernel() -> io::Result<()> {
     open_in(open_root(Path::new("/"))?, Path::new("/"), OFlag::empty())?;
     crate::process::pidfd_open(nix::unistd::getpid().as_raw()).map(drop)
@@ -91,7 +90,7 @@ pub(crate) fn host_path(fd: &OwnedFd) -> io::Result<PathBuf> {
 }
 
 /// The path of `fd` as seen from inside the root at `host_path`.
-pub(crate) fn inside(root: &Path, fd: &OwnedFd) -> io::Result<PathBuf> {
+pub(crate) fn path_in_root(root: &Path, fd: &OwnedFd) -> io::Result<PathBuf> {
     let path = host_path(fd)?;
     // It was moved out of the root meanwhile, so it counts as missing.
     let below = path.strip_prefix(root).map_err(|_| Errno::ENOENT)?;

@@ -1,5 +1,5 @@
-//! Files with what happened before: refusals, the guard's looks, counts. No container's share depends on them, so one that
-//! this version does not understand is put aside, where people and a newer version's users find it, and begun anew.
+//! Files with history: refusals, the guard's checks, counts. No container's share depends on them, so a file that this
+//! version does not understand is renamed, where people and a newer version's users find it, and begun anew.
 
 use std::fs;
 use std::io;
@@ -9,11 +9,11 @@ use serde::de::DeserializeOwned;
 
 use super::trusted;
 
-/// What the file at `path` holds, for a caller that writes it anew; the default if there is none or if another user may
-/// have written it. A file that is not understood becomes `<path>.aside`.
+/// Reads the file at `path` for a caller that writes it anew; the default if there is none or if another user may have
+/// written it. A file that is not understood becomes `<path>.aside`.
 ///
 /// # Errors
-/// It is there and cannot be read, so that what it holds would be lost.
+/// It exists and cannot be read, so that its content would be lost.
 pub fn read<T: DeserializeOwned + Default>(path: &Path, largest: u64) -> io::Result<T> {
     let Some(Ok(text)) = trusted::read(path, largest)? else { return Ok(T::default()) };
     serde_json::from_slice(&text).or_else(|_| {

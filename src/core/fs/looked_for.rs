@@ -6,12 +6,12 @@ use std::path::Path;
 
 use crate::text::safe;
 
-/// What `ask` finds out about `path`; `None` if there is no such file.
+/// The result of `ask` for `path`; `None` if there is no such file.
 ///
-/// What fails is asked again, because a file must not be taken as absent for an error of the moment, such as a want of
-/// memory or of descriptors. If it fails again, it counts as absent, with a warning: a broken mount where the file could
+/// A failure is tried again, because a file must not be taken as absent for a transient error, such as a lack of memory or
+/// of descriptors. If it fails again, it counts as absent, with a warning: a broken mount where the file could
 /// have been must not keep it from being found elsewhere.
-pub fn there<T>(path: &Path, ask: impl Fn() -> io::Result<T>) -> Option<T> {
+pub fn examine<T>(path: &Path, ask: impl Fn() -> io::Result<T>) -> Option<T> {
     let again = |error: io::Error| if is_absent(&error) { Err(error) } else { ask() };
     match ask().or_else(again) {
         Ok(found) => Some(found),
@@ -47,7 +47,7 @@ mod tests {
             Some(0) => Ok(()),
             errno => Err(io::Error::from_raw_os_error(*errno.expect("asked no more often"))),
         };
-        let found = there(Path::new("/x"), ask);
+        let found = examine(Path::new("/x"), ask);
         (found, errors.len() - left.borrow().len())
     }
 

@@ -29,22 +29,22 @@ pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
     is_enforcing(root) && !is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
 }
 
-/// Whether a process with the context `label` may not write to the sockets of MPS daemons, whose files are in `mps`: not by the
-/// policy in force, which the kernel is asked for. Where the kernel does not say, whether its type is another than the one that
-/// sublet's module names. Without that module it is [`denies_mps_sockets`] that tells.
+/// Whether a process with the context `label` may not write to the sockets of MPS daemons, whose files are in `mps`: by the
+/// policy in force, or, if the kernel does not answer, because its type is not the one in sublet's module. Without that
+/// module, see [`denies_mps_sockets`].
 #[must_use]
-pub(crate) fn bars(label: &str, mps: &Path) -> bool {
+pub(crate) fn is_denied(label: &str, mps: &Path) -> bool {
     let Some(state_dir) = mps.parent() else { return false };
     if !is_enforcing(Path::new("/")) || denies_mps_sockets(Path::new("/"), state_dir) {
         return false;
     }
-    let answer = context_of(mps).ok().and_then(|files| asked(label, &files).ok().flatten());
+    let answer = context_of(mps).ok().and_then(|files| query_policy(label, &files).ok().flatten());
     !answer.unwrap_or_else(|| type_in(label) == CONTAINER_TYPE)
 }
 
-/// What the kernel answers to `label` that would write to a socket of the context `files` (security/selinux/selinuxfs.c,
+/// Asks the kernel whether `label` may write to a socket of the context `files` (security/selinux/selinuxfs.c,
 /// `sel_write_access`).
-fn asked(label: &str, files: &str) -> io::Result<Option<bool>> {
+fn query_policy(label: &str, files: &str) -> io::Result<Option<bool>> {
     let root = Path::new("/sys/fs/selinux");
     let number = |path: &str| std::fs::read_to_string(root.join("class/sock_file").join(path));
     let (class, write) = (number("index")?, number("perms/write")?);
@@ -52,12 +52,12 @@ fn asked(label: &str, files: &str) -> io::Result<Option<bool>> {
     access.write_all(format!("{label} {files} {}", class.trim()).as_bytes())?;
     let mut answer = [0; 256];
     let length = access.read(&mut answer)?;
-    Ok(allows(&String::from_utf8_lossy(&answer[..length]), write.trim()))
+    Ok(parse_answer(&String::from_utf8_lossy(&answer[..length]), write.trim()))
 }
 
 /// Whether `answer` has the permission with this number: `ALLOWED DECIDED AUDITALLOW AUDITDENY SEQUENCE FLAGS`, all but the
 /// fifth as hexadecimal bits. The first flag says that the type is permissive.
-fn allows(answer: &str, permission: &str) -> Option<bool> {
+fn parse_answer(answer: &str, permission: &str) -> Option<bool> {
     let words: Vec<&str> = answer.trim_end_matches('\0').split_ascii_whitespace().collect();
     let bits = |at: usize| u32::from_str_radix(words.get(at)?, 16).ok();
     let bit = 1_u32.checked_shl(permission.parse::<u32>().ok()?.checked_sub(1)?)?;
@@ -77,7 +77,7 @@ pub fn is_enforcing(root: &Path) -> bool {
 /// `error`, with a remedy if this host's policy refused an engine what its shim or hook needs. Nothing else refuses
 /// root.
 #[must_use]
-pub fn explained(error: io::Error) -> io::Error {
+pub fn explain(error: io::Error) -> io::Error {
     let refused = error.kind() == io::ErrorKind::PermissionDenied && nix::unistd::geteuid().is_root();
     if refused && is_enforcing(Path::new("/")) {
         return io::Error::new(error.kind(), format!("SELinux denies it to this engine: {FIX}"));
@@ -134,13 +134,13 @@ mod tests {
     /// `write` is the third permission of all files.
     #[test]
     fn the_kernels_answer_about_a_type() {
-        assert_eq!(allows("e ffffffff 0 ffffffff 7 0\0", "3"), Some(true));
-        assert_eq!(allows("a ffffffff 0 ffffffff 7 0", "3"), Some(false));
-        assert_eq!(allows("0 ffffffff 0 ffffffff 7 1", "3"), Some(true));
+        assert_eq!(parse_answer("e ffffffff 0 ffffffff 7 0\0", "3"), Some(true));
+        assert_eq!(parse_answer("a ffffffff 0 ffffffff 7 0", "3"), Some(false));
+        assert_eq!(parse_answer("0 ffffffff 0 ffffffff 7 1", "3"), Some(true));
         for (answer, permission) in
             [("", "3"), ("x 0 0 0 7 0", "3"), ("a 0", "3"), ("a 0 0 0 7 0", "0"), ("a 0 0 0 7 0", "40")]
         {
-            assert_ne!(allows(answer, permission), Some(false), "{answer}: never taken for a refusal");
+            assert_ne!(parse_answer(answer, permission), Some(false), "{answer}: never taken for a refusal");
         }
         assert_eq!(type_in("system_u:system_r:nvidia_container_t:s0:c1,c2"), "nvidia_container_t");
         assert_eq!(type_in("unlabelled"), "");

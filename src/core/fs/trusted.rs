@@ -13,8 +13,8 @@ use crate::process::auxiliary_vector::effective_user;
 use crate::reading::regular_file;
 use crate::text::safe;
 
-/// Creates `dir` if it is missing (0755, whatever the umask), and checks whether it can be trusted. Returns what the check
-/// was made by.
+/// Creates `dir` if it is missing (0755, whatever the umask), and checks whether it can be trusted. Returns the checked
+/// metadata.
 pub fn make(dir: &Path) -> Result<Metadata, String> {
     let meta = match fs::symlink_metadata(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -31,7 +31,7 @@ pub fn make(dir: &Path) -> Result<Metadata, String> {
         }
         meta => meta,
     };
-    let meta = meta.map_err(|error| selinux::explained(error).to_string())?;
+    let meta = meta.map_err(|error| selinux::explain(error).to_string())?;
     check(dir, &meta)?;
     Ok(meta)
 }
@@ -54,7 +54,7 @@ pub fn create(dir: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether it is a directory of this user that others cannot search. MPS clients and users without root have to.
+/// Whether it is a directory of this user that other users cannot search. MPS clients and users without root have to.
 fn is_closed(meta: &Metadata) -> bool {
     meta.is_dir() && meta.mode() & 0o755 != 0o755 && meta.uid() == effective_user()
 }
@@ -73,13 +73,13 @@ fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
     dir.parent().map_or(Ok(()), |parent| check_above(parent.ancestors()))
 }
 
-/// Checks that nobody else may put something else in the place of `dir` while it is made.
+/// Checks that no other user may replace `dir` while it is made.
 fn check_before(dir: &Path) -> Result<(), String> {
     let there = dir.ancestors().skip(1).find(|above| fs::symlink_metadata(above).is_ok());
     there.map_or(Ok(()), |there| check_above(there.ancestors()))
 }
 
-/// Checks that nobody else may replace what is in these directories.
+/// Checks that no other user may replace entries of these directories.
 fn check_above(directories: Ancestors<'_>) -> Result<(), String> {
     for above in directories.filter(|above| !above.as_os_str().is_empty()) {
         let shown = || safe(&above.to_string_lossy());
@@ -102,7 +102,7 @@ fn check_above(directories: Ancestors<'_>) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether others may rename files in this directory. In one that is sticky, as /tmp is, only its owner may.
+/// Whether other users may rename files in this directory. In one that is sticky, as /tmp is, only its owner may.
 fn can_be_swapped(dir: &Metadata) -> bool {
     !is_trusted_owner(dir.uid()) || dir.mode() & 0o022 != 0 && dir.mode() & 0o1000 == 0
 }
@@ -128,7 +128,7 @@ pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
         .then(|| format!("others than its owner may write to it (mode {:o})", meta.mode() & 0o7777))
 }
 
-/// Which file something was read from, and as of when. A file that is replaced or written to gets another one.
+/// Identifies a file and its version. A file that is replaced or written to gets another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stamp {
     file: (u64, u64),
@@ -166,7 +166,6 @@ impl Trusted {
         Stamp::of(&self.meta)
     }
 
-    /// What this process has just written.
     pub(crate) fn own(file: File) -> io::Result<Self> {
         Ok(Self { meta: file.metadata()?, file, largest: 0 })
     }
@@ -184,7 +183,7 @@ pub(crate) fn open(path: &Path, largest: u64) -> io::Result<Option<Result<Truste
         Err(error) if error.raw_os_error() == Some(ELOOP) => {
             return Ok(Some(Err("it is not a regular file".to_owned())));
         }
-        Err(error) => return Err(selinux::explained(error)),
+        Err(error) => return Err(selinux::explain(error)),
     };
     let meta = file.metadata()?;
     let distrust = distrust_file(&meta, largest);

@@ -37,7 +37,7 @@ pub(crate) fn own_prefixes() -> Vec<String> {
     OWN_PREFIXES.map(str::to_owned).to_vec()
 }
 
-/// Tells Triton where libcuda is, unless the image or the user does.
+/// Sets libcuda's directory for Triton, unless the image or the user does.
 pub(crate) const TRITON_PATH: &str = "TRITON_LIBCUDA_PATH";
 
 /// The edit for `lease`; `library_dir` is where the driver's libraries are mounted, if they are. `neighbours` is the
@@ -81,7 +81,7 @@ fn pair(name: &str, value: impl Into<String>) -> (String, String) {
     (name.to_owned(), value.into())
 }
 
-/// The devices of `lease`, for a program that sees no others. Ordinals count the devices that CUDA enumerates. These are the
+/// The devices of `lease`, for a program that sees only these. Ordinals count the devices that CUDA enumerates. These are the
 /// ones with a node, so the ordinals always begin at 0 and have no gaps.
 fn listed(lease: &Lease, form: VisibleDevices) -> String {
     match form {
@@ -110,7 +110,7 @@ fn mps(lease: &Lease) -> Vec<(String, String)> {
     set
 }
 
-/// For programs that choose their own size: what one CUDA process may take on each device. MPS shows them the whole
+/// For programs that choose their own size: the memory of one CUDA process on each device. MPS shows them the whole
 /// GPU.
 fn sizes(lease: &Lease, inventory: &Inventory) -> Vec<(String, String)> {
     let mut set = Vec::new();
@@ -134,7 +134,7 @@ fn fraction_of_all(bytes: u64, lease: &Lease, inventory: &Inventory) -> Option<u
     each.collect::<Option<Vec<_>>>()?.into_iter().min()
 }
 
-/// (`bytes` − those of the context) ÷ the device's total, rounded down to thousandths; `None` if that is zero.
+/// (`bytes` − the context's) ÷ the device's total, rounded down to thousandths; `None` if that is zero.
 fn fraction(bytes: u64, sm: Option<Percent>, device: &Device) -> Option<u128> {
     let visible = device.sms_at(sm.unwrap_or(Percent::WHOLE)).unwrap_or(MOST_SMS);
     let usable = bytes.saturating_sub(context_bytes(visible));

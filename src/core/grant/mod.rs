@@ -67,7 +67,7 @@ pub struct Environment {
     pub remove_prefixes: Vec<String>,
 }
 
-/// What is known about the container's image, read by `oci::image`.
+/// The container's image, as `oci::image` examined it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(clippy::struct_excessive_bools, reason = "facts that have nothing to do with one another")]
 pub struct Image {
@@ -92,13 +92,13 @@ pub struct Image {
     pub other_daemon: bool,
     /// Mount points for files that are missing in the rootfs. The runtime creates empty files there.
     pub created: Vec<PathBuf>,
-    /// Mount points that are empty files already. Whose they are, the ledger knows.
+    /// Mount points that are empty files already, the image's own or by the ledger another container's.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub empty: Vec<PathBuf>,
     /// Files that are not mounted, because a link of the image leads their mounts to another file of its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<PathBuf>,
-    /// Files that are not mounted, because the image lacks what they need.
+    /// Files that are not mounted, because the image lacks their needs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub useless: Vec<PathBuf>,
     /// Directories of volumes in which sublet's files are mounted, with the files that are created there.

@@ -13,7 +13,7 @@ use crate::ledger::{Container, LeaseId, LeaseState};
 use crate::process::Process;
 use crate::share::{Capability, Isolation, Mode, Percent, Priority};
 
-/// The environment of what is granted for `lease`.
+/// The environment of the grant for `lease`.
 fn environment(lease: &Lease, inventory: &Inventory, config: &Config) -> Environment {
     super::environment::environment(lease, Some(2), lease.library_dir.as_deref(), inventory, config)
 }

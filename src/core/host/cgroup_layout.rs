@@ -7,7 +7,7 @@ pub(crate) const MOUNT: &str = "/sys/fs/cgroup";
 
 /// Whether `mount` has v2 only: a v2 hierarchy lists its controllers there (cgroups(7)).
 pub(crate) fn is_unified(mount: &Path) -> bool {
-    // What failed for once, for example because no memory was left, is asked again.
+    // A transient failure (no memory) is tried again.
     let is_there = || mount.join("cgroup.controllers").try_exists();
     is_there().or_else(|_| is_there()).unwrap_or(false)
 }

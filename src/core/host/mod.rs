@@ -1,4 +1,4 @@
-//! What the kernel reports about this boot and the surroundings of this process. It is asked in one place, so that all
+//! The kernel's reports about this boot and this process's namespaces and cgroups. It is asked in one place, so that all
 //! callers get the same answer.
 
 pub mod boot_id;

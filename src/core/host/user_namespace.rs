@@ -14,7 +14,7 @@ use crate::reading::kernel_file;
 pub fn is_nested() -> bool {
     // No program of sublet's enters another user namespace, except in a child that becomes another program.
     static NESTED: OnceLock<bool> = OnceLock::new();
-    // What failed for once, for example because no descriptor was left, is read again.
+    // A transient failure (no descriptor left) is tried again.
     let read = || kernel_file("/proc/self/uid_map");
     *NESTED.get_or_init(|| is_nested_by(read().or_else(|_| read())))
 }

@@ -40,7 +40,7 @@ pub enum InventoryError {
     Stale {
         /// `inventory.json`.
         path: PathBuf,
-        /// What differs, with the old and the new value.
+        /// The difference, with the old and the new value.
         changed: String,
     },
     /// Its content is not what `sublet refresh` writes.
@@ -56,7 +56,7 @@ pub enum InventoryError {
     Untrusted {
         /// `inventory.json`.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         why: String,
     },
     /// A GPU of the inventory no longer answers on the PCI bus.
@@ -133,15 +133,15 @@ pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Invent
     let path = path(config);
     let inventory = parse(&path, &read(&path)?)?;
     let mut seen = super::fingerprint::read(&config.driver.root)?;
-    seen.fingerprint.mig = without(&inventory, changing, seen.fingerprint.mig);
+    seen.fingerprint.mig = exclude_gpus(&inventory, changing, seen.fingerprint.mig);
     let then = Fingerprint {
-        mig: without(&inventory, changing, inventory.fingerprint.mig.clone()),
+        mig: exclude_gpus(&inventory, changing, inventory.fingerprint.mig.clone()),
         ..inventory.fingerprint.clone()
     };
     if let Some(bus_id) = seen.lost.into_iter().find(|lost| inventory.fingerprint.gpus.contains(lost)) {
         return Err(InventoryError::FellOffTheBus { bus_id });
     }
-    let changed = difference(&then, &seen.fingerprint)
+    let changed = find_difference(&then, &seen.fingerprint)
         .or_else(|| missing_file(config, &inventory))
         .or_else(|| missing_node(config, &inventory))
         .or_else(|| new_programs(config, &inventory));
@@ -151,8 +151,8 @@ pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Invent
     }
 }
 
-/// `instances` (as in [`Fingerprint::mig`]) without those of the GPUs `changing`.
-fn without(inventory: &Inventory, changing: &[String], mut instances: Vec<String>) -> Vec<String> {
+/// `instances` (as in [`Fingerprint::mig`]) except of the GPUs `changing`.
+fn exclude_gpus(inventory: &Inventory, changing: &[String], mut instances: Vec<String>) -> Vec<String> {
     for gpu in changing.iter().filter_map(|uuid| inventory.device(uuid)) {
         let prefix = format!("gpu{}/", gpu.minor);
         instances.retain(|instance| !instance.starts_with(&prefix));
@@ -189,11 +189,11 @@ pub(crate) fn no_checkpoint(state_dir: &Path) -> PathBuf {
 
 fn write(config: &Config, path: &Path, inventory: &Inventory) -> io::Result<()> {
     trusted::make(&config.state_dir).map_err(|why| io::Error::other(format!("its directory: {why}")))?;
-    put(&no_checkpoint(&config.state_dir), NO_CHECKPOINT.as_bytes())?;
-    put(path, &serde_json::to_vec(inventory)?)
+    write_file(&no_checkpoint(&config.state_dir), NO_CHECKPOINT.as_bytes())?;
+    write_file(path, &serde_json::to_vec(inventory)?)
 }
 
-fn put(path: &Path, content: &[u8]) -> io::Result<()> {
+fn write_file(path: &Path, content: &[u8]) -> io::Result<()> {
     // `replace` keeps the mode and owner of an existing file, so a file that would not be trusted is removed first.
     if fs::symlink_metadata(path).is_ok_and(|there| distrust_file(&there, LARGEST).is_some()) {
         fs::remove_file(path)?;
@@ -227,7 +227,7 @@ fn parse(path: &Path, text: &[u8]) -> Result<Inventory, InventoryError> {
 }
 
 /// The first difference, in words for people.
-fn difference(then: &Fingerprint, now: &Fingerprint) -> Option<String> {
+fn find_difference(then: &Fingerprint, now: &Fingerprint) -> Option<String> {
     if then.boot_id != now.boot_id {
         Some("it was written in an earlier boot".to_owned())
     } else if then.driver_version != now.driver_version {
@@ -237,15 +237,19 @@ fn difference(then: &Fingerprint, now: &Fingerprint) -> Option<String> {
             safe(&now.driver_version)
         ))
     } else if then.gpus != now.gpus {
-        Some(format!("the GPUs were {}, and are {} now", listed(&then.gpus), listed(&now.gpus)))
+        Some(format!("the GPUs were {}, and are {} now", list_names(&then.gpus), list_names(&now.gpus)))
     } else if then.mig != now.mig {
-        Some(format!("the MIG instances were {}, and are {} now", listed(&then.mig), listed(&now.mig)))
+        Some(format!(
+            "the MIG instances were {}, and are {} now",
+            list_names(&then.mig),
+            list_names(&now.mig)
+        ))
     } else {
         None
     }
 }
 
-fn listed(names: &[String]) -> String {
+fn list_names(names: &[String]) -> String {
     if names.is_empty() { "none".to_owned() } else { safe(&names.join(" ")) }
 }
 

@@ -1,4 +1,4 @@
-//! Device nodes of the driver: whether they exist and are what they should be.
+//! Device nodes of the driver: whether they exist with the right numbers.
 
 use std::fs;
 use std::io;
@@ -41,11 +41,11 @@ pub enum NodeError {
     Other {
         /// The path, driver root included.
         path: PathBuf,
-        /// What is at the path.
+        /// The file at the path.
         found: String,
-        /// What should be there.
+        /// The expected node.
         major: u32,
-        /// What should be there.
+        /// The expected node.
         minor: u32,
     },
     /// Its mode keeps the processes of a user namespace out, which have none of the host's groups.
@@ -58,7 +58,7 @@ pub enum NodeError {
         path: PathBuf,
         /// Its permissions.
         mode: u32,
-        /// What opens it.
+        /// The remedy.
         remedy: &'static str,
     },
     /// It cannot be examined.
@@ -81,7 +81,7 @@ impl Node {
     }
 }
 
-/// Whether `node` is on this host and what the inventory says it is.
+/// Checks that `node` is on this host and as in the inventory.
 ///
 /// # Errors
 /// It is missing, or something else is in its place.

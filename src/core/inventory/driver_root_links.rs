@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 
-use crate::fs::looked_for::there;
+use crate::fs::looked_for::examine;
 
 /// As many links as Linux follows (`MAXSYMLINKS`, `path_resolution(7)`).
 const MOST_LINKS: usize = 40;
@@ -24,7 +24,7 @@ pub fn resolve(root: &Path, path: &str) -> Option<PathBuf> {
             continue;
         }
         let next = root.join(&done).join(&name);
-        if !there(&next, || std::fs::symlink_metadata(&next))?.is_symlink() {
+        if !examine(&next, || std::fs::symlink_metadata(&next))?.is_symlink() {
             done.push(name);
             continue;
         }
@@ -32,7 +32,7 @@ pub fn resolve(root: &Path, path: &str) -> Option<PathBuf> {
         if links > MOST_LINKS {
             return None;
         }
-        let target = there(&next, || std::fs::read_link(&next))?;
+        let target = examine(&next, || std::fs::read_link(&next))?;
         if target.is_absolute() {
             done.clear();
         }

@@ -27,13 +27,13 @@ pub struct FileDirectory {
 }
 
 impl FileDirectory {
-    /// Those of `files`. One that has just been changed is left out, because the next change could not be told from that.
+    /// Of `files`. One that has just been changed is left out, because the next change could have the same time.
     #[must_use]
     pub fn of(files: &[DriverFile]) -> Vec<Self> {
         let mut paths: Vec<&Path> = files.iter().filter_map(|file| file.source.parent()).collect();
         paths.sort_unstable();
         paths.dedup();
-        let seen: Vec<Self> = paths.into_iter().filter_map(Self::see).filter(Self::is_settled).collect();
+        let seen: Vec<Self> = paths.into_iter().filter_map(Self::stat).filter(Self::is_settled).collect();
         // A file that is missing now went before its directory was seen.
         let is_whole = |directory: &Self| {
             let inside = files.iter().filter(|file| directory.has(&file.source));
@@ -42,7 +42,7 @@ impl FileDirectory {
         seen.into_iter().filter(is_whole).collect()
     }
 
-    fn see(path: &Path) -> Option<Self> {
+    fn stat(path: &Path) -> Option<Self> {
         let meta = fs::metadata(path).ok()?;
         let changed = (meta.ctime(), meta.ctime_nsec());
         Some(Self { path: path.to_owned(), device: meta.dev(), inode: meta.ino(), changed })
@@ -63,7 +63,7 @@ impl FileDirectory {
 
     /// Whether it is as it was seen.
     pub(super) fn is_unchanged(&self) -> bool {
-        Self::see(&self.path).as_ref() == Some(self)
+        Self::stat(&self.path).as_ref() == Some(self)
     }
 }
 
@@ -85,7 +85,7 @@ mod tests {
         fs::write(&path, "").unwrap();
         let files = [file(path.clone()), file(dir.path().join("below/libnone.so"))];
         assert!(FileDirectory::of(&files).is_empty(), "it has just been changed");
-        // Its time is told by the kernel's clock alone.
+        // Its time is the kernel's clock's.
         std::thread::sleep(2 * TICK);
         let seen = || FileDirectory::of(&files);
         let [directory] = seen().try_into().unwrap();

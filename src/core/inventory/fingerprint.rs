@@ -1,4 +1,4 @@
-//! What must be unchanged for an inventory to be up to date. A few short file reads are enough to tell.
+//! The state of the host that must be unchanged for an inventory to be up to date, read from a few short files.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -35,7 +35,7 @@ pub fn read(root: &Path) -> Result<Seen, InventoryError> {
         .ok_or(InventoryError::NoDriver { path: version_file })?;
     let (lost, gpus) = names(&under(root, "/proc/driver/nvidia/gpus"))?
         .into_iter()
-        .partition(|bus_id| fell_off_the_bus(root, bus_id));
+        .partition(|bus_id| is_off_the_bus(root, bus_id));
     let mig = mig_instances(&under(root, "/proc/driver/nvidia/capabilities"))?;
     Ok(Seen { fingerprint: Fingerprint { boot_id, driver_version: module.version, gpus, mig }, lost })
 }
@@ -51,7 +51,7 @@ pub fn can_do_mig(root: &Path) -> bool {
 
 /// Every configuration read of a device that is gone returns all ones (PCI Local Bus Specification 3.0, 6.1: the vendor
 /// id `0xFFFF` is invalid), and one that was removed has no directory any more. A file that cannot be read proves nothing.
-fn fell_off_the_bus(root: &Path, bus_id: &str) -> bool {
+fn is_off_the_bus(root: &Path, bus_id: &str) -> bool {
     let devices = under(root, "/sys/bus/pci/devices");
     let mut vendor = [0; 2];
     match File::open(devices.join(bus_id).join("config"))

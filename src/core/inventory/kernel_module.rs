@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::fs::below::under;
 use crate::reading::kernel_file;
 
-/// What the `nvidia` kernel module reports about itself.
+/// The `nvidia` kernel module's report about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelModule {
     /// As `580.159.04`.

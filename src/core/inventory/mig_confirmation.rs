@@ -1,6 +1,6 @@
 //! A record in which `sublet serve` confirms that the inventory has the driver's present MIG devices.
 //!
-//! Ids of destroyed instances are reused, and /proc then looks the same, so only NVML can tell the difference. While
+//! Ids of destroyed instances are reused, and /proc then looks the same, so only NVML shows the difference. While
 //! the service checks this, other programs need not ask NVML before each container.
 
 use std::fs;

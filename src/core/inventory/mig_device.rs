@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{Device, Driver, GpuProcess, Inventory, Node};
 use crate::share::MigCapability;
 
-/// What makes a device a MIG device: its GPU and its place in it.
+/// A MIG device's GPU and its place in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigDevice {
     /// `GPU-…` of the GPU.
@@ -62,13 +62,13 @@ impl Device {
         format!("{} {}", if self.is_mig() { "MIG device" } else { "GPU" }, self.number())
     }
 
-    /// What it is: the GPU's name, or the MIG device's profile.
+    /// The GPU's name, or the MIG device's profile.
     #[must_use]
     pub fn kind(&self) -> &str {
         self.mig_device.as_ref().map_or(&self.name, |mig_device| &mig_device.profile)
     }
 
-    /// UUIDs of all devices that use its memory: its own, and those of the other compute instances of its GPU instance.
+    /// UUIDs of all devices that use its memory: itself, and the other compute instances of its GPU instance.
     pub(crate) fn sharing_memory(&self) -> impl Iterator<Item = &str> {
         let siblings = self.mig_device.iter().flat_map(|mig_device| &mig_device.siblings);
         std::iter::once(&self.uuid).chain(siblings).map(String::as_str)

@@ -1,4 +1,4 @@
-//! What this host has: the driver, its files, its devices. `sublet refresh` writes the inventory with NVML. The shim
+//! The host's driver, its files, its devices. `sublet refresh` writes the inventory with NVML. The shim
 //! and the hook read it and check with a few file reads that it is up to date.
 
 pub mod cache;
@@ -43,7 +43,7 @@ use crate::share::{Capability, Percent};
 pub struct Inventory {
     /// `sublet.inventory/1`.
     pub schema: String,
-    /// What must be unchanged for the rest to be up to date.
+    /// Must be unchanged for the rest to be up to date.
     pub fingerprint: Fingerprint,
     /// When NVML was asked, in seconds since the epoch.
     pub probed_at: u64,
@@ -132,7 +132,7 @@ pub struct Device {
     /// Whether this is the host's memory, because the chip has no other.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub memory_of_host: bool,
-    /// What NVML does not tell of it.
+    /// Facts that NVML does not report.
     #[serde(default, skip_serializing_if = "Unknown::is_empty")]
     pub unknown: Unknown,
     /// Whether MIG mode is on. The GPU is then used only through its MIG devices.
@@ -149,7 +149,7 @@ pub struct Device {
     pub nodes: Vec<Node>,
     /// Processes that had contexts at the last refresh, including MPS servers and clients.
     pub processes: Vec<GpuProcess>,
-    /// What makes it a MIG device; `None`: a whole GPU.
+    /// Of a MIG device; `None`: a whole GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig_device: Option<MigDevice>,
 }
@@ -290,7 +290,7 @@ impl Inventory {
         Self { devices: self.devices.iter().map(idle).collect(), ..self.clone() }
     }
 
-    /// The same, with the GPUs that are left out among the devices: for what they can still be named in.
+    /// With the left-out GPUs among the devices, for settings that may still name them.
     #[must_use]
     pub fn with_left_out(&self) -> Self {
         let left_out = self.left_out.iter().map(|gone| gone.gpu.clone());

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::driver_root_links::resolve;
 use crate::config::Driver;
 use crate::fs::below::under;
-use crate::fs::looked_for::there;
+use crate::fs::looked_for::examine;
 use crate::process::sublet::PATH;
 
 /// The MPS control program. It runs as the daemon that starts MPS servers, and it sends commands to such a daemon.
@@ -60,7 +60,7 @@ pub enum MissingPrograms {
         "mode mps and memory limits need nvidia-cuda-mps-control, which is not installed below {}: \
          Debian: apt install nvidia-cuda-mps; elsewhere it comes with the driver's compute package (looked in {})",
         .driver.root.display(),
-        looked_in(.driver)
+        list_searched(.driver)
     )]
     Control {
         /// Where it was looked for.
@@ -73,7 +73,7 @@ pub enum MissingPrograms {
         .control.display(),
         .control.parent().unwrap_or(.control).display(),
         .driver.root.display(),
-        looked_in(.driver)
+        list_searched(.driver)
     )]
     Server {
         /// The installed control program.
@@ -89,12 +89,12 @@ fn layouts(driver: &Driver) -> impl Iterator<Item = Vec<String>> {
     named.chain(LAYOUTS.iter().map(|layout| layout.iter().map(|&dir| dir.to_owned()).collect()))
 }
 
-fn looked_in(driver: &Driver) -> String {
+fn list_searched(driver: &Driver) -> String {
     layouts(driver).flatten().collect::<Vec<_>>().join(" ")
 }
 
 impl MpsPrograms {
-    /// The programs that a daemon would use: those of an installation that has both, otherwise the first of each.
+    /// The programs that a daemon would use: of an installation that has both, otherwise the first of each.
     #[must_use]
     pub fn find(driver: &Driver) -> Self {
         let each = |name| -> Vec<Option<PathBuf>> {
@@ -160,7 +160,7 @@ pub fn programs(driver: &Driver, name: &str) -> impl Iterator<Item = PathBuf> {
 fn runnable(root: &Path, dir: &str, name: &str) -> Option<PathBuf> {
     let path = format!("{dir}/{name}");
     let real = resolve(root, &path)?;
-    let found = there(&real, || fs::metadata(&real))?;
+    let found = examine(&real, || fs::metadata(&real))?;
     if !found.is_file() || found.permissions().mode() & 0o111 == 0 {
         return None;
     }

@@ -1,4 +1,4 @@
-//! What NVML does not tell: of a GPU that is served all the same, and the GPUs that are left out.
+//! Facts that NVML does not report of a GPU that is served all the same, and the GPUs that are left out.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::Device;
 use crate::text::safe;
 
-/// What a refresh asks of a GPU or MIG device, beyond what tells which one it is.
+/// A fact that a refresh asks of a GPU or MIG device, beyond its identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[allow(missing_docs, reason = "FACTS says it")]
@@ -23,7 +23,7 @@ pub enum Fact {
     Clients,
 }
 
-/// Each fact, the NVML function that tells it, and what its failure costs. Nothing else is lost by it. Where the handle,
+/// Each fact, its NVML function, and the cost of its failure. Nothing else is lost by it. Where the handle,
 /// UUID, PCI address, minor or MIG mode cannot be had, or the answer is that the GPU is lost or must be reset, the GPU is
 /// left out ([`LeftOut`]).
 pub const FACTS: [(Fact, &str, &str); 9] = [
@@ -50,7 +50,7 @@ pub const FACTS: [(Fact, &str, &str); 9] = [
     ),
 ];
 
-/// The facts that NVML does not tell, each with its answer.
+/// The facts that NVML does not report, each with its answer.
 pub type Unknown = BTreeMap<Fact, String>;
 
 /// A GPU that no container gets.
@@ -63,7 +63,7 @@ pub struct LeftOut {
     pub mig: Vec<Device>,
     /// Whether it is gone from the bus; otherwise it does not answer as it should.
     pub lost: bool,
-    /// Why, and what may help.
+    /// Why, and the advice.
     pub why: String,
 }
 
@@ -82,7 +82,7 @@ impl LeftOut {
 }
 
 impl Device {
-    /// Whether NVML tells which processes are on it.
+    /// Whether NVML reports its processes.
     #[must_use]
     pub(crate) fn knows_processes(&self) -> bool {
         !self.unknown.contains_key(&Fact::Processes) && !self.unknown.contains_key(&Fact::Clients)

@@ -55,7 +55,7 @@ impl Lease {
     /// The lease of a container whose first process has ended, while its low-level runtime still has a record of it in
     /// `dir`.
     #[must_use]
-    pub(crate) fn of_ended(dir: &Path) -> Option<Self> {
+    pub(crate) fn read_ended(dir: &Path) -> Option<Self> {
         let record = Record::read(dir).ok()??;
         let lease = Self::from_annotation(record.restorable.as_deref()?)?;
         (!record.init.is_alive()).then_some(lease)
@@ -76,14 +76,14 @@ mod tests {
             let status = format!(r#"{{"pid":{},"process-start-time":{}}}"#, process.pid, process.start_time);
             std::fs::write(dir.path().join("status"), status).unwrap();
         };
-        assert_eq!(Lease::of_ended(dir.path()), None);
+        assert_eq!(Lease::read_ended(dir.path()), None);
         let config = serde_json::json!({"annotations": {"sublet.lease.record": held.to_annotation(Path::new(DEFAULT_STATE_DIR))}});
         std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
         let me = Process::current().unwrap();
         write(me);
-        assert_eq!(Lease::of_ended(dir.path()), None);
+        assert_eq!(Lease::read_ended(dir.path()), None);
         write(Process { start_time: 1, ..me });
-        assert_eq!(Lease::of_ended(dir.path()), Some(held));
+        assert_eq!(Lease::read_ended(dir.path()), Some(held));
         assert_eq!(Lease::from_annotation("{}"), None);
     }
 }

@@ -14,7 +14,7 @@ const TIME_TO_BIND: u64 = 60;
 /// The most leases of one user that wait for their containers. A container is created in less than a second.
 const MOST_UNBOUND: usize = 64;
 
-/// The container that a hook was told about.
+/// The container that a hook's standard input names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Binding {
     /// The container id.
@@ -56,10 +56,9 @@ pub enum NotBound {
 pub struct TooManyUnbound;
 
 impl Lease {
-    /// The same, taken by a user through `sublet serve`: whoever takes a share and never starts a container must not
-    /// keep it.
+    /// As taken by a user through `sublet serve`, to be bound in time: a user who never starts a container must not keep it.
     #[must_use]
-    pub(crate) fn of_user(self) -> Self {
+    pub(crate) fn brokered(self) -> Self {
         Self { brokered: true, bind_by: Some(uptime_seconds() + TIME_TO_BIND), ..self }
     }
 
@@ -183,7 +182,7 @@ mod tests {
     #[test]
     fn a_user_holds_few_leases_without_a_container_and_none_for_long() {
         let own = |n| {
-            let mut lease = unbound(n, "c").of_user();
+            let mut lease = unbound(n, "c").brokered();
             lease.container.uid = 1001;
             lease
         };

@@ -23,8 +23,8 @@ use crate::text::safe;
 /// A cgroup with more cgroups than this below it is not walked through. In v1 it counts as populated.
 const MOST_CGROUPS: usize = 1000;
 
-/// How soon to look again where nothing tells of a change.
-pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(10);
+/// The interval for cgroup v1, which reports no changes.
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Whether a process runs in the cgroup `dir` or below. An absent cgroup is empty.
 pub(super) fn is_populated(dir: &Path) -> io::Result<bool> {
@@ -41,7 +41,7 @@ pub(super) fn is_populated(dir: &Path) -> io::Result<bool> {
 /// not, and is looked at again after a moment.
 pub(super) fn await_change(dir: &Path, longest: Duration) {
     let Ok(mut events) = fs::File::open(dir.join("cgroup.events")) else {
-        std::thread::sleep(LOOK_AGAIN.min(longest));
+        std::thread::sleep(POLL_INTERVAL.min(longest));
         return;
     };
     // An event is one that comes after a read by the same descriptor.
@@ -87,14 +87,14 @@ fn pids_in(dir: &Path) -> io::Result<Vec<i32>> {
     let list = |name: &str| -> io::Result<_> {
         match read_bounded(&dir.join(name)) {
             Err(error) if is_removed(&error) => Ok(None),
-            list => Ok(list?.map(|list| numbers(&list))),
+            list => Ok(list?.map(|list| parse_pids(&list))),
         }
     };
     let Some(threads) = list("cgroup.threads")? else { return Ok(list("cgroup.procs")?.unwrap_or_default()) };
     threads.into_iter().filter_map(|thread| process_of_thread(thread).transpose()).collect()
 }
 
-fn numbers(text: &[u8]) -> Vec<i32> {
+fn parse_pids(text: &[u8]) -> Vec<i32> {
     String::from_utf8_lossy(text).lines().filter_map(|line| line.parse().ok()).collect()
 }
 
@@ -120,11 +120,11 @@ fn is_removed(error: &io::Error) -> bool {
 ///
 /// # Errors
 /// config.json, cgroups or /proc cannot be read.
-pub(super) fn sign_of_life(container: &Container) -> io::Result<Option<String>> {
+pub(super) fn find_sign_of_life(container: &Container) -> io::Result<Option<String>> {
     // The bundle of a lease that is not bound yet is not known.
     let asked = if container.bundle.as_os_str().is_empty() { None } else { cgroups_path(&container.bundle)? };
     if let Some(below) = asked {
-        for dir in everywhere(Path::new(MOUNT), &below)? {
+        for dir in possible_dirs(Path::new(MOUNT), &below)? {
             if is_there(&dir)? && is_populated(&dir)? {
                 return Ok(Some(format!("processes are in its cgroup {}", safe(&dir.to_string_lossy()))));
             }
@@ -146,7 +146,7 @@ fn is_there(dir: &Path) -> io::Result<bool> {
 }
 
 /// The directories that the cgroup `below` may have under `mount`.
-fn everywhere(mount: &Path, below: &Path) -> io::Result<Vec<PathBuf>> {
+fn possible_dirs(mount: &Path, below: &Path) -> io::Result<Vec<PathBuf>> {
     let mut all = vec![mount.join(below)];
     if !is_unified(mount) {
         for hierarchy in fs::read_dir(mount)? {
@@ -185,23 +185,23 @@ struct Linux {
 fn cgroups_path(bundle: &Path) -> io::Result<Option<PathBuf>> {
     let Some(config) = read_bounded(&bundle.join("config.json"))? else { return Ok(None) };
     let config: Config = serde_json::from_slice(&config)?;
-    Ok(config.linux.and_then(|linux| linux.cgroups_path).and_then(|path| below(&path)))
+    Ok(config.linux.and_then(|linux| linux.cgroups_path).and_then(|path| parse_cgroups_path(&path)))
 }
 
 /// A path, or systemd's `SLICE:PREFIX:NAME`, which means the scope `PREFIX-NAME.scope` in that slice (runc's
 /// documentation, "systemd cgroup driver").
-fn below(path: &str) -> Option<PathBuf> {
+fn parse_cgroups_path(path: &str) -> Option<PathBuf> {
     let parts: Vec<_> = path.split(':').collect();
     let asked = match parts[..] {
-        [slice, "", name] => in_slice(slice).join(format!("{name}.scope")),
-        [slice, prefix, name] => in_slice(slice).join(format!("{prefix}-{name}.scope")),
+        [slice, "", name] => slice_path(slice).join(format!("{name}.scope")),
+        [slice, prefix, name] => slice_path(slice).join(format!("{prefix}-{name}.scope")),
         _ => path.trim_matches('/').into(),
     };
     Some(asked).filter(|asked| !asked.as_os_str().is_empty())
 }
 
 /// `a-b.slice` is in `a.slice` (systemd.slice(5)). An empty name means runc's default.
-fn in_slice(slice: &str) -> PathBuf {
+fn slice_path(slice: &str) -> PathBuf {
     let name = match slice {
         "" => "system",
         slice => slice.strip_suffix(".slice").unwrap_or(slice),
@@ -260,7 +260,7 @@ mod tests {
             ("/", None),
         ];
         for (path, expected) in asked {
-            assert_eq!(below(path).as_deref(), expected.map(Path::new), "{path}");
+            assert_eq!(parse_cgroups_path(path).as_deref(), expected.map(Path::new), "{path}");
         }
     }
 
@@ -269,11 +269,11 @@ mod tests {
         let bundle = tempfile::tempdir().unwrap();
         let container = Container { bundle: bundle.path().to_owned(), ..lease(1, "GPU-a").container };
         let none = Container { id: String::new(), ..container.clone() };
-        assert_eq!(sign_of_life(&none).unwrap(), None);
+        assert_eq!(find_sign_of_life(&none).unwrap(), None);
         let file = bundle.path().join("config.json");
         fs::write(&file, r#"{"linux": {"cgroupsPath": "/sublet-test-of-no-container"}}"#).unwrap();
-        assert_eq!(sign_of_life(&none).unwrap(), None);
+        assert_eq!(find_sign_of_life(&none).unwrap(), None);
         fs::write(&file, "{").unwrap();
-        assert!(sign_of_life(&container).is_err());
+        assert!(find_sign_of_life(&container).is_err());
     }
 }

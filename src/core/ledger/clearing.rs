@@ -45,7 +45,7 @@ impl Ledger {
     /// Whether files may be removed where `lease`'s container has its root filesystem or a volume: those that a container
     /// left, or will leave when it ends.
     #[must_use]
-    pub(crate) fn is_to_be_cleared(&self, lease: &Lease) -> bool {
+    pub(crate) fn has_files_to_clear(&self, lease: &Lease) -> bool {
         let shares = |volumes: &[VolumeFiles]| {
             volumes.iter().any(|theirs| lease.volumes.iter().any(|mine| mine.device == theirs.device))
         };
@@ -77,15 +77,16 @@ mod tests {
             volumes: Vec::new(),
         };
         let with = |left: Leftover| Ledger { leftovers: vec![left], ..Ledger::empty("boot") };
-        assert!(!with(left.clone()).is_to_be_cleared(&mine));
+        assert!(!with(left.clone()).has_files_to_clear(&mine));
         let beside = |other: Lease| Ledger { leases: vec![mine.clone(), other], ..Ledger::empty("boot") };
         let mut other = lease(2, "GPU-b");
         other.container.rootfs = "/elsewhere".into();
-        assert!(!beside(other.clone()).is_to_be_cleared(&mine));
+        assert!(!beside(other.clone()).has_files_to_clear(&mine));
         other.container.rootfs.clone_from(&mine.container.rootfs);
-        assert!(beside(other).is_to_be_cleared(&mine), "it may end now");
+        assert!(beside(other).has_files_to_clear(&mine), "it may end now");
         assert!(
-            with(Leftover { rootfs: mine.container.rootfs.clone(), ..left.clone() }).is_to_be_cleared(&mine)
+            with(Leftover { rootfs: mine.container.rootfs.clone(), ..left.clone() })
+                .has_files_to_clear(&mine)
         );
         let volume = |directory: &str| VolumeFiles {
             directory: directory.into(),
@@ -94,7 +95,7 @@ mod tests {
             files: vec!["a".into()],
         };
         let shares = Lease { volumes: vec![volume("/srv")], ..mine };
-        assert!(with(Leftover { volumes: vec![volume("/alias")], ..left }).is_to_be_cleared(&shares));
+        assert!(with(Leftover { volumes: vec![volume("/alias")], ..left }).has_files_to_clear(&shares));
     }
 
     #[test]

@@ -1,8 +1,8 @@
-//! What a start and a stop of an MPS daemon find and record, under the ledger's lock, before they begin. Pure.
+//! What a start and a stop of an MPS daemon record, under the ledger's lock, before they begin. Pure.
 
 use super::{DaemonKey, DaemonState, DefaultLimits, Ledger, MpsDaemon};
 
-/// What a start works on.
+/// A daemon to start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StartClaim {
     /// The devices that the daemon serves, in the order in which its clients count them.
@@ -11,7 +11,7 @@ pub struct StartClaim {
     pub before: Option<MpsDaemon>,
 }
 
-/// What a stop works on.
+/// A daemon to stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StopClaim {
     /// The record, as it was.

@@ -59,7 +59,7 @@ pub struct Awaited {
 impl DynamicInstance {
     /// Whether `device` is its MIG device. Before its UUID is known, its place decides.
     #[must_use]
-    pub fn is(&self, device: &Device) -> bool {
+    pub fn has_device(&self, device: &Device) -> bool {
         let Some(mig_device) = &device.mig_device else { return false };
         let place =
             || mig_device.gpu == self.gpu && mig_device.placement.is_none_or(|at| at == self.placement);
@@ -86,7 +86,7 @@ impl Ledger {
     /// The dynamic instance whose MIG device is `device`.
     #[must_use]
     pub fn dynamic_instance(&self, device: &Device) -> Option<&DynamicInstance> {
-        self.mig.dynamic_instances.iter().find(|instance| instance.is(device))
+        self.mig.dynamic_instances.iter().find(|instance| instance.has_device(device))
     }
 
     /// Whether there is a lease on `instance`, or will be one.
@@ -112,7 +112,7 @@ impl Ledger {
 
     /// Why lease `id` cannot have `device`, if that is a dynamic instance.
     #[must_use]
-    pub(crate) fn kept_from(&self, id: &LeaseId, device: &Device) -> Option<String> {
+    pub(crate) fn explain_kept(&self, id: &LeaseId, device: &Device) -> Option<String> {
         let instance = self.dynamic_instance(device)?;
         if instance.going {
             return Some("is being destroyed: it was created for a container that has ended".to_owned());
@@ -130,7 +130,7 @@ impl Ledger {
     }
 
     /// Keeps nothing for lease `id` any more: the lease was taken, or given up.
-    pub fn await_no_more(&mut self, id: &LeaseId) {
+    pub fn stop_awaiting(&mut self, id: &LeaseId) {
         let of_lease = |instance: &&mut DynamicInstance| {
             instance.awaited.as_ref().is_some_and(|awaited| awaited.lease == *id)
         };
@@ -227,7 +227,7 @@ mod tests {
         ledger.leases.pop();
         assert!(!ledger.has_unneeded(), "the other lease is there");
         ledger.leases.pop();
-        ledger.await_no_more(&id);
+        ledger.stop_awaiting(&id);
         assert_eq!(ledger.mark_unneeded_for_removal().len(), 2);
         assert!(ledger.mig.dynamic_instances.iter().all(|instance| instance.going));
     }

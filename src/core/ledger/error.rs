@@ -36,7 +36,7 @@ pub enum LedgerError {
         verb: &'static str,
         /// The file.
         path: String,
-        /// What the system said.
+        /// The system's answer.
         source: io::Error,
     },
     /// Its process ids are of other namespaces than this process's.
@@ -58,20 +58,20 @@ pub enum LedgerError {
          /proc mounted, and does it belong to this namespace?"
     )]
     NoNamespaces {
-        /// What the system said.
+        /// The system's answer.
         source: io::Error,
     },
     /// It does not have what a ledger in this directory had since boot: that one was unmounted, emptied or replaced.
     #[error(
-        "the ledger in the state directory {path} is not that of {what}: the directory was emptied or replaced, or a file \
+        "the ledger in the state directory {path} is not that of {owner}: the directory was emptied or replaced, or a file \
          system was mounted or unmounted there (`findmnt -T {path}`), so nothing was changed: put or mount the former one \
          there again, and sublet goes on; if it is lost for ever, `sublet gc --rebuild` makes the ledger anew from what runs"
     )]
     Unmounted {
         /// The state directory.
         path: String,
-        /// A container, an MPS daemon, or what they left there.
-        what: String,
+        /// A container, an MPS daemon, or their leftovers.
+        owner: String,
     },
     /// Another file system has taken the place of the one with the ledger while this process worked.
     #[error(

@@ -1,4 +1,4 @@
-//! What a change of the ledger means, as events: the one place where they are told, because every change goes through
+//! The events of a change of the ledger. They are made only here, because every change goes through
 //! [`super::Store::update`].
 
 use std::collections::HashMap;
@@ -12,22 +12,22 @@ const TICKS_MILLISECONDS: u64 = 10;
 /// The events between two ledgers, in an order that makes sense.
 pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
     let mut events = Vec::new();
-    let (leases_before, leases_after) = differing(&before.leases, &after.leases);
-    events.extend(ended(leases_before, leases_after));
-    events.extend(daemons(before, after));
-    events.extend(leases(leases_before, leases_after));
-    events.extend(mig(before, after));
-    events.extend(drained(before, after));
+    let (leases_before, leases_after) = skip_equal(&before.leases, &after.leases);
+    events.extend(ended_events(leases_before, leases_after));
+    events.extend(daemon_events(before, after));
+    events.extend(lease_events(leases_before, leases_after));
+    events.extend(mig_events(before, after));
+    events.extend(drain_events(before, after));
     events
 }
 
-/// That the ledger was lost, and how many leases were found.
-pub(super) fn rebuilt(ledger: &Ledger, why: &str) -> Event {
+/// The ledger was lost and rebuilt, with so many leases.
+pub(super) fn rebuilt_event(ledger: &Ledger, why: &str) -> Event {
     let text = format!("{why}; made anew with {} leases", ledger.leases.len());
     Event { text, ..Event::now(Kind::LedgerRebuilt) }
 }
 
-fn of_lease(kind: Kind, lease: &Lease) -> Event {
+fn lease_event(kind: Kind, lease: &Lease) -> Event {
     Event {
         uid: lease.container.uid,
         container_id: lease.container.name().into_owned(),
@@ -38,8 +38,8 @@ fn of_lease(kind: Kind, lease: &Lease) -> Event {
     }
 }
 
-/// Leases keep their order, so most stand where they stood. What follows the first of which there is something to tell.
-fn differing<'a>(before: &'a [Lease], after: &'a [Lease]) -> (&'a [Lease], &'a [Lease]) {
+/// Both lists behind their common beginning: leases keep their order, so most have not moved.
+fn skip_equal<'a>(before: &'a [Lease], after: &'a [Lease]) -> (&'a [Lease], &'a [Lease]) {
     let same = |(was, is): &(&Lease, &Lease)| was.id == is.id && was.init.is_some() == is.init.is_some();
     let same = before.iter().zip(after).take_while(same).count();
     (&before[same..], &after[same..])
@@ -50,49 +50,49 @@ fn by_id(leases: &[Lease]) -> HashMap<&LeaseId, &Lease> {
     leases.iter().map(|lease| (&lease.id, lease)).collect()
 }
 
-fn ended(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event> {
+fn ended_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event> {
     let left = by_id(after);
     let gone = before.iter().filter(move |lease| !left.contains_key(&lease.id));
     gone.map(|lease| {
         let held = crate::process::epoch_seconds().checked_sub(lease.since);
-        // Of one that ran for a moment nobody may have noticed the first process: its runtime has a record all the same.
+        // The first process of one that ran for a moment may not be in the lease. Its runtime has a record all the same.
         let ran = lease.init.is_some() || lease.container.record.symlink_metadata().is_ok();
         let text = if ran { "" } else { "its container never ran" };
         Event {
             took_ms: held.map(|seconds| seconds.saturating_mul(1000)),
             text: text.to_owned(),
-            ..of_lease(Kind::LeaseEnded, lease)
+            ..lease_event(Kind::LeaseEnded, lease)
         }
     })
 }
 
-fn leases(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event> {
+fn lease_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event> {
     let known = by_id(before);
     after.iter().flat_map(move |lease| {
         let was = known.get(&lease.id);
-        let taken = was.is_none().then(|| taken(lease));
+        let taken = was.is_none().then(|| taken_event(lease));
         let was_bound = was.is_some_and(|was| was.init.is_some());
-        let bound = lease.init.as_ref().filter(|_| !was_bound).map(|init| bound(lease, init));
+        let bound = lease.init.as_ref().filter(|_| !was_bound).map(|init| bound_event(lease, init));
         taken.into_iter().chain(bound)
     })
 }
 
 /// How long it took is the container's wait for a place. A lease that a rebuild found has a process, and no wait is known.
-fn taken(lease: &Lease) -> Event {
-    let event = of_lease(Kind::LeaseTaken, lease);
+fn taken_event(lease: &Lease) -> Event {
+    let event = lease_event(Kind::LeaseTaken, lease);
     let waited = since_owners_start(lease, event.uptime_ms).filter(|_| lease.init.is_none());
     Event { took_ms: waited, text: share(lease), ..event }
 }
 
 /// The kernel knows when the container's first process started.
-fn bound(lease: &Lease, init: &Init) -> Event {
+fn bound_event(lease: &Lease, init: &Init) -> Event {
     let started = init.process.start_time.saturating_mul(TICKS_MILLISECONDS);
     let text = format!("first process {}", init.process.pid);
-    Event { took_ms: since_owners_start(lease, started), text, ..of_lease(Kind::LeaseBound, lease) }
+    Event { took_ms: since_owners_start(lease, started), text, ..lease_event(Kind::LeaseBound, lease) }
 }
 
-/// Milliseconds from the start of the lease's owner, the process that takes it, to `then`. A hook's owner is a service
-/// that may have run for days. Whoever takes one for a user has just been started.
+/// Milliseconds from the start of the lease's owner, the process that takes it, to `then`; `None` for a hook's owner, a
+/// service that may have run for days. A user's owner has just been started.
 fn since_owners_start(lease: &Lease, then: u64) -> Option<u64> {
     let start = lease.owner.start_time.saturating_mul(TICKS_MILLISECONDS);
     then.checked_sub(start).filter(|_| lease.bind_by.is_none() || lease.brokered)
@@ -106,24 +106,24 @@ fn share(lease: &Lease) -> String {
     words.join(" ")
 }
 
-fn daemons(before: &Ledger, after: &Ledger) -> Vec<Event> {
+fn daemon_events(before: &Ledger, after: &Ledger) -> Vec<Event> {
     let find = |ledger: &'_ Ledger, daemon: &MpsDaemon| {
         ledger.daemons.iter().find(|other| other.key == daemon.key).cloned()
     };
     let mut events = Vec::new();
     for daemon in &before.daemons {
         if find(after, daemon).is_none() {
-            events.push(of_daemon(Kind::MpsStopped, daemon, ""));
+            events.push(daemon_event(Kind::MpsStopped, daemon, ""));
         }
     }
     for daemon in &after.daemons {
         let was = find(before, daemon);
-        events.extend(of_change(was.as_ref(), daemon, after));
+        events.extend(change_event(was.as_ref(), daemon, after));
     }
     events
 }
 
-fn of_change(was: Option<&MpsDaemon>, daemon: &MpsDaemon, ledger: &Ledger) -> Option<Event> {
+fn change_event(was: Option<&MpsDaemon>, daemon: &MpsDaemon, ledger: &Ledger) -> Option<Event> {
     let state = was.map(|was| was.state);
     match daemon.state {
         DaemonState::Serving if state == Some(DaemonState::Serving) => None,
@@ -132,22 +132,22 @@ fn of_change(was: Option<&MpsDaemon>, daemon: &MpsDaemon, ledger: &Ledger) -> Op
         DaemonState::Serving => {
             let again = ledger.on_daemon(&daemon.key).any(|lease| lease.init.is_some());
             let kind = if again { Kind::MpsRestarted } else { Kind::MpsStarted };
-            Some(of_daemon(kind, daemon, ""))
+            Some(daemon_event(kind, daemon, ""))
         }
         DaemonState::Starting if state == Some(DaemonState::Serving) => {
-            Some(of_daemon(Kind::MpsFailed, daemon, "it had ended while leases needed it"))
+            Some(daemon_event(Kind::MpsFailed, daemon, "it had ended while leases needed it"))
         }
         DaemonState::Fault if state != Some(DaemonState::Fault) => {
-            Some(of_daemon(Kind::MpsFailed, daemon, "it does not answer"))
+            Some(daemon_event(Kind::MpsFailed, daemon, "it does not answer"))
         }
         DaemonState::Down if state != Some(DaemonState::Down) => {
-            Some(of_daemon(Kind::MpsFailed, daemon, "it does not run"))
+            Some(daemon_event(Kind::MpsFailed, daemon, "it does not run"))
         }
         _ => None,
     }
 }
 
-fn of_daemon(kind: Kind, daemon: &MpsDaemon, text: &str) -> Event {
+fn daemon_event(kind: Kind, daemon: &MpsDaemon, text: &str) -> Event {
     Event {
         devices: daemon.devices.clone(),
         daemon: daemon.key.to_string(),
@@ -156,7 +156,7 @@ fn of_daemon(kind: Kind, daemon: &MpsDaemon, text: &str) -> Event {
     }
 }
 
-fn mig(before: &Ledger, after: &Ledger) -> Vec<Event> {
+fn mig_events(before: &Ledger, after: &Ledger) -> Vec<Event> {
     let made = |ledger: &Ledger| -> Vec<(String, String, String)> {
         let known = ledger.mig.dynamic_instances.iter();
         known.filter_map(|made| Some((made.uuid.clone()?, made.gpu.clone(), made.name.clone()))).collect()
@@ -177,7 +177,7 @@ fn mig(before: &Ledger, after: &Ledger) -> Vec<Event> {
     events
 }
 
-fn drained(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
+fn drain_events(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
     let event = |kind, device: &String| Event { devices: vec![device.clone()], ..Event::now(kind) };
     let new = after.drained.iter().filter(|device| !before.drained.contains(device));
     let old = before.drained.iter().filter(|device| !after.drained.contains(device));

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::failed;
 use super::runtime_record::LARGEST;
-use super::runtime_roots::seen;
+use super::runtime_roots::skip_absent;
 use super::{Lease, LeaseId, LedgerError};
 use crate::fs::{atomic, trusted};
 use crate::host::boot_id;
@@ -25,7 +25,7 @@ struct Copy {
 impl Lease {
     /// Writes down a job's lease, until the job's record is removed. That of a container in a job has no copy: it books
     /// nothing beside the job's.
-    pub(crate) fn remember_of_job(&self, state_dir: &Path) -> io::Result<()> {
+    pub(crate) fn write_copy(&self, state_dir: &Path) -> io::Result<()> {
         let Some(job) = self.job.as_ref().filter(|_| self.is_of_job()) else { return Ok(()) };
         let copy = Copy { boot_id: boot_id::read()?.to_owned(), lease: self.clone() };
         atomic::replace(&slurm::lease_file(state_dir, job.id), &serde_json::to_vec(&copy)?, 0o600)
@@ -37,18 +37,18 @@ impl Lease {
 ///
 /// # Errors
 /// A copy cannot be read. The job may still run.
-pub(super) fn of_live_jobs(state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
+pub(super) fn read_live_jobs(state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
     let files = slurm::lease_files(state_dir).map_err(|error| failed("read", state_dir, error))?;
     let mut leases = Vec::new();
     for file in files {
-        let trusted = seen(&file, trusted::read(&file, LARGEST))?.flatten().and_then(Result::ok);
-        leases.extend(trusted.as_deref().and_then(of_this_boot));
+        let trusted = skip_absent(&file, trusted::read(&file, LARGEST))?.flatten().and_then(Result::ok);
+        leases.extend(trusted.as_deref().and_then(parse_copy));
     }
     leases.retain(|lease| lease.is_of_job() && lease.has_processes());
     Ok(leases)
 }
 
-fn of_this_boot(text: &[u8]) -> Option<Lease> {
+fn parse_copy(text: &[u8]) -> Option<Lease> {
     let copy: Copy = serde_json::from_slice(text).ok()?;
     LeaseId::parse(copy.lease.id.as_str())?;
     (Some(&*copy.boot_id) == boot_id::read().ok()).then_some(copy.lease)
@@ -60,7 +60,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt as _;
 
     use super::super::fixture::lease;
-    use super::super::rebuild::{rebuild, trace};
+    use super::super::rebuild::{find_trace, rebuild};
     use super::*;
     use crate::ledger::{Init, Job};
     use crate::process::Process;
@@ -80,15 +80,15 @@ mod tests {
         let init = Some(Init { process, pid_namespace: 0, cgroup, cgroup_inode: None });
         let held = Lease { job: Some(job(inode)), init, ..lease(1, "GPU-a") };
         let rebuilt = || rebuild(state.path(), None, "boot", None).unwrap().leases;
-        held.remember_of_job(state.path()).unwrap();
+        held.write_copy(state.path()).unwrap();
         assert_eq!(rebuilt(), std::slice::from_ref(&held));
-        assert!(trace(state.path(), None).unwrap().unwrap().contains("job 7"));
+        assert!(find_trace(state.path(), None).unwrap().unwrap().contains("job 7"));
         let within = Lease { within: Some(held.id.clone()), ..held.clone() };
-        within.remember_of_job(state.path()).unwrap();
+        within.write_copy(state.path()).unwrap();
         assert_eq!(rebuilt(), std::slice::from_ref(&held), "a container's is not written");
-        Lease { job: Some(job(inode + 1)), ..held.clone() }.remember_of_job(state.path()).unwrap();
+        Lease { job: Some(job(inode + 1)), ..held.clone() }.write_copy(state.path()).unwrap();
         assert!(rebuilt().is_empty(), "the job was requeued");
-        held.remember_of_job(state.path()).unwrap();
+        held.write_copy(state.path()).unwrap();
         let file = slurm::lease_file(state.path(), 7);
         let written = fs::read_to_string(&file).unwrap();
         fs::write(&file, written.replace(boot_id::read().unwrap(), "earlier")).unwrap();
@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(rebuilt(), std::slice::from_ref(&held));
         populated(0);
         assert!(rebuilt().is_empty(), "the job has ended");
-        assert_eq!(trace(state.path(), None).unwrap(), None);
+        assert_eq!(find_trace(state.path(), None).unwrap(), None);
         populated(1);
         JobRecord::remove(state.path(), 7, None).unwrap();
         assert!(rebuilt().is_empty(), "its copy goes with its record");
@@ -106,14 +106,14 @@ mod tests {
     #[test]
     fn copies_that_cannot_be_read_may_be_of_jobs_that_run() {
         let state = tempfile::tempdir().unwrap();
-        assert!(of_live_jobs(state.path()).unwrap().is_empty(), "there is no directory");
+        assert!(read_live_jobs(state.path()).unwrap().is_empty(), "there is no directory");
         // What a command without descriptors left gets there: ELOOP stands for it.
         let directory = state.path().join("slurm");
         std::os::unix::fs::symlink("slurm", &directory).unwrap();
         for error in [
-            of_live_jobs(state.path()).unwrap_err(),
+            read_live_jobs(state.path()).unwrap_err(),
             rebuild(state.path(), None, "boot", None).unwrap_err(),
-            trace(state.path(), None).unwrap_err(),
+            find_trace(state.path(), None).unwrap_err(),
         ] {
             assert!(error.to_string().contains("cannot be read"), "{error}");
         }

@@ -1,4 +1,4 @@
-//! What a store has read or written last, so that an unchanged ledger is not read and parsed again.
+//! The ledger as a store last read or wrote it, so that an unchanged one is not read and parsed again.
 
 use std::fs::File;
 use std::path::Path;
@@ -7,25 +7,24 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::Ledger;
 use crate::fs::trusted::{Stamp, Trusted};
 
-/// A ledger, and its file. While that is open, no other file has its inode; times alone do not tell two files apart that
-/// were written within the same tick of the kernel's clock.
+/// A ledger and its open file. While it is open, no other file has its inode. Times alone are not enough: two files may be
+/// written within one tick of the kernel's clock.
 #[derive(Debug)]
 pub(super) struct Known {
     pub file: Trusted,
     pub ledger: Arc<Ledger>,
 }
 
-/// The ledger that is known.
 #[derive(Debug, Default)]
-pub(super) struct Last(Mutex<Option<Known>>);
+pub(super) struct Cache(Mutex<Option<Known>>);
 
-impl Last {
-    /// The ledger in the file `path`, if that is the file whose content is known.
-    pub fn at(&self, path: &Path) -> Option<Arc<Ledger>> {
-        let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = last.as_ref()?;
-        let there = Stamp::of(&path.symlink_metadata().ok()?);
-        (known.file.stamp() == there).then(|| known.ledger.clone())
+impl Cache {
+    /// The ledger in the file `path`, if that is the known file, unchanged.
+    pub fn get(&self, path: &Path) -> Option<Arc<Ledger>> {
+        let cached = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = cached.as_ref()?;
+        let present = Stamp::of(&path.symlink_metadata().ok()?);
+        (known.file.stamp() == present).then(|| known.ledger.clone())
     }
 
     #[cfg(test)]
@@ -33,15 +32,14 @@ impl Last {
         self.0.lock().unwrap().as_ref().map(|known| known.file.stamp().inode())
     }
 
-    /// From now on this is what is known.
-    pub fn is(&self, known: Known) {
+    pub fn remember(&self, known: Known) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
     }
 
-    /// The same of a `ledger` that was written to `file`. If that cannot be examined, it is read again.
-    pub fn wrote(&self, file: File, ledger: Ledger) {
+    /// Remembers `ledger` as written to `file`. If that cannot be examined, it is read again.
+    pub fn remember_written(&self, file: File, ledger: Ledger) {
         if let Ok(file) = Trusted::own(file) {
-            self.is(Known { file, ledger: Arc::new(ledger) });
+            self.remember(Known { file, ledger: Arc::new(ledger) });
         }
     }
 }

@@ -66,7 +66,7 @@ impl Ledger {
         record: &Path,
         deleter: Option<Process>,
     ) -> Option<LeaseId> {
-        let id = self.of_record(uid, id, record).map(|lease| lease.id.clone())?;
+        let id = self.find_by_record(uid, id, record).map(|lease| lease.id.clone())?;
         let lease = self.lease_mut(&id)?;
         lease.state = LeaseState::Ending;
         // If `deleter` is killed, the container is not ending after all. The end of the owner shows that.

@@ -1,5 +1,5 @@
-//! What a container that was deleted has left: the processes in its own cgroup. Which are certainly its own, and why others
-//! are not, is decided only here: whoever ends them relies on it.
+//! The processes that a deleted container has left in its own cgroup. Which of them are certainly its own is decided only
+//! here: their killer relies on it.
 
 use std::fmt;
 use std::fs;
@@ -8,22 +8,22 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use super::cgroup::live_processes;
-use super::liveness::is_same;
+use super::liveness::has_inode;
 use super::runtime_record::Record;
-use super::runtime_roots::{entries, roots};
+use super::runtime_roots::{list_directory, roots};
 use super::{Init, Lease, LeaseState, Ledger, LedgerError};
 use crate::host::cgroup_layout::below_hierarchy;
-use crate::process::{Process, name_of, shown_of};
+use crate::process::{Process, live_proc_dir_of, name_of};
 use crate::slurm;
 use crate::text::safe;
 
 /// How many processes are named.
 const NAMED: usize = 3;
 
-/// What the container of a lease has left.
+/// The processes that the container of a lease has left.
 #[derive(Debug, Default)]
 pub(crate) struct Left {
-    /// Its own processes, and nobody else's.
+    /// Certainly its own.
     pub own: Vec<Process>,
     /// Processes that may be somebody else's, so that none in their cgroup may be ended.
     pub kept: Option<Kept>,
@@ -111,7 +111,7 @@ impl From<LedgerError> for NotOwn {
 }
 
 impl Lease {
-    /// Whether its container was deleted, so that what is left of it is to be ended: a `delete` had marked the lease and
+    /// Whether its container was deleted, so that its processes are to be killed: a `delete` had marked the lease and
     /// is gone, and the runtime has no record of the container any more. Where a user's runtime may have one, which root
     /// does not read, the container's first thread has ended, which a runtime takes for its end. Where it is not known
     /// which record it has, as of a prestart hook's, its end alone is no `delete`: its engine may yet leave it alone.
@@ -120,7 +120,7 @@ impl Lease {
         let Some(init) = self.init.as_ref().filter(|_| self.state == LeaseState::Ending) else {
             return false;
         };
-        // Who marks it is younger than the container, and who took it is not.
+        // The process that marks it is younger than the container; the one that took it is older.
         let is_marked = || self.owner.start_time > init.process.start_time;
         let is_over = || {
             if self.brokered {
@@ -143,8 +143,8 @@ impl Lease {
         }
     }
 
-    /// Whether its container may be ended by whoever says that it was deleted: it is being deleted, or a runtime takes it
-    /// for ended.
+    /// Whether a process that reports its deletion may end its container: it is being deleted, or a runtime takes it for
+    /// ended.
     #[must_use]
     pub(crate) fn may_be_ended(&self) -> bool {
         let is_over = |init: &Init| self.state == LeaseState::Ending || !init.process.has_first_thread();
@@ -153,14 +153,14 @@ impl Lease {
 }
 
 impl Ledger {
-    /// What is to be known of `lease` where its container goes on and its engine takes it for ended: in one line, with what
-    /// to do. `state_dir` is the ledger's directory.
+    /// One line with a remedy, if the container of `lease` goes on and its engine takes it for ended. `state_dir` is the
+    /// ledger's directory.
     #[must_use]
-    pub fn unended(&self, lease: &Lease, state_dir: &Path) -> Option<String> {
+    pub fn describe_unended(&self, lease: &Lease, state_dir: &Path) -> Option<String> {
         let init = lease.init.as_ref()?;
         let pid = init.process.pid;
         if lease.was_deleted() {
-            let left = self.left_of(lease, state_dir);
+            let left = self.find_left_processes(lease, state_dir);
             return (lease.has_processes()).then(|| format!("its container was deleted, and {left}"));
         }
         let goes_on = !lease.is_of_job() && init.process.is_alive() && !init.process.has_first_thread();
@@ -173,12 +173,12 @@ impl Ledger {
         })
     }
 
-    /// What the container of `lease` has left, which was deleted.
+    /// The processes that the deleted container of `lease` has left.
     #[must_use]
-    pub(crate) fn left_of(&self, lease: &Lease, state_dir: &Path) -> Left {
+    pub(crate) fn find_left_processes(&self, lease: &Lease, state_dir: &Path) -> Left {
         let Some(init) = &lease.init else { return Left::default() };
         let first = Some(init.process).filter(Process::is_alive);
-        match (self.in_own_cgroup(lease, init, state_dir), first) {
+        match (self.find_in_own_cgroup(lease, init, state_dir), first) {
             (Ok(mut own), first) => {
                 own.extend(first.filter(|first| !own.contains(first)));
                 Left { own, kept: None }
@@ -189,7 +189,7 @@ impl Ledger {
         }
     }
 
-    fn in_own_cgroup(&self, lease: &Lease, init: &Init, state_dir: &Path) -> Result<Vec<Process>, Kept> {
+    fn find_in_own_cgroup(&self, lease: &Lease, init: &Init, state_dir: &Path) -> Result<Vec<Process>, Kept> {
         let Some(dir) = init.cgroup.as_deref() else { return Ok(Vec::new()) };
         if !init.has_its_cgroup() {
             return Ok(Vec::new());
@@ -197,7 +197,7 @@ impl Ledger {
         let kept = |process, why| Kept { process, cgroup: dir.to_owned(), why };
         let found = live_processes(dir).map_err(|error| kept(init.process, error.into()))?;
         if let Some(first) = found.first() {
-            self.check_own(lease, dir)
+            self.check_cgroup(lease, dir)
                 .and_then(|below| check_records(lease, init, &below, state_dir))
                 .and_then(|()| check_processes(&found, init, self))
                 .map_err(|why| kept(*first, why))?;
@@ -207,7 +207,7 @@ impl Ledger {
 
     /// Checks that `dir` is a cgroup such as containers have, and that no other lease has it. Returns its path below its
     /// hierarchy.
-    fn check_own(&self, lease: &Lease, dir: &Path) -> Result<PathBuf, NotOwn> {
+    fn check_cgroup(&self, lease: &Lease, dir: &Path) -> Result<PathBuf, NotOwn> {
         lease.init.as_ref().and_then(|init| init.cgroup_inode).ok_or(NotOwn::Inode)?;
         let below = below_hierarchy(dir);
         let is_unit = below.extension().is_some_and(|kind| kind == "slice" || kind == "service");
@@ -218,23 +218,23 @@ impl Ledger {
             return Err(NotOwn::Job(job));
         }
         let mut others = self.leases.iter().filter(|other| other.id != lease.id);
-        match others.find(|other| shares(other, lease, &below)) {
+        match others.find(|other| may_share_cgroup(other, lease, &below)) {
             Some(other) => Err(NotOwn::Lease(other.container.name().into_owned())),
             None => Ok(below),
         }
     }
 }
 
-/// Containers without a share have no lease, and may have the cgroup, too. Where a user says that their records are is not
-/// opened: it may be anywhere, and take any time to read.
+/// Containers without a share have no lease, and may have the cgroup, too. The record of a user's container is not opened:
+/// its path is the user's, and reading it may take any time.
 fn check_records(lease: &Lease, init: &Init, below: &Path, state_dir: &Path) -> Result<(), NotOwn> {
     let known = Some(&lease.container.record).filter(|_| !lease.brokered);
     for root in roots(state_dir, known.and_then(|record| record.parent()))? {
-        for record in entries(&root)? {
+        for record in list_directory(&root)? {
             let Some(found) = Record::read(&record)? else { continue };
             // While a poststop hook runs, crun still has its record.
             let is_other = found.init != init.process;
-            if is_other && found.cgroup.is_some_and(|dir| overlap(&below_hierarchy(&dir), below)) {
+            if is_other && found.cgroup.is_some_and(|dir| is_nested(&below_hierarchy(&dir), below)) {
                 return Err(NotOwn::Record(record));
             }
         }
@@ -244,34 +244,34 @@ fn check_records(lease: &Lease, init: &Init, below: &Path, state_dir: &Path) -> 
 
 /// Whether `other` has the cgroup `below` of `lease`, or one above or below it, or may get it: it is of a container of
 /// the same name that is being created.
-fn shares(other: &Lease, lease: &Lease, below: &Path) -> bool {
+fn may_share_cgroup(other: &Lease, lease: &Lease, below: &Path) -> bool {
     let is_same = (other.container.uid, &other.container.id) == (lease.container.uid, &lease.container.id);
     match &other.init {
-        Some(Init { cgroup: Some(dir), .. }) => overlap(&below_hierarchy(dir), below),
+        Some(Init { cgroup: Some(dir), .. }) => is_nested(&below_hierarchy(dir), below),
         Some(_) => false,
         None => is_same,
     }
 }
 
-fn overlap(one: &Path, other: &Path) -> bool {
+fn is_nested(one: &Path, other: &Path) -> bool {
     one.starts_with(other) || other.starts_with(one)
 }
 
 /// Checks that none of `found` is the host's, and that all are where the container was. A container always has a mount
 /// namespace of its own (`admit`).
 fn check_processes(found: &[Process], init: &Init, ledger: &Ledger) -> Result<(), NotOwn> {
-    let ours = ours(ledger);
-    let [own, hosts] = ["self", "1"].map(|who| namespace(&Path::new("/proc").join(who), "mnt"));
+    let ours = known_pids(ledger);
+    let [own, hosts] = ["self", "1"].map(|who| namespace_inode(&Path::new("/proc").join(who), "mnt"));
     let (own, pids) = (
         own?,
         match init.pid_namespace {
-            0 => namespace(Path::new("/proc/self"), "pid")?,
+            0 => namespace_inode(Path::new("/proc/self"), "pid")?,
             its => Some(its),
         },
     );
     for process in found {
-        let shown = shown_of(process.pid);
-        let mounts = namespace(&shown, "mnt")?;
+        let shown = live_proc_dir_of(process.pid);
+        let mounts = namespace_inode(&shown, "mnt")?;
         let is_in = |namespace: Option<u64>| mounts.is_some() && mounts == namespace;
         if ours.contains(&process.pid) || is_in(own) {
             return Err(NotOwn::Host(process.pid));
@@ -281,7 +281,7 @@ fn check_processes(found: &[Process], init: &Init, ledger: &Ledger) -> Result<()
             Ok(_) => {}
             Err(error) => return Err(NotOwn::Unknown(format!("process 1: {error}"))),
         }
-        let its = namespace(&shown, "pid")?;
+        let its = namespace_inode(&shown, "pid")?;
         if its.is_some() && its != pids {
             return Err(NotOwn::PidNamespace(process.pid));
         }
@@ -290,7 +290,7 @@ fn check_processes(found: &[Process], init: &Init, ledger: &Ledger) -> Result<()
 }
 
 /// This process and those above it, of which one is the engine, and those that the ledger names.
-fn ours(ledger: &Ledger) -> Vec<i32> {
+fn known_pids(ledger: &Ledger) -> Vec<i32> {
     let mut above: Vec<i32> = vec![1];
     let mut next = Process::current().ok();
     while let Some(process) = next.filter(|process| process.pid > 1) {
@@ -303,7 +303,7 @@ fn ours(ledger: &Ledger) -> Vec<i32> {
 }
 
 /// The inode of a namespace of the process that /proc shows in `shown`; `None` if it is ending.
-fn namespace(shown: &Path, which: &str) -> io::Result<Option<u64>> {
+fn namespace_inode(shown: &Path, which: &str) -> io::Result<Option<u64>> {
     match fs::metadata(shown.join("ns").join(which)) {
         Err(error) if crate::process::is_gone(&error) => Ok(None),
         found => found.map(|meta| Some(meta.ino())),
@@ -314,7 +314,7 @@ impl Init {
     /// Whether its cgroup is still there, and not another one of the same name. `true` if that cannot be found out.
     pub(super) fn has_its_cgroup(&self) -> bool {
         match (&self.cgroup, self.cgroup_inode) {
-            (Some(dir), Some(inode)) => is_same(dir, inode),
+            (Some(dir), Some(inode)) => has_inode(dir, inode),
             (Some(_), None) => true,
             (None, _) => false,
         }
@@ -338,7 +338,9 @@ mod tests {
     fn refused(lease: &Lease, others: &[Lease]) -> String {
         let ledger = Ledger { leases: others.to_vec(), ..Ledger::empty("boot") };
         let dir = lease.init.as_ref().and_then(|init| init.cgroup.clone()).unwrap();
-        ledger.check_own(lease, &dir).map_or_else(|why| why.to_string(), |below| below.display().to_string())
+        ledger
+            .check_cgroup(lease, &dir)
+            .map_or_else(|why| why.to_string(), |below| below.display().to_string())
     }
 
     #[test]
@@ -388,7 +390,8 @@ mod tests {
         init.cgroup_inode = Some(std::fs::metadata(cgroup.path()).unwrap().ino());
         (lease.owner, lease.state, lease.container.record) =
             (init.process, LeaseState::Active, PathBuf::new());
-        let (mut ledger, _) = Ledger { leases: vec![lease.clone()], ..Ledger::empty("boot") }.settled();
+        let (mut ledger, _) =
+            Ledger { leases: vec![lease.clone()], ..Ledger::empty("boot") }.preview_reclaim();
         assert_eq!(ledger.leases[0].state, LeaseState::Ending);
         assert!(!ledger.leases[0].was_deleted());
         ledger.mark_deleted(&lease.id, Process { pid: i32::MAX, start_time: 8 });

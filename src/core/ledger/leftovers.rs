@@ -9,7 +9,7 @@ impl Ledger {
     ///
     /// A rootless user removes what their container left. Root removes nothing at a path that a user names.
     pub(super) fn note_leftovers(&mut self, lease: &Lease) {
-        let volumes = lease.made_in_volumes();
+        let volumes = lease.volumes_with_files();
         let nothing = lease.mount_points.is_empty() && volumes.is_empty();
         if lease.brokered || lease.init.is_some() && nothing {
             return;
@@ -51,10 +51,10 @@ impl Ledger {
         self.leftovers.iter().filter(|left| !in_use(left)).filter_map(free).collect()
     }
 
-    /// Those of `found`, empty files in `rootfs`, that a runtime made for a container that has a lease, or had one. All
-    /// others are the image's own.
+    /// Of `found`, empty files in `rootfs`, those that a runtime made for a container that has or had a lease. The rest are
+    /// the image's own.
     #[must_use]
-    pub(crate) fn made_among<'p>(&self, rootfs: &Path, found: &'p [PathBuf]) -> Vec<&'p PathBuf> {
+    pub(crate) fn filter_mount_points<'p>(&self, rootfs: &Path, found: &'p [PathBuf]) -> Vec<&'p PathBuf> {
         let leases = self.leases.iter().filter(|lease| lease.container.rootfs == rootfs);
         let left = self.leftovers.iter().filter(|left| left.rootfs == rootfs);
         let made: Vec<&PathBuf> = leases
@@ -77,16 +77,16 @@ impl Ledger {
 }
 
 impl Lease {
-    /// Whether what it says of its root filesystem and volumes counts where those of `uid`'s containers are concerned.
-    /// A user may tell `sublet serve` anything of them, and could keep from being removed what others' containers left.
+    /// Whether its root filesystem and volumes count for leftovers of `uid`'s containers. A user may report any to
+    /// `sublet serve`, and could so keep leftovers of other users' containers.
     #[must_use]
     pub(crate) fn is_believed_by(&self, uid: u32) -> bool {
         !self.brokered || self.container.uid == uid
     }
 
-    /// What is to be removed from volumes after it has ended.
+    /// The files to remove from volumes after it has ended.
     #[must_use]
-    pub(crate) fn made_in_volumes(&self) -> Vec<VolumeFiles> {
+    pub(crate) fn volumes_with_files(&self) -> Vec<VolumeFiles> {
         self.volumes.iter().filter(|volume| !volume.files.is_empty()).cloned().collect()
     }
 }
@@ -152,7 +152,7 @@ mod tests {
         let mut told = Lease { id: lease(2, "GPU-a").id, brokered: true, ..roots.clone() };
         told.container.uid = 1001;
         let mut ledger = ledger(vec![roots.clone(), told.clone()]);
-        assert!(!ledger.is_to_be_cleared(&roots));
+        assert!(!ledger.has_files_to_clear(&roots));
         ledger.remove(&roots.id);
         assert_eq!(ledger.clearable(), ledger.leftovers);
         assert!(told.is_believed_by(1001) && !told.is_believed_by(1002) && roots.is_believed_by(1002));
@@ -166,8 +166,8 @@ mod tests {
         let found = ["/lib/a", "/lib/b", "/lib/own"].map(PathBuf::from);
         let rootfs = lease(1, "GPU-a").container.rootfs;
         let left = lease(2, "GPU-a").container.rootfs;
-        assert_eq!(ledger.made_among(&rootfs, &found)[0], &found[0]);
-        assert_eq!(ledger.made_among(&left, &found).last(), Some(&&found[1]));
-        assert!(ledger.made_among(Path::new("/elsewhere"), &found).is_empty());
+        assert_eq!(ledger.filter_mount_points(&rootfs, &found)[0], &found[0]);
+        assert_eq!(ledger.filter_mount_points(&left, &found).last(), Some(&&found[1]));
+        assert!(ledger.filter_mount_points(Path::new("/elsewhere"), &found).is_empty());
     }
 }

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use super::cgroup::{self, is_populated, sign_of_life};
+use super::cgroup::{self, find_sign_of_life, is_populated};
 use super::runtime_record::{Record, pid_namespace};
 use super::{Freed, Init, Lease, LeaseId, LeaseState, Ledger, Leftover};
 use crate::process::{Process, pidfd_await_end};
@@ -34,7 +34,7 @@ pub(crate) enum Scan {
     Brief,
 }
 
-/// What was seen a moment ago.
+/// The result of a scan, a moment ago.
 #[derive(Default)]
 pub(super) struct Seen {
     /// First processes of containers that ran, in order. A lease that is kept because of them is freed by the next full scan.
@@ -44,7 +44,7 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// What is seen now of the containers of `ledger`.
+    /// Scans the containers of `ledger`.
     pub(super) fn of(ledger: &Ledger, scan: Scan) -> Self {
         let first = ledger.leases.iter().filter_map(|lease| lease.init.as_ref());
         let is_alive = match scan {
@@ -56,8 +56,7 @@ impl Seen {
         Self { alive, gone: None }
     }
 
-    /// And that the container of `gone` had ended.
-    pub(super) fn and_gone(self, gone: Option<LeaseId>) -> Self {
+    pub(super) fn with_gone(self, gone: Option<LeaseId>) -> Self {
         Self { gone, ..self }
     }
 
@@ -156,7 +155,7 @@ fn fate_without_init(lease: &Lease) -> Fate {
 /// In another time namespace, runc considers every container stopped: its `delete` removes the record and ends no
 /// process. So if there is no record, a process in the container's cgroup keeps the lease.
 fn fate_without_record(lease: &Lease) -> Fate {
-    match sign_of_life(&lease.container) {
+    match find_sign_of_life(&lease.container) {
         Ok(None) => return Fate::Gone,
         Ok(Some(sign)) => tracing::warn!(
             "container {}: its runtime has no record of it, but {sign}: lease {} stays",
@@ -178,8 +177,7 @@ fn is_of(record: &Record, lease: &Lease) -> bool {
 }
 
 impl Ledger {
-    /// What `lease` has left behind and can be removed, if its container has ended or `has_ended` says so. Nothing, if
-    /// that is not certain.
+    /// The removable leftovers of `lease`, if its container has ended or `has_ended`; none, if that is not certain.
     #[must_use]
     pub(crate) fn leftovers_of(&self, lease: &Lease, has_ended: bool) -> Vec<Leftover> {
         if !has_ended && fate(lease, &Seen::default()) != Fate::Gone {
@@ -190,9 +188,9 @@ impl Ledger {
         after.clearable()
     }
 
-    /// The ledger as it would be after [`super::Store::update`], and what that would free. Nothing is written.
+    /// The ledger after [`super::Store::update`], and the leases that it would free. Nothing is written.
     #[must_use]
-    pub fn settled(&self) -> (Self, Freed) {
+    pub fn preview_reclaim(&self) -> (Self, Freed) {
         let mut ledger = self.clone();
         let freed = reclaim(&mut ledger, &Seen::default());
         (ledger, freed)
@@ -205,7 +203,7 @@ impl Lease {
     #[must_use]
     pub fn has_processes(&self) -> bool {
         if let (Some(job), Some(init), None) = (&self.job, &self.init, &self.within) {
-            return init.cgroup.as_deref().is_some_and(|dir| is_same(dir, job.cgroup_inode))
+            return init.cgroup.as_deref().is_some_and(|dir| has_inode(dir, job.cgroup_inode))
                 && has_processes(init);
         }
         self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
@@ -220,14 +218,14 @@ impl Lease {
             Some(pidfd) => drop(pidfd_await_end(&pidfd, longest)),
             None => match &init.cgroup {
                 Some(dir) => cgroup::await_change(dir, longest),
-                None => std::thread::sleep(cgroup::LOOK_AGAIN.min(longest)),
+                None => std::thread::sleep(cgroup::POLL_INTERVAL.min(longest)),
             },
         }
     }
 }
 
 /// Whether the directory `dir` still is the one with this inode. `true` if that cannot be found out.
-pub(super) fn is_same(dir: &Path, inode: u64) -> bool {
+pub(super) fn has_inode(dir: &Path, inode: u64) -> bool {
     match dir.symlink_metadata() {
         Ok(meta) => meta.ino() == inode,
         Err(error) => error.kind() != io::ErrorKind::NotFound,

@@ -1,5 +1,5 @@
-//! The content of the lock file. It says that the ledger of this boot has entries, and for which namespaces. If the
-//! ledger and its copy are missing, only this distinguishes a loss from a first start.
+//! The content of the lock file: the ledger of this boot has entries, and of which namespaces. If the ledger and its copy
+//! are missing, only this distinguishes a loss from a first start.
 
 use std::fs::File;
 use std::io;

@@ -60,7 +60,7 @@ pub use queries::fixture;
 pub use runtime_record::Record;
 pub use runtime_record::read_up_to;
 pub use store::{Freed, Store};
-pub use store::{is_there, written};
+pub use store::{is_there, read_text};
 
 use crate::inventory::ComputeMode;
 use crate::process::Process;
@@ -104,8 +104,7 @@ pub struct Ledger {
     /// now.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
-    /// What ended containers left in their directories, until it is removed. It is recorded so that a crash does not
-    /// lose it.
+    /// Leftovers of ended containers until they are removed. They are recorded so that a crash does not lose them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub leftovers: Vec<Leftover>,
     /// Only in the ledger's text: the lists that [`Lease::mount_points`] names by their numbers.
@@ -173,7 +172,7 @@ pub struct Lease {
     pub processes: u32,
     /// MPS client priority.
     pub priority: Priority,
-    /// What the guard does about its processes, if the container or its named share sets it.
+    /// The guard's action on its processes, if the container or its named share sets it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guard: Option<Guarding>,
     /// Where it is in its life.
@@ -401,6 +400,6 @@ pub enum DaemonState {
 pub struct ChangedComputeMode {
     /// The device.
     pub device: String,
-    /// What it was before.
+    /// The original mode.
     pub found: ComputeMode,
 }

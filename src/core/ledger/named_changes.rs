@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::path::Path;
 
-use super::{Binding, Freed, Init, Lease, LeaseId, Ledger, LedgerError, Leftover, NotBound, Scan, Store};
+use super::{Freed, LeaseId, Ledger, LedgerError, Leftover, Scan, Store};
 use crate::process::Process;
 
 impl Store {
@@ -13,10 +13,10 @@ impl Store {
         Ok((done, freed))
     }
 
-    /// [`Store::change`] by a container's end, which is not about other containers.
-    fn at_end<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<(T, Freed), LedgerError> {
+    /// [`Store::change`] at a container's end, which scans briefly.
+    fn change_at_end<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<(T, Freed), LedgerError> {
         let (Ok(done), freed) =
-            self.update_after(Scan::Brief, |ledger| Ok::<_, Infallible>(change(ledger)))?;
+            self.update_with_scan(Scan::Brief, |ledger| Ok::<_, Infallible>(change(ledger)))?;
         Ok((done, freed))
     }
 
@@ -26,32 +26,20 @@ impl Store {
         Ok(freed)
     }
 
-    /// A change of one lease or daemon that cannot fail.
+    /// [`Store::change`] of one lease or daemon, which does not look for ended containers.
     ///
     /// # Errors
     /// As [`Store::update`].
-    pub(crate) fn of_one<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<T, LedgerError> {
-        let Ok(done) = self.step(|ledger| Ok::<_, Infallible>(change(ledger)))?;
+    pub(crate) fn change_without_scan<T>(
+        &self,
+        change: impl FnOnce(&mut Ledger) -> T,
+    ) -> Result<T, LedgerError> {
+        let Ok(done) = self.update_without_scan(|ledger| Ok::<_, Infallible>(change(ledger)))?;
         Ok(done)
     }
 
-    /// As [`Ledger::hand_over`].
-    pub fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), LedgerError> {
-        self.of_one(|ledger| ledger.hand_over(lease, owner))
-    }
-
-    /// As [`Ledger::bind`].
-    pub fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<Result<(), NotBound>, LedgerError> {
-        self.step(|ledger| ledger.bind(lease, binding))
-    }
-
-    /// As [`Ledger::activate`].
-    pub fn activate(&self, lease: &LeaseId, init: Init) -> Result<(), LedgerError> {
-        self.of_one(|ledger| ledger.activate(lease, init))
-    }
-
     /// As [`Ledger::mark_ending`]. What the lease had left is forgotten if it is among `cleared`, the leftovers that
-    /// were removed already. The lease `gone` is freed: its container was seen to have ended.
+    /// were removed already. The lease `gone`, whose container has ended, is freed.
     pub fn mark_ending(
         &self,
         uid: u32,
@@ -60,48 +48,40 @@ impl Store {
         deleter: Option<Process>,
         (cleared, gone): (&[Leftover], Option<LeaseId>),
     ) -> Result<(Option<LeaseId>, Freed), LedgerError> {
-        let (Ok(marked), freed) = self.update_seen(Scan::Brief, gone, |ledger| {
+        let (Ok(marked), freed) = self.update_with_gone(Scan::Brief, gone, |ledger| {
             ledger.forget(cleared);
             Ok::<_, Infallible>(ledger.mark_ending(uid, id, record, deleter))
         })?;
         Ok((marked, freed))
     }
 
-    /// As [`Ledger::mark_deleted`].
-    pub(crate) fn mark_deleted(&self, lease: &LeaseId, ender: Process) -> Result<(), LedgerError> {
-        self.of_one(|ledger| ledger.mark_deleted(lease, ender))
-    }
-
     /// As [`Ledger::unmark_ending`].
     pub(crate) fn unmark_ending(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.at_end(|ledger| ledger.unmark_ending(lease))?;
+        let ((), freed) = self.change_at_end(|ledger| ledger.unmark_ending(lease))?;
         Ok(freed)
     }
 
     /// As [`Ledger::remove`]; the lease is among those that were freed. Of what it had left, `cleared` is forgotten.
     pub fn remove(&self, lease: &LeaseId, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
-        let (removed, freed) = self.at_end(|ledger| {
+        let (removed, mut freed) = self.change_at_end(|ledger| {
             let removed = ledger.remove(lease);
             ledger.forget(cleared);
             removed
         })?;
-        Ok(with(freed, removed))
+        freed.extend(removed);
+        Ok(freed)
     }
 
     /// As [`Ledger::abandon`]; the leases are among those that were freed.
     pub fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<Freed, LedgerError> {
-        let (abandoned, freed) = self.at_end(|ledger| ledger.abandon(uid, id, owner))?;
-        Ok(with(freed, abandoned))
+        let (abandoned, mut freed) = self.change_at_end(|ledger| ledger.abandon(uid, id, owner))?;
+        freed.extend(abandoned);
+        Ok(freed)
     }
 
     /// As [`Ledger::forget`].
     pub fn forget(&self, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.at_end(|ledger| ledger.forget(cleared))?;
+        let ((), freed) = self.change_at_end(|ledger| ledger.forget(cleared))?;
         Ok(freed)
     }
-}
-
-fn with(mut freed: Freed, more: impl IntoIterator<Item = Lease>) -> Freed {
-    freed.extend(more);
-    freed
 }

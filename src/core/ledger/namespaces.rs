@@ -27,7 +27,7 @@ pub struct Namespaces {
 }
 
 impl Namespaces {
-    /// Those of this process.
+    /// Of this process.
     ///
     /// # Errors
     /// /proc is not mounted, or is that of another PID namespace.
@@ -43,7 +43,7 @@ impl Namespaces {
         Ok(*OURS.get_or_init(|| ours))
     }
 
-    /// Those in the directory `ns` of a process.
+    /// Of the directory `ns` of a process.
     fn of(ns: &Path) -> io::Result<Self> {
         // Only the link's text is read. Following the link requires rights on the namespace's own file (SELinux,
         // nsfs_t).
@@ -64,7 +64,7 @@ impl Namespaces {
         self.pid == FIRST_PID && matches!(self.time, 0 | FIRST_TIME)
     }
 
-    /// Whether what was recorded in them is valid in `ours`.
+    /// Whether process ids recorded in them are valid in `ours`.
     ///
     /// # Errors
     /// [`LedgerError::Elsewhere`].

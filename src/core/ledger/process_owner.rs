@@ -16,10 +16,13 @@ impl Ledger {
             self.leases.iter().find(|lease| !lease.is_of_job() && test(lease, process))
         };
         let of_job = || self.leases.iter().find(|lease| lease.is_of_job() && has_cgroup(lease, process));
+        let has_pid = |lease: &Lease, process: &GpuProcess| {
+            lease.init.as_ref().is_some_and(|init| init.process.pid == process.pid)
+        };
         by(has_pid).or_else(|| by(has_cgroup)).or_else(|| by(has_pid_namespace)).or_else(of_job)
     }
 
-    /// The lease of `process`, which is `seen` on a GPU, if it is certain enough to end the process for what it does:
+    /// The lease of `process`, which is `seen` on a GPU, if it is certain enough to kill the process:
     /// by its container's first process or cgroup. The PID namespace counts only for running containers without a
     /// cgroup of their own: other containers may have joined it, and the inode of a namespace that has ended is reused.
     #[must_use]
@@ -40,10 +43,6 @@ impl Ledger {
             _ => of_job(),
         }
     }
-}
-
-fn has_pid(lease: &Lease, process: &GpuProcess) -> bool {
-    lease.init.as_ref().is_some_and(|init| init.process.pid == process.pid)
 }
 
 fn has_pid_namespace(lease: &Lease, process: &GpuProcess) -> bool {

@@ -54,7 +54,7 @@ impl Ledger {
 
     /// The lease of container `id` of `uid`, whose runtime keeps its record in `record`.
     #[must_use]
-    pub(crate) fn of_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
+    pub(crate) fn find_by_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
         self.leases.iter().find(|lease| {
             let same = lease.container.uid == uid && lease.container.id == id;
             same && lease.container.record == record && !lease.is_of_job()
@@ -66,7 +66,7 @@ impl Ledger {
         self.leases.iter().filter(move |lease| lease.devices.iter().any(|uuid| uuid == device))
     }
 
-    /// Whether what `lease` has is booked with the lease of the job that its container runs in.
+    /// Whether `lease` is booked with the lease of the job that its container runs in.
     #[must_use]
     pub fn is_booked_with_job(&self, lease: &Lease) -> bool {
         lease.within.as_ref().is_some_and(|job| self.lease(job).is_some())
@@ -74,7 +74,7 @@ impl Ledger {
 
     /// The lease of the job of Slurm's with this id.
     #[must_use]
-    pub fn of_job(&self, job: u64) -> Option<&Lease> {
+    pub fn find_job_lease(&self, job: u64) -> Option<&Lease> {
         self.leases
             .iter()
             .find(|lease| lease.is_of_job() && lease.job.as_ref().is_some_and(|own| own.id == job))
@@ -100,14 +100,14 @@ impl Ledger {
 
     /// Shared daemons without a lease on the devices of `lease`, except its own daemon. They have to end before its
     /// container starts.
-    pub(crate) fn in_the_way<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a DaemonKey> {
+    pub(crate) fn conflicting_daemons<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a DaemonKey> {
         let shared = self.daemons.iter().filter(|daemon| LeaseId::parse(&daemon.key.0).is_none());
         let on_its = shared.filter(|daemon| lease.devices.iter().any(|device| daemon.serves(device)));
         let others = on_its.filter(|daemon| lease.daemon.as_ref() != Some(&daemon.key));
         others.map(|daemon| &daemon.key).filter(|key| self.on_daemon(key).next().is_none())
     }
 
-    /// Whether `server` runs on a device that was closed after a loss of the ledger, or on an unknown device.
+    /// Whether `daemon` runs on a device that was closed after a loss of the ledger, or on an unknown device.
     #[must_use]
     pub(crate) fn is_unexplained(&self, daemon: &MpsDaemon) -> bool {
         self.unexplained.iter().any(|device| daemon.devices.is_empty() || daemon.serves(device))
@@ -271,9 +271,9 @@ mod tests {
     fn a_container_is_named_by_user_id_and_record() {
         let ledger = ledger(vec![lease(1, "GPU-a"), lease(2, "GPU-b")]);
         let record = Path::new("/nonexistent/runc/container-1");
-        assert!(ledger.of_record(0, "container-1", record).is_some());
-        assert!(ledger.of_record(0, "container-1", Path::new("/run/crun/container-1")).is_none());
-        assert!(ledger.of_record(1000, "container-1", record).is_none());
+        assert!(ledger.find_by_record(0, "container-1", record).is_some());
+        assert!(ledger.find_by_record(0, "container-1", Path::new("/run/crun/container-1")).is_none());
+        assert!(ledger.find_by_record(1000, "container-1", record).is_none());
         assert_eq!(ledger.on_device("GPU-b").count(), 1);
     }
 
@@ -356,11 +356,11 @@ mod tests {
         at(&mut ledger, 4);
         assert_eq!(seen, [(None, false), (Some(2), true), (Some(2), true), (None, true)]);
         let other = Lease { daemon: None, ..served(2) };
-        assert_eq!(ledger.in_the_way(&other).count(), 0, "it serves");
+        assert_eq!(ledger.conflicting_daemons(&other).count(), 0, "it serves");
         ledger.leases.clear();
-        assert_eq!(ledger.in_the_way(&other).count(), 1);
-        assert_eq!(ledger.in_the_way(&served(3)).count(), 0, "its own");
-        assert_eq!(ledger.in_the_way(&Lease { devices: vec!["GPU-b".into()], ..other }).count(), 0);
+        assert_eq!(ledger.conflicting_daemons(&other).count(), 1);
+        assert_eq!(ledger.conflicting_daemons(&served(3)).count(), 0, "its own");
+        assert_eq!(ledger.conflicting_daemons(&Lease { devices: vec!["GPU-b".into()], ..other }).count(), 0);
     }
 
     #[test]

@@ -1,5 +1,6 @@
-//! Rebuilds an unreadable ledger from its copy and from what runs: containers by their runtimes' records, MPS daemons
-//! by their directories, jobs of Slurm's by the copies of their leases. A device with other processes takes no new lease until they end.
+//! Rebuilds an unreadable ledger from its copy and from the running system: containers by their runtimes' records, MPS
+//! daemons by their directories, jobs of Slurm's by the copies of their leases. A device with other processes takes no
+//! new lease until they end.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -8,10 +9,10 @@ use std::path::{Path, PathBuf};
 use nix::libc::{EACCES, ELOOP};
 
 use super::error::failed;
-use super::job_leases::of_live_jobs;
+use super::job_leases::read_live_jobs;
 use super::liveness::{has_processes, init_of};
 use super::runtime_record::{LARGEST, Record, read_bounded};
-use super::runtime_roots::{FURTHER_ROOTS, entries, further_roots, roots, seen};
+use super::runtime_roots::{FURTHER_ROOTS, further_roots, list_directory, roots, skip_absent};
 use super::{DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
 use crate::fs::looked_for::is_absent;
 use crate::inventory::{Device, GpuProcess, Inventory};
@@ -41,7 +42,7 @@ pub(super) fn rebuild(
     for root in roots(state_dir, root)? {
         found.extend(leases_in(&root, state_dir)?);
     }
-    for lease in found.into_iter().chain(of_live_jobs(state_dir)?) {
+    for lease in found.into_iter().chain(read_live_jobs(state_dir)?) {
         if ledger.lease(&lease.id).is_some() {
             continue;
         }
@@ -58,7 +59,7 @@ pub(super) fn rebuild(
     Ok(ledger)
 }
 
-/// Keeps what users and sublet have set, as far as it can be read in a ledger of another version.
+/// Keeps the settings in a ledger of another version, as far as they can be read.
 pub(super) fn salvage(path: &Path, ledger: &mut Ledger) {
     let content = crate::fs::trusted::read_if_trusted(path, LARGEST).unwrap_or_default();
     let Ok(serde_json::Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
@@ -70,34 +71,34 @@ pub(super) fn salvage(path: &Path, ledger: &mut Ledger) {
     }
 }
 
-/// What shows that there was a ledger since boot, where neither it nor its copy or lock is there now.
+/// Finds evidence of a ledger since boot, if neither it nor its copy or lock exists now.
 ///
 /// # Errors
 /// As [`rebuild`].
-pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Result<Option<String>, LedgerError> {
+pub(super) fn find_trace(state_dir: &Path, root: Option<&Path>) -> Result<Option<String>, LedgerError> {
     let further = state_dir.join(FURTHER_ROOTS);
     if !further_roots(state_dir).map_err(|error| failed("read", &further, error))?.is_empty() {
         return Ok(Some(format!("the containers' roots in {}", safe(&further.to_string_lossy()))));
     }
     // The directories alone prove nothing, because a command that only asks creates them for their lock. A daemon also
     // writes its pid.
-    for daemon in entries(&state_dir.join("mps"))? {
+    for daemon in list_directory(&state_dir.join("mps"))? {
         let written = fs::symlink_metadata(daemon.join(PID_FILE));
         if !written.is_err_and(|error| is_absent(&error)) {
             return Ok(Some(format!("the MPS daemon of {}", safe(&daemon.to_string_lossy()))));
         }
     }
-    if let Some(job) = of_live_jobs(state_dir)?.into_iter().find_map(|lease| lease.job) {
+    if let Some(job) = read_live_jobs(state_dir)?.into_iter().find_map(|lease| lease.job) {
         return Ok(Some(format!("job {}, which runs", job.id)));
     }
-    what_runs(state_dir, root)
+    find_running(state_dir, root)
 }
 
-/// An MPS daemon or a container that runs and has its lease in a ledger of `state_dir`.
+/// Finds a running MPS daemon or container with its lease in a ledger of `state_dir`.
 ///
 /// # Errors
 /// As [`rebuild`].
-pub(super) fn what_runs(state_dir: &Path, root: Option<&Path>) -> Result<Option<String>, LedgerError> {
+pub(super) fn find_running(state_dir: &Path, root: Option<&Path>) -> Result<Option<String>, LedgerError> {
     match running_daemons(state_dir)?.first() {
         Some((_, daemon)) => Ok(Some(format!("MPS daemon {}", daemon.pid))),
         None => running_container(state_dir, root, |_| true),
@@ -114,7 +115,7 @@ pub(super) fn running_container(
     is_meant: impl Fn(&Record) -> bool,
 ) -> Result<Option<String>, LedgerError> {
     for root in roots(state_dir, root)? {
-        for dir in entries(&root)? {
+        for dir in list_directory(&root)? {
             let Some(record) = trusted_record(&dir)?.filter(|record| record.lease.is_some()) else {
                 continue;
             };
@@ -133,7 +134,7 @@ fn runs(record: &Record) -> bool {
 /// UUIDs of devices with processes that are not attributable to any lease of `ledger`.
 pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Result<Vec<String>, LedgerError> {
     let devices =
-        inventory(state_dir, &ledger.boot_id)?.map(|inventory| inventory.devices).unwrap_or_default();
+        last_inventory(state_dir, &ledger.boot_id)?.map(|inventory| inventory.devices).unwrap_or_default();
     let stray: Vec<&MpsDaemon> = ledger.daemons.iter().filter(|daemon| is_stray(daemon, ledger)).collect();
     // A server whose device is unknown may be on any of them.
     let anywhere = stray.iter().any(|daemon| daemon.devices.is_empty());
@@ -163,16 +164,17 @@ fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool 
 }
 
 /// The inventory of this boot, however old. It has the devices and the processes that were on them.
-pub(super) fn inventory(state_dir: &Path, boot_id: &str) -> Result<Option<Inventory>, LedgerError> {
+pub(super) fn last_inventory(state_dir: &Path, boot_id: &str) -> Result<Option<Inventory>, LedgerError> {
     let file = state_dir.join("inventory.json");
-    let trusted = seen(&file, crate::fs::trusted::read(&file, LARGEST))?.flatten().and_then(Result::ok);
+    let trusted =
+        skip_absent(&file, crate::fs::trusted::read(&file, LARGEST))?.flatten().and_then(Result::ok);
     let inventory: Option<Inventory> = trusted.and_then(|text| serde_json::from_slice(&text).ok());
     Ok(inventory.filter(|inventory| inventory.fingerprint.boot_id.trim() == boot_id))
 }
 
 fn leases_in(root: &Path, state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
     let mut found = Vec::new();
-    for dir in entries(root)? {
+    for dir in list_directory(root)? {
         found.extend(trusted_record(&dir)?.and_then(|record| restore(record, &dir, state_dir)));
     }
     Ok(found)
@@ -189,7 +191,7 @@ fn trusted_record(dir: &Path) -> Result<Option<Record>, LedgerError> {
         _ => return Ok(None),
     }
     Record::read(dir).or_else(|error| {
-        // Without a number it was said of the content. ELOOP: it is a link.
+        // Without a number the error is about the content. ELOOP: it is a link.
         let cannot_be_read = error.raw_os_error().is_some_and(|number| ![EACCES, ELOOP].contains(&number));
         if cannot_be_read {
             return Err(failed("read", dir, error));
@@ -229,16 +231,16 @@ fn restore(record: Record, dir: &Path, state_dir: &Path) -> Option<Lease> {
 
 fn daemons(state_dir: &Path, ledger: &Ledger) -> Result<Vec<MpsDaemon>, LedgerError> {
     let mut found = Vec::new();
-    for dir in entries(&state_dir.join("mps"))? {
+    for dir in list_directory(&state_dir.join("mps"))? {
         let Some(key) = dir.file_name().and_then(|name| name.to_str()) else { continue };
-        found.extend(process_of(&dir)?.map(|process| (DaemonKey(key.to_owned()), process)));
+        found.extend(find_daemon_process(&dir)?.map(|process| (DaemonKey(key.to_owned()), process)));
     }
     for running in running_daemons(state_dir)? {
         if !found.iter().any(|(key, _)| *key == running.0) {
             found.push(running);
         }
     }
-    Ok(found.into_iter().map(|(key, process)| daemon(key, process, ledger)).collect())
+    Ok(found.into_iter().map(|(key, process)| new_record(key, process, ledger)).collect())
 }
 
 /// Daemons that were started for a directory in `state_dir`. The directory may have been removed since.
@@ -248,18 +250,18 @@ fn daemons(state_dir: &Path, ledger: &Ledger) -> Result<Vec<MpsDaemon>, LedgerEr
 fn running_daemons(state_dir: &Path) -> Result<Vec<(DaemonKey, Process)>, LedgerError> {
     let ours = state_dir.join("mps");
     let mut found = Vec::new();
-    for entry in entries(Path::new("/proc"))? {
+    for entry in list_directory(Path::new("/proc"))? {
         let pid = entry.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse::<i32>().ok());
         let Some(pid) = pid else { continue };
-        if !of_process(pid, "comm")?.starts_with(MPS_COMM) {
+        if !read_proc(pid, "comm")?.starts_with(MPS_COMM) {
             continue;
         }
         // Only the control program has the options `-d` and `-f`. Servers end with it.
         let is_option = |word: &[u8]| matches!(word, b"-d" | b"-f");
-        if !of_process(pid, "cmdline")?.split(|byte| *byte == 0).any(is_option) {
+        if !read_proc(pid, "cmdline")?.split(|byte| *byte == 0).any(is_option) {
             continue;
         }
-        let pipe = variable(pid, "CUDA_MPS_PIPE_DIRECTORY=")?.map(PathBuf::from);
+        let pipe = read_variable(pid, "CUDA_MPS_PIPE_DIRECTORY=")?.map(PathBuf::from);
         let key = pipe.as_deref().and_then(|pipe| pipe.strip_prefix(&ours).ok()?.parent()?.to_str());
         let Some(key) = key.filter(|key| !key.is_empty()) else { continue };
         let process = Process::examine(pid).map_err(|error| failed("read", &entry, error))?;
@@ -269,7 +271,7 @@ fn running_daemons(state_dir: &Path) -> Result<Vec<(DaemonKey, Process)>, Ledger
 }
 
 /// The record of a running daemon. Its default limits are unknown. The `Default` value causes them to be set again.
-fn daemon(key: DaemonKey, process: Process, ledger: &Ledger) -> MpsDaemon {
+fn new_record(key: DaemonKey, process: Process, ledger: &Ledger) -> MpsDaemon {
     let lease = ledger.on_daemon(&key).next().map(|lease| lease.devices.clone());
     let devices = if key.0.starts_with("GPU-") { Some(vec![key.0.clone()]) } else { lease };
     let devices = devices.unwrap_or_else(|| visible_devices(process.pid));
@@ -289,7 +291,7 @@ fn daemon(key: DaemonKey, process: Process, ledger: &Ledger) -> MpsDaemon {
 }
 
 /// The control daemon that wrote its pid into the directory `dir`, and not another process that got the same pid.
-fn process_of(dir: &Path) -> Result<Option<Process>, LedgerError> {
+fn find_daemon_process(dir: &Path) -> Result<Option<Process>, LedgerError> {
     let file = dir.join(PID_FILE);
     let unread = |error| failed("read", &file, error);
     let text = read_bounded(&file).map_err(unread)?.unwrap_or_default();
@@ -298,29 +300,29 @@ fn process_of(dir: &Path) -> Result<Option<Process>, LedgerError> {
     };
     let Some(process) = Process::examine(pid).map_err(unread)? else { return Ok(None) };
     // With a wrapper the program may have any name.
-    let ours = of_process(pid, "comm")?.starts_with(MPS_COMM)
+    let ours = read_proc(pid, "comm")?.starts_with(MPS_COMM)
         || process.has_environment("CUDA_MPS_PIPE_DIRECTORY", &dir.join("pipe")).map_err(unread)?;
     Ok((process.is_alive() && ours).then_some(process))
 }
 
 /// The devices for which the daemon `pid` was started; none if they are unknown.
 fn visible_devices(pid: i32) -> Vec<String> {
-    let value = variable(pid, "CUDA_VISIBLE_DEVICES=").ok().flatten();
-    value.map_or_else(Vec::new, |list| of_list(list.as_bytes()))
+    let value = read_variable(pid, "CUDA_VISIBLE_DEVICES=").ok().flatten();
+    value.map_or_else(Vec::new, |list| parse_uuids(list.as_bytes()))
 }
 
 /// The value of `name` in the environment with which `pid` was started.
 ///
 /// # Errors
 /// The environment cannot be read.
-fn variable(pid: i32, name: &str) -> Result<Option<String>, LedgerError> {
-    let environment = of_process(pid, "environ")?;
+fn read_variable(pid: i32, name: &str) -> Result<Option<String>, LedgerError> {
+    let environment = read_proc(pid, "environ")?;
     let value = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(name.as_bytes()));
     Ok(value.and_then(|value| String::from_utf8(value.to_owned()).ok()))
 }
 
-/// What /proc has in `file` of a process; nothing if it has ended or is one that this user may not examine.
-fn of_process(pid: i32, file: &str) -> Result<Vec<u8>, LedgerError> {
+/// The content of `file` in a process's /proc directory; empty if it has ended or this user may not examine it.
+fn read_proc(pid: i32, file: &str) -> Result<Vec<u8>, LedgerError> {
     let path = PathBuf::from(format!("/proc/{pid}/{file}"));
     match fs::read(&path) {
         Err(error) if is_gone(&error) || error.kind() == std::io::ErrorKind::PermissionDenied => {
@@ -331,7 +333,7 @@ fn of_process(pid: i32, file: &str) -> Result<Vec<u8>, LedgerError> {
 }
 
 /// Only UUIDs of whole GPUs. With any other value the daemon counts as unexplained, on an unknown device.
-fn of_list(value: &[u8]) -> Vec<String> {
+fn parse_uuids(value: &[u8]) -> Vec<String> {
     let uuids: Vec<&str> = std::str::from_utf8(value).unwrap_or_default().split(',').collect();
     let known = uuids.iter().all(|uuid| uuid.starts_with("GPU-"));
     if known { uuids.into_iter().map(str::to_owned).collect() } else { Vec::new() }

@@ -17,7 +17,7 @@ use crate::reading::regular_file;
 /// Larger files are not read. runc's record holds the whole specification, at most a few MiB.
 pub(super) const LARGEST: u64 = 16 << 20;
 
-/// What a low-level runtime knows of one container.
+/// A low-level runtime's record of one container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     /// The container's first process.
@@ -98,8 +98,7 @@ fn has_no_such_name(dir: &Path, error: &io::Error) -> bool {
 }
 
 impl Init {
-    /// What /proc shows of a container's first process. A cgroup in which this process also is does not count as the
-    /// container's own.
+    /// Reads a container's first process in /proc. This process's own cgroup does not count as the container's.
     ///
     /// # Errors
     /// Its cgroup cannot be read. Without that, its lease would end with this process, whatever else runs.

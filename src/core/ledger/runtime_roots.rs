@@ -1,7 +1,7 @@
 //! Where runtimes keep the records of their containers: the usual places, and those that were seen in use.
 //!
-//! What cannot be read is an error, because a container with a share may be recorded there. Only what an ordinary user may
-//! not see is taken as empty, with a warning.
+//! A directory that cannot be read is an error, because a container with a share may be recorded there. Only one that an
+//! ordinary user may not read counts as empty, with a warning.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -41,13 +41,13 @@ pub(super) const FURTHER_ROOTS: &str = "roots";
 pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger, before: Option<&Ledger>) -> io::Result<()> {
     let mut known: Option<Vec<PathBuf>> = None;
     let mut seen: Vec<&[u8]> = Vec::new();
-    for record in before.into_iter().flat_map(records) {
+    for record in before.into_iter().flat_map(root_records) {
         let above = root_of(record);
         if !seen.contains(&above) {
             seen.push(above);
         }
     }
-    for record in records(ledger) {
+    for record in root_records(ledger) {
         // Most leases have one of a few roots.
         let above = root_of(record);
         if seen.contains(&above) {
@@ -56,7 +56,7 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger, before: Option<&
         seen.push(above);
         let Some(root) = record.parent() else { continue };
         let line = root.to_str().filter(|line| line.starts_with('/') && !line.contains('\n'));
-        if line.is_none() || ROOTS.iter().any(|pattern| fits(pattern, root)) {
+        if line.is_none() || ROOTS.iter().any(|pattern| matches(pattern, root)) {
             continue;
         }
         if known.is_none() {
@@ -79,7 +79,7 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger, before: Option<&
 }
 
 /// The records of root's own containers.
-fn records(ledger: &Ledger) -> impl Iterator<Item = &PathBuf> {
+fn root_records(ledger: &Ledger) -> impl Iterator<Item = &PathBuf> {
     ledger.leases.iter().filter(|lease| !lease.brokered).map(|lease| &lease.container.record)
 }
 
@@ -91,7 +91,7 @@ fn root_of(record: &Path) -> &[u8] {
 
 /// The roots that were written down.
 pub(super) fn further_roots(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
-    // One that is not trusted is written anew.
+    // An untrusted file is written anew.
     let trusted = crate::fs::trusted::read(&state_dir.join(FURTHER_ROOTS), LARGEST)?.and_then(Result::ok);
     let text = String::from_utf8_lossy(&trusted.unwrap_or_default()).into_owned();
     Ok(text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect())
@@ -107,24 +107,24 @@ pub(super) fn roots(state_dir: &Path, further: Option<&Path>) -> Result<Vec<Path
     }
     let mut roots = Vec::new();
     for root in named {
-        roots.extend(seen(&root, root.canonicalize())?);
+        roots.extend(skip_absent(&root, root.canonicalize())?);
     }
     roots.sort();
     roots.dedup();
     Ok(roots)
 }
 
-/// The paths in `dir`; none if it is not there.
-pub(super) fn entries(dir: &Path) -> Result<Vec<PathBuf>, LedgerError> {
+/// The paths in `dir`; none if it does not exist.
+pub(super) fn list_directory(dir: &Path) -> Result<Vec<PathBuf>, LedgerError> {
     let listed = fs::read_dir(dir).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
-    Ok(seen(dir, listed)?.unwrap_or_default())
+    Ok(skip_absent(dir, listed)?.unwrap_or_default())
 }
 
-/// What was read of `path`; `None` if nothing is there.
+/// The result of reading `path`; `None` if it does not exist.
 ///
 /// # Errors
 /// It cannot be read, and not because it is another user's.
-pub(super) fn seen<T>(path: &Path, read: io::Result<T>) -> Result<Option<T>, LedgerError> {
+pub(super) fn skip_absent<T>(path: &Path, read: io::Result<T>) -> Result<Option<T>, LedgerError> {
     match read {
         Ok(read) => Ok(Some(read)),
         Err(error) if is_absent(&error) => Ok(None),
@@ -136,13 +136,13 @@ pub(super) fn seen<T>(path: &Path, read: io::Result<T>) -> Result<Option<T>, Led
     }
 }
 
-fn fits(pattern: &str, path: &Path) -> bool {
+fn matches(pattern: &str, path: &Path) -> bool {
     let (pattern, path) = (Path::new(pattern).components(), path.components());
     pattern.clone().count() == path.clone().count()
-        && pattern.zip(path).all(|(pattern, part)| part_fits(pattern.as_os_str(), part.as_os_str()))
+        && pattern.zip(path).all(|(pattern, part)| part_matches(pattern.as_os_str(), part.as_os_str()))
 }
 
-fn part_fits(pattern: &std::ffi::OsStr, part: &std::ffi::OsStr) -> bool {
+fn part_matches(pattern: &std::ffi::OsStr, part: &std::ffi::OsStr) -> bool {
     let (pattern, part) = (pattern.as_encoded_bytes(), part.as_encoded_bytes());
     pattern.strip_suffix(b"*").map_or(pattern == part, |beginning| part.starts_with(beginning))
 }
@@ -160,8 +160,8 @@ fn expand(pattern: &str) -> Result<Vec<PathBuf>, LedgerError> {
         }
         let mut below = Vec::new();
         for dir in &found {
-            let fits = |path: &PathBuf| path.file_name().is_some_and(|file| part_fits(name, file));
-            below.extend(entries(dir)?.into_iter().filter(fits));
+            let fits = |path: &PathBuf| path.file_name().is_some_and(|file| part_matches(name, file));
+            below.extend(list_directory(dir)?.into_iter().filter(fits));
         }
         found = below;
     }
@@ -177,9 +177,9 @@ mod tests {
 
     #[test]
     fn roots_are_matched_and_expanded_by_component() {
-        assert!(fits("/run/docker/runtime-*/*", Path::new("/run/docker/runtime-runc/moby")));
-        assert!(!fits("/run/docker/runtime-*/*", Path::new("/run/docker/runtime-runc")));
-        assert!(!fits("/run/docker/runtime-*/*", Path::new("/run/docker/other/moby")));
+        assert!(matches("/run/docker/runtime-*/*", Path::new("/run/docker/runtime-runc/moby")));
+        assert!(!matches("/run/docker/runtime-*/*", Path::new("/run/docker/runtime-runc")));
+        assert!(!matches("/run/docker/runtime-*/*", Path::new("/run/docker/other/moby")));
         let dir = tempfile::tempdir().unwrap();
         for path in ["runtime-a/x", "runtime-a/y", "runtime-b/z", "other/w"] {
             fs::create_dir_all(dir.path().join(path)).unwrap();
@@ -223,8 +223,8 @@ mod tests {
         symlink("root", &root).unwrap();
         let error = roots(dir.path(), Some(&root)).unwrap_err().to_string();
         assert!(error.contains("/root cannot be read"), "{error}");
-        let error = entries(&root).unwrap_err().to_string();
+        let error = list_directory(&root).unwrap_err().to_string();
         assert!(error.contains("/root cannot be read"), "{error}");
-        assert!(entries(&dir.path().join("none")).unwrap().is_empty());
+        assert!(list_directory(&dir.path().join("none")).unwrap().is_empty());
     }
 }

@@ -1,9 +1,9 @@
-//! Why a lease is not freed, for a user who wants it to be.
+//! Why a lease is not freed, for a user who wants to free it.
 
 use std::path::Path;
 
 use super::Lease;
-use super::cgroup::sign_of_life;
+use super::cgroup::find_sign_of_life;
 use super::liveness::has_processes;
 use super::runtime_record::Record;
 use crate::text::safe;
@@ -39,7 +39,7 @@ impl Lease {
     fn signs_without_init(&self) -> Option<String> {
         let path = |path: &Path| safe(&path.to_string_lossy());
         match Record::read(&self.container.record) {
-            Ok(None) => match sign_of_life(&self.container) {
+            Ok(None) => match find_sign_of_life(&self.container) {
                 Ok(sign) => sign.map(|sign| format!("its runtime has no record of it, but {sign}")),
                 Err(error) => Some(format!(
                     "its runtime has no record of it, and its config.json in {} cannot be read ({}), so \

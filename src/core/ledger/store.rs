@@ -9,12 +9,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::error::{failed, text};
 use super::events_of_change;
-use super::known::{Known, Last};
+use super::known::{Cache, Known};
 use super::liveness::{Scan, Seen, reclaim};
 use super::lock;
 use super::lock_mark::Mark;
 use super::namespaces::Namespaces;
-use super::rebuild::{inventory, rebuild, salvage, trace, unexplained, what_runs};
+use super::rebuild::{find_running, find_trace, last_inventory, rebuild, salvage, unexplained};
 use super::runtime_record::{LARGEST, read_up_to};
 use super::runtime_roots::remember_roots;
 use super::stored::{self, NotALedger, parse};
@@ -35,12 +35,11 @@ pub struct Store {
     pub(super) state_dir: PathBuf,
     /// Where the caller's runtime keeps its records.
     pub(super) root: Option<PathBuf>,
-    /// That of the state directory when the store was opened, by its device number (`st_dev`).
+    /// The state directory's when the store was opened, by device number (`st_dev`).
     pub(super) file_system: u64,
-    /// Whether a change first makes the ledger anew from what runs.
+    /// Whether a change first rebuilds the ledger.
     pub(super) rebuilds: bool,
-    /// What was read or written last.
-    pub(super) last: Last,
+    pub(super) cache: Cache,
 }
 
 /// Leases that an update freed because their containers had ended. Their servers may have to be adjusted or stopped.
@@ -49,11 +48,11 @@ pub type Freed = Vec<Lease>;
 /// The ledger from which a change starts.
 struct Beginning {
     start: Arc<Ledger>,
-    /// Whether the file says the same.
+    /// Whether the file has the same content.
     is_stored: bool,
-    /// What the file says, if it is of an earlier boot.
+    /// The file's content, if it is of an earlier boot.
     old: Option<Arc<Ledger>>,
-    /// That the ledger was lost and rebuilt.
+    /// The loss of the ledger.
     lost: Option<Event>,
 }
 
@@ -85,7 +84,7 @@ impl Store {
             root: None,
             file_system: directory.dev(),
             rebuilds: false,
-            last: Last::default(),
+            cache: Cache::default(),
         })
     }
 
@@ -119,8 +118,8 @@ impl Store {
         let boot = Self::boot_id()?;
         match self.load()? {
             Loaded::Missing => Ok(Ledger::empty(&boot)),
-            Loaded::Sound(ledger) => Ok(of_this_boot(&ledger, &boot)),
-            Loaded::Corrupt(why) => Err(LedgerError::Corrupt { path: text(&self.file()), why }),
+            Loaded::Sound(ledger) => Ok(keep_settings(&ledger, &boot)),
+            Loaded::Corrupt(why) => Err(LedgerError::Corrupt { path: text(&self.ledger_path()), why }),
         }
     }
 
@@ -142,32 +141,32 @@ impl Store {
         &self,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
-        self.update_after(Scan::Full, change)
+        self.update_with_scan(Scan::Full, change)
     }
 
-    /// [`Store::update`], where `scan` says how containers that have ended are looked for.
-    pub(crate) fn update_after<T, E>(
+    /// [`Store::update`] after a scan for ended containers.
+    pub(crate) fn update_with_scan<T, E>(
         &self,
         scan: Scan,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
-        self.update_seen(scan, None, change)
+        self.update_with_gone(scan, None, change)
     }
 
-    /// [`Store::update_after`], where the container of the lease `gone` is known to have ended.
-    pub(super) fn update_seen<T, E>(
+    /// [`Store::update_with_scan`], where the container of the lease `gone` is known to have ended.
+    pub(super) fn update_with_gone<T, E>(
         &self,
         scan: Scan,
         gone: Option<LeaseId>,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         // Before the lock, because asking for each process takes longer than all the rest.
-        let seen = self.known().map(|ledger| Seen::of(&ledger, scan)).unwrap_or_default().and_gone(gone);
+        let seen = self.known().map(|ledger| Seen::of(&ledger, scan)).unwrap_or_default().with_gone(gone);
         self.locked(|ledger| reclaim(ledger, &seen), scan == Scan::Full, change)
     }
 
-    /// [`Store::update`] for a step of one lease, which does not look for containers that have ended.
-    pub(super) fn step<T, E>(
+    /// [`Store::update`] of one lease, which does not look for ended containers.
+    pub(crate) fn update_without_scan<T, E>(
         &self,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<Result<T, E>, LedgerError> {
@@ -182,7 +181,7 @@ impl Store {
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
-        let lock = lock::take(&self.lock_file(), &self.file())?;
+        let lock = lock::take(&self.lock_path(), &self.ledger_path())?;
         let mark = Mark::read(&lock, &boot);
         let loaded = self.load()?;
         let place = self.place(&lock)?;
@@ -190,14 +189,16 @@ impl Store {
             Loaded::Missing => Beginning::not_stored(Ledger::empty(&boot), None),
             Loaded::Sound(ledger) if self.rebuilds => {
                 let last = (ledger.boot_id == boot).then(|| Ledger::clone(&ledger));
-                self.rebuilt("it is given up", last, ours, mark.as_ref(), &place)?
+                self.rebuild_ledger("it is given up", last, ours, mark.as_ref(), &place)?
             }
             Loaded::Sound(ledger) if ledger.boot_id == boot => Beginning::stored(ledger),
             Loaded::Sound(ledger) => {
-                let start = of_this_boot(&ledger, &boot);
+                let start = keep_settings(&ledger, &boot);
                 Beginning { old: Some(ledger), ..Beginning::not_stored(start, None) }
             }
-            Loaded::Corrupt(why) => self.rebuilt(&why, self.last(&boot)?, ours, mark.as_ref(), &place)?,
+            Loaded::Corrupt(why) => {
+                self.rebuild_ledger(&why, self.read_copy(&boot)?, ours, mark.as_ref(), &place)?
+            }
         };
         start.check_namespaces(ours)?;
         // Not before: elsewhere the processes that write those files seem to have ended.
@@ -207,7 +208,7 @@ impl Store {
         let settled = || {
             let mut ledger = Ledger::clone(&start);
             let freed = reclaim(&mut ledger);
-            self.explain(&mut ledger);
+            self.reopen_devices(&mut ledger);
             (ledger, freed)
         };
         let (mut after, mut freed) = settled();
@@ -230,11 +231,11 @@ impl Store {
         let wanted = after.namespaces.map(|namespaces| Mark::of(&boot, namespaces));
         if mark != wanted {
             Mark::write(wanted.as_ref(), &lock)
-                .map_err(|error| failed("written", &self.lock_file(), error))?;
+                .map_err(|error| failed("written", &self.lock_path(), error))?;
         }
-        events::tell(&self.state_dir, &events);
+        events::emit(&self.state_dir, &events);
         if let Some(file) = written {
-            self.last.wrote(file, after);
+            self.cache.remember_written(file, after);
         }
         // Not only when both ledgers have been freed.
         drop(lock);
@@ -243,14 +244,14 @@ impl Store {
 
     /// Reopens closed devices as soon as every process there is attributable to a lease. After a loss, the first new
     /// inventory shows which devices have to be closed.
-    fn explain(&self, ledger: &mut Ledger) {
-        let inventory = || inventory(&self.state_dir, &ledger.boot_id).ok().flatten();
+    fn reopen_devices(&self, ledger: &mut Ledger) {
+        let inventory = || last_inventory(&self.state_dir, &ledger.boot_id).ok().flatten();
         let is_new =
             ledger.lost && inventory().is_some_and(|inventory| inventory.mig_changes == ledger.mig.count);
         if !is_new && ledger.unexplained.is_empty() {
             return;
         }
-        // What cannot be read for a moment changes nothing.
+        // A failure to read changes nothing.
         let Ok(still) = unexplained(&self.state_dir, ledger) else { return };
         if is_new {
             ledger.lost = false;
@@ -263,20 +264,20 @@ impl Store {
     /// The inode of the file whose content is known.
     #[cfg(test)]
     pub(super) fn known_inode(&self) -> Option<u64> {
-        self.last.inode()
+        self.cache.inode()
     }
 
-    fn file(&self) -> PathBuf {
+    fn ledger_path(&self) -> PathBuf {
         self.state_dir.join(LEDGER)
     }
 
-    fn lock_file(&self) -> PathBuf {
+    fn lock_path(&self) -> PathBuf {
         self.state_dir.join("lock")
     }
 
-    /// A copy of what was written last. If the ledger is lost, leases that root's runtimes have no record of (pending
-    /// ones, a prestart hook's, those of rootless users) are found only here.
-    fn copy(&self) -> PathBuf {
+    /// The copy of the ledger. If the ledger is lost, leases of which root's runtimes have no record (pending ones, a
+    /// prestart hook's, rootless users') are found only here.
+    fn copy_path(&self) -> PathBuf {
         self.state_dir.join(COPY)
     }
 
@@ -284,8 +285,8 @@ impl Store {
     ///
     /// # Errors
     /// It exists and cannot be read, although it may be intact; or a newer version wrote it.
-    fn last(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
-        let path = self.copy();
+    fn read_copy(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
+        let path = self.copy_path();
         let content = trusted::read(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
         match content.and_then(Result::ok).map(|content| parse(&content)) {
             Some(Err(NotALedger::Newer(found))) => Err(LedgerError::Newer { path: text(&path), found }),
@@ -302,34 +303,34 @@ impl Store {
 
     /// The ledger, if it is sound. Called before the lock is taken, because parsing takes longer than all the rest.
     fn known(&self) -> Option<Arc<Ledger>> {
-        let path = self.file();
-        if let Some(ledger) = self.last.at(&path) {
+        let path = self.ledger_path();
+        if let Some(ledger) = self.cache.get(&path) {
             return Some(ledger);
         }
         let file = trusted::open(&path, LARGEST).ok()??.ok()?;
         let ledger = Arc::new(parse(&file.read().ok()?).ok()?);
-        self.last.is(Known { file, ledger: ledger.clone() });
+        self.cache.remember(Known { file, ledger: ledger.clone() });
         Some(ledger)
     }
 
-    /// The ledger; if its file is the one that was read or written last, it is not read and parsed again.
+    /// The ledger, from the cache if its file is unchanged.
     fn load(&self) -> Result<Loaded, LedgerError> {
-        let path = self.file();
+        let path = self.ledger_path();
         let unread = |error| failed("read", &path, error);
-        let ledger = if let Some(ledger) = self.last.at(&path) {
+        let ledger = if let Some(ledger) = self.cache.get(&path) {
             ledger
         } else {
             let file = match trusted::open(&path, LARGEST).map_err(unread)? {
                 Some(Ok(file)) => file,
                 Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
-                None => return self.missing(),
+                None => return self.load_missing(),
             };
             let ledger = match parse(&file.read().map_err(unread)?).map(Arc::new) {
                 Ok(ledger) => ledger,
                 Err(NotALedger::Newer(found)) => return Err(LedgerError::Newer { path: text(&path), found }),
                 Err(NotALedger::Corrupt(why)) => return Ok(Loaded::Corrupt(why)),
             };
-            self.last.is(Known { file, ledger: ledger.clone() });
+            self.cache.remember(Known { file, ledger: ledger.clone() });
             ledger
         };
         let boot = Self::boot_id()?;
@@ -339,44 +340,44 @@ impl Store {
                     "it was written in an earlier boot, but its lock names a ledger of this boot".into(),
                 ));
             }
-            // What has run since boot has its leases elsewhere.
-            if let Some(what) = self.sign(what_runs)? {
-                return self.begun_or_unmounted(what);
+            // A running container or daemon has its lease elsewhere.
+            if let Some(what) = self.find_sign(find_running)? {
+                return self.load_begun(what);
             }
         }
         Ok(Loaded::Sound(ledger))
     }
 
-    /// What a missing ledger means: a loss, if its copy or its lock is there. Otherwise there was none yet.
-    fn missing(&self) -> Result<Loaded, LedgerError> {
-        match fs::symlink_metadata(self.copy()) {
+    /// A missing ledger is a loss, if its copy or its lock exists. Otherwise there was none yet.
+    fn load_missing(&self) -> Result<Loaded, LedgerError> {
+        match fs::symlink_metadata(self.copy_path()) {
             Ok(_) => return Ok(Loaded::Corrupt("it is gone".into())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(failed("read", &self.copy(), error)),
+            Err(error) => return Err(failed("read", &self.copy_path(), error)),
         }
         if self.is_marked()? {
             return Ok(Loaded::Corrupt("it is missing, but its lock names it".into()));
         }
-        match self.sign(trace)? {
-            Some(what) => self.begun_or_unmounted(what),
+        match self.find_sign(find_trace)? {
+            Some(what) => self.load_begun(what),
             None if self.rebuilds => Ok(Loaded::Corrupt("it is given up".into())),
             None => Ok(Loaded::Missing),
         }
     }
 
     /// The ledger, if another process has begun it since it was looked for.
-    fn begun_or_unmounted(&self, what: String) -> Result<Loaded, LedgerError> {
-        if self.is_marked()? { self.load() } else { Err(self.unmounted(what)) }
+    fn load_begun(&self, what: String) -> Result<Loaded, LedgerError> {
+        if self.is_marked()? { self.load() } else { Err(self.unmounted_error(what)) }
     }
 
     /// Whether the lock says that there is a ledger of this boot.
     fn is_marked(&self) -> Result<bool, LedgerError> {
-        Ok(Mark::read_in(&self.lock_file(), &Self::boot_id()?).is_some())
+        Ok(Mark::read_in(&self.lock_path(), &Self::boot_id()?).is_some())
     }
 
-    /// Rebuilds the ledger from `last`, if it is known what the ledger said, and from what runs, writes it and keeps the
+    /// Rebuilds the ledger from its copy `last`, if there is one, and from the running system, writes it and keeps the
     /// unusable file.
-    fn rebuilt(
+    fn rebuild_ledger(
         &self,
         why: &str,
         last: Option<Ledger>,
@@ -384,7 +385,7 @@ impl Store {
         mark: Option<&Mark>,
         place: &Place,
     ) -> Result<Beginning, LedgerError> {
-        let (path, boot) = (self.file(), Self::boot_id()?);
+        let (path, boot) = (self.ledger_path(), Self::boot_id()?);
         // First of all: from other namespaces the rebuild would not see the running processes.
         let checked = match (&last, mark) {
             (Some(last), _) => last.check_namespaces(ours),
@@ -407,11 +408,12 @@ impl Store {
         if !has_last {
             salvage(&path, &mut ledger);
             // This makes every existing inventory out of date.
-            let counted = inventory(&self.state_dir, &boot)?.map_or(0, |inventory| inventory.mig_changes);
+            let counted =
+                last_inventory(&self.state_dir, &boot)?.map_or(0, |inventory| inventory.mig_changes);
             ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
             ledger.lost = true;
             // A directory could not be replaced.
-            let _ = remove(&self.copy());
+            let _ = remove(&self.copy_path());
         }
         // The copy first: a process that is killed before it has written the ledger leaves that.
         let content = stored::text(&mut ledger).map_err(io::Error::from);
@@ -420,7 +422,7 @@ impl Store {
             .and_then(|_| self.set_aside())
             .map_err(|error| failed("written", &path, error))?;
         self.write(&mut ledger, None, place)?;
-        let event = events_of_change::rebuilt(&ledger, why);
+        let event = events_of_change::rebuilt_event(&ledger, why);
         Ok(Beginning::not_stored(ledger, Some(event)))
     }
 
@@ -432,13 +434,13 @@ impl Store {
             }
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        match fs::rename(self.file(), self.state_dir.join(format!("ledger.json.corrupt-{now}"))) {
+        match fs::rename(self.ledger_path(), self.state_dir.join(format!("ledger.json.corrupt-{now}"))) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
         }
     }
 
-    /// Writes `ledger` in the place of `before`, if that was written. Returns the new file, open.
+    /// Replaces `before` by `ledger`. Returns the new file, open.
     fn write(
         &self,
         ledger: &mut Ledger,
@@ -452,7 +454,7 @@ impl Store {
             replace_own(&place.file(COPY), &content, 0o600)?;
             replace_own(&place.file(LEDGER), &content, 0o644)
         });
-        written.map_err(|error| failed("written", &self.file(), error))
+        written.map_err(|error| failed("written", &self.ledger_path(), error))
     }
 }
 
@@ -461,8 +463,8 @@ fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
-/// Only settings made by people survive a boot.
-fn of_this_boot(ledger: &Ledger, boot: &str) -> Ledger {
+/// Settings made by people survive a boot.
+fn keep_settings(ledger: &Ledger, boot: &str) -> Ledger {
     if ledger.boot_id == boot {
         return ledger.clone();
     }
@@ -482,6 +484,6 @@ pub fn is_there(state_dir: &Path) -> bool {
 /// The ledger file's content, which every user may read. It is a hint for processes that may not open the store. Its
 /// owner cannot be checked: in a user namespace, root's files belong to the overflow uid (`user_namespaces(7)`).
 #[must_use]
-pub fn written(state_dir: &Path) -> Vec<u8> {
+pub fn read_text(state_dir: &Path) -> Vec<u8> {
     read_up_to(&state_dir.join("ledger.json"), LARGEST).ok().flatten().unwrap_or_default()
 }

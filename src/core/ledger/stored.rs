@@ -9,7 +9,7 @@ use crate::text::safe;
 /// Why a text cannot be used as the ledger.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum NotALedger {
-    /// A newer version of sublet wrote it, with this schema. It is not rebuilt: what it says may be found nowhere else.
+    /// A newer version of sublet wrote it, with this schema. It is not rebuilt: its content may exist nowhere else.
     Newer(String),
     /// It is no ledger, for this reason.
     Corrupt(String),
@@ -28,7 +28,7 @@ struct OfAnyVersion {
 pub(super) fn parse(content: &[u8]) -> Result<Ledger, NotALedger> {
     let parsed: Result<Ledger, _> = serde_json::from_slice(content);
     if parsed.as_ref().map_or(true, |ledger| ledger.schema != SCHEMA) {
-        if let Some(newer) = newer(content) {
+        if let Some(newer) = newer_schema(content) {
             return Err(NotALedger::Newer(newer));
         }
     }
@@ -52,7 +52,7 @@ pub(super) fn text(ledger: &mut Ledger) -> serde_json::Result<Vec<u8>> {
 }
 
 /// The schema, if it has our name and a higher number.
-fn newer(content: &[u8]) -> Option<String> {
+fn newer_schema(content: &[u8]) -> Option<String> {
     let OfAnyVersion { schema } = serde_json::from_slice(content).ok()?;
     let number = |schema: &str| {
         let (name, number) = schema.split_once('/')?;

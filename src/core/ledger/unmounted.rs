@@ -1,5 +1,5 @@
-//! Whether the state directory is the one with the ledger. Where it was unmounted, emptied or replaced there is another
-//! one, whose ledger would know nothing of what runs. It is not mastered but refused, until a person says which one counts.
+//! Whether the state directory is the one with the ledger. If it was unmounted, emptied or replaced, the present one's
+//! ledger has none of the running containers. Then changes are refused until a person decides which one counts.
 
 use std::fs::File;
 use std::io;
@@ -13,7 +13,7 @@ use super::rebuild::running_container;
 use super::{Lease, LeaseId, Ledger, LedgerError, Record, Store};
 use crate::text::safe;
 
-/// The state directory as it was opened once: what is written there is in one directory, whatever is mounted meanwhile.
+/// The opened state directory: all files are written to the same directory, whatever is mounted meanwhile.
 pub(super) struct Place(File);
 
 impl Place {
@@ -24,7 +24,7 @@ impl Place {
 }
 
 impl Store {
-    /// The same for a user who gives up the ledger that is not there any more: a change first makes it anew from what runs.
+    /// For a user who gives up a missing ledger: a change first rebuilds it.
     #[must_use]
     pub fn rebuilding(self) -> Self {
         Self { rebuilds: true, ..self }
@@ -73,20 +73,19 @@ impl Store {
             unknown && named.is_some_and(|named| named != self.file_system)
         };
         let found = running_container(&self.state_dir, self.root.as_deref(), is_elsewhere)?;
-        found.map_or(Ok(()), |what| Err(self.unmounted(what)))
+        found.map_or(Ok(()), |owner| Err(self.unmounted_error(owner)))
     }
 
-    /// What `look` finds of another ledger of this directory, unless that is given up.
-    pub(super) fn sign(
+    /// The owner of a lease in another ledger of this directory, as `look` finds it, unless that ledger is given up.
+    pub(super) fn find_sign(
         &self,
         look: fn(&Path, Option<&Path>) -> Result<Option<String>, LedgerError>,
     ) -> Result<Option<String>, LedgerError> {
         if self.rebuilds { Ok(None) } else { look(&self.state_dir, self.root.as_deref()) }
     }
 
-    /// That `what` is of another ledger of this directory.
-    pub(super) fn unmounted(&self, what: String) -> LedgerError {
-        LedgerError::Unmounted { path: safe(&self.state_dir.to_string_lossy()), what }
+    pub(super) fn unmounted_error(&self, owner: String) -> LedgerError {
+        LedgerError::Unmounted { path: safe(&self.state_dir.to_string_lossy()), owner }
     }
 }
 

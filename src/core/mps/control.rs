@@ -28,8 +28,8 @@ use crate::text::safe;
 /// which the daemon or the program that asks it waits for a processor does not count.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
-/// What the control program says if the daemon speaks with another one. It speaks with one at a time, and closes the
-/// connections of others (docs/evidence/2026-11-25-mps-control.md).
+/// The control program's message if the daemon speaks with another one. It speaks with one at a time, and closes other
+/// connections (docs/evidence/2026-11-25-mps-control.md).
 const UNSENT: &str = "cannot send command";
 
 /// The time between two attempts to send a command.
@@ -115,7 +115,11 @@ impl Control {
     ///
     /// # Errors
     /// As [`Control::new`]'s.
-    pub(super) fn found(key: &DaemonKey, inventory: &Inventory, config: &Config) -> Result<Self, MpsError> {
+    pub(super) fn with_known_program(
+        key: &DaemonKey,
+        inventory: &Inventory,
+        config: &Config,
+    ) -> Result<Self, MpsError> {
         let program = inventory.driver.mps_control.clone().filter(|program| program.is_file());
         let Some(program) = program else { return Self::new(key, config) };
         let programs = MpsPrograms { control: Some(program.clone()), ..MpsPrograms::default() };
@@ -130,7 +134,7 @@ impl Control {
         Ok(self.programs.both(&config.driver)?.1)
     }
 
-    /// The program that runs as `daemon`, if nothing else tells which one is installed.
+    /// The program that runs as `daemon`, if no other is known to be installed.
     #[must_use]
     pub fn of(key: &DaemonKey, config: &Config, daemon: Process) -> Option<Self> {
         let program = std::fs::read_link(format!("/proc/{}/exe", daemon.pid)).ok()?;
@@ -139,10 +143,10 @@ impl Control {
         installed.then(|| Self { key: key.0.clone(), program, programs, pipe })
     }
 
-    /// The same, through the directory that clients see, if this process is not root and has no other way. The daemon
+    /// Asks through the directory that clients see, if this process is not root and has no other way. The daemon
     /// answers read-only commands there, too (docs/evidence).
     #[must_use]
-    pub(crate) fn or_by(mut self, public: &Path) -> Self {
+    pub(crate) fn or_public(mut self, public: &Path) -> Self {
         if std::fs::symlink_metadata(self.pipe.join("control")).is_err() {
             public.clone_into(&mut self.pipe);
         }
@@ -156,7 +160,7 @@ impl Control {
     }
 
     /// The program as it sends commands, which are its input.
-    fn asking(&self) -> Command {
+    fn control_command(&self) -> Command {
         let mut program = Command::new(&self.program);
         program
             .env_clear()
@@ -179,7 +183,7 @@ impl Control {
         // The wait for the turn does not make the answer late.
         let daemon = listener(&self.pipe.join("control")).unwrap_or_default();
         let wait = ProcessorWait::from_now_on(daemon);
-        let left = || wait.left_of(limit);
+        let left = || wait.remaining(limit);
         let mut was_taken = false;
         loop {
             match self.ask_once(commands, left()) {
@@ -201,8 +205,10 @@ impl Control {
 
     fn ask_once(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
         let words = ["nvidia-cuda-mps-control", &self.key];
-        match confine::run(&words, || self.asking(), &format!("{commands}\n"), limit) {
-            Ok(finished) => judge(commands, finished.status.success(), &finished.stdout, &finished.stderr),
+        match confine::run(&words, || self.control_command(), &format!("{commands}\n"), limit) {
+            Ok(finished) => {
+                check_answer(commands, finished.status.success(), &finished.stdout, &finished.stderr)
+            }
             Err(ChildError::Timeout) => Err(AskError::Silent),
             Err(ChildError::Io(error)) => Err(AskError::Program(error)),
         }
@@ -273,8 +279,8 @@ impl Control {
     /// Sets the default limits for clients that connect from now on, to running servers and to those that start later.
     ///
     /// The daemon's defaults are set first, so that a server that starts after servers were listed already has them.
-    /// `known` are servers that are expected to run: they are told by the same run of the program, which takes 3 ms
-    /// (docs/evidence). Others that the daemon lists are told by a second one.
+    /// `known` are servers that are expected to run: the same run of the program, which takes 3 ms (docs/evidence),
+    /// sets theirs. A second one sets those of further servers that the daemon lists.
     pub fn set_default_limits(
         &self,
         default_limits: DefaultLimits,
@@ -321,10 +327,10 @@ fn limit_commands(server: Option<i32>, devices: usize, default_limits: DefaultLi
 pub fn command(key: &str) -> Option<Command> {
     let key = DaemonKey(key.to_owned());
     dirs::check_key(&key).ok()?;
-    Control::new(&key, &config_files::load().ok()?).ok().map(|control| control.asking())
+    Control::new(&key, &config_files::load().ok()?).ok().map(|control| control.control_command())
 }
 
-fn judge(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<String, AskError> {
+fn check_answer(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<String, AskError> {
     let (answer, complaint) = (stdout.trim(), stderr.trim());
     let words = if complaint.is_empty() { answer } else { complaint };
     let lower = format!("{answer}\n{complaint}").to_lowercase();
@@ -400,16 +406,16 @@ mod tests {
 
     #[test]
     fn a_no_is_heard_although_the_program_exits_zero() {
-        let said = |answer: &str| judge("quit", true, answer, "");
+        let said = |answer: &str| check_answer("quit", true, answer, "");
         assert!(matches!(said("Insufficient privileges"), Err(AskError::Refused { .. })));
         assert!(matches!(said("Not enough privilege to quit"), Err(AskError::Refused { .. })));
         assert!(matches!(said("Cannot find MPS control daemon process"), Err(AskError::Gone(_))));
         assert_eq!(said(" 25.0\n").unwrap(), "25.0");
         assert_eq!(said("").unwrap(), "");
-        assert!(matches!(judge("x", false, "", "no such thing"), Err(AskError::Gone(_))));
+        assert!(matches!(check_answer("x", false, "", "no such thing"), Err(AskError::Gone(_))));
         let unsent = "Cannot send command to MPS control daemon process";
-        assert!(matches!(judge("x", false, "", unsent), Err(AskError::Taken)));
-        assert!(matches!(judge("x", false, "", ""), Err(AskError::Taken)));
+        assert!(matches!(check_answer("x", false, "", unsent), Err(AskError::Taken)));
+        assert!(matches!(check_answer("x", false, "", ""), Err(AskError::Taken)));
     }
 
     #[test]

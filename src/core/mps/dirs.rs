@@ -43,16 +43,16 @@ pub fn log(key: &DaemonKey, state_dir: &Path) -> PathBuf {
 pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     check_key(key)?;
     check_length(&pipe(key, state_dir).join("control_privileged"))?;
-    make_one(&state_dir.join("mps"), 0o755)?;
-    make_one(&key.dir(state_dir), 0o755)?;
-    make_one(&key.public(state_dir), 0o755)?;
-    make_one(&pipe(key, state_dir), 0o700)?;
-    make_one(&log(key, state_dir), 0o700)?;
+    create_directory(&state_dir.join("mps"), 0o755)?;
+    create_directory(&key.dir(state_dir), 0o755)?;
+    create_directory(&key.public(state_dir), 0o755)?;
+    create_directory(&pipe(key, state_dir), 0o700)?;
+    create_directory(&log(key, state_dir), 0o700)?;
     let asking = key.dir(state_dir).join(ASKING);
-    make_asking(&asking).map_err(io_at("create", &asking))
+    create_turn_file(&asking).map_err(io_at("create", &asking))
 }
 
-fn make_asking(path: &Path) -> io::Result<()> {
+fn create_turn_file(path: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
     options.open(path).map(drop)
@@ -81,7 +81,7 @@ fn check_length(socket: &Path) -> Result<(), MpsError> {
     Err(MpsError::PathTooLong { path: socket.to_owned(), length })
 }
 
-fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
+fn create_directory(path: &Path, mode: u32) -> Result<(), MpsError> {
     match DirBuilder::new().mode(mode).create(path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
             return Err(io_at("make the directory", path)(error));
@@ -116,10 +116,10 @@ pub fn publish(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     fs::rename(&temporary, &link).map_err(io_at("replace", &link))?;
     // rename(2) of two links to the same file does nothing and leaves both.
     remove_if_there(&temporary)?;
-    remove_others(&public, "control")
+    remove_except(&public, "control")
 }
 
-fn remove_others(dir: &Path, keep: &str) -> Result<(), MpsError> {
+fn remove_except(dir: &Path, keep: &str) -> Result<(), MpsError> {
     for entry in fs::read_dir(dir).map_err(io_at("read", dir))? {
         let entry = entry.map_err(io_at("read", dir))?;
         if entry.file_name() != keep {
@@ -132,7 +132,7 @@ fn remove_others(dir: &Path, keep: &str) -> Result<(), MpsError> {
 /// Empties a directory, which need not be there.
 fn empty(dir: &Path) -> Result<(), MpsError> {
     match dir.try_exists() {
-        Ok(true) => remove_others(dir, ""),
+        Ok(true) => remove_except(dir, ""),
         Ok(false) => Ok(()),
         Err(error) => Err(io_at("look at", dir)(error)),
     }
@@ -156,8 +156,8 @@ pub fn clear_pipe(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     empty(&pipe(key, state_dir))
 }
 
-/// Cleans up after the daemon's end: removes all sockets. A dedicated daemon leaves nothing at all. A shared daemon's
-/// log, which shows what happened, and its lock are kept.
+/// Cleans up after the daemon's end: removes all sockets. A dedicated daemon leaves nothing at all. A shared daemon's log
+/// and lock are kept.
 pub fn clear(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     if crate::ledger::LeaseId::parse(&key.0).is_some() {
         return remove_if_there(&key.dir(state_dir));
@@ -213,7 +213,7 @@ pub fn log_tail(key: &DaemonKey, state_dir: &Path, name: &str, most: u64) -> Str
     log_since(key, state_dir, name, 0, most)
 }
 
-/// What was written to a log after its first `from` bytes; at most the last `most` bytes.
+/// The content of a log after its first `from` bytes; at most the last `most` bytes.
 #[must_use]
 pub fn log_since(key: &DaemonKey, state_dir: &Path, name: &str, from: u64, most: u64) -> String {
     let read = || -> io::Result<Vec<u8>> {

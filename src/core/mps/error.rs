@@ -1,4 +1,4 @@
-//! Why an MPS daemon does not serve, one line each, with what would help.
+//! Why an MPS daemon does not serve, one line each, with a remedy.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use crate::inventory::{InventoryError, MissingPrograms};
 use crate::ledger::LedgerError;
 use crate::process::sublet::SubletError;
 
-/// Why an MPS daemon does not serve; every message says what would help.
+/// Why an MPS daemon does not serve; every message has a remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum MpsError {
     /// The driver's MPS programs are missing, or one of them is.
@@ -133,7 +133,7 @@ pub enum MpsError {
         device: String,
         /// The limit.
         seconds: u64,
-        /// What was being waited for.
+        /// The missing step.
         why: String,
         /// The last lines of its logs and its server's.
         log: String,
@@ -208,16 +208,16 @@ pub enum MpsError {
     #[error(transparent)]
     Inventory(#[from] InventoryError),
     /// A system call.
-    #[error("{what}: {source}")]
+    #[error("{attempt}: {source}")]
     Io {
-        /// What was tried, with the path.
-        what: String,
+        /// The attempt, with the path.
+        attempt: String,
         /// The system's answer.
         source: io::Error,
     },
 }
 
-/// Why a daemon does not answer, and what helps.
+/// Why a daemon does not answer, and a remedy.
 fn silence(pid: i32, key: &str, kept_by: &[String]) -> String {
     let stop = format!("`sublet mps stop --force {key}` ends the daemon and the GPU work of its clients");
     if kept_by.is_empty() {
@@ -233,8 +233,8 @@ fn silence(pid: i32, key: &str, kept_by: &[String]) -> String {
     )
 }
 
-/// For `map_err`: an [`MpsError::Io`] that says what was tried on which path.
+/// For `map_err`: an [`MpsError::Io`] with the attempt and its path.
 pub(super) fn io_at(verb: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MpsError {
-    let what = format!("cannot {verb} {}", path.display());
-    move |source| MpsError::Io { what, source }
+    let attempt = format!("cannot {verb} {}", path.display());
+    move |source| MpsError::Io { attempt, source }
 }

@@ -27,7 +27,7 @@ const LONGEST_PID: u64 = 64;
 /// It does not answer and cannot be restarted within three seconds, or this is unknown.
 pub(crate) fn ensure_answering(public: &Path, config: &Config) -> Result<(), MpsError> {
     let began = Instant::now();
-    let daemon = Daemon::behind(public, config)?;
+    let daemon = Daemon::of_public(public, config)?;
     if selinux::denies_mps_sockets(Path::new("/"), &daemon.config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: daemon.config.state_dir });
     }
@@ -55,7 +55,7 @@ pub(crate) fn ensure_answering(public: &Path, config: &Config) -> Result<(), Mps
 /// # Errors
 /// It runs and does not answer, or this is unknown.
 pub fn answers(public: &Path, config: &Config) -> Result<bool, MpsError> {
-    Daemon::behind(public, config)?.answers()
+    Daemon::of_public(public, config)?.answers()
 }
 
 /// A daemon as its container sees it.
@@ -68,7 +68,7 @@ struct Daemon<'a> {
 
 impl<'a> Daemon<'a> {
     /// `public` is `<state directory>/mps/<key>/public` ([`DaemonKey::public`]).
-    fn behind(public: &'a Path, config: &Config) -> Result<Self, MpsError> {
+    fn of_public(public: &'a Path, config: &Config) -> Result<Self, MpsError> {
         let name = public.parent().and_then(Path::file_name).unwrap_or_default();
         let key = DaemonKey(name.to_string_lossy().into_owned());
         dirs::check_key(&key)?;
@@ -95,7 +95,7 @@ impl<'a> Daemon<'a> {
             Some(Condition::Stopped) => return Err(self.silent(known, process, ledger.as_ref())),
             Some(Condition::Running) | None => {}
         }
-        if known.is_some_and(answered_lately) {
+        if known.is_some_and(has_answered_lately) {
             return Ok(true);
         }
         let control = match Control::new(&self.key, &self.config) {
@@ -104,7 +104,7 @@ impl<'a> Daemon<'a> {
             }
             Ok(control) => control,
         };
-        match control.or_by(self.public).default_limits() {
+        match control.or_public(self.public).default_limits() {
             Ok(_) => {
                 // Recorded so that the next process need not ask again. If it cannot be recorded, the next one asks.
                 if let (Some(store), Some(daemon)) = (&store, known) {
@@ -140,7 +140,7 @@ impl<'a> Daemon<'a> {
 }
 
 /// Of a daemon that runs.
-fn answered_lately(daemon: &MpsDaemon) -> bool {
+fn has_answered_lately(daemon: &MpsDaemon) -> bool {
     daemon.process.is_some()
         && daemon.state == DaemonState::Serving
         && limits_and_state::is_recent(daemon.answered_at, epoch_seconds())
@@ -153,7 +153,7 @@ mod tests {
     #[test]
     fn a_daemon_is_known_by_the_directory_that_its_container_sees() {
         let behind = |path: &str| {
-            Daemon::behind(Path::new(path), &Config::default())
+            Daemon::of_public(Path::new(path), &Config::default())
                 .map(|daemon| (daemon.key.0, daemon.config.state_dir.display().to_string()))
         };
         assert_eq!(behind("/run/sublet/mps/GPU-1/public").unwrap(), ("GPU-1".into(), "/run/sublet".into()));

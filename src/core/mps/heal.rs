@@ -18,8 +18,8 @@ use crate::text::safe;
 pub enum Lowering {
     /// Before this returns.
     Now,
-    /// By `sublet mps lower`, which runs apart from this process: an engine waits for this one, and for the daemon two
-    /// answers would be waited for. If that command is killed, the next `sublet gc` or the service lowers them.
+    /// By `sublet mps lower`, a daemon: an engine waits for this process, which would wait for two answers. If that
+    /// command is killed, the next `sublet gc` or the service lowers them.
     Apart,
 }
 
@@ -63,21 +63,21 @@ pub fn lower(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsE
 fn is_due(key: &DaemonKey, ledger: &Ledger) -> bool {
     let daemon =
         limits_and_state::daemon(ledger, key).filter(|_| ledger.wanted_default_limits(key).is_some());
-    daemon.is_some_and(|daemon| is_settled(ledger, daemon) && limits_and_state::is_alive(daemon))
+    daemon.is_some_and(|daemon| is_adjustable(ledger, daemon) && limits_and_state::is_alive(daemon))
 }
 
 /// Whether the default limits can and must be changed now. A start sets them itself, and a daemon that has ended has
 /// none.
-fn is_settled(ledger: &Ledger, daemon: &MpsDaemon) -> bool {
+fn is_adjustable(ledger: &Ledger, daemon: &MpsDaemon) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
         && (ledger.wanted_default_limits(&daemon.key) != Some(daemon.default_limits)
             || daemon.answered_at == 0)
 }
 
-/// Repairs what crashes left: restarts crashed MPS daemons of live leases in the directory that their containers have
+/// Recovers from crashes: restarts crashed MPS daemons of live leases in the directory that their containers have
 /// mounted, ends unneeded daemons, restores compute modes, and limits logs.
 ///
-/// Returns what was found and done, one line each, including what could not be done.
+/// Returns findings, actions and failures, one line each.
 #[must_use]
 pub fn heal(store: &Store, config: &Config) -> Vec<String> {
     let ledger = match store.read() {
@@ -96,7 +96,7 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
     lines
 }
 
-/// Ends daemons whose idle time is over. Returns what could not be done, one line each.
+/// Ends daemons whose idle time is over. Returns failures, one line each.
 #[must_use]
 pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
     let ledger = match store.read() {
@@ -108,7 +108,7 @@ pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
 
 /// Ends all idle daemons when `sublet serve` ends.
 #[must_use]
-pub fn keep_no_more(store: &Store, config: &Config) -> Vec<String> {
+pub fn end_all_idle(store: &Store, config: &Config) -> Vec<String> {
     let own = Process::current().ok();
     let left = limits_and_state::change(store, |ledger| {
         ledger.keeper = ledger.keeper.filter(|keeper| Some(*keeper) != own);
@@ -119,7 +119,7 @@ pub fn keep_no_more(store: &Store, config: &Config) -> Vec<String> {
     lines
 }
 
-/// Does what is due for daemons without a lease in `ledger`. Returns messages.
+/// Ends or idles daemons without a lease in `ledger`. Returns messages.
 fn run_errands(ledger: &Ledger, config: &Config) -> Vec<String> {
     let mut lines = Vec::new();
     for errand in errands(ledger, config).iter().filter(|(key, _)| is_free(key, config)) {
@@ -145,17 +145,13 @@ fn heal_one(daemon: &MpsDaemon, ledger: &Ledger, store: &Store, config: &Config)
     // The daemon is really asked, because one that is ending or stopped still has its pid.
     let asked = Control::new(&daemon.key, config).map(|control| control.default_limits());
     let healed = match asked {
-        Ok(Ok(_)) => readjust(daemon, store, config),
+        Ok(Ok(_)) => DaemonLock::take(&daemon.key, &config.state_dir, Duration::from_secs(2))
+            .and_then(|held| limits_and_state::adjust(&held, &daemon.key, None, store, config)),
         Ok(Err(AskError::Gone(_))) => return restart(daemon, ledger, config),
         Ok(Err(error)) => Err(limits_and_state::note_failure(store, daemon, error)),
         Err(error) => Err(error),
     };
     healed.err().map(|error| error.to_string()).into_iter().collect()
-}
-
-fn readjust(daemon: &MpsDaemon, store: &Store, config: &Config) -> Result<(), MpsError> {
-    let held = DaemonLock::take(&daemon.key, &config.state_dir, Duration::from_secs(2))?;
-    limits_and_state::adjust(&held, &daemon.key, None, store, config)
 }
 
 fn restart(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Vec<String> {

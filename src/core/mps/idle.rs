@@ -17,7 +17,7 @@ use crate::process::uptime_seconds;
 /// The time between two attempts to end a daemon that another process is ending.
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// Whether the daemon of `server`, which serves no lease, waits for the next one.
+/// Whether `daemon`, which serves no lease, waits for the next one.
 #[must_use]
 pub fn waits(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> bool {
     // A dedicated daemon is of no use to another lease.
@@ -27,7 +27,7 @@ pub fn waits(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> bool {
     useful && runs && left(daemon, ledger, config) > Duration::ZERO
 }
 
-/// How much longer the daemon of `server` may wait: zero if nothing would end it.
+/// How much longer `daemon` may wait: zero if nothing would end it.
 #[must_use]
 pub fn left(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Duration {
     if ledger.keeper.is_some_and(|keeper| keeper.is_alive()) {
@@ -37,7 +37,7 @@ pub fn left(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Duration {
     }
 }
 
-/// What is left of `idle`. Zero if the beginning of the wait is unknown or in the future.
+/// The rest of `idle`. Zero if the beginning of the wait is unknown or in the future.
 fn remaining(since: Option<u64>, idle: Duration, now: u64) -> Duration {
     let waited = since.and_then(|since| now.checked_sub(since)).map(Duration::from_secs);
     waited.map_or(Duration::ZERO, |waited| idle.saturating_sub(waited))
@@ -49,7 +49,7 @@ fn is_closed(device: &str, ledger: &Ledger) -> bool {
     listed(&ledger.drained) || listed(&ledger.unexplained) || ledger.on_device(device).next().is_some()
 }
 
-/// What is to be done for a device without leases.
+/// The work for a device without leases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Errand {
     /// Its daemon ends, and its compute mode is restored.
@@ -58,7 +58,7 @@ pub(crate) enum Errand {
     Rest,
 }
 
-/// What is due: daemons that must end, and compute modes that a last lease or a crash left changed.
+/// The due work: daemons that must end, and compute modes that a last lease or a crash left changed.
 pub(crate) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Errand)> {
     let unused = |key: &DaemonKey| ledger.on_daemon(key).next().is_none();
     let changed = |key: &DaemonKey| ledger.compute_modes.iter().any(|changed| changed.device == key.0);
@@ -82,7 +82,7 @@ pub(super) fn run((key, errand): &(DaemonKey, Errand)) -> Result<Vec<String>, Mp
 
 /// Ends the idle daemons `keys` before a container with another use of their devices starts. Returns warnings, one line
 /// each.
-pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsError> {
+pub(crate) fn end_conflicting(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsError> {
     let deadline = Instant::now() + STOP_LIMIT;
     let mut warnings = Vec::new();
     for key in keys {
@@ -116,7 +116,7 @@ pub(crate) fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsE
 }
 
 /// Records that this process, `sublet serve`, ends daemons after their idle time.
-pub fn keep(ledger: &mut Ledger) -> std::io::Result<()> {
+pub fn register_keeper(ledger: &mut Ledger) -> std::io::Result<()> {
     ledger.keeper = Some(Process::current()?);
     Ok(())
 }

@@ -23,7 +23,7 @@ pub fn daemon<'a>(ledger: &'a Ledger, key: &DaemonKey) -> Option<&'a MpsDaemon> 
     ledger.daemons.iter().find(|daemon| daemon.key == *key)
 }
 
-/// Whether the recorded process of `server` still runs.
+/// Whether the recorded process of `daemon` still runs.
 #[must_use]
 pub fn is_alive(daemon: &MpsDaemon) -> bool {
     daemon.process.is_some_and(|daemon| daemon.is_alive())
@@ -47,10 +47,10 @@ pub fn change<T>(
 }
 
 /// Changes the record of `key`, if there is one.
-pub fn note(store: &Store, key: &DaemonKey, what: impl FnOnce(&mut MpsDaemon)) -> Result<(), MpsError> {
-    store.of_one(|ledger| {
+pub fn note(store: &Store, key: &DaemonKey, change: impl FnOnce(&mut MpsDaemon)) -> Result<(), MpsError> {
+    store.change_without_scan(|ledger| {
         if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) {
-            what(daemon);
+            change(daemon);
         }
     })?;
     Ok(())
@@ -90,7 +90,7 @@ pub(super) fn silent(
     ledger: Option<&Ledger>,
 ) -> MpsError {
     let waits = process.filter(|daemon| !daemon.is_stopped()).zip(ledger);
-    let kept_by = waits.map(|(daemon, ledger)| kept::by(daemon, key, ledger)).unwrap_or_default();
+    let kept_by = waits.map(|(daemon, ledger)| kept::find_connected(daemon, key, ledger)).unwrap_or_default();
     MpsError::Silent { device, key: key.to_string(), pid: process.map_or(0, |daemon| daemon.pid), kept_by }
 }
 
@@ -100,7 +100,7 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
     match error {
         AskError::Refused { command, answer } => MpsError::Refused { key: key.to_string(), command, answer },
         AskError::Program(source) => {
-            MpsError::Io { what: "cannot run nvidia-cuda-mps-control".into(), source }
+            MpsError::Io { attempt: "cannot run nvidia-cuda-mps-control".into(), source }
         }
         AskError::Taken => MpsError::Taken { key: key.to_string() },
         AskError::Gone(_) | AskError::Silent => {
@@ -109,15 +109,15 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
     }
 }
 
-/// Sets the default limits that the leases need now. The caller holds the daemon's lock. `answered` are those that the
-/// daemon says it has, if it was asked; they may be less than those on record.
+/// Sets the default limits that the leases need now. The caller holds the daemon's lock. `answered` are the
+/// limits that the daemon reports, if it was asked; they may be lower than recorded.
 ///
 /// The record never says more than is in force: it is lowered before the daemon is changed and raised after that. So a
 /// lease that is taken meanwhile and needs more sees this and waits for the lock. An `answered_at` of 0 means that a
 /// change was begun. After a crash, the next process that needs the daemon does it again.
 ///
-/// A daemon that is not recorded as serving, or whose process has ended, is left alone: its start sets its limits. What
-/// listens in its directory may be what a killed start left, and no container can reach that.
+/// A daemon that is not recorded as serving, or whose process has ended, is left alone: its start sets its limits. A
+/// daemon that a killed start left may listen in its directory, and no container can reach that.
 ///
 /// # Errors
 /// The ledger cannot be written, or the daemon does not accept the limits.
@@ -129,17 +129,17 @@ pub fn adjust(
     config: &Config,
 ) -> Result<(), MpsError> {
     // A lease whose container has ended may count until it is freed.
-    let begun = store.of_one(|ledger| begin_adjusting(ledger, key, answered))?;
+    let begun = store.change_without_scan(|ledger| begin_adjusting(ledger, key, answered))?;
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     // Of what age they are does not change with the instances of other GPUs.
     let known = inventory::last(config)?;
-    let control = Control::found(key, &known, config)?;
+    let control = Control::with_known_program(key, &known, config)?;
     let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
     // GPUs before Volta have no default limits and refuse the command.
     let set = if old {
         control.default_limits().map(drop)
     } else {
-        let servers = daemon.process.map(servers::of).unwrap_or_default();
+        let servers = daemon.process.map(servers::list).unwrap_or_default();
         control.set_default_limits(wanted, devices, &servers)
     };
     set.map_err(|error| note_failure(store, &daemon, error))?;

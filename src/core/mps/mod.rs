@@ -26,9 +26,9 @@ pub use control::command as control_command;
 pub use error::MpsError;
 pub use exec_daemon::answers;
 pub(crate) use exec_daemon::ensure_answering;
-pub use heal::{Lowering, end_overdue, heal, keep_no_more, lower, settle};
-pub use idle::keep;
-pub(crate) use idle::{end_unexplained, make_way};
+pub use heal::{Lowering, end_all_idle, end_overdue, heal, lower, settle};
+pub use idle::register_keeper;
+pub(crate) use idle::{end_conflicting, end_unexplained};
 pub use ready::make_ready;
 
 /// Whether `text` can be a daemon's name.

@@ -44,7 +44,7 @@ fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<boo
     let ledger = store.read()?;
     let known = lease.daemon.as_ref().and_then(|key| limits_and_state::daemon(&ledger, key));
     let Some(daemon) = known.filter(|daemon| is_reachable(daemon, config)) else { return Ok(false) };
-    let Some(default_limits) = confirmed_default_limits(daemon, store, config)? else { return Ok(false) };
+    let Some(default_limits) = confirm_default_limits(daemon, store, config)? else { return Ok(false) };
     // A daemon that waited still has the default limits of its last leases.
     let left = daemon.mode_left && ledger.wanted_default_limits(&daemon.key) != Some(default_limits);
     if left || !default_limits.admits(lease.default_limits()) {
@@ -99,7 +99,7 @@ fn is_open(key: &DaemonKey, config: &Config) -> bool {
 
 /// The default limits in force of a daemon that is reachable. It is asked if its last answer is too old, because a hanging
 /// daemon listens, too. `None`: there is no daemon after all.
-fn confirmed_default_limits(
+fn confirm_default_limits(
     daemon: &MpsDaemon,
     store: &Store,
     config: &Config,
@@ -118,7 +118,7 @@ fn confirmed_default_limits(
         return Ok(Some(daemon.default_limits));
     }
     let control = match inventory::last(config) {
-        Ok(known) => Control::found(&daemon.key, &known, config)?,
+        Ok(known) => Control::with_known_program(&daemon.key, &known, config)?,
         Err(_) => Control::new(&daemon.key, config)?,
     };
     match control.default_limits() {

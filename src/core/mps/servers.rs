@@ -5,11 +5,11 @@ use std::fs;
 use crate::process::Process;
 use crate::reading::kernel_file;
 
-/// What the driver calls its MPS programs, as far as the kernel keeps a name (proc(5), `comm`).
+/// The driver's MPS programs, as the kernel truncates their names (proc(5), `comm`).
 const NAME: &str = "nvidia-cuda-mps";
 
-/// Pids of the servers that `daemon` has started. It may have others, and these may have ended: only the daemon knows.
-pub(super) fn of(daemon: Process) -> Vec<i32> {
+/// Pids of the servers that `daemon` has started. The list may be incomplete or outdated: only the daemon knows.
+pub(super) fn list(daemon: Process) -> Vec<i32> {
     let threads = fs::read_dir(format!("/proc/{}/task", daemon.pid)).into_iter().flatten().flatten();
     let children =
         |thread: fs::DirEntry| fs::read_to_string(thread.path().join("children")).unwrap_or_default();

@@ -33,15 +33,15 @@ pub enum SpecError {
     Type {
         /// As `linux.resources.devices`.
         field: &'static str,
-        /// What the specification says.
+        /// As the specification demands.
         wanted: &'static str,
-        /// What stands there.
+        /// The present value.
         found: &'static str,
     },
     /// An environment can only be given to a process.
     #[error("the container's spec has no `process`: a container without one cannot be given a GPU share")]
     NoProcess,
-    /// [`own_annotations`](super::own_annotations) cannot tell whose it is.
+    /// [`own_annotations`](super::own_annotations) cannot decide whose it is.
     #[error(
         "annotation {annotation} is for one container of a pod, and it cannot be told whether that is this one: \
          write {key}/{whole}"
@@ -51,7 +51,7 @@ pub enum SpecError {
         annotation: String,
         /// KEY.
         key: String,
-        /// The name that tells it.
+        /// The name that decides it.
         whole: String,
     },
     /// A path to be written that cannot be JSON.
@@ -104,7 +104,8 @@ pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), 
     let process = root.get_mut("process").ok_or(SpecError::NoProcess)?;
     edit_environment(process, &grant.env)?;
     devices(root, &grant.nodes, nested)?;
-    let mounts = grant.mounts.iter().map(mount_value).collect::<Result<Vec<_>, _>>()?;
+    let bind_mount = |mount: &Mount| bind(&mount.source, &mount.destination, &MOUNT_OPTIONS);
+    let mounts = grant.mounts.iter().map(bind_mount).collect::<Result<Vec<_>, _>>()?;
     append(root, "mounts", "mounts", mounts)?;
     mask(root, &grant.masked_paths)?;
     let annotations = child(root, "annotations", "annotations")?;
@@ -163,9 +164,10 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
         return Ok(());
     }
     if nested || has_user_namespace(root) {
-        let mounts = nodes.iter().map(node_mount_value).collect::<Result<Vec<_>, _>>()?;
+        let bind_node = |granted: &GrantedNode| bind(&granted.source, &granted.node.path, &NODE_OPTIONS);
+        let mounts = nodes.iter().map(bind_node).collect::<Result<Vec<_>, _>>()?;
         append(root, "mounts", "mounts", mounts)?;
-        // A CDI device has added them. The runtime would bind-mount what is at their path on the host, so they are
+        // A CDI device has added them. The runtime would bind-mount the host's nodes, so they are
         // replaced.
         if let Some(linux) = root.get_mut("linux").filter(|linux| linux.get("devices").is_some()) {
             let present = array(object(linux, "linux")?, "devices", "linux.devices")?;
@@ -187,7 +189,7 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     let resources = child(linux, "resources", "linux.resources")?;
     let rules = array(resources, "devices", "linux.resources.devices")?;
     // All other devices are denied first, as engines do and as runc does by itself.
-    if !nested && !conflict::have_a_default(rules) {
+    if !nested && !conflict::has_default_rule(rules) {
         rules.insert(0, deny_rule()?);
     }
     for granted in nodes {
@@ -238,15 +240,7 @@ pub(super) fn rule_value(granted: &GrantedNode) -> Result<Value, SpecError> {
     Ok(serde_json::to_value(rule)?)
 }
 
-fn mount_value(mount: &Mount) -> Result<Value, SpecError> {
-    bind(mount.source.clone(), mount.destination.clone(), &MOUNT_OPTIONS)
-}
-
-fn node_mount_value(granted: &GrantedNode) -> Result<Value, SpecError> {
-    bind(granted.source.clone(), granted.node.path.clone(), &NODE_OPTIONS)
-}
-
-fn bind(source: PathBuf, destination: PathBuf, options: &[&str]) -> Result<Value, SpecError> {
+fn bind(source: &Path, destination: &Path, options: &[&str]) -> Result<Value, SpecError> {
     let mount = OciMountBuilder::default()
         .destination(destination)
         .typ("bind")

@@ -3,7 +3,7 @@
 //!
 //! The specification that `sublet cdi generate` writes has the device nodes and the environment. They are the
 //! same for every container of that device. The rest depends on the image or the lease, and is done by
-//! `sublet-hook cdi`, which the specification names. Its arguments tell it the share and the
+//! `sublet-hook cdi`, which the specification names. Its arguments are the share and the
 //! device; the container's annotations and environment do not.
 
 use std::path::Path;
@@ -96,7 +96,7 @@ pub enum CdiError {
     Conflict {
         /// The share.
         share: String,
-        /// What was found.
+        /// The device or rule.
         conflict: Conflict,
     },
     /// Rootless engines cannot use CDI devices: neither the hook nor the nodes work there.
@@ -108,7 +108,7 @@ impl Asked {
     /// Reads the hook's arguments, without its name and stage.
     ///
     /// # Errors
-    /// They are not those of [`Asked::arguments`].
+    /// They do not have the form of [`Asked::arguments`].
     pub fn parse<'a>(arguments: impl Iterator<Item = &'a str>) -> Result<Self, CdiError> {
         match arguments.collect::<Vec<_>>()[..] {
             ["--share", share, "--device", device] if !share.is_empty() && !device.is_empty() => {

@@ -1,4 +1,4 @@
-//! Finds what in a container's spec contradicts a share.
+//! Finds contradictions to a share in a container's spec.
 
 use std::cell::OnceCell;
 use std::path::{Component, Path, PathBuf};
@@ -15,11 +15,11 @@ use crate::text::safe;
 /// Major of /dev/nvidiactl and the GPUs' nodes, fixed by the kernel (Documentation/admin-guide/devices.txt).
 const NVIDIA_MAJOR: i64 = 195;
 
-/// Majors of memory, terminals, pseudo-terminals and what has a minor alone, fixed by the kernel (ibid.). Engines allow every
+/// Majors of memory, terminals, pseudo-terminals and miscellaneous devices, fixed by the kernel (ibid.). Engines allow every
 /// container some of these.
 const OTHERS: [i64; 4] = [1, 5, 10, 136];
 
-/// Something in the spec that contradicts a share. The message names what to remove.
+/// Something in the spec that contradicts a share. The message names it.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Conflict {
     /// The GPU request of Docker, `ctr` or nerdctl.
@@ -66,7 +66,7 @@ pub enum Conflict {
 /// # Errors
 /// The first conflict found.
 pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Conflict> {
-    engine_request(spec)?;
+    check_engine_request(spec)?;
     if config.limits.allow_privileged {
         return Ok(());
     }
@@ -76,10 +76,10 @@ pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Con
     host.given.extend(host.allowed_nodes(spec));
     // `--privileged` also adds nodes, and an engine's `--device` adds a rule. The order of the checks makes the message
     // name the user's option.
-    every_device(spec)?;
-    nodes(spec, &host)?;
-    mounts(spec, &host)?;
-    rules(spec, &host)
+    check_every_device(spec)?;
+    check_nodes(spec, &host)?;
+    check_mounts(spec, &host)?;
+    check_rules(spec, &host)
 }
 
 /// How NVIDIA nodes are recognized on this host.
@@ -146,7 +146,7 @@ fn is_in(path: &Path, allowed: &[PathBuf]) -> bool {
 /// edits bring hooks and annotations (nvidia-ctk, cdi). Podman translates `--gpus` to CDI: a legacy hook
 /// there comes from a hooks directory, for every container, and does nothing once we have said `void`. `ctr`
 /// and nerdctl have containerd run NVIDIA's program itself as a hook (containerd, `contrib/nvidia`).
-fn engine_request(spec: &Value) -> Result<(), Conflict> {
+fn check_engine_request(spec: &Value) -> Result<(), Conflict> {
     for program in hook_programs(spec) {
         match program {
             "nvidia-container-runtime-hook" | "nvidia-container-toolkit"
@@ -216,10 +216,6 @@ fn is_of_every_kind(rule: &Value) -> bool {
     matches!(rule.get("type").and_then(Value::as_str), None | Some("" | "a"))
 }
 
-fn is_of_characters(rule: &Value) -> bool {
-    is_of_every_kind(rule) || rule.get("type").and_then(Value::as_str) == Some("c")
-}
-
 fn is_allowed(rule: &Value) -> bool {
     rule.get("allow").and_then(Value::as_bool) == Some(true)
 }
@@ -233,30 +229,32 @@ fn denies_all(rule: &Value) -> bool {
 fn opening_rules(spec: &Value) -> impl Iterator<Item = &Value> {
     let all = entries(spec, "/linux/resources/devices");
     let in_force = all.iter().rposition(denies_all).map_or(all, |last| &all[last + 1..]);
-    in_force.iter().filter(|rule| is_allowed(rule) && is_of_characters(rule) && opens(rule))
+    in_force
+        .iter()
+        .filter(|rule| is_allowed(rule) && (is_of_every_kind(rule) || rule["type"] == "c") && opens(rule))
 }
 
 fn is_every(rule: &Value) -> bool {
     number(rule, "major").is_none() && number(rule, "minor").is_none()
 }
 
-fn every_device(spec: &Value) -> Result<(), Conflict> {
+fn check_every_device(spec: &Value) -> Result<(), Conflict> {
     let mut every = opening_rules(spec).filter(|rule| is_every(rule));
     every.next().map_or(Ok(()), |rule| Err(Conflict::EveryDevice(describe(rule))))
 }
 
 /// Whether `rules` decide about devices that none of them names. If they do not, crun 1.8 to 1.21 installs no filter at
 /// all, and every node that the container creates can be opened.
-pub(super) fn have_a_default(rules: &[Value]) -> bool {
+pub(super) fn has_default_rule(rules: &[Value]) -> bool {
     rules.iter().any(|rule| denies_all(rule) || is_allowed(rule) && is_of_every_kind(rule) && is_every(rule))
 }
 
-/// Refuses a spec without a mount namespace of its own: what is mounted for the container would be mounted on
+/// Refuses a spec without a mount namespace of its own: the container's mounts would be made on
 /// the host, and stay there.
 ///
 /// # Errors
 /// `linux.namespaces` has no new one.
-pub(crate) fn own_mount_namespace(spec: &Value) -> Result<(), Conflict> {
+pub(crate) fn check_mount_namespace(spec: &Value) -> Result<(), Conflict> {
     let is_new = |entry: &Value| {
         entry.get("type").and_then(Value::as_str) == Some("mount")
             && matches!(entry.get("path").map(Value::as_str), None | Some(Some("")))
@@ -265,7 +263,7 @@ pub(crate) fn own_mount_namespace(spec: &Value) -> Result<(), Conflict> {
     if new { Ok(()) } else { Err(Conflict::MountNamespace) }
 }
 
-fn rules(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
+fn check_rules(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
     let is_of_driver =
         |rule: &&Value| number(rule, "major").is_none_or(|major| host.has(major)) && !host.gives(rule);
     opening_rules(spec).find(is_of_driver).map_or(Ok(()), |rule| Err(Conflict::Rule(describe(rule))))
@@ -284,7 +282,7 @@ fn describe(rule: &Value) -> String {
     safe(&line)
 }
 
-fn nodes(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
+fn check_nodes(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
     for device in entries(spec, "/linux/devices").iter().filter(|device| !host.gives(device)) {
         let path = device.get("path").and_then(Value::as_str).unwrap_or_default();
         let kind = device.get("type").and_then(Value::as_str);
@@ -297,7 +295,7 @@ fn nodes(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
     Ok(())
 }
 
-fn mounts(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
+fn check_mounts(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
     for mount in entries(spec, "/mounts") {
         let path = |key| mount.get(key).and_then(Value::as_str).unwrap_or_default();
         let dev = [Path::new("/dev"), &host.dev];

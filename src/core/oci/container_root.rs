@@ -1,4 +1,4 @@
-//! What a container in a user namespace may do with the host's files: whether its root may create something in a directory, as
+//! The rights of a container in a user namespace on the host's files: whether its root may create a file in a directory, as
 //! its runtime does for a mount point, and whether its processes may open device nodes.
 
 use std::fs::Metadata;
@@ -18,7 +18,7 @@ use crate::grant::GrantedNode;
 use crate::host::user_namespace;
 use crate::inventory::NodeError;
 
-/// What an id looks like that a namespace does not have (`user_namespaces(7)`, "Unmapped user and group IDs").
+/// The id that stands for ids without a mapping (`user_namespaces(7)`, "Unmapped user and group IDs").
 const OVERFLOW: u32 = 65534;
 
 /// The root of a container's user namespace.
@@ -47,10 +47,10 @@ impl ContainerRoot {
         self.ids.is_none() && !self.nested
     }
 
-    /// Whether processes of the namespace may open a node of the host's. It is not refused where that depends on who they are:
+    /// Whether processes of the namespace may open a node of the host's. It is not refused where that depends on their ids:
     /// where the namespace has the node's owner or group, or the node has an access control list.
     fn may_open(&self, path: &Path, found: &Metadata, access: u32) -> bool {
-        let has = |ids: &Ids, id: u32| ids.have(id.into());
+        let has = |ids: &Ids, id: u32| ids.has(id.into());
         let is_theirs = match &self.ids {
             // Ids that this process's namespace lacks all look the same.
             _ if self.nested => found.uid() != OVERFLOW || found.gid() != OVERFLOW,
@@ -61,7 +61,7 @@ impl ContainerRoot {
     }
 
     /// Its capabilities count for files whose owner and group its namespace has (`capabilities(7)`, "Interaction with user
-    /// namespaces"); for others it is a user like any other.
+    /// namespaces"); for the rest it is an ordinary user.
     pub fn may_create_in(&self, directory: &OwnedFd, stat: &FileStat) -> bool {
         let by_ids = self.ids.as_ref().is_none_or(|(uids, gids)| {
             let (uid, gid) = (u64::from(stat.st_uid), u64::from(stat.st_gid));
@@ -70,7 +70,7 @@ impl ContainerRoot {
                 (_, true) => 0o020,
                 _ => 0o002,
             };
-            uids.have(uid) && gids.have(gid) || stat.st_mode & bit != 0
+            uids.has(uid) && gids.has(gid) || stat.st_mode & bit != 0
         });
         by_ids && (!self.nested || is_writable(directory))
     }
@@ -85,7 +85,7 @@ fn may(path: &Path, access: AccessFlags) -> bool {
     faccessat(AT_FDCWD, path, access, AtFlags::AT_EACCESS).is_ok()
 }
 
-/// The annotation by which crun, and no other runtime, leaves a container the groups of who starts it
+/// The annotation by which crun, and no other runtime, leaves a container the groups of its starter
 /// (`podman run --group-add keep-groups`).
 pub const KEEP_GROUPS: &str = "run.oci.keep_original_groups";
 
@@ -150,7 +150,7 @@ impl Ids {
         Some(ids)
     }
 
-    fn have(&self, id: u64) -> bool {
+    fn has(&self, id: u64) -> bool {
         self.all.iter().any(|range| range.contains(&id))
     }
 }

@@ -28,7 +28,7 @@ pub enum MappedError {
     /// config.json.
     #[error(transparent)]
     File(#[from] FileError),
-    /// What stands in config.json.
+    /// Of config.json.
     #[error(transparent)]
     Spec(#[from] SpecError),
     /// Docker keeps its records elsewhere.
@@ -46,7 +46,7 @@ pub enum MappedError {
     Docker {
         /// Its path.
         path: String,
-        /// What is wrong with it.
+        /// The fault.
         source: serde_json::Error,
     },
 }
@@ -57,12 +57,12 @@ pub enum MappedError {
 /// `containers.toml`, config.json or the engine's record cannot be read.
 pub fn share(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<String>, MappedError> {
     let Some(containers) = config_files::load_containers()? else { return Ok(None) };
-    let known = match docker(id, &containers.docker_root)? {
+    let known = match read_docker(id, &containers.docker_root)? {
         Some(known) => Some(known),
         None if bundle.ends_with(Path::new(DOCKERS).join(id)) => {
-            docker_elsewhere(id, file, &containers.docker_root)?
+            find_docker(id, file, &containers.docker_root)?
         }
-        None => containerd(id, bundle, file)?,
+        None => read_containerd(id, bundle, file)?,
     };
     Ok(known.and_then(|known| containers.share(&known).map(str::to_owned)))
 }
@@ -72,14 +72,14 @@ const DOCKERS: &str = "io.containerd.runtime.v2.task/moby";
 
 /// Docker's record below another data-root than `docker_root`: the container's root filesystem is below it, too. A
 /// rootless dockerd's containers are not mapped.
-fn docker_elsewhere(id: &str, file: &JsonFile, docker_root: &Path) -> Result<Option<Known>, MappedError> {
+fn find_docker(id: &str, file: &JsonFile, docker_root: &Path) -> Result<Option<Known>, MappedError> {
     if user_namespace::is_nested() {
         return Ok(None);
     }
     let spec = file.parse()?;
     let rootfs = spec.pointer("/root/path").and_then(Value::as_str).map(Path::new);
     for above in rootfs.into_iter().flat_map(Path::ancestors).filter(|above| above.is_absolute()) {
-        if let Some(known) = docker(id, above)? {
+        if let Some(known) = read_docker(id, above)? {
             return Ok(Some(known));
         }
     }
@@ -87,8 +87,8 @@ fn docker_elsewhere(id: &str, file: &JsonFile, docker_root: &Path) -> Result<Opt
 }
 
 /// Docker's own record (moby, `container/container.go`, `toDisk`): `Name` begins with a slash, and
-/// `Config.Image` is what `docker run` was given. `Managed` marks the tasks of Swarm services; nobody else can set it.
-fn docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError> {
+/// `Config.Image` is the argument of `docker run`. Only Swarm can set `Managed`, which marks its services' tasks.
+fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "PascalCase")]
     struct Record {
@@ -109,7 +109,7 @@ fn docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError> {
     let path = data_root.join("containers").join(id).join("config.v2.json");
     let file = match JsonFile::read(&path) {
         Ok(file) => file,
-        Err(FileError::Read { source, .. }) if is_nobodys(&source) => return Ok(None),
+        Err(FileError::Read { source, .. }) if is_absent_error(&source) => return Ok(None),
         Err(error) => return Err(error.into()),
     };
     let record: Record = serde_json::from_slice(&file.text)
@@ -120,20 +120,20 @@ fn docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError> {
         return Ok(Some(Known { name, image, service: None }));
     }
     let service = labels.and_then(|mut labels| labels.remove(SERVICE));
-    // `docker service create` adds the digest that the registry told it.
+    // `docker service create` adds the registry's digest.
     let image = image.split_once('@').map_or(image.as_str(), |(image, _)| image).to_owned();
     Ok(Some(Known { name, image, service }))
 }
 
 /// It is another engine's container, or this user may not read Docker's record.
-fn is_nobodys(error: &std::io::Error) -> bool {
+fn is_absent_error(error: &std::io::Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::PermissionDenied)
 }
 
-/// Annotations of containerd's CRI, which writes its own over what a pod brought
+/// Annotations of containerd's CRI, which overwrites a pod's own
 /// (`DefaultCRIAnnotations` comes last in `buildLinuxSpec` of `container_create.go`). Other engines let a
-/// user or, as Podman 4.3, an image write the same annotations: the bundle tells whose it is.
-fn containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Known>, MappedError> {
+/// user or, as Podman 4.3, an image write the same annotations: the bundle decides whose it is.
+fn read_containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Known>, MappedError> {
     if !bundle.ends_with(Path::new("io.containerd.runtime.v2.task/k8s.io").join(id)) {
         return Ok(None);
     }
@@ -157,7 +157,7 @@ mod tests {
         let dir = root.path().join("containers").join(ID);
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("config.v2.json"), record).unwrap();
-        docker(ID, root.path())
+        read_docker(ID, root.path())
     }
 
     #[test]
@@ -188,7 +188,7 @@ mod tests {
     #[test]
     fn what_is_no_docker_container_is_left_alone() {
         for id in [ID, "job", "../../etc", "", &ID[1..], &ID.to_uppercase()] {
-            assert_eq!(docker(id, Path::new("/nowhere")).unwrap(), None, "{id}");
+            assert_eq!(read_docker(id, Path::new("/nowhere")).unwrap(), None, "{id}");
         }
     }
 
@@ -201,7 +201,7 @@ mod tests {
         let of = |rootfs: &Path| {
             let text = json!({"root": {"path": rootfs}}).to_string().into_bytes();
             let file = JsonFile { path: "config.json".into(), text };
-            docker_elsewhere(ID, &file, Path::new("/var/lib/docker"))
+            find_docker(ID, &file, Path::new("/var/lib/docker"))
         };
         for rootfs in ["overlay2/x/merged", &format!("rootfs/overlayfs/{ID}")] {
             assert_eq!(of(&root.path().join(rootfs)).unwrap().unwrap().name, "web");
@@ -216,7 +216,7 @@ mod tests {
     fn in_containerd(bundle: &str, annotations: &Value) -> Option<Known> {
         let text = json!({"annotations": annotations}).to_string().into_bytes();
         let file = JsonFile { path: "config.json".into(), text };
-        containerd("c", Path::new(bundle), &file).unwrap()
+        read_containerd("c", Path::new(bundle), &file).unwrap()
     }
 
     #[test]

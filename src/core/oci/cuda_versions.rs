@@ -1,4 +1,4 @@
-//! Which CUDA an image needs, and which libcuda its programs will load. Told by its environment, by names, and by where
+//! Which CUDA an image needs, and which libcuda its programs will load. Known by its environment, by names, and by where
 //! links lead; no file of the image is parsed.
 
 use std::path::Path;
@@ -31,8 +31,8 @@ struct Rival {
 /// Nothing is changed, because forward compatibility packages work this way.
 pub(super) fn warnings(tree: &Tree, spec: &Value, ours: Option<&Path>, driver: &Driver) -> Vec<String> {
     let rivals = rivals(tree, spec, ours);
-    let Some(needed) = needed(spec).filter(|needed| *needed > driver.cuda) else {
-        return rivals.iter().map(|rival| instead(rival, driver)).collect();
+    let Some(needed) = required_version(spec).filter(|needed| *needed > driver.cuda) else {
+        return rivals.iter().map(|rival| describe_rival(rival, driver)).collect();
     };
     let (major, minor) = driver.cuda;
     let help = match rivals.first() {
@@ -53,7 +53,7 @@ pub(super) fn warnings(tree: &Tree, spec: &Value, ours: Option<&Path>, driver: &
     )]
 }
 
-fn instead(Rival { path, file, found_by }: &Rival, driver: &Driver) -> String {
+fn describe_rival(Rival { path, file, found_by }: &Rival, driver: &Driver) -> String {
     format!(
         "the image's own {} ({}, found by its {found_by}) is used instead of the libcuda of the host's driver {}: if \
          CUDA fails, remove it from LD_LIBRARY_PATH or from the image",
@@ -65,7 +65,7 @@ fn instead(Rival { path, file, found_by }: &Rival, driver: &Driver) -> String {
 
 /// The CUDA version that `NVIDIA_REQUIRE_CUDA` asks for: as `cuda>=12.4 brand=tesla,driver>=470`, where a space means or,
 /// and a comma and (Container Toolkit, "Driver Capabilities and Constraints").
-fn needed(spec: &Value) -> Option<(u32, u32)> {
+fn required_version(spec: &Value) -> Option<(u32, u32)> {
     let required = environment_value(spec, "NVIDIA_REQUIRE_CUDA")?;
     let version = |term: &str| {
         let version = term.strip_prefix("cuda>=")?;
@@ -84,7 +84,7 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<Rival> {
     let by_path =
         by_path.map(|dir| (format!("{}/libcuda.so.1", dir.trim_end_matches('/')), "LD_LIBRARY_PATH"));
     let cache = tree.find(Path::new(CACHE)).and_then(|found| found.read(LONGEST_CACHE));
-    let by_cache = cached(&cache.unwrap_or_default()).into_iter().map(|path| (path, "/etc/ld.so.cache"));
+    let by_cache = parse_cache(&cache.unwrap_or_default()).into_iter().map(|path| (path, "/etc/ld.so.cache"));
     let mut seen = Vec::new();
     let mut rivals = Vec::new();
     for (path, found_by) in by_path.chain(by_cache) {
@@ -101,7 +101,7 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<Rival> {
 }
 
 /// Paths of a libcuda among the strings of an ld.so.cache (dl-cache.h), found without parsing it.
-fn cached(cache: &[u8]) -> Vec<String> {
+fn parse_cache(cache: &[u8]) -> Vec<String> {
     let strings = cache.split(|&byte| byte == 0).filter(|text| text.ends_with(b"/libcuda.so.1"));
     let paths =
         strings.filter_map(|text| std::str::from_utf8(text).ok().filter(|text| text.starts_with('/')));

@@ -23,7 +23,7 @@ pub(super) struct Edits {
 }
 
 impl Edits {
-    /// Those that `spec` records.
+    /// Reads the record in `spec`.
     pub fn recorded(spec: &Value) -> Option<Self> {
         let text = spec.pointer("/annotations")?.get(LEASE_EDITS_ANNOTATION)?.as_str()?;
         serde_json::from_str(text).ok()
@@ -35,7 +35,7 @@ impl Edits {
         config::is_own_name(name_of(entry)) || self.defaults.iter().any(is_default)
     }
 
-    /// Those of `grant` to `root`, which is as it was before.
+    /// The edits of `grant` to `root`, which is still unedited.
     pub fn of(grant: &Grant, root: &Map<String, Value>) -> Self {
         let spec = |pointer: &[&str]| {
             let found = pointer.iter().try_fold(None::<&Value>, |at, key| {

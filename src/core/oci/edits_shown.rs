@@ -1,4 +1,4 @@
-//! What a container with a share was given, read from its config.json, for commands that show it.
+//! The edits in a container's config.json, for commands that show them.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::edits_record::Edits;
 use crate::inventory::Node;
 
-/// What sublet put into a config.json.
+/// sublet's edits in a config.json.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub struct EditsShown {
     /// The variables, as `NAME=VALUE`.

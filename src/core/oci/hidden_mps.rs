@@ -1,4 +1,4 @@
-//! Finds what hides a container's MPS directories from it. A CUDA program that finds no MPS server still runs, on the
+//! Finds mounts and masks that hide a container's MPS directories. A CUDA program that finds no MPS server still runs, on the
 //! whole GPU (docs/evidence), so a container whose directories are hidden does not start.
 
 use std::ffi::OsStr;
@@ -17,7 +17,7 @@ use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 ///
 /// # Errors
 /// Something hides them, or the root filesystem cannot be read.
-pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result<(), ImageError> {
+pub(crate) fn check_uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result<(), ImageError> {
     let text = |mount: &Value, key| mount.get(key).and_then(Value::as_str).map(PathBuf::from);
     let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
     let mounts: Vec<(PathBuf, bool)> = mounts
@@ -40,7 +40,7 @@ pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result
     // The tree is examined without the mounts, because a mount that hides something would prevent resolving the paths.
     let image = Tree::open(&Value::Null, rootfs)?;
     for (last, directory) in &given {
-        let led = lead(directory, &image)?;
+        let led = follow_links(directory, &image)?;
         for (by, _) in mounts.iter().skip(last + 1) {
             if hides(by, directory, &led, &image)? {
                 return Err(ImageError::Covered {
@@ -52,21 +52,21 @@ pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result
         }
     }
     let directories: Vec<PathBuf> = given.into_iter().map(|(_, directory)| directory).collect();
-    unmasked(spec, &Tree::open(spec, rootfs)?, &directories)
+    check_unmasked(spec, &Tree::open(spec, rootfs)?, &directories)
 }
 
 /// Checks whether `linux.maskedPaths` hides one of `directories`, which are about to be mounted. The runtime
 /// masks last and follows links inside the root filesystem.
-pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Result<(), ImageError> {
+pub(super) fn check_unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Result<(), ImageError> {
     let masks = spec.pointer("/linux/maskedPaths").and_then(Value::as_array).into_iter().flatten();
     // Engines mask a dozen kernel files in every container, and resolving paths takes time.
     let masks: Vec<&Path> =
-        masks.filter_map(Value::as_str).map(Path::new).filter(|mask| !stays_with_the_kernel(mask)).collect();
+        masks.filter_map(Value::as_str).map(Path::new).filter(|mask| !is_kernel_path(mask)).collect();
     if masks.is_empty() {
         return Ok(());
     }
     for directory in directories {
-        let led = lead(directory, tree)?;
+        let led = follow_links(directory, tree)?;
         for mask in &masks {
             // Hiding one of the two directories is enough for a program to run without its limits.
             let by_process = plain(&mask.to_string_lossy()).starts_with("/proc");
@@ -80,23 +80,23 @@ pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Re
 }
 
 /// Whether a path in /proc or /sys stays there. Only the links of processes lead elsewhere (proc(5)).
-fn stays_with_the_kernel(mask: &Path) -> bool {
+fn is_kernel_path(mask: &Path) -> bool {
     const LINKS: [&str; 5] = ["root", "cwd", "fd", "exe", "map_files"];
     let path = plain(&mask.to_string_lossy());
     let is_link = |part: &OsStr| LINKS.iter().any(|link| part == *link);
     path.starts_with("/sys") || path.starts_with("/proc") && !mask.iter().any(is_link)
 }
 
-/// Whether what is mounted at `path` hides `directory`, which links lead to `led`: as both are written, or where links
+/// Whether a mount at `path` hides `directory`, which links resolve to `led`: as both are written, or where links
 /// lead them.
 fn hides(path: &Path, directory: &Path, led: &Path, tree: &Tree) -> Result<bool, ImageError> {
     let path = plain(&path.to_string_lossy());
-    Ok(directory.starts_with(&path) || led.starts_with(lead(&path, tree)?))
+    Ok(directory.starts_with(&path) || led.starts_with(follow_links(&path, tree)?))
 }
 
 /// Where links lead `path`. A loop of links leads nowhere: the runtime can mount nothing there.
-pub(super) fn lead(path: &Path, tree: &Tree) -> Result<PathBuf, ImageError> {
-    match tree.leads_to(path) {
+pub(super) fn follow_links(path: &Path, tree: &Tree) -> Result<PathBuf, ImageError> {
+    match tree.creation_path(path) {
         Err(error) if is_of_the_image(&error) => Ok(path.to_owned()),
         led => led.map_err(|source| ImageError::Unusable { path: path.to_owned(), source }),
     }

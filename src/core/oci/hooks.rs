@@ -88,7 +88,7 @@ pub fn add(spec: &mut Value, stage: Stage, program: &str, config: Option<&Path>)
     Ok(())
 }
 
-/// Removes what [`add`] added, whichever program it was.
+/// Removes the hooks that [`add`] added, of any program.
 pub fn remove(spec: &mut Value) {
     for stage in [Stage::CreateRuntime, Stage::Poststop] {
         let ours = |hook: &Value| {

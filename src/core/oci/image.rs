@@ -1,4 +1,4 @@
-//! Reads what sublet must know about a container's root filesystem, without ever leaving it (openat2). Nothing in the
+//! Examines a container's root filesystem, without ever leaving it (openat2). Nothing in the
 //! image is executed, parsed as code, or used as the source of a mount.
 
 use std::io;
@@ -32,7 +32,7 @@ const HOST: (&str, u16) = ("aarch64-linux-gnu", 183);
 const HOST: (&str, u16) = ("none", 0);
 
 /// Finds out from `tree`, the container's root filesystem with the volumes of `spec` over it, where the driver's files are
-/// mounted. This does not depend on the placement. What the placement adds is checked by [`check_mps_directories`].
+/// mounted. This does not depend on the placement. [`check_mps_directories`] checks the rest.
 ///
 /// # Errors
 /// A mount point is a directory where a file is needed, or cannot be created on a read-only root.
@@ -44,8 +44,8 @@ pub fn inspect(
     config: &Config,
 ) -> Result<Image, ImageError> {
     let mut image = Image { without_default: !request.default_directory, ..Image::default() };
-    let led = hidden_mps::lead(Path::new(MPS_DEFAULT_DIR), tree)?;
-    look_at_tmp(tree, &led, &mut image).map_err(|source| unusable(Path::new(MPS_DEFAULT_DIR), source))?;
+    let led = hidden_mps::follow_links(Path::new(MPS_DEFAULT_DIR), tree)?;
+    inspect_tmp(tree, &led, &mut image).map_err(|source| unusable(Path::new(MPS_DEFAULT_DIR), source))?;
     let mut files = Vec::new();
     if config.driver.inject == Inject::Builtin {
         image.library_dir = library_dir(tree)?;
@@ -82,7 +82,7 @@ fn not_served(request: &Request) -> Option<String> {
     })
 }
 
-/// The mount points of `files`, and those of files that are of no use, because the image lacks what they need.
+/// The mount points of `files`, and of unusable files, whose needs the image lacks.
 fn by_use(
     tree: &Tree,
     files: Vec<(&DriverFile, PathBuf)>,
@@ -90,7 +90,9 @@ fn by_use(
     let (mut useful, mut useless) = (Vec::new(), Vec::new());
     for (file, destination) in files {
         let lacks = |needed: &PathBuf| {
-            tree.there(needed).map(|found| found.is_none()).map_err(|source| unusable(needed, source))
+            tree.find_if_present(needed)
+                .map(|found| found.is_none())
+                .map_err(|source| unusable(needed, source))
         };
         let is_useless = file.needs.as_ref().map_or(Ok(false), lacks)?;
         let list = if is_useless { &mut useless } else { &mut useful };
@@ -99,15 +101,15 @@ fn by_use(
     Ok((useful, useless))
 }
 
-/// Looks at what the spec mounts over /tmp, and at CUDA's default directory for MPS there, which links lead to
+/// Examines the spec's mount over /tmp, and CUDA's default directory for MPS there, which links resolve to
 /// `directory`.
-fn look_at_tmp(tree: &Tree, directory: &Path, image: &mut Image) -> io::Result<()> {
+fn inspect_tmp(tree: &Tree, directory: &Path, image: &mut Image) -> io::Result<()> {
     let tmp = Path::new("/tmp");
-    let there = tree.there(directory)?;
+    let there = tree.find_if_present(directory)?;
     let is_volume = there.as_ref().is_some_and(|found| tree.volumes().any(|volume| volume == found.path));
-    let control = tree.there(&directory.join("control"))?;
+    let control = tree.find_if_present(&directory.join("control"))?;
     image.other_daemon = is_volume || control.is_some_and(|found| found.in_volume);
-    let Some(volume) = tree.there(tmp)?.filter(|found| found.in_volume) else { return Ok(()) };
+    let Some(volume) = tree.find_if_present(tmp)?.filter(|found| found.in_volume) else { return Ok(()) };
     let own = volume.stat()?;
     image.tmp_is_host = stat(tmp).is_ok_and(|host| (own.st_dev, own.st_ino) == (host.st_dev, host.st_ino));
     image.tmp_is_closed = there.is_none() && volume.is_read_only()? || tree.is_shared(directory)?;
@@ -140,7 +142,7 @@ fn add_share_program(image: &mut Image, tree: &Tree) {
 pub(super) fn room_for_share_program(tree: &Tree) -> Option<FilePoints> {
     let path = PathBuf::from(SHARE_PROGRAM);
     let directory = tree.find(path.parent()?).ok()?;
-    if !directory.is(SFlag::S_IFDIR).ok()? || directory.in_volume || tree.denied(&path).ok()?.is_some() {
+    if !directory.is(SFlag::S_IFDIR).ok()? || directory.in_volume || tree.find_denied(&path).ok()?.is_some() {
         return None;
     }
     // An earlier container in the same root filesystem may have left its empty mount point.
@@ -164,7 +166,7 @@ pub fn check_mps_directories(spec: &Value, tree: &Tree, grant: &Grant) -> Result
     }
     check_label(spec, grant)?;
     mount_points::check_directories(tree, &directories, &files)?;
-    hidden_mps::unmasked(spec, tree, &directories)
+    hidden_mps::check_unmasked(spec, tree, &directories)
 }
 
 /// Checks the `SELinux` label that the container's processes will have. Without one it is the runtime's own.
@@ -173,14 +175,14 @@ fn check_label(spec: &Value, grant: &Grant) -> Result<(), ImageError> {
     // `mps/<key>/public` in the state directory.
     let mounted = grant.mounts.iter().find(|mount| mount.destination == Path::new(MPS_DIR));
     let mps = mounted.and_then(|mount| mount.source.ancestors().nth(2));
-    match mps.filter(|mps| !label.is_empty() && selinux::bars(label, mps)) {
+    match mps.filter(|mps| !label.is_empty() && selinux::is_denied(label, mps)) {
         Some(_) => Err(ImageError::Barred(selinux::type_in(label).to_owned())),
         None => Ok(()),
     }
 }
 
 /// Creates the mount points of `grant` that the container's runtime may not create: in a user namespace whose root owns
-/// neither the root filesystem nor the volume. What a runtime creates is left to it.
+/// neither the root filesystem nor the volume. Those that the runtime creates are left to it.
 ///
 /// # Errors
 /// This process may not create one either.
@@ -222,8 +224,8 @@ fn library_dir(tree: &Tree) -> Result<Option<PathBuf>, ImageError> {
 
 /// The path of `candidate`, if it has a libc.so.6 for this machine.
 fn with_libc(tree: &Tree, candidate: &Path) -> io::Result<Option<PathBuf>> {
-    let Some(dir) = tree.there(candidate)? else { return Ok(None) };
-    let Some(libc) = tree.there(&dir.path.join("libc.so.6"))? else { return Ok(None) };
+    let Some(dir) = tree.find_if_present(candidate)? else { return Ok(None) };
+    let Some(libc) = tree.find_if_present(&dir.path.join("libc.so.6"))? else { return Ok(None) };
     if !libc.is(SFlag::S_IFREG)? {
         return Ok(None);
     }
@@ -243,6 +245,8 @@ fn is_for_host(header: &[u8]) -> bool {
 
 fn is_nix(tree: &Tree) -> Result<bool, ImageError> {
     let store = Path::new("/nix/store");
-    let found = tree.there(store).and_then(|found| found.map_or(Ok(false), |found| found.is(SFlag::S_IFDIR)));
+    let found = tree
+        .find_if_present(store)
+        .and_then(|found| found.map_or(Ok(false), |found| found.is(SFlag::S_IFDIR)));
     found.map_err(|source| unusable(store, source))
 }

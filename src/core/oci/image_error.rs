@@ -29,7 +29,7 @@ pub enum ImageError {
     #[error(
         "the image has a file at {}, where the MPS directory is mounted: remove it from the image{}",
         shown(.0),
-        or_without([.0])
+        advise_tmp([.0])
     )]
     NotDirectory(PathBuf),
     /// A mount would show on the host.
@@ -56,12 +56,12 @@ pub enum ImageError {
         "a link in the image puts {} in or below the mount at {}: remove the link from the image{}",
         shown(inner),
         shown(outer),
-        or_without([inner, outer])
+        advise_tmp([inner, outer])
     )]
     Nested {
         /// A directory that sublet mounts.
         outer: PathBuf,
-        /// What would be mounted there, too.
+        /// The other mount.
         inner: PathBuf,
     },
     /// Processes would not find their MPS server and run without limits.
@@ -71,12 +71,12 @@ pub enum ImageError {
         shown(by),
         shown(directory),
         if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" },
-        or_without([directory])
+        advise_tmp([directory])
     )]
     Covered {
         /// The MPS directory, in the container.
         directory: PathBuf,
-        /// What is masked or mounted over it.
+        /// The mask or mount.
         by: PathBuf,
         /// Masked, not mounted.
         mask: bool,
@@ -121,13 +121,13 @@ pub enum ImageError {
         "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
          the MPS daemon: create these directories in the image, or mount it writable: {}{}",
         listed(.0),
-        or_without(.0)
+        advise_tmp(.0)
     )]
     ReadOnlyMps(Vec<PathBuf>),
 }
 
-/// What else helps where CUDA's default directory is among `paths`.
-fn or_without<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> &'static str {
+/// Further advice if CUDA's default directory is among `paths`.
+fn advise_tmp<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> &'static str {
     if paths.into_iter().any(|path| path == Path::new(MPS_DEFAULT_DIR)) {
         " (a named share with `default_directory = false` has nothing at /tmp/nvidia-mps)"
     } else {

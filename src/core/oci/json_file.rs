@@ -107,7 +107,7 @@ impl JsonFile {
         mentions(&self.text)
     }
 
-    /// The value, fields in their order; refuses what could not be given back as it was: keys that stand
+    /// The value, fields in their order; refuses text that could not be reproduced: keys that stand
     /// twice in one object, numbers that would change.
     ///
     /// # Errors
@@ -166,7 +166,7 @@ pub fn mentions_sublet(path: &Path) -> bool {
             if mentions(&part[..kept + read]) {
                 return Ok(true);
             }
-            // What begins at the end of one part goes on in the next.
+            // A word may extend over two parts.
             let end = kept + read;
             kept = end.min(WORD - 1);
             part.copy_within(end - kept..end, 0);
@@ -175,7 +175,7 @@ pub fn mentions_sublet(path: &Path) -> bool {
     scan().unwrap_or(true)
 }
 
-/// Opens what `path` leads to, with the path that replacing it must name. A FIFO does not block.
+/// Opens the target of `path`, with the path under which it is replaced. A FIFO does not block.
 fn open(path: &Path) -> io::Result<(PathBuf, File)> {
     let open = |path: &Path| {
         let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC;

@@ -1,4 +1,4 @@
-//! Mount points in a container's tree: checks whether they can be used, and removes what they leave behind.
+//! Mount points in a container's tree: checks them, and removes them afterwards.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -16,12 +16,12 @@ use super::rootfs::{Found, Tree, open_directory};
 use crate::fs::below::{open_below, open_in, open_root};
 use crate::ledger::{Leftover, VolumeFiles};
 
-/// What is known of the mount points of files.
+/// The mount points of files.
 #[derive(Debug, Default)]
 pub(super) struct FilePoints {
-    /// Those that are missing, and that the runtime will create in the rootfs.
+    /// Missing ones, which the runtime will create in the rootfs.
     pub created: Vec<PathBuf>,
-    /// Empty files in the rootfs: the image's own, or what a runtime made for another container.
+    /// Empty files in the rootfs: the image's own, or mount points of another container.
     pub empty: Vec<PathBuf>,
     /// The directories of volumes in which files are mounted.
     pub volumes: Vec<VolumeFiles>,
@@ -31,13 +31,13 @@ pub(super) struct FilePoints {
 
 /// Checks the mount points of files.
 ///
-/// The runtime resolves links inside the rootfs, as the kernel did here. It then mounts on what they lead to, so a link
+/// The runtime resolves links inside the rootfs, as the kernel did here. It then mounts on their targets, so a link
 /// may lead to nothing or to another version of the same file.
 pub(super) fn check_files(tree: &Tree, files: &[PathBuf]) -> Result<FilePoints, ImageError> {
     let (mut points, mut impossible) = (FilePoints::default(), Vec::new());
     for path in files {
         let unusable = |source| ImageError::Unusable { path: path.clone(), source };
-        match look(tree, path)? {
+        match find_existing(tree, path)? {
             Some(found) if found.is(SFlag::S_IFDIR).map_err(unusable)? => {
                 return Err(ImageError::Directory(path.clone()));
             }
@@ -53,7 +53,7 @@ pub(super) fn check_files(tree: &Tree, files: &[PathBuf]) -> Result<FilePoints, 
             }
             Some(found) if found.in_volume => {
                 if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable)? {
-                    note(place, None, &mut points.volumes);
+                    add_created(place, None, &mut points.volumes);
                 }
             }
             Some(_) => {}
@@ -61,7 +61,7 @@ pub(super) fn check_files(tree: &Tree, files: &[PathBuf]) -> Result<FilePoints, 
                 (true, _) => impossible.push(path.clone()),
                 (false, false) => points.created.push(path.clone()),
                 (false, true) => match tree.place_in_volume(path).map_err(unusable)? {
-                    (Some(place), file) => note(place, Some(file), &mut points.volumes),
+                    (Some(place), file) => add_created(place, Some(file), &mut points.volumes),
                     // A link in the volume leads back to the image's own files. A tmpfs disappears with the container.
                     (None, landing) => {
                         points.created.extend(Some(landing).filter(|path| !tree.is_covered(path)));
@@ -83,9 +83,9 @@ fn is_same(one: &Path, other: &Path) -> bool {
     stem(one) == stem(other)
 }
 
-/// Those of `paths` in `rootfs` that are not there any more. What cannot be looked at may be there.
+/// The `paths` that no longer exist in `rootfs`. One that cannot be examined may exist.
 #[must_use]
-pub(crate) fn gone<'p>(rootfs: &Path, paths: &[&'p PathBuf]) -> Vec<&'p PathBuf> {
+pub(crate) fn filter_missing<'p>(rootfs: &Path, paths: &[&'p PathBuf]) -> Vec<&'p PathBuf> {
     let Ok(root) = open_root(rootfs) else { return Vec::new() };
     let mut parents = Parents::below(&root);
     let mut is_gone =
@@ -102,7 +102,7 @@ pub(super) fn check_directories(
     let mut impossible = Vec::new();
     for path in directories {
         let unusable = |source| ImageError::Unusable { path: path.clone(), source };
-        match look(tree, path)? {
+        match find_existing(tree, path)? {
             Some(found) if !found.is(SFlag::S_IFDIR).map_err(unusable)? => {
                 return Err(ImageError::NotDirectory(path.clone()));
             }
@@ -119,8 +119,7 @@ pub(super) fn check_directories(
     check_nesting(tree, directories, files)
 }
 
-/// What exists at a mount point; `None` if nothing does.
-fn look(tree: &Tree, path: &Path) -> Result<Option<Rc<Found>>, ImageError> {
+fn find_existing(tree: &Tree, path: &Path) -> Result<Option<Rc<Found>>, ImageError> {
     if tree.is_shared(path).map_err(|source| ImageError::Unusable { path: path.to_owned(), source })? {
         return Err(ImageError::Shared(path.to_owned()));
     }
@@ -133,7 +132,7 @@ fn look(tree: &Tree, path: &Path) -> Result<Option<Rc<Found>>, ImageError> {
 
 /// Adds the directory of a volume in which a file is mounted, and the file that will be created there. A path that is
 /// not UTF-8 cannot be recorded, so its file stays.
-fn note(mut place: VolumeFiles, made: Option<PathBuf>, volumes: &mut Vec<VolumeFiles>) {
+fn add_created(mut place: VolumeFiles, made: Option<PathBuf>, volumes: &mut Vec<VolumeFiles>) {
     let made = made.filter(|file| file.to_str().is_some());
     match volumes.iter_mut().find(|known| known.directory == place.directory) {
         Some(known) => known.files.extend(made),
@@ -149,7 +148,7 @@ fn note(mut place: VolumeFiles, made: Option<PathBuf>, volumes: &mut Vec<VolumeF
 /// directory is on the host.
 fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Result<(), ImageError> {
     let lead = |path: &PathBuf| {
-        tree.leads_to(path).map_err(|source| ImageError::Unusable { path: path.clone(), source })
+        tree.creation_path(path).map_err(|source| ImageError::Unusable { path: path.clone(), source })
     };
     let landings = directories.iter().map(lead).collect::<Result<Vec<_>, _>>()?;
     for (asked, own) in directories.iter().zip(&landings) {
@@ -175,7 +174,7 @@ fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Res
 /// Removes the empty files that the runtime created as mount points in a rootfs that outlives its container. A later
 /// run without sublet would fail on them ("file too short"). Returns how many were removed.
 ///
-/// `created` is what [`inspect`](super::inspect) found missing. Only regular files of length 0 with one link are
+/// `created`: as [`inspect`](super::inspect) found them missing. Only regular files of length 0 with one link are
 /// removed; nothing is removed if the rootfs no longer exists. No live lease may use the rootfs.
 pub(crate) fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize {
     let Ok(root) = open_root(rootfs) else { return 0 };
@@ -183,17 +182,17 @@ pub(crate) fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize 
     created.iter().filter(|path| parents.remove(path).is_ok_and(|removed| removed)).count()
 }
 
-/// Removes what an ended container left behind. No live lease may use its root filesystem, nor one of its volumes.
+/// Removes the leftovers of an ended container. No live lease may use its root filesystem, nor one of its volumes.
 ///
-/// Returns what may be forgotten: all but what could not be looked at for an error of the moment.
+/// Returns those that may be forgotten: all except those that a transient error kept from being examined.
 #[must_use]
 pub fn clear(left: &Leftover) -> Leftover {
     let mount_points = match open_root(&left.rootfs) {
-        Err(error) if is_of_the_moment(&error) => Vec::new(),
+        Err(error) if is_transient(&error) => Vec::new(),
         Err(_) => left.mount_points.clone(),
         Ok(root) => {
             let mut parents = Parents::below(&root);
-            let done = |path: &&PathBuf| !parents.remove(path).is_err_and(|error| is_of_the_moment(&error));
+            let done = |path: &&PathBuf| !parents.remove(path).is_err_and(|error| is_transient(&error));
             left.mount_points.iter().filter(done).cloned().collect()
         }
     };
@@ -202,20 +201,20 @@ pub fn clear(left: &Leftover) -> Leftover {
 }
 
 /// Whether the same may well succeed a moment later, or in another process.
-fn is_of_the_moment(error: &io::Error) -> bool {
+fn is_transient(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw);
     matches!(errno, Some(Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM | Errno::EAGAIN | Errno::EINTR))
 }
 
-/// As [`cleanup_mount_points`], for what the runtime created in a volume, where it may also be an empty directory. The container's user controls the volume, so
-/// no link is followed, and files are removed only from the same directory in which they were created. Returns whether
-/// there was no error of the moment.
+/// As [`cleanup_mount_points`], for mount points in a volume, which may also be empty directories. The container's user
+/// controls the volume, so no link is followed, and files are removed only from the same directory in which they were
+/// created. Returns whether there was no error of the moment.
 pub(crate) fn clear_volume(place: &VolumeFiles) -> bool {
     let directory = match open_directory(place) {
         Ok(directory) => directory,
-        Err(error) => return !is_of_the_moment(&error),
+        Err(error) => return !is_transient(&error),
     };
-    let failed = |file: &PathBuf| remove_below(&directory, file).is_err_and(|error| is_of_the_moment(&error));
+    let failed = |file: &PathBuf| remove_below(&directory, file).is_err_and(|error| is_transient(&error));
     // Each file is tried.
     place.files.iter().filter(|file| failed(file)).count() == 0
 }

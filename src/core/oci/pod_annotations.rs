@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::apply_edits::{SpecError, annotations};
 use super::environment::environment_value;
 use super::podman_storage;
-use crate::request::addressed;
+use crate::request::split_container_name;
 use crate::text::safe;
 
 /// A container of a pod.
@@ -25,16 +25,19 @@ enum Member {
 /// is its name, and is left out elsewhere.
 ///
 /// # Errors
-/// They are not an object of strings, or it cannot be told whether one is for this container.
+/// They are not an object of strings, or it is ambiguous whether one is for this container.
 pub fn own_annotations(spec: &Value, bundle: &Path) -> Result<BTreeMap<String, String>, SpecError> {
     let mut all = annotations(spec)?;
-    let for_one: Vec<String> = all.keys().filter(|key| addressed(key).is_some()).cloned().collect();
+    let for_one: Vec<String> =
+        all.keys().filter(|key| split_container_name(key).is_some()).cloned().collect();
     // Without a pod there is no NAME, and the key is unknown.
     let member = (!for_one.is_empty()).then(|| Member::of(spec, &all, bundle)).flatten();
     let Some(member) = member else { return Ok(all) };
     for whole in for_one {
-        let Some((value, (key, name))) = all.remove(&whole).zip(addressed(&whole)) else { continue };
-        if member.is(name).ok_or_else(|| member.untold(&whole, key))? {
+        let Some((value, (key, name))) = all.remove(&whole).zip(split_container_name(&whole)) else {
+            continue;
+        };
+        if member.is_called(name).ok_or_else(|| member.ambiguous(&whole, key))? {
             all.insert(key.to_owned(), value);
         }
     }
@@ -55,8 +58,8 @@ impl Member {
         Some(Self::Podmans { name: podman_storage::name(spec, bundle), host })
     }
 
-    /// Whether it is called `name` in its pod, or by its engine; `None`: that cannot be told.
-    fn is(&self, name: &str) -> Option<bool> {
+    /// Whether it is called `name` in its pod, or by its engine; `None`: that is ambiguous.
+    fn is_called(&self, name: &str) -> Option<bool> {
         let (whole, host) = match self {
             Self::Named(own) => return Some(own == name),
             Self::Podmans { name, host } => (name.as_deref()?, host.as_deref()),
@@ -67,7 +70,7 @@ impl Member {
         let Some(pod) = whole.strip_suffix(name).and_then(|pod| pod.strip_suffix('-')) else {
             return Some(false);
         };
-        // `web` or `a-web` of shop-a-web? A pod called shop or shop-a tells.
+        // `web` or `a-web` of shop-a-web? A pod called shop or shop-a decides.
         let is_hosts = |host: &str| whole.strip_prefix(host).is_some_and(|rest| rest.starts_with('-'));
         match host {
             Some(host) if is_hosts(host) => Some(pod == host),
@@ -75,7 +78,7 @@ impl Member {
         }
     }
 
-    fn untold(&self, annotation: &str, key: &str) -> SpecError {
+    fn ambiguous(&self, annotation: &str, key: &str) -> SpecError {
         let whole = match self {
             Self::Podmans { name: Some(name), .. } => name,
             _ => "NAME, as `podman ps` shows it",
@@ -106,12 +109,12 @@ mod tests {
             (Member::Named("a-web".into()), "web", false),
         ];
         for (at, (member, name, expected)) in told.into_iter().enumerate() {
-            assert_eq!(member.is(name), Some(expected), "{at}");
+            assert_eq!(member.is_called(name), Some(expected), "{at}");
         }
-        let untold = podmans("shop-a-web", "other");
-        assert_eq!(untold.is("web"), None);
-        assert_eq!(Member::Podmans { name: None, host: None }.is("web"), None);
-        let line = untold.untold("sublet.gpu/web", "sublet.gpu").to_string();
+        let ambiguous = podmans("shop-a-web", "other");
+        assert_eq!(ambiguous.is_called("web"), None);
+        assert_eq!(Member::Podmans { name: None, host: None }.is_called("web"), None);
+        let line = ambiguous.ambiguous("sublet.gpu/web", "sublet.gpu").to_string();
         assert!(line.contains("sublet.gpu/shop-a-web"), "{line}");
     }
 

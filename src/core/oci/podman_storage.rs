@@ -88,15 +88,15 @@ impl<'a> Userdata<'a> {
     }
 }
 
-/// A file that cannot be read counts as empty, and so does one that others can write: the path of a volume could be
+/// A file that cannot be read counts as empty, and so does one that other users can write: the path of a volume could be
 /// chosen to look like Podman's.
 fn entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
     let file = trusted::read_if_trusted(path, LARGEST);
     file.and_then(|file| serde_json::from_slice(&file).ok()).unwrap_or_default()
 }
 
-/// What Podman calls the container of `spec` and `bundle`, if its storage says so. Podman 4 runs hooks elsewhere than in the
-/// bundle: there the root filesystem, `ROOT/<driver>/…`, tells the storage.
+/// Podman's name of the container of `spec` and `bundle`, if its storage has it. Podman 4 runs hooks elsewhere than in the
+/// bundle: there the root filesystem, `ROOT/<driver>/…`, names the storage.
 pub(super) fn name(spec: &Value, bundle: &Path) -> Option<String> {
     let own = Userdata::parse(bundle).or_else(|| {
         let made = made_for_it(spec).next()?;

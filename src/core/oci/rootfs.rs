@@ -1,5 +1,5 @@
 //! The file tree of a container that does not exist yet: its rootfs and the volumes over it. The kernel resolves every
-//! path of the image inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links). What was found is then used by its
+//! path of the image inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links). A found file is then used by its
 //! descriptor, never by its path again.
 
 use std::cell::{OnceCell, RefCell};
@@ -23,7 +23,7 @@ use super::container_root::ContainerRoot;
 use super::image_error::ImageError;
 use super::live::{Kind, place};
 use crate::fs::below::{
-    ROUNDS, host_path, inside, is_of_the_image, open_below, open_in, open_root, open_without_links,
+    ROUNDS, host_path, is_of_the_image, open_below, open_in, open_root, open_without_links, path_in_root,
 };
 use crate::ledger::VolumeFiles;
 use crate::reading::regular_file;
@@ -34,9 +34,9 @@ pub struct Tree {
     /// The path of `rootfs` on the host, as the kernel reports it.
     host_path: PathBuf,
     volumes: Vec<Volume>,
-    /// Who creates mount points.
+    /// The ids that create mount points.
     root: ContainerRoot,
-    /// What was found, or the error that says that nothing is there: most paths are asked for several times.
+    /// Results of look-ups: most paths are looked up several times.
     known: RefCell<HashMap<PathBuf, Result<Rc<Found>, i32>>>,
 }
 
@@ -71,10 +71,10 @@ impl Tree {
     /// # Errors
     /// [`ImageError::Rootfs`].
     pub fn open(spec: &Value, rootfs: &Path) -> Result<Self, ImageError> {
-        Self::opened(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })
+        Self::open_tree(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })
     }
 
-    fn opened(spec: &Value, rootfs: &Path) -> io::Result<Self> {
+    fn open_tree(spec: &Value, rootfs: &Path) -> io::Result<Self> {
         let rootfs = open_root(rootfs)?;
         let host_path = host_path(&rootfs)?;
         let root = ContainerRoot::of(spec);
@@ -92,7 +92,7 @@ impl Tree {
         };
         let options = mount.get("options").and_then(Value::as_array).into_iter().flatten();
         let options: Vec<&str> = options.filter_map(Value::as_str).collect();
-        // Of options that exclude each other the last one counts. `rro` is `ro` for what is mounted below, too
+        // Of options that exclude each other the last one counts. `rro` is `ro` for mounts below, too
         // (runtime-spec, config.md, "Linux mount options").
         let is_last = |yes: &str, no: &str| {
             options
@@ -136,8 +136,8 @@ impl Tree {
     /// [`Tree::find`]; `None`: nothing is there.
     ///
     /// # Errors
-    /// It cannot be found out whether something is there, or what.
-    pub(super) fn there(&self, path: &Path) -> io::Result<Option<Rc<Found>>> {
+    /// It cannot be examined.
+    pub(super) fn find_if_present(&self, path: &Path) -> io::Result<Option<Rc<Found>>> {
         match self.find(path) {
             Ok(found) => Ok(Some(found)),
             Err(error) if is_of_the_image(&error) && error.kind() != io::ErrorKind::PermissionDenied => {
@@ -150,19 +150,19 @@ impl Tree {
     /// The first of `path` and the directories above it that is there.
     fn nearest<'p>(&self, path: &'p Path) -> io::Result<Option<(Rc<Found>, &'p Path)>> {
         for above in path.ancestors() {
-            if let Some(found) = self.there(above)? {
+            if let Some(found) = self.find_if_present(above)? {
                 return Ok(Some((found, above)));
             }
         }
         Ok(None)
     }
 
-    /// What is at `path` (absolute, in the container), links followed.
+    /// The file at `path` (absolute, in the container), links followed.
     pub(super) fn find(&self, path: &Path) -> io::Result<Rc<Found>> {
         if let Some(known) = self.known.borrow().get(path) {
             return known.clone().map_err(io::Error::from_raw_os_error);
         }
-        let found = self.look_for(path).map(Rc::new);
+        let found = self.open_path(path).map(Rc::new);
         let known = match &found {
             Ok(found) => Some(Ok(found.clone())),
             Err(error) => error.raw_os_error().filter(|_| is_of_the_image(error)).map(Err),
@@ -173,7 +173,7 @@ impl Tree {
         found
     }
 
-    fn look_for(&self, path: &Path) -> io::Result<Found> {
+    fn open_path(&self, path: &Path) -> io::Result<Found> {
         let mut path = path.to_owned();
         for _ in 0..ROUNDS {
             if let Some((volume, below)) = self.covering(&path) {
@@ -191,7 +191,7 @@ impl Tree {
     /// The directory of a volume that has, or will have, the mount point `path`, and the path below that directory.
     /// `None`: the mount point is in no volume, and the path returned is that in the container.
     pub(super) fn place_in_volume(&self, path: &Path) -> io::Result<(Option<VolumeFiles>, PathBuf)> {
-        let landing = self.leads_to(path)?;
+        let landing = self.creation_path(path)?;
         let place = landing.parent().map(|parent| self.nearest(parent)).transpose()?.flatten();
         let Some((directory, above)) = place.filter(|(found, _)| found.in_volume) else {
             return Ok((None, landing));
@@ -221,11 +221,11 @@ impl Tree {
 
     /// The directory in which the mount point `path` has to be created, and the path below it, where the container's root
     /// may not do that; `None`: nothing has to be created, or it may.
-    pub(super) fn denied(&self, path: &Path) -> io::Result<Option<(Rc<Found>, PathBuf)>> {
-        if self.root.is_hosts() || self.there(path)?.is_some() {
+    pub(super) fn find_denied(&self, path: &Path) -> io::Result<Option<(Rc<Found>, PathBuf)>> {
+        if self.root.is_hosts() || self.find_if_present(path)?.is_some() {
             return Ok(None);
         }
-        let landing = self.leads_to(path)?;
+        let landing = self.creation_path(path)?;
         // A file system of the container's own.
         if self.covering(&landing).is_some_and(|(volume, _)| volume.source.is_none()) {
             return Ok(None);
@@ -246,7 +246,7 @@ impl Tree {
 
     /// Creates the mount point `path` where the container's runtime may not.
     pub(super) fn make(&self, path: &Path, kind: Kind) -> io::Result<()> {
-        let Some((directory, below)) = self.denied(path)? else { return Ok(()) };
+        let Some((directory, below)) = self.find_denied(path)? else { return Ok(()) };
         self.known.borrow_mut().clear();
         place(&directory.fd, &below, kind).map(drop)
     }
@@ -264,9 +264,9 @@ impl Tree {
         Ok(within || by_link.is_some())
     }
 
-    /// The path at which the runtime would create what is missing of `path`. Links are followed inside the rootfs, also
-    /// those that lead to nothing.
-    pub(super) fn leads_to(&self, path: &Path) -> io::Result<PathBuf> {
+    /// The path at which the runtime would create the missing part of `path`. Links are followed inside the rootfs, also
+    /// dangling ones.
+    pub(super) fn creation_path(&self, path: &Path) -> io::Result<PathBuf> {
         let mut path = path.to_owned();
         for _ in 0..ROUNDS {
             let Some((found, above)) = self.nearest(&path)? else { return Ok(path) };
@@ -287,7 +287,7 @@ impl Tree {
         self.volumes.iter().map(|volume| volume.destination.as_path())
     }
 
-    /// What is at `path`, and its path with links resolved: most have none, and need not be asked for.
+    /// The file at `path`, and its path with links resolved, if it has any.
     fn in_rootfs(&self, path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
         if path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_))) {
             match open_without_links(&self.rootfs, path) {
@@ -296,7 +296,7 @@ impl Tree {
             }
         }
         let fd = open_in(&self.rootfs, path, OFlag::empty())?;
-        let real = inside(&self.host_path, &fd)?;
+        let real = path_in_root(&self.host_path, &fd)?;
         Ok((fd, real))
     }
 }
@@ -377,7 +377,7 @@ fn in_volume(volume: &Volume, below: &Path) -> io::Result<Found> {
         (root, volume.destination.clone())
     } else {
         let fd = open_in(&root, below, OFlag::empty())?;
-        let real = inside(&host_path(&root)?, &fd)?;
+        let real = path_in_root(&host_path(&root)?, &fd)?;
         let below = real.strip_prefix("/").unwrap_or(&real).to_owned();
         (fd, volume.destination.join(below))
     };

@@ -1,8 +1,8 @@
-//! What would let a refused request run: another GPU, or `sublet.isolation=dedicated`, and on which container.
+//! Advice for a refused request: another GPU, or `sublet.isolation=dedicated`, and on which container.
 
 use std::num::NonZeroU32;
 
-use super::refusal::{short, some};
+use super::refusal::{list_some, short_id};
 use super::select::{slots, wants_mig};
 use super::want::World;
 use super::{bookings::use_of, find};
@@ -12,12 +12,13 @@ use crate::share::{Devices, Isolation, Mode};
 
 /// The ways out of a refusal, each of which has been tried. None of them takes a running container's share away.
 pub(super) fn advice(request: &Request, id: &LeaseId, world: World<'_>) -> Vec<String> {
-    let isolation = || own_isolation(request, id, world).or_else(|| isolation_of_others(request, id, world));
-    elsewhere(request, id, world).into_iter().chain(isolation()).collect()
+    let isolation =
+        || advise_dedicated(request, id, world).or_else(|| advise_dedicated_for_holders(request, id, world));
+    advise_other_gpu(request, id, world).into_iter().chain(isolation()).collect()
 }
 
 /// A GPU that would take the request, if the GPU that the request names exists and does not take it.
-fn elsewhere(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
+fn advise_other_gpu(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
     let Devices::These(named) = &request.devices else { return None };
     if named.len() != 1 || wants_mig(request) {
         return None;
@@ -30,39 +31,39 @@ fn elsewhere(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String
 }
 
 /// Where an MPS server of its own would fit and the device's common one does not.
-fn own_isolation(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
+fn advise_dedicated(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
     let alone = Request { isolation: Isolation::Dedicated, ..request.clone() };
     let fits = request.isolation == Isolation::Shared && find(&alone, id, world).is_ok();
     fits.then(|| "with sublet.isolation=dedicated it would fit, in turns with the others there".to_owned())
 }
 
 /// Where it would fit if the containers on a shared MPS server had servers of their own.
-fn isolation_of_others(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
-    let apart = all_dedicated(world.ledger);
+fn advise_dedicated_for_holders(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
+    let apart = with_dedicated_servers(world.ledger);
     let found = find(request, id, World { ledger: &apart, ..world }).ok()?;
     let beside = |lease: &&Lease| {
-        on_shared_server(lease) && lease.devices.iter().any(|uuid| found.devices.contains(uuid))
+        is_on_shared_server(lease) && lease.devices.iter().any(|uuid| found.devices.contains(uuid))
     };
-    let others: Vec<String> = world.ledger.leases.iter().filter(beside).map(short).collect();
+    let others: Vec<String> = world.ledger.leases.iter().filter(beside).map(short_id).collect();
     let (those, them) = match others.len() {
         0 => return None,
         1 => ("that container", "it"),
         _ => ("those containers", "them"),
     };
-    let named = some(others.into_iter(), ", ");
+    let named = list_some(others.into_iter(), ", ");
     Some(format!(
         "beside {named} it would fit if {those} had sublet.isolation=dedicated, in turns with {them}"
     ))
 }
 
-fn on_shared_server(lease: &Lease) -> bool {
+fn is_on_shared_server(lease: &Lease) -> bool {
     lease.daemon.is_some() && use_of(lease.mode, lease.isolation) == Mode::Mps
 }
 
 /// The ledger as it would be if every container under MPS had its own server.
-fn all_dedicated(ledger: &Ledger) -> Ledger {
+fn with_dedicated_servers(ledger: &Ledger) -> Ledger {
     let mut apart = ledger.clone();
-    for lease in apart.leases.iter_mut().filter(|lease| on_shared_server(lease)) {
+    for lease in apart.leases.iter_mut().filter(|lease| is_on_shared_server(lease)) {
         lease.isolation = Isolation::Dedicated;
         lease.daemon = Some(DaemonKey(lease.id.to_string()));
     }

@@ -1,4 +1,4 @@
-//! What is booked on a device and what is left.
+//! The bookings of a device and the rest.
 
 use std::collections::BTreeSet;
 
@@ -25,8 +25,8 @@ pub struct Bookings {
     pub sm_free: Percent,
     /// Sum of booked memory, MPS servers' own included, in bytes.
     pub memory_booked: u64,
-    /// Memory that a new lease may still book, in bytes: the smaller of what the bookings leave and what
-    /// NVML last reported free less what leases have booked and not used yet.
+    /// Memory that a new lease may still book, in bytes: the smaller of [`Account::left_by_bookings`] and
+    /// [`Account::left_by_driver`].
     pub memory_free: u64,
     /// Sum of expected CUDA processes behind MPS servers.
     pub processes: u32,
@@ -97,7 +97,7 @@ impl<'a> Account<'a> {
         leases.fold(daemons, u64::saturating_add)
     }
 
-    /// Every MPS server that has or will have memory of the device: those of leases, and others that still run.
+    /// Every MPS server that has or will have memory of the device, with or without a lease.
     pub(super) fn daemons(&self) -> BTreeSet<&'a DaemonKey> {
         let wanted = self.on_memory.iter().filter_map(|lease| lease.daemon.as_ref());
         let running = self
@@ -109,7 +109,7 @@ impl<'a> Account<'a> {
         wanted.chain(running.map(|daemon| &daemon.key)).collect()
     }
 
-    /// What the bookings leave.
+    /// Memory that is not booked.
     pub(super) fn left_by_bookings(&self) -> u64 {
         if self.has_everything {
             return 0;
@@ -117,7 +117,7 @@ impl<'a> Account<'a> {
         bookable(self.device, self.config).saturating_sub(self.memory_booked())
     }
 
-    /// The memory that NVML reported free at the last refresh, minus what leases have booked but had not used by then.
+    /// The memory that NVML reported free at the last refresh, minus the leases' booked memory that was unused then.
     ///
     /// With `memory_overcommit` above 1 bookings are scaled down here too, while memory in use counts whole.
     pub(super) fn left_by_driver(&self) -> u64 {
@@ -157,7 +157,7 @@ pub(super) fn bookable(device: &Device, config: &Config) -> u64 {
     times(device.memory_bytes.saturating_sub(config.limits.reserve), config.limits.memory_overcommit)
 }
 
-/// What `lease` may still take of its booked memory, as of the last refresh.
+/// The unused part of `lease`'s booked memory at the last refresh.
 fn unspent(lease: &Lease, device: &Device, ledger: &Ledger) -> u64 {
     let its = |found: Option<&Lease>| {
         found.is_some_and(|found| found.id == lease.id || found.within.as_ref() == Some(&lease.id))

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::select::{hosts, wants_mig};
+use super::select::{mig_hosts, wants_mig};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::Ledger;
@@ -20,7 +20,7 @@ pub struct Order {
     pub profile: Option<String>,
 }
 
-/// A GPU, and what the instance must have there at least.
+/// A GPU, and the minimum of the instance there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Site {
     /// `GPU-…`.
@@ -34,12 +34,12 @@ pub struct Site {
     pub most: Option<Most>,
 }
 
-/// What a user's policy allows the instance to have.
+/// The user's policy for the instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Most {
-    /// In addition to what the user holds.
+    /// In addition to the user's leases.
     pub now: Size,
-    /// If they held nothing.
+    /// Without them.
     pub ever: Size,
 }
 
@@ -76,7 +76,7 @@ impl Size {
 }
 
 impl Order {
-    /// What `request` needs, if it is for one MIG device and does not name which. There are no sites if no permitted
+    /// The order of `request`, if it is for one unnamed MIG device. There are no sites if no permitted
     /// GPU is in MIG mode.
     #[must_use]
     pub fn of(request: &Request, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Option<Self> {
@@ -88,7 +88,7 @@ impl Order {
         if !one || !wants_mig(request) || request.mode == Some(Mode::Exclusive) {
             return None;
         }
-        let sites = hosts(request, inventory, config)
+        let sites = mig_hosts(request, inventory, config)
             .filter(|gpu| gpu.mig_enabled && !ledger.drained.contains(&gpu.uuid))
             // Any instance created there would be refused.
             .filter(|gpu| !is_alone(request) || request.sm.is_none() || gpu.sm_count.is_some())

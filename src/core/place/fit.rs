@@ -2,8 +2,10 @@
 //! leases leave.
 
 use super::bookings::{Account, Bookings, SERVER_BYTES, bookable, use_of};
-use super::fit_room::{memory, present_use, room};
-use super::fit_rules::{client_limit, closed, compute_mode, driver, sense, share};
+use super::fit_room::{check_memory, check_room, check_use};
+use super::fit_rules::{
+    check_closed, check_compute_mode, check_driver, check_settings, check_share, client_limit,
+};
 use super::select::rule;
 use super::want::{Misfit, Want, World};
 use crate::config::{Config, Policy};
@@ -13,7 +15,7 @@ use crate::request::Request;
 use crate::share::units::MIB;
 use crate::share::{Isolation, Mode};
 
-/// What a request takes of one device.
+/// A request's part of one device.
 #[derive(Clone, Debug)]
 pub(super) struct Fit {
     pub mode: Mode,
@@ -23,7 +25,7 @@ pub(super) struct Fit {
     pub refresh_first: bool,
     /// Whether the device already has this use.
     in_use: bool,
-    /// What is left of its scarcest resource, in thousandths.
+    /// The rest of its scarcest resource, in thousandths.
     left: u64,
     /// Memory left by the bookings, in bytes.
     memory_left: u64,
@@ -32,7 +34,7 @@ pub(super) struct Fit {
     index: u32,
 }
 
-/// What `request` takes of `device`. `several`: it is one of several devices.
+/// Fits `request` on `device`, which may be one of `several`.
 pub(super) fn fit(
     request: &Request,
     id: &LeaseId,
@@ -40,21 +42,21 @@ pub(super) fn fit(
     several: bool,
     world: World<'_>,
 ) -> Result<Fit, Misfit> {
-    let want = want(request, id, device, several, world);
-    closed(&want, world)?;
-    world.ledger.kept_from(id, device).map_or(Ok(()), |why| Err(Misfit::now(why)))?;
-    sense(&want)?;
-    driver(&want, world.inventory, world.config)?;
-    compute_mode(&want, world.ledger)?;
-    share(&want, &world.inventory.driver, world.config)?;
+    let want = build_want(request, id, device, several, world);
+    check_closed(&want, world)?;
+    world.ledger.explain_kept(id, device).map_or(Ok(()), |why| Err(Misfit::now(why)))?;
+    check_settings(&want)?;
+    check_driver(&want, world.inventory, world.config)?;
+    check_compute_mode(&want, world.ledger)?;
+    check_share(&want, &world.inventory.driver, world.config)?;
     let bookings = want.account.bookings();
-    present_use(&want, &bookings, world)?;
-    room(&want, &bookings, world)?;
-    let refresh_first = memory(&want, world)?;
-    Ok(fitting(want, &bookings, refresh_first, world))
+    check_use(&want, &bookings, world)?;
+    check_room(&want, &bookings, world)?;
+    let refresh_first = check_memory(&want, world)?;
+    Ok(build_fit(want, &bookings, refresh_first, world))
 }
 
-fn want<'a>(
+fn build_want<'a>(
     request: &'a Request,
     id: &LeaseId,
     device: &'a Device,
@@ -83,14 +85,14 @@ fn want<'a>(
     Want { request, device, mode, isolation, used_as, daemon, memory, books, account, several }
 }
 
-/// The memory that is booked for a compute instance that a container has alone but that shares its memory with others.
+/// The memory that is booked for a compute instance that one container has but that shares its memory with other instances.
 /// Nothing enforces this part.
 fn shared_part(device: &Device, config: &Config) -> Option<u64> {
     let shares = device.mig_device.as_ref().is_some_and(|mig_device| !mig_device.siblings.is_empty());
     shares.then(|| device.part_of(bookable(device, config)) / MIB * MIB)
 }
 
-fn fitting(want: Want<'_>, bookings: &Bookings, refresh_first: bool, world: World<'_>) -> Fit {
+fn build_fit(want: Want<'_>, bookings: &Bookings, refresh_first: bool, world: World<'_>) -> Fit {
     let World { inventory, config, .. } = world;
     let thousandths = |left: u64, all: u64| left.saturating_mul(1000) / all.max(1);
     let memory_left = want.account.left_by_bookings();

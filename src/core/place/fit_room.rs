@@ -10,8 +10,8 @@ use crate::share::units::show_bytes;
 use crate::text::safe;
 
 impl Want<'_> {
-    /// Memory of idle shared servers that will be ended for this use of their device ([`Ledger::in_the_way`]).
-    fn making_way(&self, ledger: &Ledger) -> u64 {
+    /// Memory of idle shared servers that will be ended for this use of their device ([`Ledger::conflicting_daemons`]).
+    fn memory_of_conflicting(&self, ledger: &Ledger) -> u64 {
         let shared = ledger.daemons.iter().filter(|daemon| {
             let uuid = &self.device.uuid;
             daemon.serves(uuid) && daemon.key.0 == *uuid && daemon.state != DaemonState::Down
@@ -22,7 +22,7 @@ impl Want<'_> {
 }
 
 /// A device has one use at a time. Beside an exclusive lease there may be no other process, with or without a lease.
-pub(super) fn present_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Result<(), Misfit> {
+pub(super) fn check_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Result<(), Misfit> {
     match bookings.used_as {
         Some(Mode::Exclusive | Mode::Mig) => return Err(Misfit::now("is taken whole")),
         Some(used) if used != want.used_as => {
@@ -39,7 +39,7 @@ pub(super) fn present_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>
         return Ok(());
     }
     if !want.device.knows_processes() {
-        return Err(Misfit::untold(
+        return Err(Misfit::not_reported(
             "cannot be given to one container alone: NVML does not tell which processes are on it",
         ));
     }
@@ -57,7 +57,7 @@ pub(super) fn present_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>
 }
 
 /// Turns, SMs and clients.
-pub(super) fn room(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Result<(), Misfit> {
+pub(super) fn check_room(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Result<(), Misfit> {
     let turns = world.config.limits.time_slice_max;
     if want.used_as == Mode::TimeSlice && bookings.leases >= turns as usize {
         let reason =
@@ -77,15 +77,15 @@ pub(super) fn room(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Re
     Ok(())
 }
 
-/// Checks memory by the bookings and by what NVML last reported. Returns whether it is within 10 % of the latter, so
-/// that a refresh is needed.
-pub(super) fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
-    // What is not known cannot be booked: `fit_rules::driver` refuses requests for memory.
+/// Checks memory by the bookings and by NVML's last report. Returns whether it is within 10 % of the latter, so that a
+/// refresh is needed.
+pub(super) fn check_memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
+    // Unknown memory cannot be booked: `fit_rules::check_driver` refuses requests for memory.
     if want.books == 0 || want.device.unknown.contains_key(&Fact::Memory) {
         return Ok(false);
     }
     // The memory of servers that end before the container starts.
-    let ending = want.making_way(world.ledger);
+    let ending = want.memory_of_conflicting(world.ledger);
     let bookings = want.account.left_by_bookings().saturating_add(ending);
     if want.books > bookings {
         return Err(Misfit::now(format!(

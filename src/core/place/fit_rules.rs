@@ -1,5 +1,5 @@
-//! The rules that waiting for other containers does not change: what the administrator decided, what the mode allows,
-//! and what the driver and the hardware can do.
+//! The rules that waiting for other containers does not change: the administrator's, the mode's, the driver's and the
+//! hardware's.
 
 use super::bookings::bookable;
 use super::select::rule;
@@ -18,8 +18,8 @@ const SEVERAL_MIG_DEVICES: u32 = 570;
 /// With a share that the driver rounds to fewer SMs than this, no context starts.
 const FEWEST_SMS: u64 = 2;
 
-/// What the administrator decided, and changes of MIG layouts.
-pub(super) fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
+/// The administrator's decisions, and changes of MIG layouts.
+pub(super) fn check_closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let (uuid, gpu) = (&want.device.uuid, want.device.gpu());
     if let Some(change) = world.ledger.mig_change(gpu) {
         return Err(Misfit::now(format!(
@@ -27,7 +27,7 @@ pub(super) fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
             change.owner.pid
         )));
     }
-    kinds(want, world)?;
+    check_kind(want, world)?;
     if world.ledger.drained.iter().any(|drained| drained == uuid || drained == gpu) {
         return Err(Misfit::never("is drained: `sublet undrain` ends that"));
     }
@@ -52,7 +52,7 @@ pub(super) fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
 }
 
 /// GPUs in MIG mode are used only through their MIG devices, and MIG devices only in modes that they support.
-fn kinds(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
+fn check_kind(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let Some(mig_device) = &want.device.mig_device else {
         return match (want.device.mig_enabled, want.mode) {
             (true, _) => Err(in_mig_mode(want.device, world.inventory)),
@@ -100,7 +100,7 @@ fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> Misfit {
 }
 
 /// Settings that contradict a mode that comes from the device's configuration.
-pub(super) fn sense(want: &Want<'_>) -> Result<(), Misfit> {
+pub(super) fn check_settings(want: &Want<'_>) -> Result<(), Misfit> {
     let exclusive = want.mode == Mode::Exclusive;
     if want.several && want.daemon.is_some() && want.device.is_mig() {
         return Err(Misfit::never(
@@ -114,7 +114,7 @@ pub(super) fn sense(want: &Want<'_>) -> Result<(), Misfit> {
         ));
     }
     if want.mode == Mode::Mig {
-        return large_enough(want);
+        return check_size(want);
     }
     if exclusive && want.isolation == Isolation::Dedicated {
         return Err(Misfit::never("is given as a whole in mode exclusive: leave out sublet.isolation"));
@@ -123,7 +123,7 @@ pub(super) fn sense(want: &Want<'_>) -> Result<(), Misfit> {
 }
 
 /// With mode mig, `sublet.memory` and `sublet.sm` are the minimum for the MIG device. Percentages are of the GPU.
-fn large_enough(want: &Want<'_>) -> Result<(), Misfit> {
+fn check_size(want: &Want<'_>) -> Result<(), Misfit> {
     let (device, Some(mig_device)) = (want.device, &want.device.mig_device) else { return Ok(()) };
     let own = device.part_of(device.memory_bytes);
     if let Some(least) = want.request.memory.map(|memory| memory.on(mig_device.gpu_memory_bytes)) {
@@ -144,8 +144,8 @@ fn large_enough(want: &Want<'_>) -> Result<(), Misfit> {
     }
 }
 
-/// What the driver and the hardware do not support.
-pub(super) fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(), Misfit> {
+/// The driver's and the hardware's features.
+pub(super) fn check_driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(), Misfit> {
     if want.several && want.device.is_mig() && branch(&inventory.driver) < SEVERAL_MIG_DEVICES {
         return Err(Misfit::never(format!(
             "cannot be one of several devices: with driver {} a process sees only one MIG device; several \
@@ -154,7 +154,7 @@ pub(super) fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) ->
         )));
     }
     if let Some(answer) = want.device.unknown.get(&Fact::Memory).filter(|_| want.memory.is_some()) {
-        return Err(Misfit::untold(format!(
+        return Err(Misfit::not_reported(format!(
             "has memory of which NVML does not tell ({}), so none can be booked: leave out sublet.memory",
             safe(answer)
         )));
@@ -179,7 +179,7 @@ pub(super) fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) ->
     let limits =
         want.request.sm.is_some() || want.memory.is_some() || want.request.priority != Priority::Normal;
     if let Some(answer) = want.device.unknown.get(&Fact::ComputeCapability).filter(|_| limits) {
-        return Err(Misfit::untold(format!(
+        return Err(Misfit::not_reported(format!(
             "does not tell whether its MPS has limits (NVML, of its compute capability: {}): leave out sublet.sm, \
              memory and priority",
             safe(answer)
@@ -194,7 +194,7 @@ pub(super) fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) ->
 }
 
 /// A mode that sublet changed will be restored, so the original mode counts.
-pub(super) fn compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfit> {
+pub(super) fn check_compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfit> {
     let changed = ledger.compute_modes.iter().find(|changed| changed.device == want.device.uuid);
     let found = changed.map_or(want.device.compute_mode, |changed| changed.found);
     let allowed = match found {
@@ -212,7 +212,7 @@ pub(super) fn compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfi
 }
 
 /// A share too small to start a context in, or larger than the device.
-pub(super) fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit> {
+pub(super) fn check_share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit> {
     let (device, processes) = (want.device, u64::from(want.request.processes.get()));
     let limit = client_limit(device, driver);
     if want.daemon.is_some() && want.request.processes.get() > limit {
@@ -255,7 +255,7 @@ pub(super) fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result
 }
 
 /// A warning about an SM share that is below the driver's minimum: a process gets the minimum.
-pub(super) fn more_than_asked(request: &Request, mode: Mode, device: &Device) -> Option<String> {
+pub(super) fn warn_of_minimum(request: &Request, mode: Mode, device: &Device) -> Option<String> {
     let sm = request.sm.filter(|_| mode == Mode::Mps)?;
     let (each, all) = (sm_of_process(sm, request.processes.get()), u64::from(device.sm_count?));
     let given = device.sms_at(each)?;

@@ -47,7 +47,7 @@ pub(crate) use want::World;
 pub struct Placement {
     /// Device UUIDs in the order the container sees them.
     pub devices: Vec<String>,
-    /// Those of the devices that are MIG devices.
+    /// The MIG devices among them.
     pub mig_devices: Vec<LeasedMigDevice>,
     /// The mode in force.
     pub mode: Mode,
@@ -63,11 +63,11 @@ pub struct Placement {
     pub processes: u32,
     /// MPS client priority.
     pub priority: Priority,
-    /// What the guard does about its processes, if the container or its named share sets it.
+    /// The guard's action on its processes, if the container or its named share sets it.
     pub guard: Option<Guarding>,
     /// Which access it gets to all MIG instances, in addition to its own.
     pub mig_caps: Vec<MigCapability>,
-    /// The requested memory is so close to what NVML last reported free that a refresh should come first.
+    /// The requested memory is so close to the free memory that NVML last reported that a refresh should come first.
     pub refresh_first: bool,
     /// How many other leases are on its devices, where the ledger was looked at.
     pub neighbours: Option<usize>,
@@ -78,7 +78,7 @@ pub struct Placement {
 /// Chooses devices for `request`. `id` is the lease id that it will have, which also names a dedicated server.
 ///
 /// # Errors
-/// [`Refusal`]: what was asked, what each device has left, who holds it, what would fit now.
+/// [`Refusal`]: the request, each device's room and holders, and advice.
 pub fn place(
     request: &Request,
     id: &LeaseId,
@@ -88,8 +88,8 @@ pub fn place(
 ) -> Result<Placement, Box<Refusal>> {
     let world = World { inventory, ledger, config };
     find(request, id, world).map_err(|mut refusal| {
-        let room = refusal.open.take().map(|open| refusal::room_on(&open, world));
-        let left_out = left_out(request, world).filter(|_| !refusal.left_out);
+        let room = refusal.open.take().map(|open| refusal::describe_rooms(&open, world));
+        let left_out = describe_left_out(request, world).filter(|_| !refusal.left_out);
         for part in room.into_iter().chain(left_out).chain(advice::advice(request, id, world)) {
             refusal.message += "; ";
             refusal.message += &part;
@@ -99,7 +99,7 @@ pub fn place(
 }
 
 /// How many leases other than `id` are on one of `devices`.
-fn neighbours(devices: &[String], id: &LeaseId, ledger: &Ledger) -> usize {
+fn count_neighbours(devices: &[String], id: &LeaseId, ledger: &Ledger) -> usize {
     let beside = |lease: &&Lease| lease.id != *id && lease.devices.iter().any(|uuid| devices.contains(uuid));
     ledger.leases.iter().filter(beside).count()
 }
@@ -113,7 +113,7 @@ pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<
         return Err(Box::new(Refusal::never(request, &why)));
     }
     let slots = select::slots(request, inventory, config).map_err(|why| {
-        let left_out = left_out(request, world);
+        let left_out = describe_left_out(request, world);
         let counted = matches!(request.devices, Devices::Any(_)) && !inventory.devices.is_empty();
         let why = match &left_out {
             None => why,
@@ -125,36 +125,38 @@ pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<
         Box::new(Refusal { refresh_first, left_out, temporary: left_out, ..Refusal::never(request, &why) })
     })?;
     let mut verdicts = Vec::new();
-    for smallest in smallest(request, &slots, inventory) {
-        let alike = smallest.map(|bytes| alike(request, bytes));
-        verdicts = judge(alike.as_ref().unwrap_or(request), id, &slots, smallest, world);
+    for smallest in smallest_sizes(request, &slots, inventory) {
+        let mut amount = request.clone();
+        amount.memory =
+            request.memory.map(|memory| smallest.map_or(memory, |bytes| Memory::Bytes(memory.on(bytes))));
+        verdicts = judge(&amount, id, &slots, smallest, world);
         let memory = |index: &usize| inventory.devices[*index].memory_bytes;
         match choose(&slots, &verdicts, smallest, world) {
-            // On larger devices alone the percentage would be more, and they did not have that much.
+            // All of these are larger, and the percentage of their smallest did not fit before.
             Some((devices, _)) if smallest.is_some() && devices.iter().map(memory).min() != smallest => {}
             Some((devices, fits)) => {
                 let placement = placement(request, inventory, devices, &fits);
-                let neighbours = Some(neighbours(&placement.devices, id, world.ledger));
+                let neighbours = Some(count_neighbours(&placement.devices, id, world.ledger));
                 return Ok(Placement { neighbours, ..placement });
             }
             None => {}
         }
     }
     let mut refusal = refuse(request, &slots, &verdicts, world);
-    refusal.refresh_first |= left_out(request, world).is_some();
+    refusal.refresh_first |= describe_left_out(request, world).is_some();
     Err(Box::new(refusal))
 }
 
-/// Which GPUs are left out, of those that the request could have.
-fn left_out(request: &Request, world: World<'_>) -> Option<String> {
+/// The left-out GPUs that the request could have.
+fn describe_left_out(request: &Request, world: World<'_>) -> Option<String> {
     let mut left_out = select::left_out(request, world.inventory, world.config).peekable();
     left_out.peek()?;
-    Some(refusal::some(left_out.map(LeftOut::sentence), "; "))
+    Some(refusal::list_some(left_out.map(LeftOut::sentence), "; "))
 }
 
-/// The possible memory sizes of the smallest of several devices, the largest first. A percentage refers to the smallest
-/// device, because the amount is the same on all. Without a percentage the size does not matter.
-fn smallest(request: &Request, slots: &[Vec<usize>], inventory: &Inventory) -> Vec<Option<u64>> {
+/// The possible memory sizes, the largest first, of the device with the least memory among several: a percentage refers to
+/// it, so that the amount is the same on all. `[None]`: one device, or no percentage.
+fn smallest_sizes(request: &Request, slots: &[Vec<usize>], inventory: &Inventory) -> Vec<Option<u64>> {
     if slots.len() < 2 || wants_mig(request) || !matches!(request.memory, Some(Memory::Share(_))) {
         return vec![None];
     }
@@ -163,13 +165,7 @@ fn smallest(request: &Request, slots: &[Vec<usize>], inventory: &Inventory) -> V
     sizes.into_iter().rev().map(Some).collect()
 }
 
-/// `request` with its percentage turned into an amount, for a device with `smallest` bytes.
-fn alike(request: &Request, smallest: u64) -> Request {
-    let memory = request.memory.map(|memory| Memory::Bytes(memory.on(smallest)));
-    Request { memory, ..request.clone() }
-}
-
-/// What `request` takes of each permitted device; if `smallest` is given, only of those with at least that many bytes.
+/// Fits `request` on each permitted device; if `smallest` is given, only on devices with at least that many bytes.
 fn judge(
     request: &Request,
     id: &LeaseId,
@@ -186,8 +182,8 @@ fn judge(
     (0..).zip(&world.inventory.devices).map(verdict).collect()
 }
 
-/// What `request` would take of a MIG device that does not exist yet, as far as this does not depend on the device's
-/// size; for the rest see [`Size::within`].
+/// The placement on a MIG device that does not exist yet, as far as it does not depend on the device's size; for the rest
+/// see [`Size::within`].
 #[must_use]
 pub fn expected(request: &Request) -> Placement {
     let mode = request.mode.unwrap_or(Mode::Mig);
@@ -210,8 +206,8 @@ pub fn expected(request: &Request) -> Placement {
     }
 }
 
-/// The best devices for all slots, all in one mode: their indices, and what the request takes of each. If possible, a
-/// device with `smallest` bytes is among them, because the amount is a percentage of that.
+/// The best devices for all slots, all in one mode, with their fits. If possible, a device with `smallest` bytes is among
+/// them, because the amount is a percentage of that.
 fn choose<'a>(
     slots: &[Vec<usize>],
     verdicts: &'a [Option<Result<Fit, Misfit>>],
@@ -225,7 +221,7 @@ fn choose<'a>(
         |index: usize| smallest.is_some_and(|bytes| world.inventory.devices[index].memory_bytes > bytes);
     fits.sort_by_key(|(index, fit)| (larger(*index), fit.rank(world.config.placement.policy)));
     if slots.len() > 1 {
-        one_of_each_instance(&mut fits, world.inventory);
+        keep_one_per_instance(&mut fits, world.inventory);
     }
     fits.iter().find_map(|(_, best)| {
         let ranked: Vec<usize> =
@@ -237,7 +233,7 @@ fn choose<'a>(
 }
 
 /// A process sees one compute instance of each GPU instance (MIG User Guide, "CUDA visible devices").
-fn one_of_each_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
+fn keep_one_per_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
     let mut seen = Vec::new();
     fits.retain(|(index, _)| {
         let device = &inventory.devices[*index];
@@ -249,7 +245,6 @@ fn one_of_each_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
     });
 }
 
-/// What a lease records of the MIG devices among those chosen.
 fn mig_devices(inventory: &Inventory, devices: &[usize]) -> Vec<LeasedMigDevice> {
     let leased = |index: &usize| {
         let device = &inventory.devices[*index];
@@ -273,7 +268,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
     }
     let first = fits.first();
     let mode = first.map_or(request.default_mode, |fit| fit.mode);
-    let least = |index: &usize| fit_rules::more_than_asked(request, mode, &inventory.devices[*index]);
+    let least = |index: &usize| fit_rules::warn_of_minimum(request, mode, &inventory.devices[*index]);
     Placement {
         warnings: devices.iter().find_map(least).into_iter().collect(),
         mig_devices: mig_devices(inventory, &devices),

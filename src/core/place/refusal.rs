@@ -1,4 +1,4 @@
-//! Why no device can serve a request now, and what would help.
+//! Why no device can serve a request now, and the advice.
 
 use super::bookings::{SERVER_BYTES, bookings};
 use super::select::wants_mig;
@@ -9,20 +9,20 @@ use crate::ledger::{Lease, Ledger};
 use crate::request::Request;
 use crate::share::units::{MIB, show_bytes};
 use crate::share::{Devices, Isolation, Memory, Mode, Percent};
-use crate::text::{safe, short_id};
+use crate::text::{self, safe};
 
-/// A message names this many devices, and holders of each, and counts the others.
+/// A message names this many devices, and holders of each, and counts the rest.
 const NAMED: usize = 4;
 
 /// A request that no device can serve now.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// One line: what was asked, what each device has left, who holds it; of [`super::place`] also what would fit now.
+    /// One line: the request, each device's room and holders; of [`super::place`] also advice.
     pub message: String,
     /// Whether waiting could help.
     pub temporary: bool,
-    /// It depends on what NVML last reported, so a refresh may change it.
+    /// It depends on NVML's last report, so a refresh may change it.
     pub refresh_first: bool,
     /// Whether the GPU asked for is left out of the inventory.
     pub left_out: bool,
@@ -33,7 +33,7 @@ pub struct Refusal {
 impl Refusal {
     /// A refusal that waiting does not change.
     pub(super) fn never(request: &Request, why: &str) -> Self {
-        let message = format!("no place for {}: {why}", asked(request));
+        let message = format!("no place for {}: {why}", describe_request(request));
         Self { message, temporary: false, refresh_first: false, left_out: false, open: None }
     }
 
@@ -50,21 +50,22 @@ impl Refusal {
             temporary,
             refresh_first: misfits.iter().any(|(_, misfit)| misfit.refresh),
             open: temporary.then(|| open.map(|(device, _)| device.uuid.clone()).collect()),
-            ..Self::never(request, &reasons(misfits, ledger, config))
+            ..Self::never(request, &describe_misfits(misfits, ledger, config))
         }
     }
 }
 
-/// What the `open` devices would take now.
-pub(super) fn room_on(open: &[String], world: World<'_>) -> String {
+/// The room on the `open` devices.
+pub(super) fn describe_rooms(open: &[String], world: World<'_>) -> String {
     let devices = open.iter().filter_map(|uuid| world.inventory.device(uuid));
-    let room: Vec<String> = devices.filter_map(|device| room(device, world.ledger, world.config)).collect();
-    let room = if room.is_empty() { "nothing".to_owned() } else { some(room.into_iter(), ", or ") };
+    let room: Vec<String> =
+        devices.filter_map(|device| describe_room(device, world.ledger, world.config)).collect();
+    let room = if room.is_empty() { "nothing".to_owned() } else { list_some(room.into_iter(), ", or ") };
     format!("would fit now: {room}; sublet.wait=60s waits for a place")
 }
 
-/// Why each device does not serve it. What holds for several is said once.
-fn reasons(misfits: &[(&Device, &Misfit)], ledger: &Ledger, config: &Config) -> String {
+/// Why each device does not serve it. A reason of several devices is given once.
+fn describe_misfits(misfits: &[(&Device, &Misfit)], ledger: &Ledger, config: &Config) -> String {
     let mut said: Vec<(String, Vec<String>)> = Vec::new();
     for (device, misfit) in misfits {
         let why = describe(device, misfit, ledger, config);
@@ -75,15 +76,15 @@ fn reasons(misfits: &[(&Device, &Misfit)], ledger: &Ledger, config: &Config) -> 
     }
     let each = said.into_iter().map(|(why, mut devices)| {
         let first = devices.remove(0);
-        let others = some(devices.into_iter(), ", ");
+        let others = list_some(devices.into_iter(), ", ");
         let others = if others.is_empty() { others } else { format!(" (the same on {others})") };
         format!("{first} {why}{others}")
     });
-    some(each, "; ")
+    list_some(each, "; ")
 }
 
-/// What was asked, as `mps, 60 % SM, 8 GiB on any GPU`.
-fn asked(request: &Request) -> String {
+/// As `mps, 60 % SM, 8 GiB on any GPU`.
+fn describe_request(request: &Request) -> String {
     let mut parts = vec![request.mode.map_or_else(|| "a GPU".to_owned(), |mode| mode.to_string())];
     parts.extend((request.isolation == Isolation::Dedicated).then(|| "dedicated".to_owned()));
     parts.extend(request.sm.map(|sm| format!("{sm} % SM")));
@@ -111,27 +112,26 @@ fn describe(device: &Device, misfit: &Misfit, ledger: &Ledger, config: &Config) 
         return text;
     }
     let bookings = bookings(device, ledger, config);
-    let holders: Vec<String> = ledger.on_device(&device.uuid).map(holder).collect();
+    let holders: Vec<String> = ledger.on_device(&device.uuid).map(describe_holder).collect();
     let held = if holders.is_empty() { String::new() } else { "; held by ".to_owned() };
-    let holders = some(holders.into_iter(), ", ");
+    let holders = list_some(holders.into_iter(), ", ");
     format!("{text} [left: {} % SM, {}{held}{holders}]", bookings.sm_free, show_bytes(bookings.memory_free))
 }
 
 /// As `3f2a9c1b2d4e (mps, 25 % SM, 8 GiB)`.
-fn holder(lease: &Lease) -> String {
+fn describe_holder(lease: &Lease) -> String {
     let mut parts = vec![lease.mode.to_string()];
     parts.extend(lease.sm.map(|sm| format!("{sm} % SM")));
     parts.extend(lease.memory_bytes.map(show_bytes));
-    format!("{} ({})", short(lease), parts.join(", "))
+    format!("{} ({})", short_id(lease), parts.join(", "))
 }
 
 /// A container's id in few characters.
-pub(super) fn short(lease: &Lease) -> String {
-    short_id(&lease.container.id)
+pub(super) fn short_id(lease: &Lease) -> String {
+    text::short_id(&lease.container.id)
 }
 
-/// What `device` would take now.
-fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
+fn describe_room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
     // It is kept for a container that is being started, or is being destroyed.
     if ledger.dynamic_instance(device).is_some_and(|instance| instance.going || instance.awaited.is_some()) {
         return None;
@@ -156,8 +156,8 @@ fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
     }
 }
 
-/// The first few of `texts`, and the number of the others.
-pub(super) fn some(texts: impl Iterator<Item = String>, between: &str) -> String {
+/// The first few of `texts`, and the number of the rest.
+pub(super) fn list_some(texts: impl Iterator<Item = String>, between: &str) -> String {
     let mut texts: Vec<String> = texts.collect();
     let others = texts.len().saturating_sub(NAMED);
     texts.truncate(NAMED);

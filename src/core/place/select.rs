@@ -13,7 +13,7 @@ pub fn rule<'a>(device: &Device, config: &'a Config) -> Option<&'a DeviceRule> {
     config.device.iter().find(|rule| rule_matches(&rule.matches, device))
 }
 
-/// `[[device]] match`: a selector as in `sublet.gpu`, or `all`. What matches a GPU does not match its MIG
+/// `[[device]] match`: a selector as in `sublet.gpu`, or `all`. A match of a GPU does not match its MIG
 /// devices.
 fn rule_matches(text: &str, device: &Device) -> bool {
     let text = text.trim();
@@ -49,9 +49,9 @@ pub(super) fn slots(
     let all: Vec<usize> =
         (0..).zip(&inventory.devices).filter(|(_, one)| one.is_mig() == mig).map(first).collect();
     if all.is_empty() {
-        return Err(if mig { no_mig(inventory) } else { "this host has no GPU".to_owned() });
+        return Err(if mig { no_mig_message(inventory) } else { "this host has no GPU".to_owned() });
     }
-    let fitting = of_profile(&all, request.mig.as_deref(), inventory)?;
+    let fitting = filter_profile(&all, request.mig.as_deref(), inventory)?;
     let kinds = if mig { "MIG devices" } else { "GPUs" };
     let slots = match &request.devices {
         Devices::All => fitting.iter().map(|index| vec![*index]).collect(),
@@ -66,16 +66,16 @@ pub(super) fn slots(
         Devices::These(selectors) => {
             let slot = |selector| {
                 let found = slot(selector, mig, inventory, config)?;
-                of_profile(&found, request.mig.as_deref(), inventory)
+                filter_profile(&found, request.mig.as_deref(), inventory)
             };
             selectors.iter().map(slot).collect::<Result<_, _>>()?
         }
     };
-    twice(&slots, inventory).map_or(Ok(slots), Err)
+    describe_duplicate(&slots, inventory).map_or(Ok(slots), Err)
 }
 
 /// The GPUs whose MIG devices `request` may get, if it names at most one device, and no MIG device.
-pub(super) fn hosts<'a>(
+pub(super) fn mig_hosts<'a>(
     request: &Request,
     inventory: &'a Inventory,
     config: &Config,
@@ -91,7 +91,7 @@ pub(super) fn hosts<'a>(
     gpus.filter(move |(index, _)| meant(*index)).map(|(_, device)| device)
 }
 
-fn no_mig(inventory: &Inventory) -> String {
+fn no_mig_message(inventory: &Inventory) -> String {
     let capable = if inventory.gpus().any(|gpu| gpu.mig_enabled) {
         "no GPU of this host has any: `sublet mig apply` creates them"
     } else {
@@ -101,8 +101,12 @@ fn no_mig(inventory: &Inventory) -> String {
     format!("this needs a MIG device, and {capable}")
 }
 
-/// Those of `devices` that have the profile asked for.
-fn of_profile(devices: &[usize], profile: Option<&str>, inventory: &Inventory) -> Result<Vec<usize>, String> {
+/// The `devices` with the requested profile.
+fn filter_profile(
+    devices: &[usize],
+    profile: Option<&str>,
+    inventory: &Inventory,
+) -> Result<Vec<usize>, String> {
     let Some(profile) = profile else { return Ok(devices.to_vec()) };
     let fits = |index: &&usize| inventory.devices[**index].kind() == profile;
     let found: Vec<usize> = devices.iter().filter(fits).copied().collect();
@@ -126,7 +130,7 @@ pub fn named<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Vec<&
     Selector::parse(text).map(|selector| selected(&selector, inventory, config)).unwrap_or_default()
 }
 
-/// The devices that a user means: what [`named`] finds, or those with the alias `text`. None is no error.
+/// The devices that a user means: as [`named`], or with the alias `text`. None is no error.
 ///
 /// # Errors
 /// `text` is the beginning of several UUIDs. The message lists the devices.
@@ -205,7 +209,7 @@ fn slot(
             "no {kind} of this host is {}{}; it has {}",
             if of_gpu { "on the GPU " } else { "" },
             describe(selector),
-            listing(mig, inventory)
+            list(inventory.devices.iter().filter(|device| device.is_mig() == mig))
         )),
         1 => Ok(found),
         _ if several_do => Ok(found),
@@ -237,7 +241,7 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
             has(device) || device.is_mig() && mig && inventory.device(device.gpu()).is_some_and(has)
         }
         _ if device.is_mig() != mig => false,
-        _ => names(selector, device),
+        _ => is_named_by(selector, device),
     };
     let found: Vec<usize> =
         (0..).zip(&inventory.devices).filter(|(_, device)| fits(device)).map(first).collect();
@@ -250,8 +254,8 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
     if found.iter().any(whole) { found.into_iter().filter(whole).collect() } else { found }
 }
 
-/// Whether `selector` names `device` or its GPU by what the GPU is.
-fn names(selector: &Selector, device: &Device) -> bool {
+/// Whether `selector` names `device` or its GPU by the GPU's properties.
+fn is_named_by(selector: &Selector, device: &Device) -> bool {
     match selector {
         Selector::Index(index) => device.index == *index,
         Selector::Uuid(uuid) => starts_with(device.gpu(), uuid),
@@ -263,7 +267,7 @@ fn names(selector: &Selector, device: &Device) -> bool {
     }
 }
 
-/// The GPUs that are left out, of those that `request` could have.
+/// The left-out GPUs that `request` could have.
 pub(super) fn left_out<'a>(
     request: &'a Request,
     inventory: &'a Inventory,
@@ -271,7 +275,7 @@ pub(super) fn left_out<'a>(
 ) -> impl Iterator<Item = &'a LeftOut> {
     let named = move |selector: &Selector, gpu: &Device| match selector {
         Selector::Name(name) => rule(gpu, config).is_some_and(|rule| rule.name.as_ref() == Some(name)),
-        selector => names(selector, gpu),
+        selector => is_named_by(selector, gpu),
     };
     inventory.left_out.iter().filter(move |gone| match &request.devices {
         Devices::Any(_) | Devices::All => gone.gpu.mig_enabled || !wants_mig(request),
@@ -299,7 +303,7 @@ fn first<A, B>(pair: (A, B)) -> A {
 
 /// The message about a device that is the only choice of two selectors, or about two devices that no process sees
 /// together.
-fn twice(slots: &[Vec<usize>], inventory: &Inventory) -> Option<String> {
+fn describe_duplicate(slots: &[Vec<usize>], inventory: &Inventory) -> Option<String> {
     let mut named: Vec<usize> = slots.iter().filter(|slot| slot.len() == 1).map(|slot| slot[0]).collect();
     named.sort_unstable();
     let devices: Vec<&Device> = named.iter().map(|index| &inventory.devices[*index]).collect();
@@ -329,10 +333,6 @@ fn describe(selector: &Selector) -> String {
         Selector::Name(name) => format!("name:{} (see [[device]] in the configuration)", safe(name)),
         Selector::Model(glob) => format!("model:{}", safe(glob)),
     }
-}
-
-fn listing(mig: bool, inventory: &Inventory) -> String {
-    list(inventory.devices.iter().filter(|device| device.is_mig() == mig))
 }
 
 fn list<'a>(devices: impl Iterator<Item = &'a Device>) -> String {

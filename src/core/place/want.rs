@@ -1,4 +1,4 @@
-//! A request on one device, what it is compared with, and why the device does not serve it.
+//! A request on one device, and why the device does not serve it.
 
 use super::bookings::Account;
 use crate::config::Config;
@@ -35,8 +35,8 @@ impl Misfit {
         Self { reason: reason.into(), temporary: true, refresh: false }
     }
 
-    /// What NVML does not tell; waiting does not change that.
-    pub(super) fn untold(reason: impl Into<String>) -> Self {
+    /// NVML does not report it, and waiting does not change that.
+    pub(super) fn not_reported(reason: impl Into<String>) -> Self {
         Self { refresh: true, ..Self::never(reason) }
     }
 
@@ -45,7 +45,7 @@ impl Misfit {
     }
 }
 
-/// A request on one device, with what that device's configuration decides.
+/// A request on one device, completed by that device's configuration.
 pub(super) struct Want<'a> {
     pub request: &'a Request,
     pub device: &'a Device,
@@ -57,7 +57,6 @@ pub(super) struct Want<'a> {
     pub memory: Option<u64>,
     /// Bytes that it adds to the bookings, including those of a new server.
     pub books: u64,
-    /// What is booked on the device.
     pub account: Account<'a>,
     /// One of several devices of the container.
     pub several: bool,

@@ -1,5 +1,5 @@
-//! What the kernel told this process when it started it: the auxiliary vector (getauxval(3)). It is in the process's own
-//! memory, so asking for it cannot fail for want of a descriptor, as reading /proc/self/auxv can.
+//! The auxiliary vector, which the kernel gives a process at its start (getauxval(3)). It is in the process's own memory, so
+//! reading it cannot fail for lack of a descriptor, as reading /proc/self/auxv can.
 #![allow(unsafe_code, reason = "one call of libc's that nix has not, and the string that it points to")]
 
 use std::ffi::{CStr, OsStr};

@@ -20,10 +20,10 @@ const KEPT: usize = 64 << 10;
 /// How often to check whether the child has ended while a stream is still open: a grandchild may hold it open.
 const TICK: Duration = Duration::from_millis(5);
 
-/// What a program printed and how it ended.
+/// A program's output and exit status.
 #[derive(Debug)]
 pub struct Finished {
-    /// How it ended.
+    /// Its exit status.
     pub status: ExitStatus,
     /// Its standard output, as far as it was kept.
     pub stdout: String,
@@ -70,26 +70,25 @@ pub fn run_whole(command: &mut Command, limit: Duration, most: usize) -> Result<
 }
 
 /// As [`run`], without input and without reading the output: for programs that leave a daemon behind.
-pub fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
+pub fn run_without_output(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdout(Stdio::null()).stderr(Stdio::null());
-    run_unheard(command, limit)
+    run_with_own_output(command, limit)
 }
 
-/// As [`run_deaf`], with the output going where `command` says. This must not be a pipe, because a daemon would hold
-/// its end open.
-pub fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
+/// As [`run_without_output`], with the standard streams of `command`. They must not be pipes, because a daemon would hold
+/// their ends open.
+pub fn run_with_own_output(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdin(Stdio::null());
     supervise(command, "", limit, KEPT, &|| false).map(|finished| finished.status)
 }
 
-/// Starts `command` apart: it hears and says nothing, this process does not wait for it, and it is not among this
-/// process's children. For a process with one thread.
-pub(crate) fn start_apart(command: &mut Command) -> io::Result<()> {
+/// Starts `command` as a daemon, with /dev/null as its standard streams. For a process with one thread.
+pub(crate) fn spawn_detached(command: &mut Command) -> io::Result<()> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    inheritance::keep_ended_children()?;
-    inheritance::keep_from(command);
-    inheritance::set_apart(command);
-    // What is waited for has made the process and ended.
+    inheritance::reset_sigchld()?;
+    inheritance::set_cloexec_in_child(command);
+    inheritance::daemonize(command);
+    // The intermediate process ends at once.
     command.spawn()?.wait().map(drop)
 }
 
@@ -100,20 +99,19 @@ fn supervise(
     most: usize,
     stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
-    inheritance::keep_ended_children()?;
-    inheritance::keep_from(command);
+    inheritance::reset_sigchld()?;
+    inheritance::set_cloexec_in_child(command);
     let mut child = command.spawn()?;
     let limit = Limit::of(&child, limit);
     // It shows the end at once. A kernel before Linux 5.3 has none.
     let pidfd = i32::try_from(child.id()).ok().and_then(|pid| super::pidfd_open(pid).ok());
-    let result = listen(&mut child, pidfd, input, limit, most, stop);
+    let result = collect_output(&mut child, pidfd, input, limit, most, stop);
     if result.is_err() {
-        end(&mut child);
+        kill_and_reap(&mut child);
     }
     result
 }
 
-/// The time that a program has.
 #[derive(Clone, Copy)]
 struct Limit {
     time: Duration,
@@ -125,13 +123,13 @@ impl Limit {
         Self { time, wait: ProcessorWait::of_new(i32::try_from(child.id()).unwrap_or_default()) }
     }
 
-    /// What a program that `has_ended` left in its pipes is read all the same, where this process woke up late.
+    /// Whether the time is over. The output of a program that `has_ended` is read even if this process woke up late.
     fn is_over(self, has_ended: bool) -> bool {
-        if has_ended { self.wait.is_far_beyond(self.time) } else { self.wait.left_of(self.time).is_zero() }
+        if has_ended { self.wait.is_far_beyond(self.time) } else { self.wait.remaining(self.time).is_zero() }
     }
 }
 
-fn listen(
+fn collect_output(
     child: &mut Child,
     mut pidfd: Option<OwnedFd>,
     input: &str,
@@ -147,7 +145,7 @@ fn listen(
         let ended = child.try_wait()?;
         let wait = if ended.is_some() { Duration::ZERO } else { TICK };
         let end = pidfd.as_ref().filter(|_| ended.is_none());
-        let heard = hear(&mut out, &mut err, end, wait)?;
+        let heard = poll_output(&mut out, &mut err, end, wait)?;
         if heard.end {
             // It would go on to show it, and a tracer may be the first to wait for the program.
             pidfd = None;
@@ -164,21 +162,21 @@ fn listen(
     }
 }
 
-/// What there was within some time.
+/// Output and end of a program within some time.
 #[derive(Default)]
-struct Heard {
+struct Polled {
     output: bool,
     /// The end of the program.
     end: bool,
 }
 
-/// Waits up to `wait` for output, or for the `end` of the program, and reads what there is.
-fn hear<O: Read + AsFd, E: Read + AsFd>(
+/// Waits up to `wait` for output, or for the `end` of the program, and reads the output.
+fn poll_output<O: Read + AsFd, E: Read + AsFd>(
     out: &mut Stream<O>,
     err: &mut Stream<E>,
     end: Option<&OwnedFd>,
     wait: Duration,
-) -> io::Result<Heard> {
+) -> io::Result<Polled> {
     let (out_ready, err_ready, end) = {
         let mut open: Vec<PollFd> = Vec::with_capacity(3);
         let listen_to = |fd| PollFd::new(fd, PollFlags::POLLIN);
@@ -188,11 +186,11 @@ fn hear<O: Read + AsFd, E: Read + AsFd>(
         if open.is_empty() {
             // Both streams are closed: the child ends within microseconds, or the limit ends it.
             sleep(wait.min(Duration::from_micros(500)));
-            return Ok(Heard::default());
+            return Ok(Polled::default());
         }
         let timeout = PollTimeout::try_from(wait).unwrap_or(PollTimeout::ZERO);
         match poll(&mut open, timeout) {
-            Err(nix::errno::Errno::EINTR) | Ok(0) => return Ok(Heard::default()),
+            Err(nix::errno::Errno::EINTR) | Ok(0) => return Ok(Polled::default()),
             Err(error) => return Err(error.into()),
             Ok(_) => {}
         }
@@ -202,10 +200,10 @@ fn hear<O: Read + AsFd, E: Read + AsFd>(
     };
     let from_out = out_ready && out.read()?;
     let from_err = err_ready && err.read()?;
-    Ok(Heard { output: from_out || from_err, end })
+    Ok(Polled { output: from_out || from_err, end })
 }
 
-/// What a child has still to be told. It may read slowly or never, and a pipe may hold only a page (pipe(7)).
+/// A child's remaining input. It may read slowly or never, and a pipe may hold only a page (pipe(7)).
 struct Input<'a> {
     to: Option<ChildStdin>,
     left: &'a [u8],
@@ -220,7 +218,7 @@ impl<'a> Input<'a> {
         Ok(Self { to, left })
     }
 
-    /// Writes what the pipe takes now, and closes it behind the last byte.
+    /// Writes as much as the pipe takes now, and closes it after the last byte.
     fn write(&mut self) {
         let Some(to) = &mut self.to else { return };
         match to.write(self.left) {
@@ -269,7 +267,7 @@ impl<T: Read> Stream<T> {
 }
 
 /// Kills and reaps. A child that hangs in the kernel is left behind rather than waited for.
-fn end(child: &mut Child) {
+fn kill_and_reap(child: &mut Child) {
     let _ = child.kill();
     for _ in 0..200 {
         if !matches!(child.try_wait(), Ok(None)) {
@@ -313,7 +311,7 @@ mod tests {
         };
         let mut child = shell("sleep 0.5; echo done").stdout(Stdio::piped()).spawn().unwrap();
         let limit = Limit::of(&child, Duration::from_secs(60));
-        let finished = listen(&mut child, Some(pidfd), "", limit, KEPT, &stop).unwrap();
+        let finished = collect_output(&mut child, Some(pidfd), "", limit, KEPT, &stop).unwrap();
         assert_eq!(finished.stdout, "done\n");
         // One each 5 ms, and more where the shell is late; without a pause some 100,000.
         assert!(looks.get() < 5000, "{} looks in half a second", looks.get());
@@ -335,10 +333,10 @@ mod tests {
         ];
         let [_, waits, sleeps] = children.each_ref().map(|child| Limit::of(child, time));
         sleep(time * 2);
-        let (left, over) = (waits.wait.left_of(time), [waits, sleeps].map(|limit| limit.is_over(false)));
+        let (left, over) = (waits.wait.remaining(time), [waits, sleeps].map(|limit| limit.is_over(false)));
         let unread = sleeps.is_over(true);
-        let far = waits.wait.left_of(time / 1000);
-        children.iter_mut().for_each(end);
+        let far = waits.wait.remaining(time / 1000);
+        children.iter_mut().for_each(kill_and_reap);
         assert_eq!(over, [false, true], "{left:?}");
         assert!(!unread, "its output is read, if it has ended in the meantime");
         assert!(far.is_zero(), "it is not waited for without end");
@@ -406,7 +404,7 @@ mod tests {
             told.display()
         ));
         let begun = Instant::now();
-        start_apart(&mut command).unwrap();
+        spawn_detached(&mut command).unwrap();
         assert!(begun.elapsed() < Duration::from_secs(2), "it was waited for");
         while !told.exists() {
             assert!(begun.elapsed() < Duration::from_secs(60), "it says nothing");
@@ -419,14 +417,16 @@ mod tests {
         assert_ne!(fields.next(), Some(own), "its parent");
         let session: i32 = fields.nth(1).unwrap();
         assert_ne!(session, nix::unistd::getsid(None).unwrap().as_raw());
-        assert!(start_apart(&mut Command::new("/nowhere")).is_err());
+        assert!(spawn_detached(&mut Command::new("/nowhere")).is_err());
     }
 
     #[test]
     fn a_program_that_reads_nothing_is_no_error() {
-        assert!(run_deaf(&mut Command::new("/bin/true"), Duration::from_secs(5)).unwrap().success());
+        assert!(
+            run_without_output(&mut Command::new("/bin/true"), Duration::from_secs(5)).unwrap().success()
+        );
         assert!(matches!(
-            run_deaf(&mut Command::new("/nowhere"), Duration::from_secs(5)),
+            run_without_output(&mut Command::new("/nowhere"), Duration::from_secs(5)),
             Err(ChildError::Io(_))
         ));
     }

@@ -1,5 +1,5 @@
-//! What sublet's programs take from their environment: the name of one configuration file, and only if the caller has
-//! the same rights as the program.
+//! The one variable that sublet's programs read: the name of a configuration file, and only if the caller has the same
+//! rights as the program.
 
 use std::path::PathBuf;
 
@@ -11,9 +11,9 @@ pub(crate) const VARIABLE: &str = "SUBLET_CONFIG";
 /// The value of [`VARIABLE`], made absolute, if it is honoured: never when this process has more rights than its
 /// caller.
 #[must_use]
-pub fn honoured() -> Option<PathBuf> {
+pub fn honoured_config() -> Option<PathBuf> {
     let file = std::env::var_os(VARIABLE).filter(|file| !file.is_empty())?;
-    if !has_our_rights() {
+    if !has_caller_rights() {
         tracing::warn!("{VARIABLE} is ignored in a program with more rights than its caller");
         return None;
     }
@@ -23,7 +23,7 @@ pub fn honoured() -> Option<PathBuf> {
 /// Whether this process has no more rights than its caller. `false` if that is unknown. The kernel says so when the program
 /// begins, by user, group and capabilities (`cap_bprm_creds_from_file` in its security/commoncap.c), and sublet's programs
 /// never change user or group.
-fn has_our_rights() -> bool {
+fn has_caller_rights() -> bool {
     !auxiliary_vector::is_secure()
 }
 
@@ -33,6 +33,6 @@ mod tests {
 
     #[test]
     fn a_test_runs_with_its_callers_rights() {
-        assert!(has_our_rights());
+        assert!(has_caller_rights());
     }
 }

@@ -18,7 +18,7 @@ use nix::unistd::ForkResult;
 
 /// Closes every descriptor except standard input, output and error. For a program that has just started and gets no
 /// descriptor by number.
-pub fn close() {
+pub fn close_descriptors() {
     for fd in descriptors() {
         // SAFETY: this program has not opened anything yet, so no value owns the descriptor.
         unsafe { libc::close(fd) };
@@ -29,7 +29,7 @@ pub fn close() {
 ///
 /// This process inherits the engine's logs, sockets and pipes through a container runtime. If a daemon kept one of them
 /// open, the engine would wait for the daemon to end.
-pub fn keep_from_children() {
+pub fn set_cloexec_on_all() {
     for fd in descriptors() {
         // SAFETY: F_SETFD changes a flag in the descriptor table and no memory of this process. On a number that is no
         // longer a descriptor it fails with EBADF. Nothing in this process relies on the flag being off.
@@ -46,7 +46,7 @@ fn descriptors() -> Vec<RawFd> {
 /// program that it will become by exec (runc's `--preserve-fds`, listening sockets).
 ///
 /// Before Linux 5.11, which cannot mark all of them at once, the child has them as long as it runs.
-pub(crate) fn keep_from(command: &mut Command) {
+pub(crate) fn set_cloexec_in_child(command: &mut Command) {
     let mark = || {
         // SAFETY: close_range(2) takes only numbers and changes flags in the child's own descriptor table.
         unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
@@ -56,9 +56,9 @@ pub(crate) fn keep_from(command: &mut Command) {
     unsafe { command.pre_exec(mark) };
 }
 
-/// Makes `command` a process that nobody waits for: in a session of its own, and no child of this process, which may
-/// become another program that knows nothing of it. What is spawned ends at once, and has to be waited for.
-pub(crate) fn set_apart(command: &mut Command) {
+/// Makes `command` a daemon, in a session of its own and no child of this process, which may become another program. The
+/// spawned child ends at once, and has to be waited for.
+pub(crate) fn daemonize(command: &mut Command) {
     let leave = || {
         nix::unistd::setsid()?;
         // SAFETY: this child has one thread, and has made only system calls since it was forked.
@@ -73,15 +73,15 @@ pub(crate) fn set_apart(command: &mut Command) {
 }
 
 /// Makes the kernel keep the exit status of a child until this process waits for it. A caller that ignores SIGCHLD
-/// leaves it ignored here; the kernel then drops what ended, and waiting fails with ECHILD (waitpid(2), "NOTES").
-pub fn keep_ended_children() -> std::io::Result<()> {
+/// leaves it ignored here; the kernel then reaps the child, and waiting fails with ECHILD (waitpid(2), "NOTES").
+pub fn reset_sigchld() -> std::io::Result<()> {
     // SAFETY: no handler is installed, so no code of this program runs in signal context.
     unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
     Ok(())
 }
 
 /// Removes every variable except `kept` from the environment of this process, which has one thread.
-pub(crate) fn forget_environment(kept: &[&str]) {
+pub(crate) fn clear_environment(kept: &[&str]) {
     for (name, _) in std::env::vars_os() {
         if !kept.iter().any(|kept| name == *kept) {
             // SAFETY: there is no other thread that could read the environment meanwhile.
@@ -90,23 +90,22 @@ pub(crate) fn forget_environment(kept: &[&str]) {
     }
 }
 
-/// What a program does first that inherits from any caller, and whose `main` is C's. As the standard library does before
-/// its own `main`, it has standard input, output and error be open: another file would be opened by such a number, and
-/// messages written into it. And writing to a pipe that nobody reads is an error and no signal (until exec, for which the
-/// standard library resets it).
-pub fn begin() {
+/// The first step of a program whose `main` is C's, as of the standard library's before its own `main`: opens closed standard
+/// streams, because another file would get such a number and messages be written into it, and ignores SIGPIPE (until exec,
+/// for which the standard library resets it).
+pub fn init_process() {
     open_standard_streams();
     // SAFETY: no handler is installed, so no code of this program runs in signal context.
     let _ = unsafe { signal(Signal::SIGPIPE, SigHandler::SigIgn) };
-    outlive_file_limit();
+    handle_sigxfsz();
 }
 
-/// Opens /dev/null in the place of those that the caller has closed.
+/// Opens /dev/null in place of closed standard streams.
 fn open_standard_streams() {
     let (input, output, error) = (io::stdin(), io::stdout(), io::stderr());
     let streams = [input.as_fd(), output.as_fd(), error.as_fd()];
     let mut streams = streams.map(|stream| PollFd::new(stream, PollFlags::empty()));
-    // What failed for once, for example because no memory was left, is asked again.
+    // A transient failure (no memory) is tried again.
     let _ = poll(&mut streams, PollTimeout::ZERO).or_else(|_| poll(&mut streams, PollTimeout::ZERO));
     let is_closed =
         |stream: &&PollFd| stream.revents().is_some_and(|seen| seen.contains(PollFlags::POLLNVAL));
@@ -122,7 +121,7 @@ fn open_standard_streams() {
 /// Makes a write beyond the caller's `RLIMIT_FSIZE` fail as on a full disk. Otherwise SIGXFSZ would end this process in
 /// the middle of its work. Programs that this process starts, or becomes by exec, have the signal as the caller left
 /// it: handlers do not outlive exec, and an ignored signal stays ignored.
-pub fn outlive_file_limit() {
+pub fn handle_sigxfsz() {
     extern "C" fn nothing(_: libc::c_int) {}
     let handler = SigAction::new(SigHandler::Handler(nothing), SaFlags::SA_RESTART, SigSet::empty());
     // SAFETY: the handler does nothing, so it may run at any moment.
@@ -150,7 +149,7 @@ mod tests {
         let file = std::fs::File::open("/dev/null").unwrap();
         // dup(2) makes an inheritable copy.
         let copy = nix::unistd::dup(&file).unwrap();
-        keep_from_children();
+        set_cloexec_on_all();
         let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", copy.as_raw_fd())).unwrap();
         let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap().trim().to_owned();
         // O_CLOEXEC is 02000000 in fdinfo's octal flags (proc(5)).
@@ -164,7 +163,7 @@ mod tests {
         let copy = nix::unistd::dup(&file).unwrap();
         let mut list = Command::new("ls");
         list.arg("/proc/self/fd").stdout(Stdio::piped());
-        keep_from(&mut list);
+        set_cloexec_in_child(&mut list);
         let listed = String::from_utf8(list.output().unwrap().stdout).unwrap();
         // The fourth is the directory that ls reads.
         assert_eq!(listed.split_whitespace().collect::<Vec<_>>(), ["0", "1", "2", "3"]);

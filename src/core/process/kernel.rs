@@ -1,11 +1,11 @@
-//! What the kernel has to have.
+//! System calls that the kernel must have.
 
 use std::io;
 
 use nix::libc::ENOSYS;
 
 /// `error` of a system call that every kernel from Linux 5.6 on has: a kernel or a seccomp filter without it is named.
-pub(crate) fn needed(call: &str, error: impl Into<io::Error>) -> io::Error {
+pub(crate) fn require_call(call: &str, error: impl Into<io::Error>) -> io::Error {
     let error = error.into();
     if error.raw_os_error() != Some(ENOSYS) {
         return error;

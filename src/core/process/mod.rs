@@ -1,5 +1,5 @@
 //! Processes: identifying one by pid and start time, so that a reused pid is not mistaken for it; running commands;
-//! what a process inherits; and giving up rights.
+//! inheritance; and dropping rights.
 
 pub mod auxiliary_vector;
 pub mod child;
@@ -16,7 +16,7 @@ mod stat;
 pub mod sublet;
 
 pub use pidfd::{pidfd_await_end, pidfd_kill, pidfd_open, pidfd_signal};
-pub use stat::{cgroup_table, shown_in, shown_of};
+pub use stat::{cgroup_table, live_proc_dir, live_proc_dir_of};
 
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
@@ -76,7 +76,7 @@ impl Process {
     /// Its environment cannot be read for another reason.
     pub fn has_environment(&self, name: &str, value: &Path) -> io::Result<bool> {
         let wanted = [name.as_bytes(), b"=", value.as_os_str().as_bytes()].concat();
-        let environment = match std::fs::read(shown_of(self.pid).join("environ")) {
+        let environment = match std::fs::read(live_proc_dir_of(self.pid).join("environ")) {
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::PermissionDenied => {
                 return Ok(false);
             }
@@ -96,11 +96,11 @@ impl Process {
     /// counts as running.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(|stat| self.lives_by(&stat)))
+        Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(|stat| self.is_alive_in(&stat)))
     }
 
-    /// Whether this same process still runs, by what `/proc/PID/stat` says.
-    fn lives_by(&self, stat: &Stat) -> bool {
+    /// Whether this same process still runs, by `/proc/PID/stat`.
+    fn is_alive_in(&self, stat: &Stat) -> bool {
         stat.start_time == self.start_time && !stat.has_ended()
     }
 
@@ -112,7 +112,7 @@ impl Process {
         Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(has))
     }
 
-    /// Whether a thread of this same process waits in the kernel for what no signal ends (state D, proc(5)).
+    /// Whether a thread of this same process is in uninterruptible sleep (state D, proc(5)).
     #[must_use]
     pub(crate) fn waits_in_kernel(&self) -> bool {
         let waits = |stat: Stat| stat.start_time == self.start_time && stat.state == 'D';
@@ -129,9 +129,9 @@ impl Process {
     #[must_use]
     pub(crate) fn condition(&self) -> Condition {
         match Stat::of_running_thread(self.pid) {
-            // What cannot be examined runs.
+            // A process that cannot be examined counts as running.
             Err(_) => Condition::Running,
-            Ok(Some(stat)) if self.lives_by(&stat) && stat.memory != 0 => match stat.state {
+            Ok(Some(stat)) if self.is_alive_in(&stat) && stat.memory != 0 => match stat.state {
                 'T' | 't' => Condition::Stopped,
                 _ => Condition::Running,
             },
@@ -146,9 +146,8 @@ impl Process {
     }
 }
 
-/// A process as one look shows it.
+/// A process with its parent and name.
 pub(crate) struct Named {
-    /// Which it is.
     pub process: Process,
     /// The pid of its parent.
     pub parent: i32,

@@ -9,7 +9,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
 use super::Process;
-use super::kernel::needed;
+use super::kernel::require_call;
 use super::stat::Stat;
 
 impl Process {
@@ -20,7 +20,7 @@ impl Process {
     pub fn hold(&self) -> io::Result<Option<OwnedFd>> {
         let held = pidfd_open(self.pid);
         // Read afterwards: if the pid was reused in between, this is another process.
-        let lives = Stat::of(self.pid)?.is_some_and(|stat| self.lives_by(&stat));
+        let lives = Stat::of(self.pid)?.is_some_and(|stat| self.is_alive_in(&stat));
         if lives { held.map(Some) } else { Ok(None) }
     }
 }
@@ -32,7 +32,7 @@ impl Process {
 pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     use rustix::process::{Pid, PidfdFlags};
     let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
-    rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(|error| needed("pidfd_open", error))
+    rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(|error| require_call("pidfd_open", error))
 }
 
 /// Sends SIGKILL to the process that `pidfd` refers to, and to no other (`pidfd_send_signal(2)`, Linux 5.1).

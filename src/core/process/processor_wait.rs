@@ -8,7 +8,7 @@ use crate::reading::kernel_file;
 /// How many times its limit a process may wait for a processor beside it.
 const MOST: u32 = 9;
 
-/// What a process's first thread waits from a moment on.
+/// The time that a process's first thread waits for a processor from a moment on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProcessorWait {
     pid: i32,
@@ -38,7 +38,7 @@ impl ProcessorWait {
 
     /// How much of `limit` is left; zero once it is over. A process that has ended has waited for nothing, and where the
     /// kernel does not count (`CONFIG_SCHED_INFO`), none has.
-    pub fn left_of(self, limit: Duration) -> Duration {
+    pub fn remaining(self, limit: Duration) -> Duration {
         let passed = self.since.elapsed();
         let waited = if passed < limit { Duration::ZERO } else { self.waited(passed).unwrap_or_default() };
         limit.saturating_add(waited.min(limit.saturating_mul(MOST))).saturating_sub(passed)

@@ -3,23 +3,22 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::shown_of;
+use super::live_proc_dir_of;
 
 /// The inodes of the sockets that the process `pid` has open; none if that may not be read.
 #[must_use]
 pub fn inodes(pid: i32) -> Vec<u64> {
-    open_in(&shown_of(pid))
+    list_in(&live_proc_dir_of(pid))
 }
 
-/// [`inodes`], also of threads that have left the others' files (unshare(2), `CLONE_FILES`).
+/// [`inodes`], also of threads with a descriptor table of their own (unshare(2), `CLONE_FILES`).
 #[must_use]
 pub fn inodes_of_threads(pid: i32) -> Vec<u64> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    threads.flat_map(|thread| open_in(&thread.path())).collect()
+    threads.flat_map(|thread| list_in(&thread.path())).collect()
 }
 
-/// Those of the process or thread with the directory `proc`.
-fn open_in(proc: &Path) -> Vec<u64> {
+fn list_in(proc: &Path) -> Vec<u64> {
     let open = fs::read_dir(proc.join("fd")).into_iter().flatten().flatten();
     open.filter_map(|entry| inode(&fs::read_link(entry.path()).ok()?)).collect()
 }
@@ -33,10 +32,10 @@ pub fn inode(link: &Path) -> Option<u64> {
 /// The file that stands for the network namespace of the process `pid`.
 #[must_use]
 pub fn network_file(pid: i32) -> PathBuf {
-    shown_of(pid).join("ns/net")
+    live_proc_dir_of(pid).join("ns/net")
 }
 
-/// What tells the network namespace of the process `pid` from others; `None` if it has ended or may not be examined.
+/// Identifies the network namespace of the process `pid`; `None` if it has ended or may not be examined.
 #[must_use]
 pub fn network(pid: i32) -> Option<PathBuf> {
     fs::read_link(network_file(pid)).ok()

@@ -1,4 +1,4 @@
-//! What the kernel says of a process whose first thread may have ended while others go on: any program can end its first
+//! /proc of a process whose first thread may have ended while others go on: any program can end its first
 //! thread alone (`syscall(SYS_exit, 0)`). Its `/proc/PID` then says that it is a zombie without memory, and shows no
 //! program, no environment, no open file, no mounts and no network, and in cgroup v1 the root cgroup.
 
@@ -69,7 +69,7 @@ impl Stat {
         })
     }
 
-    /// Whether no thread of the process is left: it is a zombie, which holds no resources.
+    /// Whether the process is a zombie: all its threads have ended, and it holds no resources.
     pub fn has_ended(&self) -> bool {
         self.has_thread_ended() && self.threads <= 1
     }
@@ -83,20 +83,20 @@ impl Stat {
     }
 }
 
-/// Where /proc shows what a process has: in `proc`, its `/proc/PID`, or in the directory of a thread that runs, if its
-/// first thread has ended.
+/// The directory of /proc with a process's files: `proc`, its `/proc/PID`, or a running thread's, if its first thread has
+/// ended.
 #[must_use]
-pub fn shown_in(proc: PathBuf) -> PathBuf {
+pub fn live_proc_dir(proc: PathBuf) -> PathBuf {
     let only_first_has_ended = |stat: Stat| stat.has_only_first_thread_ended();
     let running =
         Stat::read(&proc).ok().flatten().is_some_and(only_first_has_ended).then(|| running_thread(&proc));
     running.flatten().unwrap_or(proc)
 }
 
-/// [`shown_in`], of the process `pid`.
+/// [`live_proc_dir`], of the process `pid`.
 #[must_use]
-pub fn shown_of(pid: i32) -> PathBuf {
-    shown_in(Path::new("/proc").join(pid.to_string()))
+pub fn live_proc_dir_of(pid: i32) -> PathBuf {
+    live_proc_dir(Path::new("/proc").join(pid.to_string()))
 }
 
 /// The text of `/proc/PID/cgroup` (cgroups(7)) of the process `pid`. In cgroup v1 a thread that has ended is shown in
@@ -165,12 +165,12 @@ mod tests {
     fn what_the_first_thread_no_longer_shows_another_one_does() {
         let started = super::super::fixture::without_first_thread();
         let process = started.process();
-        let shown = shown_of(process.pid);
+        let shown = live_proc_dir_of(process.pid);
         assert!(fs::read_link(Path::new("/proc").join(process.pid.to_string()).join("exe")).is_err());
         assert!(fs::read_link(shown.join("exe")).is_ok(), "{}", shown.display());
         let own_table = fs::read_to_string("/proc/self/cgroup").unwrap();
         assert_eq!(cgroup_table(process.pid).unwrap(), own_table);
         let own = Path::new("/proc").join(std::process::id().to_string());
-        assert_eq!(shown_in(own.clone()), own);
+        assert_eq!(live_proc_dir(own.clone()), own);
     }
 }

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use super::child::{ChildError, Finished};
+use super::child::ChildError;
 use super::{confine, environment};
-use crate::text::safe;
+use crate::text::safe_long;
 
 /// Where programs are looked up. Nothing in the caller's environment is trusted.
 pub const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
@@ -20,8 +20,8 @@ pub struct SubletError(
     pub String,
 );
 
-/// This process's program file. What fails is asked again: after an error of the moment, such as a want of memory, the
-/// programs beside it would count as missing, and others be taken for them.
+/// This process's program file. A failure is tried again: after a transient error, such as a lack of memory, the programs
+/// beside it would count as missing, and others be taken for them.
 pub(crate) fn own_program() -> Option<PathBuf> {
     std::env::current_exe().or_else(|_| std::env::current_exe()).ok()
 }
@@ -47,15 +47,17 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
     let named = |how: String| format!("`sublet {}`: {how}", arguments.join(" "));
     Err(SubletError(match confine::run(&words, || command(&program(), arguments), input, limit) {
         Ok(finished) if finished.status.success() => {
-            return Ok((finished.stdout, remarks(&finished.stderr)));
+            return Ok((finished.stdout, parse_messages(&finished.stderr)));
         }
-        Ok(finished) => last_words(&finished).unwrap_or_else(|| named(finished.status.to_string())),
+        Ok(finished) => {
+            parse_messages(&finished.stderr).pop().unwrap_or_else(|| named(finished.status.to_string()))
+        }
         Err(ChildError::Timeout) => named(format!("it did not end within {} s", limit.as_secs())),
         Err(ChildError::Io(error)) => named(format!("{}: {error}", program().display())),
     }))
 }
 
-/// Starts `sublet ARGUMENTS` apart from this process and does not wait for it. Its messages are lost.
+/// Starts `sublet ARGUMENTS` as a daemon. Its messages are lost.
 pub(crate) fn start(arguments: &[&str]) -> std::io::Result<()> {
     let words: Vec<&str> = std::iter::once("sublet").chain(arguments.iter().copied()).collect();
     confine::start(&words, || command(&program(), arguments))
@@ -66,34 +68,22 @@ pub(crate) fn start(arguments: &[&str]) -> std::io::Result<()> {
 pub fn command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
     command.env_clear().args(arguments).env("PATH", PATH).current_dir("/");
-    if let Some(config) = environment::honoured() {
+    if let Some(config) = environment::honoured_config() {
         command.env(environment::VARIABLE, config);
     }
     command
 }
 
-/// The last line is the error. Warnings come before it.
-fn last_words(finished: &Finished) -> Option<String> {
-    remarks(&finished.stderr).pop()
-}
-
 /// The lines of a `sublet` child's standard error, without the program's name in front.
-fn remarks(stderr: &str) -> Vec<String> {
+fn parse_messages(stderr: &str) -> Vec<String> {
     let bare = |line: &str| {
         let mut rest = line.trim();
         for prefix in ["sublet: ", "error: ", "warning: "] {
             rest = rest.strip_prefix(prefix).unwrap_or(rest);
         }
-        long_safe(rest)
+        safe_long(rest, 1000)
     };
     stderr.lines().map(bare).filter(|line| !line.is_empty()).collect()
-}
-
-/// The message is sublet's own, but it quotes logs. Each piece is made safe by itself, because the whole may be longer
-/// than the foreign text that a message usually repeats.
-fn long_safe(line: &str) -> String {
-    let characters: Vec<char> = line.chars().take(1000).collect();
-    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
 }
 
 #[cfg(test)]
@@ -103,9 +93,9 @@ mod tests {
     #[test]
     fn a_childs_remarks_lose_their_prefix_and_their_escapes() {
         let stderr = "sublet: warning: one\n\nerror: two\u{1b}[2J\n";
-        assert_eq!(remarks(stderr), ["one", "two\\u{1b}[2J"]);
+        assert_eq!(parse_messages(stderr), ["one", "two\\u{1b}[2J"]);
         let long = "x".repeat(300);
-        assert_eq!(remarks(&long), [long]);
+        assert_eq!(parse_messages(&long), [long]);
     }
 
     #[test]

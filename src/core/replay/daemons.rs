@@ -31,7 +31,7 @@ const QUARTER: u32 = 25_000;
 /// A unit of the model's memory.
 const UNIT: u64 = 10 * GIB;
 
-/// Whose a real process is.
+/// The owner of a real process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
     Shim(usize),
@@ -48,7 +48,7 @@ struct Real {
     config: Config,
     model: Daemons,
     processes: Processes<Who>,
-    /// What the containers' cgroups say.
+    /// The containers' cgroups.
     populated: BTreeMap<usize, bool>,
 }
 
@@ -138,7 +138,7 @@ impl Real {
         fs::write(self.config.state_dir.join("ledger.json"), serde_json::to_vec(&ledger).unwrap()).unwrap();
     }
 
-    /// Makes the change; whether it did what it says.
+    /// Makes the change. Returns whether it succeeded.
     fn call(&mut self, who: Actor, call: Call) -> bool {
         match (who, call) {
             (Actor::Shim(container), _) => self.processes.start(Who::Shim(container)),
@@ -289,7 +289,7 @@ impl Real {
         model::Lease { device, state, owner, init: lease.init.is_some() }
     }
 
-    /// What the code derives from the ledger, and what the model does.
+    /// Compares the code's conclusions from the ledger with the model's.
     fn compare(&self, state: &State) {
         assert_eq!(self.view(), state.ledger, "(real, model)");
         let ledger = self.store.read().unwrap();
@@ -321,8 +321,8 @@ impl Real {
         }
         for container in 0..self.model.shares.len() {
             let Some(lease) = ledger.lease(&id(container)) else { continue };
-            let found: Vec<_> = ledger.in_the_way(lease).cloned().collect();
-            let expected = state.ledger.in_the_way(container, &self.model.shares).map(key);
+            let found: Vec<_> = ledger.conflicting_daemons(lease).cloned().collect();
+            let expected = state.ledger.conflicting_daemons(container, &self.model.shares).map(key);
             assert_eq!(found, Vec::from_iter(expected), "in the way");
         }
     }

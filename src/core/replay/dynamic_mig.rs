@@ -21,7 +21,7 @@ use crate::place::place;
 use crate::request::Request;
 use crate::share::Mode;
 
-/// Whose a real process is.
+/// The owner of a real process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
     Shim(usize),
@@ -54,7 +54,7 @@ struct Real {
     driver: [Option<Instance>; PLACES],
     /// How many compute instances there have been.
     count: usize,
-    /// What the shims have read of the driver.
+    /// The shims' readings of the driver.
     inventories: Vec<Inventory>,
 }
 
@@ -134,21 +134,21 @@ impl Real {
         Some(device)
     }
 
-    /// What `sublet refresh` finds.
+    /// As `sublet refresh` finds it.
     fn inventory(&self) -> Inventory {
         let mig_devices = (0..PLACES).filter_map(|place| self.mig_device(place));
         let devices = std::iter::once(Self::gpu()).chain(mig_devices).collect();
         Inventory { mig_changes: self.store.read().unwrap().mig.count, ..host(devices) }
     }
 
-    /// Makes the change, and says whether that did what it says.
+    /// Makes the change. Returns whether it succeeded.
     fn call(&mut self, call: Call) -> bool {
         match call {
             Call::Reclaim | Call::NoteGoing(_) => self.store.reclaim().is_ok(),
             Call::Take { container, place } => self.look(container, Some(place)).is_ok(),
             Call::TakeNone(container) => self.look(container, None) == Err(Look::Refused),
             Call::LayoutChanged(container) => self.look(container, None) == Err(Look::Changed),
-            Call::AwaitNoMore(container) => self.change(|ledger| ledger.await_no_more(&id(container))),
+            Call::AwaitNoMore(container) => self.change(|ledger| ledger.stop_awaiting(&id(container))),
             Call::Remove(container) => self.store.remove(&id(container), &[]).is_ok(),
             Call::BeginMig => self.begin_mig().is_ok(),
             Call::MigBusy => self.begin_mig().is_err_and(|busy| busy.brief),
@@ -173,7 +173,7 @@ impl Real {
         match call {
             Call::MarkUnneeded(order) => self.change(|ledger| {
                 if let Some(container) = order {
-                    ledger.await_no_more(&id(container));
+                    ledger.stop_awaiting(&id(container));
                 }
                 ledger.mark_unneeded_for_removal();
             }),
@@ -231,7 +231,7 @@ impl Real {
             let mig_devices = placement.mig_devices.clone();
             let lease = lease_of(u64::try_from(container + 1).unwrap(), placement);
             ledger.insert(Lease { container: names, owner, mig_devices, ..lease }).unwrap();
-            ledger.await_no_more(&id(container));
+            ledger.stop_awaiting(&id(container));
             Ok(())
         });
         taken.unwrap().0
@@ -260,7 +260,7 @@ impl Real {
         view
     }
 
-    /// What the code derives from the ledger, and what the model does.
+    /// Compares the code's conclusions from the ledger with the model's.
     fn compare(&self, state: &State) {
         assert_eq!(self.view(), state.ledger, "(real, model)");
         let (ledger, mutation) = (self.store.read().unwrap(), self.model.mutation);
@@ -272,7 +272,7 @@ impl Real {
         for container in 0..self.model.containers {
             for place in 0..PLACES {
                 let Some(device) = self.mig_device(place) else { continue };
-                let real = ledger.kept_from(&id(container), &device).is_some();
+                let real = ledger.explain_kept(&id(container), &device).is_some();
                 let kept = state.ledger.is_kept_from(container, place, mutation);
                 assert_eq!(real, kept, "kept from {container}: {place}");
             }

@@ -14,7 +14,7 @@ use sublet_model::checker::{Model, Way};
 use crate::ledger::{LeaseId, Store};
 use crate::process::Process;
 
-/// How often each change of the ledger was made, by name and by whether it did what it says.
+/// How often each change of the ledger was made, by name and success.
 type Made = BTreeMap<(String, bool), usize>;
 
 /// A real ledger and real processes beside a model's.
@@ -113,7 +113,7 @@ impl Drop for Sleeper {
     }
 }
 
-/// The real processes, by whose they are.
+/// The real processes by owner.
 struct Processes<Who> {
     running: BTreeMap<Who, Sleeper>,
     /// Also after their ends.
@@ -125,7 +125,7 @@ impl<Who: Ord + Copy + Debug> Processes<Who> {
         Self { running: BTreeMap::new(), known: BTreeMap::new() }
     }
 
-    /// Starts and ends processes until those of `alive` run.
+    /// Starts and ends processes until exactly `alive` run.
     fn follow(&mut self, alive: &[Who]) {
         self.running.retain(|who, _| alive.contains(who));
         for who in alive {

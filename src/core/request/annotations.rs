@@ -18,7 +18,7 @@ use crate::share::{
 /// refuses. A pause container may have such annotations and still asks for no share ([`is_sandbox`]).
 #[must_use]
 pub fn has_sublet_annotations(annotations: &BTreeMap<String, String>) -> bool {
-    annotations.keys().any(|key| key.starts_with(PREFIX) || misspelt::meant(key).is_some())
+    annotations.keys().any(|key| key.starts_with(PREFIX) || misspelt::find_intended(key).is_some())
 }
 
 /// Whether this is a pod's pause container, which containerd's CRI and CRI-O mark as such. It never gets a share.
@@ -169,7 +169,7 @@ fn capabilities(text: &str) -> Result<Capabilities, Option<String>> {
     Ok(in_order(|capability| chosen.contains(&capability)))
 }
 
-/// What an image chooses, and what it names besides: also capabilities that only other tools know (`compat32`, `display`).
+/// The image's choice, and the rest of its words: also capabilities that only other tools know (`compat32`, `display`).
 /// If nothing allowed is left, the image is treated as if it had not named anything.
 fn of_image(text: &str, allowed: &[Capability]) -> (Capabilities, Vec<String>) {
     let words: Vec<_> = text.split(',').map(|word| word.trim_matches(' ')).collect();
@@ -182,7 +182,7 @@ fn of_image(text: &str, allowed: &[Capability]) -> (Capabilities, Vec<String>) {
     }
     let is_served = |word: &str| match word {
         "" | "all" => true,
-        // Its library is among those of `graphics`.
+        // `graphics` has its library.
         "ngx" => chosen.has(Capability::Graphics),
         _ => CAPABILITIES.iter().any(|(known, value)| *known == word && chosen.has(*value)),
     };

@@ -21,18 +21,18 @@ pub(super) const KEYS: [&str; 13] = [
     "share",
 ];
 
-/// Keys that only a named share may have: what they change concerns programs that sublet does not know.
+/// Keys that only a named share may have: they concern programs that sublet does not know.
 pub(super) const KEYS_OF_SHARES: [&str; 2] = ["visible_devices", "default_directory"];
 
-/// Why annotations do not make a request. Every message names the key, the value and what is allowed.
+/// Why annotations do not make a request. Every message names the key, the value and the allowed ones.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     /// A key that does not exist, or is not allowed in this place.
-    #[error("{setting}: unknown key; the keys are {}{}", known(allowed), ask(nearest.as_deref()))]
+    #[error("{setting}: unknown key; the keys are {}{}", list_keys(allowed), suggest(nearest.as_deref()))]
     UnknownKey {
         /// The key and its value.
         setting: Setting,
-        /// The key that was probably meant, without the prefix.
+        /// The key that was probably find_intended, without the prefix.
         nearest: Option<String>,
         /// The keys that would do, without the prefix.
         allowed: Vec<&'static str>,
@@ -47,7 +47,7 @@ pub enum RequestError {
         key: String,
         /// Its value, safe to print.
         value: String,
-        /// The key that was meant, without the prefix.
+        /// The key that was find_intended, without the prefix.
         right: &'static str,
     },
     /// A value that its key does not accept.
@@ -55,9 +55,9 @@ pub enum RequestError {
     Value {
         /// The key and its value.
         setting: Setting,
-        /// What the key accepts.
+        /// The accepted values.
         allowed: String,
-        /// What was probably meant.
+        /// The suggestion.
         hint: Option<String>,
     },
     /// A key that contradicts another setting.
@@ -67,7 +67,7 @@ pub enum RequestError {
         setting: Setting,
         /// The setting that it contradicts.
         with: String,
-        /// What to change.
+        /// The remedy.
         remedy: &'static str,
     },
     /// `[limits] require` demands a key that is missing.
@@ -77,7 +77,7 @@ pub enum RequestError {
     Missing {
         /// The key, without the prefix.
         key: &'static str,
-        /// What to add.
+        /// The remedy.
         remedy: &'static str,
     },
 }
@@ -126,7 +126,7 @@ impl fmt::Display for Setting {
     }
 }
 
-fn ask(nearest: Option<&str>) -> String {
+fn suggest(nearest: Option<&str>) -> String {
     nearest.map(|key| format!("; did you mean sublet.{key}?")).unwrap_or_default()
 }
 
@@ -134,7 +134,7 @@ fn after_semicolon(hint: Option<&str>) -> String {
     hint.map(|hint| format!("; {hint}")).unwrap_or_default()
 }
 
-fn known(keys: &[&str]) -> String {
+fn list_keys(keys: &[&str]) -> String {
     let shown =
         |key: &&str| if KEYS_OF_SHARES.contains(key) { (*key).to_owned() } else { format!("sublet.{key}") };
     keys.iter().map(shown).collect::<Vec<_>>().join(", ")

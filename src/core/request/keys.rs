@@ -10,7 +10,7 @@ use crate::text::nearest;
 /// The prefix of sublet's annotation keys.
 pub(super) const PREFIX: &str = "sublet.";
 
-/// What the container and its named share set, with one value for each key.
+/// The settings of the container and its named share, with one value for each key.
 pub(super) struct Keys<'a>(BTreeMap<&'a str, Given<'a>>);
 
 #[derive(Clone, Copy)]
@@ -42,7 +42,7 @@ impl<'a> Keys<'a> {
     }
 
     fn add_share(&mut self, name: &'a str, config: &'a Config) -> Result<(), RequestError> {
-        // `sublet serve` bounds it by what the job got.
+        // `sublet serve` limits it to the job's allocation.
         if name == JOB_SHARE {
             return Ok(());
         }

@@ -12,12 +12,12 @@ use crate::text::safe;
 /// orchestrator's; then `sublet`; then one of `.` `-` `_` `/`; then a known key, with any of these separators for its
 /// own `-`. A key that begins with `sublet.` is spelt correctly, and every other key is not meant for sublet. Behind the key
 /// may stand `/NAME`, for one container of a pod.
-pub(super) fn meant(key: &str) -> Option<&'static str> {
+pub(super) fn find_intended(key: &str) -> Option<&'static str> {
     whole(key).or_else(|| whole(key.rsplit_once('/')?.0))
 }
 
 /// The key and the name of `KEY/NAME`, where that is KEY for the container NAME of a pod, perhaps misspelt.
-pub(crate) fn addressed(key: &str) -> Option<(&str, &str)> {
+pub(crate) fn split_container_name(key: &str) -> Option<(&str, &str)> {
     let parts = key.rsplit_once('/')?;
     (parts.0.starts_with("sublet.") || whole(key).is_none() && whole(parts.0).is_some()).then_some(parts)
 }
@@ -56,7 +56,7 @@ fn is_prefix(labels: &str) -> bool {
 /// The first of `annotations` whose key is misspelt.
 pub(super) fn find(annotations: &BTreeMap<String, String>) -> Option<RequestError> {
     annotations.iter().find_map(|(key, value)| {
-        let right = meant(key)?;
+        let right = find_intended(key)?;
         Some(RequestError::Misspelt { key: safe(key), value: safe(value), right })
     })
 }
@@ -119,14 +119,14 @@ mod tests {
     fn keys_that_mean_us_and_keys_of_others() {
         for (key, expected) in OURS {
             let expected = if key.starts_with("sublet.") { None } else { Some(expected) };
-            assert_eq!(meant(key), expected, "{key}");
+            assert_eq!(find_intended(key), expected, "{key}");
         }
         for key in OTHERS {
-            assert_eq!(meant(key), None, "{key}");
+            assert_eq!(find_intended(key), None, "{key}");
         }
         for key in KEYS {
-            assert_eq!(meant(&format!("sublet.{key}")), None);
-            assert_eq!(meant(&format!("sublet_{key}")), Some(key));
+            assert_eq!(find_intended(&format!("sublet.{key}")), None);
+            assert_eq!(find_intended(&format!("sublet_{key}")), Some(key));
         }
     }
 

@@ -1,4 +1,4 @@
-//! What a container asks for: annotations and configuration in, [`Request`] out. No I/O, and nothing
+//! A container's request: annotations and configuration in, [`Request`] out. No I/O, and nothing
 //! about the devices of this host.
 
 pub mod annotations;
@@ -18,9 +18,9 @@ use crate::share::{
 
 pub use annotations::{has_sublet_annotations, is_podman_infra, is_sandbox, parse};
 pub use error::{RequestError, Setting};
-pub(crate) use misspelt::addressed;
+pub(crate) use misspelt::split_container_name;
 
-/// What one container asks for, complete and free of contradictions.
+/// One container's request, complete and free of contradictions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
     /// Which devices may serve it.
@@ -45,11 +45,11 @@ pub struct Request {
     pub processes: NonZeroU32,
     /// Which driver files the container gets.
     pub capabilities: Capabilities,
-    /// What the image's `NVIDIA_DRIVER_CAPABILITIES` names and does not get, if the image chooses.
+    /// Words of the image's `NVIDIA_DRIVER_CAPABILITIES` that are not granted, if the image chooses.
     pub not_served: Vec<String>,
     /// How long to wait for a free share before refusing.
     pub wait: Duration,
-    /// What the guard does about this container's processes, if the container or its named share sets it.
+    /// The guard's action on this container's processes, if the container or its named share sets it.
     pub guard: Option<Guarding>,
     /// How `CUDA_VISIBLE_DEVICES` names the devices, if the named share sets it.
     pub visible_devices: Option<VisibleDevices>,
@@ -58,7 +58,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// `config` with what the named share sets in its place.
+    /// `config` with the named share's settings.
     #[must_use]
     pub fn over<'c>(&self, config: &'c Config) -> Cow<'c, Config> {
         let Some(visible) = self.visible_devices else { return Cow::Borrowed(config) };

@@ -14,14 +14,14 @@ pub(super) fn check(
     isolation: Option<Isolation>,
     require: &[Required],
 ) -> Result<Option<Mode>, RequestError> {
-    let mode = mode.or_else(|| implied(keys, devices));
+    let mode = mode.or_else(|| implied_mode(keys, devices));
     if let Some(mode) = mode {
-        goes_with_mode(keys, mode, devices, isolation)?;
+        check_mode(keys, mode, devices, isolation)?;
     }
-    if several(devices) {
-        several_devices(keys, mode, isolation)?;
+    if are_several(devices) {
+        check_several_devices(keys, mode, isolation)?;
     }
-    required(keys, mode, require)?;
+    check_required(keys, mode, require)?;
     Ok(mode)
 }
 
@@ -61,13 +61,13 @@ pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding, Requ
 /// The configured isolation, if the mode has one. A container with several devices has a dedicated MPS server.
 pub(super) fn default_isolation(mode: Option<Mode>, devices: &Devices, config: &Config) -> Isolation {
     match mode {
-        Some(Mode::Mps) if several(devices) => Isolation::Dedicated,
+        Some(Mode::Mps) if are_several(devices) => Isolation::Dedicated,
         Some(Mode::Exclusive | Mode::Mig) => Isolation::Shared,
         Some(Mode::Mps | Mode::TimeSlice) | None => config.defaults.isolation,
     }
 }
 
-fn implied(keys: &Keys<'_>, devices: &Devices) -> Option<Mode> {
+fn implied_mode(keys: &Keys<'_>, devices: &Devices) -> Option<Mode> {
     if ["sm", "priority", "processes"].iter().any(|key| keys.has(key)) {
         Some(Mode::Mps)
     } else if keys.has("mig") || names_mig(devices) {
@@ -82,7 +82,7 @@ fn names_mig(devices: &Devices) -> bool {
 }
 
 /// Whether it can be more than one device. `all` counts as several, so that a request means the same on every host.
-fn several(devices: &Devices) -> bool {
+fn are_several(devices: &Devices) -> bool {
     match devices {
         Devices::Any(count) => count.get() > 1,
         Devices::All => true,
@@ -90,7 +90,7 @@ fn several(devices: &Devices) -> bool {
     }
 }
 
-fn goes_with_mode(
+fn check_mode(
     keys: &Keys<'_>,
     mode: Mode,
     devices: &Devices,
@@ -130,7 +130,7 @@ fn goes_with_mode(
 
 /// A process connects to one MPS daemon, so a dedicated daemon serves all devices of such a container. Modes without a
 /// daemon have no isolation to choose.
-fn several_devices(
+fn check_several_devices(
     keys: &Keys<'_>,
     mode: Option<Mode>,
     isolation: Option<Isolation>,
@@ -148,7 +148,7 @@ fn several_devices(
 }
 
 /// A MIG instance limits both by itself.
-fn required(keys: &Keys<'_>, mode: Option<Mode>, require: &[Required]) -> Result<(), RequestError> {
+fn check_required(keys: &Keys<'_>, mode: Option<Mode>, require: &[Required]) -> Result<(), RequestError> {
     for required in require.iter().filter(|_| mode != Some(Mode::Mig)) {
         let (key, remedy) = match required {
             Required::Memory => ("memory", "add it, for example sublet.memory=8GiB"),

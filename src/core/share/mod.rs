@@ -104,11 +104,11 @@ pub enum Priority {
     Low,
 }
 
-/// `sublet.guard`: what the guard does about a container's own processes.
+/// `sublet.guard`: the guard's action on a container's own processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Guarding {
-    /// Set by the container: the stricter of this and what `[guard]` says.
+    /// Set by the container: the stricter of this and `[guard]`.
     AtLeast(Action),
     /// Set by a `[share]` of the configuration, and so by root: this applies instead of `[guard]`.
     Exactly(Action),
@@ -187,7 +187,7 @@ impl Default for Capabilities {
     }
 }
 
-/// What the guard does about a process, the mildest action first.
+/// The guard's action on a process, the mildest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Action {

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 
 use super::{Devices, Selector};
 
-/// What [`parse_devices`] takes, for messages.
+/// The syntax of [`parse_devices`], for messages.
 pub(crate) const SELECTORS_ALLOWED: &str = "any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or \
      more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>";
 

@@ -81,7 +81,7 @@ impl Memory {
     }
 }
 
-/// A malformed value, and what the user probably meant.
+/// A malformed value, and a suggestion.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Malformed {
     /// The end of a message, such as `write 25GiB, 25MiB or 25%`.
@@ -94,14 +94,14 @@ impl Malformed {
     }
 }
 
-/// What [`parse_percent`] takes, for messages.
+/// The syntax of [`parse_percent`], for messages.
 pub(crate) const PERCENT_ALLOWED: &str = "a percentage over 0 up to 100, such as 25, 25% or 12.5";
 
-/// What [`parse_memory`] takes, for messages.
+/// The syntax of [`parse_memory`], for messages.
 pub const MEMORY_ALLOWED: &str =
     "an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%";
 
-/// What [`parse_duration`] takes, for messages.
+/// The syntax of [`parse_duration`], for messages.
 pub const DURATION_ALLOWED: &str = "0 or a whole number of ms, s or m, such as 10s";
 
 /// `25`, `25%`, `12.5`: over 0, up to 100, at most three decimals.

@@ -90,7 +90,7 @@ fn hierarchies<'t>(mount: &Path, table: &'t str) -> Vec<(PathBuf, &'t str)> {
     found
 }
 
-/// What a path names.
+/// A path's kind.
 struct Named<'p> {
     job: u64,
     step: Option<&'p str>,

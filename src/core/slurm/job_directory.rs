@@ -53,7 +53,7 @@ impl JobDirectory {
         }
     }
 
-    /// Removes it and what is in it.
+    /// Removes it and its content.
     pub(super) fn remove(&self) -> io::Result<()> {
         match fs::remove_dir_all(&self.0) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

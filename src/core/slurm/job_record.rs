@@ -1,5 +1,5 @@
-//! What a job got from Slurm on this node, as root's prolog found it: one file a job in the state directory. It is the
-//! upper limit of what the job's programs and containers get.
+//! A job's allocation on this node, as root's prolog found it: one file a job in the state directory. It is the upper
+//! limit of the job's programs and containers.
 
 use std::fs;
 use std::io;
@@ -14,7 +14,7 @@ use crate::fs::{atomic, trusted};
 use crate::share::{Mode, Percent};
 use crate::text::safe;
 
-/// [`JobRecord::schema`] of what this build writes and reads.
+/// [`JobRecord::schema`] of this build.
 const SCHEMA: &str = "sublet.slurm-job/1";
 
 /// How names of copies of leases end.
@@ -34,9 +34,9 @@ pub struct JobRecord {
     /// The cluster's name. Jobs of two clusters may have the same id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cluster: Option<String>,
-    /// What it got; `None`: it asked for no GPU.
+    /// Its allocation; `None`: it asked for no GPU.
     pub share: Option<JobShare>,
-    /// Why the prolog could not say what it got. Its tasks are then refused with this.
+    /// Why the prolog could not determine its allocation. Its tasks are then refused with this.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! Slurm's jobs on this node: the job to which a process belongs, by its cgroup, and what the job got from Slurm, by the
+//! Slurm's jobs on this node: the job to which a process belongs, by its cgroup, and the job's allocation, by the
 //! record that root's prolog wrote (docs/slurm.md). Nothing is read here that the job's user could have written.
 
 mod job_cgroup;
@@ -14,5 +14,5 @@ pub(crate) use job_record::{lease_file, lease_files};
 pub use task_gpus::JobGpu;
 pub(crate) use task_gpus::forbidden;
 
-/// The share that stands for what the job got from Slurm: `sublet.share=slurm`, or the shim by the name `sublet-slurm`.
+/// The share that stands for the job's allocation: `sublet.share=slurm`, or the shim by the name `sublet-slurm`.
 pub(crate) const JOB_SHARE: &str = "slurm";

@@ -16,10 +16,10 @@ pub struct JobGpu {
     pub node: PathBuf,
 }
 
-/// UUIDs of those of `gpus` that the calling process must not open, by its cgroup.
+/// UUIDs of the `gpus` that the calling process must not open, by its cgroup.
 ///
 /// access(2) asks the device controllers of cgroup v1 and v2 as open(2) does (`devcgroup_inode_permission` in Linux's
-/// fs/namei.c), does not reach the driver, and says EPERM. A cgroup's devices.list does not tell: slurmd forbids one
+/// fs/namei.c), does not reach the driver, and says EPERM. A cgroup's devices.list does not show it: slurmd forbids one
 /// device after the other, and it then says `a *:* rwm`. What cannot be known, such as a node that is not there, is not
 /// said to be forbidden: the variables that follow from this only say what the kernel decides.
 pub(crate) fn forbidden(gpus: &[JobGpu]) -> Vec<String> {

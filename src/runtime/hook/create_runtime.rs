@@ -13,20 +13,21 @@ use sublet_core::process::confine;
 /// GPU use would not be booked.
 pub(super) fn bind(state: &State, lease: &LeaseId) -> Result<(), HookError> {
     let config = config_files::load()?;
-    let binding = binding(state)?;
+    let binding = read_binding(state)?;
     Leases::of(&config).bind(lease, &binding).map_err(|source| {
-        admit::clear_unbound(&binding.bundle, &config);
-        HookError::Bind { id: super::name(state), source }
+        admit::clear_refused(&binding.bundle, &config);
+        HookError::Bind { id: super::safe_id(state), source }
     })
 }
 
-fn binding(state: &State) -> Result<Binding, HookError> {
-    let pid = state.pid.filter(|pid| *pid > 0).ok_or_else(|| HookError::NoPid(super::name(state)))?;
+fn read_binding(state: &State) -> Result<Binding, HookError> {
+    let pid = state.pid.filter(|pid| *pid > 0).ok_or_else(|| HookError::NoPid(super::safe_id(state)))?;
     let process = Process::find(pid).filter(Process::is_alive);
-    let process = process.ok_or_else(|| HookError::NoPid(super::name(state)))?;
+    let process = process.ok_or_else(|| HookError::NoPid(super::safe_id(state)))?;
     let bundle = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok());
-    let bundle = bundle.ok_or_else(|| HookError::NoBundle(super::name(state)))?;
-    let record = shim::record_of(confine::engine(), &state.id);
-    let init = Init::of(process).map_err(|source| HookError::NoCgroup { id: super::name(state), source })?;
+    let bundle = bundle.ok_or_else(|| HookError::NoBundle(super::safe_id(state)))?;
+    let record = shim::find_record(confine::engine(), &state.id);
+    let init =
+        Init::of(process).map_err(|source| HookError::NoCgroup { id: super::safe_id(state), source })?;
     Ok(Binding { id: state.id.clone(), bundle, record: record.unwrap_or_default(), init })
 }

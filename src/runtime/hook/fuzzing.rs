@@ -4,16 +4,16 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{State, lease, precreate};
+use super::{State, parse_lease, precreate};
 use sublet_core::oci::hooks::{self, BadHooks, Stage};
 
-/// What a stage reads out of the container's state: the first word of its lease, or of its annotations.
+/// Parses the container's state as a stage does: its lease and its annotations.
 ///
 /// # Errors
 /// It is not a state, or its lease is malformed.
 pub fn state(text: &[u8]) -> Result<(), String> {
     let state = State::parse(text).map_err(|error| error.to_string())?;
-    lease(&state).map_err(|error| error.to_string())?;
+    parse_lease(&state).map_err(|error| error.to_string())?;
     let _ = (state.annotations().count(), state.has_sublet_annotations(), state.lease_record());
     Ok(())
 }

@@ -167,7 +167,7 @@ The OCI hook of sublet. Engines run it as `sublet-hook STAGE`, with the containe
 /// Runs the hook; `args` begin with the program's name.
 pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
     let args: Vec<String> = args.skip(1).map(|arg| arg.to_string_lossy().into_owned()).collect();
-    if let Some(text) = told(&args) {
+    if let Some(text) = usage_or_version(&args) {
         let _ = io::stdout().write_all(text.as_bytes());
         return SUCCESS;
     }
@@ -176,9 +176,10 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
     let log = Log::new("sublet-hook", None, false, own.as_deref());
     log::trace_to(log.clone(), false);
     // Done here, because the process that does the work may not examine others.
-    let engine = Engine::of(getppid().as_raw()).filter(|_| starts(&args));
-    let said = |done: Result<(), HookError>| done.inspect_err(|error| complain(&log, error)).is_ok();
-    let done = match confine::split(rights(&args), allowed_commands::command) {
+    let is_start = args.first().is_some_and(|stage| stage != "poststop");
+    let engine = Engine::of(getppid().as_raw()).filter(|_| is_start);
+    let said = |done: Result<(), HookError>| done.inspect_err(|error| report(&log, error)).is_ok();
+    let done = match confine::fork_worker(rights(&args), allowed_commands::command) {
         Ok(Side::Worker) => said(run(&args, engine.as_ref(), &log)),
         Ok(Side::Waited(done)) => done,
         Err(error) => said(Err(HookError::Work(error))),
@@ -186,13 +187,13 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
     if done { SUCCESS } else { FAILURE }
 }
 
-fn complain(log: &Log, error: &HookError) {
+fn report(log: &Log, error: &HookError) {
     log.write(Level::Error, &error.to_string());
     // Podman and crun discard the output of hooks.
     journal::write(Level::Error, &error.to_string());
 }
 
-/// The rights that the stage may need. It gives up more rights when it turns out to need less.
+/// The rights that the stage may need. Those that turn out to be superfluous are dropped later.
 fn rights(args: &[String]) -> Rights {
     match args.first().map(String::as_str) {
         Some("createRuntime" | "prestart" | cdi::STAGE) => Rights::Container,
@@ -201,13 +202,8 @@ fn rights(args: &[String]) -> Rights {
     }
 }
 
-/// Whether the engine still waits for the stage's result.
-fn starts(args: &[String]) -> bool {
-    args.first().is_some_and(|stage| stage != "poststop")
-}
-
 /// The answer to `--help` and `--version`, which are no stages.
-fn told(args: &[String]) -> Option<String> {
+fn usage_or_version(args: &[String]) -> Option<String> {
     match args.first()?.as_str() {
         "--help" | "-h" => Some(USAGE.to_owned()),
         "--version" | "-V" => Some(format!("sublet-hook {}\n", env!("CARGO_PKG_VERSION"))),
@@ -222,7 +218,11 @@ fn run(args: &[String], engine: Option<&Engine>, log: &Log) -> Result<(), HookEr
         "precreate" => precreate::precreate(engine, log),
         "createRuntime" => create_runtime(&read_state()?, engine, log),
         "prestart" => prestart::prestart(&read_state()?, None, engine, log),
-        cdi::STAGE => by_cdi(&read_state()?, asked(), engine, log),
+        cdi::STAGE => {
+            let state = read_state()?;
+            let asked = asked().map_err(|source| HookError::Cdi { id: safe_id(&state), source })?;
+            prestart::prestart(&state, Some(&asked), engine, log)
+        }
         // For containers with CDI devices, with the same arguments as before their start.
         "poststop" => poststop(&read_state()?, asked().is_ok()),
         _ => Err(HookError::UnknownStage(sublet_core::text::safe(stage))),
@@ -231,24 +231,13 @@ fn run(args: &[String], engine: Option<&Engine>, log: &Log) -> Result<(), HookEr
 
 /// The container exists. Binds the lease that was taken for it before, or gives it its share now.
 fn create_runtime(state: &State, engine: Option<&Engine>, log: &Log) -> Result<(), HookError> {
-    match lease(state)? {
+    match parse_lease(state)? {
         Some(lease) => {
-            confine::narrow(Rights::Ledger);
+            confine::drop_rights(Rights::Ledger);
             create_runtime::bind(state, &lease)
         }
         None => prestart::prestart(state, None, engine, log),
     }
-}
-
-/// The container has one of sublet's CDI devices. Gives it that share, unless another entry point has already done so.
-fn by_cdi(
-    state: &State,
-    asked: Result<Asked, CdiError>,
-    engine: Option<&Engine>,
-    log: &Log,
-) -> Result<(), HookError> {
-    let asked = asked.map_err(|source| HookError::Cdi { id: name(state), source })?;
-    prestart::prestart(state, Some(&asked), engine, log)
 }
 
 /// The container's state from standard input.
@@ -259,27 +248,27 @@ fn read_state() -> Result<State, HookError> {
     Ok(State::parse(&text)?)
 }
 
-fn name(state: &State) -> String {
+fn safe_id(state: &State) -> String {
     sublet_core::text::safe(&state.id)
 }
 
 /// The lease that the container's annotation names.
-fn lease(state: &State) -> Result<Option<LeaseId>, HookError> {
-    state.lease().map_err(|lease| HookError::Lease { id: name(state), lease })
+fn parse_lease(state: &State) -> Result<Option<LeaseId>, HookError> {
+    state.lease().map_err(|lease| HookError::Lease { id: safe_id(state), lease })
 }
 
-/// The container has ended. Frees the lease that its annotation names, or that a hook took for it, as for containers
-/// `by_cdi`.
+/// Frees the lease of the ended container: the one that its annotation names, or that a hook took for it (prestart,
+/// `by_cdi`).
 fn poststop(state: &State, by_cdi: bool) -> Result<(), HookError> {
-    match lease(state)? {
+    match parse_lease(state)? {
         Some(lease) => {
             let config = config_files::load()?;
             let leases = Leases::of(&config);
-            leases.end(&lease).map_err(|source| HookError::End { id: name(state), source })?;
+            leases.end(&lease).map_err(|source| HookError::End { id: safe_id(state), source })?;
             leases.clear_after(state.lease_record());
             Ok(())
         }
-        None if by_cdi || state.has_sublet_annotations() => prestart::ended(state),
+        None if by_cdi || state.has_sublet_annotations() => prestart::free_lease(state),
         None => Ok(()),
     }
 }

@@ -38,7 +38,7 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> Result<(), HookErr
     let engine = Process::find(confine::engine());
     let file = read()?;
     let mut spec = file.parse()?;
-    let refusal = match admitted(&spec, engine, waits, log) {
+    let refusal = match admit(&spec, engine, waits, log) {
         Ok(None) => return print(&file.text),
         Ok(Some(granted)) => match granted.finish(engine) {
             Ok(()) => return Ok(()),
@@ -46,7 +46,7 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> Result<(), HookErr
         },
         Err(error) => error,
     };
-    say(log, Level::Error, &spec, &refusal.to_string());
+    report(log, Level::Error, &spec, &refusal.to_string());
     hooks::add_refusal(&mut spec, &one_line(&refusal.to_string()))?;
     print(&serde_json::to_vec(&spec).map_err(|error| HookError::Output(error.into()))?)
 }
@@ -68,7 +68,7 @@ struct Granted {
 }
 
 /// Takes a share for the container. `None`: it asks for none, or another entry point has already given it one.
-fn admitted(
+fn admit(
     spec: &Value,
     engine: Option<Process>,
     waits: Option<&Engine>,
@@ -82,7 +82,7 @@ fn admitted(
     source.check_without_shim(&config)?;
     let owner = Process::current().map_err(HookError::Process)?;
     let leases = Leases::of(&config);
-    let container = leases.located(container(spec)?, spec, &bundle)?;
+    let container = leases.locate_rootfs(container(spec)?, spec, &bundle)?;
     let candidate = Candidate { container, owner, engine: waits };
     let is_first = spec.pointer("/annotations").is_none_or(|all| all.get(LEASE_ANNOTATION).is_none());
     if let Some(engine) = engine.filter(|_| is_first) {
@@ -92,9 +92,9 @@ fn admitted(
     let Admission::Granted { lease, mut warnings } = leases.admit(&candidate, &source, &mut edited)? else {
         return Ok(None);
     };
-    warnings.extend(neighbour(spec, &config));
+    warnings.extend(pod_warning(spec, &config));
     for warning in warnings {
-        say(log, Level::Warning, spec, &warning);
+        report(log, Level::Warning, spec, &warning);
     }
     Ok(Some(Granted { spec: edited, lease, config }))
 }
@@ -120,7 +120,7 @@ impl Granted {
     fn add_hooks(&mut self) -> Result<(), HookError> {
         let program = hooks::program().ok_or(HookError::NoProgram)?;
         for stage in [Stage::CreateRuntime, Stage::Poststop] {
-            hooks::add(&mut self.spec, stage, &program, environment::honoured().as_deref())?;
+            hooks::add(&mut self.spec, stage, &program, environment::honoured_config().as_deref())?;
         }
         Ok(())
     }
@@ -161,7 +161,7 @@ fn ids(spec: &Value) -> impl Iterator<Item = &str> {
 
 /// A warning if another container of the same pod already has a share, because annotations of a pod apply to each of
 /// its containers.
-fn neighbour(spec: &Value, config: &Config) -> Option<String> {
+fn pod_warning(spec: &Value, config: &Config) -> Option<String> {
     let pod = pod(spec)?;
     let ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
     let is_in_pod = |path: &PathBuf| path.to_string_lossy().contains(pod);
@@ -177,7 +177,7 @@ fn neighbour(spec: &Value, config: &Config) -> Option<String> {
 }
 
 /// Writes to sublet's log and to the system's, because Podman discards standard error.
-fn say(log: &Log, level: Level, spec: &Value, message: &str) {
+fn report(log: &Log, level: Level, spec: &Value, message: &str) {
     let place = || container(spec).ok().map(|container| sublet_core::text::safe(&container.name()));
     let name = Some(id(spec).to_owned()).filter(|id| !id.is_empty()).or_else(place);
     let line = match name {

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::HookError;
 use super::container_state::{State, Status};
-use sublet_core::admit::{self, Late, Leases, RequestSource};
+use sublet_core::admit::{self, LateAdmission, Leases, RequestSource};
 use sublet_core::config_files;
 use sublet_core::host::user_namespace;
 use sublet_core::ledger::Container;
@@ -45,17 +45,19 @@ pub(super) fn prestart(
     }
     let config = config_files::load()?;
     let container = container(state, &bundle, &spec).map_err(failed)?;
-    let say = |level, text: &str| log.write(level, &format!("container {id}: {text}"));
-    let admitted = admit::late(&container, init, &spec, by_cdi, engine, &config);
+    let report = |level, text: &str| log.write(level, &format!("container {id}: {text}"));
+    let admitted = admit::admit_late(&container, init, &spec, by_cdi, engine, &config);
     match admitted.map_err(|error| failed(error.to_string()))? {
-        Late::NotOurs => {}
-        Late::AlreadyGranted(lease) => say(Level::Debug, &format!("it already has lease {lease}")),
-        Late::Granted { warnings, environment, .. } => {
+        LateAdmission::NotOurs => {}
+        LateAdmission::AlreadyGranted(lease) => {
+            report(Level::Debug, &format!("it already has lease {lease}"))
+        }
+        LateAdmission::Granted { warnings, environment, .. } => {
             for warning in &warnings {
-                say(Level::Warning, warning);
+                report(Level::Warning, warning);
             }
             if let Some(environment) = environment {
-                say(Level::Info, &environment);
+                report(Level::Info, &environment);
             }
         }
     }
@@ -63,14 +65,14 @@ pub(super) fn prestart(
 }
 
 /// Frees the lease of an ended container whose config.json names none.
-pub(super) fn ended(state: &State) -> Result<(), HookError> {
+pub(super) fn free_lease(state: &State) -> Result<(), HookError> {
     let id = safe(&state.id);
     let Some(bundle) = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok()) else {
         return Ok(());
     };
     let config = config_files::load()?;
-    let container = named(state, bundle);
-    let end = admit::end_of(&container, &config).and_then(|lease| match lease {
+    let container = identify(state, bundle);
+    let end = admit::find_ended_lease(&container, &config).and_then(|lease| match lease {
         Some(lease) => Leases::of(&config).end(&lease),
         None => Ok(()),
     });
@@ -124,11 +126,11 @@ fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, St
     let rootfs = rootfs
         .canonicalize()
         .map_err(|error| format!("root.path {} cannot be used: {error}", safe(&rootfs.to_string_lossy())))?;
-    Ok(Container { rootfs, ..named(state, bundle.to_owned()) })
+    Ok(Container { rootfs, ..identify(state, bundle.to_owned()) })
 }
 
 /// The names that identify the container. Hooks do not get the path of the runtime's record.
-fn named(state: &State, bundle: PathBuf) -> Container {
+fn identify(state: &State, bundle: PathBuf) -> Container {
     Container {
         uid: nix::unistd::geteuid().as_raw(),
         id: state.id.clone(),

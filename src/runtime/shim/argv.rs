@@ -47,7 +47,7 @@ pub enum Command {
     Checkpoint(Option<OsString>),
     /// `update`.
     Update(Update),
-    /// Everything else, help, and what the runtime will refuse. It is passed on unchanged.
+    /// Everything else: help, and command lines that the runtime will refuse. It is passed on unchanged.
     #[default]
     Other,
 }
@@ -55,7 +55,7 @@ pub enum Command {
 impl Command {
     /// Whether it creates a container.
     #[must_use]
-    pub const fn begins(&self) -> bool {
+    pub const fn is_start(&self) -> bool {
         matches!(self, Self::Create(_) | Self::Run(_) | Self::Restore(_))
     }
 
@@ -90,15 +90,15 @@ pub struct Start {
 pub struct Exec {
     /// The container.
     pub id: Option<OsString>,
-    /// What may be its id, where an option that we do not know keeps us from telling.
+    /// Candidates for its id, if an unknown option makes that ambiguous.
     pub names: Vec<OsString>,
     /// `--process`.
     pub process: Option<PathBuf>,
     /// Each `--env`.
     pub env: Vec<OsString>,
-    /// Options that runc is given by their letter: it refuses the same ones in their other form beside.
+    /// Options given by their letter: runc refuses an option that is given in both forms.
     pub letters: Vec<&'static str>,
-    /// Where, among all arguments behind the program's name, more options may be inserted.
+    /// The index among all arguments at which more options may be inserted.
     pub options_end: usize,
 }
 
@@ -131,7 +131,7 @@ pub struct Update {
     pub resources: Option<PathBuf>,
 }
 
-/// Words that are commands of runc or crun, for telling them from the value of an unknown option.
+/// The commands of runc and crun, to distinguish one from the value of an unknown option.
 const COMMANDS: &[&str] = &[
     "checkpoint",
     "create",
@@ -155,15 +155,15 @@ const COMMANDS: &[&str] = &[
     "update",
 ];
 
-/// Takes `args`, the program's name left out, apart.
+/// Parses `args`, without the program's name.
 #[must_use]
 pub fn parse(args: &[OsString], dialect: Dialect) -> CommandLine {
     let mut global = Global::default();
     let mut at = 0;
     loop {
         let table = if dialect == Dialect::Crun { flags::CRUN_GLOBAL } else { flags::RUNC_GLOBAL };
-        let scan = flags::in_order(&args[at..], table, dialect);
-        global.take(&scan, dialect);
+        let scan = flags::parse_in_order(&args[at..], table, dialect);
+        global.set_options(&scan, dialect);
         let Some(word) = scan.operands.first().filter(|_| !scan.wants_help()) else {
             return CommandLine { global, command: Command::Other };
         };
@@ -174,18 +174,18 @@ pub fn parse(args: &[OsString], dialect: Dialect) -> CommandLine {
             continue;
         }
         // Not every argument that is a command's name is the command: a container may be called `create`.
-        return CommandLine { global, command: command(word, args, behind, dialect) };
+        return CommandLine { global, command: parse_command(word, args, behind, dialect) };
     }
 }
 
 impl Global {
     /// Takes the options in `scan`. The last one counts.
-    fn take(&mut self, scan: &Scan<'_>, dialect: Dialect) {
+    fn set_options(&mut self, scan: &Scan<'_>, dialect: Dialect) {
         if let Some(root) = scan.value("root") {
             self.root = Some(root.into());
         }
         if let Some(log) = scan.value("log") {
-            self.log = log_file(log, dialect);
+            self.log = parse_log(log, dialect);
         }
         if let Some(format) = scan.value("log-format") {
             self.log_json = format == "json";
@@ -195,7 +195,7 @@ impl Global {
 }
 
 /// crun's log destinations are `[file:]PATH`, `journald:ID` and `syslog:ID` (crun.1).
-fn log_file(destination: &OsStr, dialect: Dialect) -> Option<PathBuf> {
+fn parse_log(destination: &OsStr, dialect: Dialect) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt as _;
     let bytes = destination.as_bytes();
     if dialect == Dialect::Crun {
@@ -208,53 +208,52 @@ fn log_file(destination: &OsStr, dialect: Dialect) -> Option<PathBuf> {
 }
 
 /// The command `word`, whose own arguments are `args[behind..]`.
-fn command(word: &OsStr, args: &[OsString], behind: usize, dialect: Dialect) -> Command {
+fn parse_command(word: &OsStr, args: &[OsString], behind: usize, dialect: Dialect) -> Command {
     let own = &args[behind..];
     let parsed = match word.to_str() {
-        Some("create") => start(own, flags::START, dialect).map(Command::Create),
-        Some("run") => start(own, flags::START, dialect).map(Command::Run),
-        Some("restore") => start(own, flags::CRIU, dialect).map(Command::Restore),
-        Some("checkpoint") => start(own, flags::CRIU, dialect).map(|start| Command::Checkpoint(start.id)),
-        Some("update") => update(own, dialect),
-        Some("kill") => kill(own, dialect),
-        Some("delete") => delete(own, dialect),
-        Some("exec") => exec(own, behind, dialect).map(Command::Exec),
+        Some("create") => parse_start(own, flags::START, dialect).map(Command::Create),
+        Some("run") => parse_start(own, flags::START, dialect).map(Command::Run),
+        Some("restore") => parse_start(own, flags::CRIU, dialect).map(Command::Restore),
+        Some("checkpoint") => {
+            parse_start(own, flags::CRIU, dialect).map(|start| Command::Checkpoint(start.id))
+        }
+        Some("update") => parse_update(own, dialect),
+        Some("kill") => parse_kill(own, dialect),
+        Some("delete") => parse_delete(own, dialect),
+        Some("exec") => parse_exec(own, behind, dialect).map(Command::Exec),
         _ => None,
     };
     parsed.unwrap_or_default()
 }
 
-fn start(args: &[OsString], table: &[flags::Flag], dialect: Dialect) -> Option<Start> {
-    let scan = flags::of_command(args, table, dialect);
+fn parse_start(args: &[OsString], table: &[flags::Flag], dialect: Dialect) -> Option<Start> {
+    let scan = flags::parse_permuted(args, table, dialect);
+    // For an empty `--bundle`, runc uses the current directory (`setupSpec` in `utils_linux.go`).
+    let is_current = |dir: &OsStr| dir.is_empty() && dialect == Dialect::Runc;
     (!scan.wants_help()).then(|| Start {
         id: only_operand(&scan),
-        bundle: scan.value("bundle").filter(|dir| !is_no_bundle(dir, dialect)).map(PathBuf::from),
+        bundle: scan.value("bundle").filter(|dir| !is_current(dir)).map(PathBuf::from),
         config: scan.value("config").filter(|_| dialect == Dialect::Crun).map(PathBuf::from),
     })
 }
 
-/// For an empty `--bundle`, runc uses the current directory (`setupSpec` in `utils_linux.go`).
-fn is_no_bundle(dir: &OsStr, dialect: Dialect) -> bool {
-    dir.is_empty() && dialect == Dialect::Runc
-}
-
 /// With `--regex` the operand is not an id. The runtime handles it alone, and the next command frees the leases.
-fn delete(args: &[OsString], dialect: Dialect) -> Option<Command> {
-    let scan = flags::of_command(args, flags::DELETE, dialect);
+fn parse_delete(args: &[OsString], dialect: Dialect) -> Option<Command> {
+    let scan = flags::parse_permuted(args, flags::DELETE, dialect);
     let delete = || Delete { id: only_operand(&scan), force: scan.is_set("force") };
     (!scan.wants_help() && !scan.is_set("regex")).then(|| Command::Delete(delete()))
 }
 
-/// Engines pass what changes in a file. The other options are for people, and name no devices.
-fn update(args: &[OsString], dialect: Dialect) -> Option<Command> {
-    let scan = flags::of_command(args, flags::UPDATE, dialect);
+/// Engines pass the changes in a file. The other options are for people, and name no devices.
+fn parse_update(args: &[OsString], dialect: Dialect) -> Option<Command> {
+    let scan = flags::parse_permuted(args, flags::UPDATE, dialect);
     let update = || Update { id: only_operand(&scan), resources: scan.value("resources").map(PathBuf::from) };
     (!scan.wants_help()).then(|| Command::Update(update()))
 }
 
 /// The signal comes after the id.
-fn kill(args: &[OsString], dialect: Dialect) -> Option<Command> {
-    let scan = flags::of_command(args, flags::KILL, dialect);
+fn parse_kill(args: &[OsString], dialect: Dialect) -> Option<Command> {
+    let scan = flags::parse_permuted(args, flags::KILL, dialect);
     let (id, signal) = match scan.operands.as_slice() {
         [id] => (Some((*id).to_owned()), None),
         [id, signal] => (Some((*id).to_owned()), Some((*signal).to_owned())),
@@ -265,9 +264,9 @@ fn kill(args: &[OsString], dialect: Dialect) -> Option<Command> {
 }
 
 /// After the id comes the command to run, whose options are not the runtime's.
-fn exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec> {
+fn parse_exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec> {
     let table = if dialect == Dialect::Crun { flags::CRUN_EXEC } else { flags::RUNC_EXEC };
-    let scan = flags::in_order(args, table, dialect);
+    let scan = flags::parse_in_order(args, table, dialect);
     let process = scan.value("process").map(PathBuf::from);
     let id = match (scan.unknown, &process) {
         (false, _) => scan.operands.first().map(|id| (*id).to_owned()),

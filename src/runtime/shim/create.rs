@@ -1,6 +1,5 @@
 //! `create` and `run`: takes a lease for the container, edits config.json, becomes the low-level runtime.
 
-use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 
 use nix::unistd::getppid;
@@ -30,8 +29,8 @@ pub(super) enum Kind {
 }
 
 /// Admits the container if it asks for a share.
-pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infallible, RuntimeError> {
-    let Some(Asking { file, mut spec, mut source }) = asking_container(call, start)? else {
+pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<u8, RuntimeError> {
+    let Some(Asking { file, mut spec, mut source }) = find_request(call, start)? else {
         return call.pass_on();
     };
     if call.low_level.dialect == Dialect::Runc {
@@ -43,7 +42,7 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
     let bundle = container.bundle.clone();
     let leases = Leases::of(&config);
     let candidate = Candidate {
-        container: leases.located(container, &spec, &bundle)?,
+        container: leases.locate_rootfs(container, &spec, &bundle)?,
         owner: Process::current().map_err(RuntimeError::Process)?,
         engine: engine.as_ref(),
     };
@@ -72,20 +71,20 @@ pub(super) struct Asking {
     source: RequestSource,
 }
 
-/// The container, if it asks for a share: by an annotation, a CDI device, a runtime named after a share, or a rule of
-/// `containers.toml`. A pod's pause container never does.
+/// The container's request, if it asks for a share: by an annotation, a CDI device, a runtime named after a share, or a
+/// rule of `containers.toml`. A pod's pause container never does.
 ///
 /// If the runtime cannot read config.json either, the runtime reports that.
-pub(super) fn asking_container(call: &Call<'_>, start: &Start) -> Result<Option<Asking>, RuntimeError> {
+pub(super) fn find_request(call: &Call<'_>, start: &Start) -> Result<Option<Asking>, RuntimeError> {
     let share = call.share.clone();
-    let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
+    let Some(file) = read_spec(call, start, share.is_some())? else { return Ok(None) };
     if share.is_some() || file.mentions_sublet() {
         let spec = file.parse()?;
         if let Some(source) = RequestSource::of(&spec, bundle(start), share.as_deref())? {
             return Ok(Some(Asking { file, spec, source }));
         }
     }
-    if let Some(share) = mapped(call, start, &file) {
+    if let Some(share) = share_by_name(call, start, &file) {
         let spec = file.parse()?;
         return Ok(RequestSource::of(&spec, bundle(start), Some(&share))?.map(|source| Asking {
             file,
@@ -93,13 +92,12 @@ pub(super) fn asking_container(call: &Call<'_>, start: &Start) -> Result<Option<
             source,
         }));
     }
-    without_share(call, start, &file)?;
+    check_without_share(call, start, &file)?;
     Ok(None)
 }
 
-/// Does what `[runtime] without_share` says about a container that asks for no share. That of a pod's pause container is
-/// never asked for.
-fn without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Result<(), RuntimeError> {
+/// Applies `[runtime] without_share` to a container that asks for no share. A pod's pause container is exempt.
+fn check_without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Result<(), RuntimeError> {
     let refuses = call.without_share == WithoutShare::Refuse;
     if !refuses && (call.without_share == WithoutShare::Run || !call.log.has_file()) {
         return Ok(());
@@ -107,7 +105,7 @@ fn without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Result<(), 
     let is_pause = match file.parse() {
         Ok(spec) => RequestSource::of(&spec, bundle(start), Some(""))?.is_none(),
         Err(error) if refuses => return Err(error.into()),
-        // The runtime says what is wrong with it.
+        // The runtime reports the error.
         Err(_) => true,
     };
     match (is_pause, refuses) {
@@ -122,10 +120,10 @@ fn without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Result<(), 
     Ok(())
 }
 
-/// config.json; `None`: the runtime will refuse it, or its container cannot ask for a share.
-fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFile>, RuntimeError> {
-    let path = config_path(start);
-    // What failed for once, for example because no descriptor was left, must not stop a container without a share.
+/// Reads config.json. `None`: the runtime will refuse it, or its container cannot ask for a share.
+fn read_spec(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFile>, RuntimeError> {
+    let path = spec_path(start);
+    // A transient failure (no descriptor left) must not stop a container without a share.
     let again = |error: FileError| if error.is_missing() { Err(error) } else { JsonFile::read(&path) };
     let error = match JsonFile::read(&path).or_else(again) {
         Ok(file) => return Ok(Some(file)),
@@ -146,7 +144,7 @@ fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFi
 
 /// The share in `containers.toml`. A mistake there must not stop containers that have nothing to do with
 /// sublet. It is not known then which ones these are, so each container goes on without a share.
-fn mapped(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
+fn share_by_name(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
     let id = start.id.as_ref()?.to_str()?;
     // Engines give absolute bundles; without one there is no engine that knows the container's name.
     containers_by_name::share(id, start.bundle.as_deref()?, file).unwrap_or_else(|error| {
@@ -160,7 +158,7 @@ fn mapped(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
 }
 
 /// crun resolves a relative `--config` from its working directory, and everything else from the bundle (create.c).
-fn config_path(start: &Start) -> PathBuf {
+fn spec_path(start: &Start) -> PathBuf {
     match start.config.as_deref() {
         Some(config) if config != Path::new("config.json") => config.to_owned(),
         _ => bundle(start).join("config.json"),
@@ -175,20 +173,20 @@ fn bundle(start: &Start) -> &Path {
 fn container(call: &Call<'_>, start: &Start, spec: &Value) -> Result<Container, RuntimeError> {
     let id = start.id.as_ref().and_then(|id| id.to_str()).ok_or(RuntimeError::NoId)?;
     let record = call.record(id).ok_or(RuntimeError::NoId)?;
-    let bundle = canonical("bundle", bundle(start))?;
+    let bundle = canonicalize("bundle", bundle(start))?;
     let root = spec.pointer("/root/path").and_then(Value::as_str).ok_or(RuntimeError::NoRoot)?;
-    let rootfs = canonical("root.path", &bundle.join(root))?;
-    for (what, path) in [("bundle", &bundle), ("root.path", &rootfs), ("--root", &record)] {
+    let rootfs = canonicalize("root.path", &bundle.join(root))?;
+    for (name, path) in [("bundle", &bundle), ("root.path", &rootfs), ("--root", &record)] {
         if path.to_str().is_none() {
-            return Err(RuntimeError::NotUtf8 { what, path: safe(&path.to_string_lossy()) });
+            return Err(RuntimeError::NotUtf8 { name, path: safe(&path.to_string_lossy()) });
         }
     }
     Ok(Container { uid: effective_user(), id: id.to_owned(), bundle, rootfs, record })
 }
 
-fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
+fn canonicalize(name: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
     real_directory(path).map_err(|source| RuntimeError::Path {
-        what,
+        name,
         path: safe(&path.to_string_lossy()),
         source,
     })
@@ -204,7 +202,7 @@ fn hooks(kind: Kind, leases: &Leases<'_>) -> Vec<Stage> {
 
 /// Writes the edited spec and becomes the low-level runtime. Returns only on failure, with the file restored.
 fn become_edited(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> RuntimeError {
-    if let Err(error) = write(call, file, spec, hooks) {
+    if let Err(error) = write_spec(call, file, spec, hooks) {
         return error;
     }
     let error = call.become_low_level(call.args);
@@ -214,12 +212,17 @@ fn become_edited(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage])
     error
 }
 
-fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, hooks: &[Stage]) -> Result<(), RuntimeError> {
+fn write_spec(
+    call: &Call<'_>,
+    file: &JsonFile,
+    mut spec: Value,
+    hooks: &[Stage],
+) -> Result<(), RuntimeError> {
     let program = if hooks.is_empty() { None } else { hooks::program() };
     match program {
         Some(program) => {
             for stage in hooks {
-                hooks::add(&mut spec, *stage, &program, environment::honoured().as_deref())?;
+                hooks::add(&mut spec, *stage, &program, environment::honoured_config().as_deref())?;
             }
         }
         None if hooks.contains(&Stage::CreateRuntime) => return Err(RuntimeError::NoHook),
@@ -241,10 +244,10 @@ mod tests {
 
     #[test]
     fn the_file_that_is_edited() {
-        assert_eq!(config_path(&start(Some("/b"), None)), Path::new("/b/config.json"));
-        assert_eq!(config_path(&start(None, None)), Path::new("./config.json"));
-        assert_eq!(config_path(&start(Some("/b"), Some("/f.json"))), Path::new("/f.json"));
-        assert_eq!(config_path(&start(Some("/b"), Some("f.json"))), Path::new("f.json"));
-        assert_eq!(config_path(&start(Some("/b"), Some("config.json"))), Path::new("/b/config.json"));
+        assert_eq!(spec_path(&start(Some("/b"), None)), Path::new("/b/config.json"));
+        assert_eq!(spec_path(&start(None, None)), Path::new("./config.json"));
+        assert_eq!(spec_path(&start(Some("/b"), Some("/f.json"))), Path::new("/f.json"));
+        assert_eq!(spec_path(&start(Some("/b"), Some("f.json"))), Path::new("f.json"));
+        assert_eq!(spec_path(&start(Some("/b"), Some("config.json"))), Path::new("/b/config.json"));
     }
 }

@@ -4,30 +4,30 @@ use std::path::{Path, PathBuf};
 
 use std::time::Duration;
 
-use super::kill::without_first_thread;
+use super::kill::find_without_first_thread;
 use super::{Call, RuntimeError, runtime_child};
 use sublet_core::admit::Leases;
 use sublet_core::ledger::LeaseId;
 use sublet_core::process::auxiliary_vector::effective_user;
 use sublet_core::process::{pidfd_await_end, pidfd_kill};
 
-/// How long the end of a first process may take that is ended here.
+/// The time limit for the end of a first process that is killed here.
 const FIRST_PROCESS: Duration = Duration::from_secs(5);
 
 /// Marks the lease as ending, deletes the container, frees the lease or leaves it as it was.
 ///
 /// An error of the ledger never keeps a container from being deleted. The next command sees that the container has
 /// ended.
-/// With `force`, a first process whose first thread has ended is ended here: the runtime takes it for ended.
+/// With `force`, a first process whose first thread has ended is killed here: the runtime takes it for ended.
 pub(super) fn delete(
     call: &Call<'_>,
     force: bool,
     container: Option<(&str, PathBuf)>,
 ) -> Result<u8, RuntimeError> {
     let found = container.and_then(|container| Some((container, call.config_with_leases()?)));
-    let Some(((id, record), config)) = found else { return pass_on(call) };
+    let Some(((id, record), config)) = found else { return call.pass_on() };
     let leases = Leases::of(&config);
-    let Some(lease) = marked(call, &leases, id, &record) else { return pass_on(call) };
+    let Some(lease) = mark_ending(call, &leases, id, &record) else { return call.pass_on() };
     if force {
         end_without_first_thread(&record);
     }
@@ -46,18 +46,13 @@ pub(super) fn delete(
     Ok(runtime_child::exit_like(status))
 }
 
-fn pass_on(call: &Call<'_>) -> Result<u8, RuntimeError> {
-    let never = call.pass_on()?;
-    match never {}
-}
-
 fn end_without_first_thread(record: &Path) {
-    if let Some(first) = without_first_thread(record).filter(|first| pidfd_kill(first).is_ok()) {
+    if let Some(first) = find_without_first_thread(record).filter(|first| pidfd_kill(first).is_ok()) {
         pidfd_await_end(first, FIRST_PROCESS);
     }
 }
 
-fn marked(call: &Call<'_>, leases: &Leases<'_>, id: &str, record: &Path) -> Option<LeaseId> {
+fn mark_ending(call: &Call<'_>, leases: &Leases<'_>, id: &str, record: &Path) -> Option<LeaseId> {
     leases.mark_ending(effective_user(), id, record).unwrap_or_else(|error| {
         call.warn(&format!("container {}: {error}", sublet_core::text::safe(id)));
         None

@@ -2,7 +2,6 @@
 //! get the same edits here, in a copy of the engine's process file or on the command line.
 
 use std::cell::OnceCell;
-use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
 use std::fs::OpenOptions;
 use std::io::{self, Write as _};
@@ -35,15 +34,15 @@ const LONGEST: usize = 16 << 20;
 const HIGH: i32 = 500;
 
 /// Gives a process that joins a container with a share the share's environment, or does not start it.
-pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeError> {
-    let config = Lazy { files: call.files, parsed: OnceCell::new() };
-    let Some(Found { id, record, share }) = find(call, exec, &config)? else {
+pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<u8, RuntimeError> {
+    let config = LazyConfig { files: call.files, parsed: OnceCell::new() };
+    let Some(Target { id, record, share }) = find_target(call, exec, &config)? else {
         return call.pass_on();
     };
     let config = config.get().as_ref().ok();
     let environment = match admit::enter(&share, id, &record, config) {
         Ok(()) => share.environment.clone(),
-        Err(error) if may_go_without(config) => {
+        Err(error) if config.is_some_and(|config| config.mps.exec_without_daemon == WithoutDaemon::NoGpu) => {
             // Its options would replace config.json's environment, and a command line is shown to every user.
             if exec.process.is_none() && exec.env.is_empty() && call.low_level.dialect == Dialect::Crun {
                 return Err(RuntimeError::NoEnvironment(error));
@@ -55,46 +54,50 @@ pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeEr
         Err(error) => return Err(error.into()),
     };
     let options = if let Some(file) = &exec.process {
-        vec![form(exec, "process", "-p", "--process").into(), edited(file, &environment)?]
+        vec![option_form(exec, "process", "-p", "--process").into(), write_edited_copy(file, &environment)?]
     } else {
-        let option = form(exec, "env", "-e", "--env");
+        let option = option_form(exec, "env", "-e", "--env");
         options(&environment, &share.environment, &exec.env, call.low_level.dialect, option)
     };
     let (before, behind) = call.args.split_at(exec.options_end);
     Err(call.become_low_level(&[before, &options, behind].concat()))
 }
 
-/// The form in which the option is already used, if it is.
-fn form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &'f str {
+/// The option by its letter if the command line has it so: runc refuses both forms together.
+fn option_form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &'f str {
     if exec.letters.contains(&name) { letter } else { long }
 }
 
 /// The configuration. It is parsed only when needed, because most containers have no share.
-struct Lazy<'a> {
+struct LazyConfig<'a> {
     files: &'a ConfigFiles,
     parsed: OnceCell<Result<Config, ConfigError>>,
 }
 
-impl Lazy<'_> {
+impl LazyConfig<'_> {
     fn get(&self) -> &Result<Config, ConfigError> {
         self.parsed.get_or_init(|| self.files.config())
     }
 }
 
-/// A container with a share.
-struct Found<'a> {
+/// The container to join, with its share.
+struct Target<'a> {
     id: &'a str,
     record: PathBuf,
     share: Share,
 }
 
-fn find<'e>(call: &Call<'_>, exec: &'e Exec, config: &Lazy<'_>) -> Result<Option<Found<'e>>, RuntimeError> {
+fn find_target<'e>(
+    call: &Call<'_>,
+    exec: &'e Exec,
+    config: &LazyConfig<'_>,
+) -> Result<Option<Target<'e>>, RuntimeError> {
     if let Some(id) = &exec.id {
-        return found(call, id, config);
+        return find_share(call, id, config);
     }
     let mut certain = None;
     for name in &exec.names {
-        let Some(next) = found(call, name, config)? else { continue };
+        let Some(next) = find_share(call, name, config)? else { continue };
         if exec.process.is_none() || certain.is_some() {
             return Err(RuntimeError::UnknownOption);
         }
@@ -103,18 +106,18 @@ fn find<'e>(call: &Call<'_>, exec: &'e Exec, config: &Lazy<'_>) -> Result<Option
     Ok(certain)
 }
 
-/// The container `id`, if it has a share. The runtime itself refuses a malformed id.
-fn found<'e>(call: &Call<'_>, id: &'e OsStr, config: &Lazy<'_>) -> Result<Option<Found<'e>>, RuntimeError> {
+/// The runtime itself refuses a malformed id.
+fn find_share<'e>(
+    call: &Call<'_>,
+    id: &'e OsStr,
+    config: &LazyConfig<'_>,
+) -> Result<Option<Target<'e>>, RuntimeError> {
     let Some((id, record)) = id.to_str().and_then(|id| Some((id, call.record(id)?))) else { return Ok(None) };
     if !admit::may_have_share(&record)? {
         return Ok(None);
     }
-    let share = admit::share_of(effective_user(), id, &record, config.get())?;
-    Ok(share.map(|share| Found { id, record, share }))
-}
-
-fn may_go_without(config: Option<&Config>) -> bool {
-    config.is_some_and(|config| config.mps.exec_without_daemon == WithoutDaemon::NoGpu)
+    let share = admit::find_share(effective_user(), id, &record, config.get())?;
+    Ok(share.map(|share| Target { id, record, share }))
 }
 
 /// As `share`, for a process that must not see any device.
@@ -125,18 +128,18 @@ fn without_gpu(share: &Environment) -> Environment {
     environment
 }
 
-/// The path of a copy of `file` with the share's environment. The original is only read, because it belongs to the
+/// Returns the path of a copy of `file` with the share's environment. The original is only read, because it belongs to the
 /// caller or may be a pipe.
-fn edited(file: &Path, environment: &Environment) -> Result<OsString, RuntimeError> {
-    let file = read(file)?;
+fn write_edited_copy(file: &Path, environment: &Environment) -> Result<OsString, RuntimeError> {
+    let file = read_process_file(file)?;
     let mut process = file.parse()?;
     oci::edit_environment(&mut process, environment)?;
-    let copied = serde_json::to_vec(&process).map_err(io::Error::from).and_then(|text| in_memory(&text));
+    let copied = serde_json::to_vec(&process).map_err(io::Error::from).and_then(|text| write_memfd(&text));
     Ok(copied.map_err(RuntimeError::Copy)?.into())
 }
 
 /// Follows links, because `/dev/stdin` is one, often to a pipe.
-fn read(path: &Path) -> Result<JsonFile, RuntimeError> {
+fn read_process_file(path: &Path) -> Result<JsonFile, RuntimeError> {
     let failed = |why: String| RuntimeError::ProcessFile { path: safe(&path.to_string_lossy()), why };
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open(path);
@@ -145,9 +148,8 @@ fn read(path: &Path) -> Result<JsonFile, RuntimeError> {
     Ok(JsonFile { path: path.to_owned(), text: text.map_err(|error| failed(error.to_string()))? })
 }
 
-/// A file that only this process has, and the program that it becomes by exec. Returns the path by which that can open
-/// it.
-fn in_memory(text: &[u8]) -> io::Result<String> {
+/// Writes `text` to a file that survives exec(2). Returns a path by which the next program can open it.
+fn write_memfd(text: &[u8]) -> io::Result<String> {
     let mut file = std::fs::File::from(memfd_create(c"sublet-process", MFdFlags::empty())?);
     file.write_all(text)?;
     // Kept open until the end, at a high number if the limit allows, otherwise at its own number.
@@ -173,7 +175,7 @@ fn options(
     if given.is_empty() && environment == share {
         return Vec::new();
     }
-    let is_given = |name: &str| given.iter().any(|entry| name_of(entry.as_bytes()) == name.as_bytes());
+    let is_given = |name: &str| given.iter().any(|entry| variable_name(entry.as_bytes()) == name.as_bytes());
     let pair = |(name, value): &(String, String)| format!("{name}={value}");
     let defaults = environment.default.iter().filter(|(name, _)| !is_given(name));
     let defaults = defaults.filter_map(|default| {
@@ -188,7 +190,7 @@ fn options(
     entries.flat_map(|entry| [OsString::from(option), OsString::from(entry)]).collect()
 }
 
-fn name_of(entry: &[u8]) -> &[u8] {
+fn variable_name(entry: &[u8]) -> &[u8] {
     entry.split(|byte| *byte == b'=').next().unwrap_or_default()
 }
 
@@ -236,14 +238,14 @@ mod tests {
         std::fs::write(&file, text).unwrap();
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&file, &link).unwrap();
-        let copy = edited(&link, &share()).unwrap();
+        let copy = write_edited_copy(&link, &share()).unwrap();
         let expected = r#"{"env":["A=1","CUDA_VISIBLE_DEVICES=0","XLA=0.1","XLB=0.2"],"args":["x"]}"#;
         assert_eq!(std::fs::read_to_string(&copy).unwrap(), expected);
         assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
         let number: i32 = Path::new(&copy).file_name().unwrap().to_str().unwrap().parse().unwrap();
         assert!(number >= HIGH);
         nix::unistd::close(number).unwrap();
-        assert!(matches!(edited(dir.path(), &share()), Err(RuntimeError::ProcessFile { .. })));
+        assert!(matches!(write_edited_copy(dir.path(), &share()), Err(RuntimeError::ProcessFile { .. })));
     }
 
     #[test]
@@ -251,7 +253,7 @@ mod tests {
         let (from, to) = nix::unistd::pipe().unwrap();
         std::fs::File::from(to).write_all(br#"{"env":[]}"#).unwrap();
         let path = format!("/proc/self/fd/{}", from.as_raw_fd());
-        assert_eq!(read(Path::new(&path)).unwrap().text, br#"{"env":[]}"#);
+        assert_eq!(read_process_file(Path::new(&path)).unwrap().text, br#"{"env":[]}"#);
     }
 
     #[test]

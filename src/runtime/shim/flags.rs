@@ -23,7 +23,7 @@ pub(super) struct Flag {
     takes: Takes,
 }
 
-/// What follows an option.
+/// The option's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Takes {
     /// Nothing; runc's booleans allow `--name=false`.
@@ -141,7 +141,7 @@ pub(super) const UPDATE: &[Flag] = &[
     switch("usage"),
 ];
 
-/// `delete` of both.
+/// `kill` of both.
 pub(super) const KILL: &[Flag] = &[
     flag("all", Some(b'a'), Takes::Nothing),
     flag("regex", Some(b'r'), Takes::Nothing),
@@ -191,18 +191,17 @@ pub(super) const CRIU: &[Flag] = &[
     switch("usage"),
 ];
 
-/// A list of arguments taken apart.
+/// Parsed arguments.
 #[derive(Debug, Default)]
 pub(super) struct Scan<'a> {
     /// Options in their order, by long name.
     given: Vec<(&'static str, Option<&'a OsStr>)>,
-    /// Those of them that runc is given by their letter: it takes an option in one form alone.
+    /// Options given by their letter: runc refuses an option that is given in both forms.
     pub letters: Vec<&'static str>,
-    /// What is no option.
     pub operands: Vec<&'a OsStr>,
     /// Index of the argument that ended the options: the first operand, or `--`.
     pub end: usize,
-    /// An option that is not in the table was met; whether it took the next argument is not known.
+    /// An option is not in the table, so it is unknown whether the next argument is its value.
     pub unknown: bool,
 }
 
@@ -227,33 +226,30 @@ impl<'a> Scan<'a> {
         })
     }
 
-    /// Whether the runtime will only print its help.
     pub fn wants_help(&self) -> bool {
         self.is_set("help") || self.is_set("usage") || self.is_set("version")
     }
 }
 
-/// Options up to the first argument that is none.
-pub(super) fn in_order<'a>(args: &'a [OsString], flags: &[Flag], dialect: Dialect) -> Scan<'a> {
+/// Parses options up to the first operand.
+pub(super) fn parse_in_order<'a>(args: &'a [OsString], flags: &[Flag], dialect: Dialect) -> Scan<'a> {
     let args: Vec<&OsStr> = args.iter().map(OsString::as_os_str).collect();
     match dialect {
-        Dialect::Runc => go(&args, flags),
-        Dialect::Crun => gnu(&args, flags),
+        Dialect::Runc => parse_go(&args, flags),
+        Dialect::Crun => parse_getopt(&args, flags),
     }
 }
 
-/// As runc reads its commands other than `exec`: options may stand behind operands.
-///
-/// crun reads all of its commands in order.
-pub(super) fn of_command<'a>(args: &'a [OsString], flags: &[Flag], dialect: Dialect) -> Scan<'a> {
+/// As runc parses its commands other than `exec`: options may follow operands. crun parses all of its commands in order.
+pub(super) fn parse_permuted<'a>(args: &'a [OsString], flags: &[Flag], dialect: Dialect) -> Scan<'a> {
     match dialect {
-        Dialect::Runc => go(&reordered(args, flags), flags),
-        Dialect::Crun => in_order(args, flags, dialect),
+        Dialect::Runc => parse_go(&reorder_args(args, flags), flags),
+        Dialect::Crun => parse_in_order(args, flags, dialect),
     }
 }
 
 /// urfave/cli v1's `reorderArgs`, with its quirk that a word behind any option moves with it.
-fn reordered<'a>(args: &'a [OsString], flags: &[Flag]) -> Vec<&'a OsStr> {
+fn reorder_args<'a>(args: &'a [OsString], flags: &[Flag]) -> Vec<&'a OsStr> {
     let (mut front, mut back) = (Vec::new(), Vec::new());
     let mut value_may_follow = false;
     for (index, arg) in args.iter().enumerate() {
@@ -264,7 +260,7 @@ fn reordered<'a>(args: &'a [OsString], flags: &[Flag]) -> Vec<&'a OsStr> {
         } else if value_may_follow && !bytes.starts_with(b"-") {
             value_may_follow = false;
             front.push(arg.as_os_str());
-        } else if go_name(bytes).is_some_and(|(name, _)| find_go(flags, name).is_some()) {
+        } else if split_go_flag(bytes).is_some_and(|(name, _)| find_go_flag(flags, name).is_some()) {
             value_may_follow = !bytes.contains(&b'=');
             front.push(arg.as_os_str());
         } else {
@@ -276,12 +272,12 @@ fn reordered<'a>(args: &'a [OsString], flags: &[Flag]) -> Vec<&'a OsStr> {
 }
 
 /// Go's `flag.FlagSet.Parse`: one dash or two, `=value` or the next argument whatever it looks like.
-fn go<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
+fn parse_go<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
     let mut scan = Scan::default();
     let mut next = 0;
-    while let Some((name, attached)) = args.get(next).and_then(|arg| go_name(arg.as_bytes())) {
+    while let Some((name, attached)) = args.get(next).and_then(|arg| split_go_flag(arg.as_bytes())) {
         next += 1;
-        let Some(flag) = find_go(flags, name) else {
+        let Some(flag) = find_go_flag(flags, name) else {
             scan.unknown = true;
             continue;
         };
@@ -299,22 +295,22 @@ fn go<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
 }
 
 /// The name and attached value of an option in Go's notation; `None` for `-`, `--` and operands.
-fn go_name(arg: &[u8]) -> Option<(&[u8], Option<&OsStr>)> {
+fn split_go_flag(arg: &[u8]) -> Option<(&[u8], Option<&OsStr>)> {
     let name = arg.strip_prefix(b"--").or_else(|| arg.strip_prefix(b"-"))?;
     if name.is_empty() {
         return None;
     }
-    Some(split(name))
+    Some(split_value(name))
 }
 
-fn find_go<'f>(flags: &'f [Flag], name: &[u8]) -> Option<&'f Flag> {
+fn find_go_flag<'f>(flags: &'f [Flag], name: &[u8]) -> Option<&'f Flag> {
     flags
         .iter()
         .find(|flag| name == flag.name.as_bytes() || flag.short.is_some_and(|letter| name == [letter]))
 }
 
 /// `getopt_long`: long options may be abbreviated, letters may be clustered, values attached.
-fn gnu<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
+fn parse_getopt<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
     let mut scan = Scan::default();
     let mut next = 0;
     while let Some(arg) = args.get(next).map(|arg| arg.as_bytes()) {
@@ -323,8 +319,8 @@ fn gnu<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
         };
         next += 1;
         let wants_next = match rest.strip_prefix(b"-") {
-            Some(long) => scan.long(long, flags),
-            None => scan.cluster(rest, flags),
+            Some(long) => scan.parse_long(long, flags),
+            None => scan.parse_letters(rest, flags),
         };
         if let Some(name) = wants_next {
             scan.given.push((name, args.get(next).copied()));
@@ -335,10 +331,10 @@ fn gnu<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
 }
 
 impl<'a> Scan<'a> {
-    /// Takes one long option; its name if its value is the next argument.
-    fn long(&mut self, text: &'a [u8], flags: &[Flag]) -> Option<&'static str> {
-        let (name, attached) = split(text);
-        let Some(flag) = find_long(flags, name) else {
+    /// Returns the option's name if its value is the next argument.
+    fn parse_long(&mut self, text: &'a [u8], flags: &[Flag]) -> Option<&'static str> {
+        let (name, attached) = split_value(text);
+        let Some(flag) = find_long_flag(flags, name) else {
             self.unknown = true;
             return None;
         };
@@ -350,8 +346,8 @@ impl<'a> Scan<'a> {
         None
     }
 
-    /// Takes a cluster of letters; the last one's name if its value is the next argument.
-    fn cluster(&mut self, letters: &'a [u8], flags: &[Flag]) -> Option<&'static str> {
+    /// Parses clustered letters. Returns the last one's name if its value is the next argument.
+    fn parse_letters(&mut self, letters: &'a [u8], flags: &[Flag]) -> Option<&'static str> {
         for (index, letter) in letters.iter().enumerate() {
             let Some(flag) = flags.iter().find(|flag| flag.short == Some(*letter)) else {
                 self.unknown = true;
@@ -370,7 +366,7 @@ impl<'a> Scan<'a> {
         None
     }
 
-    /// What stands behind the options; `--` is no operand.
+    /// Sets the operands; `--` is none.
     fn finish(mut self, args: &[&'a OsStr], end: usize) -> Self {
         self.end = end.min(args.len());
         let rest = &args[self.end..];
@@ -380,7 +376,7 @@ impl<'a> Scan<'a> {
 }
 
 /// The option with this name, or the only option that begins with it.
-fn find_long<'f>(flags: &'f [Flag], name: &[u8]) -> Option<&'f Flag> {
+fn find_long_flag<'f>(flags: &'f [Flag], name: &[u8]) -> Option<&'f Flag> {
     if let Some(exact) = flags.iter().find(|flag| name == flag.name.as_bytes()) {
         return Some(exact);
     }
@@ -390,7 +386,7 @@ fn find_long<'f>(flags: &'f [Flag], name: &[u8]) -> Option<&'f Flag> {
 }
 
 /// `name=value`; an `=` in the first place belongs to the name.
-fn split(text: &[u8]) -> (&[u8], Option<&OsStr>) {
+fn split_value(text: &[u8]) -> (&[u8], Option<&OsStr>) {
     match text.iter().skip(1).position(|byte| *byte == b'=') {
         Some(at) => (&text[..=at], Some(OsStr::from_bytes(&text[at + 2..]))),
         None => (text, None),

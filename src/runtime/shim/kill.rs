@@ -1,5 +1,5 @@
 //! `kill` of a container whose first process goes on after its first thread has ended, as any program can have it. runc and
-//! crun take such a container for stopped and send it no signal, and an engine waits for its end without end.
+//! crun take such a container for stopped and send it no signal, and an engine waits for its end for ever.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -13,30 +13,29 @@ use crate::status::SUCCESS;
 use sublet_core::ledger::Record;
 use sublet_core::process::pidfd_signal;
 
-/// Sends the signal to the first process itself where the runtime would not. With `--all` the runtime has its turn, too.
+/// Sends the signal to the first process itself where the runtime would not. With `--all` the runtime runs, too.
 pub(super) fn kill(
     call: &Call<'_>,
     kill: &Kill,
     container: Option<(&str, PathBuf)>,
 ) -> Result<u8, RuntimeError> {
-    let signal = kill.signal.as_deref().map_or(Some(Signal::SIGTERM), signal);
-    let first = container.and_then(|(_, record)| without_first_thread(&record));
+    let signal = kill.signal.as_deref().map_or(Some(Signal::SIGTERM), parse_signal);
+    let first = container.and_then(|(_, record)| find_without_first_thread(&record));
     let sent = signal.zip(first).is_some_and(|(signal, first)| pidfd_signal(first, signal).is_ok());
     if sent && !kill.all {
         return Ok(SUCCESS);
     }
-    let never = call.pass_on()?;
-    match never {}
+    call.pass_on()
 }
 
-/// The first process of the container with a share that has this `record`, if its first thread has ended and others go on.
-pub(super) fn without_first_thread(record: &Path) -> Option<OwnedFd> {
+/// The first process of the container with a share and this `record`, if only its first thread has ended.
+pub(super) fn find_without_first_thread(record: &Path) -> Option<OwnedFd> {
     let first = Record::read(record).ok()?.filter(|record| record.lease.is_some())?.init;
     if first.has_first_thread() { None } else { first.hold().ok()? }
 }
 
-/// As runc and crun read it: a number, or a name with or without `SIG`.
-fn signal(word: &OsStr) -> Option<Signal> {
+/// As runc and crun parse it: a number, or a name with or without `SIG`.
+fn parse_signal(word: &OsStr) -> Option<Signal> {
     let word = word.to_str()?;
     if let Ok(number) = word.parse::<i32>() {
         return Signal::try_from(number).ok();
@@ -52,10 +51,10 @@ mod tests {
     #[test]
     fn a_signal_has_a_number_or_a_name() {
         for word in ["15", "TERM", "SIGTERM", "term"] {
-            assert_eq!(signal(word.as_ref()), Some(Signal::SIGTERM), "{word}");
+            assert_eq!(parse_signal(word.as_ref()), Some(Signal::SIGTERM), "{word}");
         }
         for word in ["", "0", "-9", "99", "RTMIN+3", "SIG", "KILL "] {
-            assert_eq!(signal(word.as_ref()), None, "{word}");
+            assert_eq!(parse_signal(word.as_ref()), None, "{word}");
         }
     }
 }

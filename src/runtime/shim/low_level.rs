@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use sublet_core::fs::below::real_directory;
@@ -49,17 +49,17 @@ pub fn find(
     for name in names {
         for program in candidates(name, path) {
             let metadata = match std::fs::metadata(&program) {
-                Ok(metadata) if is_executable(&metadata) => Some(metadata),
+                Ok(metadata) if metadata.is_file() && metadata.mode() & 0o111 != 0 => Some(metadata),
                 Ok(_) => continue,
-                Err(error) if cannot_be_there(&error) => continue,
-                // Running it is what tells. Another runtime would not know this one's containers.
+                Err(error) if is_skipped_by_execvp(&error) => continue,
+                // Only running it shows. Another runtime would not know this one's containers.
                 Err(_) => None,
             };
-            if is_ourselves(&program, metadata.as_ref(), own) {
+            if is_sublet(&program, metadata.as_ref(), own) {
                 met_ourselves = true;
                 continue;
             }
-            return Ok(LowLevel { dialect: dialect(&program), program });
+            return Ok(LowLevel { dialect: detect_dialect(&program), program });
         }
     }
     Err(MissingRuntime {
@@ -78,35 +78,30 @@ fn candidates(name: &str, path: Option<&OsStr>) -> Vec<PathBuf> {
     std::env::split_paths(path).filter(|dir| dir.is_absolute()).map(|dir| dir.join(name)).collect()
 }
 
-fn is_executable(metadata: &Metadata) -> bool {
-    metadata.is_file() && metadata.permissions().mode() & 0o111 != 0
-}
-
 /// As execvp(3) goes on to the next directory of PATH.
-fn cannot_be_there(error: &io::Error) -> bool {
+fn is_skipped_by_execvp(error: &io::Error) -> bool {
     use nix::libc::{EACCES, ELOOP, ENAMETOOLONG, ENODEV, ENOENT, ENOTDIR, ESTALE, ETIMEDOUT};
     let kinds = [EACCES, ELOOP, ENAMETOOLONG, ENODEV, ENOENT, ENOTDIR, ESTALE, ETIMEDOUT];
     error.raw_os_error().is_some_and(|errno| kinds.contains(&errno))
 }
 
 /// Whether running `program` would run this program again, without end.
-fn is_ourselves(program: &Path, metadata: Option<&Metadata>, own: Option<&Metadata>) -> bool {
+fn is_sublet(program: &Path, metadata: Option<&Metadata>, own: Option<&Metadata>) -> bool {
     let files = own.zip(metadata);
     let same = files.is_some_and(|(own, found)| (own.dev(), own.ino()) == (found.dev(), found.ino()));
     same || file_name(program).starts_with("sublet-")
 }
 
 /// Decided by the name of the program, or of the file that it links to: distributions link `runc` to crun.
-pub(super) fn dialect(program: &Path) -> Dialect {
+pub(super) fn detect_dialect(program: &Path) -> Dialect {
     let is_crun = |path: &Path| {
         let name = file_name(path);
         name.contains("crun") || name.contains("krun")
     };
-    if is_crun(program) || is_crun(&led_to(program)) { Dialect::Crun } else { Dialect::Runc }
+    if is_crun(program) || is_crun(&resolve_links(program)) { Dialect::Crun } else { Dialect::Runc }
 }
 
-/// The file to which a chain of links leads, as the last of them names it.
-fn led_to(program: &Path) -> PathBuf {
+fn resolve_links(program: &Path) -> PathBuf {
     let mut path = program.to_owned();
     for _ in 0..MOST_LINKS {
         let Ok(target) = std::fs::read_link(&path) else { break };
@@ -119,7 +114,7 @@ fn file_name(path: &Path) -> std::borrow::Cow<'_, str> {
     path.file_name().unwrap_or_default().to_string_lossy()
 }
 
-/// What the runtimes' default state directory depends on.
+/// The inputs of the runtimes' default state directory.
 #[derive(Debug, Default)]
 pub struct Host {
     xdg_runtime_dir: Option<OsString>,
@@ -129,16 +124,16 @@ pub struct Host {
 }
 
 impl Host {
-    /// Those of this process.
+    /// Of this process.
     #[must_use]
     pub fn current() -> Self {
-        Self::with(|name| std::env::var_os(name))
+        Self::from_variables(|name| std::env::var_os(name))
     }
 
-    /// As [`Host::current`], for a process of the same user with this `environment`.
+    /// Of a process of the same user with this `environment`.
     #[must_use]
-    pub fn of(environment: &[OsString]) -> Self {
-        Self::with(|name| {
+    pub fn from_environment(environment: &[OsString]) -> Self {
+        Self::from_variables(|name| {
             let value = |entry: &OsString| {
                 let rest = entry.as_bytes().strip_prefix(name.as_bytes())?;
                 rest.strip_prefix(b"=").map(|value| OsStr::from_bytes(value).to_owned())
@@ -147,7 +142,7 @@ impl Host {
         })
     }
 
-    fn with(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+    fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         Self {
             xdg_runtime_dir: variable("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()),
             user: variable("USER"),
@@ -173,23 +168,23 @@ impl Host {
 ///
 /// `None` for ids that are no single path component: both runtimes refuse those.
 #[must_use]
-pub fn record(dialect: Dialect, root: Option<&Path>, id: &str, host: &Host) -> Option<PathBuf> {
+pub fn record_path(dialect: Dialect, root: Option<&Path>, id: &str, host: &Host) -> Option<PathBuf> {
     if id.is_empty() || id.contains(['/', '\0']) || matches!(id, "." | "..") {
         return None;
     }
     let root = root.map_or_else(|| host.state_dir(dialect), Path::to_owned);
-    Some(real(&std::path::absolute(dialect.seen(&root)).ok()?).join(id))
+    Some(resolve_existing(&std::path::absolute(dialect.interpret_path(&root)).ok()?).join(id))
 }
 
 impl Dialect {
     /// Whether `record` is a record of this runtime.
-    pub(super) fn keeps(self, record: &Path) -> bool {
+    pub(super) fn has_record(self, record: &Path) -> bool {
         record.join(if self == Self::Crun { "status" } else { "state.json" }).is_file()
     }
 
     /// `path` as the runtime understands it on its command line. runc calls Go's `filepath.Abs`, which resolves `..`
     /// and an empty path by the text. crun leaves this to the kernel.
-    fn seen(self, path: &Path) -> PathBuf {
+    fn interpret_path(self, path: &Path) -> PathBuf {
         if self == Self::Crun {
             return path.to_owned();
         }
@@ -211,7 +206,7 @@ impl Dialect {
 
 /// `path` without links, so that two names of a directory become one. The runtime creates missing components as they
 /// are written.
-fn real(path: &Path) -> PathBuf {
+fn resolve_existing(path: &Path) -> PathBuf {
     let found = path.ancestors().find_map(|above| Some((real_directory(above).ok()?, above)));
     found.map_or_else(
         || path.to_owned(),
@@ -222,6 +217,7 @@ fn real(path: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
 
@@ -295,7 +291,7 @@ mod tests {
             root,
             user_namespace,
         };
-        let at = |dialect, host: &Host| record(dialect, None, "c", host).unwrap();
+        let at = |dialect, host: &Host| record_path(dialect, None, "c", host).unwrap();
         assert_eq!(at(Dialect::Runc, &plain), Path::new("/run/runc/c"));
         assert_eq!(at(Dialect::Crun, &plain), Path::new("/run/crun/c"));
         assert_eq!(at(Dialect::Runc, &xdg(true, false, None)), Path::new("/run/runc/c"));
@@ -303,7 +299,7 @@ mod tests {
         assert_eq!(at(Dialect::Runc, &xdg(true, true, Some("root"))), Path::new("/run/runc/c"));
         assert_eq!(at(Dialect::Runc, &xdg(false, false, None)), Path::new("/run/user/7/runc/c"));
         assert_eq!(at(Dialect::Crun, &xdg(true, false, None)), Path::new("/run/user/7/crun/c"));
-        let given = record(Dialect::Runc, Some(Path::new("/r")), "c", &plain);
+        let given = record_path(Dialect::Runc, Some(Path::new("/r")), "c", &plain);
         assert_eq!(given.unwrap(), Path::new("/r/c"));
     }
 
@@ -313,7 +309,8 @@ mod tests {
         let dir = dir.path().canonicalize().unwrap();
         std::fs::create_dir_all(dir.join("real/runc/x")).unwrap();
         std::os::unix::fs::symlink(dir.join("real"), dir.join("link")).unwrap();
-        let at = |dialect, root: &str| record(dialect, Some(&dir.join(root)), "c", &Host::default()).unwrap();
+        let at =
+            |dialect, root: &str| record_path(dialect, Some(&dir.join(root)), "c", &Host::default()).unwrap();
         for dialect in [Dialect::Runc, Dialect::Crun] {
             for root in ["real/runc", "link/runc", "link/runc/", "link/./runc", "real/runc/x/.."] {
                 assert_eq!(at(dialect, root), dir.join("real/runc/c"), "{root}");
@@ -330,7 +327,7 @@ mod tests {
     #[test]
     fn ids_that_leave_the_root_have_no_record() {
         for id in ["", ".", "..", "a/b", "../a", "a\0b"] {
-            assert_eq!(record(Dialect::Runc, None, id, &Host::default()), None, "{id:?}");
+            assert_eq!(record_path(Dialect::Runc, None, id, &Host::default()), None, "{id:?}");
         }
     }
 }

@@ -14,24 +14,24 @@ mod running_runtime;
 mod runtime_child;
 mod update;
 
-use std::convert::Infallible;
 use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 
-use sublet_core::admit::{AdmitError, EnterError};
+use sublet_core::admit::{self, AdmitError, EnterError};
 use sublet_core::config::{self, Config, WithoutShare};
 use sublet_core::config_files::{ConfigError, ConfigFiles};
 use sublet_core::ledger;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::oci::{FileError, SpecError};
+use sublet_core::process::auxiliary_vector::effective_user;
 
 use crate::status::{FAILURE, SUCCESS};
 pub use argv::{Command, CommandLine, Delete, Exec, Global, Kill, Start, Update, parse};
 pub use flags::Dialect;
 use low_level::{LowLevel, MissingRuntime};
-pub(crate) use running_runtime::record_of;
+pub(crate) use running_runtime::find_record;
 use sublet_core::log::{self, Level, Log};
 use sublet_core::oci::containers_by_name;
 
@@ -80,10 +80,10 @@ pub(crate) enum RuntimeError {
     )]
     UnknownOption,
     /// A name of a container with a share is not UTF-8, so it cannot be written as JSON.
-    #[error("{what} {path} is not UTF-8: give the container with a share a directory with another name")]
+    #[error("{name} {path} is not UTF-8: give the container with a share a directory with another name")]
     NotUtf8 {
-        /// What it is.
-        what: &'static str,
+        /// Of which option or key.
+        name: &'static str,
         /// The path, as far as it can be shown.
         path: String,
     },
@@ -100,11 +100,11 @@ pub(crate) enum RuntimeError {
     )]
     NoId,
     /// A path that the spec or the command line names.
-    #[error("{what} {path} cannot be used: {source}")]
+    #[error("{name} {path} cannot be used: {source}")]
     Path {
-        /// What it is.
-        what: &'static str,
-        /// Where it is said to be.
+        /// Of which option or key.
+        name: &'static str,
+        /// The path as given.
         path: String,
         /// Why not.
         source: io::Error,
@@ -156,8 +156,8 @@ pub(crate) enum RuntimeError {
     },
 }
 
-/// The share that the name by which the shim is called means: that of `sublet-<share>`.
-fn share_of(name: &Path) -> Option<String> {
+/// The share of a shim that is called `sublet-<share>`.
+fn share_from_name(name: &Path) -> Option<String> {
     let name = name.file_name()?.to_string_lossy();
     let share = name.strip_prefix("sublet-")?;
     (!matches!(share, "" | "runtime" | "hook")).then(|| share.to_owned())
@@ -167,7 +167,7 @@ fn share_of(name: &Path) -> Option<String> {
 struct Call<'a> {
     /// Without the program's name.
     args: &'a [OsString],
-    /// That of all its containers.
+    /// From the program's name, for all its containers.
     share: Option<String>,
     without_share: WithoutShare,
     low_level: LowLevel,
@@ -208,16 +208,16 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
     log::trace_to(log.clone(), line.global.debug);
     let (line, low_level) = match runtime {
         Ok(_) => (line, found.map_err(RuntimeError::from)),
-        Err(error) if line.command.begins() => (line, Err(error.into())),
-        Err(error) => by_record(args, &error, &log),
+        Err(error) if line.command.is_start() => (line, Err(error.into())),
+        Err(error) => find_by_record(args, &error, &log),
     };
     let done = low_level.and_then(|low_level| {
-        let (share, files, global) = (share_of(name), &files, &line.global);
+        let (share, files, global) = (share_from_name(name), &files, &line.global);
         let call = Call { args, share, without_share, low_level, files, global, log: &log };
         dispatch(&call, &line.command)
     });
     done.unwrap_or_else(|error| {
-        log.write(Level::Error, &about(&line.command, &error));
+        log.write(Level::Error, &describe(&line.command, &error));
         FAILURE
     })
 }
@@ -230,7 +230,7 @@ fn find(names: &[String]) -> Result<LowLevel, MissingRuntime> {
 /// Finds the runtime for a command on an existing container even if the configuration cannot be read, so that the
 /// container can still be ended and examined: the runtime that has a record of it, otherwise the first one that is
 /// installed.
-fn by_record(
+fn find_by_record(
     args: &[OsString],
     error: &ConfigError,
     log: &Log,
@@ -243,10 +243,10 @@ fn by_record(
     let has_record = |low_level: &&LowLevel| {
         let root = parse(args, low_level.dialect).global.root;
         // In commands that do not concern sublet, the id is not parsed.
-        let mut records = args
-            .iter()
-            .filter_map(|word| low_level::record(low_level.dialect, root.as_deref(), word.to_str()?, &host));
-        records.any(|record| low_level.dialect.keeps(&record))
+        let mut records = args.iter().filter_map(|word| {
+            low_level::record_path(low_level.dialect, root.as_deref(), word.to_str()?, &host)
+        });
+        records.any(|record| low_level.dialect.has_record(&record))
     };
     let low_level = found.iter().find(has_record).or(found.first()).cloned();
     let dialect = low_level.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect);
@@ -256,22 +256,21 @@ fn by_record(
 /// Every command except `delete` of a container with a share, and `kill` of one whose first thread has ended, ends by
 /// becoming the low-level runtime.
 fn dispatch(call: &Call<'_>, command: &Command) -> Result<u8, RuntimeError> {
-    let never = match command {
-        Command::Create(start) => create::create(call, start, create::Kind::Create)?,
-        Command::Run(start) => create::create(call, start, create::Kind::Run)?,
-        Command::Exec(exec) => exec::exec(call, exec)?,
-        Command::Restore(start) => checkpoint::restore(call, start)?,
-        Command::Checkpoint(_) => checkpoint::checkpoint(call, call.container(command))?,
-        Command::Update(changed) => update::update(call, changed, call.container(command))?,
-        Command::Kill(kill) => return kill::kill(call, kill, call.container(command)),
-        Command::Delete(delete) => return delete::delete(call, delete.force, call.container(command)),
-        Command::Other => call.pass_on()?,
-    };
-    match never {}
+    match command {
+        Command::Create(start) => create::create(call, start, create::Kind::Create),
+        Command::Run(start) => create::create(call, start, create::Kind::Run),
+        Command::Exec(exec) => exec::exec(call, exec),
+        Command::Restore(start) => checkpoint::restore(call, start),
+        Command::Checkpoint(_) => checkpoint::checkpoint(call, call.container(command)),
+        Command::Update(changed) => update::update(call, changed, call.container(command)),
+        Command::Kill(kill) => kill::kill(call, kill, call.container(command)),
+        Command::Delete(delete) => delete::delete(call, delete.force, call.container(command)),
+        Command::Other => call.pass_on(),
+    }
 }
 
 /// The error with its container.
-fn about(command: &Command, error: &RuntimeError) -> String {
+fn describe(command: &Command, error: &RuntimeError) -> String {
     match command.id() {
         Some(id) => format!("container {}: {error}", sublet_core::text::safe(&id.to_string_lossy())),
         None => error.to_string(),
@@ -280,7 +279,7 @@ fn about(command: &Command, error: &RuntimeError) -> String {
 
 impl Call<'_> {
     /// Becomes the low-level runtime, with the arguments as they came.
-    fn pass_on(&self) -> Result<Infallible, RuntimeError> {
+    fn pass_on(&self) -> Result<u8, RuntimeError> {
         Err(self.become_low_level(self.args))
     }
 
@@ -302,12 +301,17 @@ impl Call<'_> {
     }
 
     fn record(&self, id: &str) -> Option<PathBuf> {
-        low_level::record(
+        low_level::record_path(
             self.low_level.dialect,
             self.global.root.as_deref(),
             id,
             &low_level::Host::current(),
         )
+    }
+
+    fn has_share(&self, id: &str, record: &Path) -> Result<bool, RuntimeError> {
+        Ok(admit::may_have_share(record)?
+            && admit::find_share(effective_user(), id, record, &self.files.config())?.is_some())
     }
 
     /// The configuration, if there are leases at all. If it is invalid, `delete` goes on without it: this must not keep
@@ -333,7 +337,7 @@ mod tests {
 
     #[test]
     fn a_name_may_mean_a_share() {
-        let share = |name: &str| share_of(Path::new(name));
+        let share = |name: &str| share_from_name(Path::new(name));
         assert_eq!(share("sublet-quarter"), Some("quarter".into()));
         assert_eq!(share("/x/sublet-a-b"), Some("a-b".into()));
         for other in ["/usr/bin/sublet-runtime", "sublet", "sublet-", "sublet-hook", "nvidia", "", "/"] {
@@ -345,7 +349,7 @@ mod tests {
     fn errors_name_the_container() {
         let error = RuntimeError::NoCheckpoint("checkpoint");
         assert_eq!(
-            about(&Command::Checkpoint(Some("c\u{1b}1".into())), &error),
+            describe(&Command::Checkpoint(Some("c\u{1b}1".into())), &error),
             "container c\\u{1b}1: checkpoint of a container with a GPU share is not possible, because the \
              GPU's state cannot be saved: recreate the container instead"
         );

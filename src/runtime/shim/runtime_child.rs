@@ -21,7 +21,7 @@ const FORWARDED: [Signal; 6] =
 pub(super) fn run(program: &Path, args: &[OsString]) -> io::Result<ExitStatus> {
     let mut signals: SigSet = FORWARDED.into_iter().collect();
     signals.add(Signal::SIGCHLD);
-    inheritance::keep_ended_children()?;
+    inheritance::reset_sigchld()?;
     let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let status = spawn(program, args, before).and_then(|child| wait(child, &signals));
     before.thread_set_mask()?;

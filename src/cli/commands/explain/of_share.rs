@@ -15,7 +15,7 @@ use super::edits::Edits;
 use super::{Arguments, edits, whose};
 use crate::preview::{Whose, preview};
 use sublet_core::admit::{
-    Candidate, RequestSource, confirmed_inventory, is_remote, lease_for, request_of, undo,
+    Candidate, RequestSource, confirmed_inventory, is_remote, lease_for, remove_earlier_grant, request_of,
 };
 use sublet_core::config::Config;
 use sublet_core::config_files::{self, Known};
@@ -171,7 +171,7 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
 fn without_earlier_edits(spec: &mut Value) -> anyhow::Result<Option<String>> {
     let lease = oci::annotations(spec)?.remove(LEASE_ANNOTATION);
     if lease.is_some() {
-        undo(spec)?;
+        remove_earlier_grant(spec)?;
     }
     Ok(lease)
 }

@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use sublet_core::fs::looked_for::there;
+use sublet_core::fs::looked_for::examine;
 
 /// Up to and with `e_machine`, in bytes.
 const IDENTITY: u64 = 20;
@@ -56,7 +56,7 @@ impl Machine {
 
     /// Whether `path` is a 64-bit little-endian ELF file for this machine (`e_ident` and `e_machine`).
     pub fn made(self, path: &Path) -> bool {
-        let header = there(path, || read(path, 0, IDENTITY)).unwrap_or_default();
+        let header = examine(path, || read(path, 0, IDENTITY)).unwrap_or_default();
         header.starts_with(b"\x7fELF\x02\x01") && header.get(18..) == Some(&[self.number(), 0])
     }
 

@@ -12,7 +12,7 @@ use file_table::Library;
 use super::kernel_module::is_driver_version;
 use super::{DriverFile, FileKind, programs};
 use sublet_core::config::Driver;
-use sublet_core::fs::looked_for::there;
+use sublet_core::fs::looked_for::examine;
 use sublet_core::inventory::driver_root_links::resolve;
 
 /// The files that were found.
@@ -72,7 +72,7 @@ pub(super) fn find(driver: &Driver, version: &str, machine: Machine) -> Found {
 /// A data file with the library that it names by its path in the store of `NixOS`, if it does; `None`: it is no file.
 fn with_needs(source: PathBuf) -> Option<(PathBuf, Option<PathBuf>)> {
     let text =
-        there(&source, || elf::read(&source, 0, LONGEST_DESCRIPTION)).filter(|text| !text.is_empty())?;
+        examine(&source, || elf::read(&source, 0, LONGEST_DESCRIPTION)).filter(|text| !text.is_empty())?;
     let text = String::from_utf8_lossy(&text);
     let named = text.split(['"', '\n', '\0']).find(|word| word.starts_with("/nix/store/"));
     Some((source, named.map(PathBuf::from)))

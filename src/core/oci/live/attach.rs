@@ -56,12 +56,12 @@ impl<'a> Rootfs<'a> {
         if is_of_the_kernel(&target) {
             return Err(NamespaceError::Kernel(path.to_owned()));
         }
-        let target = if is_directory { target } else { self.itself(path)? };
+        let target = if is_directory { target } else { self.open_itself(path)? };
         self.attach(mount, &target, path)
     }
 
     /// The file at `path`; if that is a link, the link, so that the image's file to which it leads is not covered.
-    fn itself(&self, path: &Path) -> Result<OwnedFd, NamespaceError> {
+    fn open_itself(&self, path: &Path) -> Result<OwnedFd, NamespaceError> {
         let found = open_in(&self.root, path, OFlag::O_NOFOLLOW)
             .map_err(|error| failed(format!("look at the mount point {}", shown(path)), error))?;
         if is_of_the_kernel(&found) { Err(NamespaceError::Kernel(path.to_owned())) } else { Ok(found) }
@@ -127,32 +127,32 @@ impl<'a> Rootfs<'a> {
     /// Does `make` as the root of the container's user namespace, as its runtime would.
     fn as_owner<T>(&self, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         match self.host.owner {
-            Some((uid, gid)) => acting_as(uid, gid, make),
+            Some((uid, gid)) => with_fs_ids(uid, gid, make),
             None => make(),
         }
     }
 }
 
 /// Does `make` with these ids for the file system, and refuses where they, or those before, cannot be had.
-fn acting_as<T>(uid: Uid, gid: Gid, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-    let before = acting();
-    let result = act_as(uid, gid).and_then(|()| make());
-    act_as(before.0, before.1)?;
+fn with_fs_ids<T>(uid: Uid, gid: Gid, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let before = fs_ids();
+    let result = set_fs_ids(uid, gid).and_then(|()| make());
+    set_fs_ids(before.0, before.1)?;
     result
 }
 
-/// Neither call tells that it failed: what they made of it is asked afterwards (setfsuid(2), "BUGS").
-fn act_as(uid: Uid, gid: Gid) -> io::Result<()> {
+/// Neither call reports a failure, so the ids are read afterwards (setfsuid(2), "BUGS").
+fn set_fs_ids(uid: Uid, gid: Gid) -> io::Result<()> {
     setfsgid(gid);
     setfsuid(uid);
-    if acting() == (uid, gid) {
+    if fs_ids() == (uid, gid) {
         return Ok(());
     }
     Err(io::Error::other(format!("the kernel does not let us act as uid {uid} and gid {gid} there")))
 }
 
 /// With invalid ids the call changes nothing and returns the present ids.
-fn acting() -> (Uid, Gid) {
+fn fs_ids() -> (Uid, Gid) {
     (setfsuid(Uid::from_raw(u32::MAX)), setfsgid(Gid::from_raw(u32::MAX)))
 }
 
@@ -174,7 +174,7 @@ fn is_node(dir: &OwnedFd, name: &std::ffi::OsStr, device: dev_t) -> bool {
         .is_ok_and(|stat| kind(stat.st_mode) == SFlag::S_IFCHR && stat.st_rdev == device)
 }
 
-/// File systems whose files are the kernel's: a mount over one could change what the runtime does there.
+/// File systems whose files are the kernel's: a mount over one could change the runtime's behaviour.
 fn is_of_the_kernel(target: impl AsFd) -> bool {
     const KERNEL: [FsType; 4] = [PROC_SUPER_MAGIC, SYSFS_MAGIC, CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC];
     fstatfs(target).map_or(true, |stat| KERNEL.contains(&stat.filesystem_type()))
@@ -201,7 +201,9 @@ mod tests {
             let ids = CapabilitySet::SETUID | CapabilitySet::SETGID;
             (sets.effective, sets.permitted) = (sets.effective - ids, sets.permitted - ids);
             set_capabilities(None, sets).unwrap();
-            acting_as(Uid::from_raw(4321), Gid::from_raw(4321), || -> io::Result<()> { panic!("it is made") })
+            with_fs_ids(Uid::from_raw(4321), Gid::from_raw(4321), || -> io::Result<()> {
+                panic!("it is made")
+            })
         });
         let line = "the kernel does not let us act as uid 4321 and gid 4321 there";
         assert_eq!(refused.unwrap_err().to_string(), line);
@@ -235,8 +237,8 @@ mod tests {
             return;
         }
         let (within, after) = in_a_thread(|| {
-            let within = acting_as(Uid::from_raw(4321), Gid::from_raw(1234), || Ok(acting())).unwrap();
-            (within, acting())
+            let within = with_fs_ids(Uid::from_raw(4321), Gid::from_raw(1234), || Ok(fs_ids())).unwrap();
+            (within, fs_ids())
         });
         assert_eq!(within, (Uid::from_raw(4321), Gid::from_raw(1234)));
         assert_eq!(after, (Uid::effective(), Gid::effective()));

@@ -1,7 +1,7 @@
 //! The five calls of `bpf(2)` with which a cgroup's device programs are read and replaced.
 //!
 //! No crate is used: aya and libbpf-rs load programs from ELF objects and have no public way to attach raw instructions
-//! with `BPF_F_REPLACE`, and libbpf needs a C library. What is needed here is a hundred lines.
+//! with `BPF_F_REPLACE`, and libbpf needs a C library. A hundred lines are enough here.
 #![allow(unsafe_code, reason = "one system call, wrapped here and nowhere else")]
 
 use std::io;
@@ -21,18 +21,18 @@ const TYPE: u32 = 15;
 const ATTACH_TYPE: u32 = 6;
 /// `BPF_F_ALLOW_MULTI`: several programs on one cgroup, all of which must allow.
 const ALLOW_MULTI: u32 = 2;
-/// `BPF_F_QUERY_EFFECTIVE`: those of the cgroups above, too.
+/// `BPF_F_QUERY_EFFECTIVE`: also programs of the cgroups above.
 const EFFECTIVE: u32 = 1;
 /// `BPF_F_REPLACE`, Linux 5.6.
 const REPLACE: u32 = 4;
 /// `BPF_CGROUP_MAX_PROGS` (kernel/bpf/cgroup.c).
 const MOST_PROGRAMS: u32 = 64;
-/// `BPF_MAXINSNS` for loads without special rights: many times what engines write.
+/// `BPF_MAXINSNS` for loads without special rights: many times the size of engines' programs.
 const MOST_INSTRUCTIONS: u32 = 4096;
 /// `struct bpf_insn`, in bytes.
 const INSTRUCTION: u32 = 8;
 
-/// What is attached to one cgroup.
+/// The programs of one cgroup.
 #[derive(Clone)]
 pub(super) struct Attached {
     flags: u32,
@@ -198,7 +198,7 @@ pub(super) fn replace(
 /// bpf(2).
 ///
 /// # Safety
-/// `attributes` is what `command` takes, and its pointers lead to what their lengths say.
+/// `attributes` has the type for `command`, and its pointers are valid for their lengths.
 unsafe fn call<T>(command: libc::c_int, attributes: &mut T) -> io::Result<i32> {
     // SAFETY: the structure outlives the call and its true size is given; the rest is the caller's word.
     let result =

@@ -28,8 +28,8 @@ pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceErr
     }
 }
 
-/// The first of `nodes` that the device cgroup of `pid` closes; `None`: none, or it cannot be told.
-pub(super) fn closed(pid: i32, nodes: &[Node]) -> Option<&Node> {
+/// The first of `nodes` that the device cgroup of `pid` denies; `None`: none, or it is unknown.
+pub(super) fn first_denied(pid: i32, nodes: &[Node]) -> Option<&Node> {
     let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     let paths = Paths::parse(&table);
     let by_v1 = paths.devices.and_then(|below| {
@@ -59,7 +59,7 @@ fn opens(rule: &str, node: &Node) -> bool {
         && is(&|access| access.contains('r') && access.contains('w'))
 }
 
-/// What /proc/PID/cgroup says (cgroups(7)), without the root cgroups that every process is in.
+/// /proc/PID/cgroup (cgroups(7)) without the root cgroups that every process is in.
 #[derive(Debug, PartialEq)]
 struct Paths<'a> {
     devices: Option<&'a str>,
@@ -107,7 +107,7 @@ fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), Namesp
     Ok(())
 }
 
-/// Every program must allow an access, also those of the cgroups above (cgroups(7), "devices").
+/// Every program must allow an access, also one of the cgroups above (cgroups(7), "devices").
 fn allow_v2(mount: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
     let owner = unit(below);
     let top = Path::new(owner.map_or("/", |(_, path)| path));

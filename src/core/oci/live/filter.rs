@@ -1,4 +1,4 @@
-//! The device filter that is put in front of a container's own, a few eBPF instructions; and what such a program answers.
+//! The device filter that is put in front of a container's own, a few eBPF instructions; and the result of such a program.
 //! Pure.
 //!
 //! A cgroup's device program is given `struct bpf_cgroup_dev_ctx` (linux/bpf.h) in r1: access in the upper
@@ -64,8 +64,8 @@ pub(super) fn allows(program: &[u64], node: &Node) -> Option<bool> {
     Some(answer(program, [READ_WRITE << 16 | CHARACTER, node.major, node.minor])? != 0)
 }
 
-/// What a device program answers. Known are the instructions of runc's, crun's and systemd's programs, and of [`allow`]: loads
-/// from the context, copies, AND, shifts to the right, and jumps if equal or not.
+/// The result of a device program. Known are the instructions of runc's, crun's and systemd's programs, and of
+/// [`allow`]: loads from the context, copies, AND, shifts to the right, and jumps if equal or not.
 fn answer(program: &[u64], context: [u32; 3]) -> Option<u64> {
     let mut registers = [0_u64; 16];
     let mut at = 0_usize;

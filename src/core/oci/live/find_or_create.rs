@@ -16,7 +16,7 @@ use crate::fs::below::open_in;
 /// How many links may lead to a mount point, and how many directories may have to be created for it.
 const MOST_STEPS: usize = 40;
 
-/// What a mount point must be.
+/// The type of a mount point.
 #[derive(Clone, Copy, PartialEq)]
 pub(in crate::oci) enum Kind {
     File,
@@ -42,7 +42,7 @@ pub(in crate::oci) fn place(root: &OwnedFd, path: &Path, wanted: Kind) -> io::Re
         let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_WRONLY | OFlag::O_CLOEXEC;
         match openat(&dir, name, flags, Mode::from_bits_truncate(0o644)) {
             Ok(file) => return Ok(file),
-            Err(Errno::EEXIST) => path = behind(&dir, &path)?,
+            Err(Errno::EEXIST) => path = read_target(&dir, &path)?,
             Err(error) => return Err(error.into()),
         }
     }
@@ -62,7 +62,7 @@ fn directory(root: &OwnedFd, path: &Path, steps: &mut usize) -> io::Result<Owned
         let dir = directory(root, path.parent().ok_or(Errno::EINVAL)?, steps)?;
         match mkdirat(&dir, name_of(&path)?, Mode::from_bits_truncate(0o755)) {
             Ok(()) => {}
-            Err(Errno::EEXIST) => path = behind(&dir, &path)?,
+            Err(Errno::EEXIST) => path = read_target(&dir, &path)?,
             Err(error) => return Err(error.into()),
         }
     }
@@ -81,7 +81,7 @@ pub(super) fn kind(mode: mode_t) -> SFlag {
 
 /// The target of the link at `path`, whose directory is `dir`. If something else is there by now, it is looked up
 /// again.
-fn behind(dir: &OwnedFd, path: &Path) -> io::Result<PathBuf> {
+fn read_target(dir: &OwnedFd, path: &Path) -> io::Result<PathBuf> {
     let link: OsString = match readlinkat(dir, name_of(path)?) {
         Ok(link) => link,
         Err(Errno::EINVAL) => return Ok(path.to_owned()),

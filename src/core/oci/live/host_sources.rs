@@ -1,4 +1,4 @@
-//! Opens what is needed from the host before a container's namespace is entered: the namespace itself, and every source
+//! Opens the host's files before a container's namespace is entered: the namespace itself, and every source
 //! as a detached mount. Sources are always paths on the host.
 
 use std::fs::{self, File};
@@ -106,7 +106,7 @@ fn root_of(map: &str) -> io::Result<u32> {
     map.lines().find_map(outside).ok_or_else(|| io::Error::other("its root is nobody on the host"))
 }
 
-/// A copy of the mount at `source`, attached nowhere, without what is mounted below it.
+/// A copy of the mount at `source`, attached nowhere, without the mounts below it.
 fn detached(source: &Path, attributes: u64) -> Result<OwnedFd, NamespaceError> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let open = || {

@@ -83,10 +83,10 @@ pub enum NamespaceError {
         message: String,
     },
     /// A system call failed.
-    #[error("cannot {what}: {source}{}", hint(source))]
+    #[error("cannot {attempt}: {source}{}", hint(source))]
     Io {
         /// As "mount /usr/lib/libcuda.so.1".
-        what: String,
+        attempt: String,
         /// The error.
         source: io::Error,
     },
@@ -106,9 +106,9 @@ fn hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// `error`, from an attempt to do `what`.
-fn failed(what: impl Into<String>, error: impl Into<io::Error>) -> NamespaceError {
-    NamespaceError::Io { what: what.into(), source: error.into() }
+/// `error`, from `attempt`.
+fn failed(attempt: impl Into<String>, error: impl Into<io::Error>) -> NamespaceError {
+    NamespaceError::Io { attempt: attempt.into(), source: error.into() }
 }
 
 /// Gives `container` the nodes, mounts and masks of `grant`, and opens its device cgroup for the nodes.
@@ -128,13 +128,13 @@ pub fn apply(grant: &Grant, container: Live<'_>) -> Result<(), NamespaceError> {
 }
 
 /// Why the container of `lease` cannot use its devices any more: its device cgroup closes one of their nodes. `None`: it does
-/// not, or that cannot be told (without root).
+/// not, or it is unknown (without root).
 #[must_use]
 pub fn lost_node(lease: &Lease, inventory: &Inventory) -> Option<String> {
     let init = lease.init.as_ref().filter(|_| lease.job.is_none())?;
     let devices = lease.devices.iter().filter_map(|uuid| inventory.device(uuid));
     let closed =
-        devices.map(|device| cgroup::closed(init.process.pid, &device.nodes)).find_map(|node| node)?;
+        devices.map(|device| cgroup::first_denied(init.process.pid, &device.nodes)).find_map(|node| node)?;
     Some(format!(
         "it has lost {}: its device cgroup does not allow the node any more (`podman update` below crun, or systemd's \
          daemon-reload); restart the container",

@@ -1,4 +1,4 @@
-//! Tells systemd about the devices of a container whose cgroup it manages (`SetUnitProperties`, `DeviceAllow`). At
+//! Reports to systemd the devices of a container whose cgroup it manages (`SetUnitProperties`, `DeviceAllow`). At
 //! every `daemon-reload` systemd writes its own device rules again.
 
 use std::path::Path;

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::config::Config;
 use crate::inventory::Node;
-use crate::oci::{Conflict, conflict, own_mount_namespace};
+use crate::oci::{Conflict, check_mount_namespace, conflict};
 
 /// A driver root with these /proc/devices.
 fn host() -> (tempfile::TempDir, Config) {
@@ -60,7 +60,7 @@ fn ordinary_specs_pass() {
 
 #[test]
 fn a_container_without_a_mount_namespace_of_its_own_is_refused() {
-    let of = |namespaces: Value| own_mount_namespace(&json!({"linux": {"namespaces": namespaces}}));
+    let of = |namespaces: Value| check_mount_namespace(&json!({"linux": {"namespaces": namespaces}}));
     assert_eq!(of(json!([{"type": "pid"}, {"type": "mount"}])), Ok(()));
     assert_eq!(of(json!([{"type": "mount", "path": ""}])), Ok(()));
     for shared in [
@@ -71,7 +71,7 @@ fn a_container_without_a_mount_namespace_of_its_own_is_refused() {
     ] {
         assert_eq!(of(shared), Err(Conflict::MountNamespace));
     }
-    assert_eq!(own_mount_namespace(&json!({})), Err(Conflict::MountNamespace));
+    assert_eq!(check_mount_namespace(&json!({})), Err(Conflict::MountNamespace));
 }
 
 /// `GPUDirect` Storage and IMEX channels, which the administrator allows by their paths.

@@ -47,7 +47,9 @@ fn the_cuda_that_an_image_needs_is_compared_with_the_drivers() {
     let warned = |root: &Root, env: &[&str]| {
         let inventory = Inventory { driver: driver.clone(), ..inventory() };
         let spec = json!({"process": {"env": env}});
-        inspect_in(&root.path("rootfs"), &spec, &time_slice(), &inventory, &Config::default()).unwrap().warnings
+        inspect_in(&root.path("rootfs"), &spec, &time_slice(), &inventory, &Config::default())
+            .unwrap()
+            .warnings
     };
     let old = "the image needs CUDA 13.0 (its NVIDIA_REQUIRE_CUDA), and the host's driver 550.54.14 has CUDA 12.4: ";
     let root = Root::debian();

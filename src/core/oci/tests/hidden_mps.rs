@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::rootfs::Root;
-use crate::oci::uncovered;
+use crate::oci::check_uncovered;
 
 fn masked(root: &Root, paths: &[&str]) -> Result<(), String> {
     let spec = json!({"linux": {"maskedPaths": paths}});
@@ -56,7 +56,8 @@ fn a_mount_behind_ours_is_refused_and_one_before_is_not() {
             .map(|(path, source)| json!({"destination": path, "source": source, "type": "bind"}))
             .collect();
         let spec = json!({"mounts": mounts});
-        uncovered(&spec, &root.path("rootfs"), Path::new("/run/sublet")).map_err(|error| error.to_string())
+        check_uncovered(&spec, &root.path("rootfs"), Path::new("/run/sublet"))
+            .map_err(|error| error.to_string())
     };
     let [mps, default] =
         ["/run/sublet/mps", "/tmp/nvidia-mps"].map(|path| (path, "/run/sublet/mps/GPU-1/public"));

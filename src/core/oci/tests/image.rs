@@ -214,8 +214,9 @@ fn a_file_that_is_of_no_use_in_the_image_is_left_out_and_named() {
     let loader = "/nix/store/xyz-glibc/lib/ld-linux-x86-64.so.2";
     let mut inventory = inventory();
     inventory.files[1].needs = Some(loader.into());
-    let look =
-        || inspect_in(&root.path("rootfs"), &json!({}), &time_slice(), &inventory, &Config::default()).unwrap();
+    let look = || {
+        inspect_in(&root.path("rootfs"), &json!({}), &time_slice(), &inventory, &Config::default()).unwrap()
+    };
     let image = look();
     assert_eq!(image.useless, [Path::new("/usr/bin/nvidia-smi")]);
     assert!(!image.created.contains(&PathBuf::from("/usr/bin/nvidia-smi")), "no mount point is made for it");

@@ -19,7 +19,7 @@ use crate::text::safe;
 const LONGEST: u64 = 1 << 20;
 
 /// The limit of a request for a program that is not waited for.
-const APART: Duration = Duration::ZERO;
+const DETACHED: Duration = Duration::ZERO;
 
 /// The connection by which a process that may not start programs asks for commands.
 static OUTSIDE: OnceLock<UnixStream> = OnceLock::new();
@@ -31,7 +31,7 @@ pub(crate) fn is_confined() -> bool {
 }
 
 /// From now on this process asks `outside` to run its commands.
-pub(super) fn ask_of(outside: UnixStream) {
+pub(super) fn set_outside(outside: UnixStream) {
     let _ = OUTSIDE.set(outside);
 }
 
@@ -52,18 +52,18 @@ pub fn run(
     }
 }
 
-/// As [`child::start_apart`], for `command`, or by its `words` as [`run`].
+/// As [`child::spawn_detached`], for `command`, or by its `words` as [`run`].
 ///
 /// # Errors
 /// It cannot be started; or the process that runs commands for this one has ended.
 pub fn start(words: &[&str], command: impl FnOnce() -> Command) -> io::Result<()> {
     match OUTSIDE.get() {
-        Some(outside) => match ask(outside, words, "", APART) {
+        Some(outside) => match ask(outside, words, "", DETACHED) {
             Ok(_) => Ok(()),
             Err(ChildError::Io(error)) => Err(error),
             Err(ChildError::Timeout) => Err(io::ErrorKind::TimedOut.into()),
         },
-        None => child::start_apart(&mut command()),
+        None => child::spawn_detached(&mut command()),
     }
 }
 
@@ -80,12 +80,12 @@ fn ask(
     match serde_json::from_str(&answer).map_err(io::Error::from)? {
         Value::Null => Err(ChildError::Timeout),
         Value::String(error) => Err(io::Error::other(error).into()),
-        answer => finished(&answer)
+        answer => parse_answer(&answer)
             .ok_or_else(|| io::Error::other("the process that starts programs did not answer").into()),
     }
 }
 
-fn finished(answer: &Value) -> Option<Finished> {
+fn parse_answer(answer: &Value) -> Option<Finished> {
     let text = |at: usize| answer.get(at)?.as_str().map(str::to_owned);
     let status = i32::try_from(answer.get(0)?.as_i64()?).ok()?;
     Some(Finished { status: ExitStatus::from_raw(status), stdout: text(1)?, stderr: text(2)? })
@@ -97,7 +97,7 @@ pub(super) fn serve(mut inside: &UnixStream, commands: Commands) {
     let mut asked = BufReader::new(inside);
     let mut line = String::new();
     while matches!(asked.by_ref().take(LONGEST).read_line(&mut line), Ok(1..)) {
-        let answer = match done(&line, commands) {
+        let answer = match run_request(&line, commands) {
             Ok(Finished { status, stdout, stderr }) => json!([status.into_raw(), stdout, stderr]),
             Err(ChildError::Timeout) => Value::Null,
             Err(ChildError::Io(error)) => Value::String(error.to_string()),
@@ -109,13 +109,13 @@ pub(super) fn serve(mut inside: &UnixStream, commands: Commands) {
     }
 }
 
-fn done(line: &str, commands: Commands) -> Result<Finished, ChildError> {
+fn run_request(line: &str, commands: Commands) -> Result<Finished, ChildError> {
     let (words, input, limit): (Vec<&str>, String, u64) =
         serde_json::from_str(line).map_err(io::Error::from)?;
     let unknown = || io::Error::other(format!("no hook runs `{}`", safe(&words.join(" "))));
     let mut command = commands(&words).ok_or_else(unknown)?;
-    if Duration::from_millis(limit) == APART {
-        child::start_apart(&mut command)?;
+    if Duration::from_millis(limit) == DETACHED {
+        child::spawn_detached(&mut command)?;
         let status = ExitStatus::default();
         return Ok(Finished { status, stdout: String::new(), stderr: String::new() });
     }
@@ -138,7 +138,7 @@ mod tests {
         let answer = ask(&inside, &["cat"], "in\\n\nput", limit).unwrap();
         assert_eq!((answer.stdout.as_str(), answer.status.success()), ("in\\n\nput", true));
         let begun = std::time::Instant::now();
-        ask(&inside, &["cat"], "", APART).unwrap();
+        ask(&inside, &["cat"], "", DETACHED).unwrap();
         assert!(begun.elapsed() < limit, "it is not waited for");
         drop(inside);
         server.join().unwrap();

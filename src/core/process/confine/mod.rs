@@ -19,7 +19,7 @@ pub(crate) use command_requests::is_confined;
 pub use command_requests::{run, start};
 pub use refuse_drivers::refuse_drivers;
 pub use stage_capabilities::Rights;
-pub use worker::{Side, engine, split};
+pub use worker::{Side, engine, fork_worker};
 
 /// The variables that a hook reads. The others may come from the image (CVE-2025-23266).
 const KEPT: [&str; 1] = [environment::VARIABLE];
@@ -27,15 +27,15 @@ const KEPT: [&str; 1] = [environment::VARIABLE];
 /// The command that these words (the program's name and its arguments) ask for; `None` if hooks do not run it.
 pub type Commands = fn(&[&str]) -> Option<Command>;
 
-/// Removes what this process inherited: all descriptors except the first three, and the variables that it does not
-/// read. To be called before anything is opened and before there are threads.
+/// Closes inherited descriptors except the first three, and removes the variables that it does not read. To be called
+/// before anything is opened and before there are threads.
 pub fn clean() {
-    inheritance::close();
-    inheritance::forget_environment(&KEPT);
+    inheritance::close_descriptors();
+    inheritance::clear_environment(&KEPT);
 }
 
 /// Gives up the rights that this work does not need after all.
-pub fn narrow(rights: Rights) {
+pub fn drop_rights(rights: Rights) {
     if let Err(error) = rights.keep() {
         tracing::warn!("the hook could not drop rights that it does not need: {error}");
     }

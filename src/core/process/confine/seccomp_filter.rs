@@ -150,7 +150,13 @@ pub(super) fn set(program: &mut [sock_filter]) -> io::Result<()> {
 }
 
 fn program(rights: Rights) -> Vec<sock_filter> {
-    let mut program = vec![load(ARCHITECTURE), when(ARCH, 0, 1), skip(1), ret(REFUSE), load(NUMBER)];
+    let mut program = vec![
+        load(ARCHITECTURE),
+        when(ARCH, 0, 1),
+        step(libc::BPF_JMP | libc::BPF_JA, 1, 0, 0),
+        ret(REFUSE),
+        load(NUMBER),
+    ];
     #[cfg(target_arch = "x86_64")]
     program.extend([step(libc::BPF_JMP | libc::BPF_JGE, X32, 0, 1), ret(REFUSE)]);
     let container: &[c_long] = if rights.is_container() { &[] } else { CONTAINER };
@@ -184,10 +190,6 @@ pub(super) fn load(offset: u32) -> sock_filter {
 /// Jumps over `then` instructions if the word equals `value`, otherwise over `other`.
 pub(super) fn when(value: u32, then: u8, other: u8) -> sock_filter {
     step(libc::BPF_JMP | libc::BPF_JEQ, value, then, other)
-}
-
-fn skip(steps: u32) -> sock_filter {
-    step(libc::BPF_JMP | libc::BPF_JA, steps, 0, 0)
 }
 
 pub(super) fn ret(verdict: u32) -> sock_filter {

@@ -36,10 +36,10 @@ pub enum Side {
 ///
 /// # Errors
 /// No process can be made, or it was killed.
-pub fn split(rights: Rights, commands: Commands) -> io::Result<Side> {
+pub fn fork_worker(rights: Rights, commands: Commands) -> io::Result<Side> {
     let (outside, inside) = UnixStream::pair()?;
     let (engine, parent) = (getppid(), getpid());
-    inheritance::keep_ended_children()?;
+    inheritance::reset_sigchld()?;
     // SAFETY: hooks have one thread, so no other thread can hold a lock that the child would need.
     match unsafe { fork() }? {
         ForkResult::Parent { child } => {
@@ -47,13 +47,13 @@ pub fn split(rights: Rights, commands: Commands) -> io::Result<Side> {
             command_requests::serve(&outside, commands);
             // If the child could not be heard or answered any more, it must not wait for an answer.
             drop(outside);
-            end_of(child).map(Side::Waited)
+            await_worker(child).map(Side::Waited)
         }
         ForkResult::Child => {
             drop(outside);
             let _ = ENGINE.set(engine);
-            command_requests::ask_of(inside);
-            if !confined(rights, parent) {
+            command_requests::set_outside(inside);
+            if !confine(rights, parent) {
                 std::process::exit(1);
             }
             Ok(Side::Worker)
@@ -65,14 +65,14 @@ pub fn split(rights: Rights, commands: Commands) -> io::Result<Side> {
 /// no memory for it.
 ///
 /// A kernel that does not support this has worked without it until now: a warning is printed, and the container starts.
-fn confined(rights: Rights, parent: Pid) -> bool {
+fn confine(rights: Rights, parent: Pid) -> bool {
     let confined = rustix::thread::set_no_new_privs(true)
         .map_err(io::Error::from)
         .and_then(|()| rights.keep())
         .and_then(|()| seccomp_filter::install(rights));
     if let Err(error) = confined {
         tracing::warn!("the hook could not drop rights that it does not need: {error}");
-        if is_a_shortage(&error) {
+        if is_shortage(&error) {
             return false;
         }
     }
@@ -88,12 +88,12 @@ fn confined(rights: Rights, parent: Pid) -> bool {
 }
 
 /// Whether a kernel that supports it had no room for it at that moment.
-fn is_a_shortage(error: &io::Error) -> bool {
+fn is_shortage(error: &io::Error) -> bool {
     use nix::libc::{EAGAIN, EMFILE, ENFILE, ENOMEM};
     error.raw_os_error().is_some_and(|errno| [EAGAIN, EMFILE, ENFILE, ENOMEM].contains(&errno))
 }
 
-fn end_of(child: Pid) -> io::Result<bool> {
+fn await_worker(child: Pid) -> io::Result<bool> {
     loop {
         match waitpid(child, None) {
             Ok(WaitStatus::Exited(_, code)) => return Ok(code == 0),

@@ -1,4 +1,4 @@
-//! The shim that creates a container: `admit::take_lease`, `mps::make_way`, `mps::make_ready`, the runtime.
+//! The shim that creates a container: `admit::take_lease`, `mps::end_conflicting`, `mps::make_ready`, the runtime.
 
 use super::{Actor, After, Daemons, Errand, Pc, State, Then, Turn};
 use crate::Mutation;
@@ -37,7 +37,7 @@ impl Turn<'_> {
                 booked |= answer.done;
                 state.asked[container] = true;
                 if answer.freed == [false; DEVICES] {
-                    state.make_way(model, container);
+                    state.end_conflicting(model, container);
                 } else {
                     state.round(model, who, 0, false, Then::MakeWay);
                 }
@@ -89,7 +89,7 @@ impl Turn<'_> {
     fn made_way(&mut self, container: usize) {
         let Some(lease) = self.before.ledger.leases[container] else { return };
         let stays = self.before.ledger.daemons[usize::from(lease.device)].is_some();
-        self.step(Actor::Shim(container), "make_way: is it gone?", |state| {
+        self.step(Actor::Shim(container), "end_conflicting: is it gone?", |state| {
             state.shims[container] = if stays { Pc::GiveBack } else { Pc::RuntimeCreates };
         });
     }
@@ -151,9 +151,9 @@ impl Turn<'_> {
 }
 
 impl State {
-    /// `Local::ready` begins: `make_way` knows since the lease was taken which daemon is in its way.
-    pub(super) fn make_way(&mut self, model: &Daemons, container: usize) {
-        self.shims[container] = match self.ledger.in_the_way(container, &model.shares) {
+    /// `Local::ready` begins: `end_conflicting` knows since the lease was taken which daemon is in its way.
+    pub(super) fn end_conflicting(&mut self, model: &Daemons, container: usize) {
+        self.shims[container] = match self.ledger.conflicting_daemons(container, &model.shares) {
             Some(device) => Pc::Wants { device, errand: Errand::Stop, after: After::MakeWay },
             None if model.shares[container].is_mps() => Pc::MakeReady,
             None => Pc::RuntimeCreates,

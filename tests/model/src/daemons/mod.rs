@@ -58,7 +58,7 @@ pub enum Pc {
     Off,
     /// `Search::look`.
     Look,
-    /// `mps::make_way` checks that the daemon is gone.
+    /// `mps::end_conflicting` checks that the daemon is gone.
     MadeWay,
     /// `mps::make_ready`.
     MakeReady,
@@ -126,7 +126,7 @@ pub enum After {
         /// What comes after the last device.
         then: Then,
     },
-    /// `make_way` goes on.
+    /// `end_conflicting` goes on.
     MakeWay,
     /// `make_ready` goes on.
     MakeReady,

@@ -116,7 +116,7 @@ impl State {
             return;
         }
         match (who, then) {
-            (Actor::Shim(container), Then::MakeWay) => self.make_way(model, container),
+            (Actor::Shim(container), Then::MakeWay) => self.end_conflicting(model, container),
             (_, Then::Idle) => *self.pc(who) = Pc::Idle,
             (_, Then::Look) => *self.pc(who) = Pc::Look,
             (_, Then::Off | Then::MakeWay) => *self.pc(who) = Pc::Off,

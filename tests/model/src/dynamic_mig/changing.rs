@@ -40,7 +40,7 @@ impl Turn<'_> {
     pub(super) fn has_room(&mut self, container: usize) {
         let (waiter, mutation) = (self.model.waiter, self.model.mutation);
         let mut ledger = self.before.ledger;
-        ledger.await_no_more(container);
+        ledger.stop_awaiting(container);
         let may_change = ledger.has_unneeded(mutation) || ledger.under_way;
         let has_room = may_change || self.before.driver.contains(&None);
         let what = if has_room { "has_room" } else { "has_room: NotMade" };

@@ -74,7 +74,7 @@ pub enum Call {
     TakeNone(usize),
     /// `Search::look` of this container, by an inventory from before the last change of instances.
     LayoutChanged(usize),
-    /// `Ledger::await_no_more` in `dynamic_mig::give_up` of this container.
+    /// `Ledger::stop_awaiting` in `dynamic_mig::give_up` of this container.
     AwaitNoMore(usize),
     /// `Store::remove` of this container's lease.
     Remove(usize),
@@ -171,14 +171,14 @@ impl Ledger {
         match call {
             Call::Take { container, place } => {
                 self.leases[container] = Some(Lease { place, init: false });
-                self.await_no_more(container);
+                self.stop_awaiting(container);
             }
-            Call::AwaitNoMore(container) => self.await_no_more(container),
+            Call::AwaitNoMore(container) => self.stop_awaiting(container),
             Call::Remove(container) => self.leases[container] = None,
             Call::BeginMig => self.under_way = true,
             Call::MarkUnneeded(order) => {
                 if let Some(container) = order.filter(|_| mutation != Some(Mutation::AwaitFailed)) {
-                    self.await_no_more(container);
+                    self.stop_awaiting(container);
                 }
                 self.mark_unneeded(mutation);
             }
@@ -252,8 +252,8 @@ impl Ledger {
         self.instances.iter().flatten().any(|instance| instance.awaited == Some(container))
     }
 
-    /// `Ledger::await_no_more`.
-    pub(super) fn await_no_more(&mut self, container: usize) {
+    /// `Ledger::stop_awaiting`.
+    pub(super) fn stop_awaiting(&mut self, container: usize) {
         for instance in self.instances.iter_mut().flatten() {
             instance.awaited = instance.awaited.filter(|awaited| *awaited != container);
         }

@@ -230,9 +230,9 @@ impl Ledger {
         fits(self.on(device, shares), share, mutation)
     }
 
-    /// `Ledger::in_the_way`, on the device of the lease of `container`.
+    /// `Ledger::conflicting_daemons`, on the device of the lease of `container`.
     #[must_use]
-    pub fn in_the_way(&self, container: usize, shares: &[Share]) -> Option<usize> {
+    pub fn conflicting_daemons(&self, container: usize, shares: &[Share]) -> Option<usize> {
         let device = usize::from(self.leases[container]?.device);
         let other = !shares[container].is_mps() && self.daemons[device].is_some();
         (other && !self.is_wanted(device, shares)).then_some(device)

@@ -19,7 +19,7 @@ use nvidia_ml::layout::state_file::State;
 use nvidia_ml::layout::topology::Topology;
 use nvidia_ml::layout::{Root, trailer};
 use serde_json::{Value, json};
-use sublet_core::process::shown_of;
+use sublet_core::process::live_proc_dir_of;
 use tempfile::TempDir;
 
 pub const H200: &str = "GPU-11111111-2222-3333-4444-555555555555";
@@ -212,7 +212,7 @@ impl Rig {
         let all = fs::read_dir("/proc").unwrap().flatten();
         all.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
             .filter(|pid| {
-                let exe = fs::read_link(shown_of(*pid).join("exe")).unwrap_or_default();
+                let exe = fs::read_link(live_proc_dir_of(*pid).join("exe")).unwrap_or_default();
                 exe.starts_with(self.dir.path().join("usr/bin"))
             })
             .collect()
