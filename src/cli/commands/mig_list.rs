@@ -6,21 +6,14 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::tables::{self, Format};
-use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, Span, device_name, seen};
-use sublet_core::admit::fresh_inventory;
+use crate::mig::{Compute, Gpu, Instance, Profile, Span, device_name};
 use sublet_core::config::Config;
 use sublet_core::text::safe;
 
 /// Runs it.
 pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
-    let ledger = super::settled_ledger(config)?;
-    let inventory = fresh_inventory(config)?;
-    let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
-    match format {
-        Format::Json => tables::json(&gpus.iter().map(ListedGpu::of).collect::<Vec<_>>())?,
-        Format::Table => println!("{}", tables(&gpus)),
-    }
-    Ok(ExitCode::SUCCESS)
+    let (gpus, ..) = super::mig::seen(config)?;
+    tables::print(format, &gpus.iter().map(ListedGpu::of).collect::<Vec<_>>(), || tables(&gpus))
 }
 
 /// What is printed of a GPU as JSON.

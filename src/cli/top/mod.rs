@@ -2,14 +2,12 @@
 //! hangs never stops the keys; [`view`] has what is shown, [`draw`] draws it, [`terminal`] is the rest. [`web`] shows
 //! it as a page.
 
-mod columns;
 mod details;
 mod draw;
 #[cfg(test)]
 mod fixture;
 mod history;
 mod rows;
-mod skin;
 mod source;
 mod terminal;
 #[cfg(test)]
@@ -22,7 +20,7 @@ use std::time::{Duration, Instant};
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 
-use skin::Skin;
+use draw::Skin;
 use source::Look;
 use sublet_core::config::Config;
 use view::View;
