@@ -10,7 +10,8 @@ use anyhow::{Context as _, bail};
 use clap::ValueEnum;
 use regex_lite::Regex;
 
-use super::bench::{before, go_on, lacking};
+use super::bench_output::{before, go_on};
+use super::bench_room::lacking;
 use super::stop::Stop;
 use super::tables;
 use crate::bench::run::{

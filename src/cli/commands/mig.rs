@@ -14,7 +14,7 @@ use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Pl
 use crate::mps_daemons;
 use sublet_core::admit::{self, Local, MakeAnswer, MakeAsk, fresh_inventory};
 use sublet_core::config::Config;
-use sublet_core::inventory::{self, Inventory};
+use sublet_core::inventory;
 use sublet_core::ledger::{Ledger, Store};
 
 /// Subcommands of `sublet mig`.
@@ -80,18 +80,11 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
         Command::Make => make(config),
         Command::Clear => clear(config),
         Command::Export => {
-            let (gpus, _, ledger) = seen(config)?;
+            let (gpus, _, ledger) = mig_list::seen(config)?;
             print!("{}", mig::export(&settled(&gpus, &ledger)));
             Ok(ExitCode::SUCCESS)
         }
     }
-}
-
-/// The host's GPUs with the users of their instances, and what tells of them.
-pub(super) fn seen(config: &Config) -> anyhow::Result<(Vec<Gpu>, Inventory, Ledger)> {
-    let ledger = super::settled_ledger(config)?;
-    let inventory = fresh_inventory(config)?;
-    Ok((mig::seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?, inventory, ledger))
 }
 
 /// The layout asked for; `None` if none is named or configured.
@@ -125,7 +118,7 @@ fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<Result<Plan, 
 /// What `apply` would find and do now.
 fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<Result<Plan, mig::Obstacle>>> {
     let layout = read(file, config)?;
-    let (gpus, inventory, ledger) = seen(config)?;
+    let (gpus, inventory, ledger) = mig_list::seen(config)?;
     let targets = mig::targets(&layout, &gpus, &inventory, config)?;
     Ok(plans(&gpus, &targets, &ledger))
 }

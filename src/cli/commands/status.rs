@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::tables::{self, Format};
-use super::{device_table, lease};
+use super::{device_table, lease_table};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{Names, WHY_WITHOUT_SHARE, lease_of};
 use crate::setup::dockerd::without_share;
@@ -193,7 +193,7 @@ fn tables_of(status: &Status, own: Option<&Own>) -> String {
     }
     let simulated = if status.driver.simulated { "  SIMULATED" } else { "" };
     let _ = writeln!(text, "Driver {}{simulated}\n", status.driver.version);
-    let _ = writeln!(text, "{}\n\n{}", device_table::table(status, width), lease::table(status, width));
+    let _ = writeln!(text, "{}\n\n{}", device_table::table(status, width), lease_table::table(status, width));
     if !status.mps.is_empty() {
         let label = |uuid: &str| status.number(uuid).into_owned();
         let _ = writeln!(text, "\n{}", daemon_table(&status.mps, &label, width));

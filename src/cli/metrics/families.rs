@@ -7,7 +7,7 @@ use sublet_core::process::epoch_seconds;
 
 /// Whether the state could be read.
 pub(super) fn up(is_up: bool) -> Family {
-    Family::gauge("sublet_up", "Whether the state of this host could be read.").with(&[], flag(is_up))
+    Family::gauge("sublet_up", "Whether the state of this host could be read.").with(&[], Some(flag(is_up)))
 }
 
 /// Those of `status`.
@@ -85,12 +85,14 @@ fn devices(status: &Status) -> Vec<Family> {
     let used = |device: &Device<'_>, of: fn(&DeviceUsed) -> Option<f64>| device.used.and_then(of);
     vec![
         info,
-        family("sublet_gpu_memory_bytes", "Memory of the GPU or MIG device.", &|gpu| bytes(gpu.memory_bytes)),
+        family("sublet_gpu_memory_bytes", "Memory of the GPU or MIG device.", &|gpu| {
+            Some(bytes(gpu.memory_bytes))
+        }),
         family("sublet_gpu_memory_booked_bytes", "Memory that leases have booked.", &|gpu| {
-            bytes(gpu.booked_memory)
+            Some(bytes(gpu.booked_memory))
         }),
         family("sublet_gpu_memory_used_bytes", "Memory in use, as the driver reports it.", &|gpu| {
-            used(gpu, |used| used.memory_bytes.and_then(bytes))
+            used(gpu, |used| used.memory_bytes.map(bytes))
         }),
         family("sublet_gpu_sm_booked_ratio", "Part of the SMs that leases have booked.", &|gpu| {
             Some(gpu.booked_sm / 100.0)
@@ -105,14 +107,14 @@ fn devices(status: &Status) -> Vec<Family> {
         family("sublet_gpu_temperature_celsius", "Temperature.", &|gpu| {
             used(gpu, |used| used.temperature_celsius.map(f64::from))
         }),
-        family("sublet_gpu_leases", "Leases on the GPU or MIG device.", &|gpu| count(gpu.leases)),
+        family("sublet_gpu_leases", "Leases on the GPU or MIG device.", &|gpu| Some(count(gpu.leases))),
         family("sublet_gpu_outside_processes", "Processes that use it without a lease.", &|gpu| {
-            used(gpu, |used| count(used.outside.len()))
+            used(gpu, |used| Some(count(used.outside.len())))
         }),
         family("sublet_gpu_healthy", "Whether the GPU is served: not lost, and not sick.", &|gpu| {
-            gpu.served.and_then(flag)
+            gpu.served.map(flag)
         }),
-        family("sublet_gpu_drained", "Whether it takes no new lease.", &|gpu| flag(gpu.drained)),
+        family("sublet_gpu_drained", "Whether it takes no new lease.", &|gpu| Some(flag(gpu.drained))),
     ]
 }
 
@@ -146,16 +148,16 @@ fn containers(status: &Status) -> Vec<Family> {
     let left = Family::gauge("sublet_leases_without_samples", "Leases beyond the most that have samples.");
     vec![
         info,
-        left.with(&[], count(beyond.len())),
+        left.with(&[], Some(count(beyond.len()))),
         family(
             "sublet_container_memory_limit_bytes",
             "Memory limit of the container on the device; none without a limit.",
-            &|lease| lease.memory_bytes.and_then(bytes),
+            &|lease| lease.memory_bytes.map(bytes),
         ),
         family(
             "sublet_container_memory_used_bytes",
             "Memory of the container's processes on the device.",
-            &|lease| lease.used.memory_bytes.and_then(bytes),
+            &|lease| lease.used.memory_bytes.map(bytes),
         ),
         family(
             "sublet_container_sm_limit_ratio",
@@ -175,10 +177,10 @@ fn containers(status: &Status) -> Vec<Family> {
         family(
             "sublet_container_processes",
             "The container's processes with contexts on the device.",
-            &|lease| lease.used.processes.and_then(count),
+            &|lease| lease.used.processes.map(count),
         ),
         family("sublet_lease_since_seconds", "When the lease was taken, since the epoch.", &|lease| {
-            bytes(lease.taken)
+            Some(bytes(lease.taken))
         }),
     ]
 }
@@ -212,38 +214,38 @@ fn service(status: &Status) -> Vec<Family> {
         "sublet_guard_last_look_timestamp_seconds",
         "When `sublet serve` last checked, since the epoch.",
     );
-    let looked_at = status.guard.last_look_seconds.and_then(|age| bytes(epoch_seconds().saturating_sub(age)));
+    let looked_at = status.guard.last_look_seconds.map(|age| bytes(epoch_seconds().saturating_sub(age)));
     let warnings = Family::gauge("sublet_warnings", "Lines that `sublet status` shows first.");
     let mut daemons = Family::gauge("sublet_mps_daemons", "MPS control daemons by state.");
     for state in ["starting", "serving", "stopping", "fault", "down"] {
         let number = status.mps.iter().filter(|daemon| word(&daemon.state) == state).count();
-        daemons = daemons.with(&[("state", state.to_owned())], count(number));
+        daemons = daemons.with(&[("state", state.to_owned())], Some(count(number)));
     }
     let mut clients = Family::gauge("sublet_mps_clients", "Clients of an MPS control daemon's servers.");
     for daemon in &status.mps {
-        clients = clients.with(&[("daemon", daemon.key.to_string())], daemon.clients.and_then(count));
+        clients = clients.with(&[("daemon", daemon.key.to_string())], daemon.clients.map(count));
     }
     vec![
-        watching.with(&[], flag(status.guard.watching)),
+        watching.with(&[], Some(flag(status.guard.watching))),
         looked.with(&[], looked_at),
-        warnings.with(&[], count(status.warnings.len())),
+        warnings.with(&[], Some(count(status.warnings.len()))),
         daemons,
         clients,
     ]
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a byte more or less of petabytes")]
-fn bytes(number: u64) -> Option<f64> {
-    Some(number as f64)
+fn bytes(number: u64) -> f64 {
+    number as f64
 }
 
 #[expect(clippy::cast_precision_loss, reason = "small numbers")]
-fn count(number: usize) -> Option<f64> {
-    Some(number as f64)
+fn count(number: usize) -> f64 {
+    number as f64
 }
 
-fn flag(is: bool) -> Option<f64> {
-    Some(f64::from(u8::from(is)))
+fn flag(is: bool) -> f64 {
+    f64::from(u8::from(is))
 }
 
 fn ratio(percent: u32) -> f64 {

@@ -1,6 +1,7 @@
 //! From a layout to the target of each GPU of this host: resolves selectors, profile names and counts.
 
-use super::layout::{Entry, Layout, LayoutError, Wish};
+use super::layout::{Layout, LayoutError};
+use super::layout_entry::{Entry, Wish};
 use super::{Gpu, Instance, Profile, Span, device_name};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;

@@ -17,6 +17,7 @@ mod fence;
 #[cfg(feature = "fixtures")]
 pub mod fuzzing;
 mod layout;
+mod layout_entry;
 mod layout_target;
 mod making_instances;
 mod nvml;

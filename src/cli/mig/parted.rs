@@ -1,6 +1,6 @@
 //! Reads mig-parted's YAML (`api/spec/v1` of NVIDIA/mig-parted) into sublet's layout.
 
-use super::layout::{Entry, Wish, Wrong, counted, entry};
+use super::layout_entry::{Entry, Wish, Wrong, counted, entry};
 use crate::yaml::{Node, Value, tree};
 use sublet_core::text::safe;
 

@@ -147,7 +147,7 @@ const TEXT: &str = "# Written by `sublet setup docker --default`; --undo removes
                     [runtime]\nwithout_share = \"run\"\n";
 
 /// Writes `file` if sublet is the default runtime, else removes it.
-pub fn say_default_runtime(file: &Path, is_default: bool) -> io::Result<()> {
+pub(crate) fn say_default_runtime(file: &Path, is_default: bool) -> io::Result<()> {
     let is_said = fs::read_to_string(file).is_ok_and(|text| text == TEXT);
     match (is_default, is_said) {
         (true, false) => {

@@ -1,8 +1,8 @@
 //! The details of one container or device, as lines.
 
-use super::draw::Skin;
 use super::history::Trace;
 use super::rows::{both, load, percent, power};
+use super::skin::Skin;
 use super::source::{Look, ProcessLine};
 use super::view::{DeviceRow, Pane, View};
 use crate::shown::lease::{busy, called, memory, mode, whole};

@@ -8,6 +8,7 @@ mod draw;
 mod fixture;
 mod history;
 mod rows;
+mod skin;
 mod source;
 mod terminal;
 #[cfg(test)]
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 
-use draw::Skin;
+use skin::Skin;
 use source::Look;
 use sublet_core::config::Config;
 use view::View;

@@ -4,8 +4,8 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::Style;
 
-use super::draw::Skin;
 use super::history::{self, Trace, fraction, memory_of};
+use super::skin::Skin;
 use super::view::{DeviceRow, Sort};
 use crate::shown::lease::{busy, called, cut, memory, mode, whole};
 use crate::shown::{self, end_of};

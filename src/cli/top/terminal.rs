@@ -22,8 +22,8 @@ use ratatui::crossterm::terminal::{
 };
 use ratatui::crossterm::{execute, queue};
 
-use super::draw::Skin;
 use super::draw::draw;
+use super::skin::Skin;
 use super::source::{Told, watch};
 use super::view::{After, View};
 use sublet_core::config::Config;

@@ -6,9 +6,9 @@ use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers, MouseButton, MouseEvent, MouseEventKind};
 use ratatui::layout::Rect;
 
-use super::draw::Skin;
 use super::draw::draw;
 use super::fixture::{lease, look};
+use super::skin::Skin;
 use super::source::Look;
 use super::view::{After, Body, Pane, Sort, View};
 

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use super::super::doctor::ask;
 use super::super::explain_error::ExplainError;
-use super::super::{lease, tables};
+use super::super::{lease_table, tables};
 use super::answer::Amounts;
 use super::edits::ShownNode;
 use super::of_share::inventory_for;
@@ -220,7 +220,7 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
         crate::shown::word(&lease.state)
     };
     let pid = lease.init.as_ref().map(|init| init.process.pid);
-    let mut rows = vec![("name", lease::label(lease, name)), ("id", safe(&lease.container.id))];
+    let mut rows = vec![("name", lease_table::label(lease, name)), ("id", safe(&lease.container.id))];
     rows.extend(called(name));
     rows.push(("user", names::user(lease.container.uid)));
     rows.push(("lease", lease.id.to_string()));

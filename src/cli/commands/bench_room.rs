@@ -1,0 +1,42 @@
+//! Whether every container of a cell gets a MIG device where `[mig] dynamic` creates those that are missing.
+
+use std::collections::BTreeMap;
+
+use crate::bench::Sharing;
+use crate::bench::run::Planned;
+use crate::names::Names;
+use crate::preview::Whose;
+use crate::stack::{Fitted, NotPlaced, Outcome, Service, Stack, fit};
+use sublet_core::admit::{AdmitError, confirmed_inventory};
+use sublet_core::config::Config;
+
+/// Why not all containers of `planned` would start on the GPU with this UUID; `None`: they would, or nothing would be
+/// created for them.
+pub fn lacking(planned: &Planned, gpu: &str, config: &Config) -> Option<String> {
+    let is_made = config.mig.dynamic && planned.mode.sharing == Sharing::Mig && !planned.by_hand;
+    if !is_made {
+        return None;
+    }
+    refused(planned, gpu, config).unwrap_or_else(|error| Some(super::tables::chain(&error)))
+}
+
+fn refused(planned: &Planned, gpu: &str, config: &Config) -> anyhow::Result<Option<String>> {
+    let annotations = planned.annotations(gpu);
+    let stack =
+        Stack { services: (0..planned.n).map(|_| service(&annotations)).collect(), ..Stack::default() };
+    let world = (super::settled_ledger(config)?, confirmed_inventory(config)?);
+    let (fitted, _) = fit(&stack, None, world, &Names::default(), Whose::callers(config), config)?;
+    let refused = |(number, Fitted { outcome, .. }): (usize, Fitted)| match outcome {
+        // The rest of that refusal is of the devices that are there.
+        Outcome::Not(NotPlaced::Refused(AdmitError::Unmade { why, .. })) => {
+            Some(format!("container {} gets no MIG device: {why}", number + 1))
+        }
+        Outcome::Not(why) => Some(format!("container {} would be refused: {why}", number + 1)),
+        _ => None,
+    };
+    Ok((0..).zip(fitted).find_map(refused))
+}
+
+fn service(annotations: &BTreeMap<String, String>) -> Service {
+    Service { annotations: annotations.clone(), runtime: Some("sublet".to_owned()), ..Service::default() }
+}
