@@ -1,5 +1,12 @@
 //! The program `sublet`, which users and systemd run, and all code that needs NVML.
 
+#![allow(
+    missing_docs,
+    clippy::must_use_candidate,
+    clippy::return_self_not_must_use,
+    reason = "a program: nobody else calls what is public for tests"
+)]
+
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 
 mod cached_files;
@@ -34,9 +41,9 @@ pub mod events;
 
 pub mod status;
 
-mod metrics;
-
 mod shown;
+
+mod metrics;
 
 mod bench;
 

@@ -36,13 +36,11 @@ pub struct Span {
 
 impl Span {
     /// The first slice after it.
-    #[must_use]
     pub const fn end(self) -> u32 {
         self.start.saturating_add(self.size)
     }
 
     /// Whether the two share a slice.
-    #[must_use]
     pub const fn overlaps(self, other: Self) -> bool {
         self.start < other.end() && other.start < self.end()
     }

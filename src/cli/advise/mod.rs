@@ -1,15 +1,6 @@
 //! `sublet advise`: which way of sharing suits so many tenants. Candidates come from a measurement or from rules, best
 //! first, and each is placed for all tenants as it would be when they start: the first that fits is the advice.
 
-mod by_rules;
-mod candidate;
-mod error;
-mod measured;
-mod paste;
-#[cfg(test)]
-mod tests;
-mod words;
-
 use std::collections::BTreeMap;
 use std::io;
 
@@ -17,21 +8,28 @@ use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::bench::Sharing;
+use crate::bench::{ResultError, Sharing};
 use crate::mig::Foreseen;
 use crate::names::Names;
 use crate::preview::Whose;
+use crate::shown::name_of;
 use crate::stack::{Fitted, NotPlaced, Outcome, Service, Stack, fit};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Ledger;
 use sublet_core::place::Placement;
 use sublet_core::share::Memory;
+use sublet_core::text::safe;
+
+mod candidate;
+mod measured;
+#[cfg(test)]
+mod tests;
+mod words;
 
 pub use candidate::Candidate;
-pub use error::AdviseError;
 pub use measured::{Found, Measurements, Verdict};
-pub use paste::Paste;
+pub use words::Paste;
 pub use words::{concluded, each_gets, measure_with, sentence, what_it_cost};
 
 /// More tenants are a mistake.
@@ -53,17 +51,6 @@ pub enum Trust {
     #[value(name = "all")]
     #[serde(rename = "all")]
     Fully,
-}
-
-impl Trust {
-    /// The word of the command line.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Not => "none",
-            Self::Partly => "some",
-            Self::Fully => "all",
-        }
-    }
 }
 
 /// What is asked.
@@ -159,7 +146,7 @@ fn first_that_fits(
     host: Host<'_>,
 ) -> io::Result<Result<Advice, NoAdvice>> {
     if !only {
-        candidates.extend(by_rules::candidates(question, gpu, host));
+        candidates.extend(candidate::candidates(question, gpu, host));
     }
     let mut best = None;
     for candidate in candidates {
@@ -175,7 +162,7 @@ fn first_that_fits(
                 format!("the best way is {mode}, and container {number} would be refused: {}", refused.why);
             NoAdvice { why, help: help(&candidate, question, gpu, host)? }
         }
-        None => NoAdvice { why: by_rules::none(question, gpu), help: laxer(question, gpu, host)? },
+        None => NoAdvice { why: candidate::none(question, gpu), help: laxer(question, gpu, host)? },
     }))
 }
 
@@ -265,12 +252,41 @@ fn most(candidate: &Candidate, question: &Question, gpu: &Device, host: Host<'_>
 fn laxer(question: &Question, gpu: &Device, host: Host<'_>) -> io::Result<Vec<String>> {
     for trust in [Trust::Partly, Trust::Fully].into_iter().filter(|trust| *trust > question.trust) {
         let asked = Question { trust, ..*question };
-        for candidate in by_rules::candidates(&asked, gpu, host) {
+        for candidate in candidate::candidates(&asked, gpu, host) {
             if placed(&candidate, question.tenants, host)?.is_ok() {
                 let mode = candidate.mode.title();
-                return Ok(vec![format!("--trust {} would fit: {mode}", trust.word())]);
+                return Ok(vec![format!("--trust {} would fit: {mode}", name_of(&trust))]);
             }
         }
     }
     Ok(Vec::new())
+}
+
+/// Why a question cannot be answered.
+#[derive(Debug, thiserror::Error)]
+pub enum AdviseError {
+    /// The driver has no GPU.
+    #[error("this host has no GPU")]
+    NoGpu,
+    /// `--gpu` names none.
+    #[error("--gpu {}: {why}", safe(asked))]
+    NotThatGpu { asked: String, why: String },
+    /// A number of tenants that is none.
+    #[error("--tenants {0}: a number from 1 to {MOST}")]
+    Tenants(u32),
+    /// More memory than a GPU has.
+    #[error("--memory {asked}: the largest GPU in question has {has}, so not even one tenant gets that much")]
+    Memory { asked: String, has: String },
+    /// A target that is none.
+    #[error("--p99 0s: a time over 0, such as 20ms")]
+    P99,
+    /// The result has several loads, or not this one.
+    #[error("the result has the loads {}: choose one with --load", .0.join(", "))]
+    Load(Vec<String>),
+    /// `--load` without a result.
+    #[error("--load chooses among the loads of a result: give one with --from")]
+    LoadOfNothing,
+    /// The result cannot be used.
+    #[error(transparent)]
+    Result(#[from] ResultError),
 }

@@ -2,23 +2,21 @@
 
 mod by_hand;
 mod containers;
-mod figure;
 #[cfg(test)]
 pub mod fixture;
 mod http;
 mod measure;
 mod meter;
-mod page;
 mod picture;
 mod plan;
 mod result;
 mod runner;
 mod samples;
 
-pub use figure::{Figure, digits};
-pub use page::html;
+pub use picture::html;
 pub use picture::svg;
 pub use result::{BenchResult, Cell, Measured, Mode, ResultError, SCHEMA, Settings, Sharing, Sm};
+pub use result::{Figure, digits};
 
 /// What `sublet bench run` measures with.
 pub mod run {

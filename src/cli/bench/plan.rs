@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use clap::ValueEnum as _;
+
 use sublet_core::config::Limits;
 use sublet_core::text::safe;
 
-use super::result::{Mode, Sharing, Sm};
+use super::result::{Cell, Mode, Sharing, Sm};
+use crate::shown::name_of;
 
 /// More containers at once are a mistake.
 pub const MOST: u32 = 256;
@@ -30,10 +33,10 @@ impl Planned {
         let mut annotations = BTreeMap::from([("sublet.gpu".to_owned(), gpu.to_owned())]);
         let mut add = |key: &str, value: String| drop(annotations.insert(format!("sublet.{key}"), value));
         let mode = match self.mode.sharing {
-            Sharing::Dedicated => "mps",
-            other => other.word(),
+            Sharing::Dedicated => "mps".to_owned(),
+            other => name_of(&other),
         };
-        add("mode", mode.to_owned());
+        add("mode", mode);
         if self.mode.sharing == Sharing::Dedicated {
             add("isolation", "dedicated".to_owned());
         }
@@ -49,6 +52,11 @@ impl Planned {
     /// Whether both are the same but for who starts them: sublet or a hand.
     pub fn is_like(&self, other: &Self) -> bool {
         self.load == other.load && self.mode == other.mode && self.n == other.n
+    }
+
+    /// Whether `cell` is the one that was planned.
+    pub fn is_of(&self, cell: &Cell) -> bool {
+        self.load == cell.load && self.mode == cell.mode && self.n == cell.n && self.by_hand == cell.by_hand
     }
 
     /// Whether its shares come to more than a GPU has, by the defaults of the accounts.
@@ -124,8 +132,7 @@ fn lacking(planned: &Planned, there: &[String]) -> Option<String> {
 /// What is wrong with it, in a sentence.
 pub fn mode(text: &str) -> Result<Mode, String> {
     let (word, rest) = text.split_once(':').map_or((text, None), |(word, rest)| (word, Some(rest)));
-    let all = [Sharing::Exclusive, Sharing::TimeSlice, Sharing::Mps, Sharing::Dedicated, Sharing::Mig];
-    let sharing = all.into_iter().find(|sharing| sharing.word() == word).ok_or_else(|| {
+    let sharing = Sharing::from_str(word, false).map_err(|_| {
         "modes are exclusive, time-slice, mps, mps:equal, mps:20 (percent of the SMs for each), dedicated, \
          dedicated:20, mig and mig:PROFILE"
             .to_owned()

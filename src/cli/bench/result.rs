@@ -6,9 +6,11 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
+use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::shown::name_of;
 use sublet_core::text::safe;
 
 /// The form of the document. Keys may be added to a form, never changed.
@@ -101,7 +103,9 @@ pub struct Settings {
 }
 
 /// How the containers of a cell share the GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, ValueEnum, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sharing {
     /// The whole GPU, one container.
@@ -114,19 +118,6 @@ pub enum Sharing {
     Dedicated,
     /// Each with a MIG device.
     Mig,
-}
-
-impl Sharing {
-    /// The word of the command line and of JSON.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Exclusive => "exclusive",
-            Self::TimeSlice => "time-slice",
-            Self::Mps => "mps",
-            Self::Dedicated => "dedicated",
-            Self::Mig => "mig",
-        }
-    }
 }
 
 /// A line of the picture: a way to share.
@@ -163,7 +154,7 @@ impl Sm {
 /// As on the command line: `mps`, `mps:equal`, `mps:20`, `mig:1g.10gb`.
 impl fmt::Display for Mode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.sharing.word())?;
+        f.write_str(&name_of(&self.sharing))?;
         match self.sm {
             Some(Sm::Equal) => f.write_str(":equal")?,
             Some(Sm::Percent(percent)) => write!(f, ":{percent}")?,
@@ -265,32 +256,17 @@ pub struct Tenant {
 pub enum ResultError {
     /// The file cannot be read.
     #[error("{}: {source}", safe(path))]
-    Unreadable {
-        /// The file.
-        path: String,
-        /// Why.
-        source: std::io::Error,
-    },
+    Unreadable { path: String, source: std::io::Error },
     /// It is no result.
     #[error("{} is no result of `sublet bench`: {why}", safe(path))]
-    Malformed {
-        /// The file.
-        path: String,
-        /// Why not.
-        why: String,
-    },
+    Malformed { path: String, why: String },
     /// A result of another form.
     #[error(
         "{}: its form is {}, and this sublet reads {SCHEMA}: use the sublet that wrote it",
         safe(path),
         safe(schema)
     )]
-    Schema {
-        /// The file.
-        path: String,
-        /// Its form.
-        schema: String,
-    },
+    Schema { path: String, schema: String },
 }
 
 /// The comparison by the authors of nos.
@@ -353,6 +329,61 @@ impl BenchResult {
     }
 }
 
+/// One figure of [`Measured`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Figure {
+    #[default]
+    Mean,
+    P50,
+    P99,
+    Throughput,
+    Fairness,
+    Memory,
+    Energy,
+}
+
+impl Figure {
+    /// All of them, the most important first.
+    pub const ALL: [Self; 7] =
+        [Self::Mean, Self::P50, Self::P99, Self::Throughput, Self::Fairness, Self::Memory, Self::Energy];
+
+    /// Its name with its unit.
+    pub const fn title(self) -> &'static str {
+        match self {
+            Self::Mean => "mean of one iteration, ms",
+            Self::P50 => "median of one iteration, ms",
+            Self::P99 => "99th percentile, ms",
+            Self::Throughput => "iterations a second, all together",
+            Self::Fairness => "fairness: least served / most served",
+            Self::Memory => "GPU memory of all, GiB",
+            Self::Energy => "energy of the GPU for one iteration, J",
+        }
+    }
+
+    /// Its value in that unit, if it is known.
+    pub fn of(self, measured: &Measured) -> Option<f64> {
+        match self {
+            Self::Mean => Some(measured.mean_ms),
+            Self::P50 => measured.p50_ms,
+            Self::P99 => measured.p99_ms,
+            Self::Throughput => measured.per_second,
+            Self::Fairness => measured.fairness,
+            #[expect(clippy::cast_precision_loss, reason = "shown with three digits")]
+            Self::Memory => measured.memory_bytes.map(|bytes| bytes as f64 / f64::from(1 << 30)),
+            Self::Energy => measured.energy_millijoules.map(|energy| energy / 1000.0),
+        }
+    }
+}
+
+/// With three digits: `0.97`, `7.19`, `54.9`, `1920`.
+pub fn digits(value: f64) -> String {
+    match value.abs() {
+        size if size < 9.995 => format!("{value:.2}"),
+        size if size < 99.95 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -384,5 +415,11 @@ mod tests {
         assert!(why("[1").contains("a.json is no result of `sublet bench`"));
         assert!(why(r#"{"schema":"sublet.bench/2"}"#).contains("its form is sublet.bench/2"));
         assert!(why(r#"{"schema":"sublet.bench/1"}"#).contains("missing field"));
+    }
+
+    #[test]
+    fn three_digits() {
+        let all = [0.0, 0.974, 7.19, 9.996, 54.94, 99.96, 1919.6].map(digits);
+        assert_eq!(all, ["0.00", "0.97", "7.19", "10.0", "54.9", "100", "1920"]);
     }
 }

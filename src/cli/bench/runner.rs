@@ -46,14 +46,18 @@ impl Runner<'_> {
         output: &Path,
         tell: &dyn Fn(&str),
     ) -> anyhow::Result<()> {
-        let missing: Vec<&Planned> = grid.iter().filter(|planned| !has(result, planned)).collect();
+        // One that failed is tried again.
+        let has = |planned: &Planned| {
+            result.cells.iter().any(|cell| planned.is_of(cell) && cell.measured.is_some())
+        };
+        let missing: Vec<&Planned> = grid.iter().filter(|planned| !has(planned)).collect();
         let possible = missing.iter().filter(|planned| self.obstacle(planned).is_none()).count();
         let mut progress = Progress::new([missing.len(), possible], self.repeat.max(1), tell);
         for turns in missing.chunk_by(|one, other| other.by_hand && one.is_like(other)) {
             for (planned, found) in turns.iter().zip(self.in_turns(turns, &mut progress)?) {
                 let cell = cell_of(planned, found);
                 tell(&format!("    {}", outcome(&cell)));
-                result.cells.retain(|old| !is_of(old, planned));
+                result.cells.retain(|old| !planned.is_of(old));
                 result.cells.push(cell);
                 write(result, output)?;
             }
@@ -79,7 +83,7 @@ impl Runner<'_> {
         for _ in 0..self.repeat.max(1) {
             for (cell, found) in cells.iter().zip(&mut all) {
                 let Ok(measured) = found else {
-                    progress.skip(cell);
+                    progress.tell(cell, "");
                     continue;
                 };
                 progress.begin(cell);
@@ -141,30 +145,13 @@ impl<'a> Progress<'a> {
         let rest = self.possible.saturating_sub(usize::try_from(self.timed).unwrap_or(usize::MAX));
         let left = remaining(self.begun.elapsed(), self.timed, rest);
         self.timed += 1;
-        self.next(planned, &left);
+        self.tell(planned, &left);
     }
 
-    /// For one that will not be measured.
-    fn skip(&mut self, planned: &Planned) {
-        self.next(planned, "");
-    }
-
-    fn next(&mut self, planned: &Planned, left: &str) {
+    fn tell(&mut self, planned: &Planned, left: &str) {
         self.done += 1;
         (self.tell)(&format!("[{}/{}{left}] {}", self.done, self.total, title(planned)));
     }
-}
-
-fn is_of(cell: &Cell, planned: &Planned) -> bool {
-    cell.load == planned.load
-        && cell.mode == planned.mode
-        && cell.n == planned.n
-        && cell.by_hand == planned.by_hand
-}
-
-/// Whether the result has a measurement of this cell. One that failed is tried again.
-fn has(result: &BenchResult, planned: &Planned) -> bool {
-    result.cells.iter().any(|cell| is_of(cell, planned) && cell.measured.is_some())
 }
 
 fn cell_of(planned: &Planned, found: Result<Measured, String>) -> Cell {
@@ -261,7 +248,7 @@ mod tests {
         let told = std::cell::RefCell::new(Vec::new());
         let tell = |line: &str| told.borrow_mut().push(line.to_owned());
         let mut progress = Progress::new([1, 1], 2, &tell);
-        progress.skip(&planned());
+        progress.tell(&planned(), "");
         progress.begin(&planned());
         assert_eq!(
             told.take(),

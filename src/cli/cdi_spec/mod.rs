@@ -3,9 +3,7 @@
 
 mod share_devices;
 mod spec_file;
-mod spec_text;
 
 pub use share_devices::{Listing, Named, Without, list};
 pub(crate) use spec_file::keep;
-pub use spec_file::{FileError, State, remove, state, write};
-pub use spec_text::render;
+pub use spec_file::{FileError, State, remove, render, state, write};

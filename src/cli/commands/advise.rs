@@ -15,7 +15,7 @@ use crate::advise::{
 };
 use crate::bench::{BenchResult, Sharing};
 use crate::protection::does_not_protect;
-use crate::shown::{colour, memory};
+use crate::shown::{colour, memory, name_of};
 use sublet_core::admit::{is_remote, refresh};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
@@ -176,7 +176,7 @@ fn not_judged(question: &Question, gpu: &Device, measurements: Option<&Measureme
     let measured = match measurements.map(|found| (found, found.verdict(question))) {
         Some((found, Verdict::NotMeasured)) => {
             let most = found.largest(question.trust).map_or_else(
-                || format!("no way that --trust {} allows was measured", question.trust.word()),
+                || format!("no way that --trust {} allows was measured", name_of(&question.trust)),
                 |most| format!("{} at once were not measured, and no more than {most}", question.tenants),
             );
             remarks.push(format!("not measured: {most}; measure it with: {command}"));

@@ -58,11 +58,7 @@ struct Pair {
 pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (a, b) = (BenchResult::of(&arguments.a)?, BenchResult::of(&arguments.b)?);
     let comparison = compare(&a, &b);
-    match arguments.format {
-        Format::Json => tables::json(&comparison)?,
-        Format::Table => println!("{}", shown(&comparison, tables::terminal_width())),
-    }
-    Ok(ExitCode::SUCCESS)
+    tables::print(arguments.format, &comparison, || shown(&comparison, tables::terminal_width()))
 }
 
 fn compare(a: &BenchResult, b: &BenchResult) -> Comparison {

@@ -4,14 +4,16 @@ use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use clap::ValueEnum;
 use regex_lite::Regex;
 
+use super::bench_output::{before, go_on};
+use super::bench_room::lacking;
 use super::stop::Stop;
-use super::{bench_output, bench_room, tables};
+use super::tables;
 use crate::bench::run::{
     Client, Engine, FIRST_NUMBER, Format, Gpu, Meter, Planned, Runner, Source, Times, Workload, free_ports,
     grid, mode, number, sweep,
@@ -24,7 +26,7 @@ use sublet_core::admit::confirmed_inventory;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::place;
-use sublet_core::process::child;
+use sublet_core::process::{child, epoch_seconds};
 use sublet_core::share::units::parse_duration;
 use sublet_core::text::{safe, timestamp};
 
@@ -163,7 +165,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     // Before anything is created, so that a signal still lets everything be removed.
     let stop = Stop::listen()?;
     let stop = || stop.is_wanted();
-    let before = bench_output::before(&arguments.output, arguments.resume)?;
+    let before = before(&arguments.output, arguments.resume)?;
     let inventory = confirmed_inventory(config)?;
     let gpu = the_gpu(&arguments.gpu, &inventory, config)?;
     if inventory.driver.simulated && !arguments.simulated {
@@ -187,14 +189,14 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         title: title(arguments),
         simulated: inventory.driver.simulated,
         in_use_by_others: used.is_some(),
-        time: timestamp(now()),
+        time: timestamp(epoch_seconds()),
         source: None,
         machine: meter.machine(gpu, &inventory, Some(version(&engine))),
         settings: settings(arguments, config),
         cells: Vec::new(),
     };
     let mut result = match before {
-        Some(before) => bench_output::go_on(before, result, &arguments.output)?,
+        Some(before) => go_on(before, result, &arguments.output)?,
         None => result,
     };
     let modes = modes(arguments, gpu);
@@ -215,6 +217,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         }
         None => Source::Lines(Format::BuiltIn),
     };
+    let mig_devices = inventory.mig_devices_of(&gpu.uuid);
     let runner = Runner {
         workload: &workload,
         source: &source,
@@ -226,20 +229,18 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         repeat: arguments.repeat,
         uuid: gpu.uuid.clone(),
         gpu: Gpu {
-            mig_devices: inventory
-                .mig_devices_of(&gpu.uuid)
-                .map(|(device, _)| device.kind().to_owned())
-                .collect(),
+            mig_devices: mig_devices.map(|(device, _)| device.kind().to_owned()).collect(),
             in_mig_mode: gpu.mig_enabled,
             dynamic: config.mig.dynamic,
         },
-        lacking: &|planned| bench_room::lacking(planned, &gpu.uuid, config),
+        lacking: &|planned| lacking(planned, &gpu.uuid, config),
         meter,
         dir: scratch.dir.clone(),
         inventory: &inventory,
         config,
         stop: &stop,
     };
+    let tell = |line: &str| eprintln!("{}", tables::wrapped(line, tables::error_width()));
     runner.run(&grid, &mut result, &arguments.output, &tell)?;
     let width = tables::terminal_width();
     println!("{}", super::bench_show::shown(&result, &result.loads(), false, width));
@@ -248,15 +249,6 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     println!("\n{}", tables::wrapped(&written, width));
     let failed = result.cells.iter().any(|cell| cell.measured.is_none());
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
-}
-
-/// Progress.
-fn tell(line: &str) {
-    eprintln!("{}", tables::wrapped(line, tables::error_width()));
-}
-
-fn now() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 /// The GPU that is meant, and not one of its MIG devices.
@@ -368,10 +360,9 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if let Engine::Program(program) = self.engine {
-            let _ = child::run_without_output(
-                Command::new(program).args(["rmi", "--force", &self.image]),
-                own_root::STEP_LIMIT,
-            );
+            let mut remove = Command::new(program);
+            let remove = remove.args(["rmi", "--force", &self.image]);
+            let _ = child::run_without_output(remove, own_root::STEP_LIMIT);
         }
         let _ = fs::remove_dir_all(&self.dir);
     }
@@ -430,10 +421,8 @@ fn command(arguments: &Arguments, planned: &Planned) -> Vec<String> {
 
 fn client(arguments: &Arguments, most: u32) -> anyhow::Result<Option<Client>> {
     let Some(url) = &arguments.http else { return Ok(None) };
-    let body = arguments
-        .post
-        .as_ref()
-        .map(|path| fs::read(path).with_context(|| format!("--post {}", path.display())));
+    let read = |path: &PathBuf| fs::read(path).with_context(|| format!("--post {}", path.display()));
+    let body = arguments.post.as_ref().map(read);
     Ok(Some(Client {
         url: url.clone(),
         body: body.transpose()?,

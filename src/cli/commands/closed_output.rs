@@ -30,7 +30,7 @@ macro_rules! eprintln {
 
 pub(super) fn out(text: Arguments<'_>) {
     BEGUN.store(true, Ordering::Relaxed);
-    heard(stdout().lock().write_fmt(text));
+    note_failure(stdout().lock().write_fmt(text));
 }
 
 /// Whether anything was printed on standard output.
@@ -49,11 +49,11 @@ pub(super) fn is_open() -> bool {
 
 /// Whether all output was written, or the reader had closed the pipe; reports any other failure.
 pub(super) fn finish() -> bool {
-    heard(stdout().lock().flush());
+    note_failure(stdout().lock().flush());
     !FAILED.load(Ordering::Relaxed)
 }
 
-fn heard(written: std::io::Result<()>) {
+fn note_failure(written: std::io::Result<()>) {
     let Err(error) = written else { return };
     CLOSED.store(true, Ordering::Relaxed);
     if error.kind() != ErrorKind::BrokenPipe && !FAILED.swap(true, Ordering::Relaxed) {

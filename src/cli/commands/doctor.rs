@@ -80,10 +80,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     }];
     let config = loaded.unwrap_or_else(|_| Config::default());
     checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask, probe)));
-    match arguments.format {
-        Format::Json => tables::json(&Document { schema: "sublet.doctor/1", checks: &checks })?,
-        Format::Table => println!("{}\n\n{}", table(&checks), summary(&checks)),
-    }
+    let text = || format!("{}\n\n{}", table(&checks), summary(&checks));
+    tables::print(arguments.format, &Document { schema: "sublet.doctor/1", checks: &checks }, text)?;
     let failed = checks.iter().any(|check| check.result == Verdict::Fail);
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

@@ -58,10 +58,7 @@ pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> 
     let stop = Stop::listen()?;
     let made = ProbeContainer::with_image(engine.program(), &stop)?;
     let probed = made.probe(engine.options(), annotations, RUN_LIMIT)?;
-    match format {
-        Format::Json => tables::json(&probed)?,
-        Format::Table => println!("{}", table(&probed)),
-    }
+    tables::print(format, &probed, || table(&probed))?;
     let request = understood(annotations).filter(is_of_mps);
     if !probed.seen.mps && request.is_some() {
         bail!(

@@ -8,7 +8,7 @@ use anyhow::bail;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::os::fd::AsFd as _;
 
-use crate::events::{Reader, moment};
+use crate::events::{Reader, parse_moment};
 use crate::names::Names;
 use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
@@ -35,10 +35,10 @@ pub enum Format {
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// Since then: 2026-11-23T07:00:00Z, 2026-11-23, seconds since 1970, or how long ago, as 10m
-    #[arg(long, value_name = "TIME", value_parser = moment::parse)]
+    #[arg(long, value_name = "TIME", value_parser = parse_moment)]
     since: Option<SystemTime>,
     /// Until then
-    #[arg(long, value_name = "TIME", value_parser = moment::parse, conflicts_with = "follow")]
+    #[arg(long, value_name = "TIME", value_parser = parse_moment, conflicts_with = "follow")]
     until: Option<SystemTime>,
     /// Only of this container: its name or id, its lease's id, or the beginning of one
     #[arg(long)]
@@ -64,11 +64,9 @@ enum Filter {
 fn filter(text: &str) -> Result<Filter, String> {
     match text.split_once('=') {
         Some(("kind", kind)) => {
-            let known = Kind::ALL.into_iter().find(|known| known.as_str() == kind);
+            let known = Kind::ALL.into_iter().find(|known| known.as_str() == kind).map(Filter::Kind);
             let words = || Kind::ALL.map(Kind::as_str).join(", ");
-            known
-                .map(Filter::Kind)
-                .ok_or_else(|| format!("no kind is called {}: there are {}", safe(kind), words()))
+            known.ok_or_else(|| format!("no kind is called {}: there are {}", safe(kind), words()))
         }
         Some(("container", name)) => Ok(Filter::Container(name.to_owned())),
         Some(("gpu", device)) => Ok(Filter::Gpu(device.to_owned())),
@@ -151,10 +149,7 @@ impl Wanted {
             && self.until.as_ref().is_none_or(|until| event.time <= *until)
             && (self.kinds.is_empty() || self.kinds.contains(&event.kind))
             && (self.containers.is_empty() || self.containers.iter().any(|text| shown.is_of(event, text)))
-            && self
-                .devices
-                .as_ref()
-                .is_none_or(|devices| devices.iter().any(|uuid| event.devices.contains(uuid)))
+            && (self.devices.iter()).all(|devices| devices.iter().any(|uuid| event.devices.contains(uuid)))
     }
 }
 
@@ -214,15 +209,10 @@ impl Shown {
             words.push(format!("on {}", event.devices.iter().map(number).collect::<Vec<_>>().join(", ")));
         }
         if !event.text.is_empty() {
-            // A reason may be long, and is escaped piece by piece: `safe` cuts.
-            let characters: Vec<char> = event.text.chars().collect();
-            words.push(characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect());
+            words.push(crate::shown::escaped(&event.text));
         }
-        words.extend(
-            event
-                .took_ms
-                .map(|took| format!("after {}", humantime::format_duration(Duration::from_millis(took)))),
-        );
+        let took = event.took_ms.map(Duration::from_millis);
+        words.extend(took.map(|took| format!("after {}", humantime::format_duration(took))));
         words.join(" ").trim_end().to_owned()
     }
 }

@@ -44,11 +44,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 
 fn list(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let status = Host::read(config)?.status;
-    match format {
-        Format::Json => tables::json(&status.leases)?,
-        Format::Table => println!("{}", lease_table::table(&status, tables::terminal_width())),
-    }
-    Ok(ExitCode::SUCCESS)
+    tables::print(format, &status.leases, || lease_table::table(&status, tables::terminal_width()))
 }
 
 fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode> {

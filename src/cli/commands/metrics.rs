@@ -1,13 +1,20 @@
 //! `sublet metrics`: limits, use and counts for Prometheus.
 
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::str::FromStr;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 
-use super::metrics_http::{self, Listen};
 use super::status::Host;
+use crate::http::{self, Listener, Request, Response, Server};
 use crate::metrics::{self, Format};
+use crate::serve;
+use crate::status::Status;
 use sublet_core::config::Config;
 use sublet_core::fs::atomic;
 
@@ -38,7 +45,7 @@ pub struct Arguments {
 /// The file cannot be written, or the address cannot be used.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if let Some(listen) = &arguments.listen {
-        return metrics_http::serve(config, listen, arguments.listen_public, arguments.listen_name.clone());
+        return listen_http(config, listen, arguments.listen_public, arguments.listen_name.clone());
     }
     let (text, code) = match Host::read(config) {
         Ok(host) => (metrics::of_host(&host.status, arguments.format, config), ExitCode::SUCCESS),
@@ -53,4 +60,112 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         None => print!("{text}"),
     }
     Ok(code)
+}
+
+// `sublet metrics --listen`: the metrics over HTTP. The process needs no rights: it shows what its user may read.
+
+/// How long one look at the host is used, however many scrapers there are.
+const FRESH: Duration = Duration::from_secs(1);
+
+/// The media types of both formats (`OpenMetrics` 1.0, "Protocol Negotiation"; Prometheus, "Exposition formats").
+const OPEN_METRICS: &str = "application/openmetrics-text";
+const TYPES: [(Format, &str); 2] = [
+    (Format::Openmetrics, "application/openmetrics-text; version=1.0.0; charset=utf-8"),
+    (Format::Prometheus, "text/plain; version=0.0.4; charset=utf-8"),
+];
+
+/// Where scrapers connect.
+#[derive(Clone, Debug)]
+pub(super) enum Listen {
+    Address(SocketAddr),
+    /// The socket that systemd passes (`sd_listen_fds(3)`).
+    Systemd,
+}
+
+impl FromStr for Listen {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "systemd" {
+            return Ok(Self::Systemd);
+        }
+        let address = text.parse().map(Self::Address);
+        address
+            .map_err(|_| "write it as 127.0.0.1:9843 or [::1]:9843, or `systemd` for a socket unit's socket")
+    }
+}
+
+/// Answers scrapers until a signal ends the process. `names` are names of this host, besides its addresses and
+/// `localhost`, by which they may ask.
+///
+/// # Errors
+/// The address cannot be used, or systemd passed no socket.
+pub(super) fn listen_http(
+    config: &Config,
+    listen: &Listen,
+    anywhere: bool,
+    names: Vec<String>,
+) -> anyhow::Result<ExitCode> {
+    let looks = Looks { config: config.clone(), last: Mutex::default() };
+    let answer = move |request: &Request| answer(request, &looks);
+    let listener = match listen {
+        Listen::Address(address) => {
+            let listener = http::bind(*address, anywhere, "--listen-public")?;
+            println!("http://{}/metrics", listener.local_addr()?);
+            Listener::Tcp(listener)
+        }
+        Listen::Systemd => {
+            let Some(socket) = serve::inherited_socket().context("systemd's socket cannot be used")? else {
+                bail!(
+                    "systemd passed no socket: `systemctl start sublet-metrics-http.socket`, or name an address"
+                )
+            };
+            let listener = TcpListener::from(socket);
+            // systemd's sockets do not block.
+            listener.set_nonblocking(false)?;
+            let is_tcp = listener.local_addr().is_ok();
+            if is_tcp { Listener::Tcp(listener) } else { Listener::Unix(OwnedFd::from(listener).into()) }
+        }
+    };
+    Server { listener, names, token: None }.start(answer)?;
+    loop {
+        std::thread::park();
+    }
+}
+
+fn answer(request: &Request, looks: &Looks) -> Response {
+    if request.path != "/metrics" {
+        return Response::error(404, "the metrics are at /metrics");
+    }
+    let wants_open = request.header("accept").is_some_and(|types| types.contains(OPEN_METRICS));
+    let (format, content_type) = TYPES[usize::from(!wants_open)];
+    Response::ok(content_type, looks.text(format).into_bytes())
+}
+
+/// The last look at the host, for all scrapers.
+#[derive(Debug)]
+struct Looks {
+    config: Config,
+    /// When it was taken; `None` inside: the state could not be read.
+    last: Mutex<Option<(Instant, Option<Status>)>>,
+}
+
+impl Looks {
+    fn text(&self, format: Format) -> String {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.as_ref().is_none_or(|(taken, _)| taken.elapsed() >= FRESH) {
+            let status = match Host::read(&self.config) {
+                Ok(host) => Some(host.status),
+                Err(error) => {
+                    eprintln!("sublet: {}", super::tables::chain(&error));
+                    None
+                }
+            };
+            *last = Some((Instant::now(), status));
+        }
+        match last.as_ref().and_then(|(_, status)| status.as_ref()) {
+            Some(status) => metrics::of_host(status, format, &self.config),
+            None => metrics::down(format),
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! `sublet mig list|plan|apply|assert|export`: the MIG instances of GPUs, and layout files for them.
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -7,11 +8,13 @@ use anyhow::{Context as _, bail};
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::mig_list;
 use super::tables::{self, Format};
-use super::{mig_dynamic, mig_list};
-use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target, Uninterrupted};
-use sublet_core::admit::{self, Local, fresh_inventory};
+use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Plan, Target, Uninterrupted};
+use crate::mps_daemons;
+use sublet_core::admit::{self, Local, MakeAnswer, MakeAsk, fresh_inventory};
 use sublet_core::config::Config;
+use sublet_core::inventory;
 use sublet_core::ledger::{Ledger, Store};
 
 /// Subcommands of `sublet mig`.
@@ -74,18 +77,11 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
         Command::Plan { file, format } => show(file, *format, config),
         Command::Apply { file, allow_reset } => apply(file, *allow_reset, config),
         Command::Assert { file } => assert(file, config),
-        Command::Make => mig_dynamic::make(config),
-        Command::Clear => mig_dynamic::clear(config),
+        Command::Make => make(config),
+        Command::Clear => clear(config),
         Command::Export => {
-            let ledger = super::settled_ledger(config)?;
-            let inventory = fresh_inventory(config)?;
-            print!(
-                "{}",
-                mig::export(&settled(
-                    &mig::seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?,
-                    &ledger
-                ))
-            );
+            let (gpus, _, ledger) = mig_list::seen(config)?;
+            print!("{}", mig::export(&settled(&gpus, &ledger)));
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -122,9 +118,7 @@ fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<Result<Plan, 
 /// What `apply` would find and do now.
 fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<Result<Plan, mig::Obstacle>>> {
     let layout = read(file, config)?;
-    let ledger = super::settled_ledger(config)?;
-    let inventory = fresh_inventory(config)?;
-    let gpus = mig::seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
+    let (gpus, inventory, ledger) = mig_list::seen(config)?;
     let targets = mig::targets(&layout, &gpus, &inventory, config)?;
     Ok(plans(&gpus, &targets, &ledger))
 }
@@ -170,10 +164,12 @@ impl Planned {
     }
 }
 
+const MATCHES: &str = "matches the layout";
+
 fn lines(plan: &Result<Plan, mig::Obstacle>) -> String {
     match plan {
         Err(obstacle) => obstacle.to_string(),
-        Ok(plan) if plan.steps.is_empty() => format!("GPU {}: matches the layout", plan.index),
+        Ok(plan) if plan.steps.is_empty() => format!("GPU {}: {MATCHES}", plan.index),
         Ok(plan) => {
             let reset = if plan.reset { " (needs a reset of the GPU: --allow-reset)" } else { "" };
             let first = format!("GPU {}: {} steps{reset}", plan.index, plan.steps.len());
@@ -208,7 +204,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let (fence, ledger, freed) = Fence::raise(&uuids, &store)?;
     Local::new(config).settle(&freed, &store);
     for device in inventory.devices.iter().filter(|device| uuids.iter().any(|gpu| gpu == device.gpu())) {
-        mig_dynamic::stop_servers(&device.uuid, &store, config);
+        stop_servers(&device.uuid, &store, config);
     }
     let gpus = mig::seen(&mut nvml, &inventory, &ledger)?;
     let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
@@ -226,13 +222,13 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
         let _ = std::fs::remove_file(layout.path());
     }
     for plan in &plans {
-        println!("{}", if plan.steps.is_empty() { lines(&Ok(plan.clone())) } else { summary(plan) });
+        let (index, steps) = (plan.index, plan.steps.len());
+        println!(
+            "GPU {index}: {}",
+            if steps == 0 { MATCHES.to_owned() } else { format!("done, {steps} steps") }
+        );
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn summary(plan: &Plan) -> String {
-    format!("GPU {}: done, {} steps", plan.index, plan.steps.len())
 }
 
 /// The file that keeps the instances as they were until the change is over.
@@ -270,6 +266,98 @@ fn change(
         done => {
             std::fs::remove_file(&found).with_context(|| format!("cannot remove {}", found.display()))?;
             Ok(done?)
+        }
+    }
+}
+
+// `sublet mig make|clear`: entry points run these for containers under `[mig] dynamic`. They are not meant for users.
+
+/// Creates an instance for the ask on standard input and writes the answer to standard output.
+pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
+    let mut text = String::new();
+    std::io::stdin().take(1 << 16).read_to_string(&mut text).context("standard input")?;
+    let ask: MakeAsk = serde_json::from_str(&text).context("only sublet's own programs call this command")?;
+    let store = Store::open(&config.state_dir)?;
+    let answer = match changed(&store, config, Some(&ask)) {
+        Ok(()) => {
+            // The waiting entry point reads the inventory, and so do all other programs.
+            crate::refresh::refresh(config)?;
+            MakeAnswer::Made
+        }
+        Err(error) => {
+            let temporary = error.downcast_ref::<NotMade>().is_none_or(|error| error.temporary);
+            MakeAnswer::NotMade { reason: super::tables::chain(&error), temporary }
+        }
+    };
+    // The entry point that waited for the instance may have been killed meanwhile.
+    Local::new(config).destroy_unneeded(&store);
+    println!("{}", serde_json::to_string(&answer)?);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Destroys the instances that no lease needs any more.
+///
+/// # Errors
+/// The driver does not answer, or an instance is still in use.
+pub fn clear(config: &Config) -> anyhow::Result<ExitCode> {
+    let store = Store::open(&config.state_dir)?;
+    changed(&store, config, None)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// While other users of the GPU are kept out: destroys the instances that no lease needs, then creates the requested
+/// one.
+fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Result<()> {
+    // The inventory as last written is enough: only the path of the driver's library is needed.
+    let inventory = inventory::last(config).or_else(|_| fresh_inventory(config))?;
+    let mut nvml = Nvml::open(config, &inventory)?;
+    if let Some(ask) = ask {
+        let mut ledger = store.read()?;
+        ledger.await_no_more(&ask.awaited.lease);
+        has_room(ask, &mut nvml, &ledger, config)?;
+    }
+    let (mut fence, _, freed) = Fence::raise(&[], store)?;
+    Local::new(config).settle(&freed, store);
+    let held = Uninterrupted::begin();
+    let mut making = Making::new(&mut nvml, store);
+    let cleared =
+        making.clear(ask.map(|ask| &ask.awaited.lease), &mut |uuid| stop_servers(uuid, store, config));
+    let made = cleared.map_err(anyhow::Error::from).and_then(|left| {
+        for line in left {
+            eprintln!("sublet: warning: {line}");
+        }
+        Ok(ask.map_or(Ok(()), |ask| making.make(&ask.order, &ask.awaited, config.placement.policy))?)
+    });
+    drop(held);
+    if !making.touched {
+        fence.nothing_changed();
+    }
+    let freed = making.freed;
+    drop(fence);
+    Local::new(config).settle(&freed, store);
+    made
+}
+
+/// Checks for room first: if there is none, other commands need not wait.
+fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) -> Result<(), NotMade> {
+    // Instances of other leases that come and go do not count, nor do driver errors that they cause.
+    if ledger.has_unneeded() || ledger.mig.under_way.is_some() {
+        return Ok(());
+    }
+    match mig::foresee(&ask.order, nvml, ledger, config.placement.policy, &[]) {
+        Ok(Err(none)) => Err(NotMade { reason: none.reason, temporary: none.temporary }),
+        _ => Ok(()),
+    }
+}
+
+/// A daemon ends before its device does, even if it would otherwise wait for its next lease (`[mps] idle`).
+pub(super) fn stop_servers(uuid: &str, store: &Store, config: &Config) {
+    let Ok(ledger) = store.read() else { return };
+    let of_device = ledger.daemons.iter().filter(|daemon| daemon.serves(uuid));
+    for daemon in of_device.filter(|daemon| ledger.on_daemon(&daemon.key).next().is_none()) {
+        match mps_daemons::stop(&daemon.key, false, store, config) {
+            Ok(warnings) => warnings.iter().for_each(|line| eprintln!("sublet: warning: {line}")),
+            Err(error) => eprintln!("sublet: warning: {error}"),
         }
     }
 }

@@ -6,21 +6,24 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::tables::{self, Format};
-use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, Span, device_name, seen};
+use crate::mig::{self, Compute, Gpu, Instance, Nvml, Profile, Span, device_name};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
+use sublet_core::inventory::Inventory;
+use sublet_core::ledger::Ledger;
 use sublet_core::text::safe;
 
 /// Runs it.
 pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+    let (gpus, ..) = seen(config)?;
+    tables::print(format, &gpus.iter().map(ListedGpu::of).collect::<Vec<_>>(), || tables(&gpus))
+}
+
+/// The host's GPUs with the users of their instances, and what tells of them.
+pub fn seen(config: &Config) -> anyhow::Result<(Vec<Gpu>, Inventory, Ledger)> {
     let ledger = super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;
-    let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
-    match format {
-        Format::Json => tables::json(&gpus.iter().map(ListedGpu::of).collect::<Vec<_>>())?,
-        Format::Table => println!("{}", tables(&gpus)),
-    }
-    Ok(ExitCode::SUCCESS)
+    Ok((mig::seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?, inventory, ledger))
 }
 
 /// What is printed of a GPU as JSON.

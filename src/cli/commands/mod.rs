@@ -12,7 +12,6 @@ mod bench_run;
 mod bench_show;
 mod cdi;
 mod config;
-mod config_check;
 mod device_table;
 mod doctor;
 mod doctor_run;
@@ -21,13 +20,10 @@ mod events;
 mod explain;
 mod explain_error;
 mod gc;
-mod guard_report;
 mod lease;
 mod lease_table;
 mod metrics;
-mod metrics_http;
 mod mig;
-mod mig_dynamic;
 mod mig_list;
 mod mps;
 mod probe;
@@ -35,19 +31,17 @@ mod reason;
 mod refresh;
 #[cfg(test)]
 mod schemas;
-mod serve;
 mod setup;
 mod slurm;
 mod status;
 mod stop;
 mod tables;
 mod top;
-mod user_view;
 mod wait;
 
 use std::process::ExitCode;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -128,13 +122,11 @@ enum Command {
 }
 
 /// The command line, for the generators of man pages and completions.
-#[must_use]
 pub fn command() -> clap::Command {
     Arguments::command()
 }
 
 /// Runs the program; exit codes: 0 done, 1 failed, 2 bad usage (clap's).
-#[must_use]
 pub fn main() -> ExitCode {
     sublet_core::process::inheritance::handle_sigxfsz();
     let matches = Arguments::command().get_matches();
@@ -175,44 +167,48 @@ fn report(error: &anyhow::Error, as_json: bool) {
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {
-    if let Command::Config(command) = command {
-        return config::run(&command);
-    }
-    if let Command::Doctor(arguments) = command {
-        return doctor::run(&arguments);
-    }
-    if let Command::Probe = command {
-        return probe::run();
-    }
-    if let Command::Load { load } = command {
-        crate::load::run(load).map_err(anyhow::Error::msg)?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    let config = sublet_core::config_files::load()?;
+    // Some commands run although the configuration is not valid.
+    let config = sublet_core::config_files::load;
     match command {
-        Command::Status(arguments) => status::run(&arguments, &config),
-        Command::Top(arguments) => top::run(&arguments, &config),
-        Command::Refresh(arguments) => refresh::run(&arguments, &config),
-        Command::Explain(arguments) => explain::run(&arguments, &config),
-        Command::Advise(arguments) => advise::run(&arguments, &config),
-        Command::Wait(arguments) => wait::run(&arguments, &config),
-        Command::Lease(command) => lease::run(&command, &config),
-        Command::Gc(arguments) => gc::run(&arguments, &config),
-        Command::Metrics(arguments) => metrics::run(&arguments, &config),
-        Command::Events(arguments) => events::run(&arguments, &config),
-        Command::Drain(arguments) => drain::run(&arguments, true, &config),
-        Command::Undrain(arguments) => drain::run(&arguments, false, &config),
-        Command::Mps(command) => mps::run(&command, &config),
-        Command::Cdi(command) => cdi::run(&command, &config),
-        Command::Mig(command) => mig::run(&command, &config),
-        Command::Setup(arguments) => setup::run(&arguments, &config),
-        Command::Slurm(command) => slurm::run(&command, &config),
-        Command::Serve => serve::run(&config),
-        Command::Bench(command) => bench::run(&command, &config),
-        Command::Config(_) | Command::Doctor(_) | Command::Probe | Command::Load { .. } => {
-            unreachable!("handled above, before the configuration has to be valid")
+        Command::Config(command) => config::run(&command),
+        Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Probe => probe::run(),
+        Command::Load { load } => {
+            crate::load::run(load).map_err(anyhow::Error::msg)?;
+            Ok(ExitCode::SUCCESS)
         }
+        Command::Status(arguments) => status::run(&arguments, &config()?),
+        Command::Top(arguments) => top::run(&arguments, &config()?),
+        Command::Refresh(arguments) => refresh::run(&arguments, &config()?),
+        Command::Explain(arguments) => explain::run(&arguments, &config()?),
+        Command::Advise(arguments) => advise::run(&arguments, &config()?),
+        Command::Wait(arguments) => wait::run(&arguments, &config()?),
+        Command::Lease(command) => lease::run(&command, &config()?),
+        Command::Gc(arguments) => gc::run(&arguments, &config()?),
+        Command::Metrics(arguments) => metrics::run(&arguments, &config()?),
+        Command::Events(arguments) => events::run(&arguments, &config()?),
+        Command::Drain(arguments) => drain::run(&arguments, true, &config()?),
+        Command::Undrain(arguments) => drain::run(&arguments, false, &config()?),
+        Command::Mps(command) => mps::run(&command, &config()?),
+        Command::Cdi(command) => cdi::run(&command, &config()?),
+        Command::Mig(command) => mig::run(&command, &config()?),
+        Command::Setup(arguments) => setup::run(&arguments, &config()?),
+        Command::Slurm(command) => slurm::run(&command, &config()?),
+        Command::Serve => serve(&config()?),
+        Command::Bench(command) => bench::run(&command, &config()?),
     }
+}
+
+/// Serves until it receives SIGTERM or SIGINT.
+fn serve(config: &Config) -> anyhow::Result<ExitCode> {
+    if !nix::unistd::geteuid().is_root() {
+        bail!(
+            "`sublet serve` manages the ledger and the MPS daemons for other users: run it as root, or by \
+         systemd"
+        );
+    }
+    crate::serve::serve(config)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Parses the `K=V` of `--annotation`.

@@ -61,11 +61,8 @@ fn set_time_slices(inventory: &Inventory, config: &Config) -> Vec<String> {
 }
 
 fn set_time_slice(uuid: &str, slice: TimeSlice, inventory: &Inventory) -> Result<(), String> {
-    let smi = inventory
-        .driver
-        .smi
-        .as_ref()
-        .ok_or("nvidia-smi is not installed (Debian: apt install nvidia-smi)")?;
+    let smi = inventory.driver.smi.as_ref();
+    let smi = smi.ok_or("nvidia-smi is not installed (Debian: apt install nvidia-smi)")?;
     let number = (slice as u8).to_string();
     let mut command = Command::new(smi);
     command.env_clear().env("PATH", PATH).args(["compute-policy", "-i", uuid, "--set-timeslice", &number]);

@@ -15,9 +15,8 @@ use super::explain::inventory_for;
 use super::tables::{self, Format};
 use crate::preview::Whose;
 use crate::setup::dockerd::Dockerd;
-use crate::setup::{
-    self, Wish, containerd, containerd_imports, crio, default_runtime, docker, engine_files, podman,
-};
+use crate::setup::{self, Wish, containerd, containerd_imports, crio, docker, engine_files, podman};
+use crate::shown::name_of;
 use crate::swarm::{self, Count};
 use sublet_core::config::{Config, WithoutShare};
 use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
@@ -126,7 +125,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let found = engine_files::read(&path).map_err(|error| cannot("read", &path, &error))?;
     let wanted = edited(arguments, &path, found.as_deref(), &counts, config)
         .with_context(|| safe(&path.to_string_lossy()))?;
-    let Edited { text: wanted, record } = wanted;
+    let (wanted, record) = wanted;
     let is_dockerds = arguments.engine == Engine::Docker
         && fs::canonicalize(dockerd.file()).map_or(dockerd.file() == path, |file| file == path);
     let text = wanted.as_deref().unwrap_or("{}");
@@ -139,8 +138,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if is_dockerds && !arguments.dry_run && honoured_config().is_none() {
         let is_default = dockerd.default_runtime(text).as_deref() == Some(setup::NAME);
         let is_meant = config.runtime.without_share.is_none_or(|set| set == WithoutShare::Run);
-        let file = Path::new(default_runtime::FILE);
-        default_runtime::say(file, is_default && is_meant).map_err(|error| cannot("write", file, &error))?;
+        let file = Path::new(engine_files::DEFAULT_RUNTIME);
+        engine_files::say_default_runtime(file, is_default && is_meant)
+            .map_err(|error| cannot("write", file, &error))?;
     }
     if wanted == found {
         println!("{}: nothing to do.", path.display());
@@ -157,7 +157,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
     let whole = arguments.undo || only_at_start(found.as_deref().unwrap_or("{}"), text);
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
-    println!("{}: {done}; {}.", path.display(), arguments.engine.restart(whole, has_systemd()));
+    println!(
+        "{}: {done}; {}.",
+        path.display(),
+        arguments.engine.restart(whole, sd_notify::booted().unwrap_or(false))
+    );
     for note in notes(arguments, &path, found.as_deref(), &counts) {
         println!("{note}");
     }
@@ -182,7 +186,7 @@ fn check(arguments: &Arguments, path: &Path, as_asked: bool) -> anyhow::Result<E
     match arguments.format {
         Format::Json => tables::json(&Checked {
             schema: "sublet.setup/1",
-            engine: arguments.engine.to_possible_value().map(|engine| engine.get_name().to_owned()),
+            engine: Some(name_of(&arguments.engine)),
             file: path,
             as_asked,
         })?,
@@ -193,11 +197,6 @@ fn check(arguments: &Arguments, path: &Path, as_asked: bool) -> anyhow::Result<E
         ),
     }
     Ok(if as_asked { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// `sd_booted(3)`.
-fn has_systemd() -> bool {
-    Path::new("/run/systemd/system").is_dir()
 }
 
 /// Whether `after` has what dockerd reads at its start alone, and `before` has not.
@@ -265,10 +264,7 @@ fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
 }
 
 /// The new text of the file (`None`: the file is removed), and the record beside it.
-struct Edited {
-    text: Option<String>,
-    record: Option<String>,
-}
+type Edited = (Option<String>, Option<String>);
 
 fn edited(
     arguments: &Arguments,
@@ -286,7 +282,7 @@ fn edited(
             Engine::Containerd => containerd::undo(found, record)?,
             Engine::Podman | Engine::Crio => setup::undo_drop_in(found)?,
         };
-        return Ok(Edited { text, record: None });
+        return Ok((text, None));
     }
     let wish = wish(arguments, counts, config)?;
     let (text, record) = match arguments.engine {
@@ -301,10 +297,10 @@ fn edited(
                 Engine::Crio => crio::set_up(found, &wish)?,
                 _ => podman::set_up(found, &weaker(path)?, &wish)?,
             };
-            return Ok(Edited { text: Some(in_directory(path, found, text)), record: None });
+            return Ok((Some(in_directory(path, found, text)), None));
         }
     };
-    Ok(Edited { text: Some(text), record: Some(record) })
+    Ok((Some(text), Some(record)))
 }
 
 /// The text of the drop-in, with a note if its directory is created for it, by this setup or by the one before.

@@ -74,14 +74,14 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
             let inventory = fresh_inventory(config)?;
             println!("{}", slurm::gres(&node, *unit, &inventory, config).map_err(anyhow::Error::msg)?);
         }
-        Command::Prolog => told(prolog(config)),
-        Command::Epilog => told(epilog(config)),
+        Command::Prolog => report(prolog(config)),
+        Command::Epilog => report(epilog(config)),
         Command::TaskProlog => return Ok(task_prolog(config)),
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn told(done: anyhow::Result<()>) {
+fn report(done: anyhow::Result<()>) {
     if let Err(error) = done {
         eprintln!("sublet: {}", super::tables::chain(&error));
     }

@@ -1,6 +1,7 @@
 //! Tables for people, JSON for machines.
 
 use std::os::fd::AsFd;
+use std::process::ExitCode;
 
 use clap::ValueEnum;
 use comfy_table::{Table, presets};
@@ -109,6 +110,19 @@ fn wrapped_line(line: &str, width: usize) -> String {
     }
     lines.push(format!("{indent}{last}"));
     lines.join("\n")
+}
+
+/// Prints `value` as one JSON document, or what people read of it.
+pub fn print(
+    format: Format,
+    value: &impl serde::Serialize,
+    text: impl FnOnce() -> String,
+) -> anyhow::Result<ExitCode> {
+    match format {
+        Format::Json => json(value)?,
+        Format::Table => println!("{}", text()),
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Prints `value` as one JSON document.

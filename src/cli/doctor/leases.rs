@@ -82,14 +82,14 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
     if found.is_empty() {
         return pass("no container has a GPU without a lease");
     }
-    let names: Vec<String> = found.values().map(told).collect();
+    let names: Vec<String> = found.values().map(describe).collect();
     warn(
         format!("containers with a GPU and no lease: {}", names.join(", ")),
         "start them with sublet.* annotations and without --gpus or --device (docs/docker.md)",
     )
 }
 
-fn told(user: &User) -> String {
+fn describe(user: &User) -> String {
     format!("{} (pid {} {}, {})", safe(&user.container), user.pid, safe(&user.name), user.node)
 }
 

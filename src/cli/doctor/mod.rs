@@ -196,7 +196,6 @@ const CHECKS: [(&str, bool, Test); 30] = [
 ];
 
 /// Runs every check, or only the quick ones, in the order in which problems are best fixed.
-#[must_use]
 pub fn run(host: &Host<'_>) -> Vec<Check> {
     let chosen = CHECKS.iter().filter(|(_, is_quick, _)| *is_quick || !host.quick);
     chosen

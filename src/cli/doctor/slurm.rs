@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::{Host, Outcome, Verdict, pass, skip, version, warn};
+use super::{Host, Outcome, fail, pass, skip, version, warn};
 use crate::slurm::in_order;
 use sublet_core::text::safe;
 
@@ -20,9 +20,6 @@ const SHIPPED: &str = "/usr/libexec/sublet/slurm";
 /// The first version that was seen to give a job with whole GPUs none that has shards.
 const KEEPS_APART: [u32; 2] = [24, 11];
 
-/// Something that is not as it should be: how bad it is, what was found, what to do.
-type Problem = (Verdict, String, String);
-
 /// Checks what slurmctld has of this node and of its jobs.
 pub(super) fn jobs(host: &Host<'_>) -> Outcome {
     if host.program("slurmd").is_none() && !FILES.iter().any(|file| host.at(file).is_file()) {
@@ -35,7 +32,7 @@ pub(super) fn jobs(host: &Host<'_>) -> Outcome {
         );
     };
     let Some(node) = node(host) else { return skip("Slurm has no node on this host") };
-    let problems: Vec<Problem> = match programs(host, &config) {
+    let problems: Vec<Outcome> = match programs(host, &config) {
         Ok(mut problems) => {
             problems.extend(limits(&config));
             problems.extend(gres(host, &node));
@@ -44,11 +41,11 @@ pub(super) fn jobs(host: &Host<'_>) -> Outcome {
         }
         Err(unbounded) => vec![unbounded],
     };
-    let words = |of: fn(&Problem) -> &String| problems.iter().map(of).cloned().collect::<Vec<_>>().join("; ");
-    match problems.iter().map(|problem| problem.0).max() {
-        Some(worst) => Outcome(worst, words(|problem| &problem.1), Some(words(|problem| &problem.2))),
-        None => pass(found(&config, &node)),
-    }
+    let joined = |Outcome(one, found, fix), Outcome(other, also, more)| {
+        let fix = [fix, more].into_iter().flatten().collect::<Vec<String>>().join("; ");
+        Outcome(one.max(other), format!("{found}; {also}"), Some(fix))
+    };
+    problems.into_iter().reduce(joined).unwrap_or_else(|| pass(found(&config, &node)))
 }
 
 /// What slurmctld says of this node.
@@ -78,31 +75,26 @@ enum Runs {
 }
 
 /// Whether slurmd runs sublet's programs. `Err`: none of them, as where a site does not use sublet for its jobs.
-fn programs(host: &Host<'_>, config: &str) -> Result<Vec<Problem>, Problem> {
+fn programs(host: &Host<'_>, config: &str) -> Result<Vec<Outcome>, Outcome> {
     let all = PROGRAMS.map(|(key, name)| (key, name, runs(host, &values(config, key), name)));
     if !all.iter().any(|(_, _, runs)| matches!(runs, Runs::Sublets | Runs::Missing(_))) {
-        return Err((
-            Verdict::Warn,
+        return Err(warn(
             "as far as can be seen, Slurm's Prolog, TaskProlog and Epilog do not run sublet's, which then knows nothing \
-             of the GPUs that jobs have"
-                .to_owned(),
-            "put the lines of `sublet slurm gres` into slurm.conf and gres.conf".to_owned(),
+             of the GPUs that jobs have",
+            "put the lines of `sublet slurm gres` into slurm.conf and gres.conf",
         ));
     }
     let problem = |(key, name, runs): (&str, &str, Runs)| match runs {
         Runs::Sublets => None,
-        Runs::Nothing => Some((
-            Verdict::Fail,
+        Runs::Nothing => Some(fail(
             format!("slurm.conf has no {key}"),
             format!("{key}={SHIPPED}/{name} in slurm.conf, then `scontrol reconfigure`"),
         )),
-        Runs::Missing(path) => Some((
-            Verdict::Fail,
+        Runs::Missing(path) => Some(fail(
             format!("Slurm's {key}, {path}, is not on this node"),
-            "install the package sublet, or correct slurm.conf".to_owned(),
+            "install the package sublet, or correct slurm.conf",
         )),
-        Runs::Unknown(path) => Some((
-            Verdict::Warn,
+        Runs::Unknown(path) => Some(warn(
             format!("it cannot be seen whether Slurm's {key}, {path}, runs sublet's"),
             format!("let it run {SHIPPED}/{name}"),
         )),
@@ -135,24 +127,21 @@ fn listed(pattern: &Path) -> Option<Vec<PathBuf>> {
 }
 
 /// What keeps jobs' processes apart.
-fn limits(config: &str) -> Vec<Problem> {
+fn limits(config: &str) -> Vec<Outcome> {
     let value =
         |key: &str| values(config, key).first().map(|value| value.to_ascii_lowercase()).unwrap_or_default();
     let has = |key: &str, word: &str| value(key).split(',').any(|own| own == word);
     let mut found = Vec::new();
     if value("ProctrackType") != "proctrack/cgroup" {
-        found.push((
-            Verdict::Fail,
-            "jobs have no cgroups by which sublet knows them, so their tasks are refused".to_owned(),
-            "ProctrackType=proctrack/cgroup in slurm.conf".to_owned(),
+        found.push(fail(
+            "jobs have no cgroups by which sublet knows them, so their tasks are refused",
+            "ProctrackType=proctrack/cgroup in slurm.conf",
         ));
     }
     if !has("PrologFlags", "alloc") || !has("PrologFlags", "contain") {
-        found.push((
-            Verdict::Warn,
-            "the Prolog does not run before a job's first step, or a job has no cgroup between its steps"
-                .to_owned(),
-            "PrologFlags=Alloc,Contain in slurm.conf".to_owned(),
+        found.push(warn(
+            "the Prolog does not run before a job's first step, or a job has no cgroup between its steps",
+            "PrologFlags=Alloc,Contain in slurm.conf",
         ));
     }
     let [cgroups, devices] = [has("TaskPlugin", "task/cgroup"), value("ConstrainDevices") == "yes"];
@@ -163,7 +152,7 @@ fn limits(config: &str) -> Vec<Problem> {
         ];
         let missing: Vec<&str> =
             missing.iter().filter(|(is_there, _)| !is_there).map(|(_, line)| *line).collect();
-        found.push((Verdict::Warn, "every job may open every GPU".to_owned(), missing.join(", ")));
+        found.push(warn("every job may open every GPU", missing.join(", ")));
     }
     found
 }
@@ -186,52 +175,46 @@ fn count(node: &str, kind: &str) -> Option<u64> {
 }
 
 /// Whether Slurm counts the GPUs of this host, and their parts as sublet does.
-fn gres(host: &Host<'_>, node: &str) -> Vec<Problem> {
+fn gres(host: &Host<'_>, node: &str) -> Vec<Outcome> {
     let lines = |unit: &str| {
         format!("correct slurm.conf and gres.conf: `sublet slurm gres --unit {unit}` prints the lines")
     };
     let Ok(inventory) = &host.inventory else { return Vec::new() };
     let gpus = match in_order(inventory) {
         Ok(gpus) => gpus.len() as u64,
-        Err(error) => {
-            return vec![(Verdict::Warn, error, "nvidia-smi -i GPU -mig 0, or another gres.conf".to_owned())];
-        }
+        Err(error) => return vec![warn(error, "nvidia-smi -i GPU -mig 0, or another gres.conf")],
     };
     let [counted, shards, mps] = ["gpu", "shard", "mps"].map(|kind| count(node, kind));
     let mut found = Vec::new();
     let counted = counted.unwrap_or(0);
     if counted != gpus {
         let text = format!("Slurm counts {counted} GPUs on this node, and there are {gpus}");
-        found.push((Verdict::Fail, text, lines(if mps.is_some() { "mps" } else { "shard" })));
+        found.push(fail(text, lines(if mps.is_some() { "mps" } else { "shard" })));
     }
     if shards.is_some() && mps.is_some() {
         let text =
             "the node has shards and mps: Slurm then chooses no GPU for jobs with mps, and they are refused";
-        found.push((
-            Verdict::Fail,
-            text.to_owned(),
-            "leave one of them out of slurm.conf and gres.conf".to_owned(),
-        ));
+        found.push(fail(text, "leave one of them out of slurm.conf and gres.conf"));
         return found;
     }
     let each = u64::from(host.config.slurm.shards);
     for (many, each, unit, whence) in [(shards, each, "shard", " ([slurm] shards)"), (mps, 100, "mps", "")] {
         let Some(many) = many.filter(|many| *many != each * counted) else { continue };
         let text = format!("Slurm counts {many} {unit} on {counted} GPUs, and sublet {each} on each{whence}");
-        found.push((Verdict::Warn, text, lines(unit)));
+        found.push(warn(text, lines(unit)));
     }
     found
 }
 
 /// Slurm's reason not to use the node.
-fn unused(node: &str) -> Option<Problem> {
+fn unused(node: &str) -> Option<Outcome> {
     let line = |key: &str| node.lines().find_map(|line| line.trim().strip_prefix(key));
     let state = line("State=")?.split_whitespace().next()?;
     let is_unused = ["DRAIN", "DOWN", "INVAL", "FAIL"].iter().any(|word| state.contains(word));
     let reason = line("Reason=").unwrap_or("no reason is given");
     is_unused.then(|| {
-        let fix = "remove the reason, then `scontrol update NodeName=NODE State=RESUME`".to_owned();
-        (Verdict::Warn, format!("Slurm starts no job here: {}: {}", safe(state), safe(reason)), fix)
+        let fix = "remove the reason, then `scontrol update NodeName=NODE State=RESUME`";
+        warn(format!("Slurm starts no job here: {}: {}", safe(state), safe(reason)), fix)
     })
 }
 

@@ -22,12 +22,12 @@ pub(super) fn shares(host: &Host<'_>) -> Outcome {
         Ok(listed) => sorted(listed),
         Err(error) => return fail(format!("{file}: {error}"), format!("correct {file}")),
     };
-    let told = told(host);
-    if listed.is_empty() && told.as_ref().is_none_or(Vec::is_empty) {
+    let running = dockerd_resources(host);
+    if listed.is_empty() && running.as_ref().is_none_or(Vec::is_empty) {
         return skip("this node tells Swarm of no share");
     }
-    let differs = told.filter(|told| *told != listed).map(|told| {
-        let found = format!("dockerd tells Swarm of {}, daemon.json of {}", list(&told), list(&listed));
+    let differs = running.filter(|running| *running != listed).map(|running| {
+        let found = format!("dockerd tells Swarm of {}, daemon.json of {}", list(&running), list(&listed));
         warn(format!("{found}: it reads that at its start only"), RESTART)
     });
     if listed.is_empty() {
@@ -55,7 +55,7 @@ fn stale(host: &Host<'_>, listed: &[String]) -> Option<Outcome> {
 }
 
 /// What the running dockerd tells Swarm of shares; `None` if it does not answer or was not asked.
-fn told(host: &Host<'_>) -> Option<Vec<String>> {
+fn dockerd_resources(host: &Host<'_>) -> Option<Vec<String>> {
     #[derive(Deserialize)]
     #[serde(rename_all = "PascalCase")]
     struct Resource {

@@ -1,5 +1,7 @@
 //! NVIDIA's Container Toolkit: sublet does not count the GPUs that it gives out.
 
+use std::path::Path;
+
 use super::{Host, Outcome, pass, shown, skip, warn};
 use crate::setup::engine_files::drop_ins;
 
@@ -54,14 +56,7 @@ fn pipes(host: &Host<'_>) -> Vec<String> {
     });
     let mounts = |text: &str| text.contains("/nvidia-mps") && !text.contains("sublet/share");
     let named = files.filter(|file| std::fs::read_to_string(file).is_ok_and(|text| mounts(&text)));
-    named
-        .map(|file| shown(file.strip_prefix(&host.root).map_or(&file, |below| below)))
-        .map(absolute)
-        .collect()
-}
-
-fn absolute(path: String) -> String {
-    if path.starts_with('/') { path } else { format!("/{path}") }
+    named.map(|file| shown(&Path::new("/").join(file.strip_prefix(&host.root).unwrap_or(&file)))).collect()
 }
 
 #[cfg(test)]

@@ -1,18 +1,21 @@
 //! Reads recorded events: from the system's journal, from the ring beside the ledger, and for users without root their
 //! own refusals and warnings, and the guard's actions on their containers.
 
-mod journal;
-pub(crate) mod moment;
-
 use std::collections::BTreeSet;
+use std::process::Command;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::guard;
-use sublet_core::admit::{is_remote, refusals};
+use sublet_core::admit::{RefusalRecord, is_remote, refusals};
 use sublet_core::config::Config;
-use sublet_core::events::{Event, Kind, has_journal, read_ring};
-use sublet_core::text::timestamp;
+use sublet_core::events::{Event, JOURNAL_FIELD, JOURNAL_IDENTIFIER, Kind, has_journal, read_ring};
+use sublet_core::process::child::{ChildError, run_whole};
+use sublet_core::text::{safe, timestamp};
 
 /// Two writers may tell their events in another order than that of their times, by less than this, in milliseconds.
 const DISORDER: u64 = 60_000;
@@ -56,7 +59,7 @@ impl Reader {
         if !has_journal(&config.state_dir) {
             return (ring, None);
         }
-        match journal::read(self.position.cursor.as_deref(), self.this_boot) {
+        match read(self.position.cursor.as_deref(), self.this_boot) {
             Ok((events, cursor)) => {
                 self.position.cursor = cursor.or(self.position.cursor.take());
                 (merged(events, ring), None)
@@ -105,30 +108,114 @@ fn merged(one: Vec<Event>, other: Vec<Event>) -> Vec<Event> {
 /// A user's own refusals and warnings of images, and what the guard did to their containers.
 fn of_user(config: &Config) -> Vec<Event> {
     let us = nix::unistd::geteuid().as_raw();
-    let event = |time: u64, kind, container_id: String, text: String| Event {
+    // What is recorded has no milliseconds.
+    let at = |time: u64, event: Event| Event {
         time: timestamp(time).replace('Z', ".000Z"),
         uptime_ms: 0,
         uid: us,
-        container_id,
-        text,
-        ..Event::now(kind)
+        ..event
     };
     let refused = refusals(config).into_iter().filter(|record| record.uid == us);
-    let kind = |started: bool| if started { Kind::Warned } else { Kind::Refused };
-    let refused =
-        refused.map(|record| event(record.time, kind(record.started), record.container_id, record.reason));
-    let guarded = guard::events(config).into_iter().filter(|guarded| guarded.uid == us);
-    let guarded = guarded.map(|guarded| Event {
-        devices: vec![guarded.device],
-        reason: guarded.offence.as_str().to_owned(),
-        action: guarded.action.to_string(),
-        ..event(guarded.time, Kind::Guard, guarded.container_id.unwrap_or_default(), guarded.text)
+    let refused = refused.map(|RefusalRecord { time, container_id, reason, started, .. }| {
+        let kind = if started { Kind::Warned } else { Kind::Refused };
+        at(time, Event { container_id, text: reason, ..Event::now(kind) })
     });
-    merged(refused.collect(), guarded.collect())
+    let guarded = guard::events(config).into_iter().filter(|guarded| guarded.uid == us);
+    merged(refused.collect(), guarded.map(|guarded| at(guarded.time, guarded.recorded())).collect())
+}
+
+// Events in systemd's journal, read with journalctl.
+
+/// How long reading may take.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The most that is read at once, in bytes.
+const LARGEST: usize = 64 << 20;
+
+/// The most entries that are read at once: the newest.
+const ENTRIES: &str = "20000";
+
+/// The events after `cursor`, and the cursor of the last entry. Every user may write to the journal. journald itself
+/// sets `_UID` to the writer's user (systemd.journal-fields(7)).
+///
+/// # Errors
+/// Why it cannot be read, in one line.
+pub(super) fn read(cursor: Option<&str>, this_boot: bool) -> Result<(Vec<Event>, Option<String>), String> {
+    let mut command = Command::new("journalctl");
+    command.args(["--output=json", "--all", "--quiet", "--no-pager", "--lines", ENTRIES]);
+    command.arg(format!("--output-fields={JOURNAL_FIELD}"));
+    if this_boot {
+        command.arg("--boot");
+    }
+    if let Some(cursor) = cursor {
+        command.arg(format!("--after-cursor={cursor}"));
+    }
+    command.args([format!("SYSLOG_IDENTIFIER={JOURNAL_IDENTIFIER}"), "_UID=0".to_owned()]);
+    let finished = run_whole(&mut command, LIMIT, LARGEST).map_err(|error| match error {
+        ChildError::Io(error) => format!("journalctl: {error}"),
+        ChildError::Timeout => format!("journalctl has not ended after {} s", LIMIT.as_secs()),
+    })?;
+    if !finished.status.success() {
+        return Err(format!("journalctl: {}", safe(finished.stderr.lines().next().unwrap_or("failed"))));
+    }
+    Ok(parse(&finished.stdout))
+}
+
+/// Entries that are none of ours are left out; the cursor is that of the last line in any case.
+fn parse(text: &str) -> (Vec<Event>, Option<String>) {
+    let mut cursor = None;
+    let mut events = Vec::new();
+    for entry in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+        cursor = entry["__CURSOR"].as_str().map(str::to_owned).or(cursor);
+        events.extend(entry[JOURNAL_FIELD].as_str().and_then(|event| serde_json::from_str(event).ok()));
+    }
+    (events, cursor)
+}
+
+// Points in time as `docker events` takes them: RFC 3339, a date, seconds since the epoch, or how long ago.
+
+/// The moment that `text` means. Without an offset it is in UTC.
+pub(crate) fn parse_moment(text: &str) -> Result<SystemTime, String> {
+    parse_moment_at(text, SystemTime::now())
+}
+
+fn parse_moment_at(text: &str, now: SystemTime) -> Result<SystemTime, String> {
+    let moment = seconds(text).or_else(|| ago(text, now)).or_else(|| date(text));
+    moment.ok_or_else(|| {
+        format!(
+            "{} is no time: write 2026-11-23T07:00:00Z, 2026-11-23, seconds since 1970, or how long ago, as 10m or \
+             1h30m",
+            safe(text)
+        )
+    })
+}
+
+/// Seconds since the epoch, perhaps with a fraction.
+fn seconds(text: &str) -> Option<SystemTime> {
+    let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
+    let all_digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    if !all_digits(whole) || !all_digits(fraction) || fraction.len() > 9 {
+        return None;
+    }
+    let nanoseconds = format!("{fraction:0<9}").parse().ok()?;
+    UNIX_EPOCH.checked_add(Duration::new(whole.parse().ok()?, nanoseconds))
+}
+
+fn ago(text: &str, now: SystemTime) -> Option<SystemTime> {
+    let ago = humantime::parse_duration(text).ok()?;
+    Some(now.checked_sub(ago).unwrap_or(UNIX_EPOCH).max(UNIX_EPOCH))
+}
+
+fn date(text: &str) -> Option<SystemTime> {
+    let of_utc = || TimeZone::UTC.to_timestamp(text.parse().ok()?).ok();
+    let moment = text.parse::<Timestamp>().ok().or_else(of_utc)?;
+    Some(SystemTime::from(moment).max(UNIX_EPOCH))
 }
 
 #[cfg(test)]
 mod tests {
+    use sublet_core::events::Kind;
+
     use super::*;
 
     fn event(time: &str) -> Event {
@@ -150,5 +237,59 @@ mod tests {
         assert_eq!(reader.unseen(events.clone()).len(), 2);
         let again = reader.unseen([events, vec![event("3")]].concat());
         assert_eq!(again.iter().map(|event| event.time.as_str()).collect::<Vec<_>>(), ["3"]);
+    }
+
+    #[test]
+    fn entries_that_are_no_events_are_left_out() {
+        let event = serde_json::to_string(&Event::now(Kind::Drained)).unwrap();
+        let line =
+            |cursor: &str, event: Value| serde_json::json!({"__CURSOR": cursor, "SUBLET_EVENT": event});
+        let text = format!(
+            "{}\nno JSON\n{}\n{}\n",
+            line("a", event.into()),
+            line("b", serde_json::json!([1, 2])),
+            line("c", "{}".into())
+        );
+        let (events, cursor) = parse(&text);
+        assert_eq!((events.len(), cursor.as_deref()), (1, Some("c")));
+        assert_eq!(parse(""), (Vec::new(), None));
+    }
+
+    #[test]
+    fn times_are_taken_in_every_form() {
+        let now = UNIX_EPOCH + Duration::from_secs(1_795_251_600);
+        let at = |text: &str| {
+            let moment = parse_moment_at(text, now).map(|moment| moment.duration_since(UNIX_EPOCH).unwrap());
+            moment.map(|since| since.as_secs_f64()).ok()
+        };
+        let nine = 1_795_251_600.0;
+        for text in [
+            "2026-11-21T09:00:00Z",
+            "2026-11-21T09:00:00",
+            "2026-11-21 09:00:00",
+            "2026-11-21T10:00:00+01:00",
+            "2026-11-21T04:30:00-04:30",
+            "1795251600",
+            "0s",
+        ] {
+            assert_eq!(at(text), Some(nine), "{text}");
+        }
+        assert_eq!(at("1795251600.25"), Some(nine + 0.25));
+        assert_eq!(at("2026-11-21"), Some(nine - 9.0 * 3600.0));
+        assert_eq!(at("1h30m"), Some(nine - 5400.0));
+        assert_eq!(at("99999years"), Some(0.0), "longer ago than time is");
+        assert_eq!(at("999999999999"), Some(999_999_999_999.0), "shown as the end of the year 9999");
+        for text in [
+            "",
+            "yesterday",
+            "2026-13-01",
+            "1795251600.",
+            "-5",
+            "2026-11-21T09:00:00+1:00",
+            "99999999999999999999",
+        ] {
+            assert_eq!(at(text), None, "{text}");
+        }
+        assert!(parse_moment("\u{1b}[2J").unwrap_err().starts_with("\\u{1b}[2J is no time"));
     }
 }

@@ -82,14 +82,14 @@ struct Guard {
 
 /// The daemons for whose clients verdicts have been carried out.
 struct Finished {
-    tell: Sender<DaemonKey>,
-    told: Receiver<DaemonKey>,
+    sender: Sender<DaemonKey>,
+    receiver: Receiver<DaemonKey>,
 }
 
 impl Default for Finished {
     fn default() -> Self {
-        let (tell, told) = channel();
-        Self { tell, told }
+        let (sender, receiver) = channel();
+        Self { sender, receiver }
     }
 }
 
@@ -113,7 +113,7 @@ impl Guard {
         let until = Instant::now() + time;
         let left = || until.saturating_duration_since(Instant::now());
         let Some(config) = config else { return thread::sleep(left()) };
-        while let Ok(daemon) = self.finished.told.recv_timeout(left()) {
+        while let Ok(daemon) = self.finished.receiver.recv_timeout(left()) {
             let events = self.carried_out(&daemon);
             self.sign(events, self.blind.clone(), config);
         }
@@ -246,10 +246,10 @@ impl Guard {
                 events.extend(acting.act_on(&verdicts));
                 continue;
             };
-            let (tell, of) = (self.finished.tell.clone(), key.clone());
+            let (sender, of) = (self.finished.sender.clone(), key.clone());
             let act = move || {
                 let events = acting.act_on(&verdicts);
-                let _ = tell.send(of);
+                let _ = sender.send(of);
                 events
             };
             let started = thread::Builder::new().name("act".to_owned()).spawn(act);
@@ -345,7 +345,7 @@ mod tests {
             let mut events = guard.act(&[verdict], &store, &config);
             let goes_on = is_still_asked(&dir);
             if events.is_empty() {
-                let daemon = guard.finished.told.recv().unwrap();
+                let daemon = guard.finished.receiver.recv().unwrap();
                 events = guard.carried_out(&daemon);
             }
             assert!(events[0].text.ends_with("it was ended"), "{}", events[0].text);

@@ -63,7 +63,6 @@ pub struct Event {
 }
 
 /// The latest events, oldest first; empty if the file cannot be read.
-#[must_use]
 pub fn events(config: &Config) -> Vec<Event> {
     read(config).events
 }
@@ -80,32 +79,30 @@ pub enum Sight {
 }
 
 /// What the guard sees now.
-#[must_use]
 pub fn sight(config: &Config) -> Sight {
     let book = read(config);
-    let now = uptime_seconds();
-    let recent = book.looked_at <= now && now - book.looked_at <= LIMIT;
-    match () {
-        () if book.boot_id.is_empty() || book.boot_id != boot_id::read().unwrap_or_default() || !recent => {
-            Sight::None
-        }
-        () if book.blind.is_empty() => Sight::All,
-        () => Sight::Blind(book.blind),
+    match age(&book) {
+        Some(..=LIMIT) if book.blind.is_empty() => Sight::All,
+        Some(..=LIMIT) => Sight::Blind(book.blind),
+        _ => Sight::None,
     }
 }
 
 /// How long ago the guard looked last, in seconds; `None`: not since boot.
-#[must_use]
 pub(crate) fn last_look(config: &Config) -> Option<u64> {
-    let book = read(config);
+    age(&read(config))
+}
+
+/// The age of the last look, if that was in this boot.
+fn age(book: &Book) -> Option<u64> {
     let is_of_now = !book.boot_id.is_empty() && book.boot_id == boot_id::read().unwrap_or_default();
     uptime_seconds().checked_sub(book.looked_at).filter(|_| is_of_now)
 }
 
 /// Adds `new` events and records that the guard runs; `blind` are the devices that cannot be checked.
 pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Result<()> {
-    let told: Vec<events::Event> = new.iter().map(told).collect();
-    events::emit(&config.state_dir, &told);
+    let new_events: Vec<events::Event> = new.iter().map(Event::recorded).collect();
+    events::emit(&config.state_dir, &new_events);
     let mut book: Book = history::read(&path(config), LARGEST)?;
     for event in new {
         book.events.push(event);
@@ -117,16 +114,18 @@ pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std
     replace(&path(config), &serde_json::to_vec(&book)?, 0o644)
 }
 
-/// As one of all that happens.
-fn told(event: &Event) -> events::Event {
-    events::Event {
-        uid: event.uid,
-        container_id: event.container_id.clone().unwrap_or_default(),
-        devices: vec![event.device.clone()],
-        reason: event.offence.as_str().to_owned(),
-        action: event.action.to_string(),
-        text: event.text.clone(),
-        ..events::Event::now(events::Kind::Guard)
+impl Event {
+    /// As one of all that happens, now.
+    pub(crate) fn recorded(&self) -> events::Event {
+        events::Event {
+            uid: self.uid,
+            container_id: self.container_id.clone().unwrap_or_default(),
+            devices: vec![self.device.clone()],
+            reason: self.offence.as_str().to_owned(),
+            action: self.action.to_string(),
+            text: self.text.clone(),
+            ..events::Event::now(events::Kind::Guard)
+        }
     }
 }
 

@@ -41,7 +41,6 @@ impl Offence {
         [Self::Memory, Self::Bypass, Self::Clients, Self::Left, Self::Stranger, Self::Server, Self::Silent];
 
     /// The word in JSON.
-    #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Memory => "memory",

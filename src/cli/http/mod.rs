@@ -10,7 +10,7 @@ mod tests;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 
-pub use server::Server;
+pub use server::{Listener, Server};
 
 /// What a page may do: nothing, if its answer does not say otherwise.
 const POLICY: &str = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
@@ -38,20 +38,10 @@ pub enum HttpError {
         "{address} is not a loopback address: other hosts could connect, and there is no encryption; use 127.0.0.1, or \
          allow it with {option}"
     )]
-    NotLoopback {
-        /// The address that was asked for.
-        address: SocketAddr,
-        /// The option that allows it.
-        option: &'static str,
-    },
+    NotLoopback { address: SocketAddr, option: &'static str },
     /// The address cannot be used.
     #[error("cannot listen at {address}: {source}{}", advice(source))]
-    Listen {
-        /// The address that was asked for.
-        address: SocketAddr,
-        /// The operating system's error.
-        source: io::Error,
-    },
+    Listen { address: SocketAddr, source: io::Error },
     /// There are no random bytes for a token.
     #[error("cannot make a token: getrandom: {0}")]
     Random(io::Error),

@@ -1,8 +1,9 @@
 //! The sockets: a fixed number of threads that each answer one connection after the other.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Read as _, Write as _};
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -24,72 +25,38 @@ const CLOSING: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// A listening socket.
-pub trait Listen: Send + Sync + 'static {
-    type Stream: Stream;
-
-    /// The next connection, and the address of this host that it came in on.
-    fn next(&self) -> io::Result<(Self::Stream, Option<IpAddr>)>;
+#[derive(Debug)]
+pub enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
 }
 
-/// A connection.
-pub trait Stream: Read + Write {
-    /// The longest that a read and a write take.
-    fn limit(&self, time: Duration) -> io::Result<()>;
-    /// Nothing more is sent.
-    fn finish(&self) -> io::Result<()>;
-}
-
-impl Listen for TcpListener {
-    type Stream = TcpStream;
-
-    fn next(&self) -> io::Result<(TcpStream, Option<IpAddr>)> {
-        let (stream, _) = self.accept()?;
-        let local = stream.local_addr()?.ip().to_canonical();
-        Ok((stream, Some(local)))
-    }
-}
-
-impl Listen for UnixListener {
-    type Stream = UnixStream;
-
-    fn next(&self) -> io::Result<(UnixStream, Option<IpAddr>)> {
-        self.accept().map(|(stream, _)| (stream, None))
-    }
-}
-
-impl Stream for TcpStream {
-    fn limit(&self, time: Duration) -> io::Result<()> {
-        self.set_read_timeout(Some(time))?;
-        self.set_write_timeout(Some(time))
-    }
-
-    fn finish(&self) -> io::Result<()> {
-        self.shutdown(Shutdown::Write)
-    }
-}
-
-impl Stream for UnixStream {
-    fn limit(&self, time: Duration) -> io::Result<()> {
-        self.set_read_timeout(Some(time))?;
-        self.set_write_timeout(Some(time))
-    }
-
-    fn finish(&self) -> io::Result<()> {
-        self.shutdown(Shutdown::Write)
+impl Listener {
+    /// The next connection, and the address of this host that it came in on; none for a Unix socket, whose stream differs
+    /// from another in nothing that is done with it here.
+    fn accept(&self) -> io::Result<(TcpStream, Option<IpAddr>)> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept()?;
+                let local = stream.local_addr()?.ip().to_canonical();
+                Ok((stream, Some(local)))
+            }
+            Self::Unix(listener) => Ok((OwnedFd::from(listener.accept()?.0).into(), None)),
+        }
     }
 }
 
 /// A server that has a socket and has not started yet.
 #[derive(Debug)]
-pub struct Server<L> {
-    pub listener: L,
+pub struct Server {
+    pub listener: Listener,
     /// Names of this host that a request may ask for, besides its addresses and `localhost`.
     pub names: Vec<String>,
     /// What every path must begin with.
     pub token: Option<Token>,
 }
 
-impl<L: Listen> Server<L> {
+impl Server {
     /// Answers requests by `answer` until the program ends, in threads of its own.
     pub fn start<A>(self, answer: A) -> io::Result<()>
     where
@@ -102,7 +69,7 @@ impl<L: Listen> Server<L> {
                 let (server, answer) = &*shared;
                 loop {
                     // A client that fails, or is too slow, gets nothing more.
-                    match server.listener.next() {
+                    match server.listener.accept() {
                         Ok((stream, local)) => drop(server.serve(stream, local, answer)),
                         Err(_) => thread::sleep(PAUSE),
                     }
@@ -115,7 +82,7 @@ impl<L: Listen> Server<L> {
 
     fn serve(
         &self,
-        mut stream: L::Stream,
+        mut stream: TcpStream,
         local: Option<IpAddr>,
         answer: &impl Fn(&Request) -> Response,
     ) -> io::Result<()> {
@@ -125,7 +92,7 @@ impl<L: Listen> Server<L> {
             Err(refused) => (refused, true),
         };
         write(&mut stream, &response.bytes(wants_body))?;
-        stream.finish()?;
+        stream.shutdown(Shutdown::Write)?;
         drain(&mut stream)
     }
 
@@ -140,7 +107,7 @@ impl<L: Listen> Server<L> {
 }
 
 /// Reads a request, or why it is refused.
-fn read(stream: &mut impl Stream, called: &Called<'_>) -> io::Result<Result<Head, Response>> {
+fn read(stream: &mut TcpStream, called: &Called<'_>) -> io::Result<Result<Head, Response>> {
     let until = Instant::now() + IN_TIME;
     let mut bytes = Vec::new();
     let mut piece = [0; 2048];
@@ -148,7 +115,7 @@ fn read(stream: &mut impl Stream, called: &Called<'_>) -> io::Result<Result<Head
         let Some(left) = left(until) else {
             return Ok(Err(Response::error(408, "the request did not come within 5 s")));
         };
-        stream.limit(left)?;
+        limit(stream, left)?;
         let length = match stream.read(&mut piece) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(length) => length,
@@ -164,10 +131,10 @@ fn read(stream: &mut impl Stream, called: &Called<'_>) -> io::Result<Result<Head
     }
 }
 
-fn write(stream: &mut impl Stream, mut bytes: &[u8]) -> io::Result<()> {
+fn write(stream: &mut TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     let until = Instant::now() + IN_TIME;
     while !bytes.is_empty() {
-        stream.limit(left(until).ok_or(io::ErrorKind::TimedOut)?)?;
+        limit(stream, left(until).ok_or(io::ErrorKind::TimedOut)?)?;
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(length) => bytes = &bytes[length..],
@@ -178,11 +145,17 @@ fn write(stream: &mut impl Stream, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// The longest that a read and a write take.
+fn limit(stream: &TcpStream, time: Duration) -> io::Result<()> {
+    stream.set_read_timeout(Some(time))?;
+    stream.set_write_timeout(Some(time))
+}
+
 /// Reads what the client still sends, until it closes its end.
-fn drain(stream: &mut impl Stream) -> io::Result<()> {
+fn drain(stream: &mut TcpStream) -> io::Result<()> {
     let until = Instant::now() + CLOSING;
     while let Some(left) = left(until) {
-        stream.limit(left)?;
+        limit(stream, left)?;
         if stream.read(&mut [0; 2048])? == 0 {
             break;
         }
@@ -190,7 +163,7 @@ fn drain(stream: &mut impl Stream) -> io::Result<()> {
     Ok(())
 }
 
-/// Interrupted, or nothing happened within the time of [`Stream::limit`]: the loops above look at the clock.
+/// Interrupted, or nothing happened within the time of [`limit`]: the loops above look at the clock.
 fn is_transient(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }

@@ -6,7 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{HttpError, Request, Response, Server, Token, bind};
+use super::{HttpError, Listener, Request, Response, Server, Token, bind};
 
 const LONG: usize = 32 << 20;
 
@@ -24,7 +24,8 @@ fn answer(request: &Request) -> Response {
 fn started(token: Option<Token>) -> SocketAddr {
     let listener = bind(([127, 0, 0, 1], 0).into(), false, "--open").unwrap();
     let address = listener.local_addr().unwrap();
-    Server { listener, names: vec!["gpu.example".to_owned()], token }.start(answer).unwrap();
+    let names = vec!["gpu.example".to_owned()];
+    Server { listener: Listener::Tcp(listener), names, token }.start(answer).unwrap();
     address
 }
 
@@ -158,7 +159,7 @@ fn more_connections_than_threads_are_all_answered() {
 fn a_unix_socket_has_no_names() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("socket");
-    let listener = UnixListener::bind(&path).unwrap();
+    let listener = Listener::Unix(UnixListener::bind(&path).unwrap());
     Server { listener, names: Vec::new(), token: None }.start(answer).unwrap();
     let mut stream = UnixStream::connect(&path).unwrap();
     stream.write_all(b"GET / HTTP/1.1\r\nHost: any\r\n\r\n").unwrap();

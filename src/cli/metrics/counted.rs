@@ -91,21 +91,21 @@ impl Durations {
     }
 
     fn family(&self, name: &'static str, help: &'static str, bounds: &[f64]) -> Family {
-        let sample = |suffix, labels: &[(&'static str, String)], value| Sample {
+        let sample = |suffix, bound: Option<String>, value| Sample {
             suffix,
-            labels: labels.to_vec(),
+            labels: bound.map(|bound| ("le", bound)).into_iter().collect(),
             value,
         };
         let mut below = 0;
         let mut samples = Vec::new();
         for (at, bound) in bounds.iter().enumerate() {
             below += self.counts.get(at).copied().unwrap_or_default();
-            samples.push(sample("_bucket", &[("le", format!("{bound:?}"))], float(below)));
+            samples.push(sample("_bucket", Some(format!("{bound:?}")), float(below)));
         }
-        samples.push(sample("_bucket", &[("le", "+Inf".to_owned())], float(self.count)));
-        samples.push(sample("_count", &[], float(self.count)));
-        samples.push(sample("_sum", &[], self.sum_seconds));
-        Family { kind: Type::Histogram, samples, ..Family::gauge(name, "seconds", help) }
+        samples.push(sample("_bucket", Some("+Inf".to_owned()), float(self.count)));
+        samples.push(sample("_count", None, float(self.count)));
+        samples.push(sample("_sum", None, self.sum_seconds));
+        Family { samples, ..Family::new(Type::Histogram, name, help) }
     }
 }
 
@@ -133,14 +133,13 @@ impl Totals {
     /// Pairs that did not occur begin with 0, like other counts.
     fn guard_actions(&self) -> Family {
         let help = "What the guard found, by offence and by what it did.";
-        let mut family = Family { kind: Type::Counter, ..Family::gauge("sublet_guard_actions", "", help) };
+        let mut family = Family::new(Type::Counter, "sublet_guard_actions", help);
         for offence in Offence::ALL.map(Offence::as_str) {
-            for action in
-                [Action::Report, Action::Terminate, Action::Container].map(|action| action.to_string())
-            {
+            for action in [Action::Report, Action::Terminate, Action::Container] {
+                let action = action.to_string();
                 let count = self.guard.get(offence).and_then(|actions| actions.get(&action)).copied();
                 let labels = [("offence", offence.to_owned()), ("action", action)];
-                family.add(&labels, Some(float(count.unwrap_or_default())));
+                family = family.with(&labels, Some(float(count.unwrap_or_default())));
             }
         }
         family
@@ -148,31 +147,18 @@ impl Totals {
 
     fn families(&self) -> Vec<Family> {
         let counter = |name, help, counts: &BTreeMap<String, u64>, label: &'static str, all: &[&str]| {
-            let mut family = Family { kind: Type::Counter, ..Family::gauge(name, "", help) };
-            let mut counts = counts.clone();
             // A count that begins with its first event has no increase that a query could see.
-            for word in all {
-                counts.entry((*word).to_owned()).or_default();
-            }
-            for (word, count) in &counts {
-                family.add(&[(label, word.clone())], Some(float(*count)));
-            }
-            family
+            let none = all.iter().map(|word| ((*word).to_owned(), 0));
+            let counts: BTreeMap<_, _> = none.chain(counts.clone()).collect();
+            let family = Family::new(Type::Counter, name, help);
+            let add = |family: Family, (word, count)| family.with(&[(label, word)], Some(float(count)));
+            counts.into_iter().fold(family, add)
         };
-        let of_kind = |kind: Kind| float(self.events.get(kind.as_str()).copied().unwrap_or_default());
-        let single = |name, help, value: f64| {
-            let mut family = Family { kind: Type::Counter, ..Family::gauge(name, "", help) };
-            family.add(&[], Some(value));
-            family
-        };
+        let restarts = self.events.get(Kind::MpsRestarted.as_str()).copied().unwrap_or_default();
+        let restarted = "MPS daemons that were restarted under running containers.";
+        let kinds = Kind::ALL.map(Kind::as_str);
         vec![
-            counter(
-                "sublet_events",
-                "What happened since boot, by kind.",
-                &self.events,
-                "kind",
-                &Kind::ALL.map(Kind::as_str),
-            ),
+            counter("sublet_events", "What happened since boot, by kind.", &self.events, "kind", &kinds),
             counter(
                 "sublet_refusals",
                 "Containers that were refused, by reason.",
@@ -180,11 +166,7 @@ impl Totals {
                 "reason",
                 &WORDS_FOR_REFUSALS,
             ),
-            single(
-                "sublet_mps_restarts",
-                "MPS daemons that were restarted under running containers.",
-                of_kind(Kind::MpsRestarted),
-            ),
+            Family::new(Type::Counter, "sublet_mps_restarts", restarted).with(&[], Some(float(restarts))),
             self.guard_actions(),
             self.held.family(
                 "sublet_lease_duration_seconds",

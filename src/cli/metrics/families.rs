@@ -1,14 +1,13 @@
 //! The gauges: what is there, booked and used now.
 
-use super::{CONTAINERS, Family, Sample, Type};
+use super::{CONTAINERS, Family, Type};
+use crate::shown::word;
 use crate::status::{DeviceUsed, LeaseOnDevice, Status};
 use sublet_core::process::epoch_seconds;
 
 /// Whether the state could be read.
 pub(super) fn up(is_up: bool) -> Family {
-    let mut family = Family::gauge("sublet_up", "", "Whether the state of this host could be read.");
-    family.add(&[], Some(f64::from(u8::from(is_up))));
-    family
+    Family::gauge("sublet_up", "Whether the state of this host could be read.").with(&[], Some(flag(is_up)))
 }
 
 /// Those of `status`.
@@ -21,13 +20,9 @@ pub(super) fn of(status: &Status) -> Vec<Family> {
 }
 
 fn driver(status: &Status) -> Family {
-    let labels =
-        vec![("version", status.driver.version.clone()), ("simulated", status.driver.simulated.to_string())];
-    Family {
-        kind: Type::Info,
-        samples: vec![Sample { suffix: "", labels, value: 1.0 }],
-        ..Family::gauge("sublet_driver", "", "The NVIDIA driver.")
-    }
+    let driver = &status.driver;
+    let labels = [("version", driver.version.clone()), ("simulated", driver.simulated.to_string())];
+    Family::new(Type::Info, "sublet_driver", "The NVIDIA driver.").with(&labels, Some(1.0))
 }
 
 /// A GPU or a MIG device, as far as both are the same.
@@ -80,63 +75,46 @@ fn all_devices(status: &Status) -> Vec<Device<'_>> {
 
 fn devices(status: &Status) -> Vec<Family> {
     let all = all_devices(status);
-    let family = |name, unit, help, value: &dyn Fn(&Device<'_>) -> Option<f64>| {
-        let mut family = Family::gauge(name, unit, help);
-        for device in &all {
-            family.add(&device.labels, value(device));
-        }
-        family
+    let family = |name, help, value: &dyn Fn(&Device<'_>) -> Option<f64>| {
+        let family = Family::gauge(name, help);
+        all.iter().fold(family, |family, device| family.with(&device.labels, value(device)))
     };
-    let mut info = Family { kind: Type::Info, ..Family::gauge("sublet_gpu", "", "A GPU or MIG device.") };
-    for device in &all {
-        let labels = [device.labels.clone(), device.about.clone()].concat();
-        info.samples.push(Sample { suffix: "", labels, value: 1.0 });
-    }
+    let info = Family::new(Type::Info, "sublet_gpu", "A GPU or MIG device.");
+    let labels = |device: &Device<'_>| [device.labels.clone(), device.about.clone()].concat();
+    let info = all.iter().fold(info, |info, device| info.with(&labels(device), Some(1.0)));
     let used = |device: &Device<'_>, of: fn(&DeviceUsed) -> Option<f64>| device.used.and_then(of);
     vec![
         info,
-        family("sublet_gpu_memory_bytes", "bytes", "Memory of the GPU or MIG device.", &|device| {
-            Some(bytes(device.memory_bytes))
+        family("sublet_gpu_memory_bytes", "Memory of the GPU or MIG device.", &|gpu| {
+            Some(bytes(gpu.memory_bytes))
         }),
-        family("sublet_gpu_memory_booked_bytes", "bytes", "Memory that leases have booked.", &|device| {
-            Some(bytes(device.booked_memory))
+        family("sublet_gpu_memory_booked_bytes", "Memory that leases have booked.", &|gpu| {
+            Some(bytes(gpu.booked_memory))
         }),
-        family(
-            "sublet_gpu_memory_used_bytes",
-            "bytes",
-            "Memory in use, as the driver reports it.",
-            &|device| used(device, |used| used.memory_bytes.map(bytes)),
-        ),
-        family(
-            "sublet_gpu_sm_booked_ratio",
-            "ratio",
-            "Part of the SMs that leases have booked.",
-            &|device| Some(device.booked_sm / 100.0),
-        ),
-        family("sublet_gpu_busy_ratio", "ratio", "Part of the time in which a kernel ran.", &|device| {
-            used(device, |used| used.busy_percent.map(|percent| f64::from(percent) / 100.0))
+        family("sublet_gpu_memory_used_bytes", "Memory in use, as the driver reports it.", &|gpu| {
+            used(gpu, |used| used.memory_bytes.map(bytes))
         }),
-        family("sublet_gpu_power_watts", "watts", "Power draw.", &|device| {
-            used(device, |used| used.power_watts)
+        family("sublet_gpu_sm_booked_ratio", "Part of the SMs that leases have booked.", &|gpu| {
+            Some(gpu.booked_sm / 100.0)
         }),
-        family("sublet_gpu_power_limit_watts", "watts", "Power limit in force.", &|device| {
-            used(device, |used| used.power_limit_watts)
+        family("sublet_gpu_busy_ratio", "Part of the time in which a kernel ran.", &|gpu| {
+            used(gpu, |used| used.busy_percent.map(ratio))
         }),
-        family("sublet_gpu_temperature_celsius", "celsius", "Temperature.", &|device| {
-            used(device, |used| used.temperature_celsius.map(f64::from))
+        family("sublet_gpu_power_watts", "Power draw.", &|gpu| used(gpu, |used| used.power_watts)),
+        family("sublet_gpu_power_limit_watts", "Power limit in force.", &|gpu| {
+            used(gpu, |used| used.power_limit_watts)
         }),
-        family("sublet_gpu_leases", "", "Leases on the GPU or MIG device.", &|device| {
-            Some(count(device.leases))
+        family("sublet_gpu_temperature_celsius", "Temperature.", &|gpu| {
+            used(gpu, |used| used.temperature_celsius.map(f64::from))
         }),
-        family("sublet_gpu_outside_processes", "", "Processes that use it without a lease.", &|device| {
-            used(device, |used| Some(count(used.outside.len())))
+        family("sublet_gpu_leases", "Leases on the GPU or MIG device.", &|gpu| Some(count(gpu.leases))),
+        family("sublet_gpu_outside_processes", "Processes that use it without a lease.", &|gpu| {
+            used(gpu, |used| Some(count(used.outside.len())))
         }),
-        family("sublet_gpu_healthy", "", "Whether the GPU is served: not lost, and not sick.", &|device| {
-            device.served.map(|served| f64::from(u8::from(served)))
+        family("sublet_gpu_healthy", "Whether the GPU is served: not lost, and not sick.", &|gpu| {
+            gpu.served.map(flag)
         }),
-        family("sublet_gpu_drained", "", "Whether it takes no new lease.", &|device| {
-            Some(f64::from(u8::from(device.drained)))
-        }),
+        family("sublet_gpu_drained", "Whether it takes no new lease.", &|gpu| Some(flag(gpu.drained))),
     ]
 }
 
@@ -147,79 +125,63 @@ fn containers(status: &Status) -> Vec<Family> {
     let beyond = ids.split_off(ids.len().min(CONTAINERS));
     let shown: Vec<&LeaseOnDevice> =
         status.leases.iter().filter(|lease| ids.binary_search(&lease.id.as_str()).is_ok()).collect();
-    let family = |name, unit, help, value: &dyn Fn(&LeaseOnDevice) -> Option<f64>| {
-        let mut family = Family::gauge(name, unit, help);
-        for lease in &shown {
-            family.add(&labels(lease, status), value(lease));
-        }
-        family
+    let family = |name, help, value: &dyn Fn(&LeaseOnDevice) -> Option<f64>| {
+        let family = Family::gauge(name, help);
+        shown.iter().fold(family, |family, lease| family.with(&labels(lease, status), value(lease)))
     };
-    let mut info =
-        Family { kind: Type::Info, ..Family::gauge("sublet_lease", "", "A container's lease of a device.") };
+    let mut info = Family::new(Type::Info, "sublet_lease", "A container's lease of a device.");
     for lease in &shown {
         let mut all = labels(lease, status);
-        let text = |text: &Option<String>| text.clone().unwrap_or_default();
         all.extend([
             ("lease", lease.id.clone()),
             ("container_id", lease.container_id.clone()),
             ("engine", lease.engine.as_ref().map(word).unwrap_or_default()),
-            ("image", text(&lease.image)),
-            ("part_of", text(&lease.part_of)),
+            ("image", lease.image.clone().unwrap_or_default()),
+            ("part_of", lease.part_of.clone().unwrap_or_default()),
             ("user", lease.user.clone()),
             ("mode", lease.mode.as_str().to_owned()),
             ("isolation", word(&lease.isolation)),
             ("state", word(&lease.state)),
         ]);
-        info.samples.push(Sample { suffix: "", labels: all, value: 1.0 });
+        info = info.with(&all, Some(1.0));
     }
-    let mut left =
-        Family::gauge("sublet_leases_without_samples", "", "Leases beyond the most that have samples.");
-    left.add(&[], Some(count(beyond.len())));
+    let left = Family::gauge("sublet_leases_without_samples", "Leases beyond the most that have samples.");
     vec![
         info,
-        left,
+        left.with(&[], Some(count(beyond.len()))),
         family(
             "sublet_container_memory_limit_bytes",
-            "bytes",
             "Memory limit of the container on the device; none without a limit.",
             &|lease| lease.memory_bytes.map(bytes),
         ),
         family(
             "sublet_container_memory_used_bytes",
-            "bytes",
             "Memory of the container's processes on the device.",
             &|lease| lease.used.memory_bytes.map(bytes),
         ),
         family(
             "sublet_container_sm_limit_ratio",
-            "ratio",
             "SM limit of the container; none without a limit.",
             &|lease| lease.sm_percent.map(|sm| sm / 100.0),
         ),
         family(
             "sublet_container_busy_ratio",
-            "ratio",
             "Part of the SMs that the container computed on. Containers of a shared MPS server have none: the driver does not tell them apart.",
-            &|lease| lease.used.sm_percent.map(|percent| f64::from(percent) / 100.0),
+            &|lease| lease.used.sm_percent.map(ratio),
         ),
         family(
             "sublet_container_server_busy_ratio",
-            "ratio",
             "Part of the SMs that all containers of the shared MPS server computed on.",
-            &|lease| lease.used.server_sm_percent.map(|percent| f64::from(percent) / 100.0),
+            &|lease| lease.used.server_sm_percent.map(ratio),
         ),
         family(
             "sublet_container_processes",
-            "",
             "The container's processes with contexts on the device.",
             &|lease| lease.used.processes.map(count),
         ),
-        family(
-            "sublet_lease_since_seconds",
-            "seconds",
-            "When the lease was taken, since the epoch.",
-            &|lease| Some(bytes(lease.taken)),
-        ),
+        family("sublet_lease_since_seconds", "When the lease was taken, since the epoch.", &|lease| {
+            Some(bytes(lease.taken))
+        }),
     ]
 }
 
@@ -246,32 +208,30 @@ fn label(lease: &LeaseOnDevice) -> &str {
 }
 
 fn service(status: &Status) -> Vec<Family> {
-    let mut watching =
-        Family::gauge("sublet_guard_watching", "", "Whether the guard checks every leased device.");
-    watching.add(&[], Some(f64::from(u8::from(status.guard.watching))));
+    let watching = Family::gauge("sublet_guard_watching", "Whether the guard checks every leased device.");
     // A time, and not an age: the age in a file that is not written any more would stay young.
-    let mut looked = Family::gauge(
+    let looked = Family::gauge(
         "sublet_guard_last_look_timestamp_seconds",
-        "seconds",
         "When `sublet serve` last checked, since the epoch.",
     );
-    looked.add(&[], status.guard.last_look_seconds.map(|age| bytes(epoch_seconds().saturating_sub(age))));
-    let mut warnings = Family::gauge("sublet_warnings", "", "Lines that `sublet status` shows first.");
-    warnings.add(&[], Some(count(status.warnings.len())));
-    let mut daemons = Family::gauge("sublet_mps_daemons", "", "MPS control daemons by state.");
+    let looked_at = status.guard.last_look_seconds.map(|age| bytes(epoch_seconds().saturating_sub(age)));
+    let warnings = Family::gauge("sublet_warnings", "Lines that `sublet status` shows first.");
+    let mut daemons = Family::gauge("sublet_mps_daemons", "MPS control daemons by state.");
     for state in ["starting", "serving", "stopping", "fault", "down"] {
         let number = status.mps.iter().filter(|daemon| word(&daemon.state) == state).count();
-        daemons.add(&[("state", state.to_owned())], Some(count(number)));
+        daemons = daemons.with(&[("state", state.to_owned())], Some(count(number)));
     }
-    let mut clients = Family::gauge("sublet_mps_clients", "", "Clients of an MPS control daemon's servers.");
+    let mut clients = Family::gauge("sublet_mps_clients", "Clients of an MPS control daemon's servers.");
     for daemon in &status.mps {
-        clients.add(&[("daemon", daemon.key.to_string())], daemon.clients.map(count));
+        clients = clients.with(&[("daemon", daemon.key.to_string())], daemon.clients.map(count));
     }
-    vec![watching, looked, warnings, daemons, clients]
-}
-
-fn word(value: &impl serde::Serialize) -> String {
-    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+    vec![
+        watching.with(&[], Some(flag(status.guard.watching))),
+        looked.with(&[], looked_at),
+        warnings.with(&[], Some(count(status.warnings.len()))),
+        daemons,
+        clients,
+    ]
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a byte more or less of petabytes")]
@@ -282,4 +242,12 @@ fn bytes(number: u64) -> f64 {
 #[expect(clippy::cast_precision_loss, reason = "small numbers")]
 fn count(number: usize) -> f64 {
     number as f64
+}
+
+fn flag(is: bool) -> f64 {
+    f64::from(u8::from(is))
+}
+
+fn ratio(percent: u32) -> f64 {
+    f64::from(percent) / 100.0
 }

@@ -31,8 +31,6 @@ struct Family {
     /// Without the suffix of its type.
     name: &'static str,
     kind: Type,
-    /// The unit that the name ends with; empty without one.
-    unit: &'static str,
     help: &'static str,
     samples: Vec<Sample>,
 }
@@ -46,15 +44,28 @@ struct Sample {
     value: f64,
 }
 
+/// The units of Prometheus that names here end with.
+const UNITS: [&str; 5] = ["bytes", "celsius", "ratio", "seconds", "watts"];
+
 impl Family {
-    const fn gauge(name: &'static str, unit: &'static str, help: &'static str) -> Self {
-        Self { name, kind: Type::Gauge, unit, help, samples: Vec::new() }
+    const fn new(kind: Type, name: &'static str, help: &'static str) -> Self {
+        Self { name, kind, help, samples: Vec::new() }
     }
 
-    fn add(&mut self, labels: &[(&'static str, String)], value: Option<f64>) {
-        if let Some(value) = value {
-            self.samples.push(Sample { suffix: "", labels: labels.to_vec(), value });
-        }
+    const fn gauge(name: &'static str, help: &'static str) -> Self {
+        Self::new(Type::Gauge, name, help)
+    }
+
+    fn with(mut self, labels: &[(&'static str, String)], value: Option<f64>) -> Self {
+        let sample = |value| Sample { suffix: "", labels: labels.to_vec(), value };
+        self.samples.extend(value.map(sample));
+        self
+    }
+
+    /// The unit that the name ends with.
+    fn unit(&self) -> Option<&'static str> {
+        let (_, last) = self.name.rsplit_once('_')?;
+        UNITS.into_iter().find(|unit| *unit == last)
     }
 }
 

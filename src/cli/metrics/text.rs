@@ -44,8 +44,8 @@ fn head(text: &mut String, family: &Family, format: Format) {
         Format::Prometheus => (format!("{}{suffix}", family.name), old_kind),
     };
     let _ = writeln!(text, "# TYPE {name} {kind}");
-    if format == Format::Openmetrics && !family.unit.is_empty() {
-        let _ = writeln!(text, "# UNIT {name} {}", family.unit);
+    if let Some(unit) = family.unit().filter(|_| format == Format::Openmetrics) {
+        let _ = writeln!(text, "# UNIT {name} {unit}");
     }
     let _ = writeln!(text, "# HELP {name} {}", family.help);
 }
@@ -90,29 +90,24 @@ mod tests {
     use super::*;
 
     fn families() -> Vec<Family> {
-        let mut gauge = Family::gauge("sublet_x_bytes", "bytes", "What x has.");
-        gauge.add(&[("container", "a\"b\\c\nd\u{1b}".to_owned())], Some(12.5));
-        gauge.add(&[], None);
-        let empty = Family::gauge("sublet_y", "", "Nothing.");
+        let gauge = Family::gauge("sublet_x_bytes", "What x has.");
+        let gauge = gauge.with(&[("container", "a\"b\\c\nd\u{1b}".to_owned())], Some(12.5)).with(&[], None);
+        let empty = Family::gauge("sublet_y", "Nothing.");
         let sample = |suffix, labels: &[(&'static str, String)], value| Sample {
             suffix,
             labels: labels.to_vec(),
             value,
         };
-        let counter = Family {
-            kind: Type::Counter,
-            samples: vec![sample("", &[("reason", "no-room".to_owned())], 3.0)],
-            ..Family::gauge("sublet_refusals", "", "Refusals.")
-        };
+        let counter = Family::new(Type::Counter, "sublet_refusals", "Refusals.");
+        let counter = counter.with(&[("reason", "no-room".to_owned())], Some(3.0));
         let histogram = Family {
-            kind: Type::Histogram,
             samples: vec![
                 sample("_bucket", &[("le", "1".to_owned())], 1.0),
                 sample("_bucket", &[("le", "+Inf".to_owned())], 2.0),
                 sample("_count", &[], 2.0),
                 sample("_sum", &[], 7.5),
             ],
-            ..Family::gauge("sublet_lease_seconds", "seconds", "How long.")
+            ..Family::new(Type::Histogram, "sublet_lease_seconds", "How long.")
         };
         vec![gauge, empty, counter, histogram]
     }

@@ -9,30 +9,16 @@ pub enum ApplyError {
     #[error(
         "GPU {index}: switching MIG mode needs a reset of the GPU: add --allow-reset; nothing was changed"
     )]
-    Reset {
-        /// NVML's index.
-        index: u32,
-    },
+    Reset { index: u32 },
     /// A step failed before anything was changed.
     #[error("{cause}; nothing was changed")]
-    Nothing {
-        /// The step and the driver's message.
-        cause: String,
-    },
+    Nothing { cause: String },
     /// A step failed, and what had been done was undone.
     #[error("{cause}; every change was undone")]
-    Undone {
-        /// The step and the driver's message.
-        cause: String,
-    },
+    Undone { cause: String },
     /// A step failed, and undoing failed too.
     #[error("{cause}; and not every change could be undone: {left}")]
-    Left {
-        /// The step and the driver's message.
-        cause: String,
-        /// What differs from the state before, and why.
-        left: String,
-    },
+    Left { cause: String, left: String },
 }
 
 /// Carries out the plans in order. If a step fails, the completed steps are undone in reverse. Undone instances are

@@ -6,7 +6,6 @@ use super::{Gpu, Instance, device_name};
 use sublet_core::text::safe;
 
 /// The layout file of these GPUs; those that cannot do MIG are left out.
-#[must_use]
 pub fn export(gpus: &[Gpu]) -> String {
     let mut out = "# A MIG layout as `sublet mig export` found it (docs/mig.md).\n".to_owned();
     for (gpu, mode) in gpus.iter().filter_map(|gpu| Some((gpu, gpu.mode?))) {

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+
 use sublet_core::ledger::{Freed, Ledger, LedgerError, MigBusy, MigChange, Store};
 use sublet_core::process::Process;
 
@@ -75,5 +77,30 @@ impl Drop for Fence<'_> {
         if let Err(error) = ended {
             tracing::warn!("the GPUs take no lease until this process has ended: {error}");
         }
+    }
+}
+
+/// While it exists these signals are blocked, so that no layout is left half done.
+#[derive(Debug)]
+pub(crate) struct Uninterrupted {
+    before: Option<SigSet>,
+}
+
+impl Uninterrupted {
+    /// Blocks the signals from now on.
+    pub fn begin() -> Self {
+        let mut polite = SigSet::empty();
+        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+            polite.add(signal);
+        }
+        let mut before = SigSet::empty();
+        let blocked = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&polite), Some(&mut before));
+        Self { before: blocked.is_ok().then_some(before) }
+    }
+}
+
+impl Drop for Uninterrupted {
+    fn drop(&mut self) {
+        let _ = sigprocmask(SigmaskHow::SIG_SETMASK, self.before.as_ref(), None);
     }
 }

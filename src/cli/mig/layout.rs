@@ -29,22 +29,10 @@ pub struct Layout {
 pub enum LayoutError {
     /// It cannot be read.
     #[error("layout {} cannot be read: {source}", safe(&path.to_string_lossy()))]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// The operating system's error.
-        source: io::Error,
-    },
+    Unreadable { path: PathBuf, source: io::Error },
     /// The file contradicts itself or is not valid.
     #[error("layout {}:{line}: {message}", safe(&path.to_string_lossy()))]
-    Invalid {
-        /// The file.
-        path: PathBuf,
-        /// Counted from 1.
-        line: usize,
-        /// What is wrong, and what would be correct.
-        message: String,
-    },
+    Invalid { path: PathBuf, line: usize, message: String },
 }
 
 impl Layout {
@@ -72,7 +60,6 @@ impl Layout {
     }
 
     /// The path of the file.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }

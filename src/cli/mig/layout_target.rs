@@ -33,7 +33,6 @@ pub struct Want {
 
 impl Want {
     /// The want that describes `one` as it is.
-    #[must_use]
     pub fn of(one: &Instance) -> Self {
         let mut compute: Vec<u32> = one.compute.iter().map(|part| part.slices).collect();
         compute.sort_unstable();
@@ -43,7 +42,6 @@ impl Want {
 
 impl Target {
     /// This target, plus the instances of `gpu` at `spans` as they are.
-    #[must_use]
     pub fn beside(&self, gpu: &Gpu, spans: &[Span]) -> Self {
         let there = gpu.instances.iter().filter(|one| spans.contains(&one.span)).map(Want::of);
         let want = self.want.iter().cloned().chain(there.filter(|_| self.on)).collect();

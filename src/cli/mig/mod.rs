@@ -26,12 +26,12 @@ mod packing;
 mod parted;
 mod plan;
 mod profile_choice;
-mod signals_held;
 
 pub use crate::nvml_mig::{Profile, Span};
 pub use apply::{ApplyError, apply};
 pub use export::export;
 pub(crate) use fence::Fence;
+pub(crate) use fence::Uninterrupted;
 pub use layout::{Layout, LayoutError};
 pub use layout_target::{Target, Want, targets};
 pub(crate) use making_instances::Making;
@@ -40,7 +40,6 @@ pub use nvml::Nvml;
 pub use occupied::{made, mark, seen};
 pub use plan::{Obstacle, Plan, Step, plan};
 pub(crate) use profile_choice::{Foreseen, foresee};
-pub(crate) use signals_held::Uninterrupted;
 
 /// A kind of compute instance that a GPU instance can have.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,7 +69,6 @@ pub struct Instance {
 
 impl Instance {
     /// The lease or process that keeps it where it is.
-    #[must_use]
     pub fn holder(&self) -> Option<&str> {
         self.held.as_deref().or_else(|| self.compute.iter().find_map(|compute| compute.held.as_deref()))
     }
@@ -138,26 +136,22 @@ pub struct Gpu {
 
 impl Gpu {
     /// The profile with this id.
-    #[must_use]
     pub fn profile(&self, id: u32) -> Option<&Profile> {
         self.profiles.iter().find(|profile| profile.id == id)
     }
 
     /// The profile's name for messages; its id if the driver gives it no name.
-    #[must_use]
     pub(crate) fn profile_name(&self, id: u32) -> String {
         self.profile(id).map_or_else(|| format!("profile {id}"), |profile| profile.name.clone())
     }
 
     /// The GPU in messages, such as `GPU 0`.
-    #[must_use]
     pub fn label(&self) -> String {
         format!("GPU {}", self.index)
     }
 }
 
 /// The name of a compute instance: `1c.2g.35gb` for a part of a `2g.35gb`, the profile's own name for the whole.
-#[must_use]
 pub(crate) fn device_name(profile: &Profile, slices: u32) -> String {
     if slices == profile.slices { profile.name.clone() } else { format!("{slices}c.{}", profile.name) }
 }

@@ -59,7 +59,6 @@ pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {
 }
 
 /// The places of the instances of `gpu` that were created for containers.
-#[must_use]
 pub fn made(gpu: &Gpu, ledger: &Ledger) -> Vec<Span> {
     let is = |made: &DynamicInstance, one: &Instance| {
         let same = made.gpu == gpu.uuid && (one.span.start, one.span.size) == made.placement;

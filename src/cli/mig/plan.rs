@@ -25,41 +25,13 @@ pub enum Step {
     /// Switches MIG mode.
     Mode(bool),
     /// Destroys a compute instance.
-    DestroyCompute {
-        /// Its GPU instance.
-        instance: Instance,
-        /// The compute instance.
-        compute: Compute,
-        /// Its name in messages.
-        name: String,
-    },
+    DestroyCompute { instance: Instance, compute: Compute, name: String },
     /// Destroys a GPU instance, which is empty by then.
-    DestroyInstance {
-        /// The instance.
-        instance: Instance,
-        /// Its name in messages.
-        name: String,
-    },
+    DestroyInstance { instance: Instance, name: String },
     /// Creates a GPU instance.
-    CreateInstance {
-        /// Its profile's id.
-        profile: u32,
-        /// Its place.
-        span: Span,
-        /// Its name in messages.
-        name: String,
-    },
+    CreateInstance { profile: u32, span: Span, name: String },
     /// Creates a compute instance.
-    CreateCompute {
-        /// The place of its GPU instance.
-        at: Span,
-        /// Compute slices.
-        slices: u32,
-        /// The compute slices of the GPU instance that it gets; `None` leaves the choice to the driver.
-        span: Option<Span>,
-        /// Its name in messages.
-        name: String,
-    },
+    CreateCompute { at: Span, slices: u32, span: Option<Span>, name: String },
 }
 
 impl fmt::Display for Step {
@@ -99,89 +71,31 @@ pub enum Obstacle {
         "GPU {index} ({}) does not support MIG: leave it out of the layout, or set mig = false",
         safe(name)
     )]
-    NotCapable {
-        /// NVML's index.
-        index: u32,
-        /// Its model.
-        name: String,
-    },
+    NotCapable { index: u32, name: String },
     /// The mode of a GPU in use would have to change.
     #[error("GPU {index}: MIG mode cannot be switched {to} while {} the GPU: end it first", safe(who))]
-    InUse {
-        /// NVML's index.
-        index: u32,
-        /// `on` or `off`.
-        to: &'static str,
-        /// Such as `process 4711 holds`.
-        who: String,
-    },
+    InUse { index: u32, to: &'static str, who: String },
     /// More of a profile than any GPU of this model can have.
     #[error("GPU {index}: the layout has {asked} {profile}, and this GPU can have at most {most}")]
-    TooMany {
-        /// NVML's index.
-        index: u32,
-        /// The profile's name.
-        profile: String,
-        /// How many are wanted.
-        asked: usize,
-        /// How many are possible.
-        most: u32,
-    },
+    TooMany { index: u32, profile: String, asked: usize, most: u32 },
     /// A start that the driver does not allow.
     #[error("GPU {index}: a {profile} cannot start at {start}, only at {allowed}")]
-    NoSuchPlace {
-        /// NVML's index.
-        index: u32,
-        /// The profile's name.
-        profile: String,
-        /// The start in the layout.
-        start: u32,
-        /// The starts that are possible.
-        allowed: String,
-    },
+    NoSuchPlace { index: u32, profile: String, start: u32, allowed: String },
     /// The compute instances together are larger than their GPU instance.
     #[error("GPU {index}: {cut} together do not fit a {profile}, which has {slices} compute slices")]
-    NoSuchCut {
-        /// NVML's index.
-        index: u32,
-        /// The profile's name.
-        profile: String,
-        /// The compute instances wanted.
-        cut: String,
-        /// The compute slices that it has.
-        slices: u32,
-    },
+    NoSuchCut { index: u32, profile: String, cut: String, slices: u32 },
     /// The instances need more of certain engines than the GPU has; only some profiles have these engines.
     #[error("GPU {index}: {wanted} need more {engines} than this GPU has")]
-    Media {
-        /// NVML's index.
-        index: u32,
-        /// The instances wanted.
-        wanted: String,
-        /// The engines that are missing.
-        engines: &'static str,
-    },
+    Media { index: u32, wanted: String, engines: &'static str },
     /// Even an empty GPU could not have these instances.
     #[error("GPU {index}: {wanted} together do not fit this GPU, in any arrangement")]
-    DoesNotFit {
-        /// NVML's index.
-        index: u32,
-        /// The instances wanted.
-        wanted: String,
-    },
+    DoesNotFit { index: u32, wanted: String },
     /// An instance in use has no place in the layout, or leaves no place for the rest.
     #[error(
         "GPU {index}: it is not possible to {wanted} around {held}: end its use first, or give it a place \
          in the layout"
     )]
-    InTheWay {
-        /// NVML's index.
-        index: u32,
-        /// The instances wanted.
-        wanted: String,
-        /// The instances that stay, each with its user.
-        held: String,
-    },
+    InTheWay { index: u32, wanted: String, held: String },
 }
 
 /// The steps from the current state of `gpu` to `target`.
@@ -363,27 +277,14 @@ fn recut(gpu: &Gpu, instance: &Instance, compute: &[u32]) -> Option<(u32, Vec<St
     let stays = |one: &&Compute| instance.held.is_some() || one.held.is_some();
     let fixed: Vec<Span> = instance.compute.iter().filter(stays).map(|one| one.span).collect();
     let (_, placed) = arrange(&groups, &fixed, &Terms { price: &price, worth: &|_| Vec::new() })?;
-    let name = |slices| named(gpu, instance.profile, slices);
-    let gone: Vec<Step> = instance
-        .compute
-        .iter()
-        .filter(|one| !placed.iter().any(|&(group, span)| span == one.span && sizes[group] == one.slices))
-        .map(|one| Step::DestroyCompute {
-            instance: instance.clone(),
-            compute: one.clone(),
-            name: name(one.slices),
-        })
-        .collect();
-    let new: Vec<Step> = placed
-        .iter()
-        .filter(|&&(group, span)| there(group, span).is_none())
-        .map(|&(group, span)| Step::CreateCompute {
-            at: instance.span,
-            slices: sizes[group],
-            span: Some(span),
-            name: name(sizes[group]),
-        })
-        .collect();
+    let stays_in = |one: &Compute, (group, span): Placed| span == one.span && sizes[group] == one.slices;
+    let gone = instance.compute.iter().filter(|one| !placed.iter().any(|&place| stays_in(one, place)));
+    let gone: Vec<Step> = gone.map(|one| destroy_compute(gpu, instance, one)).collect();
+    let new = placed.iter().filter(|&&(group, span)| there(group, span).is_none());
+    let create = |&(group, span): &Placed| {
+        create_compute(gpu, instance.profile, instance.span, sizes[group], Some(span))
+    };
+    let new: Vec<Step> = new.map(create).collect();
     Some((u32::try_from(gone.len() + new.len()).ok()?, gone, new))
 }
 
@@ -401,12 +302,17 @@ fn named(gpu: &Gpu, profile: u32, slices: u32) -> String {
     gpu.profile(profile).map_or_else(|| gpu.profile_name(profile), |profile| device_name(profile, slices))
 }
 
+fn destroy_compute(gpu: &Gpu, instance: &Instance, compute: &Compute) -> Step {
+    let name = named(gpu, instance.profile, compute.slices);
+    Step::DestroyCompute { instance: instance.clone(), compute: compute.clone(), name }
+}
+
+fn create_compute(gpu: &Gpu, profile: u32, at: Span, slices: u32, span: Option<Span>) -> Step {
+    Step::CreateCompute { at, slices, span, name: named(gpu, profile, slices) }
+}
+
 fn destroy(gpu: &Gpu, instance: &Instance) -> Vec<Step> {
-    let compute = instance.compute.iter().map(|compute| Step::DestroyCompute {
-        instance: instance.clone(),
-        compute: compute.clone(),
-        name: named(gpu, instance.profile, compute.slices),
-    });
+    let compute = instance.compute.iter().map(|one| destroy_compute(gpu, instance, one));
     let whole =
         Step::DestroyInstance { instance: instance.clone(), name: gpu.profile_name(instance.profile) };
     compute.chain([whole]).collect()
@@ -417,12 +323,7 @@ fn create(gpu: &Gpu, want: &Want, span: Span) -> Vec<Step> {
     let name = gpu.profile_name(want.profile);
     let mut sizes = want.compute.clone();
     sizes.sort_unstable_by(|a, b| b.cmp(a));
-    let compute = sizes.into_iter().map(|slices| Step::CreateCompute {
-        at: span,
-        slices,
-        span: None,
-        name: named(gpu, want.profile, slices),
-    });
+    let compute = sizes.into_iter().map(|slices| create_compute(gpu, want.profile, span, slices, None));
     [Step::CreateInstance { profile: want.profile, span, name }].into_iter().chain(compute).collect()
 }
 

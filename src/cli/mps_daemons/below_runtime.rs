@@ -6,13 +6,17 @@ use std::fs;
 use std::thread::sleep;
 use std::time::Duration;
 
-use super::by_service::is_by_service;
+use nix::unistd::getppid;
+
 use sublet_core::admit::{self, Local};
+use sublet_core::broker::client::Broker;
+use sublet_core::broker::protocol::{Answer, Ask};
 use sublet_core::config::Config;
 use sublet_core::ledger::{DaemonKey, Lease, LeaseId, Ledger, Store};
 use sublet_core::mps::idle::waits;
 use sublet_core::mps::{self, MpsError, child_await, limits_and_state};
 use sublet_core::process::Process;
+use sublet_core::process::sublet::SubletError;
 use sublet_core::text::safe;
 
 /// The process that adopts orphans whom no other has asked for.
@@ -105,4 +109,41 @@ pub(crate) fn await_end(id: &LeaseId, store: &Store, config: &Config) -> Result<
 fn is_needed(key: &DaemonKey, ledger: &Ledger, config: &Config) -> bool {
     let rests = limits_and_state::daemon(ledger, key).is_some_and(|daemon| waits(daemon, ledger, config));
     rests || ledger.on_daemon(key).next().is_some()
+}
+
+// Without systemd, `sublet serve` starts the daemons where it runs. A process that is started below a container runtime
+// stays below it: the kernel gives orphans to the nearest process above that asked for them (`PR_SET_CHILD_SUBREAPER`,
+// prctl(2)), and `crun run`, say, waits until it has no child any more.
+
+/// How long the service may take to say that it is there.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Has the service start the daemon of `key`. `None`: this process has to, because there is no service, because it is a
+/// child of the service, or because systemd runs.
+pub(super) fn start(
+    key: &DaemonKey,
+    ledger: &Ledger,
+    config: &Config,
+) -> Option<Result<Vec<String>, MpsError>> {
+    ledger.keeper.filter(Process::is_alive)?;
+    if sd_notify::booted().unwrap_or(false) || is_by_service(ledger) {
+        return None;
+    }
+    // One that hangs must not keep a container from starting.
+    let asked = Broker::answers(config, PATIENCE);
+    match asked.and_then(|()| Broker::new(config).ask(&Ask::StartDaemon { key: key.0.clone() })) {
+        Ok(Answer::Started(warnings)) => Some(Ok(warnings)),
+        Ok(Answer::NotStarted(why)) => Some(Err(MpsError::Own(SubletError(why)))),
+        // It hangs, is ending, or of a version that does not start daemons for others.
+        Ok(_) => None,
+        Err(error) => {
+            tracing::debug!("{error}");
+            None
+        }
+    }
+}
+
+/// Whether this process is a child of the service, by which no process is kept waiting.
+pub(super) fn is_by_service(ledger: &Ledger) -> bool {
+    ledger.keeper.is_some_and(|keeper| keeper.pid == getppid().as_raw())
 }

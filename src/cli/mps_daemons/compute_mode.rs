@@ -47,7 +47,9 @@ pub(super) fn enter(
         return Ok(Entered::default());
     }
     match try_enter(key, policy, store, config) {
-        Err(Attempt::Refused(_)) if server_runs(key, &store.read()?) => {
+        Err(Attempt::Refused(_))
+            if limits_and_state::daemon(&store.read()?, key).is_some_and(limits_and_state::is_alive) =>
+        {
             Ok(Entered { beside_server: true, ..Entered::default() })
         }
         Err(Attempt::Unable(why) | Attempt::Refused(why)) if policy == ExclusiveComputeMode::Auto => {
@@ -59,10 +61,6 @@ pub(super) fn enter(
         Err(Attempt::Failed(error)) => Err(error),
         Ok(changed) => Ok(Entered { changed, ..Entered::default() }),
     }
-}
-
-fn server_runs(key: &DaemonKey, ledger: &Ledger) -> bool {
-    limits_and_state::daemon(ledger, key).is_some_and(limits_and_state::is_alive)
 }
 
 /// Why the mode was not set.

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};
 
-use super::by_service::is_systemd_running;
 use super::detach::{self, Left};
 use super::logs::Logs;
 use sublet_core::ledger::DaemonKey;
@@ -42,7 +41,9 @@ pub(super) struct Launch<'a> {
 impl Launch<'_> {
     /// Starts the daemon: as a systemd unit if systemd runs, otherwise as a detached process. Returns warnings.
     pub fn start(&self) -> Result<Vec<String>, MpsError> {
-        if self.may_start_unit() && self.start_unit() {
+        let may_start_unit =
+            self.left.host_mounts && geteuid().is_root() && sd_notify::booted().unwrap_or(false);
+        if may_start_unit && self.start_unit() {
             return Ok(Vec::new());
         }
         let kept = &self.left.kept;
@@ -64,11 +65,6 @@ impl Launch<'_> {
                 Err(MpsError::Io { attempt, source })
             }
         }
-    }
-
-    /// Whether systemd runs and this process may start a system unit.
-    fn may_start_unit(&self) -> bool {
-        self.left.host_mounts && geteuid().is_root() && is_systemd_running()
     }
 
     /// Starts a transient unit in the foreground, which systemd ends only at shutdown.

@@ -2,13 +2,11 @@
 //! it needs them; its own part is in [`sublet_core::mps`].
 
 mod below_runtime;
-mod by_service;
 mod compute_mode;
 mod daemon_list;
 mod detach;
 mod launch;
 mod logs;
-mod rest;
 mod service_defaults;
 mod service_syscalls;
 mod start;
@@ -17,6 +15,6 @@ mod stop;
 pub(crate) use below_runtime::await_end;
 pub use daemon_list::{Listed, list, logs};
 pub(crate) use daemon_list::{list_unasked, terminate_client};
-pub use rest::rest;
 pub use start::start;
+pub use stop::rest;
 pub use stop::{exists, stop};

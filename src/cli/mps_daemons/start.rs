@@ -8,9 +8,9 @@ use nix::unistd::geteuid;
 use super::detach::{self, Left};
 use super::launch::{self, Kind, Launch};
 use super::logs::Logs;
-use super::rest::rest_held;
+use super::stop::rest_held;
 use super::stop::stop_held;
-use super::{below_runtime, by_service, compute_mode};
+use super::{below_runtime, compute_mode};
 use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::DaemonKey;
@@ -48,7 +48,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Stri
     if ledger.on_daemon(key).next().is_none() && limits_and_state::daemon(&ledger, key).is_none() {
         return Err(MpsError::NotWanted { key: key.to_string() });
     }
-    if let Some(started) = by_service::start(key, &ledger, config) {
+    if let Some(started) = below_runtime::start(key, &ledger, config) {
         return started;
     }
     let left = detach::leave(&[&config.state_dir, control.program()]);

@@ -34,16 +34,10 @@ const CTL_MINOR: u32 = 255;
 pub enum ProbeError {
     /// Jetson GPUs have another driver.
     #[error("this is a Jetson ({} without /dev/nvidiactl): sublet serves PCI GPUs only", .path.display())]
-    Jetson {
-        /// The file that shows it.
-        path: PathBuf,
-    },
+    Jetson { path: PathBuf },
     /// GPUs under Windows have another driver.
     #[error("this is WSL2 ({}): sublet serves Linux hosts only", .path.display())]
-    Wsl {
-        /// The file that shows it.
-        path: PathBuf,
-    },
+    Wsl { path: PathBuf },
     /// There is no driver, or its /proc and /sys files cannot be read.
     #[error(transparent)]
     Driver(#[from] InventoryError),
@@ -51,78 +45,34 @@ pub enum ProbeError {
     #[error(
         "NVIDIA driver {version} is too old: sublet needs {OLDEST_BRANCH} or later; install a newer driver"
     )]
-    TooOld {
-        /// The kernel module's version.
-        version: String,
-    },
+    TooOld { version: String },
     /// The driver was upgraded, and the old module is still loaded.
     #[error(
         "the loaded NVIDIA kernel module is {loaded}, but the driver's files are {installed}: reboot, or \
          reload the modules"
     )]
-    Mismatch {
-        /// The kernel module's version.
-        loaded: String,
-        /// The version of the files.
-        installed: String,
-    },
+    Mismatch { loaded: String, installed: String },
     /// A driver library is not installed.
     #[error("{library} of driver {version} is not in any library directory below {}; {package}", .root.display())]
-    NoLibrary {
-        /// Such as `libcuda.so.1`.
-        library: &'static str,
-        /// The kernel module's version.
-        version: String,
-        /// The driver root.
-        root: PathBuf,
-        /// What installs it.
-        package: &'static str,
-    },
+    NoLibrary { library: &'static str, version: String, root: PathBuf, package: &'static str },
     /// The library named by `[driver] nvml` does not exist.
     #[error("NVML is missing: [driver] nvml names {}, which does not exist; {package}", .library.display())]
-    NoNvml {
-        /// The library.
-        library: PathBuf,
-        /// What installs it.
-        package: &'static str,
-    },
+    NoNvml { library: PathBuf, package: &'static str },
     /// A module is not loaded: /proc/devices has no major for it.
     #[error("the kernel module {module} is not loaded (no {module} in {}); {remedy}", .path.display())]
-    NoMajor {
-        /// Such as `nvidia-uvm`.
-        module: &'static str,
-        /// /proc/devices.
-        path: PathBuf,
-        /// What loads it.
-        remedy: &'static str,
-    },
+    NoMajor { module: &'static str, path: PathBuf, remedy: &'static str },
     /// A device node is missing or is another kind of file.
     #[error(transparent)]
     Node(#[from] NodeError),
     /// A file cannot be read.
     #[error("cannot read {}: {source}", .path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// The operating system's error.
-        source: io::Error,
-    },
+    Unreadable { path: PathBuf, source: io::Error },
     /// The driver is loaded, and lists no GPU.
     #[error("NVIDIA driver {version} is loaded, but it has no GPU; see `dmesg | grep -i nvrm`")]
-    NoGpu {
-        /// The kernel module's version.
-        version: String,
-    },
+    NoGpu { version: String },
     /// NVML reported an error.
     #[error("NVML ({}) failed to {what}: {why}", .library.display())]
-    Nvml {
-        /// The library.
-        library: PathBuf,
-        /// The operation, such as `initialize`.
-        what: String,
-        /// NVML's message.
-        why: String,
-    },
+    Nvml { library: PathBuf, what: String, why: String },
 }
 
 /// Reads everything again. GPUs that cannot be served are left out ([`Inventory::left_out`]).

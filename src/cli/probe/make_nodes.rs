@@ -20,7 +20,6 @@ const VENDOR: &str = "0x10de";
 const DISPLAY: &str = "0x03";
 
 /// Whether this host has an NVIDIA GPU, with or without its driver.
-#[must_use]
 pub(crate) fn has_gpu(root: &Path) -> bool {
     let Ok(devices) = fs::read_dir(under(root, "/sys/bus/pci/devices")) else { return is_loaded(root) };
     let is_gpu = |device: &Path| {
@@ -32,14 +31,12 @@ pub(crate) fn has_gpu(root: &Path) -> bool {
 }
 
 /// Whether the driver is loaded.
-#[must_use]
 pub(crate) fn is_loaded(root: &Path) -> bool {
     under(root, super::kernel_module::VERSION_FILE).exists()
 }
 
 /// Creates missing nodes as nvidia-modprobe would, and returns a warning for each failure. Creates none if the driver
 /// is configured to leave that to the administrator (`NVreg_ModifyDeviceFiles=0`).
-#[must_use]
 pub(crate) fn make_nodes(root: &Path) -> Vec<String> {
     let params = fs::read_to_string(under(root, "/proc/driver/nvidia/params")).unwrap_or_default();
     if value(&params, "ModifyDeviceFiles") == Some(0) {
@@ -91,7 +88,6 @@ fn minors(root: &Path) -> Vec<u32> {
 }
 
 /// Links every node of the driver and of `inventory` in /dev/char; returns a warning for each failure.
-#[must_use]
 pub(crate) fn link_nodes(root: &Path, inventory: &Inventory) -> Vec<String> {
     let mut nodes = wanted(root);
     nodes.extend(inventory.devices.iter().flat_map(|device| device.nodes.iter().cloned()));

@@ -77,6 +77,8 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
     let compute_capability = capability.map_or((0, 0), |known| (number(known.major), number(known.minor)));
     let cores = told.if_supported(Fact::Sms, device.num_cores())?;
     let memory = told.memory(device.memory_info(), compute_capability)?;
+    let mode = told.if_supported(Fact::ComputeMode, device.compute_mode())?;
+    let virtualization = told.if_supported(Fact::Virtualization, device.virtualization_mode())?;
     Ok(Device {
         uuid,
         index,
@@ -88,14 +90,9 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
         memory_free_bytes: memory.free,
         memory_of_host: memory.of_host,
         mig_enabled,
-        compute_mode: told
-            .if_supported(Fact::ComputeMode, device.compute_mode())?
-            .map_or(ComputeMode::Default, compute_mode),
+        compute_mode: mode.map_or(ComputeMode::Default, compute_mode),
         display_active: told.if_supported(Fact::Display, device.is_display_active())?.unwrap_or(false),
-        virtualization: told
-            .if_supported(Fact::Virtualization, device.virtualization_mode())?
-            .as_ref()
-            .map_or(Virtualization::None, virtualization),
+        virtualization: virtualization.as_ref().map_or(Virtualization::None, self::virtualization),
         dri_nodes: Vec::new(),
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         // In MIG mode processes are listed under the MIG devices.
@@ -163,11 +160,11 @@ impl Told {
     fn running(&mut self, device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
         let compute = self.of(Fact::Processes, compute_processes(device))?.unwrap_or_default();
         let mps = self.of(Fact::Clients, mps_clients(device))?.flatten().unwrap_or_default();
-        let found = joined(compute.iter().chain(&mps));
-        Ok(found
-            .into_iter()
-            .filter_map(|(pid, memory)| contexts::describe(i32::try_from(pid).ok()?, memory.unwrap_or(0)))
-            .collect())
+        let found = joined(compute.iter().chain(&mps)).into_iter();
+        let describe = |(pid, memory): (u32, Option<u64>)| {
+            contexts::describe(i32::try_from(pid).ok()?, memory.unwrap_or(0))
+        };
+        Ok(found.filter_map(describe).collect())
     }
 }
 
@@ -195,36 +192,17 @@ pub(crate) fn unless_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Opti
     }
 }
 
-/// CUDA cores per SM and the compute capabilities that have them: `_ConvertSMVer2Cores` of NVIDIA's CUDA
-/// samples (`Common/helper_cuda.h`).
-const CORES_PER_SM: [(u32, &[(u32, u32)]); 3] = [
-    (192, &[(3, 0), (3, 2), (3, 5), (3, 7)]),
-    (64, &[(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)]),
-    (
-        128,
-        &[
-            (5, 0),
-            (5, 2),
-            (5, 3),
-            (6, 1),
-            (6, 2),
-            (8, 6),
-            (8, 7),
-            (8, 9),
-            (9, 0),
-            (10, 0),
-            (10, 1),
-            (10, 3),
-            (11, 0),
-            (12, 0),
-            (12, 1),
-        ],
-    ),
-];
-
-/// The SMs of a GPU with this many CUDA cores. `None` for a generation that is not in the table.
+/// The SMs of a GPU with this many CUDA cores, by how many an SM of its compute capability has: `_ConvertSMVer2Cores` of
+/// NVIDIA's CUDA samples (`Common/helper_cuda.h`). `None` for a generation that is not in that table.
 fn sm_count(cores: u32, compute_capability: (u32, u32)) -> Option<u32> {
-    let (per_sm, _) = CORES_PER_SM.iter().find(|(_, known)| known.contains(&compute_capability))?;
+    let per_sm = match compute_capability {
+        (3, 0 | 2 | 5 | 7) => 192,
+        (6 | 8, 0) | (7, 0 | 2 | 5) => 64,
+        (5, 0 | 2 | 3) | (6, 1 | 2) | (8, 6 | 7 | 9) | (9, 0) | (10, 0 | 1 | 3) | (11, 0) | (12, 0 | 1) => {
+            128
+        }
+        _ => return None,
+    };
     Some(cores / per_sm).filter(|&count| count > 0)
 }
 

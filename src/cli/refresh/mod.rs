@@ -1,25 +1,25 @@
 //! Reads the driver again and writes the inventory, one refresh at a time.
 
-mod boot;
-
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
+
+use crate::probe;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::fs::trusted;
-use sublet_core::inventory::{self, Inventory, InventoryError, LeftOut};
+use sublet_core::inventory::{self, Device, Inventory, InventoryError, LeftOut};
 use sublet_core::ledger::{MigChanges, Store};
-
-use crate::probe;
-
-pub use boot::boot;
+use sublet_core::process::child::{self, ChildError};
+use sublet_core::process::sublet::PATH;
+use sublet_core::text::safe;
 
 /// How long the driver is asked again while MIG instances are created and destroyed.
 const SETTLING: Duration = Duration::from_secs(10);
@@ -42,23 +42,18 @@ pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
             let before = mig_changes(config);
             let probed = probe::probe(config);
             // An instance that disappears while it is read, or is incomplete, is no driver error.
-            let halfway = probed.as_ref().map_or(true, has_fault);
-            if halfway && changes(&before, config) && began.elapsed() < SETTLING {
+            let is_faulty =
+                |device: &Device| device.mig_device.as_ref().is_some_and(|part| part.fault.is_some());
+            let halfway = probed.as_ref().map_or(true, |probed| probed.devices.iter().any(is_faulty));
+            // For containers, or by `sublet mig apply`.
+            let changes = || before.under_way.is_some() || mig_changes(config) != before;
+            if halfway && changes() && began.elapsed() < SETTLING {
                 std::thread::sleep(LOOK_AGAIN);
                 continue;
             }
             return Ok(Inventory { mig_changes: before.count, ..probed? });
         }
     })
-}
-
-fn has_fault(inventory: &Inventory) -> bool {
-    inventory.devices.iter().any(|device| device.mig_device.as_ref().is_some_and(|part| part.fault.is_some()))
-}
-
-/// Whether instances are being created or destroyed, for containers or by `sublet mig apply`.
-fn changes(before: &MigChanges, config: &Config) -> bool {
-    before.under_way.is_some() || mig_changes(config) != *before
 }
 
 /// A ledger that cannot be read has count zero, and so has the one that is rebuilt from it.
@@ -135,10 +130,69 @@ fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
         .with_context(|| format!("cannot lock {}", path.display()))
 }
 
+// `sublet refresh --boot`: what sublet-refresh.service does before the first container.
+
+/// modprobe waits until the driver has found its GPUs.
+const MODPROBE_LIMIT: Duration = Duration::from_secs(30);
+/// systemd ends the unit after 60 s; the last attempt must be over by then.
+const LIMIT: Duration = Duration::from_secs(50);
+/// The pause between two attempts.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// Loads the driver's modules, creates its nodes and their links in /dev/char, and writes the inventory. `None` if the
+/// host has no GPU.
+///
+/// # Errors
+/// The driver is not loaded, or does not answer within [`LIMIT`].
+pub fn boot(config: &Config) -> anyhow::Result<Option<Inventory>> {
+    let root = &config.driver.root;
+    let deadline = Instant::now() + LIMIT;
+    if !probe::has_gpu(root) {
+        return Ok(None);
+    }
+    if root.as_os_str() == "/" {
+        load_modules();
+    }
+    loop {
+        warn(probe::make_nodes(root));
+        match refresh(config) {
+            // A driver that has just been loaded may not answer for any GPU yet.
+            Ok(inventory) if inventory.devices.is_empty() && Instant::now() < deadline => {
+                std::thread::sleep(AGAIN);
+            }
+            Ok(inventory) => {
+                warn(probe::link_nodes(root, &inventory));
+                return Ok(Some(inventory));
+            }
+            Err(error) if !probe::is_loaded(root) || Instant::now() >= deadline => return Err(error),
+            Err(_) => std::thread::sleep(AGAIN),
+        }
+    }
+}
+
+/// nvidia-uvm loads the others too. If the module or modprobe is missing, the refresh reports what is missing.
+fn load_modules() {
+    let mut modprobe = Command::new("modprobe");
+    modprobe.env_clear().env("PATH", PATH).arg("nvidia-uvm");
+    match child::run(&mut modprobe, "", MODPROBE_LIMIT) {
+        Ok(done) if done.status.success() => {}
+        Ok(done) => warn(vec![safe(done.stderr.trim())]),
+        Err(ChildError::Timeout) => warn(vec!["modprobe nvidia-uvm takes too long".to_owned()]),
+        Err(ChildError::Io(error)) => warn(vec![format!("modprobe nvidia-uvm: {error}")]),
+    }
+}
+
+fn warn(warnings: Vec<String>) {
+    for warning in warnings {
+        eprintln!("sublet: warning: {warning}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::*;
     use sublet_core::inventory::{Driver, Majors, SCHEMA};
+
+    use super::*;
 
     /// A driver root without GPUs, and the inventory that a probe would make of it.
     fn root() -> (tempfile::TempDir, Config) {

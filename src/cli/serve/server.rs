@@ -64,23 +64,13 @@ const FIRST_CONNECTION: u64 = 3;
 pub enum ServeError {
     /// The socket cannot be used.
     #[error("cannot listen at {}: {source}", path.display())]
-    Listen {
-        /// The socket's path.
-        path: PathBuf,
-        /// The operating system's error.
-        source: io::Error,
-    },
+    Listen { path: PathBuf, source: io::Error },
     /// The state directory cannot be used.
     #[error(transparent)]
     State(#[from] LedgerError),
     /// A system call failed that normally does not.
     #[error("{what}: {source}")]
-    System {
-        /// The operation that failed.
-        what: &'static str,
-        /// The operating system's error.
-        source: io::Error,
-    },
+    System { what: &'static str, source: io::Error },
 }
 
 fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServeError {

@@ -2,7 +2,7 @@
 
 use toml_edit::{Array, DocumentMut, Item, Table, TableLike, Value, value};
 
-use super::record::{self, Record};
+use super::engine_files::{Record, kept, undo_by_record};
 use super::{NAME, SetupError, Wish, no_toml, plain};
 
 /// The plugin that serves pods, in versions 2 and 3.
@@ -32,7 +32,7 @@ pub fn set_up(
     // Where sublet is not in the file, a record is that of a setup that was undone by hand.
     let is_in = found.is_some_and(is_set_up);
     let before = if is_in { undo(found, record)? } else { found.map(str::to_owned) };
-    Ok(record::kept(before, after))
+    Ok(kept(before, after))
 }
 
 /// `config.toml` without sublet; `None`: no such file. `record` is the one from [`set_up`], if it still exists. Without it
@@ -41,7 +41,7 @@ pub fn set_up(
 /// # Errors
 /// The file is no TOML, or the record is none.
 pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>, SetupError> {
-    record::undo(found, record, take_out)
+    undo_by_record(found, record, take_out)
 }
 
 fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
@@ -202,7 +202,6 @@ pub(super) fn has(text: &str, wish: &Wish) -> Result<(), SetupError> {
 }
 
 /// Whether sublet's handler is in it.
-#[must_use]
 pub fn is_set_up(text: &str) -> bool {
     let handler = |file: &DocumentMut, plugin| at(file, plugin, &[TABLES[0], TABLES[1], NAME]).is_some();
     parsed(text).is_ok_and(|file| plugin(&file).is_ok_and(|plugin| handler(&file, plugin)))

@@ -2,12 +2,9 @@
 
 use serde_json::{Value, json};
 
-use super::docker_resources::{self as resources, PATH as RESOURCES};
+use super::engine_files::{Record, kept, undo_by_record};
 use super::json_file::JsonFile;
-use super::record::{self, Record};
 use super::{NAME, SetupError, Wish, plain};
-
-pub(crate) use super::docker_resources::{RESOURCE, advertised};
 
 const RUNTIME: [&str; 2] = ["runtimes", NAME];
 const DEFAULT: [&str; 1] = ["default-runtime"];
@@ -27,7 +24,7 @@ pub fn set_up(
     // Where sublet is not in the file, a record is that of a setup that was undone by hand.
     let is_in = is_set_up(found.unwrap_or_default())?;
     let before = if is_in { undo(found, record)? } else { found.map(str::to_owned) };
-    Ok(record::kept(before, after))
+    Ok(kept(before, after))
 }
 
 /// `daemon.json` without sublet; `None` if there is no such file. `record` is the one from [`set_up`], if it still
@@ -36,7 +33,7 @@ pub fn set_up(
 /// # Errors
 /// The file is no JSON object, or the record is none.
 pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>, SetupError> {
-    record::undo(found, record, take_out)
+    undo_by_record(found, record, take_out)
 }
 
 fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
@@ -44,7 +41,7 @@ fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
     let runtime = json!({ "path": plain(&wish.runtime)? });
     // Reads everything that an undo will read, so that a file that an undo could not read is refused now.
     let (there, is_default) = (file.get(&RUNTIME)?, file.get(&DEFAULT)? == Some(NAME.into()));
-    let (_, resources) = (file.get(&CDI)?, resources::read(file.get(&RESOURCES)?)?);
+    let (_, resources) = (file.get(&CDI)?, resources_in(file.get(&RESOURCES)?)?);
     match there {
         Some(there) if there != runtime => return Err(SetupError::Taken { what: RUNTIME.join(".") }),
         // An undo removes a default named sublet, whoever set it.
@@ -57,7 +54,7 @@ fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
     if wish.cdi {
         file.set(&CDI, &true.into())?;
     }
-    if let Some(wanted) = wish.resources.as_ref().and_then(|ours| resources::with(&resources, ours)) {
+    if let Some(wanted) = wish.resources.as_ref().and_then(|ours| resources_with(&resources, ours)) {
         file.set(&RESOURCES, &wanted.into())?;
     }
     Ok(file.to_string())
@@ -82,7 +79,7 @@ fn take_out(found: &str, record: Option<&Record>) -> Result<Option<String>, Setu
         file.put_back(&CDI, before.get(&CDI)?.as_ref())?;
     }
     if record.is_none() || after.get(&RESOURCES)? != before.get(&RESOURCES)? {
-        let left = resources::without(file.get(&RESOURCES)?, before.get(&RESOURCES)?)?;
+        let left = resources_without(file.get(&RESOURCES)?, before.get(&RESOURCES)?)?;
         file.put_back(&RESOURCES, left.as_ref())?;
     }
     for parent in [&RUNTIME[..1], &CDI[..1]] {
@@ -141,11 +138,63 @@ pub fn is_set_up(text: &str) -> Result<bool, SetupError> {
     Ok(JsonFile::parse(text)?.get(&RUNTIME)?.is_some())
 }
 
+// `node-generic-resources` of Docker's `daemon.json`: what a node tells Swarm, as `"sublet-small=4"`.
+
+const RESOURCES: [&str; 1] = ["node-generic-resources"];
+
+/// How sublet's resources begin; a share's name follows.
+pub(crate) const RESOURCE: &str = "sublet-";
+
+/// The resources in `text` (a daemon.json) that are sublet's.
+///
+/// # Errors
+/// The file is no JSON object, or they are no list of strings.
+pub(crate) fn advertised(text: &str) -> Result<Vec<String>, SetupError> {
+    let mut all = resources_in(JsonFile::parse(text)?.get(&RESOURCES)?)?;
+    all.retain(|resource| is_ours(resource));
+    Ok(all)
+}
+
+/// The resources in a value; none if there is no value.
+fn resources_in(value: Option<Value>) -> Result<Vec<String>, SetupError> {
+    let Some(value) = value else { return Ok(Vec::new()) };
+    serde_json::from_value(value).map_err(|_| SetupError::Shape {
+        what: RESOURCES.join("."),
+        found: "something else",
+        expected: "a list of strings",
+    })
+}
+
+/// Those of `there` with `ours` in place of sublet's earlier ones; `None` if `there` is that already.
+fn resources_with(there: &[String], ours: &[String]) -> Option<Vec<String>> {
+    let mut wanted = others(there);
+    wanted.extend(ours.iter().cloned());
+    (wanted != there).then_some(wanted)
+}
+
+/// The value without sublet's resources; `None` if there is to be none. `was` is what there was before sublet.
+fn resources_without(now: Option<Value>, was: Option<Value>) -> Result<Option<Value>, SetupError> {
+    let left = others(&resources_in(now)?);
+    if left == others(&resources_in(was.clone())?) {
+        return Ok(was);
+    }
+    Ok((!left.is_empty()).then(|| left.into()))
+}
+
+fn others(all: &[String]) -> Vec<String> {
+    all.iter().filter(|resource| !is_ours(resource)).cloned().collect()
+}
+
+fn is_ours(resource: &str) -> bool {
+    resource.starts_with(RESOURCE)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::super::wish;
+
     use super::*;
 
     fn all() -> Wish {
@@ -352,5 +401,49 @@ mod tests {
             let torn = &found[..cut.unwrap_or(0)];
             prop_assert_eq!(set_up(Some(torn), None, &wish()).is_err(), !is_blank(torn));
         }
+    }
+
+    fn counting(resources: &[&str]) -> Wish {
+        Wish { resources: Some(resources.iter().map(|one| (*one).to_owned()).collect()), ..wish() }
+    }
+
+    #[test]
+    fn others_resources_stay_and_a_new_count_replaces_the_old_one() {
+        let found = "{\n  \"node-generic-resources\": [\n    \"fpga=2\"\n  ]\n}\n";
+        let small = counting(&["sublet-small=4"]);
+        let (text, record) = set_up(Some(found), None, &small).unwrap();
+        assert!(text.contains(r#""node-generic-resources": ["fpga=2", "sublet-small=4"]"#), "{text}");
+        assert_eq!(advertised(&text).unwrap(), ["sublet-small=4"]);
+        assert_eq!(set_up(Some(&text), Some(&record), &small).unwrap(), (text.clone(), record.clone()));
+        let (text, record) = set_up(Some(&text), Some(&record), &wish()).unwrap();
+        assert_eq!(advertised(&text).unwrap(), ["sublet-small=4"], "a setup without --swarm leaves them");
+        let (text, record) = set_up(Some(&text), Some(&record), &counting(&["sublet-tiny=8"])).unwrap();
+        assert!(text.contains(r#"["fpga=2", "sublet-tiny=8"]"#), "{text}");
+        assert_eq!(undo(Some(&text), Some(&record)).unwrap().as_deref(), Some(found));
+        let edited = text.replace("fpga=2", "fpga=3");
+        let left = undo(Some(&edited), Some(&record)).unwrap().unwrap();
+        assert!(left.contains(r#""node-generic-resources": ["fpga=3"]"#), "{left}");
+        let left = undo(Some(&text), None).unwrap().unwrap();
+        assert!(left.contains(r#"["fpga=2"]"#), "without the record too: {left}");
+    }
+
+    #[test]
+    fn a_list_of_sublets_alone_goes_whole() {
+        let (text, record) = set_up(None, None, &counting(&["sublet-a=1", "sublet-b=2"])).unwrap();
+        assert_eq!(undo(Some(&text), Some(&record)).unwrap(), None);
+        assert_eq!(undo(Some(&text), None).unwrap().as_deref(), Some("{}\n"));
+        let (none, _) = set_up(None, None, &counting(&[])).unwrap();
+        assert!(!none.contains("node-generic"), "{none}");
+    }
+
+    #[test]
+    fn a_list_that_dockerd_would_refuse_is_refused() {
+        for value in ["\"fpga=2\"", "[1]", "{}"] {
+            let found = format!("{{\"node-generic-resources\": {value}}}");
+            let why = set_up(Some(&found), None, &counting(&["sublet-a=1"])).unwrap_err().to_string();
+            assert!(why.starts_with("node-generic-resources is something else, not a list"), "{why}");
+            assert!(advertised(&found).is_err(), "{found}");
+        }
+        assert_eq!(advertised(" \n").unwrap(), Vec::<String>::new());
     }
 }

@@ -5,10 +5,14 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
+use super::SetupError;
+use sublet_core::fs::atomic::replace_durably;
 use sublet_core::fs::below::under;
+use sublet_core::fs::trusted;
 
 /// The file in which a setup of Docker or containerd records what it changed in `path`, for the undo.
-#[must_use]
 pub fn record(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".before-sublet");
@@ -30,7 +34,6 @@ pub fn read(path: &Path) -> io::Result<Option<String>> {
 }
 
 /// The files that Podman reads for root below `root`, weakest first (containers.conf(5)).
-#[must_use]
 pub fn podmans(root: &Path) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> =
         ["/usr/share/containers/containers.conf", "/etc/containers/containers.conf"]
@@ -43,7 +46,6 @@ pub fn podmans(root: &Path) -> Vec<PathBuf> {
 }
 
 /// The files with this extension in a directory, sorted by name.
-#[must_use]
 pub(crate) fn drop_ins(directory: &Path, extension: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut files: Vec<PathBuf> = entries
@@ -56,7 +58,6 @@ pub(crate) fn drop_ins(directory: &Path, extension: &str) -> Vec<PathBuf> {
 
 /// Whether Docker is installed only as a snap: it is confined and cannot run programs of the host (snapcraft.io,
 /// "Docker snap").
-#[must_use]
 pub(crate) fn docker_snap(root: &Path) -> Option<PathBuf> {
     let has = |path: &str| under(root, path).exists();
     if ["/usr/bin/dockerd", "/usr/sbin/dockerd", "/usr/local/bin/dockerd"].into_iter().any(has) {
@@ -91,6 +92,71 @@ pub(crate) fn words(text: &str) -> Vec<String> {
     }
     words.extend(word);
     words
+}
+
+// What a setup keeps beside the file that it edits, so that an undo gives back every byte where nobody has edited the
+// file since.
+
+/// What it is.
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) struct Record {
+    /// The file without sublet; `None`: there was none.
+    pub before: Option<String>,
+    /// The file as the last setup left it.
+    pub after: String,
+}
+
+/// Takes sublet out of a file that others have edited since the setup; `None`: the file goes.
+pub(super) type TakeOut = fn(found: &str, record: Option<&Record>) -> Result<Option<String>, SetupError>;
+
+/// What a setup writes: `after`, and the record of it.
+pub(super) fn kept(before: Option<String>, after: String) -> (String, String) {
+    let record = Record { before, after };
+    let text = serde_json::to_string(&record).unwrap_or_default();
+    (record.after, format!("{text}\n"))
+}
+
+/// `found` without sublet; `None` if there is no such file.
+pub(super) fn undo_by_record(
+    found: Option<&str>,
+    record: Option<&str>,
+    take_out: TakeOut,
+) -> Result<Option<String>, SetupError> {
+    let Some(found) = found else { return Ok(None) };
+    match record.map(parse).transpose()? {
+        Some(record) if record.after == found => Ok(record.before),
+        record => take_out(found, record.as_ref()),
+    }
+}
+
+fn parse(text: &str) -> Result<Record, SetupError> {
+    serde_json::from_str(text).map_err(|error| SetupError::Altered {
+        why: format!(
+            "its record beside the file cannot be read ({error}): remove the record, and sublet's lines by hand"
+        ),
+    })
+}
+
+// What sublet's own configuration says where sublet is Docker's default runtime: containers without a share are meant
+// there. The shim reads nothing of Docker's, because that would cost every container.
+
+/// The file, of sublet's own configuration.
+pub(crate) const DEFAULT_RUNTIME: &str = "/etc/sublet/conf.d/docker-default.toml";
+
+const TEXT: &str = "# Written by `sublet setup docker --default`; --undo removes it.\n\
+                    [runtime]\nwithout_share = \"run\"\n";
+
+/// Writes `file` if sublet is the default runtime, else removes it.
+pub(crate) fn say_default_runtime(file: &Path, is_default: bool) -> io::Result<()> {
+    let is_said = fs::read_to_string(file).is_ok_and(|text| text == TEXT);
+    match (is_default, is_said) {
+        (true, false) => {
+            file.parent().map_or(Ok(()), trusted::create)?;
+            replace_durably(file, TEXT.as_bytes(), 0o644)
+        }
+        (false, true) => fs::remove_file(file),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -141,5 +207,23 @@ mod tests {
         ];
         file("/etc/containers/containers.conf.d/sublet.conf.dpkg-old");
         assert_eq!(podmans(root.path()), expected);
+    }
+
+    #[test]
+    fn it_is_said_as_long_as_it_is_so_and_a_file_of_others_stays() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("conf.d/x.toml");
+        say_default_runtime(&file, false).unwrap();
+        assert!(!file.exists());
+        for _ in 0..2 {
+            say_default_runtime(&file, true).unwrap();
+            let config = sublet_core::config_files::load_files(std::slice::from_ref(&file)).unwrap();
+            assert_eq!(config.runtime.without_share, Some(sublet_core::config::WithoutShare::Run));
+        }
+        say_default_runtime(&file, false).unwrap();
+        assert!(!file.exists());
+        fs::write(&file, "").unwrap();
+        say_default_runtime(&file, false).unwrap();
+        assert!(file.exists());
     }
 }

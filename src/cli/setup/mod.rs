@@ -5,14 +5,11 @@
 pub mod containerd;
 pub mod containerd_imports;
 pub mod crio;
-pub mod default_runtime;
 pub mod docker;
-mod docker_resources;
 pub mod dockerd;
 pub mod engine_files;
 mod json_file;
 pub mod podman;
-mod record;
 
 use std::path::PathBuf;
 
@@ -39,28 +36,13 @@ pub struct Wish {
 pub enum SetupError {
     /// The file is incomplete, has comments that its language does not allow, or is something else.
     #[error("it is not valid {language} ({why}): correct it, then try again; nothing was changed")]
-    Unparsable {
-        /// `JSON` or `TOML`.
-        language: &'static str,
-        /// The parser's message, with the line.
-        why: String,
-    },
+    Unparsable { language: &'static str, why: String },
     /// The file is valid, but the engine would not accept it.
     #[error("{what} is {found}, not {expected}: correct it, then try again; nothing was changed")]
-    Shape {
-        /// The key.
-        what: String,
-        /// The type that was found.
-        found: &'static str,
-        /// The type that is needed.
-        expected: &'static str,
-    },
+    Shape { what: String, found: &'static str, expected: &'static str },
     /// Another runtime is registered under sublet's name.
     #[error("{what} already exists and differs from what sublet writes: remove it, then try again")]
-    Taken {
-        /// The key.
-        what: String,
-    },
+    Taken { what: String },
     /// Docker's default runtime is `sublet`, but the runtime is not defined: dockerd does not start with that.
     #[error(
         "default-runtime is sublet, which is not among the runtimes: remove it with `sublet setup docker \
@@ -72,14 +54,7 @@ pub enum SetupError {
         "dockerd does not start with {key} in this file while {flag} of {by} says it, too: remove that flag, then try \
          again; nothing was changed"
     )]
-    Flag {
-        /// The flag with its value.
-        flag: String,
-        /// Whose it is.
-        by: &'static str,
-        /// The key of daemon.json.
-        key: &'static str,
-    },
+    Flag { flag: String, by: &'static str, key: &'static str },
     /// A key occurs twice.
     #[error("{0} occurs twice: remove one, then try again; nothing was changed")]
     Twice(String),
@@ -99,10 +74,7 @@ pub enum SetupError {
         "containerd would not read sublet's lines: an imported file replaces their table ({files}); write them there \
          (`sublet setup containerd --config FILE`), or remove the table there; nothing was changed"
     )]
-    Replaced {
-        /// The files that have the table.
-        files: String,
-    },
+    Replaced { files: String },
     /// containerd does not read its file.
     #[error(
         "containerd does not read it with the files that it imports: `containerd --config {0} config dump` says why; \
@@ -111,10 +83,7 @@ pub enum SetupError {
     Unread(String),
     /// What a setup added has been edited.
     #[error("what `sublet setup` added has been changed since: {why}; nothing was changed")]
-    Altered {
-        /// What differs, and what to do.
-        why: String,
-    },
+    Altered { why: String },
     /// The drop-in's name is taken by another file.
     #[error("it was not written by `sublet setup`: remove or rename it, then try again; nothing was changed")]
     Foreign,
@@ -139,13 +108,10 @@ fn toml(text: &str) -> Result<toml::Table, SetupError> {
     toml::from_str(text).map_err(no_toml)
 }
 
+/// With the first line of the parser's message, without the excerpt below it.
 fn no_toml(error: impl std::fmt::Display) -> SetupError {
-    SetupError::Unparsable { language: "TOML", why: first_line(error) }
-}
-
-/// The first line of the parser's message, without the excerpt below it.
-fn first_line(error: impl std::fmt::Display) -> String {
-    sublet_core::text::safe(error.to_string().lines().next().unwrap_or_default())
+    let why = sublet_core::text::safe(error.to_string().lines().next().unwrap_or_default());
+    SetupError::Unparsable { language: "TOML", why }
 }
 
 /// Checks that the drop-in is sublet's; after the undo there is none. A drop-in that sublet did not write is left
@@ -169,7 +135,6 @@ fn own_drop_in(found: Option<&str>) -> Result<(), SetupError> {
 pub(crate) const MADE_DIRECTORY: &str = "# Its directory was made for it.\n";
 
 /// Whether the directory of the drop-in `text` is removed with it if it is empty.
-#[must_use]
 pub(crate) fn made_directory(text: &str) -> bool {
     text.ends_with(MADE_DIRECTORY)
 }

@@ -5,6 +5,10 @@ pub mod lease;
 
 use std::io::IsTerminal as _;
 
+use clap::ValueEnum;
+
+use sublet_core::text::safe;
+
 /// Colour only on a terminal, and not against `NO_COLOR` (no-color.org).
 pub fn colour() -> bool {
     std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
@@ -42,6 +46,17 @@ pub fn end_of(text: &str, longest: usize) -> String {
     }
     let end: String = text.chars().skip(length + 1 - longest).collect();
     format!("…{end}")
+}
+
+/// `text`, safe to print and not cut.
+pub fn escaped(text: &str) -> String {
+    let characters: Vec<char> = text.chars().collect();
+    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
+}
+
+/// The word that stands for `value` on the command line.
+pub fn name_of(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
 /// The word that stands for `value` in JSON.

@@ -11,21 +11,9 @@ pub enum Allocation {
     /// Whole GPUs.
     Gpus(Vec<u32>),
     /// A part of one GPU, in percent.
-    Mps {
-        /// The GPU.
-        gpu: u32,
-        /// 1 to 100.
-        percent: u32,
-    },
-    /// Shards of one GPU.
-    Shards {
-        /// The GPU.
-        gpu: u32,
-        /// How many.
-        shards: u32,
-        /// Of how many, if Slurm says so (24.11 does).
-        of: Option<u32>,
-    },
+    Mps { gpu: u32, percent: u32 },
+    /// Shards of one GPU, and of how many, if Slurm says so (24.11 does).
+    Shards { gpu: u32, shards: u32, of: Option<u32> },
 }
 
 /// What the job in `shown`, the output of `scontrol --details show job`, got on the node that is one of `hosts` in each

@@ -25,11 +25,6 @@ pub fn in_order(inventory: &Inventory) -> Result<Vec<&Device>, String> {
     }
 }
 
-/// Memory that Slurm's parts of a GPU are parts of: what may be booked, less the MPS server's own.
-fn shared_bytes(gpu: &Device, config: &Config) -> u64 {
-    gpu.memory_bytes.saturating_sub(config.limits.reserve).saturating_sub(SERVER_BYTES)
-}
-
 /// The share for what a job got: with `mps:25` a quarter of the SMs and of the memory, with 2 of 8 shards a quarter of the
 /// memory, with `gpu` the GPUs alone.
 ///
@@ -51,7 +46,9 @@ pub fn job_share(
     };
     let part = |index: u32, part: u64, of: u64, sm: Option<Percent>| {
         let gpu = gpu(index)?;
-        let bytes = shared_bytes(gpu, config) / of * part / MIB * MIB;
+        // What may be booked, less the MPS server's own.
+        let all = gpu.memory_bytes.saturating_sub(config.limits.reserve).saturating_sub(SERVER_BYTES);
+        let bytes = all / of * part / MIB * MIB;
         Ok(Some(JobShare { devices: vec![gpu.uuid.clone()], mode: Mode::Mps, sm, memory_bytes: Some(bytes) }))
     };
     match allocation {

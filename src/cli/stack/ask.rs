@@ -83,12 +83,9 @@ fn mapped(service: &Service, containers: Option<&Containers>) -> Result<Option<S
 
 /// A config.json like that which the engine would write, as far as it could contradict a share.
 fn spec(service: &Service) -> Value {
-    let nodes: Vec<Value> = service
-        .devices
-        .iter()
-        .filter(|device| device.starts_with('/'))
-        .map(|device| json!({"path": device.split(':').next(), "type": "c"}))
-        .collect();
+    let nodes = service.devices.iter().filter(|device| device.starts_with('/'));
+    let nodes: Vec<Value> =
+        nodes.map(|device| json!({"path": device.split(':').next(), "type": "c"})).collect();
     let cdi = service.devices.iter().filter(|device| device.starts_with("nvidia.com/"));
     let mut annotations = json!(service.annotations);
     for device in cdi {

@@ -78,11 +78,8 @@ fn with_default_runtime(mut stack: Stack, default: Option<&str>) -> Stack {
 fn order(source: &str) -> Vec<String> {
     let names = || {
         let document = tree(source).ok()?;
-        let (_, services) = document
-            .map("")
-            .ok()?
-            .iter()
-            .find(|(key, _)| key.scalar("").is_ok_and(|key| key == "services"))?;
+        let is_services = |key: &Node| key.scalar("").is_ok_and(|key| key == "services");
+        let (_, services) = document.map("").ok()?.iter().find(|(key, _)| is_services(key))?;
         let names = services.map("").ok()?.iter().filter_map(|(name, _)| name.scalar("").ok());
         Some(names.map(str::to_owned).collect())
     };
@@ -142,10 +139,8 @@ fn count(service: &Value) -> Result<usize, String> {
 fn one(name: &str, service: &Value) -> Result<Service, String> {
     let list = |key: &str| service.get(key).and_then(Value::as_array).into_iter().flatten();
     let reserved = service.pointer("/deploy/resources/reservations/devices").and_then(Value::as_array);
-    let (by_cdi, others): (Vec<&Value>, Vec<&Value>) = reserved
-        .into_iter()
-        .flatten()
-        .partition(|device| device.get("driver").is_some_and(|driver| driver == "cdi"));
+    let is_by_cdi = |device: &&Value| device.get("driver").is_some_and(|driver| driver == "cdi");
+    let (by_cdi, others): (Vec<&Value>, Vec<&Value>) = reserved.into_iter().flatten().partition(is_by_cdi);
     let ids =
         by_cdi.into_iter().filter_map(|device| device.get("device_ids")?.as_array()).flatten().map(words);
     // As a text, or with `source` and `target`.
@@ -202,10 +197,8 @@ fn project(document: &Value, file: &Path) -> String {
     let given = document.get("name").and_then(Value::as_str).map(str::to_owned);
     let given = given.or_else(|| std::env::var("COMPOSE_PROJECT_NAME").ok()).filter(|name| !name.is_empty());
     given.unwrap_or_else(|| {
-        let dir = file
-            .canonicalize()
-            .ok()
-            .and_then(|file| Some(file.parent()?.file_name()?.to_string_lossy().to_lowercase()));
+        let dir = file.canonicalize().ok();
+        let dir = dir.and_then(|file| Some(file.parent()?.file_name()?.to_string_lossy().to_lowercase()));
         let allowed = |c: &char| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '_' | '-');
         let name: String = dir.unwrap_or_default().chars().filter(allowed).collect();
         name.trim_start_matches(['_', '-']).to_owned()

@@ -77,30 +77,13 @@ pub struct Service {
 pub enum StackError {
     /// A file cannot be read.
     #[error("{} cannot be read: {source}", safe(&path.to_string_lossy()))]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
+    Unreadable { path: PathBuf, source: std::io::Error },
     /// A line of the file is not understood.
     #[error("{}:{line}: {message}", safe(&path.to_string_lossy()))]
-    Wrong {
-        /// The file.
-        path: PathBuf,
-        /// From 1 on.
-        line: usize,
-        /// What is wrong and what would be right.
-        message: String,
-    },
+    Wrong { path: PathBuf, line: usize, message: String },
     /// The file as a whole cannot be used.
     #[error("{}: {message}", safe(&path.to_string_lossy()))]
-    Unusable {
-        /// The file.
-        path: PathBuf,
-        /// Why not, and what would help.
-        message: String,
-    },
+    Unusable { path: PathBuf, message: String },
 }
 
 impl StackError {

@@ -130,6 +130,7 @@ impl Status {
         let mut devices: Vec<Gpu> = inventory.gpus().map(|device| Gpu::of(device, sources)).collect();
         devices.extend(inventory.left_out.iter().map(|gone| Gpu::left_out(gone, sources)));
         devices.sort_by_key(|gpu| gpu.index);
+        let dynamic = &ledger.mig.dynamic_instances;
         let mut status = Self {
             schema: SCHEMA,
             time: timestamp(epoch_seconds()),
@@ -146,12 +147,7 @@ impl Status {
                 blind: if let Sight::Blind(why) = sight { why } else { Vec::new() },
                 events: guard::events(config).into_iter().map(GuardEvent::of).collect(),
             },
-            mig_made: ledger
-                .mig
-                .dynamic_instances
-                .iter()
-                .map(|made| MadeInstance::of(made, ledger))
-                .collect(),
+            mig_made: dynamic.iter().map(|made| MadeInstance::of(made, ledger)).collect(),
             warnings: Vec::new(),
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
@@ -176,7 +172,6 @@ impl Status {
     }
 
     /// The number by which people name the device `uuid`, such as `0:2`; the UUID of a device that is gone.
-    #[must_use]
     pub fn number<'a>(&'a self, uuid: &'a str) -> std::borrow::Cow<'a, str> {
         for gpu in &self.devices {
             if gpu.uuid == uuid {
@@ -192,7 +187,6 @@ impl Status {
 
 impl Guard {
     /// In a few words.
-    #[must_use]
     pub fn words(&self) -> &'static str {
         match () {
             () if self.watching => "guard on",

@@ -7,10 +7,9 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::Style;
 
-use super::columns::{Column, Fitted, fit};
 use super::details;
 use super::history::lease_key;
-use super::rows::{self, LEASE_COLUMNS, LEASE_SORTS};
+use super::rows::{self, Column, Fitted, LEASE_COLUMNS, LEASE_SORTS, fit};
 use super::skin::{CURSOR, Skin, TITLE};
 use super::view::{Areas, Body, Pane, View};
 use sublet_core::text::safe;

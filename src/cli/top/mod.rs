@@ -2,7 +2,6 @@
 //! hangs never stops the keys; [`view`] has what is shown, [`draw`] draws it, [`terminal`] is the rest. [`web`] shows
 //! it as a page.
 
-mod columns;
 mod details;
 mod draw;
 #[cfg(test)]

@@ -142,14 +142,9 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
     let names = Names::learn(&ledger, config);
     let found = find(text, &ledger, &names)?;
     let (sections, document) = answer(&found, whose, config)?;
-    match arguments.format {
-        tables::Format::Json => tables::json(&document)?,
-        tables::Format::Table => {
-            let shown = |section: &Section| format!("{}\n  {}", section.title, section.lines.join("\n  "));
-            println!("{}", sections.iter().map(shown).collect::<Vec<_>>().join("\n\n"));
-        }
-    }
-    Ok(ExitCode::SUCCESS)
+    let shown = |section: &Section| format!("{}\n  {}", section.title, section.lines.join("\n  "));
+    let text = || sections.iter().map(shown).collect::<Vec<_>>().join("\n\n");
+    tables::print(arguments.format, &document, text)
 }
 
 /// By what sublet knows, else by what an engine calls a container that never held a lease.
@@ -358,7 +353,8 @@ fn given(lease: &Lease, document: &mut Document) -> Vec<Section> {
 
 /// What happened to it, the oldest first.
 fn history(found: &Found<'_>, whose: Whose, config: &Config) -> (Section, Vec<Happened>) {
-    let all = if is_remote(config) { recorded(found, whose, config) } else { told(found, config) };
+    let all =
+        if is_remote(config) { read_own_records(found, whose, config) } else { read_events(found, config) };
     let line = |Happened { time, kind, text }: &Happened| match kind.as_str() {
         "guard" => format!("{time}  {text}"),
         "refused" => format!("{time}  refused: {text}"),
@@ -368,7 +364,7 @@ fn history(found: &Found<'_>, whose: Whose, config: &Config) -> (Section, Vec<Ha
 }
 
 /// Time, kind and text of the events of its leases, and of other events that name it.
-fn told(found: &Found<'_>, config: &Config) -> Vec<Happened> {
+fn read_events(found: &Found<'_>, config: &Config) -> Vec<Happened> {
     let (events, unread) = Reader::default().new_events(config);
     if let Some(line) = unread {
         eprintln!("sublet: {line}");
@@ -387,19 +383,13 @@ fn told(found: &Found<'_>, config: &Config) -> Vec<Happened> {
     let row = |event: events::Event| Happened {
         time: safe(&event.time),
         kind: event.kind.as_str().to_owned(),
-        text: whole(&event.text),
+        text: crate::shown::escaped(&event.text),
     };
     events.into_iter().filter(is_its).map(row).collect()
 }
 
-/// `text`, escaped and not cut.
-fn whole(text: &str) -> String {
-    let characters: Vec<char> = text.chars().collect();
-    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
-}
-
 /// The same for a user, who may not read all that happened: refusals, and what the guard did.
-fn recorded(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Happened> {
+fn read_own_records(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Happened> {
     let us = geteuid().as_raw();
     let may_see = |record: &RefusalRecord| record.uid == us || whose == Whose::Root && record.uid == 0;
     let is_its = |record: &RefusalRecord| may_see(record) && found.is_id(&record.container_id);

@@ -31,7 +31,8 @@ pub fn run(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyh
         fit(stack, containers.as_ref(), world, &names, whose, config)
     };
     let (mut fitted, mut running) = look(&inventory)?;
-    if fitted.iter().any(|one| wants_refresh(one, config)) {
+    let wants_refresh = |one: &Fitted| matches!(&one.outcome, Outcome::Not(NotPlaced::Refused(error)) if may_be_out_of_date(error, config));
+    if fitted.iter().any(wants_refresh) {
         inventory = refresh(config)?;
         (fitted, running) = look(&inventory)?;
     }
@@ -54,11 +55,6 @@ pub fn run(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyh
         Format::Table => println!("{}", table(&fitted, &inventory)),
     }
     Ok(if fitted.iter().all(fits) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// Whether its container would have the driver asked anew.
-fn wants_refresh(fitted: &Fitted, config: &Config) -> bool {
-    matches!(&fitted.outcome, Outcome::Not(NotPlaced::Refused(error)) if may_be_out_of_date(error, config))
 }
 
 fn fits(fitted: &Fitted) -> bool {
@@ -163,11 +159,7 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
             ]);
         }
         Outcome::AsksForNone => row.extend([dash(), dash(), dash(), dash(), "asks for no share".to_owned()]),
-        Outcome::Not(why) => row.extend([dash(), dash(), dash(), dash(), does_not_fit(why)]),
+        Outcome::Not(why) => row.extend([dash(), dash(), dash(), dash(), format!("NO: {why}")]),
     }
     row
-}
-
-fn does_not_fit(why: &NotPlaced) -> String {
-    format!("NO: {why}")
 }

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::super::history::{self, History, Trace, fraction, lease_key};
-use super::super::rows::{both, percent, power, pressure_of_lease};
+use super::super::rows::{self, both, percent, power, pressure_of_lease};
 use super::super::source::{Look, ProcessLine};
-use super::super::view::View;
+use super::super::view::{DeviceRow, View};
 use crate::shown::lease::{busy, called, cut, memory, mode, whole};
 use crate::shown::{self, end_of, word};
-use crate::status::{DeviceUsed, Gpu, LeaseOnDevice, MigInstance, Room, Status};
+use crate::status::{DeviceUsed, LeaseOnDevice, Room, Status};
 use sublet_core::text::safe;
 
 /// Values of a sparkline: five minutes.
@@ -115,49 +115,42 @@ impl<'a> Document<'a> {
             simulated: status.is_some_and(|status| status.driver.simulated),
             guard: status.map_or("", |status| status.guard.words()),
             warnings: status.map_or(&[], |status| &status.warnings),
-            gpus: gpus.map(|gpu| Device::of_gpu(gpu, &view.history)).collect(),
+            gpus: gpus.map(|gpu| Device::of(DeviceRow::Gpu(gpu), &view.history)).collect(),
             containers: look.map(of_lease).unwrap_or_default(),
         }
     }
 }
 
 impl Device {
-    fn of_gpu(gpu: &Gpu, history: &History) -> Self {
-        let used = gpu.used.as_ref();
-        let booked = (gpu.mode != "mig").then_some(gpu.booked);
+    fn of(row: DeviceRow<'_>, history: &History) -> Self {
+        let rows::Device { number, name, mode, memory_bytes, booked, used, .. } = rows::Device::of(&row);
+        let mut memory = memory_bar(used, booked, memory_bytes);
+        let (unknown_of, facts, parts) = match row {
+            DeviceRow::Gpu(gpu) => {
+                let parts = gpu.mig.iter().map(|part| Self::of(DeviceRow::Mig(part, false), history));
+                (&gpu.unknown, facts(used), parts.collect())
+            }
+            DeviceRow::Mig(part, _) => {
+                if !part.shares_memory_with.is_empty() {
+                    memory.text += &format!(", shared with {}", part.shares_memory_with.join(", "));
+                }
+                (&part.unknown, Vec::new(), Vec::new())
+            }
+        };
+        let fault = if let DeviceRow::Mig(part, _) = row { part.fault.as_deref().map(safe) } else { None };
+        let unknown = |why: &String| format!("what is used is not known: {}", safe(why));
         Self {
-            key: gpu.uuid.clone(),
-            number: gpu.index.to_string(),
-            name: safe(&gpu.name),
-            mode: state(gpu.mode, gpu.drained),
-            memory: memory_bar(used, booked, gpu.memory_bytes),
-            sm: sm_bar(used, booked),
-            facts: facts(used),
-            fault: gpu.unknown.as_deref().map(unknown),
-            outside: outside(used),
-            past: history.past(&gpu.uuid, Trace::Load, TRACE),
-            parts: gpu.mig.iter().map(|part| Self::of_part(part, history)).collect(),
-        }
-    }
-
-    fn of_part(part: &MigInstance, history: &History) -> Self {
-        let used = part.used.as_ref();
-        let mut memory = memory_bar(used, Some(part.booked), part.memory_bytes);
-        if !part.shares_memory_with.is_empty() {
-            memory.text = format!("{}, shared with {}", memory.text, part.shares_memory_with.join(", "));
-        }
-        Self {
-            key: part.uuid.clone(),
-            number: part.number.clone(),
-            name: safe(&part.profile),
-            mode: state(part.mode, part.drained),
+            key: row.uuid().to_owned(),
+            number,
+            name,
+            mode,
             memory,
-            sm: sm_bar(used, Some(part.booked)),
-            facts: Vec::new(),
-            fault: part.fault.as_deref().map(safe).or_else(|| part.unknown.as_deref().map(unknown)),
+            sm: sm_bar(used, booked),
+            facts,
+            fault: fault.or_else(|| unknown_of.as_ref().map(unknown)),
             outside: outside(used),
-            past: history.past(&part.uuid, Trace::Load, TRACE),
-            parts: Vec::new(),
+            past: history.past(row.uuid(), Trace::Load, TRACE),
+            parts,
         }
     }
 }
@@ -200,14 +193,6 @@ impl Process {
 
 fn dash() -> String {
     "-".to_owned()
-}
-
-fn unknown(why: &str) -> String {
-    format!("what is used is not known: {}", safe(why))
-}
-
-fn state(mode: &str, drained: bool) -> String {
-    if drained { format!("{mode}, drained") } else { mode.to_owned() }
 }
 
 fn memory_bar(used: Option<&DeviceUsed>, booked: Option<Room>, bytes: u64) -> Bar {

@@ -15,7 +15,7 @@ use nix::sys::signal::{SigSet, Signal};
 
 use super::source::{Told, watch};
 use super::view::View;
-use crate::http::{self, CONTENT_SECURITY_POLICY, Request, Response, Server, Token};
+use crate::http::{self, CONTENT_SECURITY_POLICY, Listener, Request, Response, Server, Token};
 use document::Document;
 use sublet_core::config::Config;
 
@@ -62,7 +62,7 @@ pub fn run(config: &Config, interval: Duration, place: Place) -> anyhow::Result<
     let looks = Arc::new(Looks::new(interval.max(SHORTEST)));
     let looking = (Arc::clone(&looks), config.clone());
     thread::Builder::new().name("look".to_owned()).spawn(move || looking.0.keep(&looking.1))?;
-    let server = Server { listener, names: place.names, token: Some(token) };
+    let server = Server { listener: Listener::Tcp(listener), names: place.names, token: Some(token) };
     server.start(move |request| answer(request, &looks))?;
     let mut out = std::io::stdout().lock();
     writeln!(out, "{url}").and_then(|()| out.flush()).context("the page's address cannot be printed")?;
