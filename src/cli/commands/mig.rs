@@ -313,7 +313,7 @@ fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Res
     let mut nvml = Nvml::open(config, &inventory)?;
     if let Some(ask) = ask {
         let mut ledger = store.read()?;
-        ledger.await_no_more(&ask.awaited.lease);
+        ledger.stop_awaiting(&ask.awaited.lease);
         has_room(ask, &mut nvml, &ledger, config)?;
     }
     let (mut fence, _, freed) = Fence::raise(&[], store)?;
