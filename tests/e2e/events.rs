@@ -166,7 +166,7 @@ fn a_record_that_was_cut_off_and_names_that_are_none_do_no_harm() {
     assert!(world.sublet(&["undrain", "0"]).status.success());
     assert_eq!(kinds(&events(&world, &[])), ["undrained"]);
     let long = format!(
-        "{{\"time\":\"2026-11-23T07:00:00.000Z\",\"uptime_ms\":1,\"kind\":\"refused\",\"container_id\":\"{}\",\"text\":\
+        "{{\"time\":\"2026-11-23T07:00:00.000Z\",\"uptime_ms\":1,\"kind\":\"refused\",\"uid\":0,\"container_id\":\"{}\",\"text\":\
          \"\\u001b[2J{}\"}}\n",
         "x".repeat(4096),
         "y".repeat(4096)
