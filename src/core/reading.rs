@@ -8,7 +8,7 @@ use std::path::Path;
 /// More than most files of the kernel have.
 const PIECE: usize = 4 << 10;
 
-/// A file of /proc or /sys whose text the kernel makes in one piece (`single_open` in the kernel's fs/seq_file.c, a sysctl,
+/// A file of /proc or /sys whose text the kernel makes in one piece (`single_open` in the kernel's `fs/seq_file.c`, a sysctl,
 /// an attribute of sysfs): one read gives all of it. A longer one than 4 KiB is read to its end.
 ///
 /// # Errors

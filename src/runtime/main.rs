@@ -3,7 +3,7 @@
 //! Its `main` is C's, which spares a start the standard library's own setup: 15 system calls for a handler that
 //! prints a line when the stack overflows. The kernel ends the process either way. The rest of that setup is in
 //! [`inheritance::init_process`](sublet_core::process::inheritance::init_process). On glibc the standard library has
-//! the arguments in any case (std::env::args, "Platform-specific behavior").
+//! the arguments in any case (`std::env::args`, "Platform-specific behavior").
 #![no_main]
 #![allow(unsafe_code, reason = "the name of C's main")]
 

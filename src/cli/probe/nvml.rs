@@ -198,9 +198,7 @@ fn sm_count(cores: u32, compute_capability: (u32, u32)) -> Option<u32> {
     let per_sm = match compute_capability {
         (3, 0 | 2 | 5 | 7) => 192,
         (6 | 8, 0) | (7, 0 | 2 | 5) => 64,
-        (5, 0 | 2 | 3) | (6, 1 | 2) | (8, 6 | 7 | 9) | (9, 0) | (10, 0 | 1 | 3) | (11, 0) | (12, 0 | 1) => {
-            128
-        }
+        (5, 0 | 2 | 3) | (6, 1 | 2) | (8, 6 | 7 | 9) | (9 | 11, 0) | (10, 0 | 1 | 3) | (12, 0 | 1) => 128,
         _ => return None,
     };
     Some(cores / per_sm).filter(|&count| count > 0)

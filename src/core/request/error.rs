@@ -32,7 +32,7 @@ pub enum RequestError {
     UnknownKey {
         /// The key and its value.
         setting: Setting,
-        /// The key that was probably find_intended, without the prefix.
+        /// The key that was probably meant, without the prefix.
         nearest: Option<String>,
         /// The keys that would do, without the prefix.
         allowed: Vec<&'static str>,
@@ -47,7 +47,7 @@ pub enum RequestError {
         key: String,
         /// Its value, safe to print.
         value: String,
-        /// The key that was find_intended, without the prefix.
+        /// The key that was meant, without the prefix.
         right: &'static str,
     },
     /// A value that its key does not accept.

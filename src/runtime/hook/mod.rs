@@ -219,9 +219,9 @@ fn run(args: &[String], engine: Option<&Engine>, log: &Log) -> Result<(), HookEr
         "createRuntime" => create_runtime(&read_state()?, engine, log),
         "prestart" => prestart::prestart(&read_state()?, None, engine, log),
         cdi::STAGE => {
-            let state = read_state()?;
-            let asked = asked().map_err(|source| HookError::Cdi { id: safe_id(&state), source })?;
-            prestart::prestart(&state, Some(&asked), engine, log)
+            let container = read_state()?;
+            let asked = asked().map_err(|source| HookError::Cdi { id: safe_id(&container), source })?;
+            prestart::prestart(&container, Some(&asked), engine, log)
         }
         // For containers with CDI devices, with the same arguments as before their start.
         "poststop" => poststop(&read_state()?, asked().is_ok()),

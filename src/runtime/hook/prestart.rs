@@ -50,7 +50,7 @@ pub(super) fn prestart(
     match admitted.map_err(|error| failed(error.to_string()))? {
         LateAdmission::NotOurs => {}
         LateAdmission::AlreadyGranted(lease) => {
-            report(Level::Debug, &format!("it already has lease {lease}"))
+            report(Level::Debug, &format!("it already has lease {lease}"));
         }
         LateAdmission::Granted { warnings, environment, .. } => {
             for warning in &warnings {

@@ -20,10 +20,12 @@ const FEWEST: usize = 40;
 pub fn check() -> Result<Vec<String>> {
     let text = fs::read_to_string(DOCUMENT).with_context(|| format!("{DOCUMENT} cannot be read"))?;
     let table = text.split_once(HEADING).with_context(|| format!("{DOCUMENT} has no {HEADING:?}"))?.1;
-    let rows: Vec<&str> = table.lines().filter(|line| line.starts_with("| ") && line.contains("`src/")).collect();
+    let rows: Vec<&str> =
+        table.lines().filter(|line| line.starts_with("| ") && line.contains("`src/")).collect();
     let mut found: Vec<String> = rows.iter().filter_map(|row| fault(row)).collect();
     if rows.len() < FEWEST {
-        found.push(format!("{DOCUMENT}: the appendix has {} questions, and should have {FEWEST}", rows.len()));
+        found
+            .push(format!("{DOCUMENT}: the appendix has {} questions, and should have {FEWEST}", rows.len()));
     }
     Ok(found)
 }

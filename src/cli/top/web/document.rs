@@ -1,6 +1,7 @@
 //! The document that the page's script fetches. Its texts are those of the terminal's tables, and the script only
 //! places them. It belongs to the page and may change with it. Other programs read `sublet status --format json`.
 
+use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -132,7 +133,7 @@ impl Device {
             }
             DeviceRow::Mig(part, _) => {
                 if !part.shares_memory_with.is_empty() {
-                    memory.text += &format!(", shared with {}", part.shares_memory_with.join(", "));
+                    let _ = write!(memory.text, ", shared with {}", part.shares_memory_with.join(", "));
                 }
                 (&part.unknown, Vec::new(), Vec::new())
             }
