@@ -45,6 +45,9 @@ pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>,
 }
 
 fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
+    if has(found, wish).is_ok() {
+        return Ok(found.to_owned());
+    }
     let mut file = parsed(found)?;
     let (plugin, runtime) = (plugin(&file)?, plain(&wish.runtime)?);
     let cri = table(file.as_table_mut(), &["plugins", plugin])?;

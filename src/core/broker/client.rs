@@ -248,7 +248,10 @@ mod tests {
     fn a_refusal_is_one_safe_line_and_a_broken_connection_is_said() {
         let dir = tempfile::tempdir().unwrap();
         let config = config(&dir);
-        let no = vec!["{\"v\":1,\"refused\":{\"reason\":\"no\\u001b[2J\\nplace\"}}\n", "{\"v\":1"];
+        let no = vec![
+            "{\"v\":1,\"refused\":{\"reason\":\"no\\u001b[2J\\nplace\",\"temporary\":false}}\n",
+            "{\"v\":1",
+        ];
         let service = service(&config, vec![no]);
         let mut broker = Broker::new(&config);
         assert_eq!(broker.ask(&Ask::Status).unwrap_err().to_string(), "no\\u{1b}[2J\\nplace");

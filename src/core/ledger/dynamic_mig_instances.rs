@@ -59,7 +59,7 @@ pub struct Awaited {
 impl DynamicInstance {
     /// Whether `device` is its MIG device. Before its UUID is known, its place decides.
     #[must_use]
-    pub fn has_device(&self, device: &Device) -> bool {
+    pub(crate) fn has_device(&self, device: &Device) -> bool {
         let Some(mig_device) = &device.mig_device else { return false };
         let place =
             || mig_device.gpu == self.gpu && mig_device.placement.is_none_or(|at| at == self.placement);

@@ -59,8 +59,9 @@ pub use queries::Doubled;
 pub use queries::fixture;
 pub use runtime_record::Record;
 pub use runtime_record::read_up_to;
+pub use store::is_there;
+pub(crate) use store::read_text;
 pub use store::{Freed, Store};
-pub use store::{is_there, read_text};
 
 use crate::inventory::ComputeMode;
 use crate::process::Process;

@@ -13,8 +13,11 @@ impl Store {
         Ok((done, freed))
     }
 
-    /// [`Store::change`] at a container's end, which scans briefly.
-    fn change_at_end<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<(T, Freed), LedgerError> {
+    /// [`Store::change`] of one lease or daemon, which scans briefly.
+    pub(crate) fn change_with_brief_scan<T>(
+        &self,
+        change: impl FnOnce(&mut Ledger) -> T,
+    ) -> Result<(T, Freed), LedgerError> {
         let (Ok(done), freed) =
             self.update_with_scan(Scan::Brief, |ledger| Ok::<_, Infallible>(change(ledger)))?;
         Ok((done, freed))
@@ -26,10 +29,7 @@ impl Store {
         Ok(freed)
     }
 
-    /// [`Store::change`] of one lease or daemon, which does not look for ended containers.
-    ///
-    /// # Errors
-    /// As [`Store::update`].
+    /// [`Store::change`] of one lease, which does not look for ended containers.
     pub(crate) fn change_without_scan<T>(
         &self,
         change: impl FnOnce(&mut Ledger) -> T,
@@ -57,13 +57,13 @@ impl Store {
 
     /// As [`Ledger::unmark_ending`].
     pub(crate) fn unmark_ending(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.change_at_end(|ledger| ledger.unmark_ending(lease))?;
+        let ((), freed) = self.change_with_brief_scan(|ledger| ledger.unmark_ending(lease))?;
         Ok(freed)
     }
 
     /// As [`Ledger::remove`]; the lease is among those that were freed. Of what it had left, `cleared` is forgotten.
     pub fn remove(&self, lease: &LeaseId, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
-        let (removed, mut freed) = self.change_at_end(|ledger| {
+        let (removed, mut freed) = self.change_with_brief_scan(|ledger| {
             let removed = ledger.remove(lease);
             ledger.forget(cleared);
             removed
@@ -74,14 +74,14 @@ impl Store {
 
     /// As [`Ledger::abandon`]; the leases are among those that were freed.
     pub fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<Freed, LedgerError> {
-        let (abandoned, mut freed) = self.change_at_end(|ledger| ledger.abandon(uid, id, owner))?;
+        let (abandoned, mut freed) = self.change_with_brief_scan(|ledger| ledger.abandon(uid, id, owner))?;
         freed.extend(abandoned);
         Ok(freed)
     }
 
     /// As [`Ledger::forget`].
     pub fn forget(&self, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.change_at_end(|ledger| ledger.forget(cleared))?;
+        let ((), freed) = self.change_with_brief_scan(|ledger| ledger.forget(cleared))?;
         Ok(freed)
     }
 }

@@ -74,7 +74,7 @@ impl Ledger {
 
     /// The lease of the job of Slurm's with this id.
     #[must_use]
-    pub fn find_job_lease(&self, job: u64) -> Option<&Lease> {
+    pub(crate) fn find_job_lease(&self, job: u64) -> Option<&Lease> {
         self.leases
             .iter()
             .find(|lease| lease.is_of_job() && lease.job.as_ref().is_some_and(|own| own.id == job))

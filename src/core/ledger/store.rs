@@ -484,6 +484,6 @@ pub fn is_there(state_dir: &Path) -> bool {
 /// The ledger file's content, which every user may read. It is a hint for processes that may not open the store. Its
 /// owner cannot be checked: in a user namespace, root's files belong to the overflow uid (`user_namespaces(7)`).
 #[must_use]
-pub fn read_text(state_dir: &Path) -> Vec<u8> {
+pub(crate) fn read_text(state_dir: &Path) -> Vec<u8> {
     read_up_to(&state_dir.join("ledger.json"), LARGEST).ok().flatten().unwrap_or_default()
 }

@@ -48,7 +48,7 @@ pub fn change<T>(
 
 /// Changes the record of `key`, if there is one.
 pub fn note(store: &Store, key: &DaemonKey, change: impl FnOnce(&mut MpsDaemon)) -> Result<(), MpsError> {
-    store.change_without_scan(|ledger| {
+    store.change_with_brief_scan(|ledger| {
         if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) {
             change(daemon);
         }
@@ -128,8 +128,7 @@ pub fn adjust(
     store: &Store,
     config: &Config,
 ) -> Result<(), MpsError> {
-    // A lease whose container has ended may count until it is freed.
-    let begun = store.change_without_scan(|ledger| begin_adjusting(ledger, key, answered))?;
+    let (begun, _) = store.change_with_brief_scan(|ledger| begin_adjusting(ledger, key, answered))?;
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     // Of what age they are does not change with the instances of other GPUs.
     let known = inventory::last(config)?;

@@ -18,7 +18,7 @@ use nix::unistd::ForkResult;
 
 /// Closes every descriptor except standard input, output and error. For a program that has just started and gets no
 /// descriptor by number.
-pub fn close_descriptors() {
+pub(crate) fn close_descriptors() {
     for fd in descriptors() {
         // SAFETY: this program has not opened anything yet, so no value owns the descriptor.
         unsafe { libc::close(fd) };

@@ -55,7 +55,7 @@ pub enum Command {
 impl Command {
     /// Whether it creates a container.
     #[must_use]
-    pub const fn is_start(&self) -> bool {
+    pub(crate) const fn is_start(&self) -> bool {
         matches!(self, Self::Create(_) | Self::Run(_) | Self::Restore(_))
     }
 

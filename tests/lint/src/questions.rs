@@ -33,8 +33,10 @@ pub fn check() -> Result<Vec<String>> {
 /// Why the row is wrong, if it is.
 fn fault(row: &str) -> Option<String> {
     let wrong = |what: &str| Some(format!("{DOCUMENT}: {what}: {row}"));
-    let mut names = row.split('`').skip(1).step_by(2);
-    let (Some(path), Some(item)) = (names.next(), names.next()) else { return wrong("no file and item") };
+    let mut cells = row.trim_end_matches(['|', ' ']).rsplit('|').map(|cell| cell.trim().trim_matches('`'));
+    let (Some(item), Some(path), Some(_)) = (cells.next(), cells.next(), cells.nth(1)) else {
+        return wrong("no file and item");
+    };
     let Ok(code) = fs::read_to_string(Path::new(path)) else { return wrong("there is no such file") };
     item.split("::").any(|name| !has_item(&code, name)).then(|| wrong("there is no such item in the file"))?
 }

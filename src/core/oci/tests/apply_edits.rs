@@ -350,7 +350,7 @@ fn nothing_of_the_engines_is_taken_for_ours() {
         ],
         "linux": {"maskedPaths": ["/proc/kcore", "/proc/driver/nvidia/gpus/0000:86:00.0"]},
         "annotations": {"sublet.sm": "25", "org.criu.config": "/etc/criu/mine.conf", "sublet.lease.edits":
-            json!({"mounts": ["/usr/lib/libcuda.so.1"], "masks": ["/proc/kcore", "/proc/driver/nvidia/gpus/0000:86:00.0"],
+            json!({"mounts": ["/usr/lib/libcuda.so.1"], "nodes": [], "masks": ["/proc/kcore", "/proc/driver/nvidia/gpus/0000:86:00.0"],
                 "defaults": [["TRITON_LIBCUDA_PATH", "/usr/lib"]]}).to_string()},
     });
     let mounts = spec["mounts"].clone();
