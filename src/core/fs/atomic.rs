@@ -6,7 +6,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::process::Process;
+use crate::process::{Process, own_pid};
 
 /// Writes `content` to `path` by way of a temporary file in the same directory.
 ///
@@ -69,7 +69,7 @@ fn temporary_name(path: &Path) -> io::Result<PathBuf> {
     let name = path.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     let mut hidden = std::ffi::OsString::from(".");
     hidden.push(name);
-    hidden.push(format!(".{}-{call}.tmp", std::process::id()));
+    hidden.push(format!(".{}-{call}.tmp", own_pid()));
     Ok(path.with_file_name(hidden))
 }
 

@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 use serde::{Deserialize, Serialize};
 
 use super::{Ledger, LedgerError};
+use crate::process::own_pid;
 
 /// Inode of the initial PID namespace (Linux, `PROC_PID_INIT_INO`), which sees every process.
 const FIRST_PID: u64 = 0xEFFF_FFFC;
@@ -38,7 +39,7 @@ impl Namespaces {
         }
         // Looked up by this process's id. If /proc belongs to another PID namespace, it has no such thread of this
         // process.
-        let us = format!("/proc/self/task/{}/ns", std::process::id());
+        let us = format!("/proc/self/task/{}/ns", own_pid());
         let ours = Self::of(Path::new(&us)).map_err(|source| LedgerError::NoNamespaces { source })?;
         Ok(*OURS.get_or_init(|| ours))
     }

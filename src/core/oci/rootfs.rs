@@ -3,7 +3,7 @@
 //! descriptor, never by its path again.
 
 use std::cell::{OnceCell, RefCell};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
@@ -32,12 +32,12 @@ use crate::reading::regular_file;
 pub struct Tree {
     rootfs: OwnedFd,
     /// The path of `rootfs` on the host, as the kernel reports it.
-    host_path: PathBuf,
+    host_path: OnceCell<PathBuf>,
     volumes: Vec<Volume>,
     /// The ids that create mount points.
     root: ContainerRoot,
     /// Results of look-ups: most paths are looked up several times.
-    known: RefCell<HashMap<PathBuf, Result<Rc<Found>, i32>>>,
+    known: RefCell<BTreeMap<PathBuf, Result<Rc<Found>, i32>>>,
 }
 
 /// Something mounted over a part of the rootfs.
@@ -76,8 +76,7 @@ impl Tree {
 
     fn open_tree(spec: &Value, rootfs: &Path) -> io::Result<Self> {
         let rootfs = open_root(rootfs)?;
-        let host_path = host_path(&rootfs)?;
-        let root = ContainerRoot::of(spec);
+        let (host_path, root) = (OnceCell::new(), ContainerRoot::of(spec));
         let mut tree = Self { rootfs, host_path, volumes: Vec::new(), root, known: RefCell::default() };
         let mounts = spec.get("mounts").and_then(Value::as_array);
         let volumes = mounts.into_iter().flatten().filter_map(|mount| tree.volume(mount).transpose());
@@ -296,8 +295,16 @@ impl Tree {
             }
         }
         let fd = open_in(&self.rootfs, path, OFlag::empty())?;
-        let real = path_in_root(&self.host_path, &fd)?;
+        let real = path_in_root(self.host_path()?, &fd)?;
         Ok((fd, real))
+    }
+
+    fn host_path(&self) -> io::Result<&Path> {
+        if let Some(path) = self.host_path.get() {
+            return Ok(path);
+        }
+        let path = host_path(&self.rootfs)?;
+        Ok(self.host_path.get_or_init(|| path))
     }
 }
 

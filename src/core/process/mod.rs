@@ -21,6 +21,7 @@ pub use stat::{cgroup_table, live_proc_dir, live_proc_dir_of};
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -41,6 +42,26 @@ pub struct Process {
     pub pid: i32,
     /// When it started, in clock ticks since boot: field 22 of `/proc/PID/stat` (proc(5)).
     pub start_time: u64,
+}
+
+/// What [`own_pid`] has found; 0: nothing yet.
+static OWN_PID: AtomicU32 = AtomicU32::new(0);
+
+/// The pid of this process. The C library would ask the kernel each time.
+pub(crate) fn own_pid() -> u32 {
+    match OWN_PID.load(Ordering::Relaxed) {
+        0 => {
+            let pid = std::process::id();
+            OWN_PID.store(pid, Ordering::Relaxed);
+            pid
+        }
+        pid => pid,
+    }
+}
+
+/// For a child that goes on with this program's code: it has a pid of its own.
+pub(crate) fn forget_own_pid() {
+    OWN_PID.store(0, Ordering::Relaxed);
 }
 
 impl Process {
@@ -66,7 +87,7 @@ impl Process {
     /// # Errors
     /// /proc is not mounted, or hides this process.
     pub fn current() -> std::io::Result<Self> {
-        let pid = i32::try_from(std::process::id()).unwrap_or(i32::MAX);
+        let pid = i32::try_from(own_pid()).unwrap_or(i32::MAX);
         Self::find(pid).ok_or_else(|| std::io::Error::other(format!("/proc/{pid}/stat cannot be read")))
     }
 

@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, getpid, getppid};
 
-use super::super::inheritance;
+use super::super::{forget_own_pid, inheritance};
 use super::{Commands, Rights, command_requests, seccomp_filter};
 
 /// The process that started the hook, if a child does the work.
@@ -51,6 +51,7 @@ pub fn fork_worker(rights: Rights, commands: Commands) -> io::Result<Side> {
         }
         ForkResult::Child => {
             drop(outside);
+            forget_own_pid();
             let _ = ENGINE.set(engine);
             command_requests::set_outside(inside);
             if !confine(rights, parent) {
