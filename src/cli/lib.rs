@@ -1,7 +1,6 @@
 //! The program `sublet`, which users and systemd run, and all code that needs NVML.
 
 #![allow(
-    missing_docs,
     clippy::must_use_candidate,
     clippy::return_self_not_must_use,
     reason = "a program: nobody else calls what is public for tests"

@@ -22,6 +22,7 @@ use sublet_core::text::safe;
 const LONGEST: u64 = 16 << 20;
 
 /// Why the specification is not written.
+#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// The file was written by another program.

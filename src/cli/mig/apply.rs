@@ -3,6 +3,7 @@
 use super::{Compute, Driver, DriverError, Instance, Mode, Plan, Span, Step};
 
 /// The outcome of a change that failed.
+#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum ApplyError {
     /// The change needs a GPU reset, which must be allowed explicitly.

@@ -25,6 +25,7 @@ pub struct Layout {
 }
 
 /// Why a layout file cannot be used.
+#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum LayoutError {
     /// It cannot be read.

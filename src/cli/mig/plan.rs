@@ -20,6 +20,7 @@ pub struct Plan {
 }
 
 /// One call to the driver. GPU instances are named by place, because a recreated instance gets another id.
+#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Switches MIG mode.
@@ -64,6 +65,7 @@ impl fmt::Display for Span {
 }
 
 /// Why a GPU cannot get its target; the text begins with the GPU.
+#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Obstacle {
     /// The GPU does not support MIG.

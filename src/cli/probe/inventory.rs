@@ -30,6 +30,7 @@ const OLDEST_BRANCH: u32 = 535;
 const CTL_MINOR: u32 = 255;
 
 /// Why the driver could not be read.
+#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum ProbeError {
     /// Jetson GPUs have another driver.

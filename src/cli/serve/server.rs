@@ -60,6 +60,7 @@ const SIGNALS: u64 = 2;
 const FIRST_CONNECTION: u64 = 3;
 
 /// Why the service ended.
+#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The socket cannot be used.

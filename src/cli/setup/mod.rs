@@ -32,6 +32,7 @@ pub struct Wish {
 }
 
 /// Why a configuration was not edited. It is unchanged.
+#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SetupError {
     /// The file is incomplete, has comments that its language does not allow, or is something else.
