@@ -73,6 +73,11 @@ fn hooked<'a>(world: &'a World, id: &str) -> Bundle<'a> {
     bundle
 }
 
+/// crun records a container that it runs in the foreground after its process has begun.
+fn kill(bundle: &Bundle<'_>) {
+    assert!(eventually(|| bundle.kill("KILL").ok), "{}", bundle.id);
+}
+
 fn host(extra: &str) -> Host {
     Host::new("h200", extra, Path::new(env!("CARGO_BIN_EXE_speak")))
 }
@@ -117,7 +122,7 @@ fn it_returns_when_its_container_has_ended() {
     let world = World::simulated("h200", "");
     for bundle in by_each(&world) {
         let mut run = Foreground::start(&bundle);
-        assert!(bundle.kill("KILL").ok, "{}", bundle.id);
+        kill(&bundle);
         assert!(eventually(|| run.has_returned()), "{}: it waits", bundle.id);
         assert_eq!(leases(&world), Vec::<Value>::new(), "{}", bundle.id);
         // Who frees the lease ends the daemon: poststop, or the helper.
@@ -140,7 +145,7 @@ fn with_the_service_no_daemon_is_below_it() {
         let daemons = world.daemon_pids("");
         assert!(!daemons.is_empty() && !daemons.iter().any(|pid| is_below(*pid, run.pid())), "{}", bundle.id);
         assert_eq!(awaiting(world), [], "{}", bundle.id);
-        assert!(bundle.kill("KILL").ok, "{}", bundle.id);
+        kill(&bundle);
         assert!(eventually(|| run.has_returned()), "{}: it waits", bundle.id);
         assert_eq!(leases(world), Vec::<Value>::new(), "{}", bundle.id);
         world.assert_empty();
@@ -172,7 +177,7 @@ fn a_daemon_that_another_container_uses_stays() {
         other.up();
         other.event("info");
         assert_eq!(world.daemon_pids(""), daemons, "the same daemon");
-        assert!(first.kill("KILL").ok);
+        kill(&first);
         assert!(eventually(|| leases(world).len() == 1), "its lease is held: {:?}", leases(world));
         // Without the service crun waits for the daemon (docs/prestart.md), and it is said.
         let said =
@@ -197,7 +202,7 @@ fn where_the_helper_is_killed_the_next_command_ends_it() {
     let mut run = Foreground::start(&bundle);
     assert!(eventually(|| awaiting(&world).len() == 1));
     end(&awaiting(&world));
-    assert!(bundle.kill("KILL").ok);
+    kill(&bundle);
     let returned = || {
         assert!(world.sublet(&["gc"]).status.success());
         run.has_returned()
@@ -217,7 +222,7 @@ fn where_the_service_hangs_the_container_starts() {
     stop(Pid::from_raw(serve.id().try_into().expect("a pid")));
     let bundle = hooked(&host.world, "hung");
     let mut run = Foreground::start(&bundle);
-    assert!(bundle.kill("KILL").ok);
+    kill(&bundle);
     assert!(eventually(|| run.has_returned()), "it waits");
     assert_eq!(leases(&host.world), Vec::<Value>::new());
 }
@@ -239,7 +244,7 @@ fn where_the_service_is_killed_while_it_starts_the_daemon_the_container_starts()
     serve.wait().expect("reaped");
     stopping.go_on();
     assert_eq!(bundle.event("info")["mps"], json!(true));
-    assert!(bundle.kill("KILL").ok);
+    kill(&bundle);
     assert!(eventually(|| run.has_returned()), "it waits");
     host.world.assert_empty();
 }
