@@ -91,9 +91,14 @@ impl<'a> Left<'a> {
         std::fs::remove_file(world.dir.path().join("slow")).expect("the file");
     }
 
-    /// Deletes the container, and checks that all of its cgroup lives on and is named with `why`, by everything that says
-    /// something of it.
+    /// Deletes the container, and checks that all others of its cgroup live on and are named with `why`, and with how they
+    /// can be ended.
     fn stays(&self, world: &World, why: &str) {
+        self.is_named(world, &[why, &self.cgroup.display().to_string(), "kill -KILL"]);
+    }
+
+    /// As [`Left::stays`]; everything that says something of the container has all of `parts`.
+    fn is_named(&self, world: &World, parts: &[&str]) {
         let id = &self.bundle.id;
         let first = Pid::from_raw(
             i32::try_from(ledger(world, id)["init"]["process"]["pid"].as_i64().expect("a pid")).unwrap(),
@@ -111,7 +116,6 @@ impl<'a> Left<'a> {
         assert!(!released.status.success());
         let events = world.sublet(&["events", "--filter", "kind=left-running"]);
         let doctor = world.sublet(&["doctor"]);
-        let cgroup = self.cgroup.display().to_string();
         for said in [
             collected,
             status["warnings"].to_string(),
@@ -119,8 +123,8 @@ impl<'a> Left<'a> {
             text(&events.stdout),
             text(&doctor.stdout),
         ] {
-            for part in [why, &cgroup, "kill -KILL"] {
-                assert!(said.contains(part), "{part} is not in: {said}");
+            for part in parts {
+                assert!(said.contains(*part), "{part} is not in: {said}");
             }
         }
     }
@@ -235,6 +239,57 @@ fn b16_kill_and_forced_delete_end_a_first_process_without_its_first_thread() {
         bundle.down();
         assert!(!is_alive(first), "before the call returns");
     }
+    world.assert_empty();
+}
+
+/// A cgroup v1 freezer. A process that is killed while it is frozen there stays in state D until it is let go.
+struct Freezer(PathBuf);
+
+impl Freezer {
+    /// `None` where cgroups are of version 2, whose freezer lets killed processes end.
+    fn hold(cgroup: &Path, pid: Pid) -> Option<Self> {
+        let below = cgroup.strip_prefix("/sys/fs/cgroup/devices").ok()?;
+        let freezer = Self(Path::new("/sys/fs/cgroup/freezer").join(below).join("held"));
+        std::fs::create_dir(&freezer.0).expect("a cgroup");
+        std::fs::write(freezer.0.join("cgroup.procs"), pid.to_string()).expect("it is moved");
+        freezer.set("FROZEN");
+        Some(freezer)
+    }
+
+    fn set(&self, state: &str) {
+        std::fs::write(self.0.join("freezer.state"), state).expect("a state");
+    }
+}
+
+impl Drop for Freezer {
+    fn drop(&mut self) {
+        self.set("THAWED");
+        eventually(|| std::fs::remove_dir(&self.0).is_ok());
+    }
+}
+
+#[test]
+fn b16_what_no_signal_ends_stays_booked_and_is_named() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = world();
+    let left = Left::up(&world, "frozen", None);
+    let second = left.processes()[1];
+    let Some(freezer) = Freezer::hold(&left.cgroup, second) else {
+        eprintln!("skipped: no cgroup v1");
+        return;
+    };
+    left.is_named(
+        &world,
+        &[&format!("process {second} (sleep"), "in state D: it ends when what it waits for does"],
+    );
+    assert_eq!(left.processes(), [second], "the first process is ended");
+    assert_eq!(world.leases().len(), 1, "it stays booked");
+    drop(freezer);
+    assert!(eventually(|| left.processes().is_empty()), "{:?}", left.processes());
+    assert!(world.sublet(&["gc"]).status.success());
+    assert_eq!(ledger(&world, "frozen"), Value::Null, "its lease is free");
     world.assert_empty();
 }
 

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use super::local::Local;
 use super::{AdmitError, EMPTY_CGROUP};
 use crate::events::{self, Event, Kind};
-use crate::ledger::{Lease, LeaseId, Ledger, LedgerError, Store};
-use crate::process::{Process, confine, is_gone, name_of, pidfd_kill, sublet};
+use crate::ledger::{IN_STATE_D, Lease, LeaseId, Ledger, LedgerError, Store};
+use crate::process::{Process, confine, is_gone, name_of, pidfd_await_end, pidfd_kill, sublet};
 use crate::text::safe;
 
 /// Whether a process belongs to the user with this uid.
@@ -95,6 +95,8 @@ impl Local<'_> {
             .filter_map(|process| Some((process, process.hold().ok()??)))
             .collect();
         let left = ledger.find_left_processes(lease, &self.config.state_dir);
+        let deadline = Instant::now() + RETRY_PAUSE;
+        let ends = |pidfd| pidfd_await_end(pidfd, deadline.saturating_duration_since(Instant::now()));
         for (process, pidfd) in held.iter().filter(|(process, _)| left.own.contains(process)) {
             let (pid, name) = (process.pid, name_of(process.pid));
             let which = format!("process {pid} ({name}), which container {container} has left");
@@ -104,6 +106,9 @@ impl Local<'_> {
                 continue;
             }
             match pidfd_kill(pidfd) {
+                Ok(()) if process.waits_in_kernel() && !ends(pidfd) => {
+                    report(Kind::LeftRunning, format!("{which}, was killed and is {IN_STATE_D}"));
+                }
                 Ok(()) => report(Kind::LeftEnded, format!("{which}, was ended")),
                 Err(error) if is_gone(&error) => {}
                 Err(error) => report(Kind::LeftRunning, format!("{which}, cannot be ended: {error}")),

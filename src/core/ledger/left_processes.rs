@@ -17,6 +17,9 @@ use crate::process::{Process, live_proc_dir_of, name_of};
 use crate::slurm;
 use crate::text::safe;
 
+/// Why a process that was killed goes on.
+pub(crate) const IN_STATE_D: &str = "in state D: it ends when what it waits for does";
+
 /// How many processes are named.
 const NAMED: usize = 3;
 
@@ -36,12 +39,12 @@ impl fmt::Display for Left {
         }
         for (number, process) in self.own.iter().take(NAMED).enumerate() {
             let (pid, name) = (process.pid, name_of(process.pid));
-            let waits = if process.waits_in_kernel() {
-                ", in state D: it ends when what it waits for does"
-            } else {
-                ""
-            };
-            write!(to, "{}process {pid} ({name}{waits})", if number > 0 { ", " } else { "" })?;
+            let comma = if number > 0 { ", " } else { "" };
+            write!(to, "{comma}process {pid} ({name}")?;
+            if process.waits_in_kernel() {
+                write!(to, ", {IN_STATE_D}")?;
+            }
+            to.write_str(")")?;
         }
         match self.own.len().saturating_sub(NAMED) {
             0 => write!(to, " still run{}", if self.own.len() == 1 { "s" } else { "" }),

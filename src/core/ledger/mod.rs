@@ -49,6 +49,7 @@ pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
 pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use error::LedgerError;
 pub use lease_state::LeaseState;
+pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
 pub(crate) use mig_changes::gpus_under_change;
 pub use mig_changes::{MigBusy, MigChange, MigChanges};
