@@ -87,7 +87,8 @@ impl Run {
             let text = fs::read(self.host.users.world.state_dir().join("inventory.json"))
                 .map_err(|error| error.to_string())?;
             state["inventory"] = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
-            for key in ["probed_at", "written_at", "made_at", "read_at"] {
+            // A directory is in it once its last change is over for longer than the clock's tick.
+            for key in ["probed_at", "written_at", "made_at", "read_at", "directories"] {
                 state["inventory"][key] = Value::Null;
             }
         }
