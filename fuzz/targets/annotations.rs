@@ -10,8 +10,8 @@ use sublet_core::config::Config;
 use sublet_core::config_files::of_text;
 use sublet_core::request::{has_sublet_annotations, is_podman_infra, is_sandbox, parse};
 use sublet_core::share::LONGEST_WAIT;
-use sublet_core::share::units::{MIB, Percent, parse_duration, parse_percent, show_duration};
 use sublet_core::share::{Devices, Memory, MigCapability};
+use sublet_core::share::{MIB, Percent, parse_duration, parse_percent, show_duration};
 
 static CONFIG: LazyLock<Config> = LazyLock::new(|| {
     let text = "[share.small]\nmode = \"mps\"\nsm = \"25\"\nmemory = \"8GiB\"\n\

@@ -4,7 +4,7 @@
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use sublet_core::process::{auxiliary_vector, inheritance};
+use sublet_core::process::inheritance;
 
 const HOOK: &str = "sublet-hook";
 
@@ -14,7 +14,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
     let args: Vec<OsString> = args.collect();
     let named = args.first().map_or(Path::new(""), Path::new);
     // The first argument of a hook is whatever the hook's JSON says.
-    if is_hook(named) || auxiliary_vector::executed().is_some_and(is_hook) {
+    if is_hook(named) || inheritance::executed().is_some_and(is_hook) {
         crate::hook::main(args.into_iter())
     } else {
         crate::shim::main(args.into_iter())

@@ -7,7 +7,7 @@ use crate::bench::{Mode, Sharing, Sm};
 use crate::shown::name_of;
 use sublet_core::inventory::Device;
 use sublet_core::place::{SERVER_BYTES, bookings};
-use sublet_core::share::units::MIB;
+use sublet_core::share::MIB;
 use sublet_core::share::{Isolation, Percent};
 use sublet_core::text::safe;
 

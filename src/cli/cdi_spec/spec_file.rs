@@ -15,7 +15,7 @@ use sublet_core::config::Config;
 use sublet_core::grant::GrantedNode;
 use sublet_core::oci::cdi::{KIND, STAGE};
 use sublet_core::oci::hooks;
-use sublet_core::process::environment;
+use sublet_core::process::inheritance;
 use sublet_core::text::safe;
 
 /// A larger file was not written by sublet.
@@ -115,7 +115,7 @@ pub(crate) fn keep(config: &Config) -> Result<bool, FileError> {
         return remove(path);
     }
     let program = hooks::program().ok_or(FileError::NoHook)?;
-    write(path, &render(&listing, &program, environment::honoured_config().as_deref()))
+    write(path, &render(&listing, &program, inheritance::honoured_config().as_deref()))
 }
 
 // The CDI specification as text.

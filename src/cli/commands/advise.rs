@@ -21,7 +21,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Store;
 use sublet_core::place::meant;
-use sublet_core::share::units::{MEMORY_ALLOWED, parse_memory};
+use sublet_core::share::{MEMORY_ALLOWED, parse_memory};
 use sublet_core::share::{Memory, Percent};
 
 /// Arguments of `sublet advise`.

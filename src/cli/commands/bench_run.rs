@@ -27,7 +27,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::place;
 use sublet_core::process::{child, epoch_seconds};
-use sublet_core::share::units::parse_duration;
+use sublet_core::share::parse_duration;
 use sublet_core::text::{safe, timestamp};
 
 /// The longest of the times.

@@ -13,7 +13,7 @@ use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::oci::cdi::KIND;
 use sublet_core::oci::hooks;
-use sublet_core::process::environment;
+use sublet_core::process::inheritance;
 use sublet_core::text::safe;
 
 /// Subcommands of `sublet cdi`.
@@ -69,7 +69,7 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
 fn specification(config: &Config) -> anyhow::Result<(Listing, String)> {
     let listing = cdi_spec::list(config, &fresh_inventory(config)?).map_err(FileError::List)?;
     let program = hooks::program().context(FileError::NoHook)?;
-    let text = cdi_spec::render(&listing, &program, environment::honoured_config().as_deref());
+    let text = cdi_spec::render(&listing, &program, inheritance::honoured_config().as_deref());
     Ok((listing, text))
 }
 

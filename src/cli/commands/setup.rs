@@ -20,7 +20,7 @@ use crate::shown::name_of;
 use crate::swarm::{self, Count};
 use sublet_core::config::{Config, WithoutShare};
 use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
-use sublet_core::process::environment::honoured_config;
+use sublet_core::process::inheritance::honoured_config;
 use sublet_core::text::safe;
 
 /// Arguments of `sublet setup`.

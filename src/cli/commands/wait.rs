@@ -10,7 +10,7 @@ use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::ledger::{LeaseId, Store};
 use sublet_core::request::{self, Request};
-use sublet_core::share::units::{DURATION_ALLOWED, parse_duration};
+use sublet_core::share::{DURATION_ALLOWED, parse_duration};
 
 /// A day. The clock can represent this far ahead.
 const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);

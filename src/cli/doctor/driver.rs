@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::{Host, Outcome, fail, pass, shown, skip, warn};
 use crate::proc::processes;
-use sublet_core::fs::proc_devices;
+use sublet_core::fs::read_proc_devices;
 use sublet_core::inventory::{self, ComputeMode, Device, LeftOut, Majors, Node, check_node};
 
 /// The oldest driver branch that sublet supports.
@@ -75,7 +75,7 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
 }
 
 fn majors(host: &Host<'_>) -> Majors {
-    Majors::parse(&proc_devices::read(&host.config.driver.root).unwrap_or_default())
+    Majors::parse(&read_proc_devices(&host.config.driver.root).unwrap_or_default())
 }
 
 /// Every device node that containers with whole GPUs get.

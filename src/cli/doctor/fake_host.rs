@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::{Host, Outcome, Verdict};
 use sublet_core::config::{Config, Driver};
-use sublet_core::fs::below::under;
+use sublet_core::fs::under;
 use sublet_core::ledger::Ledger;
 use sublet_core::place::fixture::{device, host};
 

@@ -14,7 +14,7 @@ use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
 use crate::guard::{self, Sight};
 use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::config::PolicyRule;
-use sublet_core::fs::below::check_kernel;
+use sublet_core::fs::check_kernel;
 use sublet_core::text::safe;
 
 /// A service that takes longer to answer hangs.

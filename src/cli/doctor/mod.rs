@@ -27,7 +27,7 @@ use crate::setup::dockerd::Dockerd;
 use crate::setup::engine_files::version;
 use sublet_core::config::Config;
 use sublet_core::config_files::{self, Containers};
-use sublet_core::fs::below::under;
+use sublet_core::fs::under;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Ledger, LedgerError, Store};
 

@@ -9,7 +9,7 @@ use sublet_core::config::Config;
 use sublet_core::events;
 use sublet_core::fs::atomic::replace;
 use sublet_core::fs::{history, trusted};
-use sublet_core::host::boot_id;
+use sublet_core::host;
 use sublet_core::process::{epoch_seconds, uptime_seconds};
 use sublet_core::share::Action;
 
@@ -95,7 +95,7 @@ pub(crate) fn last_look(config: &Config) -> Option<u64> {
 
 /// The age of the last look, if that was in this boot.
 fn age(book: &Book) -> Option<u64> {
-    let is_of_now = !book.boot_id.is_empty() && book.boot_id == boot_id::read().unwrap_or_default();
+    let is_of_now = !book.boot_id.is_empty() && book.boot_id == host::read_boot_id().unwrap_or_default();
     uptime_seconds().checked_sub(book.looked_at).filter(|_| is_of_now)
 }
 
@@ -109,7 +109,7 @@ pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std
         thin_out(&mut book.events);
     }
     book.looked_at = uptime_seconds();
-    boot_id::read().unwrap_or_default().clone_into(&mut book.boot_id);
+    host::read_boot_id().unwrap_or_default().clone_into(&mut book.boot_id);
     book.blind = blind;
     replace(&path(config), &serde_json::to_vec(&book)?, 0o644)
 }

@@ -10,8 +10,8 @@ use sublet_core::config::Policy;
 use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{LeasedMigDevice, Ledger};
 use sublet_core::place::{Order, Site, Size};
+use sublet_core::share::MIB;
 use sublet_core::share::Percent;
-use sublet_core::share::units::MIB;
 use sublet_core::text::safe;
 
 /// How many instances of one GPU a message names.

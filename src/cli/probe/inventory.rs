@@ -8,19 +8,19 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
+use super::cache::KernelModule;
 use super::cache::SCHEMA;
+use super::cache::Seen;
 use super::device_nodes::{NodeError, check_node};
 use super::driver_files::{Found, Machine};
-use super::fingerprint::{self, Seen};
-use super::kernel_module::KernelModule;
 use super::left_out::{LeftOutGpus, Silent};
 use super::programs::{self, MissingPrograms, MpsPrograms};
 use super::{
     Device, Driver, FileDirectory, Inventory, InventoryError, LeftOut, Majors, MigGpus, Node, cache,
-    device_majors, driver_files, kernel_module, mig_capabilities, nvml, under,
+    device_nodes, driver_files, mig_capabilities, nvml, under,
 };
 use sublet_core::config::{self, Config, Inject};
-use sublet_core::fs::proc_devices;
+use sublet_core::fs;
 use sublet_core::text::safe;
 
 /// The oldest supported driver branch: MPS was measured with it, and it has every NVML call made here.
@@ -86,7 +86,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     refuse_platforms(root)?;
     let module = module(root)?;
     // Read before NVML is asked: a change in between makes the result stale, but not wrong.
-    let seen = fingerprint::read(root)?;
+    let seen = cache::read_seen(root)?;
     let found = driver_files::find(&config.driver, &module.version, Machine::HOST);
     check_libraries(config, &module, &found)?;
     let majors = majors(root)?;
@@ -129,7 +129,7 @@ fn before(config: &Config, seen: &Seen) -> Option<Inventory> {
 /// The GPUs that a refresh would leave out now.
 pub(crate) fn left_out(config: &Config) -> Result<Vec<LeftOut>, ProbeError> {
     let root = &config.driver.root;
-    let seen = fingerprint::read(root)?;
+    let seen = cache::read_seen(root)?;
     let module = module(root)?;
     let found = driver_files::find(&config.driver, &module.version, Machine::HOST);
     let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
@@ -180,8 +180,8 @@ fn refuse_platforms(root: &Path) -> Result<(), ProbeError> {
 }
 
 fn module(root: &Path) -> Result<KernelModule, ProbeError> {
-    let path = under(root, kernel_module::VERSION_FILE);
-    let module = match kernel_module::loaded(root) {
+    let path = under(root, cache::VERSION_FILE);
+    let module = match cache::loaded_kernel_module(root) {
         Ok(Some(module)) => module,
         Ok(None) => return Err(InventoryError::NoDriver { path }.into()),
         Err(source) => return Err(InventoryError::Unreadable { path, source }.into()),
@@ -259,8 +259,8 @@ struct KnownMajors {
 
 fn majors(root: &Path) -> Result<KnownMajors, ProbeError> {
     let path = under(root, "/proc/devices");
-    let text =
-        proc_devices::read(root).map_err(|source| ProbeError::Unreadable { path: path.clone(), source })?;
+    let text = fs::read_proc_devices(root)
+        .map_err(|source| ProbeError::Unreadable { path: path.clone(), source })?;
     let all = Majors::parse(&text);
     let missing = |module, remedy| ProbeError::NoMajor { module, path: path.clone(), remedy };
     Ok(KnownMajors {
@@ -352,10 +352,11 @@ impl Asked<'_> {
         let lost = bus_id.as_ref().is_some_and(|bus_id| seen.lost.contains(bus_id));
         let described = if lost { Err(NvmlError::GpuLost) } else { described };
         let (mut gpu, parts) = described.map_err(|error| Silent::of(&error, bus_id.clone()))?;
-        gpu.dri_nodes = device_majors::dri(self.root, &gpu.bus_id).unwrap_or_else(|(path, error)| {
-            tracing::warn!("{}: {error}: GPU {index} gets no node below /dev/dri", path.display());
-            Vec::new()
-        });
+        gpu.dri_nodes =
+            device_nodes::list_dri_nodes(self.root, &gpu.bus_id).unwrap_or_else(|(path, error)| {
+                tracing::warn!("{}: {error}: GPU {index} gets no node below /dev/dri", path.display());
+                Vec::new()
+            });
         let node = gpu.nodes.iter().find_map(|node| check_node(self.root, node).err());
         node.map_or(Ok((gpu, parts)), |error| Err(Silent { bus_id, lost: false, why: error.to_string() }))
     }

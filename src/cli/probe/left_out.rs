@@ -8,7 +8,7 @@ use std::path::Path;
 use nvml_wrapper::error::NvmlError;
 use sublet_core::text::safe;
 
-use super::fingerprint::Seen;
+use super::cache::Seen;
 use super::{ComputeMode, Device, Inventory, LeftOut, Unknown, Virtualization, under};
 
 /// Why a GPU that NVML counts is not served.

@@ -12,7 +12,7 @@ use std::path::Path;
 use super::device_nodes::check_node;
 use super::mig_capabilities::{make_node, value};
 use super::{Inventory, Majors, Node, NodeError, under};
-use sublet_core::fs::proc_devices;
+use sublet_core::fs::read_proc_devices;
 
 /// NVIDIA's PCI vendor id.
 const VENDOR: &str = "0x10de";
@@ -32,7 +32,7 @@ pub(crate) fn has_gpu(root: &Path) -> bool {
 
 /// Whether the driver is loaded.
 pub(crate) fn is_loaded(root: &Path) -> bool {
-    under(root, super::kernel_module::VERSION_FILE).exists()
+    under(root, super::cache::VERSION_FILE).exists()
 }
 
 /// Creates missing nodes as nvidia-modprobe would, and returns a warning for each failure. Creates none if the driver
@@ -62,7 +62,7 @@ fn make(root: &Path, node: &Node, params: &str) -> io::Result<()> {
 
 /// The nodes of the driver and of every GPU that it lists.
 fn wanted(root: &Path) -> Vec<Node> {
-    let known = proc_devices::read(root).unwrap_or_default();
+    let known = read_proc_devices(root).unwrap_or_default();
     let majors = Majors::parse(&known);
     // Its own kernel module; graphics need it, CUDA does not.
     let modeset = majors.nvidia.filter(|major| known.contains(&format!("{major} nvidia-modeset\n")));

@@ -10,11 +10,11 @@ mod mig_ids;
 mod nvml;
 mod nvml_processes;
 
-use sublet_core::fs::below::under;
+use sublet_core::fs::under;
 use sublet_core::inventory::{
     ComputeMode, Device, Driver, DriverFile, Fact, FileDirectory, FileKind, GpuProcess, Inventory,
     InventoryError, LeftOut, Majors, MigDevice, MigGpus, Node, NodeError, Unknown, Virtualization, cache,
-    device_majors, device_nodes, fingerprint, kernel_module, mig_capabilities, programs,
+    device_nodes, mig_capabilities, programs,
 };
 
 #[cfg(test)]

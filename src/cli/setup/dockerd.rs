@@ -8,7 +8,7 @@ use super::{NAME, SetupError, docker};
 use crate::names;
 use crate::proc::{namespace, processes};
 use sublet_core::config::{Config, WithoutShare};
-use sublet_core::fs::below::under;
+use sublet_core::fs::under;
 use sublet_core::ledger::Ledger;
 
 /// dockerd's configuration, unless a flag says otherwise.

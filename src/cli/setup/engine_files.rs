@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::SetupError;
 use sublet_core::fs::atomic::replace_durably;
-use sublet_core::fs::below::under;
 use sublet_core::fs::trusted;
+use sublet_core::fs::under;
 
 /// The file in which a setup of Docker or containerd records what it changed in `path`, for the undo.
 pub fn record(path: &Path) -> PathBuf {

@@ -7,7 +7,7 @@ use crate::inventory::{InventoryError, NodeError};
 use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound, TooManyUnbound};
 use crate::mps::MpsError;
 use crate::oci::cdi::CdiError;
-use crate::oci::podman_storage;
+use crate::oci::container_root;
 use crate::oci::{Conflict, ImageError, NamespaceError, SpecError};
 use crate::place::Refusal;
 use crate::process::sublet::SubletError;
@@ -25,7 +25,7 @@ pub enum AdmitError {
     #[error(transparent)]
     Image(#[from] ImageError),
     #[error(transparent)]
-    Storage(#[from] podman_storage::Unknown),
+    Storage(#[from] container_root::Unknown),
     #[error(transparent)]
     Spec(#[from] SpecError),
     #[error(transparent)]

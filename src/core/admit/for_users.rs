@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::end_left::Owns;
-use super::local::Local;
+use super::reconcile::Local;
 use super::reconcile::read;
 use super::take_lease::{self, Rootfs, Terms};
 use super::{AdmitError, Candidate};

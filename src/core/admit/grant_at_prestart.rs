@@ -5,8 +5,9 @@
 
 use serde_json::Value;
 
-use super::local::Local;
+use super::Engine;
 use super::local_leases::is_same_container;
+use super::reconcile::Local;
 use super::reconcile::read;
 use super::request_of_spec::{
     RequestSource, asks_for_a_share, check_environment, explain_gone_cdi_device, request_of,
@@ -17,8 +18,7 @@ use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Store};
 use crate::oci::cdi::{self, Asked, CdiError};
-use crate::oci::engine::Engine;
-use crate::oci::podman_storage;
+use crate::oci::container_root;
 use crate::oci::{self, Live};
 use crate::process::Process;
 use crate::request::Request;
@@ -98,7 +98,7 @@ fn admit_live(
     let request = if asked.is_some() { request } else { make_dedicated(request, source, config)? };
     // Mounts are attached now, at the path in config.json. The lease has the path in the engine's storage, because the
     // other one may be gone at the end.
-    let rootfs = podman_storage::root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
+    let rootfs = container_root::podman_root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
     let lasting = Container { rootfs, ..container.clone() };
     let candidate = Candidate { container: lasting, owner: init, engine };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };

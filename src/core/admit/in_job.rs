@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use super::job_error::JobError;
 use super::job_share::{place_in_job, placement_of};
-use super::local::Local;
+use super::reconcile::Local;
 use super::reconcile::read;
 use super::take_lease::{self, JobHold, Rootfs, Terms, lease_for};
 use super::{AdmitError, Candidate, EMPTY_CGROUP, fresh_inventory};
 use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};
 use crate::config::Config;
-use crate::fs::below::under;
+use crate::fs::under;
 use crate::grant::{self, Image};
 use crate::inventory::Inventory;
 use crate::ledger::{Container, Init, Job, LEASE_ANNOTATION, Lease, LeaseId, Store};

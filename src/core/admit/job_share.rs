@@ -6,7 +6,7 @@ use crate::inventory::Inventory;
 use crate::ledger::{Lease, Ledger};
 use crate::place::{Placement, selected};
 use crate::request::Request;
-use crate::share::units::MIB;
+use crate::share::MIB;
 use crate::share::{Devices, Isolation, Mode, Percent};
 
 /// The placement that `lease` has.

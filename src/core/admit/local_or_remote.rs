@@ -1,23 +1,21 @@
-//! Which leases an entry point is about: those on this host's disk, which this process changes itself ([`super::local`]),
-//! or those of `sublet serve`, which is asked to do so ([`super::remote`]).
+//! Which leases an entry point is about: those on this host's disk, which this process changes itself ([`Local`]), or
+//! those of `sublet serve`, which is asked to do so ([`super::remote`]).
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use serde_json::Value;
 
-use super::local::Local;
-use super::reconcile::read;
+use super::reconcile::{Local, read};
 use super::remote::Remote;
 use super::{Admission, AdmitError, Candidate, RequestSource, last_refusals, refresh};
 use crate::config::Config;
-use crate::host::user_namespace;
 use crate::inventory::Inventory;
-use crate::ledger::{self, Binding, Container, Lease, LeaseId, Ledger};
-use crate::oci::podman_storage;
+use crate::ledger::{Binding, Container, Lease, LeaseId, Ledger};
+use crate::oci::container_root;
 use crate::process::Process;
-use crate::process::auxiliary_vector::effective_user;
-use crate::{mps, oci};
+use crate::process::inheritance::effective_user;
+use crate::{host, ledger, mps, oci};
 
 /// Whether this process may not change the state. Root of the initial user namespace may, and so may the owner of the
 /// state directory (tests; root in a system container). Under rootless engines this process seems to be root, and files
@@ -25,14 +23,14 @@ use crate::{mps, oci};
 #[must_use]
 pub fn is_remote(config: &Config) -> bool {
     let us = effective_user();
-    if us == 0 && !user_namespace::is_nested() {
+    if us == 0 && !host::is_nested() {
         return false;
     }
     // Links are followed: rootless Docker's /run is a file system of its own, with links to what was in the host's.
     let owner = match config.state_dir.metadata() {
         Ok(dir) => Some(dir),
         // A user's /run of their own is no place for a state beside the host's.
-        Err(_) if user_namespace::is_nested() && !user_namespace::is_of_a_system() => None,
+        Err(_) if host::is_nested() && !host::is_of_a_system() => None,
         // The owner of the directory above it would create it.
         Err(_) => config.state_dir.ancestors().find_map(|dir| dir.symlink_metadata().ok()),
     };
@@ -79,8 +77,8 @@ impl<'a> Leases<'a> {
         spec: &Value,
         bundle: &Path,
     ) -> Result<Container, AdmitError> {
-        let found =
-            podman_storage::root_filesystem(container.rootfs.clone(), spec, bundle).map_err(AdmitError::from);
+        let found = container_root::podman_root_filesystem(container.rootfs.clone(), spec, bundle)
+            .map_err(AdmitError::from);
         if let Err(error) = &found {
             self.record_refusal(&container.name(), error);
         }

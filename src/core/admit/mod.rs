@@ -6,8 +6,10 @@
 //!
 //! In a rootless engine, which may not change the state, each of them asks `sublet serve` instead. Here it only
 //! does what concerns the container itself: reading its root filesystem, editing its spec.
+//!
+//! Taking a lease may last as long as `sublet.wait` says. If the engine that asked for the container has ended meanwhile
+//! ([`Engine`]), the container must not be created, because nothing would end it.
 
-mod current_inventory;
 pub mod dynamic_mig;
 mod end_left;
 mod error;
@@ -18,8 +20,6 @@ mod in_job;
 mod job_error;
 mod job_share;
 mod last_refusals;
-mod left_mount_points;
-mod local;
 mod local_leases;
 mod local_or_remote;
 pub mod reason;
@@ -28,15 +28,21 @@ mod remote;
 mod request_of_spec;
 pub mod take_lease;
 
-use std::time::Duration;
+use std::cell::Cell;
+use std::fs;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::time::{Duration, Instant};
 
-use crate::ledger::{Container, LeaseId};
-use crate::oci::engine::Engine;
-use crate::process::Process;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
-use current_inventory::fresh_inventory_beside;
+use crate::config::Config;
+use crate::inventory::{Inventory, InventoryError};
+use crate::ledger::{Container, LeaseId, Store};
+use crate::process::{Named, Process, sublet};
+use crate::{inventory, ledger};
+use take_lease::SHORTEST_PAUSE;
 
-pub use current_inventory::{confirmed_inventory, fresh_inventory, refresh};
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
 pub use end_left::Owns;
 pub use error::AdmitError;
@@ -45,9 +51,9 @@ pub use grant_at_prestart::{LateAdmission, admit_late, find_ended_lease};
 pub use in_job::job_share;
 pub use job_error::{JobError, Widened};
 pub use last_refusals::{RefusalRecord, record_reported, refusals};
-pub use left_mount_points::clear_refused;
-pub use local::Local;
+pub use local_leases::clear_refused;
 pub use local_or_remote::{Leases, is_remote};
+pub use reconcile::Local;
 pub use reconcile::read;
 pub use remote::own_status;
 pub use request_of_spec::{
@@ -98,4 +104,193 @@ pub enum Admission {
         /// For stderr and the log, one line each.
         warnings: Vec<String>,
     },
+}
+
+/// The time limit of a refresh. NVML may have to load firmware on a machine without the persistence daemon.
+const REFRESH_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long to repeat a refresh if the inventory is out of date as soon as it is written.
+const SETTLING: Duration = Duration::from_secs(10);
+
+/// The cached inventory if it is up to date, otherwise a refreshed one.
+pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
+    refresh_if_stale(load_inventory(config, inventory::load(config)), config)
+}
+
+/// [`fresh_inventory`] beside a store, which is opened in a trusted directory only.
+fn fresh_inventory_beside(_: &Store, config: &Config) -> Result<Inventory, AdmitError> {
+    refresh_if_stale(load_inventory(config, inventory::load_beside(config, &[])), config)
+}
+
+fn refresh_if_stale(
+    loaded: Result<Inventory, InventoryError>,
+    config: &Config,
+) -> Result<Inventory, AdmitError> {
+    match loaded {
+        Err(error) if error.wants_refresh() => Leases::of(config).new_inventory(),
+        loaded => Ok(loaded?),
+    }
+}
+
+/// The cached inventory. While a MIG layout changes, the instances of its GPUs may be others than those in it: these GPUs
+/// take no lease, and a lease that is taken after the change needs a newer inventory ([`crate::ledger::MigChanges::count`]).
+fn load_inventory(
+    config: &Config,
+    loaded: Result<Inventory, InventoryError>,
+) -> Result<Inventory, InventoryError> {
+    match loaded {
+        Err(InventoryError::Stale { path, changed }) => {
+            let stale = InventoryError::Stale { path, changed };
+            let changing = ledger::gpus_under_change(&config.state_dir);
+            if changing.is_empty() { Err(stale) } else { inventory::load_beside(config, &changing) }
+        }
+        loaded => loaded,
+    }
+}
+
+/// [`fresh_inventory`] for commands that show the devices. Only NVML knows of MIG devices that another tool has
+/// destroyed and created again.
+pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
+    let inventory = fresh_inventory(config)?;
+    let mig = inventory.gpus().any(|gpu| gpu.mig_enabled);
+    if !mig || inventory::is_watched(config) || is_remote(config) { Ok(inventory) } else { refresh(config) }
+}
+
+/// Runs `sublet refresh` by absolute path with a clean environment, and reads what it wrote.
+pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
+    let began = Instant::now();
+    loop {
+        for warning in sublet::run(&["refresh", "--quiet"], REFRESH_LIMIT)? {
+            tracing::warn!("{warning}");
+        }
+        match load_inventory(config, inventory::load(config)) {
+            // MIG instances are being created or destroyed, for other containers or by `sublet mig apply`.
+            Err(InventoryError::Stale { .. }) if began.elapsed() < SETTLING => {
+                std::thread::sleep(SHORTEST_PAUSE);
+            }
+            loaded => return Ok(loaded?),
+        }
+    }
+}
+
+/// The variable with which conmon gets its end of a socket pair or pipe (conmon, `src/conmon.c`). Podman and CRI-O wait
+/// at the other end for the container's pid, and no other process has that end.
+const SYNC_PIPE: &[u8] = b"_OCI_SYNCPIPE=";
+
+/// The process that started this program, and the engine behind it if a monitor is in between.
+///
+/// A monitor outlives its engine: Podman's conmon goes on creating the container of a `podman run` that was killed.
+#[derive(Debug)]
+pub struct Engine {
+    caller: Process,
+    /// It hangs up once the engine has ended.
+    pipe: Option<OwnedFd>,
+    waited: Cell<bool>,
+}
+
+impl Engine {
+    /// The engine behind process `caller`, which started this process; `None` if `caller` has already ended.
+    ///
+    /// If the kernel (`pidfd_getfd(2)`, Linux 5.6) or missing rights prevent the check, the engine counts as running.
+    #[must_use]
+    pub fn of(caller: i32) -> Option<Self> {
+        let caller = Named::find(caller)?;
+        let pipe = sync_pipe(&caller).or_else(|| sync_pipe(&Named::find(caller.parent)?));
+        let caller = caller.process;
+        Some(Self { caller, pipe, waited: Cell::new(false) })
+    }
+
+    /// Waits before the next look for a share.
+    pub fn wait(&self, pause: Duration) {
+        self.waited.set(true);
+        std::thread::sleep(pause);
+    }
+
+    /// Whether the engine has ended, or has given the container up. The caller's own end counts where the share had to
+    /// be waited for: a shell that puts a container into the background ends at once.
+    pub fn is_gone(&self) -> bool {
+        self.waited.get() && !self.caller.is_alive() || self.pipe.as_ref().is_some_and(is_hung_up)
+    }
+}
+
+/// The end of the sync pipe that a process has, if it is conmon.
+fn sync_pipe(process: &Named) -> Option<OwnedFd> {
+    let pid = process.process.pid;
+    if process.name != "conmon" {
+        return None;
+    }
+    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let number = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(SYNC_PIPE))?;
+    let number = std::str::from_utf8(number).ok()?.parse().ok()?;
+    let conmon = pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()?;
+    pidfd_getfd(conmon, number, PidfdGetfdFlags::empty()).ok()
+}
+
+/// Whether no process has the other end: a socket pair hangs up, and a pipe without a reader is broken.
+fn is_hung_up(pipe: &OwnedFd) -> bool {
+    let mut pipe = [PollFd::new(pipe.as_fd(), PollFlags::empty())];
+    let ended = PollFlags::POLLHUP | PollFlags::POLLERR;
+    poll(&mut pipe, PollTimeout::ZERO).is_ok() && pipe[0].revents().is_some_and(|seen| seen.intersects(ended))
+}
+
+#[cfg(test)]
+mod engine_tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    /// A program that is called conmon, with `pipe` as its end.
+    fn conmon(dir: &std::path::Path, pipe: OwnedFd) -> Child {
+        let program = dir.join("conmon");
+        if !program.exists() {
+            std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
+        }
+        // The standard library hands down what becomes standard input.
+        let mut command = Command::new(program);
+        command.arg("60").env("_OCI_SYNCPIPE", "0").stdin(pipe);
+        command.spawn().unwrap()
+    }
+
+    fn eventually(holds: impl Fn() -> bool) -> bool {
+        (0..500).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            holds()
+        })
+    }
+
+    #[test]
+    fn an_engine_is_gone_when_nobody_has_the_other_end_of_its_monitors_pipe() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = |kind| {
+            let flags = nix::sys::socket::SockFlag::SOCK_CLOEXEC;
+            nix::sys::socket::socketpair(nix::sys::socket::AddressFamily::Unix, kind, None, flags).unwrap()
+        };
+        for (engines, monitors) in [
+            socket(nix::sys::socket::SockType::SeqPacket),
+            nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap(),
+        ] {
+            let mut monitor = conmon(dir.path(), monitors);
+            let pid = i32::try_from(monitor.id()).unwrap();
+            assert!(eventually(|| sync_pipe(&Named::find(pid).unwrap()).is_some()));
+            let engine = Engine::of(pid).unwrap();
+            assert!(!engine.is_gone());
+            drop(engines);
+            assert!(eventually(|| engine.is_gone()));
+            monitor.kill().unwrap();
+            monitor.wait().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_callers_end_counts_where_it_was_waited() {
+        let mut caller = Command::new("sleep").arg("60").spawn().unwrap();
+        let engine = Engine::of(i32::try_from(caller.id()).unwrap()).unwrap();
+        engine.waited.set(true);
+        assert!(!engine.is_gone());
+        caller.kill().unwrap();
+        assert!(eventually(|| engine.is_gone()), "a zombie waits for nobody");
+        engine.waited.set(false);
+        assert!(!engine.is_gone());
+        caller.wait().unwrap();
+    }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::left_mount_points::{clear_volumes, may_be_in_use};
+use super::local_leases::{clear_volumes, may_be_in_use};
 use super::request_of_spec::{RequestSource, is_of_bundle, remove_earlier_grant, request_of};
 use super::take_lease::retry_pause;
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP};

@@ -214,7 +214,7 @@ pub(super) fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> boo
 /// # Errors
 /// `spec` lacks the annotation with that grant.
 pub fn remove_earlier_grant(spec: &mut Value) -> Result<(), AdmitError> {
-    if !oci::undo(spec) {
+    if !oci::undo_edits(spec) {
         return Err(AdmitError::Edited);
     }
     hooks::remove(spec);

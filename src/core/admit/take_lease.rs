@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::local::Local;
+use super::reconcile::Local;
 use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, fresh_inventory_beside, refresh};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::config::{Config, Inject};

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::PolicyRule;
 use crate::ledger::{Lease, LeasedMigDevice, Ledger};
 use crate::place::Placement;
-use crate::share::units::MIB;
+use crate::share::MIB;
 use crate::share::{Mode, Percent};
 
 /// A user's policy limit.

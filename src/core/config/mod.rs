@@ -1,8 +1,6 @@
-//! The configuration and its defaults. The file with the documentation is `config/config.toml`.
-//! [`crate::config_files`] finds and reads the files.
+//! The configuration and its defaults. The file with the documentation is `config/config.toml`. [`crate::config_files`]
+//! finds and reads the files.
 
-mod guard;
-mod policy;
 mod values;
 
 use std::collections::BTreeMap;
@@ -11,10 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use guard::Guard;
-pub use policy::PolicyRule;
-
-use crate::share::{Capability, Isolation, MigCapability, Mode, Percent};
+use crate::share::{Action, Capability, Isolation, MigCapability, Mode, Percent};
 
 /// The whole configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -421,4 +416,80 @@ pub fn written_out(config: &Config) -> Config {
         config.grant.env.entry(name).or_default();
     }
     config
+}
+
+/// `[guard]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Guard {
+    /// Whether the guard runs.
+    pub enabled: bool,
+    /// The time between two checks. The guard acts on an excess in two of them.
+    #[serde(with = "values::duration")]
+    pub period: Duration,
+    /// Device memory that a container may use beyond its share, in bytes.
+    #[serde(with = "values::memory")]
+    pub memory_tolerance: u64,
+    /// The action for the process with which a container exceeds `sublet.memory`.
+    pub memory: Action,
+    /// The action for a process that uses the GPU without its MPS server.
+    pub bypass: Action,
+    /// The action for MPS clients beyond `sublet.processes`, if other containers need their places. Otherwise they are
+    /// reported.
+    pub clients: Action,
+    /// The same if no other container needs them. Each client has an SM limit of its own.
+    pub strict_clients: bool,
+    /// The action for a process whose container has ended.
+    pub left: Action,
+    /// The action for a process that has connected to an MPS daemon and says nothing, so that the daemon waits.
+    pub silent: Action,
+    /// The action for a process that is not attributable to any lease. There is no container to end.
+    pub strangers: Action,
+}
+
+impl Default for Guard {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            period: Duration::from_millis(500),
+            memory_tolerance: 128 << 20,
+            memory: Action::Terminate,
+            bypass: Action::Terminate,
+            clients: Action::Terminate,
+            strict_clients: false,
+            left: Action::Terminate,
+            silent: Action::Terminate,
+            strangers: Action::Report,
+        }
+    }
+}
+
+/// One rule. The first rule whose user or group matches counts. A key that is absent limits nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PolicyRule {
+    /// A user's name or uid, or `*` for every user in the host's user database.
+    #[serde(deserialize_with = "values::some_word", skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// A group's name or gid, for each of its members.
+    #[serde(deserialize_with = "values::some_word", skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+    /// The modes they may use.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub modes: Option<Vec<Mode>>,
+    /// The SM shares of one user's leases may add up to this. A request must then name its share.
+    #[serde(with = "values::percent_sum", skip_serializing_if = "Option::is_none")]
+    pub sm: Option<Percent>,
+    /// The memory of one user's leases may add up to this, in bytes. A request must then name its amount.
+    #[serde(with = "values::some_memory", skip_serializing_if = "Option::is_none")]
+    pub memory: Option<u64>,
+    /// Selectors as in `sublet.gpu`: the devices that they may use. By default any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub devices: Option<Vec<values::Word>>,
+    /// How many leases one user may hold at once.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub leases: Option<u32>,
+    /// Whether MIG instances are created for them, if `[mig] dynamic` is on.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub dynamic: bool,
 }

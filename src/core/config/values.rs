@@ -12,7 +12,7 @@ pub(super) mod duration {
     use std::time::Duration;
 
     use super::{Deserializer, Error, Serializer};
-    use crate::share::units::{DURATION_ALLOWED, parse_duration, show_duration};
+    use crate::share::{DURATION_ALLOWED, parse_duration, show_duration};
     use crate::text::safe;
 
     pub fn serialize<S: Serializer>(value: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
@@ -29,7 +29,7 @@ pub(super) mod duration {
 /// Amounts of memory such as `512MiB`, converted to bytes. Whole MiB, as everything that is booked.
 pub(super) mod memory {
     use super::{Deserializer, Error, Serializer};
-    use crate::share::units::{MIB, parse_bytes};
+    use crate::share::{MIB, parse_bytes};
     use crate::text::safe;
 
     #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]

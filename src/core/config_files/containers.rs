@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ConfigError;
 use crate::config::Config;
-use crate::process::environment::honoured_config;
+use crate::process::inheritance::honoured_config;
 use crate::share::glob::glob_matches;
 use crate::text::safe;
 
@@ -106,7 +106,7 @@ impl Containers {
 }
 
 /// The path of the file, whether or not it exists: beside the file that
-/// [`VARIABLE`](crate::process::environment::VARIABLE) names, otherwise in `/etc/sublet`.
+/// [`VARIABLE`](crate::process::inheritance::VARIABLE) names, otherwise in `/etc/sublet`.
 #[must_use]
 pub fn containers_path() -> PathBuf {
     let beside = honoured_config().and_then(|file| Some(file.parent()?.join("containers.toml")));

@@ -1,7 +1,6 @@
 //! Finds, reads, merges and checks the configuration files: `/etc/sublet/config.toml` with its `conf.d` directories,
 //! and `containers.toml`. Without any file the defaults apply.
 
-mod check;
 mod containers;
 mod error;
 mod load;

@@ -1,19 +1,27 @@
-//! Events of leases, MPS daemons and MIG instances: emitted once, at the decision, to the
-//! system's journal where the ledger is the system's, else to a ring of two files beside the ledger.
+//! Events of leases, MPS daemons and MIG instances: emitted once, at the decision.
+//!
+//! Where the ledger is the system's they go to systemd's journal, by its native protocol
+//! (<https://systemd.io/JOURNAL_NATIVE_PROTOCOL>). Elsewhere they go to a ring of two files beside the ledger:
+//! `events.jsonl`, and `events.1.jsonl` with those before them. The older file goes when the newer one is full.
 
-mod journal;
-mod ring;
-
-use std::path::Path;
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
+use std::{fs, io};
 
+use nix::fcntl::{Flock, FlockArg};
+use nix::libc::O_NOFOLLOW;
+use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 
+use crate::fs::trusted;
+use crate::host;
+use crate::log::one_line;
 use crate::process::uptime_milliseconds;
 use crate::text::timestamp_milliseconds;
-
-pub use journal::{JOURNAL_FIELD, JOURNAL_IDENTIFIER, has_journal};
-pub use ring::read_ring;
 
 /// The longest text of an event, in bytes.
 const LONGEST: usize = 2000;
@@ -194,8 +202,266 @@ pub fn emit(state_dir: &Path, events: &[Event]) {
         return;
     }
     let lines: Vec<String> = events.iter().map(Event::line).collect();
-    let unsent = if journal::has_journal(state_dir) { journal::send(&lines, events) } else { &lines[..] };
-    if let Err(error) = ring::append(state_dir, unsent) {
+    let unsent = if has_journal(state_dir) { send_to_journal(&lines, events) } else { &lines[..] };
+    if let Err(error) = append_to_ring(state_dir, unsent) {
         tracing::debug!("cannot write events: {error}");
+    }
+}
+
+/// Where the journal listens.
+const JOURNAL_SOCKET: &str = "/run/systemd/journal/socket";
+
+/// The field that has an event as one line of JSON.
+pub const JOURNAL_FIELD: &str = "SUBLET_EVENT";
+
+/// Of all entries with an event.
+pub const JOURNAL_IDENTIFIER: &str = "sublet-events";
+
+/// The ledger of other state directories, such as those of tests, is not the system's.
+const SYSTEMS: &str = "/run/sublet";
+
+/// Whether events of the ledger in `state_dir` are in the system's journal. Only root's entries count, because every
+/// user may write to the journal.
+#[must_use]
+pub fn has_journal(state_dir: &Path) -> bool {
+    let is_root = || geteuid().is_root() && !host::is_nested();
+    state_dir == Path::new(SYSTEMS) && is_root() && Path::new(JOURNAL_SOCKET).exists()
+}
+
+/// Sends an entry for each line; returns those that the journal did not take. It does not wait for the journal.
+fn send_to_journal<'l>(lines: &'l [String], events: &[Event]) -> &'l [String] {
+    send_to_socket(Path::new(JOURNAL_SOCKET), lines, events)
+}
+
+fn send_to_socket<'l>(socket: &Path, lines: &'l [String], events: &[Event]) -> &'l [String] {
+    let Ok(sender) = UnixDatagram::unbound() else { return lines };
+    if sender.set_nonblocking(true).is_err() {
+        return lines;
+    }
+    for (at, (line, event)) in lines.iter().zip(events).enumerate() {
+        if sender.send_to(journal_entry(line, event).as_bytes(), socket).is_err() {
+            return &lines[at..];
+        }
+    }
+    &[]
+}
+
+/// Values are without newlines: JSON escapes them, and so does `one_line`.
+fn journal_entry(line: &str, event: &Event) -> String {
+    // As syslog's: 4 is warning, 6 informational.
+    let priority = match event.kind {
+        Kind::LeftEnded
+        | Kind::LeftRunning
+        | Kind::Warned
+        | Kind::Refused
+        | Kind::Guard
+        | Kind::MpsFailed
+        | Kind::GpuLost
+        | Kind::LedgerRebuilt => 4,
+        _ => 6,
+    };
+    let words = [event.kind.as_str(), &event.container_id, &event.daemon, &event.text];
+    let message: Vec<&str> = words.into_iter().filter(|word| !word.is_empty()).collect();
+    format!(
+        "MESSAGE={}\nPRIORITY={priority}\nSYSLOG_IDENTIFIER={JOURNAL_IDENTIFIER}\n{JOURNAL_FIELD}={line}\n",
+        one_line(&message.join(" "))
+    )
+}
+
+/// A file with this many bytes is full.
+const FULL_RING: u64 = 256 << 10;
+
+/// Far more than a file ever has: the last write may be long.
+const LARGEST_RING: u64 = 4 << 20;
+
+/// Appends `lines` with one write(2), so that those of two writers do not mix.
+fn append_to_ring(state_dir: &Path, lines: &[String]) -> io::Result<()> {
+    if lines.is_empty() {
+        return Ok(());
+    }
+    let [path, _] = ring_files(state_dir);
+    let open = || {
+        OpenOptions::new()
+            .read(true)
+            .append(true)
+            .create(true)
+            .mode(0o644)
+            .custom_flags(O_NOFOLLOW)
+            .open(&path)
+    };
+    let mut file = open()?;
+    let mut length = file.metadata()?.len();
+    if length >= FULL_RING {
+        turn_ring(&file, state_dir)?;
+        file = open()?;
+        length = file.metadata()?.len();
+    }
+    if length >= 2 * FULL_RING {
+        return Err(io::Error::other(format!("{} is full and cannot be turned", path.display())));
+    }
+    // A line that a killed writer did not end would take the next one with it.
+    let broken = !ends_with_newline(&file, length)?;
+    let text = lines
+        .iter()
+        .fold(if broken { "\n".to_owned() } else { String::new() }, |text, line| text + line + "\n");
+    file.write_all(text.as_bytes())
+}
+
+/// Makes a full file the older one. Of two writers that find it full, one does it. The lock is a file that only this
+/// user can open: whoever can read a file can hold its lock.
+fn turn_ring(full: &File, state_dir: &Path) -> io::Result<()> {
+    let [path, older] = ring_files(state_dir);
+    let mut lock = OpenOptions::new();
+    let lock = lock.write(true).create(true).truncate(false).mode(0o600).custom_flags(O_NOFOLLOW);
+    let lock = lock.open(state_dir.join("events.lock"))?;
+    let Ok(_held) = Flock::lock(lock, FlockArg::LockExclusiveNonblock) else { return Ok(()) };
+    if fs::symlink_metadata(&path)?.ino() == full.metadata()?.ino() {
+        fs::rename(&path, &older)?;
+    }
+    Ok(())
+}
+
+/// Whether the last line of a file with this length is whole. Another writer may add to it meanwhile, which adds whole lines.
+fn ends_with_newline(file: &File, length: u64) -> io::Result<bool> {
+    if length == 0 {
+        return Ok(true);
+    }
+    let mut last = [0];
+    file.read_exact_at(&mut last, length - 1)?;
+    Ok(last == *b"\n")
+}
+
+/// The events in the ring, oldest first. Incomplete ones are left out.
+#[must_use]
+pub fn read_ring(state_dir: &Path) -> Vec<Event> {
+    let [path, older] = ring_files(state_dir);
+    // The newer file first: if it becomes the older one meanwhile, its events are there twice, and not lost.
+    let newer = events_in(&path);
+    let mut events = events_in(&older);
+    for event in newer {
+        if !events.contains(&event) {
+            events.push(event);
+        }
+    }
+    events
+}
+
+fn events_in(path: &Path) -> Vec<Event> {
+    let text = trusted::read_if_trusted(path, LARGEST_RING).unwrap_or_default();
+    text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
+}
+
+fn ring_files(state_dir: &Path) -> [PathBuf; 2] {
+    ["events.jsonl", "events.1.jsonl"].map(|name| state_dir.join(name))
+}
+
+#[cfg(test)]
+mod journal_tests {
+    use super::*;
+
+    #[test]
+    fn an_event_is_one_datagram_and_what_is_not_taken_is_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let event = Event { text: "no\nplace".into(), ..Event::now(Kind::Refused) };
+        let (lines, events) = ([event.line(), event.line()], [event.clone(), event]);
+        assert_eq!(send_to_socket(&path, &lines, &events), lines, "nobody listens");
+        let listener = UnixDatagram::bind(&path).unwrap();
+        assert!(send_to_socket(&path, &lines, &events).is_empty());
+        let mut bytes = [0; 1000];
+        let length = listener.recv(&mut bytes).unwrap();
+        let text = std::str::from_utf8(&bytes[..length]).unwrap();
+        let fields: Vec<&str> = text.lines().collect();
+        assert_eq!(fields[..2], ["MESSAGE=refused no\\nplace", "PRIORITY=4"]);
+        assert_eq!(fields[3], format!("SUBLET_EVENT={}", lines[0]));
+        assert_eq!(fields.len(), 4);
+    }
+
+    #[test]
+    fn the_journal_has_no_events_of_tests() {
+        assert!(!has_journal(Path::new("/var/tmp/x/run")));
+    }
+}
+
+#[cfg(test)]
+mod ring_tests {
+    use super::Kind;
+    use super::*;
+
+    fn event(number: usize) -> Event {
+        Event { container_id: format!("c{number}"), ..Event::now(Kind::LeaseTaken) }
+    }
+
+    fn add(dir: &Path, events: &[Event]) {
+        append_to_ring(dir, &events.iter().map(Event::line).collect::<Vec<_>>()).unwrap();
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        read_ring(dir).into_iter().map(|event| event.container_id).collect()
+    }
+
+    #[test]
+    fn a_stored_event_is_read_and_written_again_alike() {
+        let stored = include_str!("../../../tests/formats/every-key/event.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Event = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+
+    #[test]
+    fn a_record_that_was_cut_off_takes_no_other_with_it() {
+        let dir = tempfile::tempdir().unwrap();
+        add(dir.path(), &[event(1), event(2)]);
+        let path = dir.path().join("events.jsonl");
+        let whole = fs::read(&path).unwrap();
+        fs::write(&path, &whole[..whole.len() - 9]).unwrap();
+        assert_eq!(names(dir.path()), ["c1"]);
+        add(dir.path(), &[event(3)]);
+        assert_eq!(names(dir.path()), ["c1", "c3"]);
+        fs::write(&path, b"\xff\x00{}\n[1]\n").unwrap();
+        assert_eq!(names(dir.path()), [""; 0]);
+    }
+
+    #[test]
+    fn the_ring_is_bounded_and_keeps_the_newest() {
+        let dir = tempfile::tempdir().unwrap();
+        let long = "ä\u{1b}[2J".repeat(2000);
+        for number in 0..1000 {
+            add(dir.path(), &[Event { text: long.clone(), ..event(number) }]);
+        }
+        let bytes: u64 = ring_files(dir.path()).iter().map(|path| path.metadata().unwrap().len()).sum();
+        assert!(bytes < 3 * FULL_RING, "{bytes}");
+        let names = names(dir.path());
+        assert_eq!(names.last().map(String::as_str), Some("c999"));
+        assert!(names.len() > 60, "{}", names.len());
+        assert!(read_ring(dir.path()).iter().all(|event| event.text.len() <= super::LONGEST));
+    }
+
+    #[test]
+    fn two_writers_lose_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for writer in 0..4 {
+                let dir = dir.path();
+                scope.spawn(move || (0..200).for_each(|number| add(dir, &[event(writer * 1000 + number)])));
+            }
+        });
+        let mut names = names(dir.path());
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), 800);
+    }
+
+    #[test]
+    fn a_file_that_others_may_write_is_not_read_and_a_link_is_not_written() {
+        let dir = tempfile::tempdir().unwrap();
+        add(dir.path(), &[event(1)]);
+        let path = dir.path().join("events.jsonl");
+        let open = std::os::unix::fs::PermissionsExt::from_mode(0o666);
+        fs::set_permissions(&path, open).unwrap();
+        assert_eq!(names(dir.path()), [""; 0]);
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(dir.path().join("elsewhere"), &path).unwrap();
+        assert!(append_to_ring(dir.path(), &[event(1).line()]).is_err());
     }
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use rustix::fs::getxattr;
 use rustix::io::Errno;
 
-use crate::fs::below::under;
+use super::under;
 use crate::reading::kernel_file;
 
 /// The package with the module, and what to do if there is none.

@@ -9,7 +9,7 @@ use std::path::{Ancestors, Path};
 use nix::libc::{ELOOP, O_NOFOLLOW, O_NONBLOCK};
 
 use crate::fs::selinux;
-use crate::process::auxiliary_vector::effective_user;
+use crate::process::inheritance::effective_user;
 use crate::reading::regular_file;
 use crate::text::safe;
 

@@ -15,7 +15,7 @@ use crate::share::{Capability, Isolation, Mode, Percent, Priority};
 
 /// The environment of the grant for `lease`.
 fn environment(lease: &Lease, inventory: &Inventory, config: &Config) -> Environment {
-    super::environment::environment(lease, Some(2), lease.library_dir.as_deref(), inventory, config)
+    super::list_environment(lease, Some(2), lease.library_dir.as_deref(), inventory, config)
 }
 
 const MIB: u64 = 1 << 20;

@@ -41,7 +41,7 @@ fn inventory(config: &Config) -> Inventory {
         left_out: Vec::new(),
         directories: Vec::new(),
         files: vec![DriverFile {
-            source: crate::fs::below::under(&config.driver.root, LIBCUDA),
+            source: crate::fs::under(&config.driver.root, LIBCUDA),
             kind: FileKind::Library { soname: "libcuda.so.1".into(), also: vec!["libcuda.so".into()] },
             capability: Capability::Compute,
             needs: None,

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 
-use crate::fs::looked_for::examine;
+use crate::fs::examine;
 
 /// As many links as Linux follows (`MAXSYMLINKS`, `path_resolution(7)`).
 const MOST_LINKS: usize = 40;

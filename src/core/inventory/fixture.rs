@@ -45,7 +45,7 @@ impl Root {
     }
 
     pub fn file(&self, path: &str, content: impl AsRef<[u8]>) -> &Self {
-        let path = crate::fs::below::under(self.path(), path);
+        let path = crate::fs::under(self.path(), path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, content).unwrap();
         self
@@ -59,13 +59,12 @@ impl Root {
     /// A file that can be run.
     pub fn program_of(&self, path: &str, content: impl AsRef<[u8]>) -> &Self {
         self.file(path, content);
-        fs::set_permissions(crate::fs::below::under(self.path(), path), fs::Permissions::from_mode(0o755))
-            .unwrap();
+        fs::set_permissions(crate::fs::under(self.path(), path), fs::Permissions::from_mode(0o755)).unwrap();
         self
     }
 
     pub fn link(&self, path: &str, target: &str) -> &Self {
-        let path = crate::fs::below::under(self.path(), path);
+        let path = crate::fs::under(self.path(), path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::os::unix::fs::symlink(target, path).unwrap();
         self

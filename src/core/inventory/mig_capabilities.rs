@@ -15,8 +15,8 @@ use nix::errno::Errno;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
 use super::Node;
-use crate::fs::below::under;
-use crate::fs::looked_for::is_absent;
+use crate::fs::is_absent;
+use crate::fs::under;
 
 const MINORS: &str = "/proc/driver/nvidia-caps/mig-minors";
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use crate::config::Config;
 use crate::fs::trusted;
-use crate::host::boot_id;
+use crate::host;
 use crate::process::uptime_seconds;
 
 /// A confirmation older than this, in seconds, does not count. The service renews it every two seconds.
@@ -21,14 +21,14 @@ const LONGEST: u64 = 100;
 #[must_use]
 pub(crate) fn is_watched(config: &Config) -> bool {
     let word = trusted::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
-    is_recent(&String::from_utf8_lossy(&word), boot_id::read().unwrap_or_default(), uptime_seconds())
+    is_recent(&String::from_utf8_lossy(&word), host::read_boot_id().unwrap_or_default(), uptime_seconds())
 }
 
 /// Confirms that they were equal at `since`, in seconds since boot.
 pub fn watch(config: &Config, since: u64) -> std::io::Result<()> {
     crate::fs::atomic::replace(
         &path(config),
-        format!("{} {since}\n", boot_id::read().unwrap_or_default()).as_bytes(),
+        format!("{} {since}\n", host::read_boot_id().unwrap_or_default()).as_bytes(),
         0o644,
     )
 }

@@ -1,42 +1,38 @@
-//! The host's driver, its files, its devices. `sublet refresh` writes the inventory with NVML. The shim
-//! and the hook read it and check with a few file reads that it is up to date.
+//! The host's driver, its files, its devices, and which of the files a container gets. `sublet refresh` writes the
+//! inventory with NVML. The shim and the hook read it and check with a few file reads that it is up to date.
 
 pub mod cache;
-pub mod device_majors;
 pub mod device_nodes;
 pub mod driver_root_links;
-mod file_directories;
-pub mod fingerprint;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
-pub mod kernel_module;
 pub mod mig_capabilities;
 pub mod mig_confirmation;
 mod mig_device;
-mod mounted_files;
 pub mod programs;
 mod unknown;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::Inject;
+use crate::share::{Capabilities, Capability, Percent};
+
+pub use cache::FileDirectory;
+pub use cache::can_do_mig;
 pub(crate) use cache::load_beside;
 pub use cache::path as cache_path;
 pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
 pub(crate) use cache::{NO_CHECKPOINT_FILE, no_checkpoint};
 pub(crate) use device_nodes::ensure_node;
 pub use device_nodes::{NodeError, check_node};
-pub use file_directories::FileDirectory;
-pub use fingerprint::can_do_mig;
 pub(crate) use mig_confirmation::is_watched;
 pub use mig_confirmation::{unwatch, watch};
 pub use mig_device::MigDevice;
 pub use programs::{MissingPrograms, MpsPrograms};
 pub use unknown::{FACTS, Fact, LeftOut, Unknown};
-
-use crate::share::{Capability, Percent};
 
 /// `inventory.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -328,4 +324,61 @@ impl Device {
 #[must_use]
 pub(crate) const fn context_bytes(sms: u64) -> u64 {
     (29_000 + sms * 3_700) * (1 << 20) / 1000
+}
+
+impl Inventory {
+    /// The driver's files for `capabilities` with their mount points, libraries in `library_dir`; each mount point
+    /// once.
+    #[must_use]
+    pub(crate) fn mounted_files(
+        &self,
+        library_dir: &Path,
+        capabilities: &Capabilities,
+        inject: Inject,
+    ) -> Vec<(&DriverFile, PathBuf)> {
+        let mut mounted: Vec<(&DriverFile, PathBuf)> = Vec::new();
+        if inject == Inject::None {
+            return mounted;
+        }
+        for file in self.files.iter().filter(|file| wanted(file, capabilities)) {
+            for destination in destinations(&file.kind, library_dir, capabilities) {
+                if !mounted.iter().any(|(_, taken)| *taken == destination) {
+                    mounted.push((file, destination));
+                }
+            }
+        }
+        mounted
+    }
+}
+
+/// Libraries of `compute` that `libGLX_nvidia` and `libEGL_nvidia` load, too (seen with driver 580).
+const OF_GRAPHICS_TOO: [&str; 2] = ["libnvidia-gpucomp.so.", "libnvidia-allocator.so."];
+
+/// The description files of EGL, Vulkan and `OpenCL` belong to both `video` and `graphics`.
+fn wanted(file: &DriverFile, capabilities: &Capabilities) -> bool {
+    let shared = |soname: &str| OF_GRAPHICS_TOO.iter().any(|name| soname.starts_with(name));
+    let other = match &file.kind {
+        FileKind::Library { soname, .. } if shared(soname) => Capability::Graphics,
+        FileKind::Data { .. } if file.capability == Capability::Graphics => Capability::Video,
+        _ => file.capability,
+    };
+    capabilities.has(file.capability) || capabilities.has(other)
+}
+
+fn destinations(kind: &FileKind, library_dir: &Path, capabilities: &Capabilities) -> Vec<PathBuf> {
+    match kind {
+        FileKind::Library { soname, also } => {
+            let mut names = vec![soname.as_str()];
+            // Those in a directory of their own are plugins of graphics libraries.
+            let fits = |name: &&str| !name.contains('/') || capabilities.has(Capability::Graphics);
+            names.extend(also.iter().map(String::as_str).filter(fits));
+            if soname == "libcuda.so.1" {
+                // Triton and torch.compile link with -lcuda.
+                names.push("libcuda.so");
+            }
+            names.into_iter().map(|name| library_dir.join(name)).collect()
+        }
+        FileKind::Program { name } => vec![Path::new("/usr/bin").join(name)],
+        FileKind::Data { path } => vec![path.clone()],
+    }
 }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use super::driver_root_links::resolve;
 use crate::config::Driver;
-use crate::fs::below::under;
-use crate::fs::looked_for::examine;
+use crate::fs::examine;
+use crate::fs::under;
 use crate::process::sublet::PATH;
 
 /// The MPS control program. It runs as the daemon that starts MPS servers, and it sends commands to such a daemon.

@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use super::{Ledger, runtime_record, stored};
+use super::{Ledger, runtime_record, store};
 
 /// The ledger in `content`, as the store reads it.
 pub fn ledger(content: &[u8]) -> Result<Ledger, String> {
-    stored::parse(content).map_err(|why| match why {
-        stored::NotALedger::Newer(schema) => schema,
-        stored::NotALedger::Corrupt(why) => why,
+    store::parse_ledger(content).map_err(|why| match why {
+        store::NotALedger::Newer(schema) => schema,
+        store::NotALedger::Corrupt(why) => why,
     })
 }
 

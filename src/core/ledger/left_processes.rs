@@ -7,12 +7,12 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use super::cgroup::live_processes;
 use super::liveness::has_inode;
+use super::liveness::live_processes;
 use super::runtime_record::Record;
-use super::runtime_roots::{list_directory, roots};
+use super::runtime_record::{list_directory, roots};
 use super::{Init, Lease, LeaseState, Ledger, LedgerError};
-use crate::host::cgroup_layout::below_hierarchy;
+use crate::host::below_hierarchy;
 use crate::process::{Process, live_proc_dir_of, name_of};
 use crate::slurm;
 use crate::text::safe;
@@ -328,12 +328,12 @@ impl Init {
 mod tests {
     use super::super::fixture::lease;
     use super::*;
-    use crate::host::cgroup_layout::MOUNT;
+    use crate::host::CGROUP_MOUNT;
     use crate::process::fixture::without_first_thread;
 
     fn in_cgroup(n: u64, path: &str) -> Lease {
         let process = Process { pid: i32::MAX, start_time: n };
-        let cgroup = Some(Path::new(MOUNT).join("devices").join(path));
+        let cgroup = Some(Path::new(CGROUP_MOUNT).join("devices").join(path));
         let init = Some(Init { process, pid_namespace: 0, cgroup, cgroup_inode: Some(n) });
         Lease { init, state: LeaseState::Ending, ..lease(n, "GPU-a") }
     }

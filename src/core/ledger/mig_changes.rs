@@ -66,7 +66,7 @@ impl MigChanges {
 #[must_use]
 pub(crate) fn gpus_under_change(state_dir: &Path) -> Vec<String> {
     let change =
-        super::stored::parse(&super::read_text(state_dir)).ok().and_then(|ledger| ledger.mig.under_way);
+        super::store::parse_ledger(&super::read_text(state_dir)).ok().and_then(|ledger| ledger.mig.under_way);
     change.filter(|change| change.owner.is_alive()).map(|change| change.gpus).unwrap_or_default()
 }
 

@@ -1,11 +1,9 @@
-//! Leases and MPS daemons, on disk in `ledger.json`, changed only under one lock.
+//! Leases and MPS daemons, on disk in `ledger.json`, changed only under one lock. Here are the states of a lease, and
+//! every change from one to another.
 
 mod annotation;
 mod binding;
-mod cgroup;
-mod clearing;
 mod daemon_claims;
-mod default_limits;
 mod dynamic_mig_instances;
 mod error;
 mod events_of_change;
@@ -14,47 +12,39 @@ mod formats;
 #[cfg(feature = "fixtures")]
 pub mod fuzzing;
 mod job_leases;
-mod known;
-mod lease_state;
 mod left_processes;
 mod leftovers;
 mod liveness;
 mod lock;
-mod lock_mark;
 mod mig_changes;
 mod mount_points;
-mod named_changes;
-mod namespaces;
-mod process_owner;
 mod queries;
 mod rebuild;
 mod runtime_record;
-mod runtime_roots;
-mod signs_of_life;
 mod store;
-mod stored;
 #[cfg(test)]
 mod stress;
-mod unmounted;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::inventory::ComputeMode;
+use crate::process::Process;
+use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, bytes_of_process};
+
 pub use binding::{Binding, NotBound, TooManyUnbound};
 pub use daemon_claims::{StartClaim, StopClaim};
-pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 #[cfg(any(test, feature = "fixtures"))]
 pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
 pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use error::LedgerError;
-pub use lease_state::LeaseState;
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
+pub use lock::Namespaces;
 pub(crate) use mig_changes::gpus_under_change;
 pub use mig_changes::{MigBusy, MigChange, MigChanges};
 pub use mount_points::MountPoints;
-pub use namespaces::Namespaces;
 pub use queries::Doubled;
 #[cfg(any(test, feature = "fixtures"))]
 pub use queries::fixture;
@@ -63,10 +53,6 @@ pub use runtime_record::read_up_to;
 pub use store::is_there;
 pub(crate) use store::read_text;
 pub use store::{Freed, Store};
-
-use crate::inventory::ComputeMode;
-use crate::process::Process;
-use crate::share::{Guarding, Isolation, Mode, Percent, Priority};
 
 /// [`Ledger::schema`].
 pub const SCHEMA: &str = "sublet.ledger/1";
@@ -404,4 +390,198 @@ pub struct ChangedComputeMode {
     pub device: String,
     /// The original mode.
     pub found: ComputeMode,
+}
+
+/// States of a lease. `lost` is shown for leases whose device is no longer in the inventory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LeaseState {
+    /// Taken; the container is being created.
+    Pending,
+    /// The container exists.
+    Active,
+    /// Its processes are ending.
+    Ending,
+    /// Its device no longer exists.
+    Lost,
+}
+
+impl Lease {
+    /// Its container exists, with `init` as its first process. A lease that a `delete` has marked as ending meanwhile
+    /// keeps that state.
+    fn note_container(&mut self, init: Init) {
+        self.init = Some(init);
+        if self.state == LeaseState::Pending {
+            self.state = LeaseState::Active;
+        }
+    }
+
+    /// The first process of its container has ended, and others have not. `init` is given if only the record names it.
+    fn note_first_process_gone(&mut self, init: Option<Init>) {
+        self.init = init.or(self.init.take());
+        self.state = LeaseState::Ending;
+    }
+
+    /// The `delete` that had marked it as ending was killed.
+    fn note_not_deleted(&mut self) {
+        self.state = LeaseState::Active;
+    }
+
+    /// Binds it to the container whose first process is `init`.
+    fn bind_to(&mut self, init: Init) {
+        self.init = Some(init);
+        self.state = LeaseState::Active;
+        self.bind_by = None;
+    }
+
+    /// Its container was found after a loss of the ledger: its first process, `init`, `runs`, or others of it do.
+    fn restore(&mut self, init: Init, runs: bool) {
+        self.init = Some(init);
+        self.state = if runs { LeaseState::Active } else { LeaseState::Ending };
+    }
+}
+
+impl Ledger {
+    /// Marks the lease of container `id` of `uid` as ending. The container's record is in `record`, and `deleter`
+    /// deletes it.
+    pub(crate) fn mark_ending(
+        &mut self,
+        uid: u32,
+        id: &str,
+        record: &Path,
+        deleter: Option<Process>,
+    ) -> Option<LeaseId> {
+        let id = self.find_by_record(uid, id, record).map(|lease| lease.id.clone())?;
+        let lease = self.lease_mut(&id)?;
+        lease.state = LeaseState::Ending;
+        // If `deleter` is killed, the container is not ending after all. The end of the owner shows that.
+        if let (Some(_), Some(deleter)) = (&lease.init, deleter) {
+            lease.owner = deleter;
+        }
+        Some(id)
+    }
+
+    /// The container of lease `id` was deleted, and `ender` ends what it has left.
+    pub(crate) fn mark_deleted(&mut self, id: &LeaseId, ender: Process) {
+        if let Some(lease) = self.lease_mut(id) {
+            lease.state = LeaseState::Ending;
+            lease.owner = ender;
+        }
+    }
+
+    /// A failed delete leaves the lease as it was.
+    pub(crate) fn unmark_ending(&mut self, id: &LeaseId) {
+        if let Some(lease) = self.lease_mut(id) {
+            lease.state = if lease.init.is_some() { LeaseState::Active } else { LeaseState::Pending };
+        }
+    }
+
+    /// The container of lease `id` already existed when the lease was taken, with `init` as its first process.
+    pub(crate) fn activate(&mut self, id: &LeaseId, init: Init) {
+        if let Some(lease) = self.lease_mut(id) {
+            lease.note_container(init);
+        }
+    }
+}
+
+/// A server's default limits, or those that a lease needs. The `Default` value means that the limits are unknown, and
+/// admits no lease.
+///
+/// They apply to clients that connect from now on, including those without the environment of a share (docs/evidence).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DefaultLimits {
+    /// Share of the SMs.
+    pub sm: Percent,
+    /// Memory of a client on each device.
+    pub memory: DefaultMemoryLimit,
+}
+
+/// Memory that one client may have on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DefaultMemoryLimit {
+    /// In MiB. No server has the limit 0: it means that the limit in force is unknown.
+    Mebibytes(u64),
+    /// As much as there is.
+    Unlimited,
+}
+
+impl Default for DefaultMemoryLimit {
+    fn default() -> Self {
+        Self::Mebibytes(0)
+    }
+}
+
+impl DefaultMemoryLimit {
+    /// The part of each of `processes`, which have `bytes` together, in whole MiB.
+    #[must_use]
+    pub(crate) fn of_each(bytes: Option<u64>, processes: u32) -> Self {
+        // 0 would remove the limit (docs/evidence). So a part below 1 MiB, in which no context fits, becomes 1 MiB.
+        bytes.map_or(Self::Unlimited, |bytes| {
+            Self::Mebibytes((bytes_of_process(bytes, processes) / MIB).max(1))
+        })
+    }
+
+    /// In bytes; `None`: unlimited.
+    #[must_use]
+    pub fn bytes(self) -> Option<u64> {
+        match self {
+            Self::Mebibytes(amount) => Some(amount.saturating_mul(MIB)),
+            Self::Unlimited => None,
+        }
+    }
+}
+
+impl DefaultLimits {
+    /// The limits of a new server: the whole device.
+    pub const NONE: Self = Self { sm: Percent::WHOLE, memory: DefaultMemoryLimit::Unlimited };
+
+    /// Whether a client that needs `needed` gets that much.
+    #[must_use]
+    pub(crate) fn admits(self, needed: Self) -> bool {
+        needed.sm <= self.sm && needed.memory <= self.memory
+    }
+
+    /// The limits that admit what either of them admits.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self { sm: self.sm.max(other.sm), memory: self.memory.max(other.memory) }
+    }
+
+    /// The limits that admit only what both admit.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self { sm: self.sm.min(other.sm), memory: self.memory.min(other.memory) }
+    }
+}
+
+#[cfg(test)]
+mod default_limits_tests {
+    use super::*;
+
+    fn default_limits(sm: u32, memory: DefaultMemoryLimit) -> DefaultLimits {
+        DefaultLimits { sm: Percent::from_thousandths(sm * 1000), memory }
+    }
+
+    #[test]
+    fn each_part_is_compared_and_merged_by_itself() {
+        use DefaultMemoryLimit::{Mebibytes, Unlimited};
+        let (wide, deep) = (default_limits(60, Mebibytes(2048)), default_limits(25, Unlimited));
+        assert!(wide.admits(wide) && !wide.admits(deep) && !deep.admits(wide));
+        assert_eq!(wide.or(deep), default_limits(60, Unlimited));
+        assert_eq!(wide.and(deep), default_limits(25, Mebibytes(2048)));
+        assert!(
+            DefaultLimits::NONE.admits(wide)
+                && !DefaultLimits::default().admits(default_limits(0, Mebibytes(1)))
+        );
+    }
+
+    #[test]
+    fn a_part_is_in_whole_mebibytes_and_never_the_0_that_lifts_a_limit() {
+        let each = |bytes, processes| DefaultMemoryLimit::of_each(bytes, processes);
+        assert_eq!(each(Some(8 << 30), 3), DefaultMemoryLimit::Mebibytes(2730));
+        assert_eq!(each(Some(8 << 30), 0), DefaultMemoryLimit::Mebibytes(8192));
+        assert_eq!(each(Some(MIB), 2), DefaultMemoryLimit::Mebibytes(1));
+        assert_eq!(each(None, 2), DefaultMemoryLimit::Unlimited);
+    }
 }

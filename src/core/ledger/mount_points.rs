@@ -130,8 +130,8 @@ impl MountPoints {
 mod tests {
     use super::super::Lease;
     use super::super::fixture::lease;
-    use super::super::stored::{parse, text};
     use super::*;
+    use crate::ledger::store::{ledger_text, parse_ledger};
 
     fn ledger(leases: u64) -> Ledger {
         let list = |n: u64| -> MountPoints { vec![format!("/lib/{}", n % 2).into(), "/b".into()].into() };
@@ -144,13 +144,13 @@ mod tests {
         for (leases, lists) in [(0, 0), (1, 1), (9, 2)] {
             let mut ledger = ledger(leases);
             let before = ledger.clone();
-            let written = text(&mut ledger).unwrap();
+            let written = ledger_text(&mut ledger).unwrap();
             assert_eq!(ledger, before, "as it was");
             let value: serde_json::Value = serde_json::from_slice(&written).unwrap();
             assert_eq!(value["mount_point_lists"].as_array().map_or(0, Vec::len), lists);
-            let mut read = parse(&written).unwrap();
+            let mut read = parse_ledger(&written).unwrap();
             assert_eq!(read, before);
-            assert_eq!(text(&mut read).unwrap(), written);
+            assert_eq!(ledger_text(&mut read).unwrap(), written);
         }
     }
 
@@ -166,11 +166,11 @@ mod tests {
 
     #[test]
     fn a_number_without_a_list_is_no_ledger() {
-        let written = text(&mut ledger(9)).unwrap();
+        let written = ledger_text(&mut ledger(9)).unwrap();
         let written = String::from_utf8(written).unwrap();
         for (old, new) in [(r#""mount_points":1"#, r#""mount_points":2"#), (r#"["/lib/1","/b"]"#, "1")] {
             assert!(written.contains(old), "{written}");
-            assert!(parse(written.replace(old, new).as_bytes()).is_err(), "{new}");
+            assert!(parse_ledger(written.replace(old, new).as_bytes()).is_err(), "{new}");
         }
     }
 }

@@ -1,31 +1,32 @@
-//! The ledger's file, and the one way to change it.
+//! The ledger's file, its text, and the one way to change it. What a store last read or wrote is kept, so that an
+//! unchanged ledger is not read and parsed again.
 
-use std::fs;
-use std::io;
+use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
+use std::{fs, io};
+
+use serde::Deserialize;
 
 use super::error::{failed, text};
-use super::events_of_change;
-use super::known::{Cache, Known};
 use super::liveness::{Scan, Seen, reclaim};
-use super::lock;
-use super::lock_mark::Mark;
-use super::namespaces::Namespaces;
+use super::lock::Mark;
+use super::lock::Namespaces;
+use super::lock::Place;
 use super::rebuild::{find_running, find_trace, last_inventory, rebuild, salvage, unexplained};
+use super::runtime_record::remember_roots;
 use super::runtime_record::{LARGEST, read_up_to};
-use super::runtime_roots::remember_roots;
-use super::stored::{self, NotALedger, parse};
-use super::unmounted::Place;
-use super::{Lease, LeaseId, Ledger, LedgerError};
-use crate::events::{self, Event};
+use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA, events_of_change, lock};
+use crate::events::Event;
 use crate::fs::atomic::replace_own;
 use crate::fs::trusted;
-use crate::host::boot_id;
+use crate::fs::trusted::{Stamp, Trusted};
+use crate::parse_errors::plain;
 use crate::process::uptime_seconds;
 use crate::text::safe;
+use crate::{events, host};
 
 const LEDGER: &str = "ledger.json";
 const COPY: &str = "ledger.json.copy";
@@ -288,7 +289,7 @@ impl Store {
     fn read_copy(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
         let path = self.copy_path();
         let content = trusted::read(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
-        match content.and_then(Result::ok).map(|content| parse(&content)) {
+        match content.and_then(Result::ok).map(|content| parse_ledger(&content)) {
             Some(Err(NotALedger::Newer(found))) => Err(LedgerError::Newer { path: text(&path), found }),
             Some(Ok(ledger)) if ledger.boot_id == boot => Ok(Some(ledger)),
             _ => Ok(None),
@@ -297,7 +298,8 @@ impl Store {
 
     /// The id of this boot.
     fn boot_id() -> Result<String, LedgerError> {
-        let id = boot_id::read().map_err(|error| failed("read", Path::new(boot_id::FILE), error))?;
+        let id =
+            host::read_boot_id().map_err(|error| failed("read", Path::new(host::BOOT_ID_FILE), error))?;
         Ok(id.to_owned())
     }
 
@@ -308,7 +310,7 @@ impl Store {
             return Some(ledger);
         }
         let file = trusted::open(&path, LARGEST).ok()??.ok()?;
-        let ledger = Arc::new(parse(&file.read().ok()?).ok()?);
+        let ledger = Arc::new(parse_ledger(&file.read().ok()?).ok()?);
         self.cache.remember(Known { file, ledger: ledger.clone() });
         Some(ledger)
     }
@@ -325,7 +327,7 @@ impl Store {
                 Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
                 None => return self.load_missing(),
             };
-            let ledger = match parse(&file.read().map_err(unread)?).map(Arc::new) {
+            let ledger = match parse_ledger(&file.read().map_err(unread)?).map(Arc::new) {
                 Ok(ledger) => ledger,
                 Err(NotALedger::Newer(found)) => return Err(LedgerError::Newer { path: text(&path), found }),
                 Err(NotALedger::Corrupt(why)) => return Ok(Loaded::Corrupt(why)),
@@ -416,7 +418,7 @@ impl Store {
             let _ = remove(&self.copy_path());
         }
         // The copy first: a process that is killed before it has written the ledger leaves that.
-        let content = stored::text(&mut ledger).map_err(io::Error::from);
+        let content = ledger_text(&mut ledger).map_err(io::Error::from);
         content
             .and_then(|content| replace_own(&place.file(COPY), &content, 0o600))
             .and_then(|_| self.set_aside())
@@ -448,7 +450,7 @@ impl Store {
         place: &Place,
     ) -> Result<fs::File, LedgerError> {
         let written = remember_roots(&self.state_dir, ledger, before).and_then(|()| {
-            let content = stored::text(ledger)?;
+            let content = ledger_text(ledger)?;
             // The copy is written first, so that it has everything that the ledger has, whenever this process is
             // killed.
             replace_own(&place.file(COPY), &content, 0o600)?;
@@ -486,4 +488,186 @@ pub fn is_there(state_dir: &Path) -> bool {
 #[must_use]
 pub(crate) fn read_text(state_dir: &Path) -> Vec<u8> {
     read_up_to(&state_dir.join("ledger.json"), LARGEST).ok().flatten().unwrap_or_default()
+}
+
+/// A ledger and its open file. While it is open, no other file has its inode. Times alone are not enough: two files may be
+/// written within one tick of the kernel's clock.
+#[derive(Debug)]
+pub(super) struct Known {
+    pub file: Trusted,
+    pub ledger: Arc<Ledger>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Cache(Mutex<Option<Known>>);
+
+impl Cache {
+    /// The ledger in the file `path`, if that is the known file, unchanged.
+    pub fn get(&self, path: &Path) -> Option<Arc<Ledger>> {
+        let cached = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = cached.as_ref()?;
+        let present = Stamp::of(&path.symlink_metadata().ok()?);
+        (known.file.stamp() == present).then(|| known.ledger.clone())
+    }
+
+    #[cfg(test)]
+    pub fn inode(&self) -> Option<u64> {
+        self.0.lock().unwrap().as_ref().map(|known| known.file.stamp().inode())
+    }
+
+    pub fn remember(&self, known: Known) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
+    }
+
+    /// Remembers `ledger` as written to `file`. If that cannot be examined, it is read again.
+    pub fn remember_written(&self, file: File, ledger: Ledger) {
+        if let Ok(file) = Trusted::own(file) {
+            self.remember(Known { file, ledger: Arc::new(ledger) });
+        }
+    }
+}
+
+/// Why a text cannot be used as the ledger.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum NotALedger {
+    /// A newer version of sublet wrote it, with this schema. It is not rebuilt: its content may exist nowhere else.
+    Newer(String),
+    /// It is no ledger, for this reason.
+    Corrupt(String),
+}
+
+/// All that is known of a ledger of another version.
+#[derive(Deserialize)]
+struct OfAnyVersion {
+    schema: String,
+}
+
+/// Parses `content`. Ids become names of directories and are checked for that.
+///
+/// # Errors
+/// It is not a ledger, or is a newer version's.
+pub(super) fn parse_ledger(content: &[u8]) -> Result<Ledger, NotALedger> {
+    let parsed: Result<Ledger, _> = serde_json::from_slice(content);
+    if parsed.as_ref().map_or(true, |ledger| ledger.schema != SCHEMA) {
+        if let Some(newer) = newer_schema(content) {
+            return Err(NotALedger::Newer(newer));
+        }
+    }
+    let mut ledger = parsed.map_err(|error| NotALedger::Corrupt(plain(&error.to_string(), None)))?;
+    let resolved = ledger.resolve_mount_points();
+    resolved.ok_or_else(|| NotALedger::Corrupt("a lease has mount points that are not listed".to_owned()))?;
+    check_schema(&ledger).map_err(NotALedger::Corrupt)?;
+    Ok(ledger)
+}
+
+/// The text of `ledger`, which is the same afterwards.
+///
+/// # Errors
+/// It has a path that is not UTF-8.
+pub(super) fn ledger_text(ledger: &mut Ledger) -> serde_json::Result<Vec<u8>> {
+    ledger.number_mount_points();
+    let text = serde_json::to_vec(ledger);
+    // Each number is that of a list.
+    let _ = ledger.resolve_mount_points();
+    text
+}
+
+/// The schema, if it has our name and a higher number.
+fn newer_schema(content: &[u8]) -> Option<String> {
+    let OfAnyVersion { schema } = serde_json::from_slice(content).ok()?;
+    let number = |schema: &str| {
+        let (name, number) = schema.split_once('/')?;
+        let number: u64 = number.parse().ok()?;
+        Some((name.to_owned(), number))
+    };
+    let ((found, found_number), (ours, our_number)) = (number(&schema)?, number(SCHEMA)?);
+    (found == ours && found_number > our_number).then(|| safe(&schema))
+}
+
+fn check_schema(ledger: &Ledger) -> Result<(), String> {
+    if ledger.schema != SCHEMA {
+        return Err(format!("its schema is {}, but {SCHEMA} is expected", safe(&ledger.schema)));
+    }
+    let bad_id = ledger.leases.iter().find(|lease| LeaseId::parse(lease.id.as_str()).is_none());
+    if let Some(lease) = bad_id {
+        return Err(format!("{} is not a lease id", safe(lease.id.as_str())));
+    }
+    let wanted = ledger.leases.iter().filter_map(|lease| lease.daemon.as_ref());
+    let mut keys = wanted.chain(ledger.daemons.iter().map(|daemon| &daemon.key));
+    match keys.find(|key| key.0.is_empty() || key.0.starts_with('.') || key.0.contains('/')) {
+        Some(key) => Err(format!("{} is not the key of an MPS daemon", safe(&key.0))),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod known_tests {
+    use std::fs;
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::super::Store;
+
+    #[test]
+    fn no_later_ledger_has_the_inode_of_one_that_is_known() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, store) = (dir.path().join("ledger.json"), || Store::open(dir.path()).unwrap());
+        store().change(|ledger| ledger.drained.push("GPU-0".into())).unwrap();
+        let reader = store();
+        reader.peek().unwrap();
+        let known = fs::metadata(&path).unwrap().ino();
+        for n in 1..20 {
+            store().change(|ledger| ledger.drained[0] = format!("GPU-{}", n % 2)).unwrap();
+            assert_ne!(fs::metadata(&path).unwrap().ino(), known, "after {n} changes");
+            assert_eq!(reader.known_inode(), Some(known));
+        }
+    }
+
+    #[test]
+    fn what_was_written_is_known_until_another_writes() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, store) = (dir.path().join("ledger.json"), Store::open(dir.path()).unwrap());
+        let is_known = || store.known_inode() == Some(fs::metadata(&path).unwrap().ino());
+        store.change(|ledger| ledger.drained.push("GPU-a".into())).unwrap();
+        assert!(is_known());
+        let other = Store::open(dir.path()).unwrap();
+        other.change(|ledger| ledger.drained[0] = "GPU-b".into()).unwrap();
+        assert!(!is_known());
+        assert_eq!(store.peek().unwrap().drained, ["GPU-b"]);
+        assert!(is_known());
+        // In its place, by a person with an editor.
+        let text = fs::read_to_string(&path).unwrap().replace("GPU-b", "GPU-other");
+        fs::write(&path, text).unwrap();
+        assert_eq!(store.peek().unwrap().drained, ["GPU-other"]);
+    }
+}
+
+#[cfg(test)]
+mod stored_tests {
+    use super::*;
+
+    #[test]
+    fn only_a_higher_number_of_our_schema_is_a_newer_version() {
+        for (schema, newer) in [
+            ("sublet.ledger/2", true),
+            ("sublet.ledger/10", true),
+            ("sublet.ledger/0", false),
+            ("sublet.ledger/", false),
+            ("sublet.ledger/-2", false),
+            ("sublet.ledger", false),
+            ("sublet.inventory/9", false),
+            ("", false),
+        ] {
+            // Such a text may have nothing else in common with ours.
+            for rest in [
+                r#","leases":{"a":7}"#,
+                r#","boot_id":"b","leases":[],"daemons":[],"compute_modes":[],"drained":[],"unexplained":[]"#,
+            ] {
+                let text = format!(r#"{{"schema":"{schema}"{rest}}}"#);
+                let outcome = parse_ledger(text.as_bytes()).unwrap_err();
+                assert_eq!(outcome == NotALedger::Newer(schema.to_owned()), newer, "{text}: {outcome:?}");
+            }
+        }
+        let cut_off = parse_ledger(br#"{"schema":"sublet.ledger/2","leases":"#);
+        assert!(matches!(cut_off, Err(NotALedger::Corrupt(_))), "{cut_off:?}");
+    }
 }

@@ -7,7 +7,6 @@
 pub mod control;
 pub mod dirs;
 mod error;
-mod exec_daemon;
 mod heal;
 pub mod idle;
 mod kept;
@@ -24,11 +23,11 @@ use crate::process::sublet;
 
 pub use control::command as control_command;
 pub use error::MpsError;
-pub use exec_daemon::answers;
-pub(crate) use exec_daemon::ensure_answering;
 pub use heal::{Lowering, end_all_idle, end_overdue, heal, lower, settle};
 pub use idle::register_keeper;
 pub(crate) use idle::{end_conflicting, end_unexplained};
+pub use ready::answers;
+pub(crate) use ready::ensure_answering;
 pub use ready::make_ready;
 
 /// Whether `text` can be a daemon's name.

@@ -1,4 +1,8 @@
 //! Applies edits to config.json as a `serde_json::Value`. Every existing field stays, in its order.
+//!
+//! A record of the edits is in an annotation. By it they are removed again where a bundle with a share is run again
+//! after its container has ended, or was never created. The file may have been changed meanwhile; everything but the
+//! edits stays.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -7,13 +11,14 @@ use oci_spec::OciSpecError;
 use oci_spec::runtime::{
     LinuxDeviceBuilder, LinuxDeviceCgroupBuilder, LinuxDeviceType, MountBuilder as OciMountBuilder,
 };
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::conflict;
-use super::edits_record::Edits;
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
-use crate::host::user_namespace;
+use crate::inventory::Node;
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
+use crate::{config, host, inventory};
 
 /// The annotation by which runc and crun get criu's configuration file.
 pub(super) const CRIU_ANNOTATION: &str = "org.criu.config";
@@ -94,7 +99,7 @@ pub fn annotations(spec: &Value) -> Result<BTreeMap<String, String>, SpecError> 
 /// A field to be edited has another type than in the specification. `spec` may then be partly edited, so it must not be
 /// used.
 pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
-    edit_within(spec, grant, user_namespace::is_nested())
+    edit_within(spec, grant, host::is_nested())
 }
 
 /// [`edit`]. `nested` says that this process itself runs in a user namespace, as under rootless engines.
@@ -323,4 +328,161 @@ fn wrong(field: &'static str, wanted: &'static str, value: &Value) -> SpecError 
         Value::Object(_) => "an object",
     };
     SpecError::Type { field, wanted, found }
+}
+
+/// The edits that cannot be distinguished from the engine's own entries, as compact JSON in `sublet.lease.edits`. Most
+/// variables are recognized by their names.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Edits {
+    /// Destinations of the mounts.
+    pub mounts: Vec<PathBuf>,
+    pub nodes: Vec<Node>,
+    pub masks: Vec<PathBuf>,
+    /// Variables that were absent, with the values that sublet set.
+    pub defaults: Vec<(String, String)>,
+}
+
+impl Edits {
+    /// Reads the record in `spec`.
+    pub fn recorded(spec: &Value) -> Option<Self> {
+        let text = spec.pointer("/annotations")?.get(LEASE_EDITS_ANNOTATION)?.as_str()?;
+        serde_json::from_str(text).ok()
+    }
+
+    /// Whether sublet set the variable `entry`, a `NAME=VALUE`.
+    pub fn is_variable(&self, entry: &str) -> bool {
+        let is_default = |(name, value): &(String, String)| entry.split_once('=') == Some((name, value));
+        config::is_own_name(name_of(entry)) || self.defaults.iter().any(is_default)
+    }
+
+    /// The edits of `grant` to `root`, which is still unedited.
+    pub fn of(grant: &Grant, root: &Map<String, Value>) -> Self {
+        let spec = |pointer: &[&str]| {
+            let found = pointer.iter().try_fold(None::<&Value>, |at, key| {
+                at.map_or_else(|| root.get(*key), |value| value.get(*key)).map(Some)
+            });
+            found.flatten().and_then(Value::as_array).map_or(&[][..], Vec::as_slice)
+        };
+        let env = spec(&["process", "env"]);
+        let is_set = |name: &str| env.iter().filter_map(Value::as_str).any(|entry| name_of(entry) == name);
+        let masked = spec(&["linux", "maskedPaths"]);
+        let is_masked = |path: &Path| masked.iter().any(|old| old.as_str().map(Path::new) == Some(path));
+        Self {
+            mounts: grant.mounts.iter().map(|mount| mount.destination.clone()).collect(),
+            nodes: grant.nodes.iter().map(|granted| granted.node.clone()).collect(),
+            masks: grant.masked_paths.iter().filter(|path| !is_masked(path)).cloned().collect(),
+            defaults: grant.env.default.iter().filter(|(name, _)| !is_set(name)).cloned().collect(),
+        }
+    }
+}
+
+/// The name of the variable that `NAME=VALUE` sets.
+pub(super) fn name_of(entry: &str) -> &str {
+    entry.split('=').next().unwrap_or_default()
+}
+
+/// sublet's edits in a config.json.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub struct EditsShown {
+    /// The variables, as `NAME=VALUE`.
+    pub environment: Vec<String>,
+    /// The device nodes.
+    pub nodes: Vec<Node>,
+}
+
+/// That of `spec`; `None` if it records no edits of sublet's.
+#[must_use]
+pub fn edits_shown(spec: &Value) -> Option<EditsShown> {
+    let edits = Edits::recorded(spec)?;
+    let entries = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
+    let environment = entries.filter_map(Value::as_str).filter(|entry| edits.is_variable(entry));
+    Some(EditsShown { environment: environment.map(str::to_owned).collect(), nodes: edits.nodes })
+}
+
+/// The directory of sublet's masks. Masks elsewhere are the engine's, whatever an annotation says.
+const MASKS: &str = "/proc/driver/nvidia/gpus";
+
+/// Removes all edits of an earlier grant from `spec`. `false`: `spec` does not record them, and is unchanged.
+#[must_use]
+pub(crate) fn undo_edits(spec: &mut Value) -> bool {
+    let Some(edits) = Edits::recorded(spec) else { return false };
+    retain(spec, "/process/env", |entry| !edits.is_variable(entry.as_str().unwrap_or_default()));
+    let is_node = |path: &Value| edits.nodes.iter().any(|node| is_path(path, &node.path));
+    retain(spec, "/mounts", |mount| {
+        let of_file = has_options(mount, &MOUNT_OPTIONS)
+            && edits.mounts.iter().any(|path| is_path(&mount["destination"], path));
+        let of_node = has_options(mount, &NODE_OPTIONS) && is_node(&mount["destination"]);
+        !of_file && !of_node
+    });
+    retain(spec, "/linux/devices", |device| !is_node(&device["path"]));
+    let rule = |node: &Node| rule_value(&GrantedNode { node: node.clone(), source: PathBuf::new() }).ok();
+    let rules: Vec<Value> = edits.nodes.iter().filter_map(rule).collect();
+    retain(spec, "/linux/resources/devices", |entry| !rules.contains(entry));
+    retain(spec, "/linux/maskedPaths", |path| {
+        !edits.masks.iter().any(|mask| mask.starts_with(MASKS) && is_path(path, mask))
+    });
+    if let Some(annotations) = spec.get_mut("annotations").and_then(Value::as_object_mut) {
+        for key in [LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LEASE_EDITS_ANNOTATION] {
+            annotations.shift_remove(key);
+        }
+        let criu = annotations.get(CRIU_ANNOTATION).and_then(Value::as_str);
+        if criu.is_some_and(|file| Path::new(file).ends_with(inventory::NO_CHECKPOINT_FILE)) {
+            annotations.shift_remove(CRIU_ANNOTATION);
+        }
+    }
+    true
+}
+
+fn is_path(value: &Value, path: &Path) -> bool {
+    value.as_str().map(Path::new) == Some(path)
+}
+
+fn has_options(mount: &Value, options: &[&str]) -> bool {
+    let own = mount.get("options").and_then(Value::as_array);
+    own.is_some_and(|own| own.iter().map(Value::as_str).eq(options.iter().map(|option| Some(*option))))
+}
+
+/// Keeps the elements that satisfy `keep` in the array at `pointer`, if it exists.
+fn retain(spec: &mut Value, pointer: &str, keep: impl Fn(&Value) -> bool) {
+    if let Some(entries) = spec.pointer_mut(pointer).and_then(Value::as_array_mut) {
+        entries.retain(keep);
+    }
+}
+
+#[cfg(test)]
+mod edits_record_tests {
+    use super::*;
+
+    #[test]
+    fn a_stored_record_is_read_and_written_again_alike() {
+        let stored = include_str!("../../../tests/formats/every-key/edits.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Edits = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+}
+
+#[cfg(test)]
+mod edits_shown_tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::ledger::LEASE_EDITS_ANNOTATION;
+
+    #[test]
+    fn only_what_sublet_set_is_shown() {
+        let edits = r#"{"mounts":["/x"],"nodes":[{"path":"/dev/nvidia0","major":195,"minor":0}],"masks":[],
+            "defaults":[["XLA_PYTHON_CLIENT_PREALLOCATE","false"]]}"#;
+        let env = [
+            "PATH=/bin",
+            "CUDA_VISIBLE_DEVICES=0",
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false",
+            "SUBLET_SM_PERCENT=25",
+        ];
+        let spec = json!({"process": {"env": env}, "annotations": {LEASE_EDITS_ANNOTATION: edits}});
+        let shown = edits_shown(&spec).unwrap();
+        assert_eq!(shown.environment, env[1..]);
+        assert_eq!(shown.nodes[0].path.to_str(), Some("/dev/nvidia0"));
+        assert_eq!(edits_shown(&json!({"process": {"env": env}})), None);
+    }
 }

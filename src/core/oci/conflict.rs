@@ -5,10 +5,9 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
 
-use super::environment::environment_value;
 use crate::config::{Config, NOT_OF_GPUS};
-use crate::fs::below::under;
-use crate::fs::proc_devices;
+use crate::fs;
+use crate::fs::under;
 use crate::inventory::Node;
 use crate::text::safe;
 
@@ -104,7 +103,7 @@ impl Host<'_> {
 
     /// Whether /proc/devices gives `major` to a driver whose name begins with one of `names`.
     fn has_driver(&self, major: i64, names: &[&str]) -> bool {
-        let devices = self.devices.get_or_init(|| proc_devices::read(self.root).unwrap_or_default());
+        let devices = self.devices.get_or_init(|| fs::read_proc_devices(self.root).unwrap_or_default());
         majors(devices, names).any(|other| other == major)
     }
 
@@ -343,4 +342,15 @@ pub(super) fn plain(path: &str) -> PathBuf {
         }
     }
     out
+}
+
+/// The value of `name` in `process.env`, the last one if it stands several times.
+#[must_use]
+pub(crate) fn environment_value(spec: &Value, name: &str) -> Option<String> {
+    let entries = spec.get("process")?.get("env")?.as_array()?;
+    let value = |entry: &Value| {
+        let (key, value) = entry.as_str()?.split_once('=')?;
+        (key == name).then(|| value.to_owned())
+    };
+    entries.iter().rev().find_map(value)
 }

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::config_files;
 use crate::config_files::{ConfigError, Known};
-use crate::host::user_namespace;
+use crate::host;
 use crate::oci::{self, FileError, JsonFile, SpecError};
 use crate::text::safe;
 
@@ -73,7 +73,7 @@ const DOCKERS: &str = "io.containerd.runtime.v2.task/moby";
 /// Docker's record below another data-root than `docker_root`: the container's root filesystem is below it, too. A
 /// rootless dockerd's containers are not mapped.
 fn find_docker(id: &str, file: &JsonFile, docker_root: &Path) -> Result<Option<Known>, MappedError> {
-    if user_namespace::is_nested() {
+    if host::is_nested() {
         return Ok(None);
     }
     let spec = file.parse()?;

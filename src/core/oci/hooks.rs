@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::process::environment::VARIABLE;
+use crate::process::inheritance::VARIABLE;
 use crate::process::sublet::own_program;
 
 /// The environment that the hook needs. Without an `env` of its own it would get the image's (CVE-2025-23266).

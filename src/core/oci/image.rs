@@ -1,23 +1,27 @@
-//! Examines a container's root filesystem, without ever leaving it (openat2). Nothing in the
-//! image is executed, parsed as code, or used as the source of a mount.
+//! Examines a container's root filesystem, without ever leaving it (openat2). Nothing in the image is executed, parsed
+//! as code, or used as the source of a mount.
+//!
+//! Which CUDA an image needs, and which libcuda its programs will load, is known by its environment, by names, and by
+//! where links lead. A CUDA program that finds no MPS server still runs, on the whole GPU (docs/evidence), so a container
+//! is refused in which a mount or a mask hides the MPS directories.
 
+use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{Mode, SFlag, stat, umask};
 use serde_json::Value;
 
-use super::cuda_versions;
-use super::hidden_mps;
-use super::hooks;
+use super::conflict::{environment_value, plain};
 use super::image_error::ImageError;
 use super::live::Kind;
-use super::mount_points::{self, FilePoints};
+use super::mount_points::FilePoints;
 use super::rootfs::Tree;
+use super::{hooks, mount_points};
 use crate::config::{Config, Inject};
-use crate::fs::selinux;
+use crate::fs::{is_of_the_image, selinux};
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};
-use crate::inventory::{DriverFile, Inventory};
+use crate::inventory::{Driver, DriverFile, Inventory};
 use crate::request::Request;
 use crate::text::safe;
 
@@ -44,7 +48,7 @@ pub fn inspect(
     config: &Config,
 ) -> Result<Image, ImageError> {
     let mut image = Image { without_default: !request.default_directory, ..Image::default() };
-    let led = hidden_mps::follow_links(Path::new(MPS_DEFAULT_DIR), tree)?;
+    let led = follow_links(Path::new(MPS_DEFAULT_DIR), tree)?;
     inspect_tmp(tree, &led, &mut image).map_err(|source| unusable(Path::new(MPS_DEFAULT_DIR), source))?;
     let mut files = Vec::new();
     if config.driver.inject == Inject::Builtin {
@@ -53,7 +57,7 @@ pub fn inspect(
         if let Some(dir) = image.libraries() {
             files = inventory.mounted_files(dir, &request.capabilities, config.driver.inject);
         }
-        image.warnings = cuda_versions::warnings(tree, spec, image.libraries(), &inventory.driver);
+        image.warnings = cuda_warnings(tree, spec, image.libraries(), &inventory.driver);
         image.warnings.extend(not_served(request));
     }
     let (files, useless) = by_use(tree, files)?;
@@ -166,7 +170,7 @@ pub fn check_mps_directories(spec: &Value, tree: &Tree, grant: &Grant) -> Result
     }
     check_label(spec, grant)?;
     mount_points::check_directories(tree, &directories, &files)?;
-    hidden_mps::check_unmasked(spec, tree, &directories)
+    check_unmasked(spec, tree, &directories)
 }
 
 /// Checks the `SELinux` label that the container's processes will have. Without one it is the runtime's own.
@@ -249,4 +253,192 @@ fn is_nix(tree: &Tree) -> Result<bool, ImageError> {
         .find_if_present(store)
         .and_then(|found| found.map_or(Ok(false), |found| found.is(SFlag::S_IFDIR)));
     found.map_err(|source| unusable(store, source))
+}
+
+/// Searched for names, never parsed. ld.so.conf, which contains directives, is not read at all.
+const LD_CACHE: &str = "/etc/ld.so.cache";
+/// How much of an image's ld.so.cache is read at most, in bytes. That of a full desktop has a few hundred KiB.
+const LONGEST_LD_CACHE: u64 = 4 << 20;
+/// How many directories of one `LD_LIBRARY_PATH` are searched at most.
+const MOST_DIRECTORIES: usize = 64;
+/// Where NVIDIA's packages put a newer libcuda for older drivers (CUDA Compatibility, "Forward Compatibility").
+const COMPAT_DIRECTORY: &str = "/usr/local/cuda/compat";
+
+/// A libcuda of the image's that its loader will prefer to the mounted one.
+struct Rival {
+    path: String,
+    /// As `libcuda.so.575.57.08`, where links lead.
+    file: String,
+    found_by: &'static str,
+}
+
+/// One line for each libcuda that takes precedence over the mounted one, and if the driver is older than the image needs.
+/// Nothing is changed, because forward compatibility packages work this way.
+pub(super) fn cuda_warnings(tree: &Tree, spec: &Value, ours: Option<&Path>, driver: &Driver) -> Vec<String> {
+    let rivals = rivals(tree, spec, ours);
+    let Some(needed) = required_version(spec).filter(|needed| *needed > driver.cuda) else {
+        return rivals.iter().map(|rival| describe_rival(rival, driver)).collect();
+    };
+    let (major, minor) = driver.cuda;
+    let help = match rivals.first() {
+        Some(Rival { path, file, found_by }) => format!(
+            "it uses its own {} ({}, found by its {found_by}), which works on data-centre GPUs only",
+            safe(path),
+            safe(file)
+        ),
+        None if tree.find(Path::new(&format!("{COMPAT_DIRECTORY}/libcuda.so.1"))).is_ok() => format!(
+            "use an image for CUDA {major}.{minor} or a newer driver; on data-centre GPUs the image can use its own \
+             newer libcuda with `-e LD_LIBRARY_PATH={COMPAT_DIRECTORY}`"
+        ),
+        None => format!("use an image for CUDA {major}.{minor} or a newer driver"),
+    };
+    vec![format!(
+        "the image needs CUDA {}.{} (its NVIDIA_REQUIRE_CUDA), and the host's driver {} has CUDA {major}.{minor}: {help}",
+        needed.0, needed.1, driver.version
+    )]
+}
+
+fn describe_rival(Rival { path, file, found_by }: &Rival, driver: &Driver) -> String {
+    format!(
+        "the image's own {} ({}, found by its {found_by}) is used instead of the libcuda of the host's driver {}: if \
+         CUDA fails, remove it from LD_LIBRARY_PATH or from the image",
+        safe(path),
+        safe(file),
+        driver.version
+    )
+}
+
+/// The CUDA version that `NVIDIA_REQUIRE_CUDA` asks for: as `cuda>=12.4 brand=tesla,driver>=470`, where a space means or,
+/// and a comma and (Container Toolkit, "Driver Capabilities and Constraints").
+fn required_version(spec: &Value) -> Option<(u32, u32)> {
+    let required = environment_value(spec, "NVIDIA_REQUIRE_CUDA")?;
+    let version = |term: &str| {
+        let version = term.strip_prefix("cuda>=")?;
+        let (major, minor) = version.split_once('.').unwrap_or((version, "0"));
+        Some((major.parse().ok()?, minor.parse().ok()?))
+    };
+    let alternatives = required.split_whitespace().take(MOST_DIRECTORIES);
+    alternatives.filter_map(|terms| terms.split(',').filter_map(version).max()).min()
+}
+
+/// Libraries of the image that its loader will prefer to the mounted ones.
+fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<Rival> {
+    let path = environment_value(spec, "LD_LIBRARY_PATH").unwrap_or_default();
+    // ld.so(8): separated by colons or semicolons.
+    let by_path = path.split([':', ';']).filter(|dir| dir.starts_with('/')).take(MOST_DIRECTORIES);
+    let by_path =
+        by_path.map(|dir| (format!("{}/libcuda.so.1", dir.trim_end_matches('/')), "LD_LIBRARY_PATH"));
+    let cache = tree.find(Path::new(LD_CACHE)).and_then(|found| found.read(LONGEST_LD_CACHE));
+    let by_cache = parse_cache(&cache.unwrap_or_default()).into_iter().map(|path| (path, "/etc/ld.so.cache"));
+    let mut seen = Vec::new();
+    let mut rivals = Vec::new();
+    for (path, found_by) in by_path.chain(by_cache) {
+        let Ok(found) = tree.find(Path::new(&path)) else { continue };
+        let elsewhere = Path::new(&path).parent().and_then(|dir| tree.find(dir).ok());
+        if elsewhere.is_none_or(|dir| Some(dir.path.as_path()) == ours) || seen.contains(&found.path) {
+            continue;
+        }
+        let file = found.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        rivals.push(Rival { path, file, found_by });
+        seen.push(found.path.clone());
+    }
+    rivals
+}
+
+/// Paths of a libcuda among the strings of an ld.so.cache (dl-cache.h), found without parsing it.
+fn parse_cache(cache: &[u8]) -> Vec<String> {
+    let strings = cache.split(|&byte| byte == 0).filter(|text| text.ends_with(b"/libcuda.so.1"));
+    let paths =
+        strings.filter_map(|text| std::str::from_utf8(text).ok().filter(|text| text.starts_with('/')));
+    paths.take(MOST_DIRECTORIES).map(str::to_owned).collect()
+}
+
+/// Checks whether a spec that already has its MPS directories (from `state_dir`) hides them: by a mount that was added
+/// after them, or by a mask.
+///
+/// # Errors
+/// Something hides them, or the root filesystem cannot be read.
+pub(crate) fn check_uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result<(), ImageError> {
+    let text = |mount: &Value, key| mount.get(key).and_then(Value::as_str).map(PathBuf::from);
+    let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
+    let mounts: Vec<(PathBuf, bool)> = mounts
+        .filter_map(|mount| {
+            let of_ours =
+                text(mount, "source").is_some_and(|source| source.starts_with(state_dir.join("mps")));
+            Some((text(mount, "destination")?, of_ours))
+        })
+        .collect();
+    let given: Vec<(usize, PathBuf)> = [MPS_DIR, MPS_DEFAULT_DIR]
+        .iter()
+        .filter_map(|ours| {
+            let last = mounts.iter().rposition(|(path, of_ours)| *of_ours && path == Path::new(ours))?;
+            Some((last, PathBuf::from(ours)))
+        })
+        .collect();
+    if given.is_empty() {
+        return Ok(());
+    }
+    // The tree is examined without the mounts, because a mount that hides something would prevent resolving the paths.
+    let image = Tree::open(&Value::Null, rootfs)?;
+    for (last, directory) in &given {
+        let led = follow_links(directory, &image)?;
+        for (by, _) in mounts.iter().skip(last + 1) {
+            if hides(by, directory, &led, &image)? {
+                return Err(ImageError::Covered {
+                    directory: directory.clone(),
+                    by: by.clone(),
+                    mask: false,
+                });
+            }
+        }
+    }
+    let directories: Vec<PathBuf> = given.into_iter().map(|(_, directory)| directory).collect();
+    check_unmasked(spec, &Tree::open(spec, rootfs)?, &directories)
+}
+
+/// Checks whether `linux.maskedPaths` hides one of `directories`, which are about to be mounted. The runtime
+/// masks last and follows links inside the root filesystem.
+pub(super) fn check_unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Result<(), ImageError> {
+    let masks = spec.pointer("/linux/maskedPaths").and_then(Value::as_array).into_iter().flatten();
+    // Engines mask a dozen kernel files in every container, and resolving paths takes time.
+    let masks: Vec<&Path> =
+        masks.filter_map(Value::as_str).map(Path::new).filter(|mask| !is_kernel_path(mask)).collect();
+    if masks.is_empty() {
+        return Ok(());
+    }
+    for directory in directories {
+        let led = follow_links(directory, tree)?;
+        for mask in &masks {
+            // Hiding one of the two directories is enough for a program to run without its limits.
+            let by_process = plain(&mask.to_string_lossy()).starts_with("/proc");
+            if by_process || hides(mask, directory, &led, tree)? {
+                let by = (*mask).to_owned();
+                return Err(ImageError::Covered { directory: directory.clone(), by, mask: true });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a path in /proc or /sys stays there. Only the links of processes lead elsewhere (proc(5)).
+fn is_kernel_path(mask: &Path) -> bool {
+    const LINKS: [&str; 5] = ["root", "cwd", "fd", "exe", "map_files"];
+    let path = plain(&mask.to_string_lossy());
+    let is_link = |part: &OsStr| LINKS.iter().any(|link| part == *link);
+    path.starts_with("/sys") || path.starts_with("/proc") && !mask.iter().any(is_link)
+}
+
+/// Whether a mount at `path` hides `directory`, which links resolve to `led`: as both are written, or where links
+/// lead them.
+fn hides(path: &Path, directory: &Path, led: &Path, tree: &Tree) -> Result<bool, ImageError> {
+    let path = plain(&path.to_string_lossy());
+    Ok(directory.starts_with(&path) || led.starts_with(follow_links(&path, tree)?))
+}
+
+/// Where links lead `path`. A loop of links leads nowhere: the runtime can mount nothing there.
+pub(super) fn follow_links(path: &Path, tree: &Tree) -> Result<PathBuf, ImageError> {
+    match tree.creation_path(path) {
+        Err(error) if is_of_the_image(&error) => Ok(path.to_owned()),
+        led => led.map_err(|source| ImageError::Unusable { path: path.to_owned(), source }),
+    }
 }

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::fs::below::is_of_the_image;
+use crate::fs::is_of_the_image;
 use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use crate::text::safe;
 

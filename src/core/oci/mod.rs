@@ -4,36 +4,28 @@
 mod apply_edits;
 pub mod cdi;
 mod conflict;
-mod container_root;
+pub mod container_root;
 pub mod containers_by_name;
-mod cuda_versions;
-mod edits_record;
-mod edits_shown;
-pub mod engine;
-mod environment;
-mod hidden_mps;
 pub mod hooks;
 mod image;
 mod image_error;
 mod json_file;
 mod live;
-mod lossless_json;
 mod mount_points;
 mod pod_annotations;
-pub mod podman_storage;
 mod rootfs;
-mod undo_edits;
 
 #[cfg(feature = "fixtures")]
 pub use apply_edits::edit_within;
+pub(crate) use apply_edits::undo_edits;
+pub use apply_edits::{EditsShown, edits_shown};
 pub use apply_edits::{SpecError, annotations, edit, edit_environment};
 pub(crate) use conflict::check_mount_namespace;
+pub(crate) use conflict::environment_value;
 pub use conflict::{Conflict, conflict};
 pub use container_root::KEEP_GROUPS;
 pub(crate) use container_root::check_node_modes;
-pub use edits_shown::{EditsShown, edits_shown};
-pub(crate) use environment::environment_value;
-pub(crate) use hidden_mps::check_uncovered;
+pub(crate) use image::check_uncovered;
 pub(crate) use image::make_mount_points;
 pub use image::{check_mps_directories, check_no_other_daemon, inspect};
 pub use image_error::ImageError;
@@ -44,7 +36,6 @@ pub use mount_points::clear;
 pub(crate) use mount_points::{cleanup_mount_points, clear_volume, filter_missing};
 pub use pod_annotations::own_annotations;
 pub use rootfs::Tree;
-pub use undo_edits::undo;
 
 #[cfg(test)]
 mod tests;

@@ -13,7 +13,7 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use super::image_error::ImageError;
 use super::rootfs::{Found, Tree, open_directory};
-use crate::fs::below::{open_below, open_in, open_root};
+use crate::fs::{open_below, open_in, open_root};
 use crate::ledger::{Leftover, VolumeFiles};
 
 /// The mount points of files.

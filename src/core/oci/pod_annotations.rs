@@ -7,8 +7,8 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::apply_edits::{SpecError, annotations};
-use super::environment::environment_value;
-use super::podman_storage;
+use super::conflict::environment_value;
+use super::container_root;
 use crate::request::split_container_name;
 use crate::text::safe;
 
@@ -55,7 +55,7 @@ impl Member {
         }
         said("io.kubernetes.cri-o.SandboxID")?;
         let host = environment_value(spec, "HOSTNAME");
-        Some(Self::Podmans { name: podman_storage::name(spec, bundle), host })
+        Some(Self::Podmans { name: container_root::podman_name(spec, bundle), host })
     }
 
     /// Whether it is called `name` in its pod, or by its engine; `None`: that is ambiguous.

@@ -22,7 +22,7 @@ use super::conflict::{is_bind, plain};
 use super::container_root::ContainerRoot;
 use super::image_error::ImageError;
 use super::live::{Kind, place};
-use crate::fs::below::{
+use crate::fs::{
     ROUNDS, host_path, is_of_the_image, open_below, open_in, open_root, open_without_links, path_in_root,
 };
 use crate::ledger::VolumeFiles;

@@ -8,7 +8,7 @@ use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::Ledger;
 use crate::request::Request;
-use crate::share::units::MIB;
+use crate::share::MIB;
 use crate::share::{Devices, Memory, Mode, Percent};
 
 /// An instance that would serve.

@@ -2,12 +2,9 @@
 
 #[cfg(test)]
 pub mod accounts_tests;
-mod advice;
 mod bookings;
 mod dynamic_mig_order;
 mod fit;
-mod fit_room;
-mod fit_rules;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
 #[cfg(test)]
@@ -20,27 +17,23 @@ mod select;
 mod several_tests;
 #[cfg(test)]
 pub mod tests;
-mod want;
 
 use std::collections::BTreeSet;
 
-use fit::Fit;
-use want::Misfit;
-
 use crate::config::Config;
 use crate::inventory::{Device, Inventory, LeftOut};
-use crate::ledger::DaemonKey;
-use crate::ledger::{Lease, LeaseId, LeasedMigDevice, Ledger};
+use crate::ledger::{DaemonKey, Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
+use bookings::Account;
+use fit::Fit;
 
+pub use bookings::client_limit;
 pub use bookings::{Bookings, SERVER_BYTES, bookings};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
-pub use fit_rules::client_limit;
 pub use refusal::Refusal;
 pub(crate) use select::selected;
 pub use select::{ambiguous, meant, named, only, rule, wants_mig};
-pub(crate) use want::World;
 
 /// The devices and the mode chosen for a request.
 #[derive(Clone, Debug, PartialEq)]
@@ -90,7 +83,7 @@ pub fn place(
     find(request, id, world).map_err(|mut refusal| {
         let room = refusal.open.take().map(|open| refusal::describe_rooms(&open, world));
         let left_out = describe_left_out(request, world).filter(|_| !refusal.left_out);
-        for part in room.into_iter().chain(left_out).chain(advice::advice(request, id, world)) {
+        for part in room.into_iter().chain(left_out).chain(refusal::advice(request, id, world)) {
             refusal.message += "; ";
             refusal.message += &part;
         }
@@ -268,7 +261,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
     }
     let first = fits.first();
     let mode = first.map_or(request.default_mode, |fit| fit.mode);
-    let least = |index: &usize| fit_rules::warn_of_minimum(request, mode, &inventory.devices[*index]);
+    let least = |index: &usize| fit::warn_of_minimum(request, mode, &inventory.devices[*index]);
     Placement {
         warnings: devices.iter().find_map(least).into_iter().collect(),
         mig_devices: mig_devices(inventory, &devices),
@@ -312,4 +305,59 @@ fn refuse(
     }
     let temporary = select::assign(slots, &in_time).is_some();
     Refusal::of(request, &misfits, temporary, world.ledger, world.config)
+}
+
+/// The inventory, ledger and configuration that a request is compared with.
+#[derive(Clone, Copy)]
+pub(crate) struct World<'a> {
+    pub inventory: &'a Inventory,
+    pub ledger: &'a Ledger,
+    pub config: &'a Config,
+}
+
+/// Why a device cannot serve the request.
+#[derive(Clone, Debug)]
+struct Misfit {
+    /// The reason. In messages it follows the device's name.
+    pub reason: String,
+    /// Whether waiting could help.
+    pub temporary: bool,
+    /// Whether a refresh of the inventory could help.
+    pub refresh: bool,
+}
+
+impl Misfit {
+    fn never(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), temporary: false, refresh: false }
+    }
+
+    fn now(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), temporary: true, refresh: false }
+    }
+
+    /// NVML does not report it, and waiting does not change that.
+    fn not_reported(reason: impl Into<String>) -> Self {
+        Self { refresh: true, ..Self::never(reason) }
+    }
+
+    fn as_reported(reason: impl Into<String>) -> Self {
+        Self { refresh: true, ..Self::now(reason) }
+    }
+}
+
+/// A request on one device, completed by that device's configuration.
+struct Want<'a> {
+    pub request: &'a Request,
+    pub device: &'a Device,
+    pub mode: Mode,
+    pub isolation: Isolation,
+    /// The use of the device that it will have in the bookings.
+    pub used_as: Mode,
+    pub daemon: Option<DaemonKey>,
+    pub memory: Option<u64>,
+    /// Bytes that it adds to the bookings, including those of a new server.
+    pub books: u64,
+    pub account: Account<'a>,
+    /// One of several devices of the container.
+    pub several: bool,
 }

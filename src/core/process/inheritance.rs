@@ -1,20 +1,28 @@
-//! What a program inherits from its caller: descriptors, environment, and a limit on the size of files.
+//! What a program inherits from its caller: descriptors, environment, rights, and a limit on the size of files.
+//!
+//! Of the environment sublet's programs read one variable, the name of a configuration file, and only if the caller has
+//! the same rights as the program. What the kernel says of that is in the auxiliary vector (getauxval(3)), in the
+//! process's own memory: reading it cannot fail for lack of a descriptor, as reading /proc/self/auxv can.
 #![allow(
     unsafe_code,
     reason = "descriptors that nobody owns, fork hooks, the process's environment, a signal"
 )]
 
+use std::ffi::{CStr, OsStr};
 use std::io;
 use std::os::fd::{AsFd as _, IntoRawFd as _, RawFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction, signal};
 use nix::sys::stat::Mode;
-use nix::unistd::ForkResult;
+use nix::unistd::{ForkResult, geteuid};
 
 /// Closes every descriptor except standard input, output and error. For a program that has just started and gets no
 /// descriptor by number.
@@ -132,6 +140,60 @@ pub fn handle_sigxfsz() {
     }
 }
 
+/// The path that was given to execve(2).
+#[must_use]
+pub fn executed() -> Option<&'static Path> {
+    let address = get(libc::AT_EXECFN).filter(|address| *address != 0)?;
+    // SAFETY: getauxval(3): the kernel put a string there, at the top of this process's stack, and nothing moves or
+    // changes it.
+    let path = unsafe { CStr::from_ptr(address as *const libc::c_char) };
+    Some(Path::new(OsStr::from_bytes(path.to_bytes())))
+}
+
+/// The effective user as which this process was started. No program of sublet's becomes another one.
+#[must_use]
+pub fn effective_user() -> u32 {
+    let told = get(libc::AT_EUID).and_then(|user| u32::try_from(user).ok());
+    told.unwrap_or_else(|| geteuid().as_raw())
+}
+
+/// Whether this process gained rights by being executed: through setuid, setgid, file capabilities or a security module.
+/// `true` if that is unknown.
+#[must_use]
+pub(super) fn is_secure() -> bool {
+    get(libc::AT_SECURE) != Some(0)
+}
+
+/// One value; `None` if the kernel gave none.
+fn get(key: libc::c_ulong) -> Option<libc::c_ulong> {
+    Errno::clear();
+    // SAFETY: the only argument is a number, and no memory of this process is involved.
+    let value = unsafe { libc::getauxval(key) };
+    (value != 0 || Errno::last_raw() != libc::ENOENT).then_some(value)
+}
+
+/// The variable that names one configuration file instead of all others.
+pub(crate) const VARIABLE: &str = "SUBLET_CONFIG";
+
+/// The value of [`VARIABLE`], made absolute, if it is honoured: never when this process has more rights than its
+/// caller.
+#[must_use]
+pub fn honoured_config() -> Option<PathBuf> {
+    let file = std::env::var_os(VARIABLE).filter(|file| !file.is_empty())?;
+    if !has_caller_rights() {
+        tracing::warn!("{VARIABLE} is ignored in a program with more rights than its caller");
+        return None;
+    }
+    std::path::absolute(file).ok()
+}
+
+/// Whether this process has no more rights than its caller. `false` if that is unknown. The kernel says so when the program
+/// begins, by user, group and capabilities (`cap_bprm_creds_from_file` in its security/commoncap.c), and sublet's programs
+/// never change user or group.
+fn has_caller_rights() -> bool {
+    !is_secure()
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsRawFd as _;
@@ -169,5 +231,28 @@ mod tests {
         assert_eq!(listed.split_whitespace().collect::<Vec<_>>(), ["0", "1", "2", "3"]);
         let flags = nix::fcntl::fcntl(&copy, nix::fcntl::FcntlArg::F_GETFD).unwrap();
         assert_eq!(flags & libc::FD_CLOEXEC, 0);
+    }
+}
+
+#[cfg(test)]
+mod auxiliary_vector_tests {
+    use super::*;
+
+    #[test]
+    fn a_test_runs_with_its_callers_rights() {
+        assert!(!is_secure());
+        assert_eq!(effective_user(), geteuid().as_raw());
+        assert_eq!(get(0x7fff_fff0), None, "no such key");
+        assert!(executed().unwrap().file_name().is_some());
+    }
+}
+
+#[cfg(test)]
+mod environment_tests {
+    use super::*;
+
+    #[test]
+    fn a_test_runs_with_its_callers_rights() {
+        assert!(has_caller_rights());
     }
 }

@@ -9,8 +9,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
 use super::Process;
-use super::kernel::require_call;
-use super::stat::Stat;
+use super::Stat;
+use super::require_call;
 
 impl Process {
     /// A descriptor of this same process; `None` if it has ended.

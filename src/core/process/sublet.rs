@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::child::ChildError;
-use super::{confine, environment};
+use super::{confine, inheritance};
 use crate::text::safe_long;
 
 /// Where programs are looked up. Nothing in the caller's environment is trusted.
@@ -68,8 +68,8 @@ pub(crate) fn start(arguments: &[&str]) -> std::io::Result<()> {
 pub fn command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
     command.env_clear().args(arguments).env("PATH", PATH).current_dir("/");
-    if let Some(config) = environment::honoured_config() {
-        command.env(environment::VARIABLE, config);
+    if let Some(config) = inheritance::honoured_config() {
+        command.env(inheritance::VARIABLE, config);
     }
     command
 }

@@ -1,20 +1,16 @@
-//! The values with which a share is requested and configured: modes, amounts, selectors. They do not depend on where
-//! they were written.
+//! The values with which a share is requested and configured: modes, selectors, percentages and amounts of memory, kept
+//! exact. They do not depend on where they were written.
 
 pub mod glob;
-mod of_process;
 mod selector;
-pub mod units;
 
+use std::fmt;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use of_process::bytes_of_process;
-pub(crate) use of_process::sm_of_process;
 pub(crate) use selector::{SELECTORS_ALLOWED, parse_devices};
-pub use units::{Memory, Percent};
 
 /// Longest `sublet.wait`: engines and users give up a start that takes longer.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
@@ -206,5 +202,421 @@ impl std::fmt::Display for Action {
             Self::Terminate => "terminate",
             Self::Container => "container",
         })
+    }
+}
+
+/// The part of `sm` for each of `processes`.
+#[must_use]
+pub(crate) fn sm_of_process(sm: Percent, processes: u32) -> Percent {
+    Percent::from_thousandths(sm.thousandths() / processes.max(1))
+}
+
+/// The part of `bytes` for each of `processes`, in whole MiB, which is the unit of MPS.
+#[must_use]
+pub fn bytes_of_process(bytes: u64, processes: u32) -> u64 {
+    bytes / u64::from(processes.max(1)) / MIB * MIB
+}
+
+/// One MiB in bytes.
+pub const MIB: u64 = 1 << 20;
+
+/// A percentage in thousandths, so that sums of shares are exact.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Percent(u32);
+
+impl Percent {
+    /// 100 %.
+    pub const WHOLE: Self = Self(100_000);
+
+    /// From thousandths of a percent.
+    #[must_use]
+    pub const fn from_thousandths(thousandths: u32) -> Self {
+        Self(thousandths)
+    }
+
+    /// `part` of `all`, rounded up.
+    #[must_use]
+    pub fn of_all(part: u32, all: u32) -> Self {
+        let thousandths = (u64::from(part) * 100_000).div_ceil(u64::from(all.max(1)));
+        Self(u32::try_from(thousandths).unwrap_or(u32::MAX))
+    }
+
+    /// In thousandths of a percent.
+    #[must_use]
+    pub const fn thousandths(self) -> u32 {
+        self.0
+    }
+
+    /// As a number, for JSON and for people.
+    #[must_use]
+    pub fn as_f64(self) -> f64 {
+        f64::from(self.0) / 1000.0
+    }
+
+    /// This share of `whole`, rounded down.
+    #[must_use]
+    pub fn of(self, whole: u64) -> u64 {
+        // For shares up to 100 % the result is at most `whole`, so it fits. Larger ones saturate.
+        u64::try_from(u128::from(whole) * u128::from(self.0) / 100_000).unwrap_or(u64::MAX)
+    }
+}
+
+impl fmt::Display for Percent {
+    /// As `25` or `12.5`: no sign, no trailing zeros, never an exponent. Both MPS and people can read it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (whole, part) = (self.0 / 1000, self.0 % 1000);
+        if part == 0 {
+            return f.pad(&whole.to_string());
+        }
+        f.pad(format!("{whole}.{part:03}").trim_end_matches('0'))
+    }
+}
+
+/// `sublet.memory`: an amount, or a share of the device's total.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// In bytes.
+    Bytes(u64),
+    /// Of the device's total.
+    Share(Percent),
+}
+
+impl Memory {
+    /// In bytes on a device with `total` bytes, rounded down to MiB.
+    #[must_use]
+    pub fn on(self, total: u64) -> u64 {
+        let bytes = match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Share(share) => share.of(total),
+        };
+        bytes / MIB * MIB
+    }
+}
+
+/// A malformed value, and a suggestion.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Malformed {
+    /// The end of a message, such as `write 25GiB, 25MiB or 25%`.
+    pub hint: Option<String>,
+}
+
+impl Malformed {
+    fn with(hint: impl Into<String>) -> Self {
+        Self { hint: Some(hint.into()) }
+    }
+}
+
+/// The syntax of [`parse_percent`], for messages.
+pub(crate) const PERCENT_ALLOWED: &str = "a percentage over 0 up to 100, such as 25, 25% or 12.5";
+
+/// The syntax of [`parse_memory`], for messages.
+pub const MEMORY_ALLOWED: &str =
+    "an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%";
+
+/// The syntax of [`parse_duration`], for messages.
+pub const DURATION_ALLOWED: &str = "0 or a whole number of ms, s or m, such as 10s";
+
+/// `25`, `25%`, `12.5`: over 0, up to 100, at most three decimals.
+///
+/// # Errors
+/// Anything else. A fraction such as `0.25` without `%` is taken for a mistake, because it is less than two SMs on
+/// every GPU.
+pub fn parse_percent(text: &str) -> Result<Percent, Malformed> {
+    let bare = text.strip_suffix('%');
+    let percent = decimal_percent(bare.unwrap_or(text)).ok_or_else(Malformed::default)?;
+    if bare.is_none() && percent.0 < 1000 {
+        return Err(fraction_hint(percent));
+    }
+    Ok(percent)
+}
+
+fn fraction_hint(percent: Percent) -> Malformed {
+    let meant = Percent(percent.0 * 100);
+    match percent.0 {
+        250 => Malformed::with(format!("a quarter of a percent? write {meant}")),
+        500 => Malformed::with(format!("half a percent? write {meant}")),
+        _ => Malformed::with(format!("{percent} of a percent? write {meant}")),
+    }
+}
+
+fn decimal_percent(text: &str) -> Option<Percent> {
+    let decimal = Decimal::parse(text)?;
+    let thousandths = decimal.times(1000)?;
+    // At most three decimals, so that nothing is lost.
+    if decimal.places > 3 || !(1..=u64::from(Percent::WHOLE.0)).contains(&thousandths) {
+        return None;
+    }
+    u32::try_from(thousandths).ok().map(Percent)
+}
+
+/// `8GiB` = `8GB` = `8G` = `8g` (as `docker -m` has it: powers of 1024), KiB, MiB and TiB likewise,
+/// fractions such as `1.5GiB`, or a share of the device such as `25%`.
+///
+/// # Errors
+/// Anything else. Also less than 1 MiB, because amounts are booked in whole MiB, and a bare number, because it could
+/// mean GiB, MiB, bytes or percent.
+pub fn parse_memory(text: &str) -> Result<Memory, Malformed> {
+    if let Some(share) = text.strip_suffix('%') {
+        return decimal_percent(share).map(Memory::Share).ok_or_else(Malformed::default);
+    }
+    if Decimal::parse(text).is_some_and(|number| number.digits != 0) {
+        return Err(Malformed::with(format!("the unit is missing: write {text}GiB, {text}MiB or {text}%")));
+    }
+    match parse_bytes(text) {
+        Some(bytes) if bytes >= MIB => Ok(Memory::Bytes(bytes)),
+        _ => Err(nearly_memory(text).map_or_else(Malformed::default, Malformed::with)),
+    }
+}
+
+/// A hint for amounts as other programs write them: `8 GiB`, and Kubernetes' `8Gi`.
+fn nearly_memory(text: &str) -> Option<String> {
+    if text.len() > 30 {
+        return None;
+    }
+    let squeezed = text.replace(' ', "");
+    let meant = if squeezed.ends_with('i') { format!("{squeezed}B") } else { squeezed };
+    let is_amount = meant != text && parse_bytes(&meant).is_some_and(|bytes| bytes >= MIB);
+    is_amount.then(|| format!("write {meant}"))
+}
+
+/// An amount with a unit, converted to bytes and rounded down; `None` for anything else and for more than a `u64`
+/// holds.
+#[must_use]
+pub(crate) fn parse_bytes(text: &str) -> Option<u64> {
+    let end = text.find(|c: char| c.is_ascii_alphabetic())?;
+    let (number, unit) = text.split_at(end);
+    let power = match unit.to_ascii_lowercase().as_str() {
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        _ => return None,
+    };
+    Decimal::parse(number)?.times(1 << power)
+}
+
+/// `0`, `500ms`, `10s`, `2m`, up to `longest`.
+///
+/// # Errors
+/// Anything else; a bare number other than 0.
+pub fn parse_duration(text: &str, longest: Duration) -> Result<Duration, Malformed> {
+    if text == "0" {
+        return Ok(Duration::ZERO);
+    }
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let number: u64 = number.parse().map_err(|_| Malformed::default())?;
+    let duration = match unit {
+        "ms" => Some(Duration::from_millis(number)),
+        "s" => Some(Duration::from_secs(number)),
+        "m" => number.checked_mul(60).map(Duration::from_secs),
+        "" => return Err(Malformed::with(format!("the unit is missing: write {number}s"))),
+        _ => None,
+    };
+    duration.filter(|duration| *duration <= longest).ok_or_else(Malformed::default)
+}
+
+/// `duration` in the form that [`parse_duration`] reads, rounded down to milliseconds.
+#[must_use]
+pub fn show_duration(duration: Duration) -> String {
+    match duration.as_millis() {
+        0 => "0".to_owned(),
+        millis if millis % 60_000 == 0 => format!("{}m", millis / 60_000),
+        millis if millis % 1000 == 0 => format!("{}s", millis / 1000),
+        millis => format!("{millis}ms"),
+    }
+}
+
+/// A number of ASCII digits with at most one point between them, exact.
+#[derive(Clone, Copy)]
+struct Decimal {
+    digits: u64,
+    places: u32,
+}
+
+impl Decimal {
+    /// No sign, no exponent, only ASCII digits, at most nine decimals. The text must be short, because messages repeat
+    /// it.
+    fn parse(text: &str) -> Option<Self> {
+        if text.len() > 30 {
+            return None;
+        }
+        let (whole, part) = text.split_once('.').unwrap_or((text, "0"));
+        let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        if !is_number(whole) || !is_number(part) || part.len() > 9 {
+            return None;
+        }
+        let part = part.trim_end_matches('0');
+        let places = u32::try_from(part.len()).ok()?;
+        let whole = whole.parse::<u64>().ok()?.checked_mul(10_u64.pow(places))?;
+        Some(Self { digits: whole.checked_add(part.parse().unwrap_or(0))?, places })
+    }
+
+    /// Rounded down; `None` if it is more than a `u64` holds.
+    fn times(self, factor: u64) -> Option<u64> {
+        let product = u128::from(self.digits) * u128::from(factor) / 10_u128.pow(self.places);
+        u64::try_from(product).ok()
+    }
+}
+
+/// `bytes` for people: in whole GiB, otherwise in MiB.
+#[must_use]
+pub(crate) fn show_bytes(bytes: u64) -> String {
+    const GIB: u64 = 1024 * MIB;
+    if bytes > 0 && bytes % GIB == 0 {
+        format!("{} GiB", bytes / GIB)
+    } else {
+        format!("{} MiB", bytes / MIB)
+    }
+}
+
+#[cfg(test)]
+mod units_tests {
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn percent(text: &str) -> Result<u32, Option<String>> {
+        parse_percent(text).map(Percent::thousandths).map_err(|malformed| malformed.hint)
+    }
+
+    #[test]
+    fn percentages_are_exact() {
+        assert_eq!(percent("25"), Ok(25_000));
+        assert_eq!(percent("25%"), Ok(25_000));
+        assert_eq!(percent("12.5"), Ok(12_500));
+        assert_eq!(percent("33.333"), Ok(33_333));
+        assert_eq!(percent("33.3330000"), Ok(33_333));
+        assert_eq!(percent("100"), Ok(100_000));
+        assert_eq!(percent("100.000%"), Ok(100_000));
+        assert_eq!(percent("1"), Ok(1_000));
+        assert_eq!(percent("0.5%"), Ok(500));
+    }
+
+    #[test]
+    fn refuses_what_is_no_percentage() {
+        for text in [
+            "",
+            "%",
+            "0",
+            "0%",
+            "0.000",
+            "101",
+            "100.001",
+            "33.3333",
+            "-25",
+            "+25",
+            "25 ",
+            " 25",
+            "25%%",
+            ".5",
+            "25.",
+            "1.2.3",
+            "1e2",
+            "1e309",
+            "NaN",
+            "inf",
+            "٢٥",
+            "25\0",
+            "25\n",
+            "0x19",
+            "18446744073709551616",
+        ] {
+            assert_eq!(percent(text), Err(None), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn knows_a_fraction_that_was_meant_as_a_share() {
+        assert_eq!(percent("0.25"), Err(Some("a quarter of a percent? write 25".into())));
+        assert_eq!(percent("0.5"), Err(Some("half a percent? write 50".into())));
+        assert_eq!(percent("0.125"), Err(Some("0.125 of a percent? write 12.5".into())));
+    }
+
+    #[test]
+    fn amounts_count_in_powers_of_1024() {
+        for text in ["8GiB", "8GB", "8G", "8g", "8gib", "8192MiB", "8388608k", "8388608KB", "0.0078125TiB"] {
+            assert_eq!(parse_memory(text), Ok(Memory::Bytes(8_589_934_592)), "{text}");
+        }
+        assert_eq!(parse_memory("1.5GiB"), Ok(Memory::Bytes(1_610_612_736)));
+        assert_eq!(parse_memory("2T"), Ok(Memory::Bytes(2_199_023_255_552)));
+        assert_eq!(parse_memory("1M"), Ok(Memory::Bytes(1_048_576)));
+        assert_eq!(parse_memory("25%"), Ok(Memory::Share(Percent::from_thousandths(25_000))));
+        assert_eq!(parse_memory("0.5%"), Ok(Memory::Share(Percent::from_thousandths(500))));
+    }
+
+    #[test]
+    fn refuses_what_is_no_amount() {
+        for text in [
+            "",
+            "GiB",
+            "-8GiB",
+            "8GiBs",
+            "8P",
+            "8B",
+            "0GiB",
+            "0.5M",
+            "1023K",
+            "0%",
+            "101%",
+            "1e309G",
+            "1e309",
+            "16777216TiB",
+            "99999999999999999999G",
+            "٨GiB",
+            "8G\0",
+            "8G\n",
+            ".5G",
+            "5.G",
+            "%",
+            "1.0000000001G",
+        ] {
+            assert_eq!(parse_memory(text), Err(Malformed::default()), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn asks_for_the_unit_of_a_bare_number() {
+        let hint = "the unit is missing: write 25GiB, 25MiB or 25%".to_owned();
+        assert_eq!(parse_memory("25"), Err(Malformed { hint: Some(hint) }));
+        assert!(parse_memory("0.25").unwrap_err().hint.is_some());
+        for (text, meant) in [("8Gi", "8GiB"), ("8 GiB", "8GiB"), ("512 Mi", "512MiB")] {
+            assert_eq!(parse_memory(text), Err(Malformed { hint: Some(format!("write {meant}")) }));
+        }
+        for text in ["8 Zi", "8i", " ", "1 Ki", "8 G i \u{1b}"] {
+            assert_eq!(parse_memory(text), Err(Malformed::default()), "{text}");
+        }
+        assert_eq!(parse_memory("0"), Err(Malformed::default()), "no unit makes nothing something");
+    }
+
+    #[test]
+    fn waits() {
+        assert_eq!(parse_duration("0", MINUTE), Ok(Duration::ZERO));
+        assert_eq!(parse_duration("0s", MINUTE), Ok(Duration::ZERO));
+        assert_eq!(parse_duration("500ms", MINUTE), Ok(Duration::from_millis(500)));
+        assert_eq!(parse_duration("10s", MINUTE), Ok(Duration::from_secs(10)));
+        assert_eq!(parse_duration("1m", MINUTE), Ok(Duration::from_secs(60)));
+        assert_eq!(parse_duration("2m", Duration::from_secs(600)), Ok(Duration::from_secs(120)));
+        for text in ["", "s", "61s", "2m", "-1s", "1.5s", "10 s", "1h", "10S", "١s", "99999999999999999999s"]
+        {
+            assert_eq!(parse_duration(text, MINUTE), Err(Malformed::default()), "{text:?}");
+        }
+        let hint = "the unit is missing: write 10s".to_owned();
+        assert_eq!(parse_duration("10", MINUTE), Err(Malformed { hint: Some(hint) }));
+        assert_eq!(parse_duration("307445734561825861m", Duration::MAX), Err(Malformed::default()));
+    }
+
+    #[test]
+    fn durations_are_shown_as_they_are_written() {
+        for text in ["0", "500ms", "1500ms", "10s", "90s", "2m"] {
+            assert_eq!(show_duration(parse_duration(text, Duration::MAX).unwrap()), text);
+        }
+    }
+
+    #[test]
+    fn shares_of_memory_round_down_to_whole_mib() {
+        let quarter = Memory::Share(Percent::from_thousandths(25_000));
+        assert_eq!(quarter.on(150_121_480_192), 37_529_583_616);
+        assert_eq!(Memory::Bytes(1_610_612_737).on(u64::MAX), 1_610_612_736);
     }
 }

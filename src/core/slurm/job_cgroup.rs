@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use nix::libc;
 
 use crate::fs::trusted::is_trusted_owner;
-use crate::host::cgroup_layout::{MOUNT, unified};
+use crate::host::{CGROUP_MOUNT, unified_cgroups};
 use crate::process::cgroup_table;
 
 /// The v1 hierarchies in which slurmd may have made a cgroup for a job (cgroup.conf(5)), the one that it uses to find a
@@ -36,7 +36,7 @@ impl JobCgroup {
     /// # Errors
     /// The process has ended, or cgroups cannot be read.
     pub fn of(pid: i32) -> io::Result<Option<Self>> {
-        Self::in_table(Path::new(MOUNT), &cgroup_table(pid)?)
+        Self::in_table(Path::new(CGROUP_MOUNT), &cgroup_table(pid)?)
     }
 
     /// The jobs that have a process on this node. Slurm's own `extern` step is one as long as the job runs.
@@ -84,7 +84,7 @@ fn hierarchies<'t>(mount: &Path, table: &'t str) -> Vec<(PathBuf, &'t str)> {
             let controllers = parts.next()?;
             parts.next().filter(|_| controllers.split(',').any(|name| name == wanted))
         });
-        let hierarchy = if wanted.is_empty() { unified(mount) } else { mount.join(wanted) };
+        let hierarchy = if wanted.is_empty() { unified_cgroups(mount) } else { mount.join(wanted) };
         found.extend(lines.map(|path| (hierarchy.clone(), path)));
     }
     found

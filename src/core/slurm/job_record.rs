@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::JobDirectory;
-use crate::fs::looked_for::is_absent;
+use crate::fs::is_absent;
 use crate::fs::{atomic, trusted};
 use crate::share::{Mode, Percent};
 use crate::text::safe;

@@ -23,6 +23,7 @@ use container_state::{State, StateError};
 
 use crate::bounded_input;
 use crate::status::{FAILURE, SUCCESS};
+use sublet_core::admit::Engine;
 use sublet_core::admit::{AdmitError, Leases};
 use sublet_core::config_files;
 use sublet_core::config_files::{ConfigError, ConfigFiles};
@@ -30,7 +31,6 @@ use sublet_core::ledger::LeaseId;
 use sublet_core::log::{self, Level, Log};
 use sublet_core::oci::FileError;
 use sublet_core::oci::cdi::{self, Asked, CdiError};
-use sublet_core::oci::engine::Engine;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::process::confine::{self, Rights, Side};
 

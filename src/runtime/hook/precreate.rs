@@ -11,17 +11,17 @@ use serde_json::Value;
 use super::container_state::StateError;
 use super::{HookError, journal};
 use crate::bounded_input;
+use sublet_core::admit::Engine;
 use sublet_core::admit::{Admission, AdmitError, Candidate, Leases, RequestSource};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::log::{Level, Log, one_line};
 use sublet_core::oci::JsonFile;
-use sublet_core::oci::engine::Engine;
 use sublet_core::oci::hooks::{self, Stage};
 use sublet_core::process::Process;
 use sublet_core::process::confine;
-use sublet_core::process::environment;
+use sublet_core::process::inheritance;
 
 /// How long Podman may take to write config.json.
 const INPUT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -120,7 +120,7 @@ impl Granted {
     fn add_hooks(&mut self) -> Result<(), HookError> {
         let program = hooks::program().ok_or(HookError::NoProgram)?;
         for stage in [Stage::CreateRuntime, Stage::Poststop] {
-            hooks::add(&mut self.spec, stage, &program, environment::honoured_config().as_deref())?;
+            hooks::add(&mut self.spec, stage, &program, inheritance::honoured_config().as_deref())?;
         }
         Ok(())
     }

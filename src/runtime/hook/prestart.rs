@@ -7,14 +7,14 @@ use serde_json::{Map, Value};
 
 use super::HookError;
 use super::container_state::{State, Status};
+use sublet_core::admit::Engine;
 use sublet_core::admit::{self, LateAdmission, Leases, RequestSource};
 use sublet_core::config_files;
-use sublet_core::host::user_namespace;
+use sublet_core::host;
 use sublet_core::ledger::Container;
 use sublet_core::log::{Level, Log};
 use sublet_core::oci::JsonFile;
 use sublet_core::oci::cdi::Asked;
-use sublet_core::oci::engine::Engine;
 use sublet_core::process::Process;
 use sublet_core::text::safe;
 
@@ -117,7 +117,7 @@ fn add_annotations(spec: &mut Value, state: &State) {
 /// Whether this process lacks root's rights on the host. It can then change no device cgroup and enter no other
 /// namespaces. A user namespace other than the initial one maps ids (`user_namespaces(7)`).
 fn is_rootless() -> bool {
-    !nix::unistd::geteuid().is_root() || user_namespace::is_nested()
+    !nix::unistd::geteuid().is_root() || host::is_nested()
 }
 
 fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, String> {

@@ -6,17 +6,17 @@ use nix::unistd::getppid;
 use serde_json::Value;
 
 use super::{Call, Dialect, RuntimeError, Start, containers_by_name};
+use sublet_core::admit::Engine;
 use sublet_core::admit::{Admission, Candidate, Leases, RequestSource};
 use sublet_core::config::WithoutShare;
-use sublet_core::fs::below::real_directory;
+use sublet_core::fs::real_directory;
 use sublet_core::ledger::Container;
 use sublet_core::log::Level;
-use sublet_core::oci::engine::Engine;
 use sublet_core::oci::hooks::{self, Stage};
 use sublet_core::oci::{self, FileError, JsonFile};
 use sublet_core::process::Process;
-use sublet_core::process::auxiliary_vector::effective_user;
-use sublet_core::process::environment;
+use sublet_core::process::inheritance;
+use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
 
 /// Which of the two commands.
@@ -222,7 +222,7 @@ fn write_spec(
     match program {
         Some(program) => {
             for stage in hooks {
-                hooks::add(&mut spec, *stage, &program, environment::honoured_config().as_deref())?;
+                hooks::add(&mut spec, *stage, &program, inheritance::honoured_config().as_deref())?;
             }
         }
         None if hooks.contains(&Stage::CreateRuntime) => return Err(RuntimeError::NoHook),

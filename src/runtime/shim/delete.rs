@@ -8,7 +8,7 @@ use super::kill::find_without_first_thread;
 use super::{Call, RuntimeError, runtime_child};
 use sublet_core::admit::Leases;
 use sublet_core::ledger::LeaseId;
-use sublet_core::process::auxiliary_vector::effective_user;
+use sublet_core::process::inheritance::effective_user;
 use sublet_core::process::{pidfd_await_end, pidfd_kill};
 
 /// The time limit for the end of a first process that is killed here.

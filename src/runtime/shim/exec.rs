@@ -20,8 +20,8 @@ use sublet_core::config::{Config, WithoutDaemon};
 use sublet_core::config_files::{ConfigError, ConfigFiles};
 use sublet_core::grant::{Environment, refused_beside};
 use sublet_core::oci::{self, JsonFile};
-use sublet_core::process::auxiliary_vector::effective_user;
 use sublet_core::process::confine;
+use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
 
 /// How long reading a process file may take if it is a pipe.

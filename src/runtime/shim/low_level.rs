@@ -7,9 +7,9 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
-use sublet_core::fs::below::real_directory;
-use sublet_core::host::user_namespace;
-use sublet_core::process::auxiliary_vector::effective_user;
+use sublet_core::fs::real_directory;
+use sublet_core::host;
+use sublet_core::process::inheritance::effective_user;
 
 use super::flags::Dialect;
 
@@ -147,7 +147,7 @@ impl Host {
             xdg_runtime_dir: variable("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()),
             user: variable("USER"),
             root: effective_user() == 0,
-            user_namespace: user_namespace::is_nested(),
+            user_namespace: host::is_nested(),
         }
     }
 

@@ -25,7 +25,7 @@ use sublet_core::config_files::{ConfigError, ConfigFiles};
 use sublet_core::ledger;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::oci::{FileError, SpecError};
-use sublet_core::process::auxiliary_vector::effective_user;
+use sublet_core::process::inheritance::effective_user;
 
 use crate::status::{FAILURE, SUCCESS};
 pub use argv::{Command, CommandLine, Delete, Exec, Global, Kill, Start, Update, parse};

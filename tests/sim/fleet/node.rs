@@ -7,7 +7,7 @@ use sublet_core::ledger::{Lease, LeaseId, Ledger};
 use sublet_core::place::fixture::{GIB, device, host, request};
 use sublet_core::place::place;
 use sublet_core::request::Request;
-use sublet_core::share::units::MIB;
+use sublet_core::share::MIB;
 use sublet_core::share::{Memory, Mode, Percent};
 
 use crate::jobs::Job;

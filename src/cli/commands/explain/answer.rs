@@ -10,7 +10,7 @@ use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Lease;
 use sublet_core::place::Placement;
 use sublet_core::request::Request;
-use sublet_core::share::units::show_duration;
+use sublet_core::share::show_duration;
 use sublet_core::share::{Guarding, Isolation, Mode, Percent, Priority};
 
 /// The answer, for JSON and for people.

@@ -22,8 +22,8 @@ use sublet_core::config_files::{self, Known};
 use sublet_core::grant::{Grant, grant};
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
+use sublet_core::oci::container_root;
 use sublet_core::oci::containers_by_name;
-use sublet_core::oci::podman_storage;
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::Process;
 use sublet_core::request::has_sublet_annotations;
@@ -153,7 +153,8 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
             let spec = JsonFile::read(&bundle.join("config.json"))?.parse()?;
             let root =
                 spec.pointer("/root/path").and_then(Value::as_str).context("config.json has no root.path")?;
-            let rootfs = podman_storage::root_filesystem(bundle.join(root), &spec, &bundle.canonicalize()?)?;
+            let rootfs =
+                container_root::podman_root_filesystem(bundle.join(root), &spec, &bundle.canonicalize()?)?;
             (spec, rootfs)
         }
     };

@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use sublet_core::fs::looked_for::examine;
+use sublet_core::fs::examine;
 
 /// Up to and with `e_machine`, in bytes.
 const IDENTITY: u64 = 20;

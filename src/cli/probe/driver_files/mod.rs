@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 pub(super) use elf::Machine;
 use file_table::Library;
 
-use super::kernel_module::is_driver_version;
+use super::cache::is_driver_version;
 use super::{DriverFile, FileKind, programs};
 use sublet_core::config::Driver;
-use sublet_core::fs::looked_for::examine;
+use sublet_core::fs::examine;
 use sublet_core::inventory::driver_root_links::resolve;
 
 /// The files that were found.

@@ -19,7 +19,7 @@ use rustix::mount::{MoveMountFlags, move_mount};
 use super::find_or_create::{Kind, kind, name_of, place};
 use super::host_sources::HostSide;
 use super::{NamespaceError, failed, shown};
-use crate::fs::below::{open_in, open_root};
+use crate::fs::{open_in, open_root};
 use crate::inventory::Node;
 
 /// The container's root filesystem, seen from its own mount namespace.

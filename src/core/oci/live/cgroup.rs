@@ -10,7 +10,7 @@ use std::os::fd::AsFd as _;
 use std::path::{Component, Path};
 
 use super::{NamespaceError, bpf, failed, filter, shown, systemd};
-use crate::host::cgroup_layout::{MOUNT, unified};
+use crate::host::{CGROUP_MOUNT, unified_cgroups};
 use crate::inventory::Node;
 
 /// Lets processes in the cgroup of `pid` read and write `nodes`.
@@ -18,12 +18,12 @@ pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceErr
     let table = fs::read_to_string(format!("/proc/{pid}/cgroup"));
     let table = table.map_err(|error| failed("read which cgroup it is in", error))?;
     let paths = Paths::parse(&table);
-    let hierarchy = Path::new(MOUNT).join("devices");
+    let hierarchy = Path::new(CGROUP_MOUNT).join("devices");
     if let Some(below) = paths.devices.filter(|_| hierarchy.is_dir()) {
         allow_v1(&hierarchy, below, nodes)?;
     }
     match paths.unified {
-        Some(below) => allow_v2(&unified(Path::new(MOUNT)), below, nodes),
+        Some(below) => allow_v2(&unified_cgroups(Path::new(CGROUP_MOUNT)), below, nodes),
         None => Ok(()),
     }
 }
@@ -33,13 +33,14 @@ pub(super) fn first_denied(pid: i32, nodes: &[Node]) -> Option<&Node> {
     let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     let paths = Paths::parse(&table);
     let by_v1 = paths.devices.and_then(|below| {
-        let file = Path::new(MOUNT).join("devices").join(below.trim_start_matches('/')).join("devices.list");
+        let file =
+            Path::new(CGROUP_MOUNT).join("devices").join(below.trim_start_matches('/')).join("devices.list");
         let list = fs::read_to_string(file).ok()?;
         nodes.iter().find(|node| !list.lines().any(|rule| opens(rule, node)))
     });
     by_v1.or_else(|| {
         let below = paths.unified?.trim_start_matches('/');
-        let cgroup = File::open(unified(Path::new(MOUNT)).join(below)).ok()?;
+        let cgroup = File::open(unified_cgroups(Path::new(CGROUP_MOUNT)).join(below)).ok()?;
         let programs = bpf::effective(cgroup.as_fd()).ok()?.into_iter();
         let programs: Vec<_> =
             programs.filter_map(|id| bpf::instructions(&bpf::program(id).ok()?).ok()).collect();

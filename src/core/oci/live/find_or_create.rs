@@ -11,7 +11,7 @@ use nix::fcntl::{OFlag, openat, readlinkat};
 use nix::libc::mode_t;
 use nix::sys::stat::{Mode, SFlag, fstat, mkdirat};
 
-use crate::fs::below::open_in;
+use crate::fs::open_in;
 
 /// How many links may lead to a mount point, and how many directories may have to be created for it.
 const MOST_STEPS: usize = 40;
@@ -105,7 +105,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::fs::below::open_root;
+    use crate::fs::open_root;
 
     /// A rootfs beside a directory that represents the host.
     fn rootfs() -> (TempDir, PathBuf, PathBuf) {

@@ -16,7 +16,7 @@ use rustix::mount::{
 };
 
 use super::{Live, NamespaceError, failed, setattr};
-use crate::fs::below::open_root;
+use crate::fs::open_root;
 use crate::grant::Grant;
 
 /// For files and directories.

@@ -354,7 +354,7 @@ fn nothing_of_the_engines_is_taken_for_ours() {
                 "defaults": [["TRITON_LIBCUDA_PATH", "/usr/lib"]]}).to_string()},
     });
     let mounts = spec["mounts"].clone();
-    assert!(crate::oci::undo(&mut spec));
+    assert!(crate::oci::undo_edits(&mut spec));
     assert_eq!(spec["process"]["env"], json!(["PATH=/bin", "TRITON_LIBCUDA_PATH=/mine"]));
     assert_eq!(spec["mounts"], mounts);
     assert_eq!(spec["linux"]["maskedPaths"], json!(["/proc/kcore"]));
@@ -389,9 +389,9 @@ proptest! {
         let mut value = spec.clone();
         edit_within(&mut value, &grant(), nested).unwrap();
         let once = value.clone();
-        prop_assert!(crate::oci::undo(&mut value));
+        prop_assert!(crate::oci::undo_edits(&mut value));
         prop_assert!(!value.to_string().contains("sublet"), "{}", value);
-        prop_assert!(!crate::oci::undo(&mut value), "it says nothing any more");
+        prop_assert!(!crate::oci::undo_edits(&mut value), "it says nothing any more");
         // Granted anew it is as it was when it was granted first.
         edit_within(&mut value, &grant(), nested).unwrap();
         prop_assert_eq!(sorted(&value), sorted(&once));

@@ -13,7 +13,7 @@ mod worker;
 
 use std::process::Command;
 
-use super::{environment, inheritance};
+use super::inheritance;
 
 pub(crate) use command_requests::is_confined;
 pub use command_requests::{run, start};
@@ -22,7 +22,7 @@ pub use stage_capabilities::Rights;
 pub use worker::{Side, engine, fork_worker};
 
 /// The variables that a hook reads. The others may come from the image (CVE-2025-23266).
-const KEPT: [&str; 1] = [environment::VARIABLE];
+const KEPT: [&str; 1] = [inheritance::VARIABLE];
 
 /// The command that these words (the program's name and its arguments) ask for; `None` if hooks do not run it.
 pub type Commands = fn(&[&str]) -> Option<Command>;

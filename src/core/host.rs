@@ -1,9 +1,46 @@
-//! Whether this process can be root on the host, or runs in another user namespace than the initial one.
+//! The kernel's reports about this boot and this process's namespaces and cgroups. It is asked in one place, so that all
+//! callers get the same answer.
 
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crate::reading::kernel_file;
+
+/// The file in which the kernel gives the id of this boot (random(4)).
+pub(crate) const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The id of this boot. No process, lease or lock outlives a boot.
+pub fn read_boot_id() -> io::Result<&'static str> {
+    static ID: OnceLock<String> = OnceLock::new();
+    if let Some(id) = ID.get() {
+        return Ok(id);
+    }
+    let id = kernel_file(BOOT_ID_FILE)?;
+    Ok(ID.get_or_init(|| id.trim().to_owned()))
+}
+
+/// Where Linux systems mount cgroups (systemd, file-hierarchy(7)).
+pub(crate) const CGROUP_MOUNT: &str = "/sys/fs/cgroup";
+
+/// Whether `mount` has v2 only: a v2 hierarchy lists its controllers there (cgroups(7)).
+pub(crate) fn has_unified_cgroups(mount: &Path) -> bool {
+    // A transient failure (no memory) is tried again.
+    let is_there = || mount.join("cgroup.controllers").try_exists();
+    is_there().or_else(|_| is_there()).unwrap_or(false)
+}
+
+/// The path of the cgroup directory `dir` below its hierarchy's root.
+pub(crate) fn below_hierarchy(dir: &Path) -> PathBuf {
+    let below = dir.strip_prefix(CGROUP_MOUNT).unwrap_or(dir);
+    let root = usize::from(!has_unified_cgroups(Path::new(CGROUP_MOUNT)));
+    below.components().skip(root).collect()
+}
+
+/// The v2 hierarchy. In the hybrid layout it exists beside v1's.
+pub(crate) fn unified_cgroups(mount: &Path) -> PathBuf {
+    if has_unified_cgroups(mount) { mount.to_owned() } else { mount.join("unified") }
+}
 
 /// Whether this process runs in a user namespace other than the initial one, which is the only one that maps every id
 /// to itself (`user_namespaces(7)`). `true` if that is unknown: the process then does not act as the host's root.
@@ -36,7 +73,7 @@ fn is_nested_by(map: io::Result<String>) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+mod user_namespace_tests {
     use super::*;
 
     #[test]
