@@ -222,12 +222,16 @@ impl<'a> Userdata<'a> {
         })
     }
 
-    /// The container. That of `podman run --rm` is in the second file.
+    /// The container.
     fn stored(&self) -> Option<Stored> {
+        self.list_stored().find(|stored| stored.id == self.id)
+    }
+
+    /// All containers of this storage. Those of `podman run --rm` are in the second file.
+    fn list_stored(&self) -> impl Iterator<Item = Stored> + use<> {
         let dir = self.root.join(format!("{}-containers", self.driver));
         let files = ["containers.json", "volatile-containers.json"].map(|name| dir.join(name));
-        let mut all = files.iter().flat_map(|file| storage_entries::<Stored>(file));
-        all.find(|stored| stored.id == self.id)
+        files.into_iter().flat_map(|file| storage_entries::<Stored>(&file))
     }
 
     /// The path at which `layer` is mounted, if this directory is below Podman's `--runroot`.
@@ -246,15 +250,22 @@ fn storage_entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
 }
 
 /// Podman's name of the container of `spec` and `bundle`, if its storage has it. Podman 4 runs hooks elsewhere than in the
-/// bundle: there the root filesystem, `ROOT/<driver>/…`, names the storage.
+/// bundle: there the root filesystem, `ROOT/<driver>/…/<layer>`, names the storage and the container. The files that it
+/// mounts do not: in a pod some of them are the infra container's.
 pub(super) fn podman_name(spec: &Value, bundle: &Path) -> Option<String> {
-    let own = Userdata::parse(bundle).or_else(|| {
-        let made = made_for_it(spec).next()?;
-        let root = Path::new(spec.pointer("/root/path")?.as_str()?);
-        let driver = root.ancestors().find(|above| above.ends_with(made.driver))?;
-        Some(Userdata { root: driver.parent()?, ..made })
-    });
-    own?.stored()?.names.into_iter().next()
+    let own = Userdata::parse(bundle);
+    let stored = own.map_or_else(|| find_by_layer(spec), |own| own.stored());
+    stored?.names.into_iter().next()
+}
+
+fn find_by_layer(spec: &Value) -> Option<Stored> {
+    let made = made_for_it(spec).next()?;
+    let root = Path::new(spec.pointer("/root/path")?.as_str()?);
+    let driver = root.ancestors().find(|above| above.ends_with(made.driver))?;
+    let storage = Userdata { root: driver.parent()?, ..made };
+    let below = root.strip_prefix(driver).ok()?;
+    let is_its = |stored: &Stored| below.iter().any(|part| part == stored.layer.as_str());
+    storage.list_stored().find(is_its)
 }
 
 /// Where Podman makes files for the container (/etc/hostname, /run/.containerenv): below its `--runroot`.
@@ -337,7 +348,7 @@ mod podman_storage_tests {
             }
             host.write(
                 "root/vfs-containers/containers.json",
-                &json!([{"id": "b", "layer": "k", "image": "i"},
+                &json!([{"id": "b", "layer": "k", "image": "i", "names": ["infra"]},
                 {"id": "c", "layer": "l", "image": "i", "names": ["n"]}]),
             );
             host.write(
@@ -402,6 +413,9 @@ mod podman_storage_tests {
             Some("n"),
             "Podman 4 runs the hook elsewhere"
         );
+        let infra = json!({"source": host.path("run/vfs-containers/b/userdata/resolv.conf")});
+        spec["mounts"].as_array_mut().unwrap().insert(0, infra);
+        assert_eq!(podman_name(&spec, Path::new("/")).as_deref(), Some("n"), "of a pod");
         spec["root"] = json!({"path": "/srv/rootfs"});
         assert_eq!(podman_name(&spec, Path::new("/")), None);
     }
