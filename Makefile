@@ -141,6 +141,7 @@ lint:
 	@echo "== Layers of modules, and what is exported for nobody"
 	cargo run --quiet -p sublet-lint
 	@tests/security/teeth --check
+	@tests/lint/links
 	@tests/lint/size
 
 unit:
