@@ -30,11 +30,16 @@ fn uuid(host: &Host) -> String {
     host.world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned()
 }
 
-/// [`asked`], by no command of sublet's. The daemon speaks with one program at a time, and the guard may be that.
+/// [`asked`], by no command of sublet's.
 fn asked_of(host: &Host, uuid: &str, command: &str) -> String {
+    heard(|| asked_once(host, uuid, command))
+}
+
+/// What the daemon answers to `ask`. It speaks with one program at a time, and the guard may be that.
+fn heard(mut ask: impl FnMut() -> String) -> String {
     let mut answer = String::new();
     eventually(|| {
-        answer = asked_once(host, uuid, command);
+        answer = ask();
         !answer.starts_with("Cannot send command")
     });
     answer
@@ -73,8 +78,8 @@ fn b1_a_containers_root_neither_sets_the_daemon_nor_ends_it() {
             let script = format!(
                 "echo {command} | CUDA_MPS_PIPE_DIRECTORY={dir} busybox timeout 5 nvidia-cuda-mps-control"
             );
-            let said = hostile.exec(&["/bin/sh", "-c", &script]);
-            assert!(said.stdout.contains(answer), "{dir}: {command}: {said:?}");
+            let said = heard(|| hostile.exec(&["/bin/sh", "-c", &script]).stdout);
+            assert!(said.contains(answer), "{dir}: {command}: {said}");
         }
     }
     assert_eq!(asked(&host, "get_default_active_thread_percentage"), before);
