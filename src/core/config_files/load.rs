@@ -37,7 +37,7 @@ pub fn load() -> Result<Config, ConfigError> {
 
 /// `files` merged, the weakest first.
 pub fn load_files(files: &[PathBuf]) -> Result<Config, ConfigError> {
-    merge(&read(files)?)
+    merge(&parse_files(&read(files)?))
 }
 
 /// One of the configuration files by itself, for checks that go beyond its text.
@@ -59,8 +59,7 @@ impl OneFile {
 
 /// Each of `files` by itself, in their order.
 pub fn each(files: &[PathBuf]) -> Result<Vec<OneFile>, ConfigError> {
-    let alone =
-        |file: File| Ok(OneFile { config: of_table(document(&file)?).map_err(|e| file.problem(&e))?, file });
+    let alone = |file: File| Ok(OneFile { config: Parsed::of(&file).alone()?, file });
     read(files)?.into_iter().map(alone).collect()
 }
 
@@ -75,6 +74,17 @@ impl ConfigFiles {
         Self(sources().and_then(|paths| read(&paths)).ok())
     }
 
+    /// Parses them.
+    #[must_use]
+    pub fn parse(&self) -> ParsedFiles<'_> {
+        ParsedFiles(self.0.as_deref().map(parse_files))
+    }
+}
+
+/// [`ConfigFiles`], parsed once.
+pub struct ParsedFiles<'f>(Option<Vec<Parsed<'f>>>);
+
+impl ParsedFiles<'_> {
     /// As [`load`].
     ///
     /// # Errors
@@ -88,7 +98,7 @@ impl ConfigFiles {
     /// # Errors
     /// As [`load`], for `[runtime]`.
     pub fn runtime(&self) -> Result<Runtime, ConfigError> {
-        self.0.as_deref().map_or_else(|| merge_runtime(&read(&sources()?)?), merge_runtime)
+        self.0.as_deref().map_or_else(|| merge_runtime(&parse_files(&read(&sources()?)?)), merge_runtime)
     }
 }
 
@@ -187,25 +197,68 @@ pub(super) fn text(path: &Path) -> std::io::Result<String> {
 #[cfg(feature = "fixtures")]
 pub fn of_text(text: &str) -> (Result<Config, ConfigError>, Result<Runtime, ConfigError>) {
     let files = [File { path: PathBuf::from("/etc/sublet/config.toml"), text: text.to_owned() }];
-    (merge(&files), merge_runtime(&files))
+    let parsed = parse_files(&files);
+    (merge(&parsed), merge_runtime(&parsed))
 }
 
-fn merge(files: &[File]) -> Result<Config, ConfigError> {
+/// A file, what of it could be parsed, and why not all of it.
+struct Parsed<'f> {
+    file: &'f File,
+    table: DeTable<'f>,
+    errors: Vec<toml::de::Error>,
+}
+
+fn parse_files(files: &[File]) -> Vec<Parsed<'_>> {
+    files.iter().map(Parsed::of).collect()
+}
+
+impl<'f> Parsed<'f> {
+    fn of(file: &'f File) -> Self {
+        let (document, errors) = DeTable::parse_recoverable(&file.text);
+        Self { file, table: document.into_inner(), errors }
+    }
+
+    /// Its values, and defaults for the rest.
+    fn alone(&self) -> Result<Config, ConfigError> {
+        let config = match self.errors.first() {
+            None => of_table(self.table.clone()),
+            Some(error) => Err(error.clone()),
+        };
+        config.map_err(|error| self.file.problem(&error))
+    }
+
+    /// Its `[runtime]`. It is valid by itself, whatever the rest of the file contains.
+    fn runtime(&self) -> Result<Option<DeTable<'f>>, ConfigError> {
+        let text = &self.file.text;
+        let Some(table) = self.table.get("runtime") else {
+            let swallowed = text.lines().any(is_runtime_header);
+            let error = self.errors.first().filter(|_| swallowed);
+            return error.map_or(Ok(None), |error| Err(self.file.problem(error)));
+        };
+        if let Some(error) = self.errors.iter().find(|error| in_runtime(text, error)) {
+            return Err(self.file.problem(error));
+        }
+        let alone = Runtime::deserialize(ValueDeserializer::from(table.clone()))
+            .map_err(|error| self.file.problem(&error))?;
+        check_runtime(&alone).map_err(|problem| locate(&[self.file], &problem))?;
+        Ok(table.get_ref().as_table().cloned())
+    }
+}
+
+fn merge(files: &[Parsed]) -> Result<Config, ConfigError> {
     let mut merged = DeTable::new();
-    for file in files {
+    for parsed in files {
         // Each file by itself first, because only then does an error have its line.
-        let table = document(file)?;
-        let config: Config = of_table(table.clone()).map_err(|error| file.problem(&error))?;
-        check_values(&config).map_err(|problem| locate(&[file], &problem))?;
-        overlay(&mut merged, table);
+        check_values(&parsed.alone()?).map_err(|problem| locate(&[parsed.file], &problem))?;
+        overlay(&mut merged, parsed.table.clone());
     }
     let mut config = match files {
         [] => Config::default(),
-        [.., last] => of_table(merged).map_err(|error| last.merged(&error))?,
+        [.., last] => of_table(merged).map_err(|error| last.file.merged(&error))?,
     };
     shipped_environment(&mut config);
     // Values that are valid by themselves may contradict each other in one share.
-    let strongest_first: Vec<_> = files.iter().rev().collect();
+    let strongest_first: Vec<_> = files.iter().rev().map(|parsed| parsed.file).collect();
     check_values(&config).map_err(|problem| locate(&strongest_first, &problem))?;
     Ok(config)
 }
@@ -213,10 +266,6 @@ fn merge(files: &[File]) -> Result<Config, ConfigError> {
 /// `text` as a `T`, by the one deserializer that all configuration is read by.
 pub(super) fn parse<'f, T: Deserialize<'f>>(text: &'f str) -> Result<T, toml::de::Error> {
     DeTable::parse(text).and_then(|table| of_table(table.into_inner()))
-}
-
-fn document(file: &File) -> Result<DeTable<'_>, ConfigError> {
-    DeTable::parse(&file.text).map(Spanned::into_inner).map_err(|error| file.problem(&error))
 }
 
 /// Every configuration is read by this one deserializer. Each further one would add as much code again.
@@ -295,35 +344,16 @@ fn descend(document: &Spanned<DeTable<'_>>, keys: &[String]) -> (usize, std::ops
     (depth, span)
 }
 
-fn merge_runtime(files: &[File]) -> Result<Runtime, ConfigError> {
+fn merge_runtime(files: &[Parsed]) -> Result<Runtime, ConfigError> {
     let (mut merged, mut last) = (DeTable::new(), None);
-    for file in files {
-        let Some(table) = runtime_of(file)? else { continue };
+    for parsed in files {
+        let Some(table) = parsed.runtime()? else { continue };
         overlay(&mut merged, table);
-        last = Some(file);
+        last = Some(parsed.file);
     }
     match last {
         None => Ok(Runtime::default()),
         Some(file) => of_table(merged).map_err(|error| file.merged(&error)),
-    }
-}
-
-/// `[runtime]` of one file. It is valid by itself, whatever the rest of the file contains.
-fn runtime_of(file: &File) -> Result<Option<DeTable<'_>>, ConfigError> {
-    let (mut document, errors) = DeTable::parse_recoverable(&file.text);
-    let Some(table) = document.get_mut().remove("runtime") else {
-        let swallowed = file.text.lines().any(is_runtime_header);
-        return errors.first().filter(|_| swallowed).map_or(Ok(None), |error| Err(file.problem(error)));
-    };
-    if let Some(error) = errors.iter().find(|error| in_runtime(&file.text, error)) {
-        return Err(file.problem(error));
-    }
-    let alone =
-        Runtime::deserialize(ValueDeserializer::from(table.clone())).map_err(|error| file.problem(&error))?;
-    check_runtime(&alone).map_err(|problem| locate(&[file], &problem))?;
-    match table.into_inner() {
-        DeValue::Table(table) => Ok(Some(table)),
-        _ => Ok(None),
     }
 }
 

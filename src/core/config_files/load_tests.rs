@@ -12,6 +12,14 @@ fn file(path: &str, text: &str) -> File {
     File { path: path.into(), text: text.to_owned() }
 }
 
+fn merge(files: &[File]) -> Result<Config, ConfigError> {
+    super::merge(&parse_files(files))
+}
+
+fn merge_runtime(files: &[File]) -> Result<Runtime, ConfigError> {
+    super::merge_runtime(&parse_files(files))
+}
+
 fn one(text: &str) -> Config {
     merge(&[file("/c.toml", text)]).unwrap()
 }

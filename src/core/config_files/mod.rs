@@ -12,4 +12,4 @@ pub use error::ConfigError;
 pub use error::{explain, position};
 #[cfg(feature = "fixtures")]
 pub use load::of_text;
-pub use load::{ConfigFiles, OneFile, each, load, load_files, sources, sources_with};
+pub use load::{ConfigFiles, OneFile, ParsedFiles, each, load, load_files, sources, sources_with};

@@ -172,7 +172,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
         return SUCCESS;
     }
     confine::clean();
-    let own = ConfigFiles::read().runtime().ok().and_then(|runtime| runtime.log);
+    let own = ConfigFiles::read().parse().runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", None, false, own.as_deref());
     log::trace_to(log.clone(), false);
     // Done here, because the process that does the work may not examine others.

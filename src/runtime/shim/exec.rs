@@ -17,7 +17,7 @@ use super::{Call, Dialect, Exec, RuntimeError};
 use crate::bounded_input;
 use sublet_core::admit::{self, Share};
 use sublet_core::config::{Config, WithoutDaemon};
-use sublet_core::config_files::{ConfigError, ConfigFiles};
+use sublet_core::config_files::{ConfigError, ParsedFiles};
 use sublet_core::grant::{Environment, refused_beside};
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::confine;
@@ -70,7 +70,7 @@ fn option_form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &
 
 /// The configuration. It is parsed only when needed, because most containers have no share.
 struct LazyConfig<'a> {
-    files: &'a ConfigFiles,
+    files: &'a ParsedFiles<'a>,
     parsed: OnceCell<Result<Config, ConfigError>>,
 }
 

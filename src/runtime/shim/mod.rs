@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 
 use sublet_core::admit::{self, AdmitError, EnterError};
 use sublet_core::config::{self, Config, WithoutShare};
-use sublet_core::config_files::{ConfigError, ConfigFiles};
+use sublet_core::config_files::{ConfigError, ConfigFiles, ParsedFiles};
 use sublet_core::ledger;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::oci::{FileError, SpecError};
@@ -171,7 +171,7 @@ struct Call<'a> {
     share: Option<String>,
     without_share: WithoutShare,
     low_level: LowLevel,
-    files: &'a ConfigFiles,
+    files: &'a ParsedFiles<'a>,
     global: &'a Global,
     log: &'a Log,
 }
@@ -196,6 +196,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
         return SUCCESS;
     }
     let files = ConfigFiles::read();
+    let files = files.parse();
     let runtime = files.runtime();
     // Engines write the log options in the same way for both runtimes.
     let names = runtime.as_ref().map_or(&[][..], |runtime| &runtime.low_level);
