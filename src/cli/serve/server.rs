@@ -110,7 +110,7 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
         pool,
         connections: BTreeMap::new(),
         next: FIRST_CONNECTION,
-        deaf: false,
+        paused: false,
         stopping: None,
     };
     let ended = server.watch_own().and_then(|()| server.run()).map_err(system("epoll"));
@@ -179,7 +179,7 @@ struct Server {
     connections: BTreeMap<u64, Connection>,
     next: u64,
     /// Whether new clients are not listened to, until something else has happened, or a second.
-    deaf: bool,
+    paused: bool,
     /// When the service began to stop.
     stopping: Option<Instant>,
 }
@@ -195,14 +195,14 @@ impl Server {
     }
 
     fn run(mut self) -> nix::Result<()> {
-        tell_systemd(NotifyState::Ready);
+        notify_systemd(NotifyState::Ready);
         let beat = watchdog();
         let (mut next_beat, mut next_gc, mut next_watch) = (Instant::now(), Instant::now(), Instant::now());
         let mut events = [EpollEvent::empty(); 64];
         while !self.is_done() {
             let now = Instant::now();
             if let Some(beat) = beat.filter(|_| now >= next_beat) {
-                tell_systemd(NotifyState::Watchdog);
+                notify_systemd(NotifyState::Watchdog);
                 next_beat = now + beat;
             }
             if now >= next_gc && self.stopping.is_none() {
@@ -221,7 +221,7 @@ impl Server {
                 Err(nix::errno::Errno::EINTR) => 0,
                 waited => waited?,
             };
-            if self.deaf {
+            if self.paused {
                 self.listen_to_new(true);
             }
             for event in &events[..count] {
@@ -245,14 +245,14 @@ impl Server {
         loop {
             let Some(listener) = &self.listener else { return };
             match listener.socket.accept() {
-                Ok((stream, _)) => self.let_in(stream),
+                Ok((stream, _)) => self.add_connection(stream),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
                     // Out of descriptors. The next round tries again, with one connection less. Where every client waits
                     // for its answer there is none to close, and the listener would go on to be ready.
                     tracing::warn!("accept: {error}");
-                    if !self.make_place(|_| true, Duration::ZERO) {
+                    if !self.close_oldest(|_| true, Duration::ZERO) {
                         self.listen_to_new(false);
                     }
                     return;
@@ -265,22 +265,22 @@ impl Server {
         let Some(listener) = &self.listener else { return };
         let flags = if listen { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
         match self.epoll.modify(&listener.socket, &mut EpollEvent::new(flags, LISTENER)) {
-            Ok(()) => self.deaf = !listen,
+            Ok(()) => self.paused = !listen,
             Err(error) => tracing::warn!("epoll: {error}"),
         }
     }
 
-    fn let_in(&mut self, stream: UnixStream) {
+    fn add_connection(&mut self, stream: UnixStream) {
         let prepared = stream.set_nonblocking(true).and_then(|()| Peer::of(&stream));
         let Ok(peer) = prepared else { return };
         let of_peer = |connection: &Connection| connection.peer.uid == peer.uid;
         let count = self.connections.values().filter(|connection| of_peer(connection)).count();
-        if count >= MOST_OF_ONE && !self.make_place(of_peer, SETTLED) {
+        if count >= MOST_OF_ONE && !self.close_oldest(of_peer, SETTLED) {
             let text = format!("uid {} already has {MOST_OF_ONE} connections to sublet serve", peer.uid);
-            return turn_away(&stream, text);
+            return reject(&stream, text);
         }
-        if self.connections.len() >= MOST && !self.make_place(|_| true, Duration::ZERO) {
-            return turn_away(&stream, "sublet serve has too many connections".to_owned());
+        if self.connections.len() >= MOST && !self.close_oldest(|_| true, Duration::ZERO) {
+            return reject(&stream, "sublet serve has too many connections".to_owned());
         }
         let token = self.next;
         if self.watch(&stream, token, EpollFlags::EPOLLIN) {
@@ -291,7 +291,7 @@ impl Server {
 
     /// Closes the oldest of these connections that has not sent a line for `idle`; an entry point sends its line at
     /// once. Returns whether there was one.
-    fn make_place(&mut self, of: impl Fn(&Connection) -> bool, idle: Duration) -> bool {
+    fn close_oldest(&mut self, of: impl Fn(&Connection) -> bool, idle: Duration) -> bool {
         let hangs = |connection: &Connection| {
             connection.phase != Phase::Waiting && connection.since.elapsed() >= idle && of(connection)
         };
@@ -312,7 +312,7 @@ impl Server {
 
     fn proceed(&mut self, token: u64, progress: Progress) {
         match progress {
-            Progress::More => self.lighten(),
+            Progress::More => self.limit_memory(),
             Progress::Line(line) => self.ask(token, line),
             Progress::Sent => self.listen_again(token),
             Progress::TooLong => {
@@ -369,11 +369,11 @@ impl Server {
     }
 
     /// Limits the memory for incomplete lines and answers by closing the oldest connections.
-    fn lighten(&mut self) {
+    fn limit_memory(&mut self) {
         let weight = |server: &Self| server.connections.values().map(Connection::weight).sum::<usize>();
-        while weight(self) > HEAVIEST && self.make_place(|connection| connection.weight() > 0, Duration::ZERO)
-        {
-        }
+        while weight(self) > HEAVIEST
+            && self.close_oldest(|connection| connection.weight() > 0, Duration::ZERO)
+        {}
     }
 
     fn expire(&mut self, now: Instant) {
@@ -383,7 +383,7 @@ impl Server {
     /// Begins to stop: no client is accepted any more, and those that have not asked yet are told to come back.
     fn stop(&mut self) {
         let _ = self.signals.read_signal();
-        tell_systemd(NotifyState::Stopping);
+        notify_systemd(NotifyState::Stopping);
         self.listener = None;
         self.stopping = Some(Instant::now());
         let asking: Vec<u64> = self
@@ -393,7 +393,7 @@ impl Server {
             .map(|(token, _)| *token)
             .collect();
         for connection in asking.iter().filter_map(|token| self.connections.remove(token)) {
-            turn_away(&connection.stream, "sublet serve is restarting".to_owned());
+            reject(&connection.stream, "sublet serve is restarting".to_owned());
         }
     }
 
@@ -405,7 +405,7 @@ impl Server {
 }
 
 /// Notifies systemd if it started this service. No program waits for it, so a failure is only logged.
-fn tell_systemd(state: NotifyState<'_>) {
+fn notify_systemd(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(&[state]) {
         tracing::debug!("NOTIFY_SOCKET: {error}");
     }
@@ -417,7 +417,7 @@ fn watchdog() -> Option<Duration> {
 }
 
 /// Sends one line that fits into any socket buffer. Dropping the stream closes it.
-fn turn_away(mut stream: &UnixStream, why: String) {
+fn reject(mut stream: &UnixStream, why: String) {
     use std::io::Write as _;
     let line = protocol::line(&Answer::Busy(why)).unwrap_or_default();
     let _ = stream.write_all(&line);
