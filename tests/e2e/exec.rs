@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, Engine, Finished, World, eventually, skip_unless_root, stop};
+use sublet_e2e::{Bundle, Engine, Finished, World, skip_unless_root, stop};
 
 /// Survives the end of the MPS daemon, which a program with work on the GPU does not.
 const SLEEP: &[&str] = &["/bin/sleep", "300"];
@@ -104,14 +104,6 @@ fn up<'a>(world: &'a World, id: &str) -> Bundle<'a> {
     let bundle = world.bundle(id, SHARE, SLEEP);
     bundle.up();
     bundle
-}
-
-/// Ends the daemon and its server, whatever the container has open.
-fn kill_daemon(world: &World) {
-    for pid in world.daemon_pids("") {
-        let _ = kill(pid, Signal::SIGKILL);
-    }
-    assert!(eventually(|| world.daemon_pids("").is_empty()));
 }
 
 fn control(world: &World) -> PathBuf {
@@ -245,9 +237,9 @@ fn a_daemon_that_died_is_brought_back_for_who_comes() {
     }
     let world = world();
     let bundle = up(&world, "held");
-    kill_daemon(&world);
+    world.kill_daemons();
     assert_held("the daemon was killed", &bundle);
-    kill_daemon(&world);
+    world.kill_daemons();
     std::fs::remove_file(world.state_dir().join("ledger.json")).expect("removed");
     assert_held("the daemon was killed and the ledger lost", &bundle);
     bundle.down();
@@ -261,7 +253,7 @@ fn where_the_daemon_cannot_come_back_nothing_starts() {
     }
     let world = world();
     let bundle = up(&world, "held");
-    kill_daemon(&world);
+    world.kill_daemons();
     let why =
         "its MPS daemon is not available, and without it a process would use the whole GPU without limits";
     without(&control(&world), || assert_refused("no control program", &bundle, why));
@@ -320,7 +312,7 @@ fn the_reason_stands_where_engines_look() {
     }
     let world = world();
     let bundle = up(&world, "held");
-    kill_daemon(&world);
+    world.kill_daemons();
     let log = world.dir.path().join("log.json");
     let seen = without(&control(&world), || {
         let mut command = world.command("sublet-runtime");
@@ -343,7 +335,7 @@ fn without_a_daemon_shells_and_health_checks_may_start_without_the_gpu() {
     let world = World::simulated("h200", "[mps]\nexec_without_daemon = \"no-gpu\"\n");
     let bundle = up(&world, "held");
     assert_held("it answers", &bundle);
-    kill_daemon(&world);
+    world.kill_daemons();
     let crun = world.engine == Engine::Crun;
     // crun takes no less than a whole environment on its command line, which every user can read.
     let refused = |seen: &Finished| {

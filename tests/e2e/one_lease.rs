@@ -186,9 +186,7 @@ fn a_bundle_whose_create_failed_is_granted_anew_when_it_is_mended() {
         assert!(!failed.ok, "{failed:?}");
         let mut config = bundle.config();
         assert!(config["annotations"]["sublet.lease"].is_string(), "the runtime failed, not we");
-        for pid in world.daemon_pids("") {
-            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
-        }
+        world.kill_daemons();
         if collected {
             assert!(world.sublet(&["gc"]).status.success());
         }

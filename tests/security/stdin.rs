@@ -233,10 +233,7 @@ fn b24_no_command_line_has_a_containers_environment() {
     // Its daemon has ended and cannot come back.
     let root = world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-cuda-mps-control");
     std::fs::rename(&root, root.with_extension("aside")).expect("moved");
-    for pid in world.daemon_pids("") {
-        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
-    }
-    assert!(eventually(|| world.daemon_pids("").is_empty()));
+    world.kill_daemons();
     let alone = bundle.exec(&["/bin/true"]);
     assert!(alone.ok || alone.stderr.contains("pass the process with --process"), "{alone:?}");
     let by_file = bundle.exec_file(&["/bin/true"], &["PATH=/bin", "TOKEN=hunter2"]);

@@ -277,6 +277,15 @@ impl World {
         };
         processes::all().filter(is_ours).collect()
     }
+
+    /// Kills the MPS daemons and servers of this world, and waits until none is left: a killed process may listen on for
+    /// as long as the machine is busy.
+    pub fn kill_daemons(&self) {
+        for pid in self.daemon_pids("") {
+            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+        }
+        assert!(eventually(|| self.daemon_pids("").is_empty()), "{:?}", self.daemon_pids(""));
+    }
 }
 
 impl Drop for World {
