@@ -115,6 +115,15 @@ fn listed<T: Copy>(room: u32, call: impl FnOnce(*mut T, *mut c_uint) -> nvmlRetu
     Ok(list.into_iter().map(|one| unsafe { one.assume_init() }).collect())
 }
 
+/// (GPU instance id, compute instance id) of a MIG device.
+pub(crate) fn instance_ids(mig: &Device<'_>) -> Answer<(u32, u32)> {
+    let library = mig.nvml().lib();
+    let gpu = nvml_sym(library.nvmlDeviceGetGpuInstanceId.as_ref())?;
+    let compute = nvml_sym(library.nvmlDeviceGetComputeInstanceId.as_ref())?;
+    // SAFETY: one number is written by each.
+    unsafe { Ok((written(|id| gpu(mig.handle(), id))?, written(|id| compute(mig.handle(), id))?)) }
+}
+
 /// The profile at `index` of `NVML_GPU_INSTANCE_PROFILE_*`; `free` and `placements` are not filled in.
 pub(crate) fn profile(device: &Device<'_>, index: u32) -> Answer<Profile> {
     let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstanceProfileInfoV.as_ref())?;
@@ -149,10 +158,8 @@ pub(crate) fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<Span>>
     let room = written(|count| unsafe { call(device.handle(), profile, null_mut(), count) })?;
     // SAFETY: an array of `count` elements.
     let list = listed(room, |list, count| unsafe { call(device.handle(), profile, list, count) })?;
-    Ok(list
-        .into_iter()
-        .map(|at: nvmlGpuInstancePlacement_t| Span { start: at.start, size: at.size })
-        .collect())
+    let span = |at: nvmlGpuInstancePlacement_t| Span { start: at.start, size: at.size };
+    Ok(list.into_iter().map(span).collect())
 }
 
 /// How many more instances of the profile have room.
@@ -273,12 +280,4 @@ impl<'n> Ci<'n> {
         // SAFETY: the handle is not used any more: `self` is gone.
         nvml_try(unsafe { call(self.handle) })
     }
-}
-
-/// Where the GPU instance `gi` of `device` lies.
-///
-/// # Errors
-/// The instance does not exist, or this process may not read its place.
-pub(crate) fn placement(device: &nvml_wrapper::Device<'_>, gi: u32) -> Result<Span, NvmlError> {
-    Ok(instance(device, gi)?.span)
 }

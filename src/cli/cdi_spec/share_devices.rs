@@ -2,7 +2,7 @@
 //! No I/O, but for a look at the nodes that CUDA does without. Current leases do not count: a share keeps its CDI device on a device that is full.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::io;
 
 use sublet_core::admit::{Candidate, lease_for};
 use sublet_core::config::Config;
@@ -48,109 +48,103 @@ pub struct Without {
 }
 
 /// The CDI devices of `config`'s named shares on the devices of `inventory`.
-pub fn list(config: &Config, inventory: &Inventory) -> std::io::Result<Listing> {
+pub fn list(config: &Config, inventory: &Inventory) -> io::Result<Listing> {
     // The hook checks what is free when a container starts.
-    let idle = inventory.idle();
+    let host = Host { config, idle: inventory.idle() };
     let mut listing = Listing::default();
     for share in config.share.keys() {
-        match wanted(share, config, &idle) {
-            Ok(request) => of_share(share, &request, &idle, config, &mut listing)?,
+        match host.wanted(share) {
+            Ok(request) => host.of_share(share, &request, &mut listing)?,
             Err(why) => listing.without.push(Without { name: share.clone(), why }),
         }
     }
     Ok(listing)
 }
 
-/// The request of `share`, if a single device can serve it and CDI can name it.
-fn wanted(share: &str, config: &Config, inventory: &Inventory) -> Result<Request, String> {
-    // SPEC.md, "Kind requirements": a device's name ends as it begins.
-    if !share.ends_with(|last: char| last.is_ascii_alphanumeric()) {
-        return Err("the name of a CDI device has to end with a letter or digit: rename the share".to_owned());
-    }
-    let of_another = share.rsplit_once('.').filter(|(before, index)| {
-        config.share.contains_key(*before) && index.bytes().all(|byte| byte.is_ascii_digit() || byte == b':')
-    });
-    if let Some((before, index)) = of_another {
-        return Err(format!(
-            "its name would mean share {before} on GPU {index}: rename one of the two shares"
-        ));
-    }
-    let request = request::parse(&BTreeMap::new(), Some(share), None, config);
-    let request = request.map_err(|error| error.to_string())?;
-    if inventory.gpus().next().is_none() { Err("this host has no GPU".to_owned()) } else { Ok(request) }
+struct Host<'a> {
+    config: &'a Config,
+    /// What is there, as if nothing used it.
+    idle: Inventory,
 }
 
-fn of_share(
-    share: &str,
-    request: &Request,
-    inventory: &Inventory,
-    config: &Config,
-    listing: &mut Listing,
-) -> std::io::Result<()> {
-    let (mut here, mig) = (Vec::new(), wants_mig(request));
-    if mig && !inventory.devices.iter().any(Device::is_mig) {
-        let why = "it needs a MIG device, and this host has none: `sublet mig apply` creates them".to_owned();
-        listing.without.push(Without { name: share.to_owned(), why });
-    }
-    for device in inventory.devices.iter().filter(|device| device.is_mig() == mig) {
-        let name = format!("{share}.{}", device.number());
-        match on_device(request, device, inventory, config)? {
-            Ok(grant) => {
-                let asked = Asked { share: share.to_owned(), device: device.uuid.clone() };
-                here.push(Named { name, asked, index: device.index, number: device.number(), grant });
-            }
-            Err(why) => listing.without.push(Without { name, why }),
+impl Host<'_> {
+    /// The request of `share`, if a single device can serve it and CDI can name it.
+    fn wanted(&self, share: &str) -> Result<Request, String> {
+        // SPEC.md, "Kind requirements": a device's name ends as it begins.
+        if !share.ends_with(|last: char| last.is_ascii_alphanumeric()) {
+            return Err(
+                "the name of a CDI device has to end with a letter or digit: rename the share".to_owned()
+            );
         }
+        let is_index = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit() || byte == b':');
+        let of_another = share
+            .rsplit_once('.')
+            .filter(|(before, index)| self.config.share.contains_key(*before) && is_index(index));
+        if let Some((before, index)) = of_another {
+            return Err(format!(
+                "its name would mean share {before} on GPU {index}: rename one of the two shares"
+            ));
+        }
+        let request = request::parse(&BTreeMap::new(), Some(share), None, self.config);
+        let request = request.map_err(|error| error.to_string())?;
+        if self.idle.gpus().next().is_none() { Err("this host has no GPU".to_owned()) } else { Ok(request) }
     }
-    match &here[..] {
-        [] => {}
-        [one] => here.insert(0, Named { name: share.to_owned(), ..one.clone() }),
-        several => {
-            let names: Vec<&str> = several.iter().map(|named| named.name.as_str()).collect();
-            let kind = if mig { "MIG devices" } else { "GPUs" };
-            let why = format!("{} {kind} can serve it: name one, such as {}", several.len(), names[0]);
+
+    fn of_share(&self, share: &str, request: &Request, listing: &mut Listing) -> io::Result<()> {
+        let (mut here, mig) = (Vec::new(), wants_mig(request));
+        if mig && !self.idle.devices.iter().any(Device::is_mig) {
+            let why =
+                "it needs a MIG device, and this host has none: `sublet mig apply` creates them".to_owned();
             listing.without.push(Without { name: share.to_owned(), why });
         }
+        for device in self.idle.devices.iter().filter(|device| device.is_mig() == mig) {
+            let name = format!("{share}.{}", device.number());
+            match self.on_device(request, device)? {
+                Ok(grant) => {
+                    let asked = Asked { share: share.to_owned(), device: device.uuid.clone() };
+                    here.push(Named { name, asked, index: device.index, number: device.number(), grant });
+                }
+                Err(why) => listing.without.push(Without { name, why }),
+            }
+        }
+        match &here[..] {
+            [] => {}
+            [one] => here.insert(0, Named { name: share.to_owned(), ..one.clone() }),
+            [first, ..] => {
+                let kind = if mig { "MIG devices" } else { "GPUs" };
+                let why = format!("{} {kind} can serve it: name one, such as {}", here.len(), first.name);
+                listing.without.push(Without { name: share.to_owned(), why });
+            }
+        }
+        listing.devices.append(&mut here);
+        Ok(())
     }
-    listing.devices.append(&mut here);
-    Ok(())
-}
 
-/// The grant of a container with that share on `device`, whatever its image.
-fn on_device(
-    request: &Request,
-    device: &Device,
-    inventory: &Inventory,
-    config: &Config,
-) -> std::io::Result<Result<Grant, String>> {
-    let request = match only(request, &device.uuid, inventory, config) {
-        Ok(request) => request,
-        Err(why) => return Ok(Err(why)),
-    };
-    if !request.default_directory {
-        return Ok(Err("its default_directory = false needs sublet-runtime".to_owned()));
+    /// The grant of a container with that share on `device`, whatever its image.
+    fn on_device(&self, request: &Request, device: &Device) -> io::Result<Result<Grant, String>> {
+        let Host { config, idle } = self;
+        let request = match only(request, &device.uuid, idle, config) {
+            Ok(request) => request,
+            Err(why) => return Ok(Err(why)),
+        };
+        if !request.default_directory {
+            return Ok(Err("its default_directory = false needs sublet-runtime".to_owned()));
+        }
+        let id = LeaseId::random()?;
+        let placement = match place(&request, &id, idle, &Ledger::empty(""), config) {
+            // The file is for containers of other times.
+            Ok(placement) => Placement { neighbours: None, ..placement },
+            Err(refusal) => return Ok(Err(refusal.to_string())),
+        };
+        let container = Container::default();
+        let candidate = Candidate { container, owner: Process::current()?, engine: None };
+        let image = Image::default();
+        let lease = lease_for(&candidate, &placement, &image, id, config);
+        let mut grant = grant(&placement, &lease, &request.capabilities, &image, idle, &request.over(config));
+        let root = &config.driver.root;
+        grant.nodes.retain(|GrantedNode { node, .. }| !node.is_optional() || check_node(root, node).is_ok());
+        Ok(Ok(grant))
     }
-    let id = LeaseId::random()?;
-    let placement = match place(&request, &id, inventory, &Ledger::empty(""), config) {
-        // The file is for containers of other times.
-        Ok(placement) => Placement { neighbours: None, ..placement },
-        Err(refusal) => return Ok(Err(refusal.to_string())),
-    };
-    let container = Container {
-        uid: 0,
-        id: String::new(),
-        bundle: PathBuf::new(),
-        rootfs: PathBuf::new(),
-        record: PathBuf::new(),
-    };
-    let candidate = Candidate { container, owner: Process::current()?, engine: None };
-    let image = Image::default();
-    let lease = lease_for(&candidate, &placement, &image, id, config);
-    let mut grant =
-        grant(&placement, &lease, &request.capabilities, &image, inventory, &request.over(config));
-    let root = &config.driver.root;
-    grant.nodes.retain(|GrantedNode { node, .. }| !node.is_optional() || check_node(root, node).is_ok());
-    Ok(Ok(grant))
 }
 
 #[cfg(test)]

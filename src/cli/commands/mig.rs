@@ -78,7 +78,10 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
         Command::Apply { file, allow_reset } => apply(file, *allow_reset, config),
         Command::Assert { file } => assert(file, config),
         Command::Make => make(config),
-        Command::Clear => clear(config),
+        Command::Clear => {
+            changed(&Store::open(&config.state_dir)?, config, None)?;
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Export => {
             let (gpus, _, ledger) = mig_list::seen(config)?;
             print!("{}", mig::export(&settled(&gpus, &ledger)));
@@ -181,11 +184,9 @@ fn lines(plan: &Result<Plan, mig::Obstacle>) -> String {
 
 fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
     let plans = planned(file, config)?;
-    let differ: Vec<_> =
-        plans.iter().filter(|plan| !matches!(plan, Ok(plan) if plan.steps.is_empty())).collect();
-    for plan in &differ {
-        eprintln!("sublet: {}", lines(plan));
-    }
+    let differs = |plan: &&Result<Plan, _>| !matches!(plan, Ok(plan) if plan.steps.is_empty());
+    let differ: Vec<_> = plans.iter().filter(differs).collect();
+    differ.iter().for_each(|plan| eprintln!("sublet: {}", lines(plan)));
     Ok(if differ.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -222,11 +223,10 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
         let _ = std::fs::remove_file(layout.path());
     }
     for plan in &plans {
-        let (index, steps) = (plan.index, plan.steps.len());
-        println!(
-            "GPU {index}: {}",
-            if steps == 0 { MATCHES.to_owned() } else { format!("done, {steps} steps") }
-        );
+        match plan.steps.len() {
+            0 => println!("GPU {}: {MATCHES}", plan.index),
+            steps => println!("GPU {}: done, {steps} steps", plan.index),
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -257,11 +257,10 @@ fn change(
     drop(held);
     match done {
         Err(error @ ApplyError::Left { .. }) => {
-            let repair = format!(
+            bail!(
                 "{error}; the instances of before are written in {0}: `sublet mig apply {0}` restores them",
                 found.display()
-            );
-            Err(anyhow::Error::msg(repair))
+            )
         }
         done => {
             std::fs::remove_file(&found).with_context(|| format!("cannot remove {}", found.display()))?;
@@ -292,16 +291,6 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
     // The entry point that waited for the instance may have been killed meanwhile.
     Local::new(config).destroy_unneeded(&store);
     println!("{}", serde_json::to_string(&answer)?);
-    Ok(ExitCode::SUCCESS)
-}
-
-/// Destroys the instances that no lease needs any more.
-///
-/// # Errors
-/// The driver does not answer, or an instance is still in use.
-pub fn clear(config: &Config) -> anyhow::Result<ExitCode> {
-    let store = Store::open(&config.state_dir)?;
-    changed(&store, config, None)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -344,10 +333,8 @@ fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) ->
     if ledger.has_unneeded() || ledger.mig.under_way.is_some() {
         return Ok(());
     }
-    match mig::foresee(&ask.order, nvml, ledger, config.placement.policy, &[]) {
-        Ok(Err(none)) => Err(NotMade { reason: none.reason, temporary: none.temporary }),
-        _ => Ok(()),
-    }
+    let foreseen = mig::foresee(&ask.order, nvml, ledger, config.placement.policy, &[]);
+    foreseen.map_or(Ok(()), |foreseen| foreseen.map(drop))
 }
 
 /// A daemon ends before its device does, even if it would otherwise wait for its next lease (`[mps] idle`).

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::tables::{self, Format};
-use crate::mig::{self, Compute, Gpu, Instance, Nvml, Profile, Span, device_name};
+use crate::mig::{self, Compute, Gpu, Instance, Nvml, Profile, Span};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
@@ -89,7 +89,7 @@ impl<'a> ListedInstance<'a> {
         let part = |part: &'a Compute| ListedPart {
             uuid: &part.uuid,
             ci: part.ci,
-            profile: name(gpu, one, part.slices),
+            profile: gpu.device_name(one.profile, part.slices),
             placement: part.span,
             held_by: part.held.as_deref().or(one.held.as_deref()),
         };
@@ -100,10 +100,6 @@ impl<'a> ListedInstance<'a> {
             compute: one.compute.iter().map(part).collect(),
         }
     }
-}
-
-fn name(gpu: &Gpu, one: &Instance, slices: u32) -> String {
-    gpu.profile(one.profile).map_or_else(|| gpu.profile_name(one.profile), |whole| device_name(whole, slices))
 }
 
 fn tables(gpus: &[Gpu]) -> String {
@@ -191,7 +187,7 @@ fn instance_rows(gpu: &Gpu, one: &Instance) -> Vec<Vec<String>> {
     }
     let part = |part: &Compute| {
         let held = part.held.clone().or_else(|| one.held.clone());
-        row(part.ci.to_string(), name(gpu, one, part.slices), &part.uuid, &held)
+        row(part.ci.to_string(), gpu.device_name(one.profile, part.slices), &part.uuid, &held)
     };
     one.compute.iter().map(part).collect()
 }

@@ -116,16 +116,12 @@ impl Looker {
         // A pidfd is readable once its process has ended (`pidfd_open(2)`).
         let held = self.known.values().filter_map(|known| known.pidfd.as_ref());
         let mut fds: Vec<_> = held.map(|pidfd| PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)).collect();
-        let told = poll(&mut fds, PollTimeout::ZERO).is_ok();
-        let ended: Vec<bool> = fds.iter().map(|fd| fd.any().unwrap_or(true)).collect();
-        drop(fds);
-        let mut ended = ended.into_iter();
-        let mut gone = BTreeSet::new();
-        if !told {
+        if poll(&mut fds, PollTimeout::ZERO).is_err() {
             // It is unknown which have ended, so all of them are looked up again.
-            self.known.clear();
-            return;
+            return self.known.clear();
         }
+        let ended: Vec<bool> = fds.iter().map(|fd| fd.any().unwrap_or(true)).collect();
+        let (mut ended, mut gone) = (ended.into_iter(), BTreeSet::new());
         self.known.retain(|pid, known| {
             let lives = match &known.pidfd {
                 Some(_) => !ended.next().unwrap_or(true),

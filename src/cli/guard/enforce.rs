@@ -4,7 +4,7 @@ use crate::mps_daemons;
 use crate::probe;
 use std::os::fd::OwnedFd;
 
-use super::history::{Event, now};
+use super::history::Event;
 use super::judge::{Offence, Verdict};
 use crate::peer::owns;
 use sublet_core::config::Config;
@@ -82,10 +82,9 @@ impl Acting {
             }
         }
         match pidfd_kill(pidfd) {
-            Ok(()) => "it was ended".to_owned(),
-            // The process ended when its context did.
-            Err(error) if is_gone(&error) => "it was ended".to_owned(),
-            Err(error) => format!("it cannot be ended: {error}"),
+            Err(error) if !is_gone(&error) => format!("it cannot be ended: {error}"),
+            // It may have ended when its context did.
+            _ => "it was ended".to_owned(),
         }
     }
 }
@@ -108,28 +107,17 @@ fn end_container(lease: &Lease) -> Option<String> {
 }
 
 fn event(verdict: &Verdict, lease: Option<&Lease>, done: &str) -> Event {
-    let holder = &verdict.holder;
-    let container = lease.map(|lease| safe(&lease.container.name()));
-    let whose =
-        container.as_ref().map_or_else(|| "of no lease".to_owned(), |name| format!("of container {name}"));
+    let Verdict { offence, action, device, holder, .. } = verdict;
+    let whose = lease.map(|lease| format!("of container {}", safe(&lease.container.name())));
     let text = format!(
-        "process {} (pid {}) {whose} on {} {}: {done}",
+        "process {} (pid {}) {} on {} {}: {done}",
         safe(&holder.name),
         holder.process.pid,
-        safe(&verdict.device),
+        whose.as_deref().unwrap_or("of no lease"),
+        safe(device),
         did(verdict)
     );
-    Event {
-        time: now(),
-        offence: verdict.offence,
-        action: verdict.action,
-        container_id: container,
-        uid: lease.map_or(0, |lease| lease.container.uid),
-        device: verdict.device.clone(),
-        pid: holder.process.pid,
-        name: safe(&holder.name),
-        text,
-    }
+    Event::new((*offence, *action), lease, device, (holder.process.pid, &holder.name), text)
 }
 
 fn did(verdict: &Verdict) -> String {
@@ -143,15 +131,13 @@ fn did(verdict: &Verdict) -> String {
             mib(allowed)
         ),
         Offence::Bypass => "computes outside its MPS server, without limits".to_owned(),
-        Offence::Clients => {
-            format!("is one of {used} MPS clients, where sublet.processes says {allowed}")
-        }
+        Offence::Clients => format!("is one of {used} MPS clients, where sublet.processes says {allowed}"),
         Offence::Left => "has outlived its container".to_owned(),
         Offence::Stranger => "computes there without a lease".to_owned(),
         Offence::Server => "has ended".to_owned(),
         Offence::Silent => {
-            "has connected to the MPS daemon and says nothing, so that the daemon waits, and no GPU \
-                            program begins there"
+            "has connected to the MPS daemon and says nothing, so that the daemon waits, and no \
+                            GPU program begins there"
                 .to_owned()
         }
     }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::history::{Event, now};
+use super::history::Event;
 use super::judge::Offence;
 use sublet_core::config::Config;
 use sublet_core::ledger::{DaemonKey, DaemonState, Ledger, MpsDaemon};
@@ -47,7 +47,8 @@ impl Faulted {
     }
 
     fn end_one(&mut self, daemon: &MpsDaemon, config: &Config) -> Option<Event> {
-        let log_length = server_log_length(&daemon.key, config);
+        let log = dirs::log(&daemon.key, &config.state_dir).join("server.log");
+        let log_length = std::fs::metadata(log).map_or(0, |log| log.len());
         let Some(before) = self.0.get_mut(&daemon.key) else {
             self.ask(daemon, log_length, None, config);
             return None;
@@ -79,10 +80,6 @@ impl Faulted {
     }
 }
 
-fn server_log_length(key: &DaemonKey, config: &Config) -> u64 {
-    std::fs::metadata(dirs::log(key, &config.state_dir).join("server.log")).map_or(0, |log| log.len())
-}
-
 /// The daemon's server that takes no new client. A daemon that does not answer is found elsewhere.
 fn faulted_server(key: &DaemonKey, config: &Config) -> Option<i32> {
     let control = Control::new(key, config).ok()?;
@@ -99,21 +96,13 @@ fn kill(server: i32, daemon: &MpsDaemon) -> Option<Event> {
         Ok(()) => "it was ended, and new GPU processes work again".to_owned(),
         Err(error) => format!("it cannot be ended: {error}"),
     };
-    Some(Event {
-        time: now(),
-        offence: Offence::Server,
-        action: Action::Terminate,
-        container_id: None,
-        uid: 0,
-        text: format!(
-            "the MPS server (pid {server}) of {} took no new client after a GPU fault, because processes that \
-             it ended the GPU work of still run: {done}. Those processes have to be started again",
-            safe(&device)
-        ),
-        device,
-        pid: server,
-        name: "nvidia-cuda-mps-server".to_owned(),
-    })
+    let text = format!(
+        "the MPS server (pid {server}) of {} took no new client after a GPU fault, because processes that it ended \
+         the GPU work of still run: {done}. Those processes have to be started again",
+        safe(&device)
+    );
+    let what = (Offence::Server, Action::Terminate);
+    Some(Event::new(what, None, &device, (server, "nvidia-cuda-mps-server"), text))
 }
 
 #[cfg(test)]

@@ -1,18 +1,17 @@
 //! The guard's thread: while there are leases it checks the devices and acts a few times a second.
 
-use crate::probe;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::rc::Rc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
-use sublet_core::config_files;
 
 use nvml_wrapper::Nvml;
 
 use crate::cached_files::{Changes, Kept};
 use crate::gpu_processes::Looker;
+use crate::probe;
 
 use super::enforce::Acting;
 use super::faulted_servers::Faulted;
@@ -22,6 +21,7 @@ use super::mps_servers::Served;
 use super::silent_connections::Silent;
 use sublet_core::admit::Local;
 use sublet_core::config::Config;
+use sublet_core::config_files;
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::{DaemonKey, Ledger, LedgerError, Store};
 use sublet_core::process::Process;
@@ -69,9 +69,9 @@ struct Guard {
     silent: Silent,
     /// When each process was last acted on, for which offence and with which action.
     acted: BTreeMap<(Offence, Action, Process), Instant>,
-    /// What carries out verdicts on clients of MPS daemons, which are asked first. The looks at devices never wait for
-    /// their answers.
-    acting: BTreeMap<DaemonKey, JoinHandle<Vec<Event>>>,
+    /// The MPS daemons for whose clients verdicts are carried out, each in a thread: they are asked first. The looks at
+    /// devices never wait for their answers.
+    acting: BTreeSet<DaemonKey>,
     finished: Finished,
     /// What records the first processes of containers.
     recording: Option<JoinHandle<()>>,
@@ -80,10 +80,10 @@ struct Guard {
     last_sign: Option<Instant>,
 }
 
-/// The daemons for whose clients verdicts have been carried out.
+/// The daemons for whose clients verdicts have been carried out, and what was done.
 struct Finished {
-    sender: Sender<DaemonKey>,
-    receiver: Receiver<DaemonKey>,
+    sender: Sender<(DaemonKey, Vec<Event>)>,
+    receiver: Receiver<(DaemonKey, Vec<Event>)>,
 }
 
 impl Default for Finished {
@@ -113,8 +113,8 @@ impl Guard {
         let until = Instant::now() + time;
         let left = || until.saturating_duration_since(Instant::now());
         let Some(config) = config else { return thread::sleep(left()) };
-        while let Ok(daemon) = self.finished.receiver.recv_timeout(left()) {
-            let events = self.carried_out(&daemon);
+        while let Ok((daemon, events)) = self.finished.receiver.recv_timeout(left()) {
+            self.acting.remove(&daemon);
             self.sign(events, self.blind.clone(), config);
         }
     }
@@ -156,8 +156,7 @@ impl Guard {
             Err(error) => return self.sees_nothing(Vec::new(), &error.to_string(), config),
         };
         // A layout is being changed. NVML is closed, because an open NVML prevents a reset.
-        let resets = ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty());
-        if resets {
+        if ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty()) {
             self.rest();
             return Pause::For(IDLE);
         }
@@ -221,10 +220,8 @@ impl Guard {
         self.acted.retain(|key, _| current.contains(key));
         let again =
             |at: &Instant, verdict: &Verdict| verdict.action != Action::Report && at.elapsed() >= AGAIN;
-        let due: Vec<&Verdict> = verdicts
-            .iter()
-            .filter(|verdict| self.acted.get(&of(verdict)).is_none_or(|at| again(at, verdict)))
-            .collect();
+        let is_due = |verdict: &&Verdict| self.acted.get(&of(verdict)).is_none_or(|at| again(at, verdict));
+        let due: Vec<&Verdict> = verdicts.iter().filter(is_due).collect();
         if due.is_empty() {
             return Vec::new();
         }
@@ -233,7 +230,7 @@ impl Guard {
         for verdict in due {
             let key = acting.asked(verdict);
             // The daemon has not yet answered what it was asked before.
-            if key.is_some_and(|key| self.acting.contains_key(key)) {
+            if key.is_some_and(|key| self.acting.contains(key)) {
                 continue;
             }
             self.acted.insert(of(verdict), Instant::now());
@@ -247,23 +244,13 @@ impl Guard {
                 continue;
             };
             let (sender, of) = (self.finished.sender.clone(), key.clone());
-            let act = move || {
-                let events = acting.act_on(&verdicts);
-                let _ = sender.send(of);
-                events
-            };
-            let started = thread::Builder::new().name("act".to_owned()).spawn(act);
-            match started {
-                Ok(thread) => drop(self.acting.insert(key, thread)),
+            let act = move || _ = sender.send((of, acting.act_on(&verdicts)));
+            match thread::Builder::new().name("act".to_owned()).spawn(act) {
+                Ok(_) => _ = self.acting.insert(key),
                 Err(error) => tracing::warn!("threads: {error}"),
             }
         }
         events
-    }
-
-    /// The events of verdicts that have been carried out for clients of this daemon.
-    fn carried_out(&mut self, daemon: &DaemonKey) -> Vec<Event> {
-        self.acting.remove(daemon).and_then(|thread| thread.join().ok()).unwrap_or_default()
     }
 
     /// Logs events and devices that cannot be checked, and records both at once. Without any, records from time to
@@ -345,8 +332,7 @@ mod tests {
             let mut events = guard.act(&[verdict], &store, &config);
             let goes_on = is_still_asked(&dir);
             if events.is_empty() {
-                let daemon = guard.finished.receiver.recv().unwrap();
-                events = guard.carried_out(&daemon);
+                events = guard.finished.receiver.recv().unwrap().1;
             }
             assert!(events[0].text.ends_with("it was ended"), "{}", events[0].text);
             client.wait().unwrap();

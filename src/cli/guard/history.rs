@@ -10,8 +10,10 @@ use sublet_core::events;
 use sublet_core::fs::atomic::replace;
 use sublet_core::fs::{history, trusted};
 use sublet_core::host;
+use sublet_core::ledger::Lease;
 use sublet_core::process::{epoch_seconds, uptime_seconds};
 use sublet_core::share::Action;
+use sublet_core::text::safe;
 
 /// How many events are kept.
 const KEPT: usize = 64;
@@ -115,6 +117,27 @@ pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std
 }
 
 impl Event {
+    /// Of now. `whose` is the lease of the process, if it has one.
+    pub(super) fn new(
+        (offence, action): (Offence, Action),
+        whose: Option<&Lease>,
+        device: &str,
+        (pid, name): (i32, &str),
+        text: String,
+    ) -> Self {
+        Self {
+            time: epoch_seconds(),
+            offence,
+            action,
+            container_id: whose.map(|lease| safe(&lease.container.name())),
+            uid: whose.map_or(0, |lease| lease.container.uid),
+            device: device.to_owned(),
+            pid,
+            name: safe(name),
+            text,
+        }
+    }
+
     /// As one of all that happens, now.
     pub(crate) fn recorded(&self) -> events::Event {
         events::Event {
@@ -147,11 +170,6 @@ fn read(config: &Config) -> Book {
 
 fn path(config: &Config) -> PathBuf {
     config.state_dir.join("guard.json")
-}
-
-/// The current time as events record it.
-pub(super) fn now() -> u64 {
-    epoch_seconds()
 }
 
 #[cfg(test)]

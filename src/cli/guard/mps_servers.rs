@@ -4,12 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::history::{Event, now};
+use super::history::Event;
 use super::judge::Offence;
 use crate::gpu_processes::Look;
 use sublet_core::config::Config;
-use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{DaemonState, LeaseId, Ledger, Store};
+use sublet_core::ledger::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, MpsDaemon, Store};
 use sublet_core::mps;
 use sublet_core::process::Process;
 use sublet_core::share::Action;
@@ -53,7 +52,7 @@ impl Served {
 
     /// Restarts daemons that died under live leases, in a thread of its own because that takes time.
     pub fn heal(&mut self, ledger: &Ledger, config: &Config) {
-        let dead = |server: &sublet_core::ledger::MpsDaemon| {
+        let dead = |server: &MpsDaemon| {
             let ran = matches!(server.state, DaemonState::Serving | DaemonState::Fault);
             ran && server.process.is_some_and(|daemon| !daemon.is_alive())
                 && ledger.wanted_default_limits(&server.key).is_some()
@@ -66,10 +65,9 @@ impl Served {
         let config = config.clone();
         let started = thread::Builder::new().name("heal".to_owned()).spawn(move || {
             let healed = Store::open(&config.state_dir).map(|store| mps::heal(&store, &config));
-            healed
-                .unwrap_or_else(|error| vec![error.to_string()])
-                .iter()
-                .for_each(|line| tracing::warn!("{line}"));
+            for line in healed.unwrap_or_else(|error| vec![error.to_string()]) {
+                tracing::warn!("{line}");
+            }
         });
         self.healing = started.ok().map(|thread| (thread, Instant::now()));
     }
@@ -80,38 +78,29 @@ fn known(look: &Look, ledger: &Ledger) -> Vec<(Process, Known)> {
     let servers = look.holders.iter().filter(|holder| holder.is_server);
     let known = servers.filter_map(|holder| {
         let parent = holder.process.parent()?;
-        let is_its = |server: &&sublet_core::ledger::MpsDaemon| {
-            server.process.is_some_and(|daemon| daemon.pid == parent)
-        };
+        let is_its = |server: &&MpsDaemon| server.process.is_some_and(|daemon| daemon.pid == parent);
         let key = ledger.daemons.iter().find(is_its)?.key.clone();
         let of_server: BTreeSet<&LeaseId> = ledger.on_daemon(&key).map(|lease| &lease.id).collect();
         let clients = look.holders.iter().filter(|holder| holder.is_client);
         let clients = clients.filter_map(|holder| holder.lease.clone()).filter(|id| of_server.contains(id));
-        let clients = clients.collect();
-        Some((holder.process, Known { device: look.device.clone(), name: holder.name.clone(), key, clients }))
+        let (device, name, clients) = (look.device.clone(), holder.name.clone(), clients.collect());
+        Some((holder.process, Known { device, name, key, clients }))
     });
     known.collect()
 }
 
 fn events(process: Process, known: &Known, ledger: &Ledger) -> Vec<Event> {
     let hit = ledger.on_daemon(&known.key).filter(|lease| known.clients.contains(&lease.id));
-    let event = |lease: &sublet_core::ledger::Lease| {
-        let container = safe(&lease.container.name());
-        let (pid, device) = (process.pid, safe(&known.device));
-        Event {
-            time: now(),
-            offence: Offence::Server,
-            action: Action::Report,
-            text: format!(
-                "the MPS server (pid {pid}) of {device} ended, and with it the GPU work of container \
-                 {container}; new GPU processes of the container work again"
-            ),
-            container_id: Some(container),
-            uid: lease.container.uid,
-            device: known.device.clone(),
-            pid,
-            name: safe(&known.name),
-        }
+    let event = |lease: &Lease| {
+        let text = format!(
+            "the MPS server (pid {}) of {} ended, and with it the GPU work of container {}; new GPU processes of \
+             the container work again",
+            process.pid,
+            safe(&known.device),
+            safe(&lease.container.name())
+        );
+        let what = (Offence::Server, Action::Report);
+        Event::new(what, Some(lease), &known.device, (process.pid, &known.name), text)
     };
     hit.map(event).collect()
 }

@@ -12,7 +12,7 @@ use nix::libc::SYS_recvmsg;
 use super::judge::{Offence, Verdict, action};
 use super::unix_peer;
 use crate::gpu_processes::Holder;
-use crate::probe;
+use crate::{probe, proc};
 use sublet_core::config;
 use sublet_core::ledger::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, MpsDaemon};
 use sublet_core::process::{Process, sockets};
@@ -117,13 +117,12 @@ fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<Found, St
     let inside = |process: &Process| {
         sockets::network(process.pid).is_some_and(|own| own == namespace && own != of_host)
     };
-    match inits.filter(inside).collect::<Vec<_>>() {
-        processes if processes.len() == 1 => Ok(Found { processes, hidden: true }),
-        _ => {
-            Err("no process has its other end open, and no container alone has its network namespace"
-                .to_owned())
-        }
+    let processes: Vec<Process> = inits.filter(inside).collect();
+    if processes.len() != 1 {
+        let why = "no process has its other end open, and no container alone has its network namespace";
+        return Err(why.to_owned());
     }
+    Ok(Found { processes, hidden: true })
 }
 
 /// The inode of the socket from which the daemon's main thread waits to receive. It has no other reason to wait there:
@@ -165,9 +164,8 @@ fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<(u64,
 /// The processes that have the socket: one, or those that inherited or were sent it. Only if there is none, each thread
 /// of those that `may_hide_it` is looked at, because that takes long.
 fn with_socket(wanted: u64, may_hide_it: impl Fn(Process) -> bool) -> Vec<Process> {
-    let all = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let all: Vec<Process> = pids.filter_map(Process::find).collect();
+    let pids = proc::processes(Path::new("/proc"));
+    let all: Vec<Process> = pids.into_iter().filter_map(Process::find).collect();
     let mut found = all.clone();
     found.retain(|process| sockets::inodes(process.pid).contains(&wanted));
     if found.is_empty() {

@@ -2,9 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use anyhow::anyhow;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 
-use sublet_core::ledger::{Freed, Ledger, LedgerError, MigBusy, MigChange, Store};
+use sublet_core::ledger::{Freed, Ledger, MigBusy, MigChange, Store};
 use sublet_core::process::Process;
 
 /// Other processes create or destroy one instance each, which takes the driver a second or two.
@@ -21,20 +22,6 @@ pub(crate) struct Fence<'a> {
     changed: bool,
 }
 
-/// Why a layout cannot be changed now.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum FenceError {
-    /// Another process is changing MIG instances.
-    #[error(transparent)]
-    Busy(#[from] MigBusy),
-    /// The ledger cannot be written.
-    #[error(transparent)]
-    Ledger(#[from] LedgerError),
-    /// /proc does not describe this process.
-    #[error("cannot read our own process's start time: {0}")]
-    Process(#[from] std::io::Error),
-}
-
 impl<'a> Fence<'a> {
     /// Raises the fence around `gpus`. Returns the ledger, which is final for those GPUs from then on, and the leases
     /// that were freed. Without GPUs the fence prevents other changes but no leases.
@@ -43,8 +30,9 @@ impl<'a> Fence<'a> {
     ///
     /// # Errors
     /// Another change is under way, or the ledger cannot be written.
-    pub fn raise(gpus: &[String], store: &'a Store) -> Result<(Self, Ledger, Freed), FenceError> {
-        let owner = Process::current()?;
+    pub fn raise(gpus: &[String], store: &'a Store) -> anyhow::Result<(Self, Ledger, Freed)> {
+        let owner = Process::current()
+            .map_err(|error| anyhow!("cannot read our own process's start time: {error}"))?;
         let deadline = Instant::now() + PATIENCE;
         let mut all_freed = Freed::new();
         loop {
@@ -82,25 +70,18 @@ impl Drop for Fence<'_> {
 
 /// While it exists these signals are blocked, so that no layout is left half done.
 #[derive(Debug)]
-pub(crate) struct Uninterrupted {
-    before: Option<SigSet>,
-}
+pub(crate) struct Uninterrupted(Option<SigSet>);
 
 impl Uninterrupted {
     /// Blocks the signals from now on.
     pub fn begin() -> Self {
-        let mut polite = SigSet::empty();
-        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-            polite.add(signal);
-        }
-        let mut before = SigSet::empty();
-        let blocked = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&polite), Some(&mut before));
-        Self { before: blocked.is_ok().then_some(before) }
+        let polite = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+        Self(polite.thread_swap_mask(SigmaskHow::SIG_BLOCK).ok())
     }
 }
 
 impl Drop for Uninterrupted {
     fn drop(&mut self) {
-        let _ = sigprocmask(SigmaskHow::SIG_SETMASK, self.before.as_ref(), None);
+        let _ = self.0.map(|before| before.thread_set_mask());
     }
 }

@@ -6,8 +6,7 @@ use super::{Gpu, Instance, Profile, Span, device_name};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::place::meant;
-use sublet_core::text::nearest;
-use sublet_core::text::safe;
+use sublet_core::text::{nearest, safe};
 
 /// What one GPU should be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,7 +65,12 @@ pub fn targets(
                 let text = format!("{} is already named in line {line}: name each GPU once", gpu.label());
                 return Err(layout.error(entry.line, text));
             }
-            found.push((target(layout, entry, gpu)?, entry.line));
+            let mut want = Vec::new();
+            // A GPU without MIG support has no profiles; planning reports that.
+            for wish in entry.instances.iter().filter(|_| gpu.mode.is_some()) {
+                want.extend(std::iter::repeat_n(wanted(layout, wish, gpu)?, wish.count));
+            }
+            found.push((Target { gpu: gpu.uuid.clone(), on: entry.mig, want }, entry.line));
         }
     }
     let index = |uuid: &str| gpus.iter().position(|gpu| gpu.uuid == uuid);
@@ -118,31 +122,20 @@ fn selected<'g>(
     Ok(selected)
 }
 
-fn target(layout: &Layout, entry: &Entry, gpu: &Gpu) -> Result<Target, LayoutError> {
-    let mut want = Vec::new();
-    // A GPU without MIG support has no profiles; planning reports that.
-    if gpu.mode.is_some() {
-        for wish in &entry.instances {
-            let one = wanted(layout, wish, gpu)?;
-            want.extend(std::iter::repeat_n(one, wish.count));
-        }
-    }
-    Ok(Target { gpu: gpu.uuid.clone(), on: entry.mig, want })
-}
-
 fn wanted(layout: &Layout, wish: &Wish, gpu: &Gpu) -> Result<Want, LayoutError> {
-    let Some(profile) = gpu.profiles.iter().find(|profile| profile.name == wish.profile) else {
-        return Err(layout.error(wish.line, unknown(&wish.profile, gpu)));
+    let refuse = |why: String| layout.error(wish.line, why);
+    let profile = gpu.profiles.iter().find(|profile| profile.name == wish.profile);
+    let profile = profile.ok_or_else(|| refuse(unknown(&wish.profile, gpu)))?;
+    let unknown_part = |part: &str| {
+        let known: Vec<_> = (1..=profile.slices).map(|slices| device_name(profile, slices)).collect();
+        let (name, part, known) = (&profile.name, safe(part), known.join(", "));
+        refuse(format!("a {name} cannot have a compute instance {part}: it can have {known}"))
     };
-    let mut compute = Vec::new();
-    for part in wish.compute.as_deref().unwrap_or(&[]) {
-        let slices =
-            slices(part, profile).ok_or_else(|| layout.error(wish.line, unknown_part(part, profile)))?;
-        compute.push(slices);
-    }
-    if wish.compute.is_none() {
-        compute.push(profile.slices);
-    }
+    let compute: Result<Vec<u32>, LayoutError> = wish.compute.as_ref().map_or_else(
+        || Ok(vec![profile.slices]),
+        |parts| parts.iter().map(|part| slices(part, profile).ok_or_else(|| unknown_part(part))).collect(),
+    );
+    let mut compute = compute?;
     compute.sort_unstable();
     Ok(Want { profile: profile.id, start: wish.start, compute })
 }
@@ -156,16 +149,6 @@ fn slices(part: &str, profile: &Profile) -> Option<u32> {
     let slices: u32 = slices.parse().ok()?;
     let same = rest.is_empty() || rest.strip_prefix('.') == Some(&profile.name);
     (same && (1..=profile.slices).contains(&slices)).then_some(slices)
-}
-
-fn unknown_part(part: &str, profile: &Profile) -> String {
-    let known: Vec<_> = (1..=profile.slices).map(|slices| device_name(profile, slices)).collect();
-    format!(
-        "a {} cannot have a compute instance {}: it can have {}",
-        profile.name,
-        safe(part),
-        known.join(", ")
-    )
 }
 
 /// An error that suggests what was probably meant: another tool's spelling first, then the nearest name.

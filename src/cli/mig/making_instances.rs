@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::profile_choice::{Choice, choices, seen};
-use super::{Compute, Driver, DriverError, Gpu, Instance, Span};
+use super::profile_choice::{Choice, NotMade, choices, seen};
+use super::{Answer, Compute, Driver, DriverError, Gpu, Instance, Span};
 use sublet_core::config::Policy;
 use sublet_core::ledger::{Awaited, DynamicInstance, Freed, LeaseId, Ledger, LedgerError, Store};
 use sublet_core::place::Order;
@@ -15,16 +15,6 @@ const LEAVING: Duration = Duration::from_secs(2);
 
 /// The pause between two attempts.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-
-/// Why no instance was made, in one line.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{reason}")]
-pub(crate) struct NotMade {
-    /// The reason.
-    pub reason: String,
-    /// Whether an instance may be possible once other containers have ended.
-    pub temporary: bool,
-}
 
 impl From<LedgerError> for NotMade {
     fn from(error: LedgerError) -> Self {
@@ -60,8 +50,7 @@ impl<'a> Making<'a> {
         let ledger = self.change(|ledger| ledger.clone())?;
         let gpus = seen(order, self.driver, &ledger)
             .map_err(|error| NotMade { reason: error.to_string(), temporary: true })?;
-        let choices = choices(order, &gpus, policy)
-            .map_err(|none| NotMade { reason: none.reason, temporary: none.temporary })?;
+        let choices = choices(order, &gpus, policy)?;
         let (mut tried, mut errors) = (Vec::new(), Vec::new());
         for choice in &choices {
             // The driver may refuse on one GPU what it allows on another.
@@ -71,7 +60,10 @@ impl<'a> Making<'a> {
             tried.push(&choice.gpu);
             match self.make_one(choice, awaited)? {
                 Ok(()) => return Ok(()),
-                Err(error) => errors.push(format!("{}: {error}", gpu_of(choice, &gpus))),
+                Err(error) => {
+                    let gpu = gpus.iter().find(|gpu| gpu.uuid == choice.gpu);
+                    errors.push(format!("{}: {error}", gpu.map(Gpu::label).unwrap_or_default()));
+                }
             }
         }
         Err(NotMade { reason: errors.join("; "), temporary: true })
@@ -85,12 +77,8 @@ impl<'a> Making<'a> {
             name: choice.name.clone(),
             placement: (choice.span.start, choice.span.size),
             slices: choice.slices,
-            gi: None,
-            uuid: None,
             awaited: Some(awaited.clone()),
-            going: false,
-            emptied: false,
-            stuck: None,
+            ..DynamicInstance::default()
         };
         self.touched = true;
         self.change(|ledger| {
@@ -113,22 +101,16 @@ impl<'a> Making<'a> {
             Err(error) => return Ok(Err(error.to_string())),
         };
         self.note(made, |made| made.gi = Some(gi))?;
-        let created = self
-            .driver
-            .create_compute(&choice.gpu, gi, choice.slices, None)
-            .and_then(|()| self.driver.instances(&choice.gpu));
-        let instances = match created {
-            Ok(instances) => instances,
-            Err(error) => return Ok(Err(error.to_string())),
-        };
-        let now = instances.into_iter().find(|one| one.gi == gi);
-        let uuid = now.and_then(|now| now.compute.into_iter().next()).map(|part| part.uuid);
-        match uuid.filter(|uuid| !uuid.is_empty()) {
-            Some(uuid) => {
-                self.note(made, |made| made.uuid = Some(uuid))?;
-                Ok(Ok(()))
-            }
-            None => Ok(Err("the driver does not report its UUID".to_owned())),
+        let created = self.driver.create_compute(&choice.gpu, gi, choice.slices, None);
+        let instances = created.and_then(|()| self.driver.instances(&choice.gpu));
+        let uuid = instances.map(|instances| {
+            let now = instances.into_iter().find(|one| one.gi == gi)?;
+            now.compute.into_iter().next().map(|part| part.uuid).filter(|uuid| !uuid.is_empty())
+        });
+        match uuid {
+            Ok(Some(uuid)) => self.note(made, |made| made.uuid = Some(uuid)).map(Ok),
+            Ok(None) => Ok(Err("the driver does not report its UUID".to_owned())),
+            Err(error) => Ok(Err(error.to_string())),
         }
     }
 
@@ -236,12 +218,8 @@ impl<'a> Making<'a> {
     }
 }
 
-fn gpu_of(choice: &Choice, gpus: &[Gpu]) -> String {
-    gpus.iter().find(|gpu| gpu.uuid == choice.gpu).map(Gpu::label).unwrap_or_default()
-}
-
 /// The instance that is now in its place.
-fn there(made: &DynamicInstance, driver: &mut dyn Driver) -> Result<Option<Instance>, DriverError> {
+fn there(made: &DynamicInstance, driver: &mut dyn Driver) -> Answer<Option<Instance>> {
     let span = Span { start: made.placement.0, size: made.placement.1 };
     Ok(driver.instances(&made.gpu)?.into_iter().find(|one| one.span == span))
 }

@@ -30,16 +30,14 @@ mod profile_choice;
 pub use crate::nvml_mig::{Profile, Span};
 pub use apply::{ApplyError, apply};
 pub use export::export;
-pub(crate) use fence::Fence;
-pub(crate) use fence::Uninterrupted;
+pub(crate) use fence::{Fence, Uninterrupted};
 pub use layout::{Layout, LayoutError};
 pub use layout_target::{Target, Want, targets};
 pub(crate) use making_instances::Making;
-pub(crate) use making_instances::NotMade;
 pub use nvml::Nvml;
 pub use occupied::{made, mark, seen};
 pub use plan::{Obstacle, Plan, Step, plan};
-pub(crate) use profile_choice::{Foreseen, foresee};
+pub(crate) use profile_choice::{Foreseen, NotMade, foresee};
 
 /// A kind of compute instance that a GPU instance can have.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -145,6 +143,11 @@ impl Gpu {
         self.profile(id).map_or_else(|| format!("profile {id}"), |profile| profile.name.clone())
     }
 
+    /// The name of a compute instance of a GPU instance with this profile.
+    pub(crate) fn device_name(&self, id: u32, slices: u32) -> String {
+        self.profile(id).map_or_else(|| self.profile_name(id), |profile| device_name(profile, slices))
+    }
+
     /// The GPU in messages, such as `GPU 0`.
     pub fn label(&self) -> String {
         format!("GPU {}", self.index)
@@ -166,36 +169,33 @@ pub struct DriverError {
     pub why: String,
 }
 
+/// What the driver answers.
+pub type Answer<T> = Result<T, DriverError>;
+
 /// The driver functions that MIG changes need. GPUs are named by UUID, because their order may change with a reset.
 pub trait Driver {
     /// One GPU as it is now.
-    fn gpu(&mut self, gpu: &str) -> Result<Gpu, DriverError>;
+    fn gpu(&mut self, gpu: &str) -> Answer<Gpu>;
     /// Only its GPU instances.
-    fn instances(&mut self, gpu: &str) -> Result<Vec<Instance>, DriverError>;
+    fn instances(&mut self, gpu: &str) -> Answer<Vec<Instance>>;
     /// Its MIG mode, if it has one.
-    fn mode(&mut self, gpu: &str) -> Result<Option<Mode>, DriverError>;
+    fn mode(&mut self, gpu: &str) -> Answer<Option<Mode>>;
     /// Requests another MIG mode. If that needs a reset, the mode is pending afterwards.
     ///
     /// # Errors
     /// No permission, or instances or processes are in the way.
-    fn set_mode(&mut self, gpu: &str, on: bool) -> Result<(), DriverError>;
+    fn set_mode(&mut self, gpu: &str, on: bool) -> Answer<()>;
     /// Resets the GPU.
     ///
     /// # Errors
     /// The GPU cannot be reset here, or is in use.
-    fn reset(&mut self, gpu: &str) -> Result<(), DriverError>;
+    fn reset(&mut self, gpu: &str) -> Answer<()>;
     /// Creates a GPU instance without compute instances and returns its id.
-    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Result<u32, DriverError>;
+    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Answer<u32>;
     /// Destroys a GPU instance that has no compute instances left.
-    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError>;
+    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Answer<()>;
     /// Creates a compute instance, at `span` or where the driver chooses.
-    fn create_compute(
-        &mut self,
-        gpu: &str,
-        gi: u32,
-        slices: u32,
-        span: Option<Span>,
-    ) -> Result<(), DriverError>;
+    fn create_compute(&mut self, gpu: &str, gi: u32, slices: u32, span: Option<Span>) -> Answer<()>;
     /// Destroys a compute instance.
-    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError>;
+    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Answer<()>;
 }

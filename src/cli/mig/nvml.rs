@@ -12,14 +12,19 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml as Library};
 use nvml_wrapper_sys::bindings::{NVML_COMPUTE_INSTANCE_PROFILE_COUNT, NVML_GPU_INSTANCE_PROFILE_COUNT};
 
-use super::{Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, Profile, Running, Span};
-use crate::nvml_mig::{self, CiProfile, Gi};
-use crate::probe::{ProbeError, instance_ids, unless_unsupported};
+use super::{
+    Answer, Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, Profile, Running, Span,
+};
+use crate::nvml_mig::{self, CiProfile, Gi, instance_ids};
+use crate::probe::{MigIds, ProbeError, unless_unsupported};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
 use sublet_core::text::safe;
+
+/// What NVML answers.
+type Asked<T> = Result<T, NvmlError>;
 
 /// A reset of a large GPU takes some ten seconds.
 const RESET_LIMIT: Duration = Duration::from_secs(120);
@@ -54,16 +59,11 @@ impl Nvml {
     }
 
     /// Every GPU of the inventory.
-    pub fn gpus(&mut self, inventory: &Inventory) -> Result<Vec<Gpu>, DriverError> {
+    pub fn gpus(&mut self, inventory: &Inventory) -> Answer<Vec<Gpu>> {
         inventory.gpus().map(|device| self.gpu(&device.uuid)).collect()
     }
 
-    fn on<T>(
-        &self,
-        gpu: &str,
-        what: &str,
-        ask: impl FnOnce(&Device<'_>) -> Result<T, NvmlError>,
-    ) -> Result<T, DriverError> {
+    fn on<T>(&self, gpu: &str, what: &str, ask: impl FnOnce(&Device<'_>) -> Asked<T>) -> Answer<T> {
         let library = self.library.as_ref().ok_or_else(|| failed(what, &NvmlError::Uninitialized))?;
         probe::device_by_uuid(library, gpu)
             .and_then(|device| ask(&device))
@@ -89,11 +89,11 @@ fn failed(what: &str, error: &NvmlError) -> DriverError {
 const NO_ROOM: u32 = 23;
 
 impl Driver for Nvml {
-    fn gpu(&mut self, gpu: &str) -> Result<Gpu, DriverError> {
+    fn gpu(&mut self, gpu: &str) -> Answer<Gpu> {
         self.on(gpu, &format!("looking at {gpu}"), describe)
     }
 
-    fn instances(&mut self, gpu: &str) -> Result<Vec<Instance>, DriverError> {
+    fn instances(&mut self, gpu: &str) -> Answer<Vec<Instance>> {
         let mut known = self.known.remove(gpu).unwrap_or_default();
         let found = self.on(gpu, "listing the instances", |device| {
             if known.profiles.is_empty() {
@@ -105,17 +105,17 @@ impl Driver for Nvml {
         found
     }
 
-    fn mode(&mut self, gpu: &str) -> Result<Option<Mode>, DriverError> {
+    fn mode(&mut self, gpu: &str) -> Answer<Option<Mode>> {
         self.on(gpu, "asking for the MIG mode", mode)
     }
 
-    fn set_mode(&mut self, gpu: &str, on: bool) -> Result<(), DriverError> {
+    fn set_mode(&mut self, gpu: &str, on: bool) -> Answer<()> {
         self.known.remove(gpu);
         // The result is read afterwards, because drivers return different codes here.
         self.on(gpu, "switching MIG mode", |device| device.set_mig_mode(on).map(drop))
     }
 
-    fn reset(&mut self, gpu: &str) -> Result<(), DriverError> {
+    fn reset(&mut self, gpu: &str) -> Answer<()> {
         let error = |why: String| DriverError { what: "nvidia-smi --gpu-reset".to_owned(), why };
         let Some(smi) = &self.smi else { return Err(error("nvidia-smi is not installed".to_owned())) };
         let mut command = Command::new(smi);
@@ -135,23 +135,17 @@ impl Driver for Nvml {
         }
     }
 
-    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Result<u32, DriverError> {
+    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Answer<u32> {
         self.on(gpu, "creating a GPU instance", |device| {
             Ok(nvml_mig::create_instance(device, profile, span)?.id)
         })
     }
 
-    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError> {
+    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Answer<()> {
         self.on(gpu, "destroying a GPU instance", |device| nvml_mig::instance(device, gi)?.destroy())
     }
 
-    fn create_compute(
-        &mut self,
-        gpu: &str,
-        gi: u32,
-        slices: u32,
-        span: Option<Span>,
-    ) -> Result<(), DriverError> {
+    fn create_compute(&mut self, gpu: &str, gi: u32, slices: u32, span: Option<Span>) -> Answer<()> {
         self.on(gpu, "creating a compute instance", |device| {
             let gi = nvml_mig::instance(device, gi)?;
             let kind = kinds(&gi)?.into_iter().find(|(kind, _)| kind.slices == slices);
@@ -159,14 +153,14 @@ impl Driver for Nvml {
         })
     }
 
-    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError> {
+    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Answer<()> {
         self.on(gpu, "destroying a compute instance", |device| {
             nvml_mig::instance(device, gi)?.compute_instance(ci)?.destroy()
         })
     }
 }
 
-fn describe(device: &Device<'_>) -> Result<Gpu, NvmlError> {
+fn describe(device: &Device<'_>) -> Asked<Gpu> {
     let mode = mode(device)?;
     let profiles = if mode.is_some() { profiles(device)? } else { Vec::new() };
     let mut known = Known { profiles, kinds: BTreeMap::new() };
@@ -186,13 +180,13 @@ fn describe(device: &Device<'_>) -> Result<Gpu, NvmlError> {
     })
 }
 
-fn mode(device: &Device<'_>) -> Result<Option<Mode>, NvmlError> {
+fn mode(device: &Device<'_>) -> Asked<Option<Mode>> {
     let mode = unless_unsupported(device.mig_mode())?;
     Ok(mode.map(|mode| Mode { current: mode.current == 1, pending: mode.pending == 1 }))
 }
 
 /// Any one GPU lacks most entries of such a list, and older drivers lack later entries and calls.
-fn unless_unknown<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+fn unless_unknown<T>(answer: Asked<T>) -> Asked<Option<T>> {
     match answer {
         Ok(value) => Ok(Some(value)),
         Err(
@@ -206,7 +200,7 @@ fn unless_unknown<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlErro
 }
 
 /// The profiles of the GPU, largest first.
-fn profiles(device: &Device<'_>) -> Result<Vec<Profile>, NvmlError> {
+fn profiles(device: &Device<'_>) -> Asked<Vec<Profile>> {
     let mut found: Vec<Profile> = Vec::new();
     for index in 0..NVML_GPU_INSTANCE_PROFILE_COUNT {
         let Some(mut profile) = unless_unknown(nvml_mig::profile(device, index))? else { continue };
@@ -222,8 +216,8 @@ fn profiles(device: &Device<'_>) -> Result<Vec<Profile>, NvmlError> {
     Ok(found)
 }
 
-fn instances(device: &Device<'_>, known: &mut Known) -> Result<Vec<Instance>, NvmlError> {
-    let uuids = uuids(device)?;
+fn instances(device: &Device<'_>, known: &mut Known) -> Asked<Vec<Instance>> {
+    let uuids = probe::mig_ids(device)?;
     let mut found = Vec::new();
     for profile in &known.profiles {
         for gi in unless_unknown(nvml_mig::instances(device, profile))?.unwrap_or_default() {
@@ -239,7 +233,7 @@ fn instances(device: &Device<'_>, known: &mut Known) -> Result<Vec<Instance>, Nv
 }
 
 /// The kinds of compute instance, each once: some drivers list the same one under two indexes.
-fn kinds(gi: &Gi<'_>) -> Result<Vec<(CiProfile, Vec<Span>)>, NvmlError> {
+fn kinds(gi: &Gi<'_>) -> Asked<Vec<(CiProfile, Vec<Span>)>> {
     let mut found: Vec<(CiProfile, Vec<Span>)> = Vec::new();
     for index in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
         let Some(kind) = unless_unknown(gi.profile_at(index))? else { continue };
@@ -250,16 +244,12 @@ fn kinds(gi: &Gi<'_>) -> Result<Vec<(CiProfile, Vec<Span>)>, NvmlError> {
     Ok(found)
 }
 
-fn instance(
-    gi: &Gi<'_>,
-    kinds: &[(CiProfile, Vec<Span>)],
-    uuids: &[(u32, u32, String)],
-) -> Result<Instance, NvmlError> {
+fn instance(gi: &Gi<'_>, kinds: &[(CiProfile, Vec<Span>)], uuids: &[MigIds]) -> Asked<Instance> {
     let mut compute = Vec::new();
     for &(kind, _) in kinds {
         for ci in gi.compute(kind)? {
-            let known = uuids.iter().find(|(g, c, _)| (*g, *c) == (gi.id, ci.id));
-            let uuid = known.map(|(_, _, uuid)| uuid.clone()).unwrap_or_default();
+            let known = uuids.iter().find(|(_, g, c)| (*g, *c) == (gi.id, ci.id));
+            let uuid = known.map(|(uuid, ..)| uuid.clone()).unwrap_or_default();
             compute.push(Compute { ci: ci.id, slices: kind.slices, span: ci.span, uuid, held: None });
         }
     }
@@ -272,18 +262,8 @@ fn instance(
     Ok(Instance { gi: gi.id, profile: gi.profile, span: gi.span, held: None, kinds, compute })
 }
 
-/// The MIG devices: (GPU instance, compute instance, UUID). Their indexes have gaps.
-fn uuids(device: &Device<'_>) -> Result<Vec<(u32, u32, String)>, NvmlError> {
-    let mut found = Vec::new();
-    for mig in probe::mig_handles(device)? {
-        let (gi, ci) = instance_ids(&mig)?;
-        found.push((gi, ci, mig.uuid()?));
-    }
-    Ok(found)
-}
-
 /// The processes of the GPU and of each MIG device. Without privileges only the MIG devices list any.
-fn running(device: &Device<'_>) -> Result<Vec<Running>, NvmlError> {
+fn running(device: &Device<'_>) -> Asked<Vec<Running>> {
     let mut found = Vec::new();
     let whole = [probe::compute_processes(device)?, probe::graphics_processes(device)?];
     for process in whole.into_iter().flatten() {

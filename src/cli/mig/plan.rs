@@ -65,52 +65,35 @@ impl fmt::Display for Span {
 }
 
 /// Why a GPU cannot get its target; the text begins with the GPU.
-#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Obstacle {
-    /// The GPU does not support MIG.
-    #[error(
-        "GPU {index} ({}) does not support MIG: leave it out of the layout, or set mig = false",
-        safe(name)
-    )]
-    NotCapable { index: u32, name: String },
-    /// The mode of a GPU in use would have to change.
-    #[error("GPU {index}: MIG mode cannot be switched {to} while {} the GPU: end it first", safe(who))]
-    InUse { index: u32, to: &'static str, who: String },
-    /// More of a profile than any GPU of this model can have.
-    #[error("GPU {index}: the layout has {asked} {profile}, and this GPU can have at most {most}")]
-    TooMany { index: u32, profile: String, asked: usize, most: u32 },
-    /// A start that the driver does not allow.
-    #[error("GPU {index}: a {profile} cannot start at {start}, only at {allowed}")]
-    NoSuchPlace { index: u32, profile: String, start: u32, allowed: String },
-    /// The compute instances together are larger than their GPU instance.
-    #[error("GPU {index}: {cut} together do not fit a {profile}, which has {slices} compute slices")]
-    NoSuchCut { index: u32, profile: String, cut: String, slices: u32 },
-    /// The instances need more of certain engines than the GPU has; only some profiles have these engines.
-    #[error("GPU {index}: {wanted} need more {engines} than this GPU has")]
-    Media { index: u32, wanted: String, engines: &'static str },
-    /// Even an empty GPU could not have these instances.
-    #[error("GPU {index}: {wanted} together do not fit this GPU, in any arrangement")]
-    DoesNotFit { index: u32, wanted: String },
-    /// An instance in use has no place in the layout, or leaves no place for the rest.
-    #[error(
-        "GPU {index}: it is not possible to {wanted} around {held}: end its use first, or give it a place \
-         in the layout"
-    )]
-    InTheWay { index: u32, wanted: String, held: String },
+#[error("{0}")]
+pub struct Obstacle(String);
+
+impl Obstacle {
+    fn of(gpu: &Gpu, why: &str) -> Self {
+        Self(format!("{}: {why}", gpu.label()))
+    }
 }
 
 /// The steps from the current state of `gpu` to `target`.
 pub fn plan(gpu: &Gpu, target: &Target) -> Result<Plan, Obstacle> {
-    let index = gpu.index;
-    let done = |reset, steps| Plan { gpu: gpu.uuid.clone(), index, reset, steps };
+    let done = |reset, steps| Plan { gpu: gpu.uuid.clone(), index: gpu.index, reset, steps };
     let Some(mode) = gpu.mode else {
-        let refused = Obstacle::NotCapable { index, name: gpu.name.clone() };
-        return if target.on { Err(refused) } else { Ok(done(false, Vec::new())) };
+        if !target.on {
+            return Ok(done(false, Vec::new()));
+        }
+        return Err(Obstacle(format!(
+            "{} ({}) does not support MIG: leave it out of the layout, or set mig = false",
+            gpu.label(),
+            safe(&gpu.name)
+        )));
     };
     let switch = mode.current != target.on;
-    if switch {
-        unused(gpu, target.on)?;
+    let user = gpu.held.first().map(String::as_str);
+    if let Some(who) = user.or_else(|| gpu.instances.iter().find_map(Instance::holder)).filter(|_| switch) {
+        let (to, who) = (if target.on { "on" } else { "off" }, safe(&format!("{who} holds")));
+        let why = format!("MIG mode cannot be switched {to} while {who} the GPU: end it first");
+        return Err(Obstacle::of(gpu, &why));
     }
     // A pending mode that is not wanted any more is taken back, which needs no reset.
     let asks = switch || mode.pending != target.on;
@@ -125,22 +108,11 @@ pub fn plan(gpu: &Gpu, target: &Target) -> Result<Plan, Obstacle> {
     Ok(done(switch && gpu.resets, steps))
 }
 
-/// Refuses to change the mode of a GPU in use.
-fn unused(gpu: &Gpu, on: bool) -> Result<(), Obstacle> {
-    let instance = gpu.instances.iter().find_map(Instance::holder);
-    match gpu.held.first().map(String::as_str).or(instance) {
-        None => Ok(()),
-        Some(who) => Err(Obstacle::InUse {
-            index: gpu.index,
-            to: if on { "on" } else { "off" },
-            who: format!("{who} holds"),
-        }),
-    }
-}
-
 fn cut(gpu: &Gpu, want: &[Want]) -> Result<Vec<Step>, Obstacle> {
     sensible(gpu, want)?;
-    let kinds = kinds(want);
+    // Sorted, so that equal ones are adjacent.
+    let mut kinds: Vec<&Want> = want.iter().collect();
+    kinds.sort_by(|a, b| (a.profile, a.start, &a.compute).cmp(&(b.profile, b.start, &b.compute)));
     let Some(placed) = placed(gpu, &kinds, &|instance| instance.holder().is_some()) else {
         return Err(why_not(gpu, &kinds, want));
     };
@@ -167,40 +139,33 @@ fn cut(gpu: &Gpu, want: &[Want]) -> Result<Vec<Step>, Obstacle> {
 
 /// Refuses what no arrangement can satisfy.
 fn sensible(gpu: &Gpu, want: &[Want]) -> Result<(), Obstacle> {
-    let index = gpu.index;
+    let refuse = |why: String| Err(Obstacle::of(gpu, &why));
     for one in want {
         let Some(profile) = gpu.profile(one.profile) else { continue };
-        let name = || profile.name.clone();
+        let (name, most, slices) = (&profile.name, profile.instances, profile.slices);
         let asked = want.iter().filter(|other| other.profile == one.profile).count();
-        if asked > profile.instances as usize {
-            return Err(Obstacle::TooMany { index, profile: name(), asked, most: profile.instances });
+        if asked > most as usize {
+            return refuse(format!("the layout has {asked} {name}, and this GPU can have at most {most}"));
         }
         if let Some(start) = one.start.filter(|start| !profile.placements.iter().any(|at| at.start == *start))
         {
             let allowed: Vec<_> = profile.placements.iter().map(|at| at.start.to_string()).collect();
-            return Err(Obstacle::NoSuchPlace { index, profile: name(), start, allowed: allowed.join(", ") });
+            return refuse(format!("a {name} cannot start at {start}, only at {}", allowed.join(", ")));
         }
-        if one.compute.iter().sum::<u32>() > profile.slices {
+        if one.compute.iter().sum::<u32>() > slices {
             let cut: Vec<_> = one.compute.iter().map(|&slices| device_name(profile, slices)).collect();
-            let (cut, slices) = (cut.join(" and "), profile.slices);
-            return Err(Obstacle::NoSuchCut { index, profile: name(), cut, slices });
+            let cut = cut.join(" and ");
+            return refuse(format!("{cut} together do not fit a {name}, which has {slices} compute slices"));
         }
     }
     for (at, engines) in ["JPEG engines", "optical flow accelerators"].into_iter().enumerate() {
         let all = gpu.profiles.iter().map(|profile| profile.media[at]).max().unwrap_or(0);
         let asked = want.iter().filter_map(|one| gpu.profile(one.profile)).map(|profile| profile.media[at]);
         if asked.sum::<u32>() > all {
-            return Err(Obstacle::Media { index, wanted: listed(gpu, want), engines });
+            return refuse(format!("{} need more {engines} than this GPU has", listed(gpu, want)));
         }
     }
     Ok(())
-}
-
-/// The wanted instances sorted, so that equal ones are adjacent.
-fn kinds(want: &[Want]) -> Vec<&Want> {
-    let mut kinds: Vec<&Want> = want.iter().collect();
-    kinds.sort_by(|a, b| (a.profile, a.start, &a.compute).cmp(&(b.profile, b.start, &b.compute)));
-    kinds
 }
 
 /// The places of `kinds`; `stays` says which instances must stay.
@@ -300,17 +265,13 @@ fn places(instance: &Instance, slices: u32) -> Vec<Span> {
     places
 }
 
-fn named(gpu: &Gpu, profile: u32, slices: u32) -> String {
-    gpu.profile(profile).map_or_else(|| gpu.profile_name(profile), |profile| device_name(profile, slices))
-}
-
 fn destroy_compute(gpu: &Gpu, instance: &Instance, compute: &Compute) -> Step {
-    let name = named(gpu, instance.profile, compute.slices);
+    let name = gpu.device_name(instance.profile, compute.slices);
     Step::DestroyCompute { instance: instance.clone(), compute: compute.clone(), name }
 }
 
 fn create_compute(gpu: &Gpu, profile: u32, at: Span, slices: u32, span: Option<Span>) -> Step {
-    Step::CreateCompute { at, slices, span, name: named(gpu, profile, slices) }
+    Step::CreateCompute { at, slices, span, name: gpu.device_name(profile, slices) }
 }
 
 fn destroy(gpu: &Gpu, instance: &Instance) -> Vec<Step> {
@@ -334,7 +295,7 @@ fn why_not(gpu: &Gpu, kinds: &[&Want], want: &[Want]) -> Obstacle {
     let wanted = listed(gpu, want);
     let held: Vec<&Instance> = gpu.instances.iter().filter(|one| one.holder().is_some()).collect();
     if placed(gpu, kinds, &|_| false).is_none() {
-        return Obstacle::DoesNotFit { index: gpu.index, wanted };
+        return Obstacle::of(gpu, &format!("{wanted} together do not fit this GPU, in any arrangement"));
     }
     let alone = |one: &&&Instance| {
         placed(gpu, kinds, &|other| other.holder().is_some() && other.span != one.span).is_some()
@@ -348,7 +309,11 @@ fn why_not(gpu: &Gpu, kinds: &[&Want], want: &[Want]) -> Obstacle {
         })
         .collect();
     let wanted = if want.is_empty() { "have no instance".to_owned() } else { format!("place {wanted}") };
-    Obstacle::InTheWay { index: gpu.index, wanted, held: named.join(", ") }
+    let why = format!(
+        "it is not possible to {wanted} around {}: end its use first, or give it a place in the layout",
+        named.join(", ")
+    );
+    Obstacle::of(gpu, &why)
 }
 
 /// As `2 × 1g.18gb, 3g.71gb at 4`.

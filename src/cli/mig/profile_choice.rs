@@ -4,14 +4,13 @@
 use super::layout_target::unknown;
 use super::plan::room_left;
 use super::{
-    Compute, Driver, DriverError, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, mark, plan,
+    Answer, Compute, Driver, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, mark, plan,
 };
 use sublet_core::config::Policy;
 use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{LeasedMigDevice, Ledger};
 use sublet_core::place::{Order, Site, Size};
-use sublet_core::share::MIB;
-use sublet_core::share::Percent;
+use sublet_core::share::{MIB, Percent};
 use sublet_core::text::safe;
 
 /// How many instances of one GPU a message names.
@@ -32,9 +31,10 @@ pub struct Choice {
     pub slices: u32,
 }
 
-/// Why no instance can be created, in one line.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NoChoice {
+/// Why no instance can be, or was, created, in one line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}")]
+pub(crate) struct NotMade {
     /// The reason.
     pub reason: String,
     /// Whether one may be possible once other containers have ended.
@@ -43,7 +43,7 @@ pub struct NoChoice {
 
 /// The instances that can be created for `order` on `gpus`, best first: the smallest sufficient profile, and of its
 /// places the one that leaves the most room for large profiles.
-pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice>, NoChoice> {
+pub(super) fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice>, NotMade> {
     let mut found = Vec::new();
     let (mut missing, mut full, mut capped) = (Vec::new(), Vec::new(), Vec::new());
     for (site, gpu) in order.sites.iter().filter_map(|site| Some((site, on_site(site, gpus)?))) {
@@ -60,7 +60,9 @@ pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice
                 Some((span, lost)) => {
                     let spread = if policy == Policy::Spread { gpu.instances.len() } else { 0 };
                     let rank = (size(profile), *slices, spread, lost, gpu.index);
-                    found.push((rank, choice(gpu, profile, *slices, span)));
+                    let name = device_name(profile, *slices);
+                    let (gpu, profile, slices) = (gpu.uuid.clone(), profile.id, *slices);
+                    found.push((rank, Choice { gpu, profile, name, span, slices }));
                 }
                 None => full.push(no_room(gpu, profile, *slices)),
             }
@@ -97,7 +99,7 @@ pub(crate) fn foresee(
     ledger: &Ledger,
     policy: Policy,
     before: &[Foreseen],
-) -> Result<Result<Foreseen, NoChoice>, DriverError> {
+) -> Answer<Result<Foreseen, NotMade>> {
     let mut gpus = seen(order, driver, ledger)?;
     for gpu in &mut gpus {
         let its = before.iter().filter(|one| one.choice.gpu == gpu.uuid);
@@ -105,15 +107,14 @@ pub(crate) fn foresee(
         gpu.instances.sort_by_key(|one| one.span);
     }
     let number = u32::try_from(before.len()).unwrap_or(u32::MAX);
-    let best = match choices(order, &gpus, policy) {
-        Ok(found) => found.into_iter().next(),
-        Err(none) => return Ok(Err(none)),
-    };
-    let foreseen = best.and_then(|choice| {
+    let foreseen = |best: Option<Choice>| {
+        let choice = best?;
         let gpu = gpus.iter().find(|gpu| gpu.uuid == choice.gpu)?;
         Foreseen::new(choice, gpu, number)
-    });
-    Ok(foreseen.ok_or_else(|| nothing(&[], &[], Vec::new())))
+    };
+    let none = || nothing(&[], &[], Vec::new());
+    let found = choices(order, &gpus, policy);
+    Ok(found.and_then(|found| foreseen(found.into_iter().next()).ok_or_else(none)))
 }
 
 impl Foreseen {
@@ -160,7 +161,7 @@ impl Foreseen {
 }
 
 /// The GPUs on which `order` may have an instance, with the users of their instances.
-pub(super) fn seen(order: &Order, driver: &mut dyn Driver, ledger: &Ledger) -> Result<Vec<Gpu>, DriverError> {
+pub(super) fn seen(order: &Order, driver: &mut dyn Driver, ledger: &Ledger) -> Answer<Vec<Gpu>> {
     let gpus = order.sites.iter().map(|site| {
         let mut gpu = driver.gpu(&site.gpu)?;
         mark(&mut gpu, ledger);
@@ -214,11 +215,6 @@ fn place(gpu: &Gpu, profile: &Profile, slices: u32) -> Option<(Span, Vec<u32>)> 
     Some((span, lost))
 }
 
-fn choice(gpu: &Gpu, profile: &Profile, slices: u32, span: Span) -> Choice {
-    let name = device_name(profile, slices);
-    Choice { gpu: gpu.uuid.clone(), profile: profile.id, name, span, slices }
-}
-
 fn never(order: &Order, site: &Site, gpu: &Gpu) -> String {
     let known = |name: &&String| {
         let of =
@@ -248,7 +244,7 @@ fn no_room(gpu: &Gpu, profile: &Profile, slices: u32) -> String {
 }
 
 /// The refusal if the user's policy limit does not allow this instance.
-fn over(site: &Site, gpu: &Gpu, profile: &Profile, slices: u32) -> Option<NoChoice> {
+fn over(site: &Site, gpu: &Gpu, profile: &Profile, slices: u32) -> Option<NotMade> {
     let most = site.most?;
     let (sms, memory) = (sms(gpu, profile, slices), profile.memory_mib.saturating_mul(MIB));
     let within = |size: Size| sms <= size.sms && memory <= size.memory_bytes;
@@ -264,7 +260,7 @@ fn over(site: &Site, gpu: &Gpu, profile: &Profile, slices: u32) -> Option<NoChoi
         "your policy limit ([[policy]]) leaves you {left} of {label}, and a {name} has {has}: ask for \
          less{or_wait}"
     );
-    (!within(most.now)).then_some(NoChoice { reason, temporary })
+    (!within(most.now)).then_some(NotMade { reason, temporary })
 }
 
 /// A lower bound of the compute instance's SMs: the driver reports the number only inside an existing GPU instance.
@@ -277,7 +273,7 @@ fn sms(gpu: &Gpu, profile: &Profile, slices: u32) -> u64 {
 }
 
 /// The refusal. If several profiles are too large for the policy limit, only the smallest is named.
-fn nothing(missing: &[String], full: &[String], capped: Vec<NoChoice>) -> NoChoice {
+fn nothing(missing: &[String], full: &[String], capped: Vec<NotMade>) -> NotMade {
     if let Some(least) = capped.into_iter().next().filter(|_| full.is_empty()) {
         return least;
     }
@@ -291,7 +287,7 @@ fn nothing(missing: &[String], full: &[String], capped: Vec<NoChoice>) -> NoChoi
     if lines.is_empty() {
         lines.push("MIG mode is off on every GPU that the request allows".to_owned());
     }
-    NoChoice { reason: lines.join("; "), temporary: !full.is_empty() }
+    NotMade { reason: lines.join("; "), temporary: !full.is_empty() }
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use nix::unistd::getppid;
 
+use super::Warnings;
 use sublet_core::admit::{self, Local};
 use sublet_core::broker::client::Broker;
 use sublet_core::broker::protocol::{Answer, Ask};
@@ -30,14 +31,16 @@ const LONG: Duration = Duration::from_secs(3600);
 
 /// Has somebody end the leases of `key`'s hooks with their containers, if the daemon, which this process has just
 /// started, is below another process than the first. Returns warnings, one line each.
-pub(super) fn see_off(key: &DaemonKey, store: &Store) -> Result<Vec<String>, MpsError> {
+pub(super) fn see_off(key: &DaemonKey, store: &Store) -> Warnings {
     let ledger = store.read()?;
     let adopter = daemon_of(key, &ledger).and_then(|daemon| daemon.parent());
     let Some(adopter) = adopter.filter(|pid| *pid != FIRST && !is_by_service(&ledger)) else {
         return Ok(Vec::new());
     };
     let mut warnings = Vec::new();
-    for lease in ledger.on_daemon(key).filter(|lease| is_of_hook(lease)) {
+    // A hook of its container took it: the container exists, and its runtime's record is not known.
+    let is_of_hook = |lease: &&Lease| lease.init.is_some() && lease.container.record.as_os_str().is_empty();
+    for lease in ledger.on_daemon(key).filter(is_of_hook) {
         let container = safe(&lease.container.name());
         let name = fs::read_to_string(format!("/proc/{adopter}/comm")).unwrap_or_default();
         let runtime = format!("{} (pid {adopter})", safe(name.trim_end()));
@@ -57,11 +60,6 @@ pub(super) fn see_off(key: &DaemonKey, store: &Store) -> Result<Vec<String>, Mps
     Ok(warnings)
 }
 
-/// Whether a hook of its container took it: the container exists, and its runtime's record is not known.
-fn is_of_hook(lease: &Lease) -> bool {
-    lease.init.is_some() && lease.container.record.as_os_str().is_empty()
-}
-
 fn daemon_of(key: &DaemonKey, ledger: &Ledger) -> Option<Process> {
     limits_and_state::daemon(ledger, key)?.process
 }
@@ -77,22 +75,17 @@ pub(crate) fn await_end(id: &LeaseId, store: &Store, config: &Config) -> Result<
     let Some(key) = ledger.lease(id).and_then(|lease| lease.daemon.clone()) else { return Ok(()) };
     let Some(daemon) = daemon_of(&key, &ledger) else { return Ok(()) };
     while daemon.is_alive() {
-        match admit::read(store) {
-            Ok(ledger) => match ledger.lease(id) {
-                Some(lease) if lease.has_processes() => {
-                    lease.await_change(LONG);
-                    // Cgroup v1 tells of no change.
-                    if lease.has_processes() {
-                        sleep(AGAIN);
-                    }
+        let ledger = admit::read(store).inspect_err(|error| tracing::warn!("{error}")).ok();
+        match ledger.as_ref().map(|ledger| (ledger.lease(id), ledger)) {
+            Some((Some(lease), _)) if lease.has_processes() => {
+                lease.await_change(LONG);
+                // Cgroup v1 tells of no change.
+                if lease.has_processes() {
+                    sleep(AGAIN);
                 }
-                None if is_needed(&key, &ledger, config) => return Ok(()),
-                _ => sleep(AGAIN),
-            },
-            Err(error) => {
-                tracing::warn!("{error}");
-                sleep(AGAIN);
             }
+            Some((None, ledger)) if is_needed(&key, ledger, config) => return Ok(()),
+            _ => sleep(AGAIN),
         }
         if let Err(error) = Local::new(config).update(|_| ()) {
             tracing::warn!("{error}");
@@ -120,11 +113,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Has the service start the daemon of `key`. `None`: this process has to, because there is no service, because it is a
 /// child of the service, or because systemd runs.
-pub(super) fn start(
-    key: &DaemonKey,
-    ledger: &Ledger,
-    config: &Config,
-) -> Option<Result<Vec<String>, MpsError>> {
+pub(super) fn start(key: &DaemonKey, ledger: &Ledger, config: &Config) -> Option<Warnings> {
     ledger.keeper.filter(Process::is_alive)?;
     if sd_notify::booted().unwrap_or(false) || is_by_service(ledger) {
         return None;
@@ -135,9 +124,8 @@ pub(super) fn start(
         Ok(Answer::Started(warnings)) => Some(Ok(warnings)),
         Ok(Answer::NotStarted(why)) => Some(Err(MpsError::Own(SubletError(why)))),
         // It hangs, is ending, or of a version that does not start daemons for others.
-        Ok(_) => None,
-        Err(error) => {
-            tracing::debug!("{error}");
+        other => {
+            let _ = other.inspect_err(|error| tracing::debug!("{error}"));
             None
         }
     }

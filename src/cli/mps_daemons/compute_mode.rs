@@ -1,17 +1,18 @@
 //! Compute mode `EXCLUSIVE_PROCESS` under a shared server, so that no process runs outside it: recorded, set and
 //! restored. Also finds processes that run outside the server.
 
-use crate::probe;
 use std::fs;
+use std::path::Path;
 
 use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlMode;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device as NvmlDevice, Nvml};
 
+use super::Daemon;
+use crate::probe;
 use sublet_core::config::{Config, ExclusiveComputeMode};
-use sublet_core::inventory::{ComputeMode, Inventory};
-use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{ChangedComputeMode, Lease, Ledger, Store};
+use sublet_core::inventory::{self, ComputeMode};
+use sublet_core::ledger::{ChangedComputeMode, DaemonKey, Lease, Ledger, Store};
 use sublet_core::mps::{MpsError, limits_and_state};
 use sublet_core::process::Process;
 use sublet_core::text::safe;
@@ -29,24 +30,20 @@ pub(super) struct Entered {
 
 /// Sets `EXCLUSIVE_PROCESS` for a shared server of a whole GPU as `[mps] exclusive_compute_mode` says.
 ///
-/// `inventory` says whether it is a whole GPU. The lease for which the server starts was placed by an up-to-date one, and
-/// meanwhile instances of other GPUs may have changed: it need not be up to date any more.
-///
 /// # Errors
 /// The policy is `always` and the mode cannot be set, or the GPU's mode allows no contexts at all.
-pub(super) fn enter(
-    key: &DaemonKey,
-    store: &Store,
-    inventory: &Inventory,
-    config: &Config,
-) -> Result<Entered, MpsError> {
+pub(super) fn enter(daemon: Daemon<'_>) -> Result<Entered, MpsError> {
+    let Daemon { key, store, config } = daemon;
     let policy = config.mps.exclusive_compute_mode;
+    // It says whether this is a whole GPU. The lease for which the server starts was placed by an up-to-date one, and
+    // meanwhile instances of other GPUs may have changed: it need not be up to date any more.
+    let inventory = inventory::last(config)?;
     // Dedicated servers would exclude each other in this mode, and MIG devices have no compute mode of their own.
     let whole = inventory.device(&key.0).is_some_and(|device| !device.is_mig() && !device.mig_enabled);
     if policy == ExclusiveComputeMode::Never || !whole {
         return Ok(Entered::default());
     }
-    match try_enter(key, policy, store, config) {
+    match try_enter(daemon) {
         Err(Attempt::Refused(_))
             if limits_and_state::daemon(&store.read()?, key).is_some_and(limits_and_state::is_alive) =>
         {
@@ -77,6 +74,12 @@ impl From<MpsError> for Attempt {
     }
 }
 
+impl From<String> for Attempt {
+    fn from(why: String) -> Self {
+        Self::Unable(why)
+    }
+}
+
 fn left_alone(device: &str, why: &str) -> String {
     format!(
         "the compute mode of {device} was not changed ({why}), so a container that leaves MPS is not \
@@ -84,27 +87,19 @@ fn left_alone(device: &str, why: &str) -> String {
     )
 }
 
-fn try_enter(
-    key: &DaemonKey,
-    policy: ExclusiveComputeMode,
-    store: &Store,
-    config: &Config,
-) -> Result<bool, Attempt> {
-    let unable = |error: String| Attempt::Unable(error);
-    let nvml = open(config).map_err(unable)?;
-    let mut device =
-        probe::device_by_uuid(&nvml, key.0.as_str()).map_err(|error| unable(error.to_string()))?;
-    let found = mode(&device).map_err(unable)?;
+fn try_enter(Daemon { key, store, config }: Daemon<'_>) -> Result<bool, Attempt> {
+    let policy = config.mps.exclusive_compute_mode;
+    let nvml = open(config)?;
+    let mut device = probe::device_by_uuid(&nvml, &key.0).map_err(|error| error.to_string())?;
+    let found = mode(&device)?;
     if found == ComputeMode::ExclusiveProcess {
         return Ok(false);
     }
-    let ledger = store.read().map_err(MpsError::from)?;
-    let strangers = strangers(&device, key, &ledger).map_err(unable)?;
+    let strangers = strangers(&device, key, &store.read().map_err(MpsError::from)?)?;
     let display = probe::unless_unsupported(device.is_display_active());
-    let display = display.map_err(|error| unable(format!("whether it drives a display: {error}")))?;
-    let display = display.unwrap_or(false);
-    if let Some(why) = obstacle(policy, found, display, &strangers) {
-        return Err(Attempt::Unable(why));
+    let display = display.map_err(|error| format!("whether it drives a display: {error}"))?;
+    if let Some(why) = obstacle(policy, found, display.unwrap_or(false), &strangers) {
+        return Err(why.into());
     }
     limits_and_state::change(store, |ledger| {
         // An older record holds the original mode: sublet itself set the current one.
@@ -143,14 +138,14 @@ fn obstacle(
 ///
 /// # Errors
 /// NVML cannot be used. The record stays then, and the next command tries again.
-pub(super) fn restore(device: &str, store: &Store, config: &Config) -> Result<(), MpsError> {
+pub(super) fn restore(Daemon { key, store, config }: Daemon<'_>) -> Result<(), MpsError> {
     let ledger = store.read()?;
-    let Some(changed) = ledger.compute_modes.iter().find(|changed| changed.device == device) else {
+    let Some(changed) = ledger.compute_modes.iter().find(|changed| changed.device == key.0) else {
         return Ok(());
     };
-    let failed = |why: String| MpsError::ComputeMode { device: device.to_owned(), why };
+    let failed = |why: String| MpsError::ComputeMode { device: key.0.clone(), why };
     let nvml = open(config).map_err(failed)?;
-    match probe::device_by_uuid(&nvml, device) {
+    match probe::device_by_uuid(&nvml, &key.0) {
         // The GPU is gone, and its mode with it.
         Err(NvmlError::NotFound) => {}
         Err(error) => return Err(failed(error.to_string())),
@@ -161,7 +156,7 @@ pub(super) fn restore(device: &str, store: &Store, config: &Config) -> Result<()
             }
         }
     }
-    forget(device, store)
+    forget(&key.0, store)
 }
 
 fn forget(device: &str, store: &Store) -> Result<(), MpsError> {
@@ -219,22 +214,19 @@ pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &C
 /// own daemon does not count. A process that cannot be examined does.
 fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Result<Vec<String>, String> {
     let running = probe::compute_processes(device).map_err(|error| format!("who is on it: {error}"))?;
-    let alive = limits_and_state::daemon(ledger, key).filter(|daemon| limits_and_state::is_alive(daemon));
-    let pid_of_daemon = alive.and_then(|daemon| daemon.process).map(|daemon| daemon.pid);
+    let daemon = limits_and_state::daemon(ledger, key).and_then(|daemon| daemon.process);
+    let pid_of_daemon = daemon.filter(Process::is_alive).map(|daemon| daemon.pid);
+    let parent = |pid: u32| Process::find(i32::try_from(pid).ok()?)?.parent();
     let is_server = |pid: u32| pid_of_daemon.is_some() && parent(pid) == pid_of_daemon;
     let stranger = |pid: &u32| !is_server(*pid) && owner(*pid, ledger).is_none();
-    let mut names: Vec<String> =
-        running.iter().map(|process| process.pid).filter(stranger).map(described).collect();
+    let pids = running.iter().map(|process| process.pid);
+    let mut names: Vec<String> = pids.filter(stranger).map(described).collect();
     if names.len() > 4 {
         let more = names.len() - 3;
         names.truncate(3);
         names.push(format!("{more} more"));
     }
     Ok(names)
-}
-
-fn parent(pid: u32) -> Option<i32> {
-    Process::find(i32::try_from(pid).ok()?)?.parent()
 }
 
 fn described(pid: u32) -> String {
@@ -248,20 +240,12 @@ fn owner(pid: u32, ledger: &Ledger) -> Option<&Lease> {
 }
 
 fn open(config: &Config) -> Result<Nvml, String> {
-    let mut builder = Nvml::builder();
-    if let Some(library) = &config.driver.nvml {
-        builder.lib_path(library.as_os_str());
-    }
-    builder.init().map_err(|error| format!("NVML: {error}"))
+    let library = config.driver.nvml.as_deref().unwrap_or(Path::new("libnvidia-ml.so.1"));
+    probe::open(library).map_err(|error| format!("NVML: {error}"))
 }
 
 fn mode(device: &NvmlDevice<'_>) -> Result<ComputeMode, String> {
-    match device.compute_mode().map_err(|error| error.to_string())? {
-        NvmlMode::ExclusiveProcess => Ok(ComputeMode::ExclusiveProcess),
-        NvmlMode::Prohibited => Ok(ComputeMode::Prohibited),
-        // EXCLUSIVE_THREAD left the driver long before 535.
-        NvmlMode::Default | NvmlMode::ExclusiveThread => Ok(ComputeMode::Default),
-    }
+    device.compute_mode().map(probe::compute_mode).map_err(|error| error.to_string())
 }
 
 const fn to_nvml(mode: ComputeMode) -> NvmlMode {

@@ -1,7 +1,5 @@
 //! `sublet mps list` and `logs`: the current state of the daemons.
 
-use std::time::Duration;
-
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -9,6 +7,7 @@ use sublet_core::config::Config;
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use sublet_core::mps::control::{AskError, Control, listens};
+use sublet_core::mps::limits_and_state::is_alive;
 use sublet_core::mps::{MpsError, dirs, idle};
 use sublet_core::process::uptime_seconds;
 
@@ -46,7 +45,15 @@ pub fn list(store: &Store, config: &Config) -> Result<Vec<Listed>, MpsError> {
     let elsewhere = store.is_of_here().is_err();
     let look = |daemon: &MpsDaemon| {
         let recorded = shown(daemon, &ledger, config);
-        if elsewhere { recorded } else { listed(daemon, recorded, config) }
+        if elsewhere {
+            return recorded;
+        }
+        let alive = is_alive(daemon);
+        let (state, clients) = match daemon.state {
+            DaemonState::Serving | DaemonState::Fault => seen(daemon, alive, config),
+            other => (other, None),
+        };
+        Listed { pid: recorded.pid.filter(|_| alive), state, clients, ..recorded }
     };
     Ok(ledger.daemons.iter().map(look).collect())
 }
@@ -55,28 +62,20 @@ pub fn list(store: &Store, config: &Config) -> Result<Vec<Listed>, MpsError> {
 /// child process, too much for who looks again and again.
 pub(crate) fn list_unasked(ledger: &Ledger, config: &Config) -> Vec<Listed> {
     let look = |daemon: &MpsDaemon| {
-        let alive = daemon.process.is_some_and(|daemon| daemon.is_alive());
         let recorded = shown(daemon, ledger, config);
         match recorded.state {
-            DaemonState::Serving if !alive => Listed { pid: None, state: DaemonState::Down, ..recorded },
+            DaemonState::Serving if !is_alive(daemon) => {
+                Listed { pid: None, state: DaemonState::Down, ..recorded }
+            }
             _ => recorded,
         }
     };
     ledger.daemons.iter().map(look).collect()
 }
 
-/// `recorded`, corrected by what the daemon itself shows now.
-fn listed(daemon: &MpsDaemon, recorded: Listed, config: &Config) -> Listed {
-    let alive = daemon.process.is_some_and(|daemon| daemon.is_alive());
-    let (state, clients) = match daemon.state {
-        DaemonState::Serving | DaemonState::Fault => seen(daemon, alive, config),
-        other => (other, None),
-    };
-    Listed { pid: recorded.pid.filter(|_| alive), state, clients, ..recorded }
-}
-
 /// The daemon as the ledger has it.
 fn shown(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Listed {
+    let left = idle::left(daemon, ledger, config);
     Listed {
         devices: daemon.devices.clone(),
         lease: LeaseId::parse(&daemon.key.0),
@@ -87,13 +86,8 @@ fn shown(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Listed {
         ceiling_percent: daemon.default_limits.sm.as_f64(),
         ceiling_memory_bytes: daemon.default_limits.memory.bytes(),
         idle_seconds: daemon.idle_since.map(|since| uptime_seconds().saturating_sub(since)),
-        ends_in_seconds: daemon.idle_since.and_then(|_| ends_in(daemon, ledger, config)),
+        ends_in_seconds: (!left.is_zero()).then_some(left.as_secs()),
     }
-}
-
-fn ends_in(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Option<u64> {
-    let left = idle::left(daemon, ledger, config);
-    (left > Duration::ZERO).then_some(left.as_secs())
 }
 
 fn seen(daemon: &MpsDaemon, alive: bool, config: &Config) -> (DaemonState, Option<usize>) {
@@ -131,14 +125,11 @@ pub fn logs(key: &DaemonKey, config: &Config) -> Result<Vec<(String, String)>, M
     dirs::cap_logs(key, &config.state_dir);
     let names = [dirs::OUTPUT, "control.log.old", "control.log", "server.log.old", "server.log"];
     let texts = names.map(|name| (name.to_owned(), dirs::log_tail(key, &config.state_dir, name, 1 << 20)));
+    let texts = texts.into_iter().filter(|(_, text)| !text.is_empty());
     let readable = |text: String| {
         text.lines()
             .map(|line| line.chars().filter(|c| !c.is_control() || *c == '\t').collect::<String>() + "\n")
             .collect()
     };
-    Ok(texts
-        .into_iter()
-        .filter(|(_, text)| !text.is_empty())
-        .map(|(name, text)| (name, readable(text)))
-        .collect())
+    Ok(texts.map(|(name, text)| (name, readable(text))).collect())
 }

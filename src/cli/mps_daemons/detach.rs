@@ -10,14 +10,9 @@ use std::path::{Path, PathBuf};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::stat::{Mode, umask};
-use nix::unistd::{chdir, getpgrp, getpid, setsid};
+use nix::unistd::{chdir, setsid};
 
 use super::service_defaults::{Kept, become_service};
-
-/// Whether setsid(2) would fail: a shell makes each of its jobs the leader of a process group.
-pub(super) fn is_group_leader() -> bool {
-    getpgrp() == getpid()
-}
 
 /// The state of this process after it has detached from its caller.
 pub(super) struct Left {
@@ -89,14 +84,11 @@ pub(super) fn leave_cgroups() -> Vec<String> {
 /// `cgroup.procs` at the root of each hierarchy in which this process is below the root.
 fn foreign_hierarchies(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     let entries = cgroup.lines().filter_map(|line| {
-        let mut fields = line.splitn(3, ':');
-        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-        (path != "/").then_some(controllers)
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        let directory = mounted_at(controllers, mountinfo).filter(|_| path != "/")?;
+        Some(directory.join("cgroup.procs"))
     });
-    entries
-        .filter_map(|controllers| mounted_at(controllers, mountinfo))
-        .map(|dir| dir.join("cgroup.procs"))
-        .collect()
+    entries.collect()
 }
 
 /// Where the hierarchy with these controllers (none: cgroup v2) is mounted: proc(5) on mountinfo.

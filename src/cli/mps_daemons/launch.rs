@@ -12,6 +12,7 @@ use nix::unistd::{Pid, geteuid};
 
 use super::detach::{self, Left};
 use super::logs::Logs;
+use super::{Daemon, Warnings};
 use sublet_core::ledger::DaemonKey;
 use sublet_core::mps::control::Control;
 use sublet_core::mps::{MpsError, dirs};
@@ -27,20 +28,19 @@ const QUIT_LIMIT: Duration = Duration::from_secs(5);
 
 /// The parameters of a daemon's start.
 pub(super) struct Launch<'a> {
-    pub key: &'a DaemonKey,
+    pub daemon: Daemon<'a>,
     /// The devices in the order in which its clients count them.
     pub devices: &'a [String],
-    pub state_dir: &'a Path,
     pub control: &'a Control,
     /// The logs from this start on.
-    pub logs: &'a Logs<'a>,
+    pub logs: Logs<'a>,
     /// In the host's mount namespace systemd sees the same state directory.
     pub left: &'a Left,
 }
 
 impl Launch<'_> {
     /// Starts the daemon: as a systemd unit if systemd runs, otherwise as a detached process. Returns warnings.
-    pub fn start(&self) -> Result<Vec<String>, MpsError> {
+    pub fn start(&self) -> Warnings {
         let may_start_unit =
             self.left.host_mounts && geteuid().is_root() && sd_notify::booted().unwrap_or(false);
         if may_start_unit && self.start_unit() {
@@ -52,24 +52,25 @@ impl Launch<'_> {
         }
         let mut warnings = kept.warnings.clone();
         warnings.extend(detach::leave_cgroups());
-        let mut daemon = Command::new(self.control.program());
+        let (program, Daemon { key, config, .. }) = (self.control.program(), self.daemon);
+        let mut daemon = Command::new(program);
         daemon.arg("-d").args(multiuser()).env_clear().envs(self.environment()).current_dir("/");
-        let output = || dirs::output(self.key, self.state_dir).map_or_else(Stdio::null, Stdio::from);
+        let output = || dirs::output(key, &config.state_dir).map_or_else(Stdio::null, Stdio::from);
         daemon.stdout(output()).stderr(output());
+        let failed = |why: &str| self.not_up(LAUNCH_LIMIT, format!("{}: {why}", program.display()));
         match child::run_with_own_output(&mut daemon, LAUNCH_LIMIT) {
             Ok(status) if status.success() => Ok(warnings),
-            Ok(status) => Err(self.failed(&status.to_string())),
-            Err(ChildError::Timeout) => Err(self.failed("nvidia-cuda-mps-control -d did not end")),
+            Ok(status) => Err(failed(&status.to_string())),
+            Err(ChildError::Timeout) => Err(failed("nvidia-cuda-mps-control -d did not end")),
             Err(ChildError::Io(source)) => {
-                let attempt = format!("cannot run {}", self.control.program().display());
-                Err(MpsError::Io { attempt, source })
+                Err(MpsError::Io { attempt: format!("cannot run {}", program.display()), source })
             }
         }
     }
 
     /// Starts a transient unit in the foreground, which systemd ends only at shutdown.
     fn start_unit(&self) -> bool {
-        let unit = format!("sublet-mps-{}.service", self.key);
+        let unit = format!("sublet-mps-{}.service", self.daemon.key);
         let mut stop = Command::new("systemctl");
         stop.args(["--quiet", "stop", &unit]);
         let _ = child::run_without_output(stop.env_clear().env("PATH", PATH), LAUNCH_LIMIT);
@@ -87,24 +88,24 @@ impl Launch<'_> {
     }
 
     fn environment(&self) -> [(&'static str, String); 4] {
+        let log = dirs::log(self.daemon.key, &self.daemon.config.state_dir);
         [
             ("PATH", self.control.path()),
-            ("CUDA_MPS_PIPE_DIRECTORY", dirs::pipe(self.key, self.state_dir).display().to_string()),
-            ("CUDA_MPS_LOG_DIRECTORY", dirs::log(self.key, self.state_dir).display().to_string()),
+            ("CUDA_MPS_PIPE_DIRECTORY", self.daemon.pipe().display().to_string()),
+            ("CUDA_MPS_LOG_DIRECTORY", log.display().to_string()),
             ("CUDA_VISIBLE_DEVICES", self.devices.join(",")),
         ]
     }
 
-    fn failed(&self, why: &str) -> MpsError {
-        let why = format!("{}: {why}", self.control.program().display());
-        not_up(self.devices, LAUNCH_LIMIT, &why, self.logs)
+    /// See [`MpsError::NotUp`].
+    pub fn not_up(&self, limit: Duration, why: String) -> MpsError {
+        MpsError::NotUp {
+            device: self.devices.join(", "),
+            seconds: limit.as_secs(),
+            why,
+            log: self.logs.ends(),
+        }
     }
-}
-
-/// See [`MpsError::NotUp`].
-pub(super) fn not_up(devices: &[String], limit: Duration, why: &str, logs: &Logs<'_>) -> MpsError {
-    let (device, why) = (devices.join(", "), why.to_owned());
-    MpsError::NotUp { device, seconds: limit.as_secs(), why, log: logs.ends() }
 }
 
 /// `-M` serves clients of all uids at once and needs root. Without it clients of different uids wait for each other.

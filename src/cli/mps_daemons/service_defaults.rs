@@ -16,6 +16,7 @@ use std::{fs, io};
 
 use nix::libc::{RLIM_INFINITY, rlim_t};
 use nix::sched::{CpuSet, sched_setaffinity};
+use nix::sys::personality::{self, Persona};
 use nix::sys::prctl::set_timerslack;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::SigSet;
@@ -62,7 +63,8 @@ pub(super) fn become_service() -> Kept {
         ("memory policy", calls::any_memory()),
         ("I/O priority", calls::no_io_priority()),
         ("timer slack", set_timerslack(TIMER_SLACK).map_err(Into::into)),
-        ("personality", calls::plain_personality()),
+        // `PER_LINUX` without flags: addresses are random again (setarch(8)). It takes effect at the next exec.
+        ("personality", personality::set(Persona::empty()).map(drop).map_err(Into::into)),
         ("session keyring", calls::own_keyring()),
         ("oom_score_adj", fs::write("/proc/self/oom_score_adj", "0")),
         ("ignored signals", calls::heed_signals()),

@@ -32,12 +32,6 @@ pub(super) fn no_io_priority() -> io::Result<()> {
     done(unsafe { libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, 0) })
 }
 
-/// `PER_LINUX` without flags: addresses are random again (setarch(8)). It takes effect at the next exec.
-pub(super) fn plain_personality() -> io::Result<()> {
-    // SAFETY: only a number is passed; existing mappings stay as they are.
-    done(unsafe { libc::personality(0) }.into())
-}
-
 /// A new session keyring: `KEYCTL_JOIN_SESSION_KEYRING` without a name.
 pub(super) fn own_keyring() -> io::Result<()> {
     const KEYCTL_JOIN_SESSION_KEYRING: c_int = 1;

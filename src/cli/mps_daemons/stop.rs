@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{compute_mode, launch};
+use super::{Daemon, Warnings, compute_mode, launch};
 use sublet_core::config::Config;
 use sublet_core::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use sublet_core::inventory;
@@ -25,59 +25,94 @@ pub(super) const LOCK_LIMIT: Duration = Duration::from_millis(1500);
 ///
 /// # Errors
 /// A lease still needs it (without `force`), or it does not end.
-pub fn stop(key: &DaemonKey, force: bool, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
+pub fn stop(key: &DaemonKey, force: bool, store: &Store, config: &Config) -> Warnings {
     dirs::check_key(key)?;
     if !is_known(key, store, config)? {
         return Ok(Vec::new());
     }
     let held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
-    stop_held(&held, key, force, store, config)
+    Daemon { key, store, config }.stop(&held, force)
 }
 
-/// [`stop`] for a caller that holds the daemon's lock.
-pub(super) fn stop_held(
-    _held: &DaemonLock,
-    key: &DaemonKey,
-    force: bool,
-    store: &Store,
-    config: &Config,
-) -> Result<Vec<String>, MpsError> {
-    let StopClaim { before: daemon, leases, unexplained } = claim(key, force, store)?;
-    let process = daemon.as_ref().and_then(|daemon| daemon.process);
-    let answers = daemon.as_ref().is_some_and(|daemon| daemon.state != DaemonState::Fault);
-    let control = Control::new(key, config).ok().filter(|_| answers);
-    if daemon.is_some() && unexplained && !force {
-        // One whose directory is gone cannot be asked.
-        let clients = control.as_ref().and_then(|control| control.count_clients().ok());
-        if clients != Some(0) || is_mounted(key, &config.state_dir) {
-            // If it ended, new processes of those containers would run without any limit.
-            limits_and_state::note(store, key, |daemon| daemon.state = DaemonState::Serving)?;
+/// Restores the compute mode under the daemon of `key`, which serves no lease. Returns warnings, one line each.
+///
+/// # Errors
+/// The mode cannot be restored, and the daemon does not end.
+pub fn rest(key: &DaemonKey, store: &Store, config: &Config) -> Warnings {
+    dirs::check_key(key)?;
+    if limits_and_state::daemon(&store.read()?, key).is_none() {
+        return Ok(Vec::new());
+    }
+    let held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
+    Daemon { key, store, config }.rest(&held)
+}
+
+impl Daemon<'_> {
+    /// [`stop`] for a caller that holds the daemon's lock.
+    pub fn stop(self, _held: &DaemonLock, force: bool) -> Warnings {
+        let Daemon { key, store, config } = self;
+        // Under the ledger's lock: no lease is left (unless forced), and the daemon is recorded as stopping.
+        let StopClaim { before, leases, unexplained } = limits_and_state::change(store, |ledger| {
+            ledger.claim_stop(key, force).map_err(|leases| MpsError::InUse { key: key.to_string(), leases })
+        })?;
+        let answers = before.as_ref().is_some_and(|daemon| daemon.state != DaemonState::Fault);
+        let control = Control::new(key, config).ok().filter(|_| answers);
+        if before.is_some() && unexplained && !force {
+            // One whose directory is gone cannot be asked.
+            let clients = control.as_ref().and_then(|control| control.count_clients().ok());
+            if clients != Some(0) || is_mounted(key, &config.state_dir) {
+                // If it ended, new processes of those containers would run without any limit.
+                limits_and_state::note(store, key, |daemon| daemon.state = DaemonState::Serving)?;
+                return Ok(vec![format!(
+                    "the ledger was lost, and MPS daemon {key} has, or may have, clients or containers without \
+                     a lease: its device takes no new lease until they have ended (`sublet mps stop {key} \
+                     --force` ends them)"
+                )]);
+            }
+        }
+        let process = before.and_then(|daemon| daemon.process);
+        if let Err(error) = launch::end(key, &config.state_dir, process, control.as_ref()) {
+            limits_and_state::note(store, key, |daemon| daemon.state = DaemonState::Fault)?;
+            return Err(error);
+        }
+        if leases > 0 {
+            // Its containers still have the directory mounted, and the compute mode keeps them from running without MPS.
+            dirs::clear_pipe(key, &config.state_dir)?;
+            self.note_down()?;
             return Ok(vec![format!(
-                "the ledger was lost, and MPS daemon {key} has, or may have, clients or containers without \
-                 a lease: its device takes no new lease until they have ended (`sublet mps stop {key} \
-                 --force` ends them)"
+                "{leases} lease(s) lost their MPS daemon {key}: the next sublet command starts it"
             )]);
         }
-    }
-    if let Err(error) = launch::end(key, &config.state_dir, process, control.as_ref()) {
-        limits_and_state::note(store, key, |daemon| daemon.state = DaemonState::Fault)?;
-        return Err(error);
-    }
-    if leases > 0 {
-        // Its containers still have the directory mounted, and the compute mode keeps them from running without MPS.
-        dirs::clear_pipe(key, &config.state_dir)?;
-        limits_and_state::note(store, key, |daemon| {
-            daemon.state = DaemonState::Down;
-            daemon.process = None;
+        let warnings = compute_mode::restore(self).err().map(|error| error.to_string());
+        // A lease taken during the stop waits for the lock and starts the daemon again.
+        limits_and_state::change(store, |ledger| {
+            ledger.forget_daemon(key);
+            Ok(())
         })?;
-        return Ok(vec![format!(
-            "{leases} lease(s) lost their MPS daemon {key}: the next sublet command starts it"
-        )]);
+        dirs::clear(key, &config.state_dir)?;
+        Ok(warnings.into_iter().collect())
     }
-    let warnings = compute_mode::restore(&key.0, store, config).err().map(|error| error.to_string());
-    forget(key, store)?;
-    dirs::clear(key, &config.state_dir)?;
-    Ok(warnings.into_iter().collect())
+
+    /// [`rest`] for a caller that holds the daemon's lock.
+    pub fn rest(self, held: &DaemonLock) -> Warnings {
+        let unused = limits_and_state::change(self.store, |ledger| {
+            let unused = ledger.on_daemon(self.key).next().is_none();
+            let daemon = ledger.daemons.iter_mut().find(|daemon| daemon.key == *self.key);
+            // A lease taken from now on waits for this lock and sets the mode again.
+            Ok(daemon.filter(|_| unused).map(|daemon| daemon.mode_left = true).is_some())
+        })?;
+        if !unused {
+            return Ok(Vec::new());
+        }
+        match compute_mode::restore(self) {
+            Ok(()) => Ok(Vec::new()),
+            // The server may have prevented the change, so the daemon is stopped.
+            Err(error) => {
+                tracing::warn!("{error}");
+                self.stop(held, false)
+            }
+        }
+    }
 }
 
 /// Whether a process has the directory of `key` mounted where containers have theirs, also if it does not compute now. If
@@ -113,58 +148,4 @@ fn is_known(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, Mps
     Ok(mode
         || limits_and_state::daemon(&ledger, key).is_some()
         || key.dir(&config.state_dir).try_exists().unwrap_or(true))
-}
-
-/// Under the ledger's lock: checks that no lease is left (unless forced), and records the daemon as stopping.
-fn claim(key: &DaemonKey, force: bool, store: &Store) -> Result<StopClaim, MpsError> {
-    limits_and_state::change(store, |ledger| {
-        ledger.claim_stop(key, force).map_err(|leases| MpsError::InUse { key: key.to_string(), leases })
-    })
-}
-
-/// Removes the record. A lease taken during the stop waits for the lock and starts the daemon again.
-fn forget(key: &DaemonKey, store: &Store) -> Result<(), MpsError> {
-    limits_and_state::change(store, |ledger| {
-        ledger.forget_daemon(key);
-        Ok(())
-    })
-}
-
-/// Restores the compute mode under the daemon of `key`, which serves no lease. Returns warnings, one line each.
-///
-/// # Errors
-/// The mode cannot be restored, and the daemon does not end.
-pub fn rest(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
-    dirs::check_key(key)?;
-    if limits_and_state::daemon(&store.read()?, key).is_none() {
-        return Ok(Vec::new());
-    }
-    let held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
-    rest_held(&held, key, store, config)
-}
-
-/// [`rest`] for a caller that holds the daemon's lock.
-pub(super) fn rest_held(
-    held: &DaemonLock,
-    key: &DaemonKey,
-    store: &Store,
-    config: &Config,
-) -> Result<Vec<String>, MpsError> {
-    let unused = limits_and_state::change(store, |ledger| {
-        let unused = ledger.on_daemon(key).next().is_none();
-        let daemon = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key);
-        // A lease taken from now on waits for this lock and sets the mode again.
-        Ok(daemon.filter(|_| unused).map(|daemon| daemon.mode_left = true).is_some())
-    })?;
-    if !unused {
-        return Ok(Vec::new());
-    }
-    match compute_mode::restore(&key.0, store, config) {
-        Ok(()) => Ok(Vec::new()),
-        // The server may have prevented the change, so the daemon is stopped.
-        Err(error) => {
-            tracing::warn!("{error}");
-            stop_held(held, key, false, store, config)
-        }
-    }
 }

@@ -9,7 +9,7 @@ use nvml_wrapper::error::NvmlError;
 use sublet_core::text::safe;
 
 use super::cache::Seen;
-use super::{ComputeMode, Device, Inventory, LeftOut, Unknown, Virtualization, under};
+use super::{Device, Inventory, LeftOut, under};
 
 /// Why a GPU that NVML counts is not served.
 pub(super) struct Silent {
@@ -89,26 +89,20 @@ impl LeftOutGpus<'_> {
 
     fn left_out(&self, bus_id: &str, silent: Option<(u32, Silent)>) -> LeftOut {
         let index = silent.as_ref().map(|(index, _)| *index);
-        let (lost, why) = match silent {
-            Some((_, silent)) if self.is_there(bus_id) => (silent.lost, silent.why),
-            None if self.is_there(bus_id) => {
-                (false, "NVML does not count it; see `dmesg | grep -i nvrm`".to_owned())
+        let (lost, why) = match silent.map(|(_, silent)| silent) {
+            _ if !self.is_there(bus_id) => {
+                let why = "it fell off the bus; see `dmesg | grep -i xid`; a power cycle may bring it back";
+                (true, why.to_owned())
             }
-            _ => (
-                true,
-                "it fell off the bus; see `dmesg | grep -i xid`; a power cycle may bring it back".to_owned(),
-            ),
+            Some(silent) => (silent.lost, silent.why),
+            None => (false, "NVML does not count it; see `dmesg | grep -i nvrm`".to_owned()),
         };
         let gpu = self.gpu(bus_id, index);
-        LeftOut { mig: self.mig_devices_of(&gpu), gpu, lost, why }
-    }
-
-    fn mig_devices_of(&self, gpu: &Device) -> Vec<Device> {
         let before = self.before.into_iter();
-        let known = before.flat_map(|before| {
-            before.devices.iter().chain(before.left_out.iter().flat_map(|gone| &gone.mig))
-        });
-        known.filter(|device| device.is_mig() && device.gpu() == gpu.uuid).cloned().collect()
+        let devices =
+            before.flat_map(|it| it.devices.iter().chain(it.left_out.iter().flat_map(|gone| &gone.mig)));
+        let mig = devices.filter(|device| device.is_mig() && device.gpu() == gpu.uuid).cloned().collect();
+        LeftOut { mig, gpu, lost, why }
     }
 
     fn information(&self, bus_id: &str) -> String {
@@ -131,20 +125,7 @@ impl LeftOutGpus<'_> {
             minor: minor.unwrap_or(index),
             bus_id: bus_id.to_owned(),
             name: value("Model:").unwrap_or_else(|| "NVIDIA GPU".to_owned()),
-            compute_capability: (0, 0),
-            sm_count: None,
-            memory_bytes: 0,
-            memory_free_bytes: 0,
-            memory_of_host: false,
-            unknown: Unknown::new(),
-            mig_enabled: false,
-            compute_mode: ComputeMode::Default,
-            display_active: false,
-            virtualization: Virtualization::None,
-            dri_nodes: Vec::new(),
-            nodes: Vec::new(),
-            processes: Vec::new(),
-            mig_device: None,
+            ..Device::default()
         }
     }
 }

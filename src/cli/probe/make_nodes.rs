@@ -43,14 +43,11 @@ pub(crate) fn make_nodes(root: &Path) -> Vec<String> {
         return Vec::new();
     }
     let missing = |node: &Node| matches!(check_node(root, node), Err(NodeError::Missing { .. }));
-    let made = wanted(root)
-        .into_iter()
-        .filter(missing)
-        .map(|node| make(root, &node, &params).map_err(|error| (node, error)));
-    let failed = made.filter_map(Result::err);
-    failed
-        .map(|(node, error)| format!("cannot create device node {}: {error}", node.path.display()))
-        .collect()
+    let failed = |node: Node| {
+        let error = make(root, &node, &params).err()?;
+        Some(format!("cannot create device node {}: {error}", node.path.display()))
+    };
+    wanted(root).into_iter().filter(missing).filter_map(failed).collect()
 }
 
 /// Creates a node with the owner and mode of the module's parameters.
@@ -92,8 +89,11 @@ pub(crate) fn link_nodes(root: &Path, inventory: &Inventory) -> Vec<String> {
     let mut nodes = wanted(root);
     nodes.extend(inventory.devices.iter().flat_map(|device| device.nodes.iter().cloned()));
     nodes.retain(|node| check_node(root, node).is_ok());
-    let failed = nodes.iter().filter_map(|node| link(root, node).err().map(|error| (node, error)));
-    failed.map(|(node, error)| format!("cannot link {} in /dev/char: {error}", node.path.display())).collect()
+    let failed = |node: &Node| {
+        let error = link(root, node).err()?;
+        Some(format!("cannot link {} in /dev/char: {error}", node.path.display()))
+    };
+    nodes.iter().filter_map(failed).collect()
 }
 
 fn link(root: &Path, node: &Node) -> io::Result<()> {

@@ -6,7 +6,6 @@ mod driver_files;
 mod inventory;
 mod left_out;
 mod make_nodes;
-mod mig_ids;
 mod nvml;
 mod nvml_processes;
 
@@ -23,6 +22,7 @@ pub(crate) use contexts::describe;
 pub use inventory::{ProbeError, probe};
 pub(crate) use inventory::{connect, left_out, mig_gpus};
 pub(crate) use make_nodes::{has_gpu, is_loaded, link_nodes, make_nodes};
-pub(crate) use mig_ids::instance_ids;
-pub(crate) use nvml::{device_by_uuid, init as open, joined, mig_handles, unless_unsupported};
+pub(crate) use nvml::{
+    MigIds, compute_mode, device_by_uuid, init as open, joined, mig_handles, mig_ids, unless_unsupported,
+};
 pub(crate) use nvml_processes::{compute_processes, graphics_processes, mps_clients};

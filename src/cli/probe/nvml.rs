@@ -3,23 +3,22 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enum_wrappers::device::{ComputeMode as NvmlComputeMode, GpuVirtualizationMode};
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::{MemoryInfo, ProcessInfo};
 use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
-use super::mig_ids::instance_ids;
 use super::nvml_processes::{compute_processes, mps_clients};
 use super::{
     ComputeMode, Device, Fact, GpuProcess, MigDevice, MigGpus, Node, Unknown, Virtualization, contexts,
     mig_capabilities,
 };
+use crate::nvml_mig::{self, instance_ids};
 
 /// Loads and initializes the library, even if some GPUs do not answer.
 pub(crate) fn init(library: &Path) -> Result<Nvml, NvmlError> {
-    Nvml::builder().lib_path(library.as_os_str()).flags(InitFlags::empty()).init()
+    Nvml::builder().lib_path(library.as_os_str()).init()
 }
 
 /// CUDA's version: 13.0 for NVML's 13000.
@@ -76,7 +75,8 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
     let number = |part: i32| u32::try_from(part).unwrap_or(0);
     let compute_capability = capability.map_or((0, 0), |known| (number(known.major), number(known.minor)));
     let cores = told.if_supported(Fact::Sms, device.num_cores())?;
-    let memory = told.memory(device.memory_info(), compute_capability)?;
+    let (memory_bytes, memory_free_bytes, memory_of_host) =
+        told.memory(device.memory_info(), compute_capability)?;
     let mode = told.if_supported(Fact::ComputeMode, device.compute_mode())?;
     let virtualization = told.if_supported(Fact::Virtualization, device.virtualization_mode())?;
     Ok(Device {
@@ -86,9 +86,9 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
         name: told.of(Fact::Name, device.name())?.unwrap_or_else(|| "NVIDIA GPU".to_owned()),
         compute_capability,
         sm_count: cores.and_then(|cores| sm_count(cores, compute_capability)),
-        memory_bytes: memory.total,
-        memory_free_bytes: memory.free,
-        memory_of_host: memory.of_host,
+        memory_bytes,
+        memory_free_bytes,
+        memory_of_host,
         mig_enabled,
         compute_mode: mode.map_or(ComputeMode::Default, compute_mode),
         display_active: told.if_supported(Fact::Display, device.is_display_active())?.unwrap_or(false),
@@ -107,13 +107,6 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
 #[derive(Default)]
 struct Told {
     unknown: Unknown,
-}
-
-/// Of a device, in bytes.
-struct Memory {
-    total: u64,
-    free: u64,
-    of_host: bool,
 }
 
 /// Chips without memory of their own, by compute capability: Orin, Thor, GB10 (CUDA C++ Programming Guide, "Compute
@@ -139,20 +132,20 @@ impl Told {
         answer.map_or(Ok(None), |answer| self.of(fact, answer))
     }
 
+    /// Of a device: all and free, in bytes, and whether it is the host's.
     fn memory(
         &mut self,
         answer: Result<MemoryInfo, NvmlError>,
         compute_capability: (u32, u32),
-    ) -> Result<Memory, NvmlError> {
+    ) -> Result<(u64, u64, bool), NvmlError> {
         let unsupported = matches!(answer, Err(NvmlError::NotSupported));
         if unsupported && WITH_MEMORY_OF_HOST.contains(&compute_capability) {
             if let Some((total, free)) = memory_of_host() {
-                return Ok(Memory { total, free, of_host: true });
+                return Ok((total, free, true));
             }
         }
         let told = self.of(Fact::Memory, answer)?;
-        let (total, free) = told.map_or((0, 0), |told| (told.total, told.free));
-        Ok(Memory { total, free, of_host: false })
+        Ok(told.map_or((0, 0, false), |told| (told.total, told.free, false)))
     }
 
     /// Processes with compute contexts, each once. The compute list has MPS servers and processes outside MPS; the MPS
@@ -204,7 +197,7 @@ fn sm_count(cores: u32, compute_capability: (u32, u32)) -> Option<u32> {
     Some(cores / per_sm).filter(|&count| count > 0)
 }
 
-const fn compute_mode(mode: NvmlComputeMode) -> ComputeMode {
+pub(crate) const fn compute_mode(mode: NvmlComputeMode) -> ComputeMode {
     match mode {
         NvmlComputeMode::Default => ComputeMode::Default,
         NvmlComputeMode::Prohibited => ComputeMode::Prohibited,
@@ -221,18 +214,13 @@ const fn virtualization(mode: &GpuVirtualizationMode) -> Virtualization {
     }
 }
 
-const fn memory(process: &ProcessInfo) -> Option<u64> {
-    match process.used_gpu_memory {
-        UsedGpuMemory::Used(bytes) => Some(bytes),
-        UsedGpuMemory::Unavailable => None,
-    }
-}
-
 /// Each pid once, with the larger of its memory figures; `None` if there is none.
 pub(crate) fn joined<'p>(listed: impl Iterator<Item = &'p ProcessInfo>) -> BTreeMap<u32, Option<u64>> {
     listed.fold(BTreeMap::new(), |mut found, process| {
         let known = found.entry(process.pid).or_default();
-        *known = memory(process).max(*known);
+        if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
+            *known = Some(bytes).max(*known);
+        }
         found
     })
 }
@@ -250,6 +238,18 @@ pub(crate) fn mig_handles<'n>(device: &NvmlDevice<'n>) -> Result<Vec<NvmlDevice<
     Ok(found)
 }
 
+/// A MIG device: UUID, GPU instance, compute instance.
+pub(crate) type MigIds = (String, u32, u32);
+
+/// The MIG devices of a GPU.
+pub(crate) fn mig_ids(device: &NvmlDevice<'_>) -> Result<Vec<MigIds>, NvmlError> {
+    let ids = |mig: NvmlDevice<'_>| {
+        let (gi, ci) = instance_ids(&mig)?;
+        Ok((mig.uuid()?, gi, ci))
+    };
+    mig_handles(device)?.into_iter().map(ids).collect()
+}
+
 /// [`MigGpus`] as NVML reports them, of the GPUs that answer.
 pub(super) fn mig_gpus(nvml: &Nvml) -> Result<MigGpus, NvmlError> {
     let of = |index| -> Result<Option<_>, NvmlError> {
@@ -257,11 +257,7 @@ pub(super) fn mig_gpus(nvml: &Nvml) -> Result<MigGpus, NvmlError> {
         if !is_mig_enabled(&device)? {
             return Ok(None);
         }
-        let parts = mig_handles(&device)?.into_iter().map(|mig| {
-            let (gi, ci) = instance_ids(&mig)?;
-            Ok((mig.uuid()?, gi, ci))
-        });
-        Ok(Some((device.uuid()?, parts.collect::<Result<_, NvmlError>>()?)))
+        Ok(Some((device.uuid()?, mig_ids(&device)?.into_iter().collect())))
     };
     Ok((0..nvml.device_count()?).filter_map(|index| of(index).ok().flatten()).collect())
 }
@@ -290,9 +286,8 @@ pub(super) fn parts(
             other.uuid != device.uuid && other.mig_device.as_ref().is_some_and(|other| other.gi == part.gi)
         };
         let siblings: Vec<&Device> = known.iter().filter(sibling).collect();
-        let processes = siblings.iter().flat_map(|sibling| sibling.processes.clone()).collect();
         part.siblings = siblings.iter().map(|sibling| sibling.uuid.clone()).collect();
-        part.sibling_processes = processes;
+        part.sibling_processes = siblings.iter().flat_map(|sibling| sibling.processes.clone()).collect();
     }
     Ok(parts)
 }
@@ -308,7 +303,7 @@ fn part(
     let (mut told, mut nodes) = (Told::default(), gpu.nodes.clone());
     let name = told.of(Fact::Name, mig.name())?.unwrap_or_default();
     let attributes = told.of(Fact::Sms, mig.attributes())?;
-    let memory = told.memory(mig.memory_info(), gpu.compute_capability)?;
+    let (memory_bytes, memory_free_bytes, _) = told.memory(mig.memory_info(), gpu.compute_capability)?;
     let fault = match mig_capabilities::nodes(root, caps_major, gpu.minor, gi, ci) {
         Ok(caps) => {
             nodes.extend(caps);
@@ -325,7 +320,7 @@ fn part(
         gi,
         ci,
         // nvml.h: only root may read it.
-        placement: crate::nvml_mig::placement(device, gi).ok().map(|span| (span.start, span.size)),
+        placement: nvml_mig::instance(device, gi).ok().map(|gi| (gi.span.start, gi.span.size)),
         slices: attributes.as_ref().map_or((0, 0), |attributes| {
             (attributes.compute_instance_slice_count, attributes.gpu_instance_slice_count)
         }),
@@ -338,8 +333,8 @@ fn part(
     Ok(Device {
         uuid: mig.uuid()?,
         sm_count: attributes.map(|attributes| attributes.multiprocessor_count),
-        memory_bytes: memory.total,
-        memory_free_bytes: memory.free,
+        memory_bytes,
+        memory_free_bytes,
         // In MIG mode there is none (nvml.h, nvmlDeviceSetComputeMode).
         compute_mode: ComputeMode::Default,
         display_active: false,

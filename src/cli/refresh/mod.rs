@@ -69,7 +69,8 @@ fn refresh_asked(
 ) -> anyhow::Result<Inventory> {
     let _lock = lock(&config.state_dir)?;
     let path = inventory::cache_path(config);
-    if began_after(&path, asked) {
+    let there = std::fs::symlink_metadata(&path).and_then(|there| there.modified());
+    if there.is_ok_and(|began| began > asked && began <= SystemTime::now()) {
         if let Ok(inventory) = inventory::load(config) {
             return Ok(inventory);
         }
@@ -102,12 +103,6 @@ fn tell(before: &[LeftOut], now: &Inventory, config: &Config) {
     let back = before.iter().filter(|gone| !is_in(&now.left_out, gone));
     let back = back.map(|gone| event(Kind::GpuBack, gone, format!("{} is served again", gone.gpu.label())));
     events::emit(&config.state_dir, &lost.chain(back).collect::<Vec<_>>());
-}
-
-fn began_after(path: &Path, asked: SystemTime) -> bool {
-    std::fs::symlink_metadata(path)
-        .and_then(|there| there.modified())
-        .is_ok_and(|began| began > asked && began <= SystemTime::now())
 }
 
 /// Waits for a running refresh. The lock file has mode 0600, so that no other user can block this.

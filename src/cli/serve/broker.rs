@@ -9,13 +9,12 @@ use serde_json::json;
 use super::policy_limits::PolicyLimit;
 use super::policy_of_user::rule_of;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
-use crate::peer::{OWNS, Peer, Pinned};
+use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
-use sublet_core::ledger::{Container, DaemonKey, LeaseId, Store};
+use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store};
 use sublet_core::mps;
-use sublet_core::process::Process;
 use sublet_core::slurm::{JobCgroup, JobRecord};
 
 /// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
@@ -49,63 +48,67 @@ pub(super) fn clear() {
 
 /// An answer that refuses.
 pub(super) fn no(refusal: impl Into<No>) -> Answer {
-    let No { reason, temporary } = refusal.into();
-    Answer::Refused(Refused { reason, temporary })
+    Answer::Refused(refusal.into().0)
 }
 
 /// The reason in one line, and whether waiting may help.
-pub(super) struct No {
-    reason: String,
-    temporary: bool,
-}
+pub(super) struct No(Refused);
 
 impl From<String> for No {
     fn from(reason: String) -> Self {
-        Self { reason, temporary: false }
+        Self(Refused { reason, temporary: false })
     }
 }
 
 impl From<AdmitError> for No {
     fn from(error: AdmitError) -> Self {
-        Self { reason: error.to_string(), temporary: error.is_temporary() }
+        Self(Refused { reason: error.to_string(), temporary: error.is_temporary() })
     }
 }
 
-impl From<crate::peer::Foreign> for No {
-    fn from(error: crate::peer::Foreign) -> Self {
+impl From<Foreign> for No {
+    fn from(error: Foreign) -> Self {
         error.to_string().into()
     }
 }
 
 /// The configuration is read for each ask, so that a policy takes effect when it is written.
 fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<Answer, No> {
-    let config = config_files::load().map_err(|error| error.to_string())?;
-    let state = put_off.map_or_else(|| Local::new(&config), |put_off| Local::putting_off(&config, put_off));
+    let config = &config_files::load().map_err(|error| error.to_string())?;
+    let state = put_off.map_or_else(|| Local::new(config), |put_off| Local::putting_off(config, put_off));
+    let pinned = |pid| Pinned::of(pid, peer.uid);
+    let client = Client { peer, config };
     match ask {
         Ask::Inventory => {
             // A user who may not have shares must not cause the driver to be read.
-            if job_of(peer, &config)?.is_none() {
-                limit(peer, &config)?;
+            if client.job()?.is_none() {
+                client.limit()?;
             }
-            Ok(Answer::Inventory(Box::new(admit::fresh_inventory(&config)?)))
+            Ok(Answer::Inventory(Box::new(admit::fresh_inventory(config)?)))
         }
-        Ask::Admit(told) => admit(told, peer, state, &config),
-        Ask::Bind { lease, container, pid } => bind(lease, container, *pid, peer, state, &config),
+        Ask::Admit(told) => client.admit(told, state),
+        Ask::Bind { lease, container, pid } => {
+            client.own(lease)?;
+            check_names(container)?;
+            let init = pinned(*pid)
+                .map_err(|error| AdmitError::Unbound { lease: lease.clone(), why: error.to_string() })?;
+            state.bind_for(lease, container, init.process, peer.pid)?;
+            Ok(Answer::Done(true))
+        }
         Ask::HandOver { lease, owner } => {
-            own(lease, peer, &config)?;
-            state.hand_over(lease, Pinned::of(*owner, peer.uid)?.process)?;
+            client.own(lease)?;
+            state.hand_over(lease, pinned(*owner)?.process)?;
             Ok(Answer::Done(true))
         }
         Ask::Abandon { id, owner } => {
-            state.abandon(peer.uid, id, Pinned::of(*owner, peer.uid)?.process)?;
+            state.abandon(peer.uid, id, pinned(*owner)?.process)?;
             Ok(Answer::Done(true))
         }
         Ask::Ending { id, record } => {
-            let deleter = Pinned::of(peer.pid, peer.uid)?.process;
-            Ok(Answer::Lease(state.mark_ending(peer.uid, id, record, Some(deleter))?))
+            Ok(Answer::Lease(state.mark_ending(peer.uid, id, record, Some(pinned(peer.pid)?.process))?))
         }
         Ask::Unmark { lease } => {
-            own(lease, peer, &config)?;
+            client.own(lease)?;
             state.unmark(lease)?;
             Ok(Answer::Done(true))
         }
@@ -113,59 +116,112 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<An
         Ask::Withdraw { lease } => Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
         Ask::Enter { id, record } => Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
         Ask::Refused { id, reason } => {
-            admit::record_reported(peer.uid, id, reason, &config);
+            admit::record_reported(peer.uid, id, reason, config);
             Ok(Answer::Done(true))
         }
-        Ask::StartDaemon { key } => start_daemon(key, peer, &config),
-        Ask::Job => job(peer, state, &config),
-        Ask::Status => status(peer, &config),
+        Ask::StartDaemon { key } => client.start_daemon(key),
+        Ask::Job => {
+            let cgroup = client.job()?.ok_or_else(|| AdmitError::from(JobError::NotInJob))?;
+            Ok(Answer::Job(state.job_environment(&cgroup, pinned(peer.pid)?.process, peer.uid)?))
+        }
+        Ask::Status => client.status(),
     }
 }
 
-/// The policy limit of `peer`; `None` for root, who has none.
-fn limit(peer: Peer, config: &Config) -> Result<Option<PolicyLimit<'_>>, No> {
-    if peer.uid == 0 {
-        return Ok(None);
-    }
-    Ok(Some(PolicyLimit { uid: peer.uid, rule: rule_of(peer.uid, config)? }))
+/// Who asks, by the configuration of now.
+struct Client<'a> {
+    peer: Peer,
+    config: &'a Config,
 }
 
-/// The job of Slurm's in which `peer` runs, if this node bounds jobs.
-fn job_of(peer: Peer, config: &Config) -> Result<Option<JobCgroup>, No> {
-    if peer.uid == 0 || !JobRecord::are_kept(&config.state_dir) {
-        return Ok(None);
+impl<'a> Client<'a> {
+    /// The policy limit; `None` for root, who has none.
+    fn limit(&self) -> Result<Option<PolicyLimit<'a>>, No> {
+        if self.peer.uid == 0 {
+            return Ok(None);
+        }
+        Ok(Some(PolicyLimit { uid: self.peer.uid, rule: rule_of(self.peer.uid, self.config)? }))
     }
-    let pinned = Pinned::of(peer.pid, peer.uid)?;
-    let cgroup = JobCgroup::of(peer.pid).map_err(|error| AdmitError::from(JobError::Cgroup(error)))?;
-    // What was read belongs to the peer only if it has not ended since.
-    if !pinned.process.is_alive() {
-        return Err(crate::peer::Foreign::Gone(peer.pid).into());
+
+    /// The job of Slurm's in which the client runs, if this node bounds jobs.
+    fn job(&self) -> Result<Option<JobCgroup>, No> {
+        let Peer { pid, uid } = self.peer;
+        if uid == 0 || !JobRecord::are_kept(&self.config.state_dir) {
+            return Ok(None);
+        }
+        let pinned = Pinned::of(pid, uid)?;
+        let cgroup = JobCgroup::of(pid).map_err(|error| AdmitError::from(JobError::Cgroup(error)))?;
+        // What was read belongs to the peer only if it has not ended since.
+        if !pinned.process.is_alive() {
+            return Err(Foreign::Gone(pid).into());
+        }
+        Ok(cgroup)
     }
-    Ok(cgroup)
-}
 
-fn job(peer: Peer, state: Local<'_>, config: &Config) -> Result<Answer, No> {
-    let cgroup = job_of(peer, config)?.ok_or_else(|| AdmitError::from(JobError::NotInJob))?;
-    let process = Pinned::of(peer.pid, peer.uid)?.process;
-    Ok(Answer::Job(state.job_environment(&cgroup, process, peer.uid)?))
-}
-
-fn admit(told: &Admit, peer: Peer, state: Local<'_>, config: &Config) -> Result<Answer, No> {
-    check(told)?;
-    let Some(cgroup) = job_of(peer, config)? else {
-        if asks_for_job_share(&told.annotations, told.share.as_deref()) {
+    fn admit(&self, told: &Admit, state: Local<'_>) -> Result<Answer, No> {
+        check(told)?;
+        let job = self.job()?;
+        if job.is_none() && asks_for_job_share(&told.annotations, told.share.as_deref()) {
             return Err(AdmitError::from(JobError::NotInJob).into());
         }
-        return Ok(state.admit_for(&candidate(told, peer)?, told, limit(peer, config)?)?);
-    };
-    Ok(state.admit_in_job(&candidate(told, peer)?, told, &cgroup)?)
-}
+        let Peer { pid, uid } = self.peer;
+        let owner = Pinned::of(told.owner.unwrap_or(pid), uid)?.process;
+        let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
+        let container = Container { uid, id, bundle, rootfs, record };
+        let candidate = Candidate { container, owner, engine: None };
+        Ok(match job {
+            None => state.admit_for(&candidate, told, self.limit()?)?,
+            Some(cgroup) => state.admit_in_job(&candidate, told, &cgroup)?,
+        })
+    }
 
-fn candidate(told: &Admit, peer: Peer) -> Result<Candidate<'static>, No> {
-    let owner: Process = Pinned::of(told.owner.unwrap_or(peer.pid), peer.uid)?.process;
-    let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
-    let container = Container { uid: peer.uid, id, bundle, rootfs, record };
-    Ok(Candidate { container, owner, engine: None })
+    /// Refuses a lease that is not the client's, in the same way as one that does not exist.
+    fn own(&self, lease: &LeaseId) -> Result<(), No> {
+        let ledger = self.ledger()?;
+        let held = ledger.lease(lease);
+        let held = held.filter(|lease| lease.brokered && lease.container.uid == self.peer.uid);
+        held.map(drop).ok_or_else(|| AdmitError::NoLease(lease.clone()).into())
+    }
+
+    fn ledger(&self) -> Result<Ledger, AdmitError> {
+        Ok(admit::read(&Store::open(&self.config.state_dir)?)?)
+    }
+
+    /// A start that fails is no refusal: a client that is refused tries by itself.
+    fn start_daemon(&self, key: &str) -> Result<Answer, No> {
+        if self.peer.uid != geteuid().as_raw() {
+            let uid = self.peer.uid;
+            return Err(format!("sublet serve starts no MPS daemon for uid {uid}, only for root").into());
+        }
+        let started = mps::child_start(&DaemonKey(key.to_owned()), self.config);
+        Ok(started.map_or_else(|error| Answer::NotStarted(error.to_string()), Answer::Started))
+    }
+
+    /// Whether the client may have a share, and by which policy limit. In a job, what Slurm gave is the limit, and no
+    /// policy is needed.
+    fn limit_in(&self, job: Option<u64>) -> Result<Option<PolicyLimit<'a>>, No> {
+        let Some(job) = job else { return self.limit() };
+        let share = admit::job_share(job, self.peer.uid, self.config).map_err(AdmitError::from)?;
+        share.map(|_| None).ok_or_else(|| AdmitError::from(JobError::NoGpu(job)).into())
+    }
+
+    fn status(&self) -> Result<Answer, No> {
+        let ledger = self.ledger()?;
+        let uid = self.peer.uid;
+        let own: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.uid == uid).collect();
+        let job = self.job()?.map(|cgroup| cgroup.job);
+        let limit = self.limit_in(job);
+        let (limit, refused) = limit.map_or_else(|no| (None, Some(no.0.reason)), |limit| (limit, None));
+        Ok(Answer::Status(json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "uid": uid,
+            "job": job,
+            "policy": limit.map(|limit| limit.rule),
+            "left": limit.map(|limit| limit.left(&ledger)),
+            "refused": refused,
+            "leases": own,
+        })))
+    }
 }
 
 /// Checks that the texts that go into the ledger have a limited length and name what they should.
@@ -179,87 +235,25 @@ fn check(told: &Admit) -> Result<(), No> {
         && in_rootfs().chain(&image.library_dir).all(|path| is_path(path))
         && volumes().all(|volume| is_path(&volume.directory))
         && in_volumes.clone().all(|path| is_path(&Path::new("/").join(path)));
-    if sound {
-        Ok(())
-    } else {
-        Err("a mount point of the image is not a path, or there are too many".to_owned().into())
+    if !sound {
+        return Err("a mount point of the image is not a path, or there are too many".to_owned().into());
     }
+    Ok(())
 }
 
 /// Names that are not known yet may be empty.
 fn check_names(names: &ContainerNames) -> Result<(), No> {
     let paths = [&names.bundle, &names.rootfs, &names.record];
     let sound = names.id.len() <= LONGEST_ID && paths.into_iter().all(|path| is_path(path));
-    if sound {
-        Ok(())
-    } else {
-        Err("the container's id or one of its paths is missing or too long".to_owned().into())
+    if !sound {
+        return Err("the container's id or one of its paths is missing or too long".to_owned().into());
     }
+    Ok(())
 }
 
 fn is_path(path: &Path) -> bool {
     let text = path.as_os_str().as_encoded_bytes();
     text.len() <= LONGEST_PATH && !text.contains(&0) && (path.is_absolute() || text.is_empty())
-}
-
-fn bind(
-    lease: &LeaseId,
-    names: &ContainerNames,
-    pid: i32,
-    peer: Peer,
-    state: Local<'_>,
-    config: &Config,
-) -> Result<Answer, No> {
-    own(lease, peer, config)?;
-    check_names(names)?;
-    let pinned = Pinned::of(pid, peer.uid)
-        .map_err(|error| AdmitError::Unbound { lease: lease.clone(), why: error.to_string() })?;
-    state.bind_for(lease, names, pinned.process, peer.pid)?;
-    Ok(Answer::Done(true))
-}
-
-/// Refuses a lease that is not `peer`'s, in the same way as one that does not exist.
-fn own(lease: &LeaseId, peer: Peer, config: &Config) -> Result<(), No> {
-    let store = Store::open(&config.state_dir).map_err(AdmitError::from)?;
-    let ledger = admit::read(&store).map_err(AdmitError::from)?;
-    let held = ledger.lease(lease).filter(|lease| lease.brokered && lease.container.uid == peer.uid);
-    held.map(drop).ok_or_else(|| AdmitError::NoLease(lease.clone()).into())
-}
-
-/// A start that fails is no refusal: a client that is refused tries by itself.
-fn start_daemon(key: &str, peer: Peer, config: &Config) -> Result<Answer, No> {
-    if peer.uid != geteuid().as_raw() {
-        return Err(format!("sublet serve starts no MPS daemon for uid {}, only for root", peer.uid).into());
-    }
-    let started = mps::child_start(&DaemonKey(key.to_owned()), config);
-    Ok(started.map_or_else(|error| Answer::NotStarted(error.to_string()), Answer::Started))
-}
-
-fn has_share(job: u64, peer: Peer, config: &Config) -> Result<(), No> {
-    let share = admit::job_share(job, peer.uid, config).map_err(AdmitError::from)?;
-    share.map(drop).ok_or_else(|| AdmitError::from(JobError::NoGpu(job)).into())
-}
-
-fn status(peer: Peer, config: &Config) -> Result<Answer, No> {
-    let store = Store::open(&config.state_dir).map_err(AdmitError::from)?;
-    let ledger = admit::read(&store).map_err(AdmitError::from)?;
-    let own: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.uid == peer.uid).collect();
-    let job = job_of(peer, config)?.map(|cgroup| cgroup.job);
-    // In a job, what Slurm gave is the limit, and no policy is needed.
-    let limit = match job {
-        Some(job) => has_share(job, peer, config).map(|()| None),
-        None => limit(peer, config),
-    };
-    let (limit, refused) = limit.map_or_else(|no: No| (None, Some(no.reason)), |limit| (limit, None));
-    Ok(Answer::Status(json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "uid": peer.uid,
-        "job": job,
-        "policy": limit.map(|limit| limit.rule),
-        "left": limit.map(|limit| limit.left(&ledger)),
-        "refused": refused,
-        "leases": own,
-    })))
 }
 
 #[cfg(test)]

@@ -1,17 +1,19 @@
-//! Notices GPUs that stop answering beside running containers, and those that answer again. Programs that start containers
-//! read the inventory, and ask NVML only where that finds no place.
+//! Notices GPUs that stop answering beside running containers, those that answer again, and MIG devices that come and go.
+//! Programs that start containers read the inventory, and ask NVML only where that finds no place.
 //!
-//! As in [`super::mig_watch`], NVML is loaded for each check and closed again: a GPU that was reset answers only to who has
-//! opened NVML since.
+//! NVML is loaded for each check and closed again. While a program has it open, other tools cannot reset a GPU, so they
+//! cannot switch MIG mode, nor unload the driver; and a GPU that was reset answers only to who has opened NVML since.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::probe;
 use sublet_core::admit;
 use sublet_core::config::Config;
-use sublet_core::inventory::{self, Inventory, LeftOut};
+use sublet_core::config_files;
+use sublet_core::inventory::{self, Inventory, LeftOut, can_do_mig};
 use sublet_core::ledger::{Ledger, Store};
 use sublet_core::process::uptime_seconds;
+use sublet_core::text::safe;
 
 /// Seconds between two checks.
 const PERIOD: u64 = 5;
@@ -20,10 +22,12 @@ const PERIOD: u64 = 5;
 static LOOKED: AtomicU64 = AtomicU64::new(0);
 
 /// Refreshes the inventory if other GPUs than its own are to be left out. An idle host's GPUs are not woken for that.
-pub(super) fn watch(config: &Config) {
+pub(super) fn watch_gpus(config: &Config) {
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
     let (Ok(known), Ok(ledger)) = (inventory::last(config), ledger) else { return };
-    if !is_due(&known, &ledger) {
+    // An open NVML would prevent the reset that a change of the layout may need.
+    let wanted = (!ledger.leases.is_empty() || !known.left_out.is_empty()) && ledger.mig.under_way.is_none();
+    if !is_due(&LOOKED, PERIOD, || wanted) {
         return;
     }
     let changed = probe::left_out(config).map_err(|error| error.to_string()).and_then(|now| {
@@ -35,17 +39,89 @@ pub(super) fn watch(config: &Config) {
     }
 }
 
-fn is_due(known: &Inventory, ledger: &Ledger) -> bool {
-    let (now, last) = (uptime_seconds(), LOOKED.load(Relaxed));
-    let wanted = !ledger.leases.is_empty() || !known.left_out.is_empty();
-    // An open NVML would prevent the reset that a change of the layout may need.
-    let due = wanted && ledger.mig.under_way.is_none() && (last == 0 || now >= last + PERIOD);
+/// Whether `period` seconds have passed since `last` and a check is wanted; it is noted then.
+fn is_due(last: &AtomicU64, period: u64, is_wanted: impl FnOnce() -> bool) -> bool {
+    let (now, before) = (uptime_seconds(), last.load(Relaxed));
+    let due = (before == 0 || now >= before + period) && is_wanted();
     if due {
-        LOOKED.store(now, Relaxed);
+        last.store(now, Relaxed);
     }
     due
 }
 
 fn addresses(left_out: &[LeftOut]) -> Vec<&str> {
     left_out.iter().map(|gone| gone.gpu.bus_id.as_str()).collect()
+}
+
+/// Whether the last failure was logged: the next one, two seconds later, is the same.
+static TOLD: AtomicBool = AtomicBool::new(false);
+
+/// Seconds between two checks if no GPU is in MIG mode. No lease is at risk then, and each check wakes a GPU that is
+/// neither used nor kept initialized.
+const SELDOM: u64 = 30;
+
+/// When such a host was last checked, in seconds since boot.
+static LOOKED_FOR_MIG: AtomicU64 = AtomicU64::new(0);
+
+/// Compares the driver's GPUs in MIG mode and MIG devices with the inventory's on a host with GPUs that support MIG, and
+/// refreshes it if they differ. Ids of destroyed instances are reused, so only UUIDs identify an instance, and /proc does
+/// not show MIG mode on a GPU without instances.
+pub(super) fn watch_mig() {
+    let watched = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
+        // Before the first refresh there is nothing to compare.
+        let Ok(known) = inventory::last(&config) else { return Ok(()) };
+        let seldom = || is_due(&LOOKED_FOR_MIG, SELDOM, || can_do_mig(&config.driver.root));
+        if !known.gpus().any(|gpu| gpu.mig_enabled) && !seldom() {
+            return Ok(());
+        }
+        compare(&known, &config).inspect_err(|_| inventory::unwatch(&config))
+    });
+    match watched {
+        Ok(()) => TOLD.store(false, Relaxed),
+        Err(error) if !TOLD.swap(true, Relaxed) => {
+            tracing::warn!("MIG devices cannot be watched: {error}");
+        }
+        Err(error) => tracing::debug!("MIG devices cannot be watched: {error}"),
+    }
+}
+
+fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
+    let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
+    let ledger = ledger.map_err(|error| error.to_string())?;
+    // The process that changes the layout refreshes the inventory itself, and an open NVML would prevent a reset.
+    if ledger.mig.under_way.is_some() {
+        inventory::unwatch(config);
+        return Ok(());
+    }
+    let since = uptime_seconds();
+    let seen = probe::mig_gpus(config).map_err(|error| error.to_string())?;
+    let stale = inventory::load(config).is_err_and(|error| error.wants_refresh());
+    if stale || seen != known.mig_gpus() {
+        inventory::unwatch(config);
+        let now = admit::refresh(config).map_err(|error| error.to_string())?;
+        for line in lost(&ledger, known, &now) {
+            tracing::warn!("{line}");
+        }
+        return Ok(());
+    }
+    inventory::watch(config, since).map_err(|error| error.to_string())
+}
+
+/// One line for each lease that lost its MIG device between `before` and `now`.
+fn lost(ledger: &Ledger, before: &Inventory, now: &Inventory) -> Vec<String> {
+    let left_out = |gpu: &str| now.left_out.iter().any(|gone| gone.gpu.uuid == gpu);
+    let went = |uuid: &&String| {
+        before.device(uuid).is_some_and(|device| !left_out(device.gpu())) && now.device(uuid).is_none()
+    };
+    let lines = ledger.leases.iter().flat_map(|lease| {
+        lease.devices.iter().filter(went).map(move |uuid| {
+            format!(
+                "container {}: MIG device {} was destroyed, so its lease {} is lost: end the container",
+                safe(&lease.container.id),
+                safe(uuid),
+                lease.id
+            )
+        })
+    });
+    lines.collect()
 }

@@ -2,12 +2,10 @@
 
 use std::fs::{self, Permissions};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-
-use super::handed_over;
 
 /// The listening socket.
 #[derive(Debug)]
@@ -39,9 +37,13 @@ pub(super) fn listen(path: &Path) -> io::Result<Listener> {
 }
 
 /// The single socket that systemd's socket unit passes to this process, if there is one. Called once, at the start.
+#[allow(unsafe_code, reason = "a descriptor by its number, for which no library has a safe function")]
 pub fn inherited_socket() -> io::Result<Option<OwnedFd>> {
     let mut handed = sd_notify::listen_fds()?;
-    Ok(handed.next().filter(|_| handed.len() == 0).map(handed_over::inherited))
+    let only = handed.next().filter(|_| handed.len() == 0);
+    // SAFETY: by the protocol of sd_listen_fds(3) the descriptor is open and belongs to this process alone: LISTEN_PID
+    // was checked to name this process, and nothing in this program has opened descriptor 3 since the start.
+    Ok(only.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
 fn bind(path: &Path) -> io::Result<UnixListener> {

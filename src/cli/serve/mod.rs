@@ -13,15 +13,13 @@
 mod broker;
 mod connection;
 mod gpu_watch;
-mod handed_over;
 mod listen;
-mod mig_watch;
 mod policy_of_user;
 mod pool;
 mod server;
 
 pub(crate) use listen::inherited_socket;
 pub(crate) use policy_of_user::rule_of;
-pub use server::{ServeError, serve};
+pub use server::serve;
 
 use sublet_core::broker::{policy_limits, protocol, socket};

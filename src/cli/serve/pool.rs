@@ -31,18 +31,13 @@ pub(super) enum Job {
     Clear,
 }
 
-/// Finished work.
-pub(super) enum Done {
-    /// The answer for connection `token`.
-    Answer { token: u64, line: Vec<u8> },
-    /// The service's own work.
-    Own,
-}
+/// The answer for a connection, by its token.
+pub(super) type Answer = (u64, Vec<u8>);
 
 /// What a thread has finished.
 struct Finished {
     who: Who,
-    done: Option<Done>,
+    answer: Option<Answer>,
     /// Work that it leaves to the third thread.
     left: Vec<Job>,
 }
@@ -96,14 +91,14 @@ impl Pool {
         self.hand_out();
     }
 
-    /// What has been finished since the last call.
-    pub(super) fn done(&mut self) -> Vec<Done> {
+    /// The answers that are ready since the last call.
+    pub(super) fn answers(&mut self) -> Vec<Answer> {
         let mut all = Vec::new();
-        while let Ok(Finished { who, done, left }) = self.from_threads.try_recv() {
+        while let Ok(Finished { who, answer, left }) = self.from_threads.try_recv() {
             if let Some(at) = self.busy.iter().position(|busy| *busy == who) {
                 self.busy.swap_remove(at);
             }
-            all.extend(done);
+            all.extend(answer);
             for job in left {
                 // One clearing that waits does the work of several.
                 if !(matches!(job, Job::Clear) && self.waiting.iter().any(|job| matches!(job, Job::Clear))) {
@@ -174,31 +169,27 @@ fn work(jobs: &Mutex<Receiver<Job>>, done: &Sender<Finished>, wake: &EventFd) {
 /// Does the job, or leaves it to the thread for slow work.
 fn finish(job: Job) -> Finished {
     let who = who(&job);
-    let (done, put_off) = match job {
+    let put_off = Cell::new(PutOff::default());
+    let answer = match job {
         Job::Ask { token, peer, line } => {
-            let put_off = Cell::new(PutOff::default());
             let answer = broker::answer(&line, peer, Some(&put_off));
-            let put_off = put_off.get();
-            if put_off.make {
-                return Finished { who, done: None, left: vec![Job::Make { token, peer, line }] };
+            if put_off.get().make {
+                return Finished { who, answer: None, left: vec![Job::Make { token, peer, line }] };
             }
-            (Done::Answer { token, line: answer }, put_off)
+            Some((token, answer))
         }
+        Job::Make { token, peer, line } => Some((token, broker::answer(&line, peer, None))),
         Job::Own(task) => {
-            let put_off = Cell::new(PutOff::default());
             task(&put_off);
-            (Done::Own, put_off.get())
-        }
-        Job::Make { token, peer, line } => {
-            (Done::Answer { token, line: broker::answer(&line, peer, None) }, PutOff::default())
+            None
         }
         Job::Clear => {
             broker::clear();
-            (Done::Own, PutOff::default())
+            None
         }
     };
-    let left = if put_off.clear { vec![Job::Clear] } else { Vec::new() };
-    Finished { who, done: Some(done), left }
+    let left = if put_off.get().clear { vec![Job::Clear] } else { Vec::new() };
+    Finished { who, answer, left }
 }
 
 #[cfg(test)]

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use anyhow::Context as _;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -18,17 +18,17 @@ use sd_notify::NotifyState;
 
 use super::broker;
 use super::connection::{Connection, Phase, Progress};
+use super::gpu_watch;
 use super::listen::{Listener, listen};
-use super::pool::{Done, Job, Pool};
+use super::pool::{Job, Pool};
 use super::protocol::{self, Answer};
-use super::{gpu_watch, mig_watch};
 use crate::cdi_spec;
 use crate::guard;
 use crate::peer::{OWNS, Peer};
 use sublet_core::admit::{Local, PutOff};
 use sublet_core::config::Config;
 use sublet_core::config_files;
-use sublet_core::ledger::{LedgerError, Store};
+use sublet_core::ledger::Store;
 use sublet_core::mps;
 
 /// Connections that one uid may hold at once.
@@ -59,49 +59,33 @@ const WAKE: u64 = 1;
 const SIGNALS: u64 = 2;
 const FIRST_CONNECTION: u64 = 3;
 
-/// Why the service ended.
-#[allow(missing_docs, reason = "the message says what the fields are")]
-#[derive(Debug, thiserror::Error)]
-pub enum ServeError {
-    /// The socket cannot be used.
-    #[error("cannot listen at {}: {source}", path.display())]
-    Listen { path: PathBuf, source: io::Error },
-    /// The state directory cannot be used.
-    #[error(transparent)]
-    State(#[from] LedgerError),
-    /// A system call failed that normally does not.
-    #[error("{what}: {source}")]
-    System { what: &'static str, source: io::Error },
-}
-
-fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServeError {
-    move |source| ServeError::System { what, source: source.into() }
-}
-
 /// Serves until SIGTERM or SIGINT. Asks that are being answered then still get their answers.
-pub fn serve(config: &Config) -> Result<(), ServeError> {
+///
+/// # Errors
+/// The socket or the state directory cannot be used, or a system call failed that normally does not.
+pub fn serve(config: &Config) -> anyhow::Result<()> {
     raise_descriptors();
     // A service that sees other processes than those of the ledger would be useless.
     Store::open(&config.state_dir)?.is_of_here()?;
     // From now on daemons may wait for their next lease.
     let (kept, _) = Store::open(&config.state_dir)?.update(mps::register_keeper)?;
-    kept.map_err(system("/proc"))?;
+    kept.context("/proc")?;
     // Done before the service reports that it is ready: engines may wait for that (sublet.service).
     keep_cdi(config);
     let path = super::socket(config);
-    let listener = listen(&path).map_err(|source| ServeError::Listen { path, source })?;
+    let listener = listen(&path).with_context(|| format!("cannot listen at {}", path.display()))?;
     // Set before the threads start, because they inherit the mask.
-    let mut ends = SigSet::empty();
-    ends.add(Signal::SIGTERM);
-    ends.add(Signal::SIGINT);
-    ends.thread_block().map_err(system("sigprocmask"))?;
+    let ends = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    ends.thread_block().map_err(io::Error::from).context("sigprocmask")?;
     let signals = SignalFd::with_flags(&ends, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
-        .map_err(system("signalfd"))?;
+        .map_err(io::Error::from)
+        .context("signalfd")?;
     let flags = EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC;
-    let wake = Arc::new(EventFd::from_value_and_flags(0, flags).map_err(system("eventfd"))?);
-    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(system("epoll_create"))?;
-    let pool = Pool::start(&wake).map_err(system("threads"))?;
-    guard::start().map_err(system("threads"))?;
+    let wake = Arc::new(EventFd::from_value_and_flags(0, flags).map_err(io::Error::from).context("eventfd")?);
+    let epoll =
+        Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(io::Error::from).context("epoll_create")?;
+    let pool = Pool::start(&wake).context("threads")?;
+    guard::start().context("threads")?;
     let server = Server {
         epoll,
         listener: Some(listener),
@@ -113,11 +97,11 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
         paused: false,
         stopping: None,
     };
-    let ended = server.watch_own().and_then(|()| server.run()).map_err(system("epoll"));
+    let ended = server.watch_own().and_then(|()| server.run());
     for line in mps::end_all_idle(&Store::open(&config.state_dir)?, config) {
         tracing::warn!("{line}");
     }
-    ended
+    ended.map_err(io::Error::from).context("epoll")
 }
 
 /// Thousands of connections need as many descriptors. If the limit cannot be raised, fewer clients connect.
@@ -145,9 +129,9 @@ fn housekeeping(put_off: &Cell<PutOff>) {
 
 /// The work that cannot wait for the next housekeeping.
 fn watch(put_off: &Cell<PutOff>) {
-    mig_watch::watch();
+    gpu_watch::watch_mig();
     let Ok(config) = config_files::load() else { return };
-    gpu_watch::watch(&config);
+    gpu_watch::watch_gpus(&config);
     let overdue = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
     for ended in [overdue, Local::putting_off(&config, put_off).kill_left_processes(OWNS)] {
         match ended {
@@ -196,7 +180,8 @@ impl Server {
 
     fn run(mut self) -> nix::Result<()> {
         notify_systemd(NotifyState::Ready);
-        let beat = watchdog();
+        // Half of the time given, as `sd_watchdog_enabled(3)` says.
+        let beat = sd_notify::watchdog_enabled().filter(|limit| !limit.is_zero()).map(|limit| limit / 2);
         let (mut next_beat, mut next_gc, mut next_watch) = (Instant::now(), Instant::now(), Instant::now());
         let mut events = [EpollEvent::empty(); 64];
         while !self.is_done() {
@@ -213,7 +198,7 @@ impl Server {
                 self.pool.push(Job::Own(watch));
                 next_watch = now + WATCH;
             }
-            self.expire(now);
+            self.connections.retain(|_, connection| !connection.is_overdue(now));
             let due = beat.map_or(next_gc, |_| next_gc.min(next_beat));
             let wait = due.saturating_duration_since(now).clamp(Duration::from_millis(10), SETTLED);
             let timeout = EpollTimeout::try_from(wait).unwrap_or(EpollTimeout::ZERO);
@@ -225,19 +210,15 @@ impl Server {
                 self.listen_to_new(true);
             }
             for event in &events[..count] {
-                self.handle(event.data());
+                match event.data() {
+                    LISTENER => self.accept(),
+                    WAKE => self.deliver(),
+                    SIGNALS => self.stop(),
+                    token => self.serve_one(token),
+                }
             }
         }
         Ok(())
-    }
-
-    fn handle(&mut self, token: u64) {
-        match token {
-            LISTENER => self.accept(),
-            WAKE => self.deliver(),
-            SIGNALS => self.stop(),
-            token => self.serve_one(token),
-        }
     }
 
     /// Accepts waiting clients, except those that already have their share of connections.
@@ -316,7 +297,8 @@ impl Server {
             Progress::Line(line) => self.ask(token, line),
             Progress::Sent => self.listen_again(token),
             Progress::TooLong => {
-                let answer = refusal("a line to sublet serve is at most 64 KiB long");
+                let refusal = broker::no("a line to sublet serve is at most 64 KiB long".to_owned());
+                let answer = protocol::line(&refusal).unwrap_or_default();
                 if let Some(mut connection) = self.connections.remove(&token) {
                     connection.answer(answer);
                 }
@@ -351,8 +333,7 @@ impl Server {
     /// Sends as much of the answers as the clients take.
     fn deliver(&mut self) {
         let _ = self.wake.read();
-        for done in self.pool.done() {
-            let Done::Answer { token, line, .. } = done else { continue };
+        for (token, line) in self.pool.answers() {
             let Some(mut connection) = self.connections.remove(&token) else { continue };
             if !self.watch(&connection.stream, token, EpollFlags::EPOLLOUT) {
                 continue;
@@ -376,31 +357,23 @@ impl Server {
         {}
     }
 
-    fn expire(&mut self, now: Instant) {
-        self.connections.retain(|_, connection| !connection.is_overdue(now));
-    }
-
     /// Begins to stop: no client is accepted any more, and those that have not asked yet are told to come back.
     fn stop(&mut self) {
         let _ = self.signals.read_signal();
         notify_systemd(NotifyState::Stopping);
         self.listener = None;
         self.stopping = Some(Instant::now());
-        let asking: Vec<u64> = self
-            .connections
-            .iter()
-            .filter(|(_, connection)| connection.phase == Phase::Asking)
-            .map(|(token, _)| *token)
-            .collect();
-        for connection in asking.iter().filter_map(|token| self.connections.remove(token)) {
-            reject(&connection.stream, "sublet serve is restarting".to_owned());
-        }
+        self.connections.retain(|_, connection| {
+            if connection.phase == Phase::Asking {
+                reject(&connection.stream, "sublet serve is restarting".to_owned());
+            }
+            connection.phase != Phase::Asking
+        });
     }
 
     fn is_done(&self) -> bool {
-        let late = |since: Instant| since.elapsed() > LAST_ANSWERS;
         let delivered = self.pool.is_idle() && self.connections.is_empty();
-        self.stopping.is_some_and(|since| delivered || late(since))
+        self.stopping.is_some_and(|since| delivered || since.elapsed() > LAST_ANSWERS)
     }
 }
 
@@ -411,18 +384,9 @@ fn notify_systemd(state: NotifyState<'_>) {
     }
 }
 
-/// The interval for the watchdog (`sd_watchdog_enabled(3)`: half of the time given); `None` if there is none.
-fn watchdog() -> Option<Duration> {
-    sd_notify::watchdog_enabled().filter(|limit| !limit.is_zero()).map(|limit| limit / 2)
-}
-
 /// Sends one line that fits into any socket buffer. Dropping the stream closes it.
 fn reject(mut stream: &UnixStream, why: String) {
     use std::io::Write as _;
     let line = protocol::line(&Answer::Busy(why)).unwrap_or_default();
     let _ = stream.write_all(&line);
-}
-
-fn refusal(why: &str) -> Vec<u8> {
-    protocol::line(&broker::no(why.to_owned())).unwrap_or_default()
 }

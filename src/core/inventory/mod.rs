@@ -105,7 +105,7 @@ pub struct Majors {
 }
 
 /// One GPU, or one MIG device.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
     /// `GPU-…` or `MIG-…`.
     pub uuid: String,
@@ -162,10 +162,11 @@ pub struct Node {
 }
 
 /// NVML's compute mode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum ComputeMode {
     /// Any number of contexts.
+    #[default]
     Default,
     /// No contexts at all.
     Prohibited,

@@ -12,7 +12,7 @@ use crate::text::safe;
 ///
 /// Instances cannot be given names. Place, ids and UUID together distinguish this one from an instance that another
 /// tool has created there since. No instance outlives a boot, so a ledger of another boot has none.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DynamicInstance {
     /// `GPU-…`.
     pub gpu: String,

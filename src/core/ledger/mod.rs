@@ -271,7 +271,7 @@ impl std::fmt::Display for LeaseId {
 }
 
 /// The container to which a lease belongs, and where its runtime keeps its record of it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Container {
     /// The engine's uid. Container ids are unique only for each user.
     pub uid: u32,

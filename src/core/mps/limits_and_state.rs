@@ -30,7 +30,8 @@ pub fn is_alive(daemon: &MpsDaemon) -> bool {
 }
 
 /// Whether it is recorded as one that has served, and its process still runs.
-pub(super) fn runs(daemon: &MpsDaemon) -> bool {
+#[must_use]
+pub fn runs(daemon: &MpsDaemon) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault) && is_alive(daemon)
 }
 

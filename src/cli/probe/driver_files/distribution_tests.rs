@@ -188,7 +188,7 @@ fn arm64_takes_its_own_libraries_alone() {
     root.file("/usr/lib/aarch64-linux-gnu/libcuda.so.580.159.04", elf(2, 183))
         .file("/usr/lib64/libnvidia-ml.so.580.159.04", x86_64());
     assert_eq!(
-        summary(&root, &find(&root.config().driver, VERSION, Machine::Aarch64)),
+        summary(&root, &find(&root.config().driver, VERSION, Machine::AARCH64)),
         pairs(&[("libcuda.so.1", "usr/lib/aarch64-linux-gnu/libcuda.so.580.159.04")])
     );
 }

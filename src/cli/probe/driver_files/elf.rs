@@ -20,50 +20,34 @@ const MOST_ENTRIES: u64 = 64;
 const LONGEST_LOADER: u64 = 4096;
 
 /// A machine for which drivers exist, always in its 64-bit little-endian form.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::probe) enum Machine {
-    X86_64,
-    Aarch64,
+#[derive(Clone, Copy, Debug)]
+pub(in crate::probe) struct Machine {
+    /// Debian's name for its library directory (Multi-Arch specification).
+    pub triplet: &'static str,
+    /// `e_machine`: `EM_X86_64`, `EM_AARCH64` (elf.h).
+    number: u8,
+    /// The loader of this machine's programs (System V ABI, processor supplements).
+    loader: &'static str,
 }
 
 impl Machine {
+    pub const X86_64: Self =
+        Self { triplet: "x86_64-linux-gnu", number: 62, loader: "/lib64/ld-linux-x86-64.so.2" };
+    pub const AARCH64: Self =
+        Self { triplet: "aarch64-linux-gnu", number: 183, loader: "/lib/ld-linux-aarch64.so.1" };
     /// The machine that sublet runs on.
-    pub const HOST: Self = if cfg!(target_arch = "aarch64") { Self::Aarch64 } else { Self::X86_64 };
-
-    /// Debian's name for its library directory (Multi-Arch specification).
-    pub const fn triplet(self) -> &'static str {
-        match self {
-            Self::X86_64 => "x86_64-linux-gnu",
-            Self::Aarch64 => "aarch64-linux-gnu",
-        }
-    }
-
-    /// `e_machine`: `EM_X86_64`, `EM_AARCH64` (elf.h).
-    const fn number(self) -> u8 {
-        match self {
-            Self::X86_64 => 62,
-            Self::Aarch64 => 183,
-        }
-    }
-
-    /// The loader of this machine's programs (System V ABI, processor supplements).
-    const fn loader(self) -> &'static str {
-        match self {
-            Self::X86_64 => "/lib64/ld-linux-x86-64.so.2",
-            Self::Aarch64 => "/lib/ld-linux-aarch64.so.1",
-        }
-    }
+    pub const HOST: Self = if cfg!(target_arch = "aarch64") { Self::AARCH64 } else { Self::X86_64 };
 
     /// Whether `path` is a 64-bit little-endian ELF file for this machine (`e_ident` and `e_machine`).
     pub fn made(self, path: &Path) -> bool {
         let header = examine(path, || read(path, 0, IDENTITY)).unwrap_or_default();
-        header.starts_with(b"\x7fELF\x02\x01") && header.get(18..) == Some(&[self.number(), 0])
+        header.starts_with(b"\x7fELF\x02\x01") && header.get(18..) == Some(&[self.number, 0])
     }
 
     /// The loader that the program at `path` names, unless it is the usual one. What is no sound program names none.
     pub fn unusual_loader(self, path: &Path) -> Option<PathBuf> {
         let named = interpreter(path).ok().flatten()?;
-        (named != Path::new(self.loader())).then_some(named)
+        (named != Path::new(self.loader)).then_some(named)
     }
 }
 

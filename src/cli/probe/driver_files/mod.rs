@@ -53,7 +53,7 @@ pub(super) fn find(driver: &Driver, version: &str, machine: Machine) -> Found {
         .collect();
     files.extend(file_table::PROGRAMS.iter().filter_map(|&(name, capability)| {
         let source = programs::programs(driver, name)
-            .filter_map(|program| real(root, &program))
+            .filter_map(|program| resolve(root, program.strip_prefix(root).ok()?.to_str()?))
             .find(|program| machine.made(program))?;
         let needs = machine.unusual_loader(&source);
         Some(DriverFile { source, kind: FileKind::Program { name: name.to_owned() }, capability, needs })
@@ -91,7 +91,7 @@ fn beside(root: &Path, files: &[DriverFile]) -> BTreeSet<String> {
 /// The directories of libraries, in the order of preference: `[driver] search`, Debian and Ubuntu, Red Hat and SUSE, Arch,
 /// `NixOS`, container hosts, Google's, Flatcar, Talos. NVIDIA's own installer uses the distribution's directories.
 fn directories(driver: &Driver, machine: Machine) -> Vec<String> {
-    let triplet = machine.triplet();
+    let triplet = machine.triplet;
     let named = driver.search.iter().flat_map(|prefix| ["lib64", "lib"].map(|dir| format!("{prefix}/{dir}")));
     let known = [
         &format!("/usr/lib/{triplet}"),
@@ -111,11 +111,6 @@ fn directories(driver: &Driver, machine: Machine) -> Vec<String> {
     all.into_iter().chain(of_vdpau).filter(is_there).collect()
 }
 
-/// The path of the file that a program below `root` resolves to, including the root.
-fn real(root: &Path, program: &Path) -> Option<PathBuf> {
-    resolve(root, program.strip_prefix(root).ok()?.to_str()?)
-}
-
 struct Host<'a> {
     root: &'a Path,
     version: &'a str,
@@ -133,28 +128,20 @@ impl Host<'_> {
         let mut others = Vec::new();
         for directory in &self.directories {
             for name in [&full, &soname] {
-                let Some(source) = self.made_here(&format!("{directory}/{name}")) else { continue };
+                let source = resolve(self.root, &format!("{directory}/{name}"));
+                let Some(source) = source.filter(|real| self.machine.made(real)) else { continue };
                 match version_of(&source, library.stem) {
                     Some(other) if other != self.version => others.push(other),
-                    _ => return (Some(entry(source, &soname, library)), Vec::new()),
+                    _ => {
+                        let also = library.also.iter().map(|&name| name.to_owned()).collect();
+                        let kind = FileKind::Library { soname: soname.clone(), also };
+                        let capability = library.capability;
+                        return (Some(DriverFile { source, kind, capability, needs: None }), Vec::new());
+                    }
                 }
             }
         }
         (None, others)
-    }
-
-    fn made_here(&self, path: &str) -> Option<PathBuf> {
-        resolve(self.root, path).filter(|real| self.machine.made(real))
-    }
-}
-
-fn entry(source: PathBuf, soname: &str, library: &Library) -> DriverFile {
-    let also = library.also.iter().map(|&name| name.to_owned()).collect();
-    DriverFile {
-        source,
-        kind: FileKind::Library { soname: soname.to_owned(), also },
-        capability: library.capability,
-        needs: None,
     }
 }
 
