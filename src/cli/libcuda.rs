@@ -40,7 +40,7 @@ pub struct Driver {
 /// A function of libcuda with the type that cuda.h gives it, called; the result is `done`'s. It is looked up once, because
 /// a load starts thousands of kernels a second.
 macro_rules! call {
-    ($driver:expr, $name:literal, ($($type:ty),*), $($argument:expr),*) => {{
+    ($driver:expr, $name:literal, ($($type:ty),*), ($($argument:expr),*)) => {{
         static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
         if FOUND.load(Ordering::Relaxed).is_null() {
             FOUND.store(symbol($driver.library, $name)?, Ordering::Relaxed);
@@ -56,9 +56,14 @@ impl Driver {
     /// # Errors
     /// There is no libcuda, or no device; one line.
     pub fn load() -> Result<Self, String> {
-        let driver = Self { library: open()? };
+        // SAFETY: the name ends in NUL.
+        let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
+        if library.is_null() {
+            return Err(format!("libcuda.so.1 cannot be loaded: {}", why()));
+        }
+        let driver = Self { library };
         // SAFETY: the type is cuda.h's.
-        unsafe { call!(driver, c"cuInit", (c_uint), 0)? }
+        unsafe { call!(driver, c"cuInit", (c_uint), (0))? }
         Ok(driver)
     }
 
@@ -69,7 +74,7 @@ impl Driver {
     pub fn count(self) -> Result<usize, String> {
         let mut count = 0;
         // SAFETY: the type is cuda.h's; the pointer is to a local that outlives the call.
-        unsafe { call!(self, c"cuDeviceGetCount", (*mut c_int), &raw mut count)? }
+        unsafe { call!(self, c"cuDeviceGetCount", (*mut c_int), (&raw mut count))? }
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
@@ -78,9 +83,9 @@ impl Driver {
         let (mut device, mut context) = (0, ptr::null_mut::<c_void>());
         // SAFETY: the types are cuda.h's; the pointers are to locals that outlive their calls.
         unsafe {
-            call!(self, c"cuDeviceGet", (*mut c_int, c_int), &raw mut device, 0)?;
-            call!(self, c"cuDevicePrimaryCtxRetain", (*mut *mut c_void, c_int), &raw mut context, device)?;
-            call!(self, c"cuCtxSetCurrent", (*mut c_void), context)?;
+            call!(self, c"cuDeviceGet", (*mut c_int, c_int), (&raw mut device, 0))?;
+            call!(self, c"cuDevicePrimaryCtxRetain", (*mut *mut c_void, c_int), (&raw mut context, device))?;
+            call!(self, c"cuCtxSetCurrent", (*mut c_void), (context))?;
         }
         Ok(device)
     }
@@ -94,9 +99,7 @@ impl Driver {
                 self,
                 c"cuDeviceGetAttribute",
                 (*mut c_int, c_int, c_int),
-                &raw mut value,
-                attribute,
-                device
+                (&raw mut value, attribute, device)
             )?;
         }
         Ok(value)
@@ -106,7 +109,7 @@ impl Driver {
     pub fn memory(self) -> Result<(u64, u64), String> {
         let (mut free, mut total) = (0_usize, 0_usize);
         // SAFETY: the type is cuda.h's; the pointers are to locals that outlive the call.
-        unsafe { call!(self, c"cuMemGetInfo_v2", (*mut usize, *mut usize), &raw mut free, &raw mut total)? }
+        unsafe { call!(self, c"cuMemGetInfo_v2", (*mut usize, *mut usize), (&raw mut free, &raw mut total))? }
         Ok((free as u64, total as u64))
     }
 
@@ -120,17 +123,14 @@ impl Driver {
                 self,
                 c"cuModuleLoadData",
                 (*mut *mut c_void, *const c_char),
-                &raw mut module,
-                ptx.as_ptr()
+                (&raw mut module, ptx.as_ptr())
             )?;
             for (kernel, name) in kernels.iter_mut().zip(names) {
                 call!(
                     self,
                     c"cuModuleGetFunction",
                     (*mut *mut c_void, *mut c_void, *const c_char),
-                    &raw mut kernel.0,
-                    module,
-                    name.as_ptr()
+                    (&raw mut kernel.0, module, name.as_ptr())
                 )?;
             }
         }
@@ -142,8 +142,8 @@ impl Driver {
         let mut address = 0_u64;
         // SAFETY: the types are cuda.h's; the pointer outlives the call; the driver has just given this memory.
         unsafe {
-            call!(self, c"cuMemAlloc_v2", (*mut u64, usize), &raw mut address, bytes)?;
-            call!(self, c"cuMemsetD32_v2", (u64, c_uint, usize), address, 0, bytes / 4)?;
+            call!(self, c"cuMemAlloc_v2", (*mut u64, usize), (&raw mut address, bytes))?;
+            call!(self, c"cuMemsetD32_v2", (u64, c_uint, usize), (address, 0, bytes / 4))?;
         }
         Ok(Buffer { address, bytes })
     }
@@ -152,7 +152,7 @@ impl Driver {
     pub fn pinned(self, bytes: usize) -> Result<Pinned, String> {
         let mut memory = ptr::null_mut::<c_void>();
         // SAFETY: the type is cuda.h's; the pointer outlives the call.
-        unsafe { call!(self, c"cuMemAllocHost_v2", (*mut *mut c_void, usize), &raw mut memory, bytes)? }
+        unsafe { call!(self, c"cuMemAllocHost_v2", (*mut *mut c_void, usize), (&raw mut memory, bytes))? }
         Ok(Pinned { address: memory, bytes })
     }
 
@@ -161,7 +161,7 @@ impl Driver {
         let bytes = bytes.min(to.bytes).min(from.bytes);
         // SAFETY: the type is cuda.h's; the driver gave both memories, and neither is shorter.
         unsafe {
-            call!(self, c"cuMemcpyHtoD_v2", (u64, *const c_void, usize), to.address, from.address, bytes)
+            call!(self, c"cuMemcpyHtoD_v2", (u64, *const c_void, usize), (to.address, from.address, bytes))
         }
     }
 
@@ -169,20 +169,21 @@ impl Driver {
     pub(crate) fn download(self, to: &mut Pinned, from: Buffer, bytes: usize) -> Result<(), String> {
         let bytes = bytes.min(to.bytes).min(from.bytes);
         // SAFETY: as in `upload`.
-        unsafe { call!(self, c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), to.address, from.address, bytes) }
+        unsafe {
+            call!(self, c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), (to.address, from.address, bytes))
+        }
     }
 
     /// The second of the 32-bit floats in the device's memory.
     pub(crate) fn second_float(self, from: Buffer) -> Result<f32, String> {
         let mut two = [0_f32; 2];
-        if from.bytes < size_of_val(&two) {
+        let bytes = size_of_val(&two);
+        if from.bytes < bytes {
             return Ok(0.0);
         }
         let to = two.as_mut_ptr().cast::<c_void>();
         // SAFETY: the type is cuda.h's; both memories have as many bytes as are copied.
-        unsafe {
-            call!(self, c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), to, from.address, size_of_val(&two))?;
-        }
+        unsafe { call!(self, c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), (to, from.address, bytes))? }
         Ok(two[1])
     }
 
@@ -216,17 +217,7 @@ impl Driver {
                     *mut *mut c_void,
                     *mut *mut c_void
                 ),
-                kernel.0,
-                blocks,
-                1,
-                1,
-                threads,
-                1,
-                1,
-                0,
-                nothing,
-                parameters.as_mut_ptr(),
-                ptr::null_mut()
+                (kernel.0, blocks, 1, 1, threads, 1, 1, 0, nothing, parameters.as_mut_ptr(), ptr::null_mut())
             )
         }
     }
@@ -234,15 +225,8 @@ impl Driver {
     /// Waits until the device has done everything.
     pub(crate) fn synchronize(self) -> Result<(), String> {
         // SAFETY: the type is cuda.h's.
-        unsafe { call!(self, c"cuCtxSynchronize", (),) }
+        unsafe { call!(self, c"cuCtxSynchronize", (), ()) }
     }
-}
-
-/// The library.
-fn open() -> Result<*mut c_void, String> {
-    // SAFETY: the name ends in NUL.
-    let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
-    if library.is_null() { Err(format!("libcuda.so.1 cannot be loaded: {}", why())) } else { Ok(library) }
 }
 
 /// A function of the library.
@@ -275,12 +259,8 @@ fn done(call: &CStr, result: c_int) -> Result<(), String> {
         805 => "CUDA_ERROR_MPS_CONNECTION_FAILED",
         807 => "CUDA_ERROR_MPS_SERVER_NOT_READY",
         999 => "CUDA_ERROR_UNKNOWN",
-        other => return Err(format!("{}: CUDA error {other}", name_of(call))),
+        other => &format!("CUDA error {other}"),
     };
-    Err(format!("{}: {word}", name_of(call)))
-}
-
-/// cuda.h's name: the library's own has the version of the function behind it.
-fn name_of(call: &CStr) -> String {
-    call.to_string_lossy().trim_end_matches("_v2").to_owned()
+    // cuda.h's name: the library's own has the version of the function behind it.
+    Err(format!("{}: {word}", call.to_string_lossy().trim_end_matches("_v2")))
 }

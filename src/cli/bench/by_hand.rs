@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 
-use super::plan::Planned;
-use super::result::{Sharing, Sm};
+use super::result::{Cell, Sharing, Sm};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, FileKind, Inventory, MpsPrograms};
 use sublet_core::process::child::{self, ChildError};
@@ -34,7 +33,7 @@ impl ByHand {
     /// # Errors
     /// MPS is not installed or does not start, or there are not enough MIG devices.
     pub fn new(
-        planned: &Planned,
+        planned: &Cell,
         gpu: &str,
         dir: &Path,
         inventory: &Inventory,
@@ -79,7 +78,7 @@ impl ByHand {
 }
 
 /// The MIG devices of the profile that is wanted, the smallest first: containers get them so.
-fn mig_devices(planned: &Planned, gpu: &str, inventory: &Inventory) -> Vec<String> {
+fn mig_devices(planned: &Cell, gpu: &str, inventory: &Inventory) -> Vec<String> {
     if planned.mode.sharing != Sharing::Mig {
         return Vec::new();
     }

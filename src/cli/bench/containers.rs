@@ -31,6 +31,16 @@ pub enum Engine {
     Runtime(PathBuf),
 }
 
+impl Engine {
+    /// The program that is started.
+    pub fn program(&self) -> &Path {
+        match self {
+            Self::Program(program) => Path::new(program),
+            Self::Runtime(program) => program,
+        }
+    }
+}
+
 /// What every container runs.
 #[derive(Clone, Debug)]
 pub struct Workload {
@@ -138,42 +148,24 @@ fn spawn(command: &mut Command) -> anyhow::Result<Child> {
 impl Running {
     /// Whether it runs. If not: how it ended.
     pub fn ended(&mut self) -> Option<String> {
-        match self.child.try_wait() {
-            Ok(None) => None,
-            Ok(Some(status)) => Some(status.to_string()),
-            Err(error) => Some(error.to_string()),
-        }
+        let ended = self.child.try_wait().map(|ended| ended.map(|status| status.to_string()));
+        ended.unwrap_or_else(|error| Some(error.to_string()))
     }
 
     fn command(&self, words: &[&str]) -> Option<Command> {
-        let program = match self.engine.as_ref()? {
-            Engine::Program(program) => PathBuf::from(program),
-            Engine::Runtime(program) => program.clone(),
-        };
-        let mut command = Command::new(program);
+        let mut command = Command::new(self.engine.as_ref()?.program());
         command.args(words).arg(&self.name).process_group(0);
         Some(command)
     }
 
-    /// Asks for its end without waiting for it, so that many end at once.
-    pub fn kill(&mut self) {
-        if self.ended().is_some() {
-            return;
+    /// Asks for its end without waiting for it.
+    fn kill(&mut self) {
+        let Some(mut command) = self.command(&["kill"]) else { return drop(self.child.kill()) };
+        // The low-level runtime wants the signal behind the container's name.
+        if matches!(self.engine, Some(Engine::Runtime(_))) {
+            command.arg("KILL");
         }
-        let words: &[&str] = match &self.engine {
-            Some(_) => &["kill"],
-            None => &[],
-        };
-        match self.command(words) {
-            // The low-level runtime wants the signal behind the container's name.
-            Some(mut command) => {
-                if matches!(self.engine, Some(Engine::Runtime(_))) {
-                    command.arg("KILL");
-                }
-                let _ = child::run_without_output(&mut command, END_LIMIT);
-            }
-            None => drop(self.child.kill()),
-        }
+        let _ = child::run_without_output(&mut command, END_LIMIT);
     }
 }
 
@@ -189,12 +181,8 @@ impl Drop for Running {
             std::thread::sleep(Duration::from_millis(10));
         }
         // An engine that was killed or interrupted has not removed its container.
-        let words: &[&str] = match &self.engine {
-            Some(Engine::Program(_)) => &["rm", "--force"],
-            Some(Engine::Runtime(_)) => &["delete", "--force"],
-            None => &[],
-        };
-        if let Some(mut command) = self.command(words) {
+        let remove = if matches!(self.engine, Some(Engine::Runtime(_))) { "delete" } else { "rm" };
+        if let Some(mut command) = self.command(&[remove, "--force"]) {
             let _ = child::run_without_output(&mut command, END_LIMIT);
         }
         let _ = self.child.kill();
@@ -254,9 +242,7 @@ fn spec(
             mount("/sys", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
             mount("/tmp", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
         ],
-        "linux": {
-            "namespaces": namespaces,
-        },
+        "linux": {"namespaces": namespaces},
     })
 }
 

@@ -27,34 +27,28 @@ pub struct Client {
     pub ports: Vec<u16>,
 }
 
-/// What asks one server.
-pub struct Asker {
-    client: Client,
-    url: String,
-    agent: ureq::Agent,
-}
-
 impl Client {
-    /// For the server in container `number`.
-    pub fn to(&self, number: u32) -> Asker {
+    /// Asks the server in container `number` until it is over. An answer that is no success is no sample; `fail` is told
+    /// of it.
+    pub fn ask_until(
+        &self,
+        number: u32,
+        is_over: impl Fn() -> bool,
+        mut tell: impl FnMut(Sample),
+        fail: impl Fn(String),
+    ) {
         let port = self.ports.get(number as usize).map(u16::to_string).unwrap_or_default();
-        let config = ureq::Agent::config_builder().timeout_global(Some(LIMIT)).build();
-        Asker { client: self.clone(), url: self.url.replace("{port}", &port), agent: config.into() }
-    }
-}
-
-impl Asker {
-    /// Asks until it is over. An answer that is no success is no sample; `fail` is told of it.
-    pub fn ask_until(&self, is_over: impl Fn() -> bool, mut tell: impl FnMut(Sample), fail: impl Fn(String)) {
+        let url = self.url.replace("{port}", &port);
+        let agent = ureq::Agent::config_builder().timeout_global(Some(LIMIT)).build().new_agent();
         while !is_over() {
             let start = Instant::now();
-            match self.ask() {
+            match self.ask(&agent, &url) {
                 Ok(()) => {
                     let took = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
                     tell(Sample { end: monotonic_nanoseconds(), took });
                 }
                 Err(error) => {
-                    fail(format!("{}: {error}", self.url));
+                    fail(format!("{url}: {error}"));
                     std::thread::sleep(AGAIN);
                 }
             }
@@ -62,12 +56,10 @@ impl Asker {
     }
 
     /// One request and its whole answer.
-    fn ask(&self) -> Result<(), ureq::Error> {
-        let mut answer = match &self.client.body {
-            Some(body) => {
-                self.agent.post(&self.url).content_type(&self.client.content_type).send(&body[..])?
-            }
-            None => self.agent.get(&self.url).call()?,
+    fn ask(&self, agent: &ureq::Agent, url: &str) -> Result<(), ureq::Error> {
+        let mut answer = match &self.body {
+            Some(body) => agent.post(url).content_type(&self.content_type).send(&body[..])?,
+            None => agent.get(url).call()?,
         };
         answer.body_mut().with_config().limit(LARGEST).read_to_vec().map(drop)
     }
@@ -124,15 +116,17 @@ mod tests {
             content_type: "application/json".to_owned(),
             ports: vec![1, port],
         };
-        let asker = client.to(1);
         let samples = std::cell::RefCell::new(Vec::new());
         // Dropped before the next request, because the server takes one connection after the other.
-        drop(asker.ask().expect_err("503"));
+        let agent = ureq::Agent::new_with_defaults();
+        drop(client.ask(&agent, &format!("http://127.0.0.1:{port}/predict")).expect_err("503"));
+        drop(agent);
         let is_over = || samples.borrow().len() >= 3;
-        asker.ask_until(is_over, |sample| samples.borrow_mut().push(sample), |why| panic!("{why}"));
+        client.ask_until(1, is_over, |sample| samples.borrow_mut().push(sample), |why| panic!("{why}"));
         assert!(samples.borrow().iter().all(|sample| sample.took > 0 && sample.end > sample.took));
         let nobody = std::cell::RefCell::new(Vec::new());
-        client.to(0).ask_until(|| !nobody.borrow().is_empty(), |_| {}, |why| nobody.borrow_mut().push(why));
+        let is_over = || !nobody.borrow().is_empty();
+        client.ask_until(0, is_over, |_| {}, |why| nobody.borrow_mut().push(why));
         assert!(nobody.borrow()[0].starts_with("http://127.0.0.1:1/predict: "), "{nobody:?}");
     }
 

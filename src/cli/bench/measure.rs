@@ -93,10 +93,10 @@ impl Tenant {
                 std::thread::spawn(move || output.map(|output| read_lines(output, &format, &tell)));
             }
             Source::Http(client) => {
-                let asker = client.to(number);
+                let client = client.clone();
                 std::thread::spawn(move || {
                     let fail = |why| lock(&tell).refused = Some((monotonic_nanoseconds(), why));
-                    asker.ask_until(|| lock(&tell).over, |sample| keep(&tell, sample), fail);
+                    client.ask_until(number, || lock(&tell).over, |sample| keep(&tell, sample), fail);
                 });
                 let heard = Arc::clone(&heard);
                 std::thread::spawn(move || output.map(|output| keep_end(output, &heard)));
@@ -165,8 +165,7 @@ pub fn measure(
         let samples = lock(&one.heard).samples.clone();
         (samples, one.trouble(from))
     });
-    let told: Vec<_> = told.collect();
-    let Some(measured) = samples::measured(&told, (from, to)) else {
+    let Some(measured) = samples::measured(&told.collect::<Vec<_>>(), (from, to)) else {
         bail!("no iteration ended within {} s; measure for longer", times.window.as_secs_f64())
     };
     let iterations: u64 = measured.containers.iter().map(|one| one.iterations).sum();

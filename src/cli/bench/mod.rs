@@ -13,10 +13,10 @@ mod result;
 mod runner;
 mod samples;
 
-pub use picture::html;
-pub use picture::svg;
-pub use result::{BenchResult, Cell, Measured, Mode, ResultError, SCHEMA, Settings, Sharing, Sm};
-pub use result::{Figure, digits};
+pub use picture::{html, svg};
+pub use result::{
+    BenchResult, Cell, Figure, Measured, Mode, ResultError, SCHEMA, Settings, Sharing, Sm, digits,
+};
 
 /// What `sublet bench run` measures with.
 pub mod run {
@@ -24,7 +24,7 @@ pub mod run {
     pub use super::http::{Client, free_ports};
     pub use super::measure::{Source, Times};
     pub use super::meter::Meter;
-    pub use super::plan::{Gpu, Planned, grid, mode, number};
+    pub use super::plan::{Gpu, grid, mode, number};
     pub use super::runner::Runner;
     pub use super::samples::{FIRST_NUMBER, Format};
 }

@@ -1,8 +1,9 @@
 //! The picture of a result as SVG: one figure against the number of containers, a line for each mode.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use super::result::{BenchResult, Cell, Figure, Mode, digits};
+use super::result::{BenchResult, Cell, Figure, Mode, digits, distinct};
 
 const WIDTH: f64 = 930.0;
 const HEIGHT: f64 = 500.0;
@@ -22,11 +23,10 @@ const STYLE: &str = "svg .back{fill:#fff}svg{color:#1a1a1a}svg text{fill:current
 
 /// One line of the picture.
 struct Line<'a> {
-    title: String,
+    mode: &'a Mode,
     by_hand: bool,
     /// Number of containers, value, and whether the cell is overcommitted; by number.
     points: Vec<(u32, f64, bool)>,
-    mode: &'a Mode,
     /// The place of its mode among those of the load. It has the same colour and mark in the picture of each figure.
     index: usize,
 }
@@ -34,32 +34,28 @@ struct Line<'a> {
 /// The picture of one load. `None`: nothing of this figure was measured.
 pub fn svg(result: &BenchResult, load: &str, figure: Figure) -> Option<String> {
     let lines = lines(result, load, figure);
-    let numbers: Vec<u32> = lines.iter().flat_map(|line| line.points.iter().map(|point| point.0)).collect();
-    let (most, highest) =
-        (numbers.iter().max()?, lines.iter().flat_map(|line| &line.points).map(|point| point.1));
-    let scale = Scale::new(*most, highest.fold(0.0, f64::max));
+    let points = || lines.iter().flat_map(|line| &line.points);
+    let numbers: BTreeSet<u32> = points().map(|point| point.0).collect();
+    let scale = Scale::new(*numbers.last()?, points().map(|point| point.1).fold(0.0, f64::max));
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">\
          <title>{}</title><style>{STYLE}</style><rect class=\"back\" width=\"100%\" height=\"100%\"/>\n",
         escaped(&format!("{}: {}", result.title, figure.title()))
     );
-    let mut number_marks = numbers.clone();
-    number_marks.sort_unstable();
-    number_marks.dedup();
-    axes(&mut svg, &scale, &number_marks);
-    text(&mut svg, (PLOT[0], 32.0), "title", &heading(result, load));
-    text(
-        &mut svg,
-        (PLOT[0], 54.0),
-        "small",
-        &format!("{}, against the number of containers at once", figure.title()),
-    );
+    axes(&mut svg, &scale, &numbers);
+    let heading = match load {
+        "command" | "http" => result.title.clone(),
+        built_in => format!("{}: {built_in}", result.title),
+    };
+    text(&mut svg, (PLOT[0], 32.0), "title", &heading);
+    let what = format!("{}, against the number of containers at once", figure.title());
+    text(&mut svg, (PLOT[0], 54.0), "small", &what);
     for line in &lines {
         draw(&mut svg, &scale, line);
     }
     legend(&mut svg, &lines);
     text(&mut svg, (PLOT[0], HEIGHT - 32.0), "small", &below(result));
-    if lines.iter().any(|line| line.points.iter().any(|point| point.2)) {
+    if points().any(|point| point.2) {
         let why = "hollow: the shares come to more than the GPU has (overcommitted)";
         text(&mut svg, (PLOT[0], HEIGHT - 14.0), "small", why);
     }
@@ -74,56 +70,33 @@ pub fn svg(result: &BenchResult, load: &str, figure: Figure) -> Option<String> {
     Some(svg)
 }
 
-fn heading(result: &BenchResult, load: &str) -> String {
-    match load {
-        "command" | "http" => result.title.clone(),
-        built_in => format!("{}: {built_in}", result.title),
-    }
-}
-
 /// Where and when it was measured.
 fn below(result: &BenchResult) -> String {
-    let driver =
-        result.machine.driver.as_ref().map(|driver| format!(", driver {driver}")).unwrap_or_default();
-    let date = result.time.get(..10).unwrap_or_default();
-    let source = result.source.as_ref().map(|source| format!(", {source}")).unwrap_or_default();
-    format!("{}{driver}, {date}{source}", result.machine.gpu)
+    let driver = result.machine.driver.as_ref().map(|driver| format!("driver {driver}"));
+    let date = result.time.get(..10).unwrap_or_default().to_owned();
+    let parts = [Some(result.machine.gpu.clone()), driver, Some(date), result.source.clone()];
+    parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 fn lines<'a>(result: &'a BenchResult, load: &str, figure: Figure) -> Vec<Line<'a>> {
-    let mut lines: Vec<Line<'a>> = Vec::new();
-    let mut modes: Vec<&Mode> = Vec::new();
-    for cell in result.cells.iter().filter(|cell| cell.load == load) {
-        if !modes.contains(&&cell.mode) {
-            modes.push(&cell.mode);
-        }
-        let Some(value) = cell.measured.as_ref().and_then(|measured| figure.of(measured)) else { continue };
-        if !value.is_finite() {
-            continue;
-        }
-        let point = (cell.n, value, cell.overcommitted);
-        match lines.iter_mut().find(|line| *line.mode == cell.mode && line.by_hand == cell.by_hand) {
-            Some(line) => line.points.push(point),
-            None => lines.push(Line {
-                title: title(cell),
-                by_hand: cell.by_hand,
-                points: vec![point],
-                mode: &cell.mode,
-                index: modes.iter().position(|mode| **mode == cell.mode).unwrap_or_default(),
-            }),
-        }
-    }
-    for line in &mut lines {
-        line.points.sort_by_key(|point| point.0);
-    }
+    let modes = distinct(result.of_load(load).map(|cell| &cell.mode));
+    let line = |(mode, by_hand): (&'a Mode, bool)| {
+        let its = result.of_load(load).filter(|cell| cell.mode == *mode && cell.by_hand == by_hand);
+        let point = |cell: &Cell| {
+            let value = figure.of(cell.measured.as_ref()?).filter(|value| value.is_finite());
+            Some((cell.n, value?, cell.overcommitted))
+        };
+        let mut points: Vec<(u32, f64, bool)> = its.filter_map(point).collect();
+        points.sort_by_key(|point| point.0);
+        let index = modes.iter().position(|other| *other == mode).unwrap_or_default();
+        Line { mode, by_hand, points, index }
+    };
+    let mut lines: Vec<Line<'a>> = result.lines(load).into_iter().map(line).collect();
+    lines.retain(|line| !line.points.is_empty());
     // The legend stands in the order in which the lines end.
     let end = |line: &Line<'_>| line.points.last().map_or(0.0, |point| point.1);
     lines.sort_by(|one, other| end(other).total_cmp(&end(one)));
     lines
-}
-
-fn title(cell: &Cell) -> String {
-    if cell.by_hand { format!("{}, by hand", cell.mode.title()) } else { cell.mode.title() }
 }
 
 /// From values to places.
@@ -151,23 +124,18 @@ impl Scale {
     }
 }
 
-fn axes(svg: &mut String, scale: &Scale, numbers: &[u32]) {
+fn axes(svg: &mut String, scale: &Scale, numbers: &BTreeSet<u32>) {
     let mut value = 0.0;
     while value <= scale.top + scale.step / 2.0 {
         let y = scale.y(value);
         let _ = writeln!(svg, "<path class=\"grid\" d=\"M{} {y:.1}H{}\"/>", PLOT[0], PLOT[2]);
-        let _ = writeln!(
-            svg,
-            "<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            PLOT[0] - 8.0,
-            y + 5.0,
-            short(value)
-        );
+        let (x, y, label) = (PLOT[0] - 8.0, y + 5.0, short(value));
+        let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y:.1}\" text-anchor=\"end\">{label}</text>");
         value += scale.step;
     }
     for n in numbers {
-        let at = (scale.x(*n), PLOT[3] + 20.0);
-        let _ = writeln!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{n}</text>", at.0, at.1);
+        let (x, y) = (scale.x(*n), PLOT[3] + 20.0);
+        let _ = writeln!(svg, "<text x=\"{x:.1}\" y=\"{y}\" text-anchor=\"middle\">{n}</text>");
     }
 }
 
@@ -178,27 +146,23 @@ fn short(value: f64) -> String {
 }
 
 fn draw(svg: &mut String, scale: &Scale, line: &Line<'_>) {
-    let places: Vec<String> = line
-        .points
-        .iter()
-        .map(|(n, value, _)| format!("{:.1},{:.1}", scale.x(*n), scale.y(*value)))
-        .collect();
-    let (colour, dashes) = look(line.index, line.by_hand);
-    let _ = writeln!(
-        svg,
-        "<polyline class=\"line\" stroke=\"{colour}\" {dashes} points=\"{}\"/>",
-        places.join(" ")
-    );
+    let place = |(n, value, _): &(u32, f64, bool)| format!("{:.1},{:.1}", scale.x(*n), scale.y(*value));
+    let places = line.points.iter().map(place).collect::<Vec<_>>().join(" ");
+    let (colour, dashes) = look(line);
+    let _ = writeln!(svg, "<polyline class=\"line\" stroke=\"{colour}\" {dashes} points=\"{places}\"/>");
     for (n, value, overcommitted) in &line.points {
         mark(svg, (scale.x(*n), scale.y(*value)), line.index, *overcommitted);
     }
 }
 
 /// Colour and dashes of a line: beyond the colours, dashes tell lines apart.
-fn look(index: usize, by_hand: bool) -> (&'static str, &'static str) {
-    let dashes =
-        if by_hand { "stroke-dasharray=\"2 4\"" } else { ["", "stroke-dasharray=\"9 4\""][(index / 7) % 2] };
-    (COLOURS[index % 7], dashes)
+fn look(line: &Line<'_>) -> (&'static str, &'static str) {
+    let dashes = match (line.by_hand, line.index / 7 % 2) {
+        (true, _) => "stroke-dasharray=\"2 4\"",
+        (false, 0) => "",
+        (false, _) => "stroke-dasharray=\"9 4\"",
+    };
+    (COLOURS[line.index % 7], dashes)
 }
 
 /// A circle, a square, a diamond or a triangle: shapes tell lines apart without colours.
@@ -219,16 +183,13 @@ fn legend(svg: &mut String, lines: &[Line<'_>]) {
     #[expect(clippy::cast_precision_loss, reason = "a few dozen at most")]
     let step = ((HEIGHT - 40.0 - y) / lines.len() as f64).min(26.0);
     for line in lines {
-        let (colour, dashes) = look(line.index, line.by_hand);
+        let (colour, dashes) = look(line);
         let x = PLOT[2] + 22.0;
         let _ = writeln!(svg, "<path class=\"line\" stroke=\"{colour}\" {dashes} d=\"M{x} {y}h28\"/>");
         mark(svg, (x + 14.0, y), line.index, false);
-        let last = line
-            .points
-            .last()
-            .map(|(n, value, _)| format!(" ({} at {n})", digits(*value)))
-            .unwrap_or_default();
-        text(svg, (x + 36.0, y + 5.0), "key", &format!("{}{last}", line.title));
+        let last = line.points.last().map(|(n, value, _)| format!(" ({} at {n})", digits(*value)));
+        let words = line.mode.titled(line.by_hand) + &last.unwrap_or_default();
+        text(svg, (x + 36.0, y + 5.0), "key", &words);
         y += step;
     }
 }
@@ -238,20 +199,17 @@ fn text(svg: &mut String, (x, y): (f64, f64), class: &str, words: &str) {
 }
 
 /// For XML and HTML, whatever it holds. Control characters are in neither.
-pub fn escaped(words: &str) -> String {
-    let mut out = String::with_capacity(words.len());
-    for character in words.chars().take(200) {
-        match character {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            other if other.is_control() || matches!(other, '\u{fffe}' | '\u{ffff}') => out.push('\u{fffd}'),
-            other => out.push(other),
-        }
-    }
-    out
+fn escaped(words: &str) -> String {
+    let escape = |character: char| match character {
+        '&' => "&amp;".to_owned(),
+        '<' => "&lt;".to_owned(),
+        '>' => "&gt;".to_owned(),
+        '"' => "&quot;".to_owned(),
+        '\'' => "&#39;".to_owned(),
+        other if other.is_control() || matches!(other, '\u{fffe}' | '\u{ffff}') => "\u{fffd}".to_owned(),
+        other => other.to_string(),
+    };
+    words.chars().take(200).map(escape).collect()
 }
 
 /// No script, nothing from elsewhere.
@@ -271,15 +229,9 @@ pub fn html(result: &BenchResult) -> serde_json::Result<String> {
     let mut page = format!(
         "{PAGE_HEAD}<title>{title}</title><style>{PAGE_STYLE}</style></head><body><h1>{title}</h1>\n"
     );
-    let machine = &result.machine;
-    let driver = machine.driver.as_deref().unwrap_or("unknown");
-    let _ = writeln!(
-        page,
-        "<p>{}, driver {}, {}. Measured by <code>sublet bench</code>.</p>",
-        escaped(&machine.gpu),
-        escaped(driver),
-        escaped(&result.time)
-    );
+    let driver = result.machine.driver.as_deref().unwrap_or("unknown");
+    let [gpu, driver, time] = [result.machine.gpu.as_str(), driver, &result.time].map(escaped);
+    let _ = writeln!(page, "<p>{gpu}, driver {driver}, {time}. Measured by <code>sublet bench</code>.</p>");
     for (is, words) in [
         (result.simulated, "The driver is sublet's simulated one: these times mean nothing."),
         (result.in_use_by_others, "Other programs used the GPU during the measurement."),
@@ -297,20 +249,13 @@ pub fn html(result: &BenchResult) -> serde_json::Result<String> {
                 let _ = writeln!(page, "<div class=\"wide\">{picture}</div>");
             }
         }
-        table(&mut page, result.cells.iter().filter(|cell| cell.load == load));
+        table(&mut page, result.of_load(load));
     }
-    let bare = BenchResult { cells: Vec::new(), ..result.clone() };
-    let _ = writeln!(
-        page,
-        "<h2>Settings and machine</h2><pre>{}</pre></body></html>",
-        whole(&serde_json::to_string_pretty(&bare)?)
-    );
+    let bare = serde_json::to_string_pretty(&BenchResult { cells: Vec::new(), ..result.clone() })?;
+    // Line by line, because long texts are cut.
+    let bare = bare.lines().map(escaped).collect::<Vec<_>>().join("\n");
+    let _ = writeln!(page, "<h2>Settings and machine</h2><pre>{bare}</pre></body></html>");
     Ok(page)
-}
-
-/// [`escaped`] line by line, because that cuts long texts.
-fn whole(text: &str) -> String {
-    text.lines().map(escaped).collect::<Vec<_>>().join("\n")
 }
 
 fn table<'a>(page: &mut String, cells: impl Iterator<Item = &'a Cell>) {
@@ -320,8 +265,7 @@ fn table<'a>(page: &mut String, cells: impl Iterator<Item = &'a Cell>) {
     }
     page.push_str("<th></th></tr>\n");
     for cell in cells {
-        let by_hand = if cell.by_hand { ", by hand" } else { "" };
-        let _ = write!(page, "<tr><td>{}{by_hand}</td><td>{}</td>", escaped(&cell.mode.title()), cell.n);
+        let _ = write!(page, "<tr><td>{}</td><td>{}</td>", escaped(&cell.mode.titled(cell.by_hand)), cell.n);
         for figure in Figure::ALL {
             let value = cell.measured.as_ref().and_then(|measured| figure.of(measured));
             let _ = write!(page, "<td>{}</td>", value.map_or_else(|| "–".to_owned(), digits));

@@ -13,16 +13,14 @@ use crate::shown::name_of;
 /// More containers at once are a mistake.
 pub const MOST: u32 = 256;
 
-/// The cells to measure, before any is.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Planned {
-    pub load: String,
-    pub mode: Mode,
-    pub n: u32,
-    pub by_hand: bool,
-}
+impl Cell {
+    /// One that nothing was measured of yet, of containers of sublet's.
+    pub fn planned(load: &str, mode: Mode, n: u32) -> Self {
+        let load = load.to_owned();
+        let cell = Self { load, mode, n, by_hand: false, overcommitted: false, error: None, measured: None };
+        Self { overcommitted: cell.beyond(&Limits::default()).is_some(), ..cell }
+    }
 
-impl Planned {
     /// The limit on SMs of each container, in percent.
     fn percent(&self) -> Option<f64> {
         self.mode.sm.map(|sm| sm.percent(self.n))
@@ -32,13 +30,11 @@ impl Planned {
     pub fn annotations(&self, gpu: &str) -> BTreeMap<String, String> {
         let mut annotations = BTreeMap::from([("sublet.gpu".to_owned(), gpu.to_owned())]);
         let mut add = |key: &str, value: String| drop(annotations.insert(format!("sublet.{key}"), value));
-        let mode = match self.mode.sharing {
-            Sharing::Dedicated => "mps".to_owned(),
-            other => name_of(&other),
-        };
-        add("mode", mode);
         if self.mode.sharing == Sharing::Dedicated {
+            add("mode", "mps".to_owned());
             add("isolation", "dedicated".to_owned());
+        } else {
+            add("mode", name_of(&self.mode.sharing));
         }
         if let Some(profile) = &self.mode.profile {
             add("mig", profile.clone());
@@ -52,16 +48,6 @@ impl Planned {
     /// Whether both are the same but for who starts them: sublet or a hand.
     pub fn is_like(&self, other: &Self) -> bool {
         self.load == other.load && self.mode == other.mode && self.n == other.n
-    }
-
-    /// Whether `cell` is the one that was planned.
-    pub fn is_of(&self, cell: &Cell) -> bool {
-        self.load == cell.load && self.mode == cell.mode && self.n == cell.n && self.by_hand == cell.by_hand
-    }
-
-    /// Whether its shares come to more than a GPU has, by the defaults of the accounts.
-    pub fn is_overcommitted(&self) -> bool {
-        !self.by_hand && self.beyond(&Limits::default()).is_some()
     }
 
     /// Which key of `[limits]` would have to be raised, and to what; `None`: it fits.
@@ -93,7 +79,7 @@ pub struct Gpu {
 }
 
 /// Why a cell cannot be measured on this GPU with these limits; `None`: it can.
-pub fn obstacle(planned: &Planned, gpu: &Gpu, limits: &Limits) -> Option<String> {
+pub fn obstacle(planned: &Cell, gpu: &Gpu, limits: &Limits) -> Option<String> {
     let n = planned.n;
     if gpu.in_mig_mode != (planned.mode.sharing == Sharing::Mig) {
         let is = if gpu.in_mig_mode {
@@ -113,7 +99,7 @@ pub fn obstacle(planned: &Planned, gpu: &Gpu, limits: &Limits) -> Option<String>
 }
 
 /// Why there are not enough MIG devices, of which these profiles are there.
-fn lacking(planned: &Planned, there: &[String]) -> Option<String> {
+fn lacking(planned: &Cell, there: &[String]) -> Option<String> {
     let wanted = planned.mode.profile.as_ref();
     let count = there.iter().filter(|have| wanted.is_none_or(|wanted| wanted == *have)).count();
     if count >= planned.n as usize {
@@ -142,12 +128,11 @@ pub fn mode(text: &str) -> Result<Mode, String> {
         (_, None) => Ok(plain),
         (Sharing::Mig, Some(profile)) => Ok(Mode { profile: Some(profile.to_owned()), ..plain }),
         (Sharing::Mps | Sharing::Dedicated, Some("equal")) => Ok(Mode { sm: Some(Sm::Equal), ..plain }),
-        (Sharing::Mps | Sharing::Dedicated, Some(percent)) => match percent.parse::<f64>() {
-            Ok(percent) if (1.0..=100.0).contains(&percent) => {
-                Ok(Mode { sm: Some(Sm::Percent(percent)), ..plain })
-            }
-            _ => Err("a limit on SMs is `equal`, or percent from 1 to 100, such as mps:20".to_owned()),
-        },
+        (Sharing::Mps | Sharing::Dedicated, Some(percent)) => {
+            let percent = percent.parse().ok().filter(|percent| (1.0..=100.0).contains(percent));
+            let wrong = "a limit on SMs is `equal`, or percent from 1 to 100, such as mps:20";
+            Ok(Mode { sm: Some(Sm::Percent(percent.ok_or(wrong)?)), ..plain })
+        }
         (Sharing::Exclusive | Sharing::TimeSlice, Some(_)) => Err(format!("{word} has no limit on SMs")),
     }
 }
@@ -161,7 +146,7 @@ pub fn number(text: &str) -> Result<u32, String> {
 }
 
 /// Every load in every mode with every number of containers; the base line by hand after each.
-pub fn grid(loads: &[String], modes: &[Mode], numbers: &[u32], by_hand: bool) -> Vec<Planned> {
+pub fn grid(loads: &[String], modes: &[Mode], numbers: &[u32], by_hand: bool) -> Vec<Cell> {
     let mut cells = Vec::new();
     for load in loads {
         for mode in modes {
@@ -170,10 +155,10 @@ pub fn grid(loads: &[String], modes: &[Mode], numbers: &[u32], by_hand: bool) ->
                 if mode.sharing == Sharing::Exclusive && *n != 1 {
                     continue;
                 }
-                let planned = Planned { load: load.clone(), mode: mode.clone(), n: *n, by_hand: false };
+                let planned = Cell::planned(load, mode.clone(), *n);
                 cells.push(planned.clone());
                 if by_hand {
-                    cells.push(Planned { by_hand: true, ..planned });
+                    cells.push(Cell { by_hand: true, overcommitted: false, ..planned });
                 }
             }
         }
@@ -185,8 +170,8 @@ pub fn grid(loads: &[String], modes: &[Mode], numbers: &[u32], by_hand: bool) ->
 mod tests {
     use super::*;
 
-    fn planned(text: &str, n: u32) -> Planned {
-        Planned { load: "small".to_owned(), mode: mode(text).unwrap(), n, by_hand: false }
+    fn planned(text: &str, n: u32) -> Cell {
+        Cell::planned("small", mode(text).unwrap(), n)
     }
 
     #[test]
@@ -233,9 +218,10 @@ mod tests {
         assert!(names("dedicated", 9, "[limits] time_slice_max = 9 "));
         let raised = Limits { sm_overcommit: 1.4, time_slice_max: 12, ..Limits::default() };
         assert_eq!(planned("mps:20", 7).beyond(&raised), None);
-        assert!(planned("mps:20", 7).is_overcommitted());
-        assert!(!planned("mps:20", 5).is_overcommitted());
-        assert!(!Planned { by_hand: true, ..planned("mps:20", 7) }.is_overcommitted());
+        assert!(planned("mps:20", 7).overcommitted);
+        assert!(!planned("mps:20", 5).overcommitted);
+        let by_hand = grid(&["small".to_owned()], &[mode("mps:20").unwrap()], &[7], true).pop().unwrap();
+        assert!(by_hand.by_hand && !by_hand.overcommitted);
     }
 
     #[test]
@@ -255,7 +241,7 @@ mod tests {
             None,
             "it is looked at later"
         );
-        let by_hand = Planned { by_hand: true, ..planned("mig:1g.10gb", 3) };
+        let by_hand = Cell { by_hand: true, ..planned("mig:1g.10gb", 3) };
         assert!(obstacle(&by_hand, &made, &Limits::default()).unwrap().contains("has 2"));
         assert!(why("mps", 1).unwrap().contains("is on"));
         assert!(

@@ -1,6 +1,7 @@
 //! The result of `sublet bench`: what was asked, on which machine, and what each cell of the grid came to. It is the
 //! document that is written as JSON, shown, compared and advised from.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
 use std::io::ErrorKind;
@@ -165,6 +166,11 @@ impl fmt::Display for Mode {
 }
 
 impl Mode {
+    /// [`Self::title`], and whether the programs ran by hand.
+    pub(crate) fn titled(&self, by_hand: bool) -> String {
+        self.title() + if by_hand { ", by hand" } else { "" }
+    }
+
     /// For people: `MPS, 100 % ÷ N each`.
     pub(crate) fn title(&self) -> String {
         let name = match self.sharing {
@@ -297,36 +303,52 @@ impl BenchResult {
     /// # Errors
     /// It is none of these documents, or one of another form.
     pub fn parse(text: &str, name: &str) -> Result<Self, ResultError> {
-        let malformed = |why: serde_json::Error| ResultError::Malformed {
-            path: name.to_owned(),
-            why: sublet_core::text::safe(&why.to_string()),
-        };
+        let path = name.to_owned();
+        let wrong = |why: &str| ResultError::Malformed { path: name.to_owned(), why: safe(why) };
+        let malformed = |why: serde_json::Error| wrong(&why.to_string());
         let value: serde_json::Value = serde_json::from_str(text).map_err(malformed)?;
-        let schema = value.get("schema").and_then(serde_json::Value::as_str);
-        match schema {
+        match value.get("schema").and_then(serde_json::Value::as_str) {
             Some(SCHEMA) => serde_json::from_value(value).map_err(malformed),
-            Some(schema) => Err(ResultError::Schema { path: name.to_owned(), schema: schema.to_owned() }),
-            None => Err(ResultError::Malformed { path: name.to_owned(), why: "it has no schema".to_owned() }),
+            Some(schema) => Err(ResultError::Schema { path, schema: schema.to_owned() }),
+            None => Err(wrong("it has no schema")),
         }
     }
 
     /// The loads, in the order in which they were first measured.
     pub fn loads(&self) -> Vec<&str> {
-        let mut loads = Vec::new();
-        for cell in &self.cells {
-            if !loads.contains(&cell.load.as_str()) {
-                loads.push(cell.load.as_str());
-            }
-        }
-        loads
+        distinct(self.cells.iter().map(|cell| cell.load.as_str()))
+    }
+
+    /// The cells of one load.
+    pub fn of_load(&self, load: &str) -> impl Iterator<Item = &Cell> {
+        self.cells.iter().filter(move |cell| cell.load == load)
+    }
+
+    /// The lines of a load: its modes, and whether by hand, in the order in which they were first measured.
+    pub fn lines(&self, load: &str) -> Vec<(&Mode, bool)> {
+        distinct(self.of_load(load).map(|cell| (&cell.mode, cell.by_hand)))
+    }
+
+    /// The numbers of containers that a load was measured with.
+    pub fn numbers(&self, load: &str) -> Vec<u32> {
+        self.of_load(load).map(|cell| cell.n).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// The cell of one load, mode and number of containers.
     pub fn cell(&self, load: &str, mode: &Mode, n: u32, by_hand: bool) -> Option<&Cell> {
-        let is_it =
-            |cell: &&Cell| cell.load == load && cell.mode == *mode && cell.n == n && cell.by_hand == by_hand;
-        self.cells.iter().find(is_it)
+        self.of_load(load).find(|cell| cell.mode == *mode && cell.n == n && cell.by_hand == by_hand)
     }
+}
+
+/// Each of `all` where it first stands.
+pub(super) fn distinct<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
+    let mut found = Vec::new();
+    for one in all {
+        if !found.contains(&one) {
+            found.push(one);
+        }
+    }
+    found
 }
 
 /// One figure of [`Measured`].

@@ -9,7 +9,7 @@ use super::by_hand::ByHand;
 use super::containers::Workload;
 use super::measure::{Interrupted, Source, Times, measure};
 use super::meter::Meter;
-use super::plan::{self, Gpu, Planned};
+use super::plan::{self, Gpu};
 use super::result::{BenchResult, Cell, Measured};
 use sublet_core::config::Config;
 use sublet_core::fs::atomic;
@@ -17,14 +17,14 @@ use sublet_core::inventory::Inventory;
 
 /// Everything that stays the same from cell to cell.
 pub struct Runner<'a> {
-    pub workload: &'a dyn Fn(&Planned) -> Workload,
-    pub source: &'a dyn Fn(&Planned) -> Source,
+    pub workload: &'a dyn Fn(&Cell) -> Workload,
+    pub source: Source,
     pub times: Times,
     pub repeat: u32,
     pub uuid: String,
     pub gpu: Gpu,
     /// Why a cell cannot be measured, where that depends on the driver and the accounts as they are now.
-    pub lacking: &'a dyn Fn(&Planned) -> Option<String>,
+    pub lacking: &'a dyn Fn(&Cell) -> Option<String>,
     pub meter: Meter,
     /// For bundles and pipes.
     pub dir: PathBuf,
@@ -41,23 +41,24 @@ impl Runner<'_> {
     /// A signal, or the file cannot be written. What was measured before is in the file.
     pub fn run(
         &self,
-        grid: &[Planned],
+        grid: &[Cell],
         result: &mut BenchResult,
         output: &Path,
         tell: &dyn Fn(&str),
     ) -> anyhow::Result<()> {
         // One that failed is tried again.
-        let has = |planned: &Planned| {
-            result.cells.iter().any(|cell| planned.is_of(cell) && cell.measured.is_some())
+        let has = |cell: &Cell| {
+            let known = result.cell(&cell.load, &cell.mode, cell.n, cell.by_hand);
+            known.is_some_and(|known| known.measured.is_some())
         };
-        let missing: Vec<&Planned> = grid.iter().filter(|planned| !has(planned)).collect();
+        let missing: Vec<&Cell> = grid.iter().filter(|planned| !has(planned)).collect();
         let possible = missing.iter().filter(|planned| self.obstacle(planned).is_none()).count();
         let mut progress = Progress::new([missing.len(), possible], self.repeat.max(1), tell);
         for turns in missing.chunk_by(|one, other| other.by_hand && one.is_like(other)) {
             for (planned, found) in turns.iter().zip(self.in_turns(turns, &mut progress)?) {
                 let cell = cell_of(planned, found);
                 tell(&format!("    {}", outcome(&cell)));
-                result.cells.retain(|old| !planned.is_of(old));
+                result.cells.retain(|old| !old.is_like(planned) || old.by_hand != planned.by_hand);
                 result.cells.push(cell);
                 write(result, output)?;
             }
@@ -66,18 +67,17 @@ impl Runner<'_> {
     }
 
     /// Why the configuration or the GPU does not let a cell be measured.
-    fn obstacle(&self, planned: &Planned) -> Option<String> {
+    fn obstacle(&self, planned: &Cell) -> Option<String> {
         plan::obstacle(planned, &self.gpu, &self.config.limits)
     }
 
     /// Measures each of these cells as often as it was asked for, in turns. One that fails is not tried again.
     fn in_turns(
         &self,
-        cells: &[&Planned],
+        cells: &[&Cell],
         progress: &mut Progress<'_>,
     ) -> anyhow::Result<Vec<Result<Measured, String>>> {
-        let refusal =
-            |cell: &&Planned| self.obstacle(cell).or_else(|| (self.lacking)(cell)).map_or(Ok(()), Err);
+        let refusal = |cell: &&Cell| self.obstacle(cell).or_else(|| (self.lacking)(cell)).map_or(Ok(()), Err);
         let mut all: Vec<Result<Vec<Measured>, String>> =
             cells.iter().map(|cell| refusal(cell).map(|()| Vec::new())).collect();
         for _ in 0..self.repeat.max(1) {
@@ -97,19 +97,16 @@ impl Runner<'_> {
         Ok(all.into_iter().map(|found| found.map(middle)).collect())
     }
 
-    fn once(&self, planned: &Planned) -> anyhow::Result<Measured> {
+    fn once(&self, planned: &Cell) -> anyhow::Result<Measured> {
         let workload = (self.workload)(planned);
-        let source = (self.source)(planned);
-        let by_hand = planned
-            .by_hand
-            .then(|| ByHand::new(planned, &self.uuid, &self.dir, self.inventory, self.config))
-            .transpose()?;
+        let by_hand = || ByHand::new(planned, &self.uuid, &self.dir, self.inventory, self.config);
+        let by_hand = planned.by_hand.then(by_hand).transpose()?;
         let annotations = planned.annotations(&self.uuid);
         let start = |number: u32| match &by_hand {
             Some(by_hand) => workload.by_hand(number, &by_hand.environment(number)),
             None => workload.start(number, &annotations),
         };
-        measure(planned.n, &start, &source, self.times, &self.meter, self.stop)
+        measure(planned.n, &start, &self.source, self.times, &self.meter, self.stop)
     }
 }
 
@@ -136,50 +133,38 @@ struct Progress<'a> {
 impl<'a> Progress<'a> {
     /// For so many cells, of which so many can be measured.
     fn new(cells: [usize; 2], repeat: u32, tell: &'a dyn Fn(&str)) -> Self {
-        let times = usize::try_from(repeat).unwrap_or(usize::MAX);
-        let [total, possible] = cells.map(|cells| cells.saturating_mul(times));
+        let [total, possible] = cells.map(|cells| cells * repeat as usize);
         Self { tell, begun: Instant::now(), total, done: 0, possible, timed: 0 }
     }
 
-    fn begin(&mut self, planned: &Planned) {
-        let rest = self.possible.saturating_sub(usize::try_from(self.timed).unwrap_or(usize::MAX));
+    fn begin(&mut self, planned: &Cell) {
+        let rest = self.possible.saturating_sub(self.timed as usize);
         let left = remaining(self.begun.elapsed(), self.timed, rest);
         self.timed += 1;
         self.tell(planned, &left);
     }
 
-    fn tell(&mut self, planned: &Planned, left: &str) {
+    fn tell(&mut self, planned: &Cell, left: &str) {
         self.done += 1;
         (self.tell)(&format!("[{}/{}{left}] {}", self.done, self.total, title(planned)));
     }
 }
 
-fn cell_of(planned: &Planned, found: Result<Measured, String>) -> Cell {
+fn cell_of(planned: &Cell, found: Result<Measured, String>) -> Cell {
     let lost = |measured: &Measured| {
-        let lost = measured.containers.iter().filter(|one| one.error.is_some()).count();
-        let first = measured.containers.iter().find_map(|one| one.error.clone());
-        first.map(|first| {
-            format!("{lost} of {} containers did not work all the time; the first: {first}", planned.n)
-        })
+        let errors: Vec<&str> = measured.containers.iter().filter_map(|one| one.error.as_deref()).collect();
+        let (first, lost) = (errors.first()?, errors.len());
+        Some(format!("{lost} of {} containers did not work all the time; the first: {first}", planned.n))
     };
     let (error, measured) = match found {
         Ok(measured) => (lost(&measured), Some(measured)),
         Err(why) => (Some(why), None),
     };
-    Cell {
-        load: planned.load.clone(),
-        mode: planned.mode.clone(),
-        n: planned.n,
-        by_hand: planned.by_hand,
-        overcommitted: planned.is_overcommitted(),
-        error,
-        measured,
-    }
+    Cell { error, measured, ..planned.clone() }
 }
 
-fn title(planned: &Planned) -> String {
-    let by_hand = if planned.by_hand { ", by hand" } else { "" };
-    format!("{}, {}{by_hand}, {} at once", planned.load, planned.mode.title(), planned.n)
+fn title(planned: &Cell) -> String {
+    format!("{}, {}, {} at once", planned.load, planned.mode.titled(planned.by_hand), planned.n)
 }
 
 fn outcome(cell: &Cell) -> String {
@@ -196,13 +181,9 @@ fn remaining(took: Duration, timed: u32, left: usize) -> String {
     if timed == 0 {
         return String::new();
     }
-    let each = took / timed;
-    let seconds = each.saturating_mul(u32::try_from(left).unwrap_or(u32::MAX)).as_secs();
-    if seconds >= 90 {
-        format!(", about {} min left", seconds.div_ceil(60))
-    } else {
-        format!(", about {seconds} s left")
-    }
+    let seconds = (took / timed).saturating_mul(u32::try_from(left).unwrap_or(u32::MAX)).as_secs();
+    let (number, unit) = if seconds >= 90 { (seconds.div_ceil(60), "min") } else { (seconds, "s") };
+    format!(", about {number} {unit} left")
 }
 
 fn write(result: &BenchResult, output: &Path) -> anyhow::Result<()> {
@@ -216,8 +197,8 @@ mod tests {
     use super::*;
     use crate::bench::result::Tenant;
 
-    fn planned() -> Planned {
-        Planned { load: "small".to_owned(), mode: plan::mode("mps:20").unwrap(), n: 7, by_hand: false }
+    fn planned() -> Cell {
+        Cell::planned("small", plan::mode("mps:20").unwrap(), 7)
     }
 
     #[test]

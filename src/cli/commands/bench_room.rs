@@ -2,8 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::bench::Sharing;
-use crate::bench::run::Planned;
+use crate::bench::{Cell, Sharing};
 use crate::names::Names;
 use crate::preview::Whose;
 use crate::stack::{Fitted, NotPlaced, Outcome, Service, Stack, fit};
@@ -12,7 +11,7 @@ use sublet_core::config::Config;
 
 /// Why not all containers of `planned` would start on the GPU with this UUID; `None`: they would, or nothing would be
 /// created for them.
-pub fn lacking(planned: &Planned, gpu: &str, config: &Config) -> Option<String> {
+pub fn lacking(planned: &Cell, gpu: &str, config: &Config) -> Option<String> {
     let is_made = config.mig.dynamic && planned.mode.sharing == Sharing::Mig && !planned.by_hand;
     if !is_made {
         return None;
@@ -20,7 +19,7 @@ pub fn lacking(planned: &Planned, gpu: &str, config: &Config) -> Option<String> 
     refused(planned, gpu, config).unwrap_or_else(|error| Some(super::tables::chain(&error)))
 }
 
-fn refused(planned: &Planned, gpu: &str, config: &Config) -> anyhow::Result<Option<String>> {
+fn refused(planned: &Cell, gpu: &str, config: &Config) -> anyhow::Result<Option<String>> {
     let annotations = planned.annotations(gpu);
     let stack =
         Stack { services: (0..planned.n).map(|_| service(&annotations)).collect(), ..Stack::default() };

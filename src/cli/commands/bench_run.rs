@@ -15,10 +15,10 @@ use super::bench_room::lacking;
 use super::stop::Stop;
 use super::tables;
 use crate::bench::run::{
-    Client, Engine, FIRST_NUMBER, Format, Gpu, Meter, Planned, Runner, Source, Times, Workload, free_ports,
-    grid, mode, number, sweep,
+    Client, Engine, FIRST_NUMBER, Format, Gpu, Meter, Runner, Source, Times, Workload, free_ports, grid,
+    mode, number, sweep,
 };
-use crate::bench::{BenchResult, Mode, SCHEMA, Settings};
+use crate::bench::{BenchResult, Cell, Mode, SCHEMA, Settings};
 use crate::load::Load;
 use crate::own_root;
 use crate::usage;
@@ -202,7 +202,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let modes = modes(arguments, gpu);
     let loads = loads(arguments);
     let grid = grid(&loads, &modes, &arguments.numbers, arguments.baseline.is_some());
-    let workload = |planned: &Planned| Workload {
+    let workload = |planned: &Cell| Workload {
         engine: engine.clone(),
         image: image.clone(),
         command: command(arguments, planned),
@@ -210,17 +210,17 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         ports: client.as_ref().map(|client| client.ports.clone()).unwrap_or_default(),
         dir: scratch.dir.clone(),
     };
-    let source = |_: &Planned| match &client {
+    let source = match &client {
         Some(client) => Source::Http(client.clone()),
         None if arguments.image.is_some() => {
-            Source::Lines(Format::Pattern(pattern.clone(), arguments.unit.nanoseconds()))
+            Source::Lines(Format::Pattern(pattern, arguments.unit.nanoseconds()))
         }
         None => Source::Lines(Format::BuiltIn),
     };
     let mig_devices = inventory.mig_devices_of(&gpu.uuid);
     let runner = Runner {
         workload: &workload,
-        source: &source,
+        source,
         times: Times {
             start_limit: arguments.start_limit,
             warm_up: arguments.warm_up,
@@ -309,13 +309,11 @@ fn runtime_program() -> Option<PathBuf> {
 }
 
 fn version(engine: &Engine) -> String {
-    let (program, name) = match engine {
-        Engine::Program(program) => (PathBuf::from(program), (*program).to_owned()),
-        Engine::Runtime(program) => (program.clone(), "sublet-runtime".to_owned()),
-    };
-    let told = child::run_until(Command::new(program).arg("--version"), own_root::STEP_LIMIT, &|| false);
+    let mut command = Command::new(engine.program());
+    let told = child::run_until(command.arg("--version"), own_root::STEP_LIMIT, &|| false);
     let line = told.ok().and_then(|told| told.stdout.lines().next().map(safe));
-    line.filter(|line| !line.is_empty()).unwrap_or(name)
+    let name = || engine.program().file_name().unwrap_or_default().to_string_lossy().into_owned();
+    line.filter(|line| !line.is_empty()).unwrap_or_else(name)
 }
 
 /// A directory of this run's own, and the image that was made in it.
@@ -408,11 +406,11 @@ fn loads(arguments: &Arguments) -> Vec<String> {
     match (&arguments.image, &arguments.http) {
         (Some(_), Some(_)) => vec!["http".to_owned()],
         (Some(_), None) => vec!["command".to_owned()],
-        (None, _) => arguments.loads.iter().map(|load| load.word().to_owned()).collect(),
+        (None, _) => arguments.loads.iter().map(|load| load.word()).collect(),
     }
 }
 
-fn command(arguments: &Arguments, planned: &Planned) -> Vec<String> {
+fn command(arguments: &Arguments, planned: &Cell) -> Vec<String> {
     if arguments.image.is_some() {
         return arguments.command.clone();
     }

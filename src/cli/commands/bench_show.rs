@@ -102,41 +102,20 @@ fn head(result: &BenchResult) -> String {
         driver.unwrap_or_default(),
         safe(result.time.get(..10).unwrap_or_default())
     )];
-    lines.extend(
-        result.source.as_ref().map(|source| format!("Published, not measured here: {}", safe(source))),
-    );
-    if result.simulated {
-        lines
-            .push("SIMULATED: the driver is sublet's simulated one, and these times mean nothing".to_owned());
-    }
-    if result.in_use_by_others {
-        lines.push("Other programs used the GPU during the measurement".to_owned());
+    let source = result.source.as_ref();
+    lines.extend(source.map(|source| format!("Published, not measured here: {}", safe(source))));
+    for (is, words) in [
+        (result.simulated, "SIMULATED: the driver is sublet's simulated one, and these times mean nothing"),
+        (result.in_use_by_others, "Other programs used the GPU during the measurement"),
+    ] {
+        lines.extend(is.then(|| words.to_owned()));
     }
     lines.join("\n")
 }
 
-/// The lines of a table: modes of containers, then the same by hand.
-fn rows_of<'a>(result: &'a BenchResult, load: &str) -> Vec<(&'a Mode, bool)> {
-    let mut rows: Vec<(&Mode, bool)> = Vec::new();
-    for cell in result.cells.iter().filter(|cell| cell.load == load) {
-        if !rows.contains(&(&cell.mode, cell.by_hand)) {
-            rows.push((&cell.mode, cell.by_hand));
-        }
-    }
-    rows
-}
-
-fn numbers(result: &BenchResult, load: &str) -> Vec<u32> {
-    let mut numbers: Vec<u32> =
-        result.cells.iter().filter(|cell| cell.load == load).map(|cell| cell.n).collect();
-    numbers.sort_unstable();
-    numbers.dedup();
-    numbers
-}
-
 /// `None`: nothing of this figure is known.
 fn table(result: &BenchResult, load: &str, figure: Figure, width: Option<usize>) -> Option<String> {
-    let numbers = numbers(result, load);
+    let numbers = result.numbers(load);
     let names: Vec<String> = numbers.iter().map(|n| format!("{n} AT ONCE")).collect();
     let title = format!("{}: {}", safe(load).to_uppercase(), figure.title());
     // In the middle is what matters least: alone and the most never go.
@@ -149,15 +128,12 @@ fn table(result: &BenchResult, load: &str, figure: Figure, width: Option<usize>)
         let mark = if cell.overcommitted { "*" } else { "" };
         found.map_or_else(|| "–".to_owned(), |value| format!("{}{mark}", digits(value)))
     };
-    let rows: Vec<Vec<String>> = rows_of(result, load)
-        .into_iter()
-        .map(|(mode, by_hand)| {
-            let mut row = vec![named(mode, by_hand)];
-            row.extend(numbers.iter().map(|n| value(mode, by_hand, *n)));
-            row
-        })
-        .collect();
-    let is_known = |text: &String| text.chars().any(|character| character.is_ascii_digit());
+    let row = |(mode, by_hand): (&Mode, bool)| {
+        let values = numbers.iter().map(|n| value(mode, by_hand, *n));
+        std::iter::once(mode.titled(by_hand)).chain(values).collect()
+    };
+    let rows: Vec<Vec<String>> = result.lines(load).into_iter().map(row).collect();
+    let is_known = |text: &String| text.contains(|character: char| character.is_ascii_digit());
     let any = rows.iter().any(|row| row[1..].iter().any(is_known));
     let table = || tables::fitted(&columns, &rows, width).unwrap_or_else(|| listed(&columns, &rows, width));
     any.then(|| format!("{}\n{}", tables::wrapped(&title, width), table()))
@@ -175,10 +151,6 @@ fn listed(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize>) ->
     rows.iter().map(row).collect::<Vec<_>>().join("\n")
 }
 
-fn named(mode: &Mode, by_hand: bool) -> String {
-    if by_hand { format!("{}, by hand", mode.title()) } else { mode.title() }
-}
-
 /// The length of a bar at most, and at least: a shorter one tells nothing.
 const BAR: (usize, usize) = (30, 8);
 
@@ -186,11 +158,11 @@ const BAR: (usize, usize) = (30, 8);
 /// compare, or no room.
 fn chart(result: &BenchResult, load: &str, width: Option<usize>) -> Option<String> {
     let cells = |n: u32| -> Vec<(&Cell, f64)> {
-        let measured = result.cells.iter().filter(|cell| cell.load == load && cell.n == n && !cell.by_hand);
+        let measured = result.of_load(load).filter(|cell| cell.n == n && !cell.by_hand);
         measured.filter_map(|cell| Some((cell, cell.measured.as_ref()?.mean_ms))).collect()
     };
     // One container alone is the whole GPU in every mode.
-    let n = numbers(result, load).into_iter().max_by_key(|n| (*n > 1, cells(*n).len(), *n))?;
+    let n = result.numbers(load).into_iter().max_by_key(|n| (*n > 1, cells(*n).len(), *n))?;
     let mut bars = cells(n);
     bars.sort_by(|one, other| one.1.total_cmp(&other.1));
     let most = bars.last().map(|bar| bar.1).filter(|most| *most > 0.0 && bars.len() > 1)?;
@@ -210,7 +182,7 @@ fn chart(result: &BenchResult, load: &str, width: Option<usize>) -> Option<Strin
 
 /// What the marks mean, and why something was not measured.
 fn notes(result: &BenchResult, load: &str) -> Option<String> {
-    let cells: Vec<&Cell> = result.cells.iter().filter(|cell| cell.load == load).collect();
+    let cells: Vec<&Cell> = result.of_load(load).collect();
     let mut lines = Vec::new();
     if cells.iter().any(|cell| cell.overcommitted && cell.measured.is_some()) {
         lines.push("* overcommitted: the shares come to more than the GPU has".to_owned());
@@ -225,7 +197,7 @@ fn notes(result: &BenchResult, load: &str) -> Option<String> {
     }));
     lines.extend(cells.iter().filter_map(|cell| {
         let why = cell.error.as_ref()?;
-        Some(format!("{}, {} at once: {}", named(&cell.mode, cell.by_hand), cell.n, safe(why)))
+        Some(format!("{}, {} at once: {}", cell.mode.titled(cell.by_hand), cell.n, safe(why)))
     }));
     (!lines.is_empty()).then(|| lines.join("\n"))
 }

@@ -2,7 +2,8 @@
 
 use super::tables::{self, Column};
 use crate::shown::bars::{bar, utf8};
-use crate::status::{DeviceUsed, Gpu, MigInstance, Room, Status};
+use crate::shown::device::{Device, fraction};
+use crate::status::{Room, Status};
 
 /// The length of a bar, in characters.
 const BAR: usize = 10;
@@ -25,112 +26,48 @@ const COLUMNS: [Column; 11] = [
 /// The table, no wider than `width` characters as far as columns can be left out.
 pub fn table(status: &Status, width: Option<usize>) -> String {
     let utf8 = utf8();
-    let rows = status.devices.iter().flat_map(|gpu| {
-        let last = gpu.mig.len().wrapping_sub(1);
-        let parts = gpu.mig.iter().enumerate();
-        let parts = parts.map(move |(at, part)| mig_row(part, at == last, utf8)).collect::<Vec<_>>();
-        std::iter::once(gpu_row(gpu, utf8)).chain(parts)
-    });
-    tables::fitting(&COLUMNS, &rows.collect::<Vec<_>>(), width)
+    let rows: Vec<_> = Device::all(&status.devices).map(|device| row(&device, utf8)).collect();
+    tables::fitting(&COLUMNS, &rows, width)
 }
 
-fn gpu_row(gpu: &Gpu, utf8: bool) -> Vec<String> {
-    let figures = Figures { used: gpu.used.as_ref(), booked: gpu.booked, memory_bytes: gpu.memory_bytes };
-    let mut row = vec![gpu.index.to_string(), name(gpu), mode(&state(gpu), gpu.drained)];
-    if gpu.mode == "mig" {
-        // What is booked belongs to its MIG devices.
-        let busy = figures.busy();
-        row.extend([String::new(), figures.used_memory(), "-".to_owned(), tables::memory(gpu.memory_bytes)]);
-        row.extend([String::new(), busy, "-".to_owned(), "-".to_owned()]);
-    } else {
-        row.extend(figures.cells(utf8));
-        row.push(gpu.lease_count.to_string());
-    }
-    row
-}
-
-fn name(gpu: &Gpu) -> String {
-    if gpu.memory_of_host { format!("{}, host memory", gpu.name) } else { gpu.name.clone() }
-}
-
-/// Its mode, or what keeps it from being served.
-fn state(gpu: &Gpu) -> String {
-    if gpu.health.state == "ok" { gpu.mode.to_owned() } else { gpu.health.state.to_uppercase() }
-}
-
-fn mig_row(part: &MigInstance, is_last: bool, utf8: bool) -> Vec<String> {
-    let figures = Figures { used: part.used.as_ref(), booked: part.booked, memory_bytes: part.memory_bytes };
-    let branch = match (utf8, is_last) {
-        (true, false) => "├ ",
-        (true, true) => "└ ",
-        (false, false) => "|-",
-        (false, true) => "`-",
+fn row(device: &Device<'_>, utf8: bool) -> Vec<String> {
+    let host = if device.part.is_none() && device.gpu.memory_of_host { ", host memory" } else { "" };
+    // What keeps it from being served.
+    let obstacle = match device.part {
+        None => Some(device.gpu.health.state).filter(|state| *state != "ok").map(str::to_uppercase),
+        Some(part) => part.fault.as_ref().map(|_| "unusable".to_owned()),
     };
-    let mut row = vec![
-        format!("{branch}{}", part.number),
-        part.profile.clone(),
-        mode(if part.fault.is_some() { "unusable" } else { part.mode }, part.drained),
-    ];
-    let mut cells = figures.cells(utf8);
-    // The memory is the GPU instance's: the first of its compute instances shows it.
-    if let Some(first) = part.shares_memory_with.first().filter(|first| number(first) < number(&part.number))
-    {
-        cells[0] = String::new();
-        cells[1] = format!("as {first}");
-        cells[2] = String::new();
-        cells[3] = String::new();
-    }
-    row.extend(cells);
-    row.push(part.lease_count.to_string());
-    row
-}
-
-/// `0:10` comes after `0:2`.
-fn number(text: &str) -> (u32, u32) {
-    let parse = |part: Option<&str>| part.and_then(|part| part.parse().ok()).unwrap_or(u32::MAX);
-    let mut parts = text.split(':');
-    (parse(parts.next()), parse(parts.next()))
-}
-
-fn mode(mode: &str, drained: bool) -> String {
-    if drained { format!("{mode}, drained") } else { mode.to_owned() }
-}
-
-struct Figures<'a> {
-    used: Option<&'a DeviceUsed>,
-    booked: Room,
-    memory_bytes: u64,
-}
-
-impl Figures<'_> {
-    /// Seven cells, from the bar of memory to the booked SMs.
-    fn cells(&self, utf8: bool) -> [String; 7] {
-        let used = self.used.and_then(|used| used.memory_bytes);
-        let memory = |bytes| fraction(bytes, self.memory_bytes);
-        let busy = self.used.and_then(|used| used.busy_percent).map(|percent| f64::from(percent) / 100.0);
-        let booked = self.booked.sm_percent;
-        [
-            bar(used.map(memory), Some(memory(self.booked.memory_bytes)), BAR, utf8),
-            self.used_memory(),
-            tables::memory(self.booked.memory_bytes),
-            tables::memory(self.memory_bytes),
-            bar(busy, Some(booked / 100.0), BAR, utf8),
-            self.busy(),
-            format!("{booked} %"),
-        ]
-    }
-
-    fn used_memory(&self) -> String {
-        self.used.and_then(|used| used.memory_bytes).map_or_else(|| "-".to_owned(), tables::memory)
-    }
-
-    fn busy(&self) -> String {
-        let busy = self.used.and_then(|used| used.busy_percent);
-        busy.map_or_else(|| "-".to_owned(), |percent| format!("{percent} %"))
-    }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "for a bar")]
-fn fraction(part: u64, whole: u64) -> f64 {
-    part as f64 / whole.max(1) as f64
+    let dash = || "-".to_owned();
+    let busy = device.used.and_then(|used| used.busy_percent);
+    let used = device.used.and_then(|used| used.memory_bytes).map_or_else(dash, tables::memory);
+    let of = tables::memory(device.memory_bytes);
+    let [memory_bar, used, booked_memory, of] = match (device.memory_with(), device.own_bookings()) {
+        (Some(first), _) => [String::new(), format!("as {first}"), String::new(), String::new()],
+        (None, None) => [String::new(), used, dash(), of],
+        (None, Some(booked)) => {
+            let part = fraction(booked.memory_bytes, device.memory_bytes);
+            let memory_bar = bar(device.memory_used(), Some(part), BAR, utf8);
+            [memory_bar, used, tables::memory(booked.memory_bytes), of]
+        }
+    };
+    let [sm_bar, booked_sm, leases] = match device.own_bookings() {
+        None => [String::new(), dash(), dash()],
+        Some(Room { sm_percent, .. }) => {
+            let sm_bar = bar(busy.map(|busy| f64::from(busy) / 100.0), Some(sm_percent / 100.0), BAR, utf8);
+            [sm_bar, format!("{sm_percent} %"), device.lease_count.to_string()]
+        }
+    };
+    vec![
+        format!("{}{}", device.branch(utf8), device.number),
+        format!("{}{host}", device.name),
+        device.state(obstacle.as_deref()),
+        memory_bar,
+        used,
+        booked_memory,
+        of,
+        sm_bar,
+        busy.map_or_else(dash, |busy| format!("{busy} %")),
+        booked_sm,
+        leases,
+    ]
 }

@@ -49,8 +49,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     super::settled_ledger(config)?;
     confirmed_inventory(config)?;
     if let Some(address) = arguments.web {
-        let (anywhere, names) = (arguments.web_public, arguments.web_name.clone());
-        return web::run(config, arguments.interval, web::Place { address, anywhere, names });
+        let names = arguments.web_name.clone();
+        return web::run(config, arguments.interval, address, arguments.web_public, names);
     }
     if !arguments.once {
         return top::run(config, arguments.interval);
@@ -68,9 +68,6 @@ fn address(text: &str) -> Result<SocketAddr, String> {
 fn interval(text: &str) -> Result<Duration, String> {
     let time =
         humantime::parse_duration(text).map_err(|error| format!("write it as 500ms or 2s: {error}"))?;
-    if (Duration::from_millis(200)..=Duration::from_secs(60)).contains(&time) {
-        Ok(time)
-    } else {
-        Err("from 200ms to 60s".to_owned())
-    }
+    let allowed = Duration::from_millis(200)..=Duration::from_secs(60);
+    if allowed.contains(&time) { Ok(time) } else { Err("from 200ms to 60s".to_owned()) }
 }

@@ -10,14 +10,6 @@ pub(super) const LONGEST: usize = 8 << 10;
 /// The most headers.
 const HEADERS: usize = 64;
 
-/// A request that may be answered.
-#[derive(Debug)]
-pub(super) struct Head {
-    pub request: Request,
-    /// Whether the answer has a body: not to HEAD.
-    pub wants_body: bool,
-}
-
 /// The names of this host that a request may contain in `Host`. Another name means that a page has made its own name
 /// point to this host (DNS rebinding).
 #[derive(Debug)]
@@ -49,11 +41,11 @@ fn without_port(host: &str) -> Option<&str> {
     (rest.is_empty() || rest.strip_prefix(':').is_some_and(is_port)).then_some(name)
 }
 
-/// Reads the head that `bytes` begin with; `None`: more of it is to come.
+/// Reads the head that `bytes` begin with: the request, and whether the answer has a body; `None`: more of it is to come.
 ///
 /// # Errors
 /// The answer to a request that is refused.
-pub(super) fn parse(bytes: &[u8], called: &Called<'_>) -> Result<Option<Head>, Response> {
+pub(super) fn parse(bytes: &[u8], called: &Called<'_>) -> Result<Option<(Request, bool)>, Response> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS];
     let mut parsed = httparse::Request::new(&mut headers);
     match parsed.parse(bytes) {
@@ -70,16 +62,19 @@ pub(super) fn parse(bytes: &[u8], called: &Called<'_>) -> Result<Option<Head>, R
         .collect::<Option<Vec<_>>>()
         .ok_or_else(|| Response::error(400, "a header is not UTF-8"))?;
     let target = parsed.path.unwrap_or_default();
-    let (path, query) = target.split_once('?').map_or((target, None), |(path, query)| (path, Some(query)));
-    let request = Request { path: path.to_owned(), query: query.map(str::to_owned), headers };
+    let path = target.split_once('?').map_or(target, |(path, _)| path);
+    let request = Request { path: path.to_owned(), headers };
     let wants_body = check(parsed.method.unwrap_or_default(), &request, called)?;
-    Ok(Some(Head { request, wants_body }))
+    Ok(Some((request, wants_body)))
 }
 
 /// Whether the answer has a body.
 fn check(method: &str, request: &Request, called: &Called<'_>) -> Result<bool, Response> {
-    let mut hosts = request.headers.iter().filter(|(name, _)| name.eq_ignore_ascii_case("host"));
-    let (Some((_, host)), None) = (hosts.next(), hosts.next()) else {
+    let named = |wanted: &'static str| {
+        let headers = request.headers.iter().filter(move |(name, _)| name.eq_ignore_ascii_case(wanted));
+        headers.map(|(_, value)| value.as_str())
+    };
+    let [host] = named("host").collect::<Vec<_>>()[..] else {
         return Err(Response::error(400, "a request names one Host"));
     };
     if !called.permits(host) {
@@ -90,8 +85,7 @@ fn check(method: &str, request: &Request, called: &Called<'_>) -> Result<bool, R
         refused.headers.push(("Allow", "GET, HEAD".to_owned()));
         return Err(refused);
     }
-    let lengths = request.headers.iter().filter(|(name, _)| name.eq_ignore_ascii_case("content-length"));
-    if request.header("transfer-encoding").is_some() || lengths.into_iter().any(|(_, value)| value != "0") {
+    if named("transfer-encoding").next().is_some() || named("content-length").any(|length| length != "0") {
         return Err(Response::error(413, "a request has no body"));
     }
     if !request.path.starts_with('/') {

@@ -101,9 +101,6 @@ impl Token {
 pub struct Request {
     /// As it was sent, without the token; nothing is decoded.
     pub path: String,
-    /// What follows the `?`.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the page of `sublet top` needs none"))]
-    pub query: Option<String>,
     pub headers: Vec<(String, String)>,
 }
 

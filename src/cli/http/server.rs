@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::head::{Called, Head, LONGEST, parse};
+use super::head::{Called, LONGEST, parse};
 use super::{Request, Response, Token};
 
 /// Connections that are answered at once. Others wait in the kernel.
@@ -88,7 +88,7 @@ impl Server {
     ) -> io::Result<()> {
         let called = Called { local, names: &self.names };
         let (response, wants_body) = match read(&mut stream, &called)? {
-            Ok(head) => (self.answer(head.request, answer), head.wants_body),
+            Ok((request, wants_body)) => (self.answer(request, answer), wants_body),
             Err(refused) => (refused, true),
         };
         write(&mut stream, &response.bytes(wants_body))?;
@@ -107,7 +107,7 @@ impl Server {
 }
 
 /// Reads a request, or why it is refused.
-fn read(stream: &mut TcpStream, called: &Called<'_>) -> io::Result<Result<Head, Response>> {
+fn read(stream: &mut TcpStream, called: &Called<'_>) -> io::Result<Result<(Request, bool), Response>> {
     let until = Instant::now() + IN_TIME;
     let mut bytes = Vec::new();
     let mut piece = [0; 2048];

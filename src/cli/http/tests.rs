@@ -13,7 +13,7 @@ const LONG: usize = 32 << 20;
 fn answer(request: &Request) -> Response {
     match request.path.as_str() {
         "/" => {
-            let text = format!("{:?} {:?}", request.query, request.header("ACCEPT"));
+            let text = format!("{:?}", request.header("ACCEPT"));
             Response::ok("text/plain", text.into_bytes())
         }
         "/long" => Response::ok("text/plain", vec![b'x'; LONG]),
@@ -51,12 +51,12 @@ fn a_request_is_answered_with_strict_headers() {
     let request = format!("GET /?a=1&b HTTP/1.1\r\nHost: {address}\r\naccept: x/y\r\n\r\n");
     let answer = ask(address, &request);
     assert_eq!(status(&answer), 200);
-    assert!(answer.ends_with("\r\n\r\nSome(\"a=1&b\") Some(\"x/y\")"), "{answer}");
+    assert!(answer.ends_with("\r\n\r\nSome(\"x/y\")"), "{answer}");
     let policy = "Content-Security-Policy: default-src 'none'; ";
     let strict = [policy, "Cache-Control: no-store", "X-Content-Type-Options: nosniff", "Connection: close"];
     assert!(strict.iter().all(|header| answer.contains(header)), "{answer}");
     let head = ask(address, &request.replace("GET", "HEAD"));
-    assert!(head.ends_with("\r\n\r\n") && head.contains("Content-Length: 25\r\n"), "{head}");
+    assert!(head.ends_with("\r\n\r\n") && head.contains("Content-Length: 11\r\n"), "{head}");
     assert_eq!(status(&get(address, "/elsewhere")), 404);
 }
 

@@ -39,31 +39,18 @@ pub enum Load {
 
 impl Load {
     /// Its word in the command line and in results.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Small => "small",
-            Self::Medium => "medium",
-            Self::Large => "large",
-            Self::Memory => "memory",
-            Self::Copy => "copy",
-            Self::Mixed => "mixed",
-        }
+    pub fn word(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
     /// The pause between two iterations.
     const fn think_time(self) -> Duration {
-        match self {
-            Self::Mixed => Duration::from_millis(10),
-            _ => Duration::ZERO,
-        }
+        Duration::from_millis(if matches!(self, Self::Mixed) { 10 } else { 0 })
     }
 
     /// Bytes of each of the two buffers on the GPU.
     const fn buffer(self) -> usize {
-        match self {
-            Self::Memory => 256 * MIB,
-            _ => 32 * MIB,
-        }
+        MIB * if matches!(self, Self::Memory) { 256 } else { 32 }
     }
 }
 
@@ -81,12 +68,11 @@ impl Prepared {
     fn new(load: Load) -> Result<Self, String> {
         let driver = Driver::load()?;
         let device = driver.context()?;
-        let sms = driver.attribute(MULTIPROCESSOR_COUNT, device)?;
+        let sms = driver.attribute(MULTIPROCESSOR_COUNT, device)?.max(1).unsigned_abs();
         let ptx = CStr::from_bytes_with_nul(PTX).map_err(|error| error.to_string())?;
         let [compute, stream] = driver.kernels(ptx, [c"compute", c"stream"])?;
         let buffers = [driver.allocate(load.buffer())?, driver.allocate(load.buffer())?];
         let host = driver.pinned(load.buffer().min(32 * MIB))?;
-        let sms = u32::try_from(sms).unwrap_or(1).max(1);
         Ok(Self { driver, compute, stream, sms, buffers, host })
     }
 

@@ -155,34 +155,21 @@ impl Totals {
             counts.into_iter().fold(family, add)
         };
         let restarts = self.events.get(Kind::MpsRestarted.as_str()).copied().unwrap_or_default();
+        let happened = "What happened since boot, by kind.";
+        let refused = "Containers that were refused, by reason.";
         let restarted = "MPS daemons that were restarted under running containers.";
-        let kinds = Kind::ALL.map(Kind::as_str);
+        let held = "How long leases that have ended lasted.";
+        let waited =
+            "From the start of the process that takes the lease to its taking: the wait for a place.";
+        let started = "From the start of the process that takes the lease to the container's first process.";
         vec![
-            counter("sublet_events", "What happened since boot, by kind.", &self.events, "kind", &kinds),
-            counter(
-                "sublet_refusals",
-                "Containers that were refused, by reason.",
-                &self.refusals,
-                "reason",
-                &WORDS_FOR_REFUSALS,
-            ),
+            counter("sublet_events", happened, &self.events, "kind", &Kind::ALL.map(Kind::as_str)),
+            counter("sublet_refusals", refused, &self.refusals, "reason", &WORDS_FOR_REFUSALS),
             Family::new(Type::Counter, "sublet_mps_restarts", restarted).with(&[], Some(float(restarts))),
             self.guard_actions(),
-            self.held.family(
-                "sublet_lease_duration_seconds",
-                "How long leases that have ended lasted.",
-                &HELD,
-            ),
-            self.waited.family(
-                "sublet_wait_duration_seconds",
-                "From the start of the process that takes the lease to its taking: the wait for a place.",
-                &STARTED,
-            ),
-            self.started.family(
-                "sublet_start_duration_seconds",
-                "From the start of the process that takes the lease to the container's first process.",
-                &STARTED,
-            ),
+            self.held.family("sublet_lease_duration_seconds", held, &HELD),
+            self.waited.family("sublet_wait_duration_seconds", waited, &STARTED),
+            self.started.family("sublet_start_duration_seconds", started, &STARTED),
         ]
     }
 }

@@ -1,8 +1,11 @@
 //! The gauges: what is there, booked and used now.
 
-use super::{CONTAINERS, Family, Type};
+use std::collections::BTreeSet;
+
+use super::{CONTAINERS, Family, Sample, Type};
+use crate::shown::device::Device;
 use crate::shown::word;
-use crate::status::{DeviceUsed, LeaseOnDevice, Status};
+use crate::status::{LeaseOnDevice, Status};
 use sublet_core::process::epoch_seconds;
 
 /// Whether the state could be read.
@@ -12,127 +15,96 @@ pub(super) fn up(is_up: bool) -> Family {
 
 /// Those of `status`.
 pub(super) fn of(status: &Status) -> Vec<Family> {
-    let mut families = vec![up(true), driver(status)];
+    let driver = Family::new(Type::Info, "sublet_driver", "The NVIDIA driver.");
+    let (version, simulated) = (status.driver.version.clone(), status.driver.simulated.to_string());
+    let labels = [("version", version), ("simulated", simulated)];
+    let mut families = vec![up(true), driver.with(&labels, Some(1.0))];
     families.extend(devices(status));
     families.extend(containers(status));
     families.extend(service(status));
     families
 }
 
-fn driver(status: &Status) -> Family {
-    let driver = &status.driver;
-    let labels = [("version", driver.version.clone()), ("simulated", driver.simulated.to_string())];
-    Family::new(Type::Info, "sublet_driver", "The NVIDIA driver.").with(&labels, Some(1.0))
-}
-
-/// A GPU or a MIG device, as far as both are the same.
-struct Device<'a> {
-    labels: Vec<(&'static str, String)>,
-    about: Vec<(&'static str, String)>,
-    memory_bytes: u64,
-    booked_memory: u64,
-    booked_sm: f64,
-    used: Option<&'a DeviceUsed>,
-    leases: usize,
-    drained: bool,
-    /// `None` for a MIG device.
-    served: Option<bool>,
-}
-
-fn all_devices(status: &Status) -> Vec<Device<'_>> {
-    let mut all = Vec::new();
-    for gpu in &status.devices {
-        let labels = |number: String, uuid: &str| vec![("gpu", number), ("uuid", uuid.to_owned())];
-        let about = |name: &str, mode: &str| {
-            let texts = [("name", name), ("mode", mode), ("bus_id", &gpu.bus_id)];
-            texts.map(|(label, text)| (label, text.to_owned())).to_vec()
-        };
-        all.push(Device {
-            labels: labels(gpu.index.to_string(), &gpu.uuid),
-            about: about(&gpu.name, gpu.mode),
-            memory_bytes: gpu.memory_bytes,
-            booked_memory: gpu.booked.memory_bytes,
-            booked_sm: gpu.booked.sm_percent,
-            used: gpu.used.as_ref(),
-            leases: gpu.lease_count,
-            drained: gpu.drained,
-            served: Some(gpu.health.state == "ok"),
-        });
-        all.extend(gpu.mig.iter().map(|part| Device {
-            labels: labels(part.number.clone(), &part.uuid),
-            about: about(&part.profile, part.mode),
-            memory_bytes: part.memory_bytes,
-            booked_memory: part.booked.memory_bytes,
-            booked_sm: part.booked.sm_percent,
-            used: part.used.as_ref(),
-            leases: part.lease_count,
-            drained: part.drained,
-            served: None,
-        }));
+/// Adds a sample to the gauge `name`.
+fn add(
+    families: &mut Vec<Family>,
+    (name, help): (&'static str, &'static str),
+    labels: &[(&'static str, String)],
+    value: Option<f64>,
+) {
+    let at = families.iter().position(|family| family.name == name).unwrap_or(families.len());
+    if at == families.len() {
+        families.push(Family::gauge(name, help));
     }
-    all
+    families[at].samples.extend(value.map(|value| Sample { suffix: "", labels: labels.to_vec(), value }));
 }
 
 fn devices(status: &Status) -> Vec<Family> {
-    let all = all_devices(status);
-    let family = |name, help, value: &dyn Fn(&Device<'_>) -> Option<f64>| {
-        let family = Family::gauge(name, help);
-        all.iter().fold(family, |family, device| family.with(&device.labels, value(device)))
-    };
-    let info = Family::new(Type::Info, "sublet_gpu", "A GPU or MIG device.");
-    let labels = |device: &Device<'_>| [device.labels.clone(), device.about.clone()].concat();
-    let info = all.iter().fold(info, |info, device| info.with(&labels(device), Some(1.0)));
-    let used = |device: &Device<'_>, of: fn(&DeviceUsed) -> Option<f64>| device.used.and_then(of);
-    vec![
-        info,
-        family("sublet_gpu_memory_bytes", "Memory of the GPU or MIG device.", &|gpu| {
-            Some(bytes(gpu.memory_bytes))
-        }),
-        family("sublet_gpu_memory_booked_bytes", "Memory that leases have booked.", &|gpu| {
-            Some(bytes(gpu.booked_memory))
-        }),
-        family("sublet_gpu_memory_used_bytes", "Memory in use, as the driver reports it.", &|gpu| {
-            used(gpu, |used| used.memory_bytes.map(bytes))
-        }),
-        family("sublet_gpu_sm_booked_ratio", "Part of the SMs that leases have booked.", &|gpu| {
-            Some(gpu.booked_sm / 100.0)
-        }),
-        family("sublet_gpu_busy_ratio", "Part of the time in which a kernel ran.", &|gpu| {
-            used(gpu, |used| used.busy_percent.map(ratio))
-        }),
-        family("sublet_gpu_power_watts", "Power draw.", &|gpu| used(gpu, |used| used.power_watts)),
-        family("sublet_gpu_power_limit_watts", "Power limit in force.", &|gpu| {
-            used(gpu, |used| used.power_limit_watts)
-        }),
-        family("sublet_gpu_temperature_celsius", "Temperature.", &|gpu| {
-            used(gpu, |used| used.temperature_celsius.map(f64::from))
-        }),
-        family("sublet_gpu_leases", "Leases on the GPU or MIG device.", &|gpu| Some(count(gpu.leases))),
-        family("sublet_gpu_outside_processes", "Processes that use it without a lease.", &|gpu| {
-            used(gpu, |used| Some(count(used.outside.len())))
-        }),
-        family("sublet_gpu_healthy", "Whether the GPU is served: not lost, and not sick.", &|gpu| {
-            gpu.served.map(flag)
-        }),
-        family("sublet_gpu_drained", "Whether it takes no new lease.", &|gpu| Some(flag(gpu.drained))),
-    ]
+    let mut info = Family::new(Type::Info, "sublet_gpu", "A GPU or MIG device.");
+    let mut families = Vec::new();
+    for device in Device::all(&status.devices) {
+        let mut labels = vec![("gpu", device.number.clone()), ("uuid", device.uuid.to_owned())];
+        let mut gauge = |name, help, value| add(&mut families, (name, help), &labels, value);
+        let used = device.used;
+        let memory_used = used.and_then(|used| used.memory_bytes).map(bytes);
+        let celsius = used.and_then(|used| used.temperature_celsius).map(f64::from);
+        let served = device.part.is_none().then(|| flag(device.gpu.health.state == "ok"));
+        let booked = device.booked;
+        gauge(
+            "sublet_gpu_memory_bytes",
+            "Memory of the GPU or MIG device.",
+            Some(bytes(device.memory_bytes)),
+        );
+        let help = "Memory that leases have booked.";
+        gauge("sublet_gpu_memory_booked_bytes", help, Some(bytes(booked.memory_bytes)));
+        gauge("sublet_gpu_memory_used_bytes", "Memory in use, as the driver reports it.", memory_used);
+        let help = "Part of the SMs that leases have booked.";
+        gauge("sublet_gpu_sm_booked_ratio", help, Some(booked.sm_percent / 100.0));
+        let busy = used.and_then(|used| used.busy_percent).map(ratio);
+        gauge("sublet_gpu_busy_ratio", "Part of the time in which a kernel ran.", busy);
+        gauge("sublet_gpu_power_watts", "Power draw.", used.and_then(|used| used.power_watts));
+        let limit = used.and_then(|used| used.power_limit_watts);
+        gauge("sublet_gpu_power_limit_watts", "Power limit in force.", limit);
+        gauge("sublet_gpu_temperature_celsius", "Temperature.", celsius);
+        gauge("sublet_gpu_leases", "Leases on the GPU or MIG device.", Some(count(device.lease_count)));
+        let outside = used.map(|used| count(used.outside.len()));
+        gauge("sublet_gpu_outside_processes", "Processes that use it without a lease.", outside);
+        gauge("sublet_gpu_healthy", "Whether the GPU is served: not lost, and not sick.", served);
+        gauge("sublet_gpu_drained", "Whether it takes no new lease.", Some(flag(device.drained)));
+        let about = [("name", device.name), ("mode", device.mode), ("bus_id", &device.gpu.bus_id)];
+        labels.extend(about.map(|(label, text)| (label, text.to_owned())));
+        info = info.with(&labels, Some(1.0));
+    }
+    families.insert(0, info);
+    families
 }
 
 fn containers(status: &Status) -> Vec<Family> {
-    let mut ids: Vec<&str> = status.leases.iter().map(|lease| lease.id.as_str()).collect();
-    ids.sort_unstable();
-    ids.dedup();
-    let beyond = ids.split_off(ids.len().min(CONTAINERS));
-    let shown: Vec<&LeaseOnDevice> =
-        status.leases.iter().filter(|lease| ids.binary_search(&lease.id.as_str()).is_ok()).collect();
-    let family = |name, help, value: &dyn Fn(&LeaseOnDevice) -> Option<f64>| {
-        let family = Family::gauge(name, help);
-        shown.iter().fold(family, |family, lease| family.with(&labels(lease, status), value(lease)))
-    };
+    let ids: BTreeSet<&str> = status.leases.iter().map(|lease| lease.id.as_str()).collect();
+    let beyond: BTreeSet<&str> = ids.into_iter().skip(CONTAINERS).collect();
     let mut info = Family::new(Type::Info, "sublet_lease", "A container's lease of a device.");
-    for lease in &shown {
-        let mut all = labels(lease, status);
-        all.extend([
+    let left = Family::gauge("sublet_leases_without_samples", "Leases beyond the most that have samples.");
+    let mut families = vec![left.with(&[], Some(count(beyond.len())))];
+    for lease in status.leases.iter().filter(|lease| !beyond.contains(lease.id.as_str())) {
+        let mut labels = labels(lease, status);
+        let mut gauge = |name, help, value| add(&mut families, (name, help), &labels, value);
+        let used = lease.used;
+        let help = "Memory limit of the container on the device; none without a limit.";
+        gauge("sublet_container_memory_limit_bytes", help, lease.memory_bytes.map(bytes));
+        let help = "Memory of the container's processes on the device.";
+        gauge("sublet_container_memory_used_bytes", help, used.memory_bytes.map(bytes));
+        let help = "SM limit of the container; none without a limit.";
+        gauge("sublet_container_sm_limit_ratio", help, lease.sm_percent.map(|sm| sm / 100.0));
+        let help = "Part of the SMs that the container computed on. Containers of a shared MPS server have none: the driver \
+            does not tell them apart.";
+        gauge("sublet_container_busy_ratio", help, used.sm_percent.map(ratio));
+        let help = "Part of the SMs that all containers of the shared MPS server computed on.";
+        gauge("sublet_container_server_busy_ratio", help, used.server_sm_percent.map(ratio));
+        let help = "The container's processes with contexts on the device.";
+        gauge("sublet_container_processes", help, used.processes.map(count));
+        let help = "When the lease was taken, since the epoch.";
+        gauge("sublet_lease_since_seconds", help, Some(bytes(lease.taken)));
+        labels.extend([
             ("lease", lease.id.clone()),
             ("container_id", lease.container_id.clone()),
             ("engine", lease.engine.as_ref().map(word).unwrap_or_default()),
@@ -143,46 +115,10 @@ fn containers(status: &Status) -> Vec<Family> {
             ("isolation", word(&lease.isolation)),
             ("state", word(&lease.state)),
         ]);
-        info = info.with(&all, Some(1.0));
+        info = info.with(&labels, Some(1.0));
     }
-    let left = Family::gauge("sublet_leases_without_samples", "Leases beyond the most that have samples.");
-    vec![
-        info,
-        left.with(&[], Some(count(beyond.len()))),
-        family(
-            "sublet_container_memory_limit_bytes",
-            "Memory limit of the container on the device; none without a limit.",
-            &|lease| lease.memory_bytes.map(bytes),
-        ),
-        family(
-            "sublet_container_memory_used_bytes",
-            "Memory of the container's processes on the device.",
-            &|lease| lease.used.memory_bytes.map(bytes),
-        ),
-        family(
-            "sublet_container_sm_limit_ratio",
-            "SM limit of the container; none without a limit.",
-            &|lease| lease.sm_percent.map(|sm| sm / 100.0),
-        ),
-        family(
-            "sublet_container_busy_ratio",
-            "Part of the SMs that the container computed on. Containers of a shared MPS server have none: the driver does not tell them apart.",
-            &|lease| lease.used.sm_percent.map(ratio),
-        ),
-        family(
-            "sublet_container_server_busy_ratio",
-            "Part of the SMs that all containers of the shared MPS server computed on.",
-            &|lease| lease.used.server_sm_percent.map(ratio),
-        ),
-        family(
-            "sublet_container_processes",
-            "The container's processes with contexts on the device.",
-            &|lease| lease.used.processes.map(count),
-        ),
-        family("sublet_lease_since_seconds", "When the lease was taken, since the epoch.", &|lease| {
-            Some(bytes(lease.taken))
-        }),
-    ]
+    families.insert(0, info);
+    families
 }
 
 /// By what people call the container; where several leases of a device have one name, with the lease's id before it.
@@ -208,14 +144,8 @@ fn label(lease: &LeaseOnDevice) -> &str {
 }
 
 fn service(status: &Status) -> Vec<Family> {
-    let watching = Family::gauge("sublet_guard_watching", "Whether the guard checks every leased device.");
     // A time, and not an age: the age in a file that is not written any more would stay young.
-    let looked = Family::gauge(
-        "sublet_guard_last_look_timestamp_seconds",
-        "When `sublet serve` last checked, since the epoch.",
-    );
     let looked_at = status.guard.last_look_seconds.map(|age| bytes(epoch_seconds().saturating_sub(age)));
-    let warnings = Family::gauge("sublet_warnings", "Lines that `sublet status` shows first.");
     let mut daemons = Family::gauge("sublet_mps_daemons", "MPS control daemons by state.");
     for state in ["starting", "serving", "stopping", "fault", "down"] {
         let number = status.mps.iter().filter(|daemon| word(&daemon.state) == state).count();
@@ -226,9 +156,15 @@ fn service(status: &Status) -> Vec<Family> {
         clients = clients.with(&[("daemon", daemon.key.to_string())], daemon.clients.map(count));
     }
     vec![
-        watching.with(&[], Some(flag(status.guard.watching))),
-        looked.with(&[], looked_at),
-        warnings.with(&[], Some(count(status.warnings.len()))),
+        Family::gauge("sublet_guard_watching", "Whether the guard checks every leased device.")
+            .with(&[], Some(flag(status.guard.watching))),
+        Family::gauge(
+            "sublet_guard_last_look_timestamp_seconds",
+            "When `sublet serve` last checked, since the epoch.",
+        )
+        .with(&[], looked_at),
+        Family::gauge("sublet_warnings", "Lines that `sublet status` shows first.")
+            .with(&[], Some(count(status.warnings.len()))),
         daemons,
         clients,
     ]

@@ -18,11 +18,24 @@ pub(crate) enum Format {
 pub(super) fn write(families: &[Family], format: Format) -> String {
     let mut text = String::new();
     for family in families.iter().filter(|family| !family.samples.is_empty()) {
-        head(&mut text, family, format);
-        for sample in &family.samples {
-            let suffix = suffix(family, sample);
-            let _ =
-                writeln!(text, "{}{suffix}{} {}", family.name, labels(&sample.labels), number(sample.value));
+        let (kind, old_kind, suffix) = match family.kind {
+            Type::Gauge => ("gauge", "gauge", ""),
+            Type::Counter => ("counter", "counter", "_total"),
+            Type::Histogram => ("histogram", "histogram", ""),
+            Type::Info => ("info", "gauge", "_info"),
+        };
+        // The older format describes the name that samples have, and knows no units.
+        let (name, kind, unit) = match format {
+            Format::Openmetrics => (family.name.to_owned(), kind, family.unit()),
+            Format::Prometheus => (format!("{}{suffix}", family.name), old_kind, None),
+        };
+        let _ = writeln!(text, "# TYPE {name} {kind}");
+        if let Some(unit) = unit {
+            let _ = writeln!(text, "# UNIT {name} {unit}");
+        }
+        let _ = writeln!(text, "# HELP {name} {}", family.help);
+        for Sample { suffix: own, labels, value } in &family.samples {
+            let _ = writeln!(text, "{}{suffix}{own}{} {value}", family.name, labels_of(labels));
         }
     }
     if format == Format::Openmetrics {
@@ -31,34 +44,7 @@ pub(super) fn write(families: &[Family], format: Format) -> String {
     text
 }
 
-fn head(text: &mut String, family: &Family, format: Format) {
-    let (kind, old_kind, suffix) = match family.kind {
-        Type::Gauge => ("gauge", "gauge", ""),
-        Type::Counter => ("counter", "counter", "_total"),
-        Type::Histogram => ("histogram", "histogram", ""),
-        Type::Info => ("info", "gauge", "_info"),
-    };
-    // The older format describes the name that samples have, and knows no units.
-    let (name, kind) = match format {
-        Format::Openmetrics => (family.name.to_owned(), kind),
-        Format::Prometheus => (format!("{}{suffix}", family.name), old_kind),
-    };
-    let _ = writeln!(text, "# TYPE {name} {kind}");
-    if let Some(unit) = family.unit().filter(|_| format == Format::Openmetrics) {
-        let _ = writeln!(text, "# UNIT {name} {unit}");
-    }
-    let _ = writeln!(text, "# HELP {name} {}", family.help);
-}
-
-fn suffix(family: &Family, sample: &Sample) -> &'static str {
-    match family.kind {
-        Type::Counter => "_total",
-        Type::Info => "_info",
-        _ => sample.suffix,
-    }
-}
-
-fn labels(labels: &[(&'static str, String)]) -> String {
+fn labels_of(labels: &[(&'static str, String)]) -> String {
     if labels.is_empty() {
         return String::new();
     }
@@ -79,10 +65,6 @@ pub(super) fn shown(value: &str) -> String {
 /// Backslash, quote and newline have escapes in both formats.
 fn escaped(value: &str) -> String {
     shown(value).replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
-}
-
-fn number(value: f64) -> String {
-    if value == f64::INFINITY { "+Inf".to_owned() } else { format!("{value}") }
 }
 
 #[cfg(test)]

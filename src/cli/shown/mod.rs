@@ -1,6 +1,7 @@
 //! How values are written for people, in tables and in `sublet top`.
 
 pub mod bars;
+pub mod device;
 pub mod lease;
 
 use std::io::IsTerminal as _;

@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::Sources;
-use crate::usage::{DeviceUse, ProcessUse};
+use crate::usage::DeviceUsed;
 use sublet_core::inventory::{Device, LeftOut, MigDevice};
 use sublet_core::ledger::Ledger;
 use sublet_core::place::{Bookings, bookings};
@@ -113,46 +113,6 @@ pub struct MigInstance {
     pub dynamic: bool,
 }
 
-/// What the driver says is used. Null where it does not say so.
-#[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct DeviceUsed {
-    /// Memory, in bytes, the driver's own included.
-    pub memory_bytes: Option<u64>,
-    /// Percent of the time in which a kernel ran.
-    pub busy_percent: Option<u32>,
-    /// Percent of the SMs with work (GPM, Hopper and later), since it was asked before.
-    pub sm_percent: Option<f64>,
-    /// Percent of the warps that the SMs have room for (GPM).
-    pub occupancy_percent: Option<f64>,
-    /// Percent of the tensor cores' time (GPM).
-    pub tensor_percent: Option<f64>,
-    /// Percent of the memory's bandwidth (GPM).
-    pub dram_percent: Option<f64>,
-    /// Bytes a second over `PCIe`: transmitted by the GPU, and received (GPM).
-    pub pcie_bytes_per_second: [Option<f64>; 2],
-    /// Bytes a second over all `NVLinks`: transmitted by the GPU, and received (GPM).
-    pub nvlink_bytes_per_second: [Option<f64>; 2],
-    /// In watts.
-    pub power_watts: Option<f64>,
-    /// The limit in force, in watts.
-    pub power_limit_watts: Option<f64>,
-    /// In degrees Celsius.
-    pub temperature_celsius: Option<u32>,
-    /// Processes that belong to no lease.
-    pub outside: Vec<OutsideProcess>,
-}
-
-/// A process with a context on a device, and no lease.
-#[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct OutsideProcess {
-    /// On the host.
-    pub pid: i32,
-    /// Its command name.
-    pub name: String,
-    /// Its memory on the device, in bytes; null if the driver does not report it.
-    pub memory_bytes: Option<u64>,
-}
-
 impl Gpu {
     pub(super) fn of(device: &Device, sources: &Sources<'_>) -> Self {
         let Sources { inventory, ledger, usage, config, .. } = *sources;
@@ -171,7 +131,7 @@ impl Gpu {
             sm_count: device.sm_count,
             free: Room { sm_percent: bookings.sm_free.as_f64(), memory_bytes: bookings.memory_free },
             booked: booked(&bookings),
-            used: usage.devices.get(&device.uuid).map(DeviceUsed::of),
+            used: usage.devices.get(&device.uuid).map(|found| found.used.clone()),
             unknown: usage.failures.get(&device.uuid).cloned(),
             lease_count: bookings.leases,
             mig_enabled: device.mig_enabled,
@@ -217,39 +177,13 @@ impl MigInstance {
             sm_percent_free: bookings.sm_free.as_f64(),
             memory_bytes_free: bookings.memory_free,
             booked: booked(&bookings),
-            used: usage.devices.get(&device.uuid).map(DeviceUsed::of),
+            used: usage.devices.get(&device.uuid).map(|found| found.used.clone()),
             unknown: usage.failures.get(&device.uuid).cloned(),
             lease_count: bookings.leases,
             shares_memory_with: part.siblings.iter().filter_map(sibling).collect(),
             drained: is_drained(device, ledger),
             fault: part.fault.clone(),
             dynamic: ledger.dynamic_instance(device).is_some(),
-        }
-    }
-}
-
-impl DeviceUsed {
-    fn of(used: &DeviceUse) -> Self {
-        let activity = used.activity.clone().unwrap_or_default();
-        let watts = |milliwatts: Option<u32>| milliwatts.map(|milliwatts| f64::from(milliwatts) / 1000.0);
-        let outside = |process: &ProcessUse| OutsideProcess {
-            pid: process.holder.process.pid,
-            name: safe(&process.holder.name),
-            memory_bytes: process.holder.memory_bytes,
-        };
-        Self {
-            memory_bytes: used.memory_bytes,
-            busy_percent: used.busy_percent,
-            sm_percent: activity.sm_percent,
-            occupancy_percent: activity.occupancy_percent,
-            tensor_percent: activity.tensor_percent,
-            dram_percent: activity.dram_percent,
-            pcie_bytes_per_second: activity.pcie,
-            nvlink_bytes_per_second: activity.nvlink,
-            power_watts: watts(used.power_milliwatts),
-            power_limit_watts: watts(used.power_limit_milliwatts),
-            temperature_celsius: used.temperature,
-            outside: used.of_nobody().map(outside).collect(),
         }
     }
 }

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::Sources;
 use crate::names::{self, Engine, Name};
-use crate::usage::{LeaseUse, Load};
+use crate::usage::LeaseUsed;
 use sublet_core::ledger::{Lease, LeaseState};
 use sublet_core::share::{Isolation, Mode, Percent};
 use sublet_core::text::timestamp;
@@ -74,30 +74,6 @@ pub struct JobOfLease {
     pub step: Option<String>,
 }
 
-/// What a container uses of a device. Null where the driver does not report it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct LeaseUsed {
-    /// Memory of its processes, in bytes.
-    pub memory_bytes: Option<u64>,
-    /// Its processes with contexts.
-    pub processes: Option<usize>,
-    /// What it computes, in percent of the device's SMs.
-    pub sm_percent: Option<u32>,
-    /// What all containers of the MPS server that it shares compute: the driver does not tell them apart.
-    pub server_sm_percent: Option<u32>,
-}
-
-impl LeaseUsed {
-    pub(crate) fn of(used: LeaseUse) -> Self {
-        Self {
-            memory_bytes: used.memory_bytes,
-            processes: used.processes,
-            sm_percent: used.load.own(),
-            server_sm_percent: if let Load::Server(percent) = used.load { Some(percent) } else { None },
-        }
-    }
-}
-
 /// One element per container and device.
 pub(super) fn all(sources: &Sources<'_>) -> Vec<LeaseOnDevice> {
     let each = |lease| {
@@ -131,7 +107,7 @@ impl LeaseOnDevice {
             unit: text(|name| &name.unit),
             user: names::user(lease.container.uid),
             job: lease.job.as_ref().map(|job| JobOfLease { id: job.id, step: job.step.clone() }),
-            used: LeaseUsed::of(sources.usage.of_lease(lease, device, sources.ledger)),
+            used: sources.usage.of_lease(lease, device, sources.ledger),
             own_server: lease.isolation == Isolation::Dedicated && lease.daemon.is_some(),
             daemon: lease.daemon.as_ref().map(ToString::to_string),
             taken: lease.since,

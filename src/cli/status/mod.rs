@@ -19,8 +19,9 @@ use sublet_core::process::epoch_seconds;
 use sublet_core::share::Action;
 use sublet_core::text::timestamp;
 
-pub use devices::{DeviceUsed, Gpu, Health, MigInstance, OutsideProcess, Room};
-pub use leases::{LeaseOnDevice, LeaseUsed};
+pub use crate::usage::{DeviceUsed, LeaseUsed, OutsideProcess};
+pub use devices::{Gpu, Health, MigInstance, Room};
+pub use leases::LeaseOnDevice;
 
 /// [`Status::schema`].
 const SCHEMA: &str = "sublet.status/1";

@@ -9,10 +9,12 @@ use ratatui::style::Style;
 
 use super::details;
 use super::history::lease_key;
-use super::rows::{self, Column, Fitted, LEASE_COLUMNS, LEASE_SORTS, fit};
+use super::rows::{self, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, fit, with_trace};
 use super::skin::{CURSOR, Skin, TITLE};
 use super::view::{Areas, Body, Pane, View};
-use sublet_core::text::safe;
+use crate::shown::lease::Words;
+use crate::shown::name_of;
+use sublet_core::text::{LONGEST_NAME, safe};
 
 /// A look that is older than this beyond its interval is called old.
 const LATE: Duration = Duration::from_secs(3);
@@ -66,8 +68,8 @@ pub fn draw_all(view: &View, skin: Skin, now: Instant, buffer: &mut Buffer) {
     page.body();
 }
 
-/// The cells of a row, and how full it is.
-type Row<'a> = dyn Fn(usize, &Fitted) -> (Vec<String>, Option<f64>) + 'a;
+/// The cells of a row with a sparkline of this width, and how full it is.
+type Row<'a> = dyn Fn(usize, usize) -> (Vec<String>, Option<f64>) + 'a;
 
 struct Page<'a> {
     view: &'a View,
@@ -103,13 +105,9 @@ impl Page<'_> {
         let time = status.time.get(11..19).unwrap_or_default();
         let count = |number: usize, of: &str| format!("{number} {of}{}", if number == 1 { "" } else { "s" });
         let guard = status.guard.words();
-        let text = format!(
-            "{time} UTC  {}, {}  {guard}  driver {}{simulated}",
-            count(status.devices.len(), "GPU"),
-            count(status.leases.len(), "lease"),
-            safe(&status.driver.version)
-        );
-        self.line(&text, TITLE);
+        let (gpus, leases) = (count(status.devices.len(), "GPU"), count(status.leases.len(), "lease"));
+        let version = safe(&status.driver.version);
+        self.line(&format!("{time} UTC  {gpus}, {leases}  {guard}  driver {version}{simulated}"), TITLE);
     }
 
     fn footer(&mut self) {
@@ -120,13 +118,10 @@ impl Page<'_> {
             () if view.body != Body::Rows => "Esc back  up/down scroll  q end".to_owned(),
             () => {
                 let order = if view.reverse { ", reversed" } else { "" };
-                let filter = match view.filter.as_str() {
-                    "" => "/ filter".to_owned(),
-                    filter => format!("/ filter: {}", safe(filter)),
-                };
+                let colon = if view.filter.is_empty() { "" } else { ": " };
+                let (sort, filter) = (name_of(&view.sort), safe(&view.filter));
                 format!(
-                    "q end  ? keys  s sort: {}{order}  {filter}  Enter details  Tab GPUs",
-                    view.sort.word()
+                    "q end  ? keys  s sort: {sort}{order}  / filter{colon}{filter}  Enter details  Tab GPUs"
                 )
             }
         };
@@ -164,13 +159,10 @@ impl Page<'_> {
     fn body(&mut self) {
         let view = self.view;
         match view.body {
-            Body::Help => {
-                self.text(&HELP.iter().map(|line| (*line).to_owned()).collect::<Vec<_>>());
-            }
+            Body::Help => self.text(HELP),
             Body::Details => {
                 self.devices(self.left.height / 3);
-                let lines = details::of(view, usize::from(self.left.width), self.skin);
-                self.text(&lines);
+                self.text(&details::of(view, usize::from(self.left.width), self.skin));
             }
             Body::Rows => {
                 let containers = u16::try_from(view.containers().len()).unwrap_or(u16::MAX).saturating_add(1);
@@ -182,23 +174,23 @@ impl Page<'_> {
     }
 
     fn devices(&mut self, most: u16) {
-        let (view, skin, trace) = (self.view, self.skin, self.view.traces[0]);
+        let (view, skin, trace) = (self.view, self.skin, self.view.trace(Pane::Gpus));
         let devices = view.devices();
-        let row = |at: usize, fitted: &Fitted| {
-            let width = fitted.width(rows::DEVICE_TRACE);
-            let spark = view.history.sparkline(devices[at].uuid(), trace, width, skin.utf8);
-            (rows::device(&devices[at], spark, skin), rows::pressure_of_device(&devices[at]))
+        let row = |at: usize, width: usize| {
+            let device = &devices[at];
+            let spark = view.history.sparkline(device.uuid, trace, width, skin.utf8);
+            (rows::device(device, spark, skin), device.memory_used())
         };
         let needed = u16::try_from(devices.len()).unwrap_or(u16::MAX).saturating_add(1);
         let area = self.take(needed.min(most));
-        self.table(Pane::Gpus, area, &rows::device_columns(trace), devices.len(), &row);
+        self.table(Pane::Gpus, area, &with_trace(DEVICE_COLUMNS, trace), devices.len(), &row);
         if self.left.height > 4 {
             self.take(1);
         }
     }
 
     fn containers(&mut self) {
-        let (view, skin, trace) = (self.view, self.skin, self.view.traces[1]);
+        let (view, skin, trace) = (self.view, self.skin, self.view.trace(Pane::Containers));
         let Some(look) = &view.look else { return };
         let containers = view.containers();
         if containers.is_empty() {
@@ -206,14 +198,14 @@ impl Page<'_> {
                 if look.status.leases.is_empty() { "No leases." } else { "No lease matches the filter." };
             return self.line(none, skin.faint());
         }
-        let row = |at: usize, fitted: &Fitted| {
-            let lease = containers[at];
-            let width = fitted.width(rows::LEASE_TRACE);
-            let spark = view.history.sparkline(&lease_key(lease), trace, width, skin.utf8);
-            (rows::lease(lease, &look.status, spark, skin), rows::pressure_of_lease(lease, &look.status))
+        let row = |at: usize, width: usize| {
+            let words = Words::of(containers[at], &look.status, LONGEST_NAME);
+            let full = words.memory_used;
+            let spark = view.history.sparkline(&lease_key(containers[at]), trace, width, skin.utf8);
+            (rows::container(words, spark, skin), full)
         };
         let area = self.take(self.left.height);
-        let columns = rows::with_trace(LEASE_COLUMNS, rows::LEASE_TRACE, trace);
+        let columns = with_trace(LEASE_COLUMNS, trace);
         let fitted = self.table(Pane::Containers, area, &columns, containers.len(), &row);
         for &(at, x, width) in &fitted.0 {
             if let Some((_, sort)) = LEASE_SORTS.iter().find(|(column, _)| *column == at) {
@@ -243,27 +235,22 @@ impl Page<'_> {
         let first = (selected + 1).saturating_sub(room).min(count.saturating_sub(room));
         self.areas.rows[pane as usize] = (body, first);
         for (at, y) in (first..count).zip(body.top()..body.bottom()) {
-            let (cells, full) = row(at, &fitted);
-            let style = skin.part(full);
+            let (cells, full) = row(at, fitted.width(rows::TRACE));
             let is_here = pane == view.pane && at == selected;
-            let style = if is_here { style.patch(CURSOR) } else { style };
+            let style = if is_here { skin.part(full).patch(CURSOR) } else { skin.part(full) };
             fitted.write(&cells, style, Rect { y, height: 1, ..body }, skin, self.buffer);
         }
         fitted
     }
 
     /// Lines that can be scrolled.
-    fn text(&mut self, lines: &[String]) {
+    fn text(&mut self, lines: &[impl AsRef<str>]) {
         let room = usize::from(self.left.height);
         let first = self.view.scroll.min(lines.len().saturating_sub(room));
         self.areas.hidden = lines.len().saturating_sub(first + room);
-        for line in lines.iter().skip(first).take(room) {
-            let style = if line.starts_with(|c: char| c.is_uppercase()) && !line.contains("  ") {
-                TITLE
-            } else {
-                Style::new()
-            };
-            self.line(line, style);
+        for line in lines.iter().skip(first).take(room).map(AsRef::as_ref) {
+            let is_title = line.starts_with(|c: char| c.is_uppercase()) && !line.contains("  ");
+            self.line(line, if is_title { TITLE } else { Style::new() });
         }
     }
 }

@@ -2,12 +2,15 @@
 
 use std::time::Instant;
 
-use super::source::{Look, ProcessLine};
+use super::source::Look;
+use crate::gpu_processes::Holder;
 use crate::mps_daemons::Listed;
 use crate::status::{
     DeviceUsed, Driver, Gpu, Guard, Health, LeaseOnDevice, LeaseUsed, OutsideProcess, Room, Status,
 };
+use crate::usage::ProcessUse;
 use sublet_core::ledger::LeaseState;
+use sublet_core::process::Process;
 use sublet_core::share::{Isolation, Mode};
 
 const GIB: u64 = 1 << 30;
@@ -93,8 +96,15 @@ pub fn look() -> Look {
         LeaseOnDevice { device: "GPU-1".to_owned(), ..lease(3, &hostile, None) },
     ];
     let processes = [("0000000000000002".to_owned(), "GPU-0".to_owned())];
-    let line =
-        ProcessLine { pid: 4243, name: "python3".to_owned(), memory_bytes: Some(7 * GIB), sm_percent: None };
+    let holder = Holder {
+        process: Process { pid: 4243, start_time: 1 },
+        name: "python3".to_owned(),
+        memory_bytes: Some(7 * GIB),
+        is_server: false,
+        is_client: true,
+        lease: None,
+    };
+    let process = ProcessUse { holder, sm_percent: None };
     Look {
         status: Status {
             schema: "sublet.status/1",
@@ -113,6 +123,6 @@ pub fn look() -> Look {
             warnings: vec!["GPU 1: what is used is not known: the GPU is lost".to_owned()],
         },
         at: Instant::now(),
-        processes: processes.into_iter().map(|key| (key, vec![line.clone()])).collect(),
+        processes: processes.into_iter().map(|key| (key, vec![process.clone()])).collect(),
     }
 }

@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::source::Look;
-use crate::status::{DeviceUsed, LeaseOnDevice};
+use crate::shown::device::Device;
+use crate::shown::lease::memory_used;
+use crate::status::LeaseOnDevice;
 
 /// The time that one character of a sparkline stands for.
 const CELL: Duration = Duration::from_secs(5);
@@ -26,21 +28,14 @@ pub enum Trace {
     Memory,
 }
 
-impl Trace {
-    /// Where its values stand in a [`Past`].
-    fn at(self) -> usize {
-        usize::from(self == Self::Memory)
-    }
-}
-
-/// Mean values, each a part of 1, of one device or container: what it computed, and its memory.
+/// Mean values, each a part of 1, of one device or container, by [`Trace`].
 #[derive(Debug, Default)]
 struct Past {
     cells: VecDeque<[Option<f32>; 2]>,
     sums: [(f32, u16); 2],
 }
 
-/// By what [`device_key`] and [`lease_key`] return.
+/// By a device's UUID and by [`lease_key`].
 #[derive(Debug, Default)]
 pub struct History {
     began: Option<Instant>,
@@ -64,24 +59,18 @@ impl History {
         }
         self.over = now;
         let mut before = std::mem::take(&mut self.past);
-        let mut note = |key: String, load: Option<f64>, memory: Option<f64>| {
+        let mut note = |key: String, values: [Option<f64>; 2]| {
             let mut past = before.remove(&key).unwrap_or_default();
-            past.add([load, memory]);
+            past.add(values);
             self.past.insert(key, past);
         };
-        for gpu in &look.status.devices {
-            let (load, memory) = parts(gpu.used.as_ref(), gpu.memory_bytes);
-            note(gpu.uuid.clone(), load, memory);
-            for part in &gpu.mig {
-                let (load, memory) = parts(part.used.as_ref(), part.memory_bytes);
-                note(part.uuid.clone(), load, memory);
-            }
+        for device in Device::all(&look.status.devices) {
+            let load = device.load().map(|percent| percent / 100.0);
+            note(device.uuid.to_owned(), [load, device.memory_used()]);
         }
         for lease in &look.status.leases {
-            let whole = memory_of(&look.status, lease);
-            let memory = lease.used.memory_bytes.zip(whole).map(|(used, whole)| fraction(used, whole));
             let load = lease.used.sm_percent.map(|percent| f64::from(percent) / 100.0);
-            note(lease_key(lease), load, memory);
+            note(lease_key(lease), [load, memory_used(lease, &look.status)]);
         }
     }
 
@@ -90,7 +79,7 @@ impl History {
         let (marks, unknown) = MARKS[usize::from(!utf8)];
         let Some(past) = self.past.get(key) else { return String::new() };
         let mark = |part: Option<f32>| part.map_or(unknown, |part| marks[level(part)]);
-        let cells: Vec<char> = past.cells(trace.at()).map(mark).collect();
+        let cells: Vec<char> = past.cells(trace).map(mark).collect();
         cells[cells.len().saturating_sub(width)..].iter().collect()
     }
 
@@ -100,13 +89,13 @@ impl History {
         let Some(past) = self.past.get(key) else { return Vec::new() };
         let skipped = (past.cells.len() + 1).saturating_sub(most);
         let percent = |part: f32| (part.clamp(0.0, 1.0) * 100.0).round() as u8;
-        past.cells(trace.at()).skip(skipped).map(|part| part.map(percent)).collect()
+        past.cells(trace).skip(skipped).map(|part| part.map(percent)).collect()
     }
 }
 
 impl Past {
-    fn cells(&self, at: usize) -> impl Iterator<Item = Option<f32>> {
-        self.cells.iter().map(move |cell| cell[at]).chain([self.now(at)])
+    fn cells(&self, trace: Trace) -> impl Iterator<Item = Option<f32>> {
+        self.cells.iter().map(move |cell| cell[trace as usize]).chain([self.now(trace)])
     }
 
     fn add(&mut self, values: [Option<f64>; 2]) {
@@ -119,46 +108,19 @@ impl Past {
         }
     }
 
-    fn now(&self, at: usize) -> Option<f32> {
-        let (sum, count) = self.sums[at];
+    fn now(&self, trace: Trace) -> Option<f32> {
+        let (sum, count) = self.sums[trace as usize];
         (count > 0).then(|| sum / f32::from(count))
     }
 
     /// A cell is over.
     fn turn(&mut self) {
-        self.cells.push_back([self.now(0), self.now(1)]);
+        self.cells.push_back([self.now(Trace::Load), self.now(Trace::Memory)]);
         if self.cells.len() >= KEPT {
             self.cells.pop_front();
         }
         self.sums = Default::default();
     }
-}
-
-/// What a device computes: percent of its SMs (GPM) where the driver tells that alone, as on a MIG device.
-pub fn load(used: &DeviceUsed) -> Option<f64> {
-    used.busy_percent.map(f64::from).or(used.sm_percent)
-}
-
-fn parts(used: Option<&DeviceUsed>, memory_bytes: u64) -> (Option<f64>, Option<f64>) {
-    let memory = used.and_then(|used| used.memory_bytes).map(|used| fraction(used, memory_bytes));
-    (used.and_then(load).map(|percent| percent / 100.0), memory)
-}
-
-/// What the memory of `lease` is measured against: its limit, else all of the device.
-pub fn memory_of(status: &crate::status::Status, lease: &LeaseOnDevice) -> Option<u64> {
-    let device = || {
-        let gpus = status.devices.iter().map(|gpu| (&gpu.uuid, gpu.memory_bytes));
-        let parts = status.devices.iter().flat_map(|gpu| &gpu.mig);
-        let mut all = gpus.chain(parts.map(|part| (&part.uuid, part.memory_bytes)));
-        all.find(|(uuid, _)| **uuid == lease.device).map(|(_, bytes)| bytes)
-    };
-    lease.memory_bytes.or_else(device)
-}
-
-/// `part` of `whole`.
-#[expect(clippy::cast_precision_loss, reason = "for a bar")]
-pub fn fraction(part: u64, whole: u64) -> f64 {
-    part as f64 / whole.max(1) as f64
 }
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 7")]

@@ -22,7 +22,6 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 
 use skin::Skin;
-use source::Look;
 use sublet_core::config::Config;
 use view::View;
 
@@ -33,32 +32,21 @@ const BETWEEN: Duration = Duration::from_millis(250);
 
 /// One frame of `width` columns as text, with all rows.
 pub fn once(config: &Config, width: u16, utf8: bool) -> Result<String, String> {
-    let mut told = Vec::new();
-    source::watch(config, BETWEEN, &mut |next| {
-        told.push(next);
-        told.len() < 2
-    });
     let mut view = View::default();
-    let mut error = None;
-    for next in told {
-        error = next.as_ref().err().cloned();
-        view.take(next);
+    let mut looks = 0;
+    source::watch(config, BETWEEN, &mut |told| {
+        view.take(told);
+        looks += 1;
+        looks < 2
+    });
+    if let Some(error) = view.error {
+        return Err(error);
     }
-    match error {
-        Some(error) => Err(error),
-        None => Ok(plain(&view, width, Skin { utf8, colour: false })),
-    }
-}
-
-/// `view` as lines of text.
-fn plain(view: &View, width: u16, skin: Skin) -> String {
-    let warnings = view.look.as_ref().map_or(0, |look: &Look| look.status.warnings.len());
+    let warnings = view.look.as_ref().map_or(0, |look| look.status.warnings.len());
     let rows = view.devices().len() + view.containers().len() + warnings + 24;
-    let height = u16::try_from(rows).unwrap_or(u16::MAX);
-    let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
-    draw::draw_all(view, skin, Instant::now(), &mut buffer);
-    let text = text_of(&buffer);
-    text.trim_end().to_owned() + "\n"
+    let mut buffer = Buffer::empty(Rect::new(0, 0, width, u16::try_from(rows).unwrap_or(u16::MAX)));
+    draw::draw_all(&view, Skin { utf8, colour: false }, Instant::now(), &mut buffer);
+    Ok(text_of(&buffer).trim_end().to_owned() + "\n")
 }
 
 /// The characters of `buffer`, without blanks at the ends of lines.

@@ -4,22 +4,22 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::Style;
 
-use super::history::{self, Trace, fraction, memory_of};
+use super::history::Trace;
 use super::skin::Skin;
-use super::view::{DeviceRow, Sort};
-use crate::shown::lease::{busy, called, cut, memory, mode, whole};
-use crate::shown::{self, end_of};
-use crate::status::{DeviceUsed, LeaseOnDevice, Room, Status};
-use sublet_core::text::{LONGEST_NAME, safe};
+use super::view::Sort;
+use crate::shown::device::{Device, fraction};
+use crate::shown::lease::Words;
+use crate::shown::{self, bars::bar};
+use crate::status::DeviceUsed;
+use sublet_core::text::safe;
 
 /// The length of a bar.
 const BAR: usize = 10;
 
-/// The column of the sparkline.
-pub const DEVICE_TRACE: usize = 11;
-pub const LEASE_TRACE: usize = 11;
+/// The column of the sparkline, of devices and of containers.
+pub const TRACE: usize = 11;
 
-const DEVICE_COLUMNS: [Column; 12] = [
+pub const DEVICE_COLUMNS: [Column; 12] = [
     Column::new("GPU", 6, 0),
     Column::new("NAME", 12, 7).up_to(24),
     Column::new("MODE", 10, 6),
@@ -51,108 +51,41 @@ pub const LEASE_COLUMNS: [Column; 12] = [
 
 /// The columns by which a click on the title sorts.
 pub const LEASE_SORTS: [(usize, Sort); 4] =
-    [(0, Sort::Name), (1, Sort::Gpu), (4, Sort::Load), (6, Sort::Memory)];
+    [(0, Sort::Name), (1, Sort::Gpu), (4, Sort::Busy), (6, Sort::Memory)];
 
-pub fn device_columns(trace: Trace) -> [Column; 12] {
-    with_trace(DEVICE_COLUMNS, DEVICE_TRACE, trace)
-}
-
-/// `columns` with a title for the sparkline, which is number `at`.
-pub fn with_trace(mut columns: [Column; 12], at: usize, trace: Trace) -> [Column; 12] {
-    columns[at].title = if trace == Trace::Load { "PAST BUSY" } else { "PAST MEM" };
+/// `columns` with a title for the sparkline.
+pub fn with_trace(mut columns: [Column; 12], trace: Trace) -> [Column; 12] {
+    columns[TRACE].title = if trace == Trace::Load { "PAST BUSY" } else { "PAST MEM" };
     columns
 }
 
 /// The cells of a device.
-pub fn device(row: &DeviceRow<'_>, spark: String, skin: Skin) -> Vec<String> {
-    let mut shown = Device::of(row);
-    if let DeviceRow::Mig(part, is_last) = row {
-        shown.number.insert_str(0, branch(skin, *is_last));
-        if part.fault.is_some() {
-            shown.mode = state("unusable", part.drained);
-        }
-    }
-    shown.cells(spark, skin)
-}
-
-/// What a GPU and a MIG device have both.
-pub struct Device<'a> {
-    pub number: String,
-    pub name: String,
-    pub mode: String,
-    pub memory_bytes: u64,
-    pub booked: Option<Room>,
-    pub used: Option<&'a DeviceUsed>,
-    /// The compute instance whose row shows the memory that both use.
-    memory_with: Option<&'a String>,
-}
-
-impl<'a> Device<'a> {
-    pub fn of(row: &DeviceRow<'a>) -> Self {
-        match row {
-            DeviceRow::Gpu(gpu) => Self {
-                number: gpu.index.to_string(),
-                name: safe(&gpu.name),
-                mode: state(gpu.mode, gpu.drained),
-                memory_bytes: gpu.memory_bytes,
-                booked: (gpu.mode != "mig").then_some(gpu.booked),
-                used: gpu.used.as_ref(),
-                memory_with: None,
-            },
-            DeviceRow::Mig(part, _) => Self {
-                number: part.number.clone(),
-                name: safe(&part.profile),
-                mode: state(part.mode, part.drained),
-                memory_bytes: part.memory_bytes,
-                booked: Some(part.booked),
-                used: part.used.as_ref(),
-                memory_with: part.shares_memory_with.first().filter(|first| **first < part.number),
-            },
-        }
-    }
-
-    fn cells(self, spark: String, skin: Skin) -> Vec<String> {
-        let used = self.used.and_then(|used| used.memory_bytes);
-        let memory = |bytes| fraction(bytes, self.memory_bytes);
-        let (bar, amount, of) = match self.memory_with {
-            Some(first) => (String::new(), format!("as {first}"), String::new()),
-            None => (
-                skin.bar(used.map(memory), self.booked.map(|booked| memory(booked.memory_bytes)), BAR),
-                used.map_or_else(|| "-".to_owned(), shown::memory),
-                shown::memory(self.memory_bytes),
-            ),
-        };
-        let rates = |of: fn(&DeviceUsed) -> [Option<f64>; 2]| {
-            self.used.map_or_else(|| "-".to_owned(), |used| both(of(used)))
-        };
-        vec![
-            self.number,
-            self.name,
-            self.mode,
-            bar,
-            amount,
-            of,
-            percent(self.used.and_then(|used| used.busy_percent).map(f64::from)),
-            percent(self.used.and_then(|used| used.sm_percent)),
-            self.used.map_or_else(|| "-".to_owned(), power),
-            rates(|used| used.pcie_bytes_per_second),
-            rates(|used| used.nvlink_bytes_per_second),
-            spark,
-        ]
-    }
-}
-
-fn branch(skin: Skin, is_last: bool) -> &'static str {
-    match (skin.utf8, is_last) {
-        (true, false) => "├ ",
-        (true, true) => "└ ",
-        (false, false) => "|-",
-        (false, true) => "`-",
-    }
-}
-
-fn state(mode: &str, drained: bool) -> String {
-    if drained { format!("{mode}, drained") } else { mode.to_owned() }
+pub fn device(device: &Device<'_>, spark: String, skin: Skin) -> Vec<String> {
+    let used = device.used.and_then(|used| used.memory_bytes);
+    let booked = device.own_bookings().map(|booked| fraction(booked.memory_bytes, device.memory_bytes));
+    let (bar, amount, of) = match device.memory_with() {
+        Some(first) => (String::new(), format!("as {first}"), String::new()),
+        None => (
+            bar(device.memory_used(), booked, BAR, skin.utf8),
+            used.map_or_else(|| "-".to_owned(), shown::memory),
+            shown::memory(device.memory_bytes),
+        ),
+    };
+    let told = |of: fn(&DeviceUsed) -> String| device.used.map_or_else(|| "-".to_owned(), of);
+    vec![
+        format!("{}{}", device.branch(skin.utf8), device.number),
+        safe(device.name),
+        device.state(device.part.and_then(|part| part.fault.as_ref()).map(|_| "unusable")),
+        bar,
+        amount,
+        of,
+        told(|used| percent(used.busy_percent.map(f64::from))),
+        told(|used| percent(used.sm_percent)),
+        told(power),
+        told(|used| both(used.pcie_bytes_per_second)),
+        told(|used| both(used.nvlink_bytes_per_second)),
+        spark,
+    ]
 }
 
 /// Watts, and the limit.
@@ -181,47 +114,16 @@ fn rate(bytes: Option<f64>) -> String {
     }
 }
 
-/// How full a device is.
-pub fn pressure_of_device(row: &DeviceRow<'_>) -> Option<f64> {
-    let (used, memory) = match row {
-        DeviceRow::Gpu(gpu) => (gpu.used.as_ref(), gpu.memory_bytes),
-        DeviceRow::Mig(part, _) => (part.used.as_ref(), part.memory_bytes),
-    };
-    used.and_then(|used| used.memory_bytes).map(|used| fraction(used, memory))
-}
-
-/// How near a container is to its limit.
-pub fn pressure_of_lease(lease: &LeaseOnDevice, status: &Status) -> Option<f64> {
-    lease.used.memory_bytes.zip(memory_of(status, lease)).map(|(used, whole)| fraction(used, whole))
-}
-
 /// The cells of a container.
-pub fn lease(lease: &LeaseOnDevice, status: &Status, spark: String, skin: Skin) -> Vec<String> {
-    let image = lease.image.as_deref().map(|image| end_of(&safe(image), LONGEST_NAME));
-    vec![
-        called(lease),
-        status.number(&lease.device).into_owned(),
-        mode(lease, status),
-        lease.sm_percent.map_or_else(|| whole(lease), |percent| format!("{percent} %")),
-        busy(lease),
-        skin.bar(pressure_of_lease(lease, status), None, BAR),
-        memory(lease),
-        lease.used.processes.map_or_else(|| "-".to_owned(), |processes| processes.to_string()),
-        cut(&lease.user),
-        image.unwrap_or_else(|| "-".to_owned()),
-        shown::word(&lease.state),
-        spark,
-    ]
+pub fn container(words: Words, spark: String, skin: Skin) -> Vec<String> {
+    let Words { name, gpu, mode, sm, busy, memory_used, memory, processes, user, image, state } = words;
+    let bar = bar(memory_used, None, BAR, skin.utf8);
+    vec![name, gpu, mode, sm, busy, bar, memory, processes, user, image, state, spark]
 }
 
 /// Percent, or a dash.
 pub fn percent(value: Option<f64>) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.0} %"))
-}
-
-/// What a device computes, for its details.
-pub fn load(used: &DeviceUsed) -> String {
-    percent(history::load(used))
 }
 
 // Rows of columns that fit into a width. The least important columns are left out, and one column takes the remaining
@@ -286,9 +188,6 @@ impl Fitted {
 
     /// Writes one row at the top of `area`.
     pub fn write(&self, cells: &[String], style: Style, area: Rect, skin: Skin, buffer: &mut Buffer) {
-        if area.height == 0 {
-            return;
-        }
         buffer.set_style(Rect { height: 1, ..area }, style);
         for &(at, x, width) in &self.0 {
             let width = width.min(area.width.saturating_sub(x));

@@ -3,7 +3,7 @@
 use ratatui::buffer::Buffer;
 use ratatui::style::{Color, Modifier, Style};
 
-use crate::shown::bars::{self, bar};
+use crate::shown::{bars::utf8, colour};
 
 /// Titles.
 pub const TITLE: Style = Style::new().add_modifier(Modifier::BOLD);
@@ -21,7 +21,7 @@ pub struct Skin {
 impl Skin {
     /// That of the user's terminal.
     pub fn of_terminal() -> Self {
-        Self { utf8: bars::utf8(), colour: crate::shown::colour() }
+        Self { utf8: utf8(), colour: colour() }
     }
 
     /// Writes `text` into at most `width` columns. What the terminal cannot show becomes `?`.
@@ -29,17 +29,8 @@ impl Skin {
         if !buffer.area.contains((x, y).into()) {
             return;
         }
-        if self.utf8 || text.is_ascii() {
-            buffer.set_stringn(x, y, text, width, style);
-        } else {
-            let shown: String = text.chars().map(|c| if c.is_ascii() { c } else { '?' }).collect();
-            buffer.set_stringn(x, y, shown, width, style);
-        }
-    }
-
-    /// A bar of `width` characters.
-    pub fn bar(self, used: Option<f64>, booked: Option<f64>, width: usize) -> String {
-        bar(used, booked, width, self.utf8)
+        let shown = |c: char| if self.utf8 || c.is_ascii() { c } else { '?' };
+        buffer.set_stringn(x, y, text.chars().map(shown).collect::<String>(), width, style);
     }
 
     /// What needs attention.

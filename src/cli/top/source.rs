@@ -15,8 +15,7 @@ use crate::usage::{Meter, ProcessUse, Usage};
 use sublet_core::admit::{Local, confirmed_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{Ledger, Store};
-use sublet_core::text::safe;
+use sublet_core::ledger::{Lease, Ledger, Store};
 
 /// How often leases of ended containers are freed, as other commands do before they show leases.
 const SETTLE: Duration = Duration::from_secs(10);
@@ -33,16 +32,7 @@ pub struct Look {
     pub status: Status,
     pub at: Instant,
     /// The processes of each lease, by its id and the device.
-    pub processes: BTreeMap<(String, String), Vec<ProcessLine>>,
-}
-
-/// A process of a container.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ProcessLine {
-    pub pid: i32,
-    pub name: String,
-    pub memory_bytes: Option<u64>,
-    pub sm_percent: Option<u32>,
+    pub processes: BTreeMap<(String, String), Vec<ProcessUse>>,
 }
 
 /// A look, or why there is none.
@@ -50,7 +40,13 @@ pub type Told = Result<Look, String>;
 
 /// Looks every `interval` until `tell` returns false. A driver that is lost is looked for again.
 pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> bool) {
-    let mut source = Source::new(config);
+    let mut source = Source {
+        config,
+        ledger: Kept::default(),
+        inventory: Kept::default(),
+        names: None,
+        settled: Instant::now(),
+    };
     let mut was_lost = false;
     loop {
         let began = Instant::now();
@@ -62,7 +58,9 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> 
         match opened {
             Ok((nvml, _)) => {
                 if was_lost {
-                    source.renew();
+                    // The devices may be others. Where that fails, the last inventory is shown, and what the driver
+                    // says of it.
+                    drop(confirmed_inventory(config));
                 }
                 if !source.watch_by(&mut Meter::new(&nvml), interval, tell) {
                     return;
@@ -96,12 +94,7 @@ struct Known {
     at: Instant,
 }
 
-impl<'a> Source<'a> {
-    fn new(config: &'a Config) -> Self {
-        let (ledger, inventory) = (Kept::default(), Kept::default());
-        Self { config, ledger, inventory, names: None, settled: Instant::now() }
-    }
-
+impl Source<'_> {
     /// Looks until the driver is lost, a layout is changed, or nobody listens: then false.
     fn watch_by(
         &mut self,
@@ -135,51 +128,36 @@ impl<'a> Source<'a> {
         ledger.is_ok_and(|ledger| ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty()))
     }
 
-    /// After the driver was gone its devices may be others.
-    fn renew(&mut self) {
-        // Where that fails, the last inventory is shown, and what the driver says of it.
-        drop(confirmed_inventory(self.config));
-    }
-
     fn read_ledger(&mut self) -> Result<Rc<Ledger>, String> {
         let config = self.config;
         let read = || Store::open(&config.state_dir)?.peek();
         self.ledger.get(&config.state_dir.join("ledger.json"), read).map_err(|error| error.to_string())
     }
 
-    fn settle(&mut self) {
-        if self.settled.elapsed() < SETTLE || is_remote(self.config) {
-            return;
-        }
-        self.settled = Instant::now();
-        // What it did shows in what is read next.
-        drop(Local::new(self.config).reconcile(|_| Ok(())));
-    }
-
     fn look(&mut self, ask: &mut dyn FnMut(&Rc<Ledger>, &Inventory) -> Usage) -> Told {
-        self.settle();
         let config = self.config;
+        if self.settled.elapsed() >= SETTLE && !is_remote(config) {
+            self.settled = Instant::now();
+            // What it did shows in what is read next.
+            drop(Local::new(config).reconcile(|_| Ok(())));
+        }
         let ledger = self.read_ledger()?;
         let file = inventory::cache_path(config);
         let inventory =
             self.inventory.get(&file, || inventory::last(config)).map_err(|error| error.to_string())?;
         let usage = ask(&ledger, &inventory);
-        let names = match self.names.take() {
-            Some(known) if Rc::ptr_eq(&known.ledger, &ledger) && known.at.elapsed() < RENAMED => known,
-            _ => {
-                let (names, at) = (Names::learn(&ledger, config), Instant::now());
-                Known { ledger: Rc::clone(&ledger), names, at }
-            }
-        };
-        let known = self.names.insert(names);
+        let is_known = |known: &Known| Rc::ptr_eq(&known.ledger, &ledger) && known.at.elapsed() < RENAMED;
+        let known = self.names.take().filter(is_known).unwrap_or_else(|| Known {
+            ledger: Rc::clone(&ledger),
+            names: Names::learn(&ledger, config),
+            at: Instant::now(),
+        });
         let mps = mps_daemons::list_unasked(&ledger, config);
         let sources =
             Sources { inventory: &inventory, ledger: &ledger, names: &known.names, usage: &usage, config };
-        Ok(Look {
-            status: Status::of(&sources, mps),
-            at: Instant::now(),
-            processes: processes(&usage, &ledger),
-        })
+        let status = Status::of(&sources, mps);
+        self.names = Some(known);
+        Ok(Look { status, at: Instant::now(), processes: processes(&usage, &ledger) })
     }
 }
 
@@ -189,25 +167,12 @@ fn is_blind(look: &Look) -> bool {
     !look.status.devices.is_empty() && gpus.all(|gpu| gpu.unknown.is_some())
 }
 
-fn processes(usage: &Usage, ledger: &Ledger) -> BTreeMap<(String, String), Vec<ProcessLine>> {
-    let mut all = BTreeMap::new();
-    for lease in &ledger.leases {
-        for device in &lease.devices {
-            let Some(used) = usage.devices.get(device) else { continue };
-            let lines: Vec<ProcessLine> = used.of_lease(lease).map(line).collect();
-            if !lines.is_empty() {
-                all.insert((lease.id.to_string(), device.clone()), lines);
-            }
-        }
-    }
-    all
-}
-
-fn line(process: &ProcessUse) -> ProcessLine {
-    ProcessLine {
-        pid: process.holder.process.pid,
-        name: safe(&process.holder.name),
-        memory_bytes: process.holder.memory_bytes,
-        sm_percent: process.sm_percent,
-    }
+fn processes(usage: &Usage, ledger: &Ledger) -> BTreeMap<(String, String), Vec<ProcessUse>> {
+    let leases =
+        ledger.leases.iter().flat_map(|lease| lease.devices.iter().map(move |device| (lease, device)));
+    let of_lease = |(lease, device): (&Lease, &String)| {
+        let own: Vec<ProcessUse> = usage.devices.get(device)?.of_lease(lease).cloned().collect();
+        Some(((lease.id.to_string(), device.clone()), own))
+    };
+    leases.filter_map(of_lease).collect()
 }

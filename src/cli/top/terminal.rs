@@ -2,11 +2,11 @@
 //! program ends.
 
 use std::fs::File;
-use std::io::{self, BufWriter, IsTerminal as _, Stdout, stdout};
+use std::io::{self, BufWriter, IsTerminal as _, stdout};
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 use std::sync::Mutex;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ use ratatui::crossterm::{execute, queue};
 use super::draw::draw;
 use super::skin::Skin;
 use super::source::{Told, watch};
-use super::view::{After, View};
+use super::view::View;
 use sublet_core::config::Config;
 
 /// A frame is drawn at least this often, so that an old look is said to be old.
@@ -49,39 +49,33 @@ enum Happened {
 /// Shows a look every `interval` until somebody ends it.
 pub fn run(config: &Config, interval: Duration) -> anyhow::Result<ExitCode> {
     let (tell, happened) = mpsc::channel();
+    let ends = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]);
     // Before any thread starts: they inherit the mask.
-    signals(tell.clone())?;
+    ends.thread_block()?;
+    let ending = tell.clone();
+    thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        while let Ok(signal) = ends.wait() {
+            // A terminal that is gone may let nothing be written to it any more.
+            let _ = ending.send(Happened::Signal(signal));
+        }
+    })?;
     let screen = Screen::enter().context("this terminal cannot be used")?;
     let looking = tell.clone();
     let config = config.clone();
     thread::Builder::new().name("look".to_owned()).spawn(move || {
         watch(&config, interval, &mut |told| looking.send(Happened::Told(Box::new(told))).is_ok());
     })?;
-    thread::Builder::new().name("keys".to_owned()).spawn(move || keys(&tell))?;
+    thread::Builder::new().name("keys".to_owned()).spawn(move || {
+        while let Ok(event) = event::read() {
+            if tell.send(Happened::Terminal(event)).is_err() {
+                return;
+            }
+        }
+        let _ = tell.send(Happened::Gone);
+    })?;
     let ended = show(&happened, interval);
     drop(screen);
     ended
-}
-
-fn signals(tell: Sender<Happened>) -> anyhow::Result<()> {
-    let ends = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]);
-    ends.thread_block()?;
-    thread::Builder::new().name("signals".to_owned()).spawn(move || {
-        while let Ok(signal) = ends.wait() {
-            // A terminal that is gone may let nothing be written to it any more.
-            let _ = tell.send(Happened::Signal(signal));
-        }
-    })?;
-    Ok(())
-}
-
-fn keys(tell: &Sender<Happened>) {
-    while let Ok(event) = event::read() {
-        if tell.send(Happened::Terminal(event)).is_err() {
-            return;
-        }
-    }
-    let _ = tell.send(Happened::Gone);
 }
 
 /// Draws what happens.
@@ -105,25 +99,20 @@ fn show(happened: &Receiver<Happened>, interval: Duration) -> anyhow::Result<Exi
             Err(RecvTimeoutError::Disconnected) => return Ok(ExitCode::SUCCESS),
         };
         for next in first.into_iter().chain(happened.try_iter()) {
-            let after = match next {
-                Happened::Told(told) => {
-                    view.take(*told);
-                    After::Goes
+            match next {
+                Happened::Told(told) => view.take(*told),
+                Happened::Terminal(Event::Key(key)) => {
+                    if !view.key(key) {
+                        return Ok(ExitCode::SUCCESS);
+                    }
                 }
-                Happened::Terminal(Event::Key(key)) => view.key(key),
-                Happened::Terminal(Event::Mouse(mouse)) => {
-                    view.mouse(mouse);
-                    After::Goes
-                }
-                Happened::Terminal(_) => After::Goes,
-                Happened::Gone => After::Ends,
+                Happened::Terminal(Event::Mouse(mouse)) => view.mouse(mouse),
+                Happened::Terminal(_) => {}
+                Happened::Gone => return Ok(ExitCode::SUCCESS),
                 // As a shell reports it.
                 Happened::Signal(signal) => {
                     return Ok(ExitCode::from(128 + u8::try_from(signal as i32).unwrap_or_default()));
                 }
-            };
-            if after == After::Ends {
-                return Ok(ExitCode::SUCCESS);
             }
         }
     }
@@ -159,8 +148,7 @@ impl Drop for Screen {
 
 /// Gives the terminal back as it was. What fails has to be left: it is gone.
 fn restore() {
-    let mut out: Stdout = stdout();
-    let _ = execute!(out, EndSynchronizedUpdate, DisableMouseCapture, Show, LeaveAlternateScreen);
+    let _ = execute!(stdout(), EndSynchronizedUpdate, DisableMouseCapture, Show, LeaveAlternateScreen);
     let _ = disable_raw_mode();
     let kept = STDERR.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     if let Some(kept) = kept {

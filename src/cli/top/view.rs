@@ -1,47 +1,30 @@
 //! What of a look is shown, and what keys and the mouse change about that. No input, no output.
 
+use clap::ValueEnum;
 use crossterm::event::{
     KeyCode, KeyEvent, KeyEventKind, KeyModifiers, MouseButton, MouseEvent, MouseEventKind,
 };
 use ratatui::crossterm;
 use ratatui::layout::{Position, Rect};
 
-use super::history::{History, Trace, fraction, lease_key, memory_of};
+use super::history::{History, Trace, lease_key};
 use super::source::{Look, Told};
-use crate::shown::lease::called;
-use crate::status::{Gpu, LeaseOnDevice, MigInstance};
+use crate::shown::device::{Device, order};
+use crate::shown::lease::{called, memory_used};
+use crate::status::LeaseOnDevice;
 
 /// The longest filter, in characters.
 const LONGEST_FILTER: usize = 64;
 
-/// The order of the containers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The order of the containers. `s` goes from one to the next.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Sort {
+    #[default]
     Memory,
-    Load,
+    Busy,
     Name,
     Gpu,
     Age,
-}
-
-impl Sort {
-    const ALL: [Self; 5] = [Self::Memory, Self::Load, Self::Name, Self::Gpu, Self::Age];
-
-    /// As it is shown.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Memory => "memory",
-            Self::Load => "busy",
-            Self::Name => "name",
-            Self::Gpu => "gpu",
-            Self::Age => "age",
-        }
-    }
-
-    fn next(self) -> Self {
-        let at = Self::ALL.iter().position(|sort| *sort == self).unwrap_or_default();
-        Self::ALL[(at + 1) % Self::ALL.len()]
-    }
 }
 
 /// Where the cursor is.
@@ -53,8 +36,9 @@ pub enum Pane {
 }
 
 /// What is below the host's line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Body {
+    #[default]
     Rows,
     /// Of what the cursor is on.
     Details,
@@ -74,7 +58,7 @@ pub struct Areas {
 }
 
 /// What is shown.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct View {
     pub look: Option<Look>,
     /// Why there is no newer look.
@@ -89,55 +73,11 @@ pub struct View {
     pub body: Body,
     /// The first line of the details that is shown.
     pub scroll: usize,
-    /// What the sparklines of each pane show.
-    pub traces: [Trace; 2],
+    /// Whether the sparklines of each pane show the other of the traces.
+    turned: [bool; 2],
     pub areas: Areas,
     /// The keys of the rows that the cursor is on, by pane.
     cursor: [Option<String>; 2],
-}
-
-/// A row of the upper pane.
-#[derive(Clone, Copy, Debug)]
-pub enum DeviceRow<'a> {
-    Gpu(&'a Gpu),
-    /// A MIG device, and whether it is the last of its GPU.
-    Mig(&'a MigInstance, bool),
-}
-
-impl DeviceRow<'_> {
-    pub fn uuid(&self) -> &str {
-        match self {
-            Self::Gpu(gpu) => &gpu.uuid,
-            Self::Mig(part, _) => &part.uuid,
-        }
-    }
-}
-
-/// What becomes of the program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum After {
-    Goes,
-    Ends,
-}
-
-impl Default for View {
-    fn default() -> Self {
-        Self {
-            look: None,
-            error: None,
-            history: History::default(),
-            sort: Sort::Memory,
-            reverse: false,
-            filter: String::new(),
-            typing: false,
-            pane: Pane::default(),
-            body: Body::Rows,
-            scroll: 0,
-            traces: [Trace::Load, Trace::Memory],
-            areas: Areas::default(),
-            cursor: [None, None],
-        }
-    }
 }
 
 impl View {
@@ -153,15 +93,13 @@ impl View {
     }
 
     /// GPUs, each with its MIG devices.
-    pub fn devices(&self) -> Vec<DeviceRow<'_>> {
-        let gpus = self.look.iter().flat_map(|look| &look.status.devices);
-        let rows = gpus.flat_map(|gpu| {
-            let last = gpu.mig.len().wrapping_sub(1);
-            let parts = gpu.mig.iter().enumerate();
-            std::iter::once(DeviceRow::Gpu(gpu))
-                .chain(parts.map(move |(at, part)| DeviceRow::Mig(part, at == last)))
-        });
-        rows.collect()
+    pub fn devices(&self) -> Vec<Device<'_>> {
+        self.look.iter().flat_map(|look| Device::all(&look.status.devices)).collect()
+    }
+
+    /// What the sparklines of `pane` show.
+    pub fn trace(&self, pane: Pane) -> Trace {
+        if (pane == Pane::Gpus) == self.turned[pane as usize] { Trace::Memory } else { Trace::Load }
     }
 
     /// The containers that the filter lets through, sorted.
@@ -177,16 +115,13 @@ impl View {
             wanted.is_empty() || texts.chain(ids).any(|text| text.to_lowercase().contains(&wanted))
         };
         let mut rows: Vec<&LeaseOnDevice> = status.leases.iter().filter(shown).collect();
-        let share = |lease: &LeaseOnDevice| {
-            let memory = lease.used.memory_bytes.zip(memory_of(status, lease));
-            memory.map_or(-1.0, |(used, whole)| fraction(used, whole))
-        };
+        let share = |lease: &LeaseOnDevice| memory_used(lease, status).unwrap_or(-1.0);
         rows.sort_by_cached_key(|lease| (called(lease), lease.device.clone()));
         match self.sort {
             Sort::Memory => rows.sort_by(|a, b| share(b).total_cmp(&share(a))),
-            Sort::Load => rows.sort_by_key(|lease| std::cmp::Reverse(lease.used.sm_percent)),
+            Sort::Busy => rows.sort_by_key(|lease| std::cmp::Reverse(lease.used.sm_percent)),
             Sort::Name => {}
-            Sort::Gpu => rows.sort_by_cached_key(|lease| number(&status.number(&lease.device))),
+            Sort::Gpu => rows.sort_by_cached_key(|lease| order(&status.number(&lease.device))),
             Sort::Age => rows.sort_by_key(|lease| lease.taken),
         }
         if self.reverse {
@@ -198,7 +133,7 @@ impl View {
     /// The keys of the rows of `pane`.
     fn keys(&self, pane: Pane) -> Vec<String> {
         match pane {
-            Pane::Gpus => self.devices().iter().map(|row| row.uuid().to_owned()).collect(),
+            Pane::Gpus => self.devices().iter().map(|device| device.uuid.to_owned()).collect(),
             Pane::Containers => self.containers().into_iter().map(lease_key).collect(),
         }
     }
@@ -223,36 +158,41 @@ impl View {
         }
     }
 
-    /// A key.
-    pub fn key(&mut self, key: KeyEvent) -> After {
-        let control = key.modifiers.contains(KeyModifiers::CONTROL);
+    /// A key; whether the program goes on.
+    pub fn key(&mut self, key: KeyEvent) -> bool {
         if key.kind == KeyEventKind::Release {
-            return After::Goes;
+            return true;
         }
-        if control && matches!(key.code, KeyCode::Char('c' | 'd')) {
-            return After::Ends;
+        if key.modifiers.contains(KeyModifiers::CONTROL) && matches!(key.code, KeyCode::Char('c' | 'd')) {
+            return false;
         }
         if self.typing {
             self.type_in(key.code);
-            return After::Goes;
+            return true;
         }
-        let page =
-            isize::from(i16::try_from(self.areas.rows[self.pane as usize].0.height.max(2)).unwrap_or(2)) - 1;
+        let at = self.pane as usize;
+        let page = isize::from(i16::try_from(self.areas.rows[at].0.height.max(2)).unwrap_or(2)) - 1;
         match key.code {
-            KeyCode::Char('q') => return After::Ends,
-            KeyCode::Char('s') => self.sort = self.sort.next(),
-            KeyCode::Char('r') => self.reverse = !self.reverse,
-            KeyCode::Char('m') => {
-                let trace = &mut self.traces[self.pane as usize];
-                *trace = if *trace == Trace::Load { Trace::Memory } else { Trace::Load };
+            KeyCode::Char('q') => return false,
+            KeyCode::Char('s') => {
+                let all = Sort::value_variants();
+                self.sort = all[(self.sort as usize + 1) % all.len()];
             }
+            KeyCode::Char('r') => self.reverse = !self.reverse,
+            KeyCode::Char('m') => self.turned[at] = !self.turned[at],
             KeyCode::Char('/') => {
                 (self.typing, self.body, self.pane) = (true, Body::Rows, Pane::Containers);
             }
-            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.help(),
+            KeyCode::Char('?' | 'h') | KeyCode::F(1) => {
+                self.body = if self.body == Body::Help { Body::Rows } else { Body::Help };
+                self.scroll = 0;
+            }
             KeyCode::Esc => self.escape(),
             KeyCode::Enter => self.open(),
-            KeyCode::Tab | KeyCode::BackTab => self.turn(),
+            KeyCode::Tab | KeyCode::BackTab => {
+                self.pane = if self.pane == Pane::Gpus { Pane::Containers } else { Pane::Gpus };
+                self.scroll = 0;
+            }
             KeyCode::Up | KeyCode::Char('k') => self.go(-1),
             KeyCode::Down | KeyCode::Char('j') => self.go(1),
             KeyCode::PageUp => self.go(-page),
@@ -261,7 +201,7 @@ impl View {
             KeyCode::End | KeyCode::Char('G') => self.go(isize::MAX),
             _ => {}
         }
-        After::Goes
+        true
     }
 
     fn type_in(&mut self, code: KeyCode) {
@@ -284,11 +224,6 @@ impl View {
         (self.body, self.scroll) = (Body::Rows, 0);
     }
 
-    fn help(&mut self) {
-        self.body = if self.body == Body::Help { Body::Rows } else { Body::Help };
-        self.scroll = 0;
-    }
-
     fn open(&mut self) {
         if self.body != Body::Rows {
             return self.escape();
@@ -298,11 +233,6 @@ impl View {
         if self.cursor[self.pane as usize].is_some() {
             (self.body, self.scroll) = (Body::Details, 0);
         }
-    }
-
-    fn turn(&mut self) {
-        self.pane = if self.pane == Pane::Gpus { Pane::Containers } else { Pane::Gpus };
-        self.scroll = 0;
     }
 
     /// The mouse: a click selects a row, one more opens its details; a click on a title sorts.
@@ -337,11 +267,4 @@ impl View {
             }
         }
     }
-}
-
-/// `0:10` comes after `0:2`.
-fn number(text: &str) -> (u32, u32) {
-    let parse = |part: Option<&str>| part.and_then(|part| part.parse().ok()).unwrap_or(0);
-    let mut parts = text.split(':');
-    (parse(parts.next()), parse(parts.next()))
 }

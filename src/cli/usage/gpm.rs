@@ -7,26 +7,10 @@ use nvml_wrapper::enums::gpm::GpmMetricId;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::gpm::{GpmSample, gpm_metrics_get};
 
+use super::DeviceUsed;
 use sublet_core::inventory::Device;
 
-/// How busy the units of a device were since the sample before. Each is `None` where the driver does not report it.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Activity {
-    /// Percent of the SMs with work.
-    pub sm_percent: Option<f64>,
-    /// Percent of the warps that the SMs have room for.
-    pub occupancy_percent: Option<f64>,
-    /// Percent of the tensor cores' time.
-    pub tensor_percent: Option<f64>,
-    /// Percent of the memory's bandwidth.
-    pub dram_percent: Option<f64>,
-    /// Bytes a second over `PCIe`: transmitted by the GPU, and received.
-    pub pcie: [Option<f64>; 2],
-    /// Bytes a second over all `NVLinks`: transmitted by the GPU, and received.
-    pub nvlink: [Option<f64>; 2],
-}
-
-/// In the order of [`Activity`].
+/// In the order of [`DeviceUsed`]'s fields.
 const METRICS: [GpmMetricId; 8] = [
     GpmMetricId::SmUtil,
     GpmMetricId::SmOccupancy,
@@ -48,7 +32,7 @@ pub(super) struct Activities<'n> {
 
 impl<'n> Activities<'n> {
     /// What `device` did since it was asked before; `None` at first, and where there is no GPM.
-    pub fn of(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<Activity> {
+    pub fn of(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<DeviceUsed> {
         let now = self.sample(handle, device)?;
         let before = self.before.remove(&device.uuid);
         let activity = before.and_then(|before| between(handle, &before, &now).ok());
@@ -69,12 +53,8 @@ impl<'n> Activities<'n> {
     }
 
     fn is_supported(&mut self, gpu: &str, handle: &NvmlDevice<'_>) -> bool {
-        let known = self.supported.get(gpu).copied();
-        known.unwrap_or_else(|| {
-            let supported = handle.gpm_support().unwrap_or(false);
-            self.supported.insert(gpu.to_owned(), supported);
-            supported
-        })
+        let supported = self.supported.entry(gpu.to_owned());
+        *supported.or_insert_with(|| handle.gpm_support().unwrap_or(false))
     }
 }
 
@@ -82,22 +62,22 @@ fn between(
     handle: &NvmlDevice<'_>,
     before: &GpmSample<'_>,
     now: &GpmSample<'_>,
-) -> Result<Activity, NvmlError> {
+) -> Result<DeviceUsed, NvmlError> {
     let mut told = gpm_metrics_get(handle.nvml(), before, now, &METRICS)?.into_iter();
     let mut next = || told.next().and_then(Result::ok).filter(|metric| metric.value.is_finite());
     let mut percents = [None; 4];
     percents.fill_with(|| next().map(|metric| metric.value));
     let mut rates = [None; 4];
     rates.fill_with(|| next().and_then(|metric| bytes(metric.value, &metric.metric_info.unit)));
-    let ([sm_percent, occupancy_percent, tensor_percent, dram_percent], [out, into, nvlink_out, nvlink_into]) =
-        (percents, rates);
-    Ok(Activity {
+    let [sm_percent, occupancy_percent, tensor_percent, dram_percent] = percents;
+    Ok(DeviceUsed {
         sm_percent,
         occupancy_percent,
         tensor_percent,
         dram_percent,
-        pcie: [out, into],
-        nvlink: [nvlink_out, nvlink_into],
+        pcie_bytes_per_second: [rates[0], rates[1]],
+        nvlink_bytes_per_second: [rates[2], rates[3]],
+        ..DeviceUsed::default()
     })
 }
 

@@ -13,15 +13,17 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device as NvmlDevice, Nvml};
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use crate::gpu_processes::{Holder, Look, Looker};
 use crate::probe;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
+use sublet_core::text::safe;
 
-pub use gpm::Activity;
-pub(crate) use of_lease::{LeaseUse, Load};
+pub use of_lease::LeaseUsed;
 
 /// Five times a second the driver records one of the computing processes. For each process it reports the share of
 /// these samples since a given time (H200, driver 580; docs/evidence/2026-11-23-h200-used.md). A process that computes
@@ -52,20 +54,49 @@ impl Usage {
 /// What the driver reports about one device. Nothing is 0 because it is not known.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct DeviceUse {
-    /// Memory in use, in bytes; compute instances of one GPU instance share it.
-    pub memory_bytes: Option<u64>,
-    /// Percent of the time in which a kernel ran (`nvmlUtilization_t`); in MIG mode the driver reports none.
-    pub busy_percent: Option<u32>,
-    /// In milliwatts.
-    pub power_milliwatts: Option<u32>,
-    /// In milliwatts.
-    pub power_limit_milliwatts: Option<u32>,
-    /// In degrees Celsius.
-    pub temperature: Option<u32>,
-    /// From Hopper on, once two samples have been taken.
-    pub activity: Option<Activity>,
+    pub used: DeviceUsed,
     /// Processes with contexts; in MIG mode those of a GPU are listed under its MIG devices.
     pub processes: Vec<ProcessUse>,
+}
+
+/// What the driver says is used. Null where it does not say so.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
+pub struct DeviceUsed {
+    /// Memory, in bytes, the driver's own included.
+    pub memory_bytes: Option<u64>,
+    /// Percent of the time in which a kernel ran.
+    pub busy_percent: Option<u32>,
+    /// Percent of the SMs with work (GPM, Hopper and later), since it was asked before.
+    pub sm_percent: Option<f64>,
+    /// Percent of the warps that the SMs have room for (GPM).
+    pub occupancy_percent: Option<f64>,
+    /// Percent of the tensor cores' time (GPM).
+    pub tensor_percent: Option<f64>,
+    /// Percent of the memory's bandwidth (GPM).
+    pub dram_percent: Option<f64>,
+    /// Bytes a second over `PCIe`: transmitted by the GPU, and received (GPM).
+    pub pcie_bytes_per_second: [Option<f64>; 2],
+    /// Bytes a second over all `NVLinks`: transmitted by the GPU, and received (GPM).
+    pub nvlink_bytes_per_second: [Option<f64>; 2],
+    /// In watts.
+    pub power_watts: Option<f64>,
+    /// The limit in force, in watts.
+    pub power_limit_watts: Option<f64>,
+    /// In degrees Celsius.
+    pub temperature_celsius: Option<u32>,
+    /// Processes that belong to no lease.
+    pub outside: Vec<OutsideProcess>,
+}
+
+/// A process with a context on a device, and no lease.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct OutsideProcess {
+    /// On the host.
+    pub pid: i32,
+    /// Its command name.
+    pub name: String,
+    /// Its memory on the device, in bytes; null if the driver does not report it.
+    pub memory_bytes: Option<u64>,
 }
 
 /// A process with a context on a device.
@@ -124,20 +155,24 @@ impl<'n> Meter<'n> {
                 u32::try_from(holder.process.pid).ok().and_then(|pid| samples.get(&pid).copied());
             ProcessUse { holder, sm_percent }
         };
-        let processes = look.into_iter().flat_map(|look| look.holders).map(process).collect();
-        let activity = self.activities.of(&handle, device);
-        if device.is_mig() {
-            return Ok(DeviceUse { memory_bytes, activity, processes, ..DeviceUse::default() });
+        // Compute instances of one GPU instance share its memory.
+        let mut used = DeviceUsed { memory_bytes, ..self.activities.of(&handle, device).unwrap_or_default() };
+        if !device.is_mig() {
+            let watts = |milliwatts: Result<u32, NvmlError>| Some(f64::from(milliwatts.ok()?) / 1000.0);
+            used.busy_percent = handle.utilization_rates().ok().map(|rates| rates.gpu);
+            used.power_watts = watts(handle.power_usage());
+            used.power_limit_watts = watts(handle.enforced_power_limit());
+            used.temperature_celsius = handle.temperature(TemperatureSensor::Gpu).ok();
         }
-        Ok(DeviceUse {
-            memory_bytes,
-            busy_percent: handle.utilization_rates().ok().map(|rates| rates.gpu),
-            power_milliwatts: handle.power_usage().ok(),
-            power_limit_milliwatts: handle.enforced_power_limit().ok(),
-            temperature: handle.temperature(TemperatureSensor::Gpu).ok(),
-            activity,
-            processes,
-        })
+        let processes = look.into_iter().flat_map(|look| look.holders).map(process).collect();
+        let mut found = DeviceUse { used, processes };
+        let outside = |process: &ProcessUse| OutsideProcess {
+            pid: process.holder.process.pid,
+            name: safe(&process.holder.name),
+            memory_bytes: process.holder.memory_bytes,
+        };
+        found.used.outside = found.of_nobody().map(outside).collect();
+        Ok(found)
     }
 }
 

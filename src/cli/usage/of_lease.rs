@@ -1,51 +1,38 @@
 //! What one container uses of one device.
 
+use schemars::JsonSchema;
+use serde::Serialize;
+
 use super::{DeviceUse, ProcessUse, Usage};
-use sublet_core::ledger::{Lease, Ledger};
+use sublet_core::ledger::{DaemonKey, Lease, Ledger};
 use sublet_core::share::Mode;
 
-/// What one container uses of one device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LeaseUse {
-    /// Memory of its processes, in bytes; `None` if the driver does not report that of each.
+/// What a container uses of a device. Null where the driver does not report it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct LeaseUsed {
+    /// Memory of its processes, in bytes.
     pub memory_bytes: Option<u64>,
-    /// Its processes with contexts; `None` if the driver does not list them.
+    /// Its processes with contexts.
     pub processes: Option<usize>,
-    /// What it computes.
-    pub load: Load,
-}
-
-/// What a container computes, in percent of the device's SMs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Load {
-    /// Its own.
-    Own(u32),
-    /// Of the MPS server that it shares: the driver does not tell the clients of a server apart (H200, driver 580;
-    /// docs/evidence/2026-11-26-h200-real.md).
-    Server(u32),
-    /// The driver does not report it, as on MIG devices.
-    Unknown,
-}
-
-impl Load {
-    /// Its own percentage.
-    pub fn own(self) -> Option<u32> {
-        if let Self::Own(percent) = self { Some(percent) } else { None }
-    }
+    /// What it computes, in percent of the device's SMs.
+    pub sm_percent: Option<u32>,
+    /// What all containers of the MPS server that it shares compute: the driver does not tell them apart.
+    pub server_sm_percent: Option<u32>,
 }
 
 impl Usage {
     /// What `lease` uses of `device`, a UUID.
-    pub fn of_lease(&self, lease: &Lease, device: &str, ledger: &Ledger) -> LeaseUse {
-        let unknown = LeaseUse { memory_bytes: None, processes: None, load: Load::Unknown };
+    pub fn of_lease(&self, lease: &Lease, device: &str, ledger: &Ledger) -> LeaseUsed {
         let Some(used) = self.devices.get(device).filter(|_| !self.failures.contains_key(device)) else {
-            return unknown;
+            return LeaseUsed::default();
         };
         let own: Vec<&ProcessUse> = used.of_lease(lease).collect();
-        LeaseUse {
+        let (sm_percent, server_sm_percent) = load(lease, &own, used, ledger);
+        LeaseUsed {
             memory_bytes: own.iter().map(|process| process.holder.memory_bytes).sum(),
             processes: Some(own.len()),
-            load: load(lease, &own, used, ledger),
+            sm_percent,
+            server_sm_percent,
         }
     }
 }
@@ -63,28 +50,25 @@ impl DeviceUse {
     }
 }
 
-fn load(lease: &Lease, own: &[&ProcessUse], used: &DeviceUse, ledger: &Ledger) -> Load {
+/// What the container computes itself, or what the MPS server does that it shares: the driver does not tell the clients
+/// of a server apart (H200, driver 580; docs/evidence/2026-11-26-h200-real.md). Neither: it is not reported, as on MIG
+/// devices.
+fn load(lease: &Lease, own: &[&ProcessUse], used: &DeviceUse, ledger: &Ledger) -> (Option<u32>, Option<u32>) {
     if lease.mode == Mode::Mig || own.iter().any(|process| process.holder.is_client) && lease.daemon.is_none()
     {
-        return Load::Unknown;
-    }
-    if own.is_empty() {
-        return Load::Own(0);
+        return (None, None);
     }
     match &lease.daemon {
-        Some(key) => {
-            let Some(percent) = server(used, key, ledger) else { return Load::Unknown };
-            if key.0 == lease.id.as_str() { Load::Own(percent) } else { Load::Server(percent) }
-        }
+        _ if own.is_empty() => (Some(0), None),
+        Some(key) if key.0 == lease.id.as_str() => (server(used, key, ledger), None),
+        Some(key) => (None, server(used, key, ledger)),
         // The driver may not report a process, so a missing sample does not mean 0.
-        None => {
-            own.iter().map(|process| process.sm_percent).sum::<Option<u32>>().map_or(Load::Unknown, Load::Own)
-        }
+        None => (own.iter().map(|process| process.sm_percent).sum(), None),
     }
 }
 
 /// What the server of daemon `key` computes: it is the daemon's child.
-fn server(used: &DeviceUse, key: &sublet_core::ledger::DaemonKey, ledger: &Ledger) -> Option<u32> {
+fn server(used: &DeviceUse, key: &DaemonKey, ledger: &Ledger) -> Option<u32> {
     let daemon = ledger.daemons.iter().find(|daemon| daemon.key == *key)?.process?;
     let servers = used.processes.iter().filter(|process| process.holder.is_server);
     let mut its = servers.filter(|process| process.holder.process.parent() == Some(daemon.pid));
@@ -118,7 +102,12 @@ mod tests {
         Usage { devices: [(GPU.to_owned(), used)].into(), ..Usage::default() }
     }
 
-    fn of(lease: &Lease, processes: Vec<ProcessUse>) -> LeaseUse {
+    /// By itself.
+    fn computing(sm_percent: Option<u32>) -> LeaseUsed {
+        LeaseUsed { sm_percent, ..LeaseUsed::default() }
+    }
+
+    fn of(lease: &Lease, processes: Vec<ProcessUse>) -> LeaseUsed {
         usage(processes).of_lease(lease, GPU, &Ledger::empty("boot"))
     }
 
@@ -132,7 +121,8 @@ mod tests {
             process(None, Some(9), Some(9)),
         ];
         let used = of(&ours, all.clone());
-        assert_eq!(used, LeaseUse { memory_bytes: Some(120), processes: Some(2), load: Load::Own(45) });
+        let expected = LeaseUsed { memory_bytes: Some(120), processes: Some(2), ..computing(Some(45)) };
+        assert_eq!(used, expected);
         assert_eq!(usage(all).devices[GPU].of_nobody().count(), 1);
     }
 
@@ -141,16 +131,17 @@ mod tests {
         let ours = lease(1, GPU);
         let used =
             of(&ours, vec![process(Some(&ours.id), None, None), process(Some(&ours.id), Some(1), Some(1))]);
-        assert_eq!(used, LeaseUse { memory_bytes: None, processes: Some(2), load: Load::Unknown });
+        assert_eq!(used, LeaseUsed { processes: Some(2), ..computing(None) });
         let mig = Lease { mode: Mode::Mig, ..lease(1, GPU) };
-        assert_eq!(of(&mig, vec![process(Some(&mig.id), Some(1), Some(1))]).load, Load::Unknown);
+        let of_mig = of(&mig, vec![process(Some(&mig.id), Some(1), Some(1))]);
+        assert_eq!((of_mig.sm_percent, of_mig.server_sm_percent), (None, None));
         let unread = Usage { failures: [(GPU.to_owned(), "lost".to_owned())].into(), ..usage(Vec::new()) };
         assert_eq!(unread.of_lease(&ours, GPU, &Ledger::empty("boot")).processes, None);
     }
 
     #[test]
     fn a_container_without_processes_uses_nothing() {
-        let idle = LeaseUse { memory_bytes: Some(0), processes: Some(0), load: Load::Own(0) };
+        let idle = LeaseUsed { memory_bytes: Some(0), processes: Some(0), ..computing(Some(0)) };
         assert_eq!(of(&lease(1, GPU), Vec::new()), idle);
     }
 }

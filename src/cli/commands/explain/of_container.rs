@@ -287,7 +287,7 @@ fn used(
     let usage = usage::of_host(ledger, inventory, config);
     let (mut rows, mut values) = (Vec::new(), Vec::new());
     for uuid in &lease.devices {
-        let used = LeaseUsed::of(usage.of_lease(lease, uuid, ledger));
+        let used = usage.of_lease(lease, uuid, ledger);
         let unknown = || "not known".to_owned();
         let memory = used.memory_bytes.map_or_else(unknown, |bytes| format!("{} MiB", bytes >> 20));
         let busy = match (used.sm_percent, used.server_sm_percent) {

@@ -6,25 +6,26 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::super::history::{self, History, Trace, fraction, lease_key};
-use super::super::rows::{self, both, percent, power, pressure_of_lease};
-use super::super::source::{Look, ProcessLine};
-use super::super::view::{DeviceRow, View};
-use crate::shown::lease::{busy, called, cut, memory, mode, whole};
-use crate::shown::{self, end_of, word};
-use crate::status::{DeviceUsed, LeaseOnDevice, Room, Status};
+use super::super::history::{History, Trace, lease_key};
+use super::super::rows::{both, percent, power};
+use super::super::source::Look;
+use super::super::view::View;
+use crate::shown::lease::{Words, cut};
+use crate::shown::{self, device};
+use crate::status::{DeviceUsed, LeaseOnDevice, OutsideProcess};
+use crate::usage::ProcessUse;
 use sublet_core::text::safe;
 
 /// Values of a sparkline: five minutes.
 const TRACE: usize = 60;
 
-/// The longest image that is shown, in characters: its tag stands at its end.
+/// The longest image that is shown, in characters.
 const LONGEST_IMAGE: usize = 96;
 
 /// Processes that are listed for a container or a device.
 const PROCESSES: usize = 32;
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 pub struct Document<'a> {
     host: String,
     /// When the last look was taken; empty: there is none yet.
@@ -71,152 +72,121 @@ struct Bar {
 #[derive(Serialize)]
 struct Container {
     key: String,
-    name: String,
-    image: String,
-    user: String,
-    gpu: String,
-    mode: String,
-    state: String,
-    sm: String,
-    busy: String,
-    memory: String,
-    /// Used of the limit, a part of 1.
-    memory_used: Option<f64>,
-    process_count: String,
-    processes: Vec<Process>,
+    #[serde(flatten)]
+    words: Words,
+    process_list: Vec<Process>,
     age: String,
     past: Vec<Option<u8>>,
 }
 
 #[derive(Serialize)]
 struct Process {
-    pid: i32,
-    name: String,
-    memory: String,
-    busy: String,
+    key: i32,
+    text: String,
 }
 
 impl<'a> Document<'a> {
     pub fn of(view: &'a View, interval: Duration, now: Instant) -> Self {
-        let look = view.look.as_ref();
-        let status = look.map(|look| &look.status);
-        let gpus = status.iter().flat_map(|status| &status.devices);
-        let of_lease = |look: &'a Look| {
-            let leases = view.containers();
-            leases.into_iter().map(|lease| Container::of(lease, look, &view.history)).collect()
-        };
-        let host = nix::unistd::gethostname().unwrap_or_default();
-        Self {
-            host: safe(&host.to_string_lossy()),
-            time: status.map_or("", |status| &status.time),
-            age_seconds: look.map(|look| now.saturating_duration_since(look.at).as_secs()),
+        let bare = Self {
+            host: safe(&nix::unistd::gethostname().unwrap_or_default().to_string_lossy()),
             interval_milliseconds: interval.as_millis(),
             error: view.error.as_deref().map(safe),
-            driver: status.map(|status| safe(&status.driver.version)).unwrap_or_default(),
-            simulated: status.is_some_and(|status| status.driver.simulated),
-            guard: status.map_or("", |status| status.guard.words()),
-            warnings: status.map_or(&[], |status| &status.warnings),
-            gpus: gpus.map(|gpu| Device::of(DeviceRow::Gpu(gpu), &view.history)).collect(),
-            containers: look.map(of_lease).unwrap_or_default(),
+            ..Self::default()
+        };
+        let Some(look) = &view.look else { return bare };
+        let status = &look.status;
+        let gpu = |gpu| Device::of(&device::Device::of(gpu), &view.history);
+        let containers = view.containers().into_iter();
+        Self {
+            time: &status.time,
+            age_seconds: Some(now.saturating_duration_since(look.at).as_secs()),
+            driver: safe(&status.driver.version),
+            simulated: status.driver.simulated,
+            guard: status.guard.words(),
+            warnings: &status.warnings,
+            gpus: status.devices.iter().map(gpu).collect(),
+            containers: containers.map(|lease| Container::of(lease, look, &view.history)).collect(),
+            ..bare
         }
     }
 }
 
 impl Device {
-    fn of(row: DeviceRow<'_>, history: &History) -> Self {
-        let rows::Device { number, name, mode, memory_bytes, booked, used, .. } = rows::Device::of(&row);
-        let mut memory = memory_bar(used, booked, memory_bytes);
-        let (unknown_of, facts, parts) = match row {
-            DeviceRow::Gpu(gpu) => {
-                let parts = gpu.mig.iter().map(|part| Self::of(DeviceRow::Mig(part, false), history));
-                (&gpu.unknown, facts(used), parts.collect())
-            }
-            DeviceRow::Mig(part, _) => {
-                if !part.shares_memory_with.is_empty() {
-                    let _ = write!(memory.text, ", shared with {}", part.shares_memory_with.join(", "));
-                }
-                (&part.unknown, Vec::new(), Vec::new())
-            }
+    fn of(device: &device::Device<'_>, history: &History) -> Self {
+        let siblings = device.part.map_or(&[][..], |part| &part.shares_memory_with);
+        let fault = device.part.and_then(|part| part.fault.as_deref()).map(safe);
+        let parts = device::Device::parts(device.gpu).filter(|_| device.part.is_none());
+        let unknown = || device.unknown.map(|why| format!("what is used is not known: {}", safe(why)));
+        let mut memory = memory_bar(device);
+        if !siblings.is_empty() {
+            let _ = write!(memory.text, ", shared with {}", siblings.join(", "));
+        }
+        let outside = device.used.into_iter().flat_map(|used| &used.outside).take(PROCESSES);
+        let process = |process: &OutsideProcess| {
+            Process::of(process.pid, &format!("No lease: {}", cut(&process.name)), process.memory_bytes, None)
         };
-        let fault = if let DeviceRow::Mig(part, _) = row { part.fault.as_deref().map(safe) } else { None };
-        let unknown = |why: &String| format!("what is used is not known: {}", safe(why));
         Self {
-            key: row.uuid().to_owned(),
-            number,
-            name,
-            mode,
+            key: device.uuid.to_owned(),
+            number: device.number.clone(),
+            name: safe(device.name),
+            mode: device.state(None),
             memory,
-            sm: sm_bar(used, booked),
-            facts,
-            fault: fault.or_else(|| unknown_of.as_ref().map(unknown)),
-            outside: outside(used),
-            past: history.past(row.uuid(), Trace::Load, TRACE),
-            parts,
+            sm: sm_bar(device),
+            facts: device.used.filter(|_| device.part.is_none()).map(facts).unwrap_or_default(),
+            fault: fault.or_else(unknown),
+            outside: outside.map(process).collect(),
+            past: history.past(device.uuid, Trace::Load, TRACE),
+            parts: parts.map(|part| Self::of(&part, history)).collect(),
         }
     }
 }
 
 impl Container {
     fn of(lease: &LeaseOnDevice, look: &Look, history: &History) -> Self {
-        let status: &Status = &look.status;
         let processes = look.processes.get(&(lease.id.clone(), lease.device.clone()));
-        let count = lease.used.processes.map(|count| count.to_string());
+        let process = |ProcessUse { holder, sm_percent }: &ProcessUse| {
+            Process::of(holder.process.pid, &cut(&safe(&holder.name)), holder.memory_bytes, *sm_percent)
+        };
+        let key = lease_key(lease);
         Self {
-            key: lease_key(lease),
-            name: called(lease),
-            image: lease.image.as_deref().map_or_else(dash, |image| end_of(&safe(image), LONGEST_IMAGE)),
-            user: cut(&lease.user),
-            gpu: safe(&status.number(&lease.device)),
-            mode: mode(lease, status),
-            state: word(&lease.state),
-            sm: lease.sm_percent.map_or_else(|| whole(lease), |percent| format!("{percent} %")),
-            busy: busy(lease),
-            memory: memory(lease),
-            memory_used: pressure_of_lease(lease, status),
-            process_count: count.unwrap_or_else(dash),
-            processes: processes.into_iter().flatten().take(PROCESSES).map(Process::of).collect(),
+            words: Words::of(lease, &look.status, LONGEST_IMAGE),
+            process_list: processes.into_iter().flatten().take(PROCESSES).map(process).collect(),
             age: shown::ago(lease.taken),
-            past: history.past(&lease_key(lease), Trace::Memory, TRACE),
+            past: history.past(&key, Trace::Memory, TRACE),
+            key,
         }
     }
 }
 
 impl Process {
-    fn of(line: &ProcessLine) -> Self {
-        Self {
-            pid: line.pid,
-            name: cut(&line.name),
-            memory: line.memory_bytes.map_or_else(dash, shown::memory),
-            busy: line.sm_percent.map_or_else(dash, |percent| format!("{percent} %")),
-        }
+    fn of(pid: i32, name: &str, memory_bytes: Option<u64>, sm_percent: Option<u32>) -> Self {
+        let memory = memory_bytes.map_or_else(|| "-".to_owned(), shown::memory);
+        let busy = sm_percent.map(|percent| format!(", {percent} % busy")).unwrap_or_default();
+        Self { key: pid, text: format!("{name} (pid {pid}) {memory}{busy}") }
     }
 }
 
-fn dash() -> String {
-    "-".to_owned()
-}
-
-fn memory_bar(used: Option<&DeviceUsed>, booked: Option<Room>, bytes: u64) -> Bar {
-    let used = used.and_then(|used| used.memory_bytes);
-    let mut text = format!("{} of {}", used.map_or_else(dash, shown::memory), shown::memory(bytes));
-    if let Some(booked) = booked.filter(|booked| booked.memory_bytes > 0) {
-        text = format!("{text}, {} booked", shown::memory(booked.memory_bytes));
+fn memory_bar(device: &device::Device<'_>) -> Bar {
+    let used = device.used.and_then(|used| used.memory_bytes);
+    let used = used.map_or_else(|| "-".to_owned(), shown::memory);
+    let mut text = format!("{used} of {}", shown::memory(device.memory_bytes));
+    let booked = device.own_bookings().map(|booked| booked.memory_bytes);
+    if let Some(booked) = booked.filter(|booked| *booked > 0) {
+        let _ = write!(text, ", {} booked", shown::memory(booked));
     }
-    let booked = booked.map(|booked| fraction(booked.memory_bytes, bytes));
-    Bar { used: used.map(|used| fraction(used, bytes)), booked, text }
+    let booked = booked.map(|booked| device::fraction(booked, device.memory_bytes));
+    Bar { used: device.memory_used(), booked, text }
 }
 
-fn sm_bar(used: Option<&DeviceUsed>, booked: Option<Room>) -> Bar {
-    let load = used.and_then(history::load);
+fn sm_bar(device: &device::Device<'_>) -> Bar {
+    let (load, booked) = (device.load(), device.own_bookings().map(|booked| booked.sm_percent));
     let busy = load.map_or_else(|| "busy: not reported".to_owned(), |_| format!("{} busy", percent(load)));
-    let booked_words = |booked: Room| format!("{} % booked", booked.sm_percent);
-    let text = booked.map_or_else(|| busy.clone(), |booked| format!("{busy}, {}", booked_words(booked)));
-    Bar { used: load.map(|load| load / 100.0), booked: booked.map(|booked| booked.sm_percent / 100.0), text }
+    let text = booked.map_or_else(|| busy.clone(), |booked| format!("{busy}, {booked} % booked"));
+    Bar { used: load.map(|load| load / 100.0), booked: booked.map(|booked| booked / 100.0), text }
 }
 
-fn facts(used: Option<&DeviceUsed>) -> Vec<(&'static str, String)> {
-    let Some(used) = used else { return Vec::new() };
-    let celsius = used.temperature_celsius.map_or_else(dash, |celsius| format!("{celsius} °C"));
+fn facts(used: &DeviceUsed) -> Vec<(&'static str, String)> {
+    let celsius = used.temperature_celsius.map_or_else(|| "-".to_owned(), |celsius| format!("{celsius} °C"));
     let all = [
         ("Power", power(used)),
         ("Temperature", celsius),
@@ -227,15 +197,4 @@ fn facts(used: Option<&DeviceUsed>) -> Vec<(&'static str, String)> {
         ("NVLink out + in", both(used.nvlink_bytes_per_second)),
     ];
     all.into_iter().filter(|(_, value)| value != "-").collect()
-}
-
-fn outside(used: Option<&DeviceUsed>) -> Vec<Process> {
-    let all = used.iter().flat_map(|used| &used.outside).take(PROCESSES);
-    all.map(|process| Process {
-        pid: process.pid,
-        name: cut(&process.name),
-        memory: process.memory_bytes.map_or_else(dash, shown::memory),
-        busy: dash(),
-    })
-    .collect()
 }

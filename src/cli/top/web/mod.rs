@@ -40,29 +40,26 @@ const FILES: [(&str, &str, &str); 4] = [
     ("/icon.svg", "image/svg+xml", include_str!("icon.svg")),
 ];
 
-/// Where the page is served.
-#[derive(Debug)]
-pub struct Place {
-    pub address: SocketAddr,
-    /// Whether other hosts may reach the address.
-    pub anywhere: bool,
-    /// Names besides `localhost` by which browsers may ask for it.
-    pub names: Vec<String>,
-}
-
-/// Serves the page until a signal ends it.
-pub fn run(config: &Config, interval: Duration, place: Place) -> anyhow::Result<ExitCode> {
+/// Serves the page at `address`, which other hosts may reach only `anywhere`, until a signal ends it. Browsers may ask for
+/// it by `names`, too.
+pub fn run(
+    config: &Config,
+    interval: Duration,
+    address: SocketAddr,
+    anywhere: bool,
+    names: Vec<String>,
+) -> anyhow::Result<ExitCode> {
     // Before any thread starts: they inherit the mask.
     let ends = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]);
     ends.thread_block()?;
-    let listener = http::bind(place.address, place.anywhere, "--web-public")?;
+    let listener = http::bind(address, anywhere, "--web-public")?;
     let address = listener.local_addr()?;
     let token = Token::new()?;
     let url = format!("http://{}/{}/", reached(address), token.as_str());
     let looks = Arc::new(Looks::new(interval.max(SHORTEST)));
-    let looking = (Arc::clone(&looks), config.clone());
-    thread::Builder::new().name("look".to_owned()).spawn(move || looking.0.keep(&looking.1))?;
-    let server = Server { listener: Listener::Tcp(listener), names: place.names, token: Some(token) };
+    let (looking, config) = (Arc::clone(&looks), config.clone());
+    thread::Builder::new().name("look".to_owned()).spawn(move || looking.keep(&config))?;
+    let server = Server { listener: Listener::Tcp(listener), names, token: Some(token) };
     server.start(move |request| answer(request, &looks))?;
     let mut out = std::io::stdout().lock();
     writeln!(out, "{url}").and_then(|()| out.flush()).context("the page's address cannot be printed")?;

@@ -1,7 +1,6 @@
 // Asks the server for the state of the host again and again, and puts it into the page. Names are put in as text alone.
 "use strict";
 
-const SVG = "http://www.w3.org/2000/svg";
 // How long an answer may take, in milliseconds.
 const PATIENCE = 8000;
 // A look older than this, in seconds, is said to be old.
@@ -13,12 +12,8 @@ let timer = 0;
 let running = false;
 let answered = 0;
 
-function make(tag, className, text) {
-    const element = document.createElement(tag);
-    if (className) element.className = className;
-    if (text !== undefined) element.textContent = text;
-    return element;
-}
+// A new element like the one in the page's template `id`.
+const copy = (id) => byId(id).content.firstElementChild.cloneNode(true);
 
 // Text that did not change is left alone: it may be selected, and screen readers say it again.
 function say(element, text) {
@@ -51,21 +46,6 @@ function keep(parent, items, create, update) {
 
 const part = (element, name) => element.querySelector(`[data-part="${name}"]`);
 
-function named(element, name) {
-    element.dataset.part = name;
-    return element;
-}
-
-function makeBar(name, label) {
-    const bar = named(make("div", "bar"), name);
-    bar.setAttribute("role", "meter");
-    bar.setAttribute("aria-label", label);
-    bar.setAttribute("aria-valuemin", "0");
-    bar.setAttribute("aria-valuemax", "100");
-    bar.append(make("span", "booked"), make("span", "used"));
-    return bar;
-}
-
 const percent = (value) => Math.min(100, Math.max(0, (value || 0) * 100));
 
 function setBar(bar, used, booked, text) {
@@ -73,12 +53,6 @@ function setBar(bar, used, booked, text) {
     bar.querySelector(".used").style.width = `${percent(used)}%`;
     bar.setAttribute("aria-valuenow", String(Math.round(percent(used))));
     bar.setAttribute("aria-valuetext", used === null ? "not reported" : text);
-}
-
-function makeMeasure(name, label) {
-    const measure = named(make("div", "measure"), `${name}-measure`);
-    measure.append(make("span", "faint", label), named(make("span", "value"), `${name}-text`), makeBar(name, label));
-    return measure;
 }
 
 // Memory that is nearly full needs attention; an SM that is busy does not.
@@ -92,20 +66,6 @@ function setMeasure(element, name, bar) {
     const set = name === "memory" ? setMemory : setBar;
     set(part(element, name), bar.used, bar.booked, bar.text);
     say(part(element, `${name}-text`), bar.text);
-}
-
-function makeSpark(name) {
-    const spark = document.createElementNS(SVG, "svg");
-    spark.setAttribute("class", "spark");
-    spark.setAttribute("viewBox", "0 0 59 20");
-    spark.setAttribute("preserveAspectRatio", "none");
-    spark.setAttribute("role", "img");
-    for (const kind of ["area", "trace"]) {
-        const path = document.createElementNS(SVG, "path");
-        path.setAttribute("class", kind);
-        spark.append(path);
-    }
-    return named(spark, name);
 }
 
 // A value for each five seconds, the newest at the right; null: not known, a gap.
@@ -138,44 +98,24 @@ function setSpark(spark, past, what) {
     return known.length > 0;
 }
 
-function makeTrace() {
-    const trace = named(make("div", "measure"), "trace");
-    trace.append(make("span", "faint", "Busy, last 5 minutes"), makeSpark("past"));
-    return trace;
-}
-
-function setProcesses(list, processes) {
-    const items = processes.map((process) => ({ key: String(process.pid), process }));
-    const text = ({ name, pid, memory, busy }) => `${name} (pid ${pid}) ${memory}${busy === "-" ? "" : `, ${busy} busy`}`;
-    keep(list, items, () => make("li"), (item, { process }) => say(item, text(process)));
+// Lines of text; without any, the list is hidden.
+function setList(list, items) {
+    keep(list, items, () => document.createElement("li"), (line, { text }) => say(line, text));
+    list.hidden = items.length === 0;
 }
 
 // --- GPUs and MIG devices --------------------------------------------------------------------------------------------
 
 function makeDevice(className) {
-    const device = make("li", className);
-    const head = make("div", "head");
-    head.append(named(make("h3"), "number"), named(make("span"), "name"), named(make("span", "tag"), "mode"));
-    const measures = make("div", "measures");
-    measures.append(makeMeasure("memory", "Memory"), makeMeasure("sm", "SM"), makeTrace());
-    device.append(
-        head,
-        named(make("p", "fault"), "fault"),
-        measures,
-        named(make("dl", "facts"), "facts"),
-        named(make("ul", "outside fault"), "outside"),
-        named(make("ul", "parts"), "parts"),
-    );
+    const device = copy("device");
+    device.className = className;
     return device;
 }
 
 function setDevice(element, device, label) {
     say(part(element, "number"), `${label} ${device.number}`);
-    say(part(element, "name"), device.name);
-    say(part(element, "mode"), device.mode);
-    const fault = part(element, "fault");
-    say(fault, device.fault || "");
-    fault.hidden = !device.fault;
+    for (const name of ["name", "mode", "fault"]) say(part(element, name), device[name] || "");
+    part(element, "fault").hidden = !device.fault;
     setMeasure(element, "memory", device.memory);
     setMeasure(element, "sm", device.sm);
     // Of a GPU in MIG mode the driver reports no load, and only its parts are booked.
@@ -184,61 +124,26 @@ function setDevice(element, device, label) {
     const facts = device.facts.map(([key, value]) => ({ key, value }));
     keep(part(element, "facts"), facts, makeFact, (fact, { value }) => say(fact.lastElementChild, value));
     part(element, "facts").hidden = facts.length === 0;
-    part(element, "outside").hidden = device.outside.length === 0;
-    setProcesses(part(element, "outside"), device.outside.map((process) => ({ ...process, name: `No lease: ${process.name}` })));
+    setList(part(element, "outside"), device.outside);
     keep(part(element, "parts"), device.parts, () => makeDevice("part"), (child, item) => setDevice(child, item, "MIG"));
     part(element, "parts").hidden = device.parts.length === 0;
 }
 
 function makeFact({ key }) {
-    const fact = make("div");
-    fact.append(make("dt", "", key), make("dd"));
+    const fact = document.createElement("div");
+    fact.append(document.createElement("dt"), document.createElement("dd"));
+    say(fact.firstElementChild, key);
     return fact;
 }
 
 // --- Containers ------------------------------------------------------------------------------------------------------
 
-const CELLS = [
-    ["name", "Container"],
-    ["memory", "Memory"],
-    ["gpu", "GPU"],
-    ["mode", "Mode"],
-    ["sm", "SM limit"],
-    ["busy", "Busy"],
-    ["processes", "Processes"],
-    ["user", "User"],
-    ["state", "State"],
-    ["age", "Age"],
-];
-
-function makeContainer() {
-    const row = make("tr");
-    row.setAttribute("role", "row");
-    for (const [name, label] of CELLS) {
-        const cell = make("td", name);
-        cell.setAttribute("role", "cell");
-        cell.dataset.label = label;
-        if (name === "processes") {
-            const details = make("details");
-            details.append(named(make("summary"), name), named(make("ul"), "process-list"));
-            cell.append(details);
-        } else {
-            cell.append(named(make("div"), name));
-        }
-        if (name === "name") cell.append(named(make("div", "image"), "image"));
-        if (name === "memory") cell.append(makeBar("memory-bar", "Memory of its limit"), makeSpark("past"));
-        row.append(cell);
-    }
-    return row;
-}
+const TEXTS = ["name", "image", "gpu", "mode", "sm", "busy", "memory", "processes", "user", "state", "age"];
 
 function setContainer(row, container) {
-    for (const name of ["name", "image", "gpu", "mode", "sm", "busy", "memory", "user", "state", "age"]) {
-        say(part(row, name), container[name]);
-    }
+    for (const name of TEXTS) say(part(row, name), container[name]);
     part(row, "image").hidden = container.image === "-";
-    say(part(row, "processes"), container.process_count);
-    setProcesses(part(row, "process-list"), container.processes);
+    setList(part(row, "process-list"), container.process_list);
     setMemory(part(row, "memory-bar"), container.memory_used, null, container.memory);
     setSpark(part(row, "past"), container.past, "Memory of its limit");
 }
@@ -259,10 +164,9 @@ function show(data) {
         say(byId("summary"), parts.join(" · "));
     }
     byId("warning-section").hidden = data.warnings.length === 0;
-    const warnings = data.warnings.map((text) => ({ key: text, text }));
-    keep(byId("warnings"), warnings, ({ text }) => make("li", "", text), () => {});
+    setList(byId("warnings"), data.warnings.map((text) => ({ key: text, text })));
     keep(byId("gpus"), data.gpus, () => makeDevice("card"), (element, gpu) => setDevice(element, gpu, "GPU"));
-    keep(byId("containers"), data.containers, makeContainer, setContainer);
+    keep(byId("containers"), data.containers, () => copy("container"), setContainer);
     byId("none").hidden = data.containers.length > 0;
     document.querySelector("table").hidden = data.containers.length === 0;
     tell(data, looked);
@@ -270,24 +174,18 @@ function show(data) {
 
 function tell(data, looked) {
     const old = OLD + (2 * data.interval_milliseconds) / 1000;
-    if (data.error) trouble(`${looked ? "What is below is old: " : ""}${data.error}`);
-    else if (!looked) trouble("Looking for the driver");
-    else if (data.age_seconds > old) trouble(`What is below is ${data.age_seconds} s old: the driver does not answer`);
-    else live();
+    if (data.error) live(`${looked ? "What is below is old: " : ""}${data.error}`);
+    else if (!looked) live("Looking for the driver");
+    else if (data.age_seconds > old) live(`What is below is ${data.age_seconds} s old: the driver does not answer`);
+    else live("");
 }
 
-function live() {
+// What is wrong, if anything is.
+function live(trouble) {
     const line = byId("live");
-    line.className = "";
-    main.classList.remove("old");
-    say(line, "Live");
-}
-
-function trouble(text) {
-    const line = byId("live");
-    line.className = "trouble";
-    main.classList.add("old");
-    say(line, text);
+    line.className = trouble && "trouble";
+    main.classList.toggle("old", trouble !== "");
+    say(line, trouble || "Live");
 }
 
 async function ask() {
@@ -301,7 +199,7 @@ async function ask() {
         show(data);
     } catch {
         const since = answered ? ` for ${Math.round((Date.now() - answered) / 1000)} s: what is below is old` : "";
-        trouble(`sublet top --web does not answer${since}. It may have ended; a new one has a new URL`);
+        live(`sublet top --web does not answer${since}. It may have ended; a new one has a new URL`);
     }
     return wait;
 }
