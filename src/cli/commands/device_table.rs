@@ -36,26 +36,20 @@ pub fn table(status: &Status, width: Option<usize>) -> String {
 
 fn gpu_row(gpu: &Gpu, utf8: bool) -> Vec<String> {
     let figures = Figures { used: gpu.used.as_ref(), booked: gpu.booked, memory_bytes: gpu.memory_bytes };
-    let mut row = vec![gpu.index.to_string(), name(gpu), mode(&state(gpu), gpu.drained)];
+    let name = if gpu.memory_of_host { format!("{}, host memory", gpu.name) } else { gpu.name.clone() };
+    // Its mode, or what keeps it from being served.
+    let is_served = gpu.health.state == "ok";
+    let state = if is_served { gpu.mode.to_owned() } else { gpu.health.state.to_uppercase() };
+    let mut row = vec![gpu.index.to_string(), name, mode(&state, gpu.drained)];
     if gpu.mode == "mig" {
         // What is booked belongs to its MIG devices.
-        let busy = figures.busy();
         row.extend([String::new(), figures.used_memory(), "-".to_owned(), tables::memory(gpu.memory_bytes)]);
-        row.extend([String::new(), busy, "-".to_owned(), "-".to_owned()]);
+        row.extend([String::new(), figures.busy(), "-".to_owned(), "-".to_owned()]);
     } else {
         row.extend(figures.cells(utf8));
         row.push(gpu.lease_count.to_string());
     }
     row
-}
-
-fn name(gpu: &Gpu) -> String {
-    if gpu.memory_of_host { format!("{}, host memory", gpu.name) } else { gpu.name.clone() }
-}
-
-/// Its mode, or what keeps it from being served.
-fn state(gpu: &Gpu) -> String {
-    if gpu.health.state == "ok" { gpu.mode.to_owned() } else { gpu.health.state.to_uppercase() }
 }
 
 fn mig_row(part: &MigInstance, is_last: bool, utf8: bool) -> Vec<String> {
@@ -75,10 +69,8 @@ fn mig_row(part: &MigInstance, is_last: bool, utf8: bool) -> Vec<String> {
     // The memory is the GPU instance's: the first of its compute instances shows it.
     if let Some(first) = part.shares_memory_with.first().filter(|first| number(first) < number(&part.number))
     {
-        cells[0] = String::new();
+        cells[..4].fill(String::new());
         cells[1] = format!("as {first}");
-        cells[2] = String::new();
-        cells[3] = String::new();
     }
     row.extend(cells);
     row.push(part.lease_count.to_string());
@@ -87,9 +79,8 @@ fn mig_row(part: &MigInstance, is_last: bool, utf8: bool) -> Vec<String> {
 
 /// `0:10` comes after `0:2`.
 fn number(text: &str) -> (u32, u32) {
-    let parse = |part: Option<&str>| part.and_then(|part| part.parse().ok()).unwrap_or(u32::MAX);
-    let mut parts = text.split(':');
-    (parse(parts.next()), parse(parts.next()))
+    let mut parts = text.split(':').map(|part| part.parse().unwrap_or(u32::MAX));
+    (parts.next().unwrap_or(u32::MAX), parts.next().unwrap_or(u32::MAX))
 }
 
 fn mode(mode: &str, drained: bool) -> String {
