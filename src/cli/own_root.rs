@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 
 use sublet_core::process::child::{self, ChildError};
-use sublet_core::text::safe;
+use sublet_core::text::safe_long;
 
 /// The libraries of glibc that libcuda needs (glibc before 2.34 is split into several files).
 const LIBRARIES: [&str; 5] = ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"];
@@ -52,7 +52,13 @@ pub(crate) fn lay_out(root: &Path) -> anyhow::Result<()> {
         fs::copy(from, to).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))
     };
     copy(Path::new("/proc/self/exe"), &root.join("sublet"))?;
-    let mapped = mapped(&fs::read_to_string("/proc/self/maps")?);
+    let maps = fs::read_to_string("/proc/self/maps")?;
+    let paths = maps.lines().filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..])));
+    let is_library = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.contains(".so.") && path.is_file()
+    };
+    let mapped: BTreeSet<PathBuf> = paths.filter(is_library).collect();
     let libc = mapped.iter().find(|path| path.ends_with("libc.so.6")).and_then(|path| path.parent());
     let Some(directory) = libc else {
         bail!(
@@ -61,22 +67,11 @@ pub(crate) fn lay_out(root: &Path) -> anyhow::Result<()> {
         )
     };
     let others = LIBRARIES.iter().map(|name| directory.join(name)).filter(|path| path.is_file());
-    let all: BTreeSet<PathBuf> = others.chain(mapped.iter().cloned()).collect();
-    for path in &all {
+    for path in &others.chain(mapped.iter().cloned()).collect::<BTreeSet<_>>() {
         copy(path, &root.join(path.strip_prefix("/").unwrap_or(path)))?;
     }
     copy(&Path::new("/").join(LOADER), &root.join(LOADER))?;
     Ok(())
-}
-
-/// The paths of the libraries in the text of `/proc/self/maps`.
-fn mapped(maps: &str) -> BTreeSet<PathBuf> {
-    let paths = maps.lines().filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..])));
-    let library = |path: &PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        name.contains(".so.") && path.is_file()
-    };
-    paths.filter(library).collect()
 }
 
 /// The output of a program; if it fails, an error with its message.
@@ -99,10 +94,7 @@ pub(crate) fn answer(
         }
     };
     if !finished.status.success() {
-        let words = finished.stderr.trim().replace('\n', " ");
-        let pieces: Vec<char> = words.chars().take(1000).collect();
-        let words: String = pieces.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
-        bail!("{name}: {words}");
+        bail!("{name}: {}", safe_long(&finished.stderr.trim().replace('\n', " "), 1000));
     }
     Ok(finished.stdout)
 }

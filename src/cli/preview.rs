@@ -111,9 +111,9 @@ fn foreseen(
     if order.sites.is_empty() {
         return AdmitError::Unmade { refused, why: NO_SITE.to_owned(), temporary: false };
     }
-    let nvml = match ahead.nvml.take().map_or_else(|| open(config, inventory), Ok) {
+    let nvml = match ahead.nvml.take().map_or_else(|| Nvml::open(config, inventory), Ok) {
         Ok(nvml) => ahead.nvml.insert(nvml),
-        Err(why) => return AdmitError::Unmade { refused, why, temporary: false },
+        Err(error) => return AdmitError::Unmade { refused, why: error.to_string(), temporary: false },
     };
     match mig::foresee(order, nvml, ledger, config.placement.policy, &ahead.instances) {
         Ok(Ok(foreseen)) => {
@@ -124,8 +124,4 @@ fn foreseen(
         Ok(Err(none)) => AdmitError::Unmade { refused, why: none.reason, temporary: none.temporary },
         Err(error) => AdmitError::Unmade { refused, why: error.to_string(), temporary: true },
     }
-}
-
-fn open(config: &Config, inventory: &Inventory) -> Result<Nvml, String> {
-    Nvml::open(config, inventory).map_err(|error| error.to_string())
 }

@@ -41,15 +41,15 @@ pub fn protects(placement: &Placement) -> Vec<&'static str> {
 /// What the share does not protect against.
 pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     let mut lines = Vec::new();
-    if placement.mode == Mode::Mps && placement.isolation == Isolation::Shared {
+    let is_limited = placement.memory_bytes.is_some();
+    let is_shared = (placement.mode, placement.isolation) == (Mode::Mps, Isolation::Shared);
+    if is_shared {
         lines.push("a GPU fault in any container of this MPS server ends the work of all of them; sublet.isolation=dedicated does not");
     }
-    if placement.memory_bytes.is_some()
-        && (placement.mode, placement.isolation) == (Mode::Mps, Isolation::Shared)
-    {
+    if is_shared && is_limited {
         lines.push("while a share of the same MPS server has no sublet.memory, a program without its container's environment has no memory limit");
     }
-    if placement.memory_bytes.is_some() && placement.daemon.is_some() {
+    if is_limited && placement.daemon.is_some() {
         lines.push(
             "a hostile program can set an invalid CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for itself and allocate \
              more memory",
@@ -59,13 +59,13 @@ pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     if placement.daemon.is_some() {
         lines.push("a hostile program can unset CUDA_MPS_PIPE_DIRECTORY and run beside MPS, unless the compute mode is EXCLUSIVE_PROCESS");
     }
-    if placement.mode == Mode::Mig && placement.memory_bytes.is_some() {
+    if placement.mode == Mode::Mig && is_limited {
         lines.push(
             "other compute instances of the GPU instance use the same memory, and none is limited to a \
              part of it",
         );
     }
-    if placement.memory_bytes.is_none() && !matches!(placement.mode, Mode::Exclusive | Mode::Mig) {
+    if !is_limited && !matches!(placement.mode, Mode::Exclusive | Mode::Mig) {
         lines.push("without sublet.memory, each container can allocate all the free memory");
     }
     if placement.mode == Mode::TimeSlice && placement.daemon.is_none() {

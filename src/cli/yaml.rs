@@ -75,18 +75,28 @@ impl Node {
 
 /// The single document in `text`.
 pub fn tree(text: &str) -> Result<Node, Wrong> {
-    let mut open: Vec<(Node, Vec<Node>)> = Vec::new();
+    // The collections that are not closed yet: the line in which each begins, and what is in it.
+    let mut open: Vec<(usize, Vec<Node>)> = Vec::new();
     for event in Parser::new_from_str(text) {
         let (event, span) =
             event.map_err(|error| (error.marker().line(), format!("no YAML: {}", safe(error.info()))))?;
         let line = span.start.line();
-        let node = |value| Node { line, value };
         let done = match event {
-            Event::Scalar(text, ..) => Some(node(Value::Scalar(text.into_owned()))),
-            Event::SequenceStart(..) => opened(&mut open, node(Value::List(Vec::new())))?,
-            Event::MappingStart(..) => opened(&mut open, node(Value::Map(Vec::new())))?,
-            Event::SequenceEnd | Event::MappingEnd => open.pop().map(closed),
-            Event::Alias(_) => Some(node(Value::Alias)),
+            Event::Scalar(text, ..) => Some(Node { line, value: Value::Scalar(text.into_owned()) }),
+            Event::Alias(_) => Some(Node { line, value: Value::Alias }),
+            Event::SequenceStart(..) | Event::MappingStart(..) if open.len() >= DEEPEST => {
+                return Err((line, "it is nested too deeply".to_owned()));
+            }
+            Event::SequenceStart(..) | Event::MappingStart(..) => {
+                open.push((line, Vec::new()));
+                None
+            }
+            Event::SequenceEnd => open.pop().map(|(line, list)| Node { line, value: Value::List(list) }),
+            Event::MappingEnd => open.pop().map(|(line, children)| {
+                let mut children = children.into_iter();
+                let pairs = std::iter::from_fn(|| children.next().zip(children.next()));
+                Node { line, value: Value::Map(pairs.collect()) }
+            }),
             _ => None,
         };
         let Some(done) = done else { continue };
@@ -96,28 +106,4 @@ pub fn tree(text: &str) -> Result<Node, Wrong> {
         }
     }
     Err((1, "the file is empty".to_owned()))
-}
-
-fn opened(open: &mut Vec<(Node, Vec<Node>)>, node: Node) -> Result<Option<Node>, Wrong> {
-    if open.len() >= DEEPEST {
-        return Err((node.line, "it is nested too deeply".to_owned()));
-    }
-    open.push((node, Vec::new()));
-    Ok(None)
-}
-
-fn closed((node, children): (Node, Vec<Node>)) -> Node {
-    let value = match node.value {
-        Value::Map(_) => {
-            let mut pairs = Vec::new();
-            let mut children = children.into_iter();
-            while let (Some(key), Some(value)) = (children.next(), children.next()) {
-                pairs.push((key, value));
-            }
-            Value::Map(pairs)
-        }
-        Value::List(_) => Value::List(children),
-        whole @ (Value::Scalar(_) | Value::Alias) => whole,
-    };
-    Node { value, ..node }
 }

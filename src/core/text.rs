@@ -30,7 +30,8 @@ pub fn safe(text: &str) -> String {
 }
 
 /// [`safe`] of a longer text, up to `most` characters.
-pub(crate) fn safe_long(text: &str, most: usize) -> String {
+#[must_use]
+pub fn safe_long(text: &str, most: usize) -> String {
     let characters: Vec<char> = text.chars().take(most).collect();
     characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
 }

@@ -7,8 +7,7 @@ use crate::bench::{Mode, Sharing, Sm};
 use crate::shown::name_of;
 use sublet_core::inventory::Device;
 use sublet_core::place::{SERVER_BYTES, bookings};
-use sublet_core::share::MIB;
-use sublet_core::share::{Isolation, Percent};
+use sublet_core::share::{Isolation, MIB, Percent};
 use sublet_core::text::safe;
 
 /// Equal parts of the memory are rounded down to this, in bytes.
@@ -54,13 +53,6 @@ impl Candidate {
         }
         Some(Self { mode: mode.clone(), annotations, memory_bytes, found })
     }
-
-    /// It without a limit on memory.
-    pub fn without_memory(mut self) -> Self {
-        self.annotations.remove("sublet.memory");
-        self.memory_bytes = None;
-        self
-    }
 }
 
 /// The annotations of a mode without its amounts.
@@ -87,20 +79,17 @@ fn memory(mode: &Mode, question: &Question, gpu: &Device, host: Host<'_>) -> Opt
         Sharing::Mps => 1,
         Sharing::TimeSlice | Sharing::Dedicated => u64::from(question.tenants),
     };
-    Some(asked(question, gpu).unwrap_or_else(|| equal_part(question.tenants, servers, gpu, host)))
+    Some(asked(question, gpu).unwrap_or_else(|| {
+        // An equal part of what may be booked now. Less is for the placing to refuse.
+        let free = bookings(gpu, host.ledger, host.config).memory_free;
+        let each = free.saturating_sub(servers * SERVER_BYTES) / u64::from(question.tenants.max(1));
+        (each / STEP * STEP).max(STEP)
+    }))
 }
 
 /// What each tenant needs, in bytes.
 pub fn asked(question: &Question, gpu: &Device) -> Option<u64> {
     question.memory.map(|memory| memory.on(gpu.memory_bytes))
-}
-
-/// An equal part of what may be booked now, beside so many MPS servers.
-fn equal_part(tenants: u32, servers: u64, gpu: &Device, host: Host<'_>) -> u64 {
-    let free = bookings(gpu, host.ledger, host.config).memory_free;
-    let each = free.saturating_sub(servers.saturating_mul(SERVER_BYTES)) / u64::from(tenants.max(1));
-    // Less is for the placing to refuse.
-    (each / STEP * STEP).max(STEP)
 }
 
 /// Whether MIG devices of this kind have the memory, and share none of it where nobody is trusted.
@@ -158,9 +147,16 @@ pub fn candidates(question: &Question, gpu: &Device, host: Host<'_>) -> Vec<Cand
     }
     let candidate = |mode: &Mode| Candidate::new(mode, None, question, gpu, host);
     let mut found: Vec<Candidate> = modes.iter().filter_map(candidate).collect();
-    if question.trust != Trust::Not && unlimited_suits(question, gpu, host) {
+    // Whether tenants without a limit would all have what they need if they keep to it.
+    let free = bookings(gpu, host.ledger, host.config).memory_free;
+    let tenants = u64::from(question.tenants);
+    let suits = asked(question, gpu).is_none_or(|each| each.saturating_mul(tenants) <= free);
+    if question.trust != Trust::Not && suits {
         // What is left without MPS programs: turns without a limit on memory.
-        found.extend(candidate(&plain(Sharing::TimeSlice)).map(Candidate::without_memory));
+        found.extend(candidate(&plain(Sharing::TimeSlice)).map(|mut turns| {
+            turns.annotations.remove("sublet.memory");
+            Candidate { memory_bytes: None, ..turns }
+        }));
     }
     found
 }
@@ -180,8 +176,8 @@ const fn plain(sharing: Sharing) -> Mode {
     Mode { sharing, sm: None, profile: None }
 }
 
-fn equal(sharing: Sharing) -> Mode {
-    Mode { sm: Some(Sm::Equal), ..plain(sharing) }
+const fn equal(sharing: Sharing) -> Mode {
+    Mode { sharing, sm: Some(Sm::Equal), profile: None }
 }
 
 /// A crash of one ends no other. The limit on SMs is for hosts that require one.
@@ -191,10 +187,9 @@ fn in_turns() -> [Mode; 2] {
 
 /// At the same time. Only a limit keeps one tenant from making the others late.
 fn together(question: &Question) -> [Mode; 2] {
-    let modes = [plain(Sharing::Mps), equal(Sharing::Mps)];
+    let mut modes = [plain(Sharing::Mps), equal(Sharing::Mps)];
     if question.p99_ms.is_some() {
-        let [free, limited] = modes;
-        return [limited, free];
+        modes.reverse();
     }
     modes
 }
@@ -217,10 +212,4 @@ fn mig(question: &Question, gpu: &Device, host: Host<'_>) -> Vec<Mode> {
     }
     let of = |(_, profile): (u64, String)| Mode { profile: Some(profile), ..plain(Sharing::Mig) };
     sizes.into_iter().map(of).chain([plain(Sharing::Mig)]).collect()
-}
-
-/// Whether tenants without a limit would all have what they need if they keep to it.
-fn unlimited_suits(question: &Question, gpu: &Device, host: Host<'_>) -> bool {
-    let free = bookings(gpu, host.ledger, host.config).memory_free;
-    asked(question, gpu).is_none_or(|each| each.saturating_mul(question.tenants.into()) <= free)
 }

@@ -64,15 +64,14 @@ impl<'a> Measurements<'a> {
     ) -> Result<(Option<Self>, Vec<String>), AdviseError> {
         let load = chosen(result, load)?;
         if result.simulated {
-            return Ok((
-                None,
-                vec!["the result is of a simulated driver: its times are not used".to_owned()],
-            ));
+            let why = "the result is of a simulated driver: its times are not used";
+            return Ok((None, vec![why.to_owned()]));
         }
-        let cells: Vec<_> = result.cells.iter().filter(|cell| cell.load == load).filter_map(usable).collect();
+        let of_load = result.cells.iter().filter(|cell| cell.load == load);
+        let cells: Vec<_> = of_load.clone().filter_map(usable).collect();
         let same_gpu = result.machine.gpu == gpu.name;
         let mut remarks = Vec::new();
-        let left_out = result.cells.iter().filter(|cell| cell.load == load && usable(cell).is_none()).count();
+        let left_out = of_load.count() - cells.len();
         if left_out > 0 {
             remarks.push(format!(
                 "{left_out} cells of the result are not used: failed, overcommitted or by hand"
@@ -130,7 +129,7 @@ impl<'a> Measurements<'a> {
             n: cell.n,
             mean_ms: measured.mean_ms,
             p99_ms: measured.p99_ms,
-            per_second: throughput(cell, measured),
+            per_second: measured.per_second.unwrap_or(f64::from(cell.n) * 1000.0 / measured.mean_ms),
             fairness: measured.fairness,
             alone: self.alone(&cell.mode),
         };
@@ -180,10 +179,6 @@ const fn needed(sharing: Sharing) -> Trust {
 /// A time that is not known keeps no target.
 fn keeps(measured: &Measured, target: f64) -> bool {
     measured.p99_ms.is_some_and(|p99| p99 <= target)
-}
-
-fn throughput(cell: &Cell, measured: &Measured) -> f64 {
-    measured.per_second.unwrap_or_else(|| f64::from(cell.n) * 1000.0 / measured.mean_ms)
 }
 
 /// The most throughput first; of those that have about the same, the best protected and fair.

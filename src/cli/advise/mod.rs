@@ -1,7 +1,6 @@
 //! `sublet advise`: which way of sharing suits so many tenants. Candidates come from a measurement or from rules, best
 //! first, and each is placed for all tenants as it would be when they start: the first that fits is the advice.
 
-use std::collections::BTreeMap;
 use std::io;
 
 use clap::ValueEnum;
@@ -118,33 +117,21 @@ pub fn advise(
     measurements: Option<&Measurements<'_>>,
     host: Host<'_>,
 ) -> io::Result<Result<Advice, NoAdvice>> {
-    let (candidates, only) = match measurements.map(|found| found.verdict(question)) {
-        Some(Verdict::NotKept(why)) => return Ok(Err(not_kept(why))),
+    let mut candidates = Vec::new();
+    // Whether only what was measured may do.
+    let mut only = false;
+    match measurements.map(|found| found.verdict(question)) {
+        Some(Verdict::NotKept(why)) => {
+            let help = vec!["fewer tenants, a longer --p99, or another --trust".to_owned()];
+            return Ok(Err(NoAdvice { why, help }));
+        }
         Some(Verdict::Modes(modes)) => {
             let candidate = |(mode, found)| Candidate::new(&mode, Some(found), question, gpu, host);
-            (
-                modes.into_iter().filter_map(candidate).collect(),
-                question.p99_ms.is_some_and(|_| measurements.is_some_and(Measurements::judge_times)),
-            )
+            candidates.extend(modes.into_iter().filter_map(candidate));
+            only = question.p99_ms.is_some() && measurements.is_some_and(Measurements::judge_times);
         }
-        Some(Verdict::NotMeasured) | None => (Vec::new(), false),
-    };
-    first_that_fits(candidates, only, question, gpu, host)
-}
-
-fn not_kept(why: String) -> NoAdvice {
-    let help = vec!["fewer tenants, a longer --p99, or another --trust".to_owned()];
-    NoAdvice { why, help }
-}
-
-/// The first of `candidates`, and behind them of those by rules unless `only` these may do, that fits.
-fn first_that_fits(
-    mut candidates: Vec<Candidate>,
-    only: bool,
-    question: &Question,
-    gpu: &Device,
-    host: Host<'_>,
-) -> io::Result<Result<Advice, NoAdvice>> {
+        Some(Verdict::NotMeasured) | None => {}
+    }
     if !only {
         candidates.extend(candidate::candidates(question, gpu, host));
     }
@@ -156,10 +143,9 @@ fn first_that_fits(
         }
     }
     Ok(Err(match best {
-        Some((candidate, refused)) => {
-            let (mode, number) = (candidate.mode.title(), refused.fit + 1);
-            let why =
-                format!("the best way is {mode}, and container {number} would be refused: {}", refused.why);
+        Some((candidate, (number, why))) => {
+            let mode = candidate.mode.title();
+            let why = format!("the best way is {mode}, and container {number} would be refused: {why}");
             NoAdvice { why, help: help(&candidate, question, gpu, host)? }
         }
         None => NoAdvice { why: candidate::none(question, gpu), help: laxer(question, gpu, host)? },
@@ -169,42 +155,31 @@ fn first_that_fits(
 /// The placements of tenants, and the MIG instances that would be created for others.
 type Placed = (Vec<Placement>, Vec<(Foreseen, Placement)>);
 
-/// A candidate that not all tenants get.
-#[derive(Debug)]
-struct Refused {
-    /// How many would.
-    fit: usize,
-    /// The reason of the first that does not.
-    why: NotPlaced,
-}
-
-/// What all tenants get.
-fn placed(candidate: &Candidate, tenants: u32, host: Host<'_>) -> io::Result<Result<Placed, Box<Refused>>> {
-    let stack = Stack {
-        services: (1..=tenants).map(|number| service(number, &candidate.annotations)).collect(),
-        ..Stack::default()
+/// What all tenants get, or the number of the first that gets nothing, counted from 1, and why.
+fn placed(
+    candidate: &Candidate,
+    tenants: u32,
+    host: Host<'_>,
+) -> io::Result<Result<Placed, (usize, Box<NotPlaced>)>> {
+    let service = |number| Service {
+        name: format!("tenant-{number}"),
+        annotations: candidate.annotations.clone(),
+        runtime: Some("sublet".to_owned()),
+        ..Service::default()
     };
+    let stack = Stack { services: (1..=tenants).map(service).collect(), ..Stack::default() };
     let world = (host.ledger.clone(), host.inventory.clone());
     let (fitted, _) = fit(&stack, None, world, &Names::default(), host.whose, host.config)?;
     let (mut placements, mut made) = (Vec::new(), Vec::new());
-    for (number, Fitted { outcome, .. }) in fitted.into_iter().enumerate() {
+    for (number, Fitted { outcome, .. }) in (1..).zip(fitted) {
         match outcome {
             Outcome::Fits(placement) => placements.push(*placement),
             Outcome::Made(one) => made.push(*one),
             Outcome::AsksForNone => {}
-            Outcome::Not(why) => return Ok(Err(Box::new(Refused { fit: number, why }))),
+            Outcome::Not(why) => return Ok(Err((number, Box::new(why)))),
         }
     }
     Ok(Ok((placements, made)))
-}
-
-fn service(number: u32, annotations: &BTreeMap<String, String>) -> Service {
-    Service {
-        name: format!("tenant-{number}"),
-        annotations: annotations.clone(),
-        runtime: Some("sublet".to_owned()),
-        ..Service::default()
-    }
 }
 
 /// What would help where `candidate`, the best, does not fit.
@@ -225,10 +200,9 @@ fn help(candidate: &Candidate, question: &Question, gpu: &Device, host: Host<'_>
     }
     // With dynamic, those for which there is room were counted.
     if candidate.mode.sharing == Sharing::Mig && !host.config.mig.dynamic {
-        help.push(
-            "more MIG devices would, if the GPU has room for them: `sublet mig plan`, `sublet mig apply`"
-                .to_owned(),
-        );
+        let more =
+            "more MIG devices would, if the GPU has room for them: `sublet mig plan`, `sublet mig apply`";
+        help.push(more.to_owned());
     }
     help.extend(laxer(question, gpu, host)?);
     Ok(help)

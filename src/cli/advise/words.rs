@@ -1,7 +1,6 @@
 //! The advice in words.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -22,17 +21,16 @@ pub fn sentence(advice: &Advice, question: &Question, gpu: &Device) -> String {
         Sharing::Exclusive if tenants == 1 && question.named => format!("Give the tenant {gpu} alone."),
         Sharing::Exclusive if tenants == 1 => "Give the tenant a GPU alone.".to_owned(),
         Sharing::Exclusive => format!("Give each of {tenants} tenants a GPU alone."),
-        Sharing::Mig => format!("Give {} a MIG device each, of {gpu}{}.", people(tenants), of(mode)),
+        Sharing::Mig => {
+            let of = mode.profile.as_ref().map(|profile| format!(": {}", safe(profile))).unwrap_or_default();
+            format!("Give {} a MIG device each, of {gpu}{of}.", people(tenants))
+        }
         _ => format!("Share {gpu} among {} by {}.", people(tenants), by(mode, tenants)),
     }
 }
 
 fn people(tenants: u32) -> String {
     if tenants == 1 { "1 tenant".to_owned() } else { format!("{tenants} tenants") }
-}
-
-fn of(mode: &Mode) -> String {
-    mode.profile.as_ref().map(|profile| format!(": {}", safe(profile))).unwrap_or_default()
 }
 
 fn by(mode: &Mode, tenants: u32) -> String {
@@ -49,18 +47,16 @@ fn by(mode: &Mode, tenants: u32) -> String {
 pub fn each_gets(advice: &Advice, inventory: &Inventory) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let there = advice.placements.iter().map(|placement| gets(placement, advice, inventory));
-    for line in there.chain(advice.made.iter().map(|(instance, _)| is_made(instance))) {
+    let made = advice.made.iter().map(|(instance, _)| {
+        let (name, Foreseen { sms, memory_bytes, .. }) = (safe(instance.name()), instance);
+        format!("a {name}, which is created when it starts: {sms} SMs, {} of memory", memory(*memory_bytes))
+    });
+    for line in there.chain(made) {
         if !lines.contains(&line) {
             lines.push(line);
         }
     }
     lines
-}
-
-fn is_made(instance: &Foreseen) -> String {
-    let Foreseen { sms, memory_bytes, .. } = instance;
-    let name = safe(instance.name());
-    format!("a {name}, which is created when it starts: {sms} SMs, {} of memory", memory(*memory_bytes))
 }
 
 fn gets(placement: &Placement, advice: &Advice, inventory: &Inventory) -> String {
@@ -71,13 +67,13 @@ fn gets(placement: &Placement, advice: &Advice, inventory: &Inventory) -> String
         Sharing::TimeSlice | Sharing::Dedicated => " while its turn lasts",
         _ => "",
     };
-    let limit = placement.memory_bytes.map_or_else(
-        || match advice.candidate.mode.sharing {
-            Sharing::Exclusive | Sharing::Mig => format!("all its {} of memory", memory(device.memory_bytes)),
-            _ => "no limit on memory".to_owned(),
-        },
-        |bytes| format!("{} of memory", memory(bytes)),
-    );
+    let limit = match (placement.memory_bytes, advice.candidate.mode.sharing) {
+        (Some(bytes), _) => format!("{} of memory", memory(bytes)),
+        (None, Sharing::Exclusive | Sharing::Mig) => {
+            format!("all its {} of memory", memory(device.memory_bytes))
+        }
+        (None, _) => "no limit on memory".to_owned(),
+    };
     let part = if device.is_mig() { format!("a {}, ", safe(device.kind())) } else { String::new() };
     format!("{part}{sms}{turns}, {limit}")
 }
@@ -184,11 +180,8 @@ pub struct Paste {
 impl Paste {
     /// The texts for so many tenants with these annotations.
     pub fn new(annotations: &BTreeMap<String, String>, tenants: u32) -> Self {
-        let options: String = annotations.iter().fold(String::new(), |mut text, (key, value)| {
-            // Writing to a text cannot fail.
-            let _ = write!(text, "--annotation {key}={value} ");
-            text
-        });
+        let option = |(key, value): (&String, &String)| format!("--annotation {key}={value} ");
+        let options: String = annotations.iter().map(option).collect();
         Self {
             docker_run: format!("docker run --runtime sublet {options}IMAGE\n"),
             compose: compose(annotations, tenants),

@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::explain::{inventory_for, remark_on_whose, whose};
 use super::tables::{self, Format};
 use crate::advise::{
-    self, Advice, AdviseError, Found, Host, MOST, Measurements, NoAdvice, Paste, Question, Trust, Verdict,
+    self, Advice, AdviseError, Host, MOST, Measurements, NoAdvice, Paste, Question, Trust, Verdict,
 };
 use crate::bench::{BenchResult, Sharing};
 use crate::protection::does_not_protect;
@@ -21,8 +21,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Store;
 use sublet_core::place::meant;
-use sublet_core::share::{MEMORY_ALLOWED, parse_memory};
-use sublet_core::share::{Memory, Percent};
+use sublet_core::share::{MEMORY_ALLOWED, Memory, Percent, parse_memory};
 
 /// Arguments of `sublet advise`.
 #[derive(Debug, clap::Args)]
@@ -71,20 +70,20 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     // The amounts depend on what is free now, and the compute mode may be that of an MPS server that has ended.
     let inventory = if is_remote(config) { inventory_for(whose, config)? } else { refresh(config)? };
     let gpus = gpus(arguments.gpu.as_deref(), &inventory, config)?;
-    sane_memory(&question, &gpus)?;
+    let largest = gpus.iter().map(|gpu| gpu.memory_bytes).max().unwrap_or_default();
+    match question.memory {
+        Some(Memory::Bytes(asked)) if asked > largest => {
+            return Err(AdviseError::Memory { asked: memory(asked), has: memory(largest) }.into());
+        }
+        _ => {}
+    }
     let ledger = Store::open(&config.state_dir)?.peek()?;
     let host = Host { inventory: &inventory, ledger: &ledger, whose, config };
     let mut answer = answer(&question, &gpus, result.as_ref(), arguments.load.as_deref(), host)?;
-    let on = remark_on_whose(whose, config).map(|whose| format!("this is about {whose}"));
-    answer.remarks.extend(on);
-    if inventory.driver.simulated {
-        answer.remarks.push("the driver is simulated".to_owned());
-    }
+    answer.remarks.extend(remark_on_whose(whose, config).map(|whose| format!("this is about {whose}")));
+    answer.remarks.extend(inventory.driver.simulated.then(|| "the driver is simulated".to_owned()));
     let document = Document::of(&question, &answer, &inventory);
-    match arguments.format {
-        Format::Json => tables::json(&document)?,
-        Format::Table => print!("{}", text(&document)),
-    }
+    tables::print(arguments.format, &document, || text(&document))?;
     Ok(if document.advice.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -127,16 +126,6 @@ fn gpus<'a>(
     if found.is_empty() { Err(wrong("this host has no such GPU")) } else { Ok(found) }
 }
 
-fn sane_memory(question: &Question, gpus: &[&Device]) -> Result<(), AdviseError> {
-    let largest = gpus.iter().map(|gpu| gpu.memory_bytes).max().unwrap_or_default();
-    match question.memory {
-        Some(Memory::Bytes(asked)) if asked > largest => {
-            Err(AdviseError::Memory { asked: memory(asked), has: memory(largest) })
-        }
-        _ => Ok(()),
-    }
-}
-
 /// What was found for one GPU.
 struct Answer<'a> {
     gpu: &'a Device,
@@ -154,10 +143,8 @@ fn answer<'a>(
 ) -> anyhow::Result<Answer<'a>> {
     let mut first = None;
     for gpu in gpus {
-        let (measurements, mut remarks) = match result {
-            Some(result) => Measurements::of(result, load, gpu)?,
-            None => (None, Vec::new()),
-        };
+        let measured = result.map(|result| Measurements::of(result, load, gpu)).transpose()?;
+        let (measurements, mut remarks) = measured.unwrap_or_default();
         remarks.extend(not_judged(question, gpu, measurements.as_ref()));
         let advice = advise::advise(question, gpu, measurements.as_ref(), host)?;
         let answer = Answer { gpu, advice, remarks };
@@ -336,10 +323,6 @@ impl Cost {
             let text = advise::concluded(advice, question, gpu, inventory);
             return Self { text, ..Self::default() };
         };
-        Self::measured(found, question)
-    }
-
-    fn measured(found: &Found, question: &Question) -> Self {
         let alone = found.alone.filter(|_| found.same_gpu);
         Self {
             measured: true,
@@ -384,7 +367,7 @@ fn text(document: &Document<'_>) -> String {
             lines.extend(text.lines().map(indented));
         }
     }
-    lines.into_iter().map(|line| line + "\n").collect()
+    lines.join("\n")
 }
 
 fn row(title: &str, text: &str) -> String {

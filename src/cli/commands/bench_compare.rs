@@ -67,14 +67,12 @@ fn compare(a: &BenchResult, b: &BenchResult) -> Comparison {
         [only] => Some(only.to_owned()),
         _ => None,
     };
-    let pairs = |load: &str| match (only(a), only(b)) {
-        (Some(_), Some(other)) => other,
-        _ => load.to_owned(),
-    };
+    let other = only(a).and(only(b));
+    let pairs = |load: &str| other.clone().unwrap_or_else(|| load.to_owned());
     let mut cells: Vec<Pair> = Vec::new();
     for cell in &a.cells {
-        let other = b.cell(&pairs(&cell.load), &cell.mode, cell.n, cell.by_hand);
-        cells.push(pair(cell, [Some((a, cell)), other.map(|other| (b, other))]));
+        let paired = b.cell(&pairs(&cell.load), &cell.mode, cell.n, cell.by_hand);
+        cells.push(pair(cell, [Some((a, cell)), paired.map(|paired| (b, paired))]));
     }
     for cell in &b.cells {
         let load = a.loads().into_iter().find(|load| pairs(load) == cell.load);
@@ -124,18 +122,19 @@ fn round(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
+const COLUMNS: [Column; 9] = [
+    Column("LOAD", 0),
+    Column("MODE", 0),
+    Column("N", 0),
+    Column("A ms", 3),
+    Column("B ms", 3),
+    Column("B/A", 0),
+    Column("p99 B/A", 5),
+    Column("A/ALONE", 2),
+    Column("B/ALONE", 2),
+];
+
 fn shown(comparison: &Comparison, width: Option<usize>) -> String {
-    let columns = [
-        Column("LOAD", 0),
-        Column("MODE", 0),
-        Column("N", 0),
-        Column("A ms", 3),
-        Column("B ms", 3),
-        Column("B/A", 0),
-        Column("p99 B/A", 5),
-        Column("A/ALONE", 2),
-        Column("B/ALONE", 2),
-    ];
     let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), digits);
     let row = |pair: &Pair| {
         let by_hand = if pair.by_hand { ", by hand" } else { "" };
@@ -153,7 +152,7 @@ fn shown(comparison: &Comparison, width: Option<usize>) -> String {
     };
     let rows: Vec<_> = comparison.cells.iter().map(row).collect();
     let [a, b] = &comparison.results;
-    let table = tables::fitted(&columns, &rows, width).unwrap_or_else(|| listed(&rows, width));
+    let table = tables::fitted(&COLUMNS, &rows, width).unwrap_or_else(|| listed(&rows, width));
     format!("{}\n\n{table}", tables::wrapped(&format!("A: {a}\nB: {b}"), width))
 }
 

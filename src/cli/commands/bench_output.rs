@@ -39,18 +39,17 @@ pub fn before(file: &Path, resume: bool) -> anyhow::Result<Option<BenchResult>> 
 /// # Errors
 /// That was measured on another GPU, by another driver or engine, or in another way.
 pub fn go_on(before: BenchResult, new: BenchResult, file: &Path) -> anyhow::Result<BenchResult> {
-    let same = |what: &str, same: bool| {
-        if same {
-            return Ok(());
-        }
-        let name = safe(&file.to_string_lossy());
-        bail!("{name} was measured with another {what}: it cannot be gone on with")
-    };
-    same("GPU", before.machine.uuid == new.machine.uuid)?;
-    same("driver", before.machine.driver == new.machine.driver)?;
-    same("engine", before.machine.engine == new.machine.engine)?;
     let bare = |settings: &Settings| Settings { sm_overcommit: 1.0, time_slice_max: 0, ..settings.clone() };
-    same("command or time", bare(&before.settings) == bare(&new.settings))?;
+    let same = [
+        ("GPU", before.machine.uuid == new.machine.uuid),
+        ("driver", before.machine.driver == new.machine.driver),
+        ("engine", before.machine.engine == new.machine.engine),
+        ("command or time", bare(&before.settings) == bare(&new.settings)),
+    ];
+    if let Some((what, _)) = same.iter().find(|(_, same)| !same) {
+        let name = safe(&file.to_string_lossy());
+        bail!("{name} was measured with another {what}: it cannot be gone on with");
+    }
     let in_use_by_others = before.in_use_by_others || new.in_use_by_others;
     Ok(BenchResult { in_use_by_others, settings: new.settings, ..before })
 }

@@ -1,7 +1,5 @@
 //! Whether every container of a cell gets a MIG device where `[mig] dynamic` creates those that are missing.
 
-use std::collections::BTreeMap;
-
 use crate::bench::{Cell, Sharing};
 use crate::names::Names;
 use crate::preview::Whose;
@@ -20,9 +18,9 @@ pub fn lacking(planned: &Cell, gpu: &str, config: &Config) -> Option<String> {
 }
 
 fn refused(planned: &Cell, gpu: &str, config: &Config) -> anyhow::Result<Option<String>> {
-    let annotations = planned.annotations(gpu);
-    let stack =
-        Stack { services: (0..planned.n).map(|_| service(&annotations)).collect(), ..Stack::default() };
+    let (annotations, runtime) = (planned.annotations(gpu), Some("sublet".to_owned()));
+    let service = Service { annotations, runtime, ..Service::default() };
+    let stack = Stack { services: vec![service; planned.n as usize], ..Stack::default() };
     let world = (super::settled_ledger(config)?, confirmed_inventory(config)?);
     let (fitted, _) = fit(&stack, None, world, &Names::default(), Whose::callers(config), config)?;
     let refused = |(number, Fitted { outcome, .. }): (usize, Fitted)| match outcome {
@@ -34,8 +32,4 @@ fn refused(planned: &Cell, gpu: &str, config: &Config) -> anyhow::Result<Option<
         _ => None,
     };
     Ok((0..).zip(fitted).find_map(refused))
-}
-
-fn service(annotations: &BTreeMap<String, String>) -> Service {
-    Service { annotations: annotations.clone(), runtime: Some("sublet".to_owned()), ..Service::default() }
 }

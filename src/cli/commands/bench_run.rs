@@ -240,7 +240,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         config,
         stop: &stop,
     };
-    let tell = |line: &str| eprintln!("{}", tables::wrapped(line, tables::error_width()));
+    let tell = |line: &str| eprintln!("{}", tables::wrapped(line, tables::width_of(std::io::stderr())));
     runner.run(&grid, &mut result, &arguments.output, &tell)?;
     let width = tables::terminal_width();
     println!("{}", super::bench_show::shown(&result, &result.loads(), false, width));

@@ -58,7 +58,14 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
     if listing.devices.is_empty() {
         // Engines reject a specification without devices.
         let removed = if cdi_spec::remove(path)? { format!("; {shown} was removed") } else { String::new() };
-        bail!("{}{removed}", nothing(&listing));
+        let Some(first) = listing.without.first() else {
+            bail!("there are no CDI devices, because the configuration has no [share.<name>]{removed}")
+        };
+        bail!(
+            "no named share fits a device of this host; {}: {} (`sublet cdi list` shows all of them){removed}",
+            safe(&first.name),
+            first.why
+        );
     }
     let changed = cdi_spec::write(path, &text)?;
     let state = if changed { "written" } else { "is current" };
@@ -73,36 +80,19 @@ fn specification(config: &Config) -> anyhow::Result<(Listing, String)> {
     Ok((listing, text))
 }
 
-fn nothing(listing: &Listing) -> String {
-    match listing.without.first() {
-        None => "there are no CDI devices, because the configuration has no [share.<name>]".to_owned(),
-        Some(first) => format!(
-            "no named share fits a device of this host; {}: {} (`sublet cdi list` shows all of them)",
-            safe(&first.name),
-            first.why
-        ),
-    }
-}
-
 fn print(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let (listing, text) = specification(config)?;
     let spec = state(&text, &listing, config);
-    match format {
-        Format::Json => tables::json(&document(&listing, spec, config))?,
-        Format::Table => {
-            let rows = listing.devices.iter().map(row).collect();
-            println!("{}", tables::table(&["CDI DEVICE", "DEVICE", "UUID"], rows));
-            for without in &listing.without {
-                println!("No {KIND}={}: {}", safe(&without.name), without.why);
-            }
-            println!("{}: {spec}", safe(&config.cdi.spec.to_string_lossy()));
-        }
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn row(named: &Named) -> Vec<String> {
-    vec![format!("{KIND}={}", named.name), named.number.clone(), named.asked.device.clone()]
+    tables::print(format, &document(&listing, spec, config), || {
+        let row = |named: &Named| {
+            vec![format!("{KIND}={}", named.name), named.number.clone(), named.asked.device.clone()]
+        };
+        let table =
+            tables::table(&["CDI DEVICE", "DEVICE", "UUID"], listing.devices.iter().map(row).collect());
+        let without = |one: &Without| format!("No {KIND}={}: {}\n", safe(&one.name), one.why);
+        let without: String = listing.without.iter().map(without).collect();
+        format!("{table}\n{without}{}: {spec}", safe(&config.cdi.spec.to_string_lossy()))
+    })
 }
 
 /// Compares the file that engines read now with what it should be.

@@ -24,84 +24,44 @@ pub enum Command {
     Show,
 }
 
-/// The files to look at.
-struct Sources {
-    /// Those of the configuration itself, the weakest first.
-    files: Vec<PathBuf>,
-    /// `containers.toml`, whether or not it exists.
-    containers: PathBuf,
-}
-
-impl Sources {
-    /// Those in force, or those that would be if `etc` were `/etc/sublet`.
-    fn find(etc: Option<&Path>) -> anyhow::Result<Self> {
-        let Some(etc) = etc else {
-            let (files, containers) = (config_files::sources()?, config_files::containers_path());
-            return Ok(Self { files, containers });
-        };
-        // A misspelt directory would have no errors in it.
-        std::fs::read_dir(etc).with_context(|| format!("cannot read {}", safe(&etc.to_string_lossy())))?;
-        Ok(Self { files: config_files::sources_with(etc)?, containers: etc.join("containers.toml") })
-    }
-}
-
 /// Runs it.
 ///
 /// # Errors
 /// The first error in the files, with file and line.
 pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
-    let etc = match command {
-        Command::Check { etc } => etc.as_deref(),
-        Command::Show => None,
+    let etc = if let Command::Check { etc } = command { etc.as_deref() } else { None };
+    // The files of the configuration itself, the weakest first, and `containers.toml`, whether or not it exists.
+    let (mut sources, beside) = match etc {
+        None => (config_files::sources()?, config_files::containers_path()),
+        Some(etc) => {
+            // A misspelt directory would have no errors in it.
+            std::fs::read_dir(etc)
+                .with_context(|| format!("cannot read {}", safe(&etc.to_string_lossy())))?;
+            (config_files::sources_with(etc)?, etc.join("containers.toml"))
+        }
     };
-    let mut sources = Sources::find(etc)?;
-    let loaded = config_files::load_files(&sources.files)?;
-    let containers = config_files::read_containers(&sources.containers)?;
-    let unknown =
-        containers.as_ref().and_then(|containers| unknown_share(containers, &sources.containers, &loaded));
-    let each = config_files::each(&sources.files)?;
-    if containers.is_some() {
-        sources.files.push(sources.containers);
-    }
+    let loaded = config_files::load_files(&sources)?;
+    let containers = config_files::read_containers(&beside)?;
+    let each = config_files::each(&sources)?;
+    sources.extend(containers.is_some().then(|| beside.clone()));
     match command {
         Command::Check { .. } => {
-            let mut found = found(&each, etc);
-            found.errors.extend(unknown);
-            Ok(check(found, &sources.files))
+            let unknown = containers.and_then(|containers| unknown_share(&containers, &beside, &loaded));
+            Ok(check(&each, etc, unknown, &sources))
         }
         Command::Show => {
-            for source in sources.files {
-                println!("# from {}", source.display());
-            }
-            print!("{}", toml::to_string(&config::written_out(&loaded))?);
-            show_containers(containers.as_ref())?;
+            show(&loaded, containers.as_ref(), &sources)?;
             Ok(ExitCode::SUCCESS)
         }
     }
 }
 
-/// Reports everything that was found, and which files are in order if nothing was.
-fn check(found: Found, sources: &[PathBuf]) -> ExitCode {
-    for warning in found.warnings {
-        eprintln!("sublet: warning: {warning}");
-    }
-    for error in &found.errors {
-        eprintln!("sublet: {error}");
-    }
-    if !found.errors.is_empty() {
-        return ExitCode::FAILURE;
-    }
-    if sources.is_empty() {
-        println!("No configuration file: built-in defaults are in force.");
-    }
+/// `containers` are shown as comments, because the rest of the output is one configuration file and they are another.
+fn show(config: &Config, containers: Option<&Containers>, sources: &[PathBuf]) -> anyhow::Result<()> {
     for source in sources {
-        println!("{}: ok", source.display());
+        println!("# from {}", source.display());
     }
-    ExitCode::SUCCESS
-}
-
-/// Shown as comments, because the rest of the output is one configuration file and this is another.
-fn show_containers(containers: Option<&Containers>) -> anyhow::Result<()> {
+    print!("{}", toml::to_string(&config::written_out(config))?);
     let Some(containers) = containers else { return Ok(()) };
     println!("\n# {}:", config_files::containers_path().display());
     for line in toml::to_string(containers)?.lines() {
@@ -113,31 +73,42 @@ fn show_containers(containers: Option<&Containers>) -> anyhow::Result<()> {
 // The part of `sublet config check` that looks at more than the files: at the layout, the host's users, and rules of
 // several files together.
 
-/// What was found, one line each.
-#[derive(Debug, Default)]
-pub struct Found {
-    /// What can never work as it is written.
-    pub errors: Vec<String>,
-    /// What works, but perhaps not as it is meant.
-    pub warnings: Vec<String>,
-}
-
-/// Looks at all files. `etc`: the directory that stands for `/etc/sublet`, if another one does.
-pub fn found(files: &[OneFile], etc: Option<&Path>) -> Found {
-    let mut found = Found::default();
-    let mut aliases: Vec<String> = Vec::new();
+/// Reports what works, but perhaps not as it is meant, then what can never work as it is written, and which files are in
+/// order if there is nothing of that. `etc`: the directory that stands for `/etc/sublet`, if another one does.
+fn check(files: &[OneFile], etc: Option<&Path>, unknown: Option<String>, sources: &[PathBuf]) -> ExitCode {
+    let mut errors = Vec::new();
+    let mut aliases: Vec<&String> = Vec::new();
     for file in files {
-        found.errors.extend(layout(file, etc));
-        found.errors.extend(unknown_users(file));
+        errors.extend(layout(file, etc));
+        errors.extend(unknown_users(file));
         for (index, rule) in file.config.device.iter().enumerate() {
             let Some(name) = &rule.name else { continue };
-            if aliases.contains(name) {
-                found.warnings.push(same_alias(file, index, name));
+            if aliases.contains(&name) {
+                // It may be meant: the name then stands for any of the devices.
+                let message = format!(
+                    "another [[device]] is called {0} too: sublet.gpu=name:{0} takes any of their devices",
+                    safe(name)
+                );
+                let key = ["device", &index.to_string(), "name"];
+                eprintln!("sublet: warning: {}", file.about(&key, &message));
             }
-            aliases.push(name.clone());
+            aliases.push(name);
         }
     }
-    found
+    errors.extend(unknown);
+    for error in &errors {
+        eprintln!("sublet: {error}");
+    }
+    if !errors.is_empty() {
+        return ExitCode::FAILURE;
+    }
+    if sources.is_empty() {
+        println!("No configuration file: built-in defaults are in force.");
+    }
+    for source in sources {
+        println!("{}: ok", source.display());
+    }
+    ExitCode::SUCCESS
 }
 
 /// sublet-mig.service would fail at boot.
@@ -159,17 +130,9 @@ fn unknown_users(file: &OneFile) -> Vec<String> {
     file.config.policy.iter().enumerate().filter_map(problem).collect()
 }
 
-/// It may be meant: the name then stands for any of the devices.
-fn same_alias(file: &OneFile, index: usize, name: &str) -> String {
-    let name = safe(name);
-    let message =
-        format!("another [[device]] is called {name} too: sublet.gpu=name:{name} takes any of their devices");
-    file.about(&["device", &index.to_string(), "name"], &message).to_string()
-}
-
 /// A container whose mapped share does not exist is refused at its start, so the check reports it here. `path`: where
 /// `containers` is.
-pub fn unknown_share(containers: &Containers, path: &Path, config: &Config) -> Option<String> {
+fn unknown_share(containers: &Containers, path: &Path, config: &Config) -> Option<String> {
     let share = containers.unknown_share(config)?;
     Some(format!(
         "configuration {}: the configuration has no [share.{share}]: add it, or name another share",

@@ -12,7 +12,6 @@ use super::doctor_run::{self, Engine};
 use super::tables::{self, Format};
 use crate::doctor::{self, Check, Host, Verdict};
 use crate::shown::word;
-use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::parse_errors::plain;
 use sublet_core::process::child::{self, ChildError};
@@ -70,24 +69,18 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         tables::json(&probe::probe(&loaded.unwrap_or_default())?)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let mut checks = vec![match &loaded {
-        Ok(_) => check(Verdict::Pass, "valid".to_owned(), None),
-        Err(error) => check(
-            Verdict::Fail,
-            error.to_string(),
-            Some("correct it, then run `sublet config check`".to_owned()),
-        ),
-    }];
-    let config = loaded.unwrap_or_else(|_| Config::default());
+    let fix = "correct it, then run `sublet config check`".to_owned();
+    let (result, found, fix) = match &loaded {
+        Ok(_) => (Verdict::Pass, "valid".to_owned(), None),
+        Err(error) => (Verdict::Fail, error.to_string(), Some(fix)),
+    };
+    let mut checks = vec![Check { check: "configuration", result, found, fix }];
+    let config = loaded.unwrap_or_default();
     checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask, probe)));
     let text = || format!("{}\n\n{}", table(&checks), summary(&checks));
     tables::print(arguments.format, &Document { schema: "sublet.doctor/1", checks: &checks }, text)?;
     let failed = checks.iter().any(|check| check.result == Verdict::Fail);
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
-}
-
-fn check(result: Verdict, found: String, fix: Option<String>) -> Check {
-    Check { check: "configuration", result, found, fix }
 }
 
 /// One line per check, with its fix at the end.
@@ -101,10 +94,10 @@ fn table(checks: &[Check]) -> String {
 
 /// How many checks there were, and how they went.
 fn summary(checks: &[Check]) -> String {
-    let all = [Verdict::Fail, Verdict::Warn, Verdict::Pass, Verdict::Skip];
-    let count = |verdict| checks.iter().filter(|check| check.result == verdict).count();
-    let each: Vec<String> =
-        all.iter().map(|verdict| format!("{} {}", count(*verdict), word(verdict))).collect();
+    let each = [Verdict::Fail, Verdict::Warn, Verdict::Pass, Verdict::Skip].map(|verdict| {
+        let count = checks.iter().filter(|check| check.result == verdict).count();
+        format!("{count} {}", word(&verdict))
+    });
     format!("{} checks: {}", checks.len(), each.join(", "))
 }
 

@@ -32,18 +32,11 @@ pub enum Engine {
 }
 
 impl Engine {
-    const fn program(self) -> &'static str {
+    /// Its program, and the options of `run` that make the container use sublet.
+    const fn program(self) -> (&'static str, &'static [&'static str]) {
         match self {
-            Self::Docker => "docker",
-            Self::Podman => "podman",
-        }
-    }
-
-    /// The options of `run` that make the container use sublet.
-    const fn options(self) -> &'static [&'static str] {
-        match self {
-            Self::Docker => &["--runtime=sublet"],
-            Self::Podman => &[],
+            Self::Docker => ("docker", &["--runtime=sublet"]),
+            Self::Podman => ("podman", &[]),
         }
     }
 }
@@ -56,10 +49,17 @@ impl Engine {
 pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> anyhow::Result<ExitCode> {
     // Before anything is created, so that a signal still lets everything be removed.
     let stop = Stop::listen()?;
-    let made = ProbeContainer::with_image(engine.program(), &stop)?;
-    let probed = made.probe(engine.options(), annotations, RUN_LIMIT)?;
+    let (program, options) = engine.program();
+    let made = ProbeContainer::new(program, &stop)?;
+    import(program, &made.dir, &made.image)?;
+    let probed = made.probe(options, annotations, RUN_LIMIT)?;
     tables::print(format, &probed, || table(&probed))?;
-    let request = understood(annotations).filter(is_of_mps);
+    // The request, if this host's configuration can be read.
+    let config = sublet_core::config_files::load().ok();
+    let understood = |config| {
+        request::parse(&annotations.iter().cloned().collect(), None, None, &config).ok().filter(is_of_mps)
+    };
+    let request = config.and_then(understood);
     if !probed.seen.mps && request.is_some() {
         bail!(
             "the container is not connected to an MPS server, so the limits of its share are not in force: \
@@ -78,12 +78,6 @@ pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> 
     Ok(if probed.neighbours_hidden { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The request, if this host's configuration can be read.
-fn understood(annotations: &[(String, String)]) -> Option<Request> {
-    let config = sublet_core::config_files::load().ok()?;
-    request::parse(&annotations.iter().cloned().collect(), None, None, &config).ok()
-}
-
 /// The memory limit of one process on a device of `total` bytes.
 fn memory_limit(request: &Request, total: u64) -> Option<u64> {
     Some(bytes_of_process(request.memory?.on(total), request.processes.get()))
@@ -91,11 +85,7 @@ fn memory_limit(request: &Request, total: u64) -> Option<u64> {
 
 /// Whether the share uses MPS on every device that can serve it.
 fn is_of_mps(request: &Request) -> bool {
-    match request.mode {
-        Some(Mode::Mps) => true,
-        Some(Mode::TimeSlice) => request.memory.is_some(),
-        Some(Mode::Mig | Mode::Exclusive) | None => false,
-    }
+    request.mode == Some(Mode::Mps) || request.mode == Some(Mode::TimeSlice) && request.memory.is_some()
 }
 
 fn table(probed: &Probed) -> String {
@@ -132,12 +122,6 @@ impl<'a> ProbeContainer<'a> {
             .create(&dir)
             .with_context(|| format!("cannot make {}", dir.display()))?;
         Ok(Self { stop, engine, image: format!("{container}:probe"), container, dir })
-    }
-
-    fn with_image(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
-        let made = Self::new(engine, stop)?;
-        import(engine, &made.dir, &made.image)?;
-        Ok(made)
     }
 
     fn probe(

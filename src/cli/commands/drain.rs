@@ -2,14 +2,10 @@
 
 use std::process::ExitCode;
 
-use anyhow::bail;
-
 use sublet_core::admit::{Local, fresh_inventory};
 use sublet_core::config::Config;
 use sublet_core::ledger::Store;
 use sublet_core::mps;
-use sublet_core::place;
-use sublet_core::text::safe;
 
 /// Arguments of both.
 #[derive(Debug, clap::Args)]
@@ -24,10 +20,7 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
     let inventory = fresh_inventory(config)?.with_left_out();
     let mut uuids = Vec::new();
     for name in &arguments.devices {
-        let found = place::meant(name, &inventory, config).map_err(anyhow::Error::msg)?;
-        if found.is_empty() {
-            bail!("there is no device {}: `sublet status` lists the devices", safe(name));
-        }
+        let found = super::devices(name, &inventory, config)?;
         uuids.extend(found.into_iter().map(|device| device.uuid.clone()));
     }
     Local::new(config).update(|ledger| {
@@ -36,9 +29,8 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
             ledger.drained.extend(uuids.iter().cloned());
         }
     })?;
-    let store = Store::open(&config.state_dir)?;
     // A daemon that waits for a lease on a drained device has no reason to wait.
-    for line in mps::end_overdue(&store, config) {
+    for line in mps::end_overdue(&Store::open(&config.state_dir)?, config) {
         eprintln!("sublet: warning: {line}");
     }
     let now = if drain { "takes no new lease; its containers go on running" } else { "takes leases again" };

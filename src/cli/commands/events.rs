@@ -4,7 +4,6 @@ use std::io::stdout;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
-use anyhow::bail;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::os::fd::AsFd as _;
 
@@ -84,12 +83,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let mut told = None;
     loop {
         let (events, unread) = reader.new_events(config);
-        if unread != told {
-            if let Some(line) = &unread {
-                eprintln!("sublet: {line}");
-            }
-            told = unread;
+        if let Some(line) = unread.as_ref().filter(|_| unread != told) {
+            eprintln!("sublet: {line}");
         }
+        told = unread;
         let shown = Shown::read(config);
         for event in events.iter().filter(|event| wanted.has(event, &shown)) {
             match arguments.format {
@@ -158,14 +155,11 @@ fn named(text: &str, config: &Config) -> anyhow::Result<Vec<String>> {
     let known = inventory::last(config).ok().map(|inventory| inventory.with_left_out());
     let found = known.as_ref().map(|inventory| place::meant(text, inventory, config)).transpose();
     let found = found.map_err(anyhow::Error::msg)?.unwrap_or_default();
-    let mut uuids: Vec<String> = found.into_iter().map(|device| device.uuid.clone()).collect();
-    if uuids.is_empty() && (text.starts_with("GPU-") || text.starts_with("MIG-")) {
-        uuids.push(text.to_owned());
+    match found[..] {
+        [] if text.starts_with("GPU-") || text.starts_with("MIG-") => Ok(vec![text.to_owned()]),
+        [] => Err(super::no_device(text)),
+        _ => Ok(found.into_iter().map(|device| device.uuid.clone()).collect()),
     }
-    if uuids.is_empty() {
-        bail!("there is no device {}: `sublet status` lists the devices", safe(text));
-    }
-    Ok(uuids)
 }
 
 /// What events are shown with: the names of containers and the numbers of devices.
@@ -178,9 +172,8 @@ impl Shown {
     fn read(config: &Config) -> Self {
         let ledger = Store::open(&config.state_dir).ok().and_then(|store| store.peek().ok());
         let names = ledger.map(|ledger| Names::learn(&ledger, config)).unwrap_or_default();
-        let inventory = if is_remote(config) { None } else { inventory::last(config).ok() };
-        let inventory = inventory.map(|inventory| inventory.with_left_out());
-        Self { names, inventory }
+        let inventory = (!is_remote(config)).then(|| inventory::last(config).ok()).flatten();
+        Self { names, inventory: inventory.map(|inventory| inventory.with_left_out()) }
     }
 
     fn name(&self, event: &Event) -> Option<&str> {
@@ -196,11 +189,8 @@ impl Shown {
     /// Time, kind, subject and text.
     fn line(&self, event: &Event) -> String {
         let mut words = vec![format!("{}  {:<14}", safe(&event.time), event.kind.as_str())];
-        match self.name(event) {
-            Some(name) => words.push(safe(name)),
-            None if event.container_id.is_empty() => {}
-            None => words.push(short_id(&event.container_id)),
-        }
+        let id = || Some(short_id(&event.container_id)).filter(|id| !id.is_empty());
+        words.extend(self.name(event).map(safe).or_else(id));
         let number = |uuid: &String| {
             let device = self.inventory.as_ref().and_then(|inventory| inventory.device(uuid));
             device.map_or_else(|| safe(uuid), Device::label)

@@ -9,6 +9,7 @@ use crate::peer::OWNS;
 use sublet_core::admit::{Leases, Local};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Freed, LeaseId, Store};
+use sublet_core::text::short_id;
 
 /// Arguments of `sublet gc`.
 #[derive(Debug, clap::Args)]
@@ -37,9 +38,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     settle(config)?;
     let left = Local::new(config).kill_left_processes(OWNS)?;
     if !left.is_empty() {
-        for line in left {
-            println!("{line}");
-        }
+        left.iter().for_each(|line| println!("{line}"));
         settle(config)?;
     }
     Ok(ExitCode::SUCCESS)
@@ -56,10 +55,6 @@ fn settle(config: &Config) -> anyhow::Result<()> {
 
 fn say_freed(freed: &Freed) {
     for lease in freed {
-        println!(
-            "Freed lease {} of container {}.",
-            lease.id,
-            sublet_core::text::short_id(&lease.container.id)
-        );
+        println!("Freed lease {} of container {}.", lease.id, short_id(&lease.container.id));
     }
 }

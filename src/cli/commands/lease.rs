@@ -37,14 +37,12 @@ pub enum Command {
 /// There is no such lease, or its container still runs.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
-        Command::List { format } => list(*format, config),
+        Command::List { format } => {
+            let status = Host::read(config)?.status;
+            tables::print(*format, &status.leases, || lease_table::table(&status, tables::terminal_width()))
+        }
         Command::Release { id, force } => release(id, *force, config),
     }
-}
-
-fn list(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
-    let status = Host::read(config)?.status;
-    tables::print(format, &status.leases, || lease_table::table(&status, tables::terminal_width()))
 }
 
 fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode> {
@@ -53,10 +51,11 @@ fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode>
     let lease = lease_of(text, &ledger, &names)?;
     let id = &lease.id;
     if !force {
-        let (container, signs) = (lease_table::label(lease, names.of(lease)), lease.signs_of_life());
-        let unended = ledger.describe_unended(lease, &config.state_dir);
-        let signs = if signs.is_empty() { "it has just been started".to_owned() } else { signs.join("; ") };
-        let signs = unended.unwrap_or(signs);
+        let container = lease_table::label(lease, names.of(lease));
+        let signs = ledger.describe_unended(lease, &config.state_dir).unwrap_or_else(|| {
+            let signs = lease.signs_of_life();
+            if signs.is_empty() { "it has just been started".to_owned() } else { signs.join("; ") }
+        });
         bail!(
             "lease {id} is held by container {container}: {signs}; end the container, or use --force if it \
              has ended"

@@ -1,6 +1,6 @@
 //! The table of leases and the containers that hold them.
 
-use super::tables::{self, Column};
+use super::tables::{self, Cell};
 use crate::names::Name;
 use crate::shown::lease::{busy, called, cut, memory, mode, whole};
 use crate::shown::word;
@@ -8,50 +8,33 @@ use crate::status::{LeaseOnDevice, Status};
 use sublet_core::ledger::Lease;
 use sublet_core::text::{LONGEST_NAME, safe, short_id};
 
-/// The columns. Those with the highest number go first where a terminal is too narrow for all of them.
-const COLUMNS: [Column; 13] = [
-    Column("CONTAINER", 0),
-    Column("IMAGE", 8),
-    Column("USER", 6),
-    Column("GPU", 0),
-    Column("MODE", 1),
-    Column("SM", 0),
-    Column("BUSY", 2),
-    Column("MEMORY", 0),
-    Column("PROCESSES", 7),
-    Column("STATE", 3),
-    Column("PID", 9),
-    Column("AGE", 5),
-    Column("LEASE", 4),
-];
-
 /// The table, no wider than `width` characters as far as columns can be left out; a line where there is no lease.
 pub fn table(status: &Status, width: Option<usize>) -> String {
     if status.leases.is_empty() {
         return "No leases.".to_owned();
     }
-    let rows: Vec<_> = status.leases.iter().map(|lease| row(lease, status)).collect();
-    tables::fitting(&COLUMNS, &rows, width)
+    tables::fitting_rows(status.leases.iter().map(|lease| row(lease, status)).collect(), width)
 }
 
-fn row(lease: &LeaseOnDevice, status: &Status) -> Vec<String> {
+/// Those with the highest number go first where a terminal is too narrow for all of them.
+fn row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 13] {
     let or_dash =
         |text: Option<String>| text.filter(|text| !text.is_empty()).unwrap_or_else(|| "-".to_owned());
     let image = lease.image.as_deref().map(|image| tables::end_of(&safe(image), LONGEST_NAME));
-    vec![
-        called(lease),
-        or_dash(image),
-        lease.user.clone(),
-        status.number(&lease.device).into_owned(),
-        mode(lease, status),
-        lease.sm_percent.map_or_else(|| whole(lease), |sm| format!("{sm} %")),
-        busy(lease),
-        memory(lease),
-        or_dash(lease.used.processes.map(|processes| processes.to_string())),
-        word(&lease.state),
-        or_dash(lease.pid.map(|pid| pid.to_string())),
-        tables::ago(lease.taken),
-        lease.id.clone(),
+    [
+        ("CONTAINER", 0, called(lease)),
+        ("IMAGE", 8, or_dash(image)),
+        ("USER", 6, lease.user.clone()),
+        ("GPU", 0, status.number(&lease.device).into_owned()),
+        ("MODE", 1, mode(lease, status)),
+        ("SM", 0, lease.sm_percent.map_or_else(|| whole(lease), |sm| format!("{sm} %"))),
+        ("BUSY", 2, busy(lease)),
+        ("MEMORY", 0, memory(lease)),
+        ("PROCESSES", 7, or_dash(lease.used.processes.map(|processes| processes.to_string()))),
+        ("STATE", 3, word(&lease.state)),
+        ("PID", 9, or_dash(lease.pid.map(|pid| pid.to_string()))),
+        ("AGE", 5, tables::ago(lease.taken)),
+        ("LEASE", 4, lease.id.clone()),
     ]
 }
 

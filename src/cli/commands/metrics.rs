@@ -4,7 +4,6 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::str::FromStr;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -29,7 +28,7 @@ pub struct Arguments {
     output: Option<PathBuf>,
     /// Serve the metrics over HTTP at this address, such as `127.0.0.1:9843`, or at the socket of systemd's unit
     /// (`systemd`); the scraper chooses the format
-    #[arg(long, value_name = "ADDRESS:PORT", conflicts_with_all = ["output", "format"])]
+    #[arg(long, value_name = "ADDRESS:PORT", conflicts_with_all = ["output", "format"], value_parser = listen)]
     listen: Option<Listen>,
     /// Let other hosts reach the address. There is no encryption and no password
     #[arg(long, requires = "listen")]
@@ -45,21 +44,26 @@ pub struct Arguments {
 /// The file cannot be written, or the address cannot be used.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if let Some(listen) = &arguments.listen {
-        return listen_http(config, listen, arguments.listen_public, arguments.listen_name.clone());
+        return listen_http(config, listen, arguments);
     }
-    let (text, code) = match Host::read(config) {
-        Ok(host) => (metrics::of_host(&host.status, arguments.format, config), ExitCode::SUCCESS),
-        Err(error) => {
-            eprintln!("sublet: {}", super::tables::chain(&error));
-            (metrics::down(arguments.format), ExitCode::FAILURE)
-        }
-    };
+    let status = look(config);
+    let text = text(status.as_ref(), arguments.format, config);
     match &arguments.output {
         Some(file) => atomic::replace(file, text.as_bytes(), 0o644)
             .with_context(|| format!("{} cannot be written", file.display()))?,
         None => print!("{text}"),
     }
-    Ok(code)
+    Ok(if status.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// `None`: the state cannot be read, for the reason that is told.
+fn look(config: &Config) -> Option<Status> {
+    let told = |error| eprintln!("sublet: {}", super::tables::chain(&error));
+    Host::read(config).map_err(told).ok().map(|host| host.status)
+}
+
+fn text(status: Option<&Status>, format: Format, config: &Config) -> String {
+    status.map_or_else(|| metrics::down(format), |status| metrics::of_host(status, format, config))
 }
 
 // `sublet metrics --listen`: the metrics over HTTP. The process needs no rights: it shows what its user may read.
@@ -76,41 +80,42 @@ const TYPES: [(Format, &str); 2] = [
 
 /// Where scrapers connect.
 #[derive(Clone, Debug)]
-pub(super) enum Listen {
+enum Listen {
     Address(SocketAddr),
     /// The socket that systemd passes (`sd_listen_fds(3)`).
     Systemd,
 }
 
-impl FromStr for Listen {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text == "systemd" {
-            return Ok(Self::Systemd);
-        }
-        let address = text.parse().map(Self::Address);
-        address
-            .map_err(|_| "write it as 127.0.0.1:9843 or [::1]:9843, or `systemd` for a socket unit's socket")
-    }
+fn listen(text: &str) -> Result<Listen, &'static str> {
+    let wrong = "write it as 127.0.0.1:9843 or [::1]:9843, or `systemd` for a socket unit's socket";
+    if text == "systemd" { Ok(Listen::Systemd) } else { text.parse().map(Listen::Address).map_err(|_| wrong) }
 }
 
-/// Answers scrapers until a signal ends the process. `names` are names of this host, besides its addresses and
-/// `localhost`, by which they may ask.
+/// Answers scrapers until a signal ends the process.
 ///
 /// # Errors
 /// The address cannot be used, or systemd passed no socket.
-pub(super) fn listen_http(
-    config: &Config,
-    listen: &Listen,
-    anywhere: bool,
-    names: Vec<String>,
-) -> anyhow::Result<ExitCode> {
-    let looks = Looks { config: config.clone(), last: Mutex::default() };
-    let answer = move |request: &Request| answer(request, &looks);
+fn listen_http(config: &Config, listen: &Listen, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let config = config.clone();
+    // The last look at the host, for all scrapers: when it was taken; `None` inside: the state could not be read.
+    let last: Mutex<Option<(Instant, Option<Status>)>> = Mutex::default();
+    let answer = move |request: &Request| {
+        if request.path != "/metrics" {
+            return Response::error(404, "the metrics are at /metrics");
+        }
+        let wants_open = request.header("accept").is_some_and(|types| types.contains(OPEN_METRICS));
+        let (format, content_type) = TYPES[usize::from(!wants_open)];
+        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.as_ref().is_none_or(|(taken, _)| taken.elapsed() >= FRESH) {
+            let status = look(&config);
+            *last = Some((Instant::now(), status));
+        }
+        let status = last.as_ref().and_then(|(_, status)| status.as_ref());
+        Response::ok(content_type, text(status, format, &config).into_bytes())
+    };
     let listener = match listen {
         Listen::Address(address) => {
-            let listener = http::bind(*address, anywhere, "--listen-public")?;
+            let listener = http::bind(*address, arguments.listen_public, "--listen-public")?;
             println!("http://{}/metrics", listener.local_addr()?);
             Listener::Tcp(listener)
         }
@@ -127,45 +132,8 @@ pub(super) fn listen_http(
             if is_tcp { Listener::Tcp(listener) } else { Listener::Unix(OwnedFd::from(listener).into()) }
         }
     };
-    Server { listener, names, token: None }.start(answer)?;
+    Server { listener, names: arguments.listen_name.clone(), token: None }.start(answer)?;
     loop {
         std::thread::park();
-    }
-}
-
-fn answer(request: &Request, looks: &Looks) -> Response {
-    if request.path != "/metrics" {
-        return Response::error(404, "the metrics are at /metrics");
-    }
-    let wants_open = request.header("accept").is_some_and(|types| types.contains(OPEN_METRICS));
-    let (format, content_type) = TYPES[usize::from(!wants_open)];
-    Response::ok(content_type, looks.text(format).into_bytes())
-}
-
-/// The last look at the host, for all scrapers.
-#[derive(Debug)]
-struct Looks {
-    config: Config,
-    /// When it was taken; `None` inside: the state could not be read.
-    last: Mutex<Option<(Instant, Option<Status>)>>,
-}
-
-impl Looks {
-    fn text(&self, format: Format) -> String {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if last.as_ref().is_none_or(|(taken, _)| taken.elapsed() >= FRESH) {
-            let status = match Host::read(&self.config) {
-                Ok(host) => Some(host.status),
-                Err(error) => {
-                    eprintln!("sublet: {}", super::tables::chain(&error));
-                    None
-                }
-            };
-            *last = Some((Instant::now(), status));
-        }
-        match last.as_ref().and_then(|(_, status)| status.as_ref()) {
-            Some(status) => metrics::of_host(status, format, &self.config),
-            None => metrics::down(format),
-        }
     }
 }

@@ -16,7 +16,8 @@ use sublet_core::text::safe;
 /// Runs it.
 pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let (gpus, ..) = seen(config)?;
-    tables::print(format, &gpus.iter().map(ListedGpu::of).collect::<Vec<_>>(), || tables(&gpus))
+    let listed: Vec<_> = gpus.iter().map(ListedGpu::of).collect();
+    tables::print(format, &listed, || tables(&listed))
 }
 
 /// The host's GPUs with the users of their instances, and what tells of them.
@@ -56,6 +57,9 @@ struct ListedInstance<'a> {
     placement: Span,
     /// Its compute instances.
     compute: Vec<ListedPart<'a>>,
+    /// The lease or process that uses all of it.
+    #[serde(skip)]
+    held_by: Option<&'a str>,
 }
 
 /// A compute instance: a MIG device.
@@ -95,20 +99,22 @@ impl<'a> ListedInstance<'a> {
         };
         Self {
             gi: one.gi,
-            profile: gpu.profile_name(one.profile),
             placement: one.span,
             compute: one.compute.iter().map(part).collect(),
+            profile: gpu.profile_name(one.profile),
+            held_by: one.held.as_deref(),
         }
     }
 }
 
-fn tables(gpus: &[Gpu]) -> String {
-    let mode = |gpu: &Gpu| match gpu.mode {
+fn tables(gpus: &[ListedGpu<'_>]) -> String {
+    let word = |on: bool| if on { "on" } else { "off" };
+    let mode = |gpu: &ListedGpu<'_>| match &gpu.mig {
         None => "not supported".to_owned(),
-        Some(mode) if mode.current == mode.pending => word(mode.current).to_owned(),
-        Some(mode) => format!("{}, {} after a reset", word(mode.current), word(mode.pending)),
+        Some(mode) if mode.enabled == mode.pending => word(mode.enabled).to_owned(),
+        Some(mode) => format!("{}, {} after a reset", word(mode.enabled), word(mode.pending)),
     };
-    let rows = grouped(gpus, |gpu| vec![vec![safe(&gpu.name), mode(gpu)]]);
+    let rows = grouped(gpus, |gpu| vec![vec![safe(gpu.name), mode(gpu)]]);
     let mut parts = vec![tables::table(&["GPU", "NAME", "MIG MODE"], rows)];
     let profiles = grouped(gpus, |gpu| gpu.profiles.iter().map(profile_row).collect());
     if !profiles.is_empty() {
@@ -125,7 +131,7 @@ fn tables(gpus: &[Gpu]) -> String {
 }
 
 /// The rows of each GPU, with its index before them. GPUs whose rows are equal have them once.
-fn grouped(gpus: &[Gpu], rows: impl Fn(&Gpu) -> Vec<Vec<String>>) -> Vec<Vec<String>> {
+fn grouped(gpus: &[ListedGpu<'_>], rows: impl Fn(&ListedGpu<'_>) -> Vec<Vec<String>>) -> Vec<Vec<String>> {
     let mut groups: Vec<(Vec<u32>, Vec<Vec<String>>)> = Vec::new();
     for gpu in gpus {
         let own = rows(gpu);
@@ -134,24 +140,17 @@ fn grouped(gpus: &[Gpu], rows: impl Fn(&Gpu) -> Vec<Vec<String>>) -> Vec<Vec<Str
             None => groups.push((vec![gpu.index], own)),
         }
     }
-    let named = |(indices, rows): (Vec<u32>, Vec<Vec<String>>)| {
-        let name = ranges(&indices);
-        rows.into_iter().map(move |row| [vec![name.clone()], row].concat())
-    };
-    groups.into_iter().flat_map(named).collect()
-}
-
-/// `0-3,6` for 0, 1, 2, 3 and 6.
-fn ranges(indices: &[u32]) -> String {
-    let run = |run: &[u32]| match run {
+    let range = |run: &[u32]| match run {
         [first, .., last] => format!("{first}-{last}"),
         one => one.iter().map(u32::to_string).collect(),
     };
-    indices.chunk_by(|one, next| one + 1 == *next).map(run).collect::<Vec<_>>().join(",")
-}
-
-const fn word(on: bool) -> &'static str {
-    if on { "on" } else { "off" }
+    let named = |(indices, rows): (Vec<u32>, Vec<Vec<String>>)| {
+        // `0-3,6` for 0, 1, 2, 3 and 6.
+        let runs = indices.chunk_by(|one, next| one + 1 == *next);
+        let name = runs.map(range).collect::<Vec<_>>().join(",");
+        rows.into_iter().map(move |row| [vec![name.clone()], row].concat())
+    };
+    groups.into_iter().flat_map(named).collect()
 }
 
 /// Placements in nvidia-smi's notation: `{0,2,4}:2`.
@@ -169,26 +168,15 @@ fn profile_row(one: &Profile) -> Vec<String> {
 }
 
 /// One row per compute instance, or one row that says that there is none.
-fn instance_rows(gpu: &Gpu, one: &Instance) -> Vec<Vec<String>> {
-    let row = |ci: String, profile: String, uuid: &str, held: &Option<String>| {
-        let held = held.clone().unwrap_or_else(|| "-".to_owned());
-        vec![
-            gpu.index.to_string(),
-            one.gi.to_string(),
-            ci,
-            profile,
-            one.span.to_string(),
-            safe(uuid),
-            safe(&held),
-        ]
+fn instance_rows(gpu: &ListedGpu<'_>, one: &ListedInstance<'_>) -> Vec<Vec<String>> {
+    let row = |ci: String, profile: &str, uuid: &str, held: Option<&str>| {
+        let (gpu, gi, placement) = (gpu.index.to_string(), one.gi.to_string(), one.placement.to_string());
+        vec![gpu, gi, ci, profile.to_owned(), placement, safe(uuid), safe(held.unwrap_or("-"))]
     };
     if one.compute.is_empty() {
-        return vec![row("-".to_owned(), gpu.profile_name(one.profile), "-", &one.held)];
+        return vec![row("-".to_owned(), &one.profile, "-", one.held_by)];
     }
-    let part = |part: &Compute| {
-        let held = part.held.clone().or_else(|| one.held.clone());
-        row(part.ci.to_string(), gpu.device_name(one.profile, part.slices), &part.uuid, &held)
-    };
+    let part = |part: &ListedPart<'_>| row(part.ci.to_string(), &part.profile, part.uuid, part.held_by);
     one.compute.iter().map(part).collect()
 }
 
@@ -230,6 +218,6 @@ mod tests {
             GPU      PROFILE  ID  FREE/TOTAL  SMS  MEMORY     PLACEMENTS\n\
             0-1,3-4  1g.18gb  19  7/7         16   16384 MiB  {0,1}:1\n\
             2        1g.18gb  19  6/7         16   16384 MiB  {0,1}:1";
-        assert_eq!(tables(&gpus), expected);
+        assert_eq!(tables(&gpus.each_ref().map(ListedGpu::of)), expected);
     }
 }

@@ -48,7 +48,10 @@ use serde::Serialize;
 
 use sublet_core::admit::{Local, is_remote, own_status};
 use sublet_core::config::Config;
+use sublet_core::inventory::{Device, Inventory};
+use sublet_core::ledger::{Ledger, Store};
 use sublet_core::log::{self, Log};
+use sublet_core::place;
 use sublet_core::text::safe;
 
 /// Share NVIDIA GPUs among plain Docker and Podman containers.
@@ -226,11 +229,17 @@ fn share(text: &str) -> Result<(String, String), String> {
 
 /// The ledger after leases of ended containers have been freed and crashed MPS daemons restarted. Every command that
 /// reports shows this state. What had to be done is written to standard error.
-fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> {
-    if is_remote(config) {
-        return users_ledger(config);
+fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
+    let is_remote = is_remote(config);
+    if is_remote && !config.state_dir.exists() {
+        // No command has created it yet with root's rights.
+        own_status(config)?;
     }
-    let store = sublet_core::ledger::Store::open(&config.state_dir)?;
+    let store = Store::open(&config.state_dir)?;
+    if is_remote {
+        // The part of the ledger that a user without root may see. `sublet serve` frees leases of ended containers.
+        return Ok(store.peek()?);
+    }
     match Local::new(config).reconcile(|_| Ok(())) {
         Err(error) if error.is_elsewhere() => {
             eprintln!("sublet: {error}; the ledger is shown as it is");
@@ -241,20 +250,14 @@ fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger
     store.read().context("after freeing leases of containers that have ended")
 }
 
-/// The part of the ledger that a user without root may see. `sublet serve` frees leases of ended containers.
-fn users_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> {
-    if !config.state_dir.exists() {
-        // No command has created it yet with root's rights.
-        own_status(config)?;
-    }
-    Ok(sublet_core::ledger::Store::open(&config.state_dir)?.peek()?)
+/// The devices that `text` names, at least one.
+fn devices<'i>(text: &str, inventory: &'i Inventory, config: &Config) -> anyhow::Result<Vec<&'i Device>> {
+    let found = place::meant(text, inventory, config).map_err(anyhow::Error::msg)?;
+    if found.is_empty() { Err(no_device(text)) } else { Ok(found) }
 }
 
-/// The last refusals: all of them for root, a user's own for a user.
-fn own_refusals(config: &Config) -> Vec<sublet_core::admit::RefusalRecord> {
-    let us = nix::unistd::geteuid().as_raw();
-    let all = !is_remote(config);
-    sublet_core::admit::refusals(config).into_iter().filter(|record| all || record.uid == us).collect()
+fn no_device(text: &str) -> anyhow::Error {
+    anyhow::anyhow!("there is no device {}: `sublet status` lists the devices", safe(text))
 }
 
 #[cfg(test)]

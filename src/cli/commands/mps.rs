@@ -10,8 +10,7 @@ use crate::names::{Names, NoLease, lease_of};
 use sublet_core::admit::{Local, fresh_inventory};
 use sublet_core::config::Config;
 use sublet_core::inventory::Device;
-use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{LeaseId, Store};
+use sublet_core::ledger::{DaemonKey, LeaseId, Store};
 use sublet_core::mps::{self, MpsError};
 use sublet_core::place;
 use sublet_core::text::safe;
@@ -114,21 +113,19 @@ fn key_of(text: &str, store: &Store, config: &Config) -> anyhow::Result<DaemonKe
         return Ok(DaemonKey(text.to_owned()));
     }
     let inventory = fresh_inventory(config)?.with_left_out();
-    let found = place::meant(text, &inventory, config).map_err(anyhow::Error::msg)?;
-    match found[..] {
+    match place::meant(text, &inventory, config).map_err(anyhow::Error::msg)?[..] {
         [] => {}
         [device] => return Ok(DaemonKey(device.uuid.clone())),
-        _ => bail!("{}", place::ambiguous(text, &found)),
+        ref found => bail!("{}", place::ambiguous(text, found)),
     }
     let ledger = store.peek()?;
     let lease = match lease_of(text, &ledger, &Names::learn(&ledger, config)) {
         Err(NoLease::None(text)) => return Err(MpsError::NoDaemon { key: text }.into()),
         found => found?,
     };
-    let none = || {
+    lease.daemon.clone().with_context(|| {
         format!("container {} has no MPS daemon: its mode is {}", safe(&lease.container.name()), lease.mode)
-    };
-    lease.daemon.clone().with_context(none)
+    })
 }
 
 /// Writes one warning per line to standard error, which sublet's own programs read.

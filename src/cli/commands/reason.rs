@@ -14,53 +14,52 @@ use sublet_core::ledger::LedgerError;
 use sublet_core::oci::{Conflict, FileError, ImageError, SpecError};
 use sublet_core::request::RequestError;
 
-/// The word for an error that has no other.
-const OTHER: &str = "other";
-
 /// The word for `error`, by the first of its causes that has one.
 pub fn reason(error: &anyhow::Error) -> &'static str {
-    error.chain().find_map(known).unwrap_or(OTHER)
+    error.chain().find_map(known).unwrap_or("other")
 }
 
 fn known(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
-    let error_is = |word: &'static str| Some(word);
-    if let Some(error) = error.downcast_ref() {
-        return Some(of_admission(error));
-    }
-    if let Some(error) = error.downcast_ref() {
-        return Some(of_inventory(error));
-    }
-    if let Some(error) = error.downcast_ref() {
-        return Some(of_mps(error));
-    }
-    if let Some(error) = error.downcast_ref() {
-        return Some(of_broker(error));
-    }
-    if let Some(error) = error.downcast_ref() {
-        return Some(of_advice(error));
-    }
-    match () {
-        () if error.is::<ResultError>() => error_is("bad-file"),
-        () if error.is::<LedgerError>() => error_is("state"),
-        () if error.is::<RequestError>() => error_is("bad-request"),
-        () if error.is::<ConfigError>() => error_is("bad-configuration"),
-        () if error.is::<Conflict>() => error_is("conflict"),
-        () if error.is::<ImageError>() => error_is("bad-image"),
-        () if error.is::<SpecError>() || error.is::<FileError>() => error_is("bad-bundle"),
-        () => match (error.downcast_ref(), error.downcast_ref()) {
-            (Some(NoLease::None(_)), _) | (_, Some(ExplainError::NoContainer(_))) => error_is("no-container"),
-            (Some(NoLease::Several { .. }), _) => error_is("ambiguous"),
-            (_, Some(ExplainError::Nothing)) => error_is("bad-usage"),
-            (_, Some(ExplainError::NoShare(_))) => error_is("no-share"),
-            (_, Some(ExplainError::Stack(_))) => error_is("bad-file"),
-            (None, None) => None,
-        },
+    let of_one_kind = [
+        (error.is::<ResultError>(), "bad-file"),
+        (error.is::<LedgerError>(), "state"),
+        (error.is::<RequestError>(), "bad-request"),
+        (error.is::<ConfigError>(), "bad-configuration"),
+        (error.is::<Conflict>(), "conflict"),
+        (error.is::<ImageError>(), "bad-image"),
+        (error.is::<SpecError>() || error.is::<FileError>(), "bad-bundle"),
+    ];
+    let of_one_kind = of_one_kind.into_iter().find_map(|(is, word)| is.then_some(word));
+    of_one_kind
+        .or_else(|| error.downcast_ref().map(of_admission))
+        .or_else(|| error.downcast_ref().map(of_inventory))
+        .or_else(|| error.downcast_ref().map(of_mps))
+        .or_else(|| error.downcast_ref().map(of_broker))
+        .or_else(|| error.downcast_ref().map(of_advice))
+        .or_else(|| error.downcast_ref().map(of_no_lease))
+        .or_else(|| error.downcast_ref().map(of_nothing_explained))
+}
+
+const fn of_no_lease(error: &NoLease) -> &'static str {
+    if let NoLease::None(_) = error { "no-container" } else { "ambiguous" }
+}
+
+const fn of_nothing_explained(error: &ExplainError) -> &'static str {
+    match error {
+        ExplainError::Nothing => "bad-usage",
+        ExplainError::NoShare(_) => "no-share",
+        ExplainError::NoContainer(_) => "no-container",
+        ExplainError::Stack(_) => "bad-file",
     }
 }
 
 /// The word for a refusal. `sublet refresh` ran as a program of its own: what it failed with is found again.
 fn of_admission(error: &AdmitError) -> &'static str {
-    if let AdmitError::Own(_) = error { of_refresh() } else { error.reason() }
+    let AdmitError::Own(_) = error else { return error.reason() };
+    match config_files::load().map(|config| inventory::fingerprint(&config)) {
+        Ok(Err(error)) => of_inventory(&error),
+        _ => "driver",
+    }
 }
 
 /// The word for a question that has no answer.
@@ -82,15 +81,6 @@ pub fn of_service(error: &NotPlaced) -> &'static str {
         NotPlaced::Cdi(_) => "cdi",
         NotPlaced::Unnamed => "bad-file",
         NotPlaced::Unforeseen => "no-mig-device",
-    }
-}
-
-/// `sublet refresh` ran as a program of its own, and failed.
-fn of_refresh() -> &'static str {
-    let fingerprint = config_files::load().map(|config| inventory::fingerprint(&config));
-    match fingerprint {
-        Ok(Err(error)) => of_inventory(&error),
-        _ => "driver",
     }
 }
 

@@ -34,8 +34,14 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         println!("This host has no NVIDIA GPU.");
         return Ok(ExitCode::SUCCESS);
     };
-    for warning in set_time_slices(&inventory, config) {
-        eprintln!("sublet: warning: {warning}");
+    // NVML has no call for it, and the driver forgets it when it is reloaded, so each refresh sets it anew (nvidia-smi,
+    // "compute-policy").
+    for gpu in inventory.gpus() {
+        let Some(slice) = place::rule(gpu, config).and_then(|rule| rule.time_slice) else { continue };
+        if let Err(why) = set_time_slice(&gpu.uuid, slice, &inventory) {
+            let Device { index, uuid, .. } = gpu;
+            eprintln!("sublet: warning: the time slice of GPU {index} ({uuid}) could not be set: {why}");
+        }
     }
     if !arguments.quiet {
         let unknown = inventory.devices.iter().flat_map(Device::costs);
@@ -48,18 +54,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Sets the slice length of every device whose `[[device]]` rule names one. NVML has no call for it, and
-/// the driver forgets it when it is reloaded, so each refresh sets it anew (nvidia-smi, "compute-policy").
-fn set_time_slices(inventory: &Inventory, config: &Config) -> Vec<String> {
-    let rules = inventory.gpus().filter_map(|device| {
-        let slice = place::rule(device, config)?.time_slice?;
-        set_time_slice(&device.uuid, slice, inventory).err().map(|why| {
-            format!("the time slice of GPU {} ({}) could not be set: {why}", device.index, device.uuid)
-        })
-    });
-    rules.collect()
-}
-
+/// Sets the slice length that the `[[device]]` rule of a GPU names.
 fn set_time_slice(uuid: &str, slice: TimeSlice, inventory: &Inventory) -> Result<(), String> {
     let smi = inventory.driver.smi.as_ref();
     let smi = smi.ok_or("nvidia-smi is not installed (Debian: apt install nvidia-smi)")?;

@@ -94,23 +94,21 @@ impl Engine {
 
     /// The command that makes the engine read the file again. A reload of dockerd only adds: removed settings stay in
     /// force, and it looks for CDI devices only at its start (seen with 26.1).
-    const fn restart(self, whole: bool, systemd: bool) -> &'static str {
-        match self {
-            Self::Podman => "it takes effect with the next container; nothing has to be restarted",
-            Self::Docker if systemd && whole => "run `systemctl restart docker` to put it into effect",
-            Self::Docker if systemd => "run `systemctl reload docker` to put it into effect",
-            Self::Docker if whole => "restart dockerd to put it into effect",
+    fn restart(self, whole: bool, systemd: bool) -> String {
+        let verb = if whole || self != Self::Docker { "restart" } else { "reload" };
+        let how = match self {
+            Self::Podman => {
+                return "it takes effect with the next container; nothing has to be restarted".to_owned();
+            }
+            _ if systemd => format!("run `systemctl {verb} {}` to put it into effect", name_of(&self)),
+            Self::Docker if whole => "restart dockerd to put it into effect".to_owned(),
             Self::Docker => {
                 "send dockerd SIGHUP to put it into effect (`kill -HUP $(cat /var/run/docker.pid)`)"
+                    .to_owned()
             }
-            Self::Containerd if systemd => {
-                "run `systemctl restart containerd` to put it into effect; containers keep running"
-            }
-            Self::Crio if systemd => {
-                "run `systemctl restart crio` to put it into effect; containers keep running"
-            }
-            Self::Containerd | Self::Crio => "restart it to put it into effect; containers keep running",
-        }
+            Self::Containerd | Self::Crio => "restart it to put it into effect".to_owned(),
+        };
+        if self == Self::Docker { how } else { how + "; containers keep running" }
     }
 }
 
@@ -122,10 +120,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let dockerd = Dockerd::of(Path::new("/"), ask, arguments.config.as_deref());
     let path = path(arguments, &dockerd)?;
     let counts = counts(arguments, config)?;
-    let found = engine_files::read(&path).map_err(|error| cannot("read", &path, &error))?;
-    let wanted = edited(arguments, &path, found.as_deref(), &counts, config)
+    let found = read(&path)?;
+    let (wanted, record) = edited(arguments, &path, found.as_deref(), &counts, config)
         .with_context(|| safe(&path.to_string_lossy()))?;
-    let (wanted, record) = wanted;
     let is_dockerds = arguments.engine == Engine::Docker
         && fs::canonicalize(dockerd.file()).map_or(dockerd.file() == path, |file| file == path);
     let text = wanted.as_deref().unwrap_or("{}");
@@ -146,25 +143,31 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         println!("{}: nothing to do.", path.display());
         return Ok(ExitCode::SUCCESS);
     }
+    let notes = notes(arguments, &path, found.as_deref(), &counts);
     if arguments.dry_run {
-        print!("{}", diff(&path, found.as_deref(), wanted.as_deref()));
-        for note in notes(arguments, &path, found.as_deref(), &counts) {
-            // Standard output is the diff alone.
-            eprintln!("{note}");
-        }
+        let name = |text: &Option<String>| {
+            text.as_ref().map_or("/dev/null".to_owned(), |_| path.display().to_string())
+        };
+        let (before, after) = (found.as_deref().unwrap_or_default(), wanted.as_deref().unwrap_or_default());
+        let diff = similar::TextDiff::from_lines(before, after);
+        print!("{}", diff.unified_diff().header(&name(&found), &name(&wanted)));
+        // Standard output is the diff alone.
+        notes.iter().for_each(|note| eprintln!("{note}"));
         return Ok(ExitCode::SUCCESS);
     }
     store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
-    let whole = arguments.undo || only_at_start(found.as_deref().unwrap_or("{}"), text);
+    // What dockerd reads at its start alone.
+    let cdi = |text| docker::has_cdi(text).unwrap_or(false);
+    let resources = |text| docker::advertised(text).unwrap_or_default();
+    let before = found.as_deref().unwrap_or("{}");
+    let whole = arguments.undo || cdi(text) && !cdi(before) || resources(text) != resources(before);
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
     println!(
         "{}: {done}; {}.",
         path.display(),
         arguments.engine.restart(whole, sd_notify::booted().unwrap_or(false))
     );
-    for note in notes(arguments, &path, found.as_deref(), &counts) {
-        println!("{note}");
-    }
+    notes.iter().for_each(|note| println!("{note}"));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -183,27 +186,12 @@ pub struct Checked<'a> {
 
 /// The answer to `--check`.
 fn check(arguments: &Arguments, path: &Path, as_asked: bool) -> anyhow::Result<ExitCode> {
-    match arguments.format {
-        Format::Json => tables::json(&Checked {
-            schema: "sublet.setup/1",
-            engine: Some(name_of(&arguments.engine)),
-            file: path,
-            as_asked,
-        })?,
-        Format::Table if as_asked => println!("{}: as asked.", path.display()),
-        Format::Table => println!(
-            "{}: not as asked; the same command with --dry-run shows the difference.",
-            path.display()
-        ),
-    }
+    let engine = Some(name_of(&arguments.engine));
+    let document = Checked { schema: "sublet.setup/1", engine, file: path, as_asked };
+    let difference = "not as asked; the same command with --dry-run shows the difference";
+    let found = if as_asked { "as asked" } else { difference };
+    tables::print(arguments.format, &document, || format!("{}: {found}.", path.display()))?;
     Ok(if as_asked { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// Whether `after` has what dockerd reads at its start alone, and `before` has not.
-fn only_at_start(before: &str, after: &str) -> bool {
-    let cdi = |text| docker::has_cdi(text).unwrap_or(false);
-    let resources = |text| docker::advertised(text).unwrap_or_default();
-    cdi(after) && !cdi(before) || resources(after) != resources(before)
 }
 
 /// What Swarm is to be told, where that is asked.
@@ -222,17 +210,22 @@ fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> 
 
 /// The file to edit: the target of a link, so that the link stays.
 fn path(arguments: &Arguments, dockerd: &Dockerd) -> anyhow::Result<PathBuf> {
-    if arguments.config.is_none() {
-        refuse_unserved(arguments.engine)?;
-    }
-    let usual =
-        if arguments.engine == Engine::Docker { dockerd.file() } else { Path::new(arguments.engine.path()) };
-    let path = arguments.config.clone().unwrap_or_else(|| usual.to_owned());
-    match (fs::canonicalize(&path), fs::symlink_metadata(&path)) {
+    let path = match (&arguments.config, arguments.engine) {
+        (Some(file), _) => file,
+        (None, engine) => {
+            refuse_unserved(engine)?;
+            if engine == Engine::Docker { dockerd.file() } else { Path::new(engine.path()) }
+        }
+    };
+    match (fs::canonicalize(path), fs::symlink_metadata(path)) {
         (Ok(path), _) => Ok(path),
-        (Err(error), Ok(_)) => Err(cannot("read", &path, &error)),
+        (Err(error), Ok(_)) => Err(cannot("read", path, &error)),
         (Err(_), Err(_)) => Ok(std::path::absolute(path)?),
     }
+}
+
+fn read(path: &Path) -> anyhow::Result<Option<String>> {
+    engine_files::read(path).map_err(|error| cannot("read", path, &error))
 }
 
 /// Refuses engines that would not read the file, or that do not support what it says.
@@ -264,17 +257,14 @@ fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
 }
 
 /// The new text of the file (`None`: the file is removed), and the record beside it.
-type Edited = (Option<String>, Option<String>);
-
 fn edited(
     arguments: &Arguments,
     path: &Path,
     found: Option<&str>,
     counts: &[Count],
     config: &Config,
-) -> anyhow::Result<Edited> {
-    let record = engine_files::read(&engine_files::record(path))
-        .map_err(|error| cannot("read", &engine_files::record(path), &error))?;
+) -> anyhow::Result<(Option<String>, Option<String>)> {
+    let record = read(&engine_files::record(path))?;
     let record = record.as_deref();
     if arguments.undo {
         let text = match arguments.engine {
@@ -285,29 +275,21 @@ fn edited(
         return Ok((text, None));
     }
     let wish = wish(arguments, counts, config)?;
+    // If the directory is created for the drop-in, by this setup or by the one before.
+    let missing = path.parent().is_some_and(|directory| !directory.exists());
+    let is_made = missing || found.is_some_and(setup::made_directory);
+    let note = if is_made { setup::MADE_DIRECTORY } else { "" };
     let (text, record) = match arguments.engine {
-        Engine::Docker => docker::set_up(found, record, &wish)?,
+        Engine::Docker => docker::set_up(found, record, &wish).map(|(text, record)| (text, Some(record)))?,
         Engine::Containerd => {
             let (text, record) = containerd::set_up(found, record, &wish)?;
             containerd_imports::check(path, &text, &wish, ask)?;
-            (text, record)
+            (text, Some(record))
         }
-        Engine::Crio | Engine::Podman => {
-            let text = match arguments.engine {
-                Engine::Crio => crio::set_up(found, &wish)?,
-                _ => podman::set_up(found, &weaker(path)?, &wish)?,
-            };
-            return Ok((Some(in_directory(path, found, text)), None));
-        }
+        Engine::Crio => (crio::set_up(found, &wish)? + note, None),
+        Engine::Podman => (podman::set_up(found, &weaker(path)?, &wish)? + note, None),
     };
-    Ok((Some(text), Some(record)))
-}
-
-/// The text of the drop-in, with a note if its directory is created for it, by this setup or by the one before.
-fn in_directory(path: &Path, found: Option<&str>, text: String) -> String {
-    let missing = path.parent().is_some_and(|directory| !directory.exists());
-    let ours = missing || found.is_some_and(setup::made_directory);
-    if ours { text + setup::MADE_DIRECTORY } else { text }
+    Ok((Some(text), record))
 }
 
 fn wish(arguments: &Arguments, counts: &[Count], config: &Config) -> anyhow::Result<Wish> {
@@ -317,20 +299,16 @@ fn wish(arguments: &Arguments, counts: &[Count], config: &Config) -> anyhow::Res
     let Some(runtime) = runtime else {
         bail!("sublet-runtime is missing, both beside this program and in /usr/bin: install it first");
     };
-    let hooks_dir = hooks_dir(&own);
+    // That of the installation that this program belongs to.
+    let prefix = own.parent().and_then(Path::parent).unwrap_or(Path::new("/usr"));
+    let hooks_dir = Some(prefix.join("share/sublet/hooks.d")).filter(|dir| dir.is_dir());
+    let hooks_dir = hooks_dir.unwrap_or_else(|| PathBuf::from("/usr/share/sublet/hooks.d"));
     if arguments.engine == Engine::Podman && !hooks_dir.join("sublet.json").is_file() {
         bail!("the hook {} is missing: install it first", hooks_dir.join("sublet.json").display());
     }
     let cdi = arguments.wanted.cdi || !config.share.is_empty();
     let resources = arguments.wanted.swarm.then(|| swarm::resources(counts));
     Ok(Wish { runtime, hooks_dir, default: arguments.wanted.default(), cdi, resources })
-}
-
-/// The hook directory of the installation that `own` belongs to.
-fn hooks_dir(own: &Path) -> PathBuf {
-    let prefix = own.parent().and_then(Path::parent).unwrap_or(Path::new("/usr"));
-    let of_prefix = prefix.join("share/sublet/hooks.d");
-    if of_prefix.is_dir() { of_prefix } else { PathBuf::from("/usr/share/sublet/hooks.d") }
 }
 
 /// The files that Podman reads before the drop-in at `path`. A user's own files are read after all of root's.
@@ -343,16 +321,9 @@ fn weaker(path: &Path) -> anyhow::Result<Vec<String>> {
     }
     let mut texts = Vec::new();
     for file in files.iter().filter(|file| file.parent() != Some(directory) || file.as_path() < path) {
-        texts.extend(engine_files::read(file).map_err(|error| cannot("read", file, &error))?);
+        texts.extend(read(file)?);
     }
     Ok(texts)
-}
-
-fn diff(path: &Path, found: Option<&str>, wanted: Option<&str>) -> String {
-    let name = |text: Option<&str>| text.map_or("/dev/null".to_owned(), |_| path.display().to_string());
-    let (before, after) = (found.unwrap_or_default(), wanted.unwrap_or_default());
-    let diff = similar::TextDiff::from_lines(before, after);
-    diff.unified_diff().header(&name(found), &name(wanted)).to_string()
 }
 
 /// Writes the file. The record that an undo needs is written first.
@@ -363,17 +334,13 @@ fn store(
     (wanted, record): (Option<&str>, Option<&str>),
 ) -> anyhow::Result<()> {
     let beside = engine_files::record(path);
-    let failed = |path: &Path| {
-        let path = path.to_owned();
-        move |error: io::Error| cannot("write", &path, &error)
-    };
     if let Some(directory) = path.parent() {
-        sublet_core::fs::trusted::create(directory).map_err(failed(directory))?;
+        sublet_core::fs::trusted::create(directory).map_err(|error| cannot("write", directory, &error))?;
     }
     let before = record.and_then(|_| fs::read(&beside).ok());
     if let Some(record) = record {
         // It has the file's secrets, too.
-        replace(&beside, record.as_bytes(), 0o600).map_err(failed(&beside))?;
+        replace(&beside, record.as_bytes(), 0o600).map_err(|error| cannot("write", &beside, &error))?;
     }
     let written = match wanted {
         Some(text) => replace(path, text.as_bytes(), 0o644),
@@ -386,7 +353,7 @@ fn store(
             None => fs::remove_file(&beside),
         };
     }
-    written.map_err(failed(path))?;
+    written.map_err(|error| cannot("write", path, &error))?;
     if arguments.undo {
         let _ = fs::remove_file(beside);
         if found.is_some_and(setup::made_directory) {
@@ -401,19 +368,16 @@ fn store(
 fn notes(arguments: &Arguments, path: &Path, found: Option<&str>, counts: &[Count]) -> Vec<String> {
     let mut notes = swarm_notes(counts);
     let was = found.and_then(|text| docker::default_runtime(text).ok().flatten());
+    let was = was.filter(|was| arguments.wanted.default() && was != setup::NAME && was != "runc");
     if arguments.undo {
         notes.push(
             "Containers created with the runtime sublet cannot start without it: remove them.".to_owned(),
         );
-    } else if let Some(was) =
-        was.filter(|was| arguments.wanted.default() && was != setup::NAME && was != "runc")
-    {
-        let undo = "`sublet setup docker --undo` restores it";
-        let was = safe(&was);
+    } else if let Some(was) = was.map(|was| safe(&was)) {
         notes.push(format!(
             "The default runtime is no longer {was}: containers that name no runtime now start with \
              sublet, and without sublet.* annotations as with runc or crun. What they need of {was} they \
-             get with `--runtime {was}`. {undo}."
+             get with `--runtime {was}`. `sublet setup docker --undo` restores it."
         ));
         if was == "nvidia" {
             notes.push(
@@ -437,11 +401,10 @@ fn swarm_notes(counts: &[Count]) -> Vec<String> {
     if counts.is_empty() {
         return Vec::new();
     }
-    let without = counts.iter().filter(|count| count.fits == 0);
-    let mut notes: Vec<String> = without
-        .map(|Count { share, why, .. }| format!("Share {} fits on no GPU here: {why}.", safe(share)))
-        .collect();
-    if counts.iter().filter(|count| count.fits > 0).count() > 1 {
+    let (without, fitting): (Vec<&Count>, _) = counts.iter().partition(|count| count.fits == 0);
+    let none = |count: &&Count| format!("Share {} fits on no GPU here: {}.", safe(&count.share), count.why);
+    let mut notes: Vec<String> = without.iter().map(none).collect();
+    if fitting.len() > 1 {
         notes.push(
             "Swarm counts each share by itself, although they share GPUs: docs/swarm.md says what follows."
                 .to_owned(),
@@ -456,11 +419,10 @@ fn swarm_notes(counts: &[Count]) -> Vec<String> {
 }
 
 fn cannot(verb: &str, path: &Path, error: &io::Error) -> anyhow::Error {
+    let built = "; it is on a read-only file system: change it where that file system is built (`--dry-run` shows the \
+                 lines)";
     let hint = match error.kind() {
-        ErrorKind::ReadOnlyFilesystem => {
-            "; it is on a read-only file system: change it where that file system is built (`--dry-run` \
-             shows the lines)"
-        }
+        ErrorKind::ReadOnlyFilesystem => built,
         ErrorKind::PermissionDenied => "; run as root",
         _ => "",
     };

@@ -70,9 +70,10 @@ pub enum Command {
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
         Command::Gres { unit, node } => {
-            let node = node.clone().map_or_else(host_name, Ok)?;
+            let name = gethostname().context("gethostname")?.to_string_lossy().into_owned();
+            let node = node.as_deref().or_else(|| name.split('.').next()).unwrap_or_default();
             let inventory = fresh_inventory(config)?;
-            println!("{}", slurm::gres(&node, *unit, &inventory, config).map_err(anyhow::Error::msg)?);
+            println!("{}", slurm::gres(node, *unit, &inventory, config).map_err(anyhow::Error::msg)?);
         }
         Command::Prolog => report(prolog(config)),
         Command::Epilog => report(epilog(config)),
@@ -85,11 +86,6 @@ fn report(done: anyhow::Result<()>) {
     if let Err(error) = done {
         eprintln!("sublet: {}", super::tables::chain(&error));
     }
-}
-
-fn host_name() -> anyhow::Result<String> {
-    let name = gethostname().context("gethostname")?;
-    Ok(name.to_string_lossy().split('.').next().unwrap_or_default().to_owned())
 }
 
 /// A variable that slurmd set for the prolog and the epilog, which it runs as root in an environment of its own.
@@ -121,9 +117,9 @@ fn share_of(job: u64, config: &Config) -> anyhow::Result<Option<JobShare>> {
     }
     let node: String = variable("SLURMD_NODENAME")?;
     let shown = scontrol(&["--details", "show", "job", &job.to_string()])?;
-    let is_here = |hosts: &str| {
-        hosts == node || hosts.contains(['[', ',']) && names(hosts).is_ok_and(|names| names.contains(&node))
-    };
+    let names = |hosts: &str| scontrol(&["show", "hostnames", hosts]);
+    let is_named = |hosts: &str| names(hosts).is_ok_and(|names| names.lines().any(|name| name == node));
+    let is_here = |hosts: &str| hosts == node || hosts.contains(['[', ',']) && is_named(hosts);
     let allocation = slurm::allocation(&of_job(&shown, job), is_here).map_err(anyhow::Error::msg)?;
     if allocation == Allocation::Nothing {
         return Ok(None);
@@ -136,10 +132,6 @@ fn of_job(shown: &str, job: u64) -> String {
     let mine = format!("JobId={job}");
     let parts = shown.split("\n\n");
     parts.filter(|part| part.split_whitespace().next() == Some(&mine)).collect()
-}
-
-fn names(hosts: &str) -> anyhow::Result<Vec<String>> {
-    Ok(scontrol(&["show", "hostnames", hosts])?.lines().map(str::to_owned).collect())
 }
 
 fn scontrol(arguments: &[&str]) -> anyhow::Result<String> {
@@ -181,16 +173,16 @@ fn epilog(config: &Config) -> anyhow::Result<()> {
 fn forget_ended(config: &Config) -> anyhow::Result<()> {
     let Some(cluster) = cluster() else { return Ok(()) };
     let old = JobRecord::older_than(FORGOTTEN, &config.state_dir)?;
-    if old.is_empty() {
+    let ours = old.iter().filter(|record| record.cluster.as_deref() == Some(&cluster));
+    let ours: Vec<u64> = ours.map(|record| record.job).collect();
+    if ours.is_empty() {
         return Ok(());
     }
     let live = JobCgroup::jobs()?;
-    let is_left =
-        |record: &&JobRecord| record.cluster.as_deref() == Some(&cluster) && !live.contains(&record.job);
-    for record in old.iter().filter(is_left).take(MOST_ASKED) {
-        if has_ended(record.job)? {
-            JobRecord::remove(&config.state_dir, record.job, Some(&cluster))?;
-            println!("Removed the record of job {}, whose epilog did not run.", record.job);
+    for job in ours.into_iter().filter(|job| !live.contains(job)).take(MOST_ASKED) {
+        if has_ended(job)? {
+            JobRecord::remove(&config.state_dir, job, Some(&cluster))?;
+            println!("Removed the record of job {job}, whose epilog did not run.");
         }
     }
     Ok(())
@@ -200,10 +192,8 @@ fn forget_ended(config: &Config) -> anyhow::Result<()> {
 fn has_ended(job: u64) -> anyhow::Result<bool> {
     let shown = match scontrol(&["show", "job", &job.to_string()]) {
         Ok(shown) => of_job(&shown, job),
-        Err(error) => {
-            let is_unknown = error.to_string().contains("Invalid job id");
-            return if is_unknown { Ok(true) } else { Err(error) };
-        }
+        Err(error) if error.to_string().contains("Invalid job id") => return Ok(true),
+        Err(error) => return Err(error),
     };
     let state = shown.split_whitespace().find_map(|word| word.strip_prefix("JobState="));
     Ok(state.is_some_and(|state| ENDED.contains(&state)))
@@ -211,15 +201,14 @@ fn has_ended(job: u64) -> anyhow::Result<bool> {
 
 /// Prints what slurmstepd sets in the task's environment, or for its user why there is no share.
 fn task_prolog(config: &Config) -> ExitCode {
-    let lines = match environment(config) {
-        Ok(lines) => lines,
+    let is_written = match environment(config) {
+        Ok(lines) => std::io::stdout().write_all(lines.as_bytes()).is_ok(),
         Err(error) => {
             println!("print sublet: {}", super::tables::chain(&error));
-            return ExitCode::FAILURE;
+            false
         }
     };
-    let written = std::io::stdout().write_all(lines.as_bytes());
-    if written.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if is_written { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn environment(config: &Config) -> anyhow::Result<String> {
@@ -248,22 +237,21 @@ fn environment_in(job: u64, broker: &mut Broker, config: &Config) -> anyhow::Res
     if record.share.is_none() && record.problem.is_none() {
         return Ok(String::new());
     }
-    match asked_until_settled(broker)? {
-        Answer::Job(given) => Ok(given.map(|given| lines(&given.of_this_task())).unwrap_or_default()),
-        _ => bail!("sublet serve gave an answer that does not fit: run `systemctl restart sublet.service`"),
-    }
-}
-
-/// Slurm gives a GPU away as soon as the job before has ended, and the driver its memory back a moment later. So what may
-/// change is asked again for a while.
-fn asked_until_settled(broker: &mut Broker) -> Result<Answer, BrokerError> {
     let began = Instant::now();
     loop {
         match broker.ask(&Ask::Job) {
+            // Slurm gives a GPU away as soon as the job before has ended, and the driver its memory back a moment later. So
+            // what may change is asked again for a while.
             Err(BrokerError::Refused { temporary: true, .. }) if began.elapsed() < SETTLING => {
                 std::thread::sleep(ASK_AGAIN);
             }
-            answered => return answered,
+            Ok(Answer::Job(given)) => {
+                return Ok(given.map(|given| lines(&given.of_this_task())).unwrap_or_default());
+            }
+            Ok(_) => {
+                bail!("sublet serve gave an answer that does not fit: run `systemctl restart sublet.service`")
+            }
+            Err(error) => return Err(error.into()),
         }
     }
 }

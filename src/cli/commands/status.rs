@@ -7,7 +7,6 @@ use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::Duration;
 
-use anyhow::bail;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -18,15 +17,17 @@ use crate::mps_daemons::{self, Listed};
 use crate::names::{Names, WHY_WITHOUT_SHARE, lease_of};
 use crate::setup::dockerd::without_share;
 use crate::shown::word;
-use crate::status::{GuardEvent, Sources, Status};
+use crate::status::{Sources, Status};
 use crate::usage;
 use sublet_core::admit::{self, RefusalRecord, confirmed_inventory, is_remote};
 use sublet_core::broker::policy_limits::Left;
 use sublet_core::config::{Config, PolicyRule};
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
-use sublet_core::place;
 use sublet_core::text::safe;
+
+/// How many of the latest events of the guard are shown.
+const SHOWN: usize = 5;
 
 /// Clears a terminal: the cursor to the top left, everything below it gone (ECMA-48, CUP and ED).
 const CLEAR: &str = "\u{1b}[H\u{1b}[2J";
@@ -134,10 +135,7 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
 /// UUIDs of the devices that `text` names, with the MIG devices of a GPU.
 fn named(text: &str, inventory: &Inventory, config: &Config) -> anyhow::Result<Vec<String>> {
     let all = inventory.with_left_out();
-    let found = place::meant(text, &all, config).map_err(anyhow::Error::msg)?;
-    if found.is_empty() {
-        bail!("there is no device {}: `sublet status` lists the devices", safe(text));
-    }
+    let found = super::devices(text, &all, config)?;
     let is_in =
         |device: &&Device| found.iter().any(|named| named.uuid == device.uuid || named.uuid == device.gpu());
     let of_left_out = inventory.left_out.iter().flat_map(|gone| &gone.mig);
@@ -159,36 +157,32 @@ pub struct LastRefusal {
     started: bool,
 }
 
-impl LastRefusal {
-    fn of(record: RefusalRecord) -> Self {
-        let RefusalRecord { time, container_id, reason, uid, started } = record;
-        Self { time: tables::timestamp(time), container_id, reason, uid, started }
-    }
-}
-
+/// For root of all containers, for a user of their own.
 fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
-    let last = super::own_refusals(config).pop();
-    match (format, last) {
-        (Format::Json, last) => tables::json(&last.map(LastRefusal::of))?,
-        (Format::Table, None) if is_remote(config) => println!("No container of yours has been refused."),
-        (Format::Table, None) => println!("No container has been refused since boot."),
-        (Format::Table, Some(last)) => {
-            let started = if last.started { ", which was started" } else { "" };
-            let time = tables::timestamp(last.time);
-            println!("{time}  container {}{started}: {}", last.container_id, last.reason);
+    let (us, is_remote) = (nix::unistd::geteuid().as_raw(), is_remote(config));
+    let last = admit::refusals(config).into_iter().rfind(|record| !is_remote || record.uid == us);
+    let last = last.map(|RefusalRecord { time, container_id, reason, uid, started }| LastRefusal {
+        time: tables::timestamp(time),
+        container_id,
+        reason,
+        uid,
+        started,
+    });
+    tables::print(format, &last, || match &last {
+        None if is_remote => "No container of yours has been refused.".to_owned(),
+        None => "No container has been refused since boot.".to_owned(),
+        Some(LastRefusal { time, container_id, reason, started, .. }) => {
+            let started = if *started { ", which was started" } else { "" };
+            format!("{time}  container {container_id}{started}: {reason}")
         }
-    }
-    Ok(ExitCode::SUCCESS)
+    })
 }
 
 /// Warnings first, then the devices, the leases, the daemons, and what the guard did last.
 fn tables_of(status: &Status, own: Option<&Own>) -> String {
     let width = tables::terminal_width();
-    let mut text = String::new();
-    for warning in &status.warnings {
-        let _ = writeln!(text, "{warning}");
-    }
-    if !status.warnings.is_empty() {
+    let mut text: String = status.warnings.iter().flat_map(|warning| [warning.as_str(), "\n"]).collect();
+    if !text.is_empty() {
         text.push('\n');
     }
     let simulated = if status.driver.simulated { "  SIMULATED" } else { "" };
@@ -198,31 +192,19 @@ fn tables_of(status: &Status, own: Option<&Own>) -> String {
         let label = |uuid: &str| status.number(uuid).into_owned();
         let _ = writeln!(text, "\n{}", daemon_table(&status.mps, &label, width));
     }
-    if !status.guard.events.is_empty() && !status.guard.watching {
-        text.push('\n');
-    }
     if status.guard.watching {
         text.push_str("\nGuard: on.\n");
+    } else if !status.guard.events.is_empty() {
+        text.push('\n');
     }
-    for event in latest(&status.guard.events) {
-        let _ = writeln!(text, "{event}");
+    for event in &status.guard.events[status.guard.events.len().saturating_sub(SHOWN)..] {
+        let _ = writeln!(text, "{}  {}", event.time, event.text);
     }
     if let Some(own) = own {
         let _ = writeln!(text, "\n{own}");
     }
     text
 }
-
-/// The columns. Those with the highest number go first where a terminal is too narrow for all of them.
-const DAEMON_COLUMNS: [tables::Column; 7] = [
-    tables::Column("MPS DAEMON", 0),
-    tables::Column("GPU", 0),
-    tables::Column("STATE", 0),
-    tables::Column("PID", 2),
-    tables::Column("SM CEILING", 3),
-    tables::Column("MEMORY CEILING", 3),
-    tables::Column("CLIENTS", 1),
-];
 
 /// The table of MPS daemons; `label` names the device with a UUID.
 pub(super) fn daemon_table(
@@ -231,28 +213,26 @@ pub(super) fn daemon_table(
     width: Option<usize>,
 ) -> String {
     let or_dash = |number: Option<String>| number.unwrap_or_else(|| "-".to_owned());
+    // With the time that the daemon still waits for a lease.
+    let idle = |daemon: &Listed| match (daemon.idle_seconds, daemon.ends_in_seconds) {
+        (None, _) => String::new(),
+        (Some(idle), None) => format!(", idle for {idle} s"),
+        (Some(_), Some(left)) => format!(", idle, ends in {left} s"),
+    };
+    // Those with the highest number go first where a terminal is too narrow for all of them.
     let row = |daemon: &Listed| {
-        vec![
-            daemon.key.to_string(),
-            daemon.devices.iter().map(|uuid| label(uuid)).collect::<Vec<_>>().join(", "),
-            daemon_state(daemon),
-            or_dash(daemon.pid.map(|pid| pid.to_string())),
-            format!("{} %", daemon.ceiling_percent),
-            tables::memory_limit(daemon.ceiling_memory_bytes),
-            or_dash(daemon.clients.map(|clients| clients.to_string())),
+        let devices: Vec<String> = daemon.devices.iter().map(|uuid| label(uuid)).collect();
+        [
+            ("MPS DAEMON", 0, daemon.key.to_string()),
+            ("GPU", 0, devices.join(", ")),
+            ("STATE", 0, word(&daemon.state) + &idle(daemon)),
+            ("PID", 2, or_dash(daemon.pid.map(|pid| pid.to_string()))),
+            ("SM CEILING", 3, format!("{} %", daemon.ceiling_percent)),
+            ("MEMORY CEILING", 3, tables::memory_limit(daemon.ceiling_memory_bytes)),
+            ("CLIENTS", 1, or_dash(daemon.clients.map(|clients| clients.to_string()))),
         ]
     };
-    tables::fitting(&DAEMON_COLUMNS, &daemons.iter().map(row).collect::<Vec<_>>(), width)
-}
-
-/// The state, with the time that the daemon still waits for a lease.
-fn daemon_state(daemon: &Listed) -> String {
-    let state = word(&daemon.state);
-    match (daemon.idle_seconds, daemon.ends_in_seconds) {
-        (None, _) => state,
-        (Some(idle), None) => format!("{state}, idle for {idle} s"),
-        (Some(_), Some(left)) => format!("{state}, idle, ends in {left} s"),
-    }
+    tables::fitting_rows(daemons.iter().map(row).collect(), width)
 }
 
 // What a user without root sees below the tables: their own policy limits, and what is left of them.
@@ -318,13 +298,4 @@ fn caps(rule: &PolicyRule, left: &Left) -> Vec<String> {
     .into_iter()
     .flatten()
     .collect()
-}
-
-/// How many of the latest events are shown.
-const SHOWN: usize = 5;
-
-/// The latest of `events`, a line each.
-pub fn latest(events: &[GuardEvent]) -> Vec<String> {
-    let latest = &events[events.len().saturating_sub(SHOWN)..];
-    latest.iter().map(|event| format!("{}  {}", event.time, event.text)).collect()
 }

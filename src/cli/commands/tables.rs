@@ -49,6 +49,17 @@ pub fn fitting(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize
     with_bold_header(narrowed(columns, rows, width).0)
 }
 
+/// The header of a column, how soon it goes, and the text in it.
+pub type Cell = (&'static str, u8, String);
+
+/// [`fitting`] of rows, at least one, that have their columns with them.
+pub fn fitting_rows<const N: usize>(rows: Vec<[Cell; N]>, width: Option<usize>) -> String {
+    let column = |(header, rank, _): &Cell| Column(header, *rank);
+    let columns: Vec<Column<'_>> = rows.first().into_iter().flatten().map(column).collect();
+    let texts: Vec<_> = rows.into_iter().map(|row| row.map(|(.., text)| text).to_vec()).collect();
+    fitting(&columns, &texts, width)
+}
+
 /// [`fitting`]; `None`: not even the columns fit that never go.
 pub fn fitted(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize>) -> Option<String> {
     let (lines, fits) = narrowed(columns, rows, width);
@@ -77,12 +88,8 @@ pub fn terminal_width() -> Option<usize> {
     width_of(std::io::stdout())
 }
 
-/// As [`terminal_width`], of standard error.
-pub fn error_width() -> Option<usize> {
-    width_of(std::io::stderr())
-}
-
-fn width_of(output: impl AsFd) -> Option<usize> {
+/// As [`terminal_width`], of `output`.
+pub fn width_of(output: impl AsFd) -> Option<usize> {
     // What is no terminal has no size.
     let size = rustix::termios::tcgetwinsize(output).ok()?;
     Some(usize::from(size.ws_col)).filter(|width| *width > 0)

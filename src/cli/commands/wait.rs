@@ -49,7 +49,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let request =
         if annotations.is_empty() { None } else { Some(request::parse(&annotations, None, None, config)?) };
     let deadline = Instant::now() + arguments.timeout;
-    let mut progress = Progress::default();
+    let mut said = None;
     loop {
         match look(request.as_ref(), config) {
             // An instance would be created.
@@ -61,28 +61,20 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),
             Err(error) => {
-                progress.say(&error.to_string(), deadline.saturating_duration_since(Instant::now()));
+                say(&mut said, error.to_string(), deadline.saturating_duration_since(Instant::now()));
                 std::thread::sleep(LOOK_AGAIN);
             }
         }
     }
 }
 
-/// What is waited for, told to a terminal: at once, and then every [`SAY_AGAIN`] or when the reason changes.
-#[derive(Default)]
-struct Progress {
-    said: Option<(Instant, String)>,
-}
-
-impl Progress {
-    fn say(&mut self, why: &str, left: Duration) {
-        let is_new = self.said.as_ref().is_none_or(|(at, said)| said != why || at.elapsed() >= SAY_AGAIN);
-        if !is_new || !std::io::stderr().is_terminal() {
-            return;
-        }
+/// Tells a terminal what is waited for: at once, and then every [`SAY_AGAIN`] or when the reason changes.
+fn say(said: &mut Option<(Instant, String)>, why: String, left: Duration) {
+    let is_new = said.as_ref().is_none_or(|(at, said)| *said != why || at.elapsed() >= SAY_AGAIN);
+    if is_new && std::io::stderr().is_terminal() {
         let left = Duration::from_secs(left.as_secs() + u64::from(left.subsec_nanos() > 0));
         eprintln!("sublet: waiting for up to {}: {why}", humantime::format_duration(left));
-        self.said = Some((Instant::now(), why.to_owned()));
+        *said = Some((Instant::now(), why));
     }
 }
 
@@ -91,12 +83,9 @@ fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
     let Some(request) = request else { return Ok(()) };
     let store = Store::open(&config.state_dir)?;
     if !is_remote(config) {
-        match Local::new(config).update(|_| ()) {
-            Ok(()) => {}
-            // Nothing more can be known here than what the error says.
-            Err(error) if error.is_elsewhere() => {}
-            Err(error) => return Err(error.into()),
-        }
+        // Elsewhere nothing more can be known than what the error says.
+        let updated = Local::new(config).update(|_| ());
+        updated.or_else(|error| if error.is_elsewhere() { Ok(()) } else { Err(error) })?;
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     preview(request, &id, &mut inventory, &store.peek()?, Whose::callers(config), config)?;

@@ -24,26 +24,18 @@ pub(super) fn docker(host: &Host<'_>) -> Outcome {
     let (dockerd, text) = host.dockerd();
     let file = shown(dockerd.file());
     let runtime = daemon_json::runtime(&text);
+    let by_cdi = !host.config.share.is_empty() && daemon_json::has_cdi(&text).unwrap_or(false);
     match runtime.and_then(|runtime| dockerd.starts_with(&text).map(|()| runtime)) {
         Err(error) => fail(format!("{file}: {error}"), format!("correct {file}")),
         Ok(None) if dockerd.runtime().is_some() => daemon(host, &file),
-        Ok(None) if shares_by_cdi(host, &text) => pass("no runtime sublet; shares are used as CDI devices"),
+        Ok(None) if by_cdi => pass("no runtime sublet; shares are used as CDI devices"),
         Ok(None) => warn(format!("{file} has no runtime sublet"), "sublet setup docker"),
-        Ok(Some(path)) if !is_there(host, &path) => fail(
+        Ok(Some(path)) if host.program(&path).is_none() => fail(
             format!("runtime sublet is {}, which does not exist", safe(&path)),
             "sublet setup docker --undo, then sublet setup docker",
         ),
         Ok(Some(_)) => daemon(host, &file),
     }
-}
-
-/// A program without a slash is looked up in PATH, as dockerd does.
-fn is_there(host: &Host<'_>, program: &str) -> bool {
-    if program.contains('/') { host.at(program).is_file() } else { host.program(program).is_some() }
-}
-
-fn shares_by_cdi(host: &Host<'_>, text: &str) -> bool {
-    !host.config.share.is_empty() && daemon_json::has_cdi(text).unwrap_or(false)
 }
 
 /// Checks what the running daemon reports.

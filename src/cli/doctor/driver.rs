@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::PathBuf;
 
 use super::{Host, Outcome, fail, pass, shown, skip, warn};
 use crate::proc::processes;
@@ -81,30 +80,22 @@ fn majors(host: &Host<'_>) -> Majors {
 /// Every device node that containers with whole GPUs get.
 fn wanted(host: &Host<'_>) -> Vec<Node> {
     let majors = majors(host);
-    let node =
-        |name: String, major, minor| Node { path: PathBuf::from(format!("/dev/{name}")), major, minor };
+    let node = |name: String, major, minor| Node { path: format!("/dev/{name}").into(), major, minor };
+    let gpus = fs::read_dir(host.driver("/proc/driver/nvidia/gpus")).into_iter().flatten().flatten();
+    let minor = |gpu: fs::DirEntry| {
+        let text = fs::read_to_string(gpu.path().join("information")).ok()?;
+        text.lines().find_map(|line| line.strip_prefix("Device Minor:"))?.trim().parse().ok()
+    };
+    // Of every GPU that the driver lists.
+    let mut minors: Vec<u32> = gpus.filter_map(minor).collect();
+    minors.sort_unstable();
     let mut nodes = Vec::new();
     if let Some(major) = majors.nvidia {
         nodes.push(node("nvidiactl".into(), major, 255));
-        nodes.extend(minors(host).into_iter().map(|minor| node(format!("nvidia{minor}"), major, minor)));
+        nodes.extend(minors.into_iter().map(|minor| node(format!("nvidia{minor}"), major, minor)));
     }
-    if let Some(major) = majors.uvm {
-        nodes.push(node("nvidia-uvm".into(), major, 0));
-    }
+    nodes.extend(majors.uvm.map(|major| node("nvidia-uvm".into(), major, 0)));
     nodes
-}
-
-/// The `Device Minor` of every GPU that the driver lists.
-fn minors(host: &Host<'_>) -> Vec<u32> {
-    let gpus = fs::read_dir(host.driver("/proc/driver/nvidia/gpus")).into_iter().flatten().flatten();
-    let minor = |text: String| {
-        let line = text.lines().find_map(|line| line.strip_prefix("Device Minor:"))?;
-        line.trim().parse().ok()
-    };
-    let mut minors: Vec<u32> =
-        gpus.filter_map(|gpu| minor(fs::read_to_string(gpu.path().join("information")).ok()?)).collect();
-    minors.sort_unstable();
-    minors
 }
 
 /// Whether the nodes exist, and who may open them.
@@ -113,10 +104,8 @@ pub(super) fn nodes(host: &Host<'_>) -> Outcome {
     if nodes.is_empty() {
         return fail("no device nodes, because no module is loaded", "see kernel-modules");
     }
-    let wrong: Vec<String> = nodes
-        .iter()
-        .filter_map(|node| check_node(&host.config.driver.root, node).err().map(|error| error.to_string()))
-        .collect();
+    let wrong = nodes.iter().filter_map(|node| check_node(&host.config.driver.root, node).err());
+    let wrong: Vec<String> = wrong.map(|error| error.to_string()).collect();
     if !wrong.is_empty() {
         return fail(
             wrong.join("; "),
@@ -147,16 +136,15 @@ fn permissions(count: usize, mode: u32) -> Outcome {
 
 /// Whether NVML answers.
 pub(super) fn nvml(host: &Host<'_>) -> Outcome {
-    match &host.inventory {
-        Ok(inventory) => {
-            let costs: Vec<String> = inventory.devices.iter().flat_map(Device::costs).collect();
-            if costs.is_empty() {
-                return pass(format!("{} GPUs answer", inventory.gpus().count()));
-            }
-            warn(costs.join("; "), "nothing, where the GPU does not have it; else see `dmesg | grep -i nvrm`")
-        }
-        Err(error) => fail(error.clone(), "do what the message says, then run `sublet refresh`"),
+    let inventory = match &host.inventory {
+        Ok(inventory) => inventory,
+        Err(error) => return fail(error.clone(), "do what the message says, then run `sublet refresh`"),
+    };
+    let costs: Vec<String> = inventory.devices.iter().flat_map(Device::costs).collect();
+    if costs.is_empty() {
+        return pass(format!("{} GPUs answer", inventory.gpus().count()));
     }
+    warn(costs.join("; "), "nothing, where the GPU does not have it; else see `dmesg | grep -i nvrm`")
 }
 
 /// Whether the inventory, which the shim and the hook read, is current.
@@ -177,12 +165,9 @@ pub(super) fn inventory(host: &Host<'_>) -> Outcome {
 pub(super) fn caps(host: &Host<'_>) -> Outcome {
     let Ok(inventory) = &host.inventory else { return skip("unknown without an inventory") };
     let parts: Vec<_> = inventory.devices.iter().filter(|device| device.is_mig()).collect();
-    let missing: Vec<String> = parts
-        .iter()
-        .flat_map(|device| &device.nodes)
-        .filter(|node| check_node(&host.config.driver.root, node).is_err())
-        .map(|node| shown(&node.path))
-        .collect();
+    let missing = parts.iter().flat_map(|device| &device.nodes);
+    let missing = missing.filter(|node| check_node(&host.config.driver.root, node).is_err());
+    let missing: Vec<String> = missing.map(|node| shown(&node.path)).collect();
     match (parts.len(), missing.is_empty()) {
         (0, _) => skip("no MIG instances"),
         (count, true) => pass(format!("all nodes of {count} MIG instances")),
@@ -225,19 +210,16 @@ pub(super) fn persistence(host: &Host<'_>) -> Outcome {
     if host.quick {
         return skip("no nvidia-persistenced; --quick does not ask for the persistence mode");
     }
-    let smi = host.inventory.as_ref().ok().and_then(|inventory| inventory.driver.smi.clone());
+    let smi = host.inventory.as_ref().ok().and_then(|inventory| inventory.driver.smi.as_ref());
     let query = ["--query-gpu=persistence_mode", "--format=csv,noheader"];
     let told = smi.and_then(|smi| (host.ask)(&[&*smi.to_string_lossy(), query[0], query[1]]));
-    match told {
-        Some(told) if told.contains("Enabled") && !told.contains("Disabled") => {
-            pass("persistence mode is on")
-        }
-        _ => warn(
-            "the driver unloads when no process uses it: the next container waits for it, and settings are \
-             lost",
-            "systemctl enable --now nvidia-persistenced (or `nvidia-smi -pm 1`)",
-        ),
+    if told.is_some_and(|told| told.contains("Enabled") && !told.contains("Disabled")) {
+        return pass("persistence mode is on");
     }
+    warn(
+        "the driver unloads when no process uses it: the next container waits for it, and settings are lost",
+        "systemctl enable --now nvidia-persistenced (or `nvidia-smi -pm 1`)",
+    )
 }
 
 /// Checks for compute modes that are neither the driver's default nor set by sublet.
@@ -252,14 +234,10 @@ pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
         return pass("DEFAULT, or set by sublet");
     }
     let found = strange.iter().map(|gpu| format!("GPU {} is {}", gpu.index, gpu.compute_mode.as_str()));
+    let found = found.collect::<Vec<_>>().join(", ");
     let fix = strange.iter().map(|gpu| format!("nvidia-smi -i {} -c DEFAULT", gpu.uuid));
-    warn(
-        format!(
-            "{}: this prevents time-slicing and dedicated MPS servers",
-            found.collect::<Vec<_>>().join(", ")
-        ),
-        fix.collect::<Vec<_>>().join(" && "),
-    )
+    let fix = fix.collect::<Vec<_>>().join(" && ");
+    warn(format!("{found}: this prevents time-slicing and dedicated MPS servers"), fix)
 }
 
 #[cfg(test)]

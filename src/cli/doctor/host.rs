@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::os::unix::fs::FileTypeExt as _;
-use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use nix::sys::statvfs::{FsFlags, statvfs};
@@ -29,37 +28,25 @@ const EARLIEST: u64 = 1_735_689_600;
 /// Whether the kernel has the system calls that are needed. `mount_setattr(2)`, which the hook needs where a container
 /// exists already, is told by the version: it has no harmless call.
 pub(super) fn kernel(_: &Host<'_>) -> Outcome {
-    let release = uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
-    match check_kernel() {
-        Err(error) => fail(safe(&error.to_string()), "boot a kernel of Linux 5.6 or later"),
-        Ok(()) => of_hooks(&release),
+    let release = uname().map(|name| safe(&name.release().to_string_lossy())).unwrap_or_default();
+    if let Err(error) = check_kernel() {
+        return fail(safe(&error.to_string()), "boot a kernel of Linux 5.6 or later");
     }
-}
-
-fn of_hooks(release: &str) -> Outcome {
-    if version(release).is_some_and(|has| has < vec![5, 12]) {
+    if version(&release).is_some_and(|has| has < vec![5, 12]) {
         return warn(
             format!(
-                "Linux {}: hooks at prestart and createRuntime, and CDI devices without the shim, need 5.12",
-                safe(release)
+                "Linux {release}: hooks at prestart and createRuntime, and CDI devices without the shim, need 5.12"
             ),
             "start containers with sublet-runtime, or boot a newer kernel",
         );
     }
-    pass(format!("Linux {}", safe(release)))
+    pass(format!("Linux {release}"))
 }
 
 /// Checks the low-level runtimes of `[runtime] low_level`.
 pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
     let names = &host.config.runtime.low_level;
-    let path = |name: &String| {
-        if name.contains('/') {
-            Some(PathBuf::from(name)).filter(|path| path.is_file())
-        } else {
-            host.program(name)
-        }
-    };
-    let there: Vec<_> = names.iter().filter_map(path).collect();
+    let there: Vec<_> = names.iter().filter_map(|name| host.program(name)).collect();
     let Some(first) = there.first() else {
         return fail(
             format!("none of {} is installed", safe(&names.join(", "))),
@@ -70,14 +57,14 @@ pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
     for program in &there {
         let told = (host.ask)(&[&*program.to_string_lossy(), "--version"]).unwrap_or_default();
         let line = safe(told.lines().next().unwrap_or_default());
-        let oldest =
-            OLDEST.iter().find(|(name, _)| told.starts_with(name)).map(|(_, oldest)| oldest.to_vec());
-        if version(&told).zip(oldest.clone()).is_some_and(|(has, oldest)| has < oldest) {
-            let oldest: Vec<String> = oldest.unwrap_or_default().iter().map(ToString::to_string).collect();
-            return warn(
-                format!("{line} is older than any tested version"),
-                format!("install {} or later", oldest.join(".")),
-            );
+        let oldest = OLDEST.iter().find(|(name, _)| told.starts_with(name)).map(|(_, oldest)| oldest);
+        if let Some((has, [major, minor])) = version(&told).zip(oldest) {
+            if has[..] < [*major, *minor][..] {
+                return warn(
+                    format!("{line} is older than any tested version"),
+                    format!("install {major}.{minor} or later"),
+                );
+            }
         }
         found.extend(Some(line).filter(|line| !line.is_empty()));
     }
@@ -131,17 +118,15 @@ pub(super) fn serve(host: &Host<'_>) -> Outcome {
             format!("rm {} && systemctl restart sublet.socket", shown(&path)),
         );
     }
-    let asked = if host.quick { Ok(()) } else { Broker::answers(host.config, ANSWER_LIMIT) };
-    match asked {
-        Err(error @ BrokerError::NotRunning { .. }) => {
-            warn(error.to_string(), "systemctl restart sublet.socket")
-        }
-        Err(error) => warn(error.to_string(), "systemctl restart sublet.service"),
-        Ok(()) => {
-            let verb = if host.quick { "is there" } else { "answers" };
-            unguarded(&sight).unwrap_or_else(|| pass(format!("{} {verb}", shown(&path))))
+    if !host.quick {
+        if let Err(error) = Broker::answers(host.config, ANSWER_LIMIT) {
+            let is_down = matches!(error, BrokerError::NotRunning { .. });
+            let unit = if is_down { "sublet.socket" } else { "sublet.service" };
+            return warn(error.to_string(), format!("systemctl restart {unit}"));
         }
     }
+    let verb = if host.quick { "is there" } else { "answers" };
+    unguarded(&sight).unwrap_or_else(|| pass(format!("{} {verb}", shown(&path))))
 }
 
 fn without_socket(host: &Host<'_>, sight: &Sight) -> Outcome {
@@ -181,19 +166,19 @@ pub(super) fn policy(host: &Host<'_>) -> Outcome {
     if !unknown.is_empty() {
         return warn(format!("[[policy]] names {}", unknown.join(", ")), "correct the names in /etc/sublet");
     }
-    match host.config.policy.len() {
-        0 => pass("no rules: only root can take shares"),
-        count => pass(format!("{count} rules; all their users and groups exist")),
-    }
+    pass(match host.config.policy.len() {
+        0 => "no rules: only root can take shares".to_owned(),
+        count => format!("{count} rules; all their users and groups exist"),
+    })
 }
 
 /// The user or group of a rule, if this host does not know it.
 pub(crate) fn unknown(rule: &PolicyRule) -> Option<String> {
-    let number = |name: &String| name == "*" || name.parse::<u32>().is_ok();
-    let user =
-        rule.user.as_ref().filter(|name| !number(name) && !matches!(User::from_name(name), Ok(Some(_))));
-    let group =
-        rule.group.as_ref().filter(|name| !number(name) && !matches!(Group::from_name(name), Ok(Some(_))));
+    let is_name = |name: &&String| *name != "*" && name.parse::<u32>().is_err();
+    let user = rule.user.as_ref().filter(is_name);
+    let user = user.filter(|name| !matches!(User::from_name(name), Ok(Some(_))));
+    let group = rule.group.as_ref().filter(is_name);
+    let group = group.filter(|name| !matches!(Group::from_name(name), Ok(Some(_))));
     user.map(|name| format!("user {}", safe(name)))
         .or_else(|| group.map(|name| format!("group {}", safe(name))))
 }

@@ -23,18 +23,17 @@ pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
         Some(format!("container {}: {why}", safe(&lease.container.name())))
     };
     let unended: Vec<String> = settled.leases.iter().filter_map(unended).collect();
-    if gone.is_empty() && !unended.is_empty() {
-        return warn(
-            unended.join("; "),
-            "sublet gc; what it does not end is named with the command that does",
-        );
+    let gone = gone.iter().map(|lease| format!("{} of {}", lease.id, lease.container.name()));
+    let gone = gone.collect::<Vec<_>>().join(", ");
+    match (gone.is_empty(), unended.is_empty()) {
+        (false, _) => {
+            warn(format!("the containers of these leases have ended: {}", safe(&gone)), "sublet gc")
+        }
+        (true, false) => {
+            warn(unended.join("; "), "sublet gc; what it does not end is named with the command that does")
+        }
+        (true, true) => pass(format!("{}, each with a container that runs", settled.leases.len())),
     }
-    if gone.is_empty() {
-        return pass(format!("{}, each with a container that runs", settled.leases.len()));
-    }
-    let names: Vec<String> =
-        gone.iter().map(|lease| format!("{} of {}", lease.id, lease.container.name())).collect();
-    warn(format!("the containers of these leases have ended: {}", safe(&names.join(", "))), "sublet gc")
 }
 
 /// Reports running containers whose device cgroup does not allow their GPU any more.
@@ -73,8 +72,9 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
         let process = live_proc_dir(proc.join(pid.to_string()));
         let in_container = namespace(&process, "mnt").is_some_and(|mounts| Some(mounts) != own);
         if let Some(user) = in_container.then(|| user(pid, &process)).flatten() {
-            let ours = leased.contains(&user.pid_namespace) || is_of_a_lease(&user.container, ledger);
-            if !ours {
+            // Containers that share a PID namespace are told apart by the id in the cgroup's name.
+            let is_its = |lease: &Lease| lease.container.id.starts_with(&user.container);
+            if !leased.contains(&user.pid_namespace) && !ledger.leases.iter().any(is_its) {
                 found.entry(user.container.clone()).or_insert(user);
             }
         }
@@ -82,6 +82,9 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
     if found.is_empty() {
         return pass("no container has a GPU without a lease");
     }
+    let describe = |User { pid, name, node, container, .. }: &User| {
+        format!("{} (pid {pid} {}, {node})", safe(container), safe(name))
+    };
     let names: Vec<String> = found.values().map(describe).collect();
     warn(
         format!("containers with a GPU and no lease: {}", names.join(", ")),
@@ -89,18 +92,9 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
     )
 }
 
-fn describe(user: &User) -> String {
-    format!("{} (pid {} {}, {})", safe(&user.container), user.pid, safe(&user.name), user.node)
-}
-
 /// The PID namespaces of containers with leases.
 fn leased(ledger: &Ledger) -> BTreeSet<u64> {
     ledger.leases.iter().filter_map(|lease| lease.init.as_ref()).map(|init| init.pid_namespace).collect()
-}
-
-/// Compares the container id in the cgroup's name, for containers that share a PID namespace.
-fn is_of_a_lease(container: &str, ledger: &Ledger) -> bool {
-    ledger.leases.iter().any(|lease| lease.container.id.starts_with(container))
 }
 
 /// Describes `process` if its cgroup is a container's and it can reach a GPU's device node.

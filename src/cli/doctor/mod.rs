@@ -97,14 +97,6 @@ pub struct Host<'a> {
     pub containers: Result<Option<Containers>, String>,
 }
 
-/// The ledger as recorded, if no container's lease is in one on another file system. Only a check has the time to look for
-/// that where there is a ledger.
-fn whole(store: &Store) -> Result<Ledger, LedgerError> {
-    let ledger = store.peek()?;
-    store.check_containers(&ledger)?;
-    Ok(ledger)
-}
-
 impl<'a> Host<'a> {
     /// This machine. `probe` asks NVML, whose calls may hang with the driver. With `quick` the inventory as last
     /// written is used and NVML is not asked.
@@ -116,11 +108,17 @@ impl<'a> Host<'a> {
     ) -> Self {
         let inventory =
             if quick { inventory::load(config).map_err(|error| error.to_string()) } else { probe() };
-        // Opening the store would create the directory.
-        let ledger = if config.state_dir.exists() {
-            Store::open(&config.state_dir).and_then(|store| whole(&store)).map_err(|error| error.to_string())
-        } else {
-            Ok(Ledger::empty(""))
+        let ledger = || -> Result<Ledger, LedgerError> {
+            // Opening the store would create the directory.
+            if !config.state_dir.exists() {
+                return Ok(Ledger::empty(""));
+            }
+            let store = Store::open(&config.state_dir)?;
+            let ledger = store.peek()?;
+            // Whether a container's lease is in a ledger on another file system. Only a check has the time to look for that
+            // where there is a ledger.
+            store.check_containers(&ledger)?;
+            Ok(ledger)
         };
         Self {
             root: PathBuf::from("/"),
@@ -128,7 +126,7 @@ impl<'a> Host<'a> {
             quick,
             ask: if quick { |_| None } else { ask },
             inventory,
-            ledger,
+            ledger: ledger().map_err(|error| error.to_string()),
             containers: config_files::load_containers().map_err(|error| error.to_string()),
         }
     }
@@ -152,8 +150,11 @@ impl<'a> Host<'a> {
         (dockerd, text.unwrap_or_else(|| "{}".to_owned()))
     }
 
-    /// Finds a program in the directories of administrators' PATH.
+    /// A program's file; without a slash in its name, in the directories of administrators' PATH.
     fn program(&self, name: &str) -> Option<PathBuf> {
+        if name.contains('/') {
+            return Some(self.at(name)).filter(|path| path.is_file());
+        }
         let directories = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
         directories.iter().map(|dir| self.at(dir).join(name)).find(|path| path.is_file())
     }
@@ -198,12 +199,11 @@ const CHECKS: [(&str, bool, Test); 30] = [
 /// Runs every check, or only the quick ones, in the order in which problems are best fixed.
 pub fn run(host: &Host<'_>) -> Vec<Check> {
     let chosen = CHECKS.iter().filter(|(_, is_quick, _)| *is_quick || !host.quick);
-    chosen
-        .map(|(check, _, test)| {
-            let Outcome(result, found, fix) = test(host);
-            Check { check, result, found, fix }
-        })
-        .collect()
+    let run = |(check, _, test): &(&'static str, bool, Test)| {
+        let Outcome(result, found, fix) = test(host);
+        Check { check, result, found, fix }
+    };
+    chosen.map(run).collect()
 }
 
 /// A path as messages show it.

@@ -39,15 +39,12 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
         Ok(effective) => effective,
         Err(error) => return fail(error, "correct that file"),
     };
-    let Some(ours) =
-        directories.iter().map(|dir| host.at(dir).join("sublet.json")).find(|path| path.is_file())
-    else {
+    let mut hooks = directories.iter().map(|dir| host.at(dir).join("sublet.json"));
+    let Some(ours) = hooks.find(|path| path.is_file()) else {
         let by = by.map(|file| format!(", says {}", shown(&file))).unwrap_or_default();
+        let list = safe(&directories.join(" "));
         return warn(
-            format!(
-                "hooks_dir is {}{by}, and sublet's hook is in none of these directories",
-                safe(&directories.join(" "))
-            ),
+            format!("hooks_dir is {list}{by}, and sublet's hook is in none of these directories"),
             "sublet setup podman",
         );
     };
@@ -100,7 +97,14 @@ fn effective(
 /// Finds a user whose own settings leave out sublet's hook.
 fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
     let ours = |list: &[String]| list.iter().any(|dir| host.at(dir).join("sublet.json").is_file());
-    for home in homes(host) {
+    // The home directories of ordinary users.
+    let passwd = host.text("/etc/passwd").unwrap_or_default();
+    let home = |line: &str| {
+        let fields: Vec<&str> = line.split(':').collect();
+        let uid: u32 = fields.get(2)?.parse().ok()?;
+        fields.get(5).filter(|_| uid >= 1000).map(|home| host.at(home))
+    };
+    for home in passwd.lines().filter_map(home) {
         let own = home.join(".config/containers");
         let files =
             [vec![own.join("containers.conf")], drop_ins(&own.join("containers.conf.d"), "conf")].concat();
@@ -121,17 +125,6 @@ fn read_users(path: &Path) -> io::Result<Option<String>> {
     bytes.map(|bytes| String::from_utf8(bytes).map_err(io::Error::other)).transpose()
 }
 
-/// The home directories of ordinary users.
-fn homes(host: &Host<'_>) -> Vec<PathBuf> {
-    let passwd = host.text("/etc/passwd").unwrap_or_default();
-    let home = |line: &str| {
-        let fields: Vec<&str> = line.split(':').collect();
-        let uid: u32 = fields.get(2)?.parse().ok()?;
-        (uid >= 1000).then(|| fields.get(5).map(|home| host.at(home)))?
-    };
-    passwd.lines().filter_map(home).collect()
-}
-
 /// Checks for hooks in the shared directories that make engines fail.
 pub(super) fn precreate(host: &Host<'_>) -> Outcome {
     let files: Vec<PathBuf> = SHARED.iter().flat_map(|dir| drop_ins(&host.at(dir), "json")).collect();
@@ -143,8 +136,8 @@ pub(super) fn precreate(host: &Host<'_>) -> Outcome {
                 format!("rm {}", shown(file)),
             );
         };
-        let stages = value.get("stages").and_then(Value::as_array).cloned().unwrap_or_default();
-        if stages.iter().any(|stage| stage == "precreate") {
+        let stages = value.get("stages").and_then(Value::as_array);
+        if stages.is_some_and(|stages| stages.iter().any(|stage| stage == "precreate")) {
             return fail(
                 format!(
                     "{} has the stage precreate, on which podman build, buildah and CRI-O fail",

@@ -32,13 +32,8 @@ pub(super) fn jobs(host: &Host<'_>) -> Outcome {
         );
     };
     let Some(node) = node(host) else { return skip("Slurm has no node on this host") };
-    let problems: Vec<Outcome> = match programs(host, &config) {
-        Ok(mut problems) => {
-            problems.extend(limits(&config));
-            problems.extend(gres(host, &node));
-            problems.extend(unused(&node));
-            problems
-        }
+    let problems = match programs(host, &config) {
+        Ok(problems) => [problems, limits(&config), gres(host, &node), unused(&node)].concat(),
         Err(unbounded) => vec![unbounded],
     };
     let joined = |Outcome(one, found, fix), Outcome(other, also, more)| {
@@ -113,10 +108,10 @@ fn runs(host: &Host<'_>, values: &[&str], name: &str) -> Runs {
     if values.iter().any(|value| files(value).iter().any(calls)) {
         return Runs::Sublets;
     }
-    let missing = values.iter().find(|value| !is_glob(value) && !host.at(value).exists());
-    match missing.map(|value| Runs::Missing(safe(value))) {
-        Some(missing) => missing,
-        None => values.first().map_or(Runs::Nothing, |value| Runs::Unknown(safe(value))),
+    match (values.iter().find(|value| !is_glob(value) && !host.at(value).exists()), values.first()) {
+        (Some(missing), _) => Runs::Missing(safe(missing)),
+        (None, Some(value)) => Runs::Unknown(safe(value)),
+        (None, None) => Runs::Nothing,
     }
 }
 
@@ -144,14 +139,13 @@ fn limits(config: &str) -> Vec<Outcome> {
             "PrologFlags=Alloc,Contain in slurm.conf",
         ));
     }
-    let [cgroups, devices] = [has("TaskPlugin", "task/cgroup"), value("ConstrainDevices") == "yes"];
-    if !cgroups || !devices {
-        let missing = [
-            (cgroups, "TaskPlugin=task/cgroup in slurm.conf"),
-            (devices, "ConstrainDevices=yes in cgroup.conf"),
-        ];
-        let missing: Vec<&str> =
-            missing.iter().filter(|(is_there, _)| !is_there).map(|(_, line)| *line).collect();
+    let lines = [
+        (has("TaskPlugin", "task/cgroup"), "TaskPlugin=task/cgroup in slurm.conf"),
+        (value("ConstrainDevices") == "yes", "ConstrainDevices=yes in cgroup.conf"),
+    ];
+    let missing: Vec<&str> =
+        lines.iter().filter_map(|(is_there, line)| (!is_there).then_some(*line)).collect();
+    if !missing.is_empty() {
         found.push(warn("every job may open every GPU", missing.join(", ")));
     }
     found
@@ -160,14 +154,9 @@ fn limits(config: &str) -> Vec<Outcome> {
 /// How many of a kind of GRES a node has: `Gres=gpu:h200:4(S:0-1),shard:32`.
 fn count(node: &str, kind: &str) -> Option<u64> {
     let gres = node.split_whitespace().find_map(|word| word.strip_prefix("Gres="))?;
-    let mut outside = true;
-    let plain: String = gres
-        .chars()
-        .filter(|&letter| {
-            outside = letter == ')' || outside && letter != '(';
-            outside && letter != ')'
-        })
-        .collect();
+    // Without what stands in parentheses.
+    let outside = gres.split('(').map(|part| part.rsplit(')').next().unwrap_or_default());
+    let plain: String = outside.collect();
     let each = plain.split(',').filter(|part| part.split(':').next() == Some(kind));
     let counts: Vec<u64> =
         each.map(|part| part.rsplit(':').next().and_then(|many| many.parse().ok()).unwrap_or(1)).collect();
@@ -207,15 +196,15 @@ fn gres(host: &Host<'_>, node: &str) -> Vec<Outcome> {
 }
 
 /// Slurm's reason not to use the node.
-fn unused(node: &str) -> Option<Outcome> {
+fn unused(node: &str) -> Vec<Outcome> {
     let line = |key: &str| node.lines().find_map(|line| line.trim().strip_prefix(key));
-    let state = line("State=")?.split_whitespace().next()?;
-    let is_unused = ["DRAIN", "DOWN", "INVAL", "FAIL"].iter().any(|word| state.contains(word));
+    let state = line("State=").and_then(|state| state.split_whitespace().next()).unwrap_or_default();
+    if !["DRAIN", "DOWN", "INVAL", "FAIL"].iter().any(|word| state.contains(word)) {
+        return Vec::new();
+    }
     let reason = line("Reason=").unwrap_or("no reason is given");
-    is_unused.then(|| {
-        let fix = "remove the reason, then `scontrol update NodeName=NODE State=RESUME`";
-        warn(format!("Slurm starts no job here: {}: {}", safe(state), safe(reason)), fix)
-    })
+    let fix = "remove the reason, then `scontrol update NodeName=NODE State=RESUME`";
+    vec![warn(format!("Slurm starts no job here: {}: {}", safe(state), safe(reason)), fix)]
 }
 
 fn found(config: &str, node: &str) -> String {

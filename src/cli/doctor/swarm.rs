@@ -1,6 +1,6 @@
 //! Docker Swarm: whether it counts the shares that this node's GPUs hold.
 
-use serde::Deserialize;
+use serde_json::Value;
 
 use super::{Host, Outcome, fail, pass, shown, skip, warn};
 use crate::setup::NAME;
@@ -56,23 +56,15 @@ fn stale(host: &Host<'_>, listed: &[String]) -> Option<Outcome> {
 
 /// What the running dockerd tells Swarm of shares; `None` if it does not answer or was not asked.
 fn dockerd_resources(host: &Host<'_>) -> Option<Vec<String>> {
-    #[derive(Deserialize)]
-    #[serde(rename_all = "PascalCase")]
-    struct Resource {
-        discrete_resource_spec: Option<Discrete>,
-    }
-    #[derive(Deserialize)]
-    #[serde(rename_all = "PascalCase")]
-    struct Discrete {
-        kind: String,
-        value: i64,
-    }
     host.program("dockerd")?;
     let answer = (host.ask)(&["docker", "info", "--format", "{{json .GenericResources}}"])?;
-    let all: Option<Vec<Resource>> = serde_json::from_str(answer.trim()).ok()?;
-    let discrete = all.into_iter().flatten().filter_map(|resource| resource.discrete_resource_spec);
-    let ours = discrete.filter(|resource| resource.kind.starts_with(RESOURCE));
-    Some(sorted(ours.map(|resource| format!("{}={}", resource.kind, resource.value)).collect()))
+    let all: Option<Vec<Value>> = serde_json::from_str(answer.trim()).ok()?;
+    let ours = all.unwrap_or_default().into_iter().filter_map(|resource| {
+        let discrete = &resource["DiscreteResourceSpec"];
+        let kind = discrete["Kind"].as_str().filter(|kind| kind.starts_with(RESOURCE))?;
+        Some(format!("{kind}={}", discrete["Value"].as_i64()?))
+    });
+    Some(sorted(ours.collect()))
 }
 
 /// A share that Swarm counts and no rule gives to anybody.
@@ -82,8 +74,7 @@ fn unmapped(host: &Host<'_>, listed: &[String]) -> Option<Outcome> {
         Err(error) => return Some(fail(error.clone(), "correct containers.toml")),
     };
     let mut shares = listed.iter().filter_map(|resource| resource.strip_prefix(RESOURCE)?.rsplit_once('='));
-    let (share, _) = shares.find(|(share, _)| !rules.iter().any(|rule| rule.share == *share))?;
-    let share = safe(share);
+    let share = safe(shares.find(|(share, _)| !rules.iter().any(|rule| rule.share == *share))?.0);
     Some(warn(
         format!("no rule of containers.toml gives share {share}: a service that reserves it gets no GPU"),
         format!("add a [[container]] with service = \"…\" and share = \"{share}\" to containers.toml"),

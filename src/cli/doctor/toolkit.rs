@@ -10,9 +10,15 @@ const CDI: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 
 /// Reports what the toolkit is set up to do.
 pub(super) fn beside(host: &Host<'_>) -> Outcome {
-    let mut found = Vec::new();
-    let mut fix = Vec::new();
-    for spec in pipes(host) {
+    let (mut found, mut fix) = (Vec::new(), Vec::new());
+    // Other programs' specifications that mount an MPS pipe directory.
+    let files = CDI.iter().flat_map(|dir| {
+        let dir = host.at(dir);
+        [drop_ins(&dir, "json"), drop_ins(&dir, "yaml")].concat()
+    });
+    let mounts = |text: &str| text.contains("/nvidia-mps") && !text.contains("sublet/share");
+    for file in files.filter(|file| std::fs::read_to_string(file).is_ok_and(|text| mounts(&text))) {
+        let spec = shown(&Path::new("/").join(file.strip_prefix(&host.root).unwrap_or(&file)));
         found.push(format!("CDI specification {spec} mounts an MPS directory with its control sockets"));
         fix.push(format!(
             "nvidia-ctk cdi generate --output={spec}, while no MPS daemon uses /tmp/nvidia-mps"
@@ -37,26 +43,11 @@ pub(super) fn beside(host: &Host<'_>) -> Outcome {
         return warn(found.join("; "), fix.join(" && "));
     }
     let there = ["nvidia-container-runtime", "nvidia-ctk"].iter().find_map(|name| host.program(name));
-    there.map_or_else(
-        || skip("not installed"),
-        |program| {
-            pass(format!(
-                "{} does not interfere; sublet does not count the GPUs that it gives to containers",
-                shown(&program)
-            ))
-        },
-    )
-}
-
-/// Other programs' specifications that mount an MPS pipe directory.
-fn pipes(host: &Host<'_>) -> Vec<String> {
-    let files = CDI.iter().flat_map(|dir| {
-        let dir = host.at(dir);
-        [drop_ins(&dir, "json"), drop_ins(&dir, "yaml")].concat()
-    });
-    let mounts = |text: &str| text.contains("/nvidia-mps") && !text.contains("sublet/share");
-    let named = files.filter(|file| std::fs::read_to_string(file).is_ok_and(|text| mounts(&text)));
-    named.map(|file| shown(&Path::new("/").join(file.strip_prefix(&host.root).unwrap_or(&file)))).collect()
+    let Some(program) = there else { return skip("not installed") };
+    pass(format!(
+        "{} does not interfere; sublet does not count the GPUs that it gives to containers",
+        shown(&program)
+    ))
 }
 
 #[cfg(test)]

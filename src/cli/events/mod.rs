@@ -180,8 +180,16 @@ pub(crate) fn parse_moment(text: &str) -> Result<SystemTime, String> {
 }
 
 fn parse_moment_at(text: &str, now: SystemTime) -> Result<SystemTime, String> {
-    let moment = seconds(text).or_else(|| ago(text, now)).or_else(|| date(text));
-    moment.ok_or_else(|| {
+    let ago = || {
+        let ago = humantime::parse_duration(text).ok()?;
+        Some(now.checked_sub(ago).unwrap_or(UNIX_EPOCH).max(UNIX_EPOCH))
+    };
+    let date = || {
+        let of_utc = || TimeZone::UTC.to_timestamp(text.parse().ok()?).ok();
+        let moment = text.parse::<Timestamp>().ok().or_else(of_utc)?;
+        Some(SystemTime::from(moment).max(UNIX_EPOCH))
+    };
+    seconds(text).or_else(ago).or_else(date).ok_or_else(|| {
         format!(
             "{} is no time: write 2026-11-23T07:00:00Z, 2026-11-23, seconds since 1970, or how long ago, as 10m or \
              1h30m",
@@ -199,17 +207,6 @@ fn seconds(text: &str) -> Option<SystemTime> {
     }
     let nanoseconds = format!("{fraction:0<9}").parse().ok()?;
     UNIX_EPOCH.checked_add(Duration::new(whole.parse().ok()?, nanoseconds))
-}
-
-fn ago(text: &str, now: SystemTime) -> Option<SystemTime> {
-    let ago = humantime::parse_duration(text).ok()?;
-    Some(now.checked_sub(ago).unwrap_or(UNIX_EPOCH).max(UNIX_EPOCH))
-}
-
-fn date(text: &str) -> Option<SystemTime> {
-    let of_utc = || TimeZone::UTC.to_timestamp(text.parse().ok()?).ok();
-    let moment = text.parse::<Timestamp>().ok().or_else(of_utc)?;
-    Some(SystemTime::from(moment).max(UNIX_EPOCH))
 }
 
 #[cfg(test)]

@@ -1,9 +1,7 @@
 //! Engines' own records of a container. Nothing here says what a container may do: names are shown, and asked for.
 
-use std::collections::BTreeMap;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
-use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Engine, Name};
@@ -29,32 +27,19 @@ pub(super) fn name(lease: &Lease) -> Option<Name> {
 /// Docker's record (moby, `container/container.go`, `toDisk`), below the data root that the container's root filesystem
 /// is in: `Name` begins with a slash, and `Config.Image` is what `docker run` was given.
 fn docker(container: &Container) -> Option<Name> {
-    #[derive(Deserialize)]
-    #[serde(rename_all = "PascalCase")]
-    struct Record {
-        name: String,
-        config: Config,
-    }
-    #[derive(Deserialize)]
-    #[serde(rename_all = "PascalCase")]
-    struct Config {
-        image: String,
-        #[serde(default)]
-        labels: Option<BTreeMap<String, String>>,
-    }
     let id = engine_id(&container.id)?;
     let file = Path::new("containers").join(id).join("config.v2.json");
     let record =
         container.rootfs.ancestors().skip(1).map(|root| root.join(&file)).find(|path| path.exists())?;
-    let record: Record = serde_json::from_slice(&JsonFile::read(&record).ok()?.text).ok()?;
-    let labels = record.config.labels.unwrap_or_default();
-    let label = |key: &str| labels.get(&format!("com.docker.compose.{key}"));
+    let record = read(&record)?;
+    let (name, config) = (record["Name"].as_str()?, &record["Config"]);
+    let label = |key: &str| config["Labels"][format!("com.docker.compose.{key}")].as_str();
     let part_of =
         label("project").zip(label("service")).map(|(project, service)| format!("{project}/{service}"));
     Some(Name {
         engine: Some(Engine::Docker),
-        name: record.name.strip_prefix('/').unwrap_or(&record.name).to_owned(),
-        image: record.config.image,
+        name: name.strip_prefix('/').unwrap_or(name).to_owned(),
+        image: config["Image"].as_str()?.to_owned(),
         part_of: part_of.unwrap_or_default(),
         unit: String::new(),
     })
@@ -63,35 +48,20 @@ fn docker(container: &Container) -> Option<Name> {
 /// The list of Podman's storage (containers/storage, `containers.go`), in which the container's bundle is; of
 /// containers that are removed when they end (`--rm`) there is another list.
 fn podman(container: &Container) -> Option<Name> {
-    #[derive(Deserialize)]
-    struct Entry {
-        id: String,
-        #[serde(default)]
-        names: Vec<String>,
-        #[serde(default)]
-        metadata: String,
-    }
-    #[derive(Default, Deserialize)]
-    #[serde(rename_all = "kebab-case")]
-    struct Metadata {
-        #[serde(default)]
-        image_name: String,
-    }
     let id = engine_id(&container.id)?;
     if !container.bundle.ends_with(Path::new(id).join("userdata")) {
         return None;
     }
     let storage = container.bundle.ancestors().nth(2)?;
     let lists = ["containers.json", "volatile-containers.json"].map(|list| storage.join(list));
-    let entry = lists.iter().find_map(|list| {
-        let entries: Vec<Entry> = serde_json::from_slice(&JsonFile::read(list).ok()?.text).ok()?;
-        entries.into_iter().find(|entry| entry.id == id)
-    })?;
-    let metadata: Metadata = serde_json::from_str(&entry.metadata).unwrap_or_default();
+    let in_list = |list: &PathBuf| read(list)?.as_array()?.iter().find(|entry| entry["id"] == id).cloned();
+    let entry = lists.iter().find_map(in_list)?;
+    let metadata = entry["metadata"].as_str().and_then(|text| serde_json::from_str::<Value>(text).ok());
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     Some(Name {
         engine: Some(Engine::Podman),
-        name: entry.names.into_iter().next().unwrap_or_default(),
-        image: metadata.image_name,
+        name: text(&entry["names"][0]),
+        image: text(&metadata.unwrap_or_default()["image-name"]),
         ..Name::default()
     })
 }
@@ -115,6 +85,10 @@ fn kubernetes(container: &Container) -> Option<Name> {
     })
 }
 
+pub(super) fn read(file: &Path) -> Option<Value> {
+    serde_json::from_slice(&JsonFile::read(file).ok()?.text).ok()
+}
+
 /// `id`, if it is one that Docker or Podman gives; anything else names no file of theirs.
 fn engine_id(id: &str) -> Option<&str> {
     (id.len() == 64 && id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))).then_some(id)
@@ -135,7 +109,6 @@ fn unit(cgroup: &Path) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::path::PathBuf;
 
     use serde_json::json;
 

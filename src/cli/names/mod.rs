@@ -3,7 +3,7 @@
 //! while a container starts, and kept in `names.json` beside the ledger: an engine forgets a container that is removed.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nix::unistd::{Uid, User, geteuid};
 use schemars::JsonSchema;
@@ -82,39 +82,15 @@ impl Name {
 
 /// A name in the file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Known {
+pub struct Known {
     /// When the lease was last there, in seconds since the epoch.
-    seen: u64,
-    /// The container's id, by which refusals and the guard's actions are recorded.
+    pub seen: u64,
+    /// The container's id, by which refusals and the guard's actions are recorded; empty if it is not known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
-    container_id: String,
-    #[serde(flatten)]
-    name: Name,
-}
-
-/// A lease that has ended, and what is known of its container.
-#[derive(Clone, Copy, Debug)]
-pub struct Ended<'a> {
-    /// The lease's id.
-    pub lease: &'a str,
-    known: &'a Known,
-}
-
-impl<'a> Ended<'a> {
-    /// When it was last seen alive, in seconds since the epoch.
-    pub fn seen(self) -> u64 {
-        self.known.seen
-    }
-
-    /// The container's id; empty if it is not known.
-    pub(crate) fn container_id(self) -> &'a str {
-        &self.known.container_id
-    }
-
+    pub container_id: String,
     /// What people called it.
-    pub fn name(self) -> &'a Name {
-        &self.known.name
-    }
+    #[serde(flatten)]
+    pub name: Name,
 }
 
 /// `names.json`.
@@ -133,12 +109,14 @@ impl Names {
     /// Of those in `ledger`, as their engines have them now, and of those that have ended. A user without root learns
     /// the names of their own containers alone. What cannot be read or kept has no name: that is no reason to fail.
     pub(crate) fn learn(ledger: &Ledger, config: &Config) -> Self {
-        let path = path(config);
+        let path = config.state_dir.join("names.json");
         let is_root = geteuid().is_root();
         let mut names = if is_root { Self::stored(&path) } else { Self::default() };
         let before = names.0.clone();
+        // But for when they were seen.
+        let texts = |(id, known): (&String, &Known)| (id.clone(), known.name.clone());
         names.note(ledger, epoch_seconds(), |lease| is_own(lease).then(|| engines::name(lease)).flatten());
-        if is_root && !names.is_as(&before) {
+        if is_root && !names.0.iter().map(texts).eq(before.iter().map(texts)) {
             names.store(&path);
         }
         names
@@ -160,22 +138,20 @@ impl Names {
         self.0.get(lease).map(|known| &known.name)
     }
 
-    /// The leases that have ended whose container `text` means, the last one first: by its name, its id, the lease's
-    /// id, or a prefix of these.
-    pub fn ended(&self, text: &str, ledger: &Ledger) -> Vec<Ended<'_>> {
-        let of = |means: &dyn Fn(&str) -> bool| -> Vec<Ended<'_>> {
-            let is_meant = |(id, known): &(&String, &Known)| {
-                let labels = [id.as_str(), &known.container_id, &known.name.name];
-                labels.iter().any(|label| means(label))
-                    && !ledger.leases.iter().any(|lease| lease.id.as_str() == *id)
-            };
-            self.0.iter().filter(is_meant).map(|(lease, known)| Ended { lease, known }).collect()
+    /// Those of leases that are not in `ledger` any more.
+    fn of_ended(&self, ledger: &Ledger) -> impl Iterator<Item = (&str, &Known)> {
+        let has_ended = |id: &str| !ledger.leases.iter().any(|lease| lease.id.as_str() == id);
+        self.0.iter().map(|(id, known)| (id.as_str(), known)).filter(move |(id, _)| has_ended(id))
+    }
+
+    /// The leases that have ended whose container `text` means, the last one first, and what is known of it: by its name,
+    /// its id, the lease's id, or a prefix of these.
+    pub fn ended(&self, text: &str, ledger: &Ledger) -> Vec<(&str, &Known)> {
+        let labels = |(id, known): (&str, &Known)| {
+            [id.to_owned(), known.container_id.clone(), known.name.name.clone()]
         };
-        let mut found = if text.is_empty() { Vec::new() } else { of(&|label| label == text) };
-        if found.is_empty() && !text.is_empty() {
-            found = of(&|label| label.starts_with(text));
-        }
-        found.sort_by_key(|ended| std::cmp::Reverse(ended.known.seen));
+        let mut found = meant(text, &self.of_ended(ledger).collect::<Vec<_>>(), labels);
+        found.sort_by_key(|(_, known)| std::cmp::Reverse(known.seen));
         found
     }
 
@@ -188,25 +164,13 @@ impl Names {
                 self.0.insert(lease.id.to_string(), Known { seen: now, container_id, name });
             }
         }
-        let mut ended: Vec<(u64, String)> = self
-            .0
-            .iter()
-            .filter(|(id, _)| !ledger.leases.iter().any(|lease| lease.id.as_str() == *id))
-            .map(|(id, known)| (known.seen, id.clone()))
-            .collect();
+        let ended = self.of_ended(ledger).map(|(id, known)| (known.seen, id.to_owned()));
+        let mut ended: Vec<(u64, String)> = ended.collect();
         ended.sort();
         let surplus = ended.len().saturating_sub(ENDED);
         for (_, id) in ended.drain(..surplus) {
             self.0.remove(&id);
         }
-    }
-
-    /// But for when they were seen.
-    fn is_as(&self, before: &BTreeMap<String, Known>) -> bool {
-        let texts = |all: &BTreeMap<String, Known>| {
-            all.iter().map(|(id, known)| (id.clone(), known.name.clone())).collect::<Vec<_>>()
-        };
-        texts(&self.0) == texts(before)
     }
 
     fn stored(path: &Path) -> Self {
@@ -222,10 +186,6 @@ impl Names {
             tracing::debug!("cannot write names.json: {error}");
         }
     }
-}
-
-fn path(config: &Config) -> PathBuf {
-    config.state_dir.join("names.json")
 }
 
 /// Whether this process may look at what the lease's paths lead to: those of a user's container are that user's word,
@@ -253,19 +213,22 @@ pub enum NoLease {
     Several { text: String, matches: Vec<String> },
 }
 
-/// The lease that `text` means. What it names in full goes before what it is a prefix of.
+/// Those of `all` that `text` means by one of their labels. What it names in full goes before what it is a prefix of.
+fn meant<T: Copy>(text: &str, all: &[T], labels: impl Fn(T) -> [String; 3]) -> Vec<T> {
+    let of = |means: &dyn Fn(&String) -> bool| -> Vec<T> {
+        all.iter().copied().filter(|one| !text.is_empty() && labels(*one).iter().any(means)).collect()
+    };
+    let in_full = of(&|label| label == text);
+    if in_full.is_empty() { of(&|label| label.starts_with(text)) } else { in_full }
+}
+
+/// The lease that `text` means.
 pub fn lease_of<'l>(text: &str, ledger: &'l Ledger, names: &Names) -> Result<&'l Lease, NoLease> {
     let labels = |lease: &Lease| {
         let name = names.of(lease).map(|name| name.name.clone()).unwrap_or_default();
         [lease.id.to_string(), lease.container.id.clone(), name]
     };
-    let all = |means: &dyn Fn(&str) -> bool| -> Vec<&'l Lease> {
-        ledger.leases.iter().filter(|lease| labels(lease).iter().any(|label| means(label))).collect()
-    };
-    let mut found = if text.is_empty() { Vec::new() } else { all(&|label| label == text) };
-    if found.is_empty() && !text.is_empty() {
-        found = all(&|label| label.starts_with(text));
-    }
+    let found = meant(text, &ledger.leases.iter().collect::<Vec<_>>(), labels);
     match found[..] {
         [] => Err(NoLease::None(safe(text))),
         [one] => Ok(one),
@@ -405,8 +368,9 @@ mod tests {
         end(7, "job");
         end(9, "job");
         end(8, "jobs");
-        let found =
-            |text: &str| names.ended(text, &ledger).into_iter().map(Ended::container_id).collect::<Vec<_>>();
+        let found = |text: &str| {
+            names.ended(text, &ledger).into_iter().map(|(_, known)| &*known.container_id).collect::<Vec<_>>()
+        };
         assert_eq!(found("job"), ["c9", "c7"], "in full, before what it is a prefix of");
         assert_eq!(found("jobs"), ["c8"]);
         assert_eq!(found("jo"), ["c9", "c8", "c7"]);

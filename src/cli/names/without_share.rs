@@ -1,13 +1,11 @@
 //! Docker's containers that were started with sublet's runtime and have no share, by Docker's own records: the shim keeps
 //! none of them.
 
+use std::ffi::OsString;
 use std::path::Path;
 
-use serde::Deserialize;
-use serde::de::DeserializeOwned;
-
+use super::engines::read;
 use sublet_core::ledger::Ledger;
-use sublet_core::oci::JsonFile;
 use sublet_core::text::safe;
 
 /// What is said of them.
@@ -16,45 +14,21 @@ pub(crate) const WHY: &str = "started with the runtime sublet, but without a sha
 /// The names of those that run, of a dockerd with this data-root.
 pub(crate) fn without_share(data_root: &Path, ledger: &Ledger) -> Vec<String> {
     let entries = std::fs::read_dir(data_root.join("containers")).into_iter().flatten().flatten();
-    let mut names: Vec<String> = entries
-        .filter(|entry| {
-            let id = entry.file_name();
-            !ledger.leases.iter().any(|lease| lease.container.id.as_str() == id)
-        })
-        .filter_map(|entry| running_by_sublet(&entry.path()))
-        .collect();
+    let holds_none = |id: OsString| !ledger.leases.iter().any(|lease| lease.container.id.as_str() == id);
+    let holding_none = entries.filter(|entry| holds_none(entry.file_name()));
+    let mut names: Vec<String> = holding_none.filter_map(|entry| running_by_sublet(&entry.path())).collect();
     names.sort();
     names
 }
 
 /// The container's name, if it runs and `sublet` is its runtime (moby, `container/container.go`, `toDisk`).
 fn running_by_sublet(container: &Path) -> Option<String> {
-    #[derive(Deserialize)]
-    #[serde(rename_all = "PascalCase")]
-    struct Started {
-        runtime: String,
-    }
-    #[derive(Deserialize)]
-    #[serde(rename_all = "PascalCase")]
-    struct Record {
-        name: String,
-        state: State,
-    }
-    #[derive(Deserialize)]
-    #[serde(rename_all = "PascalCase")]
-    struct State {
-        running: bool,
-    }
-    let started: Started = read(&container.join("hostconfig.json"))?;
-    if started.runtime != "sublet" {
+    if read(&container.join("hostconfig.json"))?["Runtime"] != "sublet" {
         return None;
     }
-    let record: Record = read(&container.join("config.v2.json"))?;
-    record.state.running.then(|| safe(record.name.strip_prefix('/').unwrap_or(&record.name)))
-}
-
-fn read<T: DeserializeOwned>(file: &Path) -> Option<T> {
-    serde_json::from_slice(&JsonFile::read(file).ok()?.text).ok()
+    let record = read(&container.join("config.v2.json"))?;
+    let name = record["Name"].as_str().filter(|_| record["State"]["Running"] == true)?;
+    Some(safe(name.strip_prefix('/').unwrap_or(name)))
 }
 
 #[cfg(test)]

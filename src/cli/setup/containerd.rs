@@ -2,7 +2,7 @@
 
 use toml_edit::{Array, DocumentMut, Item, Table, TableLike, Value, value};
 
-use super::engine_files::{Record, kept, undo_by_record};
+use super::engine_files::{Record, undo_by_record, with_record};
 use super::{NAME, SetupError, Wish, no_toml, plain};
 
 /// The plugin that serves pods, in versions 2 and 3.
@@ -29,10 +29,7 @@ pub fn set_up(
 ) -> Result<(String, String), SetupError> {
     let after = put_in(found.unwrap_or(EMPTY), wish)?;
     has(&after, wish)?;
-    // Where sublet is not in the file, a record is that of a setup that was undone by hand.
-    let is_in = found.is_some_and(is_set_up);
-    let before = if is_in { undo(found, record)? } else { found.map(str::to_owned) };
-    Ok(kept(before, after))
+    with_record(found, record, (found.is_some_and(is_set_up), after), take_out)
 }
 
 /// `config.toml` without sublet; `None`: no such file. `record` is the one from [`set_up`], if it still exists. Without it

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io::Write as _;
 use std::os::fd::AsRawFd as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use toml::{Table, Value};
@@ -42,21 +42,20 @@ pub fn check(
     };
     let dump = read().ok_or_else(|| SetupError::Unread(safe(&path.to_string_lossy())))?;
     containerd::has(&dump, wish).map_err(|_| {
-        let replacing = replacing(&dump);
-        let names: Vec<String> = replacing.iter().map(|file| safe(&file.to_string_lossy())).collect();
+        let names = replacing(&dump).iter().map(|file| safe(file)).collect::<Vec<_>>();
         SetupError::Replaced { files: names.join(", ") }
     })
 }
 
 /// The imported files that have the table of the plugin for pods, of what containerd read.
-fn replacing(dump: &str) -> Vec<PathBuf> {
+fn replacing(dump: &str) -> Vec<String> {
     let dump: Table = toml::from_str(dump).unwrap_or_default();
     let read = dump.get("imports").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str);
-    let has_it = |path: &PathBuf| {
+    let has_it = |path: &&str| {
         let text = std::fs::read_to_string(path).unwrap_or_default();
         let table: Table = toml::from_str(&text).unwrap_or_default();
         let plugins = table.get("plugins").and_then(Value::as_table);
         plugins.is_some_and(|plugins| containerd::PLUGINS.iter().any(|name| plugins.contains_key(*name)))
     };
-    read.map(PathBuf::from).filter(has_it).collect()
+    read.filter(has_it).map(str::to_owned).collect()
 }

@@ -1,6 +1,6 @@
 //! CRI-O: sublet's own drop-in in `crio.conf.d` (crio.conf.d(5), crio.conf(5) "CRIO.RUNTIME.RUNTIMES TABLE").
 
-use super::{DROP_IN, NAME, SetupError, Wish, own_drop_in, quoted};
+use super::{DROP_IN, NAME, SetupError, Wish, own_drop_in, plain};
 
 /// The drop-in; `found` is the current text under its name.
 ///
@@ -12,9 +12,9 @@ pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
     Ok(format!(
         "{DROP_IN} crio`, which takes it away again with --undo.\n{default}\n\
          [crio.runtime.runtimes.{NAME}]\n\
-         runtime_path = {}\n\
+         runtime_path = \"{}\"\n\
          runtime_type = \"oci\"\n",
-        quoted(&wish.runtime)?
+        plain(&wish.runtime)?
     ))
 }
 

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::engine_files::{Record, kept, undo_by_record};
+use super::engine_files::{Record, undo_by_record, with_record};
 use super::json_file::JsonFile;
 use super::{NAME, SetupError, Wish, plain};
 
@@ -21,10 +21,7 @@ pub fn set_up(
     wish: &Wish,
 ) -> Result<(String, String), SetupError> {
     let after = put_in(found.unwrap_or_default(), wish)?;
-    // Where sublet is not in the file, a record is that of a setup that was undone by hand.
-    let is_in = is_set_up(found.unwrap_or_default())?;
-    let before = if is_in { undo(found, record)? } else { found.map(str::to_owned) };
-    Ok(kept(before, after))
+    with_record(found, record, (is_set_up(found.unwrap_or_default())?, after), take_out)
 }
 
 /// `daemon.json` without sublet; `None` if there is no such file. `record` is the one from [`set_up`], if it still
@@ -54,8 +51,11 @@ fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
     if wish.cdi {
         file.set(&CDI, &true.into())?;
     }
-    if let Some(wanted) = wish.resources.as_ref().and_then(|ours| resources_with(&resources, ours)) {
-        file.set(&RESOURCES, &wanted.into())?;
+    if let Some(ours) = &wish.resources {
+        let wanted = [others(&resources), ours.clone()].concat();
+        if wanted != resources {
+            file.set(&RESOURCES, &wanted.into())?;
+        }
     }
     Ok(file.to_string())
 }
@@ -79,7 +79,9 @@ fn take_out(found: &str, record: Option<&Record>) -> Result<Option<String>, Setu
         file.put_back(&CDI, before.get(&CDI)?.as_ref())?;
     }
     if record.is_none() || after.get(&RESOURCES)? != before.get(&RESOURCES)? {
-        let left = resources_without(file.get(&RESOURCES)?, before.get(&RESOURCES)?)?;
+        let (left, was) = (others(&resources_in(file.get(&RESOURCES)?)?), before.get(&RESOURCES)?);
+        let is_as_before = left == others(&resources_in(was.clone())?);
+        let left = if is_as_before { was } else { (!left.is_empty()).then(|| left.into()) };
         file.put_back(&RESOURCES, left.as_ref())?;
     }
     for parent in [&RUNTIME[..1], &CDI[..1]] {
@@ -151,7 +153,7 @@ pub(crate) const RESOURCE: &str = "sublet-";
 /// The file is no JSON object, or they are no list of strings.
 pub(crate) fn advertised(text: &str) -> Result<Vec<String>, SetupError> {
     let mut all = resources_in(JsonFile::parse(text)?.get(&RESOURCES)?)?;
-    all.retain(|resource| is_ours(resource));
+    all.retain(|resource| resource.starts_with(RESOURCE));
     Ok(all)
 }
 
@@ -165,28 +167,8 @@ fn resources_in(value: Option<Value>) -> Result<Vec<String>, SetupError> {
     })
 }
 
-/// Those of `there` with `ours` in place of sublet's earlier ones; `None` if `there` is that already.
-fn resources_with(there: &[String], ours: &[String]) -> Option<Vec<String>> {
-    let mut wanted = others(there);
-    wanted.extend(ours.iter().cloned());
-    (wanted != there).then_some(wanted)
-}
-
-/// The value without sublet's resources; `None` if there is to be none. `was` is what there was before sublet.
-fn resources_without(now: Option<Value>, was: Option<Value>) -> Result<Option<Value>, SetupError> {
-    let left = others(&resources_in(now)?);
-    if left == others(&resources_in(was.clone())?) {
-        return Ok(was);
-    }
-    Ok((!left.is_empty()).then(|| left.into()))
-}
-
 fn others(all: &[String]) -> Vec<String> {
-    all.iter().filter(|resource| !is_ours(resource)).cloned().collect()
-}
-
-fn is_ours(resource: &str) -> bool {
-    resource.starts_with(RESOURCE)
+    all.iter().filter(|resource| !resource.starts_with(RESOURCE)).cloned().collect()
 }
 
 #[cfg(test)]

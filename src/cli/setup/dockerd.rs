@@ -1,6 +1,6 @@
 //! How this host starts dockerd: flags beside daemon.json, or in its place.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::engine_files::words;
 use super::json_file::JsonFile;
@@ -39,8 +39,9 @@ impl Dockerd {
     /// the next start, which systemd tells. `ask` runs a program of the host.
     pub fn of(root: &Path, ask: fn(&[&str]) -> Option<String>, file: Option<&Path>) -> Self {
         let mut running = Self::running(root);
-        let at = running.iter().position(|dockerd| file.is_none_or(|file| dockerd.file() == file));
-        let mut flags = running.drain(..).nth(at.unwrap_or_default()).unwrap_or_default().flags;
+        // The sort is stable: without a `file`, or one that reads it, the first counts.
+        running.sort_by_key(|dockerd| file.is_some_and(|file| dockerd.file() != file));
+        let mut flags = running.into_iter().next().unwrap_or_default().flags;
         let properties = "--property=ExecStart,Environment,EnvironmentFiles";
         if let Some(unit) = ask(&["systemctl", "show", "docker.service", properties]) {
             flags.extend(self::flags(&start_of(&unit, root), "docker.service"));
@@ -82,10 +83,10 @@ impl Dockerd {
     }
 
     /// Where it keeps its records of containers; `text` is daemon.json's.
-    pub(crate) fn data_root(&self, text: &str) -> PathBuf {
+    fn data_root(&self, text: &str) -> String {
         let in_file = || docker::string(text, &["data-root"]).ok().flatten();
         let told = self.value("data-root").map(str::to_owned).or_else(in_file);
-        PathBuf::from(told.unwrap_or_else(|| "/var/lib/docker".to_owned()))
+        told.unwrap_or_else(|| "/var/lib/docker".to_owned())
     }
 
     /// Whether dockerd starts again with `text` as its daemon.json.
@@ -119,9 +120,8 @@ pub(crate) fn without_share(root: &Path, ledger: &Ledger, config: &Config) -> Ve
         let text = dockerd.file().to_str().map(|file| std::fs::read_to_string(under(root, file)));
         let text = text.and_then(Result::ok).unwrap_or_default();
         let is_default = dockerd.default_runtime(&text).as_deref() == Some(NAME);
-        let data_root = dockerd.data_root(&text);
-        let names = data_root.to_str().filter(|_| !is_default).map(|data_root| under(root, data_root));
-        names.map(|data_root| names::without_share(&data_root, ledger)).unwrap_or_default()
+        let data_root = (!is_default).then(|| under(root, &dockerd.data_root(&text)));
+        data_root.map(|data_root| names::without_share(&data_root, ledger)).unwrap_or_default()
     };
     Dockerd::running(root).iter().flat_map(of).collect()
 }
@@ -153,17 +153,16 @@ fn start_of(unit: &str, root: &Path) -> Vec<String> {
 
 /// Those of `line` that come behind `dockerd`.
 fn flags(line: &[String], by: &'static str) -> Vec<Flag> {
-    let mut rest = line.iter().skip_while(|word| !word.ends_with("dockerd")).skip(1);
-    let mut flags = Vec::new();
-    while let Some(word) = rest.next() {
-        let Some(word) = word.strip_prefix("--") else { continue };
-        let (name, value) = match word.split_once('=') {
-            Some((name, value)) => (name, value.to_owned()),
-            None => (word, rest.clone().next().cloned().unwrap_or_default()),
-        };
-        flags.push(Flag { name: name.to_owned(), value, by });
-    }
-    flags
+    let at = line.iter().position(|word| word.ends_with("dockerd")).unwrap_or(line.len());
+    let rest = line.iter().skip(at + 1);
+    // Of a flag without a value, the word behind it is taken for one.
+    let next = rest.clone().skip(1).map(String::as_str).chain([""]);
+    let flag = |(word, next): (&String, &str)| {
+        let word = word.strip_prefix("--")?;
+        let (name, value) = word.split_once('=').unwrap_or((word, next));
+        Some(Flag { name: name.to_owned(), value: value.to_owned(), by })
+    };
+    rest.zip(next).filter_map(flag).collect()
 }
 
 #[cfg(test)]

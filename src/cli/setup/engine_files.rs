@@ -109,11 +109,18 @@ pub(super) struct Record {
 /// Takes sublet out of a file that others have edited since the setup; `None`: the file goes.
 pub(super) type TakeOut = fn(found: &str, record: Option<&Record>) -> Result<Option<String>, SetupError>;
 
-/// What a setup writes: `after`, and the record of it.
-pub(super) fn kept(before: Option<String>, after: String) -> (String, String) {
+/// What a setup writes: `after`, and the record of it. Where sublet is not `in_it`, in `found`, an earlier `record` is that of
+/// a setup that was undone by hand.
+pub(super) fn with_record(
+    found: Option<&str>,
+    record: Option<&str>,
+    (in_it, after): (bool, String),
+    take_out: TakeOut,
+) -> Result<(String, String), SetupError> {
+    let before = if in_it { undo_by_record(found, record, take_out)? } else { found.map(str::to_owned) };
     let record = Record { before, after };
     let text = serde_json::to_string(&record).unwrap_or_default();
-    (record.after, format!("{text}\n"))
+    Ok((record.after, format!("{text}\n")))
 }
 
 /// `found` without sublet; `None` if there is no such file.
@@ -123,18 +130,16 @@ pub(super) fn undo_by_record(
     take_out: TakeOut,
 ) -> Result<Option<String>, SetupError> {
     let Some(found) = found else { return Ok(None) };
-    match record.map(parse).transpose()? {
-        Some(record) if record.after == found => Ok(record.before),
-        record => take_out(found, record.as_ref()),
-    }
-}
-
-fn parse(text: &str) -> Result<Record, SetupError> {
-    serde_json::from_str(text).map_err(|error| SetupError::Altered {
+    let parsed = record.map(serde_json::from_str::<Record>).transpose();
+    let parsed = parsed.map_err(|error| SetupError::Altered {
         why: format!(
             "its record beside the file cannot be read ({error}): remove the record, and sublet's lines by hand"
         ),
-    })
+    })?;
+    match parsed {
+        Some(record) if record.after == found => Ok(record.before),
+        record => take_out(found, record.as_ref()),
+    }
 }
 
 // What sublet's own configuration says where sublet is Docker's default runtime: containers without a share are meant

@@ -25,8 +25,9 @@ impl JsonFile {
         let unparsable = |why| SetupError::Unparsable { language: "JSON", why };
         // The editor's parser takes more than engines do.
         serde_json::from_str::<Value>(text).map_err(|error| {
-            let hint = if has_comment(text) { "; JSON has no comments" } else { "" };
-            unparsable(format!("{error}{hint}"))
+            let is_comment = |line: &str| ["//", "#", "/*"].iter().any(|mark| line.starts_with(mark));
+            let has_comment = text.lines().any(|line| is_comment(line.trim_start()));
+            unparsable(format!("{error}{}", if has_comment { "; JSON has no comments" } else { "" }))
         })?;
         let root = CstRootNode::parse(text, &ParseOptions::default());
         let root = root.map_err(|error| unparsable(error.to_string()))?;
@@ -95,10 +96,6 @@ impl std::fmt::Display for JsonFile {
 
 fn no_object(what: String) -> SetupError {
     SetupError::Shape { what, found: "no object", expected: "{ … }" }
-}
-
-fn has_comment(text: &str) -> bool {
-    text.lines().any(|line| ["//", "#", "/*"].iter().any(|mark| line.trim_start().starts_with(mark)))
 }
 
 fn input(value: &Value) -> CstInputValue {

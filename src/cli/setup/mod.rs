@@ -99,11 +99,6 @@ fn plain(path: &std::path::Path) -> Result<&str, SetupError> {
     plain.ok_or_else(|| SetupError::Path(sublet_core::text::safe(&path.to_string_lossy())))
 }
 
-/// `path` as a string in double quotes.
-fn quoted(path: &std::path::Path) -> Result<String, SetupError> {
-    Ok(format!("\"{}\"", plain(path)?))
-}
-
 /// Parses a TOML file.
 fn toml(text: &str) -> Result<toml::Table, SetupError> {
     toml::from_str(text).map_err(no_toml)

@@ -5,10 +5,10 @@
 
 use toml::Value;
 
-use super::{DROP_IN, NAME, SetupError, Wish, own_drop_in, quoted, toml as parsed};
+use super::{DROP_IN, NAME, SetupError, Wish, own_drop_in, plain, toml as parsed};
 
 /// Podman's default (containers.conf(5)).
-const HOOKS_DIRS: [&str; 1] = ["/usr/share/containers/oci/hooks.d"];
+const HOOKS_DIR: &str = "/usr/share/containers/oci/hooks.d";
 const JSON_RUNTIMES: [&str; 6] = ["crun", "runc", "kata", "runsc", "youki", "krun"];
 
 /// The drop-in. `found` is the current text under its name, `weaker` the texts of the files that Podman reads before
@@ -18,25 +18,23 @@ const JSON_RUNTIMES: [&str; 6] = ["crun", "runc", "kata", "runsc", "youki", "kru
 /// Another program wrote the drop-in, or a weaker file is no TOML.
 pub fn set_up(found: Option<&str>, weaker: &[String], wish: &Wish) -> Result<String, SetupError> {
     own_drop_in(found)?;
-    let (mut hooks, mut json) =
-        (HOOKS_DIRS.map(str::to_owned).to_vec(), JSON_RUNTIMES.map(str::to_owned).to_vec());
+    let (mut hooks, mut json) = (vec![HOOKS_DIR.to_owned()], JSON_RUNTIMES.map(str::to_owned).to_vec());
     for text in weaker {
         let file = parsed(text)?;
         merge(&mut hooks, &file, "hooks_dir");
         merge(&mut json, &file, "runtime_supports_json");
     }
-    let program = wish.runtime.file_name().unwrap_or_default().to_string_lossy().into_owned();
     add(&mut hooks, &wish.hooks_dir.to_string_lossy());
-    add(&mut json, &program);
+    add(&mut json, &wish.runtime.file_name().unwrap_or_default().to_string_lossy());
     let default = if wish.default { format!("runtime = \"{NAME}\"\n") } else { String::new() };
     Ok(format!(
         "{DROP_IN} podman`, which takes it away again with --undo.\n\
          # These lists replace those of the other files and repeat them: set up again when they change.\n\n\
          [engine]\nhooks_dir = {}\nruntime_supports_json = {}\n{default}\n\
-         [engine.runtimes]\n{NAME} = [{}]\n",
-        list(&hooks),
-        list(&json),
-        quoted(&wish.runtime)?
+         [engine.runtimes]\n{NAME} = [\"{}\"]\n",
+        Value::from(hooks),
+        Value::from(json),
+        plain(&wish.runtime)?
     ))
 }
 
@@ -56,10 +54,6 @@ fn add(list: &mut Vec<String>, value: &str) {
     if !list.iter().any(|there| there == value) {
         list.push(value.to_owned());
     }
-}
-
-fn list(values: &[String]) -> String {
-    Value::Array(values.iter().map(|value| Value::String(value.clone())).collect()).to_string()
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::io::IsTerminal as _;
 
 use clap::ValueEnum;
 
-use sublet_core::text::safe;
+use sublet_core::text::safe_long;
 
 /// Colour only on a terminal, and not against `NO_COLOR` (no-color.org).
 pub fn colour() -> bool {
@@ -51,8 +51,7 @@ pub fn end_of(text: &str, longest: usize) -> String {
 
 /// `text`, safe to print and not cut.
 pub fn escaped(text: &str) -> String {
-    let characters: Vec<char> = text.chars().collect();
-    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
+    safe_long(text, usize::MAX)
 }
 
 /// The word that stands for `value` on the command line.

@@ -34,9 +34,14 @@ pub fn allocation(shown: &str, is_here: impl Fn(&str) -> bool) -> Result<Allocat
 
 /// `gpu:h200:2(IDX:0-1)`, `shard:7(7/8,0/8)`, `mps:30(IDX:0)`; several are joined by commas outside the parentheses.
 fn of_gres(text: &str) -> Result<Allocation, String> {
+    let mut depth = 0_i32;
+    let entries = text.split(move |letter| {
+        depth += i32::from(letter == '(') - i32::from(letter == ')');
+        letter == ',' && depth == 0
+    });
     let mut found = Allocation::Nothing;
-    for one in entries(text) {
-        let next = of_entry(one)?;
+    for entry in entries.filter(|entry| !entry.is_empty()) {
+        let next = of_entry(entry)?;
         match (&found, &next) {
             (_, Allocation::Nothing) => {}
             (Allocation::Nothing, _) => found = next,
@@ -44,15 +49,6 @@ fn of_gres(text: &str) -> Result<Allocation, String> {
         }
     }
     Ok(found)
-}
-
-fn entries(text: &str) -> Vec<&str> {
-    let mut depth = 0_i32;
-    let split = text.split(move |letter| {
-        depth += i32::from(letter == '(') - i32::from(letter == ')');
-        letter == ',' && depth == 0
-    });
-    split.filter(|entry| !entry.is_empty()).collect()
 }
 
 fn of_entry(entry: &str) -> Result<Allocation, String> {
@@ -96,8 +92,8 @@ fn shares(place: &str, all: u32) -> Option<Vec<Share>> {
         let (part, of) = part.split_once('/')?;
         Some(Share { gpu, part: part.parse().ok()?, of: Some(of.parse().ok()?) })
     });
-    let parts: Vec<Share> = parts.collect::<Option<_>>()?;
-    let parts: Vec<Share> = parts.into_iter().filter(|share| share.part > 0).collect();
+    let mut parts: Vec<Share> = parts.collect::<Option<_>>()?;
+    parts.retain(|share| share.part > 0);
     (parts.iter().map(|share| share.part).sum::<u32>() == all).then_some(parts)
 }
 

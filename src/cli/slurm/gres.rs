@@ -2,7 +2,7 @@
 
 use super::job_share::in_order;
 use sublet_core::config::Config;
-use sublet_core::inventory::Inventory;
+use sublet_core::inventory::{Device, Inventory};
 
 /// What a GPU's parts are counted in. Slurm (24.11) gives a job with `mps` no GPU if the node has shards too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -26,33 +26,26 @@ pub fn gres(name: &str, unit: Unit, inventory: &Inventory, config: &Config) -> R
         Unit::Shard => ("shard", config.slurm.shards),
         Unit::Mps => ("mps", 100),
     };
-    let mut lines = vec!["# gres.conf".to_owned()];
-    let minors = gpus.iter().map(|gpu| gpu.minor);
-    lines.extend(minors.clone().map(|minor| format!("NodeName={name} Name=gpu File=/dev/nvidia{minor}")));
-    lines.extend(
-        minors.map(|minor| format!("NodeName={name} Name={word} Count={each} File=/dev/nvidia{minor}")),
-    );
-    let many = gpus.len();
-    lines.extend([
-        String::new(),
-        "# slurm.conf".to_owned(),
-        format!("GresTypes=gpu,{word}"),
-        format!(
-            "NodeName={name} Gres=gpu:{many},{word}:{} # and what this line has already",
-            each as usize * many
-        ),
-        "SelectType=select/cons_tres".to_owned(),
-        "ProctrackType=proctrack/cgroup".to_owned(),
-        "TaskPlugin=task/cgroup # and what this line has already".to_owned(),
-        "PrologFlags=Alloc,Contain".to_owned(),
-        "Prolog=/usr/libexec/sublet/slurm/prolog".to_owned(),
-        "TaskProlog=/usr/libexec/sublet/slurm/task-prolog".to_owned(),
-        "Epilog=/usr/libexec/sublet/slurm/epilog".to_owned(),
-        String::new(),
-        "# cgroup.conf".to_owned(),
-        "ConstrainDevices=yes".to_owned(),
-    ]);
-    Ok(lines.join("\n"))
+    let lines = |what: &str| -> String {
+        let line = |gpu: &&Device| format!("NodeName={name} Name={what} File=/dev/nvidia{}\n", gpu.minor);
+        gpus.iter().map(line).collect()
+    };
+    let (many, parts) = (gpus.len(), each as usize * gpus.len());
+    let (whole, part) = (lines("gpu"), lines(&format!("{word} Count={each}")));
+    Ok(format!(
+        "# gres.conf\n{whole}{part}\n\
+         # slurm.conf\n\
+         GresTypes=gpu,{word}\n\
+         NodeName={name} Gres=gpu:{many},{word}:{parts} # and what this line has already\n\
+         SelectType=select/cons_tres\n\
+         ProctrackType=proctrack/cgroup\n\
+         TaskPlugin=task/cgroup # and what this line has already\n\
+         PrologFlags=Alloc,Contain\n\
+         Prolog=/usr/libexec/sublet/slurm/prolog\n\
+         TaskProlog=/usr/libexec/sublet/slurm/task-prolog\n\
+         Epilog=/usr/libexec/sublet/slurm/epilog\n\n\
+         # cgroup.conf\nConstrainDevices=yes"
+    ))
 }
 
 #[cfg(test)]

@@ -4,8 +4,7 @@ use super::Allocation;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::place::SERVER_BYTES;
-use sublet_core::share::MIB;
-use sublet_core::share::{Mode, Percent};
+use sublet_core::share::{MIB, Mode, Percent};
 use sublet_core::slurm::JobShare;
 
 /// The GPUs as gres.conf lists them ([`super::gres`]): in the order of their nodes.

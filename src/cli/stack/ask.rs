@@ -24,12 +24,11 @@ pub fn asked(
     let prefix = format!("{KIND}=");
     if let Some(name) = service.devices.iter().find_map(|device| device.strip_prefix(&prefix)) {
         let listing = cdi_spec::list(config, inventory).map_err(|error| NotPlaced::Cdi(error.to_string()))?;
-        let without =
-            listing.without.into_iter().find(|without| without.name == name).map(|without| without.why);
-        let why = without.unwrap_or_else(|| "`sublet cdi list` shows those there are".to_owned());
-        let named = listing.devices.into_iter().find(|named| named.name == name);
-        let named = named
-            .ok_or_else(|| NotPlaced::Cdi(format!("there is no CDI device {prefix}{}: {why}", safe(name))))?;
+        let Some(named) = listing.devices.iter().find(|named| named.name == name) else {
+            let without = listing.without.iter().find(|without| without.name == name);
+            let why = without.map_or("`sublet cdi list` shows those there are", |without| &without.why);
+            return Err(NotPlaced::Cdi(format!("there is no CDI device {prefix}{}: {why}", safe(name))));
+        };
         let request = request_by_cdi(&source, &spec, &named.asked, || Ok(inventory.clone()), config)?;
         return Ok(Some(request));
     }
@@ -37,14 +36,19 @@ pub fn asked(
     if let Some(version) = service.annotations_dropped_by.as_ref().filter(|_| has_annotations) {
         return Err(NotPlaced::Dropped(version.clone()));
     }
-    let runtime = service.runtime.as_deref().map(Runtime::of);
-    match runtime {
-        Some(Runtime::Another(name)) if has_annotations && !service.by_hook => {
-            return Err(NotPlaced::Runtime(safe(name)));
+    // A runtime of sublet's may have the name of a share.
+    let runtime = service.runtime.as_deref().map(|path| path.rsplit('/').next().unwrap_or(path));
+    match (runtime, runtime.and_then(|name| name.strip_prefix("sublet"))) {
+        (_, Some("" | "-runtime")) if has_annotations || service.by_hook => {}
+        (_, Some("" | "-runtime")) => {
+            if let Some(containers) = containers {
+                let (name, image) = service.called.clone().ok_or(NotPlaced::Unnamed)?;
+                source.share = containers.share(&Known { name, image, service: None }).map(str::to_owned);
+            }
         }
-        Some(Runtime::Named(share)) => source.share = Some(share.to_owned()),
-        Some(Runtime::Plain) if !has_annotations && !service.by_hook => {
-            source.share = mapped(service, containers)?;
+        (_, Some(share)) if share.starts_with('-') => source.share = Some(share[1..].to_owned()),
+        (Some(name), _) if has_annotations && !service.by_hook => {
+            return Err(NotPlaced::Runtime(safe(name)));
         }
         _ => {}
     }
@@ -52,33 +56,6 @@ pub fn asked(
         return Ok(None);
     }
     Ok(Some(request_of(&source, &spec, config)?))
-}
-
-/// An OCI runtime, by its name or path.
-enum Runtime<'a> {
-    /// sublet's.
-    Plain,
-    /// sublet's, under the name of a share.
-    Named(&'a str),
-    Another(&'a str),
-}
-
-impl<'a> Runtime<'a> {
-    fn of(runtime: &'a str) -> Self {
-        let name = runtime.rsplit('/').next().unwrap_or(runtime);
-        match name.strip_prefix("sublet") {
-            Some("" | "-runtime") => Self::Plain,
-            Some(share) if share.starts_with('-') => Self::Named(&share[1..]),
-            _ => Self::Another(name),
-        }
-    }
-}
-
-/// What containers.toml gives it.
-fn mapped(service: &Service, containers: Option<&Containers>) -> Result<Option<String>, NotPlaced> {
-    let Some(containers) = containers else { return Ok(None) };
-    let (name, image) = service.called.clone().ok_or(NotPlaced::Unnamed)?;
-    Ok(containers.share(&Known { name, image, service: None }).map(str::to_owned))
 }
 
 /// A config.json like that which the engine would write, as far as it could contradict a share.

@@ -12,20 +12,9 @@ use crate::yaml::{self, Node, Wrong, tree};
 use sublet_core::request::has_sublet_annotations;
 use sublet_core::text::safe;
 
-/// What of a service is read. The rest may have variables and aliases.
-const READ: [&str; 11] = [
-    "annotations",
-    "runtime",
-    "devices",
-    "gpus",
-    "privileged",
-    "deploy",
-    "scale",
-    "image",
-    "container_name",
-    "profiles",
-    "extends",
-];
+/// What of a service is read as it stands, beside its names. The rest may have variables and aliases.
+const READ: [&str; 8] =
+    ["annotations", "runtime", "devices", "gpus", "privileged", "deploy", "scale", "profiles"];
 
 /// Said where the file is read as it stands.
 const AS_IT_STANDS: &str =
@@ -40,23 +29,21 @@ pub fn read(files: &[PathBuf], default_runtime: Option<&str>) -> Result<Stack, S
     let sources = files.iter().map(|file| text(file)).collect::<Result<Vec<_>, _>>()?;
     let ([file, ..], [source, ..]) = (files, &sources[..]) else { return Ok(Stack::default()) };
     let order: Vec<String> = sources.iter().flat_map(|source| order(source)).collect();
-    if let Some(resolved) = resolved(files)? {
-        let mut stack = stack(&resolved.document, &order, file)?;
+    let stack = if let Some((document, drops_annotations)) = resolved(files)? {
+        let mut stack = stack(&document, &order, file)?;
         for service in &mut stack.services {
-            service.annotations_dropped_by.clone_from(&resolved.drops_annotations);
+            service.annotations_dropped_by.clone_from(&drops_annotations);
         }
-        return Ok(with_default_runtime(stack, default_runtime));
-    }
-    if let Some(more) = more_than(files) {
-        return Err(StackError::unusable(file, needs_compose(&more)));
-    }
-    let plain = plain(source).map_err(|(line, message)| StackError::Wrong {
-        path: file.to_owned(),
-        line,
-        message,
-    })?;
-    let mut stack = stack(&plain, &order, file)?;
-    stack.remarks.insert(0, AS_IT_STANDS.to_owned());
+        stack
+    } else {
+        if let Some(more) = more_than(files) {
+            return Err(StackError::unusable(file, needs_compose(&more)));
+        }
+        let wrong = |(line, message)| StackError::Wrong { path: file.to_owned(), line, message };
+        let mut stack = stack(&plain(source).map_err(wrong)?, &order, file)?;
+        stack.remarks.insert(0, AS_IT_STANDS.to_owned());
+        stack
+    };
     Ok(with_default_runtime(stack, default_runtime))
 }
 
@@ -103,16 +90,14 @@ fn stack(document: &Value, order: &[String], file: &Path) -> Result<Stack, Stack
             stack.remarks.push(format!("service {} has profiles and was left out", safe(name)));
             continue;
         }
-        let count = count(service).map_err(|why| wrong(format!("service {}: {why}", safe(name))))?;
-        let one = one(name, service).map_err(|why| wrong(format!("service {}: {why}", safe(name))))?;
-        for number in 1..=count {
-            let mut one = one.clone();
-            one.called = called(name, service, &project, number);
-            if count > 1 {
-                one.name = format!("{name}-{number}");
-            }
-            stack.services.push(one);
-        }
+        let of_service = |why: String| wrong(format!("service {}: {why}", safe(name)));
+        let count = count(service).map_err(of_service)?;
+        let one = one(name, service).map_err(of_service)?;
+        stack.services.extend((1..=count).map(|number| Service {
+            name: if count > 1 { format!("{name}-{number}") } else { name.clone() },
+            called: called(name, service, &project, number),
+            ..one.clone()
+        }));
     }
     Ok(stack)
 }
@@ -123,16 +108,11 @@ const PLAIN: &str = "x-sublet-plain";
 /// How many containers a service has.
 fn count(service: &Value) -> Result<usize, String> {
     let given = service.get("scale").or_else(|| service.pointer("/deploy/replicas"));
-    let count = match given {
-        None | Some(Value::Null) => 1,
-        Some(given) => {
-            words(given).parse().map_err(|_| format!("{} is no number of containers", safe(&words(given))))?
-        }
-    };
-    if count > MOST {
-        Err(format!("{count} containers are more than the {MOST} that are looked at"))
-    } else {
-        Ok(count)
+    let Some(given) = given.filter(|given| !given.is_null()).map(words) else { return Ok(1) };
+    match given.parse() {
+        Ok(count) if count <= MOST => Ok(count),
+        Ok(count) => Err(format!("{count} containers are more than the {MOST} that are looked at")),
+        Err(_) => Err(format!("{} is no number of containers", safe(&given))),
     }
 }
 
@@ -153,9 +133,7 @@ fn one(name: &str, service: &Value) -> Result<Service, String> {
         devices: ids.chain(devices).collect(),
         gpus: gpus || others.into_iter().any(asks_for_gpus),
         privileged: service.get("privileged").is_some_and(|is| words(is) == "true"),
-        by_hook: false,
-        called: None,
-        annotations_dropped_by: None,
+        ..Service::default()
     })
 }
 
@@ -171,14 +149,13 @@ fn annotations(given: Option<&Value>) -> Result<BTreeMap<String, String>, String
     match given {
         None | Some(Value::Null) => Ok(BTreeMap::new()),
         Some(Value::Object(map)) => Ok(map.iter().map(|(key, value)| (key.clone(), words(value))).collect()),
-        Some(Value::Array(list)) => Ok(list
-            .iter()
-            .map(|entry| {
-                let entry = words(entry);
+        Some(Value::Array(list)) => {
+            let pair = |entry: String| {
                 let (key, value) = entry.split_once('=').unwrap_or((&entry, ""));
                 (key.to_owned(), value.to_owned())
-            })
-            .collect()),
+            };
+            Ok(list.iter().map(words).map(pair).collect())
+        }
         Some(_) => Err("annotations must be a map or a list of KEY=VALUE".to_owned()),
     }
 }

@@ -154,13 +154,8 @@ impl World<'_> {
 
     fn lease(&self, service: &Service, placement: &Placement, id: LeaseId) -> std::io::Result<Lease> {
         let uid = if self.whose == Whose::Root { 0 } else { nix::unistd::geteuid().as_raw() };
-        let container = Container {
-            uid,
-            id: service.name.clone(),
-            bundle: "/".into(),
-            rootfs: "/".into(),
-            record: "/".into(),
-        };
+        let (bundle, rootfs, record) = ("/".into(), "/".into(), "/".into());
+        let container = Container { uid, id: service.name.clone(), bundle, rootfs, record };
         let candidate = Candidate { container, owner: Process::current()?, engine: None };
         Ok(lease_for(&candidate, placement, &Image::default(), id, self.config))
     }
@@ -170,25 +165,18 @@ impl World<'_> {
 /// many there are.
 fn set_aside(own: &Own, ledger: &mut Ledger, inventory: &mut Inventory, names: &Names) -> usize {
     let is_own = |name: &Name| match own {
+        Own::None => false,
         Own::Project(project) => name.part_of.split_once('/').is_some_and(|(of, _)| of == project),
         Own::Units(units) => units.contains(&name.unit),
     };
-    let its: Vec<LeaseId> = ledger
-        .leases
-        .iter()
-        .filter(|lease| names.of(lease).is_some_and(is_own))
-        .map(|lease| lease.id.clone())
-        .collect();
+    let its = ledger.leases.iter().filter(|lease| names.of(lease).is_some_and(is_own));
+    let its: Vec<LeaseId> = its.map(|lease| lease.id.clone()).collect();
     for device in &mut inventory.devices {
         let is_its = |process: &GpuProcess| {
             ledger.lease_of_process(process).is_some_and(|lease| its.contains(&lease.id))
         };
-        let used: u64 = device
-            .processes
-            .iter()
-            .filter(|process| is_its(process))
-            .map(|process| process.memory_bytes)
-            .sum();
+        let processes = device.processes.iter().filter(|process| is_its(process));
+        let used: u64 = processes.map(|process| process.memory_bytes).sum();
         device.memory_free_bytes = device.memory_free_bytes.saturating_add(used).min(device.memory_bytes);
         device.processes.retain(|process| !is_its(process));
     }

@@ -8,6 +8,7 @@ mod quadlet;
 mod resolved_compose;
 
 use std::collections::BTreeMap;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use sublet_core::text::safe;
@@ -35,18 +36,15 @@ pub struct Stack {
 }
 
 /// How containers of a stack that run are recognized by the names that engines have for them.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub enum Own {
+    /// There are none.
+    #[default]
+    None,
     /// They are part of this Compose project.
     Project(String),
     /// They run in these systemd units.
     Units(Vec<String>),
-}
-
-impl Default for Own {
-    fn default() -> Self {
-        Self::Units(Vec::new())
-    }
 }
 
 /// One container, as far as its share depends on it.
@@ -94,11 +92,6 @@ impl StackError {
 
 /// The text of a file that a user names.
 fn text(path: &Path) -> Result<String, StackError> {
-    use std::io::Read as _;
-    let read = || {
-        let mut text = String::new();
-        std::fs::File::open(path)?.take(LARGEST).read_to_string(&mut text)?;
-        Ok(text)
-    };
-    read().map_err(|source| StackError::Unreadable { path: path.to_owned(), source })
+    let text = std::fs::File::open(path).and_then(|file| std::io::read_to_string(file.take(LARGEST)));
+    text.map_err(|source| StackError::Unreadable { path: path.to_owned(), source })
 }

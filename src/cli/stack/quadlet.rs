@@ -117,10 +117,9 @@ fn add_with_those_in_it(directory: &Path, found: &mut Vec<PathBuf>, is_left_out:
     found.push(directory);
     let mut entries: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     entries.sort();
-    entries
-        .iter()
-        .filter(|path| path.is_dir())
-        .for_each(|path| add_with_those_in_it(path, found, is_left_out));
+    for path in entries.iter().filter(|path| path.is_dir()) {
+        add_with_those_in_it(path, found, is_left_out);
+    }
 }
 
 /// The `KEY=VALUE` of `[Container]` (systemd.syntax(7)).
@@ -160,32 +159,25 @@ impl Unit<'_> {
         for device in self.words("AddDevice") {
             service.devices.push(self.plain(device.strip_prefix('-').unwrap_or(&device))?);
         }
-        let arguments: Vec<String> =
-            ["GlobalArgs", "PodmanArgs"].iter().flat_map(|key| self.words(key)).collect();
-        self.arguments(&arguments, &mut service)?;
-        Ok(service)
-    }
-
-    /// Podman's own arguments, as far as they concern the share.
-    fn arguments(&self, arguments: &[String], service: &mut Service) -> Result<(), StackError> {
-        let mut rest = arguments.iter();
+        // Podman's own arguments, as far as they concern the share.
+        let mut rest = ["GlobalArgs", "PodmanArgs"].into_iter().flat_map(|key| self.words(key));
         while let Some(argument) = rest.next() {
             let (option, joined) = match argument.split_once('=') {
-                Some((option, value)) => (option, Some(value)),
+                Some((option, value)) => (option, Some(value.to_owned())),
                 None => (argument.as_str(), None),
             };
-            let mut value =
-                || joined.or_else(|| rest.next().map(String::as_str)).unwrap_or_default().to_owned();
+            let is_off = joined.as_deref() == Some("false");
+            let value = || joined.or_else(|| rest.next()).unwrap_or_default();
             match option {
                 "--annotation" => self.annotate(&value(), &mut service.annotations)?,
                 "--device" => service.devices.push(self.plain(&value())?),
                 "--runtime" => service.runtime = Some(self.plain(&value())?),
                 "--gpus" => service.gpus = true,
-                "--privileged" => service.privileged = joined != Some("false"),
+                "--privileged" => service.privileged = !is_off,
                 _ => {}
             }
         }
-        Ok(())
+        Ok(service)
     }
 
     fn annotate(&self, text: &str, annotations: &mut BTreeMap<String, String>) -> Result<(), StackError> {
@@ -198,12 +190,11 @@ impl Unit<'_> {
 
     /// `text`, in which systemd has nothing to fill in.
     fn plain(&self, text: &str) -> Result<String, StackError> {
-        if text.replace("%%", "").contains('%') {
-            let message =
-                format!("{}: specifiers of systemd cannot be resolved here: write the value out", safe(text));
-            return Err(StackError::unusable(self.file, message));
+        if !text.replace("%%", "").contains('%') {
+            return Ok(text.replace("%%", "%"));
         }
-        Ok(text.replace("%%", "%"))
+        let wrong = "specifiers of systemd cannot be resolved here: write the value out";
+        Err(StackError::unusable(self.file, format!("{}: {wrong}", safe(text))))
     }
 
     /// All words of all lines with `key`; an empty line drops those before it.

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::StackError;
 use crate::setup::engine_files::version;
 use sublet_core::process::child::{self, ChildError};
-use sublet_core::text::safe;
+use sublet_core::text::safe_long;
 
 /// The programs that may be Docker Compose.
 const PROGRAMS: [&[&str]; 3] = [&["docker", "compose"], &["docker-compose"], &["podman", "compose"]];
@@ -43,20 +43,18 @@ const VARIABLE: &str = "COMPOSE_FILE";
 /// The first version that passes a service's annotations on to the engine (docker/compose 11645).
 pub const PASSES_ANNOTATIONS: [u32; 2] = [2, 26];
 
-/// What Compose makes of the files.
-pub struct Resolved {
-    pub document: Value,
-    /// Its version, if it is too old to pass annotations on.
-    pub drops_annotations: Option<String>,
-}
-
-/// The files with everything resolved; `None` if no Docker Compose is on the host. A file that Compose takes by itself in
+/// The files with everything resolved, and the version of Docker Compose, if it is too old to pass annotations on; `None` if
+/// none is on the host. A file that Compose takes by itself in
 /// its directory is read as there, without its name: with the file that overrides it, or as `COMPOSE_FILE` says.
 ///
 /// # Errors
 /// Compose does not accept the files; the message is its own.
-pub fn resolved(files: &[PathBuf]) -> Result<Option<Resolved>, StackError> {
-    let found = PROGRAMS.into_iter().find_map(|program| Some((program, its_version(program)?)));
+pub fn resolved(files: &[PathBuf]) -> Result<Option<(Value, Option<String>)>, StackError> {
+    let version = |program: &[&str]| {
+        let answer = child::run(command(program).arg("version"), "", SHORT).ok()?;
+        (answer.status.success() && answer.stdout.contains(ITS_VERSION)).then_some(answer.stdout)
+    };
+    let found = PROGRAMS.into_iter().find_map(|program| Some((program, version(program)?)));
     let (Some((program, version)), [file, ..]) = (found, files) else { return Ok(None) };
     let mut command = command(program);
     match directory(files) {
@@ -74,10 +72,11 @@ pub fn resolved(files: &[PathBuf]) -> Result<Option<Resolved>, StackError> {
     })?;
     if !finished.status.success() {
         let said = finished.stderr.lines().rev().find(|line| !line.trim().is_empty());
-        return Err(wrong(long_safe(said.unwrap_or("it says nothing about why it failed"))));
+        // With paths, a message may be longer than other foreign text.
+        return Err(wrong(safe_long(said.unwrap_or("it says nothing about why it failed"), 600)));
     }
     let document = serde_json::from_str(&finished.stdout).map_err(|error| wrong(error.to_string()))?;
-    Ok(Some(Resolved { document, drops_annotations: drops_annotations(&version) }))
+    Ok(Some((document, drops_annotations(&version))))
 }
 
 /// The version in `told`, which Compose says of itself, if it is too old to pass annotations on.
@@ -109,20 +108,9 @@ pub fn more_than(files: &[PathBuf]) -> Option<String> {
     OVERRIDES.into_iter().find(|name| directory.join(name).exists()).map(str::to_owned)
 }
 
-/// A message with paths, which may be longer than other foreign text.
-fn long_safe(line: &str) -> String {
-    let characters: Vec<char> = line.chars().take(600).collect();
-    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
-}
-
 /// With the caller's environment, from which Compose takes variables and profiles.
 fn command(program: &[&str]) -> Command {
     let mut command = Command::new(program[0]);
     command.args(&program[1..]);
     command
-}
-
-fn its_version(program: &[&str]) -> Option<String> {
-    let answer = child::run(command(program).arg("version"), "", SHORT).ok()?;
-    (answer.status.success() && answer.stdout.contains(ITS_VERSION)).then_some(answer.stdout)
 }

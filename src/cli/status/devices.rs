@@ -6,7 +6,6 @@ use serde::Serialize;
 use super::Sources;
 use crate::usage::DeviceUsed;
 use sublet_core::inventory::{Device, LeftOut, MigDevice};
-use sublet_core::ledger::Ledger;
 use sublet_core::place::{Bookings, bookings};
 use sublet_core::share::Mode;
 use sublet_core::text::safe;
@@ -139,9 +138,7 @@ impl Gpu {
             drained: ledger.drained.contains(&device.uuid),
         }
     }
-}
 
-impl Gpu {
     /// One that is left out: leases on it are shown, and nobody gets anything of it.
     pub(super) fn left_out(gone: &LeftOut, sources: &Sources<'_>) -> Self {
         let mig = |device: &Device| {
@@ -181,7 +178,10 @@ impl MigInstance {
             unknown: usage.failures.get(&device.uuid).cloned(),
             lease_count: bookings.leases,
             shares_memory_with: part.siblings.iter().filter_map(sibling).collect(),
-            drained: is_drained(device, ledger),
+            // A MIG device of a drained GPU is drained, too.
+            drained: [&*device.uuid, device.gpu()]
+                .iter()
+                .any(|uuid| ledger.drained.iter().any(|one| one == uuid)),
             fault: part.fault.clone(),
             dynamic: ledger.dynamic_instance(device).is_some(),
         }
@@ -194,9 +194,4 @@ fn booked(bookings: &Bookings) -> Room {
 
 fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
     if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Mode::as_str) }
-}
-
-/// A MIG device of a drained GPU is drained, too.
-fn is_drained(device: &Device, ledger: &Ledger) -> bool {
-    ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu())
 }

@@ -23,9 +23,6 @@ pub use crate::usage::{DeviceUsed, LeaseUsed, OutsideProcess};
 pub use devices::{Gpu, Health, MigInstance, Room};
 pub use leases::LeaseOnDevice;
 
-/// [`Status::schema`].
-const SCHEMA: &str = "sublet.status/1";
-
 /// The state of this host.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct Status {
@@ -126,19 +123,16 @@ impl Status {
     /// The state that the sources and the list of MPS daemons have.
     pub(crate) fn of(sources: &Sources<'_>, mps: Vec<Listed>) -> Self {
         let Sources { inventory, ledger, config, .. } = *sources;
-        let sight = guard::sight(config);
+        let (driver, sight) = (&inventory.driver, guard::sight(config));
         let watching = sight == Sight::All;
         let mut devices: Vec<Gpu> = inventory.gpus().map(|device| Gpu::of(device, sources)).collect();
         devices.extend(inventory.left_out.iter().map(|gone| Gpu::left_out(gone, sources)));
         devices.sort_by_key(|gpu| gpu.index);
         let dynamic = &ledger.mig.dynamic_instances;
         let mut status = Self {
-            schema: SCHEMA,
+            schema: "sublet.status/1",
             time: timestamp(epoch_seconds()),
-            driver: Driver {
-                version: inventory.driver.version.clone(),
-                simulated: inventory.driver.simulated,
-            },
+            driver: Driver { version: driver.version.clone(), simulated: driver.simulated },
             devices,
             leases: leases::all(sources),
             mps,

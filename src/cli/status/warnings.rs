@@ -30,8 +30,19 @@ pub(super) fn of(status: &Status, sources: &Sources<'_>) -> Vec<String> {
             device(&part.uuid, &label, part.unknown.as_ref(), part.used.as_ref());
         }
     }
-    lines.extend(daemons(status));
-    lines.extend(lost(status));
+    lines.extend(status.mps.iter().filter_map(|daemon| {
+        let (state, then) = match daemon.state {
+            DaemonState::Fault => ("does not answer", "`sublet mps logs` may say why"),
+            DaemonState::Down => ("does not run", "`sublet gc` starts it again if a lease needs it"),
+            _ => return None,
+        };
+        Some(format!("MPS daemon {} {state}: {then}", daemon.key))
+    }));
+    let lost = status.leases.iter().filter(|lease| lease.state == LeaseState::Lost);
+    lines.extend(lost.map(|lease| {
+        let container = lease.name.as_deref().unwrap_or(&lease.called);
+        format!("container {}: its lease {} is lost; end the container", safe(container), lease.id)
+    }));
     lines.extend(ledger.leases.iter().filter_map(|lease| {
         let unended =
             ledger.describe_unended(lease, &config.state_dir).or_else(|| oci::lost_node(lease, inventory))?;
@@ -39,7 +50,16 @@ pub(super) fn of(status: &Status, sources: &Sources<'_>) -> Vec<String> {
         let name = shown.map(|shown| shown.name.as_deref().unwrap_or(&shown.called));
         Some(format!("container {}: {unended}", safe(name.unwrap_or(&lease.container.name()))))
     }));
-    lines.extend(stuck(status));
+    lines.extend(status.mig_made.iter().filter_map(|made| {
+        let (why, (start, size)) = (made.error.as_ref()?, made.placement);
+        Some(format!(
+            "MIG instance {} at {start}:{size} of GPU {} was created for a container that has ended, and cannot be \
+             destroyed yet: {}; every sublet command tries again",
+            made.profile,
+            safe(&made.gpu),
+            safe(why)
+        ))
+    }));
     lines
 }
 
@@ -68,37 +88,4 @@ fn outside(uuid: &str, label: &str, used: &DeviceUsed, status: &Status) -> Optio
     let more = used.outside.len().saturating_sub(NAMED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     Some(format!("{label}: used without a lease by {}{more}", named.collect::<Vec<_>>().join(", ")))
-}
-
-fn daemons(status: &Status) -> impl Iterator<Item = String> + '_ {
-    let broken =
-        status.mps.iter().filter(|daemon| matches!(daemon.state, DaemonState::Fault | DaemonState::Down));
-    broken.map(|daemon| {
-        let (state, then) = match daemon.state {
-            DaemonState::Fault => ("does not answer", "`sublet mps logs` may say why"),
-            _ => ("does not run", "`sublet gc` starts it again if a lease needs it"),
-        };
-        format!("MPS daemon {} {state}: {then}", daemon.key)
-    })
-}
-
-fn lost(status: &Status) -> impl Iterator<Item = String> + '_ {
-    let lost = status.leases.iter().filter(|lease| lease.state == LeaseState::Lost);
-    lost.map(|lease| {
-        let container = lease.name.as_deref().unwrap_or(&lease.called);
-        format!("container {}: its lease {} is lost; end the container", safe(container), lease.id)
-    })
-}
-
-fn stuck(status: &Status) -> impl Iterator<Item = String> + '_ {
-    status.mig_made.iter().filter_map(|made| {
-        let (why, (start, size)) = (made.error.as_ref()?, made.placement);
-        Some(format!(
-            "MIG instance {} at {start}:{size} of GPU {} was created for a container that has ended, and cannot be \
-             destroyed yet: {}; every sublet command tries again",
-            made.profile,
-            safe(&made.gpu),
-            safe(why)
-        ))
-    })
 }

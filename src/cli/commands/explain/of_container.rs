@@ -12,8 +12,9 @@ use super::{Arguments, whose};
 use crate::events::Reader;
 use crate::guard::{self, Event};
 use crate::mps_daemons::{self, Listed};
-use crate::names::{self, Ended, Name, Names, NoLease, lease_of};
+use crate::names::{self, Known, Name, Names, NoLease, lease_of};
 use crate::preview::Whose;
+use crate::shown::word;
 use crate::status::LeaseUsed;
 use crate::usage;
 use nix::unistd::geteuid;
@@ -120,7 +121,7 @@ struct Found<'a> {
     ledger: &'a Ledger,
     lease: Option<&'a Lease>,
     /// Its leases that have ended, the last one first. Only looked for if it holds none.
-    ended: Vec<Ended<'a>>,
+    ended: Vec<(&'a str, &'a Known)>,
     names: &'a Names,
     /// What its id begins with, of which a refusal or an action of the guard may be recorded.
     ids: Vec<String>,
@@ -149,32 +150,25 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
 
 /// By what sublet knows, else by what an engine calls a container that never held a lease.
 fn find<'a>(text: &'a str, ledger: &'a Ledger, names: &'a Names) -> anyhow::Result<Found<'a>> {
-    let lease_called = |text: &str| match lease_of(text, ledger, names) {
-        Ok(lease) => Ok(Some(lease)),
-        Err(NoLease::None(_)) => Ok(None),
+    let known = |text: &str| match lease_of(text, ledger, names) {
+        Ok(lease) => Ok((Some(lease), Vec::new())),
+        Err(NoLease::None(_)) => Ok((None, names.ended(text, ledger))),
         Err(several) => Err(several),
     };
     let mut ids = vec![text.to_owned()];
-    let mut lease = lease_called(text)?;
-    let mut ended = if lease.is_none() { names.ended(text, ledger) } else { Vec::new() };
+    let (mut lease, mut ended) = known(text)?;
     if lease.is_none() && ended.is_empty() {
-        if let Some(id) = id_of_engine(text) {
-            lease = lease_called(&id)?;
-            ended = if lease.is_none() { names.ended(&id, ledger) } else { Vec::new() };
+        let id = |engine| ask(&[engine, "container", "inspect", "--format", "{{.Id}}", "--", text]);
+        let id = ["docker", "podman"].into_iter().find_map(id).map(|id| id.trim().to_owned());
+        if let Some(id) = id.filter(|id| !id.is_empty()) {
+            (lease, ended) = known(&id)?;
             ids.push(id);
         }
     }
     ids.extend(lease.map(|lease| lease.container.id.clone()));
-    ids.extend(ended.iter().map(|ended| ended.container_id().to_owned()));
+    ids.extend(ended.iter().map(|(_, known)| known.container_id.clone()));
     ids.retain(|id| !id.is_empty());
     Ok(Found { text, ledger, lease, ended, names, ids })
-}
-
-/// The id of the container that Docker or Podman calls `name`.
-fn id_of_engine(name: &str) -> Option<String> {
-    let id = |engine| ask(&[engine, "container", "inspect", "--format", "{{.Id}}", "--", name]);
-    let id = ["docker", "podman"].into_iter().find_map(id)?.trim().to_owned();
-    (!id.is_empty()).then_some(id)
 }
 
 /// Everything there is to say, in order: for people, and for machines.
@@ -189,12 +183,14 @@ fn answer(found: &Found<'_>, whose: Whose, config: &Config) -> anyhow::Result<(V
         sections.push(used(lease, &inventory, found.ledger, config, &mut document));
         sections.extend(mps_server(lease, config, &mut document)?);
         sections.extend(given(lease, &mut document));
-    } else if !found.ended.is_empty() {
-        sections.push(ended(&found.ended, &mut document));
+    } else if let [last, earlier @ ..] = &found.ended[..] {
+        sections.push(ended(*last, earlier, &mut document));
     } else if history.lines.is_empty() {
         return Err(ExplainError::NoContainer(safe(found.text)).into());
     } else {
-        sections.push(refused(found, &mut document));
+        "none".clone_into(&mut document.container.state);
+        let rows = [("name", safe(found.text)), ("state", "holds no lease".to_owned())];
+        sections.push(Section::rows("Container", rows));
     }
     if !history.lines.is_empty() {
         sections.push(history);
@@ -206,65 +202,55 @@ fn answer(found: &Found<'_>, whose: Whose, config: &Config) -> anyhow::Result<(V
 /// What people call it.
 fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
     let Some(name) = name else { return Vec::new() };
-    let engine = name.engine.map(|engine| crate::shown::word(&engine));
+    let engine = name.engine.map(|engine| word(&engine)).unwrap_or_default();
     let texts = [("image", &name.image), ("part of", &name.part_of), ("unit", &name.unit)];
-    let texts = texts.into_iter().filter(|(_, text)| !text.is_empty()).map(|(key, text)| (key, safe(text)));
-    engine.map(|engine| ("engine", engine)).into_iter().chain(texts).collect()
+    let texts = texts.map(|(key, text)| (key, safe(text)));
+    [("engine", engine)].into_iter().chain(texts).filter(|(_, text)| !text.is_empty()).collect()
 }
 
 fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section {
     let has_ended = !lease.is_of_job() && lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
-    let state = if has_ended {
-        "ended, which the next command notes".to_owned()
-    } else {
-        crate::shown::word(&lease.state)
-    };
+    let state = if has_ended { "ended".to_owned() } else { word(&lease.state) };
+    let noted = if has_ended { ", which the next command notes" } else { "" };
     let pid = lease.init.as_ref().map(|init| init.process.pid);
+    let (user, since) = (names::user(lease.container.uid), tables::timestamp(lease.since));
     let mut rows = vec![("name", lease_table::label(lease, name)), ("id", safe(&lease.container.id))];
     rows.extend(called(name));
-    rows.push(("user", names::user(lease.container.uid)));
-    rows.push(("lease", lease.id.to_string()));
-    rows.push(("state", format!("{state}, since {}", tables::timestamp(lease.since))));
+    rows.extend([("user", user.clone()), ("lease", lease.id.to_string())]);
+    rows.push(("state", format!("{state}{noted}, since {since}")));
     rows.extend(pid.map(|pid| ("pid", pid.to_string())));
     document.container = ContainerFacts {
         container_id: Some(lease.container.id.clone()),
         lease: Some(lease.id.to_string()),
-        state: if has_ended { "ended".to_owned() } else { crate::shown::word(&lease.state) },
-        since: Some(tables::timestamp(lease.since)),
+        state,
+        since: Some(since),
         pid,
-        user: Some(names::user(lease.container.uid)),
+        user: Some(user),
         name: name.cloned(),
         ..ContainerFacts::default()
     };
     Section::rows("Container", rows)
 }
 
-fn ended(ended: &[Ended<'_>], document: &mut Document) -> Section {
-    let last = &ended[0];
-    let name = last.name();
-    let mut rows = vec![("name", safe(&name.name)), ("id", safe(last.container_id()))];
+/// `earlier` are its leases before, the last one first.
+fn ended((lease, known): (&str, &Known), earlier: &[(&str, &Known)], document: &mut Document) -> Section {
+    let (Known { name, container_id, .. }, seen) = (known, tables::timestamp(known.seen));
+    let mut rows = vec![("name", safe(&name.name)), ("id", safe(container_id))];
     rows.extend(called(Some(name)));
-    rows.push(("lease", safe(last.lease)));
-    rows.push(("state", format!("ended; it was last seen at {}", tables::timestamp(last.seen()))));
-    let earlier = |ended: &Ended<'_>| {
-        ("before", format!("lease {}, last seen at {}", safe(ended.lease), tables::timestamp(ended.seen())))
-    };
-    rows.extend(ended[1..].iter().map(earlier));
+    rows.extend([("lease", safe(lease)), ("state", format!("ended; it was last seen at {seen}"))]);
+    rows.extend(earlier.iter().map(|(lease, known)| {
+        ("before", format!("lease {}, last seen at {}", safe(lease), tables::timestamp(known.seen)))
+    }));
     rows.retain(|(_, text)| !text.is_empty());
     document.container = ContainerFacts {
-        container_id: Some(last.container_id().to_owned()),
-        lease: Some(last.lease.to_owned()),
+        container_id: Some(container_id.clone()),
+        lease: Some(lease.to_owned()),
         state: "ended".to_owned(),
-        last_seen: Some(tables::timestamp(last.seen())),
+        last_seen: Some(seen),
         name: Some(name.clone()),
         ..ContainerFacts::default()
     };
     Section::rows("Container", rows)
-}
-
-fn refused(found: &Found<'_>, document: &mut Document) -> Section {
-    "none".clone_into(&mut document.container.state);
-    Section::rows("Container", [("name", safe(found.text)), ("state", "holds no lease".to_owned())])
 }
 
 fn limits(lease: &Lease, inventory: &Inventory, document: &mut Document) -> Section {
@@ -289,7 +275,7 @@ fn used(
     for uuid in &lease.devices {
         let used = usage.of_lease(lease, uuid, ledger);
         let unknown = || "not known".to_owned();
-        let memory = used.memory_bytes.map_or_else(unknown, |bytes| format!("{} MiB", bytes >> 20));
+        let memory = |bytes: Option<u64>| bytes.map_or_else(unknown, |bytes| format!("{} MiB", bytes >> 20));
         let busy = match (used.sm_percent, used.server_sm_percent) {
             (Some(own), _) => format!("{own} % of the SMs"),
             (None, Some(all)) => {
@@ -298,13 +284,12 @@ fn used(
             (None, None) => unknown(),
         };
         let device = inventory.device(uuid).map_or_else(|| safe(uuid), Device::label);
-        rows.push(("memory", format!("{memory} on {device}")));
-        rows.push(("busy", busy));
+        rows.extend([("memory", format!("{} on {device}", memory(used.memory_bytes))), ("busy", busy)]);
         let processes = usage.devices.get(uuid).into_iter().flat_map(|device| device.of_lease(lease));
         rows.extend(processes.map(|process| {
-            let memory =
-                process.holder.memory_bytes.map_or_else(unknown, |bytes| format!("{} MiB", bytes >> 20));
-            ("process", format!("{} {}, {memory}", process.holder.process.pid, safe(&process.holder.name)))
+            let holder = &process.holder;
+            let memory = memory(holder.memory_bytes);
+            ("process", format!("{} {}, {memory}", holder.process.pid, safe(&holder.name)))
         }));
         values.push(UsedOfDevice { device: uuid.clone(), used });
     }
@@ -316,19 +301,15 @@ fn mps_server(lease: &Lease, config: &Config, document: &mut Document) -> anyhow
     let Some(key) = &lease.daemon else { return Ok(None) };
     let daemons = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
     let daemon = daemons.into_iter().find(|daemon| daemon.key == *key);
-    document.mps = Some(daemon.clone().map_or(MpsDaemon::None, MpsDaemon::Runs));
-    let Some(daemon) = daemon else {
-        let rows = [("key", key.to_string()), ("state", "not running".to_owned())];
-        return Ok(Some(Section::rows("MPS server", rows)));
-    };
-    let mut rows = vec![("key", key.to_string()), ("state", crate::shown::word(&daemon.state))];
-    rows.extend(daemon.pid.map(|pid| ("pid", pid.to_string())));
-    rows.extend(daemon.clients.map(|clients| ("clients", clients.to_string())));
-    let memory = tables::memory_limit(daemon.ceiling_memory_bytes);
-    rows.push((
-        "ceiling",
-        format!("{} % of the SMs, memory {memory}, for each client", daemon.ceiling_percent),
-    ));
+    let state = daemon.as_ref().map_or_else(|| "not running".to_owned(), |daemon| word(&daemon.state));
+    let mut rows = vec![("key", key.to_string()), ("state", state)];
+    if let Some(daemon) = &daemon {
+        rows.extend(daemon.pid.map(|pid| ("pid", pid.to_string())));
+        rows.extend(daemon.clients.map(|clients| ("clients", clients.to_string())));
+        let (percent, memory) = (daemon.ceiling_percent, tables::memory_limit(daemon.ceiling_memory_bytes));
+        rows.push(("ceiling", format!("{percent} % of the SMs, memory {memory}, for each client")));
+    }
+    document.mps = Some(daemon.map_or(MpsDaemon::None, MpsDaemon::Runs));
     Ok(Some(Section::rows("MPS server", rows)))
 }
 
@@ -353,8 +334,8 @@ fn given(lease: &Lease, document: &mut Document) -> Vec<Section> {
 
 /// What happened to it, the oldest first.
 fn history(found: &Found<'_>, whose: Whose, config: &Config) -> (Section, Vec<Happened>) {
-    let all =
-        if is_remote(config) { read_own_records(found, whose, config) } else { read_events(found, config) };
+    let is_remote = is_remote(config);
+    let all = if is_remote { read_own_records(found, whose, config) } else { read_events(found, config) };
     let line = |Happened { time, kind, text }: &Happened| match kind.as_str() {
         "guard" => format!("{time}  {text}"),
         "refused" => format!("{time}  refused: {text}"),
@@ -369,12 +350,8 @@ fn read_events(found: &Found<'_>, config: &Config) -> Vec<Happened> {
     if let Some(line) = unread {
         eprintln!("sublet: {line}");
     }
-    let leases: Vec<&str> = found
-        .lease
-        .map(|lease| lease.id.as_str())
-        .into_iter()
-        .chain(found.ended.iter().map(|ended| ended.lease))
-        .collect();
+    let ended = found.ended.iter().map(|(lease, _)| *lease);
+    let leases: Vec<&str> = found.lease.iter().map(|lease| lease.id.as_str()).chain(ended).collect();
     let is_its = |event: &events::Event| {
         let names_it = !event.container_id.is_empty() && found.is_id(&event.container_id);
         // Of a container that no engine is known to have had, nothing but events tells of its leases.
@@ -393,18 +370,19 @@ fn read_own_records(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Hap
     let us = geteuid().as_raw();
     let may_see = |record: &RefusalRecord| record.uid == us || whose == Whose::Root && record.uid == 0;
     let is_its = |record: &RefusalRecord| may_see(record) && found.is_id(&record.container_id);
-    let refused = refusals(config).into_iter().filter(is_its);
-    let kind = |record: &RefusalRecord| if record.started { Kind::Warned } else { Kind::Refused };
-    let refused = refused.map(|record| (record.time, kind(&record).as_str(), record.reason));
-    let is_guarded = |event: &Event| event.container_id.as_deref().is_some_and(|id| found.is_id(id));
-    let guarded =
-        guard::events(config).into_iter().filter(is_guarded).map(|event| (event.time, "guard", event.text));
-    let mut all: Vec<_> = refused.chain(guarded).collect();
-    all.sort_by_key(|(time, ..)| *time);
-    let row = |(time, kind, text): (u64, &str, String)| Happened {
+    let row = |time: u64, kind: Kind, text: String| Happened {
         time: tables::timestamp(time),
-        kind: kind.to_owned(),
+        kind: kind.as_str().to_owned(),
         text,
     };
-    all.into_iter().map(row).collect()
+    let kind = |record: &RefusalRecord| if record.started { Kind::Warned } else { Kind::Refused };
+    let refused = refusals(config).into_iter().filter(is_its);
+    let refused = refused.map(|record| row(record.time, kind(&record), record.reason));
+    let is_guarded = |event: &Event| event.container_id.as_deref().is_some_and(|id| found.is_id(id));
+    let guarded = guard::events(config).into_iter().filter(is_guarded);
+    let mut all: Vec<_> =
+        refused.chain(guarded.map(|event| row(event.time, Kind::Guard, event.text))).collect();
+    // RFC 3339 in UTC: the order of texts is that of times.
+    all.sort_by(|one, other| one.time.cmp(&other.time));
+    all
 }

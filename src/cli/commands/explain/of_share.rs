@@ -19,12 +19,10 @@ use sublet_core::admit::{
 };
 use sublet_core::config::Config;
 use sublet_core::config_files::{self, Known};
-use sublet_core::grant::{Grant, grant};
+use sublet_core::grant::grant;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
-use sublet_core::oci::container_root;
-use sublet_core::oci::containers_by_name;
-use sublet_core::oci::{self, JsonFile};
+use sublet_core::oci::{self, JsonFile, container_root, containers_by_name};
 use sublet_core::process::Process;
 use sublet_core::request::has_sublet_annotations;
 use sublet_core::text::safe;
@@ -41,7 +39,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     // A bundle that a user can name is their own.
     let whose = whose::whose(arguments.rootless || arguments.bundle.is_some(), config);
     let (mut spec, rootfs) = read_spec(arguments)?;
-    let earlier = without_earlier_edits(&mut spec)?;
+    // What sublet has put into the config.json of a container that was created is taken out.
+    let earlier = oci::annotations(&spec)?.remove(LEASE_ANNOTATION);
+    if earlier.is_some() {
+        remove_earlier_grant(&mut spec)?;
+    }
     let (source, given_by) = source(arguments, &spec)?;
     let request = request_of(&source, &spec, config)?;
     let mut inventory = inventory_for(whose, config)?;
@@ -51,7 +53,14 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     ledger.leases.retain(|lease| earlier.as_deref() != Some(lease.id.as_str()));
     let id = LeaseId::random()?;
     let placement = preview(&request, &id, &mut inventory, &ledger, whose, config)?;
-    let candidate = candidate(arguments, rootfs)?;
+    let container = Container {
+        uid: nix::unistd::geteuid().as_raw(),
+        id: "explain".into(),
+        bundle: arguments.bundle.clone().unwrap_or_default(),
+        rootfs,
+        record: PathBuf::new(),
+    };
+    let candidate = Candidate { container, owner: Process::current()?, engine: None };
     oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
     let lease = lease_for(&candidate, &placement, &image, id, config);
     let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, &request.over(config));
@@ -71,7 +80,15 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
                 println!("{:<10} {whose}", "For");
             }
             println!("{answer}");
-            print_edits(arguments, &grant, spec)?;
+            match (arguments.edits, &arguments.bundle) {
+                (false, _) => println!("\nWith --edits: its environment, device nodes and mounts."),
+                (true, None) => edits::print(&grant),
+                (true, Some(_)) => {
+                    let before = spec.clone();
+                    oci::edit(&mut spec, &grant)?;
+                    println!("\nEdits to config.json\n{}", edits::diff(&before, &spec)?);
+                }
+            }
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -93,19 +110,6 @@ pub struct Document<'a> {
     /// What is done to the container; with `--edits` only.
     #[serde(skip_serializing_if = "Option::is_none")]
     edits: Option<Edits<'a>>,
-}
-
-fn print_edits(arguments: &Arguments, grant: &Grant, mut spec: Value) -> anyhow::Result<()> {
-    match (arguments.edits, &arguments.bundle) {
-        (false, _) => println!("\nWith --edits: its environment, device nodes and mounts."),
-        (true, None) => edits::print(grant),
-        (true, Some(_)) => {
-            let before = spec.clone();
-            oci::edit(&mut spec, grant)?;
-            println!("\nEdits to config.json\n{}", edits::diff(&before, &spec)?);
-        }
-    }
-    Ok(())
 }
 
 /// The devices. They are those of root's containers, which do not come from `sublet serve`.
@@ -144,11 +148,9 @@ fn source(arguments: &Arguments, spec: &Value) -> anyhow::Result<(RequestSource,
 
 /// The bundle's spec, or a minimal one, with the given annotations added.
 fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
+    let bare = json!({"ociVersion": "1.0.2", "process": {"env": []}, "root": {"path": "/"}});
     let (mut spec, rootfs) = match &arguments.bundle {
-        None => (
-            json!({"ociVersion": "1.0.2", "process": {"env": []}, "root": {"path": "/"}}),
-            PathBuf::from("/"),
-        ),
+        None => (bare, PathBuf::from("/")),
         Some(bundle) => {
             let spec = JsonFile::read(&bundle.join("config.json"))?.parse()?;
             let root =
@@ -166,25 +168,4 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
         annotations.insert(key.clone(), Value::String(value.clone()));
     }
     Ok((spec, rootfs))
-}
-
-/// Takes out what sublet has put into the config.json of a container that was created. Returns its lease.
-fn without_earlier_edits(spec: &mut Value) -> anyhow::Result<Option<String>> {
-    let lease = oci::annotations(spec)?.remove(LEASE_ANNOTATION);
-    if lease.is_some() {
-        remove_earlier_grant(spec)?;
-    }
-    Ok(lease)
-}
-
-fn candidate(arguments: &Arguments, rootfs: PathBuf) -> anyhow::Result<Candidate<'static>> {
-    let bundle = arguments.bundle.clone().unwrap_or_default();
-    let container = Container {
-        uid: nix::unistd::geteuid().as_raw(),
-        id: "explain".into(),
-        bundle,
-        rootfs,
-        record: PathBuf::new(),
-    };
-    Ok(Candidate { container, owner: Process::current()?, engine: None })
 }

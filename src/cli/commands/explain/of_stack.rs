@@ -38,23 +38,22 @@ pub fn run(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyh
     }
     let mut remarks = stack.remarks.clone();
     remarks.extend(super::whose::remark(whose, config).map(|whose| format!("this is about {whose}")));
-    if running > 0 {
-        remarks
-            .push(format!("{running} of its containers run already: what they hold was not counted twice"));
-    }
+    let run = || format!("{running} of its containers run already: what they hold was not counted twice");
+    remarks.extend((running > 0).then(run));
     for remark in &remarks {
         eprintln!("sublet: note: {remark}");
     }
-    match format {
-        Format::Json => tables::json(&Document {
-            schema: "sublet.explain-stack/1",
-            fits: fitted.iter().all(fits),
-            services: fitted.iter().map(|one| ServiceFit::of(one, &inventory)).collect(),
-            remarks: &remarks,
-        })?,
-        Format::Table => println!("{}", table(&fitted, &inventory)),
-    }
-    Ok(if fitted.iter().all(fits) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let document = Document {
+        schema: "sublet.explain-stack/1",
+        fits: fitted.iter().all(fits),
+        services: fitted.iter().map(|one| ServiceFit::of(one, &inventory)).collect(),
+        remarks: &remarks,
+    };
+    tables::print(format, &document, || {
+        let rows = fitted.iter().map(|one| row(one, &inventory)).collect();
+        tables::table(&["SERVICE", "GPU", "MODE", "SM", "MEMORY", "RESULT"], rows)
+    })?;
+    Ok(if document.fits { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn fits(fitted: &Fitted) -> bool {
@@ -127,39 +126,27 @@ fn sm_count(placement: &Placement, inventory: &Inventory) -> Option<u64> {
     placement.devices.iter().filter_map(|uuid| count(inventory.device(uuid)?)).min()
 }
 
-fn table(fitted: &[Fitted], inventory: &Inventory) -> String {
-    let rows = fitted.iter().map(|one| row(one, inventory)).collect();
-    tables::table(&["SERVICE", "GPU", "MODE", "SM", "MEMORY", "RESULT"], rows)
-}
-
 fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
     let dash = || "-".to_owned();
-    let mut row = vec![safe(&fitted.service)];
-    match &fitted.outcome {
+    let no_limit = || "no limit".to_owned();
+    let cells = match &fitted.outcome {
         Outcome::Fits(placement) => {
             let number = |uuid: &String| inventory.device(uuid).map_or_else(|| uuid.clone(), Device::number);
             let count = sm_count(placement, inventory).map(|count| format!(" ({count})")).unwrap_or_default();
-            row.extend([
+            [
                 placement.devices.iter().map(number).collect::<Vec<_>>().join(", "),
                 placement.mode.to_string(),
-                placement.sm.map_or_else(|| "no limit".to_owned(), |sm| format!("{sm} %{count}")),
-                placement
-                    .memory_bytes
-                    .map_or_else(|| "no limit".to_owned(), |bytes| format!("{} MiB", bytes >> 20)),
+                placement.sm.map_or_else(no_limit, |sm| format!("{sm} %{count}")),
+                placement.memory_bytes.map_or_else(no_limit, |bytes| format!("{} MiB", bytes >> 20)),
                 "fits".to_owned(),
-            ]);
+            ]
         }
         Outcome::Made(made) => {
-            row.extend([
-                dash(),
-                "mig".to_owned(),
-                dash(),
-                dash(),
-                format!("fits: a MIG instance is created, {}", made.0.what),
-            ]);
+            let result = format!("fits: a MIG instance is created, {}", made.0.what);
+            [dash(), "mig".to_owned(), dash(), dash(), result]
         }
-        Outcome::AsksForNone => row.extend([dash(), dash(), dash(), dash(), "asks for no share".to_owned()]),
-        Outcome::Not(why) => row.extend([dash(), dash(), dash(), dash(), format!("NO: {why}")]),
-    }
-    row
+        Outcome::AsksForNone => [dash(), dash(), dash(), dash(), "asks for no share".to_owned()],
+        Outcome::Not(why) => [dash(), dash(), dash(), dash(), format!("NO: {why}")],
+    };
+    std::iter::once(safe(&fitted.service)).chain(cells).collect()
 }
