@@ -47,9 +47,7 @@ pub(super) fn enter(
         return Ok(Entered::default());
     }
     match try_enter(key, policy, store, config) {
-        Err(Attempt::Refused(_))
-            if limits_and_state::daemon(&store.read()?, key).is_some_and(limits_and_state::is_alive) =>
-        {
+        Err(Attempt::Refused(_)) if store.read()?.daemon(key).is_some_and(limits_and_state::is_alive) => {
             Ok(Entered { beside_server: true, ..Entered::default() })
         }
         Err(Attempt::Unable(why) | Attempt::Refused(why)) if policy == ExclusiveComputeMode::Auto => {
@@ -219,7 +217,7 @@ pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &C
 /// own daemon does not count. A process that cannot be examined does.
 fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Result<Vec<String>, String> {
     let running = probe::compute_processes(device).map_err(|error| format!("who is on it: {error}"))?;
-    let alive = limits_and_state::daemon(ledger, key).filter(|daemon| limits_and_state::is_alive(daemon));
+    let alive = ledger.daemon(key).filter(|daemon| limits_and_state::is_alive(daemon));
     let pid_of_daemon = alive.and_then(|daemon| daemon.process).map(|daemon| daemon.pid);
     let is_server = |pid: u32| pid_of_daemon.is_some() && parent(pid) == pid_of_daemon;
     let stranger = |pid: &u32| !is_server(*pid) && owner(*pid, ledger).is_none();

@@ -45,7 +45,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Stri
     let control = Control::new(key, config)?;
     // Checked before the lock, which creates a directory: an unknown key leaves nothing behind.
     let ledger = store.read()?;
-    if ledger.on_daemon(key).next().is_none() && limits_and_state::daemon(&ledger, key).is_none() {
+    if ledger.on_daemon(key).next().is_none() && ledger.daemon(key).is_none() {
         return Err(MpsError::NotWanted { key: key.to_string() });
     }
     if let Some(started) = below_runtime::start(key, &ledger, config) {
@@ -84,7 +84,7 @@ fn stop_unwanted(
     config: &Config,
 ) -> Result<bool, MpsError> {
     let ledger = store.read()?;
-    if serves && limits_and_state::daemon(&ledger, key).is_some_and(|daemon| waits(daemon, &ledger, config)) {
+    if serves && ledger.daemon(key).is_some_and(|daemon| waits(daemon, &ledger, config)) {
         return rest_held(held, key, store, config).map(|_| false);
     }
     match stop_held(held, key, false, store, config) {
@@ -116,7 +116,7 @@ fn serves_already(
         matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
             && limits_and_state::is_alive(daemon)
     };
-    let Some(daemon) = limits_and_state::daemon(&ledger, key).filter(running) else { return Ok(None) };
+    let Some(daemon) = ledger.daemon(key).filter(running) else { return Ok(None) };
     match control.default_limits() {
         Ok(_) => {}
         Err(AskError::Gone(_) | AskError::Refused { .. }) => return Ok(None),
