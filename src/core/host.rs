@@ -58,7 +58,6 @@ pub fn is_nested() -> bool {
 
 /// Whether the first process that /proc shows runs in this process's user namespace, as in a system container. It does not
 /// below a rootless engine; there nobody may look.
-#[must_use]
 pub(crate) fn is_of_a_system() -> bool {
     let of = |who: &str| std::fs::read_link(format!("/proc/{who}/ns/user"));
     matches!((of("1"), of("self")), (Ok(first), Ok(own)) if first == own)

@@ -4,10 +4,6 @@
 
 pub mod bounded_input;
 
-mod status;
-
 pub mod shim;
 
 pub mod hook;
-
-pub mod dispatch;

@@ -15,7 +15,7 @@ use sublet_core::broker::protocol::{Answer, Ask};
 use sublet_core::config::Config;
 use sublet_core::ledger::{DaemonKey, Lease, LeaseId, Ledger, Store};
 use sublet_core::mps::idle::waits;
-use sublet_core::mps::{self, MpsError, child_await, limits_and_state};
+use sublet_core::mps::{self, MpsError, child_await};
 use sublet_core::process::Process;
 use sublet_core::process::sublet::SubletError;
 use sublet_core::text::safe;
@@ -61,7 +61,7 @@ pub(super) fn see_off(key: &DaemonKey, store: &Store) -> Warnings {
 }
 
 fn daemon_of(key: &DaemonKey, ledger: &Ledger) -> Option<Process> {
-    limits_and_state::daemon(ledger, key)?.process
+    ledger.daemon(key)?.process
 }
 
 /// Waits until the container of lease `id` has ended, then frees the lease, until its daemon has ended or serves others.
@@ -100,7 +100,7 @@ pub(crate) fn await_end(id: &LeaseId, store: &Store, config: &Config) -> Result<
 
 /// Whether the daemon of `key` serves a lease, or waits for the next.
 fn is_needed(key: &DaemonKey, ledger: &Ledger, config: &Config) -> bool {
-    let rests = limits_and_state::daemon(ledger, key).is_some_and(|daemon| waits(daemon, ledger, config));
+    let rests = ledger.daemon(key).is_some_and(|daemon| waits(daemon, ledger, config));
     rests || ledger.on_daemon(key).next().is_some()
 }
 

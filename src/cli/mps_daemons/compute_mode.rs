@@ -45,7 +45,7 @@ pub(super) fn enter(daemon: Daemon<'_>) -> Result<Entered, MpsError> {
     }
     match try_enter(daemon) {
         Err(Attempt::Refused(_))
-            if limits_and_state::daemon(&store.read()?, key).is_some_and(limits_and_state::is_alive) =>
+            if store.read()?.daemon(key).is_some_and(limits_and_state::is_alive) =>
         {
             Ok(Entered { beside_server: true, ..Entered::default() })
         }
@@ -214,7 +214,7 @@ pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &C
 /// own daemon does not count. A process that cannot be examined does.
 fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Result<Vec<String>, String> {
     let running = probe::compute_processes(device).map_err(|error| format!("who is on it: {error}"))?;
-    let daemon = limits_and_state::daemon(ledger, key).and_then(|daemon| daemon.process);
+    let daemon = ledger.daemon(key).and_then(|daemon| daemon.process);
     let pid_of_daemon = daemon.filter(Process::is_alive).map(|daemon| daemon.pid);
     let parent = |pid: u32| Process::find(i32::try_from(pid).ok()?)?.parent();
     let is_server = |pid: u32| pid_of_daemon.is_some() && parent(pid) == pid_of_daemon;

@@ -44,7 +44,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Warnings {
     // Checked before the lock, which creates a directory: an unknown key leaves nothing behind.
     let ledger = store.read()?;
     let not_wanted = || MpsError::NotWanted { key: key.to_string() };
-    if ledger.on_daemon(key).next().is_none() && limits_and_state::daemon(&ledger, key).is_none() {
+    if ledger.on_daemon(key).next().is_none() && ledger.daemon(key).is_none() {
         return Err(not_wanted());
     }
     if let Some(started) = below_runtime::start(key, &ledger, config) {
@@ -81,7 +81,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Warnings {
 /// no lease needs the daemon, and nothing is left of it.
 fn stop_unwanted(daemon: Daemon<'_>, held: &DaemonLock, serves: bool) -> Result<bool, MpsError> {
     let ledger = daemon.store.read()?;
-    let record = limits_and_state::daemon(&ledger, daemon.key).filter(|_| serves);
+    let record = ledger.daemon(daemon.key).filter(|_| serves);
     if record.is_some_and(|record| waits(record, &ledger, daemon.config)) {
         return daemon.rest(held).map(|_| false);
     }
@@ -100,7 +100,7 @@ fn serves_already(
 ) -> Result<Option<Vec<String>>, MpsError> {
     let Daemon { key, store, config } = daemon;
     let ledger = store.read()?;
-    let record = limits_and_state::daemon(&ledger, key).filter(|record| limits_and_state::runs(record));
+    let record = ledger.daemon(key).filter(|record| limits_and_state::runs(record));
     let Some(record) = record else { return Ok(None) };
     match control.default_limits() {
         Ok(_) => {}

@@ -40,7 +40,7 @@ pub fn stop(key: &DaemonKey, force: bool, store: &Store, config: &Config) -> War
 /// The mode cannot be restored, and the daemon does not end.
 pub fn rest(key: &DaemonKey, store: &Store, config: &Config) -> Warnings {
     dirs::check_key(key)?;
-    if limits_and_state::daemon(&store.read()?, key).is_none() {
+    if store.read()?.daemon(key).is_none() {
         return Ok(Vec::new());
     }
     let held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
@@ -145,7 +145,5 @@ pub fn exists(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, M
 fn is_known(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
     let mode = ledger.compute_modes.iter().any(|changed| changed.device == key.0);
-    Ok(mode
-        || limits_and_state::daemon(&ledger, key).is_some()
-        || key.dir(&config.state_dir).try_exists().unwrap_or(true))
+    Ok(mode || ledger.daemon(key).is_some() || key.dir(&config.state_dir).try_exists().unwrap_or(true))
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::protocol::{self, Answer, Ask, LONGEST_ANSWER, LONGEST_ASK, ProtocolError};
 use crate::config::Config;
-use crate::text::safe;
+use crate::text::safe_long;
 
 /// The longest time for an answer. The slowest one waits for a refresh of the inventory and then for the start of an
 /// MPS daemon.
@@ -115,9 +115,13 @@ impl Broker {
     }
 
     fn once(&mut self, line: &[u8]) -> Result<Answer, BrokerError> {
-        let mut stream = match self.stream.take() {
-            Some(stream) => stream,
-            None => self.connect()?,
+        let mut stream = if let Some(stream) = self.stream.take() {
+            stream
+        } else {
+            let stream = UnixStream::connect(&self.socket)
+                .map_err(|source| BrokerError::NotRunning { socket: self.socket.clone(), source })?;
+            stream.set_write_timeout(Some(Duration::from_secs(10))).map_err(BrokerError::Broken)?;
+            stream
         };
         // A service that turns the connection away sends the reason before it has read a request.
         let sent = stream.write_all(line);
@@ -128,13 +132,6 @@ impl Broker {
         }?;
         self.stream = Some(stream);
         Ok(protocol::parse(&answer)?)
-    }
-
-    fn connect(&self) -> Result<UnixStream, BrokerError> {
-        let stream = UnixStream::connect(&self.socket)
-            .map_err(|source| BrokerError::NotRunning { socket: self.socket.clone(), source })?;
-        stream.set_write_timeout(Some(Duration::from_secs(10))).map_err(BrokerError::Broken)?;
-        Ok(stream)
     }
 }
 
@@ -151,9 +148,7 @@ fn connect_now(path: &std::path::Path) -> io::Result<UnixStream> {
 
 /// Makes a refusal safe to print. It is the service's own line and may be longer than one piece of foreign text.
 fn refused(reason: &str, temporary: bool) -> BrokerError {
-    let characters: Vec<char> = reason.chars().take(2000).collect();
-    let reason = characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
-    BrokerError::Refused { reason, temporary }
+    BrokerError::Refused { reason: safe_long(reason, 2000), temporary }
 }
 
 /// One line, without its end.

@@ -42,7 +42,7 @@ pub enum PolicyLimitError {
     /// `sm` or `memory`.
     #[error(
         "your policy limit ([[policy]]) for {key} is {limit}; your containers hold {held}, and this one asks \
-         for {asked}: ask for less{}", wait_advice(*.temporary)
+         for {asked}: ask for less{}", if *.temporary { ", or end a container first" } else { "" }
     )]
     Sum {
         /// The annotation's key.
@@ -77,10 +77,6 @@ impl PolicyLimitError {
     }
 }
 
-fn wait_advice(temporary: bool) -> &'static str {
-    if temporary { ", or end a container first" } else { "" }
-}
-
 impl PolicyLimit<'_> {
     /// Checks whether the user may take `placement` in addition to their leases in `ledger`.
     ///
@@ -101,7 +97,8 @@ impl PolicyLimit<'_> {
         {
             return Err(PolicyLimitError::Leases(most));
         }
-        let (sm, memory) = Holding::of_placement(placement).sums();
+        let Placement { devices, mig_devices, mode, sm, memory_bytes, .. } = placement;
+        let (sm, memory) = sums(devices.len(), mig_devices, *mode, *sm, *memory_bytes);
         sum("sm", rule.sm.map(thousandths), held_sm(&held), sm, &percent)?;
         sum("memory", rule.memory, held_memory(&held), memory, &mib)
     }
@@ -151,52 +148,36 @@ fn thousandths(sm: Percent) -> u64 {
     u64::from(sm.thousandths())
 }
 
-/// The values of a share that count, whether it is taken or requested.
-struct Holding<'a> {
-    devices: &'a [String],
-    mig_devices: &'a [LeasedMigDevice],
+/// SM share and memory of a lease or a request on all its devices together; `None`: no limit. A container that has a MIG device
+/// alone holds all of it, as part of its GPU, whatever it requested.
+fn sums(
+    devices: usize,
+    mig_devices: &[LeasedMigDevice],
     mode: Mode,
     sm: Option<Percent>,
     memory_bytes: Option<u64>,
+) -> (Option<u64>, Option<u64>) {
+    if mode == Mode::Mig {
+        let sm = mig_devices.iter().map(|mig_device| mig_device.sm.map(thousandths)).sum();
+        return (sm, mig_devices.iter().map(|mig_device| mig_device.memory_bytes).sum());
+    }
+    let times = |one: u64| one.saturating_mul(devices as u64);
+    (sm.map(thousandths).map(times), memory_bytes.map(times))
 }
 
-impl<'a> Holding<'a> {
-    fn of_placement(from: &'a Placement) -> Self {
-        let Placement { devices, mig_devices, mode, sm, memory_bytes, .. } = from;
-        Self { devices, mig_devices, mode: *mode, sm: *sm, memory_bytes: *memory_bytes }
-    }
-
-    fn of_lease(from: &'a Lease) -> Self {
-        let Lease { devices, mig_devices, mode, sm, memory_bytes, .. } = from;
-        Self { devices, mig_devices, mode: *mode, sm: *sm, memory_bytes: *memory_bytes }
-    }
-
-    /// SM share and memory on all its devices together; `None`: no limit. A container that has a MIG device alone holds
-    /// all of it, as part of its GPU, whatever it requested.
-    fn sums(&self) -> (Option<u64>, Option<u64>) {
-        if self.mode == Mode::Mig {
-            let sm = self.mig_devices.iter().map(|mig_device| mig_device.sm.map(thousandths)).sum();
-            return (sm, self.mig_devices.iter().map(|mig_device| mig_device.memory_bytes).sum());
-        }
-        let devices = self.devices.len() as u64;
-        let times = |one: u64| one.saturating_mul(devices);
-        (self.sm.map(thousandths).map(times), self.memory_bytes.map(times))
-    }
+fn sums_of(lease: &Lease) -> (Option<u64>, Option<u64>) {
+    sums(lease.devices.len(), &lease.mig_devices, lease.mode, lease.sm, lease.memory_bytes)
 }
 
 /// A lease without a limit holds a whole device.
 fn held_sm(held: &[&Lease]) -> u64 {
-    let of = |lease: &&Lease| {
-        let whole = thousandths(Percent::WHOLE).saturating_mul(lease.devices.len() as u64);
-        Holding::of_lease(lease).sums().0.unwrap_or(whole)
-    };
-    held.iter().map(of).fold(0, u64::saturating_add)
+    let whole = |lease: &Lease| thousandths(Percent::WHOLE).saturating_mul(lease.devices.len() as u64);
+    held.iter().map(|lease| sums_of(lease).0.unwrap_or(whole(lease))).fold(0, u64::saturating_add)
 }
 
 /// A lease without a limit holds all memory.
 fn held_memory(held: &[&Lease]) -> u64 {
-    let of = |lease: &&Lease| Holding::of_lease(lease).sums().1.unwrap_or(u64::MAX);
-    held.iter().map(of).fold(0, u64::saturating_add)
+    held.iter().map(|lease| sums_of(lease).1.unwrap_or(u64::MAX)).fold(0, u64::saturating_add)
 }
 
 fn sum(

@@ -353,7 +353,6 @@ const OWN_NAMES: [&str; 5] =
     ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SUBLET_DEVICES", "SUBLET_MODE", "SUBLET_PROCESSES"];
 
 /// Whether only shares set the variable `name`.
-#[must_use]
 pub(crate) fn is_own_name(name: &str) -> bool {
     OWN_NAMES.contains(&name) || OWN_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
@@ -398,7 +397,6 @@ impl Default for Cdi {
 
 impl Config {
     /// The limit on the sum of SM shares on one MPS device.
-    #[must_use]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from over 0 to 100 times")]
     pub(crate) fn sm_bookable(&self) -> Percent {
         // Rounded, because 1.15 × 100 000 is 114 999.999… in floating point. Loading a file checks that the factor is

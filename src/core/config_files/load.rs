@@ -256,7 +256,11 @@ fn merge(files: &[Parsed]) -> Result<Config, ConfigError> {
         [] => Config::default(),
         [.., last] => of_table(merged).map_err(|error| last.file.merged(&error))?,
     };
-    shipped_environment(&mut config);
+    // `[grant.env]` is merged over the built-in one as over any weaker file's. An empty value removes a variable.
+    for (name, template) in Grant::default().env {
+        config.grant.env.entry(name).or_insert(template);
+    }
+    config.grant.env.retain(|_, template| !template.is_empty());
     // Values that are valid by themselves may contradict each other in one share.
     let strongest_first: Vec<_> = files.iter().rev().map(|parsed| parsed.file).collect();
     check_values(&config).map_err(|problem| locate(&strongest_first, &problem))?;
@@ -295,14 +299,6 @@ fn overlay<'f>(weaker: &mut DeTable<'f>, stronger: DeTable<'f>) {
             }
         }
     }
-}
-
-/// `[grant.env]` is merged over the built-in one as over any weaker file's. An empty value removes a variable.
-fn shipped_environment(config: &mut Config) {
-    for (name, template) in Grant::default().env {
-        config.grant.env.entry(name).or_insert(template);
-    }
-    config.grant.env.retain(|_, template| !template.is_empty());
 }
 
 /// Names the first of `files` that has the key, or the longest part of it that any of them has.
@@ -389,14 +385,17 @@ type Checked = Result<(), Problem>;
 
 /// The first problem of `config`.
 pub(super) fn check_values(config: &Config) -> Checked {
-    check_state_dir(&config.state_dir)?;
+    require_absolute(&["state_dir"], &config.state_dir)?;
+    let fits = config.state_dir.as_os_str().as_bytes().len() <= LONGEST_STATE_DIR;
+    let help = format!(
+        "must be at most {LONGEST_STATE_DIR} bytes long, because paths of MPS sockets below it may have 107"
+    );
+    require(fits, &["state_dir"], &help)?;
     check_runtime(&config.runtime)?;
     require_absolute(&["driver", "root"], &config.driver.root)?;
-    config
-        .driver
-        .search
-        .iter()
-        .try_for_each(|path| require_absolute(&["driver", "search"], Path::new(path)))?;
+    for path in &config.driver.search {
+        require_absolute(&["driver", "search"], Path::new(path))?;
+    }
     require(config.defaults.wait <= LONGEST_WAIT, &["defaults", "wait"], "must be at most 60s")?;
     for (index, rule) in config.device.iter().enumerate() {
         check_device(index, rule)?;
@@ -426,12 +425,8 @@ pub(super) fn check_values(config: &Config) -> Checked {
     let period = config.guard.period;
     let fits = (Duration::from_millis(100)..=Duration::from_secs(10)).contains(&period);
     require(fits, &["guard", "period"], "must be from 100ms to 10s")?;
-    let has_one = config.guard.strangers != Action::Container;
-    require(
-        has_one,
-        &["guard", "strangers"],
-        "must be \"report\" or \"terminate\": strangers have no container",
-    )?;
+    let help = "must be \"report\" or \"terminate\": strangers have no container";
+    require(config.guard.strangers != Action::Container, &["guard", "strangers"], help)?;
     config.mig.layout.as_deref().map_or(Ok(()), |layout| require_absolute(&["mig", "layout"], layout))?;
     config.share.keys().try_for_each(|name| check_share(name, config))
 }
@@ -439,37 +434,22 @@ pub(super) fn check_values(config: &Config) -> Checked {
 /// Checks only `[runtime]`.
 pub(super) fn check_runtime(runtime: &Runtime) -> Checked {
     let names = !runtime.low_level.is_empty() && runtime.low_level.iter().all(|name| !name.is_empty());
-    require(
-        names,
-        &["runtime", "low_level"],
-        "must name one low-level runtime or more, such as [\"runc\", \"crun\"]",
-    )?;
+    let help = "must name one low-level runtime or more, such as [\"runc\", \"crun\"]";
+    require(names, &["runtime", "low_level"], help)?;
     runtime.log.as_deref().map_or(Ok(()), |log| require_absolute(&["runtime", "log"], log))
 }
 
 fn require(holds: bool, key: &[&str], message: &str) -> Checked {
-    if holds { Ok(()) } else { Err(problem(key, message)) }
-}
-
-fn problem(key: &[&str], message: &str) -> Problem {
+    if holds {
+        return Ok(());
+    }
     let name: Vec<_> = key.iter().map(|part| safe(part)).collect();
     let message = format!("{} {message}", name.join("."));
-    Problem { key: key.iter().map(|part| (*part).to_owned()).collect(), message }
+    Err(Problem { key: key.iter().map(|part| (*part).to_owned()).collect(), message })
 }
 
 fn require_absolute(key: &[&str], path: &Path) -> Checked {
     require(path.is_absolute(), key, "must be an absolute path")
-}
-
-fn check_state_dir(path: &Path) -> Checked {
-    require_absolute(&["state_dir"], path)?;
-    require(
-        path.as_os_str().as_bytes().len() <= LONGEST_STATE_DIR,
-        &["state_dir"],
-        &format!(
-            "must be at most {LONGEST_STATE_DIR} bytes long, because paths of MPS sockets below it may have 107"
-        ),
-    )
 }
 
 fn check_overcommit(key: &str, value: f64) -> Checked {
@@ -481,39 +461,25 @@ fn check_device(index: usize, rule: &DeviceRule) -> Checked {
     // An alias must not be defined by an alias.
     let matches = rule.matches == "all"
         || Selector::parse(&rule.matches).is_some_and(|selector| !matches!(selector, Selector::Name(_)));
-    require(
-        matches,
-        &["device", &index, "match"],
-        "must be all, an index, GPU-<uuid>, PCI bus id, MIG-<uuid>, \"G:M\" or model:<glob>",
-    )?;
+    let help = "must be all, an index, GPU-<uuid>, PCI bus id, MIG-<uuid>, \"G:M\" or model:<glob>";
+    require(matches, &["device", &index, "match"], help)?;
     let alias = |name: &str| Selector::parse(&format!("name:{name}")).is_some() && !name.contains([',', ' ']);
-    require(
-        rule.name.as_deref().is_none_or(alias),
-        &["device", &index, "name"],
-        "must be a word without commas and spaces, at most 128 bytes long",
-    )
+    let help = "must be a word without commas and spaces, at most 128 bytes long";
+    require(rule.name.as_deref().is_none_or(alias), &["device", &index, "name"], help)
 }
 
 fn check_policy(index: usize, rule: &PolicyRule) -> Checked {
     let index = index.to_string();
     let name = |name: &Option<String>| name.as_deref().is_none_or(|name| !name.is_empty());
-    require(
-        rule.user.is_some() != rule.group.is_some() && name(&rule.user) && name(&rule.group),
-        &["policy", &index],
-        "must name either a user (\"*\" for all) or a group",
-    )?;
-    require(
-        rule.modes.as_ref().is_none_or(|modes| !modes.is_empty()),
-        &["policy", &index, "modes"],
-        "is empty",
-    )?;
+    let is_one = rule.user.is_some() != rule.group.is_some() && name(&rule.user) && name(&rule.group);
+    require(is_one, &["policy", &index], "must name either a user (\"*\" for all) or a group")?;
+    let has_modes = rule.modes.as_ref().is_none_or(|modes| !modes.is_empty());
+    require(has_modes, &["policy", &index, "modes"], "is empty")?;
     let devices = rule.devices.iter().flatten();
     let known = devices.clone().all(|text| &**text == "all" || Selector::parse(text).is_some());
-    require(
-        known && rule.devices.as_ref().is_none_or(|devices| !devices.is_empty()),
-        &["policy", &index, "devices"],
-        "must be a list of selectors as in sublet.gpu: indices, GPU-<uuid>, PCI bus ids, name:<alias>, model:<glob>",
-    )
+    let fits = known && rule.devices.as_ref().is_none_or(|devices| !devices.is_empty());
+    let help = "must be a list of selectors as in sublet.gpu: indices, GPU-<uuid>, PCI bus ids, name:<alias>, model:<glob>";
+    require(fits, &["policy", &index, "devices"], help)
 }
 
 /// A named share must be a valid request by itself. The container may add what `[limits] require` demands.

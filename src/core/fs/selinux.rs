@@ -32,7 +32,6 @@ pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
 /// Whether a process with the context `label` may not write to the sockets of MPS daemons, whose files are in `mps`: by the
 /// policy in force, or, if the kernel does not answer, because its type is not the one in sublet's module. Without that
 /// module, see [`denies_mps_sockets`].
-#[must_use]
 pub(crate) fn is_denied(label: &str, mps: &Path) -> bool {
     let Some(state_dir) = mps.parent() else { return false };
     if !is_enforcing(Path::new("/")) || denies_mps_sockets(Path::new("/"), state_dir) {
@@ -103,7 +102,6 @@ fn context_of(path: &Path) -> Result<String, Errno> {
 }
 
 /// The type in a context, which has the form user:role:type:level.
-#[must_use]
 pub(crate) fn type_in(context: &str) -> &str {
     context.split(':').nth(2).unwrap_or_default()
 }

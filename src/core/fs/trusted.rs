@@ -37,7 +37,6 @@ pub fn make(dir: &Path) -> Result<Metadata, String> {
 }
 
 /// Why `dir`, if it exists, cannot be trusted.
-#[must_use]
 pub(crate) fn distrust(dir: &Path) -> Option<String> {
     check(dir, &fs::symlink_metadata(dir).ok()?).err()
 }
@@ -113,7 +112,6 @@ pub(crate) fn is_trusted_owner(uid: u32) -> bool {
 }
 
 /// Why a file of the state directory with this metadata is not trusted.
-#[must_use]
 pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
     if !meta.is_file() {
         return Some("it is not a regular file".to_owned());

@@ -127,9 +127,8 @@ impl InventoryError {
 
 /// The inventory as last written, whether or not it is up to date. For containers that already run.
 pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
-    let path = path(config);
-    check_directory(&path)?;
-    parse(&path, &read(&path)?)
+    check_directory(config)?;
+    read(&path(config))
 }
 
 /// The inventory as last refreshed, checked against the running system in a few short file reads.
@@ -137,8 +136,7 @@ pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
 /// # Errors
 /// If [`InventoryError::wants_refresh`], `sublet refresh` helps. Other errors concern the driver.
 pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
-    let path = path(config);
-    check_directory(&path)?;
+    check_directory(config)?;
     load_beside(config, &[])
 }
 
@@ -146,7 +144,7 @@ pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
 /// checked.
 pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Inventory, InventoryError> {
     let path = path(config);
-    let inventory = parse(&path, &read(&path)?)?;
+    let inventory = read(&path)?;
     let mut seen = read_seen(&config.driver.root)?;
     seen.fingerprint.mig = exclude_gpus(&inventory, changing, seen.fingerprint.mig);
     let then = Fingerprint {
@@ -179,7 +177,12 @@ fn exclude_gpus(inventory: &Inventory, changing: &[String], mut instances: Vec<S
 /// Creates the state directory if it is missing.
 pub fn store(config: &Config, inventory: &Inventory) -> Result<(), InventoryError> {
     let path = path(config);
-    write(config, &path, inventory).map_err(|source| InventoryError::Unwritable { path, source })
+    let write = || {
+        trusted::make(&config.state_dir).map_err(|why| io::Error::other(format!("its directory: {why}")))?;
+        write_file(&no_checkpoint(&config.state_dir), NO_CHECKPOINT.as_bytes())?;
+        write_file(&path, &serde_json::to_vec(inventory)?)
+    };
+    write().map_err(|source| InventoryError::Unwritable { path: path.clone(), source })
 }
 
 /// The present fingerprint. GPUs that no longer answer on the bus are not in it.
@@ -197,15 +200,8 @@ pub fn path(config: &Config) -> PathBuf {
 }
 
 /// [`NO_CHECKPOINT_FILE`] in this state directory. It exists whenever an inventory does.
-#[must_use]
 pub(crate) fn no_checkpoint(state_dir: &Path) -> PathBuf {
     state_dir.join(NO_CHECKPOINT_FILE)
-}
-
-fn write(config: &Config, path: &Path, inventory: &Inventory) -> io::Result<()> {
-    trusted::make(&config.state_dir).map_err(|why| io::Error::other(format!("its directory: {why}")))?;
-    write_file(&no_checkpoint(&config.state_dir), NO_CHECKPOINT.as_bytes())?;
-    write_file(path, &serde_json::to_vec(inventory)?)
 }
 
 fn write_file(path: &Path, content: &[u8]) -> io::Result<()> {
@@ -216,25 +212,20 @@ fn write_file(path: &Path, content: &[u8]) -> io::Result<()> {
     replace(path, content, 0o644)
 }
 
-fn check_directory(path: &Path) -> Result<(), InventoryError> {
-    path.parent().and_then(trusted::distrust).map_or(Ok(()), |why| {
-        Err(InventoryError::Untrusted { path: path.to_owned(), why: format!("its directory: {why}") })
+fn check_directory(config: &Config) -> Result<(), InventoryError> {
+    trusted::distrust(&config.state_dir).map_or(Ok(()), |why| {
+        Err(InventoryError::Untrusted { path: path(config), why: format!("its directory: {why}") })
     })
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, InventoryError> {
-    let untrusted = |why| InventoryError::Untrusted { path: path.to_owned(), why };
-    match trusted::read(path, LARGEST) {
-        Ok(Some(content)) => content.map_err(untrusted),
-        Ok(None) => Err(InventoryError::Missing { path: path.to_owned() }),
-        Err(source) => Err(InventoryError::Unreadable { path: path.to_owned(), source }),
-    }
-}
-
-fn parse(path: &Path, text: &[u8]) -> Result<Inventory, InventoryError> {
+fn read(path: &Path) -> Result<Inventory, InventoryError> {
     let corrupt = |why| InventoryError::Corrupt { path: path.to_owned(), why };
+    let text = trusted::read(path, LARGEST)
+        .map_err(|source| InventoryError::Unreadable { path: path.to_owned(), source })?
+        .ok_or_else(|| InventoryError::Missing { path: path.to_owned() })?
+        .map_err(|why| InventoryError::Untrusted { path: path.to_owned(), why })?;
     let inventory: Inventory =
-        serde_json::from_slice(text).map_err(|error| corrupt(plain(&error.to_string(), None)))?;
+        serde_json::from_slice(&text).map_err(|error| corrupt(plain(&error.to_string(), None)))?;
     if inventory.schema != SCHEMA {
         return Err(corrupt(format!("schema {}, not {SCHEMA}", safe(&inventory.schema))));
     }
@@ -244,24 +235,15 @@ fn parse(path: &Path, text: &[u8]) -> Result<Inventory, InventoryError> {
 /// The first difference, in words for people.
 fn find_difference(then: &Fingerprint, now: &Fingerprint) -> Option<String> {
     if then.boot_id != now.boot_id {
-        Some("it was written in an earlier boot".to_owned())
-    } else if then.driver_version != now.driver_version {
-        Some(format!(
-            "the driver was {}, and is {} now",
-            safe(&then.driver_version),
-            safe(&now.driver_version)
-        ))
-    } else if then.gpus != now.gpus {
-        Some(format!("the GPUs were {}, and are {} now", join_names(&then.gpus), join_names(&now.gpus)))
-    } else if then.mig != now.mig {
-        Some(format!(
-            "the MIG instances were {}, and are {} now",
-            join_names(&then.mig),
-            join_names(&now.mig)
-        ))
-    } else {
-        None
+        return Some("it was written in an earlier boot".to_owned());
     }
+    let (before, version) = (&then.driver_version, &now.driver_version);
+    if before != version {
+        return Some(format!("the driver was {}, and is {} now", safe(before), safe(version)));
+    }
+    let lists = [("GPUs", &then.gpus, &now.gpus), ("MIG instances", &then.mig, &now.mig)];
+    let (what, then, now) = lists.into_iter().find(|(_, then, now)| then != now)?;
+    Some(format!("the {what} were {}, and are {} now", join_names(then), join_names(now)))
 }
 
 fn join_names(names: &[String]) -> String {

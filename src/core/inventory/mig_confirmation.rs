@@ -18,7 +18,6 @@ const LIMIT: u64 = 5;
 const LONGEST: u64 = 100;
 
 /// Whether the service has compared them recently.
-#[must_use]
 pub(crate) fn is_watched(config: &Config) -> bool {
     let word = trusted::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
     is_recent(&String::from_utf8_lossy(&word), host::read_boot_id().unwrap_or_default(), uptime_seconds())

@@ -83,7 +83,6 @@ impl Device {
 
     /// Its part of `bytes` of memory that it shares with the other compute instances of its GPU instance, in proportion
     /// to its compute slices.
-    #[must_use]
     pub(crate) fn part_of(&self, bytes: u64) -> u64 {
         match self.mig_device.as_ref().filter(|mig_device| !mig_device.siblings.is_empty()) {
             Some(mig_device) => {
@@ -97,7 +96,6 @@ impl Device {
 
 impl Driver {
     /// The node of a capability for all MIG instances.
-    #[must_use]
     pub(crate) const fn mig_cap(&self, cap: MigCapability) -> Option<&Node> {
         let [monitor, config] = &self.mig_caps;
         match cap {

@@ -86,6 +86,12 @@ impl Ledger {
             .find(|lease| lease.is_of_job() && lease.job.as_ref().is_some_and(|own| own.id == job))
     }
 
+    /// The record of the daemon `key`.
+    #[must_use]
+    pub fn daemon(&self, key: &DaemonKey) -> Option<&MpsDaemon> {
+        self.daemons.iter().find(|daemon| daemon.key == *key)
+    }
+
     /// Leases that the MPS server `key` serves.
     pub fn on_daemon<'a>(&'a self, key: &'a DaemonKey) -> impl Iterator<Item = &'a Lease> {
         self.leases.iter().filter(move |lease| lease.daemon.as_ref() == Some(key))

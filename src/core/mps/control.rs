@@ -10,7 +10,7 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-use super::lock::Turn;
+use super::lock::wait_for_turn;
 use super::{MpsError, dirs, servers};
 use crate::config::Config;
 use crate::config_files;
@@ -58,15 +58,19 @@ fn connected(control: &Path) -> Option<OwnedFd> {
 }
 
 /// Why a command got no answer.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum AskError {
     /// No answer came in time: the daemon is stopped or hangs.
+    #[error("it does not answer")]
     Silent,
     /// There is no daemon. The text is the program's or the system's.
+    #[error("{0}")]
     Gone(String),
     /// It spoke with another program all the time.
+    #[error("it speaks with one program at a time, and another kept it")]
     Taken,
     /// The daemon refused.
+    #[error("it refused `{command}`: {answer}")]
     Refused {
         /// The command.
         command: String,
@@ -74,19 +78,8 @@ pub enum AskError {
         answer: String,
     },
     /// The program cannot be run.
+    #[error("nvidia-cuda-mps-control cannot be run: {0}")]
     Program(io::Error),
-}
-
-impl std::fmt::Display for AskError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Silent => f.write_str("it does not answer"),
-            Self::Gone(words) => f.write_str(words),
-            Self::Taken => f.write_str("it speaks with one program at a time, and another kept it"),
-            Self::Refused { command, answer } => write!(f, "it refused `{command}`: {answer}"),
-            Self::Program(error) => write!(f, "nvidia-cuda-mps-control cannot be run: {error}"),
-        }
-    }
 }
 
 /// The control program, for one daemon.
@@ -145,7 +138,6 @@ impl Control {
 
     /// Asks through the directory that clients see, if this process is not root and has no other way. The daemon
     /// answers read-only commands there, too (docs/evidence).
-    #[must_use]
     pub(crate) fn or_public(mut self, public: &Path) -> Self {
         if std::fs::symlink_metadata(self.pipe.join("control")).is_err() {
             public.clone_into(&mut self.pipe);
@@ -179,7 +171,7 @@ impl Control {
     /// Sends one command or several, one per line, and returns the answer, trimmed. All that sublet sends may be sent
     /// again: it is, while the daemon speaks with another program.
     pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
-        let _turn = self.pipe.parent().map(|own| Turn::wait(own, limit / 2));
+        let _turn = self.pipe.parent().and_then(|own| wait_for_turn(own, limit / 2));
         // The wait for the turn does not make the answer late.
         let daemon = listener(&self.pipe.join("control")).unwrap_or_default();
         let wait = ProcessorWait::from_now_on(daemon);

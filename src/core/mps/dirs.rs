@@ -49,19 +49,9 @@ pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     create_directory(&pipe(key, state_dir), 0o700)?;
     create_directory(&log(key, state_dir), 0o700)?;
     let asking = key.dir(state_dir).join(ASKING);
-    create_turn_file(&asking).map_err(io_at("create", &asking))
-}
-
-fn create_turn_file(path: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-    options.open(path).map(drop)
-}
-
-/// Checks that containers of any user can reach the daemon. A client that cannot reach it runs on the whole GPU.
-pub(super) fn is_open(key: &DaemonKey, state_dir: &Path) -> bool {
-    let way = [state_dir.join("mps"), key.dir(state_dir), key.public(state_dir)];
-    way.iter().all(|dir| fs::metadata(dir).is_ok_and(|found| found.mode() & 0o005 == 0o005))
+    options.open(&asking).map(drop).map_err(io_at("create", &asking))
 }
 
 /// The key becomes part of a path, so it may have only letters, digits and `-`, as UUIDs and lease ids do.
@@ -207,13 +197,7 @@ fn open_log(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
 }
 
-/// The last `most` bytes of a log of the daemon; empty where there is none.
-#[must_use]
-pub fn log_tail(key: &DaemonKey, state_dir: &Path, name: &str, most: u64) -> String {
-    log_since(key, state_dir, name, 0, most)
-}
-
-/// The content of a log after its first `from` bytes; at most the last `most` bytes.
+/// The content of a log of the daemon after its first `from` bytes, at most the last `most` bytes; empty where there is none.
 #[must_use]
 pub fn log_since(key: &DaemonKey, state_dir: &Path, name: &str, from: u64, most: u64) -> String {
     let read = || -> io::Result<Vec<u8>> {

@@ -6,11 +6,11 @@ use std::time::Duration;
 use super::control::{AskError, Control};
 use super::idle::{self, errands};
 use super::lock::DaemonLock;
-use super::{MpsError, child_lower, child_start, dirs, limits_and_state};
+use super::{MpsError, child_start, dirs, limits_and_state};
 use crate::config::Config;
 use crate::ledger::DaemonKey;
-use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
-use crate::process::Process;
+use crate::ledger::{LeaseId, Ledger, MpsDaemon, Store};
+use crate::process::{Process, sublet};
 use crate::text::safe;
 
 /// When the default limits of a daemon are lowered after leases of it ended.
@@ -32,11 +32,13 @@ pub enum Lowering {
 /// The daemon does not answer or does not stop. It is then recorded with a fault.
 pub fn settle(key: &DaemonKey, store: &Store, config: &Config, lowering: Lowering) -> Result<(), MpsError> {
     let ledger = store.read()?;
-    if ledger.wanted_default_limits(key).is_some() && limits_and_state::daemon(&ledger, key).is_some() {
+    if ledger.wanted_default_limits(key).is_some() && ledger.daemon(key).is_some() {
         dirs::cap_logs(key, &config.state_dir);
     }
     // If the command cannot be started, this process does its work.
-    if is_due(key, &ledger) && (lowering == Lowering::Now || child_lower(key).is_err()) {
+    if is_due(key, &ledger)
+        && (lowering == Lowering::Now || sublet::start(&["mps", "lower", &key.0]).is_err())
+    {
         lower(key, store, config)?;
     }
     let mut result = Ok(());
@@ -59,19 +61,13 @@ pub fn lower(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsE
     limits_and_state::adjust(&held, key, None, store, config)
 }
 
-/// Whether the daemon of `key` serves leases, runs, and has other default limits than these need.
+/// Whether the daemon of `key` serves leases, runs, and has other default limits than these need. A start sets them itself,
+/// and a daemon that has ended has none.
 fn is_due(key: &DaemonKey, ledger: &Ledger) -> bool {
-    let daemon =
-        limits_and_state::daemon(ledger, key).filter(|_| ledger.wanted_default_limits(key).is_some());
-    daemon.is_some_and(|daemon| is_adjustable(ledger, daemon) && limits_and_state::is_alive(daemon))
-}
-
-/// Whether the default limits can and must be changed now. A start sets them itself, and a daemon that has ended has
-/// none.
-fn is_adjustable(ledger: &Ledger, daemon: &MpsDaemon) -> bool {
-    matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
-        && (ledger.wanted_default_limits(&daemon.key) != Some(daemon.default_limits)
-            || daemon.answered_at == 0)
+    let wanted = ledger.wanted_default_limits(key);
+    ledger.daemon(key).filter(|_| wanted.is_some()).is_some_and(|daemon| {
+        (wanted != Some(daemon.default_limits) || daemon.answered_at == 0) && limits_and_state::runs(daemon)
+    })
 }
 
 /// Recovers from crashes: restarts crashed MPS daemons of live leases in the directory that their containers have
@@ -185,9 +181,8 @@ fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
         let Ok(Some(_held)) = DaemonLock::try_take(&key, &config.state_dir) else { continue };
         // The ledger is read while the lock is held. A lease taken before is in it, and a later one starts its daemon
         // after this.
-        let known = |ledger: &Ledger| {
-            ledger.wanted_default_limits(&key).is_some() || limits_and_state::daemon(ledger, &key).is_some()
-        };
+        let known =
+            |ledger: &Ledger| ledger.wanted_default_limits(&key).is_some() || ledger.daemon(&key).is_some();
         if read().is_some_and(|ledger| !known(&ledger)) {
             if let Err(error) = dirs::clear(&key, &config.state_dir) {
                 tracing::debug!("{error}");

@@ -4,18 +4,13 @@
 //! first. `sublet serve` ends them after the configured time. Without the service no daemon waits, because nothing
 //! would end it.
 
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::{MpsError, STOP_LIMIT, child_rest, child_stop, limits_and_state};
+use super::{MpsError, STOP_LIMIT, child_stop, limits_and_state};
 use crate::config::Config;
 use crate::ledger::DaemonKey;
 use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
-use crate::process::Process;
-use crate::process::uptime_seconds;
-
-/// The time between two attempts to end a daemon that another process is ending.
-const AGAIN: Duration = Duration::from_millis(50);
+use crate::process::{Process, sublet, uptime_seconds};
 
 /// Whether `daemon`, which serves no lease, waits for the next one.
 #[must_use]
@@ -68,7 +63,7 @@ pub(crate) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Erran
         due.then(|| (daemon.key.clone(), errand))
     });
     let modes = ledger.compute_modes.iter().map(|changed| DaemonKey(changed.device.clone()));
-    let left = modes.filter(|key| unused(key) && limits_and_state::daemon(ledger, key).is_none());
+    let left = modes.filter(|key| unused(key) && ledger.daemon(key).is_none());
     daemons.chain(left.map(|key| (key, Errand::Stop))).collect()
 }
 
@@ -76,28 +71,8 @@ pub(crate) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Erran
 pub(super) fn run((key, errand): &(DaemonKey, Errand)) -> Result<Vec<String>, MpsError> {
     match errand {
         Errand::Stop => child_stop(key),
-        Errand::Rest => child_rest(key),
+        Errand::Rest => Ok(sublet::run(&["mps", "rest", &key.0], STOP_LIMIT)?),
     }
-}
-
-/// Ends the idle daemons `keys` before a container with another use of their devices starts. Returns warnings, one line
-/// each.
-pub(crate) fn end_conflicting(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsError> {
-    let deadline = Instant::now() + STOP_LIMIT;
-    let mut warnings = Vec::new();
-    for key in keys {
-        // Another process may be ending it now and hold its lock.
-        while let Err(error) = child_stop(key).map(|lines| warnings.extend(lines)) {
-            if Instant::now() >= deadline {
-                return Err(error);
-            }
-            sleep(AGAIN);
-        }
-        if limits_and_state::daemon(&store.read()?, key).is_some() {
-            return Err(MpsError::InTheWay { key: key.to_string() });
-        }
-    }
-    Ok(warnings)
 }
 
 /// After a loss of the ledger: ends daemons that are not attributable to any lease, because they keep their devices
@@ -105,7 +80,7 @@ pub(crate) fn end_conflicting(keys: &[DaemonKey], store: &Store) -> Result<Vec<S
 pub(crate) fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
     let strays = |(key, _): &&(DaemonKey, Errand)| {
-        limits_and_state::daemon(&ledger, key).is_some_and(|daemon| ledger.is_unexplained(daemon))
+        ledger.daemon(key).is_some_and(|daemon| ledger.is_unexplained(daemon))
     };
     for errand in errands(&ledger, config).iter().filter(strays) {
         if let Err(error) = run(errand) {

@@ -2,26 +2,13 @@
 
 use super::control::{AskError, Control};
 use super::lock::DaemonLock;
-use super::{MpsError, kept, servers};
+use super::{MpsError, servers};
 use crate::config::Config;
 use crate::inventory::{self, Device};
 use crate::ledger::DaemonKey;
-use crate::ledger::{DaemonState, DefaultLimits, Ledger, MpsDaemon, Store};
-use crate::process::{Process, epoch_seconds};
-
-/// An answer older than this, in seconds, no longer proves anything.
-const TRUSTED: u64 = 30;
-
-/// Whether an answer at `answered_at` still counts. An answer from the future does not: the clock was set back.
-pub(super) fn is_recent(answered_at: u64, now: u64) -> bool {
-    answered_at <= now && now - answered_at <= TRUSTED
-}
-
-/// The record of daemon `key`.
-#[must_use]
-pub fn daemon<'a>(ledger: &'a Ledger, key: &DaemonKey) -> Option<&'a MpsDaemon> {
-    ledger.daemons.iter().find(|daemon| daemon.key == *key)
-}
+use crate::ledger::{DaemonState, DefaultLimits, Lease, Ledger, MpsDaemon, Store, read_up_to};
+use crate::process::{Process, epoch_seconds, live_proc_dir_of, sockets};
+use crate::text::safe;
 
 /// Whether the recorded process of `daemon` still runs.
 #[must_use]
@@ -91,8 +78,27 @@ pub(super) fn silent(
     ledger: Option<&Ledger>,
 ) -> MpsError {
     let waits = process.filter(|daemon| !daemon.is_stopped()).zip(ledger);
-    let kept_by = waits.map(|(daemon, ledger)| kept::find_connected(daemon, key, ledger)).unwrap_or_default();
+    let kept_by = waits.map(|(daemon, ledger)| find_connected(daemon, key, ledger)).unwrap_or_default();
     MpsError::Silent { device, key: key.to_string(), pid: process.map_or(0, |daemon| daemon.pid), kept_by }
+}
+
+/// How much of one namespace's list of sockets is read at most, in bytes.
+const LONGEST_LIST: u64 = 16 << 20;
+
+/// The names of the containers of `key` that have a connection to `daemon`, as /proc shows them to root. CUDA programs keep
+/// none, so it is one that the daemon waits for, or a control program's (docs/evidence/2026-11-25-mps-control.md). A socket
+/// that accept(2) made is in the network namespace of who connected; so containers without one of their own are not found.
+fn find_connected(daemon: Process, key: &DaemonKey, ledger: &Ledger) -> Vec<String> {
+    let (own, host) = (sockets::inodes(daemon.pid), sockets::network(daemon.pid));
+    // `/proc/net/unix` (proc(5)): the inode is the seventh column.
+    let inode = |line: &str| line.split_whitespace().nth(6)?.parse::<u64>().ok();
+    let has_one = |lease: &&Lease| {
+        let Some(pid) = lease.init.as_ref().map(|init| init.process.pid) else { return false };
+        let list = || read_up_to(&live_proc_dir_of(pid).join("net/unix"), LONGEST_LIST).ok().flatten();
+        let list = if sockets::network(pid) == host { None } else { list() }.unwrap_or_default();
+        String::from_utf8_lossy(&list).lines().filter_map(inode).any(|inode| own.contains(&inode))
+    };
+    ledger.on_daemon(key).filter(has_one).map(|lease| safe(&lease.container.name())).collect()
 }
 
 /// The error for a failed command to a daemon that should have answered.
@@ -252,14 +258,5 @@ pub(super) mod tests {
             adjust(&held, &key, None, &store, &config).unwrap();
             assert_eq!(store.read().unwrap().daemons, [daemon]);
         }
-    }
-
-    #[test]
-    fn an_answer_counts_for_thirty_seconds() {
-        assert!(is_recent(1000, 1000));
-        assert!(is_recent(1000, 1030));
-        assert!(!is_recent(1000, 1031));
-        assert!(!is_recent(1000, 999), "the clock was set back");
-        assert!(!is_recent(0, 1_700_000_000));
     }
 }

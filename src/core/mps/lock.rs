@@ -52,24 +52,18 @@ impl DaemonLock {
     }
 }
 
-/// A process's turn to ask a daemon, until it is dropped. A daemon speaks with one program at a time, and without turns
-/// most of sixteen that ask at once are sent away (docs/evidence/2026-11-25-mps-control.md).
-pub(super) struct Turn {
-    _file: Option<Flock<File>>,
-}
-
-impl Turn {
-    /// Waits for at most `limit`: whoever is stopped while it asks must not keep all others waiting. Users who may not
-    /// write in `own`, the daemon's directory, have no turns. The file is not created here, where the daemon may be
-    /// about to end and its directory about to be removed (`dirs::make`).
-    pub fn wait(own: &Path, limit: Duration) -> Self {
-        let (path, deadline) = (own.join(dirs::ASKING), Instant::now() + limit);
-        loop {
-            match lock_now(&path, false) {
-                Ok(None) if Instant::now() < deadline => sleep(Duration::from_millis(2)),
-                Ok(file) => return Self { _file: file },
-                Err(_) => return Self { _file: None },
-            }
+/// Waits for this process's turn to ask a daemon, which it has until the file is dropped. A daemon speaks with one program at
+/// a time, and without turns most of sixteen that ask at once are sent away (docs/evidence/2026-11-25-mps-control.md).
+///
+/// It waits for at most `limit`: whoever is stopped while it asks must not keep all others waiting. Users who may not write
+/// in `own`, the daemon's directory, have no turns. The file is not created here, where the daemon may be about to end and
+/// its directory about to be removed (`dirs::make`).
+pub(super) fn wait_for_turn(own: &Path, limit: Duration) -> Option<Flock<File>> {
+    let (path, deadline) = (own.join(dirs::ASKING), Instant::now() + limit);
+    loop {
+        match lock_now(&path, false) {
+            Ok(None) if Instant::now() < deadline => sleep(Duration::from_millis(2)),
+            turn => return turn.ok().flatten(),
         }
     }
 }

@@ -9,7 +9,6 @@ pub mod dirs;
 mod error;
 mod heal;
 pub mod idle;
-mod kept;
 pub mod limits_and_state;
 pub mod lock;
 pub mod ready;
@@ -24,11 +23,10 @@ use crate::process::sublet;
 pub use control::command as control_command;
 pub use error::MpsError;
 pub use heal::{Lowering, end_all_idle, end_overdue, heal, lower, settle};
+pub(crate) use idle::end_unexplained;
 pub use idle::register_keeper;
-pub(crate) use idle::{end_conflicting, end_unexplained};
-pub use ready::answers;
-pub(crate) use ready::ensure_answering;
-pub use ready::make_ready;
+pub use ready::{answers, make_ready};
+pub(crate) use ready::{end_conflicting, ensure_answering};
 
 /// Whether `text` can be a daemon's name.
 #[must_use]
@@ -57,17 +55,7 @@ fn child_stop(key: &DaemonKey) -> Result<Vec<String>, MpsError> {
     Ok(sublet::run(&["mps", "stop", IF_THERE, &key.0], STOP_LIMIT)?)
 }
 
-/// Starts `sublet mps lower KEY` and does not wait for it.
-fn child_lower(key: &DaemonKey) -> std::io::Result<()> {
-    sublet::start(&["mps", "lower", &key.0])
-}
-
 /// Starts `sublet mps await LEASE` and does not wait for it.
 pub fn child_await(lease: &LeaseId) -> std::io::Result<()> {
     sublet::start(&["mps", "await", lease.as_str()])
-}
-
-/// Runs `sublet mps rest KEY`, which has NVML. Returns its warnings.
-fn child_rest(key: &DaemonKey) -> Result<Vec<String>, MpsError> {
-    Ok(sublet::run(&["mps", "rest", &key.0], STOP_LIMIT)?)
 }

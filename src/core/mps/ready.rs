@@ -3,18 +3,40 @@
 //! Before a process joins a running container: its daemon has to answer, or is restarted at once. The container's own
 //! files are enough for this: ledger, inventory and configuration need not be readable.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::control::{AskError, Control, listens};
 use super::lock::DaemonLock;
-use super::{MpsError, STOP_LIMIT, child_start, dirs, limits_and_state};
+use super::{MpsError, STOP_LIMIT, child_start, child_stop, dirs, limits_and_state};
 use crate::config::{Config, ExclusiveComputeMode};
 use crate::fs::selinux;
 use crate::inventory;
 use crate::ledger::{DaemonKey, DaemonState, DefaultLimits, Lease, Ledger, LedgerError, MpsDaemon, Store};
 use crate::process::sublet::SubletError;
 use crate::process::{Condition, Process, epoch_seconds, sublet};
+
+/// Ends the idle daemons `keys` before a container with another use of their devices starts. Returns warnings, one line
+/// each.
+pub(crate) fn end_conflicting(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsError> {
+    let deadline = Instant::now() + STOP_LIMIT;
+    let mut warnings = Vec::new();
+    for key in keys {
+        // Another process may be ending it now and hold its lock.
+        while let Err(error) = child_stop(key).map(|lines| warnings.extend(lines)) {
+            if Instant::now() >= deadline {
+                return Err(error);
+            }
+            sleep(Duration::from_millis(50));
+        }
+        if store.read()?.daemon(key).is_some() {
+            return Err(MpsError::InTheWay { key: key.to_string() });
+        }
+    }
+    Ok(warnings)
+}
 
 /// Makes sure that the daemon of `lease` (already in the ledger) answers and admits its share.
 ///
@@ -45,7 +67,7 @@ pub fn make_ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<S
 /// Whether the recorded daemon serves `lease`. Its default limits are raised if necessary. `false`: it must be started.
 fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
-    let known = lease.daemon.as_ref().and_then(|key| limits_and_state::daemon(&ledger, key));
+    let known = lease.daemon.as_ref().and_then(|key| ledger.daemon(key));
     let Some(daemon) = known.filter(|daemon| is_reachable(daemon, config)) else { return Ok(false) };
     let Some(default_limits) = confirm_default_limits(daemon, store, config)? else { return Ok(false) };
     // A daemon that waited still has the default limits of its last leases.
@@ -53,8 +75,7 @@ fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<boo
     if left || !default_limits.admits(lease.default_limits()) {
         let held = DaemonLock::take(&daemon.key, &config.state_dir, lock_limit(config))?;
         // Until then another process may have stopped it, or may have been killed while it started it anew.
-        let still =
-            limits_and_state::daemon(&store.read()?, &daemon.key).is_some_and(|now| could_serve(now, config));
+        let still = store.read()?.daemon(&daemon.key).is_some_and(|now| could_serve(now, config));
         if !still {
             return Ok(false);
         }
@@ -75,13 +96,6 @@ pub fn lock_limit(config: &Config) -> Duration {
     config.mps.start_timeout + STOP_LIMIT
 }
 
-/// Whether the compute mode must be checked before the daemon serves again, because it waited for a lease.
-fn has_mode_to_enter(daemon: &MpsDaemon, config: &Config) -> bool {
-    // MIG devices have no compute mode of their own.
-    let never = config.mps.exclusive_compute_mode == ExclusiveComputeMode::Never;
-    daemon.mode_left && !never && !daemon.key.0.starts_with("MIG-")
-}
-
 /// The cheap check: the daemon is recorded as serving, the same process still runs, and it listens on the clients'
 /// socket.
 fn could_serve(daemon: &MpsDaemon, config: &Config) -> bool {
@@ -90,14 +104,23 @@ fn could_serve(daemon: &MpsDaemon, config: &Config) -> bool {
 
 /// Whether the daemon is recorded as serving, and something listens on its clients' socket.
 fn is_reachable(daemon: &MpsDaemon, config: &Config) -> bool {
+    // A daemon that waited for a lease: the compute mode must be checked first. MIG devices have none of their own.
+    let never = config.mps.exclusive_compute_mode == ExclusiveComputeMode::Never;
+    let has_mode_to_enter = daemon.mode_left && !never && !daemon.key.0.starts_with("MIG-");
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
-        && !has_mode_to_enter(daemon, config)
+        && !has_mode_to_enter
         && is_open(&daemon.key, config)
 }
 
-/// Whether containers can reach the daemon, and something listens there.
+/// Whether containers of any user can reach the daemon, and something listens there. A client that cannot reach it runs on
+/// the whole GPU.
 fn is_open(key: &DaemonKey, config: &Config) -> bool {
-    dirs::is_open(key, &config.state_dir) && listens(&key.public(&config.state_dir).join("control"))
+    let (state_dir, public) = (&config.state_dir, key.public(&config.state_dir));
+    let is_open = |dir: &Path| dir.metadata().is_ok_and(|found| found.mode() & 0o005 == 0o005);
+    is_open(&state_dir.join("mps"))
+        && is_open(&key.dir(state_dir))
+        && is_open(&public)
+        && listens(&public.join("control"))
 }
 
 /// The default limits in force of a daemon that is reachable. It is asked if its last answer is too old, because a hanging
@@ -111,9 +134,7 @@ fn confirm_default_limits(
     if condition == Condition::Ending {
         return Ok(None);
     }
-    if daemon.state == DaemonState::Serving
-        && limits_and_state::is_recent(daemon.answered_at, epoch_seconds())
-    {
+    if has_answered_lately(daemon) {
         // Its clients would wait for it for ever.
         if condition == Condition::Stopped {
             return Err(limits_and_state::note_failure(store, daemon, AskError::Silent));
@@ -209,7 +230,7 @@ impl<'a> Daemon<'a> {
         // If the ledger can be read, its record is used. Otherwise the daemon is asked.
         let store = Store::open(&self.config.state_dir).ok();
         let ledger = store.as_ref().and_then(|store| store.read().ok());
-        let known = ledger.as_ref().and_then(|ledger| limits_and_state::daemon(ledger, &self.key));
+        let known = ledger.as_ref().and_then(|ledger| ledger.daemon(&self.key));
         let process = known.and_then(|daemon| daemon.process).or_else(|| self.process());
         match process.map(|daemon| daemon.condition()) {
             Some(Condition::Ending) => return Ok(false),
@@ -217,7 +238,7 @@ impl<'a> Daemon<'a> {
             Some(Condition::Stopped) => return Err(self.silent(known, process, ledger.as_ref())),
             Some(Condition::Running) | None => {}
         }
-        if known.is_some_and(has_answered_lately) {
+        if known.is_some_and(|daemon| daemon.process.is_some() && has_answered_lately(daemon)) {
             return Ok(true);
         }
         let control = match Control::new(&self.key, &self.config) {
@@ -261,16 +282,30 @@ impl<'a> Daemon<'a> {
     }
 }
 
-/// Of a daemon that runs.
 fn has_answered_lately(daemon: &MpsDaemon) -> bool {
-    daemon.process.is_some()
-        && daemon.state == DaemonState::Serving
-        && limits_and_state::is_recent(daemon.answered_at, epoch_seconds())
+    daemon.state == DaemonState::Serving && is_recent(daemon.answered_at, epoch_seconds())
+}
+
+/// An answer older than this, in seconds, no longer proves anything.
+const TRUSTED: u64 = 30;
+
+/// Whether an answer at `answered_at` still counts. An answer from the future does not: the clock was set back.
+fn is_recent(answered_at: u64, now: u64) -> bool {
+    answered_at <= now && now - answered_at <= TRUSTED
 }
 
 #[cfg(test)]
 mod exec_daemon_tests {
     use super::*;
+
+    #[test]
+    fn an_answer_counts_for_thirty_seconds() {
+        assert!(is_recent(1000, 1000));
+        assert!(is_recent(1000, 1030));
+        assert!(!is_recent(1000, 1031));
+        assert!(!is_recent(1000, 999), "the clock was set back");
+        assert!(!is_recent(0, 1_700_000_000));
+    }
 
     #[test]
     fn a_daemon_is_known_by_the_directory_that_its_container_sees() {

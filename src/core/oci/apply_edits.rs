@@ -7,14 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use oci_spec::OciSpecError;
-use oci_spec::runtime::{
-    LinuxDeviceBuilder, LinuxDeviceCgroupBuilder, LinuxDeviceType, MountBuilder as OciMountBuilder,
-};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
-use super::conflict;
+use super::conflict::{entries, has_default_rule, text};
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
 use crate::inventory::Node;
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
@@ -64,12 +60,6 @@ pub enum SpecError {
     Fragment(String),
 }
 
-impl From<OciSpecError> for SpecError {
-    fn from(error: OciSpecError) -> Self {
-        Self::Fragment(crate::text::safe(&error.to_string()))
-    }
-}
-
 impl From<serde_json::Error> for SpecError {
     fn from(error: serde_json::Error) -> Self {
         Self::Fragment(crate::text::safe(&error.to_string()))
@@ -104,14 +94,17 @@ pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
 
 /// [`edit`]. `nested` says that this process itself runs in a user namespace, as under rootless engines.
 pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
+    let edits = serde_json::to_string(&Edits::of(grant, spec))?;
     let root = object(spec, "the spec")?;
-    let edits = serde_json::to_string(&Edits::of(grant, root))?;
     let process = root.get_mut("process").ok_or(SpecError::NoProcess)?;
     edit_environment(process, &grant.env)?;
     devices(root, &grant.nodes, nested)?;
     let bind_mount = |mount: &Mount| bind(&mount.source, &mount.destination, &MOUNT_OPTIONS);
     let mounts = grant.mounts.iter().map(bind_mount).collect::<Result<Vec<_>, _>>()?;
-    append(root, "mounts", "mounts", mounts)?;
+    if !mounts.is_empty() {
+        // New entries come last. Mounts and rules apply in order, so none of the engine's entries overrides them.
+        array(root, "mounts", "mounts")?.extend(mounts);
+    }
     mask(root, &grant.masked_paths)?;
     let annotations = child(root, "annotations", "annotations")?;
     annotations.insert(LEASE_ANNOTATION.to_owned(), Value::from(grant.lease.as_str()));
@@ -137,7 +130,7 @@ pub fn edit_environment(process: &mut Value, environment: &Environment) -> Resul
     let mut out = Vec::with_capacity(env.len() + environment.set.len() + environment.default.len());
     for entry in env.drain(..) {
         let Value::String(text) = &entry else { return Err(wrong("process.env[]", "a string", &entry)) };
-        let name = text.split_once('=').map_or(text.as_str(), |(name, _)| name).to_owned();
+        let name = name_of(text).to_owned();
         if let Some((_, value)) = environment.set.iter().find(|(ours, _)| *ours == name) {
             if seen.insert(name.clone()) {
                 out.push(Value::from(format!("{name}={value}")));
@@ -168,10 +161,12 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     if nodes.is_empty() {
         return Ok(());
     }
-    if nested || has_user_namespace(root) {
+    let is_user = |namespace: &Value| text(namespace, "type") == Some("user");
+    let has_own = root.get("linux").is_some_and(|linux| entries(linux, "/namespaces").iter().any(is_user));
+    if nested || has_own {
         let bind_node = |granted: &GrantedNode| bind(&granted.source, &granted.node.path, &NODE_OPTIONS);
         let mounts = nodes.iter().map(bind_node).collect::<Result<Vec<_>, _>>()?;
-        append(root, "mounts", "mounts", mounts)?;
+        array(root, "mounts", "mounts")?.extend(mounts);
         // A CDI device has added them. The runtime would bind-mount the host's nodes, so they are
         // replaced.
         if let Some(linux) = root.get_mut("linux").filter(|linux| linux.get("devices").is_some()) {
@@ -183,7 +178,11 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
         let present = array(linux, "devices", "linux.devices")?;
         for granted in nodes {
             if !present.iter().any(|entry| is_at(entry, granted)) {
-                present.push(device_value(granted)?);
+                let Node { path, major, minor } = &granted.node;
+                let path = serde_json::to_value(path)?;
+                present.push(json!({
+                    "path": path, "type": "c", "major": major, "minor": minor, "fileMode": 0o666, "uid": 0, "gid": 0
+                }));
             }
         }
     }
@@ -194,65 +193,26 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     let resources = child(linux, "resources", "linux.resources")?;
     let rules = array(resources, "devices", "linux.resources.devices")?;
     // All other devices are denied first, as engines do and as runc does by itself.
-    if !nested && !conflict::has_default_rule(rules) {
-        rules.insert(0, deny_rule()?);
+    if !nested && !has_default_rule(rules) {
+        rules.insert(0, json!({"allow": false, "access": "rwm"}));
     }
-    for granted in nodes {
-        rules.push(rule_value(granted)?);
-    }
+    rules.extend(nodes.iter().map(|granted| rule_value(&granted.node)));
     Ok(())
 }
 
 /// Whether `entry` of linux.devices has the path of `granted`.
 fn is_at(entry: &Value, granted: &GrantedNode) -> bool {
-    entry.get("path").and_then(Value::as_str).map(Path::new) == Some(granted.node.path.as_path())
-}
-
-fn has_user_namespace(root: &Map<String, Value>) -> bool {
-    let namespaces = root.get("linux").and_then(|linux| linux.get("namespaces")).and_then(Value::as_array);
-    let is_user = |entry: &Value| entry.get("type").and_then(Value::as_str) == Some("user");
-    namespaces.is_some_and(|entries| entries.iter().any(is_user))
-}
-
-fn device_value(granted: &GrantedNode) -> Result<Value, SpecError> {
-    let device = LinuxDeviceBuilder::default()
-        .path(granted.node.path.clone())
-        .typ(LinuxDeviceType::C)
-        .major(i64::from(granted.node.major))
-        .minor(i64::from(granted.node.minor))
-        .file_mode(0o666_u32)
-        .uid(0_u32)
-        .gid(0_u32)
-        .build()?;
-    Ok(serde_json::to_value(device)?)
-}
-
-/// The rule for every device that no later rule names.
-fn deny_rule() -> Result<Value, SpecError> {
-    let rule = LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?;
-    Ok(serde_json::to_value(rule)?)
+    is_path(&entry["path"], &granted.node.path)
 }
 
 /// Without `m`, because the runtime creates the node and not the container.
-pub(super) fn rule_value(granted: &GrantedNode) -> Result<Value, SpecError> {
-    let rule = LinuxDeviceCgroupBuilder::default()
-        .allow(true)
-        .typ(LinuxDeviceType::C)
-        .major(i64::from(granted.node.major))
-        .minor(i64::from(granted.node.minor))
-        .access("rw")
-        .build()?;
-    Ok(serde_json::to_value(rule)?)
+fn rule_value(Node { major, minor, .. }: &Node) -> Value {
+    json!({"allow": true, "type": "c", "major": major, "minor": minor, "access": "rw"})
 }
 
 fn bind(source: &Path, destination: &Path, options: &[&str]) -> Result<Value, SpecError> {
-    let mount = OciMountBuilder::default()
-        .destination(destination)
-        .typ("bind")
-        .source(source)
-        .options(options.iter().map(|&option| option.to_owned()).collect::<Vec<_>>())
-        .build()?;
-    Ok(serde_json::to_value(mount)?)
+    let (source, destination) = (serde_json::to_value(source)?, serde_json::to_value(destination)?);
+    Ok(json!({"destination": destination, "type": "bind", "source": source, "options": options}))
 }
 
 fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecError> {
@@ -265,19 +225,6 @@ fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecErro
         if !masked.contains(&path) {
             masked.push(path);
         }
-    }
-    Ok(())
-}
-
-/// New entries come last. Mounts and rules apply in order, so none of the engine's entries overrides them.
-fn append(
-    parent: &mut Map<String, Value>,
-    key: &str,
-    field: &'static str,
-    values: Vec<Value>,
-) -> Result<(), SpecError> {
-    if !values.is_empty() {
-        array(parent, key, field)?.extend(values);
     }
     Ok(())
 }
@@ -355,18 +302,12 @@ impl Edits {
         config::is_own_name(name_of(entry)) || self.defaults.iter().any(is_default)
     }
 
-    /// The edits of `grant` to `root`, which is still unedited.
-    pub fn of(grant: &Grant, root: &Map<String, Value>) -> Self {
-        let spec = |pointer: &[&str]| {
-            let found = pointer.iter().try_fold(None::<&Value>, |at, key| {
-                at.map_or_else(|| root.get(*key), |value| value.get(*key)).map(Some)
-            });
-            found.flatten().and_then(Value::as_array).map_or(&[][..], Vec::as_slice)
-        };
-        let env = spec(&["process", "env"]);
+    /// The edits of `grant` to `spec`, which is still unedited.
+    pub fn of(grant: &Grant, spec: &Value) -> Self {
+        let env = entries(spec, "/process/env");
         let is_set = |name: &str| env.iter().filter_map(Value::as_str).any(|entry| name_of(entry) == name);
-        let masked = spec(&["linux", "maskedPaths"]);
-        let is_masked = |path: &Path| masked.iter().any(|old| old.as_str().map(Path::new) == Some(path));
+        let masked = entries(spec, "/linux/maskedPaths");
+        let is_masked = |path: &Path| masked.iter().any(|old| is_path(old, path));
         Self {
             mounts: grant.mounts.iter().map(|mount| mount.destination.clone()).collect(),
             nodes: grant.nodes.iter().map(|granted| granted.node.clone()).collect(),
@@ -394,8 +335,8 @@ pub struct EditsShown {
 #[must_use]
 pub fn edits_shown(spec: &Value) -> Option<EditsShown> {
     let edits = Edits::recorded(spec)?;
-    let entries = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
-    let environment = entries.filter_map(Value::as_str).filter(|entry| edits.is_variable(entry));
+    let environment = entries(spec, "/process/env").iter().filter_map(Value::as_str);
+    let environment = environment.filter(|entry| edits.is_variable(entry));
     Some(EditsShown { environment: environment.map(str::to_owned).collect(), nodes: edits.nodes })
 }
 
@@ -403,7 +344,6 @@ pub fn edits_shown(spec: &Value) -> Option<EditsShown> {
 const MASKS: &str = "/proc/driver/nvidia/gpus";
 
 /// Removes all edits of an earlier grant from `spec`. `false`: `spec` does not record them, and is unchanged.
-#[must_use]
 pub(crate) fn undo_edits(spec: &mut Value) -> bool {
     let Some(edits) = Edits::recorded(spec) else { return false };
     retain(spec, "/process/env", |entry| !edits.is_variable(entry.as_str().unwrap_or_default()));
@@ -415,8 +355,7 @@ pub(crate) fn undo_edits(spec: &mut Value) -> bool {
         !of_file && !of_node
     });
     retain(spec, "/linux/devices", |device| !is_node(&device["path"]));
-    let rule = |node: &Node| rule_value(&GrantedNode { node: node.clone(), source: PathBuf::new() }).ok();
-    let rules: Vec<Value> = edits.nodes.iter().filter_map(rule).collect();
+    let rules: Vec<Value> = edits.nodes.iter().map(rule_value).collect();
     retain(spec, "/linux/resources/devices", |entry| !rules.contains(entry));
     retain(spec, "/linux/maskedPaths", |path| {
         !edits.masks.iter().any(|mask| mask.starts_with(MASKS) && is_path(path, mask))

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::oci::Conflict;
+use super::conflict::{Conflict, entries, text};
 use crate::text::safe;
 
 /// Vendor and class of all of sublet's CDI devices.
@@ -135,9 +135,8 @@ impl Asked {
 /// # Errors
 /// There are two different ones, or the arguments are not those that sublet writes.
 pub fn asked(spec: &Value) -> Result<Option<Asked>, CdiError> {
-    let hooks = spec.pointer("/hooks/createRuntime").and_then(Value::as_array);
     let mut found: Option<Asked> = None;
-    for arguments in hooks.into_iter().flatten().filter_map(arguments_of_ours) {
+    for arguments in entries(spec, "/hooks/createRuntime").iter().filter_map(arguments_of_ours) {
         let asked = Asked::parse(arguments.into_iter())?;
         match &found {
             Some(first) if *first != asked => return Err(CdiError::Several(first.name(), asked.name())),
@@ -148,15 +147,14 @@ pub fn asked(spec: &Value) -> Result<Option<Asked>, CdiError> {
 }
 
 /// Whether `spec` has any CDI device of sublet's, even one that cannot be served.
-#[must_use]
 pub(crate) fn is_asked(spec: &Value) -> bool {
     asked(spec).map_or(true, |asked| asked.is_some())
 }
 
 /// The arguments after the stage, if `hook` is sublet's hook at that stage.
 fn arguments_of_ours(hook: &Value) -> Option<Vec<&str>> {
-    let program = Path::new(hook.get("path")?.as_str()?).file_name()?;
-    let arguments: Vec<&str> = hook.get("args")?.as_array()?.iter().filter_map(Value::as_str).collect();
+    let program = Path::new(text(hook, "path")?).file_name()?;
+    let arguments: Vec<&str> = entries(hook, "/args").iter().filter_map(Value::as_str).collect();
     (program == "sublet-hook" && arguments.get(1) == Some(&STAGE)).then(|| arguments[2..].to_vec())
 }
 

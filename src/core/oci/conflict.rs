@@ -75,10 +75,14 @@ pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Con
     host.given.extend(host.allowed_nodes(spec));
     // `--privileged` also adds nodes, and an engine's `--device` adds a rule. The order of the checks makes the message
     // name the user's option.
-    check_every_device(spec)?;
+    if let Some(rule) = opening_rules(spec).find(|rule| is_every(rule)) {
+        return Err(Conflict::EveryDevice(describe(rule)));
+    }
     check_nodes(spec, &host)?;
     check_mounts(spec, &host)?;
-    check_rules(spec, &host)
+    let is_of_driver =
+        |rule: &&Value| number(rule, "major").is_none_or(|major| host.has(major)) && !host.gives(rule);
+    opening_rules(spec).find(is_of_driver).map_or(Ok(()), |rule| Err(Conflict::Rule(describe(rule))))
 }
 
 /// How NVIDIA nodes are recognized on this host.
@@ -146,10 +150,11 @@ fn is_in(path: &Path, allowed: &[PathBuf]) -> bool {
 /// there comes from a hooks directory, for every container, and does nothing once we have said `void`. `ctr`
 /// and nerdctl have containerd run NVIDIA's program itself as a hook (containerd, `contrib/nvidia`).
 fn check_engine_request(spec: &Value) -> Result<(), Conflict> {
+    let manager = spec.get("annotations").and_then(|annotations| text(annotations, "io.container.manager"));
     for program in hook_programs(spec) {
         match program {
             "nvidia-container-runtime-hook" | "nvidia-container-toolkit"
-                if asks_for_gpus(spec) && !is_podman(spec) =>
+                if asks_for_gpus(spec) && manager != Some("libpod") =>
             {
                 return Err(Conflict::GpuOption(safe(program)));
             }
@@ -177,12 +182,9 @@ fn hook_programs(spec: &Value) -> impl Iterator<Item = &str> {
     hooks.flat_map(|hook| {
         let args = entries(hook, "/args").iter().filter_map(Value::as_str);
         let ran = args.skip_while(|arg| *arg != "oci-hook").find(|arg| arg.starts_with('/'));
-        hook.get("path").and_then(Value::as_str).into_iter().chain(ran).filter_map(file_name)
+        let programs = text(hook, "path").into_iter().chain(ran);
+        programs.filter_map(|program| Path::new(program).file_name()?.to_str())
     })
-}
-
-fn file_name(path: &str) -> Option<&str> {
-    Path::new(path).file_name()?.to_str()
 }
 
 /// The values for which the legacy hook does nothing (nvidia-container-toolkit, `image/cuda_image.go`).
@@ -191,13 +193,14 @@ fn asks_for_gpus(spec: &Value) -> bool {
     !matches!(value.as_deref(), None | Some("" | "void"))
 }
 
-fn is_podman(spec: &Value) -> bool {
-    let manager = spec.get("annotations").and_then(|entries| entries.get("io.container.manager"));
-    manager.and_then(Value::as_str) == Some("libpod")
+/// The elements of the array at `pointer`; none if there is no array.
+pub(super) fn entries<'a>(spec: &'a Value, pointer: &str) -> &'a [Value] {
+    spec.pointer(pointer).and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-fn entries<'a>(spec: &'a Value, pointer: &str) -> &'a [Value] {
-    spec.pointer(pointer).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+/// The text of the field `key`, if it is one.
+pub(super) fn text<'a>(object: &'a Value, key: &str) -> Option<&'a str> {
+    object.get(key)?.as_str()
 }
 
 /// A device number of a rule; -1 and none at all are wildcards.
@@ -207,12 +210,12 @@ fn number(rule: &Value, key: &str) -> Option<i64> {
 
 fn opens(rule: &Value) -> bool {
     // If `access` is absent, it means all access (in runc and crun).
-    let access = rule.get("access").and_then(Value::as_str).filter(|access| !access.is_empty());
+    let access = text(rule, "access").filter(|access| !access.is_empty());
     access.is_none_or(|access| access.contains(['r', 'w']))
 }
 
 fn is_of_every_kind(rule: &Value) -> bool {
-    matches!(rule.get("type").and_then(Value::as_str), None | Some("" | "a"))
+    matches!(text(rule, "type"), None | Some("" | "a"))
 }
 
 fn is_allowed(rule: &Value) -> bool {
@@ -237,11 +240,6 @@ fn is_every(rule: &Value) -> bool {
     number(rule, "major").is_none() && number(rule, "minor").is_none()
 }
 
-fn check_every_device(spec: &Value) -> Result<(), Conflict> {
-    let mut every = opening_rules(spec).filter(|rule| is_every(rule));
-    every.next().map_or(Ok(()), |rule| Err(Conflict::EveryDevice(describe(rule))))
-}
-
 /// Whether `rules` decide about devices that none of them names. If they do not, crun 1.8 to 1.21 installs no filter at
 /// all, and every node that the container creates can be opened.
 pub(super) fn has_default_rule(rules: &[Value]) -> bool {
@@ -255,37 +253,25 @@ pub(super) fn has_default_rule(rules: &[Value]) -> bool {
 /// `linux.namespaces` has no new one.
 pub(crate) fn check_mount_namespace(spec: &Value) -> Result<(), Conflict> {
     let is_new = |entry: &Value| {
-        entry.get("type").and_then(Value::as_str) == Some("mount")
+        text(entry, "type") == Some("mount")
             && matches!(entry.get("path").map(Value::as_str), None | Some(Some("")))
     };
     let new = entries(spec, "/linux/namespaces").iter().any(is_new);
     if new { Ok(()) } else { Err(Conflict::MountNamespace) }
 }
 
-fn check_rules(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
-    let is_of_driver =
-        |rule: &&Value| number(rule, "major").is_none_or(|major| host.has(major)) && !host.gives(rule);
-    opening_rules(spec).find(is_of_driver).map_or(Ok(()), |rule| Err(Conflict::Rule(describe(rule))))
-}
-
 /// As `--device-cgroup-rule` is written.
 fn describe(rule: &Value) -> String {
     let part = |key| number(rule, key).map_or_else(|| "*".to_owned(), |number| number.to_string());
-    let text = |key| rule.get(key).and_then(Value::as_str).filter(|text| !text.is_empty());
-    let line = [
-        text("type").unwrap_or("a"),
-        &format!("{}:{}", part("major"), part("minor")),
-        text("access").unwrap_or("rwm"),
-    ]
-    .join(" ");
-    safe(&line)
+    let word = |key, absent| text(rule, key).filter(|word| !word.is_empty()).unwrap_or(absent);
+    let (kind, access) = (word("type", "a"), word("access", "rwm"));
+    safe(&format!("{kind} {}:{} {access}", part("major"), part("minor")))
 }
 
 fn check_nodes(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
     for device in entries(spec, "/linux/devices").iter().filter(|device| !host.gives(device)) {
-        let path = device.get("path").and_then(Value::as_str).unwrap_or_default();
-        let kind = device.get("type").and_then(Value::as_str);
-        let by_number = matches!(kind, Some("c" | "u"))
+        let path = text(device, "path").unwrap_or_default();
+        let by_number = matches!(text(device, "type"), Some("c" | "u"))
             && device.get("major").and_then(Value::as_i64).is_some_and(|major| host.has(major));
         if by_number || is_nvidia_node(&plain(path), Path::new("/dev")) {
             return Err(Conflict::Node(format!("the device {}", safe(path))));
@@ -296,7 +282,7 @@ fn check_nodes(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
 
 fn check_mounts(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
     for mount in entries(spec, "/mounts") {
-        let path = |key| mount.get(key).and_then(Value::as_str).unwrap_or_default();
+        let path = |key| text(mount, key).unwrap_or_default();
         let dev = [Path::new("/dev"), &host.dev];
         let brings_nodes = |path: &&str| {
             let plain = plain(path);
@@ -317,10 +303,8 @@ fn check_mounts(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
 
 /// Whether the runtime bind-mounts it (OCI runtime specification, config.md, "Mounts").
 pub(super) fn is_bind(mount: &Value) -> bool {
-    let options = mount.get("options").and_then(Value::as_array);
     let is_option = |option: &Value| matches!(option.as_str(), Some("bind" | "rbind"));
-    mount.get("type").and_then(Value::as_str) == Some("bind")
-        || options.is_some_and(|options| options.iter().any(is_option))
+    text(mount, "type") == Some("bind") || entries(mount, "/options").iter().any(is_option)
 }
 
 /// `/dev/nvidia0`, `/dev/nvidiactl`, `/dev/nvidia-caps/…`.
@@ -345,12 +329,10 @@ pub(super) fn plain(path: &str) -> PathBuf {
 }
 
 /// The value of `name` in `process.env`, the last one if it stands several times.
-#[must_use]
 pub(crate) fn environment_value(spec: &Value, name: &str) -> Option<String> {
-    let entries = spec.get("process")?.get("env")?.as_array()?;
     let value = |entry: &Value| {
         let (key, value) = entry.as_str()?.split_once('=')?;
         (key == name).then(|| value.to_owned())
     };
-    entries.iter().rev().find_map(value)
+    entries(spec, "/process/env").iter().rev().find_map(value)
 }

@@ -22,6 +22,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use super::conflict::{entries, text};
 use crate::fs::trusted;
 use crate::grant::GrantedNode;
 use crate::host;
@@ -82,13 +83,10 @@ impl ContainerRoot {
             };
             uids.has(uid) && gids.has(gid) || stat.st_mode & bit != 0
         });
-        by_ids && (!self.nested || is_writable(directory))
+        // This process is root of a namespace above the container's.
+        let here = || PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
+        by_ids && (!self.nested || may(&here(), AccessFlags::W_OK))
     }
-}
-
-/// For this process, which is root of a namespace above the container's.
-fn is_writable(directory: &OwnedFd) -> bool {
-    may(Path::new(&format!("/proc/self/fd/{}", directory.as_raw_fd())), AccessFlags::W_OK)
 }
 
 fn may(path: &Path, access: AccessFlags) -> bool {
@@ -270,8 +268,8 @@ fn find_by_layer(spec: &Value) -> Option<Stored> {
 
 /// Where Podman makes files for the container (/etc/hostname, /run/.containerenv): below its `--runroot`.
 fn made_for_it(spec: &Value) -> impl Iterator<Item = Userdata<'_>> {
-    let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
-    mounts.filter_map(|mount| Userdata::parse(Path::new(mount.get("source")?.as_str()?).parent()?))
+    let mounts = entries(spec, "/mounts").iter();
+    mounts.filter_map(|mount| Userdata::parse(Path::new(text(mount, "source")?).parent()?))
 }
 
 /// The root filesystem of the container of `spec` and `bundle`, for which config.json says `root`.

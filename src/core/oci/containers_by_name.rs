@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use crate::config_files;
 use crate::config_files::{ConfigError, Known};
+use crate::fs::is_absent;
 use crate::host;
 use crate::oci::{self, FileError, JsonFile, SpecError};
 use crate::text::safe;
@@ -109,7 +110,12 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
     let path = data_root.join("containers").join(id).join("config.v2.json");
     let file = match JsonFile::read(&path) {
         Ok(file) => file,
-        Err(FileError::Read { source, .. }) if is_absent_error(&source) => return Ok(None),
+        // It is another engine's container, or this user may not read Docker's record.
+        Err(FileError::Read { source, .. })
+            if is_absent(&source) || source.kind() == ErrorKind::PermissionDenied =>
+        {
+            return Ok(None);
+        }
         Err(error) => return Err(error.into()),
     };
     let record: Record = serde_json::from_slice(&file.text)
@@ -123,11 +129,6 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
     // `docker service create` adds the registry's digest.
     let image = image.split_once('@').map_or(image.as_str(), |(image, _)| image).to_owned();
     Ok(Some(Known { name, image, service }))
-}
-
-/// It is another engine's container, or this user may not read Docker's record.
-fn is_absent_error(error: &std::io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::PermissionDenied)
 }
 
 /// Annotations of containerd's CRI, which overwrites a pod's own

@@ -30,19 +30,12 @@ pub enum Stage {
 }
 
 impl Stage {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::CreateRuntime => "createRuntime",
-            Self::Poststop => "poststop",
-        }
-    }
-
-    /// Seconds that the hook may take: one waits for the container's processes to be gone, the other
+    /// Its name, and the seconds that the hook may take: one waits for the container's processes to be gone, the other
     /// may have to stop daemons of containers that it finds gone.
-    const fn timeout(self) -> u32 {
+    const fn name_and_timeout(self) -> (&'static str, u32) {
         match self {
-            Self::CreateRuntime => 30,
-            Self::Poststop => 10,
+            Self::CreateRuntime => ("createRuntime", 30),
+            Self::Poststop => ("poststop", 10),
         }
     }
 }
@@ -78,12 +71,9 @@ fn may_be_there(program: &Path) -> bool {
 /// # Errors
 /// `hooks` is not an object of arrays.
 pub fn add(spec: &mut Value, stage: Stage, program: &str, config: Option<&Path>) -> Result<(), BadHooks> {
-    let hook = json!({
-        "path": program,
-        "args": ["sublet-hook", stage.name()],
-        "env": environment(config),
-        "timeout": stage.timeout(),
-    });
+    let (name, timeout) = stage.name_and_timeout();
+    let (args, env) = (["sublet-hook", name], environment(config));
+    let hook = json!({"path": program, "args": args, "env": env, "timeout": timeout});
     array(spec, stage)?.push(hook);
     Ok(())
 }
@@ -91,11 +81,10 @@ pub fn add(spec: &mut Value, stage: Stage, program: &str, config: Option<&Path>)
 /// Removes the hooks that [`add`] added, of any program.
 pub fn remove(spec: &mut Value) {
     for stage in [Stage::CreateRuntime, Stage::Poststop] {
-        let ours = |hook: &Value| {
-            hook["args"] == json!(["sublet-hook", stage.name()]) && hook["timeout"] == stage.timeout()
-        };
-        let hooks = spec.pointer_mut("/hooks").and_then(|hooks| hooks.get_mut(stage.name()));
-        if let Some(hooks) = hooks.and_then(Value::as_array_mut) {
+        let (name, timeout) = stage.name_and_timeout();
+        let ours = |hook: &Value| hook["args"] == json!(["sublet-hook", name]) && hook["timeout"] == timeout;
+        let hooks = spec.pointer_mut("/hooks").and_then(|hooks| hooks.get_mut(name)?.as_array_mut());
+        if let Some(hooks) = hooks {
             hooks.retain(|hook| !ours(hook));
         }
     }
@@ -120,9 +109,9 @@ pub fn add_refusal(spec: &mut Value, reason: &str) -> Result<(), BadHooks> {
 }
 
 fn array(spec: &mut Value, stage: Stage) -> Result<&mut Vec<Value>, BadHooks> {
-    let bad = BadHooks(stage.name());
-    let hooks = member(spec, "hooks", || json!({})).ok_or(BadHooks(stage.name()))?;
-    member(hooks, stage.name(), || json!([])).and_then(Value::as_array_mut).ok_or(bad)
+    let (name, _) = stage.name_and_timeout();
+    let hooks = member(spec, "hooks", || json!({})).ok_or(BadHooks(name))?;
+    member(hooks, name, || json!([])).and_then(Value::as_array_mut).ok_or(BadHooks(name))
 }
 
 /// `object[name]`, made anew where it is absent or null.

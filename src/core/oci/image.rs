@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 use nix::sys::stat::{Mode, SFlag, stat, umask};
 use serde_json::Value;
 
-use super::conflict::{environment_value, plain};
+use super::conflict::{entries, environment_value, plain, text};
 use super::image_error::ImageError;
 use super::live::Kind;
-use super::mount_points::FilePoints;
+use super::mount_points::{FilePoints, unusable};
 use super::rootfs::Tree;
 use super::{hooks, mount_points};
 use crate::config::{Config, Inject};
@@ -49,11 +49,13 @@ pub fn inspect(
 ) -> Result<Image, ImageError> {
     let mut image = Image { without_default: !request.default_directory, ..Image::default() };
     let led = follow_links(Path::new(MPS_DEFAULT_DIR), tree)?;
-    inspect_tmp(tree, &led, &mut image).map_err(|source| unusable(Path::new(MPS_DEFAULT_DIR), source))?;
+    inspect_tmp(tree, &led, &mut image).map_err(unusable(Path::new(MPS_DEFAULT_DIR)))?;
     let mut files = Vec::new();
     if config.driver.inject == Inject::Builtin {
         image.library_dir = library_dir(tree)?;
-        image.nix = image.library_dir.is_none() && is_nix(tree)?;
+        let store = Path::new("/nix/store");
+        let is_nix = || tree.find_if_present(store)?.map_or(Ok(false), |found| found.is(SFlag::S_IFDIR));
+        image.nix = image.library_dir.is_none() && is_nix().map_err(unusable(store))?;
         if let Some(dir) = image.libraries() {
             files = inventory.mounted_files(dir, &request.capabilities, config.driver.inject);
         }
@@ -70,7 +72,14 @@ pub fn inspect(
         left_out: points.left_out,
         ..image
     };
-    add_share_program(&mut image, tree);
+    // A convenience: where it is not installed, or the container has no room for it, it is left out.
+    let share = hooks::installed("sublet-share");
+    if let Some((program, points)) = share.and_then(|program| Some((program, room_for_share_program(tree)?)))
+    {
+        image.created.extend(points.created);
+        image.empty.extend(points.empty);
+        image.share_program = Some(program);
+    }
     Ok(image)
 }
 
@@ -93,12 +102,10 @@ fn by_use(
 ) -> Result<(Vec<PathBuf>, Vec<PathBuf>), ImageError> {
     let (mut useful, mut useless) = (Vec::new(), Vec::new());
     for (file, destination) in files {
-        let lacks = |needed: &PathBuf| {
-            tree.find_if_present(needed)
-                .map(|found| found.is_none())
-                .map_err(|source| unusable(needed, source))
+        let is_useless = match &file.needs {
+            Some(needed) => tree.find_if_present(needed).map_err(unusable(needed))?.is_none(),
+            None => false,
         };
-        let is_useless = file.needs.as_ref().map_or(Ok(false), lacks)?;
         let list = if is_useless { &mut useless } else { &mut useful };
         list.push(destination);
     }
@@ -131,18 +138,8 @@ pub fn check_no_other_daemon(image: &Image, has_daemon: bool) -> Result<(), Imag
     if image.other_daemon && !covered { Err(ImageError::OtherDaemon) } else { Ok(()) }
 }
 
-/// `sublet-share` is a convenience: where it is not installed, or the container has no room for it, it is left out.
-fn add_share_program(image: &mut Image, tree: &Tree) {
-    let Some(program) = hooks::installed("sublet-share") else { return };
-    if let Some(points) = room_for_share_program(tree) {
-        image.created.extend(points.created);
-        image.empty.extend(points.empty);
-        image.share_program = Some(program);
-    }
-}
-
-/// Its mount point; `None` if there is something else, or no place for it, or the container's root may not create it. It is put
-/// into no volume, because other containers may have that too.
+/// The mount point of `sublet-share`; `None` if there is something else, or no place for it, or the container's root may not
+/// create it. It is put into no volume, because other containers may have that too.
 pub(super) fn room_for_share_program(tree: &Tree) -> Option<FilePoints> {
     let path = PathBuf::from(SHARE_PROGRAM);
     let directory = tree.find(path.parent()?).ok()?;
@@ -175,7 +172,7 @@ pub fn check_mps_directories(spec: &Value, tree: &Tree, grant: &Grant) -> Result
 
 /// Checks the `SELinux` label that the container's processes will have. Without one it is the runtime's own.
 fn check_label(spec: &Value, grant: &Grant) -> Result<(), ImageError> {
-    let label = spec.pointer("/process/selinuxLabel").and_then(Value::as_str).unwrap_or_default();
+    let label = spec.get("process").and_then(|process| text(process, "selinuxLabel")).unwrap_or_default();
     // `mps/<key>/public` in the state directory.
     let mounted = grant.mounts.iter().find(|mount| mount.destination == Path::new(MPS_DIR));
     let mps = mounted.and_then(|mount| mount.source.ancestors().nth(2));
@@ -218,7 +215,7 @@ fn library_dir(tree: &Tree) -> Result<Option<PathBuf>, ImageError> {
     let candidates =
         [&format!("/usr/lib/{triplet}"), &format!("/lib/{triplet}"), "/usr/lib64", "/lib64", "/usr/lib"];
     for candidate in candidates.map(Path::new) {
-        let found = with_libc(tree, candidate).map_err(|source| unusable(candidate, source))?;
+        let found = with_libc(tree, candidate).map_err(unusable(candidate))?;
         if found.is_some() {
             return Ok(found);
         }
@@ -234,25 +231,11 @@ fn with_libc(tree: &Tree, candidate: &Path) -> io::Result<Option<PathBuf>> {
         return Ok(None);
     }
     let header = libc.read(20)?;
-    Ok((is_for_host(&header) && dir.path.to_str().is_some()).then(|| dir.path.clone()))
-}
-
-fn unusable(path: &Path, source: io::Error) -> ImageError {
-    ImageError::Unusable { path: path.to_owned(), source }
-}
-
-/// Whether an ELF header is 64-bit, little-endian and for this machine (elf(5): `e_ident`, `e_machine`).
-fn is_for_host(header: &[u8]) -> bool {
+    // 64-bit, little-endian and for this machine (elf(5): `e_ident`, `e_machine`).
     let (_, machine) = HOST;
-    header.starts_with(b"\x7fELF\x02\x01") && header.get(18..20) == Some(&machine.to_le_bytes())
-}
-
-fn is_nix(tree: &Tree) -> Result<bool, ImageError> {
-    let store = Path::new("/nix/store");
-    let found = tree
-        .find_if_present(store)
-        .and_then(|found| found.map_or(Ok(false), |found| found.is(SFlag::S_IFDIR)));
-    found.map_err(|source| unusable(store, source))
+    let is_for_host =
+        header.starts_with(b"\x7fELF\x02\x01") && header.get(18..20) == Some(&machine.to_le_bytes());
+    Ok((is_for_host && dir.path.to_str().is_some()).then(|| dir.path.clone()))
 }
 
 /// Searched for names, never parsed. ld.so.conf, which contains directives, is not read at all.
@@ -264,28 +247,18 @@ const MOST_DIRECTORIES: usize = 64;
 /// Where NVIDIA's packages put a newer libcuda for older drivers (CUDA Compatibility, "Forward Compatibility").
 const COMPAT_DIRECTORY: &str = "/usr/local/cuda/compat";
 
-/// A libcuda of the image's that its loader will prefer to the mounted one.
-struct Rival {
-    path: String,
-    /// As `libcuda.so.575.57.08`, where links lead.
-    file: String,
-    found_by: &'static str,
-}
-
 /// One line for each libcuda that takes precedence over the mounted one, and if the driver is older than the image needs.
 /// Nothing is changed, because forward compatibility packages work this way.
 pub(super) fn cuda_warnings(tree: &Tree, spec: &Value, ours: Option<&Path>, driver: &Driver) -> Vec<String> {
     let rivals = rivals(tree, spec, ours);
     let Some(needed) = required_version(spec).filter(|needed| *needed > driver.cuda) else {
-        return rivals.iter().map(|rival| describe_rival(rival, driver)).collect();
+        let advice = "if CUDA fails, remove it from LD_LIBRARY_PATH or from the image";
+        let host = format!("is used instead of the libcuda of the host's driver {}", driver.version);
+        return rivals.iter().map(|rival| format!("the image's own {rival} {host}: {advice}")).collect();
     };
     let (major, minor) = driver.cuda;
     let help = match rivals.first() {
-        Some(Rival { path, file, found_by }) => format!(
-            "it uses its own {} ({}, found by its {found_by}), which works on data-centre GPUs only",
-            safe(path),
-            safe(file)
-        ),
+        Some(rival) => format!("it uses its own {rival}, which works on data-centre GPUs only"),
         None if tree.find(Path::new(&format!("{COMPAT_DIRECTORY}/libcuda.so.1"))).is_ok() => format!(
             "use an image for CUDA {major}.{minor} or a newer driver; on data-centre GPUs the image can use its own \
              newer libcuda with `-e LD_LIBRARY_PATH={COMPAT_DIRECTORY}`"
@@ -296,16 +269,6 @@ pub(super) fn cuda_warnings(tree: &Tree, spec: &Value, ours: Option<&Path>, driv
         "the image needs CUDA {}.{} (its NVIDIA_REQUIRE_CUDA), and the host's driver {} has CUDA {major}.{minor}: {help}",
         needed.0, needed.1, driver.version
     )]
-}
-
-fn describe_rival(Rival { path, file, found_by }: &Rival, driver: &Driver) -> String {
-    format!(
-        "the image's own {} ({}, found by its {found_by}) is used instead of the libcuda of the host's driver {}: if \
-         CUDA fails, remove it from LD_LIBRARY_PATH or from the image",
-        safe(path),
-        safe(file),
-        driver.version
-    )
 }
 
 /// The CUDA version that `NVIDIA_REQUIRE_CUDA` asks for: as `cuda>=12.4 brand=tesla,driver>=470`, where a space means or,
@@ -321,15 +284,21 @@ fn required_version(spec: &Value) -> Option<(u32, u32)> {
     alternatives.filter_map(|terms| terms.split(',').filter_map(version).max()).min()
 }
 
-/// Libraries of the image that its loader will prefer to the mounted ones.
-fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<Rival> {
+/// The libcudas of the image that its loader will prefer to the mounted one: each with the file where links lead, such as
+/// `libcuda.so.575.57.08`, and with what finds it.
+fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
     let path = environment_value(spec, "LD_LIBRARY_PATH").unwrap_or_default();
     // ld.so(8): separated by colons or semicolons.
     let by_path = path.split([':', ';']).filter(|dir| dir.starts_with('/')).take(MOST_DIRECTORIES);
     let by_path =
         by_path.map(|dir| (format!("{}/libcuda.so.1", dir.trim_end_matches('/')), "LD_LIBRARY_PATH"));
     let cache = tree.find(Path::new(LD_CACHE)).and_then(|found| found.read(LONGEST_LD_CACHE));
-    let by_cache = parse_cache(&cache.unwrap_or_default()).into_iter().map(|path| (path, "/etc/ld.so.cache"));
+    // Among its strings (dl-cache.h), found without parsing it.
+    let cache = cache.unwrap_or_default();
+    let strings = cache.split(|&byte| byte == 0).filter(|text| text.ends_with(b"/libcuda.so.1"));
+    let paths =
+        strings.filter_map(|text| std::str::from_utf8(text).ok()).filter(|text| text.starts_with('/'));
+    let by_cache = paths.take(MOST_DIRECTORIES).map(|path| (path.to_owned(), "/etc/ld.so.cache"));
     let mut seen = Vec::new();
     let mut rivals = Vec::new();
     for (path, found_by) in by_path.chain(by_cache) {
@@ -338,19 +307,11 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<Rival> {
         if elsewhere.is_none_or(|dir| Some(dir.path.as_path()) == ours) || seen.contains(&found.path) {
             continue;
         }
-        let file = found.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        rivals.push(Rival { path, file, found_by });
+        let file = safe(&found.path.file_name().unwrap_or_default().to_string_lossy());
+        rivals.push(format!("{} ({file}, found by its {found_by})", safe(&path)));
         seen.push(found.path.clone());
     }
     rivals
-}
-
-/// Paths of a libcuda among the strings of an ld.so.cache (dl-cache.h), found without parsing it.
-fn parse_cache(cache: &[u8]) -> Vec<String> {
-    let strings = cache.split(|&byte| byte == 0).filter(|text| text.ends_with(b"/libcuda.so.1"));
-    let paths =
-        strings.filter_map(|text| std::str::from_utf8(text).ok().filter(|text| text.starts_with('/')));
-    paths.take(MOST_DIRECTORIES).map(str::to_owned).collect()
 }
 
 /// Checks whether a spec that already has its MPS directories (from `state_dir`) hides them: by a mount that was added
@@ -359,22 +320,17 @@ fn parse_cache(cache: &[u8]) -> Vec<String> {
 /// # Errors
 /// Something hides them, or the root filesystem cannot be read.
 pub(crate) fn check_uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result<(), ImageError> {
-    let text = |mount: &Value, key| mount.get(key).and_then(Value::as_str).map(PathBuf::from);
-    let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
-    let mounts: Vec<(PathBuf, bool)> = mounts
-        .filter_map(|mount| {
-            let of_ours =
-                text(mount, "source").is_some_and(|source| source.starts_with(state_dir.join("mps")));
-            Some((text(mount, "destination")?, of_ours))
-        })
-        .collect();
-    let given: Vec<(usize, PathBuf)> = [MPS_DIR, MPS_DEFAULT_DIR]
-        .iter()
-        .filter_map(|ours| {
-            let last = mounts.iter().rposition(|(path, of_ours)| *of_ours && path == Path::new(ours))?;
-            Some((last, PathBuf::from(ours)))
-        })
-        .collect();
+    let mps = state_dir.join("mps");
+    let mount = |mount: &Value| {
+        let of_ours = text(mount, "source").is_some_and(|source| Path::new(source).starts_with(&mps));
+        Some((PathBuf::from(text(mount, "destination")?), of_ours))
+    };
+    let mounts: Vec<(PathBuf, bool)> = entries(spec, "/mounts").iter().filter_map(mount).collect();
+    let last = |ours: &str| {
+        let last = mounts.iter().rposition(|(path, of_ours)| *of_ours && path == Path::new(ours))?;
+        Some((last, PathBuf::from(ours)))
+    };
+    let given: Vec<(usize, PathBuf)> = [MPS_DIR, MPS_DEFAULT_DIR].into_iter().filter_map(last).collect();
     if given.is_empty() {
         return Ok(());
     }
@@ -384,11 +340,8 @@ pub(crate) fn check_uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> 
         let led = follow_links(directory, &image)?;
         for (by, _) in mounts.iter().skip(last + 1) {
             if hides(by, directory, &led, &image)? {
-                return Err(ImageError::Covered {
-                    directory: directory.clone(),
-                    by: by.clone(),
-                    mask: false,
-                });
+                let (directory, by) = (directory.clone(), by.clone());
+                return Err(ImageError::Covered { directory, by, mask: false });
             }
         }
     }
@@ -399,10 +352,9 @@ pub(crate) fn check_uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> 
 /// Checks whether `linux.maskedPaths` hides one of `directories`, which are about to be mounted. The runtime
 /// masks last and follows links inside the root filesystem.
 pub(super) fn check_unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Result<(), ImageError> {
-    let masks = spec.pointer("/linux/maskedPaths").and_then(Value::as_array).into_iter().flatten();
+    let masks = entries(spec, "/linux/maskedPaths").iter().filter_map(Value::as_str).map(Path::new);
     // Engines mask a dozen kernel files in every container, and resolving paths takes time.
-    let masks: Vec<&Path> =
-        masks.filter_map(Value::as_str).map(Path::new).filter(|mask| !is_kernel_path(mask)).collect();
+    let masks: Vec<&Path> = masks.filter(|mask| !is_kernel_path(mask)).collect();
     if masks.is_empty() {
         return Ok(());
     }
@@ -439,6 +391,6 @@ fn hides(path: &Path, directory: &Path, led: &Path, tree: &Tree) -> Result<bool,
 pub(super) fn follow_links(path: &Path, tree: &Tree) -> Result<PathBuf, ImageError> {
     match tree.creation_path(path) {
         Err(error) if is_of_the_image(&error) => Ok(path.to_owned()),
-        led => led.map_err(|source| ImageError::Unusable { path: path.to_owned(), source }),
+        led => led.map_err(unusable(path)),
     }
 }

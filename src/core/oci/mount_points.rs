@@ -12,6 +12,7 @@ use nix::sys::stat::{FileStat, SFlag, fstatat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use super::image_error::ImageError;
+use super::live::kind;
 use super::rootfs::{Found, Tree, open_directory};
 use crate::fs::{open_below, open_in, open_root};
 use crate::ledger::{Leftover, VolumeFiles};
@@ -36,9 +37,8 @@ pub(super) struct FilePoints {
 pub(super) fn check_files(tree: &Tree, files: &[PathBuf]) -> Result<FilePoints, ImageError> {
     let (mut points, mut impossible) = (FilePoints::default(), Vec::new());
     for path in files {
-        let unusable = |source| ImageError::Unusable { path: path.clone(), source };
         match find_existing(tree, path)? {
-            Some(found) if found.is(SFlag::S_IFDIR).map_err(unusable)? => {
+            Some(found) if found.is(SFlag::S_IFDIR).map_err(unusable(path))? => {
                 return Err(ImageError::Directory(path.clone()));
             }
             Some(found) if !files.iter().any(|file| is_same(file, &found.path)) => {
@@ -46,21 +46,21 @@ pub(super) fn check_files(tree: &Tree, files: &[PathBuf]) -> Result<FilePoints, 
             }
             Some(found)
                 if !found.in_volume
-                    && found.is_empty_file().map_err(unusable)?
-                    && !found.is_read_only().map_err(unusable)? =>
+                    && found.is_empty_file().map_err(unusable(path))?
+                    && !found.is_read_only().map_err(unusable(path))? =>
             {
                 points.empty.push(path.clone());
             }
             Some(found) if found.in_volume => {
-                if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable)? {
+                if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable(path))? {
                     add_created(place, None, &mut points.volumes);
                 }
             }
             Some(_) => {}
-            None => match tree.place_for(path).map_err(unusable)? {
+            None => match tree.place_for(path).map_err(unusable(path))? {
                 (true, _) => impossible.push(path.clone()),
                 (false, false) => points.created.push(path.clone()),
-                (false, true) => match tree.place_in_volume(path).map_err(unusable)? {
+                (false, true) => match tree.place_in_volume(path).map_err(unusable(path))? {
                     (Some(place), file) => add_created(place, Some(file), &mut points.volumes),
                     // A link in the volume leads back to the image's own files. A tmpfs disappears with the container.
                     (None, landing) => {
@@ -84,7 +84,6 @@ fn is_same(one: &Path, other: &Path) -> bool {
 }
 
 /// The `paths` that no longer exist in `rootfs`. One that cannot be examined may exist.
-#[must_use]
 pub(crate) fn filter_missing<'p>(rootfs: &Path, paths: &[&'p PathBuf]) -> Vec<&'p PathBuf> {
     let Ok(root) = open_root(rootfs) else { return Vec::new() };
     let mut parents = Parents::below(&root);
@@ -101,14 +100,13 @@ pub(super) fn check_directories(
 ) -> Result<(), ImageError> {
     let mut impossible = Vec::new();
     for path in directories {
-        let unusable = |source| ImageError::Unusable { path: path.clone(), source };
         match find_existing(tree, path)? {
-            Some(found) if !found.is(SFlag::S_IFDIR).map_err(unusable)? => {
+            Some(found) if !found.is(SFlag::S_IFDIR).map_err(unusable(path))? => {
                 return Err(ImageError::NotDirectory(path.clone()));
             }
             Some(_) => {}
             None => {
-                let is_read_only = tree.place_for(path).map_err(unusable)?.0;
+                let is_read_only = tree.place_for(path).map_err(unusable(path))?.0;
                 impossible.extend(is_read_only.then(|| path.clone()));
             }
         }
@@ -119,14 +117,19 @@ pub(super) fn check_directories(
     check_nesting(tree, directories, files)
 }
 
+/// For `map_err`: an [`ImageError::Unusable`] of `path`.
+pub(super) fn unusable(path: &Path) -> impl Fn(io::Error) -> ImageError {
+    move |source| ImageError::Unusable { path: path.to_owned(), source }
+}
+
 fn find_existing(tree: &Tree, path: &Path) -> Result<Option<Rc<Found>>, ImageError> {
-    if tree.is_shared(path).map_err(|source| ImageError::Unusable { path: path.to_owned(), source })? {
+    if tree.is_shared(path).map_err(unusable(path))? {
         return Err(ImageError::Shared(path.to_owned()));
     }
     match tree.find(path) {
         Ok(found) => Ok(Some(found)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(ImageError::Unusable { path: path.to_owned(), source }),
+        Err(error) => Err(unusable(path)(error)),
     }
 }
 
@@ -147,9 +150,7 @@ fn add_created(mut place: VolumeFiles, made: Option<PathBuf>, volumes: &mut Vec<
 /// Refuses links by which a file would be created in a directory that sublet has already mounted, because that
 /// directory is on the host.
 fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Result<(), ImageError> {
-    let lead = |path: &PathBuf| {
-        tree.creation_path(path).map_err(|source| ImageError::Unusable { path: path.clone(), source })
-    };
+    let lead = |path: &PathBuf| tree.creation_path(path).map_err(unusable(path));
     let landings = directories.iter().map(lead).collect::<Result<Vec<_>, _>>()?;
     for (asked, own) in directories.iter().zip(&landings) {
         let mut ours = directories.iter().zip(&landings);
@@ -214,27 +215,23 @@ pub(crate) fn clear_volume(place: &VolumeFiles) -> bool {
         Ok(directory) => directory,
         Err(error) => return !is_transient(&error),
     };
-    let failed = |file: &PathBuf| remove_below(&directory, file).is_err_and(|error| is_transient(&error));
+    let remove = |file: &PathBuf| -> io::Result<()> {
+        let (Some(parent), Some(name)) = (file.parent(), file.file_name()) else { return Ok(()) };
+        let inside = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
+        let parent = open_below(&directory, &Path::new(".").join(parent), inside)?;
+        let stat = fstatat(&parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+        if kind(stat.st_mode) == SFlag::S_IFDIR {
+            return Ok(unlinkat(&parent, name, UnlinkatFlags::RemoveDir)?);
+        }
+        remove_empty(&parent, name, &stat).map(drop)
+    };
+    let failed = |file: &&PathBuf| remove(file).is_err_and(|error| is_transient(&error));
     // Each file is tried.
-    place.files.iter().filter(|file| failed(file)).count() == 0
-}
-
-fn remove_below(directory: &OwnedFd, file: &Path) -> io::Result<bool> {
-    let (Some(parent), Some(name)) = (file.parent(), file.file_name()) else { return Ok(false) };
-    let parent = Path::new(".").join(parent);
-    let inside = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
-    let parent = open_below(directory, &parent, inside)?;
-    let stat = fstatat(&parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
-    if SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFDIR {
-        unlinkat(&parent, name, UnlinkatFlags::RemoveDir)?;
-        return Ok(true);
-    }
-    remove_empty(&parent, name, &stat)
+    place.files.iter().filter(failed).count() == 0
 }
 
 fn remove_empty(parent: &OwnedFd, name: &OsStr, stat: &FileStat) -> io::Result<bool> {
-    let is_file = SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFREG;
-    if !is_file || stat.st_size != 0 || stat.st_nlink != 1 {
+    if kind(stat.st_mode) != SFlag::S_IFREG || stat.st_size != 0 || stat.st_nlink != 1 {
         return Ok(false);
     }
     unlinkat(parent, name, UnlinkatFlags::NoRemoveDir)?;
@@ -265,7 +262,7 @@ impl<'r> Parents<'r> {
             let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { break };
             let parent = self.open(dir)?;
             let stat = fstatat(&*parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
-            if SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT != SFlag::S_IFLNK {
+            if kind(stat.st_mode) != SFlag::S_IFLNK {
                 return Ok((parent, name.to_owned(), stat));
             }
             path = dir.join(readlinkat(&*parent, name)?);

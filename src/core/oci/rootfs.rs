@@ -18,7 +18,7 @@ use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
 use nix::sys::statvfs::{FsFlags, fstatvfs};
 use serde_json::Value;
 
-use super::conflict::{is_bind, plain};
+use super::conflict::{entries, is_bind, plain, text};
 use super::container_root::ContainerRoot;
 use super::image_error::ImageError;
 use super::live::{Kind, place};
@@ -71,36 +71,26 @@ impl Tree {
     /// # Errors
     /// [`ImageError::Rootfs`].
     pub fn open(spec: &Value, rootfs: &Path) -> Result<Self, ImageError> {
-        Self::open_tree(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })
-    }
-
-    fn open_tree(spec: &Value, rootfs: &Path) -> io::Result<Self> {
-        let rootfs = open_root(rootfs)?;
-        let (host_path, root) = (OnceCell::new(), ContainerRoot::of(spec));
-        let mut tree = Self { rootfs, host_path, volumes: Vec::new(), root, known: RefCell::default() };
-        let mounts = spec.get("mounts").and_then(Value::as_array);
-        let volumes = mounts.into_iter().flatten().filter_map(|mount| tree.volume(mount).transpose());
-        tree.volumes = volumes.collect::<io::Result<_>>()?;
+        let failed = |source| ImageError::Rootfs { path: rootfs.to_owned(), source };
+        let (fd, host_path) = (open_root(rootfs).map_err(failed)?, OnceCell::new());
+        let (root, known) = (ContainerRoot::of(spec), RefCell::default());
+        let mut tree = Self { rootfs: fd, host_path, volumes: Vec::new(), root, known };
+        let volumes = entries(spec, "/mounts").iter().filter_map(|mount| tree.volume(mount).transpose());
+        tree.volumes = volumes.collect::<io::Result<_>>().map_err(failed)?;
         Ok(tree)
     }
 
     /// A mount of the spec, with its destination resolved as the runtime will resolve it.
     fn volume(&self, mount: &Value) -> io::Result<Option<Volume>> {
-        let Some(destination) = mount.get("destination").and_then(Value::as_str).map(plain) else {
-            return Ok(None);
-        };
-        let options = mount.get("options").and_then(Value::as_array).into_iter().flatten();
-        let options: Vec<&str> = options.filter_map(Value::as_str).collect();
+        let Some(destination) = text(mount, "destination").map(plain) else { return Ok(None) };
+        let options: Vec<&str> = entries(mount, "/options").iter().filter_map(Value::as_str).collect();
         // Of options that exclude each other the last one counts. `rro` is `ro` for mounts below, too
         // (runtime-spec, config.md, "Linux mount options").
         let is_last = |yes: &str, no: &str| {
-            options
-                .iter()
-                .rev()
-                .find(|option| [yes, no].contains(option))
-                .is_some_and(|option| *option == yes)
+            let last = options.iter().rev().find(|option| [yes, no].contains(option));
+            last.is_some_and(|option| *option == yes)
         };
-        let source = mount.get("source").and_then(Value::as_str).filter(|_| is_bind(mount));
+        let source = text(mount, "source").filter(|_| is_bind(mount));
         Ok(Some(Volume {
             destination: self.without_links(destination)?,
             source: source.map(PathBuf::from),
@@ -111,18 +101,16 @@ impl Tree {
 
     /// `path` in the rootfs, with links resolved; as it is, if nothing is there.
     fn without_links(&self, path: PathBuf) -> io::Result<PathBuf> {
-        if let (Some(name), Some(true)) =
-            (path.file_name(), path.parent().map(|above| above == Path::new("/")))
-        {
-            // Most engines' mounts are here, on no link (EINVAL of readlink(2)).
-            if let Err(Errno::EINVAL | Errno::ENOENT) = readlinkat(&self.rootfs, name) {
-                return Ok(path);
-            }
+        // Most engines' mounts are directly below the root, on no link (EINVAL of readlink(2)).
+        let name = path.file_name().filter(|_| path.parent() == Some(Path::new("/")));
+        let is_link =
+            |name: &OsStr| !matches!(readlinkat(&self.rootfs, name), Err(Errno::EINVAL | Errno::ENOENT));
+        if !name.is_none_or(is_link) {
+            return Ok(path);
         }
         match self.in_rootfs(&path) {
-            Ok((_, path)) => Ok(path),
             Err(error) if is_of_the_image(&error) => Ok(path),
-            Err(error) => Err(error),
+            found => found.map(|(_, path)| path),
         }
     }
 
@@ -300,11 +288,7 @@ impl Tree {
     }
 
     fn host_path(&self) -> io::Result<&Path> {
-        if let Some(path) = self.host_path.get() {
-            return Ok(path);
-        }
-        let path = host_path(&self.rootfs)?;
-        Ok(self.host_path.get_or_init(|| path))
+        once(&self.host_path, || host_path(&self.rootfs)).map(PathBuf::as_path)
     }
 }
 
@@ -322,19 +306,12 @@ impl Found {
 
     /// Whether nothing can be created beside or below it.
     pub fn is_read_only(&self) -> io::Result<bool> {
-        if let Some(known) = self.is_read_only.get() {
-            return Ok(*known);
-        }
-        let is = self.in_read_only_volume || fstatvfs(&self.fd)?.flags().contains(FsFlags::ST_RDONLY);
-        Ok(*self.is_read_only.get_or_init(|| is))
+        let is = || Ok(self.in_read_only_volume || fstatvfs(&self.fd)?.flags().contains(FsFlags::ST_RDONLY));
+        once(&self.is_read_only, is).copied()
     }
 
     pub fn stat(&self) -> io::Result<FileStat> {
-        if let Some(stat) = self.stat.get() {
-            return Ok(*stat);
-        }
-        let stat = fstat(&self.fd)?;
-        Ok(*self.stat.get_or_init(|| stat))
+        once(&self.stat, || Ok(fstat(&self.fd)?)).copied()
     }
 
     /// The target of the link `name` in this directory, if that is one.
@@ -343,14 +320,12 @@ impl Found {
             Ok(target) => Ok(Some(target.into())),
             // EINVAL: it is no link (readlink(2)).
             Err(Errno::EINVAL) => Ok(None),
-            Err(errno) => {
-                Err(errno.into()).or_else(|error| if is_of_the_image(&error) { Ok(None) } else { Err(error) })
-            }
+            Err(errno) => Some(errno.into()).filter(|error| !is_of_the_image(error)).map_or(Ok(None), Err),
         }
     }
 
     pub fn is(&self, kind: SFlag) -> io::Result<bool> {
-        Ok(SFlag::from_bits_truncate(self.stat()?.st_mode) & SFlag::S_IFMT == kind)
+        Ok(super::live::kind(self.stat()?.st_mode) == kind)
     }
 
     /// Whether it is a file as a runtime creates it for a mount, and as it is removed again.
@@ -374,6 +349,14 @@ impl Found {
         let file: File = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
         let length = u64::try_from(stat.st_size).unwrap_or_default();
         regular_file(file.take(limit), length, limit)
+    }
+}
+
+/// The value of `cell`, which `make` makes the first time.
+fn once<T>(cell: &OnceCell<T>, make: impl FnOnce() -> io::Result<T>) -> io::Result<&T> {
+    match cell.get() {
+        Some(known) => Ok(known),
+        None => make().map(|made| cell.get_or_init(|| made)),
     }
 }
 

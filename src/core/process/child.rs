@@ -102,41 +102,29 @@ fn supervise(
     inheritance::reset_sigchld()?;
     inheritance::set_cloexec_in_child(command);
     let mut child = command.spawn()?;
-    let limit = Limit::of(&child, limit);
     // It shows the end at once. A kernel before Linux 5.3 has none.
     let pidfd = i32::try_from(child.id()).ok().and_then(|pid| super::pidfd_open(pid).ok());
     let result = collect_output(&mut child, pidfd, input, limit, most, stop);
     if result.is_err() {
-        kill_and_reap(&mut child);
+        let _ = child.kill();
+        // One that hangs in the kernel is left behind rather than waited for.
+        let mut looks = 0..200;
+        while looks.next().is_some() && matches!(child.try_wait(), Ok(None)) {
+            sleep(Duration::from_millis(5));
+        }
     }
     result
-}
-
-#[derive(Clone, Copy)]
-struct Limit {
-    time: Duration,
-    wait: ProcessorWait,
-}
-
-impl Limit {
-    fn of(child: &Child, time: Duration) -> Self {
-        Self { time, wait: ProcessorWait::of_new(i32::try_from(child.id()).unwrap_or_default()) }
-    }
-
-    /// Whether the time is over. The output of a program that `has_ended` is read even if this process woke up late.
-    fn is_over(self, has_ended: bool) -> bool {
-        if has_ended { self.wait.is_far_beyond(self.time) } else { self.wait.remaining(self.time).is_zero() }
-    }
 }
 
 fn collect_output(
     child: &mut Child,
     mut pidfd: Option<OwnedFd>,
     input: &str,
-    limit: Limit,
+    limit: Duration,
     most: usize,
     stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
+    let waited = ProcessorWait::of_new(i32::try_from(child.id()).unwrap_or_default());
     let mut input = Input::new(child.stdin.take(), input.as_bytes())?;
     let mut out = Stream::new(child.stdout.take(), most);
     let mut err = Stream::new(child.stderr.take(), most);
@@ -145,15 +133,18 @@ fn collect_output(
         let ended = child.try_wait()?;
         let wait = if ended.is_some() { Duration::ZERO } else { TICK };
         let end = pidfd.as_ref().filter(|_| ended.is_none());
-        let heard = poll_output(&mut out, &mut err, end, wait)?;
-        if heard.end {
+        let (has_output, has_end) = poll_output(&mut out, &mut err, end, wait)?;
+        if has_end {
             // It would go on to show it, and a tracer may be the first to wait for the program.
             pidfd = None;
         }
-        if let (Some(status), false) = (ended, heard.output) {
+        if let (Some(status), false) = (ended, has_output) {
             return Ok(Finished { status, stdout: out.text(), stderr: err.text() });
         }
-        if limit.is_over(ended.is_some()) {
+        // The output of a program that has ended is read even if this process woke up late.
+        let is_over =
+            if ended.is_some() { waited.is_far_beyond(limit) } else { waited.remaining(limit).is_zero() };
+        if is_over {
             return Err(ChildError::Timeout);
         }
         if stop() {
@@ -162,21 +153,13 @@ fn collect_output(
     }
 }
 
-/// Output and end of a program within some time.
-#[derive(Default)]
-struct Polled {
-    output: bool,
-    /// The end of the program.
-    end: bool,
-}
-
-/// Waits up to `wait` for output, or for the `end` of the program, and reads the output.
+/// Waits up to `wait` for output, or for the `end` of the program, and reads the output. Returns which of both has come.
 fn poll_output<O: Read + AsFd, E: Read + AsFd>(
     out: &mut Stream<O>,
     err: &mut Stream<E>,
     end: Option<&OwnedFd>,
     wait: Duration,
-) -> io::Result<Polled> {
+) -> io::Result<(bool, bool)> {
     let (out_ready, err_ready, end) = {
         let mut open: Vec<PollFd> = Vec::with_capacity(3);
         let listen_to = |fd| PollFd::new(fd, PollFlags::POLLIN);
@@ -186,11 +169,11 @@ fn poll_output<O: Read + AsFd, E: Read + AsFd>(
         if open.is_empty() {
             // Both streams are closed: the child ends within microseconds, or the limit ends it.
             sleep(wait.min(Duration::from_micros(500)));
-            return Ok(Polled::default());
+            return Ok((false, false));
         }
         let timeout = PollTimeout::try_from(wait).unwrap_or(PollTimeout::ZERO);
         match poll(&mut open, timeout) {
-            Err(nix::errno::Errno::EINTR) | Ok(0) => return Ok(Polled::default()),
+            Err(nix::errno::Errno::EINTR) | Ok(0) => return Ok((false, false)),
             Err(error) => return Err(error.into()),
             Ok(_) => {}
         }
@@ -200,7 +183,7 @@ fn poll_output<O: Read + AsFd, E: Read + AsFd>(
     };
     let from_out = out_ready && out.read()?;
     let from_err = err_ready && err.read()?;
-    Ok(Polled { output: from_out || from_err, end })
+    Ok((from_out || from_err, end))
 }
 
 /// A child's remaining input. It may read slowly or never, and a pipe may hold only a page (pipe(7)).
@@ -266,17 +249,6 @@ impl<T: Read> Stream<T> {
     }
 }
 
-/// Kills and reaps. A child that hangs in the kernel is left behind rather than waited for.
-fn kill_and_reap(child: &mut Child) {
-    let _ = child.kill();
-    for _ in 0..200 {
-        if !matches!(child.try_wait(), Ok(None)) {
-            return;
-        }
-        sleep(Duration::from_millis(5));
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Instant;
@@ -310,7 +282,7 @@ mod tests {
             false
         };
         let mut child = shell("sleep 0.5; echo done").stdout(Stdio::piped()).spawn().unwrap();
-        let limit = Limit::of(&child, Duration::from_secs(60));
+        let limit = Duration::from_secs(60);
         let finished = collect_output(&mut child, Some(pidfd), "", limit, KEPT, &stop).unwrap();
         assert_eq!(finished.stdout, "done\n");
         // One each 5 ms, and more where the shell is late; without a pause some 100,000.
@@ -331,12 +303,17 @@ mod tests {
             start(&["chrt", "-i", "0", "sh", "-c", endless]),
             start(&["sleep", "60"]),
         ];
-        let [_, waits, sleeps] = children.each_ref().map(|child| Limit::of(child, time));
+        let wait = |child: &Child| ProcessorWait::of_new(i32::try_from(child.id()).unwrap());
+        let [_, waits, sleeps] = children.each_ref().map(wait);
         sleep(time * 2);
-        let (left, over) = (waits.wait.remaining(time), [waits, sleeps].map(|limit| limit.is_over(false)));
-        let unread = sleeps.is_over(true);
-        let far = waits.wait.remaining(time / 1000);
-        children.iter_mut().for_each(kill_and_reap);
+        let (left, over) =
+            (waits.remaining(time), [waits, sleeps].map(|wait| wait.remaining(time).is_zero()));
+        let unread = sleeps.is_far_beyond(time);
+        let far = waits.remaining(time / 1000);
+        for child in &mut children {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
         assert_eq!(over, [false, true], "{left:?}");
         assert!(!unread, "its output is read, if it has ended in the meantime");
         assert!(far.is_zero(), "it is not waited for without end");

@@ -158,9 +158,9 @@ pub fn effective_user() -> u32 {
 }
 
 /// Whether this process gained rights by being executed: through setuid, setgid, file capabilities or a security module.
-/// `true` if that is unknown.
-#[must_use]
-pub(super) fn is_secure() -> bool {
+/// `true` if that is unknown. The kernel says so when the program begins, by user, group and capabilities
+/// (`cap_bprm_creds_from_file` in its security/commoncap.c), and sublet's programs never change user or group.
+fn is_secure() -> bool {
     get(libc::AT_SECURE) != Some(0)
 }
 
@@ -180,18 +180,11 @@ pub(crate) const VARIABLE: &str = "SUBLET_CONFIG";
 #[must_use]
 pub fn honoured_config() -> Option<PathBuf> {
     let file = std::env::var_os(VARIABLE).filter(|file| !file.is_empty())?;
-    if !has_caller_rights() {
+    if is_secure() {
         tracing::warn!("{VARIABLE} is ignored in a program with more rights than its caller");
         return None;
     }
     std::path::absolute(file).ok()
-}
-
-/// Whether this process has no more rights than its caller. `false` if that is unknown. The kernel says so when the program
-/// begins, by user, group and capabilities (`cap_bprm_creds_from_file` in its security/commoncap.c), and sublet's programs
-/// never change user or group.
-fn has_caller_rights() -> bool {
-    !is_secure()
 }
 
 #[cfg(test)]
@@ -253,6 +246,6 @@ mod environment_tests {
 
     #[test]
     fn a_test_runs_with_its_callers_rights() {
-        assert!(has_caller_rights());
+        assert!(!is_secure());
     }
 }

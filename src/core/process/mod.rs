@@ -107,7 +107,6 @@ impl Process {
     }
 
     /// Whether a process with the id `pid` runs, or cannot be examined.
-    #[must_use]
     pub(crate) fn may_run(pid: i32) -> bool {
         Stat::of(pid).map_or(true, |stat| stat.is_some_and(|stat| !stat.has_ended()))
     }
@@ -134,20 +133,17 @@ impl Process {
     }
 
     /// Whether a thread of this same process is in uninterruptible sleep (state D, proc(5)).
-    #[must_use]
     pub(crate) fn waits_in_kernel(&self) -> bool {
         let waits = |stat: Stat| stat.start_time == self.start_time && stat.state == 'D';
         Stat::of_running_thread(self.pid).ok().flatten().is_some_and(waits)
     }
 
     /// Whether its pid exists, perhaps as another process or as a zombie. `true` if that cannot be found out.
-    #[must_use]
     pub(crate) fn has_pid(&self) -> bool {
         self.pid > 0 && kill(Pid::from_raw(self.pid), None) != Err(Errno::ESRCH)
     }
 
     /// Whether this same process can serve others.
-    #[must_use]
     pub(crate) fn condition(&self) -> Condition {
         match Stat::of_running_thread(self.pid) {
             // A process that cannot be examined counts as running.
@@ -161,7 +157,6 @@ impl Process {
     }
 
     /// Whether this same process is stopped.
-    #[must_use]
     pub(crate) fn is_stopped(&self) -> bool {
         self.condition() == Condition::Stopped
     }
@@ -202,11 +197,6 @@ pub fn name_of(pid: i32) -> String {
     kernel_file(format!("/proc/{pid}/comm")).map_or_else(|_| "?".to_owned(), |name| safe(name.trim_end()))
 }
 
-/// Whether the first thread of `pid` runs, or would if it had a processor (proc(5)).
-fn is_ready(pid: i32) -> bool {
-    Stat::of(pid).ok().flatten().is_some_and(|stat| stat.state == 'R')
-}
-
 /// Seconds since the epoch; 0 if the clock is before it.
 #[must_use]
 pub fn epoch_seconds() -> u64 {
@@ -220,7 +210,6 @@ pub fn uptime_seconds() -> u64 {
 }
 
 /// Milliseconds since boot, as [`uptime_seconds`].
-#[must_use]
 pub(crate) fn uptime_milliseconds() -> u64 {
     u64::try_from(since_boot().as_millis()).unwrap_or(u64::MAX)
 }

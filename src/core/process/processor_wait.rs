@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::Stat;
 use crate::reading::kernel_file;
 
 /// How many times its limit a process may wait for a processor beside it.
@@ -51,7 +52,8 @@ impl ProcessorWait {
 
     fn waited(self, passed: Duration) -> Option<Duration> {
         let now = Counted::of(self.pid)?;
-        if super::is_ready(self.pid) {
+        let is_ready = |stat: Stat| stat.state == 'R';
+        if Stat::of(self.pid).ok().flatten().is_some_and(is_ready) {
             // It may wait right now, which is not counted yet.
             return Some(passed.saturating_sub(now.ran.saturating_sub(self.before.ran)));
         }

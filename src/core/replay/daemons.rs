@@ -185,7 +185,7 @@ impl Real {
         let change = |change: &dyn Fn(&mut Ledger) -> bool| self.store.change(change).unwrap().0;
         let daemon = |device: usize, what: &dyn Fn(&mut MpsDaemon)| {
             limits::note(&self.store, &key(device), what).unwrap();
-            limits::daemon(&self.store.read().unwrap(), &key(device)).is_some()
+            self.store.read().unwrap().daemon(&key(device)).is_some()
         };
         let process = |device| self.processes.find(Who::Daemon(device));
         match call {
@@ -200,7 +200,7 @@ impl Real {
             }),
             Call::NoteAnswer(device) => {
                 let ledger = self.store.read().unwrap();
-                let known = limits::daemon(&ledger, &key(device)).unwrap();
+                let known = ledger.daemon(&key(device)).unwrap();
                 limits::note_answer(&self.store, known).is_ok()
             }
             Call::AdjustEnd(device, limits) => daemon(device, &|daemon| {
@@ -267,7 +267,7 @@ impl Real {
             view.leases[container] = Some(self.lease_view(container, lease));
         }
         for n in 0..self.model.devices {
-            view.daemons[n] = limits::daemon(&ledger, &key(n)).map(daemon_view);
+            view.daemons[n] = ledger.daemon(&key(n)).map(daemon_view);
             view.compute_modes[n] = ledger.compute_modes.iter().any(|changed| changed.device == key(n).0);
         }
         view.keeper = ledger.keeper.is_some();

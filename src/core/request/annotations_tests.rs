@@ -4,9 +4,9 @@ use insta::assert_snapshot;
 use proptest::prelude::*;
 
 use super::Capability::{Compute, Graphics, Utility, Video};
+use super::rules::KEYS;
 use super::*;
 use crate::config::Required;
-use crate::request::error::KEYS;
 use crate::share::{Guarding, Selector};
 
 fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {

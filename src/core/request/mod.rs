@@ -4,7 +4,6 @@
 //! Keys that differ from sublet's only in case, separator or prefix were probably meant for sublet: they are refused,
 //! with the key that was meant.
 
-mod error;
 mod rules;
 
 use std::borrow::Cow;
@@ -19,10 +18,9 @@ use crate::share::{
     Mode, Percent, Priority, SELECTORS_ALLOWED, parse_devices,
 };
 use crate::text::safe;
-use error::KEYS;
-use rules::{Keys, PREFIX, one_word};
+use rules::{KEYS, Keys, PREFIX, one_word};
 
-pub use error::{RequestError, Setting};
+pub use rules::{RequestError, Setting};
 
 /// One container's request, complete and free of contradictions.
 #[derive(Clone, Debug, PartialEq)]

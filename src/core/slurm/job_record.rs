@@ -96,7 +96,7 @@ impl JobRecord {
         trusted::make(state_dir).and_then(|_| trusted::make(&dir)).map_err(io::Error::other)?;
         let earlier = Self::read(state_dir, self.job).ok();
         let kept = earlier.filter(|earlier| !earlier.is_of(self.cluster.as_deref()));
-        let kept = kept.map(|earlier| earlier.met(self, &dir));
+        let kept = kept.map(|earlier| earlier.met(self, state_dir));
         let record = kept.as_ref().unwrap_or(self);
         atomic::replace(&file(state_dir, self.job), &serde_json::to_vec(record)?, 0o644)
     }
@@ -107,7 +107,7 @@ impl JobRecord {
     }
 
     /// This record when the prolog of another cluster's job of the same id ran.
-    fn met(mut self, other: &Self, dir: &Path) -> Self {
+    fn met(mut self, other: &Self, state_dir: &Path) -> Self {
         let name = |record: &Self| record.cluster.clone().unwrap_or_default();
         self.share = None;
         self.problem = Some(format!(
@@ -117,7 +117,7 @@ impl JobRecord {
             name(other),
             self.job,
             name(&self),
-            file_in(dir, self.job).display()
+            file(state_dir, self.job).display()
         ));
         self
     }
@@ -182,7 +182,7 @@ pub(super) fn directory(state_dir: &Path) -> PathBuf {
 }
 
 fn file(state_dir: &Path, job: u64) -> PathBuf {
-    file_in(&directory(state_dir), job)
+    directory(state_dir).join(format!("{job}.json"))
 }
 
 /// Where the copy of the lease of `job` is, beside its record.
@@ -199,10 +199,6 @@ pub(crate) fn lease_files(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
     let is_lease = |path: &PathBuf| path.extension().is_some_and(|end| end == LEASE);
     let paths: io::Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
     Ok(paths?.into_iter().filter(is_lease).collect())
-}
-
-fn file_in(dir: &Path, job: u64) -> PathBuf {
-    dir.join(format!("{job}.json"))
 }
 
 #[cfg(test)]

@@ -4,30 +4,14 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use anyhow::{anyhow, ensure};
 use serde::Deserialize;
 
-use crate::bounded_input::InputError;
 use sublet_core::ledger::{LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LeaseId};
+use sublet_core::parse_errors::plain;
 
 /// Longest state that is read, far longer than any engine's annotations.
 pub const LONGEST: usize = 1 << 20;
-
-/// Why there is no state.
-#[derive(Debug, thiserror::Error)]
-pub enum StateError {
-    /// It is empty.
-    #[error("it is empty")]
-    Empty,
-    /// It cannot be read, is too long, or did not end in time.
-    #[error(transparent)]
-    Input(#[from] InputError),
-    /// It is not JSON, or not a state.
-    #[error("{}", sublet_core::parse_errors::plain(&.0.to_string(), None))]
-    Json(#[from] serde_json::Error),
-    /// An empty id.
-    #[error("its id is empty")]
-    NoId,
-}
 
 /// The part of the state that sublet needs.
 #[derive(Debug, Deserialize)]
@@ -60,12 +44,12 @@ impl State {
     ///
     /// # Errors
     /// No JSON object with an id and a known status.
-    pub fn parse(text: &[u8]) -> Result<Self, StateError> {
-        if text.trim_ascii().is_empty() {
-            return Err(StateError::Empty);
-        }
-        let state: Self = serde_json::from_slice(text)?;
-        if state.id.is_empty() { Err(StateError::NoId) } else { Ok(state) }
+    pub fn parse(text: &[u8]) -> anyhow::Result<Self> {
+        ensure!(!text.trim_ascii().is_empty(), "it is empty");
+        let state: Self =
+            serde_json::from_slice(text).map_err(|error| anyhow!(plain(&error.to_string(), None)))?;
+        ensure!(!state.id.is_empty(), "its id is empty");
+        Ok(state)
     }
 
     /// The annotations as the runtime reports them.

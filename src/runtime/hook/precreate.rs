@@ -1,15 +1,15 @@
 //! `precreate`: Podman passes the whole config.json before it starts anything, and uses the one that the hook returns.
 //! So the environment can be edited here, as by the shim. The container's pid is not known yet.
 
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use anyhow::{Context as _, anyhow, ensure};
 use nix::unistd::geteuid;
 use serde_json::Value;
 
-use super::container_state::StateError;
-use super::{HookError, journal};
+use super::journal;
 use crate::bounded_input;
 use sublet_core::admit::Engine;
 use sublet_core::admit::{Admission, AdmitError, Candidate, Leases, RequestSource};
@@ -33,7 +33,7 @@ const LONGEST: usize = 16 << 20;
 ///
 /// On a refusal this program does not fail, because Podman would show only its exit status. Instead it returns a
 /// config.json that makes the container's creation fail with the reason.
-pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> Result<(), HookError> {
+pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> anyhow::Result<()> {
     // First of all, find the process that will be responsible for the lease.
     let engine = Process::find(confine::engine());
     let file = read()?;
@@ -48,15 +48,13 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> Result<(), HookErr
     };
     report(log, Level::Error, &spec, &refusal.to_string());
     hooks::add_refusal(&mut spec, &one_line(&refusal.to_string()))?;
-    print(&serde_json::to_vec(&spec).map_err(|error| HookError::Output(error.into()))?)
+    print(&to_text(&spec)?)
 }
 
-fn read() -> Result<JsonFile, HookError> {
+fn read() -> anyhow::Result<JsonFile> {
     let text = bounded_input::read(std::io::stdin(), LONGEST, Instant::now() + INPUT_TIMEOUT)
-        .map_err(|error| HookError::Spec(error.into()))?;
-    if text.trim_ascii().is_empty() {
-        return Err(HookError::Spec(StateError::Empty));
-    }
+        .map_err(|error| anyhow!("config.json on standard input: {error}"))?;
+    ensure!(!text.trim_ascii().is_empty(), "config.json on standard input: it is empty");
     Ok(JsonFile { path: PathBuf::from("config.json from standard input"), text })
 }
 
@@ -73,14 +71,15 @@ fn admit(
     engine: Option<Process>,
     waits: Option<&Engine>,
     log: &Log,
-) -> Result<Option<Granted>, HookError> {
+) -> anyhow::Result<Option<Granted>> {
     // Podman 5 runs the hook in the bundle.
     let bundle = std::env::current_dir().unwrap_or_default();
     let source = RequestSource::of(spec, &bundle, None).map_err(AdmitError::from)?;
     let Some(source) = source else { return Ok(None) };
     let config = config_files::load()?;
     source.check_without_shim(&config)?;
-    let owner = Process::current().map_err(HookError::Process)?;
+    let owner = Process::current()
+        .map_err(|error| anyhow!("cannot read when this process started (is /proc mounted?): {error}"))?;
     let leases = Leases::of(&config);
     let container = leases.locate_rootfs(container(spec)?, spec, &bundle)?;
     let candidate = Candidate { container, owner, engine: waits };
@@ -101,14 +100,22 @@ fn admit(
 
 impl Granted {
     /// Adds sublet's hooks, makes `engine` responsible for the lease and passes the edited config.json to it.
-    fn finish(mut self, engine: Option<Process>) -> Result<(), HookError> {
-        let finished = self.add_hooks().and_then(|()| {
+    fn finish(mut self, engine: Option<Process>) -> anyhow::Result<()> {
+        let mut finish = || {
+            let program = hooks::program().context(
+                "sublet-hook cannot find its own program file; install it as /usr/libexec/sublet/sublet-hook",
+            )?;
+            for stage in [Stage::CreateRuntime, Stage::Poststop] {
+                hooks::add(&mut self.spec, stage, &program, inheritance::honoured_config().as_deref())?;
+            }
             // If the engine has ended, nothing reads the output.
-            let engine = engine.filter(Process::is_alive).ok_or(HookError::NoEngine)?;
-            let text = serde_json::to_vec(&self.spec).map_err(|error| HookError::Output(error.into()))?;
+            let engine =
+                engine.filter(Process::is_alive).context("the engine that ran this hook has ended")?;
+            let text = to_text(&self.spec)?;
             Leases::of(&self.config).hand_over(&self.lease, engine)?;
             print(&text)
-        });
+        };
+        let finished = finish();
         if finished.is_err() {
             if let Err(error) = Leases::of(&self.config).withdraw(&self.lease) {
                 tracing::warn!("{error}");
@@ -116,25 +123,17 @@ impl Granted {
         }
         finished
     }
-
-    fn add_hooks(&mut self) -> Result<(), HookError> {
-        let program = hooks::program().ok_or(HookError::NoProgram)?;
-        for stage in [Stage::CreateRuntime, Stage::Poststop] {
-            hooks::add(&mut self.spec, stage, &program, inheritance::honoured_config().as_deref())?;
-        }
-        Ok(())
-    }
 }
 
 /// The container, as far as it is known. The hook that binds the lease adds the rest.
-fn container(spec: &Value) -> Result<Container, HookError> {
+fn container(spec: &Value) -> anyhow::Result<Container> {
     let root = spec.pointer("/root/path").and_then(Value::as_str).map(PathBuf::from);
     let rootfs = root.filter(|root| root.is_absolute()).and_then(|root| root.canonicalize().ok());
     Ok(Container {
         uid: geteuid().as_raw(),
         id: id(spec).to_owned(),
         bundle: PathBuf::new(),
-        rootfs: rootfs.ok_or(HookError::NoRootfs)?,
+        rootfs: rootfs.context("root.path in config.json is not the absolute path of a directory")?,
         record: PathBuf::new(),
     })
 }
@@ -188,9 +187,17 @@ fn report(log: &Log, level: Level, spec: &Value, message: &str) {
     journal::write(level, &line);
 }
 
-fn print(text: &[u8]) -> Result<(), HookError> {
+fn to_text(spec: &Value) -> anyhow::Result<Vec<u8>> {
+    serde_json::to_vec(spec).map_err(|error| not_returned(&error.into()))
+}
+
+fn not_returned(error: &io::Error) -> anyhow::Error {
+    anyhow!("cannot return config.json to Podman: {error}")
+}
+
+fn print(text: &[u8]) -> anyhow::Result<()> {
     let mut output = std::io::stdout().lock();
-    output.write_all(text).and_then(|()| output.flush()).map_err(HookError::Output)
+    output.write_all(text).and_then(|()| output.flush()).map_err(|error| not_returned(&error))
 }
 
 #[cfg(test)]
@@ -232,7 +239,8 @@ mod tests {
         for spec in
             [json!({}), json!({"root": {"path": "rootfs"}}), json!({"root": {"path": "/none/at/all"}})]
         {
-            assert!(matches!(container(&spec), Err(HookError::NoRootfs)), "{spec}");
+            let error = container(&spec).unwrap_err().to_string();
+            assert_eq!(error, "root.path in config.json is not the absolute path of a directory", "{spec}");
         }
     }
 }

@@ -3,9 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
+use anyhow::{anyhow, bail};
 use serde_json::{Map, Value};
 
-use super::HookError;
 use super::container_state::{State, Status};
 use sublet_core::admit::Engine;
 use sublet_core::admit::{self, LateAdmission, Leases, RequestSource};
@@ -24,9 +24,9 @@ pub(super) fn prestart(
     by_cdi: Option<&Asked>,
     engine: Option<&Engine>,
     log: &Log,
-) -> Result<(), HookError> {
+) -> anyhow::Result<()> {
     let id = safe(&state.id);
-    let failed = |why: String| HookError::Start { id: id.clone(), why };
+    let failed = |why: String| anyhow!("container {id}: {why}");
     let bundle = bundle(state).map_err(failed)?;
     let file = JsonFile::read(&bundle.join("config.json")).map_err(|error| failed(error.to_string()))?;
     if by_cdi.is_none() && !file.mentions_sublet() && !state.has_sublet_annotations() {
@@ -40,8 +40,13 @@ pub(super) fn prestart(
         return Ok(());
     }
     let init = init(state).map_err(failed)?;
-    if is_rootless() {
-        return Err(HookError::Rootless { id });
+    // Without root's rights on the host it can change no device cgroup and enter no other namespaces.
+    if !nix::unistd::geteuid().is_root() || host::is_nested() {
+        bail!(
+            "container {id}: a prestart hook or CDI device cannot give a rootless container its share, because the hook \
+             may neither open devices nor enter other namespaces; use annotations, with Podman's precreate hook or \
+             sublet-runtime"
+        );
     }
     let config = config_files::load()?;
     let container = container(state, &bundle, &spec).map_err(failed)?;
@@ -65,8 +70,7 @@ pub(super) fn prestart(
 }
 
 /// Frees the lease of an ended container whose config.json names none.
-pub(super) fn free_lease(state: &State) -> Result<(), HookError> {
-    let id = safe(&state.id);
+pub(super) fn free_lease(state: &State) -> anyhow::Result<()> {
     let Some(bundle) = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok()) else {
         return Ok(());
     };
@@ -76,7 +80,7 @@ pub(super) fn free_lease(state: &State) -> Result<(), HookError> {
         Some(lease) => Leases::of(&config).end(&lease),
         None => Ok(()),
     });
-    end.map_err(|source| HookError::End { id, source })
+    end.map_err(|error| super::not_ended(state, &error))
 }
 
 fn bundle(state: &State) -> Result<PathBuf, String> {
@@ -112,12 +116,6 @@ fn add_annotations(spec: &mut Value, state: &State) {
             annotations.insert(key.clone(), Value::from(value.as_str()));
         }
     }
-}
-
-/// Whether this process lacks root's rights on the host. It can then change no device cgroup and enter no other
-/// namespaces. A user namespace other than the initial one maps ids (`user_namespaces(7)`).
-fn is_rootless() -> bool {
-    !nix::unistd::geteuid().is_root() || host::is_nested()
 }
 
 fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, String> {

@@ -54,7 +54,6 @@ pub enum Command {
 
 impl Command {
     /// Whether it creates a container.
-    #[must_use]
     pub(crate) const fn is_start(&self) -> bool {
         matches!(self, Self::Create(_) | Self::Run(_) | Self::Restore(_))
     }
@@ -209,58 +208,44 @@ fn parse_log(destination: &OsStr, dialect: Dialect) -> Option<PathBuf> {
 
 /// The command `word`, whose own arguments are `args[behind..]`.
 fn parse_command(word: &OsStr, args: &[OsString], behind: usize, dialect: Dialect) -> Command {
-    let own = &args[behind..];
-    let parsed = match word.to_str() {
-        Some("create") => parse_start(own, flags::START, dialect).map(Command::Create),
-        Some("run") => parse_start(own, flags::START, dialect).map(Command::Run),
-        Some("restore") => parse_start(own, flags::CRIU, dialect).map(Command::Restore),
-        Some("checkpoint") => {
-            parse_start(own, flags::CRIU, dialect).map(|start| Command::Checkpoint(start.id))
-        }
-        Some("update") => parse_update(own, dialect),
-        Some("kill") => parse_kill(own, dialect),
-        Some("delete") => parse_delete(own, dialect),
-        Some("exec") => parse_exec(own, behind, dialect).map(Command::Exec),
-        _ => None,
+    let (word, own) = (word.to_str().unwrap_or_default(), &args[behind..]);
+    let table = match word {
+        "create" | "run" => flags::START,
+        "restore" | "checkpoint" => flags::CRIU,
+        "update" => flags::UPDATE,
+        "kill" => flags::KILL,
+        "delete" => flags::DELETE,
+        "exec" => return parse_exec(own, behind, dialect).map_or(Command::Other, Command::Exec),
+        _ => return Command::Other,
     };
-    parsed.unwrap_or_default()
-}
-
-fn parse_start(args: &[OsString], table: &[flags::Flag], dialect: Dialect) -> Option<Start> {
-    let scan = flags::parse_permuted(args, table, dialect);
+    let scan = flags::parse_permuted(own, table, dialect);
+    // With `--regex` the operand is not an id. The runtime handles it alone, and the next command frees the leases.
+    if scan.wants_help() || scan.is_set("regex") {
+        return Command::Other;
+    }
+    let (id, path) = (only_operand(&scan), |name| scan.value(name).map(PathBuf::from));
     // For an empty `--bundle`, runc uses the current directory (`setupSpec` in `utils_linux.go`).
-    let is_current = |dir: &OsStr| dir.is_empty() && dialect == Dialect::Runc;
-    (!scan.wants_help()).then(|| Start {
-        id: only_operand(&scan),
-        bundle: scan.value("bundle").filter(|dir| !is_current(dir)).map(PathBuf::from),
-        config: scan.value("config").filter(|_| dialect == Dialect::Crun).map(PathBuf::from),
-    })
-}
-
-/// With `--regex` the operand is not an id. The runtime handles it alone, and the next command frees the leases.
-fn parse_delete(args: &[OsString], dialect: Dialect) -> Option<Command> {
-    let scan = flags::parse_permuted(args, flags::DELETE, dialect);
-    let delete = || Delete { id: only_operand(&scan), force: scan.is_set("force") };
-    (!scan.wants_help() && !scan.is_set("regex")).then(|| Command::Delete(delete()))
-}
-
-/// Engines pass the changes in a file. The other options are for people, and name no devices.
-fn parse_update(args: &[OsString], dialect: Dialect) -> Option<Command> {
-    let scan = flags::parse_permuted(args, flags::UPDATE, dialect);
-    let update = || Update { id: only_operand(&scan), resources: scan.value("resources").map(PathBuf::from) };
-    (!scan.wants_help()).then(|| Command::Update(update()))
-}
-
-/// The signal comes after the id.
-fn parse_kill(args: &[OsString], dialect: Dialect) -> Option<Command> {
-    let scan = flags::parse_permuted(args, flags::KILL, dialect);
-    let (id, signal) = match scan.operands.as_slice() {
-        [id] => (Some((*id).to_owned()), None),
-        [id, signal] => (Some((*id).to_owned()), Some((*signal).to_owned())),
-        _ => (None, None),
-    };
-    let kill = || Kill { id, signal, all: scan.is_set("all") };
-    (!scan.wants_help() && !scan.is_set("regex") && !scan.unknown).then(|| Command::Kill(kill()))
+    let bundle = path("bundle").filter(|dir| !dir.as_os_str().is_empty() || dialect == Dialect::Crun);
+    let start = Start { id, bundle, config: path("config").filter(|_| dialect == Dialect::Crun) };
+    match word {
+        "create" => Command::Create(start),
+        "run" => Command::Run(start),
+        "restore" => Command::Restore(start),
+        "checkpoint" => Command::Checkpoint(start.id),
+        // Engines pass the changes in a file. The other options are for people, and name no devices.
+        "update" => Command::Update(Update { id: start.id, resources: path("resources") }),
+        "delete" => Command::Delete(Delete { id: start.id, force: scan.is_set("force") }),
+        _ if scan.unknown => Command::Other,
+        // `kill`: the signal comes after the id.
+        _ => {
+            let (id, signal) = match scan.operands[..] {
+                [id] => (Some(id.to_owned()), None),
+                [id, signal] => (Some(id.to_owned()), Some(signal.to_owned())),
+                _ => (None, None),
+            };
+            Command::Kill(Kill { id, signal, all: scan.is_set("all") })
+        }
+    }
 }
 
 /// After the id comes the command to run, whose options are not the runtime's.
@@ -283,8 +268,8 @@ fn parse_exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec
 /// The id, if there is one operand. With more operands the runtime refuses, or one of them is an unknown option's
 /// value.
 fn only_operand(scan: &Scan<'_>) -> Option<OsString> {
-    match scan.operands.as_slice() {
-        [id] => Some((*id).to_owned()),
+    match scan.operands[..] {
+        [id] => Some(id.to_owned()),
         _ => None,
     }
 }

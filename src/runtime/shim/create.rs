@@ -1,11 +1,13 @@
 //! `create` and `run`: takes a lease for the container, edits config.json, becomes the low-level runtime.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
+use anyhow::{Context as _, anyhow, bail};
 use nix::unistd::getppid;
 use serde_json::Value;
 
-use super::{Call, Dialect, RuntimeError, Start, containers_by_name};
+use super::{Call, Dialect, Start, containers_by_name};
 use sublet_core::admit::Engine;
 use sublet_core::admit::{Admission, Candidate, Leases, RequestSource};
 use sublet_core::config::WithoutShare;
@@ -19,17 +21,9 @@ use sublet_core::process::inheritance;
 use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
 
-/// Which of the two commands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// The engine calls `delete` later.
-    Create,
-    /// The runtime deletes the container by itself, so only a hook reports its end.
-    Run,
-}
-
-/// Admits the container if it asks for a share.
-pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<u8, RuntimeError> {
+/// Admits the container if it asks for a share. `run` deletes the container without another command, so a hook must report
+/// its end.
+pub(super) fn create(call: &Call<'_>, start: &Start, is_run: bool) -> anyhow::Result<i32> {
     let Some(Asking { file, mut spec, mut source }) = find_request(call, start)? else {
         return call.pass_on();
     };
@@ -43,7 +37,8 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<u8, R
     let leases = Leases::of(&config);
     let candidate = Candidate {
         container: leases.locate_rootfs(container, &spec, &bundle)?,
-        owner: Process::current().map_err(RuntimeError::Process)?,
+        owner: Process::current()
+            .map_err(|error| anyhow!("cannot read when this process started (is /proc mounted?): {error}"))?,
         engine: engine.as_ref(),
     };
     match leases.admit(&candidate, &source, &mut spec)? {
@@ -52,8 +47,11 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<u8, R
             for warning in warnings {
                 call.warn(&format!("container {}: {warning}", candidate.container.id));
             }
+            // A lease that `sublet serve` holds is bound by a hook, because the service does not trust a user's record.
+            let binds = leases.are_remote().then_some(Stage::CreateRuntime);
+            let hooks: Vec<Stage> = binds.into_iter().chain(is_run.then_some(Stage::Poststop)).collect();
             let error = match candidate.check_wanted() {
-                Ok(()) => become_edited(call, &file, spec, &hooks(kind, &leases)),
+                Ok(()) => become_edited(call, &file, spec, &hooks),
                 Err(error) => error.into(),
             };
             if let Err(error) = leases.withdraw(&lease) {
@@ -75,7 +73,7 @@ pub(super) struct Asking {
 /// rule of `containers.toml`. A pod's pause container never does.
 ///
 /// If the runtime cannot read config.json either, the runtime reports that.
-pub(super) fn find_request(call: &Call<'_>, start: &Start) -> Result<Option<Asking>, RuntimeError> {
+pub(super) fn find_request(call: &Call<'_>, start: &Start) -> anyhow::Result<Option<Asking>> {
     let share = call.share.clone();
     let Some(file) = read_spec(call, start, share.is_some())? else { return Ok(None) };
     if share.is_some() || file.mentions_sublet() {
@@ -86,18 +84,15 @@ pub(super) fn find_request(call: &Call<'_>, start: &Start) -> Result<Option<Aski
     }
     if let Some(share) = share_by_name(call, start, &file) {
         let spec = file.parse()?;
-        return Ok(RequestSource::of(&spec, bundle(start), Some(&share))?.map(|source| Asking {
-            file,
-            spec,
-            source,
-        }));
+        let source = RequestSource::of(&spec, bundle(start), Some(&share))?;
+        return Ok(source.map(|source| Asking { file, spec, source }));
     }
     check_without_share(call, start, &file)?;
     Ok(None)
 }
 
 /// Applies `[runtime] without_share` to a container that asks for no share. A pod's pause container is exempt.
-fn check_without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Result<(), RuntimeError> {
+fn check_without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> anyhow::Result<()> {
     let refuses = call.without_share == WithoutShare::Refuse;
     if !refuses && (call.without_share == WithoutShare::Run || !call.log.has_file()) {
         return Ok(());
@@ -110,7 +105,11 @@ fn check_without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Resul
     };
     match (is_pause, refuses) {
         (true, _) => {}
-        (false, true) => return Err(RuntimeError::WithoutShare),
+        (false, true) => bail!(
+            "no sublet.* annotation reached the runtime and no rule gives the container a share, and [runtime] \
+             without_share refuses such containers: start it with annotations by a client that passes them on (Docker's \
+             API 1.43 or later), or with another runtime"
+        ),
         (false, false) => call.log.warn_in_files(&format!(
             "container {}: no sublet.* annotation reached the runtime and no rule gives it a share, so it gets no GPU \
              (clients of Docker's API before 1.43 drop annotations; [runtime] without_share)",
@@ -121,7 +120,7 @@ fn check_without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> Resul
 }
 
 /// Reads config.json. `None`: the runtime will refuse it, or its container cannot ask for a share.
-fn read_spec(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFile>, RuntimeError> {
+fn read_spec(call: &Call<'_>, start: &Start, has_share: bool) -> anyhow::Result<Option<JsonFile>> {
     let path = spec_path(start);
     // A transient failure (no descriptor left) must not stop a container without a share.
     let again = |error: FileError| if error.is_missing() { Err(error) } else { JsonFile::read(&path) };
@@ -148,11 +147,8 @@ fn share_by_name(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<Stri
     let id = start.id.as_ref()?.to_str()?;
     // Engines give absolute bundles; without one there is no engine that knows the container's name.
     containers_by_name::share(id, start.bundle.as_deref()?, file).unwrap_or_else(|error| {
-        let message = format!(
-            "container {}: {error}; no rule of containers.toml is applied, and it gets no GPU",
-            safe(id)
-        );
-        call.log.write(Level::Warning, &message);
+        let unknown = "no rule of containers.toml is applied, and it gets no GPU";
+        call.warn(&format!("container {}: {error}; {unknown}", safe(id)));
         None
     })
 }
@@ -170,38 +166,36 @@ fn bundle(start: &Start) -> &Path {
 }
 
 /// The container's names and paths.
-fn container(call: &Call<'_>, start: &Start, spec: &Value) -> Result<Container, RuntimeError> {
-    let id = start.id.as_ref().and_then(|id| id.to_str()).ok_or(RuntimeError::NoId)?;
-    let record = call.record(id).ok_or(RuntimeError::NoId)?;
+fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<Container> {
+    let id = start.id.as_ref().and_then(|id| id.to_str());
+    let (id, record) = id.and_then(|id| Some((id, call.record(id)?))).context(
+        "the command line does not name one container: exactly one id of letters, digits and . _ + - is needed",
+    )?;
     let bundle = canonicalize("bundle", bundle(start))?;
-    let root = spec.pointer("/root/path").and_then(Value::as_str).ok_or(RuntimeError::NoRoot)?;
+    let root = spec.pointer("/root/path").and_then(Value::as_str).context(
+        "config.json has no root.path, which the OCI runtime specification requires: recreate the container",
+    )?;
     let rootfs = canonicalize("root.path", &bundle.join(root))?;
     for (name, path) in [("bundle", &bundle), ("root.path", &rootfs), ("--root", &record)] {
         if path.to_str().is_none() {
-            return Err(RuntimeError::NotUtf8 { name, path: safe(&path.to_string_lossy()) });
+            // It cannot be written as JSON.
+            let path = safe(&path.to_string_lossy());
+            bail!(
+                "{name} {path} is not UTF-8: give the container with a share a directory with another name"
+            );
         }
     }
     Ok(Container { uid: effective_user(), id: id.to_owned(), bundle, rootfs, record })
 }
 
-fn canonicalize(name: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
-    real_directory(path).map_err(|source| RuntimeError::Path {
-        name,
-        path: safe(&path.to_string_lossy()),
-        source,
-    })
-}
-
-/// Adds sublet's hooks. `run` deletes the container without another command, so a hook must report its end. A lease
-/// that `sublet serve` holds is bound by a hook, because the service does not trust a user's runtime record.
-fn hooks(kind: Kind, leases: &Leases<'_>) -> Vec<Stage> {
-    let binds = leases.are_remote().then_some(Stage::CreateRuntime);
-    let ends = (kind == Kind::Run).then_some(Stage::Poststop);
-    binds.into_iter().chain(ends).collect()
+fn canonicalize(name: &str, path: &Path) -> anyhow::Result<PathBuf> {
+    let failed =
+        |error: io::Error| anyhow!("{name} {} cannot be used: {error}", safe(&path.to_string_lossy()));
+    real_directory(path).map_err(failed)
 }
 
 /// Writes the edited spec and becomes the low-level runtime. Returns only on failure, with the file restored.
-fn become_edited(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> RuntimeError {
+fn become_edited(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> anyhow::Error {
     if let Err(error) = write_spec(call, file, spec, hooks) {
         return error;
     }
@@ -212,12 +206,8 @@ fn become_edited(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage])
     error
 }
 
-fn write_spec(
-    call: &Call<'_>,
-    file: &JsonFile,
-    mut spec: Value,
-    hooks: &[Stage],
-) -> Result<(), RuntimeError> {
+/// Writes `spec` with sublet's `hooks`.
+fn write_spec(call: &Call<'_>, file: &JsonFile, mut spec: Value, hooks: &[Stage]) -> anyhow::Result<()> {
     let program = if hooks.is_empty() { None } else { hooks::program() };
     match program {
         Some(program) => {
@@ -225,7 +215,10 @@ fn write_spec(
                 hooks::add(&mut spec, *stage, &program, inheritance::honoured_config().as_deref())?;
             }
         }
-        None if hooks.contains(&Stage::CreateRuntime) => return Err(RuntimeError::NoHook),
+        // Without it the lease would not be bound.
+        None if hooks.contains(&Stage::CreateRuntime) => bail!(
+            "sublet-hook is missing, and rootless containers need it: install it as /usr/libexec/sublet/sublet-hook"
+        ),
         None if !hooks.is_empty() => {
             call.warn("sublet-hook is missing, so only the next sublet command frees the share");
         }

@@ -1,23 +1,25 @@
 //! `exec`: the environment in config.json reaches only a container's first process. Later processes
 //! get the same edits here, in a copy of the engine's process file or on the command line.
 
-use std::cell::OnceCell;
+use std::cell::LazyCell;
 use std::ffi::{OsStr, OsString};
 use std::fs::OpenOptions;
 use std::io::{self, Write as _};
+use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use anyhow::{anyhow, bail};
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-use super::{Call, Dialect, Exec, RuntimeError};
-use crate::bounded_input;
+use super::{Call, Dialect, Exec};
+use crate::bounded_input::{self, InputError};
 use sublet_core::admit::{self, Share};
 use sublet_core::config::{Config, WithoutDaemon};
-use sublet_core::config_files::{ConfigError, ParsedFiles};
+use sublet_core::config_files::ConfigError;
 use sublet_core::grant::{Environment, refused_beside};
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::confine;
@@ -34,20 +36,27 @@ const LONGEST: usize = 16 << 20;
 const HIGH: i32 = 500;
 
 /// Gives a process that joins a container with a share the share's environment, or does not start it.
-pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<u8, RuntimeError> {
-    let config = LazyConfig { files: call.files, parsed: OnceCell::new() };
-    let Some(Target { id, record, share }) = find_target(call, exec, &config)? else {
-        return call.pass_on();
-    };
-    let config = config.get().as_ref().ok();
+pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> anyhow::Result<i32> {
+    // Parsed only when needed, because most containers have no share.
+    let config = LazyCell::new(|| call.files.config());
+    let Some((id, record, share)) = find_target(call, exec, &config)? else { return call.pass_on() };
+    let config = config.as_ref().ok();
     let environment = match admit::enter(&share, id, &record, config) {
         Ok(()) => share.environment.clone(),
         Err(error) if config.is_some_and(|config| config.mps.exec_without_daemon == WithoutDaemon::NoGpu) => {
             // Its options would replace config.json's environment, and a command line is shown to every user.
             if exec.process.is_none() && exec.env.is_empty() && call.low_level.dialect == Dialect::Crun {
-                return Err(RuntimeError::NoEnvironment(error));
+                bail!(
+                    "{error}; and crun takes an environment without a GPU only on its command line, which every user can \
+                     read: pass the process with --process, or its variables with --env"
+                );
             }
-            confine::refuse_drivers().map_err(RuntimeError::NoFilter)?;
+            confine::refuse_drivers().map_err(|error| {
+                anyhow!(
+                    "the process cannot be kept away from the GPU, which `[mps] exec_without_daemon` asks for: seccomp: \
+                     {error}"
+                )
+            })?;
             call.warn(&format!("container {}: {error}: the process starts without the GPU", safe(id)));
             without_gpu(&share.environment)
         }
@@ -68,56 +77,40 @@ fn option_form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &
     if exec.letters.contains(&name) { letter } else { long }
 }
 
-/// The configuration. It is parsed only when needed, because most containers have no share.
-struct LazyConfig<'a> {
-    files: &'a ParsedFiles<'a>,
-    parsed: OnceCell<Result<Config, ConfigError>>,
-}
-
-impl LazyConfig<'_> {
-    fn get(&self) -> &Result<Config, ConfigError> {
-        self.parsed.get_or_init(|| self.files.config())
-    }
-}
-
-/// The container to join, with its share.
-struct Target<'a> {
-    id: &'a str,
-    record: PathBuf,
-    share: Share,
-}
+/// The container to join, by id and record, with its share.
+type Target<'a> = (&'a str, PathBuf, Share);
 
 fn find_target<'e>(
     call: &Call<'_>,
     exec: &'e Exec,
-    config: &LazyConfig<'_>,
-) -> Result<Option<Target<'e>>, RuntimeError> {
+    config: &impl Deref<Target = Result<Config, ConfigError>>,
+) -> anyhow::Result<Option<Target<'e>>> {
+    // The runtime itself refuses a malformed id.
+    let find = |id: &'e OsStr| -> anyhow::Result<Option<Target<'e>>> {
+        let named = id.to_str().and_then(|id| Some((id, call.record(id)?)));
+        let Some((id, record)) = named else { return Ok(None) };
+        if !admit::may_have_share(&record)? {
+            return Ok(None);
+        }
+        let share = admit::find_share(effective_user(), id, &record, config)?;
+        Ok(share.map(|share| (id, record, share)))
+    };
     if let Some(id) = &exec.id {
-        return find_share(call, id, config);
+        return find(id);
     }
     let mut certain = None;
     for name in &exec.names {
-        let Some(next) = find_share(call, name, config)? else { continue };
+        let Some(next) = find(name)? else { continue };
         if exec.process.is_none() || certain.is_some() {
-            return Err(RuntimeError::UnknownOption);
+            // It is of a later version of the runtime.
+            bail!(
+                "exec has an option that this sublet does not know, and one of the words after it is a container with a \
+                 share of a GPU: pass the process with --process, or leave the option out"
+            );
         }
         certain = Some(next);
     }
     Ok(certain)
-}
-
-/// The runtime itself refuses a malformed id.
-fn find_share<'e>(
-    call: &Call<'_>,
-    id: &'e OsStr,
-    config: &LazyConfig<'_>,
-) -> Result<Option<Target<'e>>, RuntimeError> {
-    let Some((id, record)) = id.to_str().and_then(|id| Some((id, call.record(id)?))) else { return Ok(None) };
-    if !admit::may_have_share(&record)? {
-        return Ok(None);
-    }
-    let share = admit::find_share(effective_user(), id, &record, config.get())?;
-    Ok(share.map(|share| Target { id, record, share }))
 }
 
 /// As `share`, for a process that must not see any device.
@@ -130,22 +123,24 @@ fn without_gpu(share: &Environment) -> Environment {
 
 /// Returns the path of a copy of `file` with the share's environment. The original is only read, because it belongs to the
 /// caller or may be a pipe.
-fn write_edited_copy(file: &Path, environment: &Environment) -> Result<OsString, RuntimeError> {
+fn write_edited_copy(file: &Path, environment: &Environment) -> anyhow::Result<OsString> {
     let file = read_process_file(file)?;
     let mut process = file.parse()?;
     oci::edit_environment(&mut process, environment)?;
     let copied = serde_json::to_vec(&process).map_err(io::Error::from).and_then(|text| write_memfd(&text));
-    Ok(copied.map_err(RuntimeError::Copy)?.into())
+    Ok(copied.map_err(|error| anyhow!("the process file cannot be copied: {error}"))?.into())
 }
 
 /// Follows links, because `/dev/stdin` is one, often to a pipe.
-fn read_process_file(path: &Path) -> Result<JsonFile, RuntimeError> {
-    let failed = |why: String| RuntimeError::ProcessFile { path: safe(&path.to_string_lossy()), why };
-    let mut options = OpenOptions::new();
-    let file = options.read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open(path);
-    let file = file.map_err(|error| failed(error.to_string()))?;
-    let text = bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT);
-    Ok(JsonFile { path: path.to_owned(), text: text.map_err(|error| failed(error.to_string()))? })
+fn read_process_file(path: &Path) -> anyhow::Result<JsonFile> {
+    let read = || {
+        let mut options = OpenOptions::new();
+        let file = options.read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open(path)?;
+        bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT)
+    };
+    let failed =
+        |why: InputError| anyhow!("the process file {} cannot be used: {why}", safe(&path.to_string_lossy()));
+    Ok(JsonFile { path: path.to_owned(), text: read().map_err(failed)? })
 }
 
 /// Writes `text` to a file that survives exec(2). Returns a path by which the next program can open it.
@@ -175,7 +170,10 @@ fn options(
     if given.is_empty() && environment == share {
         return Vec::new();
     }
-    let is_given = |name: &str| given.iter().any(|entry| variable_name(entry.as_bytes()) == name.as_bytes());
+    let name_of =
+        |entry: &OsString| entry.as_bytes().split(|byte| *byte == b'=').next().map(<[u8]>::to_owned);
+    let given: Vec<Vec<u8>> = given.iter().filter_map(name_of).collect();
+    let is_given = |name: &str| given.iter().any(|given| given == name.as_bytes());
     let pair = |(name, value): &(String, String)| format!("{name}={value}");
     let defaults = environment.default.iter().filter(|(name, _)| !is_given(name));
     let defaults = defaults.filter_map(|default| {
@@ -188,10 +186,6 @@ fn options(
     });
     let entries = environment.set.iter().map(pair).chain(defaults);
     entries.flat_map(|entry| [OsString::from(option), OsString::from(entry)]).collect()
-}
-
-fn variable_name(entry: &[u8]) -> &[u8] {
-    entry.split(|byte| *byte == b'=').next().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -245,7 +239,8 @@ mod tests {
         let number: i32 = Path::new(&copy).file_name().unwrap().to_str().unwrap().parse().unwrap();
         assert!(number >= HIGH);
         nix::unistd::close(number).unwrap();
-        assert!(matches!(write_edited_copy(dir.path(), &share()), Err(RuntimeError::ProcessFile { .. })));
+        let error = write_edited_copy(dir.path(), &share()).unwrap_err().to_string();
+        assert!(error.starts_with("the process file ") && error.contains(" cannot be used: "), "{error}");
     }
 
     #[test]

@@ -13,9 +13,13 @@ pub enum Dialect {
     Crun,
 }
 
+/// Options, as Perl's `Getopt::Long` writes them: `name|letter`, and behind it `=` for a value that is attached or the next
+/// argument, or `:` for one that is attached if there is any.
+pub(super) type Table = &'static str;
+
 /// One option.
-#[derive(Debug)]
-pub(super) struct Flag {
+#[derive(Clone, Copy)]
+struct Flag {
     /// Long name without dashes.
     name: &'static str,
     /// One letter, if it has one.
@@ -24,7 +28,7 @@ pub(super) struct Flag {
 }
 
 /// The option's value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Takes {
     /// Nothing; runc's booleans allow `--name=false`.
     Nothing,
@@ -34,162 +38,56 @@ enum Takes {
     Attached,
 }
 
-const fn flag(name: &'static str, short: Option<u8>, takes: Takes) -> Flag {
-    Flag { name, short, takes }
-}
-const fn switch(name: &'static str) -> Flag {
-    flag(name, None, Takes::Nothing)
-}
-const fn value(name: &'static str) -> Flag {
-    flag(name, None, Takes::Value)
-}
-
 /// Global options of runc 1.0 to 1.4 (`runc --help`).
-pub(super) const RUNC_GLOBAL: &[Flag] = &[
-    switch("debug"),
-    value("log"),
-    value("log-format"),
-    value("root"),
-    value("criu"),
-    switch("systemd-cgroup"),
-    value("rootless"),
-    flag("help", Some(b'h'), Takes::Nothing),
-    flag("version", Some(b'v'), Takes::Nothing),
-];
+pub(super) const RUNC_GLOBAL: Table =
+    "debug log= log-format= root= criu= systemd-cgroup rootless= help|h version|v";
 
 /// Global options of crun 1.8 to 1.21 (`crun --help`, crun.c).
-pub(super) const CRUN_GLOBAL: &[Flag] = &[
-    switch("debug"),
-    value("cgroup-manager"),
-    switch("systemd-cgroup"),
-    value("log"),
-    value("log-format"),
-    value("log-level"),
-    value("root"),
-    value("rootless"),
-    flag("version", Some(b'v'), Takes::Nothing),
-    flag("version", Some(b'V'), Takes::Nothing),
-    flag("help", Some(b'?'), Takes::Nothing),
-    switch("usage"),
-];
+pub(super) const CRUN_GLOBAL: Table = "debug cgroup-manager= systemd-cgroup log= log-format= log-level= root= \
+                                       rootless= version|v version|V help|? usage";
 
 /// `create` and `run` of both: an option that only the other one has makes the runtime itself refuse.
-pub(super) const START: &[Flag] = &[
-    flag("bundle", Some(b'b'), Takes::Value),
-    flag("config", Some(b'f'), Takes::Value),
-    value("console-socket"),
-    value("pidfd-socket"),
-    value("pid-file"),
-    value("preserve-fds"),
-    switch("no-pivot"),
-    switch("no-new-keyring"),
-    switch("no-subreaper"),
-    switch("keep"),
-    flag("detach", Some(b'd'), Takes::Nothing),
-    flag("help", Some(b'h'), Takes::Nothing),
-    flag("help", Some(b'?'), Takes::Nothing),
-    switch("usage"),
-];
+pub(super) const START: Table = "bundle|b= config|f= console-socket= pidfd-socket= pid-file= preserve-fds= no-pivot \
+                                 no-new-keyring no-subreaper keep detach|d help|h help|? usage";
 
 /// runc's `exec`.
-pub(super) const RUNC_EXEC: &[Flag] = &[
-    flag("tty", Some(b't'), Takes::Nothing),
-    flag("additional-gids", Some(b'g'), Takes::Value),
-    switch("ignore-paused"),
-    value("pidfd-socket"),
-    flag("help", Some(b'h'), Takes::Nothing),
-    value("console-socket"),
-    value("cwd"),
-    flag("env", Some(b'e'), Takes::Value),
-    flag("user", Some(b'u'), Takes::Value),
-    flag("process", Some(b'p'), Takes::Value),
-    flag("detach", Some(b'd'), Takes::Nothing),
-    value("pid-file"),
-    value("process-label"),
-    value("apparmor"),
-    switch("no-new-privs"),
-    flag("cap", Some(b'c'), Takes::Value),
-    value("preserve-fds"),
-    value("cgroup"),
-];
+pub(super) const RUNC_EXEC: Table = "tty|t additional-gids|g= ignore-paused pidfd-socket= help|h console-socket= cwd= \
+                                     env|e= user|u= process|p= detach|d pid-file= process-label= apparmor= \
+                                     no-new-privs cap|c= preserve-fds= cgroup=";
 
 /// crun's `exec`.
-pub(super) const CRUN_EXEC: &[Flag] = &[
-    flag("tty", Some(b't'), Takes::Attached),
-    flag("help", Some(b'?'), Takes::Nothing),
-    switch("usage"),
-    value("console-socket"),
-    value("cwd"),
-    flag("env", Some(b'e'), Takes::Value),
-    flag("user", Some(b'u'), Takes::Value),
-    flag("process", Some(b'p'), Takes::Value),
-    flag("detach", Some(b'd'), Takes::Nothing),
-    value("pid-file"),
-    value("process-label"),
-    value("apparmor"),
-    switch("no-new-privs"),
-    flag("cap", Some(b'c'), Takes::Value),
-    value("preserve-fds"),
-    value("cgroup"),
-];
+pub(super) const CRUN_EXEC: Table = "tty|t: help|? usage console-socket= cwd= env|e= user|u= process|p= detach|d \
+                                     pid-file= process-label= apparmor= no-new-privs cap|c= preserve-fds= cgroup=";
 
 /// `update` of both.
-pub(super) const UPDATE: &[Flag] = &[
-    flag("resources", Some(b'r'), Takes::Value),
-    flag("help", Some(b'h'), Takes::Nothing),
-    flag("help", Some(b'?'), Takes::Nothing),
-    switch("usage"),
-];
+pub(super) const UPDATE: Table = "resources|r= help|h help|? usage";
 
 /// `kill` of both.
-pub(super) const KILL: &[Flag] = &[
-    flag("all", Some(b'a'), Takes::Nothing),
-    flag("regex", Some(b'r'), Takes::Nothing),
-    flag("help", Some(b'h'), Takes::Nothing),
-    flag("help", Some(b'?'), Takes::Nothing),
-    switch("usage"),
-];
+pub(super) const KILL: Table = "all|a regex|r help|h help|? usage";
 
 /// `delete` of both.
-pub(super) const DELETE: &[Flag] = &[
-    flag("force", Some(b'f'), Takes::Nothing),
-    flag("regex", Some(b'r'), Takes::Nothing),
-    flag("help", Some(b'h'), Takes::Nothing),
-    flag("help", Some(b'?'), Takes::Nothing),
-    switch("usage"),
-];
+pub(super) const DELETE: Table = "force|f regex|r help|h help|? usage";
 
 /// `checkpoint` and `restore` of both.
-pub(super) const CRIU: &[Flag] = &[
-    flag("bundle", Some(b'b'), Takes::Value),
-    flag("detach", Some(b'd'), Takes::Nothing),
-    value("console-socket"),
-    value("image-path"),
-    value("work-path"),
-    value("parent-path"),
-    value("pid-file"),
-    value("manage-cgroups-mode"),
-    value("empty-ns"),
-    value("status-fd"),
-    value("page-server"),
-    value("lsm-profile"),
-    value("lsm-mount-context"),
-    switch("leave-running"),
-    switch("tcp-established"),
-    switch("tcp-skip-in-flight"),
-    switch("link-remap"),
-    switch("ext-unix-sk"),
-    switch("shell-job"),
-    switch("file-locks"),
-    switch("lazy-pages"),
-    switch("pre-dump"),
-    switch("auto-dedup"),
-    switch("no-subreaper"),
-    switch("no-pivot"),
-    flag("help", Some(b'h'), Takes::Nothing),
-    flag("help", Some(b'?'), Takes::Nothing),
-    switch("usage"),
-];
+pub(super) const CRIU: Table = "bundle|b= detach|d console-socket= image-path= work-path= parent-path= pid-file= \
+                                manage-cgroups-mode= empty-ns= status-fd= page-server= lsm-profile= \
+                                lsm-mount-context= leave-running tcp-established tcp-skip-in-flight link-remap \
+                                ext-unix-sk shell-job file-locks lazy-pages pre-dump auto-dedup no-subreaper \
+                                no-pivot help|h help|? usage";
+
+fn read_table(table: Table) -> Vec<Flag> {
+    let read = |option: &'static str| {
+        let names = option.trim_end_matches(['=', ':']);
+        let takes = match &option[names.len()..] {
+            "" => Takes::Nothing,
+            "=" => Takes::Value,
+            _ => Takes::Attached,
+        };
+        let (name, letter) = names.split_once('|').unwrap_or((names, ""));
+        Flag { name, short: letter.bytes().next(), takes }
+    };
+    table.split_ascii_whitespace().map(read).collect()
+}
 
 /// Parsed arguments.
 #[derive(Debug, Default)]
@@ -232,20 +130,21 @@ impl<'a> Scan<'a> {
 }
 
 /// Parses options up to the first operand.
-pub(super) fn parse_in_order<'a>(args: &'a [OsString], flags: &[Flag], dialect: Dialect) -> Scan<'a> {
+pub(super) fn parse_in_order(args: &[OsString], table: Table, dialect: Dialect) -> Scan<'_> {
     let args: Vec<&OsStr> = args.iter().map(OsString::as_os_str).collect();
     match dialect {
-        Dialect::Runc => parse_go(&args, flags),
-        Dialect::Crun => parse_getopt(&args, flags),
+        Dialect::Runc => parse_go(&args, &read_table(table)),
+        Dialect::Crun => parse_getopt(&args, &read_table(table)),
     }
 }
 
 /// As runc parses its commands other than `exec`: options may follow operands. crun parses all of its commands in order.
-pub(super) fn parse_permuted<'a>(args: &'a [OsString], flags: &[Flag], dialect: Dialect) -> Scan<'a> {
-    match dialect {
-        Dialect::Runc => parse_go(&reorder_args(args, flags), flags),
-        Dialect::Crun => parse_in_order(args, flags, dialect),
+pub(super) fn parse_permuted(args: &[OsString], table: Table, dialect: Dialect) -> Scan<'_> {
+    if dialect == Dialect::Crun {
+        return parse_in_order(args, table, dialect);
     }
+    let flags = read_table(table);
+    parse_go(&reorder_args(args, &flags), &flags)
 }
 
 /// urfave/cli v1's `reorderArgs`, with its quirk that a word behind any option moves with it.

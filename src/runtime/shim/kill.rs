@@ -6,24 +6,20 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr as _;
 
+use nix::libc::EXIT_SUCCESS;
 use nix::sys::signal::Signal;
 
-use super::{Call, Kill, RuntimeError};
-use crate::status::SUCCESS;
+use super::{Call, Kill};
 use sublet_core::ledger::Record;
 use sublet_core::process::pidfd_signal;
 
 /// Sends the signal to the first process itself where the runtime would not. With `--all` the runtime runs, too.
-pub(super) fn kill(
-    call: &Call<'_>,
-    kill: &Kill,
-    container: Option<(&str, PathBuf)>,
-) -> Result<u8, RuntimeError> {
+pub(super) fn kill(call: &Call<'_>, kill: &Kill, container: Option<(&str, PathBuf)>) -> anyhow::Result<i32> {
     let signal = kill.signal.as_deref().map_or(Some(Signal::SIGTERM), parse_signal);
     let first = container.and_then(|(_, record)| find_without_first_thread(&record));
     let sent = signal.zip(first).is_some_and(|(signal, first)| pidfd_signal(first, signal).is_ok());
     if sent && !kill.all {
-        return Ok(SUCCESS);
+        return Ok(EXIT_SUCCESS);
     }
     call.pass_on()
 }

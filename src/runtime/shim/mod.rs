@@ -1,160 +1,39 @@
 //! The OCI runtime shim: edits the files of `create`, `run` and `exec`, then becomes runc or crun.
 //!
-//! Called by the name `sublet-<share>`, it gives every container that named share.
+//! Called by the name `sublet-<share>`, it gives every container that named share. Which runtime it becomes is found here, too:
+//! where its program is, whether its command line is runc's or crun's, and where it keeps its state.
 
 mod argv;
-mod checkpoint;
 mod create;
 mod delete;
 mod exec;
 mod flags;
 mod kill;
-mod low_level;
-mod running_runtime;
-mod runtime_child;
 mod update;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::fs::Metadata;
 use std::io::{self, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
-use sublet_core::admit::{self, AdmitError, EnterError};
-use sublet_core::config::{self, Config, WithoutShare};
+use anyhow::{anyhow, bail};
+use nix::libc::{
+    EACCES, ELOOP, ENAMETOOLONG, ENODEV, ENOENT, ENOTDIR, ESTALE, ETIMEDOUT, EXIT_FAILURE, EXIT_SUCCESS,
+};
+
+use sublet_core::config::{Config, WithoutShare};
 use sublet_core::config_files::{ConfigError, ConfigFiles, ParsedFiles};
-use sublet_core::ledger;
-use sublet_core::oci::hooks::BadHooks;
-use sublet_core::oci::{FileError, SpecError};
+use sublet_core::fs::real_directory;
+use sublet_core::log::{Level, Log};
+use sublet_core::oci::containers_by_name;
 use sublet_core::process::inheritance::effective_user;
+use sublet_core::{admit, config, host, ledger, log};
 
-use crate::status::{FAILURE, SUCCESS};
 pub use argv::{Command, CommandLine, Delete, Exec, Global, Kill, Start, Update, parse};
 pub use flags::Dialect;
-use low_level::{LowLevel, MissingRuntime};
-pub(crate) use running_runtime::find_record;
-use sublet_core::log::{self, Level, Log};
-use sublet_core::oci::containers_by_name;
-
-/// Why a command is not executed.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum RuntimeError {
-    /// The configuration.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// No runc or crun.
-    #[error(transparent)]
-    LowLevel(#[from] MissingRuntime),
-    /// It gets no share.
-    #[error(transparent)]
-    Admit(#[from] AdmitError),
-    /// The share of a running container cannot be determined.
-    #[error(transparent)]
-    Enter(#[from] EnterError),
-    /// The process file of exec.
-    #[error("the process file {path} cannot be used: {why}")]
-    ProcessFile {
-        /// Which.
-        path: String,
-        /// Why not.
-        why: String,
-    },
-    /// Its edited copy.
-    #[error("the process file cannot be copied: {0}")]
-    Copy(io::Error),
-    /// The kernel refuses.
-    #[error(
-        "the process cannot be kept away from the GPU, which `[mps] exec_without_daemon` asks for: \
-         seccomp: {0}"
-    )]
-    NoFilter(io::Error),
-    /// crun, and no process file.
-    #[error(
-        "{0}; and crun takes an environment without a GPU only on its command line, which every user can read: \
-         pass the process with --process, or its variables with --env"
-    )]
-    NoEnvironment(AdmitError),
-    /// An unknown option, of a later version of the runtime.
-    #[error(
-        "exec has an option that this sublet does not know, and one of the words after it is a container \
-         with a share of a GPU: pass the process with --process, or leave the option out"
-    )]
-    UnknownOption,
-    /// A name of a container with a share is not UTF-8, so it cannot be written as JSON.
-    #[error("{name} {path} is not UTF-8: give the container with a share a directory with another name")]
-    NotUtf8 {
-        /// Of which option or key.
-        name: &'static str,
-        /// The path, as far as it can be shown.
-        path: String,
-    },
-    /// config.json or the process file.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// The content of these files.
-    #[error(transparent)]
-    Spec(#[from] SpecError),
-    /// It asks for a share, and its id is unknown.
-    #[error(
-        "the command line does not name one container: exactly one id of letters, digits and . _ + - is \
-         needed"
-    )]
-    NoId,
-    /// A path that the spec or the command line names.
-    #[error("{name} {path} cannot be used: {source}")]
-    Path {
-        /// Of which option or key.
-        name: &'static str,
-        /// The path as given.
-        path: String,
-        /// Why not.
-        source: io::Error,
-    },
-    /// `root` of config.json.
-    #[error(
-        "config.json has no root.path, which the OCI runtime specification requires: recreate the container"
-    )]
-    NoRoot,
-    /// `hooks` of config.json.
-    #[error(transparent)]
-    Hooks(#[from] BadHooks),
-    /// Without it the lease would not be bound.
-    #[error(
-        "sublet-hook is missing, and rootless containers need it: install it as \
-         /usr/libexec/sublet/sublet-hook"
-    )]
-    NoHook,
-    /// This process's /proc entry.
-    #[error("cannot read when this process started (is /proc mounted?): {0}")]
-    Process(io::Error),
-    /// checkpoint or restore.
-    #[error(
-        "{0} of a container with a GPU share is not possible, because the GPU's state cannot be saved: \
-         recreate the container instead"
-    )]
-    NoCheckpoint(&'static str),
-    /// update.
-    #[error(
-        "this update would take the container's GPU away: the engine passes a list of devices with it that lacks the \
-         share's, and crun closes all others. Recreate the container with these settings, or put runc first in \
-         `[runtime] low_level`, which leaves devices as they are"
-    )]
-    Devices,
-    /// `[runtime] without_share = "refuse"`.
-    #[error(
-        "no sublet.* annotation reached the runtime and no rule gives the container a share, and [runtime] without_share \
-         refuses such containers: start it with annotations by a client that passes them on (Docker's API 1.43 or later), \
-         or with another runtime"
-    )]
-    WithoutShare,
-    /// The low-level runtime.
-    #[error("cannot run {program}: {source}")]
-    Exec {
-        /// Its program.
-        program: String,
-        /// Why not.
-        source: io::Error,
-    },
-}
 
 /// The share of a shim that is called `sublet-<share>`.
 fn share_from_name(name: &Path) -> Option<String> {
@@ -186,21 +65,21 @@ low_level in /etc/sublet/config.toml). Called by the name sublet-SHARE, it gives
 people, `runc --help` those of the low-level runtime.
 ";
 
-/// Runs the shim; `args` begin with the program's name.
-pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
-    let args: Vec<OsString> = args.collect();
+/// Runs the shim; `args` begin with the program's name. Returns its exit status.
+#[must_use]
+pub fn main(args: &[OsString]) -> i32 {
     let (name, args) =
-        args.split_first().map_or((Path::new(""), args.as_slice()), |(name, args)| (Path::new(name), args));
+        args.split_first().map_or((Path::new(""), args), |(name, args)| (Path::new(name), args));
     if args.len() == 1 && (args[0] == "--help" || args[0] == "-h") {
         let _ = io::stdout().write_all(USAGE.as_bytes());
-        return SUCCESS;
+        return EXIT_SUCCESS;
     }
     let files = ConfigFiles::read();
     let files = files.parse();
     let runtime = files.runtime();
     // Engines write the log options in the same way for both runtimes.
     let names = runtime.as_ref().map_or(&[][..], |runtime| &runtime.low_level);
-    let found = find(names);
+    let found = find_low_level(names);
     let line = parse(args, found.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect));
     let without_share =
         runtime.as_ref().ok().and_then(|runtime| runtime.without_share).unwrap_or(WithoutShare::Warn);
@@ -208,7 +87,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
     let log = Log::new("sublet-runtime", line.global.log.as_deref(), line.global.log_json, own_log);
     log::trace_to(log.clone(), line.global.debug);
     let (line, low_level) = match runtime {
-        Ok(_) => (line, found.map_err(RuntimeError::from)),
+        Ok(_) => (line, found.map_err(anyhow::Error::from)),
         Err(error) if line.command.is_start() => (line, Err(error.into())),
         Err(error) => find_by_record(args, &error, &log),
     };
@@ -219,13 +98,14 @@ pub fn main(args: impl Iterator<Item = OsString>) -> u8 {
     });
     done.unwrap_or_else(|error| {
         log.write(Level::Error, &describe(&line.command, &error));
-        FAILURE
+        EXIT_FAILURE
     })
 }
 
-fn find(names: &[String]) -> Result<LowLevel, MissingRuntime> {
+/// The first of `names` that exists and is not sublet itself.
+fn find_low_level(names: &[String]) -> Result<LowLevel, MissingRuntime> {
     let own = std::fs::metadata("/proc/self/exe").ok();
-    low_level::find(names, std::env::var_os("PATH").as_deref(), own.as_ref())
+    find(names, std::env::var_os("PATH").as_deref(), own.as_ref())
 }
 
 /// Finds the runtime for a command on an existing container even if the configuration cannot be read, so that the
@@ -235,34 +115,44 @@ fn find_by_record(
     args: &[OsString],
     error: &ConfigError,
     log: &Log,
-) -> (CommandLine, Result<LowLevel, RuntimeError>) {
+) -> (CommandLine, anyhow::Result<LowLevel>) {
     log.write(Level::Info, &format!("{error}; going on with the runtime that was found"));
     let names = config::Runtime::default().low_level;
     let found: Vec<LowLevel> =
-        names.iter().filter_map(|name| find(std::slice::from_ref(name)).ok()).collect();
-    let host = low_level::Host::current();
+        names.iter().filter_map(|name| find_low_level(std::slice::from_ref(name)).ok()).collect();
+    let host = Host::current();
     let has_record = |low_level: &&LowLevel| {
         let root = parse(args, low_level.dialect).global.root;
         // In commands that do not concern sublet, the id is not parsed.
-        let mut records = args.iter().filter_map(|word| {
-            low_level::record_path(low_level.dialect, root.as_deref(), word.to_str()?, &host)
-        });
+        let mut records = args
+            .iter()
+            .filter_map(|word| record_path(low_level.dialect, root.as_deref(), word.to_str()?, &host));
         records.any(|record| low_level.dialect.has_record(&record))
     };
     let low_level = found.iter().find(has_record).or(found.first()).cloned();
     let dialect = low_level.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect);
-    (parse(args, dialect), low_level.map_or_else(|| find(&names).map_err(RuntimeError::from), Ok))
+    (parse(args, dialect), low_level.map_or_else(|| Ok(find_low_level(&names)?), Ok))
 }
+
+/// What is the matter with both commands of criu's.
+const NO_CHECKPOINT: &str = "of a container with a GPU share is not possible, because the GPU's state cannot be saved: \
+                             recreate the container instead";
 
 /// Every command except `delete` of a container with a share, and `kill` of one whose first thread has ended, ends by
 /// becoming the low-level runtime.
-fn dispatch(call: &Call<'_>, command: &Command) -> Result<u8, RuntimeError> {
+fn dispatch(call: &Call<'_>, command: &Command) -> anyhow::Result<i32> {
     match command {
-        Command::Create(start) => create::create(call, start, create::Kind::Create),
-        Command::Run(start) => create::create(call, start, create::Kind::Run),
+        Command::Create(start) => create::create(call, start, false),
+        Command::Run(start) => create::create(call, start, true),
         Command::Exec(exec) => exec::exec(call, exec),
-        Command::Restore(start) => checkpoint::restore(call, start),
-        Command::Checkpoint(_) => checkpoint::checkpoint(call, call.container(command)),
+        Command::Restore(start) => match create::find_request(call, start)? {
+            Some(_) => bail!("restore {NO_CHECKPOINT}"),
+            None => call.pass_on(),
+        },
+        Command::Checkpoint(_) => match call.container(command) {
+            Some((id, record)) if call.has_share(id, &record)? => bail!("checkpoint {NO_CHECKPOINT}"),
+            _ => call.pass_on(),
+        },
         Command::Update(changed) => update::update(call, changed, call.container(command)),
         Command::Kill(kill) => kill::kill(call, kill, call.container(command)),
         Command::Delete(delete) => delete::delete(call, delete.force, call.container(command)),
@@ -271,7 +161,7 @@ fn dispatch(call: &Call<'_>, command: &Command) -> Result<u8, RuntimeError> {
 }
 
 /// The error with its container.
-fn describe(command: &Command, error: &RuntimeError) -> String {
+fn describe(command: &Command, error: &anyhow::Error) -> String {
     match command.id() {
         Some(id) => format!("container {}: {error}", sublet_core::text::safe(&id.to_string_lossy())),
         None => error.to_string(),
@@ -280,19 +170,18 @@ fn describe(command: &Command, error: &RuntimeError) -> String {
 
 impl Call<'_> {
     /// Becomes the low-level runtime, with the arguments as they came.
-    fn pass_on(&self) -> Result<u8, RuntimeError> {
+    fn pass_on(&self) -> anyhow::Result<i32> {
         Err(self.become_low_level(self.args))
     }
 
     /// Returns only on failure. The standard library's `exec` also restores the one signal disposition that it changed
     /// at start, SIGPIPE. Everything else is inherited unchanged.
-    fn become_low_level(&self, args: &[OsString]) -> RuntimeError {
-        let source = std::process::Command::new(&self.low_level.program).args(args).exec();
-        self.cannot_run(source)
+    fn become_low_level(&self, args: &[OsString]) -> anyhow::Error {
+        self.cannot_run(&std::process::Command::new(&self.low_level.program).args(args).exec())
     }
 
-    fn cannot_run(&self, source: io::Error) -> RuntimeError {
-        RuntimeError::Exec { program: self.low_level.program.display().to_string(), source }
+    fn cannot_run(&self, error: &io::Error) -> anyhow::Error {
+        anyhow!("cannot run {}: {error}", self.low_level.program.display())
     }
 
     /// The id and the record of the container that `command` names; `None` if there can be no lease.
@@ -302,15 +191,11 @@ impl Call<'_> {
     }
 
     fn record(&self, id: &str) -> Option<PathBuf> {
-        low_level::record_path(
-            self.low_level.dialect,
-            self.global.root.as_deref(),
-            id,
-            &low_level::Host::current(),
-        )
+        let (dialect, root) = (self.low_level.dialect, self.global.root.as_deref());
+        record_path(dialect, root, id, &Host::current())
     }
 
-    fn has_share(&self, id: &str, record: &Path) -> Result<bool, RuntimeError> {
+    fn has_share(&self, id: &str, record: &Path) -> anyhow::Result<bool> {
         Ok(admit::may_have_share(record)?
             && admit::find_share(effective_user(), id, record, &self.files.config())?.is_some())
     }
@@ -332,6 +217,208 @@ impl Call<'_> {
     }
 }
 
+/// Where names are looked up when there is no PATH.
+const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// How many links the kernel follows (`path_resolution(7)`).
+const MOST_LINKS: usize = 40;
+
+/// Errors for which execvp(3) looks further.
+const SKIPPED: [i32; 8] = [EACCES, ELOOP, ENAMETOOLONG, ENODEV, ENOENT, ENOTDIR, ESTALE, ETIMEDOUT];
+
+/// None of the configured runtimes is installed.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "missing {first}: no executable {names} found{ourselves}; install runc or crun, or set [runtime] low_level"
+)]
+struct MissingRuntime {
+    first: String,
+    names: String,
+    ourselves: &'static str,
+}
+
+/// A low-level runtime.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct LowLevel {
+    /// Its program.
+    pub program: PathBuf,
+    /// Its command line.
+    pub dialect: Dialect,
+}
+
+/// The first of `names` that exists and is not sublet itself, looked up in `path`.
+fn find(names: &[String], path: Option<&OsStr>, own: Option<&Metadata>) -> Result<LowLevel, MissingRuntime> {
+    let mut met_ourselves = false;
+    for name in names {
+        for program in candidates(name, path) {
+            let metadata = match std::fs::metadata(&program) {
+                Ok(metadata) if metadata.is_file() && metadata.mode() & 0o111 != 0 => Some(metadata),
+                Ok(_) => continue,
+                // As execvp(3) goes on to the next directory of PATH.
+                Err(error) if error.raw_os_error().is_some_and(|errno| SKIPPED.contains(&errno)) => continue,
+                // Only running it shows. Another runtime would not know this one's containers.
+                Err(_) => None,
+            };
+            if is_sublet(&program, metadata.as_ref(), own) {
+                met_ourselves = true;
+                continue;
+            }
+            return Ok(LowLevel { dialect: detect_dialect(&program), program });
+        }
+    }
+    Err(MissingRuntime {
+        first: names.first().map_or_else(|| "runc".to_owned(), |name| sublet_core::text::safe(name)),
+        names: sublet_core::text::safe(&names.join(" or ")),
+        ourselves: if met_ourselves { " but sublet itself" } else { "" },
+    })
+}
+
+/// The paths that `name` may mean. Relative directories in PATH are skipped.
+fn candidates(name: &str, path: Option<&OsStr>) -> Vec<PathBuf> {
+    if name.contains('/') {
+        return vec![PathBuf::from(name)];
+    }
+    let path = path.filter(|path| !path.is_empty()).unwrap_or(OsStr::new(DEFAULT_PATH));
+    std::env::split_paths(path).filter(|dir| dir.is_absolute()).map(|dir| dir.join(name)).collect()
+}
+
+/// Whether running `program` would run this program again, without end.
+fn is_sublet(program: &Path, metadata: Option<&Metadata>, own: Option<&Metadata>) -> bool {
+    let files = own.zip(metadata);
+    let same = files.is_some_and(|(own, found)| (own.dev(), own.ino()) == (found.dev(), found.ino()));
+    same || file_name(program).starts_with("sublet-")
+}
+
+/// Decided by the name of the program, or of the file that it links to: distributions link `runc` to crun.
+fn detect_dialect(program: &Path) -> Dialect {
+    let is_crun = |path: &Path| {
+        let name = file_name(path);
+        name.contains("crun") || name.contains("krun")
+    };
+    let mut linked = program.to_owned();
+    for _ in 0..MOST_LINKS {
+        let Ok(target) = std::fs::read_link(&linked) else { break };
+        linked = linked.with_file_name(target);
+    }
+    if is_crun(program) || is_crun(&linked) { Dialect::Crun } else { Dialect::Runc }
+}
+
+fn file_name(path: &Path) -> std::borrow::Cow<'_, str> {
+    path.file_name().unwrap_or_default().to_string_lossy()
+}
+
+/// The inputs of the runtimes' default state directory.
+#[derive(Debug, Default)]
+struct Host {
+    xdg_runtime_dir: Option<OsString>,
+    user: Option<OsString>,
+    root: bool,
+    user_namespace: bool,
+}
+
+impl Host {
+    /// Of this process.
+    #[must_use]
+    pub fn current() -> Self {
+        Self::of(|name| std::env::var_os(name))
+    }
+
+    /// Of a process of the same user with these variables.
+    fn of(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        Self {
+            xdg_runtime_dir: variable("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()),
+            user: variable("USER"),
+            root: effective_user() == 0,
+            user_namespace: host::is_nested(),
+        }
+    }
+
+    /// runc's rule (`shouldHonorXDGRuntimeDir` in `rootless_linux.go`) and crun's (`get_run_directory` in
+    /// libcrun/status.c, which honours `XDG_RUNTIME_DIR` for root too).
+    fn state_dir(&self, dialect: Dialect) -> PathBuf {
+        let not_named_root = self.user.as_deref() != Some(OsStr::new("root"));
+        let (name, honoured) = match dialect {
+            Dialect::Crun => ("crun", true),
+            Dialect::Runc => ("runc", !self.root || self.user_namespace && not_named_root),
+        };
+        let base = self.xdg_runtime_dir.as_ref().filter(|_| honoured);
+        base.map_or_else(|| PathBuf::from("/run"), PathBuf::from).join(name)
+    }
+}
+
+/// The record of container `id` that the runtime with process id `pid` keeps; `None` if it is not found.
+pub(crate) fn find_record(pid: i32, id: &str) -> Option<PathBuf> {
+    // The strings of a file of /proc, each ended by a NUL byte.
+    let read = |file: &str| -> Vec<OsString> {
+        let bytes = std::fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        let text = bytes.strip_suffix(b"\0").unwrap_or(&bytes);
+        text.split(|byte| *byte == 0).map(|part| OsStr::from_bytes(part).to_owned()).collect()
+    };
+    let (args, environment) = (read("cmdline"), read("environ"));
+    // /proc/PID/exe is not used, because crun runs a copy of itself that has no path.
+    let (program, args) = args.split_first()?;
+    let dialect = detect_dialect(Path::new(program));
+    let variable = |name: &str| {
+        let value = |entry: &OsString| {
+            let rest = entry.as_bytes().strip_prefix(name.as_bytes())?;
+            rest.strip_prefix(b"=").map(|value| OsStr::from_bytes(value).to_owned())
+        };
+        environment.iter().find_map(value)
+    };
+    let root = parse(args, dialect).global.root;
+    record_path(dialect, root.as_deref(), id, &Host::of(variable)).filter(|record| record.is_dir())
+}
+
+/// The directory in which `dialect` keeps the state of container `id`: ROOT/ID, absolute.
+///
+/// `None` for ids that are no single path component: both runtimes refuse those.
+#[must_use]
+fn record_path(dialect: Dialect, root: Option<&Path>, id: &str, host: &Host) -> Option<PathBuf> {
+    if id.is_empty() || id.contains(['/', '\0']) || matches!(id, "." | "..") {
+        return None;
+    }
+    let root = root.map_or_else(|| host.state_dir(dialect), Path::to_owned);
+    Some(resolve_existing(&std::path::absolute(dialect.interpret_path(&root)).ok()?).join(id))
+}
+
+impl Dialect {
+    /// Whether `record` is a record of this runtime.
+    fn has_record(self, record: &Path) -> bool {
+        record.join(if self == Self::Crun { "status" } else { "state.json" }).is_file()
+    }
+
+    /// `path` as the runtime understands it on its command line. runc calls Go's `filepath.Abs`, which resolves `..`
+    /// and an empty path by the text. crun leaves this to the kernel.
+    fn interpret_path(self, path: &Path) -> PathBuf {
+        if self == Self::Crun {
+            return path.to_owned();
+        }
+        let mut clean = std::path::absolute(if path.as_os_str().is_empty() { Path::new(".") } else { path })
+            .unwrap_or_default();
+        if clean.components().any(|part| part == Component::ParentDir) {
+            clean = clean.components().fold(PathBuf::new(), |mut above, part| {
+                if part == Component::ParentDir {
+                    above.pop();
+                } else {
+                    above.push(part);
+                }
+                above
+            });
+        }
+        clean
+    }
+}
+
+/// `path` without links, so that two names of a directory become one. The runtime creates missing components as they
+/// are written.
+fn resolve_existing(path: &Path) -> PathBuf {
+    let found = path.ancestors().find_map(|above| Some((real_directory(above).ok()?, above)));
+    found.map_or_else(
+        || path.to_owned(),
+        |(real, above)| path.strip_prefix(above).map_or_else(|_| path.to_owned(), |below| real.join(below)),
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -348,7 +435,7 @@ mod tests {
 
     #[test]
     fn errors_name_the_container() {
-        let error = RuntimeError::NoCheckpoint("checkpoint");
+        let error = anyhow!("checkpoint {NO_CHECKPOINT}");
         assert_eq!(
             describe(&Command::Checkpoint(Some("c\u{1b}1".into())), &error),
             "container c\\u{1b}1: checkpoint of a container with a GPU share is not possible, because the \
@@ -356,3 +443,7 @@ mod tests {
         );
     }
 }
+
+#[cfg(test)]
+#[path = "low_level_tests.rs"]
+mod low_level_tests;

@@ -3,9 +3,10 @@
 
 use std::path::PathBuf;
 
+use anyhow::bail;
 use serde_json::Value;
 
-use super::{Call, Dialect, RuntimeError, Update};
+use super::{Call, Dialect, Update};
 use sublet_core::oci::JsonFile;
 
 /// Refuses a change that would take the GPU away from a container with a share.
@@ -13,7 +14,7 @@ pub(super) fn update(
     call: &Call<'_>,
     update: &Update,
     container: Option<(&str, PathBuf)>,
-) -> Result<u8, RuntimeError> {
+) -> anyhow::Result<i32> {
     let (Some((id, record)), Some(file)) = (container, &update.resources) else { return call.pass_on() };
     if call.low_level.dialect == Dialect::Runc || !call.has_share(id, &record)? {
         return call.pass_on();
@@ -24,5 +25,9 @@ pub(super) fn update(
     if devices.is_none_or(Vec::is_empty) {
         return call.pass_on();
     }
-    Err(RuntimeError::Devices)
+    bail!(
+        "this update would take the container's GPU away: the engine passes a list of devices with it that lacks the \
+         share's, and crun closes all others. Recreate the container with these settings, or put runc first in \
+         `[runtime] low_level`, which leaves devices as they are"
+    )
 }

@@ -22,7 +22,7 @@ const ATTACH_TYPE: u32 = 6;
 /// `BPF_F_ALLOW_MULTI`: several programs on one cgroup, all of which must allow.
 const ALLOW_MULTI: u32 = 2;
 /// `BPF_F_QUERY_EFFECTIVE`: also programs of the cgroups above.
-const EFFECTIVE: u32 = 1;
+pub(super) const EFFECTIVE: u32 = 1;
 /// `BPF_F_REPLACE`, Linux 5.6.
 const REPLACE: u32 = 4;
 /// `BPF_CGROUP_MAX_PROGS` (kernel/bpf/cgroup.c).
@@ -40,17 +40,8 @@ pub(super) struct Attached {
     pub programs: Vec<u32>,
 }
 
-/// The device programs attached to `cgroup` itself.
-pub(super) fn query(cgroup: BorrowedFd<'_>) -> io::Result<Attached> {
-    query_with(cgroup, 0)
-}
-
-/// The ids of all programs that processes in `cgroup` are subject to.
-pub(super) fn effective(cgroup: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
-    Ok(query_with(cgroup, EFFECTIVE)?.programs)
-}
-
-fn query_with(cgroup: BorrowedFd<'_>, asked: u32) -> io::Result<Attached> {
+/// The device programs attached to `cgroup` itself (`asked` is 0), or all that processes in it are subject to ([`EFFECTIVE`]).
+pub(super) fn query(cgroup: BorrowedFd<'_>, asked: u32) -> io::Result<Attached> {
     #[repr(C)]
     struct Query {
         target: i32,
@@ -95,9 +86,18 @@ pub(super) fn program(id: u32) -> io::Result<OwnedFd> {
 /// The instructions of a program. Device programs access only their context, so the kernel returns them as they were
 /// loaded.
 pub(super) fn instructions(program: &OwnedFd) -> io::Result<Vec<u64>> {
+    #[repr(C)]
+    struct InfoByFd {
+        fd: i32,
+        length: u32,
+        info: u64,
+    }
     let mut instructions = vec![0_u64; MOST_INSTRUCTIONS as usize];
     let bytes = MOST_INSTRUCTIONS * INSTRUCTION;
-    let info = info(program, instructions.as_mut_slice(), bytes)?;
+    let mut info = Info { xlated_length: bytes, xlated: instructions.as_mut_ptr() as u64, ..Info::default() };
+    let mut by_fd = InfoByFd { fd: program.as_raw_fd(), length: INFO, info: (&raw mut info) as u64 };
+    // SAFETY: `info` is as long as said, `instructions` holds the `bytes` that `info` says; both outlive the call.
+    unsafe { call(OBJ_GET_INFO_BY_FD, &mut by_fd) }?;
     if info.xlated_length == 0 || info.xlated_length > bytes {
         return Err(io::Error::other(
             "the kernel does not show the instructions of the program that is there",
@@ -122,20 +122,6 @@ struct Info {
     xlated_length: u32,
     jited: u64,
     xlated: u64,
-}
-
-fn info(program: &OwnedFd, room: &mut [u64], bytes: u32) -> io::Result<Info> {
-    #[repr(C)]
-    struct InfoByFd {
-        fd: i32,
-        length: u32,
-        info: u64,
-    }
-    let mut info = Info { xlated_length: bytes, xlated: room.as_mut_ptr() as u64, ..Info::default() };
-    let mut by_fd = InfoByFd { fd: program.as_raw_fd(), length: INFO, info: (&raw mut info) as u64 };
-    // SAFETY: `info` is as long as said, `room` holds the `bytes` that `info` says; both outlive the call.
-    unsafe { call(OBJ_GET_INFO_BY_FD, &mut by_fd) }?;
-    Ok(info)
 }
 
 /// Loads a device program.

@@ -41,7 +41,7 @@ pub(super) fn first_denied(pid: i32, nodes: &[Node]) -> Option<&Node> {
     by_v1.or_else(|| {
         let below = paths.unified?.trim_start_matches('/');
         let cgroup = File::open(unified_cgroups(Path::new(CGROUP_MOUNT)).join(below)).ok()?;
-        let programs = bpf::effective(cgroup.as_fd()).ok()?.into_iter();
+        let programs = bpf::query(cgroup.as_fd(), bpf::EFFECTIVE).ok()?.programs.into_iter();
         let programs: Vec<_> =
             programs.filter_map(|id| bpf::instructions(&bpf::program(id).ok()?).ok()).collect();
         let is_closed = |node: &&Node| programs.iter().any(|one| filter::allows(one, node) == Some(false));
@@ -117,42 +117,32 @@ fn allow_v2(mount: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceE
     {
         let dir = mount.join(level.strip_prefix("/").unwrap_or(level));
         let of_systemd = owner.filter(|(_, path)| level == Path::new(path));
-        open_level(&dir, of_systemd, nodes).map_err(|error| match error {
-            Level::Systemd(error) => error,
-            Level::Io(error) => failed(format!("open the device cgroup {}", shown(&dir)), error),
-        })?;
+        open_level(&dir, of_systemd, nodes)?;
     }
     Ok(())
 }
 
-enum Level {
-    Io(io::Error),
-    Systemd(NamespaceError),
-}
-
-impl From<io::Error> for Level {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
-}
-
 /// Opens one cgroup for the nodes. A unit that may use every device has no program and is not changed: a first
 /// `DeviceAllow` would close it for all other devices.
-fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result<(), Level> {
-    let cgroup = File::open(dir)?;
-    let before = bpf::query(cgroup.as_fd())?;
+fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result<(), NamespaceError> {
+    let opening = |error: io::Error| failed(format!("open the device cgroup {}", shown(dir)), error);
+    let cgroup = File::open(dir).map_err(opening)?;
+    let before = bpf::query(cgroup.as_fd(), 0).map_err(opening)?;
     let mut attached = before.clone();
     if let Some((unit, path)) = unit.filter(|_| !before.programs.is_empty()) {
         if systemd::owns(unit, path) {
-            systemd::allow(unit, nodes).map_err(Level::Systemd)?;
-            attached = bpf::query(cgroup.as_fd())?;
+            systemd::allow(unit, nodes)?;
+            attached = bpf::query(cgroup.as_fd(), 0).map_err(opening)?;
         }
     }
     // A program that systemd has just attached already has the new rules.
     for id in attached.programs.iter().filter(|id| before.programs.contains(id)) {
-        let old = bpf::program(*id)?;
-        let new = bpf::load(&filter::allow(nodes, &bpf::instructions(&old)?))?;
-        bpf::replace(cgroup.as_fd(), &attached, &old, &new)?;
+        let replace = || {
+            let old = bpf::program(*id)?;
+            let new = bpf::load(&filter::allow(nodes, &bpf::instructions(&old)?))?;
+            bpf::replace(cgroup.as_fd(), &attached, &old, &new)
+        };
+        replace().map_err(opening)?;
     }
     Ok(())
 }

@@ -75,7 +75,7 @@ pub(super) fn name_of(path: &Path) -> io::Result<&OsStr> {
 }
 
 /// The type in a `st_mode`.
-pub(super) fn kind(mode: mode_t) -> SFlag {
+pub(in crate::oci) fn kind(mode: mode_t) -> SFlag {
     SFlag::from_bits_truncate(mode) & SFlag::S_IFMT
 }
 

@@ -3,7 +3,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, OpenTreeFlags, fsconfig_create, fsmount, fsopen, open_tree,
 };
 
-use super::{Live, NamespaceError, failed, setattr};
+use super::{Live, NamespaceError, failed};
 use crate::fs::open_root;
 use crate::grant::Grant;
 
@@ -111,10 +111,31 @@ fn detached(source: &Path, attributes: u64) -> Result<OwnedFd, NamespaceError> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let open = || {
         let mount = open_tree(CWD, source, flags)?;
-        setattr::set(&mount, attributes)?;
+        set_attributes(&mount, attributes)?;
         Ok::<_, io::Error>(mount)
     };
     open().map_err(|error| failed(format!("take {} from the host", super::shown(source)), error))
+}
+
+/// Sets the attributes `set` (`MOUNT_ATTR_*`) on `mount` and takes it out of its peer group: `mount_setattr(2)`, for which
+/// neither nix nor rustix has a function. ENOSYS before Linux 5.12.
+#[allow(unsafe_code, reason = "one system call, wrapped here and nowhere else")]
+fn set_attributes(mount: &OwnedFd, set: u64) -> io::Result<()> {
+    let attributes =
+        libc::mount_attr { attr_set: set, attr_clr: 0, propagation: libc::MS_PRIVATE, userns_fd: 0 };
+    // SAFETY: the path is a C string that lives as long as the program, the structure outlives the call and
+    // its true size is given; the kernel only reads both.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// An empty read-only directory, mounted nowhere.

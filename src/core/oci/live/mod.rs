@@ -11,12 +11,13 @@ mod cgroup;
 mod filter;
 mod find_or_create;
 mod host_sources;
-mod mount_namespace;
-mod setattr;
 mod systemd;
 
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+
+use nix::sched::{CloneFlags, setns};
 
 use crate::grant::Grant;
 use crate::inventory::Inventory;
@@ -25,9 +26,8 @@ use crate::process::Process;
 use crate::text::safe;
 use attach::Rootfs;
 use host_sources::HostSide;
-use mount_namespace::Inside;
 
-pub(super) use find_or_create::{Kind, place};
+pub(super) use find_or_create::{Kind, kind, place};
 pub use systemd::command as systemctl;
 
 /// A container between its creation and its start.
@@ -121,9 +121,16 @@ pub fn apply(grant: &Grant, container: Live<'_>) -> Result<(), NamespaceError> {
     let host = HostSide::open(grant, container)?;
     let nodes: Vec<_> = grant.nodes.iter().map(|granted| &granted.node).collect();
     cgroup::open_devices(container.init.pid, &nodes)?;
-    let inside = Inside::enter(&host.namespace)?;
+    let entering = |error: io::Error| failed("enter its mount namespace", error);
+    let home = File::open("/proc/self/ns/mnt").map_err(entering)?;
+    // The kernel refuses processes with several threads (setns(2)).
+    setns(&host.namespace, CloneFlags::CLONE_NEWNS).map_err(|errno| entering(errno.into()))?;
     let attached = Rootfs::find(container.rootfs, &host).and_then(|rootfs| attach(grant, &host, &rootfs));
-    inside.leave();
+    // A process that cannot return ends, because it would mistake the container's files for the host's. The container then
+    // does not start, and its lease ends with it.
+    if setns(&home, CloneFlags::CLONE_NEWNS).is_err() {
+        std::process::abort();
+    }
     attached
 }
 

@@ -25,7 +25,6 @@ const DETACHED: Duration = Duration::ZERO;
 static OUTSIDE: OnceLock<UnixStream> = OnceLock::new();
 
 /// Whether this process may neither start programs nor send signals.
-#[must_use]
 pub(crate) fn is_confined() -> bool {
     OUTSIDE.get().is_some()
 }

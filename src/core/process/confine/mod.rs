@@ -6,7 +6,6 @@
 //! that its child asks for ([`command_requests`]). The child does the work.
 
 mod command_requests;
-mod refuse_drivers;
 mod seccomp_filter;
 mod stage_capabilities;
 mod worker;
@@ -17,7 +16,7 @@ use super::inheritance;
 
 pub(crate) use command_requests::is_confined;
 pub use command_requests::{run, start};
-pub use refuse_drivers::refuse_drivers;
+pub use seccomp_filter::refuse_drivers;
 pub use stage_capabilities::Rights;
 pub use worker::{Side, engine, fork_worker};
 

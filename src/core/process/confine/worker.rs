@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::OnceLock;
 
 use nix::errno::Errno;
+use nix::libc::{EAGAIN, EMFILE, ENFILE, ENOMEM};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
@@ -73,7 +74,8 @@ fn confine(rights: Rights, parent: Pid) -> bool {
         .and_then(|()| seccomp_filter::install(rights));
     if let Err(error) = confined {
         tracing::warn!("the hook could not drop rights that it does not need: {error}");
-        if is_shortage(&error) {
+        // A kernel that supports it had no room for it at that moment.
+        if error.raw_os_error().is_some_and(|errno| [EAGAIN, EMFILE, ENFILE, ENOMEM].contains(&errno)) {
             return false;
         }
     }
@@ -86,12 +88,6 @@ fn confine(rights: Rights, parent: Pid) -> bool {
         return false;
     }
     getppid() == parent
-}
-
-/// Whether a kernel that supports it had no room for it at that moment.
-fn is_shortage(error: &io::Error) -> bool {
-    use nix::libc::{EAGAIN, EMFILE, ENFILE, ENOMEM};
-    error.raw_os_error().is_some_and(|errno| [EAGAIN, EMFILE, ENFILE, ENOMEM].contains(&errno))
 }
 
 fn await_worker(child: Pid) -> io::Result<bool> {
