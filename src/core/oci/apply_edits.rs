@@ -7,8 +7,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use oci_spec::OciSpecError;
+use oci_spec::runtime::{
+    LinuxDeviceBuilder, LinuxDeviceCgroupBuilder, LinuxDeviceType, MountBuilder as OciMountBuilder,
+};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::conflict::{entries, has_default_rule, text};
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
@@ -58,6 +62,12 @@ pub enum SpecError {
     /// A path to be written that cannot be JSON.
     #[error("cannot write a device or mount into the container's spec: {0}")]
     Fragment(String),
+}
+
+impl From<OciSpecError> for SpecError {
+    fn from(error: OciSpecError) -> Self {
+        Self::Fragment(crate::text::safe(&error.to_string()))
+    }
 }
 
 impl From<serde_json::Error> for SpecError {
@@ -178,11 +188,11 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
         let present = array(linux, "devices", "linux.devices")?;
         for granted in nodes {
             if !present.iter().any(|entry| is_at(entry, granted)) {
-                let Node { path, major, minor } = &granted.node;
-                let path = serde_json::to_value(path)?;
-                present.push(json!({
-                    "path": path, "type": "c", "major": major, "minor": minor, "fileMode": 0o666, "uid": 0, "gid": 0
-                }));
+                let Node { path, major, minor } = granted.node.clone();
+                let node = LinuxDeviceBuilder::default().path(path).typ(LinuxDeviceType::C);
+                let node = node.major(i64::from(major)).minor(i64::from(minor));
+                let node = node.file_mode(0o666_u32).uid(0_u32).gid(0_u32).build()?;
+                present.push(serde_json::to_value(node)?);
             }
         }
     }
@@ -194,9 +204,12 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     let rules = array(resources, "devices", "linux.resources.devices")?;
     // All other devices are denied first, as engines do and as runc does by itself.
     if !nested && !has_default_rule(rules) {
-        rules.insert(0, json!({"allow": false, "access": "rwm"}));
+        let deny = LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?;
+        rules.insert(0, serde_json::to_value(deny)?);
     }
-    rules.extend(nodes.iter().map(|granted| rule_value(&granted.node)));
+    for granted in nodes {
+        rules.push(rule_value(&granted.node)?);
+    }
     Ok(())
 }
 
@@ -206,13 +219,16 @@ fn is_at(entry: &Value, granted: &GrantedNode) -> bool {
 }
 
 /// Without `m`, because the runtime creates the node and not the container.
-fn rule_value(Node { major, minor, .. }: &Node) -> Value {
-    json!({"allow": true, "type": "c", "major": major, "minor": minor, "access": "rw"})
+fn rule_value(Node { major, minor, .. }: &Node) -> Result<Value, SpecError> {
+    let rule = LinuxDeviceCgroupBuilder::default().allow(true).typ(LinuxDeviceType::C);
+    let rule = rule.major(i64::from(*major)).minor(i64::from(*minor)).access("rw").build()?;
+    Ok(serde_json::to_value(rule)?)
 }
 
 fn bind(source: &Path, destination: &Path, options: &[&str]) -> Result<Value, SpecError> {
-    let (source, destination) = (serde_json::to_value(source)?, serde_json::to_value(destination)?);
-    Ok(json!({"destination": destination, "type": "bind", "source": source, "options": options}))
+    let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
+    let mount = OciMountBuilder::default().destination(destination).typ("bind").source(source);
+    Ok(serde_json::to_value(mount.options(options).build()?)?)
 }
 
 fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecError> {
