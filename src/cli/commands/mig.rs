@@ -186,7 +186,9 @@ fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
     let plans = planned(file, config)?;
     let differs = |plan: &&Result<Plan, _>| !matches!(plan, Ok(plan) if plan.steps.is_empty());
     let differ: Vec<_> = plans.iter().filter(differs).collect();
-    differ.iter().for_each(|plan| eprintln!("sublet: {}", lines(plan)));
+    for plan in &differ {
+        eprintln!("sublet: {}", lines(plan));
+    }
     Ok(if differ.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
