@@ -320,9 +320,7 @@ fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Res
         Ok(ask.map_or(Ok(()), |ask| making.make(&ask.order, &ask.awaited, config.placement.policy))?)
     });
     drop(held);
-    if !making.touched {
-        fence.nothing_changed();
-    }
+    fence.changed = making.touched;
     let freed = making.freed;
     drop(fence);
     Local::new(config).settle(&freed, store);

@@ -24,7 +24,7 @@ pub(super) struct Lists {
     /// share by this much unnoticed.
     pub tolerance: u64,
     /// By UUID.
-    told: BTreeMap<String, Told>,
+    pub told: BTreeMap<String, Told>,
 }
 
 /// The lists of one device.
@@ -40,11 +40,6 @@ pub(super) struct Told {
 }
 
 impl Lists {
-    /// Makes the next check read the lists again, after something was wrong for the first time.
-    pub fn forget(&mut self, uuid: &str) {
-        self.told.remove(uuid);
-    }
-
     /// Removes processes that have ended: their pids may be reused.
     pub fn drop_ended(&mut self, ended: &BTreeSet<u32>) {
         for told in self.told.values_mut() {

@@ -108,7 +108,7 @@ impl Looker {
 
     /// The next check reads the lists of `device` from NVML again, however new they are.
     pub fn forget_lists(&mut self, device: &str) {
-        self.lists.forget(device);
+        self.lists.told.remove(device);
     }
 
     /// Drops processes that have ended: their pids may be reused.

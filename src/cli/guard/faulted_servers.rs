@@ -73,17 +73,15 @@ impl Faulted {
 
     fn ask(&mut self, daemon: &MpsDaemon, log_length: u64, faulted: Option<(i32, Instant)>, config: &Config) {
         let (key, config) = (daemon.key.clone(), config.clone());
-        let asking =
-            thread::Builder::new().name("faulted".to_owned()).spawn(move || faulted_server(&key, &config));
+        // The server that takes no new client. A daemon that does not answer is found elsewhere.
+        let faulted_server = move || {
+            let control = Control::new(&key, &config).ok()?;
+            control.servers().ok()?.into_iter().find(|server| control.is_faulted(*server).unwrap_or(false))
+        };
+        let asking = thread::Builder::new().name("faulted".to_owned()).spawn(faulted_server);
         let asking = asking.inspect_err(|error| tracing::warn!("threads: {error}")).ok();
         self.0.insert(daemon.key.clone(), Watched { log_length, asked: Instant::now(), faulted, asking });
     }
-}
-
-/// The daemon's server that takes no new client. A daemon that does not answer is found elsewhere.
-fn faulted_server(key: &DaemonKey, config: &Config) -> Option<i32> {
-    let control = Control::new(key, config).ok()?;
-    control.servers().ok()?.into_iter().find(|server| control.is_faulted(*server).unwrap_or(false))
 }
 
 /// Ends the server, if it still is the daemon's: pids are reused.

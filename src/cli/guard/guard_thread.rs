@@ -208,7 +208,7 @@ impl Guard {
         self.nvml = (!looks.is_empty() || blind.is_empty()).then_some((nvml, known));
         let lost = self.served.lost(&looks, ledger);
         let verdicts = self.judge.judge(&looks, ledger, &config.guard);
-        for device in self.judge.unsure() {
+        for device in &self.judge.unsure {
             self.looker.forget_lists(device);
         }
         Ok((verdicts, lost, blind))

@@ -76,8 +76,8 @@ pub(super) struct Judge {
     /// Memory of each process on each device.
     memory: BTreeMap<(String, Process), u64>,
     suspicions: BTreeSet<Suspicion>,
-    /// The devices of suspicions that are new.
-    unsure: BTreeSet<String>,
+    /// The devices of suspicions that are new. Their lists have to be read again.
+    pub unsure: BTreeSet<String>,
     /// The leases of root's whose first processes are not known, and when that was seen first. A user's is bound before
     /// its container computes, and whoever never binds it must not hide anybody.
     starting: BTreeMap<LeaseId, Instant>,
@@ -92,29 +92,20 @@ impl Judge {
         let since = |id: &LeaseId| self.starting.get(id).copied().unwrap_or(now);
         self.starting = starting.map(|lease| (lease.id.clone(), since(&lease.id))).collect();
         let found: Vec<Verdict> = looks.iter().flat_map(|look| self.of_device(look, ledger, rules)).collect();
-        self.memory = looks.iter().flat_map(memory_of).collect();
+        let holders = looks.iter().flat_map(|look| look.holders.iter().map(move |holder| (look, holder)));
+        self.memory = holders.map(|(look, holder)| (key(&look.device, holder), memory(holder))).collect();
         let before = std::mem::replace(&mut self.suspicions, found.iter().map(suspicion).collect());
         self.unsure = self.suspicions.difference(&before).map(|(device, ..)| device.clone()).collect();
         found.into_iter().filter(|verdict| before.contains(&suspicion(verdict))).collect()
     }
 
-    /// Devices with a new suspicion. Their lists have to be read again.
-    pub fn unsure(&self) -> &BTreeSet<String> {
-        &self.unsure
-    }
-
     fn of_device(&self, look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
-        let mut found = Vec::new();
-        for lease in &ledger.leases {
-            if lease.devices.contains(&look.device) {
-                found.extend(self.of_lease(lease, look, ledger, rules));
-            }
-        }
+        let leases = ledger.leases.iter().filter(|lease| lease.devices.contains(&look.device));
+        let mut found: Vec<Verdict> =
+            leases.flat_map(|lease| self.of_lease(lease, look, ledger, rules)).collect();
         found.extend(clients(look, ledger, rules));
-        let is_starting = |lease: &Lease| {
-            let since = self.starting.get(&lease.id);
-            since.is_some_and(|since| since.elapsed() < STARTING)
-        };
+        let is_starting =
+            |lease: &Lease| self.starting.get(&lease.id).is_some_and(|since| since.elapsed() < STARTING);
         if !ledger.on_device(&look.device).any(is_starting) {
             found.extend(strangers(look, ledger, rules));
         }
@@ -147,10 +138,8 @@ impl Judge {
         if used <= allowed.saturating_add(rules.memory_tolerance) {
             return Vec::new();
         }
-        let grew = |holder: &Holder| {
-            let before = self.memory.get(&key(&look.device, holder)).copied();
-            memory(holder) > before.unwrap_or(0)
-        };
+        let before = |holder: &Holder| self.memory.get(&key(&look.device, holder)).copied();
+        let grew = |holder: &Holder| memory(holder) > before(holder).unwrap_or(0);
         let mut order = own.to_vec();
         order.sort_by_key(|holder| {
             std::cmp::Reverse((grew(holder), memory(holder), holder.process.start_time))
@@ -184,14 +173,15 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         |lease: &Lease| with_containers(lease, look, ledger).into_iter().filter(|holder| holder.is_client);
     let connected = |lease: &Lease| clients(lease).count();
     let all = look.holders.iter().filter(|holder| holder.is_client).count();
-    let booked: usize = leases.iter().map(|lease| places(lease).saturating_sub(connected(lease))).sum();
+    let booked: usize =
+        leases.iter().map(|lease| (lease.processes as usize).saturating_sub(connected(lease))).sum();
     let most = look.most_clients.map_or(usize::MAX, |most| most as usize);
     let mut missing = if rules.strict_clients { usize::MAX } else { (all + booked).saturating_sub(most) };
     let mut found = Vec::new();
     for lease in leases {
         let mut own: Vec<&Holder> = clients(lease).collect();
         own.sort_by_key(|holder| std::cmp::Reverse((holder.process.start_time, holder.process.pid)));
-        let surplus = own.len().saturating_sub(places(lease));
+        let surplus = own.len().saturating_sub(lease.processes as usize);
         let acted = surplus.min(missing);
         missing -= acted;
         let tell = |holder: &&Holder, action| Verdict {
@@ -204,11 +194,6 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         found.extend(passed.map(|holder| tell(holder, Action::Report)));
     }
     found
-}
-
-/// The number of MPS clients that a lease may have.
-fn places(lease: &Lease) -> usize {
-    lease.processes as usize
 }
 
 /// Processes not attributable to any lease on this device.
@@ -243,10 +228,6 @@ fn verdict(offence: Offence, action: Action, look: &Look, holder: &Holder) -> Ve
 
 fn key(device: &str, holder: &Holder) -> (String, Process) {
     (device.to_owned(), holder.process)
-}
-
-fn memory_of(look: &Look) -> impl Iterator<Item = ((String, Process), u64)> {
-    look.holders.iter().map(|holder| (key(&look.device, holder), memory(holder)))
 }
 
 /// What the driver reports it to have, in bytes. Nobody is stopped for memory that the driver does not report.

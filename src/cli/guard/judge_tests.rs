@@ -183,7 +183,7 @@ fn what_stays_wrong_is_asked_for_anew_only_at_first() {
     let mut judge = Judge::default();
     let mut unsure = |pids| {
         judge.judge(&seen(pids), &ledger, &rules());
-        judge.unsure().contains(GPU)
+        judge.unsure.contains(GPU)
     };
     assert_eq!([unsure(10..11), unsure(10..12), unsure(10..12), unsure(10..13)], [false, true, false, false]);
     assert_eq!([unsure(10..10), unsure(10..12)], [false, true], "it is another time");

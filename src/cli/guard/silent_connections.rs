@@ -106,7 +106,11 @@ struct Found {
 
 fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<Found, String> {
     let (socket, namespace) = other_end(accepted, daemon, ledger)?;
-    let processes = with_socket(socket, |process| is_in_container_of(&daemon.key, process, ledger));
+    let is_in_its_container = |process| {
+        let lease = holder(process, ledger).and_then(|(_, lease)| lease);
+        lease.is_some_and(|lease| lease.daemon.as_ref() == Some(&daemon.key))
+    };
+    let processes = with_socket(socket, is_in_its_container);
     if !processes.is_empty() {
         return Ok(Found { processes, hidden: false });
     }
@@ -175,11 +179,6 @@ fn with_socket(wanted: u64, may_hide_it: impl Fn(Process) -> bool) -> Vec<Proces
         });
     }
     found
-}
-
-fn is_in_container_of(key: &DaemonKey, process: Process, ledger: &Ledger) -> bool {
-    let lease = holder(process, ledger).and_then(|(_, lease)| lease);
-    lease.is_some_and(|lease| lease.daemon.as_ref() == Some(key))
 }
 
 fn holder(process: Process, ledger: &Ledger) -> Option<(Holder, Option<&Lease>)> {

@@ -19,7 +19,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(10);
 pub(crate) struct Fence<'a> {
     store: &'a Store,
     owner: Process,
-    changed: bool,
+    /// `false`: nothing was changed behind the fence, so earlier inventories stay valid.
+    pub changed: bool,
 }
 
 impl<'a> Fence<'a> {
@@ -48,13 +49,6 @@ impl<'a> Fence<'a> {
             }
             std::thread::sleep(LOOK_AGAIN);
         }
-    }
-}
-
-impl Fence<'_> {
-    /// Nothing was changed behind the fence, so earlier inventories stay valid.
-    pub(crate) fn nothing_changed(&mut self) {
-        self.changed = false;
     }
 }
 

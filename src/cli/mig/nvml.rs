@@ -72,17 +72,16 @@ impl Nvml {
 }
 
 fn failed(what: &str, error: &NvmlError) -> DriverError {
-    let (why, hint) = match error {
-        NvmlError::NoPermission => (error.to_string(), "; run as root"),
-        NvmlError::InUse => (
-            error.to_string(),
-            "; a process has it open: `nvidia-smi` and `fuser -v /dev/nvidia*` show which",
-        ),
-        NvmlError::UnexpectedVariant(NO_ROOM) => ("there is no room for it".to_owned(), ""),
-        NvmlError::UnexpectedVariant(code) => (format!("NVML error {code}"), ""),
-        other => (safe(&other.to_string()), ""),
+    let why = match error {
+        NvmlError::NoPermission => format!("{error}; run as root"),
+        NvmlError::InUse => {
+            format!("{error}; a process has it open: `nvidia-smi` and `fuser -v /dev/nvidia*` show which")
+        }
+        NvmlError::UnexpectedVariant(NO_ROOM) => "there is no room for it".to_owned(),
+        NvmlError::UnexpectedVariant(code) => format!("NVML error {code}"),
+        other => safe(&other.to_string()),
     };
-    DriverError { what: format!("NVML, {what}"), why: format!("{why}{hint}") }
+    DriverError { what: format!("NVML, {what}"), why }
 }
 
 /// `NVML_ERROR_INSUFFICIENT_RESOURCES` (nvml.h), which nvml-wrapper has no name for.

@@ -62,7 +62,8 @@ impl Search<'_> {
             }
             for place in 0..self.groups[group].places.len() {
                 let span = self.groups[group].places[place];
-                if span.start < start || self.skips(start, span.start) || self.collides(span) {
+                let collides = self.fixed.iter().any(|&fixed| fixed != span && fixed.overlaps(span));
+                if span.start < start || self.skips(start, span.start) || collides {
                     continue;
                 }
                 let Some(price) = (self.terms.price)(group, span) else { continue };
@@ -80,15 +81,10 @@ impl Search<'_> {
         self.fixed.iter().any(|fixed| (from..to).contains(&fixed.start))
     }
 
-    fn collides(&self, span: Span) -> bool {
-        self.fixed.iter().any(|&fixed| fixed != span && fixed.overlaps(span))
-    }
-
     fn keep(&mut self, cost: u32, placed: &[Placed]) {
         let worth = (self.terms.worth)(placed);
-        let better =
-            self.best.as_ref().is_none_or(|best| cost < best.cost || cost == best.cost && worth > best.worth);
-        if better {
+        let is_better = |best: &Best| cost < best.cost || cost == best.cost && worth > best.worth;
+        if self.best.as_ref().is_none_or(is_better) {
             self.best = Some(Best { cost, worth, placed: placed.to_vec() });
         }
     }

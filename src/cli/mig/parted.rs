@@ -13,11 +13,7 @@ pub(super) fn parse(text: &str, name: Option<&str>) -> Result<Vec<Entry>, Wrong>
         match key.scalar("a key")? {
             "version" => version = Some(value.scalar("a version")?),
             "mig-configs" => configs = Some(value),
-            other => {
-                return Err(
-                    key.wrong(format!("unknown key {}: the keys are version, mig-configs", safe(other)))
-                );
-            }
+            other => return Err(unknown(key, other, "version, mig-configs")),
         }
     }
     match version {
@@ -27,6 +23,10 @@ pub(super) fn parse(text: &str, name: Option<&str>) -> Result<Vec<Entry>, Wrong>
     }
     let configs = configs.ok_or_else(|| document.wrong("mig-configs is missing".to_owned()))?;
     chosen(configs, name)?.list("a list of devices: …")?.iter().map(one).collect()
+}
+
+fn unknown(key: &Node, name: &str, known: &str) -> Wrong {
+    key.wrong(format!("unknown key {}: the keys are {known}", safe(name)))
 }
 
 fn chosen<'a>(configs: &'a Node, name: Option<&str>) -> Result<&'a Node, Wrong> {
@@ -54,10 +54,7 @@ fn one(node: &Node) -> Result<Entry, Wrong> {
             "device-filter" => filter = Some(pci_devices(value)?),
             "mig-enabled" => mig = Some(flag(value)?),
             "mig-devices" => instances = wishes(value)?,
-            other => {
-                let known = "devices, device-filter, mig-enabled, mig-devices";
-                return Err(key.wrong(format!("unknown key {}: the keys are {known}", safe(other))));
-            }
+            other => return Err(unknown(key, other, "devices, device-filter, mig-enabled, mig-devices")),
         }
     }
     let missing = |key: &str| node.wrong(format!("{key} is missing"));
@@ -72,13 +69,10 @@ fn one(node: &Node) -> Result<Entry, Wrong> {
 
 /// `all`, or a list of indexes.
 fn indexes(node: &Node) -> Result<Vec<String>, Wrong> {
-    if let Value::Scalar(text) = &node.value {
-        let all = text == "all";
-        return if all {
-            Ok(vec![text.clone()])
-        } else {
-            Err(node.wrong("must be all or a list of indexes".to_owned()))
-        };
+    match &node.value {
+        Value::Scalar(text) if text == "all" => return Ok(vec![text.clone()]),
+        Value::Scalar(_) => return Err(node.wrong("must be all or a list of indexes".to_owned())),
+        _ => {}
     }
     let index = |node: &Node| Ok(node.number("an index")?.to_string());
     node.list("all, or a list of indexes")?.iter().map(index).collect()
@@ -100,11 +94,8 @@ fn pci_devices(node: &Node) -> Result<Vec<u32>, Wrong> {
 }
 
 fn flag(node: &Node) -> Result<bool, Wrong> {
-    match node.scalar("true or false")? {
-        "true" => Ok(true),
-        "false" => Ok(false),
-        other => Err(node.wrong(format!("{}: must be true or false", safe(other)))),
-    }
+    let text = node.scalar("true or false")?;
+    text.parse().map_err(|_| node.wrong(format!("{}: must be true or false", safe(text))))
 }
 
 /// `PROFILE: COUNT`. Compute instances of one profile fill one GPU instance before the next, as they do in

@@ -50,7 +50,11 @@ pub(super) fn enter(daemon: Daemon<'_>) -> Result<Entered, MpsError> {
             Ok(Entered { beside_server: true, ..Entered::default() })
         }
         Err(Attempt::Unable(why) | Attempt::Refused(why)) if policy == ExclusiveComputeMode::Auto => {
-            Ok(Entered { warning: Some(left_alone(&key.0, &why)), ..Entered::default() })
+            let warning = format!(
+                "the compute mode of {key} was not changed ({why}), so a container that leaves MPS is not \
+                 limited by its share; [mps] exclusive_compute_mode = \"never\" silences this warning"
+            );
+            Ok(Entered { warning: Some(warning), ..Entered::default() })
         }
         Err(Attempt::Unable(why) | Attempt::Refused(why)) => {
             Err(MpsError::ComputeMode { device: key.0.clone(), why })
@@ -78,13 +82,6 @@ impl From<String> for Attempt {
     fn from(why: String) -> Self {
         Self::Unable(why)
     }
-}
-
-fn left_alone(device: &str, why: &str) -> String {
-    format!(
-        "the compute mode of {device} was not changed ({why}), so a container that leaves MPS is not \
-         limited by its share; [mps] exclusive_compute_mode = \"never\" silences this warning"
-    )
 }
 
 fn try_enter(Daemon { key, store, config }: Daemon<'_>) -> Result<bool, Attempt> {
