@@ -371,7 +371,7 @@ pub(crate) fn undo_edits(spec: &mut Value) -> bool {
         !of_file && !of_node
     });
     retain(spec, "/linux/devices", |device| !is_node(&device["path"]));
-    let rules: Vec<Value> = edits.nodes.iter().map(rule_value).collect();
+    let rules: Vec<Value> = edits.nodes.iter().filter_map(|node| rule_value(node).ok()).collect();
     retain(spec, "/linux/resources/devices", |entry| !rules.contains(entry));
     retain(spec, "/linux/maskedPaths", |path| {
         !edits.masks.iter().any(|mask| mask.starts_with(MASKS) && is_path(path, mask))
