@@ -111,7 +111,7 @@ impl Durations {
 
 impl Totals {
     fn add(&mut self, event: &Event) {
-        *self.events.entry(event.kind.as_str().to_owned()).or_default() += 1;
+        *self.events.entry(event.kind.to_string()).or_default() += 1;
         match event.kind {
             Kind::Refused => {
                 let word = if event.reason.is_empty() { "of-a-user" } else { &event.reason };
@@ -154,9 +154,9 @@ impl Totals {
             let add = |family: Family, (word, count)| family.with(&[(label, word)], Some(float(count)));
             counts.into_iter().fold(family, add)
         };
-        let restarts = self.events.get(Kind::MpsRestarted.as_str()).copied().unwrap_or_default();
+        let restarts = self.events.get(<&str>::from(Kind::MpsRestarted)).copied().unwrap_or_default();
         let restarted = "MPS daemons that were restarted under running containers.";
-        let kinds = Kind::ALL.map(Kind::as_str);
+        let kinds: Vec<&str> = Kind::ALL.iter().map(Into::into).collect();
         vec![
             counter("sublet_events", "What happened since boot, by kind.", &self.events, "kind", &kinds),
             counter(

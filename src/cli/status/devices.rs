@@ -259,7 +259,7 @@ fn booked(bookings: &Bookings) -> Room {
 }
 
 fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
-    if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Mode::as_str) }
+    if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Into::into) }
 }
 
 /// A MIG device of a drained GPU is drained, too.

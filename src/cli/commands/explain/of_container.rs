@@ -382,7 +382,7 @@ fn read_events(found: &Found<'_>, config: &Config) -> Vec<Happened> {
     };
     let row = |event: events::Event| Happened {
         time: safe(&event.time),
-        kind: event.kind.as_str().to_owned(),
+        kind: event.kind.to_string(),
         text: crate::shown::escaped(&event.text),
     };
     events.into_iter().filter(is_its).map(row).collect()
@@ -395,7 +395,7 @@ fn read_own_records(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Hap
     let is_its = |record: &RefusalRecord| may_see(record) && found.is_id(&record.container_id);
     let refused = refusals(config).into_iter().filter(is_its);
     let kind = |record: &RefusalRecord| if record.started { Kind::Warned } else { Kind::Refused };
-    let refused = refused.map(|record| (record.time, kind(&record).as_str(), record.reason));
+    let refused = refused.map(|record| (record.time, kind(&record).into(), record.reason));
     let is_guarded = |event: &Event| event.container_id.as_deref().is_some_and(|id| found.is_id(id));
     let guarded =
         guard::events(config).into_iter().filter(is_guarded).map(|event| (event.time, "guard", event.text));
