@@ -93,9 +93,7 @@ pub fn preview_after(
             Some(Err(error)) => error,
             None => refusal.into(),
         })?;
-    limit
-        .map_or(Ok(()), |limit| limit.check(&placement, ledger))
-        .map_err(|error| AdmitError::PolicyLimit(Box::new(error)))?;
+    limit.map_or(Ok(()), |limit| limit.check(&placement, ledger))?;
     Ok(placement)
 }
 

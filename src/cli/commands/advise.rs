@@ -56,7 +56,7 @@ pub struct Arguments {
 }
 
 fn amount(text: &str) -> Result<Memory, String> {
-    parse_memory(text).map_err(|wrong| wrong.hint.unwrap_or_else(|| format!("must be {MEMORY_ALLOWED}")))
+    parse_memory(text).map_err(|hint| hint.unwrap_or_else(|| format!("must be {MEMORY_ALLOWED}")))
 }
 
 /// Runs it. The exit code is 1 if there is no advice.

@@ -146,7 +146,7 @@ enum Baseline {
 
 fn duration(text: &str) -> Result<Duration, String> {
     let allowed = || "a time such as 500ms, 10s or 2m, at most an hour".to_owned();
-    let time = parse_duration(text, LONGEST).map_err(|malformed| malformed.hint.unwrap_or_else(allowed))?;
+    let time = parse_duration(text, LONGEST).map_err(|hint| hint.unwrap_or_else(allowed))?;
     if time.is_zero() { Err(allowed()) } else { Ok(time) }
 }
 

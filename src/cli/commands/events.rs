@@ -63,9 +63,10 @@ enum Filter {
 fn filter(text: &str) -> Result<Filter, String> {
     match text.split_once('=') {
         Some(("kind", kind)) => {
-            let known = Kind::ALL.into_iter().find(|known| known.as_str() == kind).map(Filter::Kind);
-            let words = || Kind::ALL.map(Kind::as_str).join(", ");
-            known.ok_or_else(|| format!("no kind is called {}: there are {}", safe(kind), words()))
+            let known = Kind::ALL.iter().find(|known| <&str>::from(*known) == kind);
+            let words = || Kind::ALL.iter().map(Into::into).collect::<Vec<&str>>().join(", ");
+            let unknown = || format!("no kind is called {}: there are {}", safe(kind), words());
+            known.copied().map(Filter::Kind).ok_or_else(unknown)
         }
         Some(("container", name)) => Ok(Filter::Container(name.to_owned())),
         Some(("gpu", device)) => Ok(Filter::Gpu(device.to_owned())),
@@ -188,7 +189,7 @@ impl Shown {
 
     /// Time, kind, subject and text.
     fn line(&self, event: &Event) -> String {
-        let mut words = vec![format!("{}  {:<14}", safe(&event.time), event.kind.as_str())];
+        let mut words = vec![format!("{}  {:<14}", safe(&event.time), event.kind)];
         let id = || Some(short_id(&event.container_id)).filter(|id| !id.is_empty());
         words.extend(self.name(event).map(safe).or_else(id));
         let number = |uuid: &String| {

@@ -284,7 +284,7 @@ impl fmt::Display for Own {
 
 fn caps(rule: &PolicyRule, left: &Left) -> Vec<String> {
     let words = |words: Vec<&str>| safe(&words.join(", "));
-    let modes = rule.modes.as_ref().map(|modes| modes.iter().map(|mode| mode.as_str()).collect());
+    let modes = rule.modes.as_ref().map(|modes| modes.iter().map(Into::into).collect());
     let devices = rule.devices.as_ref().map(|devices| devices.iter().map(|device| &**device).collect());
     [
         modes.map(|modes| format!("modes {}", words(modes))),

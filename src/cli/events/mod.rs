@@ -86,7 +86,7 @@ impl Reader {
 fn name(event: &Event) -> String {
     let container: String = event.container_id.chars().take(64).collect();
     let device = event.devices.first().map_or("", String::as_str);
-    format!("{} {} {} {container} {device}", event.time, event.kind.as_str(), event.lease)
+    format!("{} {} {} {container} {device}", event.time, event.kind, event.lease)
 }
 
 /// Both in one row by their times, each in its own order: a clock that is set back changes neither.

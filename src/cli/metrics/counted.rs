@@ -111,7 +111,7 @@ impl Durations {
 
 impl Totals {
     fn add(&mut self, event: &Event) {
-        *self.events.entry(event.kind.as_str().to_owned()).or_default() += 1;
+        *self.events.entry(event.kind.to_string()).or_default() += 1;
         match event.kind {
             Kind::Refused => {
                 let word = if event.reason.is_empty() { "of-a-user" } else { &event.reason };
@@ -154,7 +154,8 @@ impl Totals {
             let add = |family: Family, (word, count)| family.with(&[(label, word)], Some(float(count)));
             counts.into_iter().fold(family, add)
         };
-        let restarts = self.events.get(Kind::MpsRestarted.as_str()).copied().unwrap_or_default();
+        let restarts = self.events.get(<&str>::from(Kind::MpsRestarted)).copied().unwrap_or_default();
+        let kinds: Vec<&str> = Kind::ALL.iter().map(Into::into).collect();
         let happened = "What happened since boot, by kind.";
         let refused = "Containers that were refused, by reason.";
         let restarted = "MPS daemons that were restarted under running containers.";
@@ -163,7 +164,7 @@ impl Totals {
             "From the start of the process that takes the lease to its taking: the wait for a place.";
         let started = "From the start of the process that takes the lease to the container's first process.";
         vec![
-            counter("sublet_events", happened, &self.events, "kind", &Kind::ALL.map(Kind::as_str)),
+            counter("sublet_events", happened, &self.events, "kind", &kinds),
             counter("sublet_refusals", refused, &self.refusals, "reason", &WORDS_FOR_REFUSALS),
             Family::new(Type::Counter, "sublet_mps_restarts", restarted).with(&[], Some(float(restarts))),
             self.guard_actions(),

@@ -111,7 +111,7 @@ fn containers(status: &Status) -> Vec<Family> {
             ("image", lease.image.clone().unwrap_or_default()),
             ("part_of", lease.part_of.clone().unwrap_or_default()),
             ("user", lease.user.clone()),
-            ("mode", lease.mode.as_str().to_owned()),
+            ("mode", lease.mode.to_string()),
             ("isolation", word(&lease.isolation)),
             ("state", word(&lease.state)),
         ]);

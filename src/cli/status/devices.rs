@@ -193,5 +193,5 @@ fn booked(bookings: &Bookings) -> Room {
 }
 
 fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
-    if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Mode::as_str) }
+    if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Into::into) }
 }

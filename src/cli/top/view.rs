@@ -111,7 +111,7 @@ impl View {
             let number = status.number(&lease.device);
             let texts = [&lease.name, &lease.image, &lease.part_of, &lease.unit];
             let texts = texts.into_iter().flatten().map(String::as_str);
-            let ids = [&*lease.id, &lease.container_id, &lease.user, lease.mode.as_str(), &number];
+            let ids = [&*lease.id, &lease.container_id, &lease.user, lease.mode.into(), &number];
             wanted.is_empty() || texts.chain(ids).any(|text| text.to_lowercase().contains(&wanted))
         };
         let mut rows: Vec<&LeaseOnDevice> = status.leases.iter().filter(shown).collect();

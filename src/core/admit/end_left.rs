@@ -5,10 +5,10 @@ use std::os::fd::OwnedFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::reconcile::Local;
+use super::local::Local;
 use super::{AdmitError, EMPTY_CGROUP};
 use crate::events::{self, Event, Kind};
-use crate::ledger::{IN_STATE_D, Lease, LeaseId, Ledger, LedgerError, Store};
+use crate::ledger::{IN_STATE_D, Lease, LeaseId, Ledger, LedgerError, Scan, Store};
 use crate::process::{Process, confine, is_gone, name_of, pidfd_await_end, pidfd_kill, sublet};
 use crate::text::safe;
 
@@ -32,8 +32,7 @@ impl Local<'_> {
         let ledger = store.read()?;
         reported().retain(|(lease, _)| ledger.lease(lease).is_some());
         let left = ledger.leases.iter().filter(|lease| lease.was_deleted() && lease.has_processes());
-        let lines: Vec<String> = left.flat_map(|lease| self.kill_left(lease, &ledger, owns)).collect();
-        Ok(lines)
+        Ok(left.flat_map(|lease| self.kill_left(lease, &ledger, owns)).collect())
     }
 
     /// Waits until the container of `held` has no process any more. If it was deleted, kills those that it has left.
@@ -60,7 +59,7 @@ impl Local<'_> {
         }
         // If this process is killed, other commands see that the container was deleted.
         if let Some(own) = Process::current().ok().filter(|own| *own != held.owner) {
-            store.change_without_scan(|ledger| ledger.mark_deleted(&held.id, own))?;
+            store.change_with_scan(Scan::None, |ledger| ledger.mark_deleted(&held.id, own))?;
         }
         for line in self.kill_left(held, &store.read()?, OWNS_NONE) {
             tracing::warn!("{line}");
@@ -83,7 +82,14 @@ impl Local<'_> {
         let container = safe(&lease.container.name());
         let mut report = |kind, text: String| {
             if reported().insert((lease.id.clone(), text.clone())) {
-                events.push(event(kind, lease, text));
+                events.push(Event {
+                    uid: lease.container.uid,
+                    container_id: lease.container.name().into_owned(),
+                    lease: lease.id.to_string(),
+                    devices: lease.devices.clone(),
+                    text,
+                    ..Event::now(kind)
+                });
             }
         };
         // A pid that was read from the cgroup may have become another process before it is held. One that is held, and in
@@ -124,15 +130,4 @@ impl Local<'_> {
 
 fn reported() -> std::sync::MutexGuard<'static, BTreeSet<(LeaseId, String)>> {
     REPORTED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn event(kind: Kind, lease: &Lease, text: String) -> Event {
-    Event {
-        uid: lease.container.uid,
-        container_id: lease.container.name().into_owned(),
-        lease: lease.id.to_string(),
-        devices: lease.devices.clone(),
-        text,
-        ..Event::now(kind)
-    }
 }

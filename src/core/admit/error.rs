@@ -1,6 +1,6 @@
 //! Every reason not to start a container, each in one line for the user.
 
-use super::job_error::{JobError, Widened};
+use super::job_error::JobError;
 use crate::broker::client::BrokerError;
 use crate::broker::policy_limits::PolicyLimitError;
 use crate::inventory::{InventoryError, NodeError};
@@ -50,13 +50,13 @@ pub enum AdmitError {
     )]
     NoDaemon(Box<AdmitError>),
     #[error(transparent)]
-    PolicyLimit(Box<PolicyLimitError>),
+    PolicyLimit(#[from] PolicyLimitError),
     #[error(transparent)]
-    Job(Box<JobError>),
+    Job(#[from] JobError),
     #[error("your [[policy]] allows only devices that this host does not have: ask root to correct it")]
     NoDeviceAllowed,
     #[error(transparent)]
-    Broker(Box<BrokerError>),
+    Broker(#[from] BrokerError),
     #[error("you hold no lease {0}, or it has ended: recreate the container")]
     NoLease(LeaseId),
     #[error("`sublet serve` has no lease of this container: recreate the container")]
@@ -93,7 +93,7 @@ pub enum AdmitError {
     )]
     Edited,
     #[error(transparent)]
-    Cdi(Box<CdiError>),
+    Cdi(#[from] CdiError),
     #[error(transparent)]
     Namespace(#[from] NamespaceError),
     #[error(
@@ -132,30 +132,6 @@ pub enum AdmitError {
     StillRunning { lease: LeaseId, container: String, left: String },
 }
 
-impl From<CdiError> for AdmitError {
-    fn from(error: CdiError) -> Self {
-        Self::Cdi(Box::new(error))
-    }
-}
-
-impl From<BrokerError> for AdmitError {
-    fn from(error: BrokerError) -> Self {
-        Self::Broker(Box::new(error))
-    }
-}
-
-impl From<JobError> for AdmitError {
-    fn from(error: JobError) -> Self {
-        Self::Job(Box::new(error))
-    }
-}
-
-impl From<Widened> for AdmitError {
-    fn from(error: Widened) -> Self {
-        JobError::from(error).into()
-    }
-}
-
 impl AdmitError {
     /// The cgroup of the container's first process cannot be read.
     pub(super) fn no_cgroup(lease: &LeaseId, source: &std::io::Error) -> Self {
@@ -171,7 +147,7 @@ impl AdmitError {
             Self::Unmade { temporary, .. } => *temporary,
             Self::PolicyLimit(limit) => limit.is_temporary(),
             Self::Job(job) => job.is_temporary(),
-            Self::Broker(broker) => matches!(**broker, BrokerError::Refused { temporary: true, .. }),
+            Self::Broker(broker) => matches!(broker, BrokerError::Refused { temporary: true, .. }),
             Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } | Self::TooManyUnbound(_) => true,
             _ => false,
         }

@@ -71,17 +71,18 @@ pub fn find_share(
 ) -> Result<Option<Share>, EnterError> {
     let unreadable = |why: String| EnterError::Record { path: record.to_owned(), why };
     let known = Record::read(record).map_err(|error| unreadable(safe(&error.to_string())))?;
-    let names = default_names(config);
-    if let Some((lease, known)) = known.as_ref().and_then(|known| Some((known.lease.clone()?, known))) {
-        let spec = read_spec(record, known.bundle.as_deref())?.map(|(path, spec)| {
-            let said = spec.pointer("/annotations").and_then(|all| all.get(LEASE_ANNOTATION));
-            let is_its_own = said.and_then(Value::as_str) == Some(lease.as_str());
-            if is_its_own { Ok(spec) } else { Err(EnterError::Changed { lease: lease.clone(), path }) }
-        });
-        let spec = spec.ok_or_else(|| unreadable("it names no bundle".to_owned()))??;
+    let names = default_names(config.as_ref().ok());
+    let bundle = known.as_ref().and_then(|known| known.bundle.as_deref());
+    if let Some(lease) = known.as_ref().and_then(|known| known.lease.as_deref()) {
+        let spec = read_spec(record, bundle)?;
+        let (path, spec) = spec.ok_or_else(|| unreadable("it names no bundle".to_owned()))?;
+        let said = spec.pointer("/annotations").and_then(|all| all.get(LEASE_ANNOTATION));
+        if said.and_then(Value::as_str) != Some(lease) {
+            return Err(EnterError::Changed { lease: lease.to_owned(), path });
+        }
         return Ok(Some(share_of_spec(&spec, &names)));
     }
-    find_in_ledger(uid, id, record, known.as_ref().and_then(|known| known.bundle.as_deref()), config)
+    find_in_ledger(uid, id, record, bundle, config)
 }
 
 /// Whether the runtime's record mentions sublet at all. The record is scanned and not parsed, because most containers
@@ -121,8 +122,8 @@ fn share_of_spec(spec: &Value, default_names: &[String]) -> Share {
     let pairs = || env.clone().filter_map(Value::as_str).filter_map(|entry| entry.split_once('='));
     let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
     let set = pairs().filter(|(name, _)| config::is_own_name(name)).map(owned).collect();
-    let default = pairs().filter(|(name, _)| default_names.iter().any(|known| known == name)).map(owned);
-    let default = default.collect();
+    let is_default = |name: &str| default_names.iter().any(|known| known == name);
+    let default = pairs().filter(|(name, _)| is_default(name)).map(owned).collect();
     let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
     // sublet's mounts come last, and the last mount at a path lies on top.
     let daemon = mounts.rev().find(|mount| mount["destination"] == grant::MPS_DIR);
@@ -132,10 +133,9 @@ fn share_of_spec(spec: &Value, default_names: &[String]) -> Share {
 }
 
 /// The names of variables that a share sets only if they are absent.
-fn default_names(config: &Result<Config, ConfigError>) -> Vec<String> {
-    let of_config = config.as_ref().map(|config| config.grant.env.clone());
-    let names = of_config.unwrap_or_else(|_| Config::default().grant.env).into_keys();
-    names.chain([grant::TRITON_PATH.to_owned()]).collect()
+fn default_names(config: Option<&Config>) -> Vec<String> {
+    let env = config.map_or_else(|| Config::default().grant.env, |config| config.grant.env.clone());
+    env.into_keys().chain([grant::TRITON_PATH.to_owned()]).collect()
 }
 
 /// Decides for a container whose record names no lease. A hook may have given it one that only the ledger knows.
@@ -147,30 +147,27 @@ fn find_in_ledger(
     config: &Result<Config, ConfigError>,
 ) -> Result<Option<Share>, EnterError> {
     let spec = read_spec(record, bundle).ok().flatten().map(|(_, spec)| spec).unwrap_or_default();
-    let undetermined = |error: String| {
-        let annotations = oci::own_annotations(&spec, bundle.unwrap_or(Path::new(""))).unwrap_or_default();
-        // sublet knows nothing about this container, so an error here does not concern it.
-        if request_of_spec::asks_for_a_share(&spec, &annotations, None) {
-            Err(EnterError::Undetermined(error))
-        } else {
-            Ok(None)
+    let found = match config {
+        Ok(config) => Leases::of(config).ledger_of_hooks().map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    let (config, ledger) = match (config, found) {
+        (Ok(config), Ok(Some(ledger))) => (config, ledger),
+        (_, Err(why)) => {
+            let bundle = bundle.unwrap_or(Path::new(""));
+            let annotations = oci::own_annotations(&spec, bundle).unwrap_or_default();
+            // If not, sublet knows nothing about this container, so an error here does not concern it.
+            let asks = request_of_spec::asks_for_a_share(&spec, &annotations, None);
+            return if asks { Err(EnterError::Undetermined(why)) } else { Ok(None) };
         }
-    };
-    let config = match config {
-        Ok(config) => config,
-        Err(error) => return undetermined(error.to_string()),
-    };
-    let ledger = match Leases::of(config).ledger_of_hooks() {
-        Ok(Some(ledger)) => ledger,
-        Ok(None) => return Ok(None),
-        Err(error) => return undetermined(error.to_string()),
+        _ => return Ok(None),
     };
     let Some(lease) = ledger.find_by_record(uid, id, record) else { return Ok(None) };
     let daemon = lease.daemon.as_ref().map(|key| key.public(&config.state_dir));
     // Runtimes other than runc and crun keep another kind of record.
     let own = JsonFile::read(&lease.container.bundle.join("config.json")).and_then(|file| file.parse());
     let spec = if spec.is_null() { own.unwrap_or_default() } else { spec };
-    Ok(Some(Share { daemon, ..share_of_spec(&spec, &default_names(&Ok(config.clone()))) }))
+    Ok(Some(Share { daemon, ..share_of_spec(&spec, &default_names(Some(config))) }))
 }
 
 /// Makes sure that the daemon of `share` answers, before a process joins its container.
@@ -204,8 +201,7 @@ mod tests {
 
     #[test]
     fn a_containers_own_config_json_tells_its_share() {
-        let config = Ok(Config::default());
-        let share = share_of_spec(&granted(), &default_names(&config));
+        let share = share_of_spec(&granted(), &default_names(Some(&Config::default())));
         let names =
             |pairs: &[(String, String)]| pairs.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
         assert_eq!(

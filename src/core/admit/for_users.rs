@@ -4,13 +4,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::end_left::Owns;
-use super::reconcile::Local;
-use super::reconcile::read;
+use super::local::{Local, read};
 use super::take_lease::{self, Rootfs, Terms};
 use super::{AdmitError, Candidate};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::broker::protocol::{Admit, Answer, ContainerNames, Granted};
-use crate::ledger::{Binding, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Leftover, VolumeFiles};
+use crate::ledger::{Binding, Init, LEASE_ANNOTATION, LeaseId, Leftover};
 use crate::process::Process;
 use crate::{mps, request};
 
@@ -22,37 +21,20 @@ impl Local<'_> {
         ask: &Admit,
         limit: Option<PolicyLimit<'_>>,
     ) -> Result<Answer, AdmitError> {
-        match ask.annotations.get(LEASE_ANNOTATION) {
-            Some(id) => self.resume_granted(id, &candidate.container).map(Answer::AlreadyGranted),
-            None => self.grant_for(candidate, ask, limit),
+        if let Some(id) = ask.annotations.get(LEASE_ANNOTATION) {
+            return self.resume_granted(id, &candidate.container).map(Answer::AlreadyGranted);
         }
-    }
-
-    fn grant_for(
-        &self,
-        candidate: &Candidate<'_>,
-        ask: &Admit,
-        limit: Option<PolicyLimit<'_>>,
-    ) -> Result<Answer, AdmitError> {
         let mut request =
             request::parse(&ask.annotations, ask.share.as_deref(), ask.capabilities.as_deref(), self.config)?;
         request.wait = Duration::ZERO;
         let store = self.store()?;
         let terms = Terms { rootfs: Rootfs::Reported(&ask.image), limit };
         let taken = take_lease::take(candidate, &request, terms, &store, *self)?;
-        let served = self.grant(&taken, &request, &store).and_then(|grant| {
-            self.make_daemon_ready(&taken, &grant, &store).map(|warnings| (grant, warnings))
-        });
-        match served {
-            Ok((grant, warnings)) => {
-                let lease = taken.lease.id;
-                Ok(Answer::Granted(Box::new(Granted { lease, grant, warnings })))
-            }
-            Err(error) => {
-                self.free_or_warn(&taken.lease, &store);
-                Err(error)
-            }
-        }
+        let served = self
+            .grant(&taken, &request, &store)
+            .and_then(|grant| Ok((self.make_daemon_ready(&taken, &grant, &store)?, grant)));
+        let (warnings, grant) = served.inspect_err(|_| self.free_or_warn(&taken.lease, &store))?;
+        Ok(Answer::Granted(Box::new(Granted { lease: taken.lease.id, grant, warnings })))
     }
 
     /// [`Local::free_for`] for a deleted container of `uid`: kills the processes that it has left, if it `owns` them.
@@ -84,12 +66,18 @@ impl Local<'_> {
         }
         self.free(lease, &store)?;
         let rootfs = &held.container.rootfs;
-        let in_use = other_leases(held, &ledger).any(|other| other.container.rootfs == *rootfs);
-        Ok((!in_use).then(|| Leftover {
+        // Other containers may share its root filesystem or volumes.
+        let others = || ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(uid));
+        if others().any(|other| other.container.rootfs == *rootfs) {
+            return Ok(None);
+        }
+        let used: Vec<u64> = others().flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
+        let volumes = held.volumes_with_files().into_iter();
+        Ok(Some(Leftover {
             bundle: held.container.bundle.clone(),
             rootfs: rootfs.clone(),
             mount_points: held.mount_points.to_vec(),
-            volumes: clearable_volumes(held, &ledger),
+            volumes: volumes.filter(|volume| !used.contains(&volume.device)).collect(),
         }))
     }
 
@@ -115,24 +103,7 @@ impl Local<'_> {
         beside: i32,
     ) -> Result<(), AdmitError> {
         let init = Init::beside(process, beside).map_err(|source| AdmitError::no_cgroup(lease, &source))?;
-        let binding = Binding {
-            id: names.id.clone(),
-            bundle: names.bundle.clone(),
-            record: names.record.clone(),
-            init,
-        };
-        self.bind(lease, &binding)
+        let ContainerNames { id, bundle, record, .. } = names.clone();
+        self.bind(lease, &Binding { id, bundle, record, init })
     }
-}
-
-/// The leases of other containers, which may share `held`'s root filesystem or volumes.
-fn other_leases<'l>(held: &'l Lease, ledger: &'l Ledger) -> impl Iterator<Item = &'l Lease> {
-    ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(held.container.uid))
-}
-
-/// The files that the user has to remove from volumes that no other container with a share uses.
-fn clearable_volumes(held: &Lease, ledger: &Ledger) -> Vec<VolumeFiles> {
-    let volumes = other_leases(held, ledger).flat_map(|other| &other.volumes);
-    let used: Vec<u64> = volumes.map(|volume| volume.device).collect();
-    held.volumes_with_files().into_iter().filter(|volume| !used.contains(&volume.device)).collect()
 }

@@ -5,21 +5,17 @@
 
 use serde_json::Value;
 
-use super::Engine;
-use super::local_leases::is_same_container;
-use super::reconcile::Local;
-use super::reconcile::read;
+use super::local::{Local, is_same_container, read};
 use super::request_of_spec::{
     RequestSource, asks_for_a_share, check_environment, explain_gone_cdi_device, request_of,
 };
 use super::take_lease::{self, Rootfs, Terms};
-use super::{AdmitError, Candidate, Leases};
+use super::{AdmitError, Candidate, Engine, Leases};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
-use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Store};
+use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Scan};
 use crate::oci::cdi::{self, Asked, CdiError};
-use crate::oci::container_root;
-use crate::oci::{self, Live};
+use crate::oci::{self, Live, container_root};
 use crate::process::Process;
 use crate::request::Request;
 use crate::share::{Isolation, Mode, Priority};
@@ -67,10 +63,7 @@ pub fn admit_late(
                 .map(|lease| LateAdmission::AlreadyGranted(lease.id)),
             None => admit_live(container, init, (&source, spec), engine, config),
         });
-    if let Err(error) = &admitted {
-        Leases::of(config).record_refusal(&container.id, error);
-    }
-    admitted
+    admitted.inspect_err(|error| Leases::of(config).record_refusal(&container.id, error))
 }
 
 /// The hook's arguments must agree with what all entry points read in config.json.
@@ -106,8 +99,12 @@ fn admit_live(
         .map_err(|error| explain_gone_cdi_device(error, spec, config))?;
     // Here a link can be covered itself, and not the file to which it leads.
     taken.image.left_out.clear();
-    let applied = activate(&taken.lease.id, init, &store)
-        .and_then(|()| local.grant(&taken, &request, &store))
+    let lease = &taken.lease.id;
+    let applied = Init::of(init)
+        .map_err(|source| AdmitError::no_cgroup(lease, &source))
+        // It is active at once, because the container exists.
+        .and_then(|init| Ok(store.change_with_scan(Scan::None, |ledger| ledger.activate(lease, init))?))
+        .and_then(|_| local.grant(&taken, &request, &store))
         .and_then(|grant| {
             taken.check_mount_points(spec, &grant)?;
             oci::check_node_modes(spec, &grant.nodes, source.keeps_groups())?;
@@ -120,10 +117,7 @@ fn admit_live(
             oci::apply(&grant, Live { init, rootfs: &container.rootfs })?;
             Ok(Grant { warnings, ..grant })
         });
-    if applied.is_err() {
-        local.free_or_warn(&taken.lease, &store);
-    }
-    let grant = applied?;
+    let grant = applied.inspect_err(|_| local.free_or_warn(&taken.lease, &store))?;
     let environment = asked.is_none().then(|| describe_environment(&grant, &taken.lease));
     Ok(LateAdmission::Granted { lease: taken.lease.id, warnings: grant.warnings, environment })
 }
@@ -149,13 +143,6 @@ fn make_dedicated(request: Request, source: &RequestSource, config: &Config) -> 
     let has_servers = matches!(request.mode, None | Some(Mode::Mps | Mode::TimeSlice));
     let isolation = if has_servers { Isolation::Dedicated } else { request.isolation };
     Ok(Request { isolation, ..request })
-}
-
-/// Makes the lease active at once, because the container exists.
-fn activate(lease: &LeaseId, init: Process, store: &Store) -> Result<(), AdmitError> {
-    let init = Init::of(init).map_err(|source| AdmitError::no_cgroup(lease, &source))?;
-    store.change_without_scan(|ledger| ledger.activate(lease, init))?;
-    Ok(())
 }
 
 /// Checks that the container's processes find its MPS server without an environment.

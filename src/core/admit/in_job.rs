@@ -2,14 +2,12 @@
 //! the job's lease, which books its share once. Containers have leases of their own within it.
 
 use std::num::NonZeroU32;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::job_error::JobError;
 use super::job_share::{place_in_job, placement_of};
-use super::reconcile::Local;
-use super::reconcile::read;
-use super::take_lease::{self, JobHold, Rootfs, Terms, lease_for};
+use super::local::{Local, read};
+use super::take_lease::{self, Rootfs, Terms, lease_for};
 use super::{AdmitError, Candidate, EMPTY_CGROUP, fresh_inventory};
 use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};
 use crate::config::Config;
@@ -42,8 +40,18 @@ impl Local<'_> {
         let (placement, image) = (placement_of(&lease), Image::default());
         let grant =
             grant::grant(&placement, &lease, &Capabilities::default(), &image, &inventory, self.config);
-        let set =
-            grant.env.set.into_iter().filter_map(|(name, value)| self.host_variable(&lease, name, value));
+        // A program outside containers sees all the host's nodes and directories.
+        let daemon = || lease.daemon.as_ref()?.public(&self.config.state_dir).to_str().map(str::to_owned);
+        let set = grant.env.set.into_iter().filter_map(|(name, value)| {
+            let value = match name.as_str() {
+                "CUDA_VISIBLE_DEVICES" => lease.devices.join(","),
+                "CUDA_MPS_PIPE_DIRECTORY" => daemon()?,
+                // For NVIDIA's container runtimes.
+                "NVIDIA_VISIBLE_DEVICES" => return None,
+                _ => value,
+            };
+            Some((name, value))
+        });
         let (set, remove_prefixes) = (set.collect(), grant.env.remove_prefixes);
         let gpu = |uuid: &String| {
             let node = inventory.device(uuid)?.nodes.first()?.path.to_str()?;
@@ -51,20 +59,6 @@ impl Local<'_> {
         };
         let gpus = lease.devices.iter().filter_map(gpu).collect();
         Ok(Some(JobEnvironment { lease: lease.id, set, remove_prefixes, gpus }))
-    }
-
-    /// A share's variable for a program outside containers, which sees all the host's nodes and directories.
-    fn host_variable(&self, lease: &Lease, name: String, value: String) -> Option<(String, String)> {
-        let value = match name.as_str() {
-            "CUDA_VISIBLE_DEVICES" => lease.devices.join(","),
-            "CUDA_MPS_PIPE_DIRECTORY" => {
-                lease.daemon.as_ref()?.public(&self.config.state_dir).to_str()?.to_owned()
-            }
-            // For NVIDIA's container runtimes.
-            "NVIDIA_VISIBLE_DEVICES" => return None,
-            _ => value,
-        };
-        Some((name, value))
     }
 
     /// Takes a share for `candidate`, whose user described it in `ask`, within that of the job in `cgroup`.
@@ -93,16 +87,9 @@ impl Local<'_> {
         let store = self.store()?;
         let ready =
             self.check_nodes(&mut grant).and_then(|()| Ok(mps::make_ready(&lease, &store, self.config)?));
-        match ready {
-            Ok(mut warnings) => {
-                warnings.extend(grant.warnings.iter().cloned());
-                Ok(Answer::Granted(Box::new(Granted { lease: lease.id, grant, warnings })))
-            }
-            Err(error) => {
-                self.free_or_warn(&lease, &store);
-                Err(error)
-            }
-        }
+        let mut warnings = ready.inspect_err(|_| self.free_or_warn(&lease, &store))?;
+        warnings.extend(grant.warnings.iter().cloned());
+        Ok(Answer::Granted(Box::new(Granted { lease: lease.id, grant, warnings })))
     }
 
     /// Frees the leases of `job`, whose processes its scheduler has ended, once they are gone. Returns the ids of the freed
@@ -181,13 +168,8 @@ impl Local<'_> {
         uid: u32,
         store: &Store,
     ) -> Result<Lease, AdmitError> {
-        let container = Container {
-            uid,
-            id: format!("slurm-{}", cgroup.job),
-            bundle: PathBuf::new(),
-            rootfs: PathBuf::new(),
-            record: PathBuf::new(),
-        };
+        let id = format!("slurm-{}", cgroup.job);
+        let container = Container { uid, id, ..Container::default() };
         let candidate = Candidate { container, owner: first, engine: None };
         let init = Init {
             process: first,
@@ -195,20 +177,21 @@ impl Local<'_> {
             cgroup: Some(cgroup.dir.clone()),
             cgroup_inode: Some(cgroup.inode),
         };
-        let hold = JobHold { job: whole_job(cgroup, uid), init };
+        let job = whole_job(cgroup, uid);
         let request = job_request(share);
-        let terms = Terms { rootfs: Rootfs::OfJob(&hold), limit: None };
-        let taken = take_lease::take(&candidate, &request, terms, store, *self);
-        let taken = taken.map_err(|error| convert_refusal(error, share, cgroup.job))?;
+        let terms = Terms { rootfs: Rootfs::OfJob(&job, &init), limit: None };
+        let taken = take_lease::take(&candidate, &request, terms, store, *self).map_err(|error| {
+            // Advice for a container's user does not help a job's: its share is as Slurm allocated it.
+            let AdmitError::Refused(refusal) = error else { return error };
+            let (whole, temporary) = (share.mode == Mode::Exclusive, refusal.temporary);
+            JobError::NoPlace { job: cgroup.job, whole, temporary, why: refusal.message }.into()
+        })?;
         let ready = self
             .grant(&taken, &request, store)
             .and_then(|grant| self.make_daemon_ready(&taken, &grant, store));
         let copy_failed = |error| AdmitError::from(JobError::Copy { job: cgroup.job, error });
         let ready = ready.and_then(|_| taken.lease.write_copy(&self.config.state_dir).map_err(copy_failed));
-        if let Err(error) = ready {
-            self.free_or_warn(&taken.lease, store);
-            return Err(error);
-        }
+        ready.inspect_err(|_| self.free_or_warn(&taken.lease, store))?;
         Ok(taken.lease)
     }
 }
@@ -228,26 +211,14 @@ pub fn job_share(job: u64, uid: u32, config: &Config) -> Result<Option<JobShare>
     }
 }
 
-/// Advice for a container's user does not help a job's: its share is as Slurm allocated it.
-fn convert_refusal(error: AdmitError, share: &JobShare, job: u64) -> AdmitError {
-    let AdmitError::Refused(refusal) = error else { return error };
-    let whole = share.mode == Mode::Exclusive;
-    JobError::NoPlace { job, whole, temporary: refusal.temporary, why: refusal.message }.into()
-}
-
 fn whole_job(cgroup: &JobCgroup, uid: u32) -> Job {
     Job { id: cgroup.job, step: None, uid, cgroup_inode: cgroup.inode }
 }
 
 /// The request for exactly the job's devices.
 fn job_request(share: &JobShare) -> Request {
-    let devices = share
-        .devices
-        .iter()
-        .filter_map(|uuid| {
-            Selector::parse(&uuid.to_ascii_lowercase().replace("gpu-", "GPU-").replace("mig-", "MIG-"))
-        })
-        .collect();
+    let upper = |uuid: &String| uuid.to_ascii_lowercase().replace("gpu-", "GPU-").replace("mig-", "MIG-");
+    let devices = share.devices.iter().filter_map(|uuid| Selector::parse(&upper(uuid))).collect();
     Request {
         devices: Devices::These(devices),
         mode: Some(share.mode),

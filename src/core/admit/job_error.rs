@@ -67,15 +67,7 @@ pub enum JobError {
     /// /proc or the cgroups cannot be read.
     #[error("cannot find out in which job of Slurm's the container runs: {0}")]
     Cgroup(std::io::Error),
-    /// A container asks for more than the job has.
-    #[error(transparent)]
-    Widened(#[from] Widened),
-}
-
-/// A container asks for something else than its job got from Slurm, or for more.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Widened {
-    /// Another mode, GPU or server, or a limit that its job does not have.
+    /// A container asks for another mode, GPU or server than its job has, or for a limit that the job does not have.
     #[error(
         "job {job} got {has} from Slurm, and this container asks for sublet.{key}: leave that out, or ask Slurm \
          for another share"
@@ -88,7 +80,7 @@ pub enum Widened {
         /// The annotation's key.
         key: &'static str,
     },
-    /// More than all that the job has.
+    /// A container asks for more than all that the job has.
     #[error(
         "job {job} got {has} from Slurm, and this container asks for {asked}: ask for less, or ask Slurm for more"
     )]
@@ -100,7 +92,7 @@ pub enum Widened {
         /// The container's request.
         asked: String,
     },
-    /// More than the job's other containers leave.
+    /// A container asks for more than the job's other containers leave.
     #[error(
         "job {job} got {has} from Slurm, its containers hold {held}, and this one asks for {asked}: say with \
          sublet.{key} how much each takes, or wait for one to end"
@@ -124,17 +116,9 @@ impl JobError {
     #[must_use]
     pub const fn is_temporary(&self) -> bool {
         match self {
-            Self::Widened(widened) => widened.is_temporary(),
+            Self::Full { .. } => true,
             Self::NoPlace { temporary, .. } => *temporary,
             _ => false,
         }
-    }
-}
-
-impl Widened {
-    /// Whether waiting may help.
-    #[must_use]
-    pub const fn is_temporary(&self) -> bool {
-        matches!(self, Self::Full { .. })
     }
 }

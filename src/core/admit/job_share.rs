@@ -1,13 +1,12 @@
 //! A container's request within its job's share. Pure.
 
-use super::job_error::Widened;
+use super::job_error::JobError;
 use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{Lease, Ledger};
 use crate::place::{Placement, selected};
 use crate::request::Request;
-use crate::share::MIB;
-use crate::share::{Devices, Isolation, Mode, Percent};
+use crate::share::{Devices, Isolation, MIB, Mode, Percent};
 
 /// The placement that `lease` has.
 pub(super) fn placement_of(lease: &Lease) -> Placement {
@@ -40,8 +39,8 @@ pub(super) fn place_in_job(
     ledger: &Ledger,
     inventory: &Inventory,
     config: &Config,
-) -> Result<Placement, Widened> {
-    let other = |key| Widened::Other { job: job_number(job), has: describe_job(job), key };
+) -> Result<Placement, JobError> {
+    let other = |key| JobError::Other { job: job_number(job), has: describe_job(job), key };
     if request.mode.is_some_and(|mode| mode != job.mode) {
         return Err(other("mode"));
     }
@@ -64,7 +63,7 @@ pub(super) fn place_in_job(
         ledger.leases.iter().filter(|lease| lease.within.as_ref() == Some(&job.id)).collect();
     let sms = |sm: Option<Percent>| sm.map(|sm| u64::from(sm.thousandths()));
     let each = |of: fn(&Lease) -> Option<u64>| beside.iter().filter_map(|lease| of(lease)).sum::<u64>();
-    let held = each(|lease| lease.sm.map(|sm| u64::from(sm.thousandths())));
+    let held = each(|lease| lease.sm.map(|sm| sm.thousandths().into()));
     check_within(job, "sm", (sms(sm), held, sms(job.sm)), percent)?;
     check_within(job, "memory", (memory_bytes, each(|lease| lease.memory_bytes), job.memory_bytes), mib)?;
     Ok(Placement {
@@ -111,14 +110,14 @@ fn check_within(
     key: &'static str,
     (asked, held, all): (Option<u64>, u64, Option<u64>),
     words: fn(u64) -> String,
-) -> Result<(), Widened> {
+) -> Result<(), JobError> {
     let (Some(asked), Some(all)) = (asked, all) else { return Ok(()) };
     if asked > all {
-        return Err(Widened::More { job: job_number(job), has: words(all), asked: words(asked) });
+        return Err(JobError::More { job: job_number(job), has: words(all), asked: words(asked) });
     }
     if asked.saturating_add(held) > all {
         let (has, held, asked) = (words(all), words(held), words(asked));
-        return Err(Widened::Full { job: job_number(job), key, has, held, asked });
+        return Err(JobError::Full { job: job_number(job), key, has, held, asked });
     }
     Ok(())
 }
@@ -130,8 +129,7 @@ fn job_number(job: &Lease) -> u64 {
 fn describe_job(job: &Lease) -> String {
     let limits = [job.sm.map(|sm| percent(sm.thousandths().into())), job.memory_bytes.map(mib)];
     let limits: Vec<String> = limits.into_iter().flatten().collect();
-    let devices = job.devices.join(",");
-    [vec![job.mode.to_string(), devices], limits].concat().join(", ")
+    [vec![job.mode.to_string(), job.devices.join(",")], limits].concat().join(", ")
 }
 
 fn percent(thousandths: u64) -> String {

@@ -1,7 +1,6 @@
 //! The last refusals, for `sublet status --last-error`. Engines do not always show what a hook printed.
 
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
@@ -70,8 +69,7 @@ fn add(uid: u32, container_id: &str, word: &str, reason: String, config: &Config
         ..Event::now(Kind::Refused)
     };
     events::emit(&config.state_dir, &[refused]);
-    let container_id = safe(container_id);
-    store(RefusalRecord { time: epoch_seconds(), container_id, reason, uid, started: false }, config);
+    store(uid, container_id, reason, false, config);
 }
 
 /// Records the warnings of a started container as events, because engines do not show those of their runtime. Keeps those
@@ -87,25 +85,27 @@ pub(super) fn record_warnings(lease: &Lease, warnings: &[String], of_image: &[St
     };
     events::emit(&config.state_dir, &warnings.iter().take(KEPT).map(event).collect::<Vec<_>>());
     for reason in of_image.iter().take(KEPT_OF_ONE) {
-        let (container_id, reason) = (safe(&name), safe_long(reason, LONGEST));
-        store(RefusalRecord { time: epoch_seconds(), container_id, reason, uid, started: true }, config);
+        store(uid, &name, safe_long(reason, LONGEST), true, config);
     }
 }
 
-fn store(record: RefusalRecord, config: &Config) {
-    if let Err(error) = write(record, &path(config)) {
+fn store(uid: u32, container_id: &str, reason: String, started: bool, config: &Config) {
+    let path = path(config);
+    let stored = history::read(&path, LARGEST).and_then(|mut all: Vec<RefusalRecord>| {
+        all.retain(|old| !(started && old.started && old.uid == uid && old.reason == reason));
+        all.push(RefusalRecord {
+            time: epoch_seconds(),
+            container_id: safe(container_id),
+            reason,
+            uid,
+            started,
+        });
+        thin_out(&mut all, uid);
+        replace(&path, &serde_json::to_vec(&all)?, 0o644)
+    });
+    if let Err(error) = stored {
         tracing::debug!("cannot write refusals.json: {error}");
     }
-}
-
-fn write(record: RefusalRecord, path: &Path) -> io::Result<()> {
-    let mut all: Vec<RefusalRecord> = history::read(path, LARGEST)?;
-    let uid = record.uid;
-    let is_repeated = |old: &RefusalRecord| old.started && old.uid == uid && old.reason == record.reason;
-    all.retain(|old| !(record.started && is_repeated(old)));
-    all.push(record);
-    thin_out(&mut all, uid);
-    replace(path, &serde_json::to_vec(&all)?, 0o644)
 }
 
 /// Drops the oldest records, first those of `uid` beyond its quota.

@@ -6,9 +6,10 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::reconcile::{Local, read};
+use super::local::{Local, read};
 use super::remote::Remote;
 use super::{Admission, AdmitError, Candidate, RequestSource, last_refusals, refresh};
+use crate::broker::protocol::Ask;
 use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{Binding, Container, Lease, LeaseId, Ledger};
@@ -53,7 +54,7 @@ impl<'a> Leases<'a> {
     #[must_use]
     pub fn of(config: &'a Config) -> Self {
         let place = if is_remote(config) {
-            Place::Remote(Remote::new(config))
+            Place::Remote(Remote { config })
         } else {
             Place::Local(Local::for_engine(config))
         };
@@ -77,12 +78,10 @@ impl<'a> Leases<'a> {
         spec: &Value,
         bundle: &Path,
     ) -> Result<Container, AdmitError> {
-        let found = container_root::podman_root_filesystem(container.rootfs.clone(), spec, bundle)
-            .map_err(AdmitError::from);
-        if let Err(error) = &found {
-            self.record_refusal(&container.name(), error);
-        }
-        Ok(Container { rootfs: found?, ..container })
+        let rootfs = container_root::podman_root_filesystem(container.rootfs.clone(), spec, bundle)
+            .map_err(AdmitError::from)
+            .inspect_err(|error| self.record_refusal(&container.name(), error))?;
+        Ok(Container { rootfs, ..container })
     }
 
     /// Takes a share for the container and edits `spec` for it.
@@ -96,28 +95,23 @@ impl<'a> Leases<'a> {
         source: &RequestSource,
         spec: &mut Value,
     ) -> Result<Admission, AdmitError> {
-        let admitted =
-            self.check_place_for_mounts(spec, &candidate.container).and_then(|()| match &self.place {
-                Place::Local(local) => local.admit(candidate, source, spec),
-                Place::Remote(remote) => remote.admit(candidate, source, spec),
-            });
-        if let Err(error) = &admitted {
-            self.record_refusal(&candidate.container.name(), error);
-        }
-        admitted
-    }
-
-    /// Checks that the container has its own mount namespace, and that it can see what another entry point has mounted.
-    fn check_place_for_mounts(&self, spec: &Value, container: &Container) -> Result<(), AdmitError> {
-        oci::check_mount_namespace(spec)?;
-        Ok(oci::check_uncovered(spec, &container.rootfs, &self.config.state_dir)?)
+        let container = &candidate.container;
+        let checked = oci::check_mount_namespace(spec).map_err(AdmitError::from);
+        // It can see what another entry point has mounted.
+        let checked =
+            checked.and_then(|()| Ok(oci::check_uncovered(spec, &container.rootfs, &self.config.state_dir)?));
+        let admitted = checked.and_then(|()| match &self.place {
+            Place::Local(local) => local.admit(candidate, source, spec),
+            Place::Remote(remote) => remote.admit(candidate, source, spec),
+        });
+        admitted.inspect_err(|error| self.record_refusal(&container.name(), error))
     }
 
     /// Frees `lease`, whose container was never created.
     pub fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         match &self.place {
-            Place::Local(local) => local.withdraw(lease),
-            Place::Remote(remote) => remote.withdraw(lease),
+            Place::Local(local) => local.free(lease, &local.store()?),
+            Place::Remote(remote) => remote.ask_free(&Ask::Withdraw { lease: lease.clone() }),
         }
     }
 
@@ -154,7 +148,9 @@ impl<'a> Leases<'a> {
     pub fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
         match &self.place {
             Place::Local(local) => local.hand_over(lease, owner),
-            Place::Remote(remote) => remote.hand_over(lease, owner),
+            Place::Remote(remote) => {
+                remote.ask_done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid })
+            }
         }
     }
 
@@ -168,10 +164,7 @@ impl<'a> Leases<'a> {
             Place::Local(local) => local.bind(lease, binding),
             Place::Remote(remote) => remote.bind(lease, binding),
         };
-        if let Err(error) = &bound {
-            self.record_refusal(&binding.id, error);
-        }
-        bound
+        bound.inspect_err(|error| self.record_refusal(&binding.id, error))
     }
 
     /// Marks the lease of container `id` (of `uid`) as ending. [`Leases::unmark`] restores its earlier state.
@@ -186,7 +179,7 @@ impl<'a> Leases<'a> {
     pub fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         match &self.place {
             Place::Local(local) => local.unmark(lease),
-            Place::Remote(remote) => remote.unmark(lease),
+            Place::Remote(remote) => remote.ask_done(&Ask::Unmark { lease: lease.clone() }),
         }
     }
 

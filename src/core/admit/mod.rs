@@ -20,10 +20,9 @@ mod in_job;
 mod job_error;
 mod job_share;
 mod last_refusals;
-mod local_leases;
+mod local;
 mod local_or_remote;
 pub mod reason;
-mod reconcile;
 mod remote;
 mod request_of_spec;
 pub mod take_lease;
@@ -38,7 +37,7 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 
 use crate::config::Config;
 use crate::inventory::{Inventory, InventoryError};
-use crate::ledger::{Container, LeaseId, Store};
+use crate::ledger::{Container, LeaseId};
 use crate::process::{Named, Process, sublet};
 use crate::{inventory, ledger};
 use take_lease::SHORTEST_PAUSE;
@@ -49,12 +48,10 @@ pub use error::AdmitError;
 pub use exec_share::{EnterError, Share, enter, find_share, may_have_share};
 pub use grant_at_prestart::{LateAdmission, admit_late, find_ended_lease};
 pub use in_job::job_share;
-pub use job_error::{JobError, Widened};
+pub use job_error::JobError;
 pub use last_refusals::{RefusalRecord, record_reported, refusals};
-pub use local_leases::clear_refused;
+pub use local::{Local, clear_refused, read};
 pub use local_or_remote::{Leases, is_remote};
-pub use reconcile::Local;
-pub use reconcile::read;
 pub use remote::own_status;
 pub use request_of_spec::{
     RequestSource, asks_for_job_share, remove_earlier_grant, request_by_cdi, request_of,
@@ -114,38 +111,33 @@ const SETTLING: Duration = Duration::from_secs(10);
 
 /// The cached inventory if it is up to date, otherwise a refreshed one.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
-    refresh_if_stale(load_inventory(config, inventory::load(config)), config)
+    refresh_if_stale(inventory::load(config), config)
 }
 
-/// [`fresh_inventory`] beside a store, which is opened in a trusted directory only.
-fn fresh_inventory_beside(_: &Store, config: &Config) -> Result<Inventory, AdmitError> {
-    refresh_if_stale(load_inventory(config, inventory::load_beside(config, &[])), config)
-}
-
+/// The `loaded` inventory if it is up to date, otherwise a refreshed one.
 fn refresh_if_stale(
     loaded: Result<Inventory, InventoryError>,
     config: &Config,
 ) -> Result<Inventory, AdmitError> {
-    match loaded {
+    match check_layout(loaded, config) {
         Err(error) if error.wants_refresh() => Leases::of(config).new_inventory(),
         loaded => Ok(loaded?),
     }
 }
 
-/// The cached inventory. While a MIG layout changes, the instances of its GPUs may be others than those in it: these GPUs
+/// The `loaded` inventory. While a MIG layout changes, the instances of its GPUs may be others than those in it: these GPUs
 /// take no lease, and a lease that is taken after the change needs a newer inventory ([`crate::ledger::MigChanges::count`]).
-fn load_inventory(
-    config: &Config,
+fn check_layout(
     loaded: Result<Inventory, InventoryError>,
+    config: &Config,
 ) -> Result<Inventory, InventoryError> {
-    match loaded {
-        Err(InventoryError::Stale { path, changed }) => {
-            let stale = InventoryError::Stale { path, changed };
-            let changing = ledger::gpus_under_change(&config.state_dir);
-            if changing.is_empty() { Err(stale) } else { inventory::load_beside(config, &changing) }
+    if matches!(loaded, Err(InventoryError::Stale { .. })) {
+        let changing = ledger::gpus_under_change(&config.state_dir);
+        if !changing.is_empty() {
+            return inventory::load_beside(config, &changing);
         }
-        loaded => loaded,
     }
+    loaded
 }
 
 /// [`fresh_inventory`] for commands that show the devices. Only NVML knows of MIG devices that another tool has
@@ -163,7 +155,7 @@ pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
         for warning in sublet::run(&["refresh", "--quiet"], REFRESH_LIMIT)? {
             tracing::warn!("{warning}");
         }
-        match load_inventory(config, inventory::load(config)) {
+        match check_layout(inventory::load(config), config) {
             // MIG instances are being created or destroyed, for other containers or by `sublet mig apply`.
             Err(InventoryError::Stale { .. }) if began.elapsed() < SETTLING => {
                 std::thread::sleep(SHORTEST_PAUSE);
@@ -196,8 +188,7 @@ impl Engine {
     pub fn of(caller: i32) -> Option<Self> {
         let caller = Named::find(caller)?;
         let pipe = sync_pipe(&caller).or_else(|| sync_pipe(&Named::find(caller.parent)?));
-        let caller = caller.process;
-        Some(Self { caller, pipe, waited: Cell::new(false) })
+        Some(Self { caller: caller.process, pipe, waited: Cell::new(false) })
     }
 
     /// Waits before the next look for a share.

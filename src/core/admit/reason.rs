@@ -14,7 +14,7 @@ impl AdmitError {
             Self::Refused(refusal) if refusal.left_out => "gpu-lost",
             Self::Refused(refusal) if refusal.temporary => "no-room",
             Self::Refused(_) => "never-fits",
-            Self::Unmade { temporary: true, .. } => "no-room",
+            Self::Unmade { temporary: true, .. } | Self::Job(JobError::NoPlace { .. }) => "no-room",
             Self::Unmade { .. } => "no-mig-device",
             Self::WouldMake { .. } => "mig-device-would-be-made",
             Self::Request(_)
@@ -36,7 +36,6 @@ impl AdmitError {
             Self::Mps(error) => of_mps(error),
             Self::NoDaemon(_) => "mps",
             Self::Node(_) => "device-nodes",
-            Self::Job(job) if matches!(**job, JobError::NoPlace { .. }) => "no-room",
             Self::Job(_) => "job",
             Self::PolicyLimit(_) | Self::TooManyUnbound(_) | Self::NoDeviceAllowed => "policy",
             Self::Broker(error) => of_broker(error),

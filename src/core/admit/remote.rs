@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::local_leases::{clear_volumes, may_be_in_use};
+use super::local::{clear_volumes, may_be_in_use};
 use super::request_of_spec::{RequestSource, is_of_bundle, remove_earlier_grant, request_of};
 use super::take_lease::retry_pause;
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP};
@@ -23,20 +23,12 @@ const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
 /// The state of `sublet serve`.
 pub(super) struct Remote<'a> {
-    config: &'a Config,
+    pub(super) config: &'a Config,
 }
 
-impl<'a> Remote<'a> {
-    pub(super) const fn new(config: &'a Config) -> Self {
-        Self { config }
-    }
-
-    fn broker(&self) -> Broker {
-        Broker::new(self.config)
-    }
-
-    fn ask_done(&self, ask: &Ask) -> Result<(), AdmitError> {
-        match self.broker().ask(ask)? {
+impl Remote<'_> {
+    pub(super) fn ask_done(&self, ask: &Ask) -> Result<(), AdmitError> {
+        match Broker::new(self.config).ask(ask)? {
             Answer::Done(_) => Ok(()),
             _ => unexpected(),
         }
@@ -44,8 +36,8 @@ impl<'a> Remote<'a> {
 
     /// This process removes the mount points in the root filesystem itself. Root removes nothing at a path that a user
     /// names.
-    fn ask_free(&self, ask: &Ask) -> Result<(), AdmitError> {
-        let Answer::Freed(left) = self.broker().ask(ask)? else { return unexpected() };
+    pub(super) fn ask_free(&self, ask: &Ask) -> Result<(), AdmitError> {
+        let Answer::Freed(left) = Broker::new(self.config).ask(ask)? else { return unexpected() };
         if let Some(left) = left {
             crate::fs::atomic::sweep(&left.bundle);
             // The ledger has no leftovers of users' containers.
@@ -63,16 +55,14 @@ impl<'a> Remote<'a> {
         let ledger = ledger::read_text(&self.config.state_dir);
         ledger.is_empty() || ledger.windows(id.len()).any(|window| window == id.as_bytes())
     }
-}
 
-impl Remote<'_> {
     pub(super) fn admit(
         &self,
         candidate: &Candidate<'_>,
         source: &RequestSource,
         spec: &mut Value,
     ) -> Result<Admission, AdmitError> {
-        let mut broker = self.broker();
+        let mut broker = Broker::new(self.config);
         let mut source = source.clone();
         // This is checked first: the nodes that another entry point has added are bind mounts, like nodes that the user
         // adds.
@@ -112,10 +102,6 @@ impl Remote<'_> {
         }
     }
 
-    pub(super) fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
-        self.ask_free(&Ask::Withdraw { lease: lease.clone() })
-    }
-
     /// The service does not wait for the container's processes to end, so this process does.
     pub(super) fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         let deadline = Instant::now() + EMPTY_CGROUP;
@@ -146,23 +132,15 @@ impl Remote<'_> {
         self.ask_done(&Ask::Abandon { id: id.to_owned(), owner: owner.pid })
     }
 
-    pub(super) fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
-        self.ask_done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid })
-    }
-
     pub(super) fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
-        let container = ContainerNames {
-            id: binding.id.clone(),
-            bundle: binding.bundle.clone(),
-            record: binding.record.clone(),
-            ..ContainerNames::default()
-        };
-        self.ask_done(&Ask::Bind { lease: lease.clone(), container, pid: binding.init.process.pid })
+        let Binding { id, bundle, record, init } = binding.clone();
+        let container = ContainerNames { id, bundle, record, ..ContainerNames::default() };
+        self.ask_done(&Ask::Bind { lease: lease.clone(), container, pid: init.process.pid })
     }
 
     pub(super) fn mark_ending(&self, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {
         let ask = Ask::Ending { id: id.to_owned(), record: record.to_owned() };
-        let lease = match self.may_have_lease(id).then(|| self.broker().ask(&ask)).transpose()? {
+        let lease = match self.may_have_lease(id).then(|| Broker::new(self.config).ask(&ask)).transpose()? {
             Some(Answer::Lease(lease)) => lease,
             Some(_) => return unexpected(),
             None => None,
@@ -173,15 +151,11 @@ impl Remote<'_> {
         Ok(lease)
     }
 
-    pub(super) fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
-        self.ask_done(&Ask::Unmark { lease: lease.clone() })
-    }
-
     /// The service restarts a daemon that does not answer. If the service is not running, a daemon that answers is
     /// enough.
     pub(super) fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
         let ask = Ask::Enter { id: id.to_owned(), record: record.to_owned() };
-        let missing = match self.broker().ask(&ask) {
+        let missing = match Broker::new(self.config).ask(&ask) {
             Ok(Answer::Done(true)) => return Ok(()),
             Ok(Answer::Done(false)) => None,
             Ok(_) => return unexpected(),
@@ -196,7 +170,7 @@ impl Remote<'_> {
     }
 
     pub(super) fn new_inventory(&self) -> Result<Inventory, AdmitError> {
-        match self.broker().ask(&Ask::Inventory)? {
+        match Broker::new(self.config).ask(&Ask::Inventory)? {
             Answer::Inventory(inventory) => Ok(*inventory),
             _ => unexpected(),
         }
@@ -307,10 +281,10 @@ mod tests {
     fn containers_that_the_ledger_does_not_mention_need_no_service() {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path());
-        assert_eq!(Remote::new(&config).mark_ending("c1", Path::new("/r/c1")).unwrap(), None);
+        assert_eq!(Remote { config: &config }.mark_ending("c1", Path::new("/r/c1")).unwrap(), None);
         std::fs::write(dir.path().join("ledger.json"), r#"{"leases":[{"id":"c1"}]}"#).unwrap();
-        assert_eq!(Remote::new(&config).mark_ending("c2", Path::new("/r/c2")).unwrap(), None);
-        let error = Remote::new(&config).mark_ending("c1", Path::new("/r/c1")).unwrap_err();
+        assert_eq!(Remote { config: &config }.mark_ending("c2", Path::new("/r/c2")).unwrap(), None);
+        let error = Remote { config: &config }.mark_ending("c1", Path::new("/r/c1")).unwrap_err();
         assert!(error.to_string().starts_with("sublet serve is not running"), "{error}");
     }
 }

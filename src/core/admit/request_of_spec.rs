@@ -75,19 +75,16 @@ pub(super) fn asks_for_a_share(
     annotations: &BTreeMap<String, String>,
     share: Option<&str>,
 ) -> bool {
+    let args = spec.pointer("/process/args").and_then(Value::as_array).into_iter().flatten();
+    let args: Vec<&str> = args.filter_map(Value::as_str).collect();
     let asked = share.is_some() || request::has_sublet_annotations(annotations) || cdi::is_asked(spec);
-    asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &arguments(spec))
+    asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &args)
 }
 
 /// Whether `annotations`, or else the entry point, name the share of the container's job of Slurm's.
 #[must_use]
 pub fn asks_for_job_share(annotations: &BTreeMap<String, String>, entry_point: Option<&str>) -> bool {
     annotations.get("sublet.share").map(String::as_str).or(entry_point) == Some(JOB_SHARE)
-}
-
-fn arguments(spec: &Value) -> Vec<&str> {
-    let args = spec.pointer("/process/args").and_then(Value::as_array);
-    args.into_iter().flatten().filter_map(Value::as_str).collect()
 }
 
 /// Reads the request at `source`, of the container with config.json `spec`.
@@ -136,14 +133,24 @@ pub fn request_by_cdi(
         ..request.clone()
     } == alone;
     if !same {
-        return Err(contradiction(asked, said, entry_point).into());
+        let ours = said.iter().filter(|(key, _)| key.starts_with("sublet."));
+        let mut words: Vec<String> = ours.map(|(key, value)| format!("{key}={value}")).collect();
+        if words.is_empty() {
+            words.extend(entry_point.map(|entry_point| format!("the runtime sublet-{entry_point}")));
+        }
+        let annotations = safe(&words.join(", "));
+        return Err(CdiError::Contradiction { share: safe(&asked.share), annotations }.into());
     }
     let inventory = inventory()?;
     let request =
         only(&request, &asked.device, &inventory, config).map_err(|why| device_error(asked, why))?;
     let given = nodes_of(&asked.device, &inventory, config);
-    oci::conflict(spec, &given, config).map_err(|conflict| conflict_error(asked, conflict))?;
-    Ok(request)
+    match oci::conflict(spec, &given, config) {
+        Err(conflict @ (Conflict::Node(_) | Conflict::Rule(_))) => {
+            Err(CdiError::Conflict { share: safe(&asked.share), conflict }.into())
+        }
+        checked => Ok(checked.map(|()| request)?),
+    }
 }
 
 fn device_error(asked: &Asked, why: String) -> CdiError {
@@ -155,26 +162,6 @@ pub(super) fn explain_gone_cdi_device(error: AdmitError, spec: &Value, config: &
     let Ok(Some(asked)) = cdi::asked(spec) else { return error };
     let is_gone = inventory::last(config).is_ok_and(|now| now.device(&asked.device).is_none());
     if is_gone { device_error(&asked, "which this host no longer has".to_owned()).into() } else { error }
-}
-
-fn conflict_error(asked: &Asked, conflict: Conflict) -> AdmitError {
-    match conflict {
-        Conflict::Node(_) | Conflict::Rule(_) => {
-            CdiError::Conflict { share: safe(&asked.share), conflict }.into()
-        }
-        other => other.into(),
-    }
-}
-
-fn contradiction(asked: &Asked, said: &BTreeMap<String, String>, entry_point: Option<&str>) -> CdiError {
-    let ours = said.iter().filter(|(key, _)| key.starts_with("sublet."));
-    let mut words: Vec<String> = ours.map(|(key, value)| format!("{key}={value}")).collect();
-    words.extend(
-        entry_point
-            .filter(|_| words.is_empty())
-            .map(|entry_point| format!("the runtime sublet-{entry_point}")),
-    );
-    CdiError::Contradiction { share: safe(&asked.share), annotations: safe(&words.join(", ")) }
 }
 
 /// Checks that the environment of `spec` is that of `grant`, which has the limits for a shared MPS server.

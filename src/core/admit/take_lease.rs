@@ -2,20 +2,21 @@
 
 use std::borrow::Cow;
 use std::cell::Cell;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::reconcile::Local;
-use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, fresh_inventory_beside, refresh};
+use super::local::Local;
+use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, refresh, refresh_if_stale};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::config::{Config, Inject};
+use crate::fs::is_absent;
 use crate::grant::{Grant, Image};
-use crate::inventory::{Device, Inventory, is_watched};
-use crate::ledger::DaemonKey;
-use crate::ledger::{Freed, Init, Job, Lease, LeaseId, LeaseState, Ledger, LedgerError, Scan, Store};
+use crate::inventory::{self, Device, Inventory, is_watched};
+use crate::ledger::{
+    DaemonKey, Freed, Init, Job, Lease, LeaseId, LeaseState, Ledger, LedgerError, Scan, Store,
+};
 use crate::mps;
 use crate::oci::{self, Tree};
 use crate::place::{Order, Placement, Refusal, World, find, named, place};
@@ -75,38 +76,8 @@ pub(super) enum Rootfs<'a> {
     OfSpec(&'a Value),
     /// As its user reports it, which affects only their own container.
     Reported(&'a Image),
-    /// Not at all: the share is of a job's programs.
-    OfJob(&'a JobHold),
-}
-
-/// The job for which a lease is taken, and its first process that needs one.
-pub(super) struct JobHold {
-    pub job: Job,
-    pub init: Init,
-}
-
-impl Rootfs<'_> {
-    fn complete_lease(self, lease: Lease) -> Lease {
-        match self {
-            Self::OfSpec(_) => lease,
-            Self::Reported(_) => lease.brokered(),
-            Self::OfJob(hold) => Lease {
-                state: LeaseState::Active,
-                init: Some(hold.init.clone()),
-                job: Some(hold.job.clone()),
-                ..lease
-            },
-        }
-    }
-}
-
-impl Terms<'_> {
-    fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), NotTaken> {
-        let Some(Err(error)) = self.limit.map(|limit| limit.check(placement, ledger)) else { return Ok(()) };
-        let temporary = error.is_temporary();
-        let error = AdmitError::PolicyLimit(Box::new(error));
-        Err(if temporary { NotTaken::Temporary(error) } else { NotTaken::Final(error) })
-    }
+    /// Not at all: the share is of the programs of a job, of which the second is the first process that needs one.
+    OfJob(&'a Job, &'a Init),
 }
 
 /// The inventory with the devices that a user may have.
@@ -142,7 +113,14 @@ pub(super) fn take(
     local: Local<'_>,
 ) -> Result<Taken, AdmitError> {
     if matches!(terms.rootfs, Rootfs::OfSpec(_)) {
-        check_record(candidate)?;
+        // If a record of the container cannot be found again, its lease would never end.
+        let path = &candidate.container.record;
+        match path.symlink_metadata() {
+            Err(source) if !is_absent(&source) => {
+                return Err(AdmitError::Record { path: path.to_string_lossy().into_owned(), source });
+            }
+            _ => {}
+        }
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     let mut search = Search {
@@ -158,23 +136,12 @@ pub(super) fn take(
     };
     let taken = search.run().map_err(|error| search.add_advice(error));
     if local.config.mig.dynamic && taken.is_err() {
-        dynamic_mig::release(&search.id, store, local.mig);
+        local.release_instance(&search.id, store);
     } else if search.made {
         // The request may have been placed on another device in the end.
         local.destroy_unneeded(store);
     }
     taken
-}
-
-/// Checks that a record of the container can be found again. Otherwise its lease would never end.
-fn check_record(candidate: &Candidate<'_>) -> Result<(), AdmitError> {
-    let path = &candidate.container.record;
-    match path.symlink_metadata() {
-        Err(source) if !matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-            Err(AdmitError::Record { path: path.to_string_lossy().into_owned(), source })
-        }
-        _ => Ok(()),
-    }
 }
 
 /// Why an attempt took no lease.
@@ -187,15 +154,13 @@ enum NotTaken {
     LayoutChanged,
     /// A MIG instance may be created for it. Otherwise this error is the answer.
     NoInstance(Box<(Order, AdmitError)>),
-    /// Waiting may help.
-    Temporary(AdmitError),
-    /// Nothing will change it.
-    Final(AdmitError),
+    /// Waiting helps only if it is temporary.
+    Refused(AdmitError),
 }
 
 impl<E: Into<AdmitError>> From<E> for NotTaken {
     fn from(error: E) -> Self {
-        Self::Final(error.into())
+        Self::Refused(error.into())
     }
 }
 
@@ -249,8 +214,10 @@ impl Search<'_> {
                     Err(error) => return Err(error),
                 },
                 Err(NotTaken::LayoutChanged) => (AdmitError::LayoutChanged, SHORTEST_PAUSE),
-                Err(NotTaken::Temporary(error)) => (error, retry_pause(began.elapsed())),
-                Err(NotTaken::Final(error)) => return Err(error),
+                Err(NotTaken::Refused(error)) if error.is_temporary() => {
+                    (error, retry_pause(began.elapsed()))
+                }
+                Err(NotTaken::Refused(error)) => return Err(error),
             };
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -264,7 +231,7 @@ impl Search<'_> {
     /// Adds advice to a refusal, without the ledger's lock. Advice does not help a job.
     fn add_advice(&self, error: AdmitError) -> AdmitError {
         match error {
-            AdmitError::Refused(bare) if !matches!(self.terms.rootfs, Rootfs::OfJob(_)) => {
+            AdmitError::Refused(bare) if !matches!(self.terms.rootfs, Rootfs::OfJob(..)) => {
                 AdmitError::Refused(self.current_refusal().unwrap_or(bare))
             }
             AdmitError::Unmade { refused, why, temporary } => {
@@ -284,7 +251,7 @@ impl Search<'_> {
 
     /// Has an instance created, once. Returns the new inventory.
     fn make_instance(&mut self, (order, refused): (Order, AdmitError)) -> Result<Inventory, AdmitError> {
-        let made = dynamic_mig::make(order, &self.id, &self.candidate.container.name(), self.local.mig);
+        let made = self.local.make_instance(order, &self.id, &self.candidate.container.name());
         made.map_err(|(why, temporary)| AdmitError::Unmade { refused: Box::new(refused), why, temporary })?;
         self.made = true;
         fresh_inventory(self.local.config)
@@ -295,8 +262,8 @@ impl Search<'_> {
         let Self { candidate, request, terms, store, local, .. } = *self;
         let config = local.config;
         let may_refresh = refreshed.is_none();
-        // The driver may not be loaded yet. `sublet.wait` waits for it, too.
-        let fresh = || fresh_inventory_beside(store, config).map_err(NotTaken::Temporary);
+        // The driver may not be loaded yet: that is temporary, too. (The store is opened in a trusted directory only.)
+        let fresh = || refresh_if_stale(inventory::load_beside(config, &[]), config);
         let inventory = refreshed.map_or_else(fresh, Ok)?;
         let (image, tree) = match terms.rootfs {
             Rootfs::OfSpec(spec) => {
@@ -304,7 +271,7 @@ impl Search<'_> {
                 (oci::inspect(spec, &tree, request, &inventory, config)?, Some(tree))
             }
             Rootfs::Reported(image) => (image.clone(), None),
-            Rootfs::OfJob(_) => (Image::default(), None),
+            Rootfs::OfJob(..) => (Image::default(), None),
         };
         // New instances get the ids of destroyed ones, and /proc then looks the same.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
@@ -320,15 +287,23 @@ impl Search<'_> {
             if unconfirmed || placement.refresh_first && may_refresh {
                 return Err(NotTaken::InventoryOld);
             }
-            terms.check(&placement, ledger)?;
+            if let Some(limit) = terms.limit {
+                limit.check(&placement, ledger)?;
+            }
             if matches!(terms.rootfs, Rootfs::Reported(_)) {
-                let checked = ledger.check_unbound(candidate.container.uid);
-                checked.map_err(|error| NotTaken::Temporary(error.into()))?;
+                ledger.check_unbound(candidate.container.uid)?;
             }
             oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
             let mut lease = lease_for(candidate, &placement, &image, self.id.clone(), config);
             lease.mount_points = own_mount_points(&image, &candidate.container.rootfs, ledger).into();
-            let lease = terms.rootfs.complete_lease(lease);
+            match terms.rootfs {
+                Rootfs::OfSpec(_) => {}
+                Rootfs::Reported(_) => lease = lease.brokered(),
+                Rootfs::OfJob(job, init) => {
+                    lease.state = LeaseState::Active;
+                    (lease.init, lease.job) = (Some(init.clone()), Some(job.clone()));
+                }
+            }
             ledger.insert(lease.clone())?;
             ledger.stop_awaiting(&self.id);
             let conflicting_daemons = ledger.conflicting_daemons(&lease).cloned().collect();
@@ -378,16 +353,15 @@ impl Search<'_> {
         if refusal.refresh_first && may_refresh {
             return NotTaken::InventoryOld;
         }
-        let temporary = refusal.temporary;
-        let order = || {
+        let order = if self.made {
+            None
+        } else {
             dynamic_mig::order_instance(self.request, self.terms.limit, allowed, ledger, self.local.config)
         };
-        match (if self.made { None } else { order() }, temporary) {
-            (Some(Ok(order)), _) => NotTaken::NoInstance(Box::new((order, refusal.into()))),
-            (Some(Err(error)), _) if error.is_temporary() => NotTaken::Temporary(error),
-            (Some(Err(error)), _) => NotTaken::Final(error),
-            (None, true) => NotTaken::Temporary(refusal.into()),
-            (None, false) => NotTaken::Final(refusal.into()),
+        match order {
+            Some(Ok(order)) => NotTaken::NoInstance(Box::new((order, refusal.into()))),
+            Some(Err(error)) => error.into(),
+            None => refusal.into(),
         }
     }
 }

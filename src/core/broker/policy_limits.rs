@@ -88,7 +88,7 @@ impl PolicyLimit<'_> {
         }
         let rule = self.rule;
         if let Some(modes) = rule.modes.as_ref().filter(|modes| !modes.contains(&placement.mode)) {
-            let allowed = modes.iter().map(|mode| mode.as_str()).collect::<Vec<_>>().join(", ");
+            let allowed = modes.iter().map(Into::into).collect::<Vec<&str>>().join(", ");
             return Err(PolicyLimitError::Mode { mode: placement.mode, allowed });
         }
         let held = self.held(ledger);

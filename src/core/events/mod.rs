@@ -27,8 +27,20 @@ use crate::text::timestamp_milliseconds;
 const LONGEST: usize = 2000;
 
 /// The kind of an event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Kind {
     /// A container was given a share.
     LeaseTaken,
@@ -74,55 +86,7 @@ pub enum Kind {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 20] = [
-        Self::LeaseTaken,
-        Self::LeaseBound,
-        Self::LeaseEnded,
-        Self::LeftEnded,
-        Self::LeftRunning,
-        Self::Warned,
-        Self::Refused,
-        Self::Guard,
-        Self::MpsStarted,
-        Self::MpsRestarted,
-        Self::MpsFailed,
-        Self::MpsStopped,
-        Self::MigCreated,
-        Self::MigDestroyed,
-        Self::MigChanged,
-        Self::Drained,
-        Self::Undrained,
-        Self::GpuLost,
-        Self::GpuBack,
-        Self::LedgerRebuilt,
-    ];
-
-    /// The word in JSON.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::LeaseTaken => "lease-taken",
-            Self::LeaseBound => "lease-bound",
-            Self::LeaseEnded => "lease-ended",
-            Self::LeftEnded => "left-ended",
-            Self::LeftRunning => "left-running",
-            Self::Warned => "warned",
-            Self::Refused => "refused",
-            Self::Guard => "guard",
-            Self::MpsStarted => "mps-started",
-            Self::MpsRestarted => "mps-restarted",
-            Self::MpsFailed => "mps-failed",
-            Self::MpsStopped => "mps-stopped",
-            Self::MigCreated => "mig-created",
-            Self::MigDestroyed => "mig-destroyed",
-            Self::MigChanged => "mig-changed",
-            Self::Drained => "drained",
-            Self::Undrained => "undrained",
-            Self::GpuLost => "gpu-lost",
-            Self::GpuBack => "gpu-back",
-            Self::LedgerRebuilt => "ledger-rebuilt",
-        }
-    }
+    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
 }
 
 /// One event. Its texts are not escaped.
@@ -202,7 +166,11 @@ pub fn emit(state_dir: &Path, events: &[Event]) {
         return;
     }
     let lines: Vec<String> = events.iter().map(Event::line).collect();
-    let unsent = if has_journal(state_dir) { send_to_journal(&lines, events) } else { &lines[..] };
+    let unsent = if has_journal(state_dir) {
+        send_to_socket(Path::new(JOURNAL_SOCKET), &lines, events)
+    } else {
+        &lines[..]
+    };
     if let Err(error) = append_to_ring(state_dir, unsent) {
         tracing::debug!("cannot write events: {error}");
     }
@@ -229,10 +197,6 @@ pub fn has_journal(state_dir: &Path) -> bool {
 }
 
 /// Sends an entry for each line; returns those that the journal did not take. It does not wait for the journal.
-fn send_to_journal<'l>(lines: &'l [String], events: &[Event]) -> &'l [String] {
-    send_to_socket(Path::new(JOURNAL_SOCKET), lines, events)
-}
-
 fn send_to_socket<'l>(socket: &Path, lines: &'l [String], events: &[Event]) -> &'l [String] {
     let Ok(sender) = UnixDatagram::unbound() else { return lines };
     if sender.set_nonblocking(true).is_err() {
@@ -260,7 +224,7 @@ fn journal_entry(line: &str, event: &Event) -> String {
         | Kind::LedgerRebuilt => 4,
         _ => 6,
     };
-    let words = [event.kind.as_str(), &event.container_id, &event.daemon, &event.text];
+    let words = [<&str>::from(event.kind), &event.container_id, &event.daemon, &event.text];
     let message: Vec<&str> = words.into_iter().filter(|word| !word.is_empty()).collect();
     format!(
         "MESSAGE={}\nPRIORITY={priority}\nSYSLOG_IDENTIFIER={JOURNAL_IDENTIFIER}\n{JOURNAL_FIELD}={line}\n",
@@ -299,12 +263,13 @@ fn append_to_ring(state_dir: &Path, lines: &[String]) -> io::Result<()> {
     if length >= 2 * FULL_RING {
         return Err(io::Error::other(format!("{} is full and cannot be turned", path.display())));
     }
-    // A line that a killed writer did not end would take the next one with it.
-    let broken = !ends_with_newline(&file, length)?;
-    let text = lines
-        .iter()
-        .fold(if broken { "\n".to_owned() } else { String::new() }, |text, line| text + line + "\n");
-    file.write_all(text.as_bytes())
+    // A line that a killed writer did not end would take the next one with it. Another writer adds whole lines meanwhile.
+    let mut last = *b"\n";
+    if length > 0 {
+        file.read_exact_at(&mut last, length - 1)?;
+    }
+    let line_end = if last == *b"\n" { "" } else { "\n" };
+    file.write_all(format!("{line_end}{}\n", lines.join("\n")).as_bytes())
 }
 
 /// Makes a full file the older one. Of two writers that find it full, one does it. The lock is a file that only this
@@ -321,16 +286,6 @@ fn turn_ring(full: &File, state_dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether the last line of a file with this length is whole. Another writer may add to it meanwhile, which adds whole lines.
-fn ends_with_newline(file: &File, length: u64) -> io::Result<bool> {
-    if length == 0 {
-        return Ok(true);
-    }
-    let mut last = [0];
-    file.read_exact_at(&mut last, length - 1)?;
-    Ok(last == *b"\n")
-}
-
 /// The events in the ring, oldest first. Incomplete ones are left out.
 #[must_use]
 pub fn read_ring(state_dir: &Path) -> Vec<Event> {
@@ -338,11 +293,8 @@ pub fn read_ring(state_dir: &Path) -> Vec<Event> {
     // The newer file first: if it becomes the older one meanwhile, its events are there twice, and not lost.
     let newer = events_in(&path);
     let mut events = events_in(&older);
-    for event in newer {
-        if !events.contains(&event) {
-            events.push(event);
-        }
-    }
+    let new: Vec<Event> = newer.into_iter().filter(|event| !events.contains(event)).collect();
+    events.extend(new);
     events
 }
 

@@ -2,14 +2,14 @@
 //!
 //! The environment has the variables that CUDA, MPS and programs that choose their own size read.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, Inject, OWN_PREFIXES, VisibleDevices};
 use crate::fs::under;
-use crate::inventory;
-use crate::inventory::{Device, Inventory, Node, context_bytes};
+use crate::inventory::{self, Device, Inventory, Node, context_bytes};
 use crate::ledger::{Lease, VolumeFiles};
 use crate::place::Placement;
 use crate::share::{Capabilities, Capability, MIB, MigCapability, Percent, Priority};
@@ -124,7 +124,6 @@ impl Image {
     }
 
     /// Whether the MPS directory is also mounted at [`MPS_DEFAULT_DIR`].
-    #[must_use]
     pub(crate) const fn takes_default_directory(&self) -> bool {
         !self.tmp_is_host && !self.tmp_is_closed && !self.without_default
     }
@@ -190,7 +189,6 @@ pub fn grant(
 }
 
 /// Every node that a container with `uuid` may get, whatever its driver capabilities.
-#[must_use]
 pub(crate) fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
     let devices = list_devices(&[uuid.to_owned()], inventory);
     let all = Capabilities(Capability::ALL.to_vec());
@@ -287,12 +285,8 @@ fn list_nodes(
     }
     nodes.extend(mig_caps.iter().filter_map(|cap| inventory.driver.mig_cap(*cap)).cloned());
     // MIG devices of one GPU share its node.
-    let mut seen = Vec::new();
-    nodes.retain(|node| {
-        let new = !seen.contains(&node.path);
-        seen.push(node.path.clone());
-        new
-    });
+    let mut seen = BTreeSet::new();
+    nodes.retain(|node| seen.insert(node.path.clone()));
     let granted = |node: Node| {
         let source = under(&config.driver.root, &node.path.to_string_lossy());
         GrantedNode { node, source }
@@ -304,24 +298,20 @@ fn list_nodes(
 /// rather too small than too large.
 const MOST_SMS: u64 = 192;
 
-/// Names that a framework refuses together. If one is set, sublet does not set the other.
+/// The name that frameworks refuse together with `name`. If one is set, sublet does not set the other.
 ///
 /// From version 0.4.33, jaxlib raises `ValueError`, and JAX then computes on the CPU. An empty value counts as unset
 /// (`generate_pjrt_gpu_plugin_options` in `jaxlib/xla_client.py`; docs/recipes.md, "What the frameworks read").
-const REFUSED_TOGETHER: [[&str; 2]; 1] = [["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"]];
-
-/// The name that frameworks refuse together with `name`.
 #[must_use]
 pub fn refused_beside(name: &str) -> Option<&'static str> {
-    REFUSED_TOGETHER.iter().find_map(|[one, other]| match name {
-        name if name == *one => Some(*other),
-        name if name == *other => Some(*one),
+    match name {
+        "XLA_CLIENT_MEM_FRACTION" => Some("XLA_PYTHON_CLIENT_MEM_FRACTION"),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION" => Some("XLA_CLIENT_MEM_FRACTION"),
         _ => None,
-    })
+    }
 }
 
 /// Variables with these prefixes that are not in a share's environment are removed.
-#[must_use]
 pub(crate) fn own_prefixes() -> Vec<String> {
     OWN_PREFIXES.map(str::to_owned).to_vec()
 }
@@ -358,15 +348,10 @@ fn list_environment(
         set.extend(list_mps_variables(lease));
     }
     set.extend(list_sizes(lease, inventory));
-    let mut default: Vec<_> = config
-        .grant
-        .env
-        .iter()
-        .filter_map(|(name, text)| Some(pair(name, fill_template(text, &set)?)))
-        .collect();
-    if let Some(dir) = library_dir.and_then(Path::to_str) {
-        default.push(pair(TRITON_PATH, dir));
-    }
+    let default = config.grant.env.iter();
+    let default = default.filter_map(|(name, text)| Some(pair(name, fill_template(text, &set)?)));
+    let triton = library_dir.and_then(Path::to_str).map(|dir| pair(TRITON_PATH, dir));
+    let default = default.chain(triton).collect();
     Environment { set, default, remove_prefixes: own_prefixes() }
 }
 
@@ -390,34 +375,24 @@ fn listed(lease: &Lease, form: VisibleDevices) -> String {
 /// has no such variable: a worker that sets `CUDA_VISIBLE_DEVICES` to one of them would have no limit. The server has
 /// the limit instead.
 fn list_mps_variables(lease: &Lease) -> Vec<(String, String)> {
-    let mut set = vec![pair("CUDA_MPS_PIPE_DIRECTORY", MPS_DIR)];
-    if let Some(sm) = lease.sm_of_process() {
-        set.push(pair("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", sm.to_string()));
-    }
-    if let Some(bytes) = lease.memory_of_process().filter(|_| lease.devices.len() == 1) {
-        set.push(pair("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={}M", bytes / MIB)));
-    }
-    if lease.priority == Priority::Low {
-        set.push(pair("CUDA_MPS_CLIENT_PRIORITY", "1"));
-    }
-    set
+    let sm = lease.sm_of_process().map(|sm| pair("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", sm.to_string()));
+    let memory = lease.memory_of_process().filter(|_| lease.devices.len() == 1);
+    let memory = memory.map(|bytes| pair("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={}M", bytes / MIB)));
+    let low = (lease.priority == Priority::Low).then(|| pair("CUDA_MPS_CLIENT_PRIORITY", "1"));
+    let directory = Some(pair("CUDA_MPS_PIPE_DIRECTORY", MPS_DIR));
+    [directory, sm, memory, low].into_iter().flatten().collect()
 }
 
 /// For programs that choose their own size: the memory of one CUDA process on each device. MPS shows them the whole
 /// GPU.
 fn list_sizes(lease: &Lease, inventory: &Inventory) -> Vec<(String, String)> {
-    let mut set = Vec::new();
-    if let Some(bytes) = lease.memory_of_process() {
-        set.push(pair("SUBLET_MEMORY_BYTES", bytes.to_string()));
-        if let Some(thousandths) = fraction_of_all(bytes, lease, inventory) {
-            let fraction = format!("{}.{:03}", thousandths / 1000, thousandths % 1000);
-            set.push(pair("SUBLET_MEMORY_FRACTION", fraction));
-        }
-    }
-    if let Some(sm) = lease.sm_of_process() {
-        set.push(pair("SUBLET_SM_PERCENT", sm.to_string()));
-    }
-    set
+    let memory = lease.memory_of_process();
+    let fraction = memory.and_then(|bytes| fraction_of_all(bytes, lease, inventory)).map(|thousandths| {
+        pair("SUBLET_MEMORY_FRACTION", format!("{}.{:03}", thousandths / 1000, thousandths % 1000))
+    });
+    let memory = memory.map(|bytes| pair("SUBLET_MEMORY_BYTES", bytes.to_string()));
+    let sm = lease.sm_of_process().map(|sm| pair("SUBLET_SM_PERCENT", sm.to_string()));
+    [memory, fraction, sm].into_iter().flatten().collect()
 }
 
 /// The smallest [`fraction`] among the lease's devices: a framework applies one to all of them.

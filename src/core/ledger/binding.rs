@@ -57,13 +57,11 @@ pub struct TooManyUnbound;
 
 impl Lease {
     /// As taken by a user through `sublet serve`, to be bound in time: a user who never starts a container must not keep it.
-    #[must_use]
     pub(crate) fn brokered(self) -> Self {
         Self { brokered: true, bind_by: Some(uptime_seconds() + TIME_TO_BIND), ..self }
     }
 
     /// Whether it still waits for a container to be bound to.
-    #[must_use]
     pub(crate) fn is_unbound(&self) -> bool {
         self.init.is_none() && self.container.bundle.as_os_str().is_empty()
     }
@@ -79,11 +77,10 @@ impl Ledger {
     /// Makes `owner` responsible for the unbound lease `id`, for the time that binding may take. That of a user's began
     /// when it was taken, because a user may hand it over again and again.
     pub fn hand_over(&mut self, id: &LeaseId, owner: Process) {
-        if let Some(lease) = self.lease_mut(id) {
-            lease.owner = owner;
-            if !lease.brokered {
-                lease.bind_by = Some(uptime_seconds() + TIME_TO_BIND);
-            }
+        let Some(lease) = self.lease_mut(id) else { return };
+        lease.owner = owner;
+        if !lease.brokered {
+            lease.bind_by = Some(uptime_seconds() + TIME_TO_BIND);
         }
     }
 

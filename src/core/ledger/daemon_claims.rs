@@ -1,6 +1,6 @@
 //! What a start and a stop of an MPS daemon record, under the ledger's lock, before they begin. Pure.
 
-use super::{DaemonKey, DaemonState, DefaultLimits, Ledger, MpsDaemon};
+use super::{DaemonKey, DaemonState, Ledger, MpsDaemon};
 
 /// A daemon to start.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,16 +29,7 @@ impl Ledger {
         let devices = self.on_daemon(key).next()?.devices.clone();
         let before = self.daemons.iter().find(|daemon| daemon.key == *key).cloned();
         self.forget_daemon(key);
-        self.daemons.push(MpsDaemon {
-            key: key.clone(),
-            devices: devices.clone(),
-            process: None,
-            state: DaemonState::Starting,
-            default_limits: DefaultLimits::default(),
-            answered_at: 0,
-            idle_since: None,
-            mode_left: false,
-        });
+        self.daemons.push(MpsDaemon::starting(key.clone(), devices.clone()));
         Some(StartClaim { devices, before })
     }
 
@@ -48,11 +39,11 @@ impl Ledger {
         if leases > 0 && !force {
             return Err(leases);
         }
-        let at = self.daemons.iter().position(|daemon| daemon.key == *key);
-        let before = at.map(|at| self.daemons[at].clone());
-        if let Some(at) = at {
-            self.daemons[at].state = DaemonState::Stopping;
-        }
+        let known = self.daemons.iter_mut().find(|daemon| daemon.key == *key);
+        let before = known.map(|daemon| {
+            let state = std::mem::replace(&mut daemon.state, DaemonState::Stopping);
+            MpsDaemon { state, ..daemon.clone() }
+        });
         let unexplained = before.as_ref().is_some_and(|daemon| self.is_unexplained(daemon));
         Ok(StopClaim { before, leases, unexplained })
     }

@@ -11,14 +11,24 @@ const TICKS_MILLISECONDS: u64 = 10;
 
 /// The events between two ledgers, in an order that makes sense.
 pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
+    // Leases keep their order, so most have not moved.
+    let same = |(was, is): &(&Lease, &Lease)| was.id == is.id && was.init.is_some() == is.init.is_some();
+    let same = before.leases.iter().zip(&after.leases).take_while(same).count();
+    let (leases_before, leases_after) = (&before.leases[same..], &after.leases[same..]);
     let mut events = Vec::new();
-    let (leases_before, leases_after) = skip_equal(&before.leases, &after.leases);
     events.extend(ended_events(leases_before, leases_after));
     events.extend(daemon_events(before, after));
     events.extend(lease_events(leases_before, leases_after));
     events.extend(mig_events(before, after));
-    events.extend(drain_events(before, after));
+    let drained = |kind, device: &String| Event { devices: vec![device.clone()], ..Event::now(kind) };
+    events.extend(missing(&after.drained, &before.drained).map(|device| drained(Kind::Drained, device)));
+    events.extend(missing(&before.drained, &after.drained).map(|device| drained(Kind::Undrained, device)));
     events
+}
+
+/// Those of `all` that are not among `others`.
+fn missing<'a, T: PartialEq>(all: &'a [T], others: &'a [T]) -> impl Iterator<Item = &'a T> {
+    all.iter().filter(move |one| !others.contains(one))
 }
 
 /// The ledger was lost and rebuilt, with so many leases.
@@ -38,13 +48,6 @@ fn lease_event(kind: Kind, lease: &Lease) -> Event {
     }
 }
 
-/// Both lists behind their common beginning: leases keep their order, so most have not moved.
-fn skip_equal<'a>(before: &'a [Lease], after: &'a [Lease]) -> (&'a [Lease], &'a [Lease]) {
-    let same = |(was, is): &(&Lease, &Lease)| was.id == is.id && was.init.is_some() == is.init.is_some();
-    let same = before.iter().zip(after).take_while(same).count();
-    (&before[same..], &after[same..])
-}
-
 /// The leases by their ids: to look for each in a list of all takes too long for hundreds.
 fn by_id(leases: &[Lease]) -> HashMap<&LeaseId, &Lease> {
     leases.iter().map(|lease| (&lease.id, lease)).collect()
@@ -57,10 +60,9 @@ fn ended_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event
         let held = crate::process::epoch_seconds().checked_sub(lease.since);
         // The first process of one that ran for a moment may not be in the lease. Its runtime has a record all the same.
         let ran = lease.init.is_some() || lease.container.record.symlink_metadata().is_ok();
-        let text = if ran { "" } else { "its container never ran" };
         Event {
             took_ms: held.map(|seconds| seconds.saturating_mul(1000)),
-            text: text.to_owned(),
+            text: if ran { "" } else { "its container never ran" }.to_owned(),
             ..lease_event(Kind::LeaseEnded, lease)
         }
     })
@@ -70,25 +72,21 @@ fn lease_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event
     let known = by_id(before);
     after.iter().flat_map(move |lease| {
         let was = known.get(&lease.id);
-        let taken = was.is_none().then(|| taken_event(lease));
+        let taken = was.is_none().then(|| {
+            let event = lease_event(Kind::LeaseTaken, lease);
+            // The container's wait for a place. A lease that a rebuild found has a process, and no wait is known.
+            let waited = since_owners_start(lease, event.uptime_ms).filter(|_| lease.init.is_none());
+            Event { took_ms: waited, text: share(lease), ..event }
+        });
         let was_bound = was.is_some_and(|was| was.init.is_some());
-        let bound = lease.init.as_ref().filter(|_| !was_bound).map(|init| bound_event(lease, init));
+        let bound = lease.init.as_ref().filter(|_| !was_bound).map(|Init { process, .. }| {
+            // The kernel knows when it started.
+            let took_ms = since_owners_start(lease, process.start_time.saturating_mul(TICKS_MILLISECONDS));
+            let text = format!("first process {}", process.pid);
+            Event { took_ms, text, ..lease_event(Kind::LeaseBound, lease) }
+        });
         taken.into_iter().chain(bound)
     })
-}
-
-/// How long it took is the container's wait for a place. A lease that a rebuild found has a process, and no wait is known.
-fn taken_event(lease: &Lease) -> Event {
-    let event = lease_event(Kind::LeaseTaken, lease);
-    let waited = since_owners_start(lease, event.uptime_ms).filter(|_| lease.init.is_none());
-    Event { took_ms: waited, text: share(lease), ..event }
-}
-
-/// The kernel knows when the container's first process started.
-fn bound_event(lease: &Lease, init: &Init) -> Event {
-    let started = init.process.start_time.saturating_mul(TICKS_MILLISECONDS);
-    let text = format!("first process {}", init.process.pid);
-    Event { took_ms: since_owners_start(lease, started), text, ..lease_event(Kind::LeaseBound, lease) }
 }
 
 /// Milliseconds from the start of the lease's owner, the process that takes it, to `then`; `None` for a hook's owner, a
@@ -107,82 +105,56 @@ fn share(lease: &Lease) -> String {
 }
 
 fn daemon_events(before: &Ledger, after: &Ledger) -> Vec<Event> {
-    let find = |ledger: &'_ Ledger, daemon: &MpsDaemon| {
-        ledger.daemons.iter().find(|other| other.key == daemon.key).cloned()
-    };
-    let mut events = Vec::new();
-    for daemon in &before.daemons {
-        if find(after, daemon).is_none() {
-            events.push(daemon_event(Kind::MpsStopped, daemon, ""));
-        }
-    }
-    for daemon in &after.daemons {
-        let was = find(before, daemon);
-        events.extend(change_event(was.as_ref(), daemon, after));
-    }
-    events
-}
-
-fn change_event(was: Option<&MpsDaemon>, daemon: &MpsDaemon, ledger: &Ledger) -> Option<Event> {
-    let state = was.map(|was| was.state);
-    match daemon.state {
-        DaemonState::Serving if state == Some(DaemonState::Serving) => None,
-        // It did not answer, and does again.
-        DaemonState::Serving if state == Some(DaemonState::Fault) => None,
-        DaemonState::Serving => {
-            let again = ledger.on_daemon(&daemon.key).any(|lease| lease.init.is_some());
-            let kind = if again { Kind::MpsRestarted } else { Kind::MpsStarted };
-            Some(daemon_event(kind, daemon, ""))
-        }
-        DaemonState::Starting if state == Some(DaemonState::Serving) => {
-            Some(daemon_event(Kind::MpsFailed, daemon, "it had ended while leases needed it"))
-        }
-        DaemonState::Fault if state != Some(DaemonState::Fault) => {
-            Some(daemon_event(Kind::MpsFailed, daemon, "it does not answer"))
-        }
-        DaemonState::Down if state != Some(DaemonState::Down) => {
-            Some(daemon_event(Kind::MpsFailed, daemon, "it does not run"))
-        }
-        _ => None,
-    }
-}
-
-fn daemon_event(kind: Kind, daemon: &MpsDaemon, text: &str) -> Event {
-    Event {
+    use DaemonState::{Down, Fault, Serving, Starting};
+    let event = |kind, daemon: &MpsDaemon, text: &str| Event {
         devices: daemon.devices.clone(),
         daemon: daemon.key.to_string(),
         text: text.to_owned(),
         ..Event::now(kind)
+    };
+    let find = |ledger: &Ledger, daemon: &MpsDaemon| {
+        ledger.daemons.iter().find(|other| other.key == daemon.key).map(|other| other.state)
+    };
+    let stopped = before.daemons.iter().filter(|daemon| find(after, daemon).is_none());
+    let mut events: Vec<Event> = stopped.map(|daemon| event(Kind::MpsStopped, daemon, "")).collect();
+    for daemon in &after.daemons {
+        let (kind, text) = match (find(before, daemon), daemon.state) {
+            // One at fault did not answer, and does again.
+            (Some(Serving | Fault), Serving) | (Some(Fault), Fault) | (Some(Down), Down) => continue,
+            (_, Serving) if after.on_daemon(&daemon.key).any(|lease| lease.init.is_some()) => {
+                (Kind::MpsRestarted, "")
+            }
+            (_, Serving) => (Kind::MpsStarted, ""),
+            (Some(Serving), Starting) => (Kind::MpsFailed, "it had ended while leases needed it"),
+            (_, Fault) => (Kind::MpsFailed, "it does not answer"),
+            (_, Down) => (Kind::MpsFailed, "it does not run"),
+            _ => continue,
+        };
+        events.push(event(kind, daemon, text));
     }
+    events
 }
 
 fn mig_events(before: &Ledger, after: &Ledger) -> Vec<Event> {
-    let made = |ledger: &Ledger| -> Vec<(String, String, String)> {
+    let made = |ledger: &Ledger| -> Vec<(Vec<String>, String)> {
         let known = ledger.mig.dynamic_instances.iter();
-        known.filter_map(|made| Some((made.uuid.clone()?, made.gpu.clone(), made.name.clone()))).collect()
+        known
+            .filter_map(|made| Some((vec![made.gpu.clone(), made.uuid.clone()?], made.name.clone())))
+            .collect()
     };
     let (old, new) = (made(before), made(after));
-    let event = |kind, (uuid, gpu, profile): &(String, String, String)| Event {
-        devices: vec![gpu.clone(), uuid.clone()],
+    let event = |kind, (devices, profile): &(Vec<String>, String)| Event {
+        devices: devices.clone(),
         text: profile.clone(),
         ..Event::now(kind)
     };
-    let mut events: Vec<Event> =
-        old.iter().filter(|made| !new.contains(made)).map(|made| event(Kind::MigDestroyed, made)).collect();
-    events.extend(new.iter().filter(|made| !old.contains(made)).map(|made| event(Kind::MigCreated, made)));
+    let mut events: Vec<Event> = missing(&old, &new).map(|made| event(Kind::MigDestroyed, made)).collect();
+    events.extend(missing(&new, &old).map(|made| event(Kind::MigCreated, made)));
     let change = before.mig.under_way.as_ref().filter(|change| !change.gpus.is_empty());
     if let Some(change) = change.filter(|_| after.mig.count > before.mig.count) {
         events.push(Event { devices: change.gpus.clone(), ..Event::now(Kind::MigChanged) });
     }
     events
-}
-
-fn drain_events(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
-    let event = |kind, device: &String| Event { devices: vec![device.clone()], ..Event::now(kind) };
-    let new = after.drained.iter().filter(|device| !before.drained.contains(device));
-    let old = before.drained.iter().filter(|device| !after.drained.contains(device));
-    new.map(move |device| event(Kind::Drained, device))
-        .chain(old.map(move |device| event(Kind::Undrained, device)))
 }
 
 #[cfg(test)]
@@ -213,7 +185,7 @@ mod tests {
     }
 
     fn kinds(before: &Ledger, after: &Ledger) -> Vec<&'static str> {
-        events(before, after).iter().map(|event| event.kind.as_str()).collect()
+        events(before, after).iter().map(|event| event.kind.into()).collect()
     }
 
     fn bound_lease(number: u64) -> Lease {

@@ -1,9 +1,11 @@
 //! The stored ledger and the lease in a container's annotation, as in tests/formats: reading and writing them gives the
 //! same text.
 
+use std::path::Path;
+
 use serde_json::Value;
 
-use super::store::{ledger_text, parse_ledger};
+use super::text::{ledger_text, parse_ledger};
 use super::{Job, LEASE_RECORD_ANNOTATION, Lease, Ledger, MigChanges, MpsDaemon};
 
 #[test]
@@ -13,7 +15,7 @@ fn stored_ledgers_are_read_and_written_again_alike() {
         include_str!("../../../tests/formats/mig/ledger.json"),
         include_str!("../../../tests/formats/every-key/ledger.json"),
     ] {
-        let mut ledger = parse_ledger(stored.as_bytes()).unwrap();
+        let mut ledger = parse_ledger(stored.as_bytes(), Path::new("")).unwrap();
         let again: Value = serde_json::from_slice(&ledger_text(&mut ledger).unwrap()).unwrap();
         assert_eq!(again, serde_json::from_str::<Value>(stored).unwrap());
     }
@@ -61,7 +63,7 @@ fn every_key_is_in_the_fixture() {
         mount_point_lists: _,
         mig: MigChanges { count: _, under_way, dynamic_instances },
         keeper,
-    } = parse_ledger(text.as_bytes()).unwrap();
+    } = parse_ledger(text.as_bytes(), Path::new("")).unwrap();
     has_all(&[namespaces.is_some(), lost, under_way.is_some(), keeper.is_some()]);
     has_all(&[
         !compute_modes.is_empty(),

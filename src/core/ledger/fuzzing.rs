@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use super::{Ledger, runtime_record, store};
+use super::{Ledger, LedgerError, runtime_record, text};
 
 /// The ledger in `content`, as the store reads it.
 pub fn ledger(content: &[u8]) -> Result<Ledger, String> {
-    store::parse_ledger(content).map_err(|why| match why {
-        store::NotALedger::Newer(schema) => schema,
-        store::NotALedger::Corrupt(why) => why,
+    text::parse_ledger(content, Path::new("")).map_err(|error| match error {
+        LedgerError::Newer { found: why, .. } | LedgerError::Corrupt { why, .. } => why,
+        error => error.to_string(),
     })
 }
 

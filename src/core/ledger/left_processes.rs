@@ -7,10 +7,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use super::liveness::has_inode;
-use super::liveness::live_processes;
-use super::runtime_record::Record;
-use super::runtime_record::{list_directory, roots};
+use super::liveness::{has_inode, live_processes};
+use super::runtime_record::{Record, list_directory, roots};
 use super::{Init, Lease, LeaseState, Ledger, LedgerError};
 use crate::host::below_hierarchy;
 use crate::process::{Process, live_proc_dir_of, name_of};
@@ -37,15 +35,12 @@ impl fmt::Display for Left {
         if let Some(kept) = &self.kept {
             return kept.fmt(to);
         }
-        for (number, process) in self.own.iter().take(NAMED).enumerate() {
+        let named = self.own.iter().take(NAMED).map(|process| {
             let (pid, name) = (process.pid, name_of(process.pid));
-            let comma = if number > 0 { ", " } else { "" };
-            write!(to, "{comma}process {pid} ({name}")?;
-            if process.waits_in_kernel() {
-                write!(to, ", {IN_STATE_D}")?;
-            }
-            to.write_str(")")?;
-        }
+            let state = if process.waits_in_kernel() { format!(", {IN_STATE_D}") } else { String::new() };
+            format!("process {pid} ({name}{state})")
+        });
+        to.write_str(&named.collect::<Vec<_>>().join(", "))?;
         match self.own.len().saturating_sub(NAMED) {
             0 => write!(to, " still run{}", if self.own.len() == 1 { "s" } else { "" }),
             more => write!(to, " and {more} more still run"),
@@ -118,11 +113,9 @@ impl Lease {
     /// is gone, and the runtime has no record of the container any more. Where a user's runtime may have one, which root
     /// does not read, the container's first thread has ended, which a runtime takes for its end. Where it is not known
     /// which record it has, as of a prestart hook's, its end alone is no `delete`: its engine may yet leave it alone.
-    #[must_use]
     pub(crate) fn was_deleted(&self) -> bool {
-        let Some(init) = self.init.as_ref().filter(|_| self.state == LeaseState::Ending) else {
-            return false;
-        };
+        let ending = self.init.as_ref().filter(|_| self.state == LeaseState::Ending);
+        let Some(init) = ending else { return false };
         // The process that marks it is younger than the container; the one that took it is older.
         let is_marked = || self.owner.start_time > init.process.start_time;
         let is_over = || {
@@ -131,24 +124,16 @@ impl Lease {
             } else if self.container.record.as_os_str().is_empty() {
                 is_marked()
             } else {
-                !self.has_record(init)
+                // One of a later container of the same name is not its own. One that cannot be read may be.
+                let record = Record::read(&self.container.record);
+                record.is_ok_and(|record| record.is_none_or(|record| record.init != init.process))
             }
         };
         !self.is_of_job() && !self.owner.is_alive() && is_over()
     }
 
-    /// Whether the runtime has a record of its container, and not of a later one of the same name; or one that cannot be
-    /// read.
-    pub(super) fn has_record(&self, init: &Init) -> bool {
-        match Record::read(&self.container.record) {
-            Ok(record) => record.is_some_and(|record| record.init == init.process),
-            Err(_) => true,
-        }
-    }
-
     /// Whether a process that reports its deletion may end its container: it is being deleted, or a runtime takes it for
     /// ended.
-    #[must_use]
     pub(crate) fn may_be_ended(&self) -> bool {
         let is_over = |init: &Init| self.state == LeaseState::Ending || !init.process.has_first_thread();
         !self.is_of_job() && self.init.as_ref().is_some_and(is_over)
@@ -177,7 +162,6 @@ impl Ledger {
     }
 
     /// The processes that the deleted container of `lease` has left.
-    #[must_use]
     pub(crate) fn find_left_processes(&self, lease: &Lease, state_dir: &Path) -> Left {
         let Some(init) = &lease.init else { return Left::default() };
         let first = Some(init.process).filter(Process::is_alive);
@@ -248,11 +232,9 @@ fn check_records(lease: &Lease, init: &Init, below: &Path, state_dir: &Path) -> 
 /// Whether `other` has the cgroup `below` of `lease`, or one above or below it, or may get it: it is of a container of
 /// the same name that is being created.
 fn may_share_cgroup(other: &Lease, lease: &Lease, below: &Path) -> bool {
-    let is_same = (other.container.uid, &other.container.id) == (lease.container.uid, &lease.container.id);
     match &other.init {
-        Some(Init { cgroup: Some(dir), .. }) => is_nested(&below_hierarchy(dir), below),
-        Some(_) => false,
-        None => is_same,
+        Some(init) => init.cgroup.as_deref().is_some_and(|dir| is_nested(&below_hierarchy(dir), below)),
+        None => (other.container.uid, &other.container.id) == (lease.container.uid, &lease.container.id),
     }
 }
 
@@ -265,13 +247,11 @@ fn is_nested(one: &Path, other: &Path) -> bool {
 fn check_processes(found: &[Process], init: &Init, ledger: &Ledger) -> Result<(), NotOwn> {
     let ours = known_pids(ledger);
     let [own, hosts] = ["self", "1"].map(|who| namespace_inode(&Path::new("/proc").join(who), "mnt"));
-    let (own, pids) = (
-        own?,
-        match init.pid_namespace {
-            0 => namespace_inode(Path::new("/proc/self"), "pid")?,
-            its => Some(its),
-        },
-    );
+    let own = own?;
+    let pids = match init.pid_namespace {
+        0 => namespace_inode(Path::new("/proc/self"), "pid")?,
+        its => Some(its),
+    };
     for process in found {
         let shown = live_proc_dir_of(process.pid);
         let mounts = namespace_inode(&shown, "mnt")?;

@@ -29,11 +29,11 @@ impl Ledger {
         let known = self.leftovers.iter_mut().find(|left| left.bundle == *bundle && left.rootfs == *rootfs);
         match known {
             Some(left) => {
-                let new = lease.mount_points.iter().filter(|path| !left.mount_points.contains(path));
-                let new: Vec<_> = new.cloned().collect();
+                let files = lease.mount_points.iter();
+                let new: Vec<_> = files.filter(|path| !left.mount_points.contains(path)).cloned().collect();
                 left.mount_points.extend(new);
-                let new = volumes.into_iter().filter(|volume| !left.volumes.contains(volume));
-                let new: Vec<_> = new.collect();
+                let new: Vec<_> =
+                    volumes.into_iter().filter(|volume| !left.volumes.contains(volume)).collect();
                 left.volumes.extend(new);
             }
             None => self.leftovers.push(Leftover {
@@ -46,7 +46,6 @@ impl Ledger {
     }
 
     /// Leftovers whose root filesystem no live container of root's uses, without the volumes that those use.
-    #[must_use]
     pub(crate) fn clearable(&self) -> Vec<Leftover> {
         let roots = || self.leases.iter().filter(|lease| lease.is_believed_by(0));
         let in_use = |left: &&Leftover| roots().any(|lease| lease.container.rootfs == left.rootfs);
@@ -63,7 +62,6 @@ impl Ledger {
 
     /// Of `found`, empty files in `rootfs`, those that a runtime made for a container that has or had a lease. The rest are
     /// the image's own.
-    #[must_use]
     pub(crate) fn filter_mount_points<'p>(&self, rootfs: &Path, found: &'p [PathBuf]) -> Vec<&'p PathBuf> {
         let leases = self.leases.iter().filter(|lease| lease.container.rootfs == rootfs);
         let left = self.leftovers.iter().filter(|left| left.rootfs == rootfs);
@@ -89,13 +87,11 @@ impl Ledger {
 impl Lease {
     /// Whether its root filesystem and volumes count for leftovers of `uid`'s containers. A user may report any to
     /// `sublet serve`, and could so keep leftovers of other users' containers.
-    #[must_use]
     pub(crate) fn is_believed_by(&self, uid: u32) -> bool {
         !self.brokered || self.container.uid == uid
     }
 
     /// The files to remove from volumes after it has ended.
-    #[must_use]
     pub(crate) fn volumes_with_files(&self) -> Vec<VolumeFiles> {
         self.volumes.iter().filter(|volume| !volume.files.is_empty()).cloned().collect()
     }
@@ -131,7 +127,6 @@ impl Store {
 impl Ledger {
     /// Whether files may be removed where `lease`'s container has its root filesystem or a volume: those that a container
     /// left, or will leave when it ends.
-    #[must_use]
     pub(crate) fn has_files_to_clear(&self, lease: &Lease) -> bool {
         let shares = |volumes: &[VolumeFiles]| {
             volumes.iter().any(|theirs| lease.volumes.iter().any(|mine| mine.device == theirs.device))

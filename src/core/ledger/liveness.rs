@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Deserialize;
 
 use super::runtime_record::{Record, pid_namespace, read_bounded, table};
-use super::{Container, Freed, Init, Lease, LeaseId, LeaseState, Ledger, Leftover};
+use super::{Container, Freed, Init, Lease, LeaseState, Ledger, Leftover};
 use crate::fs::is_absent;
 use crate::host::{CGROUP_MOUNT, has_unified_cgroups};
 use crate::process::{Process, is_gone, pidfd_await_end};
@@ -42,51 +42,33 @@ pub(crate) enum Scan {
     /// A first process whose pid exists counts as running, which is ten times cheaper. So the lease of a container that
     /// has ended may stay until the next full scan: if its first process is a zombie, or its pid is another process's.
     Brief,
+    /// Not at all: the change is of one lease.
+    None,
 }
 
-/// The result of a scan, a moment ago.
-#[derive(Default)]
-pub(super) struct Seen {
-    /// First processes of containers that ran, in order. A lease that is kept because of them is freed by the next full scan.
-    alive: Vec<Process>,
-    /// The lease of a container that had ended. Nothing brings one back.
-    gone: Option<LeaseId>,
+/// The first processes of `ledger`'s containers that run, in order. A lease that is kept because of them is freed by the next
+/// full scan.
+pub(super) fn running_first(ledger: &Ledger, scan: Scan) -> Vec<Process> {
+    let is_alive = match scan {
+        Scan::Full => Process::is_alive,
+        Scan::Brief => Process::has_pid,
+        Scan::None => return Vec::new(),
+    };
+    let first = ledger.leases.iter().filter_map(|lease| lease.init.as_ref());
+    let mut running: Vec<_> = first.map(|init| init.process).filter(is_alive).collect();
+    running.sort_unstable();
+    running
 }
 
-impl Seen {
-    /// Scans the containers of `ledger`.
-    pub(super) fn of(ledger: &Ledger, scan: Scan) -> Self {
-        let first = ledger.leases.iter().filter_map(|lease| lease.init.as_ref());
-        let is_alive = match scan {
-            Scan::Full => Process::is_alive,
-            Scan::Brief => Process::has_pid,
-        };
-        let mut alive: Vec<_> = first.map(|init| init.process).filter(is_alive).collect();
-        alive.sort_unstable();
-        Self { alive, gone: None }
-    }
-
-    pub(super) fn with_gone(self, gone: Option<LeaseId>) -> Self {
-        Self { gone, ..self }
-    }
-
-    fn has(&self, process: Process) -> bool {
-        self.alive.binary_search(&process).is_ok()
-    }
-}
-
-/// Updates the state of every lease and removes the leases whose containers have ended. Those of `seen` have not.
-pub(super) fn reclaim(ledger: &mut Ledger, seen: &Seen) -> Freed {
-    let gone: Vec<bool> = ledger.leases.iter_mut().map(|lease| is_lease_gone(lease, seen)).collect();
+/// Updates the state of every lease and removes the leases whose containers have ended. Those with a first process among
+/// `running`, which is in order, have not.
+pub(super) fn reclaim(ledger: &mut Ledger, running: &[Process]) -> Freed {
+    let gone: Vec<bool> = ledger.leases.iter_mut().map(|lease| is_lease_gone(lease, running)).collect();
     let mut freed = Freed::new();
     // To move hundreds takes longer than to look at them.
     if gone.contains(&true) {
         for (lease, is_gone) in std::mem::take(&mut ledger.leases).into_iter().zip(gone) {
-            if is_gone {
-                freed.push(lease);
-            } else {
-                ledger.leases.push(lease);
-            }
+            if is_gone { &mut freed } else { &mut ledger.leases }.push(lease);
         }
     }
     ledger.mig.end_change_of_dead_process();
@@ -98,38 +80,37 @@ pub(super) fn reclaim(ledger: &mut Ledger, seen: &Seen) -> Freed {
 }
 
 /// Whether its container has ended. Otherwise its state is updated.
-fn is_lease_gone(lease: &mut Lease, seen: &Seen) -> bool {
-    match fate(lease, seen) {
+fn is_lease_gone(lease: &mut Lease, running: &[Process]) -> bool {
+    match fate(lease, running) {
         Fate::Gone => return true,
         Fate::Exists(init) => lease.note_container(init),
         Fate::Ending(init) => lease.note_first_process_gone(init),
-        Fate::Unchanged if was_not_deleted(lease) => lease.note_not_deleted(),
-        Fate::Unchanged => {}
+        // A `delete` that was killed leaves a lease marked as ending. If the runtime still has a record of the container, it
+        // may still be alive.
+        Fate::Unchanged => {
+            let marked = lease.init.as_ref().filter(|_| lease.state == LeaseState::Ending);
+            let is_alive = marked.is_some_and(|init| init.process.is_alive());
+            if is_alive && !lease.owner.is_alive() && !lease.was_deleted() {
+                lease.note_not_deleted();
+            }
+        }
     }
     false
 }
 
-/// A `delete` that was killed leaves a lease marked as ending. If the runtime still has a record of the container, it
-/// may still be alive.
-fn was_not_deleted(lease: &Lease) -> bool {
-    let Some(init) = lease.init.as_ref().filter(|_| lease.state == LeaseState::Ending) else { return false };
-    init.process.is_alive() && !lease.owner.is_alive() && !lease.was_deleted()
-}
-
-fn fate(lease: &Lease, seen: &Seen) -> Fate {
-    match &lease.init {
-        _ if seen.gone.as_ref() == Some(&lease.id) => Fate::Gone,
-        Some(_) if lease.is_of_job() => {
-            if lease.has_processes() {
-                Fate::Unchanged
-            } else {
-                Fate::Gone
-            }
-        }
-        Some(init) if seen.has(init.process) || init.process.is_alive() => Fate::Unchanged,
-        Some(init) if has_processes(init) => Fate::Ending(None),
-        Some(_) => Fate::Gone,
-        None => fate_without_init(lease),
+fn fate(lease: &Lease, running: &[Process]) -> Fate {
+    let Some(init) = &lease.init else { return fate_without_init(lease) };
+    let goes_on = if lease.is_of_job() {
+        lease.has_processes()
+    } else {
+        running.binary_search(&init.process).is_ok() || init.process.is_alive()
+    };
+    if goes_on {
+        Fate::Unchanged
+    } else if !lease.is_of_job() && has_processes(init) {
+        Fate::Ending(None)
+    } else {
+        Fate::Gone
     }
 }
 
@@ -137,9 +118,10 @@ fn fate(lease: &Lease, seen: &Seen) -> Fate {
 /// between the two checks would seem never to have existed.
 fn fate_without_init(lease: &Lease) -> Fate {
     let owned = lease.owner.is_alive() && !lease.is_overdue();
+    let unowned = if owned { Fate::Unchanged } else { Fate::Gone };
     if lease.brokered {
         // Only its hook binds such a lease. A user controls what the record contains and how long reading it takes.
-        return if owned { Fate::Unchanged } else { Fate::Gone };
+        return unowned;
     }
     let record = match Record::read(&lease.container.record) {
         Ok(None) if !owned => return fate_without_record(lease),
@@ -149,17 +131,12 @@ fn fate_without_init(lease: &Lease) -> Fate {
             return Fate::Unchanged;
         }
     };
-    let Some(record) = record else {
-        return if owned { Fate::Unchanged } else { Fate::Gone };
-    };
-    match (record.init.is_alive(), owned) {
-        (true, _) => Fate::Exists(init_of(&record)),
-        (false, true) => Fate::Unchanged,
-        (false, false) if record.cgroup.as_deref().is_some_and(may_be_populated) => {
-            Fate::Ending(Some(init_of(&record)))
-        }
-        (false, false) => Fate::Gone,
+    let Some(record) = record else { return unowned };
+    if record.init.is_alive() {
+        return Fate::Exists(init_of(&record));
     }
+    let is_ending = !owned && record.cgroup.as_deref().is_some_and(may_be_populated);
+    if is_ending { Fate::Ending(Some(init_of(&record))) } else { unowned }
 }
 
 /// In another time namespace, runc considers every container stopped: its `delete` removes the record and ends no
@@ -188,9 +165,8 @@ fn is_of(record: &Record, lease: &Lease) -> bool {
 
 impl Ledger {
     /// The removable leftovers of `lease`, if its container has ended or `has_ended`; none, if that is not certain.
-    #[must_use]
     pub(crate) fn leftovers_of(&self, lease: &Lease, has_ended: bool) -> Vec<Leftover> {
-        if !has_ended && fate(lease, &Seen::default()) != Fate::Gone {
+        if !has_ended && fate(lease, &[]) != Fate::Gone {
             return Vec::new();
         }
         let mut after = self.clone();
@@ -202,7 +178,7 @@ impl Ledger {
     #[must_use]
     pub fn preview_reclaim(&self) -> (Self, Freed) {
         let mut ledger = self.clone();
-        let freed = reclaim(&mut ledger, &Seen::default());
+        let freed = reclaim(&mut ledger, &[]);
         (ledger, freed)
     }
 }
@@ -218,9 +194,7 @@ impl Lease {
         }
         self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
     }
-}
 
-impl Lease {
     /// Waits up to `longest` until [`Lease::has_processes`] may have changed.
     pub fn await_change(&self, longest: Duration) {
         let Some(init) = &self.init else { return };
@@ -247,11 +221,7 @@ pub(super) fn init_of(record: &Record) -> Init {
     Init {
         process: record.init,
         pid_namespace: pid_namespace(record.init.pid),
-        cgroup_inode: record
-            .cgroup
-            .as_deref()
-            .and_then(|dir| dir.symlink_metadata().ok())
-            .map(|meta| meta.ino()),
+        cgroup_inode: record.cgroup.as_ref().and_then(|dir| Some(dir.symlink_metadata().ok()?.ino())),
         cgroup: record.cgroup.clone(),
     }
 }
@@ -387,8 +357,25 @@ pub(super) fn find_sign_of_life(container: &Container) -> io::Result<Option<Stri
     // The bundle of a lease that is not bound yet is not known.
     let asked = if container.bundle.as_os_str().is_empty() { None } else { cgroups_path(&container.bundle)? };
     if let Some(below) = asked {
-        for dir in possible_dirs(Path::new(CGROUP_MOUNT), &below)? {
-            if is_there(&dir)? && is_populated(&dir)? {
+        let mount = Path::new(CGROUP_MOUNT);
+        let mut possible = vec![mount.join(&below)];
+        if !has_unified_cgroups(mount) {
+            for hierarchy in fs::read_dir(mount)? {
+                possible.push(hierarchy?.path().join(&below));
+            }
+        }
+        for dir in possible {
+            match dir.symlink_metadata() {
+                // No cgroup can have such a name.
+                Err(error)
+                    if [ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP].map(Some).contains(&error.raw_os_error()) =>
+                {
+                    continue;
+                }
+                Err(error) => return Err(error),
+                Ok(_) => {}
+            }
+            if is_populated(&dir)? {
                 return Ok(Some(format!("processes are in its cgroup {}", safe(&dir.to_string_lossy()))));
             }
         }
@@ -396,27 +383,6 @@ pub(super) fn find_sign_of_life(container: &Container) -> io::Result<Option<Stri
     }
     let pid = if container.id.is_empty() { None } else { process_named_for(&container.id)? };
     Ok(pid.map(|pid| format!("process {pid} is in its cgroup")))
-}
-
-/// Whether there is such a directory. There is none with a name that no cgroup can have.
-fn is_there(dir: &Path) -> io::Result<bool> {
-    match dir.symlink_metadata() {
-        Err(error) if [ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP].map(Some).contains(&error.raw_os_error()) => {
-            Ok(false)
-        }
-        found => found.map(|_| true),
-    }
-}
-
-/// The directories that the cgroup `below` may have under `mount`.
-fn possible_dirs(mount: &Path, below: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut all = vec![mount.join(below)];
-    if !has_unified_cgroups(mount) {
-        for hierarchy in fs::read_dir(mount)? {
-            all.push(hierarchy?.path().join(below));
-        }
-    }
-    Ok(all)
 }
 
 fn process_named_for(id: &str) -> io::Result<Option<i32>> {
@@ -431,24 +397,22 @@ fn process_named_for(id: &str) -> io::Result<Option<i32>> {
     Ok(None)
 }
 
-/// The part of config.json that matters here. The rest is skipped.
-#[derive(Deserialize)]
-struct Config {
-    linux: Option<Linux>,
-}
-
-#[derive(Deserialize)]
-struct Linux {
-    #[serde(rename = "cgroupsPath")]
-    cgroups_path: Option<String>,
-}
-
 /// The cgroup that `bundle`'s config.json requests, below a hierarchy's root; `None` if it requests none or does not
 /// exist.
 fn cgroups_path(bundle: &Path) -> io::Result<Option<PathBuf>> {
+    // The part of config.json that matters here. The rest is skipped.
+    #[derive(Deserialize)]
+    struct Config {
+        linux: Option<Linux>,
+    }
+    #[derive(Deserialize)]
+    struct Linux {
+        #[serde(rename = "cgroupsPath")]
+        cgroups_path: Option<String>,
+    }
     let Some(config) = read_bounded(&bundle.join("config.json"))? else { return Ok(None) };
     let config: Config = serde_json::from_slice(&config)?;
-    Ok(config.linux.and_then(|linux| linux.cgroups_path).and_then(|path| parse_cgroups_path(&path)))
+    Ok(config.linux.and_then(|linux| parse_cgroups_path(&linux.cgroups_path?)))
 }
 
 /// A path, or systemd's `SLICE:PREFIX:NAME`, which means the scope `PREFIX-NAME.scope` in that slice (runc's
@@ -486,30 +450,24 @@ impl Lease {
     /// was checked.
     #[must_use]
     pub fn signs_of_life(&self) -> Vec<String> {
-        let path = |path: &Path| safe(&path.to_string_lossy());
-        let mut signs = Vec::new();
-        match &self.init {
-            Some(init) if init.process.is_alive() => {
-                signs.push(format!("its process {} runs", init.process.pid));
-            }
-            Some(init) if has_processes(init) => {
-                let (pid, cgroup) = (init.process.pid, init.cgroup.as_deref().map(path).unwrap_or_default());
-                signs.push(format!(
-                    "its first process {pid} has ended, but its cgroup {cgroup} still has processes"
-                ));
-            }
-            _ => {}
+        let Some(init) = &self.init else {
+            let starts = self.owner.is_alive() && !self.is_overdue();
+            let starts = starts.then(|| format!("process {} is starting it", self.owner.pid));
+            let seen = if self.brokered { None } else { self.sign_without_init() };
+            return starts.into_iter().chain(seen).collect();
+        };
+        let pid = init.process.pid;
+        if init.process.is_alive() {
+            return vec![format!("its process {pid} runs")];
         }
-        if self.init.is_none() && self.owner.is_alive() && !self.is_overdue() {
-            signs.push(format!("process {} is starting it", self.owner.pid));
-        }
-        if self.init.is_none() && !self.brokered {
-            signs.extend(self.signs_without_init());
-        }
-        signs
+        let left = init.cgroup.as_deref().filter(|_| has_processes(init)).map(|cgroup| {
+            let cgroup = safe(&cgroup.to_string_lossy());
+            format!("its first process {pid} has ended, but its cgroup {cgroup} still has processes")
+        });
+        left.into_iter().collect()
     }
 
-    fn signs_without_init(&self) -> Option<String> {
+    fn sign_without_init(&self) -> Option<String> {
         let path = |path: &Path| safe(&path.to_string_lossy());
         match Record::read(&self.container.record) {
             Ok(None) => match find_sign_of_life(&self.container) {
@@ -544,11 +502,11 @@ mod tests {
     use crate::ledger::Container;
 
     fn reclaimed(ledger: &mut Ledger) -> Freed {
-        reclaim(ledger, &Seen::default())
+        reclaim(ledger, &[])
     }
 
     fn fate_of(lease: &Lease) -> Fate {
-        fate(lease, &Seen::default())
+        fate(lease, &[])
     }
 
     /// A process that runs until it is dropped.
@@ -606,10 +564,10 @@ mod tests {
         let (runs, ended) = (Running::start(), Running::start());
         let leases = vec![bound(1, ended.process()), bound(2, runs.process()), bound(3, dead())];
         let mut ledger = Ledger { leases, ..Ledger::empty("boot") };
-        let seen = Seen::of(&ledger, Scan::Full);
+        let seen = running_first(&ledger, Scan::Full);
         drop(ended);
         assert_eq!(reclaim(&mut ledger, &seen).len(), 1, "only who had ended before");
-        let seen = Seen::of(&ledger, Scan::Full);
+        let seen = running_first(&ledger, Scan::Full);
         assert_eq!(reclaim(&mut ledger, &seen).len(), 1);
         assert_eq!(ledger.leases.len(), 1);
     }
@@ -624,10 +582,10 @@ mod tests {
         let reused = Process { start_time: runs.process().start_time - 1, ..runs.process() };
         let leases = vec![bound(1, reused), bound(2, runs.process()), bound(3, dead())];
         let mut ledger = Ledger { leases, ..Ledger::empty("boot") };
-        let seen = Seen::of(&ledger, Scan::Brief);
+        let seen = running_first(&ledger, Scan::Brief);
         let freed: Vec<_> = reclaim(&mut ledger, &seen).into_iter().map(|lease| lease.id).collect();
         assert_eq!(freed, [lease(3, "GPU-a").id]);
-        let seen = Seen::of(&ledger, Scan::Full);
+        let seen = running_first(&ledger, Scan::Full);
         let freed: Vec<_> = reclaim(&mut ledger, &seen).into_iter().map(|lease| lease.id).collect();
         assert_eq!(freed, [lease(1, "GPU-a").id]);
     }

@@ -26,7 +26,6 @@ use super::rebuild::running_container;
 use super::{Lease, LeaseId, Ledger, LedgerError, Record, Store};
 use crate::fs::trusted;
 use crate::process::own_pid;
-use crate::text::safe;
 
 /// A process holds the lock only for a few file reads and one write. If the ledger stays as it is for 5 s and the lock is
 /// not free, something is wrong.
@@ -98,15 +97,11 @@ const LONGEST_MARK: usize = 512;
 /// The lock file's content as JSON. The file is empty while the ledger names no process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Mark {
-    boot_id: String,
+    pub boot_id: String,
     pub namespaces: Namespaces,
 }
 
 impl Mark {
-    pub fn of(boot_id: &str, namespaces: Namespaces) -> Self {
-        Self { boot_id: boot_id.to_owned(), namespaces }
-    }
-
     /// The mark of this boot in the lock file.
     pub fn read(lock: &File, boot_id: &str) -> Option<Self> {
         let mut content = [0; LONGEST_MARK];
@@ -171,10 +166,8 @@ impl Store {
         });
         match same {
             Ok(Some(place)) => Ok(place),
-            Err(source) if source.kind() != io::ErrorKind::NotFound => {
-                Err(LedgerError::Io { verb: "read", path: safe(&path.to_string_lossy()), source })
-            }
-            _ => Err(LedgerError::Exchanged { path: safe(&path.to_string_lossy()) }),
+            Err(source) if source.kind() != io::ErrorKind::NotFound => Err(failed("read", path, source)),
+            _ => Err(LedgerError::Exchanged { path: text(path) }),
         }
     }
 
@@ -203,7 +196,7 @@ impl Store {
     }
 
     pub(super) fn unmounted_error(&self, owner: String) -> LedgerError {
-        LedgerError::Unmounted { path: safe(&self.state_dir.to_string_lossy()), owner }
+        LedgerError::Unmounted { path: text(&self.state_dir), owner }
     }
 }
 
@@ -281,13 +274,12 @@ impl fmt::Display for Namespaces {
 impl Ledger {
     /// Whether it names processes, whose ids differ in other namespaces.
     pub(super) fn names_processes(&self) -> bool {
-        let mig = self.mig.under_way.is_some()
-            || self.mig.dynamic_instances.iter().any(|instance| instance.awaited.is_some());
-        mig || !(self.leases.is_empty() && self.daemons.is_empty() && self.unexplained.is_empty())
+        self.mig.under_way.is_some()
+            || self.mig.dynamic_instances.iter().any(|instance| instance.awaited.is_some())
+            || !(self.leases.is_empty() && self.daemons.is_empty() && self.unexplained.is_empty())
     }
 
     /// Whether its process ids are valid in this process's namespaces. `false` if that is unknown.
-    #[must_use]
     pub(crate) fn is_of_here(&self) -> bool {
         Namespaces::current().is_ok_and(|ours| self.check_namespaces(ours).is_ok())
     }

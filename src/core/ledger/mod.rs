@@ -1,10 +1,8 @@
 //! Leases and MPS daemons, on disk in `ledger.json`, changed only under one lock. Here are the states of a lease, and
 //! every change from one to another.
 
-mod annotation;
 mod binding;
 mod daemon_claims;
-mod dynamic_mig_instances;
 mod error;
 mod events_of_change;
 #[cfg(test)]
@@ -16,14 +14,14 @@ mod left_processes;
 mod leftovers;
 mod liveness;
 mod lock;
-mod mig_changes;
-mod mount_points;
+mod mig;
 mod queries;
 mod rebuild;
 mod runtime_record;
 mod store;
 #[cfg(test)]
 mod stress;
+mod text;
 
 use std::path::{Path, PathBuf};
 
@@ -35,16 +33,14 @@ use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, bytes_of_p
 
 pub use binding::{Binding, NotBound, TooManyUnbound};
 pub use daemon_claims::{StartClaim, StopClaim};
-#[cfg(any(test, feature = "fixtures"))]
-pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
-pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use error::LedgerError;
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
 pub use lock::Namespaces;
-pub(crate) use mig_changes::gpus_under_change;
-pub use mig_changes::{MigBusy, MigChange, MigChanges};
-pub use mount_points::MountPoints;
+#[cfg(any(test, feature = "fixtures"))]
+pub use mig::fixture as dynamic_instance_fixture;
+pub(crate) use mig::gpus_under_change;
+pub use mig::{Awaited, DynamicInstance, MigBusy, MigChange, MigChanges};
 pub use queries::Doubled;
 #[cfg(any(test, feature = "fixtures"))]
 pub use queries::fixture;
@@ -53,6 +49,7 @@ pub use runtime_record::read_up_to;
 pub use store::is_there;
 pub(crate) use store::read_text;
 pub use store::{Freed, Store};
+pub use text::MountPoints;
 
 /// [`Ledger::schema`].
 pub const SCHEMA: &str = "sublet.ledger/1";
@@ -69,7 +66,7 @@ pub const LEASE_RECORD_ANNOTATION: &str = "sublet.lease.record";
 pub(crate) const LEASE_EDITS_ANNOTATION: &str = "sublet.lease.edits";
 
 /// `ledger.json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ledger {
     /// `sublet.ledger/1`.
     pub schema: String,
@@ -360,6 +357,20 @@ pub struct MpsDaemon {
 }
 
 impl MpsDaemon {
+    /// The record of one that is being started for `devices`. Its default limits are unknown.
+    pub(crate) fn starting(key: DaemonKey, devices: Vec<String>) -> Self {
+        Self {
+            key,
+            devices,
+            process: None,
+            state: DaemonState::Starting,
+            default_limits: DefaultLimits::default(),
+            answered_at: 0,
+            idle_since: None,
+            mode_left: false,
+        }
+    }
+
     /// Whether it serves `device`, a UUID.
     #[must_use]
     pub fn serves(&self, device: &str) -> bool {
@@ -514,7 +525,6 @@ impl Default for DefaultMemoryLimit {
 
 impl DefaultMemoryLimit {
     /// The part of each of `processes`, which have `bytes` together, in whole MiB.
-    #[must_use]
     pub(crate) fn of_each(bytes: Option<u64>, processes: u32) -> Self {
         // 0 would remove the limit (docs/evidence). So a part below 1 MiB, in which no context fits, becomes 1 MiB.
         bytes.map_or(Self::Unlimited, |bytes| {
@@ -537,7 +547,6 @@ impl DefaultLimits {
     pub const NONE: Self = Self { sm: Percent::WHOLE, memory: DefaultMemoryLimit::Unlimited };
 
     /// Whether a client that needs `needed` gets that much.
-    #[must_use]
     pub(crate) fn admits(self, needed: Self) -> bool {
         needed.sm <= self.sm && needed.memory <= self.memory
     }

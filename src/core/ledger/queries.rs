@@ -1,12 +1,11 @@
-//! Queries and changes of a ledger in memory, which process belongs to which lease, and the steps of a lease's life,
-//! each a method that makes one change of the ledger on disk.
+//! Queries and changes of a ledger in memory, and which process belongs to which lease.
 
 use std::convert::Infallible;
 use std::path::Path;
 
 use super::{
     Container, DaemonKey, DefaultLimits, DefaultMemoryLimit, Freed, Lease, LeaseId, Ledger, LedgerError,
-    Leftover, MpsDaemon, SCHEMA, Scan, Store,
+    MpsDaemon, SCHEMA, Scan, Store,
 };
 use crate::inventory::GpuProcess;
 use crate::process::Process;
@@ -30,21 +29,7 @@ impl Ledger {
     /// An empty ledger of this boot.
     #[must_use]
     pub fn empty(boot_id: &str) -> Self {
-        Self {
-            schema: SCHEMA.to_owned(),
-            boot_id: boot_id.to_owned(),
-            namespaces: None,
-            leases: Vec::new(),
-            daemons: Vec::new(),
-            compute_modes: Vec::new(),
-            drained: Vec::new(),
-            unexplained: Vec::new(),
-            lost: false,
-            leftovers: Vec::new(),
-            mount_point_lists: Vec::new(),
-            mig: super::MigChanges::default(),
-            keeper: None,
-        }
+        Self { schema: SCHEMA.to_owned(), boot_id: boot_id.to_owned(), ..Self::default() }
     }
 
     /// The lease with this id.
@@ -59,7 +44,6 @@ impl Ledger {
     }
 
     /// The lease of container `id` of `uid`, whose runtime keeps its record in `record`.
-    #[must_use]
     pub(crate) fn find_by_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
         self.leases.iter().find(|lease| {
             let same = lease.container.uid == uid && lease.container.id == id;
@@ -79,7 +63,6 @@ impl Ledger {
     }
 
     /// The lease of the job of Slurm's with this id.
-    #[must_use]
     pub(crate) fn find_job_lease(&self, job: u64) -> Option<&Lease> {
         self.leases
             .iter()
@@ -120,7 +103,6 @@ impl Ledger {
     }
 
     /// Whether `daemon` runs on a device that was closed after a loss of the ledger, or on an unknown device.
-    #[must_use]
     pub(crate) fn is_unexplained(&self, daemon: &MpsDaemon) -> bool {
         self.unexplained.iter().any(|device| daemon.devices.is_empty() || daemon.serves(device))
     }
@@ -198,80 +180,17 @@ impl Lease {
 impl Store {
     /// [`Store::update`] by a change that cannot fail.
     pub fn change<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<(T, Freed), LedgerError> {
-        let (Ok(done), freed) = self.update(|ledger| Ok::<_, Infallible>(change(ledger)))?;
-        Ok((done, freed))
+        self.change_with_scan(Scan::Full, change)
     }
 
-    /// [`Store::change`] of one lease or daemon, which scans briefly.
-    pub(crate) fn change_with_brief_scan<T>(
+    /// [`Store::update_with_scan`] by a change that cannot fail.
+    pub(crate) fn change_with_scan<T>(
         &self,
+        scan: Scan,
         change: impl FnOnce(&mut Ledger) -> T,
     ) -> Result<(T, Freed), LedgerError> {
-        let (Ok(done), freed) =
-            self.update_with_scan(Scan::Brief, |ledger| Ok::<_, Infallible>(change(ledger)))?;
+        let (Ok(done), freed) = self.update_with_scan(scan, |ledger| Ok::<_, Infallible>(change(ledger)))?;
         Ok((done, freed))
-    }
-
-    /// Frees the leases of containers that have ended, and nothing else.
-    pub(crate) fn reclaim(&self) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.change(|_| ())?;
-        Ok(freed)
-    }
-
-    /// [`Store::change`] of one lease, which does not look for ended containers.
-    pub(crate) fn change_without_scan<T>(
-        &self,
-        change: impl FnOnce(&mut Ledger) -> T,
-    ) -> Result<T, LedgerError> {
-        let Ok(done) = self.update_without_scan(|ledger| Ok::<_, Infallible>(change(ledger)))?;
-        Ok(done)
-    }
-
-    /// As [`Ledger::mark_ending`]. What the lease had left is forgotten if it is among `cleared`, the leftovers that
-    /// were removed already. The lease `gone`, whose container has ended, is freed.
-    pub fn mark_ending(
-        &self,
-        uid: u32,
-        id: &str,
-        record: &Path,
-        deleter: Option<Process>,
-        (cleared, gone): (&[Leftover], Option<LeaseId>),
-    ) -> Result<(Option<LeaseId>, Freed), LedgerError> {
-        let (Ok(marked), freed) = self.update_with_gone(Scan::Brief, gone, |ledger| {
-            ledger.forget(cleared);
-            Ok::<_, Infallible>(ledger.mark_ending(uid, id, record, deleter))
-        })?;
-        Ok((marked, freed))
-    }
-
-    /// As [`Ledger::unmark_ending`].
-    pub(crate) fn unmark_ending(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.change_with_brief_scan(|ledger| ledger.unmark_ending(lease))?;
-        Ok(freed)
-    }
-
-    /// As [`Ledger::remove`]; the lease is among those that were freed. Of what it had left, `cleared` is forgotten.
-    pub fn remove(&self, lease: &LeaseId, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
-        let (removed, mut freed) = self.change_with_brief_scan(|ledger| {
-            let removed = ledger.remove(lease);
-            ledger.forget(cleared);
-            removed
-        })?;
-        freed.extend(removed);
-        Ok(freed)
-    }
-
-    /// As [`Ledger::abandon`]; the leases are among those that were freed.
-    pub fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<Freed, LedgerError> {
-        let (abandoned, mut freed) = self.change_with_brief_scan(|ledger| ledger.abandon(uid, id, owner))?;
-        freed.extend(abandoned);
-        Ok(freed)
-    }
-
-    /// As [`Ledger::forget`].
-    pub fn forget(&self, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
-        let ((), freed) = self.change_with_brief_scan(|ledger| ledger.forget(cleared))?;
-        Ok(freed)
     }
 }
 
@@ -281,14 +200,12 @@ impl Ledger {
     /// all.
     #[must_use]
     pub fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
-        let by = |test: fn(&Lease, &GpuProcess) -> bool| {
-            self.leases.iter().find(|lease| !lease.is_of_job() && test(lease, process))
-        };
-        let of_job = || self.leases.iter().find(|lease| lease.is_of_job() && has_cgroup(lease, process));
-        let has_pid = |lease: &Lease, process: &GpuProcess| {
-            lease.init.as_ref().is_some_and(|init| init.process.pid == process.pid)
-        };
-        by(has_pid).or_else(|| by(has_cgroup)).or_else(|| by(has_pid_namespace)).or_else(of_job)
+        let find = |fits: &dyn Fn(&Lease) -> bool| self.leases.iter().find(|lease| fits(lease));
+        let has_pid = |lease: &Lease| lease.init.as_ref().is_some_and(|init| init.process.pid == process.pid);
+        find(&|lease| !lease.is_of_job() && has_pid(lease))
+            .or_else(|| find(&|lease| !lease.is_of_job() && has_cgroup(lease, process)))
+            .or_else(|| find(&|lease| !lease.is_of_job() && has_pid_namespace(lease, process)))
+            .or_else(|| find(&|lease| lease.is_of_job() && has_cgroup(lease, process)))
     }
 
     /// The lease of `process`, which is `seen` on a GPU, if it is certain enough to kill the process:
@@ -296,20 +213,19 @@ impl Ledger {
     /// cgroup of their own: other containers may have joined it, and the inode of a namespace that has ended is reused.
     #[must_use]
     pub fn certain_lease_of(&self, process: Process, seen: &GpuProcess) -> Option<&Lease> {
-        let is_init = |lease: &&Lease| lease.init.as_ref().is_some_and(|init| init.process == process);
-        let in_cgroup = |lease: &&Lease| !lease.is_of_job() && has_cgroup(lease, seen);
-        // A job's cgroup is its user's only, also where a process in it belongs to no container.
-        let of_job = || self.leases.iter().find(|lease| lease.is_of_job() && has_cgroup(lease, seen));
-        if let Some(lease) = self.leases.iter().find(is_init).or_else(|| self.leases.iter().find(in_cgroup)) {
-            return Some(lease);
+        let find = |fits: &dyn Fn(&Lease) -> bool| self.leases.iter().find(|lease| fits(lease));
+        let is_init = |lease: &Lease| lease.init.as_ref().is_some_and(|init| init.process == process);
+        let certain = find(&is_init).or_else(|| find(&|lease| !lease.is_of_job() && has_cgroup(lease, seen)));
+        if certain.is_some() {
+            return certain;
         }
         let lives = |lease: &Lease| lease.init.as_ref().is_some_and(|init| init.process.is_alive());
-        let in_namespace = |lease: &&Lease| has_pid_namespace(lease, seen) && lives(lease);
-        let mut found = self.leases.iter().filter(in_namespace);
+        let mut found = self.leases.iter().filter(|lease| has_pid_namespace(lease, seen) && lives(lease));
         let alone = |lease: &&Lease| lease.init.as_ref().is_some_and(|init| init.cgroup.is_none());
         match (found.next().filter(alone), found.next()) {
             (Some(lease), None) => Some(lease),
-            _ => of_job(),
+            // A job's cgroup is its user's only, also where a process in it belongs to no container.
+            _ => find(&|lease| lease.is_of_job() && has_cgroup(lease, seen)),
         }
     }
 }

@@ -11,8 +11,9 @@ use nix::libc::{EACCES, ELOOP};
 use super::error::failed;
 use super::job_leases::read_live_jobs;
 use super::liveness::{has_processes, init_of};
-use super::runtime_record::{FURTHER_ROOTS, further_roots, list_directory, roots, skip_absent};
-use super::runtime_record::{LARGEST, Record, read_bounded};
+use super::runtime_record::{
+    FURTHER_ROOTS, LARGEST, Record, further_roots, list_directory, read_bounded, roots, skip_absent,
+};
 use super::{DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
 use crate::fs::is_absent;
 use crate::inventory::{Device, GpuProcess, Inventory};
@@ -119,16 +120,13 @@ pub(super) fn running_container(
             let Some(record) = trusted_record(&dir)?.filter(|record| record.lease.is_some()) else {
                 continue;
             };
-            if is_of(&record, state_dir) && is_meant(&record) && runs(&record) {
+            let runs = || record.init.is_alive() || has_processes(&init_of(&record));
+            if is_of(&record, state_dir) && is_meant(&record) && runs() {
                 return Ok(Some(format!("the container of {}", safe(&dir.to_string_lossy()))));
             }
         }
     }
     Ok(None)
-}
-
-fn runs(record: &Record) -> bool {
-    record.init.is_alive() || has_processes(&init_of(record))
 }
 
 /// UUIDs of devices with processes that are not attributable to any lease of `ledger`.
@@ -275,19 +273,7 @@ fn new_record(key: DaemonKey, process: Process, ledger: &Ledger) -> MpsDaemon {
     let lease = ledger.on_daemon(&key).next().map(|lease| lease.devices.clone());
     let devices = if key.0.starts_with("GPU-") { Some(vec![key.0.clone()]) } else { lease };
     let devices = devices.unwrap_or_else(|| visible_devices(process.pid));
-    let default_limits = super::DefaultLimits::default();
-    let process = Some(process);
-    let state = DaemonState::Serving;
-    MpsDaemon {
-        key,
-        devices,
-        process,
-        state,
-        default_limits,
-        answered_at: 0,
-        idle_since: None,
-        mode_left: false,
-    }
+    MpsDaemon { process: Some(process), state: DaemonState::Serving, ..MpsDaemon::starting(key, devices) }
 }
 
 /// The control daemon that wrote its pid into the directory `dir`, and not another process that got the same pid.
@@ -305,10 +291,12 @@ fn find_daemon_process(dir: &Path) -> Result<Option<Process>, LedgerError> {
     Ok((process.is_alive() && ours).then_some(process))
 }
 
-/// The devices for which the daemon `pid` was started; none if they are unknown.
+/// The whole GPUs for which the daemon `pid` was started; none if they are unknown.
 fn visible_devices(pid: i32) -> Vec<String> {
-    let value = read_variable(pid, "CUDA_VISIBLE_DEVICES=").ok().flatten();
-    value.map_or_else(Vec::new, |list| parse_uuids(list.as_bytes()))
+    let value = read_variable(pid, "CUDA_VISIBLE_DEVICES=").ok().flatten().unwrap_or_default();
+    let uuids: Vec<String> = value.split(',').map(str::to_owned).collect();
+    // With any other value the daemon counts as unexplained, on an unknown device.
+    if uuids.iter().all(|uuid| uuid.starts_with("GPU-")) { uuids } else { Vec::new() }
 }
 
 /// The value of `name` in the environment with which `pid` was started.
@@ -330,13 +318,6 @@ fn read_proc(pid: i32, file: &str) -> Result<Vec<u8>, LedgerError> {
         }
         content => content.map_err(|error| failed("read", &path, error)),
     }
-}
-
-/// Only UUIDs of whole GPUs. With any other value the daemon counts as unexplained, on an unknown device.
-fn parse_uuids(value: &[u8]) -> Vec<String> {
-    let uuids: Vec<&str> = std::str::from_utf8(value).unwrap_or_default().split(',').collect();
-    let known = uuids.iter().all(|uuid| uuid.starts_with("GPU-"));
-    if known { uuids.into_iter().map(str::to_owned).collect() } else { Vec::new() }
 }
 
 #[cfg(test)]

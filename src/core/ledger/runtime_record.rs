@@ -89,10 +89,9 @@ impl Record {
             state => state?,
         };
         let Some(status) = read_bounded(&dir.join("status"))? else { return Ok(None) };
-        let annotations = match read_bounded(&dir.join("config.json"))? {
-            Some(config) => parse::<CrunConfig>(&config)?.annotations,
-            None => None,
-        };
+        let config = read_bounded(&dir.join("config.json"))?;
+        let config = config.map(|config| parse::<CrunConfig>(&config)).transpose()?;
+        let annotations = config.and_then(|config| config.annotations);
         Ok(Some(from_crun(parse(&status)?, annotations.unwrap_or_default())))
     }
 }
@@ -277,43 +276,30 @@ pub(super) const FURTHER_ROOTS: &str = "roots";
 /// # Errors
 /// The file cannot be read, so that the roots in it would be lost, or cannot be written.
 pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger, before: Option<&Ledger>) -> io::Result<()> {
-    let mut known: Option<Vec<PathBuf>> = None;
-    let mut seen: Vec<&[u8]> = Vec::new();
-    for record in before.into_iter().flat_map(root_records) {
-        let above = root_of(record);
-        if !seen.contains(&above) {
-            seen.push(above);
-        }
+    let mut seen: BTreeSet<&[u8]> =
+        before.into_iter().flat_map(root_records).map(|record| root_of(record)).collect();
+    // Most leases have one of a few roots.
+    let unseen = root_records(ledger).filter(|record| seen.insert(root_of(record)));
+    let mut new: Vec<&Path> = unseen.filter_map(|record| record.parent()).collect();
+    new.retain(|root| {
+        let is_line = root.to_str().is_some_and(|line| line.starts_with('/') && !line.contains('\n'));
+        is_line && !ROOTS.iter().any(|pattern| matches(pattern, root))
+    });
+    if new.is_empty() {
+        return Ok(());
     }
-    for record in root_records(ledger) {
-        // Most leases have one of a few roots.
-        let above = root_of(record);
-        if seen.contains(&above) {
-            continue;
-        }
-        seen.push(above);
-        let Some(root) = record.parent() else { continue };
-        let line = root.to_str().filter(|line| line.starts_with('/') && !line.contains('\n'));
-        if line.is_none() || ROOTS.iter().any(|pattern| matches(pattern, root)) {
-            continue;
-        }
-        if known.is_none() {
-            known = Some(further_roots(state_dir)?);
-        }
-        let known = known.get_or_insert_default();
-        if !known.iter().any(|old| old == root) {
-            let leased: BTreeSet<&Path> =
-                ledger.leases.iter().filter_map(|lease| lease.container.record.parent()).collect();
-            known.retain(|old| {
-                leased.contains(&**old) || !old.symlink_metadata().is_err_and(|error| is_absent(&error))
-            });
-            known.push(root.to_owned());
-            let lines: Vec<&str> = known.iter().filter_map(|root| root.to_str()).collect();
-            let lines = lines.join("\n");
-            crate::fs::atomic::replace(&state_dir.join(FURTHER_ROOTS), lines.as_bytes(), 0o644)?;
-        }
+    let mut known = further_roots(state_dir)?;
+    new.retain(|root| !known.iter().any(|old| old == root));
+    if new.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    let leased: BTreeSet<&Path> =
+        ledger.leases.iter().filter_map(|lease| lease.container.record.parent()).collect();
+    known.retain(|old| {
+        leased.contains(&**old) || !old.symlink_metadata().is_err_and(|error| is_absent(&error))
+    });
+    let lines: Vec<&str> = known.iter().map(PathBuf::as_path).chain(new).filter_map(Path::to_str).collect();
+    crate::fs::atomic::replace(&state_dir.join(FURTHER_ROOTS), lines.join("\n").as_bytes(), 0o644)
 }
 
 /// The records of root's own containers.

@@ -6,7 +6,7 @@ use super::{MpsError, servers};
 use crate::config::Config;
 use crate::inventory::{self, Device};
 use crate::ledger::DaemonKey;
-use crate::ledger::{DaemonState, DefaultLimits, Lease, Ledger, MpsDaemon, Store, read_up_to};
+use crate::ledger::{DaemonState, DefaultLimits, Lease, Ledger, MpsDaemon, Scan, Store, read_up_to};
 use crate::process::{Process, epoch_seconds, live_proc_dir_of, sockets};
 use crate::text::safe;
 
@@ -36,7 +36,7 @@ pub fn change<T>(
 
 /// Changes the record of `key`, if there is one.
 pub fn note(store: &Store, key: &DaemonKey, change: impl FnOnce(&mut MpsDaemon)) -> Result<(), MpsError> {
-    store.change_with_brief_scan(|ledger| {
+    store.change_with_scan(Scan::Brief, |ledger| {
         if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) {
             change(daemon);
         }
@@ -135,7 +135,7 @@ pub fn adjust(
     store: &Store,
     config: &Config,
 ) -> Result<(), MpsError> {
-    let (begun, _) = store.change_with_brief_scan(|ledger| begin_adjusting(ledger, key, answered))?;
+    let (begun, _) = store.change_with_scan(Scan::Brief, |ledger| begin_adjusting(ledger, key, answered))?;
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     // Of what age they are does not change with the instances of other GPUs.
     let known = inventory::last(config)?;

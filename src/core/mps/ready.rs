@@ -184,7 +184,7 @@ pub(crate) fn ensure_answering(public: &Path, config: &Config) -> Result<(), Mps
     let store = Store::open(&daemon.config.state_dir)?;
     if let Err(LedgerError::Corrupt { .. }) = store.read() {
         // A start needs the lease in the ledger, so the ledger is rebuilt from what runs.
-        store.reclaim()?;
+        store.change(|_| ())?;
     }
     sublet::run(&["mps", "start", &daemon.key.0], EXEC_LIMIT.saturating_sub(began.elapsed()))?;
     if daemon.answers()? {

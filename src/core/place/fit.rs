@@ -272,7 +272,8 @@ fn check_size(want: &Want<'_>) -> Result<(), Misfit> {
 
 /// The driver's and the hardware's features.
 pub(super) fn check_driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(), Misfit> {
-    if want.several && want.device.is_mig() && branch(&inventory.driver) < SEVERAL_MIG_DEVICES {
+    let branch = inventory.driver.version.split('.').next().and_then(|branch| branch.parse().ok());
+    if want.several && want.device.is_mig() && branch.unwrap_or(0) < SEVERAL_MIG_DEVICES {
         return Err(Misfit::never(format!(
             "cannot be one of several devices: with driver {} a process sees only one MIG device; several \
              need R{SEVERAL_MIG_DEVICES} or later",
@@ -323,12 +324,9 @@ pub(super) fn check_driver(want: &Want<'_>, inventory: &Inventory, config: &Conf
 pub(super) fn check_compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfit> {
     let changed = ledger.compute_modes.iter().find(|changed| changed.device == want.device.uuid);
     let found = changed.map_or(want.device.compute_mode, |changed| changed.found);
-    let allowed = match found {
-        ComputeMode::Default => true,
-        ComputeMode::Prohibited => false,
-        ComputeMode::ExclusiveProcess => want.used_as != Mode::TimeSlice,
-    };
-    if allowed {
+    if found == ComputeMode::Default
+        || found == ComputeMode::ExclusiveProcess && want.used_as != Mode::TimeSlice
+    {
         return Ok(());
     }
     let (mode, uuid) = (found.as_str(), &want.device.uuid);
@@ -398,8 +396,4 @@ pub(super) fn warn_of_minimum(request: &Request, mode: Mode, device: &Device) ->
         "the driver gives at least {given} SMs; sm={sm} of {all} SMs is {whole}.{tenth} SMs{part}: the process \
          gets {given}"
     ))
-}
-
-fn branch(driver: &Driver) -> u32 {
-    driver.version.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0)
 }

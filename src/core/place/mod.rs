@@ -91,18 +91,11 @@ pub fn place(
     })
 }
 
-/// How many leases other than `id` are on one of `devices`.
-fn count_neighbours(devices: &[String], id: &LeaseId, ledger: &Ledger) -> usize {
-    let beside = |lease: &&Lease| lease.id != *id && lease.devices.iter().any(|uuid| devices.contains(uuid));
-    ledger.leases.iter().filter(beside).count()
-}
-
 /// [`place`], with the bare reason, which is found in a fraction of the time.
 pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, Box<Refusal>> {
     let World { inventory, config, .. } = world;
     if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {
-        let why =
-            format!("the driver tells of no MIG capability `{}`: leave out sublet.mig-caps", cap.as_str());
+        let why = format!("the driver tells of no MIG capability `{cap}`: leave out sublet.mig-caps");
         return Err(Box::new(Refusal::never(request, &why)));
     }
     let slots = select::slots(request, inventory, config).map_err(|why| {
@@ -129,7 +122,10 @@ pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<
             Some((devices, _)) if smallest.is_some() && devices.iter().map(memory).min() != smallest => {}
             Some((devices, fits)) => {
                 let placement = placement(request, inventory, devices, &fits);
-                let neighbours = Some(count_neighbours(&placement.devices, id, world.ledger));
+                let is_beside = |lease: &&Lease| {
+                    lease.id != *id && lease.devices.iter().any(|uuid| placement.devices.contains(uuid))
+                };
+                let neighbours = Some(world.ledger.leases.iter().filter(is_beside).count());
                 return Ok(Placement { neighbours, ..placement });
             }
             None => {}
@@ -227,14 +223,10 @@ fn choose<'a>(
 
 /// A process sees one compute instance of each GPU instance (MIG User Guide, "CUDA visible devices").
 fn keep_one_per_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
-    let mut seen = Vec::new();
+    let mut seen = BTreeSet::new();
     fits.retain(|(index, _)| {
         let device = &inventory.devices[*index];
-        let Some(mig_device) = &device.mig_device else { return true };
-        let instance = (device.gpu(), mig_device.gi);
-        let first = !seen.contains(&instance);
-        seen.push(instance);
-        first
+        device.mig_device.as_ref().is_none_or(|mig_device| seen.insert((device.gpu(), mig_device.gi)))
     });
 }
 
@@ -272,12 +264,8 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
         // With mode mig it only helped to choose the device and sets no limit.
         sm: request.sm.filter(|_| mode != Mode::Mig),
         memory_bytes: first.and_then(|fit| fit.memory_bytes),
-        processes: request.processes.get(),
-        priority: request.priority,
-        guard: request.guard,
-        mig_caps: request.mig_caps.clone(),
         refresh_first: fits.iter().any(|fit| fit.refresh_first),
-        neighbours: None,
+        ..expected(request)
     }
 }
 
@@ -304,7 +292,13 @@ fn refuse(
         return Refusal::never(request, "the devices' modes differ ([[device]] use): name sublet.mode");
     }
     let temporary = select::assign(slots, &in_time).is_some();
-    Refusal::of(request, &misfits, temporary, world.ledger, world.config)
+    let open = misfits.iter().filter(|(_, misfit)| misfit.temporary);
+    Refusal {
+        temporary,
+        refresh_first: misfits.iter().any(|(_, misfit)| misfit.refresh),
+        open: temporary.then(|| open.map(|(device, _)| device.uuid.clone()).collect()),
+        ..Refusal::never(request, &refusal::describe_misfits(&misfits, world))
+    }
 }
 
 /// The inventory, ledger and configuration that a request is compared with.

@@ -11,8 +11,7 @@ use crate::inventory::Device;
 use crate::ledger::{DaemonKey, Lease, LeaseId, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Isolation, MIB, Memory, Mode, Percent, show_bytes};
-use crate::text;
-use crate::text::safe;
+use crate::text::{self, safe};
 
 /// A message names this many devices, and holders of each, and counts the rest.
 const NAMED: usize = 4;
@@ -39,23 +38,6 @@ impl Refusal {
         let message = format!("no place for {}: {why}", describe_request(request));
         Self { message, temporary: false, refresh_first: false, left_out: false, open: None }
     }
-
-    /// A refusal with the reasons in `misfits`, device by device.
-    pub(super) fn of(
-        request: &Request,
-        misfits: &[(&Device, &Misfit)],
-        temporary: bool,
-        ledger: &Ledger,
-        config: &Config,
-    ) -> Self {
-        let open = misfits.iter().filter(|(_, misfit)| misfit.temporary);
-        Self {
-            temporary,
-            refresh_first: misfits.iter().any(|(_, misfit)| misfit.refresh),
-            open: temporary.then(|| open.map(|(device, _)| device.uuid.clone()).collect()),
-            ..Self::never(request, &describe_misfits(misfits, ledger, config))
-        }
-    }
 }
 
 /// The room on the `open` devices.
@@ -68,10 +50,10 @@ pub(super) fn describe_rooms(open: &[String], world: World<'_>) -> String {
 }
 
 /// Why each device does not serve it. A reason of several devices is given once.
-fn describe_misfits(misfits: &[(&Device, &Misfit)], ledger: &Ledger, config: &Config) -> String {
+pub(super) fn describe_misfits(misfits: &[(&Device, &Misfit)], world: World<'_>) -> String {
     let mut said: Vec<(String, Vec<String>)> = Vec::new();
     for (device, misfit) in misfits {
-        let why = describe(device, misfit, ledger, config);
+        let why = describe(device, misfit, world);
         match said.iter_mut().find(|(known, _)| *known == why) {
             Some((_, devices)) => devices.push(device.label()),
             None => said.push((why, vec![device.label()])),
@@ -109,13 +91,13 @@ fn describe_request(request: &Request) -> String {
 }
 
 /// In messages it follows the device's name.
-fn describe(device: &Device, misfit: &Misfit, ledger: &Ledger, config: &Config) -> String {
+fn describe(device: &Device, misfit: &Misfit, world: World<'_>) -> String {
     let text = format!("({}) {}", safe(device.kind()), misfit.reason);
     if !misfit.temporary {
         return text;
     }
-    let bookings = bookings(device, ledger, config);
-    let holders: Vec<String> = ledger.on_device(&device.uuid).map(describe_holder).collect();
+    let bookings = bookings(device, world.ledger, world.config);
+    let holders: Vec<String> = world.ledger.on_device(&device.uuid).map(describe_holder).collect();
     let held = if holders.is_empty() { String::new() } else { "; held by ".to_owned() };
     let holders = list_some(holders.into_iter(), ", ");
     format!("{text} [left: {} % SM, {}{held}{holders}]", bookings.sm_free, show_bytes(bookings.memory_free))
@@ -126,12 +108,7 @@ fn describe_holder(lease: &Lease) -> String {
     let mut parts = vec![lease.mode.to_string()];
     parts.extend(lease.sm.map(|sm| format!("{sm} % SM")));
     parts.extend(lease.memory_bytes.map(show_bytes));
-    format!("{} ({})", short_id(lease), parts.join(", "))
-}
-
-/// A container's id in few characters.
-pub(super) fn short_id(lease: &Lease) -> String {
-    text::short_id(&lease.container.id)
+    format!("{} ({})", text::short_id(&lease.container.id), parts.join(", "))
 }
 
 fn describe_room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
@@ -202,7 +179,8 @@ fn advise_dedicated_for_holders(request: &Request, id: &LeaseId, world: World<'_
     let beside = |lease: &&Lease| {
         is_on_shared_server(lease) && lease.devices.iter().any(|uuid| found.devices.contains(uuid))
     };
-    let others: Vec<String> = world.ledger.leases.iter().filter(beside).map(short_id).collect();
+    let others = world.ledger.leases.iter().filter(beside);
+    let others: Vec<String> = others.map(|lease| text::short_id(&lease.container.id)).collect();
     let (those, them) = match others.len() {
         0 => return None,
         1 => ("that container", "it"),

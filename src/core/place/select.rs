@@ -46,8 +46,11 @@ pub(super) fn slots(
     config: &Config,
 ) -> Result<Vec<Vec<usize>>, String> {
     let mig = wants_mig(request);
-    let all: Vec<usize> =
-        (0..).zip(&inventory.devices).filter(|(_, one)| one.is_mig() == mig).map(first).collect();
+    let all: Vec<usize> = (0..)
+        .zip(&inventory.devices)
+        .filter(|(_, one)| one.is_mig() == mig)
+        .map(|(index, _)| index)
+        .collect();
     if all.is_empty() {
         return Err(if mig { no_mig_message(inventory) } else { "this host has no GPU".to_owned() });
     }
@@ -244,7 +247,7 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
         _ => is_named_by(selector, device),
     };
     let found: Vec<usize> =
-        (0..).zip(&inventory.devices).filter(|(_, device)| fits(device)).map(first).collect();
+        (0..).zip(&inventory.devices).filter(|(_, device)| fits(device)).map(|(index, _)| index).collect();
     // A complete UUID names its own device, even if another UUID begins with it.
     let whole = |index: &usize| match (selector, &inventory.devices[*index]) {
         (Selector::Uuid(uuid), device) => device.gpu().eq_ignore_ascii_case(uuid),
@@ -295,10 +298,6 @@ fn is_part(selector: &Selector, device: &Device) -> bool {
         },
         _ => false,
     }
-}
-
-fn first<A, B>(pair: (A, B)) -> A {
-    pair.0
 }
 
 /// The message about a device that is the only choice of two selectors, or about two devices that no process sees
@@ -360,7 +359,7 @@ pub(super) fn assign(slots: &[Vec<usize>], ranked: &[usize]) -> Option<Vec<usize
         }
     }
     holder.sort_unstable_by_key(|(_, slot)| *slot);
-    Some(holder.into_iter().map(first).collect())
+    Some(holder.into_iter().map(|(device, _)| device).collect())
 }
 
 /// Finds a device for `slot`, moving earlier slots that have another choice. `holder`: (device, slot).

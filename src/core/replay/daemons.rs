@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::inventory::{ComputeMode, Inventory};
 use crate::ledger::{
     ChangedComputeMode, Container, DaemonKey, DaemonState, DefaultLimits, DefaultMemoryLimit, Lease,
-    LeaseState, Ledger, MpsDaemon, Store,
+    LeaseState, Ledger, MpsDaemon, Scan, Store,
 };
 use crate::mps::idle::errands;
 use crate::mps::limits_and_state as limits;
@@ -148,7 +148,7 @@ impl Real {
         }
         let change = |change: &dyn Fn(&mut Ledger) -> bool| self.store.change(change).unwrap().0;
         match call {
-            Call::Reclaim => self.store.reclaim().is_ok(),
+            Call::Reclaim => self.store.change(|_| ()).is_ok(),
             Call::Take(container, device) => self.take(container, device),
             Call::TakeNone(container) => {
                 let inventory = self.inventory(0..self.model.devices);
@@ -160,10 +160,12 @@ impl Real {
             Call::MarkEnding(container) => {
                 let (name, record) = (format!("container-{container}"), self.path("record", container));
                 let deleter = self.processes.of(Who::Delete(container));
-                self.store.mark_ending(0, &name, &record, Some(deleter), (&[], None)).unwrap().0.is_some()
+                let mark = |ledger: &mut Ledger| ledger.mark_ending(0, &name, &record, Some(deleter));
+                self.store.change_with_scan(Scan::Brief, mark).unwrap().0.is_some()
             }
             Call::UnmarkEnding(container) => {
-                self.store.unmark_ending(&id(container)).unwrap();
+                let unmark = |ledger: &mut Ledger| ledger.unmark_ending(&id(container));
+                self.store.change_with_scan(Scan::Brief, unmark).unwrap();
                 self.store.read().unwrap().lease(&id(container)).is_some()
             }
             Call::Remove(container) => change(&|ledger| ledger.remove(&id(container)).is_some()),

@@ -144,12 +144,12 @@ impl Real {
     /// Makes the change. Returns whether it succeeded.
     fn call(&mut self, call: Call) -> bool {
         match call {
-            Call::Reclaim | Call::NoteGoing(_) => self.store.reclaim().is_ok(),
+            Call::Reclaim | Call::NoteGoing(_) => self.store.change(|_| ()).is_ok(),
             Call::Take { container, place } => self.look(container, Some(place)).is_ok(),
             Call::TakeNone(container) => self.look(container, None) == Err(Look::Refused),
             Call::LayoutChanged(container) => self.look(container, None) == Err(Look::Changed),
             Call::AwaitNoMore(container) => self.change(|ledger| ledger.stop_awaiting(&id(container))),
-            Call::Remove(container) => self.store.remove(&id(container), &[]).is_ok(),
+            Call::Remove(container) => self.change(|ledger| drop(ledger.remove(&id(container)))),
             Call::BeginMig => self.begin_mig().is_ok(),
             Call::MigBusy => self.begin_mig().is_err_and(|busy| busy.brief),
             Call::EndMig { changed } => {

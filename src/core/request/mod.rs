@@ -174,15 +174,15 @@ const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
 const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, such as 10s";
 
 fn percent(text: &str) -> Result<Percent, Option<String>> {
-    share::parse_percent(text).map_err(|malformed| malformed.hint)
+    share::parse_percent(text)
 }
 
 fn memory(text: &str) -> Result<Memory, Option<String>> {
-    share::parse_memory(text).map_err(|malformed| malformed.hint)
+    share::parse_memory(text)
 }
 
 fn wait(text: &str) -> Result<Duration, Option<String>> {
-    share::parse_duration(text, LONGEST_WAIT).map_err(|malformed| malformed.hint)
+    share::parse_duration(text, LONGEST_WAIT)
 }
 
 fn processes(text: &str) -> Result<NonZeroU32, Option<String>> {
@@ -208,7 +208,7 @@ fn mig_profile(text: &str) -> Result<String, Option<String>> {
 }
 
 fn mig_caps(text: &str) -> Result<Vec<MigCapability>, Option<String>> {
-    let words = MigCapability::ALL.map(|cap| (cap.as_str(), cap));
+    let words = MigCapability::ALL.map(|cap| (cap.into(), cap));
     let chosen = text.split(',').map(|word| one_word(word.trim_matches(' '), &words));
     let chosen: Vec<MigCapability> = chosen.collect::<Result<_, _>>()?;
     Ok(MigCapability::ALL.into_iter().filter(|cap| chosen.contains(cap)).collect())

@@ -1,7 +1,6 @@
 //! Globs, as in `model:<glob>` of selectors and in `containers.toml`.
 
 /// Whether `glob` matches `text`: `*` stands for any number of characters, `?` for one. Case is ignored.
-#[must_use]
 pub(crate) fn glob_matches(glob: &str, text: &str) -> bool {
     let (glob, text) = (glob.as_bytes(), text.as_bytes());
     let (mut g, mut t) = (0, 0);

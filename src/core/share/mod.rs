@@ -46,8 +46,11 @@ pub enum Selector {
 }
 
 /// How a device is shared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, strum::Display, strum::IntoStaticStr,
+)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Mode {
     /// The driver's round robin. With a memory limit, the container also has a dedicated MPS server.
     TimeSlice,
@@ -57,25 +60,6 @@ pub enum Mode {
     Mig,
     /// The whole device for one container.
     Exclusive,
-}
-
-impl Mode {
-    /// The word used in annotations, configuration and JSON.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::TimeSlice => "time-slice",
-            Self::Mps => "mps",
-            Self::Mig => "mig",
-            Self::Exclusive => "exclusive",
-        }
-    }
-}
-
-impl std::fmt::Display for Mode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(self.as_str())
-    }
 }
 
 /// `sublet.isolation`.
@@ -122,8 +106,9 @@ impl Guarding {
 }
 
 /// `sublet.mig-caps`: access beyond the container's own MIG device (MIG User Guide, "Device nodes and capabilities").
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display, strum::IntoStaticStr)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum MigCapability {
     /// Monitoring all instances of all GPUs.
     Monitor,
@@ -134,15 +119,6 @@ pub enum MigCapability {
 impl MigCapability {
     /// Both.
     pub const ALL: [Self; 2] = [Self::Monitor, Self::Config];
-
-    /// The word that annotations, the configuration and the driver use.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Monitor => "monitor",
-            Self::Config => "config",
-        }
-    }
 }
 
 /// One class of driver files, as `NVIDIA_DRIVER_CAPABILITIES` names them.
@@ -184,8 +160,9 @@ impl Default for Capabilities {
 }
 
 /// The guard's action on a process, the mildest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::Display)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Action {
     /// It is reported in the journal and in `sublet status`.
     Report,
@@ -195,18 +172,7 @@ pub enum Action {
     Container,
 }
 
-impl std::fmt::Display for Action {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(match self {
-            Self::Report => "report",
-            Self::Terminate => "terminate",
-            Self::Container => "container",
-        })
-    }
-}
-
 /// The part of `sm` for each of `processes`.
-#[must_use]
 pub(crate) fn sm_of_process(sm: Percent, processes: u32) -> Percent {
     Percent::from_thousandths(sm.thousandths() / processes.max(1))
 }
@@ -293,19 +259,6 @@ impl Memory {
     }
 }
 
-/// A malformed value, and a suggestion.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Malformed {
-    /// The end of a message, such as `write 25GiB, 25MiB or 25%`.
-    pub hint: Option<String>,
-}
-
-impl Malformed {
-    fn with(hint: impl Into<String>) -> Self {
-        Self { hint: Some(hint.into()) }
-    }
-}
-
 /// The syntax of [`parse_percent`], for messages.
 pub(crate) const PERCENT_ALLOWED: &str = "a percentage over 0 up to 100, such as 25, 25% or 12.5";
 
@@ -319,34 +272,27 @@ pub const DURATION_ALLOWED: &str = "0 or a whole number of ms, s or m, such as 1
 /// `25`, `25%`, `12.5`: over 0, up to 100, at most three decimals.
 ///
 /// # Errors
-/// Anything else. A fraction such as `0.25` without `%` is taken for a mistake, because it is less than two SMs on
+/// Anything else, with a hint if there is one: the end of a message, such as `write 25GiB, 25MiB or 25%`. A fraction such as `0.25` without `%` is taken for a mistake, because it is less than two SMs on
 /// every GPU.
-pub fn parse_percent(text: &str) -> Result<Percent, Malformed> {
+pub fn parse_percent(text: &str) -> Result<Percent, Option<String>> {
     let bare = text.strip_suffix('%');
-    let percent = decimal_percent(bare.unwrap_or(text)).ok_or_else(Malformed::default)?;
-    if bare.is_none() && percent.0 < 1000 {
-        return Err(fraction_hint(percent));
+    let percent = decimal_percent(bare.unwrap_or(text)).ok_or(None)?;
+    if bare.is_some() || percent.0 >= 1000 {
+        return Ok(percent);
     }
-    Ok(percent)
-}
-
-fn fraction_hint(percent: Percent) -> Malformed {
-    let meant = Percent(percent.0 * 100);
-    match percent.0 {
-        250 => Malformed::with(format!("a quarter of a percent? write {meant}")),
-        500 => Malformed::with(format!("half a percent? write {meant}")),
-        _ => Malformed::with(format!("{percent} of a percent? write {meant}")),
-    }
+    let amount = match percent.0 {
+        250 => "a quarter of".to_owned(),
+        500 => "half".to_owned(),
+        _ => format!("{percent} of"),
+    };
+    Err(Some(format!("{amount} a percent? write {}", Percent(percent.0 * 100))))
 }
 
 fn decimal_percent(text: &str) -> Option<Percent> {
-    let decimal = Decimal::parse(text)?;
-    let thousandths = decimal.times(1000)?;
     // At most three decimals, so that nothing is lost.
-    if decimal.places > 3 || !(1..=u64::from(Percent::WHOLE.0)).contains(&thousandths) {
-        return None;
-    }
-    u32::try_from(thousandths).ok().map(Percent)
+    let decimal = Decimal::parse(text).filter(|decimal| decimal.places <= 3)?;
+    let percent = Percent(u32::try_from(decimal.times(1000)?).ok()?);
+    (percent.0 > 0 && percent <= Percent::WHOLE).then_some(percent)
 }
 
 /// `8GiB` = `8GB` = `8G` = `8g` (as `docker -m` has it: powers of 1024), KiB, MiB and TiB likewise,
@@ -355,17 +301,15 @@ fn decimal_percent(text: &str) -> Option<Percent> {
 /// # Errors
 /// Anything else. Also less than 1 MiB, because amounts are booked in whole MiB, and a bare number, because it could
 /// mean GiB, MiB, bytes or percent.
-pub fn parse_memory(text: &str) -> Result<Memory, Malformed> {
+pub fn parse_memory(text: &str) -> Result<Memory, Option<String>> {
     if let Some(share) = text.strip_suffix('%') {
-        return decimal_percent(share).map(Memory::Share).ok_or_else(Malformed::default);
+        return decimal_percent(share).map(Memory::Share).ok_or(None);
     }
     if Decimal::parse(text).is_some_and(|number| number.digits != 0) {
-        return Err(Malformed::with(format!("the unit is missing: write {text}GiB, {text}MiB or {text}%")));
+        return Err(Some(format!("the unit is missing: write {text}GiB, {text}MiB or {text}%")));
     }
-    match parse_bytes(text) {
-        Some(bytes) if bytes >= MIB => Ok(Memory::Bytes(bytes)),
-        _ => Err(nearly_memory(text).map_or_else(Malformed::default, Malformed::with)),
-    }
+    let bytes = parse_bytes(text).filter(|bytes| *bytes >= MIB);
+    bytes.map(Memory::Bytes).ok_or_else(|| nearly_memory(text))
 }
 
 /// A hint for amounts as other programs write them: `8 GiB`, and Kubernetes' `8Gi`.
@@ -381,7 +325,6 @@ fn nearly_memory(text: &str) -> Option<String> {
 
 /// An amount with a unit, converted to bytes and rounded down; `None` for anything else and for more than a `u64`
 /// holds.
-#[must_use]
 pub(crate) fn parse_bytes(text: &str) -> Option<u64> {
     let end = text.find(|c: char| c.is_ascii_alphabetic())?;
     let (number, unit) = text.split_at(end);
@@ -398,22 +341,22 @@ pub(crate) fn parse_bytes(text: &str) -> Option<u64> {
 /// `0`, `500ms`, `10s`, `2m`, up to `longest`.
 ///
 /// # Errors
-/// Anything else; a bare number other than 0.
-pub fn parse_duration(text: &str, longest: Duration) -> Result<Duration, Malformed> {
+/// Anything else; a bare number other than 0. As of [`parse_percent`].
+pub fn parse_duration(text: &str, longest: Duration) -> Result<Duration, Option<String>> {
     if text == "0" {
         return Ok(Duration::ZERO);
     }
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
-    let number: u64 = number.parse().map_err(|_| Malformed::default())?;
+    let number: u64 = number.parse().map_err(|_| None)?;
     let duration = match unit {
         "ms" => Some(Duration::from_millis(number)),
         "s" => Some(Duration::from_secs(number)),
         "m" => number.checked_mul(60).map(Duration::from_secs),
-        "" => return Err(Malformed::with(format!("the unit is missing: write {number}s"))),
+        "" => return Err(Some(format!("the unit is missing: write {number}s"))),
         _ => None,
     };
-    duration.filter(|duration| *duration <= longest).ok_or_else(Malformed::default)
+    duration.filter(|duration| *duration <= longest).ok_or(None)
 }
 
 /// `duration` in the form that [`parse_duration`] reads, rounded down to milliseconds.
@@ -460,7 +403,6 @@ impl Decimal {
 }
 
 /// `bytes` for people: in whole GiB, otherwise in MiB.
-#[must_use]
 pub(crate) fn show_bytes(bytes: u64) -> String {
     const GIB: u64 = 1024 * MIB;
     if bytes > 0 && bytes % GIB == 0 {
@@ -477,7 +419,7 @@ mod units_tests {
     const MINUTE: Duration = Duration::from_secs(60);
 
     fn percent(text: &str) -> Result<u32, Option<String>> {
-        parse_percent(text).map(Percent::thousandths).map_err(|malformed| malformed.hint)
+        parse_percent(text).map(Percent::thousandths)
     }
 
     #[test]
@@ -571,22 +513,22 @@ mod units_tests {
             "%",
             "1.0000000001G",
         ] {
-            assert_eq!(parse_memory(text), Err(Malformed::default()), "{text:?}");
+            assert_eq!(parse_memory(text), Err(None), "{text:?}");
         }
     }
 
     #[test]
     fn asks_for_the_unit_of_a_bare_number() {
         let hint = "the unit is missing: write 25GiB, 25MiB or 25%".to_owned();
-        assert_eq!(parse_memory("25"), Err(Malformed { hint: Some(hint) }));
-        assert!(parse_memory("0.25").unwrap_err().hint.is_some());
+        assert_eq!(parse_memory("25"), Err(Some(hint)));
+        assert!(parse_memory("0.25").unwrap_err().is_some());
         for (text, meant) in [("8Gi", "8GiB"), ("8 GiB", "8GiB"), ("512 Mi", "512MiB")] {
-            assert_eq!(parse_memory(text), Err(Malformed { hint: Some(format!("write {meant}")) }));
+            assert_eq!(parse_memory(text), Err(Some(format!("write {meant}"))));
         }
         for text in ["8 Zi", "8i", " ", "1 Ki", "8 G i \u{1b}"] {
-            assert_eq!(parse_memory(text), Err(Malformed::default()), "{text}");
+            assert_eq!(parse_memory(text), Err(None), "{text}");
         }
-        assert_eq!(parse_memory("0"), Err(Malformed::default()), "no unit makes nothing something");
+        assert_eq!(parse_memory("0"), Err(None), "no unit makes nothing something");
     }
 
     #[test]
@@ -599,11 +541,11 @@ mod units_tests {
         assert_eq!(parse_duration("2m", Duration::from_secs(600)), Ok(Duration::from_secs(120)));
         for text in ["", "s", "61s", "2m", "-1s", "1.5s", "10 s", "1h", "10S", "١s", "99999999999999999999s"]
         {
-            assert_eq!(parse_duration(text, MINUTE), Err(Malformed::default()), "{text:?}");
+            assert_eq!(parse_duration(text, MINUTE), Err(None), "{text:?}");
         }
         let hint = "the unit is missing: write 10s".to_owned();
-        assert_eq!(parse_duration("10", MINUTE), Err(Malformed { hint: Some(hint) }));
-        assert_eq!(parse_duration("307445734561825861m", Duration::MAX), Err(Malformed::default()));
+        assert_eq!(parse_duration("10", MINUTE), Err(Some(hint)));
+        assert_eq!(parse_duration("307445734561825861m", Duration::MAX), Err(None));
     }
 
     #[test]

@@ -24,10 +24,6 @@ pub(crate) fn parse_devices(text: &str) -> Result<Devices, Option<String>> {
     if let Some(count) = text.strip_prefix("any:") {
         return digits(count).and_then(NonZeroU32::new).map(Devices::Any).ok_or(None);
     }
-    parse_list(text).map(Devices::These)
-}
-
-fn parse_list(text: &str) -> Result<Vec<Selector>, Option<String>> {
     let mut selectors = Vec::new();
     for item in text.split(',').map(|item| item.trim_matches(' ')) {
         let selector = Selector::parse(item).ok_or_else(|| hint(item))?;
@@ -40,7 +36,7 @@ fn parse_list(text: &str) -> Result<Vec<Selector>, Option<String>> {
             return Err(None);
         }
     }
-    Ok(selectors)
+    Ok(Devices::These(selectors))
 }
 
 fn hint(item: &str) -> Option<String> {

@@ -104,7 +104,7 @@ impl Answer {
                 Guarding::AtLeast(action) => format!("at least {action}"),
                 Guarding::Exactly(action) => format!("{action}, as [share] says"),
             }),
-            mig_caps: request.mig_caps.iter().map(|cap| cap.as_str()).collect(),
+            mig_caps: request.mig_caps.iter().map(Into::into).collect(),
             wait_ms: u64::try_from(request.wait.as_millis()).unwrap_or(u64::MAX),
             protects: protects(placement),
             does_not_protect: does_not_protect(placement),

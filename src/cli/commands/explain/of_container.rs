@@ -359,7 +359,7 @@ fn read_events(found: &Found<'_>, config: &Config) -> Vec<Happened> {
     };
     let row = |event: events::Event| Happened {
         time: safe(&event.time),
-        kind: event.kind.as_str().to_owned(),
+        kind: event.kind.to_string(),
         text: crate::shown::escaped(&event.text),
     };
     events.into_iter().filter(is_its).map(row).collect()
@@ -372,7 +372,7 @@ fn read_own_records(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Hap
     let is_its = |record: &RefusalRecord| may_see(record) && found.is_id(&record.container_id);
     let row = |time: u64, kind: Kind, text: String| Happened {
         time: tables::timestamp(time),
-        kind: kind.as_str().to_owned(),
+        kind: kind.to_string(),
         text,
     };
     let kind = |record: &RefusalRecord| if record.started { Kind::Warned } else { Kind::Refused };

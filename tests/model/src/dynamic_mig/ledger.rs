@@ -61,7 +61,7 @@ pub struct Seen {
 /// A change of the ledger: one [`Ledger::call`] is one `Store::update`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Call {
-    /// `Store::reclaim`.
+    /// `reclaim` of `ledger::liveness`.
     Reclaim,
     /// `Search::look`: the lease of a container on an instance.
     Take {
@@ -76,7 +76,7 @@ pub enum Call {
     LayoutChanged(usize),
     /// `Ledger::stop_awaiting` in `dynamic_mig::give_up` of this container.
     AwaitNoMore(usize),
-    /// `Store::remove` of this container's lease.
+    /// `Ledger::remove` of this container's lease.
     Remove(usize),
     /// `Fence::raise`.
     BeginMig,

@@ -8,17 +8,17 @@ use crate::Mutation;
 /// A change of the ledger: one [`Ledger::call`] is one `Store::update`. Numbers are containers or devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Call {
-    /// `Store::reclaim`.
+    /// `reclaim` of `ledger::liveness`.
     Reclaim,
     /// `take_lease`: the container's share on a device.
     Take(usize, usize),
     /// `take_lease` that finds no room on any device.
     TakeNone(usize),
-    /// `Store::mark_ending`.
+    /// `Ledger::mark_ending`.
     MarkEnding(usize),
-    /// `Store::unmark_ending`.
+    /// `Ledger::unmark_ending`.
     UnmarkEnding(usize),
-    /// `Store::remove`.
+    /// `Ledger::remove`.
     Remove(usize),
     /// `mps start`: a lease needs the daemon, and it is recorded as starting.
     ClaimStart(usize),

@@ -1,12 +1,76 @@
-//! MIG instances created for a container (`[mig] dynamic`). They are recorded from before the first call
-//! to the driver until they are destroyed, so that the next command can finish the work of a killed one.
+//! Changes of MIG layouts, and the instances that were created for a container (`[mig] dynamic`).
+//!
+//! During a change, its GPUs take no new lease. After it, every earlier inventory is out of date, even if ids and /proc look
+//! the same. Instances are recorded from before the first call to the driver until they are destroyed, so that the next
+//! command can finish the work of a killed one.
+
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{LeaseId, Ledger, MigChanges};
+use super::{LeaseId, Ledger};
 use crate::inventory::Device;
 use crate::process::Process;
 use crate::text::safe;
+
+/// Changes of MIG layouts on this host.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigChanges {
+    /// How many changes have ended since boot. An inventory with a smaller count is out of date.
+    pub count: u64,
+    /// The change under way. There is at most one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub under_way: Option<MigChange>,
+    /// Instances that were created for containers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub dynamic_instances: Vec<DynamicInstance>,
+}
+
+/// A change under way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigChange {
+    /// UUIDs of the GPUs that take no new lease meanwhile. Empty if dynamic instances are created or destroyed: that is
+    /// short and touches no other container's instance.
+    pub gpus: Vec<String>,
+    /// The process that makes the change. The change ends at the latest with that process.
+    pub owner: Process,
+}
+
+/// Another process is changing MIG layouts.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("process {pid} is changing this host's MIG layout: wait until it has ended")]
+pub struct MigBusy {
+    /// Who.
+    pub pid: i32,
+    /// Whether it will end in a moment.
+    pub brief: bool,
+}
+
+impl MigChanges {
+    /// Whether there has never been one.
+    pub(crate) fn are_none(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Ends a change whose process was killed.
+    pub(super) fn end_change_of_dead_process(&mut self) {
+        if self.under_way.as_ref().is_some_and(|change| !change.owner.is_alive()) {
+            self.end(true);
+        }
+    }
+
+    /// Forgets waiting processes that have ended.
+    pub(super) fn forget_dead_waiters(&mut self) {
+        for instance in &mut self.dynamic_instances {
+            instance.awaited.take_if(|awaited| !awaited.owner.is_alive());
+        }
+    }
+
+    fn end(&mut self, changed: bool) {
+        self.under_way = None;
+        self.count += u64::from(changed);
+    }
+}
 
 /// A GPU instance that sublet created, with one compute instance. It is destroyed when no lease needs it any more.
 ///
@@ -58,12 +122,15 @@ pub struct Awaited {
 
 impl DynamicInstance {
     /// Whether `device` is its MIG device. Before its UUID is known, its place decides.
-    #[must_use]
     pub(crate) fn has_device(&self, device: &Device) -> bool {
         let Some(mig_device) = &device.mig_device else { return false };
         let place =
             || mig_device.gpu == self.gpu && mig_device.placement.is_none_or(|at| at == self.placement);
         self.uuid.as_ref().map_or_else(place, |uuid| *uuid == device.uuid)
+    }
+
+    fn is_at_place_of(&self, other: &Self) -> bool {
+        (&self.gpu, self.placement) == (&other.gpu, other.placement)
     }
 
     /// As `1g.18gb at 0:1`.
@@ -73,16 +140,36 @@ impl DynamicInstance {
     }
 }
 
-impl MigChanges {
-    /// Forgets waiting processes that have ended.
-    pub(super) fn forget_dead_waiters(&mut self) {
-        for instance in &mut self.dynamic_instances {
-            instance.awaited = instance.awaited.take().filter(|awaited| awaited.owner.is_alive());
-        }
-    }
+/// The GPUs (UUIDs) of the change under way, by the ledger as it is on disk. A hint for processes that hold no lock, and
+/// of users who may not open the store; none if the process that made the change has ended.
+pub(crate) fn gpus_under_change(state_dir: &Path) -> Vec<String> {
+    let content = super::read_text(state_dir);
+    let change = super::text::parse_ledger(&content, state_dir).ok().and_then(|ledger| ledger.mig.under_way);
+    change.filter(|change| change.owner.is_alive()).map(|change| change.gpus).unwrap_or_default()
 }
 
 impl Ledger {
+    /// The change that is under way on this GPU.
+    pub(crate) fn mig_change(&self, gpu: &str) -> Option<&MigChange> {
+        self.mig.under_way.as_ref().filter(|change| change.gpus.iter().any(|uuid| uuid == gpu))
+    }
+
+    /// Begins a change: its GPUs take no new lease, and no other process may change any GPU.
+    pub fn begin_mig(&mut self, change: MigChange) -> Result<(), MigBusy> {
+        if let Some(other) = &self.mig.under_way {
+            return Err(MigBusy { pid: other.owner.pid, brief: other.gpus.is_empty() });
+        }
+        self.mig.under_way = Some(change);
+        Ok(())
+    }
+
+    /// Ends the change that `owner` began. With `changed`, earlier inventories are out of date.
+    pub fn end_mig(&mut self, owner: Process, changed: bool) {
+        if self.mig.under_way.as_ref().is_some_and(|change| change.owner == owner) {
+            self.mig.end(changed);
+        }
+    }
+
     /// The dynamic instance whose MIG device is `device`.
     #[must_use]
     pub fn dynamic_instance(&self, device: &Device) -> Option<&DynamicInstance> {
@@ -111,7 +198,6 @@ impl Ledger {
     }
 
     /// Why lease `id` cannot have `device`, if that is a dynamic instance.
-    #[must_use]
     pub(crate) fn explain_kept(&self, id: &LeaseId, device: &Device) -> Option<String> {
         let instance = self.dynamic_instance(device)?;
         if instance.going {
@@ -131,32 +217,25 @@ impl Ledger {
 
     /// Keeps nothing for lease `id` any more: the lease was taken, or given up.
     pub fn stop_awaiting(&mut self, id: &LeaseId) {
-        let of_lease = |instance: &&mut DynamicInstance| {
-            instance.awaited.as_ref().is_some_and(|awaited| awaited.lease == *id)
-        };
-        for instance in self.mig.dynamic_instances.iter_mut().filter(of_lease) {
-            instance.awaited = None;
+        for instance in &mut self.mig.dynamic_instances {
+            instance.awaited.take_if(|awaited| awaited.lease == *id);
         }
     }
 
     /// Marks the instances that no lease needs for destruction. They take no more leases.
     pub fn mark_unneeded_for_removal(&mut self) -> Vec<DynamicInstance> {
-        let unneeded: Vec<bool> =
-            self.mig.dynamic_instances.iter().map(|instance| !self.needs(instance)).collect();
-        let of_them = self.mig.dynamic_instances.iter_mut().zip(unneeded).filter(|(_, unneeded)| *unneeded);
-        let condemned = of_them.map(|(instance, _)| {
+        let mut instances = std::mem::take(&mut self.mig.dynamic_instances);
+        for instance in instances.iter_mut().filter(|instance| !self.needs(instance)) {
             instance.going = true;
-            instance.clone()
-        });
-        condemned.collect()
+        }
+        self.mig.dynamic_instances = instances;
+        let unneeded = self.mig.dynamic_instances.iter().filter(|instance| !self.needs(instance));
+        unneeded.cloned().collect()
     }
 
     /// The record of the dynamic instance at the place of `instance`.
     pub fn dynamic_instance_mut(&mut self, instance: &DynamicInstance) -> Option<&mut DynamicInstance> {
-        self.mig
-            .dynamic_instances
-            .iter_mut()
-            .find(|one| (&one.gpu, one.placement) == (&instance.gpu, instance.placement))
+        self.mig.dynamic_instances.iter_mut().find(|one| one.is_at_place_of(instance))
     }
 
     /// Forgets the dynamic instance at the place of `instance`, which was destroyed. An inventory that shows it is out of
@@ -168,9 +247,7 @@ impl Ledger {
 
     /// Forgets the dynamic instance at the place of `instance`, which no longer exists.
     pub fn forget_dynamic_instance(&mut self, instance: &DynamicInstance) {
-        self.mig
-            .dynamic_instances
-            .retain(|one| (&one.gpu, one.placement) != (&instance.gpu, instance.placement));
+        self.mig.dynamic_instances.retain(|one| !one.is_at_place_of(instance));
     }
 }
 
@@ -263,5 +340,23 @@ mod tests {
         assert_eq!(store.read().unwrap().mig.dynamic_instances, []);
         let (condemned, _) = store.update(|ledger| Ok::<_, ()>(ledger.mark_unneeded_for_removal())).unwrap();
         assert_eq!(condemned, Ok(vec![]));
+    }
+
+    #[test]
+    fn one_change_at_a_time_and_the_dead_end_theirs() {
+        let me = Process::current().unwrap();
+        let mut ledger = Ledger::empty("boot");
+        let change = MigChange { gpus: vec!["GPU-1".into()], owner: me };
+        ledger.begin_mig(change.clone()).unwrap();
+        assert_eq!(ledger.begin_mig(change.clone()), Err(MigBusy { pid: me.pid, brief: false }));
+        assert!(ledger.mig_change("GPU-1").is_some() && ledger.mig_change("GPU-2").is_none());
+        ledger.mig.end_change_of_dead_process();
+        ledger.end_mig(Process { start_time: 1, ..me }, true);
+        assert!(ledger.mig.under_way.is_some(), "another process's end is not ours");
+        ledger.end_mig(me, true);
+        assert_eq!(ledger.mig, MigChanges { count: 1, ..MigChanges::default() });
+        ledger.begin_mig(MigChange { owner: Process { start_time: 1, ..me }, ..change }).unwrap();
+        ledger.mig.end_change_of_dead_process();
+        assert_eq!(ledger.mig, MigChanges { count: 2, ..MigChanges::default() });
     }
 }
