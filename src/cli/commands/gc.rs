@@ -38,7 +38,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     settle(config)?;
     let left = Local::new(config).kill_left_processes(OWNS)?;
     if !left.is_empty() {
-        left.iter().for_each(|line| println!("{line}"));
+        for line in left {
+            println!("{line}");
+        }
         settle(config)?;
     }
     Ok(ExitCode::SUCCESS)

@@ -152,7 +152,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         let diff = similar::TextDiff::from_lines(before, after);
         print!("{}", diff.unified_diff().header(&name(&found), &name(&wanted)));
         // Standard output is the diff alone.
-        notes.iter().for_each(|note| eprintln!("{note}"));
+        for note in notes {
+            eprintln!("{note}");
+        }
         return Ok(ExitCode::SUCCESS);
     }
     store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
@@ -167,7 +169,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         path.display(),
         arguments.engine.restart(whole, sd_notify::booted().unwrap_or(false))
     );
-    notes.iter().for_each(|note| println!("{note}"));
+    for note in notes {
+        println!("{note}");
+    }
     Ok(ExitCode::SUCCESS)
 }
 

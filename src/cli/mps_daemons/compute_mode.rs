@@ -44,9 +44,7 @@ pub(super) fn enter(daemon: Daemon<'_>) -> Result<Entered, MpsError> {
         return Ok(Entered::default());
     }
     match try_enter(daemon) {
-        Err(Attempt::Refused(_))
-            if store.read()?.daemon(key).is_some_and(limits_and_state::is_alive) =>
-        {
+        Err(Attempt::Refused(_)) if store.read()?.daemon(key).is_some_and(limits_and_state::is_alive) => {
             Ok(Entered { beside_server: true, ..Entered::default() })
         }
         Err(Attempt::Unable(why) | Attempt::Refused(why)) if policy == ExclusiveComputeMode::Auto => {

@@ -124,7 +124,8 @@ pub fn logs(key: &DaemonKey, config: &Config) -> Result<Vec<(String, String)>, M
     }
     dirs::cap_logs(key, &config.state_dir);
     let names = [dirs::OUTPUT, "control.log.old", "control.log", "server.log.old", "server.log"];
-    let texts = names.map(|name| (name.to_owned(), dirs::log_since(key, &config.state_dir, name, 0, 1 << 20)));
+    let texts =
+        names.map(|name| (name.to_owned(), dirs::log_since(key, &config.state_dir, name, 0, 1 << 20)));
     let texts = texts.into_iter().filter(|(_, text)| !text.is_empty());
     let readable = |text: String| {
         text.lines()
