@@ -1,4 +1,4 @@
-//! Creates a MIG instance for a request that finds none, and destroys it (`[mig] dynamic`). Only the program `sublet`
+//! Creates a MIG instance for a request that finds none (`[mig] dynamic`). Only the program `sublet`
 //! uses the driver; this code runs it.
 
 use std::time::Duration;
@@ -18,9 +18,6 @@ use crate::request::Request;
 /// The time limit of `sublet mig make`. It waits for other processes that do the same, and asks the driver for a new
 /// inventory at the end.
 const MAKE_LIMIT: Duration = Duration::from_secs(90);
-
-/// The time limit of `sublet mig clear`. MPS daemons and changes by other processes end first.
-const CLEAR_LIMIT: Duration = Duration::from_secs(60);
 
 /// The reason if no GPU is eligible. The driver is not asked then.
 pub const NO_SITE: &str =
@@ -47,15 +44,6 @@ pub enum Answer {
         /// Whether waiting may help.
         temporary: bool,
     },
-}
-
-/// Work that a thread which must not wait has left to another thread.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PutOff {
-    /// An instance would have to be created. This thread answered without one.
-    pub make: bool,
-    /// An instance has to be destroyed.
-    pub clear: bool,
 }
 
 /// The instance to create for `request`, which has just found no place; `None`: none is created for it.
@@ -87,15 +75,6 @@ pub fn order_instance(
 }
 
 impl Local<'_> {
-    /// Whether the work is put off. `note` then records it.
-    fn puts_off(&self, note: impl FnOnce(&mut PutOff)) -> bool {
-        let Some(cell) = self.put_off else { return false };
-        let mut put_off = cell.get();
-        note(&mut put_off);
-        cell.set(put_off);
-        true
-    }
-
     /// Creates the instance. It is kept for lease `id` of `container` until that lease is taken or given up.
     ///
     /// # Errors
@@ -140,18 +119,6 @@ impl Local<'_> {
                 Ok(_) => self.destroy_unneeded(store),
                 Err(error) => tracing::warn!("{error}"),
             }
-        }
-    }
-
-    /// Destroys dynamic instances that no lease needs any more. The next command tries again what cannot be destroyed now.
-    pub fn destroy_unneeded(&self, store: &Store) {
-        let has_unneeded = store.read().is_ok_and(|ledger| ledger.has_unneeded());
-        if !has_unneeded || self.puts_off(|put_off| put_off.clear = true) {
-            return;
-        }
-        match sublet::run(&["mig", "clear"], CLEAR_LIMIT) {
-            Ok(warnings) => warnings.iter().for_each(|warning| tracing::warn!("{warning}")),
-            Err(error) => tracing::warn!("{error}"),
         }
     }
 }

@@ -10,6 +10,7 @@
 //! Taking a lease may last as long as `sublet.wait` says. If the engine that asked for the container has ended meanwhile
 //! ([`Engine`]), the container must not be created, because nothing would end it.
 
+mod admit_local;
 pub mod dynamic_mig;
 mod end_left;
 mod error;
@@ -42,7 +43,7 @@ use crate::process::{Named, Process, sublet};
 use crate::{inventory, ledger};
 use take_lease::SHORTEST_PAUSE;
 
-pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
+pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk};
 pub use end_left::Owns;
 pub use error::AdmitError;
 pub use exec_share::{EnterError, Share, enter, find_share, may_have_share};
@@ -50,7 +51,7 @@ pub use grant_at_prestart::{LateAdmission, admit_late, find_ended_lease};
 pub use in_job::job_share;
 pub use job_error::JobError;
 pub use last_refusals::{RefusalRecord, record_reported, refusals};
-pub use local::{Local, clear_refused, read};
+pub use local::{Local, PutOff, clear_refused, read};
 pub use local_or_remote::{Leases, is_remote};
 pub use remote::own_status;
 pub use request_of_spec::{
