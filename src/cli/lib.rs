@@ -1,11 +1,5 @@
 //! The program `sublet`, which users and systemd run, and all code that needs NVML.
 
-#![allow(
-    clippy::must_use_candidate,
-    clippy::return_self_not_must_use,
-    reason = "a program: nobody else calls what is public for tests"
-)]
-
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 
 mod cached_files;

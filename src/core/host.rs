@@ -47,7 +47,6 @@ pub(crate) fn unified_cgroups(mount: &Path) -> PathBuf {
 ///
 /// The first answer holds for the process's life, so that a container is not given one half of its share as by root and
 /// the other as by a user.
-#[must_use]
 pub fn is_nested() -> bool {
     // No program of sublet's enters another user namespace, except in a child that becomes another program.
     static NESTED: OnceLock<bool> = OnceLock::new();

@@ -45,7 +45,6 @@ pub struct Log {
 impl Log {
     /// The log of `program`. `engine` is the file that the engine named with `--log`, `json` says whether it asked for
     /// `--log-format json`, and `own` is the file of `[runtime] log`.
-    #[must_use]
     pub fn new(program: &'static str, engine: Option<&Path>, json: bool, own: Option<&Path>) -> Self {
         // runc's default. Lines are written to stderr in any case.
         let engine = engine.filter(|log| *log != Path::new("/dev/stderr")).map(Path::to_owned);
@@ -53,7 +52,6 @@ impl Log {
     }
 
     /// Whether there is a file that lines go to.
-    #[must_use]
     pub fn has_file(&self) -> bool {
         self.engine.is_some() || self.own.is_some()
     }
@@ -97,7 +95,6 @@ fn format_line(json: bool, level: Level, message: &str, time: SystemTime) -> Str
 }
 
 /// Escapes control characters, so that a message stays one line whatever foreign text it repeats.
-#[must_use]
 pub fn one_line(message: &str) -> String {
     let mut line = String::with_capacity(message.len());
     for character in message.chars() {

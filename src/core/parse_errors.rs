@@ -3,7 +3,6 @@
 use crate::text::safe;
 
 /// `message` on one line. `key` is the key whose value it is about, if that is known.
-#[must_use]
 pub fn plain(message: &str, key: Option<&str>) -> String {
     let (message, place) = split_place(message);
     if let Some((found, expected)) = split_mismatch(message) {

@@ -12,7 +12,6 @@ const LAST_SECOND: u64 = 253_402_300_799;
 /// `text` with control characters and other unprintables escaped, cut to a readable length.
 ///
 /// Terminals act on escape sequences and journals split on newlines, so neither ever gets foreign text unescaped.
-#[must_use]
 pub fn safe(text: &str) -> String {
     let mut out = String::with_capacity(text.len().min(LONGEST));
     for (count, character) in text.chars().enumerate() {
@@ -30,7 +29,6 @@ pub fn safe(text: &str) -> String {
 }
 
 /// [`safe`] of a longer text, up to `most` characters.
-#[must_use]
 pub fn safe_long(text: &str, most: usize) -> String {
     let characters: Vec<char> = text.chars().take(most).collect();
     characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
@@ -41,7 +39,6 @@ pub const LONGEST_NAME: usize = 32;
 
 /// A container's id as tables and messages have it: of one that an engine made, which has hexadecimal digits alone, the
 /// first twelve characters, as engines show it. Others are names (`n1.alice.6.0.0`), of which every character may count.
-#[must_use]
 pub fn short_id(id: &str) -> String {
     let is_made = id.bytes().all(|byte| byte.is_ascii_hexdigit());
     safe(&id.chars().take(if is_made { 12 } else { LONGEST_NAME }).collect::<String>())
@@ -56,21 +53,18 @@ fn is_invisible(character: char) -> bool {
 
 /// Seconds since the epoch as RFC 3339 in UTC. A later time, which a wrongly set clock may give, becomes the last
 /// second that has such a form.
-#[must_use]
 pub fn timestamp(seconds: u64) -> String {
     let time = UNIX_EPOCH + Duration::from_secs(seconds.min(LAST_SECOND));
     humantime::format_rfc3339_seconds(time).to_string()
 }
 
 /// `time` as RFC 3339 in UTC with milliseconds, within the years that have such a form.
-#[must_use]
 pub fn timestamp_milliseconds(time: SystemTime) -> String {
     let time = time.clamp(UNIX_EPOCH, UNIX_EPOCH + Duration::from_secs(LAST_SECOND));
     humantime::format_rfc3339_millis(time).to_string()
 }
 
 /// The candidate whose spelling is nearest to `word`; `None` if no spelling is near.
-#[must_use]
 pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     // Computing the distance takes the product of the lengths, and no text this long is a misspelling of a sublet word.
     if word.len() > 40 {

@@ -47,7 +47,6 @@ pub enum Answer {
 }
 
 /// The instance to create for `request`, which has just found no place; `None`: none is created for it.
-#[must_use]
 pub fn order_instance(
     request: &Request,
     limit: Option<PolicyLimit<'_>>,

@@ -140,7 +140,6 @@ impl AdmitError {
     }
 
     /// Whether waiting may help.
-    #[must_use]
     pub fn is_temporary(&self) -> bool {
         match self {
             Self::Refused(refusal) => refusal.temporary,
@@ -154,7 +153,6 @@ impl AdmitError {
     }
 
     /// Whether it depends on what the driver last reported, so that a refresh may change it.
-    #[must_use]
     pub fn wants_refresh(&self) -> bool {
         match self {
             Self::Refused(refusal) => refusal.refresh_first,

@@ -113,7 +113,6 @@ pub enum JobError {
 
 impl JobError {
     /// Whether waiting may help.
-    #[must_use]
     pub const fn is_temporary(&self) -> bool {
         match self {
             Self::Full { .. } => true,

@@ -43,7 +43,6 @@ pub struct RefusalRecord {
 }
 
 /// The last refusals, oldest first; none if the file cannot be read.
-#[must_use]
 pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
     let text = trusted::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()

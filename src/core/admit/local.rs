@@ -44,7 +44,6 @@ pub struct Local<'a> {
 
 impl<'a> Local<'a> {
     /// With MIG instances created and destroyed at once.
-    #[must_use]
     pub const fn new(config: &'a Config) -> Self {
         Self { config, put_off: None, lowering: Lowering::Now }
     }
@@ -55,7 +54,6 @@ impl<'a> Local<'a> {
     }
 
     /// Without creating or destroying MIG instances, which may take long. `put_off` records that work.
-    #[must_use]
     pub const fn putting_off(config: &'a Config, put_off: &'a Cell<PutOff>) -> Self {
         Self { config, put_off: Some(put_off), lowering: Lowering::Now }
     }

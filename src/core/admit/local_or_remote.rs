@@ -21,7 +21,6 @@ use crate::{host, ledger, mps, oci};
 /// Whether this process may not change the state. Root of the initial user namespace may, and so may the owner of the
 /// state directory (tests; root in a system container). Under rootless engines this process seems to be root, and files
 /// of the real root seem to belong to the overflow uid.
-#[must_use]
 pub fn is_remote(config: &Config) -> bool {
     let us = effective_user();
     if us == 0 && !host::is_nested() {
@@ -51,7 +50,6 @@ enum Place<'a> {
 
 impl<'a> Leases<'a> {
     /// Decides whether this process changes the ledger itself.
-    #[must_use]
     pub fn of(config: &'a Config) -> Self {
         let place = if is_remote(config) {
             Place::Remote(Remote { config })
@@ -62,7 +60,6 @@ impl<'a> Leases<'a> {
     }
 
     /// Whether `sublet serve` has them.
-    #[must_use]
     pub const fn are_remote(&self) -> bool {
         matches!(self.place, Place::Remote(_))
     }

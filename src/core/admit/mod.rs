@@ -185,7 +185,6 @@ impl Engine {
     /// The engine behind process `caller`, which started this process; `None` if `caller` has already ended.
     ///
     /// If the kernel (`pidfd_getfd(2)`, Linux 5.6) or missing rights prevent the check, the engine counts as running.
-    #[must_use]
     pub fn of(caller: i32) -> Option<Self> {
         let caller = Named::find(caller)?;
         let pipe = sync_pipe(&caller).or_else(|| sync_pipe(&Named::find(caller.parent)?));

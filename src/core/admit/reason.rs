@@ -8,7 +8,6 @@ use crate::mps::MpsError;
 
 impl AdmitError {
     /// The word for the refusal.
-    #[must_use]
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Refused(refusal) if refusal.left_out => "gpu-lost",
@@ -48,7 +47,6 @@ impl AdmitError {
 }
 
 /// The word for an inventory that cannot be had.
-#[must_use]
 pub fn of_inventory(error: &InventoryError) -> &'static str {
     match error {
         InventoryError::NoDriver { .. } => "no-driver",
@@ -62,7 +60,6 @@ pub fn of_inventory(error: &InventoryError) -> &'static str {
 }
 
 /// The word for an MPS daemon that does not serve.
-#[must_use]
 pub fn of_mps(error: &MpsError) -> &'static str {
     match error {
         MpsError::Inventory(error) => of_inventory(error),
@@ -72,7 +69,6 @@ pub fn of_mps(error: &MpsError) -> &'static str {
 }
 
 /// The word for `sublet serve`. What it refuses has no word of its own on the way here: its text says why.
-#[must_use]
 pub fn of_broker(error: &BrokerError) -> &'static str {
     match error {
         BrokerError::Refused { .. } => "refused-by-service",

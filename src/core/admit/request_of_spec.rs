@@ -82,7 +82,6 @@ pub(super) fn asks_for_a_share(
 }
 
 /// Whether `annotations`, or else the entry point, name the share of the container's job of Slurm's.
-#[must_use]
 pub fn asks_for_job_share(annotations: &BTreeMap<String, String>, entry_point: Option<&str>) -> bool {
     annotations.get("sublet.share").map(String::as_str).or(entry_point) == Some(JOB_SHARE)
 }

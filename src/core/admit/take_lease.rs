@@ -376,7 +376,6 @@ fn own_mount_points(image: &Image, rootfs: &Path, ledger: &Ledger) -> Vec<PathBu
 }
 
 /// The lease for a placement.
-#[must_use]
 pub fn lease_for(
     candidate: &Candidate<'_>,
     placement: &Placement,

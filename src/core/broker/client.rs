@@ -72,7 +72,6 @@ pub struct Broker {
 
 impl Broker {
     /// The service of this configuration. The first request connects to it.
-    #[must_use]
     pub fn new(config: &Config) -> Self {
         Self { socket: super::socket(config), stream: None }
     }

@@ -10,7 +10,6 @@ use std::path::PathBuf;
 use crate::config::Config;
 
 /// The service's socket.
-#[must_use]
 pub fn socket(config: &Config) -> PathBuf {
     config.state_dir.join("sublet.sock")
 }

@@ -71,7 +71,6 @@ pub enum PolicyLimitError {
 
 impl PolicyLimitError {
     /// Whether waiting may help.
-    #[must_use]
     pub fn is_temporary(&self) -> bool {
         matches!(self, Self::Leases(1..) | Self::Sum { temporary: true, .. })
     }
@@ -105,7 +104,6 @@ impl PolicyLimit<'_> {
 
     /// Thousandths of a percent of SMs, and bytes, that the user may still take in addition to their leases
     /// in `ledger`; `None`: not limited.
-    #[must_use]
     pub fn room(&self, ledger: &Ledger) -> (Option<u64>, Option<u64>) {
         let held = self.held(ledger);
         let sm = self.rule.sm.map(|limit| thousandths(limit).saturating_sub(held_sm(&held)));
@@ -119,7 +117,6 @@ impl PolicyLimit<'_> {
     }
 
     /// What the user may still take in addition to their leases in `ledger`.
-    #[must_use]
     pub fn left(&self, ledger: &Ledger) -> Left {
         let held = self.held(ledger);
         let (sm, memory_bytes) = self.room(ledger);

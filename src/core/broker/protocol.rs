@@ -201,7 +201,6 @@ pub struct JobEnvironment {
 impl JobEnvironment {
     /// As the calling process needs it: without the GPUs that its step or task must not open. CUDA would find none at all
     /// behind the first of them.
-    #[must_use]
     pub fn of_this_task(mut self) -> Self {
         let forbidden = slurm::forbidden(&self.gpus);
         for (name, value) in &mut self.set {

@@ -406,7 +406,6 @@ impl Config {
 }
 
 /// `config` with every key, so that reading it back gives the same configuration.
-#[must_use]
 pub fn written_out(config: &Config) -> Config {
     let mut config = config.clone();
     // An empty value removes a built-in variable. If the variable were only left out, it would come back.

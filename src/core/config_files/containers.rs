@@ -84,7 +84,6 @@ impl TryFrom<RawRule> for ContainerRule {
 
 impl Containers {
     /// The share of the container that the engine knows as `known`.
-    #[must_use]
     pub fn share(&self, known: &Known) -> Option<&str> {
         let fits = |glob: &Option<String>, text: Option<&str>| {
             glob.as_deref().is_none_or(|glob| text.is_some_and(|text| glob_matches(glob, text)))
@@ -98,7 +97,6 @@ impl Containers {
     }
 
     /// The first share that `config` does not define.
-    #[must_use]
     pub fn unknown_share<'a>(&'a self, config: &Config) -> Option<&'a str> {
         let shares = self.container.iter().map(|rule| rule.share.as_str());
         shares.into_iter().find(|share| !config.share.contains_key(*share))
@@ -107,7 +105,6 @@ impl Containers {
 
 /// The path of the file, whether or not it exists: beside the file that
 /// [`VARIABLE`](crate::process::inheritance::VARIABLE) names, otherwise in `/etc/sublet`.
-#[must_use]
 pub fn containers_path() -> PathBuf {
     let beside = honoured_config().and_then(|file| Some(file.parent()?.join("containers.toml")));
     beside.unwrap_or_else(|| PathBuf::from("/etc/sublet/containers.toml"))

@@ -47,7 +47,6 @@ impl ConfigError {
 }
 
 /// Line and column of the byte at `offset`, both from 1 on.
-#[must_use]
 pub fn position(text: &str, offset: usize) -> (usize, usize) {
     let before = text.get(..offset).unwrap_or(text);
     let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
@@ -56,7 +55,6 @@ pub fn position(text: &str, offset: usize) -> (usize, usize) {
 
 /// The fault in `text`, on one line: the key and what its value must be, or the nearest spelling of an unknown
 /// word.
-#[must_use]
 pub fn explain(text: &str, error: &toml::de::Error) -> String {
     let key = error.span().and_then(|span| key_at(text, span.start));
     describe(error.message(), key.as_deref())

@@ -49,7 +49,6 @@ pub struct OneFile {
 
 impl OneFile {
     /// A message about the value at `keys`, with file, line and key. Elements of arrays are given by number.
-    #[must_use]
     pub fn about(&self, keys: &[&str], message: &str) -> ConfigError {
         let message = format!("{}: {message}", keys.join("."));
         let key = keys.iter().map(|&key| key.to_owned()).collect();
@@ -69,13 +68,11 @@ pub struct ConfigFiles(Option<Vec<File>>);
 
 impl ConfigFiles {
     /// Reads them.
-    #[must_use]
     pub fn read() -> Self {
         Self(sources().and_then(|paths| read(&paths)).ok())
     }
 
     /// Parses them.
-    #[must_use]
     pub fn parse(&self) -> ParsedFiles<'_> {
         ParsedFiles(self.0.as_deref().map(parse_files))
     }

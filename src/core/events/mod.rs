@@ -129,7 +129,6 @@ pub struct Event {
 
 impl Event {
     /// One that happens now.
-    #[must_use]
     pub fn now(kind: Kind) -> Self {
         Self {
             time: timestamp_milliseconds(SystemTime::now()),
@@ -190,7 +189,6 @@ const SYSTEMS: &str = "/run/sublet";
 
 /// Whether events of the ledger in `state_dir` are in the system's journal. Only root's entries count, because every
 /// user may write to the journal.
-#[must_use]
 pub fn has_journal(state_dir: &Path) -> bool {
     let is_root = || geteuid().is_root() && !host::is_nested();
     state_dir == Path::new(SYSTEMS) && is_root() && Path::new(JOURNAL_SOCKET).exists()
@@ -287,7 +285,6 @@ fn turn_ring(full: &File, state_dir: &Path) -> io::Result<()> {
 }
 
 /// The events in the ring, oldest first. Incomplete ones are left out.
-#[must_use]
 pub fn read_ring(state_dir: &Path) -> Vec<Event> {
     let [path, older] = ring_files(state_dir);
     // The newer file first: if it becomes the older one meanwhile, its events are there twice, and not lost.

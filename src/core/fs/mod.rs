@@ -28,7 +28,6 @@ use crate::text::safe;
 pub(crate) const ROUNDS: usize = 16;
 
 /// `path` (absolute) below `root`.
-#[must_use]
 pub fn under(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }

@@ -24,7 +24,6 @@ const CONTAINER_TYPE: &str = "container_t";
 
 /// Whether containers of the host at `root` cannot reach MPS daemons, whose files are in `state_dir`: `SELinux` is
 /// enforcing, and the files do not have the type of sublet's module. (Engines may not read the list of modules.)
-#[must_use]
 pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
     is_enforcing(root) && !is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
 }
@@ -65,7 +64,6 @@ fn parse_answer(answer: &str, permission: &str) -> Option<bool> {
 
 /// `/sys/fs/selinux/enforce` contains 1 (selinux(8)). The file does not exist if `SELinux` is off. If reading is
 /// denied, `SELinux` is enforcing.
-#[must_use]
 pub fn is_enforcing(root: &Path) -> bool {
     match kernel_file(under(root, "/sys/fs/selinux/enforce")) {
         Ok(text) => text.trim() == "1",
@@ -75,7 +73,6 @@ pub fn is_enforcing(root: &Path) -> bool {
 
 /// `error`, with a remedy if this host's policy refused an engine what its shim or hook needs. Nothing else refuses
 /// root.
-#[must_use]
 pub fn explain(error: io::Error) -> io::Error {
     let refused = error.kind() == io::ErrorKind::PermissionDenied && nix::unistd::geteuid().is_root();
     if refused && is_enforcing(Path::new("/")) {

@@ -198,7 +198,6 @@ pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, Stri
 }
 
 /// [`read`] for optional files: `None` if the file does not exist or is not trusted.
-#[must_use]
 pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
     read(path, largest).ok()??.ok()
 }

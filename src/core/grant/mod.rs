@@ -118,7 +118,6 @@ pub(crate) const SHARE_PROGRAM: &str = "/usr/bin/sublet-share";
 
 impl Image {
     /// Where the driver's libraries go, if there is such a place.
-    #[must_use]
     pub fn libraries(&self) -> Option<&Path> {
         if self.nix { Some(Path::new("/run/opengl-driver/lib")) } else { self.library_dir.as_deref() }
     }
@@ -129,7 +128,6 @@ impl Image {
     }
 
     /// Everything that its user should know of it, one line each.
-    #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let line = |paths: &[PathBuf], why: &str| {
             let listed: Vec<_> = paths.iter().map(|path| safe(&path.to_string_lossy())).collect();
@@ -151,7 +149,6 @@ impl Image {
 }
 
 /// Everything that the container with this placement gets.
-#[must_use]
 pub fn grant(
     placement: &Placement,
     lease: &Lease,
@@ -302,7 +299,6 @@ const MOST_SMS: u64 = 192;
 ///
 /// From version 0.4.33, jaxlib raises `ValueError`, and JAX then computes on the CPU. An empty value counts as unset
 /// (`generate_pjrt_gpu_plugin_options` in `jaxlib/xla_client.py`; docs/recipes.md, "What the frameworks read").
-#[must_use]
 pub fn refused_beside(name: &str) -> Option<&'static str> {
     match name {
         "XLA_CLIENT_MEM_FRACTION" => Some("XLA_PYTHON_CLIENT_MEM_FRACTION"),

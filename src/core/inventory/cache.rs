@@ -112,7 +112,6 @@ pub enum InventoryError {
 
 impl InventoryError {
     /// Whether `sublet refresh` can help. Otherwise the administrator has to.
-    #[must_use]
     pub const fn wants_refresh(&self) -> bool {
         matches!(
             self,
@@ -194,7 +193,6 @@ pub fn fingerprint(config: &Config) -> Result<Fingerprint, InventoryError> {
 }
 
 /// `inventory.json` of this configuration.
-#[must_use]
 pub fn path(config: &Config) -> PathBuf {
     config.state_dir.join("inventory.json")
 }
@@ -308,7 +306,6 @@ pub fn read_seen(root: &Path) -> Result<Seen, InventoryError> {
 
 /// Whether any GPU supports MIG, in MIG mode or not. Such a GPU has a directory of instances, which may be empty (H200
 /// with MIG off; docs/evidence).
-#[must_use]
 pub fn can_do_mig(root: &Path) -> bool {
     let capabilities = under(root, "/proc/driver/nvidia/capabilities");
     let gpus = list_names(&capabilities).unwrap_or_default();
@@ -403,7 +400,6 @@ fn parse_kernel_module(text: &str) -> Option<KernelModule> {
 
 /// Whether `text` has the form of a driver's version: `580.65`, `580.159.04`. Its first number has three digits or
 /// more, unlike a library's own version, such as `1.1.13` of libnvidia-egl-wayland.
-#[must_use]
 pub fn is_driver_version(text: &str) -> bool {
     let parts: Vec<&str> = text.split('.').collect();
     let digits = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
@@ -428,7 +424,6 @@ pub struct FileDirectory {
 
 impl FileDirectory {
     /// Of `files`. One that has just been changed is left out, because the next change could have the same time.
-    #[must_use]
     pub fn of(files: &[DriverFile]) -> Vec<Self> {
         let mut paths: Vec<&Path> = files.iter().filter_map(|file| file.source.parent()).collect();
         paths.sort_unstable();

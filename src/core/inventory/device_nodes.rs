@@ -74,7 +74,6 @@ pub enum NodeError {
 impl Node {
     /// Whether CUDA does without it, so that a container is served without it too: of the driver's nodes it opens
     /// nvidiactl, nvidia-uvm and the GPU's (docs/evidence/2026-11-21-h200-shares.md).
-    #[must_use]
     pub fn is_optional(&self) -> bool {
         let spare = ["/dev/nvidia-modeset", "/dev/nvidia-uvm-tools", "/dev/dri"];
         spare.iter().any(|path| self.path.starts_with(path))
@@ -138,7 +137,6 @@ fn remedy(path: &Path) -> String {
 
 impl Majors {
     /// Reads the text of /proc/devices. Drivers up to 535 call `nvidia` `nvidia-frontend`.
-    #[must_use]
     pub fn parse(devices: &str) -> Self {
         let characters = devices.split("Block devices:").next().unwrap_or_default();
         let find = |names: &[&str]| {

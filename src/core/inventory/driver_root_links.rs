@@ -13,7 +13,6 @@ const MOST_LINKS: usize = 40;
 ///
 /// Debian's driver is reached through absolute links in /etc/alternatives. With a driver root other than `/`, the
 /// kernel would follow them out of that root.
-#[must_use]
 pub fn resolve(root: &Path, path: &str) -> Option<PathBuf> {
     let mut todo = components(Path::new(path));
     let mut done = PathBuf::new();

@@ -126,7 +126,6 @@ fn lines(minors: &str) -> impl Iterator<Item = (&str, u32)> {
 }
 
 /// The number after `KEY:`.
-#[must_use]
 pub fn value(text: &str, key: &str) -> Option<u32> {
     text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':')?.trim().parse().ok())
 }

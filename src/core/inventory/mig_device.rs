@@ -36,19 +36,16 @@ pub struct MigDevice {
 
 impl Device {
     /// Whether it is a MIG device rather than a GPU.
-    #[must_use]
     pub const fn is_mig(&self) -> bool {
         self.mig_device.is_some()
     }
 
     /// UUID of the GPU: its own, or that of the GPU of which it is a part.
-    #[must_use]
     pub fn gpu(&self) -> &str {
         self.mig_device.as_ref().map_or(&self.uuid, |mig_device| &mig_device.gpu)
     }
 
     /// The number that names it in `sublet.gpu`: `0`, or `0:2`.
-    #[must_use]
     pub fn number(&self) -> String {
         match &self.mig_device {
             Some(part) => format!("{}:{}", self.index, part.index),
@@ -57,13 +54,11 @@ impl Device {
     }
 
     /// Its name in messages: `GPU 0`, or `MIG device 0:2`.
-    #[must_use]
     pub fn label(&self) -> String {
         format!("{} {}", if self.is_mig() { "MIG device" } else { "GPU" }, self.number())
     }
 
     /// The GPU's name, or the MIG device's profile.
-    #[must_use]
     pub fn kind(&self) -> &str {
         self.mig_device.as_ref().map_or(&self.name, |mig_device| &mig_device.profile)
     }

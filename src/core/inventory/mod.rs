@@ -175,7 +175,6 @@ pub enum ComputeMode {
 
 impl ComputeMode {
     /// The word that NVML and nvidia-smi use.
-    #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Default => "DEFAULT",
@@ -260,7 +259,6 @@ pub type MigGpus = BTreeMap<String, BTreeSet<(String, u32, u32)>>;
 
 impl Inventory {
     /// Its GPUs in MIG mode.
-    #[must_use]
     pub fn mig_gpus(&self) -> MigGpus {
         let parts = |gpu: &Device| {
             self.mig_devices_of(&gpu.uuid)
@@ -271,7 +269,6 @@ impl Inventory {
     }
 
     /// The same devices, without their current use.
-    #[must_use]
     pub fn idle(&self) -> Self {
         let idle = |device: &Device| Device {
             memory_free_bytes: device.memory_bytes,
@@ -287,14 +284,12 @@ impl Inventory {
     }
 
     /// With the left-out GPUs among the devices, for settings that may still name them.
-    #[must_use]
     pub fn with_left_out(&self) -> Self {
         let left_out = self.left_out.iter().map(|gone| gone.gpu.clone());
         Self { devices: self.devices.iter().cloned().chain(left_out).collect(), ..self.clone() }
     }
 
     /// The device with this UUID.
-    #[must_use]
     pub fn device(&self, uuid: &str) -> Option<&Device> {
         self.devices.iter().find(|device| device.uuid == uuid)
     }
@@ -306,7 +301,6 @@ const FEWEST_SMS: u64 = 8;
 impl Device {
     /// The SMs that a context sees at an MPS active thread percentage: whole pairs, rounded down, and at least the
     /// driver's minimum (measured, docs/evidence). `None` if NVML does not report the number of SMs.
-    #[must_use]
     pub fn sms_at(&self, share: Percent) -> Option<u64> {
         let all = u64::from(self.sm_count?);
         Some((share.of(all) / 2 * 2).max(FEWEST_SMS.min(all)))
@@ -442,13 +436,11 @@ pub struct LeftOut {
 
 impl LeftOut {
     /// As `GPU 3 is left out: Unknown Error; …`.
-    #[must_use]
     pub fn sentence(&self) -> String {
         format!("{} is left out: {}", self.gpu.label(), safe(&self.why))
     }
 
     /// `lost` or `unhealthy`.
-    #[must_use]
     pub const fn state(&self) -> &'static str {
         if self.lost { "lost" } else { "unhealthy" }
     }

@@ -95,7 +95,6 @@ fn list_searched(driver: &Driver) -> String {
 
 impl MpsPrograms {
     /// The programs that a daemon would use: of an installation that has both, otherwise the first of each.
-    #[must_use]
     pub fn find(driver: &Driver) -> Self {
         let each = |name| -> Vec<Option<PathBuf>> {
             layouts(driver)
@@ -130,7 +129,6 @@ impl MpsPrograms {
     }
 
     /// A PATH with which the control program finds this server first, and a wrapper the program that it wraps.
-    #[must_use]
     pub fn path(&self) -> String {
         let mut dirs: Vec<&str> = Vec::new();
         let own = [&self.server, &self.control].into_iter().flatten();
@@ -145,7 +143,6 @@ impl MpsPrograms {
 }
 
 /// The path of a driver program, root included.
-#[must_use]
 pub fn program(driver: &Driver, name: &str) -> Option<PathBuf> {
     programs(driver, name).next()
 }

@@ -67,7 +67,6 @@ impl Lease {
     }
 
     /// Whether its container was not created in time.
-    #[must_use]
     pub fn is_overdue(&self) -> bool {
         self.bind_by.is_some_and(|limit| uptime_seconds() > limit)
     }

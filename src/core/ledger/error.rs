@@ -105,7 +105,6 @@ pub enum LedgerError {
 
 impl LedgerError {
     /// Whether its process ids are not valid here, so that the ledger can be shown but not changed.
-    #[must_use]
     pub const fn is_elsewhere(&self) -> bool {
         matches!(self, Self::Elsewhere { .. } | Self::NoNamespaces { .. })
     }

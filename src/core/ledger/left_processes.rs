@@ -143,7 +143,6 @@ impl Lease {
 impl Ledger {
     /// One line with a remedy, if the container of `lease` goes on and its engine takes it for ended. `state_dir` is the
     /// ledger's directory.
-    #[must_use]
     pub fn describe_unended(&self, lease: &Lease, state_dir: &Path) -> Option<String> {
         let init = lease.init.as_ref()?;
         let pid = init.process.pid;

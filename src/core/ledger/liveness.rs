@@ -175,7 +175,6 @@ impl Ledger {
     }
 
     /// The ledger after [`super::Store::update`], and the leases that it would free. Nothing is written.
-    #[must_use]
     pub fn preview_reclaim(&self) -> (Self, Freed) {
         let mut ledger = self.clone();
         let freed = reclaim(&mut ledger, &[]);
@@ -186,7 +185,6 @@ impl Ledger {
 impl Lease {
     /// Whether its container's first process, or any process in its cgroup, still runs. The lease of a job is not
     /// kept by its first process: tasks come and go.
-    #[must_use]
     pub fn has_processes(&self) -> bool {
         if let (Some(job), Some(init), None) = (&self.job, &self.init, &self.within) {
             return init.cgroup.as_deref().is_some_and(|dir| has_inode(dir, job.cgroup_inode))
@@ -448,7 +446,6 @@ fn is_named_for(name: &str, id: &str) -> bool {
 impl Lease {
     /// Evidence that its container may be alive, for a user who wants the lease to be freed. It names each place that
     /// was checked.
-    #[must_use]
     pub fn signs_of_life(&self) -> Vec<String> {
         let Some(init) = &self.init else {
             let starts = self.owner.is_alive() && !self.is_overdue();

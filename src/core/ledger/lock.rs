@@ -138,13 +138,11 @@ impl Place {
 
 impl Store {
     /// For a user who gives up a missing ledger: a change first rebuilds it.
-    #[must_use]
     pub fn rebuilding(self) -> Self {
         Self { rebuilds: true, ..self }
     }
 
     /// [`Lease::to_annotation`], which also names the ledger's file system.
-    #[must_use]
     pub fn annotation(&self, lease: &Lease) -> String {
         lease.annotation(&self.state_dir, Some(self.file_system))
     }

@@ -134,7 +134,6 @@ impl DynamicInstance {
     }
 
     /// As `1g.18gb at 0:1`.
-    #[must_use]
     pub fn label(&self) -> String {
         format!("{} at {}:{}", safe(&self.name), self.placement.0, self.placement.1)
     }
@@ -171,13 +170,11 @@ impl Ledger {
     }
 
     /// The dynamic instance whose MIG device is `device`.
-    #[must_use]
     pub fn dynamic_instance(&self, device: &Device) -> Option<&DynamicInstance> {
         self.mig.dynamic_instances.iter().find(|instance| instance.has_device(device))
     }
 
     /// Whether there is a lease on `instance`, or will be one.
-    #[must_use]
     pub fn needs(&self, instance: &DynamicInstance) -> bool {
         let leased = match &instance.uuid {
             Some(uuid) => self.on_device(uuid).next().is_some(),
@@ -192,7 +189,6 @@ impl Ledger {
     }
 
     /// Whether an instance is to be destroyed.
-    #[must_use]
     pub fn has_unneeded(&self) -> bool {
         self.mig.dynamic_instances.iter().any(|instance| !self.needs(instance))
     }

@@ -248,14 +248,12 @@ impl LeaseId {
     }
 
     /// `text`, if it is a lease id.
-    #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
         (text.len() == 16 && text.bytes().all(hex)).then(|| Self(text.to_owned()))
     }
 
     /// The digits.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -285,7 +283,6 @@ pub struct Container {
 
 impl Container {
     /// Its name in messages: its id, otherwise its bundle, otherwise its root filesystem.
-    #[must_use]
     pub fn name(&self) -> std::borrow::Cow<'_, str> {
         let place = if self.bundle.as_os_str().is_empty() { &self.rootfs } else { &self.bundle };
         if self.id.is_empty() { place.to_string_lossy() } else { self.id.as_str().into() }
@@ -313,13 +310,11 @@ pub struct DaemonKey(pub String);
 
 impl DaemonKey {
     /// The daemon's own directory. Other users can only pass through it to `public/`.
-    #[must_use]
     pub fn dir(&self, state_dir: &Path) -> PathBuf {
         state_dir.join("mps").join(&self.0)
     }
 
     /// The directory that containers see. It holds a hard link to `control` and nothing else.
-    #[must_use]
     pub fn public(&self, state_dir: &Path) -> PathBuf {
         self.dir(state_dir).join("public")
     }
@@ -372,7 +367,6 @@ impl MpsDaemon {
     }
 
     /// Whether it serves `device`, a UUID.
-    #[must_use]
     pub fn serves(&self, device: &str) -> bool {
         self.devices.iter().any(|own| own == device)
     }
@@ -533,7 +527,6 @@ impl DefaultMemoryLimit {
     }
 
     /// In bytes; `None`: unlimited.
-    #[must_use]
     pub fn bytes(self) -> Option<u64> {
         match self {
             Self::Mebibytes(amount) => Some(amount.saturating_mul(MIB)),
@@ -552,13 +545,11 @@ impl DefaultLimits {
     }
 
     /// The limits that admit what either of them admits.
-    #[must_use]
     pub fn or(self, other: Self) -> Self {
         Self { sm: self.sm.max(other.sm), memory: self.memory.max(other.memory) }
     }
 
     /// The limits that admit only what both admit.
-    #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self { sm: self.sm.min(other.sm), memory: self.memory.min(other.memory) }
     }

@@ -27,13 +27,11 @@ pub struct Doubled {
 
 impl Ledger {
     /// An empty ledger of this boot.
-    #[must_use]
     pub fn empty(boot_id: &str) -> Self {
         Self { schema: SCHEMA.to_owned(), boot_id: boot_id.to_owned(), ..Self::default() }
     }
 
     /// The lease with this id.
-    #[must_use]
     pub fn lease(&self, id: &LeaseId) -> Option<&Lease> {
         self.leases.iter().find(|lease| lease.id == *id)
     }
@@ -57,7 +55,6 @@ impl Ledger {
     }
 
     /// Whether `lease` is booked with the lease of the job that its container runs in.
-    #[must_use]
     pub fn is_booked_with_job(&self, lease: &Lease) -> bool {
         lease.within.as_ref().is_some_and(|job| self.lease(job).is_some())
     }
@@ -70,7 +67,6 @@ impl Ledger {
     }
 
     /// The record of the daemon `key`.
-    #[must_use]
     pub fn daemon(&self, key: &DaemonKey) -> Option<&MpsDaemon> {
         self.daemons.iter().find(|daemon| daemon.key == *key)
     }
@@ -82,13 +78,11 @@ impl Ledger {
 
     /// The default limits that the server `key` should have: the smallest that admit all its leases; `None` if it
     /// serves no lease.
-    #[must_use]
     pub fn wanted_default_limits(&self, key: &DaemonKey) -> Option<DefaultLimits> {
         self.on_daemon(key).map(Lease::default_limits).reduce(DefaultLimits::or)
     }
 
     /// How many devices the server `key` serves. Each of as many ordinals has a memory limit.
-    #[must_use]
     pub fn devices_of(&self, key: &DaemonKey) -> usize {
         self.on_daemon(key).map(|lease| lease.devices.len()).max().unwrap_or(1)
     }
@@ -149,26 +143,22 @@ impl Ledger {
 
 impl Lease {
     /// Whether it is the lease of a whole job of Slurm's, and not a container's.
-    #[must_use]
     pub const fn is_of_job(&self) -> bool {
         self.job.is_some() && self.within.is_none()
     }
 
     /// The SMs that one of its processes may have.
-    #[must_use]
     pub fn sm_of_process(&self) -> Option<Percent> {
         self.sm.map(|sm| sm_of_process(sm, self.processes))
     }
 
     /// The memory that one of its processes may have on each device, in bytes, whole MiB.
-    #[must_use]
     pub fn memory_of_process(&self) -> Option<u64> {
         self.memory_bytes.map(|bytes| bytes_of_process(bytes, self.processes))
     }
 
     /// The default limits that this lease needs on its server. They also apply to processes without the lease's
     /// environment. Memory is the part of one process. SMs are the part of one process only on a dedicated server.
-    #[must_use]
     pub fn default_limits(&self) -> DefaultLimits {
         let own = self.daemon.as_ref().is_some_and(|key| key.0 == self.id.as_str());
         let clients = if own { self.processes.max(1) } else { 1 };
@@ -198,7 +188,6 @@ impl Ledger {
     /// The lease to which a process on a GPU is attributable: by its pid, otherwise its cgroup, otherwise its PID
     /// namespace, which several containers may share. For callers that ask whether the process belongs to any lease at
     /// all.
-    #[must_use]
     pub fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
         let find = |fits: &dyn Fn(&Lease) -> bool| self.leases.iter().find(|lease| fits(lease));
         let has_pid = |lease: &Lease| lease.init.as_ref().is_some_and(|init| init.process.pid == process.pid);
@@ -211,7 +200,6 @@ impl Ledger {
     /// The lease of `process`, which is `seen` on a GPU, if it is certain enough to kill the process:
     /// by its container's first process or cgroup. The PID namespace counts only for running containers without a
     /// cgroup of their own: other containers may have joined it, and the inode of a namespace that has ended is reused.
-    #[must_use]
     pub fn certain_lease_of(&self, process: Process, seen: &GpuProcess) -> Option<&Lease> {
         let find = |fits: &dyn Fn(&Lease) -> bool| self.leases.iter().find(|lease| fits(lease));
         let is_init = |lease: &Lease| lease.init.as_ref().is_some_and(|init| init.process == process);
@@ -254,7 +242,7 @@ fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture {
     //! Leases for tests.
-    #![allow(clippy::missing_panics_doc, clippy::must_use_candidate, reason = "for tests")]
+    #![allow(clippy::missing_panics_doc, reason = "for tests")]
 
     use super::super::{Container, Lease, LeaseId, LeaseState};
     use crate::process::Process;

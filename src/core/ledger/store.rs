@@ -54,7 +54,6 @@ impl Store {
 
     /// [`Store::open`] for a caller that knows a container's `record`. After a loss of the ledger, the records beside
     /// it are read, too.
-    #[must_use]
     pub fn beside(self, record: &Path) -> Self {
         Self { root: record.parent().map(Path::to_owned), ..self }
     }
@@ -405,7 +404,6 @@ fn keep_settings(ledger: Arc<Ledger>, boot: &str) -> Arc<Ledger> {
 }
 
 /// Whether there is a ledger in `state_dir`, or was one that is lost. `true` if this cannot be checked.
-#[must_use]
 pub fn is_there(state_dir: &Path) -> bool {
     [LEDGER, COPY].iter().any(|name| {
         let found = fs::symlink_metadata(state_dir.join(name));

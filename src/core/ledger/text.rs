@@ -162,7 +162,6 @@ const FILE_SYSTEM: &str = "state_fs";
 
 impl Lease {
     /// The value of [`super::LEASE_RECORD_ANNOTATION`], in the ledger of `state_dir`.
-    #[must_use]
     pub fn to_annotation(&self, state_dir: &Path) -> String {
         self.annotation(state_dir, None)
     }
@@ -181,7 +180,6 @@ impl Lease {
     }
 
     /// The lease that [`Lease::to_annotation`] wrote; `None` for any other text.
-    #[must_use]
     pub fn from_annotation(text: &str) -> Option<Self> {
         serde_json::from_str(text).ok().filter(|lease: &Self| lease.mount_points.are_listed())
     }

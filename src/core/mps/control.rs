@@ -41,7 +41,6 @@ const REFUSALS: [&str; 6] =
 
 /// Whether a process listens on `control`, a SEQPACKET socket. The check takes microseconds and does not disturb the
 /// daemon. The listener may be a stopped process all the same.
-#[must_use]
 pub fn listens(control: &Path) -> bool {
     connected(control).is_some()
 }
@@ -128,7 +127,6 @@ impl Control {
     }
 
     /// The program that runs as `daemon`, if no other is known to be installed.
-    #[must_use]
     pub fn of(key: &DaemonKey, config: &Config, daemon: Process) -> Option<Self> {
         let program = std::fs::read_link(format!("/proc/{}/exe", daemon.pid)).ok()?;
         let installed = program.is_file() && daemon.is_alive();
@@ -146,7 +144,6 @@ impl Control {
     }
 
     /// The program's absolute path.
-    #[must_use]
     pub fn program(&self) -> &Path {
         &self.program
     }
@@ -163,7 +160,6 @@ impl Control {
     }
 
     /// PATH for the daemon, which finds its server program only by it.
-    #[must_use]
     pub fn path(&self) -> String {
         self.programs.path()
     }
@@ -315,7 +311,6 @@ fn limit_commands(server: Option<i32>, devices: usize, default_limits: DefaultLi
 }
 
 /// The control program for the daemon of `key`, with the present configuration; `None` if there is none.
-#[must_use]
 pub fn command(key: &str) -> Option<Command> {
     let key = DaemonKey(key.to_owned());
     dirs::check_key(&key).ok()?;

@@ -25,13 +25,11 @@ pub(super) const ASKING: &str = "asking";
 const LOG_CAP: u64 = 1 << 20;
 
 /// The daemon's pipe directory. A process that can write to its `control_privileged` controls the daemon.
-#[must_use]
 pub fn pipe(key: &DaemonKey, state_dir: &Path) -> PathBuf {
     key.dir(state_dir).join("pipe")
 }
 
 /// The daemon's logs.
-#[must_use]
 pub fn log(key: &DaemonKey, state_dir: &Path) -> PathBuf {
     key.dir(state_dir).join("log")
 }
@@ -198,7 +196,6 @@ fn open_log(path: &Path) -> io::Result<File> {
 }
 
 /// The content of a log of the daemon after its first `from` bytes, at most the last `most` bytes; empty where there is none.
-#[must_use]
 pub fn log_since(key: &DaemonKey, state_dir: &Path, name: &str, from: u64, most: u64) -> String {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = open_log(&log(key, state_dir).join(name))?;
@@ -212,7 +209,6 @@ pub fn log_since(key: &DaemonKey, state_dir: &Path, name: &str, from: u64, most:
 }
 
 /// Where the control program's own output goes; `None`: nowhere.
-#[must_use]
 pub fn output(key: &DaemonKey, state_dir: &Path) -> Option<File> {
     let mut options = OpenOptions::new();
     options.append(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);

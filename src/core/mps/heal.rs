@@ -74,7 +74,6 @@ fn is_due(key: &DaemonKey, ledger: &Ledger) -> bool {
 /// mounted, ends unneeded daemons, restores compute modes, and limits logs.
 ///
 /// Returns findings, actions and failures, one line each.
-#[must_use]
 pub fn heal(store: &Store, config: &Config) -> Vec<String> {
     let ledger = match store.read() {
         Ok(ledger) => ledger,
@@ -93,7 +92,6 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
 }
 
 /// Ends daemons whose idle time is over. Returns failures, one line each.
-#[must_use]
 pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
     let ledger = match store.read() {
         Ok(ledger) => ledger,
@@ -103,7 +101,6 @@ pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
 }
 
 /// Ends all idle daemons when `sublet serve` ends.
-#[must_use]
 pub fn end_all_idle(store: &Store, config: &Config) -> Vec<String> {
     let own = Process::current().ok();
     let left = limits_and_state::change(store, |ledger| {

@@ -13,7 +13,6 @@ use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use crate::process::{Process, sublet, uptime_seconds};
 
 /// Whether `daemon`, which serves no lease, waits for the next one.
-#[must_use]
 pub fn waits(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> bool {
     // A dedicated daemon is of no use to another lease.
     let useful = LeaseId::parse(&daemon.key.0).is_none()
@@ -23,7 +22,6 @@ pub fn waits(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> bool {
 }
 
 /// How much longer `daemon` may wait: zero if nothing would end it.
-#[must_use]
 pub fn left(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Duration {
     if ledger.keeper.is_some_and(|keeper| keeper.is_alive()) {
         remaining(daemon.idle_since, config.mps.idle, uptime_seconds())

@@ -11,13 +11,11 @@ use crate::process::{Process, epoch_seconds, live_proc_dir_of, sockets};
 use crate::text::safe;
 
 /// Whether the recorded process of `daemon` still runs.
-#[must_use]
 pub fn is_alive(daemon: &MpsDaemon) -> bool {
     daemon.process.is_some_and(|daemon| daemon.is_alive())
 }
 
 /// Whether it is recorded as one that has served, and its process still runs.
-#[must_use]
 pub fn runs(daemon: &MpsDaemon) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault) && is_alive(daemon)
 }
@@ -58,7 +56,6 @@ pub fn note_answer(store: &Store, daemon: &MpsDaemon) -> Result<(), MpsError> {
 }
 
 /// Handles a failed command: a silent daemon is recorded with a fault and named in the error.
-#[must_use]
 pub fn note_failure(store: &Store, daemon: &MpsDaemon, error: AskError) -> MpsError {
     if matches!(error, AskError::Silent) {
         if let Err(error) = note(store, &daemon.key, |daemon| daemon.state = DaemonState::Fault) {
@@ -102,7 +99,6 @@ fn find_connected(daemon: Process, key: &DaemonKey, ledger: &Ledger) -> Vec<Stri
 }
 
 /// The error for a failed command to a daemon that should have answered.
-#[must_use]
 pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
     match error {
         AskError::Refused { command, answer } => MpsError::Refused { key: key.to_string(), command, answer },

@@ -29,7 +29,6 @@ pub use ready::{answers, make_ready};
 pub(crate) use ready::{end_conflicting, ensure_answering};
 
 /// Whether `text` can be a daemon's name.
-#[must_use]
 pub fn is_key(text: &str) -> bool {
     dirs::check_key(&DaemonKey(text.to_owned())).is_ok()
 }

@@ -91,7 +91,6 @@ fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<boo
 }
 
 /// The time to wait for the lock. A start or a stop by another process may have to end first.
-#[must_use]
 pub fn lock_limit(config: &Config) -> Duration {
     config.mps.start_timeout + STOP_LIMIT
 }

@@ -348,7 +348,6 @@ pub struct EditsShown {
 }
 
 /// That of `spec`; `None` if it records no edits of sublet's.
-#[must_use]
 pub fn edits_shown(spec: &Value) -> Option<EditsShown> {
     let edits = Edits::recorded(spec)?;
     let environment = entries(spec, "/process/env").iter().filter_map(Value::as_str);

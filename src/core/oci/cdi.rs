@@ -119,7 +119,6 @@ impl Asked {
     }
 
     /// The arguments with which the hook is called at `stage`.
-    #[must_use]
     pub fn arguments<'a>(&'a self, stage: &'a str) -> [&'a str; 6] {
         ["sublet-hook", stage, "--share", &self.share, "--device", &self.device]
     }

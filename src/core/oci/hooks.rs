@@ -41,7 +41,6 @@ impl Stage {
 }
 
 /// The hook that belongs to this build.
-#[must_use]
 pub fn program() -> Option<String> {
     installed("sublet-hook")?.into_os_string().into_string().ok()
 }
@@ -91,7 +90,6 @@ pub fn remove(spec: &mut Value) {
 }
 
 /// The environment of sublet's hooks. `config` names their configuration.
-#[must_use]
 pub fn environment(config: Option<&Path>) -> Vec<String> {
     let config = config.map(|config| format!("{}={}", VARIABLE, config.display()));
     [PATH.to_owned()].into_iter().chain(config).collect()

@@ -65,7 +65,6 @@ pub enum FileError {
 
 impl FileError {
     /// Whether there is no such file, for any program that looks for it.
-    #[must_use]
     pub fn is_missing(&self) -> bool {
         use nix::libc::{ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR};
         let Self::Read { source, .. } = self else { return false };
@@ -105,7 +104,6 @@ impl JsonFile {
     /// scanned, not parsed.
     ///
     /// An escape that could stand for one of its characters counts as a hit.
-    #[must_use]
     pub fn mentions_sublet(&self) -> bool {
         mentions(&self.text)
     }
@@ -151,7 +149,6 @@ fn mentions(text: &[u8]) -> bool {
 }
 
 /// [`JsonFile::mentions_sublet`] of a regular file that is too large to be edited; one that cannot be read may.
-#[must_use]
 pub fn mentions_sublet(path: &Path) -> bool {
     let scan = || -> io::Result<bool> {
         let (_, mut file) = open(path)?;

@@ -186,7 +186,6 @@ pub(crate) fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize 
 /// Removes the leftovers of an ended container. No live lease may use its root filesystem, nor one of its volumes.
 ///
 /// Returns those that may be forgotten: all except those that a transient error kept from being examined.
-#[must_use]
 pub fn clear(left: &Leftover) -> Leftover {
     let mount_points = match open_root(&left.rootfs) {
         Err(error) if is_transient(&error) => Vec::new(),

@@ -34,7 +34,6 @@ pub struct Bookings {
 }
 
 /// The bookings of `device`.
-#[must_use]
 pub fn bookings(device: &Device, ledger: &Ledger, config: &Config) -> Bookings {
     Account::of(device, ledger, config).bookings()
 }
@@ -280,7 +279,6 @@ pub(super) fn check_memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Mi
 
 /// The number of MPS clients that a device allows (CUDA MPS documentation, "Limitations": 16 before Volta, 48 since
 /// Volta, 60 from CUDA 13.1; on a MIG device in proportion to its SMs).
-#[must_use]
 pub fn client_limit(device: &Device, driver: &Driver) -> u32 {
     let whole = match () {
         () if device.is_before_volta() => 16,

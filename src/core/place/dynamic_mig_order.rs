@@ -55,7 +55,6 @@ pub struct Size {
 impl Size {
     /// The largest instance on `gpu` on which `request` takes at most `sm` thousandths of a percent of the GPU's SMs
     /// and `memory` bytes.
-    #[must_use]
     pub fn within(request: &Request, gpu: &Device, (sm, memory): (Option<u64>, Option<u64>)) -> Self {
         let whole = u64::from(Percent::WHOLE.thousandths());
         let of_gpu = |sm: u64| sm.saturating_mul(gpu.sm_count.unwrap_or_default().into()) / whole;
@@ -78,7 +77,6 @@ impl Size {
 impl Order {
     /// The order of `request`, if it is for one unnamed MIG device. There are no sites if no permitted
     /// GPU is in MIG mode.
-    #[must_use]
     pub fn of(request: &Request, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Option<Self> {
         let one = match &request.devices {
             Devices::Any(count) => count.get() == 1,

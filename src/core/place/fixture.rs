@@ -2,7 +2,6 @@
 #![allow(
     missing_docs,
     clippy::missing_panics_doc,
-    clippy::must_use_candidate,
     clippy::new_without_default,
     reason = "for tests: the names say it, and a panic is what they are for"
 )]

@@ -173,7 +173,6 @@ fn judge(
 
 /// The placement on a MIG device that does not exist yet, as far as it does not depend on the device's size; for the rest
 /// see [`Size::within`].
-#[must_use]
 pub fn expected(request: &Request) -> Placement {
     let mode = request.mode.unwrap_or(Mode::Mig);
     let memory = request.memory.filter(|_| mode != Mode::Mig).map(|memory| memory.on(0));

@@ -8,7 +8,6 @@ use crate::share::{Devices, Mode, Selector};
 use crate::text::safe;
 
 /// The first rule of the configuration that matches `device`.
-#[must_use]
 pub fn rule<'a>(device: &Device, config: &'a Config) -> Option<&'a DeviceRule> {
     config.device.iter().find(|rule| rule_matches(&rule.matches, device))
 }
@@ -30,7 +29,6 @@ fn rule_matches(text: &str, device: &Device) -> bool {
 }
 
 /// Whether `request` is for MIG devices. Other selectors then name the GPUs to which the MIG devices belong.
-#[must_use]
 pub fn wants_mig(request: &Request) -> bool {
     let named = matches!(&request.devices, Devices::These(these) if these.iter().any(Selector::is_mig));
     named || request.mig.is_some() || request.mode == Some(Mode::Mig)
@@ -125,7 +123,6 @@ fn filter_profile(
 }
 
 /// The devices that `text` names: a selector as in `sublet.gpu`, or `all` GPUs.
-#[must_use]
 pub fn named<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Vec<&'a Device> {
     if text == "all" {
         return inventory.gpus().collect();
@@ -151,7 +148,6 @@ pub fn meant<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Resul
 }
 
 /// The message about `text` that names several devices where it may name only one.
-#[must_use]
 pub fn ambiguous(text: &str, found: &[&Device]) -> String {
     format!("{} matches {}: write more of it", safe(text), list(found.iter().copied()))
 }

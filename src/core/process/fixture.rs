@@ -26,7 +26,6 @@ pub struct WithoutFirstThread {
 ///
 /// # Panics
 /// There is none.
-#[must_use]
 pub fn without_first_thread() -> WithoutFirstThread {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("without-first-thread");
@@ -53,7 +52,6 @@ impl WithoutFirstThread {
     ///
     /// # Panics
     /// It has been ended and waited for.
-    #[must_use]
     pub fn process(&self) -> Process {
         Process::find(i32::try_from(self.child.id()).unwrap()).unwrap()
     }

@@ -141,7 +141,6 @@ pub fn handle_sigxfsz() {
 }
 
 /// The path that was given to execve(2).
-#[must_use]
 pub fn executed() -> Option<&'static Path> {
     let address = get(libc::AT_EXECFN).filter(|address| *address != 0)?;
     // SAFETY: getauxval(3): the kernel put a string there, at the top of this process's stack, and nothing moves or
@@ -151,7 +150,6 @@ pub fn executed() -> Option<&'static Path> {
 }
 
 /// The effective user as which this process was started. No program of sublet's becomes another one.
-#[must_use]
 pub fn effective_user() -> u32 {
     let told = get(libc::AT_EUID).and_then(|user| u32::try_from(user).ok());
     told.unwrap_or_else(|| geteuid().as_raw())
@@ -177,7 +175,6 @@ pub(crate) const VARIABLE: &str = "SUBLET_CONFIG";
 
 /// The value of [`VARIABLE`], made absolute, if it is honoured: never when this process has more rights than its
 /// caller.
-#[must_use]
 pub fn honoured_config() -> Option<PathBuf> {
     let file = std::env::var_os(VARIABLE).filter(|file| !file.is_empty())?;
     if is_secure() {

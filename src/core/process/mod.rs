@@ -66,7 +66,6 @@ pub(crate) fn forget_own_pid() {
 
 impl Process {
     /// The running process `pid`; `None` if there is none.
-    #[must_use]
     pub fn find(pid: i32) -> Option<Self> {
         Stat::of(pid).ok()?.map(|stat| Self { pid, start_time: stat.start_time })
     }
@@ -77,7 +76,6 @@ impl Process {
     }
 
     /// The pid of its parent; `None` if the process has ended.
-    #[must_use]
     pub fn parent(&self) -> Option<i32> {
         Stat::of(self.pid).ok()?.filter(|stat| stat.start_time == self.start_time).map(|stat| stat.parent)
     }
@@ -114,7 +112,6 @@ impl Process {
     /// Whether a thread of this same process still runs, the first one or another. A zombie does not count as running,
     /// because it holds no resources. A process that cannot be examined, for example because no file descriptor is left,
     /// counts as running.
-    #[must_use]
     pub fn is_alive(&self) -> bool {
         Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(|stat| self.is_alive_in(&stat)))
     }
@@ -126,7 +123,6 @@ impl Process {
 
     /// Whether its first thread still runs. runc and crun take a container for stopped once that of its first process has
     /// ended. `true` if that cannot be found out.
-    #[must_use]
     pub fn has_first_thread(&self) -> bool {
         let has = |stat: Stat| stat.start_time == self.start_time && !stat.has_thread_ended();
         Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(has))
@@ -192,19 +188,16 @@ pub(crate) enum Condition {
 }
 
 /// The command name of the process `pid`, safe to print; `?` if it has ended.
-#[must_use]
 pub fn name_of(pid: i32) -> String {
     kernel_file(format!("/proc/{pid}/comm")).map_or_else(|_| "?".to_owned(), |name| safe(name.trim_end()))
 }
 
 /// Seconds since the epoch; 0 if the clock is before it.
-#[must_use]
 pub fn epoch_seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// Seconds since boot, on a clock that cannot be set (`clock_gettime(2)`).
-#[must_use]
 pub fn uptime_seconds() -> u64 {
     since_boot().as_secs()
 }
@@ -221,7 +214,6 @@ fn since_boot() -> Duration {
 
 /// Whether a file of /proc could not be read because its process has ended: if it ends while the file is open, reading
 /// fails with ESRCH.
-#[must_use]
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH)
 }
@@ -313,7 +305,6 @@ impl Stat {
 
 /// The directory of /proc with a process's files: `proc`, its `/proc/PID`, or a running thread's, if its first thread has
 /// ended.
-#[must_use]
 pub fn live_proc_dir(proc: PathBuf) -> PathBuf {
     let only_first_has_ended = |stat: Stat| stat.has_only_first_thread_ended();
     let running =
@@ -322,7 +313,6 @@ pub fn live_proc_dir(proc: PathBuf) -> PathBuf {
 }
 
 /// [`live_proc_dir`], of the process `pid`.
-#[must_use]
 pub fn live_proc_dir_of(pid: i32) -> PathBuf {
     live_proc_dir(Path::new("/proc").join(pid.to_string()))
 }

@@ -28,7 +28,6 @@ pub(crate) fn own_program() -> Option<PathBuf> {
 
 /// The absolute path of the `sublet` that belongs to this program: the one in the same directory, otherwise the
 /// packaged one.
-#[must_use]
 pub fn program() -> PathBuf {
     let beside = own_program().map(|own| own.with_file_name("sublet"));
     beside.filter(|program| program.is_file()).unwrap_or_else(|| PathBuf::from("/usr/bin/sublet"))
@@ -64,7 +63,6 @@ pub(crate) fn start(arguments: &[&str]) -> std::io::Result<()> {
 }
 
 /// A clean environment. `SUBLET_CONFIG` is passed on only if this process honours it itself.
-#[must_use]
 pub fn command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
     command.env_clear().args(arguments).env("PATH", PATH).current_dir("/");

@@ -61,7 +61,6 @@ pub struct Request {
 
 impl Request {
     /// `config` with the named share's settings.
-    #[must_use]
     pub fn over<'c>(&self, config: &'c Config) -> Cow<'c, Config> {
         let Some(visible) = self.visible_devices else { return Cow::Borrowed(config) };
         let mut config = config.clone();
@@ -72,14 +71,12 @@ impl Request {
 
 /// Whether any of `annotations` is for sublet: a key that begins with `sublet.`, or a misspelt one, which [`parse`]
 /// refuses. A pause container may have such annotations and still asks for no share ([`is_sandbox`]).
-#[must_use]
 pub fn has_sublet_annotations(annotations: &BTreeMap<String, String>) -> bool {
     annotations.keys().any(|key| key.starts_with(PREFIX) || find_intended(key).is_some())
 }
 
 /// Whether this is a pod's pause container, which containerd's CRI and CRI-O mark as such. It never gets a share.
 /// Podman does not mark its own with an annotation: see [`is_podman_infra`].
-#[must_use]
 pub fn is_sandbox(annotations: &BTreeMap<String, String>) -> bool {
     ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"]
         .iter()
@@ -90,7 +87,6 @@ pub fn is_sandbox(annotations: &BTreeMap<String, String>) -> bool {
 ///
 /// Podman gives it no annotation of its own (`pkg/specgen/generate/pod_create.go`), but it always runs the program
 /// `/catatonit -P` of the pause image. Annotations for sublet can reach it through containers.conf.
-#[must_use]
 pub fn is_podman_infra(annotations: &BTreeMap<String, String>, process_args: &[&str]) -> bool {
     annotations.get("io.container.manager").is_some_and(|manager| manager == "libpod")
         && process_args == ["/catatonit", "-P"]

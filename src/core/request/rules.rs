@@ -379,7 +379,6 @@ pub enum RequestError {
 
 impl RequestError {
     /// The key and value it is about; `None` where a key is missing.
-    #[must_use]
     pub const fn setting(&self) -> Option<&Setting> {
         match self {
             Self::UnknownKey { setting, .. }
@@ -405,7 +404,6 @@ impl Setting {
     }
 
     /// The key without the prefix, safe to print.
-    #[must_use]
     pub fn key(&self) -> &str {
         &self.key
     }

@@ -96,7 +96,6 @@ pub enum Guarding {
 
 impl Guarding {
     /// The action if `[guard]` says `configured`.
-    #[must_use]
     pub fn over(self, configured: Action) -> Action {
         match self {
             Self::AtLeast(action) => action.max(configured),
@@ -146,7 +145,6 @@ pub struct Capabilities(pub Vec<Capability>);
 
 impl Capabilities {
     /// Whether `capability` is in the set.
-    #[must_use]
     pub fn has(&self, capability: Capability) -> bool {
         self.0.contains(&capability)
     }
@@ -178,7 +176,6 @@ pub(crate) fn sm_of_process(sm: Percent, processes: u32) -> Percent {
 }
 
 /// The part of `bytes` for each of `processes`, in whole MiB, which is the unit of MPS.
-#[must_use]
 pub fn bytes_of_process(bytes: u64, processes: u32) -> u64 {
     bytes / u64::from(processes.max(1)) / MIB * MIB
 }
@@ -195,32 +192,27 @@ impl Percent {
     pub const WHOLE: Self = Self(100_000);
 
     /// From thousandths of a percent.
-    #[must_use]
     pub const fn from_thousandths(thousandths: u32) -> Self {
         Self(thousandths)
     }
 
     /// `part` of `all`, rounded up.
-    #[must_use]
     pub fn of_all(part: u32, all: u32) -> Self {
         let thousandths = (u64::from(part) * 100_000).div_ceil(u64::from(all.max(1)));
         Self(u32::try_from(thousandths).unwrap_or(u32::MAX))
     }
 
     /// In thousandths of a percent.
-    #[must_use]
     pub const fn thousandths(self) -> u32 {
         self.0
     }
 
     /// As a number, for JSON and for people.
-    #[must_use]
     pub fn as_f64(self) -> f64 {
         f64::from(self.0) / 1000.0
     }
 
     /// This share of `whole`, rounded down.
-    #[must_use]
     pub fn of(self, whole: u64) -> u64 {
         // For shares up to 100 % the result is at most `whole`, so it fits. Larger ones saturate.
         u64::try_from(u128::from(whole) * u128::from(self.0) / 100_000).unwrap_or(u64::MAX)
@@ -249,7 +241,6 @@ pub enum Memory {
 
 impl Memory {
     /// In bytes on a device with `total` bytes, rounded down to MiB.
-    #[must_use]
     pub fn on(self, total: u64) -> u64 {
         let bytes = match self {
             Self::Bytes(bytes) => bytes,
@@ -360,7 +351,6 @@ pub fn parse_duration(text: &str, longest: Duration) -> Result<Duration, Option<
 }
 
 /// `duration` in the form that [`parse_duration`] reads, rounded down to milliseconds.
-#[must_use]
 pub fn show_duration(duration: Duration) -> String {
     match duration.as_millis() {
         0 => "0".to_owned(),

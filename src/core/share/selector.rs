@@ -68,7 +68,6 @@ fn range(item: &str) -> Option<String> {
 
 impl Selector {
     /// One device as users name it, hexadecimal digits in lower case, or `None`.
-    #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         if let Some(index) = digits(text) {
             return Some(Self::Index(index));
@@ -89,7 +88,6 @@ impl Selector {
     }
 
     /// Whether it names a MIG device rather than a GPU.
-    #[must_use]
     pub const fn is_mig(&self) -> bool {
         matches!(self, Self::MigUuid(_) | Self::MigIndex(..))
     }

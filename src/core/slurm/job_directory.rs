@@ -14,7 +14,6 @@ pub struct JobDirectory(PathBuf);
 
 impl JobDirectory {
     /// That of `job`.
-    #[must_use]
     pub fn of(state_dir: &Path, job: u64) -> Self {
         Self(directory(state_dir).join(job.to_string()))
     }

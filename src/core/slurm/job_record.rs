@@ -77,7 +77,6 @@ pub enum RecordError {
 
 impl JobRecord {
     /// The record of `job` of user `uid`, in `cluster` if that is known.
-    #[must_use]
     pub fn new(job: u64, uid: u32, cluster: Option<String>, share: Result<Option<JobShare>, String>) -> Self {
         let (share, problem) = match share {
             Ok(share) => (share, None),
@@ -171,7 +170,6 @@ impl JobRecord {
     }
 
     /// Whether the prolog has run on this node since boot: whether Slurm's jobs are bounded here.
-    #[must_use]
     pub fn are_kept(state_dir: &Path) -> bool {
         directory(state_dir).is_dir()
     }

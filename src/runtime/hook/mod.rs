@@ -48,7 +48,6 @@ The OCI hook of sublet. Engines run it as `sublet-hook STAGE`, with the containe
 ";
 
 /// Runs the hook; `args` begin with the program's name. Returns its exit status.
-#[must_use]
 pub fn main(args: &[OsString]) -> i32 {
     let args: Vec<String> = args.iter().skip(1).map(|arg| arg.to_string_lossy().into_owned()).collect();
     // Neither is a stage.

@@ -59,7 +59,6 @@ impl Command {
     }
 
     /// The container.
-    #[must_use]
     pub fn id(&self) -> Option<&OsStr> {
         match self {
             Self::Create(start) | Self::Run(start) | Self::Restore(start) => start.id.as_deref(),
@@ -155,7 +154,6 @@ const COMMANDS: &[&str] = &[
 ];
 
 /// Parses `args`, without the program's name.
-#[must_use]
 pub fn parse(args: &[OsString], dialect: Dialect) -> CommandLine {
     let mut global = Global::default();
     let mut at = 0;

@@ -66,7 +66,6 @@ people, `runc --help` those of the low-level runtime.
 ";
 
 /// Runs the shim; `args` begin with the program's name. Returns its exit status.
-#[must_use]
 pub fn main(args: &[OsString]) -> i32 {
     let (name, args) =
         args.split_first().map_or((Path::new(""), args), |(name, args)| (Path::new(name), args));
@@ -318,7 +317,6 @@ struct Host {
 
 impl Host {
     /// Of this process.
-    #[must_use]
     pub fn current() -> Self {
         Self::of(|name| std::env::var_os(name))
     }
@@ -372,7 +370,6 @@ pub(crate) fn find_record(pid: i32, id: &str) -> Option<PathBuf> {
 /// The directory in which `dialect` keeps the state of container `id`: ROOT/ID, absolute.
 ///
 /// `None` for ids that are no single path component: both runtimes refuse those.
-#[must_use]
 fn record_path(dialect: Dialect, root: Option<&Path>, id: &str, host: &Host) -> Option<PathBuf> {
     if id.is_empty() || id.contains(['/', '\0']) || matches!(id, "." | "..") {
         return None;

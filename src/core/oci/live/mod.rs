@@ -136,7 +136,6 @@ pub fn apply(grant: &Grant, container: Live<'_>) -> Result<(), NamespaceError> {
 
 /// Why the container of `lease` cannot use its devices any more: its device cgroup closes one of their nodes. `None`: it does
 /// not, or it is unknown (without root).
-#[must_use]
 pub fn lost_node(lease: &Lease, inventory: &Inventory) -> Option<String> {
     let init = lease.init.as_ref().filter(|_| lease.job.is_none())?;
     let devices = lease.devices.iter().filter_map(|uuid| inventory.device(uuid));

@@ -43,7 +43,6 @@ fn rule(node: &Node) -> String {
 }
 
 /// `systemctl` with `arguments`, if they are arguments that this module uses.
-#[must_use]
 pub fn command(arguments: &[&str]) -> Option<Command> {
     let unit = arguments.strip_prefix(&SHOW).filter(|rest| rest.len() == 1);
     let rules = arguments.strip_prefix(&SET).and_then(|rest| rest.split_first()).map(|(_, rules)| rules);
