@@ -47,7 +47,6 @@ pub mod serve;
 mod slurm;
 
 mod preview;
-mod protection;
 pub mod setup;
 
 mod stack;

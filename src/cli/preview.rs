@@ -1,20 +1,26 @@
-//! Where a share would be placed, for commands that change nothing. For a rootless user's containers, with that user's
-//! policy limits.
+//! Where a share would be placed, for commands that change nothing, and what that protects its container from. For a
+//! rootless user's containers, with that user's policy limits.
 
-use nix::unistd::geteuid;
+use std::path::Path;
+
+use nix::unistd::{AccessFlags, access, geteuid};
 
 use crate::mig::{self, Foreseen, Nvml};
 use crate::serve::rule_of;
 use sublet_core::admit::dynamic_mig::NO_SITE;
 use sublet_core::admit::take_lease::allowed_inventory;
-use sublet_core::admit::{AdmitError, dynamic_mig, is_remote, refresh};
+use sublet_core::admit::{AdmitError, confirmed_inventory, dynamic_mig, is_remote, refresh};
 use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
-use sublet_core::inventory::Inventory;
+use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{LeaseId, Ledger};
 use sublet_core::place::{Order, Placement, place};
 use sublet_core::request::Request;
+use sublet_core::share::{Isolation, Mode};
+
+/// Where dockerd of root listens.
+const DOCKER_SOCKET: &str = "/var/run/docker.sock";
 
 /// For whose containers a share is looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +35,39 @@ impl Whose {
     /// Those that this process would start itself.
     pub fn callers(config: &Config) -> Self {
         if is_remote(config) { Self::User } else { Self::Root }
+    }
+
+    /// Those of root's engines, for root and for a user who may use Docker's socket: dockerd starts their containers as
+    /// root, and no `[[policy]]` limits these. Other users, and those who ask for it, mean their rootless containers.
+    pub fn meant(rootless: bool, config: &Config) -> Self {
+        Self::callers(config).or_dockers(rootless, Path::new(DOCKER_SOCKET))
+    }
+
+    fn or_dockers(self, rootless: bool, socket: &Path) -> Self {
+        let by_docker = || !rootless && access(socket, AccessFlags::W_OK).is_ok();
+        if self == Self::User && by_docker() { Self::Root } else { self }
+    }
+
+    /// The word for JSON.
+    pub fn word(self, config: &Config) -> &'static str {
+        match self {
+            Self::User => "rootless",
+            Self::Root if is_remote(config) => "docker",
+            Self::Root => "root",
+        }
+    }
+
+    /// Said where root's containers are meant although the caller is not root.
+    pub fn remark(self, config: &Config) -> Option<&'static str> {
+        (self.word(config) == "docker").then_some("Docker's containers (--rootless: your own)")
+    }
+
+    /// The devices. Those of root's containers do not come from `sublet serve`.
+    pub fn inventory(self, config: &Config) -> anyhow::Result<Inventory> {
+        Ok(match self {
+            Self::Root if is_remote(config) => inventory::load(config)?,
+            _ => confirmed_inventory(config)?,
+        })
     }
 }
 
@@ -121,5 +160,96 @@ fn foreseen(
         }
         Ok(Err(none)) => AdmitError::Unmade { refused, why: none.reason, temporary: none.temporary },
         Err(error) => AdmitError::Unmade { refused, why: error.to_string(), temporary: true },
+    }
+}
+
+// What a share protects its container from, and what it does not. Each line is measured in docs/evidence or follows from
+// the driver's documentation.
+
+/// What the share protects against.
+pub fn protects(placement: &Placement) -> Vec<&'static str> {
+    let turns = match (placement.mode, placement.isolation, placement.daemon.is_some()) {
+        (Mode::Mps, Isolation::Shared, _) => "containers on the GPU run at the same time, without turns",
+        (Mode::Mps, Isolation::Dedicated, _) | (Mode::TimeSlice, _, true) => {
+            "a crash in another container does not affect this one; containers take turns"
+        }
+        (Mode::TimeSlice, ..) => {
+            "a crash in another container does not affect this one, as with plain --gpus"
+        }
+        (Mode::Exclusive, ..) => "no other container gets this GPU",
+        (Mode::Mig, ..) => "the instance has its own memory and SMs, in hardware",
+    };
+    let mut lines = vec!["SMs and memory booked for this container are booked for no other", turns];
+    lines.extend(placement.sm.map(|_| {
+        "the driver enforces this container's SM limit, and no client can raise its limit above the server's"
+    }));
+    if placement.memory_bytes.is_some() && placement.daemon.is_some() {
+        lines.push("the driver enforces the memory limit on programs that do not change their environment");
+        lines.push(match placement.isolation {
+            Isolation::Shared if placement.mode == Mode::Mps => {
+                "a program without that environment gets the limits of the largest share on its MPS server"
+            }
+            _ => "a program without that environment has the same limits",
+        });
+    }
+    lines
+}
+
+/// What the share does not protect against.
+pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
+    let (mode, has_daemon) = (placement.mode, placement.daemon.is_some());
+    let is_limited = placement.memory_bytes.is_some();
+    let is_shared = (mode, placement.isolation) == (Mode::Mps, Isolation::Shared);
+    let mut lines = Vec::new();
+    lines.extend(is_shared.then_some(
+        "a GPU fault in any container of this MPS server ends the work of all of them; \
+         sublet.isolation=dedicated does not",
+    ));
+    lines.extend((is_shared && is_limited).then_some(
+        "while a share of the same MPS server has no sublet.memory, a program without its container's environment \
+         has no memory limit",
+    ));
+    if is_limited && has_daemon {
+        lines.extend([
+            "a hostile program can set an invalid CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for itself and allocate more \
+             memory",
+            "the limits are per process: more processes than sublet.processes exceed the share",
+        ]);
+    }
+    lines.extend(has_daemon.then_some(
+        "a hostile program can unset CUDA_MPS_PIPE_DIRECTORY and run beside MPS, unless the compute mode is \
+         EXCLUSIVE_PROCESS",
+    ));
+    lines.extend((mode == Mode::Mig && is_limited).then_some(
+        "other compute instances of the GPU instance use the same memory, and none is limited to a part of it",
+    ));
+    let has_all_memory = !is_limited && !matches!(mode, Mode::Exclusive | Mode::Mig);
+    lines.extend(
+        has_all_memory.then_some("without sublet.memory, each container can allocate all the free memory"),
+    );
+    let takes_turns = mode == Mode::TimeSlice && !has_daemon;
+    lines.extend(
+        takes_turns.then_some("turns are equal per process: a container with more processes gets more time"),
+    );
+    lines.push(match mode {
+        Mode::Mig => "PCIe, power and clocks are shared with all other work on the GPU",
+        _ => "caches, memory bandwidth and PCIe are shared with all other work on the GPU",
+    });
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_may_use_dockers_socket_means_dockers_containers() {
+        let dir = tempfile::tempdir().unwrap();
+        let (socket, none) = (dir.path().join("docker.sock"), dir.path().join("none"));
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        assert_eq!(Whose::User.or_dockers(false, &socket), Whose::Root);
+        assert_eq!(Whose::User.or_dockers(true, &socket), Whose::User);
+        assert_eq!(Whose::User.or_dockers(false, &none), Whose::User);
+        assert_eq!(Whose::Root.or_dockers(true, &none), Whose::Root);
     }
 }

@@ -8,13 +8,12 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::explain::{inventory_for, remark_on_whose, whose};
 use super::tables::{self, Format};
 use crate::advise::{
     self, Advice, AdviseError, Host, MOST, Measurements, NoAdvice, Paste, Question, Trust, Verdict,
 };
 use crate::bench::{BenchResult, Sharing};
-use crate::protection::does_not_protect;
+use crate::preview::{Whose, does_not_protect};
 use crate::shown::{colour, memory, name_of};
 use sublet_core::admit::{is_remote, refresh};
 use sublet_core::config::Config;
@@ -64,48 +63,40 @@ fn amount(text: &str) -> Result<Memory, String> {
 /// # Errors
 /// There is no driver, GPU or ledger; the result cannot be used; the question makes no sense.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
-    let question = arguments.question()?;
+    if arguments.tenants == 0 || arguments.tenants > MOST {
+        return Err(AdviseError::Tenants(arguments.tenants).into());
+    }
+    if arguments.p99.is_some_and(|p99| p99.is_zero()) {
+        return Err(AdviseError::P99.into());
+    }
+    if arguments.load.is_some() && arguments.from.is_none() {
+        return Err(AdviseError::LoadOfNothing.into());
+    }
+    let question = Question {
+        tenants: arguments.tenants,
+        memory: arguments.memory,
+        p99_ms: arguments.p99.map(|p99| p99.as_secs_f64() * 1000.0),
+        trust: arguments.trust,
+        named: arguments.gpu.is_some(),
+    };
     let result = arguments.from.as_deref().map(BenchResult::read).transpose().map_err(AdviseError::from)?;
-    let whose = whose(arguments.rootless, config);
+    let whose = Whose::meant(arguments.rootless, config);
     // The amounts depend on what is free now, and the compute mode may be that of an MPS server that has ended.
-    let inventory = if is_remote(config) { inventory_for(whose, config)? } else { refresh(config)? };
+    let inventory = if is_remote(config) { whose.inventory(config)? } else { refresh(config)? };
     let gpus = gpus(arguments.gpu.as_deref(), &inventory, config)?;
     let largest = gpus.iter().map(|gpu| gpu.memory_bytes).max().unwrap_or_default();
-    match question.memory {
-        Some(Memory::Bytes(asked)) if asked > largest => {
-            return Err(AdviseError::Memory { asked: memory(asked), has: memory(largest) }.into());
-        }
-        _ => {}
+    let asked = question.memory.map_or(0, |amount| amount.on(largest));
+    if asked > largest {
+        return Err(AdviseError::Memory { asked: memory(asked), has: memory(largest) }.into());
     }
     let ledger = Store::open(&config.state_dir)?.peek()?;
     let host = Host { inventory: &inventory, ledger: &ledger, whose, config };
     let mut answer = answer(&question, &gpus, result.as_ref(), arguments.load.as_deref(), host)?;
-    answer.remarks.extend(remark_on_whose(whose, config).map(|whose| format!("this is about {whose}")));
+    answer.remarks.extend(whose.remark(config).map(|whose| format!("this is about {whose}")));
     answer.remarks.extend(inventory.driver.simulated.then(|| "the driver is simulated".to_owned()));
     let document = Document::of(&question, &answer, &inventory);
     tables::print(arguments.format, &document, || text(&document))?;
     Ok(if document.advice.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-impl Arguments {
-    fn question(&self) -> Result<Question, AdviseError> {
-        if self.tenants == 0 || self.tenants > MOST {
-            return Err(AdviseError::Tenants(self.tenants));
-        }
-        if self.p99.is_some_and(|p99| p99.is_zero()) {
-            return Err(AdviseError::P99);
-        }
-        if self.load.is_some() && self.from.is_none() {
-            return Err(AdviseError::LoadOfNothing);
-        }
-        Ok(Question {
-            tenants: self.tenants,
-            memory: self.memory,
-            p99_ms: self.p99.map(|p99| p99.as_secs_f64() * 1000.0),
-            trust: self.trust,
-            named: self.gpu.is_some(),
-        })
-    }
 }
 
 /// The GPUs in question.
@@ -298,14 +289,12 @@ impl Advised {
         let Advice { candidate, placements, .. } = advice;
         let first = advice.shares().next();
         let instances = advice.shares().flat_map(|one| &one.mig_devices);
+        let smallest = instances.filter_map(|one| one.memory_bytes).min();
         Self {
             sentence: advise::sentence(advice, question, gpu),
             mode: candidate.mode.sharing,
             sm_percent: first.and_then(|one| one.sm).map(Percent::as_f64),
-            memory_bytes: instances
-                .filter_map(|one| one.memory_bytes)
-                .min()
-                .or_else(|| first.and_then(|one| one.memory_bytes)),
+            memory_bytes: smallest.or_else(|| first.and_then(|one| one.memory_bytes)),
             mig_profile: candidate.mode.profile.clone(),
             devices: placements.iter().flat_map(|one| one.devices.clone()).collect(),
             each_gets: advise::each_gets(advice, inventory),

@@ -58,7 +58,8 @@ struct Pair {
 pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (a, b) = (BenchResult::of(&arguments.a)?, BenchResult::of(&arguments.b)?);
     let comparison = compare(&a, &b);
-    tables::print(arguments.format, &comparison, || shown(&comparison, tables::terminal_width()))
+    tables::print(arguments.format, &comparison, || shown(&comparison, tables::terminal_width()))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn compare(a: &BenchResult, b: &BenchResult) -> Comparison {

@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail};
 
 use super::tables::{self, Column, Format};
 use crate::bench::{BenchResult, Cell, Figure, Mode, digits, html, svg};
-use crate::shown::bars::{bar, utf8};
+use crate::shown::{bar, utf8};
 use sublet_core::fs::atomic;
 use sublet_core::text::safe;
 

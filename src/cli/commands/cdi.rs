@@ -1,7 +1,6 @@
 //! `sublet cdi generate|list`: named shares as CDI devices.
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
 use schemars::JsonSchema;
@@ -37,14 +36,14 @@ pub enum Command {
 ///
 /// # Errors
 /// There is no inventory, or the file cannot be written.
-pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
     match command {
         Command::Generate { output } => generate(output.as_ref().unwrap_or(&config.cdi.spec), config),
         Command::List { format } => print(*format, config),
     }
 }
 
-fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
+fn generate(path: &Path, config: &Config) -> anyhow::Result<()> {
     // Only the configured directory is created: another one may be a misspelling.
     let missing = path.parent().filter(|directory| !directory.as_os_str().is_empty() && !directory.exists());
     if let Some(directory) = missing.filter(|directory| Some(*directory) != config.cdi.spec.parent()) {
@@ -70,7 +69,7 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
     let changed = cdi_spec::write(path, &text)?;
     let state = if changed { "written" } else { "is current" };
     println!("{shown} {state}: {} CDI devices of {KIND}.", listing.devices.len());
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 fn specification(config: &Config) -> anyhow::Result<(Listing, String)> {
@@ -80,18 +79,31 @@ fn specification(config: &Config) -> anyhow::Result<(Listing, String)> {
     Ok((listing, text))
 }
 
-fn print(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+fn print(format: Format, config: &Config) -> anyhow::Result<()> {
     let (listing, text) = specification(config)?;
-    let spec = state(&text, &listing, config);
-    tables::print(format, &document(&listing, spec, config), || {
-        let row = |named: &Named| {
-            vec![format!("{KIND}={}", named.name), named.number.clone(), named.asked.device.clone()]
-        };
+    let id = |name: &str| format!("{KIND}={name}");
+    let devices = listing.devices.iter().map(|named| ListedDevice {
+        name: id(&named.name),
+        share: &named.asked.share,
+        device: &named.asked.device,
+        index: named.index,
+        number: &named.number,
+    });
+    let without = listing.without.iter().map(|one| ListedWithout { name: id(&one.name), why: &one.why });
+    let document = Document {
+        schema: "sublet.cdi/1",
+        devices: devices.collect(),
+        without: without.collect(),
+        file: &config.cdi.spec,
+        state: state(&text, &listing, config),
+    };
+    tables::print(format, &document, || {
+        let row = |named: &Named| vec![id(&named.name), named.number.clone(), named.asked.device.clone()];
         let table =
             tables::table(&["CDI DEVICE", "DEVICE", "UUID"], listing.devices.iter().map(row).collect());
         let without = |one: &Without| format!("No {KIND}={}: {}\n", safe(&one.name), one.why);
         let without: String = listing.without.iter().map(without).collect();
-        format!("{table}\n{without}{}: {spec}", safe(&config.cdi.spec.to_string_lossy()))
+        format!("{table}\n{without}{}: {}", safe(&config.cdi.spec.to_string_lossy()), document.state)
     })
 }
 
@@ -138,23 +150,4 @@ struct ListedDevice<'a> {
 struct ListedWithout<'a> {
     name: String,
     why: &'a str,
-}
-
-fn document<'a>(listing: &'a Listing, state: &'a str, config: &'a Config) -> Document<'a> {
-    let device = |named: &'a Named| ListedDevice {
-        name: format!("{KIND}={}", named.name),
-        share: &named.asked.share,
-        device: &named.asked.device,
-        index: named.index,
-        number: &named.number,
-    };
-    let without =
-        |without: &'a Without| ListedWithout { name: format!("{KIND}={}", without.name), why: &without.why };
-    Document {
-        schema: "sublet.cdi/1",
-        devices: listing.devices.iter().map(device).collect(),
-        without: listing.without.iter().map(without).collect(),
-        file: &config.cdi.spec,
-        state,
-    }
 }

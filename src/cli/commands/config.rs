@@ -44,16 +44,18 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     let containers = config_files::read_containers(&beside)?;
     let each = config_files::each(&sources)?;
     sources.extend(containers.is_some().then(|| beside.clone()));
-    match command {
-        Command::Check { .. } => {
-            let unknown = containers.and_then(|containers| unknown_share(&containers, &beside, &loaded));
-            Ok(check(&each, etc, unknown, &sources))
-        }
-        Command::Show => {
-            show(&loaded, containers.as_ref(), &sources)?;
-            Ok(ExitCode::SUCCESS)
-        }
+    if let Command::Show = command {
+        show(&loaded, containers.as_ref(), &sources)?;
+        return Ok(ExitCode::SUCCESS);
     }
+    // A container whose mapped share does not exist is refused at its start, so it is reported here.
+    let unknown = containers.as_ref().and_then(|containers| containers.unknown_share(&loaded)).map(|share| {
+        let (path, share) = (beside.display(), safe(share));
+        format!(
+            "configuration {path}: the configuration has no [share.{share}]: add it, or name another share"
+        )
+    });
+    Ok(check(&each, etc, unknown, &sources))
 }
 
 /// `containers` are shown as comments, because the rest of the output is one configuration file and they are another.
@@ -128,15 +130,4 @@ fn unknown_users(file: &OneFile) -> Vec<String> {
         Some(file.about(&["policy", &index.to_string(), key], &message).to_string())
     };
     file.config.policy.iter().enumerate().filter_map(problem).collect()
-}
-
-/// A container whose mapped share does not exist is refused at its start, so the check reports it here. `path`: where
-/// `containers` is.
-fn unknown_share(containers: &Containers, path: &Path, config: &Config) -> Option<String> {
-    let share = containers.unknown_share(config)?;
-    Some(format!(
-        "configuration {}: the configuration has no [share.{share}]: add it, or name another share",
-        path.display(),
-        share = safe(share)
-    ))
 }

@@ -1,7 +1,5 @@
 //! `sublet drain|undrain`: whether a device takes new leases.
 
-use std::process::ExitCode;
-
 use sublet_core::admit::{Local, fresh_inventory};
 use sublet_core::config::Config;
 use sublet_core::ledger::Store;
@@ -16,7 +14,7 @@ pub struct Arguments {
 }
 
 /// Runs it.
-pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Result<()> {
     let inventory = fresh_inventory(config)?.with_left_out();
     let mut uuids = Vec::new();
     for name in &arguments.devices {
@@ -30,12 +28,10 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
         }
     })?;
     // A daemon that waits for a lease on a drained device has no reason to wait.
-    for line in mps::end_overdue(&Store::open(&config.state_dir)?, config) {
-        eprintln!("sublet: warning: {line}");
-    }
+    super::warn(mps::end_overdue(&Store::open(&config.state_dir)?, config));
     let now = if drain { "takes no new lease; its containers go on running" } else { "takes leases again" };
     for uuid in &uuids {
         println!("{uuid} {now}.");
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }

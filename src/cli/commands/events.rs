@@ -1,7 +1,6 @@
 //! `sublet events`: what happened to leases, MPS daemons and MIG instances.
 
 use std::io::stdout;
-use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -9,6 +8,7 @@ use std::os::fd::AsFd as _;
 
 use crate::events::{Reader, parse_moment};
 use crate::names::Names;
+use crate::shown::escaped;
 use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
@@ -78,7 +78,7 @@ fn filter(text: &str) -> Result<Filter, String> {
 ///
 /// # Errors
 /// A device that is asked for does not exist.
-pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let mut reader = Reader::default();
     let wanted = Wanted::of(arguments, config)?;
     let mut told = None;
@@ -96,7 +96,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
             }
         }
         if !arguments.follow || !is_read_on() {
-            return Ok(ExitCode::SUCCESS);
+            return Ok(());
         }
         std::thread::sleep(PERIOD);
     }
@@ -196,12 +196,9 @@ impl Shown {
             let device = self.inventory.as_ref().and_then(|inventory| inventory.device(uuid));
             device.map_or_else(|| safe(uuid), Device::label)
         };
-        if !event.devices.is_empty() {
-            words.push(format!("on {}", event.devices.iter().map(number).collect::<Vec<_>>().join(", ")));
-        }
-        if !event.text.is_empty() {
-            words.push(crate::shown::escaped(&event.text));
-        }
+        let numbers: Vec<_> = event.devices.iter().map(number).collect();
+        words.extend((!numbers.is_empty()).then(|| format!("on {}", numbers.join(", "))));
+        words.extend(Some(escaped(&event.text)).filter(|text| !text.is_empty()));
         let took = event.took_ms.map(Duration::from_millis);
         words.extend(took.map(|took| format!("after {}", humantime::format_duration(took))));
         words.join(" ").trim_end().to_owned()

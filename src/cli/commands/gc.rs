@@ -1,8 +1,6 @@
 //! `sublet gc`: ends what deleted containers have left, and frees leases of containers that have ended, as every command
 //! does first.
 
-use std::process::ExitCode;
-
 use anyhow::Context as _;
 
 use crate::peer::OWNS;
@@ -24,11 +22,10 @@ pub struct Arguments {
 }
 
 /// Releases leases of exited containers, restarts crashed MPS daemons, and says what it did.
-pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     if let Some(lease) = &arguments.deleted {
         let lease = LeaseId::parse(lease).context("--deleted: not a lease id of 16 hex digits")?;
-        Leases::of(config).end(&lease)?;
-        return Ok(ExitCode::SUCCESS);
+        return Ok(Leases::of(config).end(&lease)?);
     }
     if arguments.rebuild {
         let ((), freed) = Store::open(&config.state_dir)?.rebuilding().change(|_| ())?;
@@ -43,7 +40,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         }
         settle(config)?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 fn settle(config: &Config) -> anyhow::Result<()> {

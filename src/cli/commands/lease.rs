@@ -1,11 +1,8 @@
 //! `sublet lease list|release`.
 
-use std::process::ExitCode;
-
 use anyhow::bail;
 
-use super::lease_table;
-use super::status::Host;
+use super::status::{self, Host};
 use super::tables::{self, Format};
 use crate::names::{Names, lease_of};
 use sublet_core::admit::Leases;
@@ -35,23 +32,23 @@ pub enum Command {
 ///
 /// # Errors
 /// There is no such lease, or its container still runs.
-pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
     match command {
         Command::List { format } => {
             let status = Host::read(config)?.status;
-            tables::print(*format, &status.leases, || lease_table::table(&status, tables::terminal_width()))
+            tables::print(*format, &status.leases, || status::lease_table(&status))
         }
         Command::Release { id, force } => release(id, *force, config),
     }
 }
 
-fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode> {
+fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<()> {
     let ledger = super::settled_ledger(config)?;
     let names = Names::learn(&ledger, config);
     let lease = lease_of(text, &ledger, &names)?;
     let id = &lease.id;
     if !force {
-        let container = lease_table::label(lease, names.of(lease));
+        let container = status::label(lease, names.of(lease));
         let signs = ledger.describe_unended(lease, &config.state_dir).unwrap_or_else(|| {
             let signs = lease.signs_of_life();
             if signs.is_empty() { "it has just been started".to_owned() } else { signs.join("; ") }
@@ -63,5 +60,5 @@ fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode>
     }
     Leases::of(config).withdraw(id)?;
     println!("Lease {id} released.");
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }

@@ -8,8 +8,8 @@ use anyhow::{Context as _, bail};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::mig_list;
 use super::tables::{self, Format};
+use super::{mig_list, warn};
 use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Plan, Target, Uninterrupted};
 use crate::mps_daemons;
 use sublet_core::admit::{self, Local, MakeAnswer, MakeAsk, fresh_inventory};
@@ -73,21 +73,18 @@ pub struct LayoutFile {
 /// There is no driver, or the layout is invalid or does not fit these GPUs.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
-        Command::List { format } => mig_list::run(*format, config),
-        Command::Plan { file, format } => show(file, *format, config),
-        Command::Apply { file, allow_reset } => apply(file, *allow_reset, config),
-        Command::Assert { file } => assert(file, config),
-        Command::Make => make(config),
-        Command::Clear => {
-            changed(&Store::open(&config.state_dir)?, config, None)?;
-            Ok(ExitCode::SUCCESS)
-        }
+        Command::List { format } => mig_list::run(*format, config)?,
+        Command::Plan { file, format } => return show(file, *format, config),
+        Command::Assert { file } => return assert(file, config),
+        Command::Apply { file, allow_reset } => apply(file, *allow_reset, config)?,
+        Command::Make => make(config)?,
+        Command::Clear => changed(&Store::open(&config.state_dir)?, config, None)?,
         Command::Export => {
             let (gpus, _, ledger) = mig_list::seen(config)?;
             print!("{}", mig::export(&settled(&gpus, &ledger)));
-            Ok(ExitCode::SUCCESS)
         }
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// The layout asked for; `None` if none is named or configured.
@@ -192,7 +189,7 @@ fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
     Ok(if differ.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Result<ExitCode> {
+fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Result<()> {
     if admit::is_remote(config) {
         bail!("only root can change MIG instances: run `sublet mig apply` as root");
     }
@@ -211,7 +208,9 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     }
     let gpus = mig::seen(&mut nvml, &inventory, &ledger)?;
     let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
-    let done = change(&plans, &settled(&gpus, &ledger), allow_reset, &mut nvml, config);
+    // The file that keeps the instances as they were until the change is over.
+    let kept = config.state_dir.join("mig-before.toml");
+    let done = change(&plans, &settled(&gpus, &ledger), allow_reset, &mut nvml, &kept);
     // Leases wait for the fence and then see that the inventory is out of date, so the fence falls before the refresh.
     drop(fence);
     if let Err(error) = crate::refresh::refresh(config) {
@@ -220,7 +219,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     }
     Local::new(config).destroy_unneeded(&store);
     done?;
-    if layout.path() == before(config) {
+    if layout.path() == kept {
         // The file has served its purpose. A change that was killed may have had nothing to undo.
         let _ = std::fs::remove_file(layout.path());
     }
@@ -230,30 +229,24 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
             steps => println!("GPU {}: done, {steps} steps", plan.index),
         }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
-/// The file that keeps the instances as they were until the change is over.
-fn before(config: &Config) -> PathBuf {
-    config.state_dir.join("mig-before.toml")
-}
-
-/// Makes the change. The instances as they were are written to a file first, so that a kill cannot lose them.
+/// Makes the change. The instances as they were are written to the file `kept` first, so that a kill cannot lose them.
 fn change(
     plans: &[Plan],
     gpus: &[Gpu],
     allow_reset: bool,
     nvml: &mut Nvml,
-    config: &Config,
+    kept: &Path,
 ) -> anyhow::Result<()> {
     let changed: Vec<Gpu> =
         gpus.iter().filter(|gpu| plans.iter().any(|plan| plan.gpu == gpu.uuid)).cloned().collect();
     if plans.iter().all(|plan| plan.steps.is_empty()) {
         return Ok(());
     }
-    let found = before(config);
-    sublet_core::fs::atomic::replace(&found, mig::export(&changed).as_bytes(), 0o644)
-        .with_context(|| format!("cannot write {}", found.display()))?;
+    sublet_core::fs::atomic::replace(kept, mig::export(&changed).as_bytes(), 0o644)
+        .with_context(|| format!("cannot write {}", kept.display()))?;
     let held = Uninterrupted::begin();
     let done = mig::apply(plans, allow_reset, nvml);
     drop(held);
@@ -261,11 +254,11 @@ fn change(
         Err(error @ ApplyError::Left { .. }) => {
             bail!(
                 "{error}; the instances of before are written in {0}: `sublet mig apply {0}` restores them",
-                found.display()
+                kept.display()
             )
         }
         done => {
-            std::fs::remove_file(&found).with_context(|| format!("cannot remove {}", found.display()))?;
+            std::fs::remove_file(kept).with_context(|| format!("cannot remove {}", kept.display()))?;
             Ok(done?)
         }
     }
@@ -274,7 +267,7 @@ fn change(
 // `sublet mig make|clear`: entry points run these for containers under `[mig] dynamic`. They are not meant for users.
 
 /// Creates an instance for the ask on standard input and writes the answer to standard output.
-pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
+fn make(config: &Config) -> anyhow::Result<()> {
     let mut text = String::new();
     std::io::stdin().take(1 << 16).read_to_string(&mut text).context("standard input")?;
     let ask: MakeAsk = serde_json::from_str(&text).context("only sublet's own programs call this command")?;
@@ -293,7 +286,7 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
     // The entry point that waited for the instance may have been killed meanwhile.
     Local::new(config).destroy_unneeded(&store);
     println!("{}", serde_json::to_string(&answer)?);
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// While other users of the GPU are kept out: destroys the instances that no lease needs, then creates the requested
@@ -314,9 +307,7 @@ fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Res
     let cleared =
         making.clear(ask.map(|ask| &ask.awaited.lease), &mut |uuid| stop_servers(uuid, store, config));
     let made = cleared.map_err(anyhow::Error::from).and_then(|left| {
-        for line in left {
-            eprintln!("sublet: warning: {line}");
-        }
+        warn(left);
         Ok(ask.map_or(Ok(()), |ask| making.make(&ask.order, &ask.awaited, config.placement.policy))?)
     });
     drop(held);
@@ -338,13 +329,11 @@ fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) ->
 }
 
 /// A daemon ends before its device does, even if it would otherwise wait for its next lease (`[mps] idle`).
-pub(super) fn stop_servers(uuid: &str, store: &Store, config: &Config) {
+fn stop_servers(uuid: &str, store: &Store, config: &Config) {
     let Ok(ledger) = store.read() else { return };
     let of_device = ledger.daemons.iter().filter(|daemon| daemon.serves(uuid));
     for daemon in of_device.filter(|daemon| ledger.on_daemon(&daemon.key).next().is_none()) {
-        match mps_daemons::stop(&daemon.key, false, store, config) {
-            Ok(warnings) => warnings.iter().for_each(|line| eprintln!("sublet: warning: {line}")),
-            Err(error) => eprintln!("sublet: warning: {error}"),
-        }
+        let stopped = mps_daemons::stop(&daemon.key, false, store, config);
+        warn(stopped.unwrap_or_else(|error| vec![error.to_string()]));
     }
 }

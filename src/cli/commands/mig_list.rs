@@ -1,7 +1,5 @@
 //! `sublet mig list`: the MIG instances of each GPU, and the profiles it offers.
 
-use std::process::ExitCode;
-
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -14,7 +12,7 @@ use sublet_core::ledger::Ledger;
 use sublet_core::text::safe;
 
 /// Runs it.
-pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(format: Format, config: &Config) -> anyhow::Result<()> {
     let (gpus, ..) = seen(config)?;
     let listed: Vec<_> = gpus.iter().map(ListedGpu::of).collect();
     tables::print(format, &listed, || tables(&listed))

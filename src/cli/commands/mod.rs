@@ -12,21 +12,16 @@ mod bench_run;
 mod bench_show;
 mod cdi;
 mod config;
-mod device_table;
 mod doctor;
-mod doctor_run;
 mod drain;
 mod events;
 mod explain;
-mod explain_error;
 mod gc;
 mod lease;
-mod lease_table;
 mod metrics;
 mod mig;
 mod mig_list;
 mod mps;
-mod probe;
 mod reason;
 mod refresh;
 #[cfg(test)]
@@ -173,45 +168,42 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     // Some commands run although the configuration is not valid.
     let config = sublet_core::config_files::load;
     match command {
-        Command::Config(command) => config::run(&command),
-        Command::Doctor(arguments) => doctor::run(&arguments),
-        Command::Probe => probe::run(),
-        Command::Load { load } => {
-            crate::load::run(load).map_err(anyhow::Error::msg)?;
-            Ok(ExitCode::SUCCESS)
-        }
-        Command::Status(arguments) => status::run(&arguments, &config()?),
-        Command::Top(arguments) => top::run(&arguments, &config()?),
-        Command::Refresh(arguments) => refresh::run(&arguments, &config()?),
-        Command::Explain(arguments) => explain::run(&arguments, &config()?),
-        Command::Advise(arguments) => advise::run(&arguments, &config()?),
-        Command::Wait(arguments) => wait::run(&arguments, &config()?),
-        Command::Lease(command) => lease::run(&command, &config()?),
-        Command::Gc(arguments) => gc::run(&arguments, &config()?),
-        Command::Metrics(arguments) => metrics::run(&arguments, &config()?),
-        Command::Events(arguments) => events::run(&arguments, &config()?),
-        Command::Drain(arguments) => drain::run(&arguments, true, &config()?),
-        Command::Undrain(arguments) => drain::run(&arguments, false, &config()?),
-        Command::Mps(command) => mps::run(&command, &config()?),
-        Command::Cdi(command) => cdi::run(&command, &config()?),
-        Command::Mig(command) => mig::run(&command, &config()?),
-        Command::Setup(arguments) => setup::run(&arguments, &config()?),
-        Command::Slurm(command) => slurm::run(&command, &config()?),
-        Command::Serve => serve(&config()?),
-        Command::Bench(command) => bench::run(&command, &config()?),
+        Command::Config(command) => return config::run(&command),
+        Command::Doctor(arguments) => return doctor::run(&arguments),
+        Command::Top(arguments) => return top::run(&arguments, &config()?),
+        Command::Explain(arguments) => return explain::run(&arguments, &config()?),
+        Command::Advise(arguments) => return advise::run(&arguments, &config()?),
+        Command::Metrics(arguments) => return metrics::run(&arguments, &config()?),
+        Command::Mig(command) => return mig::run(&command, &config()?),
+        Command::Setup(arguments) => return setup::run(&arguments, &config()?),
+        Command::Slurm(command) => return slurm::run(&command, &config()?),
+        Command::Bench(command) => return bench::run(&command, &config()?),
+        Command::Probe => doctor::probe()?,
+        Command::Load { load } => crate::load::run(load).map_err(anyhow::Error::msg)?,
+        Command::Status(arguments) => status::run(&arguments, &config()?)?,
+        Command::Refresh(arguments) => refresh::run(&arguments, &config()?)?,
+        Command::Wait(arguments) => wait::run(&arguments, &config()?)?,
+        Command::Lease(command) => lease::run(&command, &config()?)?,
+        Command::Gc(arguments) => gc::run(&arguments, &config()?)?,
+        Command::Events(arguments) => events::run(&arguments, &config()?)?,
+        Command::Drain(arguments) => drain::run(&arguments, true, &config()?)?,
+        Command::Undrain(arguments) => drain::run(&arguments, false, &config()?)?,
+        Command::Mps(command) => mps::run(&command, &config()?)?,
+        Command::Cdi(command) => cdi::run(&command, &config()?)?,
+        Command::Serve => serve(&config()?)?,
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Serves until it receives SIGTERM or SIGINT.
-fn serve(config: &Config) -> anyhow::Result<ExitCode> {
+fn serve(config: &Config) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
         bail!(
             "`sublet serve` manages the ledger and the MPS daemons for other users: run it as root, or by \
          systemd"
         );
     }
-    crate::serve::serve(config)?;
-    Ok(ExitCode::SUCCESS)
+    crate::serve::serve(config)
 }
 
 /// Parses the `K=V` of `--annotation`.
@@ -254,6 +246,13 @@ fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
 fn devices<'i>(text: &str, inventory: &'i Inventory, config: &Config) -> anyhow::Result<Vec<&'i Device>> {
     let found = place::meant(text, inventory, config).map_err(anyhow::Error::msg)?;
     if found.is_empty() { Err(no_device(text)) } else { Ok(found) }
+}
+
+/// Writes a warning a line to standard error, which sublet's own programs read.
+fn warn(warnings: impl IntoIterator<Item = String>) {
+    for warning in warnings {
+        eprintln!("sublet: warning: {warning}");
+    }
 }
 
 fn no_device(text: &str) -> anyhow::Error {

@@ -1,10 +1,9 @@
 //! `sublet mps list|start|stop|logs`.
 
-use std::process::ExitCode;
-
 use anyhow::{Context as _, bail};
 
 use super::tables::{self, Format};
+use super::warn;
 use crate::mps_daemons;
 use crate::names::{Names, NoLease, lease_of};
 use sublet_core::admit::{Local, fresh_inventory};
@@ -73,10 +72,10 @@ pub enum Command {
 }
 
 /// Runs it.
-pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
     let store = Store::open(&config.state_dir)?;
     match command {
-        Command::List { format } => list(*format, &store, config)?,
+        Command::List { format } => return list(*format, &store, config),
         Command::Start { key } => warn(mps_daemons::start(&key_of(key, &store, config)?, &store, config)?),
         Command::Stop { key, force, if_there } => {
             let key = key_of(key, &store, config)?;
@@ -102,7 +101,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
             }
         }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// The daemon that `text` means: by its key, which sublet's own programs give, by its device, or by its container. That
@@ -128,13 +127,6 @@ fn key_of(text: &str, store: &Store, config: &Config) -> anyhow::Result<DaemonKe
     })
 }
 
-/// Writes one warning per line to standard error, which sublet's own programs read.
-fn warn(warnings: Vec<String>) {
-    for warning in warnings {
-        eprintln!("sublet: warning: {warning}");
-    }
-}
-
 fn list(format: Format, store: &Store, config: &Config) -> anyhow::Result<()> {
     super::settled_ledger(config)?;
     let daemons = mps_daemons::list(store, config)?;
@@ -144,7 +136,7 @@ fn list(format: Format, store: &Store, config: &Config) -> anyhow::Result<()> {
         Format::Table => {
             let inventory = fresh_inventory(config)?;
             let label = |uuid: &str| inventory.device(uuid).map_or_else(|| uuid.to_owned(), Device::number);
-            println!("{}", super::status::daemon_table(&daemons, &label, tables::terminal_width()));
+            println!("{}", super::status::daemon_table(&daemons, label));
         }
     }
     Ok(())

@@ -1,11 +1,10 @@
 //! The word in `"reason"` of an error in JSON (`--format json`). docs/explain.md lists them all. Words may be added,
-//! and none is ever renamed.
+//! and none is ever renamed. And the errors of `sublet explain`, which are known by their words alone.
 
-use super::explain_error::ExplainError;
 use crate::advise::AdviseError;
 use crate::bench::ResultError;
 use crate::names::NoLease;
-use crate::stack::NotPlaced;
+use crate::stack::{NotPlaced, StackError};
 use sublet_core::admit::AdmitError;
 use sublet_core::admit::reason::{of_broker, of_inventory, of_mps};
 use sublet_core::config_files::{self, ConfigError};
@@ -14,6 +13,26 @@ use sublet_core::ledger::LedgerError;
 use sublet_core::oci::{Conflict, FileError, ImageError, SpecError};
 use sublet_core::request::RequestError;
 
+/// Why there is nothing to explain.
+#[derive(Debug, thiserror::Error)]
+pub enum ExplainError {
+    /// No argument says what.
+    #[error(
+        "nothing to explain: give a share, such as sm=25 memory=8GiB, or --annotation KEY=VALUE, --bundle DIR, \
+         --name NAME, --container CONTAINER, --compose FILE or --quadlet FILE"
+    )]
+    Nothing,
+    /// A container without annotations that no rule matches.
+    #[error("it has no sublet.* annotation and no rule of {0} matches it, so it gets no GPU")]
+    NoShare(String),
+    /// A container of which nothing is recorded.
+    #[error(
+        "container {0} holds no lease, and neither an earlier one, nor a refusal, nor an action of the guard is \
+         recorded for it"
+    )]
+    NoContainer(String),
+}
+
 /// The word for `error`, by the first of its causes that has one.
 pub fn reason(error: &anyhow::Error) -> &'static str {
     error.chain().find_map(known).unwrap_or("other")
@@ -21,36 +40,25 @@ pub fn reason(error: &anyhow::Error) -> &'static str {
 
 fn known(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     let of_one_kind = [
-        (error.is::<ResultError>(), "bad-file"),
+        (error.is::<ResultError>() || error.is::<StackError>(), "bad-file"),
         (error.is::<LedgerError>(), "state"),
         (error.is::<RequestError>(), "bad-request"),
         (error.is::<ConfigError>(), "bad-configuration"),
         (error.is::<Conflict>(), "conflict"),
         (error.is::<ImageError>(), "bad-image"),
         (error.is::<SpecError>() || error.is::<FileError>(), "bad-bundle"),
+        (matches!(error.downcast_ref::<NoLease>(), Some(NoLease::None(_))), "no-container"),
+        (error.is::<NoLease>(), "ambiguous"),
+        (matches!(error.downcast_ref::<ExplainError>(), Some(ExplainError::Nothing)), "bad-usage"),
+        (matches!(error.downcast_ref::<ExplainError>(), Some(ExplainError::NoShare(_))), "no-share"),
+        (error.is::<ExplainError>(), "no-container"),
     ];
-    let of_one_kind = of_one_kind.into_iter().find_map(|(is, word)| is.then_some(word));
-    of_one_kind
+    (of_one_kind.into_iter().find_map(|(is, word)| is.then_some(word)))
         .or_else(|| error.downcast_ref().map(of_admission))
         .or_else(|| error.downcast_ref().map(of_inventory))
         .or_else(|| error.downcast_ref().map(of_mps))
         .or_else(|| error.downcast_ref().map(of_broker))
         .or_else(|| error.downcast_ref().map(of_advice))
-        .or_else(|| error.downcast_ref().map(of_no_lease))
-        .or_else(|| error.downcast_ref().map(of_nothing_explained))
-}
-
-const fn of_no_lease(error: &NoLease) -> &'static str {
-    if let NoLease::None(_) = error { "no-container" } else { "ambiguous" }
-}
-
-const fn of_nothing_explained(error: &ExplainError) -> &'static str {
-    match error {
-        ExplainError::Nothing => "bad-usage",
-        ExplainError::NoShare(_) => "no-share",
-        ExplainError::NoContainer(_) => "no-container",
-        ExplainError::Stack(_) => "bad-file",
-    }
 }
 
 /// The word for a refusal. `sublet refresh` ran as a program of its own: what it failed with is found again.

@@ -1,6 +1,6 @@
 //! `sublet refresh`: asks the driver for its devices and writes the inventory.
 
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::Duration;
 
 use sublet_core::config::{Config, TimeSlice};
@@ -28,11 +28,11 @@ pub struct Arguments {
 }
 
 /// Runs it.
-pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let found = if arguments.boot { boot(config)? } else { Some(refresh(config)?) };
     let Some(inventory) = found else {
         println!("This host has no NVIDIA GPU.");
-        return Ok(ExitCode::SUCCESS);
+        return Ok(());
     };
     // NVML has no call for it, and the driver forgets it when it is reloaded, so each refresh sets it anew (nvidia-smi,
     // "compute-policy").
@@ -45,13 +45,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     if !arguments.quiet {
         let unknown = inventory.devices.iter().flat_map(Device::costs);
-        for line in inventory.left_out.iter().map(LeftOut::sentence).chain(unknown) {
-            eprintln!("sublet: warning: {line}");
-        }
+        super::warn(inventory.left_out.iter().map(LeftOut::sentence).chain(unknown));
         let (devices, files) = (inventory.gpus().count(), inventory.files.len());
         println!("Driver {}: {devices} GPUs, {files} driver files.", inventory.driver.version);
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// Sets the slice length that the `[[device]]` rule of a GPU names.
@@ -59,9 +57,8 @@ fn set_time_slice(uuid: &str, slice: TimeSlice, inventory: &Inventory) -> Result
     let smi = inventory.driver.smi.as_ref();
     let smi = smi.ok_or("nvidia-smi is not installed (Debian: apt install nvidia-smi)")?;
     let number = (slice as u8).to_string();
-    let mut command = Command::new(smi);
-    command.env_clear().env("PATH", PATH).args(["compute-policy", "-i", uuid, "--set-timeslice", &number]);
-    match child::run(&mut command, "", SMI_LIMIT) {
+    let arguments = ["compute-policy", "-i", uuid, "--set-timeslice", &number];
+    match child::run(Command::new(smi).env_clear().env("PATH", PATH).args(arguments), "", SMI_LIMIT) {
         Ok(done) if done.status.success() => Ok(()),
         Ok(done) => Err(safe(format!("{}{}", done.stdout, done.stderr).trim())),
         Err(ChildError::Timeout) => Err(format!("nvidia-smi took longer than {} s", SMI_LIMIT.as_secs())),

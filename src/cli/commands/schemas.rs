@@ -10,7 +10,6 @@ use super::bench_compare::Comparison;
 use super::explain::{OfContainer, OfShare, OfStack};
 use super::mig::Planned;
 use super::mig_list::ListedGpu;
-use super::probe::Probed;
 use super::setup::Checked;
 use super::status::LastRefusal;
 use super::{ErrorObject, advise, cdi, doctor};
@@ -97,7 +96,7 @@ fn all() -> [(&'static str, Schema); 19] {
         ("events.json", schemars::schema_for!(EventKeys)),
         ("cdi-list.json", schemars::schema_for!(cdi::Document<'_>)),
         ("doctor.json", schemars::schema_for!(doctor::Document<'_>)),
-        ("doctor-run.json", schemars::schema_for!(Probed)),
+        ("doctor-run.json", schemars::schema_for!(doctor::Probed)),
         ("setup-check.json", schemars::schema_for!(Checked<'_>)),
         ("bench.json", schemars::schema_for!(BenchResult)),
         ("bench-comparison.json", schemars::schema_for!(Comparison)),

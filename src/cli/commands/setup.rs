@@ -11,7 +11,6 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::doctor::ask;
-use super::explain::inventory_for;
 use super::tables::{self, Format};
 use crate::preview::Whose;
 use crate::setup::dockerd::Dockerd;
@@ -24,13 +23,22 @@ use sublet_core::process::inheritance::honoured_config;
 use sublet_core::text::safe;
 
 /// Arguments of `sublet setup`.
+#[expect(clippy::struct_excessive_bools, reason = "options that have nothing to do with one another")]
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// The engine to configure
     #[arg(value_enum)]
     engine: Engine,
-    #[command(flatten)]
-    wanted: Wanted,
+    /// Make sublet the default runtime; containers without annotations start as before
+    #[arg(long, conflicts_with = "undo")]
+    default: bool,
+    /// Enable CDI in the engine, even if the configuration has no [share]
+    #[arg(long, conflicts_with = "undo")]
+    cdi: bool,
+    /// Docker: tell Swarm how many containers of each named share this node's GPUs hold. Implies --default, because
+    /// services cannot name a runtime
+    #[arg(long, conflicts_with = "undo")]
+    swarm: bool,
     /// Remove what an earlier setup added, and nothing else
     #[arg(long)]
     undo: bool,
@@ -48,22 +56,7 @@ pub struct Arguments {
     config: Option<PathBuf>,
 }
 
-/// What the engine is told beside the runtime.
-#[derive(Debug, clap::Args)]
-struct Wanted {
-    /// Make sublet the default runtime; containers without annotations start as before
-    #[arg(long, conflicts_with = "undo")]
-    default: bool,
-    /// Enable CDI in the engine, even if the configuration has no [share]
-    #[arg(long, conflicts_with = "undo")]
-    cdi: bool,
-    /// Docker: tell Swarm how many containers of each named share this node's GPUs hold. Implies --default, because
-    /// services cannot name a runtime
-    #[arg(long, conflicts_with = "undo")]
-    swarm: bool,
-}
-
-impl Wanted {
+impl Arguments {
     /// Swarm's services name no runtime.
     const fn default(&self) -> bool {
         self.default || self.swarm
@@ -130,7 +123,12 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         dockerd.starts_with(text).with_context(|| safe(&path.to_string_lossy()))?;
     }
     if arguments.check {
-        return check(arguments, &path, wanted == found);
+        let (engine, as_asked) = (Some(name_of(&arguments.engine)), wanted == found);
+        let document = Checked { schema: "sublet.setup/1", engine, file: &path, as_asked };
+        let difference = "not as asked; the same command with --dry-run shows the difference";
+        let found = if as_asked { "as asked" } else { difference };
+        tables::print(arguments.format, &document, || format!("{}: {found}.", path.display()))?;
+        return Ok(if as_asked { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
     if is_dockerds && !arguments.dry_run && honoured_config().is_none() {
         let is_default = dockerd.default_runtime(text).as_deref() == Some(setup::NAME);
@@ -145,9 +143,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     let notes = notes(arguments, &path, found.as_deref(), &counts);
     if arguments.dry_run {
-        let name = |text: &Option<String>| {
-            text.as_ref().map_or("/dev/null".to_owned(), |_| path.display().to_string())
-        };
+        let name = |text: &Option<_>| text.as_ref().map_or("/dev/null".into(), |_| path.to_string_lossy());
         let (before, after) = (found.as_deref().unwrap_or_default(), wanted.as_deref().unwrap_or_default());
         let diff = similar::TextDiff::from_lines(before, after);
         print!("{}", diff.unified_diff().header(&name(&found), &name(&wanted)));
@@ -157,7 +153,14 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
+    store(&path, wanted.as_deref(), record.as_deref())?;
+    if arguments.undo {
+        let _ = fs::remove_file(engine_files::record(&path));
+        if found.as_deref().is_some_and(setup::made_directory) {
+            // Removes the directory only if it is empty now.
+            let _ = path.parent().map(fs::remove_dir);
+        }
+    }
     // What dockerd reads at its start alone.
     let cdi = |text| docker::has_cdi(text).unwrap_or(false);
     let resources = |text| docker::advertised(text).unwrap_or_default();
@@ -188,19 +191,9 @@ pub struct Checked<'a> {
     as_asked: bool,
 }
 
-/// The answer to `--check`.
-fn check(arguments: &Arguments, path: &Path, as_asked: bool) -> anyhow::Result<ExitCode> {
-    let engine = Some(name_of(&arguments.engine));
-    let document = Checked { schema: "sublet.setup/1", engine, file: path, as_asked };
-    let difference = "not as asked; the same command with --dry-run shows the difference";
-    let found = if as_asked { "as asked" } else { difference };
-    tables::print(arguments.format, &document, || format!("{}: {found}.", path.display()))?;
-    Ok(if as_asked { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
 /// What Swarm is to be told, where that is asked.
 fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> {
-    if !arguments.wanted.swarm {
+    if !arguments.swarm {
         return Ok(Vec::new());
     }
     if arguments.engine != Engine::Docker {
@@ -209,7 +202,7 @@ fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> 
     if config.share.is_empty() {
         bail!("the configuration has no [share.NAME], and Swarm counts named shares: docs/swarm.md");
     }
-    Ok(swarm::counts(config, &inventory_for(Whose::Root, config)?)?)
+    Ok(swarm::counts(config, &Whose::Root.inventory(config)?)?)
 }
 
 /// The file to edit: the target of a link, so that the link stays.
@@ -310,9 +303,9 @@ fn wish(arguments: &Arguments, counts: &[Count], config: &Config) -> anyhow::Res
     if arguments.engine == Engine::Podman && !hooks_dir.join("sublet.json").is_file() {
         bail!("the hook {} is missing: install it first", hooks_dir.join("sublet.json").display());
     }
-    let cdi = arguments.wanted.cdi || !config.share.is_empty();
-    let resources = arguments.wanted.swarm.then(|| swarm::resources(counts));
-    Ok(Wish { runtime, hooks_dir, default: arguments.wanted.default(), cdi, resources })
+    let cdi = arguments.cdi || !config.share.is_empty();
+    let resources = arguments.swarm.then(|| swarm::resources(counts));
+    Ok(Wish { runtime, hooks_dir, default: arguments.default(), cdi, resources })
 }
 
 /// The files that Podman reads before the drop-in at `path`. A user's own files are read after all of root's.
@@ -331,12 +324,7 @@ fn weaker(path: &Path) -> anyhow::Result<Vec<String>> {
 }
 
 /// Writes the file. The record that an undo needs is written first.
-fn store(
-    arguments: &Arguments,
-    path: &Path,
-    found: Option<&str>,
-    (wanted, record): (Option<&str>, Option<&str>),
-) -> anyhow::Result<()> {
+fn store(path: &Path, wanted: Option<&str>, record: Option<&str>) -> anyhow::Result<()> {
     let beside = engine_files::record(path);
     if let Some(directory) = path.parent() {
         sublet_core::fs::trusted::create(directory).map_err(|error| cannot("write", directory, &error))?;
@@ -357,22 +345,14 @@ fn store(
             None => fs::remove_file(&beside),
         };
     }
-    written.map_err(|error| cannot("write", path, &error))?;
-    if arguments.undo {
-        let _ = fs::remove_file(beside);
-        if found.is_some_and(setup::made_directory) {
-            // Removes the directory only if it is empty now.
-            let _ = path.parent().map(fs::remove_dir);
-        }
-    }
-    Ok(())
+    written.map_err(|error| cannot("write", path, &error))
 }
 
 /// Further notes for the user.
 fn notes(arguments: &Arguments, path: &Path, found: Option<&str>, counts: &[Count]) -> Vec<String> {
     let mut notes = swarm_notes(counts);
     let was = found.and_then(|text| docker::default_runtime(text).ok().flatten());
-    let was = was.filter(|was| arguments.wanted.default() && was != setup::NAME && was != "runc");
+    let was = was.filter(|was| arguments.default() && was != setup::NAME && was != "runc");
     if arguments.undo {
         notes.push(
             "Containers created with the runtime sublet cannot start without it: remove them.".to_owned(),

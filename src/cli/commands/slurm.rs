@@ -135,19 +135,14 @@ fn of_job(shown: &str, job: u64) -> String {
 }
 
 fn scontrol(arguments: &[&str]) -> anyhow::Result<String> {
-    let mut program = Program::new("scontrol");
-    program.args(arguments);
-    let done = match child::run(&mut program, "", SCONTROL) {
-        Ok(done) => done,
-        Err(ChildError::Io(error)) => return Err(error).context("cannot run scontrol"),
+    match child::run(Program::new("scontrol").args(arguments), "", SCONTROL) {
+        Ok(done) if done.status.success() => Ok(done.stdout),
+        Ok(done) => bail!("scontrol {}: {}", arguments.join(" "), safe(done.stderr.trim())),
+        Err(ChildError::Io(error)) => Err(error).context("cannot run scontrol"),
         Err(ChildError::Timeout) => {
             bail!("scontrol took longer than {} s: does slurmctld answer?", SCONTROL.as_secs())
         }
-    };
-    if !done.status.success() {
-        bail!("scontrol {}: {}", arguments.join(" "), safe(done.stderr.trim()));
     }
-    Ok(done.stdout)
 }
 
 /// Forgets the job, and frees its lease once its processes are gone, which slurmd has ended before.

@@ -1,9 +1,8 @@
 //! `sublet status`: who has which GPU and how much of it; `--last-error`: why the last container was refused.
 
-use std::fmt::{self, Write as _};
+use std::fmt::Write as _;
 use std::io::IsTerminal as _;
 use std::path::Path;
-use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -11,26 +10,43 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::tables::{self, Format};
-use super::{device_table, lease_table};
+use super::tables::{self, Cell, Column, Format};
 use crate::mps_daemons::{self, Listed};
-use crate::names::{Names, WHY_WITHOUT_SHARE, lease_of};
+use crate::names::{Name, Names, WHY_WITHOUT_SHARE, lease_of};
 use crate::setup::dockerd::without_share;
-use crate::shown::word;
-use crate::status::{Sources, Status};
+use crate::shown::{Device, Words, bar, cut, fraction, or_dash, utf8, word};
+use crate::status::{LeaseOnDevice, Room, Sources, Status};
 use crate::usage;
 use sublet_core::admit::{self, RefusalRecord, confirmed_inventory, is_remote};
 use sublet_core::broker::policy_limits::Left;
 use sublet_core::config::{Config, PolicyRule};
-use sublet_core::inventory::{Device, Inventory};
-use sublet_core::ledger::{Ledger, Store};
-use sublet_core::text::safe;
+use sublet_core::inventory::{self, Inventory};
+use sublet_core::ledger::{Lease, Ledger, Store};
+use sublet_core::text::{LONGEST_NAME, safe, short_id};
 
 /// How many of the latest events of the guard are shown.
 const SHOWN: usize = 5;
 
 /// Clears a terminal: the cursor to the top left, everything below it gone (ECMA-48, CUP and ED).
 const CLEAR: &str = "\u{1b}[H\u{1b}[2J";
+
+/// The length of a bar, in characters.
+const BAR: usize = 10;
+
+/// The columns of devices. Those with the highest number go first where a terminal is too narrow for all of them.
+const DEVICE_COLUMNS: [Column; 11] = [
+    Column("GPU", 0),
+    Column("NAME", 3),
+    Column("MODE", 1),
+    Column("MEMORY", 4),
+    Column("USED", 0),
+    Column("BOOKED", 1),
+    Column("OF", 2),
+    Column("SM", 5),
+    Column("BUSY", 1),
+    Column("BOOKED", 2),
+    Column("LEASES", 6),
+];
 
 /// Arguments of `sublet status`.
 #[derive(Debug, clap::Args)]
@@ -64,13 +80,13 @@ pub struct Arguments {
 ///
 /// # Errors
 /// There is no driver, or no ledger; a device or a container that is asked for does not exist.
-pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     if arguments.last_error {
         return last_error(arguments.format, config);
     }
     let Some(seconds) = arguments.watch else {
         print!("{}", shown(arguments, config)?);
-        return Ok(ExitCode::SUCCESS);
+        return Ok(());
     };
     let clear = if std::io::stdout().is_terminal() { CLEAR } else { "" };
     loop {
@@ -79,7 +95,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
             shown(arguments, config).unwrap_or_else(|error| format!("sublet: {}\n", tables::chain(&error)));
         print!("{clear}{text}");
         if !super::closed_output::is_open() {
-            return Ok(ExitCode::SUCCESS);
+            return Ok(());
         }
         sleep(Duration::from_secs(seconds));
     }
@@ -136,8 +152,9 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
 fn named(text: &str, inventory: &Inventory, config: &Config) -> anyhow::Result<Vec<String>> {
     let all = inventory.with_left_out();
     let found = super::devices(text, &all, config)?;
-    let is_in =
-        |device: &&Device| found.iter().any(|named| named.uuid == device.uuid || named.uuid == device.gpu());
+    let is_in = |device: &&inventory::Device| {
+        found.iter().any(|named| named.uuid == device.uuid || named.uuid == device.gpu())
+    };
     let of_left_out = inventory.left_out.iter().flat_map(|gone| &gone.mig);
     Ok(all.devices.iter().chain(of_left_out).filter(is_in).map(|device| device.uuid.clone()).collect())
 }
@@ -158,7 +175,7 @@ pub struct LastRefusal {
 }
 
 /// For root of all containers, for a user of their own.
-fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+fn last_error(format: Format, config: &Config) -> anyhow::Result<()> {
     let (us, is_remote) = (nix::unistd::geteuid().as_raw(), is_remote(config));
     let last = admit::refusals(config).into_iter().rfind(|record| !is_remote || record.uid == us);
     let last = last.map(|RefusalRecord { time, container_id, reason, uid, started }| LastRefusal {
@@ -180,17 +197,19 @@ fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
 
 /// Warnings first, then the devices, the leases, the daemons, and what the guard did last.
 fn tables_of(status: &Status, own: Option<&Own>) -> String {
-    let width = tables::terminal_width();
     let mut text: String = status.warnings.iter().flat_map(|warning| [warning.as_str(), "\n"]).collect();
     if !text.is_empty() {
         text.push('\n');
     }
     let simulated = if status.driver.simulated { "  SIMULATED" } else { "" };
     let _ = writeln!(text, "Driver {}{simulated}\n", status.driver.version);
-    let _ = writeln!(text, "{}\n\n{}", device_table::table(status, width), lease_table::table(status, width));
+    let utf8 = utf8();
+    let devices: Vec<_> = Device::all(&status.devices).map(|device| device_row(&device, utf8)).collect();
+    let devices = tables::fitting(&DEVICE_COLUMNS, &devices, tables::terminal_width());
+    let _ = writeln!(text, "{devices}\n\n{}", lease_table(status));
     if !status.mps.is_empty() {
         let label = |uuid: &str| status.number(uuid).into_owned();
-        let _ = writeln!(text, "\n{}", daemon_table(&status.mps, &label, width));
+        let _ = writeln!(text, "\n{}", daemon_table(&status.mps, label));
     }
     if status.guard.watching {
         text.push_str("\nGuard: on.\n");
@@ -201,18 +220,91 @@ fn tables_of(status: &Status, own: Option<&Own>) -> String {
         let _ = writeln!(text, "{}  {}", event.time, event.text);
     }
     if let Some(own) = own {
-        let _ = writeln!(text, "\n{own}");
+        let _ = writeln!(text, "\n{}", own.words());
     }
     text
 }
 
+/// A GPU or MIG device, with what is used and booked.
+fn device_row(device: &Device<'_>, utf8: bool) -> Vec<String> {
+    let host = if device.part.is_none() && device.gpu.memory_of_host { ", host memory" } else { "" };
+    // What keeps it from being served.
+    let obstacle = match device.part {
+        None => Some(device.gpu.health.state).filter(|state| *state != "ok").map(str::to_uppercase),
+        Some(part) => part.fault.as_ref().map(|_| "unusable".to_owned()),
+    };
+    let busy = device.used.and_then(|used| used.busy_percent);
+    let used = or_dash(device.used.and_then(|used| used.memory_bytes).map(tables::memory));
+    let dash = || "-".to_owned();
+    let of = tables::memory(device.memory_bytes);
+    let [memory_bar, used, booked_memory, of] = match (device.memory_with(), device.own_bookings()) {
+        (Some(first), _) => [String::new(), format!("as {first}"), String::new(), String::new()],
+        (None, None) => [String::new(), used, dash(), of],
+        (None, Some(booked)) => {
+            let part = fraction(booked.memory_bytes, device.memory_bytes);
+            let memory_bar = bar(device.memory_used(), Some(part), BAR, utf8);
+            [memory_bar, used, tables::memory(booked.memory_bytes), of]
+        }
+    };
+    let [sm_bar, booked_sm, leases] = match device.own_bookings() {
+        None => [String::new(), dash(), dash()],
+        Some(Room { sm_percent, .. }) => {
+            let sm_bar = bar(busy.map(|busy| f64::from(busy) / 100.0), Some(sm_percent / 100.0), BAR, utf8);
+            [sm_bar, format!("{sm_percent} %"), device.lease_count.to_string()]
+        }
+    };
+    vec![
+        format!("{}{}", device.branch(utf8), device.number),
+        format!("{}{host}", device.name),
+        device.state(obstacle.as_deref()),
+        memory_bar,
+        used,
+        booked_memory,
+        of,
+        sm_bar,
+        or_dash(busy.map(|busy| format!("{busy} %"))),
+        booked_sm,
+        leases,
+    ]
+}
+
+/// The table of leases and the containers that hold them; a line where there is no lease.
+pub(super) fn lease_table(status: &Status) -> String {
+    if status.leases.is_empty() {
+        return "No leases.".to_owned();
+    }
+    tables::fitting_rows(status.leases.iter().map(|lease| lease_row(lease, status)).collect())
+}
+
+/// Those with the highest number go first where a terminal is too narrow for all of them.
+fn lease_row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 13] {
+    let words = Words::of(lease, status, LONGEST_NAME);
+    [
+        ("CONTAINER", 0, words.name),
+        ("IMAGE", 8, words.image),
+        ("USER", 6, lease.user.clone()),
+        ("GPU", 0, words.gpu),
+        ("MODE", 1, words.mode),
+        ("SM", 0, words.sm),
+        ("BUSY", 2, words.busy),
+        ("MEMORY", 0, words.memory),
+        ("PROCESSES", 7, words.processes),
+        ("STATE", 3, words.state),
+        ("PID", 9, or_dash(lease.pid)),
+        ("AGE", 5, tables::ago(lease.taken)),
+        ("LEASE", 4, lease.id.clone()),
+    ]
+}
+
+/// What people call the container of a lease in the ledger, as the table does.
+pub(super) fn label(lease: &Lease, name: Option<&Name>) -> String {
+    let called = name
+        .and_then(|name| [&name.name, &name.part_of, &name.unit].into_iter().find(|text| !text.is_empty()));
+    called.map_or_else(|| short_id(&lease.container.name()), |called| cut(called))
+}
+
 /// The table of MPS daemons; `label` names the device with a UUID.
-pub(super) fn daemon_table(
-    daemons: &[Listed],
-    label: &dyn Fn(&str) -> String,
-    width: Option<usize>,
-) -> String {
-    let or_dash = |number: Option<String>| number.unwrap_or_else(|| "-".to_owned());
+pub(super) fn daemon_table(daemons: &[Listed], label: impl Fn(&str) -> String) -> String {
     // With the time that the daemon still waits for a lease.
     let idle = |daemon: &Listed| match (daemon.idle_seconds, daemon.ends_in_seconds) {
         (None, _) => String::new(),
@@ -226,13 +318,13 @@ pub(super) fn daemon_table(
             ("MPS DAEMON", 0, daemon.key.to_string()),
             ("GPU", 0, devices.join(", ")),
             ("STATE", 0, word(&daemon.state) + &idle(daemon)),
-            ("PID", 2, or_dash(daemon.pid.map(|pid| pid.to_string()))),
+            ("PID", 2, or_dash(daemon.pid)),
             ("SM CEILING", 3, format!("{} %", daemon.ceiling_percent)),
             ("MEMORY CEILING", 3, tables::memory_limit(daemon.ceiling_memory_bytes)),
-            ("CLIENTS", 1, or_dash(daemon.clients.map(|clients| clients.to_string()))),
+            ("CLIENTS", 1, or_dash(daemon.clients)),
         ]
     };
-    tables::fitting_rows(daemons.iter().map(row).collect(), width)
+    tables::fitting_rows(daemons.iter().map(row).collect())
 }
 
 // What a user without root sees below the tables: their own policy limits, and what is left of them.
@@ -261,24 +353,21 @@ impl Own {
             Err(error) => refused(error.to_string()),
         }
     }
-}
 
-impl fmt::Display for Own {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn words(&self) -> String {
         if let Some(reason) = &self.refused {
-            return write!(f, "You cannot take a share: {reason}");
+            return format!("You cannot take a share: {reason}");
         }
         if let Some(job) = self.job {
-            return write!(f, "In job {job}, programs and containers have what the job got from Slurm.");
+            return format!("In job {job}, programs and containers have what the job got from Slurm.");
         }
         let (Some(rule), Some(left)) = (&self.policy, &self.left) else {
-            return f.write_str("You have no policy limits.");
+            return "You have no policy limits.".to_owned();
         };
-        let caps = caps(rule, left);
-        if caps.is_empty() {
-            return f.write_str("Your policy sets no limits.");
+        match &caps(rule, left)[..] {
+            [] => "Your policy sets no limits.".to_owned(),
+            caps => format!("Your policy: {}", caps.join("; ")),
         }
-        write!(f, "Your policy: {}", caps.join("; "))
     }
 }
 

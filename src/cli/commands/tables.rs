@@ -1,10 +1,10 @@
 //! Tables for people, JSON for machines.
 
 use std::os::fd::AsFd;
-use std::process::ExitCode;
 
 use clap::ValueEnum;
 use comfy_table::{Table, presets};
+use serde::Serialize;
 
 /// `--format`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -52,12 +52,12 @@ pub fn fitting(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize
 /// The header of a column, how soon it goes, and the text in it.
 pub type Cell = (&'static str, u8, String);
 
-/// [`fitting`] of rows, at least one, that have their columns with them.
-pub fn fitting_rows<const N: usize>(rows: Vec<[Cell; N]>, width: Option<usize>) -> String {
+/// [`fitting`] into the terminal, of rows, at least one, that have their columns with them.
+pub fn fitting_rows<const N: usize>(rows: Vec<[Cell; N]>) -> String {
     let column = |(header, rank, _): &Cell| Column(header, *rank);
     let columns: Vec<Column<'_>> = rows.first().into_iter().flatten().map(column).collect();
     let texts: Vec<_> = rows.into_iter().map(|row| row.map(|(.., text)| text).to_vec()).collect();
-    fitting(&columns, &texts, width)
+    fitting(&columns, &texts, terminal_width())
 }
 
 /// [`fitting`]; `None`: not even the columns fit that never go.
@@ -120,26 +120,22 @@ fn wrapped_line(line: &str, width: usize) -> String {
 }
 
 /// Prints `value` as one JSON document, or what people read of it.
-pub fn print(
-    format: Format,
-    value: &impl serde::Serialize,
-    text: impl FnOnce() -> String,
-) -> anyhow::Result<ExitCode> {
+pub fn print(format: Format, value: &impl Serialize, text: impl FnOnce() -> String) -> anyhow::Result<()> {
     match format {
-        Format::Json => json(value)?,
+        Format::Json => return json(value),
         Format::Table => println!("{}", text()),
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// Prints `value` as one JSON document.
-pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
     println!("{}", serde_json::to_string_pretty(value)?);
     Ok(())
 }
 
 use crate::shown::colour;
-pub use crate::shown::{ago, end_of, memory, memory_limit};
+pub use crate::shown::{ago, memory, memory_limit};
 pub use sublet_core::text::timestamp;
 
 /// An error and its causes on one line. Many of sublet's errors already repeat their cause in their text.

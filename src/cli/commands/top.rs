@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{anyhow, bail};
 
 use super::tables;
-use crate::shown::bars::utf8;
+use crate::shown::utf8;
 use crate::top::{self, web};
 use sublet_core::admit::confirmed_inventory;
 use sublet_core::config::Config;

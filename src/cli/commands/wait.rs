@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal as _;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use crate::preview::{Whose, preview};
@@ -44,7 +43,7 @@ fn timeout(text: &str) -> Result<Duration, String> {
 ///
 /// # Errors
 /// The time is up; the message is the last refusal.
-pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let annotations: BTreeMap<_, _> = arguments.annotations.iter().chain(&arguments.share).cloned().collect();
     let request =
         if annotations.is_empty() { None } else { Some(request::parse(&annotations, None, None, config)?) };
@@ -53,7 +52,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     loop {
         match look(request.as_ref(), config) {
             // An instance would be created.
-            Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(ExitCode::SUCCESS),
+            Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(()),
             Err(
                 error @ (AdmitError::Refused(_) | AdmitError::PolicyLimit(_) | AdmitError::Unmade { .. }),
             ) if !error.is_temporary() => {

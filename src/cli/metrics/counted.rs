@@ -199,7 +199,7 @@ fn counted(config: &Config) -> std::io::Result<Totals> {
         .open(config.state_dir.join("metrics.lock"))?;
     let _held = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
     let mut totals: Totals = history::read(&path(config), LARGEST)?;
-    let mut reader = Reader::since(totals.position.clone());
+    let mut reader = Reader { position: totals.position.clone(), this_boot: true };
     let (events, unread) = reader.new_events(config);
     if let Some(why) = unread {
         return Err(std::io::Error::other(why));
@@ -207,7 +207,7 @@ fn counted(config: &Config) -> std::io::Result<Totals> {
     for event in &events {
         totals.add(event);
     }
-    totals.position = reader.position();
+    totals.position = reader.position;
     atomic::replace(&path(config), &serde_json::to_vec(&totals)?, 0o600)?;
     Ok(totals)
 }

@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{CONTAINERS, Family, Sample, Type};
-use crate::shown::device::Device;
-use crate::shown::word;
+use crate::shown::{Device, word};
 use crate::status::{LeaseOnDevice, Status};
 use sublet_core::process::epoch_seconds;
 

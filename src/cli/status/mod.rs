@@ -1,9 +1,7 @@
 //! Who has which GPU, how much of it, and what they use: the document that `sublet status`, `sublet top`, its page and
 //! `sublet metrics` show. Schema `sublet.status/1`: keys may be added, never changed.
 
-mod devices;
-mod leases;
-mod warnings;
+mod listed;
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -14,14 +12,17 @@ use crate::names::Names;
 use crate::usage::Usage;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, LeftOut};
-use sublet_core::ledger::{DynamicInstance, Ledger};
+use sublet_core::ledger::{DaemonState, DynamicInstance, LeaseState, Ledger};
+use sublet_core::oci;
 use sublet_core::process::epoch_seconds;
 use sublet_core::share::Action;
-use sublet_core::text::timestamp;
+use sublet_core::text::{safe, timestamp};
 
 pub use crate::usage::{DeviceUsed, LeaseUsed, OutsideProcess};
-pub use devices::{Gpu, Health, MigInstance, Room};
-pub use leases::LeaseOnDevice;
+pub use listed::{Gpu, Health, LeaseOnDevice, MigInstance, Room};
+
+/// How many processes without a lease are named for each device.
+const NAMED: usize = 3;
 
 /// The state of this host.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -129,25 +130,31 @@ impl Status {
         devices.extend(inventory.left_out.iter().map(|gone| Gpu::left_out(gone, sources)));
         devices.sort_by_key(|gpu| gpu.index);
         let dynamic = &ledger.mig.dynamic_instances;
+        let held =
+            ledger.leases.iter().flat_map(|lease| lease.devices.iter().map(move |device| (lease, device)));
+        let event = |Event { time, offence, action, container_id, uid, device, pid, name, text }| {
+            let time = timestamp(time);
+            GuardEvent { time, offence, action, container_id, uid, device, pid, name, text }
+        };
         let mut status = Self {
             schema: "sublet.status/1",
             time: timestamp(epoch_seconds()),
             driver: Driver { version: driver.version.clone(), simulated: driver.simulated },
             devices,
-            leases: leases::all(sources),
+            leases: held.map(|(lease, device)| LeaseOnDevice::of(lease, device, sources)).collect(),
             mps,
             guard: Guard {
                 watching,
                 last_look_seconds: guard::last_look(config),
                 blind: if let Sight::Blind(why) = sight { why } else { Vec::new() },
-                events: guard::events(config).into_iter().map(GuardEvent::of).collect(),
+                events: guard::events(config).into_iter().map(event).collect(),
             },
             mig_made: dynamic.iter().map(|made| MadeInstance::of(made, ledger)).collect(),
             warnings: Vec::new(),
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
         status.warnings.extend(inventory.devices.iter().flat_map(Device::costs));
-        status.warnings.extend(warnings::of(&status, sources));
+        status.warnings.extend(warnings(&status, sources));
         status
     }
 
@@ -193,13 +200,6 @@ impl Guard {
     }
 }
 
-impl GuardEvent {
-    fn of(event: Event) -> Self {
-        let Event { time, offence, action, container_id, uid, device, pid, name, text } = event;
-        Self { time: timestamp(time), offence, action, container_id, uid, device, pid, name, text }
-    }
-}
-
 impl MadeInstance {
     fn of(made: &DynamicInstance, ledger: &Ledger) -> Self {
         let state = match (&made.awaited, made.going) {
@@ -218,4 +218,74 @@ impl MadeInstance {
             error: made.stuck.clone(),
         }
     }
+}
+
+/// What in the state of this host needs somebody's attention: one line each, without a full stop.
+fn warnings(status: &Status, sources: &Sources<'_>) -> Vec<String> {
+    let Sources { inventory, ledger, usage, config, .. } = *sources;
+    let mut lines = status.guard.blind.clone();
+    if !status.guard.watching && lines.is_empty() {
+        let (start, off) =
+            ("run `systemctl enable --now sublet.service`", "the configuration has [guard] enabled = false");
+        let why = if config.guard.enabled { start } else { off };
+        lines.push(format!("GUARD OFF: programs that tamper with their MPS limits are not stopped; {why}"));
+    }
+    lines.extend(usage.error.iter().map(|error| format!("what is used is not known: {}", safe(error))));
+    for gpu in &status.devices {
+        let mut device = |uuid: &str, label: &str, unknown: Option<&String>, used: Option<&DeviceUsed>| {
+            lines.extend(unknown.map(|why| format!("{label}: what is used is not known: {}", safe(why))));
+            lines.extend(used.and_then(|used| outside(uuid, label, used, status)));
+        };
+        device(&gpu.uuid, &format!("GPU {}", gpu.index), gpu.unknown.as_ref(), gpu.used.as_ref());
+        for part in &gpu.mig {
+            let label = format!("MIG device {}", part.number);
+            device(&part.uuid, &label, part.unknown.as_ref(), part.used.as_ref());
+        }
+    }
+    lines.extend(status.mps.iter().filter_map(|daemon| {
+        let (state, then) = match daemon.state {
+            DaemonState::Fault => ("does not answer", "`sublet mps logs` may say why"),
+            DaemonState::Down => ("does not run", "`sublet gc` starts it again if a lease needs it"),
+            _ => return None,
+        };
+        Some(format!("MPS daemon {} {state}: {then}", daemon.key))
+    }));
+    let lost = status.leases.iter().filter(|lease| lease.state == LeaseState::Lost);
+    lines.extend(lost.map(|lease| {
+        let container = lease.name.as_deref().unwrap_or(&lease.called);
+        format!("container {}: its lease {} is lost; end the container", safe(container), lease.id)
+    }));
+    lines.extend(ledger.leases.iter().filter_map(|lease| {
+        let unended =
+            ledger.describe_unended(lease, &config.state_dir).or_else(|| oci::lost_node(lease, inventory))?;
+        let shown = status.leases.iter().find(|shown| shown.id == lease.id.as_str());
+        let name = shown.map(|shown| shown.name.as_deref().unwrap_or(&shown.called));
+        Some(format!("container {}: {unended}", safe(name.unwrap_or(&lease.container.name()))))
+    }));
+    lines.extend(status.mig_made.iter().filter_map(|made| {
+        let (why, (start, size)) = (made.error.as_ref()?, made.placement);
+        Some(format!(
+            "MIG instance {} at {start}:{size} of GPU {} was created for a container that has ended, and cannot be \
+             destroyed yet: {}; every sublet command tries again",
+            made.profile,
+            safe(&made.gpu),
+            safe(why)
+        ))
+    }));
+    lines
+}
+
+/// Processes on a device that belong to no lease. Those of a container that is starting are not known yet.
+fn outside(uuid: &str, label: &str, used: &DeviceUsed, status: &Status) -> Option<String> {
+    let starts = status.leases.iter().any(|lease| lease.device == uuid && lease.pid.is_none());
+    if used.outside.is_empty() || starts {
+        return None;
+    }
+    let named = used.outside.iter().take(NAMED).map(|process| {
+        let memory = process.memory_bytes.map_or_else(String::new, |bytes| format!(", {} MiB", bytes >> 20));
+        format!("{} (pid {}{memory})", process.name, process.pid)
+    });
+    let more = used.outside.len().saturating_sub(NAMED);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    Some(format!("{label}: used without a lease by {}{more}", named.collect::<Vec<_>>().join(", ")))
 }

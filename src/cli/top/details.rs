@@ -5,9 +5,7 @@ use super::rows::{both, percent, power};
 use super::skin::Skin;
 use super::source::Look;
 use super::view::{Pane, View};
-use crate::shown::device::Device;
-use crate::shown::lease::{Words, busy, called, memory, whole};
-use crate::shown::{self, word};
+use crate::shown::{self, Device, Words, busy, called, memory_of, whole, word};
 use crate::status::{GuardEvent, LeaseOnDevice, Status};
 use crate::usage::ProcessUse;
 use sublet_core::text::{LONGEST_NAME, safe};
@@ -123,7 +121,7 @@ fn device(device: &Device<'_>, status: &Status, spark: &Spark<'_>) -> Vec<String
     lines.push("Containers".to_owned());
     let on_it: Vec<_> = status.leases.iter().filter(|lease| lease.device == *uuid).collect();
     let line =
-        |lease: &&LeaseOnDevice| format!("  {:<32} {:<14} {}", called(lease), busy(lease), memory(lease));
+        |lease: &&LeaseOnDevice| format!("  {:<32} {:<14} {}", called(lease), busy(lease), memory_of(lease));
     lines.extend(on_it.iter().map(line));
     if on_it.is_empty() {
         lines.push("  none".to_owned());

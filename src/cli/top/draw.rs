@@ -12,8 +12,7 @@ use super::history::lease_key;
 use super::rows::{self, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, fit, with_trace};
 use super::skin::{CURSOR, Skin, TITLE};
 use super::view::{Areas, Body, Pane, View};
-use crate::shown::lease::Words;
-use crate::shown::name_of;
+use crate::shown::{Words, name_of};
 use sublet_core::text::{LONGEST_NAME, safe};
 
 /// A look that is older than this beyond its interval is called old.

@@ -5,8 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::source::Look;
-use crate::shown::device::Device;
-use crate::shown::lease::memory_used;
+use crate::shown::{Device, memory_used};
 use crate::status::LeaseOnDevice;
 
 /// The time that one character of a sparkline stands for.

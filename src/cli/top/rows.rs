@@ -7,9 +7,7 @@ use ratatui::style::Style;
 use super::history::Trace;
 use super::skin::Skin;
 use super::view::Sort;
-use crate::shown::device::{Device, fraction};
-use crate::shown::lease::Words;
-use crate::shown::{self, bars::bar};
+use crate::shown::{self, Device, Words, bar, fraction};
 use crate::status::DeviceUsed;
 use sublet_core::text::safe;
 

@@ -3,7 +3,7 @@
 use ratatui::buffer::Buffer;
 use ratatui::style::{Color, Modifier, Style};
 
-use crate::shown::{bars::utf8, colour};
+use crate::shown::{colour, utf8};
 
 /// Titles.
 pub const TITLE: Style = Style::new().add_modifier(Modifier::BOLD);

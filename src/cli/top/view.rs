@@ -9,8 +9,7 @@ use ratatui::layout::{Position, Rect};
 
 use super::history::{History, Trace, lease_key};
 use super::source::{Look, Told};
-use crate::shown::device::{Device, order};
-use crate::shown::lease::{called, memory_used};
+use crate::shown::{Device, called, memory_used, order};
 use crate::status::LeaseOnDevice;
 
 /// The longest filter, in characters.

@@ -5,13 +5,12 @@ use std::fmt;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::protection::{does_not_protect, protects};
+use crate::preview::{does_not_protect, protects};
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Lease;
 use sublet_core::place::Placement;
 use sublet_core::request::Request;
-use sublet_core::share::show_duration;
-use sublet_core::share::{Guarding, Isolation, Mode, Percent, Priority};
+use sublet_core::share::{Guarding, Isolation, Mode, Percent, Priority, show_duration};
 
 /// The answer, for JSON and for people.
 #[derive(Debug, Serialize, JsonSchema)]
@@ -32,7 +31,7 @@ pub struct Answer {
     wait_ms: u64,
     protects: Vec<&'static str>,
     does_not_protect: Vec<&'static str>,
-    warnings: Vec<String>,
+    pub warnings: Vec<String>,
 }
 
 /// What a lease is, in numbers.
@@ -71,31 +70,28 @@ struct Gpu {
 
 impl Gpu {
     fn of(device: &Device, lease: &Lease) -> Self {
-        let all = device.sm_count.map(u64::from);
-        let sms = |limit: Option<Percent>| limit.map_or(all, |sm| device.sms_at(sm));
         Self {
             uuid: device.uuid.clone(),
             number: device.number(),
             name: device.kind().to_owned(),
-            sm_count: sms(lease.sm),
+            sm_count: sms(lease.sm, device),
             sm_total: device.sm_count,
             memory_bytes: lease.memory_bytes.unwrap_or(device.memory_bytes),
             memory_total_bytes: device.memory_bytes,
-            process_sm_count: sms(lease.sm_of_process()),
+            process_sm_count: sms(lease.sm_of_process(), device),
             process_memory_bytes: lease.memory_of_process().unwrap_or(device.memory_bytes),
         }
     }
 }
 
+/// The SMs of `device` within `limit`.
+pub fn sms(limit: Option<Percent>, device: &Device) -> Option<u64> {
+    limit.map_or(device.sm_count.map(u64::from), |sm| device.sms_at(sm))
+}
+
 impl Answer {
     /// That to `request`, whose share would be `lease`.
-    pub fn of(
-        request: &Request,
-        placement: &Placement,
-        lease: &Lease,
-        warnings: &[String],
-        inventory: &Inventory,
-    ) -> Self {
+    pub fn of(request: &Request, placement: &Placement, lease: &Lease, inventory: &Inventory) -> Self {
         Self {
             amounts: Amounts::of(lease, inventory),
             isolation: placement.isolation,
@@ -108,19 +104,16 @@ impl Answer {
             wait_ms: u64::try_from(request.wait.as_millis()).unwrap_or(u64::MAX),
             protects: protects(placement),
             does_not_protect: does_not_protect(placement),
-            warnings: warnings.to_vec(),
+            warnings: Vec::new(),
         }
     }
 
     fn rows(&self) -> Vec<(&'static str, String)> {
         let mut rows = self.amounts.rows();
-        if self.priority == Priority::Low {
-            rows.push(("Priority", "low".to_owned()));
-        }
+        rows.extend((self.priority == Priority::Low).then(|| ("Priority", "low".to_owned())));
         rows.extend(self.guard.iter().map(|guard| ("Guard", guard.clone())));
-        if !self.mig_caps.is_empty() {
-            rows.push(("MIG rights", self.mig_caps.join(", ")));
-        }
+        let has_rights = !self.mig_caps.is_empty();
+        rows.extend(has_rights.then(|| ("MIG rights", self.mig_caps.join(", "))));
         if self.wait_ms > 0 {
             let wait = show_duration(std::time::Duration::from_millis(self.wait_ms));
             rows.push(("Wait", format!("up to {wait} for a place")));
@@ -196,7 +189,7 @@ impl Amounts {
     }
 
     fn memory(&self, gpu: &Gpu) -> String {
-        let (own, total) = (mib(gpu.memory_bytes), mib(gpu.memory_total_bytes));
+        let (own, total) = (gpu.memory_bytes >> 20, gpu.memory_total_bytes >> 20);
         match (self.memory_bytes, self.mode) {
             (Some(_), Mode::Mig) => format!("{total} MiB, which its GPU instance's other devices use too"),
             (Some(_), _) => format!("{own} MiB of {total} MiB"),
@@ -207,7 +200,7 @@ impl Amounts {
 
     fn process(&self, gpu: &Gpu) -> String {
         let sms = self.sm_percent.and(gpu.process_sm_count).map(|count| format!("{count} SMs"));
-        let memory = self.memory_bytes.map(|_| format!("{} MiB", mib(gpu.process_memory_bytes)));
+        let memory = self.memory_bytes.map(|_| format!("{} MiB", gpu.process_memory_bytes >> 20));
         let each: Vec<String> = [sms, memory].into_iter().flatten().collect();
         let together = gpu.process_sm_count.map(|count| count * u64::from(self.processes));
         let fewest = together.filter(|together| self.sm_percent.is_some() && gpu.sm_count < Some(*together));
@@ -222,10 +215,6 @@ impl Amounts {
             }
         }
     }
-}
-
-fn mib(bytes: u64) -> u64 {
-    bytes >> 20
 }
 
 impl fmt::Display for Answer {

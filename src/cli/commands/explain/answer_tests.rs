@@ -23,7 +23,7 @@ fn answer(annotations: &[(&str, &str)], inventory: &Inventory) -> Answer {
     let container = fixture::lease(1, "").container;
     let candidate = Candidate { container, owner: Process::current().unwrap(), engine: None };
     let lease = lease_for(&candidate, &placement, &Image::default(), id, &config);
-    Answer::of(&request, &placement, &lease, &[], inventory)
+    Answer::of(&request, &placement, &lease, inventory)
 }
 
 fn row(answer: &Answer, name: &str) -> String {

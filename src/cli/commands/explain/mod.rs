@@ -1,24 +1,18 @@
 //! `sublet explain`: what a share, a stack of services or a container gets, or why it gets nothing. Changes nothing.
 
 mod answer;
-mod edits;
 mod of_container;
 mod of_share;
-mod of_stack;
-mod whose;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-pub use of_share::inventory_for;
-pub use whose::{remark as remark_on_whose, whose};
-
 use super::doctor::ask;
-use super::explain_error::ExplainError;
 use super::tables::Format;
 #[cfg(test)]
 pub use {
-    of_container::Document as OfContainer, of_share::Document as OfShare, of_stack::Document as OfStack,
+    of_container::Document as OfContainer,
+    of_share::{Document as OfShare, StackDocument as OfStack},
 };
 
 use crate::preview::Whose;
@@ -67,33 +61,29 @@ pub struct Arguments {
     format: Format,
 }
 
-impl Arguments {
-    /// In either form.
-    fn annotations(&self) -> impl Iterator<Item = &(String, String)> {
-        self.annotations.iter().chain(&self.share)
-    }
-}
-
 /// Runs it.
 ///
 /// # Errors
 /// A request that would be refused is refused here with the same words.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if let Some(container) = &arguments.container {
-        return of_container::run(container, arguments, config);
-    }
-    if !arguments.compose.is_empty() {
-        let whose = whose(arguments.rootless, config);
-        let stack =
-            stack::compose(&arguments.compose, default_runtime().as_deref()).map_err(ExplainError::from)?;
-        return of_stack::run(&stack, whose, arguments.format, config);
-    }
-    if !arguments.quadlet.is_empty() {
+        of_container::run(container, arguments, config)?;
+    } else if !arguments.compose.is_empty() {
+        let stack = stack::compose(&arguments.compose, default_runtime().as_deref())?;
+        return of_share::run_stack(
+            &stack,
+            Whose::meant(arguments.rootless, config),
+            arguments.format,
+            config,
+        );
+    } else if !arguments.quadlet.is_empty() {
         // A user's own Podman starts them.
-        let stack = stack::quadlet(&arguments.quadlet).map_err(ExplainError::from)?;
-        return of_stack::run(&stack, Whose::callers(config), arguments.format, config);
+        let stack = stack::quadlet(&arguments.quadlet)?;
+        return of_share::run_stack(&stack, Whose::callers(config), arguments.format, config);
+    } else {
+        of_share::run(arguments, config)?;
     }
-    of_share::run(arguments, config)
+    Ok(ExitCode::SUCCESS)
 }
 
 /// dockerd's default runtime, if it is not Docker's own: as it says, else as it would be started.

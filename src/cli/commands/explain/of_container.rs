@@ -1,20 +1,18 @@
 //! What is known of one container, whether it holds a lease, has ended or was refused.
 
-use std::process::ExitCode;
-
 use super::super::doctor::ask;
-use super::super::explain_error::ExplainError;
-use super::super::{lease_table, tables};
+use super::super::reason::ExplainError;
+use super::super::status::label;
+use super::super::tables;
+use super::Arguments;
 use super::answer::Amounts;
-use super::edits::ShownNode;
-use super::of_share::inventory_for;
-use super::{Arguments, whose};
+use super::of_share::{ShownNode, shown_node};
 use crate::events::Reader;
 use crate::guard::{self, Event};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{self, Known, Name, Names, NoLease, lease_of};
 use crate::preview::Whose;
-use crate::shown::word;
+use crate::shown::{escaped, word};
 use crate::status::LeaseUsed;
 use crate::usage;
 use nix::unistd::geteuid;
@@ -28,17 +26,12 @@ use sublet_core::ledger::{Lease, Ledger, Store};
 use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
 use sublet_core::text::safe;
 
-/// One part of the answer, for people. Each is made by one function below, and printed in the order of [`answer`].
-struct Section {
-    title: &'static str,
-    lines: Vec<String>,
-}
+/// One part of the answer, for people: its title and lines. Each is made by one function below, and printed in the order
+/// of [`run`].
+type Section = (&'static str, Vec<String>);
 
-impl Section {
-    fn rows<'r>(title: &'static str, rows: impl IntoIterator<Item = (&'r str, String)>) -> Self {
-        let lines = rows.into_iter().map(|(name, text)| format!("{name:<10} {text}")).collect();
-        Self { title, lines }
-    }
+fn section<'r>(title: &'static str, rows: impl IntoIterator<Item = (&'r str, String)>) -> Section {
+    (title, rows.into_iter().map(|(name, text)| format!("{name:<10} {text}")).collect())
 }
 
 /// What is printed as JSON: keys may be added, never changed. What is not known is left out.
@@ -114,15 +107,22 @@ struct Happened {
     text: String,
 }
 
+impl Happened {
+    fn line(&self) -> String {
+        let Self { time, kind, text } = self;
+        match kind.as_str() {
+            "guard" => format!("{time}  {text}"),
+            "refused" => format!("{time}  refused: {text}"),
+            kind => format!("{time}  {kind} {text}").trim_end().to_owned(),
+        }
+    }
+}
+
 /// The container that is meant.
 struct Found<'a> {
-    /// As it was asked for.
-    text: &'a str,
-    ledger: &'a Ledger,
     lease: Option<&'a Lease>,
     /// Its leases that have ended, the last one first. Only looked for if it holds none.
     ended: Vec<(&'a str, &'a Known)>,
-    names: &'a Names,
     /// What its id begins with, of which a refusal or an action of the guard may be recorded.
     ids: Vec<String>,
 }
@@ -137,13 +137,38 @@ impl Found<'_> {
 ///
 /// # Errors
 /// Nothing is known of the container, or its name means several.
-pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
-    let whose = whose::whose(arguments.rootless, config);
+pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
+    let whose = Whose::meant(arguments.rootless, config);
     let ledger = Store::open(&config.state_dir)?.peek()?;
     let names = Names::learn(&ledger, config);
     let found = find(text, &ledger, &names)?;
-    let (sections, document) = answer(&found, whose, config)?;
-    let shown = |section: &Section| format!("{}\n  {}", section.title, section.lines.join("\n  "));
+    let is_remote = is_remote(config);
+    let history = if is_remote { own_records(&found, whose, config) } else { events(&found, config) };
+    let mut document = Document { schema: "sublet.explain-container/1", ..Document::default() };
+    let mut sections = Vec::new();
+    if let Some(lease) = found.lease {
+        let inventory = whose.inventory(config)?;
+        sections.push(held(lease, names.of(lease), &mut document));
+        sections.push(limits(lease, &inventory.with_left_out(), &mut document));
+        let (of_use, used) = used(lease, &inventory, &ledger, config);
+        sections.push(of_use);
+        document.used = Some(used);
+        sections.extend(mps_server(lease, config, &mut document)?);
+        sections.extend(given(lease, &mut document));
+    } else if let [last, earlier @ ..] = &found.ended[..] {
+        sections.push(ended(*last, earlier, &mut document));
+    } else if history.is_empty() {
+        return Err(ExplainError::NoContainer(safe(text)).into());
+    } else {
+        "none".clone_into(&mut document.container.state);
+        let rows = [("name", safe(text)), ("state", "holds no lease".to_owned())];
+        sections.push(section("Container", rows));
+    }
+    if !history.is_empty() {
+        sections.push(("History", history.iter().map(Happened::line).collect()));
+        document.history = Some(history);
+    }
+    let shown = |(title, lines): &Section| format!("{title}\n  {}", lines.join("\n  "));
     let text = || sections.iter().map(shown).collect::<Vec<_>>().join("\n\n");
     tables::print(arguments.format, &document, text)
 }
@@ -168,35 +193,7 @@ fn find<'a>(text: &'a str, ledger: &'a Ledger, names: &'a Names) -> anyhow::Resu
     ids.extend(lease.map(|lease| lease.container.id.clone()));
     ids.extend(ended.iter().map(|(_, known)| known.container_id.clone()));
     ids.retain(|id| !id.is_empty());
-    Ok(Found { text, ledger, lease, ended, names, ids })
-}
-
-/// Everything there is to say, in order: for people, and for machines.
-fn answer(found: &Found<'_>, whose: Whose, config: &Config) -> anyhow::Result<(Vec<Section>, Document)> {
-    let (history, happened) = history(found, whose, config);
-    let mut document = Document { schema: "sublet.explain-container/1", ..Document::default() };
-    let mut sections = Vec::new();
-    if let Some(lease) = found.lease {
-        let inventory = inventory_for(whose, config)?;
-        sections.push(held(lease, found.names.of(lease), &mut document));
-        sections.push(limits(lease, &inventory.with_left_out(), &mut document));
-        sections.push(used(lease, &inventory, found.ledger, config, &mut document));
-        sections.extend(mps_server(lease, config, &mut document)?);
-        sections.extend(given(lease, &mut document));
-    } else if let [last, earlier @ ..] = &found.ended[..] {
-        sections.push(ended(*last, earlier, &mut document));
-    } else if history.lines.is_empty() {
-        return Err(ExplainError::NoContainer(safe(found.text)).into());
-    } else {
-        "none".clone_into(&mut document.container.state);
-        let rows = [("name", safe(found.text)), ("state", "holds no lease".to_owned())];
-        sections.push(Section::rows("Container", rows));
-    }
-    if !history.lines.is_empty() {
-        sections.push(history);
-        document.history = Some(happened);
-    }
-    Ok((sections, document))
+    Ok(Found { lease, ended, ids })
 }
 
 /// What people call it.
@@ -214,7 +211,7 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
     let noted = if has_ended { ", which the next command notes" } else { "" };
     let pid = lease.init.as_ref().map(|init| init.process.pid);
     let (user, since) = (names::user(lease.container.uid), tables::timestamp(lease.since));
-    let mut rows = vec![("name", lease_table::label(lease, name)), ("id", safe(&lease.container.id))];
+    let mut rows = vec![("name", label(lease, name)), ("id", safe(&lease.container.id))];
     rows.extend(called(name));
     rows.extend([("user", user.clone()), ("lease", lease.id.to_string())]);
     rows.push(("state", format!("{state}{noted}, since {since}")));
@@ -229,7 +226,7 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
         name: name.cloned(),
         ..ContainerFacts::default()
     };
-    Section::rows("Container", rows)
+    section("Container", rows)
 }
 
 /// `earlier` are its leases before, the last one first.
@@ -250,7 +247,7 @@ fn ended((lease, known): (&str, &Known), earlier: &[(&str, &Known)], document: &
         name: Some(name.clone()),
         ..ContainerFacts::default()
     };
-    Section::rows("Container", rows)
+    section("Container", rows)
 }
 
 fn limits(lease: &Lease, inventory: &Inventory, document: &mut Document) -> Section {
@@ -259,7 +256,7 @@ fn limits(lease: &Lease, inventory: &Inventory, document: &mut Document) -> Sect
     let gone = gone.map(|uuid| ("GPU", format!("{}, which this host no longer has", safe(uuid))));
     let rows: Vec<_> = gone.chain(amounts.rows()).collect();
     document.share = Some(amounts);
-    Section::rows("Share", rows)
+    section("Share", rows)
 }
 
 /// What it uses of each device now. What the driver does not report is left open.
@@ -268,8 +265,7 @@ fn used(
     inventory: &Inventory,
     ledger: &Ledger,
     config: &Config,
-    document: &mut Document,
-) -> Section {
+) -> (Section, Vec<UsedOfDevice>) {
     let usage = usage::of_host(ledger, inventory, config);
     let (mut rows, mut values) = (Vec::new(), Vec::new());
     for uuid in &lease.devices {
@@ -293,8 +289,7 @@ fn used(
         }));
         values.push(UsedOfDevice { device: uuid.clone(), used });
     }
-    document.used = Some(values);
-    Section::rows("Used", rows)
+    (section("Used", rows), values)
 }
 
 fn mps_server(lease: &Lease, config: &Config, document: &mut Document) -> anyhow::Result<Option<Section>> {
@@ -310,7 +305,7 @@ fn mps_server(lease: &Lease, config: &Config, document: &mut Document) -> anyhow
         rows.push(("ceiling", format!("{percent} % of the SMs, memory {memory}, for each client")));
     }
     document.mps = Some(daemon.map_or(MpsDaemon::None, MpsDaemon::Runs));
-    Ok(Some(Section::rows("MPS server", rows)))
+    Ok(Some(section("MPS server", rows)))
 }
 
 /// The nodes and variables in its config.json.
@@ -323,29 +318,15 @@ fn given(lease: &Lease, document: &mut Document) -> Vec<Section> {
     let nodes =
         edits.nodes.iter().map(|node| format!("{} {}:{}", node.path.display(), node.major, node.minor));
     let environment = edits.environment.iter().map(|entry| safe(entry));
-    let sections = vec![
-        Section { title: "Device nodes", lines: nodes.collect() },
-        Section { title: "Variables that sublet set", lines: environment.collect() },
-    ];
-    document.nodes = Some(edits.nodes.into_iter().map(ShownNode::from).collect());
+    let sections =
+        vec![("Device nodes", nodes.collect()), ("Variables that sublet set", environment.collect())];
+    document.nodes = Some(edits.nodes.into_iter().map(shown_node).collect());
     document.environment = Some(edits.environment);
     sections
 }
 
-/// What happened to it, the oldest first.
-fn history(found: &Found<'_>, whose: Whose, config: &Config) -> (Section, Vec<Happened>) {
-    let is_remote = is_remote(config);
-    let all = if is_remote { read_own_records(found, whose, config) } else { read_events(found, config) };
-    let line = |Happened { time, kind, text }: &Happened| match kind.as_str() {
-        "guard" => format!("{time}  {text}"),
-        "refused" => format!("{time}  refused: {text}"),
-        kind => format!("{time}  {kind} {text}").trim_end().to_owned(),
-    };
-    (Section { title: "History", lines: all.iter().map(line).collect() }, all)
-}
-
 /// Time, kind and text of the events of its leases, and of other events that name it.
-fn read_events(found: &Found<'_>, config: &Config) -> Vec<Happened> {
+fn events(found: &Found<'_>, config: &Config) -> Vec<Happened> {
     let (events, unread) = Reader::default().new_events(config);
     if let Some(line) = unread {
         eprintln!("sublet: {line}");
@@ -360,21 +341,18 @@ fn read_events(found: &Found<'_>, config: &Config) -> Vec<Happened> {
     let row = |event: events::Event| Happened {
         time: safe(&event.time),
         kind: event.kind.to_string(),
-        text: crate::shown::escaped(&event.text),
+        text: escaped(&event.text),
     };
     events.into_iter().filter(is_its).map(row).collect()
 }
 
 /// The same for a user, who may not read all that happened: refusals, and what the guard did.
-fn read_own_records(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Happened> {
+fn own_records(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Happened> {
     let us = geteuid().as_raw();
     let may_see = |record: &RefusalRecord| record.uid == us || whose == Whose::Root && record.uid == 0;
     let is_its = |record: &RefusalRecord| may_see(record) && found.is_id(&record.container_id);
-    let row = |time: u64, kind: Kind, text: String| Happened {
-        time: tables::timestamp(time),
-        kind: kind.to_string(),
-        text,
-    };
+    let row =
+        |time, kind: Kind, text| Happened { time: tables::timestamp(time), kind: kind.to_string(), text };
     let kind = |record: &RefusalRecord| if record.started { Kind::Warned } else { Kind::Refused };
     let refused = refusals(config).into_iter().filter(is_its);
     let refused = refused.map(|record| row(record.time, kind(&record), record.reason));

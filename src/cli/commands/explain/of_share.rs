@@ -1,43 +1,48 @@
-//! What a share gets. The share is given as text, by a bundle, or by a name or image in containers.toml.
+//! What a share gets, and with `--edits` what is done to a container for it. The share is given as text, by a bundle, or
+//! by a name or image in containers.toml. And whether the services of a stack would all get theirs, one after another.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use schemars::JsonSchema;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+use similar::TextDiff;
 
-use super::super::explain_error::ExplainError;
+use super::super::reason::{self, ExplainError};
 use super::super::tables::{self, Format};
-use super::answer::Answer;
-use super::edits::Edits;
-use super::{Arguments, edits, whose};
-use crate::preview::{Whose, preview};
-use sublet_core::admit::{
-    Candidate, RequestSource, confirmed_inventory, is_remote, lease_for, remove_earlier_grant, request_of,
-};
+use super::Arguments;
+use super::answer::{Answer, sms};
+use crate::names::Names;
+use crate::preview::{Whose, may_be_out_of_date, preview};
+use crate::stack::{Fitted, NotPlaced, Outcome, Stack, fit};
+use sublet_core::admit::{Candidate, RequestSource, lease_for, refresh, remove_earlier_grant, request_of};
 use sublet_core::config::Config;
 use sublet_core::config_files::{self, Known};
-use sublet_core::grant::grant;
-use sublet_core::inventory::{self, Inventory};
+use sublet_core::grant::{Grant, Mount, grant, refused_beside};
+use sublet_core::inventory::{Device, Inventory, Node};
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::oci::{self, JsonFile, container_root, containers_by_name};
+use sublet_core::place::Placement;
 use sublet_core::process::Process;
 use sublet_core::request::has_sublet_annotations;
+use sublet_core::share::{Mode, Percent};
 use sublet_core::text::safe;
 
 /// Runs it.
 ///
 /// # Errors
 /// A request that would be refused is refused here with the same words.
-pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
-    let named = [&arguments.name, &arguments.image, &arguments.service].into_iter().any(Option::is_some);
-    if arguments.bundle.is_none() && arguments.annotations().next().is_none() && !named {
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
+    let Arguments { bundle, annotations, share, name, image, service, .. } = arguments;
+    let named = [name, image, service].into_iter().any(Option::is_some);
+    if bundle.is_none() && annotations.is_empty() && share.is_empty() && !named {
         return Err(ExplainError::Nothing.into());
     }
     // A bundle that a user can name is their own.
-    let whose = whose::whose(arguments.rootless || arguments.bundle.is_some(), config);
+    let whose = Whose::meant(arguments.rootless || arguments.bundle.is_some(), config);
     let (mut spec, rootfs) = read_spec(arguments)?;
     // What sublet has put into the config.json of a container that was created is taken out.
     let earlier = oci::annotations(&spec)?.remove(LEASE_ANNOTATION);
@@ -46,7 +51,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     let (source, given_by) = source(arguments, &spec)?;
     let request = request_of(&source, &spec, config)?;
-    let mut inventory = inventory_for(whose, config)?;
+    let mut inventory = whose.inventory(config)?;
     let tree = oci::Tree::open(&spec, &rootfs)?;
     let image = oci::inspect(&spec, &tree, &request, &inventory, config)?;
     let mut ledger = Store::open(&config.state_dir)?.peek()?;
@@ -65,33 +70,40 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let lease = lease_for(&candidate, &placement, &image, id, config);
     let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, &request.over(config));
     oci::check_mps_directories(&spec, &tree, &grant)?;
-    let answer = Answer::of(&request, &placement, &lease, &grant.warnings, &inventory);
+    let mut answer = Answer::of(&request, &placement, &lease, &inventory);
+    answer.warnings.clone_from(&grant.warnings);
     match arguments.format {
         Format::Json => {
             let edits = arguments.edits.then(|| Edits::of(&grant));
-            let whose = whose::word(whose, config);
+            let whose = whose.word(config);
             tables::json(&Document { schema: "sublet.explain/1", whose, given_by, answer: &answer, edits })?;
         }
         Format::Table => {
             if let Some(given_by) = given_by {
                 println!("{given_by}\n");
             }
-            if let Some(whose) = whose::remark(whose, config) {
+            if let Some(whose) = whose.remark(config) {
                 println!("{:<10} {whose}", "For");
             }
             println!("{answer}");
             match (arguments.edits, &arguments.bundle) {
                 (false, _) => println!("\nWith --edits: its environment, device nodes and mounts."),
-                (true, None) => edits::print(&grant),
+                (true, None) => print_edits(&grant),
                 (true, Some(_)) => {
-                    let before = spec.clone();
+                    let before = serde_json::to_string_pretty(&spec)?;
                     oci::edit(&mut spec, &grant)?;
-                    println!("\nEdits to config.json\n{}", edits::diff(&before, &spec)?);
+                    let after = serde_json::to_string_pretty(&spec)?;
+                    let diff = TextDiff::from_lines(&before, &after);
+                    let (mut diff, for_it) = (diff.unified_diff(), "config.json for this share");
+                    println!(
+                        "\nEdits to config.json\n{}",
+                        diff.context_radius(2).header("config.json", for_it)
+                    );
                 }
             }
         }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// What is printed as JSON: keys may be added, never changed.
@@ -110,14 +122,6 @@ pub struct Document<'a> {
     /// What is done to the container; with `--edits` only.
     #[serde(skip_serializing_if = "Option::is_none")]
     edits: Option<Edits<'a>>,
-}
-
-/// The devices. They are those of root's containers, which do not come from `sublet serve`.
-pub fn inventory_for(whose: Whose, config: &Config) -> anyhow::Result<Inventory> {
-    Ok(match whose {
-        Whose::Root if is_remote(config) => inventory::load(config)?,
-        _ => confirmed_inventory(config)?,
-    })
 }
 
 /// The container's annotations, and the share that containers.toml gives to one without, with a line that says so.
@@ -164,8 +168,206 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
     let annotations = annotations.or_insert_with(|| json!({}));
     let annotations =
         annotations.as_object_mut().context("`annotations` in config.json is not a JSON object")?;
-    for (key, value) in arguments.annotations() {
-        annotations.insert(key.clone(), Value::String(value.clone()));
-    }
+    let given = arguments.annotations.iter().chain(&arguments.share);
+    annotations.extend(given.map(|(key, value)| (key.clone(), value.clone().into())));
     Ok((spec, rootfs))
+}
+
+// What is done to a container for its share: environment, device nodes, mounts.
+
+/// For people.
+fn print_edits(grant: &Grant) {
+    println!("\nEnvironment");
+    for (name, value) in &grant.env.set {
+        println!("  {name}={value}");
+    }
+    for (name, value) in &grant.env.default {
+        let beside = refused_beside(name).map(|other| format!(", and {other} too")).unwrap_or_default();
+        println!("  {name}={value} (where unset{beside})");
+    }
+    println!("Device nodes");
+    for granted in &grant.nodes {
+        println!("  {} {}:{}", granted.node.path.display(), granted.node.major, granted.node.minor);
+    }
+    println!("Mounts, read-only");
+    for mount in &grant.mounts {
+        println!("  {} from {}", mount.destination.display(), mount.source.display());
+    }
+    for path in &grant.masked_paths {
+        println!("  {} hidden", path.display());
+    }
+}
+
+/// The same for machines.
+#[derive(Debug, Serialize, JsonSchema)]
+struct Edits<'a> {
+    /// Variables that are set, whatever the image has.
+    #[schemars(with = "BTreeMap<String, String>")]
+    environment: Map<String, Value>,
+    /// Variables that are set where the image has none of that name.
+    #[schemars(with = "BTreeMap<String, String>")]
+    environment_where_unset: Map<String, Value>,
+    nodes: Vec<ShownNode>,
+    /// All are read-only.
+    mounts: Vec<ShownMount<'a>>,
+    /// Paths that are empty in the container.
+    hidden: &'a [PathBuf],
+}
+
+/// A device node.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct ShownNode {
+    path: PathBuf,
+    major: u32,
+    minor: u32,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+struct ShownMount<'a> {
+    /// On the host.
+    source: &'a Path,
+    /// In the container.
+    destination: &'a Path,
+}
+
+impl<'a> Edits<'a> {
+    fn of(grant: &'a Grant) -> Self {
+        let variables = |list: &[(String, String)]| {
+            list.iter().map(|(name, value)| (name.clone(), value.clone().into())).collect()
+        };
+        let mount = |mount: &'a Mount| ShownMount { source: &mount.source, destination: &mount.destination };
+        Self {
+            environment: variables(&grant.env.set),
+            environment_where_unset: variables(&grant.env.default),
+            nodes: grant.nodes.iter().map(|granted| shown_node(granted.node.clone())).collect(),
+            mounts: grant.mounts.iter().map(mount).collect(),
+            hidden: &grant.masked_paths,
+        }
+    }
+}
+
+pub fn shown_node(Node { path, major, minor }: Node) -> ShownNode {
+    ShownNode { path, major, minor }
+}
+
+// The services of a stack.
+
+/// The exit code is 1 if a service would not get its share.
+pub fn run_stack(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+    let mut inventory = whose.inventory(config)?;
+    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let names = Names::learn(&ledger, config);
+    let containers = config_files::load_containers()?;
+    let look = |inventory: &Inventory| {
+        let world = (ledger.clone(), inventory.clone());
+        fit(stack, containers.as_ref(), world, &names, whose, config)
+    };
+    let (mut fitted, mut running) = look(&inventory)?;
+    let wants_refresh = |one: &Fitted| matches!(&one.outcome, Outcome::Not(NotPlaced::Refused(error)) if may_be_out_of_date(error, config));
+    if fitted.iter().any(wants_refresh) {
+        inventory = refresh(config)?;
+        (fitted, running) = look(&inventory)?;
+    }
+    let mut remarks = stack.remarks.clone();
+    remarks.extend(whose.remark(config).map(|whose| format!("this is about {whose}")));
+    let run = || format!("{running} of its containers run already: what they hold was not counted twice");
+    remarks.extend((running > 0).then(run));
+    for remark in &remarks {
+        eprintln!("sublet: note: {remark}");
+    }
+    let services: Vec<_> = fitted.iter().map(|one| ServiceFit::of(one, &inventory)).collect();
+    let fits = services.iter().all(|one| one.fits);
+    let document = StackDocument { schema: "sublet.explain-stack/1", fits, services, remarks: &remarks };
+    tables::print(format, &document, || {
+        let rows = fitted.iter().map(|one| row(one, &inventory)).collect();
+        tables::table(&["SERVICE", "GPU", "MODE", "SM", "MEMORY", "RESULT"], rows)
+    })?;
+    Ok(if fits { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What is printed as JSON: keys may be added, never changed.
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "ExplainStack")]
+pub struct StackDocument<'a> {
+    /// `sublet.explain-stack/1`.
+    schema: &'static str,
+    /// Whether all services would get their shares.
+    fits: bool,
+    services: Vec<ServiceFit<'a>>,
+    /// What is to be known beside it, in sentences.
+    remarks: &'a [String],
+}
+
+/// A service, or one of its containers.
+#[derive(Serialize, JsonSchema)]
+struct ServiceFit<'a> {
+    service: &'a str,
+    /// Whether it would get its share. Also true if it asks for none.
+    fits: bool,
+    /// Whether it asks for a share.
+    asks: bool,
+    /// UUIDs of the GPUs or MIG devices.
+    gpus: &'a [String],
+    /// `time-slice`, `mps`, `mig` or `exclusive`.
+    #[schemars(with = "Option<String>")]
+    mode: Option<Mode>,
+    /// The limit on SMs.
+    sm_percent: Option<f64>,
+    /// The SMs that it sees, the fewest of its devices.
+    sm_count: Option<u64>,
+    /// The limit on memory.
+    memory_bytes: Option<u64>,
+    /// Why it does not fit.
+    error: Option<String>,
+    /// The word for that; docs/explain.md lists them all.
+    reason: Option<&'static str>,
+}
+
+impl<'a> ServiceFit<'a> {
+    fn of(fitted: &'a Fitted, inventory: &Inventory) -> Self {
+        let placement = if let Outcome::Fits(placement) = &fitted.outcome { Some(placement) } else { None };
+        let why = if let Outcome::Not(why) = &fitted.outcome { Some(why) } else { None };
+        Self {
+            service: &fitted.service,
+            fits: why.is_none(),
+            asks: !matches!(fitted.outcome, Outcome::AsksForNone),
+            gpus: placement.map_or(&[][..], |placement| &placement.devices),
+            mode: placement.map(|placement| placement.mode),
+            sm_percent: placement.and_then(|placement| placement.sm).map(Percent::as_f64),
+            sm_count: placement.and_then(|placement| sm_count(placement, inventory)),
+            memory_bytes: placement.and_then(|placement| placement.memory_bytes),
+            error: why.map(ToString::to_string),
+            reason: why.map(reason::of_service),
+        }
+    }
+}
+
+/// The SMs that it sees, the fewest of its devices.
+fn sm_count(placement: &Placement, inventory: &Inventory) -> Option<u64> {
+    placement.devices.iter().filter_map(|uuid| sms(placement.sm, inventory.device(uuid)?)).min()
+}
+
+fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
+    let dash = || "-".to_owned();
+    let no_limit = || "no limit".to_owned();
+    let cells = match &fitted.outcome {
+        Outcome::Fits(placement) => {
+            let number = |uuid: &String| inventory.device(uuid).map_or_else(|| uuid.clone(), Device::number);
+            let count = sm_count(placement, inventory).map(|count| format!(" ({count})")).unwrap_or_default();
+            [
+                placement.devices.iter().map(number).collect::<Vec<_>>().join(", "),
+                placement.mode.to_string(),
+                placement.sm.map_or_else(no_limit, |sm| format!("{sm} %{count}")),
+                placement.memory_bytes.map_or_else(no_limit, |bytes| format!("{} MiB", bytes >> 20)),
+                "fits".to_owned(),
+            ]
+        }
+        Outcome::Made(made) => {
+            let result = format!("fits: a MIG instance is created, {}", made.0.what);
+            [dash(), "mig".to_owned(), dash(), dash(), result]
+        }
+        Outcome::AsksForNone => [dash(), dash(), dash(), dash(), "asks for no share".to_owned()],
+        Outcome::Not(why) => [dash(), dash(), dash(), dash(), format!("NO: {why}")],
+    };
+    std::iter::once(safe(&fitted.service)).chain(cells).collect()
 }

@@ -10,8 +10,7 @@ use super::super::history::{History, Trace, lease_key};
 use super::super::rows::{both, percent, power};
 use super::super::source::Look;
 use super::super::view::View;
-use crate::shown::lease::{Words, cut};
-use crate::shown::{self, device};
+use crate::shown::{self, Words, cut};
 use crate::status::{DeviceUsed, LeaseOnDevice, OutsideProcess};
 use crate::usage::ProcessUse;
 use sublet_core::text::safe;
@@ -95,7 +94,7 @@ impl<'a> Document<'a> {
         };
         let Some(look) = &view.look else { return bare };
         let status = &look.status;
-        let gpu = |gpu| Device::of(&device::Device::of(gpu), &view.history);
+        let gpu = |gpu| Device::of(&shown::Device::of(gpu), &view.history);
         let containers = view.containers().into_iter();
         Self {
             time: &status.time,
@@ -112,10 +111,10 @@ impl<'a> Document<'a> {
 }
 
 impl Device {
-    fn of(device: &device::Device<'_>, history: &History) -> Self {
+    fn of(device: &shown::Device<'_>, history: &History) -> Self {
         let siblings = device.part.map_or(&[][..], |part| &part.shares_memory_with);
         let fault = device.part.and_then(|part| part.fault.as_deref()).map(safe);
-        let parts = device::Device::parts(device.gpu).filter(|_| device.part.is_none());
+        let parts = shown::Device::parts(device.gpu).filter(|_| device.part.is_none());
         let unknown = || device.unknown.map(|why| format!("what is used is not known: {}", safe(why)));
         let mut memory = memory_bar(device);
         if !siblings.is_empty() {
@@ -166,7 +165,7 @@ impl Process {
     }
 }
 
-fn memory_bar(device: &device::Device<'_>) -> Bar {
+fn memory_bar(device: &shown::Device<'_>) -> Bar {
     let used = device.used.and_then(|used| used.memory_bytes);
     let used = used.map_or_else(|| "-".to_owned(), shown::memory);
     let mut text = format!("{used} of {}", shown::memory(device.memory_bytes));
@@ -174,11 +173,11 @@ fn memory_bar(device: &device::Device<'_>) -> Bar {
     if let Some(booked) = booked.filter(|booked| *booked > 0) {
         let _ = write!(text, ", {} booked", shown::memory(booked));
     }
-    let booked = booked.map(|booked| device::fraction(booked, device.memory_bytes));
+    let booked = booked.map(|booked| shown::fraction(booked, device.memory_bytes));
     Bar { used: device.memory_used(), booked, text }
 }
 
-fn sm_bar(device: &device::Device<'_>) -> Bar {
+fn sm_bar(device: &shown::Device<'_>) -> Bar {
     let (load, booked) = (device.load(), device.own_bookings().map(|booked| booked.sm_percent));
     let busy = load.map_or_else(|| "busy: not reported".to_owned(), |_| format!("{} busy", percent(load)));
     let text = booked.map_or_else(|| busy.clone(), |booked| format!("{busy}, {booked} % booked"));

@@ -34,22 +34,13 @@ pub(crate) struct Position {
 /// Reads events again and again.
 #[derive(Default)]
 pub(crate) struct Reader {
-    position: Position,
+    /// Where it goes on.
+    pub position: Position,
     /// Of the journal nothing of earlier boots.
-    this_boot: bool,
+    pub this_boot: bool,
 }
 
 impl Reader {
-    /// One that goes on there, and reads nothing of earlier boots.
-    pub fn since(position: Position) -> Self {
-        Self { position, this_boot: true }
-    }
-
-    /// What it has read.
-    pub fn position(self) -> Position {
-        self.position
-    }
-
     /// The events since it read before, oldest first, and what could not be read, in one line.
     pub fn new_events(&mut self, config: &Config) -> (Vec<Event>, Option<String>) {
         if is_remote(config) {
@@ -140,16 +131,12 @@ const ENTRIES: &str = "20000";
 ///
 /// # Errors
 /// Why it cannot be read, in one line.
-pub(super) fn read(cursor: Option<&str>, this_boot: bool) -> Result<(Vec<Event>, Option<String>), String> {
+fn read(cursor: Option<&str>, this_boot: bool) -> Result<(Vec<Event>, Option<String>), String> {
     let mut command = Command::new("journalctl");
     command.args(["--output=json", "--all", "--quiet", "--no-pager", "--lines", ENTRIES]);
     command.arg(format!("--output-fields={JOURNAL_FIELD}"));
-    if this_boot {
-        command.arg("--boot");
-    }
-    if let Some(cursor) = cursor {
-        command.arg(format!("--after-cursor={cursor}"));
-    }
+    command.args(this_boot.then_some("--boot"));
+    command.args(cursor.map(|cursor| format!("--after-cursor={cursor}")));
     command.args([format!("SYSLOG_IDENTIFIER={JOURNAL_IDENTIFIER}"), "_UID=0".to_owned()]);
     let finished = run_whole(&mut command, LIMIT, LARGEST).map_err(|error| match error {
         ChildError::Io(error) => format!("journalctl: {error}"),
