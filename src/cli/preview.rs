@@ -15,7 +15,7 @@ use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{LeaseId, Ledger};
-use sublet_core::place::{Order, Placement, place};
+use sublet_core::place::{Placement, place};
 use sublet_core::request::Request;
 use sublet_core::share::{Isolation, Mode};
 
@@ -124,35 +124,25 @@ pub fn preview_after(
     let rule = rule.map_err(|reason| BrokerError::Refused { reason, temporary: false })?;
     let limit = rule.map(|rule| PolicyLimit { uid, rule });
     let allowed = allowed_inventory(limit, inventory, config)?;
-    let placement =
-        place(request, id, &allowed, ledger, config).map_err(|refusal| match dynamic_mig::order_instance(
-            request, limit, &allowed, ledger, config,
-        ) {
-            Some(Ok(order)) => foreseen(ahead, &order, refusal.into(), (inventory, ledger), config),
-            Some(Err(error)) => error,
-            None => refusal.into(),
-        })?;
-    limit.map_or(Ok(()), |limit| limit.check(&placement, ledger))?;
-    Ok(placement)
-}
-
-/// The result if an instance were created.
-fn foreseen(
-    ahead: &mut Ahead,
-    order: &Order,
-    refused: AdmitError,
-    (inventory, ledger): (&Inventory, &Ledger),
-    config: &Config,
-) -> AdmitError {
-    let refused = Box::new(refused);
+    let refusal = match place(request, id, &allowed, ledger, config) {
+        Ok(placement) => {
+            limit.map_or(Ok(()), |limit| limit.check(&placement, ledger))?;
+            return Ok(placement);
+        }
+        Err(refusal) => refusal,
+    };
+    let Some(order) = dynamic_mig::order_instance(request, limit, &allowed, ledger, config) else {
+        return Err(refusal.into());
+    };
+    let (order, refused) = (order?, Box::new(refusal.into()));
     if order.sites.is_empty() {
-        return AdmitError::Unmade { refused, why: NO_SITE.to_owned(), temporary: false };
+        return Err(AdmitError::Unmade { refused, why: NO_SITE.to_owned(), temporary: false });
     }
     let nvml = match ahead.nvml.take().map_or_else(|| Nvml::open(config, inventory), Ok) {
         Ok(nvml) => ahead.nvml.insert(nvml),
-        Err(error) => return AdmitError::Unmade { refused, why: error.to_string(), temporary: false },
+        Err(error) => return Err(AdmitError::Unmade { refused, why: error.to_string(), temporary: false }),
     };
-    match mig::foresee(order, nvml, ledger, config.placement.policy, &ahead.instances) {
+    Err(match mig::foresee(&order, nvml, ledger, config.placement.policy, &ahead.instances) {
         Ok(Ok(foreseen)) => {
             let what = foreseen.what.clone();
             ahead.instances.push(foreseen);
@@ -160,7 +150,7 @@ fn foreseen(
         }
         Ok(Err(none)) => AdmitError::Unmade { refused, why: none.reason, temporary: none.temporary },
         Err(error) => AdmitError::Unmade { refused, why: error.to_string(), temporary: true },
-    }
+    })
 }
 
 // What a share protects its container from, and what it does not. Each line is measured in docs/evidence or follows from

@@ -149,28 +149,26 @@ fn answer<'a>(
 
 /// What the measurements leave open.
 fn not_judged(question: &Question, gpu: &Device, measurements: Option<&Measurements<'_>>) -> Vec<String> {
-    let mut remarks = Vec::new();
-    let Some(command) = advise::measure_with(question, gpu) else { return remarks };
+    let Some(command) = advise::measure_with(question, gpu) else { return Vec::new() };
+    let mut open = Vec::new();
     let measured = match measurements.map(|found| (found, found.verdict(question))) {
         Some((found, Verdict::NotMeasured)) => {
             let most = found.largest(question.trust).map_or_else(
                 || format!("no way that --trust {} allows was measured", name_of(&question.trust)),
                 |most| format!("{} at once were not measured, and no more than {most}", question.tenants),
             );
-            remarks.push(format!("not measured: {most}; measure it with: {command}"));
+            open.push(format!("not measured: {most}"));
             false
         }
         Some((found, _)) => found.judge_times(),
         None => false,
     };
     if question.p99_ms.is_some() && !measured {
-        remarks.push(format!(
-            "a p99 cannot be judged without a measurement on such a GPU; measure it with: {command}"
-        ));
+        open.push("a p99 cannot be judged without a measurement on such a GPU".to_owned());
     } else if measurements.is_none() {
-        remarks.push(format!("nothing was measured; measure it with: {command}"));
+        open.push("nothing was measured".to_owned());
     }
-    remarks
+    open.into_iter().map(|what| format!("{what}; measure it with: {command}")).collect()
 }
 
 /// What is printed as JSON: keys may be added, never changed.

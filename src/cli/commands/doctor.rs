@@ -166,9 +166,9 @@ fn run_probe(engine: Engine, annotations: &[(String, String)], format: Format) -
     let stop = Stop::listen()?;
     let program = name_of(&engine);
     let options: &[&str] = if engine == Engine::Docker { &["--runtime=sublet"] } else { &[] };
-    let made = ProbeContainer::new(&program, &stop)?;
+    let made = ProbeContainer::new(&program, RUN_LIMIT, &stop)?;
     import(&program, &made.dir, &made.image)?;
-    let probed = made.probe(options, annotations, RUN_LIMIT)?;
+    let probed = made.probe(options, annotations)?;
     tables::print(format, &probed, || table_of_seen(&probed))?;
     // The request, if this host's configuration can be read.
     let request = config_files::load().ok().and_then(|config| {
@@ -221,33 +221,30 @@ fn table_of_seen(probed: &Probed) -> String {
 struct ProbeContainer<'a> {
     stop: &'a Stop,
     engine: &'a str,
+    /// How long it may run.
+    limit: Duration,
     container: String,
     image: String,
     dir: PathBuf,
 }
 
 impl<'a> ProbeContainer<'a> {
-    fn new(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
+    fn new(engine: &'a str, limit: Duration, stop: &'a Stop) -> anyhow::Result<Self> {
         let container = format!("sublet-doctor-{}", std::process::id());
         let dir = std::env::temp_dir().join(&container);
         // An existing directory is refused: it may be another user's link.
         let made = DirBuilder::new().mode(0o700).create(&dir);
         made.with_context(|| format!("cannot make {}", dir.display()))?;
-        Ok(Self { stop, engine, image: format!("{container}:probe"), container, dir })
+        Ok(Self { stop, engine, limit, image: format!("{container}:probe"), container, dir })
     }
 
-    fn probe(
-        &self,
-        options: &[&str],
-        annotations: &[(String, String)],
-        limit: Duration,
-    ) -> anyhow::Result<Probed> {
+    fn probe(&self, options: &[&str], annotations: &[(String, String)]) -> anyhow::Result<Probed> {
         let mut command = Command::new(self.engine);
         command.args(["run", "--rm", "--network=none", "--name", &self.container]).args(options);
         let given = annotations.iter().map(|(key, value)| format!("{key}={value}"));
         command.args(given.flat_map(|text| ["--annotation".to_owned(), text]));
         let stop = || self.stop.is_wanted();
-        let told = answer(command.args([&self.image, "/sublet", "probe"]), limit, &stop)?;
+        let told = answer(command.args([&self.image, "/sublet", "probe"]), self.limit, &stop)?;
         serde_json::from_str(&told).context("the probe's answer")
     }
 }
@@ -331,9 +328,9 @@ mod tests {
         );
         // Another process writes the file. A child forked for another test would otherwise hold it open for writing.
         assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
-        let made = ProbeContainer::new(engine.to_str().unwrap(), stop).unwrap();
+        let made = ProbeContainer::new(engine.to_str().unwrap(), limit, stop).unwrap();
         let (name, left) = (made.container.clone(), made.dir.clone());
-        let Err(error) = made.probe(&["--x"], &[], limit) else { panic!() };
+        let Err(error) = made.probe(&["--x"], &[]) else { panic!() };
         assert!(error.to_string().contains(expected), "{error}");
         drop(made);
         let told = fs::read_to_string(log).unwrap();

@@ -115,16 +115,14 @@ fn tables(gpus: &[ListedGpu<'_>]) -> String {
     let rows = grouped(gpus, |gpu| vec![vec![safe(gpu.name), mode(gpu)]]);
     let mut parts = vec![tables::table(&["GPU", "NAME", "MIG MODE"], rows)];
     let profiles = grouped(gpus, |gpu| gpu.profiles.iter().map(profile_row).collect());
-    if !profiles.is_empty() {
-        let header = ["GPU", "PROFILE", "ID", "FREE/TOTAL", "SMS", "MEMORY", "PLACEMENTS"];
-        parts.push(tables::table(&header, profiles));
-    }
     let instances: Vec<_> =
         gpus.iter().flat_map(|gpu| gpu.instances.iter().flat_map(|one| instance_rows(gpu, one))).collect();
-    if !instances.is_empty() {
-        let header = ["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "UUID", "HELD BY"];
-        parts.push(tables::table(&header, instances));
-    }
+    let others = [
+        (["GPU", "PROFILE", "ID", "FREE/TOTAL", "SMS", "MEMORY", "PLACEMENTS"], profiles),
+        (["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "UUID", "HELD BY"], instances),
+    ];
+    let others = others.into_iter().filter(|(_, rows)| !rows.is_empty());
+    parts.extend(others.map(|(header, rows)| tables::table(&header, rows)));
     parts.join("\n\n")
 }
 

@@ -237,20 +237,18 @@ fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
     if nix::unistd::geteuid().is_root() {
         return Ok(());
     }
-    match engine {
-        Engine::Docker => bail!(
-            "{} belongs to root; rootless Docker reads another file: --config \
-             ~/.config/docker/daemon.json. Rootless containers get shares by annotations while `sublet \
-             serve` runs; CDI devices and containers.toml do not work",
-            engine.path()
-        ),
-        Engine::Podman => bail!(
-            "{} belongs to root and is for all users; for your own Podman: --config \
-             ~/.config/containers/containers.conf.d/sublet.conf",
-            engine.path()
-        ),
-        Engine::Containerd | Engine::Crio => bail!("{} belongs to root: run this as root", engine.path()),
-    }
+    let instead = match engine {
+        Engine::Docker => {
+            "; rootless Docker reads another file: --config ~/.config/docker/daemon.json. Rootless containers get \
+             shares by annotations while `sublet serve` runs; CDI devices and containers.toml do not work"
+        }
+        Engine::Podman => {
+            " and is for all users; for your own Podman: --config \
+             ~/.config/containers/containers.conf.d/sublet.conf"
+        }
+        Engine::Containerd | Engine::Crio => ": run this as root",
+    };
+    bail!("{} belongs to root{instead}", engine.path())
 }
 
 /// The new text of the file (`None`: the file is removed), and the record beside it.
@@ -363,21 +361,18 @@ fn notes(arguments: &Arguments, path: &Path, found: Option<&str>, counts: &[Coun
              sublet, and without sublet.* annotations as with runc or crun. What they need of {was} they \
              get with `--runtime {was}`. `sublet setup docker --undo` restores it."
         ));
-        if was == "nvidia" {
-            notes.push(
-                "So containers that have GPUs only by NVIDIA_VISIBLE_DEVICES, without `--gpus`, start \
-                 without a GPU: give them sublet.* annotations, `--gpus` or `--runtime nvidia`."
-                    .to_owned(),
-            );
-        }
+        notes.extend((was == "nvidia").then(|| {
+            "So containers that have GPUs only by NVIDIA_VISIBLE_DEVICES, without `--gpus`, start without a GPU: give \
+             them sublet.* annotations, `--gpus` or `--runtime nvidia`."
+                .to_owned()
+        }));
     }
-    if arguments.engine == Engine::Docker && path.to_string_lossy().contains("/.config/") {
-        notes.push(
-            "Rootless Docker: containers get shares by annotations while `sublet serve` runs. CDI devices \
-             and containers.toml do not work."
-                .to_owned(),
-        );
-    }
+    let is_rootless = arguments.engine == Engine::Docker && path.to_string_lossy().contains("/.config/");
+    notes.extend(is_rootless.then(|| {
+        "Rootless Docker: containers get shares by annotations while `sublet serve` runs. CDI devices and \
+         containers.toml do not work."
+            .to_owned()
+    }));
     notes
 }
 
@@ -388,12 +383,10 @@ fn swarm_notes(counts: &[Count]) -> Vec<String> {
     let (without, fitting): (Vec<&Count>, _) = counts.iter().partition(|count| count.fits == 0);
     let none = |count: &&Count| format!("Share {} fits on no GPU here: {}.", safe(&count.share), count.why);
     let mut notes: Vec<String> = without.iter().map(none).collect();
-    if fitting.len() > 1 {
-        notes.push(
-            "Swarm counts each share by itself, although they share GPUs: docs/swarm.md says what follows."
-                .to_owned(),
-        );
-    }
+    notes.extend((fitting.len() > 1).then(|| {
+        "Swarm counts each share by itself, although they share GPUs: docs/swarm.md says what follows."
+            .to_owned()
+    }));
     notes.push(
         "dockerd reads node-generic-resources at its start only, and its restart ends this node's tasks: first \
          `docker node update --availability drain NODE`."

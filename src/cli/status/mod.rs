@@ -190,12 +190,11 @@ impl Status {
 impl Guard {
     /// In a few words.
     pub fn words(&self) -> &'static str {
-        match () {
-            () if self.watching => "guard on",
-            () if self.blind.is_empty() || self.blind.iter().any(|why| why.starts_with(guard::OFF)) => {
-                guard::OFF
-            }
-            () => "guard not on all GPUs",
+        let is_off = self.blind.is_empty() || self.blind.iter().any(|why| why.starts_with(guard::OFF));
+        match (self.watching, is_off) {
+            (true, _) => "guard on",
+            (false, true) => guard::OFF,
+            (false, false) => "guard not on all GPUs",
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What a share comes to on this host, in numbers: which GPU, how many SMs, how much memory, what each process gets.
 
 use std::fmt;
+use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -114,10 +115,8 @@ impl Answer {
         rows.extend(self.guard.iter().map(|guard| ("Guard", guard.clone())));
         let has_rights = !self.mig_caps.is_empty();
         rows.extend(has_rights.then(|| ("MIG rights", self.mig_caps.join(", "))));
-        if self.wait_ms > 0 {
-            let wait = show_duration(std::time::Duration::from_millis(self.wait_ms));
-            rows.push(("Wait", format!("up to {wait} for a place")));
-        }
+        let wait = Some(Duration::from_millis(self.wait_ms)).filter(|wait| !wait.is_zero());
+        rows.extend(wait.map(|wait| ("Wait", format!("up to {} for a place", show_duration(wait)))));
         rows
     }
 }

@@ -14,7 +14,7 @@ use crate::names::{self, Known, Name, Names, NoLease, lease_of};
 use crate::preview::Whose;
 use crate::shown::{escaped, word};
 use crate::status::LeaseUsed;
-use crate::usage;
+use crate::usage::{self, Usage};
 use nix::unistd::geteuid;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -150,7 +150,7 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
         let inventory = whose.inventory(config)?;
         sections.push(held(lease, names.of(lease), &mut document));
         sections.push(limits(lease, &inventory.with_left_out(), &mut document));
-        let (of_use, used) = used(lease, &inventory, &ledger, config);
+        let (of_use, used) = used(lease, &inventory, &ledger, &usage::of_host(&ledger, &inventory, config));
         sections.push(of_use);
         document.used = Some(used);
         sections.extend(mps_server(lease, config, &mut document)?);
@@ -264,9 +264,8 @@ fn used(
     lease: &Lease,
     inventory: &Inventory,
     ledger: &Ledger,
-    config: &Config,
+    usage: &Usage,
 ) -> (Section, Vec<UsedOfDevice>) {
-    let usage = usage::of_host(ledger, inventory, config);
     let (mut rows, mut values) = (Vec::new(), Vec::new());
     for uuid in &lease.devices {
         let used = usage.of_lease(lease, uuid, ledger);
