@@ -153,7 +153,8 @@ impl<'a> Host<'a> {
     /// A program's file; without a slash in its name, in the directories of administrators' PATH.
     fn program(&self, name: &str) -> Option<PathBuf> {
         if name.contains('/') {
-            return Some(self.at(name)).filter(|path| path.is_file());
+            // Another path than an absolute one means something else in each engine's working directory.
+            return Some(self.at(name)).filter(|path| name.starts_with('/') && path.is_file());
         }
         let directories = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
         directories.iter().map(|dir| self.at(dir).join(name)).find(|path| path.is_file())

@@ -81,7 +81,7 @@ struct Container {
 
 #[derive(Serialize)]
 struct Process {
-    key: i32,
+    key: String,
     text: String,
 }
 
@@ -162,7 +162,7 @@ impl Process {
     fn of(pid: i32, name: &str, memory_bytes: Option<u64>, sm_percent: Option<u32>) -> Self {
         let memory = memory_bytes.map_or_else(|| "-".to_owned(), shown::memory);
         let busy = sm_percent.map(|percent| format!(", {percent} % busy")).unwrap_or_default();
-        Self { key: pid, text: format!("{name} (pid {pid}) {memory}{busy}") }
+        Self { key: pid.to_string(), text: format!("{name} (pid {pid}) {memory}{busy}") }
     }
 }
 
