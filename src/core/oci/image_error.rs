@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::shown;
 use crate::fs::is_of_the_image;
 use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use crate::text::safe;
@@ -11,13 +12,8 @@ use crate::text::safe;
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// The rootfs cannot be looked into.
-    #[error("cannot read the container's root filesystem {}: {source}", shown(path))]
-    Rootfs {
-        /// On the host.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    #[error("cannot read the container's root filesystem {}: {}", shown(.0), .1)]
+    Rootfs(PathBuf, #[source] io::Error),
     /// A file cannot be mounted over a directory.
     #[error(
         "the image has a directory at {}, where a file of the driver's is mounted: remove it from the image, \
@@ -41,29 +37,20 @@ pub enum ImageError {
     Shared(PathBuf),
     /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
     #[error(
-        "the image's {} cannot be a mount point for sublet: {source}{}",
-        shown(path),
-        if is_of_the_image(source) { "; remove it from the image" } else { ": the fault is this host's, not the image's" }
+        "the image's {} cannot be a mount point for sublet: {}{}",
+        shown(.0),
+        .1,
+        if is_of_the_image(.1) { "; remove it from the image" } else { ": the fault is this host's, not the image's" }
     )]
-    Unusable {
-        /// In the container.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Unusable(PathBuf, #[source] io::Error),
     /// One mount would lie in another that is a directory of the host's.
     #[error(
         "a link in the image puts {} in or below the mount at {}: remove the link from the image{}",
-        shown(inner),
-        shown(outer),
-        advise_tmp([inner, outer])
+        shown(.0),
+        shown(.1),
+        advise_tmp([.0, .1])
     )]
-    Nested {
-        /// A directory that sublet mounts.
-        outer: PathBuf,
-        /// The other mount.
-        inner: PathBuf,
-    },
+    Nested(PathBuf, PathBuf),
     /// Processes would not find their MPS server and run without limits.
     #[error(
         "{} hides the MPS directory {} from the container, so its programs would use the whole GPU: remove \
@@ -91,16 +78,12 @@ pub enum ImageError {
     /// A mount point that neither the container's root nor sublet may create.
     #[error(
         "the root of the container's user namespace does not own the directory of {}, so the runtime cannot \
-         create that mount point, and sublet cannot do so for it ({source}): create it in the image (empty), or \
+         create that mount point, and sublet cannot do so for it ({}): create it in the image (empty), or \
          give the root filesystem to that user",
-        shown(path)
+        shown(.0),
+        .1
     )]
-    Unmade {
-        /// In the container.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Unmade(PathBuf, #[source] io::Error),
     /// Its processes would be clients of a daemon that is not the share's.
     #[error(
         "a volume brings the directory of another MPS daemon to the container's {MPS_DEFAULT_DIR}, where CUDA looks by \
@@ -133,10 +116,6 @@ fn advise_tmp<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> &'static str 
     } else {
         ""
     }
-}
-
-fn shown(path: &Path) -> String {
-    safe(&path.to_string_lossy())
 }
 
 fn listed(paths: &[PathBuf]) -> String {
