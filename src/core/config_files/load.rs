@@ -329,10 +329,8 @@ fn merge_runtime(files: &[Parsed]) -> Result<Runtime, ConfigError> {
         overlay(&mut merged, table);
         last = Some(parsed.file);
     }
-    match last {
-        None => Ok(Runtime::default()),
-        Some(file) => of_table(merged).map_err(|error| file.merged(&error)),
-    }
+    let Some(file) = last else { return Ok(Runtime::default()) };
+    of_table(merged).map_err(|error| file.merged(&error))
 }
 
 /// Whether `error` is about text under the header `[runtime]`.

@@ -13,11 +13,10 @@ use nix::sys::stat::{Mode, SFlag, stat, umask};
 use serde_json::Value;
 
 use super::conflict::{entries, environment_value, plain, text};
-use super::image_error::ImageError;
 use super::live::Kind;
 use super::mount_points::unusable;
 use super::rootfs::Tree;
-use super::{hooks, mount_points};
+use super::{ImageError, hooks, mount_points};
 use crate::config::{Config, Inject};
 use crate::fs::{is_of_the_image, selinux};
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};

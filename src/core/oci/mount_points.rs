@@ -11,7 +11,7 @@ use nix::fcntl::{AtFlags, OFlag, ResolveFlag, readlinkat};
 use nix::sys::stat::{FileStat, SFlag, fstatat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
-use super::image_error::ImageError;
+use super::ImageError;
 use super::live::kind;
 use super::rootfs::{Found, Tree, open_directory};
 use crate::fs::{open_below, open_in, open_root};

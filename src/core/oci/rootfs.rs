@@ -18,9 +18,9 @@ use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
 use nix::sys::statvfs::{FsFlags, fstatvfs};
 use serde_json::Value;
 
+use super::ImageError;
 use super::conflict::{entries, is_bind, plain, text};
 use super::container_root::ContainerRoot;
-use super::image_error::ImageError;
 use super::live::{Kind, place};
 use crate::fs::{
     ROUNDS, host_path, is_of_the_image, open_below, open_in, open_root, open_without_links, path_in_root,

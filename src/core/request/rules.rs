@@ -37,12 +37,8 @@ pub(super) fn mig_caps(
     if wanted.iter().all(|cap| allowed.contains(cap)) {
         return Ok(());
     }
-    let with = "[mig] allow_caps of this host's configuration";
-    keys.contradiction(
-        "mig-caps",
-        with,
-        "it gives access to all MIG instances, so root has to allow it there",
-    )
+    let remedy = "it gives access to all MIG instances, so root has to allow it there";
+    keys.contradiction("mig-caps", "[mig] allow_caps of this host's configuration", remedy)
 }
 
 /// A container may choose a stricter guard for itself. Only root may choose a milder one.
@@ -95,16 +91,12 @@ fn check_mode(
     devices: &Devices,
     isolation: Option<Isolation>,
 ) -> Result<(), RequestError> {
-    let refuse = |key: &str, remedy| keys.contradiction(key, &name(keys, mode), remedy);
-    if !matches!(mode, Mode::Mps | Mode::Mig) {
-        refuse("sm", "only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out")?;
-    }
-    if mode != Mode::Mps {
-        refuse("priority", "only MPS has priorities; write sublet.mode=mps or leave sublet.priority out")?;
-        refuse(
-            "processes",
-            "only MPS counts processes; write sublet.mode=mps or leave sublet.processes out",
-        )?;
+    let refuse = |key: &str, remedy: &str| keys.contradiction(key, &name(keys, mode), remedy);
+    let of_mps = [("sm", "limits SMs"), ("priority", "has priorities"), ("processes", "counts processes")];
+    for (key, what) in of_mps {
+        if mode != Mode::Mps && (mode, key) != (Mode::Mig, "sm") {
+            refuse(key, &format!("only MPS {what}; write sublet.mode=mps or leave sublet.{key} out"))?;
+        }
     }
     if mode == Mode::Exclusive {
         refuse(
@@ -135,15 +127,10 @@ fn check_several_devices(
     isolation: Option<Isolation>,
 ) -> Result<(), RequestError> {
     let has_servers = !matches!(mode, Some(Mode::Exclusive | Mode::Mig));
-    match keys.setting("gpu").filter(|_| has_servers && isolation == Some(Isolation::Shared)) {
-        Some(gpu) => keys.contradiction(
-            "isolation",
-            &gpu,
-            "a process connects to one MPS daemon, and a shared daemon has one device; leave \
-             sublet.isolation out, because several devices get their own daemon",
-        ),
-        None => Ok(()),
-    }
+    let gpu = keys.setting("gpu").filter(|_| has_servers && isolation == Some(Isolation::Shared));
+    let remedy = "a process connects to one MPS daemon, and a shared daemon has one device; leave sublet.isolation \
+                  out, because several devices get their own daemon";
+    gpu.map_or(Ok(()), |gpu| keys.contradiction("isolation", &gpu, remedy))
 }
 
 /// A MIG instance limits both by itself.
