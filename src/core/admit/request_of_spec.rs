@@ -77,7 +77,8 @@ pub(super) fn asks_for_a_share(
 ) -> bool {
     let args = spec.pointer("/process/args").and_then(Value::as_array).into_iter().flatten();
     let args: Vec<&str> = args.filter_map(Value::as_str).collect();
-    let asked = share.is_some() || request::has_sublet_annotations(annotations) || cdi::is_asked(spec);
+    let asked =
+        share.is_some() || request::has_sublet_annotations(annotations) || cdi::asked(spec) != Ok(None);
     asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &args)
 }
 
@@ -138,7 +139,7 @@ pub fn request_by_cdi(
             words.extend(entry_point.map(|entry_point| format!("the runtime sublet-{entry_point}")));
         }
         let annotations = safe(&words.join(", "));
-        return Err(CdiError::Contradiction { share: safe(&asked.share), annotations }.into());
+        return Err(CdiError::Contradiction(safe(&asked.share), annotations).into());
     }
     let inventory = inventory()?;
     let request =
@@ -146,7 +147,7 @@ pub fn request_by_cdi(
     let given = nodes_of(&asked.device, &inventory, config);
     match oci::conflict(spec, &given, config) {
         Err(conflict @ (Conflict::Node(_) | Conflict::Rule(_))) => {
-            Err(CdiError::Conflict { share: safe(&asked.share), conflict }.into())
+            Err(CdiError::Conflict(safe(&asked.share), conflict).into())
         }
         checked => Ok(checked.map(|()| request)?),
     }
@@ -172,7 +173,7 @@ pub(super) fn check_environment(spec: &Value, asked: &Asked, grant: &Grant) -> R
     let differs =
         |(name, value): &&(String, String)| oci::environment_value(spec, name).as_ref() != Some(value);
     if let Some((name, _)) = env.set.iter().find(differs) {
-        return Err(CdiError::Environment { share, name: safe(name) });
+        return Err(CdiError::Environment(share, safe(name)));
     }
     let entries = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
     let mut names = entries.filter_map(|entry| Some(entry.as_str()?.split_once('=')?.0));
@@ -181,7 +182,7 @@ pub(super) fn check_environment(spec: &Value, asked: &Asked, grant: &Grant) -> R
         !is_set && env.remove_prefixes.iter().any(|prefix| name.starts_with(prefix.as_str()))
     };
     match names.find(is_strange) {
-        Some(name) => Err(CdiError::Strange { share, name: safe(name) }),
+        Some(name) => Err(CdiError::Strange(share, safe(name))),
         None => Ok(()),
     }
 }

@@ -17,7 +17,7 @@ use serde::Deserialize;
 use super::error::failed;
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Ledger, LedgerError};
 use crate::fs::is_absent;
-use crate::host::{CGROUP_MOUNT, has_unified_cgroups};
+use crate::host::{CGROUP_MOUNT, cgroup_line, has_unified_cgroups};
 use crate::process::{Process, cgroup_table, is_gone};
 use crate::reading::regular_file;
 use crate::text::safe;
@@ -144,15 +144,6 @@ fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<(PathBuf, u64)>
         is_own_cgroup(mount, &dir).then_some((dir, inode))
     };
     hierarchies.iter().filter_map(own).find_map(there)
-}
-
-/// The path in the hierarchy `controller` in the text of /proc/PID/cgroup (cgroups(7)).
-fn cgroup_line<'a>(text: &'a str, controller: &str) -> Option<&'a str> {
-    text.lines().find_map(|line| {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let controllers = parts.next()?;
-        parts.next().filter(|_| controllers.split(',').any(|name| name == controller))
-    })
 }
 
 pub(super) fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> io::Result<T> {

@@ -7,14 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use oci_spec::OciSpecError;
-use oci_spec::runtime::{
-    LinuxDeviceBuilder, LinuxDeviceCgroupBuilder, LinuxDeviceType, MountBuilder as OciMountBuilder,
-};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json, to_value};
 
-use super::conflict::{entries, has_default_rule, text};
+use super::conflict::{entries, has_default_rule, member, text};
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
 use crate::inventory::Node;
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
@@ -61,19 +57,7 @@ pub enum SpecError {
     },
     /// A path to be written that cannot be JSON.
     #[error("cannot write a device or mount into the container's spec: {0}")]
-    Fragment(String),
-}
-
-impl From<OciSpecError> for SpecError {
-    fn from(error: OciSpecError) -> Self {
-        Self::Fragment(crate::text::safe(&error.to_string()))
-    }
-}
-
-impl From<serde_json::Error> for SpecError {
-    fn from(error: serde_json::Error) -> Self {
-        Self::Fragment(crate::text::safe(&error.to_string()))
-    }
+    Fragment(#[from] serde_json::Error),
 }
 
 /// The spec's annotations.
@@ -150,12 +134,7 @@ pub fn edit_environment(process: &mut Value, environment: &Environment) -> Resul
             out.push(entry);
         }
     }
-    for (name, value) in &environment.set {
-        if seen.insert(name.clone()) {
-            out.push(Value::from(format!("{name}={value}")));
-        }
-    }
-    for (name, value) in &environment.default {
+    for (name, value) in environment.set.iter().chain(&environment.default) {
         let is_refused = refused_beside(name).is_some_and(|other| seen.contains(other));
         if !is_refused && seen.insert(name.clone()) {
             out.push(Value::from(format!("{name}={value}")));
@@ -188,11 +167,10 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
         let present = array(linux, "devices", "linux.devices")?;
         for granted in nodes {
             if !present.iter().any(|entry| is_at(entry, granted)) {
-                let Node { path, major, minor } = granted.node.clone();
-                let node = LinuxDeviceBuilder::default().path(path).typ(LinuxDeviceType::C);
-                let node = node.major(i64::from(major)).minor(i64::from(minor));
-                let node = node.file_mode(0o666_u32).uid(0_u32).gid(0_u32).build()?;
-                present.push(serde_json::to_value(node)?);
+                let Node { path, major, minor } = &granted.node;
+                let node = json!({"path": to_value(path)?, "type": "c", "major": major, "minor": minor,
+                    "fileMode": 0o666, "uid": 0, "gid": 0});
+                present.push(node);
             }
         }
     }
@@ -204,12 +182,9 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     let rules = array(resources, "devices", "linux.resources.devices")?;
     // All other devices are denied first, as engines do and as runc does by itself.
     if !nested && !has_default_rule(rules) {
-        let deny = LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?;
-        rules.insert(0, serde_json::to_value(deny)?);
+        rules.insert(0, json!({"allow": false, "access": "rwm"}));
     }
-    for granted in nodes {
-        rules.push(rule_value(&granted.node)?);
-    }
+    rules.extend(nodes.iter().map(|granted| rule_value(&granted.node)));
     Ok(())
 }
 
@@ -219,16 +194,13 @@ fn is_at(entry: &Value, granted: &GrantedNode) -> bool {
 }
 
 /// Without `m`, because the runtime creates the node and not the container.
-fn rule_value(Node { major, minor, .. }: &Node) -> Result<Value, SpecError> {
-    let rule = LinuxDeviceCgroupBuilder::default().allow(true).typ(LinuxDeviceType::C);
-    let rule = rule.major(i64::from(*major)).minor(i64::from(*minor)).access("rw").build()?;
-    Ok(serde_json::to_value(rule)?)
+fn rule_value(Node { major, minor, .. }: &Node) -> Value {
+    json!({"allow": true, "type": "c", "major": major, "minor": minor, "access": "rw"})
 }
 
 fn bind(source: &Path, destination: &Path, options: &[&str]) -> Result<Value, SpecError> {
-    let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
-    let mount = OciMountBuilder::default().destination(destination).typ("bind").source(source);
-    Ok(serde_json::to_value(mount.options(options).build()?)?)
+    let (destination, source) = (to_value(destination)?, to_value(source)?);
+    Ok(json!({"destination": destination, "type": "bind", "source": source, "options": options}))
 }
 
 fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecError> {
@@ -237,7 +209,7 @@ fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecErro
     }
     let masked = array(child(root, "linux", "linux")?, "maskedPaths", "linux.maskedPaths")?;
     for path in paths {
-        let path = serde_json::to_value(path)?;
+        let path = to_value(path)?;
         if !masked.contains(&path) {
             masked.push(path);
         }
@@ -245,17 +217,13 @@ fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecErro
     Ok(())
 }
 
-/// The array `key`, created if it is absent. `null`, which is Go's nil, counts as absent.
+/// The array `key`, created if it is absent.
 fn array<'a>(
     parent: &'a mut Map<String, Value>,
     key: &str,
     field: &'static str,
 ) -> Result<&'a mut Vec<Value>, SpecError> {
-    let value = parent.entry(key).or_insert(Value::Null);
-    if value.is_null() {
-        *value = Value::Array(Vec::new());
-    }
-    match value {
+    match member(parent, key, json!([])) {
         Value::Array(entries) => Ok(entries),
         other => Err(wrong(field, "an array", other)),
     }
@@ -267,11 +235,7 @@ fn child<'a>(
     key: &str,
     field: &'static str,
 ) -> Result<&'a mut Map<String, Value>, SpecError> {
-    let value = parent.entry(key).or_insert(Value::Null);
-    if value.is_null() {
-        *value = Value::Object(Map::new());
-    }
-    object(value, field)
+    object(member(parent, key, json!({})), field)
 }
 
 fn object<'a>(value: &'a mut Value, field: &'static str) -> Result<&'a mut Map<String, Value>, SpecError> {
@@ -370,7 +334,7 @@ pub(crate) fn undo_edits(spec: &mut Value) -> bool {
         !of_file && !of_node
     });
     retain(spec, "/linux/devices", |device| !is_node(&device["path"]));
-    let rules: Vec<Value> = edits.nodes.iter().filter_map(|node| rule_value(node).ok()).collect();
+    let rules: Vec<Value> = edits.nodes.iter().map(rule_value).collect();
     retain(spec, "/linux/resources/devices", |entry| !rules.contains(entry));
     retain(spec, "/linux/maskedPaths", |path| {
         !edits.masks.iter().any(|mask| mask.starts_with(MASKS) && is_path(path, mask))
@@ -397,7 +361,7 @@ fn has_options(mount: &Value, options: &[&str]) -> bool {
 }
 
 /// Keeps the elements that satisfy `keep` in the array at `pointer`, if it exists.
-fn retain(spec: &mut Value, pointer: &str, keep: impl Fn(&Value) -> bool) {
+pub(super) fn retain(spec: &mut Value, pointer: &str, keep: impl Fn(&Value) -> bool) {
     if let Some(entries) = spec.pointer_mut(pointer).and_then(Value::as_array_mut) {
         entries.retain(keep);
     }

@@ -3,8 +3,7 @@
 use crate::config::{Config, DeviceRule};
 use crate::inventory::{Device, Inventory, LeftOut};
 use crate::request::Request;
-use crate::share::glob::glob_matches;
-use crate::share::{Devices, Mode, Selector};
+use crate::share::{Devices, Mode, Selector, glob_matches};
 use crate::text::safe;
 
 /// The first rule of the configuration that matches `device`.
