@@ -134,11 +134,11 @@ impl Totals {
     fn guard_actions(&self) -> Family {
         let help = "What the guard found, by offence and by what it did.";
         let mut family = Family::new(Type::Counter, "sublet_guard_actions", help);
-        for offence in Offence::ALL.map(Offence::as_str) {
+        for offence in Offence::ALL.map(|offence| offence.to_string()) {
             for action in [Action::Report, Action::Terminate, Action::Container] {
                 let action = action.to_string();
-                let count = self.guard.get(offence).and_then(|actions| actions.get(&action)).copied();
-                let labels = [("offence", offence.to_owned()), ("action", action)];
+                let count = self.guard.get(&offence).and_then(|actions| actions.get(&action)).copied();
+                let labels = [("offence", offence.clone()), ("action", action)];
                 family = family.with(&labels, Some(float(count.unwrap_or_default())));
             }
         }

@@ -2,14 +2,14 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use nix::libc;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-pub(crate) mod user_namespaces;
 use sublet_core::admit::Owns;
 use sublet_core::process::{Process, pidfd_await_end, pidfd_open};
 
@@ -64,7 +64,7 @@ impl Pinned {
             return Err(Foreign::Gone(pid));
         }
         let unknown = |source: io::Error| match source.raw_os_error() {
-            Some(nix::libc::ESRCH | nix::libc::ENOENT) => Foreign::Gone(pid),
+            Some(libc::ESRCH | libc::ENOENT) => Foreign::Gone(pid),
             _ => Foreign::Unknown { pid, source },
         };
         let pidfd = pidfd_open(pid).map_err(unknown)?;
@@ -97,10 +97,10 @@ fn is_of(pid: i32, uid: u32) -> io::Result<bool> {
         return runs_as(pid, uid);
     }
     for _ in 0..DEEPEST {
-        if user_namespaces::owner_of(namespace.as_fd())? == uid {
+        if owner_of(namespace.as_fd())? == uid {
             return Ok(true);
         }
-        namespace = user_namespaces::parent_of(namespace.as_fd())?;
+        namespace = parent_of(namespace.as_fd())?;
         if identity(&namespace)? == own {
             break;
         }
@@ -120,6 +120,31 @@ fn runs_as(pid: i32, uid: u32) -> io::Result<bool> {
     let uids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
     let mut uids = uids.split_ascii_whitespace().map(str::parse).peekable();
     Ok(uids.peek().is_some() && uids.all(|found| found == Ok(uid)))
+}
+
+/// `NS_GET_PARENT` and `NS_GET_OWNER_UID` of linux/nsfs.h: `_IO(0xb7, 2)` and `_IO(0xb7, 4)`.
+const NS_GET_PARENT: libc::Ioctl = 0xb702;
+const NS_GET_OWNER_UID: libc::Ioctl = 0xb704;
+
+/// The uid, in this user namespace, of the user who created `namespace` (`ioctl_ns(2)`).
+#[allow(unsafe_code, reason = "a system call, for which no library has a safe function")]
+fn owner_of(namespace: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut uid: libc::uid_t = 0;
+    // SAFETY: the request writes one uid_t through the pointer, which is that of a live uid_t.
+    let done = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_OWNER_UID, &raw mut uid) };
+    if done == 0 { Ok(uid) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The user namespace in which `namespace` was created (`ioctl_ns(2)`); EPERM if that is outside this one.
+#[allow(unsafe_code, reason = "a system call, for which no library has a safe function")]
+fn parent_of(namespace: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    // SAFETY: the request takes no argument and touches no memory of this process.
+    let fd = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_PARENT) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just created this descriptor, and nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 #[cfg(test)]
