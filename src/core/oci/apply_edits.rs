@@ -7,6 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use oci_spec::OciSpecError;
+use oci_spec::runtime::{
+    LinuxDeviceBuilder, LinuxDeviceCgroupBuilder, LinuxDeviceType, MountBuilder as OciMountBuilder,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json, to_value};
 
@@ -57,7 +61,7 @@ pub enum SpecError {
     },
     /// A path to be written that cannot be JSON.
     #[error("cannot write a device or mount into the container's spec: {0}")]
-    Fragment(#[from] serde_json::Error),
+    Fragment(#[from] OciSpecError),
 }
 
 /// The spec's annotations.
@@ -88,7 +92,7 @@ pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
 
 /// [`edit`]. `nested` says that this process itself runs in a user namespace, as under rootless engines.
 pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
-    let edits = serde_json::to_string(&Edits::of(grant, spec))?;
+    let edits = serde_json::to_string(&Edits::of(grant, spec)).map_err(OciSpecError::from)?;
     let root = object(spec, "the spec")?;
     let process = root.get_mut("process").ok_or(SpecError::NoProcess)?;
     edit_environment(process, &grant.env)?;
@@ -167,10 +171,10 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
         let present = array(linux, "devices", "linux.devices")?;
         for granted in nodes {
             if !present.iter().any(|entry| is_at(entry, granted)) {
-                let Node { path, major, minor } = &granted.node;
-                let node = json!({"path": to_value(path)?, "type": "c", "major": major, "minor": minor,
-                    "fileMode": 0o666, "uid": 0, "gid": 0});
-                present.push(node);
+                let Node { path, major, minor } = granted.node.clone();
+                let node = LinuxDeviceBuilder::default().path(path).typ(LinuxDeviceType::C);
+                let node = node.major(i64::from(major)).minor(i64::from(minor));
+                present.push(value(node.file_mode(0o666_u32).uid(0_u32).gid(0_u32).build()?)?);
             }
         }
     }
@@ -182,9 +186,11 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     let rules = array(resources, "devices", "linux.resources.devices")?;
     // All other devices are denied first, as engines do and as runc does by itself.
     if !nested && !has_default_rule(rules) {
-        rules.insert(0, json!({"allow": false, "access": "rwm"}));
+        rules.insert(0, value(LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?)?);
     }
-    rules.extend(nodes.iter().map(|granted| rule_value(&granted.node)));
+    for granted in nodes {
+        rules.push(rule_value(&granted.node)?);
+    }
     Ok(())
 }
 
@@ -194,13 +200,20 @@ fn is_at(entry: &Value, granted: &GrantedNode) -> bool {
 }
 
 /// Without `m`, because the runtime creates the node and not the container.
-fn rule_value(Node { major, minor, .. }: &Node) -> Value {
-    json!({"allow": true, "type": "c", "major": major, "minor": minor, "access": "rw"})
+fn rule_value(Node { major, minor, .. }: &Node) -> Result<Value, SpecError> {
+    let rule = LinuxDeviceCgroupBuilder::default().allow(true).typ(LinuxDeviceType::C);
+    value(rule.major(i64::from(*major)).minor(i64::from(*minor)).access("rw").build()?)
 }
 
 fn bind(source: &Path, destination: &Path, options: &[&str]) -> Result<Value, SpecError> {
-    let (destination, source) = (to_value(destination)?, to_value(source)?);
-    Ok(json!({"destination": destination, "type": "bind", "source": source, "options": options}))
+    let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
+    let mount = OciMountBuilder::default().destination(destination).typ("bind").source(source);
+    value(mount.options(options).build()?)
+}
+
+/// A part of a spec as JSON.
+fn value(part: impl Serialize) -> Result<Value, SpecError> {
+    Ok(to_value(part).map_err(OciSpecError::from)?)
 }
 
 fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecError> {
@@ -209,7 +222,7 @@ fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecErro
     }
     let masked = array(child(root, "linux", "linux")?, "maskedPaths", "linux.maskedPaths")?;
     for path in paths {
-        let path = to_value(path)?;
+        let path = value(path)?;
         if !masked.contains(&path) {
             masked.push(path);
         }
@@ -334,7 +347,7 @@ pub(crate) fn undo_edits(spec: &mut Value) -> bool {
         !of_file && !of_node
     });
     retain(spec, "/linux/devices", |device| !is_node(&device["path"]));
-    let rules: Vec<Value> = edits.nodes.iter().map(rule_value).collect();
+    let rules: Vec<Value> = edits.nodes.iter().filter_map(|node| rule_value(node).ok()).collect();
     retain(spec, "/linux/resources/devices", |entry| !rules.contains(entry));
     retain(spec, "/linux/maskedPaths", |path| {
         !edits.masks.iter().any(|mask| mask.starts_with(MASKS) && is_path(path, mask))
