@@ -14,7 +14,7 @@ use sublet_core::broker::client::Broker;
 use sublet_core::broker::protocol::{Answer, Ask};
 use sublet_core::config::Config;
 use sublet_core::ledger::{DaemonKey, Lease, LeaseId, Ledger, Store};
-use sublet_core::mps::idle::waits;
+use sublet_core::mps::heal::waits;
 use sublet_core::mps::{self, MpsError, child_await};
 use sublet_core::process::Process;
 use sublet_core::process::sublet::SubletError;

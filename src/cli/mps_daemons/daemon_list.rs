@@ -8,7 +8,7 @@ use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use sublet_core::mps::control::{AskError, Control, listens};
 use sublet_core::mps::limits_and_state::is_alive;
-use sublet_core::mps::{MpsError, dirs, idle};
+use sublet_core::mps::{MpsError, dirs, heal};
 use sublet_core::process::uptime_seconds;
 
 /// One daemon.
@@ -75,7 +75,7 @@ pub(crate) fn list_unasked(ledger: &Ledger, config: &Config) -> Vec<Listed> {
 
 /// The daemon as the ledger has it.
 fn shown(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Listed {
-    let left = idle::left(daemon, ledger, config);
+    let left = heal::left(daemon, ledger, config);
     Listed {
         devices: daemon.devices.clone(),
         lease: LeaseId::parse(&daemon.key.0),

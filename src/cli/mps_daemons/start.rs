@@ -15,8 +15,8 @@ use sublet_core::ledger::{
     DaemonKey, DaemonState, DefaultLimits, LeaseId, Ledger, MpsDaemon, StartClaim, Store,
 };
 use sublet_core::mps::control::{AskError, Control, listens};
-use sublet_core::mps::idle::waits;
-use sublet_core::mps::lock::DaemonLock;
+use sublet_core::mps::dirs::DaemonLock;
+use sublet_core::mps::heal::waits;
 use sublet_core::mps::ready::lock_limit;
 use sublet_core::mps::{MpsError, child_start, dirs, limits_and_state};
 use sublet_core::process::epoch_seconds;

@@ -11,7 +11,7 @@ use sublet_core::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use sublet_core::inventory;
 use sublet_core::ledger::{DaemonKey, DaemonState, StopClaim, Store};
 use sublet_core::mps::control::Control;
-use sublet_core::mps::lock::DaemonLock;
+use sublet_core::mps::dirs::DaemonLock;
 use sublet_core::mps::{MpsError, dirs, limits_and_state};
 use sublet_core::process::live_proc_dir;
 

@@ -52,10 +52,8 @@ impl RequestSource {
     pub fn check_without_shim(&self, config: &Config) -> Result<(), AdmitError> {
         let name = self.annotations.get("sublet.share").or(self.share.as_ref());
         let share = name.and_then(|name| config.share.get(name));
-        match share.and_then(|share| share.get("default_directory")).map(String::as_str) {
-            Some("false") => Err(AdmitError::NeedsShim),
-            _ => Ok(()),
-        }
+        let is_off = share.and_then(|share| share.get("default_directory")).is_some_and(|on| on == "false");
+        if is_off { Err(AdmitError::NeedsShim) } else { Ok(()) }
     }
 
     /// Without an earlier run's lease, which [`remove_earlier_grant`] removes from config.json.

@@ -1,12 +1,13 @@
 //! The ledger's record of a daemon and changes of it, and the default limits that its leases need.
 
-use super::control::{AskError, Control};
-use super::lock::DaemonLock;
-use super::{MpsError, servers};
+use super::MpsError;
+use super::control::{AskError, Control, list_servers};
+use super::dirs::DaemonLock;
 use crate::config::Config;
 use crate::inventory::{self, Device};
-use crate::ledger::DaemonKey;
-use crate::ledger::{DaemonState, DefaultLimits, Lease, Ledger, MpsDaemon, Scan, Store, read_up_to};
+use crate::ledger::{
+    DaemonKey, DaemonState, DefaultLimits, Lease, Ledger, MpsDaemon, Scan, Store, read_up_to,
+};
 use crate::process::{Process, epoch_seconds, live_proc_dir_of, sockets};
 use crate::text::safe;
 
@@ -141,7 +142,7 @@ pub fn adjust(
     let set = if old {
         control.default_limits().map(drop)
     } else {
-        let servers = daemon.process.map(servers::list).unwrap_or_default();
+        let servers = daemon.process.map(list_servers).unwrap_or_default();
         control.set_default_limits(wanted, devices, &servers)
     };
     set.map_err(|error| note_failure(store, &daemon, error))?;
