@@ -67,8 +67,7 @@ pub fn find_share(
     if let Some(lease) = known.as_ref().and_then(|known| known.lease.as_deref()) {
         let spec = read_spec(record, bundle)?;
         let (path, spec) = spec.ok_or_else(|| unreadable("it names no bundle".to_owned()))?;
-        let said = spec.pointer("/annotations").and_then(|all| all.get(LEASE_ANNOTATION));
-        if said.and_then(Value::as_str) != Some(lease) {
+        if spec["annotations"][LEASE_ANNOTATION].as_str() != Some(lease) {
             return Err(EnterError::Changed { lease: lease.to_owned(), path });
         }
         return Ok(Some(share_of_spec(&spec, &names)));

@@ -267,8 +267,7 @@ pub fn clear_refused(bundle: &Path, config: &Config) {
     let Some(root) = spec.pointer("/root/path").and_then(Value::as_str) else { return };
     let Ok(root) = bundle.join(root).canonicalize() else { return };
     let rootfs = container_root::podman_root_filesystem(root, &spec, bundle);
-    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
-    let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
+    let lease = spec["annotations"][LEASE_RECORD_ANNOTATION].as_str().and_then(Lease::from_annotation);
     let (Ok(rootfs), Some(lease)) = (rootfs, lease) else { return };
     if !may_be_in_use(&rootfs, &lease, config) {
         oci::cleanup_mount_points(&rootfs, &lease.mount_points);

@@ -186,8 +186,7 @@ pub(super) fn check_environment(spec: &Value, asked: &Asked, grant: &Grant) -> R
 
 /// Whether lease `id` in `spec` was written for this same bundle.
 pub(super) fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> bool {
-    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
-    let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
+    let lease = spec["annotations"][LEASE_RECORD_ANNOTATION].as_str().and_then(Lease::from_annotation);
     let bundle = &container.bundle;
     !bundle.as_os_str().is_empty()
         && lease.is_some_and(|lease| lease.id.as_str() == id && lease.container.bundle == *bundle)

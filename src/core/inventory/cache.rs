@@ -384,10 +384,8 @@ impl FileDirectory {
         paths.dedup();
         let seen: Vec<Self> = paths.into_iter().filter_map(Self::stat).filter(Self::is_settled).collect();
         // A file that is missing now went before its directory was seen.
-        let is_whole = |directory: &Self| {
-            let inside = files.iter().filter(|file| directory.has(&file.source));
-            inside.into_iter().all(|file| file.source.is_file())
-        };
+        let is_whole =
+            |directory: &Self| files.iter().all(|file| !directory.has(&file.source) || file.source.is_file());
         seen.into_iter().filter(is_whole).collect()
     }
 

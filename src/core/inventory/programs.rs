@@ -199,13 +199,8 @@ pub fn resolve(root: &Path, path: &str) -> Option<PathBuf> {
 
 /// The names in `path`, `..` among them.
 fn components(path: &Path) -> VecDeque<OsString> {
-    path.components()
-        .filter_map(|component| match component {
-            Component::Normal(name) => Some(name.to_owned()),
-            Component::ParentDir => Some("..".into()),
-            Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
-        })
-        .collect()
+    let is_name = |part: &Component<'_>| matches!(part, Component::Normal(_) | Component::ParentDir);
+    path.components().filter(is_name).map(|part| part.as_os_str().to_owned()).collect()
 }
 
 #[cfg(test)]

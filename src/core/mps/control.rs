@@ -105,10 +105,11 @@ impl Control {
     /// As [`Control::new`]'s.
     pub(super) fn with_known_program(
         key: &DaemonKey,
-        inventory: &Inventory,
+        inventory: Option<&Inventory>,
         config: &Config,
     ) -> Result<Self, MpsError> {
-        let program = inventory.driver.mps_control.clone().filter(|program| program.is_file());
+        let known = inventory.and_then(|inventory| inventory.driver.mps_control.clone());
+        let program = known.filter(|program| program.is_file());
         let Some(program) = program else { return Self::new(key, config) };
         let programs = MpsPrograms { control: Some(program.clone()), ..MpsPrograms::default() };
         Ok(Self { key: key.0.clone(), program, programs, pipe: dirs::pipe(key, &config.state_dir) })

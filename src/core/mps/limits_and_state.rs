@@ -136,7 +136,7 @@ pub fn adjust(
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     // Of what age they are does not change with the instances of other GPUs.
     let known = inventory::last(config)?;
-    let control = Control::with_known_program(key, &known, config)?;
+    let control = Control::with_known_program(key, Some(&known), config)?;
     let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
     // GPUs before Volta have no default limits and refuse the command.
     let set = if old {

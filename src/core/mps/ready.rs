@@ -140,10 +140,8 @@ fn confirm_default_limits(
         }
         return Ok(Some(daemon.default_limits));
     }
-    let control = match inventory::last(config) {
-        Ok(known) => Control::with_known_program(&daemon.key, &known, config)?,
-        Err(_) => Control::new(&daemon.key, config)?,
-    };
+    let known = inventory::last(config).ok();
+    let control = Control::with_known_program(&daemon.key, known.as_ref(), config)?;
     match control.default_limits() {
         Ok(_) if daemon.answered_at == 0 => Ok(Some(DefaultLimits::default())),
         Ok(answer) => {

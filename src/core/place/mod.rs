@@ -134,9 +134,8 @@ pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<
 
 /// The left-out GPUs that the request could have.
 fn describe_left_out(request: &Request, world: World<'_>) -> Option<String> {
-    let mut left_out = select::left_out(request, world).peekable();
-    left_out.peek()?;
-    Some(refusal::list_some(left_out.map(LeftOut::sentence), "; "))
+    let left_out = refusal::list_some(select::left_out(request, world).map(LeftOut::sentence), "; ");
+    Some(left_out).filter(|text| !text.is_empty())
 }
 
 /// The possible memory sizes, the largest first, of the device with the least memory among several: a percentage refers to
