@@ -233,7 +233,7 @@ pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
     if strange.is_empty() {
         return pass("DEFAULT, or set by sublet");
     }
-    let found = strange.iter().map(|gpu| format!("GPU {} is {}", gpu.index, gpu.compute_mode.as_str()));
+    let found = strange.iter().map(|gpu| format!("GPU {} is {}", gpu.index, gpu.compute_mode));
     let found = found.collect::<Vec<_>>().join(", ");
     let fix = strange.iter().map(|gpu| format!("nvidia-smi -i {} -c DEFAULT", gpu.uuid));
     let fix = fix.collect::<Vec<_>>().join(" && ");

@@ -21,8 +21,8 @@ use sublet_core::inventory;
 use sublet_core::ledger::{DaemonKey, DaemonState, LeaseId, Ledger, MpsDaemon, StopClaim, Store};
 use sublet_core::mps::control::{AskError, Control, listens};
 use sublet_core::mps::limits_and_state::is_alive;
-use sublet_core::mps::lock::DaemonLock;
-use sublet_core::mps::{MpsError, dirs, idle, limits_and_state};
+use sublet_core::mps::dirs::DaemonLock;
+use sublet_core::mps::{MpsError, dirs, heal, limits_and_state};
 use sublet_core::process::{live_proc_dir, uptime_seconds};
 
 pub(crate) use start::await_end;
@@ -248,7 +248,7 @@ pub(crate) fn list_unasked(ledger: &Ledger, config: &Config) -> Vec<Listed> {
 
 /// The daemon as the ledger has it.
 fn shown(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Listed {
-    let left = idle::left(daemon, ledger, config);
+    let left = heal::left(daemon, ledger, config);
     Listed {
         devices: daemon.devices.clone(),
         lease: LeaseId::parse(&daemon.key.0),

@@ -14,7 +14,7 @@ use super::left_out::{LeftOutGpus, Silent};
 use super::programs::{self, MissingPrograms, MpsPrograms};
 use super::{
     Device, Driver, FileDirectory, Inventory, InventoryError, LeftOut, Majors, MigGpus, Node, cache,
-    device_nodes, driver_files, mig_capabilities, nvml, under,
+    device_nodes, driver_files, nvml, under,
 };
 use sublet_core::config::{Config, Inject};
 use sublet_core::fs;
@@ -111,7 +111,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             mps_missing,
             smi: programs::program(&config.driver, "nvidia-smi"),
             majors: majors.all,
-            mig_caps: mig_capabilities::privileged(root, majors.all.caps)
+            mig_caps: device_nodes::privileged_nodes(root, majors.all.caps)
                 .map_err(|(path, source)| ProbeError::Unreadable { path, source })?,
         },
         devices,
@@ -165,12 +165,7 @@ struct Host<'a> {
 
 impl<'a> Host<'a> {
     fn of(config: &'a Config) -> Result<Self, ProbeError> {
-        let path = under(&config.driver.root, cache::VERSION_FILE);
-        let module = match cache::loaded_kernel_module(&config.driver.root) {
-            Ok(Some(module)) => module,
-            Ok(None) => return Err(InventoryError::NoDriver { path }.into()),
-            Err(source) => return Err(InventoryError::Unreadable { path, source }.into()),
-        };
+        let module = cache::loaded_kernel_module(&config.driver.root)?;
         let branch = module.version.split('.').next().and_then(|branch| branch.parse::<u32>().ok());
         if branch.is_some_and(|branch| branch < OLDEST_BRANCH) {
             return Err(ProbeError::TooOld { version: module.version });

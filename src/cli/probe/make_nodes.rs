@@ -9,8 +9,7 @@ use std::io;
 use std::os::unix::fs::{chown, symlink};
 use std::path::Path;
 
-use super::device_nodes::check_node;
-use super::mig_capabilities::{make_node, value};
+use super::device_nodes::{check_node, make_node, value};
 use super::{Inventory, Majors, Node, NodeError, under};
 use sublet_core::fs::read_proc_devices;
 

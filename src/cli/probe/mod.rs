@@ -13,7 +13,7 @@ use sublet_core::fs::under;
 use sublet_core::inventory::{
     ComputeMode, Device, Driver, DriverFile, Fact, FileDirectory, FileKind, GpuProcess, Inventory,
     InventoryError, LeftOut, Majors, MigDevice, MigGpus, Node, NodeError, Unknown, Virtualization, cache,
-    device_nodes, mig_capabilities, programs,
+    device_nodes, programs,
 };
 
 #[cfg(test)]

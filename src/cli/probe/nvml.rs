@@ -12,7 +12,7 @@ use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_d
 use super::nvml_processes::{compute_processes, mps_clients};
 use super::{
     ComputeMode, Device, Fact, GpuProcess, MigDevice, MigGpus, Node, Unknown, Virtualization, contexts,
-    mig_capabilities,
+    device_nodes,
 };
 use crate::nvml_mig::{self, instance_ids};
 
@@ -304,7 +304,7 @@ fn part(
     let name = told.of(Fact::Name, mig.name())?.unwrap_or_default();
     let attributes = told.of(Fact::Sms, mig.attributes())?;
     let (memory_bytes, memory_free_bytes, _) = told.memory(mig.memory_info(), gpu.compute_capability)?;
-    let fault = match mig_capabilities::nodes(root, caps_major, gpu.minor, gi, ci) {
+    let fault = match device_nodes::instance_nodes(root, caps_major, gpu.minor, gi, ci) {
         Ok(caps) => {
             nodes.extend(caps);
             // Its size and its profile are what it is chosen and booked by.

@@ -92,13 +92,8 @@ fn store(uid: u32, container_id: &str, reason: String, started: bool, config: &C
     let path = path(config);
     let stored = history::read(&path, LARGEST).and_then(|mut all: Vec<RefusalRecord>| {
         all.retain(|old| !(started && old.started && old.uid == uid && old.reason == reason));
-        all.push(RefusalRecord {
-            time: epoch_seconds(),
-            container_id: safe(container_id),
-            reason,
-            uid,
-            started,
-        });
+        let (time, container_id) = (epoch_seconds(), safe(container_id));
+        all.push(RefusalRecord { time, container_id, reason, uid, started });
         thin_out(&mut all, uid);
         replace(&path, &serde_json::to_vec(&all)?, 0o644)
     });

@@ -15,15 +15,12 @@ pub mod dynamic_mig;
 mod end_left;
 mod error;
 mod exec_share;
-mod for_users;
 mod grant_at_prestart;
 mod in_job;
-mod job_error;
 mod job_share;
 mod last_refusals;
 mod local;
 mod local_or_remote;
-pub mod reason;
 mod remote;
 mod request_of_spec;
 pub mod take_lease;
@@ -45,11 +42,11 @@ use take_lease::SHORTEST_PAUSE;
 
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk};
 pub use end_left::Owns;
-pub use error::AdmitError;
+pub use error::{AdmitError, of_broker, of_inventory, of_mps};
 pub use exec_share::{EnterError, Share, enter, find_share, may_have_share};
-pub use grant_at_prestart::{LateAdmission, admit_late, find_ended_lease};
+pub use grant_at_prestart::{admit_late, find_ended_lease};
 pub use in_job::job_share;
-pub use job_error::JobError;
+pub use job_share::JobError;
 pub use last_refusals::{RefusalRecord, record_reported, refusals};
 pub use local::{Local, PutOff, clear_refused, read};
 pub use local_or_remote::{Leases, is_remote};
@@ -93,7 +90,7 @@ impl Candidate<'_> {
 pub enum Admission {
     /// It already has a live lease. Nothing was changed.
     AlreadyGranted(LeaseId),
-    /// It has the share of its job of Slurm's, which asked for no GPU. Nothing was changed.
+    /// It asks for no share, or for that of its job of Slurm's, which asked for no GPU. Nothing was changed.
     NoShare,
     /// `spec` was edited and must be written. If that fails, call [`Leases::withdraw`].
     Granted {

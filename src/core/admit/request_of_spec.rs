@@ -52,10 +52,8 @@ impl RequestSource {
     pub fn check_without_shim(&self, config: &Config) -> Result<(), AdmitError> {
         let name = self.annotations.get("sublet.share").or(self.share.as_ref());
         let share = name.and_then(|name| config.share.get(name));
-        match share.and_then(|share| share.get("default_directory")).map(String::as_str) {
-            Some("false") => Err(AdmitError::NeedsShim),
-            _ => Ok(()),
-        }
+        let is_off = share.and_then(|share| share.get("default_directory")).is_some_and(|on| on == "false");
+        if is_off { Err(AdmitError::NeedsShim) } else { Ok(()) }
     }
 
     /// Without an earlier run's lease, which [`remove_earlier_grant`] removes from config.json.
@@ -189,8 +187,7 @@ pub(super) fn check_environment(spec: &Value, asked: &Asked, grant: &Grant) -> R
 
 /// Whether lease `id` in `spec` was written for this same bundle.
 pub(super) fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> bool {
-    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
-    let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
+    let lease = spec["annotations"][LEASE_RECORD_ANNOTATION].as_str().and_then(Lease::from_annotation);
     let bundle = &container.bundle;
     !bundle.as_os_str().is_empty()
         && lease.is_some_and(|lease| lease.id.as_str() == id && lease.container.bundle == *bundle)

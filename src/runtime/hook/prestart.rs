@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::container_state::{State, Status};
 use sublet_core::admit::Engine;
-use sublet_core::admit::{self, LateAdmission, Leases, RequestSource};
+use sublet_core::admit::{self, Admission, Leases, RequestSource};
 use sublet_core::config_files;
 use sublet_core::host;
 use sublet_core::ledger::Container;
@@ -52,19 +52,18 @@ pub(super) fn prestart(
     let container = container(state, &bundle, &spec).map_err(failed)?;
     let report = |level, text: &str| log.write(level, &format!("container {id}: {text}"));
     let admitted = admit::admit_late(&container, init, &spec, by_cdi, engine, &config);
-    match admitted.map_err(|error| failed(error.to_string()))? {
-        LateAdmission::NotOurs => {}
-        LateAdmission::AlreadyGranted(lease) => {
-            report(Level::Debug, &format!("it already has lease {lease}"));
-        }
-        LateAdmission::Granted { warnings, environment, .. } => {
+    let (admission, environment) = admitted.map_err(|error| failed(error.to_string()))?;
+    match admission {
+        Admission::NoShare => {}
+        Admission::AlreadyGranted(lease) => report(Level::Debug, &format!("it already has lease {lease}")),
+        Admission::Granted { warnings, .. } => {
             for warning in &warnings {
                 report(Level::Warning, warning);
             }
-            if let Some(environment) = environment {
-                report(Level::Info, &environment);
-            }
         }
+    }
+    if let Some(environment) = environment {
+        report(Level::Info, &environment);
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use super::cache::is_driver_version;
 use super::{DriverFile, FileKind, programs};
 use sublet_core::config::Driver;
 use sublet_core::fs::examine;
-use sublet_core::inventory::driver_root_links::resolve;
+use sublet_core::inventory::programs::resolve;
 
 /// The files that were found.
 #[derive(Debug)]

@@ -1,8 +1,19 @@
 //! MIG devices: compute instances. Each is a device of its own and part of a GPU.
+//!
+//! Ids of destroyed instances are reused, and /proc then looks the same, so only NVML shows the difference. `sublet serve`
+//! confirms with a record that the inventory has the driver's present MIG devices. While it does, other programs need not
+//! ask NVML before each container.
+
+use std::fs;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 use super::{Device, Driver, GpuProcess, Inventory, Node};
+use crate::config::Config;
+use crate::fs::trusted;
+use crate::host;
+use crate::process::uptime_seconds;
 use crate::share::MigCapability;
 
 /// A MIG device's GPU and its place in it.
@@ -71,21 +82,17 @@ impl Device {
 
     /// Processes that had contexts on any of these at the last refresh.
     pub(crate) fn memory_users(&self) -> impl Iterator<Item = &GpuProcess> {
-        self.processes
-            .iter()
-            .chain(self.mig_device.iter().flat_map(|mig_device| &mig_device.sibling_processes))
+        let siblings = self.mig_device.iter().flat_map(|mig_device| &mig_device.sibling_processes);
+        self.processes.iter().chain(siblings)
     }
 
     /// Its part of `bytes` of memory that it shares with the other compute instances of its GPU instance, in proportion
     /// to its compute slices.
     pub(crate) fn part_of(&self, bytes: u64) -> u64 {
-        match self.mig_device.as_ref().filter(|mig_device| !mig_device.siblings.is_empty()) {
-            Some(mig_device) => {
-                let (own, all) = (u64::from(mig_device.slices.0), u64::from(mig_device.slices.1));
-                (bytes / all.max(1)).saturating_mul(own.min(all.max(1)))
-            }
-            None => bytes,
-        }
+        let sharing = self.mig_device.as_ref().filter(|mig_device| !mig_device.siblings.is_empty());
+        let Some(MigDevice { slices: (own, all), .. }) = sharing else { return bytes };
+        let (own, all) = (u64::from(*own), u64::from(*all).max(1));
+        (bytes / all).saturating_mul(own.min(all))
     }
 }
 
@@ -110,5 +117,53 @@ impl Inventory {
     pub fn mig_devices_of<'a>(&'a self, gpu: &'a str) -> impl Iterator<Item = (&'a Device, &'a MigDevice)> {
         let of_gpu = move |device: &'a Device| Some((device, device.mig_device.as_ref()?));
         self.devices.iter().filter_map(of_gpu).filter(move |(_, mig_device)| mig_device.gpu == gpu)
+    }
+}
+
+/// A confirmation older than this, in seconds, does not count. The service renews it every two seconds.
+const LIMIT: u64 = 5;
+
+/// A boot id and a number, in bytes.
+const LONGEST: u64 = 100;
+
+/// Whether the service has compared them recently.
+pub(crate) fn is_watched(config: &Config) -> bool {
+    let word = trusted::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
+    is_recent(&String::from_utf8_lossy(&word), host::read_boot_id().unwrap_or_default(), uptime_seconds())
+}
+
+/// Confirms that they were equal at `since`, in seconds since boot.
+pub fn watch(config: &Config, since: u64) -> std::io::Result<()> {
+    let record = format!("{} {since}\n", host::read_boot_id().unwrap_or_default());
+    crate::fs::atomic::replace(&path(config), record.as_bytes(), 0o644)
+}
+
+/// Withdraws the confirmation.
+pub fn unwatch(config: &Config) {
+    let _ = fs::remove_file(path(config));
+}
+
+fn path(config: &Config) -> PathBuf {
+    config.state_dir.join("mig-watched")
+}
+
+fn is_recent(text: &str, boot_id: &str, now: u64) -> bool {
+    let Some((boot, since)) = text.trim().split_once(' ') else { return false };
+    let since = since.parse::<u64>().ok();
+    !boot_id.is_empty() && boot == boot_id && since.is_some_and(|since| since <= now && now - since <= LIMIT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_holds_for_this_boot_and_a_few_seconds() {
+        assert!(is_recent("boot 100\n", "boot", 100) && is_recent("boot 100\n", "boot", 105));
+        for (text, now) in [("boot 100", 106), ("boot 100", 99), ("other 100", 100), ("boot x", 100), ("", 0)]
+        {
+            assert!(!is_recent(text, "boot", now), "{text}");
+        }
+        assert!(!is_recent(" 100", "", 100));
     }
 }
