@@ -13,7 +13,7 @@ mod yaml;
 
 mod load;
 
-pub mod names;
+mod names;
 
 pub mod probe;
 
@@ -23,7 +23,7 @@ mod usage;
 
 pub mod mig;
 
-pub mod cdi_spec;
+mod cdi_spec;
 pub mod mps_daemons;
 
 pub mod refresh;
@@ -52,10 +52,8 @@ pub mod setup;
 
 mod stack;
 
-mod swarm;
-
 mod advise;
 
-pub mod doctor;
+mod doctor;
 
 pub mod commands;

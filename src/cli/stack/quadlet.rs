@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::path::{Path, PathBuf};
 
-use super::{Own, Service, Stack, StackError, text};
+use super::{Own, Service, Stack, StackError, text, unusable};
 use crate::setup::engine_files::{self, words};
 use sublet_core::text::safe;
 
@@ -39,7 +39,7 @@ fn read_with(files: &[PathBuf], search: &[PathBuf]) -> Result<Stack, StackError>
 
 /// `worker` of `worker.container`.
 fn name(file: &Path) -> Result<String, StackError> {
-    let wrong = |message: &str| Err(StackError::unusable(file, message));
+    let wrong = |message: &str| Err(unusable(file, message));
     let Some(stem) = file.file_stem().and_then(|stem| stem.to_str()) else { return wrong("it has no name") };
     match file.extension().and_then(|extension| extension.to_str()) {
         Some("container") if stem.contains('@') => {
@@ -194,7 +194,7 @@ impl Unit<'_> {
             return Ok(text.replace("%%", "%"));
         }
         let wrong = "specifiers of systemd cannot be resolved here: write the value out";
-        Err(StackError::unusable(self.file, format!("{}: {wrong}", safe(text))))
+        Err(unusable(self.file, &format!("{}: {wrong}", safe(text))))
     }
 
     /// All words of all lines with `key`; an empty line drops those before it.
