@@ -13,7 +13,7 @@ mod yaml;
 
 mod load;
 
-mod names;
+pub mod names;
 
 pub mod probe;
 
@@ -54,6 +54,6 @@ mod stack;
 
 mod advise;
 
-mod doctor;
+pub mod doctor;
 
 pub mod commands;

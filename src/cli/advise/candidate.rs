@@ -100,7 +100,7 @@ fn mig_suits(mode: &Mode, question: &Question, gpu: &Device, host: Host<'_>) -> 
     let alone = devices.iter().all(|(_, part)| part.siblings.is_empty());
     let needs = asked(question, gpu).filter(|_| mode.profile.is_some()).unwrap_or_default();
     let enough = devices.iter().all(|(device, _)| own_memory(device) >= needs);
-    enough && (alone || question.trust != Trust::Not)
+    enough && (alone || question.trust != Trust::None)
 }
 
 /// The memory of a MIG device; of one that shares it with other compute instances, its part.
@@ -140,10 +140,10 @@ pub fn candidates(question: &Question, gpu: &Device, host: Host<'_>) -> Vec<Cand
     }
     modes.extend(mig(question, gpu, host));
     match question.trust {
-        Trust::Not if question.tenants > 1 => modes.push(plain(Sharing::Exclusive)),
-        Trust::Not => {}
-        Trust::Partly => modes.extend(in_turns()),
-        Trust::Fully => modes.extend(together(question).into_iter().chain(in_turns())),
+        Trust::None if question.tenants > 1 => modes.push(plain(Sharing::Exclusive)),
+        Trust::None => {}
+        Trust::Some => modes.extend(in_turns()),
+        Trust::All => modes.extend(together(question).into_iter().chain(in_turns())),
     }
     let candidate = |mode: &Mode| Candidate::new(mode, None, question, gpu, host);
     let mut found: Vec<Candidate> = modes.iter().filter_map(candidate).collect();
@@ -151,7 +151,7 @@ pub fn candidates(question: &Question, gpu: &Device, host: Host<'_>) -> Vec<Cand
     let free = bookings(gpu, host.ledger, host.config).memory_free;
     let tenants = u64::from(question.tenants);
     let suits = asked(question, gpu).is_none_or(|each| each.saturating_mul(tenants) <= free);
-    if question.trust != Trust::Not && suits {
+    if question.trust != Trust::None && suits {
         // What is left without MPS programs: turns without a limit on memory.
         found.extend(candidate(&plain(Sharing::TimeSlice)).map(|mut turns| {
             turns.annotations.remove("sublet.memory");
@@ -370,9 +370,9 @@ fn usable(cell: &Cell) -> Option<(&Cell, &Measured)> {
 /// The least trust with which a way of sharing will do.
 const fn needed(sharing: Sharing) -> Trust {
     match sharing {
-        Sharing::Exclusive | Sharing::Mig => Trust::Not,
-        Sharing::TimeSlice | Sharing::Dedicated => Trust::Partly,
-        Sharing::Mps => Trust::Fully,
+        Sharing::Exclusive | Sharing::Mig => Trust::None,
+        Sharing::TimeSlice | Sharing::Dedicated => Trust::Some,
+        Sharing::Mps => Trust::All,
     }
 }
 

@@ -32,20 +32,15 @@ pub const MOST: u32 = 1000;
 
 /// How far the tenants trust each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
 pub enum Trust {
     /// Not at all: only what the hardware separates
-    #[value(name = "none")]
-    #[serde(rename = "none")]
-    Not,
+    None,
     /// One may crash without ending the others; none attacks them
     #[default]
-    #[value(name = "some")]
-    #[serde(rename = "some")]
-    Partly,
+    Some,
     /// They may end together
-    #[value(name = "all")]
-    #[serde(rename = "all")]
-    Fully,
+    All,
 }
 
 /// What is asked.
@@ -216,7 +211,7 @@ fn most(candidate: &Candidate, question: &Question, gpu: &Device, host: Host<'_>
 
 /// The least trust beyond that of `question` with which something fits.
 fn laxer(question: &Question, gpu: &Device, host: Host<'_>) -> io::Result<Vec<String>> {
-    for trust in [Trust::Partly, Trust::Fully].into_iter().filter(|trust| *trust > question.trust) {
+    for trust in [Trust::Some, Trust::All].into_iter().filter(|trust| *trust > question.trust) {
         let asked = Question { trust, ..*question };
         for candidate in candidate::candidates(&asked, gpu, host) {
             if placed(&candidate, question.tenants, host)?.is_ok() {
@@ -399,9 +394,9 @@ pub fn measure_with(question: &Question, gpu: &Device) -> Option<String> {
     let (modes, tenants) = match (question.trust, gpu.mig_enabled) {
         (_, true) => ("mig", question.tenants),
         // Only a time has to be measured then, and that of one container.
-        (Trust::Not, _) => (question.p99_ms.map(|_| "exclusive")?, 1),
-        (Trust::Partly, _) => ("exclusive,time-slice,dedicated", question.tenants),
-        (Trust::Fully, _) => ("exclusive,time-slice,dedicated,mps,mps:equal", question.tenants),
+        (Trust::None, _) => (question.p99_ms.map(|_| "exclusive")?, 1),
+        (Trust::Some, _) => ("exclusive,time-slice,dedicated", question.tenants),
+        (Trust::All, _) => ("exclusive,time-slice,dedicated,mps,mps:equal", question.tenants),
     };
     let numbers = if tenants == 1 { "1".to_owned() } else { format!("1,{tenants}") };
     let on = gpu.number();

@@ -23,9 +23,8 @@ pub(super) fn docker(host: &Host<'_>) -> Outcome {
     }
     let (dockerd, text) = host.dockerd();
     let file = shown(dockerd.file());
-    let runtime = daemon_json::runtime(&text);
     let by_cdi = !host.config.share.is_empty() && daemon_json::has_cdi(&text).unwrap_or(false);
-    match runtime.and_then(|runtime| dockerd.starts_with(&text).map(|()| runtime)) {
+    match daemon_json::runtime(&text).and_then(|runtime| dockerd.starts_with(&text).map(|()| runtime)) {
         Err(error) => fail(format!("{file}: {error}")).fix(format!("correct {file}")),
         Ok(None) if dockerd.runtime().is_some() => daemon(host, &file),
         Ok(None) if by_cdi => pass("no runtime sublet; shares are used as CDI devices"),

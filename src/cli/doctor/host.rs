@@ -52,7 +52,7 @@ pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
         return fail(format!("none of {} is installed", safe(&names.join(", "))))
             .fix("apt install runc (or crun), or set [runtime] low_level");
     };
-    let mut found = Vec::new();
+    let mut found = vec![format!("{} is taken", shown(first))];
     for program in &there {
         let told = (host.ask)(&[&*program.to_string_lossy(), "--version"]).unwrap_or_default();
         let line = safe(told.lines().next().unwrap_or_default());
@@ -64,7 +64,6 @@ pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
         }
         found.extend(Some(line).filter(|line| !line.is_empty()));
     }
-    found.insert(0, format!("{} is taken", shown(first)));
     pass(found.join("; "))
 }
 

@@ -160,8 +160,10 @@ impl<'a> Host<'a> {
     }
 }
 
+type Test = fn(&Host<'_>) -> Outcome;
+
 /// Every check. Those with `true` read only files and are part of a quick check.
-const CHECKS: [(&str, bool, fn(&Host<'_>) -> Outcome); 30] = [
+const CHECKS: [(&str, bool, Test); 30] = [
     ("kernel", true, host::kernel),
     ("driver", true, driver::loaded),
     ("kernel-modules", true, driver::modules),

@@ -198,6 +198,7 @@ pub fn user(uid: u32) -> String {
 }
 
 /// The text means no lease, or several.
+#[allow(missing_docs, reason = "the message says what the fields are")]
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoLease {
     /// None.

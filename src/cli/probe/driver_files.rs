@@ -247,19 +247,14 @@ const LIBRARIES: &[Library] = &[
     library("libnvidia-ml.so", ".1", Utility),
     library("libnvidia-cfg.so", ".1", Utility),
     // `-lcuda` and Triton look for `libcuda.so`.
-    Library { stem: "libcuda.so", suffix: Some(".1"), also: &["libcuda.so"], capability: Compute },
+    Library { also: &["libcuda.so"], ..library("libcuda.so", ".1", Compute) },
     library("libcudadebugger.so", ".1", Compute),
     library("libnvidia-ptxjitcompiler.so", ".1", Compute),
     library("libnvidia-nvvm.so", ".4", Compute),
     library("libnvidia-nvvm70.so", ".4", Compute),
     library("libnvidia-opencl.so", ".1", Compute),
     // Mesa's libgbm looks for a backend by the name of the kernel's driver.
-    Library {
-        stem: "libnvidia-allocator.so",
-        suffix: Some(".1"),
-        also: &["gbm/nvidia-drm_gbm.so"],
-        capability: Compute,
-    },
+    Library { also: &["gbm/nvidia-drm_gbm.so"], ..library("libnvidia-allocator.so", ".1", Compute) },
     library("libnvidia-sandboxutils.so", ".1", Compute),
     versioned("libnvidia-gpucomp.so", Compute),
     versioned("libnvidia-tileiras.so", Compute),
@@ -270,12 +265,7 @@ const LIBRARIES: &[Library] = &[
     library("libnvidia-opticalflow.so", ".1", Video),
     library("libvdpau_nvidia.so", ".1", Video),
     // If libglvnd finds no vendor, it asks for libGLX_indirect.
-    Library {
-        stem: "libGLX_nvidia.so",
-        suffix: Some(".0"),
-        also: &["libGLX_indirect.so.0"],
-        capability: Graphics,
-    },
+    Library { also: &["libGLX_indirect.so.0"], ..library("libGLX_nvidia.so", ".0", Graphics) },
     library("libEGL_nvidia.so", ".0", Graphics),
     library("libGLESv1_CM_nvidia.so", ".1", Graphics),
     library("libGLESv2_nvidia.so", ".2", Graphics),

@@ -131,16 +131,13 @@ pub(crate) fn left_out(config: &Config) -> Result<Vec<LeftOut>, ProbeError> {
 
 /// GPUs in MIG mode and their MIG devices, read from NVML only.
 pub(crate) fn mig_gpus(config: &Config) -> Result<MigGpus, ProbeError> {
-    let host = Host::of(config)?;
-    let asked = host.ask()?;
-    nvml::mig_gpus(&asked.nvml).map_err(|error| failed(&asked.library, "list the MIG devices", &error))
+    let (nvml, library) = connect(config)?;
+    nvml::mig_gpus(&nvml).map_err(|error| failed(&library, "list the MIG devices", &error))
 }
 
 /// NVML of this host, and the library it is in.
 pub(crate) fn connect(config: &Config) -> Result<(Nvml, PathBuf), ProbeError> {
-    let host = Host::of(config)?;
-    let asked = host.ask()?;
-    Ok((asked.nvml, asked.library))
+    Host::of(config)?.ask().map(|asked| (asked.nvml, asked.library))
 }
 
 fn refuse_platforms(root: &Path) -> Result<(), ProbeError> {

@@ -89,21 +89,24 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
         mig_enabled,
         compute_mode: mode.map_or(ComputeMode::Default, compute_mode),
         display_active: told.if_supported(Fact::Display, device.is_display_active())?.unwrap_or(false),
-        virtualization: virtualization.as_ref().map_or(Virtualization::None, self::virtualization),
+        virtualization: match virtualization {
+            None | Some(GpuVirtualizationMode::Bare) => Virtualization::None,
+            Some(GpuVirtualizationMode::PassThrough) => Virtualization::Passthrough,
+            Some(GpuVirtualizationMode::Vgpu) => Virtualization::Vgpu,
+            Some(GpuVirtualizationMode::HostVgpu | GpuVirtualizationMode::HostVsga) => Virtualization::Host,
+        },
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         // In MIG mode processes are listed under the MIG devices.
         processes: if mig_enabled { Vec::new() } else { told.running(device)? },
         bus_id,
-        unknown: told.unknown,
+        unknown: told.0,
         ..Device::default()
     })
 }
 
 /// Notes what NVML does not tell, so that it costs no more than that.
 #[derive(Default)]
-struct Told {
-    unknown: Unknown,
-}
+struct Told(Unknown);
 
 /// Chips without memory of their own, by compute capability: Orin, Thor, GB10 (CUDA C++ Programming Guide, "Compute
 /// Capabilities"; developer.nvidia.com/blog/understanding-memory-management-on-hardware-coherent-platforms).
@@ -116,7 +119,7 @@ impl Told {
             Ok(value) => Ok(Some(value)),
             Err(error @ (NvmlError::GpuLost | NvmlError::ResetRequired)) => Err(error),
             Err(error) => {
-                self.unknown.insert(fact, error.to_string());
+                self.0.insert(fact, error.to_string());
                 Ok(None)
             }
         }
@@ -197,15 +200,6 @@ pub(crate) const fn compute_mode(mode: NvmlComputeMode) -> ComputeMode {
         NvmlComputeMode::Default => ComputeMode::Default,
         NvmlComputeMode::Prohibited => ComputeMode::Prohibited,
         NvmlComputeMode::ExclusiveThread | NvmlComputeMode::ExclusiveProcess => ComputeMode::ExclusiveProcess,
-    }
-}
-
-const fn virtualization(mode: &GpuVirtualizationMode) -> Virtualization {
-    match mode {
-        GpuVirtualizationMode::Bare => Virtualization::None,
-        GpuVirtualizationMode::PassThrough => Virtualization::Passthrough,
-        GpuVirtualizationMode::Vgpu => Virtualization::Vgpu,
-        GpuVirtualizationMode::HostVgpu | GpuVirtualizationMode::HostVsga => Virtualization::Host,
     }
 }
 
@@ -301,7 +295,7 @@ fn part(
         Ok(caps) => {
             nodes.extend(caps);
             // Its size and its profile are what it is chosen and booked by.
-            told.unknown.values().next().map(|answer| format!("NVML does not describe it ({answer})"))
+            told.0.values().next().map(|answer| format!("NVML does not describe it ({answer})"))
         }
         Err(why) => Some(why),
     };
@@ -335,7 +329,7 @@ fn part(
         nodes,
         processes: told.running(mig)?,
         mig_device: Some(part),
-        unknown: told.unknown,
+        unknown: told.0,
         ..gpu.clone()
     })
 }

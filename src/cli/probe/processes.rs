@@ -3,7 +3,6 @@
 use std::ffi::c_uint;
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use nix::libc::ESRCH;
@@ -16,6 +15,7 @@ use nvml_wrapper_sys::bindings::{
 };
 
 use super::unless_unsupported;
+use crate::proc::namespace;
 use sublet_core::inventory::GpuProcess;
 use sublet_core::process::{cgroup_table, live_proc_dir_of};
 
@@ -30,10 +30,10 @@ const MPS_SERVER_COMM: &str = "nvidia-cuda-mps";
 pub(crate) fn describe(pid: i32, memory_bytes: u64) -> Option<GpuProcess> {
     let proc = live_proc_dir_of(pid);
     let name = name(fs::read(proc.join("comm")))?;
-    let pid_namespace = pid_namespace(&proc);
+    let pid_namespace = namespace(&proc, "pid").unwrap_or(0);
     let cgroups = cgroup_table(pid).map(|text| cgroups(&text)).unwrap_or_default();
     // A container can give its program any name, but cannot put it into the host's PID namespace.
-    let ours = pid_namespace == 0 || pid_namespace == self::pid_namespace(Path::new("/proc/self"));
+    let ours = pid_namespace == 0 || namespace(Path::new("/proc/self"), "pid") == Some(pid_namespace);
     let mps_server = ours && is_mps_server(fs::read_link(proc.join("exe")).ok().as_deref(), &name);
     Some(GpuProcess { pid, name, memory_bytes, pid_namespace, cgroups, mps_server })
 }
@@ -44,11 +44,6 @@ fn name(comm: io::Result<Vec<u8>>) -> Option<String> {
         Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => None,
         Err(_) => Some(String::new()),
     }
-}
-
-/// The inode of a process's PID namespace; 0 if it may not be read.
-fn pid_namespace(proc: &Path) -> u64 {
-    fs::metadata(proc.join("ns/pid")).map_or(0, |namespace| namespace.ino())
 }
 
 /// Judged by the program file; by the truncated command name if that link may not be read.

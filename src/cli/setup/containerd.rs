@@ -148,14 +148,13 @@ fn table<'t>(from: &'t mut dyn TableLike, path: &[&str]) -> Result<&'t mut dyn T
 
 /// Gives `key` this value, with the comments and white space around the one that is there.
 fn set(table: &mut dyn TableLike, key: &str, mut new: Value) -> Result<(), SetupError> {
+    let no_value = SetupError::Shape { what: key.to_owned(), found: "a table", expected: "a value" };
     match table.get_mut(key) {
         Some(Item::Value(there)) => {
             *new.decor_mut() = there.decor().clone();
             *there = new;
         }
-        Some(_) => {
-            return Err(SetupError::Shape { what: key.to_owned(), found: "a table", expected: "a value" });
-        }
+        Some(_) => return Err(no_value),
         None => drop(table.insert(key, Item::Value(new))),
     }
     Ok(())

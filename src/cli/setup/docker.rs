@@ -163,11 +163,9 @@ pub(crate) fn advertised(text: &str) -> Result<Vec<String>, SetupError> {
 /// The resources in a value; none if there is no value.
 fn resources_in(value: Option<Value>) -> Result<Vec<String>, SetupError> {
     let Some(value) = value else { return Ok(Vec::new()) };
-    serde_json::from_value(value).map_err(|_| SetupError::Shape {
-        what: RESOURCES.join("."),
-        found: "something else",
-        expected: "a list of strings",
-    })
+    let what = RESOURCES.join(".");
+    let wrong = SetupError::Shape { what, found: "something else", expected: "a list of strings" };
+    serde_json::from_value(value).map_err(|_| wrong)
 }
 
 fn others(all: &[String]) -> Vec<String> {

@@ -66,9 +66,8 @@ fn drop_ins(file: &Path, search: &[PathBuf]) -> Vec<PathBuf> {
     let specific = std::iter::once(&*stem).chain(begins).map(|begin| format!("{begin}.container.d"));
     let mut found = BTreeMap::new();
     for name in specific.chain(["container.d".to_owned()]) {
-        for path in
-            directories.iter().flat_map(|directory| engine_files::drop_ins(&directory.join(&name), "conf"))
-        {
+        let paths = directories.iter().flat_map(|dir| engine_files::drop_ins(&dir.join(&name), "conf"));
+        for path in paths {
             found.entry(path.file_name().map(ToOwned::to_owned)).or_insert(path);
         }
     }
@@ -78,7 +77,7 @@ fn drop_ins(file: &Path, search: &[PathBuf]) -> Vec<PathBuf> {
 /// The directories that Quadlet reads for this user, each followed by those in it (`getRootDirs`, `getRootlessDirs`
 /// there). `QUADLET_UNIT_DIRS` takes their place.
 fn search_path() -> Vec<PathBuf> {
-    let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
+    let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let of_users = Path::new("/etc/containers/systemd/users");
     let uid = nix::unistd::geteuid();
     let tops: Vec<PathBuf> = if let Some(given) = variable("QUADLET_UNIT_DIRS") {
@@ -86,11 +85,8 @@ fn search_path() -> Vec<PathBuf> {
     } else if uid.is_root() {
         ["/run", "/etc", "/usr/share"].map(|top| Path::new(top).join("containers/systemd")).into()
     } else {
-        let home = || variable("HOME").map(|home| Path::new(&home).join(".config"));
-        let own = [
-            variable("XDG_RUNTIME_DIR").map(PathBuf::from),
-            variable("XDG_CONFIG_HOME").map(PathBuf::from).or_else(home),
-        ];
+        let home = || variable("HOME").map(|home| home.join(".config"));
+        let own = [variable("XDG_RUNTIME_DIR"), variable("XDG_CONFIG_HOME").or_else(home)];
         let own = own.into_iter().flatten().map(|top| top.join("containers/systemd"));
         own.chain([of_users.to_owned(), of_users.join(uid.to_string())]).collect()
     };
