@@ -169,7 +169,7 @@ fn not_judged(question: &Question, gpu: &Device, measurements: Option<&Measureme
             remarks.push(format!("not measured: {most}; measure it with: {command}"));
             false
         }
-        Some((found, _)) => found.judge_times(),
+        Some((found, _)) => found.same_gpu,
         None => false,
     };
     if question.p99_ms.is_some() && !measured {

@@ -8,7 +8,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::tables;
-use crate::doctor::cuda::{self, Seen};
+use crate::doctor::{self, Seen};
 
 /// The probe's output, one line.
 #[derive(Debug, Serialize, Deserialize, JsonSchema)]
@@ -25,7 +25,7 @@ pub struct Probed {
 pub fn run() -> anyhow::Result<ExitCode> {
     // Read before CUDA starts: the container as it was given.
     let shown = shown(Path::new("/"));
-    let seen = cuda::look().map_err(anyhow::Error::msg)?;
+    let seen = doctor::look().map_err(anyhow::Error::msg)?;
     let neighbours_hidden = shown <= seen.devices;
     tables::json(&Probed { seen, neighbours_hidden })?;
     Ok(ExitCode::SUCCESS)

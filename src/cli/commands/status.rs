@@ -15,7 +15,7 @@ use super::tables::{self, Format};
 use super::{device_table, lease_table};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{Names, WHY_WITHOUT_SHARE, lease_of};
-use crate::setup::dockerd::without_share;
+use crate::setup::docker::without_share;
 use crate::shown::word;
 use crate::status::{Sources, Status};
 use crate::usage;

@@ -144,7 +144,7 @@ pub fn examine<T>(path: &Path, ask: impl Fn() -> io::Result<T>) -> Option<T> {
 }
 
 /// Whether the error says that there is no such file.
-pub(crate) fn is_absent(error: &io::Error) -> bool {
+pub fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
 }
 

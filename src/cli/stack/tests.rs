@@ -150,3 +150,27 @@ fn containers_of_the_stack_that_run_are_not_counted_twice() {
         assert_eq!(inventory.devices[0].processes.len(), left - 1, "{own:?}");
     }
 }
+
+fn of(toml: &str, inventory: &Inventory) -> Vec<String> {
+    resources(&counts(&toml::from_str(toml).unwrap(), inventory).unwrap())
+}
+
+#[test]
+fn each_share_is_counted_on_empty_gpus_by_itself() {
+    let mut busy = device(1);
+    (busy.memory_free_bytes, busy.memory_bytes) = (0, 50 * GIB);
+    let two = host(vec![device(0), busy]);
+    let text = "[share.quarter]\nsm = 25\n[share.large]\nmemory = '60GiB'\nsm = 10\n\
+                [share.first]\ngpu = 0\nsm = 50\n[share.whole]\nmode = 'exclusive'\n\
+                [share.both]\ngpu = 'any:2'\n[share.none]\nmemory = '200GiB'\n";
+    let expected =
+        ["sublet-first=2", "sublet-large=1", "sublet-quarter=8", "sublet-whole=2"].map(str::to_owned);
+    let mut found = of(text, &two);
+    let both = found.remove(0);
+    assert!(both.starts_with("sublet-both="), "{both}");
+    assert_eq!(found, expected);
+    let none = counts(&toml::from_str("[share.none]\nmemory = '200GiB'\n").unwrap(), &two).unwrap();
+    assert_eq!(none[0].fits, 0);
+    assert!(none[0].why.contains("200 GiB") || none[0].why.contains("204800"), "{}", none[0].why);
+    assert!(of("", &two).is_empty() && of("[share.a]\nsm = 25\n", &host(vec![])).is_empty());
+}
