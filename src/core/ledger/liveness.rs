@@ -71,8 +71,7 @@ pub(super) fn reclaim(ledger: &mut Ledger, running: &[Process]) -> Freed {
             if is_gone { &mut freed } else { &mut ledger.leases }.push(lease);
         }
     }
-    ledger.mig.end_change_of_dead_process();
-    ledger.mig.forget_dead_waiters();
+    ledger.mig.forget_dead_processes();
     for lease in &freed {
         ledger.note_leftovers(lease);
     }
@@ -362,18 +361,12 @@ pub(super) fn find_sign_of_life(container: &Container) -> io::Result<Option<Stri
                 possible.push(hierarchy?.path().join(&below));
             }
         }
+        // No cgroup can have such a name.
+        let cannot_be = |error: io::Error| {
+            [ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP].map(Some).contains(&error.raw_os_error())
+        };
         for dir in possible {
-            match dir.symlink_metadata() {
-                // No cgroup can have such a name.
-                Err(error)
-                    if [ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP].map(Some).contains(&error.raw_os_error()) =>
-                {
-                    continue;
-                }
-                Err(error) => return Err(error),
-                Ok(_) => {}
-            }
-            if is_populated(&dir)? {
+            if !dir.symlink_metadata().is_err_and(cannot_be) && is_populated(&dir)? {
                 return Ok(Some(format!("processes are in its cgroup {}", safe(&dir.to_string_lossy()))));
             }
         }

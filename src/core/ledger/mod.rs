@@ -2,14 +2,12 @@
 //! every change from one to another.
 
 mod binding;
-mod daemon_claims;
 mod error;
 mod events_of_change;
 #[cfg(test)]
 mod formats;
 #[cfg(feature = "fixtures")]
 pub mod fuzzing;
-mod job_leases;
 mod left_processes;
 mod leftovers;
 mod liveness;
@@ -32,7 +30,6 @@ use crate::process::Process;
 use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, bytes_of_process};
 
 pub use binding::{Binding, NotBound, TooManyUnbound};
-pub use daemon_claims::{StartClaim, StopClaim};
 pub use error::LedgerError;
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
@@ -41,11 +38,10 @@ pub use lock::Namespaces;
 pub use mig::fixture as dynamic_instance_fixture;
 pub(crate) use mig::gpus_under_change;
 pub use mig::{Awaited, DynamicInstance, MigBusy, MigChange, MigChanges};
-pub use queries::Doubled;
 #[cfg(any(test, feature = "fixtures"))]
 pub use queries::fixture;
-pub use runtime_record::Record;
-pub use runtime_record::read_up_to;
+pub use queries::{Doubled, StartClaim, StopClaim};
+pub use runtime_record::{Record, read_up_to};
 pub use store::is_there;
 pub(crate) use store::read_text;
 pub use store::{Freed, Store};

@@ -58,12 +58,11 @@ struct RuncConfig {
 
 /// crun's `status`, as of 1.8 and later (`libcrun_container_status_t`).
 #[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub(super) struct Crun {
     pid: i32,
-    #[serde(rename = "process-start-time")]
     process_start_time: u64,
     /// Relative to each hierarchy.
-    #[serde(rename = "cgroup-path")]
     cgroup_path: Option<String>,
     bundle: Option<PathBuf>,
 }
@@ -230,9 +229,7 @@ pub(super) fn read_bounded(path: &Path) -> io::Result<Option<Vec<u8>>> {
 pub fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
         Ok(file) => file,
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-            return Ok(None);
-        }
+        Err(error) if is_absent(&error) => return Ok(None),
         Err(error) => return Err(error),
     };
     let metadata = file.metadata()?;

@@ -18,9 +18,8 @@ use crate::inventory::{Inventory, MissingPrograms, MpsPrograms};
 use crate::ledger::DaemonKey;
 use crate::ledger::{DefaultLimits, DefaultMemoryLimit};
 use crate::process::Process;
-use crate::process::child::ChildError;
+use crate::process::child::{ChildError, ProcessorWait};
 use crate::process::confine;
-use crate::process::processor_wait::ProcessorWait;
 use crate::share::Percent;
 use crate::text::safe;
 

@@ -9,19 +9,15 @@ use anyhow::{Context as _, anyhow, ensure};
 use nix::unistd::geteuid;
 use serde_json::Value;
 
-use super::journal;
 use crate::bounded_input;
-use sublet_core::admit::Engine;
-use sublet_core::admit::{Admission, AdmitError, Candidate, Leases, RequestSource};
+use sublet_core::admit::{Admission, AdmitError, Candidate, Engine, Leases, RequestSource};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::log::{Level, Log, one_line};
 use sublet_core::oci::JsonFile;
 use sublet_core::oci::hooks::{self, Stage};
-use sublet_core::process::Process;
-use sublet_core::process::confine;
-use sublet_core::process::inheritance;
+use sublet_core::process::{Process, confine, inheritance};
 
 /// How long Podman may take to write config.json.
 const INPUT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -132,9 +128,8 @@ fn container(spec: &Value) -> anyhow::Result<Container> {
     Ok(Container {
         uid: geteuid().as_raw(),
         id: id(spec).to_owned(),
-        bundle: PathBuf::new(),
         rootfs: rootfs.context("root.path in config.json is not the absolute path of a directory")?,
-        record: PathBuf::new(),
+        ..Container::default()
     })
 }
 
@@ -175,7 +170,7 @@ fn pod_warning(spec: &Value, config: &Config) -> Option<String> {
     ))
 }
 
-/// Writes to sublet's log and to the system's, because Podman discards standard error.
+/// [`super::report`], with the container's name.
 fn report(log: &Log, level: Level, spec: &Value, message: &str) {
     let place = || container(spec).ok().map(|container| sublet_core::text::safe(&container.name()));
     let name = Some(id(spec).to_owned()).filter(|id| !id.is_empty()).or_else(place);
@@ -183,8 +178,7 @@ fn report(log: &Log, level: Level, spec: &Value, message: &str) {
         Some(name) => format!("container {name}: {message}"),
         None => format!("a Podman container: {message}"),
     };
-    log.write(level, &line);
-    journal::write(level, &line);
+    super::report(log, level, &line);
 }
 
 fn to_text(spec: &Value) -> anyhow::Result<Vec<u8>> {

@@ -6,17 +6,15 @@ use std::path::{Path, PathBuf};
 use anyhow::{anyhow, bail};
 use serde_json::{Map, Value};
 
-use super::container_state::{State, Status};
-use sublet_core::admit::Engine;
-use sublet_core::admit::{self, LateAdmission, Leases, RequestSource};
-use sublet_core::config_files;
-use sublet_core::host;
+use super::{State, Status};
+use sublet_core::admit::{self, Engine, LateAdmission, Leases, RequestSource};
 use sublet_core::ledger::Container;
 use sublet_core::log::{Level, Log};
 use sublet_core::oci::JsonFile;
 use sublet_core::oci::cdi::Asked;
 use sublet_core::process::Process;
 use sublet_core::text::safe;
+use sublet_core::{config_files, host};
 
 /// Gives the container its share, if it asks for one: by its annotations, or `by_cdi`.
 pub(super) fn prestart(
@@ -129,13 +127,8 @@ fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, St
 
 /// The names that identify the container. Hooks do not get the path of the runtime's record.
 fn identify(state: &State, bundle: PathBuf) -> Container {
-    Container {
-        uid: nix::unistd::geteuid().as_raw(),
-        id: state.id.clone(),
-        bundle,
-        rootfs: PathBuf::new(),
-        record: PathBuf::new(),
-    }
+    let uid = nix::unistd::geteuid().as_raw();
+    Container { uid, id: state.id.clone(), bundle, ..Container::default() }
 }
 
 #[cfg(test)]

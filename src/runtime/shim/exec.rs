@@ -16,7 +16,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{Call, Dialect, Exec};
-use crate::bounded_input::{self, InputError};
+use crate::bounded_input;
 use sublet_core::admit::{self, Share};
 use sublet_core::config::{Config, WithoutDaemon};
 use sublet_core::config_files::ConfigError;
@@ -36,7 +36,7 @@ const LONGEST: usize = 16 << 20;
 const HIGH: i32 = 500;
 
 /// Gives a process that joins a container with a share the share's environment, or does not start it.
-pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> anyhow::Result<i32> {
+pub(super) fn exec<'a>(call: &Call<'a>, exec: &'a Exec) -> anyhow::Result<i32> {
     // Parsed only when needed, because most containers have no share.
     let config = LazyCell::new(|| call.files.config());
     let Some((id, record, share)) = find_target(call, exec, &config)? else { return call.pass_on() };
@@ -81,7 +81,7 @@ fn option_form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &
 type Target<'a> = (&'a str, PathBuf, Share);
 
 fn find_target<'e>(
-    call: &Call<'_>,
+    call: &Call<'e>,
     exec: &'e Exec,
     config: &impl Deref<Target = Result<Config, ConfigError>>,
 ) -> anyhow::Result<Option<Target<'e>>> {
@@ -95,7 +95,7 @@ fn find_target<'e>(
         let share = admit::find_share(effective_user(), id, &record, config)?;
         Ok(share.map(|share| (id, record, share)))
     };
-    if let Some(id) = &exec.id {
+    if let Some(id) = &call.line.id {
         return find(id);
     }
     let mut certain = None;
@@ -138,8 +138,7 @@ fn read_process_file(path: &Path) -> anyhow::Result<JsonFile> {
         let file = options.read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open(path)?;
         bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT)
     };
-    let failed =
-        |why: InputError| anyhow!("the process file {} cannot be used: {why}", safe(&path.to_string_lossy()));
+    let failed = |why| anyhow!("the process file {} cannot be used: {why}", safe(&path.to_string_lossy()));
     Ok(JsonFile { path: path.to_owned(), text: read().map_err(failed)? })
 }
 
