@@ -15,7 +15,15 @@ pub fn read(input: impl AsFd, longest: usize, deadline: Instant) -> io::Result<V
     let mut text = Vec::new();
     let mut part = [0_u8; 16384];
     loop {
-        wait(&input, deadline)?;
+        // Until a read will not block.
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(input.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(0) => return Err(io::Error::other("it was not complete in time")),
+            Ok(_) => {}
+            Err(Errno::EINTR) => continue,
+            Err(error) => return Err(error.into()),
+        }
         match nix::unistd::read(&input, &mut part) {
             Ok(0) => return Ok(text),
             Ok(count) => text.extend_from_slice(&part[..count]),
@@ -24,20 +32,6 @@ pub fn read(input: impl AsFd, longest: usize, deadline: Instant) -> io::Result<V
         }
         if text.len() > longest {
             return Err(io::Error::other(format!("it is longer than {} MiB", longest >> 20)));
-        }
-    }
-}
-
-/// Waits until a read will not block.
-fn wait(input: &impl AsFd, deadline: Instant) -> io::Result<()> {
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
-        match poll(&mut [PollFd::new(input.as_fd(), PollFlags::POLLIN)], timeout) {
-            Ok(0) => return Err(io::Error::other("it was not complete in time")),
-            Ok(_) => return Ok(()),
-            Err(Errno::EINTR) => {}
-            Err(error) => return Err(error.into()),
         }
     }
 }

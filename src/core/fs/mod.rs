@@ -123,18 +123,12 @@ pub fn read_proc_devices(root: &Path) -> io::Result<String> {
 /// have been must not keep it from being found elsewhere.
 pub fn examine<T>(path: &Path, ask: impl Fn() -> io::Result<T>) -> Option<T> {
     let again = |error: io::Error| if is_absent(&error) { Err(error) } else { ask() };
-    match ask().or_else(again) {
-        Ok(found) => Some(found),
-        Err(error) => {
-            if !is_absent(&error) {
-                tracing::warn!(
-                    "{} cannot be examined and is taken as absent: {error}",
-                    safe(&path.to_string_lossy())
-                );
-            }
-            None
-        }
+    let found = ask().or_else(again);
+    if let Some(error) = found.as_ref().err().filter(|error| !is_absent(error)) {
+        let path = safe(&path.to_string_lossy());
+        tracing::warn!("{path} cannot be examined and is taken as absent: {error}");
     }
+    found.ok()
 }
 
 /// Whether the error says that there is no such file.

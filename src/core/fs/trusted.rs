@@ -64,11 +64,7 @@ fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
         return Err("is no directory".to_owned());
     }
     if !is_trusted_owner(meta.uid()) || meta.mode() & 0o022 != 0 {
-        return Err(format!(
-            "others than its owner may write to it (uid {}, mode {:o})",
-            meta.uid(),
-            meta.mode() & 0o7777
-        ));
+        return Err(format!("others than its owner may write to it ({})", owner_and_mode(meta)));
     }
     dir.parent().map_or(Ok(()), |parent| check_above(parent.ancestors()))
 }
@@ -91,15 +87,17 @@ fn check_above(directories: Ancestors<'_>) -> Result<(), String> {
             let target = fs::read_link(above).map_err(unknown)?;
             check_above(above.parent().unwrap_or(above).join(target).ancestors())?;
         } else if can_be_swapped(&meta) {
+            let (above, rights) = (shown(), owner_and_mode(&meta));
             return Err(format!(
-                "others may write to {}, which is above it, and could replace it (uid {}, mode {:o})",
-                shown(),
-                meta.uid(),
-                meta.mode() & 0o7777
+                "others may write to {above}, which is above it, and could replace it ({rights})"
             ));
         }
     }
     Ok(())
+}
+
+fn owner_and_mode(meta: &Metadata) -> String {
+    format!("uid {}, mode {:o}", meta.uid(), meta.mode() & 0o7777)
 }
 
 /// Whether other users may rename files in this directory. In one that is sticky, as /tmp is, only its owner may.

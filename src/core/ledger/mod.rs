@@ -300,7 +300,7 @@ pub struct Init {
 }
 
 /// A daemon's name: the device's UUID (shared) or the lease id (dedicated).
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct DaemonKey(pub String);
 
@@ -323,7 +323,7 @@ impl std::fmt::Display for DaemonKey {
 }
 
 /// One MPS control daemon that sublet started.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MpsDaemon {
     /// Its directory's name under `mps/`: the device's UUID, or the lease id.
     pub key: DaemonKey,
@@ -350,16 +350,7 @@ pub struct MpsDaemon {
 impl MpsDaemon {
     /// The record of one that is being started for `devices`. Its default limits are unknown.
     pub(crate) fn starting(key: DaemonKey, devices: Vec<String>) -> Self {
-        Self {
-            key,
-            devices,
-            process: None,
-            state: DaemonState::Starting,
-            default_limits: DefaultLimits::default(),
-            answered_at: 0,
-            idle_since: None,
-            mode_left: false,
-        }
+        Self { key, devices, ..Self::default() }
     }
 
     /// Whether it serves `device`, a UUID.
@@ -369,10 +360,11 @@ impl MpsDaemon {
 }
 
 /// States of a daemon.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DaemonState {
     /// Being started. No client may rely on it yet.
+    #[default]
     Starting,
     /// Answers.
     Serving,

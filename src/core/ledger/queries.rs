@@ -82,9 +82,8 @@ impl Ledger {
 
     /// The lease of the job of Slurm's with this id.
     pub(crate) fn find_job_lease(&self, job: u64) -> Option<&Lease> {
-        self.leases
-            .iter()
-            .find(|lease| lease.is_of_job() && lease.job.as_ref().is_some_and(|own| own.id == job))
+        let is_its = |lease: &&Lease| lease.job.as_ref().is_some_and(|own| own.id == job);
+        self.leases.iter().filter(|lease| lease.is_of_job()).find(is_its)
     }
 
     /// The record of the daemon `key`.

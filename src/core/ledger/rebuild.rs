@@ -220,17 +220,14 @@ fn restore(record: Record, dir: &Path, state_dir: &Path) -> Option<Lease> {
     (lease.id == id).then_some(lease)
 }
 
+/// The daemons that run. One may be there twice.
 fn daemons(state_dir: &Path, ledger: &Ledger) -> Result<Vec<MpsDaemon>, LedgerError> {
     let mut found = Vec::new();
     for dir in list_directory(&state_dir.join("mps"))? {
         let Some(key) = dir.file_name().and_then(|name| name.to_str()) else { continue };
         found.extend(find_daemon_process(&dir)?.map(|process| (DaemonKey(key.to_owned()), process)));
     }
-    for running in running_daemons(state_dir)? {
-        if !found.iter().any(|(key, _)| *key == running.0) {
-            found.push(running);
-        }
-    }
+    found.extend(running_daemons(state_dir)?);
     Ok(found.into_iter().map(|(key, process)| new_record(key, process, ledger)).collect())
 }
 

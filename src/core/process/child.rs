@@ -33,18 +33,14 @@ pub struct Finished {
 }
 
 /// Why there is no result.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum ChildError {
     /// It could not be started, or waiting failed.
-    Io(io::Error),
+    #[error(transparent)]
+    Io(#[from] io::Error),
     /// It did not end in time and was killed.
+    #[error("it did not end in time")]
     Timeout,
-}
-
-impl From<io::Error> for ChildError {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
 }
 
 /// Runs `command` with `input` on its standard input for at most `limit`.

@@ -47,14 +47,10 @@ static OWN_PID: AtomicU32 = AtomicU32::new(0);
 
 /// The pid of this process. The C library would ask the kernel each time.
 pub(crate) fn own_pid() -> u32 {
-    match OWN_PID.load(Ordering::Relaxed) {
-        0 => {
-            let pid = std::process::id();
-            OWN_PID.store(pid, Ordering::Relaxed);
-            pid
-        }
-        pid => pid,
+    if OWN_PID.load(Ordering::Relaxed) == 0 {
+        OWN_PID.store(std::process::id(), Ordering::Relaxed);
     }
+    OWN_PID.load(Ordering::Relaxed)
 }
 
 /// For a child that goes on with this program's code: it has a pid of its own.

@@ -31,6 +31,7 @@ use sublet_core::oci::cdi::{self, Asked};
 use sublet_core::parse_errors::plain;
 use sublet_core::process::confine::{self, Rights, Side};
 use sublet_core::process::{Process, sublet};
+use sublet_core::text::safe;
 use sublet_core::{mps, oci};
 
 /// How long the runtime may take to write the state.
@@ -124,14 +125,14 @@ fn run(args: &[String], engine: Option<&Engine>, log: &Log) -> anyhow::Result<()
         "prestart" => prestart::prestart(&read_state()?, None, engine, log),
         cdi::STAGE => {
             let container = read_state()?;
-            let asked = asked().map_err(|error| anyhow!("container {}: {error}", safe_id(&container)))?;
+            let asked = asked().map_err(|error| anyhow!("container {}: {error}", safe(&container.id)))?;
             prestart::prestart(&container, Some(&asked), engine, log)
         }
         // For containers with CDI devices, with the same arguments as before their start.
         "poststop" => poststop(&read_state()?, asked().is_ok()),
         _ => bail!(
             "unknown stage {}: the first argument has to be precreate, prestart, createRuntime, poststop or cdi",
-            sublet_core::text::safe(stage)
+            safe(stage)
         ),
     }
 }
@@ -225,7 +226,7 @@ impl State {
     /// The annotation's text, made safe, if it is not a lease id.
     fn lease(&self) -> Result<Option<LeaseId>, String> {
         let annotation = self.annotations.as_ref().and_then(|annotations| annotations.get(LEASE_ANNOTATION));
-        annotation.map(|text| LeaseId::parse(text).ok_or_else(|| sublet_core::text::safe(text))).transpose()
+        annotation.map(|text| LeaseId::parse(text).ok_or_else(|| safe(text))).transpose()
     }
 }
 
@@ -248,20 +249,16 @@ fn read_state() -> anyhow::Result<State> {
     state.map_err(|error| anyhow!("the container's state on standard input: {error}"))
 }
 
-fn safe_id(state: &State) -> String {
-    sublet_core::text::safe(&state.id)
-}
-
 /// The lease that the container's annotation names.
 fn parse_lease(state: &State) -> anyhow::Result<Option<LeaseId>> {
     state.lease().map_err(|lease| {
-        anyhow!("container {}: sublet.lease={lease} is not a lease id of 16 hex digits", safe_id(state))
+        anyhow!("container {}: sublet.lease={lease} is not a lease id of 16 hex digits", safe(&state.id))
     })
 }
 
 fn not_ended(state: &State, error: &AdmitError) -> anyhow::Error {
     let advice = "the next sublet command after its end frees its lease";
-    anyhow!("container {}: {error}; {advice}", safe_id(state))
+    anyhow!("container {}: {error}; {advice}", safe(&state.id))
 }
 
 /// Frees the lease of the ended container: the one that its annotation names, or that a hook took for it (prestart,
@@ -284,7 +281,7 @@ fn poststop(state: &State, by_cdi: bool) -> anyhow::Result<()> {
 /// GPU use would not be booked.
 fn bind(state: &State, lease: &LeaseId) -> anyhow::Result<()> {
     let config = config_files::load()?;
-    let id = safe_id(state);
+    let id = safe(&state.id);
     let process = state.pid.filter(|pid| *pid > 0).and_then(Process::find).filter(Process::is_alive);
     let unbound = "so the lease cannot be bound to it";
     let process = process

@@ -110,9 +110,7 @@ fn add_annotations(spec: &mut Value, state: &State) {
         *entry = Value::Object(Map::new());
     }
     if let Some(annotations) = entry.as_object_mut() {
-        for (key, value) in state.annotations() {
-            annotations.insert(key.clone(), Value::from(value.as_str()));
-        }
+        annotations.extend(state.annotations().map(|(key, value)| (key.clone(), value.as_str().into())));
     }
 }
 

@@ -65,13 +65,6 @@ pub enum Command {
     Other,
 }
 
-impl Command {
-    /// Whether it creates a container.
-    pub(crate) const fn is_start(&self) -> bool {
-        matches!(self, Self::Create(_) | Self::Run(_) | Self::Restore(_))
-    }
-}
-
 /// `create`, `run`, `restore`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Start {
@@ -142,14 +135,12 @@ impl Global {
 /// crun's log destinations are `[file:]PATH`, `journald:ID` and `syslog:ID` (crun.1).
 fn parse_log(destination: &OsStr, dialect: Dialect) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt as _;
-    let bytes = destination.as_bytes();
-    if dialect == Dialect::Crun {
-        if bytes.starts_with(b"journald:") || bytes.starts_with(b"syslog:") {
-            return None;
-        }
-        return Some(OsStr::from_bytes(bytes.strip_prefix(b"file:").unwrap_or(bytes)).into());
+    if dialect == Dialect::Runc {
+        return Some(destination.into());
     }
-    Some(destination.into())
+    let bytes = destination.as_bytes();
+    let is_file = !bytes.starts_with(b"journald:") && !bytes.starts_with(b"syslog:");
+    is_file.then(|| OsStr::from_bytes(bytes.strip_prefix(b"file:").unwrap_or(bytes)).into())
 }
 
 /// The container, and the command `word`, whose own arguments are `args[behind..]`.

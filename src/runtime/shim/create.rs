@@ -1,6 +1,5 @@
 //! `create` and `run`: takes a lease for the container, edits config.json, becomes the low-level runtime.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, anyhow, bail};
@@ -186,8 +185,7 @@ fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<Con
 }
 
 fn canonicalize(name: &str, path: &Path) -> anyhow::Result<PathBuf> {
-    let failed =
-        |error: io::Error| anyhow!("{name} {} cannot be used: {error}", safe(&path.to_string_lossy()));
+    let failed = |error| anyhow!("{name} {} cannot be used: {error}", safe(&path.to_string_lossy()));
     real_directory(path).map_err(failed)
 }
 

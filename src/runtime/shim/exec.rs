@@ -133,13 +133,11 @@ fn write_edited_copy(file: &Path, environment: &Environment) -> anyhow::Result<O
 
 /// Follows links, because `/dev/stdin` is one, often to a pipe.
 fn read_process_file(path: &Path) -> anyhow::Result<JsonFile> {
-    let read = || {
-        let mut options = OpenOptions::new();
-        let file = options.read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open(path)?;
-        bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT)
-    };
+    let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY;
+    let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let text = opened.and_then(|file| bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT));
     let failed = |why| anyhow!("the process file {} cannot be used: {why}", safe(&path.to_string_lossy()));
-    Ok(JsonFile { path: path.to_owned(), text: read().map_err(failed)? })
+    Ok(JsonFile { path: path.to_owned(), text: text.map_err(failed)? })
 }
 
 /// Writes `text` to a file that survives exec(2). Returns a path by which the next program can open it.
@@ -169,10 +167,8 @@ fn options(
     if given.is_empty() && environment == share {
         return Vec::new();
     }
-    let name_of =
-        |entry: &OsString| entry.as_bytes().split(|byte| *byte == b'=').next().map(<[u8]>::to_owned);
-    let given: Vec<Vec<u8>> = given.iter().filter_map(name_of).collect();
-    let is_given = |name: &str| given.iter().any(|given| given == name.as_bytes());
+    let given = given.iter().map(|entry| entry.as_bytes().split(|byte| *byte == b'=').next());
+    let is_given = |name: &str| given.clone().any(|given| given == Some(name.as_bytes()));
     let pair = |(name, value): &(String, String)| format!("{name}={value}");
     let defaults = environment.default.iter().filter(|(name, _)| !is_given(name));
     let defaults = defaults.filter_map(|default| {

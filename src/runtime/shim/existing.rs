@@ -17,7 +17,7 @@ use serde_json::Value;
 
 use super::{Call, Dialect};
 use sublet_core::admit::Leases;
-use sublet_core::ledger::{LeaseId, Record};
+use sublet_core::ledger::Record;
 use sublet_core::oci::JsonFile;
 use sublet_core::process::inheritance::{self, effective_user};
 use sublet_core::process::{pidfd_await_end, pidfd_kill, pidfd_signal};
@@ -98,25 +98,15 @@ pub(super) fn delete(call: &Call<'_>, force: bool) -> anyhow::Result<i32> {
     if let Some(first) = first.filter(|first| pidfd_kill(first).is_ok()) {
         pidfd_await_end(first, FIRST_PROCESS);
     }
-    let status = match run(&call.low_level.program, call.args) {
-        Ok(status) => status,
-        Err(error) => {
-            unmark(call, &leases, &lease);
-            return Err(call.cannot_run(&error));
+    let status = run(&call.low_level.program, call.args);
+    if !status.as_ref().is_ok_and(ExitStatus::success) {
+        if let Err(error) = leases.unmark(&lease) {
+            call.warn(&format!("lease {lease} stays marked as ending: {error}"));
         }
-    };
-    if !status.success() {
-        unmark(call, &leases, &lease);
     } else if let Err(error) = leases.end(&lease) {
         call.warn(&format!("lease {lease} is not free yet: {error}"));
     }
-    Ok(exit_like(status))
-}
-
-fn unmark(call: &Call<'_>, leases: &Leases<'_>, lease: &LeaseId) {
-    if let Err(error) = leases.unmark(lease) {
-        call.warn(&format!("lease {lease} stays marked as ending: {error}"));
-    }
+    Ok(exit_like(status.map_err(|error| call.cannot_run(&error))?))
 }
 
 /// Signals that are passed on.

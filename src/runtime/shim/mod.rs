@@ -84,9 +84,10 @@ pub fn main(args: &[OsString]) -> i32 {
     let own_log = runtime.as_ref().ok().and_then(|runtime| runtime.log.as_deref());
     let log = Log::new("sublet-runtime", line.global.log.as_deref(), line.global.log_json, own_log);
     log::trace_to(log.clone(), line.global.debug);
+    let is_start = matches!(line.command, Command::Create(_) | Command::Run(_) | Command::Restore(_));
     let (line, low_level) = match runtime {
         Ok(_) => (line, found),
-        Err(error) if line.command.is_start() => (line, Err(error.into())),
+        Err(error) if is_start => (line, Err(error.into())),
         Err(error) => find_by_record(args, &error, &log),
     };
     let done = low_level.and_then(|low_level| {
@@ -117,14 +118,12 @@ fn find_by_record(
     let names = config::Runtime::default().low_level;
     let found: Vec<LowLevel> =
         names.iter().filter_map(|name| find_low_level(std::slice::from_ref(name)).ok()).collect();
-    let host = Host::current();
+    let host = Host::of(|name| std::env::var_os(name));
     let has_record = |low_level: &&LowLevel| {
         let root = parse(args, low_level.dialect).global.root;
         // In commands that do not concern sublet, the id is not parsed.
-        let mut records = args
-            .iter()
-            .filter_map(|word| record_path(low_level.dialect, root.as_deref(), word.to_str()?, &host));
-        records.any(|record| low_level.dialect.has_record(&record))
+        let record = |word: &OsString| record_path(low_level.dialect, root.as_deref(), word.to_str()?, &host);
+        args.iter().filter_map(record).any(|record| low_level.dialect.has_record(&record))
     };
     let low_level = found.iter().find(has_record).or(found.first()).cloned();
     let dialect = low_level.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect);
@@ -189,7 +188,7 @@ impl<'a> Call<'a> {
 
     fn record(&self, id: &str) -> Option<PathBuf> {
         let (dialect, root) = (self.low_level.dialect, self.line.global.root.as_deref());
-        record_path(dialect, root, id, &Host::current())
+        record_path(dialect, root, id, &Host::of(|name| std::env::var_os(name)))
     }
 
     fn has_share(&self, id: &str, record: &Path) -> anyhow::Result<bool> {
@@ -304,11 +303,6 @@ struct Host {
 }
 
 impl Host {
-    /// Of this process.
-    pub fn current() -> Self {
-        Self::of(|name| std::env::var_os(name))
-    }
-
     /// Of a process of the same user with these variables.
     fn of(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         Self {
@@ -378,30 +372,24 @@ impl Dialect {
         if self == Self::Crun {
             return path.to_owned();
         }
-        let mut clean = std::path::absolute(if path.as_os_str().is_empty() { Path::new(".") } else { path })
-            .unwrap_or_default();
-        if clean.components().any(|part| part == Component::ParentDir) {
-            clean = clean.components().fold(PathBuf::new(), |mut above, part| {
-                if part == Component::ParentDir {
-                    above.pop();
-                } else {
-                    above.push(part);
-                }
-                above
-            });
-        }
-        clean
+        let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+        let absolute = std::path::absolute(path).unwrap_or_default();
+        absolute.components().fold(PathBuf::new(), |mut above, part| {
+            if part == Component::ParentDir {
+                above.pop();
+            } else {
+                above.push(part);
+            }
+            above
+        })
     }
 }
 
 /// `path` without links, so that two names of a directory become one. The runtime creates missing components as they
 /// are written.
 fn resolve_existing(path: &Path) -> PathBuf {
-    let found = path.ancestors().find_map(|above| Some((real_directory(above).ok()?, above)));
-    found.map_or_else(
-        || path.to_owned(),
-        |(real, above)| path.strip_prefix(above).map_or_else(|_| path.to_owned(), |below| real.join(below)),
-    )
+    let real = |above: &Path| Some(real_directory(above).ok()?.join(path.strip_prefix(above).ok()?));
+    path.ancestors().find_map(real).unwrap_or_else(|| path.to_owned())
 }
 
 #[cfg(test)]

@@ -132,7 +132,7 @@ pub fn fork_worker(rights: Rights, commands: Commands) -> io::Result<Side> {
             drop(outside);
             forget_own_pid();
             let _ = ENGINE.set(engine);
-            command_requests::set_outside(inside);
+            let _ = command_requests::OUTSIDE.set(inside);
             if !confine(rights, parent) {
                 std::process::exit(1);
             }
