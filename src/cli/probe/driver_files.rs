@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use sublet_core::config::Driver;
 use sublet_core::fs::examine;
 use sublet_core::inventory::cache::is_driver_version;
-use sublet_core::inventory::driver_root_links::resolve;
+use sublet_core::inventory::programs::resolve;
 use sublet_core::inventory::{DriverFile, FileKind, programs};
 use sublet_core::share::Capability::{self, Compute, Graphics, Utility, Video};
 

@@ -36,7 +36,7 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 use crate::config::Config;
 use crate::inventory::{Inventory, InventoryError};
 use crate::ledger::{Container, LeaseId};
-use crate::process::{Named, Process, sublet};
+use crate::process::{Process, Stat, sublet};
 use crate::{inventory, ledger};
 use take_lease::SHORTEST_PAUSE;
 
@@ -183,8 +183,8 @@ impl Engine {
     ///
     /// If the kernel (`pidfd_getfd(2)`, Linux 5.6) or missing rights prevent the check, the engine counts as running.
     pub fn of(caller: i32) -> Option<Self> {
-        let caller = Named::find(caller)?;
-        let pipe = sync_pipe(&caller).or_else(|| sync_pipe(&Named::find(caller.parent)?));
+        let caller = Stat::of(caller).ok()??;
+        let pipe = sync_pipe(&caller).or_else(|| sync_pipe(&Stat::of(caller.parent).ok()??));
         Some(Self { caller: caller.process, pipe, waited: Cell::new(false) })
     }
 
@@ -202,7 +202,7 @@ impl Engine {
 }
 
 /// The end of the sync pipe that a process has, if it is conmon.
-fn sync_pipe(process: &Named) -> Option<OwnedFd> {
+fn sync_pipe(process: &Stat) -> Option<OwnedFd> {
     let pid = process.process.pid;
     if process.name != "conmon" {
         return None;
@@ -259,7 +259,7 @@ mod engine_tests {
         ] {
             let mut monitor = conmon(dir.path(), monitors);
             let pid = i32::try_from(monitor.id()).unwrap();
-            assert!(eventually(|| sync_pipe(&Named::find(pid).unwrap()).is_some()));
+            assert!(eventually(|| sync_pipe(&Stat::of(pid).unwrap().unwrap()).is_some()));
             let engine = Engine::of(pid).unwrap();
             assert!(!engine.is_gone());
             drop(engines);

@@ -8,7 +8,7 @@ use crate::inventory::{self, Device};
 use crate::ledger::{
     DaemonKey, DaemonState, DefaultLimits, Lease, Ledger, MpsDaemon, Scan, Store, read_up_to,
 };
-use crate::process::{Process, epoch_seconds, live_proc_dir_of, sockets};
+use crate::process::{Condition, Process, epoch_seconds, live_proc_dir_of, sockets};
 use crate::text::safe;
 
 /// Whether the recorded process of `daemon` still runs.
@@ -75,7 +75,7 @@ pub(super) fn silent(
     process: Option<Process>,
     ledger: Option<&Ledger>,
 ) -> MpsError {
-    let waits = process.filter(|daemon| !daemon.is_stopped()).zip(ledger);
+    let waits = process.filter(|daemon| daemon.condition() != Condition::Stopped).zip(ledger);
     let kept_by = waits.map(|(daemon, ledger)| find_connected(daemon, key, ledger)).unwrap_or_default();
     MpsError::Silent { device, key: key.to_string(), pid: process.map_or(0, |daemon| daemon.pid), kept_by }
 }
