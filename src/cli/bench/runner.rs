@@ -1,23 +1,26 @@
-//! Goes through the grid, cell by cell, and keeps the result on disk after each.
+//! Goes through the grid, cell by cell, and keeps the result on disk after each. The file is looked at before anything
+//! starts, and gone on with.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
+use rustix::fs::{Access, access};
 
-use super::by_hand::ByHand;
-use super::containers::Workload;
-use super::measure::{Interrupted, Source, Times, measure};
-use super::meter::Meter;
+use super::containers::{ByHand, Workload};
+use super::measure::{Interrupted, Meter, Times, measure};
 use super::plan::{self, Gpu};
-use super::result::{BenchResult, Cell, Measured};
+use super::result::{BenchResult, Cell, Measured, Settings};
+use super::samples::Source;
+use crate::own_root;
 use sublet_core::config::Config;
 use sublet_core::fs::atomic;
 use sublet_core::inventory::Inventory;
+use sublet_core::text::safe;
 
 /// Everything that stays the same from cell to cell.
 pub struct Runner<'a> {
-    pub workload: &'a dyn Fn(&Cell) -> Workload,
+    pub workload: Workload,
     pub source: Source,
     pub times: Times,
     pub repeat: u32,
@@ -26,8 +29,6 @@ pub struct Runner<'a> {
     /// Why a cell cannot be measured, where that depends on the driver and the accounts as they are now.
     pub lacking: &'a dyn Fn(&Cell) -> Option<String>,
     pub meter: Meter,
-    /// For bundles and pipes.
-    pub dir: PathBuf,
     pub inventory: &'a Inventory,
     pub config: &'a Config,
     pub stop: &'a dyn Fn() -> bool,
@@ -53,7 +54,7 @@ impl Runner<'_> {
         };
         let missing: Vec<&Cell> = grid.iter().filter(|planned| !has(planned)).collect();
         let possible = missing.iter().filter(|planned| self.obstacle(planned).is_none()).count();
-        let mut progress = Progress::new([missing.len(), possible], self.repeat.max(1), tell);
+        let mut progress = Progress::new([missing.len(), possible], self.repeat, tell);
         for turns in missing.chunk_by(|one, other| other.by_hand && one.is_like(other)) {
             for (planned, found) in turns.iter().zip(self.in_turns(turns, &mut progress)?) {
                 let cell = cell_of(planned, found);
@@ -80,7 +81,7 @@ impl Runner<'_> {
         let refusal = |cell: &&Cell| self.obstacle(cell).or_else(|| (self.lacking)(cell)).map_or(Ok(()), Err);
         let mut all: Vec<Result<Vec<Measured>, String>> =
             cells.iter().map(|cell| refusal(cell).map(|()| Vec::new())).collect();
-        for _ in 0..self.repeat.max(1) {
+        for _ in 0..self.repeat {
             for (cell, found) in cells.iter().zip(&mut all) {
                 let Ok(measured) = found else {
                     progress.tell(cell, "");
@@ -98,8 +99,11 @@ impl Runner<'_> {
     }
 
     fn once(&self, planned: &Cell) -> anyhow::Result<Measured> {
-        let workload = (self.workload)(planned);
-        let by_hand = || ByHand::new(planned, &self.uuid, &self.dir, self.inventory, self.config);
+        let mut workload = self.workload.clone();
+        if let Source::BuiltIn = self.source {
+            workload.command = [own_root::PROGRAM, "load", &planned.load].map(str::to_owned).to_vec();
+        }
+        let by_hand = || ByHand::new(planned, &self.uuid, &workload.dir, self.inventory, self.config);
         let by_hand = planned.by_hand.then(by_hand).transpose()?;
         let annotations = planned.annotations(&self.uuid);
         let start = |number: u32| match &by_hand {
@@ -190,6 +194,52 @@ fn write(result: &BenchResult, output: &Path) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(result)? + "\n";
     atomic::replace(output, text.as_bytes(), 0o644)
         .with_context(|| format!("cannot write {}; what it had before is still there", output.display()))
+}
+
+/// What the file has already, to be gone on with; `None`: there is no such file.
+///
+/// # Errors
+/// It cannot be written, is no result, or is there although nobody said `resume`.
+pub fn before(file: &Path, resume: bool) -> anyhow::Result<Option<BenchResult>> {
+    let name = safe(&file.to_string_lossy());
+    let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if file.is_dir() {
+        bail!("--output {name}: it is a directory: name a file in it");
+    }
+    let shown = safe(&dir.to_string_lossy());
+    if !dir.is_dir() {
+        bail!("--output {name}: {shown} is no directory: create it, or name another one");
+    }
+    if let Err(error) = access(dir, Access::WRITE_OK | Access::EXEC_OK) {
+        bail!("--output {name}: nothing can be written into {shown}: {error}; name another directory");
+    }
+    if !file.exists() {
+        return Ok(None);
+    }
+    if !resume {
+        bail!("{name} exists: --resume goes on with it, --output names another file");
+    }
+    Ok(Some(BenchResult::read(file)?))
+}
+
+/// `new`, with what was measured `before`.
+///
+/// # Errors
+/// That was measured on another GPU, by another driver or engine, or in another way.
+pub fn go_on(before: BenchResult, new: BenchResult, file: &Path) -> anyhow::Result<BenchResult> {
+    let bare = |settings: &Settings| Settings { sm_overcommit: 1.0, time_slice_max: 0, ..settings.clone() };
+    let same = [
+        ("GPU", before.machine.uuid == new.machine.uuid),
+        ("driver", before.machine.driver == new.machine.driver),
+        ("engine", before.machine.engine == new.machine.engine),
+        ("command or time", bare(&before.settings) == bare(&new.settings)),
+    ];
+    if let Some((what, _)) = same.iter().find(|(_, same)| !same) {
+        let name = safe(&file.to_string_lossy());
+        bail!("{name} was measured with another {what}: it cannot be gone on with");
+    }
+    let in_use_by_others = before.in_use_by_others || new.in_use_by_others;
+    Ok(BenchResult { in_use_by_others, settings: new.settings, ..before })
 }
 
 #[cfg(test)]

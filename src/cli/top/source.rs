@@ -1,7 +1,8 @@
-//! What `sublet top` shows, read again and again. NVML stays open between two looks. The ledger and the inventory are
-//! parsed again when their files are replaced, the containers' names when the ledger is, or after a while.
+//! What `sublet top` shows, read again and again, and the last minutes of it. NVML stays open between two looks. The
+//! ledger and the inventory are parsed again when their files are replaced, the containers' names when the ledger is, or
+//! after a while.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -10,12 +11,14 @@ use crate::cached_files::Kept;
 use crate::mps_daemons;
 use crate::names::Names;
 use crate::probe;
-use crate::status::{Sources, Status};
-use crate::usage::{Meter, ProcessUse, Usage};
+use crate::shown::device::Device;
+use crate::shown::lease::memory_used;
+use crate::status::{LeaseOnDevice, Sources, Status};
+use crate::usage::{Meter, Usage};
 use sublet_core::admit::{Local, confirmed_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{Lease, Ledger, Store};
+use sublet_core::ledger::{Ledger, Store};
 
 /// How often leases of ended containers are freed, as other commands do before they show leases.
 const SETTLE: Duration = Duration::from_secs(10);
@@ -31,8 +34,6 @@ const STEP: Duration = Duration::from_millis(500);
 pub struct Look {
     pub status: Status,
     pub at: Instant,
-    /// The processes of each lease, by its id and the device.
-    pub processes: BTreeMap<(String, String), Vec<ProcessUse>>,
 }
 
 /// A look, or why there is none.
@@ -65,10 +66,8 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> 
                 if !source.watch_by(&mut Meter::new(&nvml), interval, tell) {
                     return;
                 }
-                was_lost = true;
             }
             Err(error) => {
-                was_lost = true;
                 let told = source.look(&mut |_, _| Usage::failed(error.clone()));
                 if !tell(told) {
                     return;
@@ -76,6 +75,7 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> 
                 sleep(interval.saturating_sub(began.elapsed()).max(interval / 4));
             }
         }
+        was_lost = true;
     }
 }
 
@@ -83,15 +83,9 @@ struct Source<'a> {
     config: &'a Config,
     ledger: Kept<Ledger>,
     inventory: Kept<Inventory>,
-    names: Option<Known>,
+    /// The names of the containers in one ledger, and when they were learnt.
+    names: Option<(Rc<Ledger>, Names, Instant)>,
     settled: Instant,
-}
-
-/// The names of the containers in one ledger.
-struct Known {
-    ledger: Rc<Ledger>,
-    names: Names,
-    at: Instant,
 }
 
 impl Source<'_> {
@@ -146,18 +140,12 @@ impl Source<'_> {
         let inventory =
             self.inventory.get(&file, || inventory::last(config)).map_err(|error| error.to_string())?;
         let usage = ask(&ledger, &inventory);
-        let is_known = |known: &Known| Rc::ptr_eq(&known.ledger, &ledger) && known.at.elapsed() < RENAMED;
-        let known = self.names.take().filter(is_known).unwrap_or_else(|| Known {
-            ledger: Rc::clone(&ledger),
-            names: Names::learn(&ledger, config),
-            at: Instant::now(),
-        });
+        self.names.take_if(|(of, _, at)| !Rc::ptr_eq(of, &ledger) || at.elapsed() >= RENAMED);
+        let learn = || (Rc::clone(&ledger), Names::learn(&ledger, config), Instant::now());
+        let (_, names, _) = self.names.get_or_insert_with(learn);
         let mps = mps_daemons::list_unasked(&ledger, config);
-        let sources =
-            Sources { inventory: &inventory, ledger: &ledger, names: &known.names, usage: &usage, config };
-        let status = Status::of(&sources, mps);
-        self.names = Some(known);
-        Ok(Look { status, at: Instant::now(), processes: processes(&usage, &ledger) })
+        let sources = Sources { inventory: &inventory, ledger: &ledger, names, usage: &usage, config };
+        Ok(Look { status: Status::of(&sources, mps), at: Instant::now() })
     }
 }
 
@@ -167,12 +155,123 @@ fn is_blind(look: &Look) -> bool {
     !look.status.devices.is_empty() && gpus.all(|gpu| gpu.unknown.is_some())
 }
 
-fn processes(usage: &Usage, ledger: &Ledger) -> BTreeMap<(String, String), Vec<ProcessUse>> {
-    let leases =
-        ledger.leases.iter().flat_map(|lease| lease.devices.iter().map(move |device| (lease, device)));
-    let of_lease = |(lease, device): (&Lease, &String)| {
-        let own: Vec<ProcessUse> = usage.devices.get(device)?.of_lease(lease).cloned().collect();
-        Some(((lease.id.to_string(), device.clone()), own))
-    };
-    leases.filter_map(of_lease).collect()
+// Sparklines. Times are of the monotonic clock: a clock that is set back changes nothing here.
+
+/// The time that one character of a sparkline stands for.
+const CELL: Duration = Duration::from_secs(5);
+
+/// How many of them are kept: ten minutes.
+const KEPT: usize = 120;
+
+/// Marks from least to most, and one for a time of which nothing is known.
+const MARKS: [([char; 8], char); 2] =
+    [(['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'], '·'), (['_', '.', ':', '-', '=', '+', '*', '#'], ' ')];
+
+/// What a sparkline shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trace {
+    /// What is computed.
+    Load,
+    /// Memory in use.
+    Memory,
+}
+
+/// Mean values, each a part of 1, of one device or container, by [`Trace`].
+#[derive(Debug, Default)]
+struct Past {
+    cells: VecDeque<[Option<f32>; 2]>,
+    sums: [(f32, u16); 2],
+}
+
+/// By a device's UUID and by [`lease_key`].
+#[derive(Debug, Default)]
+pub struct History {
+    began: Option<Instant>,
+    /// Cells that are over.
+    over: u64,
+    past: BTreeMap<String, Past>,
+}
+
+/// The key of a container on a device.
+pub fn lease_key(lease: &LeaseOnDevice) -> String {
+    format!("{} {}", lease.id, lease.device)
+}
+
+impl History {
+    /// Adds `look`. Devices and containers that are gone are forgotten.
+    pub fn note(&mut self, look: &Look) {
+        let began = *self.began.get_or_insert(look.at);
+        let now = u64::try_from(look.at.duration_since(began).as_millis() / CELL.as_millis()).unwrap_or(0);
+        for _ in self.over..now.min(self.over + KEPT as u64) {
+            self.past.values_mut().for_each(Past::turn);
+        }
+        self.over = now;
+        let mut before = std::mem::take(&mut self.past);
+        let mut note = |key: String, values: [Option<f64>; 2]| {
+            let mut past = before.remove(&key).unwrap_or_default();
+            past.add(values);
+            self.past.insert(key, past);
+        };
+        for device in Device::all(&look.status.devices) {
+            let load = device.load().map(|percent| percent / 100.0);
+            note(device.uuid.to_owned(), [load, device.memory_used()]);
+        }
+        for lease in &look.status.leases {
+            let load = lease.used.sm_percent.map(|percent| f64::from(percent) / 100.0);
+            note(lease_key(lease), [load, memory_used(lease, &look.status)]);
+        }
+    }
+
+    /// The latest `width` cells of `key`, the newest at the end.
+    pub fn sparkline(&self, key: &str, trace: Trace, width: usize, utf8: bool) -> String {
+        let (marks, unknown) = MARKS[usize::from(!utf8)];
+        let Some(past) = self.past.get(key) else { return String::new() };
+        let mark = |part: Option<f32>| part.map_or(unknown, |part| marks[level(part)]);
+        let cells: Vec<char> = past.cells(trace).map(mark).collect();
+        cells[cells.len().saturating_sub(width)..].iter().collect()
+    }
+
+    /// The latest `most` values of `key` in percent, the newest at the end.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 100")]
+    pub fn past(&self, key: &str, trace: Trace, most: usize) -> Vec<Option<u8>> {
+        let Some(past) = self.past.get(key) else { return Vec::new() };
+        let skipped = (past.cells.len() + 1).saturating_sub(most);
+        let percent = |part: f32| (part.clamp(0.0, 1.0) * 100.0).round() as u8;
+        past.cells(trace).skip(skipped).map(|part| part.map(percent)).collect()
+    }
+}
+
+impl Past {
+    fn cells(&self, trace: Trace) -> impl Iterator<Item = Option<f32>> {
+        self.cells.iter().map(move |cell| cell[trace as usize]).chain([self.now(trace)])
+    }
+
+    fn add(&mut self, values: [Option<f64>; 2]) {
+        for (sum, value) in self.sums.iter_mut().zip(values) {
+            if let Some(value) = value.filter(|value| value.is_finite()) {
+                #[expect(clippy::cast_possible_truncation, reason = "for a mark out of eight")]
+                let value = value.clamp(0.0, 1.0) as f32;
+                *sum = (sum.0 + value, sum.1.saturating_add(1));
+            }
+        }
+    }
+
+    fn now(&self, trace: Trace) -> Option<f32> {
+        let (sum, count) = self.sums[trace as usize];
+        (count > 0).then(|| sum / f32::from(count))
+    }
+
+    /// A cell is over.
+    fn turn(&mut self) {
+        self.cells.push_back([self.now(Trace::Load), self.now(Trace::Memory)]);
+        if self.cells.len() >= KEPT {
+            self.cells.pop_front();
+        }
+        self.sums = Default::default();
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 7")]
+fn level(part: f32) -> usize {
+    ((part.clamp(0.0, 1.0) * 8.0) as usize).min(7)
 }
