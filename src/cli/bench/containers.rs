@@ -75,13 +75,11 @@ impl Workload {
     pub fn start(&self, number: u32, annotations: &BTreeMap<String, String>) -> anyhow::Result<Running> {
         let name = format!("{PREFIX}{}-{number}", std::process::id());
         let mut command = match &self.engine {
-            Engine::Program(program) => self.engines(program, &name, annotations, number),
+            Engine::Program(_) => self.engines(&name, annotations, number),
             Engine::Runtime(program) => {
                 let bundle = self.dir.join(&name);
                 fs::create_dir_all(&bundle).with_context(|| format!("cannot make {}", bundle.display()))?;
-                let words = self.own(&self.command, number);
-                let spec = spec(&self.image, annotations, &words, !self.ports.is_empty());
-                fs::write(bundle.join("config.json"), spec.to_string())?;
+                fs::write(bundle.join("config.json"), self.spec(annotations, number).to_string())?;
                 let mut command = Command::new(program);
                 command.args(["run", "--bundle"]).arg(bundle).arg(&name);
                 command
@@ -107,17 +105,11 @@ impl Workload {
         words.iter().map(|word| word.replace("{n}", &number.to_string()).replace("{port}", &port)).collect()
     }
 
-    fn engines(
-        &self,
-        program: &str,
-        name: &str,
-        annotations: &BTreeMap<String, String>,
-        number: u32,
-    ) -> Command {
-        let options = self.own(&self.options, number);
+    fn engines(&self, name: &str, annotations: &BTreeMap<String, String>, number: u32) -> Command {
+        let (program, options) = (self.engine.program(), self.own(&self.options, number));
         let mut command = Command::new(program);
         command.args(["run", "--rm", "--name", name]);
-        if program == "docker" {
+        if program == Path::new("docker") {
             command.arg("--runtime=sublet");
         }
         if !options.iter().any(|option| option.starts_with("--net")) {
@@ -128,6 +120,38 @@ impl Workload {
         }
         command.args(options).arg(&self.image).args(self.own(&self.command, number));
         command
+    }
+
+    /// The bundle's config.json: namespaces of its own, no capabilities, an environment with nothing but PATH and HOME. A
+    /// server has the network of the host, where it can be asked.
+    fn spec(&self, annotations: &BTreeMap<String, String>, number: u32) -> serde_json::Value {
+        let kinds = ["pid", "mount", "ipc", "uts", "network"];
+        let kinds = &kinds[..if self.ports.is_empty() { 5 } else { 4 }];
+        let namespaces: Vec<_> = kinds.iter().map(|kind| json!({"type": kind})).collect();
+        let mount = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
+        json!({
+            "ociVersion": "1.0.2",
+            "process": {
+                "terminal": false,
+                "user": {"uid": 0, "gid": 0},
+                "args": self.own(&self.command, number),
+                "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/tmp"],
+                "cwd": "/",
+                "noNewPrivileges": true,
+            },
+            "root": {"path": self.image, "readonly": false},
+            "hostname": "sublet-bench",
+            "annotations": annotations,
+            "mounts": [
+                mount("/proc", "proc", &[]),
+                mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+                mount("/dev/pts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"]),
+                mount("/dev/shm", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
+                mount("/sys", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
+                mount("/tmp", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
+            ],
+            "linux": {"namespaces": namespaces},
+        })
     }
 }
 
@@ -201,43 +225,6 @@ fn is_left(name: &str) -> bool {
     let pid = name.strip_prefix(PREFIX).and_then(|rest| rest.split('-').next());
     pid.and_then(|pid| pid.parse::<u32>().ok())
         .is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists())
-}
-
-/// The bundle's config.json: namespaces of its own, no capabilities, an environment with nothing but PATH and HOME. A
-/// server has the network of the host, where it can be asked.
-fn spec(
-    root: &str,
-    annotations: &BTreeMap<String, String>,
-    words: &[String],
-    is_server: bool,
-) -> serde_json::Value {
-    let kinds = ["pid", "mount", "ipc", "uts", "network"];
-    let namespaces: Vec<_> =
-        kinds[..if is_server { 4 } else { 5 }].iter().map(|kind| json!({"type": kind})).collect();
-    let mount = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
-    json!({
-        "ociVersion": "1.0.2",
-        "process": {
-            "terminal": false,
-            "user": {"uid": 0, "gid": 0},
-            "args": words,
-            "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/tmp"],
-            "cwd": "/",
-            "noNewPrivileges": true,
-        },
-        "root": {"path": root, "readonly": false},
-        "hostname": "sublet-bench",
-        "annotations": annotations,
-        "mounts": [
-            mount("/proc", "proc", &[]),
-            mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-            mount("/dev/pts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"]),
-            mount("/dev/shm", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
-            mount("/sys", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
-            mount("/tmp", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
-        ],
-        "linux": {"namespaces": namespaces},
-    })
 }
 
 // The base line: the same programs as plain processes, with MPS daemons of their own and the limits set by hand, as one does
@@ -399,7 +386,7 @@ mod tests {
         let told = |program: &'static str, options: &str, number| {
             let workload =
                 Workload { options: vec![options.to_owned()], ..workload(Engine::Program(program)) };
-            words(&workload.engines(program, "x", &annotations, number))
+            words(&workload.engines("x", &annotations, number))
         };
         assert_eq!(
             told("docker", "--volume=/a:/a", 1),

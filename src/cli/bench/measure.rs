@@ -115,18 +115,13 @@ impl Tenant {
 
     /// Notes whether it has ended.
     fn look(&mut self) {
-        if self.lost.is_some() {
-            return;
+        let ended = if self.lost.is_some() { None } else { self.running.ended() };
+        let Some(how) = ended else { return };
+        let deadline = Instant::now() + LAST_WORDS;
+        while self.errors.as_ref().is_some_and(|errors| !errors.is_finished()) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
         }
-        if let Some(how) = self.running.ended() {
-            let deadline = Instant::now() + LAST_WORDS;
-            while self.errors.as_ref().is_some_and(|errors| !errors.is_finished())
-                && Instant::now() < deadline
-            {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            self.lost = Some(with_words(format!("it ended ({how})"), &self.heard));
-        }
+        self.lost = Some(with_words(format!("it ended ({how})"), &self.heard));
     }
 }
 

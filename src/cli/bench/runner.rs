@@ -32,6 +32,7 @@ pub struct Runner<'a> {
     pub inventory: &'a Inventory,
     pub config: &'a Config,
     pub stop: &'a dyn Fn() -> bool,
+    pub tell: &'a dyn Fn(&str),
 }
 
 impl Runner<'_> {
@@ -40,13 +41,7 @@ impl Runner<'_> {
     ///
     /// # Errors
     /// A signal, or the file cannot be written. What was measured before is in the file.
-    pub fn run(
-        &self,
-        grid: &[Cell],
-        result: &mut BenchResult,
-        output: &Path,
-        tell: &dyn Fn(&str),
-    ) -> anyhow::Result<()> {
+    pub fn run(&self, grid: &[Cell], result: &mut BenchResult, output: &Path) -> anyhow::Result<()> {
         // One that failed is tried again.
         let has = |cell: &Cell| {
             let known = result.cell(&cell.load, &cell.mode, cell.n, cell.by_hand);
@@ -54,11 +49,11 @@ impl Runner<'_> {
         };
         let missing: Vec<&Cell> = grid.iter().filter(|planned| !has(planned)).collect();
         let possible = missing.iter().filter(|planned| self.obstacle(planned).is_none()).count();
-        let mut progress = Progress::new([missing.len(), possible], self.repeat, tell);
+        let mut progress = Progress::new([missing.len(), possible], self.repeat, self.tell);
         for turns in missing.chunk_by(|one, other| other.by_hand && one.is_like(other)) {
             for (planned, found) in turns.iter().zip(self.in_turns(turns, &mut progress)?) {
                 let cell = cell_of(planned, found);
-                tell(&format!("    {}", outcome(&cell)));
+                (self.tell)(&format!("    {}", outcome(&cell)));
                 result.cells.retain(|old| !old.is_like(planned) || old.by_hand != planned.by_hand);
                 result.cells.push(cell);
                 write(result, output)?;
@@ -73,11 +68,7 @@ impl Runner<'_> {
     }
 
     /// Measures each of these cells as often as it was asked for, in turns. One that fails is not tried again.
-    fn in_turns(
-        &self,
-        cells: &[&Cell],
-        progress: &mut Progress<'_>,
-    ) -> anyhow::Result<Vec<Result<Measured, String>>> {
+    fn in_turns(&self, cells: &[&Cell], progress: &mut Progress<'_>) -> anyhow::Result<Vec<Found>> {
         let refusal = |cell: &&Cell| self.obstacle(cell).or_else(|| (self.lacking)(cell)).map_or(Ok(()), Err);
         let mut all: Vec<Result<Vec<Measured>, String>> =
             cells.iter().map(|cell| refusal(cell).map(|()| Vec::new())).collect();
@@ -113,6 +104,9 @@ impl Runner<'_> {
         measure(planned.n, &start, &self.source, self.times, &self.meter, self.stop)
     }
 }
+
+/// What a cell came to, or why there is nothing.
+type Found = Result<Measured, String>;
 
 /// The measurement with the middle mean, or no figures if there is none.
 fn middle(mut all: Vec<Measured>) -> Measured {
@@ -154,7 +148,7 @@ impl<'a> Progress<'a> {
     }
 }
 
-fn cell_of(planned: &Cell, found: Result<Measured, String>) -> Cell {
+fn cell_of(planned: &Cell, found: Found) -> Cell {
     let lost = |measured: &Measured| {
         let errors: Vec<&str> = measured.containers.iter().filter_map(|one| one.error.as_deref()).collect();
         let (first, lost) = (errors.first()?, errors.len());

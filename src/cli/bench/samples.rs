@@ -34,6 +34,7 @@ pub const FIRST_NUMBER: &str = r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?";
 
 impl Source {
     /// The iteration of a line that came at `now`; `None`: it has none.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "not negative; capped")]
     pub fn sample(&self, line: &str, now: u64) -> Option<Sample> {
         match self {
             Self::BuiltIn => {
@@ -44,11 +45,6 @@ impl Source {
                 let found = pattern.captures(line)?;
                 let number = found.get(1).or_else(|| found.get(0))?.as_str();
                 let took = number.parse::<f64>().ok().filter(|took| took.is_finite() && *took >= 0.0)? * unit;
-                #[expect(
-                    clippy::cast_possible_truncation,
-                    clippy::cast_sign_loss,
-                    reason = "not negative; capped"
-                )]
                 Some(Sample { end: now, took: took.min(1e18) as u64 })
             }
             Self::Http(_) => None,

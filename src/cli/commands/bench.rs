@@ -169,10 +169,8 @@ fn duration(text: &str) -> Result<Duration, String> {
 /// There is no GPU, it is in use, the engine does not work, the file is there already or cannot be written, or a signal.
 fn measure(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let pattern = Regex::new(&arguments.parse).map_err(|error| anyhow::anyhow!("--parse: {error}"))?;
-    if arguments.image.is_some()
-        && arguments.command.is_empty()
-        && arguments.engine == Some(EngineName::Runtime)
-    {
+    let its_own = (&arguments.image, &arguments.command[..], arguments.engine);
+    if let (Some(_), [], Some(EngineName::Runtime)) = its_own {
         bail!("a root file system has no command of its own: write it behind `--`");
     }
     // Before anything is created, so that a signal still lets everything be removed.
@@ -228,14 +226,11 @@ fn measure(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         None => Source::BuiltIn,
     };
     let mig_devices = inventory.mig_devices_of(&gpu.uuid);
+    let Arguments { start_limit, warm_up, time: window, .. } = *arguments;
     let runner = Runner {
         workload,
         source,
-        times: Times {
-            start_limit: arguments.start_limit,
-            warm_up: arguments.warm_up,
-            window: arguments.time,
-        },
+        times: Times { start_limit, warm_up, window },
         repeat: arguments.repeat,
         uuid: gpu.uuid.clone(),
         gpu: Gpu {
@@ -248,9 +243,9 @@ fn measure(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         inventory: &inventory,
         config,
         stop: &stop,
+        tell: &|line| eprintln!("{}", tables::wrapped(line, tables::width_of(std::io::stderr()))),
     };
-    let tell = |line: &str| eprintln!("{}", tables::wrapped(line, tables::width_of(std::io::stderr())));
-    runner.run(&grid, &mut result, &arguments.output, &tell)?;
+    runner.run(&grid, &mut result, &arguments.output)?;
     let width = tables::terminal_width();
     println!("{}", bench_show::shown(&result, &result.loads(), false, width));
     let file = safe(&arguments.output.to_string_lossy());

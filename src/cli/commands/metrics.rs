@@ -103,7 +103,7 @@ fn listen_http(config: &Config, listen: &Listen, arguments: &Arguments) -> anyho
         if request.path != "/metrics" {
             return Response::error("404 Not Found: the metrics are at /metrics");
         }
-        let wants_open = request.header("accept").is_some_and(|types| types.contains(OPEN_METRICS));
+        let wants_open = request.named("accept").next().is_some_and(|types| types.contains(OPEN_METRICS));
         let (format, content_type) = TYPES[usize::from(!wants_open)];
         let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.as_ref().is_none_or(|(taken, _)| taken.elapsed() >= FRESH) {

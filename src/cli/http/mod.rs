@@ -94,10 +94,10 @@ pub struct Request {
 }
 
 impl Request {
-    /// The first header of this name, whose case does not matter.
-    pub fn header(&self, name: &str) -> Option<&str> {
-        let mut headers = self.headers.iter();
-        headers.find(|(each, _)| each.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
+    /// The headers of this name, whose case does not matter.
+    pub fn named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
+        let headers = self.headers.iter().filter(move |(each, _)| each.eq_ignore_ascii_case(name));
+        headers.map(|(_, value)| value.as_str())
     }
 }
 
@@ -140,11 +140,7 @@ impl Response {
             add(CONTENT_SECURITY_POLICY, POLICY);
         }
         head.push_str("\r\n");
-        let mut bytes = head.into_bytes();
-        if with_body {
-            bytes.extend(&self.body);
-        }
-        bytes
+        [head.as_bytes(), if with_body { &self.body } else { &[] }].concat()
     }
 }
 
@@ -246,11 +242,7 @@ impl Server {
     /// The answer to a request that is refused.
     fn check(&self, request: &Request, local: Option<IpAddr>) -> Result<(), Response> {
         let refuse = |line| Err(Response::error(line));
-        let named = |wanted: &'static str| {
-            let headers = request.headers.iter().filter(move |(name, _)| name.eq_ignore_ascii_case(wanted));
-            headers.map(|(_, value)| value.as_str())
-        };
-        let [host] = named("host").collect::<Vec<_>>()[..] else {
+        let [host] = request.named("host").collect::<Vec<_>>()[..] else {
             return refuse("400 Bad Request: a request names one Host");
         };
         if local.is_some_and(|local| !self.is_called(host, local)) {
@@ -262,8 +254,8 @@ impl Server {
             refused.headers.push(("Allow", "GET, HEAD".to_owned()));
             return Err(refused);
         }
-        if named("transfer-encoding").next().is_some() || named("content-length").any(|length| length != "0")
-        {
+        let has_length = request.named("content-length").any(|length| length != "0");
+        if has_length || request.named("transfer-encoding").next().is_some() {
             return refuse("413 Content Too Large: a request has no body");
         }
         if !request.path.starts_with('/') {

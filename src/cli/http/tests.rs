@@ -13,7 +13,7 @@ const LONG: usize = 32 << 20;
 fn answer(request: &Request) -> Response {
     match request.path.as_str() {
         "/" => {
-            let text = format!("{:?}", request.header("ACCEPT"));
+            let text = format!("{:?}", request.named("ACCEPT").next());
             Response::ok("text/plain", text.into_bytes())
         }
         "/long" => Response::ok("text/plain", vec![b'x'; LONG]),

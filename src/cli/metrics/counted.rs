@@ -140,8 +140,8 @@ impl Totals {
         };
         let kinds: Vec<&str> = Kind::ALL.iter().map(Into::into).collect();
         counter("sublet_events", "What happened since boot, by kind.", &self.events, "kind", &kinds);
-        let help = "Containers that were refused, by reason.";
-        counter("sublet_refusals", help, &self.refusals, "reason", &WORDS_FOR_REFUSALS);
+        let refused = "Containers that were refused, by reason.";
+        counter("sublet_refusals", refused, &self.refusals, "reason", &WORDS_FOR_REFUSALS);
         let restarts = self.events.get(<&str>::from(Kind::MpsRestarted)).copied().unwrap_or_default();
         let family = ("sublet_mps_restarts", "MPS daemons that were restarted under running containers.");
         families.add(Type::Counter, family, &[], Some(float(restarts)));

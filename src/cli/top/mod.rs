@@ -69,15 +69,10 @@ fn text_of(buffer: &Buffer) -> String {
     let width = usize::from(buffer.area.width.max(1));
     let line = |cells: &[ratatui::buffer::Cell]| {
         // The cell after a character of two columns is part of it.
-        let mut skip = 0;
-        let mut line = String::new();
-        for cell in cells {
-            if skip == 0 {
-                line.push_str(cell.symbol());
-                skip = ratatui::text::Span::raw(cell.symbol()).width().saturating_sub(1);
-            } else {
-                skip -= 1;
-            }
+        let (mut at, mut line) = (0, String::new());
+        while let Some(cell) = cells.get(at) {
+            line.push_str(cell.symbol());
+            at += ratatui::text::Span::raw(cell.symbol()).width().max(1);
         }
         line.trim_end().to_owned() + "\n"
     };

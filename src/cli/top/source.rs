@@ -43,6 +43,8 @@ pub type Told = Result<Look, String>;
 pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> bool) {
     let mut source = Source {
         config,
+        interval,
+        tell,
         ledger: Kept::default(),
         inventory: Kept::default(),
         names: None,
@@ -63,13 +65,13 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> 
                     // says of it.
                     drop(confirmed_inventory(config));
                 }
-                if !source.watch_by(&mut Meter::new(&nvml), interval, tell) {
+                if !source.watch_by(Meter::new(&nvml)) {
                     return;
                 }
             }
             Err(error) => {
                 let told = source.look(&mut |_, _| Usage::failed(error.clone()));
-                if !tell(told) {
+                if !(source.tell)(told) {
                     return;
                 }
                 sleep(interval.saturating_sub(began.elapsed()).max(interval / 4));
@@ -81,6 +83,8 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> 
 
 struct Source<'a> {
     config: &'a Config,
+    interval: Duration,
+    tell: &'a mut dyn FnMut(Told) -> bool,
     ledger: Kept<Ledger>,
     inventory: Kept<Inventory>,
     /// The names of the containers in one ledger, and when they were learnt.
@@ -90,20 +94,15 @@ struct Source<'a> {
 
 impl Source<'_> {
     /// Looks until the driver is lost, a layout is changed, or nobody listens: then false.
-    fn watch_by(
-        &mut self,
-        meter: &mut Meter<'_>,
-        interval: Duration,
-        tell: &mut dyn FnMut(Told) -> bool,
-    ) -> bool {
+    fn watch_by(&mut self, mut meter: Meter<'_>) -> bool {
         loop {
             let began = Instant::now();
             let told = self.look(&mut |ledger, inventory| meter.read(ledger, inventory));
             let lost = told.as_ref().is_ok_and(is_blind);
-            if !tell(told) {
+            if !(self.tell)(told) {
                 return false;
             }
-            let until = began + interval.max(began.elapsed() + interval / 4);
+            let until = began + self.interval.max(began.elapsed() + self.interval / 4);
             while let Some(left) = until.checked_duration_since(Instant::now()) {
                 sleep(left.min(STEP));
                 if self.resets() {
@@ -176,12 +175,8 @@ pub enum Trace {
     Memory,
 }
 
-/// Mean values, each a part of 1, of one device or container, by [`Trace`].
-#[derive(Debug, Default)]
-struct Past {
-    cells: VecDeque<[Option<f32>; 2]>,
-    sums: [(f32, u16); 2],
-}
+/// The sum and the number of each cell's values, each a part of 1, by [`Trace`]; the newest cell at the end.
+type Past = VecDeque<[(f32, u16); 2]>;
 
 /// By a device's UUID and by [`lease_key`].
 #[derive(Debug, Default)]
@@ -203,13 +198,20 @@ impl History {
         let began = *self.began.get_or_insert(look.at);
         let now = u64::try_from(look.at.duration_since(began).as_millis() / CELL.as_millis()).unwrap_or(0);
         for _ in self.over..now.min(self.over + KEPT as u64) {
-            self.past.values_mut().for_each(Past::turn);
+            self.past.values_mut().for_each(|past| past.push_back(Default::default()));
         }
         self.over = now;
         let mut before = std::mem::take(&mut self.past);
         let mut note = |key: String, values: [Option<f64>; 2]| {
-            let mut past = before.remove(&key).unwrap_or_default();
-            past.add(values);
+            let mut past = before.remove(&key).unwrap_or_else(|| Past::from([Default::default()]));
+            past.drain(..past.len().saturating_sub(KEPT));
+            for ((sum, count), value) in past.back_mut().into_iter().flatten().zip(values) {
+                if let Some(value) = value.filter(|value| value.is_finite()) {
+                    #[expect(clippy::cast_possible_truncation, reason = "for a mark out of eight")]
+                    let value = value.clamp(0.0, 1.0) as f32;
+                    (*sum, *count) = (*sum + value, count.saturating_add(1));
+                }
+            }
             self.past.insert(key, past);
         };
         for device in Device::all(&look.status.devices) {
@@ -222,52 +224,27 @@ impl History {
         }
     }
 
+    /// The mean of each of the latest `most` cells of `key`, the newest at the end.
+    fn means(&self, key: &str, trace: Trace, most: usize) -> impl Iterator<Item = Option<f32>> {
+        let past = self.past.get(key);
+        let skipped = past.map_or(0, |past| past.len().saturating_sub(most));
+        past.into_iter().flatten().skip(skipped).map(move |cell| {
+            let (sum, count) = cell[trace as usize];
+            (count > 0).then(|| sum / f32::from(count))
+        })
+    }
+
     /// The latest `width` cells of `key`, the newest at the end.
     pub fn sparkline(&self, key: &str, trace: Trace, width: usize, utf8: bool) -> String {
         let (marks, unknown) = MARKS[usize::from(!utf8)];
-        let Some(past) = self.past.get(key) else { return String::new() };
-        let mark = |part: Option<f32>| part.map_or(unknown, |part| marks[level(part)]);
-        let cells: Vec<char> = past.cells(trace).map(mark).collect();
-        cells[cells.len().saturating_sub(width)..].iter().collect()
+        self.means(key, trace, width).map(|part| part.map_or(unknown, |part| marks[level(part)])).collect()
     }
 
     /// The latest `most` values of `key` in percent, the newest at the end.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 100")]
     pub fn past(&self, key: &str, trace: Trace, most: usize) -> Vec<Option<u8>> {
-        let Some(past) = self.past.get(key) else { return Vec::new() };
-        let skipped = (past.cells.len() + 1).saturating_sub(most);
         let percent = |part: f32| (part.clamp(0.0, 1.0) * 100.0).round() as u8;
-        past.cells(trace).skip(skipped).map(|part| part.map(percent)).collect()
-    }
-}
-
-impl Past {
-    fn cells(&self, trace: Trace) -> impl Iterator<Item = Option<f32>> {
-        self.cells.iter().map(move |cell| cell[trace as usize]).chain([self.now(trace)])
-    }
-
-    fn add(&mut self, values: [Option<f64>; 2]) {
-        for (sum, value) in self.sums.iter_mut().zip(values) {
-            if let Some(value) = value.filter(|value| value.is_finite()) {
-                #[expect(clippy::cast_possible_truncation, reason = "for a mark out of eight")]
-                let value = value.clamp(0.0, 1.0) as f32;
-                *sum = (sum.0 + value, sum.1.saturating_add(1));
-            }
-        }
-    }
-
-    fn now(&self, trace: Trace) -> Option<f32> {
-        let (sum, count) = self.sums[trace as usize];
-        (count > 0).then(|| sum / f32::from(count))
-    }
-
-    /// A cell is over.
-    fn turn(&mut self) {
-        self.cells.push_back([self.now(Trace::Load), self.now(Trace::Memory)]);
-        if self.cells.len() >= KEPT {
-            self.cells.pop_front();
-        }
-        self.sums = Default::default();
+        self.means(key, trace, most).map(|part| part.map(percent)).collect()
     }
 }
 

@@ -138,13 +138,16 @@ pub(crate) struct ProcessUse {
 pub(crate) struct Meter<'n> {
     nvml: &'n Nvml,
     looker: Looker,
-    activities: Activities<'n>,
+    /// The sample before of each device.
+    before: BTreeMap<String, GpmSample<'n>>,
+    /// Whether a GPU has GPM.
+    supported: BTreeMap<String, bool>,
 }
 
 impl<'n> Meter<'n> {
     /// Asks by `nvml`.
     pub fn new(nvml: &'n Nvml) -> Self {
-        Self { nvml, looker: Looker::default(), activities: Activities::default() }
+        Self { nvml, looker: Looker::default(), before: BTreeMap::new(), supported: BTreeMap::new() }
     }
 
     /// What every device of `inventory` is used for now.
@@ -182,7 +185,7 @@ impl<'n> Meter<'n> {
             ProcessUse { holder, sm_percent }
         };
         // Compute instances of one GPU instance share its memory.
-        let mut used = DeviceUsed { memory_bytes, ..self.activities.of(&handle, device).unwrap_or_default() };
+        let mut used = DeviceUsed { memory_bytes, ..self.activity(&handle, device).unwrap_or_default() };
         if !device.is_mig() {
             let watts = |milliwatts: Result<u32, NvmlError>| Some(f64::from(milliwatts.ok()?) / 1000.0);
             used.busy_percent = handle.utilization_rates().ok().map(|rates| rates.gpu);
@@ -199,6 +202,46 @@ impl<'n> Meter<'n> {
         };
         found.used.outside = found.of_nobody().map(outside).collect();
         Ok(found)
+    }
+
+    /// What `device` did since it was asked before; `None` at first, and where there is no GPM.
+    fn activity(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<DeviceUsed> {
+        let now = self.sample(handle, device)?;
+        let before = self.before.remove(&device.uuid);
+        let now = self.before.entry(device.uuid.clone()).or_insert(now);
+        let mut told = gpm_metrics_get(handle.nvml(), &before?, now, &METRICS).ok()?.into_iter();
+        let mut next = || told.next().and_then(Result::ok).filter(|metric| metric.value.is_finite());
+        let mut percents = [None; 4];
+        percents.fill_with(|| next().map(|metric| metric.value));
+        let mut rates = [None; 4];
+        rates.fill_with(|| next().and_then(|metric| bytes(metric.value, &metric.metric_info.unit)));
+        let [sm_percent, occupancy_percent, tensor_percent, dram_percent] = percents;
+        Some(DeviceUsed {
+            sm_percent,
+            occupancy_percent,
+            tensor_percent,
+            dram_percent,
+            pcie_bytes_per_second: [rates[0], rates[1]],
+            nvlink_bytes_per_second: [rates[2], rates[3]],
+            ..DeviceUsed::default()
+        })
+    }
+
+    /// Of a GPU in MIG mode the driver takes no sample; of a MIG device it takes that of its GPU instance, by the GPU.
+    fn sample(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<GpmSample<'n>> {
+        if device.mig_enabled && !device.is_mig() {
+            return None;
+        }
+        let Some(part) = &device.mig_device else {
+            return self.is_supported(device.gpu(), handle).then(|| handle.gpm_sample().ok())?;
+        };
+        let gpu = handle.mig_parent_device().ok()?;
+        self.is_supported(device.gpu(), &gpu).then(|| gpu.gpm_mig_sample(part.gi).ok())?
+    }
+
+    fn is_supported(&mut self, gpu: &str, handle: &NvmlDevice<'_>) -> bool {
+        let supported = self.supported.entry(gpu.to_owned());
+        *supported.or_insert_with(|| handle.gpm_support().unwrap_or(false))
     }
 }
 
@@ -288,65 +331,6 @@ const METRICS: [GpmMetricId; 8] = [
     GpmMetricId::NvlinkTotalTxPerSec,
     GpmMetricId::NvlinkTotalRxPerSec,
 ];
-
-/// The sample before of each device.
-#[derive(Default)]
-struct Activities<'n> {
-    before: BTreeMap<String, GpmSample<'n>>,
-    /// Whether a GPU has GPM.
-    supported: BTreeMap<String, bool>,
-}
-
-impl<'n> Activities<'n> {
-    /// What `device` did since it was asked before; `None` at first, and where there is no GPM.
-    fn of(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<DeviceUsed> {
-        let now = self.sample(handle, device)?;
-        let before = self.before.remove(&device.uuid);
-        let activity = before.and_then(|before| between(handle, &before, &now).ok());
-        self.before.insert(device.uuid.clone(), now);
-        activity
-    }
-
-    /// Of a GPU in MIG mode the driver takes no sample; of a MIG device it takes that of its GPU instance, by the GPU.
-    fn sample(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<GpmSample<'n>> {
-        if device.mig_enabled && !device.is_mig() {
-            return None;
-        }
-        let Some(part) = &device.mig_device else {
-            return self.is_supported(device.gpu(), handle).then(|| handle.gpm_sample().ok())?;
-        };
-        let gpu = handle.mig_parent_device().ok()?;
-        self.is_supported(device.gpu(), &gpu).then(|| gpu.gpm_mig_sample(part.gi).ok())?
-    }
-
-    fn is_supported(&mut self, gpu: &str, handle: &NvmlDevice<'_>) -> bool {
-        let supported = self.supported.entry(gpu.to_owned());
-        *supported.or_insert_with(|| handle.gpm_support().unwrap_or(false))
-    }
-}
-
-fn between(
-    handle: &NvmlDevice<'_>,
-    before: &GpmSample<'_>,
-    now: &GpmSample<'_>,
-) -> Result<DeviceUsed, NvmlError> {
-    let mut told = gpm_metrics_get(handle.nvml(), before, now, &METRICS)?.into_iter();
-    let mut next = || told.next().and_then(Result::ok).filter(|metric| metric.value.is_finite());
-    let mut percents = [None; 4];
-    percents.fill_with(|| next().map(|metric| metric.value));
-    let mut rates = [None; 4];
-    rates.fill_with(|| next().and_then(|metric| bytes(metric.value, &metric.metric_info.unit)));
-    let [sm_percent, occupancy_percent, tensor_percent, dram_percent] = percents;
-    Ok(DeviceUsed {
-        sm_percent,
-        occupancy_percent,
-        tensor_percent,
-        dram_percent,
-        pcie_bytes_per_second: [rates[0], rates[1]],
-        nvlink_bytes_per_second: [rates[2], rates[3]],
-        ..DeviceUsed::default()
-    })
-}
 
 /// `value` of `unit`, such as `MiB/sec`, in bytes a second; `None` of a unit that is not known. The driver names the
 /// unit of each metric (`nvmlGpmMetric_t`).
