@@ -74,11 +74,8 @@ impl Runner<'_> {
             cells.iter().map(|cell| refusal(cell).map(|()| Vec::new())).collect();
         for _ in 0..self.repeat {
             for (cell, found) in cells.iter().zip(&mut all) {
-                let Ok(measured) = found else {
-                    progress.tell(cell, "");
-                    continue;
-                };
-                progress.begin(cell);
+                progress.tell(cell, found.is_ok());
+                let Ok(measured) = found else { continue };
                 match self.once(cell) {
                     Ok(one) => measured.push(one),
                     Err(error) if error.is::<Interrupted>() => return Err(error),
@@ -135,15 +132,11 @@ impl<'a> Progress<'a> {
         Self { tell, begun: Instant::now(), total, done: 0, possible, timed: 0 }
     }
 
-    fn begin(&mut self, planned: &Cell) {
-        let rest = self.possible.saturating_sub(self.timed as usize);
-        let left = remaining(self.begun.elapsed(), self.timed, rest);
-        self.timed += 1;
-        self.tell(planned, &left);
-    }
-
-    fn tell(&mut self, planned: &Cell, left: &str) {
+    fn tell(&mut self, planned: &Cell, takes_time: bool) {
         self.done += 1;
+        let rest = self.possible.saturating_sub(self.timed as usize);
+        let left = if takes_time { remaining(self.begun.elapsed(), self.timed, rest) } else { String::new() };
+        self.timed += u32::from(takes_time);
         (self.tell)(&format!("[{}/{}{left}] {}", self.done, self.total, title(planned)));
     }
 }
@@ -273,8 +266,8 @@ mod tests {
         let told = std::cell::RefCell::new(Vec::new());
         let tell = |line: &str| told.borrow_mut().push(line.to_owned());
         let mut progress = Progress::new([1, 1], 2, &tell);
-        progress.tell(&planned(), "");
-        progress.begin(&planned());
+        progress.tell(&planned(), false);
+        progress.tell(&planned(), true);
         assert_eq!(
             told.take(),
             ["[1/2] small, MPS, 20 % each, 7 at once", "[2/2] small, MPS, 20 % each, 7 at once"]

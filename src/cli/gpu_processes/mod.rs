@@ -127,9 +127,7 @@ impl Looker {
             gone.extend((!lives).then_some(pid.unsigned_abs()));
             lives
         });
-        if !gone.is_empty() {
-            self.lists.drop_ended(&gone);
-        }
+        self.lists.drop_ended(&gone);
     }
 
     fn of_device(

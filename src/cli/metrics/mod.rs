@@ -271,21 +271,16 @@ fn write(Families(families): &Families, format: Format) -> String {
         }
         let _ = writeln!(text, "# HELP {name} {}", family.help);
         for Sample { suffix: own, labels, value } in &family.samples {
-            let _ = writeln!(text, "{}{suffix}{own}{} {value}", family.name, labels_of(labels));
+            let one = |(name, value): &(&str, String)| format!("{name}=\"{}\"", escaped(value));
+            let labels = labels.iter().map(one).collect::<Vec<_>>().join(",");
+            let labels = if labels.is_empty() { labels } else { format!("{{{labels}}}") };
+            let _ = writeln!(text, "{}{suffix}{own}{labels} {value}", family.name);
         }
     }
     if format == Format::Openmetrics {
         text.push_str("# EOF\n");
     }
     text
-}
-
-fn labels_of(labels: &[(&'static str, String)]) -> String {
-    if labels.is_empty() {
-        return String::new();
-    }
-    let one = |(name, value): &(&str, String)| format!("{name}=\"{}\"", escaped(value));
-    format!("{{{}}}", labels.iter().map(one).collect::<Vec<_>>().join(","))
 }
 
 /// `value` as it is shown: cut, without control characters but for newlines.
