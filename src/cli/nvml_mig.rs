@@ -85,14 +85,6 @@ pub(crate) struct Gi<'n> {
     pub span: Span,
 }
 
-/// A compute instance. Its handle is like that of [`Gi`].
-pub(crate) struct Ci<'n> {
-    library: &'n NvmlLib,
-    handle: nvmlComputeInstance_t,
-    pub id: u32,
-    pub span: Span,
-}
-
 /// A kind of compute instance that a GPU instance can have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ComputeProfile {
@@ -238,21 +230,27 @@ impl<'n> Gi<'n> {
         Ok(list.into_iter().map(span).collect())
     }
 
-    /// Its compute instances of that kind.
-    pub(crate) fn compute(&self, profile: &ComputeProfile) -> Answer<Vec<Ci<'n>>> {
+    /// Its compute instances of that kind: the id of each, and where it lies.
+    pub(crate) fn compute(&self, profile: &ComputeProfile) -> Answer<Vec<(u32, Span)>> {
         let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstances.as_ref())?;
         // SAFETY: an array of as many as there can be, which nvml.h asks for.
         let list =
             listed(profile.instances, |list, count| unsafe { call(self.handle, profile.id, list, count) })?;
-        list.into_iter().map(|handle| Ci::of(self.library, handle)).collect()
+        let described = |handle: nvmlComputeInstance_t| {
+            let call = nvml_sym(self.library.nvmlComputeInstanceGetInfo_v2.as_ref())?;
+            // SAFETY: the handle is NVML's own, one struct is written.
+            let info: nvmlComputeInstanceInfo_t = written(|out| unsafe { call(handle, out) })?;
+            Ok((info.id, Span { start: info.placement.start, size: info.placement.size }))
+        };
+        list.into_iter().map(described).collect()
     }
 
-    /// Its compute instance with this id.
-    pub(crate) fn compute_instance(&self, ci: u32) -> Answer<Ci<'n>> {
-        let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceById.as_ref())?;
-        // SAFETY: one handle is written.
-        let handle = written(|out| unsafe { call(self.handle, ci, out) })?;
-        Ci::of(self.library, handle)
+    /// Destroys its compute instance with this id.
+    pub(crate) fn destroy_compute(&self, ci: u32) -> Answer<()> {
+        let find = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceById.as_ref())?;
+        let destroy = nvml_sym(self.library.nvmlComputeInstanceDestroy.as_ref())?;
+        // SAFETY: one handle is written. It is not used any more after the instance is destroyed.
+        unsafe { nvml_try(destroy(written(|out| find(self.handle, ci, out))?)) }
     }
 
     /// Creates a compute instance, at `span` or where the driver chooses.
@@ -271,23 +269,6 @@ impl<'n> Gi<'n> {
     /// Destroys the GPU instance.
     pub(crate) fn destroy(self) -> Answer<()> {
         let call = nvml_sym(self.library.nvmlGpuInstanceDestroy.as_ref())?;
-        // SAFETY: the handle is not used any more: `self` is gone.
-        nvml_try(unsafe { call(self.handle) })
-    }
-}
-
-impl<'n> Ci<'n> {
-    fn of(library: &'n NvmlLib, handle: nvmlComputeInstance_t) -> Answer<Self> {
-        let call = nvml_sym(library.nvmlComputeInstanceGetInfo_v2.as_ref())?;
-        // SAFETY: the handle is NVML's own, one struct is written.
-        let info: nvmlComputeInstanceInfo_t = written(|out| unsafe { call(handle, out) })?;
-        let span = Span { start: info.placement.start, size: info.placement.size };
-        Ok(Self { library, handle, id: info.id, span })
-    }
-
-    /// Destroys the compute instance.
-    pub(crate) fn destroy(self) -> Answer<()> {
-        let call = nvml_sym(self.library.nvmlComputeInstanceDestroy.as_ref())?;
         // SAFETY: the handle is not used any more: `self` is gone.
         nvml_try(unsafe { call(self.handle) })
     }

@@ -169,7 +169,7 @@ impl Driver for Nvml {
 
     fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Answer<()> {
         self.on(gpu, "destroying a compute instance", |device| {
-            nvml_mig::instance(device, gi)?.compute_instance(ci)?.destroy()
+            nvml_mig::instance(device, gi)?.destroy_compute(ci)
         })
     }
 }
@@ -259,10 +259,10 @@ fn kinds(gi: &Gi<'_>) -> Asked<Vec<ComputeProfile>> {
 fn instance(gi: &Gi<'_>, kinds: &[ComputeProfile], uuids: &[MigIds]) -> Asked<Instance> {
     let mut compute = Vec::new();
     for kind in kinds {
-        for ci in gi.compute(kind)? {
-            let known = uuids.iter().find(|(_, g, c)| (*g, *c) == (gi.id, ci.id));
+        for (ci, span) in gi.compute(kind)? {
+            let known = uuids.iter().find(|(_, g, c)| (*g, *c) == (gi.id, ci));
             let uuid = known.map(|(uuid, ..)| uuid.clone()).unwrap_or_default();
-            compute.push(Compute { ci: ci.id, slices: kind.slices, span: ci.span, uuid, held: None });
+            compute.push(Compute { ci, slices: kind.slices, span, uuid, held: None });
         }
     }
     compute.sort_by_key(|one| one.span);

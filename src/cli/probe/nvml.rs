@@ -12,8 +12,7 @@ use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_d
 use super::processes::{self, compute_processes, mps_clients};
 use crate::nvml_mig::{self, instance_ids};
 use sublet_core::inventory::{
-    ComputeMode, Device, Fact, GpuProcess, MigDevice, MigGpus, Node, Unknown, Virtualization,
-    device_nodes,
+    ComputeMode, Device, Fact, GpuProcess, MigDevice, MigGpus, Node, Unknown, Virtualization, device_nodes,
 };
 
 /// Loads and initializes the library, even if some GPUs do not answer.
