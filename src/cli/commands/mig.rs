@@ -94,7 +94,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 fn read(file: &LayoutFile, config: &Config) -> anyhow::Result<Layout> {
     let path: Option<&Path> = file.file.as_deref().or(config.mig.layout.as_deref());
     let path = path.context("no layout is given: name a file, or set [mig] layout in the configuration")?;
-    Ok(Layout::read(path, file.name.as_deref())?)
+    Layout::read(path, file.name.as_deref())
 }
 
 /// The GPUs without instances that were created for containers; those are removed automatically.

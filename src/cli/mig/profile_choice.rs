@@ -146,7 +146,9 @@ impl Foreseen {
 /// The GPUs on which `order` may have an instance, with the users of their instances.
 pub(super) fn seen(order: &Order, driver: &mut dyn Driver, ledger: &Ledger) -> Answer<Vec<Gpu>> {
     let mut gpus = order.sites.iter().map(|site| driver.gpu(&site.gpu)).collect::<Answer<Vec<_>>>()?;
-    gpus.iter_mut().for_each(|gpu| gpu.mark(ledger));
+    for gpu in &mut gpus {
+        gpu.mark(ledger);
+    }
     Ok(gpus)
 }
 
