@@ -397,6 +397,30 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_record_is_where_the_runtimes_command_line_says() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("c1")).unwrap();
+        // A waiting shell with additional arguments that it does not read.
+        let mut runtime = std::process::Command::new("/bin/sh")
+            .args(["-c", "echo up; read wait", "--root"])
+            .arg(dir.path())
+            .args(["create", "c1"])
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        // A process that was just started has no command line yet.
+        std::io::Read::read_exact(runtime.stdout.as_mut().unwrap(), &mut [0; 3]).unwrap();
+        let pid = i32::try_from(runtime.id()).unwrap();
+        assert_eq!(find_record(pid, "c1"), Some(dir.path().join("c1")));
+        assert_eq!(find_record(pid, "c2"), None, "there is none");
+        assert_eq!(find_record(pid, "../c1"), None);
+        drop(runtime.stdin.take());
+        runtime.wait().unwrap();
+        assert_eq!(find_record(pid, "c1"), None, "the runtime is gone");
+    }
+
+    #[test]
     fn a_name_may_mean_a_share() {
         let share = |name: &str| share_from_name(Path::new(name));
         assert_eq!(share("sublet-quarter"), Some("quarter".into()));
