@@ -13,11 +13,11 @@ fuzz_target!(|data: &[u8]| {
     let args: Vec<OsString> = words.collect();
     let line = parse(&args, dialect);
     let is_argument = |id: &OsStr| args.iter().any(|arg| arg == id);
-    assert!(line.command.id().is_none_or(is_argument), "{line:?}");
+    assert!(line.id.as_deref().is_none_or(is_argument), "{line:?}");
     let Command::Exec(exec) = line.command else { return };
     // An environment may be put in there: nothing else changes by it.
     assert!(exec.options_end <= args.len());
-    if exec.id.is_none() || exec.process.is_some() {
+    if line.id.is_none() || exec.process.is_some() {
         return;
     }
     let (before, behind) = args.split_at(exec.options_end);
@@ -25,6 +25,6 @@ fuzz_target!(|data: &[u8]| {
     let again = parse(&more, dialect);
     assert_eq!(again.global, line.global);
     let Command::Exec(edited) = again.command else { panic!("{again:?}") };
-    assert_eq!((&edited.id, &edited.process), (&exec.id, &exec.process));
+    assert_eq!((&again.id, &edited.process), (&line.id, &exec.process));
     assert_eq!(edited.env, [exec.env, vec!["A=1".into()]].concat());
 });

@@ -3,8 +3,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use sublet::setup::Wish;
 use sublet::setup::containerd::{is_set_up, set_up, undo};
-use sublet::setup::{Wish, podman};
+use sublet::setup::drop_ins::podman;
 use sublet_fuzz::ok;
 
 fuzz_target!(|found: &str| {
@@ -15,7 +16,7 @@ fuzz_target!(|found: &str| {
         cdi: found.len() % 3 == 0,
         resources: None,
     };
-    if let Some(drop_in) = ok(podman::set_up(None, &[found.to_owned()], &wish)) {
+    if let Some(drop_in) = ok(podman(None, &[found.to_owned()], &wish)) {
         toml::from_str::<toml::Table>(&drop_in).unwrap_or_else(|error| panic!("{error}: {drop_in}"));
     }
     ok(undo(Some(found), None));

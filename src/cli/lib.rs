@@ -23,7 +23,7 @@ mod usage;
 
 pub mod mig;
 
-pub mod cdi_spec;
+mod cdi_spec;
 pub mod mps_daemons;
 
 pub mod refresh;
@@ -50,8 +50,6 @@ mod preview;
 pub mod setup;
 
 mod stack;
-
-mod swarm;
 
 mod advise;
 

@@ -1,15 +1,15 @@
 //! libcuda by its C ABI (cuda.h), loaded by name, as by any program in a container.
 #![allow(unsafe_code, reason = "libcuda by its C ABI (cuda.h)")]
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use nix::libc;
 
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT` and `CU_DEVICE_ATTRIBUTE_MPS_ENABLED` of cuda.h.
-pub const MULTIPROCESSOR_COUNT: c_int = 16;
-pub const MPS_ENABLED: c_int = 133;
+pub const MULTIPROCESSOR_COUNT: i32 = 16;
+pub const MPS_ENABLED: i32 = 133;
 
 /// Memory of the device. It is never freed.
 #[derive(Clone, Copy, Debug)]
@@ -19,9 +19,12 @@ pub struct Buffer {
     bytes: usize,
 }
 
+/// A context, module, function or stream of the library's (`CUcontext` and so on).
+type Handle = *mut c_void;
+
 /// A kernel (`CUfunction`).
 #[derive(Clone, Copy, Debug)]
-pub struct Kernel(*mut c_void);
+pub struct Kernel(Handle);
 
 /// Page-locked memory of the host, which the device reads and writes by itself. It is never freed.
 #[derive(Debug)]
@@ -45,7 +48,7 @@ macro_rules! call {
         if FOUND.load(Ordering::Relaxed).is_null() {
             FOUND.store(symbol($driver.library, $name)?, Ordering::Relaxed);
         }
-        let function: extern "C" fn($($type),*) -> c_int = std::mem::transmute(FOUND.load(Ordering::Relaxed));
+        let function: extern "C" fn($($type),*) -> i32 = std::mem::transmute(FOUND.load(Ordering::Relaxed));
         done($name, function($($argument),*))
     }};
 }
@@ -63,7 +66,7 @@ impl Driver {
         }
         let driver = Self { library };
         // SAFETY: the type is cuda.h's.
-        unsafe { call!(driver, c"cuInit", (c_uint), (0))? }
+        unsafe { call!(driver, c"cuInit", (u32), (0))? }
         Ok(driver)
     }
 
@@ -74,33 +77,28 @@ impl Driver {
     pub fn count(self) -> Result<usize, String> {
         let mut count = 0;
         // SAFETY: the type is cuda.h's; the pointer is to a local that outlives the call.
-        unsafe { call!(self, c"cuDeviceGetCount", (*mut c_int), (&raw mut count))? }
+        unsafe { call!(self, c"cuDeviceGetCount", (*mut i32), (&raw mut count))? }
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
     /// Makes the primary context of device 0 current, and returns the device's number for [`Self::attribute`].
-    pub fn context(self) -> Result<c_int, String> {
+    pub fn context(self) -> Result<i32, String> {
         let (mut device, mut context) = (0, ptr::null_mut::<c_void>());
         // SAFETY: the types are cuda.h's; the pointers are to locals that outlive their calls.
         unsafe {
-            call!(self, c"cuDeviceGet", (*mut c_int, c_int), (&raw mut device, 0))?;
-            call!(self, c"cuDevicePrimaryCtxRetain", (*mut *mut c_void, c_int), (&raw mut context, device))?;
-            call!(self, c"cuCtxSetCurrent", (*mut c_void), (context))?;
+            call!(self, c"cuDeviceGet", (*mut i32, i32), (&raw mut device, 0))?;
+            call!(self, c"cuDevicePrimaryCtxRetain", (*mut Handle, i32), (&raw mut context, device))?;
+            call!(self, c"cuCtxSetCurrent", (Handle), (context))?;
         }
         Ok(device)
     }
 
     /// An attribute of the device, as the current context sees it.
-    pub fn attribute(self, attribute: c_int, device: c_int) -> Result<c_int, String> {
+    pub fn attribute(self, attribute: i32, device: i32) -> Result<i32, String> {
         let mut value = 0;
         // SAFETY: the type is cuda.h's; the pointer is to a local that outlives the call.
         unsafe {
-            call!(
-                self,
-                c"cuDeviceGetAttribute",
-                (*mut c_int, c_int, c_int),
-                (&raw mut value, attribute, device)
-            )?;
+            call!(self, c"cuDeviceGetAttribute", (*mut i32, i32, i32), (&raw mut value, attribute, device))?;
         }
         Ok(value)
     }
@@ -119,17 +117,12 @@ impl Driver {
         let mut kernels = [Kernel(ptr::null_mut()); N];
         // SAFETY: the types are cuda.h's; both texts end in NUL; the pointers outlive the calls.
         unsafe {
-            call!(
-                self,
-                c"cuModuleLoadData",
-                (*mut *mut c_void, *const c_char),
-                (&raw mut module, ptx.as_ptr())
-            )?;
+            call!(self, c"cuModuleLoadData", (*mut Handle, *const c_char), (&raw mut module, ptx.as_ptr()))?;
             for (kernel, name) in kernels.iter_mut().zip(names) {
                 call!(
                     self,
                     c"cuModuleGetFunction",
-                    (*mut *mut c_void, *mut c_void, *const c_char),
+                    (*mut Handle, Handle, *const c_char),
                     (&raw mut kernel.0, module, name.as_ptr())
                 )?;
             }
@@ -143,7 +136,7 @@ impl Driver {
         // SAFETY: the types are cuda.h's; the pointer outlives the call; the driver has just given this memory.
         unsafe {
             call!(self, c"cuMemAlloc_v2", (*mut u64, usize), (&raw mut address, bytes))?;
-            call!(self, c"cuMemsetD32_v2", (u64, c_uint, usize), (address, 0, bytes / 4))?;
+            call!(self, c"cuMemsetD32_v2", (u64, u32, usize), (address, 0, bytes / 4))?;
         }
         Ok(Buffer { address, bytes })
     }
@@ -204,19 +197,7 @@ impl Driver {
             call!(
                 self,
                 c"cuLaunchKernel",
-                (
-                    *mut c_void,
-                    c_uint,
-                    c_uint,
-                    c_uint,
-                    c_uint,
-                    c_uint,
-                    c_uint,
-                    c_uint,
-                    *mut c_void,
-                    *mut *mut c_void,
-                    *mut *mut c_void
-                ),
+                (Handle, u32, u32, u32, u32, u32, u32, u32, Handle, *mut *mut c_void, *mut *mut c_void),
                 (kernel.0, blocks, 1, 1, threads, 1, 1, 0, nothing, parameters.as_mut_ptr(), ptr::null_mut())
             )
         }
@@ -248,7 +229,7 @@ fn why() -> String {
 }
 
 /// A `CUresult` in words, if a share may cause it.
-fn done(call: &CStr, result: c_int) -> Result<(), String> {
+fn done(call: &CStr, result: i32) -> Result<(), String> {
     let word = match result {
         0 => return Ok(()),
         2 => "CUDA_ERROR_OUT_OF_MEMORY",

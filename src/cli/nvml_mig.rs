@@ -40,6 +40,11 @@ impl Span {
         self.start.saturating_add(self.size)
     }
 
+    /// Of the first slice and their number, as the ledger has them.
+    pub(crate) const fn at((start, size): (u32, u32)) -> Self {
+        Self { start, size }
+    }
+
     /// Whether the two share a slice.
     pub const fn overlaps(self, other: Self) -> bool {
         self.start < other.end() && other.start < self.end()
@@ -80,20 +85,17 @@ pub(crate) struct Gi<'n> {
     pub span: Span,
 }
 
-/// A compute instance. Its handle is like that of [`Gi`].
-pub(crate) struct Ci<'n> {
-    library: &'n NvmlLib,
-    handle: nvmlComputeInstance_t,
+/// A kind of compute instance that a GPU instance can have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ComputeProfile {
+    /// Its id.
     pub id: u32,
-    pub span: Span,
-}
-
-/// A kind of compute instance in one GPU instance.
-#[derive(Clone, Copy)]
-pub(crate) struct CiProfile {
-    pub id: u32,
+    /// Compute slices.
     pub slices: u32,
-    instances: u32,
+    /// How many of them there can be.
+    pub instances: u32,
+    /// Where one may lie in the GPU instance.
+    pub placements: Vec<Span>,
 }
 
 /// The value that `call` writes to its argument.
@@ -207,17 +209,18 @@ impl<'n> Gi<'n> {
         Ok(Self { library, handle, id: info.id, profile: info.profileId, span })
     }
 
-    /// The kind of compute instance at `index` of `NVML_COMPUTE_INSTANCE_PROFILE_*`.
-    pub(crate) fn profile_at(&self, index: u32) -> Answer<CiProfile> {
+    /// The kind of compute instance at `index` of `NVML_COMPUTE_INSTANCE_PROFILE_*`; `placements` are not filled in.
+    pub(crate) fn profile_at(&self, index: u32) -> Answer<ComputeProfile> {
         let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceProfileInfo.as_ref())?;
         // SAFETY: one struct is written.
         let info: nvmlComputeInstanceProfileInfo_t =
             written(|out| unsafe { call(self.handle, index, SHARED, out) })?;
-        Ok(CiProfile { id: info.id, slices: info.sliceCount, instances: info.instanceCount })
+        let (slices, instances) = (info.sliceCount, info.instanceCount);
+        Ok(ComputeProfile { id: info.id, slices, instances, placements: Vec::new() })
     }
 
     /// Where a compute instance of that kind may lie.
-    pub(crate) fn placements(&self, profile: CiProfile) -> Answer<Vec<Span>> {
+    pub(crate) fn placements(&self, profile: &ComputeProfile) -> Answer<Vec<Span>> {
         let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstancePossiblePlacements.as_ref())?;
         // SAFETY: without an array NVML writes the number there is.
         let room = written(|count| unsafe { call(self.handle, profile.id, null_mut(), count) })?;
@@ -227,25 +230,31 @@ impl<'n> Gi<'n> {
         Ok(list.into_iter().map(span).collect())
     }
 
-    /// Its compute instances of that kind.
-    pub(crate) fn compute(&self, profile: CiProfile) -> Answer<Vec<Ci<'n>>> {
+    /// Its compute instances of that kind: the id of each, and where it lies.
+    pub(crate) fn compute(&self, profile: &ComputeProfile) -> Answer<Vec<(u32, Span)>> {
         let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstances.as_ref())?;
         // SAFETY: an array of as many as there can be, which nvml.h asks for.
         let list =
             listed(profile.instances, |list, count| unsafe { call(self.handle, profile.id, list, count) })?;
-        list.into_iter().map(|handle| Ci::of(self.library, handle)).collect()
+        let described = |handle: nvmlComputeInstance_t| {
+            let call = nvml_sym(self.library.nvmlComputeInstanceGetInfo_v2.as_ref())?;
+            // SAFETY: the handle is NVML's own, one struct is written.
+            let info: nvmlComputeInstanceInfo_t = written(|out| unsafe { call(handle, out) })?;
+            Ok((info.id, Span { start: info.placement.start, size: info.placement.size }))
+        };
+        list.into_iter().map(described).collect()
     }
 
-    /// Its compute instance with this id.
-    pub(crate) fn compute_instance(&self, ci: u32) -> Answer<Ci<'n>> {
-        let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceById.as_ref())?;
-        // SAFETY: one handle is written.
-        let handle = written(|out| unsafe { call(self.handle, ci, out) })?;
-        Ci::of(self.library, handle)
+    /// Destroys its compute instance with this id.
+    pub(crate) fn destroy_compute(&self, ci: u32) -> Answer<()> {
+        let find = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceById.as_ref())?;
+        let destroy = nvml_sym(self.library.nvmlComputeInstanceDestroy.as_ref())?;
+        // SAFETY: one handle is written. It is not used any more after the instance is destroyed.
+        unsafe { nvml_try(destroy(written(|out| find(self.handle, ci, out))?)) }
     }
 
     /// Creates a compute instance, at `span` or where the driver chooses.
-    pub(crate) fn create(&self, profile: CiProfile, span: Option<Span>) -> Answer<()> {
+    pub(crate) fn create(&self, profile: &ComputeProfile, span: Option<Span>) -> Answer<()> {
         let Some(span) = span else {
             let call = nvml_sym(self.library.nvmlGpuInstanceCreateComputeInstance.as_ref())?;
             // SAFETY: one handle is written.
@@ -260,23 +269,6 @@ impl<'n> Gi<'n> {
     /// Destroys the GPU instance.
     pub(crate) fn destroy(self) -> Answer<()> {
         let call = nvml_sym(self.library.nvmlGpuInstanceDestroy.as_ref())?;
-        // SAFETY: the handle is not used any more: `self` is gone.
-        nvml_try(unsafe { call(self.handle) })
-    }
-}
-
-impl<'n> Ci<'n> {
-    fn of(library: &'n NvmlLib, handle: nvmlComputeInstance_t) -> Answer<Self> {
-        let call = nvml_sym(library.nvmlComputeInstanceGetInfo_v2.as_ref())?;
-        // SAFETY: the handle is NVML's own, one struct is written.
-        let info: nvmlComputeInstanceInfo_t = written(|out| unsafe { call(handle, out) })?;
-        let span = Span { start: info.placement.start, size: info.placement.size };
-        Ok(Self { library, handle, id: info.id, span })
-    }
-
-    /// Destroys the compute instance.
-    pub(crate) fn destroy(self) -> Answer<()> {
-        let call = nvml_sym(self.library.nvmlComputeInstanceDestroy.as_ref())?;
         // SAFETY: the handle is not used any more: `self` is gone.
         nvml_try(unsafe { call(self.handle) })
     }

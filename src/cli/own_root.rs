@@ -22,16 +22,16 @@ const LOADER: &str =
     if cfg!(target_arch = "x86_64") { "lib64/ld-linux-x86-64.so.2" } else { "lib/ld-linux-aarch64.so.1" };
 
 /// Where this program is in that root.
-pub(crate) const PROGRAM: &str = "/sublet";
+pub const PROGRAM: &str = "/sublet";
 
 /// Limit for packing a few files with tar, importing them, or removing the image.
-pub(crate) const STEP_LIMIT: Duration = Duration::from_secs(60);
+pub const STEP_LIMIT: Duration = Duration::from_secs(60);
 
 /// Has an engine make the image `image` of such a root. `dir` is for the files on the way.
 ///
 /// # Errors
 /// This program is linked statically, the files cannot be copied, or the engine's message.
-pub(crate) fn import(engine: &str, dir: &Path, image: &str) -> anyhow::Result<()> {
+pub fn import(engine: &str, dir: &Path, image: &str) -> anyhow::Result<()> {
     let (root, archive) = (dir.join("root"), dir.join("root.tar"));
     lay_out(&root)?;
     // Neither command is interrupted: an engine stopped during an import may finish it after the clean-up.
@@ -43,7 +43,7 @@ pub(crate) fn import(engine: &str, dir: &Path, image: &str) -> anyhow::Result<()
 }
 
 /// Copies this program to /sublet, and each library to the path at which the loader finds it on this host.
-pub(crate) fn lay_out(root: &Path) -> anyhow::Result<()> {
+pub fn lay_out(root: &Path) -> anyhow::Result<()> {
     for name in ["dev", "proc", "sys", "tmp", "run", "etc"] {
         fs::create_dir_all(root.join(name))?;
     }
@@ -75,11 +75,7 @@ pub(crate) fn lay_out(root: &Path) -> anyhow::Result<()> {
 }
 
 /// The output of a program; if it fails, an error with its message.
-pub(crate) fn answer(
-    command: &mut Command,
-    limit: Duration,
-    stop: &dyn Fn() -> bool,
-) -> anyhow::Result<String> {
+pub fn answer(command: &mut Command, limit: Duration, stop: &dyn Fn() -> bool) -> anyhow::Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     // A process group of its own: Ctrl-C at a terminal signals the whole group, and only this program should receive
     // it.

@@ -1,5 +1,7 @@
 //! YAML as a tree that knows its lines: mig-parted's files, Compose files.
 
+use std::collections::BTreeSet;
+
 use saphyr_parser::{Event, Parser};
 
 use sublet_core::text::safe;
@@ -39,10 +41,8 @@ impl Node {
     }
 
     pub fn scalar(&self, wanted: &str) -> Result<&str, Wrong> {
-        match &self.value {
-            Value::Scalar(text) => Ok(text),
-            _ => Err(self.unlike(wanted)),
-        }
+        let Value::Scalar(text) = &self.value else { return Err(self.unlike(wanted)) };
+        Ok(text)
     }
 
     pub fn number(&self, wanted: &str) -> Result<usize, Wrong> {
@@ -51,21 +51,17 @@ impl Node {
     }
 
     pub fn list(&self, wanted: &str) -> Result<&[Node], Wrong> {
-        match &self.value {
-            Value::List(list) => Ok(list),
-            _ => Err(self.unlike(wanted)),
-        }
+        let Value::List(list) = &self.value else { return Err(self.unlike(wanted)) };
+        Ok(list)
     }
 
     /// The pairs of a map; a duplicate key is an error.
     pub fn map(&self, wanted: &str) -> Result<&[(Self, Self)], Wrong> {
         let Value::Map(pairs) = &self.value else { return Err(self.unlike(wanted)) };
-        for (at, (key, _)) in pairs.iter().enumerate() {
+        let mut known = BTreeSet::new();
+        for (key, _) in pairs {
             let name = key.scalar("a key")?;
-            if pairs[..at]
-                .iter()
-                .any(|(known, _)| matches!(&known.value, Value::Scalar(text) if text == name))
-            {
+            if !known.insert(name) {
                 return Err(key.wrong(format!("{} stands twice", safe(name))));
             }
         }

@@ -42,6 +42,15 @@ pub(crate) fn unified_cgroups(mount: &Path) -> PathBuf {
     if has_unified_cgroups(mount) { mount.to_owned() } else { mount.join("unified") }
 }
 
+/// The path in the hierarchy `controller` in the text of /proc/PID/cgroup (cgroups(7)). That of v2 has no controller.
+pub(crate) fn cgroup_line<'a>(text: &'a str, controller: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let controllers = parts.next()?;
+        parts.next().filter(|_| controllers.split(',').any(|name| name == controller))
+    })
+}
+
 /// Whether this process runs in a user namespace other than the initial one, which is the only one that maps every id
 /// to itself (`user_namespaces(7)`). `true` if that is unknown: the process then does not act as the host's root.
 ///

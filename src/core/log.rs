@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The level of a line, in logrus's words.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "lowercase")]
 pub enum Level {
     /// Only with `--debug`.
     Debug,
@@ -20,17 +21,6 @@ pub enum Level {
     Warning,
     /// To the files and stderr.
     Error,
-}
-
-impl Level {
-    const fn as_str(self) -> &'static str {
-        match self {
-            Self::Debug => "debug",
-            Self::Info => "info",
-            Self::Warning => "warning",
-            Self::Error => "error",
-        }
-    }
 }
 
 /// Where the lines of one invocation are written.
@@ -87,11 +77,11 @@ fn append(file: &Path, line: &str) {
 fn format_line(json: bool, level: Level, message: &str, time: SystemTime) -> String {
     let time = crate::text::timestamp(time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()));
     if json {
-        let line = serde_json::json!({"level": level.as_str(), "msg": message, "time": time});
+        let line = serde_json::json!({"level": level.to_string(), "msg": message, "time": time});
         return format!("{line}\n");
     }
     let quoted = message.replace('\\', "\\\\").replace('"', "\\\"");
-    format!("time=\"{time}\" level={} msg=\"{quoted}\"\n", level.as_str())
+    format!("time=\"{time}\" level={level} msg=\"{quoted}\"\n")
 }
 
 /// Escapes control characters, so that a message stays one line whatever foreign text it repeats.
@@ -99,7 +89,7 @@ pub fn one_line(message: &str) -> String {
     let mut line = String::with_capacity(message.len());
     for character in message.chars() {
         if character.is_control() {
-            let _ = write!(line, "{}", character.escape_default());
+            line.extend(character.escape_default());
         } else {
             line.push(character);
         }

@@ -48,7 +48,8 @@ pub(crate) fn regular_file(mut file: impl Read, length: u64, most: u64) -> io::R
     Ok(content)
 }
 
-fn once(file: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
+/// One read(2), begun again where a signal interrupts it.
+pub(crate) fn once(file: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
         match file.read(buffer) {
             Err(error) if error.kind() == ErrorKind::Interrupted => {}

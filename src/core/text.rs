@@ -1,6 +1,5 @@
 //! Makes text from containers, images and files safe to print.
 
-use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Longest piece of foreign text that a message repeats, in characters.
@@ -20,7 +19,7 @@ pub fn safe(text: &str) -> String {
             break;
         }
         if character.is_control() || is_invisible(character) {
-            let _ = write!(out, "{}", character.escape_default());
+            out.extend(character.escape_default());
         } else {
             out.push(character);
         }

@@ -56,7 +56,7 @@ fn main() -> Result<()> {
 
 /// The calls of a look as `sublet top` shows it, and nothing else: of each GPU its memory, both lists of processes, the
 /// load of the GPU and of its processes, power, temperature and GPM. The lists as often as `sublet top` asks for them:
-/// every two and every four seconds (`src/cli/gpu_processes/lists.rs`).
+/// every two and every four seconds (`src/cli/gpu_processes/mod.rs`).
 fn calls(library: &str) -> Result<()> {
     const METRICS: [GpmMetricId; 8] = [
         GpmMetricId::SmUtil,

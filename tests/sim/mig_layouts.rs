@@ -150,7 +150,7 @@ fn walk(topology: &str, changes: usize) -> Option<(usize, usize)> {
         let mut gpu = driver.gpu(&uuid).unwrap();
         let target = some_layout(&gpu, &mut random);
         let held = hold(&gpu, &mut ledger, &mut random);
-        mig::mark(&mut gpu, &ledger);
+        gpu.mark(&ledger);
         let plan = match mig::plan(&gpu, &target) {
             Ok(plan) => plan,
             Err(obstacle) => {

@@ -33,6 +33,10 @@ fn named<'a>(world: &'a World, id: &str, [name, image]: [&str; 2], share: &[(&st
 const OPEN: &str = "Array.from(document.querySelectorAll('#containers tr'))\
     .find((row) => row.innerText.startsWith('training')).querySelector('details').open";
 
+/// Something that a person may have selected: the line of one of its processes.
+const LINE: &str = "Array.from(document.querySelectorAll('#containers tr'))\
+    .find((row) => row.innerText.startsWith('training')).querySelector('details li').selected";
+
 /// Waits until the page's expression is true.
 fn until(browser: &mut Chromium, expression: &str) {
     let holds = eventually(|| browser.value(expression) == true);
@@ -107,12 +111,14 @@ fn the_page_is_live_readable_and_takes_no_markup() {
     let shown = text.as_str().is_some_and(|text| text.contains(r"<img src=x onerror=hit=1>\u{1b}[2J"));
     assert!(shown, "{text}");
     browser.check_looks();
-    // What is open stays open while values change.
+    // What is open stays open while values change, and its lines are the same elements.
     browser.value(&format!("{OPEN} = true"));
+    browser.value(&format!("{LINE} = true"));
     hostile.down();
     small.down();
     until(&mut browser, "document.querySelectorAll('#containers tr').length === 3");
     assert_eq!(browser.value(OPEN), true);
+    assert_eq!(browser.value(LINE), true);
 
     // A page that nobody sees asks for nothing, and then again.
     let hide = |hidden| {

@@ -93,27 +93,27 @@ fn in_mig_mode() -> Inventory {
 #[test]
 fn trust_decides_without_a_measurement() {
     let with = |tenants, trust| line(&advised(&question(tenants, trust), None, &one_gpu()));
-    assert_eq!(with(1, Trust::Not), "mode=exclusive");
-    assert_eq!(with(1, Trust::Fully), "mode=exclusive");
+    assert_eq!(with(1, Trust::None), "mode=exclusive");
+    assert_eq!(with(1, Trust::All), "mode=exclusive");
     // 100 GiB less 512 MiB and seven servers' 66 MiB, divided by 7, rounded down to 256 MiB.
-    assert_eq!(with(7, Trust::Partly), "memory=14GiB mode=time-slice");
+    assert_eq!(with(7, Trust::Some), "memory=14GiB mode=time-slice");
     // One server alone, and 3 tenants: 33.1 GiB.
-    assert_eq!(with(3, Trust::Fully), "memory=33GiB mode=mps");
-    let late = Question { p99_ms: Some(20.0), ..question(3, Trust::Fully) };
+    assert_eq!(with(3, Trust::All), "memory=33GiB mode=mps");
+    let late = Question { p99_ms: Some(20.0), ..question(3, Trust::All) };
     assert_eq!(line(&advised(&late, None, &one_gpu())), "memory=33GiB mode=mps sm=33.3");
 }
 
 #[test]
 fn tenants_without_trust_get_hardware_of_their_own() {
-    let asked = question(2, Trust::Not);
+    let asked = question(2, Trust::None);
     let refused = advised(&asked, None, &one_gpu()).unwrap_err();
     assert!(refused.why.contains("is taken whole"), "{refused:?}");
     assert_eq!(refused.help, ["--tenants 1 would fit", "--trust some would fit: time-slice"]);
     assert_eq!(line(&advised(&asked, None, &host(vec![device(0), device(1)]))), "mode=exclusive");
-    let seven = |memory| Question { memory, ..question(7, Trust::Not) };
+    let seven = |memory| Question { memory, ..question(7, Trust::None) };
     assert_eq!(line(&advised(&seven(None), None, &in_mig_mode())), "mig=1g.12gb");
-    assert_eq!(line(&advised(&question(1, Trust::Not), None, &in_mig_mode())), "mig=4g.50gb");
-    let small = Question { memory: Some(Memory::Bytes(8 * GIB)), ..question(1, Trust::Not) };
+    assert_eq!(line(&advised(&question(1, Trust::None), None, &in_mig_mode())), "mig=4g.50gb");
+    let small = Question { memory: Some(Memory::Bytes(8 * GIB)), ..question(1, Trust::None) };
     assert_eq!(line(&advised(&small, None, &in_mig_mode())), "mig=1g.12gb");
     let large = seven(Some(Memory::Bytes(20 * GIB)));
     let refused = advised(&large, None, &in_mig_mode()).unwrap_err();
@@ -129,18 +129,18 @@ fn mig_devices_that_share_memory_separate_nothing() {
         let part = inventory.devices[own].mig_device.as_mut().unwrap();
         (part.siblings, part.slices) = (vec![other.to_owned()], (1, 2));
     }
-    assert!(advised(&question(2, Trust::Not), None, &inventory).is_err());
-    assert_eq!(line(&advised(&question(2, Trust::Partly), None, &inventory)), "mig=1g.12gb");
+    assert!(advised(&question(2, Trust::None), None, &inventory).is_err());
+    assert_eq!(line(&advised(&question(2, Trust::Some), None, &inventory)), "mig=1g.12gb");
 }
 
 #[test]
 fn memory_that_does_not_fit_is_told_with_what_would() {
-    let asked = Question { memory: Some(Memory::Bytes(20 * GIB)), ..question(7, Trust::Partly) };
+    let asked = Question { memory: Some(Memory::Bytes(20 * GIB)), ..question(7, Trust::Some) };
     let refused = advised(&asked, None, &one_gpu()).unwrap_err();
     let why = "the best way is time-slice, and container 5 would be refused: no place for time-slice, 20 GiB on any GPU: ";
     assert!(refused.why.starts_with(why), "{refused:?}");
     assert_eq!(refused.help, ["--tenants 4 would fit", "--memory 14GiB would fit"]);
-    let many = question(1000, Trust::Fully);
+    let many = question(1000, Trust::All);
     // The most clients that an MPS server has.
     assert_eq!(advised(&many, None, &one_gpu()).unwrap_err().help, ["--tenants 48 would fit"]);
     let fewer = Question { tenants: 4, ..asked };
@@ -151,7 +151,7 @@ fn memory_that_does_not_fit_is_told_with_what_would() {
 fn what_is_booked_already_is_not_given_again() {
     let held = Lease { memory_bytes: Some(50 * GIB), ..lease(1, "GPU-0") };
     let ledger = Ledger { leases: vec![held], ..Ledger::empty("boot") };
-    let advice = advised_in(&question(2, Trust::Fully), None, &one_gpu(), &ledger, &Config::default());
+    let advice = advised_in(&question(2, Trust::All), None, &one_gpu(), &ledger, &Config::default());
     // In turns as the lease that is there. 49.5 GiB less 132 MiB, divided by 2.
     assert_eq!(line(&advice), "memory=25088MiB mode=time-slice");
 }
@@ -160,8 +160,8 @@ fn what_is_booked_already_is_not_given_again() {
 fn without_mps_programs_tenants_take_turns_without_a_limit() {
     let mut inventory = one_gpu();
     inventory.driver.mps_control = None;
-    assert_eq!(line(&advised(&question(3, Trust::Fully), None, &inventory)), "mode=time-slice");
-    let asked = Question { memory: Some(Memory::Bytes(40 * GIB)), ..question(3, Trust::Fully) };
+    assert_eq!(line(&advised(&question(3, Trust::All), None, &inventory)), "mode=time-slice");
+    let asked = Question { memory: Some(Memory::Bytes(40 * GIB)), ..question(3, Trust::All) };
     assert!(advised(&asked, None, &inventory).is_err(), "together they would not fit");
 }
 
@@ -171,9 +171,9 @@ fn the_host_s_rules_are_kept() {
         toml::from_str("[limits]\nrequire = ['sm']\n[defaults]\nisolation = 'dedicated'\n").unwrap();
     let with =
         |trust| line(&advised_in(&question(4, trust), None, &one_gpu(), &Ledger::empty("boot"), &config));
-    assert_eq!(with(Trust::Partly), "isolation=dedicated memory=25344MiB mode=mps sm=25");
-    assert_eq!(with(Trust::Fully), "isolation=shared memory=25344MiB mode=mps sm=25");
-    let refused = advised(&question(12, Trust::Partly), None, &one_gpu()).unwrap_err();
+    assert_eq!(with(Trust::Some), "isolation=dedicated memory=25344MiB mode=mps sm=25");
+    assert_eq!(with(Trust::All), "isolation=shared memory=25344MiB mode=mps sm=25");
+    let refused = advised(&question(12, Trust::Some), None, &one_gpu()).unwrap_err();
     assert!(refused.why.contains("[limits] time_slice_max = 8"), "the key: {refused:?}");
     assert_eq!(refused.help[0], "--tenants 8 would fit");
     assert!(refused.help[1].starts_with("--trust all would fit: MPS"), "{refused:?}");
@@ -182,19 +182,18 @@ fn the_host_s_rules_are_kept() {
 #[test]
 fn of_what_was_measured_the_fastest_that_trust_allows() {
     let with = |asked: Question| line(&advised(&asked, Some(&seen()), &one_gpu()));
-    assert_eq!(with(question(7, Trust::Fully)), "memory=14GiB mode=mps");
-    assert_eq!(with(question(7, Trust::Partly)), "memory=14GiB mode=time-slice");
+    assert_eq!(with(question(7, Trust::All)), "memory=14GiB mode=mps");
+    assert_eq!(with(question(7, Trust::Some)), "memory=14GiB mode=time-slice");
     // Five were not measured: as seven. Eight were not, nor more: by rules.
-    let found = |tenants| {
-        advised(&question(tenants, Trust::Fully), Some(&seen()), &one_gpu()).unwrap().candidate.found
-    };
+    let found =
+        |tenants| advised(&question(tenants, Trust::All), Some(&seen()), &one_gpu()).unwrap().candidate.found;
     assert_eq!(found(5).map(|found| (found.n, found.alone)), Some((7, Some((7.2, Some(8.0))))));
     assert_eq!(found(8), None);
 }
 
 #[test]
 fn a_target_is_kept_or_there_is_no_advice() {
-    let with = |tenants, p99_ms| Question { p99_ms: Some(p99_ms), ..question(tenants, Trust::Fully) };
+    let with = |tenants, p99_ms| Question { p99_ms: Some(p99_ms), ..question(tenants, Trust::All) };
     assert_eq!(line(&advised(&with(7, 45.0), Some(&seen()), &one_gpu())), "memory=14GiB mode=mps sm=14.2");
     let refused = advised(&with(7, 20.0), Some(&seen()), &one_gpu()).unwrap_err();
     assert_eq!(
@@ -215,7 +214,7 @@ fn a_target_is_kept_or_there_is_no_advice() {
 fn close_throughputs_are_decided_by_protection_and_fairness() {
     let with = |turns: &str, mps: &str| {
         let result = result(&[(MPS, 2, mps), (TURNS, 2, turns)]);
-        line(&advised(&question(2, Trust::Fully), Some(&result), &one_gpu()))
+        line(&advised(&question(2, Trust::All), Some(&result), &one_gpu()))
     };
     let hundred = r#""mean_ms":20,"per_second":100"#;
     assert_eq!(with(r#""mean_ms":21,"per_second":96"#, hundred), "memory=50688MiB mode=time-slice");
@@ -224,7 +223,7 @@ fn close_throughputs_are_decided_by_protection_and_fairness() {
         (MPS, 2, r#""mean_ms":20,"per_second":100,"fairness":0.5"#),
         (EQUAL, 2, r#""mean_ms":20,"per_second":97,"fairness":0.99"#),
     ]);
-    let advice = advised(&question(2, Trust::Fully), Some(&unfair), &one_gpu());
+    let advice = advised(&question(2, Trust::All), Some(&unfair), &one_gpu());
     assert_eq!(line(&advice), "memory=50688MiB mode=mps sm=50");
 }
 
@@ -252,7 +251,7 @@ fn cells_that_prove_nothing_are_not_used() {
 
 #[test]
 fn the_words_say_what_was_measured_and_what_was_not() {
-    let asked = question(5, Trust::Partly);
+    let asked = question(5, Trust::Some);
     let inventory = one_gpu();
     let advice = advised(&asked, Some(&seen()), &inventory).unwrap();
     let found = advice.candidate.found.as_ref().unwrap();
@@ -277,7 +276,7 @@ fn the_words_say_what_was_measured_and_what_was_not() {
         measure_with(&asked, &inventory.devices[0]).as_deref(),
         Some("sublet bench run -n 1,5 --mode exclusive,time-slice,dedicated")
     );
-    assert_eq!(measure_with(&question(5, Trust::Not), &inventory.devices[0]), None);
+    assert_eq!(measure_with(&question(5, Trust::None), &inventory.devices[0]), None);
 }
 
 /// What the texts to paste ask for, read back as `sublet explain` reads them.
@@ -339,7 +338,7 @@ fn inventories() -> impl Strategy<Value = Inventory> {
 }
 
 fn questions() -> impl Strategy<Value = Question> {
-    let trust = prop_oneof![Just(Trust::Not), Just(Trust::Partly), Just(Trust::Fully)];
+    let trust = prop_oneof![Just(Trust::None), Just(Trust::Some), Just(Trust::All)];
     let memory = prop_oneof![
         Just(None),
         (1..60_000_u64).prop_map(|mib| Some(Memory::Bytes(mib * MIB))),
@@ -406,11 +405,11 @@ proptest! {
         prop_assert_eq!(placements.len(), tenants);
         let devices: BTreeSet<_> = placements.iter().flat_map(|one| &one.devices).collect();
         let alone = matches!(advice.candidate.mode.sharing, Sharing::Exclusive | Sharing::Mig);
-        prop_assert!(alone || asked.trust != Trust::Not);
+        prop_assert!(alone || asked.trust != Trust::None);
         prop_assert_eq!(devices.len(), if alone { tenants } else { 1 });
         for placement in placements {
             let shared = placement.mode == Mode::Mps && placement.isolation == sublet_core::share::Isolation::Shared;
-            prop_assert!(asked.trust == Trust::Fully || !shared, "{placement:?}");
+            prop_assert!(asked.trust == Trust::All || !shared, "{placement:?}");
             let device = inventory.device(&placement.devices[0]).unwrap();
             let gpu = inventory.device(device.gpu()).unwrap();
             let needs = asked.memory.map_or(0, |memory| memory.on(gpu.memory_bytes));

@@ -1,17 +1,21 @@
 //! Starts the programs of a cell, as containers of an engine or as processes by hand, and ends them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use serde_json::json;
 
+use super::result::{Cell, Sharing};
 use crate::own_root;
-use sublet_core::process::{child, inheritance};
+use sublet_core::config::Config;
+use sublet_core::inventory::{Device, FileKind, Inventory, MpsPrograms};
+use sublet_core::process::child::{self, ChildError};
+use sublet_core::process::inheritance;
 
 /// An engine that hangs when it is told to end a container is left alone after this time.
 const END_LIMIT: Duration = Duration::from_secs(30);
@@ -70,12 +74,16 @@ impl Workload {
     /// The engine's program cannot be started. What the engine itself reports comes later, on standard error.
     pub fn start(&self, number: u32, annotations: &BTreeMap<String, String>) -> anyhow::Result<Running> {
         let name = format!("{PREFIX}{}-{number}", std::process::id());
-        let words = self.own(&self.command, number);
         let mut command = match &self.engine {
-            Engine::Program(program) => {
-                self.engines(program, &name, annotations, &self.own(&self.options, number), &words)
+            Engine::Program(_) => self.engines(&name, annotations, number),
+            Engine::Runtime(program) => {
+                let bundle = self.dir.join(&name);
+                fs::create_dir_all(&bundle).with_context(|| format!("cannot make {}", bundle.display()))?;
+                fs::write(bundle.join("config.json"), self.spec(annotations, number).to_string())?;
+                let mut command = Command::new(program);
+                command.args(["run", "--bundle"]).arg(bundle).arg(&name);
+                command
             }
-            Engine::Runtime(program) => self.runtimes(program, &name, annotations, &words)?,
         };
         let child = spawn(&mut command)?;
         Ok(Running { child, engine: Some(self.engine.clone()), name })
@@ -97,17 +105,11 @@ impl Workload {
         words.iter().map(|word| word.replace("{n}", &number.to_string()).replace("{port}", &port)).collect()
     }
 
-    fn engines(
-        &self,
-        program: &str,
-        name: &str,
-        annotations: &BTreeMap<String, String>,
-        options: &[String],
-        words: &[String],
-    ) -> Command {
+    fn engines(&self, name: &str, annotations: &BTreeMap<String, String>, number: u32) -> Command {
+        let (program, options) = (self.engine.program(), self.own(&self.options, number));
         let mut command = Command::new(program);
         command.args(["run", "--rm", "--name", name]);
-        if program == "docker" {
+        if program == Path::new("docker") {
             command.arg("--runtime=sublet");
         }
         if !options.iter().any(|option| option.starts_with("--net")) {
@@ -116,24 +118,40 @@ impl Workload {
         for (key, value) in annotations {
             command.arg("--annotation").arg(format!("{key}={value}"));
         }
-        command.args(options).arg(&self.image).args(words);
+        command.args(options).arg(&self.image).args(self.own(&self.command, number));
         command
     }
 
-    fn runtimes(
-        &self,
-        program: &Path,
-        name: &str,
-        annotations: &BTreeMap<String, String>,
-        words: &[String],
-    ) -> anyhow::Result<Command> {
-        let bundle = self.dir.join(name);
-        fs::create_dir_all(&bundle).with_context(|| format!("cannot make {}", bundle.display()))?;
-        let spec = spec(&self.image, annotations, words, !self.ports.is_empty());
-        fs::write(bundle.join("config.json"), spec.to_string())?;
-        let mut command = Command::new(program);
-        command.args(["run", "--bundle"]).arg(bundle).arg(name);
-        Ok(command)
+    /// The bundle's config.json: namespaces of its own, no capabilities, an environment with nothing but PATH and HOME. A
+    /// server has the network of the host, where it can be asked.
+    fn spec(&self, annotations: &BTreeMap<String, String>, number: u32) -> serde_json::Value {
+        let kinds = ["pid", "mount", "ipc", "uts", "network"];
+        let kinds = &kinds[..if self.ports.is_empty() { 5 } else { 4 }];
+        let namespaces: Vec<_> = kinds.iter().map(|kind| json!({"type": kind})).collect();
+        let mount = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
+        json!({
+            "ociVersion": "1.0.2",
+            "process": {
+                "terminal": false,
+                "user": {"uid": 0, "gid": 0},
+                "args": self.own(&self.command, number),
+                "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/tmp"],
+                "cwd": "/",
+                "noNewPrivileges": true,
+            },
+            "root": {"path": self.image, "readonly": false},
+            "hostname": "sublet-bench",
+            "annotations": annotations,
+            "mounts": [
+                mount("/proc", "proc", &[]),
+                mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+                mount("/dev/pts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"]),
+                mount("/dev/shm", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
+                mount("/sys", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
+                mount("/tmp", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
+            ],
+            "linux": {"namespaces": namespaces},
+        })
     }
 }
 
@@ -209,41 +227,137 @@ fn is_left(name: &str) -> bool {
         .is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists())
 }
 
-/// The bundle's config.json: namespaces of its own, no capabilities, an environment with nothing but PATH and HOME. A
-/// server has the network of the host, where it can be asked.
-fn spec(
-    root: &str,
-    annotations: &BTreeMap<String, String>,
-    words: &[String],
-    is_server: bool,
-) -> serde_json::Value {
-    let kinds = ["pid", "mount", "ipc", "uts", "network"];
-    let namespaces: Vec<_> =
-        kinds[..if is_server { 4 } else { 5 }].iter().map(|kind| json!({"type": kind})).collect();
-    let mount = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
-    json!({
-        "ociVersion": "1.0.2",
-        "process": {
-            "terminal": false,
-            "user": {"uid": 0, "gid": 0},
-            "args": words,
-            "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/tmp"],
-            "cwd": "/",
-            "noNewPrivileges": true,
-        },
-        "root": {"path": root, "readonly": false},
-        "hostname": "sublet-bench",
-        "annotations": annotations,
-        "mounts": [
-            mount("/proc", "proc", &[]),
-            mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-            mount("/dev/pts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"]),
-            mount("/dev/shm", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
-            mount("/sys", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
-            mount("/tmp", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
-        ],
-        "linux": {"namespaces": namespaces},
-    })
+// The base line: the same programs as plain processes, with MPS daemons of their own and the limits set by hand, as one does
+// without sublet.
+
+/// How long a daemon may take to start or to quit.
+const DAEMON_LIMIT: Duration = Duration::from_secs(20);
+
+/// The environments of a cell's processes, and the daemons behind them, which end with this.
+pub struct ByHand {
+    daemons: Vec<Daemon>,
+    /// UUIDs of the MIG devices, one for each process; none in other modes.
+    mig_devices: Vec<String>,
+    /// The device, as CUDA is told; the driver's directories.
+    common: BTreeMap<String, String>,
+    percent: Option<f64>,
+}
+
+impl ByHand {
+    /// Starts what the cell needs: no daemon, one, or one for each process. `dir` is for their pipes.
+    ///
+    /// # Errors
+    /// MPS is not installed or does not start, or there are not enough MIG devices.
+    pub fn new(
+        planned: &Cell,
+        gpu: &str,
+        dir: &Path,
+        inventory: &Inventory,
+        config: &Config,
+    ) -> anyhow::Result<Self> {
+        let count = match planned.mode.sharing {
+            Sharing::Exclusive | Sharing::TimeSlice | Sharing::Mig => 0,
+            Sharing::Mps => 1,
+            Sharing::Dedicated => planned.n,
+        };
+        let mig_devices = mig_devices(planned, gpu, inventory);
+        if planned.mode.sharing == Sharing::Mig && mig_devices.len() < planned.n as usize {
+            bail!("the GPU has {} MIG devices for {} processes", mig_devices.len(), planned.n);
+        }
+        let start = |number: u32| Daemon::start(gpu, &dir.join(format!("mps-{number}")), config);
+        Ok(Self {
+            daemons: (0..count).map(start).collect::<Result<_, _>>()?,
+            mig_devices,
+            common: common(gpu, inventory),
+            percent: planned.percent(),
+        })
+    }
+
+    /// What process `number` gets beside this program's own environment.
+    pub fn environment(&self, number: u32) -> BTreeMap<String, String> {
+        let mut environment = self.common.clone();
+        if let Some(uuid) = self.mig_devices.get(number as usize) {
+            environment.insert("CUDA_VISIBLE_DEVICES".to_owned(), uuid.clone());
+        }
+        // Servers of their own: one each; a shared one: the only one.
+        let Some(daemon) = self.daemons.get(number as usize).or(self.daemons.first()) else {
+            return environment;
+        };
+        environment.insert("CUDA_MPS_PIPE_DIRECTORY".to_owned(), daemon.dir.display().to_string());
+        // The server knows one GPU, and calls it 0.
+        environment.insert("CUDA_VISIBLE_DEVICES".to_owned(), "0".to_owned());
+        if let Some(percent) = self.percent {
+            environment.insert("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".to_owned(), percent.to_string());
+        }
+        environment
+    }
+}
+
+/// The MIG devices of the profile that is wanted, the smallest first: containers get them so.
+fn mig_devices(planned: &Cell, gpu: &str, inventory: &Inventory) -> Vec<String> {
+    if planned.mode.sharing != Sharing::Mig {
+        return Vec::new();
+    }
+    let wanted = planned.mode.profile.as_deref();
+    let fits = |device: &Device| wanted.is_none_or(|wanted| wanted == device.kind());
+    let devices = inventory.mig_devices_of(gpu).map(|(device, _)| device);
+    let mut devices: Vec<&Device> = devices.filter(|device| fits(device)).collect();
+    devices.sort_by_key(|device| (device.memory_bytes, device.sm_count));
+    devices.into_iter().map(|device| device.uuid.clone()).collect()
+}
+
+/// The driver's libraries may lie where only containers of sublet's find them.
+fn common(gpu: &str, inventory: &Inventory) -> BTreeMap<String, String> {
+    let libraries = inventory.files.iter().filter(|file| matches!(file.kind, FileKind::Library { .. }));
+    let directories: BTreeSet<&str> = libraries.filter_map(|file| file.source.parent()?.to_str()).collect();
+    let own = std::env::var("LD_LIBRARY_PATH").ok().filter(|path| !path.is_empty());
+    let path: Vec<&str> = own.as_deref().into_iter().chain(directories).collect();
+    BTreeMap::from([
+        ("CUDA_VISIBLE_DEVICES".to_owned(), gpu.to_owned()),
+        ("LD_LIBRARY_PATH".to_owned(), path.join(":")),
+        // No daemon of the host's: where this directory has none, CUDA works without MPS.
+        ("CUDA_MPS_PIPE_DIRECTORY".to_owned(), "/nonexistent".to_owned()),
+    ])
+}
+
+/// An MPS control daemon, which quits when this is dropped.
+struct Daemon {
+    control: PathBuf,
+    dir: PathBuf,
+    path: String,
+}
+
+impl Daemon {
+    fn start(gpu: &str, dir: &Path, config: &Config) -> anyhow::Result<Self> {
+        fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        let programs = MpsPrograms::find(&config.driver);
+        let (control, _) = programs.both(&config.driver)?;
+        let daemon = Self { control: control.to_owned(), dir: dir.to_owned(), path: programs.path() };
+        let mut command = daemon.command();
+        command.arg("-d").env("CUDA_VISIBLE_DEVICES", gpu);
+        match child::run_without_output(&mut command, DAEMON_LIMIT) {
+            Ok(status) if status.success() => Ok(daemon),
+            Ok(status) => bail!("nvidia-cuda-mps-control -d ended with {status}"),
+            Err(ChildError::Io(error)) => Err(error).context("cannot run nvidia-cuda-mps-control"),
+            Err(ChildError::Timeout) => {
+                bail!("nvidia-cuda-mps-control -d did not end within {} s", DAEMON_LIMIT.as_secs())
+            }
+        }
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.control);
+        let dir = [("CUDA_MPS_PIPE_DIRECTORY", &self.dir), ("CUDA_MPS_LOG_DIRECTORY", &self.dir)];
+        command.envs(dir).env("PATH", &self.path);
+        command
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Its processes have ended, so it quits at once.
+        let _ = child::run(&mut self.command(), "quit\n", DAEMON_LIMIT);
+    }
 }
 
 #[cfg(test)]
@@ -272,9 +386,7 @@ mod tests {
         let told = |program: &'static str, options: &str, number| {
             let workload =
                 Workload { options: vec![options.to_owned()], ..workload(Engine::Program(program)) };
-            let own = |all| workload.own(all, number);
-            let (options, command) = (own(&workload.options), own(&workload.command));
-            words(&workload.engines(program, "x", &annotations, &options, &command))
+            words(&workload.engines("x", &annotations, number))
         };
         assert_eq!(
             told("docker", "--volume=/a:/a", 1),

@@ -7,13 +7,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
+use nvml_wrapper::Nvml;
+use nvml_wrapper::enum_wrappers::device::Clock;
 
 use super::containers::Running;
-use super::http::Client;
-use super::meter::Meter;
-use super::result::Measured;
-use super::samples::{self, Format, Sample};
+use super::result::{Machine, Measured};
+use super::samples::{self, Sample, Source};
 use crate::load::monotonic_nanoseconds;
+use crate::probe::{connect, device_by_uuid};
+use sublet_core::config::Config;
+use sublet_core::inventory::{Device, Inventory};
 use sublet_core::text::safe;
 
 /// Longer lines are no latencies.
@@ -30,15 +33,6 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Built-in loads write what they have ten times a second, so the last lines of the window come later.
 const LAST_LINES: Duration = Duration::from_millis(300);
-
-/// Where latencies come from.
-#[derive(Clone, Debug)]
-pub enum Source {
-    /// The programs print them.
-    Lines(Format),
-    /// The programs are servers, and each is asked all the time by one client.
-    Http(Client),
-}
 
 /// How long each part takes.
 #[derive(Clone, Copy, Debug)]
@@ -88,10 +82,6 @@ impl Tenant {
         let output = running.child.stdout.take();
         let tell = Arc::clone(&heard);
         match source {
-            Source::Lines(format) => {
-                let format = format.clone();
-                std::thread::spawn(move || output.map(|output| read_lines(output, &format, &tell)));
-            }
             Source::Http(client) => {
                 let client = client.clone();
                 std::thread::spawn(move || {
@@ -100,6 +90,10 @@ impl Tenant {
                 });
                 let heard = Arc::clone(&heard);
                 std::thread::spawn(move || output.map(|output| keep_end(output, &heard)));
+            }
+            lines => {
+                let lines = lines.clone();
+                std::thread::spawn(move || output.map(|output| read_lines(output, &lines, &tell)));
             }
         }
         Self { running, heard, errors, lost: None }
@@ -121,18 +115,13 @@ impl Tenant {
 
     /// Notes whether it has ended.
     fn look(&mut self) {
-        if self.lost.is_some() {
-            return;
+        let ended = if self.lost.is_some() { None } else { self.running.ended() };
+        let Some(how) = ended else { return };
+        let deadline = Instant::now() + LAST_WORDS;
+        while self.errors.as_ref().is_some_and(|errors| !errors.is_finished()) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
         }
-        if let Some(how) = self.running.ended() {
-            let deadline = Instant::now() + LAST_WORDS;
-            while self.errors.as_ref().is_some_and(|errors| !errors.is_finished())
-                && Instant::now() < deadline
-            {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            self.lost = Some(with_words(format!("it ended ({how})"), &self.heard));
-        }
+        self.lost = Some(with_words(format!("it ended ({how})"), &self.heard));
     }
 }
 
@@ -235,19 +224,15 @@ impl Drop for Tenants {
     }
 }
 
-fn read_lines(output: impl Read, format: &Format, heard: &Shared) {
+fn read_lines(output: impl Read, source: &Source, heard: &Shared) {
     let mut output = BufReader::new(output);
     let mut line = Vec::new();
-    loop {
-        line.clear();
-        match output.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line) {
-            Ok(0) | Err(_) => return,
-            Ok(_) => {}
-        }
+    while output.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
         let now = monotonic_nanoseconds();
-        if let Some(sample) = format.sample(&String::from_utf8_lossy(&line), now) {
+        if let Some(sample) = source.sample(&String::from_utf8_lossy(&line), now) {
             keep(heard, sample);
         }
+        line.clear();
     }
 }
 
@@ -262,10 +247,7 @@ fn keep(heard: &Shared, sample: Sample) {
 fn keep_end(mut stream: impl Read, heard: &Shared) {
     const KEPT: usize = 2048;
     let mut piece = [0; 1024];
-    while let Ok(read) = stream.read(&mut piece) {
-        if read == 0 {
-            return;
-        }
+    while let Ok(read @ 1..) = stream.read(&mut piece) {
         let words = &mut lock(heard).words;
         words.extend_from_slice(&piece[..read]);
         let surplus = words.len().saturating_sub(KEPT);
@@ -300,12 +282,65 @@ fn lock(heard: &Shared) -> std::sync::MutexGuard<'_, Heard> {
     heard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+// What NVML says of the GPU while a cell runs: energy, clock, memory.
+
+/// Asks about one GPU. Whatever the driver does not tell is `None`.
+pub struct Meter {
+    nvml: Option<Nvml>,
+    uuid: String,
+}
+
+impl Meter {
+    /// For the GPU with this UUID.
+    pub fn new(uuid: &str, config: &Config) -> Self {
+        Self { nvml: connect(config).ok().map(|(nvml, _)| nvml), uuid: uuid.to_owned() }
+    }
+
+    fn device(&self) -> Option<nvml_wrapper::Device<'_>> {
+        device_by_uuid(self.nvml.as_ref()?, &self.uuid).ok()
+    }
+
+    /// Since the driver was loaded, in millijoules.
+    pub fn energy(&self) -> Option<u64> {
+        self.device()?.total_energy_consumption().ok()
+    }
+
+    /// Memory in use on the whole GPU, in bytes.
+    pub fn memory(&self) -> Option<u64> {
+        self.device()?.memory_info().ok().map(|memory| memory.used)
+    }
+
+    /// The clock of the SMs, in MHz.
+    pub fn sm_mhz(&self) -> Option<u32> {
+        self.device()?.clock_info(Clock::SM).ok()
+    }
+
+    /// The machine, as far as this host tells.
+    pub fn machine(&self, gpu: &Device, inventory: &Inventory, engine: Option<String>) -> Machine {
+        let device = self.device();
+        Machine {
+            gpu: gpu.name.clone(),
+            uuid: Some(gpu.uuid.clone()),
+            memory_bytes: Some(gpu.memory_bytes),
+            sms: gpu.sm_count,
+            driver: Some(inventory.driver.version.clone()),
+            max_sm_mhz: device.as_ref().and_then(|device| device.max_clock_info(Clock::SM).ok()),
+            power_limit_milliwatts: device.as_ref().and_then(|device| device.enforced_power_limit().ok()),
+            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
+                .ok()
+                .map(|text| text.trim().to_owned()),
+            processors: std::thread::available_parallelism().ok().map(usize::from),
+            sublet: Some(env!("CARGO_PKG_VERSION").to_owned()),
+            engine,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::bench::containers::{Engine, Workload};
     use std::collections::BTreeMap;
-    use sublet_core::config::Config;
 
     fn measured(scripts: [&str; 2], stop: &dyn Fn() -> bool) -> anyhow::Result<Measured> {
         let start = |number: u32| {
@@ -321,7 +356,7 @@ mod tests {
             workload.by_hand(number, &BTreeMap::new())
         };
         let pattern = regex_lite::Regex::new(samples::FIRST_NUMBER).unwrap();
-        let source = Source::Lines(Format::Pattern(pattern, 1e6));
+        let source = Source::Pattern(pattern, 1e6);
         let times = Times {
             start_limit: Duration::from_secs(2),
             warm_up: Duration::from_millis(100),

@@ -59,12 +59,11 @@ pub fn svg(result: &BenchResult, load: &str, figure: Figure) -> Option<String> {
         let why = "hollow: the shares come to more than the GPU has (overcommitted)";
         text(&mut svg, (PLOT[0], HEIGHT - 14.0), "small", why);
     }
-    for (is, word, y) in
-        [(result.simulated, "SIMULATED", 230.0), (result.in_use_by_others, "GPU IN USE BY OTHERS", 290.0)]
-    {
-        if is {
-            text(&mut svg, (PLOT[0] + 40.0, y), "huge", word);
-        }
+    if result.simulated {
+        text(&mut svg, (PLOT[0] + 40.0, 230.0), "huge", "SIMULATED");
+    }
+    if result.in_use_by_others {
+        text(&mut svg, (PLOT[0] + 40.0, 290.0), "huge", "GPU IN USE BY OTHERS");
     }
     svg.push_str("</svg>\n");
     Some(svg)

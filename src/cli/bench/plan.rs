@@ -22,7 +22,7 @@ impl Cell {
     }
 
     /// The limit on SMs of each container, in percent.
-    fn percent(&self) -> Option<f64> {
+    pub(super) fn percent(&self) -> Option<f64> {
         self.mode.sm.map(|sm| sm.percent(self.n))
     }
 

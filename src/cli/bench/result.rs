@@ -104,9 +104,7 @@ pub struct Settings {
 }
 
 /// How the containers of a cell share the GPU.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, ValueEnum, Serialize, Deserialize, JsonSchema,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sharing {
     /// The whole GPU, one container.
@@ -259,21 +257,8 @@ pub struct Tenant {
 
 /// Why a result cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum ResultError {
-    /// The file cannot be read.
-    #[error("{}: {source}", safe(path))]
-    Unreadable { path: String, source: std::io::Error },
-    /// It is no result.
-    #[error("{} is no result of `sublet bench`: {why}", safe(path))]
-    Malformed { path: String, why: String },
-    /// A result of another form.
-    #[error(
-        "{}: its form is {}, and this sublet reads {SCHEMA}: use the sublet that wrote it",
-        safe(path),
-        safe(schema)
-    )]
-    Schema { path: String, schema: String },
-}
+#[error("{0}")]
+pub struct ResultError(String);
 
 /// The comparison by the authors of nos.
 const PUBLISHED: &str = include_str!("nos.json");
@@ -289,13 +274,13 @@ impl BenchResult {
     /// # Errors
     /// The file cannot be read, is none of these documents, or one of another form.
     pub fn read(path: &Path) -> Result<Self, ResultError> {
-        let name = || path.to_string_lossy().into_owned();
-        let unreadable = |source| ResultError::Unreadable { path: name(), source };
+        let name = path.to_string_lossy();
+        let unreadable = |error: std::io::Error| ResultError(format!("{}: {error}", safe(&name)));
         let length = fs::metadata(path).map_err(unreadable)?.len();
         if length > LARGEST {
             return Err(unreadable(std::io::Error::new(ErrorKind::FileTooLarge, "larger than 64 MiB")));
         }
-        Self::parse(&fs::read_to_string(path).map_err(unreadable)?, &name())
+        Self::parse(&fs::read_to_string(path).map_err(unreadable)?, &name)
     }
 
     /// Reads a result from the text of the file `name`.
@@ -303,13 +288,16 @@ impl BenchResult {
     /// # Errors
     /// It is none of these documents, or one of another form.
     pub fn parse(text: &str, name: &str) -> Result<Self, ResultError> {
-        let path = name.to_owned();
-        let wrong = |why: &str| ResultError::Malformed { path: name.to_owned(), why: safe(why) };
+        let name = safe(name);
+        let wrong = |why: &str| ResultError(format!("{name} is no result of `sublet bench`: {}", safe(why)));
         let malformed = |why: serde_json::Error| wrong(&why.to_string());
         let value: serde_json::Value = serde_json::from_str(text).map_err(malformed)?;
         match value.get("schema").and_then(serde_json::Value::as_str) {
             Some(SCHEMA) => serde_json::from_value(value).map_err(malformed),
-            Some(schema) => Err(ResultError::Schema { path, schema: schema.to_owned() }),
+            Some(schema) => Err(ResultError(format!(
+                "{name}: its form is {}, and this sublet reads {SCHEMA}: use the sublet that wrote it",
+                safe(schema)
+            ))),
             None => Err(wrong("it has no schema")),
         }
     }

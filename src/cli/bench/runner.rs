@@ -1,23 +1,26 @@
-//! Goes through the grid, cell by cell, and keeps the result on disk after each.
+//! Goes through the grid, cell by cell, and keeps the result on disk after each. The file is looked at before anything
+//! starts, and gone on with.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
+use rustix::fs::{Access, access};
 
-use super::by_hand::ByHand;
-use super::containers::Workload;
-use super::measure::{Interrupted, Source, Times, measure};
-use super::meter::Meter;
+use super::containers::{ByHand, Workload};
+use super::measure::{Interrupted, Meter, Times, measure};
 use super::plan::{self, Gpu};
-use super::result::{BenchResult, Cell, Measured};
+use super::result::{BenchResult, Cell, Measured, Settings};
+use super::samples::Source;
+use crate::own_root;
 use sublet_core::config::Config;
 use sublet_core::fs::atomic;
 use sublet_core::inventory::Inventory;
+use sublet_core::text::safe;
 
 /// Everything that stays the same from cell to cell.
 pub struct Runner<'a> {
-    pub workload: &'a dyn Fn(&Cell) -> Workload,
+    pub workload: Workload,
     pub source: Source,
     pub times: Times,
     pub repeat: u32,
@@ -26,11 +29,10 @@ pub struct Runner<'a> {
     /// Why a cell cannot be measured, where that depends on the driver and the accounts as they are now.
     pub lacking: &'a dyn Fn(&Cell) -> Option<String>,
     pub meter: Meter,
-    /// For bundles and pipes.
-    pub dir: PathBuf,
     pub inventory: &'a Inventory,
     pub config: &'a Config,
     pub stop: &'a dyn Fn() -> bool,
+    pub tell: &'a dyn Fn(&str),
 }
 
 impl Runner<'_> {
@@ -39,13 +41,7 @@ impl Runner<'_> {
     ///
     /// # Errors
     /// A signal, or the file cannot be written. What was measured before is in the file.
-    pub fn run(
-        &self,
-        grid: &[Cell],
-        result: &mut BenchResult,
-        output: &Path,
-        tell: &dyn Fn(&str),
-    ) -> anyhow::Result<()> {
+    pub fn run(&self, grid: &[Cell], result: &mut BenchResult, output: &Path) -> anyhow::Result<()> {
         // One that failed is tried again.
         let has = |cell: &Cell| {
             let known = result.cell(&cell.load, &cell.mode, cell.n, cell.by_hand);
@@ -53,11 +49,11 @@ impl Runner<'_> {
         };
         let missing: Vec<&Cell> = grid.iter().filter(|planned| !has(planned)).collect();
         let possible = missing.iter().filter(|planned| self.obstacle(planned).is_none()).count();
-        let mut progress = Progress::new([missing.len(), possible], self.repeat.max(1), tell);
+        let mut progress = Progress::new([missing.len(), possible], self.repeat, self.tell);
         for turns in missing.chunk_by(|one, other| other.by_hand && one.is_like(other)) {
             for (planned, found) in turns.iter().zip(self.in_turns(turns, &mut progress)?) {
                 let cell = cell_of(planned, found);
-                tell(&format!("    {}", outcome(&cell)));
+                (self.tell)(&format!("    {}", outcome(&cell)));
                 result.cells.retain(|old| !old.is_like(planned) || old.by_hand != planned.by_hand);
                 result.cells.push(cell);
                 write(result, output)?;
@@ -72,21 +68,14 @@ impl Runner<'_> {
     }
 
     /// Measures each of these cells as often as it was asked for, in turns. One that fails is not tried again.
-    fn in_turns(
-        &self,
-        cells: &[&Cell],
-        progress: &mut Progress<'_>,
-    ) -> anyhow::Result<Vec<Result<Measured, String>>> {
+    fn in_turns(&self, cells: &[&Cell], progress: &mut Progress<'_>) -> anyhow::Result<Vec<Found>> {
         let refusal = |cell: &&Cell| self.obstacle(cell).or_else(|| (self.lacking)(cell)).map_or(Ok(()), Err);
         let mut all: Vec<Result<Vec<Measured>, String>> =
             cells.iter().map(|cell| refusal(cell).map(|()| Vec::new())).collect();
-        for _ in 0..self.repeat.max(1) {
+        for _ in 0..self.repeat {
             for (cell, found) in cells.iter().zip(&mut all) {
-                let Ok(measured) = found else {
-                    progress.tell(cell, "");
-                    continue;
-                };
-                progress.begin(cell);
+                progress.tell(cell, found.is_ok());
+                let Ok(measured) = found else { continue };
                 match self.once(cell) {
                     Ok(one) => measured.push(one),
                     Err(error) if error.is::<Interrupted>() => return Err(error),
@@ -98,8 +87,11 @@ impl Runner<'_> {
     }
 
     fn once(&self, planned: &Cell) -> anyhow::Result<Measured> {
-        let workload = (self.workload)(planned);
-        let by_hand = || ByHand::new(planned, &self.uuid, &self.dir, self.inventory, self.config);
+        let mut workload = self.workload.clone();
+        if let Source::BuiltIn = self.source {
+            workload.command = [own_root::PROGRAM, "load", &planned.load].map(str::to_owned).to_vec();
+        }
+        let by_hand = || ByHand::new(planned, &self.uuid, &workload.dir, self.inventory, self.config);
         let by_hand = planned.by_hand.then(by_hand).transpose()?;
         let annotations = planned.annotations(&self.uuid);
         let start = |number: u32| match &by_hand {
@@ -109,6 +101,9 @@ impl Runner<'_> {
         measure(planned.n, &start, &self.source, self.times, &self.meter, self.stop)
     }
 }
+
+/// What a cell came to, or why there is nothing.
+type Found = Result<Measured, String>;
 
 /// The measurement with the middle mean, or no figures if there is none.
 fn middle(mut all: Vec<Measured>) -> Measured {
@@ -137,20 +132,16 @@ impl<'a> Progress<'a> {
         Self { tell, begun: Instant::now(), total, done: 0, possible, timed: 0 }
     }
 
-    fn begin(&mut self, planned: &Cell) {
-        let rest = self.possible.saturating_sub(self.timed as usize);
-        let left = remaining(self.begun.elapsed(), self.timed, rest);
-        self.timed += 1;
-        self.tell(planned, &left);
-    }
-
-    fn tell(&mut self, planned: &Cell, left: &str) {
+    fn tell(&mut self, planned: &Cell, takes_time: bool) {
         self.done += 1;
+        let rest = self.possible.saturating_sub(self.timed as usize);
+        let left = if takes_time { remaining(self.begun.elapsed(), self.timed, rest) } else { String::new() };
+        self.timed += u32::from(takes_time);
         (self.tell)(&format!("[{}/{}{left}] {}", self.done, self.total, title(planned)));
     }
 }
 
-fn cell_of(planned: &Cell, found: Result<Measured, String>) -> Cell {
+fn cell_of(planned: &Cell, found: Found) -> Cell {
     let lost = |measured: &Measured| {
         let errors: Vec<&str> = measured.containers.iter().filter_map(|one| one.error.as_deref()).collect();
         let (first, lost) = (errors.first()?, errors.len());
@@ -192,6 +183,52 @@ fn write(result: &BenchResult, output: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("cannot write {}; what it had before is still there", output.display()))
 }
 
+/// What the file has already, to be gone on with; `None`: there is no such file.
+///
+/// # Errors
+/// It cannot be written, is no result, or is there although nobody said `resume`.
+pub fn before(file: &Path, resume: bool) -> anyhow::Result<Option<BenchResult>> {
+    let name = safe(&file.to_string_lossy());
+    let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if file.is_dir() {
+        bail!("--output {name}: it is a directory: name a file in it");
+    }
+    let shown = safe(&dir.to_string_lossy());
+    if !dir.is_dir() {
+        bail!("--output {name}: {shown} is no directory: create it, or name another one");
+    }
+    if let Err(error) = access(dir, Access::WRITE_OK | Access::EXEC_OK) {
+        bail!("--output {name}: nothing can be written into {shown}: {error}; name another directory");
+    }
+    if !file.exists() {
+        return Ok(None);
+    }
+    if !resume {
+        bail!("{name} exists: --resume goes on with it, --output names another file");
+    }
+    Ok(Some(BenchResult::read(file)?))
+}
+
+/// `new`, with what was measured `before`.
+///
+/// # Errors
+/// That was measured on another GPU, by another driver or engine, or in another way.
+pub fn go_on(before: BenchResult, new: BenchResult, file: &Path) -> anyhow::Result<BenchResult> {
+    let bare = |settings: &Settings| Settings { sm_overcommit: 1.0, time_slice_max: 0, ..settings.clone() };
+    let same = [
+        ("GPU", before.machine.uuid == new.machine.uuid),
+        ("driver", before.machine.driver == new.machine.driver),
+        ("engine", before.machine.engine == new.machine.engine),
+        ("command or time", bare(&before.settings) == bare(&new.settings)),
+    ];
+    if let Some((what, _)) = same.iter().find(|(_, same)| !same) {
+        let name = safe(&file.to_string_lossy());
+        bail!("{name} was measured with another {what}: it cannot be gone on with");
+    }
+    let in_use_by_others = before.in_use_by_others || new.in_use_by_others;
+    Ok(BenchResult { in_use_by_others, settings: new.settings, ..before })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -229,8 +266,8 @@ mod tests {
         let told = std::cell::RefCell::new(Vec::new());
         let tell = |line: &str| told.borrow_mut().push(line.to_owned());
         let mut progress = Progress::new([1, 1], 2, &tell);
-        progress.tell(&planned(), "");
-        progress.begin(&planned());
+        progress.tell(&planned(), false);
+        progress.tell(&planned(), true);
         assert_eq!(
             told.take(),
             ["[1/2] small, MPS, 20 % each, 7 at once", "[2/2] small, MPS, 20 % each, 7 at once"]

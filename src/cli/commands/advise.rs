@@ -160,7 +160,7 @@ fn not_judged(question: &Question, gpu: &Device, measurements: Option<&Measureme
             open.push(format!("not measured: {most}"));
             false
         }
-        Some((found, _)) => found.judge_times(),
+        Some((found, _)) => found.same_gpu,
         None => false,
     };
     if question.p99_ms.is_some() && !measured {

@@ -16,8 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::stop::Stop;
 use super::tables::{self, Format};
-use crate::doctor::cuda::{self, Seen};
-use crate::doctor::{self, Check, Host, Verdict};
+use crate::doctor::{self, Check, Host, Seen, Verdict};
 use crate::own_root::{STEP_LIMIT, answer, import};
 use crate::shown::{name_of, word};
 use sublet_core::config_files;
@@ -278,7 +277,7 @@ pub struct Probed {
 pub fn probe() -> anyhow::Result<()> {
     // Read before CUDA starts: the container as it was given.
     let shown = shown(Path::new("/"));
-    let seen = cuda::look().map_err(anyhow::Error::msg)?;
+    let seen = doctor::look().map_err(anyhow::Error::msg)?;
     let neighbours_hidden = shown <= seen.devices;
     tables::json(&Probed { seen, neighbours_hidden })
 }

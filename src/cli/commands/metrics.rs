@@ -101,9 +101,9 @@ fn listen_http(config: &Config, listen: &Listen, arguments: &Arguments) -> anyho
     let last: Mutex<Option<(Instant, Option<Status>)>> = Mutex::default();
     let answer = move |request: &Request| {
         if request.path != "/metrics" {
-            return Response::error(404, "the metrics are at /metrics");
+            return Response::error("404 Not Found: the metrics are at /metrics");
         }
-        let wants_open = request.header("accept").is_some_and(|types| types.contains(OPEN_METRICS));
+        let wants_open = request.named("accept").next().is_some_and(|types| types.contains(OPEN_METRICS));
         let (format, content_type) = TYPES[usize::from(!wants_open)];
         let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.as_ref().is_none_or(|(taken, _)| taken.elapsed() >= FRESH) {

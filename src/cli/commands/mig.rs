@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::tables::{self, Format};
 use super::{mig_list, warn};
-use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Plan, Target, Uninterrupted};
+use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Plan, Target};
 use crate::mps_daemons;
 use sublet_core::admit::{self, Local, MakeAnswer, MakeAsk, fresh_inventory};
 use sublet_core::config::Config;
@@ -91,32 +91,32 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 fn read(file: &LayoutFile, config: &Config) -> anyhow::Result<Layout> {
     let path: Option<&Path> = file.file.as_deref().or(config.mig.layout.as_deref());
     let path = path.context("no layout is given: name a file, or set [mig] layout in the configuration")?;
-    Ok(Layout::read(path, file.name.as_deref())?)
+    Layout::read(path, file.name.as_deref())
 }
 
 /// The GPUs without instances that were created for containers; those are removed automatically.
 fn settled(gpus: &[Gpu], ledger: &Ledger) -> Vec<Gpu> {
     let mut gpus = gpus.to_vec();
     for gpu in &mut gpus {
-        let made = mig::made(gpu, ledger);
+        let made = gpu.made(ledger);
         gpu.instances.retain(|one| !made.contains(&one.span));
     }
     gpus
 }
 
 /// The plans for all GPUs that have a target.
-fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<Result<Plan, mig::Obstacle>> {
+fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<anyhow::Result<Plan>> {
     let gpu = |target: &Target| gpus.iter().find(|gpu| gpu.uuid == target.gpu);
     let plan = |gpu: &Gpu, target: &Target| {
         // An instance created for a container does not count as a difference, unless it is in the way.
-        let around = mig::plan(gpu, &target.beside(gpu, &mig::made(gpu, ledger)));
+        let around = mig::plan(gpu, &target.beside(gpu, &gpu.made(ledger)));
         around.or_else(|_| mig::plan(gpu, target))
     };
     targets.iter().filter_map(|target| Some(plan(gpu(target)?, target))).collect()
 }
 
 /// What `apply` would find and do now.
-fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<Result<Plan, mig::Obstacle>>> {
+fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<anyhow::Result<Plan>>> {
     let layout = read(file, config)?;
     let (gpus, inventory, ledger) = mig_list::seen(config)?;
     let targets = mig::targets(&layout, &gpus, &inventory, config)?;
@@ -154,7 +154,7 @@ struct PlannedSteps {
 }
 
 impl Planned {
-    fn of(plan: &Result<Plan, mig::Obstacle>) -> Self {
+    fn of(plan: &anyhow::Result<Plan>) -> Self {
         let steps = |plan: &Plan| PlannedSteps {
             gpu: plan.gpu.clone(),
             reset: plan.reset,
@@ -166,7 +166,7 @@ impl Planned {
 
 const MATCHES: &str = "matches the layout";
 
-fn lines(plan: &Result<Plan, mig::Obstacle>) -> String {
+fn lines(plan: &anyhow::Result<Plan>) -> String {
     match plan {
         Err(obstacle) => obstacle.to_string(),
         Ok(plan) if plan.steps.is_empty() => format!("GPU {}: {MATCHES}", plan.index),
@@ -206,7 +206,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     for device in inventory.devices.iter().filter(|device| uuids.iter().any(|gpu| gpu == device.gpu())) {
         stop_servers(&device.uuid, &store, config);
     }
-    let gpus = mig::seen(&mut nvml, &inventory, &ledger)?;
+    let gpus = nvml.seen(&inventory, &ledger)?;
     let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
     // The file that keeps the instances as they were until the change is over.
     let kept = config.state_dir.join("mig-before.toml");
@@ -219,9 +219,9 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     }
     Local::new(config).destroy_unneeded(&store);
     done?;
-    if layout.path() == kept {
+    if layout.path == kept {
         // The file has served its purpose. A change that was killed may have had nothing to undo.
-        let _ = std::fs::remove_file(layout.path());
+        let _ = std::fs::remove_file(&layout.path);
     }
     for plan in &plans {
         match plan.steps.len() {
@@ -247,10 +247,7 @@ fn change(
     }
     sublet_core::fs::atomic::replace(kept, mig::export(&changed).as_bytes(), 0o644)
         .with_context(|| format!("cannot write {}", kept.display()))?;
-    let held = Uninterrupted::begin();
-    let done = mig::apply(plans, allow_reset, nvml);
-    drop(held);
-    match done {
+    match mig::uninterrupted(|| mig::apply(plans, allow_reset, nvml)) {
         Err(error @ ApplyError::Left { .. }) => {
             bail!(
                 "{error}; the instances of before are written in {0}: `sublet mig apply {0}` restores them",
@@ -302,15 +299,12 @@ fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Res
     }
     let (mut fence, _, freed) = Fence::raise(&[], store)?;
     Local::new(config).settle(&freed, store);
-    let held = Uninterrupted::begin();
     let mut making = Making::new(&mut nvml, store);
-    let cleared =
-        making.clear(ask.map(|ask| &ask.awaited.lease), &mut |uuid| stop_servers(uuid, store, config));
-    let made = cleared.map_err(anyhow::Error::from).and_then(|left| {
-        warn(left);
+    let made = mig::uninterrupted(|| {
+        let awaited = ask.map(|ask| &ask.awaited.lease);
+        warn(making.clear(awaited, &mut |uuid| stop_servers(uuid, store, config))?);
         Ok(ask.map_or(Ok(()), |ask| making.make(&ask.order, &ask.awaited, config.placement.policy))?)
     });
-    drop(held);
     fence.changed = making.touched;
     let freed = making.freed;
     drop(fence);

@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::tables::{self, Format};
-use crate::mig::{self, Compute, Gpu, Instance, Nvml, Profile, Span};
+use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, Span};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
@@ -22,7 +22,7 @@ pub fn run(format: Format, config: &Config) -> anyhow::Result<()> {
 pub fn seen(config: &Config) -> anyhow::Result<(Vec<Gpu>, Inventory, Ledger)> {
     let ledger = super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;
-    Ok((mig::seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?, inventory, ledger))
+    Ok((Nvml::open(config, &inventory)?.seen(&inventory, &ledger)?, inventory, ledger))
 }
 
 /// What is printed of a GPU as JSON.

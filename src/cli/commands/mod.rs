@@ -5,10 +5,6 @@ mod closed_output;
 
 mod advise;
 mod bench;
-mod bench_compare;
-mod bench_output;
-mod bench_room;
-mod bench_run;
 mod bench_show;
 mod cdi;
 mod config;

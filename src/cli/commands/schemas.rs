@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use schemars::{JsonSchema, Schema};
 use sublet_core::events::{Event, Kind};
 
-use super::bench_compare::Comparison;
+use super::bench_show::Comparison;
 use super::explain::{OfContainer, OfShare, OfStack};
 use super::mig::Planned;
 use super::mig_list::ListedGpu;

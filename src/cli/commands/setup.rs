@@ -13,10 +13,10 @@ use serde::Serialize;
 use super::doctor::ask;
 use super::tables::{self, Format};
 use crate::preview::Whose;
-use crate::setup::dockerd::Dockerd;
-use crate::setup::{self, Wish, containerd, containerd_imports, crio, docker, engine_files, podman};
+use crate::setup::docker::{self, Dockerd};
+use crate::setup::{self, Wish, containerd, drop_ins, engine_files};
 use crate::shown::name_of;
-use crate::swarm::{self, Count};
+use crate::stack::{self, Count};
 use sublet_core::config::{Config, WithoutShare};
 use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
 use sublet_core::process::inheritance::honoured_config;
@@ -156,7 +156,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     store(&path, wanted.as_deref(), record.as_deref())?;
     if arguments.undo {
         let _ = fs::remove_file(engine_files::record(&path));
-        if found.as_deref().is_some_and(setup::made_directory) {
+        if found.as_deref().is_some_and(drop_ins::made_directory) {
             // Removes the directory only if it is empty now.
             let _ = path.parent().map(fs::remove_dir);
         }
@@ -202,7 +202,7 @@ fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> 
     if config.share.is_empty() {
         bail!("the configuration has no [share.NAME], and Swarm counts named shares: docs/swarm.md");
     }
-    Ok(swarm::counts(config, &Whose::Root.inventory(config)?)?)
+    Ok(stack::counts(config, &Whose::Root.inventory(config)?)?)
 }
 
 /// The file to edit: the target of a link, so that the link stays.
@@ -265,24 +265,24 @@ fn edited(
         let text = match arguments.engine {
             Engine::Docker => docker::undo(found, record)?,
             Engine::Containerd => containerd::undo(found, record)?,
-            Engine::Podman | Engine::Crio => setup::undo_drop_in(found)?,
+            Engine::Podman | Engine::Crio => drop_ins::check_own(found).map(|()| None)?,
         };
         return Ok((text, None));
     }
     let wish = wish(arguments, counts, config)?;
     // If the directory is created for the drop-in, by this setup or by the one before.
     let missing = path.parent().is_some_and(|directory| !directory.exists());
-    let is_made = missing || found.is_some_and(setup::made_directory);
-    let note = if is_made { setup::MADE_DIRECTORY } else { "" };
+    let is_made = missing || found.is_some_and(drop_ins::made_directory);
+    let note = if is_made { drop_ins::MADE_DIRECTORY } else { "" };
     let (text, record) = match arguments.engine {
         Engine::Docker => docker::set_up(found, record, &wish).map(|(text, record)| (text, Some(record)))?,
         Engine::Containerd => {
             let (text, record) = containerd::set_up(found, record, &wish)?;
-            containerd_imports::check(path, &text, &wish, ask)?;
+            containerd::check_imports(path, &text, &wish, ask)?;
             (text, Some(record))
         }
-        Engine::Crio => (crio::set_up(found, &wish)? + note, None),
-        Engine::Podman => (podman::set_up(found, &weaker(path)?, &wish)? + note, None),
+        Engine::Crio => (drop_ins::crio(found, &wish)? + note, None),
+        Engine::Podman => (drop_ins::podman(found, &weaker(path)?, &wish)? + note, None),
     };
     Ok((Some(text), record))
 }
@@ -302,7 +302,7 @@ fn wish(arguments: &Arguments, counts: &[Count], config: &Config) -> anyhow::Res
         bail!("the hook {} is missing: install it first", hooks_dir.join("sublet.json").display());
     }
     let cdi = arguments.cdi || !config.share.is_empty();
-    let resources = arguments.swarm.then(|| swarm::resources(counts));
+    let resources = arguments.swarm.then(|| stack::resources(counts));
     Ok(Wish { runtime, hooks_dir, default: arguments.default(), cdi, resources })
 }
 

@@ -13,7 +13,7 @@ use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::broker::protocol::{Answer, Ask, JobEnvironment};
 use sublet_core::config::Config;
 use sublet_core::process::child::{self, ChildError};
-use sublet_core::slurm::{JobCgroup, JobDirectory, JobRecord, JobShare};
+use sublet_core::slurm::{JobCgroup, JobRecord, JobShare, make_directory, remove_stray_directories};
 use sublet_core::text::safe;
 
 /// The longest time that `scontrol` may take. slurmctld answers in milliseconds, or not at all.
@@ -102,7 +102,7 @@ fn prolog(config: &Config) -> anyhow::Result<()> {
     let (job, uid) = (variable("SLURM_JOB_ID")?, variable("SLURM_JOB_UID")?);
     let share = share_of(job, config).map_err(|error| super::tables::chain(&error));
     JobRecord::new(job, uid, cluster(), share).write(&config.state_dir).context("the job cannot be noted")?;
-    JobDirectory::of(&config.state_dir, job).make(uid).context("the job gets no directory for its containers")
+    make_directory(&config.state_dir, job, uid).context("the job gets no directory for its containers")
 }
 
 fn cluster() -> Option<String> {
@@ -159,7 +159,7 @@ fn epilog(config: &Config) -> anyhow::Result<()> {
             println!("Freed lease {lease} of job {job}.");
         }
     }
-    JobDirectory::remove_strays(&config.state_dir);
+    remove_stray_directories(&config.state_dir);
     forget_ended(config).context("records of jobs that have ended")
 }
 

@@ -13,7 +13,7 @@ use serde_json::json;
 use super::tables::{self, Cell, Column, Format};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{Name, Names, WHY_WITHOUT_SHARE, lease_of};
-use crate::setup::dockerd::without_share;
+use crate::setup::docker::without_share;
 use crate::shown::{Device, Words, bar, cut, fraction, or_dash, utf8, word};
 use crate::status::{LeaseOnDevice, Room, Sources, Status};
 use crate::usage;

@@ -1,28 +1,29 @@
-//! The driver: its modules, nodes and settings.
+//! The driver: its modules, nodes, settings and MPS programs.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 
-use super::{Host, Outcome, fail, pass, shown, skip, warn};
+use super::{Host, Outcome, fail, joined, pass, shown, skip, warn};
+use crate::probe::{OLDEST_BRANCH, driver_nodes};
 use crate::proc::processes;
 use sublet_core::fs::read_proc_devices;
-use sublet_core::inventory::{self, ComputeMode, Device, LeftOut, Majors, Node, check_node};
-
-/// The oldest driver branch that sublet supports.
-const OLDEST_BRANCH: u32 = 535;
+use sublet_core::inventory::{
+    self, ComputeMode, Device, LeftOut, Majors, MissingPrograms, MpsPrograms, Node, check_node,
+};
+use sublet_core::text::safe;
 
 /// The kernel module and its version.
 pub(super) fn loaded(host: &Host<'_>) -> Outcome {
     let version = match inventory::fingerprint(host.config) {
         Ok(seen) => seen.driver_version,
-        Err(error) => return fail(error.to_string(), "modprobe nvidia (no such module: install the driver)"),
+        Err(error) => {
+            return fail(error.to_string()).fix("modprobe nvidia (no such module: install the driver)");
+        }
     };
     let branch: u32 = version.split('.').next().and_then(|part| part.parse().ok()).unwrap_or(0);
     if branch < OLDEST_BRANCH {
-        return fail(
-            format!("{version} is too old"),
-            format!("install a driver of branch {OLDEST_BRANCH} or later"),
-        );
+        return fail(format!("{version} is too old"))
+            .fix(format!("install a driver of branch {OLDEST_BRANCH} or later"));
     }
     pass(version)
 }
@@ -43,58 +44,37 @@ pub(super) fn fabric(host: &Host<'_>) -> Outcome {
     if processes(&proc).into_iter().any(runs) {
         return pass(format!("{switches} NVSwitches, and the fabric manager runs"));
     }
-    fail(
-        format!(
-            "{switches} NVSwitches and no fabric manager: CUDA ends with error 802 (\"system not yet initialized\")"
-        ),
-        "systemctl enable --now nvidia-fabricmanager (its package must have the driver's version)",
-    )
+    fail(format!(
+        "{switches} NVSwitches and no fabric manager: CUDA ends with error 802 (\"system not yet \
+         initialized\")"
+    ))
+    .fix("systemctl enable --now nvidia-fabricmanager (its package must have the driver's version)")
 }
 
 /// The other kernel modules, by their majors.
 pub(super) fn modules(host: &Host<'_>) -> Outcome {
-    let majors = majors(host);
+    let majors = Majors::parse(&read_proc_devices(&host.config.driver.root).unwrap_or_default());
     if majors.nvidia.is_none() {
-        return fail("nvidia is not loaded (not in /proc/devices)", "modprobe nvidia");
+        return fail("nvidia is not loaded (not in /proc/devices)").fix("modprobe nvidia");
     }
     if majors.uvm.is_none() {
-        return fail(
-            "nvidia-uvm is not loaded, so no CUDA program starts",
-            "modprobe nvidia-uvm && nvidia-modprobe -u -c0",
-        );
+        return fail("nvidia-uvm is not loaded, so no CUDA program starts")
+            .fix("modprobe nvidia-uvm && nvidia-modprobe -u -c0");
     }
     let mig = host.inventory.as_ref().is_ok_and(|inventory| inventory.gpus().any(|gpu| gpu.mig_enabled));
     if mig && majors.caps.is_none() {
-        return fail(
-            "/proc/devices has no nvidia-caps, so there is no access to MIG instances",
-            "reload the driver, or reboot",
-        );
+        return fail("/proc/devices has no nvidia-caps, so there is no access to MIG instances")
+            .fix("reload the driver, or reboot");
     }
     pass("nvidia and nvidia-uvm are loaded")
 }
 
-fn majors(host: &Host<'_>) -> Majors {
-    Majors::parse(&read_proc_devices(&host.config.driver.root).unwrap_or_default())
-}
-
-/// Every device node that containers with whole GPUs get.
+/// Every device node that containers with whole GPUs get: nvidiactl, those of the GPUs, nvidia-uvm.
 fn wanted(host: &Host<'_>) -> Vec<Node> {
-    let majors = majors(host);
-    let node = |name: String, major, minor| Node { path: format!("/dev/{name}").into(), major, minor };
-    let gpus = fs::read_dir(host.driver("/proc/driver/nvidia/gpus")).into_iter().flatten().flatten();
-    let minor = |gpu: fs::DirEntry| {
-        let text = fs::read_to_string(gpu.path().join("information")).ok()?;
-        text.lines().find_map(|line| line.strip_prefix("Device Minor:"))?.trim().parse().ok()
-    };
-    // Of every GPU that the driver lists.
-    let mut minors: Vec<u32> = gpus.filter_map(minor).collect();
-    minors.sort_unstable();
-    let mut nodes = Vec::new();
-    if let Some(major) = majors.nvidia {
-        nodes.push(node("nvidiactl".into(), major, 255));
-        nodes.extend(minors.into_iter().map(|minor| node(format!("nvidia{minor}"), major, minor)));
-    }
-    nodes.extend(majors.uvm.map(|major| node("nvidia-uvm".into(), major, 0)));
+    let is_uvm = |node: &Node| node.path.ends_with("nvidia-uvm");
+    let mut nodes = driver_nodes(&host.config.driver.root);
+    nodes.retain(|node| !node.path.ends_with("nvidia-uvm-tools") && !node.path.ends_with("nvidia-modeset"));
+    nodes.sort_by_key(|node| (is_uvm(node), !node.path.ends_with("nvidiactl"), node.minor));
     nodes
 }
 
@@ -102,28 +82,22 @@ fn wanted(host: &Host<'_>) -> Vec<Node> {
 pub(super) fn nodes(host: &Host<'_>) -> Outcome {
     let nodes = wanted(host);
     if nodes.is_empty() {
-        return fail("no device nodes, because no module is loaded", "see kernel-modules");
+        return fail("no device nodes, because no module is loaded").fix("see kernel-modules");
     }
     let wrong = nodes.iter().filter_map(|node| check_node(&host.config.driver.root, node).err());
-    let wrong: Vec<String> = wrong.map(|error| error.to_string()).collect();
+    let wrong = joined(wrong.map(|error| error.to_string()), "; ");
     if !wrong.is_empty() {
-        return fail(
-            wrong.join("; "),
-            "run nvidia-smi as root, which creates them (or `nvidia-modprobe -u -c0`)",
-        );
+        return fail(wrong).fix("run nvidia-smi as root, which creates them (or `nvidia-modprobe -u -c0`)");
     }
-    let path = |node: &Node| host.driver(&node.path.to_string_lossy());
-    let modes =
-        nodes.iter().filter_map(|node| fs::metadata(path(node)).ok()).map(|there| there.mode() & 0o777);
-    permissions(nodes.len(), modes.fold(0o777, |all, mode| all & mode))
+    let mode = |node: &Node| Some(fs::metadata(host.driver(&node.path.to_string_lossy())).ok()?.mode());
+    permissions(nodes.len(), nodes.iter().filter_map(mode).fold(0o777, |all, mode| all & mode))
 }
 
 /// Checks the permissions `mode` that `count` nodes have in common.
 fn permissions(count: usize, mode: u32) -> Outcome {
     match mode {
-        _ if mode & 0o600 != 0o600 => {
-            fail(format!("mode {mode:04o}: not even root may open all {count}"), "chmod 0666 /dev/nvidia*")
-        }
+        _ if mode & 0o600 != 0o600 => fail(format!("mode {mode:04o}: not even root may open all {count}"))
+            .fix("chmod 0666 /dev/nvidia*"),
         _ if mode & 0o006 == 0o006 => pass(format!(
             "{count} nodes, mode {mode:04o}: users of this host can use GPUs without sublet \
              (NVreg_DeviceFileMode=0660 prevents that)"
@@ -138,26 +112,26 @@ fn permissions(count: usize, mode: u32) -> Outcome {
 pub(super) fn nvml(host: &Host<'_>) -> Outcome {
     let inventory = match &host.inventory {
         Ok(inventory) => inventory,
-        Err(error) => return fail(error.clone(), "do what the message says, then run `sublet refresh`"),
+        Err(error) => return fail(error.clone()).fix("do what the message says, then run `sublet refresh`"),
     };
-    let costs: Vec<String> = inventory.devices.iter().flat_map(Device::costs).collect();
+    let costs = joined(inventory.devices.iter().flat_map(Device::costs), "; ");
     if costs.is_empty() {
         return pass(format!("{} GPUs answer", inventory.gpus().count()));
     }
-    warn(costs.join("; "), "nothing, where the GPU does not have it; else see `dmesg | grep -i nvrm`")
+    warn(costs).fix("nothing, where the GPU does not have it; else see `dmesg | grep -i nvrm`")
 }
 
 /// Whether the inventory, which the shim and the hook read, is current.
 pub(super) fn inventory(host: &Host<'_>) -> Outcome {
     let left_out = host.inventory.as_ref().map(|inventory| &inventory.left_out[..]).unwrap_or_default();
     if !left_out.is_empty() {
-        let found = left_out.iter().map(LeftOut::sentence).collect::<Vec<_>>().join("; ");
-        return fail(found, "as it says; it is served again by itself once it answers");
+        let found = joined(left_out.iter().map(LeftOut::sentence), "; ");
+        return fail(found).fix("as it says; it is served again by itself once it answers");
     }
     match inventory::load(host.config) {
         Ok(inventory) => pass(format!("{} devices, up to date", inventory.devices.len())),
-        Err(error) if error.wants_refresh() => warn(error.to_string(), "sublet refresh"),
-        Err(error) => fail(error.to_string(), "see driver"),
+        Err(error) if error.wants_refresh() => warn(error.to_string()).fix("sublet refresh"),
+        Err(error) => fail(error.to_string()).fix("see driver"),
     }
 }
 
@@ -167,13 +141,11 @@ pub(super) fn caps(host: &Host<'_>) -> Outcome {
     let parts: Vec<_> = inventory.devices.iter().filter(|device| device.is_mig()).collect();
     let missing = parts.iter().flat_map(|device| &device.nodes);
     let missing = missing.filter(|node| check_node(&host.config.driver.root, node).is_err());
-    let missing: Vec<String> = missing.map(|node| shown(&node.path)).collect();
+    let missing = joined(missing.map(|node| shown(&node.path)), " ");
     match (parts.len(), missing.is_empty()) {
         (0, _) => skip("no MIG instances"),
         (count, true) => pass(format!("all nodes of {count} MIG instances")),
-        (_, false) => {
-            warn(format!("missing: {}", missing.join(" ")), "run `nvidia-smi -L` as root, which creates them")
-        }
+        _ => warn(format!("missing: {missing}")).fix("run `nvidia-smi -L` as root, which creates them"),
     }
 }
 
@@ -189,8 +161,8 @@ pub(super) fn links(host: &Host<'_>) -> Outcome {
     if missing.is_empty() {
         return pass(if wanted(host).is_empty() { "no nodes" } else { "every node has its link" });
     }
-    let names: Vec<String> = missing.iter().map(|node| format!("{}:{}", node.major, node.minor)).collect();
-    warn(format!("no link in /dev/char for {}", names.join(" ")), make_links(&missing))
+    let names = joined(missing.iter().map(|node| format!("{}:{}", node.major, node.minor)), " ");
+    warn(format!("no link in /dev/char for {names}")).fix(make_links(&missing))
 }
 
 /// The command that creates the links.
@@ -199,7 +171,7 @@ pub(super) fn make_links(nodes: &[Node]) -> String {
         let name = node.path.strip_prefix("/dev").unwrap_or(&node.path);
         format!("ln -s ../{} /dev/char/{}:{}", shown(name), node.major, node.minor)
     };
-    nodes.iter().map(link).collect::<Vec<_>>().join(" && ")
+    joined(nodes.iter().map(link), " && ")
 }
 
 /// Whether the driver stays awake between containers.
@@ -216,10 +188,8 @@ pub(super) fn persistence(host: &Host<'_>) -> Outcome {
     if told.is_some_and(|told| told.contains("Enabled") && !told.contains("Disabled")) {
         return pass("persistence mode is on");
     }
-    warn(
-        "the driver unloads when no process uses it: the next container waits for it, and settings are lost",
-        "systemctl enable --now nvidia-persistenced (or `nvidia-smi -pm 1`)",
-    )
+    warn("the driver unloads when no process uses it: the next container waits for it, and settings are lost")
+        .fix("systemctl enable --now nvidia-persistenced (or `nvidia-smi -pm 1`)")
 }
 
 /// Checks for compute modes that are neither the driver's default nor set by sublet.
@@ -233,11 +203,43 @@ pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
     if strange.is_empty() {
         return pass("DEFAULT, or set by sublet");
     }
-    let found = strange.iter().map(|gpu| format!("GPU {} is {}", gpu.index, gpu.compute_mode.as_str()));
-    let found = found.collect::<Vec<_>>().join(", ");
-    let fix = strange.iter().map(|gpu| format!("nvidia-smi -i {} -c DEFAULT", gpu.uuid));
-    let fix = fix.collect::<Vec<_>>().join(" && ");
-    warn(format!("{found}: this prevents time-slicing and dedicated MPS servers"), fix)
+    let found = strange.iter().map(|gpu| format!("GPU {} is {}", gpu.index, gpu.compute_mode));
+    let found = format!("{}: this prevents time-slicing and dedicated MPS servers", joined(found, ", "));
+    warn(found)
+        .fix(joined(strange.iter().map(|gpu| format!("nvidia-smi -i {} -c DEFAULT", gpu.uuid)), " && "))
+}
+
+/// The package in Debian; other distributions include the programs in the driver's packages.
+const INSTALL: &str = "apt install nvidia-cuda-mps (other distributions: part of the driver's packages)";
+
+/// Whether both MPS programs exist in the driver's version. The check uses what [`crate::mps_daemons`] would start now.
+pub(super) fn mps_programs(host: &Host<'_>) -> Outcome {
+    let programs = MpsPrograms::find(&host.config.driver);
+    let (control, server) = match programs.both(&host.config.driver) {
+        Ok((control, server)) => (shown(control), shown(server)),
+        Err(MissingPrograms::Control { .. }) => {
+            let found = "nvidia-cuda-mps-control is not installed, so mode mps and memory limits do not work";
+            return warn(found).fix(INSTALL);
+        }
+        Err(missing) => return fail(missing.to_string()).fix(INSTALL),
+    };
+    let mut found = format!("daemons run {control}, which starts {server}");
+    if !programs.others.is_empty() {
+        found =
+            format!("{found}; not used: {}", joined(programs.others.iter().map(|path| shown(path)), ", "));
+    }
+    let Ok(inventory) = &host.inventory else { return pass(found) };
+    // The programs do not print their version, and a server serves no client of another version. For a package that is
+    // only named in others' dependencies dpkg-query prints nothing.
+    let package = (host.ask)(&["dpkg-query", "-W", "-f=${Version}", "nvidia-cuda-mps"]);
+    let driver = &inventory.driver.version;
+    match package.filter(|version| !version.is_empty() && !version.contains(driver)) {
+        Some(version) => {
+            warn(format!("nvidia-cuda-mps is version {}, the driver is {driver}", safe(&version)))
+                .fix("apt install --only-upgrade nvidia-cuda-mps, or load the driver of the same version")
+        }
+        None => pass(found),
+    }
 }
 
 #[cfg(test)]
@@ -368,5 +370,65 @@ mod tests {
         let ours = ChangedComputeMode { device: "GPU-0".into(), found: ComputeMode::Default };
         with.ledger.as_mut().unwrap().compute_modes.push(ours);
         passed(compute_modes(&with));
+    }
+
+    #[test]
+    fn both_programs_are_needed() {
+        let fake = Fake::new();
+        let control = "/usr/local/nvidia/bin/nvidia-cuda-mps-control";
+        assert!(told(mps_programs(&fake.host()), Warn).0.contains("is not installed"));
+        fake.program(control);
+        let (found, fix) = told(mps_programs(&fake.host()), Fail);
+        assert!(found.contains(fake.path(control).to_str().unwrap()), "{found}");
+        assert!(found.contains("nvidia-cuda-mps-server, which it starts, is not"), "{found}");
+        assert!(fix.starts_with("apt install nvidia-cuda-mps"));
+        fake.program("/usr/sbin/nvidia-cuda-mps-server");
+        let shown = |path: &str| fake.path(path).display().to_string();
+        assert_eq!(
+            passed(mps_programs(&fake.host())),
+            format!(
+                "daemons run {}, which starts {}",
+                shown(control),
+                shown("/usr/sbin/nvidia-cuda-mps-server")
+            )
+        );
+    }
+
+    #[test]
+    fn of_several_copies_the_first_whole_installation_is_used_and_the_others_are_named() {
+        let fake = Fake::new();
+        for dir in ["/usr/local/nvidia/bin", "/opt/bin"] {
+            for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
+                fake.program(&format!("{dir}/{name}"));
+            }
+        }
+        fake.program("/usr/bin/nvidia-cuda-mps-control");
+        let shown = |path: &str| fake.path(path).display().to_string();
+        assert_eq!(
+            passed(mps_programs(&fake.host())),
+            format!(
+                "daemons run {}, which starts {}; not used: {}, {}, {}",
+                shown("/usr/local/nvidia/bin/nvidia-cuda-mps-control"),
+                shown("/usr/local/nvidia/bin/nvidia-cuda-mps-server"),
+                shown("/usr/bin/nvidia-cuda-mps-control"),
+                shown("/opt/bin/nvidia-cuda-mps-control"),
+                shown("/opt/bin/nvidia-cuda-mps-server"),
+            )
+        );
+    }
+
+    #[test]
+    fn the_package_is_of_the_drivers_version() {
+        let fake = Fake::new();
+        fake.program("/usr/bin/nvidia-cuda-mps-control").program("/usr/sbin/nvidia-cuda-mps-server");
+        let other = Host { ask: |_| Some("535.216.03-1".into()), ..fake.host() };
+        assert!(
+            told(mps_programs(&other), Warn)
+                .0
+                .starts_with("nvidia-cuda-mps is version 535.216.03-1, the driver is 580")
+        );
+        passed(mps_programs(&Host { ask: |_| Some(String::new()), ..fake.host() }));
+        passed(mps_programs(&Host { ask: |_| Some("580.159.04-1".into()), ..fake.host() }));
+        passed(mps_programs(&Host { inventory: Err("no driver".into()), ..fake.host() }));
     }
 }

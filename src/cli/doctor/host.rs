@@ -1,7 +1,9 @@
-//! Checks of sublet's own parts (service, state) and of the host in general (runtimes, cgroups, clock).
+//! Checks of sublet's own parts (service, state) and of the host in general (runtimes, cgroups, clock, security modules).
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::FileTypeExt as _;
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use nix::sys::statvfs::{FsFlags, statvfs};
@@ -9,11 +11,11 @@ use nix::sys::utsname::uname;
 use nix::unistd::{Group, User};
 
 use super::driver::{make_links, unlinked};
-use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
+use super::{Host, Outcome, fail, joined, pass, shown, skip, version, warn};
 use crate::guard::{self, Sight};
 use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::config::PolicyRule;
-use sublet_core::fs::check_kernel;
+use sublet_core::fs::{check_kernel, selinux};
 use sublet_core::text::safe;
 
 /// A service that takes longer to answer hangs.
@@ -30,15 +32,14 @@ const EARLIEST: u64 = 1_735_689_600;
 pub(super) fn kernel(_: &Host<'_>) -> Outcome {
     let release = uname().map(|name| safe(&name.release().to_string_lossy())).unwrap_or_default();
     if let Err(error) = check_kernel() {
-        return fail(safe(&error.to_string()), "boot a kernel of Linux 5.6 or later");
+        return fail(safe(&error.to_string())).fix("boot a kernel of Linux 5.6 or later");
     }
     if version(&release).is_some_and(|has| has < vec![5, 12]) {
-        return warn(
-            format!(
-                "Linux {release}: hooks at prestart and createRuntime, and CDI devices without the shim, need 5.12"
-            ),
-            "start containers with sublet-runtime, or boot a newer kernel",
-        );
+        return warn(format!(
+            "Linux {release}: hooks at prestart and createRuntime, and CDI devices without the shim, need \
+             5.12"
+        ))
+        .fix("start containers with sublet-runtime, or boot a newer kernel");
     }
     pass(format!("Linux {release}"))
 }
@@ -48,27 +49,21 @@ pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
     let names = &host.config.runtime.low_level;
     let there: Vec<_> = names.iter().filter_map(|name| host.program(name)).collect();
     let Some(first) = there.first() else {
-        return fail(
-            format!("none of {} is installed", safe(&names.join(", "))),
-            "apt install runc (or crun), or set [runtime] low_level",
-        );
+        return fail(format!("none of {} is installed", safe(&names.join(", "))))
+            .fix("apt install runc (or crun), or set [runtime] low_level");
     };
-    let mut found = Vec::new();
+    let mut found = vec![format!("{} is taken", shown(first))];
     for program in &there {
         let told = (host.ask)(&[&*program.to_string_lossy(), "--version"]).unwrap_or_default();
         let line = safe(told.lines().next().unwrap_or_default());
-        let oldest = OLDEST.iter().find(|(name, _)| told.starts_with(name)).map(|(_, oldest)| oldest);
-        if let Some((has, [major, minor])) = version(&told).zip(oldest) {
-            if has[..] < [*major, *minor][..] {
-                return warn(
-                    format!("{line} is older than any tested version"),
-                    format!("install {major}.{minor} or later"),
-                );
-            }
+        let is_older = |oldest: &[u32; 2]| version(&told).is_some_and(|has| has[..] < oldest[..]);
+        let oldest = OLDEST.iter().find(|(name, oldest)| told.starts_with(name) && is_older(oldest));
+        if let Some((_, [major, minor])) = oldest {
+            return warn(format!("{line} is older than any tested version"))
+                .fix(format!("install {major}.{minor} or later"));
         }
         found.extend(Some(line).filter(|line| !line.is_empty()));
     }
-    found.insert(0, format!("{} is taken", shown(first)));
     pass(found.join("; "))
 }
 
@@ -82,10 +77,8 @@ pub(super) fn cgroup(host: &Host<'_>) -> Outcome {
     let names = &host.config.runtime.low_level;
     let first = names.iter().find(|name| name.contains('/') || host.program(name).is_some());
     if first.is_some_and(|name| name.ends_with("crun")) {
-        return warn(
-            "v1 or hybrid, and crun refuses hybrid hosts",
-            "boot with systemd.unified_cgroup_hierarchy=1, or low_level = [\"runc\"]",
-        );
+        return warn("v1 or hybrid, and crun refuses hybrid hosts")
+            .fix("boot with systemd.unified_cgroup_hierarchy=1, or low_level = [\"runc\"]");
     }
     pass(format!("v1, {driver} by default"))
 }
@@ -102,8 +95,8 @@ pub(super) fn daemon_reload(host: &Host<'_>) -> Outcome {
     warn(
         "`systemctl daemon-reload` takes GPUs away from running containers (\"Failed to initialize NVML: \
          Unknown Error\"), because systemd looks device rules up in /dev/char",
-        make_links(&missing),
     )
+    .fix(make_links(&missing))
 }
 
 /// Checks the service, which the guard, users without root and current CDI devices need. A quick check does not
@@ -113,17 +106,13 @@ pub(super) fn serve(host: &Host<'_>) -> Outcome {
     let path = sublet_core::broker::socket(host.config);
     let Ok(there) = fs::metadata(&path) else { return without_socket(host, &sight) };
     if !there.file_type().is_socket() {
-        return fail(
-            format!("{} is not a socket", shown(&path)),
-            format!("rm {} && systemctl restart sublet.socket", shown(&path)),
-        );
+        return fail(format!("{} is not a socket", shown(&path)))
+            .fix(format!("rm {} && systemctl restart sublet.socket", shown(&path)));
     }
-    if !host.quick {
-        if let Err(error) = Broker::answers(host.config, ANSWER_LIMIT) {
-            let is_down = matches!(error, BrokerError::NotRunning { .. });
-            let unit = if is_down { "sublet.socket" } else { "sublet.service" };
-            return warn(error.to_string(), format!("systemctl restart {unit}"));
-        }
+    if let Some(Err(error)) = (!host.quick).then(|| Broker::answers(host.config, ANSWER_LIMIT)) {
+        let is_down = matches!(error, BrokerError::NotRunning { .. });
+        let unit = if is_down { "sublet.socket" } else { "sublet.service" };
+        return warn(error.to_string()).fix(format!("systemctl restart {unit}"));
     }
     let verb = if host.quick { "is there" } else { "answers" };
     unguarded(&sight).unwrap_or_else(|| pass(format!("{} {verb}", shown(&path))))
@@ -131,16 +120,12 @@ pub(super) fn serve(host: &Host<'_>) -> Outcome {
 
 fn without_socket(host: &Host<'_>, sight: &Sight) -> Outcome {
     if !host.config.policy.is_empty() {
-        return warn(
-            "there is no socket, but [[policy]] allows users shares",
-            "systemctl enable --now sublet.socket sublet.service",
-        );
+        return warn("there is no socket, but [[policy]] allows users shares")
+            .fix("systemctl enable --now sublet.socket sublet.service");
     }
     if !host.config.share.is_empty() {
-        return warn(
-            "the service does not run, so the CDI devices of [share] are not kept current",
-            "systemctl enable --now sublet.service (or `sublet cdi generate` after each change)",
-        );
+        return warn("the service does not run, so the CDI devices of [share] are not kept current")
+            .fix("systemctl enable --now sublet.service (or `sublet cdi generate` after each change)");
     }
     unguarded(sight).unwrap_or_else(|| pass("no socket; this configuration does not need it"))
 }
@@ -150,21 +135,22 @@ fn unguarded(sight: &Sight) -> Option<Outcome> {
     match sight {
         Sight::All => None,
         Sight::Blind(why) => {
-            Some(warn(format!("the guard cannot watch everything: {}", safe(&why.join("; "))), "as it says"))
+            let found = format!("the guard cannot watch everything: {}", safe(&why.join("; ")));
+            Some(warn(found).fix("as it says"))
         }
-        Sight::None => Some(warn(
-            "the guard ([guard], part of the service) does not run: programs that tamper with their MPS \
-             limits are not stopped",
-            "systemctl enable --now sublet.service (or [guard] enabled = false)",
-        )),
+        Sight::None => {
+            let found = "the guard ([guard], part of the service) does not run: programs that tamper with their \
+                         MPS limits are not stopped";
+            Some(warn(found).fix("systemctl enable --now sublet.service (or [guard] enabled = false)"))
+        }
     }
 }
 
 /// Checks the rules for users without root.
 pub(super) fn policy(host: &Host<'_>) -> Outcome {
-    let unknown: Vec<String> = host.config.policy.iter().filter_map(unknown).collect();
+    let unknown = joined(host.config.policy.iter().filter_map(unknown), ", ");
     if !unknown.is_empty() {
-        return warn(format!("[[policy]] names {}", unknown.join(", ")), "correct the names in /etc/sublet");
+        return warn(format!("[[policy]] names {unknown}")).fix("correct the names in /etc/sublet");
     }
     pass(match host.config.policy.len() {
         0 => "no rules: only root can take shares".to_owned(),
@@ -175,9 +161,8 @@ pub(super) fn policy(host: &Host<'_>) -> Outcome {
 /// The user or group of a rule, if this host does not know it.
 pub(crate) fn unknown(rule: &PolicyRule) -> Option<String> {
     let is_name = |name: &&String| *name != "*" && name.parse::<u32>().is_err();
-    let user = rule.user.as_ref().filter(is_name);
+    let (user, group) = (rule.user.as_ref().filter(is_name), rule.group.as_ref().filter(is_name));
     let user = user.filter(|name| !matches!(User::from_name(name), Ok(Some(_))));
-    let group = rule.group.as_ref().filter(is_name);
     let group = group.filter(|name| !matches!(Group::from_name(name), Ok(Some(_))));
     user.map(|name| format!("user {}", safe(name)))
         .or_else(|| group.map(|name| format!("group {}", safe(name))))
@@ -188,21 +173,20 @@ pub(super) fn state(host: &Host<'_>) -> Outcome {
     let dir = &host.config.state_dir;
     let path = shown(dir);
     let ledger = match &host.ledger {
-        Err(error) => return fail(error.clone(), "sublet gc (see the message)"),
+        Err(error) => return fail(error.clone()).fix("sublet gc (see the message)"),
         Ok(ledger) => ledger,
     };
     if !dir.exists() {
         return pass(format!("{path} does not exist yet; the first command creates it"));
     }
     if statvfs(dir).is_ok_and(|at| at.flags().contains(FsFlags::ST_RDONLY)) {
-        return fail(format!("{path} is on a read-only file system"), "mount it writable, or set state_dir");
+        return fail(format!("{path} is on a read-only file system"))
+            .fix("mount it writable, or set state_dir");
     }
     if !ledger.unexplained.is_empty() {
         let devices = safe(&ledger.unexplained.join(", "));
-        return warn(
-            format!("the ledger was rebuilt, and {devices} is used by processes without a lease"),
-            "end those processes, then run `sublet gc`",
-        );
+        return warn(format!("the ledger was rebuilt, and {devices} is used by processes without a lease"))
+            .fix("end those processes, then run `sublet gc`");
     }
     pass(format!("{path}, {} leases", ledger.leases.len()))
 }
@@ -215,16 +199,62 @@ pub(super) fn clock(host: &Host<'_>) -> Outcome {
 fn clock_at(host: &Host<'_>, now: SystemTime) -> Outcome {
     let fix = "timedatectl set-ntp true";
     if now < SystemTime::UNIX_EPOCH + Duration::from_secs(EARLIEST) {
-        return warn("the clock is before 2025", fix);
+        return warn("the clock is before 2025").fix(fix);
     }
     let ahead = |name: &&str| {
         let written = fs::metadata(host.config.state_dir.join(name)).and_then(|there| there.modified());
         written.is_ok_and(|written| written > now + Duration::from_secs(60))
     };
     match ["ledger.json", "inventory.json"].into_iter().find(ahead) {
-        Some(name) => warn(format!("{name} has a time in the future: the clock was set back"), fix),
+        Some(name) => warn(format!("{name} has a time in the future: the clock was set back")).fix(fix),
         None => pass("the system clock is not behind recorded state"),
     }
+}
+
+// The kernel's security modules.
+
+/// How many bytes at the end of a log are read.
+const TAIL: u64 = 1 << 20;
+
+const LOGS: [&str; 3] = ["/var/log/audit/audit.log", "/var/log/kern.log", "/var/log/syslog"];
+
+/// Which modules are enforcing, and denials of what sublet needs.
+pub(super) fn security_modules(host: &Host<'_>) -> Outcome {
+    if selinux::denies_mps_sockets(&host.root, &host.config.state_dir) {
+        let found =
+            "SELinux is enforcing without sublet's policy module, so shares with an MPS server are refused";
+        return warn(found).fix(selinux::FIX);
+    }
+    if let Some(denial) = denial(host) {
+        return warn(format!("denied: {}", safe(&denial)))
+            .fix("ausearch -m avc -ts boot (AppArmor: journalctl -k -g DENIED)");
+    }
+    pass(match host.text("/sys/module/apparmor/parameters/enabled") {
+        _ if selinux::is_enforcing(&host.root) => "SELinux is enforcing, with sublet's module; no denials",
+        Some(text) if text.starts_with('Y') => "AppArmor; no denials",
+        _ => "neither SELinux nor AppArmor",
+    })
+}
+
+/// The latest denial that names sublet, from the journal or else a log. The journal is read newest first, because only
+/// the beginning of a program's output is kept.
+fn denial(host: &Host<'_>) -> Option<String> {
+    let newest = ["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "cat", "-r", "-n", "5000"];
+    let journal = (host.ask)(&newest).unwrap_or_default();
+    let logs: String = LOGS.iter().filter_map(|log| tail(&host.at(log))).collect();
+    let denied = |line: &&str| line.contains("avc:  denied") || line.contains("apparmor=\"DENIED\"");
+    let ours = |line: &&str| ["sublet", "nvidia"].iter().any(|word| line.contains(word));
+    let mut newest_first = journal.lines().chain(logs.lines().rev());
+    newest_first.find(|line| denied(line) && ours(line)).map(str::to_owned)
+}
+
+fn tail(path: &Path) -> Option<String> {
+    let mut file = File::open(path).ok()?;
+    let length = file.metadata().ok().filter(fs::Metadata::is_file)?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(TAIL))).ok()?;
+    let mut bytes = Vec::new();
+    file.take(TAIL).read_to_end(&mut bytes).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 #[cfg(test)]
@@ -371,5 +401,36 @@ mod tests {
         let file = fs::File::options().write(true).open(fake.path("/run/sublet/ledger.json")).unwrap();
         file.set_modified(SystemTime::now() + Duration::from_secs(3600)).unwrap();
         assert!(told(clock(&fake.host()), Warn).0.starts_with("ledger.json has a time in the future"));
+    }
+
+    #[test]
+    fn selinux_needs_the_module() {
+        let fake = Fake::new();
+        assert_eq!(passed(security_modules(&fake.host())), "neither SELinux nor AppArmor");
+        fake.file("/sys/fs/selinux/enforce", "1");
+        assert!(told(security_modules(&fake.host()), Warn).1.contains("sublet-selinux"));
+        fake.file("/sys/fs/selinux/enforce", "0");
+        passed(security_modules(&fake.host()));
+    }
+
+    #[test]
+    fn denials_that_concern_sublet_are_shown() {
+        let fake = Fake::new();
+        fake.file("/var/log/kern.log", "x: apparmor=\"DENIED\" operation=\"open\" name=\"/etc/shadow\"\n");
+        passed(security_modules(&fake.host()));
+        fake.file(
+            "/var/log/audit/audit.log",
+            "type=AVC avc:  denied  { connectto } path=\"/run/sublet/mps/GPU-0/pipe/control\"\n",
+        );
+        let (found, _) = told(security_modules(&fake.host()), Warn);
+        assert!(found.starts_with("denied: type=AVC") && found.contains("/run/sublet/mps"), "{found}");
+        let plain = Fake::new();
+        let newest_first = |argv: &[&str]| {
+            assert!(argv.contains(&"-r"), "{argv:?}");
+            let line = |name: &str| format!("apparmor=\"DENIED\" name=\"{name}\"\n");
+            Some(line("/dev/nvidia1") + &line("/dev/nvidia0"))
+        };
+        let journal = Host { ask: newest_first, ..plain.host() };
+        assert!(told(security_modules(&journal), Warn).0.contains("/dev/nvidia1"));
     }
 }

@@ -1,29 +1,25 @@
 //! The checks of `sublet doctor`, one function each. Roots and answers are parameters, so that tests can replace
 //! them. The checks change nothing.
 
-pub mod cuda;
 mod docker;
 mod driver;
 #[cfg(test)]
 mod fake_host;
 mod host;
 mod leases;
-mod mps;
 mod podman;
-mod security;
 mod slurm;
-mod stray;
-mod swarm;
-mod toolkit;
 
 pub(crate) use host::unknown;
 
 use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use crate::setup::dockerd::Dockerd;
+use crate::libcuda::{self, MPS_ENABLED, MULTIPROCESSOR_COUNT};
+use crate::setup::Ask;
+use crate::setup::docker::Dockerd;
 use crate::setup::engine_files::version;
 use sublet_core::config::Config;
 use sublet_core::config_files::{self, Containers};
@@ -70,12 +66,21 @@ fn skip(found: impl Into<String>) -> Outcome {
     Outcome(Verdict::Skip, found.into(), None)
 }
 
-fn warn(found: impl Into<String>, fix: impl Into<String>) -> Outcome {
-    Outcome(Verdict::Warn, found.into(), Some(fix.into()))
+/// What is wrong; the outcome says what to do about it, too.
+struct Wrong(Verdict, String);
+
+impl Wrong {
+    fn fix(self, fix: impl Into<String>) -> Outcome {
+        Outcome(self.0, self.1, Some(fix.into()))
+    }
 }
 
-fn fail(found: impl Into<String>, fix: impl Into<String>) -> Outcome {
-    Outcome(Verdict::Fail, found.into(), Some(fix.into()))
+fn warn(found: impl Into<String>) -> Wrong {
+    Wrong(Verdict::Warn, found.into())
+}
+
+fn fail(found: impl Into<String>) -> Wrong {
+    Wrong(Verdict::Fail, found.into())
 }
 
 /// The host that is checked.
@@ -87,8 +92,8 @@ pub struct Host<'a> {
     pub config: &'a Config,
     /// Whether to read files only.
     pub quick: bool,
-    /// Runs a program of this host and returns its standard output; `None` if it does not exist or fails.
-    pub ask: fn(&[&str]) -> Option<String>,
+    /// How programs of this host are asked.
+    pub ask: Ask,
     /// The driver's inventory, current or as last written, or why there is none.
     pub inventory: Result<Inventory, String>,
     /// The ledger as recorded.
@@ -100,12 +105,7 @@ pub struct Host<'a> {
 impl<'a> Host<'a> {
     /// This machine. `probe` asks NVML, whose calls may hang with the driver. With `quick` the inventory as last
     /// written is used and NVML is not asked.
-    pub fn of(
-        config: &'a Config,
-        quick: bool,
-        ask: fn(&[&str]) -> Option<String>,
-        probe: fn() -> Result<Inventory, String>,
-    ) -> Self {
+    pub fn of(config: &'a Config, quick: bool, ask: Ask, probe: fn() -> Result<Inventory, String>) -> Self {
         let inventory =
             if quick { inventory::load(config).map_err(|error| error.to_string()) } else { probe() };
         let ledger = || -> Result<Ledger, LedgerError> {
@@ -153,7 +153,8 @@ impl<'a> Host<'a> {
     /// A program's file; without a slash in its name, in the directories of administrators' PATH.
     fn program(&self, name: &str) -> Option<PathBuf> {
         if name.contains('/') {
-            return Some(self.at(name)).filter(|path| path.is_file());
+            // Another path than an absolute one means something else in each engine's working directory.
+            return Some(self.at(name)).filter(|path| name.starts_with('/') && path.is_file());
         }
         let directories = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
         directories.iter().map(|dir| self.at(dir).join(name)).find(|path| path.is_file())
@@ -175,12 +176,12 @@ const CHECKS: [(&str, bool, Test); 30] = [
     ("dev-char", true, driver::links),
     ("persistence", true, driver::persistence),
     ("compute-modes", true, driver::compute_modes),
-    ("mps-programs", true, mps::programs),
-    ("stray-mps", false, stray::daemons),
-    ("toolkit", true, toolkit::beside),
+    ("mps-programs", true, driver::mps_programs),
+    ("stray-mps", false, leases::stray_daemons),
+    ("toolkit", true, leases::toolkit),
     ("runtimes", true, host::runtimes),
     ("docker", true, docker::docker),
-    ("swarm", true, swarm::shares),
+    ("swarm", true, docker::shares),
     ("slurm", false, slurm::jobs),
     ("podman", true, podman::hook),
     ("hook-files", true, podman::precreate),
@@ -188,7 +189,7 @@ const CHECKS: [(&str, bool, Test); 30] = [
     ("daemon-reload", true, host::daemon_reload),
     ("serve", true, host::serve),
     ("policy", true, host::policy),
-    ("security", false, security::modules),
+    ("security", false, host::security_modules),
     ("state", true, host::state),
     ("clock", true, host::clock),
     ("leases", true, leases::without_containers),
@@ -198,17 +199,55 @@ const CHECKS: [(&str, bool, Test); 30] = [
 
 /// Runs every check, or only the quick ones, in the order in which problems are best fixed.
 pub fn run(host: &Host<'_>) -> Vec<Check> {
-    let chosen = CHECKS.iter().filter(|(_, is_quick, _)| *is_quick || !host.quick);
-    let run = |(check, _, test): &(&'static str, bool, Test)| {
+    let mut checks = Vec::new();
+    for (check, _, test) in CHECKS.into_iter().filter(|(_, is_quick, _)| *is_quick || !host.quick) {
         let Outcome(result, found, fix) = test(host);
-        Check { check, result, found, fix }
-    };
-    chosen.map(run).collect()
+        checks.push(Check { check, result, found, fix });
+    }
+    checks
 }
 
 /// A path as messages show it.
 fn shown(path: &Path) -> String {
     sublet_core::text::safe(&path.to_string_lossy())
+}
+
+/// All of them in one text.
+fn joined(all: impl Iterator<Item = String>, between: &str) -> String {
+    all.collect::<Vec<_>>().join(between)
+}
+
+/// What a CUDA program sees: the first device, as a context on it does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Seen {
+    /// How many devices CUDA lists.
+    pub devices: usize,
+    /// Streaming multiprocessors that the context may use.
+    pub sms: i32,
+    /// The memory that can still be allocated.
+    pub memory_free_bytes: u64,
+    /// The device's memory.
+    pub memory_total_bytes: u64,
+    /// Whether the context is a client of an MPS server.
+    pub mps: bool,
+}
+
+/// Creates a context on device 0 and queries it. The context exists until the process ends.
+///
+/// # Errors
+/// There is no libcuda, or it answered with an error; one line.
+pub fn look() -> Result<Seen, String> {
+    let driver = libcuda::Driver::load()?;
+    let devices = driver.count()?;
+    let device = driver.context()?;
+    let (memory_free_bytes, memory_total_bytes) = driver.memory()?;
+    Ok(Seen {
+        devices,
+        sms: driver.attribute(MULTIPROCESSOR_COUNT, device)?,
+        memory_free_bytes,
+        memory_total_bytes,
+        mps: driver.attribute(MPS_ENABLED, device)? != 0,
+    })
 }
 
 #[cfg(test)]

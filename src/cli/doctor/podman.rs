@@ -1,17 +1,16 @@
 //! Podman: its version, whether it finds sublet's hook, and hooks in directories where they do harm.
 
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
+use crate::setup::drop_ins::merge;
 use crate::setup::engine_files::{drop_ins, podmans, read};
-use crate::setup::podman::merge;
 use sublet_core::ledger::read_up_to;
 use sublet_core::text::safe;
-
-type Reader = fn(&Path) -> io::Result<Option<String>>;
 
 /// How many files of a user are read, and how much of each: a user may put anything there.
 const FILES: usize = 32;
@@ -33,51 +32,41 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
     }
     let told = (host.ask)(&["podman", "--version"]).unwrap_or_default();
     if version(&told).is_some_and(|parts| parts < vec![4, 3]) {
-        return fail(format!("{} is older than 4.3", safe(told.trim())), "install Podman 4.3 or later");
+        return fail(format!("{} is older than 4.3", safe(told.trim()))).fix("install Podman 4.3 or later");
     }
     let (directories, by) = match effective(&podmans(&host.root), read, vec![SHARED[0].to_owned()]) {
         Ok(effective) => effective,
-        Err(error) => return fail(error, "correct that file"),
+        Err(error) => return fail(error).fix("correct that file"),
     };
     let mut hooks = directories.iter().map(|dir| host.at(dir).join("sublet.json"));
     let Some(ours) = hooks.find(|path| path.is_file()) else {
         let by = by.map(|file| format!(", says {}", shown(&file))).unwrap_or_default();
         let list = safe(&directories.join(" "));
-        return warn(
-            format!("hooks_dir is {list}{by}, and sublet's hook is in none of these directories"),
-            "sublet setup podman",
-        );
+        return warn(format!("hooks_dir is {list}{by}, and sublet's hook is in none of these directories"))
+            .fix("sublet setup podman");
     };
-    if let Some(missing) = program(&ours).filter(|path| !host.at(path).is_file()) {
+    let file: Value = serde_json::from_slice(&fs::read(&ours).unwrap_or_default()).unwrap_or_default();
+    let program = file.pointer("/hook/path").and_then(Value::as_str);
+    if let Some(missing) = program.filter(|path| !host.at(path).is_file()) {
         // Podman ignores such a file silently.
-        return fail(
-            format!("{} runs {}, which does not exist", shown(&ours), safe(&missing)),
-            "install sublet-hook there",
-        );
+        return fail(format!("{} runs {}, which does not exist", shown(&ours), safe(missing)))
+            .fix("install sublet-hook there");
     }
     if version(&told).is_some_and(|parts| parts[..] < PASSES_ANNOTATIONS[..]) && host.at(SOCKET).exists() {
-        return warn(
-            format!(
-                "the Docker API of {}, which {SOCKET} serves, drops annotations, and with them the shares of clients of \
-                 Docker's",
-                safe(told.trim())
-            ),
-            "install Podman 5.1 or later, or start containers with podman itself",
-        );
+        return warn(format!(
+            "the Docker API of {}, which {SOCKET} serves, drops annotations, and with them the shares of \
+             clients of Docker's",
+            safe(told.trim())
+        ))
+        .fix("install Podman 5.1 or later, or start containers with podman itself");
     }
     users(host, &directories).unwrap_or_else(|| pass(format!("{} runs {}", safe(told.trim()), shown(&ours))))
-}
-
-/// The program that a hook file names.
-fn program(hook: &Path) -> Option<String> {
-    let value: Value = serde_json::from_slice(&std::fs::read(hook).ok()?).ok()?;
-    value.pointer("/hook/path")?.as_str().map(str::to_owned)
 }
 
 /// The value of `hooks_dir` after all `files`, and the last file that sets it.
 fn effective(
     files: &[PathBuf],
-    read: Reader,
+    read: fn(&Path) -> io::Result<Option<String>>,
     mut list: Vec<String>,
 ) -> Result<(Vec<String>, Option<PathBuf>), String> {
     let mut by = None;
@@ -113,7 +102,7 @@ fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
         if !ours(&list) {
             let found =
                 format!("hooks_dir in {} does not contain the directory of sublet's hook", shown(&by));
-            return Some(warn(found, "add /usr/share/sublet/hooks.d to hooks_dir in that file"));
+            return Some(warn(found).fix("add /usr/share/sublet/hooks.d to hooks_dir in that file"));
         }
     }
     None
@@ -129,22 +118,18 @@ fn read_users(path: &Path) -> io::Result<Option<String>> {
 pub(super) fn precreate(host: &Host<'_>) -> Outcome {
     let files: Vec<PathBuf> = SHARED.iter().flat_map(|dir| drop_ins(&host.at(dir), "json")).collect();
     for file in &files {
-        let text = std::fs::read(file).unwrap_or_default();
+        let text = fs::read(file).unwrap_or_default();
+        let name = shown(file);
         let Ok(value) = serde_json::from_slice::<Value>(&text) else {
-            return fail(
-                format!("{} is not valid JSON, so Podman and CRI-O start no container at all", shown(file)),
-                format!("rm {}", shown(file)),
-            );
+            return fail(format!("{name} is not valid JSON, so Podman and CRI-O start no container at all"))
+                .fix(format!("rm {name}"));
         };
         let stages = value.get("stages").and_then(Value::as_array);
         if stages.is_some_and(|stages| stages.iter().any(|stage| stage == "precreate")) {
-            return fail(
-                format!(
-                    "{} has the stage precreate, on which podman build, buildah and CRI-O fail",
-                    shown(file)
-                ),
-                format!("rm {} (the place of sublet's hook is /usr/share/sublet/hooks.d)", shown(file)),
-            );
+            return fail(format!(
+                "{name} has the stage precreate, on which podman build, buildah and CRI-O fail"
+            ))
+            .fix(format!("rm {name} (the place of sublet's hook is /usr/share/sublet/hooks.d)"));
         }
     }
     pass(format!("{} in the shared directories, none with the stage precreate", files.len()))

@@ -26,10 +26,8 @@ pub(super) fn jobs(host: &Host<'_>) -> Outcome {
         return skip("not installed");
     }
     let Some(config) = (host.ask)(&["scontrol", "show", "config"]) else {
-        return warn(
-            "slurmctld could not be asked how it runs jobs",
-            "run `scontrol show config`, and do what it says",
-        );
+        return warn("slurmctld could not be asked how it runs jobs")
+            .fix("run `scontrol show config`, and do what it says");
     };
     let Some(node) = node(host) else { return skip("Slurm has no node on this host") };
     let problems = match programs(host, &config) {
@@ -59,45 +57,19 @@ fn values<'c>(config: &'c str, key: &str) -> Vec<&'c str> {
     of_key.map(|(_, value)| value.trim()).filter(|value| !["", "(null)"].contains(value)).collect()
 }
 
-/// What a key of slurm.conf runs.
-enum Runs {
-    Sublets,
-    Nothing,
-    /// This file is not there.
-    Missing(String),
-    /// A program that may run sublet's.
-    Unknown(String),
-}
-
 /// Whether slurmd runs sublet's programs. `Err`: none of them, as where a site does not use sublet for its jobs.
 fn programs(host: &Host<'_>, config: &str) -> Result<Vec<Outcome>, Outcome> {
-    let all = PROGRAMS.map(|(key, name)| (key, name, runs(host, &values(config, key), name)));
-    if !all.iter().any(|(_, _, runs)| matches!(runs, Runs::Sublets | Runs::Missing(_))) {
-        return Err(warn(
-            "as far as can be seen, Slurm's Prolog, TaskProlog and Epilog do not run sublet's, which then knows nothing \
-             of the GPUs that jobs have",
-            "put the lines of `sublet slurm gres` into slurm.conf and gres.conf",
-        ));
+    let all = PROGRAMS.map(|(key, name)| runs(host, &values(config, key), key, name));
+    if !all.iter().any(|(is_sublets, _)| *is_sublets) {
+        let found = "as far as can be seen, Slurm's Prolog, TaskProlog and Epilog do not run sublet's, which then \
+                     knows nothing of the GPUs that jobs have";
+        return Err(warn(found).fix("put the lines of `sublet slurm gres` into slurm.conf and gres.conf"));
     }
-    let problem = |(key, name, runs): (&str, &str, Runs)| match runs {
-        Runs::Sublets => None,
-        Runs::Nothing => Some(fail(
-            format!("slurm.conf has no {key}"),
-            format!("{key}={SHIPPED}/{name} in slurm.conf, then `scontrol reconfigure`"),
-        )),
-        Runs::Missing(path) => Some(fail(
-            format!("Slurm's {key}, {path}, is not on this node"),
-            "install the package sublet, or correct slurm.conf",
-        )),
-        Runs::Unknown(path) => Some(warn(
-            format!("it cannot be seen whether Slurm's {key}, {path}, runs sublet's"),
-            format!("let it run {SHIPPED}/{name}"),
-        )),
-    };
-    Ok(all.into_iter().filter_map(problem).collect())
+    Ok(all.into_iter().filter_map(|(_, problem)| problem).collect())
 }
 
-fn runs(host: &Host<'_>, values: &[&str], name: &str) -> Runs {
+/// Whether `key` of slurm.conf, of these `values`, is meant to run sublet's program `name`, and why it does not.
+fn runs(host: &Host<'_>, values: &[&str], key: &str, name: &str) -> (bool, Option<Outcome>) {
     let shipped = format!("{SHIPPED}/{name}");
     let files = |value: &str| listed(&host.at(value)).unwrap_or_else(|| vec![host.at(value)]);
     let calls = |file: &PathBuf| {
@@ -106,13 +78,20 @@ fn runs(host: &Host<'_>, values: &[&str], name: &str) -> Runs {
     };
     let is_glob = |value: &str| value.contains(['*', '?', '[']);
     if values.iter().any(|value| files(value).iter().any(calls)) {
-        return Runs::Sublets;
+        return (true, None);
     }
-    match (values.iter().find(|value| !is_glob(value) && !host.at(value).exists()), values.first()) {
-        (Some(missing), _) => Runs::Missing(safe(missing)),
-        (None, Some(value)) => Runs::Unknown(safe(value)),
-        (None, None) => Runs::Nothing,
-    }
+    let missing = values.iter().find(|value| !is_glob(value) && !host.at(value).exists());
+    let problem = match (missing, values.first()) {
+        (Some(file), _) => fail(format!("Slurm's {key}, {}, is not on this node", safe(file)))
+            .fix("install the package sublet, or correct slurm.conf"),
+        (None, Some(program)) => {
+            warn(format!("it cannot be seen whether Slurm's {key}, {}, runs sublet's", safe(program)))
+                .fix(format!("let it run {shipped}"))
+        }
+        (None, None) => fail(format!("slurm.conf has no {key}"))
+            .fix(format!("{key}={shipped} in slurm.conf, then `scontrol reconfigure`")),
+    };
+    (missing.is_some(), Some(problem))
 }
 
 /// The files that `pattern` stands for, if it is `DIRECTORY/*`.
@@ -128,16 +107,13 @@ fn limits(config: &str) -> Vec<Outcome> {
     let has = |key: &str, word: &str| value(key).split(',').any(|own| own == word);
     let mut found = Vec::new();
     if value("ProctrackType") != "proctrack/cgroup" {
-        found.push(fail(
-            "jobs have no cgroups by which sublet knows them, so their tasks are refused",
-            "ProctrackType=proctrack/cgroup in slurm.conf",
-        ));
+        let why = "jobs have no cgroups by which sublet knows them, so their tasks are refused";
+        found.push(fail(why).fix("ProctrackType=proctrack/cgroup in slurm.conf"));
     }
     if !has("PrologFlags", "alloc") || !has("PrologFlags", "contain") {
-        found.push(warn(
-            "the Prolog does not run before a job's first step, or a job has no cgroup between its steps",
-            "PrologFlags=Alloc,Contain in slurm.conf",
-        ));
+        let why =
+            "the Prolog does not run before a job's first step, or a job has no cgroup between its steps";
+        found.push(warn(why).fix("PrologFlags=Alloc,Contain in slurm.conf"));
     }
     let lines = [
         (has("TaskPlugin", "task/cgroup"), "TaskPlugin=task/cgroup in slurm.conf"),
@@ -146,7 +122,7 @@ fn limits(config: &str) -> Vec<Outcome> {
     let missing: Vec<&str> =
         lines.iter().filter_map(|(is_there, line)| (!is_there).then_some(*line)).collect();
     if !missing.is_empty() {
-        found.push(warn("every job may open every GPU", missing.join(", ")));
+        found.push(warn("every job may open every GPU").fix(missing.join(", ")));
     }
     found
 }
@@ -157,10 +133,9 @@ fn count(node: &str, kind: &str) -> Option<u64> {
     // Without what stands in parentheses.
     let outside = gres.split('(').map(|part| part.rsplit(')').next().unwrap_or_default());
     let plain: String = outside.collect();
-    let each = plain.split(',').filter(|part| part.split(':').next() == Some(kind));
-    let counts: Vec<u64> =
-        each.map(|part| part.rsplit(':').next().and_then(|many| many.parse().ok()).unwrap_or(1)).collect();
-    (!counts.is_empty()).then(|| counts.iter().sum())
+    let of_kind = plain.split(',').filter(|part| part.split(':').next() == Some(kind));
+    let count = |part: &str| part.rsplit(':').next().and_then(|many| many.parse().ok()).unwrap_or(1);
+    of_kind.map(count).reduce(|all, more| all + more)
 }
 
 /// Whether Slurm counts the GPUs of this host, and their parts as sublet does.
@@ -171,26 +146,26 @@ fn gres(host: &Host<'_>, node: &str) -> Vec<Outcome> {
     let Ok(inventory) = &host.inventory else { return Vec::new() };
     let gpus = match in_order(inventory) {
         Ok(gpus) => gpus.len() as u64,
-        Err(error) => return vec![warn(error, "nvidia-smi -i GPU -mig 0, or another gres.conf")],
+        Err(error) => return vec![warn(error).fix("nvidia-smi -i GPU -mig 0, or another gres.conf")],
     };
     let [counted, shards, mps] = ["gpu", "shard", "mps"].map(|kind| count(node, kind));
     let mut found = Vec::new();
     let counted = counted.unwrap_or(0);
     if counted != gpus {
         let text = format!("Slurm counts {counted} GPUs on this node, and there are {gpus}");
-        found.push(fail(text, lines(if mps.is_some() { "mps" } else { "shard" })));
+        found.push(fail(text).fix(lines(if mps.is_some() { "mps" } else { "shard" })));
     }
     if shards.is_some() && mps.is_some() {
         let text =
             "the node has shards and mps: Slurm then chooses no GPU for jobs with mps, and they are refused";
-        found.push(fail(text, "leave one of them out of slurm.conf and gres.conf"));
+        found.push(fail(text).fix("leave one of them out of slurm.conf and gres.conf"));
         return found;
     }
     let each = u64::from(host.config.slurm.shards);
     for (many, each, unit, whence) in [(shards, each, "shard", " ([slurm] shards)"), (mps, 100, "mps", "")] {
         let Some(many) = many.filter(|many| *many != each * counted) else { continue };
         let text = format!("Slurm counts {many} {unit} on {counted} GPUs, and sublet {each} on each{whence}");
-        found.push(warn(text, lines(unit)));
+        found.push(warn(text).fix(lines(unit)));
     }
     found
 }
@@ -204,7 +179,7 @@ fn unused(node: &str) -> Vec<Outcome> {
     }
     let reason = line("Reason=").unwrap_or("no reason is given");
     let fix = "remove the reason, then `scontrol update NodeName=NODE State=RESUME`";
-    vec![warn(format!("Slurm starts no job here: {}: {}", safe(state), safe(reason)), fix)]
+    vec![warn(format!("Slurm starts no job here: {}: {}", safe(state), safe(reason))).fix(fix)]
 }
 
 fn found(config: &str, node: &str) -> String {

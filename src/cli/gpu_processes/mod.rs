@@ -1,18 +1,19 @@
 //! Which processes compute on a device now, and whose they are: NVML's two lists, and /proc of each process on them.
 
-mod lists;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::{Device, Nvml};
 
 use crate::probe;
-use lists::Lists;
-
 use sublet_core::inventory::{GpuProcess, Inventory};
 use sublet_core::ledger::{Init, Lease, LeaseId, Ledger};
 use sublet_core::place::client_limit;
@@ -91,12 +92,8 @@ impl Looker {
         let (mut looks, mut failures) = (Vec::new(), BTreeMap::new());
         let mut seen = BTreeMap::new();
         for &device in devices {
-            match self.of_device(nvml, device, ledger, &mut seen) {
-                Ok(mut look) => {
-                    let known = inventory.device(device);
-                    look.most_clients = known.map(|known| client_limit(known, &inventory.driver));
-                    looks.push(look);
-                }
+            match self.of_device(nvml, device, ledger, inventory, &mut seen) {
+                Ok(look) => looks.push(look),
                 // The MIG device was destroyed under its lease, so no process computes on it.
                 Err(NvmlError::NotFound) if device.starts_with("MIG-") => {}
                 Err(error) => drop(failures.insert(device.to_owned(), error)),
@@ -130,9 +127,7 @@ impl Looker {
             gone.extend((!lives).then_some(pid.unsigned_abs()));
             lives
         });
-        if !gone.is_empty() {
-            self.lists.drop_ended(&gone);
-        }
+        self.lists.drop_ended(&gone);
     }
 
     fn of_device(
@@ -140,6 +135,7 @@ impl Looker {
         nvml: &Nvml,
         device: &str,
         ledger: &Ledger,
+        inventory: &Inventory,
         seen: &mut BTreeMap<i32, Known>,
     ) -> Result<Look, NvmlError> {
         let told = self.lists.of(device, &probe::device_by_uuid(nvml, device)?)?;
@@ -164,8 +160,9 @@ impl Looker {
         let holders: Vec<Holder> =
             probe::joined(told.running.iter().chain(clients)).into_iter().filter_map(&mut holder).collect();
         self.lists.drop_ended(&gone_since);
-        let gone = gone(&holders, device, ledger);
-        Ok(Look { device: device.to_owned(), most_clients: None, knows_clients, gone, holders })
+        let (gone, known) = (gone(&holders, device, ledger), inventory.device(device));
+        let most_clients = known.map(|known| client_limit(known, &inventory.driver));
+        Ok(Look { device: device.to_owned(), most_clients, knows_clients, gone, holders })
     }
 }
 
@@ -201,179 +198,82 @@ fn gone(holders: &[Holder], device: &str, ledger: &Ledger) -> BTreeSet<LeaseId> 
     contained.filter(computes).filter(has_ended).map(|lease| lease.id.clone()).collect()
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use sublet_core::ledger::LeaseState;
-    use sublet_core::ledger::fixture::lease;
+// NVML's two lists are asked for only if something may have changed, because they are nearly the whole cost of a check
+// (docs/evidence/2026-11-22-guard-cost.md).
 
-    fn told(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
-        let name = "python3".to_owned();
-        GpuProcess {
-            pid,
-            name,
-            memory_bytes: 0,
-            pid_namespace,
-            cgroups: vec![cgroup.to_owned()],
-            mps_server: false,
+/// Lists older than this are read again, whatever the device's used memory is: one process may have freed what another
+/// has taken. Two seconds, less the time by which a check may come early.
+const FRESH: Duration = Duration::from_millis(1_900);
+
+/// The same for the list of clients while the processes are the same: a process may leave MPS by execve(2) and keep
+/// its pid.
+const CLIENTS_FRESH: Duration = Duration::from_millis(3_900);
+
+/// The lists of each device as last read.
+#[derive(Default)]
+struct Lists {
+    /// If the device's used memory has grown by more than this, the lists are read again. A container may exceed its
+    /// share by this much unnoticed.
+    tolerance: u64,
+    /// By UUID.
+    told: BTreeMap<String, Told>,
+}
+
+/// The lists of one device.
+struct Told {
+    /// Processes with compute contexts.
+    running: Vec<ProcessInfo>,
+    /// MPS clients; `None` if the driver has no such list.
+    clients: Option<Vec<ProcessInfo>>,
+    at: Instant,
+    clients_at: Instant,
+    /// The device's used memory at that time, in bytes; `None` if the driver does not report it.
+    used: Option<u64>,
+}
+
+impl Lists {
+    /// Removes processes that have ended: their pids may be reused.
+    fn drop_ended(&mut self, ended: &BTreeSet<u32>) {
+        for told in self.told.values_mut() {
+            told.running.retain(|process| !ended.contains(&process.pid));
+            told.clients.iter_mut().for_each(|list| list.retain(|process| !ended.contains(&process.pid)));
         }
     }
 
-    fn held(n: u64, init: Process, pid_namespace: u64, cgroup: Option<&str>) -> Lease {
-        let init =
-            Some(Init { process: init, pid_namespace, cgroup: cgroup.map(Into::into), cgroup_inode: None });
-        Lease { init, state: LeaseState::Active, ..lease(n, "GPU-1") }
-    }
-
-    fn ledger(leases: Vec<Lease>) -> Ledger {
-        Ledger { leases, ..Ledger::empty("boot") }
-    }
-
-    #[test]
-    fn a_process_belongs_to_a_lease_only_if_that_is_certain() {
-        let alive = Process::current().unwrap();
-        let dead = Process { start_time: alive.start_time + 1, ..alive };
-        let other = Process { pid: 4_000_000, start_time: 9 };
-        let id = |of: Process, told: &GpuProcess, leases: &[Lease]| {
-            ledger(leases.to_vec()).certain_lease_of(of, told).map(|lease| lease.id.to_string())
+    /// The lists of `device`, whose UUID is `uuid`.
+    fn of(&mut self, uuid: &str, device: &Device<'_>) -> Result<&Told, NvmlError> {
+        // Every context takes memory of the device, so used memory shows new ones.
+        let used = device.memory_info().ok().map(|memory| memory.used);
+        let told = match self.told.remove(uuid) {
+            Some(told) if told.counts(used, self.tolerance) => told,
+            before => ask(device, used, before)?,
         };
-        let with_cgroup = held(1, alive, 77, Some("/sys/fs/cgroup/c1"));
-        let ours = Some(with_cgroup.id.to_string());
-        assert_eq!(id(other, &told(5, 99, "/c1"), std::slice::from_ref(&with_cgroup)), ours, "its cgroup");
-        assert_eq!(id(other, &told(5, 99, "/c1/below"), std::slice::from_ref(&with_cgroup)), ours);
-        assert_eq!(id(alive, &told(alive.pid, 77, "/x"), std::slice::from_ref(&with_cgroup)), ours, "init");
-        // Outsiders: a process that has joined the PID namespace, and one with the reused pid of an init that has
-        // ended.
-        assert_eq!(id(other, &told(5, 77, "/other"), std::slice::from_ref(&with_cgroup)), None);
-        assert_eq!(id(alive, &told(alive.pid, 5, "/x"), &[held(1, dead, 77, None)]), None);
-        // Without a cgroup the PID namespace decides, while the first process lives and only one lease has that
-        // namespace.
-        let without = held(2, alive, 77, None);
-        assert_eq!(
-            id(other, &told(5, 77, "/"), std::slice::from_ref(&without)),
-            Some(without.id.to_string())
-        );
-        assert_eq!(id(other, &told(5, 77, "/"), &[held(2, dead, 77, None)]), None, "its number is free");
-        assert_eq!(id(other, &told(5, 77, "/"), &[without.clone(), held(3, alive, 77, None)]), None);
-        assert_eq!(id(other, &told(5, 0, "/"), &[held(2, alive, 0, None)]), None, "the host's");
+        Ok(self.told.entry(uuid.to_owned()).or_insert(told))
     }
+}
 
-    #[test]
-    fn what_has_ended_is_forgotten_before_its_number_means_another() {
-        let start = || std::process::Command::new("sleep").arg("600").spawn().unwrap();
-        let (mut one, mut two) = (start(), start());
-        let pid = |child: &std::process::Child| i32::try_from(child.id()).unwrap();
-        let nothing = ledger(Vec::new());
-        let mut looker = Looker::default();
-        for (child, hold) in [(&one, true), (&two, false)] {
-            looker.known.insert(pid(child), Known::of(pid(child), hold, &nothing).unwrap());
-        }
-        // Like a process whose pid was reused between two checks.
-        let me = Process::current().unwrap();
-        let mine = Known::of(me.pid, false, &nothing).unwrap();
-        let before = Process { start_time: me.start_time - 1, ..me };
-        looker.known.insert(me.pid, Known { process: before, ..mine });
-        looker.forget_ended();
-        assert_eq!(looker.known.keys().copied().collect::<BTreeSet<_>>(), [pid(&one), pid(&two)].into());
-        for child in [&mut one, &mut two] {
-            child.kill().and_then(|()| child.wait().map(drop)).unwrap();
-        }
-        looker.forget_ended();
-        assert!(looker.known.is_empty());
+impl Told {
+    /// Whether the lists are still valid when `used` bytes of the device are taken.
+    fn counts(&self, used: Option<u64>, tolerance: u64) -> bool {
+        let few = |(now, then): (u64, u64)| now <= then.saturating_add(tolerance);
+        self.at.elapsed() < FRESH && used.zip(self.used).is_some_and(few)
     }
+}
 
-    #[test]
-    fn a_container_has_gone_with_its_first_process_and_not_before() {
-        let alive = Process::current().unwrap();
-        let dead = Process { start_time: alive.start_time + 1, ..alive };
-        let has_gone = |state: LeaseState, init: Process, its: bool| {
-            let lease = Lease { state, ..held(1, init, 77, None) };
-            let holder = Holder {
-                process: Process { pid: 4_000_000, start_time: 9 },
-                name: String::new(),
-                memory_bytes: Some(1),
-                is_server: false,
-                is_client: false,
-                lease: its.then(|| lease.id.clone()),
-            };
-            !gone(&[holder], "GPU-1", &ledger(vec![lease])).is_empty()
-        };
-        for state in [LeaseState::Active, LeaseState::Ending] {
-            assert!(has_gone(state, dead, true) && !has_gone(state, alive, true), "{state:?}");
+/// The clients are read last, so that a process that connects in between is not taken for one outside MPS. They are
+/// read again only if there are other processes than before or the list is old: a process does not usually change
+/// sides.
+fn ask(device: &Device<'_>, used: Option<u64>, before: Option<Told>) -> Result<Told, NvmlError> {
+    let (running, at) = (probe::compute_processes(device)?, Instant::now());
+    let (clients, clients_at) = match before {
+        Some(told) if told.clients_at.elapsed() < CLIENTS_FRESH && pids(&told.running) == pids(&running) => {
+            (told.clients, told.clients_at)
         }
-        assert!(!has_gone(LeaseState::Active, dead, false), "nobody is left");
-    }
+        _ => (probe::mps_clients(device)?, Instant::now()),
+    };
+    Ok(Told { running, clients, at, clients_at, used })
+}
 
-    /// The cgroup directory that a runtime records, and what /proc reports for a process in the container and for one
-    /// just outside.
-    const LAYOUTS: [(&str, &str, &str, &str); 9] = [
-        (
-            "Docker, v2, systemd",
-            "/sys/fs/cgroup/system.slice/docker-ab.scope",
-            "0::/system.slice/docker-ab.scope",
-            "0::/system.slice/docker.service",
-        ),
-        (
-            "Docker, v1",
-            "/sys/fs/cgroup/devices/docker/ab",
-            "12:pids:/docker/ab\n5:devices:/docker/ab\n1:name=systemd:/docker/ab",
-            "12:pids:/docker/abc\n5:devices:/docker/abc\n1:name=systemd:/docker/abc",
-        ),
-        (
-            "Docker, hybrid, left in its engine's cgroup in v2",
-            "/sys/fs/cgroup/devices/docker/ab",
-            "5:cpu,devices:/docker/ab/init\n0::/system.slice/containerd.service",
-            "5:cpu,devices:/system.slice/containerd.service\n0::/system.slice/containerd.service",
-        ),
-        (
-            "Podman, crun, v2",
-            "/sys/fs/cgroup/machine.slice/libpod-ab.scope/container",
-            "0::/machine.slice/libpod-ab.scope/container",
-            "0::/machine.slice/libpod-conmon-ab.scope",
-        ),
-        (
-            "Podman without root, v2",
-            "/sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-ab.scope",
-            "0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-ab.scope/container",
-            "0::/user.slice/user-1000.slice/user@1000.service/user.slice/podman-1.scope",
-        ),
-        (
-            "Podman without root, hybrid",
-            "/sys/fs/cgroup/systemd/user.slice/user-1000.slice/user@1000.service/libpod-ab.scope",
-            "9:devices:/user.slice\n1:name=systemd:/user.slice/user-1000.slice/user@1000.service/libpod-ab.scope",
-            "9:devices:/user.slice\n1:name=systemd:/user.slice/user-1000.slice/session-2.scope\n0::/user.slice",
-        ),
-        (
-            "a pod's container, containerd, v2",
-            "/sys/fs/cgroup/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-ab.scope",
-            "0::/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-ab.scope",
-            "0::/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-cd.scope",
-        ),
-        (
-            "a pod's container, CRI-O, v2",
-            "/sys/fs/cgroup/kubepods.slice/kubepods-pod1.slice/crio-ab.scope",
-            "0::/kubepods.slice/kubepods-pod1.slice/crio-ab.scope",
-            "0::/kubepods.slice/kubepods-pod1.slice/crio-conmon-ab.scope",
-        ),
-        (
-            "a pod's container, v1",
-            "/sys/fs/cgroup/pids/kubepods/besteffort/pod1/ab",
-            "12:pids:/kubepods/besteffort/pod1/ab\n5:devices:/kubepods/besteffort/pod1/ab",
-            "12:pids:/kubepods/besteffort/pod1\n5:devices:/kubepods/besteffort/pod1",
-        ),
-    ];
-
-    #[test]
-    fn in_every_layout_of_cgroups_a_process_is_its_containers_and_no_neighbours() {
-        let (alive, other) = (Process::current().unwrap(), Process { pid: 4_000_000, start_time: 9 });
-        for (layout, recorded, inside, outside) in LAYOUTS {
-            let ledger = ledger(vec![held(1, alive, 77, Some(recorded))]);
-            // Both are in the container's PID namespace, which may be shared.
-            let of = |text: &str| {
-                let told = GpuProcess { cgroups: probe::cgroups(text), ..told(5, 77, "") };
-                ledger.certain_lease_of(other, &told).is_some()
-            };
-            assert_eq!((of(inside), of(outside), of("")), (true, false, false), "{layout}");
-        }
-    }
+fn pids(list: &[ProcessInfo]) -> BTreeSet<u32> {
+    list.iter().map(|process| process.pid).collect()
 }

@@ -4,7 +4,7 @@ use crate::mps_daemons;
 use crate::probe;
 use std::os::fd::OwnedFd;
 
-use super::history::Event;
+use super::Event;
 use super::judge::{Offence, Verdict};
 use crate::peer::owns;
 use sublet_core::config::Config;
@@ -108,28 +108,23 @@ fn end_container(lease: &Lease) -> Option<String> {
 
 fn event(verdict: &Verdict, lease: Option<&Lease>, done: &str) -> Event {
     let Verdict { offence, action, device, holder, .. } = verdict;
-    let whose = lease.map(|lease| format!("of container {}", safe(&lease.container.name())));
-    let text = format!(
-        "process {} (pid {}) {} on {} {}: {done}",
-        safe(&holder.name),
-        holder.process.pid,
-        whose.as_deref().unwrap_or("of no lease"),
-        safe(device),
-        did(verdict)
-    );
-    Event::new((*offence, *action), lease, device, (holder.process.pid, &holder.name), text)
+    let of = |lease: &Lease| format!("of container {}", safe(&lease.container.name()));
+    let whose = lease.map_or_else(|| "of no lease".to_owned(), of);
+    let (name, pid, at, did) = (safe(&holder.name), holder.process.pid, safe(device), did(verdict));
+    let text = format!("process {name} (pid {pid}) {whose} on {at} {did}: {done}");
+    Event::new((*offence, *action), lease, device, (pid, &holder.name), text)
 }
 
 fn did(verdict: &Verdict) -> String {
-    let mib = |bytes: u64| bytes >> 20;
     let (used, allowed) = (verdict.used, verdict.allowed);
     match verdict.offence {
-        Offence::Memory => format!(
-            "has {} MiB, with which its container exceeds its sublet.memory ({} of {} MiB)",
-            mib(verdict.holder.memory_bytes.unwrap_or(0)),
-            mib(used),
-            mib(allowed)
-        ),
+        Offence::Memory => {
+            let own = verdict.holder.memory_bytes.unwrap_or(0);
+            let [own, used, allowed] = [own, used, allowed].map(|bytes| bytes >> 20);
+            format!(
+                "has {own} MiB, with which its container exceeds its sublet.memory ({used} of {allowed} MiB)"
+            )
+        }
         Offence::Bypass => "computes outside its MPS server, without limits".to_owned(),
         Offence::Clients => format!("is one of {used} MPS clients, where sublet.processes says {allowed}"),
         Offence::Left => "has outlived its container".to_owned(),

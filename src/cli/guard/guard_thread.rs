@@ -14,11 +14,10 @@ use crate::gpu_processes::Looker;
 use crate::probe;
 
 use super::enforce::Acting;
-use super::faulted_servers::Faulted;
-use super::history::{self, Event, OFF};
 use super::judge::{Judge, Offence, Verdict};
-use super::mps_servers::Served;
+use super::mps_servers::Servers;
 use super::silent_connections::Silent;
+use super::{Event, OFF};
 use sublet_core::admit::Local;
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -48,27 +47,25 @@ pub(crate) fn start() -> io::Result<()> {
 /// The verdicts, the events, and the devices that could not be checked.
 type Seen = (Vec<Verdict>, Vec<Event>, BTreeSet<String>);
 
-/// How long to wait before the next check.
-enum Pause {
-    For(Duration),
-    /// Wait until a lease is taken.
-    Idle,
+/// What earlier checks found, as long as there are leases.
+#[derive(Default)]
+struct Earlier {
+    /// NVML, opened when this was the inventory: to who opened it before, a GPU that comes back does not answer.
+    nvml: Option<(Nvml, Rc<Inventory>)>,
+    inventory: Kept<Inventory>,
+    looker: Looker,
+    judge: Judge,
+    servers: Servers,
+    silent: Silent,
+    /// When each process was last acted on, for which offence and with which action.
+    acted: BTreeMap<(Offence, Action, Process), Instant>,
 }
 
 #[derive(Default)]
 struct Guard {
-    /// NVML, opened when this was the inventory: to who opened it before, a GPU that comes back does not answer.
-    nvml: Option<(Nvml, Rc<Inventory>)>,
+    earlier: Earlier,
     ledger: Kept<Ledger>,
-    inventory: Kept<Inventory>,
     changes: Changes,
-    looker: Looker,
-    judge: Judge,
-    served: Served,
-    faulted: Faulted,
-    silent: Silent,
-    /// When each process was last acted on, for which offence and with which action.
-    acted: BTreeMap<(Offence, Action, Process), Instant>,
     /// The MPS daemons for whose clients verdicts are carried out, each in a thread: they are asked first. The looks at
     /// devices never wait for their answers.
     acting: BTreeSet<DaemonKey>,
@@ -101,9 +98,9 @@ impl Guard {
             if config.is_none() || read_at.elapsed() >= REREAD {
                 (config, read_at) = (config_files::load().ok().or(config), Instant::now());
             }
-            match config.as_ref().map_or(Pause::For(REREAD), |config| self.tick(config)) {
-                Pause::For(time) => self.pause(time, config.as_ref()),
-                Pause::Idle => self.changes.wait(REREAD, IDLE),
+            match config.as_ref().map_or(Some(REREAD), |config| self.tick(config)) {
+                Some(time) => self.pause(time, config.as_ref()),
+                None => self.changes.wait(REREAD, IDLE),
             }
         }
     }
@@ -130,20 +127,18 @@ impl Guard {
         if unknown && self.recording.as_ref().is_none_or(JoinHandle::is_finished) {
             let config = config.clone();
             let record = move || {
-                if let Err(error) = Local::new(&config).update(|_| ()) {
-                    tracing::debug!("{error}");
-                }
+                let _ = Local::new(&config).update(|_| ()).inspect_err(|error| tracing::debug!("{error}"));
             };
             self.recording = thread::Builder::new().name("record".to_owned()).spawn(record).ok();
         }
         Ok((ledger, store))
     }
 
-    /// One check. Returns how long to wait before the next one.
-    fn tick(&mut self, config: &Config) -> Pause {
+    /// One check. Returns how long to wait before the next one; `None`: until a lease is taken.
+    fn tick(&mut self, config: &Config) -> Option<Duration> {
         if !config.guard.enabled {
             *self = Self::default();
-            return Pause::For(REREAD);
+            return Some(REREAD);
         }
         self.changes.follow(&config.state_dir);
         // The first ledger is written after its copy, and seems to be missing in between.
@@ -153,63 +148,53 @@ impl Guard {
         });
         let (ledger, store) = match opened {
             Ok(opened) => opened,
-            Err(error) => return self.sees_nothing(Vec::new(), &error.to_string(), config),
+            Err(error) => return Some(self.sees_nothing(Vec::new(), &error.to_string(), config)),
         };
         // A layout is being changed. NVML is closed, because an open NVML prevents a reset.
         if ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty()) {
-            self.rest();
-            return Pause::For(IDLE);
+            self.earlier = Earlier::default();
+            return Some(IDLE);
         }
         if ledger.leases.is_empty() {
-            self.rest();
+            self.earlier = Earlier::default();
             self.sign(Vec::new(), BTreeSet::new(), config);
-            return if self.acting.is_empty() { Pause::Idle } else { Pause::For(config.guard.period) };
+            return (!self.acting.is_empty()).then_some(config.guard.period);
         }
-        self.served.heal(&ledger, config);
-        let mut events = self.faulted.end(&ledger, config);
+        self.earlier.servers.heal(&ledger, config);
+        let mut events = self.earlier.servers.end_faulted(&ledger, config);
         match self.look(&ledger, config) {
             Ok((mut verdicts, lost, blind)) => {
                 events.extend(lost);
-                verdicts.extend(self.silent.find(&ledger, &config.guard));
+                verdicts.extend(self.earlier.silent.find(&ledger, &config.guard));
                 events.extend(self.act(&verdicts, &store, config));
                 self.sign(events, blind, config);
-                Pause::For(config.guard.period)
+                Some(config.guard.period)
             }
-            Err(error) => self.sees_nothing(events, &error, config),
+            Err(error) => Some(self.sees_nothing(events, &error.to_string(), config)),
         }
     }
 
-    /// Closes NVML and forgets earlier checks.
-    fn rest(&mut self) {
-        let (last_sign, blind) = (self.last_sign, std::mem::take(&mut self.blind));
-        let (ledger, changes) = (std::mem::take(&mut self.ledger), std::mem::take(&mut self.changes));
-        let (acting, finished) = (std::mem::take(&mut self.acting), std::mem::take(&mut self.finished));
-        let recording = self.recording.take();
-        *self = Self { ledger, changes, acting, finished, recording, blind, last_sign, ..Self::default() };
-    }
-
-    fn look(&mut self, ledger: &Rc<Ledger>, config: &Config) -> Result<Seen, String> {
+    fn look(&mut self, ledger: &Rc<Ledger>, config: &Config) -> anyhow::Result<Seen> {
         let file = inventory::cache_path(config);
-        let known =
-            self.inventory.get(&file, || inventory::last(config)).map_err(|error| error.to_string())?;
-        let nvml = match self.nvml.take() {
+        let known = self.earlier.inventory.get(&file, || inventory::last(config))?;
+        let nvml = match self.earlier.nvml.take() {
             Some((nvml, then)) if Rc::ptr_eq(&then, &known) => nvml,
-            _ => probe::connect(config).map_err(|error| error.to_string())?.0,
+            _ => probe::connect(config)?.0,
         };
         let leased: BTreeSet<&str> =
             ledger.leases.iter().flat_map(|lease| &lease.devices).map(String::as_str).collect();
         let tolerance = config.guard.memory_tolerance;
-        let (looks, failures) = self.looker.look(&nvml, &leased, ledger, &known, tolerance);
+        let (looks, failures) = self.earlier.looker.look(&nvml, &leased, ledger, &known, tolerance);
         let blind: BTreeSet<String> = failures
             .iter()
             .map(|(device, error)| format!("{} is not guarded: {error}", called(device, &known)))
             .collect();
         // If the driver was unloaded or all its GPUs were lost, NVML is opened again.
-        self.nvml = (!looks.is_empty() || blind.is_empty()).then_some((nvml, known));
-        let lost = self.served.lost(&looks, ledger);
-        let verdicts = self.judge.judge(&looks, ledger, &config.guard);
-        for device in &self.judge.unsure {
-            self.looker.forget_lists(device);
+        self.earlier.nvml = (!looks.is_empty() || blind.is_empty()).then_some((nvml, known));
+        let lost = self.earlier.servers.lost(&looks, ledger);
+        let verdicts = self.earlier.judge.judge(&looks, ledger, &config.guard);
+        for device in &self.earlier.judge.unsure {
+            self.earlier.looker.forget_lists(device);
         }
         Ok((verdicts, lost, blind))
     }
@@ -217,10 +202,11 @@ impl Guard {
     fn act(&mut self, verdicts: &[Verdict], store: &Store, config: &Config) -> Vec<Event> {
         let of = |verdict: &Verdict| (verdict.offence, verdict.action, verdict.holder.process);
         let current: BTreeSet<_> = verdicts.iter().map(of).collect();
-        self.acted.retain(|key, _| current.contains(key));
+        self.earlier.acted.retain(|key, _| current.contains(key));
         let again =
             |at: &Instant, verdict: &Verdict| verdict.action != Action::Report && at.elapsed() >= AGAIN;
-        let is_due = |verdict: &&Verdict| self.acted.get(&of(verdict)).is_none_or(|at| again(at, verdict));
+        let is_due =
+            |verdict: &&Verdict| self.earlier.acted.get(&of(verdict)).is_none_or(|at| again(at, verdict));
         let due: Vec<&Verdict> = verdicts.iter().filter(is_due).collect();
         if due.is_empty() {
             return Vec::new();
@@ -233,7 +219,7 @@ impl Guard {
             if key.is_some_and(|key| self.acting.contains(key)) {
                 continue;
             }
-            self.acted.insert(of(verdict), Instant::now());
+            self.earlier.acted.insert(of(verdict), Instant::now());
             of_daemon.entry(key.cloned()).or_default().push(verdict.clone());
         }
         let mut events = Vec::new();
@@ -271,14 +257,13 @@ impl Guard {
         }
         self.last_sign = Some(Instant::now());
         self.blind = blind;
-        if let Err(error) = history::write(events, self.blind.iter().cloned().collect(), config) {
-            tracing::warn!("cannot write guard.json: {error}");
-        }
+        let recorded = super::record(events, self.blind.iter().cloned().collect(), config);
+        let _ = recorded.inspect_err(|error| tracing::warn!("cannot write guard.json: {error}"));
     }
 
-    fn sees_nothing(&mut self, events: Vec<Event>, why: &str, config: &Config) -> Pause {
+    fn sees_nothing(&mut self, events: Vec<Event>, why: &str, config: &Config) -> Duration {
         self.sign(events, BTreeSet::from([format!("{OFF}: no device can be watched: {why}")]), config);
-        Pause::For(REREAD)
+        REREAD
     }
 }
 
@@ -292,7 +277,7 @@ fn called(uuid: &str, known: &Inventory) -> String {
 mod tests {
     use std::process::Command;
 
-    use super::super::faulted_servers::tests::{is_still_asked, never_answered};
+    use super::super::mps_servers::tests::{is_still_asked, never_answered};
     use super::*;
     use crate::gpu_processes::Holder;
     use sublet_core::ledger::fixture::lease;

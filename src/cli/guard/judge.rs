@@ -9,15 +9,15 @@ use crate::gpu_processes::{Holder, Look};
 use sublet_core::config::Guard;
 use sublet_core::ledger::{Lease, LeaseId, Ledger};
 use sublet_core::process::Process;
-use sublet_core::share::Action;
-use sublet_core::share::Mode;
+use sublet_core::share::{Action, Mode};
 
 /// How long a container may take to start. What is new on its devices meanwhile may be its own.
 const STARTING: Duration = Duration::from_secs(60);
 
 /// What a process does that its lease does not allow.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::Display)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Offence {
     /// The container's processes together have more memory than `sublet.memory`.
     Memory,
@@ -39,19 +39,6 @@ impl Offence {
     /// All of them.
     pub const ALL: [Self; 7] =
         [Self::Memory, Self::Bypass, Self::Clients, Self::Left, Self::Stranger, Self::Server, Self::Silent];
-
-    /// The word in JSON.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Memory => "memory",
-            Self::Bypass => "bypass",
-            Self::Clients => "clients",
-            Self::Left => "left",
-            Self::Stranger => "stranger",
-            Self::Server => "server",
-            Self::Silent => "silent",
-        }
-    }
 }
 
 /// What is to be done about one process.
@@ -92,8 +79,9 @@ impl Judge {
         let since = |id: &LeaseId| self.starting.get(id).copied().unwrap_or(now);
         self.starting = starting.map(|lease| (lease.id.clone(), since(&lease.id))).collect();
         let found: Vec<Verdict> = looks.iter().flat_map(|look| self.of_device(look, ledger, rules)).collect();
-        let holders = looks.iter().flat_map(|look| look.holders.iter().map(move |holder| (look, holder)));
-        self.memory = holders.map(|(look, holder)| (key(&look.device, holder), memory(holder))).collect();
+        let all = looks.iter().flat_map(|look| look.holders.iter().map(move |holder| (look, holder)));
+        self.memory =
+            all.map(|(look, holder)| ((look.device.clone(), holder.process), memory(holder))).collect();
         let before = std::mem::replace(&mut self.suspicions, found.iter().map(suspicion).collect());
         self.unsure = self.suspicions.difference(&before).map(|(device, ..)| device.clone()).collect();
         found.into_iter().filter(|verdict| before.contains(&suspicion(verdict))).collect()
@@ -114,17 +102,16 @@ impl Judge {
 
     fn of_lease(&self, lease: &Lease, look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         let own: Vec<&Holder> = of(lease, look).collect();
-        let own_action = |configured| action(lease, configured);
+        let tell = |offence, configured, holder: &Holder| {
+            verdict(offence, action(lease, configured), &look.device, holder)
+        };
         if look.gone.contains(&lease.id) {
-            return own
-                .into_iter()
-                .map(|holder| verdict(Offence::Left, own_action(rules.left), look, holder))
-                .collect();
+            return own.into_iter().map(|holder| tell(Offence::Left, rules.left, holder)).collect();
         }
         let served = look.knows_clients && lease.daemon.is_some();
         let outside = own.iter().filter(|holder| served && !holder.is_client);
         let mut found: Vec<Verdict> =
-            outside.map(|holder| verdict(Offence::Bypass, own_action(rules.bypass), look, holder)).collect();
+            outside.map(|holder| tell(Offence::Bypass, rules.bypass, holder)).collect();
         found.extend(self.memory(lease, &with_containers(lease, look, ledger), look, rules));
         found
     }
@@ -138,7 +125,7 @@ impl Judge {
         if used <= allowed.saturating_add(rules.memory_tolerance) {
             return Vec::new();
         }
-        let before = |holder: &Holder| self.memory.get(&key(&look.device, holder)).copied();
+        let before = |holder: &Holder| self.memory.get(&(look.device.clone(), holder.process)).copied();
         let grew = |holder: &Holder| memory(holder) > before(holder).unwrap_or(0);
         let mut order = own.to_vec();
         order.sort_by_key(|holder| {
@@ -153,7 +140,7 @@ impl Judge {
         let found = crossed.map(|holder| Verdict {
             used,
             allowed,
-            ..verdict(Offence::Memory, action(lease, rules.memory), look, holder)
+            ..verdict(Offence::Memory, action(lease, rules.memory), &look.device, holder)
         });
         found.collect()
     }
@@ -187,7 +174,7 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         let tell = |holder: &&Holder, action| Verdict {
             used: own.len() as u64,
             allowed: u64::from(lease.processes),
-            ..verdict(Offence::Clients, action, look, holder)
+            ..verdict(Offence::Clients, action, &look.device, holder)
         };
         found.extend(own.iter().take(acted).map(|holder| tell(holder, action(lease, rules.clients))));
         let passed = own[acted..surplus].last();
@@ -203,7 +190,7 @@ fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         holder.is_server || ledger.on_device(&look.device).any(of)
     };
     let strangers = look.holders.iter().filter(|holder| !explained(holder));
-    strangers.map(|holder| verdict(Offence::Stranger, rules.strangers, look, holder)).collect()
+    strangers.map(|holder| verdict(Offence::Stranger, rules.strangers, &look.device, holder)).collect()
 }
 
 fn of<'a>(lease: &Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> + use<'a> {
@@ -222,12 +209,8 @@ pub(super) fn action(lease: &Lease, configured: Action) -> Action {
     lease.guard.map_or(configured, |own| own.over(configured))
 }
 
-fn verdict(offence: Offence, action: Action, look: &Look, holder: &Holder) -> Verdict {
-    Verdict { offence, action, device: look.device.clone(), holder: holder.clone(), used: 0, allowed: 0 }
-}
-
-fn key(device: &str, holder: &Holder) -> (String, Process) {
-    (device.to_owned(), holder.process)
+pub(super) fn verdict(offence: Offence, action: Action, device: &str, holder: &Holder) -> Verdict {
+    Verdict { offence, action, device: device.to_owned(), holder: holder.clone(), used: 0, allowed: 0 }
 }
 
 /// What the driver reports it to have, in bytes. Nobody is stopped for memory that the driver does not report.

@@ -1,16 +1,20 @@
-//! MPS servers and daemons that leases need: containers that lost work when a server ended, and daemons that died.
+//! MPS servers and daemons that leases need: containers that lost work when a server ended, daemons that died, and servers
+//! that take no new client after a fault. Such a server waits until every process that was its client then
+//! has ended, and one of them may go on for days with a context that can do nothing any more: a notebook, a web server
+//! (docs/evidence/2026-11-24-h100-cycles.md). The guard ends the server; the daemon starts another for its next client.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::history::Event;
+use super::Event;
 use super::judge::Offence;
 use crate::gpu_processes::Look;
 use sublet_core::config::Config;
 use sublet_core::ledger::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, MpsDaemon, Store};
-use sublet_core::mps;
-use sublet_core::process::Process;
+use sublet_core::mps::control::Control;
+use sublet_core::mps::{self, dirs};
+use sublet_core::process::{Process, pidfd_kill, pidfd_open};
 use sublet_core::share::Action;
 use sublet_core::text::safe;
 
@@ -18,7 +22,6 @@ use sublet_core::text::safe;
 const AGAIN: Duration = Duration::from_secs(5);
 
 /// A server as the last check found it.
-#[derive(Debug)]
 struct Known {
     device: String,
     name: String,
@@ -27,14 +30,32 @@ struct Known {
     clients: BTreeSet<LeaseId>,
 }
 
-/// What has to be remembered from one check to the next.
-#[derive(Debug, Default)]
-pub(super) struct Served {
-    servers: BTreeMap<Process, Known>,
-    healing: Option<(JoinHandle<()>, Instant)>,
+/// Programs that check their CUDA calls end by themselves after a fault, and have so long.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Asking a daemon takes a process and 3 ms, so a busy one is not asked more often.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// What is known of one daemon, whose server may take no new client.
+struct Watched {
+    /// The length of its server's log when it was last asked. A server that logs nothing takes and refuses no clients.
+    log_length: u64,
+    asked: Instant,
+    /// Its server after a fault, and since when.
+    faulted: Option<(i32, Instant)>,
+    /// What asks it for that server now. It may not answer, and the looks at other devices must not wait for it.
+    asking: Option<JoinHandle<Option<i32>>>,
 }
 
-impl Served {
+/// What has to be remembered from one check to the next.
+#[derive(Default)]
+pub(super) struct Servers {
+    known: BTreeMap<Process, Known>,
+    healing: Option<(JoinHandle<()>, Instant)>,
+    watched: BTreeMap<DaemonKey, Watched>,
+}
+
+impl Servers {
     /// One event for each container that lost its work with an MPS server since the check before.
     pub fn lost(&mut self, looks: &[Look], ledger: &Ledger) -> Vec<Event> {
         let mut now: BTreeMap<Process, Known> = BTreeMap::new();
@@ -45,7 +66,7 @@ impl Served {
                 None => drop(now.insert(process, found)),
             }
         }
-        let before = std::mem::replace(&mut self.servers, now);
+        let before = std::mem::replace(&mut self.known, now);
         let ended = before.into_iter().filter(|(process, _)| !process.is_alive());
         ended.flat_map(|(process, known)| events(process, &known, ledger)).collect()
     }
@@ -71,6 +92,47 @@ impl Served {
         });
         self.healing = started.ok().map(|thread| (thread, Instant::now()));
     }
+
+    /// Ends servers that have taken no new client for a while; one event for each.
+    pub fn end_faulted(&mut self, ledger: &Ledger, config: &Config) -> Vec<Event> {
+        self.watched.retain(|key, _| ledger.daemons.iter().any(|daemon| daemon.key == *key));
+        let serves = |daemon: &&MpsDaemon| daemon.state == DaemonState::Serving;
+        ledger.daemons.iter().filter(serves).filter_map(|daemon| self.end_one(daemon, config)).collect()
+    }
+
+    fn end_one(&mut self, daemon: &MpsDaemon, config: &Config) -> Option<Event> {
+        let log = dirs::log(&daemon.key, &config.state_dir).join("server.log");
+        let log_length = std::fs::metadata(log).map_or(0, |log| log.len());
+        let mut faulted = None;
+        if let Some(before) = self.watched.get_mut(&daemon.key) {
+            if before.asking.as_ref().is_some_and(|asking| !asking.is_finished()) {
+                return None;
+            }
+            if let Some(asking) = before.asking.take() {
+                let server = asking.join().ok().flatten();
+                let since = before.faulted.filter(|(same, _)| Some(*same) == server).map(|(_, since)| since);
+                before.faulted = server.map(|server| (server, since.unwrap_or(before.asked)));
+                let due = before.faulted.filter(|(_, since)| since.elapsed() >= PATIENCE);
+                return kill(due?.0, daemon);
+            }
+            let quiet = before.log_length == log_length && before.faulted.is_none();
+            if quiet || before.asked.elapsed() < PAUSE {
+                return None;
+            }
+            faulted = before.faulted;
+        }
+        let (key, config) = (daemon.key.clone(), config.clone());
+        // The server that takes no new client. A daemon that does not answer is found elsewhere.
+        let faulted_server = move || {
+            let control = Control::new(&key, &config).ok()?;
+            control.servers().ok()?.into_iter().find(|server| control.is_faulted(*server).unwrap_or(false))
+        };
+        let asking = thread::Builder::new().name("faulted".to_owned()).spawn(faulted_server);
+        let asking = asking.inspect_err(|error| tracing::warn!("threads: {error}")).ok();
+        self.watched
+            .insert(daemon.key.clone(), Watched { log_length, asked: Instant::now(), faulted, asking });
+        None
+    }
 }
 
 /// The MPS servers on one device, each found by its parent, the daemon.
@@ -92,15 +154,88 @@ fn known(look: &Look, ledger: &Ledger) -> Vec<(Process, Known)> {
 fn events(process: Process, known: &Known, ledger: &Ledger) -> Vec<Event> {
     let hit = ledger.on_daemon(&known.key).filter(|lease| known.clients.contains(&lease.id));
     let event = |lease: &Lease| {
+        let (pid, device, name) = (process.pid, safe(&known.device), safe(&lease.container.name()));
         let text = format!(
-            "the MPS server (pid {}) of {} ended, and with it the GPU work of container {}; new GPU processes of \
-             the container work again",
-            process.pid,
-            safe(&known.device),
-            safe(&lease.container.name())
+            "the MPS server (pid {pid}) of {device} ended, and with it the GPU work of container {name}; new GPU \
+             processes of the container work again"
         );
-        let what = (Offence::Server, Action::Report);
-        Event::new(what, Some(lease), &known.device, (process.pid, &known.name), text)
+        Event::new((Offence::Server, Action::Report), Some(lease), &known.device, (pid, &known.name), text)
     };
     hit.map(event).collect()
+}
+
+/// Ends the server, if it still is the daemon's: pids are reused.
+fn kill(server: i32, daemon: &MpsDaemon) -> Option<Event> {
+    let pidfd = pidfd_open(server).ok()?;
+    let process = Process::find(server)?;
+    (process.parent() == Some(daemon.process?.pid)).then_some(())?;
+    let device = daemon.devices.join(", ");
+    let done = match pidfd_kill(&pidfd) {
+        Ok(()) => "it was ended, and new GPU processes work again".to_owned(),
+        Err(error) => format!("it cannot be ended: {error}"),
+    };
+    let text = format!(
+        "the MPS server (pid {server}) of {} took no new client after a GPU fault, because processes that it ended \
+         the GPU work of still run: {done}. Those processes have to be started again",
+        safe(&device)
+    );
+    let what = (Offence::Server, Action::Terminate);
+    Some(Event::new(what, None, &device, (server, "nvidia-cuda-mps-server"), text))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+    use sublet_core::ledger::DefaultLimits;
+
+    /// A host where no daemon answers: the control program writes its pid to `asked` and goes on until it is killed.
+    pub(in super::super) fn never_answered() -> (tempfile::TempDir, Config) {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("usr/bin/nvidia-cuda-mps-control");
+        fs::create_dir_all(program.parent().unwrap()).unwrap();
+        let asked = dir.path().join("asked");
+        fs::write(&program, format!("#!/bin/sh\necho $$ >>{}; exec sleep 600\n", asked.display())).unwrap();
+        fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
+        let mut config = Config { state_dir: dir.path().join("state"), ..Config::default() };
+        config.driver.root = dir.path().to_owned();
+        (dir, config)
+    }
+
+    /// Whether the daemon is asked, or was: waits for that.
+    pub(in super::super) fn is_still_asked(dir: &tempfile::TempDir) -> bool {
+        let (asked, begun) = (dir.path().join("asked"), Instant::now());
+        while fs::read_to_string(&asked).is_ok_and(|pids| !pids.ends_with('\n')) || !asked.exists() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "nobody asks");
+            thread::sleep(Duration::from_millis(1));
+        }
+        let pids = fs::read_to_string(&asked).unwrap();
+        fs::remove_file(&asked).unwrap();
+        let last = pids.lines().last().unwrap().parse().unwrap();
+        Process::find(last).is_some_and(|asking| asking.is_alive())
+    }
+
+    #[test]
+    fn no_look_waits_for_a_daemons_answer() {
+        let (dir, config) = never_answered();
+        let daemon = MpsDaemon {
+            key: DaemonKey("GPU-1".to_owned()),
+            devices: vec!["GPU-1".to_owned()],
+            process: None,
+            state: DaemonState::Serving,
+            default_limits: DefaultLimits::default(),
+            answered_at: 0,
+            idle_since: None,
+            mode_left: false,
+        };
+        let ledger = Ledger { daemons: vec![daemon], ..Ledger::empty("boot") };
+        let still_asked = || {
+            assert!(Servers::default().end_faulted(&ledger, &config).is_empty());
+            is_still_asked(&dir)
+        };
+        // A machine may be so busy that it is killed before it is looked at, but not each time.
+        assert!((0..20).any(|_| still_asked()), "the look was over when the daemon was asked no more");
+    }
 }

@@ -3,14 +3,19 @@
 //! (docs/evidence/2026-11-25-mps-control.md). Whoever connects and says nothing is ended, because all others wait.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::libc::SYS_recvmsg;
+use nix::sched::{CloneFlags, setns};
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket};
 
-use super::judge::{Offence, Verdict, action};
-use super::unix_peer;
+use super::judge::{Offence, Verdict, action, verdict};
 use crate::gpu_processes::Holder;
 use crate::{probe, proc};
 use sublet_core::config;
@@ -61,30 +66,22 @@ impl Silent {
             return Vec::new();
         }
         let Some(device) = daemon.devices.first() else { return Vec::new() };
-        let found = match found(inode, daemon, ledger) {
-            Ok(found) => found,
-            Err(why) => {
-                // It may have been closed meanwhile.
-                if daemon.process.and_then(waited_for) == Some(inode) && self.unknown.insert(inode) {
-                    tracing::warn!(
-                        "the MPS daemon of {} waits for what a connection says first, and it is not known whose \
-                         connection that is: {why}",
-                        safe(device)
-                    );
-                }
-                return Vec::new();
+        let (processes, hidden) = found(inode, daemon, ledger).unwrap_or_else(|why| {
+            // It may have been closed meanwhile.
+            if daemon.process.and_then(waited_for) == Some(inode) && self.unknown.insert(inode) {
+                tracing::warn!(
+                    "the MPS daemon of {} waits for what a connection says first, and it is not known whose \
+                     connection that is: {why}",
+                    safe(device)
+                );
             }
+            (Vec::new(), false)
+        });
+        let silent = |(holder, lease): (Holder, Option<&Lease>)| {
+            let action = lease.map_or(rules.strangers, |lease| self.action(lease, inode, hidden, rules));
+            verdict(Offence::Silent, action, device, &holder)
         };
-        let hidden = found.hidden;
-        let verdict = |(holder, lease): (Holder, Option<&Lease>)| Verdict {
-            offence: Offence::Silent,
-            action: lease.map_or(rules.strangers, |lease| self.action(lease, inode, hidden, rules)),
-            device: device.clone(),
-            holder,
-            used: 0,
-            allowed: 0,
-        };
-        found.processes.into_iter().filter_map(|process| holder(process, ledger)).map(verdict).collect()
+        processes.into_iter().filter_map(|process| holder(process, ledger)).map(silent).collect()
     }
 
     fn action(&mut self, lease: &Lease, connection: u64, hidden: bool, rules: &config::Guard) -> Action {
@@ -96,15 +93,9 @@ impl Silent {
     }
 }
 
-/// Whose a connection is.
-struct Found {
-    processes: Vec<Process>,
-    /// No process has it open: it is under way in another socket, for example. The process is the first one of the
-    /// container that alone has its network namespace.
-    hidden: bool,
-}
-
-fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<Found, String> {
+/// Whose a connection is, and whether it is hidden: no process has it open, because it is under way in another socket, for
+/// example. The process is then the first one of the container that alone has its network namespace.
+fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<(Vec<Process>, bool), String> {
     let (socket, namespace) = other_end(accepted, daemon, ledger)?;
     let is_in_its_container = |process| {
         let lease = holder(process, ledger).and_then(|(_, lease)| lease);
@@ -112,7 +103,7 @@ fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<Found, St
     };
     let processes = with_socket(socket, is_in_its_container);
     if !processes.is_empty() {
-        return Ok(Found { processes, hidden: false });
+        return Ok((processes, false));
     }
     // Its process may have ended in between, and the connection with it.
     other_end(accepted, daemon, ledger)?;
@@ -126,7 +117,7 @@ fn found(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<Found, St
         let why = "no process has its other end open, and no container alone has its network namespace";
         return Err(why.to_owned());
     }
-    Ok(Found { processes, hidden: true })
+    Ok((processes, true))
 }
 
 /// The inode of the socket from which the daemon's main thread waits to receive. It has no other reason to wait there:
@@ -155,7 +146,7 @@ fn other_end(accepted: u64, daemon: &MpsDaemon, ledger: &Ledger) -> Result<(u64,
     for pid in pids {
         // A container that has ended has no namespace.
         let Some(namespace) = sockets::network(pid) else { continue };
-        let ask = || unix_peer::peer(accepted, &sockets::network_file(pid));
+        let ask = || peer(accepted, &sockets::network_file(pid));
         match looked_in.insert(namespace.clone()).then(ask) {
             Some(Ok(Some(other_end))) => return Ok((other_end, namespace)),
             Some(Err(error)) => why = Some(format!("sock_diag: {error}")),
@@ -195,6 +186,75 @@ fn holder(process: Process, ledger: &Ledger) -> Option<(Holder, Option<&Lease>)>
     Some((holder, lease))
 }
 
+// The other end of a Unix socket, which only the kernel's `sock_diag(7)` tells.
+
+/// `SOCK_DIAG_BY_FAMILY` (`linux/sock_diag.h`).
+const BY_FAMILY: u16 = 20;
+/// `NLM_F_REQUEST` (linux/netlink.h).
+const REQUEST: u16 = 1;
+/// `UDIAG_SHOW_PEER` and `UNIX_DIAG_PEER` (`linux/unix_diag.h`).
+const SHOW_PEER: u32 = 4;
+const PEER: u16 = 2;
+/// Of `struct nlmsghdr`, and of that with `struct unix_diag_msg` after it.
+const HEADER: usize = 16;
+const ATTRIBUTES: usize = HEADER + 16;
+
+/// The inode of the socket at the other end of the socket `inode`, which is in the network namespace `namespace`; `None` if
+/// there is no such socket, or nobody has its other end any more.
+///
+/// # Errors
+/// The namespace cannot be entered, or the kernel has no `unix_diag`.
+fn peer(inode: u64, namespace: &Path) -> io::Result<Option<u64>> {
+    let Ok(inode) = u32::try_from(inode) else { return Ok(None) };
+    let is_own = fs::read_link(namespace)? == fs::read_link("/proc/thread-self/ns/net")?;
+    let namespace = File::open(namespace)?;
+    let ask = || -> io::Result<Option<u64>> {
+        // The thread's namespace, which ends with it.
+        if !is_own {
+            setns(namespace, CloneFlags::CLONE_NEWNET)?;
+        }
+        let (kind, flags) = (SockType::Datagram, SockFlag::SOCK_CLOEXEC);
+        let diag = socket(AddressFamily::Netlink, kind, flags, SockProtocol::NetlinkSockDiag)?;
+        send(diag.as_raw_fd(), &request(inode), MsgFlags::empty())?;
+        let mut answer = [0; 4096];
+        // The kernel has answered by the time that send(2) returns.
+        match recv(diag.as_raw_fd(), &mut answer, MsgFlags::MSG_DONTWAIT) {
+            Ok(length) => Ok(answered(&answer[..length])),
+            Err(Errno::EAGAIN) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    };
+    thread::scope(|scope| scope.spawn(ask).join()).unwrap_or_else(|_| Err(io::Error::other("a panic")))
+}
+
+/// `struct nlmsghdr` and `struct unix_diag_req`.
+fn request(inode: u32) -> Vec<u8> {
+    let any = u32::MAX;
+    let length = u32::try_from(HEADER + 24).unwrap_or(0);
+    let mut request = length.to_ne_bytes().to_vec();
+    request.extend([BY_FAMILY, REQUEST].map(u16::to_ne_bytes).concat());
+    request.extend([1, 0].map(u32::to_ne_bytes).concat());
+    request.extend([u8::try_from(nix::libc::AF_UNIX).unwrap_or(1), 0, 0, 0]);
+    request.extend([any, inode, SHOW_PEER, any, any].map(u32::to_ne_bytes).concat());
+    request
+}
+
+/// The peer in an answer. An error is one for a socket that is not there.
+fn answered(answer: &[u8]) -> Option<u64> {
+    let half = |at: usize| Some(u16::from_ne_bytes(answer.get(at..at + 2)?.try_into().ok()?));
+    let word = |at: usize| Some(u32::from_ne_bytes(answer.get(at..at + 4)?.try_into().ok()?));
+    (half(4)? == BY_FAMILY).then_some(())?;
+    let mut at = ATTRIBUTES;
+    loop {
+        // `struct nlattr`: its length with itself, and its kind.
+        let length = usize::from(half(at)?);
+        if half(at + 2)? == PEER {
+            return word(at + 4).filter(|inode| *inode != 0).map(u64::from);
+        }
+        at += length.max(4).next_multiple_of(4);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -214,21 +274,19 @@ mod tests {
     fn the_process_at_the_other_end_is_found() {
         let (one, other) = std::os::unix::net::UnixStream::pair().unwrap();
         let inode_of = |socket: &std::os::unix::net::UnixStream| {
-            use std::os::fd::AsRawFd as _;
             sockets::inode(&fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap()).unwrap()
         };
         let namespace = Path::new("/proc/self/ns/net");
-        assert_eq!(unix_peer::peer(inode_of(&one), namespace).unwrap(), Some(inode_of(&other)));
+        assert_eq!(peer(inode_of(&one), namespace).unwrap(), Some(inode_of(&other)));
         assert!(with_socket(inode_of(&other), |_| false).contains(&Process::current().unwrap()));
         let of_other = inode_of(&other);
         drop(other);
-        assert_eq!(unix_peer::peer(inode_of(&one), namespace).unwrap(), None);
+        assert_eq!(peer(inode_of(&one), namespace).unwrap(), None);
         assert!(with_socket(of_other, |_| true).is_empty());
     }
 
     #[test]
     fn a_thread_that_left_its_process_files_is_found_where_it_may_hide_one() {
-        use std::os::fd::AsRawFd as _;
         let (say, said) = std::sync::mpsc::channel();
         let (end, ended) = std::sync::mpsc::channel::<()>();
         let thread = std::thread::spawn(move || {

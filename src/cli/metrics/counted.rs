@@ -11,12 +11,12 @@ use nix::libc::O_NOFOLLOW;
 use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 
-use super::{Family, Sample, Type};
+use super::{Families, Family, Sample, Type};
 use crate::events::{Position, Reader};
 use crate::guard::Offence;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
-use sublet_core::fs::{atomic, history};
+use sublet_core::fs::{atomic, trusted};
 use sublet_core::share::Action;
 
 /// Upper bounds of the durations of leases, in seconds.
@@ -90,7 +90,7 @@ impl Durations {
         self.sum_seconds += seconds;
     }
 
-    fn family(&self, name: &'static str, help: &'static str, bounds: &[f64]) -> Family {
+    fn family(&self, (name, help): (&'static str, &'static str), bounds: &[f64]) -> Family {
         let sample = |suffix, bound: Option<String>, value| Sample {
             suffix,
             labels: bound.map(|bound| ("le", bound)).into_iter().collect(),
@@ -105,7 +105,7 @@ impl Durations {
         samples.push(sample("_bucket", Some("+Inf".to_owned()), float(self.count)));
         samples.push(sample("_count", None, float(self.count)));
         samples.push(sample("_sum", None, self.sum_seconds));
-        Family { samples, ..Family::new(Type::Histogram, name, help) }
+        Family { name, kind: Type::Histogram, help, samples }
     }
 }
 
@@ -130,61 +130,52 @@ impl Totals {
         }
     }
 
-    /// Pairs that did not occur begin with 0, like other counts.
-    fn guard_actions(&self) -> Family {
-        let help = "What the guard found, by offence and by what it did.";
-        let mut family = Family::new(Type::Counter, "sublet_guard_actions", help);
-        for offence in Offence::ALL.map(Offence::as_str) {
-            for action in [Action::Report, Action::Terminate, Action::Container] {
-                let action = action.to_string();
-                let count = self.guard.get(offence).and_then(|actions| actions.get(&action)).copied();
-                let labels = [("offence", offence.to_owned()), ("action", action)];
-                family = family.with(&labels, Some(float(count.unwrap_or_default())));
-            }
-        }
-        family
-    }
-
-    fn families(&self) -> Vec<Family> {
-        let counter = |name, help, counts: &BTreeMap<String, u64>, label: &'static str, all: &[&str]| {
+    fn families(&self, families: &mut Families) {
+        let mut counter = |name, help, counts: &BTreeMap<String, u64>, label: &'static str, all: &[&str]| {
             // A count that begins with its first event has no increase that a query could see.
             let none = all.iter().map(|word| ((*word).to_owned(), 0));
-            let counts: BTreeMap<_, _> = none.chain(counts.clone()).collect();
-            let family = Family::new(Type::Counter, name, help);
-            let add = |family: Family, (word, count)| family.with(&[(label, word)], Some(float(count)));
-            counts.into_iter().fold(family, add)
+            for (word, count) in none.chain(counts.clone()).collect::<BTreeMap<_, _>>() {
+                families.add(Type::Counter, (name, help), &[(label, word)], Some(float(count)));
+            }
         };
-        let restarts = self.events.get(<&str>::from(Kind::MpsRestarted)).copied().unwrap_or_default();
         let kinds: Vec<&str> = Kind::ALL.iter().map(Into::into).collect();
-        let happened = "What happened since boot, by kind.";
+        counter("sublet_events", "What happened since boot, by kind.", &self.events, "kind", &kinds);
         let refused = "Containers that were refused, by reason.";
-        let restarted = "MPS daemons that were restarted under running containers.";
-        let held = "How long leases that have ended lasted.";
+        counter("sublet_refusals", refused, &self.refusals, "reason", &WORDS_FOR_REFUSALS);
+        let restarts = self.events.get(<&str>::from(Kind::MpsRestarted)).copied().unwrap_or_default();
+        let family = ("sublet_mps_restarts", "MPS daemons that were restarted under running containers.");
+        families.add(Type::Counter, family, &[], Some(float(restarts)));
+        // Pairs that did not occur begin with 0, like other counts.
+        for offence in Offence::ALL.map(|offence| offence.to_string()) {
+            for action in [Action::Report, Action::Terminate, Action::Container] {
+                let action = action.to_string();
+                let count = self.guard.get(&offence).and_then(|actions| actions.get(&action)).copied();
+                let labels = [("offence", offence.clone()), ("action", action)];
+                let family = ("sublet_guard_actions", "What the guard found, by offence and by what it did.");
+                families.add(Type::Counter, family, &labels, Some(float(count.unwrap_or_default())));
+            }
+        }
+        let held = ("sublet_lease_duration_seconds", "How long leases that have ended lasted.");
         let waited =
             "From the start of the process that takes the lease to its taking: the wait for a place.";
         let started = "From the start of the process that takes the lease to the container's first process.";
-        vec![
-            counter("sublet_events", happened, &self.events, "kind", &kinds),
-            counter("sublet_refusals", refused, &self.refusals, "reason", &WORDS_FOR_REFUSALS),
-            Family::new(Type::Counter, "sublet_mps_restarts", restarted).with(&[], Some(float(restarts))),
-            self.guard_actions(),
-            self.held.family("sublet_lease_duration_seconds", held, &HELD),
-            self.waited.family("sublet_wait_duration_seconds", waited, &STARTED),
-            self.started.family("sublet_start_duration_seconds", started, &STARTED),
-        ]
+        families.0.extend([
+            self.held.family(held, &HELD),
+            self.waited.family(("sublet_wait_duration_seconds", waited), &STARTED),
+            self.started.family(("sublet_start_duration_seconds", started), &STARTED),
+        ]);
     }
 }
 
-/// The counts, with what is new. None for users without root, and where the file cannot be kept.
-pub(super) fn families(config: &Config) -> Vec<Family> {
+/// Adds the counts, with what is new. None for users without root, and where the file cannot be kept.
+pub(super) fn add(config: &Config, families: &mut Families) {
     if !geteuid().is_root() || !config.state_dir.is_dir() {
-        return Vec::new();
+        return;
     }
     match counted(config) {
-        Ok(totals) => totals.families(),
+        Ok(totals) => totals.families(families),
         Err(error) => {
             tracing::warn!("counts of what happened are left out: {}: {error}", path(config).display());
-            Vec::new()
         }
     }
 }
@@ -198,7 +189,7 @@ fn counted(config: &Config) -> std::io::Result<Totals> {
         .custom_flags(O_NOFOLLOW)
         .open(config.state_dir.join("metrics.lock"))?;
     let _held = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
-    let mut totals: Totals = history::read(&path(config), LARGEST)?;
+    let mut totals: Totals = trusted::read_history(&path(config), LARGEST)?;
     let mut reader = Reader { position: totals.position.clone(), this_boot: true };
     let (events, unread) = reader.new_events(config);
     if let Some(why) = unread {
@@ -253,12 +244,13 @@ mod tests {
         assert_eq!(totals.refusals, [("no-room".to_owned(), 2), ("of-a-user".to_owned(), 1)].into());
         assert_eq!((totals.held.count, totals.held.counts[2]), (2, 1));
         assert_eq!((totals.started.count, totals.events["lease-bound"]), (1, 2));
-        let families = totals.families();
-        let guard = families.iter().find(|family| family.name == "sublet_guard_actions").unwrap();
+        let mut families = Families::default();
+        totals.families(&mut families);
+        let guard = families.0.iter().find(|family| family.name == "sublet_guard_actions").unwrap();
         let acted: Vec<_> = guard.samples.iter().filter(|sample| sample.value > 0.0).collect();
         assert_eq!(acted[0].labels, [("offence", "memory".to_owned()), ("action", "terminate".to_owned())]);
         assert_eq!((acted.len(), guard.samples.len()), (1, 3 * Offence::ALL.len()), "each of three actions");
-        let held = families.iter().find(|family| family.name == "sublet_lease_duration_seconds").unwrap();
+        let held = families.0.iter().find(|family| family.name == "sublet_lease_duration_seconds").unwrap();
         let buckets: Vec<f64> = held.samples.iter().map(|sample| sample.value).collect();
         assert_eq!(buckets[..10], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]);
         assert_eq!((totals.waited.count, totals.waited.counts[0]), (1, 1));

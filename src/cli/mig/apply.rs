@@ -1,6 +1,13 @@
-//! Applies a plan: all of its steps, or none.
+//! Applies a plan: all of its steps, or none; and the fence, behind which layouts and instances are changed.
 
-use super::{Compute, Driver, DriverError, Instance, Mode, Plan, Span, Step};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+
+use super::{Compute, Driver, Instance, Mode, Plan, Span, Step};
+use sublet_core::ledger::{Freed, Ledger, MigBusy, MigChange, Store};
+use sublet_core::process::Process;
 
 /// The outcome of a change that failed.
 #[allow(missing_docs, reason = "the message says what the fields are")]
@@ -61,72 +68,66 @@ struct Change<'a, 'd> {
 
 impl<'a> Change<'a, '_> {
     /// Each step's undo is recorded before the step is tried.
-    fn step(&mut self, plan: &'a Plan, step: &'a Step) -> Result<(), String> {
+    fn step(&mut self, plan: &'a Plan, step: &'a Step) -> anyhow::Result<()> {
         let gpu = &plan.gpu;
         match step {
-            Step::Mode(on) => self.switch(plan, *on),
+            // If that needs a reset and none is allowed, it fails and the undo takes the request back.
+            Step::Mode(on) => {
+                let found = self.driver.mode(gpu)?.context("it has no MIG mode")?;
+                self.undo.push((plan, Undo::Mode(found)));
+                self.driver.set_mode(gpu, *on)?;
+                self.settle(gpu, *on)?;
+            }
             Step::DestroyCompute { instance, compute, .. } => {
                 let gi = self.same(plan, instance, Some(compute))?;
                 self.undo.push((plan, Undo::CreateCompute(instance.span, compute)));
-                said(self.driver.destroy_compute(gpu, gi, compute.ci))
+                self.driver.destroy_compute(gpu, gi, compute.ci)?;
             }
             Step::DestroyInstance { instance, .. } => {
                 let gi = self.same(plan, instance, None)?;
                 self.undo.push((plan, Undo::Create(instance)));
-                said(self.driver.destroy_instance(gpu, gi))
+                self.driver.destroy_instance(gpu, gi)?;
             }
             Step::CreateInstance { profile, span, .. } => {
-                if self.at(plan, *span)?.is_some() {
-                    return Err(MEANWHILE.to_owned());
-                }
+                ensure!(self.at(plan, *span)?.is_none(), MEANWHILE);
                 self.undo.push((plan, Undo::Destroy(*span)));
-                said(self.driver.create_instance(gpu, *profile, *span)).map(drop)
+                self.driver.create_instance(gpu, *profile, *span)?;
             }
             Step::CreateCompute { at, slices, span, .. } => {
-                let now = self.at(plan, *at)?.ok_or(MEANWHILE)?;
+                let now = self.at(plan, *at)?.context(MEANWHILE)?;
                 let known = now.compute.iter().map(|one| one.ci).collect();
                 self.undo.push((plan, Undo::DestroyCompute(*at, known)));
-                said(self.driver.create_compute(gpu, now.gi, *slices, *span))
+                self.driver.create_compute(gpu, now.gi, *slices, *span)?;
             }
         }
+        Ok(())
     }
 
-    /// Switches the mode immediately. If that needs a reset and none is allowed, it fails and the undo takes the
-    /// request back.
-    fn switch(&mut self, plan: &'a Plan, on: bool) -> Result<(), String> {
-        let found = said(self.driver.mode(&plan.gpu))?.ok_or("it has no MIG mode")?;
-        self.undo.push((plan, Undo::Mode(found)));
-        said(self.driver.set_mode(&plan.gpu, on))?;
-        self.settle(&plan.gpu, on)
-    }
-
-    fn settle(&mut self, gpu: &str, on: bool) -> Result<(), String> {
-        let reached = |driver: &mut dyn Driver| {
-            said(driver.mode(gpu)).map(|mode| mode.is_some_and(|mode| mode.current == on))
-        };
-        if reached(self.driver)? {
+    /// Sees to it that the mode which was asked for is the current one, by a reset if it has to be.
+    fn settle(&mut self, gpu: &str, on: bool) -> anyhow::Result<()> {
+        let is_reached = |mode: Option<Mode>| mode.is_some_and(|mode| mode.current == on);
+        if is_reached(self.driver.mode(gpu)?) {
             return Ok(());
         }
-        if !self.allow_reset {
-            return Err("it needs a reset of the GPU: add --allow-reset".to_owned());
-        }
-        said(self.driver.reset(gpu))?;
-        if reached(self.driver)? { Ok(()) } else { Err("the reset did not switch it".to_owned()) }
+        ensure!(self.allow_reset, "it needs a reset of the GPU: add --allow-reset");
+        self.driver.reset(gpu)?;
+        ensure!(is_reached(self.driver.mode(gpu)?), "the reset did not switch it");
+        Ok(())
     }
 
     /// The id of `instance`, if the plan was made for exactly this instance, and its compute instance too if given.
-    fn same(&mut self, plan: &Plan, instance: &Instance, compute: Option<&Compute>) -> Result<u32, String> {
+    fn same(&mut self, plan: &Plan, instance: &Instance, compute: Option<&Compute>) -> anyhow::Result<u32> {
         let now = self.at(plan, instance.span)?;
         let part = |now: &Instance| match compute {
             Some(old) => now.compute.iter().any(|new| new.ci == old.ci && new.uuid == old.uuid),
             None => now.compute.is_empty(),
         };
         let same = |now: &Instance| now.gi == instance.gi && now.profile == instance.profile && part(now);
-        now.filter(same).map(|now| now.gi).ok_or_else(|| MEANWHILE.to_owned())
+        now.filter(same).map(|now| now.gi).context(MEANWHILE)
     }
 
-    fn at(&mut self, plan: &Plan, span: Span) -> Result<Option<Instance>, String> {
-        Ok(said(self.driver.instances(&plan.gpu))?.into_iter().find(|one| one.span == span))
+    fn at(&mut self, plan: &Plan, span: Span) -> anyhow::Result<Option<Instance>> {
+        Ok(self.driver.instances(&plan.gpu)?.into_iter().find(|one| one.span == span))
     }
 
     /// Undoes as much as possible.
@@ -146,46 +147,42 @@ impl<'a> Change<'a, '_> {
     }
 
     /// Whether there was anything to undo.
-    fn undo(&mut self, plan: &'a Plan, undo: &Undo<'a>) -> Result<bool, String> {
+    fn undo(&mut self, plan: &'a Plan, undo: &Undo<'a>) -> anyhow::Result<bool> {
         let gpu = &plan.gpu;
         match undo {
-            Undo::Mode(found) => return self.mode_back(gpu, *found),
+            Undo::Mode(found) => {
+                if self.driver.mode(gpu)? == Some(*found) {
+                    return Ok(false);
+                }
+                self.driver.set_mode(gpu, found.pending)?;
+                // If a reset was pending when the change began, it is pending again.
+                if self.driver.mode(gpu)? != Some(*found) {
+                    self.settle(gpu, found.current)?;
+                }
+            }
             Undo::Create(old) => {
                 if self.at(plan, old.span)?.is_some() {
                     return Ok(false);
                 }
-                said(self.driver.create_instance(gpu, old.profile, old.span))?;
+                self.driver.create_instance(gpu, old.profile, old.span)?;
             }
             Undo::CreateCompute(at, old) => {
-                let now = self.at(plan, *at)?.ok_or("its GPU instance is missing")?;
+                let now = self.at(plan, *at)?.context("its GPU instance is missing")?;
                 if now.compute.iter().any(|one| one.span == old.span && one.slices == old.slices) {
                     return Ok(false);
                 }
-                said(self.driver.create_compute(gpu, now.gi, old.slices, Some(old.span)))?;
+                self.driver.create_compute(gpu, now.gi, old.slices, Some(old.span))?;
             }
             Undo::Destroy(span) => {
                 let Some(made) = self.at(plan, *span)? else { return Ok(false) };
-                said(self.driver.destroy_instance(gpu, made.gi))?;
+                self.driver.destroy_instance(gpu, made.gi)?;
             }
             Undo::DestroyCompute(at, known) => {
                 let Some(now) = self.at(plan, *at)? else { return Ok(false) };
-                let Some(made) = now.compute.iter().find(|one| !known.contains(&one.ci)) else {
-                    return Ok(false);
-                };
-                said(self.driver.destroy_compute(gpu, now.gi, made.ci))?;
+                let made = now.compute.iter().find(|one| !known.contains(&one.ci));
+                let Some(made) = made else { return Ok(false) };
+                self.driver.destroy_compute(gpu, now.gi, made.ci)?;
             }
-        }
-        Ok(true)
-    }
-
-    fn mode_back(&mut self, gpu: &str, found: Mode) -> Result<bool, String> {
-        if said(self.driver.mode(gpu))? == Some(found) {
-            return Ok(false);
-        }
-        said(self.driver.set_mode(gpu, found.pending))?;
-        // If a reset was pending when the change began, it is pending again.
-        if said(self.driver.mode(gpu))? != Some(found) {
-            self.settle(gpu, found.current)?;
         }
         Ok(true)
     }
@@ -214,9 +211,65 @@ impl Undo<'_> {
 const MEANWHILE: &str =
     "another program changed the GPU's instances meanwhile: look at `sublet mig list`, then try again";
 
-/// The driver's message without the call, because the step describes it better.
-fn said<T>(answer: Result<T, DriverError>) -> Result<T, String> {
-    answer.map_err(|error| error.to_string())
+/// Does `work` while these signals are blocked, so that no layout is left half done.
+pub(crate) fn uninterrupted<T>(work: impl FnOnce() -> T) -> T {
+    let polite = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+    let before = polite.thread_swap_mask(SigmaskHow::SIG_BLOCK);
+    let done = work();
+    let _ = before.map(|before| before.thread_set_mask());
+    done
+}
+
+/// Other processes create or destroy one instance each, which takes the driver a second or two.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The pause between two checks whether the other change is over.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+
+/// Held while a layout changes. Dropping it or ending the process removes the fence.
+pub(crate) struct Fence<'a> {
+    store: &'a Store,
+    owner: Process,
+    /// `false`: nothing was changed behind the fence, so earlier inventories stay valid.
+    pub changed: bool,
+}
+
+impl<'a> Fence<'a> {
+    /// Raises the fence around `gpus`. Returns the ledger, which is final for those GPUs from then on, and the leases
+    /// that were freed. Without GPUs the fence prevents other changes but no leases.
+    ///
+    /// A brief change of another process is waited for. A fence without GPUs waits for longer ones as well.
+    ///
+    /// # Errors
+    /// Another change is under way, or the ledger cannot be written.
+    pub fn raise(gpus: &[String], store: &'a Store) -> anyhow::Result<(Self, Ledger, Freed)> {
+        let owner = Process::current().context("cannot read our own process's start time")?;
+        let deadline = Instant::now() + PATIENCE;
+        let mut all_freed = Freed::new();
+        loop {
+            let (begun, freed) = store.update(|ledger| {
+                ledger.begin_mig(MigChange { gpus: gpus.to_vec(), owner })?;
+                Ok::<_, MigBusy>(ledger.clone())
+            })?;
+            all_freed.extend(freed);
+            match begun {
+                Ok(ledger) => return Ok((Self { store, owner, changed: true }, ledger, all_freed)),
+                Err(busy) if (busy.brief || gpus.is_empty()) && Instant::now() < deadline => {}
+                Err(busy) => return Err(busy.into()),
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+}
+
+impl Drop for Fence<'_> {
+    fn drop(&mut self) {
+        let ended = self.store.change(|ledger| ledger.end_mig(self.owner, self.changed));
+        // The fence ends with this process at the latest.
+        let _ = ended.inspect_err(|error| {
+            tracing::warn!("the GPUs take no lease until this process has ended: {error}");
+        });
+    }
 }
 
 #[cfg(test)]

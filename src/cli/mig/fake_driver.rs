@@ -1,6 +1,6 @@
 //! A driver in memory for tests. It obeys the placement rules, reuses ids but no UUIDs, and fails when told to.
 
-use super::{Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, Profile, Span};
+use super::{Answer, Compute, ComputeProfile, Driver, Gpu, Instance, Mode, Profile, Span};
 
 /// H200 (`nvidia-smi mig -lgip -lgipp`): name, id, instances, memory, SMs, slices, starts, size.
 type Row = (&'static str, u32, u32, u64, u32, u32, &'static [u32], u32);
@@ -92,11 +92,7 @@ impl Double {
         double
     }
 
-    fn call<T>(
-        &mut self,
-        what: &str,
-        work: impl FnOnce(&mut Self) -> Result<T, DriverError>,
-    ) -> Result<T, DriverError> {
+    fn call<T>(&mut self, what: &str, work: impl FnOnce(&mut Self) -> Answer<T>) -> Answer<T> {
         self.calls += 1;
         if !(self.fails)(self.calls - 1) {
             return work(self);
@@ -111,14 +107,14 @@ impl Double {
         self.gpus.iter_mut().find(|one| one.uuid == gpu).unwrap()
     }
 
-    fn gi(&mut self, gpu: &str, gi: u32) -> Result<&mut Instance, DriverError> {
+    fn gi(&mut self, gpu: &str, gi: u32) -> Answer<&mut Instance> {
         let found = self.find(gpu).instances.iter_mut().find(|one| one.gi == gi);
         found.ok_or_else(|| error("looking", "not found"))
     }
 }
 
-fn error(what: &str, why: &str) -> DriverError {
-    DriverError { what: what.into(), why: why.into() }
+fn error(what: &str, why: &str) -> anyhow::Error {
+    anyhow::anyhow!("{what}: {why}")
 }
 
 fn lowest(taken: impl Fn(u32) -> bool, from: u32) -> u32 {
@@ -126,19 +122,19 @@ fn lowest(taken: impl Fn(u32) -> bool, from: u32) -> u32 {
 }
 
 impl Driver for Double {
-    fn gpu(&mut self, gpu: &str) -> Result<Gpu, DriverError> {
+    fn gpu(&mut self, gpu: &str) -> Answer<Gpu> {
         self.call("gpu", |this| Ok(this.find(gpu).clone()))
     }
 
-    fn instances(&mut self, gpu: &str) -> Result<Vec<Instance>, DriverError> {
+    fn instances(&mut self, gpu: &str) -> Answer<Vec<Instance>> {
         self.call("instances", |this| Ok(this.find(gpu).instances.clone()))
     }
 
-    fn mode(&mut self, gpu: &str) -> Result<Option<Mode>, DriverError> {
+    fn mode(&mut self, gpu: &str) -> Answer<Option<Mode>> {
         self.call("mode", |this| Ok(this.find(gpu).mode))
     }
 
-    fn set_mode(&mut self, gpu: &str, on: bool) -> Result<(), DriverError> {
+    fn set_mode(&mut self, gpu: &str, on: bool) -> Answer<()> {
         self.call("set_mode", |this| {
             let gpu = this.find(gpu);
             if !gpu.instances.is_empty() {
@@ -153,7 +149,7 @@ impl Driver for Double {
         })
     }
 
-    fn reset(&mut self, gpu: &str) -> Result<(), DriverError> {
+    fn reset(&mut self, gpu: &str) -> Answer<()> {
         self.call("reset", |this| {
             let mode = this.find(gpu).mode.as_mut().unwrap();
             mode.current = mode.pending;
@@ -161,7 +157,7 @@ impl Driver for Double {
         })
     }
 
-    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Result<u32, DriverError> {
+    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Answer<u32> {
         self.call("create_instance", |this| {
             let gpu = this.find(gpu);
             let rules = gpu.profile(profile).ok_or_else(|| error("create_instance", "no such profile"))?;
@@ -173,7 +169,9 @@ impl Driver for Double {
             }
             let kinds = (1..=rules.slices)
                 .map(|slices| ComputeProfile {
+                    id: slices,
                     slices,
+                    instances: rules.slices / slices,
                     placements: (0..=rules.slices - slices)
                         .map(|start| Span { start, size: slices })
                         .collect(),
@@ -186,7 +184,7 @@ impl Driver for Double {
         })
     }
 
-    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError> {
+    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Answer<()> {
         self.call("destroy_instance", |this| {
             let one = this.gi(gpu, gi)?;
             if !one.compute.is_empty() || one.held.is_some() {
@@ -197,13 +195,7 @@ impl Driver for Double {
         })
     }
 
-    fn create_compute(
-        &mut self,
-        gpu: &str,
-        gi: u32,
-        slices: u32,
-        span: Option<Span>,
-    ) -> Result<(), DriverError> {
+    fn create_compute(&mut self, gpu: &str, gi: u32, slices: u32, span: Option<Span>) -> Answer<()> {
         self.call("create_compute", |this| {
             let uuid = format!("MIG-{}", this.made);
             let one = this.gi(gpu, gi)?;
@@ -219,7 +211,7 @@ impl Driver for Double {
         })
     }
 
-    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError> {
+    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Answer<()> {
         self.call("destroy_compute", |this| {
             let one = this.gi(gpu, gi)?;
             let part = one.compute.iter().find(|part| part.ci == ci);

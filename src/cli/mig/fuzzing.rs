@@ -49,8 +49,8 @@ pub fn layout(name: &str, text: &str, chosen: Option<&str>) -> Result<(), String
             for target in targets {
                 let gpu =
                     driver.gpus.iter().find(|gpu| gpu.uuid == target.gpu).expect("it exported this one");
-                let again = plan(gpu, &target).map(|plan| plan.steps);
-                assert_eq!(again, Ok(Vec::new()), "{exported}");
+                let again = plan(gpu, &target).map_err(|obstacle| obstacle.to_string());
+                assert_eq!(again.map(|plan| plan.steps), Ok(Vec::new()), "{exported}");
             }
         }
     }

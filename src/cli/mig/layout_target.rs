@@ -1,7 +1,6 @@
 //! From a layout to the target of each GPU of this host: resolves selectors, profile names and counts.
 
-use super::layout::{Layout, LayoutError};
-use super::layout_entry::{Entry, Wish};
+use super::layout::{Entry, Layout, Wish};
 use super::{Gpu, Instance, Profile, Span, device_name};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
@@ -57,13 +56,13 @@ pub fn targets(
     gpus: &[Gpu],
     inventory: &Inventory,
     config: &Config,
-) -> Result<Vec<Target>, LayoutError> {
+) -> anyhow::Result<Vec<Target>> {
     let mut found: Vec<(Target, usize)> = Vec::new();
     for entry in &layout.entries {
         for gpu in selected(layout, entry, gpus, inventory, config)? {
             if let Some((_, line)) = found.iter().find(|(target, _)| target.gpu == gpu.uuid) {
                 let text = format!("{} is already named in line {line}: name each GPU once", gpu.label());
-                return Err(layout.error(entry.line, text));
+                return Err(layout.error(entry.line, &text));
             }
             let mut want = Vec::new();
             // A GPU without MIG support has no profiles; planning reports that.
@@ -84,11 +83,11 @@ fn selected<'g>(
     gpus: &'g [Gpu],
     inventory: &Inventory,
     config: &Config,
-) -> Result<Vec<&'g Gpu>, LayoutError> {
+) -> anyhow::Result<Vec<&'g Gpu>> {
     let mut selected: Vec<&Gpu> = Vec::new();
     let mut missing = Vec::new();
     for name in &entry.devices {
-        let devices = meant(name, inventory, config).map_err(|why| layout.error(entry.line, why))?;
+        let devices = meant(name, inventory, config).map_err(|why| layout.error(entry.line, &why))?;
         // An entry for a model that this host lacks is for other hosts with the same file.
         if devices.is_empty() && !name.starts_with("model:") && name != "all" {
             let all = inventory.with_left_out();
@@ -99,15 +98,15 @@ fn selected<'g>(
                 missing.push(safe(name));
                 continue;
             }
-            let have: Vec<_> =
-                gpus.iter().map(|gpu| format!("{} ({})", gpu.label(), safe(&gpu.uuid))).collect();
-            let text = format!("no GPU of this host is {}; it has {}", safe(name), have.join(", "));
-            return Err(layout.error(entry.line, text));
+            let have = gpus.iter().map(|gpu| format!("{} ({})", gpu.label(), safe(&gpu.uuid)));
+            let (name, have) = (safe(name), have.collect::<Vec<_>>().join(", "));
+            let text = format!("no GPU of this host is {name}; it has {have}");
+            return Err(layout.error(entry.line, &text));
         }
         for device in devices {
             let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == device.uuid) else { continue };
             if selected.iter().any(|known| known.uuid == gpu.uuid) {
-                return Err(layout.error(entry.line, format!("{} is named twice", gpu.label())));
+                return Err(layout.error(entry.line, &format!("{} is named twice", gpu.label())));
             }
             selected.push(gpu);
         }
@@ -116,26 +115,25 @@ fn selected<'g>(
         let (path, named) = (safe(&layout.path.to_string_lossy()), missing.join(", "));
         tracing::warn!("layout {path}:{}: this host serves no GPU {named}; the others are done", entry.line);
     }
-    if let Some(ids) = &entry.pci_devices {
-        selected.retain(|gpu| ids.contains(&gpu.pci_device));
-    }
+    selected.retain(|gpu| entry.pci_devices.as_ref().is_none_or(|ids| ids.contains(&gpu.pci_device)));
     Ok(selected)
 }
 
-fn wanted(layout: &Layout, wish: &Wish, gpu: &Gpu) -> Result<Want, LayoutError> {
-    let refuse = |why: String| layout.error(wish.line, why);
+fn wanted(layout: &Layout, wish: &Wish, gpu: &Gpu) -> anyhow::Result<Want> {
     let profile = gpu.profiles.iter().find(|profile| profile.name == wish.profile);
-    let profile = profile.ok_or_else(|| refuse(unknown(&wish.profile, gpu)))?;
-    let unknown_part = |part: &str| {
-        let known: Vec<_> = (1..=profile.slices).map(|slices| device_name(profile, slices)).collect();
-        let (name, part, known) = (&profile.name, safe(part), known.join(", "));
-        refuse(format!("a {name} cannot have a compute instance {part}: it can have {known}"))
+    let profile = profile.ok_or_else(|| layout.error(wish.line, &unknown(&wish.profile, gpu)))?;
+    let size = |part: &String| {
+        slices(part, profile).ok_or_else(|| {
+            let known: Vec<_> = (1..=profile.slices).map(|slices| device_name(profile, slices)).collect();
+            let (name, part, known) = (&profile.name, safe(part), known.join(", "));
+            let text = format!("a {name} cannot have a compute instance {part}: it can have {known}");
+            layout.error(wish.line, &text)
+        })
     };
-    let compute: Result<Vec<u32>, LayoutError> = wish.compute.as_ref().map_or_else(
-        || Ok(vec![profile.slices]),
-        |parts| parts.iter().map(|part| slices(part, profile).ok_or_else(|| unknown_part(part))).collect(),
-    );
-    let mut compute = compute?;
+    let mut compute = match &wish.compute {
+        None => vec![profile.slices],
+        Some(parts) => parts.iter().map(size).collect::<Result<_, _>>()?,
+    };
     compute.sort_unstable();
     Ok(Want { profile: profile.id, start: wish.start, compute })
 }
@@ -156,14 +154,14 @@ pub(super) fn unknown(name: &str, gpu: &Gpu) -> String {
     let known: Vec<&str> = gpu.profiles.iter().map(|profile| profile.name.as_str()).collect();
     let plain = name.trim().to_ascii_lowercase();
     let plain = plain.strip_prefix("mig ").or_else(|| plain.strip_prefix("mig-")).unwrap_or(&plain).trim();
-    let whole = plain.split_once("c.").filter(|(slices, _)| slices.parse::<u32>().is_ok());
-    let hint =
-        match whole.and_then(|(slices, whole)| Some((slices, known.iter().find(|one| **one == whole)?))) {
-            Some((slices, whole)) => format!("; write profile = \"{whole}\", compute = [\"{slices}c\"]"),
-            None => nearest(plain, known.iter().copied())
-                .map(|near| format!("; did you mean {near}?"))
-                .unwrap_or_default(),
-        };
+    let hint = match plain.split_once("c.") {
+        Some((slices, whole)) if slices.parse::<u32>().is_ok() && known.contains(&whole) => {
+            format!("; write profile = \"{whole}\", compute = [\"{slices}c\"]")
+        }
+        _ => nearest(plain, known.iter().copied())
+            .map(|near| format!("; did you mean {near}?"))
+            .unwrap_or_default(),
+    };
     let (label, model, known) = (gpu.label(), safe(&gpu.name), known.join(", "));
     format!("{label} ({model}) has no profile {}{hint} (it has {known})", safe(name))
 }

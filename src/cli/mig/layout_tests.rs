@@ -1,4 +1,4 @@
-//! Layout files in TOML, right and wrong.
+//! Layout files, in TOML and mig-parted's, right and wrong.
 
 use super::*;
 
@@ -99,4 +99,117 @@ fn errors_name_file_line_and_remedy() {
     assert_eq!(named, "layout /l.toml:1: --name is for mig-parted's YAML only: a TOML file has one layout");
     let absent = Layout::read(Path::new("/nonexistent/l.toml"), None).unwrap_err().to_string();
     assert!(absent.starts_with("layout /nonexistent/l.toml cannot be read: No such file"), "{absent}");
+}
+
+const FILE: &str = r#"version: v1
+mig-configs:
+  all-disabled:
+    - devices: all
+      mig-enabled: false
+
+  custom:
+    - devices: [0,1]
+      mig-enabled: true
+      mig-devices:
+        "1g.18gb": 2
+        "1c.2g.35gb": 3
+    - device-filter: ["0x233510DE", "0x20B010DE"]
+      devices: all
+      mig-enabled: true
+      mig-devices: {}
+"#;
+
+#[test]
+fn a_part_larger_than_all_there_is_fills_an_instance_alone() {
+    let text = FILE.replace("1c.2g.35gb", "4294967295c.2g.35gb");
+    let instances = &from_yaml(&text, Some("custom")).unwrap()[0].instances;
+    let parts = instances.iter().filter(|wish| wish.compute.is_some());
+    assert_eq!(parts.count(), 3);
+}
+
+fn refused_yaml(text: &str, name: Option<&str>) -> (usize, String) {
+    from_yaml(text, name).unwrap_err()
+}
+
+#[test]
+fn a_configuration_becomes_entries() {
+    let wish = |line, profile: &str, count, compute: Option<&[&str]>| Wish {
+        line,
+        profile: profile.into(),
+        count,
+        start: None,
+        compute: compute.map(|parts| parts.iter().map(|part| (*part).to_owned()).collect()),
+    };
+    let entries = from_yaml(FILE, Some("custom")).unwrap();
+    assert_eq!((entries[0].line, &entries[0].devices), (8, &vec!["0".to_owned(), "1".into()]));
+    assert_eq!(
+        entries[0].instances,
+        [
+            wish(11, "1g.18gb", 2, None),
+            wish(12, "2g.35gb", 1, Some(&["1c", "1c"])),
+            wish(12, "2g.35gb", 1, Some(&["1c"]))
+        ]
+    );
+    assert_eq!(entries[1].pci_devices, Some(vec![0x2335_10de, 0x20b0_10de]));
+    assert!(!from_yaml(FILE, Some("all-disabled")).unwrap()[0].mig);
+}
+
+#[test]
+fn the_only_configuration_needs_no_name() {
+    let one = "version: v1\nmig-configs:\n  x:\n  - devices: all\n    mig-enabled: false\n";
+    assert_eq!(from_yaml(one, None).unwrap().len(), 1);
+    assert_eq!(
+        refused_yaml(FILE, None),
+        (3, "there are several configurations: choose one with --name: all-disabled, custom".into())
+    );
+    assert_eq!(
+        refused_yaml(FILE, Some("costum")),
+        (3, "there is no configuration costum: choose one of all-disabled, custom".into())
+    );
+}
+
+#[test]
+fn errors_of_mig_parteds_files_name_their_line() {
+    let with = |entry: &str| refused_yaml(&format!("version: v1\nmig-configs:\n  x:\n  - {entry}\n"), None);
+    let cases = [
+        (refused_yaml("", None), (1, "the file is empty")),
+        (refused_yaml("version: v2\n", None), (1, "version v2: only v1 is known")),
+        (refused_yaml("mig-configs: {}\n", None), (1, "version: v1 is missing")),
+        (refused_yaml("version: v1\n", None), (1, "mig-configs is missing")),
+        (with("devices: some\n    mig-enabled: true"), (4, "must be all or a list of indexes")),
+        (with("devices: [a]\n    mig-enabled: true"), (4, "a: must be an index, a whole number")),
+        (with("devices: all"), (4, "mig-enabled is missing")),
+        (with("devices: all\n    mig-enabled: yes"), (5, "yes: must be true or false")),
+        (
+            with("devices: all\n    mig-enabled: false\n    mig-devices: {1g.18gb: 1}"),
+            (6, "instances need MIG mode: set mig = true"),
+        ),
+        (
+            with("devices: all\n    mig-enabled: true\n    mig-devices: {1g.18gb: -1}"),
+            (6, "-1: must be a count, a whole number"),
+        ),
+        (
+            with("devices: all\n    mig-enabled: true\n    mig-devices: {1g.18gb: 1, 1g.18gb: 2}"),
+            (6, "1g.18gb stands twice"),
+        ),
+        (
+            with("devices: all\n    mig-enabled: true\n    other: 1"),
+            (6, "unknown key other: the keys are devices, device-filter, mig-enabled, mig-devices"),
+        ),
+        (
+            with("device-filter: H200\n    devices: all\n    mig-enabled: true"),
+            (4, "H200 is not a PCI id such as 0x233510DE"),
+        ),
+        (
+            with("devices: *all\n    mig-enabled: true"),
+            (4, "YAML aliases are not supported: write the value out"),
+        ),
+    ];
+    for ((line, message), (wanted_line, wanted)) in cases {
+        // The YAML parser itself refuses an alias without an anchor.
+        assert!(message == wanted || message.starts_with("no YAML: "), "{message}");
+        assert_eq!(line, wanted_line, "{message}");
+    }
+    assert!(refused_yaml("a: [1\n", None).1.starts_with("no YAML: "));
+    assert_eq!(refused_yaml(&"[".repeat(100), None), (1, "it is nested too deeply".into()));
 }

@@ -1,10 +1,13 @@
 //! Creates instances for containers, and destroys them when no lease needs them. Every step is recorded in the ledger
 //! before it is taken, so that the next command can finish the work of a killed one.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use super::profile_choice::{Choice, NotMade, choices, seen};
-use super::{Answer, Compute, Driver, DriverError, Gpu, Instance, Span};
+use anyhow::Context as _;
+
+use super::profile_choice::{NotMade, choices, seen};
+use super::{Answer, Compute, Driver, Gpu, Instance, Span};
 use sublet_core::config::Policy;
 use sublet_core::ledger::{Awaited, DynamicInstance, Freed, LeaseId, Ledger, LedgerError, Store};
 use sublet_core::place::Order;
@@ -16,8 +19,8 @@ const LEAVING: Duration = Duration::from_secs(2);
 /// The pause between two attempts.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-impl From<LedgerError> for NotMade {
-    fn from(error: LedgerError) -> Self {
+impl From<anyhow::Error> for NotMade {
+    fn from(error: anyhow::Error) -> Self {
         Self { reason: error.to_string(), temporary: true }
     }
 }
@@ -48,38 +51,21 @@ impl<'a> Making<'a> {
     /// was not.
     pub fn make(&mut self, order: &Order, awaited: &Awaited, policy: Policy) -> Result<(), NotMade> {
         let ledger = self.change(|ledger| ledger.clone())?;
-        let gpus = seen(order, self.driver, &ledger)
-            .map_err(|error| NotMade { reason: error.to_string(), temporary: true })?;
+        let gpus = seen(order, self.driver, &ledger)?;
         let choices = choices(order, &gpus, policy)?;
-        let (mut tried, mut errors) = (Vec::new(), Vec::new());
-        for choice in &choices {
-            // The driver may refuse on one GPU what it allows on another.
-            if tried.contains(&&choice.gpu) {
-                continue;
-            }
-            tried.push(&choice.gpu);
-            match self.make_one(choice, awaited)? {
-                Ok(()) => return Ok(()),
-                Err(error) => {
-                    let gpu = gpus.iter().find(|gpu| gpu.uuid == choice.gpu);
-                    errors.push(format!("{}: {error}", gpu.map(Gpu::label).unwrap_or_default()));
-                }
-            }
+        let (mut tried, mut errors) = (BTreeSet::new(), Vec::new());
+        // The driver may refuse on one GPU what it allows on another.
+        for choice in choices.iter().filter(|choice| tried.insert(&choice.gpu)) {
+            let Some(error) = self.make_one(choice, awaited)? else { return Ok(()) };
+            let gpu = gpus.iter().find(|gpu| gpu.uuid == choice.gpu);
+            errors.push(format!("{}: {error}", gpu.map(Gpu::label).unwrap_or_default()));
         }
         Err(NotMade { reason: errors.join("; "), temporary: true })
     }
 
-    /// The inner error is the driver's; what had been created is destroyed by then.
-    fn make_one(&mut self, choice: &Choice, awaited: &Awaited) -> Result<Result<(), String>, LedgerError> {
-        let made = DynamicInstance {
-            gpu: choice.gpu.clone(),
-            profile: choice.profile,
-            name: choice.name.clone(),
-            placement: (choice.span.start, choice.span.size),
-            slices: choice.slices,
-            awaited: Some(awaited.clone()),
-            ..DynamicInstance::default()
-        };
+    /// Returns why the driver did not, if it fails; what had been created is destroyed then.
+    fn make_one(&mut self, choice: &DynamicInstance, awaited: &Awaited) -> anyhow::Result<Option<String>> {
+        let made = DynamicInstance { awaited: Some(awaited.clone()), ..choice.clone() };
         self.touched = true;
         self.change(|ledger| {
             // The driver reports the place as free, so an instance that is recorded there was destroyed by another
@@ -87,41 +73,32 @@ impl<'a> Making<'a> {
             ledger.forget_dynamic_instance(&made);
             ledger.mig.dynamic_instances.push(made.clone());
         })?;
-        let Err(error) = self.steps(choice, &made)? else { return Ok(Ok(())) };
+        let error = match self.steps(&made) {
+            Err(error) if !error.is::<LedgerError>() => error,
+            done => return done.map(|()| None),
+        };
         let made = self.change(|ledger| ledger.dynamic_instance_mut(&made).cloned())?.unwrap_or(made);
         let left = self.unmake(&made)?;
         let left =
             left.map(|why| format!("; and what had been created is still there: {why}")).unwrap_or_default();
-        Ok(Err(format!("a {} at {} cannot be created: {error}{left}", safe(&choice.name), choice.span)))
+        Ok(Some(format!("a {} cannot be created: {error}{left}", made.label())))
     }
 
-    fn steps(&mut self, choice: &Choice, made: &DynamicInstance) -> Result<Result<(), String>, LedgerError> {
-        let gi = match self.driver.create_instance(&choice.gpu, choice.profile, choice.span) {
-            Ok(gi) => gi,
-            Err(error) => return Ok(Err(error.to_string())),
-        };
+    fn steps(&mut self, made: &DynamicInstance) -> anyhow::Result<()> {
+        let gi = self.driver.create_instance(&made.gpu, made.profile, Span::at(made.placement))?;
         self.note(made, |made| made.gi = Some(gi))?;
-        let created = self.driver.create_compute(&choice.gpu, gi, choice.slices, None);
-        let instances = created.and_then(|()| self.driver.instances(&choice.gpu));
-        let uuid = instances.map(|instances| {
-            let now = instances.into_iter().find(|one| one.gi == gi)?;
-            now.compute.into_iter().next().map(|part| part.uuid).filter(|uuid| !uuid.is_empty())
-        });
-        match uuid {
-            Ok(Some(uuid)) => self.note(made, |made| made.uuid = Some(uuid)).map(Ok),
-            Ok(None) => Ok(Err("the driver does not report its UUID".to_owned())),
-            Err(error) => Ok(Err(error.to_string())),
-        }
+        self.driver.create_compute(&made.gpu, gi, made.slices, None)?;
+        let now = self.driver.instances(&made.gpu)?.into_iter().find(|one| one.gi == gi);
+        let part = now.and_then(|now| now.compute.into_iter().next());
+        let uuid = part.map(|part| part.uuid).filter(|uuid| !uuid.is_empty());
+        let uuid = uuid.context("the driver does not report its UUID")?;
+        self.note(made, |made| made.uuid = Some(uuid))
     }
 
     /// Destroys every instance created for a container that no lease needs. `before` is called with its UUID first.
     /// What was created for lease `anew` counts, too: an earlier `sublet mig make` for it was killed, and what that left
     /// may have the only place. Returns one line for each instance that is still there, with the reason.
-    pub fn clear(
-        &mut self,
-        anew: Option<&LeaseId>,
-        before: &mut dyn FnMut(&str),
-    ) -> Result<Vec<String>, LedgerError> {
+    pub fn clear(&mut self, anew: Option<&LeaseId>, before: &mut dyn FnMut(&str)) -> Answer<Vec<String>> {
         let mut lines = Vec::new();
         let unneeded = self.change(|ledger| {
             if let Some(lease) = anew {
@@ -130,15 +107,12 @@ impl<'a> Making<'a> {
             ledger.mark_unneeded_for_removal()
         })?;
         for made in unneeded {
-            if let Some(uuid) = &made.uuid {
-                before(uuid);
-            }
+            made.uuid.iter().for_each(|uuid| before(uuid));
             if let Some(why) = self.unmake(&made)? {
+                let (instance, gpu) = (made.label(), safe(&made.gpu));
                 lines.push(format!(
-                    "MIG instance {} of GPU {}, created for a container that has ended, cannot be \
-                     destroyed yet: {why}; the next command tries again",
-                    made.label(),
-                    safe(&made.gpu)
+                    "MIG instance {instance} of GPU {gpu}, created for a container that has ended, cannot be \
+                     destroyed yet: {why}; the next command tries again"
                 ));
             }
         }
@@ -146,72 +120,56 @@ impl<'a> Making<'a> {
     }
 
     /// Destroys the instance and forgets its record; returns why not, if it fails.
-    fn unmake(&mut self, made: &DynamicInstance) -> Result<Option<String>, LedgerError> {
+    fn unmake(&mut self, made: &DynamicInstance) -> anyhow::Result<Option<String>> {
         let deadline = Instant::now() + if made.stuck.is_some() { Duration::ZERO } else { LEAVING };
         let mut made = DynamicInstance { going: true, ..made.clone() };
         self.write(&made)?;
         let why = loop {
-            match self.destroy(&mut made)? {
+            match self.destroy(&mut made) {
                 Ok(()) => {
                     self.touched = true;
                     self.change(|ledger| ledger.forget_destroyed(&made))?;
                     return Ok(None);
                 }
+                Err(error) if error.is::<LedgerError>() => return Err(error),
                 Err(error) if Instant::now() >= deadline => break error.to_string(),
                 Err(_) => std::thread::sleep(LOOK_AGAIN),
             }
         };
         // The instance still has its compute instance, so from now on another program may be the one that empties it.
-        made.emptied &= !self.is_whole(&made);
+        let now = there(&made, self.driver).ok().flatten();
+        let is_part = |part: &Compute| made.uuid.as_ref() == Some(&part.uuid);
+        made.emptied &= !now.is_some_and(|now| now.compute.iter().any(is_part));
         made.stuck = Some(why.clone());
         self.write(&made)?;
         Ok(Some(why))
     }
 
-    /// Destroys the instance of `made` if it exists and belongs to sublet. The inner error is the driver's.
-    fn destroy(&mut self, made: &mut DynamicInstance) -> Result<Result<(), DriverError>, LedgerError> {
-        let now = match there(made, self.driver) {
-            Ok(now) => now.filter(|now| is_recorded_instance(made, now)),
-            Err(error) => return Ok(Err(error)),
-        };
-        let Some(now) = now else { return Ok(Ok(())) };
+    /// Destroys the instance of `made` if it exists and belongs to sublet.
+    fn destroy(&mut self, made: &mut DynamicInstance) -> anyhow::Result<()> {
+        let now = there(made, self.driver)?.filter(|now| is_recorded_instance(made, now));
+        let Some(now) = now else { return Ok(()) };
         let part = now.compute.iter().find(|part| made.uuid.as_ref().is_none_or(|uuid| part.uuid == *uuid));
         let seen = recognized(made, &now, part);
         if seen != *made {
             self.write(&seen)?;
             *made = seen;
         }
-        if let Some(Err(error)) = part.map(|part| self.driver.destroy_compute(&made.gpu, now.gi, part.ci)) {
-            return Ok(Err(error));
-        }
+        part.map_or(Ok(()), |part| self.driver.destroy_compute(&made.gpu, now.gi, part.ci))?;
         // Compute instances of other programs in it keep the GPU instance.
-        Ok(if now.compute.len() <= 1 { self.driver.destroy_instance(&made.gpu, now.gi) } else { Ok(()) })
+        if now.compute.len() <= 1 { self.driver.destroy_instance(&made.gpu, now.gi) } else { Ok(()) }
     }
 
-    /// Whether the driver lists the instance's compute instance.
-    fn is_whole(&mut self, made: &DynamicInstance) -> bool {
-        let is_part = |uuid: &String| made.uuid.as_ref() == Some(uuid);
-        let now = there(made, self.driver).ok().flatten();
-        now.is_some_and(|now| now.compute.iter().any(|part| is_part(&part.uuid)))
-    }
-
-    fn write(&mut self, made: &DynamicInstance) -> Result<(), LedgerError> {
-        let DynamicInstance { gi, uuid, going, emptied, stuck, .. } = made.clone();
+    fn write(&mut self, made: &DynamicInstance) -> anyhow::Result<()> {
         // `awaited` is not written: other processes change it.
-        self.note(made, |one| {
-            (one.gi, one.uuid, one.going, one.emptied, one.stuck) = (gi, uuid, going, emptied, stuck);
-        })
+        self.note(made, |one| *one = DynamicInstance { awaited: one.awaited.take(), ..made.clone() })
     }
 
-    fn note(
-        &mut self,
-        made: &DynamicInstance,
-        change: impl FnOnce(&mut DynamicInstance),
-    ) -> Result<(), LedgerError> {
+    fn note(&mut self, made: &DynamicInstance, change: impl FnOnce(&mut DynamicInstance)) -> Answer<()> {
         self.change(|ledger| ledger.dynamic_instance_mut(made).map(change)).map(drop)
     }
 
-    fn change<T>(&mut self, change: impl FnOnce(&mut Ledger) -> T) -> Result<T, LedgerError> {
+    fn change<T>(&mut self, change: impl FnOnce(&mut Ledger) -> T) -> anyhow::Result<T> {
         let (done, freed) = self.store.change(change)?;
         self.freed.extend(freed);
         Ok(done)
@@ -220,8 +178,7 @@ impl<'a> Making<'a> {
 
 /// The instance that is now in its place.
 fn there(made: &DynamicInstance, driver: &mut dyn Driver) -> Answer<Option<Instance>> {
-    let span = Span { start: made.placement.0, size: made.placement.1 };
-    Ok(driver.instances(&made.gpu)?.into_iter().find(|one| one.span == span))
+    Ok(driver.instances(&made.gpu)?.into_iter().find(|one| one.span == Span::at(made.placement)))
 }
 
 /// `made` as the driver shows it, with `part` as its compute instance, right before that is destroyed. The next

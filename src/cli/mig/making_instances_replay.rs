@@ -41,48 +41,42 @@ impl Watched<'_> {
 }
 
 impl Driver for Watched<'_> {
-    fn gpu(&mut self, gpu: &str) -> Result<Gpu, DriverError> {
+    fn gpu(&mut self, gpu: &str) -> Answer<Gpu> {
         self.driver.gpu(gpu)
     }
 
-    fn instances(&mut self, gpu: &str) -> Result<Vec<Instance>, DriverError> {
+    fn instances(&mut self, gpu: &str) -> Answer<Vec<Instance>> {
         self.driver.instances(gpu)
     }
 
-    fn mode(&mut self, gpu: &str) -> Result<Option<Mode>, DriverError> {
+    fn mode(&mut self, gpu: &str) -> Answer<Option<Mode>> {
         self.driver.mode(gpu)
     }
 
-    fn set_mode(&mut self, _: &str, _: bool) -> Result<(), DriverError> {
+    fn set_mode(&mut self, _: &str, _: bool) -> Answer<()> {
         unreachable!("no instance needs it")
     }
 
-    fn reset(&mut self, _: &str) -> Result<(), DriverError> {
+    fn reset(&mut self, _: &str) -> Answer<()> {
         unreachable!("no instance needs it")
     }
 
-    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Result<u32, DriverError> {
+    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Answer<u32> {
         self.note("create_instance", span.start);
         self.driver.create_instance(gpu, profile, span)
     }
 
-    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError> {
+    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Answer<()> {
         self.note("destroy_instance", self.place(gi));
         self.driver.destroy_instance(gpu, gi)
     }
 
-    fn create_compute(
-        &mut self,
-        gpu: &str,
-        gi: u32,
-        slices: u32,
-        span: Option<Span>,
-    ) -> Result<(), DriverError> {
+    fn create_compute(&mut self, gpu: &str, gi: u32, slices: u32, span: Option<Span>) -> Answer<()> {
         self.note("create_compute", self.place(gi));
         self.driver.create_compute(gpu, gi, slices, span)
     }
 
-    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError> {
+    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Answer<()> {
         self.note("destroy_compute", self.place(gi));
         self.driver.destroy_compute(gpu, gi, ci)
     }

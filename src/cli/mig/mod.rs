@@ -2,51 +2,36 @@
 //!
 //! ```text
 //! file → Layout → Target ─┐
-//!  layout, parted  target │→ Plan → changes, or everything as it was
+//!      layout    target   │→ Plan → changes, or everything as it was
 //! NVML → Gpu ─────────────┘  plan     apply
 //! ```
 //!
 //! Planning does no I/O. Profiles and placements come from the driver; there is no table of them.
 
 mod apply;
-mod export;
 #[cfg(any(test, feature = "fixtures"))]
 #[cfg_attr(feature = "fixtures", allow(dead_code, reason = "the fuzz targets need a part of it"))]
 mod fake_driver;
-mod fence;
 #[cfg(feature = "fixtures")]
 pub mod fuzzing;
 mod layout;
-mod layout_entry;
 mod layout_target;
 mod making_instances;
 mod nvml;
-mod occupied;
-mod packing;
-mod parted;
 mod plan;
 mod profile_choice;
 
-pub use crate::nvml_mig::{Profile, Span};
+pub use crate::nvml_mig::{ComputeProfile, Profile, Span};
 pub use apply::{ApplyError, apply};
-pub use export::export;
-pub(crate) use fence::{Fence, Uninterrupted};
-pub use layout::{Layout, LayoutError};
+pub(crate) use apply::{Fence, uninterrupted};
+pub use layout::{Layout, export};
 pub use layout_target::{Target, Want, targets};
 pub(crate) use making_instances::Making;
 pub use nvml::Nvml;
-pub use occupied::{made, mark, seen};
-pub use plan::{Obstacle, Plan, Step, plan};
+pub use plan::{Plan, Step, plan};
 pub(crate) use profile_choice::{Foreseen, NotMade, foresee};
-
-/// A kind of compute instance that a GPU instance can have.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ComputeProfile {
-    /// Compute slices.
-    pub slices: u32,
-    /// Where one may lie in the GPU instance.
-    pub placements: Vec<Span>,
-}
+use sublet_core::ledger::{DynamicInstance, Ledger};
+use sublet_core::text::{safe, short_id};
 
 /// A GPU instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,6 +137,59 @@ impl Gpu {
     pub fn label(&self) -> String {
         format!("GPU {}", self.index)
     }
+
+    /// Records which leases and processes use it and its instances, and which instances are being created or destroyed
+    /// for a container: all of those stay where they are.
+    pub fn mark(&mut self, ledger: &Ledger) {
+        for lease in &ledger.leases {
+            let who = || format!("lease {} of container {}", lease.id, short_id(&lease.container.id));
+            for device in &lease.devices {
+                if *device == self.uuid {
+                    self.held.push(who());
+                }
+                let parts = self.instances.iter_mut().flat_map(|one| &mut one.compute);
+                for part in parts.filter(|part| part.uuid == *device) {
+                    part.held = Some(who());
+                }
+            }
+        }
+        for made in ledger.mig.dynamic_instances.iter().filter(|made| made.gpu == self.uuid) {
+            let at = |one: &&mut Instance| one.span == Span::at(made.placement);
+            if let Some(one) = self.instances.iter_mut().find(at).filter(|one| one.holder().is_none()) {
+                one.held = kept(made);
+            }
+        }
+        for running in self.running.clone() {
+            let who = || format!("process {}", running.pid);
+            let instance = self.instances.iter_mut().find(|one| Some(one.gi) == running.gi);
+            let Some(instance) = instance else {
+                self.held.push(who());
+                continue;
+            };
+            match instance.compute.iter_mut().find(|part| Some(part.ci) == running.ci) {
+                Some(part) => _ = part.held.get_or_insert_with(who),
+                None => _ = instance.held.get_or_insert_with(who),
+            }
+        }
+    }
+
+    /// The places of its instances that were created for containers.
+    pub fn made(&self, ledger: &Ledger) -> Vec<Span> {
+        let is = |made: &DynamicInstance, one: &Instance| {
+            let same = made.gpu == self.uuid && one.span == Span::at(made.placement);
+            same && one.compute.iter().any(|part| Some(&part.uuid) == made.uuid.as_ref())
+        };
+        let ours = |one: &&Instance| ledger.mig.dynamic_instances.iter().any(|made| is(made, one));
+        self.instances.iter().filter(ours).map(|one| one.span).collect()
+    }
+}
+
+/// Why an instance created for a container stays although no lease has it.
+fn kept(made: &DynamicInstance) -> Option<String> {
+    if let Some(awaited) = &made.awaited {
+        return Some(format!("created for container {}, which is being started", safe(&awaited.container)));
+    }
+    made.going.then(|| "sublet, which is destroying it: `sublet gc` tries again".to_owned())
 }
 
 /// The name of a compute instance: `1c.2g.35gb` for a part of a `2g.35gb`, the profile's own name for the whole.
@@ -159,18 +197,8 @@ pub(crate) fn device_name(profile: &Profile, slices: u32) -> String {
     if slices == profile.slices { profile.name.clone() } else { format!("{slices}c.{}", profile.name) }
 }
 
-/// A call to the driver that failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{what}: {why}")]
-pub struct DriverError {
-    /// What was tried, such as `GPU 0: destroying GPU instance 3`.
-    pub what: String,
-    /// The driver's message.
-    pub why: String,
-}
-
-/// What the driver answers.
-pub type Answer<T> = Result<T, DriverError>;
+/// What the driver answers, or what was tried, such as `NVML, creating a GPU instance`, and the driver's message.
+pub type Answer<T> = anyhow::Result<T>;
 
 /// The driver functions that MIG changes need. GPUs are named by UUID, because their order may change with a reset.
 pub trait Driver {
@@ -198,4 +226,33 @@ pub trait Driver {
     fn create_compute(&mut self, gpu: &str, gi: u32, slices: u32, span: Option<Span>) -> Answer<()>;
     /// Destroys a compute instance.
     fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Answer<()>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fake_driver::{Double, profile};
+    use super::*;
+    use sublet_core::ledger::fixture;
+
+    #[test]
+    fn leases_hold_their_instance_and_processes_theirs() {
+        let mut gpu =
+            Double::with(&[(profile("2g.35gb"), 0), (profile("2g.35gb"), 2), (profile("3g.71gb"), 4)])
+                .gpus
+                .remove(0);
+        let mut ledger = Ledger::empty("boot");
+        let mut lease = fixture::lease(0xaa, "GPU-9");
+        lease.devices = vec![gpu.instances[1].compute[0].uuid.clone()];
+        ledger.leases.push(lease);
+        let in_part = Running { pid: 7, gi: Some(gpu.instances[0].gi), ci: Some(0) };
+        let in_none = Running { pid: 8, gi: Some(gpu.instances[2].gi), ci: None };
+        let nowhere = Running { pid: 9, gi: None, ci: None };
+        gpu.running = vec![in_part, in_none, nowhere];
+        gpu.mark(&ledger);
+        let holders: Vec<_> = gpu.instances.iter().map(|one| one.holder().unwrap_or("")).collect();
+        assert_eq!(holders[0], "process 7");
+        assert!(holders[1].starts_with("lease 00000000000000aa of container "), "{holders:?}");
+        assert_eq!(holders[2], "process 8");
+        assert_eq!(gpu.held, ["process 9"]);
+    }
 }

@@ -1,24 +1,23 @@
 //! The real driver, through NVML.
 
-use crate::probe;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
+use std::collections::btree_map::{BTreeMap, Entry};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
+use anyhow::{Context as _, anyhow, bail};
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml as Library};
 use nvml_wrapper_sys::bindings::{NVML_COMPUTE_INSTANCE_PROFILE_COUNT, NVML_GPU_INSTANCE_PROFILE_COUNT};
 
-use super::{
-    Answer, Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, Profile, Running, Span,
-};
-use crate::nvml_mig::{self, CiProfile, Gi, instance_ids};
-use crate::probe::{MigIds, ProbeError, unless_unsupported};
+use super::{Answer, Compute, ComputeProfile, Driver, Gpu, Instance, Mode, Profile, Running, Span};
+use crate::nvml_mig::{self, Gi, instance_ids};
+use crate::probe::{self, MigIds, ProbeError, unless_unsupported};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
+use sublet_core::ledger::Ledger;
+use sublet_core::process::Process;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
 use sublet_core::text::safe;
@@ -48,7 +47,7 @@ pub struct Nvml {
 struct Known {
     profiles: Vec<Profile>,
     /// By id of the GPU instance's profile.
-    kinds: BTreeMap<u32, Vec<(CiProfile, Vec<Span>)>>,
+    kinds: BTreeMap<u32, Vec<ComputeProfile>>,
 }
 
 impl Nvml {
@@ -63,6 +62,17 @@ impl Nvml {
         inventory.gpus().map(|device| self.gpu(&device.uuid)).collect()
     }
 
+    /// The same, with the users of their instances.
+    pub fn seen(&mut self, inventory: &Inventory, ledger: &Ledger) -> Answer<Vec<Gpu>> {
+        let mut gpus = self.gpus(inventory)?;
+        for gpu in &mut gpus {
+            // The server of a daemon without leases does not count: it ends before a layout changes.
+            gpu.running.retain(|running| !waits(running.pid, ledger));
+            gpu.mark(ledger);
+        }
+        Ok(gpus)
+    }
+
     fn on<T>(&self, gpu: &str, what: &str, ask: impl FnOnce(&Device<'_>) -> Asked<T>) -> Answer<T> {
         let library = self.library.as_ref().ok_or_else(|| failed(what, &NvmlError::Uninitialized))?;
         probe::device_by_uuid(library, gpu)
@@ -71,7 +81,14 @@ impl Nvml {
     }
 }
 
-fn failed(what: &str, error: &NvmlError) -> DriverError {
+/// Whether `pid` is the server of a daemon that serves no lease.
+fn waits(pid: u32, ledger: &Ledger) -> bool {
+    let parent = i32::try_from(pid).ok().and_then(Process::find).and_then(|process| process.parent());
+    let unused = ledger.daemons.iter().filter(|server| ledger.on_daemon(&server.key).next().is_none());
+    parent.is_some() && unused.filter_map(|server| server.process).any(|daemon| Some(daemon.pid) == parent)
+}
+
+fn failed(what: &str, error: &NvmlError) -> anyhow::Error {
     let why = match error {
         NvmlError::NoPermission => format!("{error}; run as root"),
         NvmlError::InUse => {
@@ -81,7 +98,7 @@ fn failed(what: &str, error: &NvmlError) -> DriverError {
         NvmlError::UnexpectedVariant(code) => format!("NVML error {code}"),
         other => safe(&other.to_string()),
     };
-    DriverError { what: format!("NVML, {what}"), why }
+    anyhow!("NVML, {what}: {why}")
 }
 
 /// `NVML_ERROR_INSUFFICIENT_RESOURCES` (nvml.h), which nvml-wrapper has no name for.
@@ -115,8 +132,7 @@ impl Driver for Nvml {
     }
 
     fn reset(&mut self, gpu: &str) -> Answer<()> {
-        let error = |why: String| DriverError { what: "nvidia-smi --gpu-reset".to_owned(), why };
-        let Some(smi) = &self.smi else { return Err(error("nvidia-smi is not installed".to_owned())) };
+        let smi = self.smi.as_ref().context("nvidia-smi --gpu-reset: nvidia-smi is not installed")?;
         let mut command = Command::new(smi);
         command.env_clear().env("PATH", PATH).args(["--gpu-reset", "-i", gpu]);
         // A program that has the GPU open prevents its reset, and NVML has it open.
@@ -124,14 +140,13 @@ impl Driver for Nvml {
         let done = child::run(&mut command, "", RESET_LIMIT);
         let again = probe::open(&self.path).map_err(|error| failed("starting again", &error));
         self.library = Some(again?);
-        match done {
-            Ok(done) if done.status.success() => Ok(()),
-            Ok(done) => Err(error(safe(format!("{}{}", done.stdout, done.stderr).trim()))),
-            Err(ChildError::Timeout) => {
-                Err(error(format!("it did not end within {} s", RESET_LIMIT.as_secs())))
-            }
-            Err(ChildError::Io(why)) => Err(error(why.to_string())),
-        }
+        let why = match done {
+            Ok(done) if done.status.success() => return Ok(()),
+            Ok(done) => safe(format!("{}{}", done.stdout, done.stderr).trim()),
+            Err(ChildError::Timeout) => format!("it did not end within {} s", RESET_LIMIT.as_secs()),
+            Err(ChildError::Io(why)) => why.to_string(),
+        };
+        bail!("nvidia-smi --gpu-reset: {why}")
     }
 
     fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Answer<u32> {
@@ -147,14 +162,14 @@ impl Driver for Nvml {
     fn create_compute(&mut self, gpu: &str, gi: u32, slices: u32, span: Option<Span>) -> Answer<()> {
         self.on(gpu, "creating a compute instance", |device| {
             let gi = nvml_mig::instance(device, gi)?;
-            let kind = kinds(&gi)?.into_iter().find(|(kind, _)| kind.slices == slices);
-            gi.create(kind.ok_or(NvmlError::NotSupported)?.0, span)
+            let kind = kinds(&gi)?.into_iter().find(|kind| kind.slices == slices);
+            gi.create(&kind.ok_or(NvmlError::NotSupported)?, span)
         })
     }
 
     fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Answer<()> {
         self.on(gpu, "destroying a compute instance", |device| {
-            nvml_mig::instance(device, gi)?.compute_instance(ci)?.destroy()
+            nvml_mig::instance(device, gi)?.destroy_compute(ci)
         })
     }
 }
@@ -208,10 +223,7 @@ fn profiles(device: &Device<'_>) -> Asked<Vec<Profile>> {
         profile.free = nvml_mig::remaining(device, profile.id).unwrap_or(0);
         found.push(profile);
     }
-    found.sort_by(|a, b| {
-        let size = |one: &Profile| Reverse((one.slices, one.memory_mib));
-        (size(a), &a.name).cmp(&(size(b), &b.name))
-    });
+    found.sort_by_cached_key(|one| (Reverse((one.slices, one.memory_mib)), one.name.clone()));
     Ok(found)
 }
 
@@ -232,32 +244,29 @@ fn instances(device: &Device<'_>, known: &mut Known) -> Asked<Vec<Instance>> {
 }
 
 /// The kinds of compute instance, each once: some drivers list the same one under two indexes.
-fn kinds(gi: &Gi<'_>) -> Asked<Vec<(CiProfile, Vec<Span>)>> {
-    let mut found: Vec<(CiProfile, Vec<Span>)> = Vec::new();
+fn kinds(gi: &Gi<'_>) -> Asked<Vec<ComputeProfile>> {
+    let mut found: Vec<ComputeProfile> = Vec::new();
     for index in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
-        let Some(kind) = unless_unknown(gi.profile_at(index))? else { continue };
-        if !found.iter().any(|(known, _)| known.id == kind.id) {
-            found.push((kind, unless_unknown(gi.placements(kind))?.unwrap_or_default()));
+        let Some(mut kind) = unless_unknown(gi.profile_at(index))? else { continue };
+        if !found.iter().any(|known| known.id == kind.id) {
+            kind.placements = unless_unknown(gi.placements(&kind))?.unwrap_or_default();
+            found.push(kind);
         }
     }
     Ok(found)
 }
 
-fn instance(gi: &Gi<'_>, kinds: &[(CiProfile, Vec<Span>)], uuids: &[MigIds]) -> Asked<Instance> {
+fn instance(gi: &Gi<'_>, kinds: &[ComputeProfile], uuids: &[MigIds]) -> Asked<Instance> {
     let mut compute = Vec::new();
-    for &(kind, _) in kinds {
-        for ci in gi.compute(kind)? {
-            let known = uuids.iter().find(|(_, g, c)| (*g, *c) == (gi.id, ci.id));
+    for kind in kinds {
+        for (ci, span) in gi.compute(kind)? {
+            let known = uuids.iter().find(|(_, g, c)| (*g, *c) == (gi.id, ci));
             let uuid = known.map(|(uuid, ..)| uuid.clone()).unwrap_or_default();
-            compute.push(Compute { ci: ci.id, slices: kind.slices, span: ci.span, uuid, held: None });
+            compute.push(Compute { ci, slices: kind.slices, span, uuid, held: None });
         }
     }
     compute.sort_by_key(|one| one.span);
-    let kind = |(kind, placements): &(CiProfile, Vec<Span>)| ComputeProfile {
-        slices: kind.slices,
-        placements: placements.clone(),
-    };
-    let kinds = kinds.iter().map(kind).collect();
+    let kinds = kinds.to_vec();
     Ok(Instance { gi: gi.id, profile: gi.profile, span: gi.span, held: None, kinds, compute })
 }
 

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::packing::{Group, Placed, Terms, arrange};
+use anyhow::{anyhow, bail};
+
 use super::{Compute, Gpu, Instance, Profile, Span, Target, Want, device_name};
 use sublet_core::text::safe;
 
@@ -41,11 +42,8 @@ impl fmt::Display for Step {
             Self::Mode(true) => write!(f, "switch MIG mode on"),
             Self::Mode(false) => write!(f, "switch MIG mode off"),
             Self::DestroyCompute { instance, compute, name } => {
-                write!(
-                    f,
-                    "destroy compute instance {name} ({}) in the GPU instance at {}",
-                    compute.uuid, instance.span
-                )
+                let (uuid, at) = (&compute.uuid, instance.span);
+                write!(f, "destroy compute instance {name} ({uuid}) in the GPU instance at {at}")
             }
             Self::DestroyInstance { instance, name } => {
                 write!(f, "destroy GPU instance {name} at {}", instance.span)
@@ -64,51 +62,42 @@ impl fmt::Display for Span {
     }
 }
 
-/// Why a GPU cannot get its target; the text begins with the GPU.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct Obstacle(String);
-
-impl Obstacle {
-    fn of(gpu: &Gpu, why: &str) -> Self {
-        Self(format!("{}: {why}", gpu.label()))
-    }
+fn obstacle(gpu: &Gpu, why: &str) -> anyhow::Error {
+    anyhow!("{}: {why}", gpu.label())
 }
 
 /// The steps from the current state of `gpu` to `target`.
-pub fn plan(gpu: &Gpu, target: &Target) -> Result<Plan, Obstacle> {
+///
+/// # Errors
+/// It cannot get its target; the text begins with the GPU.
+pub fn plan(gpu: &Gpu, target: &Target) -> anyhow::Result<Plan> {
     let done = |reset, steps| Plan { gpu: gpu.uuid.clone(), index: gpu.index, reset, steps };
     let Some(mode) = gpu.mode else {
         if !target.on {
             return Ok(done(false, Vec::new()));
         }
-        return Err(Obstacle(format!(
-            "{} ({}) does not support MIG: leave it out of the layout, or set mig = false",
-            gpu.label(),
-            safe(&gpu.name)
-        )));
+        let (label, name) = (gpu.label(), safe(&gpu.name));
+        bail!("{label} ({name}) does not support MIG: leave it out of the layout, or set mig = false");
     };
     let switch = mode.current != target.on;
     let user = gpu.held.first().map(String::as_str);
     if let Some(who) = user.or_else(|| gpu.instances.iter().find_map(Instance::holder)).filter(|_| switch) {
         let (to, who) = (if target.on { "on" } else { "off" }, safe(&format!("{who} holds")));
         let why = format!("MIG mode cannot be switched {to} while {who} the GPU: end it first");
-        return Err(Obstacle::of(gpu, &why));
+        return Err(obstacle(gpu, &why));
     }
     // A pending mode that is not wanted any more is taken back, which needs no reset.
     let asks = switch || mode.pending != target.on;
-    let mut steps = Vec::new();
-    if !target.on {
-        steps.extend(gpu.instances.iter().flat_map(|instance| destroy(gpu, instance)));
-        steps.extend(asks.then_some(Step::Mode(false)));
-        return Ok(done(switch && gpu.resets, steps));
-    }
-    steps.extend(asks.then_some(Step::Mode(true)));
-    steps.extend(cut(gpu, &target.want)?);
+    let mode = asks.then_some(Step::Mode(target.on));
+    let steps = if target.on {
+        mode.into_iter().chain(cut(gpu, &target.want)?).collect()
+    } else {
+        gpu.instances.iter().flat_map(|instance| destroy(gpu, instance)).chain(mode).collect()
+    };
     Ok(done(switch && gpu.resets, steps))
 }
 
-fn cut(gpu: &Gpu, want: &[Want]) -> Result<Vec<Step>, Obstacle> {
+fn cut(gpu: &Gpu, want: &[Want]) -> anyhow::Result<Vec<Step>> {
     sensible(gpu, want)?;
     // Sorted, so that equal ones are adjacent.
     let mut kinds: Vec<&Want> = want.iter().collect();
@@ -117,29 +106,28 @@ fn cut(gpu: &Gpu, want: &[Want]) -> Result<Vec<Step>, Obstacle> {
         return Err(why_not(gpu, &kinds, want));
     };
     let kept = |instance: &Instance| {
-        placed.iter().find(|(kind, span)| *span == instance.span && kinds[*kind].profile == instance.profile)
+        placed.iter().find(|(want, span)| *span == instance.span && want.profile == instance.profile)
     };
     let (mut destroyed, mut created) = (Vec::new(), Vec::new());
     for instance in &gpu.instances {
-        match kept(instance).and_then(|(kind, _)| recut(gpu, instance, &kinds[*kind].compute)) {
-            Some((_, gone, new)) => {
+        match kept(instance).and_then(|(want, _)| recut(gpu, instance, &want.compute)) {
+            Some((gone, new)) => {
                 destroyed.extend(gone);
                 created.extend(new);
             }
             None => destroyed.extend(destroy(gpu, instance)),
         }
     }
-    let new = placed.iter().filter(|(kind, span)| {
-        let same = |old: &Instance| old.span == *span && old.profile == kinds[*kind].profile;
-        !gpu.instances.iter().any(same)
+    let new = placed.iter().filter(|(want, span)| {
+        !gpu.instances.iter().any(|old| old.span == *span && old.profile == want.profile)
     });
-    created.extend(new.flat_map(|&(kind, span)| create(gpu, kinds[kind], span)));
+    created.extend(new.flat_map(|&(want, span)| create(gpu, want, span)));
     Ok(destroyed.into_iter().chain(created).collect())
 }
 
 /// Refuses what no arrangement can satisfy.
-fn sensible(gpu: &Gpu, want: &[Want]) -> Result<(), Obstacle> {
-    let refuse = |why: String| Err(Obstacle::of(gpu, &why));
+fn sensible(gpu: &Gpu, want: &[Want]) -> anyhow::Result<()> {
+    let refuse = |why: String| Err(obstacle(gpu, &why));
     for one in want {
         let Some(profile) = gpu.profile(one.profile) else { continue };
         let (name, most, slices) = (&profile.name, profile.instances, profile.slices);
@@ -168,27 +156,23 @@ fn sensible(gpu: &Gpu, want: &[Want]) -> Result<(), Obstacle> {
     Ok(())
 }
 
-/// The places of `kinds`; `stays` says which instances must stay.
-fn placed(gpu: &Gpu, kinds: &[&Want], stays: &dyn Fn(&Instance) -> bool) -> Option<Vec<Placed>> {
-    // The index of the first of each run of equal ones, which stands for all of them.
-    let firsts: Vec<usize> = (0..kinds.len()).filter(|&at| at == 0 || kinds[at - 1] != kinds[at]).collect();
-    let groups: Vec<Group> = firsts
-        .iter()
-        .map(|&first| {
-            let want = kinds[first];
-            let all = gpu.profile(want.profile).map(|profile| profile.placements.clone()).unwrap_or_default();
-            let fits = |span: &Span| want.start.is_none_or(|start| span.start == start);
-            Group {
-                places: all.into_iter().filter(fits).collect(),
-                count: kinds.iter().filter(|other| **other == want).count(),
-            }
-        })
-        .collect();
+/// The places of `kinds`, of which equal ones are adjacent; `stays` says which instances must stay.
+fn placed<'a>(
+    gpu: &Gpu,
+    kinds: &[&'a Want],
+    stays: &dyn Fn(&Instance) -> bool,
+) -> Option<Vec<(&'a Want, Span)>> {
+    let runs: Vec<&[&Want]> = kinds.chunk_by(|one, next| one == next).collect();
+    let group = |run: &&[&Want]| {
+        let all = gpu.profile(run[0].profile).map(|profile| profile.placements.clone()).unwrap_or_default();
+        let fits = |span: &Span| run[0].start.is_none_or(|start| span.start == start);
+        Group { places: all.into_iter().filter(fits).collect(), count: run.len() }
+    };
+    let groups: Vec<Group> = runs.iter().map(group).collect();
     let fixed: Vec<Span> = gpu.instances.iter().filter(|one| stays(one)).map(|one| one.span).collect();
-    let price = |group: usize, span: Span| price(gpu, kinds[firsts[group]], span, stays);
-    let terms = Terms { price: &price, worth: &|placed| room_left(gpu, placed) };
-    let (_, placed) = arrange(&groups, &fixed, &terms)?;
-    Some(placed.into_iter().map(|(group, span)| (firsts[group], span)).collect())
+    let price = |group: usize, span: Span| price(gpu, runs[group][0], span, stays);
+    let (_, placed) = arrange(&groups, &fixed, &price, &|placed| room_left(gpu, placed))?;
+    Some(placed.into_iter().map(|(group, span)| (runs[group][0], span)).collect())
 }
 
 /// More than an instance and all its compute instances can cost, so that no price is negative.
@@ -203,7 +187,8 @@ fn price(gpu: &Gpu, want: &Want, span: Span, stays: &dyn Fn(&Instance) -> bool) 
         return (!other).then_some(new);
     };
     match recut(gpu, instance, &want.compute) {
-        Some((steps, ..)) => {
+        Some((gone, new)) => {
+            let steps = u32::try_from(gone.len() + new.len()).ok()?;
             let saved = 1 + u32::try_from(instance.compute.len()).ok()?;
             Some((BASE + steps).saturating_sub(saved))
         }
@@ -218,20 +203,15 @@ pub(super) fn room_left(gpu: &Gpu, placed: &[Placed]) -> Vec<u32> {
     gpu.profiles.iter().map(|profile| u32::try_from(count(profile)).unwrap_or(u32::MAX)).collect()
 }
 
-/// The steps that give `instance` these compute instances, and their number.
-fn recut(gpu: &Gpu, instance: &Instance, compute: &[u32]) -> Option<(u32, Vec<Step>, Vec<Step>)> {
-    let mut sizes: Vec<u32> = compute.to_vec();
+/// The steps that give `instance` these compute instances: those that destroy, and those that create.
+fn recut(gpu: &Gpu, instance: &Instance, compute: &[u32]) -> Option<(Vec<Step>, Vec<Step>)> {
+    let mut sizes = compute.to_vec();
     sizes.sort_unstable();
-    sizes.dedup();
-    let groups: Vec<Group> = sizes
-        .iter()
-        .map(|&slices| Group {
-            places: places(instance, slices),
-            count: compute.iter().filter(|one| **one == slices).count(),
-        })
-        .collect();
+    let runs: Vec<&[u32]> = sizes.chunk_by(|one, next| one == next).collect();
+    let group = |run: &&[u32]| Group { places: places(instance, run[0]), count: run.len() };
+    let groups: Vec<Group> = runs.iter().map(group).collect();
     let there = |group: usize, span: Span| {
-        instance.compute.iter().find(|one| one.span == span && one.slices == sizes[group])
+        instance.compute.iter().find(|one| one.span == span && one.slices == runs[group][0])
     };
     let price = |group: usize, span: Span| {
         let other = |one: &Compute| one.held.is_some() && one.span == span;
@@ -243,16 +223,16 @@ fn recut(gpu: &Gpu, instance: &Instance, compute: &[u32]) -> Option<(u32, Vec<St
     // It is not known which of them a process uses, so all stay.
     let stays = |one: &&Compute| instance.held.is_some() || one.held.is_some();
     let fixed: Vec<Span> = instance.compute.iter().filter(stays).map(|one| one.span).collect();
-    let (_, placed) = arrange(&groups, &fixed, &Terms { price: &price, worth: &|_| Vec::new() })?;
-    let stays_in = |one: &Compute, (group, span): Placed| span == one.span && sizes[group] == one.slices;
+    let (_, placed) = arrange(&groups, &fixed, &price, &|_| Vec::new())?;
+    let stays_in = |one: &Compute, (group, span): Placed| span == one.span && runs[group][0] == one.slices;
     let gone = instance.compute.iter().filter(|one| !placed.iter().any(|&place| stays_in(one, place)));
     let gone: Vec<Step> = gone.map(|one| destroy_compute(gpu, instance, one)).collect();
     let new = placed.iter().filter(|&&(group, span)| there(group, span).is_none());
     let create = |&(group, span): &Placed| {
-        create_compute(gpu, instance.profile, instance.span, sizes[group], Some(span))
+        create_compute(gpu, instance.profile, instance.span, runs[group][0], Some(span))
     };
     let new: Vec<Step> = new.map(create).collect();
-    Some((u32::try_from(gone.len() + new.len()).ok()?, gone, new))
+    Some((gone, new))
 }
 
 /// Where a compute instance of that size may lie: the driver's placements, and those of existing ones.
@@ -291,11 +271,11 @@ fn create(gpu: &Gpu, want: &Want, span: Span) -> Vec<Step> {
 }
 
 /// What prevents the layout: the instances whose removal alone would make it possible, or else all that stay.
-fn why_not(gpu: &Gpu, kinds: &[&Want], want: &[Want]) -> Obstacle {
+fn why_not(gpu: &Gpu, kinds: &[&Want], want: &[Want]) -> anyhow::Error {
     let wanted = listed(gpu, want);
     let held: Vec<&Instance> = gpu.instances.iter().filter(|one| one.holder().is_some()).collect();
     if placed(gpu, kinds, &|_| false).is_none() {
-        return Obstacle::of(gpu, &format!("{wanted} together do not fit this GPU, in any arrangement"));
+        return obstacle(gpu, &format!("{wanted} together do not fit this GPU, in any arrangement"));
     }
     let alone = |one: &&&Instance| {
         placed(gpu, kinds, &|other| other.holder().is_some() && other.span != one.span).is_some()
@@ -313,7 +293,7 @@ fn why_not(gpu: &Gpu, kinds: &[&Want], want: &[Want]) -> Obstacle {
         "it is not possible to {wanted} around {}: end its use first, or give it a place in the layout",
         named.join(", ")
     );
-    Obstacle::of(gpu, &why)
+    obstacle(gpu, &why)
 }
 
 /// As `2 × 1g.18gb, 3g.71gb at 4`.
@@ -330,6 +310,89 @@ fn listed(gpu: &Gpu, want: &[Want]) -> String {
     let counted =
         |(name, count): (String, usize)| if count == 1 { name } else { format!("{count} × {name}") };
     names.into_iter().map(counted).collect::<Vec<_>>().join(", ")
+}
+
+// Places for pieces that overlap neither each other nor pieces that stay.
+
+/// Equal pieces.
+struct Group {
+    /// Where one may lie.
+    places: Vec<Span>,
+    /// How many there are.
+    count: usize,
+}
+
+/// A placed piece: the index of its group, and its place.
+type Placed = (usize, Span);
+
+/// The cheapest arrangement of all pieces that uses each place of `fixed`, with its cost. `price`: the cost of a piece of
+/// that group in that place; `None` if it must not lie there. Of two arrangements with the same cost, the one with the
+/// greater `worth` wins.
+fn arrange(
+    groups: &[Group],
+    fixed: &[Span],
+    price: &dyn Fn(usize, Span) -> Option<u32>,
+    worth: &dyn Fn(&[Placed]) -> Vec<u32>,
+) -> Option<(u32, Vec<Placed>)> {
+    let mut left: Vec<usize> = groups.iter().map(|group| group.count).collect();
+    let mut search = Search { groups, fixed, price, worth, best: None };
+    search.from(0, &mut left, &mut Vec::new(), 0);
+    search.best.map(|(cost, _, placed)| (cost, placed))
+}
+
+struct Search<'a> {
+    groups: &'a [Group],
+    fixed: &'a [Span],
+    price: &'a dyn Fn(usize, Span) -> Option<u32>,
+    worth: &'a dyn Fn(&[Placed]) -> Vec<u32>,
+    /// Its cost and worth.
+    best: Option<(u32, Vec<u32>, Vec<Placed>)>,
+}
+
+impl Search<'_> {
+    /// Places the pieces that are `left` at `start` or after, from left to right, so that each arrangement occurs
+    /// once.
+    fn from(&mut self, start: u32, left: &mut [usize], placed: &mut Vec<Placed>, cost: u32) {
+        if self.best.as_ref().is_some_and(|(best, ..)| cost > *best) {
+            return;
+        }
+        if left.iter().all(|&count| count == 0) {
+            if !self.skips(start, u32::MAX) {
+                self.keep(cost, placed);
+            }
+            return;
+        }
+        for (group, its) in self.groups.iter().enumerate() {
+            if left[group] == 0 {
+                continue;
+            }
+            for &span in &its.places {
+                let collides = self.fixed.iter().any(|&fixed| fixed != span && fixed.overlaps(span));
+                if span.start < start || self.skips(start, span.start) || collides {
+                    continue;
+                }
+                let Some(price) = (self.price)(group, span) else { continue };
+                left[group] -= 1;
+                placed.push((group, span));
+                self.from(span.end(), left, placed, cost + price);
+                placed.pop();
+                left[group] += 1;
+            }
+        }
+    }
+
+    /// Whether a fixed place between `from` and `to` would stay empty.
+    fn skips(&self, from: u32, to: u32) -> bool {
+        self.fixed.iter().any(|fixed| (from..to).contains(&fixed.start))
+    }
+
+    fn keep(&mut self, cost: u32, placed: &[Placed]) {
+        let worth = (self.worth)(placed);
+        let is_better = |(best, its, _): &(u32, Vec<u32>, _)| cost < *best || cost == *best && worth > *its;
+        if self.best.as_ref().is_none_or(is_better) {
+            self.best = Some((cost, worth, placed.to_vec()));
+        }
+    }
 }
 
 #[cfg(test)]

@@ -130,3 +130,40 @@ fn steps_read_as_sentences() {
         ]
     );
 }
+
+fn group(starts: &[u32], size: u32, count: usize) -> Group {
+    Group { places: starts.iter().map(|&start| Span { start, size }).collect(), count }
+}
+
+fn cheapest(groups: &[Group], fixed: &[Span], dear: u32) -> Option<(u32, Vec<(usize, u32)>)> {
+    let price = |_: usize, span: Span| Some(u32::from(span.start == dear));
+    let (cost, placed) = arrange(groups, fixed, &price, &|_| Vec::new())?;
+    Some((cost, placed.into_iter().map(|(group, span)| (group, span.start)).collect()))
+}
+
+#[test]
+fn a_narrow_piece_makes_way_for_a_wide_one() {
+    let groups = [group(&[0, 1, 2, 3], 1, 2), group(&[0, 2], 2, 1)];
+    assert_eq!(cheapest(&groups, &[], 9), Some((0, vec![(0, 0), (0, 1), (1, 2)])));
+    assert_eq!(cheapest(&groups, &[Span { start: 3, size: 1 }], 9), Some((0, vec![(1, 0), (0, 2), (0, 3)])));
+    assert_eq!(cheapest(&groups, &[], 1).unwrap().0, 0, "the dear place is avoided");
+    let full = [group(&[0, 1, 2, 3], 1, 3), group(&[0, 2], 2, 1)];
+    assert_eq!(cheapest(&full, &[], 9), None);
+}
+
+#[test]
+fn a_fixed_place_is_used_or_there_is_no_arrangement() {
+    let ones = [group(&[0, 1], 1, 1)];
+    assert_eq!(cheapest(&ones, &[Span { start: 1, size: 1 }], 1), Some((1, vec![(0, 1)])));
+    assert_eq!(cheapest(&ones, &[Span { start: 3, size: 1 }], 9), None);
+    assert_eq!(cheapest(&ones, &[Span { start: 0, size: 2 }], 9), None);
+    assert_eq!(cheapest(&[], &[], 9), Some((0, vec![])));
+    assert_eq!(cheapest(&[], &[Span { start: 0, size: 2 }], 9), None);
+}
+
+#[test]
+fn of_equal_costs_the_worthier_wins() {
+    let start = |placed: &[Placed]| vec![placed[0].1.start];
+    let (_, placed) = arrange(&[group(&[0, 5, 3], 1, 1)], &[], &|_, _| Some(0), &start).unwrap();
+    assert_eq!(placed, [(0, Span { start: 5, size: 1 })]);
+}

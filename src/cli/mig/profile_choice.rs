@@ -3,33 +3,16 @@
 
 use super::layout_target::unknown;
 use super::plan::room_left;
-use super::{
-    Answer, Compute, Driver, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, mark, plan,
-};
+use super::{Answer, Compute, Driver, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, plan};
 use sublet_core::config::Policy;
 use sublet_core::inventory::Inventory;
-use sublet_core::ledger::{LeasedMigDevice, Ledger};
+use sublet_core::ledger::{DynamicInstance, LeasedMigDevice, Ledger};
 use sublet_core::place::{Order, Site, Size};
 use sublet_core::share::{MIB, Percent};
 use sublet_core::text::safe;
 
 /// How many instances of one GPU a message names.
 const NAMED: usize = 4;
-
-/// An instance that can be created.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Choice {
-    /// `GPU-…`.
-    pub gpu: String,
-    /// Its profile's id.
-    pub profile: u32,
-    /// As `1g.18gb` or `1c.2g.35gb`.
-    pub name: String,
-    /// Where.
-    pub span: Span,
-    /// Compute slices of its compute instance.
-    pub slices: u32,
-}
 
 /// Why no instance can be, or was, created, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -43,28 +26,31 @@ pub(crate) struct NotMade {
 
 /// The instances that can be created for `order` on `gpus`, best first: the smallest sufficient profile, and of its
 /// places the one that leaves the most room for large profiles.
-pub(super) fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice>, NotMade> {
+pub(super) fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<DynamicInstance>, NotMade> {
     let mut found = Vec::new();
     let (mut missing, mut full, mut capped) = (Vec::new(), Vec::new(), Vec::new());
-    for (site, gpu) in order.sites.iter().filter_map(|site| Some((site, on_site(site, gpus)?))) {
+    for site in &order.sites {
+        let is_its = |gpu: &&Gpu| gpu.uuid == site.gpu && gpu.mode.is_some_and(|mode| mode.current);
+        let Some(gpu) = gpus.iter().find(is_its) else { continue };
         let suited = suited(order, site, gpu);
         if suited.is_empty() {
             missing.push(never(order, site, gpu));
         }
-        for (profile, slices) in &suited {
-            if let Some(over) = over(site, gpu, profile, *slices) {
+        for (profile, slices) in suited {
+            if let Some(over) = over(site, gpu, profile, slices) {
                 capped.push(over);
                 continue;
             }
-            match place(gpu, profile, *slices) {
+            match place(gpu, profile, slices) {
                 Some((span, lost)) => {
                     let spread = if policy == Policy::Spread { gpu.instances.len() } else { 0 };
-                    let rank = (size(profile), *slices, spread, lost, gpu.index);
-                    let name = device_name(profile, *slices);
-                    let (gpu, profile, slices) = (gpu.uuid.clone(), profile.id, *slices);
-                    found.push((rank, Choice { gpu, profile, name, span, slices }));
+                    let rank = (size(profile), slices, spread, lost, gpu.index);
+                    let (name, placement) = (device_name(profile, slices), (span.start, span.size));
+                    let (gpu, profile) = (gpu.uuid.clone(), profile.id);
+                    let rest = DynamicInstance::default();
+                    found.push((rank, DynamicInstance { gpu, profile, name, placement, slices, ..rest }));
                 }
-                None => full.push(no_room(gpu, profile, *slices)),
+                None => full.push(no_room(gpu, profile, slices)),
             }
         }
     }
@@ -78,7 +64,7 @@ pub(super) fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec
 /// An instance that would be created.
 #[derive(Clone, Debug)]
 pub(crate) struct Foreseen {
-    choice: Choice,
+    choice: DynamicInstance,
     /// How many would be created before it.
     number: u32,
     /// In words: `1g.18gb at 6:1 of GPU 0`.
@@ -107,19 +93,16 @@ pub(crate) fn foresee(
         gpu.instances.sort_by_key(|one| one.span);
     }
     let number = u32::try_from(before.len()).unwrap_or(u32::MAX);
-    let foreseen = |best: Option<Choice>| {
-        let choice = best?;
-        let gpu = gpus.iter().find(|gpu| gpu.uuid == choice.gpu)?;
-        Foreseen::new(choice, gpu, number)
-    };
-    let none = || nothing(&[], &[], Vec::new());
-    let found = choices(order, &gpus, policy);
-    Ok(found.and_then(|found| foreseen(found.into_iter().next()).ok_or_else(none)))
+    Ok(choices(order, &gpus, policy).and_then(|found| {
+        let best = found.into_iter().next().and_then(|choice| Foreseen::new(choice, &gpus, number));
+        best.ok_or_else(|| nothing(&[], &[], Vec::new()))
+    }))
 }
 
 impl Foreseen {
-    fn new(choice: Choice, gpu: &Gpu, number: u32) -> Option<Self> {
-        let what = format!("{} at {} of {}", choice.name, choice.span, gpu.label());
+    fn new(choice: DynamicInstance, gpus: &[Gpu], number: u32) -> Option<Self> {
+        let gpu = gpus.iter().find(|gpu| gpu.uuid == choice.gpu)?;
+        let what = format!("{} of {}", choice.label(), gpu.label());
         let profile = gpu.profile(choice.profile)?;
         let sms = u32::try_from(sms(gpu, profile, choice.slices)).ok()?;
         let slice = profile.memory_mib.saturating_mul(MIB) / u64::from(profile.slices.max(1));
@@ -140,7 +123,7 @@ impl Foreseen {
             gpu: self.choice.gpu.clone(),
             gi: self.gi(),
             ci: 0,
-            placement: Some((self.choice.span.start, self.choice.span.size)),
+            placement: Some(self.choice.placement),
             sm: all.map(|all| Percent::of_all(self.sms, all)),
             memory_bytes: Some(self.memory_bytes),
         }
@@ -152,33 +135,28 @@ impl Foreseen {
     }
 
     fn instance(&self) -> Instance {
-        let Choice { profile, span, slices, .. } = self.choice;
-        let held = || Some("created for a container before it".to_owned());
+        let DynamicInstance { profile, placement, slices, .. } = self.choice;
+        let held = Some("created for a container before it".to_owned());
         let own = Span { start: 0, size: slices };
-        let part = Compute { ci: 0, slices, span: own, uuid: String::new(), held: held() };
-        Instance { gi: self.gi(), profile, span, held: held(), kinds: Vec::new(), compute: vec![part] }
+        let compute = vec![Compute { ci: 0, slices, span: own, uuid: String::new(), held: held.clone() }];
+        Instance { gi: self.gi(), profile, span: Span::at(placement), held, kinds: Vec::new(), compute }
     }
 }
 
 /// The GPUs on which `order` may have an instance, with the users of their instances.
 pub(super) fn seen(order: &Order, driver: &mut dyn Driver, ledger: &Ledger) -> Answer<Vec<Gpu>> {
-    let gpus = order.sites.iter().map(|site| {
-        let mut gpu = driver.gpu(&site.gpu)?;
-        mark(&mut gpu, ledger);
-        Ok(gpu)
-    });
-    gpus.collect()
-}
-
-fn on_site<'g>(site: &Site, gpus: &'g [Gpu]) -> Option<&'g Gpu> {
-    gpus.iter().find(|gpu| gpu.uuid == site.gpu && gpu.mode.is_some_and(|mode| mode.current))
+    let mut gpus = order.sites.iter().map(|site| driver.gpu(&site.gpu)).collect::<Answer<Vec<_>>>()?;
+    for gpu in &mut gpus {
+        gpu.mark(ledger);
+    }
+    Ok(gpus)
 }
 
 /// The sufficient profiles, each with the compute slices of its compute instance.
 fn suited<'g>(order: &Order, site: &Site, gpu: &'g Gpu) -> Vec<(&'g Profile, u32)> {
     let slices = |profile: &Profile| match &order.profile {
         None => Some(profile.slices),
-        Some(name) => (1..=profile.slices).rev().find(|&slices| device_name(profile, slices) == *name),
+        Some(name) => slices_of(name, profile),
     };
     let large = |profile: &Profile| {
         profile.memory_mib.saturating_mul(MIB) >= site.memory_bytes && u64::from(profile.sms) >= site.sms
@@ -187,6 +165,11 @@ fn suited<'g>(order: &Order, site: &Site, gpu: &'g Gpu) -> Vec<(&'g Profile, u32
     let mut suited: Vec<_> = fits.filter_map(|profile| Some((profile, slices(profile)?))).collect();
     suited.sort_by_key(|(profile, _)| size(profile));
     suited
+}
+
+/// The slices of the compute instance `name`, if it is one of such a GPU instance.
+fn slices_of(name: &str, profile: &Profile) -> Option<u32> {
+    (1..=profile.slices).find(|&slices| device_name(profile, slices) == name)
 }
 
 /// The sort key of a profile: of two with the same memory and SMs, the one without special engines comes first.
@@ -216,13 +199,10 @@ fn place(gpu: &Gpu, profile: &Profile, slices: u32) -> Option<(Span, Vec<u32>)> 
 }
 
 fn never(order: &Order, site: &Site, gpu: &Gpu) -> String {
-    let known = |name: &&String| {
-        let of =
-            |profile: &Profile| (1..=profile.slices).any(|slices| device_name(profile, slices) == **name);
-        gpu.profiles.iter().any(of)
-    };
     match &order.profile {
-        Some(name) if !known(&name) => unknown(name, gpu),
+        Some(name) if !gpu.profiles.iter().any(|profile| slices_of(name, profile).is_some()) => {
+            unknown(name, gpu)
+        }
         _ => {
             let (mib, sms, label) = (site.memory_bytes / MIB, site.sms, gpu.label());
             let what = order.profile.as_deref().map_or_else(|| "profile".to_owned(), safe);

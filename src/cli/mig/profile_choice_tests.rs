@@ -18,7 +18,7 @@ fn gpu(layout: Layout<'_>) -> Gpu {
 /// The name and start of the best choice on one GPU with `layout`.
 fn best(layout: Layout<'_>, order: &Order) -> Result<(String, u32), String> {
     let found = choices(order, &[gpu(layout)], Policy::Binpack).map_err(|none| none.reason)?;
-    Ok((found[0].name.clone(), found[0].span.start))
+    Ok((found[0].name.clone(), found[0].placement.0))
 }
 
 #[test]
@@ -46,9 +46,14 @@ fn small_ones_one_after_the_other_keep_the_large_place_to_the_last() {
     let mut starts = Vec::new();
     for _ in 0..7 {
         let choice = choices(&order(Some("1g.18gb"), 0, 0), &double.gpus, Policy::Binpack).unwrap().remove(0);
-        let gi = super::super::Driver::create_instance(&mut double, "GPU-0", choice.profile, choice.span);
+        let gi = super::super::Driver::create_instance(
+            &mut double,
+            "GPU-0",
+            choice.profile,
+            Span::at(choice.placement),
+        );
         super::super::Driver::create_compute(&mut double, "GPU-0", gi.unwrap(), 1, None).unwrap();
-        starts.push(choice.span.start);
+        starts.push(choice.placement.0);
         if starts.len() == 3 {
             assert_eq!(best_of(&double, "4g.71gb"), Some(0));
         }
@@ -64,7 +69,7 @@ fn small_ones_one_after_the_other_keep_the_large_place_to_the_last() {
 }
 
 fn best_of(double: &Double, name: &str) -> Option<u32> {
-    choices(&order(Some(name), 0, 0), &double.gpus, Policy::Binpack).ok().map(|found| found[0].span.start)
+    choices(&order(Some(name), 0, 0), &double.gpus, Policy::Binpack).ok().map(|found| found[0].placement.0)
 }
 
 #[test]
@@ -153,7 +158,7 @@ fn instances_that_come_before_take_their_places() {
             }
         }
     }
-    let mut starts: Vec<u32> = before.iter().map(|one| one.choice.span.start).collect();
+    let mut starts: Vec<u32> = before.iter().map(|one| one.choice.placement.0).collect();
     assert_eq!(
         (starts[0], starts[1], starts.len()),
         (6, 4, 7),

@@ -1,9 +1,10 @@
 //! Compute mode `EXCLUSIVE_PROCESS` under a shared server, so that no process runs outside it: recorded, set and
 //! restored. Also finds processes that run outside the server.
 
-use std::fs;
 use std::path::Path;
+use std::{fmt, fs};
 
+use anyhow::{Context as _, anyhow, bail};
 use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlMode;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device as NvmlDevice, Nvml};
@@ -43,58 +44,45 @@ pub(super) fn enter(daemon: Daemon<'_>) -> Result<Entered, MpsError> {
     if policy == ExclusiveComputeMode::Never || !whole {
         return Ok(Entered::default());
     }
-    match try_enter(daemon) {
-        Err(Attempt::Refused(_)) if store.read()?.daemon(key).is_some_and(limits_and_state::is_alive) => {
-            Ok(Entered { beside_server: true, ..Entered::default() })
-        }
-        Err(Attempt::Unable(why) | Attempt::Refused(why)) if policy == ExclusiveComputeMode::Auto => {
-            let warning = format!(
-                "the compute mode of {key} was not changed ({why}), so a container that leaves MPS is not \
-                 limited by its share; [mps] exclusive_compute_mode = \"never\" silences this warning"
-            );
-            Ok(Entered { warning: Some(warning), ..Entered::default() })
-        }
-        Err(Attempt::Unable(why) | Attempt::Refused(why)) => {
-            Err(MpsError::ComputeMode { device: key.0.clone(), why })
-        }
-        Err(Attempt::Failed(error)) => Err(error),
-        Ok(changed) => Ok(Entered { changed, ..Entered::default() }),
+    let error = match try_enter(daemon) {
+        Ok(changed) => return Ok(Entered { changed, ..Entered::default() }),
+        Err(error) => error.downcast::<MpsError>().map_or_else(Ok, Err)?,
+    };
+    if error.is::<Refused>() && store.read()?.daemon(key).is_some_and(limits_and_state::is_alive) {
+        return Ok(Entered { beside_server: true, ..Entered::default() });
     }
-}
-
-/// Why the mode was not set.
-enum Attempt {
-    Unable(String),
-    /// The driver refused the change itself.
-    Refused(String),
-    Failed(MpsError),
-}
-
-impl From<MpsError> for Attempt {
-    fn from(error: MpsError) -> Self {
-        Self::Failed(error)
+    if policy != ExclusiveComputeMode::Auto {
+        return Err(MpsError::ComputeMode { device: key.0.clone(), why: error.to_string() });
     }
+    let warning = format!(
+        "the compute mode of {key} was not changed ({error}), so a container that leaves MPS is not limited by its \
+         share; [mps] exclusive_compute_mode = \"never\" silences this warning"
+    );
+    Ok(Entered { warning: Some(warning), ..Entered::default() })
 }
 
-impl From<String> for Attempt {
-    fn from(why: String) -> Self {
-        Self::Unable(why)
-    }
-}
+/// The driver refused the change itself.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Refused(NvmlError);
 
-fn try_enter(Daemon { key, store, config }: Daemon<'_>) -> Result<bool, Attempt> {
+/// Whether the mode was changed.
+///
+/// # Errors
+/// [`Refused`]; an [`MpsError`] of the ledger; any other says why the mode stays as it is.
+fn try_enter(Daemon { key, store, config }: Daemon<'_>) -> anyhow::Result<bool> {
     let policy = config.mps.exclusive_compute_mode;
     let nvml = open(config)?;
-    let mut device = probe::device_by_uuid(&nvml, &key.0).map_err(|error| error.to_string())?;
-    let found = mode(&device)?;
+    let mut device = probe::device_by_uuid(&nvml, &key.0)?;
+    let found = device.compute_mode().map(probe::compute_mode)?;
     if found == ComputeMode::ExclusiveProcess {
         return Ok(false);
     }
     let strangers = strangers(&device, key, &store.read().map_err(MpsError::from)?)?;
     let display = probe::unless_unsupported(device.is_display_active());
-    let display = display.map_err(|error| format!("whether it drives a display: {error}"))?;
+    let display = display.map_err(|error| anyhow!("whether it drives a display: {error}"))?;
     if let Some(why) = obstacle(policy, found, display.unwrap_or(false), &strangers) {
-        return Err(why.into());
+        bail!(why);
     }
     limits_and_state::change(store, |ledger| {
         // An older record holds the original mode: sublet itself set the current one.
@@ -105,7 +93,7 @@ fn try_enter(Daemon { key, store, config }: Daemon<'_>) -> Result<bool, Attempt>
     })?;
     if let Err(error) = device.set_compute_mode(NvmlMode::ExclusiveProcess) {
         forget(&key.0, store)?;
-        return Err(Attempt::Refused(error.to_string()));
+        return Err(Refused(error).into());
     }
     Ok(true)
 }
@@ -138,19 +126,19 @@ pub(super) fn restore(Daemon { key, store, config }: Daemon<'_>) -> Result<(), M
     let Some(changed) = ledger.compute_modes.iter().find(|changed| changed.device == key.0) else {
         return Ok(());
     };
-    let failed = |why: String| MpsError::ComputeMode { device: key.0.clone(), why };
-    let nvml = open(config).map_err(failed)?;
-    match probe::device_by_uuid(&nvml, &key.0) {
-        // The GPU is gone, and its mode with it.
-        Err(NvmlError::NotFound) => {}
-        Err(error) => return Err(failed(error.to_string())),
-        Ok(mut device) => {
-            if mode(&device).map_err(failed)? == ComputeMode::ExclusiveProcess {
-                let found = to_nvml(changed.found);
-                device.set_compute_mode(found).map_err(|error| failed(error.to_string()))?;
-            }
+    let set = || -> anyhow::Result<()> {
+        let nvml = open(config)?;
+        let mut device = match probe::device_by_uuid(&nvml, &key.0) {
+            // The GPU is gone, and its mode with it.
+            Err(NvmlError::NotFound) => return Ok(()),
+            device => device?,
+        };
+        if device.compute_mode().map(probe::compute_mode)? == ComputeMode::ExclusiveProcess {
+            device.set_compute_mode(to_nvml(changed.found))?;
         }
-    }
+        Ok(())
+    };
+    set().map_err(|error| MpsError::ComputeMode { device: key.0.clone(), why: error.to_string() })?;
     forget(&key.0, store)
 }
 
@@ -164,22 +152,18 @@ fn forget(device: &str, store: &Store) -> Result<(), MpsError> {
 /// Processes of `key`'s leases that compute on the GPU without MPS, because they lost their daemon and continued
 /// without it. One line for each, or one that says why it is not known.
 pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
-    let look = || -> Result<Vec<String>, String> {
+    let look = || -> anyhow::Result<Vec<String>> {
         let nvml = open(config)?;
-        let told = |error: NvmlError| error.to_string();
-        let device = probe::device_by_uuid(&nvml, device).map_err(told)?;
-        let clients = probe::mps_clients(&device).map_err(told)?;
-        let clients = clients.ok_or("the driver does not list MPS clients")?;
-        let running = probe::compute_processes(&device).map_err(told)?;
+        let device = probe::device_by_uuid(&nvml, device)?;
+        let clients = probe::mps_clients(&device)?.context("the driver does not list MPS clients")?;
+        let running = probe::compute_processes(&device)?;
         let alone = running.iter().filter(|process| !clients.iter().any(|client| client.pid == process.pid));
         let found = alone.filter_map(|process| {
             let lease = owner(process.pid, ledger).filter(|lease| lease.daemon.as_ref() == Some(key))?;
+            let (process, container) = (described(process.pid), safe(&lease.container.id));
             Some(format!(
-                "process {} of container {} runs on {} outside MPS, without limits, because the MPS daemon \
-                 was gone when it started: end it",
-                described(process.pid),
-                safe(&lease.container.id),
-                key,
+                "process {process} of container {container} runs on {key} outside MPS, without limits, because the \
+                 MPS daemon was gone when it started: end it"
             ))
         });
         Ok(found.collect())
@@ -188,7 +172,7 @@ pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config:
         vec![format!(
             "the MPS daemon of {key} was gone, and it is not known whether processes of its containers \
              started outside MPS meanwhile, without limits: {}",
-            safe(&why)
+            safe(&why.to_string())
         )]
     })
 }
@@ -199,16 +183,16 @@ pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &C
     let look = || -> Option<Vec<String>> {
         let nvml = open(config).ok()?;
         let device = probe::device_by_uuid(&nvml, device).ok()?;
-        (mode(&device).ok()? == ComputeMode::ExclusiveProcess)
-            .then(|| strangers(&device, key, ledger).ok())?
+        let mode = device.compute_mode().map(probe::compute_mode).ok()?;
+        (mode == ComputeMode::ExclusiveProcess).then(|| strangers(&device, key, ledger).ok())?
     };
     look().unwrap_or_default()
 }
 
 /// The processes with a context on the device but without a lease, such as `python3 (pid 7)`. The server of `key`'s
 /// own daemon does not count. A process that cannot be examined does.
-fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Result<Vec<String>, String> {
-    let running = probe::compute_processes(device).map_err(|error| format!("who is on it: {error}"))?;
+fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> anyhow::Result<Vec<String>> {
+    let running = probe::compute_processes(device).map_err(|error| anyhow!("who is on it: {error}"))?;
     let daemon = ledger.daemon(key).and_then(|daemon| daemon.process);
     let pid_of_daemon = daemon.filter(Process::is_alive).map(|daemon| daemon.pid);
     let parent = |pid: u32| Process::find(i32::try_from(pid).ok()?)?.parent();
@@ -224,7 +208,8 @@ fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Resul
     Ok(names)
 }
 
-fn described(pid: u32) -> String {
+/// A process, as `python3 (pid 7)`.
+pub(super) fn described(pid: impl fmt::Display) -> String {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     format!("{} (pid {pid})", safe(name.trim_end()))
 }
@@ -234,13 +219,9 @@ fn owner(pid: u32, ledger: &Ledger) -> Option<&Lease> {
     ledger.lease_of_process(&probe::describe(i32::try_from(pid).ok()?, 0)?)
 }
 
-fn open(config: &Config) -> Result<Nvml, String> {
+fn open(config: &Config) -> anyhow::Result<Nvml> {
     let library = config.driver.nvml.as_deref().unwrap_or(Path::new("libnvidia-ml.so.1"));
-    probe::open(library).map_err(|error| format!("NVML: {error}"))
-}
-
-fn mode(device: &NvmlDevice<'_>) -> Result<ComputeMode, String> {
-    device.compute_mode().map(probe::compute_mode).map_err(|error| error.to_string())
+    probe::open(library).map_err(|error| anyhow!("NVML: {error}"))
 }
 
 const fn to_nvml(mode: ComputeMode) -> NvmlMode {

@@ -1,41 +1,57 @@
 //! Detaches a daemon from the engine: it must not be ended, frozen or limited together with the process that started
-//! the container.
+//! the container. `sublet mps start` does this to itself, once, when a daemon has to be started, which inherits it. Other
+//! processes start the low-level runtime and the container, which keep what their caller gave them.
 //!
-//! `sublet mps start` does this to itself before it starts the daemon, which inherits it.
+//! A daemon shared by several containers must not inherit the resource limits, priorities and signals of the process
+//! that started the first container either. systemd gives it those of a service. Without systemd it gets the same here.
+//!
+//! If this process may not change something (a hard limit without `CAP_SYS_RESOURCE`, a nice value without
+//! `CAP_SYS_NICE`), it warns: such a daemon is slower, or ended first when memory is short. Limits that would end
+//! the daemon, or make it fail for some clients, are refused instead ([`DEADLY`]).
+//!
+//! Not changed: settings that cannot be undone and do not affect these programs (`no_new_privs`, locked securebits,
+//! the capability bounding set, and seccomp filters, which mean that this process runs in a container), and settings
+//! that exec or fork resets (dumpable, the parent-death signal, signal handlers).
 
 use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use nix::libc::{RLIM_INFINITY, rlim_t};
 use nix::mount::{MsFlags, mount};
-use nix::sched::{CloneFlags, setns, unshare};
+use nix::sched::{CloneFlags, CpuSet, sched_setaffinity, setns, unshare};
+use nix::sys::personality::{self, Persona};
+use nix::sys::prctl::set_timerslack;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::SigSet;
 use nix::sys::stat::{Mode, umask};
-use nix::unistd::{chdir, setsid};
+use nix::unistd::{Pid, chdir, setsid};
+use rustix::process::setpriority_process;
 
-use super::service_defaults::{Kept, become_service};
+use super::service_syscalls as calls;
 
 /// The state of this process after it has detached from its caller.
+#[derive(Default)]
 pub(super) struct Left {
     /// Whether it is in the mount namespace of process 1, like a service of the host.
     pub host_mounts: bool,
-    /// What a daemon started by it would still inherit from the caller.
-    pub kept: Kept,
+    /// What a daemon started by it would still inherit of limits of [`DEADLY`]: no daemon is started with these.
+    pub deadly: Vec<String>,
+    /// All others that it would, one line each.
+    pub warnings: Vec<String>,
 }
 
 /// Leaves the caller's limits and priorities, session, directory, mount namespace and descriptors, before any thread
 /// exists.
 pub(super) fn leave(must_be_same: &[&Path]) -> Left {
-    let kept = become_service();
-    if let Err(error) = setsid() {
-        tracing::debug!("setsid: {error}");
-    }
-    let host_mounts = leave_mounts(must_be_same);
-    if let Err(error) = chdir("/") {
-        tracing::debug!("chdir /: {error}");
-    }
+    let mut left = become_service();
+    let _ = setsid().inspect_err(|error| tracing::debug!("setsid: {error}"));
+    left.host_mounts = leave_mounts(must_be_same);
+    let _ = chdir("/").inspect_err(|error| tracing::debug!("chdir /: {error}"));
     umask(Mode::from_bits_truncate(0o022));
     sublet_core::process::inheritance::set_cloexec_on_all();
-    Left { host_mounts, kept }
+    left
 }
 
 /// Joins the mount namespace of process 1 if it shows the same files; otherwise a new one that receives unmounts from
@@ -56,9 +72,7 @@ fn leave_mounts(must_be_same: &[&Path]) -> bool {
     let none = None::<&str>;
     let left = unshare(CloneFlags::CLONE_NEWNS)
         .and_then(|()| mount(none, "/", none, MsFlags::MS_SLAVE | MsFlags::MS_REC, none));
-    if let Err(error) = left {
-        tracing::warn!("the MPS daemon stays in this mount namespace: {error}");
-    }
+    let _ = left.inspect_err(|error| tracing::warn!("the MPS daemon stays in this mount namespace: {error}"));
     false
 }
 
@@ -70,15 +84,13 @@ fn same_file(one: &Path, other: &Path) -> bool {
 /// Moves this process to the root of every cgroup hierarchy; returns a warning for each failure.
 pub(super) fn leave_cgroups() -> Vec<String> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
-    let mut warnings = Vec::new();
-    for procs in foreign_hierarchies(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo")) {
+    let stays = |procs: PathBuf| {
         // 0 means the writing process: cgroups(7).
-        if let Err(error) = fs::write(&procs, "0") {
-            warnings
-                .push(format!("the MPS daemon stays in its starter's cgroup: {}: {error}", procs.display()));
-        }
-    }
-    warnings
+        let error = fs::write(&procs, "0").err()?;
+        Some(format!("the MPS daemon stays in its starter's cgroup: {}: {error}", procs.display()))
+    };
+    let all = foreign_hierarchies(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"));
+    all.into_iter().filter_map(stays).collect()
 }
 
 /// `cgroup.procs` at the root of each hierarchy in which this process is below the root.
@@ -107,6 +119,100 @@ fn mounted_at(controllers: &str, mountinfo: &str) -> Option<PathBuf> {
         };
         (right && root == "/").then(|| PathBuf::from(point))
     })
+}
+
+/// Timer slack of a process, in nanoseconds: the kernel's and systemd's default.
+const TIMER_SLACK: u64 = 50_000;
+
+/// Limits that end a process (SIGXCPU, SIGXFSZ) or make it fail when the next client connects.
+const DEADLY: [Resource; 5] = [
+    Resource::RLIMIT_CPU,
+    Resource::RLIMIT_FSIZE,
+    Resource::RLIMIT_DATA,
+    Resource::RLIMIT_AS,
+    Resource::RLIMIT_NOFILE,
+];
+
+/// Gives this process, which has a single thread, the settings of a systemd service: systemd.exec(5).
+fn become_service() -> Left {
+    let mut kept = Left::default();
+    for (resource, soft, hard) in limits() {
+        let list = if DEADLY.contains(&resource) { &mut kept.deadly } else { &mut kept.warnings };
+        list.extend(limit(resource, soft, hard));
+    }
+    // The policy comes before the nice value and the timer slack, which have no meaning under some policies.
+    let steps: [(&str, io::Result<()>); 11] = [
+        ("scheduling policy", calls::schedule_normally()),
+        ("nice value", setpriority_process(None, 0).map_err(Into::into)),
+        ("CPU affinity", every_cpu()),
+        ("memory policy", calls::any_memory()),
+        ("I/O priority", calls::no_io_priority()),
+        ("timer slack", set_timerslack(TIMER_SLACK).map_err(Into::into)),
+        // `PER_LINUX` without flags: addresses are random again (setarch(8)). It takes effect at the next exec.
+        ("personality", personality::set(Persona::empty()).map(drop).map_err(Into::into)),
+        ("session keyring", calls::own_keyring()),
+        ("oom_score_adj", fs::write("/proc/self/oom_score_adj", "0")),
+        ("ignored signals", calls::heed_signals()),
+        ("signal mask", SigSet::empty().thread_set_mask().map_err(Into::into)),
+    ];
+    for (what, done) in steps {
+        // ENOSYS means a kernel built without the feature.
+        let failed = done.err().filter(|error| error.raw_os_error() != Some(nix::libc::ENOSYS));
+        kept.warnings.extend(failed.map(|error| format!("{what} ({error})")));
+    }
+    for warning in &mut kept.warnings {
+        *warning = format!("the MPS daemon has inherited this from the process that started it: {warning}");
+    }
+    kept
+}
+
+/// Soft and hard limits of a service: systemd-system.conf(5), and the limits of the first process, which systemd
+/// passes on.
+fn limits() -> Vec<(Resource, rlim_t, rlim_t)> {
+    const NONE: rlim_t = RLIM_INFINITY;
+    let mut limits = vec![
+        (Resource::RLIMIT_CPU, NONE, NONE),
+        (Resource::RLIMIT_FSIZE, NONE, NONE),
+        (Resource::RLIMIT_DATA, NONE, NONE),
+        (Resource::RLIMIT_STACK, 8 << 20, NONE),
+        (Resource::RLIMIT_CORE, 0, NONE),
+        (Resource::RLIMIT_RSS, NONE, NONE),
+        (Resource::RLIMIT_NOFILE, 1024, 512 << 10),
+        (Resource::RLIMIT_MEMLOCK, 8 << 20, 8 << 20),
+        (Resource::RLIMIT_AS, NONE, NONE),
+        (Resource::RLIMIT_LOCKS, NONE, NONE),
+        (Resource::RLIMIT_MSGQUEUE, 819_200, 819_200),
+        (Resource::RLIMIT_NICE, 0, 0),
+        (Resource::RLIMIT_RTPRIO, 0, 0),
+        (Resource::RLIMIT_RTTIME, NONE, NONE),
+    ];
+    // Half of the kernel's maximum. If that cannot be read, the caller's limits stay; they do not bind a root process.
+    let tasks = fs::read_to_string("/proc/sys/kernel/threads-max").ok();
+    if let Some(tasks) = tasks.and_then(|text| text.trim().parse::<rlim_t>().ok()) {
+        let each = [Resource::RLIMIT_NPROC, Resource::RLIMIT_SIGPENDING];
+        limits.extend(each.map(|resource| (resource, tasks / 2, tasks / 2)));
+    }
+    limits
+}
+
+/// Sets a limit. Returns the caller's limit if it cannot be raised to the soft limit of a service.
+fn limit(resource: Resource, soft: rlim_t, hard: rlim_t) -> Option<String> {
+    let Err(error) = setrlimit(resource, soft, hard) else { return None };
+    let most = getrlimit(resource).map_or(0, |(_, most)| most);
+    match setrlimit(resource, soft.min(most), most) {
+        Ok(()) if soft <= most => None,
+        Ok(()) => Some(format!("{resource:?} of {most} ({error})")),
+        Err(_) => Some(format!("{resource:?} ({error})")),
+    }
+}
+
+/// The kernel ignores CPUs that do not exist or are not in the cpuset.
+fn every_cpu() -> io::Result<()> {
+    let mut all = CpuSet::new();
+    for cpu in 0..CpuSet::count() {
+        all.set(cpu)?;
+    }
+    Ok(sched_setaffinity(Pid::from_raw(0), &all)?)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The system calls of [`super::service_defaults`] that neither nix nor rustix has.
+//! The system calls of [`super::detach`] that neither nix nor rustix has.
 #![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
 
 use std::io;

@@ -1,25 +1,30 @@
-//! `sublet mps start KEY`: starts a daemon, also after a crash.
+//! `sublet mps start KEY`: starts a daemon, also after a crash. `sublet mps await LEASE`: ends the one that a hook has
+//! started below a container runtime.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use nix::unistd::{geteuid, getpgrp, getpid};
+use nix::unistd::{geteuid, getpgrp, getpid, getppid};
 
 use super::detach::{self, Left};
-use super::launch::{self, Kind, Launch};
-use super::logs::Logs;
-use super::{Daemon, Warnings, below_runtime, compute_mode};
+use super::launch::{self, Kind, Launch, Logs};
+use super::{Daemon, Warnings, compute_mode};
+use sublet_core::admit::{self, Local};
+use sublet_core::broker::client::Broker;
+use sublet_core::broker::protocol::{Answer, Ask};
 use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::{
-    DaemonKey, DaemonState, DefaultLimits, LeaseId, Ledger, MpsDaemon, StartClaim, Store,
+    DaemonKey, DaemonState, DefaultLimits, Lease, LeaseId, Ledger, MpsDaemon, StartClaim, Store,
 };
 use sublet_core::mps::control::{AskError, Control, listens};
-use sublet_core::mps::idle::waits;
-use sublet_core::mps::lock::DaemonLock;
+use sublet_core::mps::dirs::DaemonLock;
+use sublet_core::mps::heal::waits;
 use sublet_core::mps::ready::lock_limit;
-use sublet_core::mps::{MpsError, child_start, dirs, limits_and_state};
-use sublet_core::process::epoch_seconds;
+use sublet_core::mps::{self, MpsError, child_await, child_start, dirs, limits_and_state};
+use sublet_core::process::sublet::SubletError;
+use sublet_core::process::{Process, epoch_seconds};
+use sublet_core::text::safe;
 
 /// A server is ready 75 ms after its start (T4: 280 ms; kubernetes-sigs/dra-driver-nvidia-gpu, pull request 1153;
 /// bottlerocket-kernel-kit, 415), and its first client would wait as long. A server that cannot use its GPU has ended
@@ -47,7 +52,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Warnings {
     if ledger.on_daemon(key).next().is_none() && ledger.daemon(key).is_none() {
         return Err(not_wanted());
     }
-    if let Some(started) = below_runtime::start(key, &ledger, config) {
+    if let Some(started) = start_by_service(key, &ledger, config) {
         return started;
     }
     let left = detach::leave(&[&config.state_dir, control.program()]);
@@ -72,7 +77,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Warnings {
         return started.and(Err(not_wanted()));
     }
     let mut warnings = started?;
-    warnings.extend(below_runtime::see_off(key, store)?);
+    warnings.extend(see_off(key, store)?);
     Ok(warnings)
 }
 
@@ -91,13 +96,11 @@ fn stop_unwanted(daemon: Daemon<'_>, held: &DaemonLock, serves: bool) -> Result<
     }
 }
 
-/// Keeps a daemon that answers: publishes it again and sets mode and limits. Returns warnings; `None` if there is no
-/// such daemon.
-fn serves_already(
-    daemon: Daemon<'_>,
-    held: &DaemonLock,
-    control: &Control,
-) -> Result<Option<Vec<String>>, MpsError> {
+/// Warnings about a daemon that is kept; `None` if it cannot be.
+type Kept = Result<Option<Vec<String>>, MpsError>;
+
+/// Keeps a daemon that answers: publishes it again and sets mode and limits. `None`: there is no such daemon.
+fn serves_already(daemon: Daemon<'_>, held: &DaemonLock, control: &Control) -> Kept {
     let Daemon { key, store, config } = daemon;
     let ledger = store.read()?;
     let record = ledger.daemon(key).filter(|record| limits_and_state::runs(record));
@@ -121,11 +124,7 @@ fn serves_already(
 
 /// Sets the compute mode again under a daemon that waited for a lease and now has one. `None`: not possible while its
 /// server has the GPU.
-fn enter_again(
-    daemon: Daemon<'_>,
-    record: &MpsDaemon,
-    ledger: &Ledger,
-) -> Result<Option<Vec<String>>, MpsError> {
+fn enter_again(daemon: Daemon<'_>, record: &MpsDaemon, ledger: &Ledger) -> Kept {
     if !record.mode_left || ledger.on_daemon(daemon.key).next().is_none() {
         return Ok(Some(Vec::new()));
     }
@@ -271,7 +270,8 @@ fn no_server(pid: i32, how: &str, launch: &Launch<'_>) -> MpsError {
         let library = "and check that the libcuda.so.1 that it loads (ldconfig -p | grep libcuda)";
         advice = format!(", {library} is of the loaded driver {driver}");
     }
-    let (program, log) = (program.display(), launch.logs.of_server());
+    let log = dirs::log(launch.daemon.key, &config.state_dir).join("server.log");
+    let program = program.display();
     let why = format!("{program} (pid {pid}) {how}{}; see {}{advice}", launch.logs.ends(), log.display());
     MpsError::NoServer { device: launch.devices.join(", "), why }
 }
@@ -284,12 +284,125 @@ fn holders(launch: &Launch<'_>) -> String {
     let is_own =
         |name: &String| own.iter().any(|(process, _)| name.ends_with(&format!("(pid {})", process.pid)));
     let devices = launch.devices.iter();
-    let mut names: Vec<String> =
-        devices.flat_map(|device| compute_mode::holders(key, device, &ledger, config)).collect();
-    names.retain(|name| !is_own(name));
+    let names = devices.flat_map(|device| compute_mode::holders(key, device, &ledger, config));
+    let mut names: Vec<String> = names.filter(|name| !is_own(name)).collect();
     names.dedup();
     if names.is_empty() {
         return String::new();
     }
     format!("; the GPU is held by {}: end it", names.join(", "))
+}
+
+// A daemon that a hook has started below a container runtime, where neither systemd nor `sublet serve` could start it.
+// The runtime may wait until it has no child any more, the daemon for the end of the lease, and the lease for the
+// runtime's poststop hook. So somebody else ends the lease with its container: `sublet mps await LEASE`.
+
+/// The process that adopts orphans whom no other has asked for.
+const FIRST: i32 = 1;
+
+/// Between two looks at what has ended and is not freed yet.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// How long one wait for the end of a container lasts; then the ledger is read again.
+const LONG: Duration = Duration::from_secs(3600);
+
+/// Has somebody end the leases of `key`'s hooks with their containers, if the daemon, which this process has just
+/// started, is below another process than the first. Returns warnings, one line each.
+fn see_off(key: &DaemonKey, store: &Store) -> Warnings {
+    let ledger = store.read()?;
+    let adopter = ledger.daemon(key).and_then(|daemon| daemon.process?.parent());
+    let Some(adopter) = adopter.filter(|pid| *pid != FIRST && !is_by_service(&ledger)) else {
+        return Ok(Vec::new());
+    };
+    let mut warnings = Vec::new();
+    // A hook of its container took it: the container exists, and its runtime's record is not known.
+    let is_of_hook = |lease: &&Lease| lease.init.is_some() && lease.container.record.as_os_str().is_empty();
+    for lease in ledger.on_daemon(key).filter(is_of_hook) {
+        let container = safe(&lease.container.name());
+        let runtime = compute_mode::described(adopter);
+        if let Err(error) = child_await(&lease.id) {
+            warnings.push(format!(
+                "{runtime} may not end before the next sublet command after the end of container {container}: \
+                 `sublet mps await` cannot be started: {error}"
+            ));
+        }
+        if LeaseId::parse(&key.0).is_none() {
+            warnings.push(format!(
+                "{runtime} may wait for the MPS daemon {key} after the end of container {container}, as long as \
+                 other containers use that: run `sublet serve`, which then starts the daemons"
+            ));
+        }
+    }
+    Ok(warnings)
+}
+
+/// Waits until the container of lease `id` has ended, then frees the lease, until its daemon has ended or serves others.
+///
+/// Unlike `sublet gc` it restarts no daemon, which would be below the runtime, too.
+///
+/// # Errors
+/// The ledger cannot be read at the beginning.
+pub(crate) fn await_end(id: &LeaseId, store: &Store, config: &Config) -> Result<(), MpsError> {
+    let ledger = admit::read(store)?;
+    let Some(key) = ledger.lease(id).and_then(|lease| lease.daemon.clone()) else { return Ok(()) };
+    let daemon = ledger.daemon(&key).and_then(|daemon| daemon.process);
+    let Some(daemon) = daemon else { return Ok(()) };
+    while daemon.is_alive() {
+        let ledger = admit::read(store).inspect_err(|error| tracing::warn!("{error}")).ok();
+        match ledger.as_ref().map(|ledger| (ledger.lease(id), ledger)) {
+            Some((Some(lease), _)) if lease.has_processes() => {
+                lease.await_change(LONG);
+                // Cgroup v1 tells of no change.
+                if lease.has_processes() {
+                    sleep(AGAIN);
+                }
+            }
+            Some((None, ledger)) if is_needed(&key, ledger, config) => return Ok(()),
+            _ => sleep(AGAIN),
+        }
+        let _ = Local::new(config).update(|_| ()).inspect_err(|error| tracing::warn!("{error}"));
+        // Another command may have freed the lease, and not have ended the daemon.
+        for line in mps::end_overdue(store, config) {
+            tracing::warn!("{line}");
+        }
+    }
+    Ok(())
+}
+
+/// Whether the daemon of `key` serves a lease, or waits for the next.
+fn is_needed(key: &DaemonKey, ledger: &Ledger, config: &Config) -> bool {
+    let rests = ledger.daemon(key).is_some_and(|daemon| waits(daemon, ledger, config));
+    rests || ledger.on_daemon(key).next().is_some()
+}
+
+// Without systemd, `sublet serve` starts the daemons where it runs. A process that is started below a container runtime
+// stays below it: the kernel gives orphans to the nearest process above that asked for them (`PR_SET_CHILD_SUBREAPER`,
+// prctl(2)), and `crun run`, say, waits until it has no child any more.
+
+/// How long the service may take to say that it is there.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Has the service start the daemon of `key`. `None`: this process has to, because there is no service, because it is a
+/// child of the service, or because systemd runs.
+fn start_by_service(key: &DaemonKey, ledger: &Ledger, config: &Config) -> Option<Warnings> {
+    ledger.keeper.filter(Process::is_alive)?;
+    if sd_notify::booted().unwrap_or(false) || is_by_service(ledger) {
+        return None;
+    }
+    // One that hangs must not keep a container from starting.
+    let asked = Broker::answers(config, PATIENCE);
+    match asked.and_then(|()| Broker::new(config).ask(&Ask::StartDaemon { key: key.0.clone() })) {
+        Ok(Answer::Started(warnings)) => Some(Ok(warnings)),
+        Ok(Answer::NotStarted(why)) => Some(Err(MpsError::Own(SubletError(why)))),
+        // It hangs, is ending, or of a version that does not start daemons for others.
+        other => {
+            let _ = other.inspect_err(|error| tracing::debug!("{error}"));
+            None
+        }
+    }
+}
+
+/// Whether this process is a child of the service, by which no process is kept waiting.
+fn is_by_service(ledger: &Ledger) -> bool {
+    ledger.keeper.is_some_and(|keeper| keeper.pid == getppid().as_raw())
 }

@@ -3,22 +3,23 @@
 //! while a container starts, and kept in `names.json` beside the ledger: an engine forgets a container that is removed.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::ffi::OsString;
+use std::path::{Component, Path, PathBuf};
 
 use nix::unistd::{Uid, User, geteuid};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use sublet_core::config::Config;
 use sublet_core::fs::{atomic, trusted};
-use sublet_core::ledger::{Lease, Ledger};
+use sublet_core::ledger::{Container, Lease, Ledger};
+use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::epoch_seconds;
 use sublet_core::text::safe;
 
-mod engines;
-mod without_share;
-
-pub(crate) use without_share::{WHY as WHY_WITHOUT_SHARE, without_share};
+#[cfg(test)]
+mod tests;
 
 /// [`Stored::schema`].
 const SCHEMA: &str = "sublet.names/1";
@@ -61,22 +62,17 @@ pub struct Name {
 
 impl Name {
     /// With its texts no longer than [`LONGEST`]. Of an image the end is kept, which has the tag.
-    fn cut(self) -> Self {
+    fn cut(mut self) -> Self {
         let [name, image, part_of, unit] = LONGEST;
-        let surplus = self.image.len().saturating_sub(image);
-        let from =
-            (surplus..=self.image.len()).find(|at| self.image.is_char_boundary(*at)).unwrap_or_default();
-        let head = |text: &str, longest: usize| {
+        for (text, longest) in [(&mut self.name, name), (&mut self.part_of, part_of), (&mut self.unit, unit)]
+        {
             let end = (0..=longest.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
-            text[..end.unwrap_or_default()].to_owned()
-        };
-        Self {
-            engine: self.engine,
-            name: head(&self.name, name),
-            image: self.image[from..].to_owned(),
-            part_of: head(&self.part_of, part_of),
-            unit: head(&self.unit, unit),
+            text.truncate(end.unwrap_or_default());
         }
+        let surplus = self.image.len().saturating_sub(image);
+        let from = (surplus..=self.image.len()).find(|at| self.image.is_char_boundary(*at));
+        self.image.drain(..from.unwrap_or_default());
+        self
     }
 }
 
@@ -115,7 +111,7 @@ impl Names {
         let before = names.0.clone();
         // But for when they were seen.
         let texts = |(id, known): (&String, &Known)| (id.clone(), known.name.clone());
-        names.note(ledger, epoch_seconds(), |lease| is_own(lease).then(|| engines::name(lease)).flatten());
+        names.note(ledger, epoch_seconds(), |lease| is_own(lease).then(|| learnt(lease)).flatten());
         if is_root && !names.0.iter().map(texts).eq(before.iter().map(texts)) {
             names.store(&path);
         }
@@ -242,139 +238,127 @@ pub fn lease_of<'l>(text: &str, ledger: &'l Ledger, names: &Names) -> Result<&'l
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use sublet_core::ledger::fixture::lease;
+// Engines' own records of a container. Nothing here says what a container may do: names are shown, and asked for.
 
-    use super::*;
+/// Units that hold every container of an engine, and say nothing about one.
+const ENGINES: [&str; 5] =
+    ["docker.service", "containerd.service", "podman.service", "crio.service", "sublet.service"];
 
-    fn ledger(numbers: &[u64]) -> Ledger {
-        Ledger {
-            leases: numbers.iter().map(|number| lease(*number, "GPU-0")).collect(),
-            ..Ledger::empty("boot")
-        }
+/// What people call the container of `lease`; `None` if nothing is known of it.
+fn learnt(lease: &Lease) -> Option<Name> {
+    let container = &lease.container;
+    let by_engine = docker(container).or_else(|| podman(container)).or_else(|| kubernetes(container));
+    let cgroup = lease.init.as_ref().and_then(|init| init.cgroup.as_deref());
+    let unit = cgroup.and_then(unit).unwrap_or_default();
+    if by_engine.is_none() && unit.is_empty() {
+        return None;
     }
+    Some(Name { unit, ..by_engine.unwrap_or_default() })
+}
 
-    fn named(name: &str) -> Name {
-        Name { name: name.to_owned(), ..Name::default() }
-    }
+/// Docker's record (moby, `container/container.go`, `toDisk`), below the data root that the container's root filesystem
+/// is in: `Name` begins with a slash, and `Config.Image` is what `docker run` was given.
+fn docker(container: &Container) -> Option<Name> {
+    let id = engine_id(&container.id)?;
+    let file = Path::new("containers").join(id).join("config.v2.json");
+    let record =
+        container.rootfs.ancestors().skip(1).map(|root| root.join(&file)).find(|path| path.exists())?;
+    let record = read(&record)?;
+    let (name, config) = (record["Name"].as_str()?, &record["Config"]);
+    let label = |key: &str| config["Labels"][format!("com.docker.compose.{key}")].as_str();
+    let part_of =
+        label("project").zip(label("service")).map(|(project, service)| format!("{project}/{service}"));
+    Some(Name {
+        engine: Some(Engine::Docker),
+        name: name.strip_prefix('/').unwrap_or(name).to_owned(),
+        image: config["Image"].as_str()?.to_owned(),
+        part_of: part_of.unwrap_or_default(),
+        unit: String::new(),
+    })
+}
 
-    #[test]
-    fn stored_names_are_read_and_written_again_alike() {
-        let stored = include_str!("../../../tests/formats/every-key/names.json");
-        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
-        let read: Stored = serde_json::from_value(stored.clone()).unwrap();
-        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+/// The list of Podman's storage (containers/storage, `containers.go`), in which the container's bundle is; of
+/// containers that are removed when they end (`--rm`) there is another list.
+fn podman(container: &Container) -> Option<Name> {
+    let id = engine_id(&container.id)?;
+    if !container.bundle.ends_with(Path::new(id).join("userdata")) {
+        return None;
     }
+    let storage = container.bundle.ancestors().nth(2)?;
+    let lists = ["containers.json", "volatile-containers.json"].map(|list| storage.join(list));
+    let in_list = |list: &PathBuf| read(list)?.as_array()?.iter().find(|entry| entry["id"] == id).cloned();
+    let entry = lists.iter().find_map(in_list)?;
+    let metadata = entry["metadata"].as_str().and_then(|text| serde_json::from_str::<Value>(text).ok());
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    Some(Name {
+        engine: Some(Engine::Podman),
+        name: text(&entry["names"][0]),
+        image: text(&metadata.unwrap_or_default()["image-name"]),
+        ..Name::default()
+    })
+}
 
-    #[test]
-    fn what_an_engine_has_forgotten_keeps_its_name() {
-        let mut names = Names::default();
-        names.note(&ledger(&[1, 2]), 10, |_| Some(named("web")));
-        names.note(&ledger(&[1]), 20, |_| None);
-        assert_eq!(names.0.values().map(|known| known.seen).collect::<Vec<_>>(), [20, 10]);
-        assert_eq!(names.of(&lease(2, "GPU-0")).map(|name| name.name.as_str()), Some("web"));
-        names.note(&ledger(&[1]), 30, |_| Some(named("renamed")));
-        assert_eq!(names.of(&lease(1, "GPU-0")).map(|name| name.name.as_str()), Some("renamed"));
+/// Annotations of containerd's CRI, in a bundle of its own.
+fn kubernetes(container: &Container) -> Option<Name> {
+    let bundle = Path::new("io.containerd.runtime.v2.task/k8s.io").join(&container.id);
+    if container.id.is_empty() || !container.bundle.ends_with(bundle) {
+        return None;
     }
+    let spec: Value = JsonFile::read(&container.bundle.join("config.json")).ok()?.parse().ok()?;
+    let mut annotations = oci::annotations(&spec).ok()?;
+    let mut take = |key: &str| annotations.remove(&format!("io.kubernetes.cri.{key}")).unwrap_or_default();
+    let (namespace, pod) = (take("sandbox-namespace"), take("sandbox-name"));
+    Some(Name {
+        engine: Some(Engine::Containerd),
+        name: take("container-name"),
+        image: take("image-name"),
+        part_of: if pod.is_empty() { pod } else { format!("{namespace}/{pod}") },
+        unit: String::new(),
+    })
+}
 
-    #[test]
-    fn names_of_those_that_ended_first_are_dropped() {
-        let mut names = Names::default();
-        for number in 0..600 {
-            names.note(&ledger(&[number]), number, |_| Some(named("x")));
-        }
-        assert_eq!(names.0.len(), ENDED + 1);
-        assert!(names.of(&lease(87, "GPU-0")).is_some() && names.of(&lease(86, "GPU-0")).is_none());
-    }
+fn read(file: &Path) -> Option<Value> {
+    serde_json::from_slice(&JsonFile::read(file).ok()?.text).ok()
+}
 
-    #[test]
-    fn long_names_are_cut_between_characters() {
-        let long = "ä".repeat(100);
-        let name =
-            Name { engine: None, name: long.clone(), image: long.clone(), part_of: long.clone(), unit: long };
-        let cut = name.cut();
-        let lengths = [&cut.name, &cut.image, &cut.part_of, &cut.unit].map(String::len);
-        assert_eq!(lengths, LONGEST);
-        let image = format!("registry.example/{}:tag", "x".repeat(100));
-        assert!(Name { image, ..Name::default() }.cut().image.ends_with("x:tag"));
-    }
+/// `id`, if it is one that Docker or Podman gives; anything else names no file of theirs.
+fn engine_id(id: &str) -> Option<&str> {
+    (id.len() == 64 && id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))).then_some(id)
+}
 
-    #[test]
-    fn the_file_is_roots_alone_and_what_is_none_is_no_name() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("names.json");
-        let mut names = Names::default();
-        names.note(&ledger(&[1]), 10, |_| Some(named("a\u{1b}[31m")));
-        names.store(&path);
-        let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
-        assert_eq!(mode & 0o777, 0o600);
-        assert_eq!(Names::stored(&path), names);
-        for text in ["", "{", "[]", r#"{"schema":"sublet.names/2","leases":{}}"#] {
-            std::fs::write(&path, text).unwrap();
-            assert_eq!(Names::stored(&path), Names::default(), "{text}");
-        }
-    }
+/// The innermost systemd service that a cgroup directory lies in (systemd.resource-control(5): one directory a unit).
+fn unit(cgroup: &Path) -> Option<String> {
+    let names = cgroup.components().rev().filter_map(|part| match part {
+        Component::Normal(name) => name.to_str(),
+        _ => None,
+    });
+    let mut services = names.filter(|name| name.ends_with(".service"));
+    let service = services.next()?;
+    let says_nothing = ENGINES.contains(&service) || service.starts_with("user@");
+    (!says_nothing).then(|| service.to_owned())
+}
 
-    /// Leases 1 to 3; the containers are c1, c2 and c3, the first two named `web-1` and `web`.
-    fn world() -> (Ledger, Names) {
-        let leases = [1, 2, 3].map(|number| {
-            let mut lease = lease(number, "GPU-0");
-            lease.container.id = format!("c{number}");
-            lease
-        });
-        let known = |name: &str| Known {
-            seen: 0,
-            container_id: String::new(),
-            name: Name { name: name.to_owned(), ..Name::default() },
-        };
-        let names = [("web-1", 0), ("web", 1)].map(|(name, at)| (leases[at].id.to_string(), known(name)));
-        (Ledger { leases: leases.to_vec(), ..Ledger::empty("boot") }, Names(names.into()))
-    }
+/// What is said of [`without_share`].
+pub(crate) const WHY_WITHOUT_SHARE: &str =
+    "started with the runtime sublet, but without a share: no annotation reached it";
 
-    #[test]
-    fn a_name_an_id_and_a_unique_prefix_are_understood() {
-        let (ledger, names) = world();
-        let found = |text: &str| lease_of(text, &ledger, &names).map(|lease| lease.container.id.as_str());
-        assert_eq!(found("web-1"), Ok("c1"));
-        assert_eq!(found("web"), Ok("c2"), "in full, before the prefix of another");
-        assert_eq!(found("web-"), Ok("c1"));
-        assert_eq!(found("c3"), Ok("c3"));
-        assert_eq!(found(ledger.leases[2].id.as_str()), Ok("c3"));
-    }
+/// The names of containers that run, were started with sublet's runtime and have no share, of a dockerd with this
+/// data-root: by Docker's own records, because the shim keeps none of them.
+pub(crate) fn without_share(data_root: &Path, ledger: &Ledger) -> Vec<String> {
+    let entries = std::fs::read_dir(data_root.join("containers")).into_iter().flatten().flatten();
+    let holds_none = |id: OsString| !ledger.leases.iter().any(|lease| lease.container.id.as_str() == id);
+    let holding_none = entries.filter(|entry| holds_none(entry.file_name()));
+    let mut names: Vec<String> = holding_none.filter_map(|entry| running_by_sublet(&entry.path())).collect();
+    names.sort();
+    names
+}
 
-    #[test]
-    fn none_and_several_are_said() {
-        let (ledger, names) = world();
-        let error = |text: &str| lease_of(text, &ledger, &names).unwrap_err();
-        assert_eq!(error("x\u{1b}"), NoLease::None("x\\u{1b}".to_owned()));
-        assert_eq!(error(""), NoLease::None(String::new()));
-        let NoLease::Several { matches, .. } = error("c") else { panic!("c means three") };
-        assert_eq!(matches.len(), 3);
-        assert!(
-            matches[0].starts_with("web-1 (lease ") && matches[2].starts_with("c3 (lease "),
-            "{matches:?}"
-        );
+/// The container's name, if it runs and `sublet` is its runtime (moby, `container/container.go`, `toDisk`).
+fn running_by_sublet(container: &Path) -> Option<String> {
+    if read(&container.join("hostconfig.json"))?["Runtime"] != "sublet" {
+        return None;
     }
-
-    #[test]
-    fn a_container_that_has_ended_is_found_by_name_and_id_the_last_one_first() {
-        let (ledger, mut names) = world();
-        let mut end = |number: u64, name: &str| {
-            let name = Name { name: name.to_owned(), ..Name::default() };
-            let known = Known { seen: number, container_id: format!("c{number}"), name };
-            names.0.insert(lease(number, "GPU-0").id.to_string(), known);
-        };
-        end(7, "job");
-        end(9, "job");
-        end(8, "jobs");
-        let found = |text: &str| {
-            names.ended(text, &ledger).into_iter().map(|(_, known)| &*known.container_id).collect::<Vec<_>>()
-        };
-        assert_eq!(found("job"), ["c9", "c7"], "in full, before what it is a prefix of");
-        assert_eq!(found("jobs"), ["c8"]);
-        assert_eq!(found("jo"), ["c9", "c8", "c7"]);
-        assert_eq!(found("c7"), ["c7"]);
-        assert_eq!((found("web"), found("")), (vec![], vec![]), "it has not ended");
-    }
+    let record = read(&container.join("config.v2.json"))?;
+    let name = record["Name"].as_str().filter(|_| record["State"]["Running"] == true)?;
+    Some(safe(name.strip_prefix('/').unwrap_or(name)))
 }

@@ -1,27 +1,28 @@
-//! Builds the inventory from NVML, /proc, /dev and the library directories. Only the program `sublet` does this.
+//! Builds the inventory from NVML, /proc, /dev and the library directories, without the GPUs that cannot be served. Only
+//! the program `sublet` does this.
 
+use std::collections::BTreeSet;
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
-use super::cache::{KernelModule, SCHEMA, Seen};
-use super::device_nodes::{NodeError, check_node};
-use super::driver_files::{Found, Machine};
-use super::left_out::{LeftOutGpus, Silent};
-use super::programs::{self, MissingPrograms, MpsPrograms};
-use super::{
-    Device, Driver, FileDirectory, Inventory, InventoryError, LeftOut, Majors, MigGpus, Node, cache,
-    device_nodes, driver_files, mig_capabilities, nvml, under,
-};
+use super::driver_files::{self, Found, Machine};
+use super::nvml;
 use sublet_core::config::{Config, Inject};
-use sublet_core::fs;
+use sublet_core::fs::{read_proc_devices, under};
+use sublet_core::inventory::cache::{self, KernelModule, Seen};
+use sublet_core::inventory::{
+    Device, Driver, FileDirectory, Inventory, InventoryError, LeftOut, Majors, MigGpus, MissingPrograms,
+    MpsPrograms, Node, NodeError, SCHEMA, check_node, device_nodes, programs,
+};
+use sublet_core::process::epoch_seconds;
 use sublet_core::text::safe;
 
 /// The oldest supported driver branch: MPS was measured with it, and it has every NVML call made here.
-const OLDEST_BRANCH: u32 = 535;
+pub(crate) const OLDEST_BRANCH: u32 = 535;
 
 /// Minor of `/dev/nvidiactl` (`NV_CTL_DEVICE_MINOR` in the kernel module's nv.h).
 const CTL_MINOR: u32 = 255;
@@ -85,13 +86,13 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     // Read before NVML is asked: a change in between makes the result stale, but not wrong.
     let seen = cache::read_seen(root)?;
     host.check_libraries()?;
-    let majors = majors(root)?;
+    let known @ (.., majors) = majors(root)?;
     let asked = host.ask()?;
     let cuda = nvml::cuda_version(&asked.nvml).unwrap_or_else(|error| {
         tracing::warn!("NVML does not tell CUDA's version: {error}");
         (0, 0)
     });
-    let (devices, left_out) = asked.devices(&seen, majors)?;
+    let (devices, left_out) = asked.devices(&seen, known)?;
     // The control program if its server exists too; otherwise a warning if only one of them exists.
     let (mps_control, mps_missing) = match MpsPrograms::find(&config.driver).both(&config.driver) {
         Ok((control, _)) => (Some(control.to_owned()), None),
@@ -101,7 +102,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     Ok(Inventory {
         schema: SCHEMA.to_owned(),
         fingerprint: seen.fingerprint,
-        probed_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        probed_at: epoch_seconds(),
         mig_changes: 0,
         driver: Driver {
             version: host.module.version.clone(),
@@ -110,8 +111,8 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             mps_control,
             mps_missing,
             smi: programs::program(&config.driver, "nvidia-smi"),
-            majors: majors.all,
-            mig_caps: mig_capabilities::privileged(root, majors.all.caps)
+            majors,
+            mig_caps: device_nodes::privileged_nodes(root, majors.caps)
                 .map_err(|(path, source)| ProbeError::Unreadable { path, source })?,
         },
         devices,
@@ -130,16 +131,13 @@ pub(crate) fn left_out(config: &Config) -> Result<Vec<LeftOut>, ProbeError> {
 
 /// GPUs in MIG mode and their MIG devices, read from NVML only.
 pub(crate) fn mig_gpus(config: &Config) -> Result<MigGpus, ProbeError> {
-    let host = Host::of(config)?;
-    let asked = host.ask()?;
-    nvml::mig_gpus(&asked.nvml).map_err(|error| failed(&asked.library, "list the MIG devices", &error))
+    let (nvml, library) = connect(config)?;
+    nvml::mig_gpus(&nvml).map_err(|error| failed(&library, "list the MIG devices", &error))
 }
 
 /// NVML of this host, and the library it is in.
 pub(crate) fn connect(config: &Config) -> Result<(Nvml, PathBuf), ProbeError> {
-    let host = Host::of(config)?;
-    let asked = host.ask()?;
-    Ok((asked.nvml, asked.library))
+    Host::of(config)?.ask().map(|asked| (asked.nvml, asked.library))
 }
 
 fn refuse_platforms(root: &Path) -> Result<(), ProbeError> {
@@ -147,10 +145,8 @@ fn refuse_platforms(root: &Path) -> Result<(), ProbeError> {
     if let Some(path) = there("/dev/dxg") {
         return Err(ProbeError::Wsl { path });
     }
-    match there("/dev/nvmap") {
-        Some(path) if there("/dev/nvidiactl").is_none() => Err(ProbeError::Jetson { path }),
-        _ => Ok(()),
-    }
+    let jetson = there("/dev/nvmap").filter(|_| there("/dev/nvidiactl").is_none());
+    jetson.map_or(Ok(()), |path| Err(ProbeError::Jetson { path }))
 }
 
 const NVML: &str = "libnvidia-ml.so.1";
@@ -165,12 +161,7 @@ struct Host<'a> {
 
 impl<'a> Host<'a> {
     fn of(config: &'a Config) -> Result<Self, ProbeError> {
-        let path = under(&config.driver.root, cache::VERSION_FILE);
-        let module = match cache::loaded_kernel_module(&config.driver.root) {
-            Ok(Some(module)) => module,
-            Ok(None) => return Err(InventoryError::NoDriver { path }.into()),
-            Err(source) => return Err(InventoryError::Unreadable { path, source }.into()),
-        };
+        let module = cache::loaded_kernel_module(&config.driver.root)?;
         let branch = module.version.split('.').next().and_then(|branch| branch.parse::<u32>().ok());
         if branch.is_some_and(|branch| branch < OLDEST_BRANCH) {
             return Err(ProbeError::TooOld { version: module.version });
@@ -240,27 +231,19 @@ fn failed(library: &Path, what: &str, error: &NvmlError) -> ProbeError {
     ProbeError::Nvml { library: library.to_owned(), what: what.to_owned(), why: safe(&error.to_string()) }
 }
 
-/// The required majors, and those that may be missing.
-#[derive(Clone, Copy)]
-struct KnownMajors {
-    nvidia: u32,
-    uvm: u32,
-    all: Majors,
-}
+/// The majors of nvidia and nvidia-uvm, which are required, and all of them.
+type KnownMajors = (u32, u32, Majors);
 
 fn majors(root: &Path) -> Result<KnownMajors, ProbeError> {
     let path = under(root, "/proc/devices");
-    let text = fs::read_proc_devices(root)
-        .map_err(|source| ProbeError::Unreadable { path: path.clone(), source })?;
+    let text =
+        read_proc_devices(root).map_err(|source| ProbeError::Unreadable { path: path.clone(), source })?;
     let all = Majors::parse(&text);
     let missing = |module, remedy| ProbeError::NoMajor { module, path: path.clone(), remedy };
-    Ok(KnownMajors {
-        nvidia: all.nvidia.ok_or_else(|| missing("nvidia", "run `modprobe nvidia`"))?,
-        uvm: all.uvm.ok_or_else(|| {
-            missing("nvidia-uvm", "run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`")
-        })?,
-        all,
-    })
+    let nvidia = all.nvidia.ok_or_else(|| missing("nvidia", "run `modprobe nvidia`"))?;
+    let load_uvm = "run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`";
+    let uvm = all.uvm.ok_or_else(|| missing("nvidia-uvm", load_uvm))?;
+    Ok((nvidia, uvm, all))
 }
 
 /// A connection to NVML, and what its errors have to name.
@@ -273,10 +256,10 @@ struct Asked<'a> {
 impl Asked<'_> {
     /// Every GPU that can be served, each followed by its MIG devices, and the others.
     fn devices(&self, seen: &Seen, majors: KnownMajors) -> Result<(Vec<Device>, Vec<LeftOut>), ProbeError> {
-        let root = &self.host.config.driver.root;
+        let (root, (nvidia, uvm, _)) = (&self.host.config.driver.root, majors);
         let node = |path: &str, major, minor| Node { path: path.into(), major, minor };
-        check_node(root, &node("/dev/nvidiactl", majors.nvidia, CTL_MINOR))?;
-        check_node(root, &node("/dev/nvidia-uvm", majors.uvm, 0))?;
+        check_node(root, &node("/dev/nvidiactl", nvidia, CTL_MINOR))?;
+        check_node(root, &node("/dev/nvidia-uvm", uvm, 0))?;
         let count = self.nvml.device_count();
         let count = count.map_err(|error| failed(&self.library, "count the GPUs", &error))?;
         let (mut devices, mut silent) = (Vec::new(), Vec::new());
@@ -301,11 +284,11 @@ impl Asked<'_> {
 
     /// GPU `index` and its MIG devices, or why no container can have it.
     fn device(&self, index: u32, seen: &Seen, majors: KnownMajors) -> Result<(Device, Vec<Device>), Silent> {
-        let root = &self.host.config.driver.root;
+        let (root, (nvidia, _, all)) = (&self.host.config.driver.root, majors);
         let device = self.nvml.device_by_index(index).map_err(|error| Silent::of(&error, None))?;
         let bus_id = nvml::bus_id(&device).ok();
-        let described = nvml::describe(&device, index, majors.nvidia).and_then(|gpu| {
-            let parts = nvml::parts(&device, &gpu, root, majors.all.caps)?;
+        let described = nvml::describe(&device, index, nvidia).and_then(|gpu| {
+            let parts = nvml::parts(&device, &gpu, root, all.caps)?;
             Ok((gpu, parts))
         });
         let lost = bus_id.as_ref().is_some_and(|bus_id| seen.lost.contains(bus_id));
@@ -318,6 +301,134 @@ impl Asked<'_> {
         let node = gpu.nodes.iter().find_map(|node| check_node(root, node).err());
         node.map_or(Ok((gpu, parts)), |error| Err(Silent { bus_id, lost: false, why: error.to_string() }))
     }
+}
+
+// Which GPUs are left out. One that does not answer does not tell which it is: the driver's /proc and the inventory before
+// do.
+
+/// Why a GPU that NVML counts is not served.
+struct Silent {
+    /// Its PCI address, if it tells.
+    bus_id: Option<String>,
+    lost: bool,
+    why: String,
+}
+
+impl Silent {
+    fn of(error: &NvmlError, bus_id: Option<String>) -> Self {
+        let what_next = match error {
+            NvmlError::GpuLost => "see `dmesg | grep -i xid`; a power cycle may bring it back",
+            NvmlError::ResetRequired => "`nvidia-smi --gpu-reset` resets it once nothing uses it",
+            NvmlError::NoPermission => "the driver does not let this user or machine use it",
+            _ => "see `dmesg | grep -i nvrm`; `nvidia-smi --gpu-reset` or a reboot may help",
+        };
+        Self {
+            bus_id,
+            lost: matches!(error, NvmlError::GpuLost),
+            why: format!("NVML answers \"{}\"; {what_next}", safe(&error.to_string())),
+        }
+    }
+}
+
+/// What tells which GPUs they are.
+struct LeftOutGpus<'a> {
+    root: &'a Path,
+    seen: &'a Seen,
+    /// The inventory before, of this boot.
+    before: Option<&'a Inventory>,
+}
+
+impl LeftOutGpus<'_> {
+    /// The GPUs, by index. Of those that NVML counts and that do not tell their address, the first has the first address
+    /// that is left, because NVML's order is that of the bus.
+    fn name(&self, silent: Vec<(u32, Silent)>, served: &[Device]) -> Vec<LeftOut> {
+        let listed = self.seen.fingerprint.gpus.iter().chain(&self.seen.lost).map(String::as_str);
+        // What the administrator has excluded (NVreg_ExcludedGpus) is listed, and is nobody's to miss.
+        let is_excluded =
+            |bus_id: &&str| value(&self.information(bus_id), "GPU Excluded:").as_deref() == Some("Yes");
+        let mut others: BTreeSet<&str> = listed.filter(|bus_id| !is_excluded(bus_id)).collect();
+        others.extend(self.known().map(|gpu| gpu.bus_id.as_str()));
+        for device in served {
+            others.remove(device.bus_id.as_str());
+        }
+        let (told, untold): (Vec<_>, Vec<_>) =
+            silent.into_iter().partition(|(_, silent)| silent.bus_id.is_some());
+        let mut all = Vec::new();
+        for (index, silent) in told {
+            let bus_id = silent.bus_id.clone().unwrap_or_default();
+            others.remove(bus_id.as_str());
+            all.push(self.left_out(&bus_id, Some((index, silent))));
+        }
+        // What has left the bus may be counted or not.
+        if others.len() > untold.len() {
+            let (there, gone) =
+                others.into_iter().partition::<BTreeSet<_>, _>(|bus_id| self.is_there(bus_id));
+            all.extend(gone.into_iter().map(|bus_id| self.left_out(bus_id, None)));
+            others = there;
+        }
+        let mut untold = untold.into_iter();
+        all.extend(others.into_iter().map(|bus_id| self.left_out(bus_id, untold.next())));
+        all.sort_by_key(|gone| gone.gpu.index);
+        all
+    }
+
+    /// Whether the driver lists it and it answers on the bus.
+    fn is_there(&self, bus_id: &str) -> bool {
+        self.seen.fingerprint.gpus.iter().any(|there| there == bus_id)
+    }
+
+    fn known(&self) -> impl Iterator<Item = &Device> {
+        let before = self.before.into_iter();
+        before.flat_map(|before| before.gpus().chain(before.left_out.iter().map(|gone| &gone.gpu)))
+    }
+
+    fn left_out(&self, bus_id: &str, silent: Option<(u32, Silent)>) -> LeftOut {
+        let index = silent.as_ref().map(|(index, _)| *index);
+        let (lost, why) = match silent.map(|(_, silent)| silent) {
+            _ if !self.is_there(bus_id) => {
+                let why = "it fell off the bus; see `dmesg | grep -i xid`; a power cycle may bring it back";
+                (true, why.to_owned())
+            }
+            Some(silent) => (silent.lost, silent.why),
+            None => (false, "NVML does not count it; see `dmesg | grep -i nvrm`".to_owned()),
+        };
+        let gpu = self.gpu(bus_id, index);
+        let before = self.before.into_iter();
+        let devices =
+            before.flat_map(|it| it.devices.iter().chain(it.left_out.iter().flat_map(|gone| &gone.mig)));
+        let mig = devices.filter(|device| device.is_mig() && device.gpu() == gpu.uuid).cloned().collect();
+        LeftOut { mig, gpu, lost, why }
+    }
+
+    fn information(&self, bus_id: &str) -> String {
+        let file = under(self.root, &format!("/proc/driver/nvidia/gpus/{bus_id}/information"));
+        fs::read_to_string(file).unwrap_or_default()
+    }
+
+    /// As known before, or as the driver's /proc tells.
+    fn gpu(&self, bus_id: &str, index: Option<u32>) -> Device {
+        if let Some(gpu) = self.known().find(|gpu| gpu.bus_id == bus_id).cloned() {
+            return Device { index: index.unwrap_or(gpu.index), ..gpu };
+        }
+        let text = self.information(bus_id);
+        let value = |key| value(&text, key);
+        let minor = value("Device Minor:").and_then(|minor| minor.parse().ok());
+        let index = index.or(minor).unwrap_or(u32::MAX);
+        Device {
+            uuid: value("GPU UUID:").unwrap_or_else(|| bus_id.to_owned()),
+            index,
+            minor: minor.unwrap_or(index),
+            bus_id: bus_id.to_owned(),
+            name: value("Model:").unwrap_or_else(|| "NVIDIA GPU".to_owned()),
+            ..Device::default()
+        }
+    }
+}
+
+/// What /proc tells by this name.
+fn value(text: &str, key: &str) -> Option<String> {
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+    Some(line.trim().to_owned())
 }
 
 #[cfg(test)]

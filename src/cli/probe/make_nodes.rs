@@ -9,10 +9,9 @@ use std::io;
 use std::os::unix::fs::{chown, symlink};
 use std::path::Path;
 
-use super::device_nodes::check_node;
-use super::mig_capabilities::{make_node, value};
-use super::{Inventory, Majors, Node, NodeError, under};
-use sublet_core::fs::read_proc_devices;
+use sublet_core::fs::{read_proc_devices, trusted, under};
+use sublet_core::inventory::device_nodes::{make_node, value};
+use sublet_core::inventory::{Inventory, Majors, Node, NodeError, cache, check_node};
 
 /// NVIDIA's PCI vendor id.
 const VENDOR: &str = "0x10de";
@@ -32,7 +31,7 @@ pub(crate) fn has_gpu(root: &Path) -> bool {
 
 /// Whether the driver is loaded.
 pub(crate) fn is_loaded(root: &Path) -> bool {
-    under(root, super::cache::VERSION_FILE).exists()
+    under(root, cache::VERSION_FILE).exists()
 }
 
 /// Creates missing nodes as nvidia-modprobe would, and returns a warning for each failure. Creates none if the driver
@@ -47,7 +46,7 @@ pub(crate) fn make_nodes(root: &Path) -> Vec<String> {
         let error = make(root, &node, &params).err()?;
         Some(format!("cannot create device node {}: {error}", node.path.display()))
     };
-    wanted(root).into_iter().filter(missing).filter_map(failed).collect()
+    driver_nodes(root).into_iter().filter(missing).filter_map(failed).collect()
 }
 
 /// Creates a node with the owner and mode of the module's parameters.
@@ -58,12 +57,15 @@ fn make(root: &Path, node: &Node, params: &str) -> io::Result<()> {
 }
 
 /// The nodes of the driver and of every GPU that it lists.
-fn wanted(root: &Path) -> Vec<Node> {
+pub(crate) fn driver_nodes(root: &Path) -> Vec<Node> {
     let known = read_proc_devices(root).unwrap_or_default();
     let majors = Majors::parse(&known);
     // Its own kernel module; graphics need it, CUDA does not.
     let modeset = majors.nvidia.filter(|major| known.contains(&format!("{major} nvidia-modeset\n")));
-    let gpus = minors(root).into_iter().map(|minor| (format!("nvidia{minor}"), majors.nvidia, minor));
+    let gpus = fs::read_dir(under(root, "/proc/driver/nvidia/gpus")).into_iter().flatten().flatten();
+    let minor =
+        |gpu: fs::DirEntry| value(&fs::read_to_string(gpu.path().join("information")).ok()?, "Device Minor");
+    let gpus = gpus.filter_map(minor).map(|minor| (format!("nvidia{minor}"), majors.nvidia, minor));
     let common = [
         ("nvidiactl", majors.nvidia, 255),
         ("nvidia-uvm", majors.uvm, 0),
@@ -77,16 +79,9 @@ fn wanted(root: &Path) -> Vec<Node> {
     common.chain(gpus).filter_map(node).collect()
 }
 
-fn minors(root: &Path) -> Vec<u32> {
-    let Ok(gpus) = fs::read_dir(under(root, "/proc/driver/nvidia/gpus")) else { return Vec::new() };
-    let minor =
-        |gpu: fs::DirEntry| value(&fs::read_to_string(gpu.path().join("information")).ok()?, "Device Minor");
-    gpus.flatten().filter_map(minor).collect()
-}
-
 /// Links every node of the driver and of `inventory` in /dev/char; returns a warning for each failure.
 pub(crate) fn link_nodes(root: &Path, inventory: &Inventory) -> Vec<String> {
-    let mut nodes = wanted(root);
+    let mut nodes = driver_nodes(root);
     nodes.extend(inventory.devices.iter().flat_map(|device| device.nodes.iter().cloned()));
     nodes.retain(|node| check_node(root, node).is_ok());
     let failed = |node: &Node| {
@@ -102,7 +97,7 @@ fn link(root: &Path, node: &Node) -> io::Result<()> {
     if fs::read_link(&link).is_ok_and(|there| there == target) {
         return Ok(());
     }
-    sublet_core::fs::trusted::create(&under(root, "/dev/char"))?;
+    trusted::create(&under(root, "/dev/char"))?;
     // A dynamic major may have belonged to another driver earlier.
     match fs::remove_file(&link) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -139,7 +134,7 @@ mod tests {
             "/proc/driver/nvidia/gpus/0000:3b:00.0/information",
             "Model: \t H200\nDevice Minor: \t 3\n",
         );
-        let nodes = wanted(root.path());
+        let nodes = driver_nodes(root.path());
         let text = |node: &Node| format!("{} {}:{}", node.path.display(), node.major, node.minor);
         let expected = [
             "/dev/nvidiactl 195:255",

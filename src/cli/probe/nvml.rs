@@ -9,12 +9,11 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::{MemoryInfo, ProcessInfo};
 use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
-use super::nvml_processes::{compute_processes, mps_clients};
-use super::{
-    ComputeMode, Device, Fact, GpuProcess, MigDevice, MigGpus, Node, Unknown, Virtualization, contexts,
-    mig_capabilities,
-};
+use super::processes::{self, compute_processes, mps_clients};
 use crate::nvml_mig::{self, instance_ids};
+use sublet_core::inventory::{
+    ComputeMode, Device, Fact, GpuProcess, MigDevice, MigGpus, Node, Unknown, Virtualization, device_nodes,
+};
 
 /// Loads and initializes the library, even if some GPUs do not answer.
 pub(crate) fn init(library: &Path) -> Result<Nvml, NvmlError> {
@@ -36,11 +35,8 @@ pub(super) fn bus_id(device: &NvmlDevice<'_>) -> Result<String, NvmlError> {
 /// NVML writes eight domain digits and capitals, the kernel at least four digits and lower case.
 fn kernel_bus_id(nvml: &str) -> String {
     let lower = nvml.to_ascii_lowercase();
-    match lower.split_once(':').and_then(|(domain, rest)| Some((u32::from_str_radix(domain, 16).ok()?, rest)))
-    {
-        Some((domain, rest)) => format!("{domain:04x}:{rest}"),
-        None => lower,
-    }
+    let (domain, rest) = lower.split_once(':').unwrap_or_default();
+    u32::from_str_radix(domain, 16).map_or_else(|_| lower.clone(), |domain| format!("{domain:04x}:{rest}"))
 }
 
 /// The handle of the GPU or MIG device with this UUID. NVML's own search fails if any GPU has fallen off the bus or is
@@ -92,22 +88,24 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
         mig_enabled,
         compute_mode: mode.map_or(ComputeMode::Default, compute_mode),
         display_active: told.if_supported(Fact::Display, device.is_display_active())?.unwrap_or(false),
-        virtualization: virtualization.as_ref().map_or(Virtualization::None, self::virtualization),
-        dri_nodes: Vec::new(),
+        virtualization: match virtualization {
+            None | Some(GpuVirtualizationMode::Bare) => Virtualization::None,
+            Some(GpuVirtualizationMode::PassThrough) => Virtualization::Passthrough,
+            Some(GpuVirtualizationMode::Vgpu) => Virtualization::Vgpu,
+            Some(GpuVirtualizationMode::HostVgpu | GpuVirtualizationMode::HostVsga) => Virtualization::Host,
+        },
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         // In MIG mode processes are listed under the MIG devices.
         processes: if mig_enabled { Vec::new() } else { told.running(device)? },
-        mig_device: None,
         bus_id,
-        unknown: told.unknown,
+        unknown: told.0,
+        ..Device::default()
     })
 }
 
 /// Notes what NVML does not tell, so that it costs no more than that.
 #[derive(Default)]
-struct Told {
-    unknown: Unknown,
-}
+struct Told(Unknown);
 
 /// Chips without memory of their own, by compute capability: Orin, Thor, GB10 (CUDA C++ Programming Guide, "Compute
 /// Capabilities"; developer.nvidia.com/blog/understanding-memory-management-on-hardware-coherent-platforms).
@@ -120,7 +118,7 @@ impl Told {
             Ok(value) => Ok(Some(value)),
             Err(error @ (NvmlError::GpuLost | NvmlError::ResetRequired)) => Err(error),
             Err(error) => {
-                self.unknown.insert(fact, error.to_string());
+                self.0.insert(fact, error.to_string());
                 Ok(None)
             }
         }
@@ -138,11 +136,10 @@ impl Told {
         answer: Result<MemoryInfo, NvmlError>,
         compute_capability: (u32, u32),
     ) -> Result<(u64, u64, bool), NvmlError> {
-        let unsupported = matches!(answer, Err(NvmlError::NotSupported));
-        if unsupported && WITH_MEMORY_OF_HOST.contains(&compute_capability) {
-            if let Some((total, free)) = memory_of_host() {
-                return Ok((total, free, true));
-            }
+        let is_hosts = matches!(answer, Err(NvmlError::NotSupported))
+            && WITH_MEMORY_OF_HOST.contains(&compute_capability);
+        if let Some((total, free)) = is_hosts.then(memory_of_host).flatten() {
+            return Ok((total, free, true));
         }
         let told = self.of(Fact::Memory, answer)?;
         Ok(told.map_or((0, 0, false), |told| (told.total, told.free, false)))
@@ -155,7 +152,7 @@ impl Told {
         let mps = self.of(Fact::Clients, mps_clients(device))?.flatten().unwrap_or_default();
         let found = joined(compute.iter().chain(&mps)).into_iter();
         let describe = |(pid, memory): (u32, Option<u64>)| {
-            contexts::describe(i32::try_from(pid).ok()?, memory.unwrap_or(0))
+            processes::describe(i32::try_from(pid).ok()?, memory.unwrap_or(0))
         };
         Ok(found.filter_map(describe).collect())
     }
@@ -205,15 +202,6 @@ pub(crate) const fn compute_mode(mode: NvmlComputeMode) -> ComputeMode {
     }
 }
 
-const fn virtualization(mode: &GpuVirtualizationMode) -> Virtualization {
-    match mode {
-        GpuVirtualizationMode::Bare => Virtualization::None,
-        GpuVirtualizationMode::PassThrough => Virtualization::Passthrough,
-        GpuVirtualizationMode::Vgpu => Virtualization::Vgpu,
-        GpuVirtualizationMode::HostVgpu | GpuVirtualizationMode::HostVsga => Virtualization::Host,
-    }
-}
-
 /// Each pid once, with the larger of its memory figures; `None` if there is none.
 pub(crate) fn joined<'p>(listed: impl Iterator<Item = &'p ProcessInfo>) -> BTreeMap<u32, Option<u64>> {
     listed.fold(BTreeMap::new(), |mut found, process| {
@@ -252,14 +240,12 @@ pub(crate) fn mig_ids(device: &NvmlDevice<'_>) -> Result<Vec<MigIds>, NvmlError>
 
 /// [`MigGpus`] as NVML reports them, of the GPUs that answer.
 pub(super) fn mig_gpus(nvml: &Nvml) -> Result<MigGpus, NvmlError> {
-    let of = |index| -> Result<Option<_>, NvmlError> {
-        let device = nvml.device_by_index(index)?;
-        if !is_mig_enabled(&device)? {
-            return Ok(None);
-        }
-        Ok(Some((device.uuid()?, mig_ids(&device)?.into_iter().collect())))
+    let of = |index| {
+        let device = nvml.device_by_index(index).ok()?;
+        let is_enabled = is_mig_enabled(&device).unwrap_or(false);
+        is_enabled.then(|| Some((device.uuid().ok()?, mig_ids(&device).ok()?.into_iter().collect())))?
     };
-    Ok((0..nvml.device_count()?).filter_map(|index| of(index).ok().flatten()).collect())
+    Ok((0..nvml.device_count()?).filter_map(of).collect())
 }
 
 fn is_mig_enabled(device: &NvmlDevice<'_>) -> Result<bool, NvmlError> {
@@ -304,11 +290,11 @@ fn part(
     let name = told.of(Fact::Name, mig.name())?.unwrap_or_default();
     let attributes = told.of(Fact::Sms, mig.attributes())?;
     let (memory_bytes, memory_free_bytes, _) = told.memory(mig.memory_info(), gpu.compute_capability)?;
-    let fault = match mig_capabilities::nodes(root, caps_major, gpu.minor, gi, ci) {
+    let fault = match device_nodes::instance_nodes(root, caps_major, gpu.minor, gi, ci) {
         Ok(caps) => {
             nodes.extend(caps);
             // Its size and its profile are what it is chosen and booked by.
-            told.unknown.values().next().map(|answer| format!("NVML does not describe it ({answer})"))
+            told.0.values().next().map(|answer| format!("NVML does not describe it ({answer})"))
         }
         Err(why) => Some(why),
     };
@@ -342,7 +328,7 @@ fn part(
         nodes,
         processes: told.running(mig)?,
         mig_device: Some(part),
-        unknown: told.unknown,
+        unknown: told.0,
         ..gpu.clone()
     })
 }

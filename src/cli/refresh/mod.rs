@@ -47,11 +47,10 @@ pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
             let halfway = probed.as_ref().map_or(true, |probed| probed.devices.iter().any(is_faulty));
             // For containers, or by `sublet mig apply`.
             let changes = || before.under_way.is_some() || mig_changes(config) != before;
-            if halfway && changes() && began.elapsed() < SETTLING {
-                std::thread::sleep(LOOK_AGAIN);
-                continue;
+            if !halfway || !changes() || began.elapsed() >= SETTLING {
+                return Ok(Inventory { mig_changes: before.count, ..probed? });
             }
-            return Ok(Inventory { mig_changes: before.count, ..probed? });
+            std::thread::sleep(LOOK_AGAIN);
         }
     })
 }
@@ -108,17 +107,12 @@ fn tell(before: &[LeftOut], now: &Inventory, config: &Config) {
 /// Waits for a running refresh. The lock file has mode 0600, so that no other user can block this.
 fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
     let path = state_dir.join("refresh.lock");
-    let file = trusted::make(state_dir)
-        .map_err(|why| io::Error::other(format!("its directory {why}")))
-        .and_then(|_| {
-            OpenOptions::new()
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .mode(0o600)
-                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-                .open(&path)
-        })
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false).mode(0o600);
+    options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    let made = trusted::make(state_dir).map_err(|why| io::Error::other(format!("its directory {why}")));
+    let file = made
+        .and_then(|_| options.open(&path))
         .map_err(|source| InventoryError::Unwritable { path: path.clone(), source })?;
     Flock::lock(file, FlockArg::LockExclusive)
         .map_err(|(_, error)| error)
@@ -152,16 +146,15 @@ pub fn boot(config: &Config) -> anyhow::Result<Option<Inventory>> {
         warn(probe::make_nodes(root));
         match refresh(config) {
             // A driver that has just been loaded may not answer for any GPU yet.
-            Ok(inventory) if inventory.devices.is_empty() && Instant::now() < deadline => {
-                std::thread::sleep(AGAIN);
-            }
+            Ok(inventory) if inventory.devices.is_empty() && Instant::now() < deadline => {}
             Ok(inventory) => {
                 warn(probe::link_nodes(root, &inventory));
                 return Ok(Some(inventory));
             }
             Err(error) if !probe::is_loaded(root) || Instant::now() >= deadline => return Err(error),
-            Err(_) => std::thread::sleep(AGAIN),
+            Err(_) => {}
         }
+        std::thread::sleep(AGAIN);
     }
 }
 

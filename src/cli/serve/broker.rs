@@ -1,21 +1,23 @@
 //! Answers one request of one client. This may be slow, but it waits neither for a client nor for a container.
 
 use std::cell::Cell;
+use std::ffi::CString;
 use std::path::Path;
 
-use nix::unistd::geteuid;
+use anyhow::{bail, ensure};
+use nix::unistd::{Gid, Group, Uid, User, geteuid, getgrouplist};
 use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
-use super::policy_of_user::rule_of;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
-use sublet_core::config::Config;
+use sublet_core::config::{Config, PolicyRule};
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store};
 use sublet_core::mps;
 use sublet_core::slurm::{JobCgroup, JobRecord};
+use sublet_core::text::safe;
 
 /// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
 const LONGEST_ID: usize = 1024;
@@ -25,107 +27,77 @@ const MOST_MOUNT_POINTS: usize = 512;
 /// The answer to one line from `peer`, as a line. With `put_off`, MIG instances are neither created nor destroyed; it
 /// then says what has to be done.
 pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) -> Vec<u8> {
-    let answer = match protocol::parse::<Ask>(line) {
-        Ok(ask) => carry_out(&ask, peer, put_off).unwrap_or_else(no),
-        Err(error) => no(error.to_string()),
-    };
-    let unwritable = |error: protocol::ProtocolError| protocol::line(&no(error.to_string()));
+    let asked = protocol::parse::<Ask>(line).map_err(Into::into);
+    let answer = asked.and_then(|ask| carry_out(&ask, peer, put_off)).unwrap_or_else(|error| no(&error));
     // A refusal is plain text and always fits into JSON.
-    protocol::line(&answer).or_else(unwritable).unwrap_or_default()
+    protocol::line(&answer).or_else(|error| protocol::line(&no(&error.into()))).unwrap_or_default()
 }
 
 /// Destroys the MIG instances that no lease needs any more.
 pub(super) fn clear() {
-    let cleared = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
-        let store = Store::open(&config.state_dir).map_err(|error| error.to_string())?;
-        Local::new(&config).destroy_unneeded(&store);
+    let clear = || -> anyhow::Result<()> {
+        let config = config_files::load()?;
+        Local::new(&config).destroy_unneeded(&Store::open(&config.state_dir)?);
         Ok(())
-    });
-    if let Err(error) = cleared {
-        tracing::warn!("{error}");
-    }
+    };
+    let _ = clear().inspect_err(|error| tracing::warn!("{error}"));
 }
 
-/// An answer that refuses.
-pub(super) fn no(refusal: impl Into<No>) -> Answer {
-    Answer::Refused(refusal.into().0)
-}
-
-/// The reason in one line, and whether waiting may help.
-pub(super) struct No(Refused);
-
-impl From<String> for No {
-    fn from(reason: String) -> Self {
-        Self(Refused { reason, temporary: false })
-    }
-}
-
-impl From<AdmitError> for No {
-    fn from(error: AdmitError) -> Self {
-        Self(Refused { reason: error.to_string(), temporary: error.is_temporary() })
-    }
-}
-
-impl From<Foreign> for No {
-    fn from(error: Foreign) -> Self {
-        error.to_string().into()
-    }
+/// An answer that refuses: the reason in one line, and whether waiting may help.
+pub(super) fn no(error: &anyhow::Error) -> Answer {
+    let temporary = error.downcast_ref::<AdmitError>().is_some_and(AdmitError::is_temporary);
+    Answer::Refused(Refused { reason: error.to_string(), temporary })
 }
 
 /// The configuration is read for each ask, so that a policy takes effect when it is written.
-fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<Answer, No> {
-    let config = &config_files::load().map_err(|error| error.to_string())?;
+fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::Result<Answer> {
+    let config = &config_files::load()?;
     let state = put_off.map_or_else(|| Local::new(config), |put_off| Local::putting_off(config, put_off));
     let pinned = |pid| Pinned::of(pid, peer.uid);
     let client = Client { peer, config };
+    // What has no answer of its own is done.
     match ask {
         Ask::Inventory => {
             // A user who may not have shares must not cause the driver to be read.
             if client.job()?.is_none() {
                 client.limit()?;
             }
-            Ok(Answer::Inventory(Box::new(admit::fresh_inventory(config)?)))
+            return Ok(Answer::Inventory(Box::new(admit::fresh_inventory(config)?)));
         }
-        Ask::Admit(told) => client.admit(told, state),
+        Ask::Admit(told) => return client.admit(told, state),
         Ask::Bind { lease, container, pid } => {
             client.own(lease)?;
             check_names(container)?;
             let init = pinned(*pid)
                 .map_err(|error| AdmitError::Unbound { lease: lease.clone(), why: error.to_string() })?;
             state.bind_for(lease, container, init.process, peer.pid)?;
-            Ok(Answer::Done(true))
         }
         Ask::HandOver { lease, owner } => {
             client.own(lease)?;
             state.hand_over(lease, pinned(*owner)?.process)?;
-            Ok(Answer::Done(true))
         }
-        Ask::Abandon { id, owner } => {
-            state.abandon(peer.uid, id, pinned(*owner)?.process)?;
-            Ok(Answer::Done(true))
-        }
+        Ask::Abandon { id, owner } => state.abandon(peer.uid, id, pinned(*owner)?.process)?,
         Ask::Ending { id, record } => {
-            Ok(Answer::Lease(state.mark_ending(peer.uid, id, record, Some(pinned(peer.pid)?.process))?))
+            let deletes = Some(pinned(peer.pid)?.process);
+            return Ok(Answer::Lease(state.mark_ending(peer.uid, id, record, deletes)?));
         }
         Ask::Unmark { lease } => {
             client.own(lease)?;
             state.unmark(lease)?;
-            Ok(Answer::Done(true))
         }
-        Ask::End { lease } => Ok(Answer::Freed(state.end_for(peer.uid, lease, OWNS)?)),
-        Ask::Withdraw { lease } => Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
-        Ask::Enter { id, record } => Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
-        Ask::Refused { id, reason } => {
-            admit::record_reported(peer.uid, id, reason, config);
-            Ok(Answer::Done(true))
-        }
-        Ask::StartDaemon { key } => client.start_daemon(key),
+        Ask::End { lease } => return Ok(Answer::Freed(state.end_for(peer.uid, lease, OWNS)?)),
+        Ask::Withdraw { lease } => return Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
+        Ask::Enter { id, record } => return Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
+        Ask::Refused { id, reason } => admit::record_reported(peer.uid, id, reason, config),
+        Ask::StartDaemon { key } => return client.start_daemon(key),
         Ask::Job => {
             let cgroup = client.job()?.ok_or_else(|| AdmitError::from(JobError::NotInJob))?;
-            Ok(Answer::Job(state.job_environment(&cgroup, pinned(peer.pid)?.process, peer.uid)?))
+            let process = pinned(peer.pid)?.process;
+            return Ok(Answer::Job(state.job_environment(&cgroup, process, peer.uid)?));
         }
-        Ask::Status => client.status(),
+        Ask::Status => return client.status(),
     }
+    Ok(Answer::Done(true))
 }
 
 /// Who asks, by the configuration of now.
@@ -136,15 +108,16 @@ struct Client<'a> {
 
 impl<'a> Client<'a> {
     /// The policy limit; `None` for root, who has none.
-    fn limit(&self) -> Result<Option<PolicyLimit<'a>>, No> {
+    fn limit(&self) -> anyhow::Result<Option<PolicyLimit<'a>>> {
         if self.peer.uid == 0 {
             return Ok(None);
         }
-        Ok(Some(PolicyLimit { uid: self.peer.uid, rule: rule_of(self.peer.uid, self.config)? }))
+        let rule = rule_of(self.peer.uid, self.config).map_err(anyhow::Error::msg)?;
+        Ok(Some(PolicyLimit { uid: self.peer.uid, rule }))
     }
 
     /// The job of Slurm's in which the client runs, if this node bounds jobs.
-    fn job(&self) -> Result<Option<JobCgroup>, No> {
+    fn job(&self) -> anyhow::Result<Option<JobCgroup>> {
         let Peer { pid, uid } = self.peer;
         if uid == 0 || !JobRecord::are_kept(&self.config.state_dir) {
             return Ok(None);
@@ -152,17 +125,15 @@ impl<'a> Client<'a> {
         let pinned = Pinned::of(pid, uid)?;
         let cgroup = JobCgroup::of(pid).map_err(|error| AdmitError::from(JobError::Cgroup(error)))?;
         // What was read belongs to the peer only if it has not ended since.
-        if !pinned.process.is_alive() {
-            return Err(Foreign::Gone(pid).into());
-        }
+        ensure!(pinned.process.is_alive(), Foreign::Gone(pid));
         Ok(cgroup)
     }
 
-    fn admit(&self, told: &Admit, state: Local<'_>) -> Result<Answer, No> {
+    fn admit(&self, told: &Admit, state: Local<'_>) -> anyhow::Result<Answer> {
         check(told)?;
         let job = self.job()?;
         if job.is_none() && asks_for_job_share(&told.annotations, told.share.as_deref()) {
-            return Err(AdmitError::from(JobError::NotInJob).into());
+            bail!(AdmitError::from(JobError::NotInJob));
         }
         let Peer { pid, uid } = self.peer;
         let owner = Pinned::of(told.owner.unwrap_or(pid), uid)?.process;
@@ -176,7 +147,7 @@ impl<'a> Client<'a> {
     }
 
     /// Refuses a lease that is not the client's, in the same way as one that does not exist.
-    fn own(&self, lease: &LeaseId) -> Result<(), No> {
+    fn own(&self, lease: &LeaseId) -> anyhow::Result<()> {
         let ledger = self.ledger()?;
         let held = ledger.lease(lease);
         let held = held.filter(|lease| lease.brokered && lease.container.uid == self.peer.uid);
@@ -188,10 +159,9 @@ impl<'a> Client<'a> {
     }
 
     /// A start that fails is no refusal: a client that is refused tries by itself.
-    fn start_daemon(&self, key: &str) -> Result<Answer, No> {
+    fn start_daemon(&self, key: &str) -> anyhow::Result<Answer> {
         if self.peer.uid != geteuid().as_raw() {
-            let uid = self.peer.uid;
-            return Err(format!("sublet serve starts no MPS daemon for uid {uid}, only for root").into());
+            bail!("sublet serve starts no MPS daemon for uid {}, only for root", self.peer.uid);
         }
         let started = mps::child_start(&DaemonKey(key.to_owned()), self.config);
         Ok(started.map_or_else(|error| Answer::NotStarted(error.to_string()), Answer::Started))
@@ -199,19 +169,19 @@ impl<'a> Client<'a> {
 
     /// Whether the client may have a share, and by which policy limit. In a job, what Slurm gave is the limit, and no
     /// policy is needed.
-    fn limit_in(&self, job: Option<u64>) -> Result<Option<PolicyLimit<'a>>, No> {
+    fn limit_in(&self, job: Option<u64>) -> anyhow::Result<Option<PolicyLimit<'a>>> {
         let Some(job) = job else { return self.limit() };
         let share = admit::job_share(job, self.peer.uid, self.config).map_err(AdmitError::from)?;
         share.map(|_| None).ok_or_else(|| AdmitError::from(JobError::NoGpu(job)).into())
     }
 
-    fn status(&self) -> Result<Answer, No> {
+    fn status(&self) -> anyhow::Result<Answer> {
         let ledger = self.ledger()?;
         let uid = self.peer.uid;
         let own: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.uid == uid).collect();
         let job = self.job()?.map(|cgroup| cgroup.job);
         let limit = self.limit_in(job);
-        let (limit, refused) = limit.map_or_else(|no| (None, Some(no.0.reason)), |limit| (limit, None));
+        let (limit, refused) = limit.map_or_else(|no| (None, Some(no.to_string())), |limit| (limit, None));
         Ok(Answer::Status(json!({
             "version": env!("CARGO_PKG_VERSION"),
             "uid": uid,
@@ -225,7 +195,7 @@ impl<'a> Client<'a> {
 }
 
 /// Checks that the texts that go into the ledger have a limited length and name what they should.
-fn check(told: &Admit) -> Result<(), No> {
+fn check(told: &Admit) -> anyhow::Result<()> {
     check_names(&told.container)?;
     let image = &told.image;
     let volumes = || image.volumes.iter().chain(&image.tmp_volume);
@@ -235,25 +205,70 @@ fn check(told: &Admit) -> Result<(), No> {
         && in_rootfs().chain(&image.library_dir).all(|path| is_path(path))
         && volumes().all(|volume| is_path(&volume.directory))
         && in_volumes.clone().all(|path| is_path(&Path::new("/").join(path)));
-    if !sound {
-        return Err("a mount point of the image is not a path, or there are too many".to_owned().into());
-    }
+    ensure!(sound, "a mount point of the image is not a path, or there are too many");
     Ok(())
 }
 
 /// Names that are not known yet may be empty.
-fn check_names(names: &ContainerNames) -> Result<(), No> {
+fn check_names(names: &ContainerNames) -> anyhow::Result<()> {
     let paths = [&names.bundle, &names.rootfs, &names.record];
     let sound = names.id.len() <= LONGEST_ID && paths.into_iter().all(|path| is_path(path));
-    if !sound {
-        return Err("the container's id or one of its paths is missing or too long".to_owned().into());
-    }
+    ensure!(sound, "the container's id or one of its paths is missing or too long");
     Ok(())
 }
 
 fn is_path(path: &Path) -> bool {
     let text = path.as_os_str().as_encoded_bytes();
     text.len() <= LONGEST_PATH && !text.contains(&0) && (path.is_absolute() || text.is_empty())
+}
+
+// Which `[[policy]]` rule applies to a user, by the host's user database, which may be slow.
+
+/// What the user database knows about a user.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Known {
+    name: Option<String>,
+    gids: Vec<u32>,
+}
+
+/// The first rule that names `uid` or one of its groups.
+///
+/// # Errors
+/// No rule applies; the message is one line with the rule to add.
+pub(crate) fn rule_of(uid: u32, config: &Config) -> Result<&PolicyRule, String> {
+    let known = known(uid);
+    let group = |name: &str| Group::from_name(name).ok().flatten().map(|group| group.gid.as_raw());
+    let found = config.policy.iter().find(|rule| fits(rule, uid, &known, &group));
+    found.ok_or_else(|| missing(uid, known.name.as_deref()))
+}
+
+fn known(uid: u32) -> Known {
+    let Ok(Some(user)) = User::from_uid(Uid::from_raw(uid)) else { return Known::default() };
+    let gids = CString::new(user.name.as_str())
+        .map(|name| getgrouplist(&name, user.gid).unwrap_or_else(|_| vec![user.gid]))
+        .unwrap_or_default();
+    Known { name: Some(user.name), gids: gids.into_iter().map(Gid::as_raw).collect() }
+}
+
+fn fits(rule: &PolicyRule, uid: u32, known: &Known, gid_of: &dyn Fn(&str) -> Option<u32>) -> bool {
+    if let Some(user) = &rule.user {
+        let named = known.name.as_deref() == Some(user.as_str());
+        // Ids that users get from /etc/subuid are not users.
+        return named || user.parse() == Ok(uid) || user == "*" && known.name.is_some();
+    }
+    let gid = |group: &String| group.parse().ok().or_else(|| gid_of(group));
+    rule.group.as_ref().and_then(gid).is_some_and(|gid| known.gids.contains(&gid))
+}
+
+fn missing(uid: u32, name: Option<&str>) -> String {
+    let (who, value) = match name {
+        Some(name) => (format!("user {} (uid {uid})", safe(name)), format!("\"{}\"", safe(name))),
+        None => (format!("uid {uid}"), uid.to_string()),
+    };
+    format!(
+        "{who} has no [[policy]] on this host: root allows GPU shares with a file in /etc/sublet/conf.d that \
+         has the line: policy = [{{ user = {value}, leases = 1 }}]"
+    )
 }
 
 #[cfg(test)]
@@ -297,5 +312,57 @@ mod tests {
             "{\"v\":1,\"refused\":{\"reason\":\"the request cannot be parsed: expected value at line 1 \
              column 1\",\"temporary\":false}}\n"
         );
+    }
+
+    fn user(name: &str) -> PolicyRule {
+        PolicyRule { user: Some(name.into()), ..PolicyRule::default() }
+    }
+
+    fn group(name: &str) -> PolicyRule {
+        PolicyRule { group: Some(name.into()), ..PolicyRule::default() }
+    }
+
+    #[test]
+    fn rules_name_users_and_groups_by_name_and_number() {
+        let alice = Known { name: Some("alice".into()), gids: vec![1000, 44] };
+        let gid_of = |name: &str| (name == "video").then_some(44);
+        let cases = [
+            (user("alice"), true),
+            (user("1000"), true),
+            (user("*"), true),
+            (user("bob"), false),
+            (user("1001"), false),
+            (group("video"), true),
+            (group("44"), true),
+            (group("audio"), false),
+            (group("*"), false),
+        ];
+        for (rule, expected) in cases {
+            assert_eq!(fits(&rule, 1000, &alice, &gid_of), expected, "{rule:?}");
+        }
+        assert!(!fits(&user("*"), 100_999, &Known::default(), &gid_of), "a subordinate id is no user");
+        assert!(fits(&user("100999"), 100_999, &Known::default(), &gid_of));
+    }
+
+    #[test]
+    fn the_first_rule_that_fits_counts() {
+        let mut config =
+            Config { policy: vec![user("4294967294"), user("0"), user("*")], ..Config::default() };
+        assert_eq!(rule_of(0, &config).unwrap().user.as_deref(), Some("0"));
+        config.policy.clear();
+        assert_eq!(
+            rule_of(4_000_000_000, &config).unwrap_err(),
+            "uid 4000000000 has no [[policy]] on this host: root allows GPU shares with a file in \
+             /etc/sublet/conf.d that has the line: policy = [{ user = 4000000000, leases = 1 }]"
+        );
+    }
+
+    #[test]
+    fn the_line_to_add_is_a_configuration() {
+        let line = missing(7, Some("alice"));
+        let toml = line.rsplit_once("the line: ").unwrap().1;
+        assert_eq!(toml, "policy = [{ user = \"alice\", leases = 1 }]");
+        let config: Config = toml::from_str(toml).unwrap();
+        assert_eq!(config.policy[0].leases, Some(1));
     }
 }

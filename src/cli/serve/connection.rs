@@ -1,7 +1,12 @@
 //! One client: the part of a line that it has sent, and the part of the answer that it has not read yet. Never blocks.
+//! And the socket that clients connect to: the one that systemd passes, or a new one.
 
-use std::io::{ErrorKind, Read as _, Write as _};
-use std::os::unix::net::UnixStream;
+use std::fs::{self, Permissions};
+use std::io::{self, ErrorKind, Read as _, Write as _};
+use std::os::fd::{FromRawFd as _, OwnedFd};
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::protocol::LONGEST_ASK;
@@ -37,7 +42,6 @@ pub(super) enum Progress {
 }
 
 /// A client.
-#[derive(Debug)]
 pub(super) struct Connection {
     pub stream: UnixStream,
     pub peer: Peer,
@@ -51,15 +55,8 @@ pub(super) struct Connection {
 
 impl Connection {
     pub(super) fn new(stream: UnixStream, peer: Peer) -> Self {
-        Self {
-            stream,
-            peer,
-            phase: Phase::Asking,
-            since: Instant::now(),
-            input: Vec::new(),
-            output: Vec::new(),
-            written: 0,
-        }
+        let (phase, since) = (Phase::Asking, Instant::now());
+        Self { stream, peer, phase, since, input: Vec::new(), output: Vec::new(), written: 0 }
     }
 
     /// The bytes that are kept for it.
@@ -130,6 +127,58 @@ impl Connection {
     }
 }
 
+/// The listening socket.
+#[derive(Debug)]
+pub(super) struct Listener {
+    pub socket: UnixListener,
+    /// Removed at the end, if this process created it.
+    path: Option<PathBuf>,
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Takes over systemd's socket (`sd_listen_fds(3)`), or listens at `path`, to which every user may then connect.
+///
+/// # Errors
+/// Another service listens there, or the socket cannot be created.
+pub(super) fn listen(path: &Path) -> io::Result<Listener> {
+    let listener = match inherited_socket()? {
+        Some(socket) => Listener { socket: socket.into(), path: None },
+        None => Listener { socket: bind(path)?, path: Some(path.to_owned()) },
+    };
+    listener.socket.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// The single socket that systemd's socket unit passes to this process, if there is one. Called once, at the start.
+#[allow(unsafe_code, reason = "a descriptor by its number, for which no library has a safe function")]
+pub fn inherited_socket() -> io::Result<Option<OwnedFd>> {
+    let mut handed = sd_notify::listen_fds()?;
+    let only = handed.next().filter(|_| handed.len() == 0);
+    // SAFETY: by the protocol of sd_listen_fds(3) the descriptor is open and belongs to this process alone: LISTEN_PID
+    // was checked to name this process, and nothing in this program has opened descriptor 3 since the start.
+    Ok(only.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    if UnixStream::connect(path).is_ok() {
+        return Err(io::Error::other("another `sublet serve` already listens there"));
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let socket = UnixListener::bind(path)?;
+    fs::set_permissions(path, Permissions::from_mode(0o666))?;
+    Ok(socket)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -191,5 +240,17 @@ mod tests {
         client.write_all(b"{}\n").unwrap();
         assert!(matches!(connection.read(), Progress::Line(_)));
         assert!(!connection.is_overdue(Instant::now() + Duration::from_secs(3600)));
+    }
+
+    #[test]
+    fn takes_the_place_of_a_dead_service_and_not_of_a_live_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sublet.sock");
+        drop(UnixListener::bind(&path).unwrap());
+        let first = listen(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o666);
+        assert!(listen(&path).unwrap_err().to_string().contains("another `sublet serve`"));
+        drop(first);
+        assert!(!path.exists());
     }
 }

@@ -30,13 +30,13 @@ pub(super) fn watch_gpus(config: &Config) {
     if !is_due(&LOOKED, PERIOD, || wanted) {
         return;
     }
-    let changed = probe::left_out(config).map_err(|error| error.to_string()).and_then(|now| {
-        let differs = addresses(&now) != addresses(&known.left_out);
-        if differs { admit::refresh(config).map(drop).map_err(|error| error.to_string()) } else { Ok(()) }
-    });
-    if let Err(error) = changed {
-        tracing::debug!("GPUs cannot be watched: {error}");
-    }
+    let look = || -> anyhow::Result<()> {
+        if addresses(&probe::left_out(config)?) != addresses(&known.left_out) {
+            admit::refresh(config)?;
+        }
+        Ok(())
+    };
+    let _ = look().inspect_err(|error| tracing::debug!("GPUs cannot be watched: {error}"));
 }
 
 /// Whether `period` seconds have passed since `last` and a check is wanted; it is noted then.
@@ -67,7 +67,8 @@ static LOOKED_FOR_MIG: AtomicU64 = AtomicU64::new(0);
 /// refreshes it if they differ. Ids of destroyed instances are reused, so only UUIDs identify an instance, and /proc does
 /// not show MIG mode on a GPU without instances.
 pub(super) fn watch_mig() {
-    let watched = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
+    let look = || -> anyhow::Result<()> {
+        let config = config_files::load()?;
         // Before the first refresh there is nothing to compare.
         let Ok(known) = inventory::last(&config) else { return Ok(()) };
         let seldom = || is_due(&LOOKED_FOR_MIG, SELDOM, || can_do_mig(&config.driver.root));
@@ -75,8 +76,8 @@ pub(super) fn watch_mig() {
             return Ok(());
         }
         compare(&known, &config).inspect_err(|_| inventory::unwatch(&config))
-    });
-    match watched {
+    };
+    match look() {
         Ok(()) => TOLD.store(false, Relaxed),
         Err(error) if !TOLD.swap(true, Relaxed) => {
             tracing::warn!("MIG devices cannot be watched: {error}");
@@ -85,26 +86,25 @@ pub(super) fn watch_mig() {
     }
 }
 
-fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
-    let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
-    let ledger = ledger.map_err(|error| error.to_string())?;
+fn compare(known: &Inventory, config: &Config) -> anyhow::Result<()> {
+    let ledger = Store::open(&config.state_dir)?.read()?;
     // The process that changes the layout refreshes the inventory itself, and an open NVML would prevent a reset.
     if ledger.mig.under_way.is_some() {
         inventory::unwatch(config);
         return Ok(());
     }
     let since = uptime_seconds();
-    let seen = probe::mig_gpus(config).map_err(|error| error.to_string())?;
+    let seen = probe::mig_gpus(config)?;
     let stale = inventory::load(config).is_err_and(|error| error.wants_refresh());
     if stale || seen != known.mig_gpus() {
         inventory::unwatch(config);
-        let now = admit::refresh(config).map_err(|error| error.to_string())?;
+        let now = admit::refresh(config)?;
         for line in lost(&ledger, known, &now) {
             tracing::warn!("{line}");
         }
         return Ok(());
     }
-    inventory::watch(config, since).map_err(|error| error.to_string())
+    Ok(inventory::watch(config, since)?)
 }
 
 /// One line for each lease that lost its MIG device between `before` and `now`.
@@ -115,12 +115,8 @@ fn lost(ledger: &Ledger, before: &Inventory, now: &Inventory) -> Vec<String> {
     };
     let lines = ledger.leases.iter().flat_map(|lease| {
         lease.devices.iter().filter(went).map(move |uuid| {
-            format!(
-                "container {}: MIG device {} was destroyed, so its lease {} is lost: end the container",
-                safe(&lease.container.id),
-                safe(uuid),
-                lease.id
-            )
+            let (container, uuid, id) = (safe(&lease.container.id), safe(uuid), &lease.id);
+            format!("container {container}: MIG device {uuid} was destroyed, so its lease {id} is lost: end the container")
         })
     });
     lines.collect()

@@ -13,13 +13,11 @@
 mod broker;
 mod connection;
 mod gpu_watch;
-mod listen;
-mod policy_of_user;
 mod pool;
 mod server;
 
-pub(crate) use listen::inherited_socket;
-pub(crate) use policy_of_user::rule_of;
+pub(crate) use broker::rule_of;
+pub(crate) use connection::inherited_socket;
 pub use server::serve;
 
 use sublet_core::broker::{policy_limits, protocol, socket};

@@ -20,10 +20,8 @@ const THREADS: usize = 2;
 
 /// A piece of work.
 pub(super) enum Job {
-    /// Answer a line of connection `token`.
-    Ask { token: u64, peer: Peer, line: Vec<u8> },
-    /// The same, for an ask that needs an instance created.
-    Make { token: u64, peer: Peer, line: Vec<u8> },
+    /// Answer a line of connection `token`. `makes`: it needs an instance created.
+    Ask { token: u64, peer: Peer, line: Vec<u8>, makes: bool },
     /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own
     /// work.
     Own(fn(&Cell<PutOff>)),
@@ -39,27 +37,21 @@ struct Finished {
     who: Who,
     answer: Option<Answer>,
     /// Work that it leaves to the third thread.
-    left: Vec<Job>,
+    left: Option<Job>,
 }
 
-/// The user a thread works for: each has at most one job at a time.
+/// For whom a thread works. Each user has at most one job at a time, and so have the service's own quick and slow work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Who {
-    User { uid: u32, makes: bool },
-    Us,
-    Clearing,
+struct Who {
+    /// `None`: the service itself.
+    user: Option<u32>,
+    /// Instances are made or destroyed.
+    slow: bool,
 }
 
 impl Who {
-    const fn is_slow(self) -> bool {
-        matches!(self, Self::User { makes: true, .. } | Self::Clearing)
-    }
-
     fn is_same(self, other: Self) -> bool {
-        match (self, other) {
-            (Self::User { uid: one, .. }, Self::User { uid: other, .. }) => one == other,
-            _ => self == other,
-        }
+        self == other || self.user.is_some() && self.user == other.user
     }
 }
 
@@ -99,12 +91,9 @@ impl Pool {
                 self.busy.swap_remove(at);
             }
             all.extend(answer);
-            for job in left {
-                // One clearing that waits does the work of several.
-                if !(matches!(job, Job::Clear) && self.waiting.iter().any(|job| matches!(job, Job::Clear))) {
-                    self.waiting.push_back(job);
-                }
-            }
+            // One clearing that waits does the work of several.
+            let clears = |job: &Job| matches!(job, Job::Clear);
+            self.waiting.extend(left.filter(|job| !clears(job) || !self.waiting.iter().any(clears)));
         }
         self.hand_out();
         all
@@ -131,22 +120,21 @@ impl Pool {
 
 const fn who(job: &Job) -> Who {
     match job {
-        Job::Ask { peer, .. } => Who::User { uid: peer.uid, makes: false },
-        Job::Make { peer, .. } => Who::User { uid: peer.uid, makes: true },
-        Job::Own(_) => Who::Us,
-        Job::Clear => Who::Clearing,
+        Job::Ask { peer, makes, .. } => Who { user: Some(peer.uid), slow: *makes },
+        Job::Own(_) => Who { user: None, slow: false },
+        Job::Clear => Who { user: None, slow: true },
     }
 }
 
 /// The first job in the queue that has a free thread, unless its user has an ask that is being answered, or an earlier
 /// one that waits for an instance.
 fn next(waiting: &mut VecDeque<Job>, busy: &[Who]) -> Option<Job> {
-    let slow = busy.iter().filter(|who| who.is_slow()).count();
+    let slow = busy.iter().filter(|who| who.slow).count();
     let quick = busy.len() - slow;
     let mut before = busy.to_vec();
     let at = waiting.iter().position(|job| {
         let who = who(job);
-        let room = if who.is_slow() { slow == 0 } else { quick < THREADS };
+        let room = if who.slow { slow == 0 } else { quick < THREADS };
         let first = !before.iter().any(|other| other.is_same(who));
         before.push(who);
         room && first
@@ -160,9 +148,8 @@ fn work(jobs: &Mutex<Receiver<Job>>, done: &Sender<Finished>, wake: &EventFd) {
         if done.send(finish(job)).is_err() {
             return;
         }
-        if let Err(error) = wake.write(1) {
-            tracing::warn!("eventfd {}: {error}", wake.as_raw_fd());
-        }
+        let woken = wake.write(1);
+        let _ = woken.inspect_err(|error| tracing::warn!("eventfd {}: {error}", wake.as_raw_fd()));
     }
 }
 
@@ -171,14 +158,14 @@ fn finish(job: Job) -> Finished {
     let who = who(&job);
     let put_off = Cell::new(PutOff::default());
     let answer = match job {
-        Job::Ask { token, peer, line } => {
-            let answer = broker::answer(&line, peer, Some(&put_off));
+        Job::Ask { token, peer, line, makes } => {
+            let answer = broker::answer(&line, peer, (!makes).then_some(&put_off));
             if put_off.get().make {
-                return Finished { who, answer: None, left: vec![Job::Make { token, peer, line }] };
+                let left = Some(Job::Ask { token, peer, line, makes: true });
+                return Finished { who, answer: None, left };
             }
             Some((token, answer))
         }
-        Job::Make { token, peer, line } => Some((token, broker::answer(&line, peer, None))),
         Job::Own(task) => {
             task(&put_off);
             None
@@ -188,8 +175,7 @@ fn finish(job: Job) -> Finished {
             None
         }
     };
-    let left = if put_off.get().clear { vec![Job::Clear] } else { Vec::new() };
-    Finished { who, answer, left }
+    Finished { who, answer, left: put_off.get().clear.then_some(Job::Clear) }
 }
 
 #[cfg(test)]
@@ -197,20 +183,20 @@ mod tests {
     use super::*;
 
     fn ask(token: u64, uid: u32) -> Job {
-        Job::Ask { token, peer: Peer { pid: 1, uid }, line: Vec::new() }
+        Job::Ask { token, peer: Peer { pid: 1, uid }, line: Vec::new(), makes: false }
     }
 
     fn make(token: u64, uid: u32) -> Job {
-        Job::Make { token, peer: Peer { pid: 1, uid }, line: Vec::new() }
+        Job::Ask { token, peer: Peer { pid: 1, uid }, line: Vec::new(), makes: true }
     }
 
     fn user(uid: u32, makes: bool) -> Who {
-        Who::User { uid, makes }
+        Who { user: Some(uid), slow: makes }
     }
 
     fn token(job: Option<Job>) -> Option<u64> {
         job.map(|job| match job {
-            Job::Ask { token, .. } | Job::Make { token, .. } => token,
+            Job::Ask { token, .. } => token,
             Job::Own(_) | Job::Clear => 0,
         })
     }

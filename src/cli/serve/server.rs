@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -17,9 +17,8 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use sd_notify::NotifyState;
 
 use super::broker;
-use super::connection::{Connection, Phase, Progress};
+use super::connection::{Connection, Listener, Phase, Progress, listen};
 use super::gpu_watch;
-use super::listen::{Listener, listen};
 use super::pool::{Job, Pool};
 use super::protocol::{self, Answer};
 use crate::cdi_spec;
@@ -107,9 +106,8 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
 /// Thousands of connections need as many descriptors. If the limit cannot be raised, fewer clients connect.
 fn raise_descriptors() {
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
-        if let Err(error) = setrlimit(Resource::RLIMIT_NOFILE, soft.max(DESCRIPTORS.min(hard)), hard) {
-            tracing::debug!("RLIMIT_NOFILE: {error}");
-        }
+        let raised = setrlimit(Resource::RLIMIT_NOFILE, soft.max(DESCRIPTORS.min(hard)), hard);
+        let _ = raised.inspect_err(|error| tracing::debug!("RLIMIT_NOFILE: {error}"));
     }
 }
 
@@ -297,7 +295,7 @@ impl Server {
             Progress::Line(line) => self.ask(token, line),
             Progress::Sent => self.listen_again(token),
             Progress::TooLong => {
-                let refusal = broker::no("a line to sublet serve is at most 64 KiB long".to_owned());
+                let refusal = broker::no(&anyhow!("a line to sublet serve is at most 64 KiB long"));
                 let answer = protocol::line(&refusal).unwrap_or_default();
                 if let Some(mut connection) = self.connections.remove(&token) {
                     connection.answer(answer);
@@ -310,10 +308,9 @@ impl Server {
     /// A client that waits for its answer is not read, so that it can neither fill memory nor keep this thread busy.
     fn ask(&mut self, token: u64, line: Vec<u8>) {
         let Some(connection) = self.connections.get(&token) else { return };
-        if let Err(error) = self.epoll.delete(&connection.stream) {
-            tracing::debug!("epoll: {error}");
-        }
-        self.pool.push(Job::Ask { token, peer: connection.peer, line });
+        let deleted = self.epoll.delete(&connection.stream);
+        let _ = deleted.inspect_err(|error| tracing::debug!("epoll: {error}"));
+        self.pool.push(Job::Ask { token, peer: connection.peer, line, makes: false });
     }
 
     fn listen_again(&mut self, token: u64) {
@@ -379,9 +376,7 @@ impl Server {
 
 /// Notifies systemd if it started this service. No program waits for it, so a failure is only logged.
 fn notify_systemd(state: NotifyState<'_>) {
-    if let Err(error) = sd_notify::notify(&[state]) {
-        tracing::debug!("NOTIFY_SOCKET: {error}");
-    }
+    let _ = sd_notify::notify(&[state]).inspect_err(|error| tracing::debug!("NOTIFY_SOCKET: {error}"));
 }
 
 /// Sends one line that fits into any socket buffer. Dropping the stream closes it.

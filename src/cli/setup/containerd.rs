@@ -1,12 +1,19 @@
 //! containerd's `config.toml`, versions 2 and 3 (containerd's docs/cri/config.md): a runtime handler for pods.
 
+use std::fs::{File, read_to_string};
+use std::io::Write as _;
+use std::os::fd::AsRawFd as _;
+use std::path::Path;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use toml_edit::{Array, DocumentMut, Item, Table, TableLike, Value, value};
 
-use super::engine_files::{Record, undo_by_record, with_record};
-use super::{NAME, SetupError, Wish, no_toml, plain};
+use super::engine_files::{Record, Recorded, undo_by_record, with_record};
+use super::{Ask, NAME, SetupError, Wish, no_toml, plain};
+use sublet_core::text::safe;
 
 /// The plugin that serves pods, in versions 2 and 3.
-pub(super) const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
+const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
 /// The plugin's tables on the way to the handler.
 const TABLES: [&str; 2] = ["containerd", "runtimes"];
@@ -22,11 +29,7 @@ const EMPTY: &str = "version = 2\n";
 ///
 /// # Errors
 /// The file is no TOML of version 2 or 3, has another handler of that name, or something else where tables belong.
-pub fn set_up(
-    found: Option<&str>,
-    record: Option<&str>,
-    wish: &Wish,
-) -> Result<(String, String), SetupError> {
+pub fn set_up(found: Option<&str>, record: Option<&str>, wish: &Wish) -> Result<Recorded, SetupError> {
     let after = put_in(found.unwrap_or(EMPTY), wish)?;
     has(&after, wish)?;
     with_record(found, record, (found.is_some_and(is_set_up), after), take_out)
@@ -145,14 +148,13 @@ fn table<'t>(from: &'t mut dyn TableLike, path: &[&str]) -> Result<&'t mut dyn T
 
 /// Gives `key` this value, with the comments and white space around the one that is there.
 fn set(table: &mut dyn TableLike, key: &str, mut new: Value) -> Result<(), SetupError> {
+    let no_value = SetupError::Shape { what: key.to_owned(), found: "a table", expected: "a value" };
     match table.get_mut(key) {
         Some(Item::Value(there)) => {
             *new.decor_mut() = there.decor().clone();
             *there = new;
         }
-        Some(_) => {
-            return Err(SetupError::Shape { what: key.to_owned(), found: "a table", expected: "a value" });
-        }
+        Some(_) => return Err(no_value),
         None => drop(table.insert(key, Item::Value(new))),
     }
     Ok(())
@@ -185,7 +187,7 @@ fn plugin(file: &DocumentMut) -> Result<&'static str, SetupError> {
 }
 
 /// Whether containerd reads from `text`, which may be what it prints of all its files, what is asked for.
-pub(super) fn has(text: &str, wish: &Wish) -> Result<(), SetupError> {
+fn has(text: &str, wish: &Wish) -> Result<(), SetupError> {
     let file = parsed(text).map_err(|error| SetupError::Unedited(error.to_string()))?;
     let plugin = plugin(&file)?;
     let missing = |what: &str| SetupError::Unedited(format!("{what} could not be found after the edit"));
@@ -205,6 +207,45 @@ pub(super) fn has(text: &str, wish: &Wish) -> Result<(), SetupError> {
 pub fn is_set_up(text: &str) -> bool {
     let handler = |file: &DocumentMut, plugin| at(file, plugin, &[TABLES[0], TABLES[1], NAME]).is_some();
     parsed(text).is_ok_and(|file| plugin(&file).is_ok_and(|plugin| handler(&file, plugin)))
+}
+
+/// Checks that containerd, with the files that its configuration imports, reads what is set up in `text`, which is to become
+/// `path`. What it does with a table that stands in several files differs between its versions, so it is asked.
+///
+/// # Errors
+/// An imported file takes the place of sublet's lines, or containerd does not read the file.
+pub(crate) fn check_imports(path: &Path, text: &str, wish: &Wish, ask: Ask) -> Result<(), SetupError> {
+    let mut file = parsed(text)?;
+    let imports = file.get_mut("imports").and_then(Item::as_array_mut).filter(|imports| !imports.is_empty());
+    let Some(imports) = imports.filter(|_| ask(&["containerd", "--version"]).is_some()) else {
+        return Ok(());
+    };
+    // A copy is read, so that nothing is changed yet. It has no directory that names could be relative to.
+    let beside = path.parent().unwrap_or(Path::new("/"));
+    for import in imports.iter_mut() {
+        if let Some(name) = import.as_str() {
+            *import = beside.join(name).to_string_lossy().into_owned().into();
+        }
+    }
+    let read = || {
+        let mut copy = File::from(memfd_create(c"config.toml", MFdFlags::MFD_CLOEXEC).ok()?);
+        copy.write_all(file.to_string().as_bytes()).ok()?;
+        let path = format!("/proc/{}/fd/{}", std::process::id(), copy.as_raw_fd());
+        ask(&["containerd", "--config", &path, "config", "dump"])
+    };
+    let dump = read().ok_or_else(|| SetupError::Unread(safe(&path.to_string_lossy())))?;
+    has(&dump, wish).map_err(|_| SetupError::Replaced { files: replacing(&dump).join(", ") })
+}
+
+/// The imported files that have the table of the plugin for pods, of what containerd read.
+fn replacing(dump: &str) -> Vec<String> {
+    let dump = parsed(dump).unwrap_or_default();
+    let read = dump.get("imports").and_then(Item::as_array).into_iter().flatten().filter_map(Value::as_str);
+    let has_it = |path: &&str| {
+        let file = parsed(&read_to_string(path).unwrap_or_default()).unwrap_or_default();
+        PLUGINS.iter().any(|plugin| item(&file, &["plugins", plugin]).is_some())
+    };
+    read.filter(has_it).map(safe).collect()
 }
 
 #[cfg(test)]

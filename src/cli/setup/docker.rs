@@ -1,10 +1,20 @@
-//! Docker's `daemon.json`: the runtime, the default runtime, CDI devices (docs.docker.com, "dockerd").
+//! Docker's `daemon.json`: the runtime, the default runtime, CDI devices, what it tells Swarm (docs.docker.com, "dockerd");
+//! and the flags beside it.
 
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use jsonc_parser::ParseOptions;
+use jsonc_parser::cst::{CstInputValue, CstObject, CstObjectProp, CstRootNode};
 use serde_json::{Value, json};
 
-use super::engine_files::{Record, undo_by_record, with_record};
-use super::json_file::JsonFile;
-use super::{NAME, SetupError, Wish, plain};
+use super::engine_files::{Record, Recorded, undo_by_record, with_record, words};
+use super::{Ask, NAME, SetupError, Wish, plain};
+use crate::names;
+use crate::proc::{namespace, processes};
+use sublet_core::config::{Config, WithoutShare};
+use sublet_core::fs::under;
+use sublet_core::ledger::Ledger;
 
 const RUNTIME: [&str; 2] = ["runtimes", NAME];
 const DEFAULT: [&str; 1] = ["default-runtime"];
@@ -15,11 +25,7 @@ const CDI: [&str; 2] = ["features", "cdi"];
 ///
 /// # Errors
 /// The file is no JSON object, has another `runtimes.sublet`, or has the default runtime `sublet` without defining it.
-pub fn set_up(
-    found: Option<&str>,
-    record: Option<&str>,
-    wish: &Wish,
-) -> Result<(String, String), SetupError> {
+pub fn set_up(found: Option<&str>, record: Option<&str>, wish: &Wish) -> Result<Recorded, SetupError> {
     let after = put_in(found.unwrap_or_default(), wish)?;
     with_record(found, record, (is_set_up(found.unwrap_or_default())?, after), take_out)
 }
@@ -57,7 +63,7 @@ fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
             file.set(&RESOURCES, &wanted.into())?;
         }
     }
-    Ok(file.to_string())
+    Ok(file.root.to_string())
 }
 
 fn take_out(found: &str, record: Option<&Record>) -> Result<Option<String>, SetupError> {
@@ -90,12 +96,9 @@ fn take_out(found: &str, record: Option<&Record>) -> Result<Option<String>, Setu
             file.put_back(parent, None)?;
         }
     }
-    match record {
-        Some(Record { before, .. }) if file.is_empty() && before.as_deref().is_none_or(is_blank) => {
-            Ok(before.clone())
-        }
-        _ => Ok(Some(file.to_string())),
-    }
+    let is_empty = file.object.properties().is_empty();
+    let nothing = record.filter(|record| is_empty && record.before.as_deref().is_none_or(is_blank));
+    Ok(nothing.map_or_else(|| Some(file.root.to_string()), |record| record.before.clone()))
 }
 
 fn is_blank(text: &str) -> bool {
@@ -119,7 +122,7 @@ pub(crate) fn default_runtime(text: &str) -> Result<Option<String>, SetupError> 
 }
 
 /// The string at `path`.
-pub(super) fn string(text: &str, path: &[&str]) -> Result<Option<String>, SetupError> {
+fn string(text: &str, path: &[&str]) -> Result<Option<String>, SetupError> {
     let value = JsonFile::parse(text)?.get(path)?;
     Ok(value.as_ref().and_then(Value::as_str).map(str::to_owned))
 }
@@ -160,272 +163,264 @@ pub(crate) fn advertised(text: &str) -> Result<Vec<String>, SetupError> {
 /// The resources in a value; none if there is no value.
 fn resources_in(value: Option<Value>) -> Result<Vec<String>, SetupError> {
     let Some(value) = value else { return Ok(Vec::new()) };
-    serde_json::from_value(value).map_err(|_| SetupError::Shape {
-        what: RESOURCES.join("."),
-        found: "something else",
-        expected: "a list of strings",
-    })
+    let what = RESOURCES.join(".");
+    let wrong = SetupError::Shape { what, found: "something else", expected: "a list of strings" };
+    serde_json::from_value(value).map_err(|_| wrong)
 }
 
 fn others(all: &[String]) -> Vec<String> {
     all.iter().filter(|resource| !resource.starts_with(RESOURCE)).cloned().collect()
 }
 
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
+// The file as JSON, of which single members are read and edited. What is not edited keeps its layout.
 
-    use super::super::wish;
+/// A file that says nothing.
+const EMPTY: &str = "{\n}\n";
 
-    use super::*;
+/// One JSON object.
+struct JsonFile {
+    root: CstRootNode,
+    object: CstObject,
+}
 
-    fn all() -> Wish {
-        let resources = Some(vec!["sublet-small=4".to_owned()]);
-        Wish { default: true, cdi: true, resources, ..wish() }
+impl JsonFile {
+    /// That of `text`. White space says as little as an empty object.
+    ///
+    /// # Errors
+    /// The text is incomplete, has comments, or is of another type.
+    pub fn parse(text: &str) -> Result<Self, SetupError> {
+        let text = if text.trim().is_empty() { EMPTY } else { text };
+        let unparsable = |why| SetupError::Unparsable { language: "JSON", why };
+        // The editor's parser takes more than engines do.
+        serde_json::from_str::<Value>(text).map_err(|error| {
+            let is_comment = |line: &str| ["//", "#", "/*"].iter().any(|mark| line.starts_with(mark));
+            let has_comment = text.lines().any(|line| is_comment(line.trim_start()));
+            unparsable(format!("{error}{}", if has_comment { "; JSON has no comments" } else { "" }))
+        })?;
+        let root = CstRootNode::parse(text, &ParseOptions::default());
+        let root = root.map_err(|error| unparsable(error.to_string()))?;
+        let object = root.object_value().ok_or_else(|| no_object("the file".to_owned()))?;
+        Ok(Self { root, object })
     }
 
-    fn json(text: &str) -> Value {
-        serde_json::from_str(text).unwrap()
+    /// The value at `path`.
+    ///
+    /// # Errors
+    /// A name on the way occurs twice, or its value is not an object.
+    pub fn get(&self, path: &[&str]) -> Result<Option<Value>, SetupError> {
+        Ok(self.property(path)?.and_then(|property| property.to_serde_value()))
     }
 
-    #[test]
-    fn a_new_file_is_whole_and_goes_again() {
-        let (text, record) = set_up(None, None, &wish()).unwrap();
-        assert_eq!(
-            text,
-            "{\n  \"runtimes\": {\n    \"sublet\": {\n      \"path\": \"/usr/bin/sublet-runtime\"\n    }\n  }\n}\n"
-        );
-        assert_eq!(undo(Some(&text), Some(&record)).unwrap(), None);
-        let (text, record) = set_up(None, None, &all()).unwrap();
-        assert_eq!(undo(Some(&text), Some(&record)).unwrap(), None);
-        assert_eq!(undo(None, None).unwrap(), None);
-    }
-
-    #[test]
-    fn a_file_of_white_space_is_one_that_says_nothing() {
-        for found in ["", " \n", "\n\n\t"] {
-            assert_eq!((is_set_up(found), runtime(found), has_cdi(found)), (Ok(false), Ok(None), Ok(false)));
-            assert_eq!(undo(Some(found), None).unwrap().as_deref(), Some(found));
-            let (text, record) = set_up(Some(found), None, &all()).unwrap();
-            assert_eq!(text, set_up(None, None, &all()).unwrap().0);
-            assert_eq!(undo(Some(&text), Some(&record)).unwrap().as_deref(), Some(found));
-            let (again, record) = set_up(Some(&text), Some(&record), &all()).unwrap();
-            assert_eq!(again, text);
-            let edited = again.replacen('{', "{ \"debug\": true,", 1);
-            assert_eq!(json(&undo(Some(&edited), Some(&record)).unwrap().unwrap()), json!({"debug": true}));
+    /// Puts `value` at `path`, with the objects that are missing. A new member comes first in its object.
+    pub fn set(&self, path: &[&str], value: &Value) -> Result<(), SetupError> {
+        let Some((name, parents)) = path.split_last() else { return Ok(()) };
+        match (self.property(path)?, self.object_at(parents)?) {
+            (Some(there), _) if there.to_serde_value().as_ref() == Some(value) => {}
+            (Some(there), _) => there.set_value(input(value)),
+            (None, Some(object)) => drop(object.insert(0, name, input(value))),
+            (None, None) => self.set(parents, &json!({ *name: value }))?,
         }
+        Ok(())
     }
 
-    #[test]
-    fn what_is_there_stays_as_it_is() {
-        let found = "{\n    \"default-runtime\" : \"nvidia\",\n    \"runtimes\": {\n        \
-                     \"nvidia\": {\"args\":[],\"path\": \"nvidia-container-runtime\"}\n    }\n}";
-        let (text, record) = set_up(Some(found), None, &all()).unwrap();
-        let expected = "{\n    \"node-generic-resources\": [\"sublet-small=4\"],\n    \
-                        \"features\": {\n        \"cdi\": true\n    },\n    \"default-runtime\" : \"sublet\",\n    \
-                        \"runtimes\": {\n        \"sublet\": {\n            \"path\": \"/usr/bin/sublet-runtime\"\n        \
-                        },\n        \"nvidia\": {\"args\":[],\"path\": \"nvidia-container-runtime\"}\n    }\n}";
-        assert_eq!(text, expected);
-        let again = set_up(Some(&text), Some(&record), &all()).unwrap();
-        assert_eq!(again, (text.clone(), record.clone()), "a second time changes nothing");
-        assert_eq!(undo(Some(&text), Some(&record)).unwrap().as_deref(), Some(found));
-    }
-
-    #[test]
-    fn later_edits_of_others_outlive_the_undo() {
-        let before = r#"{"debug": false}"#;
-        let (text, record) = set_up(Some(before), None, &all()).unwrap();
-        let edited = text
-            .replace("\"debug\": false", "\"debug\": true, \"log-level\": \"warn\"")
-            .replace("\"sublet\": {", "\"kata\": {\"path\": \"kata\"}, \"sublet\": {");
-        let left = undo(Some(&edited), Some(&record)).unwrap().unwrap();
-        assert!(left.contains(r#""kata": {"path": "kata"}"#), "{left}");
-        assert!(left.contains(r#""debug": true, "log-level": "warn""#), "{left}");
-        let expected = json!({"runtimes": {"kata": {"path": "kata"}}, "debug": true, "log-level": "warn"});
-        assert_eq!(json(&left), expected);
-    }
-
-    #[test]
-    fn an_undo_removes_only_what_setups_added() {
-        let before = r#"{"debug": true}"#;
-        let (text, record) = set_up(Some(before), None, &wish()).unwrap();
-        let theirs = text.replace("\"debug\"", "\"features\": {\"cdi\": true}, \"debug\"");
-        let left = undo(Some(&theirs), Some(&record)).unwrap().unwrap();
-        assert_eq!(json(&left), json!({"features": {"cdi": true}, "debug": true}));
-        let kata = text.replace("\"debug\"", "\"default-runtime\": \"kata\", \"debug\"");
-        let (text, record) = set_up(Some(&kata), Some(&record), &all()).unwrap();
-        let left = undo(Some(&text), Some(&record)).unwrap().unwrap();
-        assert_eq!(json(&left), json!({"default-runtime": "kata", "debug": true}));
-        let emptied = text.replace("\"debug\": true", "\"default-runtime\": \"x\", \"debug\": true");
-        assert!(undo(Some(&emptied), Some(&record)).unwrap_err().to_string().contains("occurs twice"));
-        for broken in ["{", before] {
-            let why = undo(Some(&text), Some(broken)).unwrap_err().to_string();
-            assert!(why.contains("its record beside the file cannot be read"), "{why}");
+    /// Puts `value` at `path`; `None`: takes away what is there.
+    pub fn put_back(&self, path: &[&str], value: Option<&Value>) -> Result<(), SetupError> {
+        match (value, self.property(path)?) {
+            (Some(value), _) => self.set(path, value)?,
+            (None, Some(property)) => property.remove(),
+            (None, None) => {}
         }
+        Ok(())
     }
 
-    #[test]
-    fn a_record_of_a_setup_that_was_undone_by_hand_says_nothing() {
-        let (_, old) = set_up(None, None, &all()).unwrap();
-        let found = r#"{"default-runtime": "kata"}"#;
-        let (text, record) = set_up(Some(found), Some(&old), &all()).unwrap();
-        assert_eq!(undo(Some(&text), Some(&record)).unwrap().as_deref(), Some(found));
-    }
-
-    #[test]
-    fn without_the_record_only_members_that_name_sublet_are_removed() {
-        let (text, _) = set_up(Some(r#"{"debug": true}"#), None, &all()).unwrap();
-        let left = undo(Some(&text), None).unwrap().unwrap();
-        assert_eq!(json(&left), json!({"features": {"cdi": true}, "debug": true}));
-    }
-
-    #[test]
-    fn another_sublet_is_refused() {
-        let found = r#"{"runtimes": {"sublet": {"path": "/opt/sublet-runtime"}}}"#;
-        assert_eq!(
-            set_up(Some(found), None, &wish()).unwrap_err().to_string(),
-            "runtimes.sublet already exists and differs from what sublet writes: remove it, then try again"
-        );
-    }
-
-    #[test]
-    fn a_default_without_its_runtime_is_refused() {
-        let found = r#"{ "default-runtime": "sublet", "features": { "cdi": true } }"#;
-        assert_eq!(set_up(Some(found), None, &wish()), Err(SetupError::Orphan));
-        let (text, record) = set_up(Some(r#"{"default-runtime": "kata"}"#), None, &all()).unwrap();
-        let torn = JsonFile::parse(&text).unwrap();
-        torn.put_back(&["runtimes"], None).unwrap();
-        let torn = torn.to_string();
-        assert_eq!(set_up(Some(&torn), Some(&record), &all()), Err(SetupError::Orphan));
-        let mended = undo(Some(&torn), Some(&record)).unwrap();
-        assert_eq!(json(&mended.unwrap()), json!({"default-runtime": "kata"}), "what the message says to do");
-    }
-
-    #[test]
-    fn what_an_undo_could_not_read_is_refused_at_once() {
-        for found in [r#"{"features": {}, "features": {}}"#, r#"{"features": 1}"#] {
-            assert!(set_up(Some(found), None, &wish()).is_err(), "{found}");
+    fn object_at(&self, path: &[&str]) -> Result<Option<CstObject>, SetupError> {
+        if path.is_empty() {
+            return Ok(Some(self.object.clone()));
         }
-        let twice = r#"{"default-runtime": "runc", "default-runtime": "runc"}"#;
-        assert_eq!(set_up(Some(twice), None, &wish()), Err(SetupError::Twice("default-runtime".into())));
+        let property = self.property(path)?;
+        property.map(|property| property.object_value().ok_or_else(|| no_object(path.join(".")))).transpose()
     }
 
-    /// A JSON object as people write it: keys in any order, any white space.
-    fn file() -> impl Strategy<Value = String> {
-        let space = || "[ \t\n]{0,4}";
-        let scalar = prop_oneof![
-            Just("true".to_owned()),
-            Just("-1.50e3".to_owned()),
-            Just("\"a \\\"}, \\\\\"".to_owned()),
-            Just("[ {\"sublet\": 1}, [] ]".to_owned()),
-            Just("\"gr\u{f6}\u{df}e\"".to_owned()),
-        ];
-        let member = move |name: String, value: BoxedStrategy<String>| {
-            (space(), space(), space(), space(), value)
-                .prop_map(move |(a, b, c, d, value)| format!("{a}\"{name}\"{b}:{c}{value}{d}"))
-                .boxed()
-        };
-        let object = move |members: Vec<BoxedStrategy<String>>| {
-            let count = members.len();
-            (Just(members), 0..=count, space()).prop_flat_map(|(members, count, empty)| {
-                Just(members).prop_shuffle().prop_flat_map(move |members| {
-                    let empty = empty.clone();
-                    members.into_iter().take(count).collect::<Vec<_>>().prop_map(move |members| {
-                        if members.is_empty() {
-                            format!("{{{empty}}}")
-                        } else {
-                            format!("{{{}}}", members.join(","))
-                        }
-                    })
-                })
-            })
-        };
-        let inner = |names: &[&str]| {
-            let members = names.iter().map(|name| member((*name).to_owned(), scalar.clone().boxed()));
-            object(members.collect()).boxed()
-        };
-        let features = object(vec![
-            member("buildkit".into(), Just("true".to_owned()).boxed()),
-            member("cdi".into(), prop_oneof![Just("true".to_owned()), Just("false".to_owned())].boxed()),
-        ]);
-        let outer = object(vec![
-            member("debug".into(), scalar.clone().boxed()),
-            member("default-runtime".into(), Just("\"nvidia\"".to_owned()).boxed()),
-            member("runtimes".into(), inner(&["nvidia", "kata"])),
-            member("features".into(), features.boxed()),
-            member("log-opts".into(), inner(&["max-size", "\\\"runtimes\\\""])),
-        ]);
-        (space(), outer, space()).prop_map(|(before, object, after)| format!("{before}{object}{after}"))
-    }
-
-    proptest! {
-        #[test]
-        fn an_undo_gives_back_every_byte(found in file(), default: bool, cdi: bool, in_steps: bool) {
-            let wish = Wish { default, cdi, ..wish() };
-            let plain = Wish { default: false, cdi: false, ..wish.clone() };
-            let first = in_steps.then(|| set_up(Some(&found), None, &plain).unwrap()).unzip();
-            let now = first.0.as_deref().unwrap_or(&found);
-            let (text, record) = set_up(Some(now), first.1.as_deref(), &wish).unwrap();
-            prop_assert!(is_set_up(&text).unwrap());
-            prop_assert!(serde_json::from_str::<serde_json::Value>(&text).is_ok(), "{text}");
-            let again = set_up(Some(&text), Some(&record), &wish).unwrap();
-            prop_assert_eq!(&again, &(text.clone(), record.clone()));
-            // Edited since, so that it is taken out piece by piece.
-            let left = undo(Some(&format!("{text} ")), Some(&record)).unwrap().unwrap();
-            prop_assert_eq!(json(&left), json(&found), "{}", left);
-            prop_assert_eq!(undo(Some(&text), Some(&record)).unwrap(), Some(found));
-        }
-
-        #[test]
-        fn a_torn_file_is_refused(found in file(), cut: prop::sample::Index) {
-            let upto = found.trim_end().len();
-            let cut = (0..=cut.index(upto)).rev().find(|at| found.is_char_boundary(*at));
-            let torn = &found[..cut.unwrap_or(0)];
-            prop_assert_eq!(set_up(Some(torn), None, &wish()).is_err(), !is_blank(torn));
-        }
-    }
-
-    fn counting(resources: &[&str]) -> Wish {
-        Wish { resources: Some(resources.iter().map(|one| (*one).to_owned()).collect()), ..wish() }
-    }
-
-    #[test]
-    fn others_resources_stay_and_a_new_count_replaces_the_old_one() {
-        let found = "{\n  \"node-generic-resources\": [\n    \"fpga=2\"\n  ]\n}\n";
-        let small = counting(&["sublet-small=4"]);
-        let (text, record) = set_up(Some(found), None, &small).unwrap();
-        assert!(text.contains(r#""node-generic-resources": ["fpga=2", "sublet-small=4"]"#), "{text}");
-        assert_eq!(advertised(&text).unwrap(), ["sublet-small=4"]);
-        assert_eq!(set_up(Some(&text), Some(&record), &small).unwrap(), (text.clone(), record.clone()));
-        let (text, record) = set_up(Some(&text), Some(&record), &wish()).unwrap();
-        assert_eq!(advertised(&text).unwrap(), ["sublet-small=4"], "a setup without --swarm leaves them");
-        let (text, record) = set_up(Some(&text), Some(&record), &counting(&["sublet-tiny=8"])).unwrap();
-        assert!(text.contains(r#"["fpga=2", "sublet-tiny=8"]"#), "{text}");
-        assert_eq!(undo(Some(&text), Some(&record)).unwrap().as_deref(), Some(found));
-        let edited = text.replace("fpga=2", "fpga=3");
-        let left = undo(Some(&edited), Some(&record)).unwrap().unwrap();
-        assert!(left.contains(r#""node-generic-resources": ["fpga=3"]"#), "{left}");
-        let left = undo(Some(&text), None).unwrap().unwrap();
-        assert!(left.contains(r#"["fpga=2"]"#), "without the record too: {left}");
-    }
-
-    #[test]
-    fn a_list_of_sublets_alone_goes_whole() {
-        let (text, record) = set_up(None, None, &counting(&["sublet-a=1", "sublet-b=2"])).unwrap();
-        assert_eq!(undo(Some(&text), Some(&record)).unwrap(), None);
-        assert_eq!(undo(Some(&text), None).unwrap().as_deref(), Some("{}\n"));
-        let (none, _) = set_up(None, None, &counting(&[])).unwrap();
-        assert!(!none.contains("node-generic"), "{none}");
-    }
-
-    #[test]
-    fn a_list_that_dockerd_would_refuse_is_refused() {
-        for value in ["\"fpga=2\"", "[1]", "{}"] {
-            let found = format!("{{\"node-generic-resources\": {value}}}");
-            let why = set_up(Some(&found), None, &counting(&["sublet-a=1"])).unwrap_err().to_string();
-            assert!(why.starts_with("node-generic-resources is something else, not a list"), "{why}");
-            assert!(advertised(&found).is_err(), "{found}");
-        }
-        assert_eq!(advertised(" \n").unwrap(), Vec::<String>::new());
+    fn property(&self, path: &[&str]) -> Result<Option<CstObjectProp>, SetupError> {
+        let Some((name, parents)) = path.split_last() else { return Ok(None) };
+        let Some(object) = self.object_at(parents)? else { return Ok(None) };
+        let is_named = |property: &CstObjectProp| property.decoded_name().as_deref() == Some(*name);
+        let mut named = object.properties().into_iter().filter(is_named);
+        let property = named.next();
+        if named.next().is_some() { Err(SetupError::Twice(path.join("."))) } else { Ok(property) }
     }
 }
+
+fn no_object(what: String) -> SetupError {
+    SetupError::Shape { what, found: "no object", expected: "{ … }" }
+}
+
+fn input(value: &Value) -> CstInputValue {
+    match value {
+        Value::Null => CstInputValue::Null,
+        Value::Bool(value) => CstInputValue::Bool(*value),
+        Value::Number(number) => CstInputValue::Number(number.to_string()),
+        Value::String(text) => CstInputValue::String(text.clone()),
+        Value::Array(elements) => CstInputValue::Array(elements.iter().map(input).collect()),
+        Value::Object(members) => {
+            CstInputValue::Object(members.iter().map(|(name, value)| (name.clone(), input(value))).collect())
+        }
+    }
+}
+
+// How this host starts dockerd: flags beside daemon.json, or in its place.
+
+/// dockerd's configuration, unless a flag says otherwise.
+const FILE: &str = "/etc/docker/daemon.json";
+
+/// Flags, and what daemon.json calls what a setup writes. dockerd does not start with both (moby,
+/// `findConfigurationConflicts`; seen with 26.1). It merges `--add-runtime` and `runtimes`.
+const TWICE: [(&str, &str); 2] =
+    [("default-runtime", "default-runtime"), ("node-generic-resource", "node-generic-resources")];
+
+/// dockerd, as this host starts it.
+#[derive(Debug, Default)]
+pub(crate) struct Dockerd {
+    flags: Vec<Flag>,
+}
+
+/// A flag of its command line, with a value.
+#[derive(Debug, PartialEq, Eq)]
+struct Flag {
+    name: String,
+    value: String,
+    /// Who says so.
+    by: &'static str,
+}
+
+impl Dockerd {
+    /// That of the host below `root`: the flags of the one that runs (of several, that which reads `file`), and those of
+    /// the next start, which systemd tells.
+    pub(crate) fn of(root: &Path, ask: Ask, file: Option<&Path>) -> Self {
+        let mut running = Self::running(root);
+        // The sort is stable: without a `file`, or one that reads it, the first counts.
+        running.sort_by_key(|dockerd| file.is_some_and(|file| dockerd.file() != file));
+        let mut flags = running.into_iter().next().unwrap_or_default().flags;
+        let properties = "--property=ExecStart,Environment,EnvironmentFiles";
+        if let Some(unit) = ask(&["systemctl", "show", "docker.service", properties]) {
+            flags.extend(self::flags(&start_of(&unit, root), "docker.service"));
+        }
+        Self { flags }
+    }
+
+    /// Those that run and see the files of this process.
+    fn running(root: &Path) -> Vec<Self> {
+        let proc = under(root, "/proc");
+        let own = namespace(&proc.join("self"), "mnt");
+        let of = |pid: i32| {
+            let process = proc.join(pid.to_string());
+            let is_dockerd = std::fs::read(process.join("comm")).ok()?.trim_ascii_end() == b"dockerd";
+            let line = (is_dockerd && namespace(&process, "mnt") == own)
+                .then(|| std::fs::read(process.join("cmdline")))?;
+            let line = String::from_utf8_lossy(&line.ok()?).into_owned();
+            let words: Vec<String> = line.split('\0').map(str::to_owned).collect();
+            Some(Self { flags: flags(&words, "the running dockerd") })
+        };
+        processes(&proc).into_iter().filter_map(of).collect()
+    }
+
+    /// daemon.json.
+    pub(crate) fn file(&self) -> &Path {
+        Path::new(self.value("config-file").unwrap_or(FILE))
+    }
+
+    /// The program of the runtime `sublet`, where a flag defines it.
+    pub(crate) fn runtime(&self) -> Option<&str> {
+        let added = self.flags.iter().filter(|flag| flag.name == "add-runtime");
+        added.filter_map(|flag| flag.value.split_once('=')).find(|(name, _)| *name == NAME).map(|to| to.1)
+    }
+
+    /// The runtime of containers that name none; `text` is daemon.json's.
+    pub(crate) fn default_runtime(&self, text: &str) -> Option<String> {
+        let by_flag = self.value("default-runtime").map(str::to_owned);
+        by_flag.or_else(|| default_runtime(text).ok().flatten())
+    }
+
+    /// Where it keeps its records of containers; `text` is daemon.json's.
+    fn data_root(&self, text: &str) -> String {
+        let in_file = || string(text, &["data-root"]).ok().flatten();
+        let told = self.value("data-root").map(str::to_owned).or_else(in_file);
+        told.unwrap_or_else(|| "/var/lib/docker".to_owned())
+    }
+
+    /// Whether dockerd starts again with `text` as its daemon.json.
+    ///
+    /// # Errors
+    /// One of its flags says what `text` says, too.
+    pub fn starts_with(&self, text: &str) -> Result<(), SetupError> {
+        let file = JsonFile::parse(text)?;
+        for (name, key) in TWICE {
+            let flag = self.flags.iter().find(|flag| flag.name == name);
+            if let (Some(Flag { value, by, .. }), Some(_)) = (flag, file.get(&[key])?) {
+                let flag = sublet_core::text::safe(&format!("--{name}={value}"));
+                return Err(SetupError::Flag { flag, by, key });
+            }
+        }
+        Ok(())
+    }
+
+    fn value(&self, name: &str) -> Option<&str> {
+        self.flags.iter().find(|flag| flag.name == name).map(|flag| flag.value.as_str())
+    }
+}
+
+/// The names of Docker's containers on the host below `root` that were meant to have a share and have none. Where every
+/// container's runtime is sublet, or the configuration says that it is meant, that is not known.
+pub(crate) fn without_share(root: &Path, ledger: &Ledger, config: &Config) -> Vec<String> {
+    if config.runtime.without_share == Some(WithoutShare::Run) {
+        return Vec::new();
+    }
+    let of = |dockerd: &Dockerd| {
+        let text = dockerd.file().to_str().map(|file| std::fs::read_to_string(under(root, file)));
+        let text = text.and_then(Result::ok).unwrap_or_default();
+        let is_default = dockerd.default_runtime(&text).as_deref() == Some(NAME);
+        let data_root = (!is_default).then(|| under(root, &dockerd.data_root(&text)));
+        data_root.map(|data_root| names::without_share(&data_root, ledger)).unwrap_or_default()
+    };
+    Dockerd::running(root).iter().flat_map(of).collect()
+}
+
+/// The command line of the next start, of what `systemctl show` says: variables of systemd.exec(5) are filled in.
+fn start_of(unit: &str, root: &Path) -> Vec<String> {
+    let property =
+        |name: &'static str| unit.lines().filter_map(move |line| line.strip_prefix(name)?.strip_prefix('='));
+    let files = property("EnvironmentFiles").filter_map(|file| {
+        let path = file.split_once(" (").map_or(file, |(path, _)| path);
+        std::fs::read_to_string(under(root, path)).ok()
+    });
+    let of_unit = property("Environment").flat_map(words);
+    let of_files = files.flat_map(|text| text.lines().map(|line| words(line).concat()).collect::<Vec<_>>());
+    let pair = |entry: String| entry.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let variables: BTreeMap<String, String> = of_unit.chain(of_files).filter_map(pair).collect();
+    let argv = property("ExecStart").find_map(|start| start.split_once("argv[]=")?.1.split(" ; ").next());
+    let fill_in = |word: String| {
+        let Some(name) = word.strip_prefix('$').map(|name| name.trim_matches(['{', '}'])) else {
+            return vec![word];
+        };
+        words(variables.get(name).map_or("", String::as_str))
+    };
+    words(argv.unwrap_or_default()).into_iter().flat_map(fill_in).collect()
+}
+
+/// Those of `line` that come behind `dockerd`.
+fn flags(line: &[String], by: &'static str) -> Vec<Flag> {
+    let at = line.iter().position(|word| word.ends_with("dockerd")).unwrap_or(line.len());
+    let rest = line.iter().skip(at + 1);
+    // Of a flag without a value, the word behind it is taken for one.
+    let next = rest.clone().skip(1).map(String::as_str).chain([""]);
+    let flag = |(word, next): (&String, &str)| {
+        let word = word.strip_prefix("--")?;
+        let (name, value) = word.split_once('=').unwrap_or((word, next));
+        Some(Flag { name: name.to_owned(), value: value.to_owned(), by })
+    };
+    rest.zip(next).filter_map(flag).collect()
+}
+
+#[cfg(test)]
+#[path = "docker_tests.rs"]
+mod tests;

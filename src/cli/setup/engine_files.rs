@@ -1,6 +1,5 @@
 //! Where engines' configurations are, and what prevents editing them.
 
-use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,8 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::SetupError;
 use sublet_core::fs::atomic::replace_durably;
-use sublet_core::fs::trusted;
-use sublet_core::fs::under;
+use sublet_core::fs::{is_absent, trusted, under};
 
 /// The file in which a setup of Docker or containerd records what it changed in `path`, for the undo.
 pub fn record(path: &Path) -> PathBuf {
@@ -26,21 +24,16 @@ pub fn record(path: &Path) -> PathBuf {
 pub fn read(path: &Path) -> io::Result<Option<String>> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-            Ok(None)
-        }
+        Err(error) if is_absent(&error) => Ok(None),
         Err(error) => Err(error),
     }
 }
 
 /// The files that Podman reads for root below `root`, weakest first (containers.conf(5)).
 pub fn podmans(root: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> =
-        ["/usr/share/containers/containers.conf", "/etc/containers/containers.conf"]
-            .map(|path| under(root, path))
-            .into_iter()
-            .filter(|path| path.is_file())
-            .collect();
+    let files = ["/usr/share/containers/containers.conf", "/etc/containers/containers.conf"];
+    let mut files = files.map(|path| under(root, path)).to_vec();
+    files.retain(|path| path.is_file());
     files.extend(drop_ins(&under(root, "/etc/containers/containers.conf.d"), "conf"));
     files
 }
@@ -48,10 +41,8 @@ pub fn podmans(root: &Path) -> Vec<PathBuf> {
 /// The files with this extension in a directory, sorted by name.
 pub(crate) fn drop_ins(directory: &Path, extension: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    let mut files: Vec<PathBuf> = entries
-        .map(|entry| entry.path())
-        .filter(|path| path.extension() == Some(OsStr::new(extension)))
-        .collect();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    files.retain(|path| path.extension().is_some_and(|own| own == extension));
     files.sort();
     files
 }
@@ -109,6 +100,9 @@ pub(super) struct Record {
 /// Takes sublet out of a file that others have edited since the setup; `None`: the file goes.
 pub(super) type TakeOut = fn(found: &str, record: Option<&Record>) -> Result<Option<String>, SetupError>;
 
+/// What a setup writes: a file's text, and that of the record beside it.
+pub type Recorded = (String, String);
+
 /// What a setup writes: `after`, and the record of it. Where sublet is not `in_it`, in `found`, an earlier `record` is that of
 /// a setup that was undone by hand.
 pub(super) fn with_record(
@@ -116,7 +110,7 @@ pub(super) fn with_record(
     record: Option<&str>,
     (in_it, after): (bool, String),
     take_out: TakeOut,
-) -> Result<(String, String), SetupError> {
+) -> Result<Recorded, SetupError> {
     let before = if in_it { undo_by_record(found, record, take_out)? } else { found.map(str::to_owned) };
     let record = Record { before, after };
     let text = serde_json::to_string(&record).unwrap_or_default();

@@ -1,20 +1,20 @@
-//! Configures an engine to use sublet: edits of its configuration, text in, text out. One file per engine.
+//! Configures an engine to use sublet: edits of its configuration, text in, text out. Docker's and containerd's files are
+//! edited; Podman and CRI-O get drop-ins.
 //!
 //! What others wrote stays, and an undo after a setup restores the same file. The edits do no I/O: `sublet setup` does it.
 
 pub mod containerd;
-pub mod containerd_imports;
-pub mod crio;
 pub mod docker;
-pub mod dockerd;
+pub mod drop_ins;
 pub mod engine_files;
-mod json_file;
-pub mod podman;
 
 use std::path::PathBuf;
 
 /// The runtime's name in every engine.
 pub const NAME: &str = "sublet";
+
+/// Runs a program of this host and returns its standard output; `None` if it does not exist or fails.
+pub(crate) type Ask = fn(&[&str]) -> Option<String>;
 
 /// What is to be configured.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,47 +99,11 @@ fn plain(path: &std::path::Path) -> Result<&str, SetupError> {
     plain.ok_or_else(|| SetupError::Path(sublet_core::text::safe(&path.to_string_lossy())))
 }
 
-/// Parses a TOML file.
-fn toml(text: &str) -> Result<toml::Table, SetupError> {
-    toml::from_str(text).map_err(no_toml)
-}
-
-/// With the first line of the parser's message, without the excerpt below it.
+/// A TOML parser's error, with the first line of its message, without the excerpt below it.
 fn no_toml(error: impl std::fmt::Display) -> SetupError {
     let why = sublet_core::text::safe(error.to_string().lines().next().unwrap_or_default());
     SetupError::Unparsable { language: "TOML", why }
 }
-
-/// Checks that the drop-in is sublet's; after the undo there is none. A drop-in that sublet did not write is left
-/// alone.
-///
-/// # Errors
-/// Another program wrote the file.
-pub(crate) fn undo_drop_in(found: Option<&str>) -> Result<Option<String>, SetupError> {
-    own_drop_in(found).map(|()| None)
-}
-
-/// Whether an existing drop-in was written by sublet.
-fn own_drop_in(found: Option<&str>) -> Result<(), SetupError> {
-    match found {
-        Some(text) if !(text.starts_with(DROP_IN) || text.starts_with(PACKAGED)) => Err(SetupError::Foreign),
-        _ => Ok(()),
-    }
-}
-
-/// How a drop-in ends if a setup created its directory.
-pub(crate) const MADE_DIRECTORY: &str = "# Its directory was made for it.\n";
-
-/// Whether the directory of the drop-in `text` is removed with it if it is empty.
-pub(crate) fn made_directory(text: &str) -> bool {
-    text.ends_with(MADE_DIRECTORY)
-}
-
-/// How sublet's drop-in begins.
-const DROP_IN: &str = "# Written by `sublet setup";
-
-/// How the drop-in of the package sublet-podman begins (hooks/containers.conf).
-const PACKAGED: &str = "# sublet's drop-in for Podman";
 
 #[cfg(test)]
 fn wish() -> Wish {

@@ -3,14 +3,17 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use super::resolved_compose::{more_than, resolved};
-use super::{MOST, Own, Service, Stack, StackError, text};
+use super::{MOST, Own, Service, Stack, StackError, text, unusable};
+use crate::setup::engine_files::version;
 use crate::yaml::{self, Node, Wrong, tree};
+use sublet_core::process::child::{self, ChildError};
 use sublet_core::request::has_sublet_annotations;
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_long};
 
 /// What of a service is read as it stands, beside its names. The rest may have variables and aliases.
 const READ: [&str; 8] =
@@ -29,18 +32,18 @@ pub fn read(files: &[PathBuf], default_runtime: Option<&str>) -> Result<Stack, S
     let sources = files.iter().map(|file| text(file)).collect::<Result<Vec<_>, _>>()?;
     let ([file, ..], [source, ..]) = (files, &sources[..]) else { return Ok(Stack::default()) };
     let order: Vec<String> = sources.iter().flat_map(|source| order(source)).collect();
-    let stack = if let Some((document, drops_annotations)) = resolved(files)? {
-        let mut stack = stack(&document, &order, file)?;
+    let wrong = |message: String| unusable(file, &message);
+    let stack = if let Some((document, drops_annotations)) = resolved(files).map_err(wrong)? {
+        let mut stack = stack(&document, &order, file).map_err(wrong)?;
         for service in &mut stack.services {
             service.annotations_dropped_by.clone_from(&drops_annotations);
         }
         stack
     } else {
-        if let Some(more) = more_than(files) {
-            return Err(StackError::unusable(file, needs_compose(&more)));
-        }
-        let wrong = |(line, message)| StackError::Wrong { path: file.to_owned(), line, message };
-        let mut stack = stack(&plain(source).map_err(wrong)?, &order, file)?;
+        more_than(files).map_or(Ok(()), |more| Err(wrong(needs_compose(&more))))?;
+        let in_line =
+            |(line, message)| StackError(format!("{}:{line}: {message}", safe(&file.to_string_lossy())));
+        let mut stack = stack(&plain(source).map_err(in_line)?, &order, file).map_err(wrong)?;
         stack.remarks.insert(0, AS_IT_STANDS.to_owned());
         stack
     };
@@ -74,11 +77,9 @@ fn order(source: &str) -> Vec<String> {
 }
 
 /// `document` is the file in JSON.
-fn stack(document: &Value, order: &[String], file: &Path) -> Result<Stack, StackError> {
-    let wrong = |message: String| StackError::unusable(file, message);
-    let services =
-        document.get("services").and_then(Value::as_object).filter(|services| !services.is_empty());
-    let services = services.ok_or_else(|| wrong("it has no services".to_owned()))?;
+fn stack(document: &Value, order: &[String], file: &Path) -> Result<Stack, String> {
+    let services = document.get("services").and_then(Value::as_object);
+    let services = services.filter(|services| !services.is_empty()).ok_or("it has no services")?;
     let mut sorted: Vec<(&String, &Value)> = services.iter().collect();
     sorted.sort_by_key(|(name, _)| order.iter().position(|known| known == *name).unwrap_or(order.len()));
     let project = project(document, file);
@@ -90,7 +91,7 @@ fn stack(document: &Value, order: &[String], file: &Path) -> Result<Stack, Stack
             stack.remarks.push(format!("service {} has profiles and was left out", safe(name)));
             continue;
         }
-        let of_service = |why: String| wrong(format!("service {}: {why}", safe(name)));
+        let of_service = |why: String| format!("service {}: {why}", safe(name));
         let count = count(service).map_err(of_service)?;
         let one = one(name, service).map_err(of_service)?;
         stack.services.extend((1..=count).map(|number| Service {
@@ -250,6 +251,112 @@ fn json(node: &Node) -> Result<Value, Wrong> {
             Value::Object(pairs.iter().map(pair).collect::<Result<_, Wrong>>()?)
         }
     })
+}
+
+// The files as Docker Compose itself reads them, with variables, `extends`, profiles and overriding files resolved.
+
+/// The programs that may be Docker Compose.
+const PROGRAMS: [&[&str]; 3] = [&["docker", "compose"], &["docker-compose"], &["podman", "compose"]];
+
+/// What Docker Compose answers to `version`. Other programs of these names have no `config --format json`.
+const ITS_VERSION: &str = "Docker Compose version";
+
+/// For `version`.
+const SHORT: Duration = Duration::from_secs(10);
+
+/// For `config`, which may fetch included files.
+const LONG: Duration = Duration::from_secs(60);
+
+/// The largest answer, in bytes.
+const LARGEST: usize = 16 << 20;
+
+/// The files that Compose takes in a directory if it is told none, the first that is there (compose-go,
+/// `cli.DefaultFileNames`).
+const DEFAULT_NAMES: [&str; 4] = ["compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml"];
+
+/// What takes the place of these, or comes on top, in a directory (compose-go, `cli.DefaultOverrideFileNames`;
+/// docs.docker.com, "`COMPOSE_FILE`").
+const OVERRIDES: [&str; 4] = [
+    "compose.override.yml",
+    "compose.override.yaml",
+    "docker-compose.override.yml",
+    "docker-compose.override.yaml",
+];
+const VARIABLE: &str = "COMPOSE_FILE";
+
+/// The first version that passes a service's annotations on to the engine (docker/compose 11645).
+const PASSES_ANNOTATIONS: [u32; 2] = [2, 26];
+
+/// The files with everything resolved, and the version of Docker Compose, if it is too old to pass annotations on; `None` if
+/// none is on the host. A file that Compose takes by itself in
+/// its directory is read as there, without its name: with the file that overrides it, or as `COMPOSE_FILE` says.
+///
+/// # Errors
+/// Compose does not accept the files; the message is its own.
+fn resolved(files: &[PathBuf]) -> Result<Option<(Value, Option<String>)>, String> {
+    let version = |program: &[&str]| {
+        let answer = child::run(command(program).arg("version"), "", SHORT).ok()?;
+        (answer.status.success() && answer.stdout.contains(ITS_VERSION)).then_some(answer.stdout)
+    };
+    let found = PROGRAMS.into_iter().find_map(|program| Some((program, version(program)?)));
+    let Some((program, version)) = found else { return Ok(None) };
+    let mut command = command(program);
+    match directory(files) {
+        Some(directory) => drop(command.current_dir(directory)),
+        None => drop(command.args(files.iter().flat_map(|file| ["--file".as_ref(), file.as_os_str()]))),
+    }
+    command.args(["config", "--format", "json"]);
+    let name = program.join(" ");
+    let wrong = |message: String| format!("{name} config: {message}");
+    let finished = child::run_whole(&mut command, LONG, LARGEST).map_err(|error| {
+        wrong(match error {
+            ChildError::Io(error) => error.to_string(),
+            ChildError::Timeout => format!("it did not end within {} s", LONG.as_secs()),
+        })
+    })?;
+    if !finished.status.success() {
+        let said = finished.stderr.lines().rev().find(|line| !line.trim().is_empty());
+        // With paths, a message may be longer than other foreign text.
+        return Err(wrong(safe_long(said.unwrap_or("it says nothing about why it failed"), 600)));
+    }
+    let document = serde_json::from_str(&finished.stdout).map_err(|error| wrong(error.to_string()))?;
+    Ok(Some((document, drops_annotations(&version))))
+}
+
+/// The version in `told`, which Compose says of itself, if it is too old to pass annotations on.
+pub fn drops_annotations(told: &str) -> Option<String> {
+    let version = version(told)?;
+    let shown: Vec<String> = version.iter().map(ToString::to_string).collect();
+    (version[..] < PASSES_ANNOTATIONS[..]).then(|| shown.join("."))
+}
+
+/// The directory in which Compose takes the only one of `files` by itself.
+fn directory(files: &[PathBuf]) -> Option<PathBuf> {
+    let [file] = files else { return None };
+    let directory = std::path::absolute(file).ok()?.parent()?.to_owned();
+    let taken = DEFAULT_NAMES.into_iter().find(|name| directory.join(name).exists())?;
+    (file.file_name()? == taken).then_some(directory)
+}
+
+/// What else than `files` only Compose can put together, for a host without it.
+fn more_than(files: &[PathBuf]) -> Option<String> {
+    if files.len() > 1 {
+        return Some("several files".to_owned());
+    }
+    let directory = directory(files)?;
+    let set = |text: String| text.lines().any(|line| line.trim_start().starts_with("COMPOSE_FILE="));
+    if std::env::var_os(VARIABLE).is_some() || std::fs::read_to_string(directory.join(".env")).is_ok_and(set)
+    {
+        return Some(VARIABLE.to_owned());
+    }
+    OVERRIDES.into_iter().find(|name| directory.join(name).exists()).map(str::to_owned)
+}
+
+/// With the caller's environment, from which Compose takes variables and profiles.
+fn command(program: &[&str]) -> Command {
+    let mut command = Command::new(program[0]);
+    command.args(&program[1..]);
+    command
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use super::*;
 /// A file that is read as it stands.
 fn plain_stack(source: &str) -> Result<Stack, String> {
     let document = plain(source).map_err(|(line, message)| format!("{line}: {message}"))?;
-    stack(&document, &order(source), Path::new("/tmp/shop/compose.yaml")).map_err(|error| error.to_string())
+    stack(&document, &order(source), Path::new("/tmp/shop/compose.yaml"))
 }
 
 const SHOP: &str = "

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::path::{Path, PathBuf};
 
-use super::{Own, Service, Stack, StackError, text};
+use super::{Own, Service, Stack, StackError, text, unusable};
 use crate::setup::engine_files::{self, words};
 use sublet_core::text::safe;
 
@@ -39,7 +39,7 @@ fn read_with(files: &[PathBuf], search: &[PathBuf]) -> Result<Stack, StackError>
 
 /// `worker` of `worker.container`.
 fn name(file: &Path) -> Result<String, StackError> {
-    let wrong = |message: &str| Err(StackError::unusable(file, message));
+    let wrong = |message: &str| Err(unusable(file, message));
     let Some(stem) = file.file_stem().and_then(|stem| stem.to_str()) else { return wrong("it has no name") };
     match file.extension().and_then(|extension| extension.to_str()) {
         Some("container") if stem.contains('@') => {
@@ -66,9 +66,8 @@ fn drop_ins(file: &Path, search: &[PathBuf]) -> Vec<PathBuf> {
     let specific = std::iter::once(&*stem).chain(begins).map(|begin| format!("{begin}.container.d"));
     let mut found = BTreeMap::new();
     for name in specific.chain(["container.d".to_owned()]) {
-        for path in
-            directories.iter().flat_map(|directory| engine_files::drop_ins(&directory.join(&name), "conf"))
-        {
+        let paths = directories.iter().flat_map(|dir| engine_files::drop_ins(&dir.join(&name), "conf"));
+        for path in paths {
             found.entry(path.file_name().map(ToOwned::to_owned)).or_insert(path);
         }
     }
@@ -78,7 +77,7 @@ fn drop_ins(file: &Path, search: &[PathBuf]) -> Vec<PathBuf> {
 /// The directories that Quadlet reads for this user, each followed by those in it (`getRootDirs`, `getRootlessDirs`
 /// there). `QUADLET_UNIT_DIRS` takes their place.
 fn search_path() -> Vec<PathBuf> {
-    let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
+    let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let of_users = Path::new("/etc/containers/systemd/users");
     let uid = nix::unistd::geteuid();
     let tops: Vec<PathBuf> = if let Some(given) = variable("QUADLET_UNIT_DIRS") {
@@ -86,11 +85,8 @@ fn search_path() -> Vec<PathBuf> {
     } else if uid.is_root() {
         ["/run", "/etc", "/usr/share"].map(|top| Path::new(top).join("containers/systemd")).into()
     } else {
-        let home = || variable("HOME").map(|home| Path::new(&home).join(".config"));
-        let own = [
-            variable("XDG_RUNTIME_DIR").map(PathBuf::from),
-            variable("XDG_CONFIG_HOME").map(PathBuf::from).or_else(home),
-        ];
+        let home = || variable("HOME").map(|home| home.join(".config"));
+        let own = [variable("XDG_RUNTIME_DIR"), variable("XDG_CONFIG_HOME").or_else(home)];
         let own = own.into_iter().flatten().map(|top| top.join("containers/systemd"));
         own.chain([of_users.to_owned(), of_users.join(uid.to_string())]).collect()
     };
@@ -194,7 +190,7 @@ impl Unit<'_> {
             return Ok(text.replace("%%", "%"));
         }
         let wrong = "specifiers of systemd cannot be resolved here: write the value out";
-        Err(StackError::unusable(self.file, format!("{}: {wrong}", safe(text))))
+        Err(unusable(self.file, &format!("{}: {wrong}", safe(text))))
     }
 
     /// All words of all lines with `key`; an empty line drops those before it.

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::Sources;
 use crate::names::{self, Engine, Name};
-use crate::usage::{DeviceUsed, LeaseUsed};
+use crate::usage::{DeviceUsed, LeaseUsed, ProcessUse};
 use sublet_core::inventory::{Device, LeftOut, MigDevice};
 use sublet_core::ledger::{Lease, LeaseState};
 use sublet_core::place::{Bookings, bookings};
@@ -250,6 +250,9 @@ pub struct LeaseOnDevice {
     /// What stands for its name where it has none.
     #[serde(skip)]
     pub called: String,
+    /// Its processes on the device.
+    #[serde(skip)]
+    pub(crate) processes: Vec<ProcessUse>,
 }
 
 /// A job of Slurm's, by the names that `squeue` and `sacct` have for it.
@@ -267,6 +270,7 @@ impl LeaseOnDevice {
         let text = |of: fn(&Name) -> &String| name.map(of).filter(|text| !text.is_empty()).cloned();
         // A lease whose device is gone is lost, whatever else it is.
         let is_there = sources.inventory.device(device).is_some();
+        let on_device = sources.usage.devices.get(device);
         Self {
             id: lease.id.to_string(),
             container_id: lease.container.id.clone(),
@@ -290,6 +294,7 @@ impl LeaseOnDevice {
             daemon: lease.daemon.as_ref().map(ToString::to_string),
             taken: lease.since,
             called: lease.container.name().into_owned(),
+            processes: on_device.into_iter().flat_map(|on| on.of_lease(lease)).cloned().collect(),
         }
     }
 }

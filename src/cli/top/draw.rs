@@ -7,10 +7,10 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::Style;
 
-use super::details;
-use super::history::lease_key;
-use super::rows::{self, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, fit, with_trace};
-use super::skin::{CURSOR, Skin, TITLE};
+use super::rows::{
+    self, CURSOR, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, Skin, TITLE, fit, with_trace,
+};
+use super::source::lease_key;
 use super::view::{Areas, Body, Pane, View};
 use crate::shown::{Words, name_of};
 use sublet_core::text::{LONGEST_NAME, safe};
@@ -161,7 +161,7 @@ impl Page<'_> {
             Body::Help => self.text(HELP),
             Body::Details => {
                 self.devices(self.left.height / 3);
-                self.text(&details::of(view, usize::from(self.left.width), self.skin));
+                self.text(&rows::details(view, usize::from(self.left.width), self.skin));
             }
             Body::Rows => {
                 let containers = u16::try_from(view.containers().len()).unwrap_or(u16::MAX).saturating_add(1);

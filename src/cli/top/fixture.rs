@@ -84,18 +84,13 @@ pub fn lease(number: u32, name: &str, memory: Option<u64>) -> LeaseOnDevice {
         daemon: Some("gpu-0".to_owned()),
         taken: u64::from(number),
         called: "deadbeef".to_owned(),
+        processes: Vec::new(),
     }
 }
 
 /// Two GPUs, one of them lost; three containers, one with a name that a terminal would act on.
 pub fn look() -> Look {
     let hostile = format!("\u{1b}[2J{}", "x".repeat(4096));
-    let leases = vec![
-        lease(1, "web", Some(2)),
-        lease(2, "training", Some(7)),
-        LeaseOnDevice { device: "GPU-1".to_owned(), ..lease(3, &hostile, None) },
-    ];
-    let processes = [("0000000000000002".to_owned(), "GPU-0".to_owned())];
     let holder = Holder {
         process: Process { pid: 4243, start_time: 1 },
         name: "python3".to_owned(),
@@ -104,7 +99,12 @@ pub fn look() -> Look {
         is_client: true,
         lease: None,
     };
-    let process = ProcessUse { holder, sm_percent: None };
+    let processes = vec![ProcessUse { holder, sm_percent: None }];
+    let leases = vec![
+        lease(1, "web", Some(2)),
+        LeaseOnDevice { processes, ..lease(2, "training", Some(7)) },
+        LeaseOnDevice { device: "GPU-1".to_owned(), ..lease(3, &hostile, None) },
+    ];
     Look {
         status: Status {
             schema: "sublet.status/1",
@@ -123,6 +123,5 @@ pub fn look() -> Look {
             warnings: vec!["GPU 1: what is used is not known: the GPU is lost".to_owned()],
         },
         at: Instant::now(),
-        processes: processes.into_iter().map(|key| (key, vec![process.clone()])).collect(),
     }
 }

@@ -1,7 +1,8 @@
-//! What `sublet top` shows, read again and again. NVML stays open between two looks. The ledger and the inventory are
-//! parsed again when their files are replaced, the containers' names when the ledger is, or after a while.
+//! What `sublet top` shows, read again and again, and the last minutes of it. NVML stays open between two looks. The
+//! ledger and the inventory are parsed again when their files are replaced, the containers' names when the ledger is, or
+//! after a while.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -10,12 +11,13 @@ use crate::cached_files::Kept;
 use crate::mps_daemons;
 use crate::names::Names;
 use crate::probe;
-use crate::status::{Sources, Status};
-use crate::usage::{Meter, ProcessUse, Usage};
+use crate::shown::{Device, memory_used};
+use crate::status::{LeaseOnDevice, Sources, Status};
+use crate::usage::{Meter, Usage};
 use sublet_core::admit::{Local, confirmed_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{Lease, Ledger, Store};
+use sublet_core::ledger::{Ledger, Store};
 
 /// How often leases of ended containers are freed, as other commands do before they show leases.
 const SETTLE: Duration = Duration::from_secs(10);
@@ -31,8 +33,6 @@ const STEP: Duration = Duration::from_millis(500);
 pub struct Look {
     pub status: Status,
     pub at: Instant,
-    /// The processes of each lease, by its id and the device.
-    pub processes: BTreeMap<(String, String), Vec<ProcessUse>>,
 }
 
 /// A look, or why there is none.
@@ -42,6 +42,8 @@ pub type Told = Result<Look, String>;
 pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> bool) {
     let mut source = Source {
         config,
+        interval,
+        tell,
         ledger: Kept::default(),
         inventory: Kept::default(),
         names: None,
@@ -62,54 +64,44 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> 
                     // says of it.
                     drop(confirmed_inventory(config));
                 }
-                if !source.watch_by(&mut Meter::new(&nvml), interval, tell) {
+                if !source.watch_by(Meter::new(&nvml)) {
                     return;
                 }
-                was_lost = true;
             }
             Err(error) => {
-                was_lost = true;
                 let told = source.look(&mut |_, _| Usage::failed(error.clone()));
-                if !tell(told) {
+                if !(source.tell)(told) {
                     return;
                 }
                 sleep(interval.saturating_sub(began.elapsed()).max(interval / 4));
             }
         }
+        was_lost = true;
     }
 }
 
 struct Source<'a> {
     config: &'a Config,
+    interval: Duration,
+    tell: &'a mut dyn FnMut(Told) -> bool,
     ledger: Kept<Ledger>,
     inventory: Kept<Inventory>,
-    names: Option<Known>,
+    /// The names of the containers in one ledger, and when they were learnt.
+    names: Option<(Rc<Ledger>, Names, Instant)>,
     settled: Instant,
-}
-
-/// The names of the containers in one ledger.
-struct Known {
-    ledger: Rc<Ledger>,
-    names: Names,
-    at: Instant,
 }
 
 impl Source<'_> {
     /// Looks until the driver is lost, a layout is changed, or nobody listens: then false.
-    fn watch_by(
-        &mut self,
-        meter: &mut Meter<'_>,
-        interval: Duration,
-        tell: &mut dyn FnMut(Told) -> bool,
-    ) -> bool {
+    fn watch_by(&mut self, mut meter: Meter<'_>) -> bool {
         loop {
             let began = Instant::now();
             let told = self.look(&mut |ledger, inventory| meter.read(ledger, inventory));
             let lost = told.as_ref().is_ok_and(is_blind);
-            if !tell(told) {
+            if !(self.tell)(told) {
                 return false;
             }
-            let until = began + interval.max(began.elapsed() + interval / 4);
+            let until = began + self.interval.max(began.elapsed() + self.interval / 4);
             while let Some(left) = until.checked_duration_since(Instant::now()) {
                 sleep(left.min(STEP));
                 if self.resets() {
@@ -146,18 +138,12 @@ impl Source<'_> {
         let inventory =
             self.inventory.get(&file, || inventory::last(config)).map_err(|error| error.to_string())?;
         let usage = ask(&ledger, &inventory);
-        let is_known = |known: &Known| Rc::ptr_eq(&known.ledger, &ledger) && known.at.elapsed() < RENAMED;
-        let known = self.names.take().filter(is_known).unwrap_or_else(|| Known {
-            ledger: Rc::clone(&ledger),
-            names: Names::learn(&ledger, config),
-            at: Instant::now(),
-        });
+        self.names.take_if(|(of, _, at)| !Rc::ptr_eq(of, &ledger) || at.elapsed() >= RENAMED);
+        let learn = || (Rc::clone(&ledger), Names::learn(&ledger, config), Instant::now());
+        let (_, names, _) = self.names.get_or_insert_with(learn);
         let mps = mps_daemons::list_unasked(&ledger, config);
-        let sources =
-            Sources { inventory: &inventory, ledger: &ledger, names: &known.names, usage: &usage, config };
-        let status = Status::of(&sources, mps);
-        self.names = Some(known);
-        Ok(Look { status, at: Instant::now(), processes: processes(&usage, &ledger) })
+        let sources = Sources { inventory: &inventory, ledger: &ledger, names, usage: &usage, config };
+        Ok(Look { status: Status::of(&sources, mps), at: Instant::now() })
     }
 }
 
@@ -167,12 +153,101 @@ fn is_blind(look: &Look) -> bool {
     !look.status.devices.is_empty() && gpus.all(|gpu| gpu.unknown.is_some())
 }
 
-fn processes(usage: &Usage, ledger: &Ledger) -> BTreeMap<(String, String), Vec<ProcessUse>> {
-    let leases =
-        ledger.leases.iter().flat_map(|lease| lease.devices.iter().map(move |device| (lease, device)));
-    let of_lease = |(lease, device): (&Lease, &String)| {
-        let own: Vec<ProcessUse> = usage.devices.get(device)?.of_lease(lease).cloned().collect();
-        Some(((lease.id.to_string(), device.clone()), own))
-    };
-    leases.filter_map(of_lease).collect()
+// Sparklines. Times are of the monotonic clock: a clock that is set back changes nothing here.
+
+/// The time that one character of a sparkline stands for.
+const CELL: Duration = Duration::from_secs(5);
+
+/// How many of them are kept: ten minutes.
+const KEPT: usize = 120;
+
+/// Marks from least to most, and one for a time of which nothing is known.
+const MARKS: [([char; 8], char); 2] =
+    [(['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'], '·'), (['_', '.', ':', '-', '=', '+', '*', '#'], ' ')];
+
+/// What a sparkline shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trace {
+    /// What is computed.
+    Load,
+    /// Memory in use.
+    Memory,
+}
+
+/// The sum and the number of each cell's values, each a part of 1, by [`Trace`]; the newest cell at the end.
+type Past = VecDeque<[(f32, u16); 2]>;
+
+/// By a device's UUID and by [`lease_key`].
+#[derive(Debug, Default)]
+pub struct History {
+    began: Option<Instant>,
+    /// Cells that are over.
+    over: u64,
+    past: BTreeMap<String, Past>,
+}
+
+/// The key of a container on a device.
+pub fn lease_key(lease: &LeaseOnDevice) -> String {
+    format!("{} {}", lease.id, lease.device)
+}
+
+impl History {
+    /// Adds `look`. Devices and containers that are gone are forgotten.
+    pub fn note(&mut self, look: &Look) {
+        let began = *self.began.get_or_insert(look.at);
+        let now = u64::try_from(look.at.duration_since(began).as_millis() / CELL.as_millis()).unwrap_or(0);
+        for _ in self.over..now.min(self.over + KEPT as u64) {
+            self.past.values_mut().for_each(|past| past.push_back(Default::default()));
+        }
+        self.over = now;
+        let mut before = std::mem::take(&mut self.past);
+        let mut note = |key: String, values: [Option<f64>; 2]| {
+            let mut past = before.remove(&key).unwrap_or_else(|| Past::from([Default::default()]));
+            past.drain(..past.len().saturating_sub(KEPT));
+            for ((sum, count), value) in past.back_mut().into_iter().flatten().zip(values) {
+                if let Some(value) = value.filter(|value| value.is_finite()) {
+                    #[expect(clippy::cast_possible_truncation, reason = "for a mark out of eight")]
+                    let value = value.clamp(0.0, 1.0) as f32;
+                    (*sum, *count) = (*sum + value, count.saturating_add(1));
+                }
+            }
+            self.past.insert(key, past);
+        };
+        for device in Device::all(&look.status.devices) {
+            let load = device.load().map(|percent| percent / 100.0);
+            note(device.uuid.to_owned(), [load, device.memory_used()]);
+        }
+        for lease in &look.status.leases {
+            let load = lease.used.sm_percent.map(|percent| f64::from(percent) / 100.0);
+            note(lease_key(lease), [load, memory_used(lease, &look.status)]);
+        }
+    }
+
+    /// The mean of each of the latest `most` cells of `key`, the newest at the end.
+    fn means(&self, key: &str, trace: Trace, most: usize) -> impl Iterator<Item = Option<f32>> {
+        let past = self.past.get(key);
+        let skipped = past.map_or(0, |past| past.len().saturating_sub(most));
+        past.into_iter().flatten().skip(skipped).map(move |cell| {
+            let (sum, count) = cell[trace as usize];
+            (count > 0).then(|| sum / f32::from(count))
+        })
+    }
+
+    /// The latest `width` cells of `key`, the newest at the end.
+    pub fn sparkline(&self, key: &str, trace: Trace, width: usize, utf8: bool) -> String {
+        let (marks, unknown) = MARKS[usize::from(!utf8)];
+        self.means(key, trace, width).map(|part| part.map_or(unknown, |part| marks[level(part)])).collect()
+    }
+
+    /// The latest `most` values of `key` in percent, the newest at the end.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 100")]
+    pub fn past(&self, key: &str, trace: Trace, most: usize) -> Vec<Option<u8>> {
+        let percent = |part: f32| (part.clamp(0.0, 1.0) * 100.0).round() as u8;
+        self.means(key, trace, most).map(|part| part.map(percent)).collect()
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 7")]
+fn level(part: f32) -> usize {
+    ((part.clamp(0.0, 1.0) * 8.0) as usize).min(7)
 }

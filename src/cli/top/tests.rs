@@ -8,7 +8,7 @@ use ratatui::layout::Rect;
 
 use super::draw::draw;
 use super::fixture::{lease, look};
-use super::skin::Skin;
+use super::rows::Skin;
 use super::source::Look;
 use super::view::{Body, Pane, Sort, View};
 

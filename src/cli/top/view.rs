@@ -7,8 +7,7 @@ use crossterm::event::{
 use ratatui::crossterm;
 use ratatui::layout::{Position, Rect};
 
-use super::history::{History, Trace, lease_key};
-use super::source::{Look, Told};
+use super::source::{History, Look, Told, Trace, lease_key};
 use crate::shown::{Device, called, memory_used, order};
 use crate::status::LeaseOnDevice;
 

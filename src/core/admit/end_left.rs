@@ -69,11 +69,8 @@ impl Local<'_> {
 
     pub(super) fn still_running(&self, held: &Lease, ledger: &Ledger) -> AdmitError {
         let left = ledger.find_left_processes(held, &self.config.state_dir);
-        AdmitError::StillRunning {
-            lease: held.id.clone(),
-            container: held.container.id.clone(),
-            left: left.to_string(),
-        }
+        let (lease, container) = (held.id.clone(), held.container.id.clone());
+        AdmitError::StillRunning { lease, container, left: left.to_string() }
     }
 
     /// Kills what the container of `lease` has left now, and reports it.

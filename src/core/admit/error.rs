@@ -1,14 +1,15 @@
-//! Every reason not to start a container, each in one line for the user.
+//! Every reason not to start a container, each in one line for the user, and one word for each kind of refusal, for
+//! machines: in JSON errors, events and metrics. docs/explain.md lists the words. Words may be added, and none is ever
+//! renamed.
 
-use super::job_error::JobError;
+use super::job_share::JobError;
 use crate::broker::client::BrokerError;
 use crate::broker::policy_limits::PolicyLimitError;
 use crate::inventory::{InventoryError, NodeError};
 use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound, TooManyUnbound};
 use crate::mps::MpsError;
 use crate::oci::cdi::CdiError;
-use crate::oci::container_root;
-use crate::oci::{Conflict, ImageError, NamespaceError, SpecError};
+use crate::oci::{Conflict, ImageError, NamespaceError, SpecError, container_root};
 use crate::place::Refusal;
 use crate::process::sublet::SubletError;
 use crate::request::RequestError;
@@ -97,12 +98,11 @@ pub enum AdmitError {
     #[error(transparent)]
     Namespace(#[from] NamespaceError),
     #[error(
-        "{} does not work with a hook: limits on a shared MPS server are set in the environment, which a \
-         hook cannot change; leave it out (the container gets its own server), or start the container with \
-         sublet-runtime",
-        safe(.0)
+        "sublet.isolation=shared does not work with a hook: limits on a shared MPS server are set in the environment, \
+         which a hook cannot change; leave it out (the container gets its own server), or start the container with \
+         sublet-runtime"
     )]
-    LateShared(String),
+    LateShared,
     #[error(
         "sublet.priority=low does not work with a hook: it orders the clients of one MPS server, and with \
          a hook each container has its own server; leave it out, or start the container with sublet-runtime"
@@ -160,10 +160,75 @@ impl AdmitError {
             _ => false,
         }
     }
+
+    /// The word for the refusal.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Refused(refusal) if refusal.left_out => "gpu-lost",
+            Self::Refused(refusal) if refusal.temporary => "no-room",
+            Self::Refused(_) => "never-fits",
+            Self::Unmade { temporary: true, .. } | Self::Job(JobError::NoPlace { .. }) => "no-room",
+            Self::Unmade { .. } => "no-mig-device",
+            Self::WouldMake { .. } => "mig-device-would-be-made",
+            Self::Request(_)
+            | Self::LateShared
+            | Self::LatePriority
+            | Self::LateEnvironment(_)
+            | Self::LateTmp
+            | Self::NeedsShim => "bad-request",
+            Self::Conflict(_) => "conflict",
+            Self::Image(_) | Self::Storage(_) => "bad-image",
+            Self::Spec(_)
+            | Self::ForgedLease { .. }
+            | Self::Edited
+            | Self::Namespace(_)
+            | Self::Record { .. } => "bad-bundle",
+            Self::Cdi(_) => "cdi",
+            Self::Inventory(error) => of_inventory(error),
+            Self::Own(_) => "driver",
+            Self::Mps(error) => of_mps(error),
+            Self::NoDaemon(_) => "mps",
+            Self::Node(_) => "device-nodes",
+            Self::Job(_) => "job",
+            Self::PolicyLimit(_) | Self::TooManyUnbound(_) | Self::NoDeviceAllowed => "policy",
+            Self::Broker(error) => of_broker(error),
+            Self::NoLease(_) | Self::NotHeld | Self::NotBound(_) | Self::Unbound { .. } => "no-lease",
+            Self::Doubled(_) | Self::StillRunning { .. } | Self::LayoutChanged => "busy",
+            Self::NoEngine => "engine-gone",
+            Self::Ledger(_) | Self::Random(_) => "state",
+        }
+    }
 }
 
 impl From<RequestError> for AdmitError {
     fn from(error: RequestError) -> Self {
         Self::Request(Box::new(error))
+    }
+}
+
+/// The word for an inventory that cannot be had.
+pub fn of_inventory(error: &InventoryError) -> &'static str {
+    match error {
+        InventoryError::NoDriver { .. } => "no-driver",
+        InventoryError::FellOffTheBus { .. } => "gpu-lost",
+        _ if error.wants_refresh() => "no-inventory",
+        _ => "state",
+    }
+}
+
+/// The word for an MPS daemon that does not serve.
+pub fn of_mps(error: &MpsError) -> &'static str {
+    match error {
+        MpsError::Inventory(error) => of_inventory(error),
+        MpsError::Ledger(_) => "state",
+        _ => "mps",
+    }
+}
+
+/// The word for `sublet serve`. What it refuses has no word of its own on the way here: its text says why.
+pub fn of_broker(error: &BrokerError) -> &'static str {
+    match error {
+        BrokerError::Refused { .. } => "refused-by-service",
+        _ => "no-service",
     }
 }

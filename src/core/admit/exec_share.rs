@@ -16,6 +16,7 @@ use crate::text::safe;
 
 /// Why the share of a container cannot be determined.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum EnterError {
     /// The runtime's record cannot be read.
     #[error(
@@ -23,12 +24,7 @@ pub enum EnterError {
          without knowing its share",
         safe(&path.to_string_lossy())
     )]
-    Record {
-        /// The record.
-        path: PathBuf,
-        /// Why not.
-        why: String,
-    },
+    Record { path: PathBuf, why: String },
     /// The config.json that it was created from cannot be read.
     #[error("it has a share of a GPU, and its config.json cannot be read: {0}")]
     Spec(#[from] FileError),
@@ -39,12 +35,7 @@ pub enum EnterError {
         safe(lease),
         safe(&path.to_string_lossy())
     )]
-    Changed {
-        /// The lease according to the record.
-        lease: String,
-        /// The config.json that it was created from.
-        path: PathBuf,
-    },
+    Changed { lease: String, path: PathBuf },
     /// It has sublet's annotations but no lease in them, so only the ledger knows its share.
     #[error("it has sublet.* annotations, but sublet cannot find out whether it has a share: {0}")]
     Undetermined(String),
@@ -76,8 +67,7 @@ pub fn find_share(
     if let Some(lease) = known.as_ref().and_then(|known| known.lease.as_deref()) {
         let spec = read_spec(record, bundle)?;
         let (path, spec) = spec.ok_or_else(|| unreadable("it names no bundle".to_owned()))?;
-        let said = spec.pointer("/annotations").and_then(|all| all.get(LEASE_ANNOTATION));
-        if said.and_then(Value::as_str) != Some(lease) {
+        if spec["annotations"][LEASE_ANNOTATION].as_str() != Some(lease) {
             return Err(EnterError::Changed { lease: lease.to_owned(), path });
         }
         return Ok(Some(share_of_spec(&spec, &names)));

@@ -9,8 +9,8 @@ use super::local::{Local, is_same_container, read};
 use super::request_of_spec::{
     RequestSource, asks_for_a_share, check_environment, explain_gone_cdi_device, request_of,
 };
-use super::take_lease::{self, Rootfs, Terms};
-use super::{AdmitError, Candidate, Engine, Leases};
+use super::take_lease::{self, Terms};
+use super::{Admission, AdmitError, Candidate, Engine, Leases};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Scan};
@@ -20,27 +20,12 @@ use crate::process::Process;
 use crate::request::Request;
 use crate::share::{Isolation, Mode, Priority};
 
-/// The result.
-#[derive(Debug, PartialEq, Eq)]
-pub enum LateAdmission {
-    /// The container asks for no share. Nothing was changed.
-    NotOurs,
-    /// Another entry point has already given it a share. Nothing was changed.
-    AlreadyGranted(LeaseId),
-    /// It got its share.
-    Granted {
-        /// The new lease.
-        lease: LeaseId,
-        /// For stderr and the log, one line each.
-        warnings: Vec<String>,
-        /// For the log: the environment that it lacks. A CDI device brings its own.
-        environment: Option<String>,
-    },
-}
+/// The result, and for the log the environment that the container lacks. A CDI device brings its own.
+type LateAdmission = (Admission, Option<String>);
 
 /// Takes a share for `container`, whose first process is `init`, and gives it to the live container. `spec` is its
-/// config.json with the annotations that its runtime reported. `by_cdi` has the arguments of a CDI device's
-/// hook. `engine` is the engine that waits for the container.
+/// config.json with the annotations that its runtime reported, and need not be written. `by_cdi` has the arguments of a CDI
+/// device's hook. `engine` is the engine that waits for the container.
 ///
 /// # Errors
 /// Any reason not to start the container. The lease is then freed, and `sublet status --last-error` shows the reason.
@@ -54,13 +39,13 @@ pub fn admit_late(
 ) -> Result<LateAdmission, AdmitError> {
     let source = RequestSource { annotations: oci::own_annotations(spec, &container.bundle)?, share: None };
     if by_cdi.is_none() && !asks_for_a_share(spec, &source.annotations, None) {
-        return Ok(LateAdmission::NotOurs);
+        return Ok((Admission::NoShare, None));
     }
     let admitted =
         check_cdi_arguments(by_cdi, spec).and_then(|()| match source.annotations.get(LEASE_ANNOTATION) {
             Some(id) => Local::new(config)
                 .find_granted(id, container)
-                .map(|lease| LateAdmission::AlreadyGranted(lease.id)),
+                .map(|lease| (Admission::AlreadyGranted(lease.id), None)),
             None => admit_live(container, init, (&source, spec), engine, config),
         });
     admitted.inspect_err(|error| Leases::of(config).record_refusal(&container.id, error))
@@ -84,7 +69,7 @@ fn admit_live(
     let local = Local::for_engine(config);
     let store = local.store()?;
     if let Some(lease) = find_lease(&read(&store)?, init) {
-        return Ok(LateAdmission::AlreadyGranted(lease.id.clone()));
+        return Ok((Admission::AlreadyGranted(lease.id.clone()), None));
     }
     source.check_without_shim(config)?;
     let (asked, request) = (cdi::asked(spec)?, request_of(source, spec, config)?);
@@ -94,8 +79,7 @@ fn admit_live(
     let rootfs = container_root::podman_root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
     let lasting = Container { rootfs, ..container.clone() };
     let candidate = Candidate { container: lasting, owner: init, engine };
-    let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
-    let mut taken = take_lease::take(&candidate, &request, terms, &store, local)
+    let mut taken = take_lease::take(&candidate, &request, Terms::OfSpec(spec), &store, local)
         .map_err(|error| explain_gone_cdi_device(error, spec, config))?;
     // Here a link can be covered itself, and not the file to which it leads.
     taken.image.left_out.clear();
@@ -119,7 +103,7 @@ fn admit_live(
         });
     let grant = applied.inspect_err(|_| local.free_or_warn(&taken.lease, &store))?;
     let environment = asked.is_none().then(|| describe_environment(&grant, &taken.lease));
-    Ok(LateAdmission::Granted { lease: taken.lease.id, warnings: grant.warnings, environment })
+    Ok((Admission::Granted { lease: taken.lease.id, warnings: grant.warnings }, environment))
 }
 
 /// The lease that another hook has taken for this same container, under whatever names. A process is the first process
@@ -135,7 +119,7 @@ fn make_dedicated(request: Request, source: &RequestSource, config: &Config) -> 
     let of_share = annotations.get("sublet.share").and_then(|name| config.share.get(name)?.get("isolation"));
     let wanted = annotations.get("sublet.isolation").or(of_share);
     if wanted.is_some_and(|isolation| isolation == "shared") {
-        return Err(AdmitError::LateShared("sublet.isolation=shared".to_owned()));
+        return Err(AdmitError::LateShared);
     }
     if request.priority == Priority::Low {
         return Err(AdmitError::LatePriority);

@@ -4,10 +4,9 @@
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use super::job_error::JobError;
-use super::job_share::{place_in_job, placement_of};
+use super::job_share::{JobError, place_in_job, placement_of};
 use super::local::{Local, read};
-use super::take_lease::{self, Rootfs, Terms, lease_for};
+use super::take_lease::{self, Terms, lease_for};
 use super::{AdmitError, Candidate, EMPTY_CGROUP, fresh_inventory};
 use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};
 use crate::config::Config;
@@ -15,13 +14,12 @@ use crate::fs::under;
 use crate::grant::{self, Image};
 use crate::inventory::Inventory;
 use crate::ledger::{Container, Init, Job, LEASE_ANNOTATION, Lease, LeaseId, Store};
-use crate::mps;
-use crate::oci;
 use crate::place::Placement;
 use crate::process::Process;
 use crate::request::{self, Request};
 use crate::share::{Capabilities, Devices, Isolation, Memory, Mode, Priority, Selector};
 use crate::slurm::{JobCgroup, JobGpu, JobRecord, JobShare};
+use crate::{mps, oci};
 
 impl Local<'_> {
     /// The share of `process` of user `uid` in the job's `cgroup`; `None`: the job asked for no GPU. Takes the job's lease if
@@ -171,15 +169,11 @@ impl Local<'_> {
         let id = format!("slurm-{}", cgroup.job);
         let container = Container { uid, id, ..Container::default() };
         let candidate = Candidate { container, owner: first, engine: None };
-        let init = Init {
-            process: first,
-            pid_namespace: 0,
-            cgroup: Some(cgroup.dir.clone()),
-            cgroup_inode: Some(cgroup.inode),
-        };
+        let (dir, cgroup_inode) = (Some(cgroup.dir.clone()), Some(cgroup.inode));
+        let init = Init { process: first, pid_namespace: 0, cgroup: dir, cgroup_inode };
         let job = whole_job(cgroup, uid);
         let request = job_request(share);
-        let terms = Terms { rootfs: Rootfs::OfJob(&job, &init), limit: None };
+        let terms = Terms::OfJob(&job, &init);
         let taken = take_lease::take(&candidate, &request, terms, store, *self).map_err(|error| {
             // Advice for a container's user does not help a job's: its share is as Slurm allocated it.
             let AdmitError::Refused(refusal) = error else { return error };

@@ -9,7 +9,7 @@ use super::AdmitError;
 use crate::config::Config;
 use crate::events::{self, Event, Kind};
 use crate::fs::atomic::replace;
-use crate::fs::{history, trusted};
+use crate::fs::trusted;
 use crate::ledger::Lease;
 use crate::process::epoch_seconds;
 use crate::text::{safe, safe_long};
@@ -90,15 +90,10 @@ pub(super) fn record_warnings(lease: &Lease, warnings: &[String], of_image: &[St
 
 fn store(uid: u32, container_id: &str, reason: String, started: bool, config: &Config) {
     let path = path(config);
-    let stored = history::read(&path, LARGEST).and_then(|mut all: Vec<RefusalRecord>| {
+    let stored = trusted::read_history(&path, LARGEST).and_then(|mut all: Vec<RefusalRecord>| {
         all.retain(|old| !(started && old.started && old.uid == uid && old.reason == reason));
-        all.push(RefusalRecord {
-            time: epoch_seconds(),
-            container_id: safe(container_id),
-            reason,
-            uid,
-            started,
-        });
+        let (time, container_id) = (epoch_seconds(), safe(container_id));
+        all.push(RefusalRecord { time, container_id, reason, uid, started });
         thin_out(&mut all, uid);
         replace(&path, &serde_json::to_vec(&all)?, 0o644)
     });

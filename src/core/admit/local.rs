@@ -42,6 +42,15 @@ pub struct Local<'a> {
     pub(super) lowering: Lowering,
 }
 
+/// What [`Local::reconcile`] found and did.
+#[derive(Debug)]
+pub struct Reconciled {
+    /// Leases whose containers were gone.
+    pub freed: Freed,
+    /// Messages about the rest and its failures, one line each.
+    pub lines: Vec<String>,
+}
+
 impl<'a> Local<'a> {
     /// With MIG instances created and destroyed at once.
     pub const fn new(config: &'a Config) -> Self {
@@ -61,18 +70,7 @@ impl<'a> Local<'a> {
     pub(super) fn store(&self) -> Result<Store, LedgerError> {
         Store::open(&self.config.state_dir)
     }
-}
 
-/// What [`Local::reconcile`] found and did.
-#[derive(Debug)]
-pub struct Reconciled {
-    /// Leases whose containers were gone.
-    pub freed: Freed,
-    /// Messages about the rest and its failures, one line each.
-    pub lines: Vec<String>,
-}
-
-impl Local<'_> {
     /// Frees the leases of ended containers, applies `change` to the ledger, and repairs everything that depends on
     /// leases: restarts crashed MPS daemons, ends unneeded ones, and removes leftovers.
     pub fn reconcile(
@@ -201,11 +199,8 @@ impl Local<'_> {
         };
         let lease = &lease.id;
         // In other namespaces the container may only seem to have ended.
-        let (cleared, has_ended) = if ledger.is_of_here() {
-            clear_before_freeing(lease, &store, false)
-        } else {
-            (Vec::new(), false)
-        };
+        let cleared = ledger.is_of_here().then(|| clear_before_freeing(lease, &store, false));
+        let (cleared, has_ended) = cleared.unwrap_or_default();
         // What the lease had left, and was removed already, is forgotten.
         let ((marked, gone), mut freed) = store.change_with_scan(Scan::Brief, |ledger| {
             let gone = if has_ended { ledger.remove(lease) } else { None };
@@ -272,8 +267,7 @@ pub fn clear_refused(bundle: &Path, config: &Config) {
     let Some(root) = spec.pointer("/root/path").and_then(Value::as_str) else { return };
     let Ok(root) = bundle.join(root).canonicalize() else { return };
     let rootfs = container_root::podman_root_filesystem(root, &spec, bundle);
-    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
-    let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
+    let lease = spec["annotations"][LEASE_RECORD_ANNOTATION].as_str().and_then(Lease::from_annotation);
     let (Ok(rootfs), Some(lease)) = (rootfs, lease) else { return };
     if !may_be_in_use(&rootfs, &lease, config) {
         oci::cleanup_mount_points(&rootfs, &lease.mount_points);

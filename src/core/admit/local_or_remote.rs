@@ -39,29 +39,20 @@ pub fn is_remote(config: &Config) -> bool {
 
 /// The leases of a configuration, for an entry point. Whether they are local is decided once, by [`Leases::of`].
 pub struct Leases<'a> {
-    place: Place<'a>,
-    config: &'a Config,
-}
-
-enum Place<'a> {
-    Local(Local<'a>),
-    Remote(Remote<'a>),
+    local: Local<'a>,
+    /// Who is asked instead, if this process does not change the ledger itself.
+    remote: Option<Remote<'a>>,
 }
 
 impl<'a> Leases<'a> {
     /// Decides whether this process changes the ledger itself.
     pub fn of(config: &'a Config) -> Self {
-        let place = if is_remote(config) {
-            Place::Remote(Remote { config })
-        } else {
-            Place::Local(Local::for_engine(config))
-        };
-        Self { place, config }
+        Self { local: Local::for_engine(config), remote: is_remote(config).then_some(Remote { config }) }
     }
 
     /// Whether `sublet serve` has them.
     pub const fn are_remote(&self) -> bool {
-        matches!(self.place, Place::Remote(_))
+        self.remote.is_some()
     }
 
     /// `container` with the path at which its root filesystem can be read now. config.json may name a place where it is
@@ -95,21 +86,19 @@ impl<'a> Leases<'a> {
         let container = &candidate.container;
         let checked = oci::check_mount_namespace(spec).map_err(AdmitError::from);
         // It can see what another entry point has mounted.
-        let checked =
-            checked.and_then(|()| Ok(oci::check_uncovered(spec, &container.rootfs, &self.config.state_dir)?));
-        let admitted = checked.and_then(|()| match &self.place {
-            Place::Local(local) => local.admit(candidate, source, spec),
-            Place::Remote(remote) => remote.admit(candidate, source, spec),
+        let state_dir = &self.local.config.state_dir;
+        let checked = checked.and_then(|()| Ok(oci::check_uncovered(spec, &container.rootfs, state_dir)?));
+        let admitted = checked.and_then(|()| match &self.remote {
+            None => self.local.admit(candidate, source, spec),
+            Some(remote) => remote.admit(candidate, source, spec),
         });
         admitted.inspect_err(|error| self.record_refusal(&container.name(), error))
     }
 
     /// Frees `lease`, whose container was never created.
     pub fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
-        match &self.place {
-            Place::Local(local) => local.free(lease, &local.store()?),
-            Place::Remote(remote) => remote.ask_free(&Ask::Withdraw { lease: lease.clone() }),
-        }
+        let Some(remote) = &self.remote else { return self.local.free(lease, &self.local.store()?) };
+        remote.ask_free(&Ask::Withdraw { lease: lease.clone() })
     }
 
     /// Frees the lease of an ended container once its cgroup is empty, then adjusts or ends its MPS server. Unknown ids are
@@ -118,37 +107,28 @@ impl<'a> Leases<'a> {
     /// # Errors
     /// The ledger cannot be read or written, or the container's processes do not end.
     pub fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
-        match &self.place {
-            Place::Local(local) => local.end(lease),
-            Place::Remote(remote) => remote.end(lease),
-        }
+        self.remote.as_ref().map_or_else(|| self.local.end(lease), |remote| remote.end(lease))
     }
 
     /// Removes the leftovers of an ended container of a rootless user whose annotation has the lease `record`, whichever
     /// process has freed the lease. Those of root's containers are removed when their lease is freed.
     pub fn clear_after(&self, record: &str) {
-        if let (Place::Remote(remote), Some(lease)) = (&self.place, Lease::from_annotation(record)) {
+        if let (Some(remote), Some(lease)) = (&self.remote, Lease::from_annotation(record)) {
             remote.clear_after(&lease);
         }
     }
 
     /// Frees the lease that `owner`, an engine that starts container `id` of `uid` again, still holds from a failed start.
     pub fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
-        match &self.place {
-            Place::Local(local) => local.abandon(uid, id, owner),
-            Place::Remote(remote) => remote.abandon(id, owner),
-        }
+        let Some(remote) = &self.remote else { return self.local.abandon(uid, id, owner) };
+        remote.abandon(id, owner)
     }
 
     /// Makes `owner` responsible for `lease` until it is bound. If `owner` ends without a container, or binding takes too
     /// long, the lease is freed.
     pub fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
-        match &self.place {
-            Place::Local(local) => local.hand_over(lease, owner),
-            Place::Remote(remote) => {
-                remote.ask_done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid })
-            }
-        }
+        let Some(remote) = &self.remote else { return self.local.hand_over(lease, owner) };
+        remote.ask_done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid })
     }
 
     /// Binds `lease` to its container, which now exists.
@@ -157,27 +137,25 @@ impl<'a> Leases<'a> {
     /// The lease was freed or belongs to another container, so this container must not start. Or the ledger cannot be
     /// written.
     pub fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
-        let bound = match &self.place {
-            Place::Local(local) => local.bind(lease, binding),
-            Place::Remote(remote) => remote.bind(lease, binding),
+        let bound = match &self.remote {
+            None => self.local.bind(lease, binding),
+            Some(remote) => remote.bind(lease, binding),
         };
         bound.inspect_err(|error| self.record_refusal(&binding.id, error))
     }
 
     /// Marks the lease of container `id` (of `uid`) as ending. [`Leases::unmark`] restores its earlier state.
     pub fn mark_ending(&self, uid: u32, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {
-        match &self.place {
-            Place::Local(local) => local.mark_ending(uid, id, record, Process::current().ok()),
-            Place::Remote(remote) => remote.mark_ending(id, record),
+        match &self.remote {
+            None => self.local.mark_ending(uid, id, record, Process::current().ok()),
+            Some(remote) => remote.mark_ending(id, record),
         }
     }
 
     /// A failed delete leaves the lease as it was.
     pub fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
-        match &self.place {
-            Place::Local(local) => local.unmark(lease),
-            Place::Remote(remote) => remote.ask_done(&Ask::Unmark { lease: lease.clone() }),
-        }
+        let Some(remote) = &self.remote else { return self.local.unmark(lease) };
+        remote.ask_done(&Ask::Unmark { lease: lease.clone() })
     }
 
     /// Makes sure that the MPS daemon of which the container sees `public` answers.
@@ -185,37 +163,30 @@ impl<'a> Leases<'a> {
     /// # Errors
     /// It does not answer and cannot be restarted at once.
     pub(super) fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
-        match &self.place {
-            Place::Local(local) => Ok(mps::ensure_answering(public, local.config)?),
-            Place::Remote(remote) => remote.enter(public, id, record),
+        match &self.remote {
+            None => Ok(mps::ensure_answering(public, self.local.config)?),
+            Some(remote) => remote.enter(public, id, record),
         }
     }
 
     /// A new inventory, if the cached one is out of date.
     pub(super) fn new_inventory(&self) -> Result<Inventory, AdmitError> {
-        match &self.place {
-            Place::Local(local) => refresh(local.config),
-            Place::Remote(remote) => remote.new_inventory(),
-        }
+        self.remote.as_ref().map_or_else(|| refresh(self.local.config), Remote::new_inventory)
     }
 
     /// The ledger, if it may have leases that no config.json names; `None` if there cannot be any. No hook gives a share to
     /// a rootless container that already exists.
     pub(super) fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError> {
-        match &self.place {
-            Place::Local(local) if ledger::is_there(&local.config.state_dir) => {
-                Ok(Some(read(&local.store()?)?))
-            }
-            _ => Ok(None),
-        }
+        let may_be_there = self.remote.is_none() && ledger::is_there(&self.local.config.state_dir);
+        if may_be_there { Ok(Some(read(&self.local.store()?)?)) } else { Ok(None) }
     }
 
     /// Records that `container` was refused, for `sublet status --last-error`. A lost record is no reason to fail,
     /// because the caller reports the error itself.
     pub(super) fn record_refusal(&self, container: &str, error: &AdmitError) {
-        match &self.place {
-            Place::Local(local) => last_refusals::record(container, error, local.config),
-            Place::Remote(remote) => remote.record_refusal(container, error),
+        match &self.remote {
+            None => last_refusals::record(container, error, self.local.config),
+            Some(remote) => remote.record_refusal(container, error),
         }
     }
 }

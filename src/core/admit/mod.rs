@@ -15,15 +15,12 @@ pub mod dynamic_mig;
 mod end_left;
 mod error;
 mod exec_share;
-mod for_users;
 mod grant_at_prestart;
 mod in_job;
-mod job_error;
 mod job_share;
 mod last_refusals;
 mod local;
 mod local_or_remote;
-pub mod reason;
 mod remote;
 mod request_of_spec;
 pub mod take_lease;
@@ -39,17 +36,17 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 use crate::config::Config;
 use crate::inventory::{Inventory, InventoryError};
 use crate::ledger::{Container, LeaseId};
-use crate::process::{Named, Process, sublet};
+use crate::process::{Process, Stat, sublet};
 use crate::{inventory, ledger};
 use take_lease::SHORTEST_PAUSE;
 
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk};
 pub use end_left::Owns;
-pub use error::AdmitError;
+pub use error::{AdmitError, of_broker, of_inventory, of_mps};
 pub use exec_share::{EnterError, Share, enter, find_share, may_have_share};
-pub use grant_at_prestart::{LateAdmission, admit_late, find_ended_lease};
+pub use grant_at_prestart::{admit_late, find_ended_lease};
 pub use in_job::job_share;
-pub use job_error::JobError;
+pub use job_share::JobError;
 pub use last_refusals::{RefusalRecord, record_reported, refusals};
 pub use local::{Local, PutOff, clear_refused, read};
 pub use local_or_remote::{Leases, is_remote};
@@ -93,7 +90,7 @@ impl Candidate<'_> {
 pub enum Admission {
     /// It already has a live lease. Nothing was changed.
     AlreadyGranted(LeaseId),
-    /// It has the share of its job of Slurm's, which asked for no GPU. Nothing was changed.
+    /// It asks for no share, or for that of its job of Slurm's, which asked for no GPU. Nothing was changed.
     NoShare,
     /// `spec` was edited and must be written. If that fails, call [`Leases::withdraw`].
     Granted {
@@ -186,8 +183,8 @@ impl Engine {
     ///
     /// If the kernel (`pidfd_getfd(2)`, Linux 5.6) or missing rights prevent the check, the engine counts as running.
     pub fn of(caller: i32) -> Option<Self> {
-        let caller = Named::find(caller)?;
-        let pipe = sync_pipe(&caller).or_else(|| sync_pipe(&Named::find(caller.parent)?));
+        let caller = Stat::of(caller).ok()??;
+        let pipe = sync_pipe(&caller).or_else(|| sync_pipe(&Stat::of(caller.parent).ok()??));
         Some(Self { caller: caller.process, pipe, waited: Cell::new(false) })
     }
 
@@ -205,7 +202,7 @@ impl Engine {
 }
 
 /// The end of the sync pipe that a process has, if it is conmon.
-fn sync_pipe(process: &Named) -> Option<OwnedFd> {
+fn sync_pipe(process: &Stat) -> Option<OwnedFd> {
     let pid = process.process.pid;
     if process.name != "conmon" {
         return None;
@@ -262,7 +259,7 @@ mod engine_tests {
         ] {
             let mut monitor = conmon(dir.path(), monitors);
             let pid = i32::try_from(monitor.id()).unwrap();
-            assert!(eventually(|| sync_pipe(&Named::find(pid).unwrap()).is_some()));
+            assert!(eventually(|| sync_pipe(&Stat::of(pid).unwrap().unwrap()).is_some()));
             let engine = Engine::of(pid).unwrap();
             assert!(!engine.is_gone());
             drop(engines);

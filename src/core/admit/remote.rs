@@ -14,7 +14,7 @@ use crate::broker::protocol::{Admit, Answer, Ask, ContainerNames};
 use crate::config::Config;
 use crate::grant::Image;
 use crate::inventory::Inventory;
-use crate::ledger::{self, Binding, LEASE_ANNOTATION, Lease, LeaseId};
+use crate::ledger::{self, Binding, Container, LEASE_ANNOTATION, Lease, LeaseId};
 use crate::process::Process;
 use crate::request::Request;
 use crate::{mps, oci, slurm};
@@ -28,10 +28,8 @@ pub(super) struct Remote<'a> {
 
 impl Remote<'_> {
     pub(super) fn ask_done(&self, ask: &Ask) -> Result<(), AdmitError> {
-        match Broker::new(self.config).ask(ask)? {
-            Answer::Done(_) => Ok(()),
-            _ => unexpected(),
-        }
+        let Answer::Done(_) = Broker::new(self.config).ask(ask)? else { return unexpected() };
+        Ok(())
     }
 
     /// This process removes the mount points in the root filesystem itself. Root removes nothing at a path that a user
@@ -67,13 +65,18 @@ impl Remote<'_> {
         // This is checked first: the nodes that another entry point has added are bind mounts, like nodes that the user
         // adds.
         if let Some(id) = source.annotations.get(LEASE_ANNOTATION) {
-            match check_granted(candidate, &source, spec, &mut broker) {
-                // The lease of an earlier run of this bundle is no longer valid.
-                Err(AdmitError::Broker(_)) if is_of_bundle(id, spec, &candidate.container) => {
-                    remove_earlier_grant(spec)?;
-                }
-                done => return done,
+            let ask = admit_request(candidate, &source, spec, Image::default(), &[]);
+            // The service knows whether it belongs to this container.
+            let error = match broker.ask(&ask) {
+                Ok(Answer::AlreadyGranted(lease)) => return Ok(Admission::AlreadyGranted(lease)),
+                Ok(_) => BrokerError::UnexpectedAnswer,
+                Err(error) => error,
+            };
+            if !is_of_bundle(id, spec, &candidate.container) {
+                return Err(error.into());
             }
+            // The lease of an earlier run of this bundle is no longer valid.
+            remove_earlier_grant(spec)?;
             source = source.without_lease();
         }
         // A job without a GPU needs nothing, not even a driver.
@@ -170,10 +173,10 @@ impl Remote<'_> {
     }
 
     pub(super) fn new_inventory(&self) -> Result<Inventory, AdmitError> {
-        match Broker::new(self.config).ask(&Ask::Inventory)? {
-            Answer::Inventory(inventory) => Ok(*inventory),
-            _ => unexpected(),
-        }
+        let Answer::Inventory(inventory) = Broker::new(self.config).ask(&Ask::Inventory)? else {
+            return unexpected();
+        };
+        Ok(*inventory)
     }
 
     /// That the service does not answer is no refusal.
@@ -187,19 +190,6 @@ impl Remote<'_> {
         if let Err(error) = self.ask_done(&ask) {
             tracing::debug!("the refusal could not be recorded: {error}");
         }
-    }
-}
-
-/// Handles a spec with a lease. The service knows whether it belongs to this container.
-fn check_granted(
-    candidate: &Candidate<'_>,
-    source: &RequestSource,
-    spec: &Value,
-    broker: &mut Broker,
-) -> Result<Admission, AdmitError> {
-    match broker.ask(&admit_request(candidate, source, spec, Image::default(), &[]))? {
-        Answer::AlreadyGranted(lease) => Ok(Admission::AlreadyGranted(lease)),
-        _ => unexpected(),
     }
 }
 
@@ -236,18 +226,13 @@ fn admit_request(
     image: Image,
     forbidden: &[String],
 ) -> Ask {
-    let container = &candidate.container;
+    let Container { id, bundle, rootfs, record, .. } = candidate.container.clone();
     // The lease record and the edits are long, and the service does not need them.
     let is_sent = |key: &str| key.starts_with("sublet.") && !key.starts_with("sublet.lease.");
     let annotations = source.annotations.iter().filter(|(key, _)| is_sent(key));
     let us = std::process::id();
     Ask::Admit(Box::new(Admit {
-        container: ContainerNames {
-            id: container.id.clone(),
-            bundle: container.bundle.clone(),
-            rootfs: container.rootfs.clone(),
-            record: container.record.clone(),
-        },
+        container: ContainerNames { id, bundle, rootfs, record },
         owner: Some(candidate.owner.pid).filter(|owner| u32::try_from(*owner) != Ok(us)),
         share: source.share.clone(),
         annotations: annotations.map(|(key, value)| (key.clone(), value.clone())).collect(),
@@ -263,10 +248,8 @@ fn unexpected<T>() -> Result<T, AdmitError> {
 
 /// The user's leases, policy limits and remaining room, as the service reports them.
 pub fn own_status(config: &Config) -> Result<Value, AdmitError> {
-    match Broker::new(config).ask(&Ask::Status)? {
-        Answer::Status(status) => Ok(status),
-        _ => unexpected(),
-    }
+    let Answer::Status(status) = Broker::new(config).ask(&Ask::Status)? else { return unexpected() };
+    Ok(status)
 }
 
 #[cfg(test)]

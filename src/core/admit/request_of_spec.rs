@@ -52,10 +52,8 @@ impl RequestSource {
     pub fn check_without_shim(&self, config: &Config) -> Result<(), AdmitError> {
         let name = self.annotations.get("sublet.share").or(self.share.as_ref());
         let share = name.and_then(|name| config.share.get(name));
-        match share.and_then(|share| share.get("default_directory")).map(String::as_str) {
-            Some("false") => Err(AdmitError::NeedsShim),
-            _ => Ok(()),
-        }
+        let is_off = share.and_then(|share| share.get("default_directory")).is_some_and(|on| on == "false");
+        if is_off { Err(AdmitError::NeedsShim) } else { Ok(()) }
     }
 
     /// Without an earlier run's lease, which [`remove_earlier_grant`] removes from config.json.
@@ -77,7 +75,8 @@ pub(super) fn asks_for_a_share(
 ) -> bool {
     let args = spec.pointer("/process/args").and_then(Value::as_array).into_iter().flatten();
     let args: Vec<&str> = args.filter_map(Value::as_str).collect();
-    let asked = share.is_some() || request::has_sublet_annotations(annotations) || cdi::is_asked(spec);
+    let asked =
+        share.is_some() || request::has_sublet_annotations(annotations) || cdi::asked(spec) != Ok(None);
     asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &args)
 }
 
@@ -138,7 +137,7 @@ pub fn request_by_cdi(
             words.extend(entry_point.map(|entry_point| format!("the runtime sublet-{entry_point}")));
         }
         let annotations = safe(&words.join(", "));
-        return Err(CdiError::Contradiction { share: safe(&asked.share), annotations }.into());
+        return Err(CdiError::Contradiction(safe(&asked.share), annotations).into());
     }
     let inventory = inventory()?;
     let request =
@@ -146,7 +145,7 @@ pub fn request_by_cdi(
     let given = nodes_of(&asked.device, &inventory, config);
     match oci::conflict(spec, &given, config) {
         Err(conflict @ (Conflict::Node(_) | Conflict::Rule(_))) => {
-            Err(CdiError::Conflict { share: safe(&asked.share), conflict }.into())
+            Err(CdiError::Conflict(safe(&asked.share), conflict).into())
         }
         checked => Ok(checked.map(|()| request)?),
     }
@@ -172,7 +171,7 @@ pub(super) fn check_environment(spec: &Value, asked: &Asked, grant: &Grant) -> R
     let differs =
         |(name, value): &&(String, String)| oci::environment_value(spec, name).as_ref() != Some(value);
     if let Some((name, _)) = env.set.iter().find(differs) {
-        return Err(CdiError::Environment { share, name: safe(name) });
+        return Err(CdiError::Environment(share, safe(name)));
     }
     let entries = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
     let mut names = entries.filter_map(|entry| Some(entry.as_str()?.split_once('=')?.0));
@@ -181,15 +180,14 @@ pub(super) fn check_environment(spec: &Value, asked: &Asked, grant: &Grant) -> R
         !is_set && env.remove_prefixes.iter().any(|prefix| name.starts_with(prefix.as_str()))
     };
     match names.find(is_strange) {
-        Some(name) => Err(CdiError::Strange { share, name: safe(name) }),
+        Some(name) => Err(CdiError::Strange(share, safe(name))),
         None => Ok(()),
     }
 }
 
 /// Whether lease `id` in `spec` was written for this same bundle.
 pub(super) fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> bool {
-    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
-    let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
+    let lease = spec["annotations"][LEASE_RECORD_ANNOTATION].as_str().and_then(Lease::from_annotation);
     let bundle = &container.bundle;
     !bundle.as_os_str().is_empty()
         && lease.is_some_and(|lease| lease.id.as_str() == id && lease.container.bundle == *bundle)

@@ -61,23 +61,23 @@ impl Taken {
     }
 }
 
-/// The terms on which a share is taken: root's, or those of a user who asks `sublet serve`.
+/// The terms on which a share is taken, and how the image is examined.
 #[derive(Clone, Copy)]
-pub(super) struct Terms<'a> {
-    pub rootfs: Rootfs<'a>,
-    /// The user's policy.
-    pub limit: Option<PolicyLimit<'a>>,
+pub(super) enum Terms<'a> {
+    /// Root's, by reading the root filesystem of this spec.
+    OfSpec(&'a Value),
+    /// Those of a user who asks `sublet serve`, by the user's policy. The image is as they report it, which affects only their
+    /// own container.
+    Reported(&'a Image, Option<PolicyLimit<'a>>),
+    /// Root's, for the programs of a job, of which the second is the first process that needs a share. There is no image.
+    OfJob(&'a Job, &'a Init),
 }
 
-/// How the image is examined.
-#[derive(Clone, Copy)]
-pub(super) enum Rootfs<'a> {
-    /// By reading the root filesystem of this spec.
-    OfSpec(&'a Value),
-    /// As its user reports it, which affects only their own container.
-    Reported(&'a Image),
-    /// Not at all: the share is of the programs of a job, of which the second is the first process that needs one.
-    OfJob(&'a Job, &'a Init),
+impl<'a> Terms<'a> {
+    /// The user's policy.
+    const fn limit(self) -> Option<PolicyLimit<'a>> {
+        if let Self::Reported(_, limit) = self { limit } else { None }
+    }
 }
 
 /// The inventory with the devices that a user may have.
@@ -112,14 +112,11 @@ pub(super) fn take(
     store: &Store,
     local: Local<'_>,
 ) -> Result<Taken, AdmitError> {
-    if matches!(terms.rootfs, Rootfs::OfSpec(_)) {
+    if matches!(terms, Terms::OfSpec(_)) {
         // If a record of the container cannot be found again, its lease would never end.
         let path = &candidate.container.record;
-        match path.symlink_metadata() {
-            Err(source) if !is_absent(&source) => {
-                return Err(AdmitError::Record { path: path.to_string_lossy().into_owned(), source });
-            }
-            _ => {}
+        if let Some(source) = path.symlink_metadata().err().filter(|error| !is_absent(error)) {
+            return Err(AdmitError::Record { path: path.to_string_lossy().into_owned(), source });
         }
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
@@ -206,18 +203,15 @@ impl Search<'_> {
                     continue;
                 }
                 Err(NotTaken::NoInstance(order)) => match self.make_instance(*order) {
-                    Ok(inventory) => {
-                        refreshed = Some(inventory);
+                    Err(error) if error.is_temporary() => (error, MAKE_AGAIN),
+                    made => {
+                        refreshed = Some(made?);
                         continue;
                     }
-                    Err(error) if error.is_temporary() => (error, MAKE_AGAIN),
-                    Err(error) => return Err(error),
                 },
                 Err(NotTaken::LayoutChanged) => (AdmitError::LayoutChanged, SHORTEST_PAUSE),
-                Err(NotTaken::Refused(error)) if error.is_temporary() => {
-                    (error, retry_pause(began.elapsed()))
-                }
-                Err(NotTaken::Refused(error)) => return Err(error),
+                Err(NotTaken::Refused(error)) if !error.is_temporary() => return Err(error),
+                Err(NotTaken::Refused(error)) => (error, retry_pause(began.elapsed())),
             };
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -231,7 +225,7 @@ impl Search<'_> {
     /// Adds advice to a refusal, without the ledger's lock. Advice does not help a job.
     fn add_advice(&self, error: AdmitError) -> AdmitError {
         match error {
-            AdmitError::Refused(bare) if !matches!(self.terms.rootfs, Rootfs::OfJob(..)) => {
+            AdmitError::Refused(bare) if !matches!(self.terms, Terms::OfJob(..)) => {
                 AdmitError::Refused(self.current_refusal().unwrap_or(bare))
             }
             AdmitError::Unmade { refused, why, temporary } => {
@@ -245,7 +239,7 @@ impl Search<'_> {
     fn current_refusal(&self) -> Option<Box<Refusal>> {
         let config = self.local.config;
         let (inventory, ledger) = (fresh_inventory(config).ok()?, self.store.peek().ok()?);
-        let allowed = allowed_inventory(self.terms.limit, &inventory, config).ok()?;
+        let allowed = allowed_inventory(self.terms.limit(), &inventory, config).ok()?;
         place(self.request, &self.id, &allowed, &ledger, config).err()
     }
 
@@ -265,17 +259,17 @@ impl Search<'_> {
         // The driver may not be loaded yet: that is temporary, too. (The store is opened in a trusted directory only.)
         let fresh = || refresh_if_stale(inventory::load_beside(config, &[]), config);
         let inventory = refreshed.map_or_else(fresh, Ok)?;
-        let (image, tree) = match terms.rootfs {
-            Rootfs::OfSpec(spec) => {
+        let (image, tree) = match terms {
+            Terms::OfSpec(spec) => {
                 let tree = Tree::open(spec, &candidate.container.rootfs)?;
                 (oci::inspect(spec, &tree, request, &inventory, config)?, Some(tree))
             }
-            Rootfs::Reported(image) => (image.clone(), None),
-            Rootfs::OfJob(..) => (Image::default(), None),
+            Terms::Reported(image, _) => (image.clone(), None),
+            Terms::OfJob(..) => (Image::default(), None),
         };
         // New instances get the ids of destroyed ones, and /proc then looks the same.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
-        let allowed = allowed_inventory(terms.limit, &inventory, config)?;
+        let allowed = allowed_inventory(terms.limit(), &inventory, config)?;
         let (booked, freed) = self.book(|ledger: &mut Ledger| {
             // Instances may have been destroyed and created again since, with the same ids.
             if inventory.mig_changes != ledger.mig.count {
@@ -287,19 +281,19 @@ impl Search<'_> {
             if unconfirmed || placement.refresh_first && may_refresh {
                 return Err(NotTaken::InventoryOld);
             }
-            if let Some(limit) = terms.limit {
+            if let Some(limit) = terms.limit() {
                 limit.check(&placement, ledger)?;
             }
-            if matches!(terms.rootfs, Rootfs::Reported(_)) {
+            if matches!(terms, Terms::Reported(..)) {
                 ledger.check_unbound(candidate.container.uid)?;
             }
             oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
             let mut lease = lease_for(candidate, &placement, &image, self.id.clone(), config);
             lease.mount_points = own_mount_points(&image, &candidate.container.rootfs, ledger).into();
-            match terms.rootfs {
-                Rootfs::OfSpec(_) => {}
-                Rootfs::Reported(_) => lease = lease.brokered(),
-                Rootfs::OfJob(job, init) => {
+            match terms {
+                Terms::OfSpec(_) => {}
+                Terms::Reported(..) => lease = lease.brokered(),
+                Terms::OfJob(job, init) => {
                     lease.state = LeaseState::Active;
                     (lease.init, lease.job) = (Some(init.clone()), Some(job.clone()));
                 }
@@ -353,12 +347,11 @@ impl Search<'_> {
         if refusal.refresh_first && may_refresh {
             return NotTaken::InventoryOld;
         }
-        let order = if self.made {
-            None
-        } else {
-            dynamic_mig::order_instance(self.request, self.terms.limit, allowed, ledger, self.local.config)
-        };
-        match order {
+        if self.made {
+            return refusal.into();
+        }
+        let config = self.local.config;
+        match dynamic_mig::order_instance(self.request, self.terms.limit(), allowed, ledger, config) {
             Some(Ok(order)) => NotTaken::NoInstance(Box::new((order, refusal.into()))),
             Some(Err(error)) => error.into(),
             None => refusal.into(),

@@ -25,16 +25,12 @@ const NAP: Duration = Duration::from_millis(20);
 pub enum BrokerError {
     /// No process listens on the socket.
     #[error(
-        "sublet serve is not running ({}: {source}), and rootless containers get their share from it: run \
+        "sublet serve is not running ({}: {}), and rootless containers get their share from it: run \
          `systemctl enable --now sublet.socket` as root",
-        socket.display()
+        .0.display(),
+        .1
     )]
-    NotRunning {
-        /// The socket of the service.
-        socket: PathBuf,
-        /// The system's answer.
-        source: io::Error,
-    },
+    NotRunning(PathBuf, #[source] io::Error),
     /// The connection broke.
     #[error("sublet serve did not answer ({0}): `journalctl -u sublet.service` may say why")]
     Broken(io::Error),
@@ -106,7 +102,7 @@ impl Broker {
     /// It does not answer, or its answer is of another protocol version.
     pub fn answers(config: &Config, limit: Duration) -> Result<(), BrokerError> {
         let socket = super::socket(config);
-        let mut stream = connect_now(&socket).map_err(|source| BrokerError::NotRunning { socket, source })?;
+        let mut stream = connect_now(&socket).map_err(|error| BrokerError::NotRunning(socket, error))?;
         stream.set_write_timeout(Some(limit)).map_err(BrokerError::Broken)?;
         stream.write_all(&protocol::line(&Ask::Status)?).map_err(BrokerError::Broken)?;
         protocol::parse::<Answer>(&receive(&mut stream, limit)?)?;
@@ -118,7 +114,7 @@ impl Broker {
             stream
         } else {
             let stream = UnixStream::connect(&self.socket)
-                .map_err(|source| BrokerError::NotRunning { socket: self.socket.clone(), source })?;
+                .map_err(|error| BrokerError::NotRunning(self.socket.clone(), error))?;
             stream.set_write_timeout(Some(Duration::from_secs(10))).map_err(BrokerError::Broken)?;
             stream
         };

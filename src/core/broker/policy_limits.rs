@@ -5,8 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::PolicyRule;
 use crate::ledger::{Lease, LeasedMigDevice, Ledger};
 use crate::place::Placement;
-use crate::share::MIB;
-use crate::share::{Mode, Percent};
+use crate::share::{MIB, Mode, Percent};
 
 /// A user's policy limit.
 #[derive(Clone, Copy, Debug)]
@@ -20,25 +19,14 @@ pub struct PolicyLimit<'a> {
 /// More than the user's policy allows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PolicyLimitError {
-    /// `modes`
-    #[error("your [[policy]] allows sublet.mode {allowed}, and this is {mode}: choose an allowed mode")]
-    Mode {
-        /// The mode of the placement.
-        mode: Mode,
-        /// The modes that the rule allows.
-        allowed: String,
-    },
-    /// `sm` or `memory` is limited by the policy, and the request names no amount.
+    /// `modes`: those that the rule allows, and that of the placement.
+    #[error("your [[policy]] allows sublet.mode {0}, and this is {1}: choose an allowed mode")]
+    Mode(String, Mode),
+    /// `sm` or `memory` (the annotation's key) is limited by the policy, and the request names no amount.
     #[error(
-        "your policy limit ([[policy]]) for {key} is {limit}: say how much this container takes with \
-         sublet.{key}"
+        "your policy limit ([[policy]]) for {0} is {1}: say how much this container takes with sublet.{0}"
     )]
-    Unlimited {
-        /// The annotation's key.
-        key: &'static str,
-        /// The policy limit.
-        limit: String,
-    },
+    Unlimited(&'static str, String),
     /// `sm` or `memory`.
     #[error(
         "your policy limit ([[policy]]) for {key} is {limit}; your containers hold {held}, and this one asks \
@@ -88,12 +76,10 @@ impl PolicyLimit<'_> {
         let rule = self.rule;
         if let Some(modes) = rule.modes.as_ref().filter(|modes| !modes.contains(&placement.mode)) {
             let allowed = modes.iter().map(Into::into).collect::<Vec<&str>>().join(", ");
-            return Err(PolicyLimitError::Mode { mode: placement.mode, allowed });
+            return Err(PolicyLimitError::Mode(allowed, placement.mode));
         }
         let held = self.held(ledger);
-        if let Some(most) =
-            rule.leases.filter(|most| u32::try_from(held.len()).is_ok_and(|held| held >= *most))
-        {
+        if let Some(most) = rule.leases.filter(|most| held.len() >= *most as usize) {
             return Err(PolicyLimitError::Leases(most));
         }
         let Placement { devices, mig_devices, mode, sm, memory_bytes, .. } = placement;
@@ -185,7 +171,7 @@ fn sum(
     show: &dyn Fn(u64) -> String,
 ) -> Result<(), PolicyLimitError> {
     let Some(limit) = limit else { return Ok(()) };
-    let Some(asked) = asked else { return Err(PolicyLimitError::Unlimited { key, limit: show(limit) }) };
+    let Some(asked) = asked else { return Err(PolicyLimitError::Unlimited(key, show(limit))) };
     if held.saturating_add(asked) <= limit {
         return Ok(());
     }

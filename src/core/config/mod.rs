@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use strum::{IntoStaticStr, VariantArray};
 
 use crate::share::{Action, Capability, Isolation, MigCapability, Mode, Percent};
 
@@ -145,7 +146,7 @@ pub enum Inject {
 }
 
 /// `[defaults]`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Defaults {
     /// The mode if neither the request nor the device sets it.
@@ -153,14 +154,8 @@ pub struct Defaults {
     /// Where the request does not say.
     pub isolation: Isolation,
     /// Where the request does not say.
-    #[serde(with = "values::duration")]
+    #[serde(deserialize_with = "values::duration", serialize_with = "values::write_duration")]
     pub wait: Duration,
-}
-
-impl Default for Defaults {
-    fn default() -> Self {
-        Self { mode: Mode::TimeSlice, isolation: Isolation::Shared, wait: Duration::ZERO }
-    }
 }
 
 /// `[[device]]`.
@@ -204,7 +199,7 @@ pub struct Limits {
     /// How many containers may take turns on one device.
     pub time_slice_max: u32,
     /// Device memory that is never booked, in bytes.
-    #[serde(with = "values::memory")]
+    #[serde(deserialize_with = "values::memory", serialize_with = "values::write_memory")]
     pub reserve: u64,
     /// Keys that every request must carry.
     pub require: Vec<Required>,
@@ -224,7 +219,7 @@ impl Default for Limits {
             time_slice_max: 8,
             reserve: 512 << 20,
             require: Vec::new(),
-            capabilities: Capability::ALL.to_vec(),
+            capabilities: Capability::VARIANTS.to_vec(),
             allow_privileged: false,
             allow_devices: Vec::new(),
         }
@@ -268,14 +263,14 @@ pub enum Policy {
 #[serde(default, deny_unknown_fields)]
 pub struct Mps {
     /// How long a shared daemon outlives its last lease while `sublet serve` runs, which ends it.
-    #[serde(with = "values::duration")]
+    #[serde(deserialize_with = "values::duration", serialize_with = "values::write_duration")]
     pub idle: Duration,
     /// For a process that joins a container whose daemon does not answer and cannot be restarted.
     pub exec_without_daemon: WithoutDaemon,
     /// Compute mode `EXCLUSIVE_PROCESS` under shared servers of whole GPUs.
     pub exclusive_compute_mode: ExclusiveComputeMode,
     /// How long a daemon may take to answer after its start.
-    #[serde(with = "values::duration")]
+    #[serde(deserialize_with = "values::duration", serialize_with = "values::write_duration")]
     pub start_timeout: Duration,
     /// Whether to try MPS in vGPU guests. NVIDIA supports it there only for some profiles.
     pub allow_vgpu: bool,
@@ -320,10 +315,8 @@ pub enum ExclusiveComputeMode {
 #[serde(default, deny_unknown_fields)]
 pub struct Grant {
     /// How `CUDA_VISIBLE_DEVICES` names whole GPUs.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub visible_devices: Option<VisibleDevices>,
     /// How `NVIDIA_VISIBLE_DEVICES` names all devices; `None`: `void`, for which NVIDIA's own hooks do nothing.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub nvidia_visible_devices: Option<VisibleDevices>,
     /// Variables of frameworks: name → template with `${SUBLET_…}`. They never replace the user's value.
     pub env: BTreeMap<String, String>,
@@ -358,8 +351,9 @@ pub(crate) fn is_own_name(name: &str) -> bool {
 }
 
 /// `[grant] visible_devices`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, IntoStaticStr, VariantArray)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum VisibleDevices {
     /// `0`, `0,1`: many programs expect an integer.
     Ordinal,
@@ -422,10 +416,10 @@ pub struct Guard {
     /// Whether the guard runs.
     pub enabled: bool,
     /// The time between two checks. The guard acts on an excess in two of them.
-    #[serde(with = "values::duration")]
+    #[serde(deserialize_with = "values::duration", serialize_with = "values::write_duration")]
     pub period: Duration,
     /// Device memory that a container may use beyond its share, in bytes.
-    #[serde(with = "values::memory")]
+    #[serde(deserialize_with = "values::memory", serialize_with = "values::write_memory")]
     pub memory_tolerance: u64,
     /// The action for the process with which a container exceeds `sublet.memory`.
     pub memory: Action,
@@ -472,19 +466,18 @@ pub struct PolicyRule {
     #[serde(deserialize_with = "values::some_word", skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// The modes they may use.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub modes: Option<Vec<Mode>>,
     /// The SM shares of one user's leases may add up to this. A request must then name its share.
-    #[serde(with = "values::percent_sum", skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "values::percent_sum", serialize_with = "values::write_percent")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub sm: Option<Percent>,
     /// The memory of one user's leases may add up to this, in bytes. A request must then name its amount.
-    #[serde(with = "values::some_memory", skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "values::some_memory", serialize_with = "values::write_some_memory")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
     /// Selectors as in `sublet.gpu`: the devices that they may use. By default any.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub devices: Option<Vec<values::Word>>,
     /// How many leases one user may hold at once.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub leases: Option<u32>,
     /// Whether MIG instances are created for them, if `[mig] dynamic` is on.
     #[serde(skip_serializing_if = "std::ops::Not::not")]

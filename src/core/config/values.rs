@@ -3,55 +3,85 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::time::Duration;
 
 use serde::de::{Deserializer, Error, Visitor};
 use serde::{Deserialize, Serializer};
 
+use crate::share::{DURATION_ALLOWED, MIB, Percent, parse_bytes, parse_duration, show_duration};
+use crate::text::safe;
+
+/// A word that `parse` reads, or the error that it must be `allowed`.
+fn parsed<'de, T, D: Deserializer<'de>>(
+    deserializer: D,
+    allowed: &str,
+    parse: impl Fn(&str) -> Option<T>,
+) -> Result<T, D::Error> {
+    let text = word(deserializer)?;
+    parse(&text).ok_or_else(|| D::Error::custom(format!("\"{}\" must be {allowed}", safe(&text))))
+}
+
 /// Durations as `0`, `500ms`, `10s`, `2m`.
-pub(super) mod duration {
-    use std::time::Duration;
+pub(super) fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+    parsed(deserializer, DURATION_ALLOWED, |text| parse_duration(text, Duration::MAX).ok())
+}
 
-    use super::{Deserializer, Error, Serializer};
-    use crate::share::{DURATION_ALLOWED, parse_duration, show_duration};
-    use crate::text::safe;
-
-    pub fn serialize<S: Serializer>(value: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&show_duration(*value))
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
-        let text = super::word(deserializer)?;
-        parse_duration(&text, Duration::MAX)
-            .map_err(|_| D::Error::custom(format!("\"{}\" must be {DURATION_ALLOWED}", safe(&text))))
-    }
+pub(super) fn write_duration<S: Serializer>(value: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&show_duration(*value))
 }
 
 /// Amounts of memory such as `512MiB`, converted to bytes. Whole MiB, as everything that is booked.
-pub(super) mod memory {
-    use super::{Deserializer, Error, Serializer};
-    use crate::share::{MIB, parse_bytes};
-    use crate::text::safe;
+pub(super) fn memory<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    let bytes =
+        |text: &str| if text == "0" { Some(0) } else { parse_bytes(text).map(|bytes| bytes / MIB * MIB) };
+    parsed(deserializer, "an amount with a unit, such as 512MiB, or 0", bytes)
+}
 
-    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
-    pub fn serialize<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&format!("{}MiB", value / MIB))
-    }
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+pub(super) fn write_memory<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&format!("{}MiB", value / MIB))
+}
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
-        let text = super::word(deserializer)?;
-        let bytes = if text == "0" { Some(0) } else { parse_bytes(&text) };
-        bytes.map(|bytes| bytes / MIB * MIB).ok_or_else(|| {
-            D::Error::custom(format!(
-                "\"{}\" must be an amount with a unit, such as 512MiB, or 0",
-                safe(&text)
-            ))
-        })
-    }
+/// [`memory`] for a key that may be absent.
+pub(super) fn some_memory<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    memory(deserializer).map(Some)
+}
+
+#[expect(clippy::ref_option, reason = "serde calls it so")]
+pub(super) fn write_some_memory<S: Serializer>(
+    value: &Option<u64>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    write_memory(&value.unwrap_or_default(), serializer)
+}
+
+/// A sum of percentages over several devices: `50`, `12.5`, `150%`.
+pub(super) fn percent_sum<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Percent>, D::Error> {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 10 000")]
+    let thousandths = |number: f64| Percent::from_thousandths((number * 1000.0).round() as u32);
+    let sum = |text: &str| {
+        let number: Option<f64> = text.strip_suffix('%').unwrap_or(text).trim().parse().ok();
+        number.filter(|number| *number > 0.0 && *number <= 10_000.0).map(thousandths)
+    };
+    parsed(deserializer, "a sum of percentages over 0, such as 50 or 150%", sum).map(Some)
+}
+
+#[expect(clippy::ref_option, clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+pub(super) fn write_percent<S: Serializer>(
+    value: &Option<Percent>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&value.unwrap_or_default().to_string())
 }
 
 /// Accepts `sm = 25` as well as `sm = "25"`.
 pub(super) fn word<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     deserializer.deserialize_any(WordVisitor)
+}
+
+/// [`word`] for a key that may be absent.
+pub(super) fn some_word<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+    word(deserializer).map(Some)
 }
 
 /// The named shares. Their values are words.
@@ -73,52 +103,6 @@ impl std::ops::Deref for Word {
 
     fn deref(&self) -> &str {
         &self.0
-    }
-}
-
-/// [`word`] for a key that may be absent.
-pub(super) fn some_word<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
-    word(deserializer).map(Some)
-}
-
-/// [`memory`] for a key that may be absent.
-pub(super) mod some_memory {
-    use super::{Deserializer, Serializer, memory};
-
-    #[expect(clippy::ref_option, reason = "serde calls it so")]
-    pub fn serialize<S: Serializer>(value: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
-        memory::serialize(&value.unwrap_or_default(), serializer)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
-        memory::deserialize(deserializer).map(Some)
-    }
-}
-
-/// A sum of percentages over several devices: `50`, `12.5`, `150%`.
-pub(super) mod percent_sum {
-    use super::{Deserializer, Error, Serializer};
-    use crate::share::Percent;
-    use crate::text::safe;
-
-    #[expect(clippy::ref_option, clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
-    pub fn serialize<S: Serializer>(value: &Option<Percent>, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&value.unwrap_or_default().to_string())
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Percent>, D::Error> {
-        let text = super::word(deserializer)?;
-        let number: Option<f64> = text.strip_suffix('%').unwrap_or(&text).trim().parse().ok();
-        match number {
-            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 10 000")]
-            Some(number) if number > 0.0 && number <= 10_000.0 => {
-                Ok(Some(Percent::from_thousandths((number * 1000.0).round() as u32)))
-            }
-            _ => Err(D::Error::custom(format!(
-                "\"{}\" must be a sum of percentages over 0, such as 50 or 150%",
-                safe(&text)
-            ))),
-        }
     }
 }
 

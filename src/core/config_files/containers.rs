@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::ConfigError;
+use super::load::{self, File, Problem};
 use crate::config::Config;
 use crate::process::inheritance::honoured_config;
-use crate::share::glob::glob_matches;
+use crate::share::glob_matches;
 use crate::text::safe;
 
 /// The whole file.
@@ -32,28 +33,16 @@ impl Default for Containers {
 
 /// `[[container]]`: a container matches if each of the given globs matches.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "RawRule")]
+#[serde(deny_unknown_fields)]
 pub struct ContainerRule {
     /// A glob for the container's name.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// A glob for the image's name as the engine records it, with its tag.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
     /// A glob for the name of the Swarm service whose task the container is.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub service: Option<String>,
     /// A `[share.<name>]` of the configuration.
     pub share: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawRule {
-    name: Option<String>,
-    image: Option<String>,
-    service: Option<String>,
-    share: String,
 }
 
 /// An engine's names of a container.
@@ -65,21 +54,6 @@ pub struct Known {
     pub image: String,
     /// The Swarm service whose task it is.
     pub service: Option<String>,
-}
-
-impl TryFrom<RawRule> for ContainerRule {
-    type Error = &'static str;
-
-    fn try_from(raw: RawRule) -> Result<Self, &'static str> {
-        let RawRule { name, image, service, share } = raw;
-        if name.is_none() && image.is_none() && service.is_none() {
-            return Err(
-                "a [[container]] needs a name, an image, a service or several of them; name = \"*\" matches \
-                 every container",
-            );
-        }
-        Ok(Self { name, image, service, share })
-    }
 }
 
 impl Containers {
@@ -117,26 +91,30 @@ pub fn load_containers() -> Result<Option<Containers>, ConfigError> {
 
 /// The file at `path`; `None` if there is none.
 pub fn read_containers(path: &Path) -> Result<Option<Containers>, ConfigError> {
-    let text = match super::load::text(path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(ConfigError::Unreadable { path: path.to_owned(), source }),
-    };
-    parse(path, &text).map(Some)
+    match load::text(path) {
+        Err(ConfigError::Unreadable(_, error)) if error.kind() == ErrorKind::NotFound => Ok(None),
+        text => parse(path, &text?).map(Some),
+    }
 }
 
 /// The file `path` with the content `text`.
 pub fn parse(path: &Path, text: &str) -> Result<Containers, ConfigError> {
-    let parsed: Containers =
-        super::load::parse(text).map_err(|error| ConfigError::toml(path, text, &error))?;
+    let parsed: Containers = load::parse(text).map_err(|error| ConfigError::toml(path, text, &error))?;
+    let is_for_all =
+        |rule: &ContainerRule| rule.name.is_none() && rule.image.is_none() && rule.service.is_none();
+    if let Some(at) = parsed.container.iter().position(is_for_all) {
+        let message = "a [[container]] needs a name, an image, a service or several of them; name = \"*\" matches \
+                       every container";
+        let key = vec!["container".to_owned(), at.to_string()];
+        let file = File { path: path.to_owned(), text: text.to_owned() };
+        return Err(load::locate(&[&file], &Problem { key, message: message.to_owned() }));
+    }
     if parsed.docker_root.is_absolute() {
         return Ok(parsed);
     }
-    let message = format!(
-        "docker_root {} must be an absolute path: Docker's data-root",
-        safe(&parsed.docker_root.to_string_lossy())
-    );
-    Err(ConfigError::invalid(path, text, None, message))
+    let root = safe(&parsed.docker_root.to_string_lossy());
+    let message = format!("docker_root {root} must be an absolute path: Docker's data-root");
+    Err(ConfigError::invalid(path, text, None, &message))
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
-use super::ConfigError;
+use super::{ConfigError, describe};
 use crate::config::{Config, DeviceRule, Grant, NOT_OF_GPUS, PolicyRule, Runtime, is_own_name};
 use crate::process::inheritance::honoured_config;
 use crate::reading::regular_file;
@@ -124,7 +124,7 @@ fn files(etc: &Path, vendor: &Path) -> Result<Vec<PathBuf>, ConfigError> {
 
 /// The `*.toml` files in `directory`, sorted by name; none if the directory does not exist.
 fn drop_ins(directory: &Path) -> Result<BTreeMap<OsString, PathBuf>, ConfigError> {
-    let unreadable = |source| ConfigError::Unreadable { path: directory.to_owned(), source };
+    let unreadable = |error| ConfigError::Unreadable(directory.to_owned(), error);
     let mut found = BTreeMap::new();
     let entries = match std::fs::read_dir(directory) {
         Ok(entries) => entries,
@@ -145,9 +145,9 @@ fn drop_ins(directory: &Path) -> Result<BTreeMap<OsString, PathBuf>, ConfigError
 }
 
 /// One file: its path and its content.
-struct File {
-    path: PathBuf,
-    text: String,
+pub(super) struct File {
+    pub(super) path: PathBuf,
+    pub(super) text: String,
 }
 
 impl File {
@@ -157,16 +157,12 @@ impl File {
 
     /// An error in this file merged over the weaker ones. Which of them has it is not known.
     fn merged(&self, error: &toml::de::Error) -> ConfigError {
-        ConfigError::invalid(&self.path, &self.text, None, super::error::describe(error.message(), None))
+        ConfigError::invalid(&self.path, &self.text, None, &describe(error.message(), None))
     }
 }
 
 fn read(paths: &[PathBuf]) -> Result<Vec<File>, ConfigError> {
-    let file = |path: &PathBuf| match text(path) {
-        Ok(text) => Ok(File { path: path.clone(), text }),
-        Err(source) => Err(ConfigError::Unreadable { path: path.clone(), source }),
-    };
-    paths.iter().map(file).collect()
+    paths.iter().map(|path| Ok(File { path: path.clone(), text: text(path)? })).collect()
 }
 
 /// More bytes than any configuration has.
@@ -174,7 +170,11 @@ const LARGEST: u64 = 1 << 20;
 
 /// The content of a configuration file. Every container's creation reads it, so reading never waits and never goes on
 /// without end. /dev/null is accepted as an empty file, because it is commonly used for that.
-pub(super) fn text(path: &Path) -> std::io::Result<String> {
+pub(super) fn text(path: &Path) -> Result<String, ConfigError> {
+    read_bounded(path).map_err(|error| ConfigError::Unreadable(path.to_owned(), error))
+}
+
+fn read_bounded(path: &Path) -> std::io::Result<String> {
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
     let meta = file.metadata()?;
     let is_null =
@@ -276,20 +276,14 @@ fn of_table<'f, T: Deserialize<'f>>(table: DeTable<'f>) -> Result<T, toml::de::E
 
 /// `stronger` over `weaker`.
 fn overlay<'f>(weaker: &mut DeTable<'f>, stronger: DeTable<'f>) {
-    for (key, value) in stronger {
-        match (weaker.get_mut(&key).map(Spanned::get_mut), value.get_ref()) {
-            (Some(DeValue::Table(old)), DeValue::Table(_)) => {
-                if let DeValue::Table(new) = value.into_inner() {
-                    overlay(old, new);
-                }
-            }
-            (Some(DeValue::Array(old)), DeValue::Array(_))
+    for (key, mut value) in stronger {
+        match (weaker.get_mut(&key).map(Spanned::get_mut), value.get_mut()) {
+            (Some(DeValue::Table(old)), DeValue::Table(new)) => overlay(old, std::mem::take(new)),
+            (Some(DeValue::Array(old)), DeValue::Array(new))
                 if matches!(key.get_ref().as_ref(), "device" | "policy") =>
             {
-                if let DeValue::Array(new) = value.into_inner() {
-                    let weaker = std::mem::replace(old, new);
-                    weaker.into_iter().for_each(|rule| old.push(rule));
-                }
+                std::mem::swap(old, new);
+                new.iter().for_each(|rule| old.push(rule.clone()));
             }
             _ => {
                 weaker.insert(key, value);
@@ -299,40 +293,31 @@ fn overlay<'f>(weaker: &mut DeTable<'f>, stronger: DeTable<'f>) {
 }
 
 /// Names the first of `files` that has the key, or the longest part of it that any of them has.
-fn locate(files: &[&File], problem: &Problem) -> ConfigError {
-    let mut best: Option<(usize, &File, std::ops::Range<usize>)> = None;
-    for file in files {
-        let (document, _) = DeTable::parse_recoverable(&file.text);
-        let (depth, span) = descend(&document, &problem.key);
-        if best.as_ref().is_none_or(|(deepest, ..)| depth > *deepest) {
-            best = Some((depth, file, span));
-        }
-    }
+pub(super) fn locate(files: &[&File], problem: &Problem) -> ConfigError {
+    let found = |file: &&File| descend(&DeTable::parse_recoverable(&file.text).0, &problem.key);
+    // Of several that are as deep the last one counts, so the first file comes last.
+    let best = files.iter().rev().map(|file| (found(file), *file)).max_by_key(|((depth, _), _)| *depth);
     match best {
-        Some((_, file, span)) => {
-            ConfigError::invalid(&file.path, &file.text, Some(span), problem.message.clone())
-        }
+        Some(((_, span), file)) => ConfigError::invalid(&file.path, &file.text, Some(span), &problem.message),
         // The defaults are valid, so some file has the key.
-        None => ConfigError::invalid(Path::new("built-in"), "", None, problem.message.clone()),
+        None => ConfigError::invalid(Path::new("built-in"), "", None, &problem.message),
     }
 }
 
 /// How many of `keys`, each inside the one before, exist in the file, and the position of the innermost.
 fn descend(document: &Spanned<DeTable<'_>>, keys: &[String]) -> (usize, std::ops::Range<usize>) {
-    let (mut depth, mut span) = (0, document.span());
-    let Some((first, rest)) = keys.split_first() else { return (depth, span) };
-    let Some((name, mut value)) = document.get_ref().get_key_value(first.as_str()) else {
-        return (depth, span);
-    };
-    (depth, span) = (1, name.span());
-    for key in rest {
-        let inner = match (value.get_ref().as_table(), key.parse::<usize>()) {
+    let (mut depth, mut span, mut value) = (0, document.span(), None::<&Spanned<DeValue<'_>>>);
+    for key in keys {
+        let table = value.map_or(Some(document.get_ref()), |value| value.get_ref().as_table());
+        let inner = match (table, key.parse::<usize>()) {
             (Some(table), _) => table.get_key_value(key.as_str()).map(|(name, value)| (name.span(), value)),
-            (None, Ok(index)) => value.get_ref().get(index).map(|value| (value.span(), value)),
+            (None, Ok(index)) => {
+                value.and_then(|value| value.get_ref().get(index)).map(|value| (value.span(), value))
+            }
             (None, Err(_)) => None,
         };
         let Some((inner_span, inner)) = inner else { break };
-        (depth, span, value) = (depth + 1, inner_span, inner);
+        (depth, span, value) = (depth + 1, inner_span, Some(inner));
     }
     (depth, span)
 }
@@ -344,10 +329,8 @@ fn merge_runtime(files: &[Parsed]) -> Result<Runtime, ConfigError> {
         overlay(&mut merged, table);
         last = Some(parsed.file);
     }
-    match last {
-        None => Ok(Runtime::default()),
-        Some(file) => of_table(merged).map_err(|error| file.merged(&error)),
-    }
+    let Some(file) = last else { return Ok(Runtime::default()) };
+    of_table(merged).map_err(|error| file.merged(&error))
 }
 
 /// Whether `error` is about text under the header `[runtime]`.
@@ -491,8 +474,8 @@ fn check_share(name: &str, config: &Config) -> Checked {
         ..Config::default()
     };
     request::parse(&BTreeMap::new(), Some(name), None, &lenient).map(drop).map_err(|error| {
-        let key = error.setting().map(request::Setting::key).unwrap_or_default();
-        Problem { key: vec!["share".into(), name.into(), key.into()], message: error.to_string() }
+        let message = error.to_string();
+        Problem { key: vec!["share".into(), name.into(), error.key], message }
     })
 }
 

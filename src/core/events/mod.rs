@@ -200,12 +200,10 @@ fn send_to_socket<'l>(socket: &Path, lines: &'l [String], events: &[Event]) -> &
     if sender.set_nonblocking(true).is_err() {
         return lines;
     }
-    for (at, (line, event)) in lines.iter().zip(events).enumerate() {
-        if sender.send_to(journal_entry(line, event).as_bytes(), socket).is_err() {
-            return &lines[at..];
-        }
-    }
-    &[]
+    let send = |(line, event): &(&String, &Event)| {
+        sender.send_to(journal_entry(line, event).as_bytes(), socket).is_ok()
+    };
+    &lines[lines.iter().zip(events).take_while(send).count()..]
 }
 
 /// Values are without newlines: JSON escapes them, and so does `one_line`.
@@ -242,20 +240,13 @@ fn append_to_ring(state_dir: &Path, lines: &[String]) -> io::Result<()> {
         return Ok(());
     }
     let [path, _] = ring_files(state_dir);
-    let open = || {
-        OpenOptions::new()
-            .read(true)
-            .append(true)
-            .create(true)
-            .mode(0o644)
-            .custom_flags(O_NOFOLLOW)
-            .open(&path)
-    };
-    let mut file = open()?;
+    let mut options = OpenOptions::new();
+    options.read(true).append(true).create(true).mode(0o644).custom_flags(O_NOFOLLOW);
+    let mut file = options.open(&path)?;
     let mut length = file.metadata()?.len();
     if length >= FULL_RING {
         turn_ring(&file, state_dir)?;
-        file = open()?;
+        file = options.open(&path)?;
         length = file.metadata()?.len();
     }
     if length >= 2 * FULL_RING {

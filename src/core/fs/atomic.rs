@@ -113,13 +113,12 @@ fn keep_owner(file: &File, old: &Metadata) -> io::Result<u32> {
 /// Creates `temporary`. A file that a killed process with the same pid left behind is removed first.
 fn create(temporary: &Path) -> io::Result<File> {
     let open = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(temporary);
-    open().or_else(|error| {
-        if error.kind() == io::ErrorKind::AlreadyExists {
-            fs::remove_file(temporary)?;
-            return open();
+    match open() {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            fs::remove_file(temporary).and_then(|()| open())
         }
-        Err(error)
-    })
+        opened => opened,
+    }
 }
 
 #[cfg(test)]

@@ -6,13 +6,11 @@
 //! which do not exist, and some of which may be on file systems that answer badly.
 
 pub mod atomic;
-pub mod history;
 pub mod selinux;
 pub mod trusted;
 
 use std::fs::File;
-use std::io;
-use std::io::{ErrorKind, Read as _};
+use std::io::{self, ErrorKind, Read as _};
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -21,7 +19,6 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::sys::stat::Mode;
 
 use crate::process::require_call;
-use crate::reading::regular_file;
 use crate::text::safe;
 
 /// How often one look-up may be repeated because of renames in the tree or because symbolic links lead into volumes.
@@ -114,12 +111,9 @@ const LONGEST_PROC_DEVICES: u64 = 1 << 16;
 
 /// The content of `/proc/devices` below the driver root. It is cut at a length that no kernel reaches.
 pub fn read_proc_devices(root: &Path) -> io::Result<String> {
-    let text = regular_file(
-        File::open(under(root, "/proc/devices"))?.take(LONGEST_PROC_DEVICES),
-        0,
-        LONGEST_PROC_DEVICES,
-    )?;
-    String::from_utf8(text).map_err(|_| io::ErrorKind::InvalidData.into())
+    let mut text = String::with_capacity(4 << 10);
+    File::open(under(root, "/proc/devices"))?.take(LONGEST_PROC_DEVICES).read_to_string(&mut text)?;
+    Ok(text)
 }
 
 /// The result of `ask` for `path`; `None` if there is no such file.
@@ -129,22 +123,16 @@ pub fn read_proc_devices(root: &Path) -> io::Result<String> {
 /// have been must not keep it from being found elsewhere.
 pub fn examine<T>(path: &Path, ask: impl Fn() -> io::Result<T>) -> Option<T> {
     let again = |error: io::Error| if is_absent(&error) { Err(error) } else { ask() };
-    match ask().or_else(again) {
-        Ok(found) => Some(found),
-        Err(error) => {
-            if !is_absent(&error) {
-                tracing::warn!(
-                    "{} cannot be examined and is taken as absent: {error}",
-                    safe(&path.to_string_lossy())
-                );
-            }
-            None
-        }
+    let found = ask().or_else(again);
+    if let Some(error) = found.as_ref().err().filter(|error| !is_absent(error)) {
+        let path = safe(&path.to_string_lossy());
+        tracing::warn!("{path} cannot be examined and is taken as absent: {error}");
     }
+    found.ok()
 }
 
 /// Whether the error says that there is no such file.
-pub(crate) fn is_absent(error: &io::Error) -> bool {
+pub fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
 }
 

@@ -7,6 +7,7 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as 
 use std::path::{Ancestors, Path};
 
 use nix::libc::{ELOOP, O_NOFOLLOW, O_NONBLOCK};
+use serde::de::DeserializeOwned;
 
 use crate::fs::selinux;
 use crate::process::inheritance::effective_user;
@@ -63,11 +64,7 @@ fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
         return Err("is no directory".to_owned());
     }
     if !is_trusted_owner(meta.uid()) || meta.mode() & 0o022 != 0 {
-        return Err(format!(
-            "others than its owner may write to it (uid {}, mode {:o})",
-            meta.uid(),
-            meta.mode() & 0o7777
-        ));
+        return Err(format!("others than its owner may write to it ({})", owner_and_mode(meta)));
     }
     dir.parent().map_or(Ok(()), |parent| check_above(parent.ancestors()))
 }
@@ -90,15 +87,17 @@ fn check_above(directories: Ancestors<'_>) -> Result<(), String> {
             let target = fs::read_link(above).map_err(unknown)?;
             check_above(above.parent().unwrap_or(above).join(target).ancestors())?;
         } else if can_be_swapped(&meta) {
+            let (above, rights) = (shown(), owner_and_mode(&meta));
             return Err(format!(
-                "others may write to {}, which is above it, and could replace it (uid {}, mode {:o})",
-                shown(),
-                meta.uid(),
-                meta.mode() & 0o7777
+                "others may write to {above}, which is above it, and could replace it ({rights})"
             ));
         }
     }
     Ok(())
+}
+
+fn owner_and_mode(meta: &Metadata) -> String {
+    format!("uid {}, mode {:o}", meta.uid(), meta.mode() & 0o7777)
 }
 
 /// Whether other users may rename files in this directory. In one that is sticky, as /tmp is, only its owner may.
@@ -202,6 +201,22 @@ pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
     read(path, largest).ok()??.ok()
 }
 
+/// Reads a file with history (refusals, the guard's checks, counts) for a caller that writes it anew; the default if there
+/// is none or if another user may have written it. No container's share depends on such files, so one that this version does
+/// not understand becomes `<path>.aside`, where people and a newer version's users find it, and is begun anew.
+///
+/// # Errors
+/// It exists and cannot be read, so that its content would be lost.
+pub fn read_history<T: DeserializeOwned + Default>(path: &Path, largest: u64) -> io::Result<T> {
+    let Some(Ok(text)) = read(path, largest)? else { return Ok(T::default()) };
+    serde_json::from_slice(&text).or_else(|_| {
+        let mut aside = path.as_os_str().to_owned();
+        aside.push(".aside");
+        fs::rename(path, aside)?;
+        Ok(T::default())
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use nix::unistd::Uid;
@@ -302,5 +317,26 @@ mod tests {
         nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
         assert_eq!(why(&pipe, 9), "it is not a regular file");
         assert_eq!(read_if_trusted(&pipe, 9), None);
+    }
+    #[test]
+    fn what_is_not_understood_is_put_aside() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("h.json");
+        let history = || read_history::<Vec<u32>>(&path, 99);
+        assert!(history().unwrap().is_empty());
+        fs::write(&path, "[1,2]").unwrap();
+        assert_eq!(history().unwrap(), [1, 2]);
+        let newer = r#"{"schema":"x/9","all":[1,2]}"#;
+        fs::write(&path, newer).unwrap();
+        assert!(history().unwrap().is_empty());
+        assert!(!path.exists());
+        assert_eq!(fs::read_to_string(dir.path().join("h.json.aside")).unwrap(), newer);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_not_begun_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let unreadable = dir.path().join("x".repeat(300));
+        assert!(read_history::<Vec<u32>>(&unreadable, 99).is_err());
     }
 }

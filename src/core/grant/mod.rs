@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use strum::VariantArray as _;
 
 use crate::config::{Config, Inject, OWN_PREFIXES, VisibleDevices};
 use crate::fs::under;
@@ -188,7 +189,7 @@ pub fn grant(
 /// Every node that a container with `uuid` may get, whatever its driver capabilities.
 pub(crate) fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
     let devices = list_devices(&[uuid.to_owned()], inventory);
-    let all = Capabilities(Capability::ALL.to_vec());
+    let all = Capabilities(Capability::VARIANTS.to_vec());
     list_nodes(&devices, &all, &[], inventory, config).into_iter().map(|granted| granted.node).collect()
 }
 

@@ -43,84 +43,44 @@ const LARGEST: u64 = 8 << 20;
 
 /// Why there is no usable inventory.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum InventoryError {
     /// It was not written since boot.
     #[error("{} is missing; run `sublet refresh`", .path.display())]
-    Missing {
-        /// `inventory.json`.
-        path: PathBuf,
-    },
+    Missing { path: PathBuf },
     /// The system has changed since it was written.
     #[error("{} is out of date: {changed}; run `sublet refresh`", .path.display())]
-    Stale {
-        /// `inventory.json`.
-        path: PathBuf,
-        /// The difference, with the old and the new value.
-        changed: String,
-    },
+    Stale { path: PathBuf, changed: String },
     /// Its content is not what `sublet refresh` writes.
     #[error("{} is corrupt ({why}); run `sublet refresh`", .path.display())]
-    Corrupt {
-        /// `inventory.json`.
-        path: PathBuf,
-        /// How.
-        why: String,
-    },
+    Corrupt { path: PathBuf, why: String },
     /// Another user could have written it, so it is not read.
     #[error("{} is not trusted: {why}; remove it and run `sublet refresh`", .path.display())]
-    Untrusted {
-        /// `inventory.json`.
-        path: PathBuf,
-        /// The fault.
-        why: String,
-    },
+    Untrusted { path: PathBuf, why: String },
     /// A GPU of the inventory no longer answers on the PCI bus.
     #[error(
         "GPU {bus_id} fell off the bus (its PCI configuration reads ffff or is gone); run `sublet refresh` to go on \
          without it; a power cycle may bring it back"
     )]
-    FellOffTheBus {
-        /// As `0000:3b:00.0`.
-        bus_id: String,
-    },
+    FellOffTheBus { bus_id: String },
     /// No driver is loaded, so there is nothing to share.
     #[error(
         "no NVIDIA driver is loaded: {} is missing; install the driver or load it with `modprobe nvidia`",
         .path.display()
     )]
-    NoDriver {
-        /// Where a loaded kernel module gives its version.
-        path: PathBuf,
-    },
+    NoDriver { path: PathBuf },
     /// A file or directory exists and cannot be read.
     #[error("cannot read {}: {source}", .path.display())]
-    Unreadable {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Unreadable { path: PathBuf, source: io::Error },
     /// `inventory.json` cannot be written.
     #[error("cannot write {}: {source}; run as root, or set state_dir to a directory that can be written", .path.display())]
-    Unwritable {
-        /// `inventory.json` or its directory.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Unwritable { path: PathBuf, source: io::Error },
 }
 
 impl InventoryError {
     /// Whether `sublet refresh` can help. Otherwise the administrator has to.
     pub const fn wants_refresh(&self) -> bool {
-        matches!(
-            self,
-            Self::Missing { .. }
-                | Self::Stale { .. }
-                | Self::Corrupt { .. }
-                | Self::Untrusted { .. }
-                | Self::FellOffTheBus { .. }
-        )
+        !matches!(self, Self::NoDriver { .. } | Self::Unreadable { .. } | Self::Unwritable { .. })
     }
 }
 
@@ -144,16 +104,18 @@ pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
 pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Inventory, InventoryError> {
     let path = path(config);
     let inventory = read(&path)?;
-    let mut seen = read_seen(&config.driver.root)?;
-    seen.fingerprint.mig = exclude_gpus(&inventory, changing, seen.fingerprint.mig);
-    let then = Fingerprint {
-        mig: exclude_gpus(&inventory, changing, inventory.fingerprint.mig.clone()),
-        ..inventory.fingerprint.clone()
-    };
-    if let Some(bus_id) = seen.lost.into_iter().find(|lost| inventory.fingerprint.gpus.contains(lost)) {
+    let Seen { fingerprint: mut now, lost } = read_seen(&config.driver.root)?;
+    let mut then = inventory.fingerprint.clone();
+    for gpu in changing.iter().filter_map(|uuid| inventory.device(uuid)) {
+        let prefix = format!("gpu{}/", gpu.minor);
+        for instances in [&mut then.mig, &mut now.mig] {
+            instances.retain(|instance| !instance.starts_with(&prefix));
+        }
+    }
+    if let Some(bus_id) = lost.into_iter().find(|lost| then.gpus.contains(lost)) {
         return Err(InventoryError::FellOffTheBus { bus_id });
     }
-    let changed = find_difference(&then, &seen.fingerprint)
+    let changed = find_difference(&then, &now)
         .or_else(|| missing_file(config, &inventory))
         .or_else(|| missing_node(config, &inventory))
         .or_else(|| new_programs(config, &inventory));
@@ -161,15 +123,6 @@ pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Invent
         Some(changed) => Err(InventoryError::Stale { path, changed }),
         None => Ok(inventory),
     }
-}
-
-/// `instances` (as in [`Fingerprint::mig`]) except of the GPUs `changing`.
-fn exclude_gpus(inventory: &Inventory, changing: &[String], mut instances: Vec<String>) -> Vec<String> {
-    for gpu in changing.iter().filter_map(|uuid| inventory.device(uuid)) {
-        let prefix = format!("gpu{}/", gpu.minor);
-        instances.retain(|instance| !instance.starts_with(&prefix));
-    }
-    instances
 }
 
 /// Writes `inventory.json` atomically with mode 0644, and the file that keeps criu from saving containers with a share.
@@ -293,15 +246,12 @@ pub fn read_seen(root: &Path) -> Result<Seen, InventoryError> {
     let boot_id = host::read_boot_id()
         .map(str::to_owned)
         .map_err(|source| InventoryError::Unreadable { path: host::BOOT_ID_FILE.into(), source })?;
-    let version_file = under(root, VERSION_FILE);
-    let module = loaded_kernel_module(root)
-        .map_err(|source| InventoryError::Unreadable { path: version_file.clone(), source })?
-        .ok_or(InventoryError::NoDriver { path: version_file })?;
+    let driver_version = loaded_kernel_module(root)?.version;
     let (lost, gpus) = list_names(&under(root, "/proc/driver/nvidia/gpus"))?
         .into_iter()
         .partition(|bus_id| is_off_the_bus(root, bus_id));
     let mig = mig_instances(&under(root, "/proc/driver/nvidia/capabilities"))?;
-    Ok(Seen { fingerprint: Fingerprint { boot_id, driver_version: module.version, gpus, mig }, lost })
+    Ok(Seen { fingerprint: Fingerprint { boot_id, driver_version, gpus, mig }, lost })
 }
 
 /// Whether any GPU supports MIG, in MIG mode or not. Such a GPU has a directory of instances, which may be empty (H200
@@ -377,16 +327,20 @@ pub struct KernelModule {
 /// The file with the module's version.
 pub const VERSION_FILE: &str = "/proc/driver/nvidia/version";
 
-/// The module loaded on this host; `None` if there is none.
-pub fn loaded_kernel_module(root: &Path) -> io::Result<Option<KernelModule>> {
-    for path in [VERSION_FILE, "/sys/module/nvidia/version"] {
-        match kernel_file(under(root, path)) {
-            Ok(text) => return Ok(parse_kernel_module(&text)),
+/// The module loaded on this host.
+///
+/// # Errors
+/// None is loaded, or its version cannot be read.
+pub fn loaded_kernel_module(root: &Path) -> Result<KernelModule, InventoryError> {
+    let path = under(root, VERSION_FILE);
+    for file in [VERSION_FILE, "/sys/module/nvidia/version"] {
+        match kernel_file(under(root, file)) {
+            Ok(text) => return parse_kernel_module(&text).ok_or(InventoryError::NoDriver { path }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
+            Err(source) => return Err(InventoryError::Unreadable { path, source }),
         }
     }
-    Ok(None)
+    Err(InventoryError::NoDriver { path })
 }
 
 /// Two spellings are in use, and a bare version in /sys:
@@ -430,10 +384,8 @@ impl FileDirectory {
         paths.dedup();
         let seen: Vec<Self> = paths.into_iter().filter_map(Self::stat).filter(Self::is_settled).collect();
         // A file that is missing now went before its directory was seen.
-        let is_whole = |directory: &Self| {
-            let inside = files.iter().filter(|file| directory.has(&file.source));
-            inside.into_iter().all(|file| file.source.is_file())
-        };
+        let is_whole =
+            |directory: &Self| files.iter().all(|file| !directory.has(&file.source) || file.source.is_file());
         seen.into_iter().filter(is_whole).collect()
     }
 

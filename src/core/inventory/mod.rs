@@ -3,12 +3,9 @@
 
 pub mod cache;
 pub mod device_nodes;
-pub mod driver_root_links;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
-pub mod mig_capabilities;
-pub mod mig_confirmation;
-mod mig_device;
+mod mig;
 pub mod programs;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,17 +17,13 @@ use crate::config::Inject;
 use crate::share::{Capabilities, Capability, Percent};
 use crate::text::safe;
 
-pub use cache::FileDirectory;
-pub use cache::can_do_mig;
-pub(crate) use cache::load_beside;
-pub use cache::path as cache_path;
-pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
-pub(crate) use cache::{NO_CHECKPOINT_FILE, no_checkpoint};
+pub use cache::{FileDirectory, InventoryError, SCHEMA};
+pub(crate) use cache::{NO_CHECKPOINT_FILE, load_beside, no_checkpoint};
+pub use cache::{can_do_mig, fingerprint, last, load, path as cache_path, store};
 pub(crate) use device_nodes::ensure_node;
 pub use device_nodes::{NodeError, check_node};
-pub(crate) use mig_confirmation::is_watched;
-pub use mig_confirmation::{unwatch, watch};
-pub use mig_device::MigDevice;
+pub(crate) use mig::is_watched;
+pub use mig::{MigDevice, unwatch, watch};
 pub use programs::{MissingPrograms, MpsPrograms};
 
 /// `inventory.json`.
@@ -160,9 +153,10 @@ pub struct Node {
     pub minor: u32,
 }
 
-/// NVML's compute mode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// NVML's compute mode, in the words of NVML and nvidia-smi.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, strum::Display)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+#[strum(serialize_all = "SCREAMING_SNAKE_CASE")]
 pub enum ComputeMode {
     /// Any number of contexts.
     #[default]
@@ -171,17 +165,6 @@ pub enum ComputeMode {
     Prohibited,
     /// One process; the MPS server counts as one.
     ExclusiveProcess,
-}
-
-impl ComputeMode {
-    /// The word that NVML and nvidia-smi use.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Default => "DEFAULT",
-            Self::Prohibited => "PROHIBITED",
-            Self::ExclusiveProcess => "EXCLUSIVE_PROCESS",
-        }
-    }
 }
 
 /// NVML's GPU virtualization mode, as far as it matters here.
@@ -270,14 +253,12 @@ impl Inventory {
 
     /// The same devices, without their current use.
     pub fn idle(&self) -> Self {
+        let part = |part: &MigDevice| MigDevice { sibling_processes: Vec::new(), ..part.clone() };
         let idle = |device: &Device| Device {
             memory_free_bytes: device.memory_bytes,
             compute_mode: ComputeMode::Default,
             processes: Vec::new(),
-            mig_device: device
-                .mig_device
-                .clone()
-                .map(|part| MigDevice { sibling_processes: Vec::new(), ..part }),
+            mig_device: device.mig_device.as_ref().map(part),
             ..device.clone()
         };
         Self { devices: self.devices.iter().map(idle).collect(), ..self.clone() }
@@ -293,32 +274,7 @@ impl Inventory {
     pub fn device(&self, uuid: &str) -> Option<&Device> {
         self.devices.iter().find(|device| device.uuid == uuid)
     }
-}
 
-/// SMs are assigned in pairs, and a context sees at least this many (H200; docs/evidence).
-const FEWEST_SMS: u64 = 8;
-
-impl Device {
-    /// The SMs that a context sees at an MPS active thread percentage: whole pairs, rounded down, and at least the
-    /// driver's minimum (measured, docs/evidence). `None` if NVML does not report the number of SMs.
-    pub fn sms_at(&self, share: Percent) -> Option<u64> {
-        let all = u64::from(self.sm_count?);
-        Some((share.of(all) / 2 * 2).max(FEWEST_SMS.min(all)))
-    }
-
-    /// Whether MPS has no limits on this GPU (CUDA MPS documentation, "Volta MPS").
-    pub(crate) fn is_before_volta(&self) -> bool {
-        self.compute_capability < (7, 0)
-    }
-}
-
-/// The approximate memory that a CUDA context seeing `sms` takes of its limit: 29 MiB plus 3.7 MiB for each SM (H200,
-/// driver 580, docs/evidence: 58 MiB at 8 SMs, 145 at 32, 514 at 132).
-pub(crate) const fn context_bytes(sms: u64) -> u64 {
-    (29_000 + sms * 3_700) * (1 << 20) / 1000
-}
-
-impl Inventory {
     /// The driver's files for `capabilities` with their mount points, libraries in `library_dir`; each mount point
     /// once.
     pub(crate) fn mounted_files(
@@ -340,6 +296,42 @@ impl Inventory {
         }
         mounted
     }
+}
+
+/// SMs are assigned in pairs, and a context sees at least this many (H200; docs/evidence).
+const FEWEST_SMS: u64 = 8;
+
+impl Device {
+    /// The SMs that a context sees at an MPS active thread percentage: whole pairs, rounded down, and at least the
+    /// driver's minimum (measured, docs/evidence). `None` if NVML does not report the number of SMs.
+    pub fn sms_at(&self, share: Percent) -> Option<u64> {
+        let all = u64::from(self.sm_count?);
+        Some((share.of(all) / 2 * 2).max(FEWEST_SMS.min(all)))
+    }
+
+    /// Whether MPS has no limits on this GPU (CUDA MPS documentation, "Volta MPS").
+    pub(crate) fn is_before_volta(&self) -> bool {
+        self.compute_capability < (7, 0)
+    }
+
+    /// Whether NVML reports its processes.
+    pub(crate) fn knows_processes(&self) -> bool {
+        !self.unknown.contains_key(&Fact::Processes) && !self.unknown.contains_key(&Fact::Clients)
+    }
+
+    /// A line for each fact that is not known: `GPU 0: NVML does not tell its memory (Not Supported), so …`.
+    pub fn costs(&self) -> impl Iterator<Item = String> + '_ {
+        FACTS.iter().filter_map(|(fact, function, cost)| {
+            let answer = safe(self.unknown.get(fact)?);
+            Some(format!("{}: {function} answers \"{answer}\": {cost}", self.label()))
+        })
+    }
+}
+
+/// The approximate memory that a CUDA context seeing `sms` takes of its limit: 29 MiB plus 3.7 MiB for each SM (H200,
+/// driver 580, docs/evidence: 58 MiB at 8 SMs, 145 at 32, 514 at 132).
+pub(crate) const fn context_bytes(sms: u64) -> u64 {
+    (29_000 + sms * 3_700) * (1 << 20) / 1000
 }
 
 /// Libraries of `compute` that `libGLX_nvidia` and `libEGL_nvidia` load, too (seen with driver 580).
@@ -443,20 +435,5 @@ impl LeftOut {
     /// `lost` or `unhealthy`.
     pub const fn state(&self) -> &'static str {
         if self.lost { "lost" } else { "unhealthy" }
-    }
-}
-
-impl Device {
-    /// Whether NVML reports its processes.
-    pub(crate) fn knows_processes(&self) -> bool {
-        !self.unknown.contains_key(&Fact::Processes) && !self.unknown.contains_key(&Fact::Clients)
-    }
-
-    /// A line for each fact that is not known: `GPU 0: NVML does not tell its memory (Not Supported), so …`.
-    pub fn costs(&self) -> impl Iterator<Item = String> + '_ {
-        FACTS.iter().filter_map(|(fact, function, cost)| {
-            let answer = safe(self.unknown.get(fact)?);
-            Some(format!("{}: {function} answers \"{answer}\": {cost}", self.label()))
-        })
     }
 }

@@ -1,13 +1,14 @@
-//! Finds the driver's programs, in the places of all distributions. No other code looks them up.
+//! Finds the driver's programs, in the places of all distributions. No other code looks them up. Symbolic links below a
+//! driver root are followed as if the root were `/`.
 
+use std::collections::VecDeque;
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
-use super::driver_root_links::resolve;
 use crate::config::Driver;
-use crate::fs::examine;
-use crate::fs::under;
+use crate::fs::{examine, under};
 use crate::process::sublet::PATH;
 
 /// The MPS control program. It runs as the daemon that starts MPS servers, and it sends commands to such a daemon.
@@ -52,8 +53,9 @@ pub struct MpsPrograms {
     pub others: Vec<PathBuf>,
 }
 
-/// Which MPS programs are missing.
+/// Which MPS programs are missing, and where they were looked for.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum MissingPrograms {
     /// The driver is installed without them.
     #[error(
@@ -62,10 +64,7 @@ pub enum MissingPrograms {
         .driver.root.display(),
         list_searched(.driver)
     )]
-    Control {
-        /// Where it was looked for.
-        driver: Box<Driver>,
-    },
+    Control { driver: Box<Driver> },
     /// Only the control program is installed: the daemon would start and never have a server.
     #[error(
         "{} is installed, but nvidia-cuda-mps-server, which it starts, is not: install it from the same \
@@ -75,12 +74,7 @@ pub enum MissingPrograms {
         .driver.root.display(),
         list_searched(.driver)
     )]
-    Server {
-        /// The installed control program.
-        control: PathBuf,
-        /// Where it was looked for.
-        driver: Box<Driver>,
-    },
+    Server { control: PathBuf, driver: Box<Driver> },
 }
 
 /// The directories of each installation, `[driver] search` first.
@@ -165,6 +159,48 @@ fn runnable(root: &Path, dir: &str, name: &str) -> Option<PathBuf> {
     // The second one always exists.
     let is_same = fs::canonicalize(&named).ok() == fs::canonicalize(&real).ok();
     Some(if is_same { named } else { real })
+}
+
+/// As many links as Linux follows (`MAXSYMLINKS`, `path_resolution(7)`).
+const MOST_LINKS: usize = 40;
+
+/// The file that `path` leads to below `root`, root included; `None` if there is no such file.
+///
+/// Debian's driver is reached through absolute links in /etc/alternatives. With a driver root other than `/`, the
+/// kernel would follow them out of that root.
+pub fn resolve(root: &Path, path: &str) -> Option<PathBuf> {
+    let mut todo = components(Path::new(path));
+    let mut done = PathBuf::new();
+    let mut links = 0;
+    while let Some(name) = todo.pop_front() {
+        if name == ".." {
+            done.pop();
+            continue;
+        }
+        let next = root.join(&done).join(&name);
+        if !examine(&next, || std::fs::symlink_metadata(&next))?.is_symlink() {
+            done.push(name);
+            continue;
+        }
+        links += 1;
+        if links > MOST_LINKS {
+            return None;
+        }
+        let target = examine(&next, || std::fs::read_link(&next))?;
+        if target.is_absolute() {
+            done.clear();
+        }
+        let mut rest = components(&target);
+        rest.append(&mut todo);
+        todo = rest;
+    }
+    Some(root.join(done))
+}
+
+/// The names in `path`, `..` among them.
+fn components(path: &Path) -> VecDeque<OsString> {
+    let is_name = |part: &Component<'_>| matches!(part, Component::Normal(_) | Component::ParentDir);
+    path.components().filter(is_name).map(|part| part.as_os_str().to_owned()).collect()
 }
 
 #[cfg(test)]
@@ -293,5 +329,43 @@ mod tests {
             assert!(missing.contains(word), "{word}: {missing}");
         }
         assert!(!missing.contains('\n'));
+    }
+}
+
+#[cfg(test)]
+mod links_tests {
+    use super::super::fixture::Root;
+    use super::*;
+
+    #[test]
+    fn absolute_links_stay_below_the_root() {
+        let root = Root::new();
+        root.file("/opt/real", "")
+            .link("/etc/alternatives/a", "/opt/real")
+            .link("/usr/a", "/etc/alternatives/a");
+        assert_eq!(resolve(root.path(), "/usr/a"), Some(root.path().join("opt/real")));
+    }
+
+    #[test]
+    fn no_number_of_parents_leaves_the_root() {
+        let root = Root::new();
+        root.file("/etc/passwd", "").link("/usr/lib/up", "../../../../../../etc/passwd");
+        assert_eq!(resolve(root.path(), "/usr/lib/up"), Some(root.path().join("etc/passwd")));
+    }
+
+    #[test]
+    fn a_linked_directory_is_followed() {
+        let root = Root::new();
+        root.file("/usr/lib/x", "").link("/lib", "usr/lib").link("/usr/lib/y", "x");
+        assert_eq!(resolve(root.path(), "/lib/y"), Some(root.path().join("usr/lib/x")));
+    }
+
+    #[test]
+    fn dangling_and_circular_links_lead_nowhere() {
+        let root = Root::new();
+        root.link("/a", "b").link("/b", "a").link("/c", "/nowhere");
+        assert_eq!(resolve(root.path(), "/a"), None);
+        assert_eq!(resolve(root.path(), "/c"), None);
+        assert_eq!(resolve(root.path(), "/missing"), None);
     }
 }

@@ -54,13 +54,10 @@ pub enum LedgerError {
     },
     /// This process's namespaces cannot be determined.
     #[error(
-        "sublet cannot find out in which PID namespace it runs ({source}), so nothing was changed: is \
+        "sublet cannot find out in which PID namespace it runs ({0}), so nothing was changed: is \
          /proc mounted, and does it belong to this namespace?"
     )]
-    NoNamespaces {
-        /// The system's answer.
-        source: io::Error,
-    },
+    NoNamespaces(#[source] io::Error),
     /// It does not have what a ledger in this directory had since boot: that one was unmounted, emptied or replaced.
     #[error(
         "the ledger in the state directory {path} is not that of {owner}: the directory was emptied or replaced, or a file \
@@ -75,13 +72,10 @@ pub enum LedgerError {
     },
     /// Another file system has taken the place of the one with the ledger while this process worked.
     #[error(
-        "a file system was mounted or unmounted at the state directory {path}, or the directory was removed, while this \
+        "a file system was mounted or unmounted at the state directory {0}, or the directory was removed, while this \
          command ran, so nothing was changed; run it again"
     )]
-    Exchanged {
-        /// The state directory.
-        path: String,
-    },
+    Exchanged(String),
     /// A newer version of sublet wrote it. Nothing is changed.
     #[error(
         "ledger {path} was written by a newer version of sublet: its schema is {found}, this version reads {SCHEMA}; \
@@ -106,7 +100,7 @@ pub enum LedgerError {
 impl LedgerError {
     /// Whether its process ids are not valid here, so that the ledger can be shown but not changed.
     pub const fn is_elsewhere(&self) -> bool {
-        matches!(self, Self::Elsewhere { .. } | Self::NoNamespaces { .. })
+        matches!(self, Self::Elsewhere { .. } | Self::NoNamespaces(_))
     }
 }
 

@@ -26,14 +26,14 @@ const NAMED: usize = 3;
 pub(crate) struct Left {
     /// Certainly its own.
     pub own: Vec<Process>,
-    /// Processes that may be somebody else's, so that none in their cgroup may be ended.
-    pub kept: Option<Kept>,
+    /// Why none in its cgroup may be ended, with a remedy: processes there may be somebody else's.
+    pub kept: Option<String>,
 }
 
 impl fmt::Display for Left {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(kept) = &self.kept {
-            return kept.fmt(to);
+            return to.write_str(kept);
         }
         let named = self.own.iter().take(NAMED).map(|process| {
             let (pid, name) = (process.pid, name_of(process.pid));
@@ -48,64 +48,15 @@ impl fmt::Display for Left {
     }
 }
 
-/// Processes that are left in the cgroup of a container, and are not known to be its own.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "process {} ({}) is left in its cgroup {} and is not ended, because {why}; if it is the container's, end it with \
-     `kill -KILL {}`",
-    process.pid,
-    name_of(process.pid),
-    safe(&cgroup.to_string_lossy()),
-    process.pid
-)]
-pub(crate) struct Kept {
-    /// One of them.
-    pub process: Process,
-    /// Where it is.
-    pub cgroup: PathBuf,
-    /// Why it may be somebody else's.
-    pub why: NotOwn,
-}
-
 /// Why a cgroup, or a process in it, is not known to be a container's own.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum NotOwn {
-    /// The ledger has no inode for it.
-    #[error("it is not known whether that is still the cgroup that the container had")]
-    Inode,
-    /// It is a hierarchy's root, or of systemd's, which makes scopes for containers and neither slices nor services.
-    #[error("that is the root, a slice or a service, which is more than one container")]
-    Unit,
-    /// Slurm made it, or what is above it.
-    #[error("that cgroup is of job {0} of Slurm's, which ends it with the job")]
-    Job(u64),
-    /// Another lease has it, or one above or below it.
-    #[error("container {} has that cgroup, too", safe(.0))]
-    Lease(String),
-    /// A runtime has a record of another container with it.
-    #[error("the container of {} has that cgroup, too", safe(&.0.to_string_lossy()))]
-    Record(PathBuf),
-    /// An engine, sublet or an MPS daemon is in it, or another process of the host.
-    #[error("process {0} ({name}) there is the host's own, of an engine or of sublet", name = name_of(*.0))]
-    Host(i32),
-    /// A process in it has another PID namespace than the container had.
-    #[error("process {0} ({name}) there is in another PID namespace than the container was", name = name_of(*.0))]
-    PidNamespace(i32),
-    /// Something cannot be read.
+enum NotOwn {
+    #[error("{0}")]
+    Because(String),
+    #[error("it cannot be told whose it is: {}", safe(&.0.to_string()))]
+    Unread(#[from] io::Error),
     #[error("it cannot be told whose it is: {0}")]
-    Unknown(String),
-}
-
-impl From<io::Error> for NotOwn {
-    fn from(error: io::Error) -> Self {
-        Self::Unknown(safe(&error.to_string()))
-    }
-}
-
-impl From<LedgerError> for NotOwn {
-    fn from(error: LedgerError) -> Self {
-        Self::Unknown(error.to_string())
-    }
+    Unknown(#[from] LedgerError),
 }
 
 impl Lease {
@@ -175,12 +126,23 @@ impl Ledger {
         }
     }
 
-    fn find_in_own_cgroup(&self, lease: &Lease, init: &Init, state_dir: &Path) -> Result<Vec<Process>, Kept> {
-        let Some(dir) = init.cgroup.as_deref() else { return Ok(Vec::new()) };
-        if !init.has_its_cgroup() {
+    fn find_in_own_cgroup(
+        &self,
+        lease: &Lease,
+        init: &Init,
+        state_dir: &Path,
+    ) -> Result<Vec<Process>, String> {
+        let Some(dir) = init.cgroup.as_deref().filter(|_| init.has_its_cgroup()) else {
             return Ok(Vec::new());
-        }
-        let kept = |process, why| Kept { process, cgroup: dir.to_owned(), why };
+        };
+        let kept = |Process { pid, .. }, why: NotOwn| {
+            format!(
+                "process {pid} ({}) is left in its cgroup {} and is not ended, because {why}; if it is the container's, end \
+                 it with `kill -KILL {pid}`",
+                name_of(pid),
+                safe(&dir.to_string_lossy())
+            )
+        };
         let found = live_processes(dir).map_err(|error| kept(init.process, error.into()))?;
         if let Some(first) = found.first() {
             self.check_cgroup(lease, dir)
@@ -194,18 +156,24 @@ impl Ledger {
     /// Checks that `dir` is a cgroup such as containers have, and that no other lease has it. Returns its path below its
     /// hierarchy.
     fn check_cgroup(&self, lease: &Lease, dir: &Path) -> Result<PathBuf, NotOwn> {
-        lease.init.as_ref().and_then(|init| init.cgroup_inode).ok_or(NotOwn::Inode)?;
+        let not_own = |why: &str| Err(NotOwn::Because(why.to_owned()));
+        if lease.init.as_ref().is_none_or(|init| init.cgroup_inode.is_none()) {
+            return not_own("it is not known whether that is still the cgroup that the container had");
+        }
         let below = below_hierarchy(dir);
         let is_unit = below.extension().is_some_and(|kind| kind == "slice" || kind == "service");
         if is_unit || below.file_name().is_none() {
-            return Err(NotOwn::Unit);
+            // systemd makes scopes for containers, and neither slices nor services.
+            return not_own("that is the root, a slice or a service, which is more than one container");
         }
         if let Some(job) = slurm::job_of_cgroup(&below) {
-            return Err(NotOwn::Job(job));
+            return not_own(&format!("that cgroup is of job {job} of Slurm's, which ends it with the job"));
         }
         let mut others = self.leases.iter().filter(|other| other.id != lease.id);
         match others.find(|other| may_share_cgroup(other, lease, &below)) {
-            Some(other) => Err(NotOwn::Lease(other.container.name().into_owned())),
+            Some(other) => {
+                not_own(&format!("container {} has that cgroup, too", safe(&other.container.name())))
+            }
             None => Ok(below),
         }
     }
@@ -221,7 +189,8 @@ fn check_records(lease: &Lease, init: &Init, below: &Path, state_dir: &Path) -> 
             // While a poststop hook runs, crun still has its record.
             let is_other = found.init != init.process;
             if is_other && found.cgroup.is_some_and(|dir| is_nested(&below_hierarchy(&dir), below)) {
-                return Err(NotOwn::Record(record));
+                let record = safe(&record.to_string_lossy());
+                return Err(NotOwn::Because(format!("the container of {record} has that cgroup, too")));
             }
         }
     }
@@ -255,17 +224,23 @@ fn check_processes(found: &[Process], init: &Init, ledger: &Ledger) -> Result<()
         let shown = live_proc_dir_of(process.pid);
         let mounts = namespace_inode(&shown, "mnt")?;
         let is_in = |namespace: Option<u64>| mounts.is_some() && mounts == namespace;
+        let not_own = |where_it_is: &str| {
+            let (pid, name) = (process.pid, name_of(process.pid));
+            Err(NotOwn::Because(format!("process {pid} ({name}) there is {where_it_is}")))
+        };
+        // An engine, sublet or an MPS daemon is in it, or another process of the host.
+        let of_host = "the host's own, of an engine or of sublet";
         if ours.contains(&process.pid) || is_in(own) {
-            return Err(NotOwn::Host(process.pid));
+            return not_own(of_host);
         }
         match &hosts {
-            Ok(hosts) if is_in(*hosts) => return Err(NotOwn::Host(process.pid)),
+            Ok(hosts) if is_in(*hosts) => return not_own(of_host),
             Ok(_) => {}
-            Err(error) => return Err(NotOwn::Unknown(format!("process 1: {error}"))),
+            Err(error) => return Err(io::Error::other(format!("process 1: {error}")).into()),
         }
         let its = namespace_inode(&shown, "pid")?;
         if its.is_some() && its != pids {
-            return Err(NotOwn::PidNamespace(process.pid));
+            return not_own("in another PID namespace than the container was");
         }
     }
     Ok(())
@@ -351,14 +326,17 @@ mod tests {
         let me = Process::current().unwrap();
         let init = Init { process: me, pid_namespace: 0, cgroup: None, cgroup_inode: None };
         let ledger = Ledger::empty("boot");
-        assert!(matches!(check_processes(&[me], &init, &ledger), Err(NotOwn::Host(_))));
+        let is_hosts = |refused: Result<(), NotOwn>| {
+            refused.unwrap_err().to_string().ends_with("there is the host's own, of an engine or of sublet")
+        };
+        assert!(is_hosts(check_processes(&[me], &init, &ledger)));
         let other = std::process::Command::new("sleep").arg("60").spawn();
         let mut other = other.unwrap();
         let found = Process::find(i32::try_from(other.id()).unwrap()).unwrap();
         let refused = check_processes(&[found], &init, &ledger);
         other.kill().unwrap();
         other.wait().unwrap();
-        assert!(matches!(refused, Err(NotOwn::Host(_))), "it is in our mount namespace");
+        assert!(is_hosts(refused), "it is in our mount namespace");
     }
 
     #[test]
@@ -394,7 +372,8 @@ mod tests {
             let init = lease.init.as_ref().unwrap();
             let below = below_hierarchy(init.cgroup.as_deref().unwrap());
             let checked = check_records(lease, init, &below, state_dir.path());
-            matches!(checked, Err(NotOwn::Record(found)) if found.starts_with(records.path().canonicalize().unwrap()))
+            let there = format!("the container of {}/", records.path().canonicalize().unwrap().display());
+            checked.is_err_and(|why| why.to_string().starts_with(&there))
         };
         assert!(has_found(&lease));
         lease.brokered = true;

@@ -9,8 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::Flock;
 
 use super::{Container, Lease, Ledger, Leftover, Store, VolumeFiles, lock};
 
@@ -29,12 +28,8 @@ impl Ledger {
         let known = self.leftovers.iter_mut().find(|left| left.bundle == *bundle && left.rootfs == *rootfs);
         match known {
             Some(left) => {
-                let files = lease.mount_points.iter();
-                let new: Vec<_> = files.filter(|path| !left.mount_points.contains(path)).cloned().collect();
-                left.mount_points.extend(new);
-                let new: Vec<_> =
-                    volumes.into_iter().filter(|volume| !left.volumes.contains(volume)).collect();
-                left.volumes.extend(new);
+                add_missing(&mut left.mount_points, lease.mount_points.to_vec());
+                add_missing(&mut left.volumes, volumes);
             }
             None => self.leftovers.push(Leftover {
                 bundle: bundle.clone(),
@@ -72,6 +67,20 @@ impl Ledger {
         found.iter().filter(|path| made.contains(path)).collect()
     }
 
+    /// Whether files may be removed where `lease`'s container has its root filesystem or a volume: those that a container
+    /// left, or will leave when it ends.
+    pub(crate) fn has_files_to_clear(&self, lease: &Lease) -> bool {
+        let shares = |volumes: &[VolumeFiles]| {
+            volumes.iter().any(|theirs| lease.volumes.iter().any(|mine| mine.device == theirs.device))
+        };
+        let beside =
+            |rootfs: &Path, volumes: &[VolumeFiles]| rootfs == lease.container.rootfs || shares(volumes);
+        // A user removes what their containers left by themselves, without this lock.
+        let mut roots = self.leases.iter().filter(|other| other.id != lease.id && other.is_believed_by(0));
+        roots.any(|other| beside(&other.container.rootfs, &other.volumes))
+            || self.leftovers.iter().any(|left| beside(&left.rootfs, &left.volumes))
+    }
+
     /// Forgets leftovers that were removed.
     pub fn forget(&mut self, cleared: &[Leftover]) {
         self.leftovers.retain_mut(|left| {
@@ -82,6 +91,11 @@ impl Ledger {
             !left.mount_points.is_empty() || !left.volumes.is_empty()
         });
     }
+}
+
+fn add_missing<T: PartialEq>(to: &mut Vec<T>, from: Vec<T>) {
+    let new: Vec<T> = from.into_iter().filter(|one| !to.contains(one)).collect();
+    to.extend(new);
 }
 
 impl Lease {
@@ -99,7 +113,6 @@ impl Lease {
 
 /// Removing a dozen empty files takes well under a millisecond, on a slow file system longer.
 const CLEARING_LIMIT: Duration = Duration::from_secs(2);
-const NAP: Duration = Duration::from_millis(1);
 
 impl Store {
     /// Waits up to 2 s until no other process removes what containers left, and keeps others from it until what this
@@ -108,38 +121,9 @@ impl Store {
     /// # Errors
     /// The lock cannot be opened, or is not free in time.
     pub(crate) fn clearing(&self) -> io::Result<Flock<File>> {
-        let mut file = lock::open(&self.state_dir.join("clearing.lock"))?;
         let deadline = Instant::now() + CLEARING_LIMIT;
-        loop {
-            file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-                Ok(lock) => return Ok(lock),
-                Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
-                Err((_, errno)) => return Err(errno.into()),
-            };
-            if Instant::now() >= deadline {
-                return Err(io::Error::other("another process has held it for 2 s"));
-            }
-            std::thread::sleep(NAP);
-        }
-    }
-}
-
-impl Ledger {
-    /// Whether files may be removed where `lease`'s container has its root filesystem or a volume: those that a container
-    /// left, or will leave when it ends.
-    pub(crate) fn has_files_to_clear(&self, lease: &Lease) -> bool {
-        let shares = |volumes: &[VolumeFiles]| {
-            volumes.iter().any(|theirs| lease.volumes.iter().any(|mine| mine.device == theirs.device))
-        };
-        let beside =
-            |other: &Lease| other.container.rootfs == lease.container.rootfs || shares(&other.volumes);
-        // A user removes what their containers left by themselves, without this lock.
-        let roots = self.leases.iter().filter(|other| other.id != lease.id && other.is_believed_by(0));
-        roots.into_iter().any(beside)
-            || self
-                .leftovers
-                .iter()
-                .any(|left| left.rootfs == lease.container.rootfs || shares(&left.volumes))
+        let lock = lock::wait_for(&self.state_dir.join("clearing.lock"), || Instant::now() >= deadline)?;
+        lock.ok_or_else(|| io::Error::other("another process has held it for 2 s"))
     }
 }
 

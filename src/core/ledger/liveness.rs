@@ -71,8 +71,7 @@ pub(super) fn reclaim(ledger: &mut Ledger, running: &[Process]) -> Freed {
             if is_gone { &mut freed } else { &mut ledger.leases }.push(lease);
         }
     }
-    ledger.mig.end_change_of_dead_process();
-    ledger.mig.forget_dead_waiters();
+    ledger.mig.forget_dead_processes();
     for lease in &freed {
         ledger.note_leftovers(lease);
     }
@@ -144,11 +143,10 @@ fn fate_without_init(lease: &Lease) -> Fate {
 fn fate_without_record(lease: &Lease) -> Fate {
     match find_sign_of_life(&lease.container) {
         Ok(None) => return Fate::Gone,
-        Ok(Some(sign)) => tracing::warn!(
-            "container {}: its runtime has no record of it, but {sign}: lease {} stays",
-            safe(&lease.container.name()),
-            lease.id
-        ),
+        Ok(Some(sign)) => {
+            let (name, id) = (safe(&lease.container.name()), &lease.id);
+            tracing::warn!("container {name}: its runtime has no record of it, but {sign}: lease {id} stays");
+        }
         Err(error) => warn(lease, &lease.container.bundle, &error),
     }
     Fate::Unchanged
@@ -196,12 +194,21 @@ impl Lease {
     /// Waits up to `longest` until [`Lease::has_processes`] may have changed.
     pub fn await_change(&self, longest: Duration) {
         let Some(init) = &self.init else { return };
-        match init.process.hold().ok().flatten() {
-            Some(pidfd) => drop(pidfd_await_end(&pidfd, longest)),
-            None => match &init.cgroup {
-                Some(dir) => await_change(dir, longest),
-                None => std::thread::sleep(POLL_INTERVAL.min(longest)),
-            },
+        if let Some(pidfd) = init.process.hold().ok().flatten() {
+            pidfd_await_end(&pidfd, longest);
+            return;
+        }
+        // cgroup v2 reports changes by `cgroup.events` (cgroups(7)).
+        let events = init.cgroup.as_deref().map(|dir| fs::File::open(dir.join("cgroup.events")));
+        let Some(Ok(mut events)) = events else {
+            std::thread::sleep(POLL_INTERVAL.min(longest));
+            return;
+        };
+        // An event is one that comes after a read by the same descriptor.
+        let mut text = String::new();
+        if events.read_to_string(&mut text).is_ok() && text.lines().any(|line| line == "populated 1") {
+            let mut awaited = [PollFd::new(events.as_fd(), PollFlags::POLLPRI)];
+            let _ = poll(&mut awaited, PollTimeout::try_from(longest).unwrap_or(PollTimeout::MAX));
         }
     }
 }
@@ -231,23 +238,18 @@ pub(super) fn has_processes(init: &Init) -> bool {
 
 fn may_be_populated(cgroup: &Path) -> bool {
     is_populated(cgroup).unwrap_or_else(|error| {
-        tracing::warn!(
-            "cgroup {} cannot be read ({error}): its lease stays",
-            safe(&cgroup.to_string_lossy())
-        );
+        let cgroup = safe(&cgroup.to_string_lossy());
+        tracing::warn!("cgroup {cgroup} cannot be read ({error}): its lease stays");
         true
     })
 }
 
 fn warn(lease: &Lease, unread: &Path, error: &io::Error) {
+    let (name, unread) = (safe(&lease.container.name()), safe(&unread.to_string_lossy()));
+    let (error, id) = (safe(&error.to_string()), &lease.id);
     tracing::warn!(
-        "container {}: its record in {} cannot be read ({}): lease {} stays; if you know that the \
-         container has ended, free it with `sublet lease release --force {}`",
-        safe(&lease.container.name()),
-        safe(&unread.to_string_lossy()),
-        safe(&error.to_string()),
-        lease.id,
-        lease.id
+        "container {name}: its record in {unread} cannot be read ({error}): lease {id} stays; if you know that the \
+         container has ended, free it with `sublet lease release --force {id}`"
     );
 }
 
@@ -255,31 +257,16 @@ fn warn(lease: &Lease, unread: &Path, error: &io::Error) {
 const MOST_CGROUPS: usize = 1000;
 
 /// The interval for cgroup v1, which reports no changes.
-pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Whether a process runs in the cgroup `dir` or below. An absent cgroup is empty.
-pub(super) fn is_populated(dir: &Path) -> io::Result<bool> {
+fn is_populated(dir: &Path) -> io::Result<bool> {
     match kernel_file(dir.join("cgroup.events")) {
         // cgroup v2 includes the descendants (cgroups(7)).
         Ok(events) => Ok(events.lines().any(|line| line == "populated 1")),
         Err(error) if is_absent(&error) => Ok(!live_processes(dir)?.is_empty()),
         Err(error) if is_removed(&error) => Ok(false),
         Err(error) => Err(error),
-    }
-}
-
-/// Waits up to `longest` until `dir` may have become empty: cgroup v2 says so by `cgroup.events` (cgroups(7)); v1 does
-/// not, and is looked at again after a moment.
-pub(super) fn await_change(dir: &Path, longest: Duration) {
-    let Ok(mut events) = fs::File::open(dir.join("cgroup.events")) else {
-        std::thread::sleep(POLL_INTERVAL.min(longest));
-        return;
-    };
-    // An event is one that comes after a read by the same descriptor.
-    let mut text = String::new();
-    if events.read_to_string(&mut text).is_ok() && text.lines().any(|line| line == "populated 1") {
-        let mut awaited = [PollFd::new(events.as_fd(), PollFlags::POLLPRI)];
-        let _ = poll(&mut awaited, PollTimeout::try_from(longest).unwrap_or(PollTimeout::MAX));
     }
 }
 
@@ -351,7 +338,7 @@ fn is_removed(error: &io::Error) -> bool {
 ///
 /// # Errors
 /// config.json, cgroups or /proc cannot be read.
-pub(super) fn find_sign_of_life(container: &Container) -> io::Result<Option<String>> {
+fn find_sign_of_life(container: &Container) -> io::Result<Option<String>> {
     // The bundle of a lease that is not bound yet is not known.
     let asked = if container.bundle.as_os_str().is_empty() { None } else { cgroups_path(&container.bundle)? };
     if let Some(below) = asked {
@@ -362,18 +349,12 @@ pub(super) fn find_sign_of_life(container: &Container) -> io::Result<Option<Stri
                 possible.push(hierarchy?.path().join(&below));
             }
         }
+        // No cgroup can have such a name.
+        let cannot_be = |error: io::Error| {
+            [ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP].map(Some).contains(&error.raw_os_error())
+        };
         for dir in possible {
-            match dir.symlink_metadata() {
-                // No cgroup can have such a name.
-                Err(error)
-                    if [ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP].map(Some).contains(&error.raw_os_error()) =>
-                {
-                    continue;
-                }
-                Err(error) => return Err(error),
-                Ok(_) => {}
-            }
-            if is_populated(&dir)? {
+            if !dir.symlink_metadata().is_err_and(cannot_be) && is_populated(&dir)? {
                 return Ok(Some(format!("processes are in its cgroup {}", safe(&dir.to_string_lossy()))));
             }
         }

@@ -39,23 +39,30 @@ const LONGEST_NAP: Duration = Duration::from_millis(20);
 
 /// The lock at `path` of the ledger in `ledger`. It is released when it is dropped. The descriptor is closed on exec.
 pub(super) fn take(path: &Path, ledger: &Path) -> Result<Flock<File>, LedgerError> {
-    let mut file = open(path).map_err(|error| failed("locked", path, error))?;
     let begun = Instant::now();
-    // Looked at only where the lock is not free.
     let (mut seen, mut since) = (None, begun);
-    let mut nap = SHORTEST_NAP;
-    loop {
-        file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => return Ok(lock),
-            Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
-            Err((_, errno)) => return Err(failed("locked", path, errno.into())),
-        };
+    let is_over = || {
         let now = Some(version(ledger));
         if now != seen {
             (seen, since) = (now, Instant::now());
         }
-        if since.elapsed() >= TIMEOUT || begun.elapsed() >= BUSY_TIMEOUT {
-            return Err(LedgerError::Locked { path: text(path), seconds: begun.elapsed().as_secs() });
+        since.elapsed() >= TIMEOUT || begun.elapsed() >= BUSY_TIMEOUT
+    };
+    let lock = wait_for(path, is_over).map_err(|error| failed("locked", path, error))?;
+    lock.ok_or_else(|| LedgerError::Locked { path: text(path), seconds: begun.elapsed().as_secs() })
+}
+
+/// The lock at `path`; `None` if the wait for it `is_over`, which is asked only while it is not free.
+pub(super) fn wait_for(path: &Path, mut is_over: impl FnMut() -> bool) -> io::Result<Option<Flock<File>>> {
+    let (mut file, mut nap) = (open(path)?, SHORTEST_NAP);
+    loop {
+        file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(Some(lock)),
+            Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
+            Err((_, errno)) => return Err(errno.into()),
+        };
+        if is_over() {
+            return Ok(None);
         }
         std::thread::sleep(nap);
         nap = (nap * 2).min(LONGEST_NAP);
@@ -165,7 +172,7 @@ impl Store {
         match same {
             Ok(Some(place)) => Ok(place),
             Err(source) if source.kind() != io::ErrorKind::NotFound => Err(failed("read", path, source)),
-            _ => Err(LedgerError::Exchanged { path: text(path) }),
+            _ => Err(LedgerError::Exchanged(text(path))),
         }
     }
 
@@ -226,7 +233,7 @@ impl Namespaces {
         // Looked up by this process's id. If /proc belongs to another PID namespace, it has no such thread of this
         // process.
         let us = format!("/proc/self/task/{}/ns", own_pid());
-        let ours = Self::of(Path::new(&us)).map_err(|source| LedgerError::NoNamespaces { source })?;
+        let ours = Self::of(Path::new(&us)).map_err(LedgerError::NoNamespaces)?;
         Ok(*OURS.get_or_init(|| ours))
     }
 

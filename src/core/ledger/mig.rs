@@ -52,15 +52,11 @@ impl MigChanges {
         *self == Self::default()
     }
 
-    /// Ends a change whose process was killed.
-    pub(super) fn end_change_of_dead_process(&mut self) {
+    /// Ends a change whose process was killed, and forgets waiting processes that have ended.
+    pub(super) fn forget_dead_processes(&mut self) {
         if self.under_way.as_ref().is_some_and(|change| !change.owner.is_alive()) {
             self.end(true);
         }
-    }
-
-    /// Forgets waiting processes that have ended.
-    pub(super) fn forget_dead_waiters(&mut self) {
         for instance in &mut self.dynamic_instances {
             instance.awaited.take_if(|awaited| !awaited.owner.is_alive());
         }
@@ -292,7 +288,7 @@ mod tests {
         let awaited = |owner| Some(Awaited { lease: id.clone(), container: "c".into(), owner });
         ledger.mig.dynamic_instances[1].awaited = awaited(me);
         ledger.mig.dynamic_instances[2].awaited = awaited(Process { start_time: 1, ..me });
-        ledger.mig.forget_dead_waiters();
+        ledger.mig.forget_dead_processes();
         let gone = ledger.mark_unneeded_for_removal();
         assert_eq!(gone.iter().map(|instance| instance.placement.0).collect::<Vec<_>>(), [2]);
         ledger.forget_dynamic_instance(&gone[0]);
@@ -346,13 +342,13 @@ mod tests {
         ledger.begin_mig(change.clone()).unwrap();
         assert_eq!(ledger.begin_mig(change.clone()), Err(MigBusy { pid: me.pid, brief: false }));
         assert!(ledger.mig_change("GPU-1").is_some() && ledger.mig_change("GPU-2").is_none());
-        ledger.mig.end_change_of_dead_process();
+        ledger.mig.forget_dead_processes();
         ledger.end_mig(Process { start_time: 1, ..me }, true);
         assert!(ledger.mig.under_way.is_some(), "another process's end is not ours");
         ledger.end_mig(me, true);
         assert_eq!(ledger.mig, MigChanges { count: 1, ..MigChanges::default() });
         ledger.begin_mig(MigChange { owner: Process { start_time: 1, ..me }, ..change }).unwrap();
-        ledger.mig.end_change_of_dead_process();
+        ledger.mig.forget_dead_processes();
         assert_eq!(ledger.mig, MigChanges { count: 2, ..MigChanges::default() });
     }
 }

@@ -2,14 +2,12 @@
 //! every change from one to another.
 
 mod binding;
-mod daemon_claims;
 mod error;
 mod events_of_change;
 #[cfg(test)]
 mod formats;
 #[cfg(feature = "fixtures")]
 pub mod fuzzing;
-mod job_leases;
 mod left_processes;
 mod leftovers;
 mod liveness;
@@ -32,7 +30,6 @@ use crate::process::Process;
 use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, bytes_of_process};
 
 pub use binding::{Binding, NotBound, TooManyUnbound};
-pub use daemon_claims::{StartClaim, StopClaim};
 pub use error::LedgerError;
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
@@ -41,11 +38,10 @@ pub use lock::Namespaces;
 pub use mig::fixture as dynamic_instance_fixture;
 pub(crate) use mig::gpus_under_change;
 pub use mig::{Awaited, DynamicInstance, MigBusy, MigChange, MigChanges};
-pub use queries::Doubled;
 #[cfg(any(test, feature = "fixtures"))]
 pub use queries::fixture;
-pub use runtime_record::Record;
-pub use runtime_record::read_up_to;
+pub use queries::{Doubled, StartClaim, StopClaim};
+pub use runtime_record::{Record, read_up_to};
 pub use store::is_there;
 pub(crate) use store::read_text;
 pub use store::{Freed, Store};
@@ -304,7 +300,7 @@ pub struct Init {
 }
 
 /// A daemon's name: the device's UUID (shared) or the lease id (dedicated).
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct DaemonKey(pub String);
 
@@ -327,7 +323,7 @@ impl std::fmt::Display for DaemonKey {
 }
 
 /// One MPS control daemon that sublet started.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MpsDaemon {
     /// Its directory's name under `mps/`: the device's UUID, or the lease id.
     pub key: DaemonKey,
@@ -354,16 +350,7 @@ pub struct MpsDaemon {
 impl MpsDaemon {
     /// The record of one that is being started for `devices`. Its default limits are unknown.
     pub(crate) fn starting(key: DaemonKey, devices: Vec<String>) -> Self {
-        Self {
-            key,
-            devices,
-            process: None,
-            state: DaemonState::Starting,
-            default_limits: DefaultLimits::default(),
-            answered_at: 0,
-            idle_since: None,
-            mode_left: false,
-        }
+        Self { key, devices, ..Self::default() }
     }
 
     /// Whether it serves `device`, a UUID.
@@ -373,10 +360,11 @@ impl MpsDaemon {
 }
 
 /// States of a daemon.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DaemonState {
     /// Being started. No client may rely on it yet.
+    #[default]
     Starting,
     /// Answers.
     Serving,

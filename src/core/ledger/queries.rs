@@ -1,11 +1,12 @@
-//! Queries and changes of a ledger in memory, and which process belongs to which lease.
+//! Queries and changes of a ledger in memory: leases, what a start and a stop of an MPS daemon record before they begin,
+//! and which process belongs to which lease.
 
 use std::convert::Infallible;
 use std::path::Path;
 
 use super::{
-    Container, DaemonKey, DefaultLimits, DefaultMemoryLimit, Freed, Lease, LeaseId, Ledger, LedgerError,
-    MpsDaemon, SCHEMA, Scan, Store,
+    Container, DaemonKey, DaemonState, DefaultLimits, DefaultMemoryLimit, Freed, Lease, LeaseId, Ledger,
+    LedgerError, MpsDaemon, SCHEMA, Scan, Store,
 };
 use crate::inventory::GpuProcess;
 use crate::process::Process;
@@ -23,6 +24,26 @@ pub struct Doubled {
     pub lease: LeaseId,
     /// The container's id.
     pub container: String,
+}
+
+/// A daemon to start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StartClaim {
+    /// The devices that the daemon serves, in the order in which its clients count them.
+    pub devices: Vec<String>,
+    /// The record of an earlier daemon, whose containers may still live.
+    pub before: Option<MpsDaemon>,
+}
+
+/// A daemon to stop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StopClaim {
+    /// The record, as it was.
+    pub before: Option<MpsDaemon>,
+    /// How many leases lose their daemon.
+    pub leases: usize,
+    /// Whether the ledger was rebuilt and no lease of this daemon was found.
+    pub unexplained: bool,
 }
 
 impl Ledger {
@@ -61,9 +82,8 @@ impl Ledger {
 
     /// The lease of the job of Slurm's with this id.
     pub(crate) fn find_job_lease(&self, job: u64) -> Option<&Lease> {
-        self.leases
-            .iter()
-            .find(|lease| lease.is_of_job() && lease.job.as_ref().is_some_and(|own| own.id == job))
+        let is_its = |lease: &&Lease| lease.job.as_ref().is_some_and(|own| own.id == job);
+        self.leases.iter().filter(|lease| lease.is_of_job()).find(is_its)
     }
 
     /// The record of the daemon `key`.
@@ -138,6 +158,36 @@ impl Ledger {
         let lease = self.leases.remove(at);
         self.note_leftovers(&lease);
         Some(lease)
+    }
+
+    /// Records the daemon `key` as starting. `None`: no lease needs it.
+    pub fn claim_start(&mut self, key: &DaemonKey) -> Option<StartClaim> {
+        // All leases on a device's shared server have that one device.
+        let devices = self.on_daemon(key).next()?.devices.clone();
+        let before = self.daemon(key).cloned();
+        self.forget_daemon(key);
+        self.daemons.push(MpsDaemon::starting(key.clone(), devices.clone()));
+        Some(StartClaim { devices, before })
+    }
+
+    /// Records the daemon `key` as stopping. With `force`, leases may lose it.
+    pub fn claim_stop(&mut self, key: &DaemonKey, force: bool) -> Result<StopClaim, usize> {
+        let leases = self.on_daemon(key).count();
+        if leases > 0 && !force {
+            return Err(leases);
+        }
+        let known = self.daemons.iter_mut().find(|daemon| daemon.key == *key);
+        let before = known.map(|daemon| {
+            let state = std::mem::replace(&mut daemon.state, DaemonState::Stopping);
+            MpsDaemon { state, ..daemon.clone() }
+        });
+        let unexplained = before.as_ref().is_some_and(|daemon| self.is_unexplained(daemon));
+        Ok(StopClaim { before, leases, unexplained })
+    }
+
+    /// Removes the record of the daemon `key`.
+    pub fn forget_daemon(&mut self, key: &DaemonKey) {
+        self.daemons.retain(|daemon| daemon.key != *key);
     }
 }
 
@@ -289,7 +339,7 @@ mod tests {
     use super::fixture::lease;
     use super::*;
     use crate::inventory::GpuProcess;
-    use crate::ledger::{DaemonState, Init, MpsDaemon};
+    use crate::ledger::Init;
     use crate::process::Process;
 
     fn ledger(leases: Vec<Lease>) -> Ledger {

@@ -9,15 +9,14 @@ use std::path::{Path, PathBuf};
 use nix::libc::{EACCES, ELOOP};
 
 use super::error::failed;
-use super::job_leases::read_live_jobs;
 use super::liveness::{has_processes, init_of};
 use super::runtime_record::{
     FURTHER_ROOTS, LARGEST, Record, further_roots, list_directory, read_bounded, roots, skip_absent,
 };
-use super::{DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
+use super::text::read_live_jobs;
+use super::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
 use crate::fs::is_absent;
 use crate::inventory::{Device, GpuProcess, Inventory};
-use crate::ledger::DaemonKey;
 use crate::process::{Process, is_gone};
 use crate::text::safe;
 
@@ -41,7 +40,9 @@ pub(super) fn rebuild(
     let mut ledger = last.unwrap_or_else(|| Ledger::empty(boot_id));
     let mut found = Vec::new();
     for root in roots(state_dir, root)? {
-        found.extend(leases_in(&root, state_dir)?);
+        for dir in list_directory(&root)? {
+            found.extend(trusted_record(&dir)?.and_then(|record| restore(record, &dir, state_dir)));
+        }
     }
     for lease in found.into_iter().chain(read_live_jobs(state_dir)?) {
         if ledger.lease(&lease.id).is_some() {
@@ -170,14 +171,6 @@ pub(super) fn last_inventory(state_dir: &Path, boot_id: &str) -> Result<Option<I
     Ok(inventory.filter(|inventory| inventory.fingerprint.boot_id.trim() == boot_id))
 }
 
-fn leases_in(root: &Path, state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
-    let mut found = Vec::new();
-    for dir in list_directory(root)? {
-        found.extend(trusted_record(&dir)?.and_then(|record| restore(record, &dir, state_dir)));
-    }
-    Ok(found)
-}
-
 /// The record in `dir`; `None` if there is none, if another user may have written it, or if it is no record of a runtime's.
 ///
 /// # Errors
@@ -227,17 +220,14 @@ fn restore(record: Record, dir: &Path, state_dir: &Path) -> Option<Lease> {
     (lease.id == id).then_some(lease)
 }
 
+/// The daemons that run. One may be there twice.
 fn daemons(state_dir: &Path, ledger: &Ledger) -> Result<Vec<MpsDaemon>, LedgerError> {
     let mut found = Vec::new();
     for dir in list_directory(&state_dir.join("mps"))? {
         let Some(key) = dir.file_name().and_then(|name| name.to_str()) else { continue };
         found.extend(find_daemon_process(&dir)?.map(|process| (DaemonKey(key.to_owned()), process)));
     }
-    for running in running_daemons(state_dir)? {
-        if !found.iter().any(|(key, _)| *key == running.0) {
-            found.push(running);
-        }
-    }
+    found.extend(running_daemons(state_dir)?);
     Ok(found.into_iter().map(|(key, process)| new_record(key, process, ledger)).collect())
 }
 
@@ -342,22 +332,21 @@ mod tests {
                 "config": {"labels": labels}})
         };
         fs::write(dir.join("state.json"), state("0000000000000001").to_string()).unwrap();
-        let default = Path::new("/run/sublet");
-        let restored = leases_in(root.path(), default).unwrap();
-        assert_eq!(restored.len(), 1);
-        assert_eq!(restored[0].devices, ["GPU-a"]);
-        assert_eq!(restored[0].state, LeaseState::Active);
-        assert_eq!(restored[0].container.record, dir);
+        let restored = |state_dir: &str| {
+            let record = trusted_record(&dir).unwrap();
+            record.and_then(|record| restore(record, &dir, Path::new(state_dir)))
+        };
+        let lease = restored("/run/sublet").unwrap();
+        assert_eq!(lease.devices, ["GPU-a"]);
+        assert_eq!(lease.state, LeaseState::Active);
+        assert_eq!(lease.container.record, dir);
         fs::write(dir.join("state.json"), state("0000000000000002").to_string()).unwrap();
-        assert!(leases_in(root.path(), default).unwrap().is_empty(), "the record is another lease's");
+        assert_eq!(restored("/run/sublet"), None, "the record is another lease's");
         fs::write(dir.join("state.json"), state("0000000000000001").to_string()).unwrap();
-        assert!(
-            leases_in(root.path(), Path::new("/srv/sublet")).unwrap().is_empty(),
-            "it stands in another ledger"
-        );
+        assert_eq!(restored("/srv/sublet"), None, "it stands in another ledger");
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(leases_in(root.path(), default).unwrap().is_empty(), "its container is gone");
+        assert_eq!(restored("/run/sublet"), None, "its container is gone");
     }
 
     #[test]

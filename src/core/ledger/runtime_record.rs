@@ -5,6 +5,7 @@
 //! an ordinary user may not read counts as empty, with a warning.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::fs::OpenOptions;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -17,7 +18,7 @@ use serde::Deserialize;
 use super::error::failed;
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Ledger, LedgerError};
 use crate::fs::is_absent;
-use crate::host::{CGROUP_MOUNT, has_unified_cgroups};
+use crate::host::{CGROUP_MOUNT, cgroup_line, has_unified_cgroups};
 use crate::process::{Process, cgroup_table, is_gone};
 use crate::reading::regular_file;
 use crate::text::safe;
@@ -58,12 +59,11 @@ struct RuncConfig {
 
 /// crun's `status`, as of 1.8 and later (`libcrun_container_status_t`).
 #[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub(super) struct Crun {
     pid: i32,
-    #[serde(rename = "process-start-time")]
     process_start_time: u64,
     /// Relative to each hierarchy.
-    #[serde(rename = "cgroup-path")]
     cgroup_path: Option<String>,
     bundle: Option<PathBuf>,
 }
@@ -146,15 +146,6 @@ fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<(PathBuf, u64)>
     hierarchies.iter().filter_map(own).find_map(there)
 }
 
-/// The path in the hierarchy `controller` in the text of /proc/PID/cgroup (cgroups(7)).
-fn cgroup_line<'a>(text: &'a str, controller: &str) -> Option<&'a str> {
-    text.lines().find_map(|line| {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let controllers = parts.next()?;
-        parts.next().filter(|_| controllers.split(',').any(|name| name == controller))
-    })
-}
-
 pub(super) fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> io::Result<T> {
     serde_json::from_slice(bytes).map_err(io::Error::from)
 }
@@ -177,9 +168,8 @@ pub(super) fn from_runc(state: Runc) -> Record {
 /// In hybrid mode v2 may be missing.
 fn runc_cgroup(paths: &BTreeMap<String, PathBuf>) -> Option<PathBuf> {
     let path = ["devices", "pids", "name=systemd", ""].iter().find_map(|key| paths.get(*key));
-    path.or_else(|| paths.values().next())
-        .filter(|path| is_own_cgroup(Path::new(CGROUP_MOUNT), path))
-        .cloned()
+    let path = path.or_else(|| paths.values().next())?;
+    is_own_cgroup(Path::new(CGROUP_MOUNT), path).then(|| path.clone())
 }
 
 pub(super) fn from_crun(status: Crun, mut annotations: BTreeMap<String, String>) -> Record {
@@ -230,9 +220,7 @@ pub(super) fn read_bounded(path: &Path) -> io::Result<Option<Vec<u8>>> {
 pub fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
         Ok(file) => file,
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-            return Ok(None);
-        }
+        Err(error) if is_absent(&error) => return Ok(None),
         Err(error) => return Err(error),
     };
     let metadata = file.metadata()?;
@@ -361,32 +349,27 @@ pub(super) fn skip_absent<T>(path: &Path, read: io::Result<T>) -> Result<Option<
 }
 
 fn matches(pattern: &str, path: &Path) -> bool {
-    let (pattern, path) = (Path::new(pattern).components(), path.components());
-    pattern.clone().count() == path.clone().count()
-        && pattern.zip(path).all(|(pattern, part)| part_matches(pattern.as_os_str(), part.as_os_str()))
-}
-
-fn part_matches(pattern: &std::ffi::OsStr, part: &std::ffi::OsStr) -> bool {
-    let (pattern, part) = (pattern.as_encoded_bytes(), part.as_encoded_bytes());
-    pattern.strip_suffix(b"*").map_or(pattern == part, |beginning| part.starts_with(beginning))
+    let pattern = Path::new(pattern);
+    let fits = |(pattern, part): (&OsStr, &OsStr)| {
+        let (pattern, part) = (pattern.as_bytes(), part.as_bytes());
+        pattern.strip_suffix(b"*").map_or(pattern == part, |beginning| part.starts_with(beginning))
+    };
+    pattern.iter().count() == path.iter().count() && pattern.iter().zip(path).all(fits)
 }
 
 /// The directories that match `pattern`.
 fn expand(pattern: &str) -> Result<Vec<PathBuf>, LedgerError> {
     let mut found = vec![PathBuf::new()];
-    for component in Path::new(pattern).components() {
-        let name = component.as_os_str();
-        if !name.as_encoded_bytes().ends_with(b"*") {
-            for path in &mut found {
-                path.push(name);
-            }
+    for name in Path::new(pattern) {
+        let Some(beginning) = name.as_bytes().strip_suffix(b"*") else {
+            found = found.iter().map(|path| path.join(name)).collect();
             continue;
-        }
+        };
         let mut below = Vec::new();
         for dir in &found {
-            let fits = |path: &PathBuf| path.file_name().is_some_and(|file| part_matches(name, file));
-            below.extend(list_directory(dir)?.into_iter().filter(fits));
+            below.extend(list_directory(dir)?);
         }
+        below.retain(|path| path.file_name().is_some_and(|file| file.as_bytes().starts_with(beginning)));
         found = below;
     }
     Ok(found)

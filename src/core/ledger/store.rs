@@ -16,7 +16,6 @@ use super::{Lease, Ledger, LedgerError, events_of_change, lock};
 use crate::fs::atomic::replace_own;
 use crate::fs::trusted::{self, Stamp, Trusted};
 use crate::process::{epoch_seconds, uptime_seconds};
-use crate::text::safe;
 use crate::{events, host};
 
 const LEDGER: &str = "ledger.json";
@@ -41,7 +40,7 @@ pub type Freed = Vec<Lease>;
 impl Store {
     /// The ledger in `state_dir`, which is created if it is missing (0755).
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
-        let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
+        let unusable = |why| LedgerError::Directory { path: text(state_dir), why };
         let directory = trusted::make(state_dir).map_err(unusable)?;
         Ok(Self {
             state_dir: state_dir.to_owned(),
@@ -70,18 +69,14 @@ impl Store {
 
     /// Whether its process ids are valid here. Other faults of the ledger are not reported.
     pub fn is_of_here(&self) -> Result<(), LedgerError> {
-        match self.read() {
-            Err(error) if error.is_elsewhere() => Err(error),
-            _ => Ok(()),
-        }
+        self.read().err().filter(LedgerError::is_elsewhere).map_or(Ok(()), Err)
     }
 
     /// [`Store::read`] in any namespace. The result may be shown but not acted upon.
     pub fn peek(&self) -> Result<Ledger, LedgerError> {
         let boot = Self::boot_id()?;
-        Ok(self
-            .load()?
-            .map_or_else(|| Ledger::empty(&boot), |ledger| Ledger::clone(&keep_settings(ledger, &boot))))
+        let ledger = self.load()?.map(|ledger| Ledger::clone(&keep_settings(ledger, boot)));
+        Ok(ledger.unwrap_or_else(|| Ledger::empty(boot)))
     }
 
     /// Takes the lock, frees the leases of ended containers, runs `change` and writes the ledger if it differs.
@@ -116,7 +111,7 @@ impl Store {
         let running = running.unwrap_or_default();
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
         let lock = lock::take(&self.lock_path(), &self.ledger_path())?;
-        let mark = Mark::read(&lock, &boot);
+        let mark = Mark::read(&lock, boot);
         let loaded = match self.load() {
             Err(LedgerError::Corrupt { why, .. }) => Err(why),
             loaded => Ok(loaded?),
@@ -130,13 +125,13 @@ impl Store {
         };
         // From which the change starts, and what the file has, if that is a ledger.
         let (start, stored) = match loaded {
-            Ok(None) => (Arc::new(Ledger::empty(&boot)), None),
+            Ok(None) => (Arc::new(Ledger::empty(boot)), None),
             Ok(Some(ledger)) if self.rebuilds => {
                 let last = (ledger.boot_id == boot).then(|| Ledger::clone(&ledger));
                 (rebuild("it is given up", last)?, None)
             }
-            Ok(Some(ledger)) => (keep_settings(ledger.clone(), &boot), Some(ledger)),
-            Err(why) => (rebuild(&why, self.read_copy(&boot)?)?, None),
+            Ok(Some(ledger)) => (keep_settings(ledger.clone(), boot), Some(ledger)),
+            Err(why) => (rebuild(&why, self.read_copy(boot)?)?, None),
         };
         start.check_namespaces(ours)?;
         // Not before: elsewhere the processes that write those files seem to have ended.
@@ -166,7 +161,7 @@ impl Store {
             events.extend(events_of_change::events(stored.as_ref().unwrap_or(&start), &after));
         }
         // The mark is written last, because a mark without the files means that they were lost.
-        let wanted = after.namespaces.map(|namespaces| Mark { boot_id: boot, namespaces });
+        let wanted = after.namespaces.map(|namespaces| Mark { boot_id: boot.to_owned(), namespaces });
         if mark != wanted {
             Mark::write(wanted.as_ref(), &lock)
                 .map_err(|error| failed("written", &self.lock_path(), error))?;
@@ -238,10 +233,8 @@ impl Store {
     }
 
     /// The id of this boot.
-    fn boot_id() -> Result<String, LedgerError> {
-        let id =
-            host::read_boot_id().map_err(|error| failed("read", Path::new(host::BOOT_ID_FILE), error))?;
-        Ok(id.to_owned())
+    fn boot_id() -> Result<&'static str, LedgerError> {
+        host::read_boot_id().map_err(|error| failed("read", Path::new(host::BOOT_ID_FILE), error))
     }
 
     /// The ledger in the file, which is not read again if it is unchanged; `None`: there is no file.
@@ -305,7 +298,7 @@ impl Store {
 
     /// Whether the lock says that there is a ledger of this boot.
     fn is_marked(&self) -> Result<bool, LedgerError> {
-        Ok(Mark::read_in(&self.lock_path(), &Self::boot_id()?).is_some())
+        Ok(Mark::read_in(&self.lock_path(), Self::boot_id()?).is_some())
     }
 
     /// Rebuilds the ledger from its copy `last`, if there is one, and from the running system, writes it and keeps the
@@ -331,18 +324,15 @@ impl Store {
             Err(_) if may_give_up => None,
             checked => checked.map(|()| last)?,
         };
-        tracing::warn!(
-            "ledger {} cannot be used ({why}): rebuilding it from the containers that run",
-            text(&path)
-        );
+        let shown = text(&path);
+        tracing::warn!("ledger {shown} cannot be used ({why}): rebuilding it from the containers that run");
         let has_last = last.is_some();
-        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), &boot, last)?;
+        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last)?;
         ledger.namespaces = Some(ours);
         if !has_last {
             salvage(&path, &mut ledger);
             // This makes every existing inventory out of date.
-            let counted =
-                last_inventory(&self.state_dir, &boot)?.map_or(0, |inventory| inventory.mig_changes);
+            let counted = last_inventory(&self.state_dir, boot)?.map_or(0, |inventory| inventory.mig_changes);
             ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
             ledger.lost = true;
             // A directory could not be replaced.

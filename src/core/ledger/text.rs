@@ -1,26 +1,24 @@
-//! The ledger's text, and the text of a lease in a container's config.json, from which a lost ledger is rebuilt.
+//! The ledger's text, and the texts from which a lost ledger is rebuilt: of a lease in a container's config.json, and in the
+//! copies of the leases of Slurm's jobs.
 //!
 //! The driver's files are the same in most containers, and the paths of their mount points are half of a lease's text. So in
 //! memory there is one list for all leases that have the same, and the ledger's text has each list once, and its leases have
 //! the list's number.
 
+use std::io;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::error::text;
-use super::runtime_record::Record;
+use super::error::{failed, text};
+use super::runtime_record::{LARGEST, Record, skip_absent};
 use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA};
+use crate::fs::{atomic, trusted};
 use crate::parse_errors::plain;
 use crate::text::safe;
-
-/// All that is known of a ledger of another version.
-#[derive(Deserialize)]
-struct OfAnyVersion {
-    schema: String,
-}
+use crate::{host, slurm};
 
 /// Parses `content`, which is that of `path`. Ids become names of directories and are checked for that.
 ///
@@ -56,14 +54,14 @@ pub(super) fn ledger_text(ledger: &mut Ledger) -> serde_json::Result<Vec<u8>> {
 
 /// The schema, if it has our name and a higher number.
 fn newer_schema(content: &[u8]) -> Option<String> {
-    let OfAnyVersion { schema } = serde_json::from_slice(content).ok()?;
-    let number = |schema: &str| {
-        let (name, number) = schema.split_once('/')?;
-        let number: u64 = number.parse().ok()?;
-        Some((name.to_owned(), number))
+    let ledger: serde_json::Value = serde_json::from_slice(content).ok()?;
+    let schema = ledger.get("schema")?.as_str()?;
+    let (Some((found, number)), Some((ours, our_number))) = (schema.split_once('/'), SCHEMA.split_once('/'))
+    else {
+        return None;
     };
-    let ((found, found_number), (ours, our_number)) = (number(&schema)?, number(SCHEMA)?);
-    (found == ours && found_number > our_number).then(|| safe(&schema))
+    let is_newer = found == ours && number.parse::<u64>().ok()? > our_number.parse().ok()?;
+    is_newer.then(|| safe(schema))
 }
 
 fn check_schema(ledger: &Ledger) -> Result<(), String> {
@@ -206,6 +204,47 @@ impl Lease {
     }
 }
 
+/// What a copy of a job's lease holds, beside the job's record. No runtime has a record of a job, so a lost ledger is rebuilt
+/// from these.
+#[derive(Serialize, Deserialize)]
+struct Copy {
+    /// That of the boot in which the job runs.
+    boot_id: String,
+    lease: Lease,
+}
+
+impl Lease {
+    /// Writes down a job's lease, until the job's record is removed. That of a container in a job has no copy: it books
+    /// nothing beside the job's.
+    pub(crate) fn write_copy(&self, state_dir: &Path) -> io::Result<()> {
+        let Some(job) = self.job.as_ref().filter(|_| self.is_of_job()) else { return Ok(()) };
+        let copy = Copy { boot_id: host::read_boot_id()?.to_owned(), lease: self.clone() };
+        atomic::replace(&slurm::lease_file(state_dir, job.id), &serde_json::to_vec(&copy)?, 0o600)
+    }
+}
+
+/// The leases of jobs that still have processes. Only leases that were granted have been written down, and a job that was
+/// requeued has another cgroup.
+///
+/// # Errors
+/// A copy cannot be read. The job may still run.
+pub(super) fn read_live_jobs(state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
+    let files = slurm::lease_files(state_dir).map_err(|error| failed("read", state_dir, error))?;
+    let mut leases = Vec::new();
+    for file in files {
+        let trusted = skip_absent(&file, trusted::read(&file, LARGEST))?.flatten().and_then(Result::ok);
+        leases.extend(trusted.as_deref().and_then(parse_copy));
+    }
+    leases.retain(|lease| lease.is_of_job() && lease.has_processes());
+    Ok(leases)
+}
+
+fn parse_copy(text: &[u8]) -> Option<Lease> {
+    let copy: Copy = serde_json::from_slice(text).ok()?;
+    LeaseId::parse(copy.lease.id.as_str())?;
+    (Some(&*copy.boot_id) == host::read_boot_id().ok()).then_some(copy.lease)
+}
+
 #[cfg(test)]
 mod annotation_tests {
     use super::super::fixture::lease;
@@ -311,5 +350,71 @@ mod stored_tests {
         }
         let cut_off = parse_ledger(br#"{"schema":"sublet.ledger/2","leases":"#, Path::new("l"));
         assert!(matches!(cut_off, Err(LedgerError::Corrupt { .. })), "{cut_off:?}");
+    }
+}
+
+#[cfg(test)]
+mod job_tests {
+    use std::fs;
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::super::fixture::lease;
+    use super::super::rebuild::{find_trace, rebuild};
+    use super::*;
+    use crate::ledger::{Init, Job};
+    use crate::process::Process;
+    use crate::slurm::JobRecord;
+
+    #[test]
+    fn a_lost_ledger_has_the_leases_of_jobs_with_processes() {
+        let (state, cgroup) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let populated = |is: u8| {
+            fs::write(cgroup.path().join("cgroup.events"), format!("populated {is}\n")).unwrap();
+        };
+        populated(1);
+        JobRecord::new(7, 1000, None, Ok(None)).write(state.path()).unwrap();
+        let job = |inode| Job { id: 7, step: None, uid: 1000, cgroup_inode: inode };
+        let inode = fs::metadata(cgroup.path()).unwrap().ino();
+        let (process, cgroup) = (Process::current().unwrap(), Some(cgroup.path().to_owned()));
+        let init = Some(Init { process, pid_namespace: 0, cgroup, cgroup_inode: None });
+        let held = Lease { job: Some(job(inode)), init, ..lease(1, "GPU-a") };
+        let rebuilt = || rebuild(state.path(), None, "boot", None).unwrap().leases;
+        held.write_copy(state.path()).unwrap();
+        assert_eq!(rebuilt(), std::slice::from_ref(&held));
+        assert!(find_trace(state.path(), None).unwrap().unwrap().contains("job 7"));
+        let within = Lease { within: Some(held.id.clone()), ..held.clone() };
+        within.write_copy(state.path()).unwrap();
+        assert_eq!(rebuilt(), std::slice::from_ref(&held), "a container's is not written");
+        Lease { job: Some(job(inode + 1)), ..held.clone() }.write_copy(state.path()).unwrap();
+        assert!(rebuilt().is_empty(), "the job was requeued");
+        held.write_copy(state.path()).unwrap();
+        let file = slurm::lease_file(state.path(), 7);
+        let written = fs::read_to_string(&file).unwrap();
+        fs::write(&file, written.replace(host::read_boot_id().unwrap(), "earlier")).unwrap();
+        assert!(rebuilt().is_empty(), "of an earlier boot");
+        fs::write(&file, written).unwrap();
+        assert_eq!(rebuilt(), std::slice::from_ref(&held));
+        populated(0);
+        assert!(rebuilt().is_empty(), "the job has ended");
+        assert_eq!(find_trace(state.path(), None).unwrap(), None);
+        populated(1);
+        JobRecord::remove(state.path(), 7, None).unwrap();
+        assert!(rebuilt().is_empty(), "its copy goes with its record");
+    }
+
+    #[test]
+    fn copies_that_cannot_be_read_may_be_of_jobs_that_run() {
+        let state = tempfile::tempdir().unwrap();
+        assert!(read_live_jobs(state.path()).unwrap().is_empty(), "there is no directory");
+        // What a command without descriptors left gets there: ELOOP stands for it.
+        let directory = state.path().join("slurm");
+        std::os::unix::fs::symlink("slurm", &directory).unwrap();
+        for error in [
+            read_live_jobs(state.path()).unwrap_err(),
+            rebuild(state.path(), None, "boot", None).unwrap_err(),
+            find_trace(state.path(), None).unwrap_err(),
+        ] {
+            assert!(error.to_string().contains("cannot be read"), "{error}");
+        }
     }
 }

@@ -1,4 +1,5 @@
-//! Talks to an MPS control daemon: `connect()` checks that it listens, `nvidia-cuda-mps-control` sends commands.
+//! Talks to an MPS control daemon: `connect()` checks that it listens, `nvidia-cuda-mps-control` sends commands. Its servers
+//! are processes that it started, as /proc shows them.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -10,17 +11,15 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-use super::lock::wait_for_turn;
-use super::{MpsError, dirs, servers};
+use super::MpsError;
+use super::dirs::{self, wait_for_turn};
 use crate::config::Config;
 use crate::config_files;
 use crate::inventory::{Inventory, MissingPrograms, MpsPrograms};
-use crate::ledger::DaemonKey;
-use crate::ledger::{DefaultLimits, DefaultMemoryLimit};
-use crate::process::Process;
-use crate::process::child::ChildError;
-use crate::process::confine;
-use crate::process::processor_wait::ProcessorWait;
+use crate::ledger::{DaemonKey, DefaultLimits, DefaultMemoryLimit};
+use crate::process::child::{ChildError, ProcessorWait};
+use crate::process::{Process, confine};
+use crate::reading::kernel_file;
 use crate::share::Percent;
 use crate::text::safe;
 
@@ -58,6 +57,7 @@ fn connected(control: &Path) -> Option<OwnedFd> {
 
 /// Why a command got no answer.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum AskError {
     /// No answer came in time: the daemon is stopped or hangs.
     #[error("it does not answer")]
@@ -70,12 +70,7 @@ pub enum AskError {
     Taken,
     /// The daemon refused.
     #[error("it refused `{command}`: {answer}")]
-    Refused {
-        /// The command.
-        command: String,
-        /// Its answer.
-        answer: String,
-    },
+    Refused { command: String, answer: String },
     /// The program cannot be run.
     #[error("nvidia-cuda-mps-control cannot be run: {0}")]
     Program(io::Error),
@@ -109,10 +104,11 @@ impl Control {
     /// As [`Control::new`]'s.
     pub(super) fn with_known_program(
         key: &DaemonKey,
-        inventory: &Inventory,
+        inventory: Option<&Inventory>,
         config: &Config,
     ) -> Result<Self, MpsError> {
-        let program = inventory.driver.mps_control.clone().filter(|program| program.is_file());
+        let known = inventory.and_then(|inventory| inventory.driver.mps_control.clone());
+        let program = known.filter(|program| program.is_file());
         let Some(program) = program else { return Self::new(key, config) };
         let programs = MpsPrograms { control: Some(program.clone()), ..MpsPrograms::default() };
         Ok(Self { key: key.0.clone(), program, programs, pipe: dirs::pipe(key, &config.state_dir) })
@@ -286,7 +282,7 @@ impl Control {
             }
             listed => listed?,
         };
-        let untold = listed.into_iter().filter(|server| !known.contains(server) && servers::may_be(*server));
+        let untold = listed.into_iter().filter(|server| !known.contains(server) && may_be_server(*server));
         let mut of_untold: Vec<String> = untold.flat_map(of).collect();
         if of_untold.is_empty() {
             return Ok(());
@@ -346,6 +342,27 @@ fn parse_percent(answer: &str) -> Option<Percent> {
 /// One pid per line. Other lines are headings or remarks.
 fn parse_pids(answer: &str) -> Vec<i32> {
     answer.lines().filter_map(|line| line.trim().parse().ok()).filter(|pid| *pid > 0).collect()
+}
+
+/// The driver's MPS programs, as the kernel truncates their names (proc(5), `comm`).
+const PROGRAM_NAME: &str = "nvidia-cuda-mps";
+
+/// Pids of the servers that `daemon` has started. The list may be incomplete or outdated: only the daemon knows.
+pub(super) fn list_servers(daemon: Process) -> Vec<i32> {
+    let threads = std::fs::read_dir(format!("/proc/{}/task", daemon.pid)).into_iter().flatten().flatten();
+    let children = |thread: std::fs::DirEntry| {
+        std::fs::read_to_string(thread.path().join("children")).unwrap_or_default()
+    };
+    let all: String = threads.map(children).collect();
+    all.split_whitespace().filter_map(|pid| pid.parse().ok()).filter(|pid| may_be_server(*pid)).collect()
+}
+
+/// Whether the process `pid` may be a server.
+fn may_be_server(pid: i32) -> bool {
+    match kernel_file(format!("/proc/{pid}/comm")) {
+        Ok(name) => name.starts_with(PROGRAM_NAME),
+        Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+    }
 }
 
 #[cfg(test)]

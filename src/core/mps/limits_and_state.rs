@@ -1,13 +1,14 @@
 //! The ledger's record of a daemon and changes of it, and the default limits that its leases need.
 
-use super::control::{AskError, Control};
-use super::lock::DaemonLock;
-use super::{MpsError, servers};
+use super::MpsError;
+use super::control::{AskError, Control, list_servers};
+use super::dirs::DaemonLock;
 use crate::config::Config;
 use crate::inventory::{self, Device};
-use crate::ledger::DaemonKey;
-use crate::ledger::{DaemonState, DefaultLimits, Lease, Ledger, MpsDaemon, Scan, Store, read_up_to};
-use crate::process::{Process, epoch_seconds, live_proc_dir_of, sockets};
+use crate::ledger::{
+    DaemonKey, DaemonState, DefaultLimits, Lease, Ledger, MpsDaemon, Scan, Store, read_up_to,
+};
+use crate::process::{Condition, Process, epoch_seconds, live_proc_dir_of, sockets};
 use crate::text::safe;
 
 /// Whether the recorded process of `daemon` still runs.
@@ -74,7 +75,7 @@ pub(super) fn silent(
     process: Option<Process>,
     ledger: Option<&Ledger>,
 ) -> MpsError {
-    let waits = process.filter(|daemon| !daemon.is_stopped()).zip(ledger);
+    let waits = process.filter(|daemon| daemon.condition() != Condition::Stopped).zip(ledger);
     let kept_by = waits.map(|(daemon, ledger)| find_connected(daemon, key, ledger)).unwrap_or_default();
     MpsError::Silent { device, key: key.to_string(), pid: process.map_or(0, |daemon| daemon.pid), kept_by }
 }
@@ -135,13 +136,13 @@ pub fn adjust(
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     // Of what age they are does not change with the instances of other GPUs.
     let known = inventory::last(config)?;
-    let control = Control::with_known_program(key, &known, config)?;
+    let control = Control::with_known_program(key, Some(&known), config)?;
     let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
     // GPUs before Volta have no default limits and refuse the command.
     let set = if old {
         control.default_limits().map(drop)
     } else {
-        let servers = daemon.process.map(servers::list).unwrap_or_default();
+        let servers = daemon.process.map(list_servers).unwrap_or_default();
         control.set_default_limits(wanted, devices, &servers)
     };
     set.map_err(|error| note_failure(store, &daemon, error))?;

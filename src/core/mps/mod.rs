@@ -6,25 +6,22 @@
 
 pub mod control;
 pub mod dirs;
-mod error;
-mod heal;
-pub mod idle;
+pub mod heal;
 pub mod limits_and_state;
-pub mod lock;
 pub mod ready;
-mod servers;
 
+use std::io;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::config::Config;
-use crate::ledger::{DaemonKey, LeaseId};
-use crate::process::sublet;
+use crate::inventory::{InventoryError, MissingPrograms};
+use crate::ledger::{DaemonKey, LeaseId, LedgerError};
+use crate::process::sublet::{self, SubletError};
 
 pub use control::command as control_command;
-pub use error::MpsError;
-pub use heal::{Lowering, end_all_idle, end_overdue, heal, lower, settle};
-pub(crate) use idle::end_unexplained;
-pub use idle::register_keeper;
+pub(crate) use heal::end_unexplained;
+pub use heal::{Lowering, end_all_idle, end_overdue, heal, lower, register_keeper, settle};
 pub use ready::{answers, make_ready};
 pub(crate) use ready::{end_conflicting, ensure_answering};
 
@@ -55,6 +52,143 @@ fn child_stop(key: &DaemonKey) -> Result<Vec<String>, MpsError> {
 }
 
 /// Starts `sublet mps await LEASE` and does not wait for it.
-pub fn child_await(lease: &LeaseId) -> std::io::Result<()> {
+pub fn child_await(lease: &LeaseId) -> io::Result<()> {
     sublet::start(&["mps", "await", lease.as_str()])
+}
+
+/// Why an MPS daemon does not serve; every message has a remedy.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
+pub enum MpsError {
+    /// The driver's MPS programs are missing, or one of them is.
+    #[error(transparent)]
+    Programs(#[from] MissingPrograms),
+    /// Its clients would not reach it.
+    #[error(
+        "SELinux is enforcing without sublet's policy module for {}/mps, so containers could not reach \
+         their MPS server and would run without limits: {}; or use a share without sm and memory (mode \
+         time-slice)",
+        .state_dir.display(),
+        crate::fs::selinux::FIX
+    )]
+    SeLinux { state_dir: PathBuf },
+    /// A key that is neither a device's UUID nor a lease id could name a path outside the state directory.
+    #[error(
+        "'{key}' is not the key of an MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (`sublet \
+         mps list` shows the keys)"
+    )]
+    BadKey { key: String },
+    /// `sun_path` of unix(7) holds 107 bytes and a NUL.
+    #[error(
+        "the path of the MPS socket {path} has {length} bytes, and sockets allow 107: set state_dir in the \
+         configuration to a shorter path"
+    )]
+    PathTooLong { path: PathBuf, length: usize },
+    /// A client was not ended by its server.
+    #[error("MPS did not terminate its client {pid}: {why}")]
+    Client { pid: i32, why: String },
+    /// There is nothing to stop.
+    #[error(
+        "there is no MPS daemon {key}: the key of a daemon is its device's UUID, or its lease id if it is \
+         dedicated (`sublet mps list` shows the keys)"
+    )]
+    NoDaemon { key: String },
+    /// No lease needs it.
+    #[error("no lease needs an MPS daemon {key}: it starts with its first container")]
+    NotWanted { key: String },
+    /// Stopping it would end the GPU work of containers.
+    #[error(
+        "the MPS daemon {key} serves {leases} lease(s): end their containers first, or use `sublet mps \
+         stop --force {key}`, which ends their GPU work"
+    )]
+    InUse { key: String, leases: usize },
+    /// Its device is to be used in another way.
+    #[error(
+        "the MPS daemon {key} serves no lease, but still runs on the device: `sublet mps stop {key}` says \
+         why; `sublet mps stop --force {key}` ends it and the GPU work of its clients"
+    )]
+    InTheWay { key: String },
+    /// Another process holds this daemon's lock for too long.
+    #[error(
+        "another sublet process has been starting or stopping the MPS daemon {key} for more than {seconds} \
+         s: try again; `sublet mps list` shows its state"
+    )]
+    Busy { key: String, seconds: u64 },
+    /// It ended at once.
+    #[error("the MPS daemon {key} was restarted, but does not work: see `sublet mps logs {key}`")]
+    Gone { key: String },
+    /// It runs and does not answer. `pid` is 0 where it is not known; `kept_by` are the containers for which it waits.
+    #[error("the MPS daemon of {device} (pid {pid}) does not answer{}", silence(*pid, key, kept_by))]
+    Silent { device: String, key: String, pid: i32, kept_by: Vec<String> },
+    /// It answers another program.
+    #[error(
+        "the MPS daemon {key} speaks with one program at a time, and another kept it: end \
+         `nvidia-cuda-mps-control` where it runs, or the container that does"
+    )]
+    Taken { key: String },
+    /// It was started and never answered. `log` has the last lines of its logs and its server's.
+    #[error("the MPS daemon of {device} did not start within {seconds} s ({why}){log}")]
+    NotUp { device: String, seconds: u64, why: String, log: String },
+    /// It would end, or fail its clients, because of rights or limits of the process that starts it.
+    #[error(
+        "the MPS daemon of {device}, which other containers share, would run with the resource limits of \
+         the process that starts it: {limits}; that process may not raise them, so start this container \
+         with higher hard limits (ulimit -H; prlimit(1)) or with CAP_SYS_RESOURCE"
+    )]
+    Limits { device: String, limits: String },
+    /// It answers, and has no server for any client.
+    #[error("the MPS daemon of {device} cannot start an MPS server: {why}")]
+    NoServer { device: String, why: String },
+    /// It answers and refuses.
+    #[error("the MPS daemon {key} refused `{command}`: {answer}")]
+    Refused { key: String, command: String, answer: String },
+    /// It does not answer, or has ended.
+    #[error("the MPS daemon {key} cannot be asked: {why}: see `sublet mps logs {key}`")]
+    Unreachable { key: String, why: String },
+    /// `sublet mps start` or `stop` failed.
+    #[error(transparent)]
+    Own(#[from] SubletError),
+    /// It cannot be stopped.
+    #[error(
+        "the MPS daemon {key} (pid {pid}) does not end, not even on SIGKILL, because a process hangs in \
+         the driver (see dmesg): reset the GPU or reboot the host"
+    )]
+    WontEnd { key: String, pid: i32 },
+    /// The compute mode could not be set as configured.
+    #[error(
+        "compute mode of {device}: {why}; with [mps] exclusive_compute_mode = \"never\" sublet does not \
+         change it"
+    )]
+    ComputeMode { device: String, why: String },
+    /// The ledger.
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    /// The inventory.
+    #[error(transparent)]
+    Inventory(#[from] InventoryError),
+    /// A system call.
+    #[error("{attempt}: {source}")]
+    Io { attempt: String, source: io::Error },
+}
+
+/// Why a daemon does not answer, and a remedy.
+fn silence(pid: i32, key: &str, kept_by: &[String]) -> String {
+    let stop = format!("`sublet mps stop --force {key}` ends the daemon and the GPU work of its clients");
+    if kept_by.is_empty() {
+        return format!(
+            ": if it is stopped, `kill -CONT {pid}` continues it; if a process keeps a connection to it open and \
+             says nothing, end that; {stop}"
+        );
+    }
+    format!(
+        ": it waits for container {}, which keeps a connection to it open and says nothing: end that \
+         container; {stop}",
+        kept_by.join(" or ")
+    )
+}
+
+/// For `map_err`: an [`MpsError::Io`] with the attempt and its path.
+fn io_at(verb: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MpsError {
+    let attempt = format!("cannot {verb} {}", path.display());
+    move |source| MpsError::Io { attempt, source }
 }

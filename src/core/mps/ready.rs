@@ -9,12 +9,12 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::control::{AskError, Control, listens};
-use super::lock::DaemonLock;
-use super::{MpsError, STOP_LIMIT, child_start, child_stop, dirs, limits_and_state};
+use super::dirs::{self, DaemonLock};
+use super::{MpsError, STOP_LIMIT, child_start, child_stop, limits_and_state};
 use crate::config::{Config, ExclusiveComputeMode};
 use crate::fs::selinux;
 use crate::inventory;
-use crate::ledger::{DaemonKey, DaemonState, DefaultLimits, Lease, Ledger, LedgerError, MpsDaemon, Store};
+use crate::ledger::{DaemonKey, DaemonState, DefaultLimits, Lease, LedgerError, MpsDaemon, Store};
 use crate::process::sublet::SubletError;
 use crate::process::{Condition, Process, epoch_seconds, sublet};
 
@@ -140,10 +140,8 @@ fn confirm_default_limits(
         }
         return Ok(Some(daemon.default_limits));
     }
-    let control = match inventory::last(config) {
-        Ok(known) => Control::with_known_program(&daemon.key, &known, config)?,
-        Err(_) => Control::new(&daemon.key, config)?,
-    };
+    let known = inventory::last(config).ok();
+    let control = Control::with_known_program(&daemon.key, known.as_ref(), config)?;
     match control.default_limits() {
         Ok(_) if daemon.answered_at == 0 => Ok(Some(DefaultLimits::default())),
         Ok(answer) => {
@@ -231,10 +229,14 @@ impl<'a> Daemon<'a> {
         let ledger = store.as_ref().and_then(|store| store.read().ok());
         let known = ledger.as_ref().and_then(|ledger| ledger.daemon(&self.key));
         let process = known.and_then(|daemon| daemon.process).or_else(|| self.process());
+        let silent = || {
+            let device = known.map_or_else(|| self.key.0.clone(), |daemon| daemon.devices.join(", "));
+            limits_and_state::silent(device, &self.key, process, ledger.as_ref())
+        };
         match process.map(|daemon| daemon.condition()) {
             Some(Condition::Ending) => return Ok(false),
             // connect(2) to the socket of a stopped process succeeds (docs/evidence).
-            Some(Condition::Stopped) => return Err(self.silent(known, process, ledger.as_ref())),
+            Some(Condition::Stopped) => return Err(silent()),
             Some(Condition::Running) | None => {}
         }
         if known.is_some_and(|daemon| daemon.process.is_some() && has_answered_lately(daemon)) {
@@ -258,7 +260,7 @@ impl<'a> Daemon<'a> {
             // It sends programs away and takes clients all the same (docs/evidence/2026-11-25-mps-control.md). Whoever
             // else listens there is not trusted to.
             Err(AskError::Taken) if process.is_some_and(|daemon| daemon.is_alive()) => Ok(true),
-            Err(AskError::Silent) => Err(self.silent(known, process, ledger.as_ref())),
+            Err(AskError::Silent) => Err(silent()),
             Err(error) => Err(limits_and_state::refused(&self.key, error)),
         }
     }
@@ -268,16 +270,6 @@ impl<'a> Daemon<'a> {
         let file = dirs::pipe(&self.key, &self.config.state_dir).join("nvidia-cuda-mps-control.pid");
         let text = crate::fs::trusted::read_if_trusted(&file, LONGEST_PID)?;
         Process::find(std::str::from_utf8(&text).ok()?.trim().parse().ok()?)
-    }
-
-    fn silent(
-        &self,
-        known: Option<&MpsDaemon>,
-        process: Option<Process>,
-        ledger: Option<&Ledger>,
-    ) -> MpsError {
-        let device = known.map_or_else(|| self.key.0.clone(), |daemon| daemon.devices.join(", "));
-        limits_and_state::silent(device, &self.key, process, ledger)
     }
 }
 

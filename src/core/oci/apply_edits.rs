@@ -12,9 +12,9 @@ use oci_spec::runtime::{
     LinuxDeviceBuilder, LinuxDeviceCgroupBuilder, LinuxDeviceType, MountBuilder as OciMountBuilder,
 };
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json, to_value};
 
-use super::conflict::{entries, has_default_rule, text};
+use super::conflict::{entries, has_default_rule, member, text};
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
 use crate::inventory::Node;
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
@@ -61,19 +61,7 @@ pub enum SpecError {
     },
     /// A path to be written that cannot be JSON.
     #[error("cannot write a device or mount into the container's spec: {0}")]
-    Fragment(String),
-}
-
-impl From<OciSpecError> for SpecError {
-    fn from(error: OciSpecError) -> Self {
-        Self::Fragment(crate::text::safe(&error.to_string()))
-    }
-}
-
-impl From<serde_json::Error> for SpecError {
-    fn from(error: serde_json::Error) -> Self {
-        Self::Fragment(crate::text::safe(&error.to_string()))
-    }
+    Fragment(#[from] OciSpecError),
 }
 
 /// The spec's annotations.
@@ -104,7 +92,7 @@ pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
 
 /// [`edit`]. `nested` says that this process itself runs in a user namespace, as under rootless engines.
 pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
-    let edits = serde_json::to_string(&Edits::of(grant, spec))?;
+    let edits = serde_json::to_string(&Edits::of(grant, spec)).map_err(OciSpecError::from)?;
     let root = object(spec, "the spec")?;
     let process = root.get_mut("process").ok_or(SpecError::NoProcess)?;
     edit_environment(process, &grant.env)?;
@@ -150,12 +138,7 @@ pub fn edit_environment(process: &mut Value, environment: &Environment) -> Resul
             out.push(entry);
         }
     }
-    for (name, value) in &environment.set {
-        if seen.insert(name.clone()) {
-            out.push(Value::from(format!("{name}={value}")));
-        }
-    }
-    for (name, value) in &environment.default {
+    for (name, value) in environment.set.iter().chain(&environment.default) {
         let is_refused = refused_beside(name).is_some_and(|other| seen.contains(other));
         if !is_refused && seen.insert(name.clone()) {
             out.push(Value::from(format!("{name}={value}")));
@@ -191,8 +174,7 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
                 let Node { path, major, minor } = granted.node.clone();
                 let node = LinuxDeviceBuilder::default().path(path).typ(LinuxDeviceType::C);
                 let node = node.major(i64::from(major)).minor(i64::from(minor));
-                let node = node.file_mode(0o666_u32).uid(0_u32).gid(0_u32).build()?;
-                present.push(serde_json::to_value(node)?);
+                present.push(value(node.file_mode(0o666_u32).uid(0_u32).gid(0_u32).build()?)?);
             }
         }
     }
@@ -204,8 +186,7 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     let rules = array(resources, "devices", "linux.resources.devices")?;
     // All other devices are denied first, as engines do and as runc does by itself.
     if !nested && !has_default_rule(rules) {
-        let deny = LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?;
-        rules.insert(0, serde_json::to_value(deny)?);
+        rules.insert(0, value(LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?)?);
     }
     for granted in nodes {
         rules.push(rule_value(&granted.node)?);
@@ -221,14 +202,18 @@ fn is_at(entry: &Value, granted: &GrantedNode) -> bool {
 /// Without `m`, because the runtime creates the node and not the container.
 fn rule_value(Node { major, minor, .. }: &Node) -> Result<Value, SpecError> {
     let rule = LinuxDeviceCgroupBuilder::default().allow(true).typ(LinuxDeviceType::C);
-    let rule = rule.major(i64::from(*major)).minor(i64::from(*minor)).access("rw").build()?;
-    Ok(serde_json::to_value(rule)?)
+    value(rule.major(i64::from(*major)).minor(i64::from(*minor)).access("rw").build()?)
 }
 
 fn bind(source: &Path, destination: &Path, options: &[&str]) -> Result<Value, SpecError> {
     let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
     let mount = OciMountBuilder::default().destination(destination).typ("bind").source(source);
-    Ok(serde_json::to_value(mount.options(options).build()?)?)
+    value(mount.options(options).build()?)
+}
+
+/// A part of a spec as JSON.
+fn value(part: impl Serialize) -> Result<Value, SpecError> {
+    Ok(to_value(part).map_err(OciSpecError::from)?)
 }
 
 fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecError> {
@@ -237,7 +222,7 @@ fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecErro
     }
     let masked = array(child(root, "linux", "linux")?, "maskedPaths", "linux.maskedPaths")?;
     for path in paths {
-        let path = serde_json::to_value(path)?;
+        let path = value(path)?;
         if !masked.contains(&path) {
             masked.push(path);
         }
@@ -245,17 +230,13 @@ fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecErro
     Ok(())
 }
 
-/// The array `key`, created if it is absent. `null`, which is Go's nil, counts as absent.
+/// The array `key`, created if it is absent.
 fn array<'a>(
     parent: &'a mut Map<String, Value>,
     key: &str,
     field: &'static str,
 ) -> Result<&'a mut Vec<Value>, SpecError> {
-    let value = parent.entry(key).or_insert(Value::Null);
-    if value.is_null() {
-        *value = Value::Array(Vec::new());
-    }
-    match value {
+    match member(parent, key, json!([])) {
         Value::Array(entries) => Ok(entries),
         other => Err(wrong(field, "an array", other)),
     }
@@ -267,11 +248,7 @@ fn child<'a>(
     key: &str,
     field: &'static str,
 ) -> Result<&'a mut Map<String, Value>, SpecError> {
-    let value = parent.entry(key).or_insert(Value::Null);
-    if value.is_null() {
-        *value = Value::Object(Map::new());
-    }
-    object(value, field)
+    object(member(parent, key, json!({})), field)
 }
 
 fn object<'a>(value: &'a mut Value, field: &'static str) -> Result<&'a mut Map<String, Value>, SpecError> {
@@ -397,7 +374,7 @@ fn has_options(mount: &Value, options: &[&str]) -> bool {
 }
 
 /// Keeps the elements that satisfy `keep` in the array at `pointer`, if it exists.
-fn retain(spec: &mut Value, pointer: &str, keep: impl Fn(&Value) -> bool) {
+pub(super) fn retain(spec: &mut Value, pointer: &str, keep: impl Fn(&Value) -> bool) {
     if let Some(entries) = spec.pointer_mut(pointer).and_then(Value::as_array_mut) {
         entries.retain(keep);
     }

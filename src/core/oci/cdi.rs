@@ -49,16 +49,9 @@ pub enum CdiError {
          `sublet-hook cdi`; for a hook of your own use `sublet-hook createRuntime`"
     )]
     NotAsked,
-    /// Annotations for another share than the device's.
-    #[error(
-        "{annotations} and the CDI device {KIND}={share} ask for different shares: remove one of the two"
-    )]
-    Contradiction {
-        /// The share.
-        share: String,
-        /// As `sublet.sm=50`.
-        annotations: String,
-    },
+    /// The device's share, and annotations for another, as `sublet.sm=50`.
+    #[error("{1} and the CDI device {KIND}={0} ask for different shares: remove one of the two")]
+    Contradiction(String, String),
     /// The device that the specification was written for.
     #[error(
         "the CDI specification is out of date: it has share {share} on {device}, {why}; run `sublet cdi \
@@ -72,33 +65,18 @@ pub enum CdiError {
         /// Why not.
         why: String,
     },
-    /// The environment in config.json is not that of the CDI device.
+    /// The share of the CDI device, and a variable of the device's that config.json does not have.
     #[error(
-        "its environment does not have the {name} of the CDI device {KIND}={share}: if the container sets \
+        "its environment does not have the {1} of the CDI device {KIND}={0}: if the container sets \
          it, remove that; otherwise the CDI specification is out of date, run `sublet cdi generate`"
     )]
-    Environment {
-        /// The share.
-        share: String,
-        /// The variable.
-        name: String,
-    },
-    /// A variable that a CDI device cannot remove.
-    #[error("its environment has {name}, which contradicts the CDI device {KIND}={share}: remove it")]
-    Strange {
-        /// The share.
-        share: String,
-        /// The variable.
-        name: String,
-    },
-    /// There are other NVIDIA nodes in addition to those of the device.
-    #[error("{conflict} (if it comes from the CDI device {KIND}={share}, run `sublet cdi generate`)")]
-    Conflict {
-        /// The share.
-        share: String,
-        /// The device or rule.
-        conflict: Conflict,
-    },
+    Environment(String, String),
+    /// The share, and a variable that a CDI device cannot remove.
+    #[error("its environment has {1}, which contradicts the CDI device {KIND}={0}: remove it")]
+    Strange(String, String),
+    /// The share, and another NVIDIA node, or a rule for one, in addition to those of the device.
+    #[error("{1} (if it comes from the CDI device {KIND}={0}, run `sublet cdi generate`)")]
+    Conflict(String, Conflict),
     /// Rootless engines cannot use CDI devices: neither the hook nor the nodes work there.
     #[error("CDI devices of {KIND} need root: remove the device and use annotations (docs/rootless.md)")]
     Rootless,
@@ -143,11 +121,6 @@ pub fn asked(spec: &Value) -> Result<Option<Asked>, CdiError> {
         }
     }
     Ok(found)
-}
-
-/// Whether `spec` has any CDI device of sublet's, even one that cannot be served.
-pub(crate) fn is_asked(spec: &Value) -> bool {
-    asked(spec).map_or(true, |asked| asked.is_some())
 }
 
 /// The arguments after the stage, if `hook` is sublet's hook at that stage.

@@ -3,11 +3,10 @@
 use std::cell::OnceCell;
 use std::path::{Component, Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::config::{Config, NOT_OF_GPUS};
-use crate::fs;
-use crate::fs::under;
+use crate::fs::{self, under};
 use crate::inventory::Node;
 use crate::text::safe;
 
@@ -108,7 +107,11 @@ impl Host<'_> {
     /// Whether /proc/devices gives `major` to a driver whose name begins with one of `names`.
     fn has_driver(&self, major: i64, names: &[&str]) -> bool {
         let devices = self.devices.get_or_init(|| fs::read_proc_devices(self.root).unwrap_or_default());
-        majors(devices, names).any(|other| other == major)
+        let characters = devices.split("Block devices:").next().unwrap_or_default();
+        let mut drivers = characters.lines().filter_map(|line| line.trim().split_once(' '));
+        drivers.any(|(number, driver)| {
+            number.parse() == Ok(major) && names.iter().any(|name| driver.trim().starts_with(name))
+        })
     }
 
     /// Whether `entry`, a device or a rule, is for a node that is given.
@@ -129,16 +132,6 @@ impl Host<'_> {
         };
         entries(spec, "/linux/devices").iter().filter_map(node).collect()
     }
-}
-
-/// Majors in `devices`, /proc/devices, of drivers whose names begin with one of `names`.
-fn majors(devices: &str, names: &[&str]) -> impl Iterator<Item = i64> {
-    let characters = devices.split("Block devices:").next().unwrap_or_default();
-    let major = move |line: &str| {
-        let (major, driver) = line.trim().split_once(' ')?;
-        names.iter().any(|name| driver.trim().starts_with(name)).then(|| major.parse().ok())?
-    };
-    characters.lines().filter_map(major)
 }
 
 fn is_in(path: &Path, allowed: &[PathBuf]) -> bool {
@@ -201,6 +194,15 @@ pub(super) fn entries<'a>(spec: &'a Value, pointer: &str) -> &'a [Value] {
 /// The text of the field `key`, if it is one.
 pub(super) fn text<'a>(object: &'a Value, key: &str) -> Option<&'a str> {
     object.get(key)?.as_str()
+}
+
+/// The member `key`, which is `empty` if it was absent. `null`, which is Go's nil, counts as absent.
+pub(super) fn member<'a>(object: &'a mut Map<String, Value>, key: &str, empty: Value) -> &'a mut Value {
+    let member = object.entry(key).or_insert(Value::Null);
+    if member.is_null() {
+        *member = empty;
+    }
+    member
 }
 
 /// A device number of a rule; -1 and none at all are wildcards.

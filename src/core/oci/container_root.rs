@@ -23,11 +23,11 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::conflict::{entries, text};
+use super::shown;
 use crate::fs::trusted;
 use crate::grant::GrantedNode;
 use crate::host;
 use crate::inventory::NodeError;
-use crate::text::safe;
 
 /// The id that stands for ids without a mapping (`user_namespaces(7)`, "Unmapped user and group IDs").
 const OVERFLOW: u32 = 65534;
@@ -41,6 +41,7 @@ pub(super) struct ContainerRoot {
 }
 
 /// Ids on the host: that of the namespace's id 0, and all.
+#[derive(Default)]
 struct Ids {
     root: Option<u64>,
     all: Vec<Range<u64>>,
@@ -49,7 +50,7 @@ struct Ids {
 impl ContainerRoot {
     pub fn of(spec: &Value) -> Self {
         let uids = Ids::read(spec, "/linux/uidMappings");
-        let ids = uids.map(|uids| (uids, Ids::read(spec, "/linux/gidMappings").unwrap_or(Ids::NONE)));
+        let ids = uids.map(|uids| (uids, Ids::read(spec, "/linux/gidMappings").unwrap_or_default()));
         Self { ids, nested: host::is_nested() }
     }
 
@@ -142,12 +143,10 @@ pub(crate) fn check_node_modes(
 }
 
 impl Ids {
-    const NONE: Self = Self { root: None, all: Vec::new() };
-
     fn read(spec: &Value, pointer: &str) -> Option<Self> {
         let entries = spec.pointer(pointer)?.as_array().filter(|entries| !entries.is_empty())?;
         let number = |entry: &Value, key: &str| entry.get(key).and_then(Value::as_u64);
-        let mut ids = Self::NONE;
+        let mut ids = Self::default();
         for entry in entries {
             let (Some(host), Some(size)) = (number(entry, "hostID"), number(entry, "size")) else { continue };
             if number(entry, "containerID") == Some(0) {
@@ -178,7 +177,7 @@ const LARGEST_STORAGE_FILE: u64 = 64 << 20;
     "Podman has not yet mounted its root filesystem at {} for its user namespace, and Podman's storage \
      does not say where it is now: start it from an image instead of --rootfs, or leave out --uidmap and \
      --userns",
-    safe(&.0.to_string_lossy())
+    shown(.0)
 )]
 pub struct Unknown(PathBuf);
 

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use super::apply_edits::retain;
+use super::conflict::member;
 use crate::process::inheritance::VARIABLE;
 use crate::process::sublet::own_program;
 
@@ -82,10 +84,7 @@ pub fn remove(spec: &mut Value) {
     for stage in [Stage::CreateRuntime, Stage::Poststop] {
         let (name, timeout) = stage.name_and_timeout();
         let ours = |hook: &Value| hook["args"] == json!(["sublet-hook", name]) && hook["timeout"] == timeout;
-        let hooks = spec.pointer_mut("/hooks").and_then(|hooks| hooks.get_mut(name)?.as_array_mut());
-        if let Some(hooks) = hooks {
-            hooks.retain(|hook| !ours(hook));
-        }
+        retain(spec, &format!("/hooks/{name}"), |hook| !ours(hook));
     }
 }
 
@@ -108,17 +107,8 @@ pub fn add_refusal(spec: &mut Value, reason: &str) -> Result<(), BadHooks> {
 
 fn array(spec: &mut Value, stage: Stage) -> Result<&mut Vec<Value>, BadHooks> {
     let (name, _) = stage.name_and_timeout();
-    let hooks = member(spec, "hooks", || json!({})).ok_or(BadHooks(name))?;
-    member(hooks, name, || json!([])).and_then(Value::as_array_mut).ok_or(BadHooks(name))
-}
-
-/// `object[name]`, made anew where it is absent or null.
-fn member<'a>(object: &'a mut Value, name: &str, new: impl Fn() -> Value) -> Option<&'a mut Value> {
-    let member = object.as_object_mut()?.entry(name).or_insert_with(&new);
-    if member.is_null() {
-        *member = new();
-    }
-    Some(member)
+    let hooks = spec.as_object_mut().and_then(|spec| member(spec, "hooks", json!({})).as_object_mut());
+    hooks.and_then(|hooks| member(hooks, name, json!([])).as_array_mut()).ok_or(BadHooks(name))
 }
 
 #[cfg(test)]

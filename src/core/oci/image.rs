@@ -13,15 +13,14 @@ use nix::sys::stat::{Mode, SFlag, stat, umask};
 use serde_json::Value;
 
 use super::conflict::{entries, environment_value, plain, text};
-use super::image_error::ImageError;
 use super::live::Kind;
-use super::mount_points::{FilePoints, unusable};
+use super::mount_points::unusable;
 use super::rootfs::Tree;
-use super::{hooks, mount_points};
+use super::{ImageError, hooks, mount_points};
 use crate::config::{Config, Inject};
 use crate::fs::{is_of_the_image, selinux};
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};
-use crate::inventory::{Driver, DriverFile, Inventory};
+use crate::inventory::{Driver, Inventory};
 use crate::request::Request;
 use crate::text::safe;
 
@@ -62,16 +61,16 @@ pub fn inspect(
         image.warnings = cuda_warnings(tree, spec, image.libraries(), &inventory.driver);
         image.warnings.extend(not_served(request));
     }
-    let (files, useless) = by_use(tree, files)?;
-    image.useless = useless;
-    let points = mount_points::check_files(tree, &files)?;
-    image = Image {
-        created: points.created,
-        empty: points.empty,
-        volumes: points.volumes,
-        left_out: points.left_out,
-        ..image
-    };
+    let mut useful = Vec::new();
+    for (file, destination) in files {
+        match &file.needs {
+            Some(needed) if tree.find_if_present(needed).map_err(unusable(needed))?.is_none() => {
+                image.useless.push(destination);
+            }
+            _ => useful.push(destination),
+        }
+    }
+    mount_points::check_files(tree, &useful, &mut image)?;
     // A convenience: where it is not installed, or the container has no room for it, it is left out.
     let share = hooks::installed("sublet-share");
     if let Some((program, points)) = share.and_then(|program| Some((program, room_for_share_program(tree)?)))
@@ -93,23 +92,6 @@ fn not_served(request: &Request) -> Option<String> {
             safe(&request.not_served.join(", "))
         )
     })
-}
-
-/// The mount points of `files`, and of unusable files, whose needs the image lacks.
-fn by_use(
-    tree: &Tree,
-    files: Vec<(&DriverFile, PathBuf)>,
-) -> Result<(Vec<PathBuf>, Vec<PathBuf>), ImageError> {
-    let (mut useful, mut useless) = (Vec::new(), Vec::new());
-    for (file, destination) in files {
-        let is_useless = match &file.needs {
-            Some(needed) => tree.find_if_present(needed).map_err(unusable(needed))?.is_none(),
-            None => false,
-        };
-        let list = if is_useless { &mut useless } else { &mut useful };
-        list.push(destination);
-    }
-    Ok((useful, useless))
 }
 
 /// Examines the spec's mount over /tmp, and CUDA's default directory for MPS there, which links resolve to
@@ -140,7 +122,7 @@ pub fn check_no_other_daemon(image: &Image, has_daemon: bool) -> Result<(), Imag
 
 /// The mount point of `sublet-share`; `None` if there is something else, or no place for it, or the container's root may not
 /// create it. It is put into no volume, because other containers may have that too.
-pub(super) fn room_for_share_program(tree: &Tree) -> Option<FilePoints> {
+pub(super) fn room_for_share_program(tree: &Tree) -> Option<Image> {
     let path = PathBuf::from(SHARE_PROGRAM);
     let directory = tree.find(path.parent()?).ok()?;
     if !directory.is(SFlag::S_IFDIR).ok()? || directory.in_volume || tree.find_denied(&path).ok()?.is_some() {
@@ -151,7 +133,8 @@ pub(super) fn room_for_share_program(tree: &Tree) -> Option<FilePoints> {
         Ok(found) => !found.in_volume && found.read(1).is_ok_and(|content| content.is_empty()),
         Err(error) => error.kind() == io::ErrorKind::NotFound,
     };
-    let points = mount_points::check_files(tree, &[path]).ok()?;
+    let mut points = Image::default();
+    mount_points::check_files(tree, &[path], &mut points).ok()?;
     (is_free && points.volumes.is_empty() && points.left_out.is_empty()).then_some(points)
 }
 
@@ -188,7 +171,7 @@ fn check_label(spec: &Value, grant: &Grant) -> Result<(), ImageError> {
 /// # Errors
 /// This process may not create one either.
 pub(crate) fn make_mount_points(tree: &Tree, grant: &Grant) -> Result<(), ImageError> {
-    if tree.is_of_hosts_root() {
+    if tree.root.is_hosts() {
         return Ok(());
     }
     let mounts = grant.mounts.iter().map(|mount| mount.destination.as_path());
@@ -198,7 +181,7 @@ pub(crate) fn make_mount_points(tree: &Tree, grant: &Grant) -> Result<(), ImageE
     let before = umask(Mode::from_bits_truncate(0o022));
     let made = mounts.chain(nodes).try_for_each(|path| {
         let kind = if is_mps(path) { Kind::Directory } else { Kind::File };
-        tree.make(path, kind).map_err(|source| ImageError::Unmade { path: path.to_owned(), source })
+        tree.make(path, kind).map_err(|error| ImageError::Unmade(path.to_owned(), error))
     });
     umask(before);
     made

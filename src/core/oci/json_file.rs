@@ -3,7 +3,6 @@
 
 use std::cell::Cell;
 use std::fs::{File, OpenOptions};
-use std::io::Read as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::{fmt, io};
@@ -11,7 +10,8 @@ use std::{fmt, io};
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-use crate::reading::regular_file;
+use super::shown;
+use crate::reading::{once, regular_file};
 use crate::text::safe;
 
 /// Longest file that is read. Docker's and Podman's are some ten KiB.
@@ -21,53 +21,29 @@ const LONGEST: u64 = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// It could not be opened or read.
-    #[error("cannot read {}: {source}", safe(&path.to_string_lossy()))]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    #[error("cannot read {}: {}", shown(.0), .1)]
+    Read(PathBuf, #[source] io::Error),
     /// A directory, a FIFO, a device.
-    #[error("{} is not a regular file: the container's bundle is damaged, recreate the container",
-        safe(&path.to_string_lossy()))]
-    NotRegular {
-        /// The file.
-        path: PathBuf,
-    },
+    #[error("{} is not a regular file: the container's bundle is damaged, recreate the container", shown(.0))]
+    NotRegular(PathBuf),
     /// More than any engine writes.
     #[error("{} is larger than 16 MiB, which no engine writes, and was not read: recreate the container",
-        safe(&path.to_string_lossy()))]
-    TooLarge {
-        /// The file.
-        path: PathBuf,
-    },
-    /// Its content could not be written back unchanged.
-    #[error(
-        "cannot edit {}: {message}; the file was not changed, and the program that wrote it is at fault",
-        safe(&path.to_string_lossy())
-    )]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// Why, safe to print.
-        message: String,
-    },
+        shown(.0))]
+    TooLarge(PathBuf),
+    /// Its content could not be written back unchanged: why, safe to print.
+    #[error("cannot edit {}: {}; the file was not changed, and the program that wrote it is at fault",
+        shown(.0), .1)]
+    Json(PathBuf, String),
     /// It could not be written.
-    #[error("cannot write {}, which was not changed: {source}", safe(&path.to_string_lossy()))]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    #[error("cannot write {}, which was not changed: {}", shown(.0), .1)]
+    Write(PathBuf, #[source] io::Error),
 }
 
 impl FileError {
     /// Whether there is no such file, for any program that looks for it.
     pub fn is_missing(&self) -> bool {
         use nix::libc::{ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR};
-        let Self::Read { source, .. } = self else { return false };
+        let Self::Read(_, source) = self else { return false };
         source.raw_os_error().is_some_and(|errno| [ENOENT, ENOTDIR, ELOOP, ENAMETOOLONG].contains(&errno))
     }
 }
@@ -87,15 +63,15 @@ impl JsonFile {
     /// # Errors
     /// It is missing, larger, or no regular file.
     pub fn read(path: &Path) -> Result<Self, FileError> {
-        let (path, file) = open(path).map_err(|source| FileError::Read { path: path.to_owned(), source })?;
-        let read_error = |source| FileError::Read { path: path.clone(), source };
+        let (path, file) = open(path).map_err(|error| FileError::Read(path.to_owned(), error))?;
+        let read_error = |error| FileError::Read(path.clone(), error);
         let metadata = file.metadata().map_err(read_error)?;
         if !metadata.is_file() {
-            return Err(FileError::NotRegular { path });
+            return Err(FileError::NotRegular(path));
         }
         let text = regular_file(file, metadata.len(), LONGEST).map_err(read_error)?;
         if text.len() as u64 > LONGEST {
-            return Err(FileError::TooLarge { path });
+            return Err(FileError::TooLarge(path));
         }
         Ok(Self { path, text })
     }
@@ -114,7 +90,7 @@ impl JsonFile {
     /// # Errors
     /// That, or it is no JSON, or nested deeper than `serde_json`'s limit of 128.
     pub fn parse(&self) -> Result<Value, FileError> {
-        parse_lossless(&self.text).map_err(|message| FileError::Json { path: self.path.clone(), message })
+        parse_lossless(&self.text).map_err(|message| FileError::Json(self.path.clone(), message))
     }
 
     /// Replaces the file atomically; mode and owner stay.
@@ -122,9 +98,9 @@ impl JsonFile {
     /// # Errors
     /// It cannot be written; the old file is then untouched.
     pub fn replace(&self, value: &Value) -> Result<(), FileError> {
-        let error = |source| FileError::Write { path: self.path.clone(), source };
+        let error = |error| FileError::Write(self.path.clone(), error);
         let mut text = Vec::with_capacity(self.text.len() + 16384);
-        serde_json::to_writer(&mut text, value).map_err(|source| error(source.into()))?;
+        serde_json::to_writer(&mut text, value).map_err(|failed| error(failed.into()))?;
         if self.text.ends_with(b"\n") {
             text.push(b'\n');
         }
@@ -155,18 +131,12 @@ pub fn mentions_sublet(path: &Path) -> bool {
         let mut part = vec![0; 1 << 20];
         let mut kept = 0;
         loop {
-            let read = match file.read(&mut part[kept..]) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                read => read?,
-            };
-            if read == 0 {
-                return Ok(false);
-            }
-            if mentions(&part[..kept + read]) {
-                return Ok(true);
-            }
+            let read = once(&mut file, &mut part[kept..])?;
             // A word may extend over two parts.
             let end = kept + read;
+            if read == 0 || mentions(&part[..end]) {
+                return Ok(read > 0);
+            }
             kept = end.min(WORD - 1);
             part.copy_within(end - kept..end, 0);
         }
@@ -319,10 +289,6 @@ impl<'de> Visitor<'de> for Faithful<'_> {
         Ok(Value::from(value))
     }
 
-    fn visit_string<E>(self, value: String) -> Result<Value, E> {
-        Ok(Value::String(value))
-    }
-
     fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Value, A::Error> {
         let mut entries = Vec::new();
         while let Some(entry) = access.next_element_seed(self)? {
@@ -363,7 +329,8 @@ fn changed_number(text: &[u8]) -> Option<&str> {
             b'-' | b'0'..=b'9' if !in_string => {
                 let rest = &text[at..];
                 let number = &rest[..rest.bytes().position(|byte| !is_part(byte)).unwrap_or(rest.len())];
-                if !survives(number) {
+                let parsed = serde_json::from_str::<serde_json::Number>(number);
+                if !parsed.is_ok_and(|parsed| parsed.to_string() == number) {
                     return Some(number);
                 }
                 at += number.len() - 1;
@@ -373,10 +340,6 @@ fn changed_number(text: &[u8]) -> Option<&str> {
         at += 1;
     }
     None
-}
-
-fn survives(number: &str) -> bool {
-    serde_json::from_str::<serde_json::Number>(number).is_ok_and(|parsed| parsed.to_string() == number)
 }
 
 #[cfg(test)]

@@ -8,34 +8,153 @@ pub mod container_root;
 pub mod containers_by_name;
 pub mod hooks;
 mod image;
-mod image_error;
 mod json_file;
 mod live;
 mod mount_points;
-mod pod_annotations;
 mod rootfs;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::fs::is_of_the_image;
+use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
+use crate::text::safe;
 
 #[cfg(feature = "fixtures")]
 pub use apply_edits::edit_within;
 pub(crate) use apply_edits::undo_edits;
-pub use apply_edits::{EditsShown, edits_shown};
-pub use apply_edits::{SpecError, annotations, edit, edit_environment};
-pub(crate) use conflict::check_mount_namespace;
-pub(crate) use conflict::environment_value;
+pub use apply_edits::{EditsShown, SpecError, annotations, edit, edit_environment, edits_shown};
 pub use conflict::{Conflict, conflict};
+pub(crate) use conflict::{check_mount_namespace, environment_value};
 pub use container_root::KEEP_GROUPS;
 pub(crate) use container_root::check_node_modes;
-pub(crate) use image::check_uncovered;
-pub(crate) use image::make_mount_points;
+pub use containers_by_name::own_annotations;
 pub use image::{check_mps_directories, check_no_other_daemon, inspect};
-pub use image_error::ImageError;
+pub(crate) use image::{check_uncovered, make_mount_points};
 pub use json_file::{FileError, JsonFile, mentions_sublet};
-pub use live::systemctl;
-pub use live::{Live, NamespaceError, apply, lost_node};
+pub use live::{Live, NamespaceError, apply, lost_node, systemctl};
 pub use mount_points::clear;
 pub(crate) use mount_points::{cleanup_mount_points, clear_volume, filter_missing};
-pub use pod_annotations::own_annotations;
 pub use rootfs::Tree;
+
+/// `path` in a message.
+fn shown(path: &Path) -> String {
+    safe(&path.to_string_lossy())
+}
+
+/// Why this image cannot be served; names the path.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// The rootfs cannot be looked into.
+    #[error("cannot read the container's root filesystem {}: {}", shown(.0), .1)]
+    Rootfs(PathBuf, #[source] io::Error),
+    /// A file cannot be mounted over a directory.
+    #[error(
+        "the image has a directory at {}, where a file of the driver's is mounted: remove it from the image, \
+         or leave out the capability that brings the file (sublet.capabilities)",
+        shown(.0)
+    )]
+    Directory(PathBuf),
+    /// The MPS directory cannot be mounted over a file.
+    #[error(
+        "the image has a file at {}, where the MPS directory is mounted: remove it from the image{}",
+        shown(.0),
+        advise_tmp([.0])
+    )]
+    NotDirectory(PathBuf),
+    /// A mount would show on the host.
+    #[error(
+        "{} is on a volume shared with the host (bind-propagation shared), or behind a link that may lead \
+         to one, so the share's mounts would appear on the host: use rslave or rprivate for that volume",
+        shown(.0)
+    )]
+    Shared(PathBuf),
+    /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
+    #[error(
+        "the image's {} cannot be a mount point for sublet: {}{}",
+        shown(.0),
+        .1,
+        if is_of_the_image(.1) { "; remove it from the image" } else { ": the fault is this host's, not the image's" }
+    )]
+    Unusable(PathBuf, #[source] io::Error),
+    /// One mount would lie in another that is a directory of the host's.
+    #[error(
+        "a link in the image puts {} in or below the mount at {}: remove the link from the image{}",
+        shown(.0),
+        shown(.1),
+        advise_tmp([.0, .1])
+    )]
+    Nested(PathBuf, PathBuf),
+    /// Processes would not find their MPS server and run without limits.
+    #[error(
+        "{} hides the MPS directory {} from the container, so its programs would use the whole GPU: remove \
+         that {}{}",
+        shown(by),
+        shown(directory),
+        if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" },
+        advise_tmp([directory])
+    )]
+    Covered {
+        /// The MPS directory, in the container.
+        directory: PathBuf,
+        /// The mask or mount.
+        by: PathBuf,
+        /// Masked, not mounted.
+        mask: bool,
+    },
+    /// Processes would not reach their MPS server and run without limits.
+    #[error(
+        "SELinux does not let {} connect to its MPS daemon, so its programs would use the whole GPU: leave out \
+         `--security-opt label=type:…`, or allow that type what sublet-selinux allows container_t",
+        safe(.0)
+    )]
+    Barred(String),
+    /// A mount point that neither the container's root nor sublet may create.
+    #[error(
+        "the root of the container's user namespace does not own the directory of {}, so the runtime cannot \
+         create that mount point, and sublet cannot do so for it ({}): create it in the image (empty), or \
+         give the root filesystem to that user",
+        shown(.0),
+        .1
+    )]
+    Unmade(PathBuf, #[source] io::Error),
+    /// Its processes would be clients of a daemon that is not the share's.
+    #[error(
+        "a volume brings the directory of another MPS daemon to the container's {MPS_DEFAULT_DIR}, where CUDA looks by \
+         itself, so its processes would compute outside its share: leave out that volume (or the host's /tmp); sublet \
+         brings the daemon that a share needs"
+    )]
+    OtherDaemon,
+    /// Mount points of files that the runtime cannot create.
+    #[error(
+        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
+         the driver's files: create these as empty files in the image, with the directories {MPS_DIR} and \
+         {MPS_DEFAULT_DIR} for MPS, or mount it writable: {}",
+        listed(.0)
+    )]
+    ReadOnly(Vec<PathBuf>),
+    /// Mount points of the MPS directories that the runtime cannot create.
+    #[error(
+        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
+         the MPS daemon: create these directories in the image, or mount it writable: {}{}",
+        listed(.0),
+        advise_tmp(.0)
+    )]
+    ReadOnlyMps(Vec<PathBuf>),
+}
+
+/// Further advice if CUDA's default directory is among `paths`.
+fn advise_tmp<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> &'static str {
+    if paths.into_iter().any(|path| path == Path::new(MPS_DEFAULT_DIR)) {
+        " (a named share with `default_directory = false` has nothing at /tmp/nvidia-mps)"
+    } else {
+        ""
+    }
+}
+
+fn listed(paths: &[PathBuf]) -> String {
+    paths.iter().map(|path| shown(path)).collect::<Vec<_>>().join(" ")
+}
 
 #[cfg(test)]
 mod tests;

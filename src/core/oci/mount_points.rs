@@ -11,66 +11,54 @@ use nix::fcntl::{AtFlags, OFlag, ResolveFlag, readlinkat};
 use nix::sys::stat::{FileStat, SFlag, fstatat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
-use super::image_error::ImageError;
+use super::ImageError;
 use super::live::kind;
 use super::rootfs::{Found, Tree, open_directory};
 use crate::fs::{open_below, open_in, open_root};
+use crate::grant::Image;
 use crate::ledger::{Leftover, VolumeFiles};
 
-/// The mount points of files.
-#[derive(Debug, Default)]
-pub(super) struct FilePoints {
-    /// Missing ones, which the runtime will create in the rootfs.
-    pub created: Vec<PathBuf>,
-    /// Empty files in the rootfs: the image's own, or mount points of another container.
-    pub empty: Vec<PathBuf>,
-    /// The directories of volumes in which files are mounted.
-    pub volumes: Vec<VolumeFiles>,
-    /// Links of the image to another file, which a mount would cover.
-    pub left_out: Vec<PathBuf>,
-}
-
-/// Checks the mount points of files.
+/// Checks the mount points of files, and notes in `image` those that are created, are empty, lie in volumes or are left out.
 ///
 /// The runtime resolves links inside the rootfs, as the kernel did here. It then mounts on their targets, so a link
 /// may lead to nothing or to another version of the same file.
-pub(super) fn check_files(tree: &Tree, files: &[PathBuf]) -> Result<FilePoints, ImageError> {
-    let (mut points, mut impossible) = (FilePoints::default(), Vec::new());
+pub(super) fn check_files(tree: &Tree, files: &[PathBuf], image: &mut Image) -> Result<(), ImageError> {
+    let mut impossible = Vec::new();
     for path in files {
         match find_existing(tree, path)? {
             Some(found) if found.is(SFlag::S_IFDIR).map_err(unusable(path))? => {
                 return Err(ImageError::Directory(path.clone()));
             }
             Some(found) if !files.iter().any(|file| is_same(file, &found.path)) => {
-                points.left_out.push(path.clone());
+                image.left_out.push(path.clone());
             }
             Some(found)
                 if !found.in_volume
                     && found.is_empty_file().map_err(unusable(path))?
                     && !found.is_read_only().map_err(unusable(path))? =>
             {
-                points.empty.push(path.clone());
+                image.empty.push(path.clone());
             }
             Some(found) if found.in_volume => {
                 if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable(path))? {
-                    add_created(place, None, &mut points.volumes);
+                    add_created(place, None, &mut image.volumes);
                 }
             }
             Some(_) => {}
             None => match tree.place_for(path).map_err(unusable(path))? {
                 (true, _) => impossible.push(path.clone()),
-                (false, false) => points.created.push(path.clone()),
+                (false, false) => image.created.push(path.clone()),
                 (false, true) => match tree.place_in_volume(path).map_err(unusable(path))? {
-                    (Some(place), file) => add_created(place, Some(file), &mut points.volumes),
+                    (Some(place), file) => add_created(place, Some(file), &mut image.volumes),
                     // A link in the volume leads back to the image's own files. A tmpfs disappears with the container.
                     (None, landing) => {
-                        points.created.extend(Some(landing).filter(|path| !tree.is_covered(path)));
+                        image.created.extend(Some(landing).filter(|path| tree.covering(path).is_none()));
                     }
                 },
             },
         }
     }
-    if impossible.is_empty() { Ok(points) } else { Err(ImageError::ReadOnly(impossible)) }
+    if impossible.is_empty() { Ok(()) } else { Err(ImageError::ReadOnly(impossible)) }
 }
 
 /// Whether the two paths name the same file of the driver's, perhaps in another version: `libcuda.so.1` and
@@ -119,7 +107,7 @@ pub(super) fn check_directories(
 
 /// For `map_err`: an [`ImageError::Unusable`] of `path`.
 pub(super) fn unusable(path: &Path) -> impl Fn(io::Error) -> ImageError {
-    move |source| ImageError::Unusable { path: path.to_owned(), source }
+    move |error| ImageError::Unusable(path.to_owned(), error)
 }
 
 fn find_existing(tree: &Tree, path: &Path) -> Result<Option<Rc<Found>>, ImageError> {
@@ -166,7 +154,7 @@ fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Res
             None => covered(),
         };
         if let Some(inner) = inner {
-            return Err(ImageError::Nested { outer: asked.clone(), inner });
+            return Err(ImageError::Nested(inner, asked.clone()));
         }
     }
     Ok(())

@@ -18,9 +18,9 @@ use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
 use nix::sys::statvfs::{FsFlags, fstatvfs};
 use serde_json::Value;
 
+use super::ImageError;
 use super::conflict::{entries, is_bind, plain, text};
 use super::container_root::ContainerRoot;
-use super::image_error::ImageError;
 use super::live::{Kind, place};
 use crate::fs::{
     ROUNDS, host_path, is_of_the_image, open_below, open_in, open_root, open_without_links, path_in_root,
@@ -34,14 +34,14 @@ pub struct Tree {
     /// The path of `rootfs` on the host, as the kernel reports it.
     host_path: OnceCell<PathBuf>,
     volumes: Vec<Volume>,
-    /// The ids that create mount points.
-    root: ContainerRoot,
+    /// The ids that create mount points. That of the host leaves all of them to the container's runtime.
+    pub(super) root: ContainerRoot,
     /// Results of look-ups: most paths are looked up several times.
     known: RefCell<BTreeMap<PathBuf, Result<Rc<Found>, i32>>>,
 }
 
 /// Something mounted over a part of the rootfs.
-struct Volume {
+pub(super) struct Volume {
     destination: PathBuf,
     /// On the host; `None`: a file system of its own, which is assumed to be empty.
     source: Option<PathBuf>,
@@ -71,7 +71,7 @@ impl Tree {
     /// # Errors
     /// [`ImageError::Rootfs`].
     pub fn open(spec: &Value, rootfs: &Path) -> Result<Self, ImageError> {
-        let failed = |source| ImageError::Rootfs { path: rootfs.to_owned(), source };
+        let failed = |error| ImageError::Rootfs(rootfs.to_owned(), error);
         let (fd, host_path) = (open_root(rootfs).map_err(failed)?, OnceCell::new());
         let (root, known) = (ContainerRoot::of(spec), RefCell::default());
         let mut tree = Self { rootfs: fd, host_path, volumes: Vec::new(), root, known };
@@ -114,8 +114,8 @@ impl Tree {
         }
     }
 
-    /// The volume that `path` lies in, and the path in it. Later mounts cover earlier ones.
-    fn covering<'a>(&self, path: &'a Path) -> Option<(&Volume, &'a Path)> {
+    /// The volume that `path`, which contains no links, lies in, and the path in it. Later mounts cover earlier ones.
+    pub(super) fn covering<'a>(&self, path: &'a Path) -> Option<(&Volume, &'a Path)> {
         let covers = |volume: &'_ Volume| path.strip_prefix(&volume.destination).ok();
         self.volumes.iter().rev().find_map(|volume| covers(volume).map(|below| (volume, below)))
     }
@@ -190,11 +190,6 @@ impl Tree {
         Ok((Some(place), below))
     }
 
-    /// Whether `path`, which contains no links, is on a volume rather than on the root filesystem.
-    pub(super) fn is_covered(&self, path: &Path) -> bool {
-        self.covering(path).is_some()
-    }
-
     /// Whether nothing could be created at `path`, and whether `path` is in a volume.
     pub(super) fn place_for(&self, path: &Path) -> io::Result<(bool, bool)> {
         if let Some((volume, _)) = self.covering(path).filter(|(volume, _)| volume.source.is_none()) {
@@ -224,11 +219,6 @@ impl Tree {
         }
         let below = Path::new("/").join(landing.strip_prefix(above).unwrap_or(&landing));
         Ok(Some((directory, below)))
-    }
-
-    /// Whether the container's runtime creates every mount point itself.
-    pub(super) fn is_of_hosts_root(&self) -> bool {
-        self.root.is_hosts()
     }
 
     /// Creates the mount point `path` where the container's runtime may not.
@@ -283,12 +273,8 @@ impl Tree {
             }
         }
         let fd = open_in(&self.rootfs, path, OFlag::empty())?;
-        let real = path_in_root(self.host_path()?, &fd)?;
+        let real = path_in_root(once(&self.host_path, || host_path(&self.rootfs))?, &fd)?;
         Ok((fd, real))
-    }
-
-    fn host_path(&self) -> io::Result<&Path> {
-        once(&self.host_path, || host_path(&self.rootfs)).map(PathBuf::as_path)
     }
 }
 

@@ -72,11 +72,13 @@ impl<'a> Account<'a> {
     pub(super) fn bookings(&self) -> Bookings {
         let leases = &self.booked;
         let used_as = leases.first().map(|lease| use_of(lease.mode, lease.isolation));
-        let sm_booked = sm_booked(leases, used_as);
-        let sm_free = match used_as {
-            Some(Mode::Exclusive | Mode::Mig) => Percent::default(),
-            Some(Mode::TimeSlice) => Percent::WHOLE,
-            Some(Mode::Mps) | None => minus(self.config.sm_bookable(), sm_booked),
+        let shares = leases.iter().filter_map(|lease| lease.sm).map(Percent::thousandths);
+        let booked = shares.fold(0, u32::saturating_add);
+        let left = self.config.sm_bookable().thousandths().saturating_sub(booked);
+        let (sm_booked, sm_free) = match used_as {
+            Some(Mode::Exclusive | Mode::Mig) => (Percent::WHOLE, Percent::default()),
+            Some(Mode::TimeSlice) => (Percent::default(), Percent::WHOLE),
+            Some(Mode::Mps) | None => (Percent::from_thousandths(booked), Percent::from_thousandths(left)),
         };
         let served = leases.iter().filter(|lease| lease.daemon.is_some());
         let whole = self.has_everything;
@@ -100,12 +102,9 @@ impl<'a> Account<'a> {
     /// Every MPS server that has or will have memory of the device, with or without a lease.
     pub(super) fn daemons(&self) -> BTreeSet<&'a DaemonKey> {
         let wanted = self.on_memory.iter().filter_map(|lease| lease.daemon.as_ref());
-        let running = self
-            .ledger
-            .daemons
-            .iter()
-            .filter(|daemon| self.device.sharing_memory().any(|uuid| daemon.serves(uuid)))
-            .filter(|daemon| !matches!(daemon.state, DaemonState::Down));
+        let running = self.ledger.daemons.iter().filter(|daemon| {
+            daemon.state != DaemonState::Down && self.device.sharing_memory().any(|uuid| daemon.serves(uuid))
+        });
         wanted.chain(running.map(|daemon| &daemon.key)).collect()
     }
 
@@ -137,21 +136,6 @@ pub(super) fn use_of(mode: Mode, isolation: Isolation) -> Mode {
     }
 }
 
-fn sm_booked(leases: &[&Lease], used_as: Option<Mode>) -> Percent {
-    match used_as {
-        Some(Mode::Exclusive | Mode::Mig) => Percent::WHOLE,
-        Some(Mode::TimeSlice) | None => Percent::default(),
-        Some(Mode::Mps) => {
-            let shares = leases.iter().filter_map(|lease| lease.sm).map(Percent::thousandths);
-            Percent::from_thousandths(shares.fold(0, u32::saturating_add))
-        }
-    }
-}
-
-fn minus(a: Percent, b: Percent) -> Percent {
-    Percent::from_thousandths(a.thousandths().saturating_sub(b.thousandths()))
-}
-
 /// All that may ever be booked on `device`.
 pub(super) fn bookable(device: &Device, config: &Config) -> u64 {
     times(device.memory_bytes.saturating_sub(config.limits.reserve), config.limits.memory_overcommit)
@@ -178,16 +162,14 @@ fn times(bytes: u64, factor: f64) -> u64 {
     if (factor - 1.0).abs() < f64::EPSILON { bytes } else { (bytes as f64 * factor) as u64 }
 }
 
-impl Want<'_> {
-    /// Memory of idle shared servers that will be ended for this use of their device ([`Ledger::conflicting_daemons`]).
-    fn memory_of_conflicting(&self, ledger: &Ledger) -> u64 {
-        let shared = ledger.daemons.iter().filter(|daemon| {
-            let uuid = &self.device.uuid;
-            daemon.serves(uuid) && daemon.key.0 == *uuid && daemon.state != DaemonState::Down
-        });
-        let unused = shared.filter(|daemon| ledger.on_daemon(&daemon.key).next().is_none());
-        SERVER_BYTES * unused.filter(|daemon| self.daemon.as_ref() != Some(&daemon.key)).count() as u64
-    }
+/// Memory of idle shared servers that will be ended for this use of their device ([`Ledger::conflicting_daemons`]).
+fn memory_of_conflicting(want: &Want<'_>, ledger: &Ledger) -> u64 {
+    let shared = ledger.daemons.iter().filter(|daemon| {
+        let uuid = &want.device.uuid;
+        daemon.serves(uuid) && daemon.key.0 == *uuid && daemon.state != DaemonState::Down
+    });
+    let unused = shared.filter(|daemon| ledger.on_daemon(&daemon.key).next().is_none());
+    SERVER_BYTES * unused.filter(|daemon| want.daemon.as_ref() != Some(&daemon.key)).count() as u64
 }
 
 /// A device has one use at a time. Beside an exclusive lease there may be no other process, with or without a lease.
@@ -249,29 +231,26 @@ pub(super) fn check_room(want: &Want<'_>, bookings: &Bookings, world: World<'_>)
 /// Checks memory by the bookings and by NVML's last report. Returns whether it is within 10 % of the latter, so that a
 /// refresh is needed.
 pub(super) fn check_memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
-    // Unknown memory cannot be booked: `fit_rules::check_driver` refuses requests for memory.
+    // Unknown memory cannot be booked: `check_driver` of [`super::fit`] refuses requests for memory.
     if want.books == 0 || want.device.unknown.contains_key(&Fact::Memory) {
         return Ok(false);
     }
     // The memory of servers that end before the container starts.
-    let ending = want.memory_of_conflicting(world.ledger);
+    let ending = memory_of_conflicting(want, world.ledger);
     let bookings = want.account.left_by_bookings().saturating_add(ending);
+    let needed = || show_bytes(want.books);
     if want.books > bookings {
-        return Err(Misfit::now(format!(
-            "has {} left to book, {} needed",
-            show_bytes(bookings),
-            show_bytes(want.books)
-        )));
+        return Err(Misfit::now(format!("has {} left to book, {} needed", show_bytes(bookings), needed())));
     }
     if want.mode == Mode::Mig {
         return Ok(false);
     }
     let free = want.account.left_by_driver().saturating_add(ending);
     if want.books > free {
+        let free = show_bytes(free);
         return Err(Misfit::as_reported(format!(
-            "has {} free according to the driver, {} needed",
-            show_bytes(free),
-            show_bytes(want.books)
+            "has {free} free according to the driver, {} needed",
+            needed()
         )));
     }
     Ok(want.books > free / 10 * 9)

@@ -8,8 +8,7 @@ use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::Ledger;
 use crate::request::Request;
-use crate::share::MIB;
-use crate::share::{Devices, Memory, Mode, Percent};
+use crate::share::{Devices, MIB, Memory, Mode, Percent};
 
 /// An instance that would serve.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,6 +86,7 @@ impl Order {
             return None;
         }
         let sites = mig_hosts(request, inventory, config)
+            .into_iter()
             .filter(|gpu| gpu.mig_enabled && !ledger.drained.contains(&gpu.uuid))
             // Any instance created there would be refused.
             .filter(|gpu| !is_alone(request) || request.sm.is_none() || gpu.sm_count.is_some())

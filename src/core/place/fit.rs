@@ -148,10 +148,8 @@ const FEWEST_SMS: u64 = 2;
 pub(super) fn check_closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let (uuid, gpu) = (&want.device.uuid, want.device.gpu());
     if let Some(change) = world.ledger.mig_change(gpu) {
-        return Err(Misfit::now(format!(
-            "is unavailable while process {} changes its MIG layout",
-            change.owner.pid
-        )));
+        let pid = change.owner.pid;
+        return Err(Misfit::now(format!("is unavailable while process {pid} changes its MIG layout")));
     }
     check_kind(want, world)?;
     if world.ledger.drained.iter().any(|drained| drained == uuid || drained == gpu) {
@@ -329,8 +327,8 @@ pub(super) fn check_compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(),
     {
         return Ok(());
     }
-    let (mode, uuid) = (found.as_str(), &want.device.uuid);
-    let reason = format!("has compute mode {mode}: `nvidia-smi -i {} -c DEFAULT` resets it", safe(uuid));
+    let uuid = safe(&want.device.uuid);
+    let reason = format!("has compute mode {found}: `nvidia-smi -i {uuid} -c DEFAULT` resets it");
     // The inventory may be from a time when one of sublet's MPS servers had the device exclusively.
     Err(Misfit { refresh: true, ..Misfit::never(reason) })
 }
@@ -350,11 +348,9 @@ pub(super) fn check_share(want: &Want<'_>, driver: &Driver, config: &Config) -> 
                 "has too few SMs: {sm} % for {processes} process(es) is less than 2 SMs each"
             )));
         }
-        if want.used_as == Mode::Mps && sm > config.sm_bookable() {
-            return Err(Misfit::never(format!(
-                "gives at most {} % SM ([limits] sm_overcommit)",
-                config.sm_bookable()
-            )));
+        let most = config.sm_bookable();
+        if want.used_as == Mode::Mps && sm > most {
+            return Err(Misfit::never(format!("gives at most {most} % SM ([limits] sm_overcommit)")));
         }
     }
     let Some(memory) = want.memory else { return Ok(()) };

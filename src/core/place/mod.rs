@@ -28,8 +28,7 @@ use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Pe
 use bookings::Account;
 use fit::Fit;
 
-pub use bookings::client_limit;
-pub use bookings::{Bookings, SERVER_BYTES, bookings};
+pub use bookings::{Bookings, SERVER_BYTES, bookings, client_limit};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use refusal::Refusal;
 pub(crate) use select::selected;
@@ -93,12 +92,12 @@ pub fn place(
 
 /// [`place`], with the bare reason, which is found in a fraction of the time.
 pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, Box<Refusal>> {
-    let World { inventory, config, .. } = world;
+    let inventory = world.inventory;
     if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {
         let why = format!("the driver tells of no MIG capability `{cap}`: leave out sublet.mig-caps");
         return Err(Box::new(Refusal::never(request, &why)));
     }
-    let slots = select::slots(request, inventory, config).map_err(|why| {
+    let slots = select::slots(request, world).map_err(|why| {
         let left_out = describe_left_out(request, world);
         let counted = matches!(request.devices, Devices::Any(_)) && !inventory.devices.is_empty();
         let why = match &left_out {
@@ -117,18 +116,15 @@ pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<
             request.memory.map(|memory| smallest.map_or(memory, |bytes| Memory::Bytes(memory.on(bytes))));
         verdicts = judge(&amount, id, &slots, smallest, world);
         let memory = |index: &usize| inventory.devices[*index].memory_bytes;
-        match choose(&slots, &verdicts, smallest, world) {
-            // All of these are larger, and the percentage of their smallest did not fit before.
-            Some((devices, _)) if smallest.is_some() && devices.iter().map(memory).min() != smallest => {}
-            Some((devices, fits)) => {
-                let placement = placement(request, inventory, devices, &fits);
-                let is_beside = |lease: &&Lease| {
-                    lease.id != *id && lease.devices.iter().any(|uuid| placement.devices.contains(uuid))
-                };
-                let neighbours = Some(world.ledger.leases.iter().filter(is_beside).count());
-                return Ok(Placement { neighbours, ..placement });
-            }
-            None => {}
+        let Some((devices, fits)) = choose(&slots, &verdicts, smallest, world) else { continue };
+        // If all of these are larger, the percentage of their smallest did not fit before.
+        if smallest.is_none() || devices.iter().map(memory).min() == smallest {
+            let placement = placement(request, inventory, devices, &fits);
+            let is_beside = |lease: &&Lease| {
+                lease.id != *id && lease.devices.iter().any(|uuid| placement.devices.contains(uuid))
+            };
+            let neighbours = Some(world.ledger.leases.iter().filter(is_beside).count());
+            return Ok(Placement { neighbours, ..placement });
         }
     }
     let mut refusal = refuse(request, &slots, &verdicts, world);
@@ -138,9 +134,8 @@ pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<
 
 /// The left-out GPUs that the request could have.
 fn describe_left_out(request: &Request, world: World<'_>) -> Option<String> {
-    let mut left_out = select::left_out(request, world.inventory, world.config).peekable();
-    left_out.peek()?;
-    Some(refusal::list_some(left_out.map(LeftOut::sentence), "; "))
+    let left_out = refusal::list_some(select::left_out(request, world).map(LeftOut::sentence), "; ");
+    Some(left_out).filter(|text| !text.is_empty())
 }
 
 /// The possible memory sizes, the largest first, of the device with the least memory among several: a percentage refers to
@@ -209,7 +204,12 @@ fn choose<'a>(
         |index: usize| smallest.is_some_and(|bytes| world.inventory.devices[index].memory_bytes > bytes);
     fits.sort_by_key(|(index, fit)| (larger(*index), fit.rank(world.config.placement.policy)));
     if slots.len() > 1 {
-        keep_one_per_instance(&mut fits, world.inventory);
+        // A process sees one compute instance of each GPU instance (MIG User Guide, "CUDA visible devices").
+        let mut seen = BTreeSet::new();
+        fits.retain(|(index, _)| {
+            let device = &world.inventory.devices[*index];
+            device.mig_device.as_ref().is_none_or(|part| seen.insert((device.gpu(), part.gi)))
+        });
     }
     fits.iter().find_map(|(_, best)| {
         let ranked: Vec<usize> =
@@ -218,15 +218,6 @@ fn choose<'a>(
         let chosen = devices.iter().filter_map(|index| fit_of(*index)).collect();
         Some((devices, chosen))
     })
-}
-
-/// A process sees one compute instance of each GPU instance (MIG User Guide, "CUDA visible devices").
-fn keep_one_per_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
-    let mut seen = BTreeSet::new();
-    fits.retain(|(index, _)| {
-        let device = &inventory.devices[*index];
-        device.mig_device.as_ref().is_none_or(|mig_device| seen.insert((device.gpu(), mig_device.gi)))
-    });
 }
 
 fn mig_devices(inventory: &Inventory, devices: &[usize]) -> Vec<LeasedMigDevice> {

@@ -118,6 +118,7 @@ fn describe_room(device: &Device, ledger: &Ledger, config: &Config) -> Option<St
     }
     let bookings = bookings(device, ledger, config);
     let (on, memory) = (device.label(), |bytes: u64| show_bytes(bytes / MIB * MIB));
+    let beside_server = memory(bookings.memory_free.saturating_sub(SERVER_BYTES));
     let turns = (config.limits.time_slice_max as usize).saturating_sub(bookings.leases);
     match bookings.used_as {
         Some(Mode::Mps) => {
@@ -125,13 +126,9 @@ fn describe_room(device: &Device, ledger: &Ledger, config: &Config) -> Option<St
             Some(format!("mps with at most {sm} % SM and {} on {on}", memory(bookings.memory_free)))
         }
         Some(Mode::TimeSlice) if turns > 0 => {
-            let free = bookings.memory_free.saturating_sub(SERVER_BYTES);
-            Some(format!("time-slice with at most {} on {on}", memory(free)))
+            Some(format!("time-slice with at most {beside_server} on {on}"))
         }
-        None => {
-            let free = bookings.memory_free.saturating_sub(SERVER_BYTES);
-            Some(format!("mps or time-slice with at most {} on {on}", memory(free)))
-        }
+        None => Some(format!("mps or time-slice with at most {beside_server} on {on}")),
         Some(_) => None,
     }
 }
@@ -158,7 +155,7 @@ fn advise_other_gpu(request: &Request, id: &LeaseId, world: World<'_>) -> Option
     if named.len() != 1 || wants_mig(request) {
         return None;
     }
-    slots(request, world.inventory, world.config).ok()?;
+    slots(request, world).ok()?;
     let anywhere = Request { devices: Devices::Any(NonZeroU32::MIN), ..request.clone() };
     let found = find(&anywhere, id, world).ok()?;
     let device = world.inventory.device(found.devices.first()?)?;
@@ -174,7 +171,11 @@ fn advise_dedicated(request: &Request, id: &LeaseId, world: World<'_>) -> Option
 
 /// Where it would fit if the containers on a shared MPS server had servers of their own.
 fn advise_dedicated_for_holders(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
-    let apart = with_dedicated_servers(world.ledger);
+    let mut apart = world.ledger.clone();
+    for lease in apart.leases.iter_mut().filter(|lease| is_on_shared_server(lease)) {
+        lease.isolation = Isolation::Dedicated;
+        lease.daemon = Some(DaemonKey(lease.id.to_string()));
+    }
     let found = find(request, id, World { ledger: &apart, ..world }).ok()?;
     let beside = |lease: &&Lease| {
         is_on_shared_server(lease) && lease.devices.iter().any(|uuid| found.devices.contains(uuid))
@@ -194,14 +195,4 @@ fn advise_dedicated_for_holders(request: &Request, id: &LeaseId, world: World<'_
 
 fn is_on_shared_server(lease: &Lease) -> bool {
     lease.daemon.is_some() && use_of(lease.mode, lease.isolation) == Mode::Mps
-}
-
-/// The ledger as it would be if every container under MPS had its own server.
-fn with_dedicated_servers(ledger: &Ledger) -> Ledger {
-    let mut apart = ledger.clone();
-    for lease in apart.leases.iter_mut().filter(|lease| is_on_shared_server(lease)) {
-        lease.isolation = Isolation::Dedicated;
-        lease.daemon = Some(DaemonKey(lease.id.to_string()));
-    }
-    apart
 }

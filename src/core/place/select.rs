@@ -1,10 +1,10 @@
 //! From selectors to devices: which devices a request may have, and which of those it takes.
 
+use super::World;
 use crate::config::{Config, DeviceRule};
 use crate::inventory::{Device, Inventory, LeftOut};
 use crate::request::Request;
-use crate::share::glob::glob_matches;
-use crate::share::{Devices, Mode, Selector};
+use crate::share::{Devices, Mode, Selector, glob_matches};
 use crate::text::safe;
 
 /// The first rule of the configuration that matches `device`.
@@ -38,17 +38,9 @@ pub fn wants_mig(request: &Request) -> bool {
 ///
 /// # Errors
 /// One line: the selector that matches no device or several.
-pub(super) fn slots(
-    request: &Request,
-    inventory: &Inventory,
-    config: &Config,
-) -> Result<Vec<Vec<usize>>, String> {
-    let mig = wants_mig(request);
-    let all: Vec<usize> = (0..)
-        .zip(&inventory.devices)
-        .filter(|(_, one)| one.is_mig() == mig)
-        .map(|(index, _)| index)
-        .collect();
+pub(super) fn slots(request: &Request, world: World<'_>) -> Result<Vec<Vec<usize>>, String> {
+    let (mig, inventory) = (wants_mig(request), world.inventory);
+    let all = indices(inventory, |device| device.is_mig() == mig);
     if all.is_empty() {
         return Err(if mig { no_mig_message(inventory) } else { "this host has no GPU".to_owned() });
     }
@@ -66,7 +58,7 @@ pub(super) fn slots(
         }
         Devices::These(selectors) => {
             let slot = |selector| {
-                let found = slot(selector, mig, inventory, config)?;
+                let found = slot(selector, mig, world)?;
                 filter_profile(&found, request.mig.as_deref(), inventory)
             };
             selectors.iter().map(slot).collect::<Result<_, _>>()?
@@ -76,20 +68,15 @@ pub(super) fn slots(
 }
 
 /// The GPUs whose MIG devices `request` may get, if it names at most one device, and no MIG device.
-pub(super) fn mig_hosts<'a>(
-    request: &Request,
-    inventory: &'a Inventory,
-    config: &Config,
-) -> impl Iterator<Item = &'a Device> {
-    let named = match &request.devices {
-        Devices::These(selectors) => {
-            Some(selectors.iter().flat_map(|one| matching(one, false, inventory, config)).collect::<Vec<_>>())
-        }
-        Devices::Any(_) | Devices::All => None,
-    };
-    let meant = move |index: usize| named.as_ref().is_none_or(|named| named.contains(&index));
-    let gpus = (0..).zip(&inventory.devices).filter(|(_, device)| !device.is_mig());
-    gpus.filter(move |(index, _)| meant(*index)).map(|(_, device)| device)
+pub(super) fn mig_hosts<'a>(request: &Request, inventory: &'a Inventory, config: &Config) -> Vec<&'a Device> {
+    let Devices::These(selectors) = &request.devices else { return inventory.gpus().collect() };
+    let named = selectors.iter().flat_map(|one| matching(one, false, inventory, config));
+    named.map(|index| &inventory.devices[index]).filter(|device| !device.is_mig()).collect()
+}
+
+/// The indices of the devices that are as `fits` says.
+fn indices(inventory: &Inventory, fits: impl Fn(&Device) -> bool) -> Vec<usize> {
+    (0..).zip(&inventory.devices).filter(|(_, device)| fits(device)).map(|(index, _)| index).collect()
 }
 
 fn no_mig_message(inventory: &Inventory) -> String {
@@ -193,30 +180,25 @@ pub fn only(
     }
 }
 
-fn slot(
-    selector: &Selector,
-    mig: bool,
-    inventory: &Inventory,
-    config: &Config,
-) -> Result<Vec<usize>, String> {
+fn slot(selector: &Selector, mig: bool, world: World<'_>) -> Result<Vec<usize>, String> {
+    let World { inventory, config, .. } = world;
     let found = matching(selector, mig, inventory, config);
     let of_gpu = mig && !selector.is_mig();
     let several_do = of_gpu || matches!(selector, Selector::Name(_) | Selector::Model(_));
     let kind = if mig { "MIG device" } else { "GPU" };
-    match found.len() {
-        0 => Err(format!(
+    if found.is_empty() {
+        return Err(format!(
             "no {kind} of this host is {}{}; it has {}",
             if of_gpu { "on the GPU " } else { "" },
             describe(selector),
             list(inventory.devices.iter().filter(|device| device.is_mig() == mig))
-        )),
-        1 => Ok(found),
-        _ if several_do => Ok(found),
-        _ => {
-            let found: Vec<&Device> = found.iter().map(|index| &inventory.devices[*index]).collect();
-            Err(ambiguous(&describe(selector), &found))
-        }
+        ));
     }
+    if found.len() > 1 && !several_do {
+        let found: Vec<&Device> = found.iter().map(|index| &inventory.devices[*index]).collect();
+        return Err(ambiguous(&describe(selector), &found));
+    }
+    Ok(found)
 }
 
 /// The devices that `selector` names.
@@ -242,8 +224,7 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
         _ if device.is_mig() != mig => false,
         _ => is_named_by(selector, device),
     };
-    let found: Vec<usize> =
-        (0..).zip(&inventory.devices).filter(|(_, device)| fits(device)).map(|(index, _)| index).collect();
+    let found = indices(inventory, fits);
     // A complete UUID names its own device, even if another UUID begins with it.
     let whole = |index: &usize| match (selector, &inventory.devices[*index]) {
         (Selector::Uuid(uuid), device) => device.gpu().eq_ignore_ascii_case(uuid),
@@ -267,16 +248,12 @@ fn is_named_by(selector: &Selector, device: &Device) -> bool {
 }
 
 /// The left-out GPUs that `request` could have.
-pub(super) fn left_out<'a>(
-    request: &'a Request,
-    inventory: &'a Inventory,
-    config: &'a Config,
-) -> impl Iterator<Item = &'a LeftOut> {
+pub(super) fn left_out<'a>(request: &Request, world: World<'a>) -> impl Iterator<Item = &'a LeftOut> {
     let named = move |selector: &Selector, gpu: &Device| match selector {
-        Selector::Name(name) => rule(gpu, config).is_some_and(|rule| rule.name.as_ref() == Some(name)),
+        Selector::Name(name) => rule(gpu, world.config).is_some_and(|rule| rule.name.as_ref() == Some(name)),
         selector => is_named_by(selector, gpu),
     };
-    inventory.left_out.iter().filter(move |gone| match &request.devices {
+    world.inventory.left_out.iter().filter(move |gone| match &request.devices {
         Devices::Any(_) | Devices::All => gone.gpu.mig_enabled || !wants_mig(request),
         Devices::These(selectors) => selectors.iter().any(|selector| named(selector, &gone.gpu)),
     })
@@ -392,6 +369,7 @@ fn augment(
 mod tests {
     use super::super::fixture::{device, host, request};
     use super::*;
+    use crate::ledger::Ledger;
 
     fn three() -> Inventory {
         let mut devices: Vec<Device> = (0..3).map(device).collect();
@@ -406,8 +384,12 @@ mod tests {
         Request { devices: Devices::These(selectors), ..request(Mode::TimeSlice) }
     }
 
+    fn slots_of(request: &Request, config: &Config) -> Result<Vec<Vec<usize>>, String> {
+        slots(request, World { inventory: &three(), ledger: &Ledger::empty("boot"), config })
+    }
+
     fn these(selectors: Vec<Selector>) -> Result<Vec<Vec<usize>>, String> {
-        slots(&wish(selectors), &three(), &Config::default())
+        slots_of(&wish(selectors), &Config::default())
     }
 
     #[test]
@@ -478,7 +460,7 @@ mod tests {
         let device_rules =
             vec![rule_of("model:*A100*", "old"), rule_of("1", "second"), rule_of("all", "rest")];
         let config = Config { device: device_rules, ..Config::default() };
-        let named = |name: &str| slots(&wish(vec![Selector::Name(name.into())]), &three(), &config);
+        let named = |name: &str| slots_of(&wish(vec![Selector::Name(name.into())]), &config);
         assert_eq!(named("old").unwrap(), [[2]]);
         assert_eq!(named("second").unwrap(), [[1]]);
         assert_eq!(named("rest").unwrap(), [[0]]);

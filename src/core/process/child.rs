@@ -2,17 +2,18 @@
 //!
 //! Time in which the program waits for a processor is no part of the limit ([`ProcessorWait`]).
 
-use std::io::{self, Read, Write as _};
-use std::os::fd::{AsFd, OwnedFd};
+use std::fs::File;
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::inheritance;
-use super::processor_wait::ProcessorWait;
+use super::{Stat, inheritance};
+use crate::reading::kernel_file;
 
 /// How much of each output stream is kept, in bytes. The rest is read and dropped.
 const KEPT: usize = 64 << 10;
@@ -32,18 +33,14 @@ pub struct Finished {
 }
 
 /// Why there is no result.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum ChildError {
     /// It could not be started, or waiting failed.
-    Io(io::Error),
+    #[error(transparent)]
+    Io(#[from] io::Error),
     /// It did not end in time and was killed.
+    #[error("it did not end in time")]
     Timeout,
-}
-
-impl From<io::Error> for ChildError {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
 }
 
 /// Runs `command` with `input` on its standard input for at most `limit`.
@@ -126,20 +123,21 @@ fn collect_output(
 ) -> Result<Finished, ChildError> {
     let waited = ProcessorWait::of_new(i32::try_from(child.id()).unwrap_or_default());
     let mut input = Input::new(child.stdin.take(), input.as_bytes())?;
-    let mut out = Stream::new(child.stdout.take(), most);
-    let mut err = Stream::new(child.stderr.take(), most);
+    let outputs = [child.stdout.take().map(OwnedFd::from), child.stderr.take().map(OwnedFd::from)];
+    let mut streams = outputs.map(|from| Stream { from: from.map(File::from), kept: Vec::new(), most });
     loop {
         input.write();
         let ended = child.try_wait()?;
         let wait = if ended.is_some() { Duration::ZERO } else { TICK };
         let end = pidfd.as_ref().filter(|_| ended.is_none());
-        let (has_output, has_end) = poll_output(&mut out, &mut err, end, wait)?;
+        let (has_output, has_end) = poll_output(&mut streams, end, wait)?;
         if has_end {
             // It would go on to show it, and a tracer may be the first to wait for the program.
             pidfd = None;
         }
         if let (Some(status), false) = (ended, has_output) {
-            return Ok(Finished { status, stdout: out.text(), stderr: err.text() });
+            let [stdout, stderr] = streams.map(|stream| String::from_utf8_lossy(&stream.kept).into_owned());
+            return Ok(Finished { status, stdout, stderr });
         }
         // The output of a program that has ended is read even if this process woke up late.
         let is_over =
@@ -154,36 +152,27 @@ fn collect_output(
 }
 
 /// Waits up to `wait` for output, or for the `end` of the program, and reads the output. Returns which of both has come.
-fn poll_output<O: Read + AsFd, E: Read + AsFd>(
-    out: &mut Stream<O>,
-    err: &mut Stream<E>,
-    end: Option<&OwnedFd>,
-    wait: Duration,
-) -> io::Result<(bool, bool)> {
-    let (out_ready, err_ready, end) = {
-        let mut open: Vec<PollFd> = Vec::with_capacity(3);
-        let listen_to = |fd| PollFd::new(fd, PollFlags::POLLIN);
-        open.extend(out.from.as_ref().map(|from| listen_to(from.as_fd())));
-        open.extend(err.from.as_ref().map(|from| listen_to(from.as_fd())));
-        open.extend(end.map(|end| listen_to(end.as_fd())));
-        if open.is_empty() {
-            // Both streams are closed: the child ends within microseconds, or the limit ends it.
-            sleep(wait.min(Duration::from_micros(500)));
-            return Ok((false, false));
-        }
-        let timeout = PollTimeout::try_from(wait).unwrap_or(PollTimeout::ZERO);
-        match poll(&mut open, timeout) {
-            Err(nix::errno::Errno::EINTR) | Ok(0) => return Ok((false, false)),
-            Err(error) => return Err(error.into()),
-            Ok(_) => {}
-        }
-        let mut ready = open.iter().map(|fd| fd.any().unwrap_or(true));
-        let mut is_ready = |listened: bool| listened && ready.next().unwrap_or(false);
-        (is_ready(out.from.is_some()), is_ready(err.from.is_some()), is_ready(end.is_some()))
-    };
-    let from_out = out_ready && out.read()?;
-    let from_err = err_ready && err.read()?;
-    Ok((from_out || from_err, end))
+fn poll_output(streams: &mut [Stream; 2], end: Option<&OwnedFd>, wait: Duration) -> io::Result<(bool, bool)> {
+    let outputs = streams.iter().filter_map(|stream| stream.from.as_ref()).map(File::as_fd);
+    let listened = outputs.chain(end.map(OwnedFd::as_fd));
+    let mut open: Vec<PollFd> = listened.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+    if open.is_empty() {
+        // Both streams are closed: the child ends within microseconds, or the limit ends it.
+        sleep(wait.min(Duration::from_micros(500)));
+        return Ok((false, false));
+    }
+    match poll(&mut open, PollTimeout::try_from(wait).unwrap_or(PollTimeout::ZERO)) {
+        Err(nix::errno::Errno::EINTR) | Ok(0) => return Ok((false, false)),
+        Err(error) => return Err(error.into()),
+        Ok(_) => {}
+    }
+    let ready: Vec<bool> = open.iter().map(|fd| fd.any().unwrap_or(true)).collect();
+    let mut ready = ready.into_iter();
+    let mut has_output = false;
+    for stream in streams.iter_mut().filter(|stream| stream.from.is_some()) {
+        has_output |= ready.next() == Some(true) && stream.read()?;
+    }
+    Ok((has_output, ready.next() == Some(true)))
 }
 
 /// A child's remaining input. It may read slowly or never, and a pipe may hold only a page (pipe(7)).
@@ -216,17 +205,13 @@ impl<'a> Input<'a> {
     }
 }
 
-struct Stream<T> {
-    from: Option<T>,
+struct Stream {
+    from: Option<File>,
     kept: Vec<u8>,
     most: usize,
 }
 
-impl<T: Read> Stream<T> {
-    fn new(from: Option<T>, most: usize) -> Self {
-        Self { from, kept: Vec::new(), most }
-    }
-
+impl Stream {
     /// Reads once. `false` at the end of the stream, which is then closed.
     fn read(&mut self) -> io::Result<bool> {
         let Some(from) = &mut self.from else { return Ok(false) };
@@ -236,23 +221,80 @@ impl<T: Read> Stream<T> {
             Ok(count) => {
                 let room = self.most.saturating_sub(self.kept.len()).min(count);
                 self.kept.extend_from_slice(&buffer[..room]);
-                return Ok(true);
             }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
-        Ok(false)
+        Ok(self.from.is_some())
+    }
+}
+
+/// How many times its limit a process may wait for a processor beside it. Time limits on programs and daemons do not count
+/// that wait: where hundreds of processes want few processors, a sound one takes seconds for what else takes milliseconds.
+const MOST: u32 = 9;
+
+/// The time that a process's first thread waits for a processor from a moment on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ProcessorWait {
+    pid: i32,
+    since: Instant,
+    before: Counted,
+}
+
+/// The first two numbers of `/proc/PID/schedstat` (the kernel's Documentation/scheduler/sched-stats.rst).
+#[derive(Clone, Copy, Debug, Default)]
+struct Counted {
+    /// On a processor.
+    ran: Duration,
+    /// Ready to run, without a processor. A wait is added once it is over.
+    waited: Duration,
+}
+
+impl ProcessorWait {
+    /// Of a process that begins now.
+    pub fn of_new(pid: i32) -> Self {
+        Self { pid, since: Instant::now(), before: Counted::default() }
     }
 
-    fn text(&self) -> String {
-        String::from_utf8_lossy(&self.kept).into_owned()
+    /// Of a process that runs, from now on.
+    pub fn from_now_on(pid: i32) -> Self {
+        Self { before: Counted::of(pid).unwrap_or_default(), ..Self::of_new(pid) }
+    }
+
+    /// How much of `limit` is left; zero once it is over. A process that has ended has waited for nothing, and where the
+    /// kernel does not count (`CONFIG_SCHED_INFO`), none has.
+    pub fn remaining(self, limit: Duration) -> Duration {
+        let passed = self.since.elapsed();
+        let waited = if passed < limit { Duration::ZERO } else { self.waited(passed).unwrap_or_default() };
+        limit.saturating_add(waited.min(limit.saturating_mul(MOST))).saturating_sub(passed)
+    }
+
+    /// Whether `limit` is over, with all that a wait for a processor may add.
+    pub fn is_far_beyond(self, limit: Duration) -> bool {
+        self.since.elapsed() >= limit.saturating_mul(MOST + 1)
+    }
+
+    fn waited(self, passed: Duration) -> Option<Duration> {
+        let now = Counted::of(self.pid)?;
+        let is_ready = |stat: Stat| stat.state == 'R';
+        if Stat::of(self.pid).ok().flatten().is_some_and(is_ready) {
+            // It may wait right now, which is not counted yet.
+            return Some(passed.saturating_sub(now.ran.saturating_sub(self.before.ran)));
+        }
+        Some(now.waited.saturating_sub(self.before.waited))
+    }
+}
+
+impl Counted {
+    fn of(pid: i32) -> Option<Self> {
+        let text = kernel_file(format!("/proc/{pid}/schedstat")).ok()?;
+        let mut numbers = text.split_whitespace().map(|word| word.parse().map(Duration::from_nanos));
+        Some(Self { ran: numbers.next()?.ok()?, waited: numbers.next()?.ok()? })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use super::*;
 
     fn shell(script: &str) -> Command {

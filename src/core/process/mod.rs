@@ -10,13 +10,12 @@ pub mod confine;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
 pub mod inheritance;
-mod pidfd;
-pub(crate) mod processor_wait;
 pub mod sockets;
 pub mod sublet;
 
 use std::fs::File;
 use std::io::Read as _;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -25,15 +24,14 @@ use std::{fs, io};
 
 use nix::errno::Errno;
 use nix::libc::{ENOSYS, ESRCH};
-use nix::sys::signal::kill;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, kill};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
 use crate::reading::kernel_file;
 use crate::text::safe;
-
-pub use pidfd::{pidfd_await_end, pidfd_kill, pidfd_open, pidfd_signal};
 
 /// A process of this boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -49,14 +47,10 @@ static OWN_PID: AtomicU32 = AtomicU32::new(0);
 
 /// The pid of this process. The C library would ask the kernel each time.
 pub(crate) fn own_pid() -> u32 {
-    match OWN_PID.load(Ordering::Relaxed) {
-        0 => {
-            let pid = std::process::id();
-            OWN_PID.store(pid, Ordering::Relaxed);
-            pid
-        }
-        pid => pid,
+    if OWN_PID.load(Ordering::Relaxed) == 0 {
+        OWN_PID.store(std::process::id(), Ordering::Relaxed);
     }
+    OWN_PID.load(Ordering::Relaxed)
 }
 
 /// For a child that goes on with this program's code: it has a pid of its own.
@@ -67,17 +61,17 @@ pub(crate) fn forget_own_pid() {
 impl Process {
     /// The running process `pid`; `None` if there is none.
     pub fn find(pid: i32) -> Option<Self> {
-        Stat::of(pid).ok()?.map(|stat| Self { pid, start_time: stat.start_time })
+        Self::examine(pid).ok().flatten()
     }
 
     /// The running process `pid`; `None` if there is none.
     pub fn examine(pid: i32) -> io::Result<Option<Self>> {
-        Ok(Stat::of(pid)?.map(|stat| Self { pid, start_time: stat.start_time }))
+        Ok(Stat::of(pid)?.map(|stat| stat.process))
     }
 
     /// The pid of its parent; `None` if the process has ended.
     pub fn parent(&self) -> Option<i32> {
-        Stat::of(self.pid).ok()?.filter(|stat| stat.start_time == self.start_time).map(|stat| stat.parent)
+        Stat::of(self.pid).ok()?.filter(|stat| stat.process == *self).map(|stat| stat.parent)
     }
 
     /// This process.
@@ -118,19 +112,19 @@ impl Process {
 
     /// Whether this same process still runs, by `/proc/PID/stat`.
     fn is_alive_in(&self, stat: &Stat) -> bool {
-        stat.start_time == self.start_time && !stat.has_ended()
+        stat.process == *self && !stat.has_ended()
     }
 
     /// Whether its first thread still runs. runc and crun take a container for stopped once that of its first process has
     /// ended. `true` if that cannot be found out.
     pub fn has_first_thread(&self) -> bool {
-        let has = |stat: Stat| stat.start_time == self.start_time && !stat.has_thread_ended();
+        let has = |stat: Stat| stat.process == *self && !stat.has_thread_ended();
         Stat::of(self.pid).map_or(true, |stat| stat.is_some_and(has))
     }
 
     /// Whether a thread of this same process is in uninterruptible sleep (state D, proc(5)).
     pub(crate) fn waits_in_kernel(&self) -> bool {
-        let waits = |stat: Stat| stat.start_time == self.start_time && stat.state == 'D';
+        let waits = |stat: Stat| stat.process == *self && stat.state == 'D';
         Stat::of_running_thread(self.pid).ok().flatten().is_some_and(waits)
     }
 
@@ -152,27 +146,48 @@ impl Process {
         }
     }
 
-    /// Whether this same process is stopped.
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.condition() == Condition::Stopped
+    /// A descriptor of this same process; `None` if it has ended. It never refers to a later process with the same pid, and is
+    /// readable once the last thread of its process has ended (`pidfd_open(2)`).
+    ///
+    /// # Errors
+    /// It cannot be opened, or the process cannot be examined.
+    pub fn hold(&self) -> io::Result<Option<OwnedFd>> {
+        let held = pidfd_open(self.pid);
+        // Read afterwards: if the pid was reused in between, this is another process.
+        let lives = Stat::of(self.pid)?.is_some_and(|stat| self.is_alive_in(&stat));
+        if lives { held.map(Some) } else { Ok(None) }
     }
 }
 
-/// A process with its parent and name.
-pub(crate) struct Named {
-    pub process: Process,
-    /// The pid of its parent.
-    pub parent: i32,
-    /// Its command name, of which the kernel keeps 15 bytes.
-    pub name: String,
+/// A descriptor for process `pid` (closed on exec).
+///
+/// # Errors
+/// There is no such process, or the kernel is too old.
+pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    let pid = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+    let opened = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty());
+    opened.map_err(|error| require_call("pidfd_open", error))
 }
 
-impl Named {
-    /// The running process `pid`; `None` if there is none.
-    pub fn find(pid: i32) -> Option<Self> {
-        let Stat { start_time, parent, name, .. } = Stat::of(pid).ok()??;
-        Some(Self { process: Process { pid, start_time }, parent, name })
-    }
+/// Sends SIGKILL to the process that `pidfd` refers to, and to no other (`pidfd_send_signal(2)`, Linux 5.1).
+///
+/// # Errors
+/// It has ended, or this process has no permission to end it.
+pub fn pidfd_kill(pidfd: impl AsFd) -> io::Result<()> {
+    pidfd_signal(pidfd, Signal::SIGKILL)
+}
+
+/// As [`pidfd_kill`], with another signal.
+pub fn pidfd_signal(pidfd: impl AsFd, signal: Signal) -> io::Result<()> {
+    let signal = rustix::process::Signal::from_named_raw(signal as i32).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(rustix::process::pidfd_send_signal(pidfd, signal)?)
+}
+
+/// Waits up to `longest` for the end of the process that `pidfd` refers to, and says whether it has ended.
+pub fn pidfd_await_end(pidfd: impl AsFd, longest: Duration) -> bool {
+    let mut awaited = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    poll(&mut awaited, PollTimeout::try_from(longest).unwrap_or(PollTimeout::MAX))
+        .is_ok_and(|ready| ready > 0)
 }
 
 /// Whether a process can serve others.
@@ -230,16 +245,17 @@ pub(crate) fn require_call(call: &str, error: impl Into<io::Error>) -> io::Error
 }
 
 /// A line of `/proc/PID/stat` or `/proc/PID/task/TID/stat` (proc(5)).
-struct Stat {
-    /// The command name.
+pub(crate) struct Stat {
+    /// The process, or the thread TID.
+    pub process: Process,
+    /// The command name, of which the kernel keeps 15 bytes.
     pub name: String,
     /// Of the first thread, or of the thread TID.
-    pub state: char,
+    state: char,
+    /// The pid of the parent.
     pub parent: i32,
-    /// In clock ticks since boot.
-    pub start_time: u64,
     /// Virtual memory, in bytes (`vsize`); 0 once the thread has given it up.
-    pub memory: u64,
+    memory: u64,
     /// Threads that have not been reaped. A first thread that has ended is not reaped before the last one.
     threads: u64,
 }
@@ -251,7 +267,7 @@ impl Stat {
     }
 
     /// [`Stat::of`], with state and memory of a thread that runs, if the first one has ended.
-    pub fn of_running_thread(pid: i32) -> io::Result<Option<Self>> {
+    fn of_running_thread(pid: i32) -> io::Result<Option<Self>> {
         let proc = Path::new("/proc").join(pid.to_string());
         let first = match Self::read(&proc)? {
             Some(first) if first.has_only_first_thread_ended() => first,
@@ -284,13 +300,16 @@ impl Stat {
             state: fields.next()?.chars().next()?,
             parent: fields.next()?.parse().ok()?,
             threads: fields.nth(15)?.parse().ok()?,
-            start_time: fields.nth(1)?.parse().ok()?,
+            process: Process {
+                pid: text[..begin].trim_end().parse().ok()?,
+                start_time: fields.nth(1)?.parse().ok()?,
+            },
             memory: fields.next()?.parse().ok()?,
         })
     }
 
     /// Whether the process is a zombie: all its threads have ended, and it holds no resources.
-    pub fn has_ended(&self) -> bool {
+    fn has_ended(&self) -> bool {
         self.has_thread_ended() && self.threads <= 1
     }
 
@@ -298,7 +317,7 @@ impl Stat {
         self.has_thread_ended() && self.threads > 1
     }
 
-    pub fn has_thread_ended(&self) -> bool {
+    fn has_thread_ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X')
     }
 }
@@ -306,10 +325,8 @@ impl Stat {
 /// The directory of /proc with a process's files: `proc`, its `/proc/PID`, or a running thread's, if its first thread has
 /// ended.
 pub fn live_proc_dir(proc: PathBuf) -> PathBuf {
-    let only_first_has_ended = |stat: Stat| stat.has_only_first_thread_ended();
-    let running =
-        Stat::read(&proc).ok().flatten().is_some_and(only_first_has_ended).then(|| running_thread(&proc));
-    running.flatten().unwrap_or(proc)
+    let first = Stat::read(&proc).ok().flatten().filter(Stat::has_only_first_thread_ended);
+    first.and_then(|_| running_thread(&proc)).unwrap_or(proc)
 }
 
 /// [`live_proc_dir`], of the process `pid`.
@@ -380,8 +397,8 @@ mod tests {
         assert!(!pidfd_await_end(&held, std::time::Duration::ZERO));
         let other = Process { start_time: process.start_time + 1, ..process };
         assert!(other.hold().unwrap().is_none());
-        kill(Pid::from_raw(process.pid), nix::sys::signal::SIGSTOP).unwrap();
-        while !process.is_stopped() {
+        kill(Pid::from_raw(process.pid), Signal::SIGSTOP).unwrap();
+        while process.condition() != Condition::Stopped {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         assert!(process.is_alive());
@@ -408,13 +425,14 @@ mod stat_tests {
         let text = "7 (a) R 1 (b) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20";
         let stat = Stat::parse(text).unwrap();
         assert_eq!((stat.state, stat.parent, stat.threads), ('S', 1, 17));
-        assert_eq!((stat.start_time, stat.memory), (4242, 20));
+        assert_eq!((stat.process, stat.memory), (Process { pid: 7, start_time: 4242 }, 20));
     }
 
     #[test]
     fn a_zombie_has_ended_only_with_its_last_thread() {
         let ended = |state: char, threads: u64| {
-            Stat { name: String::new(), state, parent: 1, start_time: 1, memory: 0, threads }.has_ended()
+            let process = Process { pid: 1, start_time: 1 };
+            Stat { process, name: String::new(), state, parent: 1, memory: 0, threads }.has_ended()
         };
         assert!(ended('Z', 1) && ended('Z', 0) && ended('X', 1));
         assert!(!ended('Z', 2) && !ended('S', 1));

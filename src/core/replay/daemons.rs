@@ -16,7 +16,7 @@ use crate::ledger::{
     ChangedComputeMode, Container, DaemonKey, DaemonState, DefaultLimits, DefaultMemoryLimit, Lease,
     LeaseState, Ledger, MpsDaemon, Scan, Store,
 };
-use crate::mps::idle::errands;
+use crate::mps::heal::errands;
 use crate::mps::limits_and_state as limits;
 use crate::place::accounts_tests::lease_of;
 use crate::place::fixture::{GIB, device, host, request};

@@ -7,7 +7,7 @@ use super::Capability::{Compute, Graphics, Utility, Video};
 use super::rules::KEYS;
 use super::*;
 use crate::config::Required;
-use crate::share::{Guarding, Selector};
+use crate::share::{Action, Guarding, Selector};
 
 fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
     pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
@@ -318,11 +318,11 @@ fn mig_capabilities_have_to_be_allowed() {
     };
     assert_eq!(asked("monitor", &[MigCapability::Monitor]), Ok(vec![MigCapability::Monitor]));
     assert_eq!(
-        asked("config, monitor", &MigCapability::ALL),
+        asked("config, monitor", MigCapability::VARIANTS),
         Ok(vec![MigCapability::Monitor, MigCapability::Config])
     );
     assert_snapshot!(asked("config,monitor", &[MigCapability::Monitor]).unwrap_err(), @"sublet.mig-caps=config,monitor cannot be combined with [mig] allow_caps of this host's configuration: it gives access to all MIG instances, so root has to allow it there");
-    assert_snapshot!(asked("monitr", &MigCapability::ALL).unwrap_err(), @"sublet.mig-caps=monitr: must be monitor, config, or both; did you mean monitor?");
+    assert_snapshot!(asked("monitr", MigCapability::VARIANTS).unwrap_err(), @"sublet.mig-caps=monitr: must be monitor, config, or both; did you mean monitor?");
 }
 
 #[test]

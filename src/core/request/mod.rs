@@ -12,15 +12,15 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use crate::config::{Config, VisibleDevices};
-use crate::share;
 use crate::share::{
-    Action, Capabilities, Capability, Devices, Guarding, Isolation, LONGEST_WAIT, Memory, MigCapability,
-    Mode, Percent, Priority, SELECTORS_ALLOWED, parse_devices,
+    self, Capabilities, Capability, Devices, Guarding, Isolation, LONGEST_WAIT, Memory, MigCapability, Mode,
+    Percent, Priority, SELECTORS_ALLOWED, parse_devices,
 };
 use crate::text::safe;
 use rules::{KEYS, Keys, PREFIX, one_word};
+use strum::VariantArray as _;
 
-pub use rules::{RequestError, Setting};
+pub use rules::RequestError;
 
 /// One container's request, complete and free of contradictions.
 #[derive(Clone, Debug, PartialEq)]
@@ -110,25 +110,25 @@ pub fn parse(
         return Err(error);
     }
     let keys = Keys::gather(annotations, share, config)?;
-    let sm = keys.read("sm", share::PERCENT_ALLOWED, percent)?;
-    let memory = keys.read("memory", share::MEMORY_ALLOWED, memory)?;
+    let sm = keys.read("sm", share::PERCENT_ALLOWED, share::parse_percent)?;
+    let memory = keys.read("memory", share::MEMORY_ALLOWED, share::parse_memory)?;
     let mig = keys.read("mig", "a MIG profile such as 1g.18gb or 1c.2g.35gb", mig_profile)?;
     let mig_caps = keys.read("mig-caps", MIG_CAPS_ALLOWED, mig_caps)?.unwrap_or_default();
     rules::mig_caps(&keys, &mig_caps, &config.mig.allow_caps)?;
     let devices = keys.read("gpu", SELECTORS_ALLOWED, parse_devices)?;
     let devices = devices.unwrap_or(Devices::Any(NonZeroU32::MIN));
-    let mode = keys.word("mode", &MODES)?;
-    let isolation = keys.word("isolation", &ISOLATIONS)?;
-    let priority = keys.word("priority", &PRIORITIES)?;
+    let mode = keys.word("mode", &words())?;
+    let isolation = keys.word("isolation", &words())?;
+    let priority = keys.word("priority", &words())?;
     let processes = keys.read("processes", "a whole number, 1 or more", processes)?;
     let (capabilities, not_served) = match keys.read("capabilities", CAPABILITIES_ALLOWED, capabilities)? {
         Some(capabilities) => (capabilities, Vec::new()),
         None => of_image(image_capabilities.unwrap_or_default(), &config.limits.capabilities),
     };
-    let guard = keys.word("guard", &ACTIONS)?.map(|action| rules::guarding(&keys, action)).transpose()?;
-    let visible_devices = keys.word("visible_devices", &VISIBLE_DEVICES)?;
+    let guard = keys.word("guard", &words())?.map(|action| rules::guarding(&keys, action)).transpose()?;
+    let visible_devices = keys.word("visible_devices", &words())?;
     let default_directory = keys.word("default_directory", &[("true", true), ("false", false)])?;
-    let wait = keys.read("wait", WAIT_ALLOWED, wait)?.unwrap_or(config.defaults.wait);
+    let wait = keys.read("wait", WAIT_ALLOWED, |text| share::parse_duration(text, LONGEST_WAIT))?;
     let mode = rules::check(&keys, mode, &devices, isolation, &config.limits.require)?;
     Ok(Request {
         isolation: isolation.unwrap_or_else(|| rules::default_isolation(mode, &devices, config)),
@@ -143,43 +143,21 @@ pub fn parse(
         processes: processes.unwrap_or(NonZeroU32::MIN),
         capabilities,
         not_served,
-        wait,
+        wait: wait.unwrap_or(config.defaults.wait),
         guard,
         visible_devices,
         default_directory: default_directory.unwrap_or(true),
     })
 }
 
-const MODES: [(&str, Mode); 4] =
-    [("time-slice", Mode::TimeSlice), ("mps", Mode::Mps), ("mig", Mode::Mig), ("exclusive", Mode::Exclusive)];
-const ISOLATIONS: [(&str, Isolation); 2] =
-    [("shared", Isolation::Shared), ("dedicated", Isolation::Dedicated)];
-const PRIORITIES: [(&str, Priority); 2] = [("normal", Priority::Normal), ("low", Priority::Low)];
-const VISIBLE_DEVICES: [(&str, VisibleDevices); 2] =
-    [("ordinal", VisibleDevices::Ordinal), ("uuid", VisibleDevices::Uuid)];
-const ACTIONS: [(&str, Action); 3] =
-    [("report", Action::Report), ("terminate", Action::Terminate), ("container", Action::Container)];
-const CAPABILITIES: [(&str, Capability); 4] = [
-    ("compute", Capability::Compute),
-    ("utility", Capability::Utility),
-    ("graphics", Capability::Graphics),
-    ("video", Capability::Video),
-];
+/// The words of a value's kinds.
+fn words<T: strum::VariantArray + Copy + Into<&'static str>>() -> Vec<(&'static str, T)> {
+    T::VARIANTS.iter().map(|kind| ((*kind).into(), *kind)).collect()
+}
+
 const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
 const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
 const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, such as 10s";
-
-fn percent(text: &str) -> Result<Percent, Option<String>> {
-    share::parse_percent(text)
-}
-
-fn memory(text: &str) -> Result<Memory, Option<String>> {
-    share::parse_memory(text)
-}
-
-fn wait(text: &str) -> Result<Duration, Option<String>> {
-    share::parse_duration(text, LONGEST_WAIT)
-}
 
 fn processes(text: &str) -> Result<NonZeroU32, Option<String>> {
     // `parse` alone would accept a leading `+`.
@@ -204,18 +182,18 @@ fn mig_profile(text: &str) -> Result<String, Option<String>> {
 }
 
 fn mig_caps(text: &str) -> Result<Vec<MigCapability>, Option<String>> {
-    let words = MigCapability::ALL.map(|cap| (cap.into(), cap));
+    let words = words();
     let chosen = text.split(',').map(|word| one_word(word.trim_matches(' '), &words));
     let chosen: Vec<MigCapability> = chosen.collect::<Result<_, _>>()?;
-    Ok(MigCapability::ALL.into_iter().filter(|cap| chosen.contains(cap)).collect())
+    Ok(MigCapability::VARIANTS.iter().copied().filter(|cap| chosen.contains(cap)).collect())
 }
 
 fn capabilities(text: &str) -> Result<Capabilities, Option<String>> {
-    let mut chosen = Vec::new();
+    let mut chosen: Vec<Capability> = Vec::new();
     for word in text.split(',').map(|word| word.trim_matches(' ')) {
         match word {
-            "all" => chosen.extend(Capability::ALL),
-            word => chosen.push(one_word(word, &CAPABILITIES)?),
+            "all" => chosen.extend(Capability::VARIANTS),
+            word => chosen.push(one_word(word, &words())?),
         }
     }
     Ok(in_order(|capability| chosen.contains(&capability)))
@@ -226,8 +204,8 @@ fn capabilities(text: &str) -> Result<Capabilities, Option<String>> {
 fn of_image(text: &str, allowed: &[Capability]) -> (Capabilities, Vec<String>) {
     let words: Vec<_> = text.split(',').map(|word| word.trim_matches(' ')).collect();
     let mut chosen = in_order(|capability| {
-        let named = CAPABILITIES.iter().any(|(word, value)| *value == capability && words.contains(word));
-        allowed.contains(&capability) && (named || words.contains(&"all"))
+        let named = words.contains(&<&'static str>::from(capability)) || words.contains(&"all");
+        allowed.contains(&capability) && named
     });
     if chosen.0.is_empty() {
         chosen = Capabilities::default();
@@ -236,14 +214,14 @@ fn of_image(text: &str, allowed: &[Capability]) -> (Capabilities, Vec<String>) {
         "" | "all" => true,
         // `graphics` has its library.
         "ngx" => chosen.has(Capability::Graphics),
-        _ => CAPABILITIES.iter().any(|(known, value)| *known == word && chosen.has(*value)),
+        _ => chosen.0.iter().any(|capability| word == <&str>::from(*capability)),
     };
     let not_served = words.into_iter().filter(|word| !is_served(word)).map(str::to_owned).collect();
     (chosen, not_served)
 }
 
 fn in_order(wanted: impl Fn(Capability) -> bool) -> Capabilities {
-    Capabilities(Capability::ALL.into_iter().filter(|capability| wanted(*capability)).collect())
+    Capabilities(Capability::VARIANTS.iter().copied().filter(|capability| wanted(*capability)).collect())
 }
 
 /// The key that `key` was meant to be, without the prefix: `Sublet.sm`, `sublet_sm`, `sublet/sm` and `io.sublet.sm`
@@ -298,7 +276,11 @@ fn is_prefix(labels: &str) -> bool {
 fn find_misspelt(annotations: &BTreeMap<String, String>) -> Option<RequestError> {
     annotations.iter().find_map(|(key, value)| {
         let right = find_intended(key)?;
-        Some(RequestError::Misspelt { key: safe(key), value: safe(value), right })
+        let (key, value) = (safe(key), safe(value));
+        let message = format!(
+            "{key}={value}: sublet's keys are in lower case, with a dot and without a prefix: write {PREFIX}{right}={value}"
+        );
+        Some(RequestError { key: String::new(), message })
     })
 }
 

@@ -2,7 +2,6 @@
 //! imply and which of them contradict each other. A refusal is one line that names the key, the value and the remedy.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use crate::config::{Config, Required};
 use crate::share::{Action, Devices, Guarding, Isolation, MigCapability, Mode, Selector};
@@ -38,26 +37,18 @@ pub(super) fn mig_caps(
     if wanted.iter().all(|cap| allowed.contains(cap)) {
         return Ok(());
     }
-    let with = "[mig] allow_caps of this host's configuration".to_owned();
-    contradiction(
-        keys.setting("mig-caps"),
-        with,
-        "it gives access to all MIG instances, so root has to allow it there",
-    )
+    let remedy = "it gives access to all MIG instances, so root has to allow it there";
+    keys.contradiction("mig-caps", "[mig] allow_caps of this host's configuration", remedy)
 }
 
 /// A container may choose a stricter guard for itself. Only root may choose a milder one.
 pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding, RequestError> {
-    if keys.is_of_share("guard") {
+    if keys.0.get("guard").is_some_and(|given| given.share.is_some()) {
         return Ok(Guarding::Exactly(action));
     }
     if action == Action::Report {
-        let with = "[guard] of this host's configuration".to_owned();
-        contradiction(
-            keys.setting("guard"),
-            with,
-            "a container cannot make the guard less strict on itself; root can do that in a [share]",
-        )?;
+        let remedy = "a container cannot make the guard less strict on itself; root can do that in a [share]";
+        keys.contradiction("guard", "[guard] of this host's configuration", remedy)?;
     }
     Ok(Guarding::AtLeast(action))
 }
@@ -100,16 +91,12 @@ fn check_mode(
     devices: &Devices,
     isolation: Option<Isolation>,
 ) -> Result<(), RequestError> {
-    let refuse = |key: &str, remedy| contradiction(keys.setting(key), name(keys, mode), remedy);
-    if !matches!(mode, Mode::Mps | Mode::Mig) {
-        refuse("sm", "only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out")?;
-    }
-    if mode != Mode::Mps {
-        refuse("priority", "only MPS has priorities; write sublet.mode=mps or leave sublet.priority out")?;
-        refuse(
-            "processes",
-            "only MPS counts processes; write sublet.mode=mps or leave sublet.processes out",
-        )?;
+    let refuse = |key: &str, remedy: &str| keys.contradiction(key, &name(keys, mode), remedy);
+    let of_mps = [("sm", "limits SMs"), ("priority", "has priorities"), ("processes", "counts processes")];
+    for (key, what) in of_mps {
+        if mode != Mode::Mps && (mode, key) != (Mode::Mig, "sm") {
+            refuse(key, &format!("only MPS {what}; write sublet.mode=mps or leave sublet.{key} out"))?;
+        }
     }
     if mode == Mode::Exclusive {
         refuse(
@@ -140,15 +127,10 @@ fn check_several_devices(
     isolation: Option<Isolation>,
 ) -> Result<(), RequestError> {
     let has_servers = !matches!(mode, Some(Mode::Exclusive | Mode::Mig));
-    match keys.setting("gpu").filter(|_| has_servers && isolation == Some(Isolation::Shared)) {
-        Some(gpu) => contradiction(
-            keys.setting("isolation"),
-            gpu.to_string(),
-            "a process connects to one MPS daemon, and a shared daemon has one device; leave \
-             sublet.isolation out, because several devices get their own daemon",
-        ),
-        None => Ok(()),
-    }
+    let gpu = keys.setting("gpu").filter(|_| has_servers && isolation == Some(Isolation::Shared));
+    let remedy = "a process connects to one MPS daemon, and a shared daemon has one device; leave sublet.isolation \
+                  out, because several devices get their own daemon";
+    gpu.map_or(Ok(()), |gpu| keys.contradiction("isolation", &gpu, remedy))
 }
 
 /// A MIG instance limits both by itself.
@@ -159,7 +141,10 @@ fn check_required(keys: &Keys<'_>, mode: Option<Mode>, require: &[Required]) -> 
             Required::Sm => ("sm", "add it with sublet.mode=mps, for example sublet.sm=25"),
         };
         if !keys.has(key) {
-            return Err(RequestError::Missing { key, remedy });
+            let message = format!(
+                "sublet.{key} is missing, and this host's configuration requires it ([limits] require): {remedy}"
+            );
+            return Err(RequestError { key: String::new(), message });
         }
     }
     Ok(())
@@ -168,19 +153,12 @@ fn check_required(keys: &Keys<'_>, mode: Option<Mode>, require: &[Required]) -> 
 /// The mode as the user gave it, or the key that implies it.
 fn name(keys: &Keys<'_>, mode: Mode) -> String {
     if let Some(setting) = keys.setting("mode") {
-        return setting.to_string();
+        return setting;
     }
     let because = ["sm", "priority", "processes", "mig", "gpu"].into_iter().find_map(|key| keys.setting(key));
     match because {
         Some(setting) => format!("mode {mode}, which {setting} implies"),
         None => format!("mode {mode}"),
-    }
-}
-
-fn contradiction(setting: Option<Setting>, with: String, remedy: &'static str) -> Result<(), RequestError> {
-    match setting {
-        Some(setting) => Err(RequestError::Contradiction { setting, with, remedy }),
-        None => Ok(()),
     }
 }
 
@@ -190,10 +168,19 @@ pub(super) const PREFIX: &str = "sublet.";
 /// The settings of the container and its named share, with one value for each key.
 pub(super) struct Keys<'a>(BTreeMap<&'a str, Given<'a>>);
 
+/// A value, and the named share that brought it. Both, and the key, may be foreign text.
 #[derive(Clone, Copy)]
 struct Given<'a> {
     value: &'a str,
     share: Option<&'a str>,
+}
+
+impl Given<'_> {
+    /// As a message shows it, with `key`, which is without the prefix.
+    fn show(self, key: &str) -> String {
+        let from = self.share.map(|share| format!(" (from [share.{}])", safe(share)));
+        format!("{PREFIX}{}={}{}", safe(key), safe(self.value), from.unwrap_or_default())
+    }
 }
 
 impl<'a> Keys<'a> {
@@ -237,21 +224,24 @@ impl<'a> Keys<'a> {
             self.0.insert(key, given);
             return Ok(());
         }
-        Err(RequestError::UnknownKey {
-            setting: Setting::new(key, given.value, given.share),
-            nearest: nearest_key(key).filter(|key| allowed.contains(key)).map(str::to_owned),
-            allowed: allowed.to_vec(),
-        })
+        let shown = |key: &&str| format!("{}{key}", if KEYS_OF_SHARES.contains(key) { "" } else { PREFIX });
+        let listed: Vec<_> = allowed.iter().map(shown).collect();
+        let nearest = nearest_key(key).filter(|key| allowed.contains(key));
+        let hint = nearest.map(|key| format!("; did you mean {PREFIX}{key}?")).unwrap_or_default();
+        let problem = format!("unknown key; the keys are {}{hint}", listed.join(", "));
+        Err(RequestError::about(key, given, &problem))
     }
 
     /// How a message shows `key`, if it is set.
-    pub(super) fn setting(&self, key: &str) -> Option<Setting> {
-        self.0.get(key).map(|given| Setting::new(key, given.value, given.share))
+    fn setting(&self, key: &str) -> Option<String> {
+        self.0.get(key).map(|given| given.show(key))
     }
 
-    /// Whether `key` is set by a named share and not by the container itself.
-    pub(super) fn is_of_share(&self, key: &str) -> bool {
-        self.0.get(key).is_some_and(|given| given.share.is_some())
+    /// Refuses `key`, if it is set, because it contradicts `with`.
+    fn contradiction(&self, key: &str, with: &str, remedy: &str) -> Result<(), RequestError> {
+        let Some(shown) = self.setting(key) else { return Ok(()) };
+        let message = format!("{shown} cannot be combined with {with}: {remedy}");
+        Err(RequestError { key: safe(key), message })
     }
 
     pub(super) fn has(&self, key: &str) -> bool {
@@ -266,21 +256,13 @@ impl<'a> Keys<'a> {
         parse: impl FnOnce(&str) -> Result<T, Option<String>>,
     ) -> Result<Option<T>, RequestError> {
         let Some(given) = self.0.get(key) else { return Ok(None) };
-        parse(given.value).map(Some).map_err(|hint| RequestError::Value {
-            setting: Setting::new(key, given.value, given.share),
-            allowed: allowed.to_owned(),
-            hint,
-        })
+        parse(given.value).map(Some).map_err(|hint| RequestError::value(key, *given, allowed, hint))
     }
 
     pub(super) fn word<T: Copy>(&self, key: &str, words: &[(&str, T)]) -> Result<Option<T>, RequestError> {
-        self.read(key, &one_of(words), |text| one_word(text, words))
+        let listed: Vec<_> = words.iter().map(|(word, _)| *word).collect();
+        self.read(key, &format!("one of {}", listed.join(", ")), |text| one_word(text, words))
     }
-}
-
-fn one_of<T>(words: &[(&str, T)]) -> String {
-    let words: Vec<_> = words.iter().map(|(word, _)| *word).collect();
-    format!("one of {}", words.join(", "))
 }
 
 pub(super) fn one_word<T: Copy>(text: &str, words: &[(&str, T)]) -> Result<T, Option<String>> {
@@ -293,10 +275,10 @@ fn unknown_share(name: &str, config: &Config) -> RequestError {
     let names: Vec<_> = config.share.keys().map(String::as_str).collect();
     let allowed = match names.as_slice() {
         [] => "a share, but this host's configuration has no [share.<name>]".to_owned(),
-        names => format!("a share of this host's configuration: {}", crate::text::safe(&names.join(", "))),
+        names => format!("a share of this host's configuration: {}", safe(&names.join(", "))),
     };
-    let hint = nearest(name, names).map(|name| format!("did you mean {}?", crate::text::safe(name)));
-    RequestError::Value { setting: Setting::new("share", name, None), allowed, hint }
+    let hint = nearest(name, names).map(|name| format!("did you mean {}?", safe(name)));
+    RequestError::value("share", Given { value: name, share: None }, &allowed, hint)
 }
 
 /// Keys that a container may have, without the prefix. `lease` is not among them: only sublet writes it.
@@ -317,124 +299,31 @@ pub(super) const KEYS: [&str; 13] = [
 ];
 
 /// Keys that only a named share may have: they concern programs that sublet does not know.
-pub(super) const KEYS_OF_SHARES: [&str; 2] = ["visible_devices", "default_directory"];
+const KEYS_OF_SHARES: [&str; 2] = ["visible_devices", "default_directory"];
 
-/// Why annotations do not make a request. Every message names the key, the value and the allowed ones.
+/// Why annotations do not make a request. Every message names the key, the value and the allowed ones, and a remedy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum RequestError {
-    /// A key that does not exist, or is not allowed in this place.
-    #[error("{setting}: unknown key; the keys are {}{}", list_keys(allowed), suggest(nearest.as_deref()))]
-    UnknownKey {
-        /// The key and its value.
-        setting: Setting,
-        /// The key that was probably meant, without the prefix.
-        nearest: Option<String>,
-        /// The keys that would do, without the prefix.
-        allowed: Vec<&'static str>,
-    },
-    /// A misspelt key, which was probably meant for sublet.
-    #[error(
-        "{key}={value}: sublet's keys are in lower case, with a dot and without a prefix: write \
-         sublet.{right}={value}"
-    )]
-    Misspelt {
-        /// The key as it was written, safe to print.
-        key: String,
-        /// Its value, safe to print.
-        value: String,
-        /// The key that was meant, without the prefix.
-        right: &'static str,
-    },
-    /// A value that its key does not accept.
-    #[error("{setting}: must be {allowed}{}", after_semicolon(hint.as_deref()))]
-    Value {
-        /// The key and its value.
-        setting: Setting,
-        /// The accepted values.
-        allowed: String,
-        /// The suggestion.
-        hint: Option<String>,
-    },
-    /// A key that contradicts another setting.
-    #[error("{setting} cannot be combined with {with}: {remedy}")]
-    Contradiction {
-        /// The key and its value.
-        setting: Setting,
-        /// The setting that it contradicts.
-        with: String,
-        /// The remedy.
-        remedy: &'static str,
-    },
-    /// `[limits] require` demands a key that is missing.
-    #[error(
-        "sublet.{key} is missing, and this host's configuration requires it ([limits] require): {remedy}"
-    )]
-    Missing {
-        /// The key, without the prefix.
-        key: &'static str,
-        /// The remedy.
-        remedy: &'static str,
-    },
+#[error("{message}")]
+pub struct RequestError {
+    /// The key it is about, without the prefix and safe to print; empty where a key is missing or misspelt.
+    pub key: String,
+    pub(super) message: String,
 }
 
 impl RequestError {
-    /// The key and value it is about; `None` where a key is missing.
-    pub const fn setting(&self) -> Option<&Setting> {
-        match self {
-            Self::UnknownKey { setting, .. }
-            | Self::Value { setting, .. }
-            | Self::Contradiction { setting, .. } => Some(setting),
-            Self::Misspelt { .. } | Self::Missing { .. } => None,
-        }
-    }
-}
-
-/// A key with its value as a message shows them, and the named share that brought them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Setting {
-    key: String,
-    value: String,
-    share: Option<String>,
-}
-
-impl Setting {
-    /// `key` is without the prefix. All three may be foreign text.
-    pub(super) fn new(key: &str, value: &str, share: Option<&str>) -> Self {
-        Self { key: safe(key), value: safe(value), share: share.map(safe) }
+    fn about(key: &str, given: Given<'_>, problem: &str) -> Self {
+        Self { key: safe(key), message: format!("{}: {problem}", given.show(key)) }
     }
 
-    /// The key without the prefix, safe to print.
-    pub fn key(&self) -> &str {
-        &self.key
+    /// A value that `key` does not accept.
+    fn value(key: &str, given: Given<'_>, allowed: &str, hint: Option<String>) -> Self {
+        let hint = hint.map(|hint| format!("; {hint}")).unwrap_or_default();
+        Self::about(key, given, &format!("must be {allowed}{hint}"))
     }
-}
-
-impl fmt::Display for Setting {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sublet.{}={}", self.key, self.value)?;
-        match &self.share {
-            Some(share) => write!(f, " (from [share.{share}])"),
-            None => Ok(()),
-        }
-    }
-}
-
-fn suggest(nearest: Option<&str>) -> String {
-    nearest.map(|key| format!("; did you mean sublet.{key}?")).unwrap_or_default()
-}
-
-fn after_semicolon(hint: Option<&str>) -> String {
-    hint.map(|hint| format!("; {hint}")).unwrap_or_default()
-}
-
-fn list_keys(keys: &[&str]) -> String {
-    let shown =
-        |key: &&str| if KEYS_OF_SHARES.contains(key) { (*key).to_owned() } else { format!("sublet.{key}") };
-    keys.iter().map(shown).collect::<Vec<_>>().join(", ")
 }
 
 /// The key that `wrong` probably stands for: first by other tools' words, then by the nearest spelling.
-pub(super) fn nearest_key(wrong: &str) -> Option<&'static str> {
+fn nearest_key(wrong: &str) -> Option<&'static str> {
     match wrong.to_ascii_lowercase().as_str() {
         "compute" | "cores" | "percent" | "sms" => Some("sm"),
         "vram" | "mem" => Some("memory"),

@@ -1,7 +1,6 @@
 //! The values with which a share is requested and configured: modes, selectors, percentages and amounts of memory, kept
 //! exact. They do not depend on where they were written.
 
-pub mod glob;
 mod selector;
 
 use std::fmt;
@@ -10,7 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub(crate) use selector::{SELECTORS_ALLOWED, parse_devices};
+pub(crate) use selector::{SELECTORS_ALLOWED, glob_matches, parse_devices};
 
 /// Longest `sublet.wait`: engines and users give up a start that takes longer.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
@@ -46,13 +45,13 @@ pub enum Selector {
 }
 
 /// How a device is shared.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, strum::Display, strum::IntoStaticStr,
-)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[derive(strum::Display, strum::IntoStaticStr, strum::VariantArray)]
 #[strum(serialize_all = "kebab-case")]
 pub enum Mode {
     /// The driver's round robin. With a memory limit, the container also has a dedicated MPS server.
+    #[default]
     TimeSlice,
     /// CUDA Multi-Process Service.
     Mps,
@@ -65,6 +64,8 @@ pub enum Mode {
 /// `sublet.isolation`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[derive(strum::IntoStaticStr, strum::VariantArray)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Isolation {
     /// The device's shared MPS server. It costs little, but a fault in one client ends all of them.
     #[default]
@@ -76,6 +77,8 @@ pub enum Isolation {
 /// `sublet.priority`: MPS client priority.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[derive(strum::IntoStaticStr, strum::VariantArray)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Priority {
     /// `CUDA_MPS_CLIENT_PRIORITY=0`.
     #[default]
@@ -105,8 +108,9 @@ impl Guarding {
 }
 
 /// `sublet.mig-caps`: access beyond the container's own MIG device (MIG User Guide, "Device nodes and capabilities").
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display, strum::IntoStaticStr)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[derive(strum::Display, strum::IntoStaticStr, strum::VariantArray)]
 #[strum(serialize_all = "kebab-case")]
 pub enum MigCapability {
     /// Monitoring all instances of all GPUs.
@@ -115,14 +119,11 @@ pub enum MigCapability {
     Config,
 }
 
-impl MigCapability {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Monitor, Self::Config];
-}
-
 /// One class of driver files, as `NVIDIA_DRIVER_CAPABILITIES` names them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[derive(strum::IntoStaticStr, strum::VariantArray)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Capability {
     /// CUDA and `OpenCL`.
     Compute,
@@ -132,11 +133,6 @@ pub enum Capability {
     Graphics,
     /// Video codecs and optical flow.
     Video,
-}
-
-impl Capability {
-    /// Every class there is.
-    pub const ALL: [Self; 4] = [Self::Compute, Self::Utility, Self::Graphics, Self::Video];
 }
 
 /// A set of [`Capability`], sorted, each one once.
@@ -158,8 +154,9 @@ impl Default for Capabilities {
 }
 
 /// The guard's action on a process, the mildest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::Display)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[derive(strum::Display, strum::IntoStaticStr, strum::VariantArray)]
 #[strum(serialize_all = "lowercase")]
 pub enum Action {
     /// It is reported in the journal and in `sublet status`.

@@ -1,16 +1,15 @@
 //! A job's allocation on this node, as root's prolog found it: one file a job in the state directory. It is the upper
-//! limit of the job's programs and containers.
+//! limit of the job's programs and containers. Beside it is the directory of the job's user.
 
-use std::fs;
+use std::fs::{self, DirBuilder};
 use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, lchown};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::JobDirectory;
-use crate::fs::is_absent;
-use crate::fs::{atomic, trusted};
+use crate::fs::{atomic, is_absent, trusted};
 use crate::share::{Mode, Percent};
 use crate::text::safe;
 
@@ -65,14 +64,9 @@ pub enum RecordError {
          Prolog=/usr/libexec/sublet/slurm/prolog and PrologFlags=Alloc,Contain (docs/slurm.md)"
     )]
     Missing(u64),
-    /// It cannot be read.
-    #[error("the record of job {job} cannot be used: {why}: run the prolog again, or cancel the job")]
-    Unusable {
-        /// The job.
-        job: u64,
-        /// Why.
-        why: String,
-    },
+    /// It cannot be read, and why.
+    #[error("the record of job {0} cannot be used: {1}: run the prolog again, or cancel the job")]
+    Unusable(u64, String),
 }
 
 impl JobRecord {
@@ -123,7 +117,7 @@ impl JobRecord {
 
     /// Reads the record of `job`.
     pub fn read(state_dir: &Path, job: u64) -> Result<Self, RecordError> {
-        let unusable = |why: String| RecordError::Unusable { job, why: safe(&why) };
+        let unusable = |why: String| RecordError::Unusable(job, safe(&why));
         let content = trusted::read(&file(state_dir, job), LARGEST)
             .map_err(|error| unusable(error.to_string()))?
             .ok_or(RecordError::Missing(job))?
@@ -147,14 +141,14 @@ impl JobRecord {
         if Self::read(state_dir, job).is_ok_and(|record| !record.is_of(cluster)) {
             return Ok(false);
         }
-        JobDirectory::of(state_dir, job).remove()?;
+        let gone = |removed: io::Result<()>| match removed {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        };
+        gone(fs::remove_dir_all(containers_of(state_dir, job)))?;
+        gone(fs::remove_file(lease_file(state_dir, job)))?;
         // The record goes last: as long as it is there, an epilog removes the rest.
-        for file in [lease_file(state_dir, job), file(state_dir, job)] {
-            match fs::remove_file(file) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
-        }
+        gone(fs::remove_file(file(state_dir, job)))?;
         Ok(true)
     }
 
@@ -175,7 +169,7 @@ impl JobRecord {
     }
 }
 
-pub(super) fn directory(state_dir: &Path) -> PathBuf {
+fn directory(state_dir: &Path) -> PathBuf {
     state_dir.join("slurm")
 }
 
@@ -197,6 +191,48 @@ pub(crate) fn lease_files(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
     let is_lease = |path: &PathBuf| path.extension().is_some_and(|end| end == LEASE);
     let paths: io::Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
     Ok(paths?.into_iter().filter(is_lease).collect())
+}
+
+/// Where a job's user keeps the state of the job's containers: the `--root` of oci.conf. `slurm/<job>` in the state directory,
+/// made by root's prolog and the user's own. A job has no session, and so no `XDG_RUNTIME_DIR`; and Slurm 22.05 can name the
+/// job there, but not the uid.
+fn containers_of(state_dir: &Path, job: u64) -> PathBuf {
+    directory(state_dir).join(job.to_string())
+}
+
+/// Makes the directory of `job` for `uid`, if it is not there: a prolog may run twice.
+///
+/// # Errors
+/// It cannot be made, or is not that user's.
+pub fn make_directory(state_dir: &Path, job: u64, uid: u32) -> io::Result<()> {
+    let path = containers_of(state_dir, job);
+    match DirBuilder::new().mode(0o700).create(&path) {
+        Ok(()) => return lchown(&path, Some(uid), None),
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        Err(_) => {}
+    }
+    let meta = fs::symlink_metadata(&path)?;
+    if meta.is_dir() && meta.uid() == uid {
+        return Ok(());
+    }
+    // The prolog was killed in between.
+    if meta.is_dir() && trusted::is_trusted_owner(meta.uid()) {
+        return lchown(&path, Some(uid), None);
+    }
+    Err(io::Error::other(format!("{} is another user's", path.display())))
+}
+
+/// Removes empty directories of jobs that have no record any more. slurmstepd may end a container, as root, after the
+/// epilog, and runc and crun then make their `--root` again (seen on a machine under load).
+pub fn remove_stray_directories(state_dir: &Path) {
+    let entries = fs::read_dir(directory(state_dir)).into_iter().flatten().flatten();
+    for path in entries.map(|entry| entry.path()) {
+        // The prolog writes the record first, and the epilog removes it last.
+        let is_stray = path.extension().is_none() && !path.with_extension("json").exists();
+        if is_stray && fs::remove_dir(&path).is_ok() {
+            tracing::debug!("removed {}, which was made after its job's end", path.display());
+        }
+    }
 }
 
 #[cfg(test)]
@@ -265,5 +301,53 @@ mod tests {
             fs::write(file(dir.path(), 7), text).unwrap();
             assert!(matches!(JobRecord::read(dir.path(), 7), Err(RecordError::Unusable { .. })), "{text}");
         }
+    }
+}
+
+#[cfg(test)]
+mod directory_tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn state() -> (tempfile::TempDir, PathBuf, u32) {
+        let state = tempfile::tempdir().unwrap();
+        let uid = nix::unistd::geteuid().as_raw();
+        JobRecord::new(7, uid, None, Ok(None)).write(state.path()).unwrap();
+        let directory = containers_of(state.path(), 7);
+        (state, directory, uid)
+    }
+
+    #[test]
+    fn it_is_the_users_and_goes_with_all_that_is_in_it() {
+        let (state, directory, uid) = state();
+        make_directory(state.path(), 7, uid).unwrap();
+        make_directory(state.path(), 7, uid).unwrap();
+        let meta = fs::metadata(&directory).unwrap();
+        assert_eq!((meta.uid(), meta.mode() & 0o7777), (uid, 0o700));
+        let outside = tempfile::tempdir().unwrap();
+        symlink(outside.path(), directory.join("link")).unwrap();
+        JobRecord::remove(state.path(), 7, None).unwrap();
+        JobRecord::remove(state.path(), 7, None).unwrap();
+        assert!(!directory.exists() && outside.path().exists());
+    }
+
+    #[test]
+    fn empty_directories_without_a_record_are_removed_and_no_others() {
+        let (state, directory, uid) = state();
+        let [stray, full] = [8, 9].map(|job| containers_of(state.path(), job));
+        for job in [7, 8, 9] {
+            make_directory(state.path(), job, uid).unwrap();
+        }
+        fs::write(full.join("state"), "").unwrap();
+        remove_stray_directories(state.path());
+        assert_eq!([&directory, &stray, &full].map(|directory| directory.exists()), [true, false, true]);
+    }
+
+    #[test]
+    fn what_is_no_directory_of_the_users_is_not_given() {
+        let (state, directory, uid) = state();
+        symlink("/tmp", &directory).unwrap();
+        assert!(make_directory(state.path(), 7, uid).is_err(), "a link");
     }
 }

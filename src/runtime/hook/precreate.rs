@@ -9,19 +9,15 @@ use anyhow::{Context as _, anyhow, ensure};
 use nix::unistd::geteuid;
 use serde_json::Value;
 
-use super::journal;
 use crate::bounded_input;
-use sublet_core::admit::Engine;
-use sublet_core::admit::{Admission, AdmitError, Candidate, Leases, RequestSource};
+use sublet_core::admit::{Admission, AdmitError, Candidate, Engine, Leases, RequestSource};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::log::{Level, Log, one_line};
 use sublet_core::oci::JsonFile;
 use sublet_core::oci::hooks::{self, Stage};
-use sublet_core::process::Process;
-use sublet_core::process::confine;
-use sublet_core::process::inheritance;
+use sublet_core::process::{Process, confine, inheritance};
 
 /// How long Podman may take to write config.json.
 const INPUT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -39,16 +35,13 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> anyhow::Result<()>
     let file = read()?;
     let mut spec = file.parse()?;
     let refusal = match admit(&spec, engine, waits, log) {
-        Ok(None) => return print(&file.text),
-        Ok(Some(granted)) => match granted.finish(engine) {
-            Ok(()) => return Ok(()),
-            Err(error) => error,
-        },
+        Ok(true) => return Ok(()),
+        Ok(false) => return print(&file.text),
         Err(error) => error,
     };
     report(log, Level::Error, &spec, &refusal.to_string());
     hooks::add_refusal(&mut spec, &one_line(&refusal.to_string()))?;
-    print(&to_text(&spec)?)
+    print(&serde_json::to_vec(&spec).map_err(not_returned)?)
 }
 
 fn read() -> anyhow::Result<JsonFile> {
@@ -58,24 +51,13 @@ fn read() -> anyhow::Result<JsonFile> {
     Ok(JsonFile { path: PathBuf::from("config.json from standard input"), text })
 }
 
-/// A container with a new share. Podman does not have its config.json yet.
-struct Granted {
-    spec: Value,
-    lease: LeaseId,
-    config: Config,
-}
-
-/// Takes a share for the container. `None`: it asks for none, or another entry point has already given it one.
-fn admit(
-    spec: &Value,
-    engine: Option<Process>,
-    waits: Option<&Engine>,
-    log: &Log,
-) -> anyhow::Result<Option<Granted>> {
+/// Takes a share for the container and passes Podman the edited config.json. `false`: it asks for none, or another entry
+/// point has already given it one.
+fn admit(spec: &Value, engine: Option<Process>, waits: Option<&Engine>, log: &Log) -> anyhow::Result<bool> {
     // Podman 5 runs the hook in the bundle.
     let bundle = std::env::current_dir().unwrap_or_default();
     let source = RequestSource::of(spec, &bundle, None).map_err(AdmitError::from)?;
-    let Some(source) = source else { return Ok(None) };
+    let Some(source) = source else { return Ok(false) };
     let config = config_files::load()?;
     source.check_without_shim(&config)?;
     let owner = Process::current()
@@ -89,40 +71,39 @@ fn admit(
     }
     let mut edited = spec.clone();
     let Admission::Granted { lease, mut warnings } = leases.admit(&candidate, &source, &mut edited)? else {
-        return Ok(None);
+        return Ok(false);
     };
     warnings.extend(pod_warning(spec, &config));
     for warning in warnings {
         report(log, Level::Warning, spec, &warning);
     }
-    Ok(Some(Granted { spec: edited, lease, config }))
+    let finished = finish(edited, &lease, &leases, engine);
+    if finished.is_err() {
+        if let Err(error) = leases.withdraw(&lease) {
+            tracing::warn!("{error}");
+        }
+    }
+    finished.map(|()| true)
 }
 
-impl Granted {
-    /// Adds sublet's hooks, makes `engine` responsible for the lease and passes the edited config.json to it.
-    fn finish(mut self, engine: Option<Process>) -> anyhow::Result<()> {
-        let mut finish = || {
-            let program = hooks::program().context(
-                "sublet-hook cannot find its own program file; install it as /usr/libexec/sublet/sublet-hook",
-            )?;
-            for stage in [Stage::CreateRuntime, Stage::Poststop] {
-                hooks::add(&mut self.spec, stage, &program, inheritance::honoured_config().as_deref())?;
-            }
-            // If the engine has ended, nothing reads the output.
-            let engine =
-                engine.filter(Process::is_alive).context("the engine that ran this hook has ended")?;
-            let text = to_text(&self.spec)?;
-            Leases::of(&self.config).hand_over(&self.lease, engine)?;
-            print(&text)
-        };
-        let finished = finish();
-        if finished.is_err() {
-            if let Err(error) = Leases::of(&self.config).withdraw(&self.lease) {
-                tracing::warn!("{error}");
-            }
-        }
-        finished
+/// Adds sublet's hooks, makes `engine` responsible for the lease and passes the edited config.json to it.
+fn finish(
+    mut spec: Value,
+    lease: &LeaseId,
+    leases: &Leases<'_>,
+    engine: Option<Process>,
+) -> anyhow::Result<()> {
+    let program = hooks::program().context(
+        "sublet-hook cannot find its own program file; install it as /usr/libexec/sublet/sublet-hook",
+    )?;
+    for stage in [Stage::CreateRuntime, Stage::Poststop] {
+        hooks::add(&mut spec, stage, &program, inheritance::honoured_config().as_deref())?;
     }
+    // If the engine has ended, nothing reads the output.
+    let engine = engine.filter(Process::is_alive).context("the engine that ran this hook has ended")?;
+    let text = serde_json::to_vec(&spec).map_err(not_returned)?;
+    leases.hand_over(lease, engine)?;
+    print(&text)
 }
 
 /// The container, as far as it is known. The hook that binds the lease adds the rest.
@@ -132,9 +113,8 @@ fn container(spec: &Value) -> anyhow::Result<Container> {
     Ok(Container {
         uid: geteuid().as_raw(),
         id: id(spec).to_owned(),
-        bundle: PathBuf::new(),
         rootfs: rootfs.context("root.path in config.json is not the absolute path of a directory")?,
-        record: PathBuf::new(),
+        ..Container::default()
     })
 }
 
@@ -175,7 +155,7 @@ fn pod_warning(spec: &Value, config: &Config) -> Option<String> {
     ))
 }
 
-/// Writes to sublet's log and to the system's, because Podman discards standard error.
+/// [`super::report`], with the container's name.
 fn report(log: &Log, level: Level, spec: &Value, message: &str) {
     let place = || container(spec).ok().map(|container| sublet_core::text::safe(&container.name()));
     let name = Some(id(spec).to_owned()).filter(|id| !id.is_empty()).or_else(place);
@@ -183,21 +163,16 @@ fn report(log: &Log, level: Level, spec: &Value, message: &str) {
         Some(name) => format!("container {name}: {message}"),
         None => format!("a Podman container: {message}"),
     };
-    log.write(level, &line);
-    journal::write(level, &line);
+    super::report(log, level, &line);
 }
 
-fn to_text(spec: &Value) -> anyhow::Result<Vec<u8>> {
-    serde_json::to_vec(spec).map_err(|error| not_returned(&error.into()))
-}
-
-fn not_returned(error: &io::Error) -> anyhow::Error {
-    anyhow!("cannot return config.json to Podman: {error}")
+fn not_returned(error: impl Into<io::Error>) -> anyhow::Error {
+    anyhow!("cannot return config.json to Podman: {}", error.into())
 }
 
 fn print(text: &[u8]) -> anyhow::Result<()> {
     let mut output = std::io::stdout().lock();
-    output.write_all(text).and_then(|()| output.flush()).map_err(|error| not_returned(&error))
+    output.write_all(text).and_then(|()| output.flush()).map_err(not_returned)
 }
 
 #[cfg(test)]

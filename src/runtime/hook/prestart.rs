@@ -6,17 +6,15 @@ use std::path::{Path, PathBuf};
 use anyhow::{anyhow, bail};
 use serde_json::{Map, Value};
 
-use super::container_state::{State, Status};
-use sublet_core::admit::Engine;
-use sublet_core::admit::{self, LateAdmission, Leases, RequestSource};
-use sublet_core::config_files;
-use sublet_core::host;
+use super::{State, Status};
+use sublet_core::admit::{self, Admission, Engine, Leases, RequestSource};
 use sublet_core::ledger::Container;
 use sublet_core::log::{Level, Log};
 use sublet_core::oci::JsonFile;
 use sublet_core::oci::cdi::Asked;
 use sublet_core::process::Process;
 use sublet_core::text::safe;
+use sublet_core::{config_files, host};
 
 /// Gives the container its share, if it asks for one: by its annotations, or `by_cdi`.
 pub(super) fn prestart(
@@ -52,19 +50,18 @@ pub(super) fn prestart(
     let container = container(state, &bundle, &spec).map_err(failed)?;
     let report = |level, text: &str| log.write(level, &format!("container {id}: {text}"));
     let admitted = admit::admit_late(&container, init, &spec, by_cdi, engine, &config);
-    match admitted.map_err(|error| failed(error.to_string()))? {
-        LateAdmission::NotOurs => {}
-        LateAdmission::AlreadyGranted(lease) => {
-            report(Level::Debug, &format!("it already has lease {lease}"));
-        }
-        LateAdmission::Granted { warnings, environment, .. } => {
+    let (admission, environment) = admitted.map_err(|error| failed(error.to_string()))?;
+    match admission {
+        Admission::NoShare => {}
+        Admission::AlreadyGranted(lease) => report(Level::Debug, &format!("it already has lease {lease}")),
+        Admission::Granted { warnings, .. } => {
             for warning in &warnings {
                 report(Level::Warning, warning);
             }
-            if let Some(environment) = environment {
-                report(Level::Info, &environment);
-            }
         }
+    }
+    if let Some(environment) = environment {
+        report(Level::Info, &environment);
     }
     Ok(())
 }
@@ -112,9 +109,7 @@ fn add_annotations(spec: &mut Value, state: &State) {
         *entry = Value::Object(Map::new());
     }
     if let Some(annotations) = entry.as_object_mut() {
-        for (key, value) in state.annotations() {
-            annotations.insert(key.clone(), Value::from(value.as_str()));
-        }
+        annotations.extend(state.annotations().map(|(key, value)| (key.clone(), value.as_str().into())));
     }
 }
 
@@ -129,13 +124,8 @@ fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, St
 
 /// The names that identify the container. Hooks do not get the path of the runtime's record.
 fn identify(state: &State, bundle: PathBuf) -> Container {
-    Container {
-        uid: nix::unistd::geteuid().as_raw(),
-        id: state.id.clone(),
-        bundle,
-        rootfs: PathBuf::new(),
-        record: PathBuf::new(),
-    }
+    let uid = nix::unistd::geteuid().as_raw();
+    Container { uid, id: state.id.clone(), bundle, ..Container::default() }
 }
 
 #[cfg(test)]

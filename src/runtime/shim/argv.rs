@@ -11,6 +11,8 @@ use super::flags::{self, Dialect, Scan};
 pub struct CommandLine {
     /// The options before the command.
     pub global: Global,
+    /// The container; `None` if it is unknown.
+    pub id: Option<OsString>,
     /// The command.
     pub command: Command,
 }
@@ -28,7 +30,7 @@ pub struct Global {
     pub debug: bool,
 }
 
-/// The commands that concern sublet. An id is `None` if it is unknown.
+/// The commands that concern sublet.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub enum Command {
     /// `create`.
@@ -38,45 +40,34 @@ pub enum Command {
     /// `exec`.
     Exec(Exec),
     /// `kill` of one container.
-    Kill(Kill),
+    Kill {
+        /// The signal, by its number or name; else SIGTERM.
+        signal: Option<OsString>,
+        /// `--all`: every process of the container.
+        all: bool,
+    },
     /// `delete` of one container.
-    Delete(Delete),
+    Delete {
+        /// `--force`: also if it runs.
+        force: bool,
+    },
     /// `restore`.
     Restore(Start),
     /// `checkpoint`.
-    Checkpoint(Option<OsString>),
+    Checkpoint,
     /// `update`.
-    Update(Update),
+    Update {
+        /// `--resources`: a file.
+        resources: Option<PathBuf>,
+    },
     /// Everything else: help, and command lines that the runtime will refuse. It is passed on unchanged.
     #[default]
     Other,
 }
 
-impl Command {
-    /// Whether it creates a container.
-    pub(crate) const fn is_start(&self) -> bool {
-        matches!(self, Self::Create(_) | Self::Run(_) | Self::Restore(_))
-    }
-
-    /// The container.
-    pub fn id(&self) -> Option<&OsStr> {
-        match self {
-            Self::Create(start) | Self::Run(start) | Self::Restore(start) => start.id.as_deref(),
-            Self::Exec(exec) => exec.id.as_deref(),
-            Self::Kill(kill) => kill.id.as_deref(),
-            Self::Delete(delete) => delete.id.as_deref(),
-            Self::Checkpoint(id) => id.as_deref(),
-            Self::Update(update) => update.id.as_deref(),
-            Self::Other => None,
-        }
-    }
-}
-
 /// `create`, `run`, `restore`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Start {
-    /// The container.
-    pub id: Option<OsString>,
     /// `--bundle`; else the current directory.
     pub bundle: Option<PathBuf>,
     /// crun's `--config`; else `config.json` in the bundle.
@@ -86,9 +77,7 @@ pub struct Start {
 /// `exec`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Exec {
-    /// The container.
-    pub id: Option<OsString>,
-    /// Candidates for its id, if an unknown option makes that ambiguous.
+    /// Candidates for the container's id, if an unknown option makes that ambiguous.
     pub names: Vec<OsString>,
     /// `--process`.
     pub process: Option<PathBuf>,
@@ -100,58 +89,9 @@ pub struct Exec {
     pub options_end: usize,
 }
 
-/// `kill`.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Kill {
-    /// The container.
-    pub id: Option<OsString>,
-    /// The signal, by its number or name; else SIGTERM.
-    pub signal: Option<OsString>,
-    /// `--all`: every process of the container.
-    pub all: bool,
-}
-
-/// `delete`.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Delete {
-    /// The container.
-    pub id: Option<OsString>,
-    /// `--force`: also if it runs.
-    pub force: bool,
-}
-
-/// `update`.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Update {
-    /// The container.
-    pub id: Option<OsString>,
-    /// `--resources`: a file.
-    pub resources: Option<PathBuf>,
-}
-
 /// The commands of runc and crun, to distinguish one from the value of an unknown option.
-const COMMANDS: &[&str] = &[
-    "checkpoint",
-    "create",
-    "delete",
-    "events",
-    "exec",
-    "features",
-    "help",
-    "h",
-    "kill",
-    "list",
-    "mounts",
-    "pause",
-    "ps",
-    "restore",
-    "resume",
-    "run",
-    "spec",
-    "start",
-    "state",
-    "update",
-];
+const COMMANDS: &str = "checkpoint create delete events exec features help h kill list mounts pause ps restore resume \
+                        run spec start state update";
 
 /// Parses `args`, without the program's name.
 pub fn parse(args: &[OsString], dialect: Dialect) -> CommandLine {
@@ -162,16 +102,17 @@ pub fn parse(args: &[OsString], dialect: Dialect) -> CommandLine {
         let scan = flags::parse_in_order(&args[at..], table, dialect);
         global.set_options(&scan, dialect);
         let Some(word) = scan.operands.first().filter(|_| !scan.wants_help()) else {
-            return CommandLine { global, command: Command::Other };
+            return CommandLine { global, ..CommandLine::default() };
         };
         let behind = args.len() - scan.operands.len() + 1;
-        if scan.unknown && !COMMANDS.iter().any(|command| word == command) {
+        if scan.unknown && !COMMANDS.split(' ').any(|command| *word == command) {
             // The value of an option that only a later version of the runtime has.
             at = behind;
             continue;
         }
         // Not every argument that is a command's name is the command: a container may be called `create`.
-        return CommandLine { global, command: parse_command(word, args, behind, dialect) };
+        let (id, command) = parse_command(word, args, behind, dialect);
+        return CommandLine { global, id, command };
     }
 }
 
@@ -194,18 +135,21 @@ impl Global {
 /// crun's log destinations are `[file:]PATH`, `journald:ID` and `syslog:ID` (crun.1).
 fn parse_log(destination: &OsStr, dialect: Dialect) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt as _;
-    let bytes = destination.as_bytes();
-    if dialect == Dialect::Crun {
-        if bytes.starts_with(b"journald:") || bytes.starts_with(b"syslog:") {
-            return None;
-        }
-        return Some(OsStr::from_bytes(bytes.strip_prefix(b"file:").unwrap_or(bytes)).into());
+    if dialect == Dialect::Runc {
+        return Some(destination.into());
     }
-    Some(destination.into())
+    let bytes = destination.as_bytes();
+    let is_file = !bytes.starts_with(b"journald:") && !bytes.starts_with(b"syslog:");
+    is_file.then(|| OsStr::from_bytes(bytes.strip_prefix(b"file:").unwrap_or(bytes)).into())
 }
 
-/// The command `word`, whose own arguments are `args[behind..]`.
-fn parse_command(word: &OsStr, args: &[OsString], behind: usize, dialect: Dialect) -> Command {
+/// The container, and the command `word`, whose own arguments are `args[behind..]`.
+fn parse_command(
+    word: &OsStr,
+    args: &[OsString],
+    behind: usize,
+    dialect: Dialect,
+) -> (Option<OsString>, Command) {
     let (word, own) = (word.to_str().unwrap_or_default(), &args[behind..]);
     let table = match word {
         "create" | "run" => flags::START,
@@ -213,43 +157,46 @@ fn parse_command(word: &OsStr, args: &[OsString], behind: usize, dialect: Dialec
         "update" => flags::UPDATE,
         "kill" => flags::KILL,
         "delete" => flags::DELETE,
-        "exec" => return parse_exec(own, behind, dialect).map_or(Command::Other, Command::Exec),
-        _ => return Command::Other,
+        "exec" => return parse_exec(own, behind, dialect),
+        _ => return (None, Command::Other),
     };
     let scan = flags::parse_permuted(own, table, dialect);
     // With `--regex` the operand is not an id. The runtime handles it alone, and the next command frees the leases.
     if scan.wants_help() || scan.is_set("regex") {
-        return Command::Other;
+        return (None, Command::Other);
     }
     let (id, path) = (only_operand(&scan), |name| scan.value(name).map(PathBuf::from));
     // For an empty `--bundle`, runc uses the current directory (`setupSpec` in `utils_linux.go`).
     let bundle = path("bundle").filter(|dir| !dir.as_os_str().is_empty() || dialect == Dialect::Crun);
-    let start = Start { id, bundle, config: path("config").filter(|_| dialect == Dialect::Crun) };
-    match word {
+    let start = Start { bundle, config: path("config").filter(|_| dialect == Dialect::Crun) };
+    let command = match word {
         "create" => Command::Create(start),
         "run" => Command::Run(start),
         "restore" => Command::Restore(start),
-        "checkpoint" => Command::Checkpoint(start.id),
+        "checkpoint" => Command::Checkpoint,
         // Engines pass the changes in a file. The other options are for people, and name no devices.
-        "update" => Command::Update(Update { id: start.id, resources: path("resources") }),
-        "delete" => Command::Delete(Delete { id: start.id, force: scan.is_set("force") }),
-        _ if scan.unknown => Command::Other,
+        "update" => Command::Update { resources: path("resources") },
+        "delete" => Command::Delete { force: scan.is_set("force") },
+        _ if scan.unknown => return (None, Command::Other),
         // `kill`: the signal comes after the id.
         _ => {
             let (id, signal) = match scan.operands[..] {
-                [id] => (Some(id.to_owned()), None),
                 [id, signal] => (Some(id.to_owned()), Some(signal.to_owned())),
-                _ => (None, None),
+                _ => (id, None),
             };
-            Command::Kill(Kill { id, signal, all: scan.is_set("all") })
+            return (id, Command::Kill { signal, all: scan.is_set("all") });
         }
-    }
+    };
+    (id, command)
 }
 
 /// After the id comes the command to run, whose options are not the runtime's.
-fn parse_exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec> {
+fn parse_exec(args: &[OsString], behind: usize, dialect: Dialect) -> (Option<OsString>, Command) {
     let table = if dialect == Dialect::Crun { flags::CRUN_EXEC } else { flags::RUNC_EXEC };
     let scan = flags::parse_in_order(args, table, dialect);
+    if scan.wants_help() {
+        return (None, Command::Other);
+    }
     let process = scan.value("process").map(PathBuf::from);
     let id = match (scan.unknown, &process) {
         (false, _) => scan.operands.first().map(|id| (*id).to_owned()),
@@ -260,7 +207,7 @@ fn parse_exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec
     let names = names.iter().map(|name| (*name).to_owned()).collect();
     let env = scan.values("env").map(OsStr::to_owned).collect();
     let options_end = behind + scan.end;
-    (!scan.wants_help()).then_some(Exec { id, names, process, env, letters: scan.letters, options_end })
+    (id, Command::Exec(Exec { names, process, env, letters: scan.letters, options_end }))
 }
 
 /// The id, if there is one operand. With more operands the runtime refuses, or one of them is an unknown option's

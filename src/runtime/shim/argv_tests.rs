@@ -12,36 +12,39 @@ fn words(line: &str) -> Vec<OsString> {
     line.split_ascii_whitespace().map(OsString::from).collect()
 }
 
-fn command_of(line: &str, dialect: Dialect) -> Command {
-    parse(&words(line), dialect).command
+fn command_of(line: &str, dialect: Dialect) -> (Option<OsString>, Command) {
+    let line = parse(&words(line), dialect);
+    (line.id, line.command)
 }
 
-fn start_of(id: Option<&str>, bundle: Option<&str>, config: Option<&str>) -> Start {
-    Start { id: id.map(Into::into), bundle: bundle.map(Into::into), config: config.map(Into::into) }
+const OTHER: (Option<OsString>, Command) = (None, Command::Other);
+
+fn start_of(bundle: Option<&str>, config: Option<&str>) -> Start {
+    Start { bundle: bundle.map(Into::into), config: config.map(Into::into) }
 }
 
-fn create(id: &str, bundle: &str) -> Command {
-    Command::Create(start_of(Some(id), Some(bundle), None))
+fn create(id: &str, bundle: &str) -> (Option<OsString>, Command) {
+    (Some(id.into()), Command::Create(start_of(Some(bundle), None)))
 }
 
-fn delete(id: &str, force: bool) -> Command {
-    Command::Delete(Delete { id: Some(id.into()), force })
+fn delete(id: &str, force: bool) -> (Option<OsString>, Command) {
+    (Some(id.into()), Command::Delete { force })
 }
 
 #[test]
 fn a_signal_comes_behind_the_id() {
     let kill = |id: Option<&str>, signal: Option<&str>, all| {
-        Command::Kill(Kill { id: id.map(Into::into), signal: signal.map(Into::into), all })
+        (id.map(OsString::from), Command::Kill { signal: signal.map(Into::into), all })
     };
     for dialect in [Runc, Crun] {
         assert_eq!(command_of("kill c1", dialect), kill(Some("c1"), None, false));
         assert_eq!(command_of("--root /r kill c1 15", dialect), kill(Some("c1"), Some("15"), false));
         assert_eq!(command_of("kill --all c1 KILL", dialect), kill(Some("c1"), Some("KILL"), true));
         assert_eq!(command_of("kill", dialect), kill(None, None, false));
-        assert_eq!(command_of("kill --new c1 KILL", dialect), Command::Other);
-        assert_eq!(command_of("kill --help", dialect), Command::Other);
+        assert_eq!(command_of("kill --new c1 KILL", dialect), OTHER);
+        assert_eq!(command_of("kill --help", dialect), OTHER);
     }
-    assert_eq!(command_of("kill --regex c.* KILL", Crun), Command::Other);
+    assert_eq!(command_of("kill --regex c.* KILL", Crun), OTHER);
 }
 
 #[test]
@@ -50,7 +53,7 @@ fn what_docker_containerd_and_podman_write() {
                   --systemd-cgroup create --bundle /run/c --pid-file /run/c/init.pid --console-socket /tmp/p c1";
     for dialect in [Runc, Crun] {
         let line = parse(&words(docker), dialect);
-        assert_eq!(line.command, create("c1", "/run/c"));
+        assert_eq!((line.id, line.command), create("c1", "/run/c"));
         assert_eq!(line.global.root.as_deref(), Some(Path::new("/var/run/docker/runtime-runc/moby")));
         assert_eq!(line.global.log.as_deref(), Some(Path::new("/run/c/log.json")));
         assert!(line.global.log_json && !line.global.debug);
@@ -59,23 +62,24 @@ fn what_docker_containerd_and_podman_write() {
     assert_eq!(command_of(podman, Crun), create("c2", "/b"));
     let exec =
         "--root /r --log /l --log-format json exec --process /tmp/runc-process1 --detach --pid-file /p c1";
-    let expected =
-        Exec { id: Some("c1".into()), process: Some("/tmp/runc-process1".into()), ..Exec::default() };
     for dialect in [Runc, Crun] {
-        let Command::Exec(exec) = command_of(exec, dialect) else { panic!() };
-        assert_eq!(Exec { options_end: 0, ..exec }, expected);
+        let (id, Command::Exec(exec)) = command_of(exec, dialect) else { panic!() };
+        assert_eq!(
+            (id, Exec { options_end: 0, ..exec }),
+            (Some("c1".into()), Exec { process: Some("/tmp/runc-process1".into()), ..Exec::default() })
+        );
     }
     // runc refuses `--env` beside `-e`.
     for (line, letters) in
         [("exec -e A=1 --cwd -p c1", vec!["env"]), ("exec -p=f --env A=1 c1", vec!["process"])]
     {
-        let Command::Exec(exec) = command_of(line, Runc) else { panic!() };
+        let (_, Command::Exec(exec)) = command_of(line, Runc) else { panic!() };
         assert_eq!(exec.letters, letters, "{line}");
     }
     assert_eq!(command_of("--root /r delete --force c1", Runc), delete("c1", true));
     for other in ["features", "--version", "-v list", "--help create c", "start c", "ps create", ""] {
-        assert_eq!(command_of(other, Runc), Command::Other, "{other}");
-        assert_eq!(command_of(other, Crun), Command::Other, "{other}");
+        assert_eq!(command_of(other, Runc), OTHER, "{other}");
+        assert_eq!(command_of(other, Crun), OTHER, "{other}");
     }
 }
 
@@ -83,8 +87,8 @@ fn what_docker_containerd_and_podman_write() {
 fn containers_named_like_commands() {
     for dialect in [Runc, Crun] {
         assert_eq!(command_of("delete create", dialect), delete("create", false));
-        assert_eq!(command_of("state create", dialect), Command::Other);
-        assert_eq!(command_of("--root create state exec", dialect), Command::Other);
+        assert_eq!(command_of("state create", dialect), OTHER);
+        assert_eq!(command_of("--root create state exec", dialect), OTHER);
         assert_eq!(command_of("create -b create create", dialect), create("create", "create"));
         assert_eq!(command_of("--log delete create -b b c", dialect), create("c", "b"));
     }
@@ -97,7 +101,7 @@ fn runc_takes_one_dash_or_two_and_options_behind_the_id() {
     assert_eq!(command_of("create c --bundle /b", Runc), create("c", "/b"));
     assert_eq!(command_of("create c -b=/b --no-pivot", Runc), create("c", "/b"));
     assert_eq!(command_of("delete c -f", Runc), delete("c", true));
-    assert_eq!(command_of("create c --help", Runc), Command::Other);
+    assert_eq!(command_of("create c --help", Runc), OTHER);
     assert_eq!(command_of("create --bundle /a -b /b c", Runc), create("c", "/b"));
     assert_eq!(command_of("-- create -b /b -- c", Runc), create("c", "/b"));
     // A value may look like an option.
@@ -111,33 +115,33 @@ fn crun_takes_abbreviations_clusters_and_its_own_config() {
     assert_eq!(command_of("--roo /r create --bun=/b c", Crun), create("c", "/b"));
     assert_eq!(command_of("create -b/b c", Crun), create("c", "/b"));
     assert_eq!(command_of("create -b=/b c", Crun), create("c", "=/b"));
-    let run = Command::Run(start_of(Some("c"), Some("/b"), Some("/f")));
-    assert_eq!(command_of("run -df /f --bundle /b c", Crun), run);
-    assert_eq!(command_of("run --keep -d --config=/f -b /b c", Crun), run);
-    assert_eq!(command_of("create -- c", Crun), Command::Create(start_of(Some("c"), None, None)));
+    let run = || (Some("c".into()), Command::Run(start_of(Some("/b"), Some("/f"))));
+    assert_eq!(command_of("run -df /f --bundle /b c", Crun), run());
+    assert_eq!(command_of("run --keep -d --config=/f -b /b c", Crun), run());
+    assert_eq!(command_of("create -- c", Crun), (Some("c".into()), Command::Create(start_of(None, None))));
     // crun reads in order and refuses what stands behind the id.
-    assert_eq!(command_of("create c --bundle /b", Crun), Command::Create(start_of(None, None, None)));
-    assert_eq!(command_of("delete -rf c.*", Crun), Command::Other);
-    assert_eq!(command_of("delete --regex x", Crun), Command::Other);
-    assert_eq!(command_of("create -? c", Crun), Command::Other);
-    let Command::Exec(exec) = command_of("exec -tp /f c", Crun) else { panic!() };
-    assert_eq!((exec.id, exec.process), (Some("/f".into()), None), "-t has an optional value: p");
+    assert_eq!(command_of("create c --bundle /b", Crun).1, Command::Create(start_of(None, None)));
+    assert_eq!(command_of("delete -rf c.*", Crun), OTHER);
+    assert_eq!(command_of("delete --regex x", Crun), OTHER);
+    assert_eq!(command_of("create -? c", Crun), OTHER);
+    let (id, Command::Exec(exec)) = command_of("exec -tp /f c", Crun) else { panic!() };
+    assert_eq!((id, exec.process), (Some("/f".into()), None), "-t has an optional value: p");
 }
 
 #[test]
 fn exec_leaves_the_commands_own_options_alone() {
     for dialect in [Runc, Crun] {
-        let Command::Exec(exec) =
+        let (id, Command::Exec(exec)) =
             command_of("--debug exec -e A=1 --env B=2 --cwd / c sh -p x -e C=3", dialect)
         else {
             panic!()
         };
-        assert_eq!(exec.id, Some("c".into()));
+        assert_eq!(id, Some("c".into()));
         assert_eq!(exec.process, None);
         assert_eq!(exec.env, ["A=1", "B=2"]);
         assert_eq!(exec.options_end, 8);
-        let Command::Exec(exec) = command_of("exec -d -- c true", dialect) else { panic!() };
-        assert_eq!((exec.id, exec.options_end), (Some("c".into()), 2));
+        let (id, Command::Exec(exec)) = command_of("exec -d -- c true", dialect) else { panic!() };
+        assert_eq!((id, exec.options_end), (Some("c".into()), 2));
     }
 }
 
@@ -148,28 +152,27 @@ fn unknown_options_cost_the_id_only_where_it_is_in_doubt() {
         assert_eq!(command_of("create --new=x -b /b c", dialect), create("c", "/b"));
         assert_eq!(command_of("--new create -b /b c", dialect), create("c", "/b"));
         assert_eq!(command_of("--new x create -b /b c", dialect), create("c", "/b"));
-        assert_eq!(command_of("--new x --root /r frobnicate c", dialect), Command::Other);
+        assert_eq!(command_of("--new x --root /r frobnicate c", dialect), OTHER);
         let doubtful = command_of("exec --new x c true", dialect);
-        let Command::Exec(exec) = doubtful else { panic!() };
-        assert_eq!(exec.id, None);
-        let Command::Exec(exec) = command_of("exec --new -p /f c", dialect) else { panic!() };
-        assert_eq!(exec.id, Some("c".into()));
-        assert_eq!(command_of("delete --new x c", dialect), Command::Delete(Delete::default()));
+        assert!(matches!(doubtful, (None, Command::Exec(_))), "{doubtful:?}");
+        let certain = command_of("exec --new -p /f c", dialect);
+        assert!(matches!(&certain, (Some(id), Command::Exec(_)) if id == "c"), "{certain:?}");
+        assert_eq!(command_of("delete --new x c", dialect), (None, Command::Delete { force: false }));
     }
-    let doubtful = Command::Create(start_of(None, Some("/b"), None));
-    assert_eq!(command_of("create --new x -b /b c", Runc), doubtful);
-    assert_eq!(command_of("create a b -b /b", Runc), doubtful);
+    let doubtful = || (None, Command::Create(start_of(Some("/b"), None)));
+    assert_eq!(command_of("create --new x -b /b c", Runc), doubtful());
+    assert_eq!(command_of("create a b -b /b", Runc), doubtful());
 }
 
 #[test]
 fn an_update_names_its_file() {
     for dialect in [Runc, Crun] {
         for line in ["update --resources=/f c", "update --resources /f c", "update -r /f c"] {
-            let update = Update { id: Some("c".into()), resources: Some("/f".into()) };
-            assert_eq!(command_of(line, dialect), Command::Update(update), "{line}");
+            let update = Command::Update { resources: Some("/f".into()) };
+            assert_eq!(command_of(line, dialect), (Some("c".into()), update), "{line}");
         }
         let by_hand = command_of("update --memory 1g c", dialect);
-        assert_eq!(by_hand, Command::Update(Update::default()), "an unknown option: passed on");
+        assert_eq!(by_hand, (None, Command::Update { resources: None }), "an unknown option: passed on");
     }
 }
 
@@ -177,9 +180,9 @@ fn an_update_names_its_file() {
 fn restore_and_checkpoint() {
     for dialect in [Runc, Crun] {
         let restore = command_of("restore --image-path /i -d --bundle /b c", dialect);
-        assert_eq!(restore, Command::Restore(start_of(Some("c"), Some("/b"), None)));
+        assert_eq!(restore, (Some("c".into()), Command::Restore(start_of(Some("/b"), None))));
         let checkpoint = command_of("checkpoint --work-path /w --leave-running c", dialect);
-        assert_eq!(checkpoint, Command::Checkpoint(Some("c".into())));
+        assert_eq!(checkpoint, (Some("c".into()), Command::Checkpoint));
     }
 }
 
@@ -202,9 +205,10 @@ fn arguments_that_are_no_text() {
     attached.push(&bad);
     let args = ["create".into(), attached, bad.clone()];
     for dialect in [Runc, Crun] {
-        let Command::Create(start) = parse(&args, dialect).command else { panic!() };
+        let line = parse(&args, dialect);
+        let Command::Create(start) = line.command else { panic!() };
         assert_eq!(start.bundle, Some(bad.clone().into()));
-        assert_eq!(start.id, Some(bad.clone()));
+        assert_eq!(line.id, Some(bad.clone()));
     }
     assert_eq!(parse(&[bad], Runc).command, Command::Other);
 }
@@ -255,9 +259,10 @@ proptest! {
     #[test]
     fn any_arguments_are_taken_apart(args in proptest::collection::vec(argument(), 0..10)) {
         for dialect in [Runc, Crun] {
-            if let Command::Exec(exec) = parse(&args, dialect).command {
+            let line = parse(&args, dialect);
+            if let Command::Exec(exec) = line.command {
                 prop_assert!(exec.options_end <= args.len());
-                prop_assert!(exec.id.is_none_or(|id| args[exec.options_end..].contains(&id)));
+                prop_assert!(line.id.is_none_or(|id| args[exec.options_end..].contains(&id)));
             }
         }
     }

@@ -1,6 +1,5 @@
 //! `create` and `run`: takes a lease for the container, edits config.json, becomes the low-level runtime.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, anyhow, bail};
@@ -8,8 +7,7 @@ use nix::unistd::getppid;
 use serde_json::Value;
 
 use super::{Call, Dialect, Start, containers_by_name};
-use sublet_core::admit::Engine;
-use sublet_core::admit::{Admission, Candidate, Leases, RequestSource};
+use sublet_core::admit::{Admission, Candidate, Engine, Leases, RequestSource};
 use sublet_core::config::WithoutShare;
 use sublet_core::fs::real_directory;
 use sublet_core::ledger::Container;
@@ -17,8 +15,7 @@ use sublet_core::log::Level;
 use sublet_core::oci::hooks::{self, Stage};
 use sublet_core::oci::{self, FileError, JsonFile};
 use sublet_core::process::Process;
-use sublet_core::process::inheritance;
-use sublet_core::process::inheritance::effective_user;
+use sublet_core::process::inheritance::{self, effective_user};
 use sublet_core::text::safe;
 
 /// Admits the container if it asks for a share. `run` deletes the container without another command, so a hook must report
@@ -113,7 +110,7 @@ fn check_without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> anyho
         (false, false) => call.log.warn_in_files(&format!(
             "container {}: no sublet.* annotation reached the runtime and no rule gives it a share, so it gets no GPU \
              (clients of Docker's API before 1.43 drop annotations; [runtime] without_share)",
-            safe(&start.id.as_ref().map(|id| id.to_string_lossy()).unwrap_or_default())
+            safe(&call.line.id.as_ref().map(|id| id.to_string_lossy()).unwrap_or_default())
         )),
     }
     Ok(())
@@ -144,7 +141,7 @@ fn read_spec(call: &Call<'_>, start: &Start, has_share: bool) -> anyhow::Result<
 /// The share in `containers.toml`. A mistake there must not stop containers that have nothing to do with
 /// sublet. It is not known then which ones these are, so each container goes on without a share.
 fn share_by_name(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
-    let id = start.id.as_ref()?.to_str()?;
+    let id = call.line.id.as_ref()?.to_str()?;
     // Engines give absolute bundles; without one there is no engine that knows the container's name.
     containers_by_name::share(id, start.bundle.as_deref()?, file).unwrap_or_else(|error| {
         let unknown = "no rule of containers.toml is applied, and it gets no GPU";
@@ -167,8 +164,7 @@ fn bundle(start: &Start) -> &Path {
 
 /// The container's names and paths.
 fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<Container> {
-    let id = start.id.as_ref().and_then(|id| id.to_str());
-    let (id, record) = id.and_then(|id| Some((id, call.record(id)?))).context(
+    let (id, record) = call.container().context(
         "the command line does not name one container: exactly one id of letters, digits and . _ + - is needed",
     )?;
     let bundle = canonicalize("bundle", bundle(start))?;
@@ -189,8 +185,7 @@ fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<Con
 }
 
 fn canonicalize(name: &str, path: &Path) -> anyhow::Result<PathBuf> {
-    let failed =
-        |error: io::Error| anyhow!("{name} {} cannot be used: {error}", safe(&path.to_string_lossy()));
+    let failed = |error| anyhow!("{name} {} cannot be used: {error}", safe(&path.to_string_lossy()));
     real_directory(path).map_err(failed)
 }
 
@@ -232,7 +227,7 @@ mod tests {
     use super::*;
 
     fn start(bundle: Option<&str>, config: Option<&str>) -> Start {
-        Start { id: None, bundle: bundle.map(Into::into), config: config.map(Into::into) }
+        Start { bundle: bundle.map(Into::into), config: config.map(Into::into) }
     }
 
     #[test]

@@ -16,7 +16,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{Call, Dialect, Exec};
-use crate::bounded_input::{self, InputError};
+use crate::bounded_input;
 use sublet_core::admit::{self, Share};
 use sublet_core::config::{Config, WithoutDaemon};
 use sublet_core::config_files::ConfigError;
@@ -36,7 +36,7 @@ const LONGEST: usize = 16 << 20;
 const HIGH: i32 = 500;
 
 /// Gives a process that joins a container with a share the share's environment, or does not start it.
-pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> anyhow::Result<i32> {
+pub(super) fn exec<'a>(call: &Call<'a>, exec: &'a Exec) -> anyhow::Result<i32> {
     // Parsed only when needed, because most containers have no share.
     let config = LazyCell::new(|| call.files.config());
     let Some((id, record, share)) = find_target(call, exec, &config)? else { return call.pass_on() };
@@ -81,7 +81,7 @@ fn option_form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &
 type Target<'a> = (&'a str, PathBuf, Share);
 
 fn find_target<'e>(
-    call: &Call<'_>,
+    call: &Call<'e>,
     exec: &'e Exec,
     config: &impl Deref<Target = Result<Config, ConfigError>>,
 ) -> anyhow::Result<Option<Target<'e>>> {
@@ -95,7 +95,7 @@ fn find_target<'e>(
         let share = admit::find_share(effective_user(), id, &record, config)?;
         Ok(share.map(|share| (id, record, share)))
     };
-    if let Some(id) = &exec.id {
+    if let Some(id) = &call.line.id {
         return find(id);
     }
     let mut certain = None;
@@ -133,14 +133,11 @@ fn write_edited_copy(file: &Path, environment: &Environment) -> anyhow::Result<O
 
 /// Follows links, because `/dev/stdin` is one, often to a pipe.
 fn read_process_file(path: &Path) -> anyhow::Result<JsonFile> {
-    let read = || {
-        let mut options = OpenOptions::new();
-        let file = options.read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open(path)?;
-        bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT)
-    };
-    let failed =
-        |why: InputError| anyhow!("the process file {} cannot be used: {why}", safe(&path.to_string_lossy()));
-    Ok(JsonFile { path: path.to_owned(), text: read().map_err(failed)? })
+    let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY;
+    let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let text = opened.and_then(|file| bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT));
+    let failed = |why| anyhow!("the process file {} cannot be used: {why}", safe(&path.to_string_lossy()));
+    Ok(JsonFile { path: path.to_owned(), text: text.map_err(failed)? })
 }
 
 /// Writes `text` to a file that survives exec(2). Returns a path by which the next program can open it.
@@ -170,10 +167,8 @@ fn options(
     if given.is_empty() && environment == share {
         return Vec::new();
     }
-    let name_of =
-        |entry: &OsString| entry.as_bytes().split(|byte| *byte == b'=').next().map(<[u8]>::to_owned);
-    let given: Vec<Vec<u8>> = given.iter().filter_map(name_of).collect();
-    let is_given = |name: &str| given.iter().any(|given| given == name.as_bytes());
+    let given = given.iter().map(|entry| entry.as_bytes().split(|byte| *byte == b'=').next());
+    let is_given = |name: &str| given.clone().any(|given| given == Some(name.as_bytes()));
     let pair = |(name, value): &(String, String)| format!("{name}={value}");
     let defaults = environment.default.iter().filter(|(name, _)| !is_given(name));
     let defaults = defaults.filter_map(|default| {

@@ -18,24 +18,13 @@ pub enum Dialect {
 pub(super) type Table = &'static str;
 
 /// One option.
-#[derive(Clone, Copy)]
 struct Flag {
     /// Long name without dashes.
     name: &'static str,
-    /// One letter, if it has one.
-    short: Option<u8>,
-    takes: Takes,
-}
-
-/// The option's value.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Takes {
-    /// Nothing; runc's booleans allow `--name=false`.
-    Nothing,
-    /// A value, attached or as the next argument.
-    Value,
-    /// A value only if it is attached.
-    Attached,
+    /// One letter; empty if it has none.
+    letter: &'static str,
+    /// Whether it takes a value: what stands behind it in the table. One without allows `--name=false` with runc.
+    takes: &'static str,
 }
 
 /// Global options of runc 1.0 to 1.4 (`runc --help`).
@@ -78,13 +67,8 @@ pub(super) const CRIU: Table = "bundle|b= detach|d console-socket= image-path= w
 fn read_table(table: Table) -> Vec<Flag> {
     let read = |option: &'static str| {
         let names = option.trim_end_matches(['=', ':']);
-        let takes = match &option[names.len()..] {
-            "" => Takes::Nothing,
-            "=" => Takes::Value,
-            _ => Takes::Attached,
-        };
         let (name, letter) = names.split_once('|').unwrap_or((names, ""));
-        Flag { name, short: letter.bytes().next(), takes }
+        Flag { name, letter, takes: &option[names.len()..] }
     };
     table.split_ascii_whitespace().map(read).collect()
 }
@@ -183,7 +167,7 @@ fn parse_go<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
         if name != flag.name.as_bytes() {
             scan.letters.push(flag.name);
         }
-        if flag.takes == Takes::Nothing || attached.is_some() {
+        if flag.takes.is_empty() || attached.is_some() {
             scan.given.push((flag.name, attached));
         } else {
             scan.given.push((flag.name, args.get(next).copied()));
@@ -196,16 +180,11 @@ fn parse_go<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
 /// The name and attached value of an option in Go's notation; `None` for `-`, `--` and operands.
 fn split_go_flag(arg: &[u8]) -> Option<(&[u8], Option<&OsStr>)> {
     let name = arg.strip_prefix(b"--").or_else(|| arg.strip_prefix(b"-"))?;
-    if name.is_empty() {
-        return None;
-    }
-    Some(split_value(name))
+    (!name.is_empty()).then(|| split_value(name))
 }
 
 fn find_go_flag<'f>(flags: &'f [Flag], name: &[u8]) -> Option<&'f Flag> {
-    flags
-        .iter()
-        .find(|flag| name == flag.name.as_bytes() || flag.short.is_some_and(|letter| name == [letter]))
+    flags.iter().find(|flag| name == flag.name.as_bytes() || name == flag.letter.as_bytes())
 }
 
 /// `getopt_long`: long options may be abbreviated, letters may be clustered, values attached.
@@ -238,8 +217,8 @@ impl<'a> Scan<'a> {
             return None;
         };
         match (flag.takes, attached) {
-            (Takes::Value, None) => return Some(flag.name),
-            (Takes::Nothing, Some(_)) => self.unknown = true,
+            ("=", None) => return Some(flag.name),
+            ("", Some(_)) => self.unknown = true,
             (_, attached) => self.given.push((flag.name, attached)),
         }
         None
@@ -248,14 +227,14 @@ impl<'a> Scan<'a> {
     /// Parses clustered letters. Returns the last one's name if its value is the next argument.
     fn parse_letters(&mut self, letters: &'a [u8], flags: &[Flag]) -> Option<&'static str> {
         for (index, letter) in letters.iter().enumerate() {
-            let Some(flag) = flags.iter().find(|flag| flag.short == Some(*letter)) else {
+            let Some(flag) = flags.iter().find(|flag| flag.letter.as_bytes() == [*letter]) else {
                 self.unknown = true;
                 return None;
             };
             let attached = Some(&letters[index + 1..]).filter(|rest| !rest.is_empty()).map(OsStr::from_bytes);
             match (flag.takes, attached) {
-                (Takes::Nothing, _) => self.given.push((flag.name, None)),
-                (Takes::Value, None) => return Some(flag.name),
+                ("", _) => self.given.push((flag.name, None)),
+                ("=", None) => return Some(flag.name),
                 (_, attached) => {
                     self.given.push((flag.name, attached));
                     return None;

@@ -5,11 +5,9 @@
 
 mod argv;
 mod create;
-mod delete;
 mod exec;
+mod existing;
 mod flags;
-mod kill;
-mod update;
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -30,9 +28,10 @@ use sublet_core::fs::real_directory;
 use sublet_core::log::{Level, Log};
 use sublet_core::oci::containers_by_name;
 use sublet_core::process::inheritance::effective_user;
+use sublet_core::text::safe;
 use sublet_core::{admit, config, host, ledger, log};
 
-pub use argv::{Command, CommandLine, Delete, Exec, Global, Kill, Start, Update, parse};
+pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
 pub use flags::Dialect;
 
 /// The share of a shim that is called `sublet-<share>`.
@@ -51,7 +50,7 @@ struct Call<'a> {
     without_share: WithoutShare,
     low_level: LowLevel,
     files: &'a ParsedFiles<'a>,
-    global: &'a Global,
+    line: &'a CommandLine,
     log: &'a Log,
 }
 
@@ -85,24 +84,24 @@ pub fn main(args: &[OsString]) -> i32 {
     let own_log = runtime.as_ref().ok().and_then(|runtime| runtime.log.as_deref());
     let log = Log::new("sublet-runtime", line.global.log.as_deref(), line.global.log_json, own_log);
     log::trace_to(log.clone(), line.global.debug);
+    let is_start = matches!(line.command, Command::Create(_) | Command::Run(_) | Command::Restore(_));
     let (line, low_level) = match runtime {
-        Ok(_) => (line, found.map_err(anyhow::Error::from)),
-        Err(error) if line.command.is_start() => (line, Err(error.into())),
+        Ok(_) => (line, found),
+        Err(error) if is_start => (line, Err(error.into())),
         Err(error) => find_by_record(args, &error, &log),
     };
     let done = low_level.and_then(|low_level| {
-        let (share, files, global) = (share_from_name(name), &files, &line.global);
-        let call = Call { args, share, without_share, low_level, files, global, log: &log };
-        dispatch(&call, &line.command)
+        let share = share_from_name(name);
+        dispatch(&Call { args, share, without_share, low_level, files: &files, line: &line, log: &log })
     });
     done.unwrap_or_else(|error| {
-        log.write(Level::Error, &describe(&line.command, &error));
+        log.write(Level::Error, &describe(line.id.as_deref(), &error));
         EXIT_FAILURE
     })
 }
 
 /// The first of `names` that exists and is not sublet itself.
-fn find_low_level(names: &[String]) -> Result<LowLevel, MissingRuntime> {
+fn find_low_level(names: &[String]) -> anyhow::Result<LowLevel> {
     let own = std::fs::metadata("/proc/self/exe").ok();
     find(names, std::env::var_os("PATH").as_deref(), own.as_ref())
 }
@@ -119,18 +118,16 @@ fn find_by_record(
     let names = config::Runtime::default().low_level;
     let found: Vec<LowLevel> =
         names.iter().filter_map(|name| find_low_level(std::slice::from_ref(name)).ok()).collect();
-    let host = Host::current();
+    let host = Host::of(|name| std::env::var_os(name));
     let has_record = |low_level: &&LowLevel| {
         let root = parse(args, low_level.dialect).global.root;
         // In commands that do not concern sublet, the id is not parsed.
-        let mut records = args
-            .iter()
-            .filter_map(|word| record_path(low_level.dialect, root.as_deref(), word.to_str()?, &host));
-        records.any(|record| low_level.dialect.has_record(&record))
+        let record = |word: &OsString| record_path(low_level.dialect, root.as_deref(), word.to_str()?, &host);
+        args.iter().filter_map(record).any(|record| low_level.dialect.has_record(&record))
     };
     let low_level = found.iter().find(has_record).or(found.first()).cloned();
     let dialect = low_level.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect);
-    (parse(args, dialect), low_level.map_or_else(|| Ok(find_low_level(&names)?), Ok))
+    (parse(args, dialect), low_level.map_or_else(|| find_low_level(&names), Ok))
 }
 
 /// What is the matter with both commands of criu's.
@@ -139,8 +136,8 @@ const NO_CHECKPOINT: &str = "of a container with a GPU share is not possible, be
 
 /// Every command except `delete` of a container with a share, and `kill` of one whose first thread has ended, ends by
 /// becoming the low-level runtime.
-fn dispatch(call: &Call<'_>, command: &Command) -> anyhow::Result<i32> {
-    match command {
+fn dispatch(call: &Call<'_>) -> anyhow::Result<i32> {
+    match &call.line.command {
         Command::Create(start) => create::create(call, start, false),
         Command::Run(start) => create::create(call, start, true),
         Command::Exec(exec) => exec::exec(call, exec),
@@ -148,26 +145,26 @@ fn dispatch(call: &Call<'_>, command: &Command) -> anyhow::Result<i32> {
             Some(_) => bail!("restore {NO_CHECKPOINT}"),
             None => call.pass_on(),
         },
-        Command::Checkpoint(_) => match call.container(command) {
+        Command::Checkpoint => match call.container() {
             Some((id, record)) if call.has_share(id, &record)? => bail!("checkpoint {NO_CHECKPOINT}"),
             _ => call.pass_on(),
         },
-        Command::Update(changed) => update::update(call, changed, call.container(command)),
-        Command::Kill(kill) => kill::kill(call, kill, call.container(command)),
-        Command::Delete(delete) => delete::delete(call, delete.force, call.container(command)),
+        Command::Update { resources } => existing::update(call, resources.as_deref()),
+        Command::Kill { signal, all } => existing::kill(call, signal.as_deref(), *all),
+        Command::Delete { force } => existing::delete(call, *force),
         Command::Other => call.pass_on(),
     }
 }
 
 /// The error with its container.
-fn describe(command: &Command, error: &anyhow::Error) -> String {
-    match command.id() {
-        Some(id) => format!("container {}: {error}", sublet_core::text::safe(&id.to_string_lossy())),
+fn describe(id: Option<&OsStr>, error: &anyhow::Error) -> String {
+    match id {
+        Some(id) => format!("container {}: {error}", safe(&id.to_string_lossy())),
         None => error.to_string(),
     }
 }
 
-impl Call<'_> {
+impl<'a> Call<'a> {
     /// Becomes the low-level runtime, with the arguments as they came.
     fn pass_on(&self) -> anyhow::Result<i32> {
         Err(self.become_low_level(self.args))
@@ -183,15 +180,15 @@ impl Call<'_> {
         anyhow!("cannot run {}: {error}", self.low_level.program.display())
     }
 
-    /// The id and the record of the container that `command` names; `None` if there can be no lease.
-    fn container<'c>(&self, command: &'c Command) -> Option<(&'c str, PathBuf)> {
-        let id = command.id()?.to_str()?;
+    /// The id and the record of the container that the command names; `None` if there can be no lease.
+    fn container(&self) -> Option<(&'a str, PathBuf)> {
+        let id = self.line.id.as_ref()?.to_str()?;
         Some((id, self.record(id)?))
     }
 
     fn record(&self, id: &str) -> Option<PathBuf> {
-        let (dialect, root) = (self.low_level.dialect, self.global.root.as_deref());
-        record_path(dialect, root, id, &Host::current())
+        let (dialect, root) = (self.low_level.dialect, self.line.global.root.as_deref());
+        record_path(dialect, root, id, &Host::of(|name| std::env::var_os(name)))
     }
 
     fn has_share(&self, id: &str, record: &Path) -> anyhow::Result<bool> {
@@ -225,17 +222,6 @@ const MOST_LINKS: usize = 40;
 /// Errors for which execvp(3) looks further.
 const SKIPPED: [i32; 8] = [EACCES, ELOOP, ENAMETOOLONG, ENODEV, ENOENT, ENOTDIR, ESTALE, ETIMEDOUT];
 
-/// None of the configured runtimes is installed.
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "missing {first}: no executable {names} found{ourselves}; install runc or crun, or set [runtime] low_level"
-)]
-struct MissingRuntime {
-    first: String,
-    names: String,
-    ourselves: &'static str,
-}
-
 /// A low-level runtime.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct LowLevel {
@@ -246,7 +232,7 @@ struct LowLevel {
 }
 
 /// The first of `names` that exists and is not sublet itself, looked up in `path`.
-fn find(names: &[String], path: Option<&OsStr>, own: Option<&Metadata>) -> Result<LowLevel, MissingRuntime> {
+fn find(names: &[String], path: Option<&OsStr>, own: Option<&Metadata>) -> anyhow::Result<LowLevel> {
     let mut met_ourselves = false;
     for name in names {
         for program in candidates(name, path) {
@@ -265,11 +251,12 @@ fn find(names: &[String], path: Option<&OsStr>, own: Option<&Metadata>) -> Resul
             return Ok(LowLevel { dialect: detect_dialect(&program), program });
         }
     }
-    Err(MissingRuntime {
-        first: names.first().map_or_else(|| "runc".to_owned(), |name| sublet_core::text::safe(name)),
-        names: sublet_core::text::safe(&names.join(" or ")),
-        ourselves: if met_ourselves { " but sublet itself" } else { "" },
-    })
+    bail!(
+        "missing {}: no executable {} found{}; install runc or crun, or set [runtime] low_level",
+        names.first().map_or_else(|| "runc".to_owned(), |name| safe(name)),
+        safe(&names.join(" or ")),
+        if met_ourselves { " but sublet itself" } else { "" }
+    )
 }
 
 /// The paths that `name` may mean. Relative directories in PATH are skipped.
@@ -316,11 +303,6 @@ struct Host {
 }
 
 impl Host {
-    /// Of this process.
-    pub fn current() -> Self {
-        Self::of(|name| std::env::var_os(name))
-    }
-
     /// Of a process of the same user with these variables.
     fn of(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         Self {
@@ -390,35 +372,53 @@ impl Dialect {
         if self == Self::Crun {
             return path.to_owned();
         }
-        let mut clean = std::path::absolute(if path.as_os_str().is_empty() { Path::new(".") } else { path })
-            .unwrap_or_default();
-        if clean.components().any(|part| part == Component::ParentDir) {
-            clean = clean.components().fold(PathBuf::new(), |mut above, part| {
-                if part == Component::ParentDir {
-                    above.pop();
-                } else {
-                    above.push(part);
-                }
-                above
-            });
-        }
-        clean
+        let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+        let absolute = std::path::absolute(path).unwrap_or_default();
+        absolute.components().fold(PathBuf::new(), |mut above, part| {
+            if part == Component::ParentDir {
+                above.pop();
+            } else {
+                above.push(part);
+            }
+            above
+        })
     }
 }
 
 /// `path` without links, so that two names of a directory become one. The runtime creates missing components as they
 /// are written.
 fn resolve_existing(path: &Path) -> PathBuf {
-    let found = path.ancestors().find_map(|above| Some((real_directory(above).ok()?, above)));
-    found.map_or_else(
-        || path.to_owned(),
-        |(real, above)| path.strip_prefix(above).map_or_else(|_| path.to_owned(), |below| real.join(below)),
-    )
+    let real = |above: &Path| Some(real_directory(above).ok()?.join(path.strip_prefix(above).ok()?));
+    path.ancestors().find_map(real).unwrap_or_else(|| path.to_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_record_is_where_the_runtimes_command_line_says() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("c1")).unwrap();
+        // A waiting shell with additional arguments that it does not read.
+        let mut runtime = std::process::Command::new("/bin/sh")
+            .args(["-c", "echo up; read wait", "--root"])
+            .arg(dir.path())
+            .args(["create", "c1"])
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        // A process that was just started has no command line yet.
+        std::io::Read::read_exact(runtime.stdout.as_mut().unwrap(), &mut [0; 3]).unwrap();
+        let pid = i32::try_from(runtime.id()).unwrap();
+        assert_eq!(find_record(pid, "c1"), Some(dir.path().join("c1")));
+        assert_eq!(find_record(pid, "c2"), None, "there is none");
+        assert_eq!(find_record(pid, "../c1"), None);
+        drop(runtime.stdin.take());
+        runtime.wait().unwrap();
+        assert_eq!(find_record(pid, "c1"), None, "the runtime is gone");
+    }
 
     #[test]
     fn a_name_may_mean_a_share() {
@@ -434,7 +434,7 @@ mod tests {
     fn errors_name_the_container() {
         let error = anyhow!("checkpoint {NO_CHECKPOINT}");
         assert_eq!(
-            describe(&Command::Checkpoint(Some("c\u{1b}1".into())), &error),
+            describe(Some("c\u{1b}1".as_ref()), &error),
             "container c\\u{1b}1: checkpoint of a container with a GPU share is not possible, because the \
              GPU's state cannot be saved: recreate the container instead"
         );

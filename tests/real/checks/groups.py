@@ -104,7 +104,7 @@ SERVICE = "1024 open files, 8388608 bytes locked"
 
 def mps_limits():
     """The daemon does not have the resource limits of the engine that started the container
-    (src/cli/mps_daemons/service_defaults.rs)."""
+    (src/cli/mps_daemons/detach.rs)."""
     found = []
     for of in Path("/proc").glob("[0-9]*"):
         try:

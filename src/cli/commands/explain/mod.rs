@@ -16,7 +16,7 @@ pub use {
 };
 
 use crate::preview::Whose;
-use crate::setup::dockerd::Dockerd;
+use crate::setup::docker::Dockerd;
 use crate::stack;
 use sublet_core::config::Config;
 

@@ -48,23 +48,18 @@ const part = (element, name) => element.querySelector(`[data-part="${name}"]`);
 
 const percent = (value) => Math.min(100, Math.max(0, (value || 0) * 100));
 
-function setBar(bar, used, booked, text) {
+// Memory that is nearly full needs attention; an SM that is busy does not.
+function setBar(bar, used, booked, text, isMemory) {
     bar.querySelector(".booked").style.width = `${percent(booked)}%`;
     bar.querySelector(".used").style.width = `${percent(used)}%`;
     bar.setAttribute("aria-valuenow", String(Math.round(percent(used))));
     bar.setAttribute("aria-valuetext", used === null ? "not reported" : text);
-}
-
-// Memory that is nearly full needs attention; an SM that is busy does not.
-function setMemory(bar, used, booked, text) {
-    setBar(bar, used, booked, text);
-    bar.classList.toggle("full", used >= 0.95);
-    bar.classList.toggle("high", used >= 0.8 && used < 0.95);
+    bar.classList.toggle("full", isMemory && used >= 0.95);
+    bar.classList.toggle("high", isMemory && used >= 0.8 && used < 0.95);
 }
 
 function setMeasure(element, name, bar) {
-    const set = name === "memory" ? setMemory : setBar;
-    set(part(element, name), bar.used, bar.booked, bar.text);
+    setBar(part(element, name), bar.used, bar.booked, bar.text, name === "memory");
     say(part(element, `${name}-text`), bar.text);
 }
 
@@ -144,7 +139,7 @@ function setContainer(row, container) {
     for (const name of TEXTS) say(part(row, name), container[name]);
     part(row, "image").hidden = container.image === "-";
     setList(part(row, "process-list"), container.process_list);
-    setMemory(part(row, "memory-bar"), container.memory_used, null, container.memory);
+    setBar(part(row, "memory-bar"), container.memory_used, null, container.memory, true);
     setSpark(part(row, "past"), container.past, "Memory of its limit");
 }
 

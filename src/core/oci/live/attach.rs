@@ -1,26 +1,29 @@
 //! Attaches a container's mounts and nodes inside its mount namespace: only by descriptor, and never where the host
 //! would see them.
+//!
+//! The kernel resolves mount points and directories as if the rootfs were / (openat2). Missing ones are created relative
+//! to a descriptor, and all are returned as descriptors.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::path::Path;
 
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, openat};
-use nix::libc::dev_t;
-use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, fstat, fstatat, makedev, mknodat};
+use nix::fcntl::{AtFlags, OFlag, openat, readlinkat};
+use nix::libc::{dev_t, mode_t};
+use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, fstat, fstatat, makedev, mkdirat, mknodat};
 use nix::sys::statfs::{
     CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs,
 };
 use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
 use rustix::mount::{MoveMountFlags, move_mount};
 
-use super::find_or_create::{Kind, kind, name_of, place};
-use super::host_sources::HostSide;
-use super::{NamespaceError, failed, shown};
+use super::{HostSide, NamespaceError, failed};
 use crate::fs::{open_in, open_root};
 use crate::inventory::Node;
+use crate::oci::shown;
 
 /// The container's root filesystem, seen from its own mount namespace.
 pub(super) struct Rootfs<'a> {
@@ -50,8 +53,12 @@ impl<'a> Rootfs<'a> {
             fstat(mount).map_err(|error| failed(format!("examine what {} will be", shown(path)), error))?;
         let is_directory = kind(found.st_mode) == SFlag::S_IFDIR;
         let wanted = if is_directory { Kind::Directory } else { Kind::File };
+        let make = || place(&self.root, path, wanted);
+        // As the root of the container's user namespace, as its runtime would.
         let target = self
-            .as_owner(|| place(&self.root, path, wanted))
+            .host
+            .owner
+            .map_or_else(make, |(uid, gid)| with_fs_ids(uid, gid, make))
             .map_err(|error| failed(format!("make the mount point {}", shown(path)), error))?;
         if is_of_the_kernel(&target) {
             return Err(NamespaceError::Kernel(path.to_owned()));
@@ -123,14 +130,6 @@ impl<'a> Rootfs<'a> {
         File::from(fd).read_to_string(&mut text)?;
         Ok(text)
     }
-
-    /// Does `make` as the root of the container's user namespace, as its runtime would.
-    fn as_owner<T>(&self, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-        match self.host.owner {
-            Some((uid, gid)) => with_fs_ids(uid, gid, make),
-            None => make(),
-        }
-    }
 }
 
 /// Does `make` with these ids for the file system, and refuses where they, or those before, cannot be had.
@@ -158,7 +157,7 @@ fn fs_ids() -> (Uid, Gid) {
 
 /// Lets everybody open the node that was just made as `name`, whatever our umask is. By its descriptor, because somebody
 /// may have put a link in its place.
-fn open_to_all(proc: &OwnedFd, dir: &OwnedFd, name: &std::ffi::OsStr, device: dev_t) -> io::Result<()> {
+fn open_to_all(proc: &OwnedFd, dir: &OwnedFd, name: &OsStr, device: dev_t) -> io::Result<()> {
     let node = openat(dir, name, OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())?;
     let found = fstat(&node)?;
     if kind(found.st_mode) != SFlag::S_IFCHR || found.st_rdev != device {
@@ -169,7 +168,7 @@ fn open_to_all(proc: &OwnedFd, dir: &OwnedFd, name: &std::ffi::OsStr, device: de
     Ok(fchmodat(proc, path.as_str(), Mode::from_bits_truncate(0o666), FchmodatFlags::FollowSymlink)?)
 }
 
-fn is_node(dir: &OwnedFd, name: &std::ffi::OsStr, device: dev_t) -> bool {
+fn is_node(dir: &OwnedFd, name: &OsStr, device: dev_t) -> bool {
     fstatat(dir, name, AtFlags::AT_SYMLINK_NOFOLLOW)
         .is_ok_and(|stat| kind(stat.st_mode) == SFlag::S_IFCHR && stat.st_rdev == device)
 }
@@ -178,6 +177,70 @@ fn is_node(dir: &OwnedFd, name: &std::ffi::OsStr, device: dev_t) -> bool {
 fn is_of_the_kernel(target: impl AsFd) -> bool {
     const KERNEL: [FsType; 4] = [PROC_SUPER_MAGIC, SYSFS_MAGIC, CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC];
     fstatfs(target).map_or(true, |stat| KERNEL.contains(&stat.filesystem_type()))
+}
+
+/// How many links may lead to a mount point, and how many directories may have to be created for it.
+const MOST_STEPS: usize = 40;
+
+/// The type of a mount point.
+#[derive(Clone, Copy, PartialEq)]
+pub(in crate::oci) enum Kind {
+    File,
+    Directory,
+}
+
+/// The file or directory at `path`, created if it is missing.
+pub(in crate::oci) fn place(root: &OwnedFd, path: &Path, wanted: Kind) -> io::Result<OwnedFd> {
+    find_or_create(root, path, wanted, &mut 0)
+}
+
+/// [`place`], with the directories above it. The target of a dangling link is created inside the rootfs, as runc and crun do.
+fn find_or_create(root: &OwnedFd, path: &Path, wanted: Kind, steps: &mut usize) -> io::Result<OwnedFd> {
+    let mut path = path.to_owned();
+    let flags = if wanted == Kind::Directory { OFlag::O_DIRECTORY } else { OFlag::empty() };
+    while *steps < MOST_STEPS {
+        *steps += 1;
+        match open_in(root, &path, flags) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            found if wanted == Kind::Directory => return found,
+            found => return found.and_then(not_directory),
+        }
+        let dir = find_or_create(root, path.parent().ok_or(Errno::EINVAL)?, Kind::Directory, steps)?;
+        // By the directory's descriptor, because the path may lead elsewhere by now.
+        let name = name_of(&path)?;
+        let new = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_WRONLY | OFlag::O_CLOEXEC;
+        let made = match wanted {
+            Kind::File => openat(&dir, name, new, Mode::from_bits_truncate(0o644)).map(Some),
+            Kind::Directory => mkdirat(&dir, name, Mode::from_bits_truncate(0o755)).map(|()| None),
+        };
+        match made {
+            Ok(Some(file)) => return Ok(file),
+            // It is opened as if it had been there.
+            Ok(None) => {}
+            Err(Errno::EEXIST) => match readlinkat(&dir, name) {
+                Ok(link) => path = path.parent().unwrap_or(Path::new("/")).join(link),
+                // Something else than a link is there by now, and is looked up again.
+                Err(Errno::EINVAL) => {}
+                Err(error) => return Err(error.into()),
+            },
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(Errno::ELOOP.into())
+}
+
+/// The last component.
+fn name_of(path: &Path) -> io::Result<&OsStr> {
+    Ok(path.file_name().ok_or(Errno::EINVAL)?)
+}
+
+/// The type in a `st_mode`.
+pub(in crate::oci) fn kind(mode: mode_t) -> SFlag {
+    SFlag::from_bits_truncate(mode) & SFlag::S_IFMT
+}
+
+fn not_directory(target: OwnedFd) -> io::Result<OwnedFd> {
+    if kind(fstat(&target)?.st_mode) == SFlag::S_IFDIR { Err(Errno::EISDIR.into()) } else { Ok(target) }
 }
 
 #[cfg(test)]
@@ -242,5 +305,109 @@ mod tests {
         });
         assert_eq!(within, (Uid::from_raw(4321), Gid::from_raw(1234)));
         assert_eq!(after, (Uid::effective(), Gid::effective()));
+    }
+}
+
+#[cfg(test)]
+mod find_or_create_tests {
+    use std::fs;
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::fs::symlink;
+    use std::path::PathBuf;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::fs::open_root;
+
+    /// A rootfs beside a directory that represents the host.
+    fn rootfs() -> (TempDir, PathBuf, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let (inside, outside) = (dir.path().join("rootfs"), dir.path().join("host"));
+        fs::create_dir_all(inside.join("usr/lib")).unwrap();
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("file"), "").unwrap();
+        (dir, inside, outside)
+    }
+
+    fn path_of(fd: &OwnedFd) -> PathBuf {
+        fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap()
+    }
+
+    #[test]
+    fn links_are_followed_inside_the_rootfs_and_their_ends_made_there() {
+        let (_dir, inside, outside) = rootfs();
+        let root = open_root(&inside).unwrap();
+        let host = outside.display().to_string();
+        let cases = [
+            ("usr/lib/plain.so", None, Kind::File, "usr/lib/plain.so"),
+            ("usr/lib/far/off/dir", None, Kind::Directory, "usr/lib/far/off/dir"),
+            ("usr/lib/abs.so", Some("/opt/new/abs.so"), Kind::File, "opt/new/abs.so"),
+            ("usr/lib/rel.so", Some("../../../../opt/rel.so"), Kind::File, "opt/rel.so"),
+            ("run", Some("/var/run"), Kind::Directory, "var/run"),
+            ("out", Some(host.as_str()), Kind::Directory, host.trim_start_matches('/')),
+            ("twice", Some("out"), Kind::Directory, host.trim_start_matches('/')),
+        ];
+        for (path, link, kind, end) in cases {
+            if let Some(link) = link {
+                symlink(link, inside.join(path)).unwrap();
+            }
+            let made = place(&root, &Path::new("/").join(path), kind).unwrap();
+            assert_eq!(path_of(&made), inside.join(end), "{path}");
+            let again = place(&root, &Path::new("/").join(path), kind).unwrap();
+            assert_eq!(path_of(&again), inside.join(end), "{path}");
+        }
+        assert_eq!(fs::read_dir(&outside).unwrap().count(), 1, "nothing new on the host");
+    }
+
+    #[test]
+    fn what_cannot_be_a_mount_point_is_an_error() {
+        let (_dir, inside, _) = rootfs();
+        let root = open_root(&inside).unwrap();
+        symlink("loop", inside.join("loop")).unwrap();
+        symlink("/proc/self/root", inside.join("magic")).unwrap();
+        fs::write(inside.join("file"), "").unwrap();
+        let fails = |path: &str, kind| place(&root, Path::new(path), kind).unwrap_err().raw_os_error();
+        assert_eq!(fails("/usr/lib", Kind::File), Some(nix::libc::EISDIR));
+        assert_eq!(fails("/file/x", Kind::File), Some(nix::libc::ENOTDIR));
+        assert_eq!(fails("/file", Kind::Directory), Some(nix::libc::ENOTDIR));
+        assert_eq!(fails("/loop", Kind::File), Some(nix::libc::ELOOP));
+        assert_eq!(fails("/loop/x", Kind::Directory), Some(nix::libc::ELOOP));
+        let deep = format!("/{}", "d/".repeat(200));
+        assert_eq!(fails(&deep, Kind::Directory), Some(nix::libc::ELOOP));
+    }
+
+    /// As in CVE-2025-23359: while the path is looked up, another process swaps its parts for links to the
+    /// host.
+    #[test]
+    fn a_path_that_is_swapped_meanwhile_never_leads_out() {
+        let (_dir, inside, outside) = rootfs();
+        let root = open_root(&inside).unwrap();
+        symlink(&outside, inside.join("usr/evil")).unwrap();
+        let (good, evil) = (inside.join("usr/lib"), inside.join("usr/evil"));
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    renameat2(AT_FDCWD, &good, AT_FDCWD, &evil, RenameFlags::RENAME_EXCHANGE).unwrap();
+                }
+            });
+            for round in 0..10_000 {
+                let path = format!("/usr/lib/{}", if round % 2 == 0 { "file" } else { "new" });
+                if let Ok(made) = place(&root, Path::new(&path), Kind::File) {
+                    let path = path_of(&made);
+                    assert!(path.starts_with(&inside), "round {round}: {}", path.display());
+                }
+                if outside.join("new").exists() {
+                    done.store(true, Ordering::Relaxed);
+                    panic!("round {round}: made on the host");
+                }
+                let _ = fs::remove_file(good.join("new"));
+                let _ = fs::remove_file(evil.join("new"));
+            }
+            done.store(true, Ordering::Relaxed);
+        });
     }
 }

@@ -3,26 +3,35 @@
 //!
 //! A program is not compiled again from the bundle's rules, because runc and crun add rules that are not there. Its
 //! instructions are kept, and new ones are put in front.
+//!
+//! systemd is told the devices of a container whose cgroup it manages (`SetUnitProperties`, `DeviceAllow`). At every
+//! `daemon-reload` it writes its own device rules again.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::fd::AsFd as _;
 use std::path::{Component, Path};
+use std::process::Command;
+use std::time::Duration;
 
-use super::{NamespaceError, bpf, failed, filter, shown, systemd};
-use crate::host::{CGROUP_MOUNT, unified_cgroups};
+use super::{NamespaceError, bpf, failed};
+use crate::fs::under;
+use crate::host::{CGROUP_MOUNT, cgroup_line, unified_cgroups};
 use crate::inventory::Node;
+use crate::oci::shown;
+use crate::process::child::ChildError;
+use crate::process::{confine, sublet};
+use crate::text::safe;
 
 /// Lets processes in the cgroup of `pid` read and write `nodes`.
 pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceError> {
     let table = fs::read_to_string(format!("/proc/{pid}/cgroup"));
     let table = table.map_err(|error| failed("read which cgroup it is in", error))?;
-    let paths = Paths::parse(&table);
     let hierarchy = Path::new(CGROUP_MOUNT).join("devices");
-    if let Some(below) = paths.devices.filter(|_| hierarchy.is_dir()) {
+    if let Some(below) = own_cgroup(&table, "devices").filter(|_| hierarchy.is_dir()) {
         allow_v1(&hierarchy, below, nodes)?;
     }
-    match paths.unified {
+    match own_cgroup(&table, "") {
         Some(below) => allow_v2(&unified_cgroups(Path::new(CGROUP_MOUNT)), below, nodes),
         None => Ok(()),
     }
@@ -31,20 +40,18 @@ pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceErr
 /// The first of `nodes` that the device cgroup of `pid` denies; `None`: none, or it is unknown.
 pub(super) fn first_denied(pid: i32, nodes: &[Node]) -> Option<&Node> {
     let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-    let paths = Paths::parse(&table);
-    let by_v1 = paths.devices.and_then(|below| {
-        let file =
-            Path::new(CGROUP_MOUNT).join("devices").join(below.trim_start_matches('/')).join("devices.list");
-        let list = fs::read_to_string(file).ok()?;
+    let by_v1 = own_cgroup(&table, "devices").and_then(|below| {
+        let list = under(&Path::new(CGROUP_MOUNT).join("devices"), below).join("devices.list");
+        let list = fs::read_to_string(list).ok()?;
         nodes.iter().find(|node| !list.lines().any(|rule| opens(rule, node)))
     });
     by_v1.or_else(|| {
-        let below = paths.unified?.trim_start_matches('/');
-        let cgroup = File::open(unified_cgroups(Path::new(CGROUP_MOUNT)).join(below)).ok()?;
+        let cgroup = under(&unified_cgroups(Path::new(CGROUP_MOUNT)), own_cgroup(&table, "")?);
+        let cgroup = File::open(cgroup).ok()?;
         let programs = bpf::query(cgroup.as_fd(), bpf::EFFECTIVE).ok()?.programs.into_iter();
         let programs: Vec<_> =
             programs.filter_map(|id| bpf::instructions(&bpf::program(id).ok()?).ok()).collect();
-        let is_closed = |node: &&Node| programs.iter().any(|one| filter::allows(one, node) == Some(false));
+        let is_closed = |node: &&Node| programs.iter().any(|one| bpf::allows(one, node) == Some(false));
         nodes.iter().find(is_closed)
     })
 }
@@ -60,45 +67,23 @@ fn opens(rule: &str, node: &Node) -> bool {
         && is(&|access| access.contains('r') && access.contains('w'))
 }
 
-/// /proc/PID/cgroup (cgroups(7)) without the root cgroups that every process is in.
-#[derive(Debug, PartialEq)]
-struct Paths<'a> {
-    devices: Option<&'a str>,
-    unified: Option<&'a str>,
-}
-
-impl<'a> Paths<'a> {
-    fn parse(table: &'a str) -> Self {
-        let mut paths = Self { devices: None, unified: None };
-        for line in table.lines() {
-            let mut fields = line.splitn(3, ':');
-            let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next())
-            else {
-                continue;
-            };
-            let plain = Path::new(path).components().skip(1).all(|part| matches!(part, Component::Normal(_)));
-            let path = Some(path).filter(|path| plain && path.len() > 1);
-            match controllers {
-                "" => paths.unified = path,
-                other if other.split(',').any(|name| name == "devices") => paths.devices = path,
-                _ => {}
-            }
-        }
-        paths
-    }
+/// The path of a process in the hierarchy `controller`, by its /proc/PID/cgroup. `None`: it is in the root cgroup, as every
+/// process is, or outside our cgroup namespace.
+fn own_cgroup<'t>(table: &'t str, controller: &str) -> Option<&'t str> {
+    let is_normal =
+        |path: &str| Path::new(path).components().skip(1).all(|part| matches!(part, Component::Normal(_)));
+    cgroup_line(table, controller).filter(|path| path.len() > 1 && is_normal(path))
 }
 
 fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
-    let dir = hierarchy.join(below.trim_start_matches('/'));
     if let Some((unit, of_unit)) = unit(below) {
-        let everything =
-            fs::read_to_string(hierarchy.join(of_unit.trim_start_matches('/')).join("devices.list"));
+        let everything = fs::read_to_string(under(hierarchy, of_unit).join("devices.list"));
         let limited = everything.is_ok_and(|list| list.trim() != "a *:* rwm");
-        if limited && systemd::owns(unit, of_unit) {
-            systemd::allow(unit, nodes)?;
+        if limited && is_of_systemd(unit, of_unit) {
+            allow_by_systemd(unit, nodes)?;
         }
     }
-    let file = dir.join("devices.allow");
+    let file = under(hierarchy, below).join("devices.allow");
     for node in nodes {
         let rule = format!("c {}:{} rw", node.major, node.minor);
         let written =
@@ -130,8 +115,8 @@ fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result
     let before = bpf::query(cgroup.as_fd(), 0).map_err(opening)?;
     let mut attached = before.clone();
     if let Some((unit, path)) = unit.filter(|_| !before.programs.is_empty()) {
-        if systemd::owns(unit, path) {
-            systemd::allow(unit, nodes)?;
+        if is_of_systemd(unit, path) {
+            allow_by_systemd(unit, nodes)?;
             attached = bpf::query(cgroup.as_fd(), 0).map_err(opening)?;
         }
     }
@@ -139,7 +124,7 @@ fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result
     for id in attached.programs.iter().filter(|id| before.programs.contains(id)) {
         let replace = || {
             let old = bpf::program(*id)?;
-            let new = bpf::load(&filter::allow(nodes, &bpf::instructions(&old)?))?;
+            let new = bpf::load(&bpf::allow(nodes, &bpf::instructions(&old)?))?;
             bpf::replace(cgroup.as_fd(), &attached, &old, &new)
         };
         replace().map_err(opening)?;
@@ -156,19 +141,78 @@ fn unit(below: &str) -> Option<(&str, &str)> {
     })
 }
 
+/// systemd answers within milliseconds.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// The arguments of systemctl(1) that come before a unit, and before a unit and its rules.
+const SHOW: [&str; 4] = ["show", "--property=ControlGroup", "--value", "--"];
+const SET: [&str; 3] = ["set-property", "--runtime", "--"];
+const RULE: &str = "DeviceAllow=/dev/char/";
+
+/// Whether `unit` is systemd's and has the cgroup `below` (as /proc/PID/cgroup writes it).
+fn is_of_systemd(unit: &str, below: &str) -> bool {
+    // sd_booted(3).
+    if !Path::new("/run/systemd/system").is_dir() {
+        return false;
+    }
+    ask_systemd(&[&SHOW[..], &[unit]].concat()).is_ok_and(|answer| answer.trim() == below)
+}
+
+/// Adds `nodes` to the devices that `unit` may use, until it ends.
+fn allow_by_systemd(unit: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
+    let rules: Vec<String> = nodes.iter().map(|node| rule(node)).collect();
+    let mut arguments = [&SET[..], &[unit]].concat();
+    arguments.extend(rules.iter().map(String::as_str));
+    ask_systemd(&arguments).map(drop).map_err(|message| NamespaceError::Systemd(safe(unit), message))
+}
+
+/// By number, for which systemd needs no device node (`systemd.resource-control(5)`, `DeviceAllow`).
+fn rule(node: &Node) -> String {
+    format!("{RULE}{}:{} rw", node.major, node.minor)
+}
+
+/// `systemctl` with `arguments`, if they are arguments that this module uses.
+pub fn systemctl(arguments: &[&str]) -> Option<Command> {
+    let unit = arguments.strip_prefix(&SHOW).filter(|rest| rest.len() == 1);
+    let rules = arguments.strip_prefix(&SET).and_then(|rest| rest.split_first()).map(|(_, rules)| rules);
+    let is_rule = |rule: &&str| rule.starts_with(RULE);
+    (unit.is_some() || rules.is_some_and(|rules| rules.iter().all(is_rule))).then(|| with(arguments))
+}
+
+fn with(arguments: &[&str]) -> Command {
+    let mut command = Command::new("systemctl");
+    command.args(arguments).env_clear().env("PATH", sublet::PATH).current_dir("/");
+    command
+}
+
+fn ask_systemd(arguments: &[&str]) -> Result<String, String> {
+    let words: Vec<&str> = std::iter::once("systemctl").chain(arguments.iter().copied()).collect();
+    match confine::run(&words, || with(arguments), "", LIMIT) {
+        Ok(finished) if finished.status.success() => Ok(finished.stdout),
+        Ok(finished) => Err(safe(finished.stderr.lines().last().unwrap_or("systemctl failed"))),
+        Err(ChildError::Timeout) => Err(format!("no answer within {} s", LIMIT.as_secs())),
+        Err(ChildError::Io(error)) => Err(format!("systemctl: {error}")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn cgroups_are_found_in_every_layout() {
-        let of = |devices, unified| Paths { devices, unified };
+        let of = |table: &str| {
+            (own_cgroup(table, "devices").map(str::to_owned), own_cgroup(table, "").map(str::to_owned))
+        };
+        let pair = |devices: Option<&str>, unified: Option<&str>| {
+            (devices.map(str::to_owned), unified.map(str::to_owned))
+        };
         let scope = "/machine.slice/libpod-1.scope/container";
-        assert_eq!(Paths::parse(&format!("0::{scope}\n")), of(None, Some(scope)));
-        assert_eq!(Paths::parse("9:name=systemd:/\n5:devices:/c1\n0::/\n"), of(Some("/c1"), None));
-        assert_eq!(Paths::parse("5:devices,misc:/a:b\n0::/u\n"), of(Some("/a:b"), Some("/u")));
-        assert_eq!(Paths::parse("5:devices:/\n0::/../x\n"), of(None, None), "outside our cgroup namespace");
-        assert_eq!(Paths::parse("garbage\n\n"), of(None, None));
+        assert_eq!(of(&format!("0::{scope}\n")), pair(None, Some(scope)));
+        assert_eq!(of("9:name=systemd:/\n5:devices:/c1\n0::/\n"), pair(Some("/c1"), None));
+        assert_eq!(of("5:devices,misc:/a:b\n0::/u\n"), pair(Some("/a:b"), Some("/u")));
+        assert_eq!(of("5:devices:/\n0::/../x\n"), pair(None, None), "outside our cgroup namespace");
+        assert_eq!(of("garbage\n\n"), pair(None, None));
     }
 
     #[test]
@@ -190,5 +234,16 @@ mod tests {
         let docker = "/system.slice/docker.service/docker/abc";
         assert_eq!(unit(docker), Some(("docker.service", "/system.slice/docker.service")));
         assert_eq!(unit("/docker/abc"), None);
+    }
+}
+
+#[cfg(test)]
+mod systemd_tests {
+    use super::*;
+
+    #[test]
+    fn rules_name_devices_by_number() {
+        let node = Node { path: "/dev/nvidia-caps/nvidia-cap1".into(), major: 241, minor: 1 };
+        assert_eq!(rule(&node), "DeviceAllow=/dev/char/241:1 rw");
     }
 }

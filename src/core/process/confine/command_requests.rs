@@ -22,16 +22,11 @@ const LONGEST: u64 = 1 << 20;
 const DETACHED: Duration = Duration::ZERO;
 
 /// The connection by which a process that may not start programs asks for commands.
-static OUTSIDE: OnceLock<UnixStream> = OnceLock::new();
+pub(super) static OUTSIDE: OnceLock<UnixStream> = OnceLock::new();
 
 /// Whether this process may neither start programs nor send signals.
 pub(crate) fn is_confined() -> bool {
     OUTSIDE.get().is_some()
-}
-
-/// From now on this process asks `outside` to run its commands.
-pub(super) fn set_outside(outside: UnixStream) {
-    let _ = OUTSIDE.set(outside);
 }
 
 /// As [`child::run`], for `command`. If this process may not run it itself, it asks for `words` instead: the program's
@@ -56,13 +51,11 @@ pub fn run(
 /// # Errors
 /// It cannot be started; or the process that runs commands for this one has ended.
 pub fn start(words: &[&str], command: impl FnOnce() -> Command) -> io::Result<()> {
-    match OUTSIDE.get() {
-        Some(outside) => match ask(outside, words, "", DETACHED) {
-            Ok(_) => Ok(()),
-            Err(ChildError::Io(error)) => Err(error),
-            Err(ChildError::Timeout) => Err(io::ErrorKind::TimedOut.into()),
-        },
-        None => child::spawn_detached(&mut command()),
+    let Some(outside) = OUTSIDE.get() else { return child::spawn_detached(&mut command()) };
+    match ask(outside, words, "", DETACHED) {
+        Ok(_) => Ok(()),
+        Err(ChildError::Io(error)) => Err(error),
+        Err(ChildError::Timeout) => Err(io::ErrorKind::TimedOut.into()),
     }
 }
 

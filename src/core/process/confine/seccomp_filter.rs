@@ -14,80 +14,37 @@ use nix::libc::{self, c_long, sock_filter, sock_fprog};
 use super::Rights;
 
 /// For every stage.
-const NEVER: &[c_long] = &[
+const NEVER: [&[c_long]; 16] = [
     // Programs and processes.
-    libc::SYS_execve,
-    libc::SYS_execveat,
-    libc::SYS_clone,
-    libc::SYS_clone3,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_fork,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_vfork,
+    &[libc::SYS_execve, libc::SYS_execveat, libc::SYS_clone, libc::SYS_clone3],
     // Other processes: a hook only reads /proc.
-    libc::SYS_ptrace,
-    libc::SYS_process_vm_readv,
-    libc::SYS_process_vm_writev,
-    libc::SYS_process_madvise,
-    libc::SYS_pidfd_getfd,
-    libc::SYS_pidfd_send_signal,
-    libc::SYS_kill,
-    libc::SYS_tkill,
-    libc::SYS_rt_sigqueueinfo,
-    libc::SYS_rt_tgsigqueueinfo,
-    libc::SYS_kcmp,
-    libc::SYS_migrate_pages,
-    libc::SYS_move_pages,
+    &[libc::SYS_ptrace, libc::SYS_process_vm_readv, libc::SYS_process_vm_writev, libc::SYS_process_madvise],
+    &[libc::SYS_pidfd_getfd, libc::SYS_pidfd_send_signal, libc::SYS_kill, libc::SYS_tkill],
+    &[libc::SYS_rt_sigqueueinfo, libc::SYS_rt_tgsigqueueinfo, libc::SYS_kcmp],
+    &[libc::SYS_migrate_pages, libc::SYS_move_pages],
     // User and group ids.
-    libc::SYS_setuid,
-    libc::SYS_setgid,
-    libc::SYS_setreuid,
-    libc::SYS_setregid,
-    libc::SYS_setresuid,
-    libc::SYS_setresgid,
-    libc::SYS_setgroups,
-    libc::SYS_personality,
+    &[libc::SYS_setuid, libc::SYS_setgid, libc::SYS_setreuid, libc::SYS_setregid],
+    &[libc::SYS_setresuid, libc::SYS_setresgid, libc::SYS_setgroups, libc::SYS_personality],
     // The kernel and the machine.
-    libc::SYS_init_module,
-    libc::SYS_finit_module,
-    libc::SYS_delete_module,
-    libc::SYS_kexec_load,
-    libc::SYS_kexec_file_load,
-    libc::SYS_reboot,
-    libc::SYS_swapon,
-    libc::SYS_swapoff,
-    libc::SYS_acct,
-    libc::SYS_quotactl,
-    libc::SYS_syslog,
-    libc::SYS_settimeofday,
-    libc::SYS_clock_settime,
-    libc::SYS_clock_adjtime,
-    libc::SYS_adjtimex,
-    libc::SYS_sethostname,
-    libc::SYS_setdomainname,
-    libc::SYS_perf_event_open,
-    libc::SYS_userfaultfd,
-    libc::SYS_add_key,
-    libc::SYS_request_key,
-    libc::SYS_keyctl,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_iopl,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_ioperm,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_modify_ldt,
+    &[libc::SYS_init_module, libc::SYS_finit_module, libc::SYS_delete_module],
+    &[libc::SYS_kexec_load, libc::SYS_kexec_file_load, libc::SYS_reboot],
+    &[libc::SYS_swapon, libc::SYS_swapoff, libc::SYS_acct, libc::SYS_quotactl, libc::SYS_syslog],
+    &[libc::SYS_settimeofday, libc::SYS_clock_settime, libc::SYS_clock_adjtime, libc::SYS_adjtimex],
+    &[libc::SYS_sethostname, libc::SYS_setdomainname, libc::SYS_perf_event_open, libc::SYS_userfaultfd],
+    &[libc::SYS_add_key, libc::SYS_request_key, libc::SYS_keyctl],
     // Ways around this filter.
-    libc::SYS_io_uring_setup,
-    libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register,
+    &[libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register],
     // Ways out of a root directory.
-    libc::SYS_open_by_handle_at,
-    libc::SYS_chroot,
-    libc::SYS_pivot_root,
-    libc::SYS_unshare,
-    libc::SYS_mount,
-    libc::SYS_umount2,
+    &[libc::SYS_open_by_handle_at, libc::SYS_chroot, libc::SYS_pivot_root],
+    &[libc::SYS_unshare, libc::SYS_mount, libc::SYS_umount2],
 ];
+
+/// For every stage, where the architecture has them: more ways to make processes, and the machine's ports and segments.
+#[cfg(target_arch = "x86_64")]
+const NEVER_HERE: &[c_long] =
+    &[libc::SYS_fork, libc::SYS_vfork, libc::SYS_iopl, libc::SYS_ioperm, libc::SYS_modify_ldt];
+#[cfg(not(target_arch = "x86_64"))]
+const NEVER_HERE: &[c_long] = &[];
 
 /// Refused in stages that do not enter a container.
 const CONTAINER: &[c_long] = &[
@@ -151,23 +108,16 @@ fn set(program: &mut [sock_filter]) -> io::Result<()> {
 }
 
 fn program(rights: Rights) -> Vec<sock_filter> {
-    let mut program = vec![
-        load(ARCHITECTURE),
-        when(ARCH, 0, 1),
-        step(libc::BPF_JMP | libc::BPF_JA, 1, 0, 0),
-        ret(REFUSE),
-        load(NUMBER),
-    ];
+    let mut program = vec![load(ARCHITECTURE), when(ARCH, 1, 0), ret(REFUSE), load(NUMBER)];
     #[cfg(target_arch = "x86_64")]
     program.extend([step(libc::BPF_JMP | libc::BPF_JGE, X32, 0, 1), ret(REFUSE)]);
-    let container: &[c_long] = if rights.is_container() { &[] } else { CONTAINER };
-    for &call in NEVER.iter().chain(container) {
+    let container: &[c_long] = if rights == Rights::Container { &[] } else { CONTAINER };
+    for &call in NEVER.into_iter().chain([NEVER_HERE, container]).flatten() {
         program.extend([when(number(call), 0, 1), ret(REFUSE)]);
     }
     for (call, value) in WITH.into_iter().chain([(libc::SYS_tgkill, own_pid())]) {
-        let known = [when(number(call), 0, 4), load(ARGUMENT), when(number(value), 0, 1), ret(ALLOW)];
-        program.extend(known);
-        program.push(ret(REFUSE));
+        program.extend([when(number(call), 0, 4), load(ARGUMENT), when(number(value), 0, 1)]);
+        program.extend([ret(ALLOW), ret(REFUSE)]);
     }
     program.push(ret(ALLOW));
     program

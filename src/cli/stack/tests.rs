@@ -1,0 +1,176 @@
+use std::collections::BTreeMap;
+
+use super::*;
+use crate::names::Names;
+use sublet_core::inventory::GpuProcess;
+use sublet_core::ledger::{Init, fixture::lease};
+use sublet_core::place::fixture::{GIB, device, host};
+
+fn service(name: &str, annotations: &[(&str, &str)]) -> Service {
+    let pair = |(key, value): &(&str, &str)| (format!("sublet.{key}"), (*value).to_owned());
+    Service {
+        name: name.to_owned(),
+        annotations: annotations.iter().map(pair).collect::<BTreeMap<_, _>>(),
+        runtime: Some("sublet".to_owned()),
+        ..Service::default()
+    }
+}
+
+fn config() -> Config {
+    toml::from_str("[share.small]\nsm = 25\nmemory = '8GiB'\n").unwrap()
+}
+
+/// What becomes of each, in few words.
+fn told(services: Vec<Service>, inventory: Inventory) -> Vec<String> {
+    let stack = Stack { services, ..Stack::default() };
+    let world = (Ledger::empty("boot"), inventory);
+    let containers = toml::from_str("[[container]]\nname = 'web-*'\nshare = 'small'\n").ok();
+    let (fitted, _) =
+        fit(&stack, containers.as_ref(), world, &Names::default(), Whose::Root, &config()).unwrap();
+    let words = |one: Fitted| match one.outcome {
+        Outcome::Fits(placement) => {
+            let sm = placement.sm.map(|sm| format!(" {sm}")).unwrap_or_default();
+            format!("{} on {}, {}{sm}", one.service, placement.devices.join("+"), placement.mode)
+        }
+        Outcome::AsksForNone => format!("{} asks for none", one.service),
+        Outcome::Made(made) => format!("{} makes {}", one.service, made.0.what),
+        Outcome::Not(why) => format!("{} not: {why}", one.service),
+    };
+    fitted.into_iter().map(words).collect()
+}
+
+#[test]
+fn each_sees_the_bookings_of_those_before_it() {
+    let services = [("a", "60"), ("b", "60"), ("c", "40"), ("d", "50"), ("e", "30")];
+    let services = services.map(|(name, sm)| service(name, &[("sm", sm)])).to_vec();
+    let told = told(services, host(vec![device(0), device(1)]));
+    assert_eq!(told.len(), 5);
+    let gpus: Vec<&str> = told.iter().map(|line| line.split_once(", ").map_or("-", |(gpu, _)| gpu)).collect();
+    assert_eq!(gpus[..2], ["a on GPU-0", "b on GPU-1"]);
+    assert!(gpus[2].starts_with("c on GPU-"), "{told:?}");
+    assert!(told[3].starts_with("d not: no place for"), "{told:?}");
+    assert!(gpus[4].starts_with("e on GPU-"), "one that does not fit books nothing: {told:?}");
+}
+
+#[test]
+fn a_share_comes_by_runtime_by_cdi_by_name_and_by_annotation() {
+    let with = |name: &str, change: fn(&mut Service)| {
+        let mut service = service(name, &[]);
+        change(&mut service);
+        service
+    };
+    let told = told(
+        vec![
+            with("runtime", |service| service.runtime = Some("sublet-small".into())),
+            with("cdi", |service| service.devices = vec!["sublet/share=small.0".into()]),
+            with("name", |service| service.called = Some(("web-1".into(), "x".into()))),
+            with("db", |service| service.called = Some(("db-1".into(), "x".into()))),
+            with("unknown", |_| {}),
+            with("plain", |service| service.runtime = None),
+            with("no-cdi", |service| service.devices = vec!["sublet/share=large.0".into()]),
+        ],
+        host(vec![device(0)]),
+    );
+    for (line, name) in told.iter().zip(["runtime", "cdi", "name"]) {
+        assert_eq!(*line, format!("{name} on GPU-0, mps 25"));
+    }
+    assert_eq!(told[3], "db asks for none");
+    assert!(told[4].starts_with("unknown not: its share is that of its name or image"), "{told:?}");
+    assert_eq!(told[5], "plain asks for none");
+    assert!(told[6].contains("there is no CDI device sublet/share=large.0"), "{told:?}");
+}
+
+#[test]
+fn what_contradicts_a_share_is_found() {
+    let with = |name: &str, change: fn(&mut Service)| {
+        let mut service = service(name, &[("sm", "5")]);
+        change(&mut service);
+        service
+    };
+    let told = told(
+        vec![
+            with("runc", |service| service.runtime = Some("/usr/bin/runc".into())),
+            with("gpus", |service| service.gpus = true),
+            with("open", |service| service.privileged = true),
+            with("node", |service| service.devices = vec!["/dev/nvidia0:/dev/nvidia0".into()]),
+            with("nvidia", |service| service.devices = vec!["nvidia.com/gpu=0".into()]),
+            with("typo", |service| drop(service.annotations.insert("sublet.smm".into(), "1".into()))),
+            with("two", |service| service.devices = vec!["sublet/share=small.0".into()]),
+            with("hook", |service| (service.runtime, service.by_hook) = (Some("/usr/bin/crun".into()), true)),
+        ],
+        host(vec![device(0)]),
+    );
+    for (line, said) in told.iter().zip([
+        "runc not: its runtime is runc, which does not read its annotations",
+        "gpus not: the engine was asked for GPUs too",
+        "open not: the container may open every device of the host",
+        "node not: the container is given the device /dev/nvidia0 in addition to its share",
+        "nvidia not: the engine was asked for an NVIDIA CDI device too",
+        "typo not: sublet.smm=1: unknown key",
+        "two not: sublet.sm=5 and the CDI device sublet/share=small ask for different shares",
+        "hook on GPU-0, mps 5",
+    ]) {
+        assert!(line.starts_with(said), "{line}");
+    }
+}
+
+#[test]
+fn containers_of_the_stack_that_run_are_not_counted_twice() {
+    let mut running = lease(1, "GPU-0");
+    (running.mode, running.memory_bytes) = (sublet_core::share::Mode::Exclusive, None);
+    running.init = Some(Init {
+        process: Process { pid: 7, start_time: 1 },
+        pid_namespace: 0,
+        cgroup: Some("/sys/fs/cgroup/a".into()),
+        cgroup_inode: None,
+    });
+    let mut inventory = host(vec![device(0)]);
+    inventory.devices[0].memory_free_bytes = 60 * GIB;
+    inventory.devices[0].processes = vec![GpuProcess {
+        pid: 7,
+        name: "x".into(),
+        memory_bytes: 40 * GIB,
+        pid_namespace: 0,
+        cgroups: vec![],
+        mps_server: false,
+    }];
+    let ledger = Ledger { leases: vec![running, lease(2, "GPU-0")], ..Ledger::empty("boot") };
+    let name = Name { part_of: "shop/web".into(), unit: "web.service".into(), ..Name::default() };
+    let names = Names::for_test(&ledger.leases[0], name);
+    for (own, left, free) in [
+        (Own::Project("shop".into()), 1, 100),
+        (Own::Units(vec!["web.service".into()]), 1, 100),
+        (Own::Project("sho".into()), 2, 60),
+        (Own::default(), 2, 60),
+    ] {
+        let (mut ledger, mut inventory) = (ledger.clone(), inventory.clone());
+        let aside = set_aside(&own, &mut ledger, &mut inventory, &names);
+        assert_eq!((ledger.leases.len(), 2 - aside), (left, left), "{own:?}");
+        assert_eq!(inventory.devices[0].memory_free_bytes, free * GIB, "{own:?}");
+        assert_eq!(inventory.devices[0].processes.len(), left - 1, "{own:?}");
+    }
+}
+
+fn of(toml: &str, inventory: &Inventory) -> Vec<String> {
+    resources(&counts(&toml::from_str(toml).unwrap(), inventory).unwrap())
+}
+
+#[test]
+fn each_share_is_counted_on_empty_gpus_by_itself() {
+    let mut busy = device(1);
+    (busy.memory_free_bytes, busy.memory_bytes) = (0, 50 * GIB);
+    let two = host(vec![device(0), busy]);
+    let text = "[share.quarter]\nsm = 25\n[share.large]\nmemory = '60GiB'\nsm = 10\n\
+                [share.first]\ngpu = 0\nsm = 50\n[share.whole]\nmode = 'exclusive'\n\
+                [share.both]\ngpu = 'any:2'\n[share.none]\nmemory = '200GiB'\n";
+    let expected =
+        ["sublet-first=2", "sublet-large=1", "sublet-quarter=8", "sublet-whole=2"].map(str::to_owned);
+    let mut found = of(text, &two);
+    let both = found.remove(0);
+    assert!(both.starts_with("sublet-both="), "{both}");
+    assert_eq!(found, expected);
+    let none = counts(&toml::from_str("[share.none]\nmemory = '200GiB'\n").unwrap(), &two).unwrap();
+    assert_eq!(none[0].fits, 0);
+    assert!(none[0].why.contains("200 GiB") || none[0].why.contains("204800"), "{}", none[0].why);
+    assert!(of("", &two).is_empty() && of("[share.a]\nsm = 25\n", &host(vec![])).is_empty());
+}
