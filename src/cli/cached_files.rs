@@ -73,7 +73,7 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use sublet_core::fs::atomic::replace;
+    use sublet_core::fs::replace;
 
     #[test]
     fn a_file_is_read_again_only_when_it_was_replaced() {

@@ -17,11 +17,7 @@ pub mod parse_errors;
 
 pub mod log;
 
-mod reading;
-
 pub mod process;
-
-pub mod host;
 
 pub mod fs;
 

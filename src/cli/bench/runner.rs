@@ -14,7 +14,7 @@ use super::result::{BenchResult, Cell, Measured, Settings};
 use super::samples::Source;
 use crate::own_root;
 use sublet_core::config::Config;
-use sublet_core::fs::atomic;
+use sublet_core::fs::replace;
 use sublet_core::inventory::Inventory;
 use sublet_core::text::safe;
 
@@ -179,7 +179,7 @@ fn remaining(took: Duration, timed: u32, left: usize) -> String {
 
 fn write(result: &BenchResult, output: &Path) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(result)? + "\n";
-    atomic::replace(output, text.as_bytes(), 0o644)
+    replace(output, text.as_bytes(), 0o644)
         .with_context(|| format!("cannot write {}; what it had before is still there", output.display()))
 }
 

@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::tables::{self, Column, Format};
 use crate::bench::{BenchResult, Cell, Figure, Measured, Mode, Sharing, digits, html, svg};
 use crate::shown::{bar, utf8};
-use sublet_core::fs::atomic;
+use sublet_core::fs::replace;
 use sublet_core::text::safe;
 
 /// Arguments of `sublet bench show`.
@@ -71,7 +71,7 @@ pub fn show(arguments: &Arguments) -> anyhow::Result<ExitCode> {
 }
 
 fn write(file: &Path, content: &[u8]) -> anyhow::Result<()> {
-    atomic::replace(file, content, 0o644).with_context(|| format!("cannot write {}", file.display()))
+    replace(file, content, 0o644).with_context(|| format!("cannot write {}", file.display()))
 }
 
 /// All that is printed of a result, on a terminal of `width` characters.

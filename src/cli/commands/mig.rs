@@ -245,7 +245,7 @@ fn change(
     if plans.iter().all(|plan| plan.steps.is_empty()) {
         return Ok(());
     }
-    sublet_core::fs::atomic::replace(kept, mig::export(&changed).as_bytes(), 0o644)
+    sublet_core::fs::replace(kept, mig::export(&changed).as_bytes(), 0o644)
         .with_context(|| format!("cannot write {}", kept.display()))?;
     match mig::uninterrupted(|| mig::apply(plans, allow_reset, nvml)) {
         Err(error @ ApplyError::Left { .. }) => {

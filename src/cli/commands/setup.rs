@@ -18,7 +18,7 @@ use crate::setup::{self, Wish, containerd, drop_ins, engine_files};
 use crate::shown::name_of;
 use crate::stack::{self, Count};
 use sublet_core::config::{Config, WithoutShare};
-use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
+use sublet_core::fs::{replace_durably as replace, sync_directory};
 use sublet_core::process::inheritance::honoured_config;
 use sublet_core::text::safe;
 

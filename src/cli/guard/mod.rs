@@ -19,10 +19,10 @@ use serde::{Deserialize, Serialize};
 
 use sublet_core::config::Config;
 use sublet_core::events;
-use sublet_core::fs::atomic::replace;
+use sublet_core::fs::replace;
 use sublet_core::fs::trusted;
-use sublet_core::host;
 use sublet_core::ledger::Lease;
+use sublet_core::process;
 use sublet_core::process::{epoch_seconds, uptime_seconds};
 use sublet_core::share::Action;
 use sublet_core::text::safe;
@@ -112,7 +112,7 @@ pub(crate) fn last_look(config: &Config) -> Option<u64> {
 
 /// The age of the last look, if that was in this boot.
 fn age(book: &Book) -> Option<u64> {
-    let is_of_now = !book.boot_id.is_empty() && book.boot_id == host::read_boot_id().unwrap_or_default();
+    let is_of_now = !book.boot_id.is_empty() && book.boot_id == process::read_boot_id().unwrap_or_default();
     uptime_seconds().checked_sub(book.looked_at).filter(|_| is_of_now)
 }
 
@@ -126,7 +126,7 @@ fn record(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Resu
         thin_out(&mut book.events);
     }
     book.looked_at = uptime_seconds();
-    host::read_boot_id().unwrap_or_default().clone_into(&mut book.boot_id);
+    process::read_boot_id().unwrap_or_default().clone_into(&mut book.boot_id);
     book.blind = blind;
     replace(&path(config), &serde_json::to_vec(&book)?, 0o644)
 }

@@ -16,7 +16,7 @@ use crate::events::{Position, Reader};
 use crate::guard::Offence;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
-use sublet_core::fs::{atomic, trusted};
+use sublet_core::fs::{replace, trusted};
 use sublet_core::share::Action;
 
 /// Upper bounds of the durations of leases, in seconds.
@@ -199,7 +199,7 @@ fn counted(config: &Config) -> std::io::Result<Totals> {
         totals.add(event);
     }
     totals.position = reader.position;
-    atomic::replace(&path(config), &serde_json::to_vec(&totals)?, 0o600)?;
+    replace(&path(config), &serde_json::to_vec(&totals)?, 0o600)?;
     Ok(totals)
 }
 

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use sublet_core::config::Config;
-use sublet_core::fs::{atomic, trusted};
+use sublet_core::fs::{replace, trusted};
 use sublet_core::ledger::{Container, Lease, Ledger};
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::epoch_seconds;
@@ -178,7 +178,7 @@ impl Names {
     fn store(&self, path: &Path) {
         let stored = Stored { schema: SCHEMA.to_owned(), leases: self.0.clone() };
         let written = serde_json::to_vec(&stored).map_err(Into::into);
-        if let Err(error) = written.and_then(|text| atomic::replace(path, &text, 0o600)) {
+        if let Err(error) = written.and_then(|text| replace(path, &text, 0o600)) {
             tracing::debug!("cannot write names.json: {error}");
         }
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::SetupError;
-use sublet_core::fs::atomic::replace_durably;
+use sublet_core::fs::replace_durably;
 use sublet_core::fs::{is_absent, trusted, under};
 
 /// The file in which a setup of Docker or containerd records what it changed in `path`, for the undo.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::AdmitError;
 use crate::config::Config;
 use crate::events::{self, Event, Kind};
-use crate::fs::atomic::replace;
+use crate::fs::replace;
 use crate::fs::trusted;
 use crate::ledger::Lease;
 use crate::process::epoch_seconds;

@@ -340,7 +340,7 @@ fn clear_locked(store: &Store, select: impl Fn(&Ledger) -> Vec<Leftover>) -> Opt
         })
         .ok()?;
     let clear = |left: Leftover| {
-        crate::fs::atomic::sweep(&left.bundle);
+        crate::fs::sweep(&left.bundle);
         oci::clear(&left)
     };
     Some(read().into_iter().map(clear).collect())

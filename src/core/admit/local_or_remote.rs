@@ -16,21 +16,21 @@ use crate::ledger::{Binding, Container, Lease, LeaseId, Ledger};
 use crate::oci::container_root;
 use crate::process::Process;
 use crate::process::inheritance::effective_user;
-use crate::{host, ledger, mps, oci};
+use crate::{ledger, mps, oci, process};
 
 /// Whether this process may not change the state. Root of the initial user namespace may, and so may the owner of the
 /// state directory (tests; root in a system container). Under rootless engines this process seems to be root, and files
 /// of the real root seem to belong to the overflow uid.
 pub fn is_remote(config: &Config) -> bool {
     let us = effective_user();
-    if us == 0 && !host::is_nested() {
+    if us == 0 && !process::is_nested() {
         return false;
     }
     // Links are followed: rootless Docker's /run is a file system of its own, with links to what was in the host's.
     let owner = match config.state_dir.metadata() {
         Ok(dir) => Some(dir),
         // A user's /run of their own is no place for a state beside the host's.
-        Err(_) if host::is_nested() && !host::is_of_a_system() => None,
+        Err(_) if process::is_nested() && !process::is_of_a_system() => None,
         // The owner of the directory above it would create it.
         Err(_) => config.state_dir.ancestors().find_map(|dir| dir.symlink_metadata().ok()),
     };

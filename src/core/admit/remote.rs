@@ -37,7 +37,7 @@ impl Remote<'_> {
     pub(super) fn ask_free(&self, ask: &Ask) -> Result<(), AdmitError> {
         let Answer::Freed(left) = Broker::new(self.config).ask(ask)? else { return unexpected() };
         if let Some(left) = left {
-            crate::fs::atomic::sweep(&left.bundle);
+            crate::fs::sweep(&left.bundle);
             // The ledger has no leftovers of users' containers.
             let _ = oci::clear(&left);
         }

@@ -21,8 +21,8 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::{ConfigError, describe};
 use crate::config::{Config, DeviceRule, Grant, NOT_OF_GPUS, PolicyRule, Runtime, is_own_name};
+use crate::fs::regular_file;
 use crate::process::inheritance::honoured_config;
-use crate::reading::regular_file;
 use crate::request;
 use crate::share::{Action, LONGEST_WAIT, Selector};
 use crate::text::safe;

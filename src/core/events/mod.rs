@@ -18,8 +18,8 @@ use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 
 use crate::fs::trusted;
-use crate::host;
 use crate::log::one_line;
+use crate::process;
 use crate::process::uptime_milliseconds;
 use crate::text::timestamp_milliseconds;
 
@@ -190,7 +190,7 @@ const SYSTEMS: &str = "/run/sublet";
 /// Whether events of the ledger in `state_dir` are in the system's journal. Only root's entries count, because every
 /// user may write to the journal.
 pub fn has_journal(state_dir: &Path) -> bool {
-    let is_root = || geteuid().is_root() && !host::is_nested();
+    let is_root = || geteuid().is_root() && !process::is_nested();
     state_dir == Path::new(SYSTEMS) && is_root() && Path::new(JOURNAL_SOCKET).exists()
 }
 

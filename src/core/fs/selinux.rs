@@ -9,7 +9,7 @@ use rustix::fs::getxattr;
 use rustix::io::Errno;
 
 use super::under;
-use crate::reading::kernel_file;
+use crate::process::kernel_file;
 
 /// The package with the module, and what to do if there is none.
 pub const FIX: &str = "install the package sublet-selinux (semodule -i /usr/share/selinux/packages/sublet.pp \

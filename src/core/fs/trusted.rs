@@ -9,9 +9,9 @@ use std::path::{Ancestors, Path};
 use nix::libc::{ELOOP, O_NOFOLLOW, O_NONBLOCK};
 use serde::de::DeserializeOwned;
 
+use crate::fs::regular_file;
 use crate::fs::selinux;
 use crate::process::inheritance::effective_user;
-use crate::reading::regular_file;
 use crate::text::safe;
 
 /// Creates `dir` if it is missing (0755, whatever the umask), and checks whether it can be trusted. Returns the checked

@@ -18,12 +18,12 @@ use serde::{Deserialize, Serialize};
 
 use super::{DriverFile, Fingerprint, Inventory, MpsPrograms, check_node};
 use crate::config::{Config, Inject};
-use crate::fs::atomic::replace;
+use crate::fs::replace;
 use crate::fs::trusted::distrust_file;
 use crate::fs::{trusted, under};
-use crate::host;
 use crate::parse_errors::plain;
-use crate::reading::kernel_file;
+use crate::process;
+use crate::process::kernel_file;
 use crate::text::safe;
 
 /// `Inventory::schema` of this build.
@@ -243,9 +243,9 @@ pub struct Seen {
 /// # Errors
 /// No driver is loaded, or one of its directories cannot be read.
 pub fn read_seen(root: &Path) -> Result<Seen, InventoryError> {
-    let boot_id = host::read_boot_id()
+    let boot_id = process::read_boot_id()
         .map(str::to_owned)
-        .map_err(|source| InventoryError::Unreadable { path: host::BOOT_ID_FILE.into(), source })?;
+        .map_err(|source| InventoryError::Unreadable { path: process::BOOT_ID_FILE.into(), source })?;
     let driver_version = loaded_kernel_module(root)?.version;
     let (lost, gpus) = list_names(&under(root, "/proc/driver/nvidia/gpus"))?
         .into_iter()

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::{Device, Driver, GpuProcess, Inventory, Node};
 use crate::config::Config;
 use crate::fs::trusted;
-use crate::host;
+use crate::process;
 use crate::process::uptime_seconds;
 use crate::share::MigCapability;
 
@@ -129,13 +129,13 @@ const LONGEST: u64 = 100;
 /// Whether the service has compared them recently.
 pub(crate) fn is_watched(config: &Config) -> bool {
     let word = trusted::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
-    is_recent(&String::from_utf8_lossy(&word), host::read_boot_id().unwrap_or_default(), uptime_seconds())
+    is_recent(&String::from_utf8_lossy(&word), process::read_boot_id().unwrap_or_default(), uptime_seconds())
 }
 
 /// Confirms that they were equal at `since`, in seconds since boot.
 pub fn watch(config: &Config, since: u64) -> std::io::Result<()> {
-    let record = format!("{} {since}\n", host::read_boot_id().unwrap_or_default());
-    crate::fs::atomic::replace(&path(config), record.as_bytes(), 0o644)
+    let record = format!("{} {since}\n", process::read_boot_id().unwrap_or_default());
+    crate::fs::replace(&path(config), record.as_bytes(), 0o644)
 }
 
 /// Withdraws the confirmation.

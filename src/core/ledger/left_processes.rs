@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use super::liveness::{has_inode, live_processes};
 use super::runtime_record::{Record, list_directory, roots};
 use super::{Init, Lease, LeaseState, Ledger, LedgerError};
-use crate::host::below_hierarchy;
+use crate::process::below_hierarchy;
 use crate::process::{Process, live_proc_dir_of, name_of};
 use crate::slurm;
 use crate::text::safe;
@@ -282,7 +282,7 @@ impl Init {
 mod tests {
     use super::super::fixture::lease;
     use super::*;
-    use crate::host::CGROUP_MOUNT;
+    use crate::process::CGROUP_MOUNT;
     use crate::process::fixture::without_first_thread;
 
     fn in_cgroup(n: u64, path: &str) -> Lease {

@@ -18,9 +18,9 @@ use serde::Deserialize;
 use super::error::failed;
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Ledger, LedgerError};
 use crate::fs::is_absent;
-use crate::host::{CGROUP_MOUNT, cgroup_line, has_unified_cgroups};
+use crate::fs::regular_file;
+use crate::process::{CGROUP_MOUNT, cgroup_line, has_unified_cgroups};
 use crate::process::{Process, cgroup_table, is_gone};
-use crate::reading::regular_file;
 use crate::text::safe;
 
 /// Larger files are not read. runc's record holds the whole specification, at most a few MiB.
@@ -287,7 +287,7 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger, before: Option<&
         leased.contains(&**old) || !old.symlink_metadata().is_err_and(|error| is_absent(&error))
     });
     let lines: Vec<&str> = known.iter().map(PathBuf::as_path).chain(new).filter_map(Path::to_str).collect();
-    crate::fs::atomic::replace(&state_dir.join(FURTHER_ROOTS), lines.join("\n").as_bytes(), 0o644)
+    crate::fs::replace(&state_dir.join(FURTHER_ROOTS), lines.join("\n").as_bytes(), 0o644)
 }
 
 /// The records of root's own containers.

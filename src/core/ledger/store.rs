@@ -13,10 +13,10 @@ use super::rebuild::{find_running, find_trace, last_inventory, rebuild, salvage,
 use super::runtime_record::{LARGEST, read_bounded, remember_roots};
 use super::text::{ledger_text, parse_ledger};
 use super::{Lease, Ledger, LedgerError, events_of_change, lock};
-use crate::fs::atomic::replace_own;
+use crate::fs::replace_own;
 use crate::fs::trusted::{self, Stamp, Trusted};
 use crate::process::{epoch_seconds, uptime_seconds};
-use crate::{events, host};
+use crate::{events, process};
 
 const LEDGER: &str = "ledger.json";
 const COPY: &str = "ledger.json.copy";
@@ -136,7 +136,7 @@ impl Store {
         start.check_namespaces(ours)?;
         // Not before: elsewhere the processes that write those files seem to have ended.
         if scan == Scan::Full {
-            crate::fs::atomic::sweep(&self.state_dir);
+            crate::fs::sweep(&self.state_dir);
         }
         let settled = || {
             let mut ledger = Ledger::clone(&start);
@@ -234,7 +234,7 @@ impl Store {
 
     /// The id of this boot.
     fn boot_id() -> Result<&'static str, LedgerError> {
-        host::read_boot_id().map_err(|error| failed("read", Path::new(host::BOOT_ID_FILE), error))
+        process::read_boot_id().map_err(|error| failed("read", Path::new(process::BOOT_ID_FILE), error))
     }
 
     /// The ledger in the file, which is not read again if it is unchanged; `None`: there is no file.

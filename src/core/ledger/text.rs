@@ -15,10 +15,10 @@ use serde::{Deserialize, Serialize};
 use super::error::{failed, text};
 use super::runtime_record::{LARGEST, Record, skip_absent};
 use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA};
-use crate::fs::{atomic, trusted};
+use crate::fs::{replace, trusted};
 use crate::parse_errors::plain;
 use crate::text::safe;
-use crate::{host, slurm};
+use crate::{process, slurm};
 
 /// Parses `content`, which is that of `path`. Ids become names of directories and are checked for that.
 ///
@@ -218,8 +218,8 @@ impl Lease {
     /// nothing beside the job's.
     pub(crate) fn write_copy(&self, state_dir: &Path) -> io::Result<()> {
         let Some(job) = self.job.as_ref().filter(|_| self.is_of_job()) else { return Ok(()) };
-        let copy = Copy { boot_id: host::read_boot_id()?.to_owned(), lease: self.clone() };
-        atomic::replace(&slurm::lease_file(state_dir, job.id), &serde_json::to_vec(&copy)?, 0o600)
+        let copy = Copy { boot_id: process::read_boot_id()?.to_owned(), lease: self.clone() };
+        replace(&slurm::lease_file(state_dir, job.id), &serde_json::to_vec(&copy)?, 0o600)
     }
 }
 
@@ -242,7 +242,7 @@ pub(super) fn read_live_jobs(state_dir: &Path) -> Result<Vec<Lease>, LedgerError
 fn parse_copy(text: &[u8]) -> Option<Lease> {
     let copy: Copy = serde_json::from_slice(text).ok()?;
     LeaseId::parse(copy.lease.id.as_str())?;
-    (Some(&*copy.boot_id) == host::read_boot_id().ok()).then_some(copy.lease)
+    (Some(&*copy.boot_id) == process::read_boot_id().ok()).then_some(copy.lease)
 }
 
 #[cfg(test)]
@@ -390,7 +390,7 @@ mod job_tests {
         held.write_copy(state.path()).unwrap();
         let file = slurm::lease_file(state.path(), 7);
         let written = fs::read_to_string(&file).unwrap();
-        fs::write(&file, written.replace(host::read_boot_id().unwrap(), "earlier")).unwrap();
+        fs::write(&file, written.replace(process::read_boot_id().unwrap(), "earlier")).unwrap();
         assert!(rebuilt().is_empty(), "of an earlier boot");
         fs::write(&file, written).unwrap();
         assert_eq!(rebuilt(), std::slice::from_ref(&held));

@@ -18,8 +18,8 @@ use crate::config_files;
 use crate::inventory::{Inventory, MissingPrograms, MpsPrograms};
 use crate::ledger::{DaemonKey, DefaultLimits, DefaultMemoryLimit};
 use crate::process::child::{ChildError, ProcessorWait};
+use crate::process::kernel_file;
 use crate::process::{Process, confine};
-use crate::reading::kernel_file;
 use crate::share::Percent;
 use crate::text::safe;
 

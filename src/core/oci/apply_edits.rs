@@ -18,7 +18,7 @@ use super::conflict::{entries, has_default_rule, member, text};
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
 use crate::inventory::Node;
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
-use crate::{config, host, inventory};
+use crate::{config, inventory, process};
 
 /// The annotation by which runc and crun get criu's configuration file.
 pub(super) const CRIU_ANNOTATION: &str = "org.criu.config";
@@ -87,7 +87,7 @@ pub fn annotations(spec: &Value) -> Result<BTreeMap<String, String>, SpecError> 
 /// A field to be edited has another type than in the specification. `spec` may then be partly edited, so it must not be
 /// used.
 pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
-    edit_within(spec, grant, host::is_nested())
+    edit_within(spec, grant, process::is_nested())
 }
 
 /// [`edit`]. `nested` says that this process itself runs in a user namespace, as under rootless engines.

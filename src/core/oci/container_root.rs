@@ -26,8 +26,8 @@ use super::conflict::{entries, text};
 use super::shown;
 use crate::fs::trusted;
 use crate::grant::GrantedNode;
-use crate::host;
 use crate::inventory::NodeError;
+use crate::process;
 
 /// The id that stands for ids without a mapping (`user_namespaces(7)`, "Unmapped user and group IDs").
 const OVERFLOW: u32 = 65534;
@@ -51,7 +51,7 @@ impl ContainerRoot {
     pub fn of(spec: &Value) -> Self {
         let uids = Ids::read(spec, "/linux/uidMappings");
         let ids = uids.map(|uids| (uids, Ids::read(spec, "/linux/gidMappings").unwrap_or_default()));
-        Self { ids, nested: host::is_nested() }
+        Self { ids, nested: process::is_nested() }
     }
 
     /// Whether it is the root of the host, which may create everything.

@@ -18,7 +18,7 @@ use super::container_root::podman_name;
 use super::{FileError, JsonFile, SpecError, annotations, shown};
 use crate::config_files::{self, ConfigError, Known};
 use crate::fs::is_absent;
-use crate::host;
+use crate::process;
 use crate::request::split_container_name;
 use crate::text::safe;
 
@@ -71,7 +71,7 @@ const DOCKERS: &str = "io.containerd.runtime.v2.task/moby";
 /// Docker's record below another data-root than `docker_root`: the container's root filesystem is below it, too. A
 /// rootless dockerd's containers are not mapped.
 fn find_docker(id: &str, file: &JsonFile, docker_root: &Path) -> Result<Option<Known>, MappedError> {
-    if host::is_nested() {
+    if process::is_nested() {
         return Ok(None);
     }
     let spec = file.parse()?;

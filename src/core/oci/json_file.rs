@@ -11,7 +11,8 @@ use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visi
 use serde_json::{Map, Value};
 
 use super::shown;
-use crate::reading::{once, regular_file};
+use crate::fs::regular_file;
+use crate::process::once;
 use crate::text::safe;
 
 /// Longest file that is read. Docker's and Podman's are some ten KiB.
@@ -105,7 +106,7 @@ impl JsonFile {
             text.push(b'\n');
         }
         // The mode applies only if the file was removed meanwhile. Engines create theirs for root only, or with 0644.
-        crate::fs::atomic::replace(&self.path, &text, 0o600).map_err(error)
+        crate::fs::replace(&self.path, &text, 0o600).map_err(error)
     }
 }
 

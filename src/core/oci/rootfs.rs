@@ -22,11 +22,11 @@ use super::ImageError;
 use super::conflict::{entries, is_bind, plain, text};
 use super::container_root::ContainerRoot;
 use super::live::{Kind, place};
+use crate::fs::regular_file;
 use crate::fs::{
     ROUNDS, host_path, is_of_the_image, open_below, open_in, open_root, open_without_links, path_in_root,
 };
 use crate::ledger::VolumeFiles;
-use crate::reading::regular_file;
 
 /// The tree, opened once for all that is found out of a container before it is created.
 pub struct Tree {

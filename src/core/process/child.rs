@@ -13,7 +13,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{Stat, inheritance};
-use crate::reading::kernel_file;
+use crate::process::kernel_file;
 
 /// How much of each output stream is kept, in bytes. The rest is read and dropped.
 const KEPT: usize = 64 << 10;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::fs::{atomic, is_absent, trusted};
+use crate::fs::{is_absent, replace, trusted};
 use crate::share::{Mode, Percent};
 use crate::text::safe;
 
@@ -91,7 +91,7 @@ impl JobRecord {
         let kept = earlier.filter(|earlier| !earlier.is_of(self.cluster.as_deref()));
         let kept = kept.map(|earlier| earlier.met(self, state_dir));
         let record = kept.as_ref().unwrap_or(self);
-        atomic::replace(&file(state_dir, self.job), &serde_json::to_vec(record)?, 0o644)
+        replace(&file(state_dir, self.job), &serde_json::to_vec(record)?, 0o644)
     }
 
     /// Whether it is of `cluster`, as far as that is known.

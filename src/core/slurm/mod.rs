@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::fs::trusted::is_trusted_owner;
 use crate::fs::under;
-use crate::host::{CGROUP_MOUNT, cgroup_line, unified_cgroups};
 use crate::process::cgroup_table;
+use crate::process::{CGROUP_MOUNT, cgroup_line, unified_cgroups};
 
 pub use job_record::{JobRecord, JobShare, RecordError, make_directory, remove_stray_directories};
 pub(crate) use job_record::{lease_file, lease_files};

@@ -14,7 +14,7 @@ use sublet_core::oci::JsonFile;
 use sublet_core::oci::cdi::Asked;
 use sublet_core::process::Process;
 use sublet_core::text::safe;
-use sublet_core::{config_files, host};
+use sublet_core::{config_files, process};
 
 /// Gives the container its share, if it asks for one: by its annotations, or `by_cdi`.
 pub(super) fn prestart(
@@ -39,7 +39,7 @@ pub(super) fn prestart(
     }
     let init = init(state).map_err(failed)?;
     // Without root's rights on the host it can change no device cgroup and enter no other namespaces.
-    if !nix::unistd::geteuid().is_root() || host::is_nested() {
+    if !nix::unistd::geteuid().is_root() || process::is_nested() {
         bail!(
             "container {id}: a prestart hook or CDI device cannot give a rootless container its share, because the hook \
              may neither open devices nor enter other namespaces; use annotations, with Podman's precreate hook or \

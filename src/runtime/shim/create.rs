@@ -195,7 +195,7 @@ fn become_edited(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage])
         return error;
     }
     let error = call.become_low_level(call.args);
-    if let Err(error) = sublet_core::fs::atomic::replace(&file.path, &file.text, 0o644) {
+    if let Err(error) = sublet_core::fs::replace(&file.path, &file.text, 0o644) {
         call.warn(&format!("cannot restore {}: {error}", safe(&file.path.to_string_lossy())));
     }
     error

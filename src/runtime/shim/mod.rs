@@ -7,7 +7,6 @@ mod argv;
 mod create;
 mod exec;
 mod existing;
-mod flags;
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -29,10 +28,10 @@ use sublet_core::log::{Level, Log};
 use sublet_core::oci::containers_by_name;
 use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
-use sublet_core::{admit, config, host, ledger, log};
+use sublet_core::{admit, config, ledger, log, process};
 
+pub use argv::Dialect;
 pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
-pub use flags::Dialect;
 
 /// The share of a shim that is called `sublet-<share>`.
 fn share_from_name(name: &Path) -> Option<String> {
@@ -309,7 +308,7 @@ impl Host {
             xdg_runtime_dir: variable("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()),
             user: variable("USER"),
             root: effective_user() == 0,
-            user_namespace: host::is_nested(),
+            user_namespace: process::is_nested(),
         }
     }
 

@@ -16,10 +16,10 @@ use std::time::Duration;
 
 use super::{NamespaceError, bpf, failed};
 use crate::fs::under;
-use crate::host::{CGROUP_MOUNT, cgroup_line, unified_cgroups};
 use crate::inventory::Node;
 use crate::oci::shown;
 use crate::process::child::ChildError;
+use crate::process::{CGROUP_MOUNT, cgroup_line, unified_cgroups};
 use crate::process::{confine, sublet};
 use crate::text::safe;
 
