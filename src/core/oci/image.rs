@@ -14,9 +14,9 @@ use serde_json::Value;
 
 use super::conflict::{entries, environment_value, plain, text};
 use super::live::Kind;
-use super::mount_points::unusable;
 use super::rootfs::Tree;
-use super::{ImageError, hooks, mount_points};
+use super::rootfs::unusable;
+use super::{ImageError, hooks, rootfs};
 use crate::config::{Config, Inject};
 use crate::fs::{is_of_the_image, selinux};
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};
@@ -70,7 +70,7 @@ pub fn inspect(
             _ => useful.push(destination),
         }
     }
-    mount_points::check_files(tree, &useful, &mut image)?;
+    rootfs::check_files(tree, &useful, &mut image)?;
     // A convenience: where it is not installed, or the container has no room for it, it is left out.
     let share = hooks::installed("sublet-share");
     if let Some((program, points)) = share.and_then(|program| Some((program, room_for_share_program(tree)?)))
@@ -134,7 +134,7 @@ pub(super) fn room_for_share_program(tree: &Tree) -> Option<Image> {
         Err(error) => error.kind() == io::ErrorKind::NotFound,
     };
     let mut points = Image::default();
-    mount_points::check_files(tree, &[path], &mut points).ok()?;
+    rootfs::check_files(tree, &[path], &mut points).ok()?;
     (is_free && points.volumes.is_empty() && points.left_out.is_empty()).then_some(points)
 }
 
@@ -149,7 +149,7 @@ pub fn check_mps_directories(spec: &Value, tree: &Tree, grant: &Grant) -> Result
         return Ok(());
     }
     check_label(spec, grant)?;
-    mount_points::check_directories(tree, &directories, &files)?;
+    rootfs::check_directories(tree, &directories, &files)?;
     check_unmasked(spec, tree, &directories)
 }
 

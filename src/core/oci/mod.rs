@@ -10,7 +10,6 @@ pub mod hooks;
 mod image;
 mod json_file;
 mod live;
-mod mount_points;
 mod rootfs;
 
 use std::io;
@@ -33,9 +32,9 @@ pub use image::{check_mps_directories, check_no_other_daemon, inspect};
 pub(crate) use image::{check_uncovered, make_mount_points};
 pub use json_file::{FileError, JsonFile, mentions_sublet};
 pub use live::{Live, NamespaceError, apply, lost_node, systemctl};
-pub use mount_points::clear;
-pub(crate) use mount_points::{cleanup_mount_points, clear_volume, filter_missing};
 pub use rootfs::Tree;
+pub use rootfs::clear;
+pub(crate) use rootfs::{cleanup_mount_points, clear_volume, filter_missing};
 
 /// `path` in a message.
 fn shown(path: &Path) -> String {

@@ -231,7 +231,7 @@ pub(super) fn check_room(want: &Want<'_>, bookings: &Bookings, world: World<'_>)
 /// Checks memory by the bookings and by NVML's last report. Returns whether it is within 10 % of the latter, so that a
 /// refresh is needed.
 pub(super) fn check_memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
-    // Unknown memory cannot be booked: `check_driver` of [`super::fit`] refuses requests for memory.
+    // Unknown memory cannot be booked: `check_driver` of [`super::select`] refuses requests for memory.
     if want.books == 0 || want.device.unknown.contains_key(&Fact::Memory) {
         return Ok(false);
     }

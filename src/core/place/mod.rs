@@ -4,7 +4,6 @@
 pub mod accounts_tests;
 mod bookings;
 mod dynamic_mig_order;
-mod fit;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
 #[cfg(test)]
@@ -26,7 +25,7 @@ use crate::ledger::{DaemonKey, Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
 use bookings::Account;
-use fit::Fit;
+use select::Fit;
 
 pub use bookings::{Bookings, SERVER_BYTES, bookings, client_limit};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
@@ -161,7 +160,7 @@ fn judge(
     let verdict = |(index, device): (usize, &Device)| {
         let large_enough = smallest.is_none_or(|smallest| device.memory_bytes >= smallest);
         let wanted = large_enough && slots.iter().any(|slot| slot.contains(&index));
-        wanted.then(|| fit::fit(request, id, device, several, world))
+        wanted.then(|| select::fit(request, id, device, several, world))
     };
     (0..).zip(&world.inventory.devices).map(verdict).collect()
 }
@@ -243,7 +242,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
     }
     let first = fits.first();
     let mode = first.map_or(request.default_mode, |fit| fit.mode);
-    let least = |index: &usize| fit::warn_of_minimum(request, mode, &inventory.devices[*index]);
+    let least = |index: &usize| select::warn_of_minimum(request, mode, &inventory.devices[*index]);
     Placement {
         warnings: devices.iter().find_map(least).into_iter().collect(),
         mig_devices: mig_devices(inventory, &devices),
