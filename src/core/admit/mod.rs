@@ -10,7 +10,6 @@
 //! Taking a lease may last as long as `sublet.wait` says. If the engine that asked for the container has ended meanwhile
 //! ([`Engine`]), the container must not be created, because nothing would end it.
 
-mod admit_local;
 pub mod dynamic_mig;
 mod end_left;
 mod error;
