@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use sublet_core::admit::{AdmitError, Candidate, fresh_inventory, lease_for};
 use sublet_core::config::Config;
-use sublet_core::fs::{replace, trusted};
+use sublet_core::fs::{create_directories, replace};
 use sublet_core::grant::{Grant, GrantedNode, Image, grant};
 use sublet_core::inventory::{Device, Inventory, check_node};
 use sublet_core::ledger::{Container, LeaseId, Ledger};
@@ -222,7 +222,7 @@ pub fn write(path: &Path, text: &str) -> Result<bool, FileError> {
         State::Ours(_) | State::Missing => {}
     }
     let failed = |source| FileError::Io { what: "write", path: path.to_owned(), source };
-    trusted::create(path.parent().unwrap_or(Path::new("/"))).map_err(failed)?;
+    create_directories(path.parent().unwrap_or(Path::new("/"))).map_err(failed)?;
     replace(path, text.as_bytes(), 0o644).map_err(failed)?;
     Ok(true)
 }

@@ -1,12 +1,12 @@
 //! Makes text from containers, images and files safe to print.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 /// Longest piece of foreign text that a message repeats, in characters.
 const LONGEST: usize = 120;
 
 /// The last second of the year 9999, since the epoch. RFC 3339 has four digits for a year.
-const LAST_SECOND: u64 = 253_402_300_799;
+pub(crate) const LAST_SECOND: u64 = 253_402_300_799;
 
 /// `text` with control characters and other unprintables escaped, cut to a readable length.
 ///
@@ -55,12 +55,6 @@ fn is_invisible(character: char) -> bool {
 pub fn timestamp(seconds: u64) -> String {
     let time = UNIX_EPOCH + Duration::from_secs(seconds.min(LAST_SECOND));
     humantime::format_rfc3339_seconds(time).to_string()
-}
-
-/// `time` as RFC 3339 in UTC with milliseconds, within the years that have such a form.
-pub fn timestamp_milliseconds(time: SystemTime) -> String {
-    let time = time.clamp(UNIX_EPOCH, UNIX_EPOCH + Duration::from_secs(LAST_SECOND));
-    humantime::format_rfc3339_millis(time).to_string()
 }
 
 /// The candidate whose spelling is nearest to `word`; `None` if no spelling is near.

@@ -15,7 +15,7 @@ use sublet_core::events::{Event, Kind};
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::Store;
 use sublet_core::place;
-use sublet_core::text::{safe, short_id, timestamp_milliseconds};
+use sublet_core::text::{safe, short_id};
 
 /// How often `--follow` looks.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -125,8 +125,8 @@ struct Wanted {
 impl Wanted {
     fn of(arguments: &Arguments, config: &Config) -> anyhow::Result<Self> {
         let mut wanted = Self {
-            since: arguments.since.map(timestamp_milliseconds),
-            until: arguments.until.map(timestamp_milliseconds),
+            since: arguments.since.map(sublet_core::events::timestamp),
+            until: arguments.until.map(sublet_core::events::timestamp),
             kinds: Vec::new(),
             containers: arguments.container.iter().cloned().collect(),
             devices: None,

@@ -325,7 +325,7 @@ fn weaker(path: &Path) -> anyhow::Result<Vec<String>> {
 fn store(path: &Path, wanted: Option<&str>, record: Option<&str>) -> anyhow::Result<()> {
     let beside = engine_files::record(path);
     if let Some(directory) = path.parent() {
-        sublet_core::fs::trusted::create(directory).map_err(|error| cannot("write", directory, &error))?;
+        sublet_core::fs::create_directories(directory).map_err(|error| cannot("write", directory, &error))?;
     }
     let before = record.and_then(|_| fs::read(&beside).ok());
     if let Some(record) = record {

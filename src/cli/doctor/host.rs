@@ -15,7 +15,7 @@ use super::{Host, Outcome, fail, joined, pass, shown, skip, version, warn};
 use crate::guard::{self, Sight};
 use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::config::PolicyRule;
-use sublet_core::fs::{check_kernel, selinux};
+use sublet_core::fs::{check_kernel, is_selinux_enforcing, selinux};
 use sublet_core::text::safe;
 
 /// A service that takes longer to answer hangs.
@@ -230,7 +230,7 @@ pub(super) fn security_modules(host: &Host<'_>) -> Outcome {
             .fix("ausearch -m avc -ts boot (AppArmor: journalctl -k -g DENIED)");
     }
     pass(match host.text("/sys/module/apparmor/parameters/enabled") {
-        _ if selinux::is_enforcing(&host.root) => "SELinux is enforcing, with sublet's module; no denials",
+        _ if is_selinux_enforcing(&host.root) => "SELinux is enforcing, with sublet's module; no denials",
         Some(text) if text.starts_with('Y') => "AppArmor; no denials",
         _ => "neither SELinux nor AppArmor",
     })

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use sublet_core::config::Config;
 use sublet_core::events;
 use sublet_core::fs::replace;
-use sublet_core::fs::trusted;
+use sublet_core::fs::{read_history, read_if_trusted};
 use sublet_core::ledger::Lease;
 use sublet_core::process;
 use sublet_core::process::{epoch_seconds, uptime_seconds};
@@ -120,7 +120,7 @@ fn age(book: &Book) -> Option<u64> {
 fn record(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Result<()> {
     let new_events: Vec<events::Event> = new.iter().map(Event::recorded).collect();
     events::emit(&config.state_dir, &new_events);
-    let mut book: Book = trusted::read_history(&path(config), LARGEST)?;
+    let mut book: Book = read_history(&path(config), LARGEST)?;
     for event in new {
         book.events.push(event);
         thin_out(&mut book.events);
@@ -179,7 +179,7 @@ fn thin_out(events: &mut Vec<Event>) {
 }
 
 fn read(config: &Config) -> Book {
-    let text = trusted::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
+    let text = read_if_trusted(&path(config), LARGEST).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()
 }
 

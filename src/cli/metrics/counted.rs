@@ -16,7 +16,7 @@ use crate::events::{Position, Reader};
 use crate::guard::Offence;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
-use sublet_core::fs::{replace, trusted};
+use sublet_core::fs::{read_history, replace};
 use sublet_core::share::Action;
 
 /// Upper bounds of the durations of leases, in seconds.
@@ -189,7 +189,7 @@ fn counted(config: &Config) -> std::io::Result<Totals> {
         .custom_flags(O_NOFOLLOW)
         .open(config.state_dir.join("metrics.lock"))?;
     let _held = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
-    let mut totals: Totals = trusted::read_history(&path(config), LARGEST)?;
+    let mut totals: Totals = read_history(&path(config), LARGEST)?;
     let mut reader = Reader { position: totals.position.clone(), this_boot: true };
     let (events, unread) = reader.new_events(config);
     if let Some(why) = unread {

@@ -19,10 +19,11 @@ use sublet_core::config::Config;
 use sublet_core::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use sublet_core::inventory;
 use sublet_core::ledger::{DaemonKey, DaemonState, LeaseId, Ledger, MpsDaemon, StopClaim, Store};
-use sublet_core::mps::control::{AskError, Control, listens};
+use sublet_core::mps::control::{AskError, Control};
 use sublet_core::mps::dirs::DaemonLock;
 use sublet_core::mps::limits_and_state::is_alive;
 use sublet_core::mps::{MpsError, dirs, heal, limits_and_state};
+use sublet_core::process::listens;
 use sublet_core::process::{live_proc_dir, uptime_seconds};
 
 pub(crate) use start::await_end;

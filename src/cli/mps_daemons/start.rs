@@ -17,11 +17,12 @@ use sublet_core::inventory;
 use sublet_core::ledger::{
     DaemonKey, DaemonState, DefaultLimits, Lease, LeaseId, Ledger, MpsDaemon, StartClaim, Store,
 };
-use sublet_core::mps::control::{AskError, Control, listens};
+use sublet_core::mps::control::{AskError, Control};
 use sublet_core::mps::dirs::DaemonLock;
 use sublet_core::mps::heal::waits;
 use sublet_core::mps::ready::lock_limit;
 use sublet_core::mps::{self, MpsError, child_await, child_start, dirs, limits_and_state};
+use sublet_core::process::listens;
 use sublet_core::process::sublet::SubletError;
 use sublet_core::process::{Process, epoch_seconds};
 use sublet_core::text::safe;

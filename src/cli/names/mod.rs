@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use sublet_core::config::Config;
-use sublet_core::fs::{replace, trusted};
+use sublet_core::fs::{read_if_trusted, replace};
 use sublet_core::ledger::{Container, Lease, Ledger};
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::epoch_seconds;
@@ -170,7 +170,7 @@ impl Names {
     }
 
     fn stored(path: &Path) -> Self {
-        let text = trusted::read_if_trusted(path, LARGEST).unwrap_or_default();
+        let text = read_if_trusted(path, LARGEST).unwrap_or_default();
         let stored = serde_json::from_slice::<Stored>(&text).ok().filter(|stored| stored.schema == SCHEMA);
         Self(stored.map(|stored| stored.leases).unwrap_or_default())
     }

@@ -9,7 +9,7 @@ use std::io;
 use std::os::unix::fs::{chown, symlink};
 use std::path::Path;
 
-use sublet_core::fs::{read_proc_devices, trusted, under};
+use sublet_core::fs::{create_directories, read_proc_devices, under};
 use sublet_core::inventory::device_nodes::{make_node, value};
 use sublet_core::inventory::{Inventory, Majors, Node, NodeError, cache, check_node};
 
@@ -97,7 +97,7 @@ fn link(root: &Path, node: &Node) -> io::Result<()> {
     if fs::read_link(&link).is_ok_and(|there| there == target) {
         return Ok(());
     }
-    trusted::create(&under(root, "/dev/char"))?;
+    create_directories(&under(root, "/dev/char"))?;
     // A dynamic major may have belonged to another driver earlier.
     match fs::remove_file(&link) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

@@ -14,7 +14,7 @@ use nix::libc;
 use crate::probe;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
-use sublet_core::fs::trusted;
+use sublet_core::fs::make_trusted_directory;
 use sublet_core::inventory::{self, Device, Inventory, InventoryError, LeftOut};
 use sublet_core::ledger::{MigChanges, Store};
 use sublet_core::process::child::{self, ChildError};
@@ -110,7 +110,8 @@ fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(false).mode(0o600);
     options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-    let made = trusted::make(state_dir).map_err(|why| io::Error::other(format!("its directory {why}")));
+    let made =
+        make_trusted_directory(state_dir).map_err(|why| io::Error::other(format!("its directory {why}")));
     let file = made
         .and_then(|_| options.open(&path))
         .map_err(|source| InventoryError::Unwritable { path: path.clone(), source })?;

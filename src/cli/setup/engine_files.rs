@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::SetupError;
 use sublet_core::fs::replace_durably;
-use sublet_core::fs::{is_absent, trusted, under};
+use sublet_core::fs::{create_directories, is_absent, under};
 
 /// The file in which a setup of Docker or containerd records what it changed in `path`, for the undo.
 pub fn record(path: &Path) -> PathBuf {
@@ -150,7 +150,7 @@ pub(crate) fn say_default_runtime(file: &Path, is_default: bool) -> io::Result<(
     let is_said = fs::read_to_string(file).is_ok_and(|text| text == TEXT);
     match (is_default, is_said) {
         (true, false) => {
-            file.parent().map_or(Ok(()), trusted::create)?;
+            file.parent().map_or(Ok(()), create_directories)?;
             replace_durably(file, TEXT.as_bytes(), 0o644)
         }
         (false, true) => fs::remove_file(file),

@@ -5,16 +5,17 @@
 
 use serde_json::Value;
 
-use super::local::{Local, is_same_container, read};
+use super::local::{is_same_container, read};
+use super::local_or_remote::Local;
 use super::request_of_spec::{
-    RequestSource, asks_for_a_share, check_environment, explain_gone_cdi_device, request_of,
+    RequestSource, asks_for_a_share, check_environment, explain_gone_cdi_device, find_cdi_device, request_of,
 };
 use super::take_lease::{self, Terms};
 use super::{Admission, AdmitError, Candidate, Engine, Leases};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Scan};
-use crate::oci::cdi::{self, Asked, CdiError};
+use crate::oci::cdi::{Asked, CdiError};
 use crate::oci::{self, Live, container_root};
 use crate::process::Process;
 use crate::request::Request;
@@ -53,7 +54,7 @@ pub fn admit_late(
 
 /// The hook's arguments must agree with what all entry points read in config.json.
 fn check_cdi_arguments(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
-    if by_cdi.is_none() || cdi::asked(spec)?.as_ref() == by_cdi {
+    if by_cdi.is_none() || find_cdi_device(spec)?.as_ref() == by_cdi {
         return Ok(());
     }
     Err(CdiError::NotAsked.into())
@@ -72,7 +73,7 @@ fn admit_live(
         return Ok((Admission::AlreadyGranted(lease.id.clone()), None));
     }
     source.check_without_shim(config)?;
-    let (asked, request) = (cdi::asked(spec)?, request_of(source, spec, config)?);
+    let (asked, request) = (find_cdi_device(spec)?, request_of(source, spec, config)?);
     let request = if asked.is_some() { request } else { make_dedicated(request, source, config)? };
     // Mounts are attached now, at the path in config.json. The lease has the path in the engine's storage, because the
     // other one may be gone at the end.
@@ -226,7 +227,7 @@ mod tests {
     fn a_hook_of_a_cdi_device_serves_what_config_json_says_and_nothing_else() {
         let asked = |share: &str| Asked { share: share.to_owned(), device: "GPU-a".to_owned() };
         let small = asked("small");
-        let hook = json!({"path": "/sublet-hook", "args": small.arguments(cdi::STAGE)});
+        let hook = json!({"path": "/sublet-hook", "args": small.arguments(crate::oci::cdi::STAGE)});
         let spec = json!({"hooks": {"createRuntime": [hook]}});
         assert!(check_cdi_arguments(Some(&small), &spec).is_ok() && check_cdi_arguments(None, &spec).is_ok());
         assert!(check_cdi_arguments(Some(&asked("large")), &spec).is_err());

@@ -9,7 +9,7 @@ use super::AdmitError;
 use crate::config::Config;
 use crate::events::{self, Event, Kind};
 use crate::fs::replace;
-use crate::fs::trusted;
+use crate::fs::{read_history, read_if_trusted};
 use crate::ledger::Lease;
 use crate::process::epoch_seconds;
 use crate::text::{safe, safe_long};
@@ -44,7 +44,7 @@ pub struct RefusalRecord {
 
 /// The last refusals, oldest first; none if the file cannot be read.
 pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
-    let text = trusted::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
+    let text = read_if_trusted(&path(config), LARGEST).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()
 }
 
@@ -90,7 +90,7 @@ pub(super) fn record_warnings(lease: &Lease, warnings: &[String], of_image: &[St
 
 fn store(uid: u32, container_id: &str, reason: String, started: bool, config: &Config) {
     let path = path(config);
-    let stored = trusted::read_history(&path, LARGEST).and_then(|mut all: Vec<RefusalRecord>| {
+    let stored = read_history(&path, LARGEST).and_then(|mut all: Vec<RefusalRecord>| {
         all.retain(|old| !(started && old.started && old.uid == uid && old.reason == reason));
         let (time, container_id) = (epoch_seconds(), safe(container_id));
         all.push(RefusalRecord { time, container_id, reason, uid, started });

@@ -4,53 +4,32 @@
 //! Then admission if the state is on this host's disk: takes the lease, edits the spec and makes the MPS daemon ready. Also the
 //! service's side of it: users describe their containers, and only they may change their leases.
 
-use std::os::unix::fs::MetadataExt as _;
+use std::cell::Cell;
 use std::path::Path;
 use std::time::Duration;
 
 use serde_json::Value;
 
-use super::end_left::Owns;
 use super::job_share::JobError;
-use super::local::{Local, is_same_container, read};
+use super::local::{is_same_container, read};
 use super::remote::Remote;
 use super::request_of_spec::{
     RequestSource, explain_gone_cdi_device, is_of_bundle, remove_earlier_grant, request_of,
 };
 use super::take_lease::{self, Taken, Terms};
-use super::{Admission, AdmitError, Candidate, last_refusals, refresh};
+use super::{Admission, AdmitError, Candidate, is_remote, last_refusals, refresh};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::broker::protocol::{Admit, Answer, Ask, ContainerNames, Granted};
 use crate::config::Config;
 use crate::grant::{self, Grant};
 use crate::inventory::{self, Inventory};
 use crate::ledger::{
-    self, Binding, Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Leftover, Store,
+    self, Binding, Container, Freed, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, LedgerError, Store,
 };
-use crate::mps;
+use crate::mps::{self, Lowering};
 use crate::oci::{self, container_root};
-use crate::process::inheritance::effective_user;
-use crate::process::{self, Process};
+use crate::process::Process;
 use crate::request::{self, Request};
-
-/// Whether this process may not change the state. Root of the initial user namespace may, and so may the owner of the
-/// state directory (tests; root in a system container). Under rootless engines this process seems to be root, and files
-/// of the real root seem to belong to the overflow uid.
-pub fn is_remote(config: &Config) -> bool {
-    let us = effective_user();
-    if us == 0 && !process::is_nested() {
-        return false;
-    }
-    // Links are followed: rootless Docker's /run is a file system of its own, with links to what was in the host's.
-    let owner = match config.state_dir.metadata() {
-        Ok(dir) => Some(dir),
-        // A user's /run of their own is no place for a state beside the host's.
-        Err(_) if process::is_nested() && !process::is_of_a_system() => None,
-        // The owner of the directory above it would create it.
-        Err(_) => config.state_dir.ancestors().find_map(|dir| dir.symlink_metadata().ok()),
-    };
-    owner.is_none_or(|dir| dir.uid() != us)
-}
 
 /// The leases of a configuration, for an entry point. Whether they are local is decided once, by [`Leases::of`].
 pub struct Leases<'a> {
@@ -173,17 +152,6 @@ impl<'a> Leases<'a> {
         remote.ask_done(&Ask::Unmark { lease: lease.clone() })
     }
 
-    /// Makes sure that the MPS daemon of which the container sees `public` answers.
-    ///
-    /// # Errors
-    /// It does not answer and cannot be restarted at once.
-    pub(super) fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
-        match &self.remote {
-            None => Ok(mps::ensure_answering(public, self.local.config)?),
-            Some(remote) => remote.enter(public, id, record),
-        }
-    }
-
     /// A new inventory, if the cached one is out of date.
     pub(super) fn new_inventory(&self) -> Result<Inventory, AdmitError> {
         self.remote.as_ref().map_or_else(|| refresh(self.local.config), Remote::new_inventory)
@@ -191,7 +159,7 @@ impl<'a> Leases<'a> {
 
     /// The ledger, if it may have leases that no config.json names; `None` if there cannot be any. No hook gives a share to
     /// a rootless container that already exists.
-    pub(super) fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError> {
+    pub fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError> {
         let may_be_there = self.remote.is_none() && ledger::is_there(&self.local.config.state_dir);
         if may_be_there { Ok(Some(read(&self.local.store()?)?)) } else { Ok(None) }
     }
@@ -206,7 +174,57 @@ impl<'a> Leases<'a> {
     }
 }
 
+/// Work that a thread which must not wait has left to another thread.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PutOff {
+    /// An instance would have to be created. This thread answered without one.
+    pub make: bool,
+    /// An instance has to be destroyed.
+    pub clear: bool,
+}
+
+/// The state, and how this process changes it.
+#[derive(Clone, Copy)]
+pub struct Local<'a> {
+    pub(super) config: &'a Config,
+    /// Where MIG instances are not created and destroyed here, however long the driver takes, but by another thread: what it
+    /// has to do.
+    pub(super) put_off: Option<&'a Cell<PutOff>>,
+    pub(super) lowering: Lowering,
+}
+
+impl<'a> Local<'a> {
+    /// With MIG instances created and destroyed at once.
+    pub const fn new(config: &'a Config) -> Self {
+        Self { config, put_off: None, lowering: Lowering::Now }
+    }
+
+    /// For an entry point, for which an engine waits: work that can be done later is left to another process.
+    pub(super) const fn for_engine(config: &'a Config) -> Self {
+        Self { config, put_off: None, lowering: Lowering::Apart }
+    }
+
+    /// Without creating or destroying MIG instances, which may take long. `put_off` records that work.
+    pub const fn putting_off(config: &'a Config, put_off: &'a Cell<PutOff>) -> Self {
+        Self { config, put_off: Some(put_off), lowering: Lowering::Now }
+    }
+
+    pub(super) fn store(&self) -> Result<Store, LedgerError> {
+        Store::open(&self.config.state_dir)
+    }
+}
+
 impl Local<'_> {
+    /// After leases were freed: adjusts or ends their MPS servers, removes the mount points that they left in a rootfs
+    /// and the files that a killed shim left in a bundle, and destroys MIG instances that were created for them.
+    pub(super) fn clean_up(&self, freed: &Freed, store: &Store) {
+        if freed.is_empty() {
+            return;
+        }
+        self.settle(freed, store);
+        self.destroy_unneeded(store);
+    }
+
     pub(super) fn admit(
         &self,
         candidate: &Candidate<'_>,
@@ -343,51 +361,7 @@ impl Local<'_> {
         Ok(Answer::Granted(Box::new(Granted { lease: taken.lease.id, grant, warnings })))
     }
 
-    /// [`Local::free_for`] for a deleted container of `uid`: kills the processes that it has left, if it `owns` them.
-    pub fn end_for(&self, uid: u32, lease: &LeaseId, owns: Owns<'_>) -> Result<Option<Leftover>, AdmitError> {
-        let ledger = read(&self.store()?)?;
-        let own = ledger.lease(lease).filter(|held| held.brokered && held.container.uid == uid);
-        if let Some(held) = own.filter(|held| held.may_be_ended() && held.has_processes()) {
-            for line in self.kill_left(held, &ledger, owns) {
-                tracing::warn!("{line}");
-            }
-        }
-        self.free_for(uid, lease)
-    }
-
-    /// Frees `lease` of `uid` if none of its processes is left. Returns what the user has to remove. A lease that is
-    /// not in the ledger is no error, because an end may be reported twice.
-    ///
-    /// # Errors
-    /// The lease belongs to another user, it still has processes, or the ledger cannot be written.
-    pub fn free_for(&self, uid: u32, lease: &LeaseId) -> Result<Option<Leftover>, AdmitError> {
-        let store = self.store()?;
-        let ledger = read(&store)?;
-        let Some(held) = ledger.lease(lease) else { return Ok(None) };
-        if held.container.uid != uid || !held.brokered {
-            return Err(AdmitError::NoLease(lease.clone()));
-        }
-        if held.has_processes() {
-            return Err(self.still_running(held, &ledger));
-        }
-        self.free(lease, &store)?;
-        let rootfs = &held.container.rootfs;
-        // Other containers may share its root filesystem or volumes.
-        let others = || ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(uid));
-        if others().any(|other| other.container.rootfs == *rootfs) {
-            return Ok(None);
-        }
-        let used: Vec<u64> = others().flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
-        let volumes = held.volumes_with_files().into_iter();
-        Ok(Some(Leftover {
-            bundle: held.container.bundle.clone(),
-            rootfs: rootfs.clone(),
-            mount_points: held.mount_points.to_vec(),
-            volumes: volumes.filter(|volume| !used.contains(&volume.device)).collect(),
-        }))
-    }
-
-    /// As [`super::Leases::enter`] for container `id` of `uid`, who asks `sublet serve`. `false`: no lease of it is known here.
+    /// As [`super::enter_remotely`] for container `id` of `uid`, who asks `sublet serve`. `false`: no lease of it is known here.
     pub fn enter_for(&self, uid: u32, id: &str, record: &Path) -> Result<bool, AdmitError> {
         let ledger = read(&self.store()?)?;
         let Some(lease) = ledger.find_by_record(uid, id, record) else { return Ok(false) };
@@ -420,17 +394,4 @@ fn is_lease_of(lease: &Lease, container: &Container) -> bool {
     let held = &lease.container;
     let awaited = lease.is_unbound() && held.uid == container.uid;
     is_same_container(held, container) || awaited && (held.id.is_empty() || held.id == container.id)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn state_of_our_own_is_ours_to_change() {
-        let dir = tempfile::tempdir().unwrap();
-        let config = |dir: &Path| Config { state_dir: dir.to_owned(), ..Config::default() };
-        assert!(!is_remote(&config(dir.path())));
-        assert!(!is_remote(&config(&dir.path().join("not/yet"))));
-    }
 }

@@ -13,7 +13,6 @@
 pub mod dynamic_mig;
 mod end_left;
 mod error;
-mod exec_share;
 mod grant_at_prestart;
 mod in_job;
 mod job_share;
@@ -34,6 +33,7 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 
 use crate::config::Config;
 use crate::inventory::{Inventory, InventoryError};
+pub use crate::ledger::is_remote;
 use crate::ledger::{Container, LeaseId};
 use crate::process::{Process, Stat, sublet};
 use crate::{inventory, ledger};
@@ -42,16 +42,15 @@ use take_lease::SHORTEST_PAUSE;
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk};
 pub use end_left::Owns;
 pub use error::{AdmitError, of_broker, of_inventory, of_mps};
-pub use exec_share::{EnterError, Share, enter, find_share, may_have_share};
 pub use grant_at_prestart::{admit_late, find_ended_lease};
 pub use in_job::job_share;
 pub use job_share::JobError;
 pub use last_refusals::{RefusalRecord, record_reported, refusals};
-pub use local::{Local, PutOff, clear_refused, read};
-pub use local_or_remote::{Leases, is_remote};
-pub use remote::own_status;
+pub use local::{clear_refused, read};
+pub use local_or_remote::{Leases, Local, PutOff};
+pub use remote::{enter_remotely, own_status};
 pub use request_of_spec::{
-    RequestSource, asks_for_job_share, remove_earlier_grant, request_by_cdi, request_of,
+    RequestSource, asks_for_a_share, asks_for_job_share, remove_earlier_grant, request_by_cdi, request_of,
 };
 pub use take_lease::lease_for;
 

@@ -154,24 +154,6 @@ impl Remote<'_> {
         Ok(lease)
     }
 
-    /// The service restarts a daemon that does not answer. If the service is not running, a daemon that answers is
-    /// enough.
-    pub(super) fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
-        let ask = Ask::Enter { id: id.to_owned(), record: record.to_owned() };
-        let missing = match Broker::new(self.config).ask(&ask) {
-            Ok(Answer::Done(true)) => return Ok(()),
-            Ok(Answer::Done(false)) => None,
-            Ok(_) => return unexpected(),
-            Err(refused @ BrokerError::Refused { .. }) => return Err(refused.into()),
-            Err(error) => Some(error),
-        };
-        match (mps::answers(public, self.config)?, missing) {
-            (true, _) => Ok(()),
-            (false, Some(error)) => Err(error.into()),
-            (false, None) => Err(AdmitError::NotHeld),
-        }
-    }
-
     pub(super) fn new_inventory(&self) -> Result<Inventory, AdmitError> {
         let Answer::Inventory(inventory) = Broker::new(self.config).ask(&Ask::Inventory)? else {
             return unexpected();
@@ -250,6 +232,26 @@ fn unexpected<T>() -> Result<T, AdmitError> {
 pub fn own_status(config: &Config) -> Result<Value, AdmitError> {
     let Answer::Status(status) = Broker::new(config).ask(&Ask::Status)? else { return unexpected() };
     Ok(status)
+}
+
+/// Before a process joins a container of a rootless engine, whose MPS daemon has the directory `public`.
+///
+/// The service restarts a daemon that does not answer. If the service is not running, a daemon that answers is
+/// enough.
+pub fn enter_remotely(config: &Config, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
+    let ask = Ask::Enter { id: id.to_owned(), record: record.to_owned() };
+    let missing = match Broker::new(config).ask(&ask) {
+        Ok(Answer::Done(true)) => return Ok(()),
+        Ok(Answer::Done(false)) => None,
+        Ok(_) => return unexpected(),
+        Err(refused @ BrokerError::Refused { .. }) => return Err(refused.into()),
+        Err(error) => Some(error),
+    };
+    match (mps::answers(public, config)?, missing) {
+        (true, _) => Ok(()),
+        (false, Some(error)) => Err(error.into()),
+        (false, None) => Err(AdmitError::NotHeld),
+    }
 }
 
 #[cfg(test)]

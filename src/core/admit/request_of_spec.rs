@@ -12,6 +12,7 @@ use crate::inventory::{self, Inventory};
 use crate::ledger::{Container, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Lease};
 use crate::oci::cdi::{self, Asked, CdiError};
 use crate::oci::{self, Conflict, SpecError, hooks};
+use crate::oci::{entries, text};
 use crate::place::only;
 use crate::request::{self, Request};
 use crate::slurm::JOB_SHARE;
@@ -64,19 +65,38 @@ impl RequestSource {
     }
 }
 
+/// The CDI device of sublet's that an engine has added to `spec`. It is recognized by its hook, which no image can add.
+///
+/// # Errors
+/// There are two different ones, or the arguments are not those that sublet writes.
+pub(super) fn find_cdi_device(spec: &Value) -> Result<Option<Asked>, CdiError> {
+    let mut found: Option<Asked> = None;
+    for arguments in entries(spec, "/hooks/createRuntime").iter().filter_map(arguments_of_ours) {
+        let asked = Asked::parse(arguments.into_iter())?;
+        match &found {
+            Some(first) if *first != asked => return Err(CdiError::Several(first.name(), asked.name())),
+            _ => found = Some(asked),
+        }
+    }
+    Ok(found)
+}
+
+/// The arguments after the stage, if `hook` is sublet's hook at that stage.
+fn arguments_of_ours(hook: &Value) -> Option<Vec<&str>> {
+    let program = Path::new(text(hook, "path")?).file_name()?;
+    let arguments: Vec<&str> = entries(hook, "/args").iter().filter_map(Value::as_str).collect();
+    (program == "sublet-hook" && arguments.get(1) == Some(&cdi::STAGE)).then(|| arguments[2..].to_vec())
+}
+
 /// Whether the container asks for a share: with annotations, with a CDI device, or with the name by which the shim was
 /// called. The pause container of a pod never does, although engines copy the pod's annotations to it.
 ///
 /// This is the one place where this is decided.
-pub(super) fn asks_for_a_share(
-    spec: &Value,
-    annotations: &BTreeMap<String, String>,
-    share: Option<&str>,
-) -> bool {
+pub fn asks_for_a_share(spec: &Value, annotations: &BTreeMap<String, String>, share: Option<&str>) -> bool {
     let args = spec.pointer("/process/args").and_then(Value::as_array).into_iter().flatten();
     let args: Vec<&str> = args.filter_map(Value::as_str).collect();
     let asked =
-        share.is_some() || request::has_sublet_annotations(annotations) || cdi::asked(spec) != Ok(None);
+        share.is_some() || request::has_sublet_annotations(annotations) || find_cdi_device(spec) != Ok(None);
     asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &args)
 }
 
@@ -90,7 +110,7 @@ pub fn asks_for_job_share(annotations: &BTreeMap<String, String>, entry_point: O
 /// # Errors
 /// The annotations are no valid request, or the spec contradicts it.
 pub fn request_of(source: &RequestSource, spec: &Value, config: &Config) -> Result<Request, AdmitError> {
-    if let Some(asked) = cdi::asked(spec)? {
+    if let Some(asked) = find_cdi_device(spec)? {
         if is_remote(config) {
             return Err(CdiError::Rootless.into());
         }
@@ -157,7 +177,7 @@ fn device_error(asked: &Asked, why: String) -> CdiError {
 
 /// Replaces a refusal if the inventory shows that the MIG device of the CDI device was destroyed.
 pub(super) fn explain_gone_cdi_device(error: AdmitError, spec: &Value, config: &Config) -> AdmitError {
-    let Ok(Some(asked)) = cdi::asked(spec) else { return error };
+    let Ok(Some(asked)) = find_cdi_device(spec) else { return error };
     let is_gone = inventory::last(config).is_ok_and(|now| now.device(&asked.device).is_none());
     if is_gone { device_error(&asked, "which this host no longer has".to_owned()).into() } else { error }
 }
@@ -203,4 +223,49 @@ pub fn remove_earlier_grant(spec: &mut Value) -> Result<(), AdmitError> {
     }
     hooks::remove(spec);
     Ok(())
+}
+
+#[cfg(test)]
+mod cdi_device_tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn hook(share: &str, device: &str) -> Value {
+        let asked = Asked { share: share.into(), device: device.into() };
+        json!({"path": "/usr/libexec/sublet/sublet-hook", "args": asked.arguments(cdi::STAGE)})
+    }
+
+    fn of(hooks: &[Value]) -> Result<Option<Asked>, CdiError> {
+        find_cdi_device(&json!({"hooks": {"createRuntime": hooks}}))
+    }
+
+    #[test]
+    fn the_hook_in_the_spec_tells_which_share_is_meant() {
+        let small = Asked { share: "small".into(), device: "GPU-a".into() };
+        let other = json!({"path": "/usr/bin/other-hook", "args": ["sublet-hook", "cdi", "--share", "x"]});
+        let bind = json!({"path": "/x/sublet-hook", "args": ["sublet-hook", "createRuntime"]});
+        assert_eq!(find_cdi_device(&json!({})), Ok(None));
+        assert_eq!(find_cdi_device(&json!({"hooks": {"createRuntime": {"a": 1}}})), Ok(None));
+        assert_eq!(of(&[other.clone(), bind.clone(), json!({"path": 1}), json!(null)]), Ok(None));
+        assert_eq!(of(&[other, hook("small", "GPU-a"), bind]), Ok(Some(small.clone())));
+        assert_eq!(of(&[hook("small", "GPU-a"), hook("small", "GPU-a")]), Ok(Some(small)));
+    }
+
+    #[test]
+    fn two_shares_and_strange_arguments_are_refused() {
+        for other in [hook("small", "GPU-b"), hook("large", "GPU-a")] {
+            assert!(matches!(of(&[hook("small", "GPU-a"), other]), Err(CdiError::Several(..))));
+        }
+        let with = |arguments: &[&str]| of(&[json!({"path": "/sublet-hook", "args": arguments})]);
+        for arguments in [
+            &["sublet-hook", "cdi"][..],
+            &["sublet-hook", "cdi", "--share", "small"],
+            &["sublet-hook", "cdi", "--share", "", "--device", "GPU-a"],
+            &["sublet-hook", "cdi", "--device", "GPU-a", "--share", "small"],
+            &["sublet-hook", "cdi", "--share", "small", "--device", "GPU-a", "--device", "GPU-b"],
+        ] {
+            assert_eq!(with(arguments), Err(CdiError::Arguments), "{arguments:?}");
+        }
+    }
 }

@@ -339,14 +339,14 @@ impl Default for Grant {
 
 /// Prefixes of names that only sublet may set: a value from the image or the user would contradict the lease. This holds
 /// also without an MPS server, because a stray `CUDA_MPS_*` could connect the container to another daemon.
-pub(crate) const OWN_PREFIXES: [&str; 4] = ["CUDA_MPS_", "SUBLET_MEMORY_", "SUBLET_NEIGHBOURS", "SUBLET_SM_"];
+pub const OWN_PREFIXES: [&str; 4] = ["CUDA_MPS_", "SUBLET_MEMORY_", "SUBLET_NEIGHBOURS", "SUBLET_SM_"];
 
 /// The variables that every share sets.
 const OWN_NAMES: [&str; 5] =
     ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SUBLET_DEVICES", "SUBLET_MODE", "SUBLET_PROCESSES"];
 
 /// Whether only shares set the variable `name`.
-pub(crate) fn is_own_name(name: &str) -> bool {
+pub fn is_own_name(name: &str) -> bool {
     OWN_NAMES.contains(&name) || OWN_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 

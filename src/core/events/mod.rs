@@ -9,7 +9,7 @@ use std::io::Write as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::{fs, io};
 
 use nix::fcntl::{Flock, FlockArg};
@@ -17,14 +17,20 @@ use nix::libc::O_NOFOLLOW;
 use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 
-use crate::fs::trusted;
+use crate::fs::read_if_trusted;
 use crate::log::one_line;
 use crate::process;
 use crate::process::uptime_milliseconds;
-use crate::text::timestamp_milliseconds;
+use crate::text::LAST_SECOND;
 
 /// The longest text of an event, in bytes.
 const LONGEST: usize = 2000;
+
+/// `time` as events have it: RFC 3339 in UTC with milliseconds, within the years that have such a form.
+pub fn timestamp(time: SystemTime) -> String {
+    let time = time.clamp(UNIX_EPOCH, UNIX_EPOCH + Duration::from_secs(LAST_SECOND));
+    humantime::format_rfc3339_millis(time).to_string()
+}
 
 /// The kind of an event.
 #[derive(
@@ -131,7 +137,7 @@ impl Event {
     /// One that happens now.
     pub fn now(kind: Kind) -> Self {
         Self {
-            time: timestamp_milliseconds(SystemTime::now()),
+            time: timestamp(SystemTime::now()),
             uptime_ms: uptime_milliseconds(),
             kind,
             uid: 0,
@@ -287,7 +293,7 @@ pub fn read_ring(state_dir: &Path) -> Vec<Event> {
 }
 
 fn events_in(path: &Path) -> Vec<Event> {
-    let text = trusted::read_if_trusted(path, LARGEST_RING).unwrap_or_default();
+    let text = read_if_trusted(path, LARGEST_RING).unwrap_or_default();
     text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
 }
 

@@ -7,22 +7,31 @@
 //!
 //! Files are read with few system calls: the standard library first asks for a file's length and position, and then reads once
 //! more behind its end. Readers of a replaced file see the old content or the new content, never a part of it.
+//!
+//! The state directory and its files are trusted only if no user except root, or this user, can have written them. This
+//! is checked by descriptor each time a file is opened, because the path may name another file by then.
 
 pub mod selinux;
-pub mod trusted;
+#[cfg(test)]
+mod tests;
 
-use std::fs::{self, File, Metadata, OpenOptions, Permissions};
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Read, Write as _};
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{
+    DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown,
+};
+use std::path::{Ancestors, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::libc;
 use nix::sys::stat::Mode;
+use serde::de::DeserializeOwned;
 
-use crate::process::{PIECE, Process, once, own_pid, require_call};
+use crate::process::inheritance::effective_user;
+use crate::process::{PIECE, Process, kernel_file, once, own_pid, require_call};
 use crate::text::safe;
 
 /// How often one look-up may be repeated because of renames in the tree or because symbolic links lead into volumes.
@@ -86,6 +95,15 @@ fn open_resolved(root: impl AsFd, path: &Path, flags: OFlag, more: ResolveFlag) 
 pub(crate) fn is_of_the_image(error: &io::Error) -> bool {
     let kinds = [Errno::ENOENT, Errno::ENOTDIR, Errno::ELOOP, Errno::ENAMETOOLONG, Errno::EACCES];
     error.raw_os_error().is_some_and(|number| kinds.contains(&Errno::from_raw(number)))
+}
+
+/// Whether `SELinux` is enforcing: `/sys/fs/selinux/enforce` contains 1 (selinux(8)). The file does not exist if `SELinux` is off. If reading is
+/// denied, `SELinux` is enforcing.
+pub fn is_selinux_enforcing(root: &Path) -> bool {
+    match kernel_file(under(root, "/sys/fs/selinux/enforce")) {
+        Ok(text) => text.trim() == "1",
+        Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
+    }
 }
 
 /// Checks that the kernel has the system calls that sublet needs.
@@ -277,163 +295,206 @@ fn create(temporary: &Path) -> io::Result<File> {
     }
 }
 
-#[cfg(test)]
-mod looked_for_tests {
-    use std::cell::RefCell;
-
-    use nix::libc::{EIO, EMFILE, ENOENT, ENOMEM, ENOTDIR};
-
-    use super::*;
-
-    /// What is found if the kernel gives these errors one after the other (0: none), and how often it was asked.
-    fn asked(errors: &[i32]) -> (Option<()>, usize) {
-        let left = RefCell::new(errors.iter());
-        let ask = || match left.borrow_mut().next() {
-            Some(0) => Ok(()),
-            errno => Err(io::Error::from_raw_os_error(*errno.expect("asked no more often"))),
-        };
-        let found = examine(Path::new("/x"), ask);
-        (found, errors.len() - left.borrow().len())
-    }
-
-    #[test]
-    fn an_error_of_the_moment_is_no_absence() {
-        assert_eq!(asked(&[0]), (Some(()), 1));
-        assert_eq!(asked(&[EMFILE, 0]), (Some(()), 2));
-        assert_eq!(asked(&[ENOMEM, ENOENT]), (None, 2));
-        assert_eq!(asked(&[EIO, EIO]), (None, 2));
-        for absent in [ENOENT, ENOTDIR] {
-            assert_eq!(asked(&[absent]), (None, 1));
+/// Creates `dir` if it is missing (0755, whatever the umask), and checks whether it can be trusted. Returns the checked
+/// metadata.
+pub fn make_trusted_directory(dir: &Path) -> Result<Metadata, String> {
+    let meta = match fs::symlink_metadata(dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            check_before(dir)?;
+            create_directories(dir).map_err(|error| format!("cannot be created: {error}"))?;
+            fs::symlink_metadata(dir)
         }
+        // It was created under a caller's umask, or by a sublet process that was killed before it set the mode.
+        Ok(meta) if is_closed(&meta) => {
+            check_before(dir)?;
+            fs::set_permissions(dir, Permissions::from_mode(meta.mode() & 0o7777 | 0o755))
+                .map_err(|error| format!("cannot be made readable for other users: {error}"))?;
+            fs::symlink_metadata(dir)
+        }
+        meta => meta,
+    };
+    let meta = meta.map_err(|error| selinux::explain(error).to_string())?;
+    check_trusted(dir, &meta)?;
+    Ok(meta)
+}
+
+/// Why `dir`, if it exists, cannot be trusted.
+pub(crate) fn distrust(dir: &Path) -> Option<String> {
+    check_trusted(dir, &fs::symlink_metadata(dir).ok()?).err()
+}
+
+/// Creates `dir` and its missing parents, each with mode 0755 whatever the umask.
+pub fn create_directories(dir: &Path) -> io::Result<()> {
+    if let Some(above) = dir.parent().filter(|above| !above.as_os_str().is_empty() && !above.exists()) {
+        create_directories(above)?;
+    }
+    match DirBuilder::new().mode(0o755).create(dir) {
+        Ok(()) => fs::set_permissions(dir, Permissions::from_mode(0o755)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
+        Err(error) => Err(error),
     }
 }
 
-#[cfg(test)]
-mod reading_tests {
-    use super::*;
+/// Whether it is a directory of this user that other users cannot search. MPS clients and users without root have to.
+fn is_closed(meta: &Metadata) -> bool {
+    meta.is_dir() && meta.mode() & 0o755 != 0o755 && meta.uid() == effective_user()
+}
 
-    /// Gives at most `piece` bytes at a time, and counts how often it is asked.
-    struct Pieces<'a> {
-        left: &'a [u8],
-        piece: usize,
-        asked: usize,
+fn check_trusted(dir: &Path, meta: &Metadata) -> Result<(), String> {
+    if !meta.is_dir() {
+        return Err("is no directory".to_owned());
     }
+    if !is_trusted_owner(meta.uid()) || meta.mode() & 0o022 != 0 {
+        return Err(format!("others than its owner may write to it ({})", owner_and_mode(meta)));
+    }
+    dir.parent().map_or(Ok(()), |parent| check_above(parent.ancestors()))
+}
 
-    impl Read for Pieces<'_> {
-        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-            self.asked += 1;
-            let length = self.piece.min(buffer.len());
-            self.left.read(&mut buffer[..length])
+/// Checks that no other user may replace `dir` while it is made.
+fn check_before(dir: &Path) -> Result<(), String> {
+    let there = dir.ancestors().skip(1).find(|above| fs::symlink_metadata(above).is_ok());
+    there.map_or(Ok(()), |there| check_above(there.ancestors()))
+}
+
+/// Checks that no other user may replace entries of these directories.
+fn check_above(directories: Ancestors<'_>) -> Result<(), String> {
+    for above in directories.filter(|above| !above.as_os_str().is_empty()) {
+        let shown = || safe(&above.to_string_lossy());
+        let unknown = |error| format!("{}, which is above it, cannot be examined: {error}", shown());
+        let meta = fs::symlink_metadata(above).map_err(unknown)?;
+        if meta.is_symlink() && is_trusted_owner(meta.uid()) {
+            // A loop of links leads nowhere.
+            above.canonicalize().map_err(unknown)?;
+            let target = fs::read_link(above).map_err(unknown)?;
+            check_above(above.parent().unwrap_or(above).join(target).ancestors())?;
+        } else if can_be_swapped(&meta) {
+            let (above, rights) = (shown(), owner_and_mode(&meta));
+            return Err(format!(
+                "others may write to {above}, which is above it, and could replace it ({rights})"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn owner_and_mode(meta: &Metadata) -> String {
+    format!("uid {}, mode {:o}", meta.uid(), meta.mode() & 0o7777)
+}
+
+/// Whether other users may rename files in this directory. In one that is sticky, as /tmp is, only its owner may.
+fn can_be_swapped(dir: &Metadata) -> bool {
+    !is_trusted_owner(dir.uid()) || dir.mode() & 0o022 != 0 && dir.mode() & 0o1000 == 0
+}
+
+/// Whether files of `uid` are trusted: those of root and of this user.
+pub(crate) fn is_trusted_owner(uid: u32) -> bool {
+    uid == 0 || uid == effective_user()
+}
+
+/// Why a file of the state directory with this metadata is not trusted.
+pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
+    if !meta.is_file() {
+        return Some("it is not a regular file".to_owned());
+    }
+    if meta.len() > largest {
+        return Some(format!("it has {} bytes", meta.len()));
+    }
+    if !is_trusted_owner(meta.uid()) {
+        return Some(format!("it belongs to uid {}", meta.uid()));
+    }
+    (meta.mode() & 0o022 != 0)
+        .then(|| format!("others than its owner may write to it (mode {:o})", meta.mode() & 0o7777))
+}
+
+/// Identifies a file and its version. A file that is replaced or written to gets another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    file: (u64, u64),
+    bytes: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Stamp {
+    pub(crate) fn of(meta: &Metadata) -> Self {
+        Self {
+            file: (meta.dev(), meta.ino()),
+            bytes: meta.len(),
+            modified: (meta.mtime(), meta.mtime_nsec()),
+            changed: (meta.ctime(), meta.ctime_nsec()),
         }
     }
 
-    #[test]
-    fn a_file_is_read_whole_whatever_its_length_was() {
-        let whole = vec![b'x'; 70_000];
-        for (length, most, piece, expected, asked) in [
-            // As long as it was, at once and in pieces.
-            (70_000, 1 << 20, usize::MAX, 70_000, 1),
-            (70_000, 1 << 20, 40_000, 70_000, 2),
-            // It has grown, or its length was not known; it has been cut.
-            (69_999, 1 << 20, usize::MAX, 70_000, 2),
-            (0, 1 << 20, 50_000, 70_000, 8),
-            (80_000, 1 << 20, usize::MAX, 70_000, 2),
-            // It is too long.
-            (70_000, 69_999, usize::MAX, 70_000, 1),
-        ] {
-            let mut file = Pieces { left: &whole, piece, asked: 0 };
-            let read = regular_file(&mut file, length, most).unwrap();
-            assert_eq!(read.len(), expected, "{length} {most} {piece}");
-            assert!(file.asked <= asked, "{length} {most} {piece}: {} reads", file.asked);
-        }
+    #[cfg(test)]
+    pub(crate) const fn inode(&self) -> u64 {
+        self.file.1
     }
 }
 
-#[cfg(test)]
-mod atomic_tests {
-    use super::*;
+/// A file that is trusted, open.
+#[derive(Debug)]
+pub(crate) struct Trusted {
+    file: File,
+    meta: Metadata,
+    largest: u64,
+}
 
-    #[test]
-    fn keeps_the_mode_of_an_existing_file_and_leaves_no_temporary() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("config.json");
-        fs::write(&path, "old").unwrap();
-        fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
-        replace(&path, b"new", 0o600).unwrap();
-        assert_eq!(fs::read(&path).unwrap(), b"new");
-        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+impl Trusted {
+    pub(crate) fn stamp(&self) -> Stamp {
+        Stamp::of(&self.meta)
     }
 
-    #[test]
-    fn a_file_of_our_own_gets_its_mode_whatever_was_there() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("ledger.json");
-        fs::write(&path, "old").unwrap();
-        fs::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
-        replace_own(&path, b"new", 0o600).unwrap();
-        assert_eq!(fs::read(&path).unwrap(), b"new");
-        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
+    pub(crate) fn own(file: File) -> io::Result<Self> {
+        Ok(Self { meta: file.metadata()?, file, largest: 0 })
     }
 
-    #[test]
-    fn what_cannot_be_settled_is_not_in_place() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("daemon.json");
-        fs::write(&path, "old").unwrap();
-        let full = |_: &File| Err(io::Error::from(io::ErrorKind::StorageFull));
-        write_and_rename(&path, |_| Ok(()), b"new", full).unwrap_err();
-        assert_eq!(fs::read(&path).unwrap(), b"old");
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
-        write_and_rename(&path, |_| Ok(()), b"new", File::sync_all).unwrap();
-        assert_eq!(fs::read(&path).unwrap(), b"new");
+    pub(crate) fn read(&self) -> io::Result<Vec<u8>> {
+        regular_file(&self.file, self.meta.len(), self.largest)
     }
+}
 
-    #[test]
-    fn sweeps_what_the_dead_left_and_nothing_else() {
-        let dir = tempfile::tempdir().unwrap();
-        let mut child = std::process::Command::new("true").spawn().unwrap();
-        child.wait().unwrap();
-        let ours = format!(".a.json.{}-7.tmp", std::process::id());
-        let left = format!(".a.json.{}-7.tmp", child.id());
-        let foreign = ["a.json.1.tmp", ".a.json.tmp", "a.json", ".a.json.1-x.tmp", ".a.json.1.tmp"];
-        for name in foreign.into_iter().chain([ours.as_str(), left.as_str()]) {
-            fs::write(dir.path().join(name), "").unwrap();
-        }
-        sweep(dir.path());
-        let mut names: Vec<_> =
-            fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        names.sort();
-        let mut kept = [&foreign[..], &[ours.as_str()]].concat();
-        kept.sort_unstable();
-        assert_eq!(names, kept);
-    }
-
-    /// Threads of one process write the same file: the content of the last one is there, complete.
-    #[test]
-    fn threads_do_not_share_a_temporary() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("f");
-        std::thread::scope(|scope| {
-            for byte in b'a'..b'e' {
-                let path = &path;
-                scope.spawn(move || (0..100).for_each(|_| replace(path, &vec![byte; 9999], 0o644).unwrap()));
+/// The file `path`; the inner `Err`: why it is not trusted; `None`: there is no such file.
+pub(crate) fn open_trusted(path: &Path, largest: u64) -> io::Result<Option<Result<Trusted, String>>> {
+    let file =
+        match OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+                return Ok(Some(Err("it is not a regular file".to_owned())));
             }
-        });
-        let content = fs::read(&path).unwrap();
-        assert!(content.len() == 9999 && content.iter().all(|byte| *byte == content[0]));
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
-    }
+            Err(error) => return Err(selinux::explain(error)),
+        };
+    let meta = file.metadata()?;
+    let distrust = distrust_file(&meta, largest);
+    Ok(Some(distrust.map_or(Ok(Trusted { file, meta, largest }), Err)))
+}
 
-    #[test]
-    fn replaces_a_symbolic_link_and_not_its_target() {
-        let dir = tempfile::tempdir().unwrap();
-        let (target, link) = (dir.path().join("target"), dir.path().join("link"));
-        fs::write(&target, "untouched").unwrap();
-        std::os::unix::fs::symlink(&target, &link).unwrap();
-        replace(&link, b"new", 0o644).unwrap();
-        assert_eq!(fs::read(&target).unwrap(), b"untouched");
-        assert_eq!(fs::read(&link).unwrap(), b"new");
-        assert_eq!(fs::metadata(&link).unwrap().mode() & 0o7777, 0o644);
+/// The content of `path`, as [`open_trusted`] finds it.
+pub fn read_trusted(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
+    match open_trusted(path, largest)? {
+        Some(Ok(file)) => file.read().map(Ok).map(Some),
+        Some(Err(why)) => Ok(Some(Err(why))),
+        None => Ok(None),
     }
+}
+
+/// [`read_trusted`] for optional files: `None` if the file does not exist or is not trusted.
+pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
+    read_trusted(path, largest).ok()??.ok()
+}
+
+/// Reads a file with history (refusals, the guard's checks, counts) for a caller that writes it anew; the default if there
+/// is none or if another user may have written it. No container's share depends on such files, so one that this version does
+/// not understand becomes `<path>.aside`, where people and a newer version's users find it, and is begun anew.
+///
+/// # Errors
+/// It exists and cannot be read, so that its content would be lost.
+pub fn read_history<T: DeserializeOwned + Default>(path: &Path, largest: u64) -> io::Result<T> {
+    let Some(Ok(text)) = read_trusted(path, largest)? else { return Ok(T::default()) };
+    serde_json::from_slice(&text).or_else(|_| {
+        let mut aside = path.as_os_str().to_owned();
+        aside.push(".aside");
+        fs::rename(path, aside)?;
+        Ok(T::default())
+    })
 }

@@ -8,8 +8,7 @@ use std::path::Path;
 use rustix::fs::getxattr;
 use rustix::io::Errno;
 
-use super::under;
-use crate::process::kernel_file;
+use super::is_selinux_enforcing;
 
 /// The package with the module, and what to do if there is none.
 pub const FIX: &str = "install the package sublet-selinux (semodule -i /usr/share/selinux/packages/sublet.pp \
@@ -25,7 +24,12 @@ const CONTAINER_TYPE: &str = "container_t";
 /// Whether containers of the host at `root` cannot reach MPS daemons, whose files are in `state_dir`: `SELinux` is
 /// enforcing, and the files do not have the type of sublet's module. (Engines may not read the list of modules.)
 pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
-    is_enforcing(root) && !is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
+    is_selinux_enforcing(root) && !has_labels(state_dir)
+}
+
+/// Whether the files of MPS daemons in `state_dir` have the type of sublet's module, or will have it.
+pub(crate) fn has_labels(state_dir: &Path) -> bool {
+    is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
 }
 
 /// Whether a process with the context `label` may not write to the sockets of MPS daemons, whose files are in `mps`: by the
@@ -33,7 +37,7 @@ pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
 /// module, see [`denies_mps_sockets`].
 pub(crate) fn is_denied(label: &str, mps: &Path) -> bool {
     let Some(state_dir) = mps.parent() else { return false };
-    if !is_enforcing(Path::new("/")) || denies_mps_sockets(Path::new("/"), state_dir) {
+    if !is_selinux_enforcing(Path::new("/")) || denies_mps_sockets(Path::new("/"), state_dir) {
         return false;
     }
     let answer = context_of(mps).ok().and_then(|files| query_policy(label, &files).ok().flatten());
@@ -62,20 +66,11 @@ fn parse_answer(answer: &str, permission: &str) -> Option<bool> {
     Some(bits(0)? & bit != 0 || bits(5)? & 1 != 0)
 }
 
-/// `/sys/fs/selinux/enforce` contains 1 (selinux(8)). The file does not exist if `SELinux` is off. If reading is
-/// denied, `SELinux` is enforcing.
-pub fn is_enforcing(root: &Path) -> bool {
-    match kernel_file(under(root, "/sys/fs/selinux/enforce")) {
-        Ok(text) => text.trim() == "1",
-        Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
-    }
-}
-
 /// `error`, with a remedy if this host's policy refused an engine what its shim or hook needs. Nothing else refuses
 /// root.
 pub fn explain(error: io::Error) -> io::Error {
     let refused = error.kind() == io::ErrorKind::PermissionDenied && nix::unistd::geteuid().is_root();
-    if refused && is_enforcing(Path::new("/")) {
+    if refused && is_selinux_enforcing(Path::new("/")) {
         return io::Error::new(error.kind(), format!("SELinux denies it to this engine: {FIX}"));
     }
     error

@@ -308,13 +308,8 @@ pub fn refused_beside(name: &str) -> Option<&'static str> {
     }
 }
 
-/// Variables with these prefixes that are not in a share's environment are removed.
-pub(crate) fn own_prefixes() -> Vec<String> {
-    OWN_PREFIXES.map(str::to_owned).to_vec()
-}
-
 /// Sets libcuda's directory for Triton, unless the image or the user does.
-pub(crate) const TRITON_PATH: &str = "TRITON_LIBCUDA_PATH";
+pub const TRITON_PATH: &str = "TRITON_LIBCUDA_PATH";
 
 /// The edit for `lease`; `library_dir` is where the driver's libraries are mounted, if they are. `neighbours` is the
 /// number of other leases on its devices, if it is known.
@@ -349,7 +344,7 @@ fn list_environment(
     let default = default.filter_map(|(name, text)| Some(pair(name, fill_template(text, &set)?)));
     let triton = library_dir.and_then(Path::to_str).map(|dir| pair(TRITON_PATH, dir));
     let default = default.chain(triton).collect();
-    Environment { set, default, remove_prefixes: own_prefixes() }
+    Environment { set, default, remove_prefixes: OWN_PREFIXES.map(String::from).to_vec() }
 }
 
 fn pair(name: &str, value: impl Into<String>) -> (String, String) {

@@ -18,12 +18,12 @@ use serde::{Deserialize, Serialize};
 
 use super::{DriverFile, Fingerprint, Inventory, MpsPrograms, check_node};
 use crate::config::{Config, Inject};
-use crate::fs::replace;
-use crate::fs::trusted::distrust_file;
-use crate::fs::{trusted, under};
+use crate::fs::{
+    distrust, distrust_file, make_trusted_directory, read_if_trusted, read_trusted, replace, under,
+};
 use crate::parse_errors::plain;
 use crate::process;
-use crate::process::kernel_file;
+use crate::process::{kernel_file, uptime_seconds};
 use crate::text::safe;
 
 /// `Inventory::schema` of this build.
@@ -130,7 +130,8 @@ pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Invent
 pub fn store(config: &Config, inventory: &Inventory) -> Result<(), InventoryError> {
     let path = path(config);
     let write = || {
-        trusted::make(&config.state_dir).map_err(|why| io::Error::other(format!("its directory: {why}")))?;
+        make_trusted_directory(&config.state_dir)
+            .map_err(|why| io::Error::other(format!("its directory: {why}")))?;
         write_file(&no_checkpoint(&config.state_dir), NO_CHECKPOINT.as_bytes())?;
         write_file(&path, &serde_json::to_vec(inventory)?)
     };
@@ -164,14 +165,14 @@ fn write_file(path: &Path, content: &[u8]) -> io::Result<()> {
 }
 
 fn check_directory(config: &Config) -> Result<(), InventoryError> {
-    trusted::distrust(&config.state_dir).map_or(Ok(()), |why| {
+    distrust(&config.state_dir).map_or(Ok(()), |why| {
         Err(InventoryError::Untrusted { path: path(config), why: format!("its directory: {why}") })
     })
 }
 
 fn read(path: &Path) -> Result<Inventory, InventoryError> {
     let corrupt = |why| InventoryError::Corrupt { path: path.to_owned(), why };
-    let text = trusted::read(path, LARGEST)
+    let text = read_trusted(path, LARGEST)
         .map_err(|source| InventoryError::Unreadable { path: path.to_owned(), source })?
         .ok_or_else(|| InventoryError::Missing { path: path.to_owned() })?
         .map_err(|why| InventoryError::Untrusted { path: path.to_owned(), why })?;
@@ -412,6 +413,41 @@ impl FileDirectory {
     pub(super) fn is_unchanged(&self) -> bool {
         Self::stat(&self.path).as_ref() == Some(self)
     }
+}
+
+/// A confirmation older than this, in seconds, does not count. The service renews it every two seconds.
+const WATCHED_LIMIT: u64 = 5;
+
+/// A boot id and a number, in bytes.
+const LONGEST_WATCHED: u64 = 100;
+
+/// Whether the service has recently compared the MIG devices that NVML reports with the inventory.
+pub(crate) fn is_watched(config: &Config) -> bool {
+    let word = read_if_trusted(&watched_file(config), LONGEST_WATCHED).unwrap_or_default();
+    is_recent(&String::from_utf8_lossy(&word), process::read_boot_id().unwrap_or_default(), uptime_seconds())
+}
+
+/// Confirms that they were equal at `since`, in seconds since boot.
+pub fn watch(config: &Config, since: u64) -> io::Result<()> {
+    let record = format!("{} {since}\n", process::read_boot_id().unwrap_or_default());
+    replace(&watched_file(config), record.as_bytes(), 0o644)
+}
+
+/// Withdraws the confirmation.
+pub fn unwatch(config: &Config) {
+    let _ = fs::remove_file(watched_file(config));
+}
+
+fn watched_file(config: &Config) -> PathBuf {
+    config.state_dir.join("mig-watched")
+}
+
+fn is_recent(text: &str, boot_id: &str, now: u64) -> bool {
+    let Some((boot, since)) = text.trim().split_once(' ') else { return false };
+    let since = since.parse::<u64>().ok();
+    !boot_id.is_empty()
+        && boot == boot_id
+        && since.is_some_and(|since| since <= now && now - since <= WATCHED_LIMIT)
 }
 
 #[cfg(test)]

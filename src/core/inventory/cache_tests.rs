@@ -266,3 +266,12 @@ fn stored_inventories_are_read_and_written_again_alike() {
         assert_eq!(serde_json::to_value(read).unwrap(), stored);
     }
 }
+
+#[test]
+fn a_word_holds_for_this_boot_and_a_few_seconds() {
+    assert!(is_recent("boot 100\n", "boot", 100) && is_recent("boot 100\n", "boot", 105));
+    for (text, now) in [("boot 100", 106), ("boot 100", 99), ("other 100", 100), ("boot x", 100), ("", 0)] {
+        assert!(!is_recent(text, "boot", now), "{text}");
+    }
+    assert!(!is_recent(" 100", "", 100));
+}

@@ -15,7 +15,7 @@ use nix::errno::Errno;
 use nix::sys::stat::{Mode, SFlag, major, makedev, minor, mknod};
 
 use super::{Majors, Node};
-use crate::fs::{is_absent, trusted, under};
+use crate::fs::{create_directories, is_absent, under};
 
 /// Why a node cannot be given to a container. The paths include the driver root.
 #[derive(Debug, thiserror::Error)]
@@ -54,45 +54,6 @@ impl Node {
     pub fn is_optional(&self) -> bool {
         let spare = ["/dev/nvidia-modeset", "/dev/nvidia-uvm-tools", "/dev/dri"];
         spare.iter().any(|path| self.path.starts_with(path))
-    }
-}
-
-/// Checks that `node` is on this host and as in the inventory.
-///
-/// # Errors
-/// It is missing, or something else is in its place.
-pub fn check_node(root: &Path, node: &Node) -> Result<(), NodeError> {
-    let path = under(root, &node.path.to_string_lossy());
-    let there = match fs::metadata(&path) {
-        Ok(there) => there,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(NodeError::Missing { path }),
-        Err(source) => return Err(NodeError::Unreadable { path, source }),
-    };
-    let found = if there.file_type().is_char_device() {
-        let device = there.rdev();
-        if (major(device), minor(device)) == (u64::from(node.major), u64::from(node.minor)) {
-            return Ok(());
-        }
-        format!("the character device {}:{}", major(device), minor(device))
-    } else {
-        "no character device".to_owned()
-    };
-    Err(NodeError::Other { path, found, major: node.major, minor: node.minor })
-}
-
-/// [`check_node`], which also creates a missing nvidia-caps node. nvidia-modprobe creates these nodes only on request,
-/// and engines do not request it.
-///
-/// # Errors
-/// As [`check_node`], or the node cannot be created.
-pub(crate) fn ensure_node(root: &Path, node: &Node) -> Result<(), NodeError> {
-    match check_node(root, node) {
-        Err(NodeError::Missing { path }) if node.path.starts_with(NODES) => {
-            let made = make_cap_node(root, node);
-            made.map_err(|(file, source)| NodeError::Unmade { path, file, source })?;
-            check_node(root, node)
-        }
-        checked => checked,
     }
 }
 
@@ -166,7 +127,7 @@ fn character_device(root: &Path, path: PathBuf) -> Result<Option<Node>, (PathBuf
 const MINORS: &str = "/proc/driver/nvidia-caps/mig-minors";
 
 /// Where the nodes of MIG instances are.
-const NODES: &str = "/dev/nvidia-caps";
+pub(super) const NODES: &str = "/dev/nvidia-caps";
 
 /// The mode of all of these except `config`, if the driver does not give one.
 const MODE: u32 = 0o444;
@@ -221,7 +182,7 @@ pub fn privileged_nodes(root: &Path, major: Option<u32>) -> Result<[Option<Node>
 ///
 /// # Errors
 /// The file of its capability, and why the node could not be created.
-fn make_cap_node(root: &Path, node: &Node) -> Result<(), (String, io::Error)> {
+pub(super) fn make_cap_node(root: &Path, node: &Node) -> Result<(), (String, io::Error)> {
     let minors = read(root, MINORS).unwrap_or_default();
     let name = cap_minors(&minors).find(|(_, minor)| *minor == node.minor).map(|(name, _)| name);
     let file = file_of(name.unwrap_or("*"));
@@ -241,7 +202,7 @@ fn make_cap_node(root: &Path, node: &Node) -> Result<(), (String, io::Error)> {
 /// Something else has that name, or the node cannot be created.
 pub fn make_node(root: &Path, node: &Node, mode: u32) -> io::Result<()> {
     let path = under(root, &node.path.to_string_lossy());
-    path.parent().map(trusted::create).transpose()?;
+    path.parent().map(create_directories).transpose()?;
     match mknod(&path, SFlag::S_IFCHR, Mode::empty(), makedev(node.major.into(), node.minor.into())) {
         // Set again, because the umask changed it.
         Ok(()) => fs::set_permissions(&path, fs::Permissions::from_mode(mode)),
@@ -279,6 +240,7 @@ fn read(root: &Path, path: &str) -> Result<String, String> {
 mod tests {
     use super::super::fixture::Root;
     use super::*;
+    use crate::inventory::check_node;
 
     #[test]
     fn nodes_are_checked_by_number_and_kind() {

@@ -11,22 +11,25 @@ pub mod device_nodes;
 pub mod fixture;
 pub mod programs;
 
+pub(crate) use cache::is_watched;
 pub use cache::{FileDirectory, InventoryError, SCHEMA};
 pub(crate) use cache::{NO_CHECKPOINT_FILE, load_beside, no_checkpoint};
-pub use cache::{can_do_mig, fingerprint, last, load, path as cache_path, store};
-pub(crate) use device_nodes::ensure_node;
-pub use device_nodes::{NodeError, check_node};
+pub use cache::{can_do_mig, fingerprint, last, load, path as cache_path, store, unwatch, watch};
+pub use device_nodes::NodeError;
+use device_nodes::{NODES, make_cap_node};
 pub use programs::{MissingPrograms, MpsPrograms};
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
+use nix::sys::stat::{major, minor};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Config, Inject};
-use crate::fs::trusted;
-use crate::process::{self, uptime_seconds};
+use crate::config::Inject;
+use crate::fs::under;
 use crate::share::{Capabilities, Capability, MigCapability, Percent};
 use crate::text::safe;
 
@@ -546,50 +549,41 @@ impl Inventory {
     }
 }
 
-/// A confirmation older than this, in seconds, does not count. The service renews it every two seconds.
-const LIMIT: u64 = 5;
-
-/// A boot id and a number, in bytes.
-const LONGEST: u64 = 100;
-
-/// Whether the service has compared them recently.
-pub(crate) fn is_watched(config: &Config) -> bool {
-    let word = trusted::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
-    is_recent(&String::from_utf8_lossy(&word), process::read_boot_id().unwrap_or_default(), uptime_seconds())
-}
-
-/// Confirms that they were equal at `since`, in seconds since boot.
-pub fn watch(config: &Config, since: u64) -> std::io::Result<()> {
-    let record = format!("{} {since}\n", process::read_boot_id().unwrap_or_default());
-    crate::fs::replace(&path(config), record.as_bytes(), 0o644)
-}
-
-/// Withdraws the confirmation.
-pub fn unwatch(config: &Config) {
-    let _ = fs::remove_file(path(config));
-}
-
-fn path(config: &Config) -> PathBuf {
-    config.state_dir.join("mig-watched")
-}
-
-fn is_recent(text: &str, boot_id: &str, now: u64) -> bool {
-    let Some((boot, since)) = text.trim().split_once(' ') else { return false };
-    let since = since.parse::<u64>().ok();
-    !boot_id.is_empty() && boot == boot_id && since.is_some_and(|since| since <= now && now - since <= LIMIT)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_word_holds_for_this_boot_and_a_few_seconds() {
-        assert!(is_recent("boot 100\n", "boot", 100) && is_recent("boot 100\n", "boot", 105));
-        for (text, now) in [("boot 100", 106), ("boot 100", 99), ("other 100", 100), ("boot x", 100), ("", 0)]
-        {
-            assert!(!is_recent(text, "boot", now), "{text}");
+/// Checks that `node` is on this host and as in the inventory.
+///
+/// # Errors
+/// It is missing, or something else is in its place.
+pub fn check_node(root: &Path, node: &Node) -> Result<(), NodeError> {
+    let path = under(root, &node.path.to_string_lossy());
+    let there = match fs::metadata(&path) {
+        Ok(there) => there,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(NodeError::Missing { path }),
+        Err(source) => return Err(NodeError::Unreadable { path, source }),
+    };
+    let found = if there.file_type().is_char_device() {
+        let device = there.rdev();
+        if (major(device), minor(device)) == (u64::from(node.major), u64::from(node.minor)) {
+            return Ok(());
         }
-        assert!(!is_recent(" 100", "", 100));
+        format!("the character device {}:{}", major(device), minor(device))
+    } else {
+        "no character device".to_owned()
+    };
+    Err(NodeError::Other { path, found, major: node.major, minor: node.minor })
+}
+
+/// [`check_node`], which also creates a missing nvidia-caps node. nvidia-modprobe creates these nodes only on request,
+/// and engines do not request it.
+///
+/// # Errors
+/// As [`check_node`], or the node cannot be created.
+pub(crate) fn ensure_node(root: &Path, node: &Node) -> Result<(), NodeError> {
+    match check_node(root, node) {
+        Err(NodeError::Missing { path }) if node.path.starts_with(NODES) => {
+            let made = make_cap_node(root, node);
+            made.map_err(|(file, source)| NodeError::Unmade { path, file, source })?;
+            check_node(root, node)
+        }
+        checked => checked,
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::text::{ledger_text, parse_ledger};
+use super::store::{ledger_text, parse_ledger};
 use super::{Job, LEASE_RECORD_ANNOTATION, Lease, Ledger, MigChanges, MpsDaemon};
 
 #[test]

@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use super::{Ledger, LedgerError, runtime_record, text};
+use super::{Ledger, LedgerError, runtime_record, store};
 
 /// The ledger in `content`, as the store reads it.
 pub fn ledger(content: &[u8]) -> Result<Ledger, String> {
-    text::parse_ledger(content, Path::new("")).map_err(|error| match error {
+    store::parse_ledger(content, Path::new("")).map_err(|error| match error {
         LedgerError::Newer { found: why, .. } | LedgerError::Corrupt { why, .. } => why,
         error => error.to_string(),
     })

@@ -139,7 +139,7 @@ impl DynamicInstance {
 /// of users who may not open the store; none if the process that made the change has ended.
 pub(crate) fn gpus_under_change(state_dir: &Path) -> Vec<String> {
     let content = super::read_text(state_dir);
-    let change = super::text::parse_ledger(&content, state_dir).ok().and_then(|ledger| ledger.mig.under_way);
+    let change = super::store::parse_ledger(&content, state_dir).ok().and_then(|ledger| ledger.mig.under_way);
     change.filter(|change| change.owner.is_alive()).map(|change| change.gpus).unwrap_or_default()
 }
 

@@ -9,9 +9,7 @@ mod formats;
 #[cfg(feature = "fixtures")]
 pub mod fuzzing;
 mod left_processes;
-mod leftovers;
 mod liveness;
-mod lock;
 mod mig;
 mod queries;
 mod rebuild;
@@ -19,7 +17,7 @@ mod runtime_record;
 mod store;
 #[cfg(test)]
 mod stress;
-mod text;
+mod update;
 
 use std::path::{Path, PathBuf};
 
@@ -33,7 +31,6 @@ pub use binding::{Binding, NotBound, TooManyUnbound};
 pub use error::LedgerError;
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
-pub use lock::Namespaces;
 #[cfg(any(test, feature = "fixtures"))]
 pub use mig::fixture as dynamic_instance_fixture;
 pub(crate) use mig::gpus_under_change;
@@ -42,10 +39,9 @@ pub use mig::{Awaited, DynamicInstance, MigBusy, MigChange, MigChanges};
 pub use queries::fixture;
 pub use queries::{Doubled, StartClaim, StopClaim};
 pub use runtime_record::{Record, read_up_to};
-pub use store::is_there;
 pub(crate) use store::read_text;
-pub use store::{Freed, Store};
-pub use text::MountPoints;
+pub use store::{Freed, MountPoints, Namespaces, Store};
+pub use store::{is_remote, is_there};
 
 /// [`Ledger::schema`].
 pub const SCHEMA: &str = "sublet.ledger/1";
@@ -310,6 +306,12 @@ impl DaemonKey {
         state_dir.join("mps").join(&self.0)
     }
 
+    /// Whether it may become part of a path: it has only letters, digits and `-`, as UUIDs and lease ids do.
+    pub(crate) fn is_well_formed(&self) -> bool {
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        !self.0.is_empty() && self.0.len() <= 80 && !self.0.starts_with('-') && self.0.bytes().all(plain)
+    }
+
     /// The directory that containers see. It holds a hard link to `control` and nothing else.
     pub fn public(&self, state_dir: &Path) -> PathBuf {
         self.dir(state_dir).join("public")
@@ -435,6 +437,11 @@ impl Lease {
 }
 
 impl Ledger {
+    /// The record of the daemon `key`.
+    pub fn daemon(&self, key: &DaemonKey) -> Option<&MpsDaemon> {
+        self.daemons.iter().find(|daemon| daemon.key == *key)
+    }
+
     /// Marks the lease of container `id` of `uid` as ending. The container's record is in `record`, and `deleter`
     /// deletes it.
     pub(crate) fn mark_ending(

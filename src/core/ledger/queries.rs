@@ -1,12 +1,12 @@
 //! Queries and changes of a ledger in memory: leases, what a start and a stop of an MPS daemon record before they begin,
-//! and which process belongs to which lease.
+//! which process belongs to which lease, and the files that ended containers left in places that outlive them.
 
 use std::convert::Infallible;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::{
     Container, DaemonKey, DaemonState, DefaultLimits, DefaultMemoryLimit, Freed, Lease, LeaseId, Ledger,
-    LedgerError, MpsDaemon, SCHEMA, Scan, Store,
+    LedgerError, Leftover, MpsDaemon, SCHEMA, Scan, Store, VolumeFiles,
 };
 use crate::inventory::GpuProcess;
 use crate::process::Process;
@@ -63,7 +63,7 @@ impl Ledger {
     }
 
     /// The lease of container `id` of `uid`, whose runtime keeps its record in `record`.
-    pub(crate) fn find_by_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
+    pub fn find_by_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
         self.leases.iter().find(|lease| {
             let same = lease.container.uid == uid && lease.container.id == id;
             same && lease.container.record == record && !lease.is_of_job()
@@ -84,11 +84,6 @@ impl Ledger {
     pub(crate) fn find_job_lease(&self, job: u64) -> Option<&Lease> {
         let is_its = |lease: &&Lease| lease.job.as_ref().is_some_and(|own| own.id == job);
         self.leases.iter().filter(|lease| lease.is_of_job()).find(is_its)
-    }
-
-    /// The record of the daemon `key`.
-    pub fn daemon(&self, key: &DaemonKey) -> Option<&MpsDaemon> {
-        self.daemons.iter().find(|daemon| daemon.key == *key)
     }
 
     /// Leases that the MPS server `key` serves.
@@ -289,6 +284,104 @@ fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
         .map(|below| Path::new("/").join(below))
 }
 
+impl Ledger {
+    /// Records what `lease`, which has ended, may have left behind.
+    ///
+    /// A rootless user removes what their container left. Root removes nothing at a path that a user names.
+    pub(super) fn note_leftovers(&mut self, lease: &Lease) {
+        let volumes = lease.volumes_with_files();
+        let nothing = lease.mount_points.is_empty() && volumes.is_empty();
+        if lease.brokered || lease.init.is_some() && nothing {
+            return;
+        }
+        let Container { bundle, rootfs, .. } = &lease.container;
+        // A container that is started repeatedly leaves the same files each time.
+        let known = self.leftovers.iter_mut().find(|left| left.bundle == *bundle && left.rootfs == *rootfs);
+        match known {
+            Some(left) => {
+                add_missing(&mut left.mount_points, lease.mount_points.to_vec());
+                add_missing(&mut left.volumes, volumes);
+            }
+            None => self.leftovers.push(Leftover {
+                bundle: bundle.clone(),
+                rootfs: rootfs.clone(),
+                mount_points: lease.mount_points.to_vec(),
+                volumes,
+            }),
+        }
+    }
+
+    /// Leftovers whose root filesystem no live container of root's uses, without the volumes that those use.
+    pub(crate) fn clearable(&self) -> Vec<Leftover> {
+        let roots = || self.leases.iter().filter(|lease| lease.is_believed_by(0));
+        let in_use = |left: &&Leftover| roots().any(|lease| lease.container.rootfs == left.rootfs);
+        // A container may have the same volume at another path. A volume on the same file system counts as the same.
+        let used: Vec<u64> = roots().flat_map(|lease| &lease.volumes).map(|volume| volume.device).collect();
+        let free = |left: &Leftover| {
+            let volumes = left.volumes.iter().filter(|volume| !used.contains(&volume.device));
+            let free = Leftover { volumes: volumes.cloned().collect(), ..left.clone() };
+            let waits = free.volumes.is_empty() && free.mount_points.is_empty() && !left.volumes.is_empty();
+            (!waits).then_some(free)
+        };
+        self.leftovers.iter().filter(|left| !in_use(left)).filter_map(free).collect()
+    }
+
+    /// Of `found`, empty files in `rootfs`, those that a runtime made for a container that has or had a lease. The rest are
+    /// the image's own.
+    pub(crate) fn filter_mount_points<'p>(&self, rootfs: &Path, found: &'p [PathBuf]) -> Vec<&'p PathBuf> {
+        let leases = self.leases.iter().filter(|lease| lease.container.rootfs == rootfs);
+        let left = self.leftovers.iter().filter(|left| left.rootfs == rootfs);
+        let made: Vec<&PathBuf> = leases
+            .flat_map(|lease| lease.mount_points.iter())
+            .chain(left.flat_map(|left| &left.mount_points))
+            .collect();
+        found.iter().filter(|path| made.contains(path)).collect()
+    }
+
+    /// Whether files may be removed where `lease`'s container has its root filesystem or a volume: those that a container
+    /// left, or will leave when it ends.
+    pub(crate) fn has_files_to_clear(&self, lease: &Lease) -> bool {
+        let shares = |volumes: &[VolumeFiles]| {
+            volumes.iter().any(|theirs| lease.volumes.iter().any(|mine| mine.device == theirs.device))
+        };
+        let beside =
+            |rootfs: &Path, volumes: &[VolumeFiles]| rootfs == lease.container.rootfs || shares(volumes);
+        // A user removes what their containers left by themselves, without this lock.
+        let mut roots = self.leases.iter().filter(|other| other.id != lease.id && other.is_believed_by(0));
+        roots.any(|other| beside(&other.container.rootfs, &other.volumes))
+            || self.leftovers.iter().any(|left| beside(&left.rootfs, &left.volumes))
+    }
+
+    /// Forgets leftovers that were removed.
+    pub fn forget(&mut self, cleared: &[Leftover]) {
+        self.leftovers.retain_mut(|left| {
+            let same = |other: &&Leftover| other.bundle == left.bundle && other.rootfs == left.rootfs;
+            let Some(done) = cleared.iter().find(same) else { return true };
+            left.mount_points.retain(|path| !done.mount_points.contains(path));
+            left.volumes.retain(|volume| !done.volumes.contains(volume));
+            !left.mount_points.is_empty() || !left.volumes.is_empty()
+        });
+    }
+}
+
+fn add_missing<T: PartialEq>(to: &mut Vec<T>, from: Vec<T>) {
+    let new: Vec<T> = from.into_iter().filter(|one| !to.contains(one)).collect();
+    to.extend(new);
+}
+
+impl Lease {
+    /// Whether its root filesystem and volumes count for leftovers of `uid`'s containers. A user may report any to
+    /// `sublet serve`, and could so keep leftovers of other users' containers.
+    pub(crate) fn is_believed_by(&self, uid: u32) -> bool {
+        !self.brokered || self.container.uid == uid
+    }
+
+    /// The files to remove from volumes after it has ended.
+    pub(crate) fn volumes_with_files(&self) -> Vec<VolumeFiles> {
+        self.volumes.iter().filter(|volume| !volume.files.is_empty()).cloned().collect()
+    }
+}
+
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture {
     //! Leases for tests.
@@ -335,161 +428,5 @@ pub mod fixture {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::fixture::lease;
-    use super::*;
-    use crate::inventory::GpuProcess;
-    use crate::ledger::Init;
-    use crate::process::Process;
-
-    fn ledger(leases: Vec<Lease>) -> Ledger {
-        Ledger { leases, ..Ledger::empty("boot") }
-    }
-
-    #[test]
-    fn containers_without_an_id_yet_are_not_each_other() {
-        let mut ledger = Ledger::empty("boot");
-        for n in 1..=2 {
-            let mut unnamed = lease(n, "GPU-a");
-            (unnamed.container.id, unnamed.container.bundle) = (String::new(), "".into());
-            ledger.insert(unnamed).unwrap();
-        }
-        assert_eq!(ledger.leases.len(), 2);
-    }
-
-    #[test]
-    fn a_live_lease_is_never_replaced_and_freeing_twice_is_no_error() {
-        let mut ledger = ledger(vec![lease(1, "GPU-a")]);
-        let again = Lease { id: lease(2, "GPU-a").id, ..lease(1, "GPU-a") };
-        let doubled = ledger.insert(again.clone()).unwrap_err();
-        assert_eq!(doubled.lease.as_str(), "0000000000000001");
-        assert!(ledger.insert(lease(1, "GPU-b")).is_err(), "the same lease id twice");
-        let other_bundle =
-            Lease { container: Container { bundle: "/b".into(), ..again.container.clone() }, ..again };
-        ledger.insert(other_bundle).unwrap();
-        let id = LeaseId::parse("0000000000000001").unwrap();
-        assert_eq!(ledger.remove(&id).map(|lease| lease.id), Some(id.clone()));
-        assert_eq!(ledger.remove(&id), None);
-        assert_eq!(ledger.leases.len(), 1);
-    }
-
-    #[test]
-    fn a_container_is_named_by_user_id_and_record() {
-        let ledger = ledger(vec![lease(1, "GPU-a"), lease(2, "GPU-b")]);
-        let record = Path::new("/nonexistent/runc/container-1");
-        assert!(ledger.find_by_record(0, "container-1", record).is_some());
-        assert!(ledger.find_by_record(0, "container-1", Path::new("/run/crun/container-1")).is_none());
-        assert!(ledger.find_by_record(1000, "container-1", record).is_none());
-        assert_eq!(ledger.on_device("GPU-b").count(), 1);
-    }
-
-    #[test]
-    fn the_ceiling_is_the_largest_lease_and_none_where_one_has_none() {
-        let key = DaemonKey("GPU-a".into());
-        let with = |n, sm: Option<u32>| Lease {
-            daemon: Some(key.clone()),
-            sm: sm.map(Percent::from_thousandths),
-            ..lease(n, "GPU-a")
-        };
-        let mut ledger = ledger(vec![]);
-        assert_eq!(ledger.wanted_default_limits(&key), None);
-        let wanted = |ledger: &Ledger| {
-            let default_limits = ledger.wanted_default_limits(&key).unwrap();
-            (default_limits.sm.thousandths(), default_limits.memory)
-        };
-        let memory = |n, bytes| Lease { memory_bytes: Some(bytes), processes: 2, ..with(n, Some(25_000)) };
-        ledger.leases = vec![memory(1, 4 << 30), Lease { processes: 1, ..memory(2, 3 << 30) }];
-        assert_eq!(
-            wanted(&ledger),
-            (25_000, DefaultMemoryLimit::Mebibytes(3072)),
-            "each process has 2 GiB of the 4"
-        );
-        ledger.leases.push(with(3, Some(60_000)));
-        assert_eq!(wanted(&ledger), (60_000, DefaultMemoryLimit::Unlimited));
-        ledger.leases.push(Lease { sm: None, ..memory(4, 8 << 30) });
-        ledger.leases.remove(2);
-        assert_eq!(wanted(&ledger), (100_000, DefaultMemoryLimit::Mebibytes(4096)));
-    }
-
-    #[test]
-    fn a_server_of_its_own_has_the_part_of_one_process_as_ceiling() {
-        let key = |text: &str| Some(DaemonKey(text.into()));
-        let (sm, processes) = (Some(Percent::from_thousandths(25_000)), 2);
-        let memory_bytes = Some(8 << 30);
-        let own = Lease { daemon: key("0000000000000001"), sm, memory_bytes, processes, ..lease(1, "GPU-a") };
-        let memory = DefaultMemoryLimit::Mebibytes(4096);
-        assert_eq!(own.default_limits(), DefaultLimits { sm: Percent::from_thousandths(12_500), memory });
-        let shared = Lease { daemon: key("GPU-a"), ..own.clone() };
-        assert_eq!(shared.default_limits(), DefaultLimits { sm: Percent::from_thousandths(25_000), memory });
-        assert_eq!(Lease { sm: None, memory_bytes: None, ..own }.default_limits(), DefaultLimits::NONE);
-    }
-
-    fn process(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
-        GpuProcess {
-            pid,
-            name: "python".into(),
-            memory_bytes: 1,
-            pid_namespace,
-            cgroups: vec![cgroup.into()],
-            mps_server: false,
-        }
-    }
-
-    #[test]
-    fn a_server_is_idle_from_its_last_lease_to_its_next() {
-        let served = |n| Lease { daemon: Some(DaemonKey("GPU-a".into())), ..lease(n, "GPU-a") };
-        let mut ledger = ledger(vec![served(1)]);
-        ledger.daemons.push(MpsDaemon {
-            key: DaemonKey("GPU-a".into()),
-            devices: vec!["GPU-a".into()],
-            process: None,
-            state: DaemonState::Serving,
-            default_limits: crate::ledger::DefaultLimits::NONE,
-            answered_at: 0,
-            idle_since: None,
-            mode_left: false,
-        });
-        let mut seen = Vec::new();
-        let mut at = |ledger: &mut Ledger, now| {
-            ledger.note_idle(|| now);
-            seen.push((ledger.daemons[0].idle_since, ledger.daemons[0].mode_left));
-        };
-        at(&mut ledger, 1);
-        let lease = ledger.leases.pop();
-        at(&mut ledger, 2);
-        at(&mut ledger, 3);
-        ledger.leases.extend(lease);
-        at(&mut ledger, 4);
-        assert_eq!(seen, [(None, false), (Some(2), true), (Some(2), true), (None, true)]);
-        let other = Lease { daemon: None, ..served(2) };
-        assert_eq!(ledger.conflicting_daemons(&other).count(), 0, "it serves");
-        ledger.leases.clear();
-        assert_eq!(ledger.conflicting_daemons(&other).count(), 1);
-        assert_eq!(ledger.conflicting_daemons(&served(3)).count(), 0, "its own");
-        assert_eq!(ledger.conflicting_daemons(&Lease { devices: vec!["GPU-b".into()], ..other }).count(), 0);
-    }
-
-    #[test]
-    fn processes_are_joined_by_pid_then_cgroup_then_pid_namespace() {
-        let with = |n, pid, pid_namespace, cgroup: &str| Lease {
-            init: Some(Init {
-                process: Process { pid, start_time: 9 },
-                pid_namespace,
-                cgroup: Some(cgroup.into()),
-                cgroup_inode: None,
-            }),
-            ..lease(n, "GPU-a")
-        };
-        let ledger = ledger(vec![
-            with(1, 100, 7, "/sys/fs/cgroup/docker/one"),
-            with(2, 200, 7, "/sys/fs/cgroup/devices/docker/two"),
-            with(3, 300, 0, "/sys/fs/cgroup/devices"),
-        ]);
-        let found = |process| ledger.lease_of_process(&process).map(|lease| lease.id.as_str().to_owned());
-        assert_eq!(found(process(200, 7, "/docker/one")).unwrap(), "0000000000000002");
-        assert_eq!(found(process(5, 7, "/docker/two/sub")).unwrap(), "0000000000000002");
-        assert_eq!(found(process(5, 7, "/elsewhere")).unwrap(), "0000000000000001");
-        assert_eq!(found(process(5, 8, "/docker/one-more")), None);
-        assert_eq!(found(process(5, 0, "/")), None);
-    }
-}
+#[path = "queries_tests.rs"]
+mod tests;

@@ -2,22 +2,23 @@
 //! daemons by their directories, jobs of Slurm's by the copies of their leases. A device with other processes takes no
 //! new lease until they end.
 
-use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use nix::libc::{EACCES, ELOOP};
+use serde::{Deserialize, Serialize};
 
 use super::error::failed;
 use super::liveness::{has_processes, init_of};
 use super::runtime_record::{
     FURTHER_ROOTS, LARGEST, Record, further_roots, list_directory, read_bounded, roots, skip_absent,
 };
-use super::text::read_live_jobs;
 use super::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
-use crate::fs::is_absent;
+use crate::fs::{is_absent, read_trusted, replace};
 use crate::inventory::{Device, GpuProcess, Inventory};
-use crate::process::{Process, is_gone};
+use crate::process::{self, Process, is_gone};
+use crate::slurm;
 use crate::text::safe;
 
 /// Where a daemon writes its pid, in its directory below `mps/`.
@@ -40,9 +41,7 @@ pub(super) fn rebuild(
     let mut ledger = last.unwrap_or_else(|| Ledger::empty(boot_id));
     let mut found = Vec::new();
     for root in roots(state_dir, root)? {
-        for dir in list_directory(&root)? {
-            found.extend(trusted_record(&dir)?.and_then(|record| restore(record, &dir, state_dir)));
-        }
+        found.extend(leases_in(&root, state_dir)?);
     }
     for lease in found.into_iter().chain(read_live_jobs(state_dir)?) {
         if ledger.lease(&lease.id).is_some() {
@@ -63,7 +62,7 @@ pub(super) fn rebuild(
 
 /// Keeps the settings in a ledger of another version, as far as they can be read.
 pub(super) fn salvage(path: &Path, ledger: &mut Ledger) {
-    let content = crate::fs::trusted::read_if_trusted(path, LARGEST).unwrap_or_default();
+    let content = crate::fs::read_if_trusted(path, LARGEST).unwrap_or_default();
     let Ok(serde_json::Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
     let mut list = |name| old.remove(name).unwrap_or_default();
     ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();
@@ -165,10 +164,18 @@ fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool 
 /// The inventory of this boot, however old. It has the devices and the processes that were on them.
 pub(super) fn last_inventory(state_dir: &Path, boot_id: &str) -> Result<Option<Inventory>, LedgerError> {
     let file = state_dir.join("inventory.json");
-    let trusted =
-        skip_absent(&file, crate::fs::trusted::read(&file, LARGEST))?.flatten().and_then(Result::ok);
+    let trusted = skip_absent(&file, crate::fs::read_trusted(&file, LARGEST))?.flatten().and_then(Result::ok);
     let inventory: Option<Inventory> = trusted.and_then(|text| serde_json::from_slice(&text).ok());
     Ok(inventory.filter(|inventory| inventory.fingerprint.boot_id.trim() == boot_id))
+}
+
+/// The leases of the containers whose records are in `root`.
+fn leases_in(root: &Path, state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
+    let mut found = Vec::new();
+    for dir in list_directory(root)? {
+        found.extend(trusted_record(&dir)?.and_then(|record| restore(record, &dir, state_dir)));
+    }
+    Ok(found)
 }
 
 /// The record in `dir`; `None` if there is none, if another user may have written it, or if it is no record of a runtime's.
@@ -177,7 +184,7 @@ pub(super) fn last_inventory(state_dir: &Path, boot_id: &str) -> Result<Option<I
 /// It cannot be read. It may be that of a container with a share.
 fn trusted_record(dir: &Path) -> Result<Option<Record>, LedgerError> {
     match fs::symlink_metadata(dir) {
-        Ok(meta) if meta.is_dir() && crate::fs::trusted::is_trusted_owner(meta.uid()) => {}
+        Ok(meta) if meta.is_dir() && crate::fs::is_trusted_owner(meta.uid()) => {}
         Err(error) if !is_absent(&error) => return Err(failed("read", dir, error)),
         _ => return Ok(None),
     }
@@ -310,6 +317,47 @@ fn read_proc(pid: i32, file: &str) -> Result<Vec<u8>, LedgerError> {
     }
 }
 
+/// What a copy of a job's lease holds, beside the job's record. No runtime has a record of a job, so a lost ledger is rebuilt
+/// from these.
+#[derive(Serialize, Deserialize)]
+struct Copy {
+    /// That of the boot in which the job runs.
+    boot_id: String,
+    lease: Lease,
+}
+
+impl Lease {
+    /// Writes down a job's lease, until the job's record is removed. That of a container in a job has no copy: it books
+    /// nothing beside the job's.
+    pub(crate) fn write_copy(&self, state_dir: &Path) -> io::Result<()> {
+        let Some(job) = self.job.as_ref().filter(|_| self.is_of_job()) else { return Ok(()) };
+        let copy = Copy { boot_id: process::read_boot_id()?.to_owned(), lease: self.clone() };
+        replace(&slurm::lease_file(state_dir, job.id), &serde_json::to_vec(&copy)?, 0o600)
+    }
+}
+
+/// The leases of jobs that still have processes. Only leases that were granted have been written down, and a job that was
+/// requeued has another cgroup.
+///
+/// # Errors
+/// A copy cannot be read. The job may still run.
+fn read_live_jobs(state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
+    let files = slurm::lease_files(state_dir).map_err(|error| failed("read", state_dir, error))?;
+    let mut leases = Vec::new();
+    for file in files {
+        let trusted = skip_absent(&file, read_trusted(&file, LARGEST))?.flatten().and_then(Result::ok);
+        leases.extend(trusted.as_deref().and_then(parse_copy));
+    }
+    leases.retain(|lease| lease.is_of_job() && lease.has_processes());
+    Ok(leases)
+}
+
+fn parse_copy(text: &[u8]) -> Option<Lease> {
+    let copy: Copy = serde_json::from_slice(text).ok()?;
+    LeaseId::parse(copy.lease.id.as_str())?;
+    (Some(&*copy.boot_id) == process::read_boot_id().ok()).then_some(copy.lease)
+}
+
 #[cfg(test)]
 mod tests {
     use std::process::Command;
@@ -333,8 +381,9 @@ mod tests {
         };
         fs::write(dir.join("state.json"), state("0000000000000001").to_string()).unwrap();
         let restored = |state_dir: &str| {
-            let record = trusted_record(&dir).unwrap();
-            record.and_then(|record| restore(record, &dir, Path::new(state_dir)))
+            let mut found = leases_in(root.path(), Path::new(state_dir)).unwrap();
+            assert!(found.len() < 2);
+            found.pop()
         };
         let lease = restored("/run/sublet").unwrap();
         assert_eq!(lease.devices, ["GPU-a"]);
@@ -377,5 +426,69 @@ mod tests {
         assert!(unexplained(state.path(), &ledger).unwrap().is_empty());
         std::os::unix::fs::symlink(".", state.path().join("inventory.json")).unwrap();
         assert!(unexplained(state.path(), &ledger).unwrap().is_empty(), "what is not trusted says nothing");
+    }
+}
+
+#[cfg(test)]
+mod job_tests {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::*;
+    use crate::ledger::fixture::lease;
+    use crate::ledger::{Init, Job};
+    use crate::process::Process;
+    use crate::slurm::JobRecord;
+
+    #[test]
+    fn a_lost_ledger_has_the_leases_of_jobs_with_processes() {
+        let (state, cgroup) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let populated = |is: u8| {
+            fs::write(cgroup.path().join("cgroup.events"), format!("populated {is}\n")).unwrap();
+        };
+        populated(1);
+        JobRecord::new(7, 1000, None, Ok(None)).write(state.path()).unwrap();
+        let job = |inode| Job { id: 7, step: None, uid: 1000, cgroup_inode: inode };
+        let inode = fs::metadata(cgroup.path()).unwrap().ino();
+        let (process, cgroup) = (Process::current().unwrap(), Some(cgroup.path().to_owned()));
+        let init = Some(Init { process, pid_namespace: 0, cgroup, cgroup_inode: None });
+        let held = Lease { job: Some(job(inode)), init, ..lease(1, "GPU-a") };
+        let rebuilt = || rebuild(state.path(), None, "boot", None).unwrap().leases;
+        held.write_copy(state.path()).unwrap();
+        assert_eq!(rebuilt(), std::slice::from_ref(&held));
+        assert!(find_trace(state.path(), None).unwrap().unwrap().contains("job 7"));
+        let within = Lease { within: Some(held.id.clone()), ..held.clone() };
+        within.write_copy(state.path()).unwrap();
+        assert_eq!(rebuilt(), std::slice::from_ref(&held), "a container's is not written");
+        Lease { job: Some(job(inode + 1)), ..held.clone() }.write_copy(state.path()).unwrap();
+        assert!(rebuilt().is_empty(), "the job was requeued");
+        held.write_copy(state.path()).unwrap();
+        let file = slurm::lease_file(state.path(), 7);
+        let written = fs::read_to_string(&file).unwrap();
+        fs::write(&file, written.replace(process::read_boot_id().unwrap(), "earlier")).unwrap();
+        assert!(rebuilt().is_empty(), "of an earlier boot");
+        fs::write(&file, written).unwrap();
+        assert_eq!(rebuilt(), std::slice::from_ref(&held));
+        populated(0);
+        assert!(rebuilt().is_empty(), "the job has ended");
+        assert_eq!(find_trace(state.path(), None).unwrap(), None);
+        populated(1);
+        JobRecord::remove(state.path(), 7, None).unwrap();
+        assert!(rebuilt().is_empty(), "its copy goes with its record");
+    }
+
+    #[test]
+    fn copies_that_cannot_be_read_may_be_of_jobs_that_run() {
+        let state = tempfile::tempdir().unwrap();
+        assert!(read_live_jobs(state.path()).unwrap().is_empty(), "there is no directory");
+        // What a command without descriptors left gets there: ELOOP stands for it.
+        let directory = state.path().join("slurm");
+        std::os::unix::fs::symlink("slurm", &directory).unwrap();
+        for error in [
+            read_live_jobs(state.path()).unwrap_err(),
+            rebuild(state.path(), None, "boot", None).unwrap_err(),
+            find_trace(state.path(), None).unwrap_err(),
+        ] {
+            assert!(error.to_string().contains("cannot be read"), "{error}");
+        }
     }
 }

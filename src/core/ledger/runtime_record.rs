@@ -304,7 +304,7 @@ fn root_of(record: &Path) -> &[u8] {
 /// The roots that were written down.
 pub(super) fn further_roots(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
     // An untrusted file is written anew.
-    let trusted = crate::fs::trusted::read(&state_dir.join(FURTHER_ROOTS), LARGEST)?.and_then(Result::ok);
+    let trusted = crate::fs::read_trusted(&state_dir.join(FURTHER_ROOTS), LARGEST)?.and_then(Result::ok);
     let text = String::from_utf8_lossy(&trusted.unwrap_or_default()).into_owned();
     Ok(text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect())
 }

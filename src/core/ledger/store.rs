@@ -1,25 +1,36 @@
-//! The ledger's file, and the one way to change it. What a store last read or wrote is kept, so that an
-//! unchanged ledger is not read and parsed again.
+//! The ledger's file: reading it, its text, and the namespaces for which it is valid. What a store last read or wrote is
+//! kept, so that an unchanged ledger is not read and parsed again.
+//!
+//! The driver's files are the same in most containers, and the paths of their mount points are half of a lease's text. So in
+//! memory there is one list for all leases that have the same, and the ledger's text has each list once, and its leases have
+//! the list's number.
+//!
+//! In other namespaces than those to which the process ids and start times of a ledger belong, a running container
+//! would seem to have ended. A management container that shares the state directory has another PID namespace.
 
+use std::ops::Deref;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::{fs, io};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::{fmt, fs, io};
+
+use serde::{Deserialize, Serialize};
 
 use super::error::{failed, text};
-use super::liveness::{Scan, reclaim, running_first};
-use super::lock::{Mark, Namespaces, Place};
-use super::rebuild::{find_running, find_trace, last_inventory, rebuild, salvage, unexplained};
-use super::runtime_record::{LARGEST, read_bounded, remember_roots};
-use super::text::{ledger_text, parse_ledger};
-use super::{Lease, Ledger, LedgerError, events_of_change, lock};
-use crate::fs::replace_own;
-use crate::fs::trusted::{self, Stamp, Trusted};
-use crate::process::{epoch_seconds, uptime_seconds};
-use crate::{events, process};
+use super::rebuild::{find_running, find_trace};
+use super::runtime_record::{LARGEST, Record, read_bounded};
+use super::update::Mark;
+use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA};
+use crate::config::Config;
+use crate::fs::{Stamp, Trusted, make_trusted_directory, open_trusted};
+use crate::parse_errors::plain;
+use crate::process::inheritance::effective_user;
+use crate::process::{self, own_pid};
+use crate::text::safe;
 
-const LEDGER: &str = "ledger.json";
-const COPY: &str = "ledger.json.copy";
+pub(super) const LEDGER: &str = "ledger.json";
+pub(super) const COPY: &str = "ledger.json.copy";
+
 /// The ledger of one state directory.
 #[derive(Debug)]
 pub struct Store {
@@ -41,7 +52,7 @@ impl Store {
     /// The ledger in `state_dir`, which is created if it is missing (0755).
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
         let unusable = |why| LedgerError::Directory { path: text(state_dir), why };
-        let directory = trusted::make(state_dir).map_err(unusable)?;
+        let directory = make_trusted_directory(state_dir).map_err(unusable)?;
         Ok(Self {
             state_dir: state_dir.to_owned(),
             root: None,
@@ -55,6 +66,16 @@ impl Store {
     /// it are read, too.
     pub fn beside(self, record: &Path) -> Self {
         Self { root: record.parent().map(Path::to_owned), ..self }
+    }
+
+    /// For a user who gives up a missing ledger: a change first rebuilds it.
+    pub fn rebuilding(self) -> Self {
+        Self { rebuilds: true, ..self }
+    }
+
+    /// [`Lease::to_annotation`], which also names the ledger's file system.
+    pub fn annotation(&self, lease: &Lease) -> String {
+        lease.annotation(&self.state_dir, Some(self.file_system))
     }
 
     /// The ledger as it stands, without the lock.
@@ -79,166 +100,36 @@ impl Store {
         Ok(ledger.unwrap_or_else(|| Ledger::empty(boot)))
     }
 
-    /// Takes the lock, frees the leases of ended containers, runs `change` and writes the ledger if it differs.
-    ///
-    /// If `change` fails, its changes are dropped, freed leases stay freed, and its error is the inner one. `change`
-    /// must not start, ask or wait for a process, because all other processes wait for the lock meanwhile.
-    ///
-    /// Also removes temporary files that killed processes left in the state directory. A start and an end, which look for
-    /// ended containers briefly, leave that to other commands.
-    ///
-    /// An unreadable or missing ledger is rebuilt from its copy and from what runs, if its copy or its lock shows that it
-    /// was in this directory. One unreadable file is kept beside it as `ledger.json.corrupt-<seconds since the epoch>`.
-    ///
-    /// # Errors
-    /// The lock cannot be taken within 5 s, the file cannot be read or written, a newer version wrote it, or its process
-    /// ids are of other namespaces than this process's. Nothing is changed then.
-    pub fn update<T, E>(
-        &self,
-        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
-    ) -> Result<(Result<T, E>, Freed), LedgerError> {
-        self.update_with_scan(Scan::Full, change)
-    }
-
-    /// [`Store::update`], looking as carefully for containers that have ended as `scan` says.
-    pub(crate) fn update_with_scan<T, E>(
-        &self,
-        scan: Scan,
-        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
-    ) -> Result<(Result<T, E>, Freed), LedgerError> {
-        // Before the lock, because parsing and asking for each process take longer than all the rest.
-        let running = self.read_file().ok().flatten().map(|ledger| running_first(&ledger, scan));
-        let running = running.unwrap_or_default();
-        let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
-        let lock = lock::take(&self.lock_path(), &self.ledger_path())?;
-        let mark = Mark::read(&lock, boot);
-        let loaded = match self.load() {
-            Err(LedgerError::Corrupt { why, .. }) => Err(why),
-            loaded => Ok(loaded?),
-        };
-        let place = self.place(&lock)?;
-        let mut events = Vec::new();
-        let mut rebuild = |why: &str, last| {
-            let ledger = self.rebuild_ledger(why, last, ours, mark.as_ref(), &place)?;
-            events.push(events_of_change::rebuilt_event(&ledger, why));
-            Ok::<_, LedgerError>(Arc::new(ledger))
-        };
-        // From which the change starts, and what the file has, if that is a ledger.
-        let (start, stored) = match loaded {
-            Ok(None) => (Arc::new(Ledger::empty(boot)), None),
-            Ok(Some(ledger)) if self.rebuilds => {
-                let last = (ledger.boot_id == boot).then(|| Ledger::clone(&ledger));
-                (rebuild("it is given up", last)?, None)
-            }
-            Ok(Some(ledger)) => (keep_settings(ledger.clone(), boot), Some(ledger)),
-            Err(why) => (rebuild(&why, self.read_copy(boot)?)?, None),
-        };
-        start.check_namespaces(ours)?;
-        // Not before: elsewhere the processes that write those files seem to have ended.
-        if scan == Scan::Full {
-            crate::fs::sweep(&self.state_dir);
-        }
-        let settled = || {
-            let mut ledger = Ledger::clone(&start);
-            let freed = if scan == Scan::None { Freed::new() } else { reclaim(&mut ledger, &running) };
-            self.reopen_devices(&mut ledger);
-            (ledger, freed)
-        };
-        let (mut after, mut freed) = settled();
-        let outcome = change(&mut after);
-        if outcome.is_err() {
-            (after, freed) = settled();
-        }
-        after.note_idle(uptime_seconds);
-        after.namespaces = after.names_processes().then_some(ours);
-        if mark.is_none() && after.namespaces.is_some() && !self.rebuilds {
-            self.check_containers(&after)?;
-        }
-        let mut written = None;
-        if stored.as_ref().is_none_or(|stored| **stored != after) {
-            let before = stored.as_deref().filter(|stored| stored.boot_id == boot);
-            written = Some(self.write(&mut after, before, &place)?);
-            events.extend(events_of_change::events(stored.as_ref().unwrap_or(&start), &after));
-        }
-        // The mark is written last, because a mark without the files means that they were lost.
-        let wanted = after.namespaces.map(|namespaces| Mark { boot_id: boot.to_owned(), namespaces });
-        if mark != wanted {
-            Mark::write(wanted.as_ref(), &lock)
-                .map_err(|error| failed("written", &self.lock_path(), error))?;
-        }
-        events::emit(&self.state_dir, &events);
-        // One that cannot be examined is read again.
-        if let Some(file) = written.and_then(|file| Trusted::own(file).ok()) {
-            self.remember(file, Arc::new(after));
-        }
-        // Not only when both ledgers have been freed.
-        drop(lock);
-        Ok((outcome, freed))
-    }
-
-    /// Reopens closed devices as soon as every process there is attributable to a lease. After a loss, the first new
-    /// inventory shows which devices have to be closed.
-    fn reopen_devices(&self, ledger: &mut Ledger) {
-        let inventory = || last_inventory(&self.state_dir, &ledger.boot_id).ok().flatten();
-        let is_new =
-            ledger.lost && inventory().is_some_and(|inventory| inventory.mig_changes == ledger.mig.count);
-        if !is_new && ledger.unexplained.is_empty() {
-            return;
-        }
-        // A failure to read changes nothing.
-        let Ok(still) = unexplained(&self.state_dir, ledger) else { return };
-        if is_new {
-            ledger.lost = false;
-            ledger.unexplained = still;
-        } else {
-            ledger.unexplained.retain(|uuid| still.contains(uuid));
-        }
-    }
-
     #[cfg(test)]
     pub(super) fn known_inode(&self) -> Option<u64> {
         self.known.lock().unwrap().as_ref().map(|known| known.file.stamp().inode())
     }
 
-    fn remember(&self, file: Trusted, ledger: Arc<Ledger>) {
+    pub(super) fn remember(&self, file: Trusted, ledger: Arc<Ledger>) {
         *self.known.lock().unwrap_or_else(PoisonError::into_inner) = Some(Known { file, ledger });
     }
 
-    fn ledger_path(&self) -> PathBuf {
+    pub(super) fn ledger_path(&self) -> PathBuf {
         self.state_dir.join(LEDGER)
     }
 
-    fn lock_path(&self) -> PathBuf {
+    pub(super) fn lock_path(&self) -> PathBuf {
         self.state_dir.join("lock")
     }
 
     /// The copy of the ledger. If the ledger is lost, leases of which root's runtimes have no record (pending ones, a
     /// prestart hook's, rootless users') are found only here.
-    fn copy_path(&self) -> PathBuf {
+    pub(super) fn copy_path(&self) -> PathBuf {
         self.state_dir.join(COPY)
     }
 
-    /// The copy, if it is readable and of this boot.
-    ///
-    /// # Errors
-    /// It exists and cannot be read, although it may be intact; or a newer version wrote it.
-    fn read_copy(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
-        let path = self.copy_path();
-        let content = trusted::read(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
-        match content.and_then(Result::ok).map(|content| parse_ledger(&content, &path)) {
-            Some(Err(error @ LedgerError::Newer { .. })) => Err(error),
-            Some(Ok(ledger)) if ledger.boot_id == boot => Ok(Some(ledger)),
-            _ => Ok(None),
-        }
-    }
-
     /// The id of this boot.
-    fn boot_id() -> Result<&'static str, LedgerError> {
+    pub(super) fn boot_id() -> Result<&'static str, LedgerError> {
         process::read_boot_id().map_err(|error| failed("read", Path::new(process::BOOT_ID_FILE), error))
     }
 
     /// The ledger in the file, which is not read again if it is unchanged; `None`: there is no file.
-    fn read_file(&self) -> Result<Option<Arc<Ledger>>, LedgerError> {
+    pub(super) fn read_file(&self) -> Result<Option<Arc<Ledger>>, LedgerError> {
         let path = self.ledger_path();
         if let Some(known) = &*self.known.lock().unwrap_or_else(PoisonError::into_inner) {
             let present = path.symlink_metadata().map(|meta| Stamp::of(&meta));
@@ -247,7 +138,7 @@ impl Store {
             }
         }
         let unread = |error| failed("read", &path, error);
-        let Some(file) = trusted::open(&path, LARGEST).map_err(unread)? else { return Ok(None) };
+        let Some(file) = open_trusted(&path, LARGEST).map_err(unread)? else { return Ok(None) };
         let file = file.map_err(|why| LedgerError::Corrupt { path: text(&path), why })?;
         let ledger = Arc::new(parse_ledger(&file.read().map_err(unread)?, &path)?);
         self.remember(file, ledger.clone());
@@ -255,7 +146,7 @@ impl Store {
     }
 
     /// The ledger; `None`: there was none yet.
-    fn load(&self) -> Result<Option<Arc<Ledger>>, LedgerError> {
+    pub(super) fn load(&self) -> Result<Option<Arc<Ledger>>, LedgerError> {
         let Some(ledger) = self.read_file()? else { return self.load_missing() };
         if ledger.boot_id != Self::boot_id()? {
             if self.is_marked()? {
@@ -292,7 +183,7 @@ impl Store {
         if self.is_marked()? { self.load() } else { Err(self.unmounted_error(what)) }
     }
 
-    fn corrupt(&self, why: &str) -> LedgerError {
+    pub(super) fn corrupt(&self, why: &str) -> LedgerError {
         LedgerError::Corrupt { path: text(&self.ledger_path()), why: why.to_owned() }
     }
 
@@ -300,97 +191,33 @@ impl Store {
     fn is_marked(&self) -> Result<bool, LedgerError> {
         Ok(Mark::read_in(&self.lock_path(), Self::boot_id()?).is_some())
     }
-
-    /// Rebuilds the ledger from its copy `last`, if there is one, and from the running system, writes it and keeps the
-    /// unusable file.
-    fn rebuild_ledger(
-        &self,
-        why: &str,
-        last: Option<Ledger>,
-        ours: Namespaces,
-        mark: Option<&Mark>,
-        place: &Place,
-    ) -> Result<Ledger, LedgerError> {
-        let (path, boot) = (self.ledger_path(), Self::boot_id()?);
-        // First of all: from other namespaces the rebuild would not see the running processes.
-        let checked = match (&last, mark) {
-            (Some(last), _) => last.check_namespaces(ours),
-            (None, Some(mark)) => mark.namespaces.check(ours),
-            (None, None) => Ok(()),
-        };
-        // Who sees every process may say that none is left of what the ledger names.
-        let may_give_up = self.rebuilds && ours.are_the_first();
-        let last = match checked {
-            Err(_) if may_give_up => None,
-            checked => checked.map(|()| last)?,
-        };
-        let shown = text(&path);
-        tracing::warn!("ledger {shown} cannot be used ({why}): rebuilding it from the containers that run");
-        let has_last = last.is_some();
-        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last)?;
-        ledger.namespaces = Some(ours);
-        if !has_last {
-            salvage(&path, &mut ledger);
-            // This makes every existing inventory out of date.
-            let counted = last_inventory(&self.state_dir, boot)?.map_or(0, |inventory| inventory.mig_changes);
-            ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
-            ledger.lost = true;
-            // A directory could not be replaced.
-            let _ = remove(&self.copy_path());
-        }
-        // The copy first: a process that is killed before it has written the ledger leaves that.
-        let content = ledger_text(&mut ledger).map_err(io::Error::from);
-        content
-            .and_then(|content| replace_own(&place.file(COPY), &content, 0o600))
-            .and_then(|_| self.set_aside())
-            .map_err(|error| failed("written", &path, error))?;
-        self.write(&mut ledger, None, place)?;
-        Ok(ledger)
-    }
-
-    /// Moves the unusable file out of the way. It and no older one is kept, for people to look at.
-    fn set_aside(&self) -> io::Result<()> {
-        for entry in fs::read_dir(&self.state_dir)?.flatten() {
-            if entry.file_name().as_encoded_bytes().starts_with(b"ledger.json.corrupt-") {
-                let _ = remove(&entry.path());
-            }
-        }
-        let now = epoch_seconds();
-        match fs::rename(self.ledger_path(), self.state_dir.join(format!("ledger.json.corrupt-{now}"))) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
-    }
-
-    /// Replaces `before` by `ledger`. Returns the new file, open.
-    fn write(
-        &self,
-        ledger: &mut Ledger,
-        before: Option<&Ledger>,
-        place: &Place,
-    ) -> Result<fs::File, LedgerError> {
-        let written = remember_roots(&self.state_dir, ledger, before).and_then(|()| {
-            let content = ledger_text(ledger)?;
-            // The copy is written first, so that it has everything that the ledger has, whenever this process is
-            // killed.
-            replace_own(&place.file(COPY), &content, 0o600)?;
-            replace_own(&place.file(LEDGER), &content, 0o644)
-        });
-        written.map_err(|error| failed("written", &self.ledger_path(), error))
-    }
-}
-
-/// Removes the file or directory at `path`.
-fn remove(path: &Path) -> io::Result<()> {
-    if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
 /// Settings made by people survive a boot.
-fn keep_settings(ledger: Arc<Ledger>, boot: &str) -> Arc<Ledger> {
+pub(super) fn keep_settings(ledger: Arc<Ledger>, boot: &str) -> Arc<Ledger> {
     if ledger.boot_id == boot {
         return ledger;
     }
     Arc::new(Ledger { drained: ledger.drained.clone(), ..Ledger::empty(boot) })
+}
+
+/// Whether this process may not change the state. Root of the initial user namespace may, and so may the owner of the
+/// state directory (tests; root in a system container). Under rootless engines this process seems to be root, and files
+/// of the real root seem to belong to the overflow uid.
+pub fn is_remote(config: &Config) -> bool {
+    let us = effective_user();
+    if us == 0 && !process::is_nested() {
+        return false;
+    }
+    // Links are followed: rootless Docker's /run is a file system of its own, with links to what was in the host's.
+    let owner = match config.state_dir.metadata() {
+        Ok(dir) => Some(dir),
+        // A user's /run of their own is no place for a state beside the host's.
+        Err(_) if process::is_nested() && !process::is_of_a_system() => None,
+        // The owner of the directory above it would create it.
+        Err(_) => config.state_dir.ancestors().find_map(|dir| dir.symlink_metadata().ok()),
+    };
+    owner.is_none_or(|dir| dir.uid() != us)
 }
 
 /// Whether there is a ledger in `state_dir`, or was one that is lost. `true` if this cannot be checked.
@@ -415,43 +242,291 @@ pub(super) struct Known {
     ledger: Arc<Ledger>,
 }
 
-#[cfg(test)]
-mod known_tests {
-    use std::fs;
-    use std::os::unix::fs::MetadataExt as _;
+/// Parses `content`, which is that of `path`. Ids become names of directories and are checked for that.
+///
+/// # Errors
+/// [`LedgerError::Newer`]: it is not rebuilt, because its content may exist nowhere else. [`LedgerError::Corrupt`]: it is
+/// not a ledger.
+pub(super) fn parse_ledger(content: &[u8], path: &Path) -> Result<Ledger, LedgerError> {
+    let parsed: Result<Ledger, _> = serde_json::from_slice(content);
+    if parsed.as_ref().map_or(true, |ledger| ledger.schema != SCHEMA) {
+        if let Some(found) = newer_schema(content) {
+            return Err(LedgerError::Newer { path: text(path), found });
+        }
+    }
+    let checked = parsed.map_err(|error| plain(&error.to_string(), None)).and_then(|mut ledger| {
+        ledger.resolve_mount_points().ok_or("a lease has mount points that are not listed")?;
+        check_schema(&ledger)?;
+        Ok(ledger)
+    });
+    checked.map_err(|why| LedgerError::Corrupt { path: text(path), why })
+}
 
-    use super::super::Store;
+/// The text of `ledger`, which is the same afterwards.
+///
+/// # Errors
+/// It has a path that is not UTF-8.
+pub(super) fn ledger_text(ledger: &mut Ledger) -> serde_json::Result<Vec<u8>> {
+    ledger.number_mount_points();
+    let text = serde_json::to_vec(ledger);
+    // Each number is that of a list.
+    let _ = ledger.resolve_mount_points();
+    text
+}
 
-    #[test]
-    fn no_later_ledger_has_the_inode_of_one_that_is_known() {
-        let dir = tempfile::tempdir().unwrap();
-        let (path, store) = (dir.path().join("ledger.json"), || Store::open(dir.path()).unwrap());
-        store().change(|ledger| ledger.drained.push("GPU-0".into())).unwrap();
-        let reader = store();
-        reader.peek().unwrap();
-        let known = fs::metadata(&path).unwrap().ino();
-        for n in 1..20 {
-            store().change(|ledger| ledger.drained[0] = format!("GPU-{}", n % 2)).unwrap();
-            assert_ne!(fs::metadata(&path).unwrap().ino(), known, "after {n} changes");
-            assert_eq!(reader.known_inode(), Some(known));
+/// The schema, if it has our name and a higher number.
+fn newer_schema(content: &[u8]) -> Option<String> {
+    /// Whatever else a newer version writes, to any depth, is skipped.
+    #[derive(Deserialize)]
+    struct OfAnyVersion {
+        schema: String,
+    }
+    let OfAnyVersion { schema } = serde_json::from_slice(content).ok()?;
+    let (Some((found, number)), Some((ours, our_number))) = (schema.split_once('/'), SCHEMA.split_once('/'))
+    else {
+        return None;
+    };
+    let is_newer = found == ours && number.parse::<u64>().ok()? > our_number.parse().ok()?;
+    is_newer.then(|| safe(&schema))
+}
+
+fn check_schema(ledger: &Ledger) -> Result<(), String> {
+    if ledger.schema != SCHEMA {
+        return Err(format!("its schema is {}, but {SCHEMA} is expected", safe(&ledger.schema)));
+    }
+    let mut ids = ledger.leases.iter().map(|lease| lease.id.as_str());
+    if let Some(bad) = ids.find(|id| LeaseId::parse(id).is_none()) {
+        return Err(format!("{} is not a lease id", safe(bad)));
+    }
+    let wanted = ledger.leases.iter().filter_map(|lease| lease.daemon.as_ref());
+    let mut keys = wanted.chain(ledger.daemons.iter().map(|daemon| &daemon.key));
+    match keys.find(|key| key.0.is_empty() || key.0.starts_with('.') || key.0.contains('/')) {
+        Some(key) => Err(format!("{} is not the key of an MPS daemon", safe(&key.0))),
+        None => Ok(()),
+    }
+}
+
+/// Files in a root filesystem.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MountPoints(Form);
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "mount points are a list of paths, or the number of one")]
+enum Form {
+    /// The number of a list in [`Ledger::mount_point_lists`]. Only in the ledger's text.
+    Numbered(usize),
+    These(Arc<[PathBuf]>),
+}
+
+impl Deref for MountPoints {
+    type Target = [PathBuf];
+
+    fn deref(&self) -> &[PathBuf] {
+        match &self.0 {
+            Form::These(files) => files,
+            Form::Numbered(_) => &[],
+        }
+    }
+}
+
+impl From<Vec<PathBuf>> for MountPoints {
+    fn from(files: Vec<PathBuf>) -> Self {
+        Self(Form::These(files.into()))
+    }
+}
+
+impl Ledger {
+    /// Gives each list of its leases a number, for its text.
+    pub(super) fn number_mount_points(&mut self) {
+        for lease in self.leases.iter_mut().filter(|lease| !lease.mount_points.is_empty()) {
+            let Form::These(files) = &lease.mount_points.0 else { continue };
+            // Leases that were read from one ledger share a list by its address.
+            let lists = &self.mount_point_lists;
+            let is_same = |list: &MountPoints| matches!(&list.0, Form::These(own) if Arc::ptr_eq(own, files));
+            let same = lists.iter().position(is_same);
+            let known = same.or_else(|| lists.iter().position(|list| **list == **files));
+            let number = known.unwrap_or(lists.len());
+            let list = std::mem::replace(&mut lease.mount_points, MountPoints(Form::Numbered(number)));
+            if known.is_none() {
+                self.mount_point_lists.push(list);
+            }
         }
     }
 
-    #[test]
-    fn what_was_written_is_known_until_another_writes() {
-        let dir = tempfile::tempdir().unwrap();
-        let (path, store) = (dir.path().join("ledger.json"), Store::open(dir.path()).unwrap());
-        let is_known = || store.known_inode() == Some(fs::metadata(&path).unwrap().ino());
-        store.change(|ledger| ledger.drained.push("GPU-a".into())).unwrap();
-        assert!(is_known());
-        let other = Store::open(dir.path()).unwrap();
-        other.change(|ledger| ledger.drained[0] = "GPU-b".into()).unwrap();
-        assert!(!is_known());
-        assert_eq!(store.peek().unwrap().drained, ["GPU-b"]);
-        assert!(is_known());
-        // In its place, by a person with an editor.
-        let text = fs::read_to_string(&path).unwrap().replace("GPU-b", "GPU-other");
-        fs::write(&path, text).unwrap();
-        assert_eq!(store.peek().unwrap().drained, ["GPU-other"]);
+    /// Gives each lease its list again; `None`: there is no list of some number.
+    pub(super) fn resolve_mount_points(&mut self) -> Option<()> {
+        let lists = std::mem::take(&mut self.mount_point_lists);
+        if !lists.iter().all(MountPoints::are_listed) {
+            return None;
+        }
+        for lease in &mut self.leases {
+            if let Form::Numbered(number) = lease.mount_points.0 {
+                lease.mount_points = lists.get(number)?.clone();
+            }
+        }
+        Some(())
     }
 }
+
+impl MountPoints {
+    /// Whether the files themselves are here, and not the number of a list elsewhere.
+    pub(super) fn are_listed(&self) -> bool {
+        matches!(self.0, Form::These(_))
+    }
+}
+
+/// The directory of the ledger for leases without [`STATE_DIR`] in their annotation (`state_dir` of the configuration).
+const DEFAULT_STATE_DIR: &str = "/run/sublet";
+/// The key in that annotation for the ledger's directory. A host may have several ledgers, but runtimes keep the
+/// records of all containers together.
+const STATE_DIR: &str = "state_dir";
+/// The key for the ledger's file system, by device number (`st_dev`).
+const FILE_SYSTEM: &str = "state_fs";
+
+impl Lease {
+    /// The value of [`super::LEASE_RECORD_ANNOTATION`], in the ledger of `state_dir`.
+    pub fn to_annotation(&self, state_dir: &Path) -> String {
+        self.annotation(state_dir, None)
+    }
+
+    /// [`Lease::to_annotation`], which also names the ledger's file system.
+    pub(super) fn annotation(&self, state_dir: &Path, file_system: Option<u64>) -> String {
+        let mut value = serde_json::to_value(self).unwrap_or_default();
+        if let Some(lease) = value.as_object_mut() {
+            lease.extend(file_system.map(|number| (FILE_SYSTEM.to_owned(), number.into())));
+            if state_dir != Path::new(DEFAULT_STATE_DIR) {
+                lease.insert(STATE_DIR.to_owned(), state_dir.to_string_lossy().into());
+            }
+        }
+        // Serializing fails only for maps whose keys are not strings, and a lease has none.
+        serde_json::to_string(&value).unwrap_or_default()
+    }
+
+    /// The lease that [`Lease::to_annotation`] wrote; `None` for any other text.
+    pub fn from_annotation(text: &str) -> Option<Self> {
+        serde_json::from_str(text).ok().filter(|lease: &Self| lease.mount_points.are_listed())
+    }
+
+    /// Whether `text`, which [`Lease::to_annotation`] wrote, belongs to the ledger in `state_dir`. `true` if the text
+    /// cannot be parsed.
+    pub(super) fn is_annotation_of(text: &str, state_dir: &Path) -> bool {
+        let Ok(value) = serde_json::from_str::<serde_json::Value>(text) else { return true };
+        let of = value.get(STATE_DIR).and_then(serde_json::Value::as_str).unwrap_or(DEFAULT_STATE_DIR);
+        Path::new(of) == state_dir
+    }
+
+    /// The file system that such a text names.
+    pub(super) fn file_system_in(text: &str) -> Option<u64> {
+        serde_json::from_str::<serde_json::Value>(text).ok()?.get(FILE_SYSTEM)?.as_u64()
+    }
+
+    /// The lease of a container whose first process has ended, while its low-level runtime still has a record of it in
+    /// `dir`.
+    pub(crate) fn read_ended(dir: &Path) -> Option<Self> {
+        let record = Record::read(dir).ok()??;
+        let lease = Self::from_annotation(record.restorable.as_deref()?)?;
+        (!record.init.is_alive()).then_some(lease)
+    }
+}
+
+/// Inode of the initial PID namespace (Linux, `PROC_PID_INIT_INO`), which sees every process.
+const FIRST_PID: u64 = 0xEFFF_FFFC;
+
+/// Inode of the initial time namespace (Linux, `PROC_TIME_INIT_INO`).
+const FIRST_TIME: u64 = 0xEFFF_FFFA;
+
+/// The namespaces of a process that records other processes, by inode as in /proc/PID/ns (namespaces(7)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Namespaces {
+    /// The namespace of process ids.
+    pid: u64,
+    /// The namespace whose clocks start times refer to (`time_namespaces(7)`); 0 if the kernel has no time namespaces.
+    time: u64,
+}
+
+impl Namespaces {
+    /// Of this process.
+    ///
+    /// # Errors
+    /// /proc is not mounted, or is that of another PID namespace.
+    pub(super) fn current() -> Result<Self, LedgerError> {
+        static OURS: OnceLock<Namespaces> = OnceLock::new();
+        if let Some(ours) = OURS.get() {
+            return Ok(*ours);
+        }
+        // Looked up by this process's id. If /proc belongs to another PID namespace, it has no such thread of this
+        // process.
+        let us = format!("/proc/self/task/{}/ns", own_pid());
+        let ours = Self::of(Path::new(&us)).map_err(LedgerError::NoNamespaces)?;
+        Ok(*OURS.get_or_init(|| ours))
+    }
+
+    /// Of the directory `ns` of a process.
+    fn of(ns: &Path) -> io::Result<Self> {
+        // Only the link's text is read. Following the link requires rights on the namespace's own file (SELinux,
+        // nsfs_t).
+        let inode = |name: &str| {
+            let link = fs::read_link(ns.join(name))?;
+            let digits = link.to_str().and_then(|link| link.split(['[', ']']).nth(1)?.parse().ok());
+            digits.ok_or_else(|| io::Error::other(format!("{} does not name a namespace", link.display())))
+        };
+        let time = match inode("time") {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
+            time => time?,
+        };
+        Ok(Self { pid: inode("pid")?, time })
+    }
+
+    /// Whether a process in them sees every process of the host, with its real start time.
+    pub(super) fn are_the_first(self) -> bool {
+        self.pid == FIRST_PID && matches!(self.time, 0 | FIRST_TIME)
+    }
+
+    /// Whether process ids recorded in them are valid in `ours`.
+    ///
+    /// # Errors
+    /// [`LedgerError::Elsewhere`].
+    pub(super) fn check(self, ours: Self) -> Result<(), LedgerError> {
+        if self == ours {
+            return Ok(());
+        }
+        Err(LedgerError::Elsewhere { theirs: self.to_string(), ours: ours.to_string() })
+    }
+}
+
+impl fmt::Display for Namespaces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "pid:[{}], time:[{}]", self.pid, self.time)
+    }
+}
+
+impl Ledger {
+    /// Whether it names processes, whose ids differ in other namespaces.
+    pub(super) fn names_processes(&self) -> bool {
+        self.mig.under_way.is_some()
+            || self.mig.dynamic_instances.iter().any(|instance| instance.awaited.is_some())
+            || !(self.leases.is_empty() && self.daemons.is_empty() && self.unexplained.is_empty())
+    }
+
+    /// Whether its process ids are valid in this process's namespaces. `false` if that is unknown.
+    pub(crate) fn is_of_here(&self) -> bool {
+        Namespaces::current().is_ok_and(|ours| self.check_namespaces(ours).is_ok())
+    }
+
+    /// Whether its process ids are valid in `ours`. A ledger that names no process is valid everywhere.
+    ///
+    /// # Errors
+    /// They belong to other namespaces, or to unknown ones.
+    pub(super) fn check_namespaces(&self, ours: Namespaces) -> Result<(), LedgerError> {
+        match self.namespaces {
+            _ if !self.names_processes() => Ok(()),
+            Some(theirs) => theirs.check(ours),
+            None => Err(LedgerError::Elsewhere { theirs: "unknown ones".to_owned(), ours: ours.to_string() }),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "store_tests.rs"]
+mod tests;

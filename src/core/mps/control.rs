@@ -2,14 +2,10 @@
 //! are processes that it started, as /proc shows them.
 
 use std::io;
-use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread::sleep;
 use std::time::Duration;
-
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use super::MpsError;
 use super::dirs::{self, wait_for_turn};
@@ -19,7 +15,7 @@ use crate::inventory::{Inventory, MissingPrograms, MpsPrograms};
 use crate::ledger::{DaemonKey, DefaultLimits, DefaultMemoryLimit};
 use crate::process::child::{ChildError, ProcessorWait};
 use crate::process::kernel_file;
-use crate::process::{Process, confine};
+use crate::process::{Process, confine, listener, listens};
 use crate::share::Percent;
 use crate::text::safe;
 
@@ -37,23 +33,6 @@ const AGAIN: Duration = Duration::from_millis(10);
 /// Words with which the control program refuses a command. It exits with 0 all the same (docs/evidence).
 const REFUSALS: [&str; 6] =
     ["insufficient priv", "not enough priv", "cannot find", "failed to", "invalid", "unknown command"];
-
-/// Whether a process listens on `control`, a SEQPACKET socket. The check takes microseconds and does not disturb the
-/// daemon. The listener may be a stopped process all the same.
-pub fn listens(control: &Path) -> bool {
-    connected(control).is_some()
-}
-
-/// The pid of the process that listens there (unix(7), `SO_PEERCRED`).
-fn listener(control: &Path) -> Option<i32> {
-    getsockopt(&connected(control)?, PeerCredentials).ok().map(|peer| peer.pid())
-}
-
-fn connected(control: &Path) -> Option<OwnedFd> {
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let socket = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).ok()?;
-    connect(socket.as_raw_fd(), &UnixAddr::new(control).ok()?).ok().map(|()| socket)
-}
 
 /// Why a command got no answer.
 #[derive(Debug, thiserror::Error)]
@@ -424,7 +403,8 @@ mod tests {
 
     #[test]
     fn a_daemon_that_ends_while_it_is_asked_is_gone() {
-        use nix::sys::socket::{Backlog, bind, listen};
+        use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
+        use std::os::fd::AsRawFd as _;
         use std::os::unix::fs::PermissionsExt as _;
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("nvidia-cuda-mps-control");
@@ -442,7 +422,8 @@ mod tests {
     /// Without turns the ones that are sent away try again, all at the same time.
     #[test]
     fn processes_take_turns_to_ask() {
-        use nix::sys::socket::{Backlog, bind, listen};
+        use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
+        use std::os::fd::AsRawFd as _;
         use std::os::unix::fs::PermissionsExt as _;
         let dir = tempfile::tempdir().unwrap();
         let (pipe, one, away) = (dir.path().join("pipe"), dir.path().join("one"), dir.path().join("away"));
@@ -476,20 +457,5 @@ mod tests {
         let begun = std::time::Instant::now();
         assert!(matches!(control().ask("x", Duration::from_millis(200)), Err(AskError::Taken)));
         assert!(begun.elapsed() < Duration::from_secs(20), "it is not waited for without end");
-    }
-
-    #[test]
-    fn a_socket_without_a_listener_is_nobody() {
-        use nix::sys::socket::{Backlog, bind, listen};
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("control");
-        assert!(!listens(&path));
-        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
-        bind(fd.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
-        assert!(!listens(&path));
-        listen(&fd, Backlog::new(4).unwrap()).unwrap();
-        assert!(listens(&path));
-        drop(fd);
-        assert!(path.exists() && !listens(&path));
     }
 }

@@ -56,10 +56,9 @@ pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     options.open(&asking).map(drop).map_err(io_at("create", &asking))
 }
 
-/// The key becomes part of a path, so it may have only letters, digits and `-`, as UUIDs and lease ids do.
+/// The key becomes part of a path.
 pub fn check_key(key: &DaemonKey) -> Result<(), MpsError> {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-    if !key.0.is_empty() && key.0.len() <= 80 && !key.0.starts_with('-') && key.0.bytes().all(plain) {
+    if key.is_well_formed() {
         return Ok(());
     }
     Err(MpsError::BadKey { key: crate::text::safe(&key.0) })

@@ -22,8 +22,8 @@ use crate::process::sublet::{self, SubletError};
 pub use control::command as control_command;
 pub(crate) use heal::end_unexplained;
 pub use heal::{Lowering, end_all_idle, end_overdue, heal, lower, register_keeper, settle};
-pub use ready::{answers, make_ready};
-pub(crate) use ready::{end_conflicting, ensure_answering};
+pub(crate) use ready::end_conflicting;
+pub use ready::{answers, ensure_answering, make_ready};
 
 /// Whether `text` can be a daemon's name.
 pub fn is_key(text: &str) -> bool {

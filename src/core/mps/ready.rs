@@ -8,15 +8,15 @@ use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::control::{AskError, Control, listens};
+use super::control::{AskError, Control};
 use super::dirs::{self, DaemonLock};
 use super::{MpsError, STOP_LIMIT, child_start, child_stop, limits_and_state};
 use crate::config::{Config, ExclusiveComputeMode};
-use crate::fs::selinux;
+use crate::fs::{is_selinux_enforcing, selinux};
 use crate::inventory;
 use crate::ledger::{DaemonKey, DaemonState, DefaultLimits, Lease, LedgerError, MpsDaemon, Store};
 use crate::process::sublet::SubletError;
-use crate::process::{Condition, Process, epoch_seconds, sublet};
+use crate::process::{Condition, Process, epoch_seconds, listens, sublet};
 
 /// Ends the idle daemons `keys` before a container with another use of their devices starts. Returns warnings, one line
 /// each.
@@ -48,7 +48,7 @@ pub(crate) fn end_conflicting(keys: &[DaemonKey], store: &Store) -> Result<Vec<S
 /// The daemon cannot be started or does not answer within `[mps] start_timeout`.
 pub fn make_ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     let Some(key) = &lease.daemon else { return Ok(Vec::new()) };
-    if selinux::denies_mps_sockets(Path::new("/"), &config.state_dir) {
+    if is_selinux_enforcing(Path::new("/")) && !selinux::has_labels(&config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: config.state_dir.clone() });
     }
     if serve_if_running(lease, store, config)? {
@@ -165,10 +165,10 @@ const LONGEST_PID: u64 = 64;
 ///
 /// # Errors
 /// It does not answer and cannot be restarted within three seconds, or this is unknown.
-pub(crate) fn ensure_answering(public: &Path, config: &Config) -> Result<(), MpsError> {
+pub fn ensure_answering(public: &Path, config: &Config) -> Result<(), MpsError> {
     let began = Instant::now();
     let daemon = Daemon::of_public(public, config)?;
-    if selinux::denies_mps_sockets(Path::new("/"), &daemon.config.state_dir) {
+    if is_selinux_enforcing(Path::new("/")) && !selinux::has_labels(&daemon.config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: daemon.config.state_dir });
     }
     match daemon.answers() {
@@ -211,9 +211,8 @@ impl<'a> Daemon<'a> {
     fn of_public(public: &'a Path, config: &Config) -> Result<Self, MpsError> {
         let name = public.parent().and_then(Path::file_name).unwrap_or_default();
         let key = DaemonKey(name.to_string_lossy().into_owned());
-        dirs::check_key(&key)?;
         let state_dir = public.ancestors().nth(3).unwrap_or(Path::new("")).to_owned();
-        if key.public(&state_dir) != public {
+        if !key.is_well_formed() || key.public(&state_dir) != public {
             return Err(MpsError::BadKey { key: crate::text::safe(&public.to_string_lossy()) });
         }
         Ok(Self { key, public, config: Config { state_dir, ..config.clone() } })
@@ -268,7 +267,7 @@ impl<'a> Daemon<'a> {
     /// The daemon according to its pid file, if this process may read that.
     fn process(&self) -> Option<Process> {
         let file = dirs::pipe(&self.key, &self.config.state_dir).join("nvidia-cuda-mps-control.pid");
-        let text = crate::fs::trusted::read_if_trusted(&file, LONGEST_PID)?;
+        let text = crate::fs::read_if_trusted(&file, LONGEST_PID)?;
         Process::find(std::str::from_utf8(&text).ok()?.trim().parse().ok()?)
     }
 }

@@ -61,7 +61,19 @@ pub enum SpecError {
     },
     /// A path to be written that cannot be JSON.
     #[error("cannot write a device or mount into the container's spec: {0}")]
-    Fragment(#[from] OciSpecError),
+    Fragment(String),
+}
+
+impl From<OciSpecError> for SpecError {
+    fn from(error: OciSpecError) -> Self {
+        Self::Fragment(error.to_string())
+    }
+}
+
+impl From<serde_json::Error> for SpecError {
+    fn from(error: serde_json::Error) -> Self {
+        Self::Fragment(error.to_string())
+    }
 }
 
 /// The spec's annotations.
@@ -92,7 +104,7 @@ pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
 
 /// [`edit`]. `nested` says that this process itself runs in a user namespace, as under rootless engines.
 pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
-    let edits = serde_json::to_string(&Edits::of(grant, spec)).map_err(OciSpecError::from)?;
+    let edits = serde_json::to_string(&Edits::of(grant, spec))?;
     let root = object(spec, "the spec")?;
     let process = root.get_mut("process").ok_or(SpecError::NoProcess)?;
     edit_environment(process, &grant.env)?;
@@ -213,7 +225,7 @@ fn bind(source: &Path, destination: &Path, options: &[&str]) -> Result<Value, Sp
 
 /// A part of a spec as JSON.
 fn value(part: impl Serialize) -> Result<Value, SpecError> {
-    Ok(to_value(part).map_err(OciSpecError::from)?)
+    Ok(to_value(part)?)
 }
 
 fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecError> {

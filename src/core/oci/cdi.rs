@@ -6,11 +6,7 @@
 //! `sublet-hook cdi`, which the specification names. Its arguments are the share and the
 //! device; the container's annotations and environment do not.
 
-use std::path::Path;
-
-use serde_json::Value;
-
-use super::conflict::{Conflict, entries, text};
+use super::conflict::Conflict;
 use crate::text::safe;
 
 /// Vendor and class of all of sublet's CDI devices.
@@ -101,76 +97,8 @@ impl Asked {
         ["sublet-hook", stage, "--share", &self.share, "--device", &self.device]
     }
 
-    /// For messages.
-    fn name(&self) -> String {
+    /// Its share and device, for messages.
+    pub(crate) fn name(&self) -> String {
         safe(&format!("{} on {}", self.share, self.device))
-    }
-}
-
-/// The CDI device of sublet's that an engine has added to `spec`. It is recognized by its hook, which no image can add.
-///
-/// # Errors
-/// There are two different ones, or the arguments are not those that sublet writes.
-pub fn asked(spec: &Value) -> Result<Option<Asked>, CdiError> {
-    let mut found: Option<Asked> = None;
-    for arguments in entries(spec, "/hooks/createRuntime").iter().filter_map(arguments_of_ours) {
-        let asked = Asked::parse(arguments.into_iter())?;
-        match &found {
-            Some(first) if *first != asked => return Err(CdiError::Several(first.name(), asked.name())),
-            _ => found = Some(asked),
-        }
-    }
-    Ok(found)
-}
-
-/// The arguments after the stage, if `hook` is sublet's hook at that stage.
-fn arguments_of_ours(hook: &Value) -> Option<Vec<&str>> {
-    let program = Path::new(text(hook, "path")?).file_name()?;
-    let arguments: Vec<&str> = entries(hook, "/args").iter().filter_map(Value::as_str).collect();
-    (program == "sublet-hook" && arguments.get(1) == Some(&STAGE)).then(|| arguments[2..].to_vec())
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    fn hook(share: &str, device: &str) -> Value {
-        let asked = Asked { share: share.into(), device: device.into() };
-        json!({"path": "/usr/libexec/sublet/sublet-hook", "args": asked.arguments(STAGE)})
-    }
-
-    fn of(hooks: &[Value]) -> Result<Option<Asked>, CdiError> {
-        asked(&json!({"hooks": {"createRuntime": hooks}}))
-    }
-
-    #[test]
-    fn the_hook_in_the_spec_tells_which_share_is_meant() {
-        let small = Asked { share: "small".into(), device: "GPU-a".into() };
-        let other = json!({"path": "/usr/bin/other-hook", "args": ["sublet-hook", "cdi", "--share", "x"]});
-        let bind = json!({"path": "/x/sublet-hook", "args": ["sublet-hook", "createRuntime"]});
-        assert_eq!(asked(&json!({})), Ok(None));
-        assert_eq!(asked(&json!({"hooks": {"createRuntime": {"a": 1}}})), Ok(None));
-        assert_eq!(of(&[other.clone(), bind.clone(), json!({"path": 1}), json!(null)]), Ok(None));
-        assert_eq!(of(&[other, hook("small", "GPU-a"), bind]), Ok(Some(small.clone())));
-        assert_eq!(of(&[hook("small", "GPU-a"), hook("small", "GPU-a")]), Ok(Some(small)));
-    }
-
-    #[test]
-    fn two_shares_and_strange_arguments_are_refused() {
-        for other in [hook("small", "GPU-b"), hook("large", "GPU-a")] {
-            assert!(matches!(of(&[hook("small", "GPU-a"), other]), Err(CdiError::Several(..))));
-        }
-        let with = |arguments: &[&str]| of(&[json!({"path": "/sublet-hook", "args": arguments})]);
-        for arguments in [
-            &["sublet-hook", "cdi"][..],
-            &["sublet-hook", "cdi", "--share", "small"],
-            &["sublet-hook", "cdi", "--share", "", "--device", "GPU-a"],
-            &["sublet-hook", "cdi", "--device", "GPU-a", "--share", "small"],
-            &["sublet-hook", "cdi", "--share", "small", "--device", "GPU-a", "--device", "GPU-b"],
-        ] {
-            assert_eq!(with(arguments), Err(CdiError::Arguments), "{arguments:?}");
-        }
     }
 }

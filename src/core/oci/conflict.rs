@@ -187,12 +187,12 @@ fn asks_for_gpus(spec: &Value) -> bool {
 }
 
 /// The elements of the array at `pointer`; none if there is no array.
-pub(super) fn entries<'a>(spec: &'a Value, pointer: &str) -> &'a [Value] {
+pub(crate) fn entries<'a>(spec: &'a Value, pointer: &str) -> &'a [Value] {
     spec.pointer(pointer).and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
 /// The text of the field `key`, if it is one.
-pub(super) fn text<'a>(object: &'a Value, key: &str) -> Option<&'a str> {
+pub(crate) fn text<'a>(object: &'a Value, key: &str) -> Option<&'a str> {
     object.get(key)?.as_str()
 }
 

@@ -1,15 +1,14 @@
 //! The hooks that sublet adds to a config.json: its own, and the one that makes a refused container fail
 //! (OCI runtime-spec, config.md, "POSIX-platform Hooks").
 
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::{Value, json};
 
 use super::apply_edits::retain;
 use super::conflict::member;
 use crate::process::inheritance::VARIABLE;
-use crate::process::sublet::own_program;
+use crate::process::sublet::installed;
 
 /// The environment that the hook needs. Without an `env` of its own it would get the image's (CVE-2025-23266).
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -45,26 +44,6 @@ impl Stage {
 /// The hook that belongs to this build.
 pub fn program() -> Option<String> {
     installed("sublet-hook")?.into_os_string().into_string().ok()
-}
-
-/// A further program of this build: in the directory of this program, or where `make install` puts it for the same
-/// prefix, otherwise where packages put it.
-pub(super) fn installed(name: &str) -> Option<PathBuf> {
-    let own = own_program();
-    let beside = own.as_deref().map(|own| own.with_file_name(name));
-    let prefix = own.as_deref().and_then(|own| own.parent()?.parent());
-    let same_prefix = prefix.map(|prefix| prefix.join("libexec/sublet").join(name));
-    let packaged = ["/usr/libexec/sublet", "/usr/bin"].map(|directory| Path::new(directory).join(name));
-    beside.into_iter().chain(same_prefix).chain(packaged).find(|program| may_be_there(program))
-}
-
-/// Whether it is a file, or could not be examined: another program of this name may belong to another build, and without
-/// any the end of a container of `run` is not noticed.
-fn may_be_there(program: &Path) -> bool {
-    match std::fs::metadata(program) {
-        Ok(found) => found.is_file(),
-        Err(error) => !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory),
-    }
 }
 
 /// Adds `program` to `stage`, after the existing hooks. `config` names its configuration.
@@ -114,19 +93,6 @@ fn array(spec: &mut Value, stage: Stage) -> Result<&mut Vec<Value>, BadHooks> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_program_that_cannot_be_examined_may_be_there() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        std::fs::write(at("file"), "").unwrap();
-        std::os::unix::fs::symlink("loop", at("loop")).unwrap();
-        assert!(may_be_there(&at("file")));
-        assert!(may_be_there(&at("loop")), "ELOOP stands for every error of the moment");
-        for absent in ["none", "none/below", "file/below", ""] {
-            assert!(!may_be_there(&at(absent)), "{absent}");
-        }
-    }
 
     #[test]
     fn the_hook_stands_last_and_has_its_own_environment() {

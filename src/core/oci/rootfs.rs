@@ -16,6 +16,7 @@ use std::rc::Rc;
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, ResolveFlag, open, readlinkat};
+use nix::libc::mode_t;
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
 use nix::sys::statvfs::{FsFlags, fstatvfs};
 use nix::unistd::{UnlinkatFlags, unlinkat};
@@ -24,7 +25,7 @@ use serde_json::Value;
 use super::ImageError;
 use super::conflict::{entries, is_bind, plain, text};
 use super::container_root::ContainerRoot;
-use super::live::{Kind, kind, place};
+use super::live::{Kind, place};
 use crate::fs::{
     ROUNDS, host_path, is_of_the_image, open_below, open_in, open_root, open_without_links, path_in_root,
     regular_file,
@@ -314,8 +315,8 @@ impl Found {
         }
     }
 
-    pub fn is(&self, kind: SFlag) -> io::Result<bool> {
-        Ok(super::live::kind(self.stat()?.st_mode) == kind)
+    pub fn is(&self, wanted: SFlag) -> io::Result<bool> {
+        Ok(kind(self.stat()?.st_mode) == wanted)
     }
 
     /// Whether it is a file as a runtime creates it for a mount, and as it is removed again.
@@ -621,4 +622,9 @@ impl<'r> Parents<'r> {
         self.last = Some((dir.to_owned(), opened.clone()));
         Ok(opened)
     }
+}
+
+/// The type in a `st_mode`.
+pub(super) fn kind(mode: mode_t) -> SFlag {
+    SFlag::from_bits_truncate(mode) & SFlag::S_IFMT
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::fs::{is_absent, replace, trusted};
+use crate::fs::{is_absent, is_trusted_owner, make_trusted_directory, read_trusted, replace};
 use crate::share::{Mode, Percent};
 use crate::text::safe;
 
@@ -86,7 +86,9 @@ impl JobRecord {
     /// The state directory is not to be trusted, or the file cannot be written.
     pub fn write(&self, state_dir: &Path) -> io::Result<()> {
         let dir = directory(state_dir);
-        trusted::make(state_dir).and_then(|_| trusted::make(&dir)).map_err(io::Error::other)?;
+        make_trusted_directory(state_dir)
+            .and_then(|_| make_trusted_directory(&dir))
+            .map_err(io::Error::other)?;
         let earlier = Self::read(state_dir, self.job).ok();
         let kept = earlier.filter(|earlier| !earlier.is_of(self.cluster.as_deref()));
         let kept = kept.map(|earlier| earlier.met(self, state_dir));
@@ -118,7 +120,7 @@ impl JobRecord {
     /// Reads the record of `job`.
     pub fn read(state_dir: &Path, job: u64) -> Result<Self, RecordError> {
         let unusable = |why: String| RecordError::Unusable(job, safe(&why));
-        let content = trusted::read(&file(state_dir, job), LARGEST)
+        let content = read_trusted(&file(state_dir, job), LARGEST)
             .map_err(|error| unusable(error.to_string()))?
             .ok_or(RecordError::Missing(job))?
             .map_err(unusable)?;
@@ -216,7 +218,7 @@ pub fn make_directory(state_dir: &Path, job: u64, uid: u32) -> io::Result<()> {
         return Ok(());
     }
     // The prolog was killed in between.
-    if meta.is_dir() && trusted::is_trusted_owner(meta.uid()) {
+    if meta.is_dir() && is_trusted_owner(meta.uid()) {
         return lchown(&path, Some(uid), None);
     }
     Err(io::Error::other(format!("{} is another user's", path.display())))

@@ -14,7 +14,7 @@ use nix::libc;
 use nix::unistd::{AccessFlags, access};
 use serde::{Deserialize, Serialize};
 
-use crate::fs::trusted::is_trusted_owner;
+use crate::fs::is_trusted_owner;
 use crate::fs::under;
 use crate::process::cgroup_table;
 use crate::process::{CGROUP_MOUNT, cgroup_line, unified_cgroups};

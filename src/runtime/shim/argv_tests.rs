@@ -120,7 +120,7 @@ fn crun_takes_abbreviations_clusters_and_its_own_config() {
     assert_eq!(command_of("run --keep -d --config=/f -b /b c", Crun), run());
     assert_eq!(command_of("create -- c", Crun), (Some("c".into()), Command::Create(start_of(None, None))));
     // crun reads in order and refuses what stands behind the id.
-    assert_eq!(command_of("create c --bundle /b", Crun).1, Command::Create(start_of(None, None)));
+    assert_eq!(command_of("create c --bundle /b", Crun), (None, Command::Create(start_of(None, None))));
     assert_eq!(command_of("delete -rf c.*", Crun), OTHER);
     assert_eq!(command_of("delete --regex x", Crun), OTHER);
     assert_eq!(command_of("create -? c", Crun), OTHER);

@@ -1,5 +1,8 @@
 //! `exec`: the environment in config.json reaches only a container's first process. Later processes
 //! get the same edits here, in a copy of the engine's process file or on the command line.
+//!
+//! The low-level runtime's record says that the container has a share, and its config.json says which. So `exec` needs
+//! neither inventory nor, while its daemon answers, anything but the record of that daemon in the ledger.
 
 use std::cell::LazyCell;
 use std::ffi::{OsStr, OsString};
@@ -17,11 +20,14 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{Call, Dialect, Exec};
 use crate::bounded_input;
-use sublet_core::admit::{self, Share};
-use sublet_core::config::{Config, WithoutDaemon};
+use serde_json::Value;
+use sublet_core::admit::{self, AdmitError, Leases};
+use sublet_core::config::{self, Config, OWN_PREFIXES, WithoutDaemon};
 use sublet_core::config_files::ConfigError;
-use sublet_core::grant::{Environment, refused_beside};
-use sublet_core::oci::{self, JsonFile};
+use sublet_core::grant::{self, Environment, refused_beside};
+use sublet_core::ledger::{LEASE_ANNOTATION, Record, is_remote};
+use sublet_core::mps;
+use sublet_core::oci::{self, FileError, JsonFile};
 use sublet_core::process::confine;
 use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
@@ -41,7 +47,7 @@ pub(super) fn exec<'a>(call: &Call<'a>, exec: &'a Exec) -> anyhow::Result<i32> {
     let config = LazyCell::new(|| call.files.config());
     let Some((id, record, share)) = find_target(call, exec, &config)? else { return call.pass_on() };
     let config = config.as_ref().ok();
-    let environment = match admit::enter(&share, id, &record, config) {
+    let environment = match enter(&share, id, &record, config) {
         Ok(()) => share.environment.clone(),
         Err(error) if config.is_some_and(|config| config.mps.exec_without_daemon == WithoutDaemon::NoGpu) => {
             // Its options would replace config.json's environment, and a command line is shown to every user.
@@ -89,10 +95,10 @@ fn find_target<'e>(
     let find = |id: &'e OsStr| -> anyhow::Result<Option<Target<'e>>> {
         let named = id.to_str().and_then(|id| Some((id, call.record(id)?)));
         let Some((id, record)) = named else { return Ok(None) };
-        if !admit::may_have_share(&record)? {
+        if !may_have_share(&record)? {
             return Ok(None);
         }
-        let share = admit::find_share(effective_user(), id, &record, config)?;
+        let share = find_share(effective_user(), id, &record, config)?;
         Ok(share.map(|share| (id, record, share)))
     };
     if let Some(id) = &call.line.id {
@@ -183,77 +189,165 @@ fn options(
     entries.flat_map(|entry| [OsString::from(option), OsString::from(entry)]).collect()
 }
 
-#[cfg(test)]
-mod tests {
-    use std::os::fd::AsRawFd as _;
-
-    use super::*;
-
-    fn pairs(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
-        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
-    }
-
-    fn share() -> Environment {
-        Environment {
-            set: pairs(&[("CUDA_VISIBLE_DEVICES", "0")]),
-            default: pairs(&[("XLA", "0.1"), ("XLB", "0.2")]),
-            remove_prefixes: Vec::new(),
-        }
-    }
-
-    #[test]
-    fn options_for_the_command_line() {
-        let (share, given) = (share(), ["XLA=0.9".into(), "CUDA_VISIBLE_DEVICES=3".into()]);
-        let with = |dialect| options(&share, &share, &given, dialect, "--env");
-        assert_eq!(with(Dialect::Runc), ["--env", "CUDA_VISIBLE_DEVICES=0"]);
-        assert_eq!(with(Dialect::Crun), ["--env", "CUDA_VISIBLE_DEVICES=0", "--env", "XLB=0.2"]);
-        for dialect in [Dialect::Runc, Dialect::Crun] {
-            assert!(options(&share, &share, &[], dialect, "--env").is_empty(), "config.json has it");
-        }
-    }
-
-    #[test]
-    fn without_a_gpu_no_device_is_seen_and_all_else_is_as_before() {
-        let share = share();
-        let without = options(&without_gpu(&share), &share, &[], Dialect::Runc, "--env");
-        assert_eq!(without, ["--env", "CUDA_VISIBLE_DEVICES="]);
-    }
-
-    #[test]
-    fn a_process_file_is_read_and_never_written() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("process.json");
-        let text = r#"{"env":["A=1"],"args":["x"]}"#;
-        std::fs::write(&file, text).unwrap();
-        let link = dir.path().join("link");
-        std::os::unix::fs::symlink(&file, &link).unwrap();
-        let copy = write_edited_copy(&link, &share()).unwrap();
-        let expected = r#"{"env":["A=1","CUDA_VISIBLE_DEVICES=0","XLA=0.1","XLB=0.2"],"args":["x"]}"#;
-        assert_eq!(std::fs::read_to_string(&copy).unwrap(), expected);
-        assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
-        let number: i32 = Path::new(&copy).file_name().unwrap().to_str().unwrap().parse().unwrap();
-        assert!(number >= HIGH);
-        nix::unistd::close(number).unwrap();
-        let error = write_edited_copy(dir.path(), &share()).unwrap_err().to_string();
-        assert!(error.starts_with("the process file ") && error.contains(" cannot be used: "), "{error}");
-    }
-
-    #[test]
-    fn a_pipe_is_a_process_file_too() {
-        let (from, to) = nix::unistd::pipe().unwrap();
-        std::fs::File::from(to).write_all(br#"{"env":[]}"#).unwrap();
-        let path = format!("/proc/self/fd/{}", from.as_raw_fd());
-        assert_eq!(read_process_file(Path::new(&path)).unwrap().text, br#"{"env":[]}"#);
-    }
-
-    #[test]
-    fn a_default_that_is_refused_beside_the_users_own_gives_way() {
-        let default = pairs(&[("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.1")]);
-        let share = Environment { default, ..Environment::default() };
-        let given = ["XLA_CLIENT_MEM_FRACTION=0.5".into()];
-        let runc = ["--env", "XLA_PYTHON_CLIENT_MEM_FRACTION="];
-        let with = |dialect| options(&share, &share, &given, dialect, "--env");
-        assert_eq!(with(Dialect::Runc), runc);
-        assert!(with(Dialect::Crun).is_empty());
-    }
+/// Why the share of a container cannot be determined.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum EnterError {
+    /// The runtime's record cannot be read.
+    #[error(
+        "it has a share of a GPU, and its record {} cannot be read ({why}): sublet starts no process in it \
+         without knowing its share",
+        safe(&path.to_string_lossy())
+    )]
+    Record { path: PathBuf, why: String },
+    /// The config.json that it was created from cannot be read.
+    #[error("it has a share of a GPU, and its config.json cannot be read: {0}")]
+    Spec(#[from] FileError),
+    /// That config.json belongs to another container, or was edited since.
+    #[error(
+        "it has the share of lease {}, but {} no longer says so: restore the file that it was created \
+         with, or recreate the container",
+        safe(lease),
+        safe(&path.to_string_lossy())
+    )]
+    Changed { lease: String, path: PathBuf },
+    /// It has sublet's annotations but no lease in them, so only the ledger knows its share.
+    #[error("it has sublet.* annotations, but sublet cannot find out whether it has a share: {0}")]
+    Undetermined(String),
 }
+
+/// The share of a process that joins a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Share {
+    /// The edit to its environment.
+    environment: Environment,
+    /// The public directory of its MPS daemon on the host; `None`: the share needs no daemon.
+    daemon: Option<PathBuf>,
+}
+
+/// The share of the container whose low-level runtime keeps its record in `record`; `None`: it has none.
+///
+/// # Errors
+/// It has a share, or may have one, and it is unknown which.
+pub(super) fn find_share(
+    uid: u32,
+    id: &str,
+    record: &Path,
+    config: &Result<Config, ConfigError>,
+) -> Result<Option<Share>, EnterError> {
+    let unreadable = |why: String| EnterError::Record { path: record.to_owned(), why };
+    let known = Record::read(record).map_err(|error| unreadable(safe(&error.to_string())))?;
+    let names = default_names(config.as_ref().ok());
+    let bundle = known.as_ref().and_then(|known| known.bundle.as_deref());
+    if let Some(lease) = known.as_ref().and_then(|known| known.lease.as_deref()) {
+        let spec = read_spec(record, bundle)?;
+        let (path, spec) = spec.ok_or_else(|| unreadable("it names no bundle".to_owned()))?;
+        if spec["annotations"][LEASE_ANNOTATION].as_str() != Some(lease) {
+            return Err(EnterError::Changed { lease: lease.to_owned(), path });
+        }
+        return Ok(Some(share_of_spec(&spec, &names)));
+    }
+    find_in_ledger(uid, id, record, bundle, config)
+}
+
+/// Whether the runtime's record mentions sublet at all. The record is scanned and not parsed, because most containers
+/// have no share. Without a record there is no such container, or its runtime keeps another kind of record. An existing
+/// record that cannot be read may mention it: without its share a process would use the whole GPU.
+///
+/// # Errors
+/// It mentions sublet, and is too large to be read.
+pub(super) fn may_have_share(record: &Path) -> Result<bool, EnterError> {
+    for name in ["state.json", "config.json"] {
+        let path = record.join(name);
+        match JsonFile::read(&path) {
+            Ok(file) => return Ok(file.mentions_sublet()),
+            Err(error) if error.is_missing() => {}
+            Err(FileError::TooLarge { .. }) if oci::mentions_sublet(&path) => {
+                return Err(EnterError::Record { path, why: "it is larger than 16 MiB".to_owned() });
+            }
+            // The runtime cannot read it either.
+            Err(FileError::TooLarge { .. } | FileError::NotRegular { .. }) => return Ok(false),
+            Err(_) => return Ok(true),
+        }
+    }
+    Ok(true)
+}
+
+/// The config.json that the container's runtime reads for `exec`: crun its own copy, runc the one in the bundle
+/// (`getProcess` of runc's `utils_linux.go`, `libcrun_container_exec_process_file` of crun).
+fn read_spec(record: &Path, bundle: Option<&Path>) -> Result<Option<(PathBuf, Value)>, EnterError> {
+    let copy = record.join("config.json");
+    let path = if copy.is_file() { Some(copy) } else { bundle.map(|bundle| bundle.join("config.json")) };
+    path.map(|path| Ok((path.clone(), JsonFile::read(&path)?.parse()?))).transpose()
+}
+
+/// The share according to `spec`.
+fn share_of_spec(spec: &Value, default_names: &[String]) -> Share {
+    let env = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
+    let pairs = || env.clone().filter_map(Value::as_str).filter_map(|entry| entry.split_once('='));
+    let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
+    let set = pairs().filter(|(name, _)| config::is_own_name(name)).map(owned).collect();
+    let is_default = |name: &str| default_names.iter().any(|known| known == name);
+    let default = pairs().filter(|(name, _)| is_default(name)).map(owned).collect();
+    let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
+    // sublet's mounts come last, and the last mount at a path lies on top.
+    let daemon = mounts.rev().find(|mount| mount["destination"] == grant::MPS_DIR);
+    let daemon = daemon.and_then(|mount| mount["source"].as_str()).map(PathBuf::from);
+    let environment = Environment { set, default, remove_prefixes: OWN_PREFIXES.map(String::from).to_vec() };
+    Share { environment, daemon }
+}
+
+/// The names of variables that a share sets only if they are absent.
+fn default_names(config: Option<&Config>) -> Vec<String> {
+    let env = config.map_or_else(|| Config::default().grant.env, |config| config.grant.env.clone());
+    env.into_keys().chain([grant::TRITON_PATH.to_owned()]).collect()
+}
+
+/// Decides for a container whose record names no lease. A hook may have given it one that only the ledger knows.
+fn find_in_ledger(
+    uid: u32,
+    id: &str,
+    record: &Path,
+    bundle: Option<&Path>,
+    config: &Result<Config, ConfigError>,
+) -> Result<Option<Share>, EnterError> {
+    let spec = read_spec(record, bundle).ok().flatten().map(|(_, spec)| spec).unwrap_or_default();
+    let found = match config {
+        Ok(config) => Leases::of(config).ledger_of_hooks().map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    let (config, ledger) = match (config, found) {
+        (Ok(config), Ok(Some(ledger))) => (config, ledger),
+        (_, Err(why)) => {
+            let bundle = bundle.unwrap_or(Path::new(""));
+            let annotations = oci::own_annotations(&spec, bundle).unwrap_or_default();
+            // If not, sublet knows nothing about this container, so an error here does not concern it.
+            let asks = admit::asks_for_a_share(&spec, &annotations, None);
+            return if asks { Err(EnterError::Undetermined(why)) } else { Ok(None) };
+        }
+        _ => return Ok(None),
+    };
+    let Some(lease) = ledger.find_by_record(uid, id, record) else { return Ok(None) };
+    let daemon = lease.daemon.as_ref().map(|key| key.public(&config.state_dir));
+    // Runtimes other than runc and crun keep another kind of record.
+    let own = JsonFile::read(&lease.container.bundle.join("config.json")).and_then(|file| file.parse());
+    let spec = if spec.is_null() { own.unwrap_or_default() } else { spec };
+    Ok(Some(Share { daemon, ..share_of_spec(&spec, &default_names(Some(config))) }))
+}
+
+/// Makes sure that the daemon of `share` answers, before a process joins its container.
+///
+/// # Errors
+/// It does not answer and cannot be restarted at once.
+fn enter(share: &Share, id: &str, record: &Path, config: Option<&Config>) -> Result<(), AdmitError> {
+    let Some(public) = &share.daemon else { return Ok(()) };
+    let entered = match config {
+        Some(config) if is_remote(config) => admit::enter_remotely(config, public, id, record),
+        Some(config) => mps::ensure_answering(public, config).map_err(AdmitError::from),
+        None => mps::ensure_answering(public, &Config::default()).map_err(AdmitError::from),
+    };
+    entered.map_err(|error| AdmitError::NoDaemon(Box::new(error)))
+}
+
+#[cfg(test)]
+#[path = "exec_tests.rs"]
+mod tests;

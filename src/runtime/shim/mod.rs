@@ -28,7 +28,7 @@ use sublet_core::log::{Level, Log};
 use sublet_core::oci::containers_by_name;
 use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
-use sublet_core::{admit, config, ledger, log, process};
+use sublet_core::{config, ledger, log, process};
 
 pub use argv::Dialect;
 pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
@@ -191,8 +191,8 @@ impl<'a> Call<'a> {
     }
 
     fn has_share(&self, id: &str, record: &Path) -> anyhow::Result<bool> {
-        Ok(admit::may_have_share(record)?
-            && admit::find_share(effective_user(), id, record, &self.files.config())?.is_some())
+        Ok(exec::may_have_share(record)?
+            && exec::find_share(effective_user(), id, record, &self.files.config())?.is_some())
     }
 
     /// The configuration, if there are leases at all. If it is invalid, `delete` goes on without it: this must not keep

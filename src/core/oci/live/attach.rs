@@ -12,7 +12,7 @@ use std::path::Path;
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat, readlinkat};
-use nix::libc::{dev_t, mode_t};
+use nix::libc::dev_t;
 use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, fstat, fstatat, makedev, mkdirat, mknodat};
 use nix::sys::statfs::{
     CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs,
@@ -23,6 +23,7 @@ use rustix::mount::{MoveMountFlags, move_mount};
 use super::{HostSide, NamespaceError, failed};
 use crate::fs::{open_in, open_root};
 use crate::inventory::Node;
+use crate::oci::rootfs::kind;
 use crate::oci::shown;
 
 /// The container's root filesystem, seen from its own mount namespace.
@@ -232,11 +233,6 @@ fn find_or_create(root: &OwnedFd, path: &Path, wanted: Kind, steps: &mut usize) 
 /// The last component.
 fn name_of(path: &Path) -> io::Result<&OsStr> {
     Ok(path.file_name().ok_or(Errno::EINVAL)?)
-}
-
-/// The type in a `st_mode`.
-pub(in crate::oci) fn kind(mode: mode_t) -> SFlag {
-    SFlag::from_bits_truncate(mode) & SFlag::S_IFMT
 }
 
 fn not_directory(target: OwnedFd) -> io::Result<OwnedFd> {

@@ -32,7 +32,7 @@ use crate::ledger::Lease;
 use crate::process::Process;
 use attach::Rootfs;
 
-pub(super) use attach::{Kind, kind, place};
+pub(super) use attach::{Kind, place};
 pub use cgroup::systemctl;
 
 /// A container between its creation and its start.

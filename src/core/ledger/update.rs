@@ -1,20 +1,17 @@
-//! The ledger's lock, and whether the state directory is the one with the ledger.
+//! The one way to change the ledger: its lock, whether the state directory is the one with the ledger, and writing it.
 //!
 //! The lock file says that the ledger of this boot has entries, and of which namespaces. If the ledger and its copy are
 //! missing, only this distinguishes a loss from a first start: if the directory was unmounted, emptied or replaced, the
 //! present one's ledger has none of the running containers. Then changes are refused until a person decides which one
 //! counts.
-//!
-//! In other namespaces than those to which the process ids and start times of a ledger belong, a running container
-//! would seem to have ended. A management container that shares the state directory has another PID namespace.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-use std::{fmt, fs, io};
+use std::{fs, io};
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -22,10 +19,14 @@ use nix::libc::{O_DIRECTORY, O_NOFOLLOW, O_PATH};
 use serde::{Deserialize, Serialize};
 
 use super::error::{failed, text};
-use super::rebuild::running_container;
-use super::{Lease, LeaseId, Ledger, LedgerError, Record, Store};
-use crate::fs::trusted;
-use crate::process::own_pid;
+use super::liveness::{Scan, reclaim, running_first};
+use super::rebuild::{last_inventory, rebuild, running_container, salvage, unexplained};
+use super::runtime_record::{LARGEST, remember_roots};
+use super::store::{COPY, LEDGER, keep_settings, ledger_text, parse_ledger};
+use super::{Freed, Lease, LeaseId, Ledger, LedgerError, Namespaces, Record, Store, events_of_change};
+use crate::events;
+use crate::fs::{Trusted, is_trusted_owner, read_if_trusted, read_trusted, replace_own};
+use crate::process::{epoch_seconds, uptime_seconds};
 
 /// A process holds the lock only for a few file reads and one write. If the ledger stays as it is for 5 s and the lock is
 /// not free, something is wrong.
@@ -33,6 +34,8 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// Where hundreds of containers start at once on few processors, their processes hold it in turns for longer than 5 s. A
 /// ledger that changes all the time is waited for this long.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Removing a dozen empty files takes well under a millisecond, on a slow file system longer.
+const CLEARING_LIMIT: Duration = Duration::from_secs(2);
 /// The shortest and the longest wait between two attempts to take the lock.
 const SHORTEST_NAP: Duration = Duration::from_millis(1);
 const LONGEST_NAP: Duration = Duration::from_millis(20);
@@ -48,12 +51,17 @@ pub(super) fn take(path: &Path, ledger: &Path) -> Result<Flock<File>, LedgerErro
         }
         since.elapsed() >= TIMEOUT || begun.elapsed() >= BUSY_TIMEOUT
     };
-    let lock = wait_for(path, is_over).map_err(|error| failed("locked", path, error))?;
+    let lock = wait_for(path, LONGEST_NAP, is_over).map_err(|error| failed("locked", path, error))?;
     lock.ok_or_else(|| LedgerError::Locked { path: text(path), seconds: begun.elapsed().as_secs() })
 }
 
-/// The lock at `path`; `None` if the wait for it `is_over`, which is asked only while it is not free.
-pub(super) fn wait_for(path: &Path, mut is_over: impl FnMut() -> bool) -> io::Result<Option<Flock<File>>> {
+/// The lock at `path`; `None` if the wait for it `is_over`, which is asked only while it is not free. Between two
+/// attempts it waits for `longest_nap` at most.
+pub(super) fn wait_for(
+    path: &Path,
+    longest_nap: Duration,
+    mut is_over: impl FnMut() -> bool,
+) -> io::Result<Option<Flock<File>>> {
     let (mut file, mut nap) = (open(path)?, SHORTEST_NAP);
     loop {
         file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -65,13 +73,13 @@ pub(super) fn wait_for(path: &Path, mut is_over: impl FnMut() -> bool) -> io::Re
             return Ok(None);
         }
         std::thread::sleep(nap);
-        nap = (nap * 2).min(LONGEST_NAP);
+        nap = (nap * 2).min(longest_nap);
     }
 }
 
 /// Differs after each write, which replaces the file.
 fn version(ledger: &Path) -> Option<(u64, i64, i64)> {
-    std::fs::metadata(ledger).ok().map(|meta| (meta.ino(), meta.mtime(), meta.mtime_nsec()))
+    fs::metadata(ledger).ok().map(|meta| (meta.ino(), meta.mtime(), meta.mtime_nsec()))
 }
 
 /// A process that can open the lock can block every create. So only root may open it, also if its mode was changed. A
@@ -89,7 +97,7 @@ pub(super) fn open(path: &Path) -> io::Result<File> {
     if !meta.is_file() {
         return Err(io::Error::other("it is not a regular file: remove it, and sublet creates it again"));
     }
-    if !trusted::is_trusted_owner(meta.uid()) {
+    if !is_trusted_owner(meta.uid()) {
         return Err(io::Error::other(format!("it was created by uid {}: remove it", meta.uid())));
     }
     if meta.mode() & 0o077 != 0 {
@@ -118,7 +126,7 @@ impl Mark {
 
     /// [`Mark::read`] without taking the lock. Users without root may not open it.
     pub fn read_in(path: &Path, boot_id: &str) -> Option<Self> {
-        Self::parse(&trusted::read_if_trusted(path, LONGEST_MARK as u64)?, boot_id)
+        Self::parse(&read_if_trusted(path, LONGEST_MARK as u64)?, boot_id)
     }
 
     fn parse(content: &[u8], boot_id: &str) -> Option<Self> {
@@ -144,14 +152,134 @@ impl Place {
 }
 
 impl Store {
-    /// For a user who gives up a missing ledger: a change first rebuilds it.
-    pub fn rebuilding(self) -> Self {
-        Self { rebuilds: true, ..self }
+    /// Takes the lock, frees the leases of ended containers, runs `change` and writes the ledger if it differs.
+    ///
+    /// If `change` fails, its changes are dropped, freed leases stay freed, and its error is the inner one. `change`
+    /// must not start, ask or wait for a process, because all other processes wait for the lock meanwhile.
+    ///
+    /// Also removes temporary files that killed processes left in the state directory. A start and an end, which look for
+    /// ended containers briefly, leave that to other commands.
+    ///
+    /// An unreadable or missing ledger is rebuilt from its copy and from what runs, if its copy or its lock shows that it
+    /// was in this directory. One unreadable file is kept beside it as `ledger.json.corrupt-<seconds since the epoch>`.
+    ///
+    /// # Errors
+    /// The lock cannot be taken within 5 s, the file cannot be read or written, a newer version wrote it, or its process
+    /// ids are of other namespaces than this process's. Nothing is changed then.
+    pub fn update<T, E>(
+        &self,
+        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
+    ) -> Result<(Result<T, E>, Freed), LedgerError> {
+        self.update_with_scan(Scan::Full, change)
     }
 
-    /// [`Lease::to_annotation`], which also names the ledger's file system.
-    pub fn annotation(&self, lease: &Lease) -> String {
-        lease.annotation(&self.state_dir, Some(self.file_system))
+    /// [`Store::update`], looking as carefully for containers that have ended as `scan` says.
+    pub(crate) fn update_with_scan<T, E>(
+        &self,
+        scan: Scan,
+        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
+    ) -> Result<(Result<T, E>, Freed), LedgerError> {
+        // Before the lock, because parsing and asking for each process take longer than all the rest.
+        let running = self.read_file().ok().flatten().map(|ledger| running_first(&ledger, scan));
+        let running = running.unwrap_or_default();
+        let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
+        let lock = take(&self.lock_path(), &self.ledger_path())?;
+        let mark = Mark::read(&lock, boot);
+        let loaded = match self.load() {
+            Err(LedgerError::Corrupt { why, .. }) => Err(why),
+            loaded => Ok(loaded?),
+        };
+        let place = self.place(&lock)?;
+        let mut events = Vec::new();
+        let mut rebuild = |why: &str, last| {
+            let ledger = self.rebuild_ledger(why, last, ours, mark.as_ref(), &place)?;
+            events.push(events_of_change::rebuilt_event(&ledger, why));
+            Ok::<_, LedgerError>(Arc::new(ledger))
+        };
+        // From which the change starts, and what the file has, if that is a ledger.
+        let (start, stored) = match loaded {
+            Ok(None) => (Arc::new(Ledger::empty(boot)), None),
+            Ok(Some(ledger)) if self.rebuilds => {
+                let last = (ledger.boot_id == boot).then(|| Ledger::clone(&ledger));
+                (rebuild("it is given up", last)?, None)
+            }
+            Ok(Some(ledger)) => (keep_settings(ledger.clone(), boot), Some(ledger)),
+            Err(why) => (rebuild(&why, self.read_copy(boot)?)?, None),
+        };
+        start.check_namespaces(ours)?;
+        // Not before: elsewhere the processes that write those files seem to have ended.
+        if scan == Scan::Full {
+            crate::fs::sweep(&self.state_dir);
+        }
+        let settled = || {
+            let mut ledger = Ledger::clone(&start);
+            let freed = if scan == Scan::None { Freed::new() } else { reclaim(&mut ledger, &running) };
+            self.reopen_devices(&mut ledger);
+            (ledger, freed)
+        };
+        let (mut after, mut freed) = settled();
+        let outcome = change(&mut after);
+        if outcome.is_err() {
+            (after, freed) = settled();
+        }
+        after.note_idle(uptime_seconds);
+        after.namespaces = after.names_processes().then_some(ours);
+        if mark.is_none() && after.namespaces.is_some() && !self.rebuilds {
+            self.check_containers(&after)?;
+        }
+        let mut written = None;
+        if stored.as_ref().is_none_or(|stored| **stored != after) {
+            let before = stored.as_deref().filter(|stored| stored.boot_id == boot);
+            written = Some(self.write(&mut after, before, &place)?);
+            events.extend(events_of_change::events(stored.as_ref().unwrap_or(&start), &after));
+        }
+        // The mark is written last, because a mark without the files means that they were lost.
+        let wanted = after.namespaces.map(|namespaces| Mark { boot_id: boot.to_owned(), namespaces });
+        if mark != wanted {
+            Mark::write(wanted.as_ref(), &lock)
+                .map_err(|error| failed("written", &self.lock_path(), error))?;
+        }
+        events::emit(&self.state_dir, &events);
+        // One that cannot be examined is read again.
+        if let Some(file) = written.and_then(|file| Trusted::own(file).ok()) {
+            self.remember(file, Arc::new(after));
+        }
+        // Not only when both ledgers have been freed.
+        drop(lock);
+        Ok((outcome, freed))
+    }
+
+    /// Reopens closed devices as soon as every process there is attributable to a lease. After a loss, the first new
+    /// inventory shows which devices have to be closed.
+    fn reopen_devices(&self, ledger: &mut Ledger) {
+        let inventory = || last_inventory(&self.state_dir, &ledger.boot_id).ok().flatten();
+        let is_new =
+            ledger.lost && inventory().is_some_and(|inventory| inventory.mig_changes == ledger.mig.count);
+        if !is_new && ledger.unexplained.is_empty() {
+            return;
+        }
+        // A failure to read changes nothing.
+        let Ok(still) = unexplained(&self.state_dir, ledger) else { return };
+        if is_new {
+            ledger.lost = false;
+            ledger.unexplained = still;
+        } else {
+            ledger.unexplained.retain(|uuid| still.contains(uuid));
+        }
+    }
+
+    /// The copy, if it is readable and of this boot.
+    ///
+    /// # Errors
+    /// It exists and cannot be read, although it may be intact; or a newer version wrote it.
+    fn read_copy(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
+        let path = self.copy_path();
+        let content = read_trusted(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
+        match content.and_then(Result::ok).map(|content| parse_ledger(&content, &path)) {
+            Some(Err(error @ LedgerError::Newer { .. })) => Err(error),
+            Some(Ok(ledger)) if ledger.boot_id == boot => Ok(Some(ledger)),
+            _ => Ok(None),
+        }
     }
 
     /// The state directory, in which is the `lock` that this process holds.
@@ -165,7 +293,7 @@ impl Store {
             // On overlayfs a file's device may be another than its directory's (overlayfs documentation, "Inode properties").
             let file_system = directory.metadata()?.dev();
             let place = Place(directory);
-            let (held, there) = (lock.metadata()?, std::fs::symlink_metadata(place.file("lock"))?);
+            let (held, there) = (lock.metadata()?, fs::symlink_metadata(place.file("lock"))?);
             let same = (held.dev(), held.ino()) == (there.dev(), there.ino());
             Ok((same && file_system == self.file_system).then_some(place))
         });
@@ -203,111 +331,110 @@ impl Store {
     pub(super) fn unmounted_error(&self, owner: String) -> LedgerError {
         LedgerError::Unmounted { path: text(&self.state_dir), owner }
     }
-}
 
-/// Inode of the initial PID namespace (Linux, `PROC_PID_INIT_INO`), which sees every process.
-const FIRST_PID: u64 = 0xEFFF_FFFC;
-
-/// Inode of the initial time namespace (Linux, `PROC_TIME_INIT_INO`).
-const FIRST_TIME: u64 = 0xEFFF_FFFA;
-
-/// The namespaces of a process that records other processes, by inode as in /proc/PID/ns (namespaces(7)).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Namespaces {
-    /// The namespace of process ids.
-    pid: u64,
-    /// The namespace whose clocks start times refer to (`time_namespaces(7)`); 0 if the kernel has no time namespaces.
-    time: u64,
-}
-
-impl Namespaces {
-    /// Of this process.
+    /// Waits up to 2 s until no other process removes what containers left, and keeps others from it until what this
+    /// returns is dropped. The kernel releases it if the process is killed.
+    ///
+    /// Unlinking a file removes every mount on it, in all namespaces. So a container that has just got its lease in the same
+    /// root filesystem, or with a volume on the same file system, must not be created while a process that looked into the
+    /// ledger before that lease was written still removes files there.
     ///
     /// # Errors
-    /// /proc is not mounted, or is that of another PID namespace.
-    pub(super) fn current() -> Result<Self, LedgerError> {
-        static OURS: OnceLock<Namespaces> = OnceLock::new();
-        if let Some(ours) = OURS.get() {
-            return Ok(*ours);
-        }
-        // Looked up by this process's id. If /proc belongs to another PID namespace, it has no such thread of this
-        // process.
-        let us = format!("/proc/self/task/{}/ns", own_pid());
-        let ours = Self::of(Path::new(&us)).map_err(LedgerError::NoNamespaces)?;
-        Ok(*OURS.get_or_init(|| ours))
+    /// The lock cannot be opened, or is not free in time.
+    pub(crate) fn clearing(&self) -> io::Result<Flock<File>> {
+        let deadline = Instant::now() + CLEARING_LIMIT;
+        let lock =
+            wait_for(&self.state_dir.join("clearing.lock"), SHORTEST_NAP, || Instant::now() >= deadline)?;
+        lock.ok_or_else(|| io::Error::other("another process has held it for 2 s"))
     }
 
-    /// Of the directory `ns` of a process.
-    fn of(ns: &Path) -> io::Result<Self> {
-        // Only the link's text is read. Following the link requires rights on the namespace's own file (SELinux,
-        // nsfs_t).
-        let inode = |name: &str| {
-            let link = fs::read_link(ns.join(name))?;
-            let digits = link.to_str().and_then(|link| link.split(['[', ']']).nth(1)?.parse().ok());
-            digits.ok_or_else(|| io::Error::other(format!("{} does not name a namespace", link.display())))
+    /// Rebuilds the ledger from its copy `last`, if there is one, and from the running system, writes it and keeps the
+    /// unusable file.
+    fn rebuild_ledger(
+        &self,
+        why: &str,
+        last: Option<Ledger>,
+        ours: Namespaces,
+        mark: Option<&Mark>,
+        place: &Place,
+    ) -> Result<Ledger, LedgerError> {
+        let (path, boot) = (self.ledger_path(), Self::boot_id()?);
+        // First of all: from other namespaces the rebuild would not see the running processes.
+        let checked = match (&last, mark) {
+            (Some(last), _) => last.check_namespaces(ours),
+            (None, Some(mark)) => mark.namespaces.check(ours),
+            (None, None) => Ok(()),
         };
-        let time = match inode("time") {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
-            time => time?,
+        // Who sees every process may say that none is left of what the ledger names.
+        let may_give_up = self.rebuilds && ours.are_the_first();
+        let last = match checked {
+            Err(_) if may_give_up => None,
+            checked => checked.map(|()| last)?,
         };
-        Ok(Self { pid: inode("pid")?, time })
-    }
-
-    /// Whether a process in them sees every process of the host, with its real start time.
-    pub(super) fn are_the_first(self) -> bool {
-        self.pid == FIRST_PID && matches!(self.time, 0 | FIRST_TIME)
-    }
-
-    /// Whether process ids recorded in them are valid in `ours`.
-    ///
-    /// # Errors
-    /// [`LedgerError::Elsewhere`].
-    pub(super) fn check(self, ours: Self) -> Result<(), LedgerError> {
-        if self == ours {
-            return Ok(());
+        let shown = text(&path);
+        tracing::warn!("ledger {shown} cannot be used ({why}): rebuilding it from the containers that run");
+        let has_last = last.is_some();
+        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last)?;
+        ledger.namespaces = Some(ours);
+        if !has_last {
+            salvage(&path, &mut ledger);
+            // This makes every existing inventory out of date.
+            let counted = last_inventory(&self.state_dir, boot)?.map_or(0, |inventory| inventory.mig_changes);
+            ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
+            ledger.lost = true;
+            // A directory could not be replaced.
+            let _ = remove(&self.copy_path());
         }
-        Err(LedgerError::Elsewhere { theirs: self.to_string(), ours: ours.to_string() })
+        // The copy first: a process that is killed before it has written the ledger leaves that.
+        let content = ledger_text(&mut ledger).map_err(io::Error::from);
+        content
+            .and_then(|content| replace_own(&place.file(COPY), &content, 0o600))
+            .and_then(|_| self.set_aside())
+            .map_err(|error| failed("written", &path, error))?;
+        self.write(&mut ledger, None, place)?;
+        Ok(ledger)
+    }
+
+    /// Moves the unusable file out of the way. It and no older one is kept, for people to look at.
+    fn set_aside(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.state_dir)?.flatten() {
+            if entry.file_name().as_encoded_bytes().starts_with(b"ledger.json.corrupt-") {
+                let _ = remove(&entry.path());
+            }
+        }
+        let now = epoch_seconds();
+        match fs::rename(self.ledger_path(), self.state_dir.join(format!("ledger.json.corrupt-{now}"))) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Replaces `before` by `ledger`. Returns the new file, open.
+    fn write(
+        &self,
+        ledger: &mut Ledger,
+        before: Option<&Ledger>,
+        place: &Place,
+    ) -> Result<fs::File, LedgerError> {
+        let written = remember_roots(&self.state_dir, ledger, before).and_then(|()| {
+            let content = ledger_text(ledger)?;
+            // The copy is written first, so that it has everything that the ledger has, whenever this process is
+            // killed.
+            replace_own(&place.file(COPY), &content, 0o600)?;
+            replace_own(&place.file(LEDGER), &content, 0o644)
+        });
+        written.map_err(|error| failed("written", &self.ledger_path(), error))
     }
 }
 
-impl fmt::Display for Namespaces {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "pid:[{}], time:[{}]", self.pid, self.time)
-    }
-}
-
-impl Ledger {
-    /// Whether it names processes, whose ids differ in other namespaces.
-    pub(super) fn names_processes(&self) -> bool {
-        self.mig.under_way.is_some()
-            || self.mig.dynamic_instances.iter().any(|instance| instance.awaited.is_some())
-            || !(self.leases.is_empty() && self.daemons.is_empty() && self.unexplained.is_empty())
-    }
-
-    /// Whether its process ids are valid in this process's namespaces. `false` if that is unknown.
-    pub(crate) fn is_of_here(&self) -> bool {
-        Namespaces::current().is_ok_and(|ours| self.check_namespaces(ours).is_ok())
-    }
-
-    /// Whether its process ids are valid in `ours`. A ledger that names no process is valid everywhere.
-    ///
-    /// # Errors
-    /// They belong to other namespaces, or to unknown ones.
-    pub(super) fn check_namespaces(&self, ours: Namespaces) -> Result<(), LedgerError> {
-        match self.namespaces {
-            _ if !self.names_processes() => Ok(()),
-            Some(theirs) => theirs.check(ours),
-            None => Err(LedgerError::Elsewhere { theirs: "unknown ones".to_owned(), ours: ours.to_string() }),
-        }
-    }
+/// Removes the file or directory at `path`.
+fn remove(path: &Path) -> io::Result<()> {
+    if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
 #[cfg(test)]
 mod unmounted_tests {
-    use std::fs;
-
     use super::super::fixture::lease;
-    use super::super::lock;
     use super::*;
     use crate::process::Process;
 
@@ -394,11 +521,11 @@ mod unmounted_tests {
     fn a_directory_with_another_lock_is_another_place() {
         let dir = tempfile::tempdir().unwrap();
         let (store, path) = (Store::open(dir.path()).unwrap(), dir.path().join("lock"));
-        let lock = lock::open(&path).unwrap();
+        let lock = open(&path).unwrap();
         assert!(store.place(&lock).is_ok());
         fs::remove_file(&path).unwrap();
         assert!(matches!(store.place(&lock), Err(LedgerError::Exchanged { .. })));
-        let other = lock::open(&path).unwrap();
+        let other = open(&path).unwrap();
         assert!(matches!(store.place(&lock), Err(LedgerError::Exchanged { .. })));
         assert!(store.place(&other).is_ok());
         let moved = Store { file_system: another(), ..store };
@@ -418,60 +545,5 @@ mod unmounted_tests {
         store.change(change).unwrap();
         assert!(!dir.join("ledger.json").exists() && !dir.join("ledger.json.copy").exists());
         assert_eq!(Store::open(&moved).unwrap().peek().unwrap().drained, ["GPU-a"]);
-    }
-}
-
-#[cfg(test)]
-mod namespaces_tests {
-    use super::super::fixture::lease;
-    use super::*;
-    use crate::ledger::{Lease, Store};
-
-    const HERE: Namespaces = Namespaces { pid: 5, time: 6 };
-
-    fn ledger(leases: Vec<Lease>, namespaces: Option<Namespaces>) -> Ledger {
-        Ledger { namespaces, leases, ..Ledger::empty("boot") }
-    }
-
-    #[test]
-    fn process_ids_of_other_namespaces_are_not_believed() {
-        let held = || vec![lease(1, "GPU-a")];
-        let moved =
-            [Namespaces { pid: 7, ..HERE }, Namespaces { time: 7, ..HERE }, Namespaces { time: 0, ..HERE }];
-        assert!(ledger(held(), Some(HERE)).check_namespaces(HERE).is_ok());
-        for theirs in moved {
-            let checked = ledger(held(), Some(theirs)).check_namespaces(HERE);
-            assert!(matches!(checked, Err(LedgerError::Elsewhere { .. })), "{theirs}");
-            assert!(ledger(Vec::new(), Some(theirs)).check_namespaces(HERE).is_ok(), "it names no process");
-        }
-    }
-
-    /// Whether anything of such a ledger still runs is only seen from a host's first namespaces, and only a person says
-    /// that nothing does.
-    #[test]
-    fn a_ledger_of_namespaces_that_are_gone_is_refused_until_the_hosts_root_gives_it_up() {
-        let dir = tempfile::tempdir().unwrap();
-        let store = || Store::open(dir.path()).unwrap();
-        let boot_id = store().peek().unwrap().boot_id;
-        let nowhere = Namespaces { pid: 1, time: 0 };
-        let left = Ledger {
-            boot_id,
-            drained: vec!["GPU-b".into()],
-            ..ledger(vec![lease(1, "GPU-a")], Some(nowhere))
-        };
-        std::fs::write(dir.path().join("ledger.json"), serde_json::to_vec(&left).unwrap()).unwrap();
-        let refused = store().change(|_| ()).unwrap_err();
-        assert!(refused.is_elsewhere() && refused.to_string().contains("sublet gc --rebuild"), "{refused}");
-        let unknown = Ledger { namespaces: None, ..left.clone() };
-        assert!(unknown.check_namespaces(Namespaces::current().unwrap()).unwrap_err().is_elsewhere());
-        let given_up = store().rebuilding().change(|_| ());
-        if Namespaces::current().unwrap().are_the_first() {
-            given_up.unwrap();
-            let now = store().read().unwrap();
-            assert_eq!((now.leases.len(), &now.drained[..], now.lost), (0, &["GPU-b".to_owned()][..], true));
-        } else {
-            assert!(given_up.unwrap_err().is_elsewhere());
-            assert_eq!(store().peek().unwrap(), left);
-        }
     }
 }
