@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::AdmitError;
-use super::local_or_remote::Local;
+use super::local::Local;
 use crate::broker::policy_limits::PolicyLimit;
 use crate::config::Config;
 use crate::inventory::Inventory;

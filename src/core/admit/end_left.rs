@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::local_or_remote::Local;
+use super::local::Local;
 use super::{AdmitError, EMPTY_CGROUP};
 use crate::events::{self, Event, Kind};
 use crate::ledger::{IN_STATE_D, Lease, LeaseId, Ledger, LedgerError, Scan, Store};

@@ -5,8 +5,7 @@
 
 use serde_json::Value;
 
-use super::local::{is_same_container, read};
-use super::local_or_remote::Local;
+use super::local::{Local, is_same_container, read};
 use super::request_of_spec::{
     RequestSource, asks_for_a_share, check_environment, explain_gone_cdi_device, find_cdi_device, request_of,
 };

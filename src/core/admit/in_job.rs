@@ -5,8 +5,7 @@ use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
 use super::job_share::{JobError, place_in_job, placement_of};
-use super::local::read;
-use super::local_or_remote::Local;
+use super::local::{Local, read};
 use super::take_lease::{self, Terms, lease_for};
 use super::{AdmitError, Candidate, EMPTY_CGROUP, fresh_inventory};
 use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};

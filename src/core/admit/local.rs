@@ -1,4 +1,4 @@
-//! Leases whose state is on this host's disk: frees them, and adjusts what depends on them:
+//! Leases whose state is on this host's disk: changes and frees them, and adjusts what depends on them:
 //! MPS daemons, mount points, MIG instances. Also removes mount points that were left by a container whose lease is already
 //! freed, or that never started.
 
@@ -9,20 +9,38 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::end_left::Owns;
-use super::local_or_remote::Local;
-use super::{AdmitError, PutOff};
+use super::AdmitError;
 use crate::config::Config;
 use crate::ledger::{
     Binding, Container, DaemonKey, Freed, LEASE_RECORD_ANNOTATION, Lease, LeaseId, Ledger, LedgerError,
     Leftover, Scan, Store,
 };
+use crate::mps::Lowering;
 use crate::oci::{JsonFile, container_root};
 use crate::process::{Process, sublet};
 use crate::{ledger, mps, oci};
 
 /// The time limit of `sublet mig clear`. MPS daemons and changes by other processes end first.
 const CLEAR_LIMIT: Duration = Duration::from_secs(60);
+
+/// Work that a thread which must not wait has left to another thread.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PutOff {
+    /// An instance would have to be created. This thread answered without one.
+    pub make: bool,
+    /// An instance has to be destroyed.
+    pub clear: bool,
+}
+
+/// The state, and how this process changes it.
+#[derive(Clone, Copy)]
+pub struct Local<'a> {
+    pub(super) config: &'a Config,
+    /// Where MIG instances are not created and destroyed here, however long the driver takes, but by another thread: what it
+    /// has to do.
+    pub(super) put_off: Option<&'a Cell<PutOff>>,
+    pub(super) lowering: Lowering,
+}
 
 /// What [`Local::reconcile`] found and did.
 #[derive(Debug)]
@@ -33,7 +51,26 @@ pub struct Reconciled {
     pub lines: Vec<String>,
 }
 
-impl Local<'_> {
+impl<'a> Local<'a> {
+    /// With MIG instances created and destroyed at once.
+    pub const fn new(config: &'a Config) -> Self {
+        Self { config, put_off: None, lowering: Lowering::Now }
+    }
+
+    /// For an entry point, for which an engine waits: work that can be done later is left to another process.
+    pub(super) const fn for_engine(config: &'a Config) -> Self {
+        Self { config, put_off: None, lowering: Lowering::Apart }
+    }
+
+    /// Without creating or destroying MIG instances, which may take long. `put_off` records that work.
+    pub const fn putting_off(config: &'a Config, put_off: &'a Cell<PutOff>) -> Self {
+        Self { config, put_off: Some(put_off), lowering: Lowering::Now }
+    }
+
+    pub(super) fn store(&self) -> Result<Store, LedgerError> {
+        Store::open(&self.config.state_dir)
+    }
+
     /// Frees the leases of ended containers, applies `change` to the ledger, and repairs everything that depends on
     /// leases: restarts crashed MPS daemons, ends unneeded ones, and removes leftovers.
     pub fn reconcile(
@@ -100,6 +137,16 @@ impl Local<'_> {
         if ledger.has_unneeded() {
             self.destroy_unneeded(store);
         }
+    }
+
+    /// After leases were freed: adjusts or ends their MPS servers, removes the mount points that they left in a rootfs
+    /// and the files that a killed shim left in a bundle, and destroys MIG instances that were created for them.
+    pub(super) fn clean_up(&self, freed: &Freed, store: &Store) {
+        if freed.is_empty() {
+            return;
+        }
+        self.settle(freed, store);
+        self.destroy_unneeded(store);
     }
 
     /// [`Local::clean_up`] without changes of the MIG layout.
@@ -205,50 +252,6 @@ impl Local<'_> {
         let ((), freed) = store.change_with_scan(Scan::Brief, |ledger| ledger.unmark_ending(lease))?;
         self.clean_up(&freed, &store);
         Ok(())
-    }
-
-    /// [`Local::free_for`] for a deleted container of `uid`: kills the processes that it has left, if it `owns` them.
-    pub fn end_for(&self, uid: u32, lease: &LeaseId, owns: Owns<'_>) -> Result<Option<Leftover>, AdmitError> {
-        let ledger = read(&self.store()?)?;
-        let own = ledger.lease(lease).filter(|held| held.brokered && held.container.uid == uid);
-        if let Some(held) = own.filter(|held| held.may_be_ended() && held.has_processes()) {
-            for line in self.kill_left(held, &ledger, owns) {
-                tracing::warn!("{line}");
-            }
-        }
-        self.free_for(uid, lease)
-    }
-
-    /// Frees `lease` of `uid` if none of its processes is left. Returns what the user has to remove. A lease that is
-    /// not in the ledger is no error, because an end may be reported twice.
-    ///
-    /// # Errors
-    /// The lease belongs to another user, it still has processes, or the ledger cannot be written.
-    pub fn free_for(&self, uid: u32, lease: &LeaseId) -> Result<Option<Leftover>, AdmitError> {
-        let store = self.store()?;
-        let ledger = read(&store)?;
-        let Some(held) = ledger.lease(lease) else { return Ok(None) };
-        if held.container.uid != uid || !held.brokered {
-            return Err(AdmitError::NoLease(lease.clone()));
-        }
-        if held.has_processes() {
-            return Err(self.still_running(held, &ledger));
-        }
-        self.free(lease, &store)?;
-        let rootfs = &held.container.rootfs;
-        // Other containers may share its root filesystem or volumes.
-        let others = || ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(uid));
-        if others().any(|other| other.container.rootfs == *rootfs) {
-            return Ok(None);
-        }
-        let used: Vec<u64> = others().flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
-        let volumes = held.volumes_with_files().into_iter();
-        Ok(Some(Leftover {
-            bundle: held.container.bundle.clone(),
-            rootfs: rootfs.clone(),
-            mount_points: held.mount_points.to_vec(),
-            volumes: volumes.filter(|volume| !used.contains(&volume.device)).collect(),
-        }))
     }
 }
 

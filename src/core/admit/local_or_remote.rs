@@ -4,14 +4,14 @@
 //! Then admission if the state is on this host's disk: takes the lease, edits the spec and makes the MPS daemon ready. Also the
 //! service's side of it: users describe their containers, and only they may change their leases.
 
-use std::cell::Cell;
 use std::path::Path;
 use std::time::Duration;
 
 use serde_json::Value;
 
+use super::end_left::Owns;
 use super::job_share::JobError;
-use super::local::{is_same_container, read};
+use super::local::{Local, is_same_container, read};
 use super::remote::Remote;
 use super::request_of_spec::{
     RequestSource, explain_gone_cdi_device, is_of_bundle, remove_earlier_grant, request_of,
@@ -24,9 +24,9 @@ use crate::config::Config;
 use crate::grant::{self, Grant};
 use crate::inventory::{self, Inventory};
 use crate::ledger::{
-    self, Binding, Container, Freed, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, LedgerError, Store,
+    self, Binding, Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Leftover, Store,
 };
-use crate::mps::{self, Lowering};
+use crate::mps;
 use crate::oci::{self, container_root};
 use crate::process::Process;
 use crate::request::{self, Request};
@@ -174,57 +174,7 @@ impl<'a> Leases<'a> {
     }
 }
 
-/// Work that a thread which must not wait has left to another thread.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PutOff {
-    /// An instance would have to be created. This thread answered without one.
-    pub make: bool,
-    /// An instance has to be destroyed.
-    pub clear: bool,
-}
-
-/// The state, and how this process changes it.
-#[derive(Clone, Copy)]
-pub struct Local<'a> {
-    pub(super) config: &'a Config,
-    /// Where MIG instances are not created and destroyed here, however long the driver takes, but by another thread: what it
-    /// has to do.
-    pub(super) put_off: Option<&'a Cell<PutOff>>,
-    pub(super) lowering: Lowering,
-}
-
-impl<'a> Local<'a> {
-    /// With MIG instances created and destroyed at once.
-    pub const fn new(config: &'a Config) -> Self {
-        Self { config, put_off: None, lowering: Lowering::Now }
-    }
-
-    /// For an entry point, for which an engine waits: work that can be done later is left to another process.
-    pub(super) const fn for_engine(config: &'a Config) -> Self {
-        Self { config, put_off: None, lowering: Lowering::Apart }
-    }
-
-    /// Without creating or destroying MIG instances, which may take long. `put_off` records that work.
-    pub const fn putting_off(config: &'a Config, put_off: &'a Cell<PutOff>) -> Self {
-        Self { config, put_off: Some(put_off), lowering: Lowering::Now }
-    }
-
-    pub(super) fn store(&self) -> Result<Store, LedgerError> {
-        Store::open(&self.config.state_dir)
-    }
-}
-
 impl Local<'_> {
-    /// After leases were freed: adjusts or ends their MPS servers, removes the mount points that they left in a rootfs
-    /// and the files that a killed shim left in a bundle, and destroys MIG instances that were created for them.
-    pub(super) fn clean_up(&self, freed: &Freed, store: &Store) {
-        if freed.is_empty() {
-            return;
-        }
-        self.settle(freed, store);
-        self.destroy_unneeded(store);
-    }
-
     pub(super) fn admit(
         &self,
         candidate: &Candidate<'_>,
@@ -359,6 +309,50 @@ impl Local<'_> {
             .and_then(|grant| Ok((self.make_daemon_ready(&taken, &grant, &store)?, grant)));
         let (warnings, grant) = served.inspect_err(|_| self.free_or_warn(&taken.lease, &store))?;
         Ok(Answer::Granted(Box::new(Granted { lease: taken.lease.id, grant, warnings })))
+    }
+
+    /// [`Local::free_for`] for a deleted container of `uid`: kills the processes that it has left, if it `owns` them.
+    pub fn end_for(&self, uid: u32, lease: &LeaseId, owns: Owns<'_>) -> Result<Option<Leftover>, AdmitError> {
+        let ledger = read(&self.store()?)?;
+        let own = ledger.lease(lease).filter(|held| held.brokered && held.container.uid == uid);
+        if let Some(held) = own.filter(|held| held.may_be_ended() && held.has_processes()) {
+            for line in self.kill_left(held, &ledger, owns) {
+                tracing::warn!("{line}");
+            }
+        }
+        self.free_for(uid, lease)
+    }
+
+    /// Frees `lease` of `uid` if none of its processes is left. Returns what the user has to remove. A lease that is
+    /// not in the ledger is no error, because an end may be reported twice.
+    ///
+    /// # Errors
+    /// The lease belongs to another user, it still has processes, or the ledger cannot be written.
+    pub fn free_for(&self, uid: u32, lease: &LeaseId) -> Result<Option<Leftover>, AdmitError> {
+        let store = self.store()?;
+        let ledger = read(&store)?;
+        let Some(held) = ledger.lease(lease) else { return Ok(None) };
+        if held.container.uid != uid || !held.brokered {
+            return Err(AdmitError::NoLease(lease.clone()));
+        }
+        if held.has_processes() {
+            return Err(self.still_running(held, &ledger));
+        }
+        self.free(lease, &store)?;
+        let rootfs = &held.container.rootfs;
+        // Other containers may share its root filesystem or volumes.
+        let others = || ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(uid));
+        if others().any(|other| other.container.rootfs == *rootfs) {
+            return Ok(None);
+        }
+        let used: Vec<u64> = others().flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
+        let volumes = held.volumes_with_files().into_iter();
+        Ok(Some(Leftover {
+            bundle: held.container.bundle.clone(),
+            rootfs: rootfs.clone(),
+            mount_points: held.mount_points.to_vec(),
+            volumes: volumes.filter(|volume| !used.contains(&volume.device)).collect(),
+        }))
     }
 
     /// As [`super::enter_remotely`] for container `id` of `uid`, who asks `sublet serve`. `false`: no lease of it is known here.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::local_or_remote::Local;
+use super::local::Local;
 use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, refresh, refresh_if_stale};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::config::{Config, Inject};

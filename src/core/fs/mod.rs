@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::libc;
-use nix::sys::stat::Mode;
+use nix::sys::stat::{Mode, SFlag};
 use serde::de::DeserializeOwned;
 
 use crate::process::inheritance::effective_user;
@@ -113,6 +113,11 @@ pub fn is_selinux_enforcing(root: &Path) -> bool {
 pub fn check_kernel() -> io::Result<()> {
     open_in(open_root(Path::new("/"))?, Path::new("/"), OFlag::empty())?;
     crate::process::pidfd_open(nix::unistd::getpid().as_raw()).map(drop)
+}
+
+/// The type in a `st_mode`.
+pub(crate) fn kind(mode: libc::mode_t) -> SFlag {
+    SFlag::from_bits_truncate(mode) & SFlag::S_IFMT
 }
 
 /// The path of `fd` on the host, according to the kernel.
@@ -470,7 +475,7 @@ pub(crate) fn open_trusted(path: &Path, largest: u64) -> io::Result<Option<Resul
 }
 
 /// The content of `path`, as [`open_trusted`] finds it.
-pub fn read_trusted(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
+pub(crate) fn read_trusted(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
     match open_trusted(path, largest)? {
         Some(Ok(file)) => file.read().map(Ok).map(Some),
         Some(Err(why)) => Ok(Some(Err(why))),

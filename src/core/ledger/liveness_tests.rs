@@ -2,7 +2,7 @@
 
 use super::*;
 
-mod tests {
+mod fate_tests {
     use std::fs;
     use std::process::{Child, Command};
 

@@ -2,7 +2,7 @@
 
 use super::*;
 
-mod tests {
+mod lookup_tests {
     use super::fixture::lease;
     use super::*;
     use crate::inventory::GpuProcess;

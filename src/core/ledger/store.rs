@@ -9,7 +9,7 @@
 //! would seem to have ended. A management container that shares the state directory has another PID namespace.
 
 use std::ops::Deref;
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::{fmt, fs, io};
@@ -19,10 +19,9 @@ use serde::{Deserialize, Serialize};
 use super::error::{failed, text};
 use super::rebuild::{find_running, find_trace};
 use super::runtime_record::{LARGEST, Record, read_bounded};
-use super::update::Mark;
 use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA};
 use crate::config::Config;
-use crate::fs::{Stamp, Trusted, make_trusted_directory, open_trusted};
+use crate::fs::{Stamp, Trusted, make_trusted_directory, open_trusted, read_if_trusted};
 use crate::parse_errors::plain;
 use crate::process::inheritance::effective_user;
 use crate::process::{self, own_pid};
@@ -427,6 +426,42 @@ impl Lease {
         let record = Record::read(dir).ok()??;
         let lease = Self::from_annotation(record.restorable.as_deref()?)?;
         (!record.init.is_alive()).then_some(lease)
+    }
+}
+
+/// More than it ever has.
+const LONGEST_MARK: usize = 512;
+
+/// The lock file's content as JSON: that the ledger of this boot has entries, and of which namespaces. The file is empty while
+/// the ledger names no process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Mark {
+    pub boot_id: String,
+    pub namespaces: Namespaces,
+}
+
+impl Mark {
+    /// The mark of this boot in the lock file.
+    pub fn read(lock: &fs::File, boot_id: &str) -> Option<Self> {
+        let mut content = [0; LONGEST_MARK];
+        let length = lock.read_at(&mut content, 0).ok()?;
+        Self::parse(&content[..length], boot_id)
+    }
+
+    /// [`Mark::read`] without taking the lock. Users without root may not open it.
+    pub fn read_in(path: &Path, boot_id: &str) -> Option<Self> {
+        Self::parse(&read_if_trusted(path, LONGEST_MARK as u64)?, boot_id)
+    }
+
+    fn parse(content: &[u8], boot_id: &str) -> Option<Self> {
+        serde_json::from_slice(content).ok().filter(|mark: &Self| mark.boot_id == boot_id)
+    }
+
+    /// Writes `mark` into the lock file, whose lock this process holds.
+    pub fn write(mark: Option<&Self>, lock: &fs::File) -> io::Result<()> {
+        let content = mark.map(serde_json::to_vec).transpose()?.unwrap_or_default();
+        lock.set_len(0)?;
+        lock.write_all_at(&content, 0)
     }
 }
 

@@ -7,7 +7,7 @@
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,16 +16,15 @@ use std::{fs, io};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::libc::{O_DIRECTORY, O_NOFOLLOW, O_PATH};
-use serde::{Deserialize, Serialize};
 
 use super::error::{failed, text};
 use super::liveness::{Scan, reclaim, running_first};
 use super::rebuild::{last_inventory, rebuild, running_container, salvage, unexplained};
 use super::runtime_record::{LARGEST, remember_roots};
-use super::store::{COPY, LEDGER, keep_settings, ledger_text, parse_ledger};
+use super::store::{COPY, LEDGER, Mark, keep_settings, ledger_text, parse_ledger};
 use super::{Freed, Lease, LeaseId, Ledger, LedgerError, Namespaces, Record, Store, events_of_change};
 use crate::events;
-use crate::fs::{Trusted, is_trusted_owner, read_if_trusted, read_trusted, replace_own};
+use crate::fs::{Trusted, is_trusted_owner, read_trusted, replace_own};
 use crate::process::{epoch_seconds, uptime_seconds};
 
 /// A process holds the lock only for a few file reads and one write. If the ledger stays as it is for 5 s and the lock is
@@ -104,41 +103,6 @@ pub(super) fn open(path: &Path) -> io::Result<File> {
         file.set_permissions(Permissions::from_mode(0o600))?;
     }
     Ok(file)
-}
-
-/// More than it ever has.
-const LONGEST_MARK: usize = 512;
-
-/// The lock file's content as JSON. The file is empty while the ledger names no process.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Mark {
-    pub boot_id: String,
-    pub namespaces: Namespaces,
-}
-
-impl Mark {
-    /// The mark of this boot in the lock file.
-    pub fn read(lock: &File, boot_id: &str) -> Option<Self> {
-        let mut content = [0; LONGEST_MARK];
-        let length = lock.read_at(&mut content, 0).ok()?;
-        Self::parse(&content[..length], boot_id)
-    }
-
-    /// [`Mark::read`] without taking the lock. Users without root may not open it.
-    pub fn read_in(path: &Path, boot_id: &str) -> Option<Self> {
-        Self::parse(&read_if_trusted(path, LONGEST_MARK as u64)?, boot_id)
-    }
-
-    fn parse(content: &[u8], boot_id: &str) -> Option<Self> {
-        serde_json::from_slice(content).ok().filter(|mark: &Self| mark.boot_id == boot_id)
-    }
-
-    /// Writes `mark` into the lock file, whose lock this process holds.
-    pub fn write(mark: Option<&Self>, lock: &File) -> io::Result<()> {
-        let content = mark.map(serde_json::to_vec).transpose()?.unwrap_or_default();
-        lock.set_len(0)?;
-        lock.write_all_at(&content, 0)
-    }
 }
 
 /// The opened state directory: all files are written to the same directory, whatever is mounted meanwhile.

@@ -7,8 +7,7 @@ use serde_json::{Value, json};
 
 use super::apply_edits::retain;
 use super::conflict::member;
-use crate::process::inheritance::VARIABLE;
-use crate::process::sublet::installed;
+use crate::process::inheritance::{VARIABLE, installed};
 
 /// The environment that the hook needs. Without an `env` of its own it would get the image's (CVE-2025-23266).
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";

@@ -21,7 +21,7 @@ use crate::config::{Config, Inject};
 use crate::fs::{is_of_the_image, selinux};
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};
 use crate::inventory::{Driver, Inventory};
-use crate::process::sublet::installed;
+use crate::process::inheritance::installed;
 use crate::request::Request;
 use crate::text::safe;
 

@@ -16,7 +16,6 @@ use std::rc::Rc;
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, ResolveFlag, open, readlinkat};
-use nix::libc::mode_t;
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
 use nix::sys::statvfs::{FsFlags, fstatvfs};
 use nix::unistd::{UnlinkatFlags, unlinkat};
@@ -27,8 +26,8 @@ use super::conflict::{entries, is_bind, plain, text};
 use super::container_root::ContainerRoot;
 use super::live::{Kind, place};
 use crate::fs::{
-    ROUNDS, host_path, is_of_the_image, open_below, open_in, open_root, open_without_links, path_in_root,
-    regular_file,
+    ROUNDS, host_path, is_of_the_image, kind, open_below, open_in, open_root, open_without_links,
+    path_in_root, regular_file,
 };
 use crate::grant::Image;
 use crate::ledger::{Leftover, VolumeFiles};
@@ -622,9 +621,4 @@ impl<'r> Parents<'r> {
         self.last = Some((dir.to_owned(), opened.clone()));
         Ok(opened)
     }
-}
-
-/// The type in a `st_mode`.
-pub(super) fn kind(mode: mode_t) -> SFlag {
-    SFlag::from_bits_truncate(mode) & SFlag::S_IFMT
 }

@@ -1,4 +1,5 @@
-//! What a program inherits from its caller: descriptors, environment, rights, and a limit on the size of files.
+//! What a program inherits from its caller: descriptors, environment, rights, and a limit on the size of files; and which
+//! program it is, with what else of its build is installed.
 //!
 //! Of the environment sublet's programs read one variable, the name of a configuration file, and only if the caller has
 //! the same rights as the program. What the kernel says of that is in the auxiliary vector (getauxval(3)), in the
@@ -149,6 +150,32 @@ pub fn executed() -> Option<&'static Path> {
     Some(Path::new(OsStr::from_bytes(path.to_bytes())))
 }
 
+/// This process's program file. A failure is tried again: after a transient error, such as a lack of memory, the programs
+/// beside it would count as missing, and others be taken for them.
+pub(super) fn own_program() -> Option<PathBuf> {
+    std::env::current_exe().or_else(|_| std::env::current_exe()).ok()
+}
+
+/// A further program of this build: in the directory of this program, or where `make install` puts it for the same
+/// prefix, otherwise where packages put it.
+pub(crate) fn installed(name: &str) -> Option<PathBuf> {
+    let own = own_program();
+    let beside = own.as_deref().map(|own| own.with_file_name(name));
+    let prefix = own.as_deref().and_then(|own| own.parent()?.parent());
+    let same_prefix = prefix.map(|prefix| prefix.join("libexec/sublet").join(name));
+    let packaged = ["/usr/libexec/sublet", "/usr/bin"].map(|directory| Path::new(directory).join(name));
+    beside.into_iter().chain(same_prefix).chain(packaged).find(|program| may_be_there(program))
+}
+
+/// Whether it is a file, or could not be examined: another program of this name may belong to another build, and without
+/// any the end of a container of `run` is not noticed.
+fn may_be_there(program: &Path) -> bool {
+    match std::fs::metadata(program) {
+        Ok(found) => found.is_file(),
+        Err(error) => !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory),
+    }
+}
+
 /// The effective user as which this process was started. No program of sublet's becomes another one.
 pub fn effective_user() -> u32 {
     let told = get(libc::AT_EUID).and_then(|user| u32::try_from(user).ok());
@@ -234,5 +261,18 @@ mod auxiliary_vector_tests {
         assert_eq!(effective_user(), geteuid().as_raw());
         assert_eq!(get(0x7fff_fff0), None, "no such key");
         assert!(executed().unwrap().file_name().is_some());
+    }
+
+    #[test]
+    fn a_program_that_cannot_be_examined_may_be_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("file"), "").unwrap();
+        std::os::unix::fs::symlink("loop", at("loop")).unwrap();
+        assert!(may_be_there(&at("file")));
+        assert!(may_be_there(&at("loop")), "ELOOP stands for every error of the moment");
+        for absent in ["none", "none/below", "file/below", ""] {
+            assert!(!may_be_there(&at(absent)), "{absent}");
+        }
     }
 }

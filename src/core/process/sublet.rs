@@ -1,12 +1,12 @@
-//! Sublet's other programs: where they are, and running them as child processes, for work that needs NVML or that must not run in the engine's
+//! Runs sublet's other programs as child processes, for work that needs NVML or that must not run in the engine's
 //! cgroup.
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use super::child::ChildError;
+use super::inheritance::own_program;
 use super::{confine, inheritance};
 use crate::text::safe_long;
 
@@ -21,37 +21,11 @@ pub struct SubletError(
     pub String,
 );
 
-/// This process's program file. A failure is tried again: after a transient error, such as a lack of memory, the programs
-/// beside it would count as missing, and others be taken for them.
-fn own_program() -> Option<PathBuf> {
-    std::env::current_exe().or_else(|_| std::env::current_exe()).ok()
-}
-
 /// The absolute path of the `sublet` that belongs to this program: the one in the same directory, otherwise the
 /// packaged one.
 pub fn program() -> PathBuf {
     let beside = own_program().map(|own| own.with_file_name("sublet"));
     beside.filter(|program| program.is_file()).unwrap_or_else(|| PathBuf::from("/usr/bin/sublet"))
-}
-
-/// A further program of this build: in the directory of this program, or where `make install` puts it for the same
-/// prefix, otherwise where packages put it.
-pub(crate) fn installed(name: &str) -> Option<PathBuf> {
-    let own = own_program();
-    let beside = own.as_deref().map(|own| own.with_file_name(name));
-    let prefix = own.as_deref().and_then(|own| own.parent()?.parent());
-    let same_prefix = prefix.map(|prefix| prefix.join("libexec/sublet").join(name));
-    let packaged = ["/usr/libexec/sublet", "/usr/bin"].map(|directory| Path::new(directory).join(name));
-    beside.into_iter().chain(same_prefix).chain(packaged).find(|program| may_be_there(program))
-}
-
-/// Whether it is a file, or could not be examined: another program of this name may belong to another build, and without
-/// any the end of a container of `run` is not noticed.
-fn may_be_there(program: &Path) -> bool {
-    match std::fs::metadata(program) {
-        Ok(found) => found.is_file(),
-        Err(error) => !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory),
-    }
 }
 
 /// Runs `sublet ARGUMENTS` for at most `limit`, with a clean environment. Returns its warnings.
@@ -124,18 +98,5 @@ mod tests {
         let others: Vec<&str> =
             finished.stdout.lines().filter(|line| !line.starts_with("SUBLET_CONFIG=")).collect();
         assert_eq!(others, ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"]);
-    }
-
-    #[test]
-    fn a_program_that_cannot_be_examined_may_be_there() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        std::fs::write(at("file"), "").unwrap();
-        std::os::unix::fs::symlink("loop", at("loop")).unwrap();
-        assert!(may_be_there(&at("file")));
-        assert!(may_be_there(&at("loop")), "ELOOP stands for every error of the moment");
-        for absent in ["none", "none/below", "file/below", ""] {
-            assert!(!may_be_there(&at(absent)), "{absent}");
-        }
     }
 }

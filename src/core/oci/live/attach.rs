@@ -21,9 +21,8 @@ use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
 use rustix::mount::{MoveMountFlags, move_mount};
 
 use super::{HostSide, NamespaceError, failed};
-use crate::fs::{open_in, open_root};
+use crate::fs::{kind, open_in, open_root};
 use crate::inventory::Node;
-use crate::oci::rootfs::kind;
 use crate::oci::shown;
 
 /// The container's root filesystem, seen from its own mount namespace.
