@@ -1,5 +1,5 @@
-//! The CDI specification that `sublet cdi generate` writes, with named shares as devices. [`sublet_core::oci::cdi`]
-//! handles containers that ask for one.
+//! The CDI specification that `sublet cdi generate` writes, with named shares as devices. How a container that
+//! asks for one is recognized: `sublet_core::admit::request_of`.
 //!
 //! Each named share is a device on each GPU or MIG device that it fits. Current leases do not count: a share keeps its CDI
 //! device on a device that is full.

@@ -34,7 +34,7 @@ fn main() -> Result<()> {
     let percent = guard_cpu(serve.id(), Duration::from_secs(seconds)).context("no schedstat in /proc")?;
     let calls = nvml_calls(&nvml, 1, 200, Duration::ZERO);
     let [handle, used, compute, clients] = calls.first().copied().context("a GPU")?;
-    // The lists every two seconds, the clients every second time (src/cli/guard/mod.rs).
+    // The lists every two seconds, the clients every second time (src/cli/gpu_processes/mod.rs).
     let simulated = handle + used + (compute + clients / 2.0) / 4.0;
     serve.kill()?;
     serve.wait()?;

@@ -97,8 +97,8 @@ pub(crate) fn is_of_the_image(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|number| kinds.contains(&Errno::from_raw(number)))
 }
 
-/// Whether `SELinux` is enforcing: `/sys/fs/selinux/enforce` contains 1 (selinux(8)). The file does not exist if `SELinux` is off. If reading is
-/// denied, `SELinux` is enforcing.
+/// Whether `SELinux` is enforcing: `/sys/fs/selinux/enforce` contains 1 (selinux(8)). The file does not exist if `SELinux`
+/// is off. If reading is denied, `SELinux` is enforcing.
 pub fn is_selinux_enforcing(root: &Path) -> bool {
     match kernel_file(under(root, "/sys/fs/selinux/enforce")) {
         Ok(text) => text.trim() == "1",

@@ -1,4 +1,5 @@
-//! `inventory.json`: writing it, reading it, and checking that it is up to date.
+//! `inventory.json`: writing it, reading it, and checking that it is up to date; and `mig-watched`, in which `sublet serve`
+//! confirms that it compares the MIG devices in it with NVML's.
 //!
 //! It is while the state of the host is as it was, read from a few short files of the kernel module in /proc and /sys.
 //! As long as a directory of the driver's files is as it was seen, no entry of it was added, renamed or removed since,
@@ -427,7 +428,7 @@ pub(crate) fn is_watched(config: &Config) -> bool {
     is_recent(&String::from_utf8_lossy(&word), process::read_boot_id().unwrap_or_default(), uptime_seconds())
 }
 
-/// Confirms that they were equal at `since`, in seconds since boot.
+/// Confirms that its MIG devices were those of NVML at `since`, in seconds since boot.
 pub fn watch(config: &Config, since: u64) -> io::Result<()> {
     let record = format!("{} {since}\n", process::read_boot_id().unwrap_or_default());
     replace(&watched_file(config), record.as_bytes(), 0o644)

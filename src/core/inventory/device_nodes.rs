@@ -1,4 +1,4 @@
-//! Device nodes of the driver: whether they exist with the right numbers. Majors are from /proc/devices; DRI nodes
+//! Device nodes of the driver: which there should be, and making those of MIG instances. Majors are from /proc/devices; DRI nodes
 //! belong to a GPU.
 //!
 //! The nodes below /dev/nvidia-caps give access to a MIG instance; missing ones are created.

@@ -1,5 +1,6 @@
 //! The host's driver, its files, its devices, and which of the files a container gets. `sublet refresh` writes the
-//! inventory with NVML. The shim and the hook read it and check with a few file reads that it is up to date.
+//! inventory with NVML. The shim and the hook read it and check with a few file reads that it is up to date, and that the nodes
+//! of a share are there.
 //!
 //! MIG devices are compute instances: each is a device of its own and part of a GPU. Ids of destroyed instances are reused, and
 //! /proc then looks the same, so only NVML shows the difference. `sublet serve` confirms with a record that the inventory has

@@ -1,5 +1,5 @@
 //! Rebuilds an unreadable ledger from its copy and from the running system: containers by their runtimes' records, MPS
-//! daemons by their directories, jobs of Slurm's by the copies of their leases. A device with other processes takes no
+//! daemons by their directories, jobs of Slurm's by the copies of their leases, which are written here, too. A device with other processes takes no
 //! new lease until they end.
 
 use std::os::unix::fs::MetadataExt as _;

@@ -1,4 +1,5 @@
-//! The ledger's file: reading it, its text, and the namespaces for which it is valid. What a store last read or wrote is
+//! The ledger's file: reading it, its text and that of a lease in a container's annotation, whose it is, the mark in its lock
+//! file, and the namespaces for which it is valid. What a store last read or wrote is
 //! kept, so that an unchanged ledger is not read and parsed again.
 //!
 //! The driver's files are the same in most containers, and the paths of their mount points are half of a lease's text. So in

@@ -1,4 +1,4 @@
-//! Tests of what a ledger is in its file, and of which file is known.
+//! Tests of the ledger's file and texts, of which file is known, of namespaces, and of whose the state is.
 
 use super::*;
 
@@ -185,8 +185,11 @@ mod stored_tests {
             ("", false),
         ] {
             // Such a text may have nothing else in common with ours.
+            let deep = format!(r#","leases":[],"x":{}{}"#, "[".repeat(200), "]".repeat(200));
             for rest in [
                 r#","leases":{"a":7}"#,
+                r#","leases":[],"x":1e999"#,
+                &deep,
                 r#","boot_id":"b","leases":[],"daemons":[],"compute_modes":[],"drained":[],"unexplained":[]"#,
             ] {
                 let text = format!(r#"{{"schema":"{schema}"{rest}}}"#);

@@ -1,9 +1,11 @@
 //! The one way to change the ledger: its lock, whether the state directory is the one with the ledger, and writing it.
 //!
-//! The lock file says that the ledger of this boot has entries, and of which namespaces. If the ledger and its copy are
+//! The lock file says ([`Mark`]) that the ledger of this boot has entries, and of which namespaces. If the ledger and its copy are
 //! missing, only this distinguishes a loss from a first start: if the directory was unmounted, emptied or replaced, the
 //! present one's ledger has none of the running containers. Then changes are refused until a person decides which one
 //! counts.
+//!
+//! `clearing.lock` is another lock, held while files of ended containers are removed.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::fd::AsRawFd as _;

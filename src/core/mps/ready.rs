@@ -211,8 +211,11 @@ impl<'a> Daemon<'a> {
     fn of_public(public: &'a Path, config: &Config) -> Result<Self, MpsError> {
         let name = public.parent().and_then(Path::file_name).unwrap_or_default();
         let key = DaemonKey(name.to_string_lossy().into_owned());
+        if !key.is_well_formed() {
+            return Err(MpsError::BadKey { key: crate::text::safe(&key.0) });
+        }
         let state_dir = public.ancestors().nth(3).unwrap_or(Path::new("")).to_owned();
-        if !key.is_well_formed() || key.public(&state_dir) != public {
+        if key.public(&state_dir) != public {
             return Err(MpsError::BadKey { key: crate::text::safe(&public.to_string_lossy()) });
         }
         Ok(Self { key, public, config: Config { state_dir, ..config.clone() } })

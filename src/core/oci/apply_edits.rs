@@ -66,13 +66,13 @@ pub enum SpecError {
 
 impl From<OciSpecError> for SpecError {
     fn from(error: OciSpecError) -> Self {
-        Self::Fragment(error.to_string())
+        Self::Fragment(crate::text::safe(&error.to_string()))
     }
 }
 
 impl From<serde_json::Error> for SpecError {
     fn from(error: serde_json::Error) -> Self {
-        Self::Fragment(error.to_string())
+        Self::Fragment(crate::text::safe(&error.to_string()))
     }
 }
 

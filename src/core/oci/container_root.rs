@@ -1,6 +1,7 @@
-//! Where a container's root filesystem is, which annotations are its own, and the rights of a container in a user namespace on the host's files:
-//! whether its root may create a file in a directory, as its runtime does for a mount point, and whether its processes
-//! may open device nodes.
+//! Where a container's root filesystem is; which annotations are its own, where `KEY/NAME` is KEY for the container NAME of a
+//! pod, whose annotations reach each of its containers (`podman kube generate` writes them so); and the rights of a container
+//! in a user namespace on the host's files: whether its root may create a file in a directory, as its runtime does for a
+//! mount point, and whether its processes may open device nodes.
 //!
 //! For a container in a user namespace, Podman 5 writes a path into `root.path` that the namespace's root may enter
 //! (`/var/tmp/intermediate-mountpoint-<uid>.<n>`). It mounts the root filesystem there after its precreate hooks, in a

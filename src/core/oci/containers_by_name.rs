@@ -1,8 +1,6 @@
-//! What a container is called, and what it gets by that: the share that `containers.toml` gives a container without
-//! annotations, and `KEY/NAME`, KEY for the container NAME of a pod, as `podman kube generate` writes annotations. A pod's
-//! annotations reach each of its containers.
+//! What a container is called, and the share that `containers.toml` gives it by that if it has no annotations.
 //!
-//! For `containers.toml` only names that the engine itself recorded count: never the container's environment, nor
+//! Only names that the engine itself recorded count: never the container's environment, nor
 //! labels and annotations, which may be its image's. The labels of a Swarm task are the engine's: dockerd sets them over
 //! the image's and the user's.
 

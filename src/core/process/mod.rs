@@ -1,6 +1,6 @@
 //! Processes: identifying one by pid and start time, so that a reused pid is not mistaken for it; running commands;
 //! inheritance; and dropping rights. Also the kernel's reports about this boot and this process's namespaces and cgroups: it is
-//! asked in one place, so that all callers get the same answer.
+//! asked in one place, so that all callers get the same answer. And whether a process listens on a socket.
 //!
 //! The first thread of a process may end while others go on: any program can do so (`syscall(SYS_exit, 0)`). Its
 //! `/proc/PID` then says that it is a zombie without memory, and shows no program, no environment, no open file, no

@@ -1,4 +1,4 @@
-//! Tests of what /proc says of processes.
+//! Tests of what the kernel says of processes.
 
 use super::*;
 

@@ -2,7 +2,8 @@
 //! get the same edits here, in a copy of the engine's process file or on the command line.
 //!
 //! The low-level runtime's record says that the container has a share, and its config.json says which. So `exec` needs
-//! neither inventory nor, while its daemon answers, anything but the record of that daemon in the ledger.
+//! no inventory, and of the ledger only the record of its MPS daemon, if that can be read. Only a hook's container, whose
+//! record names no lease, is looked for in the ledger.
 
 use std::cell::LazyCell;
 use std::ffi::{OsStr, OsString};
