@@ -85,9 +85,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let inventory = if is_remote(config) { whose.inventory(config)? } else { refresh(config)? };
     let gpus = gpus(arguments.gpu.as_deref(), &inventory, config)?;
     let largest = gpus.iter().map(|gpu| gpu.memory_bytes).max().unwrap_or_default();
-    if let Some(Memory::Bytes(asked)) =
-        question.memory.filter(|amount| matches!(amount, Memory::Bytes(asked) if *asked > largest))
-    {
+    let asked = match question.memory {
+        Some(Memory::Bytes(asked)) => asked,
+        _ => 0,
+    };
+    if asked > largest {
         return Err(AdviseError::Memory { asked: memory(asked), has: memory(largest) }.into());
     }
     let ledger = Store::open(&config.state_dir)?.peek()?;
