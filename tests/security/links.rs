@@ -236,20 +236,21 @@ fn a1_links_in_a_library_directory_show_nothing_of_the_host() {
         return;
     }
     let host = Host::new();
-    let secret = host.at("secret");
-    let targets = [
-        secret.clone(),
-        host.up_and_out("secret"),
-        format!("/proc/1/cwd{secret}"),
-        format!("/proc/self/root{secret}"),
-        format!("/proc/1/root{secret}"),
-    ];
+    let targets = |name: &str| {
+        let path = host.at(name);
+        let by_proc = ["/proc/1/cwd", "/proc/self/root", "/proc/1/root"].map(|root| format!("{root}{path}"));
+        [vec![path, host.up_and_out(name)], by_proc.to_vec()].concat()
+    };
     let mut started = 0;
     for entry_point in DOORS {
         for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
-            for target in &targets {
-                started += usize::from(host.attack(entry_point, &format!("{DIR}/{library}"), target, false));
+            for target in targets("secret") {
+                started += usize::from(host.attack(entry_point, &format!("{DIR}/{library}"), &target, false));
             }
+        }
+        // A file whose place is a link to another file is left out. Where the link leads to nothing, one would be made.
+        for target in targets("new") {
+            host.attack(entry_point, &format!("{DIR}/libcuda.so"), &target, false);
         }
     }
     assert!(started >= 6, "{started}: links that lead to nothing but a path are followed inside");
