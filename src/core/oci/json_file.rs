@@ -85,6 +85,18 @@ impl JsonFile {
         mentions(&self.text)
     }
 
+    /// Whether the text may be that of a pod's pause container ([`crate::request::is_sandbox`],
+    /// [`crate::request::is_podman_infra`]). It is scanned as [`JsonFile::mentions_sublet`] does.
+    pub fn may_be_pause(&self) -> bool {
+        let hit = |window: &[u8]| match window[0] {
+            b's' => window.starts_with(b"sandbox"),
+            b'c' => window.starts_with(b"cataton"),
+            b'\\' => window[1..].starts_with(b"u00"),
+            _ => false,
+        };
+        self.text.windows(WORD).any(hit)
+    }
+
     /// The value, fields in their order; refuses text that could not be reproduced: keys that stand
     /// twice in one object, numbers that would change.
     ///
@@ -110,7 +122,7 @@ impl JsonFile {
     }
 }
 
-/// Length of `sublet.`.
+/// Length of `sublet.`, `sandbox` and what is looked for of `catatonit`.
 const WORD: usize = 7;
 
 fn mentions(text: &[u8]) -> bool {

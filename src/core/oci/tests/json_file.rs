@@ -70,6 +70,16 @@ fn a_mention_is_found_however_it_is_written() {
 }
 
 #[test]
+fn a_pause_container_is_never_overlooked() {
+    for pause in ["sandbox", r"sandbo\u0078", "/catatonit", r"\/catatonit", r"\u002fcatatonit"] {
+        assert!(text(&format!(r#"{{"process":{{"args":["{pause}","-P"]}}}}"#)).may_be_pause(), "{pause}");
+    }
+    for other in ["", "sleep", "/bin/cat", "sand"] {
+        assert!(!text(&format!(r#"{{"process":{{"args":["{other}"]}}}}"#)).may_be_pause(), "{other}");
+    }
+}
+
+#[test]
 fn replacing_keeps_mode_and_last_newline() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("config.json");
