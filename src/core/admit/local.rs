@@ -97,7 +97,7 @@ impl<'a> Local<'a> {
     /// Removes `lease` from the ledger and cleans up after it.
     pub(super) fn free(&self, lease: &LeaseId, store: &Store) -> Result<(), AdmitError> {
         let (cleared, _) = clear_before_freeing(lease, store, true);
-        let (removed, mut freed) = store.change_with_scan(Scan::Brief, |ledger| {
+        let (removed, mut freed) = store.change_with_scan(Scan::None, |ledger| {
             let removed = ledger.remove(lease);
             ledger.forget(&cleared);
             removed
@@ -201,8 +201,9 @@ impl<'a> Local<'a> {
         // In other namespaces the container may only seem to have ended.
         let cleared = ledger.is_of_here().then(|| clear_before_freeing(lease, &store, false));
         let (cleared, has_ended) = cleared.unwrap_or_default();
-        // What the lease had left, and was removed already, is forgotten.
-        let ((marked, gone), mut freed) = store.change_with_scan(Scan::Brief, |ledger| {
+        // What the lease had left, and was removed already, is forgotten. That its container has ended need not be seen twice.
+        let scan = if has_ended { Scan::None } else { Scan::Brief };
+        let ((marked, gone), mut freed) = store.change_with_scan(scan, |ledger| {
             let gone = if has_ended { ledger.remove(lease) } else { None };
             ledger.forget(&cleared);
             (ledger.mark_ending(uid, id, record, deleter), gone)

@@ -42,7 +42,7 @@ pub(crate) enum Scan {
     /// A first process whose pid exists counts as running, which is ten times cheaper. So the lease of a container that
     /// has ended may stay until the next full scan: if its first process is a zombie, or its pid is another process's.
     Brief,
-    /// Not at all: the change is of one lease.
+    /// Not at all: the change is of one lease, whose fate is known.
     None,
 }
 
