@@ -92,6 +92,8 @@ class Page:
 def same_second(rows, machine, mode, page):
     """The figures of each container by five programs, one after the other."""
     page.containers()
+    # The driver samples a process when it computes. One that has just begun has no sample yet.
+    process.eventually(lambda: machine.simulated or all(lease["used"] and shown_busy(mode, lease["used"]) for lease in leases_now()), 10)
     begun = time.monotonic()
     listed = by_nvidia_smi(machine)
     samples = pmon(machine)
@@ -129,6 +131,10 @@ def same_second(rows, machine, mode, page):
             f"{gpu['power_watts']} W; all looks in {took:.1f} s", INFO,
         )
     print(screen, flush=True)
+
+
+def leases_now():
+    return json.loads(process.must(["sublet", "status", "--format", "json"]))["leases"]
 
 
 def shown_busy(mode, told):
