@@ -296,22 +296,23 @@ fn c4_a_pid_that_another_process_got_holds_no_lease() {
             command.arg("--root").arg(world.runtime_root()).args(["delete", "--force", id]).output();
         assert!(deleted.expect("the runtime runs").status.success());
     }
-    // As if the kernel had given the first container's pid to this process, which has another start time.
-    let us = json!(std::process::id());
-    let ours = start_time();
+    // As if the kernel had given the first container's pid to another process, which has another start time. Whoever takes
+    // that for the container's may end it.
+    let mut other = Command::new("sleep").arg("600").spawn().expect("it runs");
+    let (pid, started) = (json!(other.id()), start_time(other.id()));
     std::fs::write(&ledger, &before).expect("written");
     edit(&ledger, |ledger| {
         for lease in ledger["leases"].as_array_mut().expect("leases") {
-            lease["init"]["process"] = json!({"pid": us, "start_time": ours});
+            lease["init"]["process"] = json!({"pid": pid, "start_time": started});
             if lease["container"]["id"] == "first" {
-                lease["init"]["process"]["start_time"] = json!(ours - 1);
+                lease["init"]["process"]["start_time"] = json!(started - 1);
             }
         }
     });
     assert!(world.sublet(&["gc"]).status.success());
     let left: Vec<Value> = world.leases().iter().map(|lease| lease["container_id"].clone()).collect();
-    assert_eq!(left, ["second"], "the one whose process is said to be ours stays");
-    edit(&ledger, |ledger| ledger["leases"][0]["init"]["process"]["start_time"] = json!(ours - 1));
+    assert_eq!(left, ["second"], "the one whose process runs stays");
+    edit(&ledger, |ledger| ledger["leases"][0]["init"]["process"]["start_time"] = json!(started - 1));
     assert!(eventually(|| world.leases().is_empty()));
     // A pending lease whose owner's pid was reused.
     std::fs::write(&ledger, &before).expect("written");
@@ -320,12 +321,15 @@ fn c4_a_pid_that_another_process_got_holds_no_lease() {
         leases.truncate(1);
         leases[0]["init"] = Value::Null;
         leases[0]["state"] = json!("pending");
-        leases[0]["owner"] = json!({"pid": us, "start_time": ours});
+        leases[0]["owner"] = json!({"pid": pid, "start_time": started});
         ledger["daemons"] = json!([]);
     });
     assert_eq!(world.leases().len(), 1, "its owner runs");
-    edit(&ledger, |ledger| ledger["leases"][0]["owner"]["start_time"] = json!(ours + 1));
+    edit(&ledger, |ledger| ledger["leases"][0]["owner"]["start_time"] = json!(started + 1));
     world.assert_empty();
+    assert_eq!(other.try_wait().expect("a child"), None, "it is nobody's container");
+    other.kill().expect("it runs");
+    other.wait().expect("a child");
     drop((first, second));
 }
 
@@ -377,9 +381,9 @@ fn c3_a_state_directory_that_others_can_write_is_not_used() {
     world.assert_empty();
 }
 
-/// When this process started: field 22 of /proc/self/stat, the 20th after the name.
-fn start_time() -> u64 {
-    let stat = std::fs::read_to_string("/proc/self/stat").expect("stat");
+/// When the process started: field 22 of /proc/PID/stat, the 20th after the name.
+fn start_time(pid: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("stat");
     let behind = &stat[stat.rfind(')').expect("a name") + 2..];
     behind.split(' ').nth(19).and_then(|field| field.parse().ok()).expect("a start time")
 }
