@@ -46,7 +46,11 @@ fn a_container_has_samples_while_it_is_there_and_what_is_not_known_has_none() {
     std::fs::write(root.join("sim/fail"), "nvmlInit_v2 0 999\n").expect("written");
     let blind = metrics(&world, &[]);
     assert!(!blind.contains("_used_bytes") && !blind.contains("sublet_gpu_busy_ratio"), "{blind}");
-    assert_eq!(value(&blind, "sublet_up"), Some(1.0));
+    assert_eq!(
+        (value(&blind, "sublet_up"), value(&blind, "sublet_healthy")),
+        (Some(1.0), Some(0.0)),
+        "{blind}"
+    );
     std::fs::remove_file(root.join("sim/fail")).expect("removed");
     bundle.down();
     assert!(!metrics(&world, &[]).contains("container=\"seen\""), "it leaves with the next scrape");
@@ -115,5 +119,6 @@ fn without_a_driver_it_is_down() {
     let output = world.sublet(&["metrics"]);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert_eq!((value(&text, "sublet_up"), text.lines().count()), (Some(0.0), 4), "{text}");
+    assert_eq!((value(&text, "sublet_up"), value(&text, "sublet_healthy")), (Some(0.0), Some(0.0)), "{text}");
+    assert_eq!(text.lines().count(), 7, "{text}");
 }

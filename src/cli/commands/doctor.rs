@@ -48,8 +48,11 @@ pub struct Arguments {
     /// An annotation of the test container; default: sublet.sm=25 and sublet.memory=2GiB
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE", requires = "run")]
     annotations: Vec<(String, String)>,
+    /// Fail on warnings too: exit code 1, as for a failed check
+    #[arg(long, conflicts_with = "run")]
+    strict: bool,
     /// Print what NVML reports; another `sublet doctor` calls this
-    #[arg(long, hide = true, conflicts_with_all = ["quick", "run"])]
+    #[arg(long, hide = true, conflicts_with_all = ["quick", "run", "strict"])]
     inventory: bool,
     /// Output format
     #[arg(long, value_enum, default_value_t)]
@@ -65,7 +68,7 @@ pub struct Document<'a> {
     checks: &'a [Check],
 }
 
-/// Runs it; it fails where a check does.
+/// Runs it; it fails where a check does, and with `--strict` where one warns.
 pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(engine) = arguments.run {
         // A limit of each kind, small enough for any GPU.
@@ -89,7 +92,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask, ask_nvml)));
     let text = || format!("{}\n\n{}", table(&checks), summary(&checks));
     tables::print(arguments.format, &Document { schema: "sublet.doctor/1", checks: &checks }, text)?;
-    let failed = checks.iter().any(|check| check.result == Verdict::Fail);
+    let worst = if arguments.strict { Verdict::Warn } else { Verdict::Fail };
+    let failed = checks.iter().any(|check| check.result >= worst);
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 

@@ -76,7 +76,7 @@ impl Families {
 
 /// The text for a scraper. As root it has counts of what happened, too.
 pub(crate) fn of_host(status: &Status, format: Format, config: &Config) -> String {
-    let mut families = up(true);
+    let mut families = up(true, is_healthy(status));
     let (version, simulated) = (status.driver.version.clone(), status.driver.simulated.to_string());
     let labels = [("version", version), ("simulated", simulated)];
     families.add(Type::Info, ("sublet_driver", "The NVIDIA driver."), &labels, Some(1.0));
@@ -89,13 +89,21 @@ pub(crate) fn of_host(status: &Status, format: Format, config: &Config) -> Strin
 
 /// The text for a scraper where the state of the host cannot be read.
 pub(crate) fn down(format: Format) -> String {
-    write(&up(false), format)
+    write(&up(false, false), format)
 }
 
-/// Whether the state could be read.
-fn up(is_up: bool) -> Families {
+/// Whether `sublet status` has nothing to warn of, and serves every GPU.
+fn is_healthy(status: &Status) -> bool {
+    let mut devices = Device::all(&status.devices);
+    status.warnings.is_empty() && devices.all(|device| device.gpu.health.state == "ok")
+}
+
+/// Whether the state could be read, and whether all is well.
+fn up(is_up: bool, is_healthy: bool) -> Families {
     let mut families = Families::default();
     families.gauge("sublet_up", "Whether the state of this host could be read.", Some(flag(is_up)));
+    let help = "Whether there is no warning, and every GPU is served.";
+    families.gauge("sublet_healthy", help, Some(flag(is_healthy)));
     families
 }
 

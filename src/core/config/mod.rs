@@ -201,7 +201,7 @@ pub struct Limits {
     /// Device memory that is never booked, in bytes.
     #[serde(deserialize_with = "values::memory", serialize_with = "values::write_memory")]
     pub reserve: u64,
-    /// Keys that every request must carry.
+    /// Keys that a request must have, but for a whole device or a MIG instance.
     pub require: Vec<Required>,
     /// The driver capabilities that an image's `NVIDIA_DRIVER_CAPABILITIES` may select.
     pub capabilities: Vec<Capability>,

@@ -48,6 +48,16 @@ pub struct OneFile {
 }
 
 impl OneFile {
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.file.path
+    }
+
+    /// The values that it sets, by their keys.
+    pub fn values(&self) -> toml::Table {
+        self.file.text.parse().unwrap_or_default()
+    }
+
     /// A message about the value at `keys`, with file, line and key. Elements of arrays are given by number.
     pub fn about(&self, keys: &[&str], message: &str) -> ConfigError {
         let message = format!("{}: {message}", keys.join("."));

@@ -247,10 +247,41 @@ fn what_may_be_required() {
     config.limits.require = vec![Required::Memory, Required::Sm];
     assert_snapshot!(refused_by(&config, &[("sublet.sm", "25")]), @"sublet.memory is missing, and this host's configuration requires it ([limits] require): add it, for example sublet.memory=8GiB");
     assert_snapshot!(refused_by(&config, &[("sublet.memory", "8GiB")]), @"sublet.sm is missing, and this host's configuration requires it ([limits] require): add it with sublet.mode=mps, for example sublet.sm=25");
-    assert!(refused_by(&config, &[("sublet.mode", "exclusive")]).starts_with("sublet.memory is missing"));
+    config.defaults.mode = Mode::Exclusive;
+    assert_snapshot!(refused_by(&config, &[("sublet.gpu", "any")]), @"sublet.memory is missing, and this host's configuration requires it ([limits] require): add it with sublet.mode=mps, for example sublet.memory=8GiB, or write sublet.mode=exclusive");
     let both = annotations(&[("sublet.memory", "8GiB"), ("sublet.sm", "25")]);
     assert!(parse(&both, None, None, &config).is_ok());
     assert!(parse(&annotations(&[("sublet.mig", "1g.18gb")]), None, None, &config).is_ok());
+}
+
+/// Each pair of what may be required and of a mode, asked for or the default: who does what the refusal says is let in.
+#[test]
+fn what_is_required_can_be_given_in_every_mode() {
+    let all_required = [vec![Required::Memory], vec![Required::Sm], vec![Required::Memory, Required::Sm]];
+    for (default, require) in
+        Mode::VARIANTS.iter().flat_map(|mode| all_required.iter().map(move |all| (mode, all)))
+    {
+        let mut config = Config::default();
+        config.limits.require.clone_from(require);
+        config.defaults.mode = *default;
+        for mode in Mode::VARIANTS.iter().map(Some).chain([None]) {
+            let mut asked = annotations(&[("sublet.gpu", "0")]);
+            asked.extend(mode.map(|mode| ("sublet.mode".to_owned(), mode.to_string())));
+            for _ in require {
+                let Err(refusal) = parse(&asked, None, None, &config) else { break };
+                let words = refusal.message.split([' ', ',']).skip(1);
+                let advised = words
+                    .filter_map(|word| word.split_once('='))
+                    .filter(|(key, _)| key.starts_with("sublet."));
+                // The mode that comes first goes with the example.
+                for (key, value) in advised.collect::<Vec<_>>().into_iter().rev() {
+                    asked.insert(key.to_owned(), value.to_owned());
+                }
+            }
+            let refusal = parse(&asked, None, None, &config).err();
+            assert!(refusal.is_none(), "{mode:?}, default {default}, {require:?}: {asked:?}: {refusal:?}");
+        }
+    }
 }
 
 #[test]

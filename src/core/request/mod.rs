@@ -129,7 +129,7 @@ pub fn parse(
     let visible_devices = keys.word("visible_devices", &words())?;
     let default_directory = keys.word("default_directory", &[("true", true), ("false", false)])?;
     let wait = keys.read("wait", WAIT_ALLOWED, |text| share::parse_duration(text, LONGEST_WAIT))?;
-    let mode = rules::check(&keys, mode, &devices, isolation, &config.limits.require)?;
+    let mode = rules::check(&keys, mode, &devices, isolation, config)?;
     Ok(Request {
         isolation: isolation.unwrap_or_else(|| rules::default_isolation(mode, &devices, config)),
         devices,

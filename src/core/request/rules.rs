@@ -15,7 +15,7 @@ pub(super) fn check(
     mode: Option<Mode>,
     devices: &Devices,
     isolation: Option<Isolation>,
-    require: &[Required],
+    config: &Config,
 ) -> Result<Option<Mode>, RequestError> {
     let mode = mode.or_else(|| implied_mode(keys, devices));
     if let Some(mode) = mode {
@@ -24,7 +24,7 @@ pub(super) fn check(
     if are_several(devices) {
         check_several_devices(keys, mode, isolation)?;
     }
-    check_required(keys, mode, require)?;
+    check_required(keys, mode, config)?;
     Ok(mode)
 }
 
@@ -133,16 +133,25 @@ fn check_several_devices(
     gpu.map_or(Ok(()), |gpu| keys.contradiction("isolation", &gpu, remedy))
 }
 
-/// A MIG instance limits both by itself.
-fn check_required(keys: &Keys<'_>, mode: Option<Mode>, require: &[Required]) -> Result<(), RequestError> {
-    for required in require.iter().filter(|_| mode != Some(Mode::Mig)) {
+/// A MIG instance limits both by itself, and who has a whole device shares neither.
+fn check_required(keys: &Keys<'_>, mode: Option<Mode>, config: &Config) -> Result<(), RequestError> {
+    if matches!(mode, Some(Mode::Mig | Mode::Exclusive)) {
+        return Ok(());
+    }
+    // Without a mode the device's `use` decides. That is known only when it is placed, so the mode has to be written.
+    let whole = match (mode, config.defaults.mode) {
+        (None, mode @ (Mode::Mig | Mode::Exclusive)) => format!(", or write sublet.mode={mode}"),
+        _ => String::new(),
+    };
+    for required in &config.limits.require {
         let (key, remedy) = match required {
-            Required::Memory => ("memory", "add it, for example sublet.memory=8GiB"),
+            Required::Memory if whole.is_empty() => ("memory", "add it, for example sublet.memory=8GiB"),
+            Required::Memory => ("memory", "add it with sublet.mode=mps, for example sublet.memory=8GiB"),
             Required::Sm => ("sm", "add it with sublet.mode=mps, for example sublet.sm=25"),
         };
         if !keys.has(key) {
             let message = format!(
-                "sublet.{key} is missing, and this host's configuration requires it ([limits] require): {remedy}"
+                "sublet.{key} is missing, and this host's configuration requires it ([limits] require): {remedy}{whole}"
             );
             return Err(RequestError { key: String::new(), message });
         }
