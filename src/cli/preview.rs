@@ -79,16 +79,24 @@ pub struct Ahead {
     pub instances: Vec<Foreseen>,
 }
 
+/// What is said of an answer about an empty host.
+pub const EMPTY: &str = "this is as if nothing were on the GPUs (--empty)";
+
+/// The host as it is or, if `empty`, with nothing on its GPUs. What is drained stays so.
+pub fn emptied(empty: bool, (ledger, inventory): (Ledger, Inventory)) -> (Ledger, Inventory) {
+    let without = |ledger: Ledger| Ledger { drained: ledger.drained, ..Ledger::empty("") };
+    if empty { (without(ledger), inventory.idle()) } else { (ledger, inventory) }
+}
+
 /// Where `request` would be placed now. As for a container, the driver is asked anew before a no that depends on what it
-/// last reported; `inventory` is then replaced.
+/// last reported, unless the host is taken for `empty`; `inventory` is then replaced.
 ///
 /// # Errors
 /// The refusal that the request would get, in the same words.
 pub fn preview(
     request: &Request,
     id: &LeaseId,
-    inventory: &mut Inventory,
-    ledger: &Ledger,
+    (inventory, ledger, empty): (&mut Inventory, &Ledger, bool),
     whose: Whose,
     config: &Config,
 ) -> Result<Placement, AdmitError> {
@@ -96,7 +104,7 @@ pub fn preview(
         preview_after(&mut Ahead::default(), request, id, (inventory, ledger), whose, config)
     };
     match look(inventory) {
-        Err(error) if may_be_out_of_date(&error, config) => {
+        Err(error) if !empty && may_be_out_of_date(&error, config) => {
             *inventory = refresh(config)?;
             look(inventory)
         }
@@ -231,6 +239,26 @@ pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sublet_core::inventory::ComputeMode;
+    use sublet_core::ledger::fixture::lease;
+    use sublet_core::place::fixture::{device, host};
+
+    #[test]
+    fn an_empty_host_has_its_devices_and_what_is_drained() {
+        let mut busy = device(0);
+        (busy.memory_free_bytes, busy.compute_mode) = (0, ComputeMode::ExclusiveProcess);
+        let ledger = Ledger {
+            leases: vec![lease(1, "GPU-0")],
+            drained: vec!["GPU-1".to_owned()],
+            unexplained: vec!["GPU-0".to_owned()],
+            ..Ledger::empty("boot")
+        };
+        let world = (ledger.clone(), host(vec![busy, device(1)]));
+        assert_eq!(emptied(false, world.clone()), world);
+        let (ledger, inventory) = emptied(true, world);
+        assert!(ledger.leases.is_empty() && ledger.unexplained.is_empty() && ledger.drained == ["GPU-1"]);
+        assert_eq!(inventory, host(vec![device(0), device(1)]));
+    }
 
     #[test]
     fn who_may_use_dockers_socket_means_dockers_containers() {

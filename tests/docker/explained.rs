@@ -98,6 +98,29 @@ fn a_stack_is_what_docker_compose_makes_of_its_file() {
     std::fs::write(&file, "services: { web: { nonsense: 1 } }\n").expect("written");
     let refused = explain(&docker, &["--compose", path]);
     assert!(refused.status.code() == Some(1) && text(&refused.stderr).contains(" config: "), "{refused:?}");
+    for (service, said) in [
+        (
+            "labels: { sublet.sm: $SHARE }, runtime: sublet",
+            "NO: labels are not annotations: write under `annotations:` sublet.sm=60",
+        ),
+        (
+            "annotations: { sublet.sm: $SHARE }",
+            "NO: its runtime is the engine's default, which does not read its annotations",
+        ),
+    ] {
+        std::fs::write(&file, format!("services: {{ web: {{ image: probe, {service} }} }}\n"))
+            .expect("written");
+        let output = explain(&docker, &["--compose", path]);
+        assert!(output.status.code() == Some(1) && text(&output.stdout).contains(said), "{output:?}");
+    }
+    for wrong in ["annotations: [ sublet.sm: 5 ]", "devices: /dev/dri", "annotation: [ sublet.sm=5 ]"] {
+        std::fs::write(&file, format!("services: {{ web: {{ image: probe, {wrong} }} }}\n"))
+            .expect("written");
+        let refused = explain(&docker, &["--compose", path]);
+        let said = text(&refused.stderr);
+        assert!(refused.status.code() == Some(1) && said.lines().count() == 1, "{wrong}: {said}");
+        assert!(said.contains(" config: ") && said.contains("web"), "{wrong}: {said}");
+    }
     // Its names outlive it.
     docker.done(&["rm", "-f", "shop-web-1"]);
     assert!(eventually(|| docker.lease(&id).is_none()));

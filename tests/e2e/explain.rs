@@ -285,9 +285,111 @@ fn the_services_of_a_compose_file_are_checked_together() {
     std::fs::write(&file, COMPOSE.replace("scale: 2", "scale: \"${COUNT}\"")).expect("written");
     let refused = failure(&world, &["explain", "--compose", path]);
     assert!(refused.contains("compose.yaml:5: ${COUNT} needs Docker Compose"), "{refused}");
+    // What no program would read, and what Docker refuses.
+    for (service, said) in [
+        (
+            "{ annotations: { sublet.sm: \"25\" } }",
+            "NO: its runtime is the engine's default, which does not read",
+        ),
+        (
+            "{ runtime: sublet, labels: [ sublet.sm=25, \"other=${X}\" ] }",
+            "NO: labels are not annotations: write under `annotations:` sublet.sm=25",
+        ),
+    ] {
+        std::fs::write(&file, format!("services: {{ web: {service} }}\n")).expect("written");
+        let (table, _) = run(&world, &["explain", "--compose", path], 1);
+        assert!(table.contains(said), "{service}: {table}");
+        let (document, _) = run(&world, &["explain", "--compose", path, "--format", "json"], 1);
+        let document: Value = serde_json::from_str(&document).expect("JSON");
+        assert_eq!(document["services"][0]["reason"], "not-by-sublet", "{document}");
+    }
+    for (services, said) in [
+        (
+            "{ web: { annotations: [ sublet.sm: 25 ] } }",
+            "service web: annotations must be a map, KEY: VALUE, or a list",
+        ),
+        ("{ web: { annotation: [ sublet.sm=25 ] } }", "compose.yaml:1: annotation: Compose has no such key"),
+        ("{ web: { devices: /dev/dri } }", "service web: devices must be a list"),
+        ("{ web: {}, web: {} }", "compose.yaml:1: web stands twice"),
+        ("[ web ]", "must be services by name"),
+        ("{ web: ", "no YAML"),
+    ] {
+        std::fs::write(&file, format!("services: {services}\n")).expect("written");
+        let refused = failure(&world, &["explain", "--compose", path]);
+        assert!(refused.contains(said), "{services}: {refused}");
+    }
     let mut after = contents(&world.state_dir());
     after.retain(|file, _| before.contains_key(file));
     assert_eq!(after, before, "nothing was booked");
+    world.assert_empty();
+}
+
+#[test]
+fn a_start_order_that_lets_others_in_is_said_beside_what_always_fits() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let file = world.dir.path().join("compose.yaml");
+    std::fs::write(&file, COMPOSE).expect("written");
+    let path = file.to_str().expect("UTF-8");
+    let (document, said) = run(&world, &["explain", "--compose", path, "--format", "json"], 1);
+    let document: Value = serde_json::from_str(&document).expect("JSON");
+    // 25, 60, 10 and 10 %: one worker has room beside any of the others.
+    assert_eq!(
+        (&document["in_every_order"], &document["in_another_order"]),
+        (&json!(["worker-1"]), &json!(["worker-2"]))
+    );
+    let sentence = "the start order decides: another, such as worker-2, worker-1, large, web, would let worker-2 in; in \
+                    every order these fit: worker-1";
+    assert!(said.contains(sentence) && document["remarks"].to_string().contains(sentence), "{said}");
+    // It happens so.
+    let sm = [("web", "25"), ("large", "60"), ("worker-1", "10"), ("worker-2", "10")];
+    let bundles = sm.map(|(name, sm)| world.bundle(name, &[("sublet.sm", sm)], SLEEP));
+    for (order, left_out) in [([0, 1, 2, 3], 3), ([3, 2, 1, 0], 0), ([0, 2, 3, 1], 1)] {
+        for at in order {
+            if at == left_out { drop(bundles[at].refused()) } else { bundles[at].up() }
+        }
+        for at in order.into_iter().filter(|at| *at != left_out) {
+            bundles[at].down();
+        }
+    }
+    std::fs::write(&file, COMPOSE.replace("scale: 2", "scale: 1")).expect("written");
+    let (_, said) = run(&world, &["explain", "--compose", path], 0);
+    assert!(!said.contains("start order"), "all fit in every order: {said}");
+    world.assert_empty();
+}
+
+#[test]
+fn a_full_gpu_does_not_hide_a_plan_for_an_empty_one() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let keeper = world.bundle("keeper", &[("sublet.mode", "exclusive")], SLEEP);
+    keeper.up();
+    let file = world.dir.path().join("compose.yaml");
+    std::fs::write(&file, COMPOSE.replace("scale: 2", "scale: 1")).expect("written");
+    let compose = ["explain", "--compose", file.to_str().expect("UTF-8")];
+    let said = "this is as if nothing were on the GPUs (--empty)";
+    let leases = world.leases();
+    for ask in [&["explain", "sm=70", "memory=100GiB"][..], &compose, &["advise", "--tenants", "3"]] {
+        let _ = run(&world, ask, 1);
+        let (stdout, stderr) = run(&world, &[ask, &["--empty"]].concat(), 0);
+        assert!((stdout.clone() + &stderr).contains(said), "{ask:?}: {stdout}{stderr}");
+        let (document, _) = run(&world, &[ask, &["--empty", "--format", "json"]].concat(), 0);
+        assert!(document.contains(said), "{ask:?}: {document}");
+    }
+    let _ = failure(&world, &["explain", "--empty", "sm=25", "memory=1000GiB"]);
+    let (_, usage) = run(&world, &["explain", "--empty", "--container", "keeper"], 2);
+    assert!(usage.contains("cannot be used with"), "{usage}");
+    // What an administrator has drained is no room on an empty host either.
+    assert!(world.sublet(&["drain", "0"]).status.success());
+    let drained = failure(&world, &["explain", "--empty", "sm=25"]);
+    assert!(drained.contains("drain"), "{drained}");
+    assert!(world.sublet(&["undrain", "0"]).status.success());
+    assert_eq!(world.leases(), leases, "nothing was booked");
+    keeper.down();
     world.assert_empty();
 }
 
@@ -308,12 +410,16 @@ fn quadlet_files_are_checked_together() {
     );
     let batch = file("batch.container", "[Container]\nImage=x\nPodmanArgs=--annotation=sublet.sm=50\n");
     let template = file("batch@.container", "[Container]\nImage=x\n");
+    let labelled = file("labelled.container", "[Container]\nImage=x\nLabel=sublet.sm=25\n");
     assert!(
         squeezed(&stdout(&world, &["explain", "--quadlet", &web]))
             .ends_with("web 0 mps 60 % (78) 8192 MiB fits")
     );
     let (table, _) = run(&world, &["explain", "--quadlet", &web, &batch], 1);
     assert!(squeezed(&table).contains("\nbatch - - - - NO: no place for "), "{table}");
+    let (table, said) = run(&world, &["explain", "--quadlet", &labelled], 1);
+    assert!(table.contains("NO: labels are not annotations: write as Annotation= sublet.sm=25"), "{table}");
+    assert!(said.contains("Podman runs no hook of sublet's"), "{said}");
     let refused = failure(&world, &["explain", "--quadlet", &web, &template]);
     assert!(refused.contains("it is a template"), "{refused}");
     world.assert_empty();

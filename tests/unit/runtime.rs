@@ -202,6 +202,34 @@ fn a_container_without_a_share_runs_is_warned_of_or_refused_as_the_configuration
     }
 }
 
+/// Docker's record is read where containers.toml is there, and nowhere else.
+#[test]
+fn labels_in_dockers_record_are_told_in_the_log() {
+    let host = Host::new();
+    let id = "452325ed5f7f35588a551450be5d67fde0f40a94317f3f8f8a275a3aebf20f2a";
+    let record = host.path("docker/containers").join(id);
+    fs::create_dir_all(&record).unwrap();
+    let labels = r#"{"Name": "/web", "Config": {"Image": "x", "Labels": {"a": "b", "sublet.sm": "25"}}}"#;
+    fs::write(record.join("config.v2.json"), labels).unwrap();
+    let told = || {
+        let _ = fs::remove_file(host.path("own.log"));
+        let log = host.path("engine.log");
+        let line = format!("--log {} create --bundle {} {id}", log.display(), host.path("bundle").display());
+        let output = host.run(&line);
+        assert!(output.status.success() && stderr(&output).is_empty(), "{}", stderr(&output));
+        let log = fs::read_to_string(host.path("own.log")).unwrap_or_default();
+        log.lines().filter(|line| line.contains("labels")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(told(), Vec::<String>::new());
+    let root = format!("docker_root = \"{}\"\n", host.path("docker").display());
+    fs::write(host.path("containers.toml"), root).unwrap();
+    let lines = told();
+    let said = "container web: labels are not annotations: write as --annotation sublet.sm=25";
+    assert!(lines.len() == 1 && lines[0].contains(said), "{lines:?}");
+    fs::write(record.join("config.v2.json"), labels.replace("sublet.sm", "other")).unwrap();
+    assert_eq!(told(), Vec::<String>::new());
+}
+
 #[test]
 fn an_annotated_bundle_is_not_restored() {
     let host = Host::new();

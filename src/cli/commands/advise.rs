@@ -13,7 +13,7 @@ use crate::advise::{
     self, Advice, AdviseError, Host, MOST, Measurements, NoAdvice, Paste, Question, Trust, Verdict,
 };
 use crate::bench::{BenchResult, Sharing};
-use crate::preview::{Whose, does_not_protect};
+use crate::preview::{EMPTY, Whose, does_not_protect, emptied};
 use crate::shown::{colour, memory, name_of};
 use sublet_core::admit::{is_remote, refresh};
 use sublet_core::config::Config;
@@ -46,6 +46,9 @@ pub struct Arguments {
     /// The GPU, as in sublet.gpu; without it the first that will do
     #[arg(long, value_name = "GPU")]
     gpu: Option<String>,
+    /// Answer as if nothing were on the GPUs: no container and no other process
+    #[arg(long)]
+    empty: bool,
     /// Answer for your own rootless containers, even if you may use Docker's socket
     #[arg(long)]
     rootless: bool,
@@ -83,19 +86,18 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let whose = Whose::meant(arguments.rootless, config);
     // The amounts depend on what is free now, and the compute mode may be that of an MPS server that has ended.
     let inventory = if is_remote(config) { whose.inventory(config)? } else { refresh(config)? };
+    let (ledger, inventory) = emptied(arguments.empty, (Store::open(&config.state_dir)?.peek()?, inventory));
     let gpus = gpus(arguments.gpu.as_deref(), &inventory, config)?;
     let largest = gpus.iter().map(|gpu| gpu.memory_bytes).max().unwrap_or_default();
-    let asked = match question.memory {
-        Some(Memory::Bytes(asked)) => asked,
-        _ => 0,
-    };
+    // A part of it is never too much.
+    let asked = question.memory.map_or(0, |memory| memory.on(0));
     if asked > largest {
         return Err(AdviseError::Memory { asked: memory(asked), has: memory(largest) }.into());
     }
-    let ledger = Store::open(&config.state_dir)?.peek()?;
     let host = Host { inventory: &inventory, ledger: &ledger, whose, config };
     let mut answer = answer(&question, &gpus, result.as_ref(), arguments.load.as_deref(), host)?;
     answer.remarks.extend(whose.remark(config).map(|whose| format!("this is about {whose}")));
+    answer.remarks.extend(arguments.empty.then(|| EMPTY.to_owned()));
     answer.remarks.extend(inventory.driver.simulated.then(|| "the driver is simulated".to_owned()));
     let document = Document::of(&question, &answer, &inventory);
     tables::print(arguments.format, &document, || text(&document))?;

@@ -84,7 +84,7 @@ const fn of_advice(error: &AdviseError) -> &'static str {
 pub fn of_service(error: &NotPlaced) -> &'static str {
     match error {
         NotPlaced::Refused(error) => of_admission(error),
-        NotPlaced::Runtime(_) | NotPlaced::Dropped(_) => "not-by-sublet",
+        NotPlaced::Runtime(_) | NotPlaced::Labels(_) | NotPlaced::Dropped(_) => "not-by-sublet",
         NotPlaced::Cdi(_) => "cdi",
         NotPlaced::Unnamed => "bad-file",
         NotPlaced::Unforeseen => "no-mig-device",

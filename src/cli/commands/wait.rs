@@ -87,7 +87,7 @@ fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
         updated.or_else(|error| if error.is_elsewhere() { Ok(()) } else { Err(error) })?;
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    preview(request, &id, &mut inventory, &store.peek()?, Whose::callers(config), config)?;
+    preview(request, &id, (&mut inventory, &store.peek()?, false), Whose::callers(config), config)?;
     Ok(())
 }
 

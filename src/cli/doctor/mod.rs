@@ -11,6 +11,7 @@ mod podman;
 mod slurm;
 
 pub(crate) use host::unknown;
+pub(crate) use podman::has_hook;
 
 use std::path::{Path, PathBuf};
 

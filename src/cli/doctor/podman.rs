@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
 use crate::setup::drop_ins::merge;
 use crate::setup::engine_files::{drop_ins, podmans, read};
+use sublet_core::fs::under;
 use sublet_core::ledger::read_up_to;
 use sublet_core::text::safe;
 
@@ -38,8 +39,7 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
         Ok(effective) => effective,
         Err(error) => return fail(error).fix("correct that file"),
     };
-    let mut hooks = directories.iter().map(|dir| host.at(dir).join("sublet.json"));
-    let Some(ours) = hooks.find(|path| path.is_file()) else {
+    let Some(ours) = our_hook(&host.root, &directories) else {
         let by = by.map(|file| format!(", says {}", shown(&file))).unwrap_or_default();
         let list = safe(&directories.join(" "));
         return warn(format!("hooks_dir is {list}{by}, and sublet's hook is in none of these directories"))
@@ -61,6 +61,17 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
         .fix("install Podman 5.1 or later, or start containers with podman itself");
     }
     users(host, &directories).unwrap_or_else(|| pass(format!("{} runs {}", safe(told.trim()), shown(&ours))))
+}
+
+/// Whether Podman below `root` runs sublet's hook, as far as the files say that it reads for root.
+pub(crate) fn has_hook(root: &Path) -> bool {
+    let found = effective(&podmans(root), read, vec![SHARED[0].to_owned()]);
+    found.is_ok_and(|(directories, _)| our_hook(root, &directories).is_some())
+}
+
+/// sublet's hook in the first of `directories` that has it.
+fn our_hook(root: &Path, directories: &[String]) -> Option<PathBuf> {
+    directories.iter().map(|dir| under(root, dir).join("sublet.json")).find(|path| path.is_file())
 }
 
 /// The value of `hooks_dir` after all `files`, and the last file that sets it.
@@ -85,7 +96,6 @@ fn effective(
 
 /// Finds a user whose own settings leave out sublet's hook.
 fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
-    let ours = |list: &[String]| list.iter().any(|dir| host.at(dir).join("sublet.json").is_file());
     // The home directories of ordinary users.
     let passwd = host.text("/etc/passwd").unwrap_or_default();
     let home = |line: &str| {
@@ -99,7 +109,7 @@ fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
             [vec![own.join("containers.conf")], drop_ins(&own.join("containers.conf.d"), "conf")].concat();
         let some = &files[..files.len().min(FILES)];
         let Ok((list, Some(by))) = effective(some, read_users, directories.to_vec()) else { continue };
-        if !ours(&list) {
+        if our_hook(&host.root, &list).is_none() {
             let found =
                 format!("hooks_dir in {} does not contain the directory of sublet's hook", shown(&by));
             return Some(warn(found).fix("add /usr/share/sublet/hooks.d to hooks_dir in that file"));
@@ -154,7 +164,9 @@ mod tests {
         assert_eq!(told(hook(&fake.host()), Warn).1, "sublet setup podman");
         fake.file(DROP_IN, "[engine]\nhooks_dir = [\"/usr/share/sublet/hooks.d\"]\n");
         assert_eq!(told(hook(&fake.host()), Warn).1, "sublet setup podman");
+        assert!(!has_hook(&fake.path("/")));
         fake.file(HOOK, r#"{"hook": {"path": "/usr/libexec/sublet/sublet-hook"}}"#);
+        assert!(has_hook(&fake.path("/")));
         assert!(told(hook(&fake.host()), Fail).0.contains("which does not exist"));
         fake.file("/usr/libexec/sublet/sublet-hook", "");
         passed(hook(&fake.host()));

@@ -16,6 +16,7 @@ use sublet_core::fs::{read_if_trusted, replace};
 use sublet_core::ledger::{Container, Lease, Ledger};
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::epoch_seconds;
+use sublet_core::request::labels_told;
 use sublet_core::text::safe;
 
 #[cfg(test)]
@@ -353,12 +354,15 @@ pub(crate) fn without_share(data_root: &Path, ledger: &Ledger) -> Vec<String> {
     names
 }
 
-/// The container's name, if it runs and `sublet` is its runtime (moby, `container/container.go`, `toDisk`).
+/// The container's name, if it runs and `sublet` is its runtime (moby, `container/container.go`, `toDisk`), and what is to be
+/// said of its labels.
 fn running_by_sublet(container: &Path) -> Option<String> {
     if read(&container.join("hostconfig.json"))?["Runtime"] != "sublet" {
         return None;
     }
     let record = read(&container.join("config.v2.json"))?;
     let name = record["Name"].as_str().filter(|_| record["State"]["Running"] == true)?;
-    Some(safe(name.strip_prefix('/').unwrap_or(name)))
+    let labels = BTreeMap::deserialize(&record["Config"]["Labels"]).unwrap_or_default();
+    let told = labels_told(&labels, "as --annotation").map(|told| format!(" ({told})"));
+    Some(safe(name.strip_prefix('/').unwrap_or(name)) + &told.unwrap_or_default())
 }

@@ -232,9 +232,12 @@ fn those_that_run_by_sublet_and_hold_no_lease_are_named() {
     std::fs::write(root.path().join("containers/torn"), "").unwrap();
     let mut ledger = Ledger::empty("");
     assert_eq!(without_share(root.path(), &ledger), ["of-a", "of-b"]);
+    let record = r#"{"Name": "/of-b", "State": {"Running": true}, "Config": {"Labels": {"a": "b", "sublet.sm": "25"}}}"#;
+    std::fs::write(root.path().join("containers/b/config.v2.json"), record).unwrap();
+    let of_b = "of-b (labels are not annotations: write as --annotation sublet.sm=25)";
     let mut held = lease(1, "GPU-0");
     held.container.id = "a".to_owned();
     ledger.leases.push(held);
-    assert_eq!(without_share(root.path(), &ledger), ["of-b"]);
+    assert_eq!(without_share(root.path(), &ledger), [of_b]);
     assert_eq!(without_share(Path::new("/nonexistent"), &ledger), Vec::<String>::new());
 }

@@ -11,8 +11,8 @@ use serde_json::{Map, Value};
 use super::{MOST, Own, Service, Stack, StackError, text, unusable};
 use crate::setup::engine_files::version;
 use crate::yaml::{self, Node, Wrong, tree};
-use sublet_core::process::child::{self, ChildError};
-use sublet_core::request::has_sublet_annotations;
+use sublet_core::process::child;
+use sublet_core::request::{has_sublet_annotations, labels_told};
 use sublet_core::text::{safe, safe_long};
 
 /// What of a service is read as it stands, beside its names. The rest may have variables and aliases.
@@ -24,11 +24,11 @@ const AS_IT_STANDS: &str =
     "Docker Compose is not installed, so variables and `extends` in the file were not resolved";
 
 /// The services of `files`, which Compose merges, one after another as they stand in them. `default_runtime` is
-/// dockerd's.
+/// dockerd's; `has_hook`: Podman runs sublet's hook.
 ///
 /// # Errors
 /// They cannot be read, or have something to resolve and Docker Compose is not there.
-pub fn read(files: &[PathBuf], default_runtime: Option<&str>) -> Result<Stack, StackError> {
+pub fn read(files: &[PathBuf], default_runtime: Option<&str>, has_hook: bool) -> Result<Stack, StackError> {
     let sources = files.iter().map(|file| text(file)).collect::<Result<Vec<_>, _>>()?;
     let ([file, ..], [source, ..]) = (files, &sources[..]) else { return Ok(Stack::default()) };
     let order: Vec<String> = sources.iter().flat_map(|source| order(source)).collect();
@@ -47,14 +47,15 @@ pub fn read(files: &[PathBuf], default_runtime: Option<&str>) -> Result<Stack, S
         stack.remarks.insert(0, AS_IT_STANDS.to_owned());
         stack
     };
-    Ok(with_default_runtime(stack, default_runtime))
+    Ok(with_default_runtime(stack, default_runtime, has_hook))
 }
 
-/// Services that name no runtime have the default one.
-fn with_default_runtime(mut stack: Stack, default: Option<&str>) -> Stack {
+/// Services that name no runtime have the default one, or Podman with sublet's hook.
+fn with_default_runtime(mut stack: Stack, default: Option<&str>, has_hook: bool) -> Stack {
     for service in stack.services.iter_mut().filter(|service| service.runtime.is_none()) {
         service.runtime = default.map(str::to_owned);
-        if default.is_none() && has_sublet_annotations(&service.annotations) {
+        service.by_hook = default.is_none() && has_hook;
+        if service.by_hook && has_sublet_annotations(&service.annotations) {
             stack.remarks.push(format!(
                 "service {} has no `runtime: sublet`: Docker ignores its annotations, Podman with sublet's hook does not",
                 safe(&service.name)
@@ -118,18 +119,22 @@ fn count(service: &Value) -> Result<usize, String> {
 }
 
 fn one(name: &str, service: &Value) -> Result<Service, String> {
-    let list = |key: &str| service.get(key).and_then(Value::as_array).into_iter().flatten();
     let reserved = service.pointer("/deploy/resources/reservations/devices").and_then(Value::as_array);
     let is_by_cdi = |device: &&Value| device.get("driver").is_some_and(|driver| driver == "cdi");
     let (by_cdi, others): (Vec<&Value>, Vec<&Value>) = reserved.into_iter().flatten().partition(is_by_cdi);
-    let ids =
-        by_cdi.into_iter().filter_map(|device| device.get("device_ids")?.as_array()).flatten().map(words);
+    let ids = by_cdi.into_iter().filter_map(|one| one.get("device_ids")?.as_array()).flatten().map(words);
+    let devices = service.get("devices").map_or(Some(&[][..]), |list| list.as_array().map(Vec::as_slice));
     // As a text, or with `source` and `target`.
-    let devices = list("devices").map(|device| device.get("source").map_or_else(|| words(device), words));
+    let device = |device: &Value| device.get("source").map_or_else(|| words(device), words);
+    let devices = devices.ok_or("devices must be a list")?.iter().map(device);
     let gpus = service.get("gpus").is_some_and(|gpus| !gpus.is_null());
+    let (annotations, mut labels) = (pairs("annotations", service)?, pairs("labels", service)?);
+    labels.retain(|key, _| !annotations.contains_key(key));
     Ok(Service {
         name: name.to_owned(),
-        annotations: annotations(service.get("annotations"))?,
+        of: name.to_owned(),
+        annotations,
+        labels_told: labels_told(&labels, "under `annotations:`"),
         runtime: service.get("runtime").map(words).filter(|runtime| !runtime.is_empty()),
         devices: ids.chain(devices).collect(),
         gpus: gpus || others.into_iter().any(asks_for_gpus),
@@ -146,18 +151,18 @@ fn asks_for_gpus(device: &Value) -> bool {
 }
 
 /// A map, or a list of `key=value`.
-fn annotations(given: Option<&Value>) -> Result<BTreeMap<String, String>, String> {
-    match given {
+fn pairs(key: &str, service: &Value) -> Result<BTreeMap<String, String>, String> {
+    match service.get(key) {
         None | Some(Value::Null) => Ok(BTreeMap::new()),
         Some(Value::Object(map)) => Ok(map.iter().map(|(key, value)| (key.clone(), words(value))).collect()),
-        Some(Value::Array(list)) => {
+        Some(Value::Array(list)) if list.iter().all(Value::is_string) => {
             let pair = |entry: String| {
                 let (key, value) = entry.split_once('=').unwrap_or((&entry, ""));
                 (key.to_owned(), value.to_owned())
             };
             Ok(list.iter().map(words).map(pair).collect())
         }
-        Some(_) => Err("annotations must be a map or a list of KEY=VALUE".to_owned()),
+        Some(_) => Err(format!("{key} must be a map, KEY: VALUE, or a list of KEY=VALUE")),
     }
 }
 
@@ -199,7 +204,7 @@ fn plain(source: &str) -> Result<Value, Wrong> {
     for (key, value) in document.map("services: …")? {
         match key.scalar("a key")? {
             "include" => return Err(key.wrong(needs_compose("include"))),
-            "name" => drop(plain.insert("name".to_owned(), json(value)?)),
+            "name" => drop(plain.insert("name".to_owned(), json(value, true)?)),
             "services" => {
                 let service = |(name, service): &(Node, Node)| {
                     Ok((name.scalar("a name")?.to_owned(), plain_service(service)?))
@@ -222,7 +227,12 @@ fn plain_service(service: &Node) -> Result<Value, Wrong> {
             "extends" | "<<" => return Err(key.wrong(needs_compose(name))),
             // These matter only for containers.toml.
             "image" | "container_name" => drop(plain.insert(name.to_owned(), value.scalar("a name")?.into())),
-            _ if READ.contains(&name) => drop(plain.insert(name.to_owned(), json(value)?)),
+            // Others' labels may have variables.
+            "labels" => drop(plain.insert(name.to_owned(), json(value, false)?)),
+            _ if READ.contains(&name) => drop(plain.insert(name.to_owned(), json(value, true)?)),
+            _ if READ.contains(&&*format!("{name}s")) => {
+                return Err(key.wrong(format!("{0}: Compose has no such key, but {0}s", safe(name))));
+            }
             _ => {}
         }
     }
@@ -236,18 +246,20 @@ fn needs_compose(what: &str) -> String {
     )
 }
 
-/// Without variables and aliases.
-fn json(node: &Node) -> Result<Value, Wrong> {
+/// Variables and aliases are errors, or, if not `strict`, left as they are and left out.
+fn json(node: &Node, strict: bool) -> Result<Value, Wrong> {
+    let each = |node: &Node| json(node, strict);
     Ok(match &node.value {
-        yaml::Value::Alias => return Err(node.wrong(needs_compose("an alias"))),
-        yaml::Value::Scalar(text) if text.replace("$$", "").contains('$') => {
+        yaml::Value::Alias if strict => return Err(node.wrong(needs_compose("an alias"))),
+        yaml::Value::Alias => Value::Null,
+        yaml::Value::Scalar(text) if strict && text.replace("$$", "").contains('$') => {
             return Err(node.wrong(needs_compose(text)));
         }
         yaml::Value::Scalar(text) => text.as_str().into(),
-        yaml::Value::List(list) => list.iter().map(json).collect::<Result<Vec<_>, _>>()?.into(),
+        yaml::Value::List(list) => list.iter().map(each).collect::<Result<Vec<_>, _>>()?.into(),
         yaml::Value::Map(_) => {
             let pairs = node.map("a map")?;
-            let pair = |(key, value): &(Node, Node)| Ok((key.scalar("a key")?.to_owned(), json(value)?));
+            let pair = |(key, value): &(Node, Node)| Ok((key.scalar("a key")?.to_owned(), each(value)?));
             Value::Object(pairs.iter().map(pair).collect::<Result<_, Wrong>>()?)
         }
     })
@@ -308,12 +320,8 @@ fn resolved(files: &[PathBuf]) -> Result<Option<(Value, Option<String>)>, String
     command.args(["config", "--format", "json"]);
     let name = program.join(" ");
     let wrong = |message: String| format!("{name} config: {message}");
-    let finished = child::run_whole(&mut command, LONG, LARGEST).map_err(|error| {
-        wrong(match error {
-            ChildError::Io(error) => error.to_string(),
-            ChildError::Timeout => format!("it did not end within {} s", LONG.as_secs()),
-        })
-    })?;
+    let finished = child::run_whole(&mut command, LONG, LARGEST);
+    let finished = finished.map_err(|error| wrong(error.to_string()))?;
     if !finished.status.success() {
         let said = finished.stderr.lines().rev().find(|line| !line.trim().is_empty());
         // With paths, a message may be longer than other foreign text.

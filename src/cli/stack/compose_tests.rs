@@ -78,10 +78,49 @@ fn what_only_compose_can_resolve_is_refused_with_its_line() {
         ("services: { a: { scale: many } }", "many is no number of containers"),
         ("services: { a: { scale: 5000 } }", "more than the 1000"),
         ("services: { a: { annotations: 5 } }", "annotations must be a map"),
+        // What Docker Compose refuses, too.
+        (
+            "services: { a: { annotations: [ sublet.sm: 25 ] } }",
+            "service a: annotations must be a map, KEY: VALUE, or",
+        ),
+        ("services: { a: { labels: [ sublet.sm: 25 ] } }", "or a list of KEY=VALUE"),
+        ("services: { a: { devices: /dev/nvidia0 } }", "service a: devices must be a list"),
+        (
+            "services:\n  a:\n    annotation: { x: y }\n",
+            "3: annotation: Compose has no such key, but annotations",
+        ),
+        ("services: [ a ]", "must be services by name"),
+        ("services:\n  a:\n", "must be a service"),
+        ("services: { a: {}, a: {} }", "a stands twice"),
+        ("services: [", "no YAML"),
     ] {
         let error = plain_stack(source).unwrap_err();
         assert!(error.contains(said), "{source}: {error}");
     }
+}
+
+#[test]
+fn labels_that_are_meant_as_annotations_are_told() {
+    let source = "
+x: &alias { a: b }
+services:
+  map: { labels: { sublet.sm: \"25\", traefik.enable: \"true\" }, runtime: sublet }
+  list: { labels: [ sublet.sm=25, sublet.memory=8GiB ], annotations: { sublet.memory: 4GiB } }
+  both: { labels: { sublet.sm: \"25\" }, annotations: { sublet.sm: \"25\" } }
+  others: { labels: { \"a.sublet.b\": \"1\" } }
+  variable: { labels: [ \"host=${DOMAIN}\", \"sublet.sm=${SM}\" ] }
+  alias: { labels: *alias }
+";
+    let stack = plain_stack(source).unwrap();
+    let told: Vec<_> = stack.services.iter().map(|service| service.labels_told.as_deref()).collect();
+    let said = "labels are not annotations: write under `annotations:` sublet.sm=25";
+    let unresolved = "labels are not annotations: write under `annotations:` sublet.sm=${SM}";
+    assert_eq!(told, [Some(said), Some(said), None, None, Some(unresolved), None]);
+    // As Docker Compose prints it, with what others' labels have resolved.
+    let resolved = json!({"services": {"a": {"labels": {"host": "x", "sublet.share": "small"}}}});
+    let stack = super::stack(&resolved, &[], Path::new("compose.yaml")).unwrap();
+    let told = stack.services[0].labels_told.as_deref().unwrap();
+    assert!(told.ends_with("write under `annotations:` sublet.share=small"), "{told}");
 }
 
 /// As Docker Compose 2.26 and 2.30 print it.
@@ -108,10 +147,18 @@ fn without_a_runtime_a_service_has_dockers_default_one() {
     let stack = || {
         plain_stack("services: { a: { annotations: [sublet.sm=5] }, b: {}, c: { runtime: runc } }").unwrap()
     };
-    let with = with_default_runtime(stack(), Some("sublet"));
+    let with = with_default_runtime(stack(), Some("sublet"), true);
     let runtimes: Vec<_> = with.services.iter().map(|service| service.runtime.as_deref()).collect();
     assert_eq!(runtimes, [Some("sublet"), Some("sublet"), Some("runc")]);
     assert_eq!(with.remarks, Vec::<String>::new());
-    let without = with_default_runtime(stack(), None);
+    let without = with_default_runtime(stack(), None, true);
     assert_eq!((without.services[0].runtime.as_deref(), without.remarks.len()), (None, 1));
+    let by_hook = |stack: &Stack| stack.services.iter().map(|service| service.by_hook).collect::<Vec<_>>();
+    assert_eq!((by_hook(&with), by_hook(&without)), (vec![false; 3], vec![true, true, false]));
+    let without = with_default_runtime(stack(), None, false);
+    assert_eq!(
+        (by_hook(&without), without.remarks.len()),
+        (vec![false; 3], 0),
+        "nothing reads its annotations"
+    );
 }

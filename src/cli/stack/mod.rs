@@ -2,6 +2,7 @@
 //! on this host together.
 
 mod compose;
+mod order;
 mod quadlet;
 #[cfg(test)]
 mod tests;
@@ -33,6 +34,7 @@ use sublet_core::text::safe;
 
 pub(crate) use compose::drops_annotations;
 pub use compose::read as compose;
+pub use order::{Orders, orders};
 pub use quadlet::read as quadlet;
 
 /// More containers of a stack are a mistake.
@@ -53,7 +55,7 @@ pub struct Stack {
 }
 
 /// How containers of a stack that run are recognized by the names that engines have for them.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Own {
     /// There are none.
     #[default]
@@ -69,8 +71,12 @@ pub enum Own {
 pub struct Service {
     /// Its name in the file, with a number if there are several of it.
     pub name: String,
+    /// The same without the number: those of one name are alike.
+    pub of: String,
     /// All its annotations.
     pub annotations: BTreeMap<String, String>,
+    /// What is to be said of its labels, if some are meant as annotations that it does not have.
+    pub labels_told: Option<String>,
     /// Its OCI runtime: a name of Docker's, or a path.
     pub runtime: Option<String>,
     /// Its devices, as the file names them: nodes, and CDI devices.
@@ -114,6 +120,9 @@ pub enum NotPlaced {
     /// Its annotations would not be read.
     #[error("its runtime is {0}, which does not read its annotations: write `runtime: sublet`")]
     Runtime(String),
+    /// It has labels in place of annotations.
+    #[error("{0}")]
+    Labels(String),
     /// Its annotations would not reach the engine.
     #[error(
         "Docker Compose {0} drops its annotations: install Docker Compose 2.26 or later, or give it a runtime \
@@ -170,8 +179,7 @@ pub fn fit(
     let before = set_aside(&stack.own, &mut ledger, &mut inventory, names);
     let mut world = World { ledger, inventory, whose, config, ahead: Ahead::default(), shares: false };
     let each = |service: &Service| {
-        let outcome = world.place(service, containers)?;
-        Ok(Fitted { service: service.name.clone(), outcome })
+        Ok(Fitted { service: service.name.clone(), outcome: world.place(service, containers)? })
     };
     Ok((stack.services.iter().map(each).collect::<io::Result<_>>()?, before))
 }
@@ -262,6 +270,7 @@ fn asked(
     inventory: &Inventory,
     config: &Config,
 ) -> Result<Option<Request>, NotPlaced> {
+    service.labels_told.clone().map_or(Ok(()), |told| Err(NotPlaced::Labels(told)))?;
     let mut source = RequestSource { annotations: service.annotations.clone(), share: None };
     let spec = spec(service);
     let prefix = format!("{KIND}=");
@@ -289,8 +298,8 @@ fn asked(
             }
         }
         (_, Some(share)) if share.starts_with('-') => source.share = Some(share[1..].to_owned()),
-        (Some(name), _) if has_annotations && !service.by_hook => {
-            return Err(NotPlaced::Runtime(safe(name)));
+        (name, _) if has_annotations && !service.by_hook => {
+            return Err(NotPlaced::Runtime(safe(name.unwrap_or("the engine's default"))));
         }
         _ => {}
     }
@@ -303,8 +312,7 @@ fn asked(
 /// A config.json like that which the engine would write, as far as it could contradict a share.
 fn spec(service: &Service) -> Value {
     let nodes = service.devices.iter().filter(|device| device.starts_with('/'));
-    let nodes: Vec<Value> =
-        nodes.map(|device| json!({"path": device.split(':').next(), "type": "c"})).collect();
+    let nodes: Vec<_> = nodes.map(|device| json!({"path": device.split(':').next(), "type": "c"})).collect();
     let cdi = service.devices.iter().filter(|device| device.starts_with("nvidia.com/"));
     let mut annotations = json!(service.annotations);
     for device in cdi {
@@ -349,10 +357,8 @@ fn count(share: &str, inventory: &Inventory, config: &Config) -> io::Result<Coun
     let mut world = World { ledger, inventory, whose, config, ahead: Ahead::default(), shares: false };
     let full = |fits, why| Ok(Count { share: share.to_owned(), fits, why });
     for fits in 0..MOST_OF_ONE {
-        match world.place(&service, None)? {
-            Outcome::Fits(_) | Outcome::Made(_) => {}
-            Outcome::AsksForNone => return full(fits, "it asks for nothing".to_owned()),
-            Outcome::Not(why) => return full(fits, why.to_string()),
+        if let Outcome::Not(why) = world.place(&service, None)? {
+            return full(fits, why.to_string());
         }
     }
     full(MOST_OF_ONE, "more are not counted".to_owned())

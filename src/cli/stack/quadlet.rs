@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::{Own, Service, Stack, StackError, text, unusable};
 use crate::setup::engine_files::{self, words};
+use sublet_core::request::labels_told;
 use sublet_core::text::safe;
 
 /// The most directories of Quadlet's that are looked into.
@@ -148,7 +149,11 @@ struct Unit<'a> {
 
 impl Unit<'_> {
     fn service(&self, name: String) -> Result<Service, StackError> {
-        let mut service = Service { name, by_hook: true, ..Service::default() };
+        let mut service = Service { of: name.clone(), name, by_hook: true, ..Service::default() };
+        let mut labels = BTreeMap::new();
+        for label in self.words("Label") {
+            self.annotate(&label, &mut labels)?;
+        }
         for annotation in self.words("Annotation") {
             self.annotate(&annotation, &mut service.annotations)?;
         }
@@ -166,6 +171,7 @@ impl Unit<'_> {
             let value = || joined.or_else(|| rest.next()).unwrap_or_default();
             match option {
                 "--annotation" => self.annotate(&value(), &mut service.annotations)?,
+                "--label" | "-l" => self.annotate(&value(), &mut labels)?,
                 "--device" => service.devices.push(self.plain(&value())?),
                 "--runtime" => service.runtime = Some(self.plain(&value())?),
                 "--gpus" => service.gpus = true,
@@ -173,6 +179,8 @@ impl Unit<'_> {
                 _ => {}
             }
         }
+        labels.retain(|key, _| !service.annotations.contains_key(key));
+        service.labels_told = labels_told(&labels, "as Annotation=");
         Ok(service)
     }
 

@@ -10,6 +10,7 @@ fn service(name: &str, annotations: &[(&str, &str)]) -> Service {
     let pair = |(key, value): &(&str, &str)| (format!("sublet.{key}"), (*value).to_owned());
     Service {
         name: name.to_owned(),
+        of: name.to_owned(),
         annotations: annotations.iter().map(pair).collect::<BTreeMap<_, _>>(),
         runtime: Some("sublet".to_owned()),
         ..Service::default()
@@ -97,6 +98,11 @@ fn what_contradicts_a_share_is_found() {
             with("typo", |service| drop(service.annotations.insert("sublet.smm".into(), "1".into()))),
             with("two", |service| service.devices = vec!["sublet/share=small.0".into()]),
             with("hook", |service| (service.runtime, service.by_hook) = (Some("/usr/bin/crun".into()), true)),
+            with("none", |service| service.runtime = None),
+            with("podman", |service| (service.runtime, service.by_hook) = (None, true)),
+            with("labels", |service| {
+                service.labels_told = Some("labels are not annotations: write x".into())
+            }),
         ],
         host(vec![device(0)]),
     );
@@ -109,9 +115,86 @@ fn what_contradicts_a_share_is_found() {
         "typo not: sublet.smm=1: unknown key",
         "two not: sublet.sm=5 and the CDI device sublet/share=small ask for different shares",
         "hook on GPU-0, mps 5",
+        "none not: its runtime is the engine's default, which does not read its annotations: write `runtime: sublet`",
+        "podman on GPU-0, mps 5",
+        "labels not: labels are not annotations: write x",
     ]) {
         assert!(line.starts_with(said), "{line}");
     }
+}
+
+/// What other orders give to containers with these names and percentages of SMs: in every one, in another, in words.
+fn ordered(containers: &[(&str, &str)], inventory: &Inventory, most: usize) -> [String; 3] {
+    let container = |(name, sm): &(&str, &str)| Service {
+        of: name.split('-').next().unwrap().to_owned(),
+        ..service(name, &[("sm", sm)])
+    };
+    let stack = Stack { services: containers.iter().map(container).collect(), ..Stack::default() };
+    let config = config();
+    let place = |stack: &Stack| {
+        let world = (Ledger::empty("boot"), inventory.clone());
+        fit(stack, None, world, &Names::default(), Whose::Root, &config).map(|(fitted, _)| fitted)
+    };
+    let found = orders(&stack, &place(&stack).unwrap(), most, place).unwrap();
+    let names = |key: &str| {
+        let document = json!(found);
+        document[key]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|name| name.as_str().unwrap())
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
+    [names("in_every_order"), names("in_another_order"), found.told.clone().unwrap_or_default()]
+}
+
+#[test]
+fn what_depends_on_the_start_order_is_said_and_what_always_fits_is_named() {
+    let (one, two) = (host(vec![device(0)]), host(vec![device(0), device(1)]));
+    let [every, another, told] = ordered(&[("a", "60"), ("b", "60"), ("c", "40")], &one, 1000);
+    assert_eq!((every.as_str(), another.as_str()), ("c", "b"));
+    let said =
+        "the start order decides: another, such as c, b, a, would let b in; in every order these fit: c";
+    assert_eq!(told, said);
+    // Small ones first take from both GPUs what a large one needs.
+    let [every, another, told] = ordered(&[("a", "40"), ("b", "40"), ("c", "60"), ("d", "60")], &two, 1000);
+    assert_eq!((every.as_str(), another.as_str()), ("a b", "d"));
+    assert!(told.contains("such as d, c, b, a, would let d in; in every order these fit: a, b"), "{told}");
+    let [every, another, told] = ordered(&[("d", "60"), ("c", "60"), ("b", "40"), ("a", "40")], &two, 1000);
+    assert_eq!((every.as_str(), another.as_str()), ("b a", ""), "in the order of the file all fit");
+    assert!(told.contains("in another, d, c may not fit; in every order these fit: b, a"), "{told}");
+    // Two that fit by themselves alone.
+    let [every, _, told] = ordered(&[("a", "60"), ("b", "60")], &one, 1000);
+    assert!(every.is_empty() && told.ends_with("; in every order these fit: none"), "{told}");
+}
+
+#[test]
+fn where_no_order_changes_anything_none_is_spoken_of() {
+    let one = host(vec![device(0)]);
+    let fitting = ordered(&[("a", "50"), ("b", "50")], &one, 1000);
+    assert_eq!(fitting, ["a b", "", ""]);
+    // Those of one service are alike, and so is which of them goes without.
+    assert_eq!(ordered(&[("a-1", "40"), ("a-2", "40"), ("a-3", "40")], &one, 1000), ["a-1 a-2", "", ""]);
+    assert_eq!(ordered(&[], &one, 1000), ["", "", ""]);
+    assert_eq!(
+        ordered(&[("a", "200"), ("b", "50")], &one, 1000),
+        ["b", "", ""],
+        "a bad request fits nowhere"
+    );
+}
+
+#[test]
+fn of_many_containers_some_orders_are_tried_which_begin_and_end_with_each() {
+    let one = host(vec![device(0)]);
+    let names: Vec<String> = (0..12).map(|number| format!("c{number}")).collect();
+    let containers: Vec<(&str, &str)> = names.iter().map(|name| (name.as_str(), "10")).collect();
+    let [every, another, told] = ordered(&containers, &one, 600);
+    assert_eq!((every.as_str(), another.as_str()), ("", "c10 c11"), "each is last once, and first");
+    assert!(told.ends_with("; in all 50 orders tried these fit: none"), "{told}");
+    // The order of the file, and back.
+    let [every, _, told] = ordered(&containers, &one, 1);
+    assert!(every == "c2 c3 c4 c5 c6 c7 c8 c9" && told.contains("in all 2 orders tried"), "{every}: {told}");
 }
 
 #[test]

@@ -15,6 +15,8 @@ use super::{FileError, JsonFile, SpecError, annotations, shown};
 use crate::config_files::{self, ConfigError, Known};
 use crate::fs::is_absent;
 use crate::process;
+use crate::request::labels_told;
+use crate::text::safe;
 
 /// The label in which dockerd names the service of a task.
 const SERVICE: &str = "com.docker.swarm.service.name";
@@ -113,6 +115,9 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
         serde_json::from_slice(&file.text).map_err(|fault| MappedError::Docker(path, fault))?;
     let name = record.name.strip_prefix('/').unwrap_or(&record.name).to_owned();
     let Config { image, labels } = record.config;
+    if let Some(told) = labels.as_ref().and_then(|labels| labels_told(labels, "as --annotation")) {
+        tracing::warn!("container {}: {told}", safe(&name));
+    }
     if !record.managed {
         return Ok(Some(Known { name, image, service: None }));
     }

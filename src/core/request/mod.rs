@@ -75,6 +75,13 @@ pub fn has_sublet_annotations(annotations: &BTreeMap<String, String>) -> bool {
     annotations.keys().any(|key| key.starts_with(PREFIX) || find_intended(key).is_some())
 }
 
+/// What is said of those of `labels` that begin with `sublet.`: annotations are written as `place` says.
+pub fn labels_told(labels: &BTreeMap<String, String>, place: &str) -> Option<String> {
+    let ours = labels.iter().filter(|(key, _)| key.starts_with(PREFIX));
+    let ours = ours.map(|(key, value)| safe(&format!("{key}={value}"))).collect::<Vec<_>>().join(", ");
+    (!ours.is_empty()).then(|| format!("labels are not annotations: write {place} {ours}"))
+}
+
 /// Whether this is a pod's pause container, which containerd's CRI and CRI-O mark as such. It never gets a share.
 /// Podman does not mark its own with an annotation: see [`is_podman_infra`].
 pub fn is_sandbox(annotations: &BTreeMap<String, String>) -> bool {
@@ -355,6 +362,18 @@ mod misspelt_tests {
             assert_eq!(find_intended(&format!("sublet.{key}")), None);
             assert_eq!(find_intended(&format!("sublet_{key}")), Some(key));
         }
+    }
+
+    #[test]
+    fn labels_are_told_as_the_annotations_that_they_are_meant_to_be() {
+        let told = |labels: &[(&str, &str)]| {
+            let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+            labels_told(&labels.iter().map(pair).collect(), "as --annotation")
+        };
+        let labels = [("a", "b"), ("sublet.sm", "25"), ("sublet.memory", "\u{1b}[2J")];
+        let said = "labels are not annotations: write as --annotation sublet.memory=\\u{1b}[2J, sublet.sm=25";
+        assert_eq!(told(&labels).as_deref(), Some(said));
+        assert_eq!(told(&[("example.com/sublet.sm", "25"), ("traefik.enable", "true")]), None);
     }
 
     /// Engines call sublet's hooks by a pattern over annotation keys (RE2). The pattern matches every key of sublet's

@@ -15,7 +15,7 @@ pub use {
     of_share::{Document as OfShare, StackDocument as OfStack},
 };
 
-use crate::preview::Whose;
+use crate::doctor::has_hook;
 use crate::setup::docker::Dockerd;
 use crate::stack;
 use sublet_core::config::Config;
@@ -53,6 +53,9 @@ pub struct Arguments {
     /// Show the environment, device nodes and mounts too; with --bundle, the edits to config.json
     #[arg(long, conflicts_with_all = ["container", "compose", "quadlet"])]
     edits: bool,
+    /// Answer as if nothing were on the GPUs: no container and no other process
+    #[arg(long, conflicts_with = "container")]
+    empty: bool,
     /// Answer for your own rootless containers, even if you may use Docker's socket
     #[arg(long)]
     rootless: bool,
@@ -66,25 +69,24 @@ pub struct Arguments {
 /// # Errors
 /// A request that would be refused is refused here with the same words.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let root = Path::new("/");
     if let Some(container) = &arguments.container {
         of_container::run(container, arguments, config)?;
     } else if !arguments.compose.is_empty() {
-        let stack = stack::compose(&arguments.compose, default_runtime().as_deref())?;
-        return of_share::run_stack(
-            &stack,
-            Whose::meant(arguments.rootless, config),
-            arguments.format,
-            config,
-        );
+        let stack = stack::compose(&arguments.compose, default_runtime().as_deref(), has_hook(root))?;
+        return of_share::run_stack(&stack, arguments, config);
     } else if !arguments.quadlet.is_empty() {
-        // A user's own Podman starts them.
-        let stack = stack::quadlet(&arguments.quadlet)?;
-        return of_share::run_stack(&stack, Whose::callers(config), arguments.format, config);
+        let mut stack = stack::quadlet(&arguments.quadlet)?;
+        stack.remarks.extend((!has_hook(root)).then(|| NO_HOOK.to_owned()));
+        return of_share::run_stack(&stack, arguments, config);
     } else {
         of_share::run(arguments, config)?;
     }
     Ok(ExitCode::SUCCESS)
 }
+
+/// Said where Podman ignores annotations.
+const NO_HOOK: &str = "Podman runs no hook of sublet's (sublet setup podman): annotations alone do nothing";
 
 /// dockerd's default runtime, if it is not Docker's own: as it says, else as it would be started.
 fn default_runtime() -> Option<String> {

@@ -16,8 +16,8 @@ use super::super::tables::{self, Format};
 use super::Arguments;
 use super::answer::{Answer, sms};
 use crate::names::Names;
-use crate::preview::{Whose, may_be_out_of_date, preview};
-use crate::stack::{Fitted, NotPlaced, Outcome, Stack, fit};
+use crate::preview::{EMPTY, Whose, emptied, may_be_out_of_date, preview};
+use crate::stack::{Fitted, NotPlaced, Orders, Outcome, Stack, fit, orders};
 use sublet_core::admit::{Candidate, RequestSource, lease_for, refresh, remove_earlier_grant, request_of};
 use sublet_core::config::Config;
 use sublet_core::config_files::{self, Known};
@@ -51,20 +51,16 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     }
     let (source, given_by) = source(arguments, &spec)?;
     let request = request_of(&source, &spec, config)?;
-    let mut inventory = whose.inventory(config)?;
+    let inventory = whose.inventory(config)?;
     let tree = oci::Tree::open(&spec, &rootfs)?;
     let image = oci::inspect(&spec, &tree, &request, &inventory, config)?;
     let mut ledger = Store::open(&config.state_dir)?.peek()?;
     ledger.leases.retain(|lease| earlier.as_deref() != Some(lease.id.as_str()));
+    let (ledger, mut inventory) = emptied(arguments.empty, (ledger, inventory));
     let id = LeaseId::random()?;
-    let placement = preview(&request, &id, &mut inventory, &ledger, whose, config)?;
-    let container = Container {
-        uid: nix::unistd::geteuid().as_raw(),
-        id: "explain".into(),
-        bundle: arguments.bundle.clone().unwrap_or_default(),
-        rootfs,
-        record: PathBuf::new(),
-    };
+    let placement = preview(&request, &id, (&mut inventory, &ledger, arguments.empty), whose, config)?;
+    let (uid, bundle) = (nix::unistd::geteuid().as_raw(), arguments.bundle.clone().unwrap_or_default());
+    let container = Container { uid, id: "explain".into(), bundle, rootfs, ..Container::default() };
     let candidate = Candidate { container, owner: Process::current()?, engine: None };
     oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
     let lease = lease_for(&candidate, &placement, &image, id, config);
@@ -72,6 +68,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     oci::check_mps_directories(&spec, &tree, &grant)?;
     let mut answer = Answer::of(&request, &placement, &lease, &inventory);
     answer.warnings.clone_from(&grant.warnings);
+    answer.warnings.extend(arguments.empty.then(|| EMPTY.to_owned()));
     match arguments.format {
         Format::Json => {
             let edits = arguments.edits.then(|| Edits::of(&grant));
@@ -95,10 +92,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
                     let after = serde_json::to_string_pretty(&spec)?;
                     let diff = TextDiff::from_lines(&before, &after);
                     let (mut diff, for_it) = (diff.unified_diff(), "config.json for this share");
-                    println!(
-                        "\nEdits to config.json\n{}",
-                        diff.context_radius(2).header("config.json", for_it)
-                    );
+                    let diff = diff.context_radius(2).header("config.json", for_it);
+                    println!("\nEdits to config.json\n{diff}");
                 }
             }
         }
@@ -253,32 +248,40 @@ pub fn shown_node(Node { path, major, minor }: Node) -> ShownNode {
 // The services of a stack.
 
 /// The exit code is 1 if a service would not get its share.
-pub fn run_stack(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    // A user's own Podman starts Quadlet's.
+    let whose = Whose::meant(arguments.rootless || !arguments.quadlet.is_empty(), config);
     let mut inventory = whose.inventory(config)?;
     let ledger = Store::open(&config.state_dir)?.peek()?;
     let names = Names::learn(&ledger, config);
     let containers = config_files::load_containers()?;
-    let look = |inventory: &Inventory| {
-        let world = (ledger.clone(), inventory.clone());
+    let look = |stack: &Stack, inventory: &Inventory| {
+        let world = emptied(arguments.empty, (ledger.clone(), inventory.clone()));
         fit(stack, containers.as_ref(), world, &names, whose, config)
     };
-    let (mut fitted, mut running) = look(&inventory)?;
+    let (mut fitted, mut running) = look(stack, &inventory)?;
     let wants_refresh = |one: &Fitted| matches!(&one.outcome, Outcome::Not(NotPlaced::Refused(error)) if may_be_out_of_date(error, config));
     if fitted.iter().any(wants_refresh) {
         inventory = refresh(config)?;
-        (fitted, running) = look(&inventory)?;
+        (fitted, running) = look(stack, &inventory)?;
     }
+    // Each may ask the driver, or the user database for a policy.
+    let most = if config.mig.dynamic || whose == Whose::User { 1000 } else { 10_000 };
+    let orders = orders(stack, &fitted, most, |stack| Ok(look(stack, &inventory)?.0))?;
     let mut remarks = stack.remarks.clone();
     remarks.extend(whose.remark(config).map(|whose| format!("this is about {whose}")));
     let run = || format!("{running} of its containers run already: what they hold was not counted twice");
     remarks.extend((running > 0).then(run));
+    remarks.extend(arguments.empty.then(|| EMPTY.to_owned()));
+    remarks.extend(orders.told.clone());
     for remark in &remarks {
         eprintln!("sublet: note: {remark}");
     }
     let services: Vec<_> = fitted.iter().map(|one| ServiceFit::of(one, &inventory)).collect();
     let fits = services.iter().all(|one| one.fits);
-    let document = StackDocument { schema: "sublet.explain-stack/1", fits, services, remarks: &remarks };
-    tables::print(format, &document, || {
+    let (schema, remarks) = ("sublet.explain-stack/1", &remarks[..]);
+    let document = StackDocument { schema, fits, services, orders, remarks };
+    tables::print(arguments.format, &document, || {
         let rows = fitted.iter().map(|one| row(one, &inventory)).collect();
         tables::table(&["SERVICE", "GPU", "MODE", "SM", "MEMORY", "RESULT"], rows)
     })?;
@@ -294,6 +297,8 @@ pub struct StackDocument<'a> {
     /// Whether all services would get their shares.
     fits: bool,
     services: Vec<ServiceFit<'a>>,
+    #[serde(flatten)]
+    orders: Orders,
     /// What is to be known beside it, in sentences.
     remarks: &'a [String],
 }
@@ -349,6 +354,7 @@ fn sm_count(placement: &Placement, inventory: &Inventory) -> Option<u64> {
 
 fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
     let dash = || "-".to_owned();
+    let without = |mode: &str, result: String| [dash(), mode.to_owned(), dash(), dash(), result];
     let no_limit = || "no limit".to_owned();
     let cells = match &fitted.outcome {
         Outcome::Fits(placement) => {
@@ -362,12 +368,9 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
                 "fits".to_owned(),
             ]
         }
-        Outcome::Made(made) => {
-            let result = format!("fits: a MIG instance is created, {}", made.0.what);
-            [dash(), "mig".to_owned(), dash(), dash(), result]
-        }
-        Outcome::AsksForNone => [dash(), dash(), dash(), dash(), "asks for no share".to_owned()],
-        Outcome::Not(why) => [dash(), dash(), dash(), dash(), format!("NO: {why}")],
+        Outcome::Made(made) => without("mig", format!("fits: a MIG instance is created, {}", made.0.what)),
+        Outcome::AsksForNone => without("-", "asks for no share".to_owned()),
+        Outcome::Not(why) => without("-", format!("NO: {why}")),
     };
     std::iter::once(safe(&fitted.service)).chain(cells).collect()
 }
