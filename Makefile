@@ -82,7 +82,8 @@ build:
 
 # Man pages and completions, for the packages. tests/run gives the program that it has built.
 GENERATE ?= $(CARGO) run $(CARGO_FLAGS) -p sublet-generate --
-$(GENERATED)/man/sublet.1: $(shell find src/cli/commands packaging/generate -name '*.rs')
+$(GENERATED)/man/sublet.1: $(shell find src/cli/commands packaging/generate -name '*.rs') \
+    $(addprefix docs/,annotations.md configuration.md containers.md) $(addprefix config/,config.toml containers.toml)
 	@echo "== Man pages and shell completions"
 	$(GENERATE) docs $(GENERATED)
 

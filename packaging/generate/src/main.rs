@@ -1,7 +1,9 @@
 //! `sublet-generate docs DIRECTORY` writes the man pages and shell completions of `sublet` into DIRECTORY, from the
-//! same source as `--help`. `sublet-generate sbom TARGET LIBC` prints the list of what the programs are made of
-//! (`CycloneDX`). For building packages; the product does not carry what makes them.
+//! same source as `--help`, and the man pages of annotations and configuration files, from the pages of the book.
+//! `sublet-generate sbom TARGET LIBC` prints the list of what the programs are made of (`CycloneDX`). For building
+//! packages; the product does not carry what makes them.
 
+mod manual;
 mod sbom;
 
 use std::path::Path;
@@ -22,13 +24,13 @@ fn main() -> Result<()> {
 }
 
 fn docs(directory: &Path) -> Result<()> {
-    let command = sublet::commands::command();
+    let mut command = sublet::commands::command();
     let completions = directory.join("completions");
     std::fs::create_dir_all(&completions)?;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
-        clap_complete::generate_to(shell, &mut command.clone(), "sublet", &completions)?;
+        clap_complete::generate_to(shell, &mut command, "sublet", &completions)?;
     }
     let pages = directory.join("man");
     std::fs::create_dir_all(&pages)?;
-    clap_mangen::generate_to(command, pages).context("man pages")
+    manual::write(&pages).context("man pages")
 }

@@ -47,7 +47,7 @@ fn the_shipped_file_says_the_defaults() {
     let text = uncommented();
     let parsed: Config = toml::from_str(&text).unwrap();
     let unset = |line: &&str| !line.ends_with("# unset");
-    let (with_defaults, examples) = text.split_once("[[device]]").unwrap();
+    let (with_defaults, examples) = text.split_once("\n[[device]]").unwrap();
     let examples = &examples[examples.find("[limits]").unwrap()..examples.find("[share.small]").unwrap()];
     let defaults = [with_defaults, examples].join("\n").lines().filter(unset).collect::<Vec<_>>().join("\n");
     assert_eq!(one(&defaults), Config::default());
