@@ -1,5 +1,5 @@
 # sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
-#   make demo    containers sharing a GPU (a simulated one where there is none)
+#   make demo    containers sharing a GPU (a simulated one where there is none); make demo-shell to go on there
 #   make test    the tests, in 12 minutes: real runc; Docker, Podman and containerd in a Debian 13 of their own
 # The rest: test-all, before a release: `make test` and everything else, of a clean checkout; test-GROUP (one group of
 # tests/jobs, all of it: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security, slurm, real, packages,
@@ -59,7 +59,7 @@ test_groups := $(addprefix test-,unit lint fuzz model model-unlike sim e2e-runc 
 MINUTES ?= 10
 CYCLES ?=
 
-.PHONY: all build test-build tested-build demo-build put-programs put-driver check lint unit test test-all book demo bench soak fuzz gpu-test real-test \
+.PHONY: all build test-build tested-build demo-build put-programs put-driver check lint unit test test-all book demo demo-shell bench soak fuzz gpu-test real-test \
     install deb rpm dist repo advisories \
     test-teeth generate clean needs $(test_groups)
 
@@ -181,8 +181,13 @@ book:
 	sed -i 's|](\.\./|](|g' target/book-source/*.md
 	mdbook build target/book-source
 
-demo: needs
-	@tests/demo
+demo:
+	@tests/install-needs --demo
+	@tests/demo/run
+
+demo-shell:
+	@tests/install-needs --demo
+	@tests/demo/run shell
 
 bench: needs build demo-build
 	@tests/bench/run

@@ -2,6 +2,7 @@
 
 mod bench_docker;
 mod cdi;
+mod demo_shell;
 mod docker;
 mod docker_killed;
 mod doctor;

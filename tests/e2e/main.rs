@@ -12,6 +12,7 @@ mod busy_daemon;
 mod cdi_spec;
 mod cli;
 mod daemon_surroundings;
+mod demo;
 mod device_settings;
 mod driver_files;
 mod entry_points;
