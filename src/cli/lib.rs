@@ -9,6 +9,7 @@ mod nvml_mig;
 mod own_root;
 mod peer;
 mod proc;
+mod terminal;
 mod yaml;
 
 mod load;

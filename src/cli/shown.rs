@@ -1,7 +1,5 @@
 //! How values, devices and leases are written for people, in tables and in `sublet top`.
 
-use std::io::IsTerminal as _;
-
 use clap::ValueEnum;
 use serde::Serialize;
 
@@ -11,11 +9,6 @@ use sublet_core::text::{LONGEST_NAME, safe, safe_long, short_id};
 
 /// Used, booked and free; where the terminal shows no UTF-8, the second.
 const MARKS: [[char; 3]; 2] = [['█', '▒', '·'], ['#', '=', '.']];
-
-/// Colour only on a terminal, and not against `NO_COLOR` (no-color.org).
-pub fn colour() -> bool {
-    std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
-}
 
 /// Memory as `8 GiB`, `1.5 GiB`, `512 MiB`: exact if that is short, otherwise rounded to a tenth.
 pub fn memory(bytes: u64) -> String {
@@ -94,19 +87,6 @@ pub fn bar(used: Option<f64>, booked: Option<f64>, width: usize, utf8: bool) -> 
 fn characters(part: f64, width: usize) -> usize {
     let exact = part.clamp(0.0, 1.0) * width as f64;
     if exact > 0.0 { (exact.round() as usize).max(1) } else { 0 }
-}
-
-/// Whether the user's terminal shows UTF-8: the first of these variables that is set decides (locale(7)).
-pub fn utf8() -> bool {
-    let set = ["LC_ALL", "LC_CTYPE", "LANG"]
-        .into_iter()
-        .find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()));
-    is_utf8(&set.unwrap_or_default())
-}
-
-fn is_utf8(locale: &str) -> bool {
-    let codeset = locale.split('.').nth(1).and_then(|rest| rest.split('@').next()).unwrap_or_default();
-    codeset.replace('-', "").eq_ignore_ascii_case("utf8")
 }
 
 /// What is shown of a GPU or a MIG device, as far as both are the same.
@@ -194,10 +174,14 @@ impl<'a> Device<'a> {
         self.part?.shares_memory_with.first().filter(|first| order(first) < order(&self.number))
     }
 
-    /// Its mode, or `instead` of it, and whether it is drained.
-    pub fn state(&self, instead: Option<&str>) -> String {
-        let mode = instead.unwrap_or(self.mode);
-        if self.drained { format!("{mode}, drained") } else { mode.to_owned() }
+    /// Its mode, or what keeps it from being served, and whether it is drained.
+    pub fn state(&self) -> String {
+        let obstacle = match self.part {
+            None => Some(self.gpu.health.state).filter(|state| *state != "ok").map(str::to_uppercase),
+            Some(part) => part.fault.as_ref().map(|_| "unusable".to_owned()),
+        };
+        let state = obstacle.unwrap_or_else(|| self.mode.to_owned());
+        if self.drained { state + ", drained" } else { state }
     }
 
     /// Used memory, a part of 1.
@@ -231,6 +215,21 @@ pub fn fraction(part: u64, whole: u64) -> f64 {
 pub fn called(lease: &LeaseOnDevice) -> String {
     let names = [&lease.name, &lease.part_of, &lease.unit];
     names.into_iter().flatten().next().map_or_else(|| short_id(&lease.called), |name| cut(name))
+}
+
+/// How a container shares its device: with what of the device, the MIG device's `profile`, is its own.
+pub fn sharing(mode: Mode, profile: Option<&str>, own_server: bool) -> String {
+    match (mode, profile) {
+        (Mode::Mig, Some(profile)) => format!("mig {profile}"),
+        (mode, _) if own_server => format!("{mode}, own MPS"),
+        (mode, _) => mode.to_string(),
+    }
+}
+
+/// The number of the device `uuid`. Of one that this host no longer has, the UUID would widen a table.
+pub fn number_of(uuid: &str, status: &Status) -> String {
+    let number = status.number(uuid);
+    if number == uuid { "gone".to_owned() } else { safe(&number) }
 }
 
 /// No longer than [`LONGEST_NAME`], and safe to print.
@@ -290,13 +289,8 @@ impl Words {
         let part = parts.find(|part| part.uuid == lease.device);
         Self {
             name: called(lease),
-            gpu: safe(&status.number(&lease.device)),
-            // With what of the device is the container's alone.
-            mode: match lease.mode {
-                Mode::Mig => part.map_or_else(|| "mig".to_owned(), |part| format!("mig {}", part.profile)),
-                mode if lease.own_server => format!("{mode}, own MPS"),
-                mode => mode.to_string(),
-            },
+            gpu: number_of(&lease.device, status),
+            mode: sharing(lease.mode, part.map(|part| part.profile.as_str()), lease.own_server),
             sm: lease.sm_percent.map_or_else(|| whole(lease), |percent| format!("{percent} %")),
             busy: busy(lease),
             memory_used: memory_used(lease, status),
@@ -323,20 +317,6 @@ mod tests {
         assert_eq!(shown(Some(7.0), Some(f64::NAN)), "##########");
         assert_eq!(bar(Some(0.5), Some(0.75), 4, true), "██▒·");
         assert_eq!(bar(Some(0.5), None, 0, true), "");
-    }
-
-    #[test]
-    fn the_locale_tells_what_a_terminal_shows() {
-        let cases = [
-            ("C.UTF-8", true),
-            ("de_DE.utf8@euro", true),
-            ("C", false),
-            ("en_US.ISO-8859-1", false),
-            ("", false),
-        ];
-        for (locale, expected) in cases {
-            assert_eq!(is_utf8(locale), expected, "{locale}");
-        }
     }
 
     #[test]

@@ -188,9 +188,9 @@ pub fn job_share(
 /// What a GPU's parts are counted in. Slurm (24.11) gives a job with `mps` no GPU if the node has shards too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Unit {
-    /// Shards: `[slurm] shards` for each GPU; jobs may share every GPU of the node.
+    /// Shards: [slurm] shards for each GPU; jobs may share every GPU of the node.
     Shard,
-    /// Percent, as `mps`: jobs share one GPU of the node at a time.
+    /// Percent, as mps: jobs share one GPU of the node at a time.
     Mps,
 }
 

@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 
 const USAGE: &str = "usage: sublet-share [--format table|json]
 
-Prints this container's share of a GPU: mode, SMs, memory. The limits are for each process that uses CUDA; the memory in use is
-that of all processes of the container.";
+Prints this container's share of a GPU: mode, SMs, memory. The limits are for
+each process that uses CUDA; the memory in use is that of all processes of the
+container.";
 
 /// The environment, as far as it is sublet's.
 type Told = BTreeMap<String, String>;

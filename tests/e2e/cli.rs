@@ -152,8 +152,8 @@ fn status_as_tables() {
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &[]),
         "GUARD OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable --now \
-         sublet.service`\n\nDriver 580.159.04 SIMULATED\n\nGPU NAME MODE MEMORY USED BOOKED OF SM BUSY BOOKED \
-         LEASES\n0 NVIDIA H200 idle ·········· 0 MiB 0 MiB 140.4 GiB ·········· 0 % 0 % 0\n\nNo leases."
+         sublet.service`\n\nDriver 580.159.04 SIMULATED\n\nGPU NAME MODE MEMORY USED OF SM BUSY BOOKED \
+         LEASES\n0 NVIDIA H200 idle ·········· 0 MiB 140.4 GiB ·········· 0 % 0 % SM, 0 MiB 0\n\nNo leases."
     );
     let bundle = world.bundle("a-container-with-a-long-name", &[("sublet.sm", "12.5")], SLEEP);
     bundle.up();
@@ -166,12 +166,24 @@ fn status_as_tables() {
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &replace),
         "GUARD OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable --now \
-         sublet.service`\n\nDriver 580.159.04 SIMULATED\n\nGPU NAME MODE MEMORY USED BOOKED OF SM BUSY BOOKED \
-         LEASES\n0 NVIDIA H200 mps █········· 66 MiB 66 MiB 140.4 GiB ▒········· 0 % 12.5 % 1\n\nCONTAINER \
+         sublet.service`\n\nDriver 580.159.04 SIMULATED\n\nGPU NAME MODE MEMORY USED OF SM BUSY BOOKED \
+         LEASES\n0 NVIDIA H200 mps █········· 66 MiB 140.4 GiB ▒········· 0 % 12.5 % SM, 66 MiB 1\n\nCONTAINER \
          IMAGE USER GPU MODE SM BUSY MEMORY PROCESSES STATE PID AGE LEASE\na-container-with-a-long-name - root 0 mps \
          12.5 % 0 % 0 MiB / no limit 0 active PID AGO LEASE\n\nMPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING \
          CLIENTS\nGPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0"
     );
+    let in_columns = |arguments: &[&str], columns: &str| {
+        let output = world.command("sublet").args(arguments).env("COLUMNS", columns).output();
+        text(&output.expect("sublet runs").stdout)
+    };
+    for arguments in
+        [&["status"][..], &["events"], &["doctor", "--quick"], &["explain", "sm=25"], &["--help"]]
+    {
+        let narrow = in_columns(arguments, "80");
+        assert!(narrow.lines().all(|line| line.chars().count() <= 80), "{arguments:?}: {narrow}");
+    }
+    let events = in_columns(&["events", "--format", "json"], "20");
+    assert!(events.lines().all(|line| serde_json::from_str::<Value>(line).is_ok()), "{events}");
     bundle.down();
     assert_eq!(stdout(&world, &["lease", "list"]), "No leases.\n");
     assert_eq!(stdout(&world, &["mps", "list"]), "No MPS daemons.\n");

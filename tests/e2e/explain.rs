@@ -76,8 +76,8 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     let edits = ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25", "/dev/nvidia0 195:0", "/run/sublet/mps from"];
     let answers = squeezed(&explained);
     let first = format!(
-        "GPU 0, NVIDIA H200, {GPU}\nMode mps, on the MPS server that containers on this GPU share\nSMs 32 of 132 (at \
-         most 25 %)\nMemory 143771 MiB (no limit)\nProcesses 1, with 32 SMs\n\nThis share protects\n"
+        "GPU 0, NVIDIA H200, {GPU}\nMode mps\nSMs 32 of 132 (at most 25 %)\nMemory 143771 MiB (no limit)\n\
+         Processes 1, with 32 SMs\n\nThis share protects\n"
     );
     assert!(answers.starts_with(&first) && answers.contains("\nIt does not protect\n"), "{answers}");
     let unfolded = squeezed(&stdout(&world, &["explain", "sm=25", "--edits"]));

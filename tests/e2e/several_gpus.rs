@@ -171,7 +171,7 @@ fn of_gpus_of_different_size_a_percentage_is_of_the_smallest() {
     let explained =
         world.sublet(&["explain", "--annotation", "sublet.gpu=all", "--annotation", "sublet.memory=25%"]);
     let explained = String::from_utf8_lossy(&explained.stdout).into_owned();
-    let own = ", with an MPS server of its own for all of them";
+    let own = ", own MPS for all of them";
     let memory = "20389 MiB of 143771 MiB on 0; 20389 MiB of 81559 MiB on 1";
     assert!(explained.contains(own) && explained.contains(memory), "{explained}");
     let large =

@@ -555,5 +555,8 @@ fn the_programs_of_engines_say_what_they_are() {
     );
     let runtime = runtime().arg("--help").output().unwrap();
     assert_eq!((runtime.status.code(), runtime.stderr.as_slice()), (Some(0), &[][..]));
-    assert!(String::from_utf8_lossy(&runtime.stdout).starts_with("The OCI runtime shim of sublet"));
+    let runtime = String::from_utf8_lossy(&runtime.stdout);
+    assert!(runtime.starts_with("The OCI runtime shim of sublet"), "{runtime}");
+    let fits = |text: &str| text.lines().all(|line| line.len() <= 80) && !text.contains('`');
+    assert!(fits(&help) && fits(&runtime), "{help}{runtime}");
 }

@@ -8,13 +8,13 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::tables::{self, Format};
+use super::tables::{self, Format, bold};
 use crate::advise::{
     self, Advice, AdviseError, Host, MOST, Measurements, NoAdvice, Paste, Question, Trust, Verdict,
 };
 use crate::bench::{BenchResult, Sharing};
 use crate::preview::{EMPTY, Whose, does_not_protect, emptied};
-use crate::shown::{colour, memory, name_of};
+use crate::shown::{memory, name_of};
 use sublet_core::admit::{is_remote, refresh};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
@@ -25,7 +25,7 @@ use sublet_core::share::{MEMORY_ALLOWED, Memory, Percent, parse_memory};
 /// Arguments of `sublet advise`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A result of `sublet bench` to advise from; without one, only rules and data sheets are used
+    /// A result of sublet bench to advise from; without one, only rules and data sheets are used
     #[arg(long, value_name = "RESULT.json")]
     from: Option<PathBuf>,
     /// The load of that result, if it has several
@@ -100,7 +100,13 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     answer.remarks.extend(arguments.empty.then(|| EMPTY.to_owned()));
     answer.remarks.extend(inventory.driver.simulated.then(|| "the driver is simulated".to_owned()));
     let document = Document::of(&question, &answer, &inventory);
-    tables::print(arguments.format, &document, || text(&document))?;
+    match arguments.format {
+        Format::Json => tables::json(&document)?,
+        Format::Table => {
+            println!("{}", text(&document));
+            document.advice.iter().for_each(|advice| print!("{}", to_paste(advice)));
+        }
+    }
     Ok(if document.advice.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -347,25 +353,26 @@ fn text(document: &Document<'_>) -> String {
     if let Some(advice) = &document.advice {
         lines.extend([String::new(), bold("It does not protect")]);
         lines.extend(advice.not_protected.iter().map(|line| format!("  - {line}")));
-        let annotations = advice.annotations.iter().map(|(key, value)| format!("{key}={value}\n"));
-        for (title, text) in [
-            ("Annotations", &annotations.collect::<String>()),
-            ("Docker, each tenant", &advice.paste.docker_run),
-            ("Compose", &advice.paste.compose),
-            ("Quadlet, a .container file for each tenant", &advice.paste.quadlet),
-        ] {
-            lines.extend([String::new(), bold(title), String::new()]);
-            let indented = |line: &str| if line.is_empty() { String::new() } else { format!("    {line}") };
-            lines.extend(text.lines().map(indented));
-        }
     }
     lines.join("\n")
 }
 
-fn row(title: &str, text: &str) -> String {
-    format!("{title:<10} {text}")
+/// Lines that nothing may break.
+fn to_paste(advice: &Advised) -> String {
+    let annotations = advice.annotations.iter().map(|(key, value)| format!("{key}={value}\n"));
+    let texts = [
+        ("Annotations", &annotations.collect::<String>()),
+        ("Docker, each tenant", &advice.paste.docker_run),
+        ("Compose", &advice.paste.compose),
+        ("Quadlet, a .container file for each tenant", &advice.paste.quadlet),
+    ];
+    let indented = |line: &str| if line.is_empty() { "\n".to_owned() } else { format!("    {line}\n") };
+    let block = |(title, text): (&str, &String)| {
+        format!("\n{}\n\n{}", bold(title), text.lines().map(indented).collect::<String>())
+    };
+    texts.map(block).concat()
 }
 
-fn bold(text: &str) -> String {
-    if colour() { format!("\u{1b}[1m{text}\u{1b}[0m") } else { text.to_owned() }
+fn row(title: &str, text: &str) -> String {
+    format!("{title:<10} {text}")
 }

@@ -63,7 +63,7 @@ pub struct Arguments {
     /// Built-in loads, which need no image: several with commas between them
     #[arg(long = "load", value_enum, value_delimiter = ',', default_value = "small,large")]
     loads: Vec<Load>,
-    /// Your own: this image, with the command behind `--`; with `--engine runtime` a root file system
+    /// Your own: this image, with the command behind --; with --engine runtime a root file system
     #[arg(long, value_name = "IMAGE", conflicts_with = "loads")]
     image: Option<String>,
     /// Find a latency in each line that the command prints: the first group of this pattern, or what it matches
@@ -72,7 +72,7 @@ pub struct Arguments {
     /// The unit of those numbers
     #[arg(long, value_enum, default_value = "ms")]
     unit: Unit,
-    /// The command is a server: ask this URL all the time. `{port}`, also in the command, is a free port of each container
+    /// The command is a server: ask this URL all the time. {port}, also in the command, is a free port of each container
     #[arg(long, value_name = "URL", requires = "image")]
     http: Option<String>,
     /// Send this file by POST
@@ -111,7 +111,7 @@ pub struct Arguments {
     /// Measure each cell once more without sublet and without containers
     #[arg(long, value_enum)]
     baseline: Option<Baseline>,
-    /// A further word for the engine's `run`, such as --run-option=--volume=/models:/models:ro
+    /// A further word for the engine's run, such as --run-option=--volume=/models:/models:ro
     #[arg(long, value_name = "WORD", allow_hyphen_values = true)]
     run_option: Vec<String>,
     /// Measure although others use the GPU. The result is marked
@@ -126,7 +126,7 @@ pub struct Arguments {
     /// Go on with the result in that file: measure what it has not got
     #[arg(long)]
     resume: bool,
-    /// Your command, behind `--`
+    /// Your command, behind --
     #[arg(last = true, requires = "image")]
     command: Vec<String>,
 }
@@ -243,14 +243,12 @@ fn measure(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         inventory: &inventory,
         config,
         stop: &stop,
-        tell: &|line| eprintln!("{}", tables::wrapped(line, tables::width_of(std::io::stderr()))),
+        tell: &|line| eprintln!("{line}"),
     };
     runner.run(&grid, &mut result, &arguments.output)?;
-    let width = tables::terminal_width();
-    println!("{}", bench_show::shown(&result, &result.loads(), false, width));
+    println!("{}", bench_show::shown(&result, &result.loads(), false, tables::terminal_width()));
     let file = safe(&arguments.output.to_string_lossy());
-    let written = format!("Written to {file}: sublet bench show {file} --html page.html");
-    println!("\n{}", tables::wrapped(&written, width));
+    println!("\nWritten to {file}: sublet bench show {file} --html page.html");
     let failed = result.cells.iter().any(|cell| cell.measured.is_none());
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

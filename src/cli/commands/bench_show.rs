@@ -9,14 +9,15 @@ use serde::Serialize;
 
 use super::tables::{self, Column, Format};
 use crate::bench::{BenchResult, Cell, Figure, Measured, Mode, Sharing, digits, html, svg};
-use crate::shown::{bar, utf8};
+use crate::shown::bar;
+use crate::terminal::utf8;
 use sublet_core::fs::replace;
 use sublet_core::text::safe;
 
 /// Arguments of `sublet bench show`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// What `sublet bench run` wrote; `published` is the comparison on an A100 that the authors of nos
+    /// What sublet bench run wrote; "published": the comparison on an A100 that the authors of nos
     /// (github.com/nebuly-ai/nos) published
     result: PathBuf,
     /// Only this load; needed for a picture of a result with several
@@ -200,7 +201,7 @@ fn notes(result: &BenchResult, load: &str) -> Option<String> {
 /// Arguments of `sublet bench compare`.
 #[derive(Debug, clap::Args)]
 pub struct CompareArguments {
-    /// A result; `published` is the comparison on an A100 that the authors of nos (github.com/nebuly-ai/nos)
+    /// A result; "published": the comparison on an A100 that the authors of nos (github.com/nebuly-ai/nos)
     /// published
     a: PathBuf,
     /// Another

@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::tables::{self, Format};
+use super::tables::{self, Column, Format};
 use crate::cdi_spec::{self, FileError, Listing, Named, State, Without};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
@@ -18,7 +18,7 @@ use sublet_core::text::safe;
 /// Subcommands of `sublet cdi`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Write the CDI specification; its devices are sublet/share=<share>.<GPU or G:M>
+    /// Write the CDI specification, with devices sublet/share=SHARE.GPU, or SHARE.G:M: MIG device M of GPU G
     Generate {
         /// The file, in a directory that engines read; default: [cdi] spec of the configuration
         #[arg(long, value_name = "FILE")]
@@ -99,8 +99,9 @@ fn print(format: Format, config: &Config) -> anyhow::Result<()> {
     };
     tables::print(format, &document, || {
         let row = |named: &Named| vec![id(&named.name), named.number.clone(), named.asked.device.clone()];
-        let table =
-            tables::table(&["CDI DEVICE", "DEVICE", "UUID"], listing.devices.iter().map(row).collect());
+        let rows: Vec<_> = listing.devices.iter().map(row).collect();
+        let columns = [Column("CDI DEVICE", 0), Column("DEVICE", 0), Column("UUID", 1)];
+        let table = tables::fitting(&columns, &rows, tables::terminal_width());
         let without = |one: &Without| format!("No {KIND}={}: {}\n", safe(&one.name), one.why);
         let without: String = listing.without.iter().map(without).collect();
         format!("{table}\n{without}{}: {}", safe(&config.cdi.spec.to_string_lossy()), document.state)

@@ -3,10 +3,15 @@
 //! When the reader has closed the pipe, the standard library's `println!` panics in the middle of the work, and
 //! SIGPIPE's default would kill there. All of `cli` uses these macros instead. Output that cannot be written is
 //! dropped. If the reason is not a closed pipe, it is reported at the end and by the exit status.
+//!
+//! `println!` and `eprintln!` are for people: they break lines as the terminal is wide. What programs read, or people paste,
+//! is printed with `print!`, which leaves lines as they are.
 
 use std::fmt::Arguments;
-use std::io::{ErrorKind, Write, stderr, stdout};
+use std::io::{ErrorKind, IsTerminal as _, Write, stderr, stdout};
 use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::terminal::{terminal_width, width_of, wrapped};
 
 static FAILED: AtomicBool = AtomicBool::new(false);
 static BEGUN: AtomicBool = AtomicBool::new(false);
@@ -18,10 +23,7 @@ macro_rules! print {
 }
 
 macro_rules! println {
-    () => { $crate::commands::closed_output::out(format_args!("\n")) };
-    ($format:literal $($rest:tt)*) => {
-        $crate::commands::closed_output::out(format_args!("{}\n", format_args!($format $($rest)*)))
-    };
+    ($($text:tt)*) => { $crate::commands::closed_output::line(format_args!($($text)*)) };
 }
 
 macro_rules! eprintln {
@@ -33,13 +35,19 @@ pub(super) fn out(text: Arguments<'_>) {
     note_failure(stdout().lock().write_fmt(text));
 }
 
+pub(super) fn line(text: Arguments<'_>) {
+    out(format_args!("{}\n", wrapped(&text.to_string(), terminal_width())));
+}
+
 /// Whether anything was printed on standard output.
 pub(super) fn has_begun() -> bool {
     BEGUN.load(Ordering::Relaxed)
 }
 
 pub(super) fn err(text: Arguments<'_>) {
-    let _ = writeln!(stderr().lock(), "{text}");
+    // Programs read the last line of it, among them sublet's own, which inherit COLUMNS.
+    let width = stderr().is_terminal().then(|| width_of(stderr())).flatten();
+    let _ = writeln!(stderr().lock(), "{}", wrapped(&text.to_string(), width));
 }
 
 /// Whether anybody can still read what is written.

@@ -61,13 +61,13 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
 /// `containers` are shown as comments, because the rest of the output is one configuration file and they are another.
 fn show(config: &Config, containers: Option<&Containers>, sources: &[PathBuf]) -> anyhow::Result<()> {
     for source in sources {
-        println!("# from {}", source.display());
+        print!("# from {}\n", source.display());
     }
     print!("{}", toml::to_string(&config::written_out(config))?);
     let Some(containers) = containers else { return Ok(()) };
-    println!("\n# {}:", config_files::containers_path().display());
+    print!("\n# {}:\n", config_files::containers_path().display());
     for line in toml::to_string(containers)?.lines() {
-        println!("{}", format!("# {line}").trim_end());
+        print!("{}\n", format!("# {line}").trim_end());
     }
     Ok(())
 }

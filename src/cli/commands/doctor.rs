@@ -51,7 +51,7 @@ pub struct Arguments {
     /// Fail on warnings too: exit code 1, as for a failed check
     #[arg(long, conflicts_with = "run")]
     strict: bool,
-    /// Print what NVML reports; another `sublet doctor` calls this
+    /// Print what NVML reports; another sublet doctor calls this
     #[arg(long, hide = true, conflicts_with_all = ["quick", "run", "strict"])]
     inventory: bool,
     /// Output format
@@ -318,6 +318,21 @@ mod tests {
         let long = Duration::from_secs(10);
         assert_eq!(asked("echo sublet: it is missing >&2; exit 1", long), "it is missing");
         assert!(asked("echo {}", long).starts_with("NVML's answer: missing key"));
+    }
+
+    #[test]
+    fn what_was_found_stands_in_its_column() {
+        let found = "NVIDIA's container toolkit rewrites what engines start";
+        let fix = Some("set mode = \"cdi\" in its config.toml".to_owned());
+        let check = Check { check: "toolkit", result: Verdict::Warn, found: found.to_owned(), fix };
+        assert_eq!(
+            tables::wrapped(&table(&[check]), Some(80)).lines().collect::<Vec<_>>(),
+            [
+                "RESULT  CHECK    FOUND  -> FIX",
+                "warn    toolkit  NVIDIA's container toolkit rewrites what engines start  -> set",
+                "                 mode = \"cdi\" in its config.toml",
+            ]
+        );
     }
 
     /// Checks the error `expected` and the clean-up commands when the engine's `run` never ends.

@@ -8,7 +8,7 @@ use sublet_core::mps;
 /// Arguments of both.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Devices: an index, a UUID or its beginning, a PCI bus id, `G:M`, an alias, `all`
+    /// Devices: an index, a UUID or its beginning, a PCI bus id, G:M (MIG device M of GPU G), an alias, all
     #[arg(required = true)]
     devices: Vec<String>,
 }

@@ -91,7 +91,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         let shown = Shown::read(config);
         for event in events.iter().filter(|event| wanted.has(event, &shown)) {
             match arguments.format {
-                Format::Json => println!("{}", serde_json::to_string(event)?),
+                Format::Json => print!("{}\n", serde_json::to_string(event)?),
                 Format::Table => println!("{}", shown.line(event)),
             }
         }
@@ -207,6 +207,7 @@ impl Shown {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tables::wrapped;
     use super::*;
 
     #[test]
@@ -231,6 +232,19 @@ mod tests {
         assert_eq!(
             shown.line(&event),
             "2026-11-23T07:00:00.123Z  refused        0123456789abcdef\\u{1b} on GPU-1 no\\nplace after 1s 500ms"
+        );
+        let long = Event {
+            text: "no place for mps, 50 % SM, 8 GiB on any GPU".into(),
+            took_ms: None,
+            ..event.clone()
+        };
+        assert_eq!(
+            wrapped(&shown.line(&long), Some(80)).lines().collect::<Vec<_>>(),
+            [
+                "2026-11-23T07:00:00.123Z  refused        0123456789abcdef\\u{1b} on GPU-1 no",
+                "                                         place for mps, 50 % SM, 8 GiB on any",
+                "                                         GPU",
+            ]
         );
         assert!(shown.is_of(&event, "01234") && !shown.is_of(&event, "") && !shown.is_of(&event, "x"));
     }

@@ -36,7 +36,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
     match command {
         Command::List { format } => {
             let status = Host::read(config)?.status;
-            tables::print(*format, &status.leases, || status::lease_table(&status))
+            tables::print(*format, &status.leases, || status::lease_table(&status, tables::terminal_width()))
         }
         Command::Release { id, force } => release(id, *force, config),
     }

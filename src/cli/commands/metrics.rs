@@ -23,17 +23,17 @@ pub struct Arguments {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     format: Format,
-    /// Replace this file, as `node_exporter`'s textfile collector reads it, instead of printing
+    /// Replace this file, as the node exporter's textfile collector reads it, instead of printing
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Serve the metrics over HTTP at this address, such as `127.0.0.1:9843`, or at the socket of systemd's unit
-    /// (`systemd`); the scraper chooses the format
+    /// Serve the metrics over HTTP at this address, such as 127.0.0.1:9843, or at the socket of systemd's unit
+    /// (systemd); the scraper chooses the format
     #[arg(long, value_name = "ADDRESS:PORT", conflicts_with_all = ["output", "format"], value_parser = listen)]
     listen: Option<Listen>,
     /// Let other hosts reach the address. There is no encryption and no password
     #[arg(long, requires = "listen")]
     listen_public: bool,
-    /// A name of this host by which scrapers may ask, besides its addresses and `localhost`
+    /// A name of this host by which scrapers may ask, besides its addresses and localhost
     #[arg(long, value_name = "NAME", requires = "listen")]
     listen_name: Vec<String>,
 }

@@ -26,7 +26,7 @@ pub enum Command {
         #[arg(long, value_enum, default_value_t)]
         format: Format,
     },
-    /// Show what `apply` would do and what prevents it; changes nothing
+    /// Show what apply would do and what prevents it; changes nothing
     Plan {
         #[command(flatten)]
         file: LayoutFile,
@@ -282,7 +282,7 @@ fn make(config: &Config) -> anyhow::Result<()> {
     };
     // The entry point that waited for the instance may have been killed meanwhile.
     Local::new(config).destroy_unneeded(&store);
-    println!("{}", serde_json::to_string(&answer)?);
+    print!("{}\n", serde_json::to_string(&answer)?);
     Ok(())
 }
 

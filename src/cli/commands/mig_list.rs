@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::tables::{self, Format};
+use super::tables::{self, Column, Format};
 use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, Span};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
@@ -15,7 +15,7 @@ use sublet_core::text::safe;
 pub fn run(format: Format, config: &Config) -> anyhow::Result<()> {
     let (gpus, ..) = seen(config)?;
     let listed: Vec<_> = gpus.iter().map(ListedGpu::of).collect();
-    tables::print(format, &listed, || tables(&listed))
+    tables::print(format, &listed, || tables(&listed, tables::terminal_width()))
 }
 
 /// The host's GPUs with the users of their instances, and what tells of them.
@@ -105,7 +105,7 @@ impl<'a> ListedInstance<'a> {
     }
 }
 
-fn tables(gpus: &[ListedGpu<'_>]) -> String {
+fn tables(gpus: &[ListedGpu<'_>], width: Option<usize>) -> String {
     let word = |on: bool| if on { "on" } else { "off" };
     let mode = |gpu: &ListedGpu<'_>| match &gpu.mig {
         None => "not supported".to_owned(),
@@ -122,7 +122,9 @@ fn tables(gpus: &[ListedGpu<'_>]) -> String {
         (["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "UUID", "HELD BY"], instances),
     ];
     let others = others.into_iter().filter(|(_, rows)| !rows.is_empty());
-    parts.extend(others.map(|(header, rows)| tables::table(&header, rows)));
+    // What is the longest goes first where a terminal is too narrow.
+    let column = |name| Column(name, u8::from(["PLACEMENTS", "UUID"].contains(&name)));
+    parts.extend(others.map(|(header, rows)| tables::fitting(&header.map(column), &rows, width)));
     parts.join("\n\n")
 }
 
@@ -214,6 +216,6 @@ mod tests {
             GPU      PROFILE  ID  FREE/TOTAL  SMS  MEMORY     PLACEMENTS\n\
             0-1,3-4  1g.18gb  19  7/7         16   16384 MiB  {0,1}:1\n\
             2        1g.18gb  19  6/7         16   16384 MiB  {0,1}:1";
-        assert_eq!(tables(&gpus.each_ref().map(ListedGpu::of)), expected);
+        assert_eq!(tables(&gpus.each_ref().map(ListedGpu::of), None), expected);
     }
 }

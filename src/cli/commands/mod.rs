@@ -57,7 +57,7 @@ struct Arguments {
 enum Command {
     /// Show devices, leases and MPS daemons
     Status(status::Arguments),
-    /// Show GPUs and containers live: memory against limits, load, power, sparklines; `?` shows the keys
+    /// Show GPUs and containers live: memory against limits, load, power, sparklines; its key ? shows the others
     Top(top::Arguments),
     /// Ask the driver for its devices and write the inventory
     Refresh(refresh::Arguments),
@@ -92,7 +92,7 @@ enum Command {
     /// Measure what sharing a GPU costs, with built-in loads or your own image
     #[command(subcommand)]
     Bench(bench::Command),
-    /// Use the GPU in this container again and again; `sublet bench` runs it there
+    /// Use the GPU in this container again and again; sublet bench runs it there
     #[command(hide = true)]
     Load {
         /// What one iteration does
@@ -100,7 +100,7 @@ enum Command {
     },
     /// Check this host; each failed check comes with its fix. Exit code 1 if a check fails
     Doctor(doctor::Arguments),
-    /// Report what this container got; `sublet doctor --run` runs it in a container
+    /// Report what this container got; sublet doctor --run runs it in a container
     #[command(hide = true)]
     Probe,
     /// Configure an engine to use sublet, or undo that
@@ -123,15 +123,27 @@ pub fn command() -> clap::Command {
 /// Runs the program; exit codes: 0 done, 1 failed, 2 bad usage (clap's).
 pub fn main() -> ExitCode {
     sublet_core::process::inheritance::handle_sigxfsz();
-    let matches = Arguments::command().get_matches();
-    let arguments = Arguments::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    // In more than 100 characters, clap's default, a line of options is hard to read.
+    let command = Arguments::command().term_width(tables::terminal_width().unwrap_or(100));
+    let code = command.try_get_matches().map_or_else(|answer| tell(&answer), |matches| run_matched(&matches));
+    if closed_output::finish() { code } else { ExitCode::FAILURE }
+}
+
+fn run_matched(matches: &ArgMatches) -> ExitCode {
+    let arguments = Arguments::from_arg_matches(matches).unwrap_or_else(|error| error.exit());
     // The library's warnings, such as that of a rebuilt ledger, are shown to the user who ran the command.
     log::trace_to(Log::new("sublet", None, false, None), false);
-    let code = run(arguments.command).unwrap_or_else(|error| {
-        report(&error, wants_json(&matches));
+    run(arguments.command).unwrap_or_else(|error| {
+        report(&error, wants_json(matches));
         ExitCode::FAILURE
-    });
-    if closed_output::finish() { code } else { ExitCode::FAILURE }
+    })
+}
+
+/// Prints clap's answer: help, the version, or what is wrong with the command line.
+fn tell(answer: &clap::Error) -> ExitCode {
+    let print = if answer.use_stderr() { closed_output::err } else { closed_output::line };
+    print(format_args!("{}", answer.render().to_string().trim_end()));
+    u8::try_from(answer.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
 /// Whether the subcommand was given `--format json`.
@@ -155,7 +167,7 @@ fn report(error: &anyhow::Error, as_json: bool) {
     if as_json && !closed_output::has_begun() {
         let object = ErrorObject { error: &line, reason: reason::reason(error) };
         // Serializing fails only for maps whose keys are not strings.
-        println!("{}", serde_json::to_string(&object).unwrap_or_default());
+        print!("{}\n", serde_json::to_string(&object).unwrap_or_default());
     }
     eprintln!("sublet: {line}");
 }
@@ -258,6 +270,25 @@ fn no_device(text: &str) -> anyhow::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Helps of `command` and of all below it, as a terminal of 80 shows them.
+    fn helps(command: &mut clap::Command) -> Vec<String> {
+        let own = tables::wrapped(&command.render_long_help().to_string(), Some(80));
+        [own].into_iter().chain(command.get_subcommands_mut().flat_map(helps)).collect()
+    }
+
+    #[test]
+    fn help_fits_its_terminal_and_says_what_its_words_mean() {
+        let mut command = Arguments::command().term_width(80);
+        command.build();
+        let all = helps(&mut command);
+        assert!(all.len() > 30, "{}", all.len());
+        for help in all {
+            assert!(help.lines().all(|line| line.chars().count() <= 80) && !help.contains('`'), "{help}");
+            let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
+            assert!(!words.contains("G:M") || words.contains("MIG device M of GPU G"), "{help}");
+        }
+    }
 
     #[test]
     fn any_command_may_be_asked_for_json() {

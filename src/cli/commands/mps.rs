@@ -28,14 +28,14 @@ pub enum Command {
     },
     /// Start an MPS daemon that a lease needs, or restart it
     Start {
-        /// A GPU or MIG device (index, UUID or its beginning, PCI bus id, `G:M`, alias), or a container with a daemon
-        /// of its own
+        /// A device (index, UUID or its beginning, PCI bus id, alias; G:M: MIG device M of GPU G), or a container
+        /// with a daemon of its own
         #[arg(value_name = "DEVICE|CONTAINER")]
         key: String,
     },
     /// Stop an MPS daemon that serves no lease
     Stop {
-        /// As for `start`
+        /// As for start
         #[arg(value_name = "DEVICE|CONTAINER")]
         key: String,
         /// Stop it even if it serves leases or does not answer; the GPU work of its clients ends
@@ -65,7 +65,7 @@ pub enum Command {
     },
     /// Print the logs of an MPS daemon and its server
     Logs {
-        /// As for `start`
+        /// As for start
         #[arg(value_name = "DEVICE|CONTAINER")]
         key: String,
     },
@@ -97,7 +97,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
         }
         Command::Logs { key } => {
             for (file, text) in mps_daemons::logs(&key_of(key, &store, config)?, config)? {
-                println!("== {file}\n{}", text.trim_end());
+                print!("== {file}\n{}\n", text.trim_end());
             }
         }
     }
@@ -134,9 +134,9 @@ fn list(format: Format, store: &Store, config: &Config) -> anyhow::Result<()> {
         Format::Json => tables::json(&daemons)?,
         Format::Table if daemons.is_empty() => println!("No MPS daemons."),
         Format::Table => {
-            let inventory = fresh_inventory(config)?;
-            let label = |uuid: &str| inventory.device(uuid).map_or_else(|| uuid.to_owned(), Device::number);
-            println!("{}", super::status::daemon_table(&daemons, label));
+            let inventory = fresh_inventory(config)?.with_left_out();
+            let label = |uuid: &str| inventory.device(uuid).map_or_else(|| "gone".to_owned(), Device::number);
+            println!("{}", super::status::daemon_table(&daemons, label, tables::terminal_width()));
         }
     }
     Ok(())

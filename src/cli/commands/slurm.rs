@@ -54,12 +54,12 @@ pub enum Command {
         #[arg(long)]
         node: Option<String>,
     },
-    /// Note what a job got: `Prolog=` of slurm.conf. Exit code 0 whatever happens, because Slurm drains the node after any
+    /// Note what a job got: Prolog= of slurm.conf. Exit code 0 whatever happens, because Slurm drains the node after any
     /// other
     Prolog,
-    /// Print the environment of a job's task: `TaskProlog=` of slurm.conf. Exit code 1 if there is no room: the task fails
+    /// Print the environment of a job's task: TaskProlog= of slurm.conf. Exit code 1 if there is no room: the task fails
     TaskProlog,
-    /// Free what a job held: `Epilog=` of slurm.conf. Exit code 0 whatever happens
+    /// Free what a job held: Epilog= of slurm.conf. Exit code 0 whatever happens
     Epilog,
 }
 
@@ -73,7 +73,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
             let name = gethostname().context("gethostname")?.to_string_lossy().into_owned();
             let node = node.as_deref().or_else(|| name.split('.').next()).unwrap_or_default();
             let inventory = fresh_inventory(config)?;
-            println!("{}", slurm::gres(node, *unit, &inventory, config).map_err(anyhow::Error::msg)?);
+            print!("{}\n", slurm::gres(node, *unit, &inventory, config).map_err(anyhow::Error::msg)?);
         }
         Command::Prolog => report(prolog(config)),
         Command::Epilog => report(epilog(config)),
@@ -199,7 +199,7 @@ fn task_prolog(config: &Config) -> ExitCode {
     let is_written = match environment(config) {
         Ok(lines) => std::io::stdout().write_all(lines.as_bytes()).is_ok(),
         Err(error) => {
-            println!("print sublet: {}", super::tables::chain(&error));
+            print!("print sublet: {}\n", super::tables::chain(&error));
             false
         }
     };

@@ -10,12 +10,13 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::tables::{self, Cell, Column, Format};
+use super::tables::{self, Cell, Format};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{Name, Names, WHY_WITHOUT_SHARE, lease_of};
 use crate::setup::docker::without_share;
-use crate::shown::{Device, Words, bar, cut, fraction, or_dash, utf8, word};
+use crate::shown::{Device, Words, bar, cut, fraction, number_of, or_dash, word};
 use crate::status::{LeaseOnDevice, Room, Sources, Status};
+use crate::terminal::utf8;
 use crate::usage;
 use sublet_core::admit::{self, RefusalRecord, confirmed_inventory, is_remote};
 use sublet_core::broker::policy_limits::Left;
@@ -33,28 +34,13 @@ const CLEAR: &str = "\u{1b}[H\u{1b}[2J";
 /// The length of a bar, in characters.
 const BAR: usize = 10;
 
-/// The columns of devices. Those with the highest number go first where a terminal is too narrow for all of them.
-const DEVICE_COLUMNS: [Column; 11] = [
-    Column("GPU", 0),
-    Column("NAME", 3),
-    Column("MODE", 1),
-    Column("MEMORY", 4),
-    Column("USED", 0),
-    Column("BOOKED", 1),
-    Column("OF", 2),
-    Column("SM", 5),
-    Column("BUSY", 1),
-    Column("BOOKED", 2),
-    Column("LEASES", 6),
-];
-
 /// Arguments of `sublet status`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     format: Format,
-    /// Only this device: an index, a UUID or its beginning, a PCI bus id, `G:M`, an alias
+    /// Only this device: an index, a UUID or its beginning, a PCI bus id, G:M (MIG device M of GPU G), an alias
     #[arg(long, value_name = "DEVICE")]
     gpu: Option<String>,
     /// Only this container: its name or id, its lease's id, or the beginning of one that no other has
@@ -91,9 +77,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let clear = if std::io::stdout().is_terminal() { CLEAR } else { "" };
     loop {
         // Written at once, so that a terminal does not flicker.
-        let text =
-            shown(arguments, config).unwrap_or_else(|error| format!("sublet: {}\n", tables::chain(&error)));
-        print!("{clear}{text}");
+        let failed = |error| {
+            tables::wrapped(&format!("sublet: {}\n", tables::chain(&error)), tables::terminal_width())
+        };
+        print!("{clear}{}", shown(arguments, config).unwrap_or_else(failed));
         if !super::closed_output::is_open() {
             return Ok(());
         }
@@ -144,7 +131,7 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
             }
             Ok(serde_json::to_string_pretty(&document)? + "\n")
         }
-        Format::Table => Ok(tables_of(&status, own.as_ref())),
+        Format::Table => Ok(tables_of(&status, own.as_ref(), tables::terminal_width(), utf8())),
     }
 }
 
@@ -196,20 +183,19 @@ fn last_error(format: Format, config: &Config) -> anyhow::Result<()> {
 }
 
 /// Warnings first, then the devices, the leases, the daemons, and what the guard did last.
-fn tables_of(status: &Status, own: Option<&Own>) -> String {
+fn tables_of(status: &Status, own: Option<&Own>, width: Option<usize>, utf8: bool) -> String {
     let mut text: String = status.warnings.iter().flat_map(|warning| [warning.as_str(), "\n"]).collect();
     if !text.is_empty() {
         text.push('\n');
     }
     let simulated = if status.driver.simulated { "  SIMULATED" } else { "" };
     let _ = writeln!(text, "Driver {}{simulated}\n", status.driver.version);
-    let utf8 = utf8();
-    let devices: Vec<_> = Device::all(&status.devices).map(|device| device_row(&device, utf8)).collect();
-    let devices = tables::fitting(&DEVICE_COLUMNS, &devices, tables::terminal_width());
-    let _ = writeln!(text, "{devices}\n\n{}", lease_table(status));
+    let devices = Device::all(&status.devices).map(|device| device_row(&device, utf8)).collect();
+    let devices = tables::fitting_rows(devices, width);
+    let _ = writeln!(text, "{devices}\n\n{}", lease_table(status, width));
     if !status.mps.is_empty() {
-        let label = |uuid: &str| status.number(uuid).into_owned();
-        let _ = writeln!(text, "\n{}", daemon_table(&status.mps, label));
+        let label = |uuid: &str| number_of(uuid, status);
+        let _ = writeln!(text, "\n{}", daemon_table(&status.mps, label, width));
     }
     if status.guard.watching {
         text.push_str("\nGuard: on.\n");
@@ -222,58 +208,55 @@ fn tables_of(status: &Status, own: Option<&Own>) -> String {
     if let Some(own) = own {
         let _ = writeln!(text, "\n{}", own.words());
     }
-    text
+    tables::wrapped(&text, width)
 }
 
-/// A GPU or MIG device, with what is used and booked.
-fn device_row(device: &Device<'_>, utf8: bool) -> Vec<String> {
+/// A GPU or MIG device, with what is used and booked. Cells with the highest number go first where a terminal is too
+/// narrow for all of them.
+fn device_row(device: &Device<'_>, utf8: bool) -> [Cell; 11] {
     let host = if device.part.is_none() && device.gpu.memory_of_host { ", host memory" } else { "" };
-    // What keeps it from being served.
-    let obstacle = match device.part {
-        None => Some(device.gpu.health.state).filter(|state| *state != "ok").map(str::to_uppercase),
-        Some(part) => part.fault.as_ref().map(|_| "unusable".to_owned()),
-    };
     let busy = device.used.and_then(|used| used.busy_percent);
     let used = or_dash(device.used.and_then(|used| used.memory_bytes).map(tables::memory));
     let dash = || "-".to_owned();
+    let reserved = device.part.map_or(device.gpu.reserved, |part| part.reserved);
     let of = tables::memory(device.memory_bytes);
     let [memory_bar, used, booked_memory, of] = match (device.memory_with(), device.own_bookings()) {
         (Some(first), _) => [String::new(), format!("as {first}"), String::new(), String::new()],
-        (None, None) => [String::new(), used, dash(), of],
+        (None, None) => [String::new(), used, String::new(), of],
         (None, Some(booked)) => {
             let part = fraction(booked.memory_bytes, device.memory_bytes);
             let memory_bar = bar(device.memory_used(), Some(part), BAR, utf8);
-            [memory_bar, used, tables::memory(booked.memory_bytes), of]
+            [memory_bar, used, format!(", {}", tables::memory(booked.memory_bytes)), of]
         }
     };
-    let [sm_bar, booked_sm, leases] = match device.own_bookings() {
+    let [sm_bar, booked, leases] = match device.own_bookings() {
         None => [String::new(), dash(), dash()],
         Some(Room { sm_percent, .. }) => {
             let sm_bar = bar(busy.map(|busy| f64::from(busy) / 100.0), Some(sm_percent / 100.0), BAR, utf8);
-            [sm_bar, format!("{sm_percent} %"), device.lease_count.to_string()]
+            [sm_bar, format!("{sm_percent} % SM{booked_memory}"), device.lease_count.to_string()]
         }
     };
-    vec![
-        format!("{}{}", device.branch(utf8), device.number),
-        format!("{}{host}", device.name),
-        device.state(obstacle.as_deref()),
-        memory_bar,
-        used,
-        booked_memory,
-        of,
-        sm_bar,
-        or_dash(busy.map(|busy| format!("{busy} %"))),
-        booked_sm,
-        leases,
+    [
+        ("GPU", 0, format!("{}{}", device.branch(utf8), device.number)),
+        ("NAME", 4, format!("{}{host}", device.name)),
+        ("MODE", 1, device.state()),
+        ("FOR", 2, reserved.map(|mode| mode.to_string()).unwrap_or_default()),
+        ("MEMORY", 5, memory_bar),
+        ("USED", 0, used),
+        ("OF", 3, of),
+        ("SM", 6, sm_bar),
+        ("BUSY", 1, or_dash(busy.map(|busy| format!("{busy} %")))),
+        ("BOOKED", 1, booked),
+        ("LEASES", 7, leases),
     ]
 }
 
 /// The table of leases and the containers that hold them; a line where there is no lease.
-pub(super) fn lease_table(status: &Status) -> String {
+pub(super) fn lease_table(status: &Status, width: Option<usize>) -> String {
     if status.leases.is_empty() {
         return "No leases.".to_owned();
     }
-    tables::fitting_rows(status.leases.iter().map(|lease| lease_row(lease, status)).collect())
+    tables::fitting_rows(status.leases.iter().map(|lease| lease_row(lease, status)).collect(), width)
 }
 
 /// Those with the highest number go first where a terminal is too narrow for all of them.
@@ -304,7 +287,11 @@ pub(super) fn label(lease: &Lease, name: Option<&Name>) -> String {
 }
 
 /// The table of MPS daemons; `label` names the device with a UUID.
-pub(super) fn daemon_table(daemons: &[Listed], label: impl Fn(&str) -> String) -> String {
+pub(super) fn daemon_table(
+    daemons: &[Listed],
+    label: impl Fn(&str) -> String,
+    width: Option<usize>,
+) -> String {
     // With the time that the daemon still waits for a lease.
     let idle = |daemon: &Listed| match (daemon.idle_seconds, daemon.ends_in_seconds) {
         (None, _) => String::new(),
@@ -324,7 +311,7 @@ pub(super) fn daemon_table(daemons: &[Listed], label: impl Fn(&str) -> String) -
             ("CLIENTS", 1, or_dash(daemon.clients)),
         ]
     };
-    tables::fitting_rows(daemons.iter().map(row).collect())
+    tables::fitting_rows(daemons.iter().map(row).collect(), width)
 }
 
 // What a user without root sees below the tables: their own policy limits, and what is left of them.
@@ -387,4 +374,54 @@ fn caps(rule: &PolicyRule, left: &Left) -> Vec<String> {
     .into_iter()
     .flatten()
     .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::Health;
+    use crate::top::fixture::{lease, look};
+    use sublet_core::share::Mode;
+
+    /// Two GPUs, the second lost and drained; a container with its own MPS server, and one of a GPU that is gone.
+    fn status() -> Status {
+        let mut status = look().status;
+        let [first, second] = &mut status.devices[..] else { panic!() };
+        (first.mode, first.reserved) = ("time-slice", Some(Mode::TimeSlice));
+        second.health = Health { state: "lost", reason: None };
+        second.drained = true;
+        let own = LeaseOnDevice { mode: Mode::TimeSlice, own_server: true, ..lease(1, "training", Some(7)) };
+        let gone = "GPU-5b1e7000-0000-4000-8000-000000000100".to_owned();
+        status.leases = vec![own, LeaseOnDevice { device: gone, ..lease(2, "web", None) }];
+        status.warnings =
+            vec![format!("GPU 1 is left out: {}", "it fell off the bus; ".repeat(9).trim_end())];
+        status
+    }
+
+    #[test]
+    fn everything_fits_a_terminal_of_80() {
+        let text = tables_of(&status(), None, Some(80), false);
+        assert_eq!(text.lines().filter(|line| line.chars().count() > 80).collect::<Vec<_>>(), [""; 0]);
+        let expected = [
+            "GPU  MODE           FOR         USED    OF       BUSY  BOOKED",
+            "0    time-slice     time-slice  35 GiB  140 GiB  77 %  50 % SM, 70 GiB",
+            "1    LOST, drained              -       140 GiB  -     50 % SM, 70 GiB",
+            "",
+            "CONTAINER  GPU   MODE                 SM      BUSY         MEMORY         STATE",
+            "training   0     time-slice, own MPS  12.5 %  n/a of 77 %  7 GiB / 8 GiB  active",
+            "web        gone  mps                  12.5 %  -            - / 8 GiB      active",
+        ];
+        assert!(text.contains(&expected.join("\n")), "{text}");
+    }
+
+    #[test]
+    fn what_nobody_reserved_needs_no_column() {
+        let mut status = status();
+        status.devices[0].reserved = None;
+        let text = tables_of(&status, None, None, false);
+        let header = "GPU NAME MODE MEMORY USED OF SM BUSY BOOKED LEASES";
+        let is_header = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ") == header;
+        assert!(text.lines().any(is_header), "{text}");
+        assert!(text.lines().next().is_some_and(|line| line.len() > 80), "a pipe has whole lines: {text}");
+    }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{anyhow, bail};
 
 use super::tables;
-use crate::shown::utf8;
+use crate::terminal::utf8;
 use crate::top::{self, web};
 use sublet_core::admit::confirmed_inventory;
 use sublet_core::config::Config;
@@ -19,19 +19,19 @@ const WIDTH: usize = 132;
 /// Arguments of `sublet top`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Time between two looks at the driver: `500ms`, `2s`; from 200ms to 60s
+    /// Time between two looks at the driver: 500ms, 2s; from 200ms to 60s
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval)]
     interval: Duration,
     /// Print one frame as text, without control characters, and end
     #[arg(long)]
     once: bool,
-    /// Show it as a page in a browser, at this address of this host, such as `127.0.0.1:8080`; prints the page's URL
+    /// Show it as a page in a browser, at this address of this host, such as 127.0.0.1:8080; prints the page's URL
     #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "once", value_parser = address)]
     web: Option<SocketAddr>,
     /// Let other hosts reach the page. There is no encryption: whoever sees the traffic can read the page
     #[arg(long, requires = "web")]
     web_public: bool,
-    /// A name of this host by which browsers may ask for the page, besides its addresses and `localhost`
+    /// A name of this host by which browsers may ask for the page, besides its addresses and localhost
     #[arg(long, value_name = "NAME", requires = "web")]
     web_name: Vec<String>,
 }

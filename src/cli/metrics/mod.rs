@@ -252,8 +252,9 @@ fn ratio(percent: u32) -> f64 {
 pub(crate) enum Format {
     /// `OpenMetrics` 1.0.
     #[default]
+    #[value(help = "OpenMetrics 1.0")]
     Openmetrics,
-    /// Prometheus' own text format, for `node_exporter`'s textfile collector.
+    /// Prometheus' own text format, for the node exporter's textfile collector.
     Prometheus,
 }
 

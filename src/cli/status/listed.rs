@@ -9,7 +9,7 @@ use crate::names::{self, Engine, Name};
 use crate::usage::{DeviceUsed, LeaseUsed, ProcessUse};
 use sublet_core::inventory::{Device, LeftOut, MigDevice};
 use sublet_core::ledger::{Lease, LeaseState};
-use sublet_core::place::{Bookings, bookings};
+use sublet_core::place::{Bookings, bookings, rule};
 use sublet_core::share::{Isolation, Mode, Percent};
 use sublet_core::text::{safe, timestamp};
 
@@ -52,6 +52,9 @@ pub struct Gpu {
     pub mig: Vec<MigInstance>,
     /// Whether it takes no new lease.
     pub drained: bool,
+    /// What `[[device]] use` reserves it for.
+    #[serde(skip)]
+    pub reserved: Option<Mode>,
 }
 
 /// Whether containers get a GPU.
@@ -113,6 +116,9 @@ pub struct MigInstance {
     pub fault: Option<String>,
     /// Whether it was created for a container.
     pub dynamic: bool,
+    /// As that of a GPU.
+    #[serde(skip)]
+    pub reserved: Option<Mode>,
 }
 
 impl Gpu {
@@ -139,6 +145,7 @@ impl Gpu {
             mig_enabled: device.mig_enabled,
             mig: inventory.mig_devices_of(&device.uuid).map(mig).collect(),
             drained: ledger.drained.contains(&device.uuid),
+            reserved: rule(device, config).and_then(|rule| rule.fixed_use),
         }
     }
 
@@ -185,6 +192,7 @@ impl MigInstance {
             drained: ledger.drained.iter().any(|uuid| *uuid == device.uuid || uuid == device.gpu()),
             fault: part.fault.clone(),
             dynamic: ledger.dynamic_instance(device).is_some(),
+            reserved: rule(device, config).and_then(|rule| rule.fixed_use),
         }
     }
 }

@@ -8,11 +8,13 @@ use ratatui::layout::Rect;
 use ratatui::style::Style;
 
 use super::rows::{
-    self, CURSOR, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, Skin, TITLE, fit, with_trace,
+    self, CURSOR, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, MODE, Skin, TITLE, fit,
+    with_trace,
 };
 use super::source::lease_key;
 use super::view::{Areas, Body, Pane, View};
 use crate::shown::{Words, name_of};
+use crate::terminal::wrapped;
 use sublet_core::text::{LONGEST_NAME, safe};
 
 /// A look that is older than this beyond its interval is called old.
@@ -143,15 +145,17 @@ impl Page<'_> {
             }
             lines.extend(look.status.warnings.iter().cloned());
         }
+        let broken = wrapped(&lines.join("\n"), Some(usize::from(self.left.width)));
+        let mut lines: Vec<&str> = broken.lines().collect();
         let own = usize::from(self.view.error.is_some());
         let room = room.max(own.min(usize::from(self.left.height)));
         let more = lines.len().saturating_sub(room);
         if more > 0 && room > 1 {
             lines.truncate(room - 1);
-            lines.push(format!("and {} more: `sublet status`", more + 1));
+            lines.push("and more: `sublet status`");
         }
         for line in lines.into_iter().take(room) {
-            self.line(&line, self.skin.warning());
+            self.line(line, self.skin.warning());
         }
     }
 
@@ -182,7 +186,10 @@ impl Page<'_> {
         };
         let needed = u16::try_from(devices.len()).unwrap_or(u16::MAX).saturating_add(1);
         let area = self.take(needed.min(most));
-        self.table(Pane::Gpus, area, &with_trace(DEVICE_COLUMNS, trace), devices.len(), &row);
+        let mut columns = with_trace(DEVICE_COLUMNS, trace);
+        let widest = devices.iter().filter_map(|device| u16::try_from(device.state().len()).ok()).max();
+        columns[MODE] = columns[MODE].at_least(widest.unwrap_or_default());
+        self.table(Pane::Gpus, area, &columns, devices.len(), &row);
         if self.left.height > 4 {
             self.take(1);
         }

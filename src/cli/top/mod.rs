@@ -4,7 +4,7 @@
 
 mod draw;
 #[cfg(test)]
-mod fixture;
+pub mod fixture;
 mod rows;
 mod source;
 #[cfg(test)]
@@ -35,7 +35,7 @@ use ratatui::crossterm::terminal::{
 use ratatui::crossterm::{execute, queue};
 use ratatui::layout::Rect;
 
-use crate::shown::{colour, utf8};
+use crate::terminal::{colour, utf8};
 use draw::{draw, draw_all};
 use rows::Skin;
 use source::{Told, watch};
@@ -57,7 +57,9 @@ pub fn once(config: &Config, width: u16, utf8: bool) -> Result<String, String> {
     if let Some(error) = view.error {
         return Err(error);
     }
-    let warnings = view.look.as_ref().map_or(0, |look| look.status.warnings.len());
+    // Between words, a line may be broken in its middle.
+    let rows_of = |warning: &String| 1 + 2 * warning.len() / usize::from(width.max(1));
+    let warnings = view.look.iter().flat_map(|look| &look.status.warnings).map(rows_of).sum::<usize>();
     let rows = view.devices().len() + view.containers().len() + warnings + 24;
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, u16::try_from(rows).unwrap_or(u16::MAX)));
     draw_all(&view, Skin { utf8, colour: false }, Instant::now(), &mut buffer);

@@ -18,13 +18,16 @@ const BAR: usize = 10;
 /// The column of the sparkline, of devices and of containers.
 pub const TRACE: usize = 11;
 
+/// The column of a device's mode.
+pub const MODE: usize = 2;
+
 pub const DEVICE_COLUMNS: [Column; 12] = [
     Column::new("GPU", 6, 0),
     Column::new("NAME", 12, 7).up_to(24),
-    Column::new("MODE", 10, 6),
+    Column::new("MODE", 10, 3),
     Column::new("MEMORY", 10, 4),
     Column::new("USED", 9, 0),
-    Column::new("OF", 9, 3),
+    Column::new("OF", 9, 6),
     Column::new("BUSY", 5, 0),
     Column::new("SM", 5, 8),
     Column::new("POWER", 9, 1),
@@ -36,7 +39,7 @@ pub const DEVICE_COLUMNS: [Column; 12] = [
 pub const LEASE_COLUMNS: [Column; 12] = [
     Column::new("CONTAINER", 12, 0).up_to(32),
     Column::new("GPU", 5, 0),
-    Column::new("MODE", 12, 6),
+    Column::new("MODE", 19, 6),
     Column::new("SM", 8, 3),
     Column::new("BUSY", 12, 1),
     Column::new("", 10, 4),
@@ -74,7 +77,7 @@ pub fn device(device: &Device<'_>, spark: String, skin: Skin) -> Vec<String> {
     vec![
         format!("{}{}", device.branch(skin.utf8), device.number),
         safe(device.name),
-        device.state(device.part.and_then(|part| part.fault.as_ref()).map(|_| "unusable")),
+        device.state(),
         bar,
         amount,
         of,
@@ -147,6 +150,10 @@ impl Column {
 
     pub const fn up_to(self, most: u16) -> Self {
         Self { most, ..self }
+    }
+
+    pub fn at_least(self, width: u16) -> Self {
+        Self { width: width.max(self.width), most: width.max(self.most), ..self }
     }
 }
 

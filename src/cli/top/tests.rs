@@ -11,6 +11,7 @@ use super::fixture::{lease, look};
 use super::rows::Skin;
 use super::source::Look;
 use super::view::{Body, Pane, Sort, View};
+use sublet_core::share::Mode;
 
 const UTF8: Skin = Skin { utf8: true, colour: true };
 const ASCII: Skin = Skin { utf8: false, colour: false };
@@ -65,6 +66,25 @@ fn details_have_a_picture() {
     insta::assert_snapshot!("details of a container", shown(&mut view, 80, 40, UTF8));
     press(&mut view, "\u{1b}\t\r");
     insta::assert_snapshot!("details of a GPU", shown(&mut view, 80, 40, UTF8));
+}
+
+#[test]
+fn what_a_mode_is_is_not_cut() {
+    let mut look = look();
+    (look.status.devices[0].mode, look.status.devices[0].drained) = ("time-slice", true);
+    look.status.devices[1].health.state = "lost";
+    (look.status.leases[0].mode, look.status.leases[0].own_server) = (Mode::TimeSlice, true);
+    let mut view = seen(look);
+    let narrow = shown(&mut view, 80, 24, ASCII);
+    assert!(narrow.contains(" time-slice, drained ") && narrow.contains(" LOST "), "{narrow}");
+    for width in 80..200 {
+        let text = shown(&mut view, width, 24, ASCII);
+        let own: Vec<_> = text.lines().filter(|line| line.starts_with("web ")).collect();
+        assert!(
+            own.iter().all(|row| !row.contains("time-slice") || row.contains("time-slice, own MPS")),
+            "{text}"
+        );
+    }
 }
 
 #[test]

@@ -39,16 +39,17 @@ const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// For people. Engines never ask for it.
 const USAGE: &str = "\
-The OCI hook of sublet. Engines run it as `sublet-hook STAGE`, with the container's state on standard input.
-(`precreate` reads config.json there, and prints it with the edits.)
+The OCI hook of sublet. Engines run it as sublet-hook STAGE, with the
+container's state on standard input. (precreate reads config.json there, and
+prints it with the edits.)
 
-  precreate      Podman, before the container exists: take a lease and edit config.json
-  createRuntime  any OCI runtime: bind the lease that precreate took, or do what prestart does
-  prestart       any OCI runtime: take a lease and mount the share into the container
-  cdi            createRuntime for a CDI device, with the share and the GPU as further arguments
-  poststop       any OCI runtime: end what the container has left, free the lease
+  precreate      Podman, before the container exists: take a lease and edit
+  createRuntime  bind the lease that precreate took, or do as prestart does
+  prestart       take a lease and mount the share into the container
+  cdi            createRuntime for a CDI device: the share and the GPU follow
+  poststop       end what the container has left, free the lease
 
-`sublet setup podman` configures Podman to run it. `sublet --help` lists the commands for people.
+To configure Podman: sublet setup podman. Commands for people: sublet --help.
 ";
 
 /// Runs the hook; `args` begin with the program's name. Returns its exit status.

@@ -55,12 +55,14 @@ struct Call<'a> {
 
 /// For people, who may ask for it before runc is installed. Engines never do.
 const USAGE: &str = "\
-The OCI runtime shim of sublet. Engines run it in place of runc or crun, with the same command line. It gives
-containers with sublet.* annotations their share of a GPU, and then becomes the low-level runtime ([runtime]
-low_level in /etc/sublet/config.toml). Called by the name sublet-SHARE, it gives every container the named share.
+The OCI runtime shim of sublet. Engines run it in place of runc or crun, with
+the same command line. It gives containers with sublet.* annotations their share
+of a GPU, and then becomes the low-level runtime ([runtime] low_level in
+/etc/sublet/config.toml). Called by the name sublet-SHARE, it gives every
+container the named share.
 
-`sublet setup docker|podman|containerd|crio` configures an engine to use it. `sublet --help` lists the commands for
-people, `runc --help` those of the low-level runtime.
+To configure an engine: sublet setup docker|podman|containerd|crio. The commands
+for people: sublet --help; those of the low-level runtime: runc --help.
 ";
 
 /// Runs the shim; `args` begin with the program's name. Returns its exit status.

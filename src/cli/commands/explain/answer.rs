@@ -7,6 +7,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::preview::{does_not_protect, protects};
+use crate::shown::sharing;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Lease;
 use sublet_core::place::Placement;
@@ -164,13 +165,9 @@ impl Amounts {
     }
 
     fn mode(&self) -> String {
-        let server = match self.mps_server.as_deref() {
-            None => "",
-            Some("own") if self.gpus.len() > 1 => ", with an MPS server of its own for all of them",
-            Some("own") => ", with an MPS server of its own",
-            Some(_) => ", on the MPS server that containers on this GPU share",
-        };
-        format!("{}{server}", self.mode)
+        let own_server = self.mps_server.as_deref() == Some("own");
+        let of_several = if own_server && self.gpus.len() > 1 { " for all of them" } else { "" };
+        sharing(self.mode, self.gpus.first().map(|gpu| gpu.name.as_str()), own_server) + of_several
     }
 
     fn sms(&self, gpu: &Gpu) -> String {

@@ -39,7 +39,7 @@ fn the_numbers_come_first() {
         rows.lines().collect::<Vec<_>>(),
         [
             "GPU        0, NVIDIA H200, GPU-0",
-            "Mode       mps, on the MPS server that containers on this GPU share",
+            "Mode       mps",
             "SMs        32 of 132 (at most 25 %)",
             "Memory     8192 MiB of 102400 MiB",
             "Processes  2, each with 16 SMs and 4096 MiB",
@@ -86,6 +86,11 @@ fn each_mode_says_what_is_the_containers_own() {
         ("0:1, 1g.18gb, MIG-1".into(), "16, the MIG device's own".into())
     );
     assert_eq!(row(&slice, "Memory"), "12800 MiB, its own");
+    assert_eq!(row(&slice, "Mode"), "mig 1g.18gb", "as `sublet status` says it");
+    assert_eq!(
+        row(&answer(&[("memory", "8GiB"), ("mode", "time-slice")], &one), "Mode"),
+        "time-slice, own MPS"
+    );
 }
 
 #[test]
@@ -103,7 +108,7 @@ fn several_gpus_are_told_apart_only_where_they_differ() {
     let two =
         answer(&[("gpu", "any:2"), ("sm", "25"), ("memory", "8GiB")], &host(vec![device(0), device(1)]));
     assert_eq!(row(&two, "SMs"), "32 of 132 (at most 25 %), on each");
-    assert_eq!(row(&two, "Mode"), "mps, with an MPS server of its own for all of them");
+    assert_eq!(row(&two, "Mode"), "mps, own MPS for all of them");
     let mut other = device(1);
     other.sm_count = Some(64);
     let two = answer(&[("gpu", "any:2"), ("sm", "25")], &host(vec![device(0), other]));

@@ -17,6 +17,7 @@ use super::Arguments;
 use super::answer::{Answer, sms};
 use crate::names::Names;
 use crate::preview::{EMPTY, Whose, emptied, may_be_out_of_date, preview};
+use crate::shown::sharing;
 use crate::stack::{Fitted, NotPlaced, Orders, Outcome, Stack, fit, orders};
 use sublet_core::admit::{Candidate, RequestSource, lease_for, refresh, remove_earlier_grant, request_of};
 use sublet_core::config::Config;
@@ -28,7 +29,7 @@ use sublet_core::oci::{self, JsonFile, container_root, containers_by_name};
 use sublet_core::place::Placement;
 use sublet_core::process::Process;
 use sublet_core::request::has_sublet_annotations;
-use sublet_core::share::{Mode, Percent};
+use sublet_core::share::{Isolation, Mode, Percent};
 use sublet_core::text::safe;
 
 /// Runs it.
@@ -93,7 +94,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
                     let diff = TextDiff::from_lines(&before, &after);
                     let (mut diff, for_it) = (diff.unified_diff(), "config.json for this share");
                     let diff = diff.context_radius(2).header("config.json", for_it);
-                    println!("\nEdits to config.json\n{diff}");
+                    print!("\nEdits to config.json\n{diff}\n");
                 }
             }
         }
@@ -281,10 +282,7 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
     let fits = services.iter().all(|one| one.fits);
     let (schema, remarks) = ("sublet.explain-stack/1", &remarks[..]);
     let document = StackDocument { schema, fits, services, orders, remarks };
-    tables::print(arguments.format, &document, || {
-        let rows = fitted.iter().map(|one| row(one, &inventory)).collect();
-        tables::table(&["SERVICE", "GPU", "MODE", "SM", "MEMORY", "RESULT"], rows)
-    })?;
+    tables::print(arguments.format, &document, || table(&fitted, &inventory))?;
     Ok(if fits { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -352,6 +350,11 @@ fn sm_count(placement: &Placement, inventory: &Inventory) -> Option<u64> {
     placement.devices.iter().filter_map(|uuid| sms(placement.sm, inventory.device(uuid)?)).min()
 }
 
+fn table(fitted: &[Fitted], inventory: &Inventory) -> String {
+    let rows = fitted.iter().map(|one| row(one, inventory)).collect();
+    tables::table(&["SERVICE", "GPU", "MODE", "SM", "MEMORY", "RESULT"], rows)
+}
+
 fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
     let dash = || "-".to_owned();
     let without = |mode: &str, result: String| [dash(), mode.to_owned(), dash(), dash(), result];
@@ -360,9 +363,11 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
         Outcome::Fits(placement) => {
             let number = |uuid: &String| inventory.device(uuid).map_or_else(|| uuid.clone(), Device::number);
             let count = sm_count(placement, inventory).map(|count| format!(" ({count})")).unwrap_or_default();
+            let profile = placement.devices.first().and_then(|uuid| inventory.device(uuid)).map(Device::kind);
+            let own_server = placement.isolation == Isolation::Dedicated && placement.daemon.is_some();
             [
                 placement.devices.iter().map(number).collect::<Vec<_>>().join(", "),
-                placement.mode.to_string(),
+                sharing(placement.mode, profile, own_server),
                 placement.sm.map_or_else(no_limit, |sm| format!("{sm} %{count}")),
                 placement.memory_bytes.map_or_else(no_limit, |bytes| format!("{} MiB", bytes >> 20)),
                 "fits".to_owned(),
@@ -373,4 +378,39 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
         Outcome::Not(why) => without("-", format!("NO: {why}")),
     };
     std::iter::once(safe(&fitted.service)).chain(cells).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sublet_core::ledger::Ledger;
+    use sublet_core::place::fixture::{device, host};
+    use sublet_core::place::place;
+    use sublet_core::request;
+
+    #[test]
+    fn why_a_service_does_not_fit_stands_below_the_word() {
+        let (inventory, config) = (host(vec![device(0)]), Config::default());
+        let share = [("sublet.mode", "time-slice"), ("sublet.memory", "8GiB")];
+        let share = share.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let request = request::parse(&share.into(), None, None, &config).unwrap();
+        let id = LeaseId::parse("00000000000000ab").unwrap();
+        let placement = place(&request, &id, &inventory, &Ledger::empty(""), &config).unwrap();
+        let why = "Docker Compose 2.20 drops its annotations: install Docker Compose 2.26 or later";
+        let outcomes = [
+            ("web", Outcome::Fits(Box::new(placement))),
+            ("batch", Outcome::Not(NotPlaced::Cdi(why.to_owned()))),
+        ];
+        let fitted = outcomes.map(|(service, outcome)| Fitted { service: service.to_owned(), outcome });
+        assert_eq!(
+            tables::wrapped(&table(&fitted, &inventory), Some(80)).lines().collect::<Vec<_>>(),
+            [
+                "SERVICE  GPU  MODE                 SM        MEMORY    RESULT",
+                "web      0    time-slice, own MPS  no limit  8192 MiB  fits",
+                "batch    -    -                    -         -         NO: Docker Compose 2.20",
+                "                                             drops its annotations: install",
+                "                                             Docker Compose 2.26 or later",
+            ]
+        );
+    }
 }

@@ -267,7 +267,7 @@ impl Device {
             key: device.uuid.to_owned(),
             number: device.number.clone(),
             name: safe(device.name),
-            mode: device.state(None),
+            mode: device.state(),
             memory,
             sm: sm_bar(device),
             facts: device.used.filter(|_| device.part.is_none()).map(facts).unwrap_or_default(),
