@@ -60,7 +60,7 @@ MINUTES ?= 10
 CYCLES ?=
 
 .PHONY: all build test-build tested-build demo-build put-programs put-driver check lint unit test test-all book demo demo-shell bench soak fuzz gpu-test real-test \
-    install deb rpm dist repo advisories \
+    install deb rpm named dist repo advisories \
     test-teeth generate clean needs $(test_groups)
 
 all: build
@@ -213,11 +213,15 @@ install: build $(GENERATED)/man/sublet.1 $(SBOM)
 	@packaging/install "$(DESTDIR)" "$(PREFIX)" "$(LIBEXECDIR)" "$(UNITDIR)" "$(BIN)" "$(GENERATED)"
 
 # Packages by debhelper and rpmbuild, and archives for distributions: docs/packaging.md.
-deb rpm: build $(GENERATED)/man/sublet.1 $(SBOM)
+deb rpm: named build $(GENERATED)/man/sublet.1 $(SBOM)
 	@packaging/$@ "$(TARGET)" "$(BIN)" "$(GENERATED)"
 
-dist:
+dist: named
 	@packaging/dist "$(VERSION)"
+
+# Before the minutes of a build: is it known whose packages these are?
+named:
+	@packaging/identify
 
 # Signed apt and dnf repositories of the packages that were made: docs/packaging.md, "Signing".
 KEY ?=

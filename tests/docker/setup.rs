@@ -86,7 +86,16 @@ fn podman_knows_sublet_after_setup_and_not_after_its_undo() {
     };
     let no_share = |finished: &sublet_e2e::Finished| !finished.stdout.contains("\"sm\":32");
     assert!(no_share(&run(&[])), "no share before the setup");
+    // The link of sublet-podman to a drop-in that is not enough: it names other programs than these.
+    let (packaged, drop_in) =
+        ("/usr/share/sublet/containers.conf", "/etc/containers/containers.conf.d/sublet.conf");
+    let theirs = include_str!("../../hooks/containers.conf");
+    fs::create_dir_all("/etc/containers/containers.conf.d").expect("a directory");
+    fs::write(packaged, theirs).expect("written");
+    std::os::unix::fs::symlink(packaged, drop_in).expect("a link");
     setup(&podman.world, &["podman"]);
+    assert!(fs::symlink_metadata(drop_in).expect("a drop-in").is_file(), "a file in the link's place");
+    assert_eq!(fs::read_to_string(packaged).expect("theirs"), theirs, "the package's file is not written");
     let info = run(&[]);
     assert_eq!(info.json()[0]["sm"], json!(32), "{info:?}");
     let mut known = podman.command();
@@ -100,7 +109,7 @@ fn podman_knows_sublet_after_setup_and_not_after_its_undo() {
     let path = String::from_utf8(known.output().expect("podman runs").stdout).expect("UTF-8");
     assert_eq!(path.trim_end(), bin_dir().join("sublet-runtime").to_str().expect("UTF-8"));
     setup(&podman.world, &["podman", "--undo"]);
-    assert!(!Path::new("/etc/containers/containers.conf.d/sublet.conf").exists());
+    assert!(!Path::new(drop_in).exists());
     assert!(no_share(&run(&[])), "no share after the undo");
     podman.world.assert_empty();
 }

@@ -205,7 +205,7 @@ fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> 
     Ok(stack::counts(config, &Whose::Root.inventory(config)?)?)
 }
 
-/// The file to edit: the target of a link, so that the link stays.
+/// The file to edit: the target of a link, so that the link stays, but for the link to a drop-in of a package.
 fn path(arguments: &Arguments, dockerd: &Dockerd) -> anyhow::Result<PathBuf> {
     let path = match (&arguments.config, arguments.engine) {
         (Some(file), _) => file,
@@ -215,9 +215,9 @@ fn path(arguments: &Arguments, dockerd: &Dockerd) -> anyhow::Result<PathBuf> {
         }
     };
     match (fs::canonicalize(path), fs::symlink_metadata(path)) {
-        (Ok(path), _) => Ok(path),
+        (Ok(target), _) if !drop_ins::is_packaged(&target) => Ok(target),
         (Err(error), Ok(_)) => Err(cannot("read", path, &error)),
-        (Err(_), Err(_)) => Ok(std::path::absolute(path)?),
+        _ => Ok(std::path::absolute(path)?),
     }
 }
 
@@ -282,7 +282,10 @@ fn edited(
             (text, Some(record))
         }
         Engine::Crio => (drop_ins::crio(found, &wish)? + note, None),
-        Engine::Podman => (drop_ins::podman(found, &weaker(path)?, &wish)? + note, None),
+        Engine::Podman => {
+            let wanted = drop_ins::podman(found, &weaker(path)?, &wish)? + note;
+            (drop_ins::keep_if_same(found, wanted), None)
+        }
     };
     Ok((Some(text), record))
 }

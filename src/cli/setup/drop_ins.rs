@@ -1,6 +1,8 @@
 //! Podman and CRI-O: sublet's own drop-in in `containers.conf.d` (containers.conf(5)) and in `crio.conf.d`
 //! (crio.conf.d(5), crio.conf(5) "CRIO.RUNTIME.RUNTIMES TABLE").
 
+use std::path::Path;
+
 use toml::Value;
 
 use super::{NAME, SetupError, Wish, no_toml, plain};
@@ -10,6 +12,17 @@ const DROP_IN: &str = "# Written by `sublet setup";
 
 /// How the drop-in of the package sublet-podman begins (hooks/containers.conf).
 const PACKAGED: &str = "# sublet's drop-in for Podman";
+
+/// Whether `target`, of a link, is the drop-in of sublet-podman: upgrades replace it, and no setup writes it.
+pub(crate) fn is_packaged(target: &Path) -> bool {
+    target.ends_with("share/sublet/containers.conf")
+}
+
+/// What is found as it is, comments and all, if it says the same as `wanted`.
+pub(crate) fn keep_if_same(found: Option<&str>, wanted: String) -> String {
+    let says = |text: &str| toml::from_str::<toml::Table>(text).ok();
+    found.filter(|found| says(found) == says(&wanted)).map_or(wanted, str::to_owned)
+}
 
 /// How a drop-in ends if a setup created its directory.
 pub(crate) const MADE_DIRECTORY: &str = "# Its directory was made for it.\n";
@@ -130,6 +143,18 @@ mod tests {
         toml::from_str::<toml::Table>(&text).unwrap();
         let again = podman(Some(&text), &[], &Wish { default: true, ..wish() }).unwrap();
         assert!(again.contains("\nruntime = \"sublet\"\n\n[engine.runtimes]"), "{again}");
+    }
+
+    #[test]
+    fn the_packages_drop_in_is_what_a_setup_would_write_and_stays() {
+        let packaged = include_str!("../../../hooks/containers.conf");
+        let wanted = |wish: &Wish| podman(Some(packaged), &[], wish).unwrap();
+        assert_eq!(keep_if_same(Some(packaged), wanted(&wish())), packaged);
+        let default = wanted(&Wish { default: true, ..wish() });
+        assert_eq!(keep_if_same(Some(packaged), default.clone()), default);
+        assert_eq!(keep_if_same(None, default.clone()), default);
+        assert!(is_packaged(Path::new("/usr/share/sublet/containers.conf")));
+        assert!(!is_packaged(Path::new("/srv/containers.conf")));
     }
 
     #[test]
