@@ -8,10 +8,10 @@ use serde_json::json;
 use sublet_e2e::docker::{Docker, skip_unless_engines};
 use sublet_e2e::{World, bin_dir};
 
-/// Standard output of `tests/demo/run` with `arguments`, to which `typed` is typed.
-fn demo(docker: &Docker, arguments: &[&str], typed: &str) -> String {
+/// What `tests/demo/run` prints when it is to do `what`, and `typed` is typed.
+fn demo(docker: &Docker, what: &str, typed: &str) -> String {
     let mut demo = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/run"));
-    demo.args(arguments).env("SUBLET_BIN_DIR", bin_dir()).env("LC_ALL", "C.UTF-8");
+    demo.args([what, "simulated"]).env("SUBLET_BIN_DIR", bin_dir()).env("LC_ALL", "C.UTF-8");
     demo.env("DOCKER_HOST", format!("unix://{}", docker.socket().display()));
     let mut demo =
         demo.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
@@ -32,12 +32,12 @@ fn the_lines_of_the_demo_are_copied_into_its_shell() {
         return;
     }
     let docker = Docker::up(World::simulated("h200", ""), &json!({}));
-    let shown = demo(&docker, &[], "");
+    let shown = demo(&docker, "show", "");
     let (_, lines) =
         shown.split_once("\nThe same with Docker, to be copied into make demo-shell\n").expect("lines");
     let (lines, _) = lines.split_once("\nNext\n").expect("an end");
     assert!(lines.lines().all(|line| line.chars().count() <= 80), "{lines}");
-    let done = demo(&docker, &["shell"], lines);
+    let done = demo(&docker, "shell", lines);
     assert!(done.lines().any(|line| line == "32 of 132 SMs, 8,046 MiB, through MPS"), "{done}");
     assert!(done.contains("no place for mps, 50 % SM, 8 GiB on any GPU"), "{done}");
     assert!(done.contains("process cuda-probe (pid "), "{done}");

@@ -15,9 +15,12 @@ fn checkout() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
+/// Ctrl-C reaches it, as on a terminal: what a script starts in its background, as these tests, ignores SIGINT.
 fn demo() -> Command {
-    let mut demo = Command::new(checkout().join("tests/demo/run"));
-    demo.env("SUBLET_BIN_DIR", bin_dir()).env("LC_ALL", "C.UTF-8").stdin(Stdio::null());
+    let mut demo = Command::new("env");
+    demo.arg("--default-signal=INT").arg(checkout().join("tests/demo/run")).args(["show", "simulated"]);
+    demo.stdin(Stdio::null());
+    demo.env("SUBLET_BIN_DIR", bin_dir()).env("LC_ALL", "C.UTF-8");
     demo
 }
 
@@ -51,9 +54,9 @@ fn normal(text: &str) -> String {
 /// The lines that the README shows of it: the indented block that has the guard in it.
 fn readme() -> String {
     let text = fs::read_to_string(checkout().join("README.md")).expect("the README");
-    let blocks = text.split("\n\n").collect::<Vec<_>>().split(|part| !part.starts_with("    "));
-    let blocks: Vec<String> = blocks.map(|parts| parts.join("\n")).collect();
-    blocks.into_iter().find(|block| block.contains("    guard: ")).expect("a block with the guard")
+    let parts: Vec<&str> = text.split("\n\n").collect();
+    let mut blocks = parts.split(|part| !part.starts_with("    ")).map(|parts| parts.join("\n"));
+    blocks.find(|block| block.contains("    guard: ")).expect("a block with the guard")
 }
 
 fn is_target(makefile: &str, name: &str) -> bool {

@@ -287,7 +287,7 @@ fn read_back(paste: &Paste) -> Vec<Service> {
         std::fs::write(&path, text).unwrap();
         path
     };
-    let mut services = stack::compose(&[file("compose.yaml", &paste.compose)], None).unwrap().services;
+    let mut services = stack::compose(&[file("compose.yaml", &paste.compose)], None, false).unwrap().services;
     services.extend(stack::quadlet(&[file("tenant.container", &paste.quadlet)]).unwrap().services);
     services
 }

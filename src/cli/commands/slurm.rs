@@ -54,12 +54,12 @@ pub enum Command {
         #[arg(long)]
         node: Option<String>,
     },
-    /// Note what a job got: Prolog= of slurm.conf. Exit code 0 whatever happens, because Slurm drains the node after any
-    /// other
+    /// Note what a job got: the prolog in slurm.conf. Exit code 0 whatever happens, because Slurm drains the node after
+    /// any other
     Prolog,
-    /// Print the environment of a job's task: TaskProlog= of slurm.conf. Exit code 1 if there is no room: the task fails
+    /// Print the environment of a job's task: the task prolog in slurm.conf. Exit code 1 if there is no room: the task fails
     TaskProlog,
-    /// Free what a job held: Epilog= of slurm.conf. Exit code 0 whatever happens
+    /// Free what a job held: the epilog in slurm.conf. Exit code 0 whatever happens
     Epilog,
 }
 

@@ -101,7 +101,7 @@ fn what_contradicts_a_share_is_found() {
             with("none", |service| service.runtime = None),
             with("podman", |service| (service.runtime, service.by_hook) = (None, true)),
             with("labels", |service| {
-                service.labels_told = Some("labels are not annotations: write x".into())
+                service.labels_told = Some("labels are not annotations: write x".into());
             }),
         ],
         host(vec![device(0)]),

@@ -145,14 +145,18 @@ impl Page<'_> {
             }
             lines.extend(look.status.warnings.iter().cloned());
         }
-        let broken = wrapped(&lines.join("\n"), Some(usize::from(self.left.width)));
-        let mut lines: Vec<&str> = broken.lines().collect();
         let own = usize::from(self.view.error.is_some());
         let room = room.max(own.min(usize::from(self.left.height)));
+        let broken = wrapped(&lines.join("\n"), Some(usize::from(self.left.width)));
         let more = lines.len().saturating_sub(room);
+        let rest = format!("and {} more: `sublet status`", more + 1);
+        // Where whole warnings find no room, each has a line.
+        let is_whole = broken.lines().count() <= room;
+        let mut lines: Vec<&str> =
+            if is_whole { broken.lines().collect() } else { lines.iter().map(String::as_str).collect() };
         if more > 0 && room > 1 {
             lines.truncate(room - 1);
-            lines.push("and more: `sublet status`");
+            lines.push(&rest);
         }
         for line in lines.into_iter().take(room) {
             self.line(line, self.skin.warning());

@@ -60,9 +60,10 @@ fn write_code<'r>(roff: &'r mut Roff, lines: &[String]) -> &'r mut Roff {
     roff.control("EE", []).control("RE", [])
 }
 
-/// `text` with code and strong words in bold, and links as what they name.
+/// `text` with code and strong words in bold, and links as what they name; in characters that every terminal has.
 fn inlines(text: &str) -> Vec<Inline> {
-    let (mut found, mut rest) = (Vec::new(), text);
+    let text = text.replace('…', "...");
+    let (mut found, mut rest) = (Vec::new(), &*text);
     let mut plain = String::new();
     while let Some(at) = rest.find(['`', '*', '[']) {
         plain.push_str(&rest[..at]);
@@ -116,7 +117,9 @@ mod tests {
 
     fn written(blocks: &[Block]) -> String {
         let mut roff = Roff::new();
-        blocks.iter().for_each(|block| write_block(&mut roff, block));
+        for block in blocks {
+            write_block(&mut roff, block);
+        }
         roff.to_roff()
     }
 
@@ -153,6 +156,7 @@ mod tests {
         assert_eq!(line("[modes.md](modes.md)."), "\\fImodes.md\\fR.\n");
         assert_eq!(line("[of a pod](../docs/podman.md#pods)"), "of a pod (\\fIpodman.md\\fR)\n");
         assert_eq!(line("[Examples](#examples)"), "Examples\n");
+        assert_eq!(line("`GPU-…`"), "\\fBGPU\\-...\\fR\n");
         assert_eq!(line("[[x]] and [it](configuration.md)"), "[[x]] and it (\\fBsublet\\-config\\fR(5))\n");
     }
 }

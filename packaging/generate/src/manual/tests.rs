@@ -161,6 +161,7 @@ fn a_page_reads_as_a_manual_page() {
         let sections: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix(".SH ")).collect();
         assert_eq!(sections[..3], ["NAME", "SYNOPSIS", "DESCRIPTION"], "{}", page.name);
         assert_eq!(sections[sections.len() - 3..], ["EXAMPLES", "FILES", "\"SEE ALSO\""], "{}", page.name);
+        assert!(text.is_ascii(), "not on every terminal: {text}");
         let mut is_code = false;
         for line in text.lines() {
             is_code = line == ".EX" || is_code && line != ".EE";

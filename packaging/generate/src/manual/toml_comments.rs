@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use super::roff::Block;
 
 /// What a line is.
+#[derive(Clone, Copy)]
 enum Line<'a> {
     Blank,
     /// Of a comment, without the `#` and the space.
