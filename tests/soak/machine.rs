@@ -1,6 +1,7 @@
 //! What there is on the machine of one world: processes and mounts, read from /proc alone.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use nix::unistd::Pid;
 use sublet_e2e::World;
@@ -78,4 +79,21 @@ pub fn mounts(world: &World) -> BTreeSet<String> {
     };
     // Without the ids, which change when the state directory comes back.
     text.lines().filter(ours).filter_map(|line| line.split(' ').nth(4)).map(str::to_owned).collect()
+}
+
+/// Thaws the cgroups whose names end so, all by an empty one: a runtime that is killed between freezing and thawing a
+/// container leaves it frozen. Frozen processes do not end, nor does a start into such a cgroup.
+pub fn thaw(cgroup: &Path, name: &str) {
+    for (file, frozen, thawed) in [("freezer.state", "FROZEN", "THAWED"), ("cgroup.freeze", "1", "0")] {
+        let file = cgroup.join(file);
+        let is_its = cgroup.to_string_lossy().ends_with(name);
+        if is_its && std::fs::read_to_string(&file).is_ok_and(|state| state.trim() == frozen) {
+            println!("soak: {} is thawed", cgroup.display());
+            let _ = std::fs::write(&file, thawed);
+        }
+    }
+    let below = std::fs::read_dir(cgroup).into_iter().flatten().flatten();
+    below
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .for_each(|entry| thaw(&entry.path(), name));
 }

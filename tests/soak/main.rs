@@ -151,7 +151,7 @@ fn play(options: &Options, engine: &dyn Engine, weather: &Weather) -> Duration {
             actor.join().expect("no panic").end();
         }
     });
-    thaw(std::path::Path::new("/sys/fs/cgroup"));
+    machine::thaw(std::path::Path::new("/sys/fs/cgroup"), "");
     // An engine that was killed may have forgotten a container that runs, whose lease is then rightly held.
     let forgotten = killing::contained(engine.world());
     if !forgotten.is_empty() {
@@ -164,21 +164,6 @@ fn play(options: &Options, engine: &dyn Engine, weather: &Weather) -> Duration {
     saboteur.end();
     checker.nothing_is_left();
     began.elapsed()
-}
-
-/// A runtime that is killed between freezing and thawing a container leaves it frozen, and frozen processes do not end.
-fn thaw(cgroup: &std::path::Path) {
-    for (file, frozen, thawed) in [("freezer.state", "FROZEN", "THAWED"), ("cgroup.freeze", "1", "0")] {
-        let file = cgroup.join(file);
-        if std::fs::read_to_string(&file).is_ok_and(|state| state.trim() == frozen) {
-            println!("soak: {} is thawed", cgroup.display());
-            let _ = std::fs::write(&file, thawed);
-        }
-    }
-    let below = std::fs::read_dir(cgroup).into_iter().flatten().flatten();
-    below
-        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
-        .for_each(|entry| thaw(&entry.path()));
 }
 
 /// Keeps what tells of a finding.

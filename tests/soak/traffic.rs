@@ -1,5 +1,6 @@
 //! One lane: carries out its steps one after the other, and judges what it is told.
 
+use std::path::Path;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -95,6 +96,7 @@ impl<'a> Actor<'a> {
         }
         let _open = self.weather.doors.read().unwrap_or_else(PoisonError::into_inner);
         let (name, wish) = (self.name(slot), &SHARES[share]);
+        machine::thaw(Path::new("/sys/fs/cgroup"), &name);
         let before = Before {
             ledger: self.ledger(),
             uptime: machine::uptime_milliseconds(),
