@@ -390,7 +390,7 @@ fn b20_a_restart_under_the_same_id_is_another_container() {
     let created = restarted.create();
     assert!(created.ok, "{created:?}");
     assert!(restarted.start().ok);
-    assert!(eventually(|| left.processes().len() > before.len()), "{:?}", left.processes());
+    assert!(eventually(|| left.processes().len() == 2 * before.len()), "{:?}", left.processes());
     let first = restarted.pid();
     let said = || text(&world.sublet(&["gc"]).stdout);
     assert!(eventually(|| said().contains("again has that cgroup, too")), "{}", said());
