@@ -19,7 +19,7 @@ use sublet_core::inventory::{Device, Inventory, check_node};
 use sublet_core::ledger::{Container, LeaseId, Ledger};
 use sublet_core::oci::cdi::{Asked, KIND, STAGE};
 use sublet_core::oci::hooks;
-use sublet_core::place::{Placement, only, place, wants_mig};
+use sublet_core::place::{Placement, only, place_within, wants_mig};
 use sublet_core::process::{Process, inheritance};
 use sublet_core::request::{self, Request};
 use sublet_core::text::safe;
@@ -141,7 +141,7 @@ impl Host<'_> {
             return Ok(Err("its default_directory = false needs sublet-runtime".to_owned()));
         }
         let id = LeaseId::random()?;
-        let placement = match place(&request, &id, idle, &Ledger::empty(""), config) {
+        let placement = match place_within(&request, &id, idle, &Ledger::empty(""), config, &|_| true) {
             // The file is for containers of other times.
             Ok(placement) => Placement { neighbours: None, ..placement },
             Err(refusal) => return Ok(Err(refusal.to_string())),

@@ -15,7 +15,7 @@ use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{LeaseId, Ledger};
-use sublet_core::place::{Placement, place};
+use sublet_core::place::{Placement, place_within};
 use sublet_core::request::Request;
 use sublet_core::share::{Isolation, Mode};
 
@@ -129,16 +129,20 @@ pub fn preview_after(
 ) -> Result<Placement, AdmitError> {
     let uid = geteuid().as_raw();
     let rule = (whose == Whose::User).then(|| rule_of(uid, config)).transpose();
-    let rule = rule.map_err(|reason| BrokerError::Refused { reason, temporary: false })?;
+    let rule =
+        rule.map_err(|reason| BrokerError::Refused { reason, temporary: false, candidates: Vec::new() })?;
     let limit = rule.map(|rule| PolicyLimit { uid, rule });
     let allowed = allowed_inventory(limit, inventory, config)?;
-    let refusal = match place(request, id, &allowed, ledger, config) {
-        Ok(placement) => {
-            limit.map_or(Ok(()), |limit| limit.check(&placement, ledger))?;
-            return Ok(placement);
-        }
-        Err(refusal) => refusal,
-    };
+    let check = |placement: &Placement| limit.map_or(Ok(()), |limit| limit.check(placement, ledger));
+    limit.map_or(Ok(()), |limit| limit.check_request(request, config))?;
+    let refusal =
+        match place_within(request, id, &allowed, ledger, config, &|placement| check(placement).is_ok()) {
+            Ok(placement) => {
+                check(&placement)?;
+                return Ok(placement);
+            }
+            Err(refusal) => refusal,
+        };
     let Some(order) = dynamic_mig::order_instance(request, limit, &allowed, ledger, config) else {
         return Err(refusal.into());
     };

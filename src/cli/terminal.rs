@@ -77,9 +77,11 @@ fn wrapped_line(line: &str, width: usize) -> String {
 }
 
 /// Behind the last gap between columns that leaves its text room; without one, behind the indentation and the mark of a
-/// list. In bytes.
+/// list, or of a part of a message ([`in_lines`](sublet_core::text::in_lines)). In bytes.
 fn start_of_text(line: &str, width: usize) -> usize {
-    let indent = line.len() - line.trim_start_matches([' ', '+', '-']).len();
+    let text = line.trim_start_matches([' ', '+', '-']);
+    let text = ["why: ", "fix: "].iter().find_map(|mark| text.strip_prefix(mark)).unwrap_or(text);
+    let indent = line.len() - text.len();
     let is_behind_gap = |&(at, character): &(usize, char)| {
         character != ' ' && line[..at].ends_with("  ") && length(&line[..at]) + ROOM <= width
     };
@@ -115,6 +117,8 @@ mod tests {
         assert_eq!(broken(without_room), "driver  persistence  what it was is not\n        known");
         let listed = "  - a fault ends the work of all the others too";
         assert_eq!(broken(listed), "  - a fault ends the work of all the others\n    too");
+        let part = "fix: sublet.sm=40 fits now; or wait for a while";
+        assert_eq!(broken(part), "fix: sublet.sm=40 fits now; or wait for a\n     while");
         let bold = format!("{}{}{}", BOLD[0], "x".repeat(44), BOLD[1]);
         assert_eq!(broken(&bold), bold, "what is not shown takes no room");
     }

@@ -8,6 +8,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::text::in_lines;
+
 /// The level of a line, in logrus's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
 #[strum(serialize_all = "lowercase")]
@@ -51,16 +53,18 @@ impl Log {
         self.write(if self.engine.is_some() { Level::Warning } else { Level::Info }, message);
     }
 
-    /// Writes one line to all places that `level` goes to. A place that cannot be written is skipped: a full disk must
+    /// Writes a message to all places that `level` goes to: [`in_lines`] to stderr and as JSON, because engines show a
+    /// string's line breaks to their users; elsewhere in one line. A place that cannot be written is skipped: a full disk must
     /// not keep containers from ending.
     pub fn write(&self, level: Level, message: &str) {
         let message = format!("{}: {}", self.program, one_line(message));
+        let lines = in_lines(&message);
         if level == Level::Error || level != Level::Info && self.engine.is_none() {
-            let _ = writeln!(std::io::stderr(), "{message}");
+            let _ = writeln!(std::io::stderr(), "{lines}");
         }
         let time = SystemTime::now();
         if let Some(file) = &self.engine {
-            append(file, &format_line(self.json, level, &message, time));
+            append(file, &format_line(self.json, level, if self.json { &lines } else { &message }, time));
         }
         if let Some(file) = &self.own {
             append(file, &format_line(false, level, &message, time));
@@ -189,11 +193,16 @@ mod tests {
         let (engine, own) = (dir.path().join("engine"), dir.path().join("own"));
         std::fs::write(&engine, "{}\n").unwrap();
 
-        Log::new("sublet-runtime", Some(&engine), true, Some(&own)).write(Level::Info, "hello");
+        Log::new("sublet-runtime", Some(&engine), true, Some(&own)).write(Level::Info, "no; why: \nx");
         let engine = std::fs::read_to_string(engine).unwrap();
-        assert!(engine.starts_with("{}\n{\"level\":\"info\",\"msg\":\"sublet-runtime: hello\","), "{engine}");
         assert!(
-            std::fs::read_to_string(own).unwrap().ends_with(" level=info msg=\"sublet-runtime: hello\"\n")
+            engine.starts_with("{}\n{\"level\":\"info\",\"msg\":\"sublet-runtime: no\\nwhy: \\\\nx\","),
+            "{engine}"
+        );
+        assert!(
+            std::fs::read_to_string(own)
+                .unwrap()
+                .ends_with(" level=info msg=\"sublet-runtime: no; why: \\\\nx\"\n")
         );
     }
 

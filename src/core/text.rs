@@ -33,6 +33,39 @@ pub fn safe_long(text: &str, most: usize) -> String {
     characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
 }
 
+/// What stands before the reason in a message, and before what to do.
+const WHY: &str = "; why: ";
+const FIX: &str = "; fix: ";
+
+/// What `message` says first, which stands alone.
+pub fn first_line(message: &str) -> &str {
+    let end = [WHY, FIX].iter().filter_map(|mark| message.find(mark)).min();
+    &message[..end.unwrap_or(message.len())]
+}
+
+/// `message` with one more reason.
+pub fn add_why(message: &str, why: &str) -> String {
+    let (said, fix) = message.split_at(message.find(FIX).unwrap_or(message.len()));
+    let mark = if said.contains(WHY) { "; " } else { WHY };
+    format!("{said}{mark}{why}{fix}")
+}
+
+/// `message` with one more way out.
+pub fn add_fix(message: &str, fix: &str) -> String {
+    let mark = if message.contains(FIX) { "; or " } else { FIX };
+    format!("{message}{mark}{fix}")
+}
+
+/// `message`, which is one line in logs and in JSON, as people read it: the reason and what to do begin lines of their own.
+pub fn in_lines(message: &str) -> String {
+    message.replace(WHY, "\nwhy: ").replace(FIX, "\nfix: ")
+}
+
+/// The messages in `text`, each in one line again.
+pub(crate) fn in_one_line(text: &str) -> String {
+    text.replace("\nwhy: ", WHY).replace("\nfix: ", FIX)
+}
+
 /// Longest name of a container in a table or in a list, in characters.
 pub const LONGEST_NAME: usize = 32;
 
@@ -81,6 +114,20 @@ mod tests {
         assert_eq!(safe("a\u{1b}[2Jb\nc\0"), "a\\u{1b}[2Jb\\nc\\u{0}");
         assert_eq!(safe("a\u{202e}b"), "a\\u{202e}b");
         assert_eq!(safe("8GiB Größe"), "8GiB Größe");
+    }
+
+    #[test]
+    fn a_message_has_three_lines_or_one() {
+        let bare = "GPU 0 is drained";
+        let message = add_fix(&add_why(bare, "root did it"), "ask root");
+        assert_eq!(message, "GPU 0 is drained; why: root did it; fix: ask root");
+        assert_eq!((first_line(&message), first_line(bare)), (bare, bare));
+        assert_eq!(first_line("no; fix: yes"), "no");
+        let more = add_fix(&add_why(&message, "today"), "wait");
+        assert_eq!(more, "GPU 0 is drained; why: root did it; today; fix: ask root; or wait");
+        let lines = in_lines(&more);
+        assert_eq!(lines, "GPU 0 is drained\nwhy: root did it; today\nfix: ask root; or wait");
+        assert_eq!(in_one_line(&lines), more);
     }
 
     #[test]

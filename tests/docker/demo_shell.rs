@@ -39,7 +39,7 @@ fn the_lines_of_the_demo_are_copied_into_its_shell() {
     assert!(lines.lines().all(|line| line.chars().count() <= 80), "{lines}");
     let done = demo(&docker, "shell", lines);
     assert!(done.lines().any(|line| line == "32 of 132 SMs, 8,046 MiB, through MPS"), "{done}");
-    assert!(done.contains("no place for mps, 50 % SM, 8 GiB on any GPU"), "{done}");
+    assert!(done.contains("no room for mps, 50 % SM, 8 GiB: GPU 0"), "{done}");
     assert!(done.contains("process cuda-probe (pid "), "{done}");
     assert!(done.contains("of 4096 MiB): it was ended"), "{done}");
     // Of the shell's containers, and of no other.

@@ -168,7 +168,7 @@ fn a_node_whose_gpu_is_taken_otherwise_refuses_and_says_why() {
     for node in ["node2", "node3"] {
         let only = format!("--constraint=node.hostname=={node}");
         create(&swarm, "web", "quarter=1", 1, &["--restart-delay=1s", &only]);
-        assert_told(&swarm, "web", "no place for mps, 25 % SM");
+        assert_told(&swarm, "web", "no room for mps, 25 % SM");
         swarm.manager().docker.done(&["service", "rm", "web"]);
     }
     // Tasks that are refused are tried again until a node takes them.

@@ -80,7 +80,7 @@ fn tenants_without_trust_start_on_mig_devices() {
     let refused = document(&world, &["--trust", "none", "--tenants", "4"], 1);
     assert_eq!(refused["advice"], Value::Null);
     let why = refused["why_not"].as_str().expect("a reason");
-    assert!(why.contains(" would be refused: no place for "), "{why}");
+    assert!(why.contains(" would be refused: no room"), "{why}");
     assert!(refused["would_help"].to_string().contains("sublet mig apply"), "{refused}");
 }
 

@@ -172,12 +172,12 @@ fn hosts_whose_driver_is_not_whole() {
             "no driver: no NVIDIA driver is loaded: $DIR/sim/proc/driver/nvidia/version is missing; install the driver or load it with `modprobe nvidia`",
             "no NVML: NVML is missing: [driver] nvml names $DIR/sim/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1, which does not exist; Debian: apt install libnvidia-ml1, Red Hat: dnf install nvidia-driver-cuda-libs",
             "no libcuda: libcuda.so.1 of driver 580.159.04 is not in any library directory below $DIR/sim; Debian: apt install libcuda1, Red Hat: dnf install nvidia-driver-cuda-libs",
-            "no MPS: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)",
-            "no MPS server: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and $DIR/sim/usr/bin/nvidia-cuda-mps-control is installed, but nvidia-cuda-mps-server, which it starts, is not: install it from the same package (Debian: apt install nvidia-cuda-mps), or link it into $DIR/sim/usr/bin (looked below $DIR/sim in /usr/bin /usr/sbin /bin /sbin /usr/lib/nvidia/current /run/current-system/sw/bin /run/opengl-driver/bin /usr/local/bin /usr/local/sbin /usr/local/glibc/usr/bin /usr/local/nvidia/bin /home/kubernetes/bin/nvidia/bin /var/lib/nvidia/bin /opt/bin)",
-            "no node of the GPU: no place for mps, 25 % SM on any GPU: GPU 0 is left out: device node $DIR/sim/dev/nvidia0 is missing; run `nvidia-modprobe -c 0`",
+            "no MPS: cannot serve mps, 25 % SM: GPU 0 needs an MPS server; why: nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)",
+            "no MPS server: cannot serve mps, 25 % SM: GPU 0 needs an MPS server; why: $DIR/sim/usr/bin/nvidia-cuda-mps-control is installed, but nvidia-cuda-mps-server, which it starts, is not: install it from the same package (Debian: apt install nvidia-cuda-mps), or link it into $DIR/sim/usr/bin (looked below $DIR/sim in /usr/bin /usr/sbin /bin /sbin /usr/lib/nvidia/current /run/current-system/sw/bin /run/opengl-driver/bin /usr/local/bin /usr/local/sbin /usr/local/glibc/usr/bin /usr/local/nvidia/bin /home/kubernetes/bin/nvidia/bin /var/lib/nvidia/bin /opt/bin)",
+            "no node of the GPU: every GPU that could serve it is left out; why: GPU 0 is left out: device node $DIR/sim/dev/nvidia0 is missing; run `nvidia-modprobe -c 0`",
             "no nvidiactl: device node $DIR/sim/dev/nvidiactl is missing; run `nvidia-modprobe`",
             "no uvm: device node $DIR/sim/dev/nvidia-uvm is missing; run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`",
-            "fell off the bus: no place for mps, 25 % SM on any GPU: GPU 0 is left out: it fell off the bus; see \
+            "fell off the bus: every GPU that could serve it is left out; why: GPU 0 is left out: it fell off the bus; see \
              `dmesg | grep -i xid`; a power cycle may bring it back",
         ],
     );
@@ -261,10 +261,8 @@ fn before_volta_mps_has_no_limits() {
     assert_lines(
         &refusals(&world, limits),
         &[
-            "no place for mps, 25 % SM on any GPU: GPU 0 (Tesla P100-PCIE-16GB) is older than Volta, where \
-             MPS has no limits: leave out sublet.sm, memory and priority",
-            "no place for mps, 4 GiB on any GPU: GPU 0 (Tesla P100-PCIE-16GB) is older than Volta, where \
-             MPS has no limits: leave out sublet.sm, memory and priority",
+            "refused: GPU 0 is older than Volta, where MPS has no limits; fix: leave out sublet.sm, memory and priority",
+            "refused: GPU 0 is older than Volta, where MPS has no limits; fix: leave out sublet.sm, memory and priority",
         ],
     );
     let plain = world.bundle("plain", &[("sublet.mode", "mps")], HOLD);
@@ -282,8 +280,8 @@ fn a_vgpu_guest_has_no_mps_unless_somebody_says_so() {
     let world = World::simulated("vgpu", "");
     assert_lines(
         &[bad(&world, SHARE).refused()],
-        &["no place for mps, 25 % SM on any GPU: GPU 0 (GRID A100D-20C) is a vGPU, where MPS works with \
-             some profiles only: set [mps] allow_vgpu = true to try it, or use time-slice"],
+        &["refused: GPU 0 is a vGPU, where MPS works with some profiles only; fix: set [mps] allow_vgpu = true to \
+             try it, or use time-slice"],
     );
     let plain = world.bundle("plain", &[("sublet.gpu", "0")], HOLD);
     plain.up();
@@ -311,10 +309,9 @@ fn a_process_of_the_hosts_keeps_a_gpu_from_being_exclusive() {
     assert!(!pid.is_empty(), "it names the process: {line}");
     assert_lines(
         &[line.replace(&pid, "$PID")],
-        &["no place for exclusive on any GPU: GPU 0 (NVIDIA H200) cannot be given to one container \
-             alone: process $PID (trainer) has a CUDA context on it without a lease; end it first [left: \
-             100 % SM, 141223 MiB]; would fit now: mps or time-slice with at most 141157 MiB on GPU 0; \
-             sublet.wait=60s waits for a place"],
+        &["no room for exclusive: GPU 0 cannot be given to one container alone; why: process $PID (trainer) has a \
+             CUDA context on it without a lease; 100 % SM, 141223 MiB left; fix: end it first; or sublet.mode=mps \
+             fits now; or sublet.wait=60s waits for room"],
     );
     world.assert_empty();
 }
@@ -361,10 +358,10 @@ fn configuration_that_cannot_be_used() {
     assert_lines(
         &seen,
         &[
-            "configuration $DIR/sim/config.toml:15:1: unknown key `time_slice_maximum`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`, `allow_devices`; did you mean time_slice_max?",
-            "configuration $DIR/sim/config.toml:15:26: mps.exclusive_compute_mode: unknown value `sometimes`, expected one of `auto`, `always`, `never`",
+            "configuration $DIR/sim/config.toml:15:1: unknown key `time_slice_maximum`, did you mean time_slice_max?; why: expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`, `allow_devices`",
+            "configuration $DIR/sim/config.toml:15:26: mps.exclusive_compute_mode: unknown value `sometimes`; why: expected one of `auto`, `always`, `never`",
             "configuration $DIR/sim/config.toml:15:1: guard.period must be from 100ms to 10s",
-            "configuration $DIR/sim/config.toml:14:8: unclosed table, expected `]`",
+            "configuration $DIR/sim/config.toml:14:8: unclosed table; why: expected `]`",
         ],
     );
 }

@@ -39,28 +39,19 @@ fn annotations_that_make_no_request() {
     assert_lines(
         &refusals(&world, requests),
         &[
-            "sublet.colour=red: unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, \
-             sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, \
-             sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share",
-            "sublet.compute=25: unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, \
-             sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, \
-             sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share; did you mean \
-             sublet.sm?",
-            "sublet.sm=0: must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
-            "sublet.sm=101: must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
-            "sublet.sm=0.25: must be a percentage over 0 up to 100, such as 25, 25% or 12.5; a quarter of \
-             a percent? write 25",
-            "sublet.memory=25: must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or \
-             a percentage up to 100%, such as 25%; the unit is missing: write 25GiB, 25MiB or 25%",
-            "sublet.memory=0: must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a \
-             percentage up to 100%, such as 25%",
-            "sublet.gpu=first: must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>; write model:*first* for a model, name:first for an alias",
-            "sublet.sm=25 cannot be combined with sublet.mode=exclusive: only MPS limits SMs; write \
-             sublet.mode=mps or leave sublet.sm out",
-            "sublet.share=nobody: must be a share, but this host's configuration has no [share.<name>]",
-            "sublet.wait=soon: must be 0 or a whole number of ms, s or m up to 60s, such as 10s",
-            "sublet.processes=0: must be a whole number, 1 or more",
-            "sublet.capabilities=compute,magic: must be a list of compute, utility, graphics, video, or all",
+            "sublet.colour=red: unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share",
+            "sublet.compute=25: unknown key, did you mean sublet.sm?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share",
+            "sublet.sm=0: not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
+            "sublet.sm=101: not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
+            "sublet.sm=0.25: a quarter of a percent? write 25; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
+            "sublet.memory=25: the unit is missing: write 25GiB or 25MiB or 25%; why: it must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%",
+            "sublet.memory=0: not a possible value; why: it must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%",
+            "sublet.gpu=first: write model:*first* for a model, name:first for an alias; why: it must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>",
+            "sublet.sm=25 cannot be combined with sublet.mode=exclusive; why: only MPS limits SMs; fix: write sublet.mode=mps or leave sublet.sm out",
+            "sublet.share=nobody: not a possible value; why: it must be a share, but this host's configuration has no [share.<name>]",
+            "sublet.wait=soon: not a possible value; why: it must be 0 or a whole number of ms, s or m up to 60s, such as 10s",
+            "sublet.processes=0: not a possible value; why: it must be a whole number, 1 or more",
+            "sublet.capabilities=compute,magic: not a possible value; why: it must be a list of compute, utility, graphics, video, or all",
         ],
     );
     world.assert_empty();
@@ -89,34 +80,18 @@ fn requests_that_the_devices_cannot_serve() {
     assert_lines(
         &refusals(&world, requests),
         &[
-            "no place for a GPU on the GPU named: no GPU of this host is number 7; it has GPU 0 (NVIDIA \
-             H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
-            "no place for a GPU on the GPU named: no GPU of this host is \
-             GPU-ffffffff-0000-0000-0000-000000000000; it has GPU 0 (NVIDIA H200, \
-             GPU-5b1e7000-0000-4000-8000-000000000100)",
-            "no place for a GPU on the GPU named: no GPU of this host is name:nobody (see [[device]] in \
-             the configuration); it has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
-            "no place for a GPU on the GPU named: no GPU of this host is model:*A100*; it has GPU 0 \
-             (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
-            "no place for exclusive on any 2 GPUs: 2 GPUs requested, 1 present",
-            "no place for a GPU, 1024 GiB on any GPU: GPU 0 (NVIDIA H200) has 143771 MiB, of which 143259 \
-             MiB can be booked ([limits] reserve, memory_overcommit)",
-            "no place for mps, 1 % SM on any GPU: GPU 0 (NVIDIA H200) has too few SMs: 1 % for 1 \
-             process(es) is less than 2 SMs each",
-            "no place for mps, 50 % SM, 100 MiB on any GPU: GPU 0 (NVIDIA H200) needs 274 MiB for the CUDA \
-             context(s) of 1 process(es) at that SM share, so 100 MiB is too little",
-            "no place for mig, 1g.18gb on any MIG device: this needs a MIG device, and no GPU of this host \
-             is in MIG mode (`sublet mig apply` switches it on): share a whole GPU, with sublet.sm and \
-             sublet.memory",
-            "no place for mig on any MIG device: this needs a MIG device, and no GPU of this host is in \
-             MIG mode (`sublet mig apply` switches it on): share a whole GPU, with sublet.sm and \
-             sublet.memory",
-            "no place for mig on the MIG device named: this needs a MIG device, and no GPU of this host is \
-             in MIG mode (`sublet mig apply` switches it on): share a whole GPU, with sublet.sm and \
-             sublet.memory",
-            "no place for mig on the MIG device named: this needs a MIG device, and no GPU of this host is \
-             in MIG mode (`sublet mig apply` switches it on): share a whole GPU, with sublet.sm and \
-             sublet.memory",
+            "no GPU of this host is number 7; why: it has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100); fix: sublet.gpu=0 fits now",
+            "no GPU of this host is GPU-ffffffff-0000-0000-0000-000000000000; why: it has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100); fix: sublet.gpu=0 fits now",
+            "no GPU of this host is name:nobody (see [[device]] in the configuration); why: it has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100); fix: sublet.gpu=0 fits now",
+            "no GPU of this host is model:*A100*; why: it has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100); fix: sublet.gpu=0 fits now",
+            "2 GPUs requested, 1 present",
+            "refused: GPU 0 has 143771 MiB, of which 143259 MiB can be booked; why: [limits] reserve, memory_overcommit; fix: sublet.memory=143193MiB fits now",
+            "cannot serve mps, 1 % SM: GPU 0 has too few SMs; why: 1 % for 1 process(es) is less than 2 SMs each",
+            "refused: GPU 0 needs 274 MiB for the CUDA context(s); why: 1 process(es) at that SM share have no room in 100 MiB",
+            "this needs a MIG device, and no GPU of this host is in MIG mode; fix: `sublet mig apply` switches it on; or share a whole GPU, with sublet.sm and sublet.memory",
+            "this needs a MIG device, and no GPU of this host is in MIG mode; fix: `sublet mig apply` switches it on; or share a whole GPU, with sublet.sm and sublet.memory",
+            "this needs a MIG device, and no GPU of this host is in MIG mode; fix: `sublet mig apply` switches it on; or share a whole GPU, with sublet.sm and sublet.memory",
+            "this needs a MIG device, and no GPU of this host is in MIG mode; fix: `sublet mig apply` switches it on; or share a whole GPU, with sublet.sm and sublet.memory",
         ],
     );
     world.assert_empty();

@@ -201,14 +201,15 @@ fn wait_ends_when_there_is_a_place_or_no_time() {
     let wanted = ["wait", "--annotation", "sublet.sm=25", "--timeout", "300ms"];
     let late = failure(&world, &wanted);
     assert!(late.contains("is taken whole") && late.contains("holder"), "{late}");
-    assert_eq!(late.lines().count(), 1, "nothing is told but to a terminal: {late}");
+    let parts: Vec<&str> = late.lines().map(|line| &line[..4]).collect();
+    assert_eq!(parts, ["subl", "why:", "fix:"], "nothing is told but to a terminal: {late}");
     let mut on_terminal = std::process::Command::new("script");
     let line = format!("{} wait sm=25 --timeout 1500ms", bin_dir().join("sublet").display());
     on_terminal.args(["-qec", &line, "/dev/null"]).env("SUBLET_CONFIG", &world.config);
     let told = text(&on_terminal.output().expect("script runs").stdout);
-    assert!(told.starts_with("sublet: waiting for up to 2s: no place for mps, 25 % SM"), "{told}");
+    assert!(told.starts_with("sublet: waiting for up to 2s: no room for mps, 25 % SM: GPU 0 is taken whole"), "{told}");
     let never = failure(&world, &["wait", "gpu=9"]);
-    assert!(never.contains("no place"), "what no waiting changes ends at once: {never}");
+    assert!(never.contains("no GPU of this host is number 9"), "what no waiting changes ends at once: {never}");
     std::thread::scope(|scope| {
         let waiting =
             scope.spawn(|| world.sublet(&["wait", "--annotation", "sublet.sm=25", "--timeout", "10s"]));
@@ -275,7 +276,7 @@ fn a_drained_device_takes_no_new_lease() {
     let late = world.bundle("late", &[("sublet.sm", "25")], SLEEP);
     assert_eq!(
         late.refused(),
-        "no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) is drained: `sublet undrain` ends that"
+        "cannot serve mps, 25 % SM: GPU 0 is drained; fix: `sublet undrain` ends that"
     );
     assert_eq!(running.exec(&["/usr/bin/cuda-probe", "info"]).json()[0]["sm"], json!(32), "it goes on");
     assert_eq!(stdout(&world, &["undrain", GPU]), format!("{GPU} takes leases again.\n"));

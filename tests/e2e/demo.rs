@@ -75,7 +75,7 @@ fn check_what_is_shown(shown: &str) {
     }
     let words = normal(shown);
     assert!(words.contains("third: sublet"), "{shown}");
-    assert!(words.contains("no place for mps, 50 % SM, 8 GiB on any GPU"), "{shown}");
+    assert!(words.contains("no room for mps, 50 % SM, 8 GiB: GPU 0"), "{shown}");
     let ended = "guard: … guard cheat on GPU 0 process cuda-probe (pid … of container cheat on GPU-";
     assert!(words.contains(ended) && words.contains("(52072 of 4096 MiB): it was ended"), "{shown}");
     assert!(words.contains("after: … seconds; small and large go on"), "{shown}");

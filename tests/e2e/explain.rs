@@ -268,7 +268,7 @@ fn the_services_of_a_compose_file_are_checked_together() {
         ]
     );
     assert!(
-        rows[5].starts_with("worker-2 - - - - NO: no place for ") && rows[5].contains("5 % SM left"),
+        rows[5].starts_with("worker-2 - - - - NO: no room for ") && rows[5].contains("5 % SM left"),
         "{table}"
     );
     assert!(said.contains("Docker Compose is not installed"), "{said}");
@@ -416,7 +416,7 @@ fn quadlet_files_are_checked_together() {
             .ends_with("web 0 mps 60 % (78) 8192 MiB fits")
     );
     let (table, _) = run(&world, &["explain", "--quadlet", &web, &batch], 1);
-    assert!(squeezed(&table).contains("\nbatch - - - - NO: no place for "), "{table}");
+    assert!(squeezed(&table).contains("\nbatch - - - - NO: no room for "), "{table}");
     let (table, said) = run(&world, &["explain", "--quadlet", &labelled], 1);
     assert!(table.contains("NO: labels are not annotations: write as Annotation= sublet.sm=25"), "{table}");
     assert!(said.contains("Podman runs no hook of sublet's"), "{said}");
@@ -438,7 +438,7 @@ fn a_user_of_dockers_socket_is_told_of_dockers_containers() {
         let output = host.command(1000, "sublet").arg("explain").args(arguments).output().expect("it runs");
         String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
     };
-    let policy = "your policy limit ([[policy]]) for sm is 50 %";
+    let policy = "your policy limits sm to 50 %";
     let share = ["sm=60", "memory=1GiB"];
     assert!(explain(&share).contains(policy));
     assert!(!host.world.bundle("large", &[("sublet.sm", "200")], SLEEP).create().ok);

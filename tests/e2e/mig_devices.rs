@@ -45,7 +45,7 @@ fn four_devices(by: By) {
     assert_eq!(devices(&world), DEVICES.map(|(uuid, ..)| uuid));
     let status = world.status();
     assert!(status["devices"][0]["mig"].as_array().expect("mig").iter().all(|mig| mig["free"] == false));
-    assert!(refused(&world, &[("sublet.gpu", "0:3")]).contains("MIG device 0:3 (1g.5gb) is taken whole"));
+    assert!(refused(&world, &[("sublet.gpu", "0:3")]).contains("MIG device 0:3 is taken whole"));
     drop_all(&world, DEVICES.map(|(uuid, ..)| &uuid[uuid.len() - 3..]), by);
     assert_eq!(world.status()["devices"][0]["mig"][3]["free"], true);
     world.assert_empty();
@@ -112,7 +112,7 @@ fn devices_are_named_by_number_old_name_profile_and_size() {
     assert_eq!(devices(&world), [FIRST, SECOND]);
     let full = refused(&world, &[("sublet.mig", "1c.2g.10gb")]);
     assert!(
-        full.contains("MIG device 0:1 (1c.2g.10gb) is taken whole") && full.contains("held by first"),
+        full.contains("each of 2 MIG devices of GPU 0 is taken whole") && full.contains("held by first"),
         "{full}"
     );
     first.down();
@@ -129,9 +129,8 @@ fn what_names_no_mig_device_is_refused_with_the_way_out() {
     let whole = refused(&world, &[("sublet.gpu", "0")]);
     assert!(
         whole.contains(
-            "GPU 0 (NVIDIA A100-PCIE-40GB) is in MIG mode, so only its MIG devices can be used \
-             (sublet.gpu=0:0 is a 4g.20gb, sublet.gpu=0:1 is a 1c.2g.10gb, sublet.gpu=0:2 is a 1c.2g.10gb, \
-             sublet.gpu=0:3 is a 1g.5gb; sublet.mig=<profile> takes a free one)"
+            "GPU 0 is in MIG mode, so only its MIG devices can be used; why: 0:1 and 1 more are 1c.2g.10gb, \
+             0:3 is a 1g.5gb, 0:0 is a 4g.20gb; fix: name one (sublet.gpu) or a profile (sublet.mig)"
         ),
         "{whole}"
     );
@@ -139,20 +138,20 @@ fn what_names_no_mig_device_is_refused_with_the_way_out() {
     assert_eq!(devices(&world), ["GPU-5b1e7000-0000-4000-8000-000000000a10"]);
     any.down();
     let profile = refused(&world, &[("sublet.mig", "3g.20gb")]);
-    assert!(profile.contains("none is a 3g.20gb: 0:0 is a 4g.20gb, 0:1 is a 1c.2g.10gb"), "{profile}");
+    assert!(profile.contains("no MIG device is a 3g.20gb; why: 0:1 and 1 more are 1c.2g.10gb, 0:3 is a 1g.5gb, 0:0 is"), "{profile}");
     let other = refused(&world, &[("sublet.mig", "1g.5gb"), ("sublet.gpu", "0:0")]);
-    assert!(other.contains("none is a 1g.5gb: 0:0 is a 4g.20gb"), "{other}");
+    assert!(other.contains("no MIG device is a 1g.5gb; why: 0:0 is a 4g.20gb"), "{other}");
     let off = refused(&world, &[("sublet.mode", "mig"), ("sublet.gpu", "1")]);
     assert!(off.contains("no MIG device of this host is on the GPU number 1"), "{off}");
     let gone = refused(&world, &[("sublet.gpu", "0:7")]);
     assert!(
-        gone.contains("no MIG device of this host is 0:7; it has MIG device 0:0 (4g.20gb, MIG-"),
+        gone.contains("no MIG device of this host is 0:7; why: it has MIG device 0:0 (4g.20gb, MIG-"),
         "{gone}"
     );
     let large = refused(&world, &[("sublet.mode", "mig"), ("sublet.memory", "30GiB")]);
-    assert!(large.contains("MIG device 0:0 (4g.20gb) has 20096 MiB, 30 GiB needed"), "{large}");
+    assert!(large.contains("MIG device 0:0 has 20096 MiB, 30 GiB needed"), "{large}");
     let spelt = refused(&world, &[("sublet.mig", "MIG 1g.5gb")]);
-    assert!(spelt.contains("sublet.mig=MIG 1g.5gb: must be a MIG profile"), "{spelt}");
+    assert!(spelt.contains("sublet.mig=MIG 1g.5gb: not a possible value; why: it must be a MIG profile"), "{spelt}");
     world.assert_empty();
 }
 
@@ -219,7 +218,7 @@ fn mps_on_an_instance_has_limits_of_the_instance() {
         "{seen}"
     );
     let more = refused(&world, &share("30"));
-    assert!(more.contains("MIG device 0:0 (4g.20gb) has 25 % SM left"), "{more}");
+    assert!(more.contains("MIG device 0:0 has 25 % SM left"), "{more}");
     // 48 clients of 108 SMs are 24 of 56.
     let many = refused(&world, &[("sublet.gpu", "0:0"), ("sublet.mode", "mps"), ("sublet.processes", "25")]);
     assert!(many.contains("allows at most 24 MPS clients, not 25"), "{many}");

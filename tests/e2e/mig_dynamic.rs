@@ -169,7 +169,7 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
     world.assert_empty();
     let static_ = World::simulated(HOPPER, "");
     let none = refused(&static_, SMALL);
-    assert!(none.contains("no GPU of this host has any: `sublet mig apply` creates them"), "{none}");
+    assert!(none.contains("no GPU of this host has any; fix: `sublet mig apply` creates them"), "{none}");
 }
 
 #[test]
@@ -297,7 +297,7 @@ fn users_have_them_made_where_their_policy_says_so() {
     assert_eq!(alice.event("info")["error"], Value::Null);
     assert_eq!(bare(&host.world).len(), 1);
     let second = host.bundle(1000, "second", SMALL, HOLD).create();
-    assert!(!second.ok && second.stderr.contains("is 1 leases at once"), "{second:?}");
+    assert!(!second.ok && second.stderr.contains("allows 1 leases at once"), "{second:?}");
     assert_eq!(bare(&host.world).len(), 1, "none is made in vain");
     alice.down();
     assert_soon_gone(&host.world);
@@ -366,7 +366,7 @@ fn no_user_has_one_made_that_their_policy_does_not_allow() {
     let trace = host.world.driver_root.as_ref().expect("simulated").join("sim/trace");
     std::fs::write(&trace, "").expect("a trace");
     let cases: [(&[(&str, &str)], &str); 3] = [
-        (&[("sublet.mig", "3g.71gb")], "leaves you 26 SMs of GPU 0, and a 3g.71gb has 60: ask for less"),
+        (&[("sublet.mig", "3g.71gb")], "leaves you 26 SMs of GPU 0, and a 3g.71gb has 60"),
         (
             &[("sublet.mode", "mig"), ("sublet.memory", "21GiB")],
             "leaves you 20480 MiB of GPU 0, and a 1g.35gb",
@@ -385,7 +385,7 @@ fn no_user_has_one_made_that_their_policy_does_not_allow() {
     let one = host.bundle(1000, "one", &[("sublet.mode", "mig")], HOLD);
     one.up();
     let second = host.bundle(1000, "second", SMALL, HOLD).create();
-    let expected = "leaves you 10 SMs of GPU 0, and a 1g.18gb has 16: ask for less, or end a container first";
+    let expected = "leaves you 10 SMs of GPU 0, and a 1g.18gb has 16";
     assert!(!second.ok && second.stderr.contains(expected), "{second:?}");
     one.down();
     assert_soon_gone(&host.world);

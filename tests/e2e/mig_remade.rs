@@ -70,7 +70,7 @@ fn capabilities_that_the_driver_tells_two_ways_close_the_instance() {
     std::fs::write(file, "DeviceFileMinor: 99\n").expect("written");
     let refusal = refused(&world, &[("sublet.gpu", "0:3")]);
     assert!(
-        refusal.contains("cannot be used: /proc/driver/nvidia-caps/mig-minors has minor 85"),
+        refusal.contains("cannot be used; why: /proc/driver/nvidia-caps/mig-minors has minor 85"),
         "{refusal}"
     );
     assert!(world.status()["devices"][0]["mig"][3]["fault"].is_string());
@@ -95,7 +95,7 @@ fn an_instance_made_again_with_its_ids_is_another_one() {
     // Its nodes are the old container's still.
     let refusal = refused(&world, &[("sublet.mig", "1g.5gb")]);
     assert!(
-        refusal.contains("has the device nodes of a destroyed instance, which container old still holds"),
+        refusal.contains("has the device nodes of a destroyed instance; why: container old still holds them"),
         "{refusal}"
     );
     old.down();
@@ -143,7 +143,7 @@ fn a_mode_switched_off_by_another_tool_opens_the_gpu_again() {
     let world = World::simulated("h200-mig", "");
     let share = [("sublet.gpu", "0"), ("sublet.sm", "25")];
     assert!(
-        refused(&world, &share).contains("is in MIG mode, so only its MIG devices can be used (it has none")
+        refused(&world, &share).contains("is in MIG mode, so only its MIG devices can be used; why: it has none")
     );
     let _ = smi(&world, &["-i", "0", "-mig", "0"]);
     up(&world, "one", &share).down();

@@ -260,7 +260,7 @@ fn a_share_that_is_refused_stops_the_container_with_our_line() {
     }
     let world = World::simulated("h200", "");
     let late = |annotations: &[(&str, &str)]| plain(&world, "late", &["createRuntime"], annotations, HOLD);
-    assert_refused(&world, &late(&[("sublet.gpu", "7")]), "no place for");
+    assert_refused(&world, &late(&[("sublet.gpu", "7")]), "no GPU of this host is number 7");
     assert_refused(&world, &late(&[("sublet.smm", "25")]), "unknown key");
     let shared = late(&[("sublet.sm", "25"), ("sublet.isolation", "shared")]);
     assert_refused(&world, &shared, "sublet.isolation=shared does not work with a hook");

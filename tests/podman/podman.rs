@@ -126,7 +126,7 @@ fn a_refusal_reaches_whoever_started_the_container() {
     let podman = h200();
     let _ = podman.hold("large", &["sublet.sm=70"], &[]);
     let refused = podman.run("small", &["sublet.sm=40"], &[], SLEEP);
-    let says = "sublet refuses this container: no place for mps, 40 % SM on any GPU";
+    let says = "sublet refuses this container: no room for mps, 40 % SM: GPU 0 has";
     assert!(!refused.ok && refused.stderr.contains(says), "{refused:?}");
     assert!(refused.stderr.contains("30 % SM left"), "{refused:?}");
     let again = podman.cli(&["start", "small"]);
@@ -182,7 +182,7 @@ fn the_shim_is_a_runtime_of_podmans() {
     podman.done(&["restart", "-t0", "s"]);
     assert_ne!(lease_id(&podman, id), first);
     let refused = shim(&["run", "-d"], "t", &["sublet.sm=80"]);
-    assert!(!refused.ok && refused.stderr.contains("no place for mps, 80 % SM"), "{refused:?}");
+    assert!(!refused.ok && refused.stderr.contains("no room for mps, 80 % SM"), "{refused:?}");
     podman.done(&["rm", "-f", "-t0", "s"]);
     podman.assert_empty();
 }
@@ -471,7 +471,7 @@ fn twenty_at_once_fill_the_gpu_and_no_more() {
         .map(|output| String::from_utf8_lossy(&output.stderr).into_owned())
         .collect();
     assert_eq!(failed.len(), 10, "{failed:?}");
-    assert!(failed.iter().all(|text| text.contains("no place for mps, 10 % SM")), "{failed:?}");
+    assert!(failed.iter().all(|text| text.contains("no room for mps, 10 % SM")), "{failed:?}");
     assert_eq!(podman.world.leases().len(), 10);
     podman.done(&["rm", "--all", "-f", "-t0"]);
     podman.assert_empty();

@@ -296,7 +296,7 @@ fn forty_jobs_share_two_nodes_and_none_is_over_committed() {
     for (job, gres) in &jobs {
         if cluster.state(job) == "FAILED" {
             let told = cluster.written(&format!("job-{job}.out"));
-            assert!(cluster.is_2205() && told.contains("sublet: no place"), "{job} {gres}: {told}");
+            assert!(cluster.is_2205() && told.contains("sublet: no room"), "{job} {gres}: {told}");
             assert!(*gres == "gpu:1" || told.contains("(exclusive)"), "{job} {gres}: {told}");
             continue;
         }

@@ -323,7 +323,7 @@ fn two_clusters_share_a_node_and_their_jobs_of_one_id_are_not_mixed_up() {
     let beside = by_other("shard:3");
     assert_eq!(beside.stdout, "started 0=53697M\n", "{beside:?}");
     let full = by_other("shard:8");
-    assert!(!full.ok && full.stdout.contains("sublet: no place for mps"), "{full:?}");
+    assert!(!full.ok && full.stdout.contains("sublet: no room"), "{full:?}");
     assert!(full.stdout.contains(&format!("held by slurm-{job} ")), "{full:?}");
     assert!(eventually(is_idle), "{}", node());
     assert!(eventually(|| leases(&cluster).len() == 1 && leases(&cluster)[0]["id"] == lease));

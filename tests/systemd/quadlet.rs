@@ -69,7 +69,7 @@ fn a_unit_has_the_share_of_its_annotations_while_it_runs() {
     assert!(!refused.ok, "{refused:?}");
     let journal = Command::new("journalctl").args(["--no-pager", "-u", "large.service"]).output();
     let journal = Finished::of(&journal.expect("journalctl runs")).stdout;
-    assert!(journal.contains("sublet refuses this container: no place for mps, 80 % SM"), "{journal}");
+    assert!(journal.contains("sublet refuses this container: no room for mps, 80 % SM"), "{journal}");
     done(&["restart", "job.service"]);
     let second = podman.lease(&podman.inspect("job", ".Id")).expect("a lease");
     assert_ne!(second["id"], first["id"]);

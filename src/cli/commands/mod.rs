@@ -37,13 +37,13 @@ use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcomm
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use sublet_core::admit::{Local, is_remote, own_status};
+use sublet_core::admit::{AdmitError, Local, is_remote, own_status};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
 use sublet_core::log::{self, Log};
 use sublet_core::place;
-use sublet_core::text::safe;
+use sublet_core::text::{in_lines, safe};
 
 /// Share NVIDIA GPUs among plain Docker and Podman containers.
 #[derive(Debug, Parser)]
@@ -155,21 +155,25 @@ fn wants_json(matches: &ArgMatches) -> bool {
 /// What a command that fails prints as JSON.
 #[derive(Serialize, JsonSchema)]
 struct ErrorObject<'a> {
-    /// The same line as on standard error.
+    /// As on standard error, in one line.
     error: &'a str,
     /// A word that is never renamed; docs/explain.md lists them all.
     reason: &'static str,
+    /// Each device that could have served it, and why it does not.
+    candidates: &'a [String],
 }
 
-/// One line on standard error. A reader of JSON gets an object on standard output too, if nothing is there yet.
+/// A message on standard error. A reader of JSON gets an object on standard output too, if nothing is there yet.
 fn report(error: &anyhow::Error, as_json: bool) {
     let line = tables::chain(error);
     if as_json && !closed_output::has_begun() {
-        let object = ErrorObject { error: &line, reason: reason::reason(error) };
+        let refused = error.downcast_ref::<AdmitError>();
+        let candidates = refused.map(AdmitError::candidates).unwrap_or_default();
+        let object = ErrorObject { error: &line, reason: reason::reason(error), candidates };
         // Serializing fails only for maps whose keys are not strings.
         print!("{}\n", serde_json::to_string(&object).unwrap_or_default());
     }
-    eprintln!("sublet: {line}");
+    eprintln!("sublet: {}", in_lines(&line));
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {

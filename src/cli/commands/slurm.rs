@@ -221,7 +221,8 @@ fn environment(config: &Config) -> anyhow::Result<String> {
     // For `sublet status --last-error`. That the service does not answer is not told to it.
     if let Some(error) = found.as_ref().err().filter(|error| !is_silent(error)) {
         let reason = super::tables::chain(error);
-        let _ = broker.ask(&Ask::Refused { id: format!("slurm-{}", cgroup.job), reason });
+        let _ =
+            broker.ask(&Ask::Refused { id: format!("slurm-{}", cgroup.job), reason, candidates: Vec::new() });
     }
     found
 }

@@ -23,7 +23,7 @@ use sublet_core::broker::policy_limits::Left;
 use sublet_core::config::{Config, PolicyRule};
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Lease, Ledger, Store};
-use sublet_core::text::{LONGEST_NAME, safe, short_id};
+use sublet_core::text::{LONGEST_NAME, in_lines, safe, short_id};
 
 /// How many of the latest events of the guard are shown.
 const SHOWN: usize = 5;
@@ -60,6 +60,9 @@ pub struct Arguments {
     /// Show why the last container was refused
     #[arg(long)]
     last_error: bool,
+    /// With --last-error: also each device that could have served it, and why it did not
+    #[arg(long, requires = "last_error")]
+    verbose: bool,
 }
 
 /// Runs it.
@@ -68,7 +71,7 @@ pub struct Arguments {
 /// There is no driver, or no ledger; a device or a container that is asked for does not exist.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     if arguments.last_error {
-        return last_error(arguments.format, config);
+        return last_error(arguments, config);
     }
     let Some(seconds) = arguments.watch else {
         print!("{}", shown(arguments, config)?);
@@ -159,25 +162,25 @@ pub struct LastRefusal {
     uid: u32,
     /// Whether it was started: the reason is then a warning about its image.
     started: bool,
+    /// Each device that could have served it, and why it did not.
+    candidates: Vec<String>,
 }
 
 /// For root of all containers, for a user of their own.
-fn last_error(format: Format, config: &Config) -> anyhow::Result<()> {
+fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let (us, is_remote) = (nix::unistd::geteuid().as_raw(), is_remote(config));
     let last = admit::refusals(config).into_iter().rfind(|record| !is_remote || record.uid == us);
-    let last = last.map(|RefusalRecord { time, container_id, reason, uid, started }| LastRefusal {
-        time: tables::timestamp(time),
-        container_id,
-        reason,
-        uid,
-        started,
+    let last = last.map(|RefusalRecord { time, container_id, reason, uid, started, candidates }| {
+        LastRefusal { time: tables::timestamp(time), container_id, reason, uid, started, candidates }
     });
-    tables::print(format, &last, || match &last {
+    tables::print(arguments.format, &last, || match &last {
         None if is_remote => "No container of yours has been refused.".to_owned(),
         None => "No container has been refused since boot.".to_owned(),
-        Some(LastRefusal { time, container_id, reason, started, .. }) => {
+        Some(LastRefusal { time, container_id, reason, started, candidates, .. }) => {
             let started = if *started { ", which was started" } else { "" };
-            format!("{time}  container {container_id}{started}: {reason}")
+            let each = candidates.iter().filter(|_| arguments.verbose).flat_map(|text| ["\n  - ", text]);
+            let said = in_lines(reason);
+            format!("{time}  container {container_id}{started}: {said}{}", each.collect::<String>())
         }
     })
 }

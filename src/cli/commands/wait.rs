@@ -10,6 +10,7 @@ use sublet_core::config::Config;
 use sublet_core::ledger::{LeaseId, Store};
 use sublet_core::request::{self, Request};
 use sublet_core::share::{DURATION_ALLOWED, parse_duration};
+use sublet_core::text::first_line;
 
 /// A day. The clock can represent this far ahead.
 const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
@@ -60,7 +61,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),
             Err(error) => {
-                say(&mut said, error.to_string(), deadline.saturating_duration_since(Instant::now()));
+                say(
+                    &mut said,
+                    first_line(&error.to_string()).to_owned(),
+                    deadline.saturating_duration_since(Instant::now()),
+                );
                 std::thread::sleep(LOOK_AGAIN);
             }
         }

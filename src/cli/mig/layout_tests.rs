@@ -66,7 +66,7 @@ fn errors_name_file_line_and_remedy() {
         ),
         (
             refused("[[gpu]]\nmach = \"0\"\nmig = true\n"),
-            "layout /l.toml:2: unknown key `mach`, expected one of `match`, `mig`, `instances`; did you mean match?",
+            "layout /l.toml:2: unknown key `mach`, did you mean match?; why: expected one of `match`, `mig`, `instances`",
         ),
         (
             refused("[[gpu]]\nmatch = \"0\"\nmig = false\ninstances = [{ profile = \"1g.18gb\" }]\n"),

@@ -234,12 +234,8 @@ fn over(site: &Site, gpu: &Gpu, profile: &Profile, slices: u32) -> Option<NotMad
         (format!("{} MiB", most.now.memory_bytes / MIB), format!("{}", profile.memory_mib))
     };
     let temporary = within(most.ever);
-    let or_wait = if temporary { ", or end a container first" } else { "" };
     let (name, label) = (safe(&device_name(profile, slices)), gpu.label());
-    let reason = format!(
-        "your policy limit ([[policy]]) leaves you {left} of {label}, and a {name} has {has}: ask for \
-         less{or_wait}"
-    );
+    let reason = format!("your policy leaves you {left} of {label}, and a {name} has {has}");
     (!within(most.now)).then_some(NotMade { reason, temporary })
 }
 

@@ -45,8 +45,10 @@ pub(super) fn clear() {
 
 /// An answer that refuses: the reason in one line, and whether waiting may help.
 pub(super) fn no(error: &anyhow::Error) -> Answer {
-    let temporary = error.downcast_ref::<AdmitError>().is_some_and(AdmitError::is_temporary);
-    Answer::Refused(Refused { reason: error.to_string(), temporary })
+    let refused = error.downcast_ref::<AdmitError>();
+    let candidates = refused.map(|refused| refused.candidates().to_vec()).unwrap_or_default();
+    let temporary = refused.is_some_and(AdmitError::is_temporary);
+    Answer::Refused(Refused { reason: error.to_string(), temporary, candidates })
 }
 
 /// The configuration is read for each ask, so that a policy takes effect when it is written.
@@ -88,7 +90,9 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         Ask::End { lease } => return Ok(Answer::Freed(state.end_for(peer.uid, lease, OWNS)?)),
         Ask::Withdraw { lease } => return Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
         Ask::Enter { id, record } => return Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
-        Ask::Refused { id, reason } => admit::record_reported(peer.uid, id, reason, config),
+        Ask::Refused { id, reason, candidates } => {
+            admit::record_reported(peer.uid, id, reason, candidates, config);
+        }
         Ask::StartDaemon { key } => return client.start_daemon(key),
         Ask::Job => {
             let cgroup = client.job()?.ok_or_else(|| AdmitError::from(JobError::NotInJob))?;

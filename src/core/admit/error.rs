@@ -13,7 +13,7 @@ use crate::oci::{Conflict, ImageError, NamespaceError, SpecError, container_root
 use crate::place::Refusal;
 use crate::process::sublet::SubletError;
 use crate::request::RequestError;
-use crate::text::safe;
+use crate::text::{add_why, safe};
 
 /// Why a container is not started, or why its lease is not freed.
 #[derive(Debug, thiserror::Error)]
@@ -46,35 +46,37 @@ pub enum AdmitError {
     #[error(transparent)]
     Mps(#[from] MpsError),
     #[error(
-        "its MPS daemon is not available, and without it a process would use the whole GPU without limits: \
-         {0} (with [mps] exec_without_daemon = \"no-gpu\" the process starts, without the GPU)"
+        "its MPS daemon is not available, so a process would have no limits; why: {0}; fix: with [mps] \
+         exec_without_daemon = \"no-gpu\" the process starts, without the GPU"
     )]
     NoDaemon(Box<AdmitError>),
     #[error(transparent)]
     PolicyLimit(#[from] PolicyLimitError),
     #[error(transparent)]
     Job(#[from] JobError),
-    #[error("your [[policy]] allows only devices that this host does not have: ask root to correct it")]
+    #[error(
+        "your policy allows only devices that this host does not have; fix: ask root to correct it ([[policy]])"
+    )]
     NoDeviceAllowed,
     #[error(transparent)]
     Broker(#[from] BrokerError),
-    #[error("you hold no lease {0}, or it has ended: recreate the container")]
+    #[error("you hold no lease {0}, or it has ended; fix: recreate the container")]
     NoLease(LeaseId),
-    #[error("`sublet serve` has no lease of this container: recreate the container")]
+    #[error("`sublet serve` has no lease of this container; fix: recreate the container")]
     NotHeld,
-    #[error("lease {lease} cannot be bound to the container: {why}")]
+    #[error("lease {lease} cannot be bound to the container; why: {why}")]
     Unbound { lease: LeaseId, why: String },
-    #[error("{refused}; and no MIG instance can be created for it: {}", why)]
+    #[error("{}", add_why(&.refused.to_string(), &format!("no MIG instance can be created for it: {why}")))]
     Unmade { refused: Box<AdmitError>, why: String, temporary: bool },
-    #[error("{refused}; when the container starts, a MIG instance is created for it ([mig] dynamic): {what}")]
+    #[error("{}", add_why(&.refused.to_string(), &format!("a MIG instance will be made for it ([mig] dynamic): {what}")))]
     WouldMake { refused: Box<AdmitError>, what: String },
-    #[error("the MIG layout changed while a device was being chosen: start the container again")]
+    #[error("the MIG layout changed while a device was being chosen; fix: start the container again")]
     LayoutChanged,
     #[error("the engine that asked for the container has ended, so it is not created")]
     NoEngine,
     #[error(
-        "the runtime's record {} cannot be read ({source}), so sublet could not see when the container \
-         ends: use another --root, or a shorter id",
+        "the runtime's record of the container cannot be read; why: {}: {source}, so sublet could not see when it \
+         ends; fix: use another --root, or a shorter id",
         safe(path)
     )]
     Record { path: String, source: std::io::Error },
@@ -83,13 +85,13 @@ pub enum AdmitError {
     #[error(transparent)]
     Node(#[from] NodeError),
     #[error(
-        "annotation sublet.lease={}: this container has no live lease with that id. Only sublet writes \
-         this annotation: remove it",
+        "annotation sublet.lease={}: this container has no live lease with that id; why: only sublet writes \
+         this annotation; fix: remove it",
         safe(id)
     )]
     ForgedLease { id: String },
     #[error(
-        "its config.json has sublet's edits of an earlier run, and does not say which they are: restore \
+        "its config.json has sublet's edits of an earlier run; why: it does not say which they are; fix: restore \
          the file that the container was created with"
     )]
     Edited,
@@ -98,35 +100,36 @@ pub enum AdmitError {
     #[error(transparent)]
     Namespace(#[from] NamespaceError),
     #[error(
-        "sublet.isolation=shared does not work with a hook: limits on a shared MPS server are set in the environment, \
-         which a hook cannot change; leave it out (the container gets its own server), or start the container with \
+        "sublet.isolation=shared does not work with a hook; why: limits on a shared MPS server are set in the \
+         environment, which a hook cannot change; fix: leave it out (the container gets its own server), or start the container with \
          sublet-runtime"
     )]
     LateShared,
     #[error(
-        "sublet.priority=low does not work with a hook: it orders the clients of one MPS server, and with \
-         a hook each container has its own server; leave it out, or start the container with sublet-runtime"
+        "sublet.priority=low does not work with a hook; why: it orders the clients of one MPS server, and with \
+         a hook each container has its own server; fix: leave it out, or start the container with sublet-runtime"
     )]
     LatePriority,
     #[error(
-        "its environment has {}, which would bypass its limits and which a hook cannot remove: remove it, \
+        "its environment has {}, which would bypass its limits; why: a hook cannot remove it; fix: remove it, \
          or start the container with sublet-runtime",
         safe(.0)
     )]
     LateEnvironment(String),
     #[error(
-        "its /tmp is the host's, read-only, or shared with the host, so its MPS directory cannot be at \
-         /tmp/nvidia-mps, and a hook cannot set CUDA_MPS_PIPE_DIRECTORY: give the container its own /tmp, or start it \
+        "its /tmp is the host's, read-only, or shared with the host; why: its MPS directory cannot be at \
+         /tmp/nvidia-mps, and a hook cannot set CUDA_MPS_PIPE_DIRECTORY; fix: give the container its own /tmp, or start it \
          with sublet-runtime"
     )]
     LateTmp,
     #[error(
-        "its share has default_directory = false, which does not work with a hook: processes that join the container \
-         would compute outside its share; start it with sublet-runtime"
+        "its share has default_directory = false, which does not work with a hook; why: processes that join the \
+         container would compute outside its share; fix: start it with sublet-runtime"
     )]
     NeedsShim,
     #[error(
-        "container {}: {left}; lease {lease} stays until nothing of it runs any more (`sublet gc` frees it then)",
+        "container {}: {left}; why: lease {lease} stays until nothing of it runs any more; fix: `sublet gc` frees it \
+         then",
         safe(container)
     )]
     StillRunning { lease: LeaseId, container: String, left: String },
@@ -158,6 +161,16 @@ impl AdmitError {
             Self::Refused(refusal) => refusal.refresh_first,
             Self::Unmade { refused, .. } => refused.wants_refresh(),
             _ => false,
+        }
+    }
+
+    /// Each device that could have served it, and why it does not.
+    pub fn candidates(&self) -> &[String] {
+        match self {
+            Self::Refused(refusal) => &refusal.candidates,
+            Self::Unmade { refused, .. } | Self::WouldMake { refused, .. } => refused.candidates(),
+            Self::Broker(BrokerError::Refused { candidates, .. }) => candidates,
+            _ => &[],
         }
     }
 

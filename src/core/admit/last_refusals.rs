@@ -15,7 +15,7 @@ use crate::process::epoch_seconds;
 use crate::text::{safe, safe_long};
 
 /// Far more than [`KEPT`] have, in bytes.
-const LARGEST: u64 = 1 << 20;
+const LARGEST: u64 = 4 << 20;
 
 /// How many are kept.
 const KEPT: usize = 32;
@@ -25,6 +25,9 @@ const KEPT_OF_ONE: usize = 8;
 
 /// Longest reason of a user's that is kept, in characters.
 const LONGEST: usize = 2000;
+
+/// How many devices are kept of one: those of eight GPUs in MIG mode.
+pub(super) const MOST_CANDIDATES: usize = 64;
 
 /// A container that was not started, or one that was started with a warning about its image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +43,9 @@ pub struct RefusalRecord {
     /// It was started: the reason is a warning. Engines do not show those of a start that succeeds.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub started: bool,
+    /// Each device that could have served it, and why it did not.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub candidates: Vec<String>,
 }
 
 /// The last refusals, oldest first; none if the file cannot be read.
@@ -50,25 +56,32 @@ pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
 
 /// Adds a refusal by this process. A lost record is no reason to fail, because the caller reports the error itself.
 pub(super) fn record(container_id: &str, error: &AdmitError, config: &Config) {
-    add(geteuid().as_raw(), container_id, error.reason(), error.to_string(), config);
+    add(
+        geteuid().as_raw(),
+        container_id,
+        error.reason(),
+        (error.to_string(), error.candidates().to_vec()),
+        config,
+    );
 }
 
 /// Adds a refusal that user `uid` reports.
-pub fn record_reported(uid: u32, container_id: &str, reason: &str, config: &Config) {
+pub fn record_reported(uid: u32, container_id: &str, reason: &str, candidates: &[String], config: &Config) {
+    let candidates = candidates.iter().map(|text| safe_long(text, LONGEST / 4)).collect();
     // The user's program gives no word of `reason`.
-    add(uid, container_id, "", safe_long(reason, LONGEST), config);
+    add(uid, container_id, "", (safe_long(reason, LONGEST), candidates), config);
 }
 
-fn add(uid: u32, container_id: &str, word: &str, reason: String, config: &Config) {
+fn add(uid: u32, container_id: &str, word: &str, said: (String, Vec<String>), config: &Config) {
     let refused = Event {
         uid,
         container_id: container_id.to_owned(),
         reason: word.to_owned(),
-        text: reason.clone(),
+        text: said.0.clone(),
         ..Event::now(Kind::Refused)
     };
     events::emit(&config.state_dir, &[refused]);
-    store(uid, container_id, reason, false, config);
+    store(uid, container_id, said, false, config);
 }
 
 /// Records the warnings of a started container as events, because engines do not show those of their runtime. Keeps those
@@ -84,16 +97,23 @@ pub(super) fn record_warnings(lease: &Lease, warnings: &[String], of_image: &[St
     };
     events::emit(&config.state_dir, &warnings.iter().take(KEPT).map(event).collect::<Vec<_>>());
     for reason in of_image.iter().take(KEPT_OF_ONE) {
-        store(uid, &name, safe_long(reason, LONGEST), true, config);
+        store(uid, &name, (safe_long(reason, LONGEST), Vec::new()), true, config);
     }
 }
 
-fn store(uid: u32, container_id: &str, reason: String, started: bool, config: &Config) {
+fn store(
+    uid: u32,
+    container_id: &str,
+    (reason, mut candidates): (String, Vec<String>),
+    started: bool,
+    config: &Config,
+) {
+    candidates.truncate(MOST_CANDIDATES);
     let path = path(config);
     let stored = read_history(&path, LARGEST).and_then(|mut all: Vec<RefusalRecord>| {
         all.retain(|old| !(started && old.started && old.uid == uid && old.reason == reason));
         let (time, container_id) = (epoch_seconds(), safe(container_id));
-        all.push(RefusalRecord { time, container_id, reason, uid, started });
+        all.push(RefusalRecord { time, container_id, reason, uid, started, candidates });
         thin_out(&mut all, uid);
         replace(&path, &serde_json::to_vec(&all)?, 0o644)
     });
@@ -134,15 +154,17 @@ mod tests {
     fn a_user_who_is_refused_again_and_again_drives_out_only_their_own() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
-        add(0, "root", "no-room", "no".into(), &config);
+        add(0, "root", "no-room", ("no".into(), vec![]), &config);
+        let many = vec!["y".repeat(9000); 100];
         for number in 0..20 {
-            record_reported(1000, &format!("c{number}\u{1b}"), &"x".repeat(9000), &config);
+            record_reported(1000, &format!("c{number}\u{1b}"), &"x".repeat(9000), &many, &config);
         }
         let all = refusals(&config);
         assert_eq!((all.len(), all[0].uid), (9, 0));
         assert_eq!((all[8].container_id.as_str(), all[8].reason.len()), ("c19\\u{1b}", 2000));
+        assert_eq!((all[8].candidates.len(), all[8].candidates[0].len()), (64, 500));
         for number in 0..40 {
-            add(0, &number.to_string(), "no-room", "no".into(), &config);
+            add(0, &number.to_string(), "no-room", ("no".into(), vec![]), &config);
         }
         assert_eq!(refusals(&config).len(), 32);
     }
@@ -155,7 +177,7 @@ mod tests {
         std::fs::write(path(&config), newer).unwrap();
         assert!(refusals(&config).is_empty());
         assert!(path(&config).exists(), "to look changes nothing");
-        add(0, "c", "no-room", "no".into(), &config);
+        add(0, "c", "no-room", ("no".into(), vec![]), &config);
         assert_eq!(refusals(&config).len(), 1);
         assert_eq!(std::fs::read_to_string(dir.path().join("refusals.json.aside")).unwrap(), newer);
     }

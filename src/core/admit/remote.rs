@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+use super::last_refusals::MOST_CANDIDATES;
 use super::local::{clear_volumes, may_be_in_use};
 use super::request_of_spec::{RequestSource, is_of_bundle, remove_earlier_grant, request_of};
 use super::take_lease::retry_pause;
@@ -168,7 +169,8 @@ impl Remote<'_> {
         if matches!(error, AdmitError::Broker(broker) if silent(broker)) {
             return;
         }
-        let ask = Ask::Refused { id: container_id.to_owned(), reason: error.to_string() };
+        let candidates = error.candidates().iter().take(MOST_CANDIDATES).cloned().collect();
+        let ask = Ask::Refused { id: container_id.to_owned(), reason: error.to_string(), candidates };
         if let Err(error) = self.ask_done(&ask) {
             tracing::debug!("the refusal could not be recorded: {error}");
         }

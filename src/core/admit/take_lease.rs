@@ -19,7 +19,7 @@ use crate::ledger::{
 };
 use crate::mps;
 use crate::oci::{self, Tree};
-use crate::place::{Order, Placement, Refusal, World, find, named, place};
+use crate::place::{Order, Placement, Refusal, World, find, named, place_within};
 use crate::process::epoch_seconds;
 use crate::request::Request;
 
@@ -240,7 +240,10 @@ impl Search<'_> {
         let config = self.local.config;
         let (inventory, ledger) = (fresh_inventory(config).ok()?, self.store.peek().ok()?);
         let allowed = allowed_inventory(self.terms.limit(), &inventory, config).ok()?;
-        place(self.request, &self.id, &allowed, &ledger, config).err()
+        let allows = |placement: &Placement| {
+            self.terms.limit().is_none_or(|limit| limit.check(placement, &ledger).is_ok())
+        };
+        place_within(self.request, &self.id, &allowed, &ledger, config, &allows).err()
     }
 
     /// Has an instance created, once. Returns the new inventory.
@@ -255,6 +258,9 @@ impl Search<'_> {
     fn try_take(&self, refreshed: Option<Inventory>) -> Result<Taken, NotTaken> {
         let Self { candidate, request, terms, store, local, .. } = *self;
         let config = local.config;
+        if let Some(limit) = terms.limit() {
+            limit.check_request(request, config)?;
+        }
         let may_refresh = refreshed.is_none();
         // The driver may not be loaded yet: that is temporary, too. (The store is opened in a trusted directory only.)
         let fresh = || refresh_if_stale(inventory::load_beside(config, &[]), config);

@@ -53,6 +53,8 @@ pub enum BrokerError {
         reason: String,
         /// Whether waiting may help.
         temporary: bool,
+        /// Each device that could have served it, and why it does not.
+        candidates: Vec<String>,
     },
     /// An answer to another question.
     #[error("sublet serve gave an answer that does not fit the request: is its version another one?")]
@@ -88,8 +90,10 @@ impl Broker {
                     self.stream = None;
                     std::thread::sleep(NAP);
                 }
-                Answer::Busy(reason) => return Err(refused(&reason, true)),
-                Answer::Refused(answer) => return Err(refused(&answer.reason, answer.temporary)),
+                Answer::Busy(reason) => return Err(refused(&reason, true, &[])),
+                Answer::Refused(answer) => {
+                    return Err(refused(&answer.reason, answer.temporary, &answer.candidates));
+                }
                 answer => return Ok(answer),
             }
         }
@@ -142,8 +146,10 @@ fn connect_now(path: &std::path::Path) -> io::Result<UnixStream> {
 }
 
 /// Makes a refusal safe to print. It is the service's own line and may be longer than one piece of foreign text.
-fn refused(reason: &str, temporary: bool) -> BrokerError {
-    BrokerError::Refused { reason: safe_long(reason, 2000), temporary }
+fn refused(reason: &str, temporary: bool, candidates: &[String]) -> BrokerError {
+    let safe = |text: &str| safe_long(text, 2000);
+    let candidates = candidates.iter().map(|text| safe(text)).collect();
+    BrokerError::Refused { reason: safe(reason), temporary, candidates }
 }
 
 /// One line, without its end.

@@ -2,9 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::PolicyRule;
+use crate::config::{Config, PolicyRule};
 use crate::ledger::{Lease, LeasedMigDevice, Ledger};
 use crate::place::Placement;
+use crate::request::Request;
 use crate::share::{MIB, Mode, Percent};
 
 /// A user's policy limit.
@@ -20,17 +21,17 @@ pub struct PolicyLimit<'a> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PolicyLimitError {
     /// `modes`: those that the rule allows, and that of the placement.
-    #[error("your [[policy]] allows sublet.mode {0}, and this is {1}: choose an allowed mode")]
+    #[error("your policy allows {0}, and this is {1}; fix: set sublet.mode to one that it allows")]
     Mode(String, Mode),
     /// `sm` or `memory` (the annotation's key) is limited by the policy, and the request names no amount.
     #[error(
-        "your policy limit ([[policy]]) for {0} is {1}: say how much this container takes with sublet.{0}"
+        "your policy limits {0} to {1}, and this names no limit; fix: say with sublet.{0} how much it takes"
     )]
     Unlimited(&'static str, String),
     /// `sm` or `memory`.
     #[error(
-        "your policy limit ([[policy]]) for {key} is {limit}; your containers hold {held}, and this one asks \
-         for {asked}: ask for less{}", if *.temporary { ", or end a container first" } else { "" }
+        "your policy limits {key} to {limit}; why: your containers hold {held}, and this one asks for \
+         {asked}; fix: {}", if *.temporary { "end a container first" } else { "ask for less" }
     )]
     Sum {
         /// The annotation's key.
@@ -46,14 +47,12 @@ pub enum PolicyLimitError {
     },
     /// `sublet.mig-caps`
     #[error(
-        "sublet.mig-caps gives access to the MIG instances of all users, so only root's containers may \
-         have it: leave it out"
+        "only root's containers may have sublet.mig-caps; why: it gives access to the MIG instances of all \
+         users; fix: leave it out"
     )]
     MigCaps,
     /// `leases`
-    #[error(
-        "your policy limit ([[policy]]) is {0} leases at once, and you hold them all: end a container first"
-    )]
+    #[error("your policy allows {0} leases at once, and you hold them all; fix: end a container first")]
     Leases(u32),
 }
 
@@ -65,6 +64,24 @@ impl PolicyLimitError {
 }
 
 impl PolicyLimit<'_> {
+    /// Checks whether the user may take such a share, wherever it is placed and whatever they hold.
+    ///
+    /// # Errors
+    /// The policy has other modes.
+    pub fn check_request(&self, request: &Request, config: &Config) -> Result<(), PolicyLimitError> {
+        let is_open = config.device.iter().all(|rule| rule.fixed_use.is_none());
+        let mode = request.mode.or(is_open.then_some(request.default_mode));
+        mode.map_or(Ok(()), |mode| self.check_mode(mode))
+    }
+
+    fn check_mode(&self, mode: Mode) -> Result<(), PolicyLimitError> {
+        let Some(modes) = self.rule.modes.as_ref().filter(|modes| !modes.contains(&mode)) else {
+            return Ok(());
+        };
+        let allowed = modes.iter().map(Into::into).collect::<Vec<&str>>().join(", ");
+        Err(PolicyLimitError::Mode(allowed, mode))
+    }
+
     /// Checks whether the user may take `placement` in addition to their leases in `ledger`.
     ///
     /// # Errors
@@ -73,11 +90,8 @@ impl PolicyLimit<'_> {
         if !placement.mig_caps.is_empty() {
             return Err(PolicyLimitError::MigCaps);
         }
+        self.check_mode(placement.mode)?;
         let rule = self.rule;
-        if let Some(modes) = rule.modes.as_ref().filter(|modes| !modes.contains(&placement.mode)) {
-            let allowed = modes.iter().map(Into::into).collect::<Vec<&str>>().join(", ");
-            return Err(PolicyLimitError::Mode(allowed, placement.mode));
-        }
         let held = self.held(ledger);
         if let Some(most) = rule.leases.filter(|most| held.len() >= *most as usize) {
             return Err(PolicyLimitError::Leases(most));
@@ -191,6 +205,7 @@ fn mib(bytes: u64) -> String {
 mod tests {
     use super::*;
     use crate::ledger::fixture::lease;
+    use crate::place::fixture::request;
     use crate::share::{Isolation, Priority};
 
     fn placement(mode: Mode, sm: Option<u32>, mib: Option<u64>) -> Placement {
@@ -246,37 +261,67 @@ mod tests {
             (placement(Mode::Mps, Some(25), Some(2048)), Ok(())),
             (
                 placement(Mode::TimeSlice, Some(25), Some(2048)),
-                Err("your [[policy]] allows sublet.mode mps, and this is time-slice: choose an allowed mode"),
+                Err(
+                    "your policy allows mps, and this is time-slice; fix: set sublet.mode to one that it allows",
+                ),
             ),
             (
                 placement(Mode::Mps, Some(26), Some(2048)),
-                Err("your policy limit ([[policy]]) for sm is 50 %; your containers hold 25 %, and this \
-                     one asks for 26 %: ask for less, or end a container first"),
+                Err(
+                    "your policy limits sm to 50 %; why: your containers hold 25 %, and this one asks for 26 %; \
+                     fix: end a container first",
+                ),
             ),
             (
                 placement(Mode::Mps, Some(51), Some(2048)),
-                Err("your policy limit ([[policy]]) for sm is 50 %; your containers hold 25 %, and this \
-                     one asks for 51 %: ask for less"),
+                Err(
+                    "your policy limits sm to 50 %; why: your containers hold 25 %, and this one asks for 51 %; \
+                     fix: ask for less",
+                ),
             ),
             (
                 placement(Mode::Mps, None, Some(2048)),
-                Err("your policy limit ([[policy]]) for sm is 50 %: say how much this container takes with \
-                 sublet.sm"),
+                Err(
+                    "your policy limits sm to 50 %, and this names no limit; fix: say with sublet.sm how much it \
+                     takes",
+                ),
             ),
             (
                 placement(Mode::Mps, Some(25), Some(2049)),
-                Err("your policy limit ([[policy]]) for memory is 6144 MiB; your containers hold 4096 MiB, \
-                     and this one asks for 2049 MiB: ask for less, or end a container first"),
+                Err(
+                    "your policy limits memory to 6144 MiB; why: your containers hold 4096 MiB, and this one \
+                     asks for 2049 MiB; fix: end a container first",
+                ),
             ),
             (
                 placement(Mode::Mps, Some(25), None),
-                Err("your policy limit ([[policy]]) for memory is 6144 MiB: say how much this container \
-                     takes with sublet.memory"),
+                Err(
+                    "your policy limits memory to 6144 MiB, and this names no limit; fix: say with sublet.memory \
+                     how much it takes",
+                ),
             ),
         ];
         for (placement, expected) in cases {
             assert_eq!(check(&rule, &placement), expected.map_err(str::to_owned), "{placement:?}");
         }
+    }
+
+    #[test]
+    fn a_mode_that_is_not_allowed_is_told_before_any_device_is_looked_at() {
+        let rule = PolicyRule { modes: Some(vec![Mode::Mps, Mode::Mig]), ..PolicyRule::default() };
+        let limit = PolicyLimit { uid: 1000, rule: &rule };
+        let asked = |mode, config: &Config| {
+            limit
+                .check_request(&Request { mode, ..request(Mode::Mps) }, config)
+                .map_err(|why| why.to_string())
+        };
+        let open = Config::default();
+        let told = asked(Some(Mode::TimeSlice), &open).unwrap_err();
+        assert!(told.starts_with("your policy allows mps, mig, and this is time-slice; fix: "), "{told}");
+        assert_eq!(asked(None, &open), Err(told), "the default mode is time-slice");
+        assert_eq!(asked(Some(Mode::Mps), &open), Ok(()));
+        let uses = crate::place::tests::rule("0", Mode::Mps);
+        assert_eq!(asked(None, &uses), Ok(()), "the device decides");
     }
 
     #[test]

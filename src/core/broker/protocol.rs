@@ -93,6 +93,9 @@ pub enum Ask {
         id: String,
         /// Why.
         reason: String,
+        /// Each device that could have served it, and why it does not.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        candidates: Vec<String>,
     },
     /// Asks for the start of an MPS daemon that a lease needs. Only for processes of the service's own user, root: their
     /// own children would stay below a container runtime.
@@ -220,6 +223,9 @@ pub struct Refused {
     pub reason: String,
     /// Whether waiting may help.
     pub temporary: bool,
+    /// Each device that could have served it, and why it does not.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub candidates: Vec<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -323,7 +329,7 @@ mod tests {
     #[test]
     fn answers_are_written_as_they_are_documented() {
         let written = |answer: &Answer| String::from_utf8(line(answer).unwrap()).unwrap();
-        let refused = Refused { reason: "no".into(), temporary: true };
+        let refused = Refused { reason: "no".into(), temporary: true, candidates: vec![] };
         let cases = [
             (Answer::Done(true), "{\"v\":1,\"done\":true}\n"),
             (Answer::Lease(None), "{\"v\":1,\"lease\":null}\n"),

@@ -190,8 +190,7 @@ mod tests {
             ),
             (
                 "\n[[container]]\nnames = \"a\"\nshare = \"s\"\n",
-                "configuration containers.toml:3:1: unknown key `names`, expected one of `name`, `image`, \
-                 `service`, `share`; did you mean name?",
+                "configuration containers.toml:3:1: unknown key `names`, did you mean name?; why: expected one of `name`, `image`, `service`, `share`",
             ),
             (
                 "docker_root = \"docker\"\n",

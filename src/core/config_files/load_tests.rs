@@ -232,13 +232,13 @@ fn fractions_of_the_ceiling_are_not_lost() {
 
 #[test]
 fn unknown_keys() {
-    assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`, `allow_devices`; did you mean sm_overcommit?");
-    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `slurm`, `policy`, `share`; did you mean limits?");
-    assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:2:1: unknown key `kill`, expected one of `enabled`, `period`, `memory_tolerance`, `memory`, `bypass`, `clients`, `strict_clients`, `left`, `silent`, `strangers`");
+    assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, did you mean sm_overcommit?; why: expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`, `allow_devices`");
+    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, did you mean limits?; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `slurm`, `policy`, `share`");
+    assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:2:1: unknown key `kill`; why: expected one of `enabled`, `period`, `memory_tolerance`, `memory`, `bypass`, `clients`, `strict_clients`, `left`, `silent`, `strangers`");
     assert_snapshot!(refused("[guard]\nperiod = \"20ms\"\n"), @"configuration /c.toml:2:1: guard.period must be from 100ms to 10s");
     assert_snapshot!(refused("[guard]\nstrangers = \"container\"\n"), @r#"configuration /c.toml:2:1: guard.strangers must be "report" or "terminate": strangers have no container"#);
-    assert_snapshot!(refused("[defaults]\nmode = \"timeslice\"\n"), @"configuration /c.toml:2:8: defaults.mode: unknown value `timeslice`, expected one of `time-slice`, `mps`, `mig`, `exclusive`; did you mean time-slice?");
-    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `slurm`, `policy`, `share`"#);
+    assert_snapshot!(refused("[defaults]\nmode = \"timeslice\"\n"), @"configuration /c.toml:2:8: defaults.mode: unknown value `timeslice`, did you mean time-slice?; why: expected one of `time-slice`, `mps`, `mig`, `exclusive`");
+    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `slurm`, `policy`, `share`"#);
 }
 
 #[test]
@@ -262,7 +262,7 @@ fn wrong_values() {
     assert_snapshot!(refused("[[device]]\nmatch = 0\nname = \"a,b\"\n"), @"configuration /c.toml:3:1: device.0.name must be a word without commas and spaces, at most 128 bytes long");
     assert_snapshot!(refused("[mig]\nlayout = \"l.toml\"\n"), @"configuration /c.toml:2:1: mig.layout must be an absolute path");
     assert_snapshot!(refused("[grant.env]\n\"A=B\" = \"x\"\n"), @"configuration /c.toml:2:1: grant.env.A=B is not a valid name of an environment variable");
-    assert_snapshot!(refused("[limits\n"), @"configuration /c.toml:1:8: unclosed table, expected `]`");
+    assert_snapshot!(refused("[limits\n"), @"configuration /c.toml:1:8: unclosed table; why: expected `]`");
 }
 
 #[test]
@@ -272,13 +272,13 @@ fn the_longest_state_directory() {
 
 #[test]
 fn shares_that_make_no_request() {
-    assert_snapshot!(refused("[share.small]\nmode = \"mps\"\nsm = 0.25\n"), @"configuration /c.toml:3:1: sublet.sm=0.25 (from [share.small]): must be a percentage over 0 up to 100, such as 25, 25% or 12.5; a quarter of a percent? write 25");
-    assert_snapshot!(refused("[share.small]\nvram = \"8GiB\"\n"), @"configuration /c.toml:2:1: sublet.vram=8GiB (from [share.small]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, visible_devices, default_directory; did you mean sublet.memory?");
-    assert_snapshot!(refused("[share.a]\nshare = \"b\"\n[share.b]\nsm = 25\n"), @"configuration /c.toml:2:1: sublet.share=b (from [share.a]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, visible_devices, default_directory");
+    assert_snapshot!(refused("[share.small]\nmode = \"mps\"\nsm = 0.25\n"), @"configuration /c.toml:3:1: sublet.sm=0.25 (from [share.small]): a quarter of a percent? write 25; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5");
+    assert_snapshot!(refused("[share.small]\nvram = \"8GiB\"\n"), @"configuration /c.toml:2:1: sublet.vram=8GiB (from [share.small]): unknown key, did you mean sublet.memory?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, visible_devices, default_directory");
+    assert_snapshot!(refused("[share.a]\nshare = \"b\"\n[share.b]\nsm = 25\n"), @"configuration /c.toml:2:1: sublet.share=b (from [share.a]): unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, visible_devices, default_directory");
     assert_snapshot!(refused("[share.\"../x\"]\nsm = 25\n"), @"configuration /c.toml:1:8: share.../x must be named with letters, digits, '-', '_' and '.'");
     let files =
         [file("/weak", "[share.a]\nmode = \"exclusive\"\n"), file("/strong", "\n[share.a]\nsm = 25\n")];
-    assert_snapshot!(merge(&files).unwrap_err(), @"configuration /strong:3:1: sublet.sm=25 (from [share.a]) cannot be combined with sublet.mode=exclusive (from [share.a]): only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
+    assert_snapshot!(merge(&files).unwrap_err(), @"configuration /strong:3:1: sublet.sm=25 (from [share.a]) cannot be combined with sublet.mode=exclusive (from [share.a]); why: only MPS limits SMs; fix: write sublet.mode=mps or leave sublet.sm out");
     assert!(merge(&[file("/c", "[limits]\nrequire = [\"memory\"]\n[share.a]\nsm = 25\n")]).is_ok());
 }
 
@@ -332,8 +332,8 @@ fn the_runtime_alone_needs_nothing_else_to_be_right() {
 #[test]
 fn errors_of_the_runtime_table_are_found() {
     let refused = |text: &str| merge_runtime(&[file("/c.toml", text)]).unwrap_err();
-    assert_snapshot!(refused("[runtime]\nlow_levl = [\"crun\"]\n"), @"configuration /c.toml:2:1: unknown key `low_levl`, expected one of `low_level`, `log`, `without_share`; did you mean low_level?");
-    assert_snapshot!(refused("[runtime]\nlow_level = [\"crun\"\n"), @"configuration /c.toml:2:20: unclosed array, expected `]`");
+    assert_snapshot!(refused("[runtime]\nlow_levl = [\"crun\"]\n"), @"configuration /c.toml:2:1: unknown key `low_levl`, did you mean low_level?; why: expected one of `low_level`, `log`, `without_share`");
+    assert_snapshot!(refused("[runtime]\nlow_level = [\"crun\"\n"), @"configuration /c.toml:2:20: unclosed array; why: expected `]`");
     assert_snapshot!(refused("\n[runtime]\nlow_level = [\"\"]\n"), @r#"configuration /c.toml:3:1: runtime.low_level must name one low-level runtime or more, such as ["runc", "crun"]"#);
     assert_snapshot!(refused("[runtime]\nlog = \"l\"\n"), @"configuration /c.toml:2:1: runtime.log must be an absolute path");
     refused("[runtime\nlow_level = [\"crun\"]\n");

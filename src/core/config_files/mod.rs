@@ -65,8 +65,8 @@ fn describe(message: &str, key: Option<&str>) -> String {
         [unknown, known @ ..] if message.starts_with("unknown ") => nearest(unknown, known.iter().copied()),
         _ => None,
     };
-    let hint = hint.map(|word| format!("; did you mean {word}?")).unwrap_or_default();
-    format!("{}{hint}", plain(message, key))
+    let hint = hint.map(|word| format!(", did you mean {word}?")).unwrap_or_default();
+    plain(message, key).replacen(", expected", &format!("{hint}; why: expected"), 1)
 }
 
 /// The key in `table` whose value begins at the byte `offset`, as `limits.reserve`. Elements of arrays are given by number.

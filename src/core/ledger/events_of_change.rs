@@ -74,7 +74,7 @@ fn lease_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event
         let was = known.get(&lease.id);
         let taken = was.is_none().then(|| {
             let event = lease_event(Kind::LeaseTaken, lease);
-            // The container's wait for a place. A lease that a rebuild found has a process, and no wait is known.
+            // The container's wait for room. A lease that a rebuild found has a process, and no wait is known.
             let waited = since_owners_start(lease, event.uptime_ms).filter(|_| lease.init.is_none());
             Event { took_ms: waited, text: share(lease), ..event }
         });

@@ -193,11 +193,11 @@ impl Ledger {
     pub(crate) fn explain_kept(&self, id: &LeaseId, device: &Device) -> Option<String> {
         let instance = self.dynamic_instance(device)?;
         if instance.going {
-            return Some("is being destroyed: it was created for a container that has ended".to_owned());
+            return Some("is being destroyed; why: it was created for a container that has ended".to_owned());
         }
         match &instance.awaited {
             Some(awaited) if awaited.lease != *id => Some(format!(
-                "was created for container {}, which is being started",
+                "is kept for another container; why: it was created for container {}, which is being started",
                 safe(&awaited.container)
             )),
             None if instance.uuid.is_none() => {

@@ -33,6 +33,14 @@ pub struct Bookings {
     pub processes: u32,
 }
 
+impl Bookings {
+    /// As `40 % SM`.
+    pub(super) fn sm_left(&self) -> String {
+        let sm = self.sm_free.min(Percent::WHOLE);
+        if sm == Percent::default() { "no SMs".to_owned() } else { format!("{sm} % SM") }
+    }
+}
+
 /// The bookings of `device`.
 pub fn bookings(device: &Device, ledger: &Ledger, config: &Config) -> Bookings {
     Account::of(device, ledger, config).bookings()
@@ -178,7 +186,7 @@ pub(super) fn check_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>) 
         Some(Mode::Exclusive | Mode::Mig) => return Err(Misfit::now("is taken whole")),
         Some(used) if used != want.used_as => {
             let turns = if want.several && want.daemon.is_some() {
-                ", and an MPS server for several devices takes turns (time-slice)"
+                "; why: an MPS server for several devices takes turns (time-slice)"
             } else {
                 ""
             };
@@ -191,15 +199,15 @@ pub(super) fn check_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>) 
     }
     if !want.device.knows_processes() {
         return Err(Misfit::not_reported(
-            "cannot be given to one container alone: NVML does not tell which processes are on it",
+            "cannot be given to one container alone; why: NVML does not tell which processes are on it",
         ));
     }
     let ours = world.ledger.daemons.iter().any(|daemon| daemon.serves(&want.device.uuid));
     let mut others = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
     match others.find(|process| world.ledger.lease_of_process(process).is_none()) {
         Some(process) => Err(Misfit::as_reported(format!(
-            "cannot be given to one container alone: process {} ({}) has a CUDA context on it without a \
-             lease; end it first",
+            "cannot be given to one container alone; why: process {} ({}) has a CUDA context on it without a \
+             lease; fix: end it first",
             process.pid,
             safe(&process.name)
         ))),
@@ -211,13 +219,15 @@ pub(super) fn check_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>) 
 pub(super) fn check_room(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Result<(), Misfit> {
     let turns = world.config.limits.time_slice_max;
     if want.used_as == Mode::TimeSlice && bookings.leases >= turns as usize {
-        let reason =
-            format!("has {} containers taking turns ([limits] time_slice_max = {turns})", bookings.leases);
+        let reason = format!(
+            "has {} containers taking turns; why: [limits] time_slice_max = {turns}",
+            bookings.leases
+        );
         return Err(if turns == 0 { Misfit::never(reason) } else { Misfit::now(reason) });
     }
     let sm = want.request.sm.filter(|_| want.used_as == Mode::Mps).unwrap_or_default();
     if sm > bookings.sm_free {
-        return Err(Misfit::now(format!("has {} % SM left", bookings.sm_free)));
+        return Err(Misfit::now(format!("has {} left", bookings.sm_left())));
     }
     let limit = client_limit(want.device, &world.inventory.driver);
     let processes = bookings.processes.saturating_add(want.request.processes.get());
@@ -249,7 +259,7 @@ pub(super) fn check_memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Mi
     if want.books > free {
         let free = show_bytes(free);
         return Err(Misfit::as_reported(format!(
-            "has {free} free according to the driver, {} needed",
+            "has {free} free, {} needed; why: the driver says so, whatever is booked",
             needed()
         )));
     }

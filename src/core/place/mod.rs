@@ -7,6 +7,8 @@ mod dynamic_mig_order;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
 #[cfg(test)]
+mod messages_tests;
+#[cfg(test)]
 mod mig_tests;
 #[cfg(test)]
 mod pairs_tests;
@@ -24,6 +26,7 @@ use crate::inventory::{Device, Inventory, LeftOut};
 use crate::ledger::{DaemonKey, Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
+use crate::text::{add_fix, add_why};
 use bookings::Account;
 use select::Fit;
 
@@ -66,10 +69,11 @@ pub struct Placement {
     pub warnings: Vec<String>,
 }
 
-/// Chooses devices for `request`. `id` is the lease id that it will have, which also names a dedicated server.
+/// [`place_within`] of root's.
 ///
 /// # Errors
-/// [`Refusal`]: the request, each device's room and holders, and advice.
+/// As [`place_within`].
+#[cfg(any(test, feature = "fixtures"))]
 pub fn place(
     request: &Request,
     id: &LeaseId,
@@ -77,14 +81,34 @@ pub fn place(
     ledger: &Ledger,
     config: &Config,
 ) -> Result<Placement, Box<Refusal>> {
+    place_within(request, id, inventory, ledger, config, &|_| true)
+}
+
+/// What a user's policy says of a placement.
+type Allows<'a> = &'a dyn Fn(&Placement) -> bool;
+
+/// Chooses devices for `request`. `id` is the lease id that it will have, which also names a dedicated server. Nothing is
+/// advised but what a policy `allows`.
+///
+/// # Errors
+/// [`Refusal`]: the request, the reason that decides, and advice.
+pub fn place_within(
+    request: &Request,
+    id: &LeaseId,
+    inventory: &Inventory,
+    ledger: &Ledger,
+    config: &Config,
+    allows: Allows<'_>,
+) -> Result<Placement, Box<Refusal>> {
     let world = World { inventory, ledger, config };
     find(request, id, world).map_err(|mut refusal| {
-        let room = refusal.open.take().map(|open| refusal::describe_rooms(&open, world));
-        let left_out = describe_left_out(request, world).filter(|_| !refusal.left_out);
-        for part in room.into_iter().chain(left_out).chain(refusal::advice(request, id, world)) {
-            refusal.message += "; ";
-            refusal.message += &part;
+        if let Some(left_out) = describe_left_out(request, world).filter(|_| !refusal.left_out) {
+            refusal.message = add_why(&refusal.message, &left_out);
         }
+        let waits = refusal.temporary && !refusal.left_out && request.wait.is_zero();
+        let wait = waits.then(|| "sublet.wait=60s waits for room".to_owned());
+        let advice = refusal::advice(request, id, world, allows).into_iter().chain(wait);
+        refusal.message = advice.fold(refusal.message, |message, way| add_fix(&message, &way));
         refusal
     })
 }
@@ -93,20 +117,20 @@ pub fn place(
 pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, Box<Refusal>> {
     let inventory = world.inventory;
     if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {
-        let why = format!("the driver tells of no MIG capability `{cap}`: leave out sublet.mig-caps");
-        return Err(Box::new(Refusal::never(request, &why)));
+        let why = format!("the driver tells of no MIG capability `{cap}`; fix: leave out sublet.mig-caps");
+        return Err(Box::new(Refusal::never(why)));
     }
     let slots = select::slots(request, world).map_err(|why| {
         let left_out = describe_left_out(request, world);
         let counted = matches!(request.devices, Devices::Any(_)) && !inventory.devices.is_empty();
         let why = match &left_out {
             None => why,
-            Some(left_out) if counted => format!("{why}; {left_out}"),
-            Some(left_out) => left_out.clone(),
+            Some(left_out) if counted => add_why(&why, left_out),
+            Some(left_out) => format!("every GPU that could serve it is left out; why: {left_out}"),
         };
         let left_out = left_out.is_some();
         let refresh_first = left_out || wants_mig(request);
-        Box::new(Refusal { refresh_first, left_out, temporary: left_out, ..Refusal::never(request, &why) })
+        Box::new(Refusal { refresh_first, left_out, temporary: left_out, ..Refusal::never(why) })
     })?;
     let mut verdicts = Vec::new();
     for smallest in smallest_sizes(request, &slots, inventory) {
@@ -278,15 +302,15 @@ fn refuse(
         }
     }
     if misfits.is_empty() {
-        return Refusal::never(request, "the devices' modes differ ([[device]] use): name sublet.mode");
+        let why = "the devices' modes differ; why: [[device]] use says so; fix: name sublet.mode";
+        return Refusal::never(why.to_owned());
     }
     let temporary = select::assign(slots, &in_time).is_some();
-    let open = misfits.iter().filter(|(_, misfit)| misfit.temporary);
     Refusal {
         temporary,
         refresh_first: misfits.iter().any(|(_, misfit)| misfit.refresh),
-        open: temporary.then(|| open.map(|(device, _)| device.uuid.clone()).collect()),
-        ..Refusal::never(request, &refusal::describe_misfits(&misfits, world))
+        candidates: misfits.iter().map(|misfit| refusal::describe(misfit, world)).collect(),
+        ..Refusal::never(refusal::describe_misfits(request, &misfits, temporary, world))
     }
 }
 
@@ -301,7 +325,7 @@ pub(crate) struct World<'a> {
 /// Why a device cannot serve the request.
 #[derive(Clone, Debug)]
 struct Misfit {
-    /// The reason. In messages it follows the device's name.
+    /// The reason, which may have more to it ([`crate::text::in_lines`]). In messages it follows the device's name.
     pub reason: String,
     /// Whether waiting could help.
     pub temporary: bool,

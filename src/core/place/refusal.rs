@@ -1,76 +1,104 @@
-//! Why no device can serve a request now, and the advice: another GPU, or `sublet.isolation=dedicated`, and on which
-//! container.
+//! Why no device can serve a request now, in a line that stands alone and one that says more; and what would be served in
+//! its place: less, another GPU, mode or profile, or `sublet.isolation=dedicated`, and on which container.
 
-use std::num::NonZeroU32;
+use std::cmp::Reverse;
 
 use super::bookings::{SERVER_BYTES, bookings, use_of};
-use super::select::{slots, wants_mig};
-use super::{Misfit, World, find};
+use super::select::wants_mig;
+use super::{Allows, Misfit, World, find};
 use crate::config::Config;
 use crate::inventory::Device;
-use crate::ledger::{DaemonKey, Lease, LeaseId, Ledger};
+use crate::ledger::{DaemonKey, Lease, LeaseId};
 use crate::request::Request;
-use crate::share::{Devices, Isolation, MIB, Memory, Mode, Percent, show_bytes};
-use crate::text::{self, safe};
+use crate::share::{Devices, Isolation, MIB, Memory, Mode, Priority, Selector, show_bytes};
+use crate::text::{self, add_why, first_line, safe};
 
-/// A message names this many devices, and holders of each, and counts the rest.
+/// A message names this many devices or holders, and counts the rest.
 const NAMED: usize = 4;
+
+/// How long a first line is, in characters: as a terminal of 80 has room for behind `sublet: `.
+const FIRST_LINE: usize = 72;
 
 /// A request that no device can serve now.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// One line: the request, each device's room and holders; of [`super::place`] also advice.
+    /// What and why, as [`text::in_lines`] takes it apart; of [`super::place`] also what would be served.
     pub message: String,
+    /// Each device that could have served it, and why it does not.
+    pub candidates: Vec<String>,
     /// Whether waiting could help.
     pub temporary: bool,
     /// It depends on NVML's last report, so a refresh may change it.
     pub refresh_first: bool,
     /// Whether the GPU asked for is left out of the inventory.
     pub left_out: bool,
-    /// The devices, by UUID, that may have more room later; `None` if that does not help.
-    pub(super) open: Option<Vec<String>>,
 }
 
 impl Refusal {
     /// A refusal that waiting does not change.
-    pub(super) fn never(request: &Request, why: &str) -> Self {
-        let message = format!("no place for {}: {why}", describe_request(request));
-        Self { message, temporary: false, refresh_first: false, left_out: false, open: None }
+    pub(super) fn never(message: String) -> Self {
+        Self { message, candidates: Vec::new(), temporary: false, refresh_first: false, left_out: false }
     }
 }
 
-/// The room on the `open` devices.
-pub(super) fn describe_rooms(open: &[String], world: World<'_>) -> String {
-    let devices = open.iter().filter_map(|uuid| world.inventory.device(uuid));
-    let room: Vec<String> =
-        devices.filter_map(|device| describe_room(device, world.ledger, world.config)).collect();
-    let room = if room.is_empty() { "nothing".to_owned() } else { list_some(room.into_iter(), ", or ") };
-    format!("would fit now: {room}; sublet.wait=60s waits for a place")
-}
-
-/// Why each device does not serve it. A reason of several devices is given once.
-pub(super) fn describe_misfits(misfits: &[(&Device, &Misfit)], world: World<'_>) -> String {
-    let mut said: Vec<(String, Vec<String>)> = Vec::new();
-    for (device, misfit) in misfits {
-        let why = describe(device, misfit, world);
-        match said.iter_mut().find(|(known, _)| *known == why) {
-            Some((_, devices)) => devices.push(device.label()),
-            None => said.push((why, vec![device.label()])),
+/// The reason that decides, the share that is left there, and the other reasons. Devices with one reason are named
+/// together.
+pub(super) fn describe_misfits(
+    request: &Request,
+    misfits: &[(&Device, &Misfit)],
+    temporary: bool,
+    world: World<'_>,
+) -> String {
+    let mut groups: Vec<(&Misfit, Vec<&Device>)> = Vec::new();
+    for &(device, misfit) in misfits {
+        let is_same = |(known, devices): &&mut (&Misfit, Vec<&Device>)| {
+            let of_gpu = |device: &Device| device.is_mig().then_some(device.index);
+            first_line(&known.reason) == first_line(&misfit.reason) && of_gpu(devices[0]) == of_gpu(device)
+        };
+        match groups.iter_mut().find(is_same) {
+            Some((_, devices)) => devices.push(device),
+            None => groups.push((misfit, vec![device])),
         }
     }
-    let each = said.into_iter().map(|(why, mut devices)| {
-        let first = devices.remove(0);
-        let others = list_some(devices.into_iter(), ", ");
-        let others = if others.is_empty() { others } else { format!(" (the same on {others})") };
-        format!("{first} {why}{others}")
+    // The device that lacks least, among those for which waiting helps as it helps the request.
+    groups.sort_by_cached_key(|(misfit, devices)| {
+        let left = bookings(devices[0], world.ledger, world.config);
+        (misfit.temporary != temporary, Reverse((left.sm_free, left.memory_free, devices.len())))
     });
-    list_some(each, "; ")
+    let Some(((misfit, devices), others)) = groups.split_first() else { return String::new() };
+    let said = |(misfit, devices): &(&Misfit, Vec<&Device>)| {
+        format!("{} {}", name_together(devices), first_line(&misfit.reason))
+    };
+    let [of_request, alone] =
+        if temporary { ["no room for", "no room"] } else { ["cannot serve", "refused"] };
+    let decides = said(&groups[0]);
+    let mut message = format!("{of_request} {}: {decides}", describe_request(request));
+    if message.chars().count() > FIRST_LINE {
+        message = format!("{alone}: {decides}");
+    }
+    message += &misfit.reason[first_line(&misfit.reason).len()..];
+    let room = Some(describe_room(devices, world)).filter(|room| misfit.temporary && !room.is_empty());
+    let others = match others {
+        [] => None,
+        [other] => Some(said(other)),
+        _ => Some("the other devices have other reasons (`sublet status --last-error --verbose`)".to_owned()),
+    };
+    room.into_iter().chain(others).fold(message, |message, why| add_why(&message, &why))
 }
 
-/// As `mps, 60 % SM, 8 GiB on any GPU`.
+/// As `GPU 0`, or `each of 7 MIG devices of GPU 0`.
+fn name_together(devices: &[&Device]) -> String {
+    match (devices[0], devices.len()) {
+        (one, 1) => one.label(),
+        (first, count) if first.is_mig() => format!("each of {count} MIG devices of GPU {}", first.index),
+        (_, count) => format!("each of {count} GPUs"),
+    }
+}
+
+/// As `mps, 60 % SM, 8 GiB`.
 fn describe_request(request: &Request) -> String {
-    let mut parts = vec![request.mode.map_or_else(|| "a GPU".to_owned(), |mode| mode.to_string())];
+    let mut parts = vec![request.mode.map_or_else(|| "a share".to_owned(), |mode| mode.to_string())];
     parts.extend((request.isolation == Isolation::Dedicated).then(|| "dedicated".to_owned()));
     parts.extend(request.sm.map(|sm| format!("{sm} % SM")));
     parts.extend(request.memory.map(|memory| match memory {
@@ -79,28 +107,33 @@ fn describe_request(request: &Request) -> String {
     }));
     parts.extend((request.processes.get() > 1).then(|| format!("{} processes", request.processes)));
     parts.extend(request.mig.as_deref().map(safe));
-    let kind = if wants_mig(request) { "MIG device" } else { "GPU" };
+    let kind = if wants_mig(request) { "MIG devices" } else { "GPUs" };
     let devices = match &request.devices {
-        Devices::Any(count) if count.get() == 1 => format!("any {kind}"),
-        Devices::Any(count) => format!("any {count} {kind}s"),
-        Devices::All => format!("all {kind}s"),
-        Devices::These(selectors) if selectors.len() == 1 => format!("the {kind} named"),
-        Devices::These(selectors) => format!("the {} {kind}s named", selectors.len()),
+        Devices::Any(count) if count.get() > 1 => format!(" on {count} {kind}"),
+        Devices::All => format!(" on all {kind}"),
+        Devices::These(selectors) if selectors.len() > 1 => {
+            format!(" on the {} {kind} named", selectors.len())
+        }
+        Devices::Any(_) | Devices::These(_) => String::new(),
     };
-    format!("{} on {devices}", parts.join(", "))
+    parts.join(", ") + &devices
 }
 
-/// In messages it follows the device's name.
-fn describe(device: &Device, misfit: &Misfit, world: World<'_>) -> String {
-    let text = format!("({}) {}", safe(device.kind()), misfit.reason);
-    if !misfit.temporary {
-        return text;
-    }
+/// One of [`Refusal::candidates`].
+pub(super) fn describe((device, misfit): &(&Device, &Misfit), world: World<'_>) -> String {
+    let text = format!("{} ({}) {}", device.label(), safe(device.kind()), misfit.reason);
+    if misfit.temporary { format!("{text} [{}]", describe_room(&[device], world)) } else { text }
+}
+
+/// What is left of a device, and who holds the rest of it or of several.
+fn describe_room(devices: &[&Device], world: World<'_>) -> String {
+    let is_there = |lease: &&Lease| devices.iter().any(|device| lease.devices.contains(&device.uuid));
+    let holders = list_some(world.ledger.leases.iter().filter(is_there).map(describe_holder), ", ");
+    let held = if holders.is_empty() { holders } else { format!("held by {holders}") };
+    let [device] = devices else { return held };
     let bookings = bookings(device, world.ledger, world.config);
-    let holders: Vec<String> = world.ledger.on_device(&device.uuid).map(describe_holder).collect();
-    let held = if holders.is_empty() { String::new() } else { "; held by ".to_owned() };
-    let holders = list_some(holders.into_iter(), ", ");
-    format!("{text} [left: {} % SM, {}{held}{holders}]", bookings.sm_free, show_bytes(bookings.memory_free))
+    let left = format!("{}, {} left", bookings.sm_left(), show_bytes(bookings.memory_free));
+    if held.is_empty() { left } else { format!("{left}; {held}") }
 }
 
 /// As `3f2a9c1b2d4e (mps, 25 % SM, 8 GiB)`.
@@ -109,28 +142,6 @@ fn describe_holder(lease: &Lease) -> String {
     parts.extend(lease.sm.map(|sm| format!("{sm} % SM")));
     parts.extend(lease.memory_bytes.map(show_bytes));
     format!("{} ({})", text::short_id(&lease.container.id), parts.join(", "))
-}
-
-fn describe_room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
-    // It is kept for a container that is being started, or is being destroyed.
-    if ledger.dynamic_instance(device).is_some_and(|instance| instance.going || instance.awaited.is_some()) {
-        return None;
-    }
-    let bookings = bookings(device, ledger, config);
-    let (on, memory) = (device.label(), |bytes: u64| show_bytes(bytes / MIB * MIB));
-    let beside_server = memory(bookings.memory_free.saturating_sub(SERVER_BYTES));
-    let turns = (config.limits.time_slice_max as usize).saturating_sub(bookings.leases);
-    match bookings.used_as {
-        Some(Mode::Mps) => {
-            let sm = bookings.sm_free.min(Percent::WHOLE);
-            Some(format!("mps with at most {sm} % SM and {} on {on}", memory(bookings.memory_free)))
-        }
-        Some(Mode::TimeSlice) if turns > 0 => {
-            Some(format!("time-slice with at most {beside_server} on {on}"))
-        }
-        None => Some(format!("mps or time-slice with at most {beside_server} on {on}")),
-        Some(_) => None,
-    }
 }
 
 /// The first few of `texts`, and the number of the rest.
@@ -143,30 +154,69 @@ pub(super) fn list_some(texts: impl Iterator<Item = String>, between: &str) -> S
 }
 
 /// The ways out of a refusal, each of which has been tried. None of them takes a running container's share away.
-pub(super) fn advice(request: &Request, id: &LeaseId, world: World<'_>) -> Vec<String> {
-    let isolation =
-        || advise_dedicated(request, id, world).or_else(|| advise_dedicated_for_holders(request, id, world));
-    advise_other_gpu(request, id, world).into_iter().chain(isolation()).collect()
+pub(super) fn advice(request: &Request, id: &LeaseId, world: World<'_>, allows: Allows<'_>) -> Vec<String> {
+    let fits = |(changed, _): &Way| find(changed, id, world).is_ok_and(|placement| allows(&placement));
+    let devices = || world.inventory.devices.iter();
+    let amount = |(changed, _): &Way| (changed.sm, changed.memory.map(|memory| memory.on(u64::MAX)));
+    let less = devices().filter_map(|device| less(request, device, world)).filter(&fits).max_by_key(amount);
+    let elsewhere = other_gpus(request, world).into_iter().find(&fits);
+    let alone = (Request { isolation: Isolation::Dedicated, ..request.clone() }, ALONE.to_owned());
+    let alone = Some(alone).filter(|way| request.isolation == Isolation::Shared && fits(way));
+    let others = modes(request, world.config).into_iter().find(&fits);
+    let apart = alone.is_none().then(|| advise_dedicated_for_holders(request, id, world)).flatten();
+    let ways = [less, elsewhere, alone, others].into_iter().flatten().take(TOLD);
+    ways.map(|(_, told)| told).chain(apart).collect()
 }
 
-/// A GPU that would take the request, if the GPU that the request names exists and does not take it.
-fn advise_other_gpu(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
-    let Devices::These(named) = &request.devices else { return None };
-    if named.len() != 1 || wants_mig(request) {
-        return None;
+/// A request in place of the one that is refused, and what is told of it: first the annotations that make it.
+type Way = (Request, String);
+
+/// So many of them are told.
+const TOLD: usize = 2;
+
+/// An MPS server of its own fits where the device's common one does not.
+const ALONE: &str = "sublet.isolation=dedicated fits now, in turns with the others there";
+
+/// As much of it as is left on `device`.
+fn less(request: &Request, device: &Device, world: World<'_>) -> Option<Way> {
+    let left = bookings(device, world.ledger, world.config);
+    let server = if left.used_as == Some(Mode::Mps) { 0 } else { SERVER_BYTES };
+    let bytes = left.memory_free.saturating_sub(server) / MIB * MIB;
+    let sm = request.sm.filter(|sm| *sm > left.sm_free).map(|_| left.sm_free);
+    let memory = request.memory.filter(|memory| memory.on(device.memory_bytes) > bytes).map(|_| bytes);
+    let settings = sm.map(|sm| format!("sublet.sm={sm}")).into_iter();
+    let settings: Vec<String> =
+        settings.chain(memory.map(|bytes| format!("sublet.memory={}MiB", bytes / MIB))).collect();
+    // A smaller percentage would not be read.
+    let is_written = !settings.is_empty() && sm.is_none_or(|sm| sm.thousandths() >= 1000);
+    let memory = memory.map(Memory::Bytes).or(request.memory);
+    let changed = Request { sm: sm.or(request.sm), memory, ..request.clone() };
+    is_written.then(|| (changed, settings.join(" ") + " fits now"))
+}
+
+/// Each other GPU, if it names one.
+fn other_gpus(request: &Request, world: World<'_>) -> Vec<Way> {
+    let names_one = matches!(&request.devices, Devices::These(named) if named.len() == 1);
+    let named = |gpu: &Device| {
+        let devices = Devices::These(vec![Selector::Index(gpu.index)]);
+        (Request { devices, ..request.clone() }, format!("sublet.gpu={} fits now", gpu.index))
+    };
+    let gpus = world.inventory.gpus().filter(|_| names_one && !wants_mig(request));
+    gpus.map(named).collect()
+}
+
+/// The other modes in which GPUs are shared, if nothing of it belongs to its own.
+fn modes(request: &Request, config: &Config) -> Vec<Way> {
+    let of_mps = request.sm.is_some() || request.priority != Priority::Normal || request.processes.get() > 1;
+    if of_mps || wants_mig(request) || !config.limits.require.is_empty() {
+        return Vec::new();
     }
-    slots(request, world).ok()?;
-    let anywhere = Request { devices: Devices::Any(NonZeroU32::MIN), ..request.clone() };
-    let found = find(&anywhere, id, world).ok()?;
-    let device = world.inventory.device(found.devices.first()?)?;
-    Some(format!("{} would take it: name that one, or leave out sublet.gpu", device.label()))
-}
-
-/// Where an MPS server of its own would fit and the device's common one does not.
-fn advise_dedicated(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
-    let alone = Request { isolation: Isolation::Dedicated, ..request.clone() };
-    let fits = request.isolation == Isolation::Shared && find(&alone, id, world).is_ok();
-    fits.then(|| "with sublet.isolation=dedicated it would fit, in turns with the others there".to_owned())
+    let is_whole = request.mode == Some(Mode::Exclusive);
+    let isolation = if is_whole { config.defaults.isolation } else { request.isolation };
+    let other = |mode| {
+        (Request { mode: Some(mode), isolation, ..request.clone() }, format!("sublet.mode={mode} fits now"))
+    };
+    [Mode::Mps, Mode::TimeSlice].map(other).into()
 }
 
 /// Where it would fit if the containers on a shared MPS server had servers of their own.

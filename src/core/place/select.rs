@@ -2,9 +2,12 @@
 //! request: first the rules that waiting for other containers does not change (the administrator's, the mode's, the driver's and
 //! the hardware's), then the room that other leases leave.
 
+use std::collections::BTreeMap;
+
 use super::bookings::{
     Account, Bookings, SERVER_BYTES, bookable, check_memory, check_room, check_use, client_limit, use_of,
 };
+use super::refusal::list_some;
 use super::{Misfit, Want, World};
 use crate::config::{Config, DeviceRule, Policy};
 use crate::inventory::{
@@ -92,9 +95,9 @@ fn indices(inventory: &Inventory, fits: impl Fn(&Device) -> bool) -> Vec<usize> 
 
 fn no_mig_message(inventory: &Inventory) -> String {
     let capable = if inventory.gpus().any(|gpu| gpu.mig_enabled) {
-        "no GPU of this host has any: `sublet mig apply` creates them"
+        "no GPU of this host has any; fix: `sublet mig apply` creates them"
     } else {
-        "no GPU of this host is in MIG mode (`sublet mig apply` switches it on): share a whole GPU, with \
+        "no GPU of this host is in MIG mode; fix: `sublet mig apply` switches it on; or share a whole GPU, with \
          sublet.sm and sublet.memory"
     };
     format!("this needs a MIG device, and {capable}")
@@ -112,12 +115,21 @@ fn filter_profile(
     if !found.is_empty() {
         return Ok(found);
     }
-    let have: Vec<String> = devices
-        .iter()
-        .map(|index| &inventory.devices[*index])
-        .map(|device| format!("{} is a {}", device.number(), safe(device.kind())))
-        .collect();
-    Err(format!("none is a {}: {}", safe(profile), have.join(", ")))
+    let have = profiles(devices.iter().map(|index| &inventory.devices[*index]));
+    Err(format!("no MIG device is a {}; why: {have}", safe(profile)))
+}
+
+/// As `0:1 and 5 more are 1g.18gb, 0:0 is a 2g.35gb`.
+fn profiles<'a>(devices: impl Iterator<Item = &'a Device>) -> String {
+    let mut of_kinds: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    devices.for_each(|device| of_kinds.entry(device.kind()).or_default().push(device.number()));
+    let each = of_kinds.into_iter().map(|(kind, numbers)| match &numbers[..] {
+        [first, others @ ..] if !others.is_empty() => {
+            format!("{first} and {} more are {}", others.len(), safe(kind))
+        }
+        one => format!("{} is a {}", one.concat(), safe(kind)),
+    });
+    list_some(each, ", ")
 }
 
 /// The devices that `text` names: a selector as in `sublet.gpu`, or `all` GPUs.
@@ -147,7 +159,12 @@ pub fn meant<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Resul
 
 /// The message about `text` that names several devices where it may name only one.
 pub fn ambiguous(text: &str, found: &[&Device]) -> String {
-    format!("{} matches {}: write more of it", safe(text), list(found.iter().copied()))
+    format!(
+        "{} matches {} devices; why: {}; fix: write more of it",
+        safe(text),
+        found.len(),
+        list(found.iter().copied())
+    )
 }
 
 /// `request` for the device `uuid` only, as a CDI device of a share means it.
@@ -199,7 +216,7 @@ fn slot(selector: &Selector, mig: bool, world: World<'_>) -> Result<Vec<usize>, 
     let kind = if mig { "MIG device" } else { "GPU" };
     if found.is_empty() {
         return Err(format!(
-            "no {kind} of this host is {}{}; it has {}",
+            "no {kind} of this host is {}{}; why: it has {}",
             if of_gpu { "on the GPU " } else { "" },
             describe(selector),
             list(inventory.devices.iter().filter(|device| device.is_mig() == mig))
@@ -302,7 +319,7 @@ fn describe_duplicate(slots: &[Vec<usize>], inventory: &Inventory) -> Option<Str
     };
     let pair = devices.windows(2).find(|pair| pair[0].is_mig() && instance(pair[0]) == instance(pair[1]))?;
     Some(format!(
-        "{} and {} are compute instances of one GPU instance, and a process sees only one of these",
+        "{} and {} are compute instances of one GPU instance; why: a process sees only one of these",
         pair[0].label(),
         pair[1].label()
     ))
@@ -321,7 +338,7 @@ fn describe(selector: &Selector) -> String {
 fn list<'a>(devices: impl Iterator<Item = &'a Device>) -> String {
     let name =
         |device: &Device| format!("{} ({}, {})", device.label(), safe(device.kind()), safe(&device.uuid));
-    devices.map(name).collect::<Vec<_>>().join(", ")
+    list_some(devices.map(name), ", ")
 }
 
 fn starts_with(text: &str, beginning: &str) -> bool {
@@ -513,11 +530,11 @@ pub(super) fn check_closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misf
     let (uuid, gpu) = (&want.device.uuid, want.device.gpu());
     if let Some(change) = world.ledger.mig_change(gpu) {
         let pid = change.owner.pid;
-        return Err(Misfit::now(format!("is unavailable while process {pid} changes its MIG layout")));
+        return Err(Misfit::now(format!("is unavailable; why: process {pid} changes its MIG layout")));
     }
     check_kind(want, world)?;
     if world.ledger.drained.iter().any(|drained| drained == uuid || drained == gpu) {
-        return Err(Misfit::never("is drained: `sublet undrain` ends that"));
+        return Err(Misfit::never("is drained; fix: `sublet undrain` ends that"));
     }
     let fixed = rule(want.device, world.config).and_then(|rule| rule.fixed_use);
     match fixed {
@@ -526,14 +543,14 @@ pub(super) fn check_closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misf
             if want.mode == want.used_as {
                 ""
             } else if want.several {
-                ", and an MPS server for several devices takes turns (time-slice)"
+                "; why: an MPS server for several devices takes turns (time-slice)"
             } else {
-                ", and dedicated MPS servers take turns (time-slice)"
+                "; why: dedicated MPS servers take turns (time-slice)"
             }
         ))),
         _ if world.ledger.unexplained.contains(uuid) => Err(Misfit::as_reported(
-            "takes no new lease: the ledger was lost, and processes without a lease run on it; end them, \
-             then run `sublet gc`",
+            "takes no new lease; why: the ledger was lost, and processes without a lease run on it; fix: end \
+             them, then run `sublet gc`",
         )),
         _ => Ok(()),
     }
@@ -544,15 +561,17 @@ fn check_kind(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let Some(mig_device) = &want.device.mig_device else {
         return match (want.device.mig_enabled, want.mode) {
             (true, _) => Err(in_mig_mode(want.device, world.inventory)),
-            (false, Mode::Mig) => Err(Misfit::never("has no MIG devices: `sublet mig apply` creates them")),
+            (false, Mode::Mig) => {
+                Err(Misfit::never("has no MIG devices; fix: `sublet mig apply` creates them"))
+            }
             (false, _) => Ok(()),
         };
     };
     if let Some(fault) = &mig_device.fault {
-        return Err(Misfit::as_reported(format!("cannot be used: {}", safe(fault))));
+        return Err(Misfit::as_reported(format!("cannot be used; why: {}", safe(fault))));
     }
     if want.mode == Mode::Exclusive {
-        return Err(Misfit::never("is a MIG device: to have it alone, write sublet.mode=mig"));
+        return Err(Misfit::never("is a MIG device; fix: to have it alone, write sublet.mode=mig"));
     }
     let held = |lease: &&Lease| {
         let same = |old: &LeasedMigDevice| {
@@ -562,7 +581,7 @@ fn check_kind(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     };
     match world.ledger.leases.iter().find(held) {
         Some(lease) => Err(Misfit::now(format!(
-            "has the device nodes of a destroyed instance, which container {} still holds: end that \
+            "has the device nodes of a destroyed instance; why: container {} still holds them; fix: end that \
              container first",
             safe(&lease.container.id)
         ))),
@@ -571,19 +590,16 @@ fn check_kind(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
 }
 
 fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> Misfit {
-    let profiles: Vec<String> = inventory
-        .mig_devices_of(&gpu.uuid)
-        .map(|(device, part)| format!("sublet.gpu={} is a {}", device.number(), safe(&part.profile)))
-        .collect();
-    let way_out = if profiles.is_empty() {
-        "it has none: `sublet mig apply` creates them".to_owned()
+    let profiles = profiles(inventory.mig_devices_of(&gpu.uuid).map(|(device, _)| device));
+    let more = if profiles.is_empty() {
+        "why: it has none; fix: `sublet mig apply` creates them".to_owned()
     } else {
-        format!("{}; sublet.mig=<profile> takes a free one", profiles.join(", "))
+        format!("why: {profiles}; fix: name one (sublet.gpu) or a profile (sublet.mig)")
     };
     // If there are no instances, only NVML shows whether another tool has switched MIG mode off since.
     Misfit {
         refresh: profiles.is_empty(),
-        ..Misfit::never(format!("is in MIG mode, so only its MIG devices can be used ({way_out})"))
+        ..Misfit::never(format!("is in MIG mode, so only its MIG devices can be used; {more}"))
     }
 }
 
@@ -592,20 +608,20 @@ pub(super) fn check_settings(want: &Want<'_>) -> Result<(), Misfit> {
     let exclusive = want.mode == Mode::Exclusive;
     if want.several && want.daemon.is_some() && want.device.is_mig() {
         return Err(Misfit::never(
-            "cannot be one of several devices under MPS, because an MPS server can use only one MIG \
-             device: name one, or whole GPUs",
+            "cannot be one of several devices under MPS; why: an MPS server can use only one MIG device; fix: \
+             name one, or whole GPUs",
         ));
     }
     if exclusive && (want.memory.is_some() || want.request.sm.is_some()) {
         return Err(Misfit::never(
-            "is given as a whole in mode exclusive: leave out sublet.sm and sublet.memory",
+            "is given as a whole in mode exclusive; fix: leave out sublet.sm and sublet.memory",
         ));
     }
     if want.mode == Mode::Mig {
         return check_size(want);
     }
     if exclusive && want.isolation == Isolation::Dedicated {
-        return Err(Misfit::never("is given as a whole in mode exclusive: leave out sublet.isolation"));
+        return Err(Misfit::never("is given as a whole in mode exclusive; fix: leave out sublet.isolation"));
     }
     Ok(())
 }
@@ -625,7 +641,7 @@ fn check_size(want: &Want<'_>) -> Result<(), Misfit> {
             Err(Misfit::never(format!("has {sms} of the GPU's {all} SMs, {sm} % needed")))
         }
         (Some(sm), None) => Err(Misfit::never(format!(
-            "is on a GPU whose number of SMs is not known, so {sm} % of them is not known either: leave \
+            "is on a GPU whose number of SMs is not known; why: {sm} % of them is not known either; fix: leave \
              out sublet.sm, or name a profile (sublet.mig)"
         ))),
         _ => Ok(()),
@@ -637,14 +653,15 @@ pub(super) fn check_driver(want: &Want<'_>, inventory: &Inventory, config: &Conf
     let branch = inventory.driver.version.split('.').next().and_then(|branch| branch.parse().ok());
     if want.several && want.device.is_mig() && branch.unwrap_or(0) < SEVERAL_MIG_DEVICES {
         return Err(Misfit::never(format!(
-            "cannot be one of several devices: with driver {} a process sees only one MIG device; several \
+            "cannot be one of several devices; why: with driver {} a process sees only one MIG device, and several \
              need R{SEVERAL_MIG_DEVICES} or later",
             safe(&inventory.driver.version)
         )));
     }
     if let Some(answer) = want.device.unknown.get(&Fact::Memory).filter(|_| want.memory.is_some()) {
         return Err(Misfit::not_reported(format!(
-            "has memory of which NVML does not tell ({}), so none can be booked: leave out sublet.memory",
+            "has memory of which NVML does not tell; why: it answers {}, so none can be booked; fix: leave out \
+             sublet.memory",
             safe(answer)
         )));
     }
@@ -654,14 +671,14 @@ pub(super) fn check_driver(want: &Want<'_>, inventory: &Inventory, config: &Conf
     if inventory.driver.mps_control.is_none() {
         let missing = inventory.driver.mps_missing.as_deref();
         return Err(Misfit::never(format!(
-            "needs an MPS server, and {}",
+            "needs an MPS server; why: {}",
             missing
                 .unwrap_or("nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)")
         )));
     }
     if want.device.virtualization == Virtualization::Vgpu && !config.mps.allow_vgpu {
         return Err(Misfit::never(
-            "is a vGPU, where MPS works with some profiles only: set [mps] allow_vgpu = true to try it, or \
+            "is a vGPU, where MPS works with some profiles only; fix: set [mps] allow_vgpu = true to try it, or \
              use time-slice",
         ));
     }
@@ -669,14 +686,14 @@ pub(super) fn check_driver(want: &Want<'_>, inventory: &Inventory, config: &Conf
         want.request.sm.is_some() || want.memory.is_some() || want.request.priority != Priority::Normal;
     if let Some(answer) = want.device.unknown.get(&Fact::ComputeCapability).filter(|_| limits) {
         return Err(Misfit::not_reported(format!(
-            "does not tell whether its MPS has limits (NVML, of its compute capability: {}): leave out sublet.sm, \
-             memory and priority",
+            "does not tell whether its MPS has limits; why: NVML, of its compute capability: {}; fix: leave out \
+             sublet.sm, memory and priority",
             safe(answer)
         )));
     }
     if want.device.is_before_volta() && limits {
         return Err(Misfit::never(
-            "is older than Volta, where MPS has no limits: leave out sublet.sm, memory and priority",
+            "is older than Volta, where MPS has no limits; fix: leave out sublet.sm, memory and priority",
         ));
     }
     Ok(())
@@ -692,7 +709,7 @@ pub(super) fn check_compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(),
         return Ok(());
     }
     let uuid = safe(&want.device.uuid);
-    let reason = format!("has compute mode {found}: `nvidia-smi -i {uuid} -c DEFAULT` resets it");
+    let reason = format!("has compute mode {found}; fix: `nvidia-smi -i {uuid} -c DEFAULT` resets it");
     // The inventory may be from a time when one of sublet's MPS servers had the device exclusively.
     Err(Misfit { refresh: true, ..Misfit::never(reason) })
 }
@@ -709,7 +726,7 @@ pub(super) fn check_share(want: &Want<'_>, driver: &Driver, config: &Config) -> 
     if let Some(sm) = want.request.sm.filter(|_| want.mode == Mode::Mps) {
         if all.is_some_and(|all| each(sm).of(all) < FEWEST_SMS) {
             return Err(Misfit::never(format!(
-                "has too few SMs: {sm} % for {processes} process(es) is less than 2 SMs each"
+                "has too few SMs; why: {sm} % for {processes} process(es) is less than 2 SMs each"
             )));
         }
         let most = config.sm_bookable();
@@ -723,14 +740,14 @@ pub(super) fn check_share(want: &Want<'_>, driver: &Driver, config: &Config) -> 
     if bytes_of_process(memory, want.request.processes.get()) < context {
         let least = (context * processes).div_ceil(MIB);
         return Err(Misfit::never(format!(
-            "needs {least} MiB for the CUDA context(s) of {processes} process(es) at that SM share, so {} \
-             is too little",
+            "needs {least} MiB for the CUDA context(s); why: {processes} process(es) at that SM share have no room \
+             in {}",
             show_bytes(memory)
         )));
     }
     if want.books > bookable(device, config) {
         return Err(Misfit::never(format!(
-            "has {}, of which {} can be booked ([limits] reserve, memory_overcommit)",
+            "has {}, of which {} can be booked; why: [limits] reserve, memory_overcommit",
             show_bytes(device.memory_bytes),
             show_bytes(bookable(device, config))
         )));

@@ -44,11 +44,11 @@ fn what_names_no_device_or_several_is_refused() {
     let why = |selectors| these(selectors).unwrap_err();
     assert_eq!(
         why(vec![Selector::Index(7)]),
-        "no GPU of this host is number 7; it has GPU 0 (NVIDIA H200, GPU-aa11), GPU 1 (NVIDIA H200, \
+        "no GPU of this host is number 7; why: it has GPU 0 (NVIDIA H200, GPU-aa11), GPU 1 (NVIDIA H200, \
          GPU-aa22), GPU 2 (NVIDIA A100-SXM4-40GB, GPU-aa)"
     );
-    let several = "matches GPU 0 (NVIDIA H200, GPU-aa11), GPU 1 (NVIDIA H200, GPU-aa22), GPU 2 (NVIDIA \
-                   A100-SXM4-40GB, GPU-aa): write more of it";
+    let several = "matches 3 devices; why: GPU 0 (NVIDIA H200, GPU-aa11), GPU 1 (NVIDIA H200, GPU-aa22), GPU 2 (NVIDIA \
+                   A100-SXM4-40GB, GPU-aa); fix: write more of it";
     assert_eq!(why(vec![Selector::Uuid("GPU-a".into())]), format!("GPU-a {several}"));
     assert_eq!(why(vec![Selector::Index(0), Selector::Uuid("GPU-aa11".into())]), "GPU 0 is named twice");
     assert_eq!(why(vec![Selector::Index(0); 4]), "4 GPUs requested, 3 present");
@@ -77,8 +77,8 @@ fn commands_take_a_device_by_any_of_its_names() {
         assert_eq!(meant(text), Ok(vec![1, 2]), "{text}");
     }
     assert_eq!((meant("all"), meant("right")), (Ok(vec![0, 1, 2]), Ok(vec![])));
-    let several = "GPU-aaaa1111 matches GPU 0 (NVIDIA H200, GPU-aaaa1111-00), GPU 1 (NVIDIA H200, GPU-aaaa1111-22): \
-                   write more of it";
+    let several = "GPU-aaaa1111 matches 2 devices; why: GPU 0 (NVIDIA H200, GPU-aaaa1111-00), GPU 1 (NVIDIA H200, GPU-aaaa1111-22); \
+                   fix: write more of it";
     assert_eq!(meant("GPU-aaaa1111"), Err(several.to_owned()));
 }
 

@@ -50,7 +50,7 @@ pub(crate) fn refused(request: &Request, inventory: &Inventory, ledger: &Ledger)
     *placed(request, inventory, ledger).unwrap_err()
 }
 
-pub(super) fn rule(matches: &str, fixed_use: Mode) -> Config {
+pub(crate) fn rule(matches: &str, fixed_use: Mode) -> Config {
     let rule =
         DeviceRule { matches: matches.into(), name: None, fixed_use: Some(fixed_use), time_slice: None };
     Config { device: vec![rule], ..Config::default() }
@@ -101,8 +101,8 @@ fn the_mode_is_the_requests_or_the_devices_or_the_default() {
     let kept = mode(&request(Mode::Mps), &rule("all", Mode::TimeSlice)).unwrap_err();
     assert_eq!(
         kept.message,
-        "no place for mps on any GPU: GPU 0 (NVIDIA H200) is reserved for time-slice by [[device]] use; \
-         with sublet.isolation=dedicated it would fit, in turns with the others there"
+        "cannot serve mps: GPU 0 is reserved for time-slice by [[device]] use; fix: sublet.isolation=dedicated \
+         fits now, in turns with the others there; or sublet.mode=time-slice fits now"
     );
     assert!(!kept.temporary);
     let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
@@ -120,16 +120,15 @@ fn a_refusal_says_what_is_left_who_holds_it_and_what_would_fit() {
     let refusal = refused(&mps(50_000, 8), &inventory, &ledger);
     assert_eq!(
         refusal.message,
-        "no place for mps, 50 % SM, 8 GiB on any GPU: GPU 0 (NVIDIA H200) has 40 % SM left \
-         [left: 40 % SM, 85438 MiB; held by 3f2a9c1b2d4e (mps, 60 % SM, 16 GiB)]; would fit now: \
-         mps with at most 40 % SM and 85438 MiB on GPU 0; sublet.wait=60s waits for a place"
+        "no room for mps, 50 % SM, 8 GiB: GPU 0 has 40 % SM left; why: 40 % SM, 85438 MiB left; held by \
+         3f2a9c1b2d4e (mps, 60 % SM, 16 GiB); fix: sublet.sm=40 fits now; or sublet.wait=60s waits for room"
     );
     assert!(refusal.temporary);
     assert!(!refusal.refresh_first);
-    // Who waits for a place and looks again, under the lock, does not work out what would fit.
+    // Who waits for room and looks again, under the lock, does not work out what would fit.
     let world = World { inventory: &inventory, ledger: &ledger, config: &Config::default() };
     let bare = find(&mps(50_000, 8), &id(), world).unwrap_err().message;
-    assert_eq!(refusal.message.split_once("; would fit now").unwrap().0, bare);
+    assert_eq!(refusal.message.split_once("; fix: ").unwrap().0, bare);
 }
 
 #[test]
@@ -138,14 +137,13 @@ fn a_refusal_says_what_would_serve_the_request_instead() {
     let busy = ledger(vec![leased(1, "GPU-0", 90_000, 16)]);
     let named = Request { devices: Devices::These(vec![Selector::Index(0)]), ..mps(50_000, 8) };
     let refusal = refused(&named, &two, &busy);
-    let elsewhere = "; GPU 1 would take it: name that one, or leave out sublet.gpu";
-    assert!(refusal.message.ends_with(elsewhere), "{}", refusal.message);
+    assert!(refusal.message.contains("; or sublet.gpu=1 fits now; or "), "{}", refusal.message);
     let full = ledger(vec![leased(1, "GPU-0", 90_000, 16), leased(2, "GPU-1", 90_000, 16)]);
-    assert!(!refused(&named, &two, &full).message.contains("would take it"));
+    assert!(!refused(&named, &two, &full).message.contains("sublet.gpu"));
     let sliced = Lease { mode: Mode::TimeSlice, sm: None, ..leased(1, "GPU-0", 1000, 1) };
     let beside = refused(&mps(50_000, 8), &host(vec![device(0)]), &ledger(vec![sliced]));
-    let dedicated = "; with sublet.isolation=dedicated it would fit, in turns with the others there";
-    assert!(beside.message.ends_with(dedicated), "{}", beside.message);
+    let dedicated = "; fix: sublet.isolation=dedicated fits now, in turns with the others there; or ";
+    assert!(beside.message.contains(dedicated), "{}", beside.message);
 }
 
 #[test]
@@ -153,7 +151,10 @@ fn what_holds_for_several_devices_is_said_once() {
     let eight = host((0..8).map(device).collect());
     let wants = Request { memory: Some(Memory::Bytes(1024 * GIB)), ..request(Mode::Mps) };
     let message = refused(&wants, &eight, &ledger(vec![])).message;
-    assert!(message.ends_with(" (the same on GPU 1, GPU 2, GPU 3, GPU 4, and 3 more)"), "{message}");
+    assert!(
+        message.starts_with("cannot serve mps, 1024 GiB: each of 8 GPUs has 100 GiB, of which "),
+        "{message}"
+    );
     assert_eq!(message.matches("can be booked").count(), 1);
 }
 
@@ -235,8 +236,8 @@ fn compute_modes() {
     let refusal = refused(&request(Mode::TimeSlice), &exclusive, &empty);
     assert_eq!(
         refusal.message,
-        "no place for time-slice on any GPU: GPU 0 (NVIDIA H200) has compute mode EXCLUSIVE_PROCESS: \
-         `nvidia-smi -i GPU-0 -c DEFAULT` resets it"
+        "cannot serve time-slice: GPU 0 has compute mode EXCLUSIVE_PROCESS; fix: \
+         `nvidia-smi -i GPU-0 -c DEFAULT` resets it; or sublet.mode=mps fits now"
     );
     let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
     assert!(placed(&dedicated, &exclusive, &empty).is_err());
@@ -369,8 +370,8 @@ fn closed_devices_are_passed_over_with_the_reason() {
     assert_eq!(placed(&mps(1_0000, 8), &host, &closed).unwrap().devices, ["GPU-2"]);
     let all = Request { devices: Devices::All, ..request(Mode::TimeSlice) };
     let refusal = refused(&all, &host, &closed);
-    assert!(refusal.message.contains("GPU 0 (NVIDIA H200) is drained"), "{}", refusal.message);
-    assert!(refusal.message.contains("GPU 1 (NVIDIA H200) takes no new lease"), "{}", refusal.message);
+    assert!(refusal.message.contains(": GPU 0 is drained"), "{}", refusal.message);
+    assert!(refusal.message.contains("; why: GPU 1 takes no new lease; fix: "), "{}", refusal.message);
     assert!(!refusal.temporary, "a drained device opens for no waiting");
 }
 

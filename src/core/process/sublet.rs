@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::child::ChildError;
 use super::inheritance::own_program;
 use super::{confine, inheritance};
-use crate::text::safe_long;
+use crate::text::{in_one_line, safe_long};
 
 /// Where programs are looked up. Nothing in the caller's environment is trusted.
 pub const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
@@ -17,7 +17,7 @@ pub const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct SubletError(
-    /// The last line it printed, which says what is wrong; if it printed nothing, the command and its exit status.
+    /// The last message it printed, which says what is wrong; if it printed nothing, the command and its exit status.
     pub String,
 );
 
@@ -30,7 +30,7 @@ pub fn program() -> PathBuf {
 
 /// Runs `sublet ARGUMENTS` for at most `limit`, with a clean environment. Returns its warnings.
 ///
-/// The child reports on standard error: one warning per line, and, if it fails, the error as the last line.
+/// The child reports on standard error: one warning per line, and, if it fails, the error as the last message.
 pub fn run(arguments: &[&str], limit: Duration) -> Result<Vec<String>, SubletError> {
     ask(arguments, "", limit).map(|(_, warnings)| warnings)
 }
@@ -67,7 +67,7 @@ pub fn command(program: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// The lines of a `sublet` child's standard error, without the program's name in front.
+/// The messages of a `sublet` child's standard error, without the program's name in front.
 fn parse_messages(stderr: &str) -> Vec<String> {
     let bare = |line: &str| {
         let mut rest = line.trim();
@@ -76,7 +76,7 @@ fn parse_messages(stderr: &str) -> Vec<String> {
         }
         safe_long(rest, 1000)
     };
-    stderr.lines().map(bare).filter(|line| !line.is_empty()).collect()
+    in_one_line(stderr).lines().map(bare).filter(|line| !line.is_empty()).collect()
 }
 
 #[cfg(test)]
@@ -85,8 +85,8 @@ mod tests {
 
     #[test]
     fn a_childs_remarks_lose_their_prefix_and_their_escapes() {
-        let stderr = "sublet: warning: one\n\nerror: two\u{1b}[2J\n";
-        assert_eq!(parse_messages(stderr), ["one", "two\\u{1b}[2J"]);
+        let stderr = "sublet: warning: one\n\nerror: two\u{1b}[2J\nwhy: three\nfix: four\n";
+        assert_eq!(parse_messages(stderr), ["one", "two\\u{1b}[2J; why: three; fix: four"]);
         let long = "x".repeat(300);
         assert_eq!(parse_messages(&long), [long]);
     }

@@ -44,7 +44,7 @@ fn only_annotated_containers_are_ours() {
         let meant = annotations(&[(misspelt, "25")]);
         assert!(has_sublet_annotations(&meant));
         let error = parse(&meant, None, None, &Config::default()).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("{misspelt}=25: sublet's keys are in lower case")), "{error}");
+        assert!(error.starts_with(&format!("{misspelt}=25: write sublet.")), "{error}");
     }
 }
 
@@ -245,10 +245,10 @@ fn images_choose_from_what_the_configuration_allows() {
 fn what_may_be_required() {
     let mut config = Config::default();
     config.limits.require = vec![Required::Memory, Required::Sm];
-    assert_snapshot!(refused_by(&config, &[("sublet.sm", "25")]), @"sublet.memory is missing, and this host's configuration requires it ([limits] require): add it, for example sublet.memory=8GiB");
-    assert_snapshot!(refused_by(&config, &[("sublet.memory", "8GiB")]), @"sublet.sm is missing, and this host's configuration requires it ([limits] require): add it with sublet.mode=mps, for example sublet.sm=25");
+    assert_snapshot!(refused_by(&config, &[("sublet.sm", "25")]), @"sublet.memory is missing, and this host requires it; why: [limits] require; fix: add it, for example sublet.memory=8GiB");
+    assert_snapshot!(refused_by(&config, &[("sublet.memory", "8GiB")]), @"sublet.sm is missing, and this host requires it; why: [limits] require; fix: add it with sublet.mode=mps, for example sublet.sm=25");
     config.defaults.mode = Mode::Exclusive;
-    assert_snapshot!(refused_by(&config, &[("sublet.gpu", "any")]), @"sublet.memory is missing, and this host's configuration requires it ([limits] require): add it with sublet.mode=mps, for example sublet.memory=8GiB, or write sublet.mode=exclusive");
+    assert_snapshot!(refused_by(&config, &[("sublet.gpu", "any")]), @"sublet.memory is missing, and this host requires it; why: [limits] require; fix: add it with sublet.mode=mps, for example sublet.memory=8GiB, or write sublet.mode=exclusive");
     let both = annotations(&[("sublet.memory", "8GiB"), ("sublet.sm", "25")]);
     assert!(parse(&both, None, None, &config).is_ok());
     assert!(parse(&annotations(&[("sublet.mig", "1g.18gb")]), None, None, &config).is_ok());
@@ -286,9 +286,9 @@ fn what_is_required_can_be_given_in_every_mode() {
 
 #[test]
 fn unknown_keys() {
-    assert_snapshot!(refused(&[("sublet.vram", "8GiB")]), @"sublet.vram=8GiB: unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share; did you mean sublet.memory?");
-    assert_snapshot!(refused(&[("sublet.isolaton", "dedicated")]), @"sublet.isolaton=dedicated: unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share; did you mean sublet.isolation?");
-    assert_snapshot!(refused(&[("sublet.\u{1b}[2J", "x\ny")]), @r#"sublet.\u{1b}[2J=x\ny: unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share"#);
+    assert_snapshot!(refused(&[("sublet.vram", "8GiB")]), @"sublet.vram=8GiB: unknown key, did you mean sublet.memory?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share");
+    assert_snapshot!(refused(&[("sublet.isolaton", "dedicated")]), @"sublet.isolaton=dedicated: unknown key, did you mean sublet.isolation?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share");
+    assert_snapshot!(refused(&[("sublet.\u{1b}[2J", "x\ny")]), @r#"sublet.\u{1b}[2J=x\ny: unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share"#);
     for (wrong, meant) in [
         ("compute", "sm"),
         ("cores", "sm"),
@@ -309,19 +309,19 @@ fn unknown_keys() {
 
 #[test]
 fn values_that_do_not_parse() {
-    assert_snapshot!(refused(&[("sublet.sm", "0.25")]), @"sublet.sm=0.25: must be a percentage over 0 up to 100, such as 25, 25% or 12.5; a quarter of a percent? write 25");
-    assert_snapshot!(refused(&[("sublet.sm", "101%")]), @"sublet.sm=101%: must be a percentage over 0 up to 100, such as 25, 25% or 12.5");
-    assert_snapshot!(refused(&[("sublet.memory", "25")]), @"sublet.memory=25: must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%; the unit is missing: write 25GiB, 25MiB or 25%");
-    assert_snapshot!(refused(&[("sublet.memory", "1e309")]), @"sublet.memory=1e309: must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%");
-    assert_snapshot!(refused(&[("sublet.gpu", "GPU-12")]), @r#"sublet.gpu=GPU-12: must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, "G:M" (quoted in YAML), name:<alias>, model:<glob>"#);
-    assert_snapshot!(refused(&[("sublet.mode", "timeslice")]), @"sublet.mode=timeslice: must be one of time-slice, mps, mig, exclusive; did you mean time-slice?");
-    assert_snapshot!(refused(&[("sublet.mig", "1g")]), @"sublet.mig=1g: must be a MIG profile such as 1g.18gb or 1c.2g.35gb");
-    assert_snapshot!(refused(&[("sublet.isolation", "dedicate")]), @"sublet.isolation=dedicate: must be one of shared, dedicated; did you mean dedicated?");
-    assert_snapshot!(refused(&[("sublet.priority", "high")]), @"sublet.priority=high: must be one of normal, low");
-    assert_snapshot!(refused(&[("sublet.processes", "0")]), @"sublet.processes=0: must be a whole number, 1 or more");
-    assert_snapshot!(refused(&[("sublet.capabilities", "compute,compat32")]), @"sublet.capabilities=compute,compat32: must be a list of compute, utility, graphics, video, or all");
-    assert_snapshot!(refused(&[("sublet.capabilities", "grafics")]), @"sublet.capabilities=grafics: must be a list of compute, utility, graphics, video, or all; did you mean graphics?");
-    assert_snapshot!(refused(&[("sublet.wait", "2m")]), @"sublet.wait=2m: must be 0 or a whole number of ms, s or m up to 60s, such as 10s");
+    assert_snapshot!(refused(&[("sublet.sm", "0.25")]), @"sublet.sm=0.25: a quarter of a percent? write 25; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5");
+    assert_snapshot!(refused(&[("sublet.sm", "101%")]), @"sublet.sm=101%: not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5");
+    assert_snapshot!(refused(&[("sublet.memory", "25")]), @"sublet.memory=25: the unit is missing: write 25GiB or 25MiB or 25%; why: it must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%");
+    assert_snapshot!(refused(&[("sublet.memory", "1e309")]), @"sublet.memory=1e309: not a possible value; why: it must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%");
+    assert_snapshot!(refused(&[("sublet.gpu", "GPU-12")]), @r#"sublet.gpu=GPU-12: not a possible value; why: it must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, "G:M" (quoted in YAML), name:<alias>, model:<glob>"#);
+    assert_snapshot!(refused(&[("sublet.mode", "timeslice")]), @"sublet.mode=timeslice: did you mean time-slice?; why: it must be one of time-slice, mps, mig, exclusive");
+    assert_snapshot!(refused(&[("sublet.mig", "1g")]), @"sublet.mig=1g: not a possible value; why: it must be a MIG profile such as 1g.18gb or 1c.2g.35gb");
+    assert_snapshot!(refused(&[("sublet.isolation", "dedicate")]), @"sublet.isolation=dedicate: did you mean dedicated?; why: it must be one of shared, dedicated");
+    assert_snapshot!(refused(&[("sublet.priority", "high")]), @"sublet.priority=high: not a possible value; why: it must be one of normal, low");
+    assert_snapshot!(refused(&[("sublet.processes", "0")]), @"sublet.processes=0: not a possible value; why: it must be a whole number, 1 or more");
+    assert_snapshot!(refused(&[("sublet.capabilities", "compute,compat32")]), @"sublet.capabilities=compute,compat32: not a possible value; why: it must be a list of compute, utility, graphics, video, or all");
+    assert_snapshot!(refused(&[("sublet.capabilities", "grafics")]), @"sublet.capabilities=grafics: did you mean graphics?; why: it must be a list of compute, utility, graphics, video, or all");
+    assert_snapshot!(refused(&[("sublet.wait", "2m")]), @"sublet.wait=2m: not a possible value; why: it must be 0 or a whole number of ms, s or m up to 60s, such as 10s");
     for processes in ["+1", "-1", "1.0", "4294967296", "١", ""] {
         assert!(refused(&[("sublet.processes", processes)]).starts_with("sublet.processes="), "{processes}");
     }
@@ -329,14 +329,14 @@ fn values_that_do_not_parse() {
 
 #[test]
 fn shares_that_do_not_work() {
-    assert_snapshot!(refused(&[("sublet.share", "small")]), @"sublet.share=small: must be a share, but this host's configuration has no [share.<name>]");
+    assert_snapshot!(refused(&[("sublet.share", "small")]), @"sublet.share=small: not a possible value; why: it must be a share, but this host's configuration has no [share.<name>]");
     let config = with_share("small", &[("sm", "0"), ("mode", "mps")]);
-    assert_snapshot!(refused_by(&config, &[("sublet.share", "smal")]), @"sublet.share=smal: must be a share of this host's configuration: small; did you mean small?");
-    assert_snapshot!(refused_by(&config, &[("sublet.share", "small")]), @"sublet.sm=0 (from [share.small]): must be a percentage over 0 up to 100, such as 25, 25% or 12.5");
+    assert_snapshot!(refused_by(&config, &[("sublet.share", "smal")]), @"sublet.share=smal: did you mean small?; why: it must be a share of this host's configuration: small");
+    assert_snapshot!(refused_by(&config, &[("sublet.share", "small")]), @"sublet.sm=0 (from [share.small]): not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5");
     let nested = with_share("a", &[("share", "b")]);
-    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, visible_devices, default_directory");
+    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, visible_devices, default_directory");
     let config = with_share("half", &[("sm", "50")]);
-    assert_snapshot!(refused_by(&config, &[("sublet.share", "half"), ("sublet.mode", "exclusive")]), @"sublet.sm=50 (from [share.half]) cannot be combined with sublet.mode=exclusive: only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
+    assert_snapshot!(refused_by(&config, &[("sublet.share", "half"), ("sublet.mode", "exclusive")]), @"sublet.sm=50 (from [share.half]) cannot be combined with sublet.mode=exclusive; why: only MPS limits SMs; fix: write sublet.mode=mps or leave sublet.sm out");
 }
 
 #[test]
@@ -352,29 +352,29 @@ fn mig_capabilities_have_to_be_allowed() {
         asked("config, monitor", MigCapability::VARIANTS),
         Ok(vec![MigCapability::Monitor, MigCapability::Config])
     );
-    assert_snapshot!(asked("config,monitor", &[MigCapability::Monitor]).unwrap_err(), @"sublet.mig-caps=config,monitor cannot be combined with [mig] allow_caps of this host's configuration: it gives access to all MIG instances, so root has to allow it there");
-    assert_snapshot!(asked("monitr", MigCapability::VARIANTS).unwrap_err(), @"sublet.mig-caps=monitr: must be monitor, config, or both; did you mean monitor?");
+    assert_snapshot!(asked("config,monitor", &[MigCapability::Monitor]).unwrap_err(), @"sublet.mig-caps=config,monitor cannot be combined with [mig] allow_caps of this host's configuration; why: it gives access to all MIG instances, so root has to allow it there");
+    assert_snapshot!(asked("monitr", MigCapability::VARIANTS).unwrap_err(), @"sublet.mig-caps=monitr: did you mean monitor?; why: it must be monitor, config, or both");
 }
 
 #[test]
 fn a_mode_mig_alone_says_how_large_the_instance_is_at_least() {
     let least = request(&[("sublet.mode", "mig"), ("sublet.memory", "8GiB"), ("sublet.sm", "25")]);
     assert_eq!((least.mode, least.memory), (Some(Mode::Mig), Some(Memory::Bytes(8_589_934_592))));
-    assert_snapshot!(refused(&[("sublet.mode", "mig"), ("sublet.mig", "1g.18gb"), ("sublet.sm", "25")]), @"sublet.sm=25 cannot be combined with sublet.mode=mig: an instance has the SMs of its profile; write sublet.mode=mps or leave sublet.sm out");
+    assert_snapshot!(refused(&[("sublet.mode", "mig"), ("sublet.mig", "1g.18gb"), ("sublet.sm", "25")]), @"sublet.sm=25 cannot be combined with sublet.mode=mig; why: an instance has the SMs of its profile; fix: write sublet.mode=mps or leave sublet.sm out");
 }
 
 #[test]
 fn contradictions() {
-    assert_snapshot!(refused(&[("sublet.sm", "25"), ("sublet.mode", "exclusive")]), @"sublet.sm=25 cannot be combined with sublet.mode=exclusive: only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
-    assert_snapshot!(refused(&[("sublet.priority", "normal"), ("sublet.mode", "time-slice")]), @"sublet.priority=normal cannot be combined with sublet.mode=time-slice: only MPS has priorities; write sublet.mode=mps or leave sublet.priority out");
-    assert_snapshot!(refused(&[("sublet.processes", "1"), ("sublet.mode", "mig")]), @"sublet.processes=1 cannot be combined with sublet.mode=mig: only MPS counts processes; write sublet.mode=mps or leave sublet.processes out");
-    assert_snapshot!(refused(&[("sublet.memory", "8GiB"), ("sublet.mode", "exclusive")]), @"sublet.memory=8GiB cannot be combined with sublet.mode=exclusive: the container has the whole device; write sublet.mode=mps or leave sublet.memory out");
-    assert_snapshot!(refused(&[("sublet.memory", "8GiB"), ("sublet.mig", "1g.18gb")]), @"sublet.memory=8GiB cannot be combined with mode mig, which sublet.mig=1g.18gb implies: an instance has the memory of its profile; leave sublet.memory out");
-    assert_snapshot!(refused(&[("sublet.mig", "1g.18gb"), ("sublet.mode", "exclusive")]), @"sublet.mig=1g.18gb cannot be combined with sublet.mode=exclusive: sublet.mode=mig gives the container an instance of its own");
-    assert_snapshot!(refused(&[("sublet.gpu", "0:1"), ("sublet.mode", "exclusive")]), @"sublet.gpu=0:1 cannot be combined with sublet.mode=exclusive: sublet.mode=mig gives the container the whole MIG device");
-    assert_snapshot!(refused(&[("sublet.isolation", "dedicated"), ("sublet.mode", "exclusive")]), @"sublet.isolation=dedicated cannot be combined with sublet.mode=exclusive: it needs sublet.mode=mps or sublet.mode=time-slice; leave it out");
-    assert_snapshot!(refused(&[("sublet.isolation", "dedicated"), ("sublet.gpu", "MIG-9a1b2c3d")]), @"sublet.isolation=dedicated cannot be combined with mode mig, which sublet.gpu=MIG-9a1b2c3d implies: it needs sublet.mode=mps or sublet.mode=time-slice; leave it out");
-    assert_snapshot!(refused(&[("sublet.gpu", "any:2"), ("sublet.sm", "25"), ("sublet.isolation", "shared")]), @"sublet.isolation=shared cannot be combined with sublet.gpu=any:2: a process connects to one MPS daemon, and a shared daemon has one device; leave sublet.isolation out, because several devices get their own daemon");
+    assert_snapshot!(refused(&[("sublet.sm", "25"), ("sublet.mode", "exclusive")]), @"sublet.sm=25 cannot be combined with sublet.mode=exclusive; why: only MPS limits SMs; fix: write sublet.mode=mps or leave sublet.sm out");
+    assert_snapshot!(refused(&[("sublet.priority", "normal"), ("sublet.mode", "time-slice")]), @"sublet.priority=normal cannot be combined with sublet.mode=time-slice; why: only MPS has priorities; fix: write sublet.mode=mps or leave sublet.priority out");
+    assert_snapshot!(refused(&[("sublet.processes", "1"), ("sublet.mode", "mig")]), @"sublet.processes=1 cannot be combined with sublet.mode=mig; why: only MPS counts processes; fix: write sublet.mode=mps or leave sublet.processes out");
+    assert_snapshot!(refused(&[("sublet.memory", "8GiB"), ("sublet.mode", "exclusive")]), @"sublet.memory=8GiB cannot be combined with sublet.mode=exclusive; why: the container has the whole device; fix: write sublet.mode=mps or leave sublet.memory out");
+    assert_snapshot!(refused(&[("sublet.memory", "8GiB"), ("sublet.mig", "1g.18gb")]), @"sublet.memory=8GiB cannot be combined with mode mig, which sublet.mig=1g.18gb implies; why: an instance has the memory of its profile; fix: leave sublet.memory out");
+    assert_snapshot!(refused(&[("sublet.mig", "1g.18gb"), ("sublet.mode", "exclusive")]), @"sublet.mig=1g.18gb cannot be combined with sublet.mode=exclusive; why: sublet.mode=mig gives the container an instance of its own");
+    assert_snapshot!(refused(&[("sublet.gpu", "0:1"), ("sublet.mode", "exclusive")]), @"sublet.gpu=0:1 cannot be combined with sublet.mode=exclusive; why: sublet.mode=mig gives the container the whole MIG device");
+    assert_snapshot!(refused(&[("sublet.isolation", "dedicated"), ("sublet.mode", "exclusive")]), @"sublet.isolation=dedicated cannot be combined with sublet.mode=exclusive; why: it needs sublet.mode=mps or sublet.mode=time-slice; fix: leave it out");
+    assert_snapshot!(refused(&[("sublet.isolation", "dedicated"), ("sublet.gpu", "MIG-9a1b2c3d")]), @"sublet.isolation=dedicated cannot be combined with mode mig, which sublet.gpu=MIG-9a1b2c3d implies; why: it needs sublet.mode=mps or sublet.mode=time-slice; fix: leave it out");
+    assert_snapshot!(refused(&[("sublet.gpu", "any:2"), ("sublet.sm", "25"), ("sublet.isolation", "shared")]), @"sublet.isolation=shared cannot be combined with sublet.gpu=any:2; why: a process connects to one MPS daemon, and a shared daemon has one device; fix: leave sublet.isolation out, because several devices get their own daemon");
     for gpu in ["0,1", "all"] {
         let refused =
             refused(&[("sublet.gpu", gpu), ("sublet.memory", "8GiB"), ("sublet.isolation", "shared")]);
@@ -404,8 +404,8 @@ fn a_container_can_have_itself_held_more_strictly_and_a_share_of_the_configurati
     let guard = |pairs: &[_]| request(pairs).guard;
     assert_eq!(guard(&[("sublet.guard", "container")]), Some(Guarding::AtLeast(Action::Container)));
     assert_eq!(guard(&[("sublet.guard", "terminate")]), Some(Guarding::AtLeast(Action::Terminate)));
-    assert_snapshot!(refused(&[("sublet.guard", "report")]), @"sublet.guard=report cannot be combined with [guard] of this host's configuration: a container cannot make the guard less strict on itself; root can do that in a [share]");
-    assert_snapshot!(refused(&[("sublet.guard", "kill")]), @"sublet.guard=kill: must be one of report, terminate, container");
+    assert_snapshot!(refused(&[("sublet.guard", "report")]), @"sublet.guard=report cannot be combined with [guard] of this host's configuration; why: a container cannot make the guard less strict on itself; fix: root can do that in a [share]");
+    assert_snapshot!(refused(&[("sublet.guard", "kill")]), @"sublet.guard=kill: not a possible value; why: it must be one of report, terminate, container");
     let config = with_share("debug", &[("guard", "report")]);
     let of_share =
         |pairs: &[_]| parse(&annotations(pairs), Some("debug"), None, &config).map(|found| found.guard);

@@ -285,7 +285,8 @@ fn find_misspelt(annotations: &BTreeMap<String, String>) -> Option<RequestError>
         let right = find_intended(key)?;
         let (key, value) = (safe(key), safe(value));
         let message = format!(
-            "{key}={value}: sublet's keys are in lower case, with a dot and without a prefix: write {PREFIX}{right}={value}"
+            "{key}={value}: write {PREFIX}{right}={value}; why: sublet's keys are in lower case, with a dot and \
+             without a prefix"
         );
         Some(RequestError { key: String::new(), message })
     })

@@ -47,7 +47,8 @@ pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding, Requ
         return Ok(Guarding::Exactly(action));
     }
     if action == Action::Report {
-        let remedy = "a container cannot make the guard less strict on itself; root can do that in a [share]";
+        let remedy =
+            "a container cannot make the guard less strict on itself; fix: root can do that in a [share]";
         keys.contradiction("guard", "[guard] of this host's configuration", remedy)?;
     }
     Ok(Guarding::AtLeast(action))
@@ -95,13 +96,13 @@ fn check_mode(
     let of_mps = [("sm", "limits SMs"), ("priority", "has priorities"), ("processes", "counts processes")];
     for (key, what) in of_mps {
         if mode != Mode::Mps && (mode, key) != (Mode::Mig, "sm") {
-            refuse(key, &format!("only MPS {what}; write sublet.mode=mps or leave sublet.{key} out"))?;
+            refuse(key, &format!("only MPS {what}; fix: write sublet.mode=mps or leave sublet.{key} out"))?;
         }
     }
     if mode == Mode::Exclusive {
         refuse(
             "memory",
-            "the container has the whole device; write sublet.mode=mps or leave sublet.memory out",
+            "the container has the whole device; fix: write sublet.mode=mps or leave sublet.memory out",
         )?;
         refuse("mig", "sublet.mode=mig gives the container an instance of its own")?;
         if names_mig(devices) {
@@ -110,11 +111,14 @@ fn check_mode(
     }
     // Without a profile, `sublet.sm` and `sublet.memory` give the minimum size of the instance.
     if mode == Mode::Mig && (keys.has("mig") || names_mig(devices)) {
-        refuse("memory", "an instance has the memory of its profile; leave sublet.memory out")?;
-        refuse("sm", "an instance has the SMs of its profile; write sublet.mode=mps or leave sublet.sm out")?;
+        refuse("memory", "an instance has the memory of its profile; fix: leave sublet.memory out")?;
+        refuse(
+            "sm",
+            "an instance has the SMs of its profile; fix: write sublet.mode=mps or leave sublet.sm out",
+        )?;
     }
     if isolation == Some(Isolation::Dedicated) && !matches!(mode, Mode::Mps | Mode::TimeSlice) {
-        refuse("isolation", "it needs sublet.mode=mps or sublet.mode=time-slice; leave it out")?;
+        refuse("isolation", "it needs sublet.mode=mps or sublet.mode=time-slice; fix: leave it out")?;
     }
     Ok(())
 }
@@ -128,7 +132,7 @@ fn check_several_devices(
 ) -> Result<(), RequestError> {
     let has_servers = !matches!(mode, Some(Mode::Exclusive | Mode::Mig));
     let gpu = keys.setting("gpu").filter(|_| has_servers && isolation == Some(Isolation::Shared));
-    let remedy = "a process connects to one MPS daemon, and a shared daemon has one device; leave sublet.isolation \
+    let remedy = "a process connects to one MPS daemon, and a shared daemon has one device; fix: leave sublet.isolation \
                   out, because several devices get their own daemon";
     gpu.map_or(Ok(()), |gpu| keys.contradiction("isolation", &gpu, remedy))
 }
@@ -151,7 +155,7 @@ fn check_required(keys: &Keys<'_>, mode: Option<Mode>, config: &Config) -> Resul
         };
         if !keys.has(key) {
             let message = format!(
-                "sublet.{key} is missing, and this host's configuration requires it ([limits] require): {remedy}{whole}"
+                "sublet.{key} is missing, and this host requires it; why: [limits] require; fix: {remedy}{whole}"
             );
             return Err(RequestError { key: String::new(), message });
         }
@@ -236,8 +240,8 @@ impl<'a> Keys<'a> {
         let shown = |key: &&str| format!("{}{key}", if KEYS_OF_SHARES.contains(key) { "" } else { PREFIX });
         let listed: Vec<_> = allowed.iter().map(shown).collect();
         let nearest = nearest_key(key).filter(|key| allowed.contains(key));
-        let hint = nearest.map(|key| format!("; did you mean {PREFIX}{key}?")).unwrap_or_default();
-        let problem = format!("unknown key; the keys are {}{hint}", listed.join(", "));
+        let hint = nearest.map(|key| format!(", did you mean {PREFIX}{key}?")).unwrap_or_default();
+        let problem = format!("unknown key{hint}; why: the keys are {}", listed.join(", "));
         Err(RequestError::about(key, given, &problem))
     }
 
@@ -249,7 +253,7 @@ impl<'a> Keys<'a> {
     /// Refuses `key`, if it is set, because it contradicts `with`.
     fn contradiction(&self, key: &str, with: &str, remedy: &str) -> Result<(), RequestError> {
         let Some(shown) = self.setting(key) else { return Ok(()) };
-        let message = format!("{shown} cannot be combined with {with}: {remedy}");
+        let message = format!("{shown} cannot be combined with {with}; why: {remedy}");
         Err(RequestError { key: safe(key), message })
     }
 
@@ -326,8 +330,8 @@ impl RequestError {
 
     /// A value that `key` does not accept.
     fn value(key: &str, given: Given<'_>, allowed: &str, hint: Option<String>) -> Self {
-        let hint = hint.map(|hint| format!("; {hint}")).unwrap_or_default();
-        Self::about(key, given, &format!("must be {allowed}{hint}"))
+        let hint = hint.unwrap_or_else(|| "not a possible value".to_owned());
+        Self::about(key, given, &format!("{hint}; why: it must be {allowed}"))
     }
 }
 

@@ -294,7 +294,10 @@ pub fn parse_memory(text: &str) -> Result<Memory, Option<String>> {
         return decimal_percent(share).map(Memory::Share).ok_or(None);
     }
     if Decimal::parse(text).is_some_and(|number| number.digits != 0) {
-        return Err(Some(format!("the unit is missing: write {text}GiB, {text}MiB or {text}%")));
+        // What is read, and no more than a GPU may have.
+        let is_meant = |text: &String| parse_memory(text).is_ok_and(|memory| memory.on(MIB) < 1 << 40);
+        let meant = ["GiB", "MiB", "%"].map(|unit| format!("{text}{unit}")).into_iter().filter(is_meant);
+        return Err(Some(format!("the unit is missing: write {}", meant.collect::<Vec<_>>().join(" or "))));
     }
     let bytes = parse_bytes(text).filter(|bytes| *bytes >= MIB);
     bytes.map(Memory::Bytes).ok_or_else(|| nearly_memory(text))
@@ -506,8 +509,10 @@ mod units_tests {
 
     #[test]
     fn asks_for_the_unit_of_a_bare_number() {
-        let hint = "the unit is missing: write 25GiB, 25MiB or 25%".to_owned();
+        let hint = "the unit is missing: write 25GiB or 25MiB or 25%".to_owned();
         assert_eq!(parse_memory("25"), Err(Some(hint)));
+        let hint = "the unit is missing: write 8192MiB".to_owned();
+        assert_eq!(parse_memory("8192"), Err(Some(hint)), "no GPU has 8 TiB");
         assert!(parse_memory("0.25").unwrap_err().is_some());
         for (text, meant) in [("8Gi", "8GiB"), ("8 GiB", "8GiB"), ("512 Mi", "512MiB")] {
             assert_eq!(parse_memory(text), Err(Some(format!("write {meant}"))));

@@ -77,8 +77,8 @@ impl Gets {
     }
 }
 
-/// Of every GPU something is free, but not enough of any.
-const NO_PLACE: &str = "no place for";
+/// More than any GPU has.
+const NO_PLACE: &str = "MiB can be booked";
 
 impl Cuda {
     /// What a process gets without any environment: all that the server holds by itself.

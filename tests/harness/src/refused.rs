@@ -47,8 +47,8 @@ struct Surroundings {
 }
 
 impl Bundle<'_> {
-    /// Checks that `create` is refused with exit status 1 and one line, and that nothing changes. Returns the line
-    /// without the container's name, and with `$DIR` for the world's directory.
+    /// Checks that `create` is refused with exit status 1 and one message, and that nothing changes. Returns the message
+    /// in one line, without the container's name, and with `$DIR` for the world's directory.
     #[must_use]
     pub fn refused(&self) -> String {
         self.write();
@@ -71,13 +71,14 @@ impl Bundle<'_> {
         line
     }
 
-    /// The one line of a command that failed.
+    /// The one message of a command that failed, in one line.
     #[must_use]
     pub fn line(&self, finished: &Finished) -> String {
         assert_eq!(finished.code, Some(1), "{finished:?}");
-        assert_eq!(finished.stderr.lines().count(), 1, "not one line: {}", finished.stderr);
+        let joined = finished.stderr.replace("\nwhy: ", "; why: ").replace("\nfix: ", "; fix: ");
+        assert_eq!(joined.lines().count(), 1, "not one message: {}", finished.stderr);
         let prefix = format!("sublet-runtime: container {}: ", self.id);
-        let line = finished.stderr.trim_end().strip_prefix(&prefix);
+        let line = joined.trim_end().strip_prefix(&prefix);
         let line = line.unwrap_or_else(|| panic!("it does not begin with {prefix:?}: {}", finished.stderr));
         let dir = self.world.dir.path().to_string_lossy();
         line.replace(&*dir, "$DIR")

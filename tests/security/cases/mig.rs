@@ -77,7 +77,7 @@ fn shares() -> Vec<Case> {
         case(
             "a share of one that is taken whole",
             "NAME=first ask $(of mig=1g.5gb) probe sleep 60; up $(of gpu=0:3 sm=50)",
-            Fails("MIG device 0:3 (1g.5gb) is taken whole"),
+            Fails("MIG device 0:3 is taken whole"),
         ),
         // MPS gives every client at least 8 SMs (docs/evidence).
         case(
@@ -160,7 +160,7 @@ fn instances() -> Vec<Case> {
         case(
             "destroyed a moment ago",
             "destroy; up $(of mig=1g.5gb); r=$?; make; exit $r",
-            Refused("none is a 1g.5gb"),
+            Refused("no MIG device is a 1g.5gb"),
         ),
         case(
             "destroyed a moment ago, asked for by its UUID",

@@ -129,7 +129,7 @@ fn several() -> Vec<Case> {
         case(
             "by kube play, more than there is",
             r#"printf '%s\n' 'apiVersion: v1' 'kind: Pod' 'metadata: {name: p, annotations: {sublet.sm: "80"}}' 'spec: {containers: [{name: a, image: probe, imagePullPolicy: Never, command: [/bin/sleep, "60"]}]}' >p.yaml; podman kube play --network none p.yaml 2>&1 | grep -o 'no place for mps, 80 % SM' | head -n1; leases"#,
-            Works("no place for mps, 80 % SM\n1"),
+            Works("no room for mps, 80 % SM\n1"),
         ),
     ]
 }
@@ -168,7 +168,7 @@ fn hooks() -> Vec<Case> {
         case(
             "at createRuntime, which goes with servers of its own alone",
             r"sed -i 's/precreate/createRuntime/g' $HOOKS/sublet.json; up 2>/dev/null; sublet status --last-error",
-            Works("no place for mps, dedicated"),
+            Works("no room for mps, dedicated"),
         ),
         case(
             "at createRuntime, and what fights ours",

@@ -29,7 +29,7 @@ pub struct Answer {
     guard: Option<String>,
     /// Rights on the MIG capabilities of the driver.
     mig_caps: Vec<&'static str>,
-    /// How long it waits for a place.
+    /// How long it waits for room.
     wait_ms: u64,
     protects: Vec<&'static str>,
     does_not_protect: Vec<&'static str>,
@@ -117,7 +117,7 @@ impl Answer {
         let has_rights = !self.mig_caps.is_empty();
         rows.extend(has_rights.then(|| ("MIG rights", self.mig_caps.join(", "))));
         let wait = Some(Duration::from_millis(self.wait_ms)).filter(|wait| !wait.is_zero());
-        rows.extend(wait.map(|wait| ("Wait", format!("up to {} for a place", show_duration(wait)))));
+        rows.extend(wait.map(|wait| ("Wait", format!("up to {} for room", show_duration(wait)))));
         rows
     }
 }

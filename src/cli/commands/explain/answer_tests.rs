@@ -73,7 +73,7 @@ fn each_mode_says_what_is_the_containers_own() {
         (row(&whole, "SMs"), row(&whole, "Memory")),
         ("132 of 132, its own".into(), "102400 MiB, its own".into())
     );
-    assert_eq!(row(&whole, "Wait"), "up to 30s for a place");
+    assert_eq!(row(&whole, "Wait"), "up to 30s for room");
     let slice = answer(
         &[("mode", "mig")],
         &host(vec![
