@@ -7,6 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::containerd::{Containerd, IMAGE};
 use sublet_e2e::docker::skip_unless_engines;
+use sublet_e2e::in_one_line;
 use sublet_e2e::killing::assert_no_daemons;
 use sublet_e2e::{Engine, Finished, Stopping, World, bin_dir, eventually, is_alive, programs};
 
@@ -110,7 +111,7 @@ fn ctr_run_shows_why_a_share_is_refused() {
             !refused.ok && words.iter().all(|word| refused.stderr.contains(word)),
             "{words:?}: {refused:?}"
         );
-        assert_eq!(refused.stderr.trim_end().lines().count(), 1, "{refused:?}");
+        assert_eq!(in_one_line(&refused.stderr).lines().count(), 1, "{refused:?}");
         containerd.remove("refused");
     };
     refused(&["sublet.sm=40"], &[], &["OCI runtime create failed: sublet-runtime", "40 %", "30 %"]);

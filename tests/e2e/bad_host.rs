@@ -6,7 +6,7 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, assert_lines, skip_unless_root};
+use sublet_e2e::{Bundle, World, assert_lines, in_one_line, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
@@ -103,7 +103,7 @@ fn an_mps_server_that_ends_as_it_starts_is_named_at_once() {
     assert!(!refused.ok && begun.elapsed() < std::time::Duration::from_secs(8), "{refused:?}");
     assert_eq!(one.config(), one.spec);
     let pid = refused.stderr.split("(pid ").nth(1).and_then(|rest| rest.split(')').next());
-    let said = refused.stderr.trim().replace(pid.expect("its pid"), "$PID");
+    let said = in_one_line(&refused.stderr).replace(pid.expect("its pid"), "$PID");
     let said = said.replace(world.dir.path().to_str().expect("UTF-8"), "$DIR");
     assert!(
         said.ends_with(
@@ -280,8 +280,10 @@ fn a_vgpu_guest_has_no_mps_unless_somebody_says_so() {
     let world = World::simulated("vgpu", "");
     assert_lines(
         &[bad(&world, SHARE).refused()],
-        &["refused: GPU 0 is a vGPU, where MPS works with some profiles only; fix: set [mps] allow_vgpu = true to \
-             try it, or use time-slice"],
+        &[
+            "refused: GPU 0 is a vGPU, where MPS works with some profiles only; fix: set [mps] allow_vgpu = true to \
+             try it, or use time-slice",
+        ],
     );
     let plain = world.bundle("plain", &[("sublet.gpu", "0")], HOLD);
     plain.up();
@@ -309,9 +311,11 @@ fn a_process_of_the_hosts_keeps_a_gpu_from_being_exclusive() {
     assert!(!pid.is_empty(), "it names the process: {line}");
     assert_lines(
         &[line.replace(&pid, "$PID")],
-        &["no room for exclusive: GPU 0 cannot be given to one container alone; why: process $PID (trainer) has a \
+        &[
+            "no room for exclusive: GPU 0 cannot be given to one container alone; why: process $PID (trainer) has a \
              CUDA context on it without a lease; 100 % SM, 141223 MiB left; fix: end it first; or sublet.mode=mps \
-             fits now; or sublet.wait=60s waits for room"],
+             fits now; or sublet.wait=60s waits for room",
+        ],
     );
     world.assert_empty();
 }
@@ -385,7 +389,7 @@ fn a_driver_that_was_upgraded_and_not_reloaded_is_refused_with_both_versions() {
     for word in ["580.159.04", "575.57.08", "reboot, or reload the modules"] {
         assert!(refused.stderr.contains(word), "{word} is not in: {}", refused.stderr);
     }
-    assert_eq!(refused.stderr.lines().count(), 1, "{}", refused.stderr);
+    assert_eq!(in_one_line(&refused.stderr).lines().count(), 1, "{}", refused.stderr);
     assert_eq!(late.config(), late.spec);
     // The container that runs is not stopped, and can end.
     bundle.down();

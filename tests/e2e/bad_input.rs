@@ -267,5 +267,6 @@ fn the_log_has_the_same_line_as_stderr() {
     let line: Value = serde_json::from_str(&text).expect("one JSON line");
     assert_eq!(line["level"], "error");
     assert_eq!(line["msg"].as_str(), Some(stderr.trim_end()));
+    assert!(stderr.contains(": not a possible value\nwhy: it must be "), "{stderr}");
     assert!(line["time"].as_str().is_some_and(|time| time.len() >= 20), "{line}");
 }

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, Engine, Finished, World, skip_unless_root, stop};
+use sublet_e2e::{Bundle, Engine, Finished, World, in_one_line, skip_unless_root, stop};
 
 /// Survives the end of the MPS daemon, which a program with work on the GPU does not.
 const SLEEP: &[&str] = &["/bin/sleep", "300"];
@@ -91,7 +91,7 @@ fn assert_refused(what: &str, bundle: &Bundle<'_>, why: &str) {
     for (way, seen) in ways(bundle) {
         assert!(!seen.ok && seen.json().is_empty(), "{what}, {way}: {seen:?}");
         assert!(seen.stderr.contains(why), "{what}, {way}: {}", seen.stderr);
-        assert_eq!(seen.stderr.lines().count(), 1, "{what}, {way}: {}", seen.stderr);
+        assert_eq!(in_one_line(&seen.stderr).lines().count(), 1, "{what}, {way}: {}", seen.stderr);
     }
     assert!(began.elapsed() < Duration::from_secs(25), "{what}: {:?}", began.elapsed());
 }

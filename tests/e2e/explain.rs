@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use sublet_e2e::user::Host;
-use sublet_e2e::{World, skip_unless_root};
+use sublet_e2e::{World, in_one_line, skip_unless_root};
 
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
 const GPU: &str = "GPU-5b1e7000-0000-4000-8000-000000000100";
@@ -28,11 +28,11 @@ fn stdout(world: &World, arguments: &[&str]) -> String {
     run(world, arguments, 0).0
 }
 
-/// The one line of a command that fails with exit code 1.
+/// The one message of a command that fails with exit code 1.
 fn failure(world: &World, arguments: &[&str]) -> String {
-    let (_, stderr) = run(world, arguments, 1);
+    let stderr = in_one_line(&run(world, arguments, 1).1);
     assert_eq!(stderr.lines().count(), 1, "{arguments:?}: {stderr}");
-    stderr.trim_end().to_owned()
+    stderr
 }
 
 fn keys(value: &Value) -> Vec<&str> {

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, Finished, World, skip_unless_root};
+use sublet_e2e::{Bundle, Finished, World, in_one_line, skip_unless_root};
 
 /// Containers that ask for the same.
 struct Group {
@@ -160,7 +160,7 @@ fn at_once<T: Sync, R: Send>(all: &[T], act: impl Fn(&T) -> R + Sync) -> Vec<R> 
 }
 
 fn assert_refused(bundle: &Bundle<'_>, refused: &Finished, round: usize) {
-    assert_eq!(refused.stderr.lines().count(), 1, "round {round}: {}", refused.stderr);
+    assert_eq!(in_one_line(&refused.stderr).lines().count(), 1, "round {round}: {}", refused.stderr);
     assert_eq!(bundle.config(), bundle.spec, "round {round}: {} was refused and edited", bundle.id);
 }
 

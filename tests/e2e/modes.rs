@@ -2,7 +2,7 @@
 //! end. Expected values are literals: one H200 with 132 SMs and 143155 MiB for CUDA.
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
+use sublet_e2e::{Bundle, World, eventually, in_one_line, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 
@@ -113,7 +113,7 @@ fn a_full_gpu_refuses_and_leaves_config_json_as_it_was() {
     let second = world.bundle("second", &[("sublet.sm", "40")], HOLD);
     let refused = second.create();
     assert!(!refused.ok);
-    assert_eq!(refused.stderr.lines().count(), 1, "one line: {}", refused.stderr);
+    assert_eq!(in_one_line(&refused.stderr).lines().count(), 1, "one message: {}", refused.stderr);
     for word in ["40", "30", "first"] {
         assert!(refused.stderr.contains(word), "{word} is not in: {}", refused.stderr);
     }

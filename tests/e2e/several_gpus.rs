@@ -8,7 +8,7 @@ use nix::unistd::Pid;
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
 use serde_json::{Value, json};
 use sublet_e2e::guarded::{SPOIL, probes};
-use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
+use sublet_e2e::{Bundle, World, eventually, in_one_line, skip_unless_root};
 
 /// Of an H200 25 % are 32 SMs.
 const PAIR: &[(&str, &str)] =
@@ -70,8 +70,9 @@ fn refused(world: &World, id: &str, annotations: &[(&str, &str)]) -> String {
     let finished = bundle.create();
     assert!(!finished.ok, "{annotations:?} is not refused");
     assert_eq!(world.leases(), before, "nothing is taken");
-    assert_eq!(finished.stderr.trim_end().lines().count(), 1, "{}", finished.stderr);
-    finished.stderr
+    let message = in_one_line(&finished.stderr);
+    assert_eq!(message.lines().count(), 1, "{message}");
+    message
 }
 
 #[test]

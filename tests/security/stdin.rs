@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 use sublet_e2e::hooked::{PODMANS_ID as ID, fed, precreated, refusal};
-use sublet_e2e::{Finished, World, eventually, programs, skip_unless_root};
+use sublet_e2e::{Finished, World, eventually, in_one_line, programs, skip_unless_root};
 
 fn hook(world: &World, stage: &str, input: &[u8]) -> Finished {
     fed(world.command("sublet-hook"), stage, input)
@@ -30,7 +30,7 @@ fn c6_precreate_leaves_nothing_half_done() {
     for input in inputs {
         let failed = hook(&world, "precreate", input);
         assert!(!failed.ok && failed.stdout.is_empty(), "{failed:?}");
-        assert_eq!(failed.stderr.lines().count(), 1, "{failed:?}");
+        assert_eq!(in_one_line(&failed.stderr).lines().count(), 1, "{failed:?}");
     }
     // A spec that can be read is refused with the reason, whatever else is wrong with it.
     for (pointer, value, word) in [
@@ -88,7 +88,7 @@ fn c6_a_lease_is_bound_to_a_live_process_or_not_at_all() {
     for input in inputs {
         let failed = hook(&world, "createRuntime", input);
         assert!(!failed.ok, "{}: {failed:?}", String::from_utf8_lossy(&input[..input.len().min(200)]));
-        assert_eq!(failed.stderr.lines().count(), 1, "{failed:?}");
+        assert_eq!(in_one_line(&failed.stderr).lines().count(), 1, "{failed:?}");
         assert_eq!(world.leases()[0]["state"], "pending");
     }
     for _ in 0..2 {
@@ -126,7 +126,7 @@ fn c6_poststop_frees_what_it_names_and_nothing_else() {
     for input in inputs {
         let failed = hook(&world, "poststop", input);
         assert!(!failed.ok, "{}: {failed:?}", String::from_utf8_lossy(&input[..input.len().min(200)]));
-        assert_eq!(failed.stderr.lines().count(), 1, "{failed:?}");
+        assert_eq!(in_one_line(&failed.stderr).lines().count(), 1, "{failed:?}");
         assert!(!failed.stderr.contains('\u{1b}'));
         assert_eq!(world.leases().len(), 1);
     }
@@ -176,7 +176,10 @@ fn c6_prestart_refuses_what_is_no_state() {
     for (input, why) in cases {
         let refused = hook(&world, "prestart", input.as_bytes());
         assert!(!refused.ok, "{why}");
-        assert!(refused.stderr.contains(why) && refused.stderr.lines().count() == 1, "{why}: {refused:?}");
+        assert!(
+            refused.stderr.contains(why) && in_one_line(&refused.stderr).lines().count() == 1,
+            "{why}: {refused:?}"
+        );
     }
     world.assert_empty();
 }

@@ -33,7 +33,7 @@ mod world;
 
 pub use bundle::{Bundle, Finished, by_systemd};
 pub use processes::{is_alive, stop};
-pub use refused::{assert_lines, tree};
+pub use refused::{assert_lines, in_one_line, tree};
 pub use rootfs::{Rootfs, copy_program};
 pub use stopping::Stopping;
 pub use world::{Engine, World, bin_dir, eventually, skip_unless_root};

@@ -8,6 +8,12 @@ use serde_json::Value;
 
 use crate::bundle::{Bundle, Finished};
 
+/// A message as logs and JSON have it, from its lines on stderr.
+#[must_use]
+pub fn in_one_line(stderr: &str) -> String {
+    stderr.trim_end().replace("\nwhy: ", "; why: ").replace("\nfix: ", "; fix: ")
+}
+
 /// Compares all messages at once, so that one run shows every change.
 ///
 /// # Panics
@@ -75,10 +81,10 @@ impl Bundle<'_> {
     #[must_use]
     pub fn line(&self, finished: &Finished) -> String {
         assert_eq!(finished.code, Some(1), "{finished:?}");
-        let joined = finished.stderr.replace("\nwhy: ", "; why: ").replace("\nfix: ", "; fix: ");
+        let joined = in_one_line(&finished.stderr);
         assert_eq!(joined.lines().count(), 1, "not one message: {}", finished.stderr);
         let prefix = format!("sublet-runtime: container {}: ", self.id);
-        let line = joined.trim_end().strip_prefix(&prefix);
+        let line = joined.strip_prefix(&prefix);
         let line = line.unwrap_or_else(|| panic!("it does not begin with {prefix:?}: {}", finished.stderr));
         let dir = self.world.dir.path().to_string_lossy();
         line.replace(&*dir, "$DIR")

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
-use sublet_e2e::{World, bin_dir};
+use sublet_e2e::{World, bin_dir, in_one_line};
 
 use super::watch::{Before, put_back};
 
@@ -187,12 +187,12 @@ impl Expect {
 
     fn check(&self, seen: &Seen) -> Result<(), String> {
         let fails = |words: &str| match seen.code {
-            Some(1..) if seen.info().is_none() && seen.stderr.contains(words) => Ok(()),
+            Some(1..) if seen.info().is_none() && in_one_line(&seen.stderr).contains(words) => Ok(()),
             Some(1..) if seen.info().is_none() => Err("other words".to_owned()),
             _ => Err("it did not fail".to_owned()),
         };
         match self {
-            Self::Refused(words) => match seen.stderr.lines().count() {
+            Self::Refused(words) => match in_one_line(&seen.stderr).lines().count() {
                 1 => fails(words),
                 lines => Err(format!("{lines} lines")),
             },
