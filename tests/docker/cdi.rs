@@ -322,7 +322,7 @@ fn a_specification_that_is_out_of_date_is_refused_until_it_is_generated_anew() {
         assert_empty(&docker.world);
     };
     configure("sm = 25", "sm = 50");
-    refused("its environment does not have the CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
+    refused("its environment lacks the CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
     docker.world.generate_cdi();
     let _ = docker.hold_cdi("job", DEVICE, &["--runtime=low"]);
     assert_eq!(docker.event("job", "info")["sm"], json!(66));

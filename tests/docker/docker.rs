@@ -275,11 +275,8 @@ fn dockers_own_gpu_request_beside_ours_is_refused_with_the_option_to_remove() {
     let docker = Docker::up(world, &json!({}));
     for (option, words) in [
         ("--gpus=all", "remove `--gpus`"),
-        ("--device=nvidia.com/gpu=0", "remove `--device nvidia.com/gpu=…`"),
-        (
-            "--device=nvidia.com/gpu=bare",
-            "given the device /dev/nvidia0 in addition to its share: remove that `--device`",
-        ),
+        ("--device=nvidia.com/gpu=0", "remove `--device` or `--gpus`"),
+        ("--device=nvidia.com/gpu=bare", "given the device /dev/nvidia0 in addition to its share"),
     ] {
         let refused = docker.run("both", QUARTER, &[option], &["true"]);
         assert!(!refused.ok && refused.stderr.contains(words), "{option}: {refused:?}");

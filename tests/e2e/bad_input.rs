@@ -157,33 +157,18 @@ fn specs_that_contradict_a_share() {
     assert_lines(
         &seen,
         &[
-            "the container may open every device of the host (a *:* rwm), so no share could limit it: \
-             remove `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`",
-            "the container is given the device /dev/nvidia5 in addition to its share: remove that \
-             `--device` or volume (sublet adds the nodes that the share needs), or set `[limits] \
-             allow_privileged = true`",
-            "the container is given the device /dev/harmless in addition to its share: remove that \
-             `--device` or volume (sublet adds the nodes that the share needs), or set `[limits] \
-             allow_privileged = true`",
-            "the container's device cgroup rule `c 195:* rw` opens NVIDIA devices in addition to its \
-             share: remove that `--device-cgroup-rule`, or set `[limits] allow_privileged = true`",
-            "the container is given the bind mount of /dev in addition to its share: remove that \
-             `--device` or volume (sublet adds the nodes that the share needs), or set `[limits] \
-             allow_privileged = true`",
-            "the engine was asked for GPUs too (hook nvidia-container-runtime-hook): remove `--gpus` \
-             (Compose: deploy.resources.reservations.devices); the sublet annotations are enough",
-            "the engine was asked for an NVIDIA CDI device too (nvidia.com/gpu=0): remove `--device \
-             nvidia.com/gpu=…` (`--gpus` with newer engines); the sublet annotations are enough",
-            "annotation sublet.lease=0123456789abcdef: this container has no live lease with that id. Only \
-             sublet writes this annotation: remove it",
-            "annotation sublet.lease=../../etc: this container has no live lease with that id. Only sublet \
-             writes this annotation: remove it",
-            "/run/sublet hides the MPS directory /run/sublet/mps from the container, so its programs would \
-             use the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
-            "/tmp hides the MPS directory /tmp/nvidia-mps from the container, so its programs would use \
-             the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths) (a named share with \
-             `default_directory = false` has nothing at /tmp/nvidia-mps)",
-            "the container has no mount namespace of its own, so its devices and driver files would be mounted on the host: add a namespace of type `mount`, without a path, to its config.json",
+            "the container may open every device of the host (a *:* rwm); fix: remove `--privileged` or the rule, or set `[limits] allow_privileged = true`",
+            "the container is given the device /dev/nvidia5 in addition to its share; fix: remove that device or volume, or set `[limits] allow_privileged = true`",
+            "the container is given the device /dev/harmless in addition to its share; fix: remove that device or volume, or set `[limits] allow_privileged = true`",
+            "the container's device cgroup rule `c 195:* rw` opens NVIDIA devices too; fix: remove it, or set `[limits] allow_privileged = true`",
+            "the container is given the bind mount of /dev in addition to its share; fix: remove that device or volume, or set `[limits] allow_privileged = true`",
+            "the engine was asked for GPUs too (hook nvidia-container-runtime-hook); fix: remove `--gpus` (Compose: deploy.resources)",
+            "the engine was asked for an NVIDIA CDI device too (nvidia.com/gpu=0); fix: remove `--device` or `--gpus`",
+            "sublet.lease=0123456789abcdef: this container has no live lease with that id; fix: remove it",
+            "sublet.lease=../../etc: this container has no live lease with that id; fix: remove it",
+            "/run/sublet hides the MPS directory /run/sublet/mps from the container; fix: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
+            "/tmp hides the MPS directory /tmp/nvidia-mps from the container; fix: remove that mask (`--security-opt mask=…`, linux.maskedPaths) (a named share with `default_directory = false` has nothing at /tmp/nvidia-mps)",
+            "the container has no mount namespace of its own; fix: add one, without a path, to its config.json",
         ],
     );
     world.assert_empty();
@@ -240,7 +225,7 @@ fn what_a_container_with_a_share_cannot_do() {
         &[
             "checkpoint of a container with a GPU share is not possible, because the GPU's state cannot be \
              saved: recreate the container instead",
-            "container bad already holds lease $LEASE: delete the container before you create it again",
+            "container bad already holds lease $LEASE; fix: delete the container before you create it again",
             "restore of a container with a GPU share is not possible, because the GPU's state cannot be \
              saved: recreate the container instead",
         ],

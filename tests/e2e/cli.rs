@@ -317,18 +317,14 @@ fn mps_daemons_by_hand() {
     for unknown in ["9", "anything", "0123456789abcdef"] {
         assert_eq!(
             failure(world, &["mps", "stop", unknown]),
-            format!(
-                "sublet: there is no MPS daemon {unknown}: the key of a daemon is its device's UUID, or its lease id if it \
-                 is dedicated (`sublet mps list` shows the keys)"
-            )
+            format!("sublet: there is no MPS daemon {unknown}; fix: `sublet mps list` shows the keys")
         );
     }
     let _ = stdout(world, &["refresh", "--quiet"]);
     assert_eq!(stdout(world, &["mps", "stop", GPU]), "", "a device's that does not run is no error");
     assert_eq!(
         failure(world, &["mps", "logs", "../../etc\u{1b}"]),
-        "sublet: there is no MPS daemon ../../etc\\u{1b}: the key of a daemon is its device's UUID, or its lease id \
-         if it is dedicated (`sublet mps list` shows the keys)"
+        "sublet: there is no MPS daemon ../../etc\\u{1b}; fix: `sublet mps list` shows the keys"
     );
     let bundle = world.bundle("client", &[("sublet.sm", "25")], HOLD);
     bundle.up();
@@ -339,10 +335,7 @@ fn mps_daemons_by_hand() {
     assert!(stdout(world, &["mps", "list"]).contains("serving"));
     assert_eq!(
         failure(world, &["mps", "stop", GPU]),
-        format!(
-            "sublet: the MPS daemon {GPU} serves 1 lease(s): end their containers first, or use `sublet mps stop \
-             --force {GPU}`, which ends their GPU work"
-        )
+        format!("sublet: the MPS daemon {GPU} serves 1 lease(s); fix: end their containers, or use --force")
     );
     for named in [GPU, "0", "client"] {
         assert!(stdout(world, &["mps", "logs", named]).starts_with("== "), "{named}");

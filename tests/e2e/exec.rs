@@ -254,8 +254,7 @@ fn where_the_daemon_cannot_come_back_nothing_starts() {
     let world = world();
     let bundle = up(&world, "held");
     world.kill_daemons();
-    let why =
-        "its MPS daemon is not available, and without it a process would use the whole GPU without limits";
+    let why = "its MPS daemon is not available, so a process would have no limits";
     without(&control(&world), || assert_refused("no control program", &bundle, why));
     let text = std::fs::read_to_string(&world.config).expect("config.toml");
     std::fs::write(&world.config, format!("{text}\n[limits]\ntypo = 3\n")).expect("config.toml");

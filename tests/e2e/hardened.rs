@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use nix::fcntl::{Flock, FlockArg};
 use rustix::fs::{XattrFlags, setxattr};
 use serde_json::json;
-use sublet_e2e::{Bundle, World, eventually, programs, skip_unless_root};
+use sublet_e2e::{Bundle, World, eventually, in_one_line, programs, skip_unless_root};
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "1GiB")];
 const SLEEP: &[&str] = &["/bin/sleep", "600"];
@@ -368,7 +368,7 @@ fn where_selinux_enforces_without_our_module_shares_of_mps_are_refused() {
     };
     let (_, done, line) = create(SHARE, "var_run_t");
     assert!(!done, "it was created");
-    let why = "SELinux is enforcing without sublet's policy module";
+    let (line, why) = (in_one_line(&line), "SELinux is enforcing without sublet's policy module");
     assert!(line.contains(why) && line.contains("sublet-selinux") && line.lines().count() == 1, "{line}");
     world.assert_empty();
     for (annotations, kind) in [(&[("sublet.gpu", "0")][..], "var_run_t"), (SHARE, "sublet_mps_t")] {

@@ -15,6 +15,9 @@ use crate::process::sublet::SubletError;
 use crate::request::RequestError;
 use crate::text::{add_why, safe};
 
+/// What helps where a hook does not.
+const SHIM: &str = "start the container with sublet-runtime";
+
 /// Why a container is not started, or why its lease is not freed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each variant wraps the step that failed, and its text is that step's")]
@@ -54,9 +57,7 @@ pub enum AdmitError {
     PolicyLimit(#[from] PolicyLimitError),
     #[error(transparent)]
     Job(#[from] JobError),
-    #[error(
-        "your policy allows only devices that this host does not have; fix: ask root to correct it ([[policy]])"
-    )]
+    #[error("your policy allows only devices that this host does not have; fix: ask root to correct it")]
     NoDeviceAllowed,
     #[error(transparent)]
     Broker(#[from] BrokerError),
@@ -75,8 +76,7 @@ pub enum AdmitError {
     #[error("the engine that asked for the container has ended, so it is not created")]
     NoEngine,
     #[error(
-        "the runtime's record of the container cannot be read; why: {}: {source}, so sublet could not see when it \
-         ends; fix: use another --root, or a shorter id",
+        "the runtime's record {} cannot be read: {source}; fix: use another --root, or a shorter id",
         safe(path)
     )]
     Record { path: String, source: std::io::Error },
@@ -84,52 +84,26 @@ pub enum AdmitError {
     Random(std::io::Error),
     #[error(transparent)]
     Node(#[from] NodeError),
-    #[error(
-        "annotation sublet.lease={}: this container has no live lease with that id; why: only sublet writes \
-         this annotation; fix: remove it",
-        safe(id)
-    )]
+    #[error("sublet.lease={}: this container has no live lease with that id; fix: remove it", safe(id))]
     ForgedLease { id: String },
-    #[error(
-        "its config.json has sublet's edits of an earlier run; why: it does not say which they are; fix: restore \
-         the file that the container was created with"
-    )]
+    #[error("its config.json has sublet's edits of an earlier run; fix: restore the file as it was created")]
     Edited,
     #[error(transparent)]
     Cdi(#[from] CdiError),
     #[error(transparent)]
     Namespace(#[from] NamespaceError),
-    #[error(
-        "sublet.isolation=shared does not work with a hook; why: limits on a shared MPS server are set in the \
-         environment, which a hook cannot change; fix: leave it out (the container gets its own server), or start the container with \
-         sublet-runtime"
-    )]
+    #[error("sublet.isolation=shared does not work with a hook; fix: leave it out, or {SHIM}")]
     LateShared,
-    #[error(
-        "sublet.priority=low does not work with a hook; why: it orders the clients of one MPS server, and with \
-         a hook each container has its own server; fix: leave it out, or start the container with sublet-runtime"
-    )]
+    #[error("sublet.priority=low does not work with a hook; fix: leave it out, or {SHIM}")]
     LatePriority,
-    #[error(
-        "its environment has {}, which would bypass its limits; why: a hook cannot remove it; fix: remove it, \
-         or start the container with sublet-runtime",
-        safe(.0)
-    )]
+    #[error("its environment has {}, which a hook cannot remove; fix: remove it, or {SHIM}", safe(.0))]
     LateEnvironment(String),
-    #[error(
-        "its /tmp is the host's, read-only, or shared with the host; why: its MPS directory cannot be at \
-         /tmp/nvidia-mps, and a hook cannot set CUDA_MPS_PIPE_DIRECTORY; fix: give the container its own /tmp, or start it \
-         with sublet-runtime"
-    )]
+    #[error("its /tmp is the host's, shared or read-only; fix: give the container its own /tmp, or {SHIM}")]
     LateTmp,
-    #[error(
-        "its share has default_directory = false, which does not work with a hook; why: processes that join the \
-         container would compute outside its share; fix: start it with sublet-runtime"
-    )]
+    #[error("its share has default_directory = false, which does not work with a hook; fix: {SHIM}")]
     NeedsShim,
     #[error(
-        "container {}: {left}; why: lease {lease} stays until nothing of it runs any more; fix: `sublet gc` frees it \
-         then",
+        "container {}: {left}; fix: `sublet gc` frees lease {lease} when nothing of it runs",
         safe(container)
     )]
     StillRunning { lease: LeaseId, container: String, left: String },

@@ -26,28 +26,22 @@ pub enum JobError {
     #[error("job {0} belongs to another user")]
     Foreign(u64),
     /// The container asks for the share of its job.
-    #[error(
-        "sublet.share=slurm is the share of the job that the container runs in, and this process is in no job of \
-         Slurm's on this node: start it with srun or sbatch"
-    )]
+    #[error("this process is in no job of Slurm's, for sublet.share=slurm; fix: use srun or sbatch")]
     NotInJob,
     /// Root's processes are not bounded by a job.
-    #[error("sublet.share=slurm is for the containers of a job's user, and this is root's: name its share")]
+    #[error("sublet.share=slurm is for a job's user, and this container is root's; fix: name its share")]
     Root,
     /// A container in a job that asked for no GPU asks for a share.
-    #[error("job {0} asked Slurm for no GPU on this node: submit it with --gres")]
+    #[error("job {0} asked Slurm for no GPU on this node; fix: submit it with --gres")]
     NoGpu(u64),
     /// The job's GPUs are taken. It is `temporary` if waiting may help; the job got `whole` GPUs, or parts.
     #[error(
-        "{why}; Slurm gave it to job {job} all the same: {}",
+        "{why}; fix: Slurm gave it to job {job} all the same: {}",
         if *.whole { WHOLE } else { "submit it again when there is room, or for another node with --exclude" }
     )]
     NoPlace { job: u64, why: String, whole: bool, temporary: bool },
     /// The container's step or task got none of the job's GPUs.
-    #[error(
-        "Slurm lets this step or task of job {0} open none of the job's GPUs: start it with srun --gres, or leave out \
-         --gres=none"
-    )]
+    #[error("Slurm lets this step or task of job {0} open none of the job's GPUs; fix: use srun --gres")]
     Forbidden(u64),
     /// The copy of its lease cannot be written.
     #[error("the lease of job {job} cannot be written beside its record: {error}")]
@@ -56,20 +50,15 @@ pub enum JobError {
     #[error("cannot find out in which job of Slurm's the container runs: {0}")]
     Cgroup(std::io::Error),
     /// A container asks for another mode, GPU or server than its job has, or for a limit that the job does not have.
-    #[error(
-        "job {job} got {has} from Slurm, and this container asks for sublet.{key}: leave that out, or ask Slurm \
-         for another share"
-    )]
+    #[error("job {job} got {has} from Slurm, and this container asks for sublet.{key}; fix: leave that out")]
     Other { job: u64, has: String, key: &'static str },
     /// A container asks for more than all that the job has.
-    #[error(
-        "job {job} got {has} from Slurm, and this container asks for {asked}: ask for less, or ask Slurm for more"
-    )]
+    #[error("job {job} got {has} from Slurm, and this container asks for {asked}; fix: ask for less")]
     More { job: u64, has: String, asked: String },
     /// A container asks for more than the job's other containers leave, which hold `held` together.
     #[error(
-        "job {job} got {has} from Slurm, its containers hold {held}, and this one asks for {asked}: say with \
-         sublet.{key} how much each takes, or wait for one to end"
+        "job {job} got {has} from Slurm, and its containers hold {held}; why: this one asks for {asked}; fix: say \
+         with sublet.{key} how much each takes, or wait for one to end"
     )]
     Full { job: u64, key: &'static str, has: String, held: String, asked: String },
 }

@@ -25,8 +25,7 @@ const NAP: Duration = Duration::from_millis(20);
 pub enum BrokerError {
     /// No process listens on the socket.
     #[error(
-        "sublet serve is not running ({}: {}), and rootless containers get their share from it: run \
-         `systemctl enable --now sublet.socket` as root",
+        "sublet serve is not running; why: {}: {}; fix: run `systemctl enable --now sublet.socket` as root",
         .0.display(),
         .1
     )]
@@ -219,8 +218,8 @@ mod tests {
         assert_eq!(
             error,
             format!(
-                "sublet serve is not running ({}: No such file or directory (os error 2)), and rootless \
-                 containers get their share from it: run `systemctl enable --now sublet.socket` as root",
+                "sublet serve is not running; why: {}: No such file or directory (os error 2); fix: run \
+                 `systemctl enable --now sublet.socket` as root",
                 socket.display()
             )
         );

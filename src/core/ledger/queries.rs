@@ -16,7 +16,7 @@ use crate::text::safe;
 /// A container that already has a live lease. A live lease is never replaced.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "container {} already holds lease {lease}: delete the container before you create it again",
+    "container {} already holds lease {lease}; fix: delete the container before you create it again",
     safe(container)
 )]
 pub struct Doubled {

@@ -65,54 +65,35 @@ pub enum MpsError {
     Programs(#[from] MissingPrograms),
     /// Its clients would not reach it.
     #[error(
-        "SELinux is enforcing without sublet's policy module for {}/mps, so containers could not reach \
-         their MPS server and would run without limits: {}; or use a share without sm and memory (mode \
-         time-slice)",
+        "SELinux is enforcing without sublet's policy module for {}/mps; why: containers could not \
+         reach their MPS server; fix: {}; or use a share without sm and memory (mode time-slice)",
         .state_dir.display(),
         crate::fs::selinux::FIX
     )]
     SeLinux { state_dir: PathBuf },
     /// A key that is neither a device's UUID nor a lease id could name a path outside the state directory.
-    #[error(
-        "'{key}' is not the key of an MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (`sublet \
-         mps list` shows the keys)"
-    )]
+    #[error("'{key}' is not the key of an MPS daemon; fix: `sublet mps list` shows the keys")]
     BadKey { key: String },
     /// `sun_path` of unix(7) holds 107 bytes and a NUL.
-    #[error(
-        "the path of the MPS socket {path} has {length} bytes, and sockets allow 107: set state_dir in the \
-         configuration to a shorter path"
-    )]
+    #[error("the MPS socket {path} has {length} bytes, and sockets allow 107; fix: set a shorter state_dir")]
     PathTooLong { path: PathBuf, length: usize },
     /// A client was not ended by its server.
     #[error("MPS did not terminate its client {pid}: {why}")]
     Client { pid: i32, why: String },
     /// There is nothing to stop.
-    #[error(
-        "there is no MPS daemon {key}: the key of a daemon is its device's UUID, or its lease id if it is \
-         dedicated (`sublet mps list` shows the keys)"
-    )]
+    #[error("there is no MPS daemon {key}; fix: `sublet mps list` shows the keys")]
     NoDaemon { key: String },
     /// No lease needs it.
     #[error("no lease needs an MPS daemon {key}: it starts with its first container")]
     NotWanted { key: String },
     /// Stopping it would end the GPU work of containers.
-    #[error(
-        "the MPS daemon {key} serves {leases} lease(s): end their containers first, or use `sublet mps \
-         stop --force {key}`, which ends their GPU work"
-    )]
+    #[error("the MPS daemon {key} serves {leases} lease(s); fix: end their containers, or use --force")]
     InUse { key: String, leases: usize },
     /// Its device is to be used in another way.
-    #[error(
-        "the MPS daemon {key} serves no lease, but still runs on the device: `sublet mps stop {key}` says \
-         why; `sublet mps stop --force {key}` ends it and the GPU work of its clients"
-    )]
+    #[error("the MPS daemon {key} serves no lease, but still runs; fix: `sublet mps stop --force {key}`")]
     InTheWay { key: String },
     /// Another process holds this daemon's lock for too long.
-    #[error(
-        "another sublet process has been starting or stopping the MPS daemon {key} for more than {seconds} \
-         s: try again; `sublet mps list` shows its state"
-    )]
+    #[error("another process starts or stops the MPS daemon {key}, for {seconds} s by now; fix: try again")]
     Busy { key: String, seconds: u64 },
     /// It ended at once.
     #[error("the MPS daemon {key} was restarted, but does not work: see `sublet mps logs {key}`")]
@@ -121,10 +102,7 @@ pub enum MpsError {
     #[error("the MPS daemon of {device} (pid {pid}) does not answer{}", silence(*pid, key, kept_by))]
     Silent { device: String, key: String, pid: i32, kept_by: Vec<String> },
     /// It answers another program.
-    #[error(
-        "the MPS daemon {key} speaks with one program at a time, and another kept it: end \
-         `nvidia-cuda-mps-control` where it runs, or the container that does"
-    )]
+    #[error("the MPS daemon {key} speaks with one program at a time, and another kept it; fix: end that one")]
     Taken { key: String },
     /// It was started and never answered. `log` has the last lines of its logs and its server's.
     #[error("the MPS daemon of {device} did not start within {seconds} s ({why}){log}")]
@@ -132,8 +110,7 @@ pub enum MpsError {
     /// It would end, or fail its clients, because of rights or limits of the process that starts it.
     #[error(
         "the MPS daemon of {device}, which other containers share, would run with the resource limits of \
-         the process that starts it: {limits}; that process may not raise them, so start this container \
-         with higher hard limits (ulimit -H; prlimit(1)) or with CAP_SYS_RESOURCE"
+         the process that starts it: {limits}; fix: start this container with higher hard limits (ulimit -H)"
     )]
     Limits { device: String, limits: String },
     /// It answers, and has no server for any client.
@@ -150,14 +127,12 @@ pub enum MpsError {
     Own(#[from] SubletError),
     /// It cannot be stopped.
     #[error(
-        "the MPS daemon {key} (pid {pid}) does not end, not even on SIGKILL, because a process hangs in \
-         the driver (see dmesg): reset the GPU or reboot the host"
+        "the MPS daemon {key} (pid {pid}) does not end, not even on SIGKILL; fix: reset the GPU or reboot"
     )]
     WontEnd { key: String, pid: i32 },
     /// The compute mode could not be set as configured.
     #[error(
-        "compute mode of {device}: {why}; with [mps] exclusive_compute_mode = \"never\" sublet does not \
-         change it"
+        "compute mode of {device}: {why}; fix: [mps] exclusive_compute_mode = \"never\" does not change it"
     )]
     ComputeMode { device: String, why: String },
     /// The ledger.
@@ -173,18 +148,15 @@ pub enum MpsError {
 
 /// Why a daemon does not answer, and a remedy.
 fn silence(pid: i32, key: &str, kept_by: &[String]) -> String {
-    let stop = format!("`sublet mps stop --force {key}` ends the daemon and the GPU work of its clients");
-    if kept_by.is_empty() {
-        return format!(
-            ": if it is stopped, `kill -CONT {pid}` continues it; if a process keeps a connection to it open and \
-             says nothing, end that; {stop}"
-        );
-    }
-    format!(
-        ": it waits for container {}, which keeps a connection to it open and says nothing: end that \
-         container; {stop}",
-        kept_by.join(" or ")
-    )
+    let way = if kept_by.is_empty() {
+        format!("; fix: if it is stopped, `kill -CONT {pid}` continues it")
+    } else {
+        let kept_by = kept_by.join(" or ");
+        format!(
+            ": it waits for container {kept_by}, which keeps a connection to it open; fix: end that container"
+        )
+    };
+    format!("{way}; or `sublet mps stop --force {key}` ends it and the GPU work of its clients")
 }
 
 /// For `map_err`: an [`MpsError::Io`] with the attempt and its path.

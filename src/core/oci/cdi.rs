@@ -28,31 +28,19 @@ pub struct Asked {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CdiError {
     /// The hook's arguments are not those that sublet writes.
-    #[error(
-        "the arguments of sublet-hook are not those that `sublet cdi generate` writes: run `sublet cdi \
-         generate` again"
-    )]
+    #[error("the arguments of sublet-hook are not sublet's; fix: run `sublet cdi generate` again")]
     Arguments,
     /// The container has two different CDI devices of sublet's.
-    #[error(
-        "two CDI devices of {KIND} are asked for, {0} and {1}, but a container has one share: remove one \
-         of them"
-    )]
+    #[error("two CDI devices of {KIND} are asked for, {0} and {1}; fix: remove one of them")]
     Several(String, String),
     /// The hook runs for a container whose config.json does not have it.
-    #[error(
-        "its config.json has no CDI device of {KIND}: only CDI files of `sublet cdi generate` use \
-         `sublet-hook cdi`; for a hook of your own use `sublet-hook createRuntime`"
-    )]
+    #[error("its config.json has no CDI device of {KIND}; fix: use `sublet-hook createRuntime`")]
     NotAsked,
     /// The device's share, and annotations for another, as `sublet.sm=50`.
-    #[error("{1} and the CDI device {KIND}={0} ask for different shares: remove one of the two")]
+    #[error("{1} and the CDI device {KIND}={0} ask for different shares; fix: remove one of the two")]
     Contradiction(String, String),
     /// The device that the specification was written for.
-    #[error(
-        "the CDI specification is out of date: it has share {share} on {device}, {why}; run `sublet cdi \
-         generate`"
-    )]
+    #[error("the CDI specification has share {share} on {device}, {why}; fix: run `sublet cdi generate`")]
     Device {
         /// The share.
         share: String,
@@ -62,19 +50,16 @@ pub enum CdiError {
         why: String,
     },
     /// The share of the CDI device, and a variable of the device's that config.json does not have.
-    #[error(
-        "its environment does not have the {1} of the CDI device {KIND}={0}: if the container sets \
-         it, remove that; otherwise the CDI specification is out of date, run `sublet cdi generate`"
-    )]
+    #[error("its environment lacks the {1} of the CDI device {KIND}={0}; fix: run `sublet cdi generate`")]
     Environment(String, String),
     /// The share, and a variable that a CDI device cannot remove.
-    #[error("its environment has {1}, which contradicts the CDI device {KIND}={0}: remove it")]
+    #[error("its environment has {1}, which contradicts the CDI device {KIND}={0}; fix: remove it")]
     Strange(String, String),
     /// The share, and another NVIDIA node, or a rule for one, in addition to those of the device.
     #[error("{1} (if it comes from the CDI device {KIND}={0}, run `sublet cdi generate`)")]
     Conflict(String, Conflict),
     /// Rootless engines cannot use CDI devices: neither the hook nor the nodes work there.
-    #[error("CDI devices of {KIND} need root: remove the device and use annotations (docs/rootless.md)")]
+    #[error("CDI devices of {KIND} need root; fix: use annotations in its place (docs/rootless.md)")]
     Rootless,
 }
 

@@ -17,43 +17,32 @@ const NVIDIA_MAJOR: i64 = 195;
 /// container some of these.
 const OTHERS: [i64; 4] = [1, 5, 10, 136];
 
+/// What else helps.
+const ALLOW: &str = ", or set `[limits] allow_privileged = true`";
+
 /// Something in the spec that contradicts a share. The message names it.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Conflict {
     /// The GPU request of Docker, `ctr` or nerdctl.
-    #[error(
-        "the engine was asked for GPUs too (hook {0}): remove `--gpus` (Compose: \
-         deploy.resources.reservations.devices); the sublet annotations are enough"
-    )]
+    #[error("the engine was asked for GPUs too (hook {0}); fix: remove `--gpus` (Compose: deploy.resources)")]
     GpuOption(String),
     /// A CDI device of NVIDIA's.
-    #[error(
-        "the engine was asked for an NVIDIA CDI device too ({0}): remove `--device nvidia.com/gpu=…` \
-         (`--gpus` with newer engines); the sublet annotations are enough"
-    )]
+    #[error("the engine was asked for an NVIDIA CDI device too ({0}); fix: remove `--device` or `--gpus`")]
     Cdi(String),
     /// A device rule that allows everything.
     #[error(
-        "the container may open every device of the host ({0}), so no share could limit it: remove \
-         `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`"
+        "the container may open every device of the host ({0}); fix: remove `--privileged` or the rule{ALLOW}"
     )]
     EveryDevice(String),
     /// An NVIDIA node that is not part of the share.
-    #[error(
-        "the container is given {0} in addition to its share: remove that `--device` or volume (sublet \
-         adds the nodes that the share needs), or set `[limits] allow_privileged = true`"
-    )]
+    #[error("the container is given {0} in addition to its share; fix: remove that device or volume{ALLOW}")]
     Node(String),
     /// A rule for nodes of NVIDIA's.
-    #[error(
-        "the container's device cgroup rule `{0}` opens NVIDIA devices in addition to its share: remove \
-         that `--device-cgroup-rule`, or set `[limits] allow_privileged = true`"
-    )]
+    #[error("the container's device cgroup rule `{0}` opens NVIDIA devices too; fix: remove it{ALLOW}")]
     Rule(String),
     /// The container has no mount namespace of its own, so mounts would appear on the host.
     #[error(
-        "the container has no mount namespace of its own, so its devices and driver files would be mounted on the \
-         host: add a namespace of type `mount`, without a path, to its config.json"
+        "the container has no mount namespace of its own; fix: add one, without a path, to its config.json"
     )]
     MountNamespace,
 }

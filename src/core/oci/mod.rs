@@ -47,37 +47,29 @@ pub enum ImageError {
     #[error("cannot read the container's root filesystem {}: {}", shown(.0), .1)]
     Rootfs(PathBuf, #[source] io::Error),
     /// A file cannot be mounted over a directory.
-    #[error(
-        "the image has a directory at {}, where a file of the driver's is mounted: remove it from the image, \
-         or leave out the capability that brings the file (sublet.capabilities)",
-        shown(.0)
-    )]
+    #[error("the image has a directory at {}, where a driver's file is mounted; fix: remove it", shown(.0))]
     Directory(PathBuf),
     /// The MPS directory cannot be mounted over a file.
     #[error(
-        "the image has a file at {}, where the MPS directory is mounted: remove it from the image{}",
+        "the image has a file at {}, where the MPS directory is mounted; fix: remove it{}",
         shown(.0),
         advise_tmp([.0])
     )]
     NotDirectory(PathBuf),
     /// A mount would show on the host.
-    #[error(
-        "{} is on a volume shared with the host (bind-propagation shared), or behind a link that may lead \
-         to one, so the share's mounts would appear on the host: use rslave or rprivate for that volume",
-        shown(.0)
-    )]
+    #[error("{} is on a volume shared with the host; fix: use rslave or rprivate for that volume", shown(.0))]
     Shared(PathBuf),
     /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
     #[error(
         "the image's {} cannot be a mount point for sublet: {}{}",
         shown(.0),
         .1,
-        if is_of_the_image(.1) { "; remove it from the image" } else { ": the fault is this host's, not the image's" }
+        if is_of_the_image(.1) { "; fix: remove it from the image" } else { ": the fault is this host's, not the image's" }
     )]
     Unusable(PathBuf, #[source] io::Error),
     /// One mount would lie in another that is a directory of the host's.
     #[error(
-        "a link in the image puts {} in or below the mount at {}: remove the link from the image{}",
+        "a link in the image puts {} in or below the mount at {}; fix: remove the link{}",
         shown(.0),
         shown(.1),
         advise_tmp([.0, .1])
@@ -85,8 +77,7 @@ pub enum ImageError {
     Nested(PathBuf, PathBuf),
     /// Processes would not find their MPS server and run without limits.
     #[error(
-        "{} hides the MPS directory {} from the container, so its programs would use the whole GPU: remove \
-         that {}{}",
+        "{} hides the MPS directory {} from the container; fix: remove that {}{}",
         shown(by),
         shown(directory),
         if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" },
@@ -102,39 +93,33 @@ pub enum ImageError {
     },
     /// Processes would not reach their MPS server and run without limits.
     #[error(
-        "SELinux does not let {} connect to its MPS daemon, so its programs would use the whole GPU: leave out \
-         `--security-opt label=type:…`, or allow that type what sublet-selinux allows container_t",
+        "SELinux does not let {} connect to its MPS daemon; fix: leave out `--security-opt label=type:…`",
         safe(.0)
     )]
     Barred(String),
     /// A mount point that neither the container's root nor sublet may create.
     #[error(
-        "the root of the container's user namespace does not own the directory of {}, so the runtime cannot \
-         create that mount point, and sublet cannot do so for it ({}): create it in the image (empty), or \
-         give the root filesystem to that user",
+        "the root of the container's user namespace does not own the directory of {}; why: sublet may not create \
+         it for it: {}; fix: create it in the image, empty",
         shown(.0),
         .1
     )]
     Unmade(PathBuf, #[source] io::Error),
     /// Its processes would be clients of a daemon that is not the share's.
     #[error(
-        "a volume brings the directory of another MPS daemon to the container's {MPS_DEFAULT_DIR}, where CUDA looks by \
-         itself, so its processes would compute outside its share: leave out that volume (or the host's /tmp); sublet \
-         brings the daemon that a share needs"
+        "a volume brings the directory of another MPS daemon to the container's {MPS_DEFAULT_DIR}; fix: leave \
+         it out"
     )]
     OtherDaemon,
     /// Mount points of files that the runtime cannot create.
     #[error(
-        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
-         the driver's files: create these as empty files in the image, with the directories {MPS_DIR} and \
-         {MPS_DEFAULT_DIR} for MPS, or mount it writable: {}",
+        "its root filesystem or a volume is read-only, without mount points; fix: make it writable, or create: {}",
         listed(.0)
     )]
     ReadOnly(Vec<PathBuf>),
     /// Mount points of the MPS directories that the runtime cannot create.
     #[error(
-        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
-         the MPS daemon: create these directories in the image, or mount it writable: {}{}",
+        "its root filesystem or a volume is read-only, without mount points for MPS; fix: make it writable, or create: {}{}",
         listed(.0),
         advise_tmp(.0)
     )]

@@ -107,14 +107,13 @@ fn a_directory_where_a_file_of_ours_lands_is_refused() {
     let seen = bundle.refused().replace(DIR, "$LIB");
     assert_eq!(
         seen,
-        "the image has a directory at $LIB/libcuda.so.1, where a file of the driver's is mounted: remove it from \
-         the image, or leave out the capability that brings the file (sublet.capabilities)"
+        "the image has a directory at $LIB/libcuda.so.1, where a driver's file is mounted; fix: remove it"
     );
     std::fs::remove_dir(inside(&bundle, &format!("{DIR}/libcuda.so.1"))).expect("removed");
     place(&bundle, "/tmp/nvidia-mps", "a file");
     assert_eq!(
         bundle.refused(),
-        "the image has a file at /tmp/nvidia-mps, where the MPS directory is mounted: remove it from the image (a \
+        "the image has a file at /tmp/nvidia-mps, where the MPS directory is mounted; fix: remove it (a \
          named share with `default_directory = false` has nothing at /tmp/nvidia-mps)"
     );
     world.assert_empty();
@@ -174,9 +173,8 @@ fn a_rootfs_on_a_read_only_mount_needs_its_mount_points() {
     let line = bundle.refused().replace(DIR, "$LIB");
     assert_eq!(
         line,
-        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
-         the driver's files: create these as empty files in the image, with the directories /run/sublet/mps \
-         and /tmp/nvidia-mps for MPS, or mount it writable: $LIB/libnvidia-ml.so.1 $LIB/libnvidia-cfg.so.1 \
+        "its root filesystem or a volume is read-only, without mount points; fix: make it writable, or create: \
+         $LIB/libnvidia-ml.so.1 $LIB/libnvidia-cfg.so.1 \
          /usr/bin/nvidia-smi"
     );
     drop(mounted);
@@ -187,8 +185,8 @@ fn a_rootfs_on_a_read_only_mount_needs_its_mount_points() {
     let mounted = ReadOnly::mount(&rootfs);
     assert_eq!(
         bundle.refused(),
-        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
-         the MPS daemon: create these directories in the image, or mount it writable: /run/sublet/mps \
+        "its root filesystem or a volume is read-only, without mount points for MPS; fix: make it writable, or \
+         create: /run/sublet/mps \
          /tmp/nvidia-mps (a named share with `default_directory = false` has nothing at /tmp/nvidia-mps)"
     );
     drop(mounted);

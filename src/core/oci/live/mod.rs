@@ -51,33 +51,22 @@ pub enum NamespaceError {
     #[error("its first process {0} has ended: see the container runtime's messages")]
     Gone(i32),
     /// It has no mount namespace of its own, so mounts would appear on the host.
-    #[error(
-        "it has no mount namespace of its own, so its devices would appear on the host: add a namespace of \
-         type `mount` to its config.json"
-    )]
+    #[error("it has no mount namespace of its own; fix: add one of type `mount` to its config.json")]
     NoNamespace,
     /// It is not in the state that the specification requires at this stage.
     #[error(
-        "its root filesystem {} is not the one in its mount namespace: run sublet-hook as a prestart or \
-         createRuntime hook, or start the container with sublet-runtime",
+        "its root filesystem {} is not the one in its mount namespace; fix: start it with sublet-runtime",
         shown(.0)
     )]
     Rootfs(PathBuf),
     /// A mount would show on the host.
-    #[error(
-        "{} is on a mount shared with the host (bind-propagation shared), so the share's mounts would \
-         appear on the host: use rslave or rprivate for that volume",
-        shown(.0)
-    )]
+    #[error("{} is on a mount shared with the host; fix: use rslave or rprivate for that volume", shown(.0))]
     Shared(PathBuf),
     /// The image leads a mount point into /proc or the like.
-    #[error(
-        "the image's {} is a link into a file system of the kernel: remove that link from the image",
-        shown(.0)
-    )]
+    #[error("the image's {} is a link into a file system of the kernel; fix: remove it", shown(.0))]
     Kernel(PathBuf),
     /// The image has something else at the path of a node.
-    #[error("the container has something else at {}: remove it from the image", shown(.0))]
+    #[error("the container has something else at {}; fix: remove it from the image", shown(.0))]
     Occupied(PathBuf),
     /// systemd refused: the container's scope, and systemctl's last words.
     #[error("systemd does not allow the devices for unit {0}: {1}")]

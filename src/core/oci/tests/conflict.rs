@@ -115,8 +115,8 @@ fn docker_gpus_is_named() {
     let error = found(&spec).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the engine was asked for GPUs too (hook nvidia-container-runtime-hook): remove `--gpus` (Compose: \
-         deploy.resources.reservations.devices); the sublet annotations are enough"
+        "the engine was asked for GPUs too (hook nvidia-container-runtime-hook); fix: remove `--gpus` (Compose: \
+         deploy.resources)"
     );
     let (_dir, mut config) = host();
     config.limits.allow_privileged = true;
@@ -177,8 +177,8 @@ fn allow_all_rules_are_refused_unless_configured() {
     let error = conflict(&rules(&privileged[0]), &[], &config).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the container may open every device of the host (a *:* rwm), so no share could limit it: remove \
-         `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`"
+        "the container may open every device of the host (a *:* rwm); fix: remove `--privileged` or the rule, or \
+         set `[limits] allow_privileged = true`"
     );
     config.limits.allow_privileged = true;
     assert_eq!(conflict(&rules(&privileged[0]), &[], &config), Ok(()));

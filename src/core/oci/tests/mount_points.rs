@@ -84,7 +84,7 @@ fn links_lead_nothing_into_a_directory_of_ours() {
         let _ = fs::remove_dir(root.path(&format!("rootfs/{place}")));
         root.link(target, &format!("rootfs/{place}"));
         let error = root.inspect_with_mps(&volumes).unwrap_err().to_string();
-        let expected = format!("a link in the image puts {inner} in or below the mount at {outer}: ");
+        let expected = format!("a link in the image puts {inner} in or below the mount at {outer}; fix: ");
         assert!(error.starts_with(&expected), "{place} -> {target}: {error}");
         assert!(root.inspect(&volumes).is_ok(), "{place} -> {target}, without a server");
     }
