@@ -137,7 +137,7 @@ fn mig_devices_that_share_memory_separate_nothing() {
 fn memory_that_does_not_fit_is_told_with_what_would() {
     let asked = Question { memory: Some(Memory::Bytes(20 * GIB)), ..question(7, Trust::Some) };
     let refused = advised(&asked, None, &one_gpu()).unwrap_err();
-    let why = "the best way is time-slice, and container 5 would be refused: no place for time-slice, 20 GiB on any GPU: ";
+    let why = "the best way is time-slice, and container 5 would be refused: no room: GPU 0 has ";
     assert!(refused.why.starts_with(why), "{refused:?}");
     assert_eq!(refused.help, ["--tenants 4 would fit", "--memory 14GiB would fit"]);
     let many = question(1000, Trust::All);

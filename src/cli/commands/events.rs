@@ -234,16 +234,16 @@ mod tests {
             "2026-11-23T07:00:00.123Z  refused        0123456789abcdef\\u{1b} on GPU-1 no\\nplace after 1s 500ms"
         );
         let long = Event {
-            text: "no place for mps, 50 % SM, 8 GiB on any GPU".into(),
+            text: "no room for mps, 50 % SM, 8 GiB: GPU 0 has 40 % SM left".into(),
             took_ms: None,
             ..event.clone()
         };
         assert_eq!(
             wrapped(&shown.line(&long), Some(80)).lines().collect::<Vec<_>>(),
             [
-                "2026-11-23T07:00:00.123Z  refused        0123456789abcdef\\u{1b} on GPU-1 no",
-                "                                         place for mps, 50 % SM, 8 GiB on any",
-                "                                         GPU",
+                "2026-11-23T07:00:00.123Z  refused        0123456789abcdef\\u{1b} on GPU-1 no room",
+                "                                         for mps, 50 % SM, 8 GiB: GPU 0 has 40 %",
+                "                                         SM left",
             ]
         );
         assert!(shown.is_of(&event, "01234") && !shown.is_of(&event, "") && !shown.is_of(&event, "x"));

@@ -49,7 +49,7 @@ fn each_sees_the_bookings_of_those_before_it() {
     let gpus: Vec<&str> = told.iter().map(|line| line.split_once(", ").map_or("-", |(gpu, _)| gpu)).collect();
     assert_eq!(gpus[..2], ["a on GPU-0", "b on GPU-1"]);
     assert!(gpus[2].starts_with("c on GPU-"), "{told:?}");
-    assert!(told[3].starts_with("d not: no place for"), "{told:?}");
+    assert!(told[3].starts_with("d not: no room for"), "{told:?}");
     assert!(gpus[4].starts_with("e on GPU-"), "one that does not fit books nothing: {told:?}");
 }
 

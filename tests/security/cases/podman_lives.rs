@@ -128,7 +128,7 @@ fn several() -> Vec<Case> {
         ),
         case(
             "by kube play, more than there is",
-            r#"printf '%s\n' 'apiVersion: v1' 'kind: Pod' 'metadata: {name: p, annotations: {sublet.sm: "80"}}' 'spec: {containers: [{name: a, image: probe, imagePullPolicy: Never, command: [/bin/sleep, "60"]}]}' >p.yaml; podman kube play --network none p.yaml 2>&1 | grep -o 'no place for mps, 80 % SM' | head -n1; leases"#,
+            r#"printf '%s\n' 'apiVersion: v1' 'kind: Pod' 'metadata: {name: p, annotations: {sublet.sm: "80"}}' 'spec: {containers: [{name: a, image: probe, imagePullPolicy: Never, command: [/bin/sleep, "60"]}]}' >p.yaml; podman kube play --network none p.yaml 2>&1 | grep -o 'no room for mps, 80 % SM' | head -n1; leases"#,
             Works("no room for mps, 80 % SM\n1"),
         ),
     ]
