@@ -142,7 +142,7 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
     let found = "4g.20gb@0 2g.10gb@4[1c,1c] 1g.5gb@6";
     let held = up(&world, "held", &[("sublet.mig", "4g.20gb")]);
     let none = refused(&world, &[("sublet.mig", "3g.20gb")]);
-    let expected = "and no MIG instance can be created for it: GPU 0 has no room for a 3g.20gb beside 4g.20gb at 0 (lease ";
+    let expected = "no MIG instance can be created for it: GPU 0 has no room for a 3g.20gb beside 4g.20gb at 0 (lease ";
     assert!(
         none.contains(expected) && none.contains(" of container held), 2g.10gb at 4, 1g.5gb at 6"),
         "{none}"
@@ -239,7 +239,7 @@ fn explain_says_that_one_would_be_made_and_makes_none() {
     let explained = world.sublet(&["explain", "--annotation", "sublet.mig=1g.18gb"]);
     let said = String::from_utf8_lossy(&explained.stderr).into_owned();
     assert!(
-        said.contains("; when the container starts, a MIG instance is created for it ([mig] dynamic): 1g.18gb at 6:1 of \
+        said.contains("why: when the container starts, a MIG instance is created for it ([mig] dynamic): 1g.18gb at 6:1 of \
          GPU 0"),
         "{said}"
     );

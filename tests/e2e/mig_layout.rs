@@ -309,7 +309,7 @@ fn leases_and_changes_keep_out_of_each_others_way() {
     );
     let second = world.bundle("two", &[("sublet.gpu", "0")], &["/usr/bin/cuda-probe", "hold", "120"]);
     let refusal = second.create();
-    assert!(refusal.stderr.contains("is unavailable while process"), "{}", refusal.stderr);
+    assert!(refusal.stderr.contains("is unavailable\nwhy: process"), "{}", refusal.stderr);
 
     // That process has ended, so it is not waited for.
     busy["mig"]["under_way"]["owner"]["start_time"] = json!(1);

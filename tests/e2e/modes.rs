@@ -118,6 +118,10 @@ fn a_full_gpu_refuses_and_leaves_config_json_as_it_was() {
         assert!(refused.stderr.contains(word), "{word} is not in: {}", refused.stderr);
     }
     assert_eq!(second.config(), second.spec);
+    let last = world.sublet(&["status", "--last-error", "--format", "json"]);
+    let last: serde_json::Value = serde_json::from_slice(&last.stdout).expect("JSON");
+    let candidates = last["candidates"].to_string();
+    assert!(candidates.starts_with("[\"GPU 0 (NVIDIA H200) has 30 % SM left ["), "{candidates}");
     assert_eq!(world.leases().len(), 1);
     let last = world.sublet(&["status", "--last-error"]);
     assert!(String::from_utf8_lossy(&last.stdout).contains("second"));

@@ -176,13 +176,17 @@ fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     tables::print(arguments.format, &last, || match &last {
         None if is_remote => "No container of yours has been refused.".to_owned(),
         None => "No container has been refused since boot.".to_owned(),
-        Some(LastRefusal { time, container_id, reason, started, candidates, .. }) => {
-            let started = if *started { ", which was started" } else { "" };
-            let each = candidates.iter().filter(|_| arguments.verbose).flat_map(|text| ["\n  - ", text]);
-            let said = in_lines(reason);
-            format!("{time}  container {container_id}{started}: {said}{}", each.collect::<String>())
-        }
+        Some(last) => last.words(arguments.verbose),
     })
+}
+
+impl LastRefusal {
+    fn words(&self, verbose: bool) -> String {
+        let Self { time, container_id, reason, started, candidates, .. } = self;
+        let started = if *started { ", which was started" } else { "" };
+        let each: String = candidates.iter().filter(|_| verbose).flat_map(|text| ["\n  - ", text]).collect();
+        format!("{time}  container {container_id}{started}: {}{each}", in_lines(reason))
+    }
 }
 
 /// Warnings first, then the devices, the leases, the daemons, and what the guard did last.
@@ -415,6 +419,21 @@ mod tests {
             "web        gone  mps                  12.5 %  -            - / 8 GiB      active",
         ];
         assert!(text.contains(&expected.join("\n")), "{text}");
+    }
+
+    #[test]
+    fn candidates_of_a_refusal_are_told_to_who_asks() {
+        let last = LastRefusal {
+            time: "2026-11-27T18:00:00Z".to_owned(),
+            container_id: "c".to_owned(),
+            reason: "no room; why: GPU 0 is full; fix: wait".to_owned(),
+            uid: 0,
+            started: false,
+            candidates: vec!["GPU 0 is full".to_owned(), "GPU 1 is drained".to_owned()],
+        };
+        let brief = "2026-11-27T18:00:00Z  container c: no room\nwhy: GPU 0 is full\nfix: wait";
+        assert_eq!(last.words(false), brief);
+        assert_eq!(last.words(true), format!("{brief}\n  - GPU 0 is full\n  - GPU 1 is drained"));
     }
 
     #[test]

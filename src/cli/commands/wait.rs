@@ -61,11 +61,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),
             Err(error) => {
-                say(
-                    &mut said,
-                    first_line(&error.to_string()).to_owned(),
-                    deadline.saturating_duration_since(Instant::now()),
-                );
+                let why = first_line(&error.to_string()).to_owned();
+                say(&mut said, why, deadline.saturating_duration_since(Instant::now()));
                 std::thread::sleep(LOOK_AGAIN);
             }
         }

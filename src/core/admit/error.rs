@@ -69,7 +69,7 @@ pub enum AdmitError {
     Unbound { lease: LeaseId, why: String },
     #[error("{}", add_why(&.refused.to_string(), &format!("no MIG instance can be created for it: {why}")))]
     Unmade { refused: Box<AdmitError>, why: String, temporary: bool },
-    #[error("{}", add_why(&.refused.to_string(), &format!("a MIG instance will be made for it ([mig] dynamic): {what}")))]
+    #[error("{}", add_why(&.refused.to_string(), &format!("when the container starts, a MIG instance is created for it ([mig] dynamic): {what}")))]
     WouldMake { refused: Box<AdmitError>, what: String },
     #[error("the MIG layout changed while a device was being chosen; fix: start the container again")]
     LayoutChanged,

@@ -56,13 +56,8 @@ pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
 
 /// Adds a refusal by this process. A lost record is no reason to fail, because the caller reports the error itself.
 pub(super) fn record(container_id: &str, error: &AdmitError, config: &Config) {
-    add(
-        geteuid().as_raw(),
-        container_id,
-        error.reason(),
-        (error.to_string(), error.candidates().to_vec()),
-        config,
-    );
+    let said = (error.to_string(), error.candidates().to_vec());
+    add(geteuid().as_raw(), container_id, error.reason(), said, config);
 }
 
 /// Adds a refusal that user `uid` reports.
@@ -101,15 +96,9 @@ pub(super) fn record_warnings(lease: &Lease, warnings: &[String], of_image: &[St
     }
 }
 
-fn store(
-    uid: u32,
-    container_id: &str,
-    (reason, mut candidates): (String, Vec<String>),
-    started: bool,
-    config: &Config,
-) {
+fn store(uid: u32, container_id: &str, said: (String, Vec<String>), started: bool, config: &Config) {
+    let (path, (reason, mut candidates)) = (path(config), said);
     candidates.truncate(MOST_CANDIDATES);
-    let path = path(config);
     let stored = read_history(&path, LARGEST).and_then(|mut all: Vec<RefusalRecord>| {
         all.retain(|old| !(started && old.started && old.uid == uid && old.reason == reason));
         let (time, container_id) = (epoch_seconds(), safe(container_id));

@@ -16,7 +16,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::fs::is_of_the_image;
-use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
+use crate::grant::MPS_DEFAULT_DIR;
 use crate::text::safe;
 
 #[cfg(feature = "fixtures")]

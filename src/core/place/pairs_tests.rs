@@ -117,13 +117,14 @@ fn a_refusal_says_which_container_needs_a_server_of_its_own() {
     let host = host(vec![device(0)]);
     let dedicated = Request { isolation: Isolation::Dedicated, ..mps(25_000, 8) };
     let limited = Request { memory: Some(Memory::Bytes(GIB)), ..request(Mode::TimeSlice) };
-    let one = "; fix: beside 1f2a9c1b2d4e it would fit if that container had sublet.isolation=dedicated, in turns with it";
+    let one =
+        "beside 1f2a9c1b2d4e it would fit if that container had sublet.isolation=dedicated, in turns with it";
     for wanted in [&request(Mode::TimeSlice), &limited, &dedicated] {
         let refusal = refused(wanted, &host, &on_shared_server(1));
         assert!(refusal.message.contains(one) && refusal.temporary, "{}", refusal.message);
     }
     let two = refused(&dedicated, &host, &on_shared_server(2)).message;
-    let both = "; fix: beside 1f2a9c1b2d4e, 2f2a9c1b2d4e it would fit if those containers had \
+    let both = "beside 1f2a9c1b2d4e, 2f2a9c1b2d4e it would fit if those containers had \
                 sublet.isolation=dedicated, in turns with them";
     assert!(two.contains(both), "{two}");
     // The other way round it is the new container's own key, whether or not it names its mode.

@@ -1,5 +1,5 @@
 //! Why no device can serve a request now, in a line that stands alone and one that says more; and what would be served in
-//! its place: less, another GPU, mode or profile, or `sublet.isolation=dedicated`, and on which container.
+//! its place: less, another GPU or mode, or `sublet.isolation=dedicated`, and on which container.
 
 use std::cmp::Reverse;
 
@@ -163,7 +163,7 @@ pub(super) fn advice(request: &Request, id: &LeaseId, world: World<'_>, allows: 
     let alone = (Request { isolation: Isolation::Dedicated, ..request.clone() }, ALONE.to_owned());
     let alone = Some(alone).filter(|way| request.isolation == Isolation::Shared && fits(way));
     let others = modes(request, world.config).into_iter().find(&fits);
-    let apart = alone.is_none().then(|| advise_dedicated_for_holders(request, id, world)).flatten();
+    let apart = alone.is_none().then(|| advise_dedicated_for_holders(request, id, world, allows)).flatten();
     let ways = [less, elsewhere, alone, others].into_iter().flatten().take(TOLD);
     ways.map(|(_, told)| told).chain(apart).collect()
 }
@@ -220,13 +220,18 @@ fn modes(request: &Request, config: &Config) -> Vec<Way> {
 }
 
 /// Where it would fit if the containers on a shared MPS server had servers of their own.
-fn advise_dedicated_for_holders(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
+fn advise_dedicated_for_holders(
+    request: &Request,
+    id: &LeaseId,
+    world: World<'_>,
+    allows: Allows<'_>,
+) -> Option<String> {
     let mut apart = world.ledger.clone();
     for lease in apart.leases.iter_mut().filter(|lease| is_on_shared_server(lease)) {
         lease.isolation = Isolation::Dedicated;
         lease.daemon = Some(DaemonKey(lease.id.to_string()));
     }
-    let found = find(request, id, World { ledger: &apart, ..world }).ok()?;
+    let found = find(request, id, World { ledger: &apart, ..world }).ok().filter(allows)?;
     let beside = |lease: &&Lease| {
         is_on_shared_server(lease) && lease.devices.iter().any(|uuid| found.devices.contains(uuid))
     };

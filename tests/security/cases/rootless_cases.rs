@@ -15,29 +15,29 @@ fn policy() -> Vec<Case> {
         case(
             "more memory than is left",
             "up --annotation sublet.memory=9GiB",
-            Refused("for memory is 16384 MiB"),
+            Refused("limits memory to 16384 MiB"),
         ),
         case(
             "its part of the SMs is not named",
             "podman run --rm --annotation sublet.mode=mps --annotation sublet.memory=1GiB probe probe info",
-            Refused("say how much this container takes with sublet.sm"),
+            Refused("say with sublet.sm how much it takes"),
         ),
         case(
             "another mode",
             "podman run --rm --annotation sublet.mode=time-slice probe probe info",
-            Refused("is in use as mps"),
+            Refused("your policy allows mps"),
         ),
         case(
             "the whole GPU",
             "podman run --rm --annotation sublet.gpu=0 probe probe info",
-            Refused("is in use as mps"),
+            Refused("your policy allows mps"),
         ),
         case("a device that there is not", "up --annotation sublet.gpu=7", Refused("")),
         case("what opens everybody's MIG instances", "up --annotation sublet.mig-caps=monitor", Refused("")),
         case(
             "the policy is lowered meanwhile",
             "sed -i 's/^sm = 50/sm = 30/' $CONFIG; up",
-            Refused("for sm is 30 %"),
+            Refused("limits sm to 30 %"),
         ),
         case(
             "the policy is of another user now",
@@ -49,7 +49,7 @@ fn policy() -> Vec<Case> {
         case(
             "a configuration of the user's own",
             "printf '[[policy]]\\nuser = \"*\"\\n' >own; MORE=SUBLET_CONFIG=$PWD/own up --annotation sublet.sm=60",
-            Refused("for sm is 50 %"),
+            Refused("limits sm to 50 %"),
         ),
     ]
 }
