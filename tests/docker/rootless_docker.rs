@@ -153,7 +153,7 @@ fn a_container_has_its_share_through_the_service() {
     rootless.assert_shared("held");
     let large = ["--runtime=sublet", "--annotation=sublet.sm=30", "--annotation=sublet.memory=1GiB"];
     let refused = rootless.container("large", &large, HOLD);
-    assert!(!refused.ok && refused.stderr.contains("for sm is 50 %"), "{refused:?}");
+    assert!(!refused.ok && refused.stderr.contains("limits sm to 50 %"), "{refused:?}");
     rootless.done(&["rm", "large"]);
     // Its first process ends, and Docker deletes it.
     rootless.done(&["kill", "held"]);

@@ -125,7 +125,7 @@ fn policy_says_who_may_take_what() {
     );
     let large = refusal(ALICE, "large", &[("sublet.sm", "60"), ("sublet.memory", "1GiB")]);
     assert!(
-        large.contains("for sm is 50 %; your containers hold 0 %, and this one asks for 60 %"),
+        large.contains("limits sm to 50 %\nwhy: your containers hold 0 %, and this one asks for 60 %"),
         "{large}"
     );
     let bundle = host.bundle(BOB, "one", &[("sublet.gpu", "3")], HOLD);
@@ -296,10 +296,13 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
         let sm = format!("sublet.sm={sm}");
         sublet(&host, ALICE, &["explain", "--annotation", &sm, "--annotation", "sublet.memory=1GiB"])
     };
-    assert!(explain("60").contains("for sm is 50 %; your containers hold 25 %, and this one asks for 60 %"));
+    assert!(
+        explain("60")
+            .contains("limits sm to 50 %\nwhy: your containers hold 25 %, and this one asks for 60 %")
+    );
     assert!(explain("20").contains("(at most 20 %)"), "{}", explain("20"));
     let wait = ["wait", "--annotation", "sublet.sm=60", "--annotation", "sublet.memory=1GiB"];
-    assert!(sublet(&host, ALICE, &wait).contains("for sm is 50 %"));
+    assert!(sublet(&host, ALICE, &wait).contains("limits sm to 50 %"));
     bundle.down();
     drop(bundle);
     // Stale, and only root may refresh: the service does.
@@ -375,7 +378,7 @@ fn a_user_takes_mig_devices_within_their_policy() {
     host.world.configure("[[policy]]\nuser = 4321\nsm = 20\nmemory = \"8GiB\"\n");
     let large = refusal(4321, &[("sublet.mig", "4g.20gb")]);
     assert!(
-        large.contains("for sm is 20 %; your containers hold 0 %, and this one asks for 51.852 %"),
+        large.contains("limits sm to 20 %\nwhy: your containers hold 0 %, and this one asks for 51.852 %"),
         "{large}"
     );
     let first = host.bundle(4321, "first", &[("sublet.mode", "mig"), ("sublet.sm", "1")], HOLD);

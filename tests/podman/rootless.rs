@@ -109,7 +109,9 @@ fn a_mig_device_alone_within_the_policy() {
     let second = rootless.run("second", &[], &["sublet.mig=1c.2g.10gb"], &hold);
     let said = text(&second.stderr);
     assert!(
-        !second.status.success() && said.contains("for sm is 20 %; your containers hold 12.963 %"),
+        !second.status.success()
+            && said.contains("limits sm to 20 %")
+            && said.contains("your containers hold 12.963 %"),
         "{said}"
     );
     done(&mut rootless.podman(&["rm", "-f", "-t0", "mig"]));
@@ -171,10 +173,10 @@ fn refused_without_the_service_and_beyond_the_policy() {
     drop(alone);
     let rootless = serving();
     let refused = rootless.run("large", &[], &["sublet.sm=60", "sublet.memory=1GiB"], &["sleep", "600"]);
-    assert!(text(&refused.stderr).contains("for sm is 50 %"), "{}", text(&refused.stderr));
+    assert!(text(&refused.stderr).contains("limits sm to 50 %"), "{}", text(&refused.stderr));
     assert!(!refused.status.success());
     let last = rootless.sublet(&["status", "--last-error"]);
-    assert!(last.contains("for sm is 50 %"), "{last}");
+    assert!(last.contains("limits sm to 50 %"), "{last}");
     rootless.world.assert_empty();
 }
 
@@ -263,7 +265,7 @@ fn of_twenty_at_once_those_start_that_the_policy_allows() {
     });
     let refused: Vec<String> =
         started.iter().filter(|done| !done.status.success()).map(|done| text(&done.stderr)).collect();
-    assert!(refused.iter().all(|line| line.contains("for sm is 50 %")), "{refused:?}");
+    assert!(refused.iter().all(|line| line.contains("limits sm to 50 %")), "{refused:?}");
     let leases = rootless.world.leases();
     assert_eq!((leases.len(), refused.len()), (6, 14), "{leases:?}");
     assert!(leases.iter().all(|lease| lease["state"] == "active"), "{leases:?}");
