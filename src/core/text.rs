@@ -33,6 +33,18 @@ pub fn safe_long(text: &str, most: usize) -> String {
     characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
 }
 
+/// A message names this many devices or holders, and counts the rest.
+const NAMED: usize = 4;
+
+/// The first few of `texts`, and the number of the rest.
+pub(crate) fn list_some(texts: impl Iterator<Item = String>, between: &str) -> String {
+    let mut texts: Vec<String> = texts.collect();
+    let others = texts.len().saturating_sub(NAMED);
+    texts.truncate(NAMED);
+    let named = texts.join(between);
+    if others == 0 { named } else { format!("{named}{between}and {others} more") }
+}
+
 /// What stands before the reason in a message, and before what to do.
 const WHY: &str = "; why: ";
 const FIX: &str = "; fix: ";
@@ -44,14 +56,14 @@ pub fn first_line(message: &str) -> &str {
 }
 
 /// `message` with one more reason.
-pub fn add_why(message: &str, why: &str) -> String {
+pub(crate) fn add_why(message: &str, why: &str) -> String {
     let (said, fix) = message.split_at(message.find(FIX).unwrap_or(message.len()));
     let mark = if said.contains(WHY) { "; " } else { WHY };
     format!("{said}{mark}{why}{fix}")
 }
 
 /// `message` with one more way out.
-pub fn add_fix(message: &str, fix: &str) -> String {
+pub(crate) fn add_fix(message: &str, fix: &str) -> String {
     let mark = if message.contains(FIX) { "; or " } else { FIX };
     format!("{message}{mark}{fix}")
 }

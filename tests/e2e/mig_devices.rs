@@ -138,7 +138,12 @@ fn what_names_no_mig_device_is_refused_with_the_way_out() {
     assert_eq!(devices(&world), ["GPU-5b1e7000-0000-4000-8000-000000000a10"]);
     any.down();
     let profile = refused(&world, &[("sublet.mig", "3g.20gb")]);
-    assert!(profile.contains("no MIG device is a 3g.20gb; why: 0:1 and 1 more are 1c.2g.10gb, 0:3 is a 1g.5gb, 0:0 is"), "{profile}");
+    assert!(
+        profile.contains(
+            "no MIG device is a 3g.20gb; why: 0:1 and 1 more are 1c.2g.10gb, 0:3 is a 1g.5gb, 0:0 is"
+        ),
+        "{profile}"
+    );
     let other = refused(&world, &[("sublet.mig", "1g.5gb"), ("sublet.gpu", "0:0")]);
     assert!(other.contains("no MIG device is a 1g.5gb; why: 0:0 is a 4g.20gb"), "{other}");
     let off = refused(&world, &[("sublet.mode", "mig"), ("sublet.gpu", "1")]);
@@ -151,7 +156,10 @@ fn what_names_no_mig_device_is_refused_with_the_way_out() {
     let large = refused(&world, &[("sublet.mode", "mig"), ("sublet.memory", "30GiB")]);
     assert!(large.contains("MIG device 0:0 has 20096 MiB, 30 GiB needed"), "{large}");
     let spelt = refused(&world, &[("sublet.mig", "MIG 1g.5gb")]);
-    assert!(spelt.contains("sublet.mig=MIG 1g.5gb: not a possible value; why: it must be a MIG profile"), "{spelt}");
+    assert!(
+        spelt.contains("sublet.mig=MIG 1g.5gb: not a possible value; why: it must be a MIG profile"),
+        "{spelt}"
+    );
     world.assert_empty();
 }
 

@@ -142,7 +142,8 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
     let found = "4g.20gb@0 2g.10gb@4[1c,1c] 1g.5gb@6";
     let held = up(&world, "held", &[("sublet.mig", "4g.20gb")]);
     let none = refused(&world, &[("sublet.mig", "3g.20gb")]);
-    let expected = "no MIG instance can be created for it: GPU 0 has no room for a 3g.20gb beside 4g.20gb at 0 (lease ";
+    let expected =
+        "no MIG instance can be created for it: GPU 0 has no room for a 3g.20gb beside 4g.20gb at 0 (lease ";
     assert!(
         none.contains(expected) && none.contains(" of container held), 2g.10gb at 4, 1g.5gb at 6"),
         "{none}"

@@ -143,7 +143,8 @@ fn a_mode_switched_off_by_another_tool_opens_the_gpu_again() {
     let world = World::simulated("h200-mig", "");
     let share = [("sublet.gpu", "0"), ("sublet.sm", "25")];
     assert!(
-        refused(&world, &share).contains("is in MIG mode, so only its MIG devices can be used; why: it has none")
+        refused(&world, &share)
+            .contains("is in MIG mode, so only its MIG devices can be used; why: it has none")
     );
     let _ = smi(&world, &["-i", "0", "-mig", "0"]);
     up(&world, "one", &share).down();

@@ -156,8 +156,7 @@ impl Totals {
             }
         }
         let held = ("sublet_lease_duration_seconds", "How long leases that have ended lasted.");
-        let waited =
-            "From the start of the process that takes the lease to its taking: the wait for room.";
+        let waited = "From the start of the process that takes the lease to its taking: the wait for room.";
         let started = "From the start of the process that takes the lease to the container's first process.";
         families.0.extend([
             self.held.family(held, &HELD),

@@ -132,8 +132,7 @@ fn no_more_is_made_than_a_policy_allows() {
         let none = capped(name, now, ever).unwrap_err();
         (none.reason, none.temporary)
     };
-    let memory =
-        "your policy leaves you 16383 MiB of GPU 0, and a 1g.18gb has 16384";
+    let memory = "your policy leaves you 16383 MiB of GPU 0, and a 1g.18gb has 16384";
     assert_eq!(refused(None, none, none), (memory.to_owned(), false));
     let sms = "your policy leaves you 16 SMs of GPU 0, and a 3g.71gb has 60";
     assert_eq!(refused(Some("3g.71gb"), size(16, 16_384), all), (sms.to_owned(), true));

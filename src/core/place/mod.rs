@@ -26,7 +26,7 @@ use crate::inventory::{Device, Inventory, LeftOut};
 use crate::ledger::{DaemonKey, Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
-use crate::text::{add_fix, add_why};
+use crate::text::{add_fix, add_why, list_some};
 use bookings::Account;
 use select::Fit;
 
@@ -157,7 +157,7 @@ pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<
 
 /// The left-out GPUs that the request could have.
 fn describe_left_out(request: &Request, world: World<'_>) -> Option<String> {
-    let left_out = refusal::list_some(select::left_out(request, world).map(LeftOut::sentence), "; ");
+    let left_out = list_some(select::left_out(request, world).map(LeftOut::sentence), "; ");
     Some(left_out).filter(|text| !text.is_empty())
 }
 

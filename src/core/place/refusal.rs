@@ -11,10 +11,7 @@ use crate::inventory::Device;
 use crate::ledger::{DaemonKey, Lease, LeaseId};
 use crate::request::Request;
 use crate::share::{Devices, Isolation, MIB, Memory, Mode, Priority, Selector, show_bytes};
-use crate::text::{self, add_why, first_line, safe};
-
-/// A message names this many devices or holders, and counts the rest.
-const NAMED: usize = 4;
+use crate::text::{self, add_why, first_line, list_some, safe};
 
 /// How long a first line is, in characters: as a terminal of 80 has room for behind `sublet: `.
 const FIRST_LINE: usize = 72;
@@ -142,15 +139,6 @@ fn describe_holder(lease: &Lease) -> String {
     parts.extend(lease.sm.map(|sm| format!("{sm} % SM")));
     parts.extend(lease.memory_bytes.map(show_bytes));
     format!("{} ({})", text::short_id(&lease.container.id), parts.join(", "))
-}
-
-/// The first few of `texts`, and the number of the rest.
-pub(super) fn list_some(texts: impl Iterator<Item = String>, between: &str) -> String {
-    let mut texts: Vec<String> = texts.collect();
-    let others = texts.len().saturating_sub(NAMED);
-    texts.truncate(NAMED);
-    let named = texts.join(between);
-    if others == 0 { named } else { format!("{named}{between}and {others} more") }
 }
 
 /// The ways out of a refusal, each of which has been tried. None of them takes a running container's share away.

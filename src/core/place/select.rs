@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 use super::bookings::{
     Account, Bookings, SERVER_BYTES, bookable, check_memory, check_room, check_use, client_limit, use_of,
 };
-use super::refusal::list_some;
 use super::{Misfit, Want, World};
 use crate::config::{Config, DeviceRule, Policy};
 use crate::inventory::{
@@ -19,7 +18,7 @@ use crate::share::{
     Devices, Isolation, MIB, Mode, Percent, Priority, Selector, bytes_of_process, glob_matches, show_bytes,
     sm_of_process,
 };
-use crate::text::safe;
+use crate::text::{list_some, safe};
 
 /// The first rule of the configuration that matches `device`.
 pub fn rule<'a>(device: &Device, config: &'a Config) -> Option<&'a DeviceRule> {
