@@ -532,8 +532,9 @@ pub(super) fn check_closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misf
         return Err(Misfit::now(format!("is unavailable; why: process {pid} changes its MIG layout")));
     }
     check_kind(want, world)?;
-    if world.ledger.drained.iter().any(|drained| drained == uuid || drained == gpu) {
-        return Err(Misfit::never("is drained; fix: `sublet undrain` ends that"));
+    if let Some(drained) = world.ledger.drained.iter().find(|one| *one == uuid || *one == gpu) {
+        let number = if drained == uuid { want.device.number() } else { want.device.index.to_string() };
+        return Err(Misfit::never(format!("is drained; fix: `sublet undrain {number}` ends that")));
     }
     let fixed = rule(want.device, world.config).and_then(|rule| rule.fixed_use);
     match fixed {
