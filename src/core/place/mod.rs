@@ -113,7 +113,7 @@ pub fn place_within(
     })
 }
 
-/// [`place`], with the bare reason, which is found in a fraction of the time.
+/// [`place_within`], with the bare reason, which is found in a fraction of the time.
 pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, Box<Refusal>> {
     let inventory = world.inventory;
     if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {

@@ -20,7 +20,7 @@ const FIRST_LINE: usize = 72;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// What and why, as [`text::in_lines`] takes it apart; of [`super::place`] also what would be served.
+    /// What and why, as [`text::in_lines`] takes it apart; of [`super::place_within`] also what would be served.
     pub message: String,
     /// Each device that could have served it, and why it does not.
     pub candidates: Vec<String>,
