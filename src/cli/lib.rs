@@ -8,6 +8,7 @@ mod libcuda;
 mod nvml_mig;
 mod own_root;
 mod peer;
+mod policy_rule;
 mod proc;
 mod terminal;
 mod yaml;
@@ -43,11 +44,12 @@ mod bench;
 
 mod top;
 
+mod preview;
+
 pub mod serve;
 
 mod slurm;
 
-mod preview;
 pub mod setup;
 
 mod stack;

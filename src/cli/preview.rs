@@ -6,7 +6,7 @@ use std::path::Path;
 use nix::unistd::{AccessFlags, access, geteuid};
 
 use crate::mig::{self, Foreseen, Nvml};
-use crate::serve::rule_of;
+use crate::policy_rule::rule_of;
 use sublet_core::admit::dynamic_mig::NO_SITE;
 use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{AdmitError, confirmed_inventory, dynamic_mig, is_remote, refresh};

@@ -88,6 +88,11 @@ pub fn short_id(id: &str) -> String {
     safe(&id.chars().take(if is_made { 12 } else { LONGEST_NAME }).collect::<String>())
 }
 
+/// Whether `id` is one that Docker or Podman gives; anything else names no file of theirs.
+pub fn is_engine_id(id: &str) -> bool {
+    id.len() == 64 && id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
 /// Characters that change how the text around them is shown: bidirectional marks, zero-width signs.
 fn is_invisible(character: char) -> bool {
     matches!(character,

@@ -17,7 +17,7 @@ use sublet_core::ledger::{Container, Lease, Ledger};
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::epoch_seconds;
 use sublet_core::request::labels_told;
-use sublet_core::text::safe;
+use sublet_core::text::{is_engine_id, safe};
 
 #[cfg(test)]
 mod tests;
@@ -260,7 +260,7 @@ fn learnt(lease: &Lease) -> Option<Name> {
 /// Docker's record (moby, `container/container.go`, `toDisk`), below the data root that the container's root filesystem
 /// is in: `Name` begins with a slash, and `Config.Image` is what `docker run` was given.
 fn docker(container: &Container) -> Option<Name> {
-    let id = engine_id(&container.id)?;
+    let id = Some(&container.id).filter(|id| is_engine_id(id))?;
     let file = Path::new("containers").join(id).join("config.v2.json");
     let record =
         container.rootfs.ancestors().skip(1).map(|root| root.join(&file)).find(|path| path.exists())?;
@@ -281,8 +281,8 @@ fn docker(container: &Container) -> Option<Name> {
 /// The list of Podman's storage (containers/storage, `containers.go`), in which the container's bundle is; of
 /// containers that are removed when they end (`--rm`) there is another list.
 fn podman(container: &Container) -> Option<Name> {
-    let id = engine_id(&container.id)?;
-    if !container.bundle.ends_with(Path::new(id).join("userdata")) {
+    let id = container.id.as_str();
+    if !is_engine_id(id) || !container.bundle.ends_with(Path::new(id).join("userdata")) {
         return None;
     }
     let storage = container.bundle.ancestors().nth(2)?;
@@ -320,11 +320,6 @@ fn kubernetes(container: &Container) -> Option<Name> {
 
 fn read(file: &Path) -> Option<Value> {
     serde_json::from_slice(&JsonFile::read(file).ok()?.text).ok()
-}
-
-/// `id`, if it is one that Docker or Podman gives; anything else names no file of theirs.
-fn engine_id(id: &str) -> Option<&str> {
-    (id.len() == 64 && id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))).then_some(id)
 }
 
 /// The innermost systemd service that a cgroup directory lies in (systemd.resource-control(5): one directory a unit).

@@ -16,7 +16,6 @@ mod gpu_watch;
 mod pool;
 mod server;
 
-pub(crate) use broker::rule_of;
 pub(crate) use connection::inherited_socket;
 pub use server::serve;
 

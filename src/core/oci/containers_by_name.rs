@@ -16,7 +16,7 @@ use crate::config_files::{self, ConfigError, Known};
 use crate::fs::is_absent;
 use crate::process;
 use crate::request::labels_told;
-use crate::text::safe;
+use crate::text::{is_engine_id, safe};
 
 /// The label in which dockerd names the service of a task.
 const SERVICE: &str = "com.docker.swarm.service.name";
@@ -97,7 +97,7 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
         image: String,
         labels: Option<BTreeMap<String, String>>,
     }
-    if id.len() != 64 || !id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
+    if !is_engine_id(id) {
         return Ok(None);
     }
     let path = data_root.join("containers").join(id).join("config.v2.json");
