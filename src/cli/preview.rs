@@ -19,9 +19,6 @@ use sublet_core::place::{Placement, place_within};
 use sublet_core::request::Request;
 use sublet_core::share::{Isolation, Mode};
 
-/// Where dockerd of root listens.
-const DOCKER_SOCKET: &str = "/var/run/docker.sock";
-
 /// For whose containers a share is looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
@@ -40,7 +37,7 @@ impl Whose {
     /// Those of root's engines, for root and for a user who may use Docker's socket: dockerd starts their containers as
     /// root, and no `[[policy]]` limits these. Other users, and those who ask for it, mean their rootless containers.
     pub fn meant(rootless: bool, config: &Config) -> Self {
-        Self::callers(config).or_dockers(rootless, Path::new(DOCKER_SOCKET))
+        Self::callers(config).or_dockers(rootless, &config.retry.socket)
     }
 
     fn or_dockers(self, rootless: bool, socket: &Path) -> Self {

@@ -10,6 +10,7 @@ mod explained;
 mod mapped;
 mod mig_engines;
 mod recipes;
+mod retry;
 mod rootless_docker;
 mod setup;
 mod swarm;

@@ -48,7 +48,7 @@ fn status_as_json_is_the_documented_schema() {
     let empty = world.status();
     assert_eq!(
         keys(&empty),
-        ["schema", "time", "driver", "devices", "leases", "mps", "guard", "mig_made", "warnings"]
+        ["schema", "time", "driver", "devices", "leases", "mps", "guard", "mig_made", "waiting", "warnings"]
     );
     assert_eq!((&empty["leases"], &empty["mps"]), (&json!([]), &json!([])));
     assert_eq!(empty["devices"][0]["mode"], "idle");
@@ -102,7 +102,7 @@ fn status_as_json_is_the_documented_schema() {
                 "key": GPU, "ceiling_percent": 25.0, "ceiling_memory_bytes": 8_589_934_592_u64,
                 "idle_seconds": null, "ends_in_seconds": null}],
             "guard": {"watching": false, "last_look_seconds": null, "blind": [], "events": []},
-            "mig_made": []})
+            "mig_made": [], "waiting": []})
     );
     bundle.down();
     world.assert_empty();

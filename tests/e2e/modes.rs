@@ -140,12 +140,22 @@ fn a_share_that_is_waited_for_comes_when_its_holder_ends() {
     let second = world.bundle("second", &[("sublet.sm", "40"), ("sublet.wait", "30s")], HOLD);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| second.create());
-        std::thread::sleep(std::time::Duration::from_millis(500));
+        let queue = || world.status()["waiting"].clone();
+        assert!(eventually(|| queue()[0]["container_id"] == "second"), "{}", queue());
+        let mut command = world.command("sublet");
+        let mut asking = command.args(["wait", "sm=40", "--timeout=60s"]).spawn().expect("it runs");
+        assert!(eventually(|| queue().as_array().map(Vec::len) == Some(2)), "{}", queue());
+        let why = queue()[0]["why"].clone();
+        assert!(why.as_str().is_some_and(|why| why.contains("no place for mps, 40 % SM")), "{why}");
+        assert_eq!((&queue()[1]["container_id"], &queue()[1]["pid"]), (&Value::Null, &json!(asking.id())));
+        asking.kill().and_then(|()| asking.wait().map(drop)).expect("it ends");
+        assert_eq!(queue().as_array().map(Vec::len), Some(1), "who was killed waits no more");
         assert!(!waiting.is_finished(), "it waits");
         first.down();
         let created = waiting.join().expect("no panic");
         assert!(created.ok, "{created:?}");
     });
+    assert_eq!(world.status()["waiting"], json!([]));
     second.down();
     world.assert_empty();
 }

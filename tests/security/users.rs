@@ -1,13 +1,15 @@
-//! B11, B12, B23 and C1: what users must not be able to do through `sublet serve` to each other and to the service.
+//! B11, B12, B15, B23 and C1: what users must not be able to do through `sublet serve` to each other and to the service.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::fs::MetadataExt as _;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::{Arc, Mutex};
 
 use crate::two_users::{self, ALICE, BOB, HOLD, QUARTER, serving};
 use serde_json::{Value, json};
-use sublet_e2e::user::{Bundle, Holder};
+use sublet_e2e::user::{Bundle, Holder, Host};
 use sublet_e2e::{eventually, skip_unless_root, tree};
 
 #[test]
@@ -475,5 +477,86 @@ fn b11_what_is_not_the_users_own_is_not_ended_for_their_lease() {
     assert!(roots.try_wait().expect("it can be asked").is_none(), "it runs on");
     roots.kill().and_then(|()| roots.wait().map(drop)).expect("it ends");
     bundle.down();
+    host.world.assert_empty();
+}
+
+/// A bundle of Docker's: where that has them, and with an id as it gives.
+fn at_docker<'a>(host: &'a Host, digit: &str, annotations: &[(&str, &str)]) -> sublet_e2e::Bundle<'a> {
+    let mut bundle = host.world.bundle(&digit.repeat(64), annotations, HOLD);
+    bundle.dir = moved(&bundle.dir);
+    bundle
+}
+
+/// Moves a bundle to where Docker has its.
+fn moved(bundle: &Path) -> PathBuf {
+    let docker = bundle.with_file_name("io.containerd.runtime.v2.task").join("moby");
+    std::fs::create_dir_all(&docker).expect("a directory");
+    let place = docker.join(bundle.file_name().expect("a name"));
+    std::fs::rename(bundle, &place).expect("it is moved");
+    place
+}
+
+/// A dockerd at `socket` that says the same of every container but for its id: that it is to be restarted, and that its last
+/// start failed with these `errors`. What it was asked.
+fn dockerd(socket: &Path, errors: Vec<(String, String)>) -> Arc<Mutex<String>> {
+    let (asked, listener) = (Arc::new(Mutex::new(String::new())), UnixListener::bind(socket).expect("bound"));
+    let heard = asked.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = BufReader::new(stream.expect("a client"));
+            let mut line = String::new();
+            stream.read_line(&mut line).expect("a line");
+            heard.lock().expect("it is whole").push_str(&line);
+            let told = errors.iter().find(|(id, _)| line.contains(id)).map(|(id, error)| {
+                json!({"Id": id, "Name": "/c", "State": {"Status": "created", "Error": error},
+                    "HostConfig": {"RestartPolicy": {"Name": "always"}}})
+            });
+            let _ = write!(stream.get_mut(), "HTTP/1.0 200 OK\r\n\r\n{}", told.unwrap_or_default());
+        }
+    });
+    asked
+}
+
+#[test]
+fn b15_nobody_but_root_has_docker_start_a_container_and_none_that_was_touched() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = two_users::host("h200");
+    let socket = host.world.dir.path().join("docker.sock");
+    host.world.configure(&format!("[retry]\nsocket = \"{}\"\n", socket.display()));
+    host.start();
+    let holder = host.world.bundle("holder", &[("sublet.sm", "100")], HOLD);
+    holder.up();
+    // Bob says that a container of root's was refused, and has one of his own refused as if it were Docker's.
+    let [told, own] = ["b", "c"].map(|digit| digit.repeat(64));
+    let no_room = "no place for mps, 25 % SM on any GPU";
+    let refused = json!({"v": 1, "do": "refused", "id": told, "reason": no_room});
+    assert_eq!(host.say(BOB, &[refused])[0]["done"], true);
+    let mut bobs = host.bundle(BOB, &own, &[("sublet.sm", "25")], HOLD);
+    bobs.dir = moved(&bobs.dir);
+    let bobs = bobs.create();
+    assert!(!bobs.ok && bobs.stderr.contains("no place for mps"), "{bobs:?}");
+    // Root's were refused for the same reason; somebody has tried to start one of them since.
+    let create = |digit| {
+        let refused = at_docker(&host, digit, &[("sublet.sm", "25")]).create();
+        assert!(!refused.ok && refused.stderr.contains("no place for mps"), "{refused:?}");
+        (digit.repeat(64), refused.stderr)
+    };
+    let (touched, _) = create("d");
+    let roots = create("a");
+    let errors = vec![
+        (told.clone(), no_room.to_owned()),
+        (own.clone(), bobs.stderr),
+        (touched.clone(), "driver failed programming external connectivity".to_owned()),
+        roots.clone(),
+    ];
+    let asked = dockerd(&socket, errors);
+    holder.down();
+    let heard = || asked.lock().expect("it is whole").clone();
+    let started = |id: &str| heard().contains(&format!("POST /containers/{id}/start "));
+    assert!(eventually(|| started(&roots.0)), "{}", heard());
+    assert!(![&told, &own].iter().any(|id| heard().contains(id.as_str())), "{}", heard());
+    assert!(heard().contains(&touched) && !started(&touched), "{}", heard());
     host.world.assert_empty();
 }

@@ -14,8 +14,8 @@ use super::tables::{self, Cell, Format};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{Name, Names, WHY_WITHOUT_SHARE, lease_of};
 use crate::setup::docker::without_share;
-use crate::shown::{Device, Words, bar, cut, fraction, number_of, or_dash, word};
-use crate::status::{LeaseOnDevice, Room, Sources, Status};
+use crate::shown::{Device, Words, bar, cut, escaped, fraction, number_of, or_dash, word};
+use crate::status::{LeaseOnDevice, Room, Sources, Status, Waiting};
 use crate::terminal::utf8;
 use crate::usage;
 use sublet_core::admit::{self, RefusalRecord, confirmed_inventory, is_remote};
@@ -189,7 +189,7 @@ impl LastRefusal {
     }
 }
 
-/// Warnings first, then the devices, the leases, the daemons, and what the guard did last.
+/// Warnings first, then the devices, the leases, who waits, the daemons, and what the guard did last.
 fn tables_of(status: &Status, own: Option<&Own>, width: Option<usize>, utf8: bool) -> String {
     let mut text: String = status.warnings.iter().flat_map(|warning| [warning.as_str(), "\n"]).collect();
     if !text.is_empty() {
@@ -200,6 +200,10 @@ fn tables_of(status: &Status, own: Option<&Own>, width: Option<usize>, utf8: boo
     let devices = Device::all(&status.devices).map(|device| device_row(&device, utf8)).collect();
     let devices = tables::fitting_rows(devices, width);
     let _ = writeln!(text, "{devices}\n\n{}", lease_table(status, width));
+    if !status.waiting.is_empty() {
+        text.push_str("\nWaiting for a share, in this order:\n");
+        text.extend(status.waiting.iter().map(waiting_line));
+    }
     if !status.mps.is_empty() {
         let label = |uuid: &str| number_of(uuid, status);
         let _ = writeln!(text, "\n{}", daemon_table(&status.mps, label, width));
@@ -256,6 +260,15 @@ fn device_row(device: &Device<'_>, utf8: bool) -> [Cell; 11] {
         ("BOOKED", 1, booked),
         ("LEASES", 7, leases),
     ]
+}
+
+/// As `web has waited for 3m 20s, and is started when there is room: no place for mps, …`.
+fn waiting_line(waiting: &Waiting) -> String {
+    let Waiting { container_id, name, pid, why, began, .. } = waiting;
+    let id = container_id.as_deref().map(short_id);
+    let who = name.as_deref().map(safe).or(id).unwrap_or_else(|| "`sublet wait`".to_owned());
+    let again = if pid.is_none() { ", and is started when there is room" } else { "" };
+    format!("{who} has waited for {}{again}: {}\n", tables::ago(*began), escaped(why))
 }
 
 /// The table of leases and the containers that hold them; a line where there is no lease.
@@ -388,6 +401,7 @@ mod tests {
     use super::*;
     use crate::status::Health;
     use crate::top::fixture::{lease, look};
+    use sublet_core::process::epoch_seconds;
     use sublet_core::share::Mode;
 
     /// Two GPUs, the second lost and drained; a container with its own MPS server, and one of a GPU that is gone.
@@ -402,6 +416,15 @@ mod tests {
         status.leases = vec![own, LeaseOnDevice { device: gone, ..lease(2, "web", None) }];
         status.warnings =
             vec![format!("GPU 1 is left out: {}", "it fell off the bus; ".repeat(9).trim_end())];
+        let waiting = |name: Option<&str>, pid| Waiting {
+            container_id: name.map(|_| "0a".repeat(32)),
+            name: name.map(str::to_owned),
+            pid,
+            since: String::new(),
+            why: "no place for mps, 40 % SM\u{1b}[2J on any GPU".to_owned(),
+            began: epoch_seconds(),
+        };
+        status.waiting = vec![waiting(Some("web"), None), waiting(None, Some(7))];
         status
     }
 
@@ -419,6 +442,9 @@ mod tests {
             "web        gone  mps                  12.5 %  -            - / 8 GiB      active",
         ];
         assert!(text.contains(&expected.join("\n")), "{text}");
+        assert!(text.contains("\n\nWaiting for a share, in this order:\nweb has waited for "), "{text}");
+        assert!(text.contains(", and is started when there is room: no place for mps"), "{text}");
+        assert!(text.contains("s: no place for mps, 40 % SM\\u{1b}[2J on any GPU\n"), "{text}");
     }
 
     #[test]

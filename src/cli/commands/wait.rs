@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use crate::preview::{Whose, preview};
 use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
-use sublet_core::ledger::{LeaseId, Store};
+use sublet_core::ledger::{Container, LeaseId, Store, Waiter};
+use sublet_core::process::Process;
 use sublet_core::request::{self, Request};
 use sublet_core::share::{DURATION_ALLOWED, parse_duration};
 use sublet_core::text::first_line;
@@ -49,9 +50,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let request =
         if annotations.is_empty() { None } else { Some(request::parse(&annotations, None, None, config)?) };
     let deadline = Instant::now() + arguments.timeout;
-    let mut said = None;
+    let (mut said, mut waiter) = (None, None);
     loop {
-        match look(request.as_ref(), config) {
+        match look(request.as_ref(), waiter.as_ref(), config) {
             // An instance would be created.
             Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(()),
             Err(
@@ -61,6 +62,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),
             Err(error) => {
+                if let (Some(request), None) = (&request, &waiter) {
+                    let (id, us) = (LeaseId::random()?, Process::current()?);
+                    let none = Container::default();
+                    waiter = Some(Waiter::new(&id, &none, request, &error.to_string(), Some(us)));
+                }
                 let why = first_line(&error.to_string()).to_owned();
                 say(&mut said, why, deadline.saturating_duration_since(Instant::now()));
                 std::thread::sleep(LOOK_AGAIN);
@@ -79,14 +85,15 @@ fn say(said: &mut Option<(Instant, String)>, why: String, left: Duration) {
     }
 }
 
-fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
+/// Whether there is room. `waiter` is entered into the order of those who wait, until its process ends.
+fn look(request: Option<&Request>, waiter: Option<&Waiter>, config: &Config) -> Result<(), AdmitError> {
     let mut inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
     let store = Store::open(&config.state_dir)?;
     if !is_remote(config) {
         // Elsewhere nothing more can be known than what the error says.
-        let updated = Local::new(config).update(|_| ());
-        updated.or_else(|error| if error.is_elsewhere() { Ok(()) } else { Err(error) })?;
+        let updated = Local::new(config).update(|ledger| waiter.cloned().map(|waiter| ledger.wait(waiter)));
+        updated.or_else(|error| if error.is_elsewhere() { Ok(None) } else { Err(error) })?;
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     preview(request, &id, (&mut inventory, &store.peek()?, false), Whose::callers(config), config)?;

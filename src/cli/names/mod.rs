@@ -259,7 +259,7 @@ fn learnt(lease: &Lease) -> Option<Name> {
 
 /// Docker's record (moby, `container/container.go`, `toDisk`), below the data root that the container's root filesystem
 /// is in: `Name` begins with a slash, and `Config.Image` is what `docker run` was given.
-fn docker(container: &Container) -> Option<Name> {
+pub(crate) fn docker(container: &Container) -> Option<Name> {
     let id = Some(&container.id).filter(|id| is_engine_id(id))?;
     let file = Path::new("containers").join(id).join("config.v2.json");
     let record =

@@ -21,6 +21,7 @@ use super::connection::{Connection, Listener, Phase, Progress, listen};
 use super::gpu_watch;
 use super::pool::{Job, Pool};
 use super::protocol::{self, Answer};
+use super::retry;
 use crate::cdi_spec;
 use crate::guard;
 use crate::peer::{OWNS, Peer};
@@ -85,6 +86,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
         Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(io::Error::from).context("epoll_create")?;
     let pool = Pool::start(&wake).context("threads")?;
     guard::start().context("threads")?;
+    retry::start(Store::open(&config.state_dir)?).context("threads")?;
     let server = Server {
         epoll,
         listener: Some(listener),

@@ -8,11 +8,11 @@ use serde::Serialize;
 
 use crate::guard::{self, Event, Offence, Sight};
 use crate::mps_daemons::Listed;
-use crate::names::Names;
+use crate::names::{Names, docker};
 use crate::usage::Usage;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, LeftOut};
-use sublet_core::ledger::{DaemonState, DynamicInstance, LeaseState, Ledger};
+use sublet_core::ledger::{DaemonState, DynamicInstance, LeaseState, Ledger, Waiter};
 use sublet_core::oci;
 use sublet_core::process::epoch_seconds;
 use sublet_core::share::Action;
@@ -43,6 +43,8 @@ pub struct Status {
     pub guard: Guard,
     /// MIG instances that were created for a container.
     pub mig_made: Vec<MadeInstance>,
+    /// Who waits for a share, in the order in which they came.
+    pub waiting: Vec<Waiting>,
     /// What needs somebody's attention, a line each.
     pub warnings: Vec<String>,
 }
@@ -111,6 +113,24 @@ pub struct MadeInstance {
     pub error: Option<String>,
 }
 
+/// Somebody who waits for a share.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct Waiting {
+    /// The container's id; null for `sublet wait`.
+    pub container_id: Option<String>,
+    /// Its engine's name for it; null if that is not known.
+    pub name: Option<String>,
+    /// The process that waits; null: the container was refused, and `sublet serve` starts it again.
+    pub pid: Option<i32>,
+    /// Since when: RFC 3339.
+    pub since: String,
+    /// Why there is no share for it yet, or why it was refused: one line.
+    pub why: String,
+    /// The same in seconds since the epoch.
+    #[serde(skip)]
+    pub began: u64,
+}
+
 /// What a [`Status`] is made from.
 pub(crate) struct Sources<'a> {
     pub inventory: &'a Inventory,
@@ -130,6 +150,9 @@ impl Status {
         devices.extend(inventory.left_out.iter().map(|gone| Gpu::left_out(gone, sources)));
         devices.sort_by_key(|gpu| gpu.index);
         let dynamic = &ledger.mig.dynamic_instances;
+        // Whether others are started again is not known yet.
+        let is_known = |waiter: &&Waiter| waiter.retry.as_ref().is_none_or(|retry| retry.confirmed);
+        let waiters = ledger.waiters.iter().filter(is_known);
         let held =
             ledger.leases.iter().flat_map(|lease| lease.devices.iter().map(move |device| (lease, device)));
         let event = |Event { time, offence, action, container_id, uid, device, pid, name, text }| {
@@ -150,6 +173,7 @@ impl Status {
                 events: guard::events(config).into_iter().map(event).collect(),
             },
             mig_made: dynamic.iter().map(|made| MadeInstance::of(made, ledger)).collect(),
+            waiting: waiters.map(Waiting::of).collect(),
             warnings: Vec::new(),
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
@@ -171,6 +195,7 @@ impl Status {
         self.devices.retain(|gpu| shown(&gpu.uuid) || !gpu.mig.is_empty());
         self.mps.retain(|daemon| daemon.devices.iter().any(|uuid| shown(uuid)));
         self.mig_made.retain(|made| self.devices.iter().any(|gpu| gpu.uuid == made.gpu));
+        self.waiting.retain(|_| lease.is_none());
     }
 
     /// The number by which people name the device `uuid`, such as `0:2`; the UUID of a device that is gone.
@@ -215,6 +240,20 @@ impl MadeInstance {
             uuid: made.uuid.clone(),
             state,
             error: made.stuck.clone(),
+        }
+    }
+}
+
+impl Waiting {
+    fn of(waiter: &Waiter) -> Self {
+        let container = Some(&waiter.container).filter(|container| !container.id.is_empty());
+        Self {
+            container_id: container.map(|container| container.id.clone()),
+            name: container.and_then(docker).map(|name| name.name),
+            pid: waiter.process.map(|process| process.pid),
+            since: timestamp(waiter.since),
+            why: waiter.why.clone(),
+            began: waiter.since,
         }
     }
 }

@@ -121,6 +121,7 @@ pub fn look() -> Look {
                 events: Vec::new(),
             },
             mig_made: Vec::new(),
+            waiting: Vec::new(),
             warnings: vec!["GPU 1: what is used is not known: the GPU is lost".to_owned()],
         },
         at: Instant::now(),

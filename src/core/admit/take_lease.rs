@@ -15,12 +15,12 @@ use crate::fs::is_absent;
 use crate::grant::{Grant, Image};
 use crate::inventory::{self, Device, Inventory, is_watched};
 use crate::ledger::{
-    DaemonKey, Freed, Init, Job, Lease, LeaseId, LeaseState, Ledger, LedgerError, Scan, Store,
+    DaemonKey, Freed, Init, Job, Lease, LeaseId, LeaseState, Ledger, LedgerError, Scan, Store, Waiter,
 };
 use crate::mps;
 use crate::oci::{self, Tree};
 use crate::place::{Order, Placement, Refusal, World, find, named, place_within};
-use crate::process::epoch_seconds;
+use crate::process::{Process, epoch_seconds};
 use crate::request::Request;
 
 /// The pause between two attempts.
@@ -128,10 +128,16 @@ pub(super) fn take(
         store,
         local,
         scanned: Cell::new(false),
+        waits: false,
         made: false,
         unexplained_ended: false,
     };
     let taken = search.run().map_err(|error| search.add_advice(error));
+    // `sublet serve` may start it again.
+    let is_dockers = matches!(terms, Terms::OfSpec(_)) && candidate.container.is_dockers();
+    if let Some(refused) = taken.as_ref().err().filter(|refused| is_dockers && refused.is_temporary()) {
+        search.enter(refused, None);
+    }
     if local.config.mig.dynamic && taken.is_err() {
         local.release_instance(&search.id, store);
     } else if search.made {
@@ -172,6 +178,8 @@ struct Search<'a> {
     local: Local<'a>,
     /// Whether an attempt has scanned for ended containers.
     scanned: Cell<bool>,
+    /// Whether the ledger has it as a waiter.
+    waits: bool,
     /// Whether a MIG instance was created for it.
     made: bool,
     /// Whether daemons that have been idle since the loss of the ledger have been ended.
@@ -218,8 +226,20 @@ impl Search<'_> {
                 return Err(failed);
             }
             tracing::debug!("looking again: {failed}");
+            if let (false, Ok(process)) = (std::mem::replace(&mut self.waits, true), Process::current()) {
+                self.enter(&failed, Some(process));
+            }
             self.candidate.wait(pause.min(left));
         }
+    }
+
+    /// Enters it into the order of those who wait: this `process`, or for `None` the refused container. Where that fails, it
+    /// waits all the same.
+    fn enter(&self, failed: &AdmitError, process: Option<Process>) {
+        let (container, why) = (&self.candidate.container, failed.to_string());
+        let waiter = Waiter::new(&self.id, container, self.request, &why, process);
+        let entered = self.store.change_with_scan(Scan::None, |ledger| ledger.wait(waiter));
+        let _ = entered.inspect_err(|error| tracing::debug!("who waits cannot be written: {error}"));
     }
 
     /// Adds advice to a refusal, without the ledger's lock. Advice does not help a job.
@@ -306,6 +326,7 @@ impl Search<'_> {
             }
             ledger.insert(lease.clone())?;
             ledger.stop_awaiting(&self.id);
+            ledger.waiters.retain(|waiter| !waiter.is_of(&self.id, &candidate.container));
             let conflicting_daemons = ledger.conflicting_daemons(&lease).cloned().collect();
             let to_be_cleared = ledger.has_files_to_clear(&lease);
             Ok((lease, placement, conflicting_daemons, to_be_cleared))

@@ -40,6 +40,8 @@ pub struct Config {
     pub cdi: Cdi,
     /// The actions of `sublet serve` on processes that exceed their container's share.
     pub guard: Guard,
+    /// Refused containers that are started again.
+    pub retry: Retry,
     /// The shares of Slurm's jobs.
     pub slurm: Slurm,
     /// The limits of users without root. The first rule that matches counts.
@@ -64,10 +66,27 @@ impl Default for Config {
             mig: Mig::default(),
             cdi: Cdi::default(),
             guard: Guard::default(),
+            retry: Retry::default(),
             slurm: Slurm::default(),
             policy: Vec::new(),
             share: BTreeMap::new(),
         }
+    }
+}
+
+/// `[retry]`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Retry {
+    /// Whether `sublet serve` starts containers of Docker's again that have a restart policy.
+    pub docker: bool,
+    /// Where dockerd of root listens.
+    pub socket: PathBuf,
+}
+
+impl Default for Retry {
+    fn default() -> Self {
+        Self { docker: true, socket: PathBuf::from("/var/run/docker.sock") }
     }
 }
 

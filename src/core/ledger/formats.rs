@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::store::{ledger_text, parse_ledger};
-use super::{Job, LEASE_RECORD_ANNOTATION, Lease, Ledger, MigChanges, MpsDaemon};
+use super::{Job, LEASE_RECORD_ANNOTATION, Lease, Ledger, MigChanges, MpsDaemon, Waiter};
 
 #[test]
 fn stored_ledgers_are_read_and_written_again_alike() {
@@ -63,6 +63,7 @@ fn every_key_is_in_the_fixture() {
         mount_point_lists: _,
         mig: MigChanges { count: _, under_way, dynamic_instances },
         keeper,
+        waiters,
     } = parse_ledger(text.as_bytes(), Path::new("")).unwrap();
     has_all(&[namespaces.is_some(), lost, under_way.is_some(), keeper.is_some()]);
     has_all(&[
@@ -72,6 +73,8 @@ fn every_key_is_in_the_fixture() {
         !leftovers.is_empty(),
     ]);
     assert!(!dynamic_instances.is_empty());
+    let has = |seen: fn(&Waiter) -> bool| waiters.iter().any(seen);
+    has_all(&[has(|waiter| waiter.process.is_some()), has(|waiter| waiter.retry.is_some())]);
     let mut seen = [false; 14];
     for lease in leases {
         let Lease {

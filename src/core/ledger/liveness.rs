@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Deserialize;
 
 use super::runtime_record::{Record, pid_namespace, read_bounded, table};
-use super::{Container, Freed, Init, Lease, LeaseState, Ledger, Leftover};
+use super::{Container, Freed, Init, Lease, LeaseState, Ledger, Leftover, Waiter};
 use crate::fs::is_absent;
 use crate::process::kernel_file;
 use crate::process::{CGROUP_MOUNT, has_unified_cgroups};
@@ -72,6 +72,7 @@ pub(super) fn reclaim(ledger: &mut Ledger, running: &[Process]) -> Freed {
         }
     }
     ledger.mig.forget_dead_processes();
+    ledger.waiters.retain(Waiter::is_there);
     for lease in &freed {
         ledger.note_leftovers(lease);
     }

@@ -18,6 +18,7 @@ mod store;
 #[cfg(test)]
 mod stress;
 mod update;
+mod waiters;
 
 use std::path::{Path, PathBuf};
 
@@ -42,6 +43,7 @@ pub use runtime_record::{Record, read_up_to};
 pub(crate) use store::read_text;
 pub use store::{Freed, MountPoints, Namespaces, Store};
 pub use store::{is_remote, is_there};
+pub use waiters::{Retry, Waiter};
 
 /// [`Ledger::schema`].
 pub const SCHEMA: &str = "sublet.ledger/1";
@@ -93,6 +95,9 @@ pub struct Ledger {
     /// The process of `sublet serve`, while it runs. It ends daemons that wait for the next lease.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeper: Option<Process>,
+    /// Who waits for a share, in the order in which they came.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub waiters: Vec<Waiter>,
 }
 
 /// Files of sublet's in places that outlive the container.

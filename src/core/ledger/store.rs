@@ -542,6 +542,7 @@ impl Ledger {
     pub(super) fn names_processes(&self) -> bool {
         self.mig.under_way.is_some()
             || self.mig.dynamic_instances.iter().any(|instance| instance.awaited.is_some())
+            || self.waiters.iter().any(|waiter| waiter.process.is_some())
             || !(self.leases.is_empty() && self.daemons.is_empty() && self.unexplained.is_empty())
     }
 

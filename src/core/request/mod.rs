@@ -11,6 +11,8 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::config::{Config, VisibleDevices};
 use crate::share::{
     self, Capabilities, Capability, Devices, Guarding, Isolation, LONGEST_WAIT, Memory, MigCapability, Mode,
@@ -23,7 +25,7 @@ use strum::VariantArray as _;
 pub use rules::RequestError;
 
 /// One container's request, complete and free of contradictions.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Request {
     /// Which devices may serve it.
     pub devices: Devices,

@@ -15,7 +15,7 @@ pub(crate) use selector::{SELECTORS_ALLOWED, glob_matches, parse_devices};
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// `sublet.gpu`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Devices {
     /// This many devices, whichever they are.
     Any(NonZeroU32),
@@ -26,7 +26,7 @@ pub enum Devices {
 }
 
 /// One device as a user names it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Selector {
     /// NVML's index.
     Index(u32),
@@ -228,7 +228,7 @@ impl fmt::Display for Percent {
 }
 
 /// `sublet.memory`: an amount, or a share of the device's total.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Memory {
     /// In bytes.
     Bytes(u64),

@@ -1,0 +1,196 @@
+//! Who waits for a share: starts with `sublet.wait`, `sublet wait`, and refused containers of Docker's, which `sublet serve`
+//! starts again. An entry is a place in the order and says what is waited for; it holds no share.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{Container, LeaseId, Ledger};
+use crate::process::{Process, epoch_seconds, uptime_seconds};
+use crate::request::Request;
+use crate::text::is_engine_id;
+
+/// How many have an entry. Further starts wait without one, and further containers are not started again.
+const MOST: usize = 128;
+
+/// The longest reason, in characters.
+const LONGEST: usize = 1000;
+
+/// How long a refused container is kept that `sublet serve` has not found at Docker yet, in seconds.
+const UNCONFIRMED: u64 = 600;
+
+/// Who waits, and for what.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Waiter {
+    /// The lease that a start will have; for others any id.
+    pub id: LeaseId,
+    /// The container; empty for `sublet wait`.
+    pub container: Container,
+    /// A [`Request`], as the version that wrote it has it.
+    request: Value,
+    /// Why there is no share for it yet, or why it was refused: one line.
+    pub why: String,
+    /// Seconds since the epoch.
+    pub since: u64,
+    /// The process that waits, with which the wait ends; `None`: `sublet serve` starts the container.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<Process>,
+    /// What `sublet serve` has done about the container.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retry: Option<Retry>,
+}
+
+/// A refused container of Docker's.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Retry {
+    /// Whether Docker has said that the container is to be restarted, and is as the refusal left it.
+    pub confirmed: bool,
+    /// How often it was started.
+    starts: u32,
+    /// From when it may be started, in seconds since boot.
+    pub from: u64,
+}
+
+impl Retry {
+    /// It is started. The pause before the next start begins with 5 s, and doubles up to half an hour.
+    pub fn note_start(&mut self) {
+        self.from = uptime_seconds() + (5 << self.starts.min(9)).min(1800);
+        self.starts = self.starts.saturating_add(1);
+    }
+}
+
+impl Waiter {
+    /// The process `by` waits for `request`, for the container `of`; `None`: `sublet serve`, which starts that again.
+    pub fn new(id: &LeaseId, of: &Container, request: &Request, why: &str, by: Option<Process>) -> Self {
+        Self {
+            id: id.clone(),
+            container: of.clone(),
+            // Serializing fails only for maps whose keys are not strings.
+            request: serde_json::to_value(request).unwrap_or_default(),
+            why: why.chars().take(LONGEST).collect(),
+            since: epoch_seconds(),
+            process: by,
+            retry: by.is_none().then(Retry::default),
+        }
+    }
+
+    /// What it waits for; `None`: this version cannot read that.
+    pub fn request(&self) -> Option<Request> {
+        Request::deserialize(&self.request).ok()
+    }
+
+    /// Whether it is the start of `container`, or that with lease `id`.
+    pub(crate) fn is_of(&self, id: &LeaseId, container: &Container) -> bool {
+        let (own, other) = (&self.container, container);
+        let same = (own.uid, &own.id, &own.bundle) == (other.uid, &other.id, &other.bundle);
+        self.id == *id || same && !own.id.is_empty()
+    }
+
+    /// Whether its process runs, or `sublet serve` has found its container or may still do so.
+    pub(super) fn is_there(&self) -> bool {
+        let is_new = epoch_seconds().saturating_sub(self.since) < UNCONFIRMED;
+        let may_stay = self.retry.as_ref().is_none_or(|retry| retry.confirmed || is_new);
+        may_stay && self.process.as_ref().is_none_or(Process::is_alive)
+    }
+}
+
+impl Container {
+    /// Whether it is one of root's Docker, which has a place of its own for its bundles at containerd.
+    pub(crate) fn is_dockers(&self) -> bool {
+        let bundle = Path::new("io.containerd.runtime.v2.task/moby").join(&self.id);
+        self.uid == 0 && is_engine_id(&self.id) && self.bundle.ends_with(bundle)
+    }
+}
+
+impl Ledger {
+    /// Puts `waiter` at the end of the order. One that waits already keeps its place, and what `sublet serve` has done.
+    pub fn wait(&mut self, waiter: Waiter) {
+        let has_room = self.waiters.len() < MOST;
+        match self.waiters.iter_mut().find(|old| old.is_of(&waiter.id, &waiter.container)) {
+            Some(old) if old.retry.is_some() => (old.request, old.why) = (waiter.request, waiter.why),
+            Some(old) => *old = Waiter { since: old.since, ..waiter },
+            None => self.waiters.extend(has_room.then_some(waiter)),
+        }
+    }
+
+    /// What `sublet serve` has done about the container of `id`, if that waits.
+    pub fn retry_mut(&mut self, id: &LeaseId) -> Option<&mut Retry> {
+        self.waiters.iter_mut().find(|waiter| waiter.id == *id)?.retry.as_mut()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::request;
+
+    fn waiter(n: u64, container: &str, why: &str, by: Option<Process>) -> Waiter {
+        let bundle = Path::new("/run/containerd/io.containerd.runtime.v2.task/moby").join(container);
+        let container = Container { id: container.to_owned(), bundle, ..Container::default() };
+        let annotations = [("sublet.sm".to_owned(), "40".to_owned())].into();
+        let request = request::parse(&annotations, None, None, &Config::default()).unwrap();
+        let id = LeaseId::parse(&format!("{n:016x}")).unwrap();
+        let waiter = Waiter::new(&id, &container, &request, why, by);
+        assert_eq!(waiter.request(), Some(request), "it is read as it was written");
+        waiter
+    }
+
+    fn names(ledger: &Ledger) -> Vec<(&str, &str)> {
+        ledger.waiters.iter().map(|waiter| (waiter.container.id.as_str(), waiter.why.as_str())).collect()
+    }
+
+    #[test]
+    fn who_is_refused_again_keeps_its_place_and_the_order_is_bounded() {
+        let (mut ledger, me) = (Ledger::empty("boot"), Process::current().unwrap());
+        ledger.wait(waiter(1, "web", "no", Some(me)));
+        ledger.wait(waiter(2, "db", "no", None));
+        // After its wait the first one is refused; later both are started, with other leases, and refused again.
+        ledger.wait(waiter(1, "web", "no longer", None));
+        ledger.retry_mut(&ledger.waiters[0].id.clone()).unwrap().confirmed = true;
+        ledger.wait(waiter(3, "db", "still no", None));
+        ledger.wait(waiter(4, "web", "waits", Some(me)));
+        assert_eq!(names(&ledger), [("web", "waits"), ("db", "still no")]);
+        let web = &ledger.waiters[0];
+        assert!(web.process.is_none() && web.retry.as_ref().unwrap().confirmed, "what was done is kept");
+        // `sublet wait` has no container: each is another.
+        for n in 10..300 {
+            ledger.wait(waiter(n, "", &"x".repeat(2000), Some(me)));
+        }
+        assert_eq!((ledger.waiters.len(), ledger.waiters[127].why.len()), (MOST, LONGEST));
+    }
+
+    #[test]
+    fn whose_process_ends_and_what_the_service_does_not_find_is_forgotten() {
+        let me = Process::current().unwrap();
+        let gone = Process { start_time: 1, ..me };
+        let mut late = waiter(3, "late", "no", None);
+        late.since -= UNCONFIRMED;
+        let mut found = late.clone();
+        found.retry.as_mut().unwrap().confirmed = true;
+        let all = [waiter(1, "a", "no", Some(me)), waiter(2, "b", "no", Some(gone)), late, found];
+        assert_eq!(all.map(|waiter| waiter.is_there()), [true, false, false, true]);
+    }
+
+    #[test]
+    fn the_pauses_between_starts_grow_to_half_an_hour() {
+        let mut retry = waiter(1, "web", "no", None).retry.unwrap();
+        let mut pauses = Vec::new();
+        for _ in 0..12 {
+            retry.note_start();
+            pauses.push(retry.from.saturating_sub(uptime_seconds()).div_ceil(5) * 5);
+        }
+        assert_eq!(pauses, [5, 10, 20, 40, 80, 160, 320, 640, 1280, 1800, 1800, 1800]);
+    }
+
+    #[test]
+    fn dockers_are_the_containers_of_roots_dockerd() {
+        let of = |id: &str| waiter(1, id, "no", None).container;
+        let docker = of(&"0a".repeat(32));
+        assert!(docker.is_dockers());
+        assert!(!of("web").is_dockers(), "no id of Docker's goes into a request to it");
+        assert!(!Container { uid: 1000, ..docker.clone() }.is_dockers());
+        assert!(!Container { bundle: Path::new("/moby").join(&docker.id), ..docker }.is_dockers());
+    }
+}
