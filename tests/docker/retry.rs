@@ -119,6 +119,7 @@ fn what_nobody_was_to_restart_and_what_was_touched_since_stays_as_it_is() {
     docker.done(&[
         "create",
         "--name=made",
+        "--network=none",
         "--restart=always",
         "--runtime=sublet",
         "--annotation=sublet.sm=50",

@@ -128,7 +128,8 @@ fn ask(method: &str, path: &str, limit: Duration, config: &Config) -> anyhow::Re
     stream.set_write_timeout(Some(limit))?;
     stream.set_read_timeout(Some(limit))?;
     // By HTTP/1.0 the answer comes in one piece, and the connection ends with it.
-    write!(stream, "{method} {path} HTTP/1.0\r\nHost: docker\r\nContent-Length: 0\r\n\r\n")?;
+    let request = format!("{method} {path} HTTP/1.0\r\nHost: docker\r\nContent-Length: 0\r\n\r\n");
+    stream.write_all(request.as_bytes())?;
     let mut answer = String::new();
     stream.take(LARGEST).read_to_string(&mut answer)?;
     let (head, body) = answer.split_once("\r\n\r\n").context("Docker's answer is cut off")?;

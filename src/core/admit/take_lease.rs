@@ -133,10 +133,12 @@ pub(super) fn take(
         unexplained_ended: false,
     };
     let taken = search.run().map_err(|error| search.add_advice(error));
-    // `sublet serve` may start it again.
-    let is_dockers = matches!(terms, Terms::OfSpec(_)) && candidate.container.is_dockers();
-    if let Some(refused) = taken.as_ref().err().filter(|refused| is_dockers && refused.is_temporary()) {
-        search.enter(refused, None);
+    match (&taken, terms) {
+        // `sublet serve` may start it again.
+        (Err(refused), Terms::OfSpec(_)) if refused.is_temporary() && candidate.container.is_dockers() => {
+            search.enter(refused, None);
+        }
+        _ => {}
     }
     if local.config.mig.dynamic && taken.is_err() {
         local.release_instance(&search.id, store);
