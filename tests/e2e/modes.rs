@@ -137,7 +137,7 @@ fn a_share_that_is_waited_for_comes_when_its_holder_ends() {
     let world = World::simulated("h200", "");
     let first = world.bundle("first", &[("sublet.sm", "70")], HOLD);
     first.up();
-    let second = world.bundle("second", &[("sublet.sm", "40"), ("sublet.wait", "30s")], HOLD);
+    let second = world.bundle("second", &[("sublet.sm", "40"), ("sublet.wait", "60s")], HOLD);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| second.create());
         let queue = || world.status()["waiting"].clone();

@@ -68,16 +68,16 @@ fn look(store: &Store, names: &mut Names) -> anyhow::Result<()> {
             continue;
         };
         let note = |step: fn(&mut Retry)| local.update(|ledger| ledger.retry_mut(&waiter.id).map(step));
-        match is_as_refused(&waiter, names, config) {
+        let asked = if config.retry.docker { is_as_refused(&waiter, names, config) } else { Ok(false) };
+        let is_due = retry.from <= uptime_seconds();
+        match asked {
             Ok(true) if !retry.confirmed => drop(note(|retry| retry.confirmed = true)?),
-            Ok(true)
-                if retry.from <= uptime_seconds() && find_room(&waiter, &mut ahead, config).is_some() =>
-            {
+            Ok(true) if is_due && find_room(&waiter, &mut ahead, config).is_some() => {
                 // Its entry goes when it gets its lease; if it is refused again, it keeps its place.
                 note(Retry::note_start)?;
                 let id = &waiter.container.id;
                 let (status, why) = ask("POST", &format!("/containers/{id}/start"), START, config)?;
-                tracing::info!("container {id} is started again: {status} {}", safe_long(&why, 1000));
+                tracing::info!("container {id} is started: Docker says {status} {}", safe_long(&why, 1000));
             }
             Ok(true) => {}
             // One that was refused anew meanwhile is another.
@@ -114,8 +114,7 @@ fn is_as_refused(waiter: &Waiter, names: &mut Names, config: &Config) -> anyhow:
     let text = |pointer| told.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
     let name = names.entry(waiter.id.clone()).or_insert_with(|| text("/Name").to_owned());
     // One that ran before has "exited". A start that succeeds takes the error away.
-    Ok(config.retry.docker
-        && (text("/Id"), text("/Name")) == (id, name)
+    Ok((text("/Id"), text("/Name")) == (id, name)
         && ["always", "unless-stopped"].contains(&text("/HostConfig/RestartPolicy/Name"))
         && ["created", "exited"].contains(&text("/State/Status"))
         && text("/State/Error").contains(&waiter.why))
@@ -148,10 +147,10 @@ mod tests {
     use super::*;
 
     /// What a dockerd that answers `answer` says of a container that waits because of `no room`.
-    fn asked(answer: &str, name: &str, docker: bool) -> anyhow::Result<bool> {
+    fn asked(answer: &str, name: &str) -> anyhow::Result<bool> {
         let dir = tempfile::tempdir().unwrap();
         let mut config = Config::default();
-        (config.retry.docker, config.retry.socket) = (docker, dir.path().join("docker.sock"));
+        config.retry.socket = dir.path().join("docker.sock");
         let listener = UnixListener::bind(&config.retry.socket).unwrap();
         let id = LeaseId::parse("0000000000000001").unwrap();
         let container = Container { id: "web".to_owned(), ..Container::default() };
@@ -179,10 +178,9 @@ mod tests {
 
     #[test]
     fn a_container_that_is_not_as_the_refusal_left_it_is_not_started() {
-        assert!(asked(&told(|_| ()), "/shop", true).unwrap());
-        assert!(asked(&told(|told| told["State"]["Status"] = json!("exited")), "/shop", true).unwrap());
-        assert!(!asked(&told(|_| ()), "/other", true).unwrap(), "it was renamed");
-        assert!(!asked(&told(|_| ()), "/shop", false).unwrap(), "[retry] docker = false");
+        assert!(asked(&told(|_| ()), "/shop").unwrap());
+        assert!(asked(&told(|told| told["State"]["Status"] = json!("exited")), "/shop").unwrap());
+        assert!(!asked(&told(|_| ()), "/other").unwrap(), "it was renamed");
         let changes: [fn(&mut Value); 6] = [
             |told| told["HostConfig"]["RestartPolicy"]["Name"] = json!("no"),
             |told| told["HostConfig"]["RestartPolicy"]["Name"] = json!("on-failure"),
@@ -192,10 +190,10 @@ mod tests {
             |told| told["Id"] = json!("webster"),
         ];
         for change in changes {
-            assert!(!asked(&told(change), "/shop", true).unwrap(), "{}", told(change));
+            assert!(!asked(&told(change), "/shop").unwrap(), "{}", told(change));
         }
         let gone = "HTTP/1.0 404 Not Found\r\n\r\n{\"message\":\"No such container: web\"}";
-        assert!(!asked(gone, "/shop", true).unwrap(), "it was removed");
+        assert!(!asked(gone, "/shop").unwrap(), "it was removed");
     }
 
     #[test]
@@ -207,7 +205,7 @@ mod tests {
             "\r\n\r\n{}",
             "HTTP/1.0 x\r\n\r\n{}",
         ] {
-            assert!(asked(answer, "/shop", true).is_err(), "{answer}");
+            assert!(asked(answer, "/shop").is_err(), "{answer}");
         }
     }
 }
