@@ -85,14 +85,14 @@ fn say(said: &mut Option<(Instant, String)>, why: String, left: Duration) {
     }
 }
 
-/// Whether there is room. `waiter` is entered into the order of those who wait, until its process ends.
+/// Whether there is room. `waiter` is put into the order of those who wait, until its process ends.
 fn look(request: Option<&Request>, waiter: Option<&Waiter>, config: &Config) -> Result<(), AdmitError> {
     let mut inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
     let store = Store::open(&config.state_dir)?;
     if !is_remote(config) {
         // Elsewhere nothing more can be known than what the error says.
-        let updated = Local::new(config).update(|ledger| waiter.cloned().map(|waiter| ledger.wait(waiter)));
+        let updated = Local::new(config).update(|ledger| waiter.map(|one| ledger.add_waiter(one.clone())));
         updated.or_else(|error| if error.is_elsewhere() { Ok(None) } else { Err(error) })?;
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;

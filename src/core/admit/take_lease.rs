@@ -136,7 +136,7 @@ pub(super) fn take(
     match (&taken, terms) {
         // `sublet serve` may start it again.
         (Err(refused), Terms::OfSpec(_)) if refused.is_temporary() && candidate.container.is_dockers() => {
-            search.enter(refused, None);
+            search.note_waiter(refused, None);
         }
         _ => {}
     }
@@ -229,19 +229,19 @@ impl Search<'_> {
             }
             tracing::debug!("looking again: {failed}");
             if let (false, Ok(process)) = (std::mem::replace(&mut self.waits, true), Process::current()) {
-                self.enter(&failed, Some(process));
+                self.note_waiter(&failed, Some(process));
             }
             self.candidate.wait(pause.min(left));
         }
     }
 
-    /// Enters it into the order of those who wait: this `process`, or for `None` the refused container. Where that fails, it
+    /// Puts it into the order of those who wait: this `process`, or for `None` the refused container. Where that fails, it
     /// waits all the same.
-    fn enter(&self, failed: &AdmitError, process: Option<Process>) {
+    fn note_waiter(&self, failed: &AdmitError, process: Option<Process>) {
         let (container, why) = (&self.candidate.container, failed.to_string());
         let waiter = Waiter::new(&self.id, container, self.request, &why, process);
-        let entered = self.store.change_with_scan(Scan::None, |ledger| ledger.wait(waiter));
-        let _ = entered.inspect_err(|error| tracing::debug!("who waits cannot be written: {error}"));
+        let noted = self.store.change_with_scan(Scan::None, |ledger| ledger.add_waiter(waiter));
+        let _ = noted.inspect_err(|error| tracing::debug!("who waits cannot be written: {error}"));
     }
 
     /// Adds advice to a refusal, without the ledger's lock. Advice does not help a job.

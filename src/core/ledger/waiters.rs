@@ -105,7 +105,7 @@ impl Container {
 
 impl Ledger {
     /// Puts `waiter` at the end of the order. One that waits already keeps its place, and what `sublet serve` has done.
-    pub fn wait(&mut self, waiter: Waiter) {
+    pub fn add_waiter(&mut self, waiter: Waiter) {
         let has_room = self.waiters.len() < MOST;
         match self.waiters.iter_mut().find(|old| old.is_of(&waiter.id, &waiter.container)) {
             Some(old) if old.retry.is_some() => (old.request, old.why) = (waiter.request, waiter.why),
@@ -144,19 +144,19 @@ mod tests {
     #[test]
     fn who_is_refused_again_keeps_its_place_and_the_order_is_bounded() {
         let (mut ledger, me) = (Ledger::empty("boot"), Process::current().unwrap());
-        ledger.wait(waiter(1, "web", "no", Some(me)));
-        ledger.wait(waiter(2, "db", "no", None));
+        ledger.add_waiter(waiter(1, "web", "no", Some(me)));
+        ledger.add_waiter(waiter(2, "db", "no", None));
         // After its wait the first one is refused; later both are started, with other leases, and refused again.
-        ledger.wait(waiter(1, "web", "no longer", None));
+        ledger.add_waiter(waiter(1, "web", "no longer", None));
         ledger.retry_mut(&ledger.waiters[0].id.clone()).unwrap().confirmed = true;
-        ledger.wait(waiter(3, "db", "still no", None));
-        ledger.wait(waiter(4, "web", "waits", Some(me)));
+        ledger.add_waiter(waiter(3, "db", "still no", None));
+        ledger.add_waiter(waiter(4, "web", "waits", Some(me)));
         assert_eq!(names(&ledger), [("web", "waits"), ("db", "still no")]);
         let web = &ledger.waiters[0];
         assert!(web.process.is_none() && web.retry.as_ref().unwrap().confirmed, "what was done is kept");
         // `sublet wait` has no container: each is another.
         for n in 10..300 {
-            ledger.wait(waiter(n, "", &"x".repeat(2000), Some(me)));
+            ledger.add_waiter(waiter(n, "", &"x".repeat(2000), Some(me)));
         }
         assert_eq!((ledger.waiters.len(), ledger.waiters[127].why.len()), (MOST, LONGEST));
     }
