@@ -146,7 +146,7 @@ fn a_share_that_is_waited_for_comes_when_its_holder_ends() {
         let mut asking = command.args(["wait", "sm=40", "--timeout=60s"]).spawn().expect("it runs");
         assert!(eventually(|| queue().as_array().map(Vec::len) == Some(2)), "{}", queue());
         let why = queue()[0]["why"].clone();
-        assert!(why.as_str().is_some_and(|why| why.contains("no place for mps, 40 % SM")), "{why}");
+        assert!(why.as_str().is_some_and(|why| why.contains("no room for mps, 40 % SM")), "{why}");
         assert_eq!((&queue()[1]["container_id"], &queue()[1]["pid"]), (&Value::Null, &json!(asking.id())));
         asking.kill().and_then(|()| asking.wait().map(drop)).expect("it ends");
         assert_eq!(queue().as_array().map(Vec::len), Some(1), "who was killed waits no more");

@@ -208,7 +208,7 @@ fn what_runs_by_the_ledger_below_is_not_given_a_second_time() {
     assert!(mounted.sublet(&["gc", "--rebuild"]).ok);
     assert_eq!(world.leases(), leases);
     let refused = other.create();
-    assert!(!refused.ok && refused.stderr.contains("no place"), "{refused:?}");
+    assert!(!refused.ok && refused.stderr.contains("no room"), "{refused:?}");
     mine.down();
     other.up();
     other.down();

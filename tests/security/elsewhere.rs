@@ -339,7 +339,7 @@ fn c3_a_container_that_its_runtime_forgot_at_once_keeps_its_lease() {
     assert!(stderr(&kept).contains("no record of it, but"), "{kept:?}");
     assert_eq!(world.leases(), leases);
     let all = world.bundle("other", &[("sublet.sm", "95")], SLEEP);
-    assert!(all.create().stderr.contains("no place"), "its share is not anybody else's");
+    assert!(all.create().stderr.contains("no room"), "its share is not anybody else's");
     kill(pid, Signal::SIGKILL).expect("killed");
     assert!(eventually(|| !is_alive(pid)), "the container's process ends");
     assert_eq!(world.leases(), Vec::<Value>::new());

@@ -530,17 +530,17 @@ fn b15_nobody_but_root_has_docker_start_a_container_and_none_that_was_touched() 
     holder.up();
     // Bob says that a container of root's was refused, and has one of his own refused as if it were Docker's.
     let [told, own] = ["b", "c"].map(|digit| digit.repeat(64));
-    let no_room = "no place for mps, 25 % SM on any GPU";
+    let no_room = "no room for mps, 25 % SM: GPU 0 has no SMs left";
     let refused = json!({"v": 1, "do": "refused", "id": told, "reason": no_room});
     assert_eq!(host.say(BOB, &[refused])[0]["done"], true);
     let mut bobs = host.bundle(BOB, &own, &[("sublet.sm", "25")], HOLD);
     bobs.dir = moved(&bobs.dir);
     let bobs = bobs.create();
-    assert!(!bobs.ok && bobs.stderr.contains("no place for mps"), "{bobs:?}");
+    assert!(!bobs.ok && bobs.stderr.contains("no room"), "{bobs:?}");
     // Root's were refused for the same reason; somebody has tried to start one of them since.
     let create = |digit| {
         let refused = at_docker(&host, digit, &[("sublet.sm", "25")]).create();
-        assert!(!refused.ok && refused.stderr.contains("no place for mps"), "{refused:?}");
+        assert!(!refused.ok && refused.stderr.contains("no room"), "{refused:?}");
         (digit.repeat(64), refused.stderr)
     };
     let (touched, _) = create("d");

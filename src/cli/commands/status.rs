@@ -23,7 +23,7 @@ use sublet_core::broker::policy_limits::Left;
 use sublet_core::config::{Config, PolicyRule};
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Lease, Ledger, Store};
-use sublet_core::text::{LONGEST_NAME, in_lines, safe, short_id};
+use sublet_core::text::{LONGEST_NAME, first_line, in_lines, safe, short_id};
 
 /// How many of the latest events of the guard are shown.
 const SHOWN: usize = 5;
@@ -262,13 +262,13 @@ fn device_row(device: &Device<'_>, utf8: bool) -> [Cell; 11] {
     ]
 }
 
-/// As `web has waited for 3m 20s, and is started when there is room: no place for mps, …`.
+/// As `web has waited for 3m 20s, and is started when there is room: no room for mps, …`.
 fn waiting_line(waiting: &Waiting) -> String {
     let Waiting { container_id, name, pid, why, began, .. } = waiting;
     let id = container_id.as_deref().map(short_id);
     let who = name.as_deref().map(safe).or(id).unwrap_or_else(|| "`sublet wait`".to_owned());
     let again = if pid.is_none() { ", and is started when there is room" } else { "" };
-    format!("{who} has waited for {}{again}: {}\n", tables::ago(*began), escaped(why))
+    format!("{who} has waited for {}{again}: {}\n", tables::ago(*began), escaped(first_line(why)))
 }
 
 /// The table of leases and the containers that hold them; a line where there is no lease.
@@ -421,7 +421,7 @@ mod tests {
             name: name.map(str::to_owned),
             pid,
             since: String::new(),
-            why: "no place for mps, 40 % SM\u{1b}[2J on any GPU".to_owned(),
+            why: "no room for mps, 40 % SM\u{1b}[2J: GPU 0 is full; why: web has it".to_owned(),
             began: epoch_seconds(),
         };
         status.waiting = vec![waiting(Some("web"), None), waiting(None, Some(7))];
@@ -443,8 +443,8 @@ mod tests {
         ];
         assert!(text.contains(&expected.join("\n")), "{text}");
         assert!(text.contains("\n\nWaiting for a share, in this order:\nweb has waited for "), "{text}");
-        assert!(text.contains(", and is started when there is room: no place for mps"), "{text}");
-        assert!(text.contains("s: no place for mps, 40 % SM\\u{1b}[2J on any GPU\n"), "{text}");
+        assert!(text.contains(", and is started when there is room: no room for mps"), "{text}");
+        assert!(text.contains("s: no room for mps, 40 % SM\\u{1b}[2J: GPU 0 is full\n"), "{text}");
     }
 
     #[test]

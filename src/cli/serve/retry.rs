@@ -23,7 +23,7 @@ use sublet_core::config_files;
 use sublet_core::grant::Image;
 use sublet_core::ledger::{LeaseId, Ledger, Retry, Store, Waiter};
 use sublet_core::process::{Process, uptime_seconds};
-use sublet_core::text::safe_long;
+use sublet_core::text::{in_one_line, safe_long};
 
 /// The pause between two looks.
 const PAUSE: Duration = Duration::from_secs(2);
@@ -117,7 +117,7 @@ fn is_as_refused(waiter: &Waiter, names: &mut Names, config: &Config) -> anyhow:
     Ok((text("/Id"), text("/Name")) == (id, name)
         && ["always", "unless-stopped"].contains(&text("/HostConfig/RestartPolicy/Name"))
         && ["created", "exited"].contains(&text("/State/Status"))
-        && text("/State/Error").contains(&waiter.why))
+        && in_one_line(text("/State/Error")).contains(&waiter.why))
 }
 
 /// Asks dockerd of root, which has `limit` for each part of its answer. Returns the status and the body.
@@ -146,7 +146,7 @@ mod tests {
 
     use super::*;
 
-    /// What a dockerd that answers `answer` says of a container that waits because of `no room`.
+    /// What a dockerd that answers `answer` says of a container that waits because of `no room; why: it is full`.
     fn asked(answer: &str, name: &str) -> anyhow::Result<bool> {
         let dir = tempfile::tempdir().unwrap();
         let mut config = Config::default();
@@ -155,7 +155,7 @@ mod tests {
         let id = LeaseId::parse("0000000000000001").unwrap();
         let container = Container { id: "web".to_owned(), ..Container::default() };
         let request = request::parse(&BTreeMap::new(), None, None, &config).unwrap();
-        let waiter = Waiter::new(&id, &container, &request, "no room", None);
+        let waiter = Waiter::new(&id, &container, &request, "no room; why: it is full", None);
         let mut names = Names::from([(id, name.to_owned())]);
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -171,7 +171,7 @@ mod tests {
 
     fn told(change: impl Fn(&mut Value)) -> String {
         let mut told = json!({"Id": "web", "Name": "/shop", "HostConfig": {"RestartPolicy": {"Name": "always"}},
-            "State": {"Status": "created", "Error": "failed to create task: container web: no room: unknown"}});
+            "State": {"Status": "created", "Error": "failed to create task: container web: no room\nwhy: it is full: unknown"}});
         change(&mut told);
         format!("HTTP/1.0 200 OK\r\nServer: Docker\r\n\r\n{told}")
     }

@@ -37,7 +37,7 @@ fn commands() -> Vec<Case> {
         case(
             "wait, ten years on, is over in time",
             "at +10 timeout 5 sublet wait --annotation sublet.sm=95 --timeout 1s",
-            Fails("no place"),
+            Fails("no room"),
         ),
         case(
             "wait, before the epoch, for what is free",
@@ -98,12 +98,12 @@ fn written() -> Vec<Case> {
         case(
             "a refusal of the year 10,000",
             r#"annotate '"sublet.sm":"95"'; up 2>/dev/null; sed -i 's/"time":[0-9]*/"time":253402300800/' $STATE/refusals.json; sublet status --last-error"#,
-            Works("no place"),
+            Works("no room"),
         ),
         case(
             "a refusal of the end of all times",
             r#"annotate '"sublet.sm":"95"'; up 2>/dev/null; sed -i 's/"time":[0-9]*/"time":18446744073709551615/' $STATE/refusals.json; sublet status --last-error && sublet status --last-error --format json"#,
-            Works("no place"),
+            Works("no room"),
         ),
         case(
             "an inventory of the end of all times",
@@ -113,9 +113,9 @@ fn written() -> Vec<Case> {
         case("files of the year 2090", "touch -d 2090-01-01 $CONFIG $STATE $STATE/*; up", QUARTER),
         case("files of the year 1971", "touch -d 1971-01-01 $CONFIG $STATE $STATE/*; up", QUARTER),
         case(
-            "a place is waited for, with times ten years ahead",
+            "room is waited for, with times ten years ahead",
             r#"aged +315360000; annotate '"sublet.sm":"95","sublet.wait":"1s"'; up"#,
-            Refused("no place"),
+            Refused("no room"),
         ),
         case(
             "a container ends, with times ten years ahead",

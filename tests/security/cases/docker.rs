@@ -81,9 +81,9 @@ fn words() -> Vec<Case> {
         ),
         case("a key without a value", "up --annotation sublet.gpu=", Refused("sublet.gpu")),
         case(
-            "our key twice: Docker hands on the last, which has no place",
+            "our key twice: Docker hands on the last, which finds no room",
             "up --annotation sublet.sm=100",
-            Refused("no place"),
+            Refused("no room"),
         ),
         case(
             "other limits, another daemon, another GPU by -e",

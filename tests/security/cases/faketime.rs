@@ -86,9 +86,9 @@ pub fn bundles() -> Vec<Case> {
             QUARTER,
         ),
         case(
-            "a place is waited for, a thousand times as fast",
+            "room is waited for, a thousand times as fast",
             r#"annotate '"sublet.sm":"95","sublet.wait":"1s"'; fake '+0 x1000' bash -c create"#,
-            Refused("no place"),
+            Refused("no room"),
         ),
         case(
             "somebody keeps the lock, a thousand times as fast",

@@ -83,7 +83,7 @@ fn keys() -> Vec<Case> {
         case(
             "the whole GPU beside a neighbour",
             r#"swap '"sublet.sm":"25","sublet.memory":"8GiB"' '"sublet.mode":"exclusive"'; up"#,
-            Refused("no place"),
+            Refused("no room"),
         ),
     ]
 }
