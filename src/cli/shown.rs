@@ -5,7 +5,8 @@ use serde::Serialize;
 
 use crate::status::{DeviceUsed, Gpu, LeaseOnDevice, MigInstance, Room, Status};
 use sublet_core::share::Mode;
-use sublet_core::text::{LONGEST_NAME, safe, safe_long, short_id};
+pub use sublet_core::text::cut;
+use sublet_core::text::{safe, safe_long, short_id};
 
 /// Used, booked and free; where the terminal shows no UTF-8, the second.
 const MARKS: [[char; 3]; 2] = [['█', '▒', '·'], ['#', '=', '.']];
@@ -230,11 +231,6 @@ pub fn sharing(mode: Mode, profile: Option<&str>, own_server: bool) -> String {
 pub fn number_of(uuid: &str, status: &Status) -> String {
     let number = status.number(uuid);
     if number == uuid { "gone".to_owned() } else { safe(&number) }
-}
-
-/// No longer than [`LONGEST_NAME`], and safe to print.
-pub fn cut(name: &str) -> String {
-    safe(&name.chars().take(LONGEST_NAME).collect::<String>())
 }
 
 /// What a container without a limit may have: all of a device that nobody shares with it, else as much as it takes.

@@ -43,6 +43,8 @@ pub mod grant;
 
 pub mod oci;
 
+pub mod names;
+
 pub mod mps;
 
 pub mod broker;

@@ -72,9 +72,10 @@ impl Log {
     }
 }
 
-/// Other processes write to the same file, so each line is appended with one write.
+/// Other processes write to the same file, so each line is appended with one write. Lines have containers' names, which are
+/// their users' alone.
 fn append(file: &Path, line: &str) {
-    let opened = OpenOptions::new().append(true).create(true).mode(0o644).open(file);
+    let opened = OpenOptions::new().append(true).create(true).mode(0o600).open(file);
     let _ = opened.and_then(|mut file| file.write_all(line.as_bytes()));
 }
 

@@ -81,6 +81,11 @@ pub fn in_one_line(text: &str) -> String {
 /// Longest name of a container in a table or in a list, in characters.
 pub const LONGEST_NAME: usize = 32;
 
+/// No longer than [`LONGEST_NAME`], and safe to print.
+pub fn cut(name: &str) -> String {
+    safe(&name.chars().take(LONGEST_NAME).collect::<String>())
+}
+
 /// A container's id as tables and messages have it: of one that an engine made, which has hexadecimal digits alone, the
 /// first twelve characters, as engines show it. Others are names (`n1.alice.6.0.0`), of which every character may count.
 pub fn short_id(id: &str) -> String {

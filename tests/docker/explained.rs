@@ -2,8 +2,10 @@
 //! containers by the names that Docker has for them. Runs in the root that tests/engines/enter gives. One H200.
 
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, skip_unless_engines};
@@ -142,6 +144,62 @@ fn a_container_that_was_refused_is_known_by_its_name() {
     let told = text(&told.stdout) + &text(&told.stderr);
     assert!(told.contains("History") && told.contains("refused: sublet.sm=200"), "{told}");
     docker.done(&["rm", "-f", "large"]);
+}
+
+/// Docker has removed the refused container by then, and the one of this name that ran before.
+#[test]
+fn a_refusal_is_told_by_names_which_no_file_has_that_others_read() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = h200();
+    let _ = docker.hold("lab-comfyui-1", &["sublet.sm=70"], &[]);
+    let first = docker.hold("web", &["sublet.sm=10"], &[]);
+    let _ = docker.world.status();
+    docker.done(&["rm", "-f", "web"]);
+    assert!(eventually(|| docker.lease(&first).is_none()));
+    let refused = docker.run("web", &["sublet.sm=40"], &["--rm"], &["sleep", "600"]);
+    let held = "held by lab-comfyui-1 (mps, 70 % SM)";
+    assert!(!refused.ok && refused.stderr.contains("container web: ") && refused.stderr.contains(held), "{refused:?}");
+    let sublet = |arguments: &[&str]| {
+        let output = docker.world.sublet(arguments);
+        let told = text(&output.stdout) + &text(&output.stderr);
+        told.split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    for (arguments, part) in [
+        (&["explain", "--container", "web"][..], ", and refused at "),
+        (&["events", "--container", "web"], " refused web "),
+        (&["events", "--container", "web", "--format", "json"], "\"name\":\"web\""),
+        (&["status", "--last-error"], " container web: "),
+        (&["status", "--last-error", "--format", "json"], "\"name\": \"web\""),
+        (&["wait", "sm=40", "--timeout=0"], "sublet: "),
+    ] {
+        let told = sublet(arguments);
+        assert!(told.contains(part) && told.contains(held), "{arguments:?}: {told}");
+    }
+    for file in ["refusals.json", "events.jsonl", "ledger.json"] {
+        let file = std::fs::read_to_string(docker.world.state_dir().join(file)).expect("it is there");
+        assert!(!file.contains("lab-comfyui-1"), "{file}");
+    }
+    docker.done(&["rm", "-f", "lab-comfyui-1"]);
+}
+
+#[test]
+fn a_docker_that_does_not_answer_is_not_waited_for() {
+    if skip_unless_engines() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let socket = world.dir.path().join("silent.sock");
+    let _silent = UnixListener::bind(&socket).expect("a socket");
+    let mut command = world.command("sublet");
+    command.args(["explain", "--container", "nobody"]);
+    let began = Instant::now();
+    let output = command.env("DOCKER_HOST", format!("unix://{}", socket.display())).output().expect("it runs");
+    let (took, said) = (began.elapsed(), text(&output.stderr));
+    assert!(said.contains("docker was asked") && said.contains("nobody") && !output.status.success(), "{said}");
+    // Less than two seconds but for what the machine does beside it; doctor waits for ten.
+    assert!(took < Duration::from_secs(3), "{took:?}");
 }
 
 #[test]

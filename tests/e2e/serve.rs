@@ -315,6 +315,38 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
 }
 
 #[test]
+fn a_user_is_told_of_others_containers_without_their_names() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let roots = host.world.bundle("roots", &[("sublet.sm", "40")], HOLD);
+    roots.up();
+    let (bobs, own) =
+        (host.bundle(BOB, "bobs", &[("sublet.sm", "30")], HOLD), host.bundle(ALICE, "own", QUARTER, HOLD));
+    bobs.up();
+    own.up();
+    let refused = host.bundle(ALICE, "refused", &[("sublet.sm", "10"), ("sublet.memory", "1GiB")], HOLD).create();
+    let wait = ["wait", "sm=10", "memory=1GiB", "--timeout=0"];
+    let (other, own_share) = ("another user's container", "own (mps, 25 % SM, 8 GiB)");
+    let held = format!("held by {other} (mps, 40 % SM), {other} (mps, 30 % SM), {own_share}");
+    for told in [
+        refused.stderr.clone(),
+        sublet(&host, ALICE, &["status", "--last-error"]),
+        sublet(&host, ALICE, &wait),
+        sublet(&host, ALICE, &["explain", "sm=10", "memory=1GiB"]),
+    ] {
+        assert!(told.contains(&held), "{told}");
+    }
+    let told = String::from_utf8_lossy(&host.world.sublet(&wait).stderr).into_owned();
+    assert!(told.contains("held by roots (mps, 40 % SM), bobs (mps, 30 % SM), own ("), "{told}");
+    bobs.down();
+    own.down();
+    roots.down();
+    host.world.assert_empty();
+}
+
+#[test]
 fn what_a_users_container_is_warned_of_is_an_event_of_roots_and_of_theirs() {
     if skip_unless_root() {
         return;

@@ -177,6 +177,9 @@ fn refused_without_the_service_and_beyond_the_policy() {
     assert!(!refused.status.success());
     let last = rootless.sublet(&["status", "--last-error"]);
     assert!(last.contains("limits sm to 50 %"), "{last}");
+    // It has no cgroup of its own, by which the hook would know it.
+    let id = done(&mut rootless.podman(&["container", "inspect", "--format", "{{.Id}}", "large"]));
+    assert!(last.contains(&format!("container {}: ", id.trim())), "{last}");
     rootless.world.assert_empty();
 }
 
@@ -250,7 +253,7 @@ fn a_runtime_that_fails_leaves_no_lease() {
     rootless.world.assert_empty();
 }
 
-/// A container without its own cgroup has no id that precreate could know.
+/// A container without its own cgroup has an id by its layer alone.
 #[test]
 fn of_twenty_at_once_those_start_that_the_policy_allows() {
     if skip_unless_engines() {

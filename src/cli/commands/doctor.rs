@@ -30,6 +30,9 @@ use sublet_core::share::{Mode, bytes_of_process};
 /// A program, such as an engine's, that does not answer within this time is given up.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
+/// How long one of two engines may take where a person waits for a container's name.
+const ENGINE_LIMIT: Duration = Duration::from_millis(800);
+
 /// A sleeping driver is woken within seconds; one that hangs does not answer at all.
 const NVML_LIMIT: Duration = Duration::from_secs(60);
 
@@ -136,13 +139,31 @@ fn answered(command: &mut Command, limit: Duration) -> Result<Inventory, String>
 
 /// The standard output of a program of this host, if it succeeds.
 pub fn ask(argv: &[&str]) -> Option<String> {
-    let (program, arguments) = argv.split_first()?;
+    ask_within(ANSWER_LIMIT, argv).ok().flatten()
+}
+
+/// What Docker or Podman says of the container `text`, by a Go template. One whose socket hangs is not waited for.
+pub fn ask_engines(template: &str, text: &str) -> Option<String> {
+    let of = |engine| {
+        let argv = [engine, "container", "inspect", "--format", template, "--", text];
+        let said = ask_within(ENGINE_LIMIT, &argv).inspect_err(|error| {
+            if matches!(error, ChildError::Timeout) {
+                eprintln!("sublet: note: {engine} was asked for the container and gave no answer");
+            }
+        });
+        said.ok().flatten().map(|said| said.trim().to_owned()).filter(|said| !said.is_empty())
+    };
+    ["docker", "podman"].into_iter().find_map(of)
+}
+
+fn ask_within(limit: Duration, argv: &[&str]) -> Result<Option<String>, ChildError> {
+    let Some((program, arguments)) = argv.split_first() else { return Ok(None) };
     let mut command = Command::new(program);
     command.env_clear().env("PATH", PATH).env("LC_ALL", "C.UTF-8").args(arguments);
     let kept = ["HOME", "DOCKER_HOST", "XDG_RUNTIME_DIR"];
     command.envs(kept.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
-    let finished = child::run(&mut command, "", ANSWER_LIMIT).ok()?;
-    finished.status.success().then_some(finished.stdout)
+    let finished = child::run(&mut command, "", limit)?;
+    Ok(finished.status.success().then_some(finished.stdout))
 }
 
 // `sublet doctor --run`.

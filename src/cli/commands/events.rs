@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::os::fd::AsFd as _;
 
+use super::doctor::ask_engines;
 use crate::events::{Reader, parse_moment};
 use crate::names::Names;
 use crate::shown::escaped;
@@ -89,10 +90,15 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         }
         told = unread;
         let shown = Shown::read(config);
-        for event in events.iter().filter(|event| wanted.has(event, &shown)) {
+        for event in events.into_iter().filter(|event| wanted.has(event, &shown)) {
+            let event = Event { text: shown.names.tell(&event.text), ..event };
             match arguments.format {
-                Format::Json => print!("{}\n", serde_json::to_string(event)?),
-                Format::Table => println!("{}", shown.line(event)),
+                Format::Json => {
+                    let mut keys = serde_json::to_value(&event)?;
+                    keys.as_object_mut().zip(shown.name(&event)).map(|(keys, name)| keys.insert("name".to_owned(), name.into()));
+                    print!("{keys}\n");
+                }
+                Format::Table => println!("{}", shown.line(&event)),
             }
         }
         if !arguments.follow || !is_read_on() {
@@ -138,6 +144,11 @@ impl Wanted {
                 Filter::Gpu(device) => wanted.devices.get_or_insert_default().extend(named(device, config)?),
             }
         }
+        if is_remote(config) {
+            // Names of users' containers are not kept.
+            let ids: Vec<_> = wanted.containers.iter().filter_map(|name| ask_engines("{{.Id}}", name)).collect();
+            wanted.containers.extend(ids);
+        }
         Ok(wanted)
     }
 
@@ -178,8 +189,7 @@ impl Shown {
     }
 
     fn name(&self, event: &Event) -> Option<&str> {
-        let name = self.names.of_lease_id(&event.lease)?;
-        [&name.name, &name.part_of, &name.unit].into_iter().find(|text| !text.is_empty()).map(String::as_str)
+        self.names.of_id(&event.lease).or_else(|| self.names.of_id(&event.container_id))?.called()
     }
 
     fn is_of(&self, event: &Event, text: &str) -> bool {

@@ -42,6 +42,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
 use sublet_core::log::{self, Log};
+use sublet_core::names::told;
 use sublet_core::place;
 use sublet_core::text::{in_lines, safe};
 
@@ -165,7 +166,7 @@ struct ErrorObject<'a> {
 
 /// A message on standard error. A reader of JSON gets an object on standard output too, if nothing is there yet.
 fn report(error: &anyhow::Error, as_json: bool) {
-    let line = tables::chain(error);
+    let line = told(&tables::chain(error));
     if as_json && !closed_output::has_begun() {
         let refused = error.downcast_ref::<AdmitError>();
         let candidates = refused.map(AdmitError::candidates).unwrap_or_default();

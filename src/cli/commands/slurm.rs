@@ -12,6 +12,7 @@ use sublet_core::admit::{JobError, Local, fresh_inventory, is_remote};
 use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::broker::protocol::{Answer, Ask, JobEnvironment};
 use sublet_core::config::Config;
+use sublet_core::names::told;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::slurm::{JobCgroup, JobRecord, JobShare, make_directory, remove_stray_directories};
 use sublet_core::text::safe;
@@ -199,7 +200,7 @@ fn task_prolog(config: &Config) -> ExitCode {
     let is_written = match environment(config) {
         Ok(lines) => std::io::stdout().write_all(lines.as_bytes()).is_ok(),
         Err(error) => {
-            print!("print sublet: {}\n", super::tables::chain(&error));
+            print!("print sublet: {}\n", told(&super::tables::chain(&error)));
             false
         }
     };

@@ -10,9 +10,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use super::doctor::ask_engines;
 use super::tables::{self, Cell, Format};
 use crate::mps_daemons::{self, Listed};
-use crate::names::{Name, Names, WHY_WITHOUT_SHARE, lease_of};
+use crate::names::{Name, Names, WHY_WITHOUT_SHARE, is_id, lease_of};
 use crate::setup::docker::without_share;
 use crate::shown::{Device, Words, bar, cut, escaped, fraction, number_of, or_dash, word};
 use crate::status::{LeaseOnDevice, Room, Sources, Status, Waiting};
@@ -156,6 +157,8 @@ pub struct LastRefusal {
     time: String,
     /// The container's id; if it is unknown, its bundle or root filesystem.
     container_id: String,
+    /// What its engine calls it, where that is known.
+    name: Option<String>,
     /// One line.
     reason: String,
     /// The uid of the container's engine.
@@ -170,8 +173,20 @@ pub struct LastRefusal {
 fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let (us, is_remote) = (nix::unistd::geteuid().as_raw(), is_remote(config));
     let last = admit::refusals(config).into_iter().rfind(|record| !is_remote || record.uid == us);
-    let last = last.map(|RefusalRecord { time, container_id, reason, uid, started, candidates }| {
-        LastRefusal { time: tables::timestamp(time), container_id, reason, uid, started, candidates }
+    let ledger = Store::open(&config.state_dir).and_then(|store| store.peek()).unwrap_or_default();
+    let names = Names::learn(&ledger, config);
+    let last = last.map(|record| LastRefusal {
+        time: tables::timestamp(record.time),
+        name: names
+            .of_id(&record.container_id)
+            .and_then(Name::called)
+            .map(cut)
+            .or_else(|| asked(&record.container_id)),
+        container_id: record.container_id,
+        reason: names.tell(&record.reason),
+        uid: record.uid,
+        started: record.started,
+        candidates: record.candidates.iter().map(|text| names.tell(text)).collect(),
     });
     tables::print(arguments.format, &last, || match &last {
         None if is_remote => "No container of yours has been refused.".to_owned(),
@@ -180,12 +195,19 @@ fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     })
 }
 
+/// What the engine of a container calls it now. Names of users' containers are not kept.
+fn asked(id: &str) -> Option<String> {
+    let name = is_id(id).then(|| ask_engines("{{.Name}}", id)).flatten()?;
+    Some(cut(name.trim_start_matches('/')))
+}
+
 impl LastRefusal {
     fn words(&self, verbose: bool) -> String {
-        let Self { time, container_id, reason, started, candidates, .. } = self;
+        let Self { time, container_id, name, reason, started, candidates, .. } = self;
+        let called = name.clone().unwrap_or_else(|| short_id(container_id));
         let started = if *started { ", which was started" } else { "" };
         let each: String = candidates.iter().filter(|_| verbose).flat_map(|text| ["\n  - ", text]).collect();
-        format!("{time}  container {container_id}{started}: {}{each}", in_lines(reason))
+        format!("{time}  container {called}{started}: {}{each}", in_lines(reason))
     }
 }
 
@@ -301,9 +323,7 @@ fn lease_row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 13] {
 
 /// What people call the container of a lease in the ledger, as the table does.
 pub(super) fn label(lease: &Lease, name: Option<&Name>) -> String {
-    let called = name
-        .and_then(|name| [&name.name, &name.part_of, &name.unit].into_iter().find(|text| !text.is_empty()));
-    called.map_or_else(|| short_id(&lease.container.name()), |called| cut(called))
+    name.and_then(Name::called).map_or_else(|| short_id(&lease.container.name()), |called| cut(called))
 }
 
 /// The table of MPS daemons; `label` names the device with a UUID.

@@ -4,10 +4,13 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
+use nix::unistd::geteuid;
+
 use crate::preview::{Whose, preview};
 use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Container, LeaseId, Store, Waiter};
+use sublet_core::names::told;
 use sublet_core::process::Process;
 use sublet_core::request::{self, Request};
 use sublet_core::share::{DURATION_ALLOWED, parse_duration};
@@ -80,7 +83,7 @@ fn say(said: &mut Option<(Instant, String)>, why: String, left: Duration) {
     let is_new = said.as_ref().is_none_or(|(at, said)| *said != why || at.elapsed() >= SAY_AGAIN);
     if is_new && std::io::stderr().is_terminal() {
         let left = Duration::from_secs(left.as_secs() + u64::from(left.subsec_nanos() > 0));
-        eprintln!("sublet: waiting for up to {}: {why}", humantime::format_duration(left));
+        eprintln!("sublet: waiting for up to {}: {}", humantime::format_duration(left), told(&why));
         *said = Some((Instant::now(), why));
     }
 }
@@ -96,7 +99,8 @@ fn look(request: Option<&Request>, waiter: Option<&Waiter>, config: &Config) -> 
         updated.or_else(|error| if error.is_elsewhere() { Ok(None) } else { Err(error) })?;
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    preview(request, &id, (&mut inventory, &store.peek()?, false), Whose::callers(config), config)?;
+    let ledger = store.peek()?.seen_by(geteuid().as_raw());
+    preview(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config)?;
     Ok(())
 }
 

@@ -10,7 +10,8 @@ use crate::config::Config;
 use crate::events::{self, Event, Kind};
 use crate::fs::replace;
 use crate::fs::{read_history, read_if_trusted};
-use crate::ledger::Lease;
+use crate::ledger::{Container, Lease, Store};
+use crate::names::Names;
 use crate::process::epoch_seconds;
 use crate::text::{safe, safe_long};
 
@@ -54,10 +55,14 @@ pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
     serde_json::from_slice(&text).unwrap_or_default()
 }
 
-/// Adds a refusal by this process. A lost record is no reason to fail, because the caller reports the error itself.
-pub(super) fn record(container_id: &str, error: &AdmitError, config: &Config) {
+/// Adds a refusal by this process, and keeps the container's name. A lost record is no reason to fail, because the caller
+/// reports the error itself.
+pub(super) fn record(container: &Container, error: &AdmitError, config: &Config) {
     let said = (error.to_string(), error.candidates().to_vec());
-    add(geteuid().as_raw(), container_id, error.reason(), said, config);
+    add(geteuid().as_raw(), &container.name(), error.reason(), said, config);
+    if let Ok(ledger) = Store::open(&config.state_dir).and_then(|store| store.peek()) {
+        Names::learn_with(Some(container), &ledger, config);
+    }
 }
 
 /// Adds a refusal that user `uid` reports.

@@ -62,7 +62,7 @@ impl<'a> Leases<'a> {
     ) -> Result<Container, AdmitError> {
         let rootfs = container_root::podman_root_filesystem(container.rootfs.clone(), spec, bundle)
             .map_err(AdmitError::from)
-            .inspect_err(|error| self.record_refusal(&container.name(), error))?;
+            .inspect_err(|error| self.record_refusal(&container, error))?;
         Ok(Container { rootfs, ..container })
     }
 
@@ -86,7 +86,7 @@ impl<'a> Leases<'a> {
             None => self.local.admit(candidate, source, spec),
             Some(remote) => remote.admit(candidate, source, spec),
         });
-        admitted.inspect_err(|error| self.record_refusal(&container.name(), error))
+        admitted.inspect_err(|error| self.record_refusal(container, error))
     }
 
     /// Frees `lease`, whose container was never created.
@@ -135,7 +135,9 @@ impl<'a> Leases<'a> {
             None => self.local.bind(lease, binding),
             Some(remote) => remote.bind(lease, binding),
         };
-        bound.inspect_err(|error| self.record_refusal(&binding.id, error))
+        let (id, bundle) = (binding.id.clone(), binding.bundle.clone());
+        let container = Container { id, bundle, ..Container::default() };
+        bound.inspect_err(|error| self.record_refusal(&container, error))
     }
 
     /// Marks the lease of container `id` (of `uid`) as ending. [`Leases::unmark`] restores its earlier state.
@@ -166,10 +168,10 @@ impl<'a> Leases<'a> {
 
     /// Records that `container` was refused, for `sublet status --last-error`. A lost record is no reason to fail,
     /// because the caller reports the error itself.
-    pub(super) fn record_refusal(&self, container: &str, error: &AdmitError) {
+    pub(super) fn record_refusal(&self, container: &Container, error: &AdmitError) {
         match &self.remote {
             None => last_refusals::record(container, error, self.local.config),
-            Some(remote) => remote.record_refusal(container, error),
+            Some(remote) => remote.record_refusal(&container.name(), error),
         }
     }
 }

@@ -261,6 +261,7 @@ impl Search<'_> {
     fn current_refusal(&self) -> Option<Box<Refusal>> {
         let config = self.local.config;
         let (inventory, ledger) = (fresh_inventory(config).ok()?, self.store.peek().ok()?);
+        let ledger = ledger.seen_by(self.candidate.container.uid);
         let allowed = allowed_inventory(self.terms.limit(), &inventory, config).ok()?;
         let allows = |placement: &Placement| {
             self.terms.limit().is_none_or(|limit| limit.check(placement, &ledger).is_ok())

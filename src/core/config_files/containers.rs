@@ -54,6 +54,10 @@ pub struct Known {
     pub image: String,
     /// The Swarm service whose task it is.
     pub service: Option<String>,
+    /// `PROJECT/SERVICE` of Compose, or `NAMESPACE/POD`; empty if it is part of neither.
+    pub part_of: String,
+    /// What is to be said of its labels, if some are meant as annotations.
+    pub labels_told: Option<String>,
 }
 
 impl Containers {
@@ -146,7 +150,8 @@ mod tests {
     }
 
     fn known(name: &str, image: &str, service: Option<&str>) -> Known {
-        Known { name: name.into(), image: image.into(), service: service.map(str::to_owned) }
+        let service = service.map(str::to_owned);
+        Known { name: name.into(), image: image.into(), service, ..Known::default() }
     }
 
     #[test]

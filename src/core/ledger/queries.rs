@@ -70,6 +70,14 @@ impl Ledger {
         })
     }
 
+    /// As messages for user `uid` have it: without the ids of others' containers, which a name may stand in. Root sees all.
+    pub fn seen_by(mut self, uid: u32) -> Self {
+        for lease in self.leases.iter_mut().filter(|lease| uid != 0 && lease.container.uid != uid) {
+            "another user's container".clone_into(&mut lease.container.id);
+        }
+        self
+    }
+
     /// Leases on `device` (a UUID), in the order they were taken.
     pub fn on_device<'a>(&'a self, device: &'a str) -> impl Iterator<Item = &'a Lease> {
         self.leases.iter().filter(move |lease| lease.devices.iter().any(|uuid| uuid == device))

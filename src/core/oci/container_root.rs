@@ -26,6 +26,7 @@ use serde_json::Value;
 
 use super::conflict::{entries, environment_value, text};
 use super::{SpecError, annotations, shown};
+use crate::config_files::Known;
 use crate::fs::read_if_trusted;
 use crate::grant::GrantedNode;
 use crate::inventory::NodeError;
@@ -195,6 +196,9 @@ struct Stored {
     image: String,
     #[serde(default)]
     names: Vec<String>,
+    /// JSON in a text.
+    #[serde(default)]
+    metadata: String,
 }
 
 /// A mounted layer in `mountpoints.json`.
@@ -250,23 +254,39 @@ fn storage_entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
     file.and_then(|file| serde_json::from_slice(&file).ok()).unwrap_or_default()
 }
 
-/// Podman's name of the container of `spec` and `bundle`, if its storage has it. Podman 4 runs hooks elsewhere than in the
-/// bundle: there the root filesystem, `ROOT/<driver>/…/<layer>`, names the storage and the container. The files that it
-/// mounts do not: in a pod some of them are the infra container's.
+/// Podman's name of the container of `spec` and `bundle`, if its storage has it.
 pub(super) fn podman_name(spec: &Value, bundle: &Path) -> Option<String> {
-    let own = Userdata::parse(bundle);
-    let stored = own.map_or_else(|| find_by_layer(spec), |own| own.stored());
-    stored?.names.into_iter().next()
+    let rootfs = spec.pointer("/root/path").and_then(Value::as_str).unwrap_or_default();
+    stored(bundle, Path::new(rootfs))?.names.into_iter().next()
 }
 
-fn find_by_layer(spec: &Value) -> Option<Stored> {
-    let made = made_for_it(spec).next()?;
-    let root = Path::new(spec.pointer("/root/path")?.as_str()?);
-    let driver = root.ancestors().find(|above| above.ends_with(made.driver))?;
-    let storage = Userdata { root: driver.parent()?, ..made };
-    let below = root.strip_prefix(driver).ok()?;
-    let is_its = |stored: &Stored| below.iter().any(|part| part == stored.layer.as_str());
-    storage.list_stored().find(is_its)
+/// Podman's id of the container with this root filesystem, if its storage has it.
+pub fn podman_id(rootfs: &Path) -> Option<String> {
+    find_by_layer(rootfs).map(|stored| stored.id)
+}
+
+/// What Podman's storage has of the container; `id` and `bundle` may be empty.
+pub(crate) fn podman_record(id: &str, bundle: &Path, rootfs: &Path) -> Option<Known> {
+    let stored = stored(bundle, rootfs).filter(|stored| id.is_empty() || stored.id == id)?;
+    let metadata: Value = serde_json::from_str(&stored.metadata).unwrap_or_default();
+    let image = metadata["image-name"].as_str().unwrap_or_default().to_owned();
+    Some(Known { name: stored.names.into_iter().next()?, image, ..Known::default() })
+}
+
+/// Podman 4 runs hooks elsewhere than in the bundle: there the root filesystem tells. The files that it mounts do not: in a
+/// pod some of them are the infra container's.
+fn stored(bundle: &Path, rootfs: &Path) -> Option<Stored> {
+    Userdata::parse(bundle).map_or_else(|| find_by_layer(rootfs), |own| own.stored())
+}
+
+/// The container whose root filesystem is `ROOT/<driver>/…/<layer>`, beside `ROOT/<driver>-containers`.
+fn find_by_layer(rootfs: &Path) -> Option<Stored> {
+    rootfs.ancestors().skip(1).find_map(|driver| {
+        let (root, name) = (driver.parent()?, driver.file_name()?.to_str()?);
+        let below = rootfs.strip_prefix(driver).ok()?;
+        let is_its = |stored: &Stored| below.iter().any(|part| part == stored.layer.as_str());
+        Userdata { root, driver: name, id: "" }.list_stored().find(is_its)
+    })
 }
 
 /// Where Podman makes files for the container (/etc/hostname, /run/.containerenv): below its `--runroot`.

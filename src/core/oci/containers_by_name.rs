@@ -58,7 +58,11 @@ pub fn share(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<String>,
         }
         None => read_containerd(id, bundle, file)?,
     };
-    Ok(known.and_then(|known| containers.share(&known).map(str::to_owned)))
+    let Some(known) = known else { return Ok(None) };
+    if let Some(told) = &known.labels_told {
+        tracing::warn!("container {}: {told}", safe(&known.name));
+    }
+    Ok(containers.share(&known).map(str::to_owned))
 }
 
 /// Where containerd has dockerd's bundles.
@@ -71,13 +75,15 @@ fn find_docker(id: &str, file: &JsonFile, docker_root: &Path) -> Result<Option<K
         return Ok(None);
     }
     let spec = file.parse()?;
-    let rootfs = spec.pointer("/root/path").and_then(Value::as_str).map(Path::new);
-    for above in rootfs.into_iter().flat_map(Path::ancestors).filter(|above| above.is_absolute()) {
-        if let Some(known) = read_docker(id, above)? {
-            return Ok(Some(known));
-        }
-    }
-    Err(MappedError::NoRecord(docker_root.to_owned()))
+    let rootfs = spec.pointer("/root/path").and_then(Value::as_str).unwrap_or_default();
+    let found = docker_above(id, Path::new(rootfs))?;
+    found.map(Some).ok_or_else(|| MappedError::NoRecord(docker_root.to_owned()))
+}
+
+/// Docker's record of the container `id` with this root filesystem, which is below Docker's data-root, wherever that is.
+pub(crate) fn docker_above(id: &str, rootfs: &Path) -> Result<Option<Known>, MappedError> {
+    let mut all = rootfs.ancestors().filter(|above| above.is_absolute()).map(|above| read_docker(id, above));
+    all.find_map(Result::transpose).transpose()
 }
 
 /// Docker's own record (moby, `container/container.go`, `toDisk`): `Name` begins with a slash, and
@@ -114,23 +120,24 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
     let record: Record =
         serde_json::from_slice(&file.text).map_err(|fault| MappedError::Docker(path, fault))?;
     let name = record.name.strip_prefix('/').unwrap_or(&record.name).to_owned();
-    let Config { image, labels } = record.config;
-    if let Some(told) = labels.as_ref().and_then(|labels| labels_told(labels, "as --annotation")) {
-        tracing::warn!("container {}: {told}", safe(&name));
-    }
+    let (image, labels) = (record.config.image, record.config.labels.unwrap_or_default());
+    let compose = |key: &str| labels.get(&format!("com.docker.compose.{key}"));
+    let part_of = compose("project").zip(compose("service"));
+    let part_of = part_of.map(|(project, service)| format!("{project}/{service}")).unwrap_or_default();
+    let known =
+        Known { name, image, service: None, part_of, labels_told: labels_told(&labels, "as --annotation") };
     if !record.managed {
-        return Ok(Some(Known { name, image, service: None }));
+        return Ok(Some(known));
     }
-    let service = labels.and_then(|mut labels| labels.remove(SERVICE));
     // `docker service create` adds the registry's digest.
-    let image = image.split_once('@').map_or(image.as_str(), |(image, _)| image).to_owned();
-    Ok(Some(Known { name, image, service }))
+    let image = known.image.split_once('@').map_or(&*known.image, |(image, _)| image).to_owned();
+    Ok(Some(Known { image, service: labels.get(SERVICE).cloned(), ..known }))
 }
 
 /// Annotations of containerd's CRI, which overwrites a pod's own
 /// (`DefaultCRIAnnotations` comes last in `buildLinuxSpec` of `container_create.go`). Other engines let a
 /// user or, as Podman 4.3, an image write the same annotations: the bundle decides whose it is.
-fn read_containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Known>, MappedError> {
+pub(crate) fn read_containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Known>, MappedError> {
     if !bundle.ends_with(Path::new("io.containerd.runtime.v2.task/k8s.io").join(id)) {
         return Ok(None);
     }
@@ -138,7 +145,9 @@ fn read_containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Kn
     let mut take = |key: &str| annotations.remove(&format!("io.kubernetes.cri.{key}")).unwrap_or_default();
     let is_container = take("container-type") == "container";
     let (name, image) = (take("container-name"), take("image-name"));
-    Ok(is_container.then_some(Known { name, image, service: None }))
+    let (namespace, pod) = (take("sandbox-namespace"), take("sandbox-name"));
+    let part_of = if pod.is_empty() { pod } else { format!("{namespace}/{pod}") };
+    Ok(is_container.then(|| Known { name, image, part_of, ..Known::default() }))
 }
 
 #[cfg(test)]
@@ -159,7 +168,7 @@ mod tests {
 
     #[test]
     fn docker_writes_down_the_names() {
-        let names = Known { name: "web-1".into(), image: "probe:1".into(), service: None };
+        let names = Known { name: "web-1".into(), image: "probe:1".into(), ..Known::default() };
         let record = json!({"ID": ID, "Config": {"Image": "probe:1", "Labels": {"name": "x"}},
             "Image": "sha256:0", "Name": "/web-1"});
         assert_eq!(in_docker(&record.to_string()).unwrap(), Some(names));
@@ -175,9 +184,11 @@ mod tests {
             in_docker(&record.to_string()).unwrap().unwrap()
         };
         let name = "web.1.x".to_owned();
-        let task = Known { name: name.clone(), image: "r.io/x:1".into(), service: Some("web".into()) };
+        let image = "r.io/x:1".to_owned();
+        let task = Known { name: name.clone(), image, service: Some("web".into()), ..Known::default() };
         assert_eq!(record(true), task);
-        assert_eq!(record(false), Known { name, image: "r.io/x:1@sha256:0".into(), service: None });
+        let plain = Known { name, image: "r.io/x:1@sha256:0".into(), ..Known::default() };
+        assert_eq!(record(false), plain);
         let bare = json!({"Name": "/a", "Managed": true, "Config": {"Image": "x", "Labels": null}});
         assert_eq!(in_docker(&bare.to_string()).unwrap().unwrap().service, None);
     }
@@ -223,7 +234,7 @@ mod tests {
             json!({"io.kubernetes.cri.container-type": kind,
             "io.kubernetes.cri.container-name": "web", "io.kubernetes.cri.image-name": "docker.io/x:1"})
         };
-        let names = Known { name: "web".into(), image: "docker.io/x:1".into(), service: None };
+        let names = Known { name: "web".into(), image: "docker.io/x:1".into(), ..Known::default() };
         assert_eq!(in_containerd(ours, &all("container")), Some(names));
         assert_eq!(in_containerd(ours, &all("sandbox")), None);
         assert_eq!(in_containerd(ours, &json!({})), None);

@@ -138,7 +138,13 @@ fn describe_holder(lease: &Lease) -> String {
     let mut parts = vec![lease.mode.to_string()];
     parts.extend(lease.sm.map(|sm| format!("{sm} % SM")));
     parts.extend(lease.memory_bytes.map(show_bytes));
-    format!("{} ({})", text::short_id(&lease.container.id), parts.join(", "))
+    format!("{} ({})", name_holder(lease), parts.join(", "))
+}
+
+/// By its id, in place of which people are shown its name ([`crate::names`]).
+fn name_holder(lease: &Lease) -> String {
+    let id = text::short_id(&lease.container.id);
+    if id.is_empty() { "a container that is being started".to_owned() } else { id }
 }
 
 /// The ways out of a refusal, each of which has been tried. None of them takes a running container's share away.
@@ -224,7 +230,7 @@ fn advise_dedicated_for_holders(
         is_on_shared_server(lease) && lease.devices.iter().any(|uuid| found.devices.contains(uuid))
     };
     let others = world.ledger.leases.iter().filter(beside);
-    let others: Vec<String> = others.map(|lease| text::short_id(&lease.container.id)).collect();
+    let others: Vec<String> = others.map(name_holder).collect();
     let (those, them) = match others.len() {
         0 => return None,
         1 => ("that container", "it"),

@@ -27,6 +27,7 @@ use sublet_core::admit::{self, AdmitError, Engine, Leases};
 use sublet_core::config_files::{self, ConfigFiles};
 use sublet_core::ledger::{Binding, Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LeaseId};
 use sublet_core::log::{self, Level, Log, one_line};
+use sublet_core::names::told;
 use sublet_core::oci::cdi::{self, Asked};
 use sublet_core::parse_errors::plain;
 use sublet_core::process::confine::{self, Rights, Side};
@@ -73,7 +74,7 @@ pub fn main(args: &[OsString]) -> i32 {
     let is_start = args.first().is_some_and(|stage| stage != "poststop");
     let engine = Engine::of(getppid().as_raw()).filter(|_| is_start);
     let said = |done: anyhow::Result<()>| {
-        done.inspect_err(|error| report(&log, Level::Error, &error.to_string())).is_ok()
+        done.inspect_err(|error| report(&log, Level::Error, &told(&error.to_string()))).is_ok()
     };
     let done = match confine::fork_worker(rights(&args), allowed_command) {
         Ok(Side::Worker) => said(run(&args, engine.as_ref(), &log)),

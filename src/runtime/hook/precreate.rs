@@ -15,7 +15,9 @@ use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::log::{Level, Log, one_line};
+use sublet_core::names::told;
 use sublet_core::oci::JsonFile;
+use sublet_core::oci::container_root::podman_id;
 use sublet_core::oci::hooks::{self, Stage};
 use sublet_core::process::{Process, confine, inheritance};
 
@@ -37,10 +39,10 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> anyhow::Result<()>
     let refusal = match admit(&spec, engine, waits, log) {
         Ok(true) => return Ok(()),
         Ok(false) => return print(&file.text),
-        Err(error) => error,
+        Err(error) => told(&error.to_string()),
     };
-    report(log, Level::Error, &spec, &refusal.to_string());
-    hooks::add_refusal(&mut spec, &one_line(&refusal.to_string()))?;
+    report(log, Level::Error, &spec, &refusal);
+    hooks::add_refusal(&mut spec, &one_line(&refusal))?;
     print(&serde_json::to_vec(&spec).map_err(not_returned)?)
 }
 
@@ -110,16 +112,18 @@ fn finish(
 fn container(spec: &Value) -> anyhow::Result<Container> {
     let root = spec.pointer("/root/path").and_then(Value::as_str).map(PathBuf::from);
     let rootfs = root.filter(|root| root.is_absolute()).and_then(|root| root.canonicalize().ok());
+    let rootfs = rootfs.context("root.path in config.json is not the absolute path of a directory")?;
+    let id = Some(id(spec).to_owned()).filter(|id| !id.is_empty()).or_else(|| podman_id(&rootfs));
     Ok(Container {
         uid: geteuid().as_raw(),
-        id: id(spec).to_owned(),
-        rootfs: rootfs.context("root.path in config.json is not the absolute path of a directory")?,
+        id: id.unwrap_or_default(),
+        rootfs,
         ..Container::default()
     })
 }
 
 /// The container's id. Podman gives it only in the name of the cgroup (`…/libpod-<id>`, `…:libpod:<id>`,
-/// `…/libpod-payload-<id>`). Empty if Podman creates no cgroup.
+/// `…/libpod-payload-<id>`). Empty if Podman creates no cgroup: then its storage tells.
 pub(super) fn id(spec: &Value) -> &str {
     ids(spec).last().unwrap_or_default()
 }

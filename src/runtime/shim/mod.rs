@@ -25,6 +25,7 @@ use sublet_core::config::{Config, WithoutShare};
 use sublet_core::config_files::{ConfigError, ConfigFiles, ParsedFiles};
 use sublet_core::fs::real_directory;
 use sublet_core::log::{Level, Log};
+use sublet_core::names::told;
 use sublet_core::oci::containers_by_name;
 use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
@@ -96,7 +97,7 @@ pub fn main(args: &[OsString]) -> i32 {
         dispatch(&Call { args, share, without_share, low_level, files: &files, line: &line, log: &log })
     });
     done.unwrap_or_else(|error| {
-        log.write(Level::Error, &describe(line.id.as_deref(), &error));
+        log.write(Level::Error, &told(&describe(line.id.as_deref(), &error)));
         EXIT_FAILURE
     })
 }

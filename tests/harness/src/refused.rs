@@ -24,7 +24,7 @@ pub fn assert_lines(seen: &[String], expected: &[&str]) {
 }
 
 /// Files in the state directory that a refusal may write: records, but no daemon's directory.
-const RECORDS: [&str; 12] = [
+const RECORDS: [&str; 13] = [
     "clearing.lock",
     "events.1.jsonl",
     "events.jsonl",
@@ -33,6 +33,7 @@ const RECORDS: [&str; 12] = [
     "ledger.json",
     "ledger.json.copy",
     "lock",
+    "names.json",
     "no-checkpoint.conf",
     "refusals.json",
     "refresh.lock",

@@ -1,6 +1,6 @@
 //! What is known of one container, whether it holds a lease, has ended or was refused.
 
-use super::super::doctor::ask;
+use super::super::doctor::ask_engines;
 use super::super::reason::ExplainError;
 use super::super::status::label;
 use super::super::tables;
@@ -86,7 +86,26 @@ struct ContainerFacts {
     #[serde(skip_serializing_if = "Option::is_none")]
     user: Option<String>,
     /// What its engine calls it.
+    #[schemars(with = "Option<NameKeys>")]
     name: Option<Name>,
+}
+
+// The library's type has no schema, because the programs that start containers would carry it.
+/// A container, as people know it. Texts are as the engine has them: they may hold anything, and are cut.
+#[derive(JsonSchema)]
+#[schemars(rename = "Name")]
+#[expect(dead_code, reason = "it exists for its schema")]
+struct NameKeys {
+    /// `docker`, `podman` or `containerd`; null: none that is known has it.
+    engine: Option<String>,
+    /// The engine's name for it; empty without one.
+    name: String,
+    /// What it was started from, as the engine was told.
+    image: String,
+    /// `PROJECT/SERVICE` of Compose, or `NAMESPACE/POD`; empty if it is part of neither.
+    part_of: String,
+    /// The systemd unit that its first process runs in; empty without one.
+    unit: String,
 }
 
 #[derive(Serialize, JsonSchema)]
@@ -143,7 +162,8 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
     let names = Names::learn(&ledger, config);
     let found = find(text, &ledger, &names)?;
     let is_remote = is_remote(config);
-    let history = if is_remote { own_records(&found, whose, config) } else { events(&found, config) };
+    let mut history = if is_remote { own_records(&found, whose, config) } else { events(&found, config) };
+    history.iter_mut().for_each(|happened| happened.text = names.tell(&happened.text));
     let mut document = Document { schema: "sublet.explain-container/1", ..Document::default() };
     let mut sections = Vec::new();
     if let Some(lease) = found.lease {
@@ -154,9 +174,10 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
         sections.push(of_use);
         document.used = Some(used);
         sections.extend(mps_server(lease, config, &mut document)?);
-        sections.extend(given(lease, &mut document));
+        sections.extend(given(lease, is_remote, &mut document));
     } else if let [last, earlier @ ..] = &found.ended[..] {
-        sections.push(ended(*last, earlier, &mut document));
+        let refused = history.last().filter(|last| last.kind == <&str>::from(Kind::Refused));
+        sections.push(ended(*last, earlier, refused, &mut document));
     } else if history.is_empty() {
         return Err(ExplainError::NoContainer(safe(text)).into());
     } else {
@@ -182,16 +203,15 @@ fn find<'a>(text: &'a str, ledger: &'a Ledger, names: &'a Names) -> anyhow::Resu
     };
     let mut ids = vec![text.to_owned()];
     let (mut lease, mut ended) = known(text)?;
-    if lease.is_none() && ended.is_empty() {
-        let id = |engine| ask(&[engine, "container", "inspect", "--format", "{{.Id}}", "--", text]);
-        let id = ["docker", "podman"].into_iter().find_map(id).map(|id| id.trim().to_owned());
-        if let Some(id) = id.filter(|id| !id.is_empty()) {
+    if lease.is_none() && ended.is_empty() && names.refused(text).next().is_none() {
+        if let Some(id) = ask_engines("{{.Id}}", text) {
             (lease, ended) = known(&id)?;
             ids.push(id);
         }
     }
     ids.extend(lease.map(|lease| lease.container.id.clone()));
     ids.extend(ended.iter().map(|(_, known)| known.container_id.clone()));
+    ids.extend(names.refused(text).map(str::to_owned));
     ids.retain(|id| !id.is_empty());
     Ok(Found { lease, ended, ids })
 }
@@ -229,12 +249,19 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
     section("Container", rows)
 }
 
-/// `earlier` are its leases before, the last one first.
-fn ended((lease, known): (&str, &Known), earlier: &[(&str, &Known)], document: &mut Document) -> Section {
+/// `earlier` are its leases before, the last one first. If it, or another of its name, was `refused` since then, that is
+/// what its user looks for.
+fn ended(
+    (lease, known): (&str, &Known),
+    earlier: &[(&str, &Known)],
+    refused: Option<&Happened>,
+    document: &mut Document,
+) -> Section {
     let (Known { name, container_id, .. }, seen) = (known, tables::timestamp(known.seen));
     let mut rows = vec![("name", safe(&name.name)), ("id", safe(container_id))];
     rows.extend(called(Some(name)));
-    rows.extend([("lease", safe(lease)), ("state", format!("ended; it was last seen at {seen}"))]);
+    let since = refused.map(|refused| format!(", and refused at {} (below)", refused.time)).unwrap_or_default();
+    rows.extend([("lease", safe(lease)), ("state", format!("ended; it was last seen at {seen}{since}"))]);
     rows.extend(earlier.iter().map(|(lease, known)| {
         ("before", format!("lease {}, last seen at {}", safe(lease), tables::timestamp(known.seen)))
     }));
@@ -308,12 +335,12 @@ fn mps_server(lease: &Lease, config: &Config, document: &mut Document) -> anyhow
 }
 
 /// The nodes and variables in its config.json.
-fn given(lease: &Lease, document: &mut Document) -> Vec<Section> {
+fn given(lease: &Lease, is_remote: bool, document: &mut Document) -> Vec<Section> {
     let read = || -> Option<EditsShown> {
         let file = JsonFile::read(&lease.container.bundle.join("config.json")).ok()?;
         edits_shown(&file.parse().ok()?)
     };
-    let Some(edits) = names::is_own(lease).then(read).flatten() else { return Vec::new() };
+    let Some(edits) = names::is_own(lease, is_remote).then(read).flatten() else { return Vec::new() };
     let nodes =
         edits.nodes.iter().map(|node| format!("{} {}:{}", node.path.display(), node.major, node.minor));
     let environment = edits.environment.iter().map(|entry| safe(entry));

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use nix::unistd::geteuid;
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -55,12 +56,12 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let inventory = whose.inventory(config)?;
     let tree = oci::Tree::open(&spec, &rootfs)?;
     let image = oci::inspect(&spec, &tree, &request, &inventory, config)?;
-    let mut ledger = Store::open(&config.state_dir)?.peek()?;
+    let mut ledger = Store::open(&config.state_dir)?.peek()?.seen_by(geteuid().as_raw());
     ledger.leases.retain(|lease| earlier.as_deref() != Some(lease.id.as_str()));
     let (ledger, mut inventory) = emptied(arguments.empty, (ledger, inventory));
     let id = LeaseId::random()?;
     let placement = preview(&request, &id, (&mut inventory, &ledger, arguments.empty), whose, config)?;
-    let (uid, bundle) = (nix::unistd::geteuid().as_raw(), arguments.bundle.clone().unwrap_or_default());
+    let (uid, bundle) = (geteuid().as_raw(), arguments.bundle.clone().unwrap_or_default());
     let container = Container { uid, id: "explain".into(), bundle, rootfs, ..Container::default() };
     let candidate = Candidate { container, owner: Process::current()?, engine: None };
     oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
@@ -136,7 +137,8 @@ fn source(arguments: &Arguments, spec: &Value) -> anyhow::Result<(RequestSource,
         None => config_files::load_containers()?.and_then(|containers| {
             let text = |given: &Option<String>| given.clone().unwrap_or_default();
             let service = arguments.service.clone();
-            let known = Known { name: text(&arguments.name), image: text(&arguments.image), service };
+            let (name, image) = (text(&arguments.name), text(&arguments.image));
+            let known = Known { name, image, service, ..Known::default() };
             containers.share(&known).map(str::to_owned)
         }),
     };
@@ -253,7 +255,7 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
     // A user's own Podman starts Quadlet's.
     let whose = Whose::meant(arguments.rootless || !arguments.quadlet.is_empty(), config);
     let mut inventory = whose.inventory(config)?;
-    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let ledger = Store::open(&config.state_dir)?.peek()?.seen_by(geteuid().as_raw());
     let names = Names::learn(&ledger, config);
     let containers = config_files::load_containers()?;
     let look = |stack: &Stack, inventory: &Inventory| {
@@ -278,11 +280,11 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
     for remark in &remarks {
         eprintln!("sublet: note: {remark}");
     }
-    let services: Vec<_> = fitted.iter().map(|one| ServiceFit::of(one, &inventory)).collect();
+    let services: Vec<_> = fitted.iter().map(|one| ServiceFit::of(one, &names, &inventory)).collect();
     let fits = services.iter().all(|one| one.fits);
     let (schema, remarks) = ("sublet.explain-stack/1", &remarks[..]);
     let document = StackDocument { schema, fits, services, orders, remarks };
-    tables::print(arguments.format, &document, || table(&fitted, &inventory))?;
+    tables::print(arguments.format, &document, || names.tell(&table(&fitted, &inventory)))?;
     Ok(if fits { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -327,7 +329,7 @@ struct ServiceFit<'a> {
 }
 
 impl<'a> ServiceFit<'a> {
-    fn of(fitted: &'a Fitted, inventory: &Inventory) -> Self {
+    fn of(fitted: &'a Fitted, names: &Names, inventory: &Inventory) -> Self {
         let placement = if let Outcome::Fits(placement) = &fitted.outcome { Some(placement) } else { None };
         let why = if let Outcome::Not(why) = &fitted.outcome { Some(why) } else { None };
         Self {
@@ -339,7 +341,7 @@ impl<'a> ServiceFit<'a> {
             sm_percent: placement.and_then(|placement| placement.sm).map(Percent::as_f64),
             sm_count: placement.and_then(|placement| sm_count(placement, inventory)),
             memory_bytes: placement.and_then(|placement| placement.memory_bytes),
-            error: why.map(ToString::to_string),
+            error: why.map(|why| names.tell(&why.to_string())),
             reason: why.map(reason::of_service),
         }
     }

@@ -1,23 +1,25 @@
-//! What people call the containers that hold leases: their engine's name and image, the Compose service or the pod that
-//! they are part of, their systemd unit. Learnt from the engines' own files by the commands that show containers, never
-//! while a container starts, and kept in `names.json` beside the ledger: an engine forgets a container that is removed.
+//! What people call containers: their engine's name and image, the Compose service or the pod that they are part of, their
+//! systemd unit. Learnt from the engines' own files, which do not hang as an engine's socket may, by commands that show
+//! containers and where one is refused, never while one starts.
+//!
+//! Messages and records have ids, which tell other users nothing. Where they are shown, names take the ids' places
+//! ([`Names::tell`], [`told`]). The names are kept in `names.json` beside the ledger, for root alone: an engine forgets a
+//! container that is removed.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Component, Path};
+use std::time::{Duration, Instant};
 
-use nix::unistd::{Uid, User, geteuid};
-use schemars::JsonSchema;
+use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
-use sublet_core::config::Config;
-use sublet_core::fs::{read_if_trusted, replace};
-use sublet_core::ledger::{Container, Lease, Ledger};
-use sublet_core::oci::{self, JsonFile};
-use sublet_core::process::epoch_seconds;
-use sublet_core::request::labels_told;
-use sublet_core::text::{is_engine_id, safe};
+use crate::config::Config;
+use crate::config_files::{self, Known as Recorded};
+use crate::fs::{read_if_trusted, replace};
+use crate::ledger::{Container, Lease, LeaseId, Ledger, Store, is_remote, is_there, read_text};
+use crate::oci::{JsonFile, container_root, containers_by_name};
+use crate::process::{epoch_seconds, is_nested};
+use crate::text::{cut, safe, short_id};
 
 #[cfg(test)]
 mod tests;
@@ -34,8 +36,11 @@ const LARGEST: u64 = 4 << 20;
 /// The longest name, image, part and unit, in bytes: together with a container id of 64 digits 256.
 const LONGEST: [usize; 4] = [48, 64, 40, 40];
 
+/// How long names are looked for: an engine waits where a container is refused. What is left out has the name that it had.
+const LIMIT: Duration = Duration::from_millis(500);
+
 /// Whose name it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
     /// dockerd.
@@ -47,7 +52,7 @@ pub enum Engine {
 }
 
 /// A container, as people know it. Texts are as the engine has them: they may hold anything, and are cut.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Name {
     /// `None`: no engine that is known has it.
     pub engine: Option<Engine>,
@@ -62,6 +67,11 @@ pub struct Name {
 }
 
 impl Name {
+    /// What people call it, first of all: its name; its service, pod or unit where it has none.
+    pub fn called(&self) -> Option<&str> {
+        [&self.name, &self.part_of, &self.unit].into_iter().find(|text| !text.is_empty()).map(String::as_str)
+    }
+
     /// With its texts no longer than [`LONGEST`]. Of an image the end is kept, which has the tag.
     fn cut(mut self) -> Self {
         let [name, image, part_of, unit] = LONGEST;
@@ -80,7 +90,7 @@ impl Name {
 /// A name in the file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Known {
-    /// When the lease was last there, in seconds since the epoch.
+    /// When the lease was last there, or the container was refused, in seconds since the epoch.
     pub seen: u64,
     /// The container's id, by which refusals and the guard's actions are recorded; empty if it is not known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -90,11 +100,17 @@ pub struct Known {
     pub name: Name,
 }
 
+impl Known {
+    fn of(container: &Container, name: Name, seen: u64) -> Self {
+        Self { seen, container_id: container.id.chars().take(64).collect(), name }
+    }
+}
+
 /// `names.json`.
 #[derive(Debug, Serialize, Deserialize)]
 struct Stored {
     schema: String,
-    /// By lease id.
+    /// By lease id; of containers that were refused, by container id.
     leases: BTreeMap<String, Known>,
 }
 
@@ -105,40 +121,73 @@ pub struct Names(BTreeMap<String, Known>);
 impl Names {
     /// Of those in `ledger`, as their engines have them now, and of those that have ended. A user without root learns
     /// the names of their own containers alone. What cannot be read or kept has no name: that is no reason to fail.
-    pub(crate) fn learn(ledger: &Ledger, config: &Config) -> Self {
+    pub fn learn(ledger: &Ledger, config: &Config) -> Self {
+        Self::learn_with(None, ledger, config)
+    }
+
+    /// [`Names::learn`], and of `refused`, a container that gets no lease.
+    pub(crate) fn learn_with(refused: Option<&Container>, ledger: &Ledger, config: &Config) -> Self {
         let path = config.state_dir.join("names.json");
-        let is_root = geteuid().is_root();
-        let mut names = if is_root { Self::stored(&path) } else { Self::default() };
+        let (began, now, is_remote) = (Instant::now(), epoch_seconds(), is_remote(config));
+        let mut names = if is_remote { Self::default() } else { Self::stored(&path) };
         let before = names.0.clone();
+        let may_look = |lease: &Lease| is_own(lease, is_remote) && began.elapsed() < LIMIT;
+        names.note(ledger, now, |lease| may_look(lease).then(|| learnt(lease)).flatten());
+        let refused = refused.and_then(|one| Some(Known::of(one, by_engine(one)?.cut(), now)));
+        names.0.extend(refused.map(|known| (known.container_id.clone(), known)));
         // But for when they were seen.
         let texts = |(id, known): (&String, &Known)| (id.clone(), known.name.clone());
-        names.note(ledger, epoch_seconds(), |lease| is_own(lease).then(|| learnt(lease)).flatten());
-        if is_root && !names.0.iter().map(texts).eq(before.iter().map(texts)) {
+        if !is_remote && !names.0.iter().map(texts).eq(before.iter().map(texts)) {
             names.store(&path);
         }
         names
     }
 
-    #[cfg(test)]
-    pub(crate) fn for_test(lease: &Lease, name: Name) -> Self {
-        let known = Known { seen: 0, container_id: lease.container.id.clone(), name };
-        Self([(lease.id.to_string(), known)].into())
+    /// Of one container.
+    #[cfg(any(test, feature = "fixtures"))]
+    pub fn for_test(lease: &Lease, name: Name) -> Self {
+        Self([(lease.id.to_string(), Known::of(&lease.container, name, 0))].into())
     }
 
     /// What the container of `lease` is called.
     pub fn of(&self, lease: &Lease) -> Option<&Name> {
-        self.0.get(lease.id.as_str()).map(|known| &known.name)
+        self.of_id(lease.id.as_str())
     }
 
-    /// What the container of the lease with this id is or was called.
-    pub(crate) fn of_lease_id(&self, lease: &str) -> Option<&Name> {
-        self.0.get(lease).map(|known| &known.name)
+    /// What the container of the lease with this id, or the refused one with this container id, is or was called.
+    pub fn of_id(&self, id: &str) -> Option<&Name> {
+        self.0.get(id).map(|known| &known.name)
     }
 
-    /// Those of leases that are not in `ledger` any more.
-    fn of_ended(&self, ledger: &Ledger) -> impl Iterator<Item = (&str, &Known)> {
-        let has_ended = |id: &str| !ledger.leases.iter().any(|lease| lease.id.as_str() == id);
-        self.0.iter().map(|(id, known)| (id.as_str(), known)).filter(move |(id, _)| has_ended(id))
+    /// The ids of containers with this name that were refused.
+    pub fn refused<'n>(&'n self, name: &'n str) -> impl Iterator<Item = &'n str> {
+        let is_meant = move |(id, known): &(&String, &Known)| known.name.name == name && LeaseId::parse(id).is_none();
+        self.0.iter().filter(is_meant).map(|(id, _)| id.as_str())
+    }
+
+    /// `text` with what people call the containers of which it has the ids. Of two that run and have one name, it also
+    /// keeps the ids.
+    pub fn tell(&self, text: &str) -> String {
+        let told = |word: &str| match self.called(id_in(word)) {
+            Some(name) => word.replacen(id_in(word), &name, 1),
+            None => word.to_owned(),
+        };
+        text.split_inclusive(char::is_whitespace).map(told).collect()
+    }
+
+    fn called(&self, id: &str) -> Option<String> {
+        let is_its = |known: &&Known| is_id(id) && known.container_id.starts_with(id) && is_id(&known.container_id);
+        let known = self.0.values().filter(is_its).max_by_key(|known| known.seen)?;
+        let name = known.name.called()?;
+        let is_twin = |other: &Known| other.seen == known.seen && other.container_id != known.container_id;
+        let has_twin = self.0.values().any(|other| is_twin(other) && other.name.called() == Some(name));
+        Some(if has_twin { format!("{} ({})", cut(name), short_id(id)) } else { cut(name) })
+    }
+
+    /// Those of leases and refused containers that are not in `ledger`.
+    fn gone(&self, ledger: &Ledger) -> impl Iterator<Item = (&str, &Known)> {
+        let is_there = |id: &str| ledger.leases.iter().any(|lease| lease.id.as_str() == id);
+        self.0.iter().map(|(id, known)| (id.as_str(), known)).filter(move |(id, _)| !is_there(id))
     }
 
     /// The leases that have ended whose container `text` means, the last one first, and what is known of it: by its name,
@@ -147,7 +196,8 @@ impl Names {
         let labels = |(id, known): (&str, &Known)| {
             [id.to_owned(), known.container_id.clone(), known.name.name.clone()]
         };
-        let mut found = meant(text, &self.of_ended(ledger).collect::<Vec<_>>(), labels);
+        let ended = self.gone(ledger).filter(|(id, _)| LeaseId::parse(id).is_some());
+        let mut found = meant(text, &ended.collect::<Vec<_>>(), labels);
         found.sort_by_key(|(_, known)| std::cmp::Reverse(known.seen));
         found
     }
@@ -157,11 +207,10 @@ impl Names {
             let name = learn(lease).map(Name::cut);
             let known = self.0.remove(lease.id.as_str());
             if let Some(name) = name.or_else(|| known.map(|known| known.name)) {
-                let container_id: String = lease.container.id.chars().take(64).collect();
-                self.0.insert(lease.id.to_string(), Known { seen: now, container_id, name });
+                self.0.insert(lease.id.to_string(), Known::of(&lease.container, name, now));
             }
         }
-        let ended = self.of_ended(ledger).map(|(id, known)| (known.seen, id.to_owned()));
+        let ended = self.gone(ledger).map(|(id, known)| (known.seen, id.to_owned()));
         let mut ended: Vec<(u64, String)> = ended.collect();
         ended.sort();
         let surplus = ended.len().saturating_sub(ENDED);
@@ -186,16 +235,38 @@ impl Names {
 }
 
 /// Whether this process may look at what the lease's paths lead to: those of a user's container are that user's word,
-/// which root does not follow.
-pub(crate) fn is_own(lease: &Lease) -> bool {
-    let us = geteuid();
-    if us.is_root() { !lease.brokered } else { lease.container.uid == us.as_raw() }
+/// which root does not follow. Below a rootless engine a process does not see which of them are its user's, and cannot
+/// read the others' files.
+pub fn is_own(lease: &Lease, is_remote: bool) -> bool {
+    let is_users = || lease.container.uid == geteuid().as_raw() || lease.brokered && is_nested();
+    if is_remote { is_users() } else { !lease.brokered }
 }
 
-/// The name of user `uid`, else the number.
-pub fn user(uid: u32) -> String {
-    let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
-    user.map_or_else(|| uid.to_string(), |user| user.name)
+/// `text`, an error, as [`Names::tell`] has it by the names of now.
+pub fn told(text: &str) -> String {
+    let names = || {
+        let config = config_files::load().ok().filter(|config| is_there(&config.state_dir))?;
+        // Below a rootless engine root's files seem to be nobody's, and no store can be opened.
+        let ledger = if is_remote(&config) {
+            serde_json::from_slice(&read_text(&config.state_dir)).ok()?
+        } else {
+            Store::open(&config.state_dir).ok()?.peek().ok()?
+        };
+        Some(Names::learn(&ledger, &config))
+    };
+    let has_id = text.split_whitespace().any(|word| is_id(id_in(word)));
+    let names = if has_id { names() } else { None };
+    names.map_or_else(|| text.to_owned(), |names| names.tell(text))
+}
+
+/// `word` without what stands around it in a sentence.
+fn id_in(word: &str) -> &str {
+    word.trim_matches(|character: char| !character.is_ascii_alphanumeric())
+}
+
+/// Whether it is an id as engines make them, whole or as messages have it ([`short_id`]).
+pub fn is_id(text: &str) -> bool {
+    matches!(text.len(), 12 | 64) && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// The text means no lease, or several.
@@ -247,8 +318,7 @@ const ENGINES: [&str; 5] =
 
 /// What people call the container of `lease`; `None` if nothing is known of it.
 fn learnt(lease: &Lease) -> Option<Name> {
-    let container = &lease.container;
-    let by_engine = docker(container).or_else(|| podman(container)).or_else(|| kubernetes(container));
+    let by_engine = by_engine(&lease.container);
     let cgroup = lease.init.as_ref().and_then(|init| init.cgroup.as_deref());
     let unit = cgroup.and_then(unit).unwrap_or_default();
     if by_engine.is_none() && unit.is_empty() {
@@ -257,69 +327,20 @@ fn learnt(lease: &Lease) -> Option<Name> {
     Some(Name { unit, ..by_engine.unwrap_or_default() })
 }
 
-/// Docker's record (moby, `container/container.go`, `toDisk`), below the data root that the container's root filesystem
-/// is in: `Name` begins with a slash, and `Config.Image` is what `docker run` was given.
-pub(crate) fn docker(container: &Container) -> Option<Name> {
-    let id = Some(&container.id).filter(|id| is_engine_id(id))?;
-    let file = Path::new("containers").join(id).join("config.v2.json");
-    let record =
-        container.rootfs.ancestors().skip(1).map(|root| root.join(&file)).find(|path| path.exists())?;
-    let record = read(&record)?;
-    let (name, config) = (record["Name"].as_str()?, &record["Config"]);
-    let label = |key: &str| config["Labels"][format!("com.docker.compose.{key}")].as_str();
-    let part_of =
-        label("project").zip(label("service")).map(|(project, service)| format!("{project}/{service}"));
-    Some(Name {
-        engine: Some(Engine::Docker),
-        name: name.strip_prefix('/').unwrap_or(name).to_owned(),
-        image: config["Image"].as_str()?.to_owned(),
-        part_of: part_of.unwrap_or_default(),
-        unit: String::new(),
-    })
-}
-
-/// The list of Podman's storage (containers/storage, `containers.go`), in which the container's bundle is; of
-/// containers that are removed when they end (`--rm`) there is another list.
-fn podman(container: &Container) -> Option<Name> {
-    let id = container.id.as_str();
-    if !is_engine_id(id) || !container.bundle.ends_with(Path::new(id).join("userdata")) {
-        return None;
-    }
-    let storage = container.bundle.ancestors().nth(2)?;
-    let lists = ["containers.json", "volatile-containers.json"].map(|list| storage.join(list));
-    let in_list = |list: &PathBuf| read(list)?.as_array()?.iter().find(|entry| entry["id"] == id).cloned();
-    let entry = lists.iter().find_map(in_list)?;
-    let metadata = entry["metadata"].as_str().and_then(|text| serde_json::from_str::<Value>(text).ok());
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    Some(Name {
-        engine: Some(Engine::Podman),
-        name: text(&entry["names"][0]),
-        image: text(&metadata.unwrap_or_default()["image-name"]),
-        ..Name::default()
-    })
-}
-
-/// Annotations of containerd's CRI, in a bundle of its own.
-fn kubernetes(container: &Container) -> Option<Name> {
-    let bundle = Path::new("io.containerd.runtime.v2.task/k8s.io").join(&container.id);
-    if container.id.is_empty() || !container.bundle.ends_with(bundle) {
-        return None;
-    }
-    let spec: Value = JsonFile::read(&container.bundle.join("config.json")).ok()?.parse().ok()?;
-    let mut annotations = oci::annotations(&spec).ok()?;
-    let mut take = |key: &str| annotations.remove(&format!("io.kubernetes.cri.{key}")).unwrap_or_default();
-    let (namespace, pod) = (take("sandbox-namespace"), take("sandbox-name"));
-    Some(Name {
-        engine: Some(Engine::Containerd),
-        name: take("container-name"),
-        image: take("image-name"),
-        part_of: if pod.is_empty() { pod } else { format!("{namespace}/{pod}") },
-        unit: String::new(),
-    })
-}
-
-fn read(file: &Path) -> Option<Value> {
-    serde_json::from_slice(&JsonFile::read(file).ok()?.text).ok()
+/// As its engine's own record has it.
+fn by_engine(container: &Container) -> Option<Name> {
+    let Container { id, bundle, rootfs, .. } = container;
+    let docker = || containers_by_name::docker_above(id, rootfs).ok().flatten();
+    let podman = || container_root::podman_record(id, bundle, rootfs);
+    let containerd = || {
+        let file = JsonFile::read(&bundle.join("config.json")).ok()?;
+        containers_by_name::read_containerd(id, bundle, &file).ok().flatten()
+    };
+    let (engine, recorded) = (docker().map(|found| (Engine::Docker, found)))
+        .or_else(|| Some((Engine::Podman, podman()?)))
+        .or_else(|| Some((Engine::Containerd, containerd()?)))?;
+    let Recorded { name, image, part_of, .. } = recorded;
+    Some(Name { engine: Some(engine), name, image, part_of, unit: String::new() })
 }
 
 /// The innermost systemd service that a cgroup directory lies in (systemd.resource-control(5): one directory a unit).
@@ -332,32 +353,4 @@ fn unit(cgroup: &Path) -> Option<String> {
     let service = services.next()?;
     let says_nothing = ENGINES.contains(&service) || service.starts_with("user@");
     (!says_nothing).then(|| service.to_owned())
-}
-
-/// What is said of [`without_share`].
-pub(crate) const WHY_WITHOUT_SHARE: &str =
-    "started with the runtime sublet, but without a share: no annotation reached it";
-
-/// The names of containers that run, were started with sublet's runtime and have no share, of a dockerd with this
-/// data-root: by Docker's own records, because the shim keeps none of them.
-pub(crate) fn without_share(data_root: &Path, ledger: &Ledger) -> Vec<String> {
-    let entries = std::fs::read_dir(data_root.join("containers")).into_iter().flatten().flatten();
-    let holds_none = |id: OsString| !ledger.leases.iter().any(|lease| lease.container.id.as_str() == id);
-    let holding_none = entries.filter(|entry| holds_none(entry.file_name()));
-    let mut names: Vec<String> = holding_none.filter_map(|entry| running_by_sublet(&entry.path())).collect();
-    names.sort();
-    names
-}
-
-/// The container's name, if it runs and `sublet` is its runtime (moby, `container/container.go`, `toDisk`), and what is to be
-/// said of its labels.
-fn running_by_sublet(container: &Path) -> Option<String> {
-    if read(&container.join("hostconfig.json"))?["Runtime"] != "sublet" {
-        return None;
-    }
-    let record = read(&container.join("config.v2.json"))?;
-    let name = record["Name"].as_str().filter(|_| record["State"]["Running"] == true)?;
-    let labels = BTreeMap::deserialize(&record["Config"]["Labels"]).unwrap_or_default();
-    let told = labels_told(&labels, "as --annotation").map(|told| format!(" ({told})"));
-    Some(safe(name.strip_prefix('/').unwrap_or(name)) + &told.unwrap_or_default())
 }

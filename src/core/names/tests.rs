@@ -1,9 +1,10 @@
 use std::fs;
+use std::path::PathBuf;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::*;
-use sublet_core::ledger::fixture::lease;
+use crate::ledger::fixture::lease;
 
 fn ledger(numbers: &[u64]) -> Ledger {
     Ledger { leases: numbers.iter().map(|number| lease(*number, "GPU-0")).collect(), ..Ledger::empty("boot") }
@@ -147,16 +148,16 @@ fn dockers_record_lies_below_its_data_root_wherever_that_is() {
         "com.docker.compose.project": "shop", "com.docker.compose.service": "web"}}});
     write(&root.path().join("containers").join(ID).join("config.v2.json"), &record);
     for rootfs in ["overlay2/abc/merged", &format!("rootfs/overlayfs/{ID}")] {
-        let named = docker(&container(ID, "/run/x".into(), root.path().join(rootfs))).unwrap();
+        let named = by_engine(&container(ID, "/run/x".into(), root.path().join(rootfs))).unwrap();
         assert_eq!((named.name.as_str(), named.image.as_str()), ("web-1", "probe:1"));
         assert_eq!(named.part_of, "shop/web");
     }
     let unlabelled = json!({"Name": "x", "Config": {"Image": "", "Labels": null}});
     write(&root.path().join("containers").join(ID).join("config.v2.json"), &unlabelled);
-    let named = docker(&container(ID, PathBuf::new(), root.path().join("overlay2/a/merged"))).unwrap();
+    let named = by_engine(&container(ID, PathBuf::new(), root.path().join("overlay2/a/merged"))).unwrap();
     assert_eq!((named.name.as_str(), named.part_of.as_str()), ("x", ""));
     for id in ["job", "../../etc", "", &ID[1..]] {
-        assert_eq!(docker(&container(id, PathBuf::new(), root.path().join("a/b"))), None, "{id}");
+        assert_eq!(by_engine(&container(id, PathBuf::new(), root.path().join("a/b"))), None, "{id}");
     }
 }
 
@@ -164,36 +165,47 @@ fn dockers_record_lies_below_its_data_root_wherever_that_is() {
 #[test]
 fn podmans_lists_have_the_name_and_the_image() {
     let storage = tempfile::tempdir().unwrap();
-    let bundle = storage.path().join(ID).join("userdata");
+    let containers = storage.path().join("vfs-containers");
+    let bundle = containers.join(ID).join("userdata");
     let entry = json!([{"id": ID, "names": ["web-1"], "image": "c11780", "layer": "0939",
         "metadata": "{\"image-name\":\"localhost/probe:latest\",\"image-id\":\"c11780\",\"name\":\"web-1\"}",
         "created": "2026-11-23T04:48:28.625741757Z", "flags": {"MountLabel": "", "ProcessLabel": ""}}]);
     for list in ["containers.json", "volatile-containers.json"] {
-        write(&storage.path().join(list), &entry);
-        let named = podman(&container(ID, bundle.clone(), "/r".into())).unwrap();
-        assert_eq!((named.name.as_str(), named.image.as_str()), ("web-1", "localhost/probe:latest"));
-        fs::remove_file(storage.path().join(list)).unwrap();
+        write(&containers.join(list), &entry);
+        let by_layer = storage.path().join("vfs/dir/0939");
+        for known in [
+            container(ID, bundle.clone(), "/r".into()),
+            container(ID, PathBuf::new(), by_layer.clone()),
+            container("", PathBuf::new(), by_layer.clone()),
+        ] {
+            let named = by_engine(&known).unwrap();
+            assert_eq!((named.name.as_str(), named.image.as_str()), ("web-1", "localhost/probe:latest"));
+        }
+        assert_eq!(container_root::podman_id(&by_layer).as_deref(), Some(ID));
+        assert_eq!(container_root::podman_id(&storage.path().join("vfs/dir/other")), None);
+        fs::remove_file(containers.join(list)).unwrap();
+        assert_eq!(by_engine(&container(ID, bundle.clone(), "/r".into())), None);
     }
-    assert_eq!(podman(&container(ID, bundle.clone(), "/r".into())), None);
-    write(&storage.path().join("containers.json"), &json!([{"id": "other"}]));
-    assert_eq!(podman(&container(ID, bundle, "/r".into())), None);
+    write(&containers.join("containers.json"), &json!([{"id": "other"}]));
+    assert_eq!(by_engine(&container(ID, bundle, "/r".into())), None);
 }
 
 #[test]
 fn a_pods_container_is_known_by_containerds_annotations_in_its_own_bundle() {
     let root = tempfile::tempdir().unwrap();
     let bundle = root.path().join("io.containerd.runtime.v2.task/k8s.io/c1");
-    let annotations = json!({"io.kubernetes.cri.container-name": "web", "io.kubernetes.cri.image-name": "x:1",
+    let annotations = json!({"io.kubernetes.cri.container-type": "container",
+        "io.kubernetes.cri.container-name": "web", "io.kubernetes.cri.image-name": "x:1",
         "io.kubernetes.cri.sandbox-name": "shop-0", "io.kubernetes.cri.sandbox-namespace": "prod"});
     write(&bundle.join("config.json"), &json!({"annotations": annotations}));
-    let named = kubernetes(&container("c1", bundle, "/r".into())).unwrap();
+    let named = by_engine(&container("c1", bundle, "/r".into())).unwrap();
     assert_eq!(
         (named.name.as_str(), named.image.as_str(), named.part_of.as_str()),
         ("web", "x:1", "prod/shop-0")
     );
     let elsewhere = root.path().join("c1");
     write(&elsewhere.join("config.json"), &json!({"annotations": annotations}));
-    assert_eq!(kubernetes(&container("c1", elsewhere, "/r".into())), None);
+    assert_eq!(by_engine(&container("c1", elsewhere, "/r".into())), None);
 }
 
 #[test]
@@ -214,30 +226,52 @@ fn the_innermost_service_of_a_cgroup_is_the_unit() {
     }
 }
 
+fn known(id: &str, name: &str, seen: u64) -> Known {
+    Known { seen, container_id: id.to_owned(), name: named(name) }
+}
+
 #[test]
-fn those_that_run_by_sublet_and_hold_no_lease_are_named() {
-    let root = tempfile::tempdir().unwrap();
-    let container = |id: &str, runtime: &str, running: bool| {
-        let dir = root.path().join("containers").join(id);
-        std::fs::create_dir_all(&dir).unwrap();
-        std::fs::write(dir.join("hostconfig.json"), format!(r#"{{"Runtime": "{runtime}"}}"#)).unwrap();
-        let record = format!(r#"{{"Name": "/of-{id}", "State": {{"Running": {running}}}}}"#);
-        std::fs::write(dir.join("config.v2.json"), record).unwrap();
+fn names_take_the_ids_places_and_nothing_else_changes() {
+    let other = ID.replace('4', "5");
+    let names = |all: &[(&str, &str, u64)]| {
+        let each = (0..).zip(all).map(|(at, (id, name, seen))| {
+            (lease(at, "GPU-0").id.to_string(), known(id, name, *seen))
+        });
+        Names(each.collect())
     };
-    container("b", "sublet", true);
-    container("a", "sublet", true);
-    container("ended", "sublet", false);
-    container("plain", "runc", true);
-    container("named", "sublet-small", true);
-    std::fs::write(root.path().join("containers/torn"), "").unwrap();
-    let mut ledger = Ledger::empty("");
-    assert_eq!(without_share(root.path(), &ledger), ["of-a", "of-b"]);
-    let record = r#"{"Name": "/of-b", "State": {"Running": true}, "Config": {"Labels": {"a": "b", "sublet.sm": "25"}}}"#;
-    std::fs::write(root.path().join("containers/b/config.v2.json"), record).unwrap();
-    let of_b = "of-b (labels are not annotations: write as --annotation sublet.sm=25)";
-    let mut held = lease(1, "GPU-0");
-    held.container.id = "a".to_owned();
-    ledger.leases.push(held);
-    assert_eq!(without_share(root.path(), &ledger), [of_b]);
-    assert_eq!(without_share(Path::new("/nonexistent"), &ledger), Vec::<String>::new());
+    let one = names(&[(ID, "old", 1), (ID, "lab-comfyui-1", 2), (&other, "", 2), ("first", "x", 2)]);
+    let text = format!(
+        "container {ID}: no place; held by 452325ed5f7f (mps, 25 % SM), first (mps),\n  {}; see /x/{ID}/y and {}",
+        &other[..12],
+        &ID[..16]
+    );
+    let told = format!(
+        "container lab-comfyui-1: no place; held by lab-comfyui-1 (mps, 25 % SM), first (mps),\n  {}; see /x/{ID}/y and {}",
+        &other[..12],
+        &ID[..16]
+    );
+    assert_eq!(one.tell(&text), told);
+    let hostile = names(&[(ID, &format!("\u{1b}[2J\n{}", "x".repeat(4096)), 1)]);
+    assert_eq!(hostile.tell(&format!("held by {ID}")), format!("held by \\u{{1b}}[2J\\n{}", "x".repeat(27)));
+    let twins = names(&[(ID, "web", 2), (&other, "web", 2), (&ID.replace('2', "6"), "web", 1)]);
+    let text = format!("held by {} (mps), {other}", &ID[..12]);
+    assert_eq!(twins.tell(&text), format!("held by web ({}) (mps), web ({})", &ID[..12], &other[..12]));
+}
+
+#[test]
+fn a_refused_container_keeps_its_name_and_is_none_that_has_ended() {
+    let root = tempfile::tempdir().unwrap();
+    let record = json!({"Name": "/web", "Config": {"Image": "x"}});
+    let file = root.path().join("containers").join(ID).join("config.v2.json");
+    write(&file, &record);
+    let config = Config { state_dir: root.path().join("state"), ..Config::default() };
+    fs::create_dir(&config.state_dir).unwrap();
+    let refused = container(ID, PathBuf::new(), root.path().join("overlay2/a/merged"));
+    Names::learn_with(Some(&refused), &ledger(&[]), &config);
+    fs::remove_file(file).unwrap();
+    let names = Names::learn(&ledger(&[]), &config);
+    assert_eq!(names.refused("web").collect::<Vec<_>>(), [ID]);
+    assert_eq!((names.refused("we").count(), names.ended("web", &ledger(&[])).len()), (0, 0));
+    assert_eq!(names.of_id(ID).and_then(Name::called), Some("web"));
+    assert_eq!(names.tell(&format!("container {ID}: no")), "container web: no");
 }
