@@ -38,13 +38,15 @@ pub(crate) struct Reader {
     pub position: Position,
     /// Of the journal nothing of earlier boots.
     pub this_boot: bool,
+    /// For a user without root, also what is recorded of Docker's containers.
+    pub dockers: bool,
 }
 
 impl Reader {
     /// The events since it read before, oldest first, and what could not be read, in one line.
     pub fn new_events(&mut self, config: &Config) -> (Vec<Event>, Option<String>) {
         if is_remote(config) {
-            return (self.unseen(of_user(config)), None);
+            return (self.unseen(of_user(self.dockers, config)), None);
         }
         let ring = self.unseen(read_ring(&config.state_dir));
         if !has_journal(&config.state_dir) {
@@ -97,21 +99,21 @@ fn merged(one: Vec<Event>, other: Vec<Event>) -> Vec<Event> {
 }
 
 /// A user's own refusals and warnings of images, and what the guard did to their containers.
-fn of_user(config: &Config) -> Vec<Event> {
+fn of_user(dockers: bool, config: &Config) -> Vec<Event> {
     let us = nix::unistd::geteuid().as_raw();
+    let may_see = |uid: u32| uid == us || dockers && uid == 0;
     // What is recorded has no milliseconds.
     let at = |time: u64, event: Event| Event {
         time: timestamp(time).replace('Z', ".000Z"),
         uptime_ms: 0,
-        uid: us,
         ..event
     };
-    let refused = refusals(config).into_iter().filter(|record| record.uid == us);
-    let refused = refused.map(|RefusalRecord { time, container_id, reason, started, .. }| {
+    let refused = refusals(config).into_iter().filter(|record| may_see(record.uid));
+    let refused = refused.map(|RefusalRecord { time, container_id, reason, started, uid }| {
         let kind = if started { Kind::Warned } else { Kind::Refused };
-        at(time, Event { container_id, text: reason, ..Event::now(kind) })
+        at(time, Event { uid, container_id, text: reason, ..Event::now(kind) })
     });
-    let guarded = guard::events(config).into_iter().filter(|guarded| guarded.uid == us);
+    let guarded = guard::events(config).into_iter().filter(|guarded| may_see(guarded.uid));
     merged(refused.collect(), guarded.map(|guarded| at(guarded.time, guarded.recorded())).collect())
 }
 

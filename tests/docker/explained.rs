@@ -160,14 +160,17 @@ fn a_refusal_is_told_by_names_which_no_file_has_that_others_read() {
     assert!(eventually(|| docker.lease(&first).is_none()));
     let refused = docker.run("web", &["sublet.sm=40"], &["--rm"], &["sleep", "600"]);
     let held = "held by lab-comfyui-1 (mps, 70 % SM)";
-    assert!(!refused.ok && refused.stderr.contains("container web: ") && refused.stderr.contains(held), "{refused:?}");
+    assert!(
+        !refused.ok && refused.stderr.contains("container web: ") && refused.stderr.contains(held),
+        "{refused:?}"
+    );
     let sublet = |arguments: &[&str]| {
         let output = docker.world.sublet(arguments);
         let told = text(&output.stdout) + &text(&output.stderr);
         told.split_whitespace().collect::<Vec<_>>().join(" ")
     };
     for (arguments, part) in [
-        (&["explain", "--container", "web"][..], ", and refused at "),
+        (&["explain", "--container", "web"][..], " Refused since then at "),
         (&["events", "--container", "web"], " refused web "),
         (&["events", "--container", "web", "--format", "json"], "\"name\":\"web\""),
         (&["status", "--last-error"], " container web: "),
@@ -195,9 +198,13 @@ fn a_docker_that_does_not_answer_is_not_waited_for() {
     let mut command = world.command("sublet");
     command.args(["explain", "--container", "nobody"]);
     let began = Instant::now();
-    let output = command.env("DOCKER_HOST", format!("unix://{}", socket.display())).output().expect("it runs");
+    let output =
+        command.env("DOCKER_HOST", format!("unix://{}", socket.display())).output().expect("it runs");
     let (took, said) = (began.elapsed(), text(&output.stderr));
-    assert!(said.contains("docker was asked") && said.contains("nobody") && !output.status.success(), "{said}");
+    assert!(
+        said.contains("docker was asked") && said.contains("nobody") && !output.status.success(),
+        "{said}"
+    );
     // Less than two seconds but for what the machine does beside it; doctor waits for ten.
     assert!(took < Duration::from_secs(3), "{took:?}");
 }

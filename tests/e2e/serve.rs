@@ -326,7 +326,8 @@ fn a_user_is_told_of_others_containers_without_their_names() {
         (host.bundle(BOB, "bobs", &[("sublet.sm", "30")], HOLD), host.bundle(ALICE, "own", QUARTER, HOLD));
     bobs.up();
     own.up();
-    let refused = host.bundle(ALICE, "refused", &[("sublet.sm", "10"), ("sublet.memory", "1GiB")], HOLD).create();
+    let refused =
+        host.bundle(ALICE, "refused", &[("sublet.sm", "10"), ("sublet.memory", "1GiB")], HOLD).create();
     let wait = ["wait", "sm=10", "memory=1GiB", "--timeout=0"];
     let (other, own_share) = ("another user's container", "own (mps, 25 % SM, 8 GiB)");
     let held = format!("held by {other} (mps, 40 % SM), {other} (mps, 30 % SM), {own_share}");

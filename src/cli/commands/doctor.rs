@@ -146,12 +146,12 @@ pub fn ask(argv: &[&str]) -> Option<String> {
 pub fn ask_engines(template: &str, text: &str) -> Option<String> {
     let of = |engine| {
         let argv = [engine, "container", "inspect", "--format", template, "--", text];
-        let said = ask_within(ENGINE_LIMIT, &argv).inspect_err(|error| {
-            if matches!(error, ChildError::Timeout) {
-                eprintln!("sublet: note: {engine} was asked for the container and gave no answer");
-            }
-        });
-        said.ok().flatten().map(|said| said.trim().to_owned()).filter(|said| !said.is_empty())
+        let said = ask_within(ENGINE_LIMIT, &argv);
+        if matches!(said, Err(ChildError::Timeout)) {
+            eprintln!("sublet: note: {engine} was asked for the container and gave no answer");
+        }
+        // Docker's names begin with a slash.
+        Some(said.ok().flatten()?.trim().trim_start_matches('/').to_owned())
     };
     ["docker", "podman"].into_iter().find_map(of)
 }

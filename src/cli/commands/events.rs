@@ -14,7 +14,6 @@ use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
 use sublet_core::inventory::{self, Device, Inventory};
-use sublet_core::ledger::Store;
 use sublet_core::place;
 use sublet_core::text::{safe, short_id};
 
@@ -95,7 +94,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
             match arguments.format {
                 Format::Json => {
                     let mut keys = serde_json::to_value(&event)?;
-                    keys.as_object_mut().zip(shown.name(&event)).map(|(keys, name)| keys.insert("name".to_owned(), name.into()));
+                    keys["name"] = shown.name(&event).into();
                     print!("{keys}\n");
                 }
                 Format::Table => println!("{}", shown.line(&event)),
@@ -144,11 +143,10 @@ impl Wanted {
                 Filter::Gpu(device) => wanted.devices.get_or_insert_default().extend(named(device, config)?),
             }
         }
-        if is_remote(config) {
-            // Names of users' containers are not kept.
-            let ids: Vec<_> = wanted.containers.iter().filter_map(|name| ask_engines("{{.Id}}", name)).collect();
-            wanted.containers.extend(ids);
-        }
+        // Names of users' containers are not kept.
+        let asked = wanted.containers.iter().filter(|_| is_remote(config));
+        let ids: Vec<_> = asked.filter_map(|name| ask_engines("{{.Id}}", name)).collect();
+        wanted.containers.extend(ids);
         Ok(wanted)
     }
 
@@ -182,8 +180,7 @@ struct Shown {
 
 impl Shown {
     fn read(config: &Config) -> Self {
-        let ledger = Store::open(&config.state_dir).ok().and_then(|store| store.peek().ok());
-        let names = ledger.map(|ledger| Names::learn(&ledger, config)).unwrap_or_default();
+        let names = Names::now(None, config);
         let inventory = (!is_remote(config)).then(|| inventory::last(config).ok()).flatten();
         Self { names, inventory: inventory.map(|inventory| inventory.with_left_out()) }
     }

@@ -173,32 +173,26 @@ pub struct LastRefusal {
 fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let (us, is_remote) = (nix::unistd::geteuid().as_raw(), is_remote(config));
     let last = admit::refusals(config).into_iter().rfind(|record| !is_remote || record.uid == us);
-    let ledger = Store::open(&config.state_dir).and_then(|store| store.peek()).unwrap_or_default();
-    let names = Names::learn(&ledger, config);
-    let last = last.map(|record| LastRefusal {
-        time: tables::timestamp(record.time),
-        name: names
-            .of_id(&record.container_id)
-            .and_then(Name::called)
-            .map(cut)
-            .or_else(|| asked(&record.container_id)),
-        container_id: record.container_id,
-        reason: names.tell(&record.reason),
-        uid: record.uid,
-        started: record.started,
-        candidates: record.candidates.iter().map(|text| names.tell(text)).collect(),
+    let names = Names::now(None, config);
+    let called = |id: &str| {
+        // Names of users' containers are not kept.
+        let asked = || is_id(id).then(|| ask_engines("{{.Name}}", id)).flatten();
+        names.of_id(id).and_then(Name::called).map(str::to_owned).or_else(asked).map(|name| cut(&name))
+    };
+    let last = last.map(|RefusalRecord { time, container_id, reason, uid, started, candidates }| LastRefusal {
+        time: tables::timestamp(time),
+        name: called(&container_id),
+        container_id,
+        reason: names.tell(&reason),
+        uid,
+        started,
+        candidates: candidates.iter().map(|text| names.tell(text)).collect(),
     });
     tables::print(arguments.format, &last, || match &last {
         None if is_remote => "No container of yours has been refused.".to_owned(),
         None => "No container has been refused since boot.".to_owned(),
         Some(last) => last.words(arguments.verbose),
     })
-}
-
-/// What the engine of a container calls it now. Names of users' containers are not kept.
-fn asked(id: &str) -> Option<String> {
-    let name = is_id(id).then(|| ask_engines("{{.Name}}", id)).flatten()?;
-    Some(cut(name.trim_start_matches('/')))
 }
 
 impl LastRefusal {

@@ -4,8 +4,6 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
-use nix::unistd::geteuid;
-
 use crate::preview::{Whose, preview};
 use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
@@ -99,7 +97,7 @@ fn look(request: Option<&Request>, waiter: Option<&Waiter>, config: &Config) -> 
         updated.or_else(|error| if error.is_elsewhere() { Ok(None) } else { Err(error) })?;
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    let ledger = store.peek()?.seen_by(geteuid().as_raw());
+    let ledger = store.peek()?.seen_by(nix::unistd::geteuid().as_raw());
     preview(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config)?;
     Ok(())
 }

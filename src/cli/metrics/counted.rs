@@ -189,7 +189,7 @@ fn counted(config: &Config) -> std::io::Result<Totals> {
         .open(config.state_dir.join("metrics.lock"))?;
     let _held = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
     let mut totals: Totals = read_history(&path(config), LARGEST)?;
-    let mut reader = Reader { position: totals.position.clone(), this_boot: true };
+    let mut reader = Reader { position: totals.position.clone(), this_boot: true, dockers: false };
     let (events, unread) = reader.new_events(config);
     if let Some(why) = unread {
         return Err(std::io::Error::other(why));

@@ -294,7 +294,8 @@ fn asked(
         (_, Some("" | "-runtime")) => {
             if let Some(containers) = containers {
                 let (name, image) = service.called.clone().ok_or(NotPlaced::Unnamed)?;
-                source.share = containers.share(&Known { name, image, ..Known::default() }).map(str::to_owned);
+                source.share =
+                    containers.share(&Known { name, image, ..Known::default() }).map(str::to_owned);
             }
         }
         (_, Some(share)) if share.starts_with('-') => source.share = Some(share[1..].to_owned()),

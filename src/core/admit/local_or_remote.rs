@@ -135,7 +135,7 @@ impl<'a> Leases<'a> {
             None => self.local.bind(lease, binding),
             Some(remote) => remote.bind(lease, binding),
         };
-        let (id, bundle) = (binding.id.clone(), binding.bundle.clone());
+        let Binding { id, bundle, .. } = binding.clone();
         let container = Container { id, bundle, ..Container::default() };
         bound.inspect_err(|error| self.record_refusal(&container, error))
     }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::config_files::{self, Known as Recorded};
 use crate::fs::{read_if_trusted, replace};
-use crate::ledger::{Container, Lease, LeaseId, Ledger, Store, is_remote, is_there, read_text};
+use crate::ledger::{Container, Lease, Ledger, Store, is_remote, is_there, read_text};
 use crate::oci::{JsonFile, container_root, containers_by_name};
 use crate::process::{epoch_seconds, is_nested};
 use crate::text::{cut, safe, short_id};
@@ -119,20 +119,31 @@ struct Stored {
 pub struct Names(BTreeMap<String, Known>);
 
 impl Names {
+    /// [`Names::learn`] of the ledger of now, and of `refused`, a container that gets no lease.
+    pub fn now(refused: Option<&Container>, config: &Config) -> Self {
+        // Below a rootless engine root's files seem to be nobody's, and no store can be opened.
+        let ledger = if is_remote(config) {
+            serde_json::from_slice(&read_text(&config.state_dir)).ok()
+        } else {
+            Store::open(&config.state_dir).and_then(|store| store.peek()).ok()
+        };
+        ledger.map(|ledger| Self::learn_with(refused, &ledger, config)).unwrap_or_default()
+    }
+
     /// Of those in `ledger`, as their engines have them now, and of those that have ended. A user without root learns
     /// the names of their own containers alone. What cannot be read or kept has no name: that is no reason to fail.
     pub fn learn(ledger: &Ledger, config: &Config) -> Self {
         Self::learn_with(None, ledger, config)
     }
 
-    /// [`Names::learn`], and of `refused`, a container that gets no lease.
-    pub(crate) fn learn_with(refused: Option<&Container>, ledger: &Ledger, config: &Config) -> Self {
+    fn learn_with(refused: Option<&Container>, ledger: &Ledger, config: &Config) -> Self {
         let path = config.state_dir.join("names.json");
         let (began, now, is_remote) = (Instant::now(), epoch_seconds(), is_remote(config));
         let mut names = if is_remote { Self::default() } else { Self::stored(&path) };
         let before = names.0.clone();
         let may_look = |lease: &Lease| is_own(lease, is_remote) && began.elapsed() < LIMIT;
         names.note(ledger, now, |lease| may_look(lease).then(|| learnt(lease)).flatten());
+        let refused = refused.filter(|one| !one.id.is_empty());
         let refused = refused.and_then(|one| Some(Known::of(one, by_engine(one)?.cut(), now)));
         names.0.extend(refused.map(|known| (known.container_id.clone(), known)));
         // But for when they were seen.
@@ -161,22 +172,22 @@ impl Names {
 
     /// The ids of containers with this name that were refused.
     pub fn refused<'n>(&'n self, name: &'n str) -> impl Iterator<Item = &'n str> {
-        let is_meant = move |(id, known): &(&String, &Known)| known.name.name == name && LeaseId::parse(id).is_none();
-        self.0.iter().filter(is_meant).map(|(id, _)| id.as_str())
+        let all = self.0.iter().filter(|(id, known)| **id == known.container_id);
+        all.filter(move |(_, known)| known.name.name == name).map(|(id, _)| id.as_str())
     }
 
     /// `text` with what people call the containers of which it has the ids. Of two that run and have one name, it also
     /// keeps the ids.
     pub fn tell(&self, text: &str) -> String {
-        let told = |word: &str| match self.called(id_in(word)) {
-            Some(name) => word.replacen(id_in(word), &name, 1),
-            None => word.to_owned(),
+        let told = |word: &str| {
+            let name = self.called(id_in(word));
+            name.map_or_else(|| word.to_owned(), |name| word.replacen(id_in(word), &name, 1))
         };
         text.split_inclusive(char::is_whitespace).map(told).collect()
     }
 
     fn called(&self, id: &str) -> Option<String> {
-        let is_its = |known: &&Known| is_id(id) && known.container_id.starts_with(id) && is_id(&known.container_id);
+        let is_its = |known: &&Known| is_id(id) && known.container_id.starts_with(id);
         let known = self.0.values().filter(is_its).max_by_key(|known| known.seen)?;
         let name = known.name.called()?;
         let is_twin = |other: &Known| other.seen == known.seen && other.container_id != known.container_id;
@@ -196,7 +207,7 @@ impl Names {
         let labels = |(id, known): (&str, &Known)| {
             [id.to_owned(), known.container_id.clone(), known.name.name.clone()]
         };
-        let ended = self.gone(ledger).filter(|(id, _)| LeaseId::parse(id).is_some());
+        let ended = self.gone(ledger).filter(|(id, known)| *id != known.container_id);
         let mut found = meant(text, &ended.collect::<Vec<_>>(), labels);
         found.sort_by_key(|(_, known)| std::cmp::Reverse(known.seen));
         found
@@ -244,19 +255,10 @@ pub fn is_own(lease: &Lease, is_remote: bool) -> bool {
 
 /// `text`, an error, as [`Names::tell`] has it by the names of now.
 pub fn told(text: &str) -> String {
-    let names = || {
-        let config = config_files::load().ok().filter(|config| is_there(&config.state_dir))?;
-        // Below a rootless engine root's files seem to be nobody's, and no store can be opened.
-        let ledger = if is_remote(&config) {
-            serde_json::from_slice(&read_text(&config.state_dir)).ok()?
-        } else {
-            Store::open(&config.state_dir).ok()?.peek().ok()?
-        };
-        Some(Names::learn(&ledger, &config))
-    };
     let has_id = text.split_whitespace().any(|word| is_id(id_in(word)));
-    let names = if has_id { names() } else { None };
-    names.map_or_else(|| text.to_owned(), |names| names.tell(text))
+    let config = if has_id { config_files::load().ok() } else { None };
+    let config = config.filter(|config| is_there(&config.state_dir));
+    config.map_or_else(|| text.to_owned(), |config| Names::now(None, &config).tell(text))
 }
 
 /// `word` without what stands around it in a sentence.
@@ -330,13 +332,13 @@ fn learnt(lease: &Lease) -> Option<Name> {
 /// As its engine's own record has it.
 fn by_engine(container: &Container) -> Option<Name> {
     let Container { id, bundle, rootfs, .. } = container;
-    let docker = || containers_by_name::docker_above(id, rootfs).ok().flatten();
-    let podman = || container_root::podman_record(id, bundle, rootfs);
+    let docker = containers_by_name::docker_above(id, rootfs).ok().flatten();
+    let podman = || container_root::podman_record(bundle, rootfs);
     let containerd = || {
-        let file = JsonFile::read(&bundle.join("config.json")).ok()?;
+        let file = bundle.ends_with(id).then(|| JsonFile::read(&bundle.join("config.json")))?.ok()?;
         containers_by_name::read_containerd(id, bundle, &file).ok().flatten()
     };
-    let (engine, recorded) = (docker().map(|found| (Engine::Docker, found)))
+    let (engine, recorded) = (docker.map(|found| (Engine::Docker, found)))
         .or_else(|| Some((Engine::Podman, podman()?)))
         .or_else(|| Some((Engine::Containerd, containerd()?)))?;
     let Recorded { name, image, part_of, .. } = recorded;

@@ -234,9 +234,9 @@ fn known(id: &str, name: &str, seen: u64) -> Known {
 fn names_take_the_ids_places_and_nothing_else_changes() {
     let other = ID.replace('4', "5");
     let names = |all: &[(&str, &str, u64)]| {
-        let each = (0..).zip(all).map(|(at, (id, name, seen))| {
-            (lease(at, "GPU-0").id.to_string(), known(id, name, *seen))
-        });
+        let each = (0..)
+            .zip(all)
+            .map(|(at, (id, name, seen))| (lease(at, "GPU-0").id.to_string(), known(id, name, *seen)));
         Names(each.collect())
     };
     let one = names(&[(ID, "old", 1), (ID, "lab-comfyui-1", 2), (&other, "", 2), ("first", "x", 2)]);

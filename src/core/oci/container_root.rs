@@ -257,7 +257,7 @@ fn storage_entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
 /// Podman's name of the container of `spec` and `bundle`, if its storage has it.
 pub(super) fn podman_name(spec: &Value, bundle: &Path) -> Option<String> {
     let rootfs = spec.pointer("/root/path").and_then(Value::as_str).unwrap_or_default();
-    stored(bundle, Path::new(rootfs))?.names.into_iter().next()
+    podman_record(bundle, Path::new(rootfs)).map(|known| known.name)
 }
 
 /// Podman's id of the container with this root filesystem, if its storage has it.
@@ -265,18 +265,13 @@ pub fn podman_id(rootfs: &Path) -> Option<String> {
     find_by_layer(rootfs).map(|stored| stored.id)
 }
 
-/// What Podman's storage has of the container; `id` and `bundle` may be empty.
-pub(crate) fn podman_record(id: &str, bundle: &Path, rootfs: &Path) -> Option<Known> {
-    let stored = stored(bundle, rootfs).filter(|stored| id.is_empty() || stored.id == id)?;
+/// What Podman's storage has of the container. Podman 4 runs hooks elsewhere than in the bundle: there the root filesystem
+/// tells. The files that it mounts do not: in a pod some of them are the infra container's.
+pub(crate) fn podman_record(bundle: &Path, rootfs: &Path) -> Option<Known> {
+    let stored = Userdata::parse(bundle).map_or_else(|| find_by_layer(rootfs), |own| own.stored())?;
     let metadata: Value = serde_json::from_str(&stored.metadata).unwrap_or_default();
     let image = metadata["image-name"].as_str().unwrap_or_default().to_owned();
     Some(Known { name: stored.names.into_iter().next()?, image, ..Known::default() })
-}
-
-/// Podman 4 runs hooks elsewhere than in the bundle: there the root filesystem tells. The files that it mounts do not: in a
-/// pod some of them are the infra container's.
-fn stored(bundle: &Path, rootfs: &Path) -> Option<Stored> {
-    Userdata::parse(bundle).map_or_else(|| find_by_layer(rootfs), |own| own.stored())
 }
 
 /// The container whose root filesystem is `ROOT/<driver>/…/<layer>`, beside `ROOT/<driver>-containers`.

@@ -124,20 +124,21 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
     let compose = |key: &str| labels.get(&format!("com.docker.compose.{key}"));
     let part_of = compose("project").zip(compose("service"));
     let part_of = part_of.map(|(project, service)| format!("{project}/{service}")).unwrap_or_default();
-    let known =
-        Known { name, image, service: None, part_of, labels_told: labels_told(&labels, "as --annotation") };
-    if !record.managed {
-        return Ok(Some(known));
-    }
+    let service = labels.get(SERVICE).filter(|_| record.managed).cloned();
     // `docker service create` adds the registry's digest.
-    let image = known.image.split_once('@').map_or(&*known.image, |(image, _)| image).to_owned();
-    Ok(Some(Known { image, service: labels.get(SERVICE).cloned(), ..known }))
+    let pinned = image.split_once('@').filter(|_| record.managed);
+    let image = pinned.map_or(&*image, |(image, _)| image).to_owned();
+    Ok(Some(Known { name, image, service, part_of, labels_told: labels_told(&labels, "as --annotation") }))
 }
 
 /// Annotations of containerd's CRI, which overwrites a pod's own
 /// (`DefaultCRIAnnotations` comes last in `buildLinuxSpec` of `container_create.go`). Other engines let a
 /// user or, as Podman 4.3, an image write the same annotations: the bundle decides whose it is.
-pub(crate) fn read_containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Known>, MappedError> {
+pub(crate) fn read_containerd(
+    id: &str,
+    bundle: &Path,
+    file: &JsonFile,
+) -> Result<Option<Known>, MappedError> {
     if !bundle.ends_with(Path::new("io.containerd.runtime.v2.task/k8s.io").join(id)) {
         return Ok(None);
     }

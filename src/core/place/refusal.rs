@@ -143,8 +143,8 @@ fn describe_holder(lease: &Lease) -> String {
 
 /// By its id, in place of which people are shown its name ([`crate::names`]).
 fn name_holder(lease: &Lease) -> String {
-    let id = text::short_id(&lease.container.id);
-    if id.is_empty() { "a container that is being started".to_owned() } else { id }
+    let id = &lease.container.id;
+    text::short_id(if id.is_empty() { "a container that starts" } else { id })
 }
 
 /// The ways out of a refusal, each of which has been tried. None of them takes a running container's share away.

@@ -114,13 +114,16 @@ fn the_mode_is_the_requests_or_the_devices_or_the_default() {
 
 #[test]
 fn a_user_is_told_of_others_containers_without_their_names_and_of_one_that_has_none_yet() {
-    let mut holders = [leased(1, "GPU-0", 30_000, 8), leased(2, "GPU-0", 20_000, 8), leased(3, "GPU-0", 20_000, 8)];
+    let mut holders =
+        [leased(1, "GPU-0", 30_000, 8), leased(2, "GPU-0", 20_000, 8), leased(3, "GPU-0", 20_000, 8)];
     for (holder, (id, uid)) in holders.iter_mut().zip([("theirs", 1001), ("own", 1000), ("", 1000)]) {
         (holder.container.id, holder.container.uid) = (id.to_owned(), uid);
     }
     let (inventory, ledger) = (host(vec![device(0)]), ledger(holders.to_vec()));
     let told = |uid| refused(&mps(50_000, 8), &inventory, &ledger.clone().seen_by(uid)).message;
-    let held = |by: &str| format!("held by {by} (mps, 30 % SM, 8 GiB), own (mps, 20 % SM, 8 GiB), a container that is being started (");
+    let held = |by: &str| {
+        format!("held by {by} (mps, 30 % SM, 8 GiB), own (mps, 20 % SM, 8 GiB), a container that starts (")
+    };
     assert!(told(1000).contains(&held("another user's container")), "{}", told(1000));
     assert!(told(0).contains(&held("theirs")), "{}", told(0));
 }

@@ -114,12 +114,7 @@ fn container(spec: &Value) -> anyhow::Result<Container> {
     let rootfs = root.filter(|root| root.is_absolute()).and_then(|root| root.canonicalize().ok());
     let rootfs = rootfs.context("root.path in config.json is not the absolute path of a directory")?;
     let id = Some(id(spec).to_owned()).filter(|id| !id.is_empty()).or_else(|| podman_id(&rootfs));
-    Ok(Container {
-        uid: geteuid().as_raw(),
-        id: id.unwrap_or_default(),
-        rootfs,
-        ..Container::default()
-    })
+    Ok(Container { uid: geteuid().as_raw(), id: id.unwrap_or_default(), rootfs, ..Container::default() })
 }
 
 /// The container's id. Podman gives it only in the name of the cgroup (`…/libpod-<id>`, `…:libpod:<id>`,

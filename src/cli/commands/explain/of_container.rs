@@ -8,19 +8,17 @@ use super::Arguments;
 use super::answer::Amounts;
 use super::of_share::{ShownNode, shown_node};
 use crate::events::Reader;
-use crate::guard::{self, Event};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{self, Known, Name, Names, NoLease, lease_of};
 use crate::preview::Whose;
 use crate::shown::{escaped, word};
 use crate::status::LeaseUsed;
 use crate::usage::{self, Usage};
-use nix::unistd::geteuid;
 use schemars::JsonSchema;
 use serde::Serialize;
-use sublet_core::admit::{RefusalRecord, is_remote, refusals};
+use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
-use sublet_core::events::{self, Kind};
+use sublet_core::events;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Lease, Ledger, Store};
 use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
@@ -162,8 +160,7 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
     let names = Names::learn(&ledger, config);
     let found = find(text, &ledger, &names)?;
     let is_remote = is_remote(config);
-    let mut history = if is_remote { own_records(&found, whose, config) } else { events(&found, config) };
-    history.iter_mut().for_each(|happened| happened.text = names.tell(&happened.text));
+    let history = events(&found, &names, whose, config);
     let mut document = Document { schema: "sublet.explain-container/1", ..Document::default() };
     let mut sections = Vec::new();
     if let Some(lease) = found.lease {
@@ -176,8 +173,10 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
         sections.extend(mps_server(lease, config, &mut document)?);
         sections.extend(given(lease, is_remote, &mut document));
     } else if let [last, earlier @ ..] = &found.ended[..] {
-        let refused = history.last().filter(|last| last.kind == <&str>::from(Kind::Refused));
-        sections.push(ended(*last, earlier, refused, &mut document));
+        sections.push(ended(*last, earlier, &mut document));
+        // It, or another of its name: this is what its user looks for.
+        let refused = history.last().filter(|last| last.kind == "refused");
+        sections.extend(refused.map(|last| ("Refused since then", vec![format!("at {}", last.time)])));
     } else if history.is_empty() {
         return Err(ExplainError::NoContainer(safe(text)).into());
     } else {
@@ -249,19 +248,12 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
     section("Container", rows)
 }
 
-/// `earlier` are its leases before, the last one first. If it, or another of its name, was `refused` since then, that is
-/// what its user looks for.
-fn ended(
-    (lease, known): (&str, &Known),
-    earlier: &[(&str, &Known)],
-    refused: Option<&Happened>,
-    document: &mut Document,
-) -> Section {
+/// `earlier` are its leases before, the last one first.
+fn ended((lease, known): (&str, &Known), earlier: &[(&str, &Known)], document: &mut Document) -> Section {
     let (Known { name, container_id, .. }, seen) = (known, tables::timestamp(known.seen));
     let mut rows = vec![("name", safe(&name.name)), ("id", safe(container_id))];
     rows.extend(called(Some(name)));
-    let since = refused.map(|refused| format!(", and refused at {} (below)", refused.time)).unwrap_or_default();
-    rows.extend([("lease", safe(lease)), ("state", format!("ended; it was last seen at {seen}{since}"))]);
+    rows.extend([("lease", safe(lease)), ("state", format!("ended; it was last seen at {seen}"))]);
     rows.extend(earlier.iter().map(|(lease, known)| {
         ("before", format!("lease {}, last seen at {}", safe(lease), tables::timestamp(known.seen)))
     }));
@@ -352,8 +344,9 @@ fn given(lease: &Lease, is_remote: bool, document: &mut Document) -> Vec<Section
 }
 
 /// Time, kind and text of the events of its leases, and of other events that name it.
-fn events(found: &Found<'_>, config: &Config) -> Vec<Happened> {
-    let (events, unread) = Reader::default().new_events(config);
+fn events(found: &Found<'_>, names: &Names, whose: Whose, config: &Config) -> Vec<Happened> {
+    let dockers = whose == Whose::Root;
+    let (events, unread) = Reader { dockers, ..Reader::default() }.new_events(config);
     if let Some(line) = unread {
         eprintln!("sublet: {line}");
     }
@@ -367,26 +360,7 @@ fn events(found: &Found<'_>, config: &Config) -> Vec<Happened> {
     let row = |event: events::Event| Happened {
         time: safe(&event.time),
         kind: event.kind.to_string(),
-        text: escaped(&event.text),
+        text: escaped(&names.tell(&event.text)),
     };
     events.into_iter().filter(is_its).map(row).collect()
-}
-
-/// The same for a user, who may not read all that happened: refusals, and what the guard did.
-fn own_records(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Happened> {
-    let us = geteuid().as_raw();
-    let may_see = |record: &RefusalRecord| record.uid == us || whose == Whose::Root && record.uid == 0;
-    let is_its = |record: &RefusalRecord| may_see(record) && found.is_id(&record.container_id);
-    let row =
-        |time, kind: Kind, text| Happened { time: tables::timestamp(time), kind: kind.to_string(), text };
-    let kind = |record: &RefusalRecord| if record.started { Kind::Warned } else { Kind::Refused };
-    let refused = refusals(config).into_iter().filter(is_its);
-    let refused = refused.map(|record| row(record.time, kind(&record), record.reason));
-    let is_guarded = |event: &Event| event.container_id.as_deref().is_some_and(|id| found.is_id(id));
-    let guarded = guard::events(config).into_iter().filter(is_guarded);
-    let mut all: Vec<_> =
-        refused.chain(guarded.map(|event| row(event.time, Kind::Guard, event.text))).collect();
-    // RFC 3339 in UTC: the order of texts is that of times.
-    all.sort_by(|one, other| one.time.cmp(&other.time));
-    all
 }
