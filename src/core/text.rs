@@ -74,7 +74,7 @@ pub fn in_lines(message: &str) -> String {
 }
 
 /// The messages in `text`, each in one line again.
-pub fn in_one_line(text: &str) -> String {
+pub(crate) fn in_one_line(text: &str) -> String {
     text.replace("\nwhy: ", WHY).replace("\nfix: ", FIX)
 }
 

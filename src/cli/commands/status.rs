@@ -466,6 +466,7 @@ mod tests {
         let last = LastRefusal {
             time: "2026-11-27T18:00:00Z".to_owned(),
             container_id: "c".to_owned(),
+            name: None,
             reason: "no room; why: GPU 0 is full; fix: wait".to_owned(),
             uid: 0,
             started: false,

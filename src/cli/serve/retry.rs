@@ -23,7 +23,7 @@ use sublet_core::config_files;
 use sublet_core::grant::Image;
 use sublet_core::ledger::{LeaseId, Ledger, Retry, Store, Waiter};
 use sublet_core::process::{Process, uptime_seconds};
-use sublet_core::text::{in_one_line, safe_long};
+use sublet_core::text::{first_line, safe_long};
 
 /// The pause between two looks.
 const PAUSE: Duration = Duration::from_secs(2);
@@ -117,7 +117,8 @@ fn is_as_refused(waiter: &Waiter, names: &mut Names, config: &Config) -> anyhow:
     Ok((text("/Id"), text("/Name")) == (id, name)
         && ["always", "unless-stopped"].contains(&text("/HostConfig/RestartPolicy/Name"))
         && ["created", "exited"].contains(&text("/State/Status"))
-        && in_one_line(text("/State/Error")).contains(&waiter.why))
+        // Behind its first line, what Docker was told names containers.
+        && text("/State/Error").contains(first_line(&waiter.why)))
 }
 
 /// Asks dockerd of root, which has `limit` for each part of its answer. Returns the status and the body.
