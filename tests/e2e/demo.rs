@@ -11,6 +11,8 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use sublet_e2e::{bin_dir, eventually, skip_unless_root};
 
+use crate::screens::normal;
+
 fn checkout() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
@@ -35,20 +37,6 @@ fn left() -> BTreeSet<String> {
     let ours = cgroups.chain(names("/var/tmp")).filter(|path| path.contains("/sublet-"));
     let mounts = fs::read_to_string("/proc/self/mountinfo").expect("/proc");
     ours.chain(mounts.lines().map(str::to_owned)).collect()
-}
-
-/// Words with one space between them, without what differs each time: moments, durations and pids.
-fn normal(text: &str) -> String {
-    let words: Vec<&str> = text.split_whitespace().collect();
-    let is_number = |word: &str| !word.is_empty() && word.chars().all(|c| c.is_ascii_digit() || c == '.');
-    let differs = |at: usize| {
-        let (word, before) = (words[at], words[at.saturating_sub(1)]);
-        is_number(word.trim_end_matches('s'))
-            && (word.ends_with('s') || before == "after:" || before == "serving")
-            || before == "(pid"
-            || word.ends_with('Z') && word.contains('T')
-    };
-    (0..words.len()).map(|at| if differs(at) { "…" } else { words[at] }).collect::<Vec<_>>().join(" ")
 }
 
 /// The lines that the README shows of it: the indented block that has the guard in it.

@@ -42,6 +42,7 @@ mod one_lease;
 mod prestart;
 mod prestart_killed;
 mod schemas;
+mod screens;
 mod serve;
 mod several_gpus;
 mod sick_gpus;
