@@ -3,7 +3,7 @@
 #   make test    the tests, in 12 minutes: real runc; Docker, Podman and containerd in a Debian 13 of their own
 # The rest: test-all, before a release: `make test` and everything else, of a clean checkout; test-GROUP (one group of
 # tests/jobs, all of it: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security, slurm, real, packages,
-# kubernetes, ansible, metrics, web, faults, soak, lint, fuzz, cases; enforcing, packages on kernels that enforce, and
+# kubernetes, ansible, people, metrics, web, faults, soak, lint, fuzz, cases; enforcing, packages on kernels that enforce, and
 # model-unlike, a large model, which nothing else runs); soak (longer), check (needs no root, network, engine or GPU), build,
 # bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth (docs/security.md); deb, rpm, dist, repo and advisories
 # (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's GPUs. CONTRIBUTING.md: which after what.
@@ -53,7 +53,7 @@ GENERATED := $(CURDIR)/target/generated
 
 # Those of tests/jobs.
 test_groups := $(addprefix test-,unit lint fuzz model model-unlike sim e2e-runc e2e-crun docker podman containerd systemd security cases \
-    slurm real packages enforcing kubernetes ansible metrics web faults soak)
+    slurm real packages enforcing kubernetes ansible people metrics web faults soak)
 
 # Endurance: tests/soak/README.md.
 MINUTES ?= 10
