@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, skip_unless_engines};
+use sublet_e2e::podman::Podman;
 use sublet_e2e::{World, eventually};
 
 fn h200() -> Docker {
@@ -130,6 +131,103 @@ fn a_stack_is_what_docker_compose_makes_of_its_file() {
     for part in ["engine     docker", "part of    shop/web", &id, "ended; it was last seen at "] {
         assert!(told.contains(part), "{part} is not in {told}");
     }
+    docker.world.assert_empty();
+}
+
+/// Docker Compose takes none of them, each for another reason.
+fn refused_files() -> Vec<String> {
+    let long = "k".repeat(4096);
+    [
+        "",
+        "services:\n\tweb: { image: probe }",
+        "services: []",
+        "services: { web: { image: probe, annotations: 5 } }",
+        "services: { web: { image: probe, command: \"${MISSING:?nobody set it}\" } }",
+        "services: { web: { image: probe, env_file: [ gone.env ] } }",
+        "services: { web: { extends: { service: gone } } }",
+        "include: [ gone.yaml ]\nservices: { web: { image: probe } }",
+        // What a terminal would act on, and what fills it.
+        "services: { \"w\\e[31mb\\e]0;owned\\a\": { image: probe } }",
+        "services: { web: { image: probe, \"\\e[2J\": 1 } }",
+        &format!("services: {{ web: {{ image: probe, {long}: 1 }} }}"),
+        &format!("services: {{ {long}{long}/: {{ image: probe }} }}"),
+    ]
+    .map(|text| text.to_owned() + "\n")
+    .into()
+}
+
+/// Said at once, in one clear line, whatever the file has.
+#[test]
+fn a_file_that_docker_compose_refuses_is_refused_in_one_line_and_at_once() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = h200();
+    let file = docker.world.dir.path().join("stack.yaml");
+    let path = file.to_str().expect("UTF-8");
+    for text_of_file in refused_files() {
+        write(&file, &text_of_file);
+        let began = Instant::now();
+        assert!(!docker.cli(&["compose", "--file", path, "config"]).ok, "Compose takes it: {text_of_file}");
+        // It is asked for its version, and for what it makes of the file.
+        let (alone, began) = (began.elapsed(), Instant::now());
+        let refused = explain(&docker, &["--compose", path]);
+        let took = began.elapsed();
+        assert!(
+            took < 3 * alone + Duration::from_secs(2),
+            "{took:?}, Compose alone {alone:?}: {text_of_file}"
+        );
+        let said = text(&refused.stderr);
+        assert!(refused.status.code() == Some(1) && refused.stdout.is_empty(), "{text_of_file}: {refused:?}");
+        assert!(said.starts_with(&format!("sublet: {path}: docker compose config: ")), "{said}");
+        let line = said.trim_end_matches('\n');
+        assert!(!line.contains(char::is_control) && line.chars().count() < 1000, "{line:?}");
+    }
+    docker.world.assert_empty();
+}
+
+#[test]
+fn one_name_in_two_engines_means_two_containers_which_their_ids_tell_apart() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = h200();
+    // On the same host.
+    let mut beside = World::simulated("h200", "");
+    beside.config.clone_from(&docker.world.config);
+    let podman = Podman::up(beside);
+    let ids = [docker.hold("twin", &["sublet.sm=25"], &[]), podman.hold("twin", &["sublet.sm=10"], &[])];
+    let _ = (docker.event("twin", "info"), podman.event("twin", "info"));
+    let leases = ids.each_ref().map(|id| docker.lease(id).expect("a lease")["id"].clone());
+    let leases = leases.each_ref().map(|id| id.as_str().expect("text"));
+    let table = text(&docker.world.sublet(&["status"]).stdout);
+    assert_eq!(table.lines().filter(|line| line.starts_with("twin ")).count(), 2, "{table}");
+    for command in [
+        &["status", "--container", "twin"][..],
+        &["explain", "--container", "twin"],
+        &["lease", "release", "--force", "twin"],
+    ] {
+        let refused = docker.world.sublet(command);
+        let said = text(&refused.stderr);
+        assert!(refused.status.code() == Some(1) && said.lines().count() == 1, "{command:?}: {refused:?}");
+        assert!(said.contains("twin means several containers: "), "{command:?}: {said}");
+        assert!(leases.iter().all(|lease| said.contains(&format!("(lease {lease})"))), "{command:?}: {said}");
+    }
+    for (id, lease) in ids.iter().zip(leases) {
+        for meant in [id.as_str(), &id[..12], lease] {
+            let output = explain(&docker, &["--container", meant, "--format", "json"]);
+            let document: Value =
+                serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{meant}: {output:?}"));
+            assert_eq!(document["container"]["container_id"], json!(id), "{meant}");
+        }
+    }
+    // With the first one gone the name is the second one's.
+    docker.done(&["rm", "-f", "twin"]);
+    assert!(eventually(|| docker.lease(&ids[0]).is_none()));
+    let told = text(&explain(&docker, &["--container", "twin"]).stdout);
+    assert!(told.contains("engine     podman") && told.contains(&ids[1]), "{told}");
+    podman.done(&["rm", "-f", "-t0", "twin"]);
+    assert!(eventually(|| docker.world.leases().is_empty()), "{:?}", docker.world.leases());
     docker.world.assert_empty();
 }
 
