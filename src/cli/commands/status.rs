@@ -198,7 +198,9 @@ fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
 impl LastRefusal {
     fn words(&self, verbose: bool) -> String {
         let Self { time, container_id, name, reason, started, candidates, .. } = self;
-        let called = name.clone().unwrap_or_else(|| short_id(container_id));
+        // With an engine's whole id it would be wider than a terminal.
+        let id = if container_id.starts_with('/') { container_id.clone() } else { short_id(container_id) };
+        let called = name.as_ref().unwrap_or(&id);
         let started = if *started { ", which was started" } else { "" };
         let each: String = candidates.iter().filter(|_| verbose).flat_map(|text| ["\n  - ", text]).collect();
         format!("{time}  container {called}{started}: {}{each}", in_lines(reason))
@@ -465,14 +467,14 @@ mod tests {
     fn candidates_of_a_refusal_are_told_to_who_asks() {
         let last = LastRefusal {
             time: "2026-11-27T18:00:00Z".to_owned(),
-            container_id: "c".to_owned(),
+            container_id: "0123456789abcdef".repeat(4),
             name: None,
             reason: "no room; why: GPU 0 is full; fix: wait".to_owned(),
             uid: 0,
             started: false,
             candidates: vec!["GPU 0 is full".to_owned(), "GPU 1 is drained".to_owned()],
         };
-        let brief = "2026-11-27T18:00:00Z  container c: no room\nwhy: GPU 0 is full\nfix: wait";
+        let brief = "2026-11-27T18:00:00Z  container 0123456789ab: no room\nwhy: GPU 0 is full\nfix: wait";
         assert_eq!(last.words(false), brief);
         assert_eq!(last.words(true), format!("{brief}\n  - GPU 0 is full\n  - GPU 1 is drained"));
     }
