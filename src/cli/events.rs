@@ -109,7 +109,7 @@ fn of_user(dockers: bool, config: &Config) -> Vec<Event> {
         ..event
     };
     let refused = refusals(config).into_iter().filter(|record| may_see(record.uid));
-    let refused = refused.map(|RefusalRecord { time, container_id, reason, started, uid }| {
+    let refused = refused.map(|RefusalRecord { time, container_id, reason, started, uid, .. }| {
         let kind = if started { Kind::Warned } else { Kind::Refused };
         at(time, Event { uid, container_id, text: reason, ..Event::now(kind) })
     });

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::guard::{self, Event, Offence, Sight};
 use crate::mps_daemons::Listed;
-use crate::names::{Names, docker};
+use crate::names::{Names, by_engine};
 use crate::usage::Usage;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, LeftOut};
@@ -249,7 +249,7 @@ impl Waiting {
         let container = Some(&waiter.container).filter(|container| !container.id.is_empty());
         Self {
             container_id: container.map(|container| container.id.clone()),
-            name: container.and_then(docker).map(|name| name.name),
+            name: container.and_then(by_engine).map(|name| name.name),
             pid: waiter.process.map(|process| process.pid),
             since: timestamp(waiter.since),
             why: waiter.why.clone(),

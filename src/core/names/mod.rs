@@ -330,7 +330,7 @@ fn learnt(lease: &Lease) -> Option<Name> {
 }
 
 /// As its engine's own record has it.
-fn by_engine(container: &Container) -> Option<Name> {
+pub fn by_engine(container: &Container) -> Option<Name> {
     let Container { id, bundle, rootfs, .. } = container;
     let docker = containers_by_name::docker_above(id, rootfs).ok().flatten();
     let podman = || container_root::podman_record(bundle, rootfs);
