@@ -84,21 +84,32 @@ fn same_file(one: &Path, other: &Path) -> bool {
 /// Moves this process to the root of every cgroup hierarchy; returns a warning for each failure.
 pub(super) fn leave_cgroups() -> Vec<String> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
-    let stays = |procs: PathBuf| {
-        // 0 means the writing process: cgroups(7).
-        let error = fs::write(&procs, "0").err()?;
-        Some(format!("the MPS daemon stays in its starter's cgroup: {}: {error}", procs.display()))
+    let stays = |root: PathBuf| {
+        let error = enter(&root).err().filter(|_| enter_below(&root).is_err())?;
+        Some(format!("the MPS daemon stays in its starter's cgroup: {}: {error}", root.display()))
     };
     let all = foreign_hierarchies(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"));
     all.into_iter().filter_map(stays).collect()
 }
 
-/// `cgroup.procs` at the root of each hierarchy in which this process is below the root.
+fn enter(cgroup: &Path) -> io::Result<()> {
+    // 0 means the writing process: cgroups(7).
+    fs::write(cgroup.join("cgroup.procs"), "0")
+}
+
+/// In a container the root takes no process once a cgroup below it has controllers (cgroups(7), "no internal processes").
+/// This cgroup stays, empty, until whoever made the container removes the container's.
+fn enter_below(root: &Path) -> io::Result<()> {
+    let own = root.join("sublet-mps");
+    fs::create_dir(&own).or_else(|error| if own.is_dir() { Ok(()) } else { Err(error) })?;
+    enter(&own)
+}
+
+/// The root of each hierarchy in which this process is below it.
 fn foreign_hierarchies(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     let entries = cgroup.lines().filter_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
-        let directory = mounted_at(controllers, mountinfo).filter(|_| path != "/")?;
-        Some(directory.join("cgroup.procs"))
+        mounted_at(controllers, mountinfo).filter(|_| path != "/")
     });
     entries.collect()
 }
@@ -230,19 +241,15 @@ mod tests {
     #[test]
     fn every_hierarchy_in_which_the_process_is_below_the_root() {
         let cgroup = "9:name=systemd:/system.slice/docker.service\n8:pids:/x\n4:cpu,cpuacct:/docker/abc\n3:cpuset:/\n0::/a:b\n";
-        let expected = [
-            "/sys/fs/cgroup/systemd/cgroup.procs",
-            "/sys/fs/cgroup/cpu,cpuacct/cgroup.procs",
-            "/sys/fs/cgroup/unified/cgroup.procs",
-        ];
+        let expected = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup/unified"];
         assert_eq!(foreign_hierarchies(cgroup, HYBRID), expected.map(PathBuf::from));
     }
 
     #[test]
     fn unified_hosts_have_one_hierarchy() {
         let mountinfo = "31 30 0:27 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n";
-        let procs = [PathBuf::from("/sys/fs/cgroup/cgroup.procs")];
-        assert_eq!(foreign_hierarchies("0::/system.slice/docker.service\n", mountinfo), procs);
+        let root = [PathBuf::from("/sys/fs/cgroup")];
+        assert_eq!(foreign_hierarchies("0::/system.slice/docker.service\n", mountinfo), root);
         assert!(foreign_hierarchies("0::/\n", mountinfo).is_empty());
     }
 }
