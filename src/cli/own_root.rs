@@ -2,8 +2,9 @@
 //! network; and the engines that are told to make an image of it.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, DirBuilder};
 use std::io::ErrorKind;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -27,23 +28,60 @@ pub const PROGRAM: &str = "/sublet";
 /// Limit for packing a few files with tar, importing them, or removing the image.
 pub const STEP_LIMIT: Duration = Duration::from_secs(60);
 
-/// Has an engine make the image `image` of such a root. `dir` is for the files on the way.
-///
-/// # Errors
-/// This program is linked statically, the files cannot be copied, or the engine's message.
-pub fn import(engine: &str, dir: &Path, image: &str) -> anyhow::Result<()> {
-    let (root, archive) = (dir.join("root"), dir.join("root.tar"));
-    lay_out(&root)?;
-    // Neither command is interrupted: an engine stopped during an import may finish it after the clean-up.
-    let whole = || false;
-    let mut tar = Command::new("tar");
-    answer(tar.arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."), STEP_LIMIT, &whole)?;
-    answer(Command::new(engine).arg("import").arg(&archive).arg(image), STEP_LIMIT, &whole)?;
-    Ok(())
+/// A directory of this process's own, and the image that an engine makes in it. Both are removed on drop.
+pub struct Scratch {
+    /// The directory.
+    pub dir: PathBuf,
+    image: String,
+    engine: Option<String>,
+}
+
+impl Scratch {
+    /// A directory called `name`; `None` for the engine: there will be no image.
+    ///
+    /// # Errors
+    /// It cannot be made. An existing one is refused: it may be another user's link.
+    pub fn new(name: &str, engine: Option<&str>) -> anyhow::Result<Self> {
+        let dir = std::env::temp_dir().join(name);
+        let made = DirBuilder::new().mode(0o700).create(&dir);
+        made.with_context(|| format!("cannot make {}", dir.display()))?;
+        Ok(Self { dir, image: format!("{name}:own"), engine: engine.map(str::to_owned) })
+    }
+
+    /// What containers with this program start from: the engine's image, else the root filesystem.
+    ///
+    /// # Errors
+    /// This program is linked statically, the files cannot be copied, or the engine's message.
+    pub fn own_root(&self) -> anyhow::Result<String> {
+        let (root, archive) = (self.dir.join("root"), self.dir.join("root.tar"));
+        lay_out(&root)?;
+        let Some(engine) = &self.engine else { return Ok(root.display().to_string()) };
+        // Neither command is interrupted: an engine stopped during an import may finish it after the clean-up.
+        let whole = || false;
+        let mut tar = Command::new("tar");
+        answer(tar.arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."), STEP_LIMIT, &whole)?;
+        answer(Command::new(engine).arg("import").arg(&archive).arg(&self.image), STEP_LIMIT, &whole)?;
+        Ok(self.image.clone())
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let Some(engine) = &self.engine {
+            remove(engine, "rmi", &self.image);
+        }
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+/// Has the engine remove a container (`rm`) or an image (`rmi`), if it is there.
+pub fn remove(engine: &str, verb: &str, name: &str) {
+    let mut command = Command::new(engine);
+    let _ = child::run_without_output(command.args([verb, "--force", name]).process_group(0), STEP_LIMIT);
 }
 
 /// Copies this program to /sublet, and each library to the path at which the loader finds it on this host.
-pub fn lay_out(root: &Path) -> anyhow::Result<()> {
+fn lay_out(root: &Path) -> anyhow::Result<()> {
     for name in ["dev", "proc", "sys", "tmp", "run", "etc"] {
         fs::create_dir_all(root.join(name))?;
     }
@@ -70,8 +108,7 @@ pub fn lay_out(root: &Path) -> anyhow::Result<()> {
     for path in &others.chain(mapped.iter().cloned()).collect::<BTreeSet<_>>() {
         copy(path, &root.join(path.strip_prefix("/").unwrap_or(path)))?;
     }
-    copy(&Path::new("/").join(LOADER), &root.join(LOADER))?;
-    Ok(())
+    copy(&Path::new("/").join(LOADER), &root.join(LOADER)).map(drop)
 }
 
 /// The output of a program; if it fails, an error with its message.

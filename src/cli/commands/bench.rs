@@ -1,8 +1,7 @@
 //! `sublet bench`: what sharing a GPU costs, measured on this machine. Here is `sublet bench run`: it measures containers that
 //! share a GPU, in each mode and with each number of them.
 
-use std::fs::{self, DirBuilder};
-use std::os::unix::fs::DirBuilderExt as _;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{self, ExitCode};
 use std::time::Duration;
@@ -21,7 +20,7 @@ use crate::bench::samples::{Client, FIRST_NUMBER, Source, free_ports};
 use crate::bench::{BenchResult, Cell, Mode, SCHEMA, Settings, Sharing};
 use crate::load::Load;
 use crate::names::Names;
-use crate::own_root;
+use crate::own_root::{STEP_LIMIT, Scratch};
 use crate::preview::Whose;
 use crate::shown::name_of;
 use crate::stack::{Fitted, NotPlaced, Outcome, Service, Stack, fit};
@@ -190,12 +189,13 @@ fn measure(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     let engine = engine(arguments.engine)?;
     sweep(&engine);
-    let scratch = Scratch::new(&engine)?;
+    let makes_image = if let Engine::Program(program) = engine { Some(program) } else { None };
+    let scratch = Scratch::new(&format!("sublet-bench-{}", process::id()), makes_image)?;
     let most = arguments.numbers.iter().copied().max().unwrap_or(1);
     let client = client(arguments, most)?;
     let workload = Workload {
         engine: engine.clone(),
-        image: scratch.image(arguments.image.as_deref())?,
+        image: image(arguments.image.as_deref(), makes_image.is_some(), &scratch)?,
         command: arguments.command.clone(),
         options: arguments.run_option.clone(),
         ports: client.as_ref().map(|client| client.ports.clone()).unwrap_or_default(),
@@ -286,7 +286,7 @@ fn engine(wanted: Option<EngineName>) -> anyhow::Result<Engine> {
     let runtime = || runtime_program().map(Engine::Runtime);
     let works = |program: &'static str| {
         let mut command = process::Command::new(program);
-        let answer = child::run_without_output(command.arg("info"), own_root::STEP_LIMIT);
+        let answer = child::run_without_output(command.arg("info"), STEP_LIMIT);
         answer.is_ok_and(|status| status.success()).then_some(Engine::Program(program))
     };
     let found = match wanted {
@@ -311,58 +311,21 @@ fn runtime_program() -> Option<PathBuf> {
 
 fn version(engine: &Engine) -> String {
     let mut command = process::Command::new(engine.program());
-    let told = child::run_until(command.arg("--version"), own_root::STEP_LIMIT, &|| false);
+    let told = child::run_until(command.arg("--version"), STEP_LIMIT, &|| false);
     let line = told.ok().and_then(|told| told.stdout.lines().next().map(safe));
     let name = || engine.program().file_name().unwrap_or_default().to_string_lossy().into_owned();
     line.filter(|line| !line.is_empty()).unwrap_or_else(name)
 }
 
-/// A directory of this run's own, and the image that was made in it.
-struct Scratch {
-    dir: PathBuf,
-    engine: Engine,
-    image: String,
-}
-
-impl Scratch {
-    fn new(engine: &Engine) -> anyhow::Result<Self> {
-        let name = format!("sublet-bench-{}", process::id());
-        let dir = std::env::temp_dir().join(&name);
-        // An existing directory is refused: it may be another user's link.
-        let make = DirBuilder::new().mode(0o700).create(&dir);
-        make.with_context(|| format!("cannot make {}", dir.display()))?;
-        Ok(Self { dir, engine: engine.clone(), image: format!("{name}:load") })
-    }
-
-    /// The user's image, or one that holds this program.
-    fn image(&self, given: Option<&str>) -> anyhow::Result<String> {
-        match (given, &self.engine) {
-            (Some(image), Engine::Program(_)) => Ok(image.to_owned()),
-            (Some(root), Engine::Runtime(_)) => {
-                let path = Path::new(root).canonicalize();
-                Ok(path.with_context(|| format!("--image {}", safe(root)))?.display().to_string())
-            }
-            (None, Engine::Program(program)) => {
-                own_root::import(program, &self.dir, &self.image)?;
-                Ok(self.image.clone())
-            }
-            (None, Engine::Runtime(_)) => {
-                let root = self.dir.join("root");
-                own_root::lay_out(&root)?;
-                Ok(root.display().to_string())
-            }
+/// What the containers are started from: the user's image or root file system, or this program's own.
+fn image(given: Option<&str>, is_image: bool, scratch: &Scratch) -> anyhow::Result<String> {
+    match given {
+        None => scratch.own_root(),
+        Some(image) if is_image => Ok(image.to_owned()),
+        Some(root) => {
+            let path = Path::new(root).canonicalize();
+            Ok(path.with_context(|| format!("--image {}", safe(root)))?.display().to_string())
         }
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        if let Engine::Program(program) = self.engine {
-            let mut remove = process::Command::new(program);
-            let remove = remove.args(["rmi", "--force", &self.image]);
-            let _ = child::run_without_output(remove, own_root::STEP_LIMIT);
-        }
-        let _ = fs::remove_dir_all(&self.dir);
     }
 }
 

@@ -2,10 +2,8 @@
 //! `sublet probe`, which reports what the container got. It needs no image and no network: its root filesystem is this
 //! program and the C library that it runs with.
 
-use std::fs::{self, DirBuilder};
-use std::os::unix::fs::DirBuilderExt as _;
-use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
@@ -17,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::stop::Stop;
 use super::tables::{self, Format};
 use crate::doctor::{self, Check, Host, Seen, Verdict};
-use crate::own_root::{STEP_LIMIT, answer, import};
+use crate::own_root::{Scratch, answer, remove};
 use crate::shown::{name_of, word};
 use sublet_core::config_files;
 use sublet_core::inventory::Inventory;
@@ -191,8 +189,7 @@ fn run_probe(engine: Engine, annotations: &[(String, String)], format: Format) -
     let program = name_of(&engine);
     let options: &[&str] = if engine == Engine::Docker { &["--runtime=sublet"] } else { &[] };
     let made = ProbeContainer::new(&program, RUN_LIMIT, &stop)?;
-    import(&program, &made.dir, &made.image)?;
-    let probed = made.probe(options, annotations)?;
+    let probed = made.probe(&made.scratch.own_root()?, options, annotations)?;
     tables::print(format, &probed, || table_of_seen(&probed))?;
     // The request, if this host's configuration can be read.
     let request = config_files::load().ok().and_then(|config| {
@@ -241,34 +238,34 @@ fn table_of_seen(probed: &Probed) -> String {
     tables::table(&["PROBE", "SAW"], rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec())
 }
 
-/// The image, the directory it is built in, and the container. All are removed on drop.
+/// The container, and what its image is built in. Both are removed on drop.
 struct ProbeContainer<'a> {
     stop: &'a Stop,
     engine: &'a str,
     /// How long it may run.
     limit: Duration,
     container: String,
-    image: String,
-    dir: PathBuf,
+    scratch: Scratch,
 }
 
 impl<'a> ProbeContainer<'a> {
     fn new(engine: &'a str, limit: Duration, stop: &'a Stop) -> anyhow::Result<Self> {
         let container = format!("sublet-doctor-{}", std::process::id());
-        let dir = std::env::temp_dir().join(&container);
-        // An existing directory is refused: it may be another user's link.
-        let made = DirBuilder::new().mode(0o700).create(&dir);
-        made.with_context(|| format!("cannot make {}", dir.display()))?;
-        Ok(Self { stop, engine, limit, image: format!("{container}:probe"), container, dir })
+        Ok(Self { stop, engine, limit, scratch: Scratch::new(&container, Some(engine))?, container })
     }
 
-    fn probe(&self, options: &[&str], annotations: &[(String, String)]) -> anyhow::Result<Probed> {
+    fn probe(
+        &self,
+        image: &str,
+        options: &[&str],
+        annotations: &[(String, String)],
+    ) -> anyhow::Result<Probed> {
         let mut command = Command::new(self.engine);
         command.args(["run", "--rm", "--network=none", "--name", &self.container]).args(options);
         let given = annotations.iter().map(|(key, value)| format!("{key}={value}"));
         command.args(given.flat_map(|text| ["--annotation".to_owned(), text]));
         let stop = || self.stop.is_wanted();
-        let told = answer(command.args([&self.image, "/sublet", "probe"]), self.limit, &stop)?;
+        let told = answer(command.args([image, "/sublet", "probe"]), self.limit, &stop)?;
         serde_json::from_str(&told).context("the probe's answer")
     }
 }
@@ -276,12 +273,7 @@ impl<'a> ProbeContainer<'a> {
 impl Drop for ProbeContainer<'_> {
     fn drop(&mut self) {
         // An engine that was interrupted has not removed its container.
-        for [verb, what] in [["rm", &self.container], ["rmi", &self.image]] {
-            let mut clear = Command::new(self.engine);
-            let _ =
-                child::run_without_output(clear.args([verb, "--force", what]).process_group(0), STEP_LIMIT);
-        }
-        let _ = fs::remove_dir_all(&self.dir);
+        remove(self.engine, "rm", &self.container);
     }
 }
 
@@ -368,15 +360,15 @@ mod tests {
         // Another process writes the file. A child forked for another test would otherwise hold it open for writing.
         assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
         let made = ProbeContainer::new(engine.to_str().unwrap(), limit, stop).unwrap();
-        let (name, left) = (made.container.clone(), made.dir.clone());
-        let Err(error) = made.probe(&["--x"], &[]) else { panic!() };
+        let (name, left) = (made.container.clone(), made.scratch.dir.clone());
+        let Err(error) = made.probe("image", &["--x"], &[]) else { panic!() };
         assert!(error.to_string().contains(expected), "{error}");
         drop(made);
         let told = fs::read_to_string(log).unwrap();
-        let run = format!("run --rm --network=none --name {name} --x {name}:probe /sublet probe\n");
+        let run = format!("run --rm --network=none --name {name} --x image /sublet probe\n");
         // On a busy machine the program is stopped before it has written anything.
         let told = told.strip_prefix(&run).unwrap_or(&told);
-        assert_eq!(told, format!("rm --force {name}\nrmi --force {name}:probe\n"));
+        assert_eq!(told, format!("rm --force {name}\nrmi --force {name}:own\n"));
         assert!(!left.exists());
     }
 
