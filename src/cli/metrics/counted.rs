@@ -2,12 +2,9 @@
 //! the ledger, and each scrape by root adds the new events.
 
 use std::collections::BTreeMap;
-use std::fs::OpenOptions;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 
 use nix::fcntl::{Flock, FlockArg};
-use nix::libc::O_NOFOLLOW;
 use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +13,7 @@ use crate::events::{Position, Reader};
 use crate::guard::Offence;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
-use sublet_core::fs::{read_history, replace};
+use sublet_core::fs::{open_lock, read_history, replace};
 use sublet_core::share::Action;
 
 /// Upper bounds of the durations of leases, in seconds.
@@ -180,13 +177,7 @@ pub(super) fn add(config: &Config, families: &mut Families) {
 }
 
 fn counted(config: &Config) -> std::io::Result<Totals> {
-    let lock = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(O_NOFOLLOW)
-        .open(config.state_dir.join("metrics.lock"))?;
+    let lock = open_lock(&config.state_dir.join("metrics.lock"))?;
     let _held = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
     let mut totals: Totals = read_history(&path(config), LARGEST)?;
     let mut reader = Reader { position: totals.position.clone(), this_boot: true, dockers: false };

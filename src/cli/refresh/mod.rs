@@ -1,20 +1,18 @@
 //! Reads the driver again and writes the inventory, one refresh at a time.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
-use nix::libc;
 
 use crate::probe;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
-use sublet_core::fs::make_trusted_directory;
+use sublet_core::fs::{make_trusted_directory, open_lock};
 use sublet_core::inventory::{self, Device, Inventory, InventoryError, LeftOut};
 use sublet_core::ledger::{MigChanges, Store};
 use sublet_core::process::child::{self, ChildError};
@@ -104,16 +102,13 @@ fn tell(before: &[LeftOut], now: &Inventory, config: &Config) {
     events::emit(&config.state_dir, &lost.chain(back).collect::<Vec<_>>());
 }
 
-/// Waits for a running refresh. The lock file has mode 0600, so that no other user can block this.
+/// Waits for a running refresh.
 fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
     let path = state_dir.join("refresh.lock");
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(false).mode(0o600);
-    options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     let made =
         make_trusted_directory(state_dir).map_err(|why| io::Error::other(format!("its directory {why}")));
     let file = made
-        .and_then(|_| options.open(&path))
+        .and_then(|_| open_lock(&path))
         .map_err(|source| InventoryError::Unwritable { path: path.clone(), source })?;
     Flock::lock(file, FlockArg::LockExclusive)
         .map_err(|(_, error)| error)

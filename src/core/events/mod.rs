@@ -17,10 +17,9 @@ use nix::libc::O_NOFOLLOW;
 use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 
-use crate::fs::read_if_trusted;
+use crate::fs::{open_lock, read_if_trusted};
 use crate::log::one_line;
-use crate::process;
-use crate::process::uptime_milliseconds;
+use crate::process::{self, uptime_milliseconds};
 use crate::text::LAST_SECOND;
 
 /// The longest text of an event, in bytes.
@@ -267,13 +266,10 @@ fn append_to_ring(state_dir: &Path, lines: &[String]) -> io::Result<()> {
     file.write_all(format!("{line_end}{}\n", lines.join("\n")).as_bytes())
 }
 
-/// Makes a full file the older one. Of two writers that find it full, one does it. The lock is a file that only this
-/// user can open: whoever can read a file can hold its lock.
+/// Makes a full file the older one. Of two writers that find it full, one does it.
 fn turn_ring(full: &File, state_dir: &Path) -> io::Result<()> {
     let [path, older] = ring_files(state_dir);
-    let mut lock = OpenOptions::new();
-    let lock = lock.write(true).create(true).truncate(false).mode(0o600).custom_flags(O_NOFOLLOW);
-    let lock = lock.open(state_dir.join("events.lock"))?;
+    let lock = open_lock(&state_dir.join("events.lock"))?;
     let Ok(_held) = Flock::lock(lock, FlockArg::LockExclusiveNonblock) else { return Ok(()) };
     if fs::symlink_metadata(&path)?.ino() == full.metadata()?.ino() {
         fs::rename(&path, &older)?;

@@ -300,6 +300,14 @@ fn create(temporary: &Path) -> io::Result<File> {
     }
 }
 
+/// The lock file `path`, which is created if it is missing. Only this user can open it: whoever can open a file can hold its
+/// lock.
+pub fn open_lock(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
+}
+
 /// Creates `dir` if it is missing (0755, whatever the umask), and checks whether it can be trusted. Returns the checked
 /// metadata.
 pub fn make_trusted_directory(dir: &Path) -> Result<Metadata, String> {

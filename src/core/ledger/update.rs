@@ -7,7 +7,7 @@
 //!
 //! `clearing.lock` is another lock, held while files of ended containers are removed.
 
-use std::fs::{File, OpenOptions, Permissions};
+use std::fs::{File, Permissions};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ use super::runtime_record::{LARGEST, remember_roots};
 use super::store::{COPY, LEDGER, Mark, keep_settings, ledger_text, parse_ledger};
 use super::{Freed, Lease, LeaseId, Ledger, LedgerError, Namespaces, Record, Store, events_of_change};
 use crate::events;
-use crate::fs::{Trusted, is_trusted_owner, read_trusted, replace_own};
+use crate::fs::{Trusted, is_trusted_owner, open_lock, read_trusted, replace_own};
 use crate::process::{epoch_seconds, uptime_seconds};
 
 /// A process holds the lock only for a few file reads and one write. If the ledger stays as it is for 5 s and the lock is
@@ -86,14 +86,7 @@ fn version(ledger: &Path) -> Option<(u64, i64, i64)> {
 /// A process that can open the lock can block every create. So only root may open it, also if its mode was changed. A
 /// lock file of another user may be held for ever.
 pub(super) fn open(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(O_NOFOLLOW)
-        .open(path)?;
+    let file = open_lock(path)?;
     let meta = file.metadata()?;
     if !meta.is_file() {
         return Err(io::Error::other("it is not a regular file: remove it, and sublet creates it again"));

@@ -14,6 +14,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 
 use super::{MpsError, io_at};
+use crate::fs::open_lock;
 use crate::ledger::DaemonKey;
 
 /// What `sun_path` holds beside its NUL: unix(7).
@@ -51,25 +52,18 @@ pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     create_directory(&pipe(key, state_dir), 0o700)?;
     create_directory(&log(key, state_dir), 0o700)?;
     let asking = key.dir(state_dir).join(ASKING);
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-    options.open(&asking).map(drop).map_err(io_at("create", &asking))
+    open_lock(&asking).map(drop).map_err(io_at("create", &asking))
 }
 
 /// The key becomes part of a path.
 pub fn check_key(key: &DaemonKey) -> Result<(), MpsError> {
-    if key.is_well_formed() {
-        return Ok(());
-    }
-    Err(MpsError::BadKey { key: crate::text::safe(&key.0) })
+    if key.is_well_formed() { Ok(()) } else { Err(MpsError::BadKey { key: crate::text::safe(&key.0) }) }
 }
 
 fn check_length(socket: &Path) -> Result<(), MpsError> {
     let length = socket.as_os_str().as_bytes().len();
-    if length <= LONGEST_SOCKET_PATH {
-        return Ok(());
-    }
-    Err(MpsError::PathTooLong { path: socket.to_owned(), length })
+    let too_long = || MpsError::PathTooLong { path: socket.to_owned(), length };
+    if length <= LONGEST_SOCKET_PATH { Ok(()) } else { Err(too_long()) }
 }
 
 fn create_directory(path: &Path, mode: u32) -> Result<(), MpsError> {
