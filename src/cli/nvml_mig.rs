@@ -173,35 +173,31 @@ pub(crate) fn remaining(device: &Device<'_>, profile: u32) -> Answer<u32> {
 
 /// The GPU instances of a profile.
 pub(crate) fn instances<'n>(device: &Device<'n>, profile: &Profile) -> Answer<Vec<Gi<'n>>> {
-    let library = device.nvml().lib();
-    let call = nvml_sym(library.nvmlDeviceGetGpuInstances.as_ref())?;
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstances.as_ref())?;
     // SAFETY: an array of as many as the profile can have, which nvml.h asks for.
     let list =
         listed(profile.instances, |list, count| unsafe { call(device.handle(), profile.id, list, count) })?;
-    list.into_iter().map(|handle| Gi::of(library, handle)).collect()
+    list.into_iter().map(|handle| Gi::of(device, handle)).collect()
 }
 
 /// The GPU instance with this id.
 pub(crate) fn instance<'n>(device: &Device<'n>, gi: u32) -> Answer<Gi<'n>> {
-    let library = device.nvml().lib();
-    let call = nvml_sym(library.nvmlDeviceGetGpuInstanceById.as_ref())?;
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstanceById.as_ref())?;
     // SAFETY: one handle is written.
-    let handle = written(|out| unsafe { call(device.handle(), gi, out) })?;
-    Gi::of(library, handle)
+    Gi::of(device, written(|out| unsafe { call(device.handle(), gi, out) })?)
 }
 
 /// Creates a GPU instance.
 pub(crate) fn create_instance<'n>(device: &Device<'n>, profile: u32, span: Span) -> Answer<Gi<'n>> {
-    let library = device.nvml().lib();
-    let call = nvml_sym(library.nvmlDeviceCreateGpuInstanceWithPlacement.as_ref())?;
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceCreateGpuInstanceWithPlacement.as_ref())?;
     let at = nvmlGpuInstancePlacement_t { start: span.start, size: span.size };
     // SAFETY: the placement is read, one handle is written.
-    let handle = written(|out| unsafe { call(device.handle(), profile, &raw const at, out) })?;
-    Gi::of(library, handle)
+    Gi::of(device, written(|out| unsafe { call(device.handle(), profile, &raw const at, out) })?)
 }
 
 impl<'n> Gi<'n> {
-    fn of(library: &'n NvmlLib, handle: nvmlGpuInstance_t) -> Answer<Self> {
+    fn of(device: &Device<'n>, handle: nvmlGpuInstance_t) -> Answer<Self> {
+        let library = device.nvml().lib();
         let call = nvml_sym(library.nvmlGpuInstanceGetInfo.as_ref())?;
         // SAFETY: the handle is NVML's own, one struct is written.
         let info: nvmlGpuInstanceInfo_t = written(|out| unsafe { call(handle, out) })?;

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use rustix::fs::{Access, access};
 
 use super::containers::{ByHand, Workload};
@@ -190,22 +190,16 @@ fn write(result: &BenchResult, output: &Path) -> anyhow::Result<()> {
 pub fn before(file: &Path, resume: bool) -> anyhow::Result<Option<BenchResult>> {
     let name = safe(&file.to_string_lossy());
     let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if file.is_dir() {
-        bail!("--output {name}: it is a directory: name a file in it");
-    }
+    ensure!(!file.is_dir(), "--output {name}: it is a directory: name a file in it");
     let shown = safe(&dir.to_string_lossy());
-    if !dir.is_dir() {
-        bail!("--output {name}: {shown} is no directory: create it, or name another one");
-    }
+    ensure!(dir.is_dir(), "--output {name}: {shown} is no directory: create it, or name another one");
     if let Err(error) = access(dir, Access::WRITE_OK | Access::EXEC_OK) {
         bail!("--output {name}: nothing can be written into {shown}: {error}; name another directory");
     }
     if !file.exists() {
         return Ok(None);
     }
-    if !resume {
-        bail!("{name} exists: --resume goes on with it, --output names another file");
-    }
+    ensure!(resume, "{name} exists: --resume goes on with it, --output names another file");
     Ok(Some(BenchResult::read(file)?))
 }
 

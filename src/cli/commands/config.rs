@@ -81,9 +81,7 @@ fn check(files: &[OneFile], etc: Option<&Path>, unknown: Option<String>, sources
     let mut errors = Vec::new();
     let mut aliases: Vec<&String> = Vec::new();
     let without_effect = unreachable(files).into_iter().chain(replaced(files)).chain(hidden(files, PACKAGED));
-    for warning in without_effect {
-        eprintln!("sublet: warning: {warning}");
-    }
+    super::warn(without_effect);
     for file in files {
         errors.extend(layout(file, etc));
         errors.extend(unknown_users(file));

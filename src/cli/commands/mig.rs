@@ -4,7 +4,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -12,7 +12,7 @@ use super::tables::{self, Format};
 use super::{mig_list, warn};
 use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Plan, Target};
 use crate::mps_daemons;
-use sublet_core::admit::{self, Local, MakeAnswer, MakeAsk, fresh_inventory};
+use sublet_core::admit::{Local, MakeAnswer, MakeAsk, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::{Ledger, Store};
@@ -190,9 +190,7 @@ fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Result<()> {
-    if admit::is_remote(config) {
-        bail!("only root can change MIG instances: run `sublet mig apply` as root");
-    }
+    ensure!(!is_remote(config), "only root can change MIG instances: run `sublet mig apply` as root");
     let layout = read(file, config)?;
     super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;

@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -196,9 +196,7 @@ fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> 
     if !arguments.swarm {
         return Ok(Vec::new());
     }
-    if arguments.engine != Engine::Docker {
-        bail!("--swarm is for Docker: `sublet setup docker --swarm`");
-    }
+    ensure!(arguments.engine == Engine::Docker, "--swarm is for Docker: `sublet setup docker --swarm`");
     if config.share.is_empty() {
         bail!("the configuration has no [share.NAME], and Swarm counts named shares: docs/swarm.md");
     }

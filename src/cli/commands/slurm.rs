@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::process::{Command as Program, ExitCode};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use nix::unistd::gethostname;
 
 use crate::slurm::{self, Allocation, Unit};
@@ -97,9 +97,7 @@ fn variable<T: std::str::FromStr>(name: &str) -> anyhow::Result<T> {
 
 /// Notes what the job got. What cannot be found out is noted, too, and its tasks are then refused with that.
 fn prolog(config: &Config) -> anyhow::Result<()> {
-    if is_remote(config) {
-        bail!("the prolog is for slurmd, which runs it as root");
-    }
+    ensure!(!is_remote(config), "the prolog is for slurmd, which runs it as root");
     let (job, uid) = (variable("SLURM_JOB_ID")?, variable("SLURM_JOB_UID")?);
     let share = share_of(job, config).map_err(|error| super::tables::chain(&error));
     JobRecord::new(job, uid, cluster(), share).write(&config.state_dir).context("the job cannot be noted")?;
@@ -148,9 +146,7 @@ fn scontrol(arguments: &[&str]) -> anyhow::Result<String> {
 
 /// Forgets the job, and frees its lease once its processes are gone, which slurmd has ended before.
 fn epilog(config: &Config) -> anyhow::Result<()> {
-    if is_remote(config) {
-        bail!("the epilog is for slurmd, which runs it as root");
-    }
+    ensure!(!is_remote(config), "the epilog is for slurmd, which runs it as root");
     let job: u64 = variable("SLURM_JOB_ID")?;
     let is_ours = JobRecord::remove(&config.state_dir, job, cluster().as_deref())
         .context("the job's record cannot be removed")?;

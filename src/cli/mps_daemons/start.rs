@@ -22,9 +22,8 @@ use sublet_core::mps::dirs::DaemonLock;
 use sublet_core::mps::heal::waits;
 use sublet_core::mps::ready::lock_limit;
 use sublet_core::mps::{self, MpsError, child_await, child_start, dirs, limits_and_state};
-use sublet_core::process::listens;
 use sublet_core::process::sublet::SubletError;
-use sublet_core::process::{Process, epoch_seconds};
+use sublet_core::process::{Process, epoch_seconds, listens};
 use sublet_core::text::safe;
 
 /// A server is ready 75 ms after its start (T4: 280 ms; kubernetes-sigs/dra-driver-nvidia-gpu, pull request 1153;
@@ -117,10 +116,7 @@ fn serves_already(daemon: Daemon<'_>, held: &DaemonLock, control: &Control) -> K
     let adjusted = limits_and_state::adjust(held, key, None, store, config);
     // It may end while it is asked.
     let ended = !limits_and_state::is_alive(record) || !listens(&daemon.pipe().join("control"));
-    if adjusted.is_err() && ended {
-        return Ok(None);
-    }
-    adjusted.map(|()| Some(warnings))
+    if adjusted.is_err() && ended { Ok(None) } else { adjusted.map(|()| Some(warnings)) }
 }
 
 /// Sets the compute mode again under a daemon that waited for a lease and now has one. `None`: not possible while its

@@ -108,8 +108,7 @@ impl Broker {
         let mut stream = connect_now(&socket).map_err(|error| BrokerError::NotRunning(socket, error))?;
         stream.set_write_timeout(Some(limit)).map_err(BrokerError::Broken)?;
         stream.write_all(&protocol::line(&Ask::Status)?).map_err(BrokerError::Broken)?;
-        protocol::parse::<Answer>(&receive(&mut stream, limit)?)?;
-        Ok(())
+        Ok(protocol::parse::<Answer>(&receive(&mut stream, limit)?).map(drop)?)
     }
 
     fn once(&mut self, line: &[u8]) -> Result<Answer, BrokerError> {

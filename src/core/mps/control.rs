@@ -14,8 +14,7 @@ use crate::config_files;
 use crate::inventory::{Inventory, MissingPrograms, MpsPrograms};
 use crate::ledger::{DaemonKey, DefaultLimits, DefaultMemoryLimit};
 use crate::process::child::{ChildError, ProcessorWait};
-use crate::process::kernel_file;
-use crate::process::{Process, confine, listener, listens};
+use crate::process::{Process, confine, kernel_file, listener, listens};
 use crate::share::Percent;
 use crate::text::safe;
 

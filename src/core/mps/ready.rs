@@ -184,10 +184,7 @@ pub fn ensure_answering(public: &Path, config: &Config) -> Result<(), MpsError> 
         store.change(|_| ())?;
     }
     sublet::run(&["mps", "start", &daemon.key.0], EXEC_LIMIT.saturating_sub(began.elapsed()))?;
-    if daemon.answers()? {
-        return Ok(());
-    }
-    Err(MpsError::Gone { key: daemon.key.0 })
+    if daemon.answers()? { Ok(()) } else { Err(MpsError::Gone { key: daemon.key.0 }) }
 }
 
 /// Whether the daemon of `public` answers now, for a caller that may not restart it.

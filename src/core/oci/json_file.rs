@@ -71,10 +71,7 @@ impl JsonFile {
             return Err(FileError::NotRegular(path));
         }
         let text = regular_file(file, metadata.len(), LONGEST).map_err(read_error)?;
-        if text.len() as u64 > LONGEST {
-            return Err(FileError::TooLarge(path));
-        }
-        Ok(Self { path, text })
+        if text.len() as u64 > LONGEST { Err(FileError::TooLarge(path)) } else { Ok(Self { path, text }) }
     }
 
     /// Whether the text may contain a `sublet.` annotation, a misspelt one, or the name `sublet-hook`. The text is

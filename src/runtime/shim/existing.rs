@@ -31,10 +31,7 @@ pub(super) fn kill(call: &Call<'_>, signal: Option<&OsStr>, all: bool) -> anyhow
     let signal = signal.map_or(Some(Signal::SIGTERM), parse_signal);
     let first = call.container().and_then(|(_, record)| find_without_first_thread(&record));
     let sent = signal.zip(first).is_some_and(|(signal, first)| pidfd_signal(first, signal).is_ok());
-    if sent && !all {
-        return Ok(EXIT_SUCCESS);
-    }
-    call.pass_on()
+    if sent && !all { Ok(EXIT_SUCCESS) } else { call.pass_on() }
 }
 
 /// The first process of the container with a share and this `record`, if only its first thread has ended.
