@@ -2,10 +2,9 @@
 //! document that is written as JSON, shown, compared and advised from.
 
 use std::collections::BTreeSet;
-use std::fmt;
-use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
+use std::{fmt, fs};
 
 use clap::ValueEnum;
 use schemars::JsonSchema;

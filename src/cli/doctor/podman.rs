@@ -1,8 +1,7 @@
 //! Podman: its version, whether it finds sublet's hook, and hooks in directories where they do harm.
 
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use serde_json::Value;
 

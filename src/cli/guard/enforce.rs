@@ -1,7 +1,6 @@
 //! What the guard does about a process: report it, end it, or end its container.
 
-use crate::mps_daemons;
-use crate::probe;
+use crate::{mps_daemons, probe};
 use std::os::fd::OwnedFd;
 
 use super::Event;

@@ -1,7 +1,6 @@
 use super::*;
-use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::fixture::lease;
-use sublet_core::ledger::{Init, Job, LeaseState};
+use sublet_core::ledger::{DaemonKey, Init, Job, LeaseState};
 use sublet_core::share::Guarding;
 
 const GPU: &str = "GPU-1";

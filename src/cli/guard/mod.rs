@@ -19,11 +19,9 @@ use serde::{Deserialize, Serialize};
 
 use sublet_core::config::Config;
 use sublet_core::events;
-use sublet_core::fs::replace;
-use sublet_core::fs::{read_history, read_if_trusted};
+use sublet_core::fs::{read_history, read_if_trusted, replace};
 use sublet_core::ledger::Lease;
-use sublet_core::process;
-use sublet_core::process::{epoch_seconds, uptime_seconds};
+use sublet_core::process::{self, epoch_seconds, uptime_seconds};
 use sublet_core::share::Action;
 use sublet_core::text::safe;
 

@@ -1,11 +1,10 @@
 //! Starts the daemon's process (under systemd if it runs), finds it, ends it, and reads its logs.
 
-use std::fs;
-use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};

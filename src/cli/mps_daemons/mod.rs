@@ -23,8 +23,7 @@ use sublet_core::mps::control::{AskError, Control};
 use sublet_core::mps::dirs::DaemonLock;
 use sublet_core::mps::limits_and_state::is_alive;
 use sublet_core::mps::{MpsError, dirs, heal, limits_and_state};
-use sublet_core::process::listens;
-use sublet_core::process::{live_proc_dir, uptime_seconds};
+use sublet_core::process::{listens, live_proc_dir, uptime_seconds};
 
 pub(crate) use start::await_end;
 pub use start::start;

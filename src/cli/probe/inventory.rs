@@ -2,9 +2,8 @@
 //! the program `sublet` does this.
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;

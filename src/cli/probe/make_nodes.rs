@@ -4,10 +4,9 @@
 //! Without the links systemd cannot name the devices of a container's cgroup, and removes the access to them at
 //! the next daemon-reload (systemd.resource-control(5), `DeviceAllow=`).
 
-use std::fs;
-use std::io;
 use std::os::unix::fs::{chown, symlink};
 use std::path::Path;
+use std::{fs, io};
 
 use sublet_core::fs::{create_directories, read_proc_devices, under};
 use sublet_core::inventory::device_nodes::{make_node, value};

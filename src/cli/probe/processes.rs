@@ -1,9 +1,8 @@
 //! Processes on a device: NVML lists them, and this host's /proc describes each.
 
 use std::ffi::c_uint;
-use std::fs;
-use std::io;
 use std::path::Path;
+use std::{fs, io};
 
 use nix::libc::ESRCH;
 use nvml_wrapper::Device;

@@ -1,14 +1,12 @@
 //! Where engines' configurations are, and what prevents editing them.
 
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use serde::{Deserialize, Serialize};
 
 use super::SetupError;
-use sublet_core::fs::replace_durably;
-use sublet_core::fs::{create_directories, is_absent, under};
+use sublet_core::fs::{create_directories, is_absent, replace_durably, under};
 
 /// The file in which a setup of Docker or containerd records what it changed in `path`, for the undo.
 pub fn record(path: &Path) -> PathBuf {

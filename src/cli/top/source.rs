@@ -8,12 +8,11 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use crate::cached_files::Kept;
-use crate::mps_daemons;
 use crate::names::Names;
-use crate::probe;
 use crate::shown::{Device, memory_used};
 use crate::status::{LeaseOnDevice, Sources, Status};
 use crate::usage::{Meter, Usage};
+use crate::{mps_daemons, probe};
 use sublet_core::admit::{Local, confirmed_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};

@@ -8,8 +8,7 @@ use crate::config::VisibleDevices;
 use crate::inventory::{
     ComputeMode, Driver, DriverFile, FileKind, Fingerprint, Majors, Node, Virtualization,
 };
-use crate::ledger::DaemonKey;
-use crate::ledger::{Container, LeaseId, LeaseState};
+use crate::ledger::{Container, DaemonKey, LeaseId, LeaseState};
 use crate::process::Process;
 use crate::share::{Capability, Isolation, Mode, Percent, Priority};
 

@@ -23,8 +23,7 @@ use crate::fs::{
     distrust, distrust_file, make_trusted_directory, read_if_trusted, read_trusted, replace, under,
 };
 use crate::parse_errors::plain;
-use crate::process;
-use crate::process::{kernel_file, uptime_seconds};
+use crate::process::{self, kernel_file, uptime_seconds};
 use crate::text::safe;
 
 /// `Inventory::schema` of this build.

@@ -12,19 +12,17 @@ pub mod device_nodes;
 pub mod fixture;
 pub mod programs;
 
-pub(crate) use cache::is_watched;
 pub use cache::{FileDirectory, InventoryError, SCHEMA};
-pub(crate) use cache::{NO_CHECKPOINT_FILE, load_beside, no_checkpoint};
+pub(crate) use cache::{NO_CHECKPOINT_FILE, is_watched, load_beside, no_checkpoint};
 pub use cache::{can_do_mig, fingerprint, last, load, path as cache_path, store, unwatch, watch};
 pub use device_nodes::NodeError;
 use device_nodes::{NODES, make_cap_node};
 pub use programs::{MissingPrograms, MpsPrograms};
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use nix::sys::stat::{major, minor};
 use serde::{Deserialize, Serialize};

@@ -1,17 +1,14 @@
 //! The processes that a deleted container has left in its own cgroup. Which of them are certainly its own is decided only
 //! here: their killer relies on it.
 
-use std::fmt;
-use std::fs;
-use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::{fmt, fs, io};
 
 use super::liveness::{has_inode, live_processes};
 use super::runtime_record::{Record, list_directory, roots};
 use super::{Init, Lease, LeaseState, Ledger, LedgerError};
-use crate::process::below_hierarchy;
-use crate::process::{Process, live_proc_dir_of, name_of};
+use crate::process::{Process, below_hierarchy, live_proc_dir_of, name_of};
 use crate::slurm;
 use crate::text::safe;
 

@@ -16,9 +16,7 @@ use serde::Deserialize;
 use super::runtime_record::{Record, pid_namespace, read_bounded, table};
 use super::{Container, Freed, Init, Lease, LeaseState, Ledger, Leftover, Waiter};
 use crate::fs::is_absent;
-use crate::process::kernel_file;
-use crate::process::{CGROUP_MOUNT, has_unified_cgroups};
-use crate::process::{Process, is_gone, pidfd_await_end};
+use crate::process::{CGROUP_MOUNT, Process, has_unified_cgroups, is_gone, kernel_file, pidfd_await_end};
 use crate::text::safe;
 
 /// What happened to a lease's container.

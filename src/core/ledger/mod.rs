@@ -41,8 +41,7 @@ pub use queries::fixture;
 pub use queries::{Doubled, StartClaim, StopClaim};
 pub use runtime_record::{Record, read_up_to};
 pub(crate) use store::read_text;
-pub use store::{Freed, MountPoints, Namespaces, Store};
-pub use store::{is_remote, is_there};
+pub use store::{Freed, MountPoints, Namespaces, Store, is_remote, is_there};
 pub use waiters::{Retry, Waiter};
 
 /// [`Ledger::schema`].

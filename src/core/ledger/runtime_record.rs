@@ -17,10 +17,8 @@ use serde::Deserialize;
 
 use super::error::failed;
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Ledger, LedgerError};
-use crate::fs::is_absent;
-use crate::fs::regular_file;
-use crate::process::{CGROUP_MOUNT, cgroup_line, has_unified_cgroups};
-use crate::process::{Process, cgroup_table, is_gone};
+use crate::fs::{is_absent, regular_file};
+use crate::process::{CGROUP_MOUNT, Process, cgroup_line, cgroup_table, has_unified_cgroups, is_gone};
 use crate::text::safe;
 
 /// Larger files are not read. runc's record holds the whole specification, at most a few MiB.

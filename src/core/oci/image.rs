@@ -14,8 +14,7 @@ use serde_json::Value;
 
 use super::conflict::{entries, environment_value, plain, text};
 use super::live::Kind;
-use super::rootfs::Tree;
-use super::rootfs::unusable;
+use super::rootfs::{Tree, unusable};
 use super::{ImageError, rootfs};
 use crate::config::{Config, Inject};
 use crate::fs::{is_of_the_image, selinux};

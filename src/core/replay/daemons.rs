@@ -23,8 +23,7 @@ use crate::place::fixture::{GIB, device, host, request};
 use crate::place::{SERVER_BYTES, bookings, place};
 use crate::process::{Process, epoch_seconds};
 use crate::request::Request;
-use crate::share::MIB;
-use crate::share::{Memory, Mode, Percent};
+use crate::share::{MIB, Memory, Mode, Percent};
 
 /// A quarter of the SMs.
 const QUARTER: u32 = 25_000;

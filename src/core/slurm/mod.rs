@@ -4,20 +4,17 @@
 mod job_record;
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use nix::errno::Errno;
 use nix::libc;
 use nix::unistd::{AccessFlags, access};
 use serde::{Deserialize, Serialize};
 
-use crate::fs::is_trusted_owner;
-use crate::fs::under;
-use crate::process::cgroup_table;
-use crate::process::{CGROUP_MOUNT, cgroup_line, unified_cgroups};
+use crate::fs::{is_trusted_owner, under};
+use crate::process::{CGROUP_MOUNT, cgroup_line, cgroup_table, unified_cgroups};
 
 pub use job_record::{JobRecord, JobShare, RecordError, make_directory, remove_stray_directories};
 pub(crate) use job_record::{lease_file, lease_files};

@@ -31,8 +31,7 @@ use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
 use sublet_core::{config, ledger, log, process};
 
-pub use argv::Dialect;
-pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
+pub use argv::{Command, CommandLine, Dialect, Exec, Global, Start, parse};
 
 /// The share of a shim that is called `sublet-<share>`.
 fn share_from_name(name: &Path) -> Option<String> {

@@ -19,8 +19,7 @@ use crate::fs::under;
 use crate::inventory::Node;
 use crate::oci::shown;
 use crate::process::child::ChildError;
-use crate::process::{CGROUP_MOUNT, cgroup_line, unified_cgroups};
-use crate::process::{confine, sublet};
+use crate::process::{CGROUP_MOUNT, cgroup_line, confine, sublet, unified_cgroups};
 use crate::text::safe;
 
 /// Lets processes in the cgroup of `pid` read and write `nodes`.
