@@ -15,9 +15,13 @@ use super::result::{Machine, Measured};
 use super::samples::{self, Sample, Source};
 use crate::load::monotonic_nanoseconds;
 use crate::probe::{connect, device_by_uuid};
+use crate::shown::end_of;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::text::safe;
+
+/// How much of the last line of a program that has failed is shown, in characters.
+const SHOWN: usize = 151;
 
 /// Longer lines are no latencies.
 const LONGEST_LINE: u64 = 64 << 10;
@@ -265,16 +269,10 @@ fn with_words(why: String, heard: &Shared) -> String {
     // Docker's own message ends with `See 'docker run --help'.`
     let says_why = |line: &&str| !line.is_empty() && !line.contains("docker run --help");
     match words.lines().rev().map(str::trim).find(says_why) {
-        Some(last) => format!("{why}: {}", safe(end_of(last))),
+        // At the end of a long line stands what an engine's low-level runtime reported.
+        Some(last) => format!("{why}: {}", safe(&end_of(last, SHOWN))),
         None => why,
     }
-}
-
-/// The end of a long line. There stands what an engine's low-level runtime reported.
-fn end_of(line: &str) -> &str {
-    const SHOWN: usize = 150;
-    let from = line.char_indices().rev().nth(SHOWN).map_or(0, |(at, _)| at);
-    &line[from..]
 }
 
 fn lock(heard: &Shared) -> std::sync::MutexGuard<'_, Heard> {
@@ -394,8 +392,11 @@ mod tests {
     #[test]
     fn of_a_long_line_the_end_is_told() {
         let long = format!("docker: {} no such file: \u{e9}", "x".repeat(500));
-        assert!(end_of(&long).ends_with("x no such file: \u{e9}") && end_of(&long).chars().count() == 151);
-        assert_eq!(end_of("short"), "short");
+        assert!(
+            end_of(&long, SHOWN).ends_with("x no such file: \u{e9}")
+                && end_of(&long, SHOWN).chars().count() == 151
+        );
+        assert_eq!(end_of("short", SHOWN), "short");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::tables::{self, Column, Format};
+use super::tables::{self, Column, Format, Output};
 use crate::cdi_spec::{self, FileError, Listing, Named, State, Without};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
@@ -25,11 +25,7 @@ pub enum Command {
         output: Option<PathBuf>,
     },
     /// List the CDI devices, and say why a share has none
-    List {
-        /// Output format
-        #[arg(long, value_enum, default_value_t)]
-        format: Format,
-    },
+    List(Output),
 }
 
 /// Runs it.
@@ -39,7 +35,7 @@ pub enum Command {
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
     match command {
         Command::Generate { output } => generate(output.as_ref().unwrap_or(&config.cdi.spec), config),
-        Command::List { format } => print(*format, config),
+        Command::List(Output { format }) => print(*format, config),
     }
 }
 

@@ -3,7 +3,7 @@
 use anyhow::bail;
 
 use super::status::{self, Host};
-use super::tables::{self, Format};
+use super::tables::{self, Output};
 use crate::names::{Names, lease_of};
 use sublet_core::admit::Leases;
 use sublet_core::config::Config;
@@ -12,11 +12,7 @@ use sublet_core::config::Config;
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// List leases and their containers
-    List {
-        /// Output format
-        #[arg(long, value_enum, default_value_t)]
-        format: Format,
-    },
+    List(Output),
     /// Release the lease of a container that has ended
     Release {
         /// The container's name or id, the lease's id, or the beginning of one that no other has
@@ -34,7 +30,7 @@ pub enum Command {
 /// There is no such lease, or its container still runs.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
     match command {
-        Command::List { format } => {
+        Command::List(Output { format }) => {
             let status = Host::read(config)?.status;
             tables::print(*format, &status.leases, || status::lease_table(&status, tables::terminal_width()))
         }

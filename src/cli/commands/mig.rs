@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail, ensure};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::tables::{self, Format};
+use super::tables::{self, Format, Output};
 use super::{mig_list, warn};
 use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Plan, Target};
 use crate::mps_daemons;
@@ -21,11 +21,7 @@ use sublet_core::ledger::{Ledger, Store};
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// List the MIG instances of each GPU, and the profiles it offers
-    List {
-        /// Output format
-        #[arg(long, value_enum, default_value_t)]
-        format: Format,
-    },
+    List(Output),
     /// Show what apply would do and what prevents it; changes nothing
     Plan {
         #[command(flatten)]
@@ -43,10 +39,7 @@ pub enum Command {
         allow_reset: bool,
     },
     /// Check a layout file: exit code 0 if the GPUs match it, 1 if not
-    Assert {
-        #[command(flatten)]
-        file: LayoutFile,
-    },
+    Assert(LayoutFile),
     /// Print the current instances as a layout file
     Export,
     /// Create an instance for a container; sublet's own programs call this
@@ -73,9 +66,9 @@ pub struct LayoutFile {
 /// There is no driver, or the layout is invalid or does not fit these GPUs.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
-        Command::List { format } => mig_list::run(*format, config)?,
+        Command::List(Output { format }) => mig_list::run(*format, config)?,
         Command::Plan { file, format } => return show(file, *format, config),
-        Command::Assert { file } => return assert(file, config),
+        Command::Assert(file) => return assert(file, config),
         Command::Apply { file, allow_reset } => apply(file, *allow_reset, config)?,
         Command::Make => make(config)?,
         Command::Clear => changed(&Store::open(&config.state_dir)?, config, None)?,

@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::tables::{self, Column, Format};
-use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, Span};
+use crate::mig::{Compute, Gpu, Instance, Mode, Nvml, Profile, Span};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
@@ -33,17 +33,10 @@ pub struct ListedGpu<'a> {
     index: u32,
     name: &'a str,
     /// MIG mode; null: the GPU has none.
-    mig: Option<ListedMode>,
+    mig: Option<Mode>,
     /// The GPU instances that the GPU offers.
     profiles: &'a [Profile],
     instances: Vec<ListedInstance<'a>>,
-}
-
-#[derive(Serialize, JsonSchema)]
-struct ListedMode {
-    enabled: bool,
-    /// Whether it is on after the next reset.
-    pending: bool,
 }
 
 /// A GPU instance.
@@ -79,7 +72,7 @@ impl<'a> ListedGpu<'a> {
             uuid: &gpu.uuid,
             index: gpu.index,
             name: &gpu.name,
-            mig: gpu.mode.map(|mode| ListedMode { enabled: mode.current, pending: mode.pending }),
+            mig: gpu.mode,
             profiles: &gpu.profiles,
             instances: gpu.instances.iter().map(|one| ListedInstance::of(gpu, one)).collect(),
         }
@@ -109,8 +102,8 @@ fn tables(gpus: &[ListedGpu<'_>], width: Option<usize>) -> String {
     let word = |on: bool| if on { "on" } else { "off" };
     let mode = |gpu: &ListedGpu<'_>| match &gpu.mig {
         None => "not supported".to_owned(),
-        Some(mode) if mode.enabled == mode.pending => word(mode.enabled).to_owned(),
-        Some(mode) => format!("{}, {} after a reset", word(mode.enabled), word(mode.pending)),
+        Some(mode) if mode.current == mode.pending => word(mode.current).to_owned(),
+        Some(mode) => format!("{}, {} after a reset", word(mode.current), word(mode.pending)),
     };
     let rows = grouped(gpus, |gpu| vec![vec![safe(gpu.name), mode(gpu)]]);
     let mut parts = vec![tables::table(&["GPU", "NAME", "MIG MODE"], rows)];
@@ -181,7 +174,6 @@ fn instance_rows(gpu: &ListedGpu<'_>, one: &ListedInstance<'_>) -> Vec<Vec<Strin
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mig::Mode;
 
     fn gpu(index: u32, free: u32) -> Gpu {
         let profile = Profile {

@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, bail};
 
-use super::tables::{self, Format};
+use super::tables::{self, Format, Output};
 use super::warn;
 use crate::mps_daemons;
 use crate::names::{Names, NoLease, lease_of};
@@ -21,11 +21,7 @@ const UUID: usize = 40;
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// List the MPS daemons that sublet runs
-    List {
-        /// Output format
-        #[arg(long, value_enum, default_value_t)]
-        format: Format,
-    },
+    List(Output),
     /// Start an MPS daemon that a lease needs, or restart it
     Start {
         /// A device (index, UUID or its beginning, PCI bus id, alias; G:M: MIG device M of GPU G), or a container
@@ -75,7 +71,7 @@ pub enum Command {
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
     let store = Store::open(&config.state_dir)?;
     match command {
-        Command::List { format } => return list(*format, &store, config),
+        Command::List(Output { format }) => return list(*format, &store, config),
         Command::Start { key } => warn(mps_daemons::start(&key_of(key, &store, config)?, &store, config)?),
         Command::Stop { key, force, if_there } => {
             let key = key_of(key, &store, config)?;

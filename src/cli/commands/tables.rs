@@ -17,6 +17,14 @@ pub enum Format {
     Json,
 }
 
+/// Arguments of commands that list something.
+#[derive(Debug, clap::Args)]
+pub struct Output {
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    pub format: Format,
+}
+
 /// A table without lines; the header is bold on a terminal that wants it.
 pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
     lines(header, rows).join("\n")

@@ -15,7 +15,19 @@ use sublet_core::share::{Action, Mode};
 const STARTING: Duration = Duration::from_secs(60);
 
 /// What a process does that its lease does not allow.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::Display)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::VariantArray,
+)]
 #[serde(rename_all = "kebab-case")]
 #[strum(serialize_all = "kebab-case")]
 pub enum Offence {
@@ -33,12 +45,6 @@ pub enum Offence {
     Server,
     /// The process has connected to an MPS daemon and says nothing, and the daemon waits.
     Silent,
-}
-
-impl Offence {
-    /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Memory, Self::Bypass, Self::Clients, Self::Left, Self::Stranger, Self::Server, Self::Silent];
 }
 
 /// What is to be done about one process.

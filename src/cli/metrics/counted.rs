@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
+use strum::VariantArray as _;
 
 use super::{Families, Family, Sample, Type};
 use crate::events::{Position, Reader};
@@ -143,7 +144,7 @@ impl Totals {
         let family = ("sublet_mps_restarts", "MPS daemons that were restarted under running containers.");
         families.add(Type::Counter, family, &[], Some(float(restarts)));
         // Pairs that did not occur begin with 0, like other counts.
-        for offence in Offence::ALL.map(|offence| offence.to_string()) {
+        for offence in Offence::VARIANTS.iter().map(ToString::to_string) {
             for action in [Action::Report, Action::Terminate, Action::Container] {
                 let action = action.to_string();
                 let count = self.guard.get(&offence).and_then(|actions| actions.get(&action)).copied();
@@ -239,7 +240,11 @@ mod tests {
         let guard = families.0.iter().find(|family| family.name == "sublet_guard_actions").unwrap();
         let acted: Vec<_> = guard.samples.iter().filter(|sample| sample.value > 0.0).collect();
         assert_eq!(acted[0].labels, [("offence", "memory".to_owned()), ("action", "terminate".to_owned())]);
-        assert_eq!((acted.len(), guard.samples.len()), (1, 3 * Offence::ALL.len()), "each of three actions");
+        assert_eq!(
+            (acted.len(), guard.samples.len()),
+            (1, 3 * Offence::VARIANTS.len()),
+            "each of three actions"
+        );
         let held = families.0.iter().find(|family| family.name == "sublet_lease_duration_seconds").unwrap();
         let buckets: Vec<f64> = held.samples.iter().map(|sample| sample.value).collect();
         assert_eq!(buckets[..10], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]);

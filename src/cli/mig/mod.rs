@@ -73,11 +73,13 @@ pub struct Compute {
 }
 
 /// MIG mode: the current one, and the one after the next reset.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, schemars::JsonSchema)]
+#[schemars(rename = "ListedMode")]
 pub struct Mode {
-    /// Now.
+    /// Whether it is on.
+    #[serde(rename = "enabled")]
     pub current: bool,
-    /// After a reset.
+    /// Whether it is on after the next reset.
     pub pending: bool,
 }
 
