@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder};
-use std::io::ErrorKind;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -118,7 +117,7 @@ pub fn answer(command: &mut Command, limit: Duration, stop: &dyn Fn() -> bool) -
     // it.
     let finished = match child::run_until(command.process_group(0), limit, stop) {
         Ok(finished) => finished,
-        Err(ChildError::Io(error)) if error.kind() == ErrorKind::Interrupted => {
+        Err(ChildError::Io(error)) if error.kind() == std::io::ErrorKind::Interrupted => {
             bail!("interrupted; the container and its image were removed")
         }
         Err(ChildError::Io(error)) => return Err(error).with_context(|| format!("cannot run {name}")),

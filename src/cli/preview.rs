@@ -6,9 +6,7 @@ use std::path::Path;
 use nix::unistd::{AccessFlags, access, geteuid};
 
 use crate::mig::{self, Foreseen, Nvml};
-use crate::policy_rule::rule_of;
 use sublet_core::admit::dynamic_mig::NO_SITE;
-use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{AdmitError, confirmed_inventory, dynamic_mig, is_remote, refresh};
 use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;
@@ -125,11 +123,11 @@ pub fn preview_after(
     config: &Config,
 ) -> Result<Placement, AdmitError> {
     let uid = geteuid().as_raw();
-    let rule = (whose == Whose::User).then(|| rule_of(uid, config)).transpose();
+    let rule = (whose == Whose::User).then(|| crate::policy_rule::rule_of(uid, config)).transpose();
     let rule =
         rule.map_err(|reason| BrokerError::Refused { reason, temporary: false, candidates: Vec::new() })?;
     let limit = rule.map(|rule| PolicyLimit { uid, rule });
-    let allowed = allowed_inventory(limit, inventory, config)?;
+    let allowed = sublet_core::admit::take_lease::allowed_inventory(limit, inventory, config)?;
     let check = |placement: &Placement| limit.map_or(Ok(()), |limit| limit.check(placement, ledger));
     limit.map_or(Ok(()), |limit| limit.check_request(request, config))?;
     let refusal =

@@ -2,7 +2,6 @@
 //! and engines read: `{"level":…,"msg":…,"time":…}`, or logrus text.
 
 use std::fmt::Write as _;
-use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
@@ -75,7 +74,7 @@ impl Log {
 /// Other processes write to the same file, so each line is appended with one write. Lines have containers' names, which are
 /// their users' alone.
 fn append(file: &Path, line: &str) {
-    let opened = OpenOptions::new().append(true).create(true).mode(0o600).open(file);
+    let opened = std::fs::OpenOptions::new().append(true).create(true).mode(0o600).open(file);
     let _ = opened.and_then(|mut file| file.write_all(line.as_bytes()));
 }
 

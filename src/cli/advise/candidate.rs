@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use super::{AdviseError, Host, Question, Trust};
 use crate::bench::{BenchResult, Cell, Measured, Mode, Sharing, Sm};
-use crate::shown::name_of;
 use sublet_core::inventory::Device;
 use sublet_core::place::{SERVER_BYTES, bookings};
 use sublet_core::share::{Isolation, MIB, Percent};
@@ -168,7 +167,7 @@ pub fn none(question: &Question, gpu: &Device) -> String {
         gpu.label(),
         safe(&gpu.name),
         question.tenants,
-        name_of(&question.trust)
+        crate::shown::name_of(&question.trust)
     )
 }
 

@@ -11,11 +11,9 @@ use anyhow::{Context as _, bail};
 use serde_json::json;
 
 use super::result::{Cell, Sharing};
-use crate::own_root;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, FileKind, Inventory, MpsPrograms};
 use sublet_core::process::child::{self, ChildError};
-use sublet_core::process::inheritance;
 
 /// An engine that hangs when it is told to end a container is left alone after this time.
 const END_LIMIT: Duration = Duration::from_secs(30);
@@ -92,7 +90,7 @@ impl Workload {
     /// Starts the same program as a process of this host, with this environment.
     pub fn by_hand(&self, number: u32, environment: &BTreeMap<String, String>) -> anyhow::Result<Running> {
         let words = self.own(&self.command, number);
-        let own = self.command.first().is_some_and(|word| word == own_root::PROGRAM);
+        let own = self.command.first().is_some_and(|word| word == crate::own_root::PROGRAM);
         let program = if own { "/proc/self/exe" } else { words[0].as_str() };
         let mut command = Command::new(program);
         command.args(&words[1..]).envs(environment);
@@ -158,7 +156,7 @@ impl Workload {
 /// In a process group of its own: Ctrl-C at a terminal signals the whole group, and only this program should receive it.
 fn spawn(command: &mut Command) -> anyhow::Result<Child> {
     let program = command.get_program().to_string_lossy().into_owned();
-    inheritance::reset_sigchld()?;
+    sublet_core::process::inheritance::reset_sigchld()?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     command.spawn().with_context(|| format!("cannot run {program}"))
 }

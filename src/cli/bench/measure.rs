@@ -3,11 +3,9 @@
 
 use std::io::{BufRead as _, BufReader, Read};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
-use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::Clock;
 
 use super::containers::Running;
@@ -71,7 +69,7 @@ struct Tenant {
     running: Running,
     heard: Shared,
     /// Reads its standard error to its end.
-    errors: Option<JoinHandle<()>>,
+    errors: Option<std::thread::JoinHandle<()>>,
     /// Why it does not count any more.
     lost: Option<String>,
 }
@@ -284,7 +282,7 @@ fn lock(heard: &Shared) -> std::sync::MutexGuard<'_, Heard> {
 
 /// Asks about one GPU. Whatever the driver does not tell is `None`.
 pub struct Meter {
-    nvml: Option<Nvml>,
+    nvml: Option<nvml_wrapper::Nvml>,
     uuid: String,
 }
 

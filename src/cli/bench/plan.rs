@@ -8,7 +8,6 @@ use sublet_core::config::Limits;
 use sublet_core::text::safe;
 
 use super::result::{Cell, Mode, Sharing, Sm};
-use crate::shown::name_of;
 
 /// More containers at once are a mistake.
 pub const MOST: u32 = 256;
@@ -34,7 +33,7 @@ impl Cell {
             add("mode", "mps".to_owned());
             add("isolation", "dedicated".to_owned());
         } else {
-            add("mode", name_of(&self.mode.sharing));
+            add("mode", crate::shown::name_of(&self.mode.sharing));
         }
         if let Some(profile) = &self.mode.profile {
             add("mig", profile.clone());

@@ -10,7 +10,6 @@ use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::shown::name_of;
 use sublet_core::text::safe;
 
 /// The form of the document. Keys may be added to a form, never changed.
@@ -152,7 +151,7 @@ impl Sm {
 /// As on the command line: `mps`, `mps:equal`, `mps:20`, `mig:1g.10gb`.
 impl fmt::Display for Mode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&name_of(&self.sharing))?;
+        f.write_str(&crate::shown::name_of(&self.sharing))?;
         match self.sm {
             Some(Sm::Equal) => f.write_str(":equal")?,
             Some(Sm::Percent(percent)) => write!(f, ":{percent}")?,

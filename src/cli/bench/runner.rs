@@ -12,9 +12,7 @@ use super::measure::{Interrupted, Meter, Times, measure};
 use super::plan::{self, Gpu};
 use super::result::{BenchResult, Cell, Measured, Settings};
 use super::samples::Source;
-use crate::own_root;
 use sublet_core::config::Config;
-use sublet_core::fs::replace;
 use sublet_core::inventory::Inventory;
 use sublet_core::text::safe;
 
@@ -89,7 +87,7 @@ impl Runner<'_> {
     fn once(&self, planned: &Cell) -> anyhow::Result<Measured> {
         let mut workload = self.workload.clone();
         if let Source::BuiltIn = self.source {
-            workload.command = [own_root::PROGRAM, "load", &planned.load].map(str::to_owned).to_vec();
+            workload.command = [crate::own_root::PROGRAM, "load", &planned.load].map(str::to_owned).to_vec();
         }
         let by_hand = || ByHand::new(planned, &self.uuid, &workload.dir, self.inventory, self.config);
         let by_hand = planned.by_hand.then(by_hand).transpose()?;
@@ -179,7 +177,7 @@ fn remaining(took: Duration, timed: u32, left: usize) -> String {
 
 fn write(result: &BenchResult, output: &Path) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(result)? + "\n";
-    replace(output, text.as_bytes(), 0o644)
+    sublet_core::fs::replace(output, text.as_bytes(), 0o644)
         .with_context(|| format!("cannot write {}; what it had before is still there", output.display()))
 }
 

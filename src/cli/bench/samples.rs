@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use regex_lite::Regex;
 
 use super::result::{Measured, Tenant};
-use crate::load::monotonic_nanoseconds;
 
 /// One iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -161,7 +160,7 @@ impl Client {
             match self.ask(&agent, &url) {
                 Ok(()) => {
                     let took = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                    tell(Sample { end: monotonic_nanoseconds(), took });
+                    tell(Sample { end: crate::load::monotonic_nanoseconds(), took });
                 }
                 Err(error) => {
                     fail(format!("{url}: {error}"));

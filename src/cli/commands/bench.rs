@@ -22,13 +22,11 @@ use crate::load::Load;
 use crate::names::Names;
 use crate::own_root::{STEP_LIMIT, Scratch};
 use crate::preview::Whose;
-use crate::shown::name_of;
 use crate::stack::{Fitted, NotPlaced, Outcome, Service, Stack, fit};
 use crate::usage;
 use sublet_core::admit::{AdmitError, confirmed_inventory};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
-use sublet_core::place;
 use sublet_core::process::{child, epoch_seconds};
 use sublet_core::share::parse_duration;
 use sublet_core::text::{safe, timestamp};
@@ -255,7 +253,7 @@ fn measure(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 
 /// The GPU that is meant, and not one of its MIG devices.
 fn the_gpu<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> anyhow::Result<&'a Device> {
-    let found = place::meant(text, inventory, config).map_err(anyhow::Error::msg)?;
+    let found = sublet_core::place::meant(text, inventory, config).map_err(anyhow::Error::msg)?;
     match found[..] {
         [gpu] if !gpu.is_mig() => Ok(gpu),
         [] => bail!("this host has no GPU {}: see `sublet status`", safe(text)),
@@ -368,7 +366,7 @@ fn loads(arguments: &Arguments) -> Vec<String> {
     match (&arguments.image, &arguments.http) {
         (Some(_), Some(_)) => vec!["http".to_owned()],
         (Some(_), None) => vec!["command".to_owned()],
-        (None, _) => arguments.loads.iter().map(name_of).collect(),
+        (None, _) => arguments.loads.iter().map(crate::shown::name_of).collect(),
     }
 }
 

@@ -11,7 +11,6 @@ use super::tables::{self, Column, Format};
 use crate::bench::{BenchResult, Cell, Figure, Measured, Mode, Sharing, digits, html, svg};
 use crate::shown::bar;
 use crate::terminal::utf8;
-use sublet_core::fs::replace;
 use sublet_core::text::safe;
 
 /// Arguments of `sublet bench show`.
@@ -72,7 +71,7 @@ pub fn show(arguments: &Arguments) -> anyhow::Result<ExitCode> {
 }
 
 fn write(file: &Path, content: &[u8]) -> anyhow::Result<()> {
-    replace(file, content, 0o644).with_context(|| format!("cannot write {}", file.display()))
+    sublet_core::fs::replace(file, content, 0o644).with_context(|| format!("cannot write {}", file.display()))
 }
 
 /// All that is printed of a result, on a terminal of `width` characters.

@@ -11,7 +11,6 @@ use crate::cdi_spec::{self, FileError, Listing, Named, State, Without};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::oci::cdi::KIND;
-use sublet_core::oci::hooks;
 use sublet_core::process::inheritance;
 use sublet_core::text::safe;
 
@@ -70,7 +69,7 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<()> {
 
 fn specification(config: &Config) -> anyhow::Result<(Listing, String)> {
     let listing = cdi_spec::list(config, &fresh_inventory(config)?).map_err(FileError::List)?;
-    let program = hooks::program().context(FileError::NoHook)?;
+    let program = sublet_core::oci::hooks::program().context(FileError::NoHook)?;
     let text = cdi_spec::render(&listing, &program, inheritance::honoured_config().as_deref());
     Ok((listing, text))
 }

@@ -5,7 +5,6 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 
-use crate::doctor;
 use crate::mig::Layout;
 use sublet_core::config::{self, Config, PolicyRule};
 use sublet_core::config_files::{self, Containers, OneFile};
@@ -212,7 +211,7 @@ fn hidden(files: &[OneFile], packaged: &str) -> Vec<String> {
 /// The rules of a user or group that this host does not have. They never apply.
 fn unknown_users(file: &OneFile) -> Vec<String> {
     let problem = |(index, rule): (usize, &PolicyRule)| {
-        let name = doctor::unknown(rule)?;
+        let name = crate::doctor::unknown(rule)?;
         let key = if rule.user.is_some() { "user" } else { "group" };
         let message = format!("this host has no {name}, so the rule never applies");
         Some(file.about(&["policy", &index.to_string(), key], &message).to_string())

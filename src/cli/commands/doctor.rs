@@ -8,7 +8,6 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -170,7 +169,7 @@ fn ask_within(limit: Duration, argv: &[&str]) -> Result<Option<String>, ChildErr
 const RUN_LIMIT: Duration = Duration::from_secs(240);
 
 /// An engine that can run the probe: its program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Engine {
     /// With the runtime sublet
     Docker,

@@ -9,7 +9,6 @@ use std::os::fd::AsFd as _;
 use super::doctor::ask_engines;
 use crate::events::{Reader, parse_moment};
 use crate::names::Names;
-use crate::shown::escaped;
 use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
@@ -205,7 +204,7 @@ impl Shown {
         };
         let numbers: Vec<_> = event.devices.iter().map(number).collect();
         words.extend((!numbers.is_empty()).then(|| format!("on {}", numbers.join(", "))));
-        words.extend(Some(escaped(&event.text)).filter(|text| !text.is_empty()));
+        words.extend(Some(crate::shown::escaped(&event.text)).filter(|text| !text.is_empty()));
         let took = event.took_ms.map(Duration::from_millis);
         words.extend(took.map(|took| format!("after {}", humantime::format_duration(took))));
         words.join(" ").trim_end().to_owned()

@@ -3,7 +3,6 @@
 
 use anyhow::Context as _;
 
-use crate::peer::OWNS;
 use sublet_core::admit::{Leases, Local};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Freed, LeaseId, Store};
@@ -33,7 +32,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     }
     // First, because it rebuilds a ledger that is lost.
     settle(config)?;
-    let left = Local::new(config).kill_left_processes(OWNS)?;
+    let left = Local::new(config).kill_left_processes(crate::peer::OWNS)?;
     if !left.is_empty() {
         for line in left {
             println!("{line}");

@@ -15,7 +15,6 @@ use crate::metrics::{self, Format};
 use crate::serve;
 use crate::status::Status;
 use sublet_core::config::Config;
-use sublet_core::fs::replace;
 
 /// Arguments of `sublet metrics`.
 #[derive(Debug, clap::Args)]
@@ -49,7 +48,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let status = look(config);
     let text = text(status.as_ref(), arguments.format, config);
     match &arguments.output {
-        Some(file) => replace(file, text.as_bytes(), 0o644)
+        Some(file) => sublet_core::fs::replace(file, text.as_bytes(), 0o644)
             .with_context(|| format!("{} cannot be written", file.display()))?,
         None => print!("{text}"),
     }

@@ -11,7 +11,6 @@ use serde::Serialize;
 use super::tables::{self, Format, Output};
 use super::{mig_list, warn};
 use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Plan, Target};
-use crate::mps_daemons;
 use sublet_core::admit::{Local, MakeAnswer, MakeAsk, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory;
@@ -318,7 +317,7 @@ fn stop_servers(uuid: &str, store: &Store, config: &Config) {
     let Ok(ledger) = store.read() else { return };
     let of_device = ledger.daemons.iter().filter(|daemon| daemon.serves(uuid));
     for daemon in of_device.filter(|daemon| ledger.on_daemon(&daemon.key).next().is_none()) {
-        let stopped = mps_daemons::stop(&daemon.key, false, store, config);
+        let stopped = crate::mps_daemons::stop(&daemon.key, false, store, config);
         warn(stopped.unwrap_or_else(|error| vec![error.to_string()]));
     }
 }

@@ -5,7 +5,6 @@ use serde::Serialize;
 
 use super::tables::{self, Column, Format};
 use crate::mig::{Compute, Gpu, Instance, Mode, Nvml, Profile, Span};
-use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::ledger::Ledger;
@@ -21,7 +20,7 @@ pub fn run(format: Format, config: &Config) -> anyhow::Result<()> {
 /// The host's GPUs with the users of their instances, and what tells of them.
 pub fn seen(config: &Config) -> anyhow::Result<(Vec<Gpu>, Inventory, Ledger)> {
     let ledger = super::settled_ledger(config)?;
-    let inventory = fresh_inventory(config)?;
+    let inventory = sublet_core::admit::fresh_inventory(config)?;
     Ok((Nvml::open(config, &inventory)?.seen(&inventory, &ledger)?, inventory, ledger))
 }
 

@@ -34,8 +34,6 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
-use schemars::JsonSchema;
-use serde::Serialize;
 
 use sublet_core::admit::{AdmitError, Local, is_remote, own_status};
 use sublet_core::config::Config;
@@ -43,7 +41,6 @@ use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
 use sublet_core::log::{self, Log};
 use sublet_core::names::told;
-use sublet_core::place;
 use sublet_core::text::{in_lines, safe};
 
 /// Share NVIDIA GPUs among plain Docker and Podman containers.
@@ -154,7 +151,7 @@ fn wants_json(matches: &ArgMatches) -> bool {
 }
 
 /// What a command that fails prints as JSON.
-#[derive(Serialize, JsonSchema)]
+#[derive(serde::Serialize, schemars::JsonSchema)]
 struct ErrorObject<'a> {
     /// As on standard error, in one line.
     error: &'a str,
@@ -257,7 +254,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
 
 /// The devices that `text` names, at least one.
 fn devices<'i>(text: &str, inventory: &'i Inventory, config: &Config) -> anyhow::Result<Vec<&'i Device>> {
-    let found = place::meant(text, inventory, config).map_err(anyhow::Error::msg)?;
+    let found = sublet_core::place::meant(text, inventory, config).map_err(anyhow::Error::msg)?;
     if found.is_empty() { Err(no_device(text)) } else { Ok(found) }
 }
 

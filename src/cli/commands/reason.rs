@@ -7,7 +7,6 @@ use crate::names::NoLease;
 use crate::stack::{NotPlaced, StackError};
 use sublet_core::admit::{AdmitError, of_broker, of_inventory, of_mps};
 use sublet_core::config_files::{self, ConfigError};
-use sublet_core::inventory;
 use sublet_core::ledger::LedgerError;
 use sublet_core::oci::{Conflict, FileError, ImageError, SpecError};
 use sublet_core::request::RequestError;
@@ -63,7 +62,7 @@ fn known(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
 /// The word for a refusal. `sublet refresh` ran as a program of its own: what it failed with is found again.
 fn of_admission(error: &AdmitError) -> &'static str {
     let AdmitError::Own(_) = error else { return error.reason() };
-    match config_files::load().map(|config| inventory::fingerprint(&config)) {
+    match config_files::load().map(|config| sublet_core::inventory::fingerprint(&config)) {
         Ok(Err(error)) => of_inventory(&error),
         _ => "driver",
     }

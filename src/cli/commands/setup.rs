@@ -6,9 +6,6 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail, ensure};
-use clap::ValueEnum;
-use schemars::JsonSchema;
-use serde::Serialize;
 
 use super::doctor::ask;
 use super::tables::{self, Format};
@@ -19,7 +16,6 @@ use crate::shown::name_of;
 use crate::stack::{self, Count};
 use sublet_core::config::{Config, WithoutShare};
 use sublet_core::fs::{replace_durably as replace, sync_directory};
-use sublet_core::process::inheritance::honoured_config;
 use sublet_core::text::safe;
 
 /// Arguments of `sublet setup`.
@@ -63,7 +59,7 @@ impl Arguments {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Engine {
     /// /etc/docker/daemon.json
     Docker,
@@ -130,7 +126,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         tables::print(arguments.format, &document, || format!("{}: {found}.", path.display()))?;
         return Ok(if as_asked { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
-    if is_dockerds && !arguments.dry_run && honoured_config().is_none() {
+    if is_dockerds && !arguments.dry_run && sublet_core::process::inheritance::honoured_config().is_none() {
         let is_default = dockerd.default_runtime(text).as_deref() == Some(setup::NAME);
         let is_meant = config.runtime.without_share.is_none_or(|set| set == WithoutShare::Run);
         let file = Path::new(engine_files::DEFAULT_RUNTIME);
@@ -179,7 +175,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 /// What `--check` prints as JSON.
-#[derive(Serialize, JsonSchema)]
+#[derive(serde::Serialize, schemars::JsonSchema)]
 #[schemars(rename = "SetupCheck")]
 pub struct Checked<'a> {
     /// `sublet.setup/1`.

@@ -5,7 +5,6 @@ use std::process::{Command as Program, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use nix::unistd::gethostname;
 
 use crate::slurm::{self, Allocation, Unit};
 use sublet_core::admit::{JobError, Local, fresh_inventory, is_remote};
@@ -71,7 +70,7 @@ pub enum Command {
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
         Command::Gres { unit, node } => {
-            let name = gethostname().context("gethostname")?.to_string_lossy().into_owned();
+            let name = nix::unistd::gethostname().context("gethostname")?.to_string_lossy().into_owned();
             let node = node.as_deref().or_else(|| name.split('.').next()).unwrap_or_default();
             let inventory = fresh_inventory(config)?;
             print!("{}\n", slurm::gres(node, *unit, &inventory, config).map_err(anyhow::Error::msg)?);

@@ -3,18 +3,14 @@
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
 use std::path::Path;
-use std::thread::sleep;
 use std::time::Duration;
 
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 
 use super::doctor::ask_engines;
 use super::tables::{self, Cell, Format};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{Name, Names, WHY_WITHOUT_SHARE, is_id, lease_of};
-use crate::setup::docker::without_share;
 use crate::shown::{Device, Words, bar, cut, escaped, fraction, number_of, or_dash, word};
 use crate::status::{LeaseOnDevice, Room, Sources, Status, Waiting};
 use crate::terminal::utf8;
@@ -88,7 +84,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         if !super::closed_output::is_open() {
             return Ok(());
         }
-        sleep(Duration::from_secs(seconds));
+        std::thread::sleep(Duration::from_secs(seconds));
     }
 }
 
@@ -111,7 +107,7 @@ impl Host {
         let sources =
             Sources { inventory: &inventory, ledger: &ledger, names: &names, usage: &usage, config };
         let mut status = Status::of(&sources, mps);
-        let without = without_share(Path::new("/"), &ledger, config);
+        let without = crate::setup::docker::without_share(Path::new("/"), &ledger, config);
         status.warnings.extend(without.iter().map(|name| format!("container {name}: {WHY_WITHOUT_SHARE}")));
         Ok(Self { status, ledger, inventory, names })
     }
@@ -131,7 +127,7 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
         Format::Json => {
             let mut document = serde_json::to_value(&status)?;
             if let Some(own) = own {
-                document["own"] = json!(own);
+                document["own"] = serde_json::json!(own);
             }
             Ok(serde_json::to_string_pretty(&document)? + "\n")
         }
@@ -151,7 +147,7 @@ fn named(text: &str, inventory: &Inventory, config: &Config) -> anyhow::Result<V
 }
 
 /// What `--last-error` prints as JSON; null: no container has been refused.
-#[derive(Serialize, JsonSchema)]
+#[derive(Serialize, schemars::JsonSchema)]
 pub struct LastRefusal {
     /// RFC 3339.
     time: String,

@@ -4,8 +4,6 @@ use clap::ValueEnum;
 use comfy_table::{Table, presets};
 use serde::Serialize;
 
-use crate::terminal::length;
-
 /// `--format`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Format {
@@ -76,7 +74,7 @@ fn narrowed(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize>) 
         let header: Vec<&str> = kept.iter().map(|&at| columns[at].0).collect();
         let row = |row: &Vec<String>| kept.iter().map(|&at| row[at].clone()).collect();
         let lines = lines(&header, rows.iter().map(row).collect());
-        let widest = lines.iter().map(|line| length(line)).max().unwrap_or_default();
+        let widest = lines.iter().map(|line| crate::terminal::length(line)).max().unwrap_or_default();
         let least = kept.iter().copied().filter(|&at| columns[at].1 > 0).max_by_key(|&at| columns[at].1);
         let fits = width.is_none_or(|width| widest <= width);
         match least {

@@ -7,10 +7,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 
-use super::tables;
-use crate::terminal::utf8;
 use crate::top::{self, web};
-use sublet_core::admit::confirmed_inventory;
 use sublet_core::config::Config;
 
 /// The width of a frame where standard output is no terminal.
@@ -47,7 +44,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     // What is wrong from the beginning is said as by other commands.
     super::settled_ledger(config)?;
-    confirmed_inventory(config)?;
+    sublet_core::admit::confirmed_inventory(config)?;
     if let Some(address) = arguments.web {
         let names = arguments.web_name.clone();
         return web::run(config, arguments.interval, address, arguments.web_public, names);
@@ -55,8 +52,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if !arguments.once {
         return top::run(config, arguments.interval);
     }
-    let width = u16::try_from(tables::terminal_width().unwrap_or(WIDTH)).unwrap_or(u16::MAX);
-    let frame = top::once(config, width, utf8()).map_err(|error| anyhow!(error))?;
+    let width = u16::try_from(super::tables::terminal_width().unwrap_or(WIDTH)).unwrap_or(u16::MAX);
+    let frame = top::once(config, width, crate::terminal::utf8()).map_err(|error| anyhow!(error))?;
     print!("{frame}");
     Ok(ExitCode::SUCCESS)
 }

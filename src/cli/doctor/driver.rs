@@ -5,7 +5,6 @@ use std::os::unix::fs::MetadataExt as _;
 
 use super::{Host, Outcome, fail, joined, pass, shown, skip, warn};
 use crate::probe::{OLDEST_BRANCH, driver_nodes};
-use crate::proc::processes;
 use sublet_core::fs::read_proc_devices;
 use sublet_core::inventory::{
     self, ComputeMode, Device, LeftOut, Majors, MissingPrograms, MpsPrograms, Node, check_node,
@@ -41,7 +40,7 @@ pub(super) fn fabric(host: &Host<'_>) -> Outcome {
         let name = fs::read(proc.join(pid.to_string()).join("comm")).unwrap_or_default();
         name.trim_ascii_end() == b"nv-fabricmanage"
     };
-    if processes(&proc).into_iter().any(runs) {
+    if crate::proc::processes(&proc).into_iter().any(runs) {
         return pass(format!("{switches} NVSwitches, and the fabric manager runs"));
     }
     fail(format!(

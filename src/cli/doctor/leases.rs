@@ -10,8 +10,6 @@ use super::{Host, Outcome, joined, pass, shown, skip, warn};
 use crate::proc::{namespace, processes};
 use crate::setup::engine_files::drop_ins;
 use sublet_core::ledger::{Lease, Ledger};
-use sublet_core::oci;
-use sublet_core::process::live_proc_dir;
 use sublet_core::text::safe;
 
 /// Reports leases whose containers have ended, which the next command frees, if there is one, and those that are kept by
@@ -42,7 +40,7 @@ pub(super) fn without_nodes(host: &Host<'_>) -> Outcome {
         return skip("unknown without a ledger and an inventory");
     };
     let lost = |lease: &Lease| {
-        let why = oci::lost_node(lease, inventory)?;
+        let why = sublet_core::oci::lost_node(lease, inventory)?;
         Some(format!("container {}: {why}", safe(&lease.container.name())))
     };
     let lost = joined(ledger.preview_reclaim().0.leases.iter().filter_map(lost), "; ");
@@ -60,7 +58,7 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
     let mut found: BTreeMap<String, String> = BTreeMap::new();
     let leased = &leased(ledger) | &leased(&ledger.preview_reclaim().0);
     for pid in processes(&proc) {
-        let process = live_proc_dir(proc.join(pid.to_string()));
+        let process = sublet_core::process::live_proc_dir(proc.join(pid.to_string()));
         let in_container = namespace(&process, "mnt").is_some_and(|mounts| Some(mounts) != own);
         if let Some((container, node)) = in_container.then(|| user(&process)).flatten() {
             // Containers that share a PID namespace are told apart by the id in the cgroup's name.

@@ -6,10 +6,8 @@ use std::{fs, io};
 use serde_json::Value;
 
 use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
-use crate::setup::drop_ins::merge;
 use crate::setup::engine_files::{drop_ins, podmans, read};
 use sublet_core::fs::under;
-use sublet_core::ledger::read_up_to;
 use sublet_core::text::safe;
 
 /// How many files of a user are read, and how much of each: a user may put anything there.
@@ -85,7 +83,7 @@ fn effective(
         let table: toml::Table = toml::from_str(&text)
             .map_err(|error| format!("{} is not valid TOML: {}", shown(file), safe(error.message())))?;
         let before = list.clone();
-        merge(&mut list, &table, "hooks_dir");
+        crate::setup::drop_ins::merge(&mut list, &table, "hooks_dir");
         if list != before {
             by = Some(file.clone());
         }
@@ -119,7 +117,7 @@ fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
 
 /// Reads a file that may be anything a user has created: a pipe without a writer, or a link to /dev/zero.
 fn read_users(path: &Path) -> io::Result<Option<String>> {
-    let bytes = read_up_to(path, LARGEST)?;
+    let bytes = sublet_core::ledger::read_up_to(path, LARGEST)?;
     bytes.map(|bytes| String::from_utf8(bytes).map_err(io::Error::other)).transpose()
 }
 

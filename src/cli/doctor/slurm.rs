@@ -4,7 +4,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::{Host, Outcome, fail, pass, skip, version, warn};
-use crate::slurm::in_order;
 use sublet_core::text::safe;
 
 /// Where slurmd has its configuration; the second is that of a node which gets it from slurmctld.
@@ -144,7 +143,7 @@ fn gres(host: &Host<'_>, node: &str) -> Vec<Outcome> {
         format!("correct slurm.conf and gres.conf: `sublet slurm gres --unit {unit}` prints the lines")
     };
     let Ok(inventory) = &host.inventory else { return Vec::new() };
-    let gpus = match in_order(inventory) {
+    let gpus = match crate::slurm::in_order(inventory) {
         Ok(gpus) => gpus.len() as u64,
         Err(error) => return vec![warn(error).fix("nvidia-smi -i GPU -mig 0, or another gres.conf")],
     };

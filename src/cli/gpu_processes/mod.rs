@@ -16,7 +16,6 @@ use nvml_wrapper::{Device, Nvml};
 use crate::probe;
 use sublet_core::inventory::{GpuProcess, Inventory};
 use sublet_core::ledger::{Init, Lease, LeaseId, Ledger};
-use sublet_core::place::client_limit;
 use sublet_core::process::{Process, pidfd_open};
 
 /// A process with a context on a device.
@@ -161,7 +160,7 @@ impl Looker {
             probe::joined(told.running.iter().chain(clients)).into_iter().filter_map(&mut holder).collect();
         self.lists.drop_ended(&gone_since);
         let (gone, known) = (gone(&holders, device, ledger), inventory.device(device));
-        let most_clients = known.map(|known| client_limit(known, &inventory.driver));
+        let most_clients = known.map(|known| sublet_core::place::client_limit(known, &inventory.driver));
         Ok(Look { device: device.to_owned(), most_clients, knows_clients, gone, holders })
     }
 }

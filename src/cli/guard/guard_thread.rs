@@ -1,17 +1,13 @@
 //! The guard's thread: while there are leases it checks the devices and acts a few times a second.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::rc::Rc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use nvml_wrapper::Nvml;
-
 use crate::cached_files::{Changes, Kept};
 use crate::gpu_processes::Looker;
-use crate::probe;
 
 use super::enforce::Acting;
 use super::judge::{Judge, Offence, Verdict};
@@ -20,7 +16,6 @@ use super::silent_connections::Silent;
 use super::{Event, OFF};
 use sublet_core::admit::Local;
 use sublet_core::config::Config;
-use sublet_core::config_files;
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::{DaemonKey, Ledger, LedgerError, Store};
 use sublet_core::process::Process;
@@ -40,7 +35,7 @@ const MOMENT: Duration = Duration::from_millis(50);
 const IDLE: Duration = Duration::from_millis(500);
 
 /// Starts the thread; it ends with the process.
-pub(crate) fn start() -> io::Result<()> {
+pub(crate) fn start() -> std::io::Result<()> {
     thread::Builder::new().name("guard".to_owned()).spawn(|| Guard::default().run()).map(drop)
 }
 
@@ -51,7 +46,7 @@ type Seen = (Vec<Verdict>, Vec<Event>, BTreeSet<String>);
 #[derive(Default)]
 struct Earlier {
     /// NVML, opened when this was the inventory: to who opened it before, a GPU that comes back does not answer.
-    nvml: Option<(Nvml, Rc<Inventory>)>,
+    nvml: Option<(nvml_wrapper::Nvml, Rc<Inventory>)>,
     inventory: Kept<Inventory>,
     looker: Looker,
     judge: Judge,
@@ -96,7 +91,7 @@ impl Guard {
         let mut read_at = Instant::now();
         loop {
             if config.is_none() || read_at.elapsed() >= REREAD {
-                (config, read_at) = (config_files::load().ok().or(config), Instant::now());
+                (config, read_at) = (sublet_core::config_files::load().ok().or(config), Instant::now());
             }
             match config.as_ref().map_or(Some(REREAD), |config| self.tick(config)) {
                 Some(time) => self.pause(time, config.as_ref()),
@@ -179,7 +174,7 @@ impl Guard {
         let known = self.earlier.inventory.get(&file, || inventory::last(config))?;
         let nvml = match self.earlier.nvml.take() {
             Some((nvml, then)) if Rc::ptr_eq(&then, &known) => nvml,
-            _ => probe::connect(config)?.0,
+            _ => crate::probe::connect(config)?.0,
         };
         let leased: BTreeSet<&str> =
             ledger.leases.iter().flat_map(|lease| &lease.devices).map(String::as_str).collect();

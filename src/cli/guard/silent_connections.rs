@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
-use nix::errno::Errno;
 use nix::libc::SYS_recvmsg;
 use nix::sched::{CloneFlags, setns};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket};
@@ -219,7 +218,7 @@ fn peer(inode: u64, namespace: &Path) -> io::Result<Option<u64>> {
         // The kernel has answered by the time that send(2) returns.
         match recv(diag.as_raw_fd(), &mut answer, MsgFlags::MSG_DONTWAIT) {
             Ok(length) => Ok(answered(&answer[..length])),
-            Err(Errno::EAGAIN) => Ok(None),
+            Err(nix::errno::Errno::EAGAIN) => Ok(None),
             Err(error) => Err(error.into()),
         }
     };

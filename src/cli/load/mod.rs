@@ -5,8 +5,6 @@ use std::ffi::CStr;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-use clap::ValueEnum;
-
 use crate::libcuda::{Buffer, Driver, Kernel, MULTIPROCESSOR_COUNT, Pinned};
 
 /// The kernels, and the zero byte that ends them for the driver.
@@ -21,7 +19,7 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 const MIB: usize = 1 << 20;
 
 /// What one iteration does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub enum Load {
     /// 100 kernels of 16 blocks one after the other: a small model, far from filling a GPU
     Small,

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use nix::fcntl::{Flock, FlockArg};
-use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 use strum::VariantArray as _;
 
@@ -166,7 +165,7 @@ impl Totals {
 
 /// Adds the counts, with what is new. None for users without root, and where the file cannot be kept.
 pub(super) fn add(config: &Config, families: &mut Families) {
-    if !geteuid().is_root() || !config.state_dir.is_dir() {
+    if !nix::unistd::geteuid().is_root() || !config.state_dir.is_dir() {
         return;
     }
     match counted(config) {

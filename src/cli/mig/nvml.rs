@@ -3,7 +3,6 @@
 use std::cmp::Reverse;
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::path::PathBuf;
-use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail};
@@ -19,7 +18,6 @@ use sublet_core::inventory::Inventory;
 use sublet_core::ledger::Ledger;
 use sublet_core::process::Process;
 use sublet_core::process::child::{self, ChildError};
-use sublet_core::process::sublet::PATH;
 use sublet_core::text::safe;
 
 /// What NVML answers.
@@ -133,8 +131,8 @@ impl Driver for Nvml {
 
     fn reset(&mut self, gpu: &str) -> Answer<()> {
         let smi = self.smi.as_ref().context("nvidia-smi --gpu-reset: nvidia-smi is not installed")?;
-        let mut command = Command::new(smi);
-        command.env_clear().env("PATH", PATH).args(["--gpu-reset", "-i", gpu]);
+        let mut command = std::process::Command::new(smi);
+        command.env_clear().env("PATH", sublet_core::process::sublet::PATH).args(["--gpu-reset", "-i", gpu]);
         // A program that has the GPU open prevents its reset, and NVML has it open.
         self.library = None;
         let done = child::run(&mut command, "", RESET_LIMIT);

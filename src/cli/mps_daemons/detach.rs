@@ -22,12 +22,10 @@ use nix::libc::{RLIM_INFINITY, rlim_t};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, CpuSet, sched_setaffinity, setns, unshare};
 use nix::sys::personality::{self, Persona};
-use nix::sys::prctl::set_timerslack;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::SigSet;
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{Pid, chdir, setsid};
-use rustix::process::setpriority_process;
 
 use super::service_syscalls as calls;
 
@@ -154,11 +152,11 @@ fn become_service() -> Left {
     // The policy comes before the nice value and the timer slack, which have no meaning under some policies.
     let steps: [(&str, io::Result<()>); 11] = [
         ("scheduling policy", calls::schedule_normally()),
-        ("nice value", setpriority_process(None, 0).map_err(Into::into)),
+        ("nice value", rustix::process::setpriority_process(None, 0).map_err(Into::into)),
         ("CPU affinity", every_cpu()),
         ("memory policy", calls::any_memory()),
         ("I/O priority", calls::no_io_priority()),
-        ("timer slack", set_timerslack(TIMER_SLACK).map_err(Into::into)),
+        ("timer slack", nix::sys::prctl::set_timerslack(TIMER_SLACK).map_err(Into::into)),
         // `PER_LINUX` without flags: addresses are random again (setarch(8)). It takes effect at the next exec.
         ("personality", personality::set(Persona::empty()).map(drop).map_err(Into::into)),
         ("session keyring", calls::own_keyring()),

@@ -12,9 +12,6 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use schemars::JsonSchema;
-use serde::Serialize;
-
 use sublet_core::config::Config;
 use sublet_core::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use sublet_core::inventory;
@@ -187,7 +184,7 @@ fn is_known(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, Mps
 // `sublet mps list` and `logs`: the current state of the daemons.
 
 /// One daemon.
-#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, schemars::JsonSchema)]
 pub struct Listed {
     /// The lease that a dedicated daemon belongs to.
     #[schemars(with = "Option<String>")]

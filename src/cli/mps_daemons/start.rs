@@ -20,7 +20,6 @@ use sublet_core::ledger::{
 use sublet_core::mps::control::{AskError, Control};
 use sublet_core::mps::dirs::DaemonLock;
 use sublet_core::mps::heal::waits;
-use sublet_core::mps::ready::lock_limit;
 use sublet_core::mps::{self, MpsError, child_await, child_start, dirs, limits_and_state};
 use sublet_core::process::sublet::SubletError;
 use sublet_core::process::{Process, epoch_seconds, listens};
@@ -57,7 +56,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Warnings {
     }
     let left = detach::leave(&[&config.state_dir, control.program()]);
     let daemon = Daemon { key, store, config };
-    let held = DaemonLock::take(key, &config.state_dir, lock_limit(config))?;
+    let held = DaemonLock::take(key, &config.state_dir, sublet_core::mps::ready::lock_limit(config))?;
     if let Some(warnings) = serves_already(daemon, &held, &control)? {
         return Ok(warnings);
     }

@@ -1,15 +1,12 @@
 //! Finds the driver's files on the host, in the places of all distributions; and which of them a container may get.
 
 use std::collections::BTreeSet;
-use std::ffi::OsStr;
-use std::fs::File;
 use std::io::{self, ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use sublet_core::config::Driver;
 use sublet_core::fs::examine;
-use sublet_core::inventory::cache::is_driver_version;
 use sublet_core::inventory::programs::resolve;
 use sublet_core::inventory::{DriverFile, FileKind, programs};
 use sublet_core::share::Capability::{self, Compute, Graphics, Utility, Video};
@@ -146,7 +143,7 @@ impl Host<'_> {
 /// `libnvidia-egl-wayland.so.1.1.13` have versions of their own.
 fn version_of(path: &Path, stem: &str) -> Option<String> {
     let version = path.file_name()?.to_str()?.strip_prefix(stem)?.strip_prefix('.')?;
-    is_driver_version(version).then(|| version.to_owned())
+    sublet_core::inventory::cache::is_driver_version(version).then(|| version.to_owned())
 }
 
 // Whether a file is a library or program for this machine, and which loader a program names, by its ELF headers (elf(5)).
@@ -197,7 +194,7 @@ fn interpreter(path: &Path) -> io::Result<Option<PathBuf>> {
         if number(&entry, 0, 4) == PT_INTERP {
             let text = read(path, number(&entry, 8, 8), number(&entry, 32, 8).min(LONGEST_LOADER))?;
             let text = text.split(|&byte| byte == 0).next().unwrap_or_default();
-            return Ok((!text.is_empty()).then(|| OsStr::from_bytes(text).into()));
+            return Ok((!text.is_empty()).then(|| std::ffi::OsStr::from_bytes(text).into()));
         }
     }
     Ok(None)
@@ -211,7 +208,7 @@ fn number(bytes: &[u8], at: usize, length: usize) -> u64 {
 
 /// The bytes of a file from `offset` on, at most `length`; none of a directory.
 fn read(path: &Path, offset: u64, length: u64) -> io::Result<Vec<u8>> {
-    let (mut file, mut bytes) = (File::open(path)?, Vec::new());
+    let (mut file, mut bytes) = (std::fs::File::open(path)?, Vec::new());
     file.seek(SeekFrom::Start(offset))?;
     match file.take(length).read_to_end(&mut bytes) {
         Err(error) if error.kind() == ErrorKind::IsADirectory => Ok(Vec::new()),

@@ -17,7 +17,6 @@ use sublet_core::inventory::{
     Device, Driver, FileDirectory, Inventory, InventoryError, LeftOut, Majors, MigGpus, MissingPrograms,
     MpsPrograms, Node, NodeError, SCHEMA, check_node, device_nodes, programs,
 };
-use sublet_core::process::epoch_seconds;
 use sublet_core::text::safe;
 
 /// The oldest supported driver branch: MPS was measured with it, and it has every NVML call made here.
@@ -101,7 +100,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     Ok(Inventory {
         schema: SCHEMA.to_owned(),
         fingerprint: seen.fingerprint,
-        probed_at: epoch_seconds(),
+        probed_at: sublet_core::process::epoch_seconds(),
         mig_changes: 0,
         driver: Driver {
             version: host.module.version.clone(),

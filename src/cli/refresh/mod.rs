@@ -1,9 +1,7 @@
 //! Reads the driver again and writes the inventory, one refresh at a time.
 
 use std::fs::File;
-use std::io;
 use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context as _;
@@ -16,7 +14,6 @@ use sublet_core::fs::{make_trusted_directory, open_lock};
 use sublet_core::inventory::{self, Device, Inventory, InventoryError, LeftOut};
 use sublet_core::ledger::{MigChanges, Store};
 use sublet_core::process::child::{self, ChildError};
-use sublet_core::process::sublet::PATH;
 use sublet_core::text::safe;
 
 /// How long the driver is asked again while MIG instances are created and destroyed.
@@ -105,8 +102,8 @@ fn tell(before: &[LeftOut], now: &Inventory, config: &Config) {
 /// Waits for a running refresh.
 fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
     let path = state_dir.join("refresh.lock");
-    let made =
-        make_trusted_directory(state_dir).map_err(|why| io::Error::other(format!("its directory {why}")));
+    let made = make_trusted_directory(state_dir)
+        .map_err(|why| std::io::Error::other(format!("its directory {why}")));
     let file = made
         .and_then(|_| open_lock(&path))
         .map_err(|source| InventoryError::Unwritable { path: path.clone(), source })?;
@@ -156,8 +153,8 @@ pub fn boot(config: &Config) -> anyhow::Result<Option<Inventory>> {
 
 /// nvidia-uvm loads the others too. If the module or modprobe is missing, the refresh reports what is missing.
 fn load_modules() {
-    let mut modprobe = Command::new("modprobe");
-    modprobe.env_clear().env("PATH", PATH).arg("nvidia-uvm");
+    let mut modprobe = std::process::Command::new("modprobe");
+    modprobe.env_clear().env("PATH", sublet_core::process::sublet::PATH).arg("nvidia-uvm");
     match child::run(&mut modprobe, "", MODPROBE_LIMIT) {
         Ok(done) if done.status.success() => {}
         Ok(done) => warn(vec![safe(done.stderr.trim())]),

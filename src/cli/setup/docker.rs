@@ -4,13 +4,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use jsonc_parser::ParseOptions;
 use jsonc_parser::cst::{CstInputValue, CstObject, CstObjectProp, CstRootNode};
 use serde_json::{Value, json};
 
 use super::engine_files::{Record, Recorded, undo_by_record, with_record, words};
 use super::{Ask, NAME, SetupError, Wish, plain};
-use crate::names;
 use crate::proc::{namespace, processes};
 use sublet_core::config::{Config, WithoutShare};
 use sublet_core::fs::under;
@@ -197,7 +195,7 @@ impl JsonFile {
             let has_comment = text.lines().any(|line| is_comment(line.trim_start()));
             unparsable(format!("{error}{}", if has_comment { "; JSON has no comments" } else { "" }))
         })?;
-        let root = CstRootNode::parse(text, &ParseOptions::default());
+        let root = CstRootNode::parse(text, &jsonc_parser::ParseOptions::default());
         let root = root.map_err(|error| unparsable(error.to_string()))?;
         let object = root.object_value().ok_or_else(|| no_object("the file".to_owned()))?;
         Ok(Self { root, object })
@@ -380,7 +378,7 @@ pub(crate) fn without_share(root: &Path, ledger: &Ledger, config: &Config) -> Ve
         let text = text.and_then(Result::ok).unwrap_or_default();
         let is_default = dockerd.default_runtime(&text).as_deref() == Some(NAME);
         let data_root = (!is_default).then(|| under(root, &dockerd.data_root(&text)));
-        data_root.map(|data_root| names::without_share(&data_root, ledger)).unwrap_or_default()
+        data_root.map(|data_root| crate::names::without_share(&data_root, ledger)).unwrap_or_default()
     };
     Dockerd::running(root).iter().flat_map(of).collect()
 }

@@ -7,8 +7,6 @@ mod quadlet;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::Path;
 
@@ -74,7 +72,7 @@ pub struct Service {
     /// The same without the number: those of one name are alike.
     pub of: String,
     /// All its annotations.
-    pub annotations: BTreeMap<String, String>,
+    pub annotations: std::collections::BTreeMap<String, String>,
     /// What is to be said of its labels, if some are meant as annotations that it does not have.
     pub labels_told: Option<String>,
     /// Its OCI runtime: a name of Docker's, or a path.
@@ -104,7 +102,7 @@ fn unusable(path: &Path, message: &str) -> StackError {
 
 /// The text of a file that a user names.
 fn text(path: &Path) -> Result<String, StackError> {
-    let text = File::open(path).and_then(|file| io::read_to_string(file.take(LARGEST)));
+    let text = std::fs::File::open(path).and_then(|file| io::read_to_string(file.take(LARGEST)));
     let shown = safe(&path.to_string_lossy());
     text.map_err(|error| StackError(format!("{shown} cannot be read: {error}")))
 }

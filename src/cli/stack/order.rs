@@ -4,14 +4,11 @@
 use std::collections::BTreeSet;
 use std::io;
 
-use schemars::JsonSchema;
-use serde::Serialize;
-
 use super::{Fitted, NotPlaced, Outcome, Stack};
 use sublet_core::text::safe;
 
 /// What the start order changes, by the names of containers.
-#[derive(Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Debug, PartialEq, Eq, serde::Serialize, schemars::JsonSchema)]
 pub struct Orders {
     /// Those that get their share in every start order that was tried.
     in_every_order: Vec<String>,

@@ -14,7 +14,6 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, LeftOut};
 use sublet_core::ledger::{DaemonState, DynamicInstance, LeaseState, Ledger, Waiter};
 use sublet_core::oci;
-use sublet_core::process::epoch_seconds;
 use sublet_core::share::Action;
 use sublet_core::text::{safe, timestamp};
 
@@ -161,7 +160,7 @@ impl Status {
         };
         let mut status = Self {
             schema: "sublet.status/1",
-            time: timestamp(epoch_seconds()),
+            time: timestamp(sublet_core::process::epoch_seconds()),
             driver: Driver { version: driver.version.clone(), simulated: driver.simulated },
             devices,
             leases: held.map(|(lease, device)| LeaseOnDevice::of(lease, device, sources)).collect(),

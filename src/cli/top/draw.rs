@@ -14,7 +14,6 @@ use super::rows::{
 use super::source::lease_key;
 use super::view::{Areas, Body, Pane, View};
 use crate::shown::{Words, name_of};
-use crate::terminal::wrapped;
 use sublet_core::text::{LONGEST_NAME, safe};
 
 /// A look that is older than this beyond its interval is called old.
@@ -147,7 +146,7 @@ impl Page<'_> {
         }
         let own = usize::from(self.view.error.is_some());
         let room = room.max(own.min(usize::from(self.left.height)));
-        let broken = wrapped(&lines.join("\n"), Some(usize::from(self.left.width)));
+        let broken = crate::terminal::wrapped(&lines.join("\n"), Some(usize::from(self.left.width)));
         let more = lines.len().saturating_sub(room);
         let rest = format!("and {} more: `sublet status`", more + 1);
         // Where whole warnings find no room, each has a line.

@@ -12,7 +12,6 @@ mod tests;
 mod view;
 pub mod web;
 
-use std::fs::File;
 use std::io::{self, BufWriter, IsTerminal as _, stdout};
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
@@ -24,7 +23,6 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, Signal};
 use ratatui::Terminal;
-use ratatui::backend::CrosstermBackend;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::cursor::{Hide, Show};
 use ratatui::crossterm::event::{self, DisableMouseCapture, EnableMouseCapture, Event};
@@ -132,7 +130,7 @@ pub fn run(config: &Config, interval: Duration) -> anyhow::Result<ExitCode> {
 
 /// Draws what happens.
 fn show(happened: &Receiver<Happened>, interval: Duration) -> anyhow::Result<ExitCode> {
-    let backend = CrosstermBackend::new(BufWriter::with_capacity(FRAME, stdout()));
+    let backend = ratatui::backend::CrosstermBackend::new(BufWriter::with_capacity(FRAME, stdout()));
     let mut terminal = Terminal::new(backend)?;
     let mut view = View::default();
     let skin = Skin { utf8: utf8(), colour: colour() };
@@ -175,7 +173,7 @@ impl Screen {
         execute!(stdout(), EnterAlternateScreen, EnableMouseCapture, Hide)?;
         if io::stderr().is_terminal() {
             let kept = rustix::io::fcntl_dupfd_cloexec(io::stderr(), 3)?;
-            rustix::stdio::dup2_stderr(File::options().write(true).open("/dev/null")?)?;
+            rustix::stdio::dup2_stderr(std::fs::File::options().write(true).open("/dev/null")?)?;
             *STDERR.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(kept);
         }
         Ok(screen)

@@ -3,8 +3,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
-use std::sync::mpsc;
-use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
@@ -266,7 +264,7 @@ pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, config: &Config) -
 /// Asks once. If the driver does not answer within [`LIMIT`], the result is unknown, and the thread that asks ends with
 /// the process.
 fn once(ledger: Ledger, inventory: Inventory, config: Config) -> Result<Usage, String> {
-    let (tell, told) = mpsc::channel();
+    let (tell, told) = std::sync::mpsc::channel();
     let ask = move || {
         let asked = probe::connect(&config)
             .map(|(nvml, _)| Meter::new(&nvml).read(&Rc::new(ledger), &inventory))
@@ -274,7 +272,7 @@ fn once(ledger: Ledger, inventory: Inventory, config: Config) -> Result<Usage, S
         // Nobody listens any more once the limit is over.
         let _ = tell.send(asked);
     };
-    let asking = thread::Builder::new().name("nvml".to_owned()).spawn(ask);
+    let asking = std::thread::Builder::new().name("nvml".to_owned()).spawn(ask);
     asking.map_err(|error| format!("no thread can be started: {error}"))?;
     let late = |_| Err(format!("the driver did not answer within {} s", LIMIT.as_secs()));
     told.recv_timeout(LIMIT).unwrap_or_else(late)

@@ -15,7 +15,6 @@ use serde::{Deserialize, Serialize};
 use crate::grant::{Grant, Image};
 use crate::inventory::Inventory;
 use crate::ledger::{LeaseId, Leftover};
-use crate::parse_errors::plain;
 use crate::slurm::{self, JobGpu};
 
 /// The version that this build speaks.
@@ -279,7 +278,7 @@ pub fn parse<T: for<'de> Deserialize<'de>>(line: &[u8]) -> Result<T, ProtocolErr
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 fn malformed(error: serde_json::Error) -> ProtocolError {
-    ProtocolError::Malformed(plain(&error.to_string(), None))
+    ProtocolError::Malformed(crate::parse_errors::plain(&error.to_string(), None))
 }
 
 #[cfg(test)]

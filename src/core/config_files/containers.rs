@@ -12,7 +12,6 @@ use super::ConfigError;
 use super::load::{self, File, Problem};
 use crate::config::Config;
 use crate::process::inheritance::honoured_config;
-use crate::share::glob_matches;
 use crate::text::safe;
 
 /// The whole file.
@@ -64,7 +63,7 @@ impl Containers {
     /// The share of the container that the engine knows as `known`.
     pub fn share(&self, known: &Known) -> Option<&str> {
         let fits = |glob: &Option<String>, text: Option<&str>| {
-            glob.as_deref().is_none_or(|glob| text.is_some_and(|text| glob_matches(glob, text)))
+            glob.as_deref().is_none_or(|glob| text.is_some_and(|text| crate::share::glob_matches(glob, text)))
         };
         let rule = self.container.iter().find(|rule| {
             fits(&rule.name, Some(&known.name))

@@ -8,7 +8,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fs::OpenOptions;
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -21,9 +20,6 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::{ConfigError, describe};
 use crate::config::{Config, DeviceRule, Grant, NOT_OF_GPUS, PolicyRule, Runtime, is_own_name};
-use crate::fs::regular_file;
-use crate::process::inheritance::honoured_config;
-use crate::request;
 use crate::share::{Action, LONGEST_WAIT, Selector};
 use crate::text::safe;
 
@@ -111,7 +107,7 @@ impl ParsedFiles<'_> {
 
 /// The files that [`load`] reads, the weakest first.
 pub fn sources() -> Result<Vec<PathBuf>, ConfigError> {
-    if let Some(file) = honoured_config() {
+    if let Some(file) = crate::process::inheritance::honoured_config() {
         return Ok(vec![file]);
     }
     sources_with(Path::new("/etc/sublet"))
@@ -185,14 +181,14 @@ pub(super) fn text(path: &Path) -> Result<String, ConfigError> {
 }
 
 fn read_bounded(path: &Path) -> std::io::Result<String> {
-    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
+    let file = std::fs::OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
     let meta = file.metadata()?;
     let is_null =
         || std::fs::metadata("/dev/null").is_ok_and(|null| null.rdev() == meta.rdev() && meta.rdev() != 0);
     if !meta.is_file() && !is_null() {
         return Err(std::io::Error::other("it is not a regular file"));
     }
-    let bytes = regular_file(file, meta.len(), LARGEST)?;
+    let bytes = crate::fs::regular_file(file, meta.len(), LARGEST)?;
     if bytes.len() as u64 > LARGEST {
         return Err(std::io::Error::other("it is larger than 1 MiB"));
     }
@@ -483,7 +479,7 @@ fn check_share(name: &str, config: &Config) -> Checked {
         mig: config.mig.clone(),
         ..Config::default()
     };
-    request::parse(&BTreeMap::new(), Some(name), None, &lenient).map(drop).map_err(|error| {
+    crate::request::parse(&BTreeMap::new(), Some(name), None, &lenient).map(drop).map_err(|error| {
         let message = error.to_string();
         Problem { key: vec!["share".into(), name.into(), error.key], message }
     })

@@ -4,13 +4,10 @@
 mod containers;
 mod load;
 
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::parse_errors::plain;
 use crate::text::{nearest, safe};
 
 #[cfg(feature = "fixtures")]
@@ -33,7 +30,7 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    fn invalid(path: &Path, text: &str, span: Option<Range<usize>>, message: &str) -> Self {
+    fn invalid(path: &Path, text: &str, span: Option<std::ops::Range<usize>>, message: &str) -> Self {
         let (line, column) = position(text, span.map_or(0, |span| span.start));
         Self::Invalid(format!("{}:{line}:{column}: {message}", safe(&path.to_string_lossy())))
     }
@@ -66,7 +63,7 @@ fn describe(message: &str, key: Option<&str>) -> String {
         _ => None,
     };
     let hint = hint.map(|word| format!(", did you mean {word}?")).unwrap_or_default();
-    plain(message, key).replacen(", expected", &format!("{hint}; why: expected"), 1)
+    crate::parse_errors::plain(message, key).replacen(", expected", &format!("{hint}; why: expected"), 1)
 }
 
 /// The key in `table` whose value begins at the byte `offset`, as `limits.reserve`. Elements of arrays are given by number.
@@ -75,7 +72,7 @@ fn key_at(table: &DeTable<'_>, offset: usize) -> Option<String> {
 }
 
 /// [`key_at`] for `value`, which is called `name`, and what is in it.
-fn key_in(name: &str, value: &Spanned<DeValue<'_>>, offset: usize) -> Option<String> {
+fn key_in(name: &str, value: &toml::Spanned<DeValue<'_>>, offset: usize) -> Option<String> {
     if value.span().start == offset {
         return Some(name.to_owned());
     }

@@ -13,21 +13,17 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::{fs, io};
 
 use nix::fcntl::{Flock, FlockArg};
-use nix::libc::O_NOFOLLOW;
-use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 
 use crate::fs::{open_lock, read_if_trusted};
-use crate::log::one_line;
 use crate::process::{self, uptime_milliseconds};
-use crate::text::LAST_SECOND;
 
 /// The longest text of an event, in bytes.
 const LONGEST: usize = 2000;
 
 /// `time` as events have it: RFC 3339 in UTC with milliseconds, within the years that have such a form.
 pub fn timestamp(time: SystemTime) -> String {
-    let time = time.clamp(UNIX_EPOCH, UNIX_EPOCH + Duration::from_secs(LAST_SECOND));
+    let time = time.clamp(UNIX_EPOCH, UNIX_EPOCH + Duration::from_secs(crate::text::LAST_SECOND));
     humantime::format_rfc3339_millis(time).to_string()
 }
 
@@ -195,7 +191,7 @@ const SYSTEMS: &str = "/run/sublet";
 /// Whether events of the ledger in `state_dir` are in the system's journal. Only root's entries count, because every
 /// user may write to the journal.
 pub fn has_journal(state_dir: &Path) -> bool {
-    let is_root = || geteuid().is_root() && !process::is_nested();
+    let is_root = || nix::unistd::geteuid().is_root() && !process::is_nested();
     state_dir == Path::new(SYSTEMS) && is_root() && Path::new(JOURNAL_SOCKET).exists()
 }
 
@@ -229,7 +225,7 @@ fn journal_entry(line: &str, event: &Event) -> String {
     let message: Vec<&str> = words.into_iter().filter(|word| !word.is_empty()).collect();
     format!(
         "MESSAGE={}\nPRIORITY={priority}\nSYSLOG_IDENTIFIER={JOURNAL_IDENTIFIER}\n{JOURNAL_FIELD}={line}\n",
-        one_line(&message.join(" "))
+        crate::log::one_line(&message.join(" "))
     )
 }
 
@@ -246,7 +242,7 @@ fn append_to_ring(state_dir: &Path, lines: &[String]) -> io::Result<()> {
     }
     let [path, _] = ring_files(state_dir);
     let mut options = OpenOptions::new();
-    options.read(true).append(true).create(true).mode(0o644).custom_flags(O_NOFOLLOW);
+    options.read(true).append(true).create(true).mode(0o644).custom_flags(nix::libc::O_NOFOLLOW);
     let mut file = options.open(&path)?;
     let mut length = file.metadata()?.len();
     if length >= FULL_RING {

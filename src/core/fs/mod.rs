@@ -28,7 +28,6 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::libc;
 use nix::sys::stat::{Mode, SFlag};
-use serde::de::DeserializeOwned;
 
 use crate::process::inheritance::effective_user;
 use crate::process::{PIECE, Process, kernel_file, once, own_pid, require_call};
@@ -502,7 +501,7 @@ pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
 ///
 /// # Errors
 /// It exists and cannot be read, so that its content would be lost.
-pub fn read_history<T: DeserializeOwned + Default>(path: &Path, largest: u64) -> io::Result<T> {
+pub fn read_history<T: serde::de::DeserializeOwned + Default>(path: &Path, largest: u64) -> io::Result<T> {
     let Some(Ok(text)) = read_trusted(path, largest)? else { return Ok(T::default()) };
     serde_json::from_slice(&text).or_else(|_| {
         let mut aside = path.as_os_str().to_owned();

@@ -5,7 +5,6 @@
 use std::io::{self, Read as _, Write as _};
 use std::path::Path;
 
-use rustix::fs::getxattr;
 use rustix::io::Errno;
 
 use super::is_selinux_enforcing;
@@ -89,7 +88,7 @@ fn type_of(path: &Path) -> Result<String, Errno> {
 
 fn context_of(path: &Path) -> Result<String, Errno> {
     let mut context = [0; 512];
-    let length = getxattr(path, "security.selinux", &mut context)?;
+    let length = rustix::fs::getxattr(path, "security.selinux", &mut context)?;
     Ok(String::from_utf8_lossy(&context[..length]).trim_end_matches('\0').to_owned())
 }
 

@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use strum::VariantArray as _;
 
 use crate::config::{Config, Inject, OWN_PREFIXES, VisibleDevices};
-use crate::fs::under;
 use crate::inventory::{self, Device, Inventory, Node, context_bytes};
 use crate::ledger::{Lease, VolumeFiles};
 use crate::place::Placement;
@@ -286,7 +285,7 @@ fn list_nodes(
     let mut seen = BTreeSet::new();
     nodes.retain(|node| seen.insert(node.path.clone()));
     let granted = |node: Node| {
-        let source = under(&config.driver.root, &node.path.to_string_lossy());
+        let source = crate::fs::under(&config.driver.root, &node.path.to_string_lossy());
         GrantedNode { node, source }
     };
     nodes.into_iter().map(granted).collect()

@@ -7,7 +7,6 @@
 
 use std::fs::File;
 use std::io::Read as _;
-use std::mem::MaybeUninit;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -22,7 +21,6 @@ use crate::config::{Config, Inject};
 use crate::fs::{
     distrust, distrust_file, make_trusted_directory, read_if_trusted, read_trusted, replace, under,
 };
-use crate::parse_errors::plain;
 use crate::process::{self, kernel_file, uptime_seconds};
 use crate::text::safe;
 
@@ -176,8 +174,8 @@ fn read(path: &Path) -> Result<Inventory, InventoryError> {
         .map_err(|source| InventoryError::Unreadable { path: path.to_owned(), source })?
         .ok_or_else(|| InventoryError::Missing { path: path.to_owned() })?
         .map_err(|why| InventoryError::Untrusted { path: path.to_owned(), why })?;
-    let inventory: Inventory =
-        serde_json::from_slice(&text).map_err(|error| corrupt(plain(&error.to_string(), None)))?;
+    let inventory: Inventory = serde_json::from_slice(&text)
+        .map_err(|error| corrupt(crate::parse_errors::plain(&error.to_string(), None)))?;
     if inventory.schema != SCHEMA {
         return Err(corrupt(format!("schema {}, not {SCHEMA}", safe(&inventory.schema))));
     }
@@ -306,7 +304,7 @@ fn list_names(dir: &Path) -> Result<Vec<String>, InventoryError> {
         opened => opened.map_err(unreadable)?,
     };
     // Read as the kernel gives them: the C library would also ask for the directory's metadata.
-    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
     let (mut entries, mut names) = (RawDir::new(opened, &mut buffer), Vec::new());
     while let Some(entry) = entries.next() {
         let name = entry.map_err(unreadable)?.file_name().to_string_lossy().into_owned();

@@ -11,7 +11,6 @@ use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _}
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use nix::errno::Errno;
 use nix::sys::stat::{Mode, SFlag, major, makedev, minor, mknod};
 
 use super::{Majors, Node};
@@ -206,7 +205,7 @@ pub fn make_node(root: &Path, node: &Node, mode: u32) -> io::Result<()> {
     match mknod(&path, SFlag::S_IFCHR, Mode::empty(), makedev(node.major.into(), node.minor.into())) {
         // Set again, because the umask changed it.
         Ok(()) => fs::set_permissions(&path, fs::Permissions::from_mode(mode)),
-        Err(Errno::EEXIST) => Ok(()),
+        Err(nix::errno::Errno::EEXIST) => Ok(()),
         Err(error) => Err(error.into()),
     }
 }

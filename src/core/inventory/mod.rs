@@ -28,7 +28,6 @@ use nix::sys::stat::{major, minor};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Inject;
-use crate::fs::under;
 use crate::share::{Capabilities, Capability, MigCapability, Percent};
 use crate::text::safe;
 
@@ -553,7 +552,7 @@ impl Inventory {
 /// # Errors
 /// It is missing, or something else is in its place.
 pub fn check_node(root: &Path, node: &Node) -> Result<(), NodeError> {
-    let path = under(root, &node.path.to_string_lossy());
+    let path = crate::fs::under(root, &node.path.to_string_lossy());
     let there = match fs::metadata(&path) {
         Ok(there) => there,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(NodeError::Missing { path }),

@@ -15,7 +15,6 @@ use serde::Deserialize;
 
 use super::runtime_record::{Record, pid_namespace, read_bounded, table};
 use super::{Container, Freed, Init, Lease, LeaseState, Ledger, Leftover, Waiter};
-use crate::fs::is_absent;
 use crate::process::{CGROUP_MOUNT, Process, has_unified_cgroups, is_gone, kernel_file, pidfd_await_end};
 use crate::text::safe;
 
@@ -263,7 +262,7 @@ fn is_populated(dir: &Path) -> io::Result<bool> {
     match kernel_file(dir.join("cgroup.events")) {
         // cgroup v2 includes the descendants (cgroups(7)).
         Ok(events) => Ok(events.lines().any(|line| line == "populated 1")),
-        Err(error) if is_absent(&error) => Ok(!live_processes(dir)?.is_empty()),
+        Err(error) if crate::fs::is_absent(&error) => Ok(!live_processes(dir)?.is_empty()),
         Err(error) if is_removed(&error) => Ok(false),
         Err(error) => Err(error),
     }

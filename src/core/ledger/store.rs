@@ -24,7 +24,6 @@ use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA};
 use crate::config::Config;
 use crate::fs::{Stamp, Trusted, make_trusted_directory, open_trusted, read_if_trusted};
 use crate::parse_errors::plain;
-use crate::process::inheritance::effective_user;
 use crate::process::{self, own_pid};
 use crate::text::safe;
 
@@ -205,7 +204,7 @@ pub(super) fn keep_settings(ledger: Arc<Ledger>, boot: &str) -> Arc<Ledger> {
 /// state directory (tests; root in a system container). Under rootless engines this process seems to be root, and files
 /// of the real root seem to belong to the overflow uid.
 pub fn is_remote(config: &Config) -> bool {
-    let us = effective_user();
+    let us = crate::process::inheritance::effective_user();
     if us == 0 && !process::is_nested() {
         return false;
     }

@@ -4,13 +4,11 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::thread::sleep;
 use std::time::Duration;
 
 use super::MpsError;
 use super::dirs::{self, wait_for_turn};
 use crate::config::Config;
-use crate::config_files;
 use crate::inventory::{Inventory, MissingPrograms, MpsPrograms};
 use crate::ledger::{DaemonKey, DefaultLimits, DefaultMemoryLimit};
 use crate::process::child::{ChildError, ProcessorWait};
@@ -154,7 +152,7 @@ impl Control {
                 }
                 Err(AskError::Taken) if left() > AGAIN => {
                     was_taken = true;
-                    sleep(AGAIN);
+                    std::thread::sleep(AGAIN);
                 }
                 // Both had little of a processor: the program was ended, and the daemon is not to blame.
                 Err(AskError::Silent) if left() > AGAIN => {}
@@ -288,7 +286,7 @@ fn limit_commands(server: Option<i32>, devices: usize, default_limits: DefaultLi
 pub fn command(key: &str) -> Option<Command> {
     let key = DaemonKey(key.to_owned());
     dirs::check_key(&key).ok()?;
-    Control::new(&key, &config_files::load().ok()?).ok().map(|control| control.control_command())
+    Control::new(&key, &crate::config_files::load().ok()?).ok().map(|control| control.control_command())
 }
 
 fn check_answer(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<String, AskError> {

@@ -14,7 +14,6 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 
 use super::{MpsError, io_at};
-use crate::fs::open_lock;
 use crate::ledger::DaemonKey;
 
 /// What `sun_path` holds beside its NUL: unix(7).
@@ -52,7 +51,7 @@ pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     create_directory(&pipe(key, state_dir), 0o700)?;
     create_directory(&log(key, state_dir), 0o700)?;
     let asking = key.dir(state_dir).join(ASKING);
-    open_lock(&asking).map(drop).map_err(io_at("create", &asking))
+    crate::fs::open_lock(&asking).map(drop).map_err(io_at("create", &asking))
 }
 
 /// The key becomes part of a path.

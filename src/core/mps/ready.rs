@@ -5,7 +5,6 @@
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
-use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::control::{AskError, Control};
@@ -13,7 +12,6 @@ use super::dirs::{self, DaemonLock};
 use super::{MpsError, STOP_LIMIT, child_start, child_stop, limits_and_state};
 use crate::config::{Config, ExclusiveComputeMode};
 use crate::fs::{is_selinux_enforcing, selinux};
-use crate::inventory;
 use crate::ledger::{DaemonKey, DaemonState, DefaultLimits, Lease, LedgerError, MpsDaemon, Store};
 use crate::process::sublet::SubletError;
 use crate::process::{Condition, Process, epoch_seconds, listens, sublet};
@@ -29,7 +27,7 @@ pub(crate) fn end_conflicting(keys: &[DaemonKey], store: &Store) -> Result<Vec<S
             if Instant::now() >= deadline {
                 return Err(error);
             }
-            sleep(Duration::from_millis(50));
+            std::thread::sleep(Duration::from_millis(50));
         }
         if store.read()?.daemon(key).is_some() {
             return Err(MpsError::InTheWay { key: key.to_string() });
@@ -140,7 +138,7 @@ fn confirm_default_limits(
         }
         return Ok(Some(daemon.default_limits));
     }
-    let known = inventory::last(config).ok();
+    let known = crate::inventory::last(config).ok();
     let control = Control::with_known_program(&daemon.key, known.as_ref(), config)?;
     match control.default_limits() {
         Ok(_) if daemon.answered_at == 0 => Ok(Some(DefaultLimits::default())),

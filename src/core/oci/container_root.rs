@@ -10,8 +10,6 @@
 //! and `layers.go`).
 
 use std::collections::BTreeMap;
-use std::fs::Metadata;
-use std::ops::Range;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -21,16 +19,13 @@ use nix::sys::stat::FileStat;
 use nix::unistd::{AccessFlags, faccessat, geteuid};
 use rustix::fs::getxattr;
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::conflict::{entries, environment_value, text};
 use super::{SpecError, annotations, shown};
 use crate::config_files::Known;
-use crate::fs::read_if_trusted;
 use crate::grant::GrantedNode;
 use crate::inventory::NodeError;
-use crate::process;
 use crate::request::split_container_name;
 use crate::text::safe;
 
@@ -49,14 +44,14 @@ pub(super) struct ContainerRoot {
 #[derive(Default)]
 struct Ids {
     root: Option<u64>,
-    all: Vec<Range<u64>>,
+    all: Vec<std::ops::Range<u64>>,
 }
 
 impl ContainerRoot {
     pub fn of(spec: &Value) -> Self {
         let uids = Ids::read(spec, "/linux/uidMappings");
         let ids = uids.map(|uids| (uids, Ids::read(spec, "/linux/gidMappings").unwrap_or_default()));
-        Self { ids, nested: process::is_nested() }
+        Self { ids, nested: crate::process::is_nested() }
     }
 
     /// Whether it is the root of the host, which may create everything.
@@ -66,7 +61,7 @@ impl ContainerRoot {
 
     /// Whether processes of the namespace may open a node of the host's. It is not refused where that depends on their ids:
     /// where the namespace has the node's owner or group, or the node has an access control list.
-    fn may_open(&self, path: &Path, found: &Metadata, access: u32) -> bool {
+    fn may_open(&self, path: &Path, found: &std::fs::Metadata, access: u32) -> bool {
         let has = |ids: &Ids, id: u32| ids.has(id.into());
         let is_theirs = match &self.ids {
             // Ids that this process's namespace lacks all look the same.
@@ -249,8 +244,8 @@ impl<'a> Userdata<'a> {
 
 /// A file that cannot be read counts as empty, and so does one that other users can write: the path of a volume could be
 /// chosen to look like Podman's.
-fn storage_entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
-    let file = read_if_trusted(path, LARGEST_STORAGE_FILE);
+fn storage_entries<T: serde::de::DeserializeOwned>(path: &Path) -> Vec<T> {
+    let file = crate::fs::read_if_trusted(path, LARGEST_STORAGE_FILE);
     file.and_then(|file| serde_json::from_slice(&file).ok()).unwrap_or_default()
 }
 

@@ -5,7 +5,6 @@
 //! the image's and the user's.
 
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -13,8 +12,6 @@ use serde_json::Value;
 
 use super::{FileError, JsonFile, SpecError, annotations, shown};
 use crate::config_files::{self, ConfigError, Known};
-use crate::fs::is_absent;
-use crate::process;
 use crate::request::labels_told;
 use crate::text::{is_engine_id, safe};
 
@@ -71,7 +68,7 @@ const DOCKERS: &str = "io.containerd.runtime.v2.task/moby";
 /// Docker's record below another data-root than `docker_root`: the container's root filesystem is below it, too. A
 /// rootless dockerd's containers are not mapped.
 fn find_docker(id: &str, file: &JsonFile, docker_root: &Path) -> Result<Option<Known>, MappedError> {
-    if process::is_nested() {
+    if crate::process::is_nested() {
         return Ok(None);
     }
     let spec = file.parse()?;
@@ -111,7 +108,7 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
         Ok(file) => file,
         // It is another engine's container, or this user may not read Docker's record.
         Err(FileError::Read(_, error))
-            if is_absent(&error) || error.kind() == ErrorKind::PermissionDenied =>
+            if crate::fs::is_absent(&error) || error.kind() == std::io::ErrorKind::PermissionDenied =>
         {
             return Ok(None);
         }

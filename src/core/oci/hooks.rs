@@ -5,7 +5,6 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::apply_edits::retain;
 use super::conflict::member;
 use crate::process::inheritance::{VARIABLE, installed};
 
@@ -62,7 +61,7 @@ pub fn remove(spec: &mut Value) {
     for stage in [Stage::CreateRuntime, Stage::Poststop] {
         let (name, timeout) = stage.name_and_timeout();
         let ours = |hook: &Value| hook["args"] == json!(["sublet-hook", name]) && hook["timeout"] == timeout;
-        retain(spec, &format!("/hooks/{name}"), |hook| !ours(hook));
+        super::apply_edits::retain(spec, &format!("/hooks/{name}"), |hook| !ours(hook));
     }
 }
 

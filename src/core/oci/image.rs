@@ -20,7 +20,6 @@ use crate::config::{Config, Inject};
 use crate::fs::{is_of_the_image, selinux};
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};
 use crate::inventory::{Driver, Inventory};
-use crate::process::inheritance::installed;
 use crate::request::Request;
 use crate::text::safe;
 
@@ -72,7 +71,7 @@ pub fn inspect(
     }
     rootfs::check_files(tree, &useful, &mut image)?;
     // A convenience: where it is not installed, or the container has no room for it, it is left out.
-    let share = installed("sublet-share");
+    let share = crate::process::inheritance::installed("sublet-share");
     if let Some((program, points)) = share.and_then(|program| Some((program, room_for_share_program(tree)?)))
     {
         image.created.extend(points.created);

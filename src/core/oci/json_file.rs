@@ -11,8 +11,6 @@ use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visi
 use serde_json::{Map, Value};
 
 use super::shown;
-use crate::fs::regular_file;
-use crate::process::once;
 use crate::text::safe;
 
 /// Longest file that is read. Docker's and Podman's are some ten KiB.
@@ -70,7 +68,7 @@ impl JsonFile {
         if !metadata.is_file() {
             return Err(FileError::NotRegular(path));
         }
-        let text = regular_file(file, metadata.len(), LONGEST).map_err(read_error)?;
+        let text = crate::fs::regular_file(file, metadata.len(), LONGEST).map_err(read_error)?;
         if text.len() as u64 > LONGEST { Err(FileError::TooLarge(path)) } else { Ok(Self { path, text }) }
     }
 
@@ -141,7 +139,7 @@ pub fn mentions_sublet(path: &Path) -> bool {
         let mut part = vec![0; 1 << 20];
         let mut kept = 0;
         loop {
-            let read = once(&mut file, &mut part[kept..])?;
+            let read = crate::process::once(&mut file, &mut part[kept..])?;
             // A word may extend over two parts.
             let end = kept + read;
             if read == 0 || mentions(&part[..end]) {

@@ -15,7 +15,6 @@ mod rootfs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::fs::is_of_the_image;
 use crate::grant::MPS_DEFAULT_DIR;
 use crate::text::safe;
 
@@ -63,7 +62,7 @@ pub enum ImageError {
         "the image's {} cannot be a mount point for sublet: {}{}",
         shown(.0),
         .1,
-        if is_of_the_image(.1) { "; fix: remove it from the image" } else { ": the fault is this host's, not the image's" }
+        if crate::fs::is_of_the_image(.1) { "; fix: remove it from the image" } else { ": the fault is this host's, not the image's" }
     )]
     Unusable(PathBuf, #[source] io::Error),
     /// One mount would lie in another that is a directory of the host's.

@@ -5,7 +5,6 @@
 //! Then the mount points in it: checks them, and removes them afterwards.
 
 use std::cell::{OnceCell, RefCell};
-use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
@@ -41,7 +40,7 @@ pub struct Tree {
     /// The ids that create mount points. That of the host leaves all of them to the container's runtime.
     pub(super) root: ContainerRoot,
     /// Results of look-ups: most paths are looked up several times.
-    known: RefCell<BTreeMap<PathBuf, Result<Rc<Found>, i32>>>,
+    known: RefCell<std::collections::BTreeMap<PathBuf, Result<Rc<Found>, i32>>>,
 }
 
 /// Something mounted over a part of the rootfs.

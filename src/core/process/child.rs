@@ -13,7 +13,6 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{Stat, inheritance};
-use crate::process::kernel_file;
 
 /// How much of each output stream is kept, in bytes. The rest is read and dropped.
 const KEPT: usize = 64 << 10;
@@ -287,7 +286,7 @@ impl ProcessorWait {
 
 impl Counted {
     fn of(pid: i32) -> Option<Self> {
-        let text = kernel_file(format!("/proc/{pid}/schedstat")).ok()?;
+        let text = crate::process::kernel_file(format!("/proc/{pid}/schedstat")).ok()?;
         let mut numbers = text.split_whitespace().map(|word| word.parse().map(Duration::from_nanos));
         Some(Self { ran: numbers.next()?.ok()?, waited: numbers.next()?.ok()? })
     }

@@ -25,7 +25,6 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use nix::errno::Errno;
 use nix::libc::{ENOSYS, ESRCH};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
@@ -134,7 +133,7 @@ impl Process {
 
     /// Whether its pid exists, perhaps as another process or as a zombie. `true` if that cannot be found out.
     pub(crate) fn has_pid(&self) -> bool {
-        self.pid > 0 && kill(Pid::from_raw(self.pid), None) != Err(Errno::ESRCH)
+        self.pid > 0 && kill(Pid::from_raw(self.pid), None) != Err(nix::errno::Errno::ESRCH)
     }
 
     /// Whether this same process can serve others.

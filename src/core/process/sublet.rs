@@ -6,7 +6,6 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::child::ChildError;
-use super::inheritance::own_program;
 use super::{confine, inheritance};
 use crate::text::{in_one_line, safe_long};
 
@@ -24,7 +23,7 @@ pub struct SubletError(
 /// The absolute path of the `sublet` that belongs to this program: the one in the same directory, otherwise the
 /// packaged one.
 pub fn program() -> PathBuf {
-    let beside = own_program().map(|own| own.with_file_name("sublet"));
+    let beside = super::inheritance::own_program().map(|own| own.with_file_name("sublet"));
     beside.filter(|program| program.is_file()).unwrap_or_else(|| PathBuf::from("/usr/bin/sublet"))
 }
 

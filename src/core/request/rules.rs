@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 
 use crate::config::{Config, Required};
 use crate::share::{Action, Devices, Guarding, Isolation, MigCapability, Mode, Selector};
-use crate::slurm::JOB_SHARE;
 use crate::text::{nearest, safe};
 
 /// The mode that the keys name or imply, once nothing contradicts it. `None`: the device's
@@ -220,7 +219,7 @@ impl<'a> Keys<'a> {
 
     fn add_share(&mut self, name: &'a str, config: &'a Config) -> Result<(), RequestError> {
         // `sublet serve` limits it to the job's allocation.
-        if name == JOB_SHARE {
+        if name == crate::slurm::JOB_SHARE {
             return Ok(());
         }
         // A named share cannot be based on another one.

@@ -4,7 +4,6 @@
 mod selector;
 
 use std::fmt;
-use std::num::NonZeroU32;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -18,7 +17,7 @@ pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Devices {
     /// This many devices, whichever they are.
-    Any(NonZeroU32),
+    Any(std::num::NonZeroU32),
     /// Every device of the host.
     All,
     /// These devices, all or none of them.

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use nix::errno::Errno;
-use nix::libc;
 use nix::unistd::{AccessFlags, access};
 use serde::{Deserialize, Serialize};
 
@@ -80,7 +79,7 @@ impl JobCgroup {
                 Ok(cgroup) => jobs.extend(cgroup.map(|cgroup| cgroup.job)),
                 // The process, or the last one of its job, has just ended.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+                Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => {}
                 Err(error) => return Err(error),
             }
         }

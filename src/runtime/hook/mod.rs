@@ -9,17 +9,14 @@ pub mod fuzzing;
 mod precreate;
 mod prestart;
 
-use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use nix::libc::{EXIT_FAILURE, EXIT_SUCCESS};
-use nix::unistd::getppid;
 use serde::Deserialize;
 
 use crate::{bounded_input, shim};
@@ -29,7 +26,6 @@ use sublet_core::ledger::{Binding, Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATI
 use sublet_core::log::{self, Level, Log, one_line};
 use sublet_core::names::told;
 use sublet_core::oci::cdi::{self, Asked};
-use sublet_core::parse_errors::plain;
 use sublet_core::process::confine::{self, Rights, Side};
 use sublet_core::process::{Process, sublet};
 use sublet_core::text::safe;
@@ -72,7 +68,7 @@ pub fn main(args: &[OsString]) -> i32 {
     log::trace_to(log.clone(), false);
     // Done here, because the process that does the work may not examine others.
     let is_start = args.first().is_some_and(|stage| stage != "poststop");
-    let engine = Engine::of(getppid().as_raw()).filter(|_| is_start);
+    let engine = Engine::of(nix::unistd::getppid().as_raw()).filter(|_| is_start);
     let said = |done: anyhow::Result<()>| {
         done.inspect_err(|error| report(&log, Level::Error, &told(&error.to_string()))).is_ok()
     };
@@ -141,7 +137,7 @@ fn run(args: &[String], engine: Option<&Engine>, log: &Log) -> anyhow::Result<()
 
 /// The command that `words` ask for, with a clean environment. A hook's parent process runs it: the hook's own process may
 /// start none ([`sublet_core::process::confine`]).
-fn allowed_command(words: &[&str]) -> Option<Command> {
+fn allowed_command(words: &[&str]) -> Option<std::process::Command> {
     match words {
         ["sublet", arguments @ ..] if is_sublet_command(arguments) => {
             Some(sublet::command(&sublet::program(), arguments))
@@ -178,7 +174,7 @@ struct State {
     bundle: Option<PathBuf>,
     /// Must be one of the specification's words. Whether the container has really ended is checked by other means.
     status: Status,
-    annotations: Option<BTreeMap<String, String>>,
+    annotations: Option<std::collections::BTreeMap<String, String>>,
 }
 
 /// Where a container is in its life (runtime-spec, runtime.md, "State").
@@ -198,8 +194,8 @@ impl State {
     /// No JSON object with an id and a known status.
     fn parse(text: &[u8]) -> anyhow::Result<Self> {
         ensure!(!text.trim_ascii().is_empty(), "it is empty");
-        let state: Self =
-            serde_json::from_slice(text).map_err(|error| anyhow!(plain(&error.to_string(), None)))?;
+        let state: Self = serde_json::from_slice(text)
+            .map_err(|error| anyhow!(sublet_core::parse_errors::plain(&error.to_string(), None)))?;
         ensure!(!state.id.is_empty(), "its id is empty");
         Ok(state)
     }

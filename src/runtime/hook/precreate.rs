@@ -9,10 +9,8 @@ use anyhow::{Context as _, anyhow, ensure};
 use nix::unistd::geteuid;
 use serde_json::Value;
 
-use crate::bounded_input;
 use sublet_core::admit::{Admission, AdmitError, Candidate, Engine, Leases, RequestSource};
 use sublet_core::config::Config;
-use sublet_core::config_files;
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::log::{Level, Log, one_line};
 use sublet_core::names::told;
@@ -47,7 +45,7 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> anyhow::Result<()>
 }
 
 fn read() -> anyhow::Result<JsonFile> {
-    let text = bounded_input::read(std::io::stdin(), LONGEST, Instant::now() + INPUT_TIMEOUT)
+    let text = crate::bounded_input::read(std::io::stdin(), LONGEST, Instant::now() + INPUT_TIMEOUT)
         .map_err(|error| anyhow!("config.json on standard input: {error}"))?;
     ensure!(!text.trim_ascii().is_empty(), "config.json on standard input: it is empty");
     Ok(JsonFile { path: PathBuf::from("config.json from standard input"), text })
@@ -60,7 +58,7 @@ fn admit(spec: &Value, engine: Option<Process>, waits: Option<&Engine>, log: &Lo
     let bundle = std::env::current_dir().unwrap_or_default();
     let source = RequestSource::of(spec, &bundle, None).map_err(AdmitError::from)?;
     let Some(source) = source else { return Ok(false) };
-    let config = config_files::load()?;
+    let config = sublet_core::config_files::load()?;
     source.check_without_shim(&config)?;
     let owner = Process::current()
         .map_err(|error| anyhow!("cannot read when this process started (is /proc mounted?): {error}"))?;

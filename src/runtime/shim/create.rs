@@ -3,13 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, anyhow, bail};
-use nix::unistd::getppid;
 use serde_json::Value;
 
 use super::{Call, Dialect, Start, containers_by_name};
 use sublet_core::admit::{Admission, Candidate, Engine, Leases, RequestSource};
 use sublet_core::config::WithoutShare;
-use sublet_core::fs::real_directory;
 use sublet_core::ledger::Container;
 use sublet_core::log::Level;
 use sublet_core::oci::hooks::{self, Stage};
@@ -28,7 +26,7 @@ pub(super) fn create(call: &Call<'_>, start: &Start, is_run: bool) -> anyhow::Re
         source.annotations.remove(oci::KEEP_GROUPS);
     }
     let config = call.files.config()?;
-    let engine = Engine::of(getppid().as_raw());
+    let engine = Engine::of(nix::unistd::getppid().as_raw());
     let container = container(call, start, &spec)?;
     let bundle = container.bundle.clone();
     let leases = Leases::of(&config);
@@ -189,7 +187,7 @@ fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<Con
 
 fn canonicalize(name: &str, path: &Path) -> anyhow::Result<PathBuf> {
     let failed = |error| anyhow!("{name} {} cannot be used: {error}", safe(&path.to_string_lossy()));
-    real_directory(path).map_err(failed)
+    sublet_core::fs::real_directory(path).map_err(failed)
 }
 
 /// Writes the edited spec and becomes the low-level runtime. Returns only on failure, with the file restored.

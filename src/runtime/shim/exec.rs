@@ -7,9 +7,7 @@
 
 use std::cell::LazyCell;
 use std::ffi::{OsStr, OsString};
-use std::fs::OpenOptions;
 use std::io::{self, Write as _};
-use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
@@ -20,7 +18,6 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{Call, Dialect, Exec};
-use crate::bounded_input;
 use serde_json::Value;
 use sublet_core::admit::{self, AdmitError, Leases};
 use sublet_core::config::{self, Config, OWN_PREFIXES, WithoutDaemon};
@@ -29,8 +26,6 @@ use sublet_core::grant::{self, Environment, refused_beside};
 use sublet_core::ledger::{LEASE_ANNOTATION, Record, is_remote};
 use sublet_core::mps;
 use sublet_core::oci::{self, FileError, JsonFile};
-use sublet_core::process::confine;
-use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
 
 /// How long reading a process file may take if it is a pipe.
@@ -58,7 +53,7 @@ pub(super) fn exec<'a>(call: &Call<'a>, exec: &'a Exec) -> anyhow::Result<i32> {
                      read: pass the process with --process, or its variables with --env"
                 );
             }
-            confine::refuse_drivers().map_err(|error| {
+            sublet_core::process::confine::refuse_drivers().map_err(|error| {
                 anyhow!(
                     "the process cannot be kept away from the GPU, which `[mps] exec_without_daemon` asks for: seccomp: \
                      {error}"
@@ -90,7 +85,7 @@ type Target<'a> = (&'a str, PathBuf, Share);
 fn find_target<'e>(
     call: &Call<'e>,
     exec: &'e Exec,
-    config: &impl Deref<Target = Result<Config, ConfigError>>,
+    config: &impl std::ops::Deref<Target = Result<Config, ConfigError>>,
 ) -> anyhow::Result<Option<Target<'e>>> {
     // The runtime itself refuses a malformed id.
     let find = |id: &'e OsStr| -> anyhow::Result<Option<Target<'e>>> {
@@ -99,7 +94,7 @@ fn find_target<'e>(
         if !may_have_share(&record)? {
             return Ok(None);
         }
-        let share = find_share(effective_user(), id, &record, config)?;
+        let share = find_share(sublet_core::process::inheritance::effective_user(), id, &record, config)?;
         Ok(share.map(|share| (id, record, share)))
     };
     if let Some(id) = &call.line.id {
@@ -141,8 +136,8 @@ fn write_edited_copy(file: &Path, environment: &Environment) -> anyhow::Result<O
 /// Follows links, because `/dev/stdin` is one, often to a pipe.
 fn read_process_file(path: &Path) -> anyhow::Result<JsonFile> {
     let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY;
-    let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let text = opened.and_then(|file| bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT));
+    let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let text = opened.and_then(|file| crate::bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT));
     let failed = |why| anyhow!("the process file {} cannot be used: {why}", safe(&path.to_string_lossy()));
     Ok(JsonFile { path: path.to_owned(), text: text.map_err(failed)? })
 }

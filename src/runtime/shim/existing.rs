@@ -9,11 +9,8 @@ use std::process::{Child, Command, ExitStatus};
 use std::str::FromStr as _;
 use std::time::Duration;
 
-use anyhow::bail;
-use nix::libc::EXIT_SUCCESS;
 use nix::sys::signal::{self, SigSet, SigmaskHow, Signal};
 use nix::unistd::{Pid, getpid, getppid};
-use serde_json::Value;
 
 use super::{Call, Dialect};
 use sublet_core::admit::Leases;
@@ -31,7 +28,7 @@ pub(super) fn kill(call: &Call<'_>, signal: Option<&OsStr>, all: bool) -> anyhow
     let signal = signal.map_or(Some(Signal::SIGTERM), parse_signal);
     let first = call.container().and_then(|(_, record)| find_without_first_thread(&record));
     let sent = signal.zip(first).is_some_and(|(signal, first)| pidfd_signal(first, signal).is_ok());
-    if sent && !all { Ok(EXIT_SUCCESS) } else { call.pass_on() }
+    if sent && !all { Ok(nix::libc::EXIT_SUCCESS) } else { call.pass_on() }
 }
 
 /// The first process of the container with a share and this `record`, if only its first thread has ended.
@@ -61,11 +58,11 @@ pub(super) fn update(call: &Call<'_>, resources: Option<&Path>) -> anyhow::Resul
     }
     // If crun cannot read it either, nothing changes. `-` is standard input, which belongs to crun.
     let resources = JsonFile::read(file).and_then(|file| file.parse()).unwrap_or_default();
-    let devices = resources.get("devices").and_then(Value::as_array);
+    let devices = resources.get("devices").and_then(serde_json::Value::as_array);
     if devices.is_none_or(Vec::is_empty) {
         return call.pass_on();
     }
-    bail!(
+    anyhow::bail!(
         "this update would take the container's GPU away: the engine passes a list of devices with it that lacks the \
          share's, and crun closes all others. Recreate the container with these settings, or put runc first in \
          `[runtime] low_level`, which leaves devices as they are"

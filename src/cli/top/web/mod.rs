@@ -6,7 +6,6 @@ use std::io::Write as _;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::process::ExitCode;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -62,7 +61,7 @@ pub fn run(
     let url = format!("http://{}/{}/", reached(address), token.as_str());
     let looks = Arc::new(Looks { interval: interval.max(SHORTEST), ..Looks::default() });
     let (looking, config) = (Arc::clone(&looks), config.clone());
-    thread::Builder::new().name("look".to_owned()).spawn(move || looking.keep(&config))?;
+    std::thread::Builder::new().name("look".to_owned()).spawn(move || looking.keep(&config))?;
     let server = Server { listener: Listener::Tcp(listener), names, token: Some(token) };
     server.start(move |request| answer(request, &looks))?;
     // Standard output is written at the end of each line.

@@ -19,7 +19,6 @@ use nix::libc;
 use nix::sched::{CloneFlags, setns};
 use nix::sys::stat::{FileStat, fstat};
 use nix::unistd::{Gid, Uid};
-use rustix::fs::CWD;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, OpenTreeFlags, fsconfig_create, fsmount, fsopen, open_tree,
 };
@@ -233,7 +232,7 @@ fn root_of(map: &str) -> io::Result<u32> {
 fn detached(source: &Path, attributes: u64) -> Result<OwnedFd, NamespaceError> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let open = || {
-        let mount = open_tree(CWD, source, flags)?;
+        let mount = open_tree(rustix::fs::CWD, source, flags)?;
         set_attributes(&mount, attributes)?;
         Ok::<_, io::Error>(mount)
     };

@@ -11,18 +11,14 @@ mod seccomp_filter;
 
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::process::Command;
 use std::sync::OnceLock;
 
 use caps::Capability::{
     CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER, CAP_MKNOD, CAP_NET_ADMIN, CAP_SETGID,
     CAP_SETUID, CAP_SYS_ADMIN, CAP_SYS_CHROOT, CAP_SYS_PTRACE,
 };
-use caps::errors::CapsError;
 use caps::{CapSet, CapsHashSet};
-use nix::errno::Errno;
 use nix::libc::{EAGAIN, EMFILE, ENFILE, ENOMEM};
-use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, getpid, getppid};
@@ -34,7 +30,7 @@ pub use command_requests::{run, start};
 pub use seccomp_filter::refuse_drivers;
 
 /// The command that these words (the program's name and its arguments) ask for; `None` if hooks do not run it.
-pub type Commands = fn(&[&str]) -> Option<Command>;
+pub type Commands = fn(&[&str]) -> Option<std::process::Command>;
 
 /// Closes inherited descriptors except the first three, and removes the variables that a hook does not read: they may come
 /// from the image (CVE-2025-23266). To be called before anything is opened and before there are threads.
@@ -77,7 +73,7 @@ impl Rights {
 
     /// Keeps these capabilities, as far as this process has them. The others cannot be regained.
     fn keep(self) -> io::Result<()> {
-        let failed = |error: CapsError| io::Error::other(error.to_string());
+        let failed = |error: caps::errors::CapsError| io::Error::other(error.to_string());
         let permitted = caps::read(None, CapSet::Permitted).map_err(failed)?;
         let kept = permitted.intersection(&self.capabilities()).copied().collect();
         caps::set(None, CapSet::Inheritable, &CapsHashSet::new()).map_err(failed)?;
@@ -162,7 +158,7 @@ fn confine(rights: Rights, parent: Pid) -> bool {
     }
     // An engine whose timeout ends kills the process that it started. This call is the last, because a change of rights
     // may reset it (prctl(2)).
-    if let Err(errno) = set_pdeathsig(Signal::SIGKILL) {
+    if let Err(errno) = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL) {
         tracing::warn!(
             "the hook could not make sure that it ends with the process that it works for: {errno}"
         );
@@ -178,7 +174,7 @@ fn await_worker(child: Pid) -> io::Result<bool> {
             Ok(WaitStatus::Signaled(_, signal, _)) => {
                 return Err(io::Error::other(format!("its work was ended by {signal}")));
             }
-            Ok(_) | Err(Errno::EINTR) => {}
+            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
     }
