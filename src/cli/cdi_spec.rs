@@ -22,7 +22,7 @@ use sublet_core::oci::hooks;
 use sublet_core::place::{Placement, only, place_within, wants_mig};
 use sublet_core::process::{Process, inheritance};
 use sublet_core::request::{self, Request};
-use sublet_core::text::safe;
+use sublet_core::text::safe_path;
 
 /// The CDI devices, and the shares that have none.
 #[derive(Debug, Default)]
@@ -169,11 +169,11 @@ pub enum FileError {
     /// The file was written by another program.
     #[error(
         "{} is not a CDI specification of kind {KIND} and was not overwritten: choose another --output",
-        safe(&.0.to_string_lossy())
+        safe_path(.0)
     )]
     NotOurs(PathBuf),
     /// A system call failed.
-    #[error("cannot {what} {}: {source}", safe(&path.to_string_lossy()))]
+    #[error("cannot {what} {}: {source}", safe_path(path))]
     Io { what: &'static str, path: PathBuf, source: io::Error },
     /// The inventory cannot be read, or a share cannot be resolved.
     #[error(transparent)]

@@ -33,6 +33,13 @@ fn is_utf8(locale: &str) -> bool {
     codeset.replace('-', "").eq_ignore_ascii_case("utf8")
 }
 
+/// Writes a warning a line to standard error, which sublet's own programs read.
+pub fn warn(warnings: impl IntoIterator<Item = String>) {
+    for warning in warnings {
+        eprintln!("sublet: warning: {warning}");
+    }
+}
+
 /// How many characters a line of standard output has; `None`: it is no terminal, and COLUMNS does not say.
 pub fn terminal_width() -> Option<usize> {
     width_of(stdout())

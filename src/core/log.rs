@@ -108,6 +108,13 @@ pub fn trace_to(log: Log, debug: bool) {
     let _ = tracing::subscriber::set_global_default(Tracer { log, most });
 }
 
+/// Tells each of `lines` as a warning.
+pub fn warn(lines: impl IntoIterator<Item = String>) {
+    for line in lines {
+        tracing::warn!("{line}");
+    }
+}
+
 /// The smallest subscriber there is: no spans, each event one line.
 struct Tracer {
     log: Log,

@@ -1,5 +1,6 @@
 //! Makes text from containers, images and files safe to print.
 
+use std::path::Path;
 use std::time::{Duration, UNIX_EPOCH};
 
 /// Longest piece of foreign text that a message repeats, in characters.
@@ -25,6 +26,11 @@ pub fn safe(text: &str) -> String {
         }
     }
     out
+}
+
+/// [`safe`] of a path.
+pub fn safe_path(path: &Path) -> String {
+    safe(&path.to_string_lossy())
 }
 
 /// [`safe`] of a longer text, up to `most` characters.

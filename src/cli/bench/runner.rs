@@ -14,7 +14,7 @@ use super::result::{BenchResult, Cell, Measured, Settings};
 use super::samples::Source;
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
-use sublet_core::text::safe;
+use sublet_core::text::safe_path;
 
 /// Everything that stays the same from cell to cell.
 pub struct Runner<'a> {
@@ -186,10 +186,10 @@ fn write(result: &BenchResult, output: &Path) -> anyhow::Result<()> {
 /// # Errors
 /// It cannot be written, is no result, or is there although nobody said `resume`.
 pub fn before(file: &Path, resume: bool) -> anyhow::Result<Option<BenchResult>> {
-    let name = safe(&file.to_string_lossy());
+    let name = safe_path(file);
     let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     ensure!(!file.is_dir(), "--output {name}: it is a directory: name a file in it");
-    let shown = safe(&dir.to_string_lossy());
+    let shown = safe_path(dir);
     ensure!(dir.is_dir(), "--output {name}: {shown} is no directory: create it, or name another one");
     if let Err(error) = access(dir, Access::WRITE_OK | Access::EXEC_OK) {
         bail!("--output {name}: nothing can be written into {shown}: {error}; name another directory");
@@ -214,7 +214,7 @@ pub fn go_on(before: BenchResult, new: BenchResult, file: &Path) -> anyhow::Resu
         ("command or time", bare(&before.settings) == bare(&new.settings)),
     ];
     if let Some((what, _)) = same.iter().find(|(_, same)| !same) {
-        let name = safe(&file.to_string_lossy());
+        let name = safe_path(file);
         bail!("{name} was measured with another {what}: it cannot be gone on with");
     }
     let in_use_by_others = before.in_use_by_others || new.in_use_by_others;

@@ -29,7 +29,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::process::{child, epoch_seconds};
 use sublet_core::share::parse_duration;
-use sublet_core::text::{safe, timestamp};
+use sublet_core::text::{safe, safe_path, timestamp};
 
 /// The longest of the times.
 const LONGEST: Duration = Duration::from_secs(3600);
@@ -245,7 +245,7 @@ fn measure(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     };
     runner.run(&grid, &mut result, &arguments.output)?;
     println!("{}", bench_show::shown(&result, &result.loads(), false, tables::terminal_width()));
-    let file = safe(&arguments.output.to_string_lossy());
+    let file = safe_path(&arguments.output);
     println!("\nWritten to {file}: sublet bench show {file} --html page.html");
     let failed = result.cells.iter().any(|cell| cell.measured.is_none());
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })

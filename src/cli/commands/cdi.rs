@@ -12,7 +12,7 @@ use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::oci::cdi::KIND;
 use sublet_core::process::inheritance;
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// Subcommands of `sublet cdi`.
 #[derive(Debug, clap::Subcommand)]
@@ -42,13 +42,10 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<()> {
     // Only the configured directory is created: another one may be a misspelling.
     let missing = path.parent().filter(|directory| !directory.as_os_str().is_empty() && !directory.exists());
     if let Some(directory) = missing.filter(|directory| Some(*directory) != config.cdi.spec.parent()) {
-        bail!(
-            "there is no directory {}: create it, or name another file",
-            safe(&directory.to_string_lossy())
-        );
+        bail!("there is no directory {}: create it, or name another file", safe_path(directory));
     }
     let (listing, text) = specification(config)?;
-    let shown = safe(&path.to_string_lossy());
+    let shown = safe_path(path);
     if listing.devices.is_empty() {
         // Engines reject a specification without devices.
         let removed = if cdi_spec::remove(path)? { format!("; {shown} was removed") } else { String::new() };
@@ -99,7 +96,7 @@ fn print(format: Format, config: &Config) -> anyhow::Result<()> {
         let table = tables::fitting(&columns, &rows, tables::terminal_width());
         let without = |one: &Without| format!("No {KIND}={}: {}\n", safe(&one.name), one.why);
         let without: String = listing.without.iter().map(without).collect();
-        format!("{table}\n{without}{}: {}", safe(&config.cdi.spec.to_string_lossy()), document.state)
+        format!("{table}\n{without}{}: {}", safe_path(&config.cdi.spec), document.state)
     })
 }
 

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use crate::mig::Layout;
 use sublet_core::config::{self, Config, PolicyRule};
 use sublet_core::config_files::{self, Containers, OneFile};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// Subcommands of `sublet config`.
 #[derive(Debug, clap::Subcommand)]
@@ -34,8 +34,7 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
         None => (config_files::sources()?, config_files::containers_path()),
         Some(etc) => {
             // A misspelt directory would have no errors in it.
-            std::fs::read_dir(etc)
-                .with_context(|| format!("cannot read {}", safe(&etc.to_string_lossy())))?;
+            std::fs::read_dir(etc).with_context(|| format!("cannot read {}", safe_path(etc)))?;
             (config_files::sources_with(etc)?, etc.join("containers.toml"))
         }
     };
@@ -80,7 +79,7 @@ fn check(files: &[OneFile], etc: Option<&Path>, unknown: Option<String>, sources
     let mut errors = Vec::new();
     let mut aliases: Vec<&String> = Vec::new();
     let without_effect = unreachable(files).into_iter().chain(replaced(files)).chain(hidden(files, PACKAGED));
-    super::warn(without_effect);
+    crate::terminal::warn(without_effect);
     for file in files {
         errors.extend(layout(file, etc));
         errors.extend(unknown_users(file));

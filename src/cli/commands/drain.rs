@@ -27,7 +27,7 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
         }
     })?;
     // A daemon that waits for a lease on a drained device has no reason to wait.
-    super::warn(sublet_core::mps::end_overdue(&Store::open(&config.state_dir)?, config));
+    crate::terminal::warn(sublet_core::mps::end_overdue(&Store::open(&config.state_dir)?, config));
     let now = if drain { "takes no new lease; its containers go on running" } else { "takes leases again" };
     for uuid in &uuids {
         println!("{uuid} {now}.");

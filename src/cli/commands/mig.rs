@@ -8,9 +8,10 @@ use anyhow::{Context as _, bail, ensure};
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::mig_list;
 use super::tables::{self, Format, Output};
-use super::{mig_list, warn};
 use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Plan, Target};
+use crate::terminal::warn;
 use sublet_core::admit::{Local, MakeAnswer, MakeAsk, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory;

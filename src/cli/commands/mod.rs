@@ -258,13 +258,6 @@ fn devices<'i>(text: &str, inventory: &'i Inventory, config: &Config) -> anyhow:
     if found.is_empty() { Err(no_device(text)) } else { Ok(found) }
 }
 
-/// Writes a warning a line to standard error, which sublet's own programs read.
-fn warn(warnings: impl IntoIterator<Item = String>) {
-    for warning in warnings {
-        eprintln!("sublet: warning: {warning}");
-    }
-}
-
 fn no_device(text: &str) -> anyhow::Error {
     anyhow::anyhow!("there is no device {}: `sublet status` lists the devices", safe(text))
 }

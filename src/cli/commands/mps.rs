@@ -3,9 +3,9 @@
 use anyhow::{Context as _, bail};
 
 use super::tables::{self, Format, Output};
-use super::warn;
 use crate::mps_daemons;
 use crate::names::{Names, NoLease, lease_of};
+use crate::terminal::warn;
 use sublet_core::admit::{Local, fresh_inventory};
 use sublet_core::config::Config;
 use sublet_core::inventory::Device;

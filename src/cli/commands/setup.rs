@@ -16,7 +16,7 @@ use crate::shown::name_of;
 use crate::stack::{self, Count};
 use sublet_core::config::{Config, WithoutShare};
 use sublet_core::fs::{replace_durably as replace, sync_directory};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// Arguments of `sublet setup`.
 #[expect(clippy::struct_excessive_bools, reason = "options that have nothing to do with one another")]
@@ -110,13 +110,13 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let path = path(arguments, &dockerd)?;
     let counts = counts(arguments, config)?;
     let found = read(&path)?;
-    let (wanted, record) = edited(arguments, &path, found.as_deref(), &counts, config)
-        .with_context(|| safe(&path.to_string_lossy()))?;
+    let (wanted, record) =
+        edited(arguments, &path, found.as_deref(), &counts, config).with_context(|| safe_path(&path))?;
     let is_dockerds = arguments.engine == Engine::Docker
         && fs::canonicalize(dockerd.file()).map_or(dockerd.file() == path, |file| file == path);
     let text = wanted.as_deref().unwrap_or("{}");
     if is_dockerds && !arguments.undo {
-        dockerd.starts_with(text).with_context(|| safe(&path.to_string_lossy()))?;
+        dockerd.starts_with(text).with_context(|| safe_path(&path))?;
     }
     if arguments.check {
         let (engine, as_asked) = (Some(name_of(&arguments.engine)), wanted == found);
@@ -400,5 +400,5 @@ fn cannot(verb: &str, path: &Path, error: &io::Error) -> anyhow::Error {
         ErrorKind::PermissionDenied => "; run as root",
         _ => "",
     };
-    anyhow::anyhow!("cannot {verb} {}: {error}{hint}; nothing was changed", safe(&path.to_string_lossy()))
+    anyhow::anyhow!("cannot {verb} {}: {error}{hint}; nothing was changed", safe_path(path))
 }

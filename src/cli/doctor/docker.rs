@@ -2,12 +2,12 @@
 
 use serde_json::Value;
 
-use super::{Host, Outcome, fail, joined, pass, shown, skip, version, warn};
+use super::{Host, Outcome, fail, joined, pass, skip, version, warn};
 use crate::names::WHY_WITHOUT_SHARE;
 use crate::setup::docker::{self as daemon_json, RESOURCE, without_share};
 use crate::setup::{NAME, engine_files};
 use crate::stack::{counts, drops_annotations, resources};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// The first version with `--annotation`.
 const OLDEST: u32 = 24;
@@ -22,7 +22,7 @@ pub(super) fn docker(host: &Host<'_>) -> Outcome {
         return skip("not installed");
     }
     let (dockerd, text) = host.dockerd();
-    let file = shown(dockerd.file());
+    let file = safe_path(dockerd.file());
     let by_cdi = !host.config.share.is_empty() && daemon_json::has_cdi(&text).unwrap_or(false);
     match daemon_json::runtime(&text).and_then(|runtime| dockerd.starts_with(&text).map(|()| runtime)) {
         Err(error) => fail(format!("{file}: {error}")).fix(format!("correct {file}")),
@@ -91,7 +91,7 @@ const RESTART: &str =
 /// Checks what Swarm is told of named shares: by daemon.json, and by the running dockerd.
 pub(super) fn shares(host: &Host<'_>) -> Outcome {
     let (dockerd, text) = host.dockerd();
-    let file = shown(dockerd.file());
+    let file = safe_path(dockerd.file());
     let listed = match daemon_json::advertised(&text) {
         Ok(listed) => sorted(listed),
         Err(error) => return fail(format!("{file}: {error}")).fix(format!("correct {file}")),

@@ -3,13 +3,13 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 
-use super::{Host, Outcome, fail, joined, pass, shown, skip, warn};
+use super::{Host, Outcome, fail, joined, pass, skip, warn};
 use crate::probe::{OLDEST_BRANCH, driver_nodes};
 use sublet_core::fs::read_proc_devices;
 use sublet_core::inventory::{
     self, ComputeMode, Device, LeftOut, Majors, MissingPrograms, MpsPrograms, Node, check_node,
 };
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// The kernel module and its version.
 pub(super) fn loaded(host: &Host<'_>) -> Outcome {
@@ -140,7 +140,7 @@ pub(super) fn caps(host: &Host<'_>) -> Outcome {
     let parts: Vec<_> = inventory.devices.iter().filter(|device| device.is_mig()).collect();
     let missing = parts.iter().flat_map(|device| &device.nodes);
     let missing = missing.filter(|node| check_node(&host.config.driver.root, node).is_err());
-    let missing = joined(missing.map(|node| shown(&node.path)), " ");
+    let missing = joined(missing.map(|node| safe_path(&node.path)), " ");
     match (parts.len(), missing.is_empty()) {
         (0, _) => skip("no MIG instances"),
         (count, true) => pass(format!("all nodes of {count} MIG instances")),
@@ -168,7 +168,7 @@ pub(super) fn links(host: &Host<'_>) -> Outcome {
 pub(super) fn make_links(nodes: &[Node]) -> String {
     let link = |node: &Node| {
         let name = node.path.strip_prefix("/dev").unwrap_or(&node.path);
-        format!("ln -s ../{} /dev/char/{}:{}", shown(name), node.major, node.minor)
+        format!("ln -s ../{} /dev/char/{}:{}", safe_path(name), node.major, node.minor)
     };
     joined(nodes.iter().map(link), " && ")
 }
@@ -215,7 +215,7 @@ const INSTALL: &str = "apt install nvidia-cuda-mps (other distributions: part of
 pub(super) fn mps_programs(host: &Host<'_>) -> Outcome {
     let programs = MpsPrograms::find(&host.config.driver);
     let (control, server) = match programs.both(&host.config.driver) {
-        Ok((control, server)) => (shown(control), shown(server)),
+        Ok((control, server)) => (safe_path(control), safe_path(server)),
         Err(MissingPrograms::Control { .. }) => {
             let found = "nvidia-cuda-mps-control is not installed, so mode mps and memory limits do not work";
             return warn(found).fix(INSTALL);
@@ -224,8 +224,10 @@ pub(super) fn mps_programs(host: &Host<'_>) -> Outcome {
     };
     let mut found = format!("daemons run {control}, which starts {server}");
     if !programs.others.is_empty() {
-        found =
-            format!("{found}; not used: {}", joined(programs.others.iter().map(|path| shown(path)), ", "));
+        found = format!(
+            "{found}; not used: {}",
+            joined(programs.others.iter().map(|path| safe_path(path)), ", ")
+        );
     }
     let Ok(inventory) = &host.inventory else { return pass(found) };
     // The programs do not print their version, and a server serves no client of another version. For a package that is

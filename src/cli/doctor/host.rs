@@ -11,12 +11,12 @@ use nix::sys::utsname::uname;
 use nix::unistd::{Group, User};
 
 use super::driver::{make_links, unlinked};
-use super::{Host, Outcome, fail, joined, pass, shown, skip, version, warn};
+use super::{Host, Outcome, fail, joined, pass, skip, version, warn};
 use crate::guard::{self, Sight};
 use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::config::PolicyRule;
 use sublet_core::fs::{check_kernel, is_selinux_enforcing, selinux};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// A service that takes longer to answer hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -52,7 +52,7 @@ pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
         return fail(format!("none of {} is installed", safe(&names.join(", "))))
             .fix("apt install runc (or crun), or set [runtime] low_level");
     };
-    let mut found = vec![format!("{} is taken", shown(first))];
+    let mut found = vec![format!("{} is taken", safe_path(first))];
     for program in &there {
         let told = (host.ask)(&[&*program.to_string_lossy(), "--version"]).unwrap_or_default();
         let line = safe(told.lines().next().unwrap_or_default());
@@ -106,8 +106,8 @@ pub(super) fn serve(host: &Host<'_>) -> Outcome {
     let path = sublet_core::broker::socket(host.config);
     let Ok(there) = fs::metadata(&path) else { return without_socket(host, &sight) };
     if !there.file_type().is_socket() {
-        return fail(format!("{} is not a socket", shown(&path)))
-            .fix(format!("rm {} && systemctl restart sublet.socket", shown(&path)));
+        return fail(format!("{} is not a socket", safe_path(&path)))
+            .fix(format!("rm {} && systemctl restart sublet.socket", safe_path(&path)));
     }
     if let Some(Err(error)) = (!host.quick).then(|| Broker::answers(host.config, ANSWER_LIMIT)) {
         let is_down = matches!(error, BrokerError::NotRunning { .. });
@@ -115,7 +115,7 @@ pub(super) fn serve(host: &Host<'_>) -> Outcome {
         return warn(error.to_string()).fix(format!("systemctl restart {unit}"));
     }
     let verb = if host.quick { "is there" } else { "answers" };
-    unguarded(&sight).unwrap_or_else(|| pass(format!("{} {verb}", shown(&path))))
+    unguarded(&sight).unwrap_or_else(|| pass(format!("{} {verb}", safe_path(&path))))
 }
 
 fn without_socket(host: &Host<'_>, sight: &Sight) -> Outcome {
@@ -171,7 +171,7 @@ pub(crate) fn unknown(rule: &PolicyRule) -> Option<String> {
 /// Checks the state directory and its ledger.
 pub(super) fn state(host: &Host<'_>) -> Outcome {
     let dir = &host.config.state_dir;
-    let path = shown(dir);
+    let path = safe_path(dir);
     let ledger = match &host.ledger {
         Err(error) => return fail(error.clone()).fix("sublet gc (see the message)"),
         Ok(ledger) => ledger,

@@ -6,11 +6,11 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
-use super::{Host, Outcome, joined, pass, shown, skip, warn};
+use super::{Host, Outcome, joined, pass, skip, warn};
 use crate::proc::{namespace, processes};
 use crate::setup::engine_files::drop_ins;
 use sublet_core::ledger::{Lease, Ledger};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// Reports leases whose containers have ended, which the next command frees, if there is one, and those that are kept by
 /// processes of a container that was deleted, or whose engine takes it for ended.
@@ -125,7 +125,7 @@ pub(super) fn stray_daemons(host: &Host<'_>) -> Outcome {
     };
     let strays: Vec<(i32, PathBuf)> = processes(&host.at("/proc")).into_iter().filter_map(stray).collect();
     let Some((_, pipe)) = strays.first() else { return pass("none") };
-    let found = joined(strays.iter().map(|(pid, pipe)| format!("pid {pid} on {}", shown(pipe))), ", ");
+    let found = joined(strays.iter().map(|(pid, pipe)| format!("pid {pid} on {}", safe_path(pipe))), ", ");
     let found =
         format!("an MPS daemon that is not sublet's runs: {found}; sublet does not count its clients");
     // A path with special characters is not repeated: the daemon's owner chose the path, and a shell might run it.
@@ -172,7 +172,7 @@ pub(super) fn toolkit(host: &Host<'_>) -> Outcome {
     });
     let mounts = |text: String| text.contains("/nvidia-mps") && !text.contains("sublet/share");
     for file in files.filter(|file| fs::read_to_string(file).is_ok_and(mounts)) {
-        let spec = shown(&Path::new("/").join(file.strip_prefix(&host.root).unwrap_or(&file)));
+        let spec = safe_path(&Path::new("/").join(file.strip_prefix(&host.root).unwrap_or(&file)));
         found.push(format!("CDI specification {spec} mounts an MPS directory with its control sockets"));
         fix.push(format!(
             "nvidia-ctk cdi generate --output={spec}, while no MPS daemon uses /tmp/nvidia-mps"
@@ -197,7 +197,7 @@ pub(super) fn toolkit(host: &Host<'_>) -> Outcome {
         return warn(found.join("; ")).fix(fix.join(" && "));
     }
     let there = ["nvidia-container-runtime", "nvidia-ctk"].iter().find_map(|name| host.program(name));
-    let Some(program) = there.map(|program| shown(&program)) else { return skip("not installed") };
+    let Some(program) = there.map(|program| safe_path(&program)) else { return skip("not installed") };
     pass(format!("{program} does not interfere; sublet does not count the GPUs that it gives to containers"))
 }
 

@@ -13,7 +13,7 @@ mod slurm;
 pub(crate) use host::unknown;
 pub(crate) use podman::has_hook;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -206,11 +206,6 @@ pub fn run(host: &Host<'_>) -> Vec<Check> {
         checks.push(Check { check, result, found, fix });
     }
     checks
-}
-
-/// A path as messages show it.
-fn shown(path: &Path) -> String {
-    sublet_core::text::safe(&path.to_string_lossy())
 }
 
 /// All of them in one text.

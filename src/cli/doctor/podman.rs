@@ -5,10 +5,10 @@ use std::{fs, io};
 
 use serde_json::Value;
 
-use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
+use super::{Host, Outcome, fail, pass, skip, version, warn};
 use crate::setup::engine_files::{drop_ins, podmans, read};
 use sublet_core::fs::under;
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// How many files of a user are read, and how much of each: a user may put anything there.
 const FILES: usize = 32;
@@ -37,7 +37,7 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
         Err(error) => return fail(error).fix("correct that file"),
     };
     let Some(ours) = our_hook(&host.root, &directories) else {
-        let by = by.map(|file| format!(", says {}", shown(&file))).unwrap_or_default();
+        let by = by.map(|file| format!(", says {}", safe_path(&file))).unwrap_or_default();
         let list = safe(&directories.join(" "));
         return warn(format!("hooks_dir is {list}{by}, and sublet's hook is in none of these directories"))
             .fix("sublet setup podman");
@@ -46,7 +46,7 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
     let program = file.pointer("/hook/path").and_then(Value::as_str);
     if let Some(missing) = program.filter(|path| !host.at(path).is_file()) {
         // Podman ignores such a file silently.
-        return fail(format!("{} runs {}, which does not exist", shown(&ours), safe(missing)))
+        return fail(format!("{} runs {}, which does not exist", safe_path(&ours), safe(missing)))
             .fix("install sublet-hook there");
     }
     if version(&told).is_some_and(|parts| parts[..] < PASSES_ANNOTATIONS[..]) && host.at(SOCKET).exists() {
@@ -57,7 +57,8 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
         ))
         .fix("install Podman 5.1 or later, or start containers with podman itself");
     }
-    users(host, &directories).unwrap_or_else(|| pass(format!("{} runs {}", safe(told.trim()), shown(&ours))))
+    users(host, &directories)
+        .unwrap_or_else(|| pass(format!("{} runs {}", safe(told.trim()), safe_path(&ours))))
 }
 
 /// Whether Podman below `root` runs sublet's hook, as far as the files say that it reads for root.
@@ -79,9 +80,9 @@ fn effective(
 ) -> Result<(Vec<String>, Option<PathBuf>), String> {
     let mut by = None;
     for file in files {
-        let text = read(file).map_err(|error| format!("{}: {error}", shown(file)))?.unwrap_or_default();
+        let text = read(file).map_err(|error| format!("{}: {error}", safe_path(file)))?.unwrap_or_default();
         let table: toml::Table = toml::from_str(&text)
-            .map_err(|error| format!("{} is not valid TOML: {}", shown(file), safe(error.message())))?;
+            .map_err(|error| format!("{} is not valid TOML: {}", safe_path(file), safe(error.message())))?;
         let before = list.clone();
         crate::setup::drop_ins::merge(&mut list, &table, "hooks_dir");
         if list != before {
@@ -108,7 +109,7 @@ fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
         let Ok((list, Some(by))) = effective(some, read_users, directories.to_vec()) else { continue };
         if our_hook(&host.root, &list).is_none() {
             let found =
-                format!("hooks_dir in {} does not contain the directory of sublet's hook", shown(&by));
+                format!("hooks_dir in {} does not contain the directory of sublet's hook", safe_path(&by));
             return Some(warn(found).fix("add /usr/share/sublet/hooks.d to hooks_dir in that file"));
         }
     }
@@ -126,7 +127,7 @@ pub(super) fn precreate(host: &Host<'_>) -> Outcome {
     let files: Vec<PathBuf> = SHARED.iter().flat_map(|dir| drop_ins(&host.at(dir), "json")).collect();
     for file in &files {
         let text = fs::read(file).unwrap_or_default();
-        let name = shown(file);
+        let name = safe_path(file);
         let Ok(value) = serde_json::from_slice::<Value>(&text) else {
             return fail(format!("{name} is not valid JSON, so Podman and CRI-O start no container at all"))
                 .fix(format!("rm {name}"));

@@ -86,9 +86,7 @@ impl Servers {
         let config = config.clone();
         let started = thread::Builder::new().name("heal".to_owned()).spawn(move || {
             let healed = Store::open(&config.state_dir).map(|store| mps::heal(&store, &config));
-            for line in healed.unwrap_or_else(|error| vec![error.to_string()]) {
-                tracing::warn!("{line}");
-            }
+            sublet_core::log::warn(healed.unwrap_or_else(|error| vec![error.to_string()]));
         });
         self.healing = started.ok().map(|thread| (thread, Instant::now()));
     }

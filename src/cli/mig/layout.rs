@@ -12,7 +12,7 @@ use toml::Spanned;
 use super::{Gpu, Instance, device_name};
 use crate::yaml::{Node, Value, Wrong, tree};
 use sublet_core::config_files::{explain, position};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// A larger file is not a layout.
 const LARGEST: u64 = 1 << 20;
@@ -73,7 +73,7 @@ impl Layout {
     /// # Errors
     /// The file cannot be read or is not a layout; the message names file and line.
     pub fn read(path: &Path, name: Option<&str>) -> anyhow::Result<Self> {
-        let unreadable = |error| anyhow!("layout {} cannot be read: {error}", safe(&path.to_string_lossy()));
+        let unreadable = |error| anyhow!("layout {} cannot be read: {error}", safe_path(path));
         Self::parse(path, &text(path).map_err(unreadable)?, name)
     }
 
@@ -97,7 +97,7 @@ impl Layout {
 
     /// An error in one line of the file.
     pub(super) fn error(&self, line: usize, message: &str) -> anyhow::Error {
-        anyhow!("layout {}:{line}: {message}", safe(&self.path.to_string_lossy()))
+        anyhow!("layout {}:{line}: {message}", safe_path(&self.path))
     }
 }
 

@@ -5,7 +5,7 @@ use super::{Gpu, Instance, Profile, Span, device_name};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::place::meant;
-use sublet_core::text::{nearest, safe};
+use sublet_core::text::{nearest, safe, safe_path};
 
 /// What one GPU should be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,7 +112,7 @@ fn selected<'g>(
         }
     }
     if !missing.is_empty() {
-        let (path, named) = (safe(&layout.path.to_string_lossy()), missing.join(", "));
+        let (path, named) = (safe_path(&layout.path), missing.join(", "));
         tracing::warn!("layout {path}:{}: this host serves no GPU {named}; the others are done", entry.line);
     }
     selected.retain(|gpu| entry.pci_devices.as_ref().is_none_or(|ids| ids.contains(&gpu.pci_device)));

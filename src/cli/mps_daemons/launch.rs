@@ -16,7 +16,7 @@ use sublet_core::mps::control::Control;
 use sublet_core::mps::{MpsError, dirs};
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
-use sublet_core::process::{Process, is_gone};
+use sublet_core::process::{Process, unless_gone};
 use sublet_core::text::safe;
 
 /// A launch that takes longer has failed: both kinds of launch return as soon as the daemon runs.
@@ -145,14 +145,6 @@ fn find_in(proc: &Path, pipe: &Path) -> io::Result<Vec<(Process, Kind)>> {
         }
     }
     Ok(found)
-}
-
-/// `None`: the file is not there, or its process has ended.
-fn unless_gone<T>(read: io::Result<T>) -> io::Result<Option<T>> {
-    match read {
-        Err(error) if is_gone(&error) => Ok(None),
-        read => read.map(Some),
-    }
 }
 
 /// The role of the process of this directory in /proc, by the command name: proc(5) gives the first 15 bytes of the file

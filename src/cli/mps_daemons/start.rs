@@ -358,9 +358,7 @@ pub(crate) fn await_end(id: &LeaseId, store: &Store, config: &Config) -> Result<
         }
         let _ = Local::new(config).update(|_| ()).inspect_err(|error| tracing::warn!("{error}"));
         // Another command may have freed the lease, and not have ended the daemon.
-        for line in mps::end_overdue(store, config) {
-            tracing::warn!("{line}");
-        }
+        sublet_core::log::warn(mps::end_overdue(store, config));
     }
     Ok(())
 }

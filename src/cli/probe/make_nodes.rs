@@ -8,7 +8,7 @@ use std::os::unix::fs::{chown, symlink};
 use std::path::Path;
 use std::{fs, io};
 
-use sublet_core::fs::{create_directories, read_proc_devices, under};
+use sublet_core::fs::{create_directories, read_proc_devices, under, unless_absent};
 use sublet_core::inventory::device_nodes::{make_node, value};
 use sublet_core::inventory::{Inventory, Majors, Node, NodeError, cache, check_node};
 
@@ -98,10 +98,8 @@ fn link(root: &Path, node: &Node) -> io::Result<()> {
     }
     create_directories(&under(root, "/dev/char"))?;
     // A dynamic major may have belonged to another driver earlier.
-    match fs::remove_file(&link) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => symlink(target, link),
-    }
+    unless_absent(fs::remove_file(&link))?;
+    symlink(target, link)
 }
 
 #[cfg(test)]

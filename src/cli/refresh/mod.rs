@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::probe;
+use crate::terminal::warn;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::fs::{make_trusted_directory, open_lock};
@@ -160,12 +161,6 @@ fn load_modules() {
         Ok(done) => warn(vec![safe(done.stderr.trim())]),
         Err(ChildError::Timeout) => warn(vec!["modprobe nvidia-uvm takes too long".to_owned()]),
         Err(ChildError::Io(error)) => warn(vec![format!("modprobe nvidia-uvm: {error}")]),
-    }
-}
-
-fn warn(warnings: Vec<String>) {
-    for warning in warnings {
-        eprintln!("sublet: warning: {warning}");
     }
 }
 

@@ -10,7 +10,7 @@ use toml_edit::{Array, DocumentMut, Item, Table, TableLike, Value, value};
 
 use super::engine_files::{Record, Recorded, undo_by_record, with_record};
 use super::{Ask, NAME, SetupError, Wish, no_toml, plain};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// The plugin that serves pods, in versions 2 and 3.
 const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
@@ -233,7 +233,7 @@ pub(crate) fn check_imports(path: &Path, text: &str, wish: &Wish, ask: Ask) -> R
         let path = format!("/proc/{}/fd/{}", std::process::id(), copy.as_raw_fd());
         ask(&["containerd", "--config", &path, "config", "dump"])
     };
-    let dump = read().ok_or_else(|| SetupError::Unread(safe(&path.to_string_lossy())))?;
+    let dump = read().ok_or_else(|| SetupError::Unread(safe_path(path)))?;
     has(&dump, wish).map_err(|_| SetupError::Replaced { files: replacing(&dump).join(", ") })
 }
 

@@ -6,7 +6,7 @@ use std::{fs, io};
 use serde::{Deserialize, Serialize};
 
 use super::SetupError;
-use sublet_core::fs::{create_directories, is_absent, replace_durably, under};
+use sublet_core::fs::{create_directories, replace_durably, under, unless_absent};
 
 /// The file in which a setup of Docker or containerd records what it changed in `path`, for the undo.
 pub fn record(path: &Path) -> PathBuf {
@@ -20,11 +20,7 @@ pub fn record(path: &Path) -> PathBuf {
 /// # Errors
 /// The file cannot be read, or is not UTF-8.
 pub fn read(path: &Path) -> io::Result<Option<String>> {
-    match fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if is_absent(&error) => Ok(None),
-        Err(error) => Err(error),
-    }
+    unless_absent(fs::read_to_string(path))
 }
 
 /// The files that Podman reads for root below `root`, weakest first (containers.conf(5)).

@@ -96,7 +96,7 @@ pub enum SetupError {
 /// `path` as text that JSON and TOML have between double quotes as it is.
 fn plain(path: &std::path::Path) -> Result<&str, SetupError> {
     let plain = path.to_str().filter(|text| !text.chars().any(|c| c.is_control() || matches!(c, '"' | '\\')));
-    plain.ok_or_else(|| SetupError::Path(sublet_core::text::safe(&path.to_string_lossy())))
+    plain.ok_or_else(|| SetupError::Path(sublet_core::text::safe_path(path)))
 }
 
 /// A TOML parser's error, with the first line of its message, without the excerpt below it.

@@ -13,7 +13,7 @@ use crate::setup::engine_files::version;
 use crate::yaml::{self, Node, Wrong, tree};
 use sublet_core::process::child;
 use sublet_core::request::{has_sublet_annotations, labels_told};
-use sublet_core::text::{safe, safe_long};
+use sublet_core::text::{safe, safe_long, safe_path};
 
 /// What of a service is read as it stands, beside its names. The rest may have variables and aliases.
 const READ: [&str; 8] =
@@ -41,8 +41,7 @@ pub fn read(files: &[PathBuf], default_runtime: Option<&str>, has_hook: bool) ->
         stack
     } else {
         more_than(files).map_or(Ok(()), |more| Err(wrong(needs_compose(&more))))?;
-        let in_line =
-            |(line, message)| StackError(format!("{}:{line}: {message}", safe(&file.to_string_lossy())));
+        let in_line = |(line, message)| StackError(format!("{}:{line}: {message}", safe_path(file)));
         let mut stack = stack(&plain(source).map_err(in_line)?, &order, file).map_err(wrong)?;
         stack.remarks.insert(0, AS_IT_STANDS.to_owned());
         stack

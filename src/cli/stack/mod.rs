@@ -28,7 +28,7 @@ use sublet_core::place::{Placement, expected};
 use sublet_core::process::Process;
 use sublet_core::request::{Request, has_sublet_annotations};
 use sublet_core::share::Mode;
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 pub(crate) use compose::drops_annotations;
 pub use compose::read as compose;
@@ -97,13 +97,13 @@ pub struct Service {
 pub struct StackError(String);
 
 fn unusable(path: &Path, message: &str) -> StackError {
-    StackError(format!("{}: {message}", safe(&path.to_string_lossy())))
+    StackError(format!("{}: {message}", safe_path(path)))
 }
 
 /// The text of a file that a user names.
 fn text(path: &Path) -> Result<String, StackError> {
     let text = std::fs::File::open(path).and_then(|file| io::read_to_string(file.take(LARGEST)));
-    let shown = safe(&path.to_string_lossy());
+    let shown = safe_path(path);
     text.map_err(|error| StackError(format!("{shown} cannot be read: {error}")))
 }
 

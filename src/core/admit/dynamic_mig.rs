@@ -95,9 +95,7 @@ impl Local<'_> {
             let ask = serde_json::to_string(&Ask { order, awaited }).map_err(|error| error.to_string())?;
             let (answer, warnings) =
                 sublet::ask(&["mig", "make"], &ask, MAKE_LIMIT).map_err(|error| error.to_string())?;
-            for warning in warnings {
-                tracing::warn!("{warning}");
-            }
+            crate::log::warn(warnings);
             serde_json::from_str(&answer).map_err(|error| format!("`sublet mig make`: {error}"))
         });
         match asked.map_err(|why| (why, true))? {

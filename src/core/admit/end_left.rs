@@ -61,9 +61,7 @@ impl Local<'_> {
         if let Some(own) = Process::current().ok().filter(|own| *own != held.owner) {
             store.change_with_scan(Scan::None, |ledger| ledger.mark_deleted(&held.id, own))?;
         }
-        for line in self.kill_left(held, &store.read()?, OWNS_NONE) {
-            tracing::warn!("{line}");
-        }
+        crate::log::warn(self.kill_left(held, &store.read()?, OWNS_NONE));
         Ok(())
     }
 

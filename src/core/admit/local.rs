@@ -18,7 +18,7 @@ use crate::ledger::{
 use crate::mps::Lowering;
 use crate::oci::{JsonFile, container_root};
 use crate::process::{Process, sublet};
-use crate::{ledger, mps, oci};
+use crate::{ledger, log, mps, oci};
 
 /// The time limit of `sublet mig clear`. MPS daemons and changes by other processes end first.
 const CLEAR_LIMIT: Duration = Duration::from_secs(60);
@@ -113,9 +113,7 @@ impl<'a> Local<'a> {
     /// [`Local::clear_pending`], and ends unneeded daemons: not every command that frees a lease does so.
     pub(super) fn finish_pending(&self, ledger: &Ledger, store: &Store) {
         self.clear_pending(ledger, store);
-        for line in mps::end_overdue(store, self.config) {
-            tracing::warn!("{line}");
-        }
+        log::warn(mps::end_overdue(store, self.config));
     }
 
     /// [`Local::free`] for when another error is already being reported to the user.
@@ -154,9 +152,8 @@ impl<'a> Local<'a> {
         clear_leftovers(store);
         let served: BTreeSet<&DaemonKey> = freed.iter().filter_map(|lease| lease.daemon.as_ref()).collect();
         for key in served {
-            if let Err(error) = mps::settle(key, store, self.config, self.lowering) {
-                tracing::warn!("{error}");
-            }
+            let settled = mps::settle(key, store, self.config, self.lowering);
+            let _ = settled.inspect_err(|error| tracing::warn!("{error}"));
         }
     }
 
@@ -176,7 +173,7 @@ impl<'a> Local<'a> {
             return;
         }
         match sublet::run(&["mig", "clear"], CLEAR_LIMIT) {
-            Ok(warnings) => warnings.iter().for_each(|warning| tracing::warn!("{warning}")),
+            Ok(warnings) => log::warn(warnings),
             Err(error) => tracing::warn!("{error}"),
         }
     }
@@ -355,9 +352,8 @@ fn clear_locked(store: &Store, select: impl Fn(&Ledger) -> Vec<Leftover>) -> Opt
 /// has just freed the container's lease.
 fn clear_leftovers(store: &Store) {
     let Some(clearable) = clear_locked(store, Ledger::clearable) else { return };
-    if let Err(error) = store.change_with_scan(Scan::Brief, |ledger| ledger.forget(&clearable)) {
-        tracing::warn!("{error}");
-    }
+    let forgotten = store.change_with_scan(Scan::Brief, |ledger| ledger.forget(&clearable));
+    let _ = forgotten.inspect_err(|error| tracing::warn!("{error}"));
 }
 
 /// Reads the ledger, after rebuilding it if it is unreadable.

@@ -26,10 +26,10 @@ use crate::inventory::{self, Inventory};
 use crate::ledger::{
     self, Binding, Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Leftover, Store,
 };
-use crate::mps;
 use crate::oci::{self, container_root};
 use crate::process::Process;
 use crate::request::{self, Request};
+use crate::{log, mps};
 
 /// The leases of a configuration, for an entry point. Whether they are local is decided once, by [`Leases::of`].
 pub struct Leases<'a> {
@@ -318,9 +318,7 @@ impl Local<'_> {
         let ledger = read(&self.store()?)?;
         let own = ledger.lease(lease).filter(|held| held.brokered && held.container.uid == uid);
         if let Some(held) = own.filter(|held| held.may_be_ended() && held.has_processes()) {
-            for line in self.kill_left(held, &ledger, owns) {
-                tracing::warn!("{line}");
-            }
+            log::warn(self.kill_left(held, &ledger, owns));
         }
         self.free_for(uid, lease)
     }

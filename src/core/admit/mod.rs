@@ -36,7 +36,7 @@ use crate::inventory::{Inventory, InventoryError};
 pub use crate::ledger::is_remote;
 use crate::ledger::{Container, LeaseId};
 use crate::process::{Process, Stat, sublet};
-use crate::{inventory, ledger};
+use crate::{inventory, ledger, log};
 use take_lease::SHORTEST_PAUSE;
 
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk};
@@ -148,9 +148,7 @@ pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
 pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
     let began = Instant::now();
     loop {
-        for warning in sublet::run(&["refresh", "--quiet"], REFRESH_LIMIT)? {
-            tracing::warn!("{warning}");
-        }
+        log::warn(sublet::run(&["refresh", "--quiet"], REFRESH_LIMIT)?);
         match check_layout(inventory::load(config), config) {
             // MIG instances are being created or destroyed, for other containers or by `sublet mig apply`.
             Err(InventoryError::Stale { .. }) if began.elapsed() < SETTLING => {

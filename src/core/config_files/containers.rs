@@ -12,7 +12,7 @@ use super::ConfigError;
 use super::load::{self, File, Problem};
 use crate::config::Config;
 use crate::process::inheritance::honoured_config;
-use crate::text::safe;
+use crate::text::safe_path;
 
 /// The whole file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,7 +115,7 @@ pub fn parse(path: &Path, text: &str) -> Result<Containers, ConfigError> {
     if parsed.docker_root.is_absolute() {
         return Ok(parsed);
     }
-    let root = safe(&parsed.docker_root.to_string_lossy());
+    let root = safe_path(&parsed.docker_root);
     let message = format!("docker_root {root} must be an absolute path: Docker's data-root");
     Err(ConfigError::invalid(path, text, None, &message))
 }

@@ -8,7 +8,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -132,14 +131,8 @@ fn files(etc: &Path, vendor: &Path) -> Result<Vec<PathBuf>, ConfigError> {
 fn drop_ins(directory: &Path) -> Result<BTreeMap<OsString, PathBuf>, ConfigError> {
     let unreadable = |error| ConfigError::Unreadable(directory.to_owned(), error);
     let mut found = BTreeMap::new();
-    let entries = match std::fs::read_dir(directory) {
-        Ok(entries) => entries,
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-            return Ok(found);
-        }
-        Err(error) => return Err(unreadable(error)),
-    };
-    for entry in entries {
+    let entries = crate::fs::unless_absent(std::fs::read_dir(directory)).map_err(unreadable)?;
+    for entry in entries.into_iter().flatten() {
         let entry = entry.map_err(unreadable)?;
         let path = entry.path();
         let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");

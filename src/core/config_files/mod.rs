@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use toml::de::{DeTable, DeValue};
 
-use crate::text::{nearest, safe};
+use crate::text::{nearest, safe_path};
 
 #[cfg(feature = "fixtures")]
 pub use containers::parse as parse_containers;
@@ -21,7 +21,7 @@ pub use load::{ConfigFiles, OneFile, ParsedFiles, each, load, load_files, source
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// A file or directory that exists and cannot be read.
-    #[error("configuration {} cannot be read: {}", safe(&.0.to_string_lossy()), .1)]
+    #[error("configuration {} cannot be read: {}", safe_path(.0), .1)]
     Unreadable(PathBuf, #[source] std::io::Error),
     /// Invalid TOML, an unknown key, or a value that its key does not accept: the file, line and column, the fault and the
     /// remedy.
@@ -32,7 +32,7 @@ pub enum ConfigError {
 impl ConfigError {
     fn invalid(path: &Path, text: &str, span: Option<std::ops::Range<usize>>, message: &str) -> Self {
         let (line, column) = position(text, span.map_or(0, |span| span.start));
-        Self::Invalid(format!("{}:{line}:{column}: {message}", safe(&path.to_string_lossy())))
+        Self::Invalid(format!("{}:{line}:{column}: {message}", safe_path(path)))
     }
 
     fn toml(path: &Path, text: &str, error: &toml::de::Error) -> Self {

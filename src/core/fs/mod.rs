@@ -31,7 +31,7 @@ use nix::sys::stat::{Mode, SFlag};
 
 use crate::process::inheritance::effective_user;
 use crate::process::{PIECE, Process, kernel_file, once, own_pid, require_call};
-use crate::text::safe;
+use crate::text::safe_path;
 
 /// How often one look-up may be repeated because of renames in the tree or because symbolic links lead into volumes.
 pub(crate) const ROUNDS: usize = 16;
@@ -151,15 +151,23 @@ pub fn examine<T>(path: &Path, ask: impl Fn() -> io::Result<T>) -> Option<T> {
     let again = |error: io::Error| if is_absent(&error) { Err(error) } else { ask() };
     let found = ask().or_else(again);
     if let Some(error) = found.as_ref().err().filter(|error| !is_absent(error)) {
-        let path = safe(&path.to_string_lossy());
+        let path = safe_path(path);
         tracing::warn!("{path} cannot be examined and is taken as absent: {error}");
     }
     found.ok()
 }
 
 /// Whether the error says that there is no such file.
-pub fn is_absent(error: &io::Error) -> bool {
+pub(crate) fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
+}
+
+/// What was read of a file; `None` if there is no such file.
+pub fn unless_absent<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Err(error) if is_absent(&error) => Ok(None),
+        read => read.map(Some),
+    }
 }
 
 /// The rest of `file`, which has `length` bytes by its metadata (0: it does not say): what is as long as that has been read
@@ -371,7 +379,7 @@ fn check_before(dir: &Path) -> Result<(), String> {
 /// Checks that no other user may replace entries of these directories.
 fn check_above(directories: Ancestors<'_>) -> Result<(), String> {
     for above in directories.filter(|above| !above.as_os_str().is_empty()) {
-        let shown = || safe(&above.to_string_lossy());
+        let shown = || safe_path(above);
         let unknown = |error| format!("{}, which is above it, cannot be examined: {error}", shown());
         let meta = fs::symlink_metadata(above).map_err(unknown)?;
         if meta.is_symlink() && is_trusted_owner(meta.uid()) {

@@ -13,7 +13,7 @@ use crate::inventory::{self, Device, Inventory, Node, context_bytes};
 use crate::ledger::{Lease, VolumeFiles};
 use crate::place::Placement;
 use crate::share::{Capabilities, Capability, MIB, MigCapability, Percent, Priority};
-use crate::text::safe;
+use crate::text::safe_path;
 
 /// Everything that is to be applied to one container.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -130,7 +130,7 @@ impl Image {
     /// Everything that its user should know of it, one line each.
     pub fn warnings(&self) -> Vec<String> {
         let line = |paths: &[PathBuf], why: &str| {
-            let listed: Vec<_> = paths.iter().map(|path| safe(&path.to_string_lossy())).collect();
+            let listed: Vec<_> = paths.iter().map(|path| safe_path(path)).collect();
             (!listed.is_empty()).then(|| format!("left out, because {why}: {}", listed.join(" ")))
         };
         let left_out = [

@@ -14,7 +14,7 @@ use std::{fs, io};
 use nix::sys::stat::{Mode, SFlag, major, makedev, minor, mknod};
 
 use super::{Majors, Node};
-use crate::fs::{create_directories, is_absent, under};
+use crate::fs::{create_directories, under, unless_absent};
 
 /// Why a node cannot be given to a container. The paths include the driver root.
 #[derive(Debug, thiserror::Error)]
@@ -93,10 +93,7 @@ impl Majors {
 /// The directory or one of the nodes cannot be examined, with its path.
 pub fn list_dri_nodes(root: &Path, bus_id: &str) -> Result<Vec<Node>, (PathBuf, io::Error)> {
     let dir = under(root, &format!("/sys/bus/pci/devices/{bus_id}/drm"));
-    let names = match list_names(&dir) {
-        Err(error) if is_absent(&error) => return Ok(Vec::new()),
-        names => names.map_err(|error| (dir, error))?,
-    };
+    let names = unless_absent(list_names(&dir)).map_err(|error| (dir, error))?.unwrap_or_default();
     let mut nodes = Vec::new();
     for name in names.iter().filter(|name| name.starts_with("card") || name.starts_with("renderD")) {
         nodes.extend(character_device(root, Path::new("/dev/dri").join(name))?);
@@ -113,10 +110,8 @@ fn list_names(dir: &Path) -> io::Result<Vec<String>> {
 
 fn character_device(root: &Path, path: PathBuf) -> Result<Option<Node>, (PathBuf, io::Error)> {
     let file = under(root, &path.to_string_lossy());
-    let there = match fs::metadata(&file) {
-        Err(error) if is_absent(&error) => return Ok(None),
-        there => there.map_err(|error| (file, error))?,
-    };
+    let there = unless_absent(fs::metadata(&file)).map_err(|error| (file, error))?;
+    let Some(there) = there else { return Ok(None) };
     let number = |part: u64| u32::try_from(part).ok();
     let numbers = number(major(there.rdev())).zip(number(minor(there.rdev())));
     let numbers = numbers.filter(|_| there.file_type().is_char_device());
@@ -170,10 +165,7 @@ pub fn instance_nodes(
 /// The driver's list of them cannot be read, with its path.
 pub fn privileged_nodes(root: &Path, major: Option<u32>) -> Result<[Option<Node>; 2], (PathBuf, io::Error)> {
     let path = under(root, MINORS);
-    let minors = match fs::read_to_string(&path) {
-        Err(error) if is_absent(&error) => String::new(),
-        minors => minors.map_err(|error| (path, error))?,
-    };
+    let minors = unless_absent(fs::read_to_string(&path)).map_err(|error| (path, error))?.unwrap_or_default();
     Ok(["monitor", "config"].map(|name| cap_node(&minors, name, major?)))
 }
 

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use super::SCHEMA;
-use crate::text::safe;
+use crate::text::safe_path;
 
 /// Why the ledger could not be read or changed.
 #[derive(Debug, thiserror::Error)]
@@ -104,10 +104,6 @@ impl LedgerError {
     }
 }
 
-pub(super) fn text(path: &Path) -> String {
-    safe(&path.to_string_lossy())
-}
-
 pub(super) fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
-    LedgerError::Io { verb, path: text(path), source }
+    LedgerError::Io { verb, path: safe_path(path), source }
 }

@@ -8,9 +8,9 @@ use std::{fmt, fs, io};
 use super::liveness::{has_inode, live_processes};
 use super::runtime_record::{Record, list_directory, roots};
 use super::{Init, Lease, LeaseState, Ledger, LedgerError};
-use crate::process::{Process, below_hierarchy, live_proc_dir_of, name_of};
+use crate::process::{Process, below_hierarchy, live_proc_dir_of, name_of, unless_gone};
 use crate::slurm;
-use crate::text::safe;
+use crate::text::{safe, safe_path};
 
 /// Why a process that was killed goes on.
 pub(crate) const IN_STATE_D: &str = "in state D: it ends when what it waits for does";
@@ -137,7 +137,7 @@ impl Ledger {
                 "process {pid} ({}) is left in its cgroup {} and is not ended, because {why}; if it is the container's, end \
                  it with `kill -KILL {pid}`",
                 name_of(pid),
-                safe(&dir.to_string_lossy())
+                safe_path(dir)
             )
         };
         let found = live_processes(dir).map_err(|error| kept(init.process, error.into()))?;
@@ -186,7 +186,7 @@ fn check_records(lease: &Lease, init: &Init, below: &Path, state_dir: &Path) -> 
             // While a poststop hook runs, crun still has its record.
             let is_other = found.init != init.process;
             if is_other && found.cgroup.is_some_and(|dir| is_nested(&below_hierarchy(&dir), below)) {
-                let record = safe(&record.to_string_lossy());
+                let record = safe_path(&record);
                 return Err(NotOwn::Because(format!("the container of {record} has that cgroup, too")));
             }
         }
@@ -258,10 +258,7 @@ fn known_pids(ledger: &Ledger) -> Vec<i32> {
 
 /// The inode of a namespace of the process that /proc shows in `shown`; `None` if it is ending.
 fn namespace_inode(shown: &Path, which: &str) -> io::Result<Option<u64>> {
-    match fs::metadata(shown.join("ns").join(which)) {
-        Err(error) if crate::process::is_gone(&error) => Ok(None),
-        found => found.map(|meta| Some(meta.ino())),
-    }
+    Ok(unless_gone(fs::metadata(shown.join("ns").join(which)))?.map(|meta| meta.ino()))
 }
 
 impl Init {

@@ -15,8 +15,8 @@ use serde::Deserialize;
 
 use super::runtime_record::{Record, pid_namespace, read_bounded, table};
 use super::{Container, Freed, Init, Lease, LeaseState, Ledger, Leftover, Waiter};
-use crate::process::{CGROUP_MOUNT, Process, has_unified_cgroups, is_gone, kernel_file, pidfd_await_end};
-use crate::text::safe;
+use crate::process::{CGROUP_MOUNT, Process, has_unified_cgroups, kernel_file, pidfd_await_end, unless_gone};
+use crate::text::{safe, safe_path};
 
 /// What happened to a lease's container.
 #[derive(Debug, PartialEq, Eq)]
@@ -236,14 +236,14 @@ pub(super) fn has_processes(init: &Init) -> bool {
 
 fn may_be_populated(cgroup: &Path) -> bool {
     is_populated(cgroup).unwrap_or_else(|error| {
-        let cgroup = safe(&cgroup.to_string_lossy());
+        let cgroup = safe_path(cgroup);
         tracing::warn!("cgroup {cgroup} cannot be read ({error}): its lease stays");
         true
     })
 }
 
 fn warn(lease: &Lease, unread: &Path, error: &io::Error) {
-    let (name, unread) = (safe(&lease.container.name()), safe(&unread.to_string_lossy()));
+    let (name, unread) = (safe(&lease.container.name()), safe_path(unread));
     let (error, id) = (safe(&error.to_string()), &lease.id);
     tracing::warn!(
         "container {name}: its record in {unread} cannot be read ({error}): lease {id} stays; if you know that the \
@@ -320,10 +320,8 @@ fn process_of_thread(thread: i32) -> io::Result<Option<i32>> {
     if thread <= 0 {
         return Err(io::Error::other("a process in it is of a PID namespace that is not seen from here"));
     }
-    match fs::read_to_string(format!("/proc/{thread}/status")) {
-        Err(error) if is_gone(&error) => Ok(None),
-        status => Ok(status?.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok())),
-    }
+    let status = unless_gone(fs::read_to_string(format!("/proc/{thread}/status")))?.unwrap_or_default();
+    Ok(status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok()))
 }
 
 /// Reading a cgroup that was removed while open fails with ENODEV.
@@ -353,7 +351,7 @@ fn find_sign_of_life(container: &Container) -> io::Result<Option<String>> {
         };
         for dir in possible {
             if !dir.symlink_metadata().is_err_and(cannot_be) && is_populated(&dir)? {
-                return Ok(Some(format!("processes are in its cgroup {}", safe(&dir.to_string_lossy()))));
+                return Ok(Some(format!("processes are in its cgroup {}", safe_path(&dir))));
             }
         }
         return Ok(None);
@@ -437,21 +435,20 @@ impl Lease {
             return vec![format!("its process {pid} runs")];
         }
         let left = init.cgroup.as_deref().filter(|_| has_processes(init)).map(|cgroup| {
-            let cgroup = safe(&cgroup.to_string_lossy());
+            let cgroup = safe_path(cgroup);
             format!("its first process {pid} has ended, but its cgroup {cgroup} still has processes")
         });
         left.into_iter().collect()
     }
 
     fn sign_without_init(&self) -> Option<String> {
-        let path = |path: &Path| safe(&path.to_string_lossy());
         match Record::read(&self.container.record) {
             Ok(None) => match find_sign_of_life(&self.container) {
                 Ok(sign) => sign.map(|sign| format!("its runtime has no record of it, but {sign}")),
                 Err(error) => Some(format!(
                     "its runtime has no record of it, and its config.json in {} cannot be read ({}), so \
                      sublet cannot tell whether it runs",
-                    path(&self.container.bundle),
+                    safe_path(&self.container.bundle),
                     safe(&error.to_string())
                 )),
             },
@@ -459,7 +456,7 @@ impl Lease {
             Err(error) => Some(format!(
                 "its runtime's record {} cannot be read ({}), so sublet cannot tell whether it runs; the \
                  process that started it, {}, is {}",
-                path(&self.container.record),
+                safe_path(&self.container.record),
                 safe(&error.to_string()),
                 self.owner.pid,
                 if self.owner.is_alive() { "there still" } else { "gone" },

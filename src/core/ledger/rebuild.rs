@@ -17,9 +17,9 @@ use super::runtime_record::{
 use super::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
 use crate::fs::{is_absent, read_trusted, replace};
 use crate::inventory::{Device, GpuProcess, Inventory};
-use crate::process::{self, Process, is_gone};
+use crate::process::{self, Process};
 use crate::slurm;
-use crate::text::safe;
+use crate::text::{safe, safe_path};
 
 /// Where a daemon writes its pid, in its directory below `mps/`.
 const PID_FILE: &str = "pipe/nvidia-cuda-mps-control.pid";
@@ -79,14 +79,14 @@ pub(super) fn salvage(path: &Path, ledger: &mut Ledger) {
 pub(super) fn find_trace(state_dir: &Path, root: Option<&Path>) -> Result<Option<String>, LedgerError> {
     let further = state_dir.join(FURTHER_ROOTS);
     if !further_roots(state_dir).map_err(|error| failed("read", &further, error))?.is_empty() {
-        return Ok(Some(format!("the containers' roots in {}", safe(&further.to_string_lossy()))));
+        return Ok(Some(format!("the containers' roots in {}", safe_path(&further))));
     }
     // The directories alone prove nothing, because a command that only asks creates them for their lock. A daemon also
     // writes its pid.
     for daemon in list_directory(&state_dir.join("mps"))? {
         let written = fs::symlink_metadata(daemon.join(PID_FILE));
         if !written.is_err_and(|error| is_absent(&error)) {
-            return Ok(Some(format!("the MPS daemon of {}", safe(&daemon.to_string_lossy()))));
+            return Ok(Some(format!("the MPS daemon of {}", safe_path(&daemon))));
         }
     }
     if let Some(job) = read_live_jobs(state_dir)?.into_iter().find_map(|lease| lease.job) {
@@ -122,7 +122,7 @@ pub(super) fn running_container(
             };
             let runs = || record.init.is_alive() || has_processes(&init_of(&record));
             if is_of(&record, state_dir) && is_meant(&record) && runs() {
-                return Ok(Some(format!("the container of {}", safe(&dir.to_string_lossy()))));
+                return Ok(Some(format!("the container of {}", safe_path(&dir))));
             }
         }
     }
@@ -194,7 +194,7 @@ fn trusted_record(dir: &Path) -> Result<Option<Record>, LedgerError> {
         if cannot_be_read {
             return Err(failed("read", dir, error));
         }
-        let dir = safe(&dir.to_string_lossy());
+        let dir = safe_path(dir);
         tracing::warn!("{dir} is taken for no container's record: {}", safe(&error.to_string()));
         Ok(None)
     })
@@ -309,12 +309,7 @@ fn read_variable(pid: i32, name: &str) -> Result<Option<String>, LedgerError> {
 /// The content of `file` in a process's /proc directory; empty if it has ended or this user may not examine it.
 fn read_proc(pid: i32, file: &str) -> Result<Vec<u8>, LedgerError> {
     let path = PathBuf::from(format!("/proc/{pid}/{file}"));
-    match fs::read(&path) {
-        Err(error) if is_gone(&error) || error.kind() == std::io::ErrorKind::PermissionDenied => {
-            Ok(Vec::new())
-        }
-        content => content.map_err(|error| failed("read", &path, error)),
-    }
+    process::read_if_allowed(&path).map_err(|error| failed("read", &path, error))
 }
 
 /// What a copy of a job's lease holds, beside the job's record. No runtime has a record of a job, so a lost ledger is rebuilt

@@ -16,9 +16,9 @@ use serde::Deserialize;
 
 use super::error::failed;
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Ledger, LedgerError};
-use crate::fs::{is_absent, regular_file};
-use crate::process::{CGROUP_MOUNT, Process, cgroup_line, cgroup_table, has_unified_cgroups, is_gone};
-use crate::text::safe;
+use crate::fs::{is_absent, regular_file, unless_absent};
+use crate::process::{CGROUP_MOUNT, Process, cgroup_line, cgroup_table, has_unified_cgroups, unless_gone};
+use crate::text::safe_path;
 
 /// Larger files are not read. runc's record holds the whole specification, at most a few MiB.
 pub(super) const LARGEST: u64 = 16 << 20;
@@ -120,10 +120,7 @@ impl Init {
 
 /// The text of `pid`'s /proc/PID/cgroup (cgroups(7)); empty if the process has ended.
 pub(super) fn table(pid: i32) -> io::Result<String> {
-    match cgroup_table(pid) {
-        Err(error) if is_gone(&error) => Ok(String::new()),
-        table => table,
-    }
+    Ok(unless_gone(cgroup_table(pid))?.unwrap_or_default())
 }
 
 /// The cgroup directory that is in `table`, the text of a /proc/PID/cgroup (cgroups(7)), and not in `outside`, in the
@@ -215,11 +212,8 @@ pub(super) fn read_bounded(path: &Path) -> io::Result<Option<Vec<u8>>> {
 /// # Errors
 /// It is not a regular file, is larger than `largest`, or cannot be read.
 pub fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
-    let file = match std::fs::OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
-        Ok(file) => file,
-        Err(error) if is_absent(&error) => return Ok(None),
-        Err(error) => return Err(error),
-    };
+    let opened = fs::OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path);
+    let Some(file) = unless_absent(opened)? else { return Ok(None) };
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(io::Error::other("it is not a regular file"));
@@ -334,14 +328,12 @@ pub(super) fn list_directory(dir: &Path) -> Result<Vec<PathBuf>, LedgerError> {
 /// # Errors
 /// It cannot be read, and not because it is another user's.
 pub(super) fn skip_absent<T>(path: &Path, read: io::Result<T>) -> Result<Option<T>, LedgerError> {
-    match read {
-        Ok(read) => Ok(Some(read)),
-        Err(error) if is_absent(&error) => Ok(None),
+    match unless_absent(read) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            tracing::warn!("{} is taken as empty: {error}", safe(&path.to_string_lossy()));
+            tracing::warn!("{} is taken as empty: {error}", safe_path(path));
             Ok(None)
         }
-        Err(error) => Err(failed("read", path, error)),
+        read => read.map_err(|error| failed("read", path, error)),
     }
 }
 

@@ -17,15 +17,15 @@ use std::{fmt, fs, io};
 
 use serde::{Deserialize, Serialize};
 
-use super::error::{failed, text};
+use super::error::failed;
 use super::rebuild::{find_running, find_trace};
 use super::runtime_record::{LARGEST, Record, read_bounded};
 use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA};
 use crate::config::Config;
-use crate::fs::{Stamp, Trusted, make_trusted_directory, open_trusted, read_if_trusted};
+use crate::fs::{Stamp, Trusted, make_trusted_directory, open_trusted, read_if_trusted, unless_absent};
 use crate::parse_errors::plain;
 use crate::process::{self, own_pid};
-use crate::text::safe;
+use crate::text::{safe, safe_path};
 
 pub(super) const LEDGER: &str = "ledger.json";
 pub(super) const COPY: &str = "ledger.json.copy";
@@ -50,7 +50,7 @@ pub type Freed = Vec<Lease>;
 impl Store {
     /// The ledger in `state_dir`, which is created if it is missing (0755).
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
-        let unusable = |why| LedgerError::Directory { path: text(state_dir), why };
+        let unusable = |why| LedgerError::Directory { path: safe_path(state_dir), why };
         let directory = make_trusted_directory(state_dir).map_err(unusable)?;
         Ok(Self {
             state_dir: state_dir.to_owned(),
@@ -138,7 +138,7 @@ impl Store {
         }
         let unread = |error| failed("read", &path, error);
         let Some(file) = open_trusted(&path, LARGEST).map_err(unread)? else { return Ok(None) };
-        let file = file.map_err(|why| LedgerError::Corrupt { path: text(&path), why })?;
+        let file = file.map_err(|why| LedgerError::Corrupt { path: safe_path(&path), why })?;
         let ledger = Arc::new(parse_ledger(&file.read().map_err(unread)?, &path)?);
         self.remember(file, ledger.clone());
         Ok(Some(ledger))
@@ -183,7 +183,7 @@ impl Store {
     }
 
     pub(super) fn corrupt(&self, why: &str) -> LedgerError {
-        LedgerError::Corrupt { path: text(&self.ledger_path()), why: why.to_owned() }
+        LedgerError::Corrupt { path: safe_path(&self.ledger_path()), why: why.to_owned() }
     }
 
     /// Whether the lock says that there is a ledger of this boot.
@@ -250,7 +250,7 @@ pub(super) fn parse_ledger(content: &[u8], path: &Path) -> Result<Ledger, Ledger
     let parsed: Result<Ledger, _> = serde_json::from_slice(content);
     if parsed.as_ref().map_or(true, |ledger| ledger.schema != SCHEMA) {
         if let Some(found) = newer_schema(content) {
-            return Err(LedgerError::Newer { path: text(path), found });
+            return Err(LedgerError::Newer { path: safe_path(path), found });
         }
     }
     let checked = parsed.map_err(|error| plain(&error.to_string(), None)).and_then(|mut ledger| {
@@ -258,7 +258,7 @@ pub(super) fn parse_ledger(content: &[u8], path: &Path) -> Result<Ledger, Ledger
         check_schema(&ledger)?;
         Ok(ledger)
     });
-    checked.map_err(|why| LedgerError::Corrupt { path: text(path), why })
+    checked.map_err(|why| LedgerError::Corrupt { path: safe_path(path), why })
 }
 
 /// The text of `ledger`, which is the same afterwards.
@@ -506,11 +506,7 @@ impl Namespaces {
             let digits = link.to_str().and_then(|link| link.split(['[', ']']).nth(1)?.parse().ok());
             digits.ok_or_else(|| io::Error::other(format!("{} does not name a namespace", link.display())))
         };
-        let time = match inode("time") {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
-            time => time?,
-        };
-        Ok(Self { pid: inode("pid")?, time })
+        Ok(Self { pid: inode("pid")?, time: unless_absent(inode("time"))?.unwrap_or(0) })
     }
 
     /// Whether a process in them sees every process of the host, with its real start time.

@@ -19,7 +19,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::libc::{O_DIRECTORY, O_NOFOLLOW, O_PATH};
 
-use super::error::{failed, text};
+use super::error::failed;
 use super::liveness::{Scan, reclaim, running_first};
 use super::rebuild::{last_inventory, rebuild, running_container, salvage, unexplained};
 use super::runtime_record::{LARGEST, remember_roots};
@@ -28,6 +28,7 @@ use super::{Freed, Lease, LeaseId, Ledger, LedgerError, Namespaces, Record, Stor
 use crate::events;
 use crate::fs::{Trusted, is_trusted_owner, open_lock, read_trusted, replace_own};
 use crate::process::{epoch_seconds, uptime_seconds};
+use crate::text::safe_path;
 
 /// A process holds the lock only for a few file reads and one write. If the ledger stays as it is for 5 s and the lock is
 /// not free, something is wrong.
@@ -53,7 +54,7 @@ pub(super) fn take(path: &Path, ledger: &Path) -> Result<Flock<File>, LedgerErro
         since.elapsed() >= TIMEOUT || begun.elapsed() >= BUSY_TIMEOUT
     };
     let lock = wait_for(path, LONGEST_NAP, is_over).map_err(|error| failed("locked", path, error))?;
-    lock.ok_or_else(|| LedgerError::Locked { path: text(path), seconds: begun.elapsed().as_secs() })
+    lock.ok_or_else(|| LedgerError::Locked { path: safe_path(path), seconds: begun.elapsed().as_secs() })
 }
 
 /// The lock at `path`; `None` if the wait for it `is_over`, which is asked only while it is not free. Between two
@@ -259,7 +260,7 @@ impl Store {
         match same {
             Ok(Some(place)) => Ok(place),
             Err(source) if source.kind() != io::ErrorKind::NotFound => Err(failed("read", path, source)),
-            _ => Err(LedgerError::Exchanged(text(path))),
+            _ => Err(LedgerError::Exchanged(safe_path(path))),
         }
     }
 
@@ -288,7 +289,7 @@ impl Store {
     }
 
     pub(super) fn unmounted_error(&self, owner: String) -> LedgerError {
-        LedgerError::Unmounted { path: text(&self.state_dir), owner }
+        LedgerError::Unmounted { path: safe_path(&self.state_dir), owner }
     }
 
     /// Waits up to 2 s until no other process removes what containers left, and keeps others from it until what this
@@ -330,7 +331,7 @@ impl Store {
             Err(_) if may_give_up => None,
             checked => checked.map(|()| last)?,
         };
-        let shown = text(&path);
+        let shown = safe_path(&path);
         tracing::warn!("ledger {shown} cannot be used ({why}): rebuilding it from the containers that run");
         let has_last = last.is_some();
         let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last)?;

@@ -14,6 +14,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 
 use super::{MpsError, io_at};
+use crate::fs::{open_lock, unless_absent};
 use crate::ledger::DaemonKey;
 
 /// What `sun_path` holds beside its NUL: unix(7).
@@ -51,7 +52,7 @@ pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     create_directory(&pipe(key, state_dir), 0o700)?;
     create_directory(&log(key, state_dir), 0o700)?;
     let asking = key.dir(state_dir).join(ASKING);
-    crate::fs::open_lock(&asking).map(drop).map_err(io_at("create", &asking))
+    open_lock(&asking).map(drop).map_err(io_at("create", &asking))
 }
 
 /// The key becomes part of a path.
@@ -128,10 +129,7 @@ fn remove_if_there(path: &Path) -> Result<(), MpsError> {
         Ok(_) => fs::remove_file(path),
         Err(error) => Err(error),
     };
-    match removed {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_at("remove", path)(error)),
-        _ => Ok(()),
-    }
+    unless_absent(removed).map(drop).map_err(io_at("remove", path))
 }
 
 /// Removes the sockets and fifos that a daemon left when it ended. Otherwise they would be taken for those of a running
@@ -169,10 +167,7 @@ fn cap_log(path: &Path, cap: u64) -> io::Result<()> {
     if fs::symlink_metadata(path).is_ok_and(|found| !is_large(&found)) {
         return Ok(());
     }
-    let mut file = match open_log(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        opened => opened?,
-    };
+    let Some(mut file) = unless_absent(open_log(path))? else { return Ok(()) };
     let found = file.metadata()?;
     if !found.is_file() || !is_large(&found) {
         return Ok(());
@@ -238,12 +233,9 @@ impl DaemonLock {
     pub(crate) fn try_take(key: &DaemonKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
         make(key, state_dir)?;
         let path = key.dir(state_dir).join("lock");
-        match lock_now(&path, true) {
-            Ok(file) => Ok(file.map(|file| Self { _file: file })),
-            // A stop has just removed the directory of a dedicated daemon. The next round creates it.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(io_at("lock", &path)(error)),
-        }
+        // A stop may just have removed the directory of a dedicated daemon. The next round creates it.
+        let file = unless_absent(lock_now(&path, true)).map_err(io_at("lock", &path))?;
+        Ok(file.flatten().map(|file| Self { _file: file }))
     }
 }
 

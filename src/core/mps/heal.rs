@@ -239,9 +239,7 @@ pub(crate) fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsE
         ledger.daemon(key).is_some_and(|daemon| ledger.is_unexplained(daemon))
     };
     for errand in errands(&ledger, config).iter().filter(strays) {
-        if let Err(error) = run_errand(errand) {
-            tracing::warn!("{error}");
-        }
+        let _ = run_errand(errand).inspect_err(|error| tracing::warn!("{error}"));
     }
     Ok(())
 }

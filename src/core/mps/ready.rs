@@ -211,7 +211,7 @@ impl<'a> Daemon<'a> {
         }
         let state_dir = public.ancestors().nth(3).unwrap_or(Path::new("")).to_owned();
         if key.public(&state_dir) != public {
-            return Err(MpsError::BadKey { key: crate::text::safe(&public.to_string_lossy()) });
+            return Err(MpsError::BadKey { key: crate::text::safe_path(public) });
         }
         Ok(Self { key, public, config: Config { state_dir, ..config.clone() } })
     }

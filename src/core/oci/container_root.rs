@@ -22,12 +22,12 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::conflict::{entries, environment_value, text};
-use super::{SpecError, annotations, shown};
+use super::{SpecError, annotations};
 use crate::config_files::Known;
 use crate::grant::GrantedNode;
 use crate::inventory::NodeError;
 use crate::request::split_container_name;
-use crate::text::safe;
+use crate::text::{safe, safe_path};
 
 /// The id that stands for ids without a mapping (`user_namespaces(7)`, "Unmapped user and group IDs").
 const OVERFLOW: u32 = 65534;
@@ -177,7 +177,7 @@ const LARGEST_STORAGE_FILE: u64 = 64 << 20;
     "Podman has not yet mounted its root filesystem at {} for its user namespace, and Podman's storage \
      does not say where it is now: start it from an image instead of --rootfs, or leave out --uidmap and \
      --userns",
-    shown(.0)
+    safe_path(.0)
 )]
 pub struct Unknown(PathBuf);
 

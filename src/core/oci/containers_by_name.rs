@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{FileError, JsonFile, SpecError, annotations, shown};
+use super::{FileError, JsonFile, SpecError, annotations};
 use crate::config_files::{self, ConfigError, Known};
 use crate::request::labels_told;
-use crate::text::{is_engine_id, safe};
+use crate::text::{is_engine_id, safe, safe_path};
 
 /// The label in which dockerd names the service of a task.
 const SERVICE: &str = "com.docker.swarm.service.name";
@@ -34,11 +34,11 @@ pub enum MappedError {
     #[error(
         "Docker's record of it was found neither in {} nor above its root filesystem: set docker_root in containers.toml to \
          Docker's data-root (`docker info --format '{{{{.DockerRootDir}}}}'`)",
-        shown(.0)
+        safe_path(.0)
     )]
     NoRecord(PathBuf),
     /// The engine's own record of the container, and its fault.
-    #[error("{} is not a record of a Docker container: {}", shown(.0), .1)]
+    #[error("{} is not a record of a Docker container: {}", safe_path(.0), .1)]
     Docker(PathBuf, #[source] serde_json::Error),
 }
 

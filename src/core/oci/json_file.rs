@@ -10,8 +10,7 @@ use std::{fmt, io};
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-use super::shown;
-use crate::text::safe;
+use crate::text::{safe, safe_path};
 
 /// Longest file that is read. Docker's and Podman's are some ten KiB.
 const LONGEST: u64 = 16 << 20;
@@ -20,21 +19,21 @@ const LONGEST: u64 = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// It could not be opened or read.
-    #[error("cannot read {}: {}", shown(.0), .1)]
+    #[error("cannot read {}: {}", safe_path(.0), .1)]
     Read(PathBuf, #[source] io::Error),
     /// A directory, a FIFO, a device.
-    #[error("{} is not a regular file: the container's bundle is damaged, recreate the container", shown(.0))]
+    #[error("{} is not a regular file: the container's bundle is damaged, recreate the container", safe_path(.0))]
     NotRegular(PathBuf),
     /// More than any engine writes.
     #[error("{} is larger than 16 MiB, which no engine writes, and was not read: recreate the container",
-        shown(.0))]
+        safe_path(.0))]
     TooLarge(PathBuf),
     /// Its content could not be written back unchanged: why, safe to print.
     #[error("cannot edit {}: {}; the file was not changed, and the program that wrote it is at fault",
-        shown(.0), .1)]
+        safe_path(.0), .1)]
     Json(PathBuf, String),
     /// It could not be written.
-    #[error("cannot write {}, which was not changed: {}", shown(.0), .1)]
+    #[error("cannot write {}, which was not changed: {}", safe_path(.0), .1)]
     Write(PathBuf, #[source] io::Error),
 }
 

@@ -16,7 +16,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::grant::MPS_DEFAULT_DIR;
-use crate::text::safe;
+use crate::text::{safe, safe_path};
 
 #[cfg(feature = "fixtures")]
 pub use apply_edits::edit_within;
@@ -33,34 +33,29 @@ pub use live::{Live, NamespaceError, apply, lost_node, systemctl};
 pub use rootfs::{Tree, clear};
 pub(crate) use rootfs::{cleanup_mount_points, clear_volume, filter_missing};
 
-/// `path` in a message.
-fn shown(path: &Path) -> String {
-    safe(&path.to_string_lossy())
-}
-
 /// Why this image cannot be served; names the path.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// The rootfs cannot be looked into.
-    #[error("cannot read the container's root filesystem {}: {}", shown(.0), .1)]
+    #[error("cannot read the container's root filesystem {}: {}", safe_path(.0), .1)]
     Rootfs(PathBuf, #[source] io::Error),
     /// A file cannot be mounted over a directory.
-    #[error("the image has a directory at {}, where a driver's file is mounted; fix: remove it", shown(.0))]
+    #[error("the image has a directory at {}, where a driver's file is mounted; fix: remove it", safe_path(.0))]
     Directory(PathBuf),
     /// The MPS directory cannot be mounted over a file.
     #[error(
         "the image has a file at {}, where the MPS directory is mounted; fix: remove it{}",
-        shown(.0),
+        safe_path(.0),
         advise_tmp([.0])
     )]
     NotDirectory(PathBuf),
     /// A mount would show on the host.
-    #[error("{} is on a volume shared with the host; fix: use rslave or rprivate for that volume", shown(.0))]
+    #[error("{} is on a volume shared with the host; fix: use rslave or rprivate for that volume", safe_path(.0))]
     Shared(PathBuf),
     /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
     #[error(
         "the image's {} cannot be a mount point for sublet: {}{}",
-        shown(.0),
+        safe_path(.0),
         .1,
         if crate::fs::is_of_the_image(.1) { "; fix: remove it from the image" } else { ": the fault is this host's, not the image's" }
     )]
@@ -68,16 +63,16 @@ pub enum ImageError {
     /// One mount would lie in another that is a directory of the host's.
     #[error(
         "a link in the image puts {} in or below the mount at {}; fix: remove the link{}",
-        shown(.0),
-        shown(.1),
+        safe_path(.0),
+        safe_path(.1),
         advise_tmp([.0, .1])
     )]
     Nested(PathBuf, PathBuf),
     /// Processes would not find their MPS server and run without limits.
     #[error(
         "{} hides the MPS directory {} from the container; fix: remove that {}{}",
-        shown(by),
-        shown(directory),
+        safe_path(by),
+        safe_path(directory),
         if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" },
         advise_tmp([directory])
     )]
@@ -99,7 +94,7 @@ pub enum ImageError {
     #[error(
         "the root of the container's user namespace does not own the directory of {}; why: sublet may not create \
          it for it: {}; fix: create it in the image, empty",
-        shown(.0),
+        safe_path(.0),
         .1
     )]
     Unmade(PathBuf, #[source] io::Error),
@@ -134,7 +129,7 @@ fn advise_tmp<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> &'static str 
 }
 
 fn listed(paths: &[PathBuf]) -> String {
-    paths.iter().map(|path| shown(path)).collect::<Vec<_>>().join(" ")
+    paths.iter().map(|path| safe_path(path)).collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]

@@ -92,12 +92,7 @@ impl Process {
     /// Its environment cannot be read for another reason.
     pub fn has_environment(&self, name: &str, value: &Path) -> io::Result<bool> {
         let wanted = [name.as_bytes(), b"=", value.as_os_str().as_bytes()].concat();
-        let environment = match std::fs::read(live_proc_dir_of(self.pid).join("environ")) {
-            Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::PermissionDenied => {
-                return Ok(false);
-            }
-            environment => environment?,
-        };
+        let environment = read_if_allowed(&live_proc_dir_of(self.pid).join("environ"))?;
         Ok(environment.split(|byte| *byte == 0).any(|entry| entry == wanted) && self.is_alive())
     }
 
@@ -236,6 +231,22 @@ pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH)
 }
 
+/// What was read of a process in /proc; `None` if it has ended.
+pub fn unless_gone<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Err(error) if is_gone(&error) => Ok(None),
+        read => read.map(Some),
+    }
+}
+
+/// The content of a file of a process in /proc; empty if the process has ended, or this user may not examine it.
+pub(crate) fn read_if_allowed(file: &Path) -> io::Result<Vec<u8>> {
+    match std::fs::read(file) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(Vec::new()),
+        content => Ok(unless_gone(content)?.unwrap_or_default()),
+    }
+}
+
 /// `error` of a system call that every kernel from Linux 5.6 on has: a kernel or a seccomp filter without it is named.
 pub(crate) fn require_call(call: &str, error: impl Into<io::Error>) -> io::Error {
     let error = error.into();
@@ -285,13 +296,12 @@ impl Stat {
         // One read is enough: the line has at most 52 numbers and a command name of 15 bytes (proc(5)).
         let mut line = [0; 1024];
         let file = proc.join("stat");
-        match File::open(&file).and_then(|mut file| file.read(&mut line)) {
-            Ok(length) => Self::parse(&String::from_utf8_lossy(&line[..length]))
-                .map(Some)
-                .ok_or_else(|| io::Error::other(format!("{} does not describe a process", file.display()))),
-            Err(error) if is_gone(&error) => Ok(None),
-            Err(error) => Err(error),
-        }
+        let length = unless_gone(File::open(&file).and_then(|mut file| file.read(&mut line)))?;
+        let stat = length.map(|length| {
+            Self::parse(&String::from_utf8_lossy(&line[..length]))
+                .ok_or_else(|| io::Error::other(format!("{} does not describe a process", file.display())))
+        });
+        stat.transpose()
     }
 
     /// The command name in field 2 may contain spaces and parentheses, so fields are counted from the last `)`.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::fs::{is_absent, is_trusted_owner, make_trusted_directory, read_trusted, replace};
+use crate::fs::{is_trusted_owner, make_trusted_directory, read_trusted, replace, unless_absent};
 use crate::share::{Mode, Percent};
 use crate::text::safe;
 
@@ -186,10 +186,7 @@ pub(crate) fn lease_file(state_dir: &Path, job: u64) -> PathBuf {
 
 /// Every such file.
 pub(crate) fn lease_files(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
-    let entries = match fs::read_dir(directory(state_dir)) {
-        Err(error) if is_absent(&error) => return Ok(Vec::new()),
-        entries => entries?,
-    };
+    let Some(entries) = unless_absent(fs::read_dir(directory(state_dir)))? else { return Ok(Vec::new()) };
     let is_lease = |path: &PathBuf| path.extension().is_some_and(|end| end == LEASE);
     let paths: io::Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
     Ok(paths?.into_iter().filter(is_lease).collect())

@@ -13,7 +13,7 @@ use nix::unistd::{AccessFlags, access};
 use serde::{Deserialize, Serialize};
 
 use crate::fs::{is_trusted_owner, under};
-use crate::process::{CGROUP_MOUNT, cgroup_line, cgroup_table, unified_cgroups};
+use crate::process::{CGROUP_MOUNT, cgroup_line, cgroup_table, unified_cgroups, unless_gone};
 
 pub use job_record::{JobRecord, JobShare, RecordError, make_directory, remove_stray_directories};
 pub(crate) use job_record::{lease_file, lease_files};
@@ -75,13 +75,8 @@ impl JobCgroup {
         let mut jobs = BTreeSet::new();
         for entry in fs::read_dir("/proc")? {
             let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-            match Self::of(pid) {
-                Ok(cgroup) => jobs.extend(cgroup.map(|cgroup| cgroup.job)),
-                // The process, or the last one of its job, has just ended.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => {}
-                Err(error) => return Err(error),
-            }
+            // The process, or the last one of its job, may just have ended.
+            jobs.extend(unless_gone(Self::of(pid))?.flatten().map(|cgroup| cgroup.job));
         }
         Ok(jobs)
     }

@@ -79,9 +79,7 @@ fn admit(spec: &Value, engine: Option<Process>, waits: Option<&Engine>, log: &Lo
     }
     let finished = finish(edited, &lease, &leases, engine);
     if finished.is_err() {
-        if let Err(error) = leases.withdraw(&lease) {
-            tracing::warn!("{error}");
-        }
+        let _ = leases.withdraw(&lease).inspect_err(|error| tracing::warn!("{error}"));
     }
     finished.map(|()| true)
 }

@@ -13,7 +13,7 @@ use sublet_core::log::{Level, Log};
 use sublet_core::oci::JsonFile;
 use sublet_core::oci::cdi::Asked;
 use sublet_core::process::Process;
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 use sublet_core::{config_files, process};
 
 /// Gives the container its share, if it asks for one: by its annotations, or `by_cdi`.
@@ -83,9 +83,7 @@ pub(super) fn free_lease(state: &State) -> anyhow::Result<()> {
 fn bundle(state: &State) -> Result<PathBuf, String> {
     let bundle = state.bundle.as_ref().filter(|bundle| bundle.is_absolute());
     let bundle = bundle.ok_or("`bundle` in the state on standard input is not an absolute path")?;
-    bundle
-        .canonicalize()
-        .map_err(|error| format!("bundle {} cannot be used: {error}", safe(&bundle.to_string_lossy())))
+    bundle.canonicalize().map_err(|error| format!("bundle {} cannot be used: {error}", safe_path(bundle)))
 }
 
 /// The first process, identified before anything else of it is read.
@@ -118,7 +116,7 @@ fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, St
     let rootfs = bundle.join(root);
     let rootfs = rootfs
         .canonicalize()
-        .map_err(|error| format!("root.path {} cannot be used: {error}", safe(&rootfs.to_string_lossy())))?;
+        .map_err(|error| format!("root.path {} cannot be used: {error}", safe_path(&rootfs)))?;
     Ok(Container { rootfs, ..identify(state, bundle.to_owned()) })
 }
 

@@ -14,7 +14,7 @@ use sublet_core::oci::hooks::{self, Stage};
 use sublet_core::oci::{self, FileError, JsonFile};
 use sublet_core::process::Process;
 use sublet_core::process::inheritance::{self, effective_user};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// Admits the container if it asks for a share. `run` deletes the container without another command, so a hook must report
 /// its end.
@@ -176,7 +176,7 @@ fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<Con
     for (name, path) in [("bundle", &bundle), ("root.path", &rootfs), ("--root", &record)] {
         if path.to_str().is_none() {
             // It cannot be written as JSON.
-            let path = safe(&path.to_string_lossy());
+            let path = safe_path(path);
             bail!(
                 "{name} {path} is not UTF-8: give the container with a share a directory with another name"
             );
@@ -186,7 +186,7 @@ fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<Con
 }
 
 fn canonicalize(name: &str, path: &Path) -> anyhow::Result<PathBuf> {
-    let failed = |error| anyhow!("{name} {} cannot be used: {error}", safe(&path.to_string_lossy()));
+    let failed = |error| anyhow!("{name} {} cannot be used: {error}", safe_path(path));
     sublet_core::fs::real_directory(path).map_err(failed)
 }
 
@@ -197,7 +197,7 @@ fn become_edited(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage])
     }
     let error = call.become_low_level(call.args);
     if let Err(error) = sublet_core::fs::replace(&file.path, &file.text, 0o644) {
-        call.warn(&format!("cannot restore {}: {error}", safe(&file.path.to_string_lossy())));
+        call.warn(&format!("cannot restore {}: {error}", safe_path(&file.path)));
     }
     error
 }

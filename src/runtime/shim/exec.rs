@@ -26,7 +26,7 @@ use sublet_core::grant::{self, Environment, refused_beside};
 use sublet_core::ledger::{LEASE_ANNOTATION, Record, is_remote};
 use sublet_core::mps;
 use sublet_core::oci::{self, FileError, JsonFile};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 
 /// How long reading a process file may take if it is a pipe.
 const FILE_LIMIT: Duration = Duration::from_secs(10);
@@ -138,7 +138,7 @@ fn read_process_file(path: &Path) -> anyhow::Result<JsonFile> {
     let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY;
     let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
     let text = opened.and_then(|file| crate::bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT));
-    let failed = |why| anyhow!("the process file {} cannot be used: {why}", safe(&path.to_string_lossy()));
+    let failed = |why| anyhow!("the process file {} cannot be used: {why}", safe_path(path));
     Ok(JsonFile { path: path.to_owned(), text: text.map_err(failed)? })
 }
 
@@ -192,7 +192,7 @@ pub(super) enum EnterError {
     #[error(
         "it has a share of a GPU, and its record {} cannot be read ({why}): sublet starts no process in it \
          without knowing its share",
-        safe(&path.to_string_lossy())
+        safe_path(path)
     )]
     Record { path: PathBuf, why: String },
     /// The config.json that it was created from cannot be read.
@@ -203,7 +203,7 @@ pub(super) enum EnterError {
         "it has the share of lease {}, but {} no longer says so: restore the file that it was created \
          with, or recreate the container",
         safe(lease),
-        safe(&path.to_string_lossy())
+        safe_path(path)
     )]
     Changed { lease: String, path: PathBuf },
     /// It has sublet's annotations but no lease in them, so only the ledger knows its share.

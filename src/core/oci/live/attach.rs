@@ -23,7 +23,7 @@ use rustix::mount::{MoveMountFlags, move_mount};
 use super::{HostSide, NamespaceError, failed};
 use crate::fs::{kind, open_in, open_root};
 use crate::inventory::Node;
-use crate::oci::shown;
+use crate::text::safe_path;
 
 /// The container's root filesystem, seen from its own mount namespace.
 pub(super) struct Rootfs<'a> {
@@ -49,8 +49,8 @@ impl<'a> Rootfs<'a> {
     /// Attaches the detached `mount` at `path`, which is made if need be.
     pub fn mount(&self, mount: &OwnedFd, path: &Path) -> Result<(), NamespaceError> {
         // Not knowing it, one could leave an empty file in the image where the next container needs a directory.
-        let found =
-            fstat(mount).map_err(|error| failed(format!("examine what {} will be", shown(path)), error))?;
+        let found = fstat(mount)
+            .map_err(|error| failed(format!("examine what {} will be", safe_path(path)), error))?;
         let is_directory = kind(found.st_mode) == SFlag::S_IFDIR;
         let wanted = if is_directory { Kind::Directory } else { Kind::File };
         let make = || place(&self.root, path, wanted);
@@ -59,7 +59,7 @@ impl<'a> Rootfs<'a> {
             .host
             .owner
             .map_or_else(make, |(uid, gid)| with_fs_ids(uid, gid, make))
-            .map_err(|error| failed(format!("make the mount point {}", shown(path)), error))?;
+            .map_err(|error| failed(format!("make the mount point {}", safe_path(path)), error))?;
         if is_of_the_kernel(&target) {
             return Err(NamespaceError::Kernel(path.to_owned()));
         }
@@ -70,7 +70,7 @@ impl<'a> Rootfs<'a> {
     /// The file at `path`; if that is a link, the link, so that the image's file to which it leads is not covered.
     fn open_itself(&self, path: &Path) -> Result<OwnedFd, NamespaceError> {
         let found = open_in(&self.root, path, OFlag::O_NOFOLLOW)
-            .map_err(|error| failed(format!("look at the mount point {}", shown(path)), error))?;
+            .map_err(|error| failed(format!("look at the mount point {}", safe_path(path)), error))?;
         if is_of_the_kernel(&found) { Err(NamespaceError::Kernel(path.to_owned())) } else { Ok(found) }
     }
 
@@ -79,7 +79,7 @@ impl<'a> Rootfs<'a> {
         match open_in(&self.root, path, OFlag::O_DIRECTORY) {
             Ok(target) => self.attach(mount, &target, path),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            Err(error) => Err(failed(format!("hide {}", shown(path)), error)),
+            Err(error) => Err(failed(format!("hide {}", safe_path(path)), error)),
         }
     }
 
@@ -99,12 +99,12 @@ impl<'a> Rootfs<'a> {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 Err(NamespaceError::Occupied(node.path.clone()))
             }
-            done => done.map_err(|error| failed(format!("make the node {}", shown(&node.path)), error)),
+            done => done.map_err(|error| failed(format!("make the node {}", safe_path(&node.path)), error)),
         }
     }
 
     fn attach(&self, mount: &OwnedFd, target: &OwnedFd, path: &Path) -> Result<(), NamespaceError> {
-        let attaching = |error| failed(format!("mount {}", shown(path)), error);
+        let attaching = |error| failed(format!("mount {}", safe_path(path)), error);
         if self.is_shared(target).map_err(attaching)? {
             return Err(NamespaceError::Shared(path.to_owned()));
         }

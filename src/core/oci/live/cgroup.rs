@@ -17,10 +17,9 @@ use std::time::Duration;
 use super::{NamespaceError, bpf, failed};
 use crate::fs::under;
 use crate::inventory::Node;
-use crate::oci::shown;
 use crate::process::child::ChildError;
 use crate::process::{CGROUP_MOUNT, cgroup_line, confine, sublet, unified_cgroups};
-use crate::text::safe;
+use crate::text::{safe, safe_path};
 
 /// Lets processes in the cgroup of `pid` read and write `nodes`.
 pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceError> {
@@ -87,7 +86,7 @@ fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), Namesp
         let rule = format!("c {}:{} rw", node.major, node.minor);
         let written =
             OpenOptions::new().write(true).open(&file).and_then(|mut file| file.write_all(rule.as_bytes()));
-        written.map_err(|error| failed(format!("write `{rule}` to {}", shown(&file)), error))?;
+        written.map_err(|error| failed(format!("write `{rule}` to {}", safe_path(&file)), error))?;
     }
     Ok(())
 }
@@ -109,7 +108,7 @@ fn allow_v2(mount: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceE
 /// Opens one cgroup for the nodes. A unit that may use every device has no program and is not changed: a first
 /// `DeviceAllow` would close it for all other devices.
 fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result<(), NamespaceError> {
-    let opening = |error: io::Error| failed(format!("open the device cgroup {}", shown(dir)), error);
+    let opening = |error: io::Error| failed(format!("open the device cgroup {}", safe_path(dir)), error);
     let cgroup = File::open(dir).map_err(opening)?;
     let before = bpf::query(cgroup.as_fd(), 0).map_err(opening)?;
     let mut attached = before.clone();

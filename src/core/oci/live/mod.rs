@@ -23,12 +23,12 @@ use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, OpenTreeFlags, fsconfig_create, fsmount, fsopen, open_tree,
 };
 
-use super::shown;
 use crate::fs::open_root;
 use crate::grant::Grant;
 use crate::inventory::Inventory;
 use crate::ledger::Lease;
 use crate::process::Process;
+use crate::text::safe_path;
 use attach::Rootfs;
 
 pub(super) use attach::{Kind, place};
@@ -55,17 +55,17 @@ pub enum NamespaceError {
     /// It is not in the state that the specification requires at this stage.
     #[error(
         "its root filesystem {} is not the one in its mount namespace; fix: start it with sublet-runtime",
-        shown(.0)
+        safe_path(.0)
     )]
     Rootfs(PathBuf),
     /// A mount would show on the host.
-    #[error("{} is on a mount shared with the host; fix: use rslave or rprivate for that volume", shown(.0))]
+    #[error("{} is on a mount shared with the host; fix: use rslave or rprivate for that volume", safe_path(.0))]
     Shared(PathBuf),
     /// The image leads a mount point into /proc or the like.
-    #[error("the image's {} is a link into a file system of the kernel; fix: remove it", shown(.0))]
+    #[error("the image's {} is a link into a file system of the kernel; fix: remove it", safe_path(.0))]
     Kernel(PathBuf),
     /// The image has something else at the path of a node.
-    #[error("the container has something else at {}; fix: remove it from the image", shown(.0))]
+    #[error("the container has something else at {}; fix: remove it from the image", safe_path(.0))]
     Occupied(PathBuf),
     /// systemd refused: the container's scope, and systemctl's last words.
     #[error("systemd does not allow the devices for unit {0}: {1}")]
@@ -123,7 +123,7 @@ pub fn lost_node(lease: &Lease, inventory: &Inventory) -> Option<String> {
     Some(format!(
         "it has lost {}: its device cgroup does not allow the node any more (`podman update` below crun, or systemd's \
          daemon-reload); restart the container",
-        shown(&closed.path)
+        safe_path(&closed.path)
     ))
 }
 
@@ -236,7 +236,7 @@ fn detached(source: &Path, attributes: u64) -> Result<OwnedFd, NamespaceError> {
         set_attributes(&mount, attributes)?;
         Ok::<_, io::Error>(mount)
     };
-    open().map_err(|error| failed(format!("take {} from the host", shown(source)), error))
+    open().map_err(|error| failed(format!("take {} from the host", safe_path(source)), error))
 }
 
 /// Sets the attributes `set` (`MOUNT_ATTR_*`) on `mount` and takes it out of its peer group: `mount_setattr(2)`, for which
