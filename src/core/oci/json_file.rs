@@ -191,55 +191,12 @@ struct Faithful<'a> {
 }
 
 /// The fields that sublet reads or writes.
-const FIELDS: [&str; 47] = [
-    "access",
-    "allow",
-    "annotations",
-    "args",
-    "bounding",
-    "capabilities",
-    "cgroupsPath",
-    "createContainer",
-    "createRuntime",
-    "cwd",
-    "destination",
-    "devices",
-    "effective",
-    "env",
-    "fileMode",
-    "gid",
-    "gidMappings",
-    "hooks",
-    "linux",
-    "major",
-    "maskedPaths",
-    "minor",
-    "mounts",
-    "namespaces",
-    "ociVersion",
-    "options",
-    "path",
-    "permitted",
-    "poststart",
-    "poststop",
-    "prestart",
-    "process",
-    "readonly",
-    "readonlyPaths",
-    "resources",
-    "root",
-    "rootfsPropagation",
-    "seccomp",
-    "source",
-    "startContainer",
-    "timeout",
-    "type",
-    "uid",
-    "uidMappings",
-    "user",
-    "value",
-    "weight",
-];
+const FIELDS: &str = "access allow annotations args bounding capabilities cgroupsPath createContainer \
+                      createRuntime cwd destination devices effective env fileMode gid gidMappings hooks \
+                      linux major maskedPaths minor mounts namespaces ociVersion options path permitted \
+                      poststart poststop prestart process readonly readonlyPaths resources root \
+                      rootfsPropagation seccomp source startContainer timeout type uid uidMappings user \
+                      value weight";
 
 /// Fields whose keys the user chooses.
 const MAPS: [&str; 5] = ["annotations", "rdma", "sysctl", "timeOffsets", "unified"];
@@ -253,7 +210,7 @@ fn mistaken(key: &str) -> Option<&'static str> {
         letter => letter.to_ascii_lowercase(),
     };
     let same = |field: &str| key.chars().map(fold).eq(field.chars().map(fold));
-    FIELDS.into_iter().find(|field| same(field)).filter(|field| *field != key)
+    FIELDS.split(' ').find(|field| same(field)).filter(|field| *field != key)
 }
 
 impl<'de> DeserializeSeed<'de> for Faithful<'_> {
@@ -317,8 +274,7 @@ impl<'de> Visitor<'de> for Faithful<'_> {
                 )));
             }
             let within = Self { fields: self.fields && !MAPS.contains(&key.as_str()), ..self };
-            let value = access.next_value_seed(within)?;
-            entries.insert(key, value);
+            entries.insert(key, access.next_value_seed(within)?);
         }
         Ok(Value::Object(entries))
     }
