@@ -79,14 +79,9 @@ pub fn bar(used: Option<f64>, booked: Option<f64>, width: usize, utf8: bool) -> 
 }
 
 /// The nearest number of characters; a part that is not nothing has at least one.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    clippy::cast_precision_loss,
-    reason = "0 to `width`"
-)]
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to `width`")]
 fn characters(part: f64, width: usize) -> usize {
-    let exact = part.clamp(0.0, 1.0) * width as f64;
+    let exact = part.clamp(0.0, 1.0) * float(width as u64);
     if exact > 0.0 { (exact.round() as usize).max(1) } else { 0 }
 }
 
@@ -205,9 +200,14 @@ pub fn order(number: &str) -> (u32, u32) {
 }
 
 /// `part` of `whole`.
-#[expect(clippy::cast_precision_loss, reason = "for a bar")]
 pub fn fraction(part: u64, whole: u64) -> f64 {
-    part as f64 / whole.max(1) as f64
+    float(part) / float(whole.max(1))
+}
+
+/// For what is shown, or computed with numbers that are measured.
+#[expect(clippy::cast_precision_loss, reason = "exact up to 2^53")]
+pub fn float(number: u64) -> f64 {
+    number as f64
 }
 
 // A lease in words: its container, its limits, and what it uses.
@@ -235,8 +235,7 @@ pub fn number_of(uuid: &str, status: &Status) -> String {
 
 /// What a container without a limit may have: all of a device that nobody shares with it, else as much as it takes.
 pub fn whole(lease: &LeaseOnDevice) -> String {
-    let is_alone = matches!(lease.mode, Mode::Exclusive | Mode::Mig);
-    if is_alone { "all".to_owned() } else { "no limit".to_owned() }
+    if matches!(lease.mode, Mode::Exclusive | Mode::Mig) { "all".to_owned() } else { "no limit".to_owned() }
 }
 
 /// Used memory and its limit.
@@ -281,8 +280,7 @@ pub struct Words {
 impl Words {
     /// Of the image's name, its last `longest` characters: its tag stands at its end.
     pub fn of(lease: &LeaseOnDevice, status: &Status, longest: usize) -> Self {
-        let mut parts = status.devices.iter().flat_map(|gpu| &gpu.mig);
-        let part = parts.find(|part| part.uuid == lease.device);
+        let part = status.devices.iter().flat_map(|gpu| &gpu.mig).find(|part| part.uuid == lease.device);
         Self {
             name: called(lease),
             gpu: number_of(&lease.device, status),

@@ -98,8 +98,7 @@ fn mig_suits(mode: &Mode, question: &Question, gpu: &Device, host: Host<'_>) -> 
         host.inventory.mig_devices_of(&gpu.uuid).filter(|(device, _)| of_kind(device)).collect();
     let alone = devices.iter().all(|(_, part)| part.siblings.is_empty());
     let needs = asked(question, gpu).filter(|_| mode.profile.is_some()).unwrap_or_default();
-    let enough = devices.iter().all(|(device, _)| own_memory(device) >= needs);
-    enough && (alone || question.trust != Trust::None)
+    devices.iter().all(|(device, _)| own_memory(device) >= needs) && (alone || question.trust != Trust::None)
 }
 
 /// The memory of a MIG device; of one that shares it with other compute instances, its part.
@@ -119,12 +118,7 @@ pub fn amount(bytes: u64) -> String {
 
 /// As an annotation. Under 1, the sign says that no fraction of the whole is meant.
 fn percent(percent: f64) -> String {
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "a percentage in thousandths, and `as` saturates"
-    )]
-    let exact = Percent::from_thousandths((percent * 1000.0).round() as u32);
+    let exact = Percent::nearest(percent);
     let sign = if exact.thousandths() < 1000 { "%" } else { "" };
     format!("{exact}{sign}")
 }
@@ -274,8 +268,10 @@ impl<'a> Measurements<'a> {
     ) -> Result<(Option<Self>, Vec<String>), AdviseError> {
         let load = chosen(result, load)?;
         if result.simulated {
-            let why = "the result is of a simulated driver: its times are not used";
-            return Ok((None, vec![why.to_owned()]));
+            return Ok((
+                None,
+                vec!["the result is of a simulated driver: its times are not used".to_owned()],
+            ));
         }
         let of_load = result.cells.iter().filter(|cell| cell.load == load);
         let cells: Vec<_> = of_load.clone().filter_map(usable).collect();

@@ -13,7 +13,7 @@ use super::result::{Machine, Measured};
 use super::samples::{self, Sample, Source};
 use crate::load::monotonic_nanoseconds;
 use crate::probe::{connect, device_by_uuid};
-use crate::shown::end_of;
+use crate::shown::{end_of, float};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::text::safe;
@@ -161,8 +161,7 @@ pub fn measure(
     };
     let iterations: u64 = measured.containers.iter().map(|one| one.iterations).sum();
     let used = energy.zip(energy_after).map(|(from, to)| to.saturating_sub(from)).filter(|used| *used > 0);
-    #[expect(clippy::cast_precision_loss, reason = "millijoules and counts far below 2^52")]
-    let energy_millijoules = used.map(|used| samples::rounded(used as f64 / iterations as f64));
+    let energy_millijoules = used.map(|used| samples::rounded(float(used) / float(iterations)));
     let memory_bytes = before.zip(memory).map(|(before, now)| now.saturating_sub(before));
     Ok(Measured { memory_bytes, energy_millijoules, sm_mhz, ..measured })
 }
@@ -252,8 +251,7 @@ fn keep_end(mut stream: impl Read, heard: &Shared) {
     while let Ok(read @ 1..) = stream.read(&mut piece) {
         let words = &mut lock(heard).words;
         words.extend_from_slice(&piece[..read]);
-        let surplus = words.len().saturating_sub(KEPT);
-        words.drain(..surplus);
+        words.drain(..words.len().saturating_sub(KEPT));
     }
 }
 

@@ -140,8 +140,7 @@ fn axes(svg: &mut String, scale: &Scale, numbers: &BTreeSet<u32>) {
 
 /// Without needless zeros.
 fn short(value: f64) -> String {
-    let text = format!("{value:.3}");
-    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+    format!("{value:.3}").trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 fn draw(svg: &mut String, scale: &Scale, line: &Line<'_>) {
@@ -179,8 +178,7 @@ fn mark(svg: &mut String, (x, y): (f64, f64), index: usize, hollow: bool) {
 
 fn legend(svg: &mut String, lines: &[Line<'_>]) {
     let mut y = PLOT[1] + 6.0;
-    #[expect(clippy::cast_precision_loss, reason = "a few dozen at most")]
-    let step = ((HEIGHT - 40.0 - y) / lines.len() as f64).min(26.0);
+    let step = ((HEIGHT - 40.0 - y) / crate::shown::float(lines.len() as u64)).min(26.0);
     for line in lines {
         let (colour, dashes) = look(line);
         let x = PLOT[2] + 22.0;

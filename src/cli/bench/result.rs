@@ -274,8 +274,7 @@ impl BenchResult {
     pub fn read(path: &Path) -> Result<Self, ResultError> {
         let name = path.to_string_lossy();
         let unreadable = |error: std::io::Error| ResultError(format!("{}: {error}", safe(&name)));
-        let length = fs::metadata(path).map_err(unreadable)?.len();
-        if length > LARGEST {
+        if fs::metadata(path).map_err(unreadable)?.len() > LARGEST {
             return Err(unreadable(std::io::Error::new(ErrorKind::FileTooLarge, "larger than 64 MiB")));
         }
         Self::parse(&fs::read_to_string(path).map_err(unreadable)?, &name)
@@ -376,8 +375,9 @@ impl Figure {
             Self::P99 => measured.p99_ms,
             Self::Throughput => measured.per_second,
             Self::Fairness => measured.fairness,
-            #[expect(clippy::cast_precision_loss, reason = "shown with three digits")]
-            Self::Memory => measured.memory_bytes.map(|bytes| bytes as f64 / f64::from(1 << 30)),
+            Self::Memory => {
+                measured.memory_bytes.map(|bytes| crate::shown::float(bytes) / f64::from(1 << 30))
+            }
             Self::Energy => measured.energy_millijoules.map(|energy| energy / 1000.0),
         }
     }

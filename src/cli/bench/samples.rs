@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use regex_lite::Regex;
 
 use super::result::{Measured, Tenant};
+use crate::shown::float;
 
 /// One iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,14 +80,14 @@ pub fn measured(containers: &[(Vec<Sample>, Option<String>)], (from, to): (u64, 
     if all.is_empty() {
         return None;
     }
-    let counts = || each.iter().map(|(took, _)| took.len());
+    let counts = || each.iter().map(|(took, _)| took.len() as u64);
     let most = counts().max().unwrap_or(0);
     let least = counts().min().unwrap_or(0);
     Some(Measured {
         mean_ms: mean(&all),
         p50_ms: Some(percentile(&all, 50)),
         p99_ms: Some(percentile(&all, 99)),
-        per_second: Some(rounded(float(all.len()) * 1e9 / float_of((to - from).max(1)))),
+        per_second: Some(rounded(float(all.len() as u64) * 1e9 / float((to - from).max(1)))),
         fairness: Some(rounded(float(least) / float(most.max(1)))),
         containers: each.into_iter().map(|(took, error)| tenant(&took, error)).collect(),
         ..Measured::default()
@@ -96,28 +97,19 @@ pub fn measured(containers: &[(Vec<Sample>, Option<String>)], (from, to): (u64, 
 /// In milliseconds.
 fn mean(took: &[u64]) -> f64 {
     // Not `sum`, which is -0.0 where there is none.
-    let sum = took.iter().fold(0.0, |sum, took| sum + float_of(*took));
-    rounded(sum / float(took.len().max(1)) / 1e6)
+    let sum = took.iter().fold(0.0, |sum, took| sum + float(*took));
+    rounded(sum / float(took.len().max(1) as u64) / 1e6)
 }
 
 /// The least value that `percent` of the sorted values do not exceed, in milliseconds.
 fn percentile(sorted: &[u64], percent: usize) -> f64 {
     let at = (sorted.len() * percent).div_ceil(100).max(1) - 1;
-    rounded(sorted.get(at).copied().map_or(0.0, float_of) / 1e6)
+    rounded(sorted.get(at).copied().map_or(0.0, float) / 1e6)
 }
 
 /// To four decimals: more is noise, and makes results longer.
 pub fn rounded(value: f64) -> f64 {
     (value * 1e4).round() / 1e4
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts and times far below 2^52")]
-fn float_of(value: u64) -> f64 {
-    value as f64
-}
-
-fn float(value: usize) -> f64 {
-    float_of(value as u64)
 }
 
 /// The longest wait for one answer.

@@ -11,6 +11,7 @@ use strum::VariantArray as _;
 use super::{Families, Family, Sample, Type};
 use crate::events::{Position, Reader};
 use crate::guard::Offence;
+use crate::shown::float;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
 use sublet_core::fs::{open_lock, read_history, replace};
@@ -76,9 +77,8 @@ struct Durations {
 }
 
 impl Durations {
-    #[expect(clippy::cast_precision_loss, reason = "milliseconds of centuries are exact")]
     fn add(&mut self, milliseconds: u64, bounds: &[f64]) {
-        let seconds = milliseconds as f64 / 1000.0;
+        let seconds = float(milliseconds) / 1000.0;
         self.counts.resize(bounds.len(), 0);
         if let Some(at) = bounds.iter().position(|bound| seconds <= *bound) {
             self.counts[at] += 1;
@@ -195,11 +195,6 @@ fn counted(config: &Config) -> std::io::Result<Totals> {
 
 fn path(config: &Config) -> PathBuf {
     config.state_dir.join("metrics.json")
-}
-
-#[expect(clippy::cast_precision_loss, reason = "a count")]
-fn float(count: u64) -> f64 {
-    count as f64
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ mod counted;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use crate::shown::{Device, word};
+use crate::shown::{Device, float, word};
 use crate::status::{DeviceUsed, LeaseOnDevice, Status};
 use sublet_core::config::Config;
 use sublet_core::process::epoch_seconds;
@@ -94,8 +94,7 @@ pub(crate) fn down(format: Format) -> String {
 
 /// Whether `sublet status` has nothing to warn of, and serves every GPU.
 fn is_healthy(status: &Status) -> bool {
-    let mut devices = Device::all(&status.devices);
-    status.warnings.is_empty() && devices.all(|device| device.gpu.health.state == "ok")
+    status.warnings.is_empty() && Device::all(&status.devices).all(|device| device.gpu.health.state == "ok")
 }
 
 /// Whether the state could be read, and whether all is well.
@@ -121,11 +120,11 @@ fn devices(status: &Status, families: &mut Families) {
         let mut gauge = |name, help, value| families.add(Type::Gauge, (name, help), &labels[..2], value);
         let (booked, unknown) = (device.booked, DeviceUsed::default());
         let used = device.used.unwrap_or(&unknown);
-        let (memory, memory_used) = (Some(bytes(device.memory_bytes)), used.memory_bytes.map(bytes));
+        let (memory, memory_used) = (Some(float(device.memory_bytes)), used.memory_bytes.map(float));
         let served = device.part.is_none().then(|| flag(device.gpu.health.state == "ok"));
         gauge("sublet_gpu_memory_bytes", "Memory of the GPU or MIG device.", memory);
         let help = "Memory that leases have booked.";
-        gauge("sublet_gpu_memory_booked_bytes", help, Some(bytes(booked.memory_bytes)));
+        gauge("sublet_gpu_memory_booked_bytes", help, Some(float(booked.memory_bytes)));
         gauge("sublet_gpu_memory_used_bytes", "Memory in use, as the driver reports it.", memory_used);
         let help = "Part of the SMs that leases have booked.";
         gauge("sublet_gpu_sm_booked_ratio", help, Some(booked.sm_percent / 100.0));
@@ -158,9 +157,9 @@ fn containers(status: &Status, families: &mut Families) {
         let mut gauge = |name, help, value| families.add(Type::Gauge, (name, help), &labels, value);
         let used = lease.used;
         let help = "Memory limit of the container on the device; none without a limit.";
-        gauge("sublet_container_memory_limit_bytes", help, lease.memory_bytes.map(bytes));
+        gauge("sublet_container_memory_limit_bytes", help, lease.memory_bytes.map(float));
         let help = "Memory of the container's processes on the device.";
-        gauge("sublet_container_memory_used_bytes", help, used.memory_bytes.map(bytes));
+        gauge("sublet_container_memory_used_bytes", help, used.memory_bytes.map(float));
         let help = "SM limit of the container; none without a limit.";
         gauge("sublet_container_sm_limit_ratio", help, lease.sm_percent.map(|sm| sm / 100.0));
         let help = "Part of the SMs that the container computed on. Containers of a shared MPS server have none: the driver \
@@ -171,7 +170,7 @@ fn containers(status: &Status, families: &mut Families) {
         let help = "The container's processes with contexts on the device.";
         gauge("sublet_container_processes", help, used.processes.map(count));
         let help = "When the lease was taken, since the epoch.";
-        gauge("sublet_lease_since_seconds", help, Some(bytes(lease.taken)));
+        gauge("sublet_lease_since_seconds", help, Some(float(lease.taken)));
         labels.extend([
             ("lease", lease.id.clone()),
             ("container_id", lease.container_id.clone()),
@@ -203,15 +202,14 @@ fn labels(lease: &LeaseOnDevice, status: &Status) -> Vec<(&'static str, String)>
 }
 
 fn label(lease: &LeaseOnDevice) -> &str {
-    let names = [&lease.name, &lease.part_of, &lease.unit];
-    names.into_iter().flatten().next().unwrap_or(&lease.called)
+    [&lease.name, &lease.part_of, &lease.unit].into_iter().flatten().next().unwrap_or(&lease.called)
 }
 
 fn service(status: &Status, families: &mut Families) {
     let watching = flag(status.guard.watching);
     families.gauge("sublet_guard_watching", "Whether the guard checks every leased device.", Some(watching));
     // A time, and not an age: the age in a file that is not written any more would stay young.
-    let looked_at = status.guard.last_look_seconds.map(|age| bytes(epoch_seconds().saturating_sub(age)));
+    let looked_at = status.guard.last_look_seconds.map(|age| float(epoch_seconds().saturating_sub(age)));
     let help = "When `sublet serve` last checked, since the epoch.";
     families.gauge("sublet_guard_last_look_timestamp_seconds", help, looked_at);
     let warnings = count(status.warnings.len());
@@ -227,14 +225,8 @@ fn service(status: &Status, families: &mut Families) {
     }
 }
 
-#[expect(clippy::cast_precision_loss, reason = "a byte more or less of petabytes")]
-fn bytes(number: u64) -> f64 {
-    number as f64
-}
-
-#[expect(clippy::cast_precision_loss, reason = "small numbers")]
 fn count(number: usize) -> f64 {
-    number as f64
+    float(number as u64)
 }
 
 fn flag(is: bool) -> f64 {

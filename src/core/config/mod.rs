@@ -410,11 +410,9 @@ impl Default for Cdi {
 
 impl Config {
     /// The limit on the sum of SM shares on one MPS device.
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from over 0 to 100 times")]
     pub(crate) fn sm_bookable(&self) -> Percent {
-        // Rounded, because 1.15 × 100 000 is 114 999.999… in floating point. Loading a file checks that the factor is
-        // at most 100.
-        Percent::from_thousandths((self.limits.sm_overcommit * 100_000.0).round() as u32)
+        // Loading a file checks that the factor is at most 100.
+        Percent::nearest(self.limits.sm_overcommit * 100.0)
     }
 }
 

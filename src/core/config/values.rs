@@ -57,11 +57,9 @@ pub(super) fn write_some_memory<S: Serializer>(
 
 /// A sum of percentages over several devices: `50`, `12.5`, `150%`.
 pub(super) fn percent_sum<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Percent>, D::Error> {
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 10 000")]
-    let thousandths = |number: f64| Percent::from_thousandths((number * 1000.0).round() as u32);
     let sum = |text: &str| {
         let number: Option<f64> = text.strip_suffix('%').unwrap_or(text).trim().parse().ok();
-        number.filter(|number| *number > 0.0 && *number <= 10_000.0).map(thousandths)
+        number.filter(|number| *number > 0.0 && *number <= 10_000.0).map(Percent::nearest)
     };
     parsed(deserializer, "a sum of percentages over 0, such as 50 or 150%", sum).map(Some)
 }

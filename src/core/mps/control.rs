@@ -197,8 +197,7 @@ impl Control {
     /// Whether a server has had a fault and takes no new client: NVIDIA's manual calls that `FAULT`
     /// (`get_server_status`; docs.nvidia.com/deploy/mps).
     pub fn is_faulted(&self, server: i32) -> Result<bool, AskError> {
-        let answer = self.ask(&format!("get_server_status {server}"), ANSWER_LIMIT)?;
-        Ok(answer.eq_ignore_ascii_case("fault"))
+        Ok(self.ask(&format!("get_server_status {server}"), ANSWER_LIMIT)?.eq_ignore_ascii_case("fault"))
     }
 
     /// Pids of a server's clients.
@@ -310,9 +309,7 @@ fn check_answer(command: &str, success: bool, stdout: &str, stderr: &str) -> Res
 fn parse_percent(answer: &str) -> Option<Percent> {
     let word = answer.split_whitespace().last()?.trim_end_matches(['%', '.']);
     let number: f64 = word.parse().ok()?;
-    // Rounded, not truncated: 16.1 times 1000 may be a little less than 16100.
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "in range, nothing is lost")]
-    (0.0..=100.0).contains(&number).then(|| Percent::from_thousandths((number * 1000.0).round() as u32))
+    (0.0..=100.0).contains(&number).then(|| Percent::nearest(number))
 }
 
 /// One pid per line. Other lines are headings or remarks.

@@ -192,6 +192,12 @@ impl Percent {
         Self(thousandths)
     }
 
+    /// The nearest to `percent`. Rounded, because 16.1 times 1000 may be a little less than 16100.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "`as` saturates")]
+    pub fn nearest(percent: f64) -> Self {
+        Self((percent * 1000.0).round() as u32)
+    }
+
     /// `part` of `all`, rounded up.
     pub fn of_all(part: u32, all: u32) -> Self {
         let thousandths = (u64::from(part) * 100_000).div_ceil(u64::from(all.max(1)));
@@ -316,8 +322,7 @@ fn nearly_memory(text: &str) -> Option<String> {
 /// An amount with a unit, converted to bytes and rounded down; `None` for anything else and for more than a `u64`
 /// holds.
 pub(crate) fn parse_bytes(text: &str) -> Option<u64> {
-    let end = text.find(|c: char| c.is_ascii_alphabetic())?;
-    let (number, unit) = text.split_at(end);
+    let (number, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic())?);
     let power = match unit.to_ascii_lowercase().as_str() {
         "k" | "kb" | "kib" => 10,
         "m" | "mb" | "mib" => 20,
