@@ -15,20 +15,9 @@ use sublet_core::share::{Action, Mode};
 const STARTING: Duration = Duration::from_secs(60);
 
 /// What a process does that its lease does not allow.
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    Eq,
-    PartialOrd,
-    Ord,
-    Serialize,
-    Deserialize,
-    strum::Display,
-    strum::VariantArray,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[derive(strum::Display, strum::VariantArray)]
 #[strum(serialize_all = "kebab-case")]
 pub enum Offence {
     /// The container's processes together have more memory than `sublet.memory`.
@@ -183,8 +172,7 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
             ..verdict(Offence::Clients, action, &look.device, holder)
         };
         found.extend(own.iter().take(acted).map(|holder| tell(holder, action(lease, rules.clients))));
-        let passed = own[acted..surplus].last();
-        found.extend(passed.map(|holder| tell(holder, Action::Report)));
+        found.extend(own[acted..surplus].last().map(|holder| tell(holder, Action::Report)));
     }
     found
 }

@@ -7,6 +7,8 @@ use crate::config::{Config, Required};
 use crate::share::{Action, Devices, Guarding, Isolation, MigCapability, Mode, Selector};
 use crate::text::{nearest, safe};
 
+type Result<T, E = RequestError> = std::result::Result<T, E>;
+
 /// The mode that the keys name or imply, once nothing contradicts it. `None`: the device's
 /// configuration decides.
 pub(super) fn check(
@@ -15,7 +17,7 @@ pub(super) fn check(
     devices: &Devices,
     isolation: Option<Isolation>,
     config: &Config,
-) -> Result<Option<Mode>, RequestError> {
+) -> Result<Option<Mode>> {
     let mode = mode.or_else(|| implied_mode(keys, devices));
     if let Some(mode) = mode {
         check_mode(keys, mode, devices, isolation)?;
@@ -28,11 +30,7 @@ pub(super) fn check(
 }
 
 /// Access beyond a container's own MIG device is possible only if root has allowed it.
-pub(super) fn mig_caps(
-    keys: &Keys<'_>,
-    wanted: &[MigCapability],
-    allowed: &[MigCapability],
-) -> Result<(), RequestError> {
+pub(super) fn mig_caps(keys: &Keys<'_>, wanted: &[MigCapability], allowed: &[MigCapability]) -> Result<()> {
     if wanted.iter().all(|cap| allowed.contains(cap)) {
         return Ok(());
     }
@@ -41,7 +39,7 @@ pub(super) fn mig_caps(
 }
 
 /// A container may choose a stricter guard for itself. Only root may choose a milder one.
-pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding, RequestError> {
+pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding> {
     if keys.0.get("guard").is_some_and(|given| given.share.is_some()) {
         return Ok(Guarding::Exactly(action));
     }
@@ -85,12 +83,7 @@ fn are_several(devices: &Devices) -> bool {
     }
 }
 
-fn check_mode(
-    keys: &Keys<'_>,
-    mode: Mode,
-    devices: &Devices,
-    isolation: Option<Isolation>,
-) -> Result<(), RequestError> {
+fn check_mode(keys: &Keys<'_>, mode: Mode, devices: &Devices, isolation: Option<Isolation>) -> Result<()> {
     let refuse = |key: &str, remedy: &str| keys.contradiction(key, &name(keys, mode), remedy);
     let of_mps = [("sm", "limits SMs"), ("priority", "has priorities"), ("processes", "counts processes")];
     for (key, what) in of_mps {
@@ -124,11 +117,7 @@ fn check_mode(
 
 /// A process connects to one MPS daemon, so a dedicated daemon serves all devices of such a container. Modes without a
 /// daemon have no isolation to choose.
-fn check_several_devices(
-    keys: &Keys<'_>,
-    mode: Option<Mode>,
-    isolation: Option<Isolation>,
-) -> Result<(), RequestError> {
+fn check_several_devices(keys: &Keys<'_>, mode: Option<Mode>, isolation: Option<Isolation>) -> Result<()> {
     let has_servers = !matches!(mode, Some(Mode::Exclusive | Mode::Mig));
     let gpu = keys.setting("gpu").filter(|_| has_servers && isolation == Some(Isolation::Shared));
     let remedy = "a process connects to one MPS daemon, and a shared daemon has one device; fix: leave sublet.isolation \
@@ -137,7 +126,7 @@ fn check_several_devices(
 }
 
 /// A MIG instance limits both by itself, and who has a whole device shares neither.
-fn check_required(keys: &Keys<'_>, mode: Option<Mode>, config: &Config) -> Result<(), RequestError> {
+fn check_required(keys: &Keys<'_>, mode: Option<Mode>, config: &Config) -> Result<()> {
     if matches!(mode, Some(Mode::Mig | Mode::Exclusive)) {
         return Ok(());
     }
@@ -200,7 +189,7 @@ impl<'a> Keys<'a> {
         annotations: &'a BTreeMap<String, String>,
         entry_point: Option<&'a str>,
         config: &'a Config,
-    ) -> Result<Self, RequestError> {
+    ) -> Result<Self> {
         let own: BTreeMap<_, _> = annotations
             .iter()
             .filter_map(|(key, value)| Some((key.strip_prefix(PREFIX)?, Given { value, share: None })))
@@ -217,7 +206,7 @@ impl<'a> Keys<'a> {
         Ok(keys)
     }
 
-    fn add_share(&mut self, name: &'a str, config: &'a Config) -> Result<(), RequestError> {
+    fn add_share(&mut self, name: &'a str, config: &'a Config) -> Result<()> {
         // `sublet serve` limits it to the job's allocation.
         if name == crate::slurm::JOB_SHARE {
             return Ok(());
@@ -231,7 +220,7 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
-    fn add(&mut self, key: &'a str, given: Given<'a>, allowed: &[&'static str]) -> Result<(), RequestError> {
+    fn add(&mut self, key: &'a str, given: Given<'a>, allowed: &[&'static str]) -> Result<()> {
         if allowed.contains(&key) {
             self.0.insert(key, given);
             return Ok(());
@@ -250,7 +239,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Refuses `key`, if it is set, because it contradicts `with`.
-    fn contradiction(&self, key: &str, with: &str, remedy: &str) -> Result<(), RequestError> {
+    fn contradiction(&self, key: &str, with: &str, remedy: &str) -> Result<()> {
         let Some(shown) = self.setting(key) else { return Ok(()) };
         let message = format!("{shown} cannot be combined with {with}; why: {remedy}");
         Err(RequestError { key: safe(key), message })
@@ -266,12 +255,12 @@ impl<'a> Keys<'a> {
         key: &str,
         allowed: &str,
         parse: impl FnOnce(&str) -> Result<T, Option<String>>,
-    ) -> Result<Option<T>, RequestError> {
+    ) -> Result<Option<T>> {
         let Some(given) = self.0.get(key) else { return Ok(None) };
         parse(given.value).map(Some).map_err(|hint| RequestError::value(key, *given, allowed, hint))
     }
 
-    pub(super) fn word<T: Copy>(&self, key: &str, words: &[(&str, T)]) -> Result<Option<T>, RequestError> {
+    pub(super) fn word<T: Copy>(&self, key: &str, words: &[(&str, T)]) -> Result<Option<T>> {
         let listed: Vec<_> = words.iter().map(|(word, _)| *word).collect();
         self.read(key, &format!("one of {}", listed.join(", ")), |text| one_word(text, words))
     }
