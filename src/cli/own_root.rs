@@ -42,8 +42,10 @@ impl Scratch {
     /// It cannot be made. An existing one is refused: it may be another user's link.
     pub fn new(name: &str, engine: Option<&str>) -> anyhow::Result<Self> {
         let dir = std::env::temp_dir().join(name);
-        let made = DirBuilder::new().mode(0o700).create(&dir);
-        made.with_context(|| format!("cannot make {}", dir.display()))?;
+        DirBuilder::new()
+            .mode(0o700)
+            .create(&dir)
+            .with_context(|| format!("cannot make {}", dir.display()))?;
         Ok(Self { dir, image: format!("{name}:own"), engine: engine.map(str::to_owned) })
     }
 
@@ -92,8 +94,7 @@ fn lay_out(root: &Path) -> anyhow::Result<()> {
     let maps = fs::read_to_string("/proc/self/maps")?;
     let paths = maps.lines().filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..])));
     let is_library = |path: &PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        name.contains(".so.") && path.is_file()
+        path.file_name().unwrap_or_default().to_string_lossy().contains(".so.") && path.is_file()
     };
     let mapped: BTreeSet<PathBuf> = paths.filter(is_library).collect();
     let libc = mapped.iter().find(|path| path.ends_with("libc.so.6")).and_then(|path| path.parent());

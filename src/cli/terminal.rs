@@ -54,8 +54,7 @@ pub fn width_of(output: impl AsFd) -> Option<usize> {
 
 /// COLUMNS is what the user wants, whatever the terminal has (POSIX, "Environment Variables").
 fn first_of(columns: Option<&str>, size: Option<usize>) -> Option<usize> {
-    let columns = columns.and_then(|text| text.parse().ok());
-    [columns, size].into_iter().flatten().find(|width| *width > 0)
+    [columns.and_then(|text| text.parse().ok()), size].into_iter().flatten().find(|width| *width > 0)
 }
 
 /// `text` with its lines broken between words, so that they have `width` characters if no word is longer. The rest of a

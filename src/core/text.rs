@@ -114,8 +114,7 @@ fn is_invisible(character: char) -> bool {
 /// Seconds since the epoch as RFC 3339 in UTC. A later time, which a wrongly set clock may give, becomes the last
 /// second that has such a form.
 pub fn timestamp(seconds: u64) -> String {
-    let time = UNIX_EPOCH + Duration::from_secs(seconds.min(LAST_SECOND));
-    humantime::format_rfc3339_seconds(time).to_string()
+    humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(seconds.min(LAST_SECOND))).to_string()
 }
 
 /// The candidate whose spelling is nearest to `word`; `None` if no spelling is near.

@@ -212,8 +212,7 @@ fn most(candidate: &Candidate, question: &Question, gpu: &Device, host: Host<'_>
 /// The least trust beyond that of `question` with which something fits.
 fn laxer(question: &Question, gpu: &Device, host: Host<'_>) -> io::Result<Vec<String>> {
     for trust in [Trust::Some, Trust::All].into_iter().filter(|trust| *trust > question.trust) {
-        let asked = Question { trust, ..*question };
-        for candidate in candidate::candidates(&asked, gpu, host) {
+        for candidate in candidate::candidates(&Question { trust, ..*question }, gpu, host) {
             if placed(&candidate, question.tenants, host)?.is_ok() {
                 let mode = candidate.mode.title();
                 return Ok(vec![format!("--trust {} would fit: {mode}", name_of(&trust))]);

@@ -189,8 +189,7 @@ fn measure(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     sweep(&engine);
     let makes_image = if let Engine::Program(program) = engine { Some(program) } else { None };
     let scratch = Scratch::new(&format!("sublet-bench-{}", process::id()), makes_image)?;
-    let most = arguments.numbers.iter().copied().max().unwrap_or(1);
-    let client = client(arguments, most)?;
+    let client = client(arguments, arguments.numbers.iter().copied().max().unwrap_or(1))?;
     let workload = Workload {
         engine: engine.clone(),
         image: image(arguments.image.as_deref(), makes_image.is_some(), &scratch)?,

@@ -58,8 +58,7 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<()> {
             first.why
         );
     }
-    let changed = cdi_spec::write(path, &text)?;
-    let state = if changed { "written" } else { "is current" };
+    let state = if cdi_spec::write(path, &text)? { "written" } else { "is current" };
     println!("{shown} {state}: {} CDI devices of {KIND}.", listing.devices.len());
     Ok(())
 }

@@ -93,8 +93,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let text = || format!("{}\n\n{}", table(&checks), summary(&checks));
     tables::print(arguments.format, &Document { schema: "sublet.doctor/1", checks: &checks }, text)?;
     let worst = if arguments.strict { Verdict::Warn } else { Verdict::Fail };
-    let failed = checks.iter().any(|check| check.result >= worst);
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(if checks.iter().any(|check| check.result >= worst) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// One line per check, with its fix at the end.

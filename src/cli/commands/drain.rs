@@ -17,8 +17,7 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
     let inventory = fresh_inventory(config)?.with_left_out();
     let mut uuids = Vec::new();
     for name in &arguments.devices {
-        let found = super::devices(name, &inventory, config)?;
-        uuids.extend(found.into_iter().map(|device| device.uuid.clone()));
+        uuids.extend(super::devices(name, &inventory, config)?.into_iter().map(|device| device.uuid.clone()));
     }
     Local::new(config).update(|ledger| {
         ledger.drained.retain(|uuid| !uuids.contains(uuid));

@@ -102,8 +102,7 @@ fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<anyhow::Resul
     let gpu = |target: &Target| gpus.iter().find(|gpu| gpu.uuid == target.gpu);
     let plan = |gpu: &Gpu, target: &Target| {
         // An instance created for a container does not count as a difference, unless it is in the way.
-        let around = mig::plan(gpu, &target.beside(gpu, &gpu.made(ledger)));
-        around.or_else(|_| mig::plan(gpu, target))
+        mig::plan(gpu, &target.beside(gpu, &gpu.made(ledger))).or_else(|_| mig::plan(gpu, target))
     };
     targets.iter().filter_map(|target| Some(plan(gpu(target)?, target))).collect()
 }
@@ -112,8 +111,7 @@ fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<anyhow::Resul
 fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<anyhow::Result<Plan>>> {
     let layout = read(file, config)?;
     let (gpus, inventory, ledger) = mig_list::seen(config)?;
-    let targets = mig::targets(&layout, &gpus, &inventory, config)?;
-    Ok(plans(&gpus, &targets, &ledger))
+    Ok(plans(&gpus, &mig::targets(&layout, &gpus, &inventory, config)?, &ledger))
 }
 
 fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<ExitCode> {

@@ -335,10 +335,7 @@ fn store(path: &Path, wanted: Option<&str>, record: Option<&str>) -> anyhow::Res
     };
     if written.is_err() && record.is_some() {
         // Restores the record: an undo must not follow one of a setup that did not happen.
-        let _ = match before {
-            Some(before) => replace(&beside, &before, 0o600),
-            None => fs::remove_file(&beside),
-        };
+        let _ = before.map_or_else(|| fs::remove_file(&beside), |before| replace(&beside, &before, 0o600));
     }
     written.map_err(|error| cannot("write", path, &error))
 }

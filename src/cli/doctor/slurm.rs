@@ -130,8 +130,7 @@ fn limits(config: &str) -> Vec<Outcome> {
 fn count(node: &str, kind: &str) -> Option<u64> {
     let gres = node.split_whitespace().find_map(|word| word.strip_prefix("Gres="))?;
     // Without what stands in parentheses.
-    let outside = gres.split('(').map(|part| part.rsplit(')').next().unwrap_or_default());
-    let plain: String = outside.collect();
+    let plain: String = gres.split('(').map(|part| part.rsplit(')').next().unwrap_or_default()).collect();
     let of_kind = plain.split(',').filter(|part| part.split(':').next() == Some(kind));
     let count = |part: &str| part.rsplit(':').next().and_then(|many| many.parse().ok()).unwrap_or(1);
     of_kind.map(count).reduce(|all, more| all + more)

@@ -45,8 +45,7 @@ impl Acting {
     fn act(&mut self, verdict: &Verdict) -> Option<Event> {
         let process = verdict.holder.process;
         let held = process.hold();
-        let told = probe::describe(process.pid, 0)?;
-        let lease = self.ledger.certain_lease_of(process, &told).cloned();
+        let lease = self.ledger.certain_lease_of(process, &probe::describe(process.pid, 0)?).cloned();
         // What was read under this pid belongs to the process only if it is still the same process.
         if lease.as_ref().map(|lease| &lease.id) != verdict.holder.lease.as_ref() || !process.is_alive() {
             return None;
@@ -89,8 +88,7 @@ impl Acting {
 }
 
 fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
-    let is_own = |lease: &Lease| !lease.brokered || owns(process.pid, lease.container.uid);
-    lease.is_none_or(is_own)
+    lease.is_none_or(|lease| !lease.brokered || owns(process.pid, lease.container.uid))
 }
 
 /// Ends the container by its first process: the kernel then ends all others in its PID namespace

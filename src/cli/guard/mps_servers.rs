@@ -135,8 +135,7 @@ impl Servers {
 
 /// The MPS servers on one device, each found by its parent, the daemon.
 fn known(look: &Look, ledger: &Ledger) -> Vec<(Process, Known)> {
-    let servers = look.holders.iter().filter(|holder| holder.is_server);
-    let known = servers.filter_map(|holder| {
+    let known = look.holders.iter().filter(|holder| holder.is_server).filter_map(|holder| {
         let parent = holder.process.parent()?;
         let is_its = |server: &&MpsDaemon| server.process.is_some_and(|daemon| daemon.pid == parent);
         let key = ledger.daemons.iter().find(is_its)?.key.clone();

@@ -46,8 +46,7 @@ impl Silent {
         self.first.retain(|_, (_, found)| found.elapsed() < REMEMBERED);
         // It is in FAULT once a start has found that it does not answer.
         let runs = |daemon: &&MpsDaemon| matches!(daemon.state, DaemonState::Serving | DaemonState::Fault);
-        let daemons = ledger.daemons.iter().filter(runs);
-        daemons.flat_map(|daemon| self.of_daemon(daemon, ledger, rules)).collect()
+        ledger.daemons.iter().filter(runs).flat_map(|daemon| self.of_daemon(daemon, ledger, rules)).collect()
     }
 
     fn of_daemon(&mut self, daemon: &MpsDaemon, ledger: &Ledger, rules: &config::Guard) -> Vec<Verdict> {
@@ -228,8 +227,7 @@ fn peer(inode: u64, namespace: &Path) -> io::Result<Option<u64>> {
 /// `struct nlmsghdr` and `struct unix_diag_req`.
 fn request(inode: u32) -> Vec<u8> {
     let any = u32::MAX;
-    let length = u32::try_from(HEADER + 24).unwrap_or(0);
-    let mut request = length.to_ne_bytes().to_vec();
+    let mut request = u32::try_from(HEADER + 24).unwrap_or(0).to_ne_bytes().to_vec();
     request.extend([BY_FAMILY, REQUEST].map(u16::to_ne_bytes).concat());
     request.extend([1, 0].map(u32::to_ne_bytes).concat());
     request.extend([u8::try_from(nix::libc::AF_UNIX).unwrap_or(1), 0, 0, 0]);

@@ -73,8 +73,7 @@ impl<'a> Change<'a, '_> {
         match step {
             // If that needs a reset and none is allowed, it fails and the undo takes the request back.
             Step::Mode(on) => {
-                let found = self.driver.mode(gpu)?.context("it has no MIG mode")?;
-                self.undo.push((plan, Undo::Mode(found)));
+                self.undo.push((plan, Undo::Mode(self.driver.mode(gpu)?.context("it has no MIG mode")?)));
                 self.driver.set_mode(gpu, *on)?;
                 self.settle(gpu, *on)?;
             }

@@ -100,8 +100,7 @@ fn selected<'g>(
             }
             let have = gpus.iter().map(|gpu| format!("{} ({})", gpu.label(), safe(&gpu.uuid)));
             let (name, have) = (safe(name), have.collect::<Vec<_>>().join(", "));
-            let text = format!("no GPU of this host is {name}; it has {have}");
-            return Err(layout.error(entry.line, &text));
+            return Err(layout.error(entry.line, &format!("no GPU of this host is {name}; it has {have}")));
         }
         for device in devices {
             let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == device.uuid) else { continue };

@@ -88,8 +88,7 @@ pub(crate) fn foresee(
 ) -> Answer<Result<Foreseen, NotMade>> {
     let mut gpus = seen(order, driver, ledger)?;
     for gpu in &mut gpus {
-        let its = before.iter().filter(|one| one.choice.gpu == gpu.uuid);
-        gpu.instances.extend(its.map(Foreseen::instance));
+        gpu.instances.extend(before.iter().filter(|one| one.choice.gpu == gpu.uuid).map(Foreseen::instance));
         gpu.instances.sort_by_key(|one| one.span);
     }
     let number = u32::try_from(before.len()).unwrap_or(u32::MAX);

@@ -160,8 +160,7 @@ fn kind_of(process: &Path) -> io::Result<Option<Kind>> {
 /// By the command line: a control program without `-d` or `-f` only sends commands.
 fn kind(cmdline: &[u8]) -> Option<Kind> {
     let mut words = cmdline.split(|byte| *byte == 0);
-    let program = words.next()?;
-    if program.ends_with(b"nvidia-cuda-mps-server") {
+    if words.next()?.ends_with(b"nvidia-cuda-mps-server") {
         return Some(Kind::Server);
     }
     words.any(|word| word == b"-d" || word == b"-f").then_some(Kind::Daemon)
@@ -278,8 +277,7 @@ fn tail(name: &str, text: &str) -> Option<String> {
 
 /// A line without its prefix, such as `[2026-02-06 09:34:17.770 Control   261] `.
 fn words(line: &str) -> &str {
-    let bare = line.starts_with('[').then(|| line.split_once("] ")).flatten();
-    bare.map_or(line, |(_, words)| words).trim()
+    line.starts_with('[').then(|| line.split_once("] ")).flatten().map_or(line, |(_, words)| words).trim()
 }
 
 /// Parses `Server 95 exited with status 1`, the daemon's text (docs/evidence; driver 535: NVIDIA/k8s-device-plugin,

@@ -279,8 +279,7 @@ fn holders(launch: &Launch<'_>) -> String {
     let own = launch::find(&launch.daemon.pipe()).unwrap_or_default();
     let is_own =
         |name: &String| own.iter().any(|(process, _)| name.ends_with(&format!("(pid {})", process.pid)));
-    let devices = launch.devices.iter();
-    let names = devices.flat_map(|device| compute_mode::holders(key, device, &ledger, config));
+    let names = launch.devices.iter().flat_map(|device| compute_mode::holders(key, device, &ledger, config));
     let mut names: Vec<String> = names.filter(|name| !is_own(name)).collect();
     names.dedup();
     if names.is_empty() {

@@ -425,8 +425,7 @@ impl LeftOutGpus<'_> {
 
 /// What /proc tells by this name.
 fn value(text: &str, key: &str) -> Option<String> {
-    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-    Some(line.trim().to_owned())
+    Some(text.lines().find_map(|line| line.strip_prefix(key))?.trim().to_owned())
 }
 
 #[cfg(test)]

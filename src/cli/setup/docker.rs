@@ -70,8 +70,7 @@ fn take_out(found: &str, record: Option<&Record>) -> Result<Option<String>, Setu
         return Ok(Some(found.to_owned()));
     }
     let file = JsonFile::parse(found)?;
-    let before = record.and_then(|record| record.before.as_deref());
-    let before = JsonFile::parse(before.unwrap_or_default())?;
+    let before = JsonFile::parse(record.and_then(|record| record.before.as_deref()).unwrap_or_default())?;
     let after = JsonFile::parse(record.map_or("", |record| &record.after))?;
     file.put_back(&RUNTIME, None)?;
     if file.get(&DEFAULT)? == Some(NAME.into()) {
@@ -121,8 +120,7 @@ pub(crate) fn default_runtime(text: &str) -> Result<Option<String>, SetupError> 
 
 /// The string at `path`.
 fn string(text: &str, path: &[&str]) -> Result<Option<String>, SetupError> {
-    let value = JsonFile::parse(text)?.get(path)?;
-    Ok(value.as_ref().and_then(Value::as_str).map(str::to_owned))
+    Ok(JsonFile::parse(text)?.get(path)?.as_ref().and_then(Value::as_str).map(str::to_owned))
 }
 
 /// Whether CDI devices are enabled.
@@ -335,8 +333,7 @@ impl Dockerd {
 
     /// The runtime of containers that name none; `text` is daemon.json's.
     pub(crate) fn default_runtime(&self, text: &str) -> Option<String> {
-        let by_flag = self.value("default-runtime").map(str::to_owned);
-        by_flag.or_else(|| default_runtime(text).ok().flatten())
+        self.value("default-runtime").map(str::to_owned).or_else(|| default_runtime(text).ok().flatten())
     }
 
     /// Where it keeps its records of containers; `text` is daemon.json's.

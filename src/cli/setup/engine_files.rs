@@ -118,8 +118,7 @@ pub(super) fn undo_by_record(
     take_out: TakeOut,
 ) -> Result<Option<String>, SetupError> {
     let Some(found) = found else { return Ok(None) };
-    let parsed = record.map(serde_json::from_str::<Record>).transpose();
-    let parsed = parsed.map_err(|error| SetupError::Altered {
+    let parsed = record.map(serde_json::from_str::<Record>).transpose().map_err(|error| SetupError::Altered {
         why: format!(
             "its record beside the file cannot be read ({error}): remove the record, and sublet's lines by hand"
         ),

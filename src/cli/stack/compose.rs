@@ -319,8 +319,7 @@ fn resolved(files: &[PathBuf]) -> Result<Option<(Value, Option<String>)>, String
     command.args(["config", "--format", "json"]);
     let name = program.join(" ");
     let wrong = |message: String| format!("{name} config: {message}");
-    let finished = child::run_whole(&mut command, LONG, LARGEST);
-    let finished = finished.map_err(|error| wrong(error.to_string()))?;
+    let finished = child::run_whole(&mut command, LONG, LARGEST).map_err(|error| wrong(error.to_string()))?;
     if !finished.status.success() {
         let said = finished.stderr.lines().rev().find(|line| !line.trim().is_empty());
         // With paths, a message may be longer than other foreign text.

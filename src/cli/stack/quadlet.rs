@@ -67,8 +67,7 @@ fn drop_ins(file: &Path, search: &[PathBuf]) -> Vec<PathBuf> {
     let specific = std::iter::once(&*stem).chain(begins).map(|begin| format!("{begin}.container.d"));
     let mut found = BTreeMap::new();
     for name in specific.chain(["container.d".to_owned()]) {
-        let paths = directories.iter().flat_map(|dir| engine_files::drop_ins(&dir.join(&name), "conf"));
-        for path in paths {
+        for path in directories.iter().flat_map(|dir| engine_files::drop_ins(&dir.join(&name), "conf")) {
             found.entry(path.file_name().map(ToOwned::to_owned)).or_insert(path);
         }
     }

@@ -187,8 +187,7 @@ impl Page<'_> {
             let spark = view.history.sparkline(device.uuid, trace, width, skin.utf8);
             (rows::device(device, spark, skin), device.memory_used())
         };
-        let needed = u16::try_from(devices.len()).unwrap_or(u16::MAX).saturating_add(1);
-        let area = self.take(needed.min(most));
+        let area = self.take(u16::try_from(devices.len()).unwrap_or(u16::MAX).saturating_add(1).min(most));
         let mut columns = with_trace(DEVICE_COLUMNS, trace);
         let widest = devices.iter().filter_map(|device| u16::try_from(device.state().len()).ok()).max();
         columns[MODE] = columns[MODE].at_least(widest.unwrap_or_default());

@@ -382,8 +382,7 @@ fn figures(device: &Device<'_>) -> Vec<String> {
         row("GPM", gpm),
         row("out + in", format!("PCIe {pcie} /s, NVLink {nvlink} /s")),
     ];
-    let outside = used.outside.iter();
-    lines.extend(outside.map(|process| {
+    lines.extend(used.outside.iter().map(|process| {
         row("no lease", format!("{} (pid {}), {}", process.name, process.pid, memory(process.memory_bytes)))
     }));
     lines

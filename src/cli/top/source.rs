@@ -148,8 +148,7 @@ impl Source<'_> {
 
 /// Whether the driver reports nothing of any device: it was unloaded, or all GPUs are lost.
 fn is_blind(look: &Look) -> bool {
-    let mut gpus = look.status.devices.iter();
-    !look.status.devices.is_empty() && gpus.all(|gpu| gpu.unknown.is_some())
+    !look.status.devices.is_empty() && look.status.devices.iter().all(|gpu| gpu.unknown.is_some())
 }
 
 // Sparklines. Times are of the monotonic clock: a clock that is set back changes nothing here.

@@ -151,8 +151,7 @@ impl View {
         if self.body == Body::Rows {
             self.select(self.pane, self.selected(self.pane).saturating_add_signed(rows));
         } else {
-            let most = self.scroll + self.areas.hidden;
-            self.scroll = self.scroll.saturating_add_signed(rows).min(most);
+            self.scroll = self.scroll.saturating_add_signed(rows).min(self.scroll + self.areas.hidden);
         }
     }
 

@@ -160,8 +160,7 @@ impl<'n> Meter<'n> {
             ..Usage::default()
         };
         for device in &inventory.devices {
-            let look = looks.remove(&device.uuid);
-            match self.of_device(device, look) {
+            match self.of_device(device, looks.remove(&device.uuid)) {
                 Ok(found) => drop(usage.devices.insert(device.uuid.clone(), found)),
                 Err(error) => drop(usage.failures.insert(device.uuid.clone(), error.to_string())),
             }
@@ -238,8 +237,7 @@ impl<'n> Meter<'n> {
     }
 
     fn is_supported(&mut self, gpu: &str, handle: &NvmlDevice<'_>) -> bool {
-        let supported = self.supported.entry(gpu.to_owned());
-        *supported.or_insert_with(|| handle.gpm_support().unwrap_or(false))
+        *self.supported.entry(gpu.to_owned()).or_insert_with(|| handle.gpm_support().unwrap_or(false))
     }
 }
 

@@ -122,8 +122,7 @@ impl Broker {
         };
         // A service that turns the connection away sends the reason before it has read a request.
         let sent = stream.write_all(line);
-        let answer = receive(&mut stream, ANSWER_LIMIT);
-        let answer = match (answer, sent) {
+        let answer = match (receive(&mut stream, ANSWER_LIMIT), sent) {
             (Err(BrokerError::Broken(_)), Err(error)) => Err(BrokerError::Broken(error)),
             (answer, _) => answer,
         }?;

@@ -485,8 +485,7 @@ pub(crate) fn open_trusted(path: &Path, largest: u64) -> io::Result<Option<Resul
             Err(error) => return Err(selinux::explain(error)),
         };
     let meta = file.metadata()?;
-    let distrust = distrust_file(&meta, largest);
-    Ok(Some(distrust.map_or(Ok(Trusted { file, meta, largest }), Err)))
+    Ok(Some(distrust_file(&meta, largest).map_or(Ok(Trusted { file, meta, largest }), Err)))
 }
 
 /// The content of `path`, as [`open_trusted`] finds it.

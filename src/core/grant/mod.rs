@@ -370,8 +370,7 @@ fn list_mps_variables(lease: &Lease) -> Vec<(String, String)> {
     let memory = lease.memory_of_process().filter(|_| lease.devices.len() == 1);
     let memory = memory.map(|bytes| pair("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={}M", bytes / MIB)));
     let low = (lease.priority == Priority::Low).then(|| pair("CUDA_MPS_CLIENT_PRIORITY", "1"));
-    let directory = Some(pair("CUDA_MPS_PIPE_DIRECTORY", MPS_DIR));
-    [directory, sm, memory, low].into_iter().flatten().collect()
+    [Some(pair("CUDA_MPS_PIPE_DIRECTORY", MPS_DIR)), sm, memory, low].into_iter().flatten().collect()
 }
 
 /// For programs that choose their own size: the memory of one CUDA process on each device. MPS shows them the whole

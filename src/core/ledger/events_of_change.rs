@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use super::{DaemonState, Init, Lease, LeaseId, Ledger, MpsDaemon};
+use super::{DaemonState, DynamicInstance, Init, Lease, LeaseId, Ledger, MpsDaemon};
 use crate::events::{Event, Kind};
 
 /// Clock ticks a second of a process's start time (proc(5); `USER_HZ` is 100 on all of sublet's architectures).
@@ -55,8 +55,7 @@ fn by_id(leases: &[Lease]) -> HashMap<&LeaseId, &Lease> {
 
 fn ended_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event> {
     let left = by_id(after);
-    let gone = before.iter().filter(move |lease| !left.contains_key(&lease.id));
-    gone.map(|lease| {
+    before.iter().filter(move |lease| !left.contains_key(&lease.id)).map(|lease| {
         let held = crate::process::epoch_seconds().checked_sub(lease.since);
         // The first process of one that ran for a moment may not be in the lease. Its runtime has a record all the same.
         let ran = lease.init.is_some() || lease.container.record.symlink_metadata().is_ok();
@@ -137,10 +136,9 @@ fn daemon_events(before: &Ledger, after: &Ledger) -> Vec<Event> {
 
 fn mig_events(before: &Ledger, after: &Ledger) -> Vec<Event> {
     let made = |ledger: &Ledger| -> Vec<(Vec<String>, String)> {
-        let known = ledger.mig.dynamic_instances.iter();
-        known
-            .filter_map(|made| Some((vec![made.gpu.clone(), made.uuid.clone()?], made.name.clone())))
-            .collect()
+        let known =
+            |made: &DynamicInstance| Some((vec![made.gpu.clone(), made.uuid.clone()?], made.name.clone()));
+        ledger.mig.dynamic_instances.iter().filter_map(known).collect()
     };
     let (old, new) = (made(before), made(after));
     let event = |kind, (devices, profile): &(Vec<String>, String)| Event {

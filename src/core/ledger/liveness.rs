@@ -153,10 +153,8 @@ fn fate_without_record(lease: &Lease) -> Fate {
 /// Whether `record` is of the container for which `lease` was taken, and not of another container with the same id. If
 /// the record does not name a lease, its container must be younger than the process that creates it.
 fn is_of(record: &Record, lease: &Lease) -> bool {
-    match &record.lease {
-        Some(id) => id == lease.id.as_str(),
-        None => record.init.start_time >= lease.owner.start_time,
-    }
+    let is_younger = || record.init.start_time >= lease.owner.start_time;
+    record.lease.as_ref().map_or_else(is_younger, |id| id == lease.id.as_str())
 }
 
 impl Ledger {
@@ -415,8 +413,7 @@ fn slice_path(slice: &str) -> PathBuf {
 /// Whether a cgroup is called `ID`, `ENGINE-ID` or `ENGINE-ID.scope`, as engines and systemd call them. Podman's
 /// monitor, which is not part of the container, is in `libpod-conmon-ID.scope`.
 fn is_named_for(name: &str, id: &str) -> bool {
-    let name = name.strip_suffix(".scope").unwrap_or(name);
-    let engine = name.strip_suffix(id);
+    let engine = name.strip_suffix(".scope").unwrap_or(name).strip_suffix(id);
     engine.is_some_and(|engine| engine.is_empty() || engine.ends_with('-') && engine != "libpod-conmon-")
 }
 

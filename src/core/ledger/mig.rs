@@ -221,8 +221,7 @@ impl Ledger {
             instance.going = true;
         }
         self.mig.dynamic_instances = instances;
-        let unneeded = self.mig.dynamic_instances.iter().filter(|instance| !self.needs(instance));
-        unneeded.cloned().collect()
+        self.mig.dynamic_instances.iter().filter(|instance| !self.needs(instance)).cloned().collect()
     }
 
     /// The record of the dynamic instance at the place of `instance`.

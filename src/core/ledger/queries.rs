@@ -157,8 +157,7 @@ impl Ledger {
     /// Removes the lease with this id and returns it. An unknown id is no error, because the end of a container may be
     /// reported twice.
     pub fn remove(&mut self, id: &LeaseId) -> Option<Lease> {
-        let at = self.leases.iter().position(|lease| lease.id == *id)?;
-        let lease = self.leases.remove(at);
+        let lease = self.leases.remove(self.leases.iter().position(|lease| lease.id == *id)?);
         self.note_leftovers(&lease);
         Some(lease)
     }
@@ -179,8 +178,7 @@ impl Ledger {
         if leases > 0 && !force {
             return Err(leases);
         }
-        let known = self.daemons.iter_mut().find(|daemon| daemon.key == *key);
-        let before = known.map(|daemon| {
+        let before = self.daemons.iter_mut().find(|daemon| daemon.key == *key).map(|daemon| {
             let state = std::mem::replace(&mut daemon.state, DaemonState::Stopping);
             MpsDaemon { state, ..daemon.clone() }
         });

@@ -93,8 +93,7 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
 
 /// Ends daemons whose idle time is over. Returns failures, one line each.
 pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
-    let read = store.read();
-    read.map_or_else(|error| vec![error.to_string()], |ledger| run_errands(&ledger, config))
+    store.read().map_or_else(|error| vec![error.to_string()], |ledger| run_errands(&ledger, config))
 }
 
 /// Ends all idle daemons when `sublet serve` ends.
@@ -127,8 +126,7 @@ fn heal_one(daemon: &MpsDaemon, ledger: &Ledger, store: &Store, config: &Config)
         return restart(daemon, ledger, config);
     }
     // The daemon is really asked, because one that is ending or stopped still has its pid.
-    let asked = Control::new(&daemon.key, config).map(|control| control.default_limits());
-    let healed = match asked {
+    let healed = match Control::new(&daemon.key, config).map(|control| control.default_limits()) {
         Ok(Ok(_)) => DaemonLock::take(&daemon.key, &config.state_dir, Duration::from_secs(2))
             .and_then(|held| limits_and_state::adjust(&held, &daemon.key, None, store, config)),
         Ok(Err(AskError::Gone(_))) => return restart(daemon, ledger, config),

@@ -142,8 +142,7 @@ pub fn adjust(
     let set = if old {
         control.default_limits().map(drop)
     } else {
-        let servers = daemon.process.map(list_servers).unwrap_or_default();
-        control.set_default_limits(wanted, devices, &servers)
+        control.set_default_limits(wanted, devices, &daemon.process.map(list_servers).unwrap_or_default())
     };
     set.map_err(|error| note_failure(store, &daemon, error))?;
     note(store, key, |daemon| {

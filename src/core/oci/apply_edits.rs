@@ -297,8 +297,7 @@ pub(super) struct Edits {
 impl Edits {
     /// Reads the record in `spec`.
     pub fn recorded(spec: &Value) -> Option<Self> {
-        let text = spec.pointer("/annotations")?.get(LEASE_EDITS_ANNOTATION)?.as_str()?;
-        serde_json::from_str(text).ok()
+        serde_json::from_str(spec.pointer("/annotations")?.get(LEASE_EDITS_ANNOTATION)?.as_str()?).ok()
     }
 
     /// Whether sublet set the variable `entry`, a `NAME=VALUE`.

@@ -147,8 +147,7 @@ fn check_engine_request(spec: &Value) -> Result<(), Conflict> {
             _ => {}
         }
     }
-    let annotations = spec.get("annotations").and_then(Value::as_object);
-    for (key, value) in annotations.into_iter().flatten() {
+    for (key, value) in spec.get("annotations").and_then(Value::as_object).into_iter().flatten() {
         let device = value.as_str().unwrap_or_default();
         if key.starts_with("cdi.k8s.io/") && device.contains("nvidia.com/") {
             return Err(Conflict::Cdi(safe(device)));
@@ -160,8 +159,7 @@ fn check_engine_request(spec: &Value) -> Result<(), Conflict> {
 /// File names of all hooks of all stages, and of the program that containerd's `oci-hook` runs.
 fn hook_programs(spec: &Value) -> impl Iterator<Item = &str> {
     let stages = spec.get("hooks").and_then(Value::as_object);
-    let hooks = stages.into_iter().flatten().filter_map(|(_, hooks)| hooks.as_array()).flatten();
-    hooks.flat_map(|hook| {
+    stages.into_iter().flatten().filter_map(|(_, hooks)| hooks.as_array()).flatten().flat_map(|hook| {
         let args = entries(hook, "/args").iter().filter_map(Value::as_str);
         let ran = args.skip_while(|arg| *arg != "oci-hook").find(|arg| arg.starts_with('/'));
         let programs = text(hook, "path").into_iter().chain(ran);
@@ -247,8 +245,7 @@ pub(crate) fn check_mount_namespace(spec: &Value) -> Result<(), Conflict> {
         text(entry, "type") == Some("mount")
             && matches!(entry.get("path").map(Value::as_str), None | Some(Some("")))
     };
-    let new = entries(spec, "/linux/namespaces").iter().any(is_new);
-    if new { Ok(()) } else { Err(Conflict::MountNamespace) }
+    if entries(spec, "/linux/namespaces").iter().any(is_new) { Ok(()) } else { Err(Conflict::MountNamespace) }
 }
 
 /// As `--device-cgroup-rule` is written.

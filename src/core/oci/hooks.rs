@@ -51,8 +51,7 @@ pub fn program() -> Option<String> {
 pub fn add(spec: &mut Value, stage: Stage, program: &str, config: Option<&Path>) -> Result<(), BadHooks> {
     let (name, timeout) = stage.name_and_timeout();
     let (args, env) = (["sublet-hook", name], environment(config));
-    let hook = json!({"path": program, "args": args, "env": env, "timeout": timeout});
-    array(spec, stage)?.push(hook);
+    array(spec, stage)?.push(json!({"path": program, "args": args, "env": env, "timeout": timeout}));
     Ok(())
 }
 

@@ -158,10 +158,8 @@ fn check_label(spec: &Value, grant: &Grant) -> Result<(), ImageError> {
     // `mps/<key>/public` in the state directory.
     let mounted = grant.mounts.iter().find(|mount| mount.destination == Path::new(MPS_DIR));
     let mps = mounted.and_then(|mount| mount.source.ancestors().nth(2));
-    match mps.filter(|mps| !label.is_empty() && selinux::is_denied(label, mps)) {
-        Some(_) => Err(ImageError::Barred(selinux::type_in(label).to_owned())),
-        None => Ok(()),
-    }
+    let is_barred = mps.is_some_and(|mps| !label.is_empty() && selinux::is_denied(label, mps));
+    if is_barred { Err(ImageError::Barred(selinux::type_in(label).to_owned())) } else { Ok(()) }
 }
 
 /// Creates the mount points of `grant` that the container's runtime may not create: in a user namespace whose root owns

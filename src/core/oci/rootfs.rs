@@ -336,8 +336,7 @@ impl Found {
         let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY | nix::libc::O_CLOEXEC;
         let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
         let file: File = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-        let length = u64::try_from(stat.st_size).unwrap_or_default();
-        regular_file(file.take(limit), length, limit)
+        regular_file(file.take(limit), u64::try_from(stat.st_size).unwrap_or_default(), limit)
     }
 }
 

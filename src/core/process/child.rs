@@ -275,8 +275,7 @@ impl ProcessorWait {
 
     fn waited(self, passed: Duration) -> Option<Duration> {
         let now = Counted::of(self.pid)?;
-        let is_ready = |stat: Stat| stat.state == 'R';
-        if Stat::of(self.pid).ok().flatten().is_some_and(is_ready) {
+        if Stat::of(self.pid).ok().flatten().is_some_and(|stat: Stat| stat.state == 'R') {
             // It may wait right now, which is not counted yet.
             return Some(passed.saturating_sub(now.ran.saturating_sub(self.before.ran)));
         }

@@ -178,8 +178,7 @@ fn may_be_there(program: &Path) -> bool {
 
 /// The effective user as which this process was started. No program of sublet's becomes another one.
 pub fn effective_user() -> u32 {
-    let told = get(libc::AT_EUID).and_then(|user| u32::try_from(user).ok());
-    told.unwrap_or_else(|| geteuid().as_raw())
+    get(libc::AT_EUID).and_then(|user| u32::try_from(user).ok()).unwrap_or_else(|| geteuid().as_raw())
 }
 
 /// Whether this process gained rights by being executed: through setuid, setgid, file capabilities or a security module.

@@ -435,8 +435,7 @@ pub(crate) fn has_unified_cgroups(mount: &Path) -> bool {
 /// The path of the cgroup directory `dir` below its hierarchy's root.
 pub(crate) fn below_hierarchy(dir: &Path) -> PathBuf {
     let below = dir.strip_prefix(CGROUP_MOUNT).unwrap_or(dir);
-    let root = usize::from(!has_unified_cgroups(Path::new(CGROUP_MOUNT)));
-    below.components().skip(root).collect()
+    below.components().skip(usize::from(!has_unified_cgroups(Path::new(CGROUP_MOUNT)))).collect()
 }
 
 /// The v2 hierarchy. In the hybrid layout it exists beside v1's.

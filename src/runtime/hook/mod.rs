@@ -241,8 +241,7 @@ fn create_runtime(state: &State, engine: Option<&Engine>, log: &Log) -> anyhow::
 
 /// The container's state from standard input.
 fn read_state() -> anyhow::Result<State> {
-    let deadline = Instant::now() + INPUT_TIMEOUT;
-    let text = bounded_input::read(std::io::stdin(), LONGEST_STATE, deadline);
+    let text = bounded_input::read(std::io::stdin(), LONGEST_STATE, Instant::now() + INPUT_TIMEOUT);
     let state = text.map_err(anyhow::Error::from).and_then(|text| State::parse(&text));
     state.map_err(|error| anyhow!("the container's state on standard input: {error}"))
 }

@@ -73,10 +73,8 @@ pub(super) fn free_lease(state: &State) -> anyhow::Result<()> {
     };
     let config = config_files::load()?;
     let container = identify(state, bundle);
-    let end = admit::find_ended_lease(&container, &config).and_then(|lease| match lease {
-        Some(lease) => Leases::of(&config).end(&lease),
-        None => Ok(()),
-    });
+    let ended = admit::find_ended_lease(&container, &config);
+    let end = ended.and_then(|lease| lease.map_or(Ok(()), |lease| Leases::of(&config).end(&lease)));
     end.map_err(|error| super::not_ended(state, &error))
 }
 
@@ -113,10 +111,9 @@ fn add_annotations(spec: &mut Value, state: &State) {
 
 fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, String> {
     let root = spec.pointer("/root/path").and_then(Value::as_str).ok_or("config.json has no root.path")?;
-    let rootfs = bundle.join(root);
-    let rootfs = rootfs
-        .canonicalize()
-        .map_err(|error| format!("root.path {} cannot be used: {error}", safe_path(&rootfs)))?;
+    let root = bundle.join(root);
+    let unusable = |error| format!("root.path {} cannot be used: {error}", safe_path(&root));
+    let rootfs = root.canonicalize().map_err(unusable)?;
     Ok(Container { rootfs, ..identify(state, bundle.to_owned()) })
 }
 

@@ -314,8 +314,7 @@ impl<'a> Scan<'a> {
 
     /// Whether a switch is on. Words for true: Go's `strconv.ParseBool`.
     pub fn is_set(&self, name: &str) -> bool {
-        let last = self.given.iter().rev().find(|(given, _)| *given == name);
-        last.is_some_and(|(_, value)| {
+        self.given.iter().rev().find(|(given, _)| *given == name).is_some_and(|(_, value)| {
             value.is_none_or(|value| {
                 matches!(value.as_bytes(), b"1" | b"t" | b"T" | b"TRUE" | b"true" | b"True")
             })

@@ -93,8 +93,7 @@ fn check_without_share(call: &Call<'_>, start: &Start, file: &JsonFile) -> anyho
         return Ok(());
     }
     // Most containers that ask for no share are no pod's, and parsing takes longer than all else that is done for them.
-    let parsed = (refuses || file.may_be_pause()).then(|| file.parse());
-    let is_pause = match parsed {
+    let is_pause = match (refuses || file.may_be_pause()).then(|| file.parse()) {
         None => false,
         Some(Ok(spec)) => RequestSource::of(&spec, bundle(start), Some(""))?.is_none(),
         Some(Err(error)) if refuses => return Err(error.into()),

@@ -172,8 +172,7 @@ fn options(
     let given = given.iter().map(|entry| entry.as_bytes().split(|byte| *byte == b'=').next());
     let is_given = |name: &str| given.clone().any(|given| given == Some(name.as_bytes()));
     let pair = |(name, value): &(String, String)| format!("{name}={value}");
-    let defaults = environment.default.iter().filter(|(name, _)| !is_given(name));
-    let defaults = defaults.filter_map(|default| {
+    let defaults = environment.default.iter().filter(|(name, _)| !is_given(name)).filter_map(|default| {
         let is_refused = refused_beside(&default.0).is_some_and(is_given);
         match dialect {
             Dialect::Crun => (!is_refused).then(|| pair(default)),

@@ -77,8 +77,7 @@ pub fn main(args: &[OsString]) -> i32 {
     let files = files.parse();
     let runtime = files.runtime();
     // Engines write the log options in the same way for both runtimes.
-    let names = runtime.as_ref().map_or(&[][..], |runtime| &runtime.low_level);
-    let found = find_low_level(names);
+    let found = find_low_level(runtime.as_ref().map_or(&[][..], |runtime| &runtime.low_level));
     let line = parse(args, found.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect));
     let without_share =
         runtime.as_ref().ok().and_then(|runtime| runtime.without_share).unwrap_or(WithoutShare::Warn);
@@ -374,8 +373,7 @@ impl Dialect {
             return path.to_owned();
         }
         let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
-        let absolute = std::path::absolute(path).unwrap_or_default();
-        absolute.components().fold(PathBuf::new(), |mut above, part| {
+        std::path::absolute(path).unwrap_or_default().components().fold(PathBuf::new(), |mut above, part| {
             if part == Component::ParentDir {
                 above.pop();
             } else {

@@ -303,8 +303,7 @@ impl Process {
 }
 
 fn memory_bar(device: &shown::Device<'_>) -> Bar {
-    let used = device.used.and_then(|used| used.memory_bytes);
-    let used = used.map_or_else(|| "-".to_owned(), shown::memory);
+    let used = device.used.and_then(|used| used.memory_bytes).map_or_else(|| "-".to_owned(), shown::memory);
     let mut text = format!("{used} of {}", shown::memory(device.memory_bytes));
     let booked = device.own_bookings().map(|booked| booked.memory_bytes);
     if let Some(booked) = booked.filter(|booked| *booked > 0) {

@@ -83,10 +83,7 @@ pub(super) fn program(id: u32) -> io::Result<OwnedFd> {
         flags: u32,
     }
     // SAFETY: the structure holds no pointers; the kernel returns a new descriptor that no other value owns.
-    unsafe {
-        let fd = call(PROG_GET_FD_BY_ID, &mut ById { id, next: 0, flags: 0 })?;
-        Ok(OwnedFd::from_raw_fd(fd))
-    }
+    unsafe { Ok(OwnedFd::from_raw_fd(call(PROG_GET_FD_BY_ID, &mut ById { id, next: 0, flags: 0 })?)) }
 }
 
 /// The instructions of a program. Device programs access only their context, so the kernel returns them as they were
@@ -153,10 +150,7 @@ pub(super) fn load(instructions: &[u64]) -> io::Result<OwnedFd> {
     };
     // SAFETY: `instructions` holds `count` of them, the license is a C string, and the kernel reads both
     // during the call; it returns a new descriptor that no other value owns.
-    unsafe {
-        let fd = call(PROG_LOAD, &mut load)?;
-        Ok(OwnedFd::from_raw_fd(fd))
-    }
+    unsafe { Ok(OwnedFd::from_raw_fd(call(PROG_LOAD, &mut load)?)) }
 }
 
 /// Replaces `old` with `new` on `cgroup`.

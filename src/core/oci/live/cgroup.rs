@@ -99,8 +99,7 @@ fn allow_v2(mount: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceE
         Path::new(below).ancestors().take_while(|level| level.parent().is_some() && level.starts_with(top))
     {
         let dir = mount.join(level.strip_prefix("/").unwrap_or(level));
-        let of_systemd = owner.filter(|(_, path)| level == Path::new(path));
-        open_level(&dir, of_systemd, nodes)?;
+        open_level(&dir, owner.filter(|(_, path)| level == Path::new(path)), nodes)?;
     }
     Ok(())
 }
