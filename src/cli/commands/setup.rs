@@ -311,11 +311,8 @@ fn weaker(path: &Path) -> anyhow::Result<Vec<String>> {
         files.extend(directory.parent().map(|above| above.join("containers.conf")));
         files.extend(engine_files::drop_ins(directory, "conf"));
     }
-    let mut texts = Vec::new();
-    for file in files.iter().filter(|file| file.parent() != Some(directory) || file.as_path() < path) {
-        texts.extend(read(file)?);
-    }
-    Ok(texts)
+    let weaker = files.iter().filter(|file| file.parent() != Some(directory) || file.as_path() < path);
+    weaker.filter_map(|file| read(file).transpose()).collect()
 }
 
 /// Writes the file. The record that an undo needs is written first.

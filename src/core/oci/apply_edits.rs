@@ -64,16 +64,8 @@ pub enum SpecError {
     Fragment(String),
 }
 
-impl From<OciSpecError> for SpecError {
-    fn from(error: OciSpecError) -> Self {
-        Self::Fragment(crate::text::safe(&error.to_string()))
-    }
-}
-
-impl From<serde_json::Error> for SpecError {
-    fn from(error: serde_json::Error) -> Self {
-        Self::Fragment(crate::text::safe(&error.to_string()))
-    }
+fn fragment(error: impl std::error::Error) -> SpecError {
+    SpecError::Fragment(crate::text::safe(&error.to_string()))
 }
 
 /// The spec's annotations.
@@ -104,7 +96,7 @@ pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
 
 /// [`edit`]. `nested` says that this process itself runs in a user namespace, as under rootless engines.
 pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
-    let edits = serde_json::to_string(&Edits::of(grant, spec))?;
+    let edits = serde_json::to_string(&Edits::of(grant, spec)).map_err(fragment)?;
     let root = object(spec, "the spec")?;
     let process = root.get_mut("process").ok_or(SpecError::NoProcess)?;
     edit_environment(process, &grant.env)?;
@@ -186,7 +178,7 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
                 let Node { path, major, minor } = granted.node.clone();
                 let node = LinuxDeviceBuilder::default().path(path).typ(LinuxDeviceType::C);
                 let node = node.major(i64::from(major)).minor(i64::from(minor));
-                present.push(value(node.file_mode(0o666_u32).uid(0_u32).gid(0_u32).build()?)?);
+                present.push(value(node.file_mode(0o666_u32).uid(0_u32).gid(0_u32).build())?);
             }
         }
     }
@@ -198,7 +190,7 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     let rules = array(resources, "devices", "linux.resources.devices")?;
     // All other devices are denied first, as engines do and as runc does by itself.
     if !nested && !has_default_rule(rules) {
-        rules.insert(0, value(LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?)?);
+        rules.insert(0, value(LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build())?);
     }
     for granted in nodes {
         rules.push(rule_value(&granted.node)?);
@@ -214,18 +206,18 @@ fn is_at(entry: &Value, granted: &GrantedNode) -> bool {
 /// Without `m`, because the runtime creates the node and not the container.
 fn rule_value(Node { major, minor, .. }: &Node) -> Result<Value, SpecError> {
     let rule = LinuxDeviceCgroupBuilder::default().allow(true).typ(LinuxDeviceType::C);
-    value(rule.major(i64::from(*major)).minor(i64::from(*minor)).access("rw").build()?)
+    value(rule.major(i64::from(*major)).minor(i64::from(*minor)).access("rw").build())
 }
 
 fn bind(source: &Path, destination: &Path, options: &[&str]) -> Result<Value, SpecError> {
     let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
     let mount = OciMountBuilder::default().destination(destination).typ("bind").source(source);
-    value(mount.options(options).build()?)
+    value(mount.options(options).build())
 }
 
 /// A part of a spec as JSON.
-fn value(part: impl Serialize) -> Result<Value, SpecError> {
-    Ok(to_value(part)?)
+fn value(part: Result<impl Serialize, OciSpecError>) -> Result<Value, SpecError> {
+    to_value(part.map_err(fragment)?).map_err(fragment)
 }
 
 fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecError> {
@@ -234,7 +226,7 @@ fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecErro
     }
     let masked = array(child(root, "linux", "linux")?, "maskedPaths", "linux.maskedPaths")?;
     for path in paths {
-        let path = value(path)?;
+        let path = to_value(path).map_err(fragment)?;
         if !masked.contains(&path) {
             masked.push(path);
         }
