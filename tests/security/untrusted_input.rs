@@ -40,7 +40,11 @@ fn c1_hostile_annotations() {
     for value in hostile {
         for key in ["sublet.sm", "sublet.memory", "sublet.gpu", "sublet.wait", "sublet.mig", "sublet.share"] {
             let line = bad(&world, &[(key, value)]).refused();
-            assert!(line.contains(key) || ["no room", "cannot serve", "refused: "].iter().any(|known| line.starts_with(known)), "{key}: {line}");
+            assert!(
+                line.contains(key)
+                    || ["no room", "cannot serve", "refused: "].iter().any(|known| line.starts_with(known)),
+                "{key}: {line}"
+            );
             assert!(line.len() < 1000, "{key}: {} bytes", line.len());
             assert!(!line.chars().any(|c| c.is_control() || c == '\u{202e}'), "{key}: {line:?}");
         }

@@ -175,15 +175,16 @@ fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         let asked = || is_id(id).then(|| ask_engines("{{.Name}}", id)).flatten();
         names.of_id(id).and_then(Name::called).map(str::to_owned).or_else(asked).map(|name| cut(&name))
     };
-    let last = last.map(|RefusalRecord { time, container_id, reason, uid, started, candidates }| LastRefusal {
-        time: tables::timestamp(time),
-        name: called(&container_id),
-        container_id,
-        reason: names.tell(&reason),
-        uid,
-        started,
-        candidates: candidates.iter().map(|text| names.tell(text)).collect(),
-    });
+    let last =
+        last.map(|RefusalRecord { time, container_id, reason, uid, started, candidates }| LastRefusal {
+            time: tables::timestamp(time),
+            name: called(&container_id),
+            container_id,
+            reason: names.tell(&reason),
+            uid,
+            started,
+            candidates: candidates.iter().map(|text| names.tell(text)).collect(),
+        });
     tables::print(arguments.format, &last, || match &last {
         None if is_remote => "No container of yours has been refused.".to_owned(),
         None => "No container has been refused since boot.".to_owned(),
