@@ -88,7 +88,7 @@ fn where_a_connection_says_nothing_nothing_starts_until_it_is_closed() {
     let control = own(&world).join("public/control");
     let of_container = "does not answer: it waits for container first, which keeps a connection to it open";
     let inside = Some(first.pid());
-    for (namespace, why) in [(None, "does not answer: if it is stopped"), (inside, of_container)] {
+    for (namespace, why) in [(None, "does not answer\nfix: if it is stopped"), (inside, of_container)] {
         let silent = connected(&control, namespace);
         world.forget_answers();
         let exec = first.exec(INFO);

@@ -332,7 +332,7 @@ fn several_instances_where_the_driver_can() {
     let refusal = refused(&older, &[("sublet.gpu", "0:3,0:1")]);
     assert!(
         refusal.contains(
-            "with driver 550.163.01 a process sees only one MIG device; several need R570 or later"
+            "with driver 550.163.01 a process sees only one MIG device, and several need R570 or later"
         ),
         "{refusal}"
     );

@@ -186,7 +186,7 @@ fn a_stopped_daemon_is_found_out(host: &Host) {
     host.edit(|ledger| ledger.daemons[0].answered_at -= 31);
     let message = host.ready(&lease).unwrap_err();
     assert!(
-        message.contains("does not answer: if it is stopped") && message.contains("sublet mps stop"),
+        message.contains("does not answer; fix: if it is stopped") && message.contains("sublet mps stop"),
         "{message}"
     );
     assert_eq!(host.server(GPU).unwrap().state, DaemonState::Fault);

@@ -124,8 +124,10 @@ impl<'a> Actor<'a> {
         let told_now = self.refusals(name, before.uptime);
         // What a hook at prestart says, crun does not pass on.
         let by_hook = done.stderr.contains("executing hook") || done.stderr.contains("prestart hook");
-        let is_refusal = told_now.iter().any(|event| books::text(event, "text").contains("no room"));
-        let refused = done.stderr.contains("no room") || by_hook && is_refusal;
+        // A GPU that is drained may decide, and waiting for others does not change that.
+        let refuses = |text: &str| ["no room", "cannot serve", "refused: "].iter().any(|said| text.contains(said));
+        let is_refusal = told_now.iter().any(|event| refuses(books::text(event, "text")));
+        let refused = refuses(&done.stderr) || by_hook && is_refusal;
         if refused {
             self.weather.counts.refusals.fetch_add(1, Ordering::Relaxed);
         }

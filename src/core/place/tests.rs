@@ -167,10 +167,8 @@ fn what_holds_for_several_devices_is_said_once() {
     let eight = host((0..8).map(device).collect());
     let wants = Request { memory: Some(Memory::Bytes(1024 * GIB)), ..request(Mode::Mps) };
     let message = refused(&wants, &eight, &ledger(vec![])).message;
-    assert!(
-        message.starts_with("cannot serve mps, 1024 GiB: each of 8 GPUs has 100 GiB, of which "),
-        "{message}"
-    );
+    // With what is asked for it would be too long for one line.
+    assert!(message.starts_with("refused: each of 8 GPUs has 100 GiB, of which "), "{message}");
     assert_eq!(message.matches("can be booked").count(), 1);
 }
 

@@ -4,6 +4,7 @@ container that keeps it waiting (docs/evidence/2026-11-25-mps-control.md)."""
 import collections
 import json
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,10 +65,10 @@ def held(table, group, machine, job):
         new = engine.start("new", more, machine.hold(30))
         said = "it started" if new.ok else new.why()[new.why().find("does not answer") :][:120]
         # The simulated daemon has connections of its clients, too, and names them beside it.
-        named = engine.state("holder", ".Id") in new.why()
+        named = bool(re.search(r"\bholder\b", new.why()))
         return f"{said}, after {time.monotonic() - start:.1f} s", not new.ok and named
 
-    seen = rows.ask("beside a container that keeps a connection to the MPS daemon: one that needs more", "refused, with that container's id", look, 40)
+    seen = rows.ask("beside a container that keeps a connection to the MPS daemon: one that needs more", "refused, with that container's name", look, 40)
     if seen is None:
         return rows.skip("… the others", "time")
 

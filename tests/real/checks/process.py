@@ -15,7 +15,7 @@ class Done:
     def why(self):
         """The end of a failed program's output."""
         text = (self.err.strip() or self.out.strip() or "no word").splitlines()
-        return f"status {self.status}: " + " ".join(text[-3:])[-400:]
+        return f"status {self.status}: " + " ".join(text[-6:])[-800:]
 
 
 def run(command, timeout=60, **options):

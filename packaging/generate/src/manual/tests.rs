@@ -51,7 +51,7 @@ fn examples(page: &Page) -> Vec<String> {
 
 /// The keys that the refusal of the unknown key `zzz` lists; `None` for another refusal.
 fn expected(refusal: &str) -> Option<BTreeSet<String>> {
-    let listed = refusal.split_once("unknown key `zzz`, expected")?.1;
+    let listed = refusal.split_once("unknown key `zzz`; why: expected")?.1;
     Some(code(listed).map(str::to_owned).collect())
 }
 
@@ -68,7 +68,7 @@ fn accepted(refusal: impl Fn(&str) -> String) -> BTreeSet<String> {
 
 /// The annotations that the parser accepts, as its refusal lists them, and the keys that only a share may have.
 fn keys_of_requests(refusal: &str) -> BTreeSet<String> {
-    let listed = refusal.split_once("unknown key; the keys are ").unwrap().1;
+    let listed = refusal.split_once("unknown key; why: the keys are ").unwrap().1;
     listed.split([',', ';']).map(|key| key.trim().to_owned()).collect()
 }
 

@@ -156,7 +156,7 @@ fn nvidia_cdi_devices_are_named() {
     let annotated = json!({"annotations": {"cdi.k8s.io/x": "nvidia.com/gpu=0"}});
     let error = found(&annotated).unwrap_err();
     assert_eq!(error, Conflict::Cdi("nvidia.com/gpu=0".to_owned()));
-    assert!(error.to_string().contains("remove `--device nvidia.com/gpu=…`"));
+    assert!(error.to_string().contains("remove `--device` or `--gpus`"));
     let ours = json!({"annotations": {"cdi.k8s.io/x": "sublet.dev/share=small"}});
     assert_eq!(found(&ours), Ok(()));
 }
