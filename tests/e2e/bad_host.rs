@@ -314,7 +314,7 @@ fn a_process_of_the_hosts_keeps_a_gpu_from_being_exclusive() {
         &[
             "no room for exclusive: GPU 0 cannot be given to one container alone; why: process $PID (trainer) has a \
              CUDA context on it without a lease; 100 % SM, 141223 MiB left; fix: end it first; or sublet.mode=mps \
-             fits now; or sublet.wait=60s waits for room",
+             fits now, shared with others; or sublet.wait=60s waits for room",
         ],
     );
     world.assert_empty();

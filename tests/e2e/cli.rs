@@ -190,7 +190,7 @@ fn status_as_tables() {
 }
 
 #[test]
-fn wait_ends_when_there_is_a_place_or_no_time() {
+fn wait_ends_when_there_is_room_or_no_time() {
     if skip_unless_root() {
         return;
     }
@@ -281,7 +281,7 @@ fn a_drained_device_takes_no_new_lease() {
     let late = world.bundle("late", &[("sublet.sm", "25")], SLEEP);
     assert_eq!(
         late.refused(),
-        "cannot serve mps, 25 % SM: GPU 0 is drained; fix: `sublet undrain 0` ends that"
+        "cannot serve mps, 25 % SM: GPU 0 is drained; fix: `sublet undrain 0` ends that (root)"
     );
     assert_eq!(running.exec(&["/usr/bin/cuda-probe", "info"]).json()[0]["sm"], json!(32), "it goes on");
     assert_eq!(stdout(&world, &["undrain", GPU]), format!("{GPU} takes leases again.\n"));

@@ -170,7 +170,10 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
     world.assert_empty();
     let static_ = World::simulated(HOPPER, "");
     let none = refused(&static_, SMALL);
-    assert!(none.contains("no GPU of this host has any; fix: `sublet mig apply` creates them"), "{none}");
+    assert!(
+        none.contains("no GPU of this host has any; fix: `sublet mig apply` creates them (root)"),
+        "{none}"
+    );
 }
 
 #[test]
@@ -298,7 +301,7 @@ fn users_have_them_made_where_their_policy_says_so() {
     assert_eq!(alice.event("info")["error"], Value::Null);
     assert_eq!(bare(&host.world).len(), 1);
     let second = host.bundle(1000, "second", SMALL, HOLD).create();
-    assert!(!second.ok && second.stderr.contains("allows 1 leases at once"), "{second:?}");
+    assert!(!second.ok && second.stderr.contains("limits your containers to 1"), "{second:?}");
     assert_eq!(bare(&host.world).len(), 1, "none is made in vain");
     alice.down();
     assert_soon_gone(&host.world);

@@ -95,7 +95,7 @@ fn an_instance_made_again_with_its_ids_is_another_one() {
     // Its nodes are the old container's still.
     let refusal = refused(&world, &[("sublet.mig", "1g.5gb")]);
     assert!(
-        refusal.contains("has the device nodes of a destroyed instance; why: container old still holds them"),
+        refusal.contains("has a destroyed instance's nodes; why: container old still holds them"),
         "{refusal}"
     );
     old.down();

@@ -131,13 +131,14 @@ fn policy_says_who_may_take_what() {
     let bundle = host.bundle(BOB, "one", &[("sublet.gpu", "3")], HOLD);
     bundle.up();
     let second = refusal(BOB, "two", &[("sublet.gpu", "4")]);
-    assert!(second.contains("allows 1 leases at once"), "{second}");
+    assert!(second.contains("limits your containers to 1"), "{second}");
     // A policy holds from the moment it is written.
     host.world.configure("[[policy]]\nuser = 4321\ndevices = [\"5\"]\n");
     let allowed = host.bundle(4321, "allowed", &[("sublet.gpu", "any")], HOLD);
     allowed.up();
     let wrong = refusal(4321, "wrong", &[("sublet.gpu", "0")]);
-    assert!(wrong.contains("no GPU of this host is number 0"), "{wrong}");
+    let told = "no GPU that your policy allows is number 0\nwhy: it allows GPU 5 (";
+    assert!(wrong.contains(told), "{wrong}");
     let uuid = host.world.status()["devices"][5]["uuid"].clone();
     assert!(host.leases().iter().any(|lease| lease["container_id"] == "allowed" && lease["device"] == uuid));
     bundle.down();
@@ -404,7 +405,7 @@ fn a_user_takes_mig_devices_within_their_policy() {
     );
     let caps = refusal(BOB, &[("sublet.mig", "1c.2g.10gb"), ("sublet.mig-caps", "monitor")]);
     assert!(caps.contains("sublet.mig-caps"), "{caps}");
-    assert!(refusal(BOB, &[("sublet.mig", "1c.2g.10gb")]).contains("allows 1 leases at once"));
+    assert!(refusal(BOB, &[("sublet.mig", "1c.2g.10gb")]).contains("limits your containers to 1"));
     small.down();
     share.down();
     // What the device has counts, of the GPU, and not the little that was asked for at least.

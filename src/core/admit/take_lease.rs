@@ -266,7 +266,8 @@ impl Search<'_> {
         let allows = |placement: &Placement| {
             self.terms.limit().is_none_or(|limit| limit.check(placement, &ledger).is_ok())
         };
-        place_within(self.request, &self.id, &allowed, &ledger, config, &allows).err()
+        let refusal = place_within(self.request, &self.id, &allowed, &ledger, config, &allows).err();
+        refusal.map(|refusal| refusal.of_policy(&allowed))
     }
 
     /// Has an instance created, once. Returns the new inventory.

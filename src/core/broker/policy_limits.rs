@@ -52,7 +52,10 @@ pub enum PolicyLimitError {
     )]
     MigCaps,
     /// `leases`
-    #[error("your policy allows {0} leases at once, and you hold them all; fix: end a container first")]
+    #[error(
+        "your policy limits your containers to {}; fix: {}", .0,
+        if *.0 == 0 { "ask root" } else { "end one first" }
+    )]
     Leases(u32),
 }
 
@@ -332,6 +335,8 @@ mod tests {
             |leases| PolicyLimit { uid: 1000, rule: &rule(leases) }.check(&mps, &ledger()).unwrap_err();
         assert_eq!(refused(1), PolicyLimitError::Leases(1));
         assert!(refused(1).is_temporary() && !refused(0).is_temporary());
+        assert_eq!(refused(0).to_string(), "your policy limits your containers to 0; fix: ask root");
+        assert_eq!(refused(1).to_string(), "your policy limits your containers to 1; fix: end one first");
         assert_eq!(check(&rule(2), &mps), Ok(()));
     }
 

@@ -36,6 +36,7 @@ pub(crate) use liveness::Scan;
 pub use mig::fixture as dynamic_instance_fixture;
 pub(crate) use mig::gpus_under_change;
 pub use mig::{Awaited, DynamicInstance, MigBusy, MigChange, MigChanges};
+pub(crate) use queries::ANOTHERS;
 #[cfg(any(test, feature = "fixtures"))]
 pub use queries::fixture;
 pub use queries::{Doubled, StartClaim, StopClaim};

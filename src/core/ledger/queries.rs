@@ -13,6 +13,9 @@ use crate::process::Process;
 use crate::share::{Percent, bytes_of_process, sm_of_process};
 use crate::text::safe;
 
+/// What stands for the id of another user's container.
+pub(crate) const ANOTHERS: &str = "another user's container";
+
 /// A container that already has a live lease. A live lease is never replaced.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -73,7 +76,7 @@ impl Ledger {
     /// As messages for user `uid` have it: without the ids of others' containers, which a name may stand in. Root sees all.
     pub fn seen_by(mut self, uid: u32) -> Self {
         for lease in self.leases.iter_mut().filter(|lease| uid != 0 && lease.container.uid != uid) {
-            "another user's container".clone_into(&mut lease.container.id);
+            ANOTHERS.clone_into(&mut lease.container.id);
         }
         self
     }

@@ -1,5 +1,6 @@
 //! What refusals say: each of many requests on each of many hosts.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::fixture::{GIB, device, host, part, process, request};
@@ -10,7 +11,7 @@ use crate::ledger::fixture::lease;
 use crate::request::parse;
 use crate::text::first_line;
 
-const ASKED: [&str; 24] = [
+const ASKED: [&str; 25] = [
     "sm=50 memory=8GiB",
     "sm=100 memory=90GiB",
     "sm=12.5 memory=50%",
@@ -32,6 +33,7 @@ const ASKED: [&str; 24] = [
     "gpu=0,1 sm=75",
     "mode=mig",
     "mode=mig memory=30GiB",
+    "mode=mig sm=50",
     "mig=1g.18gb",
     "mig=3g.71gb sm=50",
     "gpu=0:1 sm=50 memory=8GiB",
@@ -51,6 +53,13 @@ fn cut() -> Vec<Device> {
     [gpu].into_iter().chain(parts).collect()
 }
 
+/// Of a GPU that is in no table.
+fn without_count(mut device: Device) -> Device {
+    device.sm_count = device.sm_count.filter(|_| device.is_mig());
+    device.mig_device.iter_mut().for_each(|mig_device| mig_device.gpu_sm_count = None);
+    device
+}
+
 fn hosts() -> Vec<Inventory> {
     let one = |change: fn(&mut Device)| {
         let mut gpu = device(0);
@@ -66,6 +75,7 @@ fn hosts() -> Vec<Inventory> {
         host((0..8).map(device).collect()),
         host(cut()),
         host(cut().into_iter().chain([device(1)]).collect()),
+        host(cut().into_iter().map(without_count).collect()),
         one(|gpu| gpu.compute_capability = (6, 1)),
         one(|gpu| gpu.virtualization = Virtualization::Vgpu),
         one(|gpu| gpu.compute_mode = ComputeMode::ExclusiveProcess),
@@ -80,6 +90,18 @@ fn ledgers() -> Vec<Ledger> {
     let turns = |count| ledger((1..=count).map(|n| lease(n, "GPU-0")).collect());
     let alone = |n, uuid: &str| Lease { mode: Mode::Exclusive, ..lease(n, uuid) };
     let instance = |n: u64, uuid: String| Lease { mode: Mode::Mig, ..lease(n, &uuid) };
+    let destroyed = |n: u64| {
+        let old = LeasedMigDevice {
+            uuid: "MIG-old".into(),
+            gpu: "GPU-0".into(),
+            gi: u32::try_from(n).unwrap(),
+            ci: 0,
+            placement: None,
+            sm: None,
+            memory_bytes: None,
+        };
+        Lease { mig_devices: vec![old], ..instance(n + 1, "MIG-old".into()) }
+    };
     let apart = Lease { isolation: Isolation::Dedicated, ..leased(1, "GPU-0", 50_000, 40) };
     vec![
         ledger(vec![]),
@@ -89,6 +111,7 @@ fn ledgers() -> Vec<Ledger> {
         ledger((0..8).map(|n| leased(n + 1, &format!("GPU-{n}"), 99_000, 60)).collect()),
         ledger((0..7).map(|n| instance(n + 1, format!("MIG-{n}"))).collect()),
         ledger(vec![leased(1, "MIG-1", 75_000, 8), instance(2, "MIG-0".into())]),
+        ledger((0..7).map(destroyed).collect()),
         ledger(vec![alone(1, "GPU-0")]),
         ledger(vec![apart]),
         turns(1),
@@ -166,6 +189,18 @@ fn first_lines_are_short_and_what_is_said_to_fit_fits() {
 }
 
 #[test]
+fn where_a_policy_allows_fewer_devices_these_are_told() {
+    let asked = parse(&annotations("gpu=0"), None, None, &Config::default()).unwrap();
+    let (host, held) = (host(vec![device(5)]), ledger(vec![]));
+    let told =
+        |allowed: Cow<'_, Inventory>| Box::new(refused(&asked, &allowed, &held)).of_policy(&allowed).message;
+    assert!(told(Cow::Borrowed(&host)).starts_with("no GPU of this host is number 0; why: it has GPU 5 ("));
+    let message = told(Cow::Owned(host.clone()));
+    let allowed = "no GPU that your policy allows is number 0; why: it allows GPU 5 (";
+    assert!(message.starts_with(allowed) && message.ends_with("; fix: sublet.gpu=5 fits now"), "{message}");
+}
+
+#[test]
 fn mig_devices_with_one_reason_are_named_together() {
     let held = (0..7).map(|n| Lease { mode: Mode::Mig, ..lease(n + 1, &format!("MIG-{n}")) }).collect();
     let whole = Request { mig: Some("1g.18gb".into()), ..request(Mode::Mig) };
@@ -208,7 +243,11 @@ fn nothing_is_told_that_a_policy_does_not_allow() {
         let whole = request(Mode::Exclusive);
         place_within(&whole, &id(), &one, &held, &Config::default(), allows).unwrap_err().message
     };
-    assert!(asked(&|_| true).contains("sublet.mode=time-slice fits now"), "{}", asked(&|_| true));
+    assert!(
+        asked(&|_| true).contains("sublet.mode=time-slice fits now, shared with others"),
+        "{}",
+        asked(&|_| true)
+    );
     assert!(!asked(&|placed| placed.mode == Mode::Mps).contains("fits now"));
     let nearly = Request { sm: Some(percent(30_000)), ..request(Mode::Mps) };
     let busy = ledger(vec![leased(1, "GPU-0", 80_000, 8)]);

@@ -124,7 +124,7 @@ fn a_percentage_of_nobody_knows_how_many_sms_is_refused() {
     let wanted = Request { sm: Some(Percent::from_thousandths(10_000)), ..named(0, Mode::Mig) };
     let placed = |wanted: &Request| place(wanted, &id(), &inventory, &ledger(vec![]), &config());
     let refusal = placed(&wanted).unwrap_err();
-    assert!(refusal.message.contains("whose number of SMs is not known"), "{refusal}");
+    assert!(refusal.message.contains("of unknown SM count"), "{refusal}");
     assert!(placed(&named(0, Mode::Mig)).is_ok());
     let any = Request { devices: Devices::Any(std::num::NonZeroU32::MIN), ..wanted };
     assert_eq!(

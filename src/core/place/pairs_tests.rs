@@ -127,15 +127,21 @@ fn a_refusal_says_which_container_needs_a_server_of_its_own() {
     let both = "beside 1f2a9c1b2d4e, 2f2a9c1b2d4e it would fit if those containers had \
                 sublet.isolation=dedicated, in turns with them";
     assert!(two.contains(both), "{two}");
+    // Nobody is told to change what they cannot.
+    let mut theirs = on_shared_server(2);
+    theirs.leases[0].container.uid = 1001;
+    let mut of_job = on_shared_server(1);
+    of_job.leases[0].job = Some(crate::ledger::Job { id: 7, step: None, uid: 1000, cgroup_inode: 1 });
+    for held in [theirs.seen_by(1000), of_job] {
+        let message = refused(&dedicated, &host, &held).message;
+        assert!(!message.contains("it would fit if"), "{message}");
+    }
     // The other way round it is the new container's own key, whether or not it names its mode.
     let sliced = ledger(vec![lease(1, "GPU-0")]);
     for mode in [Some(Mode::Mps), None] {
         let wanted = Request { mode, default_mode: Mode::Mps, ..request(Mode::Mps) };
         let own = refused(&wanted, &host, &sliced).message;
-        assert!(
-            own.contains("; fix: sublet.isolation=dedicated fits now, in turns with the others there"),
-            "{own}"
-        );
+        assert!(own.contains("; fix: sublet.isolation=dedicated fits now, in turns"), "{own}");
     }
 }
 

@@ -1,14 +1,15 @@
 //! Why no device can serve a request now, in a line that stands alone and one that says more; and what would be served in
 //! its place: less, another GPU or mode, or `sublet.isolation=dedicated`, and on which container.
 
+use std::borrow::Cow;
 use std::cmp::Reverse;
 
 use super::bookings::{SERVER_BYTES, bookings, use_of};
 use super::select::wants_mig;
 use super::{Allows, Misfit, World, find};
 use crate::config::Config;
-use crate::inventory::Device;
-use crate::ledger::{DaemonKey, Lease, LeaseId};
+use crate::inventory::{Device, Inventory};
+use crate::ledger::{ANOTHERS, DaemonKey, Lease, LeaseId};
 use crate::request::Request;
 use crate::share::{Devices, Isolation, MIB, Memory, Mode, Priority, Selector, show_bytes};
 use crate::text::{self, add_why, first_line, list_some, safe};
@@ -36,6 +37,17 @@ impl Refusal {
     /// A refusal that waiting does not change.
     pub(super) fn never(message: String) -> Self {
         Self { message, candidates: Vec::new(), temporary: false, refresh_first: false, left_out: false }
+    }
+
+    /// It tells of the `allowed` devices, where a user's policy has made them fewer than the host's.
+    #[must_use]
+    pub fn of_policy(mut self: Box<Self>, allowed: &Cow<'_, Inventory>) -> Box<Self> {
+        let Cow::Owned(_) = allowed else { return self };
+        if let Some((none, what)) = self.message.split_once(" of this host ") {
+            let what = what.replacen("; why: it has ", "; why: it allows ", 1);
+            self.message = format!("{none} that your policy allows {what}");
+        }
+        self
     }
 }
 
@@ -79,7 +91,7 @@ pub(super) fn describe_misfits(
     let others = match others {
         [] => None,
         [other] => Some(said(other)),
-        _ => Some("the other devices have other reasons (`sublet status --last-error --verbose`)".to_owned()),
+        _ => Some("the other devices have other reasons".to_owned()),
     };
     room.into_iter().chain(others).fold(message, |message, why| add_why(&message, &why))
 }
@@ -169,7 +181,7 @@ type Way = (Request, String);
 const TOLD: usize = 2;
 
 /// An MPS server of its own fits where the device's common one does not.
-const ALONE: &str = "sublet.isolation=dedicated fits now, in turns with the others there";
+const ALONE: &str = "sublet.isolation=dedicated fits now, in turns";
 
 /// As much of it as is left on `device`.
 fn less(request: &Request, device: &Device, world: World<'_>) -> Option<Way> {
@@ -207,8 +219,10 @@ fn modes(request: &Request, config: &Config) -> Vec<Way> {
     }
     let is_whole = request.mode == Some(Mode::Exclusive);
     let isolation = if is_whole { config.defaults.isolation } else { request.isolation };
+    let shared = if is_whole { ", shared with others" } else { "" };
     let other = |mode| {
-        (Request { mode: Some(mode), isolation, ..request.clone() }, format!("sublet.mode={mode} fits now"))
+        let told = format!("sublet.mode={mode} fits now{shared}");
+        (Request { mode: Some(mode), isolation, ..request.clone() }, told)
     };
     [Mode::Mps, Mode::TimeSlice].map(other).into()
 }
@@ -229,14 +243,16 @@ fn advise_dedicated_for_holders(
     let beside = |lease: &&Lease| {
         is_on_shared_server(lease) && lease.devices.iter().any(|uuid| found.devices.contains(uuid))
     };
-    let others = world.ledger.leases.iter().filter(beside);
-    let others: Vec<String> = others.map(name_holder).collect();
+    let others: Vec<&Lease> = world.ledger.leases.iter().filter(beside).collect();
+    // Who reads it can change neither another user's container nor what Slurm gave to a job.
+    let is_anothers = |lease: &&Lease| lease.is_of_job() || lease.container.id == ANOTHERS;
     let (those, them) = match others.len() {
+        _ if others.iter().any(is_anothers) => return None,
         0 => return None,
         1 => ("that container", "it"),
         _ => ("those containers", "them"),
     };
-    let named = list_some(others.into_iter(), ", ");
+    let named = list_some(others.into_iter().map(name_holder), ", ");
     Some(format!(
         "beside {named} it would fit if {those} had sublet.isolation=dedicated, in turns with {them}"
     ))

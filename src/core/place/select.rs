@@ -94,10 +94,10 @@ fn indices(inventory: &Inventory, fits: impl Fn(&Device) -> bool) -> Vec<usize> 
 
 fn no_mig_message(inventory: &Inventory) -> String {
     let capable = if inventory.gpus().any(|gpu| gpu.mig_enabled) {
-        "no GPU of this host has any; fix: `sublet mig apply` creates them"
+        "no GPU of this host has any; fix: `sublet mig apply` creates them (root)"
     } else {
-        "no GPU of this host is in MIG mode; fix: `sublet mig apply` switches it on; or share a whole GPU, with \
-         sublet.sm and sublet.memory"
+        "no GPU of this host is in MIG mode; fix: `sublet mig apply` switches it on (root); or share a whole GPU, \
+         with sublet.sm and sublet.memory"
     };
     format!("this needs a MIG device, and {capable}")
 }
@@ -534,7 +534,7 @@ pub(super) fn check_closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misf
     check_kind(want, world)?;
     if let Some(drained) = world.ledger.drained.iter().find(|one| *one == uuid || *one == gpu) {
         let number = if drained == uuid { want.device.number() } else { want.device.index.to_string() };
-        return Err(Misfit::never(format!("is drained; fix: `sublet undrain {number}` ends that")));
+        return Err(Misfit::never(format!("is drained; fix: `sublet undrain {number}` ends that (root)")));
     }
     let fixed = rule(want.device, world.config).and_then(|rule| rule.fixed_use);
     match fixed {
@@ -550,7 +550,7 @@ pub(super) fn check_closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misf
         ))),
         _ if world.ledger.unexplained.contains(uuid) => Err(Misfit::as_reported(
             "takes no new lease; why: the ledger was lost, and processes without a lease run on it; fix: end \
-             them, then run `sublet gc`",
+             them, then run `sublet gc` (root)",
         )),
         _ => Ok(()),
     }
@@ -562,7 +562,7 @@ fn check_kind(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
         return match (want.device.mig_enabled, want.mode) {
             (true, _) => Err(in_mig_mode(want.device, world.inventory)),
             (false, Mode::Mig) => {
-                Err(Misfit::never("has no MIG devices; fix: `sublet mig apply` creates them"))
+                Err(Misfit::never("has no MIG devices; fix: `sublet mig apply` creates them (root)"))
             }
             (false, _) => Ok(()),
         };
@@ -581,8 +581,8 @@ fn check_kind(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     };
     match world.ledger.leases.iter().find(held) {
         Some(lease) => Err(Misfit::now(format!(
-            "has the device nodes of a destroyed instance; why: container {} still holds them; fix: end that \
-             container first",
+            "has a destroyed instance's nodes; why: container {} still holds them; fix: end that container \
+             first",
             safe(&lease.container.id)
         ))),
         None => Ok(()),
@@ -592,7 +592,7 @@ fn check_kind(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
 fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> Misfit {
     let profiles = profiles(inventory.mig_devices_of(&gpu.uuid).map(|(device, _)| device));
     let more = if profiles.is_empty() {
-        "why: it has none; fix: `sublet mig apply` creates them".to_owned()
+        "why: it has none; fix: `sublet mig apply` creates them (root)".to_owned()
     } else {
         format!("why: {profiles}; fix: name one (sublet.gpu) or a profile (sublet.mig)")
     };
@@ -641,8 +641,8 @@ fn check_size(want: &Want<'_>) -> Result<(), Misfit> {
             Err(Misfit::never(format!("has {sms} of the GPU's {all} SMs, {sm} % needed")))
         }
         (Some(sm), None) => Err(Misfit::never(format!(
-            "is on a GPU whose number of SMs is not known; why: {sm} % of them is not known either; fix: leave \
-             out sublet.sm, or name a profile (sublet.mig)"
+            "is on a GPU of unknown SM count; why: {sm} % of it is not known either; fix: leave out sublet.sm, or \
+             name a profile (sublet.mig)"
         ))),
         _ => Ok(()),
     }
@@ -678,8 +678,8 @@ pub(super) fn check_driver(want: &Want<'_>, inventory: &Inventory, config: &Conf
     }
     if want.device.virtualization == Virtualization::Vgpu && !config.mps.allow_vgpu {
         return Err(Misfit::never(
-            "is a vGPU, where MPS works with some profiles only; fix: set [mps] allow_vgpu = true to try it, or \
-             use time-slice",
+            "is a vGPU, where MPS works with some profiles only; fix: set [mps] allow_vgpu = true to try it (root), \
+             or use time-slice",
         ));
     }
     let limits =
@@ -709,7 +709,7 @@ pub(super) fn check_compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(),
         return Ok(());
     }
     let uuid = safe(&want.device.uuid);
-    let reason = format!("has compute mode {found}; fix: `nvidia-smi -i {uuid} -c DEFAULT` resets it");
+    let reason = format!("has compute mode {found}; fix: `nvidia-smi -i {uuid} -c DEFAULT` resets it (root)");
     // The inventory may be from a time when one of sublet's MPS servers had the device exclusively.
     Err(Misfit { refresh: true, ..Misfit::never(reason) })
 }
@@ -747,9 +747,10 @@ pub(super) fn check_share(want: &Want<'_>, driver: &Driver, config: &Config) -> 
     }
     if want.books > bookable(device, config) {
         return Err(Misfit::never(format!(
-            "has {}, of which {} can be booked; why: [limits] reserve, memory_overcommit",
+            "has {}, of which {} can be booked; why: {} asked; [limits] reserve, memory_overcommit",
             show_bytes(device.memory_bytes),
-            show_bytes(bookable(device, config))
+            show_bytes(bookable(device, config)),
+            show_bytes(memory)
         )));
     }
     Ok(())

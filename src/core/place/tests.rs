@@ -102,7 +102,7 @@ fn the_mode_is_the_requests_or_the_devices_or_the_default() {
     assert_eq!(
         kept.message,
         "cannot serve mps: GPU 0 is reserved for time-slice by [[device]] use; fix: sublet.isolation=dedicated \
-         fits now, in turns with the others there; or sublet.mode=time-slice fits now"
+         fits now, in turns; or sublet.mode=time-slice fits now"
     );
     assert!(!kept.temporary);
     let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
@@ -158,7 +158,7 @@ fn a_refusal_says_what_would_serve_the_request_instead() {
     assert!(!refused(&named, &two, &full).message.contains("sublet.gpu"));
     let sliced = Lease { mode: Mode::TimeSlice, sm: None, ..leased(1, "GPU-0", 1000, 1) };
     let beside = refused(&mps(50_000, 8), &host(vec![device(0)]), &ledger(vec![sliced]));
-    let dedicated = "; fix: sublet.isolation=dedicated fits now, in turns with the others there; or ";
+    let dedicated = "; fix: sublet.isolation=dedicated fits now, in turns; or ";
     assert!(beside.message.contains(dedicated), "{}", beside.message);
 }
 
@@ -251,7 +251,7 @@ fn compute_modes() {
     assert_eq!(
         refusal.message,
         "cannot serve time-slice: GPU 0 has compute mode EXCLUSIVE_PROCESS; fix: \
-         `nvidia-smi -i GPU-0 -c DEFAULT` resets it; or sublet.mode=mps fits now"
+         `nvidia-smi -i GPU-0 -c DEFAULT` resets it (root); or sublet.mode=mps fits now"
     );
     let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
     assert!(placed(&dedicated, &exclusive, &empty).is_err());

@@ -329,7 +329,7 @@ fn values_that_do_not_parse() {
 
 #[test]
 fn shares_that_do_not_work() {
-    assert_snapshot!(refused(&[("sublet.share", "small")]), @"sublet.share=small: not a possible value; why: it must be a share, but this host's configuration has no [share.<name>]");
+    assert_snapshot!(refused(&[("sublet.share", "small")]), @"sublet.share=small: this host has no named share; why: its configuration has no [share.<name>]");
     let config = with_share("small", &[("sm", "0"), ("mode", "mps")]);
     assert_snapshot!(refused_by(&config, &[("sublet.share", "smal")]), @"sublet.share=smal: did you mean small?; why: it must be a share of this host's configuration: small");
     assert_snapshot!(refused_by(&config, &[("sublet.share", "small")]), @"sublet.sm=0 (from [share.small]): not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5");

@@ -274,12 +274,14 @@ pub(super) fn one_word<T: Copy>(text: &str, words: &[(&str, T)]) -> Result<T, Op
 
 fn unknown_share(name: &str, config: &Config) -> RequestError {
     let names: Vec<_> = config.share.keys().map(String::as_str).collect();
-    let allowed = match names.as_slice() {
-        [] => "a share, but this host's configuration has no [share.<name>]".to_owned(),
-        names => format!("a share of this host's configuration: {}", safe(&names.join(", "))),
-    };
+    let given = Given { value: name, share: None };
+    if names.is_empty() {
+        let none = "this host has no named share; why: its configuration has no [share.<name>]";
+        return RequestError::about("share", given, none);
+    }
+    let allowed = format!("a share of this host's configuration: {}", safe(&names.join(", ")));
     let hint = nearest(name, names).map(|name| format!("did you mean {}?", safe(name)));
-    RequestError::value("share", Given { value: name, share: None }, &allowed, hint)
+    RequestError::value("share", given, &allowed, hint)
 }
 
 /// Keys that a container may have, without the prefix. `lease` is not among them: only sublet writes it.

@@ -302,7 +302,8 @@ pub fn parse_memory(text: &str) -> Result<Memory, Option<String>> {
         // What is read, and no more than a GPU may have.
         let is_meant = |text: &String| parse_memory(text).is_ok_and(|memory| memory.on(MIB) < 1 << 40);
         let meant = ["GiB", "MiB", "%"].map(|unit| format!("{text}{unit}")).into_iter().filter(is_meant);
-        return Err(Some(format!("the unit is missing: write {}", meant.collect::<Vec<_>>().join(" or "))));
+        let meant: Vec<_> = meant.collect();
+        return Err((!meant.is_empty()).then(|| format!("the unit is missing: write {}", meant.join(" or "))));
     }
     let bytes = parse_bytes(text).filter(|bytes| *bytes >= MIB);
     bytes.map(Memory::Bytes).ok_or_else(|| nearly_memory(text))
@@ -525,6 +526,7 @@ mod units_tests {
             assert_eq!(parse_memory(text), Err(None), "{text}");
         }
         assert_eq!(parse_memory("0"), Err(None), "no unit makes nothing something");
+        assert_eq!(parse_memory("8589934592"), Err(None), "with any unit it is more than a GPU has");
     }
 
     #[test]
