@@ -61,11 +61,13 @@ pub fn first_line(message: &str) -> &str {
     &message[..end.unwrap_or(message.len())]
 }
 
-/// `message` with one more reason.
+/// `message` with one more reason, which may be a message with a reason and ways out of its own.
 pub(crate) fn add_why(message: &str, why: &str) -> String {
     let (said, fix) = message.split_at(message.find(FIX).unwrap_or(message.len()));
+    let (why, way) = why.split_once(FIX).map_or((why, None), |(why, way)| (why, Some(way)));
     let mark = if said.contains(WHY) { "; " } else { WHY };
-    format!("{said}{mark}{why}{fix}")
+    let message = format!("{said}{mark}{}{fix}", why.replace(WHY, "; "));
+    way.into_iter().fold(message, |message, way| add_fix(&message, way))
 }
 
 /// `message` with one more way out.
@@ -155,6 +157,8 @@ mod tests {
         let lines = in_lines(&more);
         assert_eq!(lines, "GPU 0 is drained\nwhy: root did it; today\nfix: ask root; or wait");
         assert_eq!(in_one_line(&lines), more);
+        let inner = add_why("no exec; fix: retry", "no answer; why: it hangs; fix: end it; or wait");
+        assert_eq!(inner, "no exec; why: no answer; it hangs; fix: retry; or end it; or wait");
     }
 
     #[test]

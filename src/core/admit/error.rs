@@ -13,7 +13,11 @@ use crate::oci::{Conflict, ImageError, NamespaceError, SpecError, container_root
 use crate::place::Refusal;
 use crate::process::sublet::SubletError;
 use crate::request::RequestError;
-use crate::text::{add_why, safe};
+use crate::text::{add_fix, add_why, safe};
+
+/// [`AdmitError::NoDaemon`].
+const NO_DAEMON: &str = "its MPS daemon is not available, so a process would have no limits";
+const WITHOUT_GPU: &str = "[mps] exec_without_daemon = \"no-gpu\" starts the process, without the GPU";
 
 /// What helps where a hook does not.
 const SHIM: &str = "start the container with sublet-runtime";
@@ -48,10 +52,7 @@ pub enum AdmitError {
     TooManyUnbound(#[from] TooManyUnbound),
     #[error(transparent)]
     Mps(#[from] MpsError),
-    #[error(
-        "its MPS daemon is not available, so a process would have no limits; why: {0}; fix: with [mps] \
-         exec_without_daemon = \"no-gpu\" the process starts, without the GPU"
-    )]
+    #[error("{}", add_fix(&add_why(NO_DAEMON, &.0.to_string()), WITHOUT_GPU))]
     NoDaemon(Box<AdmitError>),
     #[error(transparent)]
     PolicyLimit(#[from] PolicyLimitError),

@@ -7,10 +7,14 @@ use crate::place::{Placement, selected};
 use crate::request::Request;
 use crate::share::{Devices, Isolation, MIB, Mode, Percent};
 use crate::slurm::RecordError;
+use crate::text::{add_fix, add_why};
 
 /// The advice for a job with whole GPUs of which other jobs have a part.
 const WHOLE: &str = "submit it again when that GPU is free, or for another node with --exclude; Slurm 22.05 needs nodes of \
                      their own for whole GPUs (docs/slurm.md)";
+
+/// The advice for one with parts of GPUs.
+const PART: &str = "submit it again when there is room, or for another node with --exclude";
 
 /// Why a job's share is not to be had.
 #[derive(Debug, thiserror::Error)]
@@ -35,13 +39,12 @@ pub enum JobError {
     #[error("job {0} asked Slurm for no GPU on this node; fix: submit it with --gres")]
     NoGpu(u64),
     /// The job's GPUs are taken. It is `temporary` if waiting may help; the job got `whole` GPUs, or parts.
-    #[error(
-        "{why}; fix: Slurm gave it to job {job} all the same: {}",
-        if *.whole { WHOLE } else { "submit it again when there is room, or for another node with --exclude" }
-    )]
+    #[error("{}", add_fix(&add_why(why, &format!("Slurm gave it to job {job} all the same")), if *.whole { WHOLE } else { PART }))]
     NoPlace { job: u64, why: String, whole: bool, temporary: bool },
     /// The container's step or task got none of the job's GPUs.
-    #[error("Slurm lets this step or task of job {0} open none of the job's GPUs; fix: use srun --gres")]
+    #[error(
+        "Slurm lets this step or task of job {0} open none of the job's GPUs; fix: use srun --gres, or leave out --gres=none"
+    )]
     Forbidden(u64),
     /// The copy of its lease cannot be written.
     #[error("the lease of job {job} cannot be written beside its record: {error}")]
@@ -50,10 +53,14 @@ pub enum JobError {
     #[error("cannot find out in which job of Slurm's the container runs: {0}")]
     Cgroup(std::io::Error),
     /// A container asks for another mode, GPU or server than its job has, or for a limit that the job does not have.
-    #[error("job {job} got {has} from Slurm, and this container asks for sublet.{key}; fix: leave that out")]
+    #[error(
+        "job {job} got {has} from Slurm, and this container asks for sublet.{key}; fix: leave that out, or ask Slurm for another share"
+    )]
     Other { job: u64, has: String, key: &'static str },
     /// A container asks for more than all that the job has.
-    #[error("job {job} got {has} from Slurm, and this container asks for {asked}; fix: ask for less")]
+    #[error(
+        "job {job} got {has} from Slurm, and this container asks for {asked}; fix: ask for less, or ask Slurm for more"
+    )]
     More { job: u64, has: String, asked: String },
     /// A container asks for more than the job's other containers leave, which hold `held` together.
     #[error(
