@@ -181,7 +181,7 @@ fn limits_that_may_not_be_raised() {
         let refused = bundle.create_by(by(limit));
         assert!(!refused.ok && refused.stderr.contains(named), "{limit}: {refused:?}");
         assert!(
-            refused.stderr.contains("with the resource limits of the process that starts it"),
+            refused.stderr.contains("would be limited\nwhy: the process that starts it has RLIMIT_"),
             "{refused:?}"
         );
         assert_eq!(bundle.config(), bundle.spec, "the bundle is as it was");

@@ -102,15 +102,19 @@ pub enum MpsError {
     #[error("the MPS daemon of {device} (pid {pid}) does not answer{}", silence(*pid, key, kept_by))]
     Silent { device: String, key: String, pid: i32, kept_by: Vec<String> },
     /// It answers another program.
-    #[error("the MPS daemon {key} speaks with one program at a time, and another kept it; fix: end that one")]
+    #[error(
+        "the MPS daemon {key} speaks with one program at a time, and another kept it; fix: end \
+         `nvidia-cuda-mps-control` where it runs"
+    )]
     Taken { key: String },
     /// It was started and never answered. `log` has the last lines of its logs and its server's.
     #[error("the MPS daemon of {device} did not start within {seconds} s ({why}){log}")]
     NotUp { device: String, seconds: u64, why: String, log: String },
     /// It would end, or fail its clients, because of rights or limits of the process that starts it.
     #[error(
-        "the MPS daemon of {device}, which other containers share, would run with the resource limits of \
-         the process that starts it: {limits}; fix: start this container with higher hard limits (ulimit -H)"
+        "the MPS daemon of {device} would be limited; why: the process that starts it has {limits}, and other \
+         containers share the daemon; fix: start this container with higher hard limits (ulimit -H, or \
+         CAP_SYS_RESOURCE)"
     )]
     Limits { device: String, limits: String },
     /// It answers, and has no server for any client.

@@ -50,7 +50,10 @@ pub enum CdiError {
         why: String,
     },
     /// The share of the CDI device, and a variable of the device's that config.json does not have.
-    #[error("its environment lacks the {1} of the CDI device {KIND}={0}; fix: run `sublet cdi generate`")]
+    #[error(
+        "its environment lacks the {1} of the CDI device {KIND}={0}; fix: if the container sets it, remove that; \
+         or run `sublet cdi generate`"
+    )]
     Environment(String, String),
     /// The share, and a variable that a CDI device cannot remove.
     #[error("its environment has {1}, which contradicts the CDI device {KIND}={0}; fix: remove it")]

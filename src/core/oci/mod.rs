@@ -15,7 +15,7 @@ mod rootfs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::grant::MPS_DEFAULT_DIR;
+use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use crate::text::{safe, safe_path};
 
 #[cfg(feature = "fixtures")]
@@ -40,7 +40,11 @@ pub enum ImageError {
     #[error("cannot read the container's root filesystem {}: {}", safe_path(.0), .1)]
     Rootfs(PathBuf, #[source] io::Error),
     /// A file cannot be mounted over a directory.
-    #[error("the image has a directory at {}, where a driver's file is mounted; fix: remove it", safe_path(.0))]
+    #[error(
+        "the image has a directory at {}, where a driver's file is mounted; fix: remove it, or leave out its \
+         capability (sublet.capabilities)",
+        safe_path(.0)
+    )]
     Directory(PathBuf),
     /// The MPS directory cannot be mounted over a file.
     #[error(
@@ -50,7 +54,11 @@ pub enum ImageError {
     )]
     NotDirectory(PathBuf),
     /// A mount would show on the host.
-    #[error("{} is on a volume shared with the host; fix: use rslave or rprivate for that volume", safe_path(.0))]
+    #[error(
+        "{} may be shared with the host; why: it is on a volume that is, or behind a link that may lead to one; \
+         fix: use rslave or rprivate for that volume",
+        safe_path(.0)
+    )]
     Shared(PathBuf),
     /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
     #[error(
@@ -86,7 +94,8 @@ pub enum ImageError {
     },
     /// Processes would not reach their MPS server and run without limits.
     #[error(
-        "SELinux does not let {} connect to its MPS daemon; fix: leave out `--security-opt label=type:…`",
+        "SELinux does not let {} connect to its MPS daemon; fix: leave out `--security-opt label=type:…`, or \
+         allow that type what sublet-selinux allows container_t",
         safe(.0)
     )]
     Barred(String),
@@ -99,14 +108,12 @@ pub enum ImageError {
     )]
     Unmade(PathBuf, #[source] io::Error),
     /// Its processes would be clients of a daemon that is not the share's.
-    #[error(
-        "a volume brings the directory of another MPS daemon to the container's {MPS_DEFAULT_DIR}; fix: leave \
-         it out"
-    )]
+    #[error("a volume brings another MPS daemon's directory to {MPS_DEFAULT_DIR}; fix: leave it out")]
     OtherDaemon,
     /// Mount points of files that the runtime cannot create.
     #[error(
-        "its root filesystem or a volume is read-only, without mount points; fix: make it writable, or create: {}",
+        "its root filesystem or a volume is read-only, without mount points; fix: make it writable, or create \
+         these as empty files (with MPS also the directories {MPS_DIR} and {MPS_DEFAULT_DIR}): {}",
         listed(.0)
     )]
     ReadOnly(Vec<PathBuf>),

@@ -116,7 +116,7 @@ fn no_container_is_the_client_of_another_daemon() {
     let pipe = world.dir.path().join("hosts/nvidia-mps");
     std::fs::create_dir_all(&pipe).expect("a directory");
     std::fs::write(pipe.join("control"), "").expect("a daemon's");
-    let refused = "a volume brings the directory of another MPS daemon to the container's /tmp/nvidia-mps";
+    let refused = "a volume brings another MPS daemon's directory to /tmp/nvidia-mps";
     for mode in ["time-slice", "exclusive"] {
         for (source, destination) in [(pipe.clone(), "/tmp/nvidia-mps"), (pipe.join(".."), "/tmp")] {
             let mut bundle = world.bundle("client", &[("sublet.mode", mode)], SLEEP);

@@ -107,7 +107,8 @@ fn a_directory_where_a_file_of_ours_lands_is_refused() {
     let seen = bundle.refused().replace(DIR, "$LIB");
     assert_eq!(
         seen,
-        "the image has a directory at $LIB/libcuda.so.1, where a driver's file is mounted; fix: remove it"
+        "the image has a directory at $LIB/libcuda.so.1, where a driver's file is mounted; fix: remove it, or leave out \
+         its capability (sublet.capabilities)"
     );
     std::fs::remove_dir(inside(&bundle, &format!("{DIR}/libcuda.so.1"))).expect("removed");
     place(&bundle, "/tmp/nvidia-mps", "a file");
@@ -173,9 +174,9 @@ fn a_rootfs_on_a_read_only_mount_needs_its_mount_points() {
     let line = bundle.refused().replace(DIR, "$LIB");
     assert_eq!(
         line,
-        "its root filesystem or a volume is read-only, without mount points; fix: make it writable, or create: \
-         $LIB/libnvidia-ml.so.1 $LIB/libnvidia-cfg.so.1 \
-         /usr/bin/nvidia-smi"
+        "its root filesystem or a volume is read-only, without mount points; fix: make it writable, or create these \
+         as empty files (with MPS also the directories /run/sublet/mps and /tmp/nvidia-mps): \
+         $LIB/libnvidia-ml.so.1 $LIB/libnvidia-cfg.so.1 /usr/bin/nvidia-smi"
     );
     drop(mounted);
     let (_, missing) = line.rsplit_once(": ").expect("a list");
