@@ -72,13 +72,13 @@ impl Gets {
 
     /// No single GPU of this host could serve it, even if it were idle.
     pub fn fits_no_one(self) -> bool {
-        matches!(self, Self::Refused(NO_PLACE))
+        matches!(self, Self::Refused(TOO_LARGE))
             || matches!(self, Self::Share(share) if share.minors.len() > 1)
     }
 }
 
 /// More than any GPU has.
-const NO_PLACE: &str = "MiB can be booked";
+const TOO_LARGE: &str = "MiB can be booked";
 
 impl Cuda {
     /// What a process gets without any environment: all that the server holds by itself.
@@ -266,7 +266,7 @@ pub const ROWS: &[Row] = &[
         }),
     ),
     annotated(request("nothing", &[]), Gets::Nothing),
-    row(request("too-large", &[("gpu", "0"), ("memory", "200GiB")]), Gets::Refused(NO_PLACE)),
+    row(request("too-large", &[("gpu", "0"), ("memory", "200GiB")]), Gets::Refused(TOO_LARGE)),
     Row {
         beside: Some(request("large", &[("gpu", "0"), ("sm", "70")])),
         // Dedicated servers take turns, so none of them books SMs.

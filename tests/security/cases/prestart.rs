@@ -81,7 +81,7 @@ fn bundles() -> Vec<Case> {
             Fails(""),
         ),
         case(
-            "the hook has a second to live, and waits for a place",
+            "the hook has a second to live, and waits for room",
             r#"annotate '"sublet.sm":"95","sublet.mode":"exclusive","sublet.wait":"60s"'; sed -i 's|"args":\["sublet-hook","createRuntime"\]|&,"timeout":1|' $BUNDLE/config.json; up"#,
             Fails(""),
         ),
