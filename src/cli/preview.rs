@@ -136,7 +136,7 @@ pub fn preview_after(
                 check(&placement)?;
                 return Ok(placement);
             }
-            Err(refusal) => refusal.of_policy(&allowed),
+            Err(refusal) => refusal.of_policy(&allowed, inventory),
         };
     let Some(order) = dynamic_mig::order_instance(request, limit, &allowed, ledger, config) else {
         return Err(refusal.into());

@@ -267,7 +267,7 @@ impl Search<'_> {
             self.terms.limit().is_none_or(|limit| limit.check(placement, &ledger).is_ok())
         };
         let refusal = place_within(self.request, &self.id, &allowed, &ledger, config, &allows).err();
-        refusal.map(|refusal| refusal.of_policy(&allowed))
+        refusal.map(|refusal| refusal.of_policy(&allowed, &inventory))
     }
 
     /// Has an instance created, once. Returns the new inventory.

@@ -1,6 +1,5 @@
 //! What refusals say: each of many requests on each of many hosts.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::fixture::{GIB, device, host, part, process, request};
@@ -191,13 +190,13 @@ fn first_lines_are_short_and_what_is_said_to_fit_fits() {
 #[test]
 fn where_a_policy_allows_fewer_devices_these_are_told() {
     let asked = parse(&annotations("gpu=0"), None, None, &Config::default()).unwrap();
-    let (host, held) = (host(vec![device(5)]), ledger(vec![]));
+    let (allowed, all) = (host(vec![device(5)]), host(vec![device(5), device(6)]));
     let told =
-        |allowed: Cow<'_, Inventory>| Box::new(refused(&asked, &allowed, &held)).of_policy(&allowed).message;
-    assert!(told(Cow::Borrowed(&host)).starts_with("no GPU of this host is number 0; why: it has GPU 5 ("));
-    let message = told(Cow::Owned(host.clone()));
-    let allowed = "no GPU that your policy allows is number 0; why: it allows GPU 5 (";
-    assert!(message.starts_with(allowed) && message.ends_with("; fix: sublet.gpu=5 fits now"), "{message}");
+        |of: &Inventory| Box::new(refused(&asked, &allowed, &ledger(vec![]))).of_policy(&allowed, of).message;
+    assert!(told(&allowed).starts_with("no GPU of this host is number 0; why: it has GPU 5 ("));
+    let message = told(&all);
+    let fewer = "no GPU that your policy allows is number 0; why: it allows GPU 5 (";
+    assert!(message.starts_with(fewer) && message.ends_with("; fix: sublet.gpu=5 fits now"), "{message}");
 }
 
 #[test]

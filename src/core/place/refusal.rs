@@ -1,7 +1,6 @@
 //! Why no device can serve a request now, in a line that stands alone and one that says more; and what would be served in
 //! its place: less, another GPU or mode, or `sublet.isolation=dedicated`, and on which container.
 
-use std::borrow::Cow;
 use std::cmp::Reverse;
 
 use super::bookings::{SERVER_BYTES, bookings, use_of};
@@ -39,11 +38,11 @@ impl Refusal {
         Self { message, candidates: Vec::new(), temporary: false, refresh_first: false, left_out: false }
     }
 
-    /// It tells of the `allowed` devices, where a user's policy has made them fewer than the host's.
+    /// It tells of the `allowed` devices, where a user's policy leaves fewer than the host has.
     #[must_use]
-    pub fn of_policy(mut self: Box<Self>, allowed: &Cow<'_, Inventory>) -> Box<Self> {
-        let Cow::Owned(_) = allowed else { return self };
-        if let Some((none, what)) = self.message.split_once(" of this host ") {
+    pub fn of_policy(mut self: Box<Self>, allowed: &Inventory, host: &Inventory) -> Box<Self> {
+        let are_fewer = allowed.devices.len() < host.devices.len();
+        if let Some((none, what)) = self.message.split_once(" of this host ").filter(|_| are_fewer) {
             let what = what.replacen("; why: it has ", "; why: it allows ", 1);
             self.message = format!("{none} that your policy allows {what}");
         }
