@@ -220,3 +220,36 @@ pub fn of_broker(error: &BrokerError) -> &'static str {
         _ => "no-service",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::in_lines;
+
+    #[test]
+    fn what_holds_another_message_has_its_reasons_and_ways_out_in_one_line_each() {
+        let (device, key) = ("GPU-0".to_owned(), "GPU-0".to_owned());
+        let silent = MpsError::Silent { device, key, pid: 7, kept_by: vec![] };
+        let stopped = AdmitError::NoDaemon(Box::new(silent.into())).to_string();
+        assert_eq!(
+            in_lines(&stopped).lines().collect::<Vec<_>>(),
+            [
+                "its MPS daemon is not available, so a process would have no limits",
+                "why: the MPS daemon of GPU-0 (pid 7) does not answer",
+                "fix: if it is stopped, `kill -CONT 7` continues it; or `sublet mps stop --force GPU-0` ends it and the \
+                 GPU work of its clients; or [mps] exec_without_daemon = \"no-gpu\" starts the process, without the GPU"
+            ]
+        );
+        let why = "refused: GPU 0 is drained; fix: `sublet undrain 0` ends that (root)".to_owned();
+        let taken = JobError::NoPlace { job: 9, why, whole: false, temporary: false }.to_string();
+        assert_eq!(
+            in_lines(&taken).lines().collect::<Vec<_>>(),
+            [
+                "refused: GPU 0 is drained",
+                "why: Slurm gave it to job 9 all the same",
+                "fix: `sublet undrain 0` ends that (root); or submit it again when there is room, or for another node \
+                 with --exclude"
+            ]
+        );
+    }
+}
