@@ -197,7 +197,7 @@ fn explain_of_a_container() {
         (&told["container"]["state"], &told["history"][0]["kind"]),
         (&json!("none"), &json!("refused"))
     );
-    let last = stdout(&world, &["status", "--last-error"]);
+    let last = in_one_line(&stdout(&world, &["status", "--last-error"]));
     assert!(last.trim_end().ends_with(&format!("container refused: {line}")), "{last}");
     let last: Value =
         serde_json::from_str(&stdout(&world, &["status", "--last-error", "--format", "json"])).expect("JSON");
