@@ -13,6 +13,8 @@
 
 pub mod text;
 
+pub mod bounded_input;
+
 pub mod parse_errors;
 
 pub mod log;

@@ -2,8 +2,6 @@
 
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 
-pub mod bounded_input;
-
 pub mod shim;
 
 pub mod hook;

@@ -1,11 +1,12 @@
 //! The client side, for entry points: one connection to the service, with requests and answers in turn.
 
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::protocol::{self, Answer, Ask, LONGEST_ANSWER, LONGEST_ASK, ProtocolError};
+use crate::bounded_input;
 use crate::config::Config;
 use crate::text::safe_long;
 
@@ -108,7 +109,7 @@ impl Broker {
         let mut stream = connect_now(&socket).map_err(|error| BrokerError::NotRunning(socket, error))?;
         stream.set_write_timeout(Some(limit)).map_err(BrokerError::Broken)?;
         stream.write_all(&protocol::line(&Ask::Status)?).map_err(BrokerError::Broken)?;
-        Ok(protocol::parse::<Answer>(&receive(&mut stream, limit)?).map(drop)?)
+        Ok(protocol::parse::<Answer>(&receive(&stream, limit)?).map(drop)?)
     }
 
     fn once(&mut self, line: &[u8]) -> Result<Answer, BrokerError> {
@@ -122,7 +123,7 @@ impl Broker {
         };
         // A service that turns the connection away sends the reason before it has read a request.
         let sent = stream.write_all(line);
-        let answer = match (receive(&mut stream, ANSWER_LIMIT), sent) {
+        let answer = match (receive(&stream, ANSWER_LIMIT), sent) {
             (Err(BrokerError::Broken(_)), Err(error)) => Err(BrokerError::Broken(error)),
             (answer, _) => answer,
         }?;
@@ -132,7 +133,10 @@ impl Broker {
 }
 
 /// connect(2) that does not wait if the queue of unaccepted connections is full.
-fn connect_now(path: &std::path::Path) -> io::Result<UnixStream> {
+///
+/// # Errors
+/// Nobody listens there, or nobody accepts connections.
+pub fn connect_now(path: &std::path::Path) -> io::Result<UnixStream> {
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -150,32 +154,15 @@ fn refused(reason: &str, temporary: bool, candidates: &[String]) -> BrokerError 
 }
 
 /// One line, without its end.
-fn receive(stream: &mut UnixStream, limit: Duration) -> Result<Vec<u8>, BrokerError> {
-    let deadline = Instant::now() + limit;
-    let (mut line, mut part) = (Vec::new(), [0_u8; 16 << 10]);
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(BrokerError::Late(limit));
-        }
-        stream.set_read_timeout(Some(left)).map_err(BrokerError::Broken)?;
-        match stream.read(&mut part) {
-            Ok(0) => return Err(BrokerError::Broken(io::ErrorKind::UnexpectedEof.into())),
-            Ok(count) => line.extend_from_slice(&part[..count]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Err(BrokerError::Late(limit));
-            }
-            Err(error) => return Err(BrokerError::Broken(error)),
-        }
-        if line.last() == Some(&b'\n') {
-            line.pop();
-            return Ok(line);
-        }
-        if line.len() > LONGEST_ANSWER {
-            return Err(BrokerError::UnexpectedAnswer);
-        }
-    }
+fn receive(stream: &UnixStream, limit: Duration) -> Result<Vec<u8>, BrokerError> {
+    let read = bounded_input::read(stream, Some(b'\n'), LONGEST_ANSWER, Instant::now() + limit);
+    let mut line = read.map_err(|error| match error.kind() {
+        ErrorKind::TimedOut => BrokerError::Late(limit),
+        ErrorKind::FileTooLarge => BrokerError::UnexpectedAnswer,
+        _ => BrokerError::Broken(error),
+    })?;
+    let end = line.pop().filter(|end| *end == b'\n');
+    end.map(|_| line).ok_or(BrokerError::Broken(ErrorKind::UnexpectedEof.into()))
 }
 
 #[cfg(test)]

@@ -19,8 +19,9 @@ use anyhow::{Context as _, anyhow, bail, ensure};
 use nix::libc::{EXIT_FAILURE, EXIT_SUCCESS};
 use serde::Deserialize;
 
-use crate::{bounded_input, shim};
+use crate::shim;
 use sublet_core::admit::{self, AdmitError, Engine, Leases};
+use sublet_core::bounded_input;
 use sublet_core::config_files::{self, ConfigFiles};
 use sublet_core::ledger::{Binding, Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LeaseId};
 use sublet_core::log::{self, Level, Log, one_line};
@@ -241,7 +242,7 @@ fn create_runtime(state: &State, engine: Option<&Engine>, log: &Log) -> anyhow::
 
 /// The container's state from standard input.
 fn read_state() -> anyhow::Result<State> {
-    let text = bounded_input::read(std::io::stdin(), LONGEST_STATE, Instant::now() + INPUT_TIMEOUT);
+    let text = bounded_input::read(std::io::stdin(), None, LONGEST_STATE, Instant::now() + INPUT_TIMEOUT);
     let state = text.map_err(anyhow::Error::from).and_then(|text| State::parse(&text));
     state.map_err(|error| anyhow!("the container's state on standard input: {error}"))
 }

@@ -45,8 +45,9 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> anyhow::Result<()>
 }
 
 fn read() -> anyhow::Result<JsonFile> {
-    let text = crate::bounded_input::read(std::io::stdin(), LONGEST, Instant::now() + INPUT_TIMEOUT)
-        .map_err(|error| anyhow!("config.json on standard input: {error}"))?;
+    let text =
+        sublet_core::bounded_input::read(std::io::stdin(), None, LONGEST, Instant::now() + INPUT_TIMEOUT)
+            .map_err(|error| anyhow!("config.json on standard input: {error}"))?;
     ensure!(!text.trim_ascii().is_empty(), "config.json on standard input: it is empty");
     Ok(JsonFile { path: PathBuf::from("config.json from standard input"), text })
 }

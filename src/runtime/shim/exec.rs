@@ -137,7 +137,8 @@ fn write_edited_copy(file: &Path, environment: &Environment) -> anyhow::Result<O
 fn read_process_file(path: &Path) -> anyhow::Result<JsonFile> {
     let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY;
     let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let text = opened.and_then(|file| crate::bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT));
+    let text = opened
+        .and_then(|file| sublet_core::bounded_input::read(file, None, LONGEST, Instant::now() + FILE_LIMIT));
     let failed = |why| anyhow!("the process file {} cannot be used: {why}", safe_path(path));
     Ok(JsonFile { path: path.to_owned(), text: text.map_err(failed)? })
 }
