@@ -48,7 +48,7 @@ pub struct Retry {
     pub confirmed: bool,
     /// How often it was started.
     starts: u32,
-    /// From when it may be started, in seconds since boot.
+    /// From when it may be started, in seconds since boot: at first, when it was refused.
     pub from: u64,
 }
 
@@ -71,7 +71,7 @@ impl Waiter {
             why: why.chars().take(LONGEST).collect(),
             since: epoch_seconds(),
             process: by,
-            retry: by.is_none().then(Retry::default),
+            retry: by.is_none().then(|| Retry { from: uptime_seconds(), ..Retry::default() }),
         }
     }
 
@@ -89,8 +89,9 @@ impl Waiter {
 
     /// Whether its process runs, or `sublet serve` has found its container or may still do so.
     pub(super) fn is_there(&self) -> bool {
-        let is_new = epoch_seconds().saturating_sub(self.since) < UNCONFIRMED;
-        let may_stay = self.retry.as_ref().is_none_or(|retry| retry.confirmed || is_new);
+        // Whatever the clock is set to.
+        let is_new = |retry: &Retry| uptime_seconds().saturating_sub(retry.from) < UNCONFIRMED;
+        let may_stay = self.retry.as_ref().is_none_or(|retry| retry.confirmed || is_new(retry));
         may_stay && self.process.as_ref().is_none_or(Process::is_alive)
     }
 }
@@ -104,13 +105,20 @@ impl Container {
 }
 
 impl Ledger {
-    /// Puts `waiter` at the end of the order. One that waits already keeps its place, and what `sublet serve` has done.
+    /// Puts `waiter` at the end of the order. One that waits already keeps its place, and what `sublet serve` has done. If the
+    /// order is full, the first goes that may be no container to be started again.
     pub fn add_waiter(&mut self, waiter: Waiter) {
-        let has_room = self.waiters.len() < MOST;
         match self.waiters.iter_mut().find(|old| old.is_of(&waiter.id, &waiter.container)) {
             Some(old) if old.retry.is_some() => (old.request, old.why) = (waiter.request, waiter.why),
             Some(old) => *old = Waiter { since: old.since, ..waiter },
-            None => self.waiters.extend(has_room.then_some(waiter)),
+            None => {
+                let is_unconfirmed = |old: &Waiter| old.retry.as_ref().is_some_and(|retry| !retry.confirmed);
+                let unconfirmed = self.waiters.iter().position(is_unconfirmed);
+                if let (MOST.., Some(first)) = (self.waiters.len(), unconfirmed) {
+                    self.waiters.remove(first);
+                }
+                self.waiters.extend((self.waiters.len() < MOST).then_some(waiter));
+            }
         }
     }
 
@@ -159,6 +167,8 @@ mod tests {
             ledger.add_waiter(waiter(n, "", &"x".repeat(2000), Some(me)));
         }
         assert_eq!((ledger.waiters.len(), ledger.waiters[127].why.len()), (MOST, LONGEST));
+        let all = names(&ledger);
+        assert_eq!((all[0].0, all[1].0), ("web", ""), "what may be no container to start made room: db");
     }
 
     #[test]
@@ -166,11 +176,15 @@ mod tests {
         let me = Process::current().unwrap();
         let gone = Process { start_time: 1, ..me };
         let mut late = waiter(3, "late", "no", None);
-        late.since -= UNCONFIRMED;
+        // Not on a machine that was booted just now.
+        let Some(from) = uptime_seconds().checked_sub(UNCONFIRMED) else { return };
+        late.retry.as_mut().unwrap().from = from;
         let mut found = late.clone();
         found.retry.as_mut().unwrap().confirmed = true;
-        let all = [waiter(1, "a", "no", Some(me)), waiter(2, "b", "no", Some(gone)), late, found];
-        assert_eq!(all.map(|waiter| waiter.is_there()), [true, false, false, true]);
+        // A clock that was set changes nothing.
+        let set = Waiter { since: 0, ..waiter(4, "c", "no", None) };
+        let all = [waiter(1, "a", "no", Some(me)), waiter(2, "b", "no", Some(gone)), late, found, set];
+        assert_eq!(all.map(|waiter| waiter.is_there()), [true, false, false, true, true]);
     }
 
     #[test]
