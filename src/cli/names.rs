@@ -20,6 +20,11 @@ pub fn user(uid: u32) -> String {
     user.map_or_else(|| uid.to_string(), |user| user.name)
 }
 
+/// Whose a container is, where root looks at one of a user's.
+pub(crate) fn of_user(uid: u32) -> String {
+    format!("of user {} (uid {uid})", user(uid))
+}
+
 /// What is said of [`without_share`].
 pub(crate) const WHY_WITHOUT_SHARE: &str =
     "started with the runtime sublet, but without a share: no annotation reached it";

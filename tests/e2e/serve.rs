@@ -145,7 +145,7 @@ fn policy_says_who_may_take_what() {
     allowed.down();
     host.world.assert_empty();
     let last = host.world.sublet(&["status", "--last-error"]);
-    assert!(String::from_utf8_lossy(&last.stdout).contains("container wrong:"));
+    assert!(String::from_utf8_lossy(&last.stdout).contains("container wrong, of user 4321 (uid 4321): "));
 }
 
 #[test]

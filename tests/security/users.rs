@@ -402,6 +402,30 @@ fn c1_what_a_user_tells_of_a_refusal_is_safe_to_print() {
 }
 
 #[test]
+fn c1_a_user_who_names_roots_container_is_not_taken_at_their_word() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let roots = host.world.bundle("web", &[("sublet.sm", "200")], HOLD);
+    let _ = roots.refused();
+    let told = json!({"v": 1, "do": "refused", "id": "web", "reason": "no; why: so; fix: run evil"});
+    assert_eq!(host.say(4321, &[told])[0]["done"], true);
+    let text = |arguments: &[&str]| {
+        String::from_utf8_lossy(&host.world.sublet(arguments).stdout).trim_end().to_owned()
+    };
+    let last = text(&["status", "--last-error"]);
+    assert!(last.ends_with("container web, of user 4321 (uid 4321): no; why: so; fix: run evil"), "{last}");
+    let explained = text(&["explain", "--container", "web"]);
+    assert!(explained.contains("sublet.sm=200") && !explained.contains("evil"), "{explained}");
+    let events = text(&["events"]);
+    let line = events.lines().find(|line| line.contains("evil")).expect("it is recorded");
+    assert!(line.contains(" web of user 4321 (uid 4321) no; why: so"), "{line}");
+    drop(roots);
+    host.world.assert_empty();
+}
+
+#[test]
 fn b12_clients_that_never_read_hold_nobody() {
     if skip_unless_root() {
         return;

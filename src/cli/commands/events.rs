@@ -8,7 +8,7 @@ use std::os::fd::AsFd as _;
 
 use super::doctor::ask_engines;
 use crate::events::{Reader, parse_moment};
-use crate::names::Names;
+use crate::names::{Names, is_another, of_user};
 use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
@@ -89,7 +89,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         told = unread;
         let shown = Shown::read(config);
         for event in events.into_iter().filter(|event| wanted.has(event, &shown)) {
-            let event = Event { text: shown.names.tell(&event.text), ..event };
+            let event = Event { text: shown.names.tell_of(event.uid, &event.text), ..event };
             match arguments.format {
                 Format::Json => {
                     let mut keys = serde_json::to_value(&event)?;
@@ -185,11 +185,14 @@ impl Shown {
     }
 
     fn name(&self, event: &Event) -> Option<&str> {
-        self.names.of_id(&event.lease).or_else(|| self.names.of_id(&event.container_id))?.called()
+        let refused = || self.names.of_id(&event.container_id).filter(|_| !is_another(event.uid));
+        self.names.of_id(&event.lease).or_else(refused)?.called()
     }
 
     fn is_of(&self, event: &Event, text: &str) -> bool {
-        let labels = [Some(event.container_id.as_str()), Some(event.lease.as_str()), self.name(event)];
+        let is_its_id = !is_another(event.uid) || !self.names.knows(text);
+        let id = is_its_id.then_some(event.container_id.as_str());
+        let labels = [id, Some(event.lease.as_str()), self.name(event)];
         !text.is_empty() && labels.into_iter().flatten().any(|label| label.starts_with(text))
     }
 
@@ -198,6 +201,7 @@ impl Shown {
         let mut words = vec![format!("{}  {:<14}", safe(&event.time), event.kind)];
         let id = || Some(short_id(&event.container_id)).filter(|id| !id.is_empty());
         words.extend(self.name(event).map(safe).or_else(id));
+        words.extend(is_another(event.uid).then(|| of_user(event.uid)));
         let number = |uuid: &String| {
             let device = self.inventory.as_ref().and_then(|inventory| inventory.device(uuid));
             device.map_or_else(|| safe(uuid), Device::label)
@@ -215,6 +219,8 @@ impl Shown {
 mod tests {
     use super::super::tables::wrapped;
     use super::*;
+    use crate::names::Name;
+    use sublet_core::ledger::fixture::lease;
 
     #[test]
     fn filters_are_understood_and_misspelt_ones_refused() {
@@ -253,6 +259,25 @@ mod tests {
             ]
         );
         assert!(shown.is_of(&event, "01234") && !shown.is_of(&event, "") && !shown.is_of(&event, "x"));
+    }
+
+    #[test]
+    fn what_a_user_says_of_roots_container_is_not_taken_for_it() {
+        let mut held = lease(1, "GPU-0");
+        held.container.id = "0123456789ab".to_owned();
+        let names = Names::for_test(&held, Name { name: "web".into(), ..Name::default() });
+        let shown = Shown { names, inventory: None };
+        let (container_id, text) = (held.container.id.clone(), "of 0123456789ab".to_owned());
+        let roots = Event { lease: held.id.to_string(), container_id, text, ..Event::now(Kind::Refused) };
+        let users = Event { uid: 54321, lease: String::new(), ..roots.clone() };
+        for text in ["web", "0123"] {
+            assert!(shown.is_of(&roots, text) && !shown.is_of(&users, text), "{text}");
+        }
+        assert!(shown.is_of(&Event { container_id: "other".into(), ..users.clone() }, "oth"));
+        assert_eq!(shown.names.tell_of(roots.uid, &roots.text), "of web");
+        assert_eq!(shown.names.tell_of(users.uid, &users.text), "of 0123456789ab");
+        let line = shown.line(&users);
+        assert!(line.ends_with(" 0123456789ab of user 54321 (uid 54321) of 0123456789ab"), "{line}");
     }
 
     #[test]

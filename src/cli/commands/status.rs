@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::doctor::ask_engines;
 use super::tables::{self, Cell, Format};
 use crate::mps_daemons::{self, Listed};
-use crate::names::{Name, Names, WHY_WITHOUT_SHARE, is_id, lease_of};
+use crate::names::{Name, Names, WHY_WITHOUT_SHARE, is_another, is_id, lease_of, of_user};
 use crate::shown::{Device, Words, bar, cut, escaped, fraction, number_of, or_dash, word};
 use crate::status::{LeaseOnDevice, Room, Sources, Status, Waiting};
 use crate::terminal::utf8;
@@ -178,12 +178,12 @@ fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let last =
         last.map(|RefusalRecord { time, container_id, reason, uid, started, candidates }| LastRefusal {
             time: tables::timestamp(time),
-            name: called(&container_id),
+            name: if is_another(uid) { None } else { called(&container_id) },
             container_id,
-            reason: names.tell(&reason),
+            reason: names.tell_of(uid, &reason),
             uid,
             started,
-            candidates: candidates.iter().map(|text| names.tell(text)).collect(),
+            candidates: candidates.iter().map(|text| names.tell_of(uid, text)).collect(),
         });
     tables::print(arguments.format, &last, || match &last {
         None if is_remote => "No container of yours has been refused.".to_owned(),
@@ -194,13 +194,16 @@ fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
 
 impl LastRefusal {
     fn words(&self, verbose: bool) -> String {
-        let Self { time, container_id, name, reason, started, candidates, .. } = self;
+        let Self { time, container_id, name, reason, uid, started, candidates } = self;
         // With an engine's whole id it would be wider than a terminal.
         let id = if container_id.starts_with('/') { container_id.clone() } else { short_id(container_id) };
         let called = name.as_ref().unwrap_or(&id);
         let started = if *started { ", which was started" } else { "" };
+        // A line that begins with `why:` or `fix:` would look like one of sublet's own.
+        let of = is_another(*uid).then(|| format!(", {}", of_user(*uid)));
+        let reason = if of.is_some() { reason.clone() } else { in_lines(reason) };
         let each: String = candidates.iter().filter(|_| verbose).flat_map(|text| ["\n  - ", text]).collect();
-        format!("{time}  container {called}{started}: {}{each}", in_lines(reason))
+        format!("{time}  container {called}{}{started}: {reason}{each}", of.unwrap_or_default())
     }
 }
 
@@ -216,7 +219,7 @@ fn tables_of(status: &Status, own: Option<&Own>, width: Option<usize>, utf8: boo
     let devices = tables::fitting_rows(devices, width);
     let _ = writeln!(text, "{devices}\n\n{}", lease_table(status, width));
     if !status.waiting.is_empty() {
-        text.push_str("\nWaiting for a share, in this order:\n");
+        text.push_str("\nWaiting for a share:\n");
         text.extend(status.waiting.iter().map(waiting_line));
     }
     if !status.mps.is_empty() {
@@ -455,7 +458,7 @@ mod tests {
             "web        gone  mps                  12.5 %  -            - / 8 GiB      active",
         ];
         assert!(text.contains(&expected.join("\n")), "{text}");
-        assert!(text.contains("\n\nWaiting for a share, in this order:\nweb has waited for "), "{text}");
+        assert!(text.contains("\n\nWaiting for a share:\nweb has waited for "), "{text}");
         assert!(text.contains(", and is started when there is room: no room for mps"), "{text}");
         assert!(text.contains("s: no room for mps, 40 % SM\\u{1b}[2J: GPU 0 is full\n"), "{text}");
     }
@@ -474,6 +477,10 @@ mod tests {
         let brief = "2026-11-27T18:00:00Z  container 0123456789ab: no room\nwhy: GPU 0 is full\nfix: wait";
         assert_eq!(last.words(false), brief);
         assert_eq!(last.words(true), format!("{brief}\n  - GPU 0 is full\n  - GPU 1 is drained"));
+        let users =
+            "container 0123456789ab, of user 54321 (uid 54321): no room; why: GPU 0 is full; fix: wait";
+        let told = LastRefusal { uid: 54321, ..last }.words(false);
+        assert!(told.ends_with(users), "{told}");
     }
 
     #[test]

@@ -172,7 +172,7 @@ impl Status {
                 events: guard::events(config).into_iter().map(event).collect(),
             },
             mig_made: dynamic.iter().map(|made| MadeInstance::of(made, ledger)).collect(),
-            waiting: waiters.map(Waiting::of).collect(),
+            waiting: waiters.map(|waiter| Waiting::of(waiter, sources.names)).collect(),
             warnings: Vec::new(),
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
@@ -244,14 +244,16 @@ impl MadeInstance {
 }
 
 impl Waiting {
-    fn of(waiter: &Waiter) -> Self {
+    fn of(waiter: &Waiter, names: &Names) -> Self {
         let container = Some(&waiter.container).filter(|container| !container.id.is_empty());
         Self {
             container_id: container.map(|container| container.id.clone()),
-            name: container.and_then(by_engine).map(|name| name.name),
+            name: container
+                .and_then(|one| names.of_id(&one.id).cloned().or_else(|| by_engine(one)))
+                .map(|name| name.name),
             pid: waiter.process.map(|process| process.pid),
             since: timestamp(waiter.since),
-            why: waiter.why.clone(),
+            why: names.tell(&waiter.why),
             began: waiter.since,
         }
     }
@@ -325,4 +327,29 @@ fn outside(uuid: &str, label: &str, used: &DeviceUsed, status: &Status) -> Optio
     let more = used.outside.len().saturating_sub(NAMED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     Some(format!("{label}: used without a lease by {}{more}", named.collect::<Vec<_>>().join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use sublet_core::ledger::fixture::lease;
+    use sublet_core::request;
+
+    use super::*;
+    use crate::names::Name;
+
+    #[test]
+    fn who_waits_and_what_for_have_names_in_place_of_ids() {
+        let mut held = lease(1, "GPU-0");
+        held.container.id = "0123456789ab".to_owned();
+        let names = Names::for_test(&held, Name { name: "web".into(), ..Name::default() });
+        let request = request::parse(&BTreeMap::new(), None, None, &Config::default()).unwrap();
+        // Refused ones are known by their own ids.
+        let mut container = held.container.clone();
+        container.id = held.id.to_string();
+        let waiter = Waiter::new(&held.id, &container, &request, "no room; why: held by 0123456789ab", None);
+        let waiting = Waiting::of(&waiter, &names);
+        assert_eq!((waiting.name.as_deref(), &*waiting.why), (Some("web"), "no room; why: held by web"));
+    }
 }

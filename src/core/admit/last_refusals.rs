@@ -10,7 +10,7 @@ use crate::config::Config;
 use crate::events::{self, Event, Kind};
 use crate::fs::{read_history, read_if_trusted, replace};
 use crate::ledger::{Container, Lease};
-use crate::names::Names;
+use crate::names::{Names, REFUSED};
 use crate::process::epoch_seconds;
 use crate::text::{safe, safe_long};
 
@@ -59,7 +59,7 @@ pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
 pub(super) fn record(container: &Container, error: &AdmitError, config: &Config) {
     let said = (error.to_string(), error.candidates().to_vec());
     add(geteuid().as_raw(), &container.name(), error.reason(), said, config);
-    Names::now(Some(container), config);
+    REFUSED.get_or_init(|| Names::now(Some(container), config));
 }
 
 /// Adds a refusal that user `uid` reports.

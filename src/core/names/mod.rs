@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use nix::unistd::geteuid;
@@ -27,7 +28,7 @@ mod tests;
 /// [`Stored::schema`].
 const SCHEMA: &str = "sublet.names/1";
 
-/// Names of this many leases that have ended are kept.
+/// Names of this many leases that have ended are kept, and of as many refused containers.
 const ENDED: usize = 512;
 
 /// Far more than [`ENDED`] and all leases of a host have, in bytes.
@@ -118,6 +119,9 @@ struct Stored {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Names(BTreeMap<String, Known>);
 
+/// Those that this process, which ends then, learnt when it refused a container: engines' files are read once.
+pub(crate) static REFUSED: OnceLock<Names> = OnceLock::new();
+
 impl Names {
     /// [`Names::learn`] of the ledger of now, and of `refused`, a container that gets no lease.
     pub fn now(refused: Option<&Container>, config: &Config) -> Self {
@@ -149,7 +153,7 @@ impl Names {
         // But for when they were seen.
         let texts = |(id, known): (&String, &Known)| (id.clone(), known.name.clone());
         if !is_remote && !names.0.iter().map(texts).eq(before.iter().map(texts)) {
-            names.store(&path);
+            names.store(&path, ledger);
         }
         names
     }
@@ -184,6 +188,17 @@ impl Names {
             name.map_or_else(|| word.to_owned(), |name| word.replacen(id_in(word), &name, 1))
         };
         text.split_inclusive(char::is_whitespace).map(told).collect()
+    }
+
+    /// [`Names::tell`] of what is recorded of a container of `uid`. Ids in another user's words get no names.
+    pub fn tell_of(&self, uid: u32, text: &str) -> String {
+        if is_another(uid) { text.to_owned() } else { self.tell(text) }
+    }
+
+    /// Whether `text` begins the id or the name of a container that is known here, or the id of its lease.
+    pub fn knows(&self, text: &str) -> bool {
+        let mut labels = self.0.iter().flat_map(|(id, known)| [id, &known.container_id, &known.name.name]);
+        labels.any(|label| label.starts_with(text))
     }
 
     fn called(&self, id: &str) -> Option<String> {
@@ -221,12 +236,19 @@ impl Names {
                 self.0.insert(lease.id.to_string(), Known::of(&lease.container, name, now));
             }
         }
-        let ended = self.gone(ledger).map(|(id, known)| (known.seen, id.to_owned()));
-        let mut ended: Vec<(u64, String)> = ended.collect();
-        ended.sort();
-        let surplus = ended.len().saturating_sub(ENDED);
-        for (_, id) in ended.drain(..surplus) {
-            self.0.remove(&id);
+        self.thin_out(ledger);
+    }
+
+    /// Drops the oldest beyond [`ENDED`]: of leases, and of refusals.
+    fn thin_out(&mut self, ledger: &Ledger) {
+        for refused in [false, true] {
+            let ended = self.gone(ledger).filter(|(id, known)| (*id == known.container_id) == refused);
+            let mut ended: Vec<_> = ended.map(|(id, known)| (known.seen, id.to_owned())).collect();
+            ended.sort();
+            let surplus = ended.len().saturating_sub(ENDED);
+            for (_, id) in ended.drain(..surplus) {
+                self.0.remove(&id);
+            }
         }
     }
 
@@ -236,7 +258,10 @@ impl Names {
         Self(stored.map(|stored| stored.leases).unwrap_or_default())
     }
 
-    fn store(&self, path: &Path) {
+    fn store(&mut self, path: &Path, ledger: &Ledger) {
+        // Others may have stored theirs since these were read.
+        self.0 = Self::stored(path).0.into_iter().chain(std::mem::take(&mut self.0)).collect();
+        self.thin_out(ledger);
         let stored = Stored { schema: SCHEMA.to_owned(), leases: self.0.clone() };
         let written = serde_json::to_vec(&stored).map_err(Into::into);
         if let Err(error) = written.and_then(|text| replace(path, &text, 0o600)) {
@@ -253,12 +278,20 @@ pub fn is_own(lease: &Lease, is_remote: bool) -> bool {
     if is_remote { is_users() } else { !lease.brokered }
 }
 
+/// Whether root looks at what is recorded of a container of `uid`, a user: its id and all words are that user's, who may give
+/// the id of another container.
+pub fn is_another(uid: u32) -> bool {
+    uid != 0 && uid != geteuid().as_raw()
+}
+
 /// `text`, an error, as [`Names::tell`] has it by the names of now.
 pub fn told(text: &str) -> String {
     let has_id = text.split_whitespace().any(|word| is_id(id_in(word)));
     let config = if has_id { config_files::load().ok() } else { None };
     let config = config.filter(|config| is_there(&config.state_dir));
-    config.map_or_else(|| text.to_owned(), |config| Names::now(None, &config).tell(text))
+    let now =
+        |config| REFUSED.get().map_or_else(|| Names::now(None, &config).tell(text), |names| names.tell(text));
+    config.map_or_else(|| text.to_owned(), now)
 }
 
 /// `word` without what stands around it in a sentence.

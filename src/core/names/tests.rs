@@ -44,6 +44,34 @@ fn names_of_those_that_ended_first_are_dropped() {
 }
 
 #[test]
+fn refusals_drive_out_no_names_of_those_that_ended() {
+    let mut names = Names::default();
+    for number in 0..3 {
+        names.note(&ledger(&[number]), number, |_| Some(named("x")));
+    }
+    names.0.extend((0..600).map(|number| {
+        let id = format!("{number:064x}");
+        (id.clone(), known(&id, "refused", 100 + number))
+    }));
+    names.note(&ledger(&[]), 1000, |_| None);
+    assert_eq!((names.0.len(), names.refused("refused").count()), (3 + ENDED, ENDED));
+}
+
+#[test]
+fn who_stores_names_keeps_those_that_another_stored_meanwhile() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("names.json");
+    let [mut one, mut other] = [Names::default(), Names::default()];
+    one.note(&ledger(&[1]), 10, |_| Some(named("one")));
+    other.note(&ledger(&[2]), 10, |_| Some(named("other")));
+    one.store(&path, &ledger(&[]));
+    other.store(&path, &ledger(&[]));
+    let stored = Names::stored(&path);
+    assert_eq!(stored, other);
+    assert_eq!(stored.0.values().map(|known| &*known.name.name).collect::<Vec<_>>(), ["one", "other"]);
+}
+
+#[test]
 fn long_names_are_cut_between_characters() {
     let long = "ä".repeat(100);
     let name =
@@ -61,7 +89,7 @@ fn the_file_is_roots_alone_and_what_is_none_is_no_name() {
     let path = dir.path().join("names.json");
     let mut names = Names::default();
     names.note(&ledger(&[1]), 10, |_| Some(named("a\u{1b}[31m")));
-    names.store(&path);
+    names.store(&path, &ledger(&[1]));
     let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
     assert_eq!(Names::stored(&path), names);

@@ -9,7 +9,7 @@ use super::answer::Amounts;
 use super::of_share::{ShownNode, shown_node};
 use crate::events::Reader;
 use crate::mps_daemons::{self, Listed};
-use crate::names::{self, Known, Name, Names, NoLease, lease_of};
+use crate::names::{self, Known, Name, Names, NoLease, is_another, lease_of};
 use crate::preview::Whose;
 use crate::shown::{escaped, word};
 use crate::status::LeaseUsed;
@@ -352,15 +352,20 @@ fn events(found: &Found<'_>, names: &Names, whose: Whose, config: &Config) -> Ve
     }
     let ended = found.ended.iter().map(|(lease, _)| *lease);
     let leases: Vec<&str> = found.lease.iter().map(|lease| lease.id.as_str()).chain(ended).collect();
+    let by_id = |event: &events::Event| !event.container_id.is_empty() && found.is_id(&event.container_id);
+    // One that is known by more than `--container` says and has no lease is root's, as is one of which root has a record.
+    let is_roots = found.ids.len() > 1 || events.iter().any(|event| event.uid == 0 && by_id(event));
+    let uid = found.lease.map(|lease| lease.container.uid).or(is_roots.then_some(0));
     let is_its = |event: &events::Event| {
-        let names_it = !event.container_id.is_empty() && found.is_id(&event.container_id);
+        let may_name_it = !is_another(event.uid) || uid.is_none_or(|uid| uid == event.uid);
+        let names_it = may_name_it && by_id(event);
         // Of a container that no engine is known to have had, nothing but events tells of its leases.
         leases.contains(&event.lease.as_str()) || names_it && (event.lease.is_empty() || leases.is_empty())
     };
     let row = |event: events::Event| Happened {
         time: safe(&event.time),
         kind: event.kind.to_string(),
-        text: escaped(&names.tell(&event.text)),
+        text: escaped(&names.tell_of(event.uid, &event.text)),
     };
     events.into_iter().filter(is_its).map(row).collect()
 }
