@@ -2,8 +2,9 @@
 //! and engines read: `{"level":…,"msg":…,"time":…}`, or logrus text.
 
 use std::fmt::Write as _;
+use std::fs::{Permissions, set_permissions};
 use std::io::Write as _;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -66,9 +67,16 @@ impl Log {
             append(file, &format_line(self.json, level, if self.json { &lines } else { &message }, time));
         }
         if let Some(file) = &self.own {
+            make_private(file);
             append(file, &format_line(false, level, &message, time));
         }
     }
+}
+
+/// Takes a log that is there already from those who are neither its user nor in its group.
+fn make_private(file: &Path) {
+    let shared = file.metadata().ok().filter(|found| found.is_file() && found.mode() & 0o007 != 0);
+    let _ = shared.map(|found| set_permissions(file, Permissions::from_mode(found.mode() & 0o770)));
 }
 
 /// Other processes write to the same file, so each line is appended with one write. Lines have containers' names, which are
@@ -199,8 +207,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (engine, own) = (dir.path().join("engine"), dir.path().join("own"));
         std::fs::write(&engine, "{}\n").unwrap();
+        std::fs::write(&own, "").unwrap();
+        set_permissions(&own, Permissions::from_mode(0o644)).unwrap();
 
         Log::new("sublet-runtime", Some(&engine), true, Some(&own)).write(Level::Info, "no; why: \nx");
+        assert_eq!(own.metadata().unwrap().mode() & 0o777, 0o640, "names are its readers' alone");
         let engine = std::fs::read_to_string(engine).unwrap();
         assert!(
             engine.starts_with("{}\n{\"level\":\"info\",\"msg\":\"sublet-runtime: no\\nwhy: \\\\nx\","),
