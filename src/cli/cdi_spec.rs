@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use sublet_core::admit::{AdmitError, Candidate, fresh_inventory, lease_for};
+use sublet_core::admit::{AdmitError, fresh_inventory, lease_for};
 use sublet_core::config::Config;
 use sublet_core::fs::{create_directories, replace};
 use sublet_core::grant::{Grant, GrantedNode, Image, grant};
@@ -146,10 +146,8 @@ impl Host<'_> {
             Ok(placement) => Placement { neighbours: None, ..placement },
             Err(refusal) => return Ok(Err(refusal.to_string())),
         };
-        let container = Container::default();
-        let candidate = Candidate { container, owner: Process::current()?, engine: None };
-        let image = Image::default();
-        let lease = lease_for(&candidate, &placement, &image, id, config);
+        let (container, image) = (Container::default(), Image::default());
+        let lease = lease_for(&container, Process::current()?, &placement, &image, id, config);
         let mut grant = grant(&placement, &lease, &request.capabilities, &image, idle, &request.over(config));
         let root = &config.driver.root;
         grant.nodes.retain(|GrantedNode { node, .. }| !node.is_optional() || check_node(root, node).is_ok());

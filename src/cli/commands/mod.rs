@@ -106,7 +106,7 @@ enum Command {
     /// Share GPUs among Slurm's jobs: lines for gres.conf, and what slurm.conf names as prolog and epilog
     #[command(subcommand)]
     Slurm(slurm::Command),
-    /// Run the service: the guard, leases for users without root, current CDI devices; systemd runs it
+    /// Run the service, by systemd: the guard, leases for users, CDI devices, Docker's refused containers once there is room
     Serve,
     /// Check or show the configuration
     #[command(subcommand)]

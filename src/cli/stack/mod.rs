@@ -17,15 +17,13 @@ use crate::mig::Foreseen;
 use crate::names::{Name, Names};
 use crate::preview::{Ahead, Whose, preview_after};
 use crate::setup::docker::RESOURCE;
-use sublet_core::admit::{AdmitError, Candidate, RequestSource, lease_for, request_by_cdi, request_of};
+use sublet_core::admit::{AdmitError, RequestSource, book_for, request_by_cdi, request_of};
 use sublet_core::config::Config;
 use sublet_core::config_files::{Containers, Known};
-use sublet_core::grant::Image;
 use sublet_core::inventory::{GpuProcess, Inventory};
-use sublet_core::ledger::{Container, Lease, LeaseId, Ledger};
+use sublet_core::ledger::{Container, LeaseId, Ledger};
 use sublet_core::oci::cdi::KIND;
 use sublet_core::place::{Placement, expected};
-use sublet_core::process::Process;
 use sublet_core::request::{Request, has_sublet_annotations};
 use sublet_core::share::Mode;
 use sublet_core::text::{safe, safe_path};
@@ -207,7 +205,7 @@ impl World<'_> {
         let world = (&self.inventory, &self.ledger);
         match preview_after(&mut self.ahead, &request, &id, world, self.whose, self.config) {
             Ok(placement) => {
-                self.ledger.leases.push(self.lease(service, &placement, id)?);
+                self.book(service, &placement, &id);
                 Ok(Outcome::Fits(Box::new(placement)))
             }
             Err(AdmitError::WouldMake { .. } | AdmitError::Unmade { .. }) if self.shares && !alone => {
@@ -222,19 +220,18 @@ impl World<'_> {
                 let part = foreseen.leased(&self.inventory);
                 let devices = vec![part.uuid.clone()];
                 let placement = Placement { devices, mig_devices: vec![part], ..expected(&request) };
-                self.ledger.leases.push(self.lease(service, &placement, id)?);
+                self.book(service, &placement, &id);
                 Ok(Outcome::Made(Box::new((foreseen, placement))))
             }
             Err(error) => Ok(Outcome::Not(error.into())),
         }
     }
 
-    fn lease(&self, service: &Service, placement: &Placement, id: LeaseId) -> io::Result<Lease> {
+    fn book(&mut self, service: &Service, placement: &Placement, id: &LeaseId) {
         let uid = if self.whose == Whose::Root { 0 } else { nix::unistd::geteuid().as_raw() };
         let (bundle, rootfs, record) = ("/".into(), "/".into(), "/".into());
         let container = Container { uid, id: service.name.clone(), bundle, rootfs, record };
-        let candidate = Candidate { container, owner: Process::current()?, engine: None };
-        Ok(lease_for(&candidate, placement, &Image::default(), id, self.config))
+        book_for((id, &container), placement, &mut self.ledger, self.config);
     }
 }
 

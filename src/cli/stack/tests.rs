@@ -5,6 +5,7 @@ use crate::names::Names;
 use sublet_core::inventory::GpuProcess;
 use sublet_core::ledger::{Init, fixture::lease};
 use sublet_core::place::fixture::{GIB, device, host};
+use sublet_core::process::Process;
 
 fn service(name: &str, annotations: &[(&str, &str)]) -> Service {
     let pair = |(key, value): &(&str, &str)| (format!("sublet.{key}"), (*value).to_owned());

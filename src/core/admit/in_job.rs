@@ -125,7 +125,8 @@ impl Local<'_> {
             let lease = Lease {
                 job: Some(Job { step: cgroup.step.clone(), ..of_job }),
                 within: Some(job.id.clone()),
-                ..lease_for(candidate, &placement, &ask.image, id, self.config).brokered()
+                ..lease_for(&candidate.container, candidate.owner, &placement, &ask.image, id, self.config)
+                    .brokered()
             };
             ledger.insert(lease.clone())?;
             Ok((lease, placement))

@@ -15,7 +15,8 @@ use crate::fs::is_absent;
 use crate::grant::{Grant, Image};
 use crate::inventory::{self, Device, Inventory, is_watched};
 use crate::ledger::{
-    DaemonKey, Freed, Init, Job, Lease, LeaseId, LeaseState, Ledger, LedgerError, Scan, Store, Waiter,
+    Container, DaemonKey, Freed, Init, Job, Lease, LeaseId, LeaseState, Ledger, LedgerError, Scan, Store,
+    Waiter,
 };
 use crate::mps;
 use crate::oci::{self, Tree};
@@ -133,12 +134,10 @@ pub(super) fn take(
         unexplained_ended: false,
     };
     let taken = search.run().map_err(|error| search.add_advice(error));
-    match (&taken, terms) {
-        // `sublet serve` may start it again.
-        (Err(refused), Terms::OfSpec(_)) if refused.is_temporary() && candidate.container.is_dockers() => {
-            search.note_waiter(refused, None);
-        }
-        _ => {}
+    // `sublet serve` may start it again.
+    let may_retry = || matches!(terms, Terms::OfSpec(_)) && candidate.container.is_dockers();
+    if let Some(refused) = taken.as_ref().err().filter(|refused| refused.is_temporary() && may_retry()) {
+        search.note_waiter(refused, None);
     }
     if local.config.mig.dynamic && taken.is_err() {
         local.release_instance(&search.id, store);
@@ -306,7 +305,7 @@ impl Search<'_> {
                 return Err(NotTaken::LayoutChanged);
             }
             let placement = find(request, &self.id, World { inventory: &allowed, ledger, config })
-                .map_err(|refusal| self.classify(refusal, may_refresh, &allowed, ledger))?;
+                .map_err(|refusal| self.classify(refusal, may_refresh, (&allowed, ledger)))?;
             let unconfirmed = !placement.mig_devices.is_empty() && !confirmed;
             if unconfirmed || placement.refresh_first && may_refresh {
                 return Err(NotTaken::InventoryOld);
@@ -318,7 +317,8 @@ impl Search<'_> {
                 ledger.check_unbound(candidate.container.uid)?;
             }
             oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
-            let mut lease = lease_for(candidate, &placement, &image, self.id.clone(), config);
+            let mut lease =
+                lease_for(&candidate.container, candidate.owner, &placement, &image, self.id.clone(), config);
             lease.mount_points = own_mount_points(&image, &candidate.container.rootfs, ledger).into();
             match terms {
                 Terms::OfSpec(_) => {}
@@ -365,13 +365,8 @@ impl Search<'_> {
         Ok((booked, freed))
     }
 
-    fn classify(
-        &self,
-        refusal: Box<Refusal>,
-        may_refresh: bool,
-        allowed: &Inventory,
-        ledger: &Ledger,
-    ) -> NotTaken {
+    fn classify(&self, refusal: Box<Refusal>, may_refresh: bool, of: (&Inventory, &Ledger)) -> NotTaken {
+        let (allowed, ledger) = of;
         if !ledger.unexplained.is_empty() && !self.unexplained_ended {
             return NotTaken::UnexplainedDaemon;
         }
@@ -399,9 +394,16 @@ fn own_mount_points(image: &Image, rootfs: &Path, ledger: &Ledger) -> Vec<PathBu
     image.created.iter().chain(made).chain(gone).cloned().collect()
 }
 
+/// Books in `ledger`, which is not written, what a container would get as this lease.
+pub fn book_for(of: (&LeaseId, &Container), placement: &Placement, ledger: &mut Ledger, config: &Config) {
+    let nobody = Process { pid: 0, start_time: 0 };
+    ledger.leases.push(lease_for(of.1, nobody, placement, &Image::default(), of.0.clone(), config));
+}
+
 /// The lease for a placement.
 pub fn lease_for(
-    candidate: &Candidate<'_>,
+    container: &Container,
+    owner: Process,
     placement: &Placement,
     image: &Image,
     id: LeaseId,
@@ -412,7 +414,7 @@ pub fn lease_for(
     let tmp_volume = image.tmp_volume.iter().filter(|_| takes_default);
     Lease {
         id,
-        container: candidate.container.clone(),
+        container: container.clone(),
         devices: placement.devices.clone(),
         mode: placement.mode,
         isolation: placement.isolation,
@@ -423,7 +425,7 @@ pub fn lease_for(
         priority: placement.priority,
         guard: placement.guard,
         state: LeaseState::Pending,
-        owner: candidate.owner,
+        owner,
         init: None,
         bind_by: None,
         since: epoch_seconds(),

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use serde_json::json;
 
 use super::*;
-use sublet_core::admit::{Candidate, lease_for};
+use sublet_core::admit::lease_for;
 use sublet_core::config::Config;
 use sublet_core::grant::Image;
 use sublet_core::ledger::{LeaseId, Ledger, fixture};
@@ -21,8 +21,8 @@ fn answer(annotations: &[(&str, &str)], inventory: &Inventory) -> Answer {
     let id = LeaseId::parse("00000000000000ab").unwrap();
     let placement = place(&request, &id, inventory, &Ledger::empty(""), &config).unwrap();
     let container = fixture::lease(1, "").container;
-    let candidate = Candidate { container, owner: Process::current().unwrap(), engine: None };
-    let lease = lease_for(&candidate, &placement, &Image::default(), id, &config);
+    let lease =
+        lease_for(&container, Process::current().unwrap(), &placement, &Image::default(), id, &config);
     Answer::of(&request, &placement, &lease, inventory)
 }
 
