@@ -190,7 +190,7 @@ impl Shown {
     }
 
     fn is_of(&self, event: &Event, text: &str) -> bool {
-        let is_its_id = !is_another(event.uid) || !self.names.knows(text);
+        let is_its_id = !is_another(event.uid) || self.name(event).is_some() || !self.names.knows(text);
         let id = is_its_id.then_some(event.container_id.as_str());
         let labels = [id, Some(event.lease.as_str()), self.name(event)];
         !text.is_empty() && labels.into_iter().flatten().any(|label| label.starts_with(text))
