@@ -15,7 +15,7 @@ use nix::unistd::geteuid;
 use serde_json::Value;
 
 use crate::peer::Peer;
-use crate::preview::{Whose, may_be_out_of_date, preview};
+use crate::preview::{Whose, preview};
 use sublet_core::admit::{AdmitError, Local, book_for, fresh_inventory};
 use sublet_core::bounded_input;
 use sublet_core::broker::client::connect_now;
@@ -113,9 +113,7 @@ impl Kept {
                     tracing::info!("container {id} is started: Docker says {status} {why}");
                 }
                 // One that was refused anew meanwhile is another.
-                Some(Step::Forget) => {
-                    local.update(|ledger| ledger.waiters.retain(|other| *other != waiter))?
-                }
+                Some(Step::Forget) => local.update(|ledger| ledger.waiters.retain(|one| *one != waiter))?,
                 None => {}
             }
         }
@@ -144,7 +142,9 @@ impl Kept {
         let (request, may_refresh) = (waiter.request()?, self.may_refresh());
         let sources = (self.inventory.as_mut()?, &*ahead, !may_refresh);
         let placed = preview(&request, &waiter.id, sources, Whose::Root, config);
-        if placed.as_ref().is_err_and(|error| may_refresh && may_be_out_of_date(error, config)) {
+        // A refresh that failed was one, too.
+        let is_of_now = |error: &AdmitError| error.wants_refresh() || matches!(error, AdmitError::Own(_));
+        if may_refresh && placed.as_ref().is_err_and(is_of_now) {
             self.refreshed = Some(Instant::now());
         }
         match placed {
