@@ -8,7 +8,7 @@ use std::path::Path;
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, IMAGE, skip_unless_engines};
-use sublet_e2e::{World, bin_dir, eventually, is_alive, programs};
+use sublet_e2e::{World, bin_dir, eventually, in_one_line, is_alive, programs};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 
@@ -231,9 +231,8 @@ fn docker_run_shows_why_a_share_is_refused() {
     let _ = docker.hold("large", &["sublet.sm=70"], &[]);
     let refused = |name: &str, annotations: &[&str], options: &[&str], words: &[&str]| {
         let refused = docker.run(name, annotations, options, &["true"]);
-        let line =
-            refused.stderr.lines().find(|line| line.contains("OCI runtime create failed")).unwrap_or("");
-        let line = line.to_owned();
+        let said = in_one_line(&refused.stderr);
+        let line = said.lines().find(|line| line.contains("OCI runtime create failed")).unwrap_or("");
         assert!(!refused.ok && words.iter().all(|word| line.contains(word)), "{words:?}: {refused:?}");
         docker.done(&["rm", name]);
     };

@@ -282,7 +282,7 @@ fn a_vgpu_guest_has_no_mps_unless_somebody_says_so() {
         &[bad(&world, SHARE).refused()],
         &[
             "refused: GPU 0 is a vGPU, where MPS works with some profiles only; fix: set [mps] allow_vgpu = true to \
-             try it, or use time-slice",
+             try it (root), or use time-slice",
         ],
     );
     let plain = world.bundle("plain", &[("sublet.gpu", "0")], HOLD);

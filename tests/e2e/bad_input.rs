@@ -160,7 +160,7 @@ fn specs_that_contradict_a_share() {
             "the container may open every device of the host (a *:* rwm); fix: remove `--privileged` or the rule, or set `[limits] allow_privileged = true`",
             "the container is given the device /dev/nvidia5 in addition to its share; fix: remove that device or volume, or set `[limits] allow_privileged = true`",
             "the container is given the device /dev/harmless in addition to its share; fix: remove that device or volume, or set `[limits] allow_privileged = true`",
-            "the container's device cgroup rule `c 195:* rw` opens NVIDIA devices too; fix: remove it, or set `[limits] allow_privileged = true`",
+            "the container's device cgroup rule `c 195:* rw` opens NVIDIA devices too; fix: remove that `--device-cgroup-rule`, or set `[limits] allow_privileged = true`",
             "the container is given the bind mount of /dev in addition to its share; fix: remove that device or volume, or set `[limits] allow_privileged = true`",
             "the engine was asked for GPUs too (hook nvidia-container-runtime-hook); fix: remove `--gpus` (Compose: deploy.resources)",
             "the engine was asked for an NVIDIA CDI device too (nvidia.com/gpu=0); fix: remove `--device` or `--gpus`",

@@ -217,7 +217,7 @@ fn an_error_in_json_has_a_reason() {
     let reason = |arguments: &[&str]| {
         let (stdout, stderr) = run(&world, &[arguments, &["--format", "json"]].concat(), 1);
         let error: Value = serde_json::from_str(&stdout).expect("one JSON document");
-        assert_eq!(stderr, format!("sublet: {}\n", error["error"].as_str().expect("a text")));
+        assert_eq!(in_one_line(&stderr), format!("sublet: {}", error["error"].as_str().expect("a text")));
         error["reason"].as_str().expect("a word").to_owned()
     };
     assert_eq!(reason(&["explain", "sm=70"]), "no-room");

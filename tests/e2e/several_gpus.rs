@@ -177,7 +177,7 @@ fn of_gpus_of_different_size_a_percentage_is_of_the_smallest() {
     assert!(explained.contains(own) && explained.contains(memory), "{explained}");
     let large =
         refused(&world, "large", &[("sublet.gpu", "all"), ("sublet.sm", "25"), ("sublet.memory", "100GiB")]);
-    assert!(large.contains("GPU 1 (NVIDIA H100 80GB HBM3) has 81559 MiB, of which"), "{large}");
+    assert!(large.contains("GPU 1 has 81559 MiB, of which"), "{large}");
     world.assert_empty();
 }
 

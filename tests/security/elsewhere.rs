@@ -307,7 +307,7 @@ fn c3_a_container_whose_record_could_not_be_found_again_gets_no_lease() {
     std::os::unix::fs::symlink(&root, &root).expect("a loop");
     let (long, own) = ("a".repeat(1000), world.runtime_root());
     // If the root directory does not exist yet, the low-level runtime reports it.
-    let (runtimes, ours) = ("", "when the container ends");
+    let (runtimes, ours) = ("", "fix: use another --root");
     for (root, id, why) in [(&own, long.as_str(), runtimes), (&own, &long, ours), (&root, "first", ours)] {
         let mut create = world.command("sublet-runtime");
         let create =
