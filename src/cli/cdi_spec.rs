@@ -384,7 +384,11 @@ mod tests {
         ];
         assert_eq!(names(&listing), expected);
         assert_eq!(why(&listing, "a"), "2 MIG devices can serve it: name one, such as a.0:0");
-        assert!(why(&listing, "a.0:2").contains("none is a 1g.18gb: 0:2 is a 2g.35gb"));
+        assert!(
+            why(&listing, "a.0:2").contains("no MIG device is a 1g.18gb; why: 0:2 is a 2g.35gb"),
+            "{:?}",
+            listing.without
+        );
         assert!(why(&listing, "d.0").contains("is in MIG mode"), "{:?}", listing.without);
         assert_eq!(why(&listing, "e.0:0"), "its sublet.gpu names other GPUs");
         assert!(why(&listing, "a.0:9").contains("its name would mean share a on GPU 0:9"));

@@ -459,8 +459,10 @@ mod tests {
         ];
         assert!(text.contains(&expected.join("\n")), "{text}");
         assert!(text.contains("\n\nWaiting for a share:\nweb has waited for "), "{text}");
-        assert!(text.contains(", and is started when there is room: no room for mps"), "{text}");
-        assert!(text.contains("s: no room for mps, 40 % SM\\u{1b}[2J: GPU 0 is full\n"), "{text}");
+        let text = text.replace('\n', " ");
+        let said = "no room for mps, 40 % SM\\u{1b}[2J: GPU 0 is full ";
+        assert!(text.contains(&format!("0s, and is started when there is room: {said}")), "{text}");
+        assert!(text.contains(&format!("`sublet wait` has waited for 0s: {said}")), "{text}");
     }
 
     #[test]

@@ -38,7 +38,9 @@ pub enum Conflict {
     #[error("the container is given {0} in addition to its share; fix: remove that device or volume{ALLOW}")]
     Node(String),
     /// A rule for nodes of NVIDIA's.
-    #[error("the container's device cgroup rule `{0}` opens NVIDIA devices too; fix: remove that `--device-cgroup-rule`{ALLOW}")]
+    #[error(
+        "the container's device cgroup rule `{0}` opens NVIDIA devices too; fix: remove that `--device-cgroup-rule`{ALLOW}"
+    )]
     Rule(String),
     /// The container has no mount namespace of its own, so mounts would appear on the host.
     #[error(

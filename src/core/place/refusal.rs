@@ -9,7 +9,7 @@ use super::{Allows, Misfit, World, find};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::{ANOTHERS, DaemonKey, Lease, LeaseId};
-use crate::request::Request;
+use crate::request::{Request, default_isolation};
 use crate::share::{Devices, Isolation, MIB, Memory, Mode, Priority, Selector, show_bytes};
 use crate::text::{self, add_why, first_line, list_some, safe};
 
@@ -217,9 +217,11 @@ fn modes(request: &Request, config: &Config) -> Vec<Way> {
         return Vec::new();
     }
     let is_whole = request.mode == Some(Mode::Exclusive);
-    let isolation = if is_whole { config.defaults.isolation } else { request.isolation };
     let shared = if is_whole { ", shared with others" } else { "" };
+    let default = |mode| default_isolation(mode, &request.devices, config);
     let other = |mode| {
+        let is_default = request.isolation == default(request.mode);
+        let isolation = if is_default { default(Some(mode)) } else { request.isolation };
         let told = format!("sublet.mode={mode} fits now{shared}");
         (Request { mode: Some(mode), isolation, ..request.clone() }, told)
     };

@@ -23,6 +23,7 @@ use rules::{KEYS, Keys, PREFIX, one_word};
 use strum::VariantArray as _;
 
 pub use rules::RequestError;
+pub(crate) use rules::default_isolation;
 
 /// One container's request, complete and free of contradictions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -52,7 +52,7 @@ pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding> {
 }
 
 /// The configured isolation, if the mode has one. A container with several devices has a dedicated MPS server.
-pub(super) fn default_isolation(mode: Option<Mode>, devices: &Devices, config: &Config) -> Isolation {
+pub(crate) fn default_isolation(mode: Option<Mode>, devices: &Devices, config: &Config) -> Isolation {
     match mode {
         Some(Mode::Mps) if are_several(devices) => Isolation::Dedicated,
         Some(Mode::Exclusive | Mode::Mig) => Isolation::Shared,
