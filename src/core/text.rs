@@ -102,7 +102,7 @@ pub fn short_id(id: &str) -> String {
 }
 
 /// Whether `id` is one that Docker or Podman gives; anything else names no file of theirs.
-pub fn is_engine_id(id: &str) -> bool {
+pub(crate) fn is_engine_id(id: &str) -> bool {
     id.len() == 64 && id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 

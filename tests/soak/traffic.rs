@@ -125,10 +125,10 @@ impl<'a> Actor<'a> {
         // What a hook at prestart says, crun does not pass on.
         let by_hook = done.stderr.contains("executing hook") || done.stderr.contains("prestart hook");
         // A GPU that is drained may decide, and waiting for others does not change that.
-        let refuses =
+        let says_no =
             |text: &str| ["no room", "cannot serve", "refused: "].iter().any(|said| text.contains(said));
-        let is_refusal = told_now.iter().any(|event| refuses(books::text(event, "text")));
-        let refused = refuses(&done.stderr) || by_hook && is_refusal;
+        let is_refusal = told_now.iter().any(|event| says_no(books::text(event, "text")));
+        let refused = says_no(&done.stderr) || by_hook && is_refusal;
         if refused {
             self.weather.counts.refusals.fetch_add(1, Ordering::Relaxed);
         }

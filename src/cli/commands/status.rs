@@ -319,7 +319,7 @@ fn lease_row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 13] {
 
 /// What people call the container of a lease in the ledger, as the table does.
 pub(super) fn label(lease: &Lease, name: Option<&Name>) -> String {
-    name.and_then(Name::called).map_or_else(|| short_id(&lease.container.name()), |called| cut(called))
+    name.and_then(Name::called).map_or_else(|| short_id(&lease.container.name()), cut)
 }
 
 /// The table of MPS daemons; `label` names the device with a UUID.

@@ -102,7 +102,7 @@ impl Kept {
             };
             let _ = asked.as_ref().inspect_err(|error| self.warn(error));
             let note = |step: fn(&mut Retry)| local.update(|ledger| ledger.retry_mut(&waiter.id).map(step));
-            match self.step(&waiter, asked.ok(), (&mut ahead, config)) {
+            match self.step(&waiter, asked.ok(), &mut ahead, config) {
                 Some(Step::Confirm) => drop(note(|retry| retry.confirmed = true)?),
                 Some(Step::Start) => {
                     // Its entry goes when it gets its lease; if it is refused again, it keeps its place.
@@ -122,11 +122,17 @@ impl Kept {
 
     /// What is done about `waiter`; `None` for `asked`: Docker does not say. Books in the ledger, which is not written,
     /// what it finds room for, whether it is its time or not.
-    fn step(&mut self, waiter: &Waiter, asked: Option<bool>, world: (&mut Ledger, &Config)) -> Option<Step> {
+    fn step(
+        &mut self,
+        waiter: &Waiter,
+        asked: Option<bool>,
+        ahead: &mut Ledger,
+        config: &Config,
+    ) -> Option<Step> {
         if asked == Some(false) {
             return Some(Step::Forget);
         }
-        let has_room = self.find_room(waiter, world.0, world.1).is_some();
+        let has_room = self.find_room(waiter, ahead, config).is_some();
         let retry = waiter.retry.as_ref().filter(|_| asked.is_some())?;
         let starts = has_room && retry.from <= uptime_seconds();
         if retry.confirmed { starts.then_some(Step::Start) } else { Some(Step::Confirm) }
@@ -349,7 +355,7 @@ mod tests {
             let mut kept = Kept { refreshed: Some(Instant::now()), inventory, ..Kept::default() };
             let all = [(first, says), (second, Some(true))];
             let steps = all.into_iter().filter_map(|(one, says)| {
-                let step = kept.step(&one, says, (&mut ahead, &config))?;
+                let step = kept.step(&one, says, &mut ahead, &config)?;
                 Some((one.container.id, step))
             });
             steps.collect::<Vec<_>>()

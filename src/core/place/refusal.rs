@@ -192,8 +192,9 @@ fn less(request: &Request, device: &Device, world: World<'_>) -> Option<Way> {
     let settings = sm.map(|sm| format!("sublet.sm={sm}")).into_iter();
     let settings: Vec<String> =
         settings.chain(memory.map(|bytes| format!("sublet.memory={}MiB", bytes / MIB))).collect();
-    // A smaller percentage would not be read.
-    let is_written = !settings.is_empty() && sm.is_none_or(|sm| sm.thousandths() >= 1000);
+    // A smaller percentage would not be read, nor no memory.
+    let is_read = sm.is_none_or(|sm| sm.thousandths() >= 1000) && memory != Some(0);
+    let is_written = !settings.is_empty() && is_read;
     let memory = memory.map(Memory::Bytes).or(request.memory);
     let changed = Request { sm: sm.or(request.sm), memory, ..request.clone() };
     is_written.then(|| (changed, settings.join(" ") + " fits now"))
