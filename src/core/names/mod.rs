@@ -144,6 +144,8 @@ impl Names {
         let path = config.state_dir.join("names.json");
         let (began, now, is_remote) = (Instant::now(), epoch_seconds(), is_remote(config));
         let mut names = if is_remote { Self::default() } else { Self::stored(&path) };
+        // Of two that have one name, those of now alone need their ids.
+        names.0.values_mut().for_each(|known| known.seen = known.seen.min(now.saturating_sub(1)));
         let before = names.0.clone();
         let may_look = |lease: &Lease| is_own(lease, is_remote) && began.elapsed() < LIMIT;
         names.note(ledger, now, |lease| may_look(lease).then(|| learnt(lease)).flatten());
