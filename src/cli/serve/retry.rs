@@ -298,7 +298,12 @@ mod tests {
         std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         let mut dockerd = std::process::Command::new(&program).arg("60").spawn().unwrap();
         fs::write(pid_file, dockerd.id().to_string()).unwrap();
-        assert!(is_dockerd_up(pid_file, &config));
+        // It has its name a moment after execve(2) has let its parent go on.
+        let began = Instant::now();
+        while !is_dockerd_up(pid_file, &config) {
+            assert!(began.elapsed() < Duration::from_secs(30), "it runs");
+            thread::sleep(Duration::from_millis(2));
+        }
         fs::write(pid_file, "1").unwrap();
         assert!(!is_dockerd_up(pid_file, &config), "it was killed, and another has its pid");
         dockerd.kill().unwrap();
