@@ -23,7 +23,12 @@ const CONTAINER_TYPE: &str = "container_t";
 /// Whether containers of the host at `root` cannot reach MPS daemons, whose files are in `state_dir`: `SELinux` is
 /// enforcing, and the files do not have the type of sublet's module. (Engines may not read the list of modules.)
 pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
-    is_selinux_enforcing(root) && !is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
+    is_selinux_enforcing(root) && !has_labels(state_dir)
+}
+
+/// Whether the files of MPS daemons in `state_dir` have the type of sublet's module, or will have it.
+pub(crate) fn has_labels(state_dir: &Path) -> bool {
+    is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
 }
 
 /// Whether a process with the context `label` may not write to the sockets of MPS daemons, whose files are in `mps`: by the

@@ -11,7 +11,7 @@ use super::control::{AskError, Control};
 use super::dirs::{self, DaemonLock};
 use super::{MpsError, STOP_LIMIT, child_start, child_stop, limits_and_state};
 use crate::config::{Config, ExclusiveComputeMode};
-use crate::fs::selinux;
+use crate::fs::{is_selinux_enforcing, selinux};
 use crate::ledger::{DaemonKey, DaemonState, DefaultLimits, Lease, LedgerError, MpsDaemon, Store};
 use crate::process::sublet::SubletError;
 use crate::process::{Condition, Process, epoch_seconds, listens, sublet};
@@ -46,7 +46,7 @@ pub(crate) fn end_conflicting(keys: &[DaemonKey], store: &Store) -> Result<Vec<S
 /// The daemon cannot be started or does not answer within `[mps] start_timeout`.
 pub fn make_ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     let Some(key) = &lease.daemon else { return Ok(Vec::new()) };
-    if selinux::denies_mps_sockets(Path::new("/"), &config.state_dir) {
+    if is_selinux_enforcing(Path::new("/")) && !selinux::has_labels(&config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: config.state_dir.clone() });
     }
     if serve_if_running(lease, store, config)? {
@@ -165,7 +165,7 @@ const LONGEST_PID: u64 = 64;
 pub fn ensure_answering(public: &Path, config: &Config) -> Result<(), MpsError> {
     let began = Instant::now();
     let daemon = Daemon::of_public(public, config)?;
-    if selinux::denies_mps_sockets(Path::new("/"), &daemon.config.state_dir) {
+    if is_selinux_enforcing(Path::new("/")) && !selinux::has_labels(&daemon.config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: daemon.config.state_dir });
     }
     match daemon.answers() {
