@@ -122,13 +122,10 @@ impl<'a> Actor<'a> {
     /// container's own.
     fn judge(&self, name: &str, (share, dedicated): (usize, bool), done: &Finished, before: &Before) {
         let told_now = self.refusals(name, before.uptime);
-        // What a hook at prestart says, crun does not pass on.
-        let by_hook = done.stderr.contains("executing hook") || done.stderr.contains("prestart hook");
-        // A GPU that is drained may decide, and waiting for others does not change that.
-        let says_no =
-            |text: &str| ["no room", "cannot serve", "refused: "].iter().any(|said| text.contains(said));
-        let is_refusal = told_now.iter().any(|event| says_no(books::text(event, "text")));
-        let refused = says_no(&done.stderr) || by_hook && is_refusal;
+        // What a hook at prestart says, crun does not pass on, and a refusal has many words: its event has the reason.
+        let reason = |event: &Value| books::text(event, "reason").to_owned();
+        let refused =
+            told_now.iter().map(reason).any(|why| ["no-room", "never-fits"].contains(&why.as_str()));
         if refused {
             self.weather.counts.refusals.fetch_add(1, Ordering::Relaxed);
         }
