@@ -122,10 +122,12 @@ impl<'a> Actor<'a> {
     /// container's own.
     fn judge(&self, name: &str, (share, dedicated): (usize, bool), done: &Finished, before: &Before) {
         let told_now = self.refusals(name, before.uptime);
-        // What a hook at prestart says, crun does not pass on, and a refusal has many words: its event has the reason.
-        let reason = |event: &Value| books::text(event, "reason").to_owned();
+        // An engine shows the first line, and has another name for the container. What a hook at prestart says, crun does not
+        // pass on: its event has the reason.
+        let first_lines = ["no room", "cannot serve", "refused: ", "no MIG device", "needs a MIG device"];
+        let is_refusal = |event: &Value| ["no-room", "never-fits"].contains(&books::text(event, "reason"));
         let refused =
-            told_now.iter().map(reason).any(|why| ["no-room", "never-fits"].contains(&why.as_str()));
+            first_lines.iter().any(|line| done.stderr.contains(line)) || told_now.iter().any(is_refusal);
         if refused {
             self.weather.counts.refusals.fetch_add(1, Ordering::Relaxed);
         }
