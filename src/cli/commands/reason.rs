@@ -26,7 +26,7 @@ pub enum ExplainError {
     /// A container of which nothing is recorded.
     #[error(
         "container {0} holds no lease, and neither an earlier one, nor a refusal, nor an action of the guard is \
-         recorded for it"
+         recorded for it; earlier ones are shown to root alone"
     )]
     NoContainer(String),
 }
