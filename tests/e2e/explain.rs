@@ -134,7 +134,7 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     assert_eq!(
         failure(&world, &["explain", "--container", "nobody"]),
         "sublet: container nobody holds no lease, and neither an earlier one, nor a refusal, nor an action of the \
-         guard is recorded for it"
+         guard is recorded for it; earlier ones are shown to root alone"
     );
     let after = (contents(&world.state_dir()), contents(&bundle.dir));
     let changed: Vec<_> = before.0.iter().filter(|(path, text)| after.0.get(*path) != Some(text)).collect();
