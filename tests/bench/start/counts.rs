@@ -149,16 +149,19 @@ impl<'s> Counted<'s> {
 /// What strace writes when a process becomes another program.
 const DETACHED: &str = "<detached ";
 
-/// Whether this line of `trace` has a process become `sublet`. On a busy machine the call stands in two lines.
+/// Whether this line of `trace` has a process become `sublet`. On a busy machine strace leaves the call unfinished, also where
+/// it succeeds; one that fails is resumed.
 fn starts_sublet(line: &str, trace: &str) -> bool {
     let Some((pid, call)) = line.split_once(' ').filter(|(_, call)| call.contains("/sublet\"")) else {
         return false;
     };
-    let resumes = |line: &str| {
-        line.split_once(' ').is_some_and(|(other, call)| other == pid && call.contains(DETACHED))
+    let fails = |line: &str| {
+        line.split_once(' ').is_some_and(|(other, call)| {
+            other == pid && call.contains("execve resumed>") && !call.contains(DETACHED)
+        })
     };
     call.trim_start().starts_with("execve(")
-        && (call.contains(DETACHED) || call.contains("<unfinished") && trace.lines().any(resumes))
+        && (call.contains(DETACHED) || call.contains("<unfinished") && !trace.lines().any(fails))
 }
 
 /// `trace` is what [`STRACE`] writes: lines of `PID CALL(…) = RESULT`.

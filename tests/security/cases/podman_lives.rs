@@ -168,7 +168,7 @@ fn hooks() -> Vec<Case> {
         case(
             "at createRuntime, which goes with servers of its own alone",
             r"sed -i 's/precreate/createRuntime/g' $HOOKS/sublet.json; up 2>/dev/null; sublet status --last-error",
-            Works("no room for mps, dedicated"),
+            Works("GPU 0 has compute mode EXCLUSIVE_PROCESS"),
         ),
         case(
             "at createRuntime, and what fights ours",
