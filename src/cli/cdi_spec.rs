@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_so_for_the_moment_changes_nothing() {
+    fn a_state_of_the_moment_changes_nothing() {
         let mut busy = device(0);
         busy.memory_free_bytes = 0;
         busy.compute_mode = ComputeMode::ExclusiveProcess;

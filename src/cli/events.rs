@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_is_not_read_again() {
+    fn an_event_is_not_read_again() {
         let mut reader = Reader::default();
         let events = vec![event("1"), event("2")];
         assert_eq!(reader.unseen(events.clone()).len(), 2);

@@ -49,8 +49,8 @@ fn running_by_sublet(container: &Path) -> Option<String> {
     let record = read(&container.join("config.v2.json"))?;
     let name = record["Name"].as_str().filter(|_| record["State"]["Running"] == true)?;
     let labels = BTreeMap::deserialize(&record["Config"]["Labels"]).unwrap_or_default();
-    let told = labels_told(&labels, "as --annotation").map(|told| format!(" ({told})"));
-    Some(safe(name.strip_prefix('/').unwrap_or(name)) + &told.unwrap_or_default())
+    let warning = labels_told(&labels, "as --annotation").map(|warning| format!(" ({warning})"));
+    Some(safe(name.strip_prefix('/').unwrap_or(name)) + &warning.unwrap_or_default())
 }
 
 fn read(file: &Path) -> Option<Value> {

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_ended_since_it_was_held_is_not_alive() {
+    fn a_process_that_has_ended_since_it_was_held_is_not_alive() {
         let mut sleep = Running::start("sleep", &["60"]);
         let pinned = Pinned::of(sleep.pid(), us()).unwrap();
         assert!(pinned.is_alive());

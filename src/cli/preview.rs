@@ -20,20 +20,20 @@ use sublet_core::share::{Isolation, Mode};
 /// For whose containers a share is looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// Those of an engine that runs as root.
+    /// Containers of an engine that runs as root.
     Root,
-    /// Those of this user without root, by `sublet serve` and within `[[policy]]`.
+    /// Containers of this user without root, by `sublet serve` and within `[[policy]]`.
     User,
 }
 
 impl Whose {
-    /// Those that this process would start itself.
+    /// Containers that this process would start itself.
     pub fn callers(config: &Config) -> Self {
         if is_remote(config) { Self::User } else { Self::Root }
     }
 
-    /// Those of root's engines, for root and for a user who may use Docker's socket: dockerd starts their containers as
-    /// root, and no `[[policy]]` limits these. Other users, and those who ask for it, mean their rootless containers.
+    /// Containers of root's engines, for root and for a user who may use Docker's socket: dockerd starts these as root,
+    /// and no `[[policy]]` limits them. Other users, and whoever asks for it, mean their rootless containers.
     pub fn meant(rootless: bool, config: &Config) -> Self {
         Self::callers(config).or_dockers(rootless, &config.retry.socket)
     }
@@ -57,7 +57,7 @@ impl Whose {
         (self.word(config) == "docker").then_some("Docker's containers (--rootless: your own)")
     }
 
-    /// The devices. Those of root's containers do not come from `sublet serve`.
+    /// The devices. Devices of root's containers do not come from `sublet serve`.
     pub fn inventory(self, config: &Config) -> anyhow::Result<Inventory> {
         Ok(match self {
             Self::Root if is_remote(config) => inventory::load(config)?,
@@ -243,7 +243,7 @@ mod tests {
     use sublet_core::place::fixture::{device, host};
 
     #[test]
-    fn an_empty_host_has_its_devices_and_what_is_drained() {
+    fn an_empty_host_has_its_devices_and_keeps_drained_ones() {
         let mut busy = device(0);
         (busy.memory_free_bytes, busy.compute_mode) = (0, ComputeMode::ExclusiveProcess);
         let ledger = Ledger {

@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bars_show_what_is_used_and_what_is_booked() {
+    fn bars_show_the_used_and_the_booked_part() {
         let shown = |used, booked| bar(used, booked, 10, false);
         assert_eq!(shown(Some(0.3), Some(0.5)), "###==.....");
         assert_eq!(shown(Some(0.7), Some(0.5)), "#######...", "more than is booked");

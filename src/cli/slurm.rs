@@ -83,7 +83,7 @@ fn of_entry(entry: &str) -> Result<Allocation, String> {
     }
 }
 
-/// A GPU, how many parts of it, and of how many, if that is told.
+/// A GPU, how many parts of it, and of how many, if that is given.
 type Share = (u32, u32, Option<u32>);
 
 /// `IDX:0-1,3`, or `7/8,0/8` with a part for each GPU. `all` is the sum. Without parts it is that of a single GPU.
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_slurm_2205_and_2411_say() {
+    fn allocations_of_slurm_2205_and_2411_are_read() {
         assert_eq!(got("gpu:2(IDX:0-1)"), Ok(Allocation::Gpus(vec![0, 1])));
         assert_eq!(got("gpu:h200:3(IDX:0,2-3)"), Ok(Allocation::Gpus(vec![0, 2, 3])));
         assert_eq!(got("mps:25(IDX:0)"), Ok(Allocation::Mps { gpu: 0, percent: 25 }));
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_share_is_refused_and_never_guessed() {
+    fn an_allocation_that_is_no_share_is_refused_and_never_guessed() {
         for (gres, why) in [
             ("mps(CNT:25)", "cannot read"),
             ("mps:150(IDX:0)", "100 of mps"),
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_gpu_is_the_same_part_of_what_may_be_booked() {
+    fn a_part_of_a_gpu_is_the_same_part_of_its_bookable_resources() {
         let (inventory, config) = (host(vec![device(1), device(0)]), Config::default());
         let all = 100 * GIB - (512 << 20) - SERVER_BYTES;
         let share = |allocation| job_share(&allocation, &inventory, &config);

@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn the_locale_tells_what_a_terminal_shows() {
+    fn the_locale_decides_whether_a_terminal_shows_utf8() {
         let cases = [
             ("C.UTF-8", true),
             ("de_DE.utf8@euro", true),

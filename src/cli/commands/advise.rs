@@ -324,7 +324,7 @@ impl Cost {
         let alone = found.alone.filter(|_| found.same_gpu);
         Self {
             measured: true,
-            text: advise::what_it_cost(found, question.tenants),
+            text: advise::measured_cost(found, question.tenants),
             load: Some(found.load.clone()),
             n: Some(found.n),
             times_as_long: found.alone.map(|(mean, _)| found.mean_ms / mean),

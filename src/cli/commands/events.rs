@@ -80,13 +80,13 @@ fn filter(text: &str) -> Result<Filter, String> {
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let mut reader = Reader::default();
     let wanted = Wanted::of(arguments, config)?;
-    let mut told = None;
+    let mut warned = None;
     loop {
         let (events, unread) = reader.new_events(config);
-        if let Some(line) = unread.as_ref().filter(|_| unread != told) {
+        if let Some(line) = unread.as_ref().filter(|_| unread != warned) {
             eprintln!("sublet: {line}");
         }
-        told = unread;
+        warned = unread;
         let shown = Shown::read(config);
         for event in events.into_iter().filter(|event| wanted.has(event, &shown)) {
             let event = Event { text: shown.names.tell_of(event.uid, &event.text), ..event };
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_says_when_what_whom_where_and_why() {
+    fn a_line_has_time_kind_container_place_and_reason() {
         let shown = Shown { names: Names::default(), inventory: None };
         let event = Event {
             time: "2026-11-23T07:00:00.123Z".into(),
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_user_says_of_roots_container_is_not_taken_for_it() {
+    fn a_users_event_about_roots_container_is_not_taken_for_its_own() {
         let mut held = lease(1, "GPU-0");
         held.container.id = "0123456789ab".to_owned();
         let names = Names::for_test(&held, Name { name: "web".into(), ..Name::default() });

@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn help_fits_its_terminal_and_says_what_its_words_mean() {
+    fn help_fits_its_terminal_and_explains_its_words() {
         let mut command = Arguments::command().term_width(80);
         command.build();
         let all = helps(&mut command);

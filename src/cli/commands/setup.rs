@@ -187,7 +187,7 @@ pub struct Checked<'a> {
     as_asked: bool,
 }
 
-/// What Swarm is to be told, where that is asked.
+/// The counts for Swarm, where they are asked for.
 fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> {
     if !arguments.swarm {
         return Ok(Vec::new());

@@ -23,7 +23,7 @@ const SCONTROL: Duration = Duration::from_secs(10);
 const SETTLING: Duration = Duration::from_secs(3);
 const ASK_AGAIN: Duration = Duration::from_millis(200);
 
-/// The age of records whose jobs are looked after: those of running jobs mostly have processes by then.
+/// The age of records whose jobs are looked after: records of running jobs mostly have processes by then.
 const FORGOTTEN: Duration = Duration::from_secs(60 * 60);
 
 /// How many jobs one epilog asks slurmctld for.
@@ -108,7 +108,7 @@ fn cluster() -> Option<String> {
 }
 
 fn share_of(job: u64, config: &Config) -> anyhow::Result<Option<JobShare>> {
-    // Slurm sets these for jobs with gpu, shard or mps. Others must not need slurmctld, nor a driver.
+    // Slurm sets these for jobs with gpu, shard or mps. Other jobs must not need slurmctld, nor a driver.
     let gpus = ["SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"];
     if gpus.iter().all(|name| std::env::var_os(name).is_none()) {
         return Ok(None);
@@ -214,7 +214,7 @@ fn environment(config: &Config) -> anyhow::Result<String> {
     let is_silent = |error: &anyhow::Error| {
         error.downcast_ref::<BrokerError>().is_some_and(|error| !matches!(error, BrokerError::Refused { .. }))
     };
-    // For `sublet status --last-error`. That the service does not answer is not told to it.
+    // For `sublet status --last-error`. A service that does not answer cannot note that itself.
     if let Some(error) = found.as_ref().err().filter(|error| !is_silent(error)) {
         let reason = super::tables::chain(error);
         let _ =

@@ -297,7 +297,7 @@ pub(super) fn lease_table(status: &Status, width: Option<usize>) -> String {
     tables::fitting_rows(status.leases.iter().map(|lease| lease_row(lease, status)).collect(), width)
 }
 
-/// Those with the highest number go first where a terminal is too narrow for all of them.
+/// Columns with the highest number go first where a terminal is too narrow for all of them.
 fn lease_row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 13] {
     let words = Words::of(lease, status, LONGEST_NAME);
     [
@@ -334,7 +334,7 @@ pub(super) fn daemon_table(
         (Some(idle), None) => format!(", idle for {idle} s"),
         (Some(_), Some(left)) => format!(", idle, ends in {left} s"),
     };
-    // Those with the highest number go first where a terminal is too narrow for all of them.
+    // Columns with the highest number go first where a terminal is too narrow for all of them.
     let row = |daemon: &Listed| {
         let devices: Vec<String> = daemon.devices.iter().map(|uuid| label(uuid)).collect();
         [
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn candidates_of_a_refusal_are_told_to_who_asks() {
+    fn candidates_of_a_refusal_are_shown_to_who_asks() {
         let last = LastRefusal {
             time: "2026-11-27T18:00:00Z".to_owned(),
             container_id: "0123456789abcdef".repeat(4),
@@ -481,12 +481,12 @@ mod tests {
         assert_eq!(last.words(true), format!("{brief}\n  - GPU 0 is full\n  - GPU 1 is drained"));
         let users =
             "container 0123456789ab, of user 54321 (uid 54321): no room; why: GPU 0 is full; fix: wait";
-        let told = LastRefusal { uid: 54321, ..last }.words(false);
-        assert!(told.ends_with(users), "{told}");
+        let words = LastRefusal { uid: 54321, ..last }.words(false);
+        assert!(words.ends_with(users), "{words}");
     }
 
     #[test]
-    fn what_nobody_reserved_needs_no_column() {
+    fn a_host_without_reservations_needs_no_column_for_them() {
         let mut status = status();
         status.devices[0].reserved = None;
         let text = tables_of(&status, None, None, false);

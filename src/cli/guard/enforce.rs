@@ -91,7 +91,7 @@ fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
     lease.is_none_or(|lease| !lease.brokered || owns(process.pid, lease.container.uid))
 }
 
-/// Ends the container by its first process: the kernel then ends all others in its PID namespace
+/// Ends the container by its first process: the kernel then ends all other processes in its PID namespace
 /// (`pid_namespaces(7)`).
 fn end_container(lease: &Lease) -> Option<String> {
     let init = lease.init.as_ref()?.process;

@@ -112,7 +112,7 @@ impl Judge {
     }
 
     /// If the container exceeds its share, its processes to act on: first those that have grown since the check
-    /// before, which a limit in the kernel would have stopped, then the others, largest first, until the rest is
+    /// before, which a limit in the kernel would have stopped, then the rest, largest first, until the rest is
     /// within the share. On MIG devices the instance itself limits the container.
     fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
         let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
@@ -192,7 +192,7 @@ fn of<'a>(lease: &Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> + u
     look.holders.iter().filter(move |holder| !holder.is_server && holder.lease.as_ref() == Some(&id))
 }
 
-/// Those of `lease`, and for the lease of a job those of its containers, too: they share what it has.
+/// The processes of `lease`, and for the lease of a job its containers', too: they share what it has.
 fn with_containers<'a>(lease: &Lease, look: &'a Look, ledger: &Ledger) -> Vec<&'a Holder> {
     let within = ledger.leases.iter().filter(|inner| inner.within.as_ref() == Some(&lease.id));
     of(lease, look).chain(within.flat_map(|inner| of(inner, look))).collect()

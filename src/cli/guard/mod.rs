@@ -31,7 +31,7 @@ pub use judge::Offence;
 /// How many events are kept.
 const KEPT: usize = 64;
 
-/// How many of these may belong to one container, so that it cannot displace the records of others.
+/// How many of these may belong to one container, so that it cannot displace the records of other containers.
 const KEPT_OF_ONE: usize = 16;
 
 /// In seconds. A guard that last checked longer ago than this counts as not running.
@@ -165,7 +165,7 @@ impl Event {
     }
 }
 
-/// Drops the oldest events. Those of the latest event's container go first if they exceed its part.
+/// Drops the oldest events. Events of the latest event's container go first if they exceed its part.
 fn thin_out(events: &mut Vec<Event>) {
     let Some(last) = events.last().map(|event| event.container_id.clone()) else { return };
     let of_last = |event: &Event| event.container_id == last;

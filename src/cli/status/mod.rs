@@ -34,7 +34,7 @@ pub struct Status {
     pub driver: Driver,
     /// The GPUs, by index, each with its MIG devices.
     pub devices: Vec<Gpu>,
-    /// One element per container and device; those of one container have the same lease id.
+    /// One element per container and device; the elements of one container have the same lease id.
     pub leases: Vec<LeaseOnDevice>,
     /// MPS control daemons.
     pub mps: Vec<Listed>,
@@ -149,7 +149,7 @@ impl Status {
         devices.extend(inventory.left_out.iter().map(|gone| Gpu::left_out(gone, sources)));
         devices.sort_by_key(|gpu| gpu.index);
         let dynamic = &ledger.mig.dynamic_instances;
-        // Whether others are started again is not known yet.
+        // Whether other containers are started again is not known yet.
         let is_known = |waiter: &&Waiter| waiter.retry.as_ref().is_none_or(|retry| retry.confirmed);
         let waiters = ledger.waiters.iter().filter(is_known);
         let held =
@@ -314,7 +314,7 @@ fn warnings(status: &Status, sources: &Sources<'_>) -> Vec<String> {
     lines
 }
 
-/// Processes on a device that belong to no lease. Those of a container that is starting are not known yet.
+/// Processes on a device that belong to no lease. Processes of a container that is starting are not known yet.
 fn outside(uuid: &str, label: &str, used: &DeviceUsed, status: &Status) -> Option<String> {
     let starts = status.leases.iter().any(|lease| lease.device == uuid && lease.pid.is_none());
     if used.outside.is_empty() || starts {
@@ -340,7 +340,7 @@ mod tests {
     use crate::names::Name;
 
     #[test]
-    fn who_waits_and_what_for_have_names_in_place_of_ids() {
+    fn waiting_containers_and_their_reasons_have_names_in_place_of_ids() {
         let mut held = lease(1, "GPU-0");
         held.container.id = "0123456789ab".to_owned();
         let names = Names::for_test(&held, Name { name: "web".into(), ..Name::default() });

@@ -36,7 +36,7 @@ use ratatui::layout::Rect;
 use crate::terminal::{colour, utf8};
 use draw::{draw, draw_all};
 use rows::Skin;
-use source::{Told, watch};
+use source::{LookResult, watch};
 use sublet_core::config::Config;
 use view::{Areas, View};
 
@@ -47,8 +47,8 @@ const BETWEEN: Duration = Duration::from_millis(250);
 pub fn once(config: &Config, width: u16, utf8: bool) -> Result<String, String> {
     let mut view = View::default();
     let mut looks = 0;
-    watch(config, BETWEEN, &mut |told| {
-        view.take(told);
+    watch(config, BETWEEN, &mut |result| {
+        view.take(result);
         looks += 1;
         looks < 2
     });
@@ -90,7 +90,7 @@ static STDERR: Mutex<Option<OwnedFd>> = Mutex::new(None);
 
 /// What the main thread waits for.
 enum Happened {
-    Told(Box<Told>),
+    Looked(Box<LookResult>),
     Terminal(Event),
     /// The terminal is gone, or a signal came.
     Ended(ExitCode),
@@ -115,7 +115,7 @@ pub fn run(config: &Config, interval: Duration) -> anyhow::Result<ExitCode> {
     let looking = tell.clone();
     let config = config.clone();
     thread::Builder::new().name("look".to_owned()).spawn(move || {
-        watch(&config, interval, &mut |told| looking.send(Happened::Told(Box::new(told))).is_ok());
+        watch(&config, interval, &mut |result| looking.send(Happened::Looked(Box::new(result))).is_ok());
     })?;
     thread::Builder::new().name("keys".to_owned()).spawn(move || {
         while let Ok(event) = event::read() {
@@ -144,7 +144,7 @@ fn show(happened: &Receiver<Happened>, interval: Duration) -> anyhow::Result<Exi
         // The thread that waits for signals never ends, so that somebody can always send.
         for next in happened.recv_timeout(OFTEN).into_iter().chain(happened.try_iter()) {
             match next {
-                Happened::Told(told) => view.take(*told),
+                Happened::Looked(result) => view.take(*result),
                 Happened::Terminal(Event::Key(key)) => {
                     if !view.key(key) {
                         return Ok(ExitCode::SUCCESS);

@@ -73,7 +73,7 @@ pub fn device(device: &Device<'_>, spark: String, skin: Skin) -> Vec<String> {
             shown::memory(device.memory_bytes),
         ),
     };
-    let told = |of: fn(&DeviceUsed) -> String| device.used.map_or_else(|| "-".to_owned(), of);
+    let reading = |of: fn(&DeviceUsed) -> String| device.used.map_or_else(|| "-".to_owned(), of);
     vec![
         format!("{}{}", device.branch(skin.utf8), device.number),
         safe(device.name),
@@ -81,11 +81,11 @@ pub fn device(device: &Device<'_>, spark: String, skin: Skin) -> Vec<String> {
         bar,
         amount,
         of,
-        told(|used| percent(used.busy_percent.map(f64::from))),
-        told(|used| percent(used.sm_percent)),
-        told(power),
-        told(|used| both(used.pcie_bytes_per_second)),
-        told(|used| both(used.nvlink_bytes_per_second)),
+        reading(|used| percent(used.busy_percent.map(f64::from))),
+        reading(|used| percent(used.sm_percent)),
+        reading(power),
+        reading(|used| both(used.pcie_bytes_per_second)),
+        reading(|used| both(used.nvlink_bytes_per_second)),
         spark,
     ]
 }
@@ -327,14 +327,14 @@ fn with_server(lease: &LeaseOnDevice, status: &Status) -> Vec<String> {
         return vec![title, "  it has none: a fault in another container does not end its work".to_owned()];
     };
     let is_other = |other: &&LeaseOnDevice| other.daemon.as_ref() == Some(daemon) && other.id != lease.id;
-    let mut others: Vec<String> = status.leases.iter().filter(is_other).map(called).collect();
-    others.dedup();
+    let mut names: Vec<String> = status.leases.iter().filter(is_other).map(called).collect();
+    names.dedup();
     let mut lines = vec![title, format!("  its GPU work ends (MPS daemon {})", safe(daemon))];
-    if others.is_empty() {
+    if names.is_empty() {
         lines.push("  and no other container's".to_owned());
     } else {
-        lines.push(format!("  and that of {} more:", others.len()));
-        lines.extend(others.into_iter().map(|name| format!("    {name}")));
+        lines.push(format!("  and that of {} more:", names.len()));
+        lines.extend(names.into_iter().map(|name| format!("    {name}")));
     }
     lines
 }
@@ -393,7 +393,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_matters_least_goes_first_and_what_is_left_is_used() {
+    fn the_least_important_column_goes_first_and_the_rest_gets_its_width() {
         let columns = [Column::new("A", 4, 0), Column::new("B", 6, 1), Column::new("C", 5, 2).up_to(20)];
         let fitted = |width| fit(&columns, width).0;
         assert_eq!(fitted(17), [(0, 0, 4), (1, 5, 6), (2, 12, 5)]);

@@ -7,7 +7,7 @@ use crossterm::event::{
 use ratatui::crossterm;
 use ratatui::layout::{Position, Rect};
 
-use super::source::{History, Look, Told, Trace, lease_key};
+use super::source::{History, Look, LookResult, Trace, lease_key};
 use crate::shown::{Device, called, memory_used, order};
 use crate::status::LeaseOnDevice;
 
@@ -80,8 +80,8 @@ pub struct View {
 
 impl View {
     /// Takes the next look.
-    pub fn take(&mut self, told: Told) {
-        match told {
+    pub fn take(&mut self, result: LookResult) {
+        match result {
             Ok(look) => {
                 self.history.note(&look);
                 (self.look, self.error) = (Some(look), None);

@@ -23,7 +23,7 @@ use sublet_core::text::safe;
 
 /// Five times a second the driver records one of the computing processes. For each process it reports the share of
 /// these samples since a given time (H200, driver 580; docs/evidence/2026-11-23-h200-used.md). A process that computes
-/// all the time beside others may have no sample in one second. Over five seconds the steps are 4 %.
+/// all the time beside other programs may have no sample in one second. Over five seconds the steps are 4 %.
 const SAMPLED_MICROSECONDS: u64 = 5_000_000;
 
 /// How long [`once`] waits for the driver.
@@ -79,7 +79,7 @@ pub struct LeaseUsed {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct DeviceUse {
     pub used: DeviceUsed,
-    /// Processes with contexts; in MIG mode those of a GPU are listed under its MIG devices.
+    /// Processes with contexts; in MIG mode the processes of a GPU are listed under its MIG devices.
     pub processes: Vec<ProcessUse>,
 }
 
@@ -206,8 +206,8 @@ impl<'n> Meter<'n> {
         let now = self.sample(handle, device)?;
         let before = self.before.remove(&device.uuid);
         let now = self.before.entry(device.uuid.clone()).or_insert(now);
-        let mut told = gpm_metrics_get(handle.nvml(), &before?, now, &METRICS).ok()?.into_iter();
-        let mut next = || told.next().and_then(Result::ok).filter(|metric| metric.value.is_finite());
+        let mut metrics = gpm_metrics_get(handle.nvml(), &before?, now, &METRICS).ok()?.into_iter();
+        let mut next = || metrics.next().and_then(Result::ok).filter(|metric| metric.value.is_finite());
         let mut percents = [None; 4];
         percents.fill_with(|| next().map(|metric| metric.value));
         let mut rates = [None; 4];
@@ -262,18 +262,18 @@ pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, config: &Config) -
 /// Asks once. If the driver does not answer within [`LIMIT`], the result is unknown, and the thread that asks ends with
 /// the process.
 fn once(ledger: Ledger, inventory: Inventory, config: Config) -> Result<Usage, String> {
-    let (tell, told) = std::sync::mpsc::channel();
+    let (sender, answers) = std::sync::mpsc::channel();
     let ask = move || {
         let asked = probe::connect(&config)
             .map(|(nvml, _)| Meter::new(&nvml).read(&Rc::new(ledger), &inventory))
             .map_err(|error| error.to_string());
         // Nobody listens any more once the limit is over.
-        let _ = tell.send(asked);
+        let _ = sender.send(asked);
     };
     let asking = std::thread::Builder::new().name("nvml".to_owned()).spawn(ask);
     asking.map_err(|error| format!("no thread can be started: {error}"))?;
     let late = |_| Err(format!("the driver did not answer within {} s", LIMIT.as_secs()));
-    told.recv_timeout(LIMIT).unwrap_or_else(late)
+    answers.recv_timeout(LIMIT).unwrap_or_else(late)
 }
 
 impl DeviceUse {
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn the_processes_of_a_container_count_and_no_others() {
+    fn only_the_processes_of_a_container_count() {
         let (ours, other) = (lease(1, GPU), lease(2, GPU));
         let all = vec![
             process(Some(&ours.id), Some(100), Some(40)),
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_does_not_report_is_unknown_and_not_0() {
+    fn values_that_the_driver_does_not_report_are_unknown_and_not_0() {
         let ours = lease(1, GPU);
         let used =
             of(&ours, vec![process(Some(&ours.id), None, None), process(Some(&ours.id), Some(1), Some(1))]);

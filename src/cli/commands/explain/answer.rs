@@ -123,7 +123,7 @@ impl Answer {
 }
 
 impl Amounts {
-    /// Those of `lease`. A device that is gone has none.
+    /// The devices of `lease`. A device that is gone has none.
     pub fn of(lease: &Lease, inventory: &Inventory) -> Self {
         let devices = lease.devices.iter().filter_map(|uuid| inventory.device(uuid));
         let server = |key: String| if key == lease.id.as_str() { "own".to_owned() } else { key };

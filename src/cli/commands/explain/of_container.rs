@@ -98,7 +98,7 @@ struct NameKeys {
     engine: Option<String>,
     /// The engine's name for it; empty without one.
     name: String,
-    /// What it was started from, as the engine was told.
+    /// Its image, as given to the engine.
     image: String,
     /// `PROJECT/SERVICE` of Compose, or `NAMESPACE/POD`; empty if it is part of neither.
     part_of: String,

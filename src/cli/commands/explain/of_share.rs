@@ -275,7 +275,7 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
     let run = || format!("{running} of its containers run already: what they hold was not counted twice");
     remarks.extend((running > 0).then(run));
     remarks.extend(arguments.empty.then(|| EMPTY.to_owned()));
-    remarks.extend(orders.told.clone());
+    remarks.extend(orders.sentence.clone());
     for remark in &remarks {
         eprintln!("sublet: note: {remark}");
     }

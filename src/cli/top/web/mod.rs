@@ -13,7 +13,7 @@ use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
 
 use super::rows::{both, percent, power};
-use super::source::{History, Told, Trace, lease_key, watch};
+use super::source::{History, LookResult, Trace, lease_key, watch};
 use super::view::View;
 use crate::http::{self, CONTENT_SECURITY_POLICY, Listener, Request, Response, Server, Token};
 use crate::shown::{self, Words, cut};
@@ -104,7 +104,7 @@ struct Looks {
 struct State {
     view: View,
     /// When the last look ended, whether it succeeded or failed.
-    told: Option<Instant>,
+    looked: Option<Instant>,
     /// When a page asked last.
     asked: Option<Instant>,
 }
@@ -125,15 +125,15 @@ impl Looks {
         loop {
             let state = self.state();
             drop(self.happened.wait_while(state, |state| !state.is_wanted()));
-            watch(config, self.interval, &mut |told| self.take(told));
+            watch(config, self.interval, &mut |result| self.take(result));
         }
     }
 
     /// Whether another look is wanted.
-    fn take(&self, told: Told) -> bool {
+    fn take(&self, result: LookResult) -> bool {
         let mut state = self.state();
-        state.view.take(told);
-        state.told = Some(Instant::now());
+        state.view.take(result);
+        state.looked = Some(Instant::now());
         self.happened.notify_all();
         state.is_wanted()
     }
@@ -144,7 +144,7 @@ impl Looks {
         state.asked = Some(Instant::now());
         self.happened.notify_all();
         let old = 2 * self.interval + SHORTEST;
-        let is_old = |state: &mut State| state.told.is_none_or(|told| told.elapsed() > old);
+        let is_old = |state: &mut State| state.looked.is_none_or(|looked| looked.elapsed() > old);
         let waited = self.happened.wait_timeout_while(state, PATIENCE, is_old);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         serde_json::to_vec(&Document::of(&state.view, self.interval, Instant::now())).unwrap_or_default()
@@ -160,7 +160,7 @@ const LONGEST_IMAGE: usize = 96;
 /// Processes that are listed for a container or a device.
 const PROCESSES: usize = 32;
 
-/// What the page's script fetches again and again. Its texts are those of the terminal's tables, and the script only places
+/// What the page's script fetches again and again. Its texts are the terminal tables', and the script only places
 /// them. It belongs to the page and may change with it. Other programs read `sublet status --format json`.
 #[derive(Default, Serialize)]
 struct Document<'a> {
