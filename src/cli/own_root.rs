@@ -49,7 +49,7 @@ impl Scratch {
         Ok(Self { dir, image: format!("{name}:own"), engine: engine.map(str::to_owned) })
     }
 
-    /// What containers with this program start from: the engine's image, else the root filesystem.
+    /// The start of containers with this program: the engine's image, else the root filesystem.
     ///
     /// # Errors
     /// This program is linked statically, the files cannot be copied, or the engine's message.

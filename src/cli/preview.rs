@@ -74,10 +74,10 @@ pub struct Ahead {
     pub instances: Vec<Foreseen>,
 }
 
-/// What is said of an answer about an empty host.
+/// The remark on an answer about an empty host.
 pub const EMPTY: &str = "this is as if nothing were on the GPUs (--empty)";
 
-/// The host as it is or, if `empty`, with nothing on its GPUs. What is drained stays so.
+/// The host as it is or, if `empty`, with nothing on its GPUs. Drained devices stay so.
 pub fn emptied(empty: bool, (ledger, inventory): (Ledger, Inventory)) -> (Ledger, Inventory) {
     let without = |ledger: Ledger| Ledger { drained: ledger.drained, ..Ledger::empty("") };
     if empty { (without(ledger), inventory.idle()) } else { (ledger, inventory) }
@@ -151,7 +151,7 @@ pub fn preview_after(
     };
     Err(match mig::foresee(&order, nvml, ledger, config.placement.policy, &ahead.instances) {
         Ok(Ok(foreseen)) => {
-            let what = foreseen.what.clone();
+            let what = foreseen.label.clone();
             ahead.instances.push(foreseen);
             AdmitError::WouldMake { refused, what }
         }
@@ -160,10 +160,10 @@ pub fn preview_after(
     })
 }
 
-// What a share protects its container from, and what it does not. Each line is measured in docs/evidence or follows from
+// The protections of a share, and their limits. Each line is measured in docs/evidence or follows from
 // the driver's documentation.
 
-/// What the share protects against.
+/// The dangers that the share protects against.
 pub fn protects(placement: &Placement) -> Vec<&'static str> {
     let turns = match (placement.mode, placement.isolation, placement.daemon.is_some()) {
         (Mode::Mps, Isolation::Shared, _) => "containers on the GPU run at the same time, without turns",
@@ -192,7 +192,7 @@ pub fn protects(placement: &Placement) -> Vec<&'static str> {
     lines
 }
 
-/// What the share does not protect against.
+/// The dangers that the share does not protect against.
 pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     let (mode, has_daemon) = (placement.mode, placement.daemon.is_some());
     let is_limited = placement.memory_bytes.is_some();

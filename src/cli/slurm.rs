@@ -10,7 +10,7 @@ use sublet_core::place::SERVER_BYTES;
 use sublet_core::share::{MIB, Mode, Percent};
 use sublet_core::slurm::JobShare;
 
-/// What a job got of the GPUs of a node. GPUs are counted as Slurm counts them: in the order of gres.conf, from 0.
+/// The GPUs, or parts of them, that a job got on a node. They are counted as Slurm does: in the order of gres.conf, from 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Allocation {
     /// None of them.
@@ -115,7 +115,7 @@ fn gpus_of(text: &str) -> Option<Vec<u32>> {
     Some(all)
 }
 
-// What a job got, as a share.
+// The allocation of a job, as a share.
 
 /// The GPUs as gres.conf lists them ([`gres`]): in the order of their nodes.
 ///
@@ -155,7 +155,7 @@ pub fn job_share(
     };
     let part = |index: u32, part: u64, of: u64, sm: Option<Percent>| {
         let gpu = gpu(index)?;
-        // What may be booked, less the MPS server's own.
+        // The bookable memory, less the MPS server's own.
         let all = gpu.memory_bytes.saturating_sub(config.limits.reserve).saturating_sub(SERVER_BYTES);
         let bytes = all / of * part / MIB * MIB;
         Ok(Some(JobShare { devices: vec![gpu.uuid.clone()], mode: Mode::Mps, sm, memory_bytes: Some(bytes) }))
@@ -185,7 +185,7 @@ pub fn job_share(
 
 // This node's lines for Slurm's files.
 
-/// What a GPU's parts are counted in. Slurm (24.11) gives a job with `mps` no GPU if the node has shards too.
+/// The unit of a GPU's parts. Slurm (24.11) gives a job with `mps` no GPU if the node has shards too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Unit {
     /// Shards: [slurm] shards for each GPU; jobs may share every GPU of the node.

@@ -128,7 +128,7 @@ fn gpus<'a>(
     if found.is_empty() { Err(wrong("this host has no such GPU")) } else { Ok(found) }
 }
 
-/// What was found for one GPU.
+/// The answer for one GPU.
 struct Answer<'a> {
     gpu: &'a Device,
     advice: Result<Advice, NoAdvice>,
@@ -158,7 +158,7 @@ fn answer<'a>(
     Ok(first.ok_or(AdviseError::NoGpu)?)
 }
 
-/// What the measurements leave open.
+/// The questions that the measurements leave open.
 fn not_judged(question: &Question, gpu: &Device, measurements: Option<&Measurements<'_>>) -> Vec<String> {
     let Some(command) = advise::measure_with(question, gpu) else { return Vec::new() };
     let mut open = Vec::new();

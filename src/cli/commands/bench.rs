@@ -136,7 +136,7 @@ enum Unit {
     Us = 1_000,
 }
 
-/// What runs the containers.
+/// The program that runs the containers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum EngineName {
     /// With the runtime sublet
@@ -314,7 +314,7 @@ fn version(engine: &Engine) -> String {
     line.filter(|line| !line.is_empty()).unwrap_or_else(name)
 }
 
-/// What the containers are started from: the user's image or root file system, or this program's own.
+/// The image of the containers: the user's image or root file system, or this program's own.
 fn image(given: Option<&str>, is_image: bool, scratch: &Scratch) -> anyhow::Result<String> {
     match given {
         None => scratch.own_root(),

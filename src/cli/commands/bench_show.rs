@@ -175,7 +175,7 @@ fn chart(result: &BenchResult, load: &str, width: Option<usize>) -> Option<Strin
     Some(format!("{n} at once\n{}", lines.join("\n")))
 }
 
-/// What the marks mean, and why something was not measured.
+/// The meanings of the marks, and the reasons for cells that were not measured.
 fn notes(result: &BenchResult, load: &str) -> Option<String> {
     let cells: Vec<&Cell> = result.of_load(load).collect();
     let mut lines = Vec::new();

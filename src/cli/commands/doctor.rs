@@ -114,7 +114,7 @@ fn summary(checks: &[Check]) -> String {
     format!("{} checks: {}", checks.len(), each.join(", "))
 }
 
-/// What NVML reports, read in a child process. A child that hangs with the driver is left behind.
+/// The inventory by NVML, read in a child process. A child that hangs with the driver is left behind.
 fn ask_nvml() -> Result<Inventory, String> {
     let mut command = Command::new("/proc/self/exe");
     answered(command.args(["doctor", "--inventory", "--format=json"]), NVML_LIMIT)
@@ -138,7 +138,7 @@ pub fn ask(argv: &[&str]) -> Option<String> {
     ask_within(ANSWER_LIMIT, argv).ok().flatten()
 }
 
-/// What Docker or Podman says of the container `text`, by a Go template. One whose socket hangs is not waited for.
+/// Docker's or Podman's answer about the container `text`, by a Go template. One whose socket hangs is not waited for.
 pub fn ask_engines(template: &str, text: &str) -> Option<String> {
     let of = |engine| {
         let argv = [engine, "container", "inspect", "--format", template, "--", text];

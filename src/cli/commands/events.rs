@@ -89,7 +89,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         warned = unread;
         let shown = Shown::read(config);
         for event in events.into_iter().filter(|event| wanted.has(event, &shown)) {
-            let event = Event { text: shown.names.tell_of(event.uid, &event.text), ..event };
+            let event = Event { text: shown.names.replace_ids_of(event.uid, &event.text), ..event };
             match arguments.format {
                 Format::Json => {
                     let mut keys = serde_json::to_value(&event)?;
@@ -171,7 +171,7 @@ fn named(text: &str, config: &Config) -> anyhow::Result<Vec<String>> {
     }
 }
 
-/// What events are shown with: the names of containers and the numbers of devices.
+/// For showing events: the names of containers and the numbers of devices.
 struct Shown {
     names: Names,
     inventory: Option<Inventory>,
@@ -274,8 +274,8 @@ mod tests {
             assert!(shown.is_of(&roots, text) && !shown.is_of(&users, text), "{text}");
         }
         assert!(shown.is_of(&Event { container_id: "other".into(), ..users.clone() }, "oth"));
-        assert_eq!(shown.names.tell_of(roots.uid, &roots.text), "of web");
-        assert_eq!(shown.names.tell_of(users.uid, &users.text), "of 0123456789ab");
+        assert_eq!(shown.names.replace_ids_of(roots.uid, &roots.text), "of web");
+        assert_eq!(shown.names.replace_ids_of(users.uid, &users.text), "of 0123456789ab");
         let line = shown.line(&users);
         assert!(line.ends_with(" 0123456789ab of user 54321 (uid 54321) of 0123456789ab"), "{line}");
     }

@@ -114,7 +114,7 @@ fn tables(gpus: &[ListedGpu<'_>], width: Option<usize>) -> String {
         (["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "UUID", "HELD BY"], instances),
     ];
     let rest = rest.into_iter().filter(|(_, rows)| !rows.is_empty());
-    // What is the longest goes first where a terminal is too narrow.
+    // The longest column goes first where a terminal is too narrow.
     let column = |name| Column(name, u8::from(["PLACEMENTS", "UUID"].contains(&name)));
     parts.extend(rest.map(|(header, rows)| tables::fitting(&header.map(column), &rows, width)));
     parts.join("\n\n")

@@ -157,7 +157,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
             let _ = path.parent().map(fs::remove_dir);
         }
     }
-    // What dockerd reads at its start alone.
+    // Settings that dockerd reads at its start alone.
     let cdi = |text| docker::has_cdi(text).unwrap_or(false);
     let resources = |text| docker::advertised(text).unwrap_or_default();
     let before = found.as_deref().unwrap_or("{}");

@@ -11,7 +11,7 @@ use sublet_core::admit::{JobError, Local, fresh_inventory, is_remote};
 use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::broker::protocol::{Answer, Ask, JobEnvironment};
 use sublet_core::config::Config;
-use sublet_core::names::told;
+use sublet_core::names::replace_ids;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::slurm::{JobCgroup, JobRecord, JobShare, make_directory, remove_stray_directories};
 use sublet_core::text::safe;
@@ -94,7 +94,7 @@ fn variable<T: std::str::FromStr>(name: &str) -> anyhow::Result<T> {
     value.with_context(|| format!("{name} is not set: slurmd runs this as Prolog= and Epilog= of slurm.conf"))
 }
 
-/// Notes what the job got. What cannot be found out is noted, too, and its tasks are then refused with that.
+/// Notes what the job got. A failure to find that out is noted, too, and its tasks are then refused with it.
 fn prolog(config: &Config) -> anyhow::Result<()> {
     ensure!(!is_remote(config), "the prolog is for slurmd, which runs it as root");
     let (job, uid) = (variable("SLURM_JOB_ID")?, variable("SLURM_JOB_UID")?);
@@ -195,7 +195,7 @@ fn task_prolog(config: &Config) -> ExitCode {
     let is_written = match environment(config) {
         Ok(lines) => std::io::stdout().write_all(lines.as_bytes()).is_ok(),
         Err(error) => {
-            print!("print sublet: {}\n", told(&super::tables::chain(&error)));
+            print!("print sublet: {}\n", replace_ids(&super::tables::chain(&error)));
             false
         }
     };

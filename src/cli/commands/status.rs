@@ -113,7 +113,7 @@ impl Host {
     }
 }
 
-/// What is printed once.
+/// The text of one output.
 fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
     let Host { mut status, ledger, inventory, names } = Host::read(config)?;
     let lease = arguments.container.as_deref().map(|text| lease_of(text, &ledger, &names)).transpose()?;
@@ -180,10 +180,10 @@ fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
             time: tables::timestamp(time),
             name: if is_another(uid) { None } else { called(&container_id) },
             container_id,
-            reason: names.tell_of(uid, &reason),
+            reason: names.replace_ids_of(uid, &reason),
             uid,
             started,
-            candidates: candidates.iter().map(|text| names.tell_of(uid, text)).collect(),
+            candidates: candidates.iter().map(|text| names.replace_ids_of(uid, text)).collect(),
         });
     tables::print(arguments.format, &last, || match &last {
         None if is_remote => "No container of yours has been refused.".to_owned(),
@@ -240,7 +240,7 @@ fn tables_of(status: &Status, own: Option<&Own>, width: Option<usize>, utf8: boo
     tables::wrapped(&text, width)
 }
 
-/// A GPU or MIG device, with what is used and booked. Cells with the highest number go first where a terminal is too
+/// A GPU or MIG device, with its use and bookings. Cells with the highest number go first where a terminal is too
 /// narrow for all of them.
 fn device_row(device: &Device<'_>, utf8: bool) -> [Cell; 11] {
     let host = if device.part.is_none() && device.gpu.memory_of_host { ", host memory" } else { "" };
@@ -317,7 +317,7 @@ fn lease_row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 13] {
     ]
 }
 
-/// What people call the container of a lease in the ledger, as the table does.
+/// The name of the container of a lease in the ledger, as in the table.
 pub(super) fn label(lease: &Lease, name: Option<&Name>) -> String {
     name.and_then(Name::called).map_or_else(|| short_id(&lease.container.name()), cut)
 }
@@ -350,7 +350,7 @@ pub(super) fn daemon_table(
     tables::fitting_rows(daemons.iter().map(row).collect(), width)
 }
 
-// What a user without root sees below the tables: their own policy limits, and what is left of them.
+// Below the tables for a user without root: their own policy limits, and the rest of them.
 
 /// The member `own` of `sublet status --format json`.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -360,7 +360,7 @@ pub struct Own {
     job: Option<u64>,
     /// The policy rule that names the user; `None` if there is none, see `refused`.
     policy: Option<PolicyRule>,
-    /// What the user may still take under that rule.
+    /// The amounts that the user may still take under that rule.
     left: Option<Left>,
     /// The reason why the user can take nothing, in one line.
     refused: Option<String>,

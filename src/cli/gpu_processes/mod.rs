@@ -192,7 +192,7 @@ fn gone(holders: &[Holder], device: &str, ledger: &Ledger) -> BTreeSet<LeaseId> 
         };
         lease.init.as_ref().is_some_and(ended)
     };
-    // What is in a job's cgroup belongs to a job that lives: its first process was its first task's.
+    // A process in a job's cgroup belongs to a job that lives: its first process was its first task's.
     let contained = ledger.leases.iter().filter(|lease| !lease.is_of_job());
     contained.filter(computes).filter(has_ended).map(|lease| lease.id.clone()).collect()
 }

@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// A container that does it again within this time is ended: its next process would delay all other clients again.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
-/// What has to be remembered from one check to the next.
+/// The state between two checks.
 #[derive(Debug, Default)]
 pub(super) struct Silent {
     /// The connection for which each daemon waits, and since when.
@@ -277,7 +277,7 @@ mod tests {
         assert!(with_socket(inode_of(&other), |_| false).contains(&Process::current().unwrap()));
         let of_other = inode_of(&other);
         drop(other);
-        // What another test of this program has just forked has it open until its execve(2).
+        // A process that another test of this program has just forked has it open until its execve(2).
         let closed = Instant::now();
         while peer(inode_of(&one), namespace).unwrap().is_some() {
             assert!(closed.elapsed() < Duration::from_secs(30), "the other end is still found");

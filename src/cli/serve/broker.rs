@@ -56,7 +56,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
     let state = put_off.map_or_else(|| Local::new(config), |put_off| Local::putting_off(config, put_off));
     let pinned = |pid| Pinned::of(pid, peer.uid);
     let client = Client { peer, config };
-    // What has no answer of its own is done.
+    // Requests without an answer of their own get `Done`.
     match ask {
         Ask::Inventory => {
             // A user who may not have shares must not cause the driver to be read.
@@ -127,7 +127,7 @@ impl<'a> Client<'a> {
         }
         let pinned = Pinned::of(pid, uid)?;
         let cgroup = JobCgroup::of(pid).map_err(|error| AdmitError::from(JobError::Cgroup(error)))?;
-        // What was read belongs to the peer only if it has not ended since.
+        // The cgroup belongs to the peer only if it has not ended since.
         ensure!(pinned.process.is_alive(), Foreign::Gone(pid));
         Ok(cgroup)
     }

@@ -32,7 +32,7 @@ pub(super) enum Job {
 /// The answer for a connection, by its token.
 pub(super) type Answer = (u64, Vec<u8>);
 
-/// What a thread has finished.
+/// A job that a thread has finished.
 struct Finished {
     who: Who,
     answer: Option<Answer>,

@@ -45,7 +45,7 @@ const PID_FILE: &str = "/run/docker.pid";
 /// Docker's names of containers when they were first asked for. The ledger, which every user may read, has no names.
 type Names = BTreeMap<LeaseId, String>;
 
-/// What is kept between two looks.
+/// The state between two looks.
 #[derive(Default)]
 struct Kept {
     names: Names,
@@ -57,7 +57,7 @@ struct Kept {
     warned: BTreeSet<String>,
 }
 
-/// What is done about a refused container.
+/// The next step for a refused container.
 #[derive(Debug, PartialEq)]
 enum Step {
     /// Docker says that it is to be restarted, and is as the refusal left it.
@@ -120,8 +120,8 @@ impl Kept {
         Ok(())
     }
 
-    /// What is done about `waiter`; `None` for `asked`: Docker does not say. Books in the ledger, which is not written,
-    /// what it finds room for, whether it is its time or not.
+    /// The next step for `waiter`; `None` for `asked`: Docker does not say. Books in the ledger, which is not written,
+    /// the share that it finds room for, whether it is its time or not.
     fn step(
         &mut self,
         waiter: &Waiter,
@@ -228,7 +228,7 @@ mod tests {
 
     use super::*;
 
-    /// What a dockerd that answers `answer` says of a container that waits because of `no room; why: it is full`.
+    /// [`is_as_refused`] if dockerd answers `answer`, of a container refused with `no room; why: it is full`.
     fn asked(answer: &str, name: &str) -> anyhow::Result<bool> {
         let dir = tempfile::tempdir().unwrap();
         let mut config = Config::default();

@@ -130,7 +130,7 @@ pub struct Waiting {
     pub began: u64,
 }
 
-/// What a [`Status`] is made from.
+/// The sources of a [`Status`].
 pub(crate) struct Sources<'a> {
     pub inventory: &'a Inventory,
     pub ledger: &'a Ledger,
@@ -253,13 +253,13 @@ impl Waiting {
                 .map(|name| name.name),
             pid: waiter.process.map(|process| process.pid),
             since: timestamp(waiter.since),
-            why: names.tell(&waiter.why),
+            why: names.replace_ids(&waiter.why),
             began: waiter.since,
         }
     }
 }
 
-/// What in the state of this host needs somebody's attention: one line each, without a full stop.
+/// Faults of this host that need somebody's attention: one line each, without a full stop.
 fn warnings(status: &Status, sources: &Sources<'_>) -> Vec<String> {
     let Sources { inventory, ledger, usage, config, .. } = *sources;
     let mut lines = status.guard.blind.clone();

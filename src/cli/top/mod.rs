@@ -1,5 +1,5 @@
 //! `sublet top`: GPUs and containers, live. [`source`] looks at the host in a thread of its own, so that a driver that
-//! hangs never stops the keys; [`view`] has what is shown, [`draw`](mod@draw) draws it. [`web`] shows it as a page. Here is
+//! hangs never stops the keys; [`view`] has the state, [`draw`](mod@draw) draws it. [`web`] shows it as a page. Here is
 //! the terminal: keys and the mouse come in, frames go out. It is given back as it was, however the program ends.
 
 mod draw;
@@ -88,7 +88,7 @@ const FRAME: usize = 64 << 10;
 /// Standard error while the screen is ours: what libraries and warnings write there would stand in the middle of it.
 static STDERR: Mutex<Option<OwnedFd>> = Mutex::new(None);
 
-/// What the main thread waits for.
+/// An event for the main thread.
 enum Happened {
     Looked(Box<LookResult>),
     Terminal(Event),
@@ -186,7 +186,7 @@ impl Drop for Screen {
     }
 }
 
-/// Gives the terminal back as it was. What fails has to be left: it is gone.
+/// Gives the terminal back as it was. Failures are left: the terminal is gone.
 fn restore() {
     let _ = execute!(stdout(), EndSynchronizedUpdate, DisableMouseCapture, Show, LeaveAlternateScreen);
     let _ = disable_raw_mode();

@@ -210,7 +210,7 @@ pub const TITLE: Style = Style::new().add_modifier(Modifier::BOLD);
 /// The row that the cursor is on.
 pub const CURSOR: Style = Style::new().add_modifier(Modifier::REVERSED);
 
-/// What a terminal can show.
+/// The abilities of a terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Skin {
     pub utf8: bool,
@@ -218,7 +218,7 @@ pub struct Skin {
 }
 
 impl Skin {
-    /// Writes `text` into at most `width` columns. What the terminal cannot show becomes `?`.
+    /// Writes `text` into at most `width` columns. A character that the terminal cannot show becomes `?`.
     pub fn put(self, buffer: &mut Buffer, x: u16, y: u16, text: &str, width: usize, style: Style) {
         if !buffer.area.contains((x, y).into()) {
             return;
@@ -227,17 +227,17 @@ impl Skin {
         buffer.set_stringn(x, y, text.chars().map(shown).collect::<String>(), width, style);
     }
 
-    /// What needs attention.
+    /// For text that needs attention.
     pub fn warning(self) -> Style {
         if self.colour { Style::new().fg(Color::Yellow) } else { Style::new().add_modifier(Modifier::BOLD) }
     }
 
-    /// What stands in the background.
+    /// For text in the background.
     pub fn faint(self) -> Style {
         if self.colour { Style::new().add_modifier(Modifier::DIM) } else { Style::new() }
     }
 
-    /// Of what is used up to this part of 1.
+    /// For a resource that is used up to this part of 1.
     pub fn part(self, part: Option<f64>) -> Style {
         match part {
             Some(part) if self.colour && part >= 0.95 => Style::new().fg(Color::Red),
@@ -320,7 +320,7 @@ fn processes(lease: &LeaseOnDevice) -> Vec<String> {
     std::iter::once(format!("Processes on this device: {count}")).chain(lines).collect()
 }
 
-/// What would end with the container's work if its MPS server failed.
+/// The containers whose work would end with this one's if its MPS server failed.
 fn with_server(lease: &LeaseOnDevice, status: &Status) -> Vec<String> {
     let title = "If its MPS server fails".to_owned();
     let Some(daemon) = &lease.daemon else {

@@ -1,4 +1,4 @@
-//! What `sublet top` shows, read again and again, and the last minutes of it. NVML stays open between two looks. The
+//! The data of `sublet top`, read again and again, and the last minutes of it. NVML stays open between two looks. The
 //! ledger and the inventory are parsed again when their files are replaced, the containers' names when the ledger is, or
 //! after a while.
 
@@ -129,7 +129,7 @@ impl Source<'_> {
         let config = self.config;
         if self.settled.elapsed() >= SETTLE && !is_remote(config) {
             self.settled = Instant::now();
-            // What it did shows in what is read next.
+            // Its changes show in the next read.
             drop(Local::new(config).reconcile(|_| Ok(())));
         }
         let ledger = self.read_ledger()?;
@@ -163,10 +163,10 @@ const KEPT: usize = 120;
 const MARKS: [([char; 8], char); 2] =
     [(['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'], '·'), (['_', '.', ':', '-', '=', '+', '*', '#'], ' ')];
 
-/// What a sparkline shows.
+/// The value in a sparkline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trace {
-    /// What is computed.
+    /// The load.
     Load,
     /// Memory in use.
     Memory,

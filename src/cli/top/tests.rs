@@ -1,4 +1,4 @@
-//! What is drawn at several sizes, and what keys and the mouse change.
+//! Frames of several sizes, and the effects of keys and the mouse.
 
 use std::time::{Duration, Instant};
 

@@ -29,7 +29,7 @@ const SAMPLED_MICROSECONDS: u64 = 5_000_000;
 /// How long [`once`] waits for the driver.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// What the driver reports about all devices.
+/// The driver's report about all devices.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Usage {
     /// By UUID: GPUs and MIG devices.
@@ -46,7 +46,7 @@ impl Usage {
         Self { error: Some(error), ..Self::default() }
     }
 
-    /// What `lease` uses of `device`, a UUID.
+    /// The use that `lease` makes of `device`, a UUID.
     pub fn of_lease(&self, lease: &Lease, device: &str, ledger: &Ledger) -> LeaseUsed {
         let Some(used) = self.devices.get(device).filter(|_| !self.failures.contains_key(device)) else {
             return LeaseUsed::default();
@@ -75,7 +75,7 @@ pub struct LeaseUsed {
     pub server_sm_percent: Option<u32>,
 }
 
-/// What the driver reports about one device. Nothing is 0 because it is not known.
+/// The driver's report about one device. Nothing is 0 because it is not known.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct DeviceUse {
     pub used: DeviceUsed,
@@ -148,7 +148,7 @@ impl<'n> Meter<'n> {
         Self { nvml, looker: Looker::default(), before: BTreeMap::new(), supported: BTreeMap::new() }
     }
 
-    /// What every device of `inventory` is used for now.
+    /// The present use of every device of `inventory`.
     pub fn read(&mut self, ledger: &Rc<Ledger>, inventory: &Inventory) -> Usage {
         let with_processes = inventory.devices.iter().filter(|device| device.is_mig() || !device.mig_enabled);
         let uuids: BTreeSet<&str> = with_processes.map(|device| device.uuid.as_str()).collect();
@@ -201,7 +201,7 @@ impl<'n> Meter<'n> {
         Ok(found)
     }
 
-    /// What `device` did since it was asked before; `None` at first, and where there is no GPM.
+    /// The activity of `device` since it was asked before; `None` at first, and where there is no GPM.
     fn activity(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<DeviceUsed> {
         let now = self.sample(handle, device)?;
         let before = self.before.remove(&device.uuid);
@@ -251,7 +251,7 @@ fn samples(device: &NvmlDevice<'_>) -> BTreeMap<u32, u32> {
     found.into_iter().map(|sample| (sample.pid, sample.sm_util)).collect()
 }
 
-/// What is used now. In other namespaces the driver's pids are none of the ledger's.
+/// The present use. In other namespaces the driver's pids are none of the ledger's.
 pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, config: &Config) -> Usage {
     match Store::open(&config.state_dir).and_then(|store| store.is_of_here()) {
         Ok(()) => once(ledger.clone(), inventory.clone(), config.clone()).unwrap_or_else(Usage::failed),
@@ -289,7 +289,7 @@ impl DeviceUse {
     }
 }
 
-/// What the container computes itself, or what the MPS server does that it shares: the driver does not tell the clients
+/// The load of the container itself, or of the MPS server that it shares: the driver does not tell the clients
 /// of a server apart (H200, driver 580; docs/evidence/2026-11-26-h200-real.md). Neither: it is not reported, as on MIG
 /// devices.
 fn load(lease: &Lease, own: &[&ProcessUse], used: &DeviceUse, ledger: &Ledger) -> (Option<u32>, Option<u32>) {
@@ -306,7 +306,7 @@ fn load(lease: &Lease, own: &[&ProcessUse], used: &DeviceUse, ledger: &Ledger) -
     }
 }
 
-/// What the server of daemon `key` computes: it is the daemon's child.
+/// The load of the server of daemon `key`: it is the daemon's child.
 fn server(used: &DeviceUse, key: &DaemonKey, ledger: &Ledger) -> Option<u32> {
     let daemon = ledger.daemons.iter().find(|daemon| daemon.key == *key)?.process?;
     let servers = used.processes.iter().filter(|process| process.holder.is_server);

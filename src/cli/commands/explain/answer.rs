@@ -1,4 +1,4 @@
-//! What a share comes to on this host, in numbers: which GPU, how many SMs, how much memory, what each process gets.
+//! The amounts of a share on this host: which GPU, how many SMs, how much memory, what each process gets.
 
 use std::fmt;
 use std::time::Duration;

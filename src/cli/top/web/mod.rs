@@ -31,7 +31,7 @@ const IDLE: Duration = Duration::from_secs(5);
 /// How long a page waits for a look that is not old.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What the page may do: load its own script and style, and ask this server. Text cannot become markup (Trusted Types).
+/// The page may load its own script and style, and ask this server. Text cannot become markup (Trusted Types).
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
     base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'";
 
@@ -138,7 +138,7 @@ impl Looks {
         state.is_wanted()
     }
 
-    /// What a page shows. Waits for a look if the last one is old, as when no page asked before.
+    /// The document for a page. Waits for a look if the last one is old, as when no page asked before.
     fn document(&self) -> Vec<u8> {
         let mut state = self.state();
         state.asked = Some(Instant::now());
@@ -160,7 +160,7 @@ const LONGEST_IMAGE: usize = 96;
 /// Processes that are listed for a container or a device.
 const PROCESSES: usize = 32;
 
-/// What the page's script fetches again and again. Its texts are the terminal tables', and the script only places
+/// The document that the page's script fetches again and again. Its texts are the terminal's, and the script only places
 /// them. It belongs to the page and may change with it. Other programs read `sublet status --format json`.
 #[derive(Default, Serialize)]
 struct Document<'a> {
@@ -198,7 +198,7 @@ struct Device {
     parts: Vec<Device>,
 }
 
-/// What is used and booked, each a part of 1; null: not known, or nothing can be booked.
+/// The used and the booked part, each of 1; null: not known, or nothing can be booked.
 #[derive(Serialize)]
 struct Bar {
     used: Option<f64>,

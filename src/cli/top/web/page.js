@@ -175,7 +175,7 @@ function tell(data, looked) {
     else live("");
 }
 
-// What is wrong, if anything is.
+// The fault, if there is one.
 function live(trouble) {
     const line = byId("live");
     line.className = trouble && "trouble";
