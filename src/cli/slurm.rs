@@ -10,7 +10,7 @@ use sublet_core::place::SERVER_BYTES;
 use sublet_core::share::{MIB, Mode, Percent};
 use sublet_core::slurm::JobShare;
 
-/// The GPUs, or parts of them, that a job got on a node. They are counted as Slurm does: in the order of gres.conf, from 0.
+/// The GPUs, or parts of them, that a job got on a node. Counted as Slurm does: in the order of gres.conf, from 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Allocation {
     /// None of them.

@@ -66,7 +66,7 @@ pub(super) struct Judge {
 }
 
 impl Judge {
-    /// Returns the offences that are in `looks` and were found in the check before too. A process that starts or ends between
+    /// Returns the offences in `looks` that the check before found too. A process that starts or ends between
     /// two of NVML's answers is in only one of them.
     pub fn judge(&mut self, looks: &[Look], ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         let now = Instant::now();

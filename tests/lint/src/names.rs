@@ -22,7 +22,7 @@ pub fn check(dir: &Path) -> Result<Vec<String>> {
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             let text = fs::read_to_string(&path)?;
             let place = path.display().to_string();
-            let code = text.parse().map_err(|error| anyhow::anyhow!("{place}: {error}"))?;
+            let code: TokenStream = text.parse().map_err(|error| anyhow::anyhow!("{place}: {error}"))?;
             names(code, &place, &mut found);
         }
     }

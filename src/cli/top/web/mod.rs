@@ -160,7 +160,7 @@ const LONGEST_IMAGE: usize = 96;
 /// Processes that are listed for a container or a device.
 const PROCESSES: usize = 32;
 
-/// The document that the page's script fetches again and again. Its texts are the terminal's, and the script only places
+/// The document that the page's script fetches regularly. Its texts are the terminal's, and the script only places
 /// them. It belongs to the page and may change with it. Other programs read `sublet status --format json`.
 #[derive(Default, Serialize)]
 struct Document<'a> {
