@@ -1,6 +1,6 @@
 //! `sublet explain`: what a share, a stack of services or a container gets, or why it gets nothing. Changes nothing.
 
-mod name;
+mod answer;
 mod of_container;
 mod of_share;
 
