@@ -139,7 +139,7 @@ lint:
 	cargo fmt --all --check
 	tests/lint/dependencies
 	cargo clippy --workspace --all-targets -- -D warnings
-	@echo "== Layers of modules, and what is exported for nobody"
+	@echo "== Layers of modules, what is exported for nobody, and names"
 	cargo run --quiet -p sublet-lint
 	@tests/security/teeth --check
 	@tests/lint/links

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_with_what_happened_since_it_was_followed() {
+    fn a_wait_ends_with_a_change_since_the_directory_was_followed() {
         let dir = tempfile::tempdir().unwrap();
         let mut changes = Changes::default();
         changes.follow(dir.path());

@@ -44,7 +44,7 @@ pub struct Named {
     pub index: u32,
     /// The number that names the device in `sublet.gpu`: `0`, or `0:2` of a MIG device.
     pub number: String,
-    /// What every container with this device is given: the nodes and `env.set` of this grant.
+    /// The grant of every container with this device: the nodes and `env.set` of this grant.
     pub grant: Grant,
 }
 
@@ -73,7 +73,7 @@ pub fn list(config: &Config, inventory: &Inventory) -> io::Result<Listing> {
 
 struct Host<'a> {
     config: &'a Config,
-    /// What is there, as if nothing used it.
+    /// The devices, as if nothing used them.
     idle: Inventory,
 }
 
@@ -184,7 +184,7 @@ pub enum FileError {
     List(io::Error),
 }
 
-/// What is at the specification's path.
+/// The state of the specification's path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
     /// There is no file.
@@ -195,7 +195,7 @@ pub enum State {
     Foreign,
 }
 
-/// Reads what is at `path` now. A file that cannot be read counts as another program's.
+/// The state of `path` now. A file that cannot be read counts as another program's.
 pub fn state(path: &Path) -> State {
     let mut text = Vec::new();
     let read = match fs::symlink_metadata(path) {
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_so_for_the_moment_changes_nothing() {
+    fn a_state_of_the_moment_changes_nothing() {
         let mut busy = device(0);
         busy.memory_free_bytes = 0;
         busy.compute_mode = ComputeMode::ExclusiveProcess;

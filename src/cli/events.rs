@@ -20,7 +20,7 @@ use sublet_core::text::{safe, timestamp};
 /// Two writers may tell their events in another order than that of their times, by less than this, in milliseconds.
 const DISORDER: u64 = 60_000;
 
-/// What was read already.
+/// The positions up to which events were read.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Position {
     /// Of the journal.
@@ -38,7 +38,7 @@ pub(crate) struct Reader {
     pub position: Position,
     /// Of the journal nothing of earlier boots.
     pub this_boot: bool,
-    /// For a user without root, also what is recorded of Docker's containers.
+    /// For a user without root, also the records of Docker's containers.
     pub dockers: bool,
 }
 
@@ -75,7 +75,7 @@ impl Reader {
     }
 }
 
-/// What no other event has.
+/// A name that no other event has.
 fn name(event: &Event) -> String {
     let container: String = event.container_id.chars().take(64).collect();
     let device = event.devices.first().map_or("", String::as_str);
@@ -102,7 +102,7 @@ fn merged(one: Vec<Event>, other: Vec<Event>) -> Vec<Event> {
 fn of_user(dockers: bool, config: &Config) -> Vec<Event> {
     let us = nix::unistd::geteuid().as_raw();
     let may_see = |uid: u32| uid == us || dockers && uid == 0;
-    // What is recorded has no milliseconds.
+    // Recorded times have no milliseconds.
     let at = |time: u64, event: Event| Event {
         time: timestamp(time).replace('Z', ".000Z"),
         uptime_ms: 0,
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_is_not_read_again() {
+    fn an_event_is_not_read_again() {
         let mut reader = Reader::default();
         let events = vec![event("1"), event("2")];
         assert_eq!(reader.unseen(events.clone()).len(), 2);

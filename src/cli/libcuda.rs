@@ -191,7 +191,7 @@ impl Driver {
         let mut parameters: [*mut c_void; 3] =
             [(&raw mut first.address).cast(), (&raw mut second.address).cast(), (&raw mut number).cast()];
         let nothing = ptr::null_mut::<c_void>();
-        // SAFETY: the type is cuda.h's; the parameters are those of the kernels in `load`, and cuLaunchKernel copies them
+        // SAFETY: the type is cuda.h's; the parameters belong to the kernels in `load`, and cuLaunchKernel copies them
         // before it returns.
         unsafe {
             call!(

@@ -1,4 +1,4 @@
-//! What people call containers, users, and those that run without a share.
+//! Names of containers and users, and the containers that run without a share.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -11,7 +11,7 @@ use serde_json::Value;
 use sublet_core::ledger::Ledger;
 pub use sublet_core::names::*;
 use sublet_core::oci::JsonFile;
-use sublet_core::request::labels_told;
+use sublet_core::request::warn_of_labels;
 use sublet_core::text::safe;
 
 /// The name of user `uid`, else the number.
@@ -25,7 +25,7 @@ pub(crate) fn of_user(uid: u32) -> String {
     format!("of user {} (uid {uid})", user(uid))
 }
 
-/// What is said of [`without_share`].
+/// The remark on [`without_share`].
 pub(crate) const WHY_WITHOUT_SHARE: &str =
     "started with the runtime sublet, but without a share: no annotation reached it";
 
@@ -40,8 +40,8 @@ pub(crate) fn without_share(data_root: &Path, ledger: &Ledger) -> Vec<String> {
     names
 }
 
-/// The container's name, if it runs and `sublet` is its runtime (moby, `container/container.go`, `toDisk`), and what is to be
-/// said of its labels.
+/// The container's name, if it runs and `sublet` is its runtime (moby, `container/container.go`, `toDisk`), and a
+/// warning about its labels.
 fn running_by_sublet(container: &Path) -> Option<String> {
     if read(&container.join("hostconfig.json"))?["Runtime"] != "sublet" {
         return None;
@@ -49,8 +49,8 @@ fn running_by_sublet(container: &Path) -> Option<String> {
     let record = read(&container.join("config.v2.json"))?;
     let name = record["Name"].as_str().filter(|_| record["State"]["Running"] == true)?;
     let labels = BTreeMap::deserialize(&record["Config"]["Labels"]).unwrap_or_default();
-    let told = labels_told(&labels, "as --annotation").map(|told| format!(" ({told})"));
-    Some(safe(name.strip_prefix('/').unwrap_or(name)) + &told.unwrap_or_default())
+    let warning = warn_of_labels(&labels, "as --annotation").map(|warning| format!(" ({warning})"));
+    Some(safe(name.strip_prefix('/').unwrap_or(name)) + &warning.unwrap_or_default())
 }
 
 fn read(file: &Path) -> Option<Value> {

@@ -1,5 +1,5 @@
 //! A root filesystem that holds this program and the C library that it runs with, for containers that need no image and no
-//! network; and the engines that are told to make an image of it.
+//! network; and the engines that are asked to make an image of it.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder};
@@ -49,7 +49,7 @@ impl Scratch {
         Ok(Self { dir, image: format!("{name}:own"), engine: engine.map(str::to_owned) })
     }
 
-    /// What containers with this program start from: the engine's image, else the root filesystem.
+    /// The start of containers with this program: the engine's image, else the root filesystem.
     ///
     /// # Errors
     /// This program is linked statically, the files cannot be copied, or the engine's message.
@@ -104,8 +104,8 @@ fn lay_out(root: &Path) -> anyhow::Result<()> {
          linked dynamically"
         )
     };
-    let others = LIBRARIES.iter().map(|name| directory.join(name)).filter(|path| path.is_file());
-    for path in &others.chain(mapped.iter().cloned()).collect::<BTreeSet<_>>() {
+    let libraries = LIBRARIES.iter().map(|name| directory.join(name)).filter(|path| path.is_file());
+    for path in &libraries.chain(mapped.iter().cloned()).collect::<BTreeSet<_>>() {
         copy(path, &root.join(path.strip_prefix("/").unwrap_or(path)))?;
     }
     copy(&Path::new("/").join(LOADER), &root.join(LOADER)).map(drop)

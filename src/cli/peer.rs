@@ -73,7 +73,7 @@ impl Pinned {
             return Err(Foreign::Other { pid, uid });
         }
         let pinned = Self { process, pidfd };
-        // What was read under this pid belongs to the process only if it has not ended since.
+        // The facts read under this pid belong to the process only if it has not ended since.
         if pinned.is_alive() { Ok(pinned) } else { Err(Foreign::Gone(pid)) }
     }
 
@@ -82,7 +82,7 @@ impl Pinned {
     }
 }
 
-/// [`owns`], for what is ended of users' containers.
+/// [`owns`], for processes of users' containers that are ended.
 pub(crate) const OWNS: Owns<'static> = &|process, uid| owns(process.pid, uid);
 
 /// Whether process `pid` belongs to `uid`, by the rules of [`Pinned::of`].
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_ended_since_it_was_held_is_not_alive() {
+    fn a_process_that_has_ended_since_it_was_held_is_not_alive() {
         let mut sleep = Running::start("sleep", &["60"]);
         let pinned = Pinned::of(sleep.pid(), us()).unwrap();
         assert!(pinned.is_alive());

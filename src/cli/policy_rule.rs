@@ -7,7 +7,7 @@ use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
 use sublet_core::config::{Config, PolicyRule};
 use sublet_core::text::safe;
 
-/// What the user database knows about a user.
+/// The entries of the user database about a user.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Known {
     name: Option<String>,

@@ -20,20 +20,20 @@ use sublet_core::share::{Isolation, Mode};
 /// For whose containers a share is looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// Those of an engine that runs as root.
+    /// Containers of an engine that runs as root.
     Root,
-    /// Those of this user without root, by `sublet serve` and within `[[policy]]`.
+    /// Containers of this user without root, by `sublet serve` and within `[[policy]]`.
     User,
 }
 
 impl Whose {
-    /// Those that this process would start itself.
+    /// Containers that this process would start itself.
     pub fn callers(config: &Config) -> Self {
         if is_remote(config) { Self::User } else { Self::Root }
     }
 
-    /// Those of root's engines, for root and for a user who may use Docker's socket: dockerd starts their containers as
-    /// root, and no `[[policy]]` limits these. Other users, and those who ask for it, mean their rootless containers.
+    /// Containers of root's engines, for root and for a user who may use Docker's socket: dockerd starts these as root,
+    /// and no `[[policy]]` limits them. Other users, and whoever asks for it, mean their rootless containers.
     pub fn meant(rootless: bool, config: &Config) -> Self {
         Self::callers(config).or_dockers(rootless, &config.retry.socket)
     }
@@ -57,7 +57,7 @@ impl Whose {
         (self.word(config) == "docker").then_some("Docker's containers (--rootless: your own)")
     }
 
-    /// The devices. Those of root's containers do not come from `sublet serve`.
+    /// The devices. Devices of root's containers do not come from `sublet serve`.
     pub fn inventory(self, config: &Config) -> anyhow::Result<Inventory> {
         Ok(match self {
             Self::Root if is_remote(config) => inventory::load(config)?,
@@ -74,10 +74,10 @@ pub struct Ahead {
     pub instances: Vec<Foreseen>,
 }
 
-/// What is said of an answer about an empty host.
+/// The remark on an answer about an empty host.
 pub const EMPTY: &str = "this is as if nothing were on the GPUs (--empty)";
 
-/// The host as it is or, if `empty`, with nothing on its GPUs. What is drained stays so.
+/// The host as it is or, if `empty`, with nothing on its GPUs. Drained devices stay so.
 pub fn emptied(empty: bool, (ledger, inventory): (Ledger, Inventory)) -> (Ledger, Inventory) {
     let without = |ledger: Ledger| Ledger { drained: ledger.drained, ..Ledger::empty("") };
     if empty { (without(ledger), inventory.idle()) } else { (ledger, inventory) }
@@ -151,7 +151,7 @@ pub fn preview_after(
     };
     Err(match mig::foresee(&order, nvml, ledger, config.placement.policy, &ahead.instances) {
         Ok(Ok(foreseen)) => {
-            let what = foreseen.what.clone();
+            let what = foreseen.label.clone();
             ahead.instances.push(foreseen);
             AdmitError::WouldMake { refused, what }
         }
@@ -160,10 +160,10 @@ pub fn preview_after(
     })
 }
 
-// What a share protects its container from, and what it does not. Each line is measured in docs/evidence or follows from
+// The protections of a share, and their limits. Each line is measured in docs/evidence or follows from
 // the driver's documentation.
 
-/// What the share protects against.
+/// The dangers that the share protects against.
 pub fn protects(placement: &Placement) -> Vec<&'static str> {
     let turns = match (placement.mode, placement.isolation, placement.daemon.is_some()) {
         (Mode::Mps, Isolation::Shared, _) => "containers on the GPU run at the same time, without turns",
@@ -192,7 +192,7 @@ pub fn protects(placement: &Placement) -> Vec<&'static str> {
     lines
 }
 
-/// What the share does not protect against.
+/// The dangers that the share does not protect against.
 pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     let (mode, has_daemon) = (placement.mode, placement.daemon.is_some());
     let is_limited = placement.memory_bytes.is_some();
@@ -243,7 +243,7 @@ mod tests {
     use sublet_core::place::fixture::{device, host};
 
     #[test]
-    fn an_empty_host_has_its_devices_and_what_is_drained() {
+    fn an_empty_host_has_its_devices_and_keeps_drained_ones() {
         let mut busy = device(0);
         (busy.memory_free_bytes, busy.compute_mode) = (0, ComputeMode::ExclusiveProcess);
         let ledger = Ledger {

@@ -60,7 +60,7 @@ pub fn word(value: &impl Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
 }
 
-/// What is known, or a dash.
+/// The value, or a dash for none.
 pub fn or_dash(value: Option<impl ToString>) -> String {
     value.map_or_else(|| "-".to_owned(), |value| value.to_string())
 }
@@ -85,7 +85,7 @@ fn characters(part: f64, width: usize) -> usize {
     if exact > 0.0 { (exact.round() as usize).max(1) } else { 0 }
 }
 
-/// What is shown of a GPU or a MIG device, as far as both are the same.
+/// A GPU or a MIG device for tables, as far as both are the same.
 #[derive(Clone, Debug)]
 pub struct Device<'a> {
     pub gpu: &'a Gpu,
@@ -148,12 +148,12 @@ impl<'a> Device<'a> {
         })
     }
 
-    /// What is booked. Of a GPU in MIG mode that belongs to its MIG devices.
+    /// Its bookings. The bookings of a GPU in MIG mode belong to its MIG devices.
     pub fn own_bookings(&self) -> Option<Room> {
         (self.part.is_some() || self.mode != "mig").then_some(self.booked)
     }
 
-    /// What stands before its number below its GPU.
+    /// The branch before its number below its GPU.
     pub fn branch(&self, utf8: bool) -> &'static str {
         let is_last = |part: &MigInstance| self.gpu.mig.last().is_some_and(|last| last.uuid == part.uuid);
         match (self.part.map(is_last), utf8) {
@@ -185,7 +185,7 @@ impl<'a> Device<'a> {
         Some(fraction(self.used?.memory_bytes?, self.memory_bytes))
     }
 
-    /// What it computes in percent: of its SMs (GPM) where the driver tells that alone, as on a MIG device.
+    /// Its load in percent: of its SMs (GPM) where the driver tells that alone, as on a MIG device.
     pub fn load(&self) -> Option<f64> {
         let used = self.used?;
         used.busy_percent.map(f64::from).or(used.sm_percent)
@@ -204,7 +204,7 @@ pub fn fraction(part: u64, whole: u64) -> f64 {
     float(part) / float(whole.max(1))
 }
 
-/// For what is shown, or computed with numbers that are measured.
+/// For display, and for computing with measured numbers.
 #[expect(clippy::cast_precision_loss, reason = "exact up to 2^53")]
 pub fn float(number: u64) -> f64 {
     number as f64
@@ -212,7 +212,7 @@ pub fn float(number: u64) -> f64 {
 
 // A lease in words: its container, its limits, and what it uses.
 
-/// What people call the container: its name; its service or unit where it has none; else its id.
+/// A container for people: its name; its service or unit where it has none; else its id.
 pub fn called(lease: &LeaseOnDevice) -> String {
     let names = [&lease.name, &lease.part_of, &lease.unit];
     names.into_iter().flatten().next().map_or_else(|| short_id(&lease.called), |name| cut(name))
@@ -233,7 +233,7 @@ pub fn number_of(uuid: &str, status: &Status) -> String {
     if number == uuid { "gone".to_owned() } else { safe(&number) }
 }
 
-/// What a container without a limit may have: all of a device that nobody shares with it, else as much as it takes.
+/// The memory of a container without a limit: all of a device that nobody shares with it, else as much as it takes.
 pub fn whole(lease: &LeaseOnDevice) -> String {
     if matches!(lease.mode, Mode::Exclusive | Mode::Mig) { "all".to_owned() } else { "no limit".to_owned() }
 }
@@ -244,7 +244,7 @@ pub fn memory_of(lease: &LeaseOnDevice) -> String {
     format!("{used} / {}", lease.memory_bytes.map_or_else(|| whole(lease), memory))
 }
 
-/// What it computes. The driver tells only what a shared MPS server's containers compute together.
+/// Its load. The driver reports only the joint load of a shared MPS server's containers.
 pub fn busy(lease: &LeaseOnDevice) -> String {
     match (lease.used.sm_percent, lease.used.server_sm_percent) {
         (Some(own), _) => format!("{own} %"),
@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bars_show_what_is_used_and_what_is_booked() {
+    fn bars_show_the_used_and_the_booked_part() {
         let shown = |used, booked| bar(used, booked, 10, false);
         assert_eq!(shown(Some(0.3), Some(0.5)), "###==.....");
         assert_eq!(shown(Some(0.7), Some(0.5)), "#######...", "more than is booked");

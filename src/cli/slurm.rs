@@ -10,7 +10,7 @@ use sublet_core::place::SERVER_BYTES;
 use sublet_core::share::{MIB, Mode, Percent};
 use sublet_core::slurm::JobShare;
 
-/// What a job got of the GPUs of a node. GPUs are counted as Slurm counts them: in the order of gres.conf, from 0.
+/// The GPUs, or parts of them, that a job got on a node. Counted as Slurm does: in the order of gres.conf, from 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Allocation {
     /// None of them.
@@ -83,7 +83,7 @@ fn of_entry(entry: &str) -> Result<Allocation, String> {
     }
 }
 
-/// A GPU, how many parts of it, and of how many, if that is told.
+/// A GPU, how many parts of it, and of how many, if that is given.
 type Share = (u32, u32, Option<u32>);
 
 /// `IDX:0-1,3`, or `7/8,0/8` with a part for each GPU. `all` is the sum. Without parts it is that of a single GPU.
@@ -115,7 +115,7 @@ fn gpus_of(text: &str) -> Option<Vec<u32>> {
     Some(all)
 }
 
-// What a job got, as a share.
+// The allocation of a job, as a share.
 
 /// The GPUs as gres.conf lists them ([`gres`]): in the order of their nodes.
 ///
@@ -155,7 +155,7 @@ pub fn job_share(
     };
     let part = |index: u32, part: u64, of: u64, sm: Option<Percent>| {
         let gpu = gpu(index)?;
-        // What may be booked, less the MPS server's own.
+        // The bookable memory, less the MPS server's own.
         let all = gpu.memory_bytes.saturating_sub(config.limits.reserve).saturating_sub(SERVER_BYTES);
         let bytes = all / of * part / MIB * MIB;
         Ok(Some(JobShare { devices: vec![gpu.uuid.clone()], mode: Mode::Mps, sm, memory_bytes: Some(bytes) }))
@@ -185,7 +185,7 @@ pub fn job_share(
 
 // This node's lines for Slurm's files.
 
-/// What a GPU's parts are counted in. Slurm (24.11) gives a job with `mps` no GPU if the node has shards too.
+/// The unit of a GPU's parts. Slurm (24.11) gives a job with `mps` no GPU if the node has shards too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Unit {
     /// Shards: [slurm] shards for each GPU; jobs may share every GPU of the node.
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_slurm_2205_and_2411_say() {
+    fn allocations_of_slurm_2205_and_2411_are_read() {
         assert_eq!(got("gpu:2(IDX:0-1)"), Ok(Allocation::Gpus(vec![0, 1])));
         assert_eq!(got("gpu:h200:3(IDX:0,2-3)"), Ok(Allocation::Gpus(vec![0, 2, 3])));
         assert_eq!(got("mps:25(IDX:0)"), Ok(Allocation::Mps { gpu: 0, percent: 25 }));
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_share_is_refused_and_never_guessed() {
+    fn an_allocation_that_is_no_share_is_refused_and_never_guessed() {
         for (gres, why) in [
             ("mps(CNT:25)", "cannot read"),
             ("mps:150(IDX:0)", "100 of mps"),
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_gpu_is_the_same_part_of_what_may_be_booked() {
+    fn a_part_of_a_gpu_is_the_same_part_of_its_bookable_resources() {
         let (inventory, config) = (host(vec![device(1), device(0)]), Config::default());
         let all = 100 * GIB - (512 << 20) - SERVER_BYTES;
         let share = |allocation| job_share(&allocation, &inventory, &config);

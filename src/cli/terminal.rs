@@ -1,10 +1,10 @@
-//! What the user's terminal shows: how wide its lines are, and how text is broken into them; colour, and UTF-8.
+//! The abilities of the user's terminal: the width of its lines, and how text is broken into them; colour, and UTF-8.
 
 use std::env;
 use std::io::{IsTerminal as _, stdout};
 use std::os::fd::AsFd;
 
-/// What switches a terminal to bold letters and back (ECMA-48, SGR).
+/// The sequences that switch a terminal to bold letters and back (ECMA-48, SGR).
 const BOLD: [&str; 2] = ["\u{1b}[1m", "\u{1b}[0m"];
 
 /// In characters: in a narrower column, text would be hard to read.
@@ -47,7 +47,7 @@ pub fn terminal_width() -> Option<usize> {
 
 /// As [`terminal_width`], of `output`.
 pub fn width_of(output: impl AsFd) -> Option<usize> {
-    // What is no terminal has no size.
+    // Only a terminal has a size.
     let size = rustix::termios::tcgetwinsize(output).ok().map(|size| usize::from(size.ws_col));
     first_of(env::var("COLUMNS").ok().as_deref(), size)
 }
@@ -68,7 +68,7 @@ fn wrapped_line(line: &str, width: usize) -> String {
     let (head, text) = line.split_at(start_of_text(line, width));
     let indent = " ".repeat(length(head));
     let (mut lines, mut last) = (Vec::new(), head.to_owned());
-    // Between two blanks is an empty word, so that what is aligned stays so.
+    // Between two blanks is an empty word, so that aligned text stays so.
     for word in text.split(' ') {
         let has_begun = length(&last) > indent.len();
         if has_begun && length(&last) + 1 + length(word) > width {
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn the_locale_tells_what_a_terminal_shows() {
+    fn the_locale_decides_whether_a_terminal_shows_utf8() {
         let cases = [
             ("C.UTF-8", true),
             ("de_DE.utf8@euro", true),

@@ -9,7 +9,7 @@ use sublet_core::text::safe;
 /// Documents that are nested deeper are attacks.
 const DEEPEST: usize = 16;
 
-/// A line, and what is wrong there.
+/// A line, and the fault in it.
 pub type Wrong = (usize, String);
 
 /// A YAML value and the line it begins in.
@@ -71,7 +71,7 @@ impl Node {
 
 /// The single document in `text`.
 pub fn tree(text: &str) -> Result<Node, Wrong> {
-    // The collections that are not closed yet: the line in which each begins, and what is in it.
+    // The collections that are not closed yet: the line in which each begins, and its contents.
     let mut open: Vec<(usize, Vec<Node>)> = Vec::new();
     for event in Parser::new_from_str(text) {
         let (event, span) =

@@ -45,17 +45,17 @@ const NAMED: usize = 4;
 /// The first few of `texts`, and the number of the rest.
 pub(crate) fn list_some(texts: impl Iterator<Item = String>, between: &str) -> String {
     let mut texts: Vec<String> = texts.collect();
-    let others = texts.len().saturating_sub(NAMED);
+    let rest = texts.len().saturating_sub(NAMED);
     texts.truncate(NAMED);
     let named = texts.join(between);
-    if others == 0 { named } else { format!("{named}{between}and {others} more") }
+    if rest == 0 { named } else { format!("{named}{between}and {rest} more") }
 }
 
-/// What stands before the reason in a message, and before what to do.
+/// The marks before the reason in a message, and before a way out.
 const WHY: &str = "; why: ";
 const FIX: &str = "; fix: ";
 
-/// What `message` says first, which stands alone.
+/// The first part of `message`, which stands alone.
 pub fn first_line(message: &str) -> &str {
     let end = [WHY, FIX].iter().filter_map(|mark| message.find(mark)).min();
     &message[..end.unwrap_or(message.len())]
@@ -76,7 +76,7 @@ pub(crate) fn add_fix(message: &str, fix: &str) -> String {
     format!("{message}{mark}{fix}")
 }
 
-/// `message`, which is one line in logs and in JSON, as people read it: the reason and what to do begin lines of their own.
+/// `message`, which is one line in logs and in JSON, as people read it: the reason and the way out begin new lines.
 pub fn in_lines(message: &str) -> String {
     message.replace(WHY, "\nwhy: ").replace(FIX, "\nfix: ")
 }
@@ -95,7 +95,7 @@ pub fn cut(name: &str) -> String {
 }
 
 /// A container's id as tables and messages have it: of one that an engine made, which has hexadecimal digits alone, the
-/// first twelve characters, as engines show it. Others are names (`n1.alice.6.0.0`), of which every character may count.
+/// first twelve characters, as engines show it. Other ids are names (`n1.alice.6.0.0`), of which every character may count.
 pub fn short_id(id: &str) -> String {
     let is_made = id.bytes().all(|byte| byte.is_ascii_hexdigit());
     safe(&id.chars().take(if is_made { 12 } else { LONGEST_NAME }).collect::<String>())
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn escapes_what_a_terminal_would_act_on() {
+    fn escapes_characters_that_a_terminal_would_act_on() {
         assert_eq!(safe("a\u{1b}[2Jb\nc\0"), "a\\u{1b}[2Jb\\nc\\u{0}");
         assert_eq!(safe("a\u{202e}b"), "a\\u{202e}b");
         assert_eq!(safe("8GiB Größe"), "8GiB Größe");
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn times_of_wrong_clocks_are_told_as_far_as_they_can_be() {
+    fn times_of_wrong_clocks_are_shown_up_to_the_last_one() {
         assert_eq!(timestamp(0), "1970-01-01T00:00:00Z");
         for late in [LAST_SECOND, LAST_SECOND + 1, u64::MAX] {
             assert_eq!(timestamp(late), "9999-12-31T23:59:59Z");

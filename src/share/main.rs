@@ -2,7 +2,7 @@
 //!
 //! Limits come from the variables that sublet has set in the container's environment, and the memory in use from
 //! nvidia-smi: NVML in a container lists the processes of the container's PID namespace with their memory, in every mode
-//! (docs/evidence/2026-11-23-h200-used.md). What cannot be told apart from other containers' use is unknown. What is not known is printed as `–`.
+//! (docs/evidence/2026-11-23-h200-used.md). Use that cannot be separated from other containers' is unknown, printed as `–`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ each process that uses CUDA; the memory in use is that of all processes of the
 container.";
 
 /// The environment, as far as it is sublet's.
-type Told = BTreeMap<String, String>;
+type Environment = BTreeMap<String, String>;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> =
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let Some(mut share) = Share::of(&told()) else {
+    let Some(mut share) = Share::of(&read_environment()) else {
         eprintln!(
             "sublet-share: neither this process nor the container's first one has the environment of a share"
         );
@@ -50,7 +50,7 @@ fn print(text: &str) -> ExitCode {
 
 /// This process's environment. A process that was started without the container's environment, as by `exec` with
 /// Podman's hook, has that of the container's first process.
-fn told() -> Told {
+fn read_environment() -> Environment {
     let own: Vec<u8> = fs::read("/proc/self/environ").unwrap_or_default();
     let own = sublets(&own);
     if own.contains_key("SUBLET_DEVICES") {
@@ -60,14 +60,14 @@ fn told() -> Told {
 }
 
 /// The variables of sublet in the text of `/proc/PID/environ`.
-fn sublets(environ: &[u8]) -> Told {
+fn sublets(environ: &[u8]) -> Environment {
     let variables = environ.split(|byte| *byte == 0).filter_map(|one| std::str::from_utf8(one).ok());
     let named = variables.filter_map(|one| one.split_once('='));
     let ours = named.filter(|(name, _)| name.starts_with("SUBLET_"));
     ours.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
-/// What the container was told. What it was not told, or what makes no sense, is `None`.
+/// The share as the environment has it. A value that is missing or makes no sense is `None`.
 #[derive(Debug, PartialEq)]
 struct Share {
     mode: Option<String>,
@@ -83,18 +83,18 @@ struct Share {
 }
 
 impl Share {
-    fn of(told: &Told) -> Option<Self> {
+    fn of(environment: &Environment) -> Option<Self> {
         // Nothing that a terminal or a JSON parser would act on.
         let plain = |text: &&str| {
             !text.is_empty()
                 && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '/' | '.'))
         };
-        let text = |name: &str| told.get(name).map(String::as_str).filter(plain);
+        let text = |name: &str| environment.get(name).map(String::as_str).filter(plain);
         let number = |name: &str| text(name)?.parse::<u32>().ok();
         let percent =
             |text: &str| text.parse::<f64>().ok().filter(|percent| *percent > 0.0 && *percent <= 100.0);
         let devices: Vec<String> =
-            told.get("SUBLET_DEVICES")?.split(',').filter(plain).map(str::to_owned).collect();
+            environment.get("SUBLET_DEVICES")?.split(',').filter(plain).map(str::to_owned).collect();
         Some(Self {
             mode: text("SUBLET_MODE").map(str::to_owned),
             devices,
@@ -170,13 +170,13 @@ fn used_bytes() -> Option<u64> {
     })
 }
 
-/// Those of each thread of a process: of one that has ended, cgroup v1 shows the root, also where others go on.
+/// The cgroups of each thread of a process: of an ended thread cgroup v1 shows the root, also where other threads go on.
 fn cgroups(pid: u32) -> Vec<String> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     threads.filter_map(|thread| fs::read_to_string(thread.path().join("cgroup")).ok()).collect()
 }
 
-/// What nvidia-smi prints: a line for each process with its pid and MiB.
+/// The output of nvidia-smi: a line for each process with its pid and MiB.
 fn listed() -> Option<String> {
     let mut child = Command::new(SMI)
         .args(["--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"])
@@ -237,10 +237,10 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_is_shown() {
-        let told = "A=b SUBLET_DEVICES=GPU-1 SUBLET_MODE=mps SUBLET_SM_PERCENT=12.5 SUBLET_MEMORY_BYTES=8589934592 \
+    fn the_share_in_the_environment_is_shown() {
+        let environ = "A=b SUBLET_DEVICES=GPU-1 SUBLET_MODE=mps SUBLET_SM_PERCENT=12.5 SUBLET_MEMORY_BYTES=8589934592 \
                     SUBLET_PROCESSES=2 SUBLET_NEIGHBOURS=1 ";
-        let mut share = share(told).unwrap();
+        let mut share = share(environ).unwrap();
         share.used = Some(516 << 20);
         assert_eq!(
             table(&share),
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_told_or_makes_no_sense_is_left_out() {
+    fn missing_and_senseless_variables_are_left_out() {
         assert_eq!(share("PATH=/bin SUBLET_MODE=mps"), None);
         let odd = "SUBLET_DEVICES=GPU-1,\u{1b}[2J,GPU-2 SUBLET_MODE=\"}, SUBLET_SM_PERCENT=1e9 SUBLET_MEMORY_BYTES=-1";
         let share = share(odd).unwrap();
@@ -268,9 +268,9 @@ mod tests {
         );
         assert_eq!(amount(1536 << 20), "1536 MiB");
         // Numbers that are none in JSON.
-        for (told, shown) in [(".5", "0.5"), ("12.", "12"), ("1e1", "10")] {
-            let told = self::share(&format!("SUBLET_DEVICES=GPU-1 SUBLET_SM_PERCENT={told}")).unwrap();
-            assert!(json(&told).contains(&format!("\"sm_percent\":{shown},")), "{shown}");
+        for (percent, shown) in [(".5", "0.5"), ("12.", "12"), ("1e1", "10")] {
+            let share = self::share(&format!("SUBLET_DEVICES=GPU-1 SUBLET_SM_PERCENT={percent}")).unwrap();
+            assert!(json(&share).contains(&format!("\"sm_percent\":{shown},")), "{shown}");
         }
     }
 }

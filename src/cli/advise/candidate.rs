@@ -21,7 +21,7 @@ pub struct Candidate {
     pub annotations: BTreeMap<String, String>,
     /// The memory of each that the annotations limit.
     pub memory_bytes: Option<u64>,
-    /// What was measured of it.
+    /// Its figures, if it was measured.
     pub found: Option<Found>,
 }
 
@@ -69,7 +69,7 @@ fn shape(mode: &Mode, host: Host<'_>) -> BTreeMap<String, String> {
     pairs.iter().map(|(key, value)| (format!("sublet.{key}"), (*value).to_owned())).collect()
 }
 
-/// What each tenant is limited to.
+/// Each tenant's limit, in bytes.
 fn memory(mode: &Mode, question: &Question, gpu: &Device, host: Host<'_>) -> Option<u64> {
     let servers = match mode.sharing {
         Sharing::Exclusive => return None,
@@ -79,14 +79,14 @@ fn memory(mode: &Mode, question: &Question, gpu: &Device, host: Host<'_>) -> Opt
         Sharing::TimeSlice | Sharing::Dedicated => u64::from(question.tenants),
     };
     Some(asked(question, gpu).unwrap_or_else(|| {
-        // An equal part of what may be booked now. Less is for the placing to refuse.
+        // An equal part of the memory that may be booked now. Less is for the placing to refuse.
         let free = bookings(gpu, host.ledger, host.config).memory_free;
         let each = free.saturating_sub(servers * SERVER_BYTES) / u64::from(question.tenants.max(1));
         (each / STEP * STEP).max(STEP)
     }))
 }
 
-/// What each tenant needs, in bytes.
+/// The need of each tenant, in bytes.
 pub fn asked(question: &Question, gpu: &Device) -> Option<u64> {
     question.memory.map(|memory| memory.on(gpu.memory_bytes))
 }
@@ -123,7 +123,7 @@ fn percent(percent: f64) -> String {
     format!("{exact}{sign}")
 }
 
-// What follows from the rules of docs/modes.md alone, without a measurement.
+// The candidates by the rules of docs/modes.md alone, without a measurement.
 
 /// The candidates, best first.
 pub fn candidates(question: &Question, gpu: &Device, host: Host<'_>) -> Vec<Candidate> {
@@ -140,12 +140,12 @@ pub fn candidates(question: &Question, gpu: &Device, host: Host<'_>) -> Vec<Cand
     }
     let candidate = |mode: &Mode| Candidate::new(mode, None, question, gpu, host);
     let mut found: Vec<Candidate> = modes.iter().filter_map(candidate).collect();
-    // Whether tenants without a limit would all have what they need if they keep to it.
+    // Whether tenants without a limit would all have the memory that they need if they keep to it.
     let free = bookings(gpu, host.ledger, host.config).memory_free;
     let tenants = u64::from(question.tenants);
     let suits = asked(question, gpu).is_none_or(|each| each.saturating_mul(tenants) <= free);
     if question.trust != Trust::None && suits {
-        // What is left without MPS programs: turns without a limit on memory.
+        // All that is left without MPS programs: turns without a limit on memory.
         found.extend(candidate(&plain(Sharing::TimeSlice)).map(|mut turns| {
             turns.annotations.remove("sublet.memory");
             Candidate { memory_bytes: None, ..turns }
@@ -178,7 +178,7 @@ fn in_turns() -> [Mode; 2] {
     [plain(Sharing::TimeSlice), equal(Sharing::Dedicated)]
 }
 
-/// At the same time. Only a limit keeps one tenant from making the others late.
+/// At the same time. Only a limit keeps one tenant from making the rest late.
 fn together(question: &Question) -> [Mode; 2] {
     let mut modes = [plain(Sharing::Mps), equal(Sharing::Mps)];
     if question.p99_ms.is_some() {
@@ -187,7 +187,7 @@ fn together(question: &Question) -> [Mode; 2] {
     modes
 }
 
-/// Profiles of the GPU's MIG devices: the smallest that is large enough, or, where nobody says what is enough, the
+/// Profiles of the GPU's MIG devices: the smallest that is large enough, or, where nobody gives a need, the
 /// largest first. Then devices of any profile.
 fn mig(question: &Question, gpu: &Device, host: Host<'_>) -> Vec<Mode> {
     if !gpu.mig_enabled {
@@ -207,15 +207,15 @@ fn mig(question: &Question, gpu: &Device, host: Host<'_>) -> Vec<Mode> {
     sizes.into_iter().map(of).chain([plain(Sharing::Mig)]).collect()
 }
 
-// What a result of `sublet bench` says about a question.
+// The answer of a result of `sublet bench` to a question.
 
 /// Throughputs this close are the same.
 const TIE: f64 = 0.95;
 
-/// Below this fairness one container starves beside the others.
+/// Below this fairness one container starves beside the rest.
 const FAIR: f64 = 0.8;
 
-/// What of a result can be used for one GPU.
+/// The part of a result that can be used for one GPU.
 #[derive(Debug)]
 pub struct Measurements<'a> {
     cells: Vec<(&'a Cell, &'a Measured)>,
@@ -245,19 +245,19 @@ pub struct Found {
     pub alone: Option<(f64, Option<f64>)>,
 }
 
-/// What the measurements come to.
+/// The conclusion from the measurements.
 #[derive(Debug, PartialEq)]
 pub enum Verdict {
     /// Neither this number of tenants nor a larger one.
     NotMeasured,
     /// No mode keeps the target; how near they come, in a sentence.
     NotKept(String),
-    /// Those that will do, best first.
+    /// The modes that will do, best first.
     Modes(Vec<(Mode, Found)>),
 }
 
 impl<'a> Measurements<'a> {
-    /// What of `result` can be used for `gpu`; `None`: nothing. Remarks say what was left out, and why.
+    /// The part of `result` that can be used for `gpu`; `None`: nothing. Remarks name the rest, and say why.
     ///
     /// # Errors
     /// It has several loads and none is chosen, or not the one that is.
@@ -291,7 +291,7 @@ impl<'a> Measurements<'a> {
         Ok(((!found.cells.is_empty()).then_some(found), remarks))
     }
 
-    /// What they say about `question`.
+    /// Their answer to `question`.
     pub fn verdict(&self, question: &Question) -> Verdict {
         let allowed: Vec<_> = self.allowed(question.trust).collect();
         let larger = allowed.iter().map(|(cell, _)| cell.n).filter(|n| *n >= question.tenants);

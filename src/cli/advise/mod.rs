@@ -43,12 +43,12 @@ pub enum Trust {
     All,
 }
 
-/// What is asked.
+/// The question of a user.
 #[derive(Clone, Copy, Debug)]
 pub struct Question {
     /// How many containers share.
     pub tenants: u32,
-    /// What each of them needs.
+    /// The need of each.
     pub memory: Option<Memory>,
     /// How long an iteration may take, 99 times of 100, in milliseconds.
     pub p99_ms: Option<f64>,
@@ -63,7 +63,7 @@ pub struct Question {
 pub struct Host<'a> {
     /// Its devices.
     pub inventory: &'a Inventory,
-    /// What is booked.
+    /// Its leases, which are booked.
     pub ledger: &'a Ledger,
     /// For whose containers.
     pub whose: Whose,
@@ -78,7 +78,7 @@ pub struct Advice {
     pub candidate: Candidate,
     /// One for each tenant whose device exists.
     pub placements: Vec<Placement>,
-    /// The MIG instances that are created for the others, and their shares of them.
+    /// The MIG instances that are created for the rest, and their shares of them.
     pub made: Vec<(Foreseen, Placement)>,
 }
 
@@ -89,7 +89,7 @@ impl Advice {
     }
 }
 
-/// Why there is no advice, and what would help.
+/// Why there is no advice, and remedies.
 #[derive(Debug, PartialEq, Eq)]
 pub struct NoAdvice {
     /// In one line.
@@ -109,7 +109,7 @@ pub fn advise(
     host: Host<'_>,
 ) -> io::Result<Result<Advice, NoAdvice>> {
     let mut candidates = Vec::new();
-    // Whether only what was measured may do.
+    // Whether only measured modes may do.
     let mut only = false;
     match measurements.map(|found| found.verdict(question)) {
         Some(Verdict::NotKept(why)) => {
@@ -143,8 +143,8 @@ pub fn advise(
     }))
 }
 
-/// The placements of tenants, and the MIG instances that would be created for others; or the number of the first that gets
-/// nothing, counted from 1, and why.
+/// The placements of tenants, and the MIG instances that would be created for the rest; or the number of the first that
+/// gets nothing, counted from 1, and why.
 type Placed = Result<(Vec<Placement>, Vec<(Foreseen, Placement)>), (usize, Box<NotPlaced>)>;
 
 fn placed(candidate: &Candidate, tenants: u32, host: Host<'_>) -> io::Result<Placed> {
@@ -169,7 +169,7 @@ fn placed(candidate: &Candidate, tenants: u32, host: Host<'_>) -> io::Result<Pla
     Ok(Ok((placements, made)))
 }
 
-/// What would help where `candidate`, the best, does not fit.
+/// Remedies where `candidate`, the best, does not fit.
 fn help(candidate: &Candidate, question: &Question, gpu: &Device, host: Host<'_>) -> io::Result<Vec<String>> {
     let mut help = Vec::new();
     let most = most(candidate, question, gpu, host)?;
@@ -283,7 +283,7 @@ fn by(mode: &Mode, tenants: u32) -> String {
     format!("{name}{}", limit.unwrap_or_default())
 }
 
-/// What each tenant gets, a line for each different size.
+/// The share of each tenant, a line for each different size.
 pub fn each_gets(advice: &Advice, inventory: &Inventory) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let there = advice.placements.iter().map(|placement| gets(placement, advice, inventory));
@@ -328,8 +328,8 @@ fn sms(placement: &Placement, device: &Device) -> String {
     }
 }
 
-/// What sharing costs, as it was measured.
-pub fn what_it_cost(found: &Found, tenants: u32) -> String {
+/// The cost of sharing, as it was measured.
+pub fn measured_cost(found: &Found, tenants: u32) -> String {
     let together = if found.n == 1 { "alone".to_owned() } else { format!("with {} at once", found.n) };
     let other = (found.n != tenants).then(|| format!(" ({tenants} were not measured; fewer wait less)"));
     let other = other.unwrap_or_default();
@@ -355,7 +355,7 @@ pub fn what_it_cost(found: &Found, tenants: u32) -> String {
     )
 }
 
-/// What sharing costs by the rules: nothing that depends on the load.
+/// The cost of sharing by the rules: nothing that depends on the load.
 pub fn concluded(advice: &Advice, question: &Question, gpu: &Device, inventory: &Inventory) -> String {
     let tenants = question.tenants;
     let Advice { candidate, placements, made } = advice;
@@ -388,7 +388,7 @@ pub fn concluded(advice: &Advice, question: &Question, gpu: &Device, inventory: 
     }
 }
 
-/// The command that measures what `question` asks; `None`: whole GPUs cost nothing.
+/// The command that measures the case of `question`; `None`: whole GPUs cost nothing.
 pub fn measure_with(question: &Question, gpu: &Device) -> Option<String> {
     let (modes, tenants) = match (question.trust, gpu.mig_enabled) {
         (_, true) => ("mig", question.tenants),

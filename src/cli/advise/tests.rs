@@ -134,7 +134,7 @@ fn mig_devices_that_share_memory_separate_nothing() {
 }
 
 #[test]
-fn memory_that_does_not_fit_is_told_with_what_would() {
+fn memory_that_does_not_fit_is_refused_with_an_amount_that_would() {
     let asked = Question { memory: Some(Memory::Bytes(20 * GIB)), ..question(7, Trust::Some) };
     let refused = advised(&asked, None, &one_gpu()).unwrap_err();
     let why = "the best way is time-slice, and container 5 would be refused: no room: GPU 0 has ";
@@ -148,7 +148,7 @@ fn memory_that_does_not_fit_is_told_with_what_would() {
 }
 
 #[test]
-fn what_is_booked_already_is_not_given_again() {
+fn booked_memory_is_not_given_again() {
     let held = Lease { memory_bytes: Some(50 * GIB), ..lease(1, "GPU-0") };
     let ledger = Ledger { leases: vec![held], ..Ledger::empty("boot") };
     let advice = advised_in(&question(2, Trust::All), None, &one_gpu(), &ledger, &Config::default());
@@ -180,7 +180,7 @@ fn the_host_s_rules_are_kept() {
 }
 
 #[test]
-fn of_what_was_measured_the_fastest_that_trust_allows() {
+fn of_measured_modes_the_fastest_that_trust_allows() {
     let with = |asked: Question| line(&advised(&asked, Some(&seen()), &one_gpu()));
     assert_eq!(with(question(7, Trust::All)), "memory=14GiB mode=mps");
     assert_eq!(with(question(7, Trust::Some)), "memory=14GiB mode=time-slice");
@@ -250,19 +250,19 @@ fn cells_that_prove_nothing_are_not_used() {
 }
 
 #[test]
-fn the_words_say_what_was_measured_and_what_was_not() {
+fn the_words_distinguish_measured_from_concluded() {
     let asked = question(5, Trust::Some);
     let inventory = one_gpu();
     let advice = advised(&asked, Some(&seen()), &inventory).unwrap();
     let found = advice.candidate.found.as_ref().unwrap();
     assert_eq!(
-        what_it_cost(found, 5),
+        measured_cost(found, 5),
         "mean 54.9 ms, p99 60.0 ms with 7 at once (5 were not measured; fewer wait less); alone mean 7.2 ms, p99 8.0 \
          ms: 7.6 times as long; 127.5 iterations a second together"
     );
     let other = Found { same_gpu: false, gpu: "NVIDIA A100".to_owned(), ..found.clone() };
     assert_eq!(
-        what_it_cost(&other, 7),
+        measured_cost(&other, 7),
         "with 7 at once, an iteration took 7.6 times as long as alone, on another GPU (NVIDIA A100)"
     );
     assert_eq!(
@@ -279,7 +279,7 @@ fn the_words_say_what_was_measured_and_what_was_not() {
     assert_eq!(measure_with(&question(5, Trust::None), &inventory.devices[0]), None);
 }
 
-/// What the texts to paste ask for, read back as `sublet explain` reads them.
+/// The services of the texts to paste, read back as `sublet explain` reads them.
 fn read_back(paste: &Paste) -> Vec<Service> {
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
@@ -378,7 +378,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn what_is_advised_is_placed_for_all_tenants(
+    fn an_advised_share_is_placed_for_all_tenants(
         asked in questions(),
         inventory in inventories(),
         config in configs(),

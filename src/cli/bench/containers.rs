@@ -15,7 +15,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, FileKind, Inventory, MpsPrograms};
 use sublet_core::process::child::{self, ChildError};
 
-/// An engine that hangs when it is told to end a container is left alone after this time.
+/// An engine that hangs when it should end a container is left alone after this time.
 const END_LIMIT: Duration = Duration::from_secs(30);
 
 /// A container that is still being created cannot be killed yet: after this time it is tried again.
@@ -24,7 +24,7 @@ const KILL_AGAIN: Duration = Duration::from_millis(500);
 /// The beginning of every container's name. Behind it stand this process's pid and a number.
 const PREFIX: &str = "sublet-bench-";
 
-/// What runs containers.
+/// The program that runs containers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Engine {
     /// `docker` with the runtime sublet, or `podman` with its hook.
@@ -43,7 +43,7 @@ impl Engine {
     }
 }
 
-/// What every container runs.
+/// The program of every container.
 #[derive(Clone, Debug)]
 pub struct Workload {
     pub engine: Engine,
@@ -69,7 +69,7 @@ impl Workload {
     /// Starts container `number` with these annotations. Its output comes through a pipe.
     ///
     /// # Errors
-    /// The engine's program cannot be started. What the engine itself reports comes later, on standard error.
+    /// The engine's program cannot be started. The engine's own report comes later, on standard error.
     pub fn start(&self, number: u32, annotations: &BTreeMap<String, String>) -> anyhow::Result<Running> {
         let name = format!("{PREFIX}{}-{number}", std::process::id());
         let mut command = match &self.engine {
@@ -236,13 +236,13 @@ pub struct ByHand {
     daemons: Vec<Daemon>,
     /// UUIDs of the MIG devices, one for each process; none in other modes.
     mig_devices: Vec<String>,
-    /// The device, as CUDA is told; the driver's directories.
+    /// The device, in CUDA's variable; the driver's directories.
     common: BTreeMap<String, String>,
     percent: Option<f64>,
 }
 
 impl ByHand {
-    /// Starts what the cell needs: no daemon, one, or one for each process. `dir` is for their pipes.
+    /// Starts the daemons of the cell: none, one, or one for each process. `dir` is for their pipes.
     ///
     /// # Errors
     /// MPS is not installed or does not start, or there are not enough MIG devices.
@@ -271,7 +271,7 @@ impl ByHand {
         })
     }
 
-    /// What process `number` gets beside this program's own environment.
+    /// The variables of process `number` beside this program's own environment.
     pub fn environment(&self, number: u32) -> BTreeMap<String, String> {
         let mut environment = self.common.clone();
         if let Some(uuid) = self.mig_devices.get(number as usize) {
@@ -379,28 +379,29 @@ mod tests {
     }
 
     #[test]
-    fn engines_are_told_everything() {
+    fn engines_get_every_option() {
         let annotations = BTreeMap::from([("sublet.sm".to_owned(), "20".to_owned())]);
-        let told = |program: &'static str, options: &str, number| {
+        let arguments = |program: &'static str, options: &str, number| {
             let workload =
                 Workload { options: vec![options.to_owned()], ..workload(Engine::Program(program)) };
             words(&workload.engines("x", &annotations, number))
         };
         assert_eq!(
-            told("docker", "--volume=/a:/a", 1),
+            arguments("docker", "--volume=/a:/a", 1),
             "run --rm --name x --runtime=sublet --network=none --annotation sublet.sm=20 --volume=/a:/a img run --me=1"
         );
         assert_eq!(
-            told("podman", "--network=host", 0),
+            arguments("podman", "--network=host", 0),
             "run --rm --name x --annotation sublet.sm=20 --network=host img run --me=0"
         );
         assert!(
-            told("docker", "--publish=127.0.0.1:{port}:80", 1).contains("--publish=127.0.0.1:8081:80 img")
+            arguments("docker", "--publish=127.0.0.1:{port}:80", 1)
+                .contains("--publish=127.0.0.1:8081:80 img")
         );
     }
 
     #[test]
-    fn what_is_left_is_known_by_its_pid() {
+    fn leftover_containers_are_known_by_the_pid() {
         assert!(is_left("sublet-bench-4194999-1"), "beyond the largest pid");
         assert!(!is_left(&format!("sublet-bench-{}-1", std::process::id())));
         for other in ["sublet-bench-", "sublet-bench-x-1", "my-sublet-bench-4194999-1", ""] {

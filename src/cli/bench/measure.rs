@@ -30,10 +30,10 @@ const MOST_SAMPLES: usize = 20_000_000;
 /// How often ends, signals and the time are looked at.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What a program that has ended wrote last is read within this time, also on busy processors.
+/// The last output of a program that has ended is read within this time, also on busy processors.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// Built-in loads write what they have ten times a second, so the last lines of the window come later.
+/// Built-in loads write their samples ten times a second, so the last lines of the window come later.
 const LAST_LINES: Duration = Duration::from_millis(300);
 
 /// How long each part takes.
@@ -50,7 +50,7 @@ pub struct Times {
 #[error("interrupted; all its containers were removed")]
 pub struct Interrupted;
 
-/// What one program has told so far.
+/// The output of one program so far.
 #[derive(Default)]
 struct Heard {
     samples: Vec<Sample>,
@@ -64,7 +64,7 @@ struct Heard {
 
 type Shared = Arc<Mutex<Heard>>;
 
-/// A program and what it tells.
+/// A program and its output.
 struct Tenant {
     running: Running,
     heard: Shared,
@@ -105,7 +105,7 @@ impl Tenant {
         !lock(&self.heard).samples.is_empty()
     }
 
-    /// Why it ended, or what it did not answer since then.
+    /// Why it ended, or its last failure to answer since then.
     fn trouble(&self, since: u64) -> Option<String> {
         let refused = || {
             let heard = lock(&self.heard);
@@ -152,11 +152,11 @@ pub fn measure(
     tenants.rest(times.window / 2, stop)?;
     let (to, energy_after) = (monotonic_nanoseconds(), meter.energy());
     std::thread::sleep(LAST_LINES);
-    let told = tenants.0.iter().map(|one| {
+    let measurements = tenants.0.iter().map(|one| {
         let samples = lock(&one.heard).samples.clone();
         (samples, one.trouble(from))
     });
-    let Some(measured) = samples::measured(&told.collect::<Vec<_>>(), (from, to)) else {
+    let Some(measured) = samples::measured(&measurements.collect::<Vec<_>>(), (from, to)) else {
         bail!("no iteration ended within {} s; measure for longer", times.window.as_secs_f64())
     };
     let iterations: u64 = measured.containers.iter().map(|one| one.iterations).sum();
@@ -265,7 +265,7 @@ fn with_words(why: String, heard: &Shared) -> String {
     // Docker's own message ends with `See 'docker run --help'.`
     let says_why = |line: &&str| !line.is_empty() && !line.contains("docker run --help");
     match words.lines().rev().map(str::trim).find(says_why) {
-        // At the end of a long line stands what an engine's low-level runtime reported.
+        // At the end of a long line stands the report of an engine's low-level runtime.
         Some(last) => format!("{why}: {}", safe(&end_of(last, SHOWN))),
         None => why,
     }
@@ -276,7 +276,7 @@ fn lock(heard: &Shared) -> std::sync::MutexGuard<'_, Heard> {
     heard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-// What NVML says of the GPU while a cell runs: energy, clock, memory.
+// NVML's readings of the GPU while a cell runs: energy, clock, memory.
 
 /// Asks about one GPU. Whatever the driver does not tell is `None`.
 pub struct Meter {
@@ -362,7 +362,7 @@ mod tests {
     const WORKS: &str = "while sleep 0.02; do echo 20 ms; done";
 
     #[test]
-    fn one_that_ends_is_told_and_the_others_go_on() {
+    fn a_tenant_that_ends_is_reported_and_the_rest_goes_on() {
         let found = measured([WORKS, "echo 1; echo out of memory >&2; exit 3"], &|| false).unwrap();
         assert!(found.containers[0].iterations > 2 && found.containers[0].error.is_none(), "{found:?}");
         assert_eq!(found.containers[1].iterations, 0);
@@ -373,7 +373,7 @@ mod tests {
 
     /// An engine's client that gets little of a processor says why after it was seen to have ended.
     #[test]
-    fn last_words_that_come_late_are_told() {
+    fn last_words_that_come_late_are_reported() {
         let late = "(sleep 0.3; echo no such program >&2) & exit 127";
         let why = measured([late, late], &|| false).unwrap_err().to_string();
         assert!(why.contains("exit status: 127") && why.contains("no such program"), "{why}");
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_long_line_the_end_is_told() {
+    fn the_end_of_a_long_line_is_shown() {
         let long = format!("docker: {} no such file: \u{e9}", "x".repeat(500));
         assert!(
             end_of(&long, SHOWN).ends_with("x no such file: \u{e9}")

@@ -27,7 +27,7 @@ struct Line<'a> {
     by_hand: bool,
     /// Number of containers, value, and whether the cell is overcommitted; by number.
     points: Vec<(u32, f64, bool)>,
-    /// The place of its mode among those of the load. It has the same colour and mark in the picture of each figure.
+    /// The place of its mode among the modes of the load. It has the same colour and mark in the picture of each figure.
     index: usize,
 }
 
@@ -48,8 +48,8 @@ pub fn svg(result: &BenchResult, load: &str, figure: Figure) -> Option<String> {
         built_in => format!("{}: {built_in}", result.title),
     };
     text(&mut svg, (PLOT[0], 32.0), "title", &heading);
-    let what = format!("{}, against the number of containers at once", figure.title());
-    text(&mut svg, (PLOT[0], 54.0), "small", &what);
+    let caption = format!("{}, against the number of containers at once", figure.title());
+    text(&mut svg, (PLOT[0], 54.0), "small", &caption);
     for line in &lines {
         draw(&mut svg, &scale, line);
     }

@@ -1,4 +1,4 @@
-//! Which cells are measured, what each asks of sublet, and why one cannot be measured on this GPU.
+//! Which cells are measured, the annotations of each, and why one cannot be measured on this GPU.
 
 use std::collections::BTreeMap;
 
@@ -49,7 +49,7 @@ impl Cell {
         self.load == other.load && self.mode == other.mode && self.n == other.n
     }
 
-    /// Which key of `[limits]` would have to be raised, and to what; `None`: it fits.
+    /// The key of `[limits]` that would have to be raised, and the value; `None`: it fits.
     pub fn beyond(&self, limits: &Limits) -> Option<String> {
         let n = self.n;
         match self.mode.sharing {
@@ -66,7 +66,7 @@ impl Cell {
     }
 }
 
-/// What the GPU has for the plan.
+/// The properties of the GPU that the plan needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Gpu {
     /// Profiles of its MIG devices, one for each device.
@@ -114,7 +114,7 @@ fn lacking(planned: &Cell, there: &[String]) -> Option<String> {
 /// `mps`, `mps:equal`, `mps:20`, `dedicated:20`, `mig:1g.10gb`.
 ///
 /// # Errors
-/// What is wrong with it, in a sentence.
+/// The problem, in a sentence.
 pub fn mode(text: &str) -> Result<Mode, String> {
     let (word, rest) = text.split_once(':').map_or((text, None), |(word, rest)| (word, Some(rest)));
     let sharing = Sharing::from_str(word, false).map_err(|_| {
@@ -139,7 +139,7 @@ pub fn mode(text: &str) -> Result<Mode, String> {
 /// A number of containers.
 ///
 /// # Errors
-/// What is wrong with it, in a sentence.
+/// The problem, in a sentence.
 pub fn number(text: &str) -> Result<u32, String> {
     text.parse().ok().filter(|n| (1..=MOST).contains(n)).ok_or_else(|| format!("a number from 1 to {MOST}"))
 }
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_container_asks_for() {
+    fn annotations_say_the_mode_and_the_share_of_one_container() {
         let asked = |text: &str, n| {
             let annotations = planned(text, n).annotations("GPU-1");
             annotations.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(" ")

@@ -1,4 +1,4 @@
-//! The result of `sublet bench`: what was asked, on which machine, and what each cell of the grid came to. It is the
+//! The result of `sublet bench`: the settings, the machine, and the figures of each cell of the grid. It is the
 //! document that is written as JSON, shown, compared and advised from.
 
 use std::collections::BTreeSet;

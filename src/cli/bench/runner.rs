@@ -38,7 +38,7 @@ impl Runner<'_> {
     /// the same processes by hand are measured in turns, so that a GPU that gets warmer does so for both.
     ///
     /// # Errors
-    /// A signal, or the file cannot be written. What was measured before is in the file.
+    /// A signal, or the file cannot be written. Earlier measurements are in the file.
     pub fn run(&self, grid: &[Cell], result: &mut BenchResult, output: &Path) -> anyhow::Result<()> {
         // One that failed is tried again.
         let has = |cell: &Cell| {
@@ -100,7 +100,7 @@ impl Runner<'_> {
     }
 }
 
-/// What a cell came to, or why there is nothing.
+/// The figures of a cell, or why there are none.
 type Found = Result<Measured, String>;
 
 /// The measurement with the middle mean, or no figures if there is none.
@@ -181,7 +181,7 @@ fn write(result: &BenchResult, output: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("cannot write {}; what it had before is still there", output.display()))
 }
 
-/// What the file has already, to be gone on with; `None`: there is no such file.
+/// The result that the file has already, to be continued; `None`: there is no such file.
 ///
 /// # Errors
 /// It cannot be written, is no result, or is there although nobody said `resume`.
@@ -201,7 +201,7 @@ pub fn before(file: &Path, resume: bool) -> anyhow::Result<Option<BenchResult>> 
     Ok(Some(BenchResult::read(file)?))
 }
 
-/// `new`, with what was measured `before`.
+/// `new`, with the measurements from `before`.
 ///
 /// # Errors
 /// That was measured on another GPU, by another driver or engine, or in another way.
@@ -213,9 +213,9 @@ pub fn go_on(before: BenchResult, new: BenchResult, file: &Path) -> anyhow::Resu
         ("engine", before.machine.engine == new.machine.engine),
         ("command or time", bare(&before.settings) == bare(&new.settings)),
     ];
-    if let Some((what, _)) = same.iter().find(|(_, same)| !same) {
+    if let Some((difference, _)) = same.iter().find(|(_, same)| !same) {
         let name = safe_path(file);
-        bail!("{name} was measured with another {what}: it cannot be gone on with");
+        bail!("{name} was measured with another {difference}: it cannot be gone on with");
     }
     let in_use_by_others = before.in_use_by_others || new.in_use_by_others;
     Ok(BenchResult { in_use_by_others, settings: new.settings, ..before })
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_of_a_cell() {
+    fn a_cell_has_a_title_and_an_outcome() {
         assert_eq!(title(&planned()), "small, MPS, 20 % each, 7 at once");
         let measured = Measured { mean_ms: 32.123, ..Measured::default() };
         assert_eq!(outcome(&cell_of(&planned(), Ok(measured.clone()))), "mean 32.12 ms (overcommitted)");
@@ -255,13 +255,13 @@ mod tests {
 
     #[test]
     fn progress_counts_measurements() {
-        let told = std::cell::RefCell::new(Vec::new());
-        let tell = |line: &str| told.borrow_mut().push(line.to_owned());
+        let lines = std::cell::RefCell::new(Vec::new());
+        let tell = |line: &str| lines.borrow_mut().push(line.to_owned());
         let mut progress = Progress::new([1, 1], 2, &tell);
         progress.tell(&planned(), false);
         progress.tell(&planned(), true);
         assert_eq!(
-            told.take(),
+            lines.take(),
             ["[1/2] small, MPS, 20 % each, 7 at once", "[2/2] small, MPS, 20 % each, 7 at once"]
         );
     }

@@ -1,4 +1,4 @@
-//! What containers print, or answer to a client that asks one request after another, and what it comes to: latencies,
+//! Containers' output, or their answers to a client that asks one request after another, and the figures: latencies,
 //! percentiles, throughput, fairness.
 
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ pub struct Sample {
 pub enum Source {
     /// Lines that a built-in load prints: end and duration in nanoseconds.
     BuiltIn,
-    /// Lines that the user's own program prints: the first group of the pattern, or the whole of what it finds, is a number,
+    /// Lines that the user's own program prints: the first group of the pattern, or all that it matches, is a number,
     /// in this many nanoseconds.
     Pattern(Regex, f64),
     /// The programs are servers, and each is asked all the time by one client.
@@ -64,7 +64,7 @@ fn tenant(samples: &[u64], error: Option<String>) -> Tenant {
     }
 }
 
-/// What a cell comes to: `containers` has each one's samples, and why it did not work all the time. `None`: no
+/// The figures of a cell: `containers` has each one's samples, and why it did not work all the time. `None`: no
 /// iteration ended in the window.
 pub fn measured(containers: &[(Vec<Sample>, Option<String>)], (from, to): (u64, u64)) -> Option<Measured> {
     let inside = |samples: &[Sample]| {
@@ -121,7 +121,7 @@ const AGAIN: Duration = Duration::from_millis(100);
 /// The largest answer that is read.
 const LARGEST: u64 = 256 << 20;
 
-/// What is asked.
+/// A client, and its requests.
 #[derive(Clone, Debug)]
 pub struct Client {
     /// `{port}` is the port of the container.
@@ -135,8 +135,8 @@ pub struct Client {
 }
 
 impl Client {
-    /// Asks the server in container `number` until it is over. An answer that is no success is no sample; `fail` is told
-    /// of it.
+    /// Asks the server in container `number` until it is over. An answer that is no success is no sample; `fail`
+    /// gets it.
     pub fn ask_until(
         &self,
         number: u32,
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_that_got_no_turn_is_told() {
+    fn a_container_that_got_no_turn_is_reported() {
         let one = vec![Sample { end: 5, took: 1_000_000 }];
         let found = measured(&[(one, None), (Vec::new(), None)], (0, 10)).unwrap();
         assert_eq!(found.containers[0].error, None);

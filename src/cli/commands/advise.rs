@@ -128,7 +128,7 @@ fn gpus<'a>(
     if found.is_empty() { Err(wrong("this host has no such GPU")) } else { Ok(found) }
 }
 
-/// What was found for one GPU.
+/// The answer for one GPU.
 struct Answer<'a> {
     gpu: &'a Device,
     advice: Result<Advice, NoAdvice>,
@@ -158,7 +158,7 @@ fn answer<'a>(
     Ok(first.ok_or(AdviseError::NoGpu)?)
 }
 
-/// What the measurements leave open.
+/// The questions that the measurements leave open.
 fn not_judged(question: &Question, gpu: &Device, measurements: Option<&Measurements<'_>>) -> Vec<String> {
     let Some(command) = advise::measure_with(question, gpu) else { return Vec::new() };
     let mut open = Vec::new();
@@ -324,7 +324,7 @@ impl Cost {
         let alone = found.alone.filter(|_| found.same_gpu);
         Self {
             measured: true,
-            text: advise::what_it_cost(found, question.tenants),
+            text: advise::measured_cost(found, question.tenants),
             load: Some(found.load.clone()),
             n: Some(found.n),
             times_as_long: found.alone.map(|(mean, _)| found.mean_ms / mean),

@@ -136,7 +136,7 @@ enum Unit {
     Us = 1_000,
 }
 
-/// What runs the containers.
+/// The program that runs the containers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum EngineName {
     /// With the runtime sublet
@@ -274,9 +274,9 @@ fn users(gpu: &Device, inventory: &Inventory, config: &Config) -> anyhow::Result
     }
     let devices = usage.devices.iter().filter(|(uuid, _)| is_own(uuid));
     let processes = devices.flat_map(|(_, device)| &device.processes);
-    let others = processes.filter(|process| !process.holder.is_server).count();
-    Ok((leases + others > 0)
-        .then(|| format!("the GPU is in use: {leases} containers with a share, {others} processes")))
+    let programs = processes.filter(|process| !process.holder.is_server).count();
+    Ok((leases + programs > 0)
+        .then(|| format!("the GPU is in use: {leases} containers with a share, {programs} processes")))
 }
 
 fn engine(wanted: Option<EngineName>) -> anyhow::Result<Engine> {
@@ -302,19 +302,19 @@ fn runtime_program() -> Option<PathBuf> {
     }
     let own = std::env::current_exe().ok()?.with_file_name("sublet-runtime");
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let others = std::env::split_paths(&path).map(|dir| dir.join("sublet-runtime"));
-    std::iter::once(own).chain(others).find(|path| path.is_file())
+    let in_path = std::env::split_paths(&path).map(|dir| dir.join("sublet-runtime"));
+    std::iter::once(own).chain(in_path).find(|path| path.is_file())
 }
 
 fn version(engine: &Engine) -> String {
     let mut command = process::Command::new(engine.program());
-    let told = child::run_until(command.arg("--version"), STEP_LIMIT, &|| false);
-    let line = told.ok().and_then(|told| told.stdout.lines().next().map(safe));
+    let output = child::run_until(command.arg("--version"), STEP_LIMIT, &|| false);
+    let line = output.ok().and_then(|output| output.stdout.lines().next().map(safe));
     let name = || engine.program().file_name().unwrap_or_default().to_string_lossy().into_owned();
     line.filter(|line| !line.is_empty()).unwrap_or_else(name)
 }
 
-/// What the containers are started from: the user's image or root file system, or this program's own.
+/// The image of the containers: the user's image or root file system, or this program's own.
 fn image(given: Option<&str>, is_image: bool, scratch: &Scratch) -> anyhow::Result<String> {
     match given {
         None => scratch.own_root(),

@@ -175,7 +175,7 @@ fn chart(result: &BenchResult, load: &str, width: Option<usize>) -> Option<Strin
     Some(format!("{n} at once\n{}", lines.join("\n")))
 }
 
-/// What the marks mean, and why something was not measured.
+/// The meanings of the marks, and the reasons for cells that were not measured.
 fn notes(result: &BenchResult, load: &str) -> Option<String> {
     let cells: Vec<&Cell> = result.of_load(load).collect();
     let mut lines = Vec::new();
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_is_told() {
+    fn a_failed_measurement_is_noted() {
         let mut result = fixture::result();
         result.cells[0].measured = None;
         result.cells[0].error = Some("no \u{1b}[2Jroom".to_owned());
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn cells_are_paired_and_what_only_one_has_is_kept() {
+    fn cells_are_paired_and_a_cell_of_only_one_is_kept() {
         let a = fixture::result();
         let mut b = fixture::result();
         for cell in &mut b.cells {

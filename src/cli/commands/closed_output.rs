@@ -50,7 +50,7 @@ pub(super) fn err(text: Arguments<'_>) {
     let _ = writeln!(stderr().lock(), "{}", wrapped(&text.to_string(), width));
 }
 
-/// Whether anybody can still read what is written.
+/// Whether anybody can still read the output.
 pub(super) fn is_open() -> bool {
     !CLOSED.load(Ordering::Relaxed)
 }

@@ -114,7 +114,7 @@ fn summary(checks: &[Check]) -> String {
     format!("{} checks: {}", checks.len(), each.join(", "))
 }
 
-/// What NVML reports, read in a child process. A child that hangs with the driver is left behind.
+/// The inventory by NVML, read in a child process. A child that hangs with the driver is left behind.
 fn ask_nvml() -> Result<Inventory, String> {
     let mut command = Command::new("/proc/self/exe");
     answered(command.args(["doctor", "--inventory", "--format=json"]), NVML_LIMIT)
@@ -138,7 +138,7 @@ pub fn ask(argv: &[&str]) -> Option<String> {
     ask_within(ANSWER_LIMIT, argv).ok().flatten()
 }
 
-/// What Docker or Podman says of the container `text`, by a Go template. One whose socket hangs is not waited for.
+/// Docker's or Podman's answer about the container `text`, by a Go template. One whose socket hangs is not waited for.
 pub fn ask_engines(template: &str, text: &str) -> Option<String> {
     let of = |engine| {
         let argv = [engine, "container", "inspect", "--format", template, "--", text];
@@ -263,8 +263,8 @@ impl<'a> ProbeContainer<'a> {
         let given = annotations.iter().map(|(key, value)| format!("{key}={value}"));
         command.args(given.flat_map(|text| ["--annotation".to_owned(), text]));
         let stop = || self.stop.is_wanted();
-        let told = answer(command.args([image, "/sublet", "probe"]), self.limit, &stop)?;
-        serde_json::from_str(&told).context("the probe's answer")
+        let output = answer(command.args([image, "/sublet", "probe"]), self.limit, &stop)?;
+        serde_json::from_str(&output).context("the probe's answer")
     }
 }
 
@@ -307,10 +307,10 @@ fn shown(root: &Path) -> usize {
     let minor = |name: &String| name.strip_prefix("nvidia").is_some_and(|minor| minor.parse::<u32>().is_ok());
     let nodes = names("dev").iter().filter(|name| minor(name)).count();
     let gpus = "proc/driver/nvidia/gpus";
-    let is_told = |bus: &&String| {
+    let has_text = |bus: &&String| {
         fs::read(root.join(gpus).join(bus).join("information")).is_ok_and(|text| !text.is_empty())
     };
-    nodes.max(names(gpus).iter().filter(is_told).count())
+    nodes.max(names(gpus).iter().filter(has_text).count())
 }
 
 #[cfg(test)]
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_found_stands_in_its_column() {
+    fn a_finding_stands_in_its_column() {
         let found = "NVIDIA's container toolkit rewrites what engines start";
         let fix = Some("set mode = \"cdi\" in its config.toml".to_owned());
         let check = Check { check: "toolkit", result: Verdict::Warn, found: found.to_owned(), fix };
@@ -362,11 +362,11 @@ mod tests {
         let Err(error) = made.probe("image", &["--x"], &[]) else { panic!() };
         assert!(error.to_string().contains(expected), "{error}");
         drop(made);
-        let told = fs::read_to_string(log).unwrap();
+        let calls = fs::read_to_string(log).unwrap();
         let run = format!("run --rm --network=none --name {name} --x image /sublet probe\n");
         // On a busy machine the program is stopped before it has written anything.
-        let told = told.strip_prefix(&run).unwrap_or(&told);
-        assert_eq!(told, format!("rm --force {name}\nrmi --force {name}:own\n"));
+        let calls = calls.strip_prefix(&run).unwrap_or(&calls);
+        assert_eq!(calls, format!("rm --force {name}\nrmi --force {name}:own\n"));
         assert!(!left.exists());
     }
 

@@ -80,16 +80,16 @@ fn filter(text: &str) -> Result<Filter, String> {
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let mut reader = Reader::default();
     let wanted = Wanted::of(arguments, config)?;
-    let mut told = None;
+    let mut warned = None;
     loop {
         let (events, unread) = reader.new_events(config);
-        if let Some(line) = unread.as_ref().filter(|_| unread != told) {
+        if let Some(line) = unread.as_ref().filter(|_| unread != warned) {
             eprintln!("sublet: {line}");
         }
-        told = unread;
+        warned = unread;
         let shown = Shown::read(config);
         for event in events.into_iter().filter(|event| wanted.has(event, &shown)) {
-            let event = Event { text: shown.names.tell_of(event.uid, &event.text), ..event };
+            let event = Event { text: shown.names.replace_ids_of(event.uid, &event.text), ..event };
             match arguments.format {
                 Format::Json => {
                     let mut keys = serde_json::to_value(&event)?;
@@ -171,7 +171,7 @@ fn named(text: &str, config: &Config) -> anyhow::Result<Vec<String>> {
     }
 }
 
-/// What events are shown with: the names of containers and the numbers of devices.
+/// For showing events: the names of containers and the numbers of devices.
 struct Shown {
     names: Names,
     inventory: Option<Inventory>,
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_says_when_what_whom_where_and_why() {
+    fn a_line_has_time_kind_container_place_and_reason() {
         let shown = Shown { names: Names::default(), inventory: None };
         let event = Event {
             time: "2026-11-23T07:00:00.123Z".into(),
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_user_says_of_roots_container_is_not_taken_for_it() {
+    fn a_users_event_about_roots_container_is_not_taken_for_its_own() {
         let mut held = lease(1, "GPU-0");
         held.container.id = "0123456789ab".to_owned();
         let names = Names::for_test(&held, Name { name: "web".into(), ..Name::default() });
@@ -274,8 +274,8 @@ mod tests {
             assert!(shown.is_of(&roots, text) && !shown.is_of(&users, text), "{text}");
         }
         assert!(shown.is_of(&Event { container_id: "other".into(), ..users.clone() }, "oth"));
-        assert_eq!(shown.names.tell_of(roots.uid, &roots.text), "of web");
-        assert_eq!(shown.names.tell_of(users.uid, &users.text), "of 0123456789ab");
+        assert_eq!(shown.names.replace_ids_of(roots.uid, &roots.text), "of web");
+        assert_eq!(shown.names.replace_ids_of(users.uid, &users.text), "of 0123456789ab");
         let line = shown.line(&users);
         assert!(line.ends_with(" 0123456789ab of user 54321 (uid 54321) of 0123456789ab"), "{line}");
     }

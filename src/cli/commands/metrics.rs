@@ -55,10 +55,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     Ok(if status.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// `None`: the state cannot be read, for the reason that is told.
+/// `None`: the state cannot be read, and the reason is printed.
 fn look(config: &Config) -> Option<Status> {
-    let told = |error| eprintln!("sublet: {}", super::tables::chain(&error));
-    Host::read(config).map_err(told).ok().map(|host| host.status)
+    let warn = |error| eprintln!("sublet: {}", super::tables::chain(&error));
+    Host::read(config).map_err(warn).ok().map(|host| host.status)
 }
 
 fn text(status: Option<&Status>, format: Format, config: &Config) -> String {

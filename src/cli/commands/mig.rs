@@ -107,7 +107,7 @@ fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<anyhow::Resul
     targets.iter().filter_map(|target| Some(plan(gpu(target)?, target))).collect()
 }
 
-/// What `apply` would find and do now.
+/// The plans that `apply` would make now.
 fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<anyhow::Result<Plan>>> {
     let layout = read(file, config)?;
     let (gpus, inventory, ledger) = mig_list::seen(config)?;

@@ -109,14 +109,14 @@ fn tables(gpus: &[ListedGpu<'_>], width: Option<usize>) -> String {
     let profiles = grouped(gpus, |gpu| gpu.profiles.iter().map(profile_row).collect());
     let instances: Vec<_> =
         gpus.iter().flat_map(|gpu| gpu.instances.iter().flat_map(|one| instance_rows(gpu, one))).collect();
-    let others = [
+    let rest = [
         (["GPU", "PROFILE", "ID", "FREE/TOTAL", "SMS", "MEMORY", "PLACEMENTS"], profiles),
         (["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "UUID", "HELD BY"], instances),
     ];
-    let others = others.into_iter().filter(|(_, rows)| !rows.is_empty());
-    // What is the longest goes first where a terminal is too narrow.
+    let rest = rest.into_iter().filter(|(_, rows)| !rows.is_empty());
+    // The longest column goes first where a terminal is too narrow.
     let column = |name| Column(name, u8::from(["PLACEMENTS", "UUID"].contains(&name)));
-    parts.extend(others.map(|(header, rows)| tables::fitting(&header.map(column), &rows, width)));
+    parts.extend(rest.map(|(header, rows)| tables::fitting(&header.map(column), &rows, width)));
     parts.join("\n\n")
 }
 

@@ -40,7 +40,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
 use sublet_core::log::{self, Log};
-use sublet_core::names::told;
+use sublet_core::names::replace_ids;
 use sublet_core::text::{in_lines, safe};
 
 /// Share NVIDIA GPUs among plain Docker and Podman containers.
@@ -137,7 +137,7 @@ fn run_matched(matches: &ArgMatches) -> ExitCode {
     })
 }
 
-/// Prints clap's answer: help, the version, or what is wrong with the command line.
+/// Prints clap's answer: help, the version, or the fault in the command line.
 fn tell(answer: &clap::Error) -> ExitCode {
     let print = if answer.use_stderr() { closed_output::err } else { closed_output::line };
     print(format_args!("{}", answer.render().to_string().trim_end()));
@@ -163,7 +163,7 @@ struct ErrorObject<'a> {
 
 /// A message on standard error. A reader of JSON gets an object on standard output too, if nothing is there yet.
 fn report(error: &anyhow::Error, as_json: bool) {
-    let line = told(&tables::chain(error));
+    let line = replace_ids(&tables::chain(error));
     if as_json && !closed_output::has_begun() {
         let refused = error.downcast_ref::<AdmitError>();
         let candidates = refused.map(AdmitError::candidates).unwrap_or_default();
@@ -230,7 +230,7 @@ fn share(text: &str) -> Result<(String, String), String> {
 }
 
 /// The ledger after leases of ended containers have been freed and crashed MPS daemons restarted. Every command that
-/// reports shows this state. What had to be done is written to standard error.
+/// reports shows this state. Its actions are written to standard error.
 fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
     let is_remote = is_remote(config);
     if is_remote && !config.state_dir.exists() {
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn help_fits_its_terminal_and_says_what_its_words_mean() {
+    fn help_fits_its_terminal_and_explains_its_words() {
         let mut command = Arguments::command().term_width(80);
         command.build();
         let all = helps(&mut command);

@@ -101,7 +101,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
 }
 
 /// The daemon that `text` means: by its key, which sublet's own programs give, by its device, or by its container. That
-/// there is none is an error of what is done with it.
+/// there is none is an error of the command that uses it.
 fn key_of(text: &str, store: &Store, config: &Config) -> anyhow::Result<DaemonKey> {
     let is_uuid = text.len() >= UUID && (text.starts_with("GPU-") || text.starts_with("MIG-"));
     if is_uuid || LeaseId::parse(text).is_some() {

@@ -59,7 +59,7 @@ struct EventKeys {
 }
 
 // sublet-share runs in containers and is linked with nothing.
-/// What `sublet-share --format json` prints in a container. What was not told is `null`.
+/// What `sublet-share --format json` prints in a container. A value that was not given is `null`.
 #[derive(JsonSchema)]
 #[schemars(rename = "Share")]
 #[expect(dead_code, reason = "it exists for its schema")]
@@ -113,7 +113,7 @@ fn directory() -> PathBuf {
 
 /// `SUBLET_SCHEMAS=1` writes them anew.
 #[test]
-fn the_schemas_in_docs_are_those_of_the_types() {
+fn the_schemas_in_docs_are_made_from_the_types() {
     for (name, schema) in all() {
         let text = serde_json::to_string_pretty(&schema).unwrap() + "\n";
         let file = directory().join(name);

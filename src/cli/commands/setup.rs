@@ -157,7 +157,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
             let _ = path.parent().map(fs::remove_dir);
         }
     }
-    // What dockerd reads at its start alone.
+    // Settings that dockerd reads at its start alone.
     let cdi = |text| docker::has_cdi(text).unwrap_or(false);
     let resources = |text| docker::advertised(text).unwrap_or_default();
     let before = found.as_deref().unwrap_or("{}");
@@ -187,7 +187,7 @@ pub struct Checked<'a> {
     as_asked: bool,
 }
 
-/// What Swarm is to be told, where that is asked.
+/// The counts for Swarm, where they are asked for.
 fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> {
     if !arguments.swarm {
         return Ok(Vec::new());

@@ -11,7 +11,7 @@ use sublet_core::admit::{JobError, Local, fresh_inventory, is_remote};
 use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::broker::protocol::{Answer, Ask, JobEnvironment};
 use sublet_core::config::Config;
-use sublet_core::names::told;
+use sublet_core::names::replace_ids;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::slurm::{JobCgroup, JobRecord, JobShare, make_directory, remove_stray_directories};
 use sublet_core::text::safe;
@@ -23,7 +23,7 @@ const SCONTROL: Duration = Duration::from_secs(10);
 const SETTLING: Duration = Duration::from_secs(3);
 const ASK_AGAIN: Duration = Duration::from_millis(200);
 
-/// The age of records whose jobs are looked after: those of running jobs mostly have processes by then.
+/// The age of records whose jobs are looked after: records of running jobs mostly have processes by then.
 const FORGOTTEN: Duration = Duration::from_secs(60 * 60);
 
 /// How many jobs one epilog asks slurmctld for.
@@ -94,7 +94,7 @@ fn variable<T: std::str::FromStr>(name: &str) -> anyhow::Result<T> {
     value.with_context(|| format!("{name} is not set: slurmd runs this as Prolog= and Epilog= of slurm.conf"))
 }
 
-/// Notes what the job got. What cannot be found out is noted, too, and its tasks are then refused with that.
+/// Notes what the job got. A failure to find that out is noted, too, and its tasks are then refused with it.
 fn prolog(config: &Config) -> anyhow::Result<()> {
     ensure!(!is_remote(config), "the prolog is for slurmd, which runs it as root");
     let (job, uid) = (variable("SLURM_JOB_ID")?, variable("SLURM_JOB_UID")?);
@@ -108,7 +108,7 @@ fn cluster() -> Option<String> {
 }
 
 fn share_of(job: u64, config: &Config) -> anyhow::Result<Option<JobShare>> {
-    // Slurm sets these for jobs with gpu, shard or mps. Others must not need slurmctld, nor a driver.
+    // Slurm sets these for jobs with gpu, shard or mps. Other jobs must not need slurmctld, nor a driver.
     let gpus = ["SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"];
     if gpus.iter().all(|name| std::env::var_os(name).is_none()) {
         return Ok(None);
@@ -195,7 +195,7 @@ fn task_prolog(config: &Config) -> ExitCode {
     let is_written = match environment(config) {
         Ok(lines) => std::io::stdout().write_all(lines.as_bytes()).is_ok(),
         Err(error) => {
-            print!("print sublet: {}\n", told(&super::tables::chain(&error)));
+            print!("print sublet: {}\n", replace_ids(&super::tables::chain(&error)));
             false
         }
     };
@@ -214,7 +214,7 @@ fn environment(config: &Config) -> anyhow::Result<String> {
     let is_silent = |error: &anyhow::Error| {
         error.downcast_ref::<BrokerError>().is_some_and(|error| !matches!(error, BrokerError::Refused { .. }))
     };
-    // For `sublet status --last-error`. That the service does not answer is not told to it.
+    // For `sublet status --last-error`. A service that does not answer cannot note that itself.
     if let Some(error) = found.as_ref().err().filter(|error| !is_silent(error)) {
         let reason = super::tables::chain(error);
         let _ =

@@ -113,7 +113,7 @@ impl Host {
     }
 }
 
-/// What is printed once.
+/// The text of one output.
 fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
     let Host { mut status, ledger, inventory, names } = Host::read(config)?;
     let lease = arguments.container.as_deref().map(|text| lease_of(text, &ledger, &names)).transpose()?;
@@ -180,10 +180,10 @@ fn last_error(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
             time: tables::timestamp(time),
             name: if is_another(uid) { None } else { called(&container_id) },
             container_id,
-            reason: names.tell_of(uid, &reason),
+            reason: names.replace_ids_of(uid, &reason),
             uid,
             started,
-            candidates: candidates.iter().map(|text| names.tell_of(uid, text)).collect(),
+            candidates: candidates.iter().map(|text| names.replace_ids_of(uid, text)).collect(),
         });
     tables::print(arguments.format, &last, || match &last {
         None if is_remote => "No container of yours has been refused.".to_owned(),
@@ -240,7 +240,7 @@ fn tables_of(status: &Status, own: Option<&Own>, width: Option<usize>, utf8: boo
     tables::wrapped(&text, width)
 }
 
-/// A GPU or MIG device, with what is used and booked. Cells with the highest number go first where a terminal is too
+/// A GPU or MIG device, with its use and bookings. Cells with the highest number go first where a terminal is too
 /// narrow for all of them.
 fn device_row(device: &Device<'_>, utf8: bool) -> [Cell; 11] {
     let host = if device.part.is_none() && device.gpu.memory_of_host { ", host memory" } else { "" };
@@ -297,7 +297,7 @@ pub(super) fn lease_table(status: &Status, width: Option<usize>) -> String {
     tables::fitting_rows(status.leases.iter().map(|lease| lease_row(lease, status)).collect(), width)
 }
 
-/// Those with the highest number go first where a terminal is too narrow for all of them.
+/// Columns with the highest number go first where a terminal is too narrow for all of them.
 fn lease_row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 13] {
     let words = Words::of(lease, status, LONGEST_NAME);
     [
@@ -317,7 +317,7 @@ fn lease_row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 13] {
     ]
 }
 
-/// What people call the container of a lease in the ledger, as the table does.
+/// The name of the container of a lease in the ledger, as in the table.
 pub(super) fn label(lease: &Lease, name: Option<&Name>) -> String {
     name.and_then(Name::called).map_or_else(|| short_id(&lease.container.name()), cut)
 }
@@ -334,7 +334,7 @@ pub(super) fn daemon_table(
         (Some(idle), None) => format!(", idle for {idle} s"),
         (Some(_), Some(left)) => format!(", idle, ends in {left} s"),
     };
-    // Those with the highest number go first where a terminal is too narrow for all of them.
+    // Columns with the highest number go first where a terminal is too narrow for all of them.
     let row = |daemon: &Listed| {
         let devices: Vec<String> = daemon.devices.iter().map(|uuid| label(uuid)).collect();
         [
@@ -350,7 +350,7 @@ pub(super) fn daemon_table(
     tables::fitting_rows(daemons.iter().map(row).collect(), width)
 }
 
-// What a user without root sees below the tables: their own policy limits, and what is left of them.
+// Below the tables for a user without root: their own policy limits, and the rest of them.
 
 /// The member `own` of `sublet status --format json`.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -360,7 +360,7 @@ pub struct Own {
     job: Option<u64>,
     /// The policy rule that names the user; `None` if there is none, see `refused`.
     policy: Option<PolicyRule>,
-    /// What the user may still take under that rule.
+    /// The amounts that the user may still take under that rule.
     left: Option<Left>,
     /// The reason why the user can take nothing, in one line.
     refused: Option<String>,
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn candidates_of_a_refusal_are_told_to_who_asks() {
+    fn candidates_of_a_refusal_are_shown_to_who_asks() {
         let last = LastRefusal {
             time: "2026-11-27T18:00:00Z".to_owned(),
             container_id: "0123456789abcdef".repeat(4),
@@ -481,12 +481,12 @@ mod tests {
         assert_eq!(last.words(true), format!("{brief}\n  - GPU 0 is full\n  - GPU 1 is drained"));
         let users =
             "container 0123456789ab, of user 54321 (uid 54321): no room; why: GPU 0 is full; fix: wait";
-        let told = LastRefusal { uid: 54321, ..last }.words(false);
-        assert!(told.ends_with(users), "{told}");
+        let words = LastRefusal { uid: 54321, ..last }.words(false);
+        assert!(words.ends_with(users), "{words}");
     }
 
     #[test]
-    fn what_nobody_reserved_needs_no_column() {
+    fn a_host_without_reservations_needs_no_column_for_them() {
         let mut status = status();
         status.devices[0].reserved = None;
         let text = tables_of(&status, None, None, false);

@@ -125,8 +125,8 @@ mod tests {
             chain(&anyhow::Error::new(cause()).context("cannot write x")),
             "cannot write x: disk on fire"
         );
-        let told = anyhow::Error::new(cause()).context("cannot write x: disk on fire; call somebody");
-        assert_eq!(chain(&told), "cannot write x: disk on fire; call somebody");
+        let error = anyhow::Error::new(cause()).context("cannot write x: disk on fire; call somebody");
+        assert_eq!(chain(&error), "cannot write x: disk on fire; call somebody");
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if !arguments.once && arguments.web.is_none() && !std::io::stdout().is_terminal() {
         bail!("standard output is no terminal; `sublet top --once` prints one frame, `--web` serves a page");
     }
-    // What is wrong from the beginning is said as by other commands.
+    // A fault at the beginning is an error as of other commands.
     super::settled_ledger(config)?;
     sublet_core::admit::confirmed_inventory(config)?;
     if let Some(address) = arguments.web {

@@ -8,7 +8,7 @@ use crate::preview::{Whose, preview};
 use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Container, LeaseId, Store, Waiter};
-use sublet_core::names::told;
+use sublet_core::names::replace_ids;
 use sublet_core::process::Process;
 use sublet_core::request::{self, Request};
 use sublet_core::share::{DURATION_ALLOWED, parse_duration};
@@ -76,12 +76,12 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     }
 }
 
-/// Tells a terminal what is waited for: at once, and then every [`SAY_AGAIN`] or when the reason changes.
+/// Shows the reason for the wait on a terminal: at once, and then every [`SAY_AGAIN`] or when the reason changes.
 fn say(said: &mut Option<(Instant, String)>, why: String, left: Duration) {
     let is_new = said.as_ref().is_none_or(|(at, said)| *said != why || at.elapsed() >= SAY_AGAIN);
     if is_new && std::io::stderr().is_terminal() {
         let left = Duration::from_secs(left.as_secs() + u64::from(left.subsec_nanos() > 0));
-        eprintln!("sublet: waiting for up to {}: {}", humantime::format_duration(left), told(&why));
+        eprintln!("sublet: waiting for up to {}: {}", humantime::format_duration(left), replace_ids(&why));
         *said = Some((Instant::now(), why));
     }
 }

@@ -37,17 +37,17 @@ pub(super) fn docker(host: &Host<'_>) -> Outcome {
     }
 }
 
-/// Checks what the running daemon reports.
+/// Checks the running daemon by its own reports.
 fn daemon(host: &Host<'_>, file: &str) -> Outcome {
     if host.quick {
         return pass("dockerd is told of the runtime sublet");
     }
-    let Some(told) = (host.ask)(&["docker", "version", "--format", "{{.Server.Version}}"]) else {
+    let Some(answer) = (host.ask)(&["docker", "version", "--format", "{{.Server.Version}}"]) else {
         return warn("dockerd does not answer").fix("systemctl start docker");
     };
-    let told = told.trim();
-    if version(told).is_some_and(|parts| parts[0] < OLDEST) {
-        return fail(format!("Docker {} does not know --annotation", safe(told))).fix(format!(
+    let docker = answer.trim();
+    if version(docker).is_some_and(|parts| parts[0] < OLDEST) {
+        return fail(format!("Docker {} does not know --annotation", safe(docker))).fix(format!(
             "install Docker {OLDEST} or later, or take shares by name: docs/docker.md, \"Without \
              annotations\""
         ));
@@ -77,7 +77,7 @@ fn daemon(host: &Host<'_>, file: &str) -> Outcome {
         return warn(found)
             .fix("install Docker Compose 2.26 or later, or give shares without annotations: docs/docker.md");
     }
-    pass(format!("{}, runtime sublet", safe(told)))
+    pass(format!("{}, runtime sublet", safe(docker)))
 }
 
 // Swarm.
@@ -88,7 +88,7 @@ const SETUP: &str = "sublet setup docker --swarm";
 const RESTART: &str =
     "docker node update --availability drain NODE, systemctl restart docker, then --availability active";
 
-/// Checks what Swarm is told of named shares: by daemon.json, and by the running dockerd.
+/// Checks the counts of named shares that Swarm gets: by daemon.json, and from the running dockerd.
 pub(super) fn shares(host: &Host<'_>) -> Outcome {
     let (dockerd, text) = host.dockerd();
     let file = safe_path(dockerd.file());
@@ -116,7 +116,7 @@ pub(super) fn shares(host: &Host<'_>) -> Outcome {
     differs.or_else(|| unmapped(host, &listed)).unwrap_or_else(|| pass(list(&listed)))
 }
 
-/// Whether daemon.json differs from what fits on the GPUs.
+/// Whether daemon.json has other counts than fit on the GPUs.
 fn stale(host: &Host<'_>, listed: &[String]) -> Option<Outcome> {
     // Instances that would be created for a share are known to NVML alone.
     if host.quick && host.config.mig.dynamic {
@@ -128,7 +128,7 @@ fn stale(host: &Host<'_>, listed: &[String]) -> Option<Outcome> {
     (fits != listed).then(|| warn(found()).fix(SETUP))
 }
 
-/// What the running dockerd tells Swarm of shares; `None` if it does not answer or was not asked.
+/// The shares that the running dockerd reports to Swarm; `None` if it does not answer or was not asked.
 fn dockerd_resources(host: &Host<'_>) -> Option<Vec<String>> {
     host.program("dockerd")?;
     let answer = (host.ask)(&["docker", "info", "--format", "{{json .GenericResources}}"])?;
@@ -169,7 +169,7 @@ fn list(resources: &[String]) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fake_host::{Fake, passed, skipped, told};
+    use super::super::fake_host::{Fake, finding, passed, skipped};
     use super::*;
     use sublet_core::config_files::Containers;
 
@@ -180,23 +180,23 @@ mod tests {
         let fake = Fake::new();
         assert_eq!(skipped(docker(&fake.host())), "not installed");
         fake.file("/var/snap/docker/x", "");
-        assert!(told(docker(&fake.host()), Warn).0.starts_with("Docker is a snap"));
+        assert!(finding(docker(&fake.host()), Warn).0.starts_with("Docker is a snap"));
         fake.file("/usr/bin/dockerd", "");
-        assert_eq!(told(docker(&fake.host()), Warn).1, "sublet setup docker");
+        assert_eq!(finding(docker(&fake.host()), Warn).1, "sublet setup docker");
         fake.file(FILE, " \n");
-        assert_eq!(told(docker(&fake.host()), Warn).1, "sublet setup docker");
+        assert_eq!(finding(docker(&fake.host()), Warn).1, "sublet setup docker");
         fake.file(FILE, "{ \"runtimes\": ");
-        assert!(told(docker(&fake.host()), Fail).0.contains("it is not valid JSON"));
+        assert!(finding(docker(&fake.host()), Fail).0.contains("it is not valid JSON"));
         fake.file(FILE, r#"{"runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#);
-        assert!(told(docker(&fake.host()), Fail).0.contains("which does not exist"));
+        assert!(finding(docker(&fake.host()), Fail).0.contains("which does not exist"));
         fake.file("/usr/bin/sublet-runtime", "");
-        assert_eq!(told(docker(&fake.host()), Warn).1, "systemctl start docker");
+        assert_eq!(finding(docker(&fake.host()), Warn).1, "systemctl start docker");
         fake.file(FILE, r#"{"runtimes": {"sublet": {"path": "sublet-runtime"}}}"#);
-        assert_eq!(told(docker(&fake.host()), Warn).1, "systemctl start docker");
+        assert_eq!(finding(docker(&fake.host()), Warn).1, "systemctl start docker");
         let old = Host { ask: |_| Some("20.10.24+dfsg1\n".into()), ..fake.host() };
-        assert!(told(docker(&old), Fail).0.contains("does not know --annotation"));
+        assert!(finding(docker(&old), Fail).0.contains("does not know --annotation"));
         let unread = Host { ask: |_| Some("26.1.5\n".into()), ..fake.host() };
-        assert_eq!(told(docker(&unread), Warn).1, "systemctl reload docker");
+        assert_eq!(finding(docker(&unread), Warn).1, "systemctl reload docker");
         let read = |argv: &[&str]| {
             Some(if argv[1] == "info" { r#"{"runc":{},"sublet":{}}"# } else { "26.1.5+dfsg1\n" }.to_owned())
         };
@@ -207,18 +207,20 @@ mod tests {
             _ if argv[0] == "docker-compose" => Some("Docker Compose version v2.24.5".to_owned()),
             _ => Some("26.1.5".to_owned()),
         };
-        let (found, fix) = told(docker(&Host { ask: compose, ..fake.host() }), Warn);
+        let (found, fix) = finding(docker(&Host { ask: compose, ..fake.host() }), Warn);
         assert!(
             found.starts_with("Docker Compose 2.24.5 drops annotations") && fix.contains("2.26"),
             "{found}"
         );
-        // What dockerd's command line says.
+        // Flags of dockerd's command line.
         fake.file("/proc/7/comm", "dockerd\n").file("/proc/7/cmdline", "dockerd\0--default-runtime\0runc\0");
         fake.file(
             FILE,
             r#"{"default-runtime": "sublet", "runtimes": {"sublet": {"path": "sublet-runtime"}}}"#,
         );
-        assert!(told(docker(&fake.host()), Fail).0.contains("--default-runtime=runc of the running dockerd"));
+        assert!(
+            finding(docker(&fake.host()), Fail).0.contains("--default-runtime=runc of the running dockerd")
+        );
         fake.file("/proc/7/cmdline", "dockerd\0--config-file=/x.json\0--add-runtime=sublet=sublet-runtime\0");
         assert_eq!(passed(docker(&Host { ask: read, ..fake.host() })), "26.1.5+dfsg1, runtime sublet");
     }
@@ -227,7 +229,7 @@ mod tests {
     fn shares_by_cdi_need_no_runtime() {
         let mut fake = Fake::new();
         fake.file("/usr/bin/dockerd", "").file(FILE, r#"{"features": {"cdi": true}}"#);
-        told(docker(&fake.host()), Warn);
+        finding(docker(&fake.host()), Warn);
         fake.config.share.insert("small".into(), std::collections::BTreeMap::new());
         passed(docker(&fake.host()));
     }
@@ -247,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_swarm_counts_is_what_the_gpus_hold_and_what_dockerd_has_read() {
+    fn swarm_counts_as_many_shares_as_the_gpus_hold_once_dockerd_has_read_them() {
         let old = |_: &[&str]| {
             let kept = r#"[{"NamedResourceSpec":{"Kind":"x","Value":"y"}},
                 {"DiscreteResourceSpec":{"Kind":"sublet-half","Value":1}}]"#;
@@ -261,12 +263,12 @@ mod tests {
         let none = Fake::new();
         assert_eq!(skipped(shares(&none.host())), "this node tells Swarm of no share");
         let stale = fake("[\"sublet-half=3\", \"fpga=1\"]");
-        let (found, fix) = told(shares(&stale.host()), Warn);
+        let (found, fix) = finding(shares(&stale.host()), Warn);
         assert_eq!(found, "daemon.json has sublet-half=3, but the GPUs hold sublet-a=2, sublet-half=2");
         assert_eq!(fix, SETUP);
         let good = fake("[\"sublet-half=2\", \"fpga=1\", \"sublet-a=2\"]");
         let host = |ask| Host { ask, containers: Ok(Some(rules("half"))), ..good.host() };
-        let (found, fix) = told(shares(&host(old)), Warn);
+        let (found, fix) = finding(shares(&host(old)), Warn);
         assert!(
             found.starts_with("dockerd tells Swarm of sublet-half=1, daemon.json of sublet-a=2"),
             "{found}"
@@ -275,7 +277,7 @@ mod tests {
         assert_eq!(passed(shares(&host(new))), "sublet-a=2, sublet-half=2");
         assert_eq!(passed(shares(&host(|_| None))), "sublet-a=2, sublet-half=2", "dockerd does not run");
         let undone = fake("[]");
-        let (found, _) = told(shares(&Host { ask: new, ..undone.host() }), Warn);
+        let (found, _) = finding(shares(&Host { ask: new, ..undone.host() }), Warn);
         assert!(
             found.starts_with("dockerd tells Swarm of sublet-a=2, sublet-half=2, daemon.json of no share"),
             "{found}"
@@ -283,19 +285,19 @@ mod tests {
     }
 
     #[test]
-    fn a_share_that_no_service_gets_is_told() {
+    fn a_share_that_no_service_gets_is_reported() {
         let fake = fake("[\"sublet-a=2\", \"sublet-half=2\"]");
         let with = |containers| Host { containers, ..fake.host() };
-        assert!(told(shares(&with(Ok(None))), Warn).0.contains("gives share a:"));
-        let (found, fix) = told(shares(&with(Ok(Some(rules("other"))))), Warn);
+        assert!(finding(shares(&with(Ok(None))), Warn).0.contains("gives share a:"));
+        let (found, fix) = finding(shares(&with(Ok(Some(rules("other"))))), Warn);
         assert!(found.contains("gives share half:") && fix.contains("share = \"half\""), "{found}; {fix}");
-        told(shares(&with(Err("containers.toml:1:1: broken".into()))), Fail);
+        finding(shares(&with(Err("containers.toml:1:1: broken".into()))), Fail);
         fake.file(
             "/etc/docker/daemon.json",
             "{\"node-generic-resources\": [\"sublet-a=2\", \"sublet-half=2\"]}",
         );
-        assert!(told(shares(&fake.host()), Warn).0.contains("default runtime, which is not sublet"));
+        assert!(finding(shares(&fake.host()), Warn).0.contains("default runtime, which is not sublet"));
         fake.file("/etc/docker/daemon.json", "{\"node-generic-resources\": 1}");
-        told(shares(&fake.host()), Fail);
+        finding(shares(&fake.host()), Fail);
     }
 }

@@ -68,7 +68,7 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
     pass("nvidia and nvidia-uvm are loaded")
 }
 
-/// Every device node that containers with whole GPUs get: nvidiactl, those of the GPUs, nvidia-uvm.
+/// Every device node that containers with whole GPUs get: nvidiactl, one for each GPU, nvidia-uvm.
 fn wanted(host: &Host<'_>) -> Vec<Node> {
     let is_uvm = |node: &Node| node.path.ends_with("nvidia-uvm");
     let mut nodes = driver_nodes(&host.config.driver.root);
@@ -183,8 +183,8 @@ pub(super) fn persistence(host: &Host<'_>) -> Outcome {
     }
     let smi = host.inventory.as_ref().ok().and_then(|inventory| inventory.driver.smi.as_ref());
     let query = ["--query-gpu=persistence_mode", "--format=csv,noheader"];
-    let told = smi.and_then(|smi| (host.ask)(&[&*smi.to_string_lossy(), query[0], query[1]]));
-    if told.is_some_and(|told| told.contains("Enabled") && !told.contains("Disabled")) {
+    let modes = smi.and_then(|smi| (host.ask)(&[&*smi.to_string_lossy(), query[0], query[1]]));
+    if modes.is_some_and(|modes| modes.contains("Enabled") && !modes.contains("Disabled")) {
         return pass("persistence mode is on");
     }
     warn("the driver unloads when no process uses it: the next container waits for it, and settings are lost")
@@ -211,7 +211,7 @@ pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
 /// The package in Debian; other distributions include the programs in the driver's packages.
 const INSTALL: &str = "apt install nvidia-cuda-mps (other distributions: part of the driver's packages)";
 
-/// Whether both MPS programs exist in the driver's version. The check uses what [`crate::mps_daemons`] would start now.
+/// Whether both MPS programs exist in the driver's version. Checked are those that [`crate::mps_daemons`] would start.
 pub(super) fn mps_programs(host: &Host<'_>) -> Outcome {
     let programs = MpsPrograms::find(&host.config.driver);
     let (control, server) = match programs.both(&host.config.driver) {
@@ -223,15 +223,15 @@ pub(super) fn mps_programs(host: &Host<'_>) -> Outcome {
         Err(missing) => return fail(missing.to_string()).fix(INSTALL),
     };
     let mut found = format!("daemons run {control}, which starts {server}");
-    if !programs.others.is_empty() {
+    if !programs.unused.is_empty() {
         found = format!(
             "{found}; not used: {}",
-            joined(programs.others.iter().map(|path| safe_path(path)), ", ")
+            joined(programs.unused.iter().map(|path| safe_path(path)), ", ")
         );
     }
     let Ok(inventory) = &host.inventory else { return pass(found) };
     // The programs do not print their version, and a server serves no client of another version. For a package that is
-    // only named in others' dependencies dpkg-query prints nothing.
+    // only named in another's dependencies dpkg-query prints nothing.
     let package = (host.ask)(&["dpkg-query", "-W", "-f=${Version}", "nvidia-cuda-mps"]);
     let driver = &inventory.driver.version;
     match package.filter(|version| !version.is_empty() && !version.contains(driver)) {
@@ -246,7 +246,7 @@ pub(super) fn mps_programs(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fake_host::{Fake, passed, skipped, told};
+    use super::super::fake_host::{Fake, finding, passed, skipped};
     use super::*;
     use sublet_core::ledger::ChangedComputeMode;
     use sublet_core::place::fixture::{device, host, part};
@@ -259,11 +259,11 @@ mod tests {
     #[test]
     fn the_driver_is_loaded_and_new_enough() {
         let fake = Fake::new();
-        let (found, fix) = told(loaded(&fake.host()), Fail);
+        let (found, fix) = finding(loaded(&fake.host()), Fail);
         assert!(found.starts_with("no NVIDIA driver is loaded"), "{found}");
         assert!(fix.starts_with("modprobe nvidia"), "{fix}");
         fake.file(VERSION, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  x\n");
-        assert_eq!(told(loaded(&fake.host()), Fail).0, "470.82.01 is too old");
+        assert_eq!(finding(loaded(&fake.host()), Fail).0, "470.82.01 is too old");
         fake.file(VERSION, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  x\n");
         assert_eq!(passed(loaded(&fake.host())), "580.159.04");
     }
@@ -276,7 +276,7 @@ mod tests {
             fake.file(&format!("/proc/driver/nvidia-nvswitch/devices/{bus}"), "");
         }
         fake.file("/proc/7/comm", "nvidia-persiste\n");
-        let (found, fix) = told(fabric(&fake.host()), Fail);
+        let (found, fix) = finding(fabric(&fake.host()), Fail);
         assert!(found.starts_with("2 NVSwitches and no fabric manager: CUDA ends with error 802"), "{found}");
         assert!(fix.contains("nvidia-fabricmanager"), "{fix}");
         fake.file("/proc/8/comm", "nv-fabricmanage\n");
@@ -286,28 +286,28 @@ mod tests {
     #[test]
     fn modules_are_known_by_their_majors() {
         let fake = Fake::new();
-        assert_eq!(told(modules(&fake.host()), Fail).1, "modprobe nvidia");
+        assert_eq!(finding(modules(&fake.host()), Fail).1, "modprobe nvidia");
         fake.file("/proc/devices", "Character devices:\n195 nvidia\n");
-        assert_eq!(told(modules(&fake.host()), Fail).1, "modprobe nvidia-uvm && nvidia-modprobe -u -c0");
+        assert_eq!(finding(modules(&fake.host()), Fail).1, "modprobe nvidia-uvm && nvidia-modprobe -u -c0");
         fake.file("/proc/devices", DEVICES);
         passed(modules(&fake.host()));
         let mut gpu = device(0);
         gpu.mig_enabled = true;
         let mig = Host { inventory: Ok(host(vec![gpu])), ..fake.host() };
-        assert!(told(modules(&mig), Fail).0.contains("no nvidia-caps"));
+        assert!(finding(modules(&mig), Fail).0.contains("no nvidia-caps"));
     }
 
     #[test]
     fn nodes_are_looked_for_by_minor() {
         let fake = Fake::new();
-        assert_eq!(told(nodes(&fake.host()), Fail).1, "see kernel-modules");
+        assert_eq!(finding(nodes(&fake.host()), Fail).1, "see kernel-modules");
         fake.file("/proc/devices", DEVICES);
         fake.file("/proc/driver/nvidia/gpus/0000:3b:00.0/information", "Model: \t X\nDevice Minor: \t 3\n");
-        let (found, _) = told(nodes(&fake.host()), Fail);
+        let (found, _) = finding(nodes(&fake.host()), Fail);
         for name in ["nvidiactl is missing", "nvidia3 is missing", "nvidia-uvm is missing"] {
             assert!(found.contains(name), "{found}");
         }
-        assert!(told(permissions(3, 0o060), Fail).0.contains("not even root"));
+        assert!(finding(permissions(3, 0o060), Fail).0.contains("not even root"));
         assert!(passed(permissions(3, 0o666)).contains("users of this host can use GPUs without sublet"));
         assert!(passed(permissions(3, 0o660)).contains("neither root nor in the nodes' group"));
     }
@@ -317,10 +317,10 @@ mod tests {
         let fake = Fake::new();
         assert_eq!(passed(nvml(&fake.host())), "1 GPUs answer");
         let broken = Host { inventory: Err("NVML is missing".into()), ..fake.host() };
-        assert_eq!(told(nvml(&broken), Fail).0, "NVML is missing");
-        assert_eq!(told(inventory(&fake.host()), Warn).1, "sublet refresh");
+        assert_eq!(finding(nvml(&broken), Fail).0, "NVML is missing");
+        assert_eq!(finding(inventory(&fake.host()), Warn).1, "sublet refresh");
         fake.link("/run/sublet/inventory.json", "elsewhere");
-        told(inventory(&fake.host()), Warn);
+        finding(inventory(&fake.host()), Warn);
     }
 
     #[test]
@@ -330,14 +330,14 @@ mod tests {
         let mut instance = part(&device(0), 3, "1g.18gb");
         instance.nodes = vec![Node { path: "/dev/nvidia-caps/nvidia-cap30".into(), major: 241, minor: 30 }];
         let host = Host { inventory: Ok(host(vec![device(0), instance])), ..fake.host() };
-        assert_eq!(told(caps(&host), Warn).0, "missing: /dev/nvidia-caps/nvidia-cap30");
+        assert_eq!(finding(caps(&host), Warn).0, "missing: /dev/nvidia-caps/nvidia-cap30");
     }
 
     #[test]
     fn missing_links_come_with_the_command() {
         let fake = Fake::new();
         fake.file("/proc/devices", DEVICES).file("/dev/char/195:255", "");
-        let (found, fix) = told(links(&fake.host()), Warn);
+        let (found, fix) = finding(links(&fake.host()), Warn);
         assert_eq!(found, "no link in /dev/char for 235:0");
         assert_eq!(fix, "ln -s ../nvidia-uvm /dev/char/235:0");
         fake.file("/dev/char/235:0", "");
@@ -347,13 +347,13 @@ mod tests {
     #[test]
     fn persistence_is_the_daemons_or_the_old_mode() {
         let fake = Fake::new();
-        told(persistence(&fake.host()), Warn);
+        finding(persistence(&fake.host()), Warn);
         skipped(persistence(&Host { quick: true, ..fake.host() }));
         let mut inventory = host(vec![device(0)]);
         inventory.driver.smi = Some("/usr/bin/nvidia-smi".into());
         let with = |ask| Host { ask, inventory: Ok(inventory.clone()), ..fake.host() };
         passed(persistence(&with(|_| Some("Enabled\n".into()))));
-        told(persistence(&with(|_| Some("Enabled\nDisabled\n".into()))), Warn);
+        finding(persistence(&with(|_| Some("Enabled\nDisabled\n".into()))), Warn);
         fake.file("/run/nvidia-persistenced/socket", "");
         passed(persistence(&fake.host()));
     }
@@ -365,7 +365,7 @@ mod tests {
         let mut gpu = device(0);
         gpu.compute_mode = ComputeMode::ExclusiveProcess;
         let mut with = Host { inventory: Ok(host(vec![gpu])), ..fake.host() };
-        let (found, fix) = told(compute_modes(&with), Warn);
+        let (found, fix) = finding(compute_modes(&with), Warn);
         assert!(found.starts_with("GPU 0 is EXCLUSIVE_PROCESS"), "{found}");
         assert_eq!(fix, "nvidia-smi -i GPU-0 -c DEFAULT");
         let ours = ChangedComputeMode { device: "GPU-0".into(), found: ComputeMode::Default };
@@ -377,9 +377,9 @@ mod tests {
     fn both_programs_are_needed() {
         let fake = Fake::new();
         let control = "/usr/local/nvidia/bin/nvidia-cuda-mps-control";
-        assert!(told(mps_programs(&fake.host()), Warn).0.contains("is not installed"));
+        assert!(finding(mps_programs(&fake.host()), Warn).0.contains("is not installed"));
         fake.program(control);
-        let (found, fix) = told(mps_programs(&fake.host()), Fail);
+        let (found, fix) = finding(mps_programs(&fake.host()), Fail);
         assert!(found.contains(fake.path(control).to_str().unwrap()), "{found}");
         assert!(found.contains("nvidia-cuda-mps-server, which it starts, is not"), "{found}");
         assert!(fix.starts_with("apt install nvidia-cuda-mps"));
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_copies_the_first_whole_installation_is_used_and_the_others_are_named() {
+    fn of_several_copies_the_first_whole_installation_is_used_and_the_rest_is_named() {
         let fake = Fake::new();
         for dir in ["/usr/local/nvidia/bin", "/opt/bin"] {
             for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
@@ -424,7 +424,7 @@ mod tests {
         fake.program("/usr/bin/nvidia-cuda-mps-control").program("/usr/sbin/nvidia-cuda-mps-server");
         let other = Host { ask: |_| Some("535.216.03-1".into()), ..fake.host() };
         assert!(
-            told(mps_programs(&other), Warn)
+            finding(mps_programs(&other), Warn)
                 .0
                 .starts_with("nvidia-cuda-mps is version 535.216.03-1, the driver is 580")
         );

@@ -81,7 +81,7 @@ pub(super) fn skipped(outcome: Outcome) -> String {
 
 /// The text and the fix of a check that did not pass.
 #[track_caller]
-pub(super) fn told(outcome: Outcome, verdict: Verdict) -> (String, String) {
+pub(super) fn finding(outcome: Outcome, verdict: Verdict) -> (String, String) {
     assert_eq!(outcome.0, verdict, "{outcome:?}");
     (outcome.1, outcome.2.unwrap())
 }

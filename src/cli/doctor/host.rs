@@ -28,7 +28,7 @@ const OLDEST: [(&str, [u32; 2]); 2] = [("runc", [1, 1]), ("crun", [1, 8])];
 const EARLIEST: u64 = 1_735_689_600;
 
 /// Whether the kernel has the system calls that are needed. `mount_setattr(2)`, which the hook needs where a container
-/// exists already, is told by the version: it has no harmless call.
+/// exists already, is known by the version: it has no harmless call.
 pub(super) fn kernel(_: &Host<'_>) -> Outcome {
     let release = uname().map(|name| safe(&name.release().to_string_lossy())).unwrap_or_default();
     if let Err(error) = check_kernel() {
@@ -54,10 +54,10 @@ pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
     };
     let mut found = vec![format!("{} is taken", safe_path(first))];
     for program in &there {
-        let told = (host.ask)(&[&*program.to_string_lossy(), "--version"]).unwrap_or_default();
-        let line = safe(told.lines().next().unwrap_or_default());
-        let is_older = |oldest: &[u32; 2]| version(&told).is_some_and(|has| has[..] < oldest[..]);
-        let oldest = OLDEST.iter().find(|(name, oldest)| told.starts_with(name) && is_older(oldest));
+        let answer = (host.ask)(&[&*program.to_string_lossy(), "--version"]).unwrap_or_default();
+        let line = safe(answer.lines().next().unwrap_or_default());
+        let is_older = |oldest: &[u32; 2]| version(&answer).is_some_and(|has| has[..] < oldest[..]);
+        let oldest = OLDEST.iter().find(|(name, oldest)| answer.starts_with(name) && is_older(oldest));
         if let Some((_, [major, minor])) = oldest {
             return warn(format!("{line} is older than any tested version"))
                 .fix(format!("install {major}.{minor} or later"));
@@ -130,7 +130,7 @@ fn without_socket(host: &Host<'_>, sight: &Sight) -> Outcome {
     unguarded(sight).unwrap_or_else(|| pass("no socket; this configuration does not need it"))
 }
 
-/// Reports what the guard does not see.
+/// Reports where the guard is blind.
 fn unguarded(sight: &Sight) -> Option<Outcome> {
     match sight {
         Sight::All => None,
@@ -218,7 +218,7 @@ const TAIL: u64 = 1 << 20;
 
 const LOGS: [&str; 3] = ["/var/log/audit/audit.log", "/var/log/kern.log", "/var/log/syslog"];
 
-/// Which modules are enforcing, and denials of what sublet needs.
+/// Which modules are enforcing, and denials of accesses that sublet needs.
 pub(super) fn security_modules(host: &Host<'_>) -> Outcome {
     if selinux::denies_mps_sockets(&host.root, &host.config.state_dir) {
         let found =
@@ -266,13 +266,13 @@ mod tests {
     use nix::sys::socket::{Shutdown, shutdown};
 
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fake_host::{Fake, passed, skipped, told};
+    use super::super::fake_host::{Fake, finding, passed, skipped};
     use super::*;
 
     #[test]
     fn a_runtime_is_there_and_new_enough() {
         let fake = Fake::new();
-        assert!(told(runtimes(&fake.host()), Fail).0.starts_with("none of runc, crun"));
+        assert!(finding(runtimes(&fake.host()), Fail).0.starts_with("none of runc, crun"));
         fake.file("/usr/bin/runc", "").file("/usr/bin/crun", "");
         let old = |argv: &[&str]| {
             Some(
@@ -282,7 +282,7 @@ mod tests {
         };
         let host = Host { ask: old, ..fake.host() };
         // `crun` contains the word `run` only at its end.
-        assert!(told(runtimes(&host), Warn).0.starts_with("crun version 1.4.5 is older"));
+        assert!(finding(runtimes(&host), Warn).0.starts_with("crun version 1.4.5 is older"));
         let host = Host { ask: |_| Some("runc version 1.1.5+ds1\ncommit: x\n".into()), ..fake.host() };
         assert!(passed(runtimes(&host)).contains("runc version 1.1.5+ds1"));
     }
@@ -291,7 +291,7 @@ mod tests {
     fn crun_wants_the_second_cgroups() {
         let mut fake = Fake::new();
         fake.file("/usr/bin/crun", "");
-        assert!(told(cgroup(&fake.host()), Warn).0.contains("crun refuses"));
+        assert!(finding(cgroup(&fake.host()), Warn).0.contains("crun refuses"));
         fake.config.runtime.low_level = vec!["runc".into()];
         passed(cgroup(&fake.host()));
         fake.file("/sys/fs/cgroup/cgroup.controllers", "");
@@ -304,7 +304,7 @@ mod tests {
         fake.file("/proc/devices", "Character devices:\n195 nvidia\n");
         assert_eq!(skipped(daemon_reload(&fake.host())), "no systemd here");
         fake.file("/run/systemd/system/x", "");
-        let (found, fix) = told(daemon_reload(&fake.host()), Warn);
+        let (found, fix) = finding(daemon_reload(&fake.host()), Warn);
         assert!(found.starts_with("`systemctl daemon-reload` takes GPUs"), "{found}");
         assert_eq!(fix, "ln -s ../nvidiactl /dev/char/195:255");
         fake.file("/dev/char/195:255", "");
@@ -314,16 +314,16 @@ mod tests {
     #[test]
     fn the_service_is_there_where_it_is_needed() {
         let mut fake = Fake::new();
-        let (found, fix) = told(serve(&fake.host()), Warn);
+        let (found, fix) = finding(serve(&fake.host()), Warn);
         assert!(found.starts_with("the guard") && fix.contains("sublet.service"), "{found} {fix}");
         fake.config.guard.enabled = false;
         passed(serve(&fake.host()));
         fake.config.share.insert("small".into(), std::collections::BTreeMap::new());
-        assert!(told(serve(&fake.host()), Warn).1.contains("sublet.service"));
+        assert!(finding(serve(&fake.host()), Warn).1.contains("sublet.service"));
         fake.config.policy.push(PolicyRule { user: Some("*".into()), ..PolicyRule::default() });
-        assert!(told(serve(&fake.host()), Warn).1.contains("sublet.socket"));
+        assert!(finding(serve(&fake.host()), Warn).1.contains("sublet.socket"));
         fake.file("/run/sublet/sublet.sock", "");
-        assert!(told(serve(&fake.host()), Fail).0.ends_with("is not a socket"));
+        assert!(finding(serve(&fake.host()), Fail).0.ends_with("is not a socket"));
     }
 
     #[test]
@@ -332,7 +332,7 @@ mod tests {
         fake.file("/run/sublet/x", "");
         let listener = UnixListener::bind(fake.path("/run/sublet/sublet.sock")).unwrap();
         let quick = Host { quick: true, ..fake.host() };
-        assert!(told(serve(&quick), Warn).0.starts_with("the guard"));
+        assert!(finding(serve(&quick), Warn).0.starts_with("the guard"));
         fake.config.guard.enabled = false;
         let quick = Host { quick: true, ..fake.host() };
         assert!(passed(serve(&quick)).ends_with("is there"));
@@ -340,7 +340,7 @@ mod tests {
         assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "nobody came");
         // A closed socket would stay open in a child that another test has just forked.
         shutdown(listener.as_raw_fd(), Shutdown::Both).unwrap();
-        assert!(told(serve(&fake.host()), Warn).0.contains("Connection refused"));
+        assert!(finding(serve(&fake.host()), Warn).0.contains("Connection refused"));
     }
 
     #[test]
@@ -352,7 +352,7 @@ mod tests {
         passed(policy(&fake.host()));
         fake.config.policy.push(PolicyRule { group: Some("no-such-group".into()), ..PolicyRule::default() });
         fake.config.policy.push(rule("no-such-user"));
-        let (found, _) = told(policy(&fake.host()), Warn);
+        let (found, _) = finding(policy(&fake.host()), Warn);
         assert_eq!(found, "[[policy]] names group no-such-group, user no-such-user");
     }
 
@@ -364,27 +364,27 @@ mod tests {
         passed(state(&fake.host()));
         let mut host = fake.host();
         host.ledger.as_mut().unwrap().unexplained.push("GPU-0".into());
-        assert!(told(state(&host), Warn).0.contains("GPU-0 is used"));
+        assert!(finding(state(&host), Warn).0.contains("GPU-0 is used"));
         host.ledger = Err("ledger cannot be used".into());
-        assert_eq!(told(state(&host), Fail).0, "ledger cannot be used");
+        assert_eq!(finding(state(&host), Fail).0, "ledger cannot be used");
     }
 
     #[test]
     fn a_guard_that_does_not_see_all_says_why() {
         let blind = Sight::Blind(vec!["GPU 0 gives no list of processes\u{1b}".into()]);
-        let (found, _) = told(unguarded(&blind).unwrap(), Warn);
+        let (found, _) = finding(unguarded(&blind).unwrap(), Warn);
         assert_eq!(found, "the guard cannot watch everything: GPU 0 gives no list of processes\\u{1b}");
         assert!(unguarded(&Sight::All).is_none());
     }
 
     #[test]
-    fn a_state_directory_that_others_may_write_fails() {
+    fn a_state_directory_that_another_user_may_write_fails() {
         let fake = Fake::new();
         fake.file("/run/sublet/x", "");
         let open = fs::Permissions::from_mode(0o777);
         fs::set_permissions(&fake.config.state_dir, open).unwrap();
         let host = Host::of(&fake.config, true, |_| None, || Err("not asked".into()));
-        let (found, fix) = told(state(&host), Fail);
+        let (found, fix) = finding(state(&host), Fail);
         assert!(
             found.contains("others than its owner may write to it (uid") && fix.starts_with("sublet gc"),
             "{found} {fix}"
@@ -394,13 +394,16 @@ mod tests {
     #[test]
     fn a_clock_that_went_back_is_noticed() {
         let fake = Fake::new();
-        assert_eq!(told(clock_at(&fake.host(), SystemTime::UNIX_EPOCH), Warn).0, "the clock is before 2025");
+        assert_eq!(
+            finding(clock_at(&fake.host(), SystemTime::UNIX_EPOCH), Warn).0,
+            "the clock is before 2025"
+        );
         passed(clock(&fake.host()));
         fake.file("/run/sublet/ledger.json", "");
         passed(clock(&fake.host()));
         let file = fs::File::options().write(true).open(fake.path("/run/sublet/ledger.json")).unwrap();
         file.set_modified(SystemTime::now() + Duration::from_secs(3600)).unwrap();
-        assert!(told(clock(&fake.host()), Warn).0.starts_with("ledger.json has a time in the future"));
+        assert!(finding(clock(&fake.host()), Warn).0.starts_with("ledger.json has a time in the future"));
     }
 
     #[test]
@@ -408,7 +411,7 @@ mod tests {
         let fake = Fake::new();
         assert_eq!(passed(security_modules(&fake.host())), "neither SELinux nor AppArmor");
         fake.file("/sys/fs/selinux/enforce", "1");
-        assert!(told(security_modules(&fake.host()), Warn).1.contains("sublet-selinux"));
+        assert!(finding(security_modules(&fake.host()), Warn).1.contains("sublet-selinux"));
         fake.file("/sys/fs/selinux/enforce", "0");
         passed(security_modules(&fake.host()));
     }
@@ -422,7 +425,7 @@ mod tests {
             "/var/log/audit/audit.log",
             "type=AVC avc:  denied  { connectto } path=\"/run/sublet/mps/GPU-0/pipe/control\"\n",
         );
-        let (found, _) = told(security_modules(&fake.host()), Warn);
+        let (found, _) = finding(security_modules(&fake.host()), Warn);
         assert!(found.starts_with("denied: type=AVC") && found.contains("/run/sublet/mps"), "{found}");
         let plain = Fake::new();
         let newest_first = |argv: &[&str]| {
@@ -431,6 +434,6 @@ mod tests {
             Some(line("/dev/nvidia1") + &line("/dev/nvidia0"))
         };
         let journal = Host { ask: newest_first, ..plain.host() };
-        assert!(told(security_modules(&journal), Warn).0.contains("/dev/nvidia1"));
+        assert!(finding(security_modules(&journal), Warn).0.contains("/dev/nvidia1"));
     }
 }

@@ -1,4 +1,4 @@
-//! Leases without containers, and what uses GPUs without a lease: containers, MPS daemons that are not sublet's, NVIDIA's
+//! Leases without containers, and users of GPUs without a lease: containers, MPS daemons that are not sublet's, NVIDIA's
 //! Container Toolkit.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -61,7 +61,7 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
         let process = sublet_core::process::live_proc_dir(proc.join(pid.to_string()));
         let in_container = namespace(&process, "mnt").is_some_and(|mounts| Some(mounts) != own);
         if let Some((container, node)) = in_container.then(|| user(&process)).flatten() {
-            // Containers that share a PID namespace are told apart by the id in the cgroup's name.
+            // Containers that share a PID namespace are distinguished by the id in the cgroup's name.
             let is_its = |lease: &Lease| lease.container.id.starts_with(&container);
             let pid_namespace = namespace(&process, "pid").unwrap_or(0);
             if !leased.contains(&pid_namespace) && !ledger.leases.iter().any(is_its) {
@@ -109,7 +109,7 @@ fn node(process: &Path) -> Option<String> {
     open.or_else(standing).map(|path| path.to_string_lossy().into_owned())
 }
 
-// What gives out GPUs that sublet does not count.
+// Programs that give out GPUs without sublet's count.
 
 /// CUDA's default pipe directory.
 const DEFAULT_PIPE: &str = "/tmp/nvidia-mps";
@@ -162,7 +162,7 @@ fn pipe(process: &Path) -> Option<PathBuf> {
 /// Where CDI specifications are.
 const CDI: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 
-/// Reports what NVIDIA's Container Toolkit is set up to do.
+/// Reports the setup of NVIDIA's Container Toolkit.
 pub(super) fn toolkit(host: &Host<'_>) -> Outcome {
     let (mut found, mut fix) = (Vec::new(), Vec::new());
     // Other programs' specifications that mount an MPS pipe directory.
@@ -204,7 +204,7 @@ pub(super) fn toolkit(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::Warn;
-    use super::super::fake_host::{Fake, passed, skipped, told};
+    use super::super::fake_host::{Fake, finding, passed, skipped};
     use super::*;
     use sublet_core::ledger::Init;
     use sublet_core::ledger::fixture::lease;
@@ -218,7 +218,7 @@ mod tests {
         let mut held = lease(1, "GPU-0");
         held.owner = Process::current().unwrap();
         host.ledger.as_mut().unwrap().leases = vec![held, lease(2, "GPU-0")];
-        let (found, fix) = told(without_containers(&host), Warn);
+        let (found, fix) = finding(without_containers(&host), Warn);
         assert_eq!(found, "the containers of these leases have ended: 0000000000000002 of container-2");
         assert_eq!(fix, "sublet gc");
         host.ledger.as_mut().unwrap().leases.pop();
@@ -264,7 +264,7 @@ mod tests {
         fake.link("/proc/8/fd/3", "/dev/nvidia0");
         passed(containers_without(&fake.host()));
         fake.link("/proc/7/fd/4", "/dev/nvidia1");
-        let (found, _) = told(containers_without(&fake.host()), Warn);
+        let (found, _) = finding(containers_without(&fake.host()), Warn);
         assert_eq!(found, "containers with a GPU and no lease: d55c611b20c2 (pid 7 python3, /dev/nvidia1)");
         let mut host = fake.host();
         let mut ours = lease(1, "GPU-0");
@@ -292,7 +292,7 @@ mod tests {
         fake.file("/proc/7/task/7/stat", &stat('Z', 0)).file("/proc/7/task/9/stat", &stat('S', 4096));
         process_in(&fake, "/proc/7/task/9", 200, &format!("/system.slice/docker-{ID}.scope"));
         fake.link("/proc/7/task/9/fd/3", "/dev/nvidia1");
-        let (found, _) = told(containers_without(&fake.host()), Warn);
+        let (found, _) = finding(containers_without(&fake.host()), Warn);
         assert!(found.ends_with("d55c611b20c2 (pid 7 python3, /dev/nvidia1)"), "{found}");
     }
 
@@ -315,7 +315,7 @@ mod tests {
         daemon(&fake, 7, 1, &format!("A=b\0CUDA_MPS_PIPE_DIRECTORY={}\0", ours.display()));
         assert_eq!(passed(stray_daemons(&fake.host())), "none");
         daemon(&fake, 9, 1, "");
-        let (found, fix) = told(stray_daemons(&fake.host()), Warn);
+        let (found, fix) = finding(stray_daemons(&fake.host()), Warn);
         assert!(found.contains("pid 9 on /tmp/nvidia-mps"), "{found}");
         assert_eq!(fix, "echo quit | CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps nvidia-cuda-mps-control");
     }
@@ -328,7 +328,7 @@ mod tests {
         fake.link("/proc/8/ns/mnt", "mnt:[1]").link("/proc/8/ns/pid", "pid:[2]");
         assert_eq!(passed(stray_daemons(&fake.host())), "none");
         daemon(&fake, 9, 1, "CUDA_MPS_PIPE_DIRECTORY=/tmp/a;reboot\0");
-        assert_eq!(told(stray_daemons(&fake.host()), Warn).1, "end that process");
+        assert_eq!(finding(stray_daemons(&fake.host()), Warn).1, "end that process");
     }
 
     #[test]
@@ -340,10 +340,10 @@ mod tests {
         fake.file("/var/run/cdi/sublet.json", r#"{"kind": "sublet/share", "m": "/tmp/nvidia-mps"}"#);
         passed(toolkit(&fake.host()));
         fake.file("/etc/cdi/nvidia.yaml", "mounts:\n- hostPath: /tmp/nvidia-mps\n");
-        let (found, _) = told(toolkit(&fake.host()), Warn);
+        let (found, _) = finding(toolkit(&fake.host()), Warn);
         assert!(found.starts_with("CDI specification /etc/cdi/nvidia.yaml mounts"), "{found}");
         fake.file("/etc/docker/daemon.json", r#"{"default-runtime": "nvidia"}"#);
-        let (found, fix) = told(toolkit(&fake.host()), Warn);
+        let (found, fix) = finding(toolkit(&fake.host()), Warn);
         assert!(found.contains("nvidia is Docker's default runtime"), "{found}");
         assert!(fix.ends_with("sublet setup docker --default"), "{fix}");
     }
@@ -352,6 +352,6 @@ mod tests {
     fn the_legacy_hook_is_named() {
         let fake = Fake::new();
         fake.file("/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json", "{}");
-        assert!(told(toolkit(&fake.host()), Warn).1.starts_with("rm /usr/share"));
+        assert!(finding(toolkit(&fake.host()), Warn).1.starts_with("rm /usr/share"));
     }
 }

@@ -67,7 +67,7 @@ fn skip(found: impl Into<String>) -> Outcome {
     Outcome(Verdict::Skip, found.into(), None)
 }
 
-/// What is wrong; the outcome says what to do about it, too.
+/// A problem; the outcome has the remedy, too.
 struct Wrong(Verdict, String);
 
 impl Wrong {

@@ -28,9 +28,9 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
     if host.program("podman").is_none() {
         return skip("not installed");
     }
-    let told = (host.ask)(&["podman", "--version"]).unwrap_or_default();
-    if version(&told).is_some_and(|parts| parts < vec![4, 3]) {
-        return fail(format!("{} is older than 4.3", safe(told.trim()))).fix("install Podman 4.3 or later");
+    let podman = (host.ask)(&["podman", "--version"]).unwrap_or_default();
+    if version(&podman).is_some_and(|parts| parts < vec![4, 3]) {
+        return fail(format!("{} is older than 4.3", safe(podman.trim()))).fix("install Podman 4.3 or later");
     }
     let (directories, by) = match effective(&podmans(&host.root), read, vec![SHARED[0].to_owned()]) {
         Ok(effective) => effective,
@@ -49,16 +49,16 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
         return fail(format!("{} runs {}, which does not exist", safe_path(&ours), safe(missing)))
             .fix("install sublet-hook there");
     }
-    if version(&told).is_some_and(|parts| parts[..] < PASSES_ANNOTATIONS[..]) && host.at(SOCKET).exists() {
+    if version(&podman).is_some_and(|parts| parts[..] < PASSES_ANNOTATIONS[..]) && host.at(SOCKET).exists() {
         return warn(format!(
             "the Docker API of {}, which {SOCKET} serves, drops annotations, and with them the shares of \
              clients of Docker's",
-            safe(told.trim())
+            safe(podman.trim())
         ))
         .fix("install Podman 5.1 or later, or start containers with podman itself");
     }
     users(host, &directories)
-        .unwrap_or_else(|| pass(format!("{} runs {}", safe(told.trim()), safe_path(&ours))))
+        .unwrap_or_else(|| pass(format!("{} runs {}", safe(podman.trim()), safe_path(&ours))))
 }
 
 /// Whether Podman below `root` runs sublet's hook, as far as the files say that it reads for root.
@@ -146,7 +146,7 @@ pub(super) fn precreate(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fake_host::{Fake, passed, skipped, told};
+    use super::super::fake_host::{Fake, finding, passed, skipped};
     use super::*;
 
     const DROP_IN: &str = "/etc/containers/containers.conf.d/sublet.conf";
@@ -158,27 +158,27 @@ mod tests {
         assert_eq!(skipped(hook(&fake.host())), "not installed");
         fake.file("/usr/bin/podman", "");
         let old = Host { ask: |_| Some("podman version 3.4.4".into()), ..fake.host() };
-        assert!(told(hook(&old), Fail).0.contains("older than 4.3"));
-        assert_eq!(told(hook(&fake.host()), Warn).1, "sublet setup podman");
+        assert!(finding(hook(&old), Fail).0.contains("older than 4.3"));
+        assert_eq!(finding(hook(&fake.host()), Warn).1, "sublet setup podman");
         fake.file(DROP_IN, "[engine]\nhooks_dir = [\"/usr/share/sublet/hooks.d\"]\n");
-        assert_eq!(told(hook(&fake.host()), Warn).1, "sublet setup podman");
+        assert_eq!(finding(hook(&fake.host()), Warn).1, "sublet setup podman");
         assert!(!has_hook(&fake.path("/")));
         fake.file(HOOK, r#"{"hook": {"path": "/usr/libexec/sublet/sublet-hook"}}"#);
         assert!(has_hook(&fake.path("/")));
-        assert!(told(hook(&fake.host()), Fail).0.contains("which does not exist"));
+        assert!(finding(hook(&fake.host()), Fail).0.contains("which does not exist"));
         fake.file("/usr/libexec/sublet/sublet-hook", "");
         passed(hook(&fake.host()));
         let four = |_: &[&str]| Some("podman version 4.3.1\n".to_owned());
         passed(hook(&Host { ask: four, ..fake.host() }));
         fake.file(SOCKET, "");
-        let (found, fix) = told(hook(&Host { ask: four, ..fake.host() }), Warn);
+        let (found, fix) = finding(hook(&Host { ask: four, ..fake.host() }), Warn);
         assert!(found.contains("podman version 4.3.1") && fix.contains("5.1"), "{found}: {fix}");
         passed(hook(&Host { ask: |_| Some("podman version 5.4.2".into()), ..fake.host() }));
         fake.file("/etc/containers/containers.conf.d/zz.conf", "[engine]\nhooks_dir = [\"/elsewhere\"]\n");
-        let (found, _) = told(hook(&fake.host()), Warn);
+        let (found, _) = finding(hook(&fake.host()), Warn);
         assert!(found.contains("hooks_dir is /elsewhere, says ") && found.contains("zz.conf"), "{found}");
         fake.file("/etc/containers/containers.conf.d/zz.conf", "[engine\n");
-        assert!(told(hook(&fake.host()), Fail).0.contains("is not valid TOML"));
+        assert!(finding(hook(&fake.host()), Fail).0.contains("is not valid TOML"));
     }
 
     #[test]
@@ -194,11 +194,11 @@ mod tests {
         );
         passed(hook(&fake.host()));
         fake.file("/home/alice/.config/containers/containers.conf", "[engine]\nhooks_dir = [\"/mine\"]\n");
-        assert!(told(hook(&fake.host()), Warn).0.contains("/home/alice/"));
+        assert!(finding(hook(&fake.host()), Warn).0.contains("/home/alice/"));
     }
 
     #[test]
-    fn what_a_user_has_put_there_does_not_hold_us() {
+    fn pipes_and_endless_files_of_users_do_not_block_the_check() {
         let fake = Fake::new();
         fake.file("/usr/bin/podman", "").file(HOOK, "{}");
         fake.file(DROP_IN, "[engine]\nhooks_dir = [\"/usr/share/sublet/hooks.d\"]\n");
@@ -220,8 +220,8 @@ mod tests {
         fake.file("/usr/share/containers/oci/hooks.d/a.json", r#"{"stages": ["prestart"]}"#);
         passed(precreate(&fake.host()));
         fake.file("/etc/containers/oci/hooks.d/b.json", r#"{"stages": ["precreate"]}"#);
-        assert!(told(precreate(&fake.host()), Fail).0.contains("podman build"));
+        assert!(finding(precreate(&fake.host()), Fail).0.contains("podman build"));
         fake.file("/etc/containers/oci/hooks.d/b.json", "{");
-        assert!(told(precreate(&fake.host()), Fail).0.contains("start no container at all"));
+        assert!(finding(precreate(&fake.host()), Fail).0.contains("start no container at all"));
     }
 }

@@ -9,7 +9,7 @@ use sublet_core::text::safe;
 /// Where slurmd has its configuration; the second is that of a node which gets it from slurmctld.
 const FILES: [&str; 2] = ["/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf"];
 
-/// Keys of slurm.conf, and what they run.
+/// Keys of slurm.conf, and the programs that they run.
 const PROGRAMS: [(&str, &str); 3] =
     [("Prolog", "prolog"), ("TaskProlog", "task-prolog"), ("Epilog", "epilog")];
 
@@ -19,7 +19,7 @@ const SHIPPED: &str = "/usr/libexec/sublet/slurm";
 /// The first version that was seen to give a job with whole GPUs none that has shards.
 const KEEPS_APART: [u32; 2] = [24, 11];
 
-/// Checks what slurmctld has of this node and of its jobs.
+/// Checks slurmctld's settings of this node and of its jobs.
 pub(super) fn jobs(host: &Host<'_>) -> Outcome {
     if host.program("slurmd").is_none() && !FILES.iter().any(|file| host.at(file).is_file()) {
         return skip("not installed");
@@ -40,7 +40,7 @@ pub(super) fn jobs(host: &Host<'_>) -> Outcome {
     problems.into_iter().reduce(joined).unwrap_or_else(|| pass(found(&config, &node)))
 }
 
-/// What slurmctld says of this node.
+/// slurmctld's description of this node.
 fn node(host: &Host<'_>) -> Option<String> {
     let name = host.text("/proc/sys/kernel/hostname")?;
     let short = name.trim().split('.').next()?;
@@ -99,7 +99,7 @@ fn listed(pattern: &Path) -> Option<Vec<PathBuf>> {
     Some(fs::read_dir(dir).ok()?.filter_map(Result::ok).map(|entry| entry.path()).collect())
 }
 
-/// What keeps jobs' processes apart.
+/// Checks the settings that keep jobs' processes apart.
 fn limits(config: &str) -> Vec<Outcome> {
     let value =
         |key: &str| values(config, key).first().map(|value| value.to_ascii_lowercase()).unwrap_or_default();
@@ -129,7 +129,7 @@ fn limits(config: &str) -> Vec<Outcome> {
 /// How many of a kind of GRES a node has: `Gres=gpu:h200:4(S:0-1),shard:32`.
 fn count(node: &str, kind: &str) -> Option<u64> {
     let gres = node.split_whitespace().find_map(|word| word.strip_prefix("Gres="))?;
-    // Without what stands in parentheses.
+    // Without the parts in parentheses.
     let plain: String = gres.split('(').map(|part| part.rsplit(')').next().unwrap_or_default()).collect();
     let of_kind = plain.split(',').filter(|part| part.split(':').next() == Some(kind));
     let count = |part: &str| part.rsplit(':').next().and_then(|many| many.parse().ok()).unwrap_or(1);
@@ -194,7 +194,7 @@ fn found(config: &str, node: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fake_host::{Fake, passed, skipped, told};
+    use super::super::fake_host::{Fake, finding, passed, skipped};
     use super::*;
     use sublet_core::place::fixture::{device, host as gpus};
 
@@ -207,7 +207,7 @@ mod tests {
     const PLUGIN: &str = "TaskPlugin              = task/cgroup";
     const OPEN: &str = "ConstrainDevices        = ";
 
-    /// What scontrol answers, with `from` replaced by `to`.
+    /// The answer of scontrol, with `from` replaced by `to`.
     fn answer(argv: &[&str], [config, node]: [&str; 2], from: &str, to: &str) -> Option<String> {
         let text = match argv {
             ["scontrol", "show", "config"] => config,
@@ -242,7 +242,7 @@ mod tests {
         jobs(&Host { ask, inventory, ..fake.host() })
     }
 
-    /// What is found when Slurm 24.11 says `$to` in place of `$from`.
+    /// The outcome when Slurm 24.11 says `$to` in place of `$from`.
     macro_rules! changed {
         ($fake:expr, $from:expr, $to:expr) => {
             with($fake, |argv| answer(argv, NEW, $from, $to))
@@ -262,21 +262,21 @@ mod tests {
     }
 
     #[test]
-    fn without_slurm_there_is_nothing_to_check_and_without_an_answer_it_is_said() {
+    fn without_slurm_the_check_is_skipped_and_without_an_answer_it_warns() {
         assert_eq!(skipped(jobs(&Fake::new().host())), "not installed");
         let fake = fake();
-        let mute = told(with(&fake, |_| None), Warn);
+        let mute = finding(with(&fake, |_| None), Warn);
         assert!(mute.0.contains("could not be asked"), "{mute:?}");
         let login = with(&fake, |argv| answer(argv, NEW, "", "").filter(|_| argv[2] == "config"));
         assert_eq!(skipped(login), "Slurm has no node on this host");
     }
 
     #[test]
-    fn programs_that_are_not_sublets_are_told() {
+    fn programs_that_are_not_sublets_are_reported() {
         let fake = fake();
-        let said = |outcome, verdict| told(outcome, verdict).0;
+        let text = |outcome, verdict| finding(outcome, verdict).0;
         assert_eq!(
-            said(
+            text(
                 changed!(
                     &fake,
                     "TaskProlog              = /usr/libexec/sublet/slurm/task-prolog",
@@ -287,42 +287,46 @@ mod tests {
             "slurm.conf has no TaskProlog"
         );
         assert!(
-            said(changed!(&fake, PROLOG, "/etc/x"), Fail).contains("Prolog, /etc/x, is not on this node")
+            text(changed!(&fake, PROLOG, "/etc/x"), Fail).contains("Prolog, /etc/x, is not on this node")
         );
         fake.file("/etc/x", "#!/bin/sh\nlogger hello\n")
             .file("/etc/p.d/10", "")
             .file("/etc/p.d/20", "sublet slurm prolog\n");
         assert!(
-            said(changed!(&fake, PROLOG, "/etc/x"), Warn)
+            text(changed!(&fake, PROLOG, "/etc/x"), Warn)
                 .contains("cannot be seen whether Slurm's Prolog, /etc/x,")
         );
         passed(changed!(&fake, PROLOG, "/etc/p.d/*"));
         passed(changed!(&fake, "Prolog[0]               = /usr", "Prolog[0] = /etc/x\nProlog[1] = /usr"));
-        let (found, fix) = told(changed!(&fake, "/usr/libexec/sublet/slurm/", "/etc/p.d/1"), Fail);
+        let (found, fix) = finding(changed!(&fake, "/usr/libexec/sublet/slurm/", "/etc/p.d/1"), Fail);
         assert!(found.contains("/etc/p.d/1epilog, is not on this node"), "{found}");
         assert!(fix.contains("install the package"), "{fix}");
-        assert!(said(with(&fake, none), Warn).contains("do not run sublet's"));
+        assert!(text(with(&fake, none), Warn).contains("do not run sublet's"));
     }
 
     #[test]
-    fn jobs_that_are_not_kept_apart_are_told() {
+    fn jobs_that_are_not_kept_apart_are_reported() {
         let fake = fake();
         assert!(
-            told(changed!(&fake, "Alloc,Contain", "Alloc"), Warn).1.starts_with("PrologFlags=Alloc,Contain")
+            finding(changed!(&fake, "Alloc,Contain", "Alloc"), Warn)
+                .1
+                .starts_with("PrologFlags=Alloc,Contain")
         );
         assert!(
-            told(changed!(&fake, "proctrack/cgroup", "proctrack/linuxproc"), Fail)
+            finding(changed!(&fake, "proctrack/cgroup", "proctrack/linuxproc"), Fail)
                 .0
                 .contains("tasks are refused")
         );
-        assert!(told(changed!(&fake, OPEN, "ConstrainDevices = no"), Warn).0.contains("may open every GPU"));
-        let (found, fix) = told(changed!(&fake, PLUGIN, "TaskPlugin = task/affinity"), Warn);
+        assert!(
+            finding(changed!(&fake, OPEN, "ConstrainDevices = no"), Warn).0.contains("may open every GPU")
+        );
+        let (found, fix) = finding(changed!(&fake, PLUGIN, "TaskPlugin = task/affinity"), Warn);
         assert_eq!(
             (&*found, &*fix),
             ("every job may open every GPU", "TaskPlugin=task/cgroup in slurm.conf")
         );
         passed(changed!(&fake, PLUGIN, "TaskPlugin = task/affinity,task/cgroup"));
-        let down = told(
+        let down = finding(
             changed!(&fake, "State=IDLE", "State=IDLE+DRAIN Reason=x\n   Reason=Prolog error [root@now]\n"),
             Warn,
         );
@@ -330,20 +334,19 @@ mod tests {
     }
 
     #[test]
-    fn gres_that_disagree_with_the_gpus_are_told() {
+    fn gres_that_disagree_with_the_gpus_are_reported() {
         let fake = fake();
-        let said = |outcome, verdict| told(outcome, verdict);
-        let (found, fix) = said(changed!(&fake, "Gres=gpu:4,shard:16", "Gres=gpu:8,shard:32"), Fail);
+        let (found, fix) = finding(changed!(&fake, "Gres=gpu:4,shard:16", "Gres=gpu:8,shard:32"), Fail);
         assert_eq!(found, "Slurm counts 8 GPUs on this node, and there are 4");
         assert!(fix.contains("`sublet slurm gres --unit shard`"), "{fix}");
-        let (found, _) = said(changed!(&fake, "shard:16", "shard:32"), Warn);
+        let (found, _) = finding(changed!(&fake, "shard:16", "shard:32"), Warn);
         assert_eq!(found, "Slurm counts 32 shard on 4 GPUs, and sublet 4 on each ([slurm] shards)");
-        assert!(said(changed!(&fake, "shard:16", "mps:200"), Warn).1.contains("--unit mps"));
+        assert!(finding(changed!(&fake, "shard:16", "mps:200"), Warn).1.contains("--unit mps"));
         passed(changed!(&fake, "shard:16", "mps:400"));
-        let (found, _) = said(changed!(&fake, "shard:16", "shard:8,mps:200"), Fail);
+        let (found, _) = finding(changed!(&fake, "shard:16", "shard:8,mps:200"), Fail);
         assert!(found.contains("has shards and mps"), "{found}");
         passed(changed!(&fake, "Gres=gpu:4,shard:16", "Gres=gpu:4,fpga:2"));
-        let (found, fix) = said(changed!(&fake, "Gres=gpu:4,shard:16", "Gres=gpu:3,shard:16"), Fail);
+        let (found, fix) = finding(changed!(&fake, "Gres=gpu:4,shard:16", "Gres=gpu:3,shard:16"), Fail);
         assert!(found.contains("; Slurm counts 16 shard on 3 GPUs") && fix.contains("; "), "{found} {fix}");
     }
 }

@@ -62,7 +62,7 @@ pub(crate) struct Looker {
 /// A process that an earlier check found.
 struct Known {
     process: Process,
-    told: GpuProcess,
+    description: GpuProcess,
     lease: Option<LeaseId>,
     /// One poll(2) over all of these tells which processes have ended.
     pidfd: Option<OwnedFd>,
@@ -82,7 +82,7 @@ impl Looker {
         if !self.ledger.as_ref().is_some_and(|before| Rc::ptr_eq(before, ledger)) {
             for known in self.known.values_mut() {
                 known.lease =
-                    ledger.certain_lease_of(known.process, &known.told).map(|lease| lease.id.clone());
+                    ledger.certain_lease_of(known.process, &known.description).map(|lease| lease.id.clone());
             }
             self.ledger = Some(Rc::clone(ledger));
         }
@@ -104,7 +104,7 @@ impl Looker {
 
     /// The next check reads the lists of `device` from NVML again, however new they are.
     pub fn forget_lists(&mut self, device: &str) {
-        self.lists.told.remove(device);
+        self.lists.by_uuid.remove(device);
     }
 
     /// Drops processes that have ended: their pids may be reused.
@@ -137,9 +137,9 @@ impl Looker {
         inventory: &Inventory,
         seen: &mut BTreeMap<i32, Known>,
     ) -> Result<Look, NvmlError> {
-        let told = self.lists.of(device, &probe::device_by_uuid(nvml, device)?)?;
-        let knows_clients = told.clients.is_some();
-        let clients = told.clients.as_deref().unwrap_or_default();
+        let lists = self.lists.of(device, &probe::device_by_uuid(nvml, device)?)?;
+        let knows_clients = lists.clients.is_some();
+        let clients = lists.clients.as_deref().unwrap_or_default();
         let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
         let mut gone_since = BTreeSet::new();
         let mut holder = |(number, memory_bytes): (u32, Option<u64>)| {
@@ -150,14 +150,14 @@ impl Looker {
                 gone_since.insert(number);
                 return None;
             };
-            let (process, name, lease) = (known.process, known.told.name.clone(), known.lease.clone());
+            let (process, name, lease) = (known.process, known.description.name.clone(), known.lease.clone());
             // A container may give its program any name.
-            let is_server = known.told.mps_server && lease.is_none();
+            let is_server = known.description.mps_server && lease.is_none();
             seen.insert(pid, known);
             Some(Holder { process, name, memory_bytes, is_server, is_client, lease })
         };
         let holders: Vec<Holder> =
-            probe::joined(told.running.iter().chain(clients)).into_iter().filter_map(&mut holder).collect();
+            probe::joined(lists.running.iter().chain(clients)).into_iter().filter_map(&mut holder).collect();
         self.lists.drop_ended(&gone_since);
         let (gone, known) = (gone(&holders, device, ledger), inventory.device(device));
         let most_clients = known.map(|known| sublet_core::place::client_limit(known, &inventory.driver));
@@ -172,9 +172,9 @@ impl Known {
         // ended.
         let pidfd = if hold { pidfd_open(pid).ok() } else { None };
         let process = Process::find(pid)?;
-        let told = probe::describe(pid, 0)?;
-        let lease = ledger.certain_lease_of(process, &told).map(|lease| lease.id.clone());
-        Some(Self { process, told, lease, pidfd })
+        let description = probe::describe(pid, 0)?;
+        let lease = ledger.certain_lease_of(process, &description).map(|lease| lease.id.clone());
+        Some(Self { process, description, lease, pidfd })
     }
 }
 
@@ -192,7 +192,7 @@ fn gone(holders: &[Holder], device: &str, ledger: &Ledger) -> BTreeSet<LeaseId> 
         };
         lease.init.as_ref().is_some_and(ended)
     };
-    // What is in a job's cgroup belongs to a job that lives: its first process was its first task's.
+    // A process in a job's cgroup belongs to a job that lives: its first process was its first task's.
     let contained = ledger.leases.iter().filter(|lease| !lease.is_of_job());
     contained.filter(computes).filter(has_ended).map(|lease| lease.id.clone()).collect()
 }
@@ -214,12 +214,11 @@ struct Lists {
     /// If the device's used memory has grown by more than this, the lists are read again. A container may exceed its
     /// share by this much unnoticed.
     tolerance: u64,
-    /// By UUID.
-    told: BTreeMap<String, Told>,
+    by_uuid: BTreeMap<String, DeviceLists>,
 }
 
 /// The lists of one device.
-struct Told {
+struct DeviceLists {
     /// Processes with compute contexts.
     running: Vec<ProcessInfo>,
     /// MPS clients; `None` if the driver has no such list.
@@ -233,25 +232,25 @@ struct Told {
 impl Lists {
     /// Removes processes that have ended: their pids may be reused.
     fn drop_ended(&mut self, ended: &BTreeSet<u32>) {
-        for told in self.told.values_mut() {
-            told.running.retain(|process| !ended.contains(&process.pid));
-            told.clients.iter_mut().for_each(|list| list.retain(|process| !ended.contains(&process.pid)));
+        for lists in self.by_uuid.values_mut() {
+            lists.running.retain(|process| !ended.contains(&process.pid));
+            lists.clients.iter_mut().for_each(|list| list.retain(|process| !ended.contains(&process.pid)));
         }
     }
 
     /// The lists of `device`, whose UUID is `uuid`.
-    fn of(&mut self, uuid: &str, device: &Device<'_>) -> Result<&Told, NvmlError> {
+    fn of(&mut self, uuid: &str, device: &Device<'_>) -> Result<&DeviceLists, NvmlError> {
         // Every context takes memory of the device, so used memory shows new ones.
         let used = device.memory_info().ok().map(|memory| memory.used);
-        let told = match self.told.remove(uuid) {
-            Some(told) if told.counts(used, self.tolerance) => told,
-            before => ask(device, used, before)?,
+        let lists = match self.by_uuid.remove(uuid) {
+            Some(lists) if lists.counts(used, self.tolerance) => lists,
+            old => ask(device, used, old)?,
         };
-        Ok(self.told.entry(uuid.to_owned()).or_insert(told))
+        Ok(self.by_uuid.entry(uuid.to_owned()).or_insert(lists))
     }
 }
 
-impl Told {
+impl DeviceLists {
     /// Whether the lists are still valid when `used` bytes of the device are taken.
     fn counts(&self, used: Option<u64>, tolerance: u64) -> bool {
         let few = |(now, then): (u64, u64)| now <= then.saturating_add(tolerance);
@@ -262,15 +261,15 @@ impl Told {
 /// The clients are read last, so that a process that connects in between is not taken for one outside MPS. They are
 /// read again only if there are other processes than before or the list is old: a process does not usually change
 /// sides.
-fn ask(device: &Device<'_>, used: Option<u64>, before: Option<Told>) -> Result<Told, NvmlError> {
+fn ask(device: &Device<'_>, used: Option<u64>, old: Option<DeviceLists>) -> Result<DeviceLists, NvmlError> {
     let (running, at) = (probe::compute_processes(device)?, Instant::now());
-    let (clients, clients_at) = match before {
-        Some(told) if told.clients_at.elapsed() < CLIENTS_FRESH && pids(&told.running) == pids(&running) => {
-            (told.clients, told.clients_at)
+    let (clients, clients_at) = match old {
+        Some(old) if old.clients_at.elapsed() < CLIENTS_FRESH && pids(&old.running) == pids(&running) => {
+            (old.clients, old.clients_at)
         }
         _ => (probe::mps_clients(device)?, Instant::now()),
     };
-    Ok(Told { running, clients, at, clients_at, used })
+    Ok(DeviceLists { running, clients, at, clients_at, used })
 }
 
 fn pids(list: &[ProcessInfo]) -> BTreeSet<u32> {

@@ -6,7 +6,7 @@ use super::*;
 use sublet_core::ledger::LeaseState;
 use sublet_core::ledger::fixture::lease;
 
-fn told(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
+fn process(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
     let name = "python3".to_owned();
     GpuProcess {
         pid,
@@ -33,29 +33,29 @@ fn a_process_belongs_to_a_lease_only_if_that_is_certain() {
     let alive = Process::current().unwrap();
     let dead = Process { start_time: alive.start_time + 1, ..alive };
     let other = Process { pid: 4_000_000, start_time: 9 };
-    let id = |of: Process, told: &GpuProcess, leases: &[Lease]| {
-        ledger(leases.to_vec()).certain_lease_of(of, told).map(|lease| lease.id.to_string())
+    let id = |of: Process, process: &GpuProcess, leases: &[Lease]| {
+        ledger(leases.to_vec()).certain_lease_of(of, process).map(|lease| lease.id.to_string())
     };
     let with_cgroup = held(1, alive, 77, Some("/sys/fs/cgroup/c1"));
     let ours = Some(with_cgroup.id.to_string());
-    assert_eq!(id(other, &told(5, 99, "/c1"), std::slice::from_ref(&with_cgroup)), ours, "its cgroup");
-    assert_eq!(id(other, &told(5, 99, "/c1/below"), std::slice::from_ref(&with_cgroup)), ours);
-    assert_eq!(id(alive, &told(alive.pid, 77, "/x"), std::slice::from_ref(&with_cgroup)), ours, "init");
+    assert_eq!(id(other, &process(5, 99, "/c1"), std::slice::from_ref(&with_cgroup)), ours, "its cgroup");
+    assert_eq!(id(other, &process(5, 99, "/c1/below"), std::slice::from_ref(&with_cgroup)), ours);
+    assert_eq!(id(alive, &process(alive.pid, 77, "/x"), std::slice::from_ref(&with_cgroup)), ours, "init");
     // Outsiders: a process that has joined the PID namespace, and one with the reused pid of an init that has
     // ended.
-    assert_eq!(id(other, &told(5, 77, "/other"), std::slice::from_ref(&with_cgroup)), None);
-    assert_eq!(id(alive, &told(alive.pid, 5, "/x"), &[held(1, dead, 77, None)]), None);
+    assert_eq!(id(other, &process(5, 77, "/other"), std::slice::from_ref(&with_cgroup)), None);
+    assert_eq!(id(alive, &process(alive.pid, 5, "/x"), &[held(1, dead, 77, None)]), None);
     // Without a cgroup the PID namespace decides, while the first process lives and only one lease has that
     // namespace.
     let without = held(2, alive, 77, None);
-    assert_eq!(id(other, &told(5, 77, "/"), std::slice::from_ref(&without)), Some(without.id.to_string()));
-    assert_eq!(id(other, &told(5, 77, "/"), &[held(2, dead, 77, None)]), None, "its number is free");
-    assert_eq!(id(other, &told(5, 77, "/"), &[without.clone(), held(3, alive, 77, None)]), None);
-    assert_eq!(id(other, &told(5, 0, "/"), &[held(2, alive, 0, None)]), None, "the host's");
+    assert_eq!(id(other, &process(5, 77, "/"), std::slice::from_ref(&without)), Some(without.id.to_string()));
+    assert_eq!(id(other, &process(5, 77, "/"), &[held(2, dead, 77, None)]), None, "its number is free");
+    assert_eq!(id(other, &process(5, 77, "/"), &[without.clone(), held(3, alive, 77, None)]), None);
+    assert_eq!(id(other, &process(5, 0, "/"), &[held(2, alive, 0, None)]), None, "the host's");
 }
 
 #[test]
-fn what_has_ended_is_forgotten_before_its_number_means_another() {
+fn an_ended_process_is_forgotten_before_its_pid_means_another() {
     let start = || std::process::Command::new("sleep").arg("600").spawn().unwrap();
     let (mut one, mut two) = (start(), start());
     let pid = |child: &std::process::Child| i32::try_from(child.id()).unwrap();
@@ -166,14 +166,14 @@ fn in_every_layout_of_cgroups_a_process_is_its_containers_and_no_neighbours() {
         let ledger = ledger(vec![held(1, alive, 77, Some(recorded))]);
         // Both are in the container's PID namespace, which may be shared.
         let of = |text: &str| {
-            let told = GpuProcess { cgroups: probe::cgroups(text), ..told(5, 77, "") };
-            ledger.certain_lease_of(other, &told).is_some()
+            let process = GpuProcess { cgroups: probe::cgroups(text), ..process(5, 77, "") };
+            ledger.certain_lease_of(other, &process).is_some()
         };
         assert_eq!((of(inside), of(outside), of("")), (true, false, false), "{layout}");
     }
 }
 
-fn lists_of(pids: &[u32], used: Option<u64>) -> Told {
+fn lists_of(pids: &[u32], used: Option<u64>) -> DeviceLists {
     let process = |pid: &u32| ProcessInfo {
         pid: *pid,
         used_gpu_memory: UsedGpuMemory::Used(1),
@@ -182,7 +182,7 @@ fn lists_of(pids: &[u32], used: Option<u64>) -> Told {
     };
     let running: Vec<_> = pids.iter().map(process).collect();
     let now = Instant::now();
-    Told { clients: Some(running.clone()), running, at: now, clients_at: now, used }
+    DeviceLists { clients: Some(running.clone()), running, at: now, clients_at: now, used }
 }
 
 #[test]
@@ -195,15 +195,16 @@ fn the_lists_count_until_more_than_the_tolerance_has_been_taken_and_two_seconds_
         !now.counts(None, 100) && !lists_of(&[1], None).counts(Some(1000), 100),
         "the driver cannot tell"
     );
-    let before = Told { at: Instant::now().checked_sub(Duration::from_secs(2)).unwrap(), ..now };
+    let before = DeviceLists { at: Instant::now().checked_sub(Duration::from_secs(2)).unwrap(), ..now };
     assert!(!before.counts(Some(1000), 100));
 }
 
 #[test]
-fn who_has_ended_is_on_no_list() {
-    let mut lists = Lists { tolerance: 0, told: [("GPU-1".to_owned(), lists_of(&[1, 2, 3], None))].into() };
+fn an_ended_process_is_on_no_list() {
+    let mut lists =
+        Lists { tolerance: 0, by_uuid: [("GPU-1".to_owned(), lists_of(&[1, 2, 3], None))].into() };
     lists.drop_ended(&[2, 9].into());
-    let told = &lists.told["GPU-1"];
-    assert_eq!(pids(&told.running), [1, 3].into());
-    assert_eq!(told.clients.as_deref().map(pids), Some([1, 3].into()));
+    let left = &lists.by_uuid["GPU-1"];
+    assert_eq!(pids(&left.running), [1, 3].into());
+    assert_eq!(left.clients.as_deref().map(pids), Some([1, 3].into()));
 }

@@ -1,4 +1,4 @@
-//! What the guard does about a process: report it, end it, or end its container.
+//! The actions of the guard on a process: report it, end it, or end its container.
 
 use crate::{mps_daemons, probe};
 use std::os::fd::OwnedFd;
@@ -46,7 +46,7 @@ impl Acting {
         let process = verdict.holder.process;
         let held = process.hold();
         let lease = self.ledger.certain_lease_of(process, &probe::describe(process.pid, 0)?).cloned();
-        // What was read under this pid belongs to the process only if it is still the same process.
+        // The facts read under this pid belong to the process only if it is still the same process.
         if lease.as_ref().map(|lease| &lease.id) != verdict.holder.lease.as_ref() || !process.is_alive() {
             return None;
         }
@@ -91,7 +91,7 @@ fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
     lease.is_none_or(|lease| !lease.brokered || owns(process.pid, lease.container.uid))
 }
 
-/// Ends the container by its first process: the kernel then ends all others in its PID namespace
+/// Ends the container by its first process: the kernel then ends all other processes in its PID namespace
 /// (`pid_namespaces(7)`).
 fn end_container(lease: &Lease) -> Option<String> {
     let init = lease.init.as_ref()?.process;

@@ -42,7 +42,7 @@ pub(crate) fn start() -> std::io::Result<()> {
 /// The verdicts, the events, and the devices that could not be checked.
 type Seen = (Vec<Verdict>, Vec<Event>, BTreeSet<String>);
 
-/// What earlier checks found, as long as there are leases.
+/// The findings of earlier checks, as long as there are leases.
 #[derive(Default)]
 struct Earlier {
     /// NVML, opened when this was the inventory: to who opened it before, a GPU that comes back does not answer.
@@ -65,14 +65,14 @@ struct Guard {
     /// devices never wait for their answers.
     acting: BTreeSet<DaemonKey>,
     finished: Finished,
-    /// What records the first processes of containers.
+    /// The thread that records the first processes of containers.
     recording: Option<JoinHandle<()>>,
     /// The devices that the last check could not read.
     blind: BTreeSet<String>,
     last_sign: Option<Instant>,
 }
 
-/// The daemons for whose clients verdicts have been carried out, and what was done.
+/// The daemons for whose clients verdicts have been carried out, and the actions.
 struct Finished {
     sender: Sender<(DaemonKey, Vec<Event>)>,
     receiver: Receiver<(DaemonKey, Vec<Event>)>,
@@ -100,7 +100,7 @@ impl Guard {
         }
     }
 
-    /// Waits until the next check, and tells meanwhile what has been done.
+    /// Waits until the next check, and reports finished actions meanwhile.
     fn pause(&mut self, time: Duration, config: Option<&Config>) {
         let until = Instant::now() + time;
         let left = || until.saturating_duration_since(Instant::now());

@@ -11,10 +11,10 @@ use sublet_core::ledger::{Lease, LeaseId, Ledger};
 use sublet_core::process::Process;
 use sublet_core::share::{Action, Mode};
 
-/// How long a container may take to start. What is new on its devices meanwhile may be its own.
+/// How long a container may take to start. A new process on its devices meanwhile may be its own.
 const STARTING: Duration = Duration::from_secs(60);
 
-/// What a process does that its lease does not allow.
+/// A breach of its lease by a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[derive(strum::Display, strum::VariantArray)]
@@ -36,7 +36,7 @@ pub enum Offence {
     Silent,
 }
 
-/// What is to be done about one process.
+/// The verdict on one process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Verdict {
     pub offence: Offence,
@@ -49,10 +49,10 @@ pub(super) struct Verdict {
     pub allowed: u64,
 }
 
-/// What the check before found: device, offence, lease and process (no process for memory).
+/// A finding of the check before: device, offence, lease and process (no process for memory).
 type Suspicion = (String, Offence, Option<LeaseId>, Option<Process>);
 
-/// What has to be remembered from one check to the next.
+/// The state between two checks.
 #[derive(Debug, Default)]
 pub(super) struct Judge {
     /// Memory of each process on each device.
@@ -66,7 +66,7 @@ pub(super) struct Judge {
 }
 
 impl Judge {
-    /// Returns what is wrong in `looks` and was wrong in the check before too. A process that starts or ends between
+    /// Returns the offences in `looks` that the check before found too. A process that starts or ends between
     /// two of NVML's answers is in only one of them.
     pub fn judge(&mut self, looks: &[Look], ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         let now = Instant::now();
@@ -112,7 +112,7 @@ impl Judge {
     }
 
     /// If the container exceeds its share, its processes to act on: first those that have grown since the check
-    /// before, which a limit in the kernel would have stopped, then the others, largest first, until the rest is
+    /// before, which a limit in the kernel would have stopped, then the rest, largest first, until the rest is
     /// within the share. On MIG devices the instance itself limits the container.
     fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
         let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
@@ -192,7 +192,7 @@ fn of<'a>(lease: &Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> + u
     look.holders.iter().filter(move |holder| !holder.is_server && holder.lease.as_ref() == Some(&id))
 }
 
-/// Those of `lease`, and for the lease of a job those of its containers, too: they share what it has.
+/// The processes of `lease`, and for the lease of a job its containers', too: they share its limits.
 fn with_containers<'a>(lease: &Lease, look: &'a Look, ledger: &Ledger) -> Vec<&'a Holder> {
     let within = ledger.leases.iter().filter(|inner| inner.within.as_ref() == Some(&lease.id));
     of(lease, look).chain(within.flat_map(|inner| of(inner, look))).collect()
@@ -207,7 +207,7 @@ pub(super) fn verdict(offence: Offence, action: Action, device: &str, holder: &H
     Verdict { offence, action, device: device.to_owned(), holder: holder.clone(), used: 0, allowed: 0 }
 }
 
-/// What the driver reports it to have, in bytes. Nobody is stopped for memory that the driver does not report.
+/// Its memory by the driver, in bytes. Nobody is stopped for memory that the driver does not report.
 fn memory(holder: &Holder) -> u64 {
     holder.memory_bytes.unwrap_or(0)
 }

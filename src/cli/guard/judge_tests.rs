@@ -143,9 +143,9 @@ fn outside_its_server_without_a_lease_or_left_behind() {
         found.into_iter().map(|verdict| verdict.holder.process.pid).collect::<Vec<_>>()
     };
     assert_eq!([pids(&starts), pids(&starts), pids(&starts)], [vec![], vec![10, 20], vec![10, 20, 30]]);
-    let mut told = starts.clone();
-    told.leases[2].brokered = true;
-    assert_eq!(judged(&[seen(), seen()], &told)[1], found);
+    let mut brokered = starts.clone();
+    brokered.leases[2].brokered = true;
+    assert_eq!(judged(&[seen(), seen()], &brokered)[1], found);
     // Another process with the same pid is not suspected yet.
     let other = Holder { process: Process { pid: 10, start_time: 99 }, ..beside.clone() };
     let seen = |holder: &Holder| look(vec![holder.clone()]);
@@ -153,7 +153,7 @@ fn outside_its_server_without_a_lease_or_left_behind() {
 }
 
 #[test]
-fn surplus_clients_end_only_if_others_need_their_places_and_the_youngest_first() {
+fn surplus_clients_end_only_if_their_places_are_needed_and_the_youngest_first() {
     use Action::{Report, Terminate};
     let (one, two) = (shared(1), Lease { processes: 2, ..shared(2) });
     let ledger = ledger(vec![one.clone(), two.clone()]);
@@ -175,7 +175,7 @@ fn surplus_clients_end_only_if_others_need_their_places_and_the_youngest_first()
 }
 
 #[test]
-fn what_stays_wrong_is_asked_for_anew_only_at_first() {
+fn a_lasting_surplus_is_asked_for_anew_only_at_first() {
     let one = shared(1);
     let ledger = ledger(vec![one.clone()]);
     let seen = |pids: std::ops::Range<i32>| look(pids.map(|pid| client(pid, 1, &one)).collect());
@@ -203,7 +203,7 @@ fn strict_rules_want_no_place_to_be_missing() {
 }
 
 #[test]
-fn what_is_only_reported_is_found_all_the_same() {
+fn an_offence_that_is_only_reported_is_found_all_the_same() {
     let one = shared(1);
     let ledger = ledger(vec![one.clone()]);
     let rules = Guard { memory: Action::Report, ..rules() };
@@ -279,7 +279,7 @@ fn of_ten_thousand_processes_each_is_judged_once() {
 }
 
 #[test]
-fn a_job_and_its_containers_share_what_the_job_has() {
+fn a_job_and_its_containers_share_the_limits_of_the_job() {
     let slurm =
         |step: Option<&str>| Some(Job { id: 7, step: step.map(str::to_owned), uid: 1000, cgroup_inode: 1 });
     let job = Lease { job: slurm(None), ..shared(1) };

@@ -31,7 +31,7 @@ pub use judge::Offence;
 /// How many events are kept.
 const KEPT: usize = 64;
 
-/// How many of these may belong to one container, so that it cannot displace the records of others.
+/// How many of these may belong to one container, so that it cannot displace the records of other containers.
 const KEPT_OF_ONE: usize = 16;
 
 /// In seconds. A guard that last checked longer ago than this counts as not running.
@@ -40,7 +40,7 @@ const LIMIT: u64 = 15;
 /// The largest file read, in bytes. Texts in events are limited, so that a valid file is smaller.
 const LARGEST: u64 = 1 << 20;
 
-/// With this begins what says that no device is guarded; otherwise a device is named.
+/// With this begins the warning that no device is guarded; otherwise a device is named.
 pub(crate) const OFF: &str = "GUARD OFF";
 
 /// `guard.json`.
@@ -82,7 +82,7 @@ pub fn events(config: &Config) -> Vec<Event> {
     read(config).events
 }
 
-/// What the guard sees now.
+/// The sight of the guard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Sight {
     /// Every leased device.
@@ -93,7 +93,7 @@ pub enum Sight {
     None,
 }
 
-/// What the guard sees now.
+/// The present sight of the guard.
 pub fn sight(config: &Config) -> Sight {
     let book = read(config);
     match age(&book) {
@@ -165,7 +165,7 @@ impl Event {
     }
 }
 
-/// Drops the oldest events. Those of the latest event's container go first if they exceed its part.
+/// Drops the oldest events. Events of the latest event's container go first if they exceed its part.
 fn thin_out(events: &mut Vec<Event>) {
     let Some(last) = events.last().map(|event| event.container_id.clone()) else { return };
     let of_last = |event: &Event| event.container_id == last;

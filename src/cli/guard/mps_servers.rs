@@ -36,18 +36,18 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Asking a daemon takes a process and 3 ms, so a busy one is not asked more often.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// What is known of one daemon, whose server may take no new client.
+/// The state of one daemon, whose server may take no new client.
 struct Watched {
     /// The length of its server's log when it was last asked. A server that logs nothing takes and refuses no clients.
     log_length: u64,
     asked: Instant,
     /// Its server after a fault, and since when.
     faulted: Option<(i32, Instant)>,
-    /// What asks it for that server now. It may not answer, and the looks at other devices must not wait for it.
+    /// The thread that asks it for that server now. It may hang, and the looks at other devices must not wait for it.
     asking: Option<JoinHandle<Option<i32>>>,
 }
 
-/// What has to be remembered from one check to the next.
+/// The state between two checks.
 #[derive(Default)]
 pub(super) struct Servers {
     known: BTreeMap<Process, Known>,

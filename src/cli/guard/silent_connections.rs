@@ -1,6 +1,6 @@
 //! Connections that keep an MPS control daemon waiting. It takes one connection after the other, and waits without a limit
 //! for what each says first. Until then it answers no command, and no GPU program begins on its devices, in no container
-//! (docs/evidence/2026-11-25-mps-control.md). Whoever connects and says nothing is ended, because all others wait.
+//! (docs/evidence/2026-11-25-mps-control.md). Whoever connects and says nothing is ended: all other clients wait.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -25,17 +25,17 @@ use sublet_core::text::safe;
 /// A CUDA program says at once what it is. A host may be so busy, or a program stopped at just that moment, for so long.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// A container that does it again within this time is ended: its next process would have the others wait as long again.
+/// A container that does it again within this time is ended: its next process would delay all other clients again.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
-/// What has to be remembered from one check to the next.
+/// The state between two checks.
 #[derive(Debug, Default)]
 pub(super) struct Silent {
     /// The connection for which each daemon waits, and since when.
     waits: BTreeMap<DaemonKey, (u64, Instant)>,
     /// Connections of which the journal says that it is not known whose they are.
     unknown: BTreeSet<u64>,
-    /// The first connection of each container that had others wait, and when it was found.
+    /// The first connection of each container that had other clients wait, and when it was found.
     first: BTreeMap<LeaseId, (u64, Instant)>,
 }
 
@@ -170,11 +170,11 @@ fn with_socket(wanted: u64, may_hide_it: impl Fn(Process) -> bool) -> Vec<Proces
 }
 
 fn holder(process: Process, ledger: &Ledger) -> Option<(Holder, Option<&Lease>)> {
-    let told = probe::describe(process.pid, 0)?;
-    let lease = ledger.certain_lease_of(process, &told);
+    let description = probe::describe(process.pid, 0)?;
+    let lease = ledger.certain_lease_of(process, &description);
     let holder = Holder {
         process,
-        name: told.name,
+        name: description.name,
         memory_bytes: None,
         is_server: false,
         is_client: false,
@@ -277,7 +277,7 @@ mod tests {
         assert!(with_socket(inode_of(&other), |_| false).contains(&Process::current().unwrap()));
         let of_other = inode_of(&other);
         drop(other);
-        // What another test of this program has just forked has it open until its execve(2).
+        // A process that another test of this program has just forked has it open until its execve(2).
         let closed = Instant::now();
         while peer(inode_of(&one), namespace).unwrap().is_some() {
             assert!(closed.elapsed() < Duration::from_secs(30), "the other end is still found");

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
-/// What a page may do: nothing, if its answer does not say otherwise.
+/// The rights of a page: none, if its answer does not say otherwise.
 const POLICY: &str = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 /// The name of the header that [`POLICY`] belongs to.
@@ -84,7 +84,7 @@ impl Token {
     }
 }
 
-/// What is asked for.
+/// A request of a client.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
     pub method: String,
@@ -144,7 +144,7 @@ impl Response {
     }
 }
 
-/// Connections that are answered at once. Others wait in the kernel.
+/// Connections that are answered at once. Further ones wait in the kernel.
 const CONNECTIONS: usize = 32;
 
 /// How long a client may take to send its request, and how long to take the answer.
@@ -191,7 +191,7 @@ pub struct Server {
     pub listener: Listener,
     /// Names of this host that a request may ask for, besides its addresses and `localhost`.
     pub names: Vec<String>,
-    /// What every path must begin with.
+    /// The beginning that every path must have.
     pub token: Option<Token>,
 }
 
@@ -232,7 +232,7 @@ impl Server {
         };
         write(stream, &response.bytes(wants_body))?;
         stream.shutdown(Shutdown::Write)?;
-        // What the client still sends is read until it closes its end.
+        // Further input of the client is read until it closes its end.
         let until = Instant::now() + CLOSING;
         while in_time(stream, until, |mut stream| stream.read(&mut [0; 2048]))? > 0 {}
         Ok(())
@@ -349,7 +349,7 @@ fn write(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
 /// Reads or writes by `call`, and again where it was interrupted.
 ///
 /// # Errors
-/// Those of `call`; `TimedOut`: until then nothing happened.
+/// Errors of `call`; `TimedOut`: until then nothing happened.
 fn in_time<T>(
     stream: &TcpStream,
     until: Instant,

@@ -1,4 +1,4 @@
-//! A server on real sockets: what it answers, what it refuses, and clients that are slow.
+//! A server on real sockets: its answers, its refusals, and clients that are slow.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -124,7 +124,7 @@ fn without_the_token_there_is_no_page() {
 }
 
 #[test]
-fn a_slow_client_is_cut_off_and_does_not_keep_others_out() {
+fn a_slow_client_is_cut_off_and_does_not_keep_the_next_one_out() {
     let address = started(None);
     let began = Instant::now();
     let slow = thread::spawn(move || {

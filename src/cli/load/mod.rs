@@ -18,7 +18,7 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 
 const MIB: usize = 1 << 20;
 
-/// What one iteration does.
+/// The work of one iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub enum Load {
     /// 100 kernels of 16 blocks one after the other: a small model, far from filling a GPU
@@ -42,7 +42,7 @@ impl Load {
     }
 }
 
-/// What a load works with.
+/// The state of a load.
 struct Prepared {
     driver: Driver,
     compute: Kernel,
@@ -122,20 +122,20 @@ impl Prepared {
 pub fn run(load: Load) -> Result<(), String> {
     let mut prepared = Prepared::new(load)?;
     prepared.check()?;
-    let mut told = Instant::now();
+    let mut written = Instant::now();
     let mut lines = Vec::new();
     loop {
         let start = Instant::now();
         prepared.iterate(load)?;
         let took = start.elapsed();
         let _ = writeln!(lines, "{} {}", monotonic_nanoseconds(), took.as_nanos());
-        if told.elapsed() >= TELL_EVERY {
+        if written.elapsed() >= TELL_EVERY {
             let mut output = std::io::stdout().lock();
             if output.write_all(&lines).and_then(|()| output.flush()).is_err() {
                 return Ok(());
             }
             lines.clear();
-            told = Instant::now();
+            written = Instant::now();
         }
         std::thread::sleep(Duration::from_millis(if load == Load::Mixed { 10 } else { 0 }));
     }

@@ -55,7 +55,7 @@ struct Totals {
     events: BTreeMap<String, u64>,
     /// Of refusals, by the word for the reason.
     refusals: BTreeMap<String, u64>,
-    /// Of what the guard found, by offence and then by its action.
+    /// Of findings of the guard, by offence and then by its action.
     guard: BTreeMap<String, BTreeMap<String, u64>>,
     /// How long leases lasted.
     held: Durations,
@@ -63,7 +63,7 @@ struct Totals {
     waited: Durations,
     /// How long containers took to their first process.
     started: Durations,
-    /// What was counted already.
+    /// The part of the events that was counted already.
     position: Position,
 }
 
@@ -163,7 +163,7 @@ impl Totals {
     }
 }
 
-/// Adds the counts, with what is new. None for users without root, and where the file cannot be kept.
+/// Adds the counts, with new events. None for users without root, and where the file cannot be kept.
 pub(super) fn add(config: &Config, families: &mut Families) {
     if !nix::unistd::geteuid().is_root() || !config.state_dir.is_dir() {
         return;

@@ -1,5 +1,5 @@
-//! What Prometheus scrapes: limits and use by GPU and by container, and counts of what happened ([`counted`]). Names and
-//! units follow Prometheus' conventions: base units, ratios from 0 to 1. What is not known has no sample.
+//! Metrics for Prometheus: limits and use by GPU and by container, and counts of events ([`counted`]). Names and
+//! units follow Prometheus' conventions: base units, ratios from 0 to 1. An unknown value has no sample.
 
 mod counted;
 
@@ -17,7 +17,7 @@ const LONGEST: usize = 128;
 /// The most containers that have samples of their own.
 const CONTAINERS: usize = 500;
 
-/// What a family measures (`OpenMetrics` 1.0, "Metric Types").
+/// The type of a family (`OpenMetrics` 1.0, "Metric Types").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Type {
     Gauge,
@@ -74,7 +74,7 @@ impl Families {
     }
 }
 
-/// The text for a scraper. As root it has counts of what happened, too.
+/// The text for a scraper. As root it has counts of events, too.
 pub(crate) fn of_host(status: &Status, format: Format, config: &Config) -> String {
     let mut families = up(true, is_healthy(status));
     let (version, simulated) = (status.driver.version.clone(), status.driver.simulated.to_string());
@@ -186,7 +186,7 @@ fn containers(status: &Status, families: &mut Families) {
     }
 }
 
-/// By what people call the container; where several leases of a device have one name, with the lease's id before it.
+/// By the container's name for people; where several leases of a device have one name, with the lease's id before it.
 fn labels(lease: &LeaseOnDevice, status: &Status) -> Vec<(&'static str, String)> {
     let own = label(lease);
     let same = |other: &&LeaseOnDevice| {

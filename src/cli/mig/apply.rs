@@ -21,7 +21,7 @@ pub enum ApplyError {
     /// A step failed before anything was changed.
     #[error("{cause}; nothing was changed")]
     Nothing { cause: String },
-    /// A step failed, and what had been done was undone.
+    /// A step failed, and the steps before it were undone.
     #[error("{cause}; every change was undone")]
     Undone { cause: String },
     /// A step failed, and undoing failed too.
@@ -33,7 +33,7 @@ pub enum ApplyError {
 /// created again in their places with new UUIDs, which is why instances in use are in no plan.
 ///
 /// # Errors
-/// The step that failed, and what could not be undone.
+/// The step that failed, and the changes that could not be undone.
 pub fn apply(plans: &[Plan], allow_reset: bool, driver: &mut dyn Driver) -> Result<(), ApplyError> {
     if let Some(plan) = plans.iter().find(|plan| plan.reset && !allow_reset) {
         return Err(ApplyError::Reset { index: plan.index });
@@ -54,9 +54,9 @@ enum Undo<'a> {
     Mode(Mode),
     Create(&'a Instance),
     CreateCompute(Span, &'a Compute),
-    /// Destroys what was created there.
+    /// Destroys the instance that was created there.
     Destroy(Span),
-    /// Destroys what was created in the GPU instance there, apart from compute instances with these ids.
+    /// Destroys the compute instances that were created in the GPU instance there, apart from these ids.
     DestroyCompute(Span, Vec<u32>),
 }
 
@@ -188,7 +188,7 @@ impl<'a> Change<'a, '_> {
 }
 
 impl Undo<'_> {
-    /// The text that names what is left if this undo fails.
+    /// The text that names the remains if this undo fails.
     fn described(&self) -> String {
         match self {
             Self::Mode(found) => {

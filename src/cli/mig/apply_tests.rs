@@ -171,7 +171,7 @@ fn whatever_call_fails_the_state_found_comes_back() {
 }
 
 #[test]
-fn an_undo_that_fails_too_says_what_is_left() {
+fn an_undo_that_fails_too_names_the_remains() {
     let mut driver = Double::with(&[(profile("2g.35gb"), 0)]);
     let gpu = driver.gpus[0].clone();
     let plans = [plan(&gpu, &target(&gpu, &vec![(profile("3g.71gb"), 0)])).unwrap()];
@@ -257,7 +257,7 @@ fn a_mode_that_stays_pending_is_taken_back() {
 }
 
 #[test]
-fn a_failure_on_one_gpu_undoes_the_others_too() {
+fn a_failure_on_one_gpu_undoes_the_rest_too() {
     let mut driver = Double::with(&[(profile("7g.141gb"), 0)]);
     driver.gpus.push(Gpu { uuid: "GPU-1".into(), index: 1, ..h200() });
     let found = driver.gpus.clone();
@@ -293,7 +293,7 @@ fn compute_instances_are_cut_anew_in_their_gpu_instance() {
     let sizes: Vec<_> = now.instances[0].compute.iter().map(|part| part.slices).collect();
     assert_eq!((sizes.iter().sum::<u32>(), sizes.len()), (4, 3));
     assert_eq!(now.instances[1].compute[0].uuid, other);
-    // One of the small compute instances is held. The two others are replaced by one with three slices.
+    // One of the small compute instances is held. The other two are replaced by one with three slices.
     let held = now.instances[0].compute.iter().position(|part| part.slices == 1 && part.span.start != 1);
     let held = held.unwrap_or_default();
     driver.gpus[0].instances[0].compute[held].held = Some("process 7".into());

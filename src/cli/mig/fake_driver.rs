@@ -1,4 +1,4 @@
-//! A driver in memory for tests. It obeys the placement rules, reuses ids but no UUIDs, and fails when told to.
+//! A driver in memory for tests. It obeys the placement rules, reuses ids but no UUIDs, and fails on demand.
 
 use super::{Answer, Compute, ComputeProfile, Driver, Gpu, Instance, Mode, Profile, Span};
 
@@ -48,7 +48,7 @@ pub(super) fn h200() -> Gpu {
 /// Start, size and profile of an instance, and start and slices of each of its parts.
 pub(super) type Shape = (u32, u32, u32, Vec<(u32, u32)>);
 
-/// What stays the same when instances are created again: placements, profiles and compute instances, without ids and
+/// The same after instances are created again: placements, profiles and compute instances, without ids and
 /// UUIDs.
 pub(super) fn shape(gpu: &Gpu) -> Vec<Shape> {
     let cut = |one: &Instance| {
@@ -92,7 +92,7 @@ impl Double {
         double
     }
 
-    fn call<T>(&mut self, what: &str, work: impl FnOnce(&mut Self) -> Answer<T>) -> Answer<T> {
+    fn call<T>(&mut self, name: &str, work: impl FnOnce(&mut Self) -> Answer<T>) -> Answer<T> {
         self.calls += 1;
         if !(self.fails)(self.calls - 1) {
             return work(self);
@@ -100,7 +100,7 @@ impl Double {
         if self.all_the_same {
             work(self)?;
         }
-        Err(error(what, "the test says so"))
+        Err(error(name, "the test says so"))
     }
 
     fn find(&mut self, gpu: &str) -> &mut Gpu {
@@ -113,8 +113,8 @@ impl Double {
     }
 }
 
-fn error(what: &str, why: &str) -> anyhow::Error {
-    anyhow::anyhow!("{what}: {why}")
+fn error(call: &str, why: &str) -> anyhow::Error {
+    anyhow::anyhow!("{call}: {why}")
 }
 
 fn lowest(taken: impl Fn(u32) -> bool, from: u32) -> u32 {

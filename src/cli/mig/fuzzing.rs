@@ -27,7 +27,7 @@ fn wanted(name: &str, text: &str, chosen: Option<&str>, gpus: &[Gpu]) -> Result<
 /// Reads a layout, divides empty GPUs accordingly and exports them. The GPUs must match the exported layout.
 ///
 /// # Errors
-/// What is wrong with the layout, or why it does not fit the GPUs.
+/// The error in the layout, or why it does not fit the GPUs.
 ///
 /// # Panics
 /// A plan cannot be carried out, or the export describes something else.

@@ -29,7 +29,7 @@ pub struct Layout {
     pub(super) entries: Vec<Entry>,
 }
 
-/// What some GPUs should be.
+/// The target of some GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     /// Of the file, from 1 on.

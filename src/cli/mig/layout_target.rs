@@ -7,7 +7,7 @@ use sublet_core::inventory::Inventory;
 use sublet_core::place::meant;
 use sublet_core::text::{nearest, safe, safe_path};
 
-/// What one GPU should be.
+/// The target of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
     /// `GPU-…`.
@@ -148,7 +148,7 @@ fn slices(part: &str, profile: &Profile) -> Option<u32> {
     (same && (1..=profile.slices).contains(&slices)).then_some(slices)
 }
 
-/// An error that suggests what was probably meant: another tool's spelling first, then the nearest name.
+/// An error that suggests the probable meaning: another tool's spelling first, then the nearest name.
 pub(super) fn unknown(name: &str, gpu: &Gpu) -> String {
     let known: Vec<&str> = gpu.profiles.iter().map(|profile| profile.name.as_str()).collect();
     let plain = name.trim().to_ascii_lowercase();

@@ -47,14 +47,14 @@ impl<'a> Making<'a> {
     /// Creates an instance for `order`, kept for `awaited`. If a step fails, the earlier steps are undone at once.
     ///
     /// # Errors
-    /// There is no room, or the driver refuses. What had been created is destroyed again, or the message says that it
+    /// There is no room, or the driver refuses. A partly created instance is destroyed again, or the message says that it
     /// was not.
     pub fn make(&mut self, order: &Order, awaited: &Awaited, policy: Policy) -> Result<(), NotMade> {
         let ledger = self.change(|ledger| ledger.clone())?;
         let gpus = seen(order, self.driver, &ledger)?;
         let choices = choices(order, &gpus, policy)?;
         let (mut tried, mut errors) = (BTreeSet::new(), Vec::new());
-        // The driver may refuse on one GPU what it allows on another.
+        // The driver may refuse on one GPU and agree on another.
         for choice in choices.iter().filter(|choice| tried.insert(&choice.gpu)) {
             let Some(error) = self.make_one(choice, awaited)? else { return Ok(()) };
             let gpu = gpus.iter().find(|gpu| gpu.uuid == choice.gpu);
@@ -63,7 +63,7 @@ impl<'a> Making<'a> {
         Err(NotMade { reason: errors.join("; "), temporary: true })
     }
 
-    /// Returns why the driver did not, if it fails; what had been created is destroyed then.
+    /// Returns why the driver did not, if it fails; a partly created instance is destroyed then.
     fn make_one(&mut self, choice: &DynamicInstance, awaited: &Awaited) -> anyhow::Result<Option<String>> {
         let made = DynamicInstance { awaited: Some(awaited.clone()), ..choice.clone() };
         self.touched = true;
@@ -96,7 +96,7 @@ impl<'a> Making<'a> {
     }
 
     /// Destroys every instance created for a container that no lease needs. `before` is called with its UUID first.
-    /// What was created for lease `anew` counts, too: an earlier `sublet mig make` for it was killed, and what that left
+    /// One created for lease `anew` counts, too: an earlier `sublet mig make` for it was killed, and its remains
     /// may have the only place. Returns one line for each instance that is still there, with the reason.
     pub fn clear(&mut self, anew: Option<&LeaseId>, before: &mut dyn FnMut(&str)) -> Answer<Vec<String>> {
         let mut lines = Vec::new();
@@ -212,7 +212,7 @@ fn is_recorded_instance(made: &DynamicInstance, now: &Instance) -> bool {
 #[path = "making_instances_tests.rs"]
 mod tests;
 
-// What tests/model says of it, and what it does.
+// The model in tests/model, and this code beside it.
 #[cfg(test)]
 #[path = "making_instances_replay.rs"]
 mod replay;

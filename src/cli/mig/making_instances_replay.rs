@@ -1,5 +1,5 @@
-//! The model `dynamic_mig` of tests/model, and what [`Making`] does: from every state in which one can begin, the same
-//! calls to the driver, and before each the same ledger. So one that is killed leaves what the model says.
+//! The model `dynamic_mig` of tests/model, and [`Making`] itself: from every state in which one can begin, the same
+//! calls to the driver, and before each the same ledger. So one that is killed leaves the same as in the model.
 
 use std::collections::HashSet;
 
@@ -31,8 +31,8 @@ struct Watched<'a> {
 }
 
 impl Watched<'_> {
-    fn note(&mut self, what: &'static str, place: u32) {
-        self.calls.push((what, usize::try_from(place).unwrap(), view(&self.store.read().unwrap())));
+    fn note(&mut self, name: &'static str, place: u32) {
+        self.calls.push((name, usize::try_from(place).unwrap(), view(&self.store.read().unwrap())));
     }
 
     fn place(&self, gi: u32) -> u32 {
@@ -177,8 +177,8 @@ fn write_ledger(state: &State, driver: &Double, store: &Store) {
     written.unwrap();
 }
 
-/// What [`Making`] does from `state` on: its calls, the ledger at its end, whether it says that it has touched anything,
-/// and whether it made what was ordered.
+/// [`Making`] from `state` on: its calls, the ledger at its end, whether it says that it has touched anything,
+/// and whether it made the ordered instance.
 fn really(state: &State, change: Change, store: &Store) -> (Vec<Call>, model::Ledger, bool, At) {
     let driver = driver(state);
     write_ledger(state, &driver, store);
@@ -202,7 +202,7 @@ fn really(state: &State, change: Change, store: &Store) -> (Vec<Call>, model::Le
     (driver.calls, view(&store.read().unwrap()), touched, at)
 }
 
-/// What it does in the model, where it chooses the same place.
+/// The same in the model, where it chooses the same place.
 fn expected(
     model: &DynamicMig,
     mut state: State,
@@ -229,7 +229,7 @@ fn beginnings(model: &DynamicMig) -> Vec<(State, Change)> {
     let (mut found, mut known) = (Vec::new(), HashSet::new());
     visit(model, |state| {
         let Some(change) = state.change.filter(|change| change.at == At::Mark) else { return };
-        // The ledger cannot know yet what it learns from the runtime's records.
+        // The ledger cannot have yet the part that it learns from the runtime's records.
         let learns = |container: usize| {
             let lease = state.ledger.leases[container];
             lease.is_some_and(|lease| !lease.init && state.lives[container] != Life::Never)
@@ -258,7 +258,7 @@ fn difference(model: &DynamicMig) -> Result<usize, String> {
     let beginnings = beginnings(model);
     for (state, change) in &beginnings {
         let real = really(state, *change, &store);
-        let created = real.0.iter().find(|(what, ..)| *what == "create_instance");
+        let created = real.0.iter().find(|(name, ..)| *name == "create_instance");
         let expected = expected(model, *state, created.map(|(_, place, _)| *place));
         if real != expected {
             return Err(format!("from {state:#?}\nreal: {real:#?}\nmodel: {expected:#?}"));

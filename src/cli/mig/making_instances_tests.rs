@@ -56,7 +56,7 @@ fn inventories_from_before_an_instance_was_destroyed_are_out_of_date_at_once() {
 
 /// Found by tests/model: while the container waited, nothing else cleared this.
 #[test]
-fn what_an_attempt_that_was_killed_left_makes_way_for_the_next() {
+fn remains_of_a_killed_attempt_make_way_for_the_next() {
     let (mut driver, dir) = (Double::new(vec![h200()]), tempfile::tempdir().unwrap());
     let store = Store::open(dir.path()).unwrap();
     assert_eq!(made(&mut driver, &store).0, Ok(()));
@@ -70,7 +70,7 @@ fn what_an_attempt_that_was_killed_left_makes_way_for_the_next() {
 }
 
 #[test]
-fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
+fn an_instance_that_cannot_be_destroyed_stays_written_down_and_goes_later() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
     let mut driver = Double::new(vec![h200()]);

@@ -1,4 +1,4 @@
-//! MIG layouts: which instances a GPU is to have, what has to change for that, and the change itself.
+//! MIG layouts: which instances a GPU is to have, the steps to that, and the change itself.
 //!
 //! ```text
 //! file → Layout → Target ─┐
@@ -199,7 +199,7 @@ pub(crate) fn device_name(profile: &Profile, slices: u32) -> String {
     if slices == profile.slices { profile.name.clone() } else { format!("{slices}c.{}", profile.name) }
 }
 
-/// What the driver answers, or what was tried, such as `NVML, creating a GPU instance`, and the driver's message.
+/// The answer of the driver, or the failed call, such as `NVML, creating a GPU instance`, and the driver's message.
 pub type Answer<T> = anyhow::Result<T>;
 
 /// The driver functions that MIG changes need. GPUs are named by UUID, because their order may change with a reset.

@@ -20,17 +20,17 @@ use sublet_core::process::Process;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::text::safe;
 
-/// What NVML answers.
-type Asked<T> = Result<T, NvmlError>;
+/// An answer of NVML.
+type NvmlResult<T> = Result<T, NvmlError>;
 
 /// A reset of a large GPU takes some ten seconds.
 const RESET_LIMIT: Duration = Duration::from_secs(120);
 
 /// Architectures from this compute capability on change MIG mode without a reset (MIG User Guide, "MIG mode
-/// is persistent until reset" and what follows: Ampere needs one, Hopper and later do not).
+/// is persistent until reset" and the text behind it: Ampere needs one, Hopper and later do not).
 const NO_RESET_FROM: i32 = 9;
 
-/// NVML, and what a reset needs beside it.
+/// NVML, and nvidia-smi for a reset.
 pub struct Nvml {
     /// `None` only while a GPU is reset, because an open NVML prevents that.
     library: Option<Library>,
@@ -40,7 +40,7 @@ pub struct Nvml {
     known: BTreeMap<String, Known>,
 }
 
-/// What a GPU can have. It is asked once, because no step changes it.
+/// The possible profiles of a GPU. They are asked for once, because no step changes them.
 #[derive(Default)]
 struct Known {
     profiles: Vec<Profile>,
@@ -71,11 +71,11 @@ impl Nvml {
         Ok(gpus)
     }
 
-    fn on<T>(&self, gpu: &str, what: &str, ask: impl FnOnce(&Device<'_>) -> Asked<T>) -> Answer<T> {
-        let library = self.library.as_ref().ok_or_else(|| failed(what, &NvmlError::Uninitialized))?;
+    fn on<T>(&self, gpu: &str, action: &str, ask: impl FnOnce(&Device<'_>) -> NvmlResult<T>) -> Answer<T> {
+        let library = self.library.as_ref().ok_or_else(|| failed(action, &NvmlError::Uninitialized))?;
         probe::device_by_uuid(library, gpu)
             .and_then(|device| ask(&device))
-            .map_err(|error| failed(what, &error))
+            .map_err(|error| failed(action, &error))
     }
 }
 
@@ -86,7 +86,7 @@ fn waits(pid: u32, ledger: &Ledger) -> bool {
     parent.is_some() && unused.filter_map(|server| server.process).any(|daemon| Some(daemon.pid) == parent)
 }
 
-fn failed(what: &str, error: &NvmlError) -> anyhow::Error {
+fn failed(action: &str, error: &NvmlError) -> anyhow::Error {
     let why = match error {
         NvmlError::NoPermission => format!("{error}; run as root"),
         NvmlError::InUse => {
@@ -96,7 +96,7 @@ fn failed(what: &str, error: &NvmlError) -> anyhow::Error {
         NvmlError::UnexpectedVariant(code) => format!("NVML error {code}"),
         other => safe(&other.to_string()),
     };
-    anyhow!("NVML, {what}: {why}")
+    anyhow!("NVML, {action}: {why}")
 }
 
 /// `NVML_ERROR_INSUFFICIENT_RESOURCES` (nvml.h), which nvml-wrapper has no name for.
@@ -172,7 +172,7 @@ impl Driver for Nvml {
     }
 }
 
-fn describe(device: &Device<'_>) -> Asked<Gpu> {
+fn describe(device: &Device<'_>) -> NvmlResult<Gpu> {
     let mode = mode(device)?;
     let profiles = if mode.is_some() { profiles(device)? } else { Vec::new() };
     let mut known = Known { profiles, kinds: BTreeMap::new() };
@@ -192,13 +192,13 @@ fn describe(device: &Device<'_>) -> Asked<Gpu> {
     })
 }
 
-fn mode(device: &Device<'_>) -> Asked<Option<Mode>> {
+fn mode(device: &Device<'_>) -> NvmlResult<Option<Mode>> {
     let mode = unless_unsupported(device.mig_mode())?;
     Ok(mode.map(|mode| Mode { current: mode.current == 1, pending: mode.pending == 1 }))
 }
 
 /// Any one GPU lacks most entries of such a list, and older drivers lack later entries and calls.
-fn unless_unknown<T>(answer: Asked<T>) -> Asked<Option<T>> {
+fn unless_unknown<T>(answer: NvmlResult<T>) -> NvmlResult<Option<T>> {
     match answer {
         Ok(value) => Ok(Some(value)),
         Err(
@@ -212,7 +212,7 @@ fn unless_unknown<T>(answer: Asked<T>) -> Asked<Option<T>> {
 }
 
 /// The profiles of the GPU, largest first.
-fn profiles(device: &Device<'_>) -> Asked<Vec<Profile>> {
+fn profiles(device: &Device<'_>) -> NvmlResult<Vec<Profile>> {
     let mut found: Vec<Profile> = Vec::new();
     for index in 0..NVML_GPU_INSTANCE_PROFILE_COUNT {
         let Some(mut profile) = unless_unknown(nvml_mig::profile(device, index))? else { continue };
@@ -225,7 +225,7 @@ fn profiles(device: &Device<'_>) -> Asked<Vec<Profile>> {
     Ok(found)
 }
 
-fn instances(device: &Device<'_>, known: &mut Known) -> Asked<Vec<Instance>> {
+fn instances(device: &Device<'_>, known: &mut Known) -> NvmlResult<Vec<Instance>> {
     let uuids = probe::mig_ids(device)?;
     let mut found = Vec::new();
     for profile in &known.profiles {
@@ -242,7 +242,7 @@ fn instances(device: &Device<'_>, known: &mut Known) -> Asked<Vec<Instance>> {
 }
 
 /// The kinds of compute instance, each once: some drivers list the same one under two indexes.
-fn kinds(gi: &Gi<'_>) -> Asked<Vec<ComputeProfile>> {
+fn kinds(gi: &Gi<'_>) -> NvmlResult<Vec<ComputeProfile>> {
     let mut found: Vec<ComputeProfile> = Vec::new();
     for index in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
         let Some(mut kind) = unless_unknown(gi.profile_at(index))? else { continue };
@@ -254,7 +254,7 @@ fn kinds(gi: &Gi<'_>) -> Asked<Vec<ComputeProfile>> {
     Ok(found)
 }
 
-fn instance(gi: &Gi<'_>, kinds: &[ComputeProfile], uuids: &[MigIds]) -> Asked<Instance> {
+fn instance(gi: &Gi<'_>, kinds: &[ComputeProfile], uuids: &[MigIds]) -> NvmlResult<Instance> {
     let mut compute = Vec::new();
     for kind in kinds {
         for (ci, span) in gi.compute(kind)? {
@@ -269,7 +269,7 @@ fn instance(gi: &Gi<'_>, kinds: &[ComputeProfile], uuids: &[MigIds]) -> Asked<In
 }
 
 /// The processes of the GPU and of each MIG device. Without privileges only the MIG devices list any.
-fn running(device: &Device<'_>) -> Asked<Vec<Running>> {
+fn running(device: &Device<'_>) -> NvmlResult<Vec<Running>> {
     let mut found = Vec::new();
     let whole = [probe::compute_processes(device)?, probe::graphics_processes(device)?];
     for process in whole.into_iter().flatten() {
@@ -283,8 +283,8 @@ fn running(device: &Device<'_>) -> Asked<Vec<Running>> {
         }
     }
     // The GPU may list the same process again without its instance.
-    let told: Vec<u32> = found.iter().filter(|one| one.ci.is_some()).map(|one| one.pid).collect();
-    found.retain(|one| one.ci.is_some() || !told.contains(&one.pid));
+    let located: Vec<u32> = found.iter().filter(|one| one.ci.is_some()).map(|one| one.pid).collect();
+    found.retain(|one| one.ci.is_some() || !located.contains(&one.pid));
     found.sort_by_key(|one| (one.pid, one.gi, one.ci));
     found.dedup();
     Ok(found)

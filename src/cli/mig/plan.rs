@@ -125,7 +125,7 @@ fn cut(gpu: &Gpu, want: &[Want]) -> anyhow::Result<Vec<Step>> {
     Ok(destroyed.into_iter().chain(created).collect())
 }
 
-/// Refuses what no arrangement can satisfy.
+/// Refuses a layout that no arrangement can satisfy.
 fn sensible(gpu: &Gpu, want: &[Want]) -> anyhow::Result<()> {
     let refuse = |why: String| Err(obstacle(gpu, &why));
     for one in want {
@@ -235,7 +235,7 @@ fn recut(gpu: &Gpu, instance: &Instance, compute: &[u32]) -> Option<(Vec<Step>, 
     Some((gone, new))
 }
 
-/// Where a compute instance of that size may lie: the driver's placements, and those of existing ones.
+/// Where a compute instance of that size may lie: the driver's placements, and the places of existing ones.
 fn places(instance: &Instance, slices: u32) -> Vec<Span> {
     let kinds = instance.kinds.iter().filter(|kind| kind.slices == slices);
     let there = instance.compute.iter().filter(|one| one.slices == slices).map(|one| one.span);
@@ -270,7 +270,7 @@ fn create(gpu: &Gpu, want: &Want, span: Span) -> Vec<Step> {
     [Step::CreateInstance { profile: want.profile, span, name }].into_iter().chain(compute).collect()
 }
 
-/// What prevents the layout: the instances whose removal alone would make it possible, or else all that stay.
+/// The obstacles to the layout: the instances whose removal alone would make it possible, or else all that stay.
 fn why_not(gpu: &Gpu, kinds: &[&Want], want: &[Want]) -> anyhow::Error {
     let wanted = listed(gpu, want);
     let held: Vec<&Instance> = gpu.instances.iter().filter(|one| one.holder().is_some()).collect();

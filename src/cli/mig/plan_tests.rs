@@ -1,4 +1,4 @@
-//! What plans say: obstacles by name, and that room is kept for large instances.
+//! The texts of plans: obstacles by name, and that room is kept for large instances.
 
 use super::super::Mode;
 use super::super::fake_driver::{Double, h200, profile};
@@ -19,7 +19,7 @@ fn refused(gpu: &Gpu, want: Vec<Want>) -> String {
 }
 
 #[test]
-fn obstacles_name_what_is_wrong() {
+fn obstacles_name_the_reason() {
     let gpu = h200();
     let times = |name: &str, count: usize| (0..count).map(|_| want(name, None)).collect::<Vec<_>>();
     assert_eq!(
@@ -49,7 +49,7 @@ fn obstacles_name_what_is_wrong() {
 }
 
 #[test]
-fn what_is_held_and_in_the_way_is_named() {
+fn a_held_instance_in_the_way_is_named() {
     let ones: Vec<_> = [0, 2, 4].map(|start| (profile("1g.18gb"), start)).into();
     let mut gpu = Double::with(&ones).gpus.remove(0);
     gpu.instances[0].compute[0].held = Some("process 7".into());

@@ -68,7 +68,7 @@ pub(crate) struct Foreseen {
     /// How many would be created before it.
     number: u32,
     /// In words: `1g.18gb at 6:1 of GPU 0`.
-    pub what: String,
+    pub label: String,
     /// Its compute instance's SMs at least.
     pub sms: u32,
     /// Its compute instance's part of the memory, in bytes.
@@ -78,7 +78,7 @@ pub(crate) struct Foreseen {
 /// The best of [`choices`] once the instances `before` it have been created.
 ///
 /// # Errors
-/// The driver does not answer; inner errors are those of [`choices`].
+/// The driver does not answer; for inner errors see [`choices`].
 pub(crate) fn foresee(
     order: &Order,
     driver: &mut dyn Driver,
@@ -101,12 +101,12 @@ pub(crate) fn foresee(
 impl Foreseen {
     fn new(choice: DynamicInstance, gpus: &[Gpu], number: u32) -> Option<Self> {
         let gpu = gpus.iter().find(|gpu| gpu.uuid == choice.gpu)?;
-        let what = format!("{} of {}", choice.label(), gpu.label());
+        let label = format!("{} of {}", choice.label(), gpu.label());
         let profile = gpu.profile(choice.profile)?;
         let sms = u32::try_from(sms(gpu, profile, choice.slices)).ok()?;
         let slice = profile.memory_mib.saturating_mul(MIB) / u64::from(profile.slices.max(1));
         let memory_bytes = slice.saturating_mul(choice.slices.into());
-        Some(Self { choice, number, what, sms, memory_bytes })
+        Some(Self { choice, number, label, sms, memory_bytes })
     }
 
     /// As `1g.18gb` or `1c.2g.35gb`.
@@ -114,7 +114,7 @@ impl Foreseen {
         &self.choice.name
     }
 
-    /// What its container would hold, under a UUID that no device has.
+    /// The device that its container would hold, under a UUID that no device has.
     pub fn leased(&self, inventory: &Inventory) -> LeasedMigDevice {
         let all = inventory.device(&self.choice.gpu).and_then(|gpu| gpu.sm_count);
         LeasedMigDevice {
@@ -204,8 +204,8 @@ fn never(order: &Order, site: &Site, gpu: &Gpu) -> String {
         }
         _ => {
             let (mib, sms, label) = (site.memory_bytes / MIB, site.sms, gpu.label());
-            let what = order.profile.as_deref().map_or_else(|| "profile".to_owned(), safe);
-            format!("{label} ({}) has no {what} with {mib} MiB and {sms} SMs", safe(&gpu.name))
+            let profile = order.profile.as_deref().map_or_else(|| "profile".to_owned(), safe);
+            format!("{label} ({}) has no {profile} with {mib} MiB and {sms} SMs", safe(&gpu.name))
         }
     }
 }
@@ -216,8 +216,8 @@ fn no_room(gpu: &Gpu, profile: &Profile, slices: u32) -> String {
         format!("{} at {}{holder}", safe(&gpu.profile_name(one.profile)), one.span.start)
     };
     let mut there: Vec<String> = gpu.instances.iter().take(NAMED).map(one).collect();
-    let others = gpu.instances.len().saturating_sub(NAMED);
-    there.extend((others > 0).then(|| format!("{others} more")));
+    let more = gpu.instances.len().saturating_sub(NAMED);
+    there.extend((more > 0).then(|| format!("{more} more")));
     let beside = if there.is_empty() { String::new() } else { format!(" beside {}", there.join(", ")) };
     format!("{} has no room for a {}{beside}", gpu.label(), safe(&device_name(profile, slices)))
 }

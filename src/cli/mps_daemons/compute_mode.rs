@@ -18,7 +18,7 @@ use sublet_core::mps::{MpsError, limits_and_state};
 use sublet_core::process::Process;
 use sublet_core::text::safe;
 
-/// What happened to the compute mode before a start.
+/// The change of the compute mode before a start.
 #[derive(Debug, Default)]
 pub(super) struct Entered {
     /// It was changed now, so a failed start restores it.

@@ -1,9 +1,9 @@
 //! Detaches a daemon from the engine: it must not be ended, frozen or limited together with the process that started
 //! the container. `sublet mps start` does this to itself, once, when a daemon has to be started, which inherits it. Other
-//! processes start the low-level runtime and the container, which keep what their caller gave them.
+//! processes start the low-level runtime and the container, which keep the settings of their caller.
 //!
 //! A daemon shared by several containers must not inherit the resource limits, priorities and signals of the process
-//! that started the first container either. systemd gives it those of a service. Without systemd it gets the same here.
+//! that started the first container either. systemd gives it a service's settings. Without systemd it gets the same here.
 //!
 //! If this process may not change something (a hard limit without `CAP_SYS_RESOURCE`, a nice value without
 //! `CAP_SYS_NICE`), it warns: such a daemon is slower, or ended first when memory is short. Limits that would end
@@ -34,9 +34,9 @@ use super::service_syscalls as calls;
 pub(super) struct Left {
     /// Whether it is in the mount namespace of process 1, like a service of the host.
     pub host_mounts: bool,
-    /// What a daemon started by it would still inherit of limits of [`DEADLY`]: no daemon is started with these.
+    /// The limits of [`DEADLY`] that a daemon started by it would still inherit: no daemon is started with these.
     pub deadly: Vec<String>,
-    /// All others that it would, one line each.
+    /// All other settings that it would inherit, one line each.
     pub warnings: Vec<String>,
 }
 
@@ -164,10 +164,10 @@ fn become_service() -> Left {
         ("ignored signals", calls::heed_signals()),
         ("signal mask", SigSet::empty().thread_set_mask().map_err(Into::into)),
     ];
-    for (what, done) in steps {
+    for (setting, done) in steps {
         // ENOSYS means a kernel built without the feature.
         let failed = done.err().filter(|error| error.raw_os_error() != Some(nix::libc::ENOSYS));
-        kept.warnings.extend(failed.map(|error| format!("{what} ({error})")));
+        kept.warnings.extend(failed.map(|error| format!("{setting} ({error})")));
     }
     for warning in &mut kept.warnings {
         *warning = format!("the MPS daemon has inherited this from the process that started it: {warning}");

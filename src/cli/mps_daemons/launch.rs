@@ -166,7 +166,7 @@ fn kind(cmdline: &[u8]) -> Option<Kind> {
     words.any(|word| word == b"-d" || word == b"-f").then_some(Kind::Daemon)
 }
 
-/// Ends the daemon of `key` and its servers: the recorded process and all others with that pipe directory. With
+/// Ends the daemon of `key` and its servers: the recorded process and all other daemons with that pipe directory. With
 /// `gently` the daemon is first asked to quit.
 pub(super) fn end(
     key: &DaemonKey,
@@ -215,7 +215,7 @@ fn gone(processes: &[Process], patience: Duration) -> bool {
     true
 }
 
-// What a daemon and its servers have logged since a start, to find out why they do not run.
+// The log lines of a daemon and its servers since a start, to find out why they do not run.
 
 /// Standard output and error of the control program, and the logs that it and its servers keep.
 const NAMES: [&str; 3] = [dirs::OUTPUT, "control.log", "server.log"];
@@ -233,7 +233,7 @@ const NOISE: [&str; 2] = ["Accepting connection...", "User did not send valid cr
 pub(super) struct Logs<'a> {
     key: &'a DaemonKey,
     state_dir: &'a Path,
-    /// The lengths of the files at the start; what was there before belongs to earlier daemons.
+    /// The lengths of the files at the start; the text before belongs to earlier daemons.
     from: [u64; NAMES.len()],
 }
 
@@ -269,8 +269,8 @@ impl<'a> Logs<'a> {
 }
 
 fn tail(name: &str, text: &str) -> Option<String> {
-    let told = |line: &&str| !line.is_empty() && !NOISE.contains(line);
-    let mut last: Vec<String> = text.lines().rev().map(words).filter(told).take(LINES).map(safe).collect();
+    let is_news = |line: &&str| !line.is_empty() && !NOISE.contains(line);
+    let mut last: Vec<String> = text.lines().rev().map(words).filter(is_news).take(LINES).map(safe).collect();
     last.reverse();
     (!last.is_empty()).then(|| format!("{name}: {}", last.join(" | ")))
 }
@@ -308,7 +308,7 @@ mod tests {
         assert!(find_in(&proc.path().join("7/comm/absent"), Path::new("/nowhere")).is_err(), "no /proc");
         fs::create_dir_all(proc.path().join("7")).unwrap();
         assert_eq!(look().unwrap(), [], "it has ended meanwhile");
-        // EISDIR, in place of what lasts only for a moment.
+        // EISDIR, in place of an error that lasts only for a moment.
         fs::create_dir(proc.path().join("7/comm")).unwrap();
         assert!(look().is_err());
     }
@@ -343,7 +343,7 @@ mod tests {
 ";
 
     #[test]
-    fn what_was_there_before_a_start_is_not_of_it() {
+    fn log_lines_from_before_a_start_are_not_of_it() {
         let state = tempfile::tempdir().unwrap();
         let key = DaemonKey("GPU-1".into());
         dirs::make(&key, state.path()).unwrap();

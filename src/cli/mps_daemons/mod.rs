@@ -28,7 +28,7 @@ pub use start::start;
 /// Warnings, one line each.
 type Warnings = Result<Vec<String>, MpsError>;
 
-/// A daemon that is started or stopped, the ledger that records it, and what is configured.
+/// A daemon that is started or stopped, the ledger that records it, and the configuration.
 #[derive(Clone, Copy)]
 struct Daemon<'a> {
     key: &'a DaemonKey,

@@ -295,7 +295,7 @@ fn holders(launch: &Launch<'_>) -> String {
 /// The process that adopts orphans whom no other has asked for.
 const FIRST: i32 = 1;
 
-/// Between two looks at what has ended and is not freed yet.
+/// Between two looks at leases that have ended and are not freed yet.
 const AGAIN: Duration = Duration::from_secs(1);
 
 /// How long one wait for the end of a container lasts; then the ledger is read again.
@@ -331,7 +331,7 @@ fn see_off(key: &DaemonKey, store: &Store) -> Warnings {
     Ok(warnings)
 }
 
-/// Waits until the container of lease `id` has ended, then frees the lease, until its daemon has ended or serves others.
+/// Waits until the container of lease `id` has ended, then frees the lease, until its daemon has ended or serves another.
 ///
 /// Unlike `sublet gc` it restarts no daemon, which would be below the runtime, too.
 ///
@@ -387,7 +387,7 @@ fn start_by_service(key: &DaemonKey, ledger: &Ledger, config: &Config) -> Option
     match asked.and_then(|()| Broker::new(config).ask(&Ask::StartDaemon { key: key.0.clone() })) {
         Ok(Answer::Started(warnings)) => Some(Ok(warnings)),
         Ok(Answer::NotStarted(why)) => Some(Err(MpsError::Own(SubletError(why)))),
-        // It hangs, is ending, or of a version that does not start daemons for others.
+        // It hangs, is ending, or of a version that does not start daemons for other users.
         other => {
             let _ = other.inspect_err(|error| tracing::debug!("{error}"));
             None

@@ -38,17 +38,17 @@ pub(super) fn find(driver: &Driver, version: &str, machine: Machine) -> Found {
     let host = Host { root, version, machine, directories: directories(driver, machine) };
     let (mut files, mut other_versions) = (Vec::new(), BTreeSet::new());
     for library in LIBRARIES {
-        let (file, others) = host.library(library);
+        let (file, mismatched) = host.library(library);
         files.extend(file);
         if ["libcuda.so", "libnvidia-ml.so"].contains(&library.stem) {
-            other_versions.extend(others);
+            other_versions.extend(mismatched);
         }
     }
     files.extend(PROGRAMS.iter().filter_map(|&(name, capability)| {
         let source = programs::programs(driver, name)
             .filter_map(|program| resolve(root, program.strip_prefix(root).ok()?.to_str()?))
             .find(|program| machine.made(program))?;
-        // A loader that is not the usual one. What is no sound program names none.
+        // A loader that is not the usual one. A file that is no sound program names none.
         let needs =
             interpreter(&source).ok().flatten().filter(|named| named.as_path() != Path::new(machine.loader));
         Some(DriverFile { source, kind: FileKind::Program { name: name.to_owned() }, capability, needs })
@@ -119,13 +119,13 @@ impl Host<'_> {
         let full = format!("{}.{}", library.stem, self.version);
         let soname =
             library.suffix.map_or_else(|| full.clone(), |suffix| format!("{}{suffix}", library.stem));
-        let mut others = Vec::new();
+        let mut mismatched = Vec::new();
         for directory in &self.directories {
             for name in [&full, &soname] {
                 let source = resolve(self.root, &format!("{directory}/{name}"));
                 let Some(source) = source.filter(|real| self.machine.made(real)) else { continue };
                 match version_of(&source, library.stem) {
-                    Some(other) if other != self.version => others.push(other),
+                    Some(other) if other != self.version => mismatched.push(other),
                     _ => {
                         let also = library.also.iter().map(|&name| name.to_owned()).collect();
                         let kind = FileKind::Library { soname: soname.clone(), also };
@@ -135,7 +135,7 @@ impl Host<'_> {
                 }
             }
         }
-        (None, others)
+        (None, mismatched)
     }
 }
 
@@ -217,7 +217,7 @@ fn read(path: &Path, offset: u64, length: u64) -> io::Result<Vec<u8>> {
 }
 
 // Which files of the driver a container may get, and which driver capability each belongs to. From the driver's README,
-// chapter "Installed Components", of 535 to 580. The daemons (nv-fabricmanager, nvidia-cuda-mps-*) and what needs an X
+// chapter "Installed Components", of 535 to 580. The daemons (nv-fabricmanager, nvidia-cuda-mps-*) and files for an X
 // server stay on the host.
 
 /// A library, by the names that containers use.

@@ -156,7 +156,7 @@ fn program_with_loader(loader: &str) -> Vec<u8> {
 }
 
 #[test]
-fn nix_files_say_what_of_its_store_they_need() {
+fn nix_files_name_the_paths_of_its_store_that_they_need() {
     let root = Root::new();
     let smi = "/run/current-system/sw/bin/nvidia-smi";
     let library = "/nix/store/x-nvidia/lib/libEGL_nvidia.so.0";
@@ -234,7 +234,7 @@ fn the_right_version_elsewhere_beats_a_stale_link() {
 }
 
 #[test]
-fn what_is_no_library_is_left_out() {
+fn a_file_that_is_no_library_is_left_out() {
     let root = Root::new();
     root.file("/usr/lib64/libcuda.so.580.159.04", "")
         .file("/usr/lib64/libnvidia-ml.so.580.159.04", "\x7fELF")

@@ -68,8 +68,8 @@ pub enum ProbeError {
     #[error("NVIDIA driver {version} is loaded, but it has no GPU; see `dmesg | grep -i nvrm`")]
     NoGpu { version: String },
     /// NVML reported an error.
-    #[error("NVML ({}) failed to {what}: {why}", .library.display())]
-    Nvml { library: PathBuf, what: String, why: String },
+    #[error("NVML ({}) failed to {action}: {why}", .library.display())]
+    Nvml { library: PathBuf, action: String, why: String },
 }
 
 /// Reads everything again. GPUs that cannot be served are left out ([`Inventory::left_out`]).
@@ -150,7 +150,7 @@ fn refuse_platforms(root: &Path) -> Result<(), ProbeError> {
 const NVML: &str = "libnvidia-ml.so.1";
 const NVML_PACKAGE: &str = "Debian: apt install libnvidia-ml1, Red Hat: dnf install nvidia-driver-cuda-libs";
 
-/// The driver, without what NVML tells.
+/// The driver, without the facts from NVML.
 struct Host<'a> {
     config: &'a Config,
     module: KernelModule,
@@ -172,8 +172,8 @@ impl<'a> Host<'a> {
     /// `NVML_ERROR_LIB_RM_VERSION_MISMATCH`, and CUDA in every container after it.
     fn check_libraries(&self) -> Result<(), ProbeError> {
         if !self.found.other_versions.is_empty() {
-            let others: Vec<&str> = self.found.other_versions.iter().map(String::as_str).collect();
-            return Err(self.mismatch(others.join(" and ")));
+            let found: Vec<&str> = self.found.other_versions.iter().map(String::as_str).collect();
+            return Err(self.mismatch(found.join(" and ")));
         }
         if self.config.driver.inject == Inject::None {
             return Ok(());
@@ -201,13 +201,13 @@ impl<'a> Host<'a> {
 
     /// Connects to NVML: the configured library, or the one below the root. If the root is the host's own, otherwise
     /// whatever its loader finds by name.
-    fn ask(&self) -> Result<Asked<'_>, ProbeError> {
+    fn ask(&self) -> Result<Connection<'_>, ProbeError> {
         let driver = &self.config.driver;
         let by_name = (driver.root == Path::new("/")).then_some(Path::new(NVML));
         let library = driver.nvml.as_deref().or_else(|| self.found.library(NVML)).or(by_name);
         let library = library.ok_or_else(|| self.no_library(NVML, NVML_PACKAGE))?.to_owned();
         match nvml::init(&library) {
-            Ok(nvml) => Ok(Asked { nvml, library, host: self }),
+            Ok(nvml) => Ok(Connection { nvml, library, host: self }),
             Err(NvmlError::LibRmVersionMismatch) => {
                 Err(self.mismatch(format!("another version ({})", library.display())))
             }
@@ -215,7 +215,7 @@ impl<'a> Host<'a> {
             Err(NvmlError::LibloadingError(_)) if library.is_relative() => {
                 Err(self.no_library(NVML, NVML_PACKAGE))
             }
-            // The loader only says that a file is missing; this message says what installs it.
+            // The loader only says that a file is missing; this message names the package.
             Err(NvmlError::LibloadingError(_)) if !library.exists() => {
                 Err(ProbeError::NoNvml { library, package: NVML_PACKAGE })
             }
@@ -225,8 +225,8 @@ impl<'a> Host<'a> {
     }
 }
 
-fn failed(library: &Path, what: &str, error: &NvmlError) -> ProbeError {
-    ProbeError::Nvml { library: library.to_owned(), what: what.to_owned(), why: safe(&error.to_string()) }
+fn failed(library: &Path, action: &str, error: &NvmlError) -> ProbeError {
+    ProbeError::Nvml { library: library.to_owned(), action: action.to_owned(), why: safe(&error.to_string()) }
 }
 
 /// The majors of nvidia and nvidia-uvm, which are required, and all of them.
@@ -244,15 +244,15 @@ fn majors(root: &Path) -> Result<KnownMajors, ProbeError> {
     Ok((nvidia, uvm, all))
 }
 
-/// A connection to NVML, and what its errors have to name.
-struct Asked<'a> {
+/// A connection to NVML, and the names for its errors.
+struct Connection<'a> {
     nvml: Nvml,
     library: PathBuf,
     host: &'a Host<'a>,
 }
 
-impl Asked<'_> {
-    /// Every GPU that can be served, each followed by its MIG devices, and the others.
+impl Connection<'_> {
+    /// Every GPU that can be served, each followed by its MIG devices, and the GPUs that are left out.
     fn devices(&self, seen: &Seen, majors: KnownMajors) -> Result<(Vec<Device>, Vec<LeftOut>), ProbeError> {
         let (root, (nvidia, uvm, _)) = (&self.host.config.driver.root, majors);
         let node = |path: &str, major, minor| Node { path: path.into(), major, minor };
@@ -270,7 +270,7 @@ impl Asked<'_> {
                 Err(why) => silent.push((index, why)),
             }
         }
-        // What was known of the GPUs of this boot.
+        // The last inventory of this boot.
         let known = |before: &Inventory| before.fingerprint.boot_id == seen.fingerprint.boot_id;
         let before = cache::last(self.host.config).ok().filter(known);
         let left_out = LeftOutGpus { root, seen, before: before.as_ref() }.name(silent, &devices);
@@ -314,7 +314,7 @@ struct Silent {
 
 impl Silent {
     fn of(error: &NvmlError, bus_id: Option<String>) -> Self {
-        let what_next = match error {
+        let remedy = match error {
             NvmlError::GpuLost => "see `dmesg | grep -i xid`; a power cycle may bring it back",
             NvmlError::ResetRequired => "`nvidia-smi --gpu-reset` resets it once nothing uses it",
             NvmlError::NoPermission => "the driver does not let this user or machine use it",
@@ -323,12 +323,12 @@ impl Silent {
         Self {
             bus_id,
             lost: matches!(error, NvmlError::GpuLost),
-            why: format!("NVML answers \"{}\"; {what_next}", safe(&error.to_string())),
+            why: format!("NVML answers \"{}\"; {remedy}", safe(&error.to_string())),
         }
     }
 }
 
-/// What tells which GPUs they are.
+/// The sources that identify GPUs which are left out.
 struct LeftOutGpus<'a> {
     root: &'a Path,
     seen: &'a Seen,
@@ -341,31 +341,31 @@ impl LeftOutGpus<'_> {
     /// that is left, because NVML's order is that of the bus.
     fn name(&self, silent: Vec<(u32, Silent)>, served: &[Device]) -> Vec<LeftOut> {
         let listed = self.seen.fingerprint.gpus.iter().chain(&self.seen.lost).map(String::as_str);
-        // What the administrator has excluded (NVreg_ExcludedGpus) is listed, and is nobody's to miss.
+        // A GPU that the administrator has excluded (NVreg_ExcludedGpus) is listed, and is nobody's to miss.
         let is_excluded =
             |bus_id: &&str| value(&self.information(bus_id), "GPU Excluded:").as_deref() == Some("Yes");
-        let mut others: BTreeSet<&str> = listed.filter(|bus_id| !is_excluded(bus_id)).collect();
-        others.extend(self.known().map(|gpu| gpu.bus_id.as_str()));
+        let mut missing: BTreeSet<&str> = listed.filter(|bus_id| !is_excluded(bus_id)).collect();
+        missing.extend(self.known().map(|gpu| gpu.bus_id.as_str()));
         for device in served {
-            others.remove(device.bus_id.as_str());
+            missing.remove(device.bus_id.as_str());
         }
-        let (told, untold): (Vec<_>, Vec<_>) =
+        let (addressed, anonymous): (Vec<_>, Vec<_>) =
             silent.into_iter().partition(|(_, silent)| silent.bus_id.is_some());
         let mut all = Vec::new();
-        for (index, silent) in told {
+        for (index, silent) in addressed {
             let bus_id = silent.bus_id.clone().unwrap_or_default();
-            others.remove(bus_id.as_str());
+            missing.remove(bus_id.as_str());
             all.push(self.left_out(&bus_id, Some((index, silent))));
         }
-        // What has left the bus may be counted or not.
-        if others.len() > untold.len() {
+        // A GPU that has left the bus may be counted or not.
+        if missing.len() > anonymous.len() {
             let (there, gone) =
-                others.into_iter().partition::<BTreeSet<_>, _>(|bus_id| self.is_there(bus_id));
+                missing.into_iter().partition::<BTreeSet<_>, _>(|bus_id| self.is_there(bus_id));
             all.extend(gone.into_iter().map(|bus_id| self.left_out(bus_id, None)));
-            others = there;
+            missing = there;
         }
-        let mut untold = untold.into_iter();
-        all.extend(others.into_iter().map(|bus_id| self.left_out(bus_id, untold.next())));
+        let mut anonymous = anonymous.into_iter();
+        all.extend(missing.into_iter().map(|bus_id| self.left_out(bus_id, anonymous.next())));
         all.sort_by_key(|gone| gone.gpu.index);
         all
     }
@@ -423,7 +423,7 @@ impl LeftOutGpus<'_> {
     }
 }
 
-/// What /proc tells by this name.
+/// The value of /proc by this name.
 fn value(text: &str, key: &str) -> Option<String> {
     Some(text.lines().find_map(|line| line.strip_prefix(key))?.trim().to_owned())
 }

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nodes_are_those_of_the_driver_and_of_each_gpu() {
+    fn the_driver_and_each_gpu_have_their_nodes() {
         let root = Root::new();
         root.file("/proc/devices", "Character devices:\n195 nvidia\n510 nvidia-uvm\n\nBlock devices:\n");
         root.file(

@@ -1,4 +1,4 @@
-//! What NVML reports about each GPU.
+//! NVML's report about each GPU.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -58,28 +58,28 @@ pub(crate) fn device_by_uuid<'n>(nvml: &'n Nvml, uuid: &str) -> Result<NvmlDevic
     Err(failed)
 }
 
-/// What NVML tells about one GPU. `nvidia_major` is the major of its node.
+/// NVML's description of one GPU. `nvidia_major` is the major of its node.
 ///
 /// # Errors
-/// It cannot be told which GPU this is, or NVML says that it is lost or must be reset. What else NVML does not tell is in
+/// It is not known which GPU this is, or NVML says that it is lost or must be reset. Other facts without an answer are in
 /// [`Device::unknown`].
 pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -> Result<Device, NvmlError> {
     let (bus_id, minor, uuid) = (bus_id(device)?, device.minor_number()?, device.uuid()?);
     let mig_enabled = is_mig_enabled(device)?;
-    let mut told = Told::default();
-    let capability = told.of(Fact::ComputeCapability, device.cuda_compute_capability())?;
+    let mut facts = Facts::default();
+    let capability = facts.of(Fact::ComputeCapability, device.cuda_compute_capability())?;
     let number = |part: i32| u32::try_from(part).unwrap_or(0);
     let compute_capability = capability.map_or((0, 0), |known| (number(known.major), number(known.minor)));
-    let cores = told.if_supported(Fact::Sms, device.num_cores())?;
+    let cores = facts.if_supported(Fact::Sms, device.num_cores())?;
     let (memory_bytes, memory_free_bytes, memory_of_host) =
-        told.memory(device.memory_info(), compute_capability)?;
-    let mode = told.if_supported(Fact::ComputeMode, device.compute_mode())?;
-    let virtualization = told.if_supported(Fact::Virtualization, device.virtualization_mode())?;
+        facts.memory(device.memory_info(), compute_capability)?;
+    let mode = facts.if_supported(Fact::ComputeMode, device.compute_mode())?;
+    let virtualization = facts.if_supported(Fact::Virtualization, device.virtualization_mode())?;
     Ok(Device {
         uuid,
         index,
         minor,
-        name: told.of(Fact::Name, device.name())?.unwrap_or_else(|| "NVIDIA GPU".to_owned()),
+        name: facts.of(Fact::Name, device.name())?.unwrap_or_else(|| "NVIDIA GPU".to_owned()),
         compute_capability,
         sm_count: cores.and_then(|cores| sm_count(cores, compute_capability)),
         memory_bytes,
@@ -87,7 +87,7 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
         memory_of_host,
         mig_enabled,
         compute_mode: mode.map_or(ComputeMode::Default, compute_mode),
-        display_active: told.if_supported(Fact::Display, device.is_display_active())?.unwrap_or(false),
+        display_active: facts.if_supported(Fact::Display, device.is_display_active())?.unwrap_or(false),
         virtualization: match virtualization {
             None | Some(GpuVirtualizationMode::Bare) => Virtualization::None,
             Some(GpuVirtualizationMode::PassThrough) => Virtualization::Passthrough,
@@ -96,22 +96,22 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
         },
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         // In MIG mode processes are listed under the MIG devices.
-        processes: if mig_enabled { Vec::new() } else { told.running(device)? },
+        processes: if mig_enabled { Vec::new() } else { facts.running(device)? },
         bus_id,
-        unknown: told.0,
+        unknown: facts.0,
         ..Device::default()
     })
 }
 
-/// Notes what NVML does not tell, so that it costs no more than that.
+/// Collects facts. One without an answer is noted, so that it costs no more than that.
 #[derive(Default)]
-struct Told(Unknown);
+struct Facts(Unknown);
 
 /// Chips without memory of their own, by compute capability: Orin, Thor, GB10 (CUDA C++ Programming Guide, "Compute
 /// Capabilities"; developer.nvidia.com/blog/understanding-memory-management-on-hardware-coherent-platforms).
 const WITH_MEMORY_OF_HOST: [(u32, u32); 3] = [(8, 7), (11, 0), (12, 1)];
 
-impl Told {
+impl Facts {
     /// The value. An error that is about the whole GPU is returned.
     fn of<T>(&mut self, fact: Fact, answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
         match answer {
@@ -124,7 +124,7 @@ impl Told {
         }
     }
 
-    /// As [`Self::of`], of what not every GPU or driver has.
+    /// As [`Self::of`], of a fact that not every GPU or driver has.
     fn if_supported<T>(&mut self, fact: Fact, answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
         let answer = unless_unsupported(answer).transpose();
         answer.map_or(Ok(None), |answer| self.of(fact, answer))
@@ -141,8 +141,8 @@ impl Told {
         if let Some((total, free)) = is_hosts.then(memory_of_host).flatten() {
             return Ok((total, free, true));
         }
-        let told = self.of(Fact::Memory, answer)?;
-        Ok(told.map_or((0, 0, false), |told| (told.total, told.free, false)))
+        let memory = self.of(Fact::Memory, answer)?;
+        Ok(memory.map_or((0, 0, false), |memory| (memory.total, memory.free, false)))
     }
 
     /// Processes with compute contexts, each once. The compute list has MPS servers and processes outside MPS; the MPS
@@ -158,7 +158,7 @@ impl Told {
     }
 }
 
-/// All of the host's memory and what can be had of it (proc(5), `/proc/meminfo`: in units of 1024 bytes), in bytes.
+/// All of the host's memory and its available part (proc(5), `/proc/meminfo`: in units of 1024 bytes), in bytes.
 fn memory_of_host() -> Option<(u64, u64)> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let bytes = |key: &str| {
@@ -286,15 +286,15 @@ fn part(
     caps_major: Option<u32>,
 ) -> Result<Device, NvmlError> {
     let (gi, ci) = instance_ids(mig)?;
-    let (mut told, mut nodes) = (Told::default(), gpu.nodes.clone());
-    let name = told.of(Fact::Name, mig.name())?.unwrap_or_default();
-    let attributes = told.of(Fact::Sms, mig.attributes())?;
-    let (memory_bytes, memory_free_bytes, _) = told.memory(mig.memory_info(), gpu.compute_capability)?;
+    let (mut facts, mut nodes) = (Facts::default(), gpu.nodes.clone());
+    let name = facts.of(Fact::Name, mig.name())?.unwrap_or_default();
+    let attributes = facts.of(Fact::Sms, mig.attributes())?;
+    let (memory_bytes, memory_free_bytes, _) = facts.memory(mig.memory_info(), gpu.compute_capability)?;
     let fault = match device_nodes::instance_nodes(root, caps_major, gpu.minor, gi, ci) {
         Ok(caps) => {
             nodes.extend(caps);
-            // Its size and its profile are what it is chosen and booked by.
-            told.0.values().next().map(|answer| format!("NVML does not describe it ({answer})"))
+            // It is chosen and booked by its size and its profile.
+            facts.0.values().next().map(|answer| format!("NVML does not describe it ({answer})"))
         }
         Err(why) => Some(why),
     };
@@ -326,9 +326,9 @@ fn part(
         display_active: false,
         dri_nodes: Vec::new(),
         nodes,
-        processes: told.running(mig)?,
+        processes: facts.running(mig)?,
         mig_device: Some(part),
-        unknown: told.0,
+        unknown: facts.0,
         ..gpu.clone()
     })
 }

@@ -78,8 +78,8 @@ const USUAL: usize = 128;
 /// How often a list that grows between two calls is read.
 const TRIES: usize = 6;
 
-/// Processes with compute contexts: MPS servers, their clients, and processes outside MPS. Empty if the driver has no
-/// such list, as are the others.
+/// Processes with compute contexts: MPS servers, their clients, and processes outside MPS. This list and the other two
+/// are empty if the driver has none.
 pub(crate) fn compute_processes(device: &Device<'_>) -> Result<Vec<ProcessInfo>, NvmlError> {
     let call = device.nvml().lib().nvmlDeviceGetComputeRunningProcesses_v3.as_ref();
     Ok(unless_unsupported(nvml_sym(call).and_then(|call| ask(device, *call)))?.unwrap_or_default())

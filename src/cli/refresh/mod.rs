@@ -113,7 +113,7 @@ fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
         .with_context(|| format!("cannot lock {}", path.display()))
 }
 
-// `sublet refresh --boot`: what sublet-refresh.service does before the first container.
+// `sublet refresh --boot`: the work of sublet-refresh.service before the first container.
 
 /// modprobe waits until the driver has found its GPUs.
 const MODPROBE_LIMIT: Duration = Duration::from_secs(30);
@@ -152,7 +152,7 @@ pub fn boot(config: &Config) -> anyhow::Result<Option<Inventory>> {
     }
 }
 
-/// nvidia-uvm loads the others too. If the module or modprobe is missing, the refresh reports what is missing.
+/// nvidia-uvm loads the rest too. If the module or modprobe is missing, the refresh reports it.
 fn load_modules() {
     let mut modprobe = std::process::Command::new("modprobe");
     modprobe.env_clear().env("PATH", sublet_core::process::sublet::PATH).arg("nvidia-uvm");
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_that_fails_keeps_what_was_there() {
+    fn a_probe_that_fails_keeps_the_last_inventory() {
         let (_root, config) = root();
         refresh_asked(&config, SystemTime::now(), |config| probed(config, 1)).unwrap();
         let failed = refresh_asked(&config, SystemTime::now(), |_| anyhow::bail!("no driver"));

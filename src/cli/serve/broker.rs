@@ -56,7 +56,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
     let state = put_off.map_or_else(|| Local::new(config), |put_off| Local::putting_off(config, put_off));
     let pinned = |pid| Pinned::of(pid, peer.uid);
     let client = Client { peer, config };
-    // What has no answer of its own is done.
+    // Requests without an answer of their own get `Done`.
     match ask {
         Ask::Inventory => {
             // A user who may not have shares must not cause the driver to be read.
@@ -65,7 +65,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             }
             return Ok(Answer::Inventory(Box::new(admit::fresh_inventory(config)?)));
         }
-        Ask::Admit(told) => return client.admit(told, state),
+        Ask::Admit(request) => return client.admit(request, state),
         Ask::Bind { lease, container, pid } => {
             client.own(lease)?;
             check_names(container)?;
@@ -127,25 +127,25 @@ impl<'a> Client<'a> {
         }
         let pinned = Pinned::of(pid, uid)?;
         let cgroup = JobCgroup::of(pid).map_err(|error| AdmitError::from(JobError::Cgroup(error)))?;
-        // What was read belongs to the peer only if it has not ended since.
+        // The cgroup belongs to the peer only if it has not ended since.
         ensure!(pinned.process.is_alive(), Foreign::Gone(pid));
         Ok(cgroup)
     }
 
-    fn admit(&self, told: &Admit, state: Local<'_>) -> anyhow::Result<Answer> {
-        check(told)?;
+    fn admit(&self, request: &Admit, state: Local<'_>) -> anyhow::Result<Answer> {
+        check(request)?;
         let job = self.job()?;
-        if job.is_none() && asks_for_job_share(&told.annotations, told.share.as_deref()) {
+        if job.is_none() && asks_for_job_share(&request.annotations, request.share.as_deref()) {
             bail!(AdmitError::from(JobError::NotInJob));
         }
         let Peer { pid, uid } = self.peer;
-        let owner = Pinned::of(told.owner.unwrap_or(pid), uid)?.process;
-        let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
+        let owner = Pinned::of(request.owner.unwrap_or(pid), uid)?.process;
+        let ContainerNames { id, bundle, rootfs, record } = request.container.clone();
         let container = Container { uid, id, bundle, rootfs, record };
         let candidate = Candidate { container, owner, engine: None };
         Ok(match job {
-            None => state.admit_for(&candidate, told, self.limit()?)?,
-            Some(cgroup) => state.admit_in_job(&candidate, told, &cgroup)?,
+            None => state.admit_for(&candidate, request, self.limit()?)?,
+            Some(cgroup) => state.admit_in_job(&candidate, request, &cgroup)?,
         })
     }
 
@@ -198,9 +198,9 @@ impl<'a> Client<'a> {
 }
 
 /// Checks that the texts that go into the ledger have a limited length and name what they should.
-fn check(told: &Admit) -> anyhow::Result<()> {
-    check_names(&told.container)?;
-    let image = &told.image;
+fn check(request: &Admit) -> anyhow::Result<()> {
+    check_names(&request.container)?;
+    let image = &request.image;
     let volumes = || image.volumes.iter().chain(&image.tmp_volume);
     let in_volumes = volumes().flat_map(|volume| &volume.files);
     let in_rootfs = || image.created.iter().chain(&image.empty).chain(&image.left_out).chain(&image.useless);
@@ -229,7 +229,7 @@ fn is_path(path: &Path) -> bool {
 mod tests {
     use super::*;
 
-    fn told() -> Admit {
+    fn admit() -> Admit {
         let container = ContainerNames {
             id: "c".into(),
             bundle: "/b".into(),
@@ -241,19 +241,19 @@ mod tests {
 
     #[test]
     fn names_are_bounded_and_paths_are_paths() {
-        assert!(check(&told()).is_ok());
+        assert!(check(&admit()).is_ok());
         let broken: [fn(&mut Admit); 6] = [
-            |told| told.container.id = "x".repeat(1025),
-            |told| told.container.bundle = "relative".into(),
-            |told| told.container.rootfs = format!("/{}", "x".repeat(4096)).into(),
-            |told| told.container.record = "/a\0b".into(),
-            |told| told.image.created = vec!["/x".into(); 513],
-            |told| told.image.library_dir = Some("../lib".into()),
+            |request| request.container.id = "x".repeat(1025),
+            |request| request.container.bundle = "relative".into(),
+            |request| request.container.rootfs = format!("/{}", "x".repeat(4096)).into(),
+            |request| request.container.record = "/a\0b".into(),
+            |request| request.image.created = vec!["/x".into(); 513],
+            |request| request.image.library_dir = Some("../lib".into()),
         ];
         for (number, breaks) in broken.into_iter().enumerate() {
-            let mut told = told();
-            breaks(&mut told);
-            assert!(check(&told).is_err(), "case {number}");
+            let mut request = admit();
+            breaks(&mut request);
+            assert!(check(&request).is_err(), "case {number}");
         }
     }
 

@@ -15,7 +15,7 @@ use crate::peer::Peer;
 /// How long a client may take to send a line, or to read an answer.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What a client is doing.
+/// The state of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     /// It is sending a line.

@@ -54,7 +54,7 @@ fn addresses(left_out: &[LeftOut]) -> Vec<&str> {
 }
 
 /// Whether the last failure was logged: the next one, two seconds later, is the same.
-static TOLD: AtomicBool = AtomicBool::new(false);
+static WARNED: AtomicBool = AtomicBool::new(false);
 
 /// Seconds between two checks if no GPU is in MIG mode. No lease is at risk then, and each check wakes a GPU that is
 /// neither used nor kept initialized.
@@ -78,8 +78,8 @@ pub(super) fn watch_mig() {
         compare(&known, &config).inspect_err(|_| inventory::unwatch(&config))
     };
     match look() {
-        Ok(()) => TOLD.store(false, Relaxed),
-        Err(error) if !TOLD.swap(true, Relaxed) => {
+        Ok(()) => WARNED.store(false, Relaxed),
+        Err(error) if !WARNED.swap(true, Relaxed) => {
             tracing::warn!("MIG devices cannot be watched: {error}");
         }
         Err(error) => tracing::debug!("MIG devices cannot be watched: {error}"),

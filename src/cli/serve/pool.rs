@@ -32,7 +32,7 @@ pub(super) enum Job {
 /// The answer for a connection, by its token.
 pub(super) type Answer = (u64, Vec<u8>);
 
-/// What a thread has finished.
+/// A job that a thread has finished.
 struct Finished {
     who: Who,
     answer: Option<Answer>,
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn one_user_has_one_thread_and_others_are_not_blocked() {
+    fn one_user_has_one_thread_and_blocks_no_other_user() {
         let mut waiting: VecDeque<Job> = [ask(1, 7), ask(2, 7), ask(3, 8), Job::Own(|_| ())].into();
         assert_eq!(token(next(&mut waiting, &[])), Some(1));
         assert_eq!(token(next(&mut waiting, &[user(7, false)])), Some(3));
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_an_instance_made_or_destroyed_leaves_both_threads_to_the_others() {
+    fn jobs_that_change_instances_leave_a_thread_to_the_rest() {
         let mut waiting: VecDeque<Job> =
             [make(1, 7), Job::Clear, make(2, 8), ask(3, 8), ask(4, 9), Job::Own(|_| ()), ask(5, 10)].into();
         let mut busy = Vec::new();

@@ -45,7 +45,7 @@ const PID_FILE: &str = "/run/docker.pid";
 /// Docker's names of containers when they were first asked for. The ledger, which every user may read, has no names.
 type Names = BTreeMap<LeaseId, String>;
 
-/// What is kept between two looks.
+/// The state between two looks.
 #[derive(Default)]
 struct Kept {
     names: Names,
@@ -53,11 +53,11 @@ struct Kept {
     inventory: Option<Inventory>,
     /// When the inventory was refreshed last.
     refreshed: Option<Instant>,
-    /// What was warned of.
-    told: BTreeSet<String>,
+    /// The reasons that were warned of.
+    warned: BTreeSet<String>,
 }
 
-/// What is done about a refused container.
+/// The next step for a refused container.
 #[derive(Debug, PartialEq)]
 enum Step {
     /// Docker says that it is to be restarted, and is as the refusal left it.
@@ -120,8 +120,8 @@ impl Kept {
         Ok(())
     }
 
-    /// What is done about `waiter`; `None` for `asked`: Docker does not say. Books in the ledger, which is not written,
-    /// what it finds room for, whether it is its time or not.
+    /// The next step for `waiter`; `None` for `asked`: Docker does not say. Books in the ledger, which is not written,
+    /// the share that it finds room for, whether it is its time or not.
     fn step(
         &mut self,
         waiter: &Waiter,
@@ -163,7 +163,7 @@ impl Kept {
 
     /// Warns once of each reason.
     fn warn(&mut self, error: &anyhow::Error) {
-        if self.told.insert(error.to_string()) {
+        if self.warned.insert(error.to_string()) {
             tracing::warn!("refused containers are not started again: {error:#}");
         }
     }
@@ -175,10 +175,10 @@ impl Kept {
 /// Docker does not say.
 fn is_as_refused(waiter: &Waiter, names: &mut Names, config: &Config) -> anyhow::Result<bool> {
     let id = &waiter.container.id;
-    let (status, told) = ask("GET", &format!("/containers/{id}/json"), TELL, config)?;
+    let (status, answer) = ask("GET", &format!("/containers/{id}/json"), TELL, config)?;
     ensure!([200, 404].contains(&status), "Docker answers {status}");
-    let told: Value = serde_json::from_str(&told).context("Docker's answer is no JSON")?;
-    let text = |pointer| told.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
+    let answer: Value = serde_json::from_str(&answer).context("Docker's answer is no JSON")?;
+    let text = |pointer| answer.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
     // A restart by Docker itself, which is not over and may be refused (moby, `daemon/monitor.go`).
     ensure!(
         text("/State/Status") != "restarting",
@@ -189,7 +189,7 @@ fn is_as_refused(waiter: &Waiter, names: &mut Names, config: &Config) -> anyhow:
     Ok((text("/Id"), text("/Name")) == (id, name)
         && ["always", "unless-stopped"].contains(&text("/HostConfig/RestartPolicy/Name"))
         && ["created", "exited"].contains(&text("/State/Status"))
-        // Behind its first line, what Docker was told names containers.
+        // Behind its first line, the error that Docker got names containers.
         && text("/State/Error").contains(first_line(&waiter.why)))
 }
 
@@ -228,7 +228,7 @@ mod tests {
 
     use super::*;
 
-    /// What a dockerd that answers `answer` says of a container that waits because of `no room; why: it is full`.
+    /// [`is_as_refused`] if dockerd answers `answer`, of a container refused with `no room; why: it is full`.
     fn asked(answer: &str, name: &str) -> anyhow::Result<bool> {
         let dir = tempfile::tempdir().unwrap();
         let mut config = Config::default();
@@ -251,28 +251,28 @@ mod tests {
         })
     }
 
-    fn told(change: impl Fn(&mut Value)) -> String {
-        let mut told = json!({"Id": "web", "Name": "/shop", "HostConfig": {"RestartPolicy": {"Name": "always"}},
+    fn answer_with(change: impl Fn(&mut Value)) -> String {
+        let mut body = json!({"Id": "web", "Name": "/shop", "HostConfig": {"RestartPolicy": {"Name": "always"}},
             "State": {"Status": "created", "Error": "failed to create task: container web: no room\nwhy: it is full: unknown"}});
-        change(&mut told);
-        format!("HTTP/1.0 200 OK\r\nServer: Docker\r\n\r\n{told}")
+        change(&mut body);
+        format!("HTTP/1.0 200 OK\r\nServer: Docker\r\n\r\n{body}")
     }
 
     #[test]
     fn a_container_that_is_not_as_the_refusal_left_it_is_not_started() {
-        assert!(asked(&told(|_| ()), "/shop").unwrap());
-        assert!(asked(&told(|told| told["State"]["Status"] = json!("exited")), "/shop").unwrap());
-        assert!(!asked(&told(|_| ()), "/other").unwrap(), "it was renamed");
+        assert!(asked(&answer_with(|_| ()), "/shop").unwrap());
+        assert!(asked(&answer_with(|body| body["State"]["Status"] = json!("exited")), "/shop").unwrap());
+        assert!(!asked(&answer_with(|_| ()), "/other").unwrap(), "it was renamed");
         let changes: [fn(&mut Value); 6] = [
-            |told| told["HostConfig"]["RestartPolicy"]["Name"] = json!("no"),
-            |told| told["HostConfig"]["RestartPolicy"]["Name"] = json!("on-failure"),
-            |told| told["State"]["Status"] = json!("running"),
-            |told| told["State"]["Error"] = json!(""),
-            |told| told["State"]["Error"] = json!("port is already allocated"),
-            |told| told["Id"] = json!("webster"),
+            |body| body["HostConfig"]["RestartPolicy"]["Name"] = json!("no"),
+            |body| body["HostConfig"]["RestartPolicy"]["Name"] = json!("on-failure"),
+            |body| body["State"]["Status"] = json!("running"),
+            |body| body["State"]["Error"] = json!(""),
+            |body| body["State"]["Error"] = json!("port is already allocated"),
+            |body| body["Id"] = json!("webster"),
         ];
         for change in changes {
-            assert!(!asked(&told(change), "/shop").unwrap(), "{}", told(change));
+            assert!(!asked(&answer_with(change), "/shop").unwrap(), "{}", answer_with(change));
         }
         let gone = "HTTP/1.0 404 Not Found\r\n\r\n{\"message\":\"No such container: web\"}";
         assert!(!asked(gone, "/shop").unwrap(), "it was removed");
@@ -281,10 +281,10 @@ mod tests {
     #[test]
     fn a_restart_by_docker_that_is_not_over_says_nothing_of_the_container() {
         for error in ["", "no room"] {
-            let told = told(|told| {
-                (told["State"]["Status"], told["State"]["Error"]) = (json!("restarting"), json!(error));
+            let answer = answer_with(|body| {
+                (body["State"]["Status"], body["State"]["Error"]) = (json!("restarting"), json!(error));
             });
-            assert!(asked(&told, "/shop").is_err(), "{error}");
+            assert!(asked(&answer, "/shop").is_err(), "{error}");
         }
     }
 
@@ -390,7 +390,7 @@ mod tests {
         for why in ["a", "b", "a"] {
             kept.warn(&anyhow::anyhow!(why));
         }
-        assert_eq!(kept.told.len(), 2);
+        assert_eq!(kept.warned.len(), 2);
     }
 
     #[test]

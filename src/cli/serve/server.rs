@@ -65,7 +65,7 @@ const FIRST_CONNECTION: u64 = 3;
 /// The socket or the state directory cannot be used, or a system call failed that normally does not.
 pub fn serve(config: &Config) -> anyhow::Result<()> {
     raise_descriptors();
-    // A service that sees other processes than those of the ledger would be useless.
+    // A service that sees other processes than the ledger would be useless.
     Store::open(&config.state_dir)?.is_of_here()?;
     // From now on daemons may wait for their next lease.
     let (kept, _) = Store::open(&config.state_dir)?.update(mps::register_keeper)?;
@@ -356,7 +356,7 @@ impl Server {
         {}
     }
 
-    /// Begins to stop: no client is accepted any more, and those that have not asked yet are told to come back.
+    /// Begins to stop: no client is accepted any more, and those that have not asked yet are sent back for later.
     fn stop(&mut self) {
         let _ = self.signals.read_signal();
         notify_systemd(NotifyState::Stopping);

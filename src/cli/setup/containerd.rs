@@ -62,8 +62,8 @@ fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
     match runtimes.get(NAME).map(|there| binary(there) == Some(runtime)) {
         Some(true) => {}
         Some(false) => {
-            let what = format!("[plugins.\"{plugin}\".containerd.runtimes.{NAME}]");
-            return Err(SetupError::Taken { what });
+            let key = format!("[plugins.\"{plugin}\".containerd.runtimes.{NAME}]");
+            return Err(SetupError::Taken { key });
         }
         None => drop(runtimes.insert(NAME, Item::Table(handler(runtime)))),
     }
@@ -123,12 +123,12 @@ fn parsed(text: &str) -> Result<DocumentMut, SetupError> {
     text.parse().map_err(no_toml)
 }
 
-/// What is at `path`.
+/// The item at `path`.
 fn item<'f>(file: &'f DocumentMut, path: &[&str]) -> Option<&'f Item> {
     path.iter().try_fold(file.as_item(), |item, name| item.get(*name))
 }
 
-/// What is at `path` in the plugin's table.
+/// The item at `path` in the plugin's table.
 fn at<'f>(file: &'f DocumentMut, plugin: &str, path: &[&str]) -> Option<&'f Item> {
     item(file, &[&["plugins", plugin], path].concat())
 }
@@ -141,14 +141,14 @@ fn table<'t>(from: &'t mut dyn TableLike, path: &[&str]) -> Result<&'t mut dyn T
             new.set_implicit(true);
             table.insert(name, Item::Table(new));
         }
-        let no_table = SetupError::Shape { what: (*name).to_owned(), found: "no table", expected: "a table" };
+        let no_table = SetupError::Shape { key: (*name).to_owned(), found: "no table", expected: "a table" };
         table.get_mut(name).and_then(Item::as_table_like_mut).ok_or(no_table)
     })
 }
 
 /// Gives `key` this value, with the comments and white space around the one that is there.
 fn set(table: &mut dyn TableLike, key: &str, mut new: Value) -> Result<(), SetupError> {
-    let no_value = SetupError::Shape { what: key.to_owned(), found: "a table", expected: "a value" };
+    let no_value = SetupError::Shape { key: key.to_owned(), found: "a table", expected: "a value" };
     match table.get_mut(key) {
         Some(Item::Value(there)) => {
             *new.decor_mut() = there.decor().clone();
@@ -186,11 +186,11 @@ fn plugin(file: &DocumentMut) -> Result<&'static str, SetupError> {
     }
 }
 
-/// Whether containerd reads from `text`, which may be what it prints of all its files, what is asked for.
+/// Whether containerd reads `wish` from `text`, which may be its dump of all its files.
 fn has(text: &str, wish: &Wish) -> Result<(), SetupError> {
     let file = parsed(text).map_err(|error| SetupError::Unedited(error.to_string()))?;
     let plugin = plugin(&file)?;
-    let missing = |what: &str| SetupError::Unedited(format!("{what} could not be found after the edit"));
+    let missing = |key: &str| SetupError::Unedited(format!("{key} could not be found after the edit"));
     if at(&file, plugin, &[TABLES[0], TABLES[1], NAME]).and_then(binary) != wish.runtime.to_str() {
         return Err(missing("the runtime"));
     }
@@ -209,8 +209,8 @@ pub fn is_set_up(text: &str) -> bool {
     parsed(text).is_ok_and(|file| plugin(&file).is_ok_and(|plugin| handler(&file, plugin)))
 }
 
-/// Checks that containerd, with the files that its configuration imports, reads what is set up in `text`, which is to become
-/// `path`. What it does with a table that stands in several files differs between its versions, so it is asked.
+/// Checks that containerd, with the files that its configuration imports, reads the setup in `text`, which is to become
+/// `path`. Its versions treat a table that stands in several files differently, so it is asked.
 ///
 /// # Errors
 /// An imported file takes the place of sublet's lines, or containerd does not read the file.
@@ -237,7 +237,7 @@ pub(crate) fn check_imports(path: &Path, text: &str, wish: &Wish, ask: Ask) -> R
     has(&dump, wish).map_err(|_| SetupError::Replaced { files: replacing(&dump).join(", ") })
 }
 
-/// The imported files that have the table of the plugin for pods, of what containerd read.
+/// The imported files that have the table of the plugin for pods, from the `dump` of containerd.
 fn replacing(dump: &str) -> Vec<String> {
     let dump = parsed(dump).unwrap_or_default();
     let read = dump.get("imports").and_then(Item::as_array).into_iter().flatten().filter_map(Value::as_str);
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_edited_is_refused() {
+    fn a_file_that_cannot_be_edited_is_refused() {
         let why = |text: &str| set_up(Some(text), None, &all()).unwrap_err().to_string();
         assert!(why("disabled_plugins = [\"cri\"]\n").starts_with("its version is not 2 or 3"));
         assert!(why("version = 2\n[plug").starts_with("it is not valid TOML (TOML parse error at line 2"));
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn an_undo_loses_no_line_of_others() {
+    fn an_undo_loses_no_line_of_another_program() {
         let (text, record) = set_up(Some(FOUND), None, &all()).unwrap();
         let added = "[metrics]\naddress = \"\" # mine\n";
         let left = undo(Some(&format!("{text}{added}")), Some(&record)).unwrap().unwrap();
@@ -380,7 +380,7 @@ mod tests {
             let (text, record) = set_up(Some(&found), None, &wish).unwrap();
             prop_assert_eq!(&set_up(Some(&text), Some(&record), &wish).unwrap(), &(text.clone(), record.clone()));
             prop_assert_eq!(undo(Some(&text), Some(&record)).unwrap(), Some(found.clone()));
-            // Edited since, so that it is taken out piece by piece: what others wrote is there, and nothing of sublet's.
+            // Edited since, so that it is taken out piece by piece: foreign lines stay, and none of sublet's.
             let left = undo(Some(&format!("{text}# theirs\n")), Some(&record)).unwrap().unwrap();
             prop_assert!(!left.contains(NAME), "{}", left);
             let values = |text: &str| toml::from_str::<toml::Table>(text).unwrap();

@@ -1,5 +1,5 @@
-//! Docker's `daemon.json`: the runtime, the default runtime, CDI devices, what it tells Swarm (docs.docker.com, "dockerd");
-//! and the flags beside it.
+//! Docker's `daemon.json`: the runtime, the default runtime, CDI devices, resources for Swarm (docs.docker.com,
+//! "dockerd"); and the flags beside it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -44,7 +44,7 @@ fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
     let (there, is_default) = (file.get(&RUNTIME)?, file.get(&DEFAULT)? == Some(NAME.into()));
     let (_, resources) = (file.get(&CDI)?, resources_in(file.get(&RESOURCES)?)?);
     match there {
-        Some(there) if there != runtime => return Err(SetupError::Taken { what: RUNTIME.join(".") }),
+        Some(there) if there != runtime => return Err(SetupError::Taken { key: RUNTIME.join(".") }),
         // An undo removes a default named sublet, whoever set it.
         None if is_default => return Err(SetupError::Orphan),
         _ => file.set(&RUNTIME, &runtime)?,
@@ -56,7 +56,7 @@ fn put_in(found: &str, wish: &Wish) -> Result<String, SetupError> {
         file.set(&CDI, &true.into())?;
     }
     if let Some(ours) = &wish.resources {
-        let wanted = [others(&resources), ours.clone()].concat();
+        let wanted = [foreign(&resources), ours.clone()].concat();
         if wanted != resources {
             file.set(&RESOURCES, &wanted.into())?;
         }
@@ -82,8 +82,8 @@ fn take_out(found: &str, record: Option<&Record>) -> Result<Option<String>, Setu
         file.put_back(&CDI, before.get(&CDI)?.as_ref())?;
     }
     if record.is_none() || after.get(&RESOURCES)? != before.get(&RESOURCES)? {
-        let (left, was) = (others(&resources_in(file.get(&RESOURCES)?)?), before.get(&RESOURCES)?);
-        let is_as_before = left == others(&resources_in(was.clone())?);
+        let (left, was) = (foreign(&resources_in(file.get(&RESOURCES)?)?), before.get(&RESOURCES)?);
+        let is_as_before = left == foreign(&resources_in(was.clone())?);
         let left = if is_as_before { was } else { (!left.is_empty()).then(|| left.into()) };
         file.put_back(&RESOURCES, left.as_ref())?;
     }
@@ -139,7 +139,7 @@ pub fn is_set_up(text: &str) -> Result<bool, SetupError> {
     Ok(JsonFile::parse(text)?.get(&RUNTIME)?.is_some())
 }
 
-// `node-generic-resources` of Docker's `daemon.json`: what a node tells Swarm, as `"sublet-small=4"`.
+// `node-generic-resources` of Docker's `daemon.json`: a node's resources for Swarm, as `"sublet-small=4"`.
 
 const RESOURCES: [&str; 1] = ["node-generic-resources"];
 
@@ -159,16 +159,16 @@ pub(crate) fn advertised(text: &str) -> Result<Vec<String>, SetupError> {
 /// The resources in a value; none if there is no value.
 fn resources_in(value: Option<Value>) -> Result<Vec<String>, SetupError> {
     let Some(value) = value else { return Ok(Vec::new()) };
-    let what = RESOURCES.join(".");
-    let wrong = SetupError::Shape { what, found: "something else", expected: "a list of strings" };
+    let key = RESOURCES.join(".");
+    let wrong = SetupError::Shape { key, found: "something else", expected: "a list of strings" };
     serde_json::from_value(value).map_err(|_| wrong)
 }
 
-fn others(all: &[String]) -> Vec<String> {
+fn foreign(all: &[String]) -> Vec<String> {
     all.iter().filter(|resource| !resource.starts_with(RESOURCE)).cloned().collect()
 }
 
-// The file as JSON, of which single members are read and edited. What is not edited keeps its layout.
+// The file as JSON, of which single members are read and edited. The rest keeps its layout.
 
 /// A file that says nothing.
 const EMPTY: &str = "{\n}\n";
@@ -219,7 +219,7 @@ impl JsonFile {
         Ok(())
     }
 
-    /// Puts `value` at `path`; `None`: takes away what is there.
+    /// Puts `value` at `path`; `None`: removes the member.
     pub fn put_back(&self, path: &[&str], value: Option<&Value>) -> Result<(), SetupError> {
         match (value, self.property(path)?) {
             (Some(value), _) => self.set(path, value)?,
@@ -247,8 +247,8 @@ impl JsonFile {
     }
 }
 
-fn no_object(what: String) -> SetupError {
-    SetupError::Shape { what, found: "no object", expected: "{ … }" }
+fn no_object(key: String) -> SetupError {
+    SetupError::Shape { key, found: "no object", expected: "{ … }" }
 }
 
 fn input(value: &Value) -> CstInputValue {
@@ -269,7 +269,7 @@ fn input(value: &Value) -> CstInputValue {
 /// dockerd's configuration, unless a flag says otherwise.
 const FILE: &str = "/etc/docker/daemon.json";
 
-/// Flags, and what daemon.json calls what a setup writes. dockerd does not start with both (moby,
+/// Flags, and the keys of daemon.json with the same meaning that a setup writes. dockerd does not start with both (moby,
 /// `findConfigurationConflicts`; seen with 26.1). It merges `--add-runtime` and `runtimes`.
 const TWICE: [(&str, &str); 2] =
     [("default-runtime", "default-runtime"), ("node-generic-resource", "node-generic-resources")];
@@ -290,8 +290,8 @@ struct Flag {
 }
 
 impl Dockerd {
-    /// That of the host below `root`: the flags of the one that runs (of several, that which reads `file`), and those of
-    /// the next start, which systemd tells.
+    /// dockerd of the host below `root`: the flags of the running one (of several, the one that reads `file`), and the
+    /// flags of the next start, from systemd.
     pub(crate) fn of(root: &Path, ask: Ask, file: Option<&Path>) -> Self {
         let mut running = Self::running(root);
         // The sort is stable: without a `file`, or one that reads it, the first counts.
@@ -339,14 +339,14 @@ impl Dockerd {
     /// Where it keeps its records of containers; `text` is daemon.json's.
     fn data_root(&self, text: &str) -> String {
         let in_file = || string(text, &["data-root"]).ok().flatten();
-        let told = self.value("data-root").map(str::to_owned).or_else(in_file);
-        told.unwrap_or_else(|| "/var/lib/docker".to_owned())
+        let configured = self.value("data-root").map(str::to_owned).or_else(in_file);
+        configured.unwrap_or_else(|| "/var/lib/docker".to_owned())
     }
 
     /// Whether dockerd starts again with `text` as its daemon.json.
     ///
     /// # Errors
-    /// One of its flags says what `text` says, too.
+    /// One of its flags says the same as `text`.
     pub fn starts_with(&self, text: &str) -> Result<(), SetupError> {
         let file = JsonFile::parse(text)?;
         for (name, key) in TWICE {
@@ -380,7 +380,7 @@ pub(crate) fn without_share(root: &Path, ledger: &Ledger, config: &Config) -> Ve
     Dockerd::running(root).iter().flat_map(of).collect()
 }
 
-/// The command line of the next start, of what `systemctl show` says: variables of systemd.exec(5) are filled in.
+/// The command line of the next start, from the output of `systemctl show`: variables of systemd.exec(5) are filled in.
 fn start_of(unit: &str, root: &Path) -> Vec<String> {
     let property =
         |name: &'static str| unit.lines().filter_map(move |line| line.strip_prefix(name)?.strip_prefix('='));
@@ -402,7 +402,7 @@ fn start_of(unit: &str, root: &Path) -> Vec<String> {
     words(argv.unwrap_or_default()).into_iter().flat_map(fill_in).collect()
 }
 
-/// Those of `line` that come behind `dockerd`.
+/// The flags in `line` behind `dockerd`.
 fn flags(line: &[String], by: &'static str) -> Vec<Flag> {
     let at = line.iter().position(|word| word.ends_with("dockerd")).unwrap_or(line.len());
     let rest = line.iter().skip(at + 1);

@@ -41,7 +41,7 @@ fn a_file_of_white_space_is_one_that_says_nothing() {
 }
 
 #[test]
-fn what_is_there_stays_as_it_is() {
+fn existing_settings_stay_as_they_are() {
     let found = "{\n    \"default-runtime\" : \"nvidia\",\n    \"runtimes\": {\n        \
                  \"nvidia\": {\"args\":[],\"path\": \"nvidia-container-runtime\"}\n    }\n}";
     let (text, record) = set_up(Some(found), None, &all()).unwrap();
@@ -56,7 +56,7 @@ fn what_is_there_stays_as_it_is() {
 }
 
 #[test]
-fn later_edits_of_others_outlive_the_undo() {
+fn later_edits_by_hand_outlive_the_undo() {
     let before = r#"{"debug": false}"#;
     let (text, record) = set_up(Some(before), None, &all()).unwrap();
     let edited = text
@@ -70,7 +70,7 @@ fn later_edits_of_others_outlive_the_undo() {
 }
 
 #[test]
-fn an_undo_removes_only_what_setups_added() {
+fn an_undo_removes_only_additions_of_setups() {
     let before = r#"{"debug": true}"#;
     let (text, record) = set_up(Some(before), None, &wish()).unwrap();
     let theirs = text.replace("\"debug\"", "\"features\": {\"cdi\": true}, \"debug\"");
@@ -126,7 +126,7 @@ fn a_default_without_its_runtime_is_refused() {
 }
 
 #[test]
-fn what_an_undo_could_not_read_is_refused_at_once() {
+fn a_file_that_an_undo_could_not_read_is_refused_at_once() {
     for found in [r#"{"features": {}, "features": {}}"#, r#"{"features": 1}"#] {
         assert!(set_up(Some(found), None, &wish()).is_err(), "{found}");
     }
@@ -214,7 +214,7 @@ fn counting(resources: &[&str]) -> Wish {
 }
 
 #[test]
-fn others_resources_stay_and_a_new_count_replaces_the_old_one() {
+fn foreign_resources_stay_and_a_new_count_replaces_the_old_one() {
     let found = "{\n  \"node-generic-resources\": [\n    \"fpga=2\"\n  ]\n}\n";
     let small = counting(&["sublet-small=4"]);
     let (text, record) = set_up(Some(found), None, &small).unwrap();
@@ -260,7 +260,7 @@ fn edited(text: &str, edit: fn(&JsonFile) -> Result<(), SetupError>) -> String {
 }
 
 #[test]
-fn a_member_comes_first_in_the_layout_of_the_others() {
+fn a_member_comes_first_in_the_layout_of_the_rest() {
     let set = |text: &str| edited(text, |file| file.set(&["a", "b"], &json!(1)));
     assert_eq!(set("{\n\t\"x\" : [ 1 ]\n}\n"), "{\n\t\"a\": {\n\t\t\"b\": 1\n\t},\n\t\"x\" : [ 1 ]\n}\n");
     assert_eq!(set("{\n}\n"), "{\n  \"a\": {\n    \"b\": 1\n  }\n}\n");
@@ -279,7 +279,7 @@ fn a_member_goes_wherever_it_stands() {
 }
 
 #[test]
-fn what_is_no_object_is_not_edited() {
+fn a_value_that_is_no_object_is_not_edited() {
     let why =
         |text: &str| JsonFile::parse(text).unwrap().set(&["a", "b"], &json!(1)).unwrap_err().to_string();
     assert_eq!(
@@ -307,14 +307,17 @@ fn flags_count_beside_the_file_and_before_it() {
         (Some("kata"), "/data".into())
     );
     assert_eq!((plain.default_runtime("{}"), plain.data_root("{}")), (None, "/var/lib/docker".into()));
-    let told = of("/usr/bin/dockerd --config-file /x.json --data-root=/d --add-runtime a=/b \
+    let dockerd = of("/usr/bin/dockerd --config-file /x.json --data-root=/d --add-runtime a=/b \
                    --add-runtime sublet=/usr/bin/sublet-runtime --default-runtime sublet");
-    assert_eq!((told.file(), told.runtime()), (Path::new("/x.json"), Some("/usr/bin/sublet-runtime")));
-    assert_eq!((told.default_runtime("{}").as_deref(), told.data_root(text)), (Some("sublet"), "/d".into()));
+    assert_eq!((dockerd.file(), dockerd.runtime()), (Path::new("/x.json"), Some("/usr/bin/sublet-runtime")));
+    assert_eq!(
+        (dockerd.default_runtime("{}").as_deref(), dockerd.data_root(text)),
+        (Some("sublet"), "/d".into())
+    );
 }
 
 #[test]
-fn what_would_stop_dockerd_at_its_next_start_is_refused_with_the_flag() {
+fn a_setting_that_would_stop_dockerd_at_its_next_start_is_refused_with_the_flag() {
     let dockerd = of("dockerd --default-runtime=runc --add-runtime x=/y");
     dockerd.starts_with(r#"{"runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#).unwrap();
     let error = dockerd.starts_with(r#"{"default-runtime": "sublet"}"#).unwrap_err().to_string();

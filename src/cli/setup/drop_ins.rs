@@ -18,7 +18,7 @@ pub(crate) fn is_packaged(target: &Path) -> bool {
     target.ends_with("share/sublet/containers.conf")
 }
 
-/// What is found as it is, comments and all, if it says the same as `wanted`.
+/// The `found` text as it is, comments and all, if it says the same as `wanted`.
 pub(crate) fn keep_if_same(found: Option<&str>, wanted: String) -> String {
     let says = |text: &str| toml::from_str::<toml::Table>(text).ok();
     found.filter(|found| says(found) == says(&wanted)).map_or(wanted, str::to_owned)
@@ -59,7 +59,7 @@ pub(crate) fn crio(found: Option<&str>, wish: &Wish) -> Result<String, SetupErro
     ))
 }
 
-// A list in a drop-in of Podman's replaces those of earlier files, and Podman before 4.8 cannot append. So the drop-in
+// A list in a drop-in of Podman's replaces the lists of earlier files, and Podman before 4.8 cannot append. So the drop-in
 // repeats the lists of the other files.
 
 /// Podman's default (containers.conf(5)).
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_packages_drop_in_is_what_a_setup_would_write_and_stays() {
+    fn the_packages_drop_in_stays_because_a_setup_would_write_the_same() {
         let packaged = include_str!("../../../hooks/containers.conf");
         let wanted = |wish: &Wish| podman(Some(packaged), &[], wish).unwrap();
         assert_eq!(keep_if_same(Some(packaged), wanted(&wish())), packaged);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_other_files_name_stays_named() {
+    fn names_in_other_files_stay_named() {
         let weaker = [
             "[engine]\nhooks_dir = [\"/a\"]\n".to_owned(),
             "[engine]\nhooks_dir = [\"/b\", {append=true}]\nruntime_supports_json = [\"crun\"]\n".to_owned(),

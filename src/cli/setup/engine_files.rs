@@ -1,4 +1,4 @@
-//! Where engines' configurations are, and what prevents editing them.
+//! Where engines' configurations are, and obstacles to editing them.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::SetupError;
 use sublet_core::fs::{create_directories, replace_durably, under, unless_absent};
 
-/// The file in which a setup of Docker or containerd records what it changed in `path`, for the undo.
+/// The file in which a setup of Docker or containerd records its changes of `path`, for the undo.
 pub fn record(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".before-sublet");
@@ -79,10 +79,10 @@ pub(crate) fn words(text: &str) -> Vec<String> {
     words
 }
 
-// What a setup keeps beside the file that it edits, so that an undo gives back every byte where nobody has edited the
-// file since.
+// The record that a setup keeps beside the file that it edits, so that an undo gives back every byte where nobody has
+// edited the file since.
 
-/// What it is.
+/// The content of the record.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Record {
     /// The file without sublet; `None`: there was none.
@@ -91,14 +91,14 @@ pub(super) struct Record {
     pub after: String,
 }
 
-/// Takes sublet out of a file that others have edited since the setup; `None`: the file goes.
+/// Takes sublet out of a file that was edited since the setup; `None`: the file goes.
 pub(super) type TakeOut = fn(found: &str, record: Option<&Record>) -> Result<Option<String>, SetupError>;
 
-/// What a setup writes: a file's text, and that of the record beside it.
+/// The output of a setup: a file's text, and the text of the record beside it.
 pub type Recorded = (String, String);
 
-/// What a setup writes: `after`, and the record of it. Where sublet is not `in_it`, in `found`, an earlier `record` is that of
-/// a setup that was undone by hand.
+/// The output of a setup: `after`, and its record. Where sublet is not `in_it`, in `found`, an earlier `record` is from a
+/// setup that was undone by hand.
 pub(super) fn with_record(
     found: Option<&str>,
     record: Option<&str>,
@@ -129,7 +129,7 @@ pub(super) fn undo_by_record(
     }
 }
 
-// What sublet's own configuration says where sublet is Docker's default runtime: containers without a share are meant
+// The setting of sublet's own configuration where sublet is Docker's default runtime: containers without a share are meant
 // there. The shim reads nothing of Docker's, because that would cost every container.
 
 /// The file, of sublet's own configuration.
@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_found_in_what_programs_say() {
+    fn versions_are_found_in_the_output_of_programs() {
         let cases = [
             ("Docker version 26.1.5+dfsg1, build 411e817", vec![26, 1, 5]),
             ("Docker Compose version v2.24.5\n", vec![2, 24, 5]),
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_said_as_long_as_it_is_so_and_a_file_of_others_stays() {
+    fn the_setting_stands_while_sublet_is_the_default_and_a_foreign_file_stays() {
         let root = tempfile::tempdir().unwrap();
         let file = root.path().join("conf.d/x.toml");
         say_default_runtime(&file, false).unwrap();

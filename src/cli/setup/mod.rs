@@ -1,7 +1,7 @@
 //! Configures an engine to use sublet: edits of its configuration, text in, text out. Docker's and containerd's files are
 //! edited; Podman and CRI-O get drop-ins.
 //!
-//! What others wrote stays, and an undo after a setup restores the same file. The edits do no I/O: `sublet setup` does it.
+//! Foreign lines stay, and an undo after a setup restores the same file. The edits do no I/O: `sublet setup` does it.
 
 pub mod containerd;
 pub mod docker;
@@ -16,7 +16,7 @@ pub const NAME: &str = "sublet";
 /// Runs a program of this host and returns its standard output; `None` if it does not exist or fails.
 pub(crate) type Ask = fn(&[&str]) -> Option<String>;
 
-/// What is to be configured.
+/// The settings to be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wish {
     /// Absolute path of `sublet-runtime`.
@@ -39,11 +39,11 @@ pub enum SetupError {
     #[error("it is not valid {language} ({why}): correct it, then try again; nothing was changed")]
     Unparsable { language: &'static str, why: String },
     /// The file is valid, but the engine would not accept it.
-    #[error("{what} is {found}, not {expected}: correct it, then try again; nothing was changed")]
-    Shape { what: String, found: &'static str, expected: &'static str },
+    #[error("{key} is {found}, not {expected}: correct it, then try again; nothing was changed")]
+    Shape { key: String, found: &'static str, expected: &'static str },
     /// Another runtime is registered under sublet's name.
-    #[error("{what} already exists and differs from what sublet writes: remove it, then try again")]
-    Taken { what: String },
+    #[error("{key} already exists and differs from what sublet writes: remove it, then try again")]
+    Taken { key: String },
     /// Docker's default runtime is `sublet`, but the runtime is not defined: dockerd does not start with that.
     #[error(
         "default-runtime is sublet, which is not among the runtimes: remove it with `sublet setup docker \
@@ -65,7 +65,7 @@ pub enum SetupError {
          prints it in the current version; nothing was changed"
     )]
     Version,
-    /// containerd would not read what was put in.
+    /// containerd would not read the added lines.
     #[error(
         "it cannot be edited ({0}): write what it has for `plugins` as [tables], then try again; nothing was changed"
     )]
@@ -82,7 +82,7 @@ pub enum SetupError {
          nothing was changed"
     )]
     Unread(String),
-    /// What a setup added has been edited.
+    /// Lines that a setup added have been edited.
     #[error("what `sublet setup` added has been changed since: {why}; nothing was changed")]
     Altered { why: String },
     /// The drop-in's name is taken by another file.

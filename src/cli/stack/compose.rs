@@ -12,10 +12,10 @@ use super::{MOST, Own, Service, Stack, StackError, text, unusable};
 use crate::setup::engine_files::version;
 use crate::yaml::{self, Node, Wrong, tree};
 use sublet_core::process::child;
-use sublet_core::request::{has_sublet_annotations, labels_told};
+use sublet_core::request::{has_sublet_annotations, warn_of_labels};
 use sublet_core::text::{safe, safe_long, safe_path};
 
-/// What of a service is read as it stands, beside its names. The rest may have variables and aliases.
+/// The keys of a service that are read as they stand, beside its names. The rest may have variables and aliases.
 const READ: [&str; 8] =
     ["annotations", "runtime", "devices", "gpus", "privileged", "deploy", "scale", "profiles"];
 
@@ -120,7 +120,7 @@ fn count(service: &Value) -> Result<usize, String> {
 fn one(name: &str, service: &Value) -> Result<Service, String> {
     let reserved = service.pointer("/deploy/resources/reservations/devices").and_then(Value::as_array);
     let is_by_cdi = |device: &&Value| device.get("driver").is_some_and(|driver| driver == "cdi");
-    let (by_cdi, others): (Vec<&Value>, Vec<&Value>) = reserved.into_iter().flatten().partition(is_by_cdi);
+    let (by_cdi, rest): (Vec<&Value>, Vec<&Value>) = reserved.into_iter().flatten().partition(is_by_cdi);
     let ids = by_cdi.into_iter().filter_map(|one| one.get("device_ids")?.as_array()).flatten().map(words);
     let devices = service.get("devices").map_or(Some(&[][..]), |list| list.as_array().map(Vec::as_slice));
     // As a text, or with `source` and `target`.
@@ -133,10 +133,10 @@ fn one(name: &str, service: &Value) -> Result<Service, String> {
         name: name.to_owned(),
         of: name.to_owned(),
         annotations,
-        labels_told: labels_told(&labels, "under `annotations:`"),
+        label_warning: warn_of_labels(&labels, "under `annotations:`"),
         runtime: service.get("runtime").map(words).filter(|runtime| !runtime.is_empty()),
         devices: ids.chain(devices).collect(),
-        gpus: gpus || others.into_iter().any(asks_for_gpus),
+        gpus: gpus || rest.into_iter().any(asks_for_gpus),
         privileged: service.get("privileged").is_some_and(|is| words(is) == "true"),
         ..Service::default()
     })
@@ -169,7 +169,7 @@ fn pairs(key: &str, service: &Value) -> Result<BTreeMap<String, String>, String>
 fn called(name: &str, service: &Value, project: &str, number: usize) -> Option<(String, String)> {
     let container = service.get("container_name").map_or_else(|| format!("{project}-{name}-{number}"), words);
     let image = service.get("image").map_or_else(|| format!("{project}-{name}"), words);
-    // What has not been resolved is not known.
+    // An unresolved value is not known.
     let known = |text: &String| !text.contains('$');
     Some((container, image)).filter(|(container, image)| known(container) && known(image))
 }
@@ -226,7 +226,7 @@ fn plain_service(service: &Node) -> Result<Value, Wrong> {
             "extends" | "<<" => return Err(key.wrong(needs_compose(name))),
             // These matter only for containers.toml.
             "image" | "container_name" => drop(plain.insert(name.to_owned(), value.scalar("a name")?.into())),
-            // Others' labels may have variables.
+            // Other labels may have variables.
             "labels" => drop(plain.insert(name.to_owned(), json(value, false)?)),
             _ if READ.contains(&name) => drop(plain.insert(name.to_owned(), json(value, true)?)),
             _ if READ.contains(&&*format!("{name}s")) => {
@@ -238,10 +238,10 @@ fn plain_service(service: &Node) -> Result<Value, Wrong> {
     Ok(plain.into())
 }
 
-fn needs_compose(what: &str) -> String {
+fn needs_compose(part: &str) -> String {
     format!(
         "{} needs Docker Compose, which is not installed: install it, or write its values out",
-        safe(what)
+        safe(part)
     )
 }
 
@@ -269,7 +269,7 @@ fn json(node: &Node, strict: bool) -> Result<Value, Wrong> {
 /// The programs that may be Docker Compose.
 const PROGRAMS: [&[&str]; 3] = [&["docker", "compose"], &["docker-compose"], &["podman", "compose"]];
 
-/// What Docker Compose answers to `version`. Other programs of these names have no `config --format json`.
+/// Docker Compose's answer to `version`. Other programs of these names have no `config --format json`.
 const ITS_VERSION: &str = "Docker Compose version";
 
 /// For `version`.
@@ -281,11 +281,11 @@ const LONG: Duration = Duration::from_secs(60);
 /// The largest answer, in bytes.
 const LARGEST: usize = 16 << 20;
 
-/// The files that Compose takes in a directory if it is told none, the first that is there (compose-go,
+/// The files that Compose takes in a directory if it is given none, the first that is there (compose-go,
 /// `cli.DefaultFileNames`).
 const DEFAULT_NAMES: [&str; 4] = ["compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml"];
 
-/// What takes the place of these, or comes on top, in a directory (compose-go, `cli.DefaultOverrideFileNames`;
+/// The files that take the place of these, or come on top, in a directory (compose-go, `cli.DefaultOverrideFileNames`;
 /// docs.docker.com, "`COMPOSE_FILE`").
 const OVERRIDES: [&str; 4] = [
     "compose.override.yml",
@@ -329,9 +329,9 @@ fn resolved(files: &[PathBuf]) -> Result<Option<(Value, Option<String>)>, String
     Ok(Some((document, drops_annotations(&version))))
 }
 
-/// The version in `told`, which Compose says of itself, if it is too old to pass annotations on.
-pub fn drops_annotations(told: &str) -> Option<String> {
-    let version = version(told)?;
+/// The version in `answer`, Compose's own, if it is too old to pass annotations on.
+pub fn drops_annotations(answer: &str) -> Option<String> {
+    let version = version(answer)?;
     let shown: Vec<String> = version.iter().map(ToString::to_string).collect();
     (version[..] < PASSES_ANNOTATIONS[..]).then(|| shown.join("."))
 }
@@ -344,7 +344,7 @@ fn directory(files: &[PathBuf]) -> Option<PathBuf> {
     (file.file_name()? == taken).then_some(directory)
 }
 
-/// What else than `files` only Compose can put together, for a host without it.
+/// The part beside `files` that only Compose can put together, for a host without it.
 fn more_than(files: &[PathBuf]) -> Option<String> {
     if files.len() > 1 {
         return Some("several files".to_owned());

@@ -41,7 +41,7 @@ services:
 ";
 
 #[test]
-fn what_concerns_a_share_is_read_and_the_rest_is_not_resolved() {
+fn settings_of_a_share_are_read_and_the_rest_is_not_resolved() {
     let stack = plain_stack(SHOP).unwrap();
     let names: Vec<&str> = stack.services.iter().map(|service| service.name.as_str()).collect();
     assert_eq!(names, ["web", "batch-1", "batch-2", "annotated", "cdi", "gpus"], "in the order of the file");
@@ -59,7 +59,7 @@ fn what_concerns_a_share_is_read_and_the_rest_is_not_resolved() {
 }
 
 #[test]
-fn what_only_compose_can_resolve_is_refused_with_its_line() {
+fn a_value_that_only_compose_can_resolve_is_refused_with_its_line() {
     let needs = "needs Docker Compose, which is not installed";
     for (source, line) in [
         ("services:\n  a:\n    annotations: { sublet.sm: \"${SM}\" }\n", 3),
@@ -78,7 +78,7 @@ fn what_only_compose_can_resolve_is_refused_with_its_line() {
         ("services: { a: { scale: many } }", "many is no number of containers"),
         ("services: { a: { scale: 5000 } }", "more than the 1000"),
         ("services: { a: { annotations: 5 } }", "annotations must be a map"),
-        // What Docker Compose refuses, too.
+        // Docker Compose refuses these, too.
         (
             "services: { a: { annotations: [ sublet.sm: 25 ] } }",
             "service a: annotations must be a map, KEY: VALUE, or",
@@ -100,7 +100,7 @@ fn what_only_compose_can_resolve_is_refused_with_its_line() {
 }
 
 #[test]
-fn labels_that_are_meant_as_annotations_are_told() {
+fn labels_that_are_meant_as_annotations_are_reported() {
     let source = "
 x: &alias { a: b }
 services:
@@ -112,20 +112,20 @@ services:
   alias: { labels: *alias }
 ";
     let stack = plain_stack(source).unwrap();
-    let told: Vec<_> = stack.services.iter().map(|service| service.labels_told.as_deref()).collect();
+    let warnings: Vec<_> = stack.services.iter().map(|service| service.label_warning.as_deref()).collect();
     let said = "labels are not annotations: write under `annotations:` sublet.sm=25";
     let unresolved = "labels are not annotations: write under `annotations:` sublet.sm=${SM}";
-    assert_eq!(told, [Some(said), Some(said), None, None, Some(unresolved), None]);
-    // As Docker Compose prints it, with what others' labels have resolved.
+    assert_eq!(warnings, [Some(said), Some(said), None, None, Some(unresolved), None]);
+    // As Docker Compose prints it, with the other labels resolved.
     let resolved = json!({"services": {"a": {"labels": {"host": "x", "sublet.share": "small"}}}});
     let stack = super::stack(&resolved, &[], Path::new("compose.yaml")).unwrap();
-    let told = stack.services[0].labels_told.as_deref().unwrap();
-    assert!(told.ends_with("write under `annotations:` sublet.share=small"), "{told}");
+    let warning = stack.services[0].label_warning.as_deref().unwrap();
+    assert!(warning.ends_with("write under `annotations:` sublet.share=small"), "{warning}");
 }
 
 /// As Docker Compose 2.26 and 2.30 print it.
 #[test]
-fn what_compose_resolved_is_read_in_the_order_of_the_file() {
+fn resolved_services_are_read_in_the_order_of_the_file() {
     let document = json!({"name": "shop", "services": {
         "a": {"annotations": {"sublet.sm": "25", "odd": null}, "runtime": "sublet", "profiles": ["on"], "image": "x:1",
             "devices": [{"source": "sublet/share=small.0", "target": "sublet/share=small.0", "permissions": "rwm"}]},

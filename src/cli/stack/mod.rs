@@ -44,9 +44,9 @@ const LARGEST: u64 = 4 << 20;
 pub struct Stack {
     /// One for each container.
     pub services: Vec<Service>,
-    /// What the engine calls them together, so that those which run already are not counted twice.
+    /// The engine's name for them together, so that those which run already are not counted twice.
     pub own: Own,
-    /// What was not looked at, one line each.
+    /// The parts that were not looked at, one line each.
     pub remarks: Vec<String>,
 }
 
@@ -67,12 +67,12 @@ pub enum Own {
 pub struct Service {
     /// Its name in the file, with a number if there are several of it.
     pub name: String,
-    /// The same without the number: those of one name are alike.
+    /// The same without the number: containers of one name are alike.
     pub of: String,
     /// All its annotations.
     pub annotations: std::collections::BTreeMap<String, String>,
-    /// What is to be said of its labels, if some are meant as annotations that it does not have.
-    pub labels_told: Option<String>,
+    /// The warning about its labels, if some are meant as annotations that it does not have.
+    pub label_warning: Option<String>,
     /// Its OCI runtime: a name of Docker's, or a path.
     pub runtime: Option<String>,
     /// Its devices, as the file names them: nodes, and CDI devices.
@@ -83,13 +83,13 @@ pub struct Service {
     pub privileged: bool,
     /// Whether annotations alone make it a container of sublet's: Podman's hook needs no runtime.
     pub by_hook: bool,
-    /// By what containers.toml knows it, where that file applies: its name and image; `None` if they are not known.
+    /// Its names in containers.toml, where that file applies: its name and image; `None` if they are not known.
     pub called: Option<(String, String)>,
     /// The version of a Docker Compose that does not pass its annotations on.
     pub annotations_dropped_by: Option<String>,
 }
 
-/// Why a stack cannot be read: the file, and what is wrong with it.
+/// Why a stack cannot be read: the file, and the problem.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct StackError(String);
@@ -128,7 +128,7 @@ pub enum NotPlaced {
     /// Its CDI device is none of this host.
     #[error("{0}")]
     Cdi(String),
-    /// Its share depends on what only Compose can resolve.
+    /// Its share depends on variables that only Compose can resolve.
     #[error(
         "its share is that of its name or image in containers.toml, and these have variables: write them out"
     )]
@@ -141,7 +141,7 @@ pub enum NotPlaced {
     Unforeseen,
 }
 
-/// What becomes of one container.
+/// The outcome for one container.
 #[derive(Debug)]
 pub enum Outcome {
     /// It gets this share.
@@ -154,12 +154,12 @@ pub enum Outcome {
     Not(NotPlaced),
 }
 
-/// A container, and what becomes of it.
+/// A container, and its outcome.
 #[derive(Debug)]
 pub struct Fitted {
     /// Its name in the stack.
     pub service: String,
-    /// What becomes of it.
+    /// Its share, or why it gets none.
     pub outcome: Outcome,
 }
 
@@ -187,7 +187,7 @@ struct World<'a> {
     config: &'a Config,
     /// The MIG instances that would be created for containers before.
     ahead: Ahead,
-    /// Whether others may share one of these.
+    /// Whether other containers may share one of these.
     shares: bool,
 }
 
@@ -235,7 +235,7 @@ impl World<'_> {
     }
 }
 
-/// Takes the leases of the stack's own containers out, which run already, and what their processes use. Returns how
+/// Takes the leases of the stack's own containers out, which run already, and the memory of their processes. Returns how
 /// many there are.
 fn set_aside(own: &Own, ledger: &mut Ledger, inventory: &mut Inventory, names: &Names) -> usize {
     let is_own = |name: &Name| match own {
@@ -265,7 +265,7 @@ fn asked(
     inventory: &Inventory,
     config: &Config,
 ) -> Result<Option<Request>, NotPlaced> {
-    service.labels_told.clone().map_or(Ok(()), |told| Err(NotPlaced::Labels(told)))?;
+    service.label_warning.clone().map_or(Ok(()), |warning| Err(NotPlaced::Labels(warning)))?;
     let mut source = RequestSource { annotations: service.annotations.clone(), share: None };
     let spec = spec(service);
     let prefix = format!("{KIND}=");
@@ -325,7 +325,7 @@ fn spec(service: &Service) -> Value {
     spec
 }
 
-// What a node tells Docker Swarm: how many containers of each named share its GPUs hold. Swarm counts each by itself.
+// A node's resources for Docker Swarm: how many containers of each named share its GPUs hold. Swarm counts each by itself.
 
 /// More containers of one share are not counted.
 const MOST_OF_ONE: usize = 4096;

@@ -16,11 +16,11 @@ pub struct Orders {
     in_another_order: Vec<String>,
     /// The same in a sentence; `None`: the order changes nothing.
     #[serde(skip)]
-    pub told: Option<String>,
+    pub sentence: Option<String>,
 }
 
-/// What comes of `stack` in other orders than that of the file, with which it was `fitted`. `place` places a stack; no more
-/// than `most` containers are.
+/// The outcomes of `stack` in other orders than the one of the file, with which it was `fitted`. `place` places a stack;
+/// no more than `most` containers are.
 pub fn orders(
     stack: &Stack,
     fitted: &[Fitted],
@@ -39,16 +39,16 @@ pub fn orders(
         fitting.push(first_alike(stack, &asking, served));
     }
     let (in_file, always) = (&fitting[0], |at: &usize| fitting.iter().all(|these| these.contains(at)));
-    let others = |at: &usize| !in_file.contains(at) && fitting.iter().any(|these| these.contains(at));
+    let only_there = |at: &usize| !in_file.contains(at) && fitting.iter().any(|these| these.contains(at));
     let names = |some: &[usize], which: &dyn Fn(&usize) -> bool| -> Vec<String> {
         some.iter().filter(|at| which(at)).map(|at| safe(&stack.services[*at].name)).collect()
     };
-    let (every, another) = (names(&asking, &always), names(&asking, &others));
+    let (every, another) = (names(&asking, &always), names(&asking, &only_there));
     let lost = names(&asking, &|at| in_file.contains(at) && !always(at));
     let best = fitting.iter().zip(&orders).rev().filter(|(these, _)| !these.is_subset(in_file));
     // The first of several.
     let best = best.max_by_key(|(these, _)| these.len());
-    let what = match best {
+    let difference = match best {
         Some((these, order)) => {
             let more = names(&asking, &|at| these.contains(at) && !in_file.contains(at)).join(", ");
             format!("another, such as {}, would let {more} in", names(order, &|_| true).join(", "))
@@ -57,12 +57,12 @@ pub fn orders(
     };
     let tried = if are_all { "every order".to_owned() } else { format!("all {} orders tried", orders.len()) };
     let sure = if every.is_empty() { "none".to_owned() } else { every.join(", ") };
-    let told = format!("the start order decides: {what}; in {tried} these fit: {sure}");
-    let told = (best.is_some() || !lost.is_empty()).then_some(told);
-    Ok(Orders { in_every_order: every, in_another_order: another, told })
+    let sentence = format!("the start order decides: {difference}; in {tried} these fit: {sure}");
+    let sentence = (best.is_some() || !lost.is_empty()).then_some(sentence);
+    Ok(Orders { in_every_order: every, in_another_order: another, sentence })
 }
 
-/// As many containers as were `served`: of those of `asking` that are alike, the first ones.
+/// As many containers as were `served`: of containers in `asking` that are alike, the first ones.
 fn first_alike(stack: &Stack, asking: &[usize], served: impl Iterator<Item = usize>) -> BTreeSet<usize> {
     let mut first = BTreeSet::new();
     for at in served {

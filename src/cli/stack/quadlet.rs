@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::{Own, Service, Stack, StackError, text, unusable};
 use crate::setup::engine_files::{self, words};
-use sublet_core::request::labels_told;
+use sublet_core::request::warn_of_labels;
 use sublet_core::text::safe;
 
 /// The most directories of Quadlet's that are looked into.
@@ -20,7 +20,7 @@ pub fn read(files: &[PathBuf]) -> Result<Stack, StackError> {
     read_with(files, &search_path())
 }
 
-/// [`read`], with drop-ins in the directories `search`, the first of which goes before the others.
+/// [`read`], with drop-ins in the directories `search`, the first of which goes before the rest.
 fn read_with(files: &[PathBuf], search: &[PathBuf]) -> Result<Stack, StackError> {
     let mut stack = Stack::default();
     let mut units = Vec::new();
@@ -54,10 +54,10 @@ fn name(file: &Path) -> Result<String, StackError> {
     }
 }
 
-/// Those of `team-worker.container`, in the order in which they apply: by name. Of several of one name the most specific
-/// one counts (`team-worker.container.d`, `team-.container.d`, `container.d`), then the one that comes first in the search
-/// path (Podman 5.6, cmd/quadlet/main.go, `loadUnitDropins`). A file that is not in the search path is read as if its
-/// directory came first there.
+/// The drop-ins of `team-worker.container`, in the order in which they apply: by name. Of several of one name the most
+/// specific one counts (`team-worker.container.d`, `team-.container.d`, `container.d`), then the one that comes first
+/// in the search path (Podman 5.6, cmd/quadlet/main.go, `loadUnitDropins`). A file that is not in the search path is
+/// read as if its directory came first there.
 fn drop_ins(file: &Path, search: &[PathBuf]) -> Vec<PathBuf> {
     let own = file.parent().and_then(|directory| Path::new(".").join(directory).canonicalize().ok());
     let own = own.into_iter().filter(|own| !search.contains(own));
@@ -93,7 +93,7 @@ fn search_path() -> Vec<PathBuf> {
     let mut found = Vec::new();
     for top in &tops {
         add_with_those_in_it(top, &mut found, &|directory| {
-            // Those of users, and of each of them.
+            // The directories of users, and of each of them.
             uid.is_root() && directory.starts_with(of_users)
                 || directory.parent() == Some(of_users)
                     && directory.file_name().is_some_and(|name| name.to_string_lossy().parse::<u32>().is_ok())
@@ -179,7 +179,7 @@ impl Unit<'_> {
             }
         }
         labels.retain(|key, _| !service.annotations.contains_key(key));
-        service.labels_told = labels_told(&labels, "as Annotation=");
+        service.label_warning = warn_of_labels(&labels, "as Annotation=");
         Ok(service)
     }
 

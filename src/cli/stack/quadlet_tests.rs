@@ -46,18 +46,18 @@ Annotation=sublet.sm=99
 }
 
 #[test]
-fn labels_that_are_meant_as_annotations_are_told() {
-    let told = |text: &str| unit("a.container", &format!("[Container]\n{text}\n")).unwrap().labels_told;
+fn labels_that_are_meant_as_annotations_are_reported() {
+    let warning = |text: &str| unit("a.container", &format!("[Container]\n{text}\n")).unwrap().label_warning;
     let said = Some("labels are not annotations: write as Annotation= sublet.sm=25".to_owned());
-    assert_eq!(told("Label=app=x sublet.sm=25"), said);
-    assert_eq!(told("PodmanArgs=--label sublet.sm=25 -l=app=y"), said);
-    assert_eq!(told("Label=sublet.sm=25 sublet.gpu=0\nAnnotation=sublet.gpu=1"), said);
-    assert_eq!(told("Label=sublet.sm=25\nAnnotation=sublet.sm=50"), None);
-    assert_eq!(told("Label=sublet.sm=25\nLabel="), None);
+    assert_eq!(warning("Label=app=x sublet.sm=25"), said);
+    assert_eq!(warning("PodmanArgs=--label sublet.sm=25 -l=app=y"), said);
+    assert_eq!(warning("Label=sublet.sm=25 sublet.gpu=0\nAnnotation=sublet.gpu=1"), said);
+    assert_eq!(warning("Label=sublet.sm=25\nAnnotation=sublet.sm=50"), None);
+    assert_eq!(warning("Label=sublet.sm=25\nLabel="), None);
 }
 
 #[test]
-fn what_only_systemd_knows_is_refused() {
+fn units_that_only_systemd_knows_are_refused() {
     for (name, text, said) in [
         ("a@.container", "", "it is a template"),
         ("a@b.container", "", "it is a template"),

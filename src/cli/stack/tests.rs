@@ -22,8 +22,8 @@ fn config() -> Config {
     toml::from_str("[share.small]\nsm = 25\nmemory = '8GiB'\n").unwrap()
 }
 
-/// What becomes of each, in few words.
-fn told(services: Vec<Service>, inventory: Inventory) -> Vec<String> {
+/// The outcome of each, in few words.
+fn outcomes(services: Vec<Service>, inventory: Inventory) -> Vec<String> {
     let stack = Stack { services, ..Stack::default() };
     let world = (Ledger::empty("boot"), inventory);
     let containers = toml::from_str("[[container]]\nname = 'web-*'\nshare = 'small'\n").ok();
@@ -35,7 +35,7 @@ fn told(services: Vec<Service>, inventory: Inventory) -> Vec<String> {
             format!("{} on {}, {}{sm}", one.service, placement.devices.join("+"), placement.mode)
         }
         Outcome::AsksForNone => format!("{} asks for none", one.service),
-        Outcome::Made(made) => format!("{} makes {}", one.service, made.0.what),
+        Outcome::Made(made) => format!("{} makes {}", one.service, made.0.label),
         Outcome::Not(why) => format!("{} not: {why}", one.service),
     };
     fitted.into_iter().map(words).collect()
@@ -45,13 +45,14 @@ fn told(services: Vec<Service>, inventory: Inventory) -> Vec<String> {
 fn each_sees_the_bookings_of_those_before_it() {
     let services = [("a", "60"), ("b", "60"), ("c", "40"), ("d", "50"), ("e", "30")];
     let services = services.map(|(name, sm)| service(name, &[("sm", sm)])).to_vec();
-    let told = told(services, host(vec![device(0), device(1)]));
-    assert_eq!(told.len(), 5);
-    let gpus: Vec<&str> = told.iter().map(|line| line.split_once(", ").map_or("-", |(gpu, _)| gpu)).collect();
+    let lines = outcomes(services, host(vec![device(0), device(1)]));
+    assert_eq!(lines.len(), 5);
+    let gpus: Vec<&str> =
+        lines.iter().map(|line| line.split_once(", ").map_or("-", |(gpu, _)| gpu)).collect();
     assert_eq!(gpus[..2], ["a on GPU-0", "b on GPU-1"]);
-    assert!(gpus[2].starts_with("c on GPU-"), "{told:?}");
-    assert!(told[3].starts_with("d not: no room for"), "{told:?}");
-    assert!(gpus[4].starts_with("e on GPU-"), "one that does not fit books nothing: {told:?}");
+    assert!(gpus[2].starts_with("c on GPU-"), "{lines:?}");
+    assert!(lines[3].starts_with("d not: no room for"), "{lines:?}");
+    assert!(gpus[4].starts_with("e on GPU-"), "one that does not fit books nothing: {lines:?}");
 }
 
 #[test]
@@ -61,7 +62,7 @@ fn a_share_comes_by_runtime_by_cdi_by_name_and_by_annotation() {
         change(&mut service);
         service
     };
-    let told = told(
+    let lines = outcomes(
         vec![
             with("runtime", |service| service.runtime = Some("sublet-small".into())),
             with("cdi", |service| service.devices = vec!["sublet/share=small.0".into()]),
@@ -73,23 +74,23 @@ fn a_share_comes_by_runtime_by_cdi_by_name_and_by_annotation() {
         ],
         host(vec![device(0)]),
     );
-    for (line, name) in told.iter().zip(["runtime", "cdi", "name"]) {
+    for (line, name) in lines.iter().zip(["runtime", "cdi", "name"]) {
         assert_eq!(*line, format!("{name} on GPU-0, mps 25"));
     }
-    assert_eq!(told[3], "db asks for none");
-    assert!(told[4].starts_with("unknown not: its share is that of its name or image"), "{told:?}");
-    assert_eq!(told[5], "plain asks for none");
-    assert!(told[6].contains("there is no CDI device sublet/share=large.0"), "{told:?}");
+    assert_eq!(lines[3], "db asks for none");
+    assert!(lines[4].starts_with("unknown not: its share is that of its name or image"), "{lines:?}");
+    assert_eq!(lines[5], "plain asks for none");
+    assert!(lines[6].contains("there is no CDI device sublet/share=large.0"), "{lines:?}");
 }
 
 #[test]
-fn what_contradicts_a_share_is_found() {
+fn a_setting_that_contradicts_a_share_is_found() {
     let with = |name: &str, change: fn(&mut Service)| {
         let mut service = service(name, &[("sm", "5")]);
         change(&mut service);
         service
     };
-    let told = told(
+    let lines = outcomes(
         vec![
             with("runc", |service| service.runtime = Some("/usr/bin/runc".into())),
             with("gpus", |service| service.gpus = true),
@@ -102,12 +103,12 @@ fn what_contradicts_a_share_is_found() {
             with("none", |service| service.runtime = None),
             with("podman", |service| (service.runtime, service.by_hook) = (None, true)),
             with("labels", |service| {
-                service.labels_told = Some("labels are not annotations: write x".into());
+                service.label_warning = Some("labels are not annotations: write x".into());
             }),
         ],
         host(vec![device(0)]),
     );
-    for (line, said) in told.iter().zip([
+    for (line, said) in lines.iter().zip([
         "runc not: its runtime is runc, which does not read its annotations",
         "gpus not: the engine was asked for GPUs too",
         "open not: the container may open every device of the host",
@@ -124,7 +125,7 @@ fn what_contradicts_a_share_is_found() {
     }
 }
 
-/// What other orders give to containers with these names and percentages of SMs: in every one, in another, in words.
+/// Which of containers with these names and percentages of SMs fit in other orders: in every one, in another, in words.
 fn ordered(containers: &[(&str, &str)], inventory: &Inventory, most: usize) -> [String; 3] {
     let container = |(name, sm): &(&str, &str)| Service {
         of: name.split('-').next().unwrap().to_owned(),
@@ -147,27 +148,32 @@ fn ordered(containers: &[(&str, &str)], inventory: &Inventory, most: usize) -> [
             .collect::<Vec<_>>()
             .join(" ")
     };
-    [names("in_every_order"), names("in_another_order"), found.told.clone().unwrap_or_default()]
+    [names("in_every_order"), names("in_another_order"), found.sentence.clone().unwrap_or_default()]
 }
 
 #[test]
-fn what_depends_on_the_start_order_is_said_and_what_always_fits_is_named() {
+fn containers_whose_share_depends_on_the_start_order_are_named_and_so_are_those_that_always_fit() {
     let (one, two) = (host(vec![device(0)]), host(vec![device(0), device(1)]));
-    let [every, another, told] = ordered(&[("a", "60"), ("b", "60"), ("c", "40")], &one, 1000);
+    let [every, another, sentence] = ordered(&[("a", "60"), ("b", "60"), ("c", "40")], &one, 1000);
     assert_eq!((every.as_str(), another.as_str()), ("c", "b"));
     let said =
         "the start order decides: another, such as c, b, a, would let b in; in every order these fit: c";
-    assert_eq!(told, said);
-    // Small ones first take from both GPUs what a large one needs.
-    let [every, another, told] = ordered(&[("a", "40"), ("b", "40"), ("c", "60"), ("d", "60")], &two, 1000);
+    assert_eq!(sentence, said);
+    // Small ones first take from both GPUs the room of a large one.
+    let [every, another, sentence] =
+        ordered(&[("a", "40"), ("b", "40"), ("c", "60"), ("d", "60")], &two, 1000);
     assert_eq!((every.as_str(), another.as_str()), ("a b", "d"));
-    assert!(told.contains("such as d, c, b, a, would let d in; in every order these fit: a, b"), "{told}");
-    let [every, another, told] = ordered(&[("d", "60"), ("c", "60"), ("b", "40"), ("a", "40")], &two, 1000);
+    assert!(
+        sentence.contains("such as d, c, b, a, would let d in; in every order these fit: a, b"),
+        "{sentence}"
+    );
+    let [every, another, sentence] =
+        ordered(&[("d", "60"), ("c", "60"), ("b", "40"), ("a", "40")], &two, 1000);
     assert_eq!((every.as_str(), another.as_str()), ("b a", ""), "in the order of the file all fit");
-    assert!(told.contains("in another, d, c may not fit; in every order these fit: b, a"), "{told}");
+    assert!(sentence.contains("in another, d, c may not fit; in every order these fit: b, a"), "{sentence}");
     // Two that fit by themselves alone.
-    let [every, _, told] = ordered(&[("a", "60"), ("b", "60")], &one, 1000);
-    assert!(every.is_empty() && told.ends_with("; in every order these fit: none"), "{told}");
+    let [every, _, sentence] = ordered(&[("a", "60"), ("b", "60")], &one, 1000);
+    assert!(every.is_empty() && sentence.ends_with("; in every order these fit: none"), "{sentence}");
 }
 
 #[test]
@@ -175,7 +181,7 @@ fn where_no_order_changes_anything_none_is_spoken_of() {
     let one = host(vec![device(0)]);
     let fitting = ordered(&[("a", "50"), ("b", "50")], &one, 1000);
     assert_eq!(fitting, ["a b", "", ""]);
-    // Those of one service are alike, and so is which of them goes without.
+    // Containers of one service are alike, and so is which of them goes without.
     assert_eq!(ordered(&[("a-1", "40"), ("a-2", "40"), ("a-3", "40")], &one, 1000), ["a-1 a-2", "", ""]);
     assert_eq!(ordered(&[], &one, 1000), ["", "", ""]);
     assert_eq!(
@@ -190,12 +196,15 @@ fn of_many_containers_some_orders_are_tried_which_begin_and_end_with_each() {
     let one = host(vec![device(0)]);
     let names: Vec<String> = (0..12).map(|number| format!("c{number}")).collect();
     let containers: Vec<(&str, &str)> = names.iter().map(|name| (name.as_str(), "10")).collect();
-    let [every, another, told] = ordered(&containers, &one, 600);
+    let [every, another, sentence] = ordered(&containers, &one, 600);
     assert_eq!((every.as_str(), another.as_str()), ("", "c10 c11"), "each is last once, and first");
-    assert!(told.ends_with("; in all 50 orders tried these fit: none"), "{told}");
+    assert!(sentence.ends_with("; in all 50 orders tried these fit: none"), "{sentence}");
     // The order of the file, and back.
-    let [every, _, told] = ordered(&containers, &one, 1);
-    assert!(every == "c2 c3 c4 c5 c6 c7 c8 c9" && told.contains("in all 2 orders tried"), "{every}: {told}");
+    let [every, _, sentence] = ordered(&containers, &one, 1);
+    assert!(
+        every == "c2 c3 c4 c5 c6 c7 c8 c9" && sentence.contains("in all 2 orders tried"),
+        "{every}: {sentence}"
+    );
 }
 
 #[test]

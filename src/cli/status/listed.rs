@@ -166,7 +166,7 @@ impl Gpu {
 }
 
 impl MigInstance {
-    /// What is free belongs to the GPU instance: its compute instances share its memory.
+    /// The free memory belongs to the GPU instance: its compute instances share its memory.
     fn of(device: &Device, part: &MigDevice, sources: &Sources<'_>) -> Self {
         let Sources { inventory, ledger, usage, config, .. } = *sources;
         let bookings = bookings(device, ledger, config);

@@ -34,7 +34,7 @@ pub struct Status {
     pub driver: Driver,
     /// The GPUs, by index, each with its MIG devices.
     pub devices: Vec<Gpu>,
-    /// One element per container and device; those of one container have the same lease id.
+    /// One element per container and device; the elements of one container have the same lease id.
     pub leases: Vec<LeaseOnDevice>,
     /// MPS control daemons.
     pub mps: Vec<Listed>,
@@ -130,7 +130,7 @@ pub struct Waiting {
     pub began: u64,
 }
 
-/// What a [`Status`] is made from.
+/// The sources of a [`Status`].
 pub(crate) struct Sources<'a> {
     pub inventory: &'a Inventory,
     pub ledger: &'a Ledger,
@@ -149,7 +149,7 @@ impl Status {
         devices.extend(inventory.left_out.iter().map(|gone| Gpu::left_out(gone, sources)));
         devices.sort_by_key(|gpu| gpu.index);
         let dynamic = &ledger.mig.dynamic_instances;
-        // Whether others are started again is not known yet.
+        // Whether other containers are started again is not known yet.
         let is_known = |waiter: &&Waiter| waiter.retry.as_ref().is_none_or(|retry| retry.confirmed);
         let waiters = ledger.waiters.iter().filter(is_known);
         let held =
@@ -253,13 +253,13 @@ impl Waiting {
                 .map(|name| name.name),
             pid: waiter.process.map(|process| process.pid),
             since: timestamp(waiter.since),
-            why: names.tell(&waiter.why),
+            why: names.replace_ids(&waiter.why),
             began: waiter.since,
         }
     }
 }
 
-/// What in the state of this host needs somebody's attention: one line each, without a full stop.
+/// Faults of this host that need somebody's attention: one line each, without a full stop.
 fn warnings(status: &Status, sources: &Sources<'_>) -> Vec<String> {
     let Sources { inventory, ledger, usage, config, .. } = *sources;
     let mut lines = status.guard.blind.clone();
@@ -314,7 +314,7 @@ fn warnings(status: &Status, sources: &Sources<'_>) -> Vec<String> {
     lines
 }
 
-/// Processes on a device that belong to no lease. Those of a container that is starting are not known yet.
+/// Processes on a device that belong to no lease. Processes of a container that is starting are not known yet.
 fn outside(uuid: &str, label: &str, used: &DeviceUsed, status: &Status) -> Option<String> {
     let starts = status.leases.iter().any(|lease| lease.device == uuid && lease.pid.is_none());
     if used.outside.is_empty() || starts {
@@ -340,7 +340,7 @@ mod tests {
     use crate::names::Name;
 
     #[test]
-    fn who_waits_and_what_for_have_names_in_place_of_ids() {
+    fn waiting_containers_and_their_reasons_have_names_in_place_of_ids() {
         let mut held = lease(1, "GPU-0");
         held.container.id = "0123456789ab".to_owned();
         let names = Names::for_test(&held, Name { name: "web".into(), ..Name::default() });

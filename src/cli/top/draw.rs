@@ -75,13 +75,13 @@ struct Page<'a> {
     view: &'a View,
     skin: Skin,
     buffer: &'a mut Buffer,
-    /// What is not drawn on yet.
+    /// The area that is not drawn on yet.
     left: Rect,
     areas: Areas,
 }
 
 impl Page<'_> {
-    /// Takes the top `height` lines of what is left.
+    /// Takes the top `height` lines of the area that is left.
     fn take(&mut self, height: u16) -> Rect {
         let height = height.min(self.left.height);
         let taken = Rect { height, ..self.left };
@@ -131,7 +131,7 @@ impl Page<'_> {
         self.left.height -= 1;
     }
 
-    /// First what is wrong with the look itself.
+    /// First the fault of the look itself.
     fn warnings(&mut self, interval: Duration, now: Instant, room: usize) {
         let mut lines: Vec<String> = Vec::new();
         if let Some(error) = &self.view.error {

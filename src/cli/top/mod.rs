@@ -1,5 +1,5 @@
 //! `sublet top`: GPUs and containers, live. [`source`] looks at the host in a thread of its own, so that a driver that
-//! hangs never stops the keys; [`view`] has what is shown, [`draw`](mod@draw) draws it. [`web`] shows it as a page. Here is
+//! hangs never stops the keys; [`view`] has the state, [`draw`](mod@draw) draws it. [`web`] shows it as a page. Here is
 //! the terminal: keys and the mouse come in, frames go out. It is given back as it was, however the program ends.
 
 mod draw;
@@ -36,7 +36,7 @@ use ratatui::layout::Rect;
 use crate::terminal::{colour, utf8};
 use draw::{draw, draw_all};
 use rows::Skin;
-use source::{Told, watch};
+use source::{LookResult, watch};
 use sublet_core::config::Config;
 use view::{Areas, View};
 
@@ -47,8 +47,8 @@ const BETWEEN: Duration = Duration::from_millis(250);
 pub fn once(config: &Config, width: u16, utf8: bool) -> Result<String, String> {
     let mut view = View::default();
     let mut looks = 0;
-    watch(config, BETWEEN, &mut |told| {
-        view.take(told);
+    watch(config, BETWEEN, &mut |result| {
+        view.take(result);
         looks += 1;
         looks < 2
     });
@@ -88,9 +88,9 @@ const FRAME: usize = 64 << 10;
 /// Standard error while the screen is ours: what libraries and warnings write there would stand in the middle of it.
 static STDERR: Mutex<Option<OwnedFd>> = Mutex::new(None);
 
-/// What the main thread waits for.
+/// An event for the main thread.
 enum Happened {
-    Told(Box<Told>),
+    Looked(Box<LookResult>),
     Terminal(Event),
     /// The terminal is gone, or a signal came.
     Ended(ExitCode),
@@ -115,7 +115,7 @@ pub fn run(config: &Config, interval: Duration) -> anyhow::Result<ExitCode> {
     let looking = tell.clone();
     let config = config.clone();
     thread::Builder::new().name("look".to_owned()).spawn(move || {
-        watch(&config, interval, &mut |told| looking.send(Happened::Told(Box::new(told))).is_ok());
+        watch(&config, interval, &mut |result| looking.send(Happened::Looked(Box::new(result))).is_ok());
     })?;
     thread::Builder::new().name("keys".to_owned()).spawn(move || {
         while let Ok(event) = event::read() {
@@ -144,7 +144,7 @@ fn show(happened: &Receiver<Happened>, interval: Duration) -> anyhow::Result<Exi
         // The thread that waits for signals never ends, so that somebody can always send.
         for next in happened.recv_timeout(OFTEN).into_iter().chain(happened.try_iter()) {
             match next {
-                Happened::Told(told) => view.take(*told),
+                Happened::Looked(result) => view.take(*result),
                 Happened::Terminal(Event::Key(key)) => {
                     if !view.key(key) {
                         return Ok(ExitCode::SUCCESS);
@@ -186,7 +186,7 @@ impl Drop for Screen {
     }
 }
 
-/// Gives the terminal back as it was. What fails has to be left: it is gone.
+/// Gives the terminal back as it was. Failures are left: the terminal is gone.
 fn restore() {
     let _ = execute!(stdout(), EndSynchronizedUpdate, DisableMouseCapture, Show, LeaveAlternateScreen);
     let _ = disable_raw_mode();

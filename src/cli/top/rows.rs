@@ -73,7 +73,7 @@ pub fn device(device: &Device<'_>, spark: String, skin: Skin) -> Vec<String> {
             shown::memory(device.memory_bytes),
         ),
     };
-    let told = |of: fn(&DeviceUsed) -> String| device.used.map_or_else(|| "-".to_owned(), of);
+    let reading = |of: fn(&DeviceUsed) -> String| device.used.map_or_else(|| "-".to_owned(), of);
     vec![
         format!("{}{}", device.branch(skin.utf8), device.number),
         safe(device.name),
@@ -81,11 +81,11 @@ pub fn device(device: &Device<'_>, spark: String, skin: Skin) -> Vec<String> {
         bar,
         amount,
         of,
-        told(|used| percent(used.busy_percent.map(f64::from))),
-        told(|used| percent(used.sm_percent)),
-        told(power),
-        told(|used| both(used.pcie_bytes_per_second)),
-        told(|used| both(used.nvlink_bytes_per_second)),
+        reading(|used| percent(used.busy_percent.map(f64::from))),
+        reading(|used| percent(used.sm_percent)),
+        reading(power),
+        reading(|used| both(used.pcie_bytes_per_second)),
+        reading(|used| both(used.nvlink_bytes_per_second)),
         spark,
     ]
 }
@@ -210,7 +210,7 @@ pub const TITLE: Style = Style::new().add_modifier(Modifier::BOLD);
 /// The row that the cursor is on.
 pub const CURSOR: Style = Style::new().add_modifier(Modifier::REVERSED);
 
-/// What a terminal can show.
+/// The abilities of a terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Skin {
     pub utf8: bool,
@@ -218,7 +218,7 @@ pub struct Skin {
 }
 
 impl Skin {
-    /// Writes `text` into at most `width` columns. What the terminal cannot show becomes `?`.
+    /// Writes `text` into at most `width` columns. A character that the terminal cannot show becomes `?`.
     pub fn put(self, buffer: &mut Buffer, x: u16, y: u16, text: &str, width: usize, style: Style) {
         if !buffer.area.contains((x, y).into()) {
             return;
@@ -227,17 +227,17 @@ impl Skin {
         buffer.set_stringn(x, y, text.chars().map(shown).collect::<String>(), width, style);
     }
 
-    /// What needs attention.
+    /// For text that needs attention.
     pub fn warning(self) -> Style {
         if self.colour { Style::new().fg(Color::Yellow) } else { Style::new().add_modifier(Modifier::BOLD) }
     }
 
-    /// What stands in the background.
+    /// For text in the background.
     pub fn faint(self) -> Style {
         if self.colour { Style::new().add_modifier(Modifier::DIM) } else { Style::new() }
     }
 
-    /// Of what is used up to this part of 1.
+    /// For a resource that is used up to this part of 1.
     pub fn part(self, part: Option<f64>) -> Style {
         match part {
             Some(part) if self.colour && part >= 0.95 => Style::new().fg(Color::Red),
@@ -320,21 +320,21 @@ fn processes(lease: &LeaseOnDevice) -> Vec<String> {
     std::iter::once(format!("Processes on this device: {count}")).chain(lines).collect()
 }
 
-/// What would end with the container's work if its MPS server failed.
+/// The containers whose work would end with this one's if its MPS server failed.
 fn with_server(lease: &LeaseOnDevice, status: &Status) -> Vec<String> {
     let title = "If its MPS server fails".to_owned();
     let Some(daemon) = &lease.daemon else {
         return vec![title, "  it has none: a fault in another container does not end its work".to_owned()];
     };
     let is_other = |other: &&LeaseOnDevice| other.daemon.as_ref() == Some(daemon) && other.id != lease.id;
-    let mut others: Vec<String> = status.leases.iter().filter(is_other).map(called).collect();
-    others.dedup();
+    let mut names: Vec<String> = status.leases.iter().filter(is_other).map(called).collect();
+    names.dedup();
     let mut lines = vec![title, format!("  its GPU work ends (MPS daemon {})", safe(daemon))];
-    if others.is_empty() {
+    if names.is_empty() {
         lines.push("  and no other container's".to_owned());
     } else {
-        lines.push(format!("  and that of {} more:", others.len()));
-        lines.extend(others.into_iter().map(|name| format!("    {name}")));
+        lines.push(format!("  and that of {} more:", names.len()));
+        lines.extend(names.into_iter().map(|name| format!("    {name}")));
     }
     lines
 }
@@ -393,7 +393,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_matters_least_goes_first_and_what_is_left_is_used() {
+    fn the_least_important_column_goes_first_and_the_rest_gets_its_width() {
         let columns = [Column::new("A", 4, 0), Column::new("B", 6, 1), Column::new("C", 5, 2).up_to(20)];
         let fitted = |width| fit(&columns, width).0;
         assert_eq!(fitted(17), [(0, 0, 4), (1, 5, 6), (2, 12, 5)]);

@@ -1,4 +1,4 @@
-//! What `sublet top` shows, read again and again, and the last minutes of it. NVML stays open between two looks. The
+//! The data of `sublet top`, read again and again, and the last minutes of it. NVML stays open between two looks. The
 //! ledger and the inventory are parsed again when their files are replaced, the containers' names when the ledger is, or
 //! after a while.
 
@@ -35,10 +35,10 @@ pub struct Look {
 }
 
 /// A look, or why there is none.
-pub type Told = Result<Look, String>;
+pub type LookResult = Result<Look, String>;
 
 /// Looks every `interval` until `tell` returns false. A driver that is lost is looked for again.
-pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> bool) {
+pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(LookResult) -> bool) {
     let mut source = Source {
         config,
         interval,
@@ -59,7 +59,7 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> 
         match opened {
             Ok((nvml, _)) => {
                 if was_lost {
-                    // The devices may be others. Where that fails, the last inventory is shown, and what the driver
+                    // The devices may have changed. Where that fails, the last inventory is shown, and what the driver
                     // says of it.
                     drop(confirmed_inventory(config));
                 }
@@ -68,8 +68,8 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> 
                 }
             }
             Err(error) => {
-                let told = source.look(&mut |_, _| Usage::failed(error.clone()));
-                if !(source.tell)(told) {
+                let result = source.look(&mut |_, _| Usage::failed(error.clone()));
+                if !(source.tell)(result) {
                     return;
                 }
                 sleep(interval.saturating_sub(began.elapsed()).max(interval / 4));
@@ -82,7 +82,7 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(Told) -> 
 struct Source<'a> {
     config: &'a Config,
     interval: Duration,
-    tell: &'a mut dyn FnMut(Told) -> bool,
+    tell: &'a mut dyn FnMut(LookResult) -> bool,
     ledger: Kept<Ledger>,
     inventory: Kept<Inventory>,
     /// The names of the containers in one ledger, and when they were learnt.
@@ -95,9 +95,9 @@ impl Source<'_> {
     fn watch_by(&mut self, mut meter: Meter<'_>) -> bool {
         loop {
             let began = Instant::now();
-            let told = self.look(&mut |ledger, inventory| meter.read(ledger, inventory));
-            let lost = told.as_ref().is_ok_and(is_blind);
-            if !(self.tell)(told) {
+            let result = self.look(&mut |ledger, inventory| meter.read(ledger, inventory));
+            let lost = result.as_ref().is_ok_and(is_blind);
+            if !(self.tell)(result) {
                 return false;
             }
             let until = began + self.interval.max(began.elapsed() + self.interval / 4);
@@ -125,11 +125,11 @@ impl Source<'_> {
         self.ledger.get(&config.state_dir.join("ledger.json"), read).map_err(|error| error.to_string())
     }
 
-    fn look(&mut self, ask: &mut dyn FnMut(&Rc<Ledger>, &Inventory) -> Usage) -> Told {
+    fn look(&mut self, ask: &mut dyn FnMut(&Rc<Ledger>, &Inventory) -> Usage) -> LookResult {
         let config = self.config;
         if self.settled.elapsed() >= SETTLE && !is_remote(config) {
             self.settled = Instant::now();
-            // What it did shows in what is read next.
+            // Its changes show in the next read.
             drop(Local::new(config).reconcile(|_| Ok(())));
         }
         let ledger = self.read_ledger()?;
@@ -163,10 +163,10 @@ const KEPT: usize = 120;
 const MARKS: [([char; 8], char); 2] =
     [(['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'], '·'), (['_', '.', ':', '-', '=', '+', '*', '#'], ' ')];
 
-/// What a sparkline shows.
+/// The value in a sparkline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trace {
-    /// What is computed.
+    /// The load.
     Load,
     /// Memory in use.
     Memory,

@@ -1,4 +1,4 @@
-//! What is drawn at several sizes, and what keys and the mouse change.
+//! Frames of several sizes, and the effects of keys and the mouse.
 
 use std::time::{Duration, Instant};
 
@@ -69,7 +69,7 @@ fn details_have_a_picture() {
 }
 
 #[test]
-fn what_a_mode_is_is_not_cut() {
+fn a_mode_is_not_cut() {
     let mut look = look();
     (look.status.devices[0].mode, look.status.devices[0].drained) = ("time-slice", true);
     look.status.devices[1].health.state = "lost";
@@ -157,7 +157,7 @@ fn the_mouse_selects_opens_sorts_and_scrolls() {
 }
 
 #[test]
-fn what_ended_is_forgotten_and_a_failed_look_leaves_the_last_one() {
+fn ended_leases_are_forgotten_and_a_failed_look_leaves_the_last_one() {
     let mut view = seen(look());
     press(&mut view, "\r");
     view.take(Err("no ledger\u{1b}".to_owned()));

@@ -1,4 +1,4 @@
-//! What of a look is shown, and what keys and the mouse change about that. No input, no output.
+//! The view of a look, and the effects of keys and the mouse on it. No input, no output.
 
 use clap::ValueEnum;
 use crossterm::event::{
@@ -7,7 +7,7 @@ use crossterm::event::{
 use ratatui::crossterm;
 use ratatui::layout::{Position, Rect};
 
-use super::source::{History, Look, Told, Trace, lease_key};
+use super::source::{History, Look, LookResult, Trace, lease_key};
 use crate::shown::{Device, called, memory_used, order};
 use crate::status::LeaseOnDevice;
 
@@ -33,7 +33,7 @@ pub enum Pane {
     Containers,
 }
 
-/// What is below the host's line.
+/// The contents below the host's line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Body {
     #[default]
@@ -55,7 +55,7 @@ pub struct Areas {
     pub hidden: usize,
 }
 
-/// What is shown.
+/// The state of the screen or the page.
 #[derive(Debug, Default)]
 pub struct View {
     pub look: Option<Look>,
@@ -80,8 +80,8 @@ pub struct View {
 
 impl View {
     /// Takes the next look.
-    pub fn take(&mut self, told: Told) {
-        match told {
+    pub fn take(&mut self, result: LookResult) {
+        match result {
             Ok(look) => {
                 self.history.note(&look);
                 (self.look, self.error) = (Some(look), None);
@@ -95,7 +95,7 @@ impl View {
         self.look.iter().flat_map(|look| Device::all(&look.status.devices)).collect()
     }
 
-    /// What the sparklines of `pane` show.
+    /// The values in the sparklines of `pane`.
     pub fn trace(&self, pane: Pane) -> Trace {
         if (pane == Pane::Gpus) == self.turned[pane as usize] { Trace::Memory } else { Trace::Load }
     }
@@ -213,7 +213,7 @@ impl View {
         }
     }
 
-    /// Closes what is open last.
+    /// Goes back to the rows or, from there, clears the filter.
     fn escape(&mut self) {
         if self.body == Body::Rows {
             self.filter.clear();
@@ -225,7 +225,7 @@ impl View {
         if self.body != Body::Rows {
             return self.escape();
         }
-        // The cursor stays with what is shown, whatever comes before it.
+        // The cursor stays with the row that is shown, whatever comes before it.
         self.select(self.pane, self.selected(self.pane));
         if self.cursor[self.pane as usize].is_some() {
             (self.body, self.scroll) = (Body::Details, 0);

@@ -23,13 +23,13 @@ use sublet_core::text::safe;
 
 /// Five times a second the driver records one of the computing processes. For each process it reports the share of
 /// these samples since a given time (H200, driver 580; docs/evidence/2026-11-23-h200-used.md). A process that computes
-/// all the time beside others may have no sample in one second. Over five seconds the steps are 4 %.
+/// all the time beside other programs may have no sample in one second. Over five seconds the steps are 4 %.
 const SAMPLED_MICROSECONDS: u64 = 5_000_000;
 
 /// How long [`once`] waits for the driver.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// What the driver reports about all devices.
+/// The driver's report about all devices.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Usage {
     /// By UUID: GPUs and MIG devices.
@@ -46,7 +46,7 @@ impl Usage {
         Self { error: Some(error), ..Self::default() }
     }
 
-    /// What `lease` uses of `device`, a UUID.
+    /// The use that `lease` makes of `device`, a UUID.
     pub fn of_lease(&self, lease: &Lease, device: &str, ledger: &Ledger) -> LeaseUsed {
         let Some(used) = self.devices.get(device).filter(|_| !self.failures.contains_key(device)) else {
             return LeaseUsed::default();
@@ -75,11 +75,11 @@ pub struct LeaseUsed {
     pub server_sm_percent: Option<u32>,
 }
 
-/// What the driver reports about one device. Nothing is 0 because it is not known.
+/// The driver's report about one device. Nothing is 0 because it is not known.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct DeviceUse {
     pub used: DeviceUsed,
-    /// Processes with contexts; in MIG mode those of a GPU are listed under its MIG devices.
+    /// Processes with contexts; in MIG mode the processes of a GPU are listed under its MIG devices.
     pub processes: Vec<ProcessUse>,
 }
 
@@ -148,7 +148,7 @@ impl<'n> Meter<'n> {
         Self { nvml, looker: Looker::default(), before: BTreeMap::new(), supported: BTreeMap::new() }
     }
 
-    /// What every device of `inventory` is used for now.
+    /// The present use of every device of `inventory`.
     pub fn read(&mut self, ledger: &Rc<Ledger>, inventory: &Inventory) -> Usage {
         let with_processes = inventory.devices.iter().filter(|device| device.is_mig() || !device.mig_enabled);
         let uuids: BTreeSet<&str> = with_processes.map(|device| device.uuid.as_str()).collect();
@@ -201,13 +201,13 @@ impl<'n> Meter<'n> {
         Ok(found)
     }
 
-    /// What `device` did since it was asked before; `None` at first, and where there is no GPM.
+    /// The activity of `device` since it was asked before; `None` at first, and where there is no GPM.
     fn activity(&mut self, handle: &NvmlDevice<'n>, device: &Device) -> Option<DeviceUsed> {
         let now = self.sample(handle, device)?;
         let before = self.before.remove(&device.uuid);
         let now = self.before.entry(device.uuid.clone()).or_insert(now);
-        let mut told = gpm_metrics_get(handle.nvml(), &before?, now, &METRICS).ok()?.into_iter();
-        let mut next = || told.next().and_then(Result::ok).filter(|metric| metric.value.is_finite());
+        let mut metrics = gpm_metrics_get(handle.nvml(), &before?, now, &METRICS).ok()?.into_iter();
+        let mut next = || metrics.next().and_then(Result::ok).filter(|metric| metric.value.is_finite());
         let mut percents = [None; 4];
         percents.fill_with(|| next().map(|metric| metric.value));
         let mut rates = [None; 4];
@@ -251,7 +251,7 @@ fn samples(device: &NvmlDevice<'_>) -> BTreeMap<u32, u32> {
     found.into_iter().map(|sample| (sample.pid, sample.sm_util)).collect()
 }
 
-/// What is used now. In other namespaces the driver's pids are none of the ledger's.
+/// The present use. In other namespaces the driver's pids are none of the ledger's.
 pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, config: &Config) -> Usage {
     match Store::open(&config.state_dir).and_then(|store| store.is_of_here()) {
         Ok(()) => once(ledger.clone(), inventory.clone(), config.clone()).unwrap_or_else(Usage::failed),
@@ -262,18 +262,18 @@ pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, config: &Config) -
 /// Asks once. If the driver does not answer within [`LIMIT`], the result is unknown, and the thread that asks ends with
 /// the process.
 fn once(ledger: Ledger, inventory: Inventory, config: Config) -> Result<Usage, String> {
-    let (tell, told) = std::sync::mpsc::channel();
+    let (sender, answers) = std::sync::mpsc::channel();
     let ask = move || {
         let asked = probe::connect(&config)
             .map(|(nvml, _)| Meter::new(&nvml).read(&Rc::new(ledger), &inventory))
             .map_err(|error| error.to_string());
         // Nobody listens any more once the limit is over.
-        let _ = tell.send(asked);
+        let _ = sender.send(asked);
     };
     let asking = std::thread::Builder::new().name("nvml".to_owned()).spawn(ask);
     asking.map_err(|error| format!("no thread can be started: {error}"))?;
     let late = |_| Err(format!("the driver did not answer within {} s", LIMIT.as_secs()));
-    told.recv_timeout(LIMIT).unwrap_or_else(late)
+    answers.recv_timeout(LIMIT).unwrap_or_else(late)
 }
 
 impl DeviceUse {
@@ -289,7 +289,7 @@ impl DeviceUse {
     }
 }
 
-/// What the container computes itself, or what the MPS server does that it shares: the driver does not tell the clients
+/// The load of the container itself, or of the MPS server that it shares: the driver does not tell the clients
 /// of a server apart (H200, driver 580; docs/evidence/2026-11-26-h200-real.md). Neither: it is not reported, as on MIG
 /// devices.
 fn load(lease: &Lease, own: &[&ProcessUse], used: &DeviceUse, ledger: &Ledger) -> (Option<u32>, Option<u32>) {
@@ -306,7 +306,7 @@ fn load(lease: &Lease, own: &[&ProcessUse], used: &DeviceUse, ledger: &Ledger) -
     }
 }
 
-/// What the server of daemon `key` computes: it is the daemon's child.
+/// The load of the server of daemon `key`: it is the daemon's child.
 fn server(used: &DeviceUse, key: &DaemonKey, ledger: &Ledger) -> Option<u32> {
     let daemon = ledger.daemons.iter().find(|daemon| daemon.key == *key)?.process?;
     let servers = used.processes.iter().filter(|process| process.holder.is_server);
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn the_processes_of_a_container_count_and_no_others() {
+    fn only_the_processes_of_a_container_count() {
         let (ours, other) = (lease(1, GPU), lease(2, GPU));
         let all = vec![
             process(Some(&ours.id), Some(100), Some(40)),
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_does_not_report_is_unknown_and_not_0() {
+    fn values_that_the_driver_does_not_report_are_unknown_and_not_0() {
         let ours = lease(1, GPU);
         let used =
             of(&ours, vec![process(Some(&ours.id), None, None), process(Some(&ours.id), Some(1), Some(1))]);

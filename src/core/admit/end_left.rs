@@ -15,13 +15,13 @@ use crate::text::safe;
 /// Whether a process belongs to the user with this uid.
 pub type Owns<'a> = &'a dyn Fn(Process, u32) -> bool;
 
-/// For an engine's own process: `sublet serve` kills those of users.
+/// For an engine's own process: `sublet serve` kills the processes of users.
 const OWNS_NONE: Owns<'static> = &|_, _| false;
 
 /// The pause before the next attempt: a process may have started another one before it was killed.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
-/// What this process has reported already: `sublet serve` looks every two seconds, and a user may ask without end.
+/// The reports of this process: `sublet serve` looks every two seconds, and a user may ask without end.
 static REPORTED: Mutex<BTreeSet<(LeaseId, String)>> = Mutex::new(BTreeSet::new());
 
 impl Local<'_> {
@@ -71,7 +71,7 @@ impl Local<'_> {
         AdmitError::StillRunning { lease, container, left: left.to_string() }
     }
 
-    /// Kills what the container of `lease` has left now, and reports it.
+    /// Kills the processes that the container of `lease` has left now, and reports it.
     pub(super) fn kill_left(&self, lease: &Lease, ledger: &Ledger, owns: Owns<'_>) -> Vec<String> {
         let mut events = Vec::new();
         let container = safe(&lease.container.name());

@@ -19,7 +19,7 @@ use crate::text::{add_fix, add_why, safe};
 const NO_DAEMON: &str = "its MPS daemon is not available, so a process would have no limits";
 const WITHOUT_GPU: &str = "[mps] exec_without_daemon = \"no-gpu\" starts the process, without the GPU";
 
-/// What helps where a hook does not.
+/// The remedy where a hook does not help.
 const SHIM: &str = "start the container with sublet-runtime";
 
 /// Why a container is not started, or why its lease is not freed.
@@ -130,7 +130,7 @@ impl AdmitError {
         }
     }
 
-    /// Whether it depends on what the driver last reported, so that a refresh may change it.
+    /// Whether it depends on the last report of the driver, so that a refresh may change it.
     pub fn wants_refresh(&self) -> bool {
         match self {
             Self::Refused(refusal) => refusal.refresh_first,
@@ -213,7 +213,7 @@ pub fn of_mps(error: &MpsError) -> &'static str {
     }
 }
 
-/// The word for `sublet serve`. What it refuses has no word of its own on the way here: its text says why.
+/// The word for `sublet serve`. Its refusals have no word of their own on the way here: the text says why.
 pub fn of_broker(error: &BrokerError) -> &'static str {
     match error {
         BrokerError::Refused { .. } => "refused-by-service",
@@ -227,7 +227,7 @@ mod tests {
     use crate::text::in_lines;
 
     #[test]
-    fn what_holds_another_message_has_its_reasons_and_ways_out_in_one_line_each() {
+    fn a_message_with_another_in_it_has_its_reasons_and_ways_out_in_one_line_each() {
         let (device, key) = ("GPU-0".to_owned(), "GPU-0".to_owned());
         let silent = MpsError::Silent { device, key, pid: 7, kept_by: vec![] };
         let stopped = AdmitError::NoDaemon(Box::new(silent.into())).to_string();

@@ -51,7 +51,7 @@ pub fn admit_late(
     admitted.inspect_err(|error| Leases::of(config).record_refusal(container, error))
 }
 
-/// The hook's arguments must agree with what all entry points read in config.json.
+/// The hook's arguments must agree with the spec that all entry points read.
 fn check_cdi_arguments(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
     if by_cdi.is_none() || find_cdi_device(spec)?.as_ref() == by_cdi {
         return Ok(());
@@ -172,7 +172,7 @@ pub fn find_ended_lease(container: &Container, config: &Config) -> Result<Option
 }
 
 /// If the first thread of its first process runs, this is a later container with the same name. A runtime takes the end of
-/// that thread for the container's, whatever others do.
+/// that thread for the container's, whatever its other threads do.
 fn find_ended<'l>(ledger: &'l Ledger, container: &Container) -> Option<&'l Lease> {
     let has_ended = |lease: &Lease| lease.init.as_ref().is_some_and(|init| !init.process.has_first_thread());
     ledger.leases.iter().find(|lease| is_same_container(&lease.container, container) && has_ended(lease))
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hook_of_a_cdi_device_serves_what_config_json_says_and_nothing_else() {
+    fn a_hook_of_a_cdi_device_serves_only_the_share_in_config_json() {
         let asked = |share: &str| Asked { share: share.to_owned(), device: "GPU-a".to_owned() };
         let small = asked("small");
         let hook = json!({"path": "/sublet-hook", "args": small.arguments(crate::oci::cdi::STAGE)});

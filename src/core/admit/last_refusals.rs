@@ -1,4 +1,4 @@
-//! The last refusals, for `sublet status --last-error`. Engines do not always show what a hook printed.
+//! The last refusals, for `sublet status --last-error`. Engines do not always show the output of a hook.
 
 use std::path::PathBuf;
 
@@ -20,13 +20,13 @@ const LARGEST: u64 = 4 << 20;
 /// How many are kept.
 const KEPT: usize = 32;
 
-/// How many of these may be of one user without root, so that no user can displace the records of others.
+/// How many of these may be of one user without root, so that no user can displace the records of another.
 const KEPT_OF_ONE: usize = 8;
 
 /// Longest reason of a user's that is kept, in characters.
 const LONGEST: usize = 2000;
 
-/// How many devices are kept of one: those of eight GPUs in MIG mode.
+/// How many devices are kept of one: as many as eight GPUs in MIG mode have.
 pub(super) const MOST_CANDIDATES: usize = 64;
 
 /// A container that was not started, or one that was started with a warning about its image.
@@ -40,7 +40,7 @@ pub struct RefusalRecord {
     pub reason: String,
     /// The container's user.
     pub uid: u32,
-    /// It was started: the reason is a warning. Engines do not show those of a start that succeeds.
+    /// It was started: the reason is a warning. Engines do not show warnings of a start that succeeds.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub started: bool,
     /// Each device that could have served it, and why it did not.
@@ -81,8 +81,8 @@ fn add(uid: u32, container_id: &str, word: &str, said: (String, Vec<String>), co
     store(uid, container_id, said, false, config);
 }
 
-/// Records the warnings of a started container as events, because engines do not show those of their runtime. Keeps those
-/// `of_image`, too; of equal warnings, the last one.
+/// Records the warnings of a started container as events, because engines do not show warnings of their runtime. Keeps the
+/// ones `of_image`, too; of equal warnings, the last one.
 pub(super) fn record_warnings(lease: &Lease, warnings: &[String], of_image: &[String], config: &Config) {
     let (name, uid) = (lease.container.name(), lease.container.uid);
     let event = |text: &String| Event {
@@ -113,7 +113,7 @@ fn store(uid: u32, container_id: &str, said: (String, Vec<String>), started: boo
     }
 }
 
-/// Drops the oldest records, first those of `uid` beyond its quota.
+/// Drops the oldest records, first the records of `uid` beyond its quota.
 fn thin_out(all: &mut Vec<RefusalRecord>, uid: u32) {
     let of_one = all.iter().filter(|record| record.uid == uid).count();
     let mut surplus = if uid == 0 { 0 } else { of_one.saturating_sub(KEPT_OF_ONE) };

@@ -1,4 +1,4 @@
-//! Leases whose state is on this host's disk: changes and frees them, and adjusts what depends on them:
+//! Leases whose state is on this host's disk: changes and frees them, and adjusts everything that depends on them:
 //! MPS daemons, mount points, MIG instances. Also removes mount points that were left by a container whose lease is already
 //! freed, or that never started.
 
@@ -36,13 +36,13 @@ pub struct PutOff {
 #[derive(Clone, Copy)]
 pub struct Local<'a> {
     pub(super) config: &'a Config,
-    /// Where MIG instances are not created and destroyed here, however long the driver takes, but by another thread: what it
-    /// has to do.
+    /// Where MIG instances are not created and destroyed here, however long the driver takes, but by another thread: its
+    /// orders.
     pub(super) put_off: Option<&'a Cell<PutOff>>,
     pub(super) lowering: Lowering,
 }
 
-/// What [`Local::reconcile`] found and did.
+/// The findings and changes of [`Local::reconcile`].
 #[derive(Debug)]
 pub struct Reconciled {
     /// Leases whose containers were gone.
@@ -166,7 +166,7 @@ impl<'a> Local<'a> {
         true
     }
 
-    /// Destroys dynamic instances that no lease needs any more. The next command tries again what cannot be destroyed now.
+    /// Destroys dynamic instances that no lease needs any more. The next command tries again with the rest.
     pub fn destroy_unneeded(&self, store: &Store) {
         let has_unneeded = store.read().is_ok_and(|ledger| ledger.has_unneeded());
         if !has_unneeded || self.puts_off(|put_off| put_off.clear = true) {
@@ -187,8 +187,8 @@ impl<'a> Local<'a> {
         deleter: Option<Process>,
     ) -> Result<Option<LeaseId>, AdmitError> {
         let store = self.store()?;
-        // This is read in any namespace, because containers without a share must not fail. For others the change below
-        // is refused.
+        // This is read in any namespace, because containers without a share must not fail. With a share, the change below is
+        // refused.
         let ledger = store.peek().or_else(|_| read(&store))?;
         let Some(lease) = ledger.find_by_record(uid, id, record) else {
             self.clear_pending(&ledger, &store);
@@ -198,7 +198,7 @@ impl<'a> Local<'a> {
         // In other namespaces the container may only seem to have ended.
         let cleared = ledger.is_of_here().then(|| clear_before_freeing(lease, &store, false));
         let (cleared, has_ended) = cleared.unwrap_or_default();
-        // What the lease had left, and was removed already, is forgotten. That its container has ended need not be seen twice.
+        // Leftovers of the lease that were removed already are forgotten. That its container has ended need not be seen twice.
         let scan = if has_ended { Scan::None } else { Scan::Brief };
         let ((marked, gone), mut freed) = store.change_with_scan(scan, |ledger| {
             let gone = if has_ended { ledger.remove(lease) } else { None };

@@ -1,5 +1,5 @@
-//! Which leases an entry point is about: those on this host's disk, which this process changes itself ([`Local`]), or
-//! those of `sublet serve`, which is asked to do so ([`super::remote`]).
+//! Which leases an entry point is about: leases on this host's disk, which this process changes itself ([`Local`]), or
+//! leases of `sublet serve`, which is asked to do so ([`super::remote`]).
 //!
 //! Then admission if the state is on this host's disk: takes the lease, edits the spec and makes the MPS daemon ready. Also the
 //! service's side of it: users describe their containers, and only they may change their leases.
@@ -79,7 +79,7 @@ impl<'a> Leases<'a> {
     ) -> Result<Admission, AdmitError> {
         let container = &candidate.container;
         let checked = oci::check_mount_namespace(spec).map_err(AdmitError::from);
-        // It can see what another entry point has mounted.
+        // It can see the mounts of another entry point.
         let state_dir = &self.local.config.state_dir;
         let checked = checked.and_then(|()| Ok(oci::check_uncovered(spec, &container.rootfs, state_dir)?));
         let admitted = checked.and_then(|()| match &self.remote {
@@ -105,7 +105,7 @@ impl<'a> Leases<'a> {
     }
 
     /// Removes the leftovers of an ended container of a rootless user whose annotation has the lease `record`, whichever
-    /// process has freed the lease. Those of root's containers are removed when their lease is freed.
+    /// process has freed the lease. Leftovers of root's containers are removed when their lease is freed.
     pub fn clear_after(&self, record: &str) {
         if let (Some(remote), Some(lease)) = (&self.remote, Lease::from_annotation(record)) {
             remote.clear_after(&lease);
@@ -323,7 +323,7 @@ impl Local<'_> {
         self.free_for(uid, lease)
     }
 
-    /// Frees `lease` of `uid` if none of its processes is left. Returns what the user has to remove. A lease that is
+    /// Frees `lease` of `uid` if none of its processes is left. Returns the files that the user has to remove. A lease that is
     /// not in the ledger is no error, because an end may be reported twice.
     ///
     /// # Errors
@@ -341,11 +341,11 @@ impl Local<'_> {
         self.free(lease, &store)?;
         let rootfs = &held.container.rootfs;
         // Other containers may share its root filesystem or volumes.
-        let others = || ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(uid));
-        if others().any(|other| other.container.rootfs == *rootfs) {
+        let beside = || ledger.leases.iter().filter(|other| other.id != held.id && other.is_believed_by(uid));
+        if beside().any(|other| other.container.rootfs == *rootfs) {
             return Ok(None);
         }
-        let used: Vec<u64> = others().flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
+        let used: Vec<u64> = beside().flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
         let volumes = held.volumes_with_files().into_iter();
         Ok(Some(Leftover {
             bundle: held.container.bundle.clone(),

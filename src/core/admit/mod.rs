@@ -5,7 +5,7 @@
 //! because a lease is on disk before anything that depends on it exists.
 //!
 //! In a rootless engine, which may not change the state, each of them asks `sublet serve` instead. Here it only
-//! does what concerns the container itself: reading its root filesystem, editing its spec.
+//! does the part that concerns the container itself: reading its root filesystem, editing its spec.
 //!
 //! Taking a lease may last as long as `sublet.wait` says. If the engine that asked for the container has ended meanwhile
 //! ([`Engine`]), the container must not be created, because nothing would end it.
@@ -121,7 +121,7 @@ fn refresh_if_stale(
     }
 }
 
-/// The `loaded` inventory. While a MIG layout changes, the instances of its GPUs may be others than those in it: these GPUs
+/// The `loaded` inventory. While a MIG layout changes, the instances of its GPUs may differ from the ones in it: these GPUs
 /// take no lease, and a lease that is taken after the change needs a newer inventory ([`crate::ledger::MigChanges::count`]).
 fn check_layout(
     loaded: Result<Inventory, InventoryError>,
@@ -144,7 +144,7 @@ pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     if !mig || inventory::is_watched(config) || is_remote(config) { Ok(inventory) } else { refresh(config) }
 }
 
-/// Runs `sublet refresh` by absolute path with a clean environment, and reads what it wrote.
+/// Runs `sublet refresh` by absolute path with a clean environment, and reads the result.
 pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
     let began = Instant::now();
     loop {
@@ -229,7 +229,7 @@ mod engine_tests {
         if !program.exists() {
             std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         }
-        // The standard library hands down what becomes standard input.
+        // The standard library hands down the file that becomes standard input.
         let mut command = Command::new(program);
         command.arg("60").env("_OCI_SYNCPIPE", "0").stdin(pipe);
         command.spawn().unwrap()

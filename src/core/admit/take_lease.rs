@@ -67,7 +67,7 @@ impl Taken {
 pub(super) enum Terms<'a> {
     /// Root's, by reading the root filesystem of this spec.
     OfSpec(&'a Value),
-    /// Those of a user who asks `sublet serve`, by the user's policy. The image is as they report it, which affects only their
+    /// Of a user who asks `sublet serve`, by the user's policy. The image is as they report it, which affects only their
     /// own container.
     Reported(&'a Image, Option<PolicyLimit<'a>>),
     /// Root's, for the programs of a job, of which the second is the first process that needs a share. There is no image.
@@ -338,7 +338,7 @@ impl Search<'_> {
         local.clean_up(&freed, store);
         let (lease, placement, conflicting_daemons, to_be_cleared) = booked?;
         if to_be_cleared {
-            // From now on the lease keeps others from removing files there.
+            // From now on the lease keeps other processes from removing files there.
             if let Err(error) = store.clearing() {
                 tracing::warn!("clearing.lock: {error}: files of an earlier container may still be removed");
             }
@@ -389,12 +389,12 @@ impl Search<'_> {
 /// be one of an earlier container, which may be removed before this one is created.
 fn own_mount_points(image: &Image, rootfs: &Path, ledger: &Ledger) -> Vec<PathBuf> {
     let made = ledger.filter_mount_points(rootfs, &image.empty);
-    let others: Vec<&PathBuf> = image.empty.iter().filter(|path| !made.contains(path)).collect();
-    let gone = if others.is_empty() { Vec::new() } else { oci::filter_missing(rootfs, &others) };
+    let foreign: Vec<&PathBuf> = image.empty.iter().filter(|path| !made.contains(path)).collect();
+    let gone = if foreign.is_empty() { Vec::new() } else { oci::filter_missing(rootfs, &foreign) };
     image.created.iter().chain(made).chain(gone).cloned().collect()
 }
 
-/// Books in `ledger`, which is not written, what a container would get as this lease.
+/// Books in `ledger`, which is not written, the placement of a container as this lease.
 pub fn book_for(of: (&LeaseId, &Container), placement: &Placement, ledger: &mut Ledger, config: &Config) {
     let nobody = Process { pid: 0, start_time: 0 };
     ledger.leases.push(lease_for(of.1, nobody, placement, &Image::default(), of.0.clone(), config));

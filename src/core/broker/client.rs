@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_to_do_where_nobody_listens() {
+    fn names_the_remedy_where_nobody_listens() {
         let dir = tempfile::tempdir().unwrap();
         let error = Broker::new(&config(&dir)).ask(&Ask::Status).unwrap_err().to_string();
         let socket = dir.path().join("sublet.sock");

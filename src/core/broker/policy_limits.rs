@@ -119,7 +119,7 @@ impl PolicyLimit<'_> {
         ledger.leases.iter().filter(own).collect()
     }
 
-    /// What the user may still take in addition to their leases in `ledger`.
+    /// The room that the user has in addition to their leases in `ledger`.
     pub fn left(&self, ledger: &Ledger) -> Left {
         let held = self.held(ledger);
         let (sm, memory_bytes) = self.room(ledger);
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_capped_is_free() {
+    fn a_share_without_a_cap_is_free() {
         let any = PolicyRule { user: Some("a".into()), ..PolicyRule::default() };
         assert_eq!(check(&any, &placement(Mode::Exclusive, None, None)), Ok(()));
     }
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mode_that_is_not_allowed_is_told_before_any_device_is_looked_at() {
+    fn a_mode_that_is_not_allowed_is_refused_before_any_device_is_examined() {
         let rule = PolicyRule { modes: Some(vec![Mode::Mps, Mode::Mig]), ..PolicyRule::default() };
         let limit = PolicyLimit { uid: 1000, rule: &rule };
         let asked = |mode, config: &Config| {
@@ -319,9 +319,12 @@ mod tests {
                 .map_err(|why| why.to_string())
         };
         let open = Config::default();
-        let told = asked(Some(Mode::TimeSlice), &open).unwrap_err();
-        assert!(told.starts_with("your policy allows mps, mig, and this is time-slice; fix: "), "{told}");
-        assert_eq!(asked(None, &open), Err(told), "the default mode is time-slice");
+        let refusal = asked(Some(Mode::TimeSlice), &open).unwrap_err();
+        assert!(
+            refusal.starts_with("your policy allows mps, mig, and this is time-slice; fix: "),
+            "{refusal}"
+        );
+        assert_eq!(asked(None, &open), Err(refusal), "the default mode is time-slice");
         assert_eq!(asked(Some(Mode::Mps), &open), Ok(()));
         let uses = crate::place::tests::rule("0", Mode::Mps);
         assert_eq!(asked(None, &uses), Ok(()), "the device decides");
@@ -341,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mig_device_alone_counts_as_what_it_is() {
+    fn a_mig_device_alone_counts_with_its_own_size() {
         let rule = PolicyRule {
             sm: Some(Percent::from_thousandths(50_000)),
             memory: Some(10 << 30),

@@ -270,7 +270,7 @@ pub struct Placement {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Policy {
-    /// The fullest device that fits, so that large shares remain possible on the others.
+    /// The fullest device that fits, so that large shares remain possible on the other devices.
     #[default]
     Binpack,
     /// The emptiest device, so that containers have few neighbours.
@@ -339,7 +339,7 @@ pub struct Grant {
     pub nvidia_visible_devices: Option<VisibleDevices>,
     /// Variables of frameworks: name → template with `${SUBLET_…}`. They never replace the user's value.
     pub env: BTreeMap<String, String>,
-    /// Whether a container is told how many other leases are on its devices when it starts.
+    /// Whether a container is given the number of other leases on its devices when it starts.
     pub tell_neighbours: bool,
 }
 

@@ -55,8 +55,8 @@ pub struct Known {
     pub service: Option<String>,
     /// `PROJECT/SERVICE` of Compose, or `NAMESPACE/POD`; empty if it is part of neither.
     pub part_of: String,
-    /// What is to be said of its labels, if some are meant as annotations.
-    pub labels_told: Option<String>,
+    /// A warning of its labels, if some are meant as annotations.
+    pub warning: Option<String>,
 }
 
 impl Containers {

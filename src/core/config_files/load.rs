@@ -68,7 +68,7 @@ pub fn each(files: &[PathBuf]) -> Result<Vec<OneFile>, ConfigError> {
 }
 
 /// The text of the files that [`load`] reads, read once by a program that may need all of it; `None`: not all can be read,
-/// and those who ask are told why.
+/// and those who ask get the reason.
 pub struct ConfigFiles(Option<Vec<File>>);
 
 impl ConfigFiles {
@@ -197,7 +197,7 @@ pub fn of_text(text: &str) -> (Result<Config, ConfigError>, Result<Runtime, Conf
     (merge(&parsed), merge_runtime(&parsed))
 }
 
-/// A file, what of it could be parsed, and why not all of it.
+/// A file, the part of it that could be parsed, and why not all of it.
 struct Parsed<'f> {
     file: &'f File,
     table: DeTable<'f>,
@@ -461,7 +461,7 @@ fn check_policy(index: usize, rule: &PolicyRule) -> Checked {
     require(fits, &["policy", &index, "devices"], help)
 }
 
-/// A named share must be a valid request by itself. The container may add what `[limits] require` demands.
+/// A named share must be a valid request by itself. The container may add the limits that `[limits] require` demands.
 fn check_share(name: &str, config: &Config) -> Checked {
     let word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let fits = name.chars().all(word) && name.starts_with(|c: char| c.is_ascii_alphanumeric());

@@ -52,7 +52,7 @@ fn the_shipped_file_says_the_defaults() {
     let defaults = [with_defaults, examples].join("\n").lines().filter(unset).collect::<Vec<_>>().join("\n");
     assert_eq!(one(&defaults), Config::default());
     assert_eq!(one(include_str!("../../../config/config.toml")), Config::default());
-    // The examples set what their comments say.
+    // The examples set the values that their comments name.
     assert_eq!(
         parsed.device,
         [DeviceRule {
@@ -125,7 +125,7 @@ fn how_long_daemons_wait() {
 }
 
 #[test]
-fn what_is_shown_can_be_read_again() {
+fn a_shown_configuration_can_be_read_again() {
     let config = one(
         "state_dir = \"/run/x\"\n[defaults]\nwait = \"1500ms\"\n[limits]\nreserve = \"1GiB\"\nrequire = [\"sm\"]\n\
          [runtime]\nlog = \"/l\"\n[[device]]\nmatch = 0\nuse = \"mps\"\n[share.a]\nsm = 12.5\n[grant.env]\nA = \"b\"\n",
@@ -283,7 +283,7 @@ fn shares_that_make_no_request() {
 }
 
 #[test]
-fn policies_of_all_files_are_kept_and_say_what_is_wrong() {
+fn policies_of_all_files_are_kept_and_their_faults_are_named() {
     let files = [
         file("/a", "[[policy]]\nuser = \"*\"\nleases = 1\n"),
         file(
@@ -352,7 +352,7 @@ fn the_strongest_runtime_counts() {
 }
 
 #[test]
-fn what_cannot_be_read_is_named() {
+fn a_file_that_cannot_be_read_is_named() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("x.toml");
     let message = read(&[missing]).err().unwrap().to_string();

@@ -47,7 +47,7 @@ pub fn position(text: &str, offset: usize) -> (usize, usize) {
     (before.matches('\n').count() + 1, before[line_start..].chars().count() + 1)
 }
 
-/// The fault in `text`, on one line: the key and what its value must be, or the nearest spelling of an unknown
+/// The fault in `text`, on one line: the key and the value that it demands, or the nearest spelling of an unknown
 /// word.
 pub fn explain(text: &str, error: &toml::de::Error) -> String {
     let (document, _) = DeTable::parse_recoverable(text);
@@ -71,7 +71,7 @@ fn key_at(table: &DeTable<'_>, offset: usize) -> Option<String> {
     table.iter().find_map(|(name, value)| key_in(name.get_ref(), value, offset))
 }
 
-/// [`key_at`] for `value`, which is called `name`, and what is in it.
+/// [`key_at`] for `value`, which is called `name`, and the values in it.
 fn key_in(name: &str, value: &toml::Spanned<DeValue<'_>>, offset: usize) -> Option<String> {
     if value.span().start == offset {
         return Some(name.to_owned());

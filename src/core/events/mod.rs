@@ -175,7 +175,7 @@ pub const JOURNAL_FIELD: &str = "SUBLET_EVENT";
 /// Of all entries with an event.
 pub const JOURNAL_IDENTIFIER: &str = "sublet-events";
 
-/// The ledger of other state directories, such as those of tests, is not the system's.
+/// The ledger of other state directories, such as of tests, is not the system's.
 const SYSTEMS: &str = "/run/sublet";
 
 /// Whether events of the ledger in `state_dir` are in the system's journal. Only root's entries count, because every
@@ -225,7 +225,7 @@ const FULL_RING: u64 = 256 << 10;
 /// Far more than a file ever has: the last write may be long.
 const LARGEST_RING: u64 = 4 << 20;
 
-/// Appends `lines` with one write(2), so that those of two writers do not mix.
+/// Appends `lines` with one write(2), so that lines of two writers do not mix.
 fn append_to_ring(state_dir: &Path, lines: &[String]) -> io::Result<()> {
     if lines.is_empty() {
         return Ok(());
@@ -288,7 +288,7 @@ mod journal_tests {
     use super::*;
 
     #[test]
-    fn an_event_is_one_datagram_and_what_is_not_taken_is_left() {
+    fn an_event_is_one_datagram_and_events_that_are_not_taken_are_left() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let event = Event { text: "no\nplace".into(), ..Event::now(Kind::Refused) };
@@ -381,7 +381,7 @@ mod ring_tests {
     }
 
     #[test]
-    fn a_file_that_others_may_write_is_not_read_and_a_link_is_not_written() {
+    fn a_file_that_everyone_may_write_is_not_read_and_a_link_is_not_written() {
         let dir = tempfile::tempdir().unwrap();
         add(dir.path(), &[event(1)]);
         let path = dir.path().join("events.jsonl");

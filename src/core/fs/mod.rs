@@ -162,7 +162,7 @@ pub(crate) fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
 }
 
-/// What was read of a file; `None` if there is no such file.
+/// The bytes that were read of a file; `None` if there is no such file.
 pub fn unless_absent<T>(read: io::Result<T>) -> io::Result<Option<T>> {
     match read {
         Err(error) if is_absent(&error) => Ok(None),
@@ -170,7 +170,7 @@ pub fn unless_absent<T>(read: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-/// The rest of `file`, which has `length` bytes by its metadata (0: it does not say): what is as long as that has been read
+/// The rest of `file`, which has `length` bytes by its metadata (0: it does not say): a file as long as that has been read
 /// whole. Of more than `most` bytes at least one more is read.
 ///
 /// # Errors
@@ -406,7 +406,7 @@ fn can_be_swapped(dir: &Metadata) -> bool {
     !is_trusted_owner(dir.uid()) || dir.mode() & 0o022 != 0 && dir.mode() & 0o1000 == 0
 }
 
-/// Whether files of `uid` are trusted: those of root and of this user.
+/// Whether files of `uid` are trusted: files of root and of this user are.
 pub(crate) fn is_trusted_owner(uid: u32) -> bool {
     uid == 0 || uid == effective_user()
 }

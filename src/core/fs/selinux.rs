@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::is_selinux_enforcing;
 
-/// The package with the module, and what to do if there is none.
+/// The package with the module, and the remedy if there is none.
 pub const FIX: &str = "install the package sublet-selinux (semodule -i /usr/share/selinux/packages/sublet.pp \
                               && restorecon -R /run/sublet)";
 
@@ -65,7 +65,7 @@ fn parse_answer(answer: &str, permission: &str) -> Option<bool> {
     Some(bits(0)? & bit != 0 || bits(5)? & 1 != 0)
 }
 
-/// `error`, with a remedy if this host's policy refused an engine what its shim or hook needs. Nothing else refuses
+/// `error`, with a remedy if this host's policy refused an engine an access that its shim or hook needs. Nothing else refuses
 /// root.
 pub fn explain(error: io::Error) -> io::Error {
     let refused = error.kind() == io::ErrorKind::PermissionDenied && nix::unistd::geteuid().is_root();

@@ -9,7 +9,7 @@ mod looked_for_tests {
 
     use super::*;
 
-    /// What is found if the kernel gives these errors one after the other (0: none), and how often it was asked.
+    /// The result if the kernel gives these errors one after the other (0: none), and how often it was asked.
     fn asked(errors: &[i32]) -> (Option<()>, usize) {
         let left = RefCell::new(errors.iter());
         let ask = || match left.borrow_mut().next() {
@@ -99,7 +99,7 @@ mod atomic_tests {
     }
 
     #[test]
-    fn what_cannot_be_settled_is_not_in_place() {
+    fn a_file_that_cannot_be_synced_is_not_in_place() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("daemon.json");
         fs::write(&path, "old").unwrap();
@@ -112,7 +112,7 @@ mod atomic_tests {
     }
 
     #[test]
-    fn sweeps_what_the_dead_left_and_nothing_else() {
+    fn sweeps_only_files_of_dead_processes() {
         let dir = tempfile::tempdir().unwrap();
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
@@ -170,7 +170,7 @@ mod trusted_tests {
     }
 
     #[test]
-    fn a_directory_that_others_could_exchange_is_not_trusted() {
+    fn a_directory_that_another_user_could_exchange_is_not_trusted() {
         let dir = tempfile::tempdir().unwrap();
         let (above, state) = (dir.path().join("a"), dir.path().join("a/sublet"));
         make_trusted_directory(&state).unwrap();
@@ -229,7 +229,7 @@ mod trusted_tests {
     }
 
     #[test]
-    fn what_a_umask_closed_is_opened() {
+    fn a_directory_that_a_umask_closed_is_opened() {
         let dir = tempfile::tempdir().unwrap();
         let state = dir.path().join("a/b");
         make_trusted_directory(&state).unwrap();
@@ -264,7 +264,7 @@ mod trusted_tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_put_aside() {
+    fn a_history_that_is_not_understood_is_put_aside() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("h.json");
         let history = || read_history::<Vec<u32>>(&path, 99);
@@ -279,7 +279,7 @@ mod trusted_tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_not_begun_anew() {
+    fn a_history_that_cannot_be_read_is_not_begun_anew() {
         let dir = tempfile::tempdir().unwrap();
         let unreadable = dir.path().join("x".repeat(300));
         assert!(read_history::<Vec<u32>>(&unreadable, 99).is_err());

@@ -207,8 +207,8 @@ fn mps_mounts(lease: &Lease, image: &Image, config: &Config) -> Vec<Mount> {
 
 /// The directories in /proc of GPUs that the container does not have.
 fn masked_paths(devices: &[&Device], inventory: &Inventory) -> Vec<PathBuf> {
-    let others = inventory.gpus().filter(|other| devices.iter().all(|own| own.gpu() != other.uuid));
-    others.map(|other| Path::new("/proc/driver/nvidia/gpus").join(&other.bus_id)).collect()
+    let other_gpus = inventory.gpus().filter(|other| devices.iter().all(|own| own.gpu() != other.uuid));
+    other_gpus.map(|other| Path::new("/proc/driver/nvidia/gpus").join(&other.bus_id)).collect()
 }
 
 fn warnings(placement: &Placement, image: &Image, inventory: &Inventory, config: &Config) -> Vec<String> {

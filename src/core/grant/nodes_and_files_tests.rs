@@ -157,7 +157,7 @@ fn without_uvm_there_is_no_node_and_a_warning() {
 }
 
 #[test]
-fn graphics_alone_brings_what_its_libraries_load() {
+fn graphics_alone_brings_the_files_that_its_libraries_load() {
     let mut inventory = inventory();
     let library = |soname: &str, also: &[&str]| DriverFile {
         source: format!("/host/{soname}").into(),

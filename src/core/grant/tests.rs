@@ -1,4 +1,4 @@
-//! Tests of the environment of a grant, and the values with which the others begin.
+//! Tests of the environment of a grant, and the values with which the other tests begin.
 
 use super::*;
 #[path = "../../../tests/harness/src/frameworks.rs"]
@@ -288,17 +288,17 @@ fn devices_by_ordinal_by_uuid_and_of_mig() {
 }
 
 #[test]
-fn neighbours_are_told_where_the_configuration_says_so() {
-    let told = |config: &Config| {
+fn the_environment_has_the_neighbours_if_the_configuration_says_so() {
+    let neighbours = |config: &Config| {
         set(&lease(), config)
             .into_iter()
             .filter(|entry| entry.starts_with("SUBLET_NEIGH"))
             .collect::<Vec<_>>()
     };
     let mut config = Config::default();
-    assert_eq!(told(&config), [""; 0]);
+    assert_eq!(neighbours(&config), [""; 0]);
     config.grant.tell_neighbours = true;
-    assert_eq!(told(&config), ["SUBLET_NEIGHBOURS=2"]);
+    assert_eq!(neighbours(&config), ["SUBLET_NEIGHBOURS=2"]);
 }
 
 #[test]
@@ -330,7 +330,7 @@ fn templates_are_filled_or_left_out() {
 }
 
 #[test]
-fn jax_is_told_by_default() {
+fn jax_gets_its_fraction_of_memory_by_default() {
     let default = environment(&lease(), &inventory(), &Config::default()).default;
     assert_eq!(default, [("XLA_PYTHON_CLIENT_MEM_FRACTION".to_owned(), "0.056".to_owned())]);
 }
@@ -343,7 +343,7 @@ fn given(own: &[&str], lease: &Lease, config: &Config) -> Vec<String> {
 }
 
 #[test]
-fn no_framework_refuses_what_a_container_is_given() {
+fn no_framework_refuses_the_variables_of_a_container() {
     let both = |value: &str| {
         let names = ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"];
         let mut config = Config::default();
@@ -376,7 +376,7 @@ fn no_framework_refuses_what_a_container_is_given() {
 }
 
 #[test]
-fn exec_is_told_the_same_as_the_first_process() {
+fn exec_gets_the_environment_of_the_first_process() {
     let lease = Lease { library_dir: Some("/usr/lib64".into()), ..lease() };
     let image = Image { library_dir: Some("/usr/lib64".into()), ..Image::default() };
     let grant = granted(&lease, &[Capability::Compute], &image, &Config::default());

@@ -49,7 +49,7 @@ pub enum InventoryError {
     /// The system has changed since it was written.
     #[error("{} is out of date: {changed}; run `sublet refresh`", .path.display())]
     Stale { path: PathBuf, changed: String },
-    /// Its content is not what `sublet refresh` writes.
+    /// Its content is not of the form that `sublet refresh` writes.
     #[error("{} is corrupt ({why}); run `sublet refresh`", .path.display())]
     Corrupt { path: PathBuf, why: String },
     /// Another user could have written it, so it is not read.
@@ -425,7 +425,7 @@ pub(crate) fn is_watched(config: &Config) -> bool {
     is_recent(&String::from_utf8_lossy(&word), process::read_boot_id().unwrap_or_default(), uptime_seconds())
 }
 
-/// Confirms that its MIG devices were those of NVML at `since`, in seconds since boot.
+/// Confirms that its MIG devices were the ones of NVML at `since`, in seconds since boot.
 pub fn watch(config: &Config, since: u64) -> io::Result<()> {
     let record = format!("{} {since}\n", process::read_boot_id().unwrap_or_default());
     replace(&watched_file(config), record.as_bytes(), 0o644)

@@ -63,7 +63,7 @@ fn rewrite(config: &Config, change: impl FnOnce(&mut Inventory)) {
 }
 
 #[test]
-fn what_was_stored_is_loaded() {
+fn a_stored_inventory_is_loaded() {
     let (_root, config) = stored();
     assert_eq!(load(&config).unwrap(), inventory(&config));
     let mode = fs::metadata(config.state_dir.join("inventory.json")).unwrap().mode();
@@ -220,7 +220,7 @@ fn a_link_is_not_followed_and_replaced_by_storing() {
 }
 
 #[test]
-fn a_file_others_may_write_is_not_believed() {
+fn a_file_that_everyone_may_write_is_not_believed() {
     let (_root, config) = stored();
     let path = config.state_dir.join("inventory.json");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();

@@ -1,5 +1,5 @@
-//! Device nodes of the driver: which there should be, and making those of MIG instances. Majors are from /proc/devices; DRI nodes
-//! belong to a GPU.
+//! Device nodes of the driver: which there should be, and making the ones of MIG instances. Majors are from /proc/devices; DRI
+//! nodes belong to a GPU.
 //!
 //! The nodes below /dev/nvidia-caps give access to a MIG instance; missing ones are created.
 //! `/proc/driver/nvidia-caps/mig-minors` has a line `NAME MINOR` for each, by the GPU's device minor:
@@ -147,12 +147,12 @@ pub fn instance_nodes(
     let minors = read(root, MINORS)?;
     let find = |name: String| {
         let node = cap_node(&minors, &name, major).ok_or_else(|| format!("{MINORS} has no line {name}"))?;
-        let told = file_of(&name);
-        match value(&read(root, &told)?, "DeviceFileMinor") {
+        let file = file_of(&name);
+        match value(&read(root, &file)?, "DeviceFileMinor") {
             Some(minor) if minor == node.minor => Ok(node),
             other => {
                 let other = other.map_or_else(|| "none".to_owned(), |minor| minor.to_string());
-                Err(format!("{MINORS} has minor {} for {name}, but {told} has {other}", node.minor))
+                Err(format!("{MINORS} has minor {} for {name}, but {file} has {other}", node.minor))
             }
         }
     };
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_node_comes_with_what_makes_it() {
+    fn a_missing_node_comes_with_the_command_that_makes_it() {
         let root = Root::new();
         let cases = [
             ("/dev/nvidia3", "is missing; run `nvidia-modprobe -c 3`"),
@@ -305,7 +305,7 @@ mod device_majors_tests {
     }
 
     #[test]
-    fn what_cannot_be_examined_is_not_left_out() {
+    fn a_node_that_cannot_be_examined_is_an_error() {
         let root = super::super::fixture::Root::new();
         root.file("/sys/bus/pci/devices/0000:3b:00.0/drm/card1/dev", "");
         // ELOOP stands for every error but absence.
@@ -345,7 +345,7 @@ mod mig_nodes_tests {
     }
 
     #[test]
-    fn what_the_driver_does_not_tell_or_tells_twice_is_no_node() {
+    fn a_minor_that_is_missing_or_contradicted_is_an_error() {
         let why = |root: &Root, gpu, gi, ci| instance_nodes(root.path(), Some(241), gpu, gi, ci).unwrap_err();
         assert_eq!(
             why(&root(167), 1, 3, 0),

@@ -50,7 +50,7 @@ pub struct MpsPrograms {
     /// `nvidia-cuda-mps-server`, of the same installation if one has both.
     pub server: Option<PathBuf>,
     /// Other files with these names.
-    pub others: Vec<PathBuf>,
+    pub unused: Vec<PathBuf>,
 }
 
 /// Which MPS programs are missing, and where they were looked for.
@@ -104,9 +104,9 @@ impl MpsPrograms {
         let (control, server) = (taken(&controls), taken(&servers));
         let real = |path: &PathBuf| fs::canonicalize(path).ok();
         let known: Vec<_> = control.iter().chain(&server).filter_map(real).collect();
-        let others = controls.into_iter().chain(servers).flatten();
-        let others = others.filter(|path| !real(path).is_some_and(|path| known.contains(&path))).collect();
-        Self { control, server, others }
+        let unused = controls.into_iter().chain(servers).flatten();
+        let unused = unused.filter(|path| !real(path).is_some_and(|path| known.contains(&path))).collect();
+        Self { control, server, unused }
     }
 
     /// Both programs.
@@ -211,8 +211,8 @@ mod tests {
     fn found(root: &Root) -> (Option<PathBuf>, Option<PathBuf>, Vec<PathBuf>) {
         let cut = |path: PathBuf| Path::new("/").join(path.strip_prefix(root.path()).unwrap());
         let driver = Driver { search: vec!["/srv/driver".to_owned()], ..root.config().driver };
-        let MpsPrograms { control, server, others } = MpsPrograms::find(&driver);
-        (control.map(cut), server.map(cut), others.into_iter().map(cut).collect())
+        let MpsPrograms { control, server, unused } = MpsPrograms::find(&driver);
+        (control.map(cut), server.map(cut), unused.into_iter().map(cut).collect())
     }
 
     fn install(root: &Root, dir: &str) {
@@ -237,8 +237,8 @@ mod tests {
             Some("/usr/bin/nvidia-cuda-mps-control".into()),
             Some("/usr/sbin/nvidia-cuda-mps-server".into()),
         );
-        let (control, server, others) = found(&root);
-        assert_eq!(((control, server), others), (expected, Vec::new()));
+        let (control, server, unused) = found(&root);
+        assert_eq!(((control, server), unused), (expected, Vec::new()));
     }
 
     #[test]
@@ -247,7 +247,7 @@ mod tests {
         root.program(&format!("/usr/bin/{CONTROL}"));
         install(&root, "/usr/local/nvidia/bin");
         install(&root, "/opt/bin");
-        let (control, server, others) = found(&root);
+        let (control, server, unused) = found(&root);
         assert_eq!(control.unwrap(), Path::new("/usr/local/nvidia/bin").join(CONTROL));
         assert_eq!(server.unwrap(), Path::new("/usr/local/nvidia/bin").join(SERVER));
         let named = [
@@ -255,17 +255,17 @@ mod tests {
             "/opt/bin/nvidia-cuda-mps-control",
             "/opt/bin/nvidia-cuda-mps-server",
         ];
-        assert_eq!(others, named.map(PathBuf::from));
+        assert_eq!(unused, named.map(PathBuf::from));
     }
 
     #[test]
     fn halves_of_two_installations_are_a_whole() {
         let root = Root::new();
         root.program(&format!("/usr/local/bin/{CONTROL}")).program(&format!("/opt/bin/{SERVER}"));
-        let (control, server, others) = found(&root);
+        let (control, server, unused) = found(&root);
         assert_eq!(control.unwrap(), Path::new("/usr/local/bin").join(CONTROL));
         assert_eq!(server.unwrap(), Path::new("/opt/bin").join(SERVER));
-        assert!(others.is_empty());
+        assert!(unused.is_empty());
     }
 
     #[test]
@@ -274,7 +274,7 @@ mod tests {
             let programs = MpsPrograms {
                 control: Some(control.into()),
                 server: Some(server.into()),
-                others: Vec::new(),
+                unused: Vec::new(),
             };
             programs.path()
         };
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_run_is_no_program() {
+    fn a_file_that_cannot_be_run_is_no_program() {
         let root = Root::new();
         root.file(&format!("/usr/bin/{CONTROL}"), "").file(&format!("/opt/bin/{CONTROL}/x"), "");
         root.link(&format!("/usr/sbin/{CONTROL}"), "/nowhere");

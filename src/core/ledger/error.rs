@@ -14,7 +14,7 @@ pub enum LedgerError {
     Directory {
         /// The directory.
         path: String,
-        /// What is wrong with it.
+        /// Its fault.
         why: String,
     },
     /// Another process holds the lock for too long, or too many take it in turns.
@@ -58,7 +58,7 @@ pub enum LedgerError {
          /proc mounted, and does it belong to this namespace?"
     )]
     NoNamespaces(#[source] io::Error),
-    /// It does not have what a ledger in this directory had since boot: that one was unmounted, emptied or replaced.
+    /// It lacks the content that a ledger in this directory had since boot: that one was unmounted, emptied or replaced.
     #[error(
         "the ledger in the state directory {path} is not that of {owner}: the directory was emptied or replaced, or a file \
          system was mounted or unmounted there (`findmnt -T {path}`), so nothing was changed: put or mount the former one \
@@ -92,7 +92,7 @@ pub enum LedgerError {
     Corrupt {
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// Its fault.
         why: String,
     },
 }

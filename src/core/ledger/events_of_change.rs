@@ -26,9 +26,9 @@ pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
     events
 }
 
-/// Those of `all` that are not among `others`.
-fn missing<'a, T: PartialEq>(all: &'a [T], others: &'a [T]) -> impl Iterator<Item = &'a T> {
-    all.iter().filter(move |one| !others.contains(one))
+/// The items of `all` that are not among `known`.
+fn missing<'a, T: PartialEq>(all: &'a [T], known: &'a [T]) -> impl Iterator<Item = &'a T> {
+    all.iter().filter(move |one| !known.contains(one))
 }
 
 /// The ledger was lost and rebuilt, with so many leases.
@@ -206,8 +206,8 @@ mod tests {
         assert_eq!(kinds(&bound, &bound), [""; 0]);
         assert_eq!(kinds(&bound, &none), ["lease-ended"]);
         assert_eq!(kinds(&none, &bound), ["lease-taken", "lease-bound"], "found by a rebuild");
-        let told = &events(&taken, &bound)[0];
-        assert_eq!((told.took_ms, told.lease.as_str()), (Some(120), "0000000000000001"));
+        let event = &events(&taken, &bound)[0];
+        assert_eq!((event.took_ms, event.lease.as_str()), (Some(120), "0000000000000001"));
         assert_eq!(events(&taken, &none)[0].text, "its container never ran");
         let dir = tempfile::tempdir().unwrap();
         let mut unnoticed = lease(1, GPU);
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_happened_behind_leases_that_stay_as_they_are_is_told() {
+    fn changes_behind_unchanged_leases_are_reported() {
         let before = ledger(vec![lease(1, GPU), bound_lease(2), lease(3, GPU), lease(4, GPU)]);
         let after = ledger(vec![lease(1, GPU), lease(3, GPU), bound_lease(4), lease(5, GPU)]);
         assert_eq!(kinds(&before, &after), ["lease-ended", "lease-bound", "lease-taken"]);
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn drains_and_mig_changes_are_told() {
+    fn drains_and_mig_changes_are_reported() {
         let none = ledger(Vec::new());
         let drained = Ledger { drained: vec![GPU.into()], ..none.clone() };
         assert_eq!(kinds(&none, &drained), ["drained"]);

@@ -117,7 +117,7 @@ impl Ledger {
                 own.extend(first.filter(|first| !own.contains(first)));
                 Left { own, kept: None }
             }
-            // It is known by its pid and start time, wherever it is. The others may go with it (pid_namespaces(7)).
+            // It is known by its pid and start time, wherever it is. The rest may go with it (pid_namespaces(7)).
             (Err(_), Some(first)) => Left { own: vec![first], kept: None },
             (Err(kept), None) => Left { own: Vec::new(), kept: Some(kept) },
         }
@@ -166,8 +166,8 @@ impl Ledger {
         if let Some(job) = slurm::job_of_cgroup(&below) {
             return not_own(&format!("that cgroup is of job {job} of Slurm's, which ends it with the job"));
         }
-        let mut others = self.leases.iter().filter(|other| other.id != lease.id);
-        match others.find(|other| may_share_cgroup(other, lease, &below)) {
+        let mut other_leases = self.leases.iter().filter(|other| other.id != lease.id);
+        match other_leases.find(|other| may_share_cgroup(other, lease, &below)) {
             Some(other) => {
                 not_own(&format!("container {} has that cgroup, too", safe(&other.container.name())))
             }
@@ -286,8 +286,8 @@ mod tests {
         Lease { init, state: LeaseState::Ending, ..lease(n, "GPU-a") }
     }
 
-    fn refused(lease: &Lease, others: &[Lease]) -> String {
-        let ledger = Ledger { leases: others.to_vec(), ..Ledger::empty("boot") };
+    fn refused(lease: &Lease, other_leases: &[Lease]) -> String {
+        let ledger = Ledger { leases: other_leases.to_vec(), ..Ledger::empty("boot") };
         let dir = lease.init.as_ref().and_then(|init| init.cgroup.clone()).unwrap();
         ledger
             .check_cgroup(lease, &dir)

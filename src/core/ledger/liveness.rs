@@ -18,14 +18,14 @@ use super::{Container, Freed, Init, Lease, LeaseState, Ledger, Leftover, Waiter}
 use crate::process::{CGROUP_MOUNT, Process, has_unified_cgroups, kernel_file, pidfd_await_end, unless_gone};
 use crate::text::{safe, safe_path};
 
-/// What happened to a lease's container.
+/// The fate of a lease's container.
 #[derive(Debug, PartialEq, Eq)]
 enum Fate {
     /// Nothing changed, or this is unknown.
     Unchanged,
     /// The runtime's record shows it.
     Exists(Init),
-    /// Its first process has ended, others have not.
+    /// Its first process has ended, other ones have not.
     Ending(Option<Init>),
     /// Nothing of it is left.
     Gone,
@@ -117,7 +117,7 @@ fn fate_without_init(lease: &Lease) -> Fate {
     let owned = lease.owner.is_alive() && !lease.is_overdue();
     let unowned = if owned { Fate::Unchanged } else { Fate::Gone };
     if lease.brokered {
-        // Only its hook binds such a lease. A user controls what the record contains and how long reading it takes.
+        // Only its hook binds such a lease. A user controls the content of the record and how long reading it takes.
         return unowned;
     }
     let record = match Record::read(&lease.container.record) {

@@ -181,7 +181,7 @@ mod fate_tests {
     }
 
     #[test]
-    fn what_it_left_behind_stays_written_down_until_nobody_has_its_rootfs() {
+    fn leftovers_stay_written_down_until_nobody_has_the_rootfs() {
         let mut gone = lease(1, "GPU-a");
         (gone.owner, gone.mount_points) = (dead(), vec!["/usr/lib/libcuda.so.1".into()].into());
         let init =
@@ -200,7 +200,7 @@ mod fate_tests {
     }
 
     #[test]
-    fn what_is_left_in_the_cgroup_holds_the_lease() {
+    fn a_process_left_in_the_cgroup_holds_the_lease() {
         let (cgroup, left) = (tempfile::tempdir().unwrap(), Running::start());
         let below = cgroup.path().join("a/b");
         fs::create_dir_all(&below).unwrap();
@@ -276,7 +276,7 @@ mod cgroup_tests {
     }
 
     #[test]
-    fn without_a_process_there_is_nothing_in_it_and_what_cannot_be_read_is_an_error() {
+    fn a_container_without_a_process_shows_no_life_and_an_unreadable_spec_is_an_error() {
         let bundle = tempfile::tempdir().unwrap();
         let container = Container { bundle: bundle.path().to_owned(), ..lease(1, "GPU-a").container };
         let none = Container { id: String::new(), ..container.clone() };

@@ -36,7 +36,7 @@ pub(crate) use liveness::Scan;
 pub use mig::fixture as dynamic_instance_fixture;
 pub(crate) use mig::gpus_under_change;
 pub use mig::{Awaited, DynamicInstance, MigBusy, MigChange, MigChanges};
-pub(crate) use queries::ANOTHERS;
+pub(crate) use queries::ANOTHER_USERS;
 #[cfg(any(test, feature = "fixtures"))]
 pub use queries::fixture;
 pub use queries::{Doubled, StartClaim, StopClaim};
@@ -185,7 +185,7 @@ pub struct Lease {
     /// The job of Slurm's for which it was taken, or in which its container runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job: Option<Job>,
-    /// The lease of that job. What this container has is booked there, as long as that lease exists.
+    /// The lease of that job. The part of this container is booked there, as long as that lease exists.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub within: Option<LeaseId>,
 }
@@ -295,7 +295,7 @@ pub struct Init {
     pub pid_namespace: u64,
     /// Its cgroup directory, absolute; `None` if it has none of its own.
     pub cgroup: Option<PathBuf>,
-    /// The inode of that directory, by which it is told from a later one of the same name.
+    /// The inode of that directory, by which it is distinguished from a later one of the same name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup_inode: Option<u64>,
 }
@@ -341,7 +341,7 @@ pub struct MpsDaemon {
     pub process: Option<Process>,
     /// Its state.
     pub state: DaemonState,
-    /// The limits for new clients. Never more than what is really in force.
+    /// The limits for new clients. Never more than the limits really in force.
     pub default_limits: DefaultLimits,
     /// When it last gave a real answer, in seconds since the epoch.
     pub answered_at: u64,
@@ -416,7 +416,7 @@ impl Lease {
         }
     }
 
-    /// The first process of its container has ended, and others have not. `init` is given if only the record names it.
+    /// The first process of its container has ended, and other ones have not. `init` is given if only the record names it.
     fn note_first_process_gone(&mut self, init: Option<Init>) {
         self.init = init.or(self.init.take());
         self.state = LeaseState::Ending;
@@ -434,7 +434,7 @@ impl Lease {
         self.bind_by = None;
     }
 
-    /// Its container was found after a loss of the ledger: its first process, `init`, `runs`, or others of it do.
+    /// Its container was found after a loss of the ledger: its first process, `init`, `runs`, or other processes of it do.
     fn restore(&mut self, init: Init, runs: bool) {
         self.init = Some(init);
         self.state = if runs { LeaseState::Active } else { LeaseState::Ending };
@@ -466,7 +466,7 @@ impl Ledger {
         Some(id)
     }
 
-    /// The container of lease `id` was deleted, and `ender` ends what it has left.
+    /// The container of lease `id` was deleted, and `ender` ends the processes that it has left.
     pub(crate) fn mark_deleted(&mut self, id: &LeaseId, ender: Process) {
         if let Some(lease) = self.lease_mut(id) {
             lease.state = LeaseState::Ending;
@@ -544,12 +544,12 @@ impl DefaultLimits {
         needed.sm <= self.sm && needed.memory <= self.memory
     }
 
-    /// The limits that admit what either of them admits.
+    /// The limits that admit a client if either of them does.
     pub fn or(self, other: Self) -> Self {
         Self { sm: self.sm.max(other.sm), memory: self.memory.max(other.memory) }
     }
 
-    /// The limits that admit only what both admit.
+    /// The limits that admit a client only if both do.
     pub fn and(self, other: Self) -> Self {
         Self { sm: self.sm.min(other.sm), memory: self.memory.min(other.memory) }
     }

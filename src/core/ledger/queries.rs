@@ -1,4 +1,4 @@
-//! Queries and changes of a ledger in memory: leases, what a start and a stop of an MPS daemon record before they begin,
+//! Queries and changes of a ledger in memory: leases, the records made before a start or a stop of an MPS daemon,
 //! which process belongs to which lease, and the files that ended containers left in places that outlive them.
 
 use std::convert::Infallible;
@@ -13,8 +13,8 @@ use crate::process::Process;
 use crate::share::{Percent, bytes_of_process, sm_of_process};
 use crate::text::safe;
 
-/// What stands for the id of another user's container.
-pub(crate) const ANOTHERS: &str = "another user's container";
+/// Stands for the id of another user's container.
+pub(crate) const ANOTHER_USERS: &str = "another user's container";
 
 /// A container that already has a live lease. A live lease is never replaced.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -73,10 +73,10 @@ impl Ledger {
         })
     }
 
-    /// As messages for user `uid` have it: without the ids of others' containers, which a name may stand in. Root sees all.
+    /// As messages for user `uid` have it: another user's containers have no ids, which a name may stand in. Root sees all.
     pub fn seen_by(mut self, uid: u32) -> Self {
         for lease in self.leases.iter_mut().filter(|lease| uid != 0 && lease.container.uid != uid) {
-            ANOTHERS.clone_into(&mut lease.container.id);
+            ANOTHER_USERS.clone_into(&mut lease.container.id);
         }
         self
     }
@@ -118,8 +118,8 @@ impl Ledger {
     pub(crate) fn conflicting_daemons<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a DaemonKey> {
         let shared = self.daemons.iter().filter(|daemon| LeaseId::parse(&daemon.key.0).is_none());
         let on_its = shared.filter(|daemon| lease.devices.iter().any(|device| daemon.serves(device)));
-        let others = on_its.filter(|daemon| lease.daemon.as_ref() != Some(&daemon.key));
-        others.map(|daemon| &daemon.key).filter(|key| self.on_daemon(key).next().is_none())
+        let other_daemons = on_its.filter(|daemon| lease.daemon.as_ref() != Some(&daemon.key));
+        other_daemons.map(|daemon| &daemon.key).filter(|key| self.on_daemon(key).next().is_none())
     }
 
     /// Whether `daemon` runs on a device that was closed after a loss of the ledger, or on an unknown device.
@@ -294,9 +294,9 @@ fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
 }
 
 impl Ledger {
-    /// Records what `lease`, which has ended, may have left behind.
+    /// Records the files that `lease`, which has ended, may have left behind.
     ///
-    /// A rootless user removes what their container left. Root removes nothing at a path that a user names.
+    /// A rootless user removes the leftovers of their container. Root removes nothing at a path that a user names.
     pub(super) fn note_leftovers(&mut self, lease: &Lease) {
         let volumes = lease.volumes_with_files();
         let nothing = lease.mount_points.is_empty() && volumes.is_empty();
@@ -355,7 +355,7 @@ impl Ledger {
         };
         let beside =
             |rootfs: &Path, volumes: &[VolumeFiles]| rootfs == lease.container.rootfs || shares(volumes);
-        // A user removes what their containers left by themselves, without this lock.
+        // A user removes the leftovers of their containers by themselves, without this lock.
         let mut roots = self.leases.iter().filter(|other| other.id != lease.id && other.is_believed_by(0));
         roots.any(|other| beside(&other.container.rootfs, &other.volumes))
             || self.leftovers.iter().any(|left| beside(&left.rootfs, &left.volumes))

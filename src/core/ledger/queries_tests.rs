@@ -1,4 +1,4 @@
-//! Tests of queries and changes, and of what ended containers left.
+//! Tests of queries and changes, and of the leftovers of ended containers.
 
 use super::*;
 
@@ -187,7 +187,7 @@ mod leftovers_tests {
     /// Containers that share a volume: its files are removed after the last of them, those in the root filesystem at
     /// once.
     #[test]
-    fn what_is_left_in_a_volume_waits_for_whoever_has_the_volume_too() {
+    fn leftovers_in_a_volume_wait_for_every_container_with_the_volume() {
         let volume = |device, file: &str| VolumeFiles {
             directory: "/srv/v".into(),
             device,
@@ -214,17 +214,17 @@ mod leftovers_tests {
     }
 
     #[test]
-    fn what_a_user_says_of_a_container_keeps_no_file_of_roots_where_it_is() {
+    fn a_users_lease_does_not_keep_roots_leftovers() {
         let volumes =
             vec![VolumeFiles { directory: "/srv/v".into(), device: 1, inode: 7, files: vec!["x".into()] }];
         let roots = Lease { volumes, mount_points: vec!["/lib/a".into()].into(), ..lease(1, "GPU-a") };
-        let mut told = Lease { id: lease(2, "GPU-a").id, brokered: true, ..roots.clone() };
-        told.container.uid = 1001;
-        let mut ledger = ledger(vec![roots.clone(), told.clone()]);
+        let mut users = Lease { id: lease(2, "GPU-a").id, brokered: true, ..roots.clone() };
+        users.container.uid = 1001;
+        let mut ledger = ledger(vec![roots.clone(), users.clone()]);
         assert!(!ledger.has_files_to_clear(&roots));
         ledger.remove(&roots.id);
         assert_eq!(ledger.clearable(), ledger.leftovers);
-        assert!(told.is_believed_by(1001) && !told.is_believed_by(1002) && roots.is_believed_by(1002));
+        assert!(users.is_believed_by(1001) && !users.is_believed_by(1002) && roots.is_believed_by(1002));
     }
 
     #[test]
@@ -247,7 +247,7 @@ mod clearing_tests {
     use crate::ledger::fixture::lease;
 
     #[test]
-    fn what_is_left_in_the_same_root_filesystem_or_volume_is_to_be_cleared() {
+    fn leftovers_in_the_same_root_filesystem_or_volume_are_to_be_cleared() {
         let mine = lease(1, "GPU-a");
         let left = Leftover {
             bundle: "/other".into(),

@@ -312,8 +312,8 @@ fn read_proc(pid: i32, file: &str) -> Result<Vec<u8>, LedgerError> {
     process::read_if_allowed(&path).map_err(|error| failed("read", &path, error))
 }
 
-/// What a copy of a job's lease holds, beside the job's record. No runtime has a record of a job, so a lost ledger is rebuilt
-/// from these.
+/// A copy of a job's lease, beside the job's record. No runtime has a record of a job, so a lost ledger is rebuilt from
+/// these.
 #[derive(Serialize, Deserialize)]
 struct Copy {
     /// That of the boot in which the job runs.
@@ -475,7 +475,7 @@ mod job_tests {
     fn copies_that_cannot_be_read_may_be_of_jobs_that_run() {
         let state = tempfile::tempdir().unwrap();
         assert!(read_live_jobs(state.path()).unwrap().is_empty(), "there is no directory");
-        // What a command without descriptors left gets there: ELOOP stands for it.
+        // The error of a command without descriptors left: ELOOP stands for it.
         let directory = state.path().join("slurm");
         std::os::unix::fs::symlink("slurm", &directory).unwrap();
         for error in [

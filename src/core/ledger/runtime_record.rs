@@ -381,7 +381,7 @@ mod tests {
         "owner":"root","detached":true,"external_descriptors":"[]"}"#;
 
     #[test]
-    fn reads_what_runc_writes() {
+    fn reads_the_record_of_runc() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(Record::read(dir.path()).unwrap(), None);
         fs::write(dir.path().join("state.json"), RUNC).unwrap();
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_what_crun_writes() {
+    fn reads_the_record_of_crun() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("status"), CRUN).unwrap();
         let config = r#"{"ociVersion":"1.0","annotations":{"sublet.lease":"00000000000000bb"}}"#;

@@ -1,5 +1,5 @@
 //! The ledger's file: reading it, its text and that of a lease in a container's annotation, whose it is, the mark in its lock
-//! file, and the namespaces for which it is valid. What a store last read or wrote is
+//! file, and the namespaces for which it is valid. The ledger that a store last read or wrote is
 //! kept, so that an unchanged ledger is not read and parsed again.
 //!
 //! The driver's files are the same in most containers, and the paths of their mount points are half of a lease's text. So in
@@ -208,7 +208,7 @@ pub fn is_remote(config: &Config) -> bool {
     if us == 0 && !process::is_nested() {
         return false;
     }
-    // Links are followed: rootless Docker's /run is a file system of its own, with links to what was in the host's.
+    // Links are followed: rootless Docker's /run is a file system of its own, with links to the files of the host's.
     let owner = match config.state_dir.metadata() {
         Ok(dir) => Some(dir),
         // A user's /run of their own is no place for a state beside the host's.

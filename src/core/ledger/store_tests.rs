@@ -24,7 +24,7 @@ mod known_tests {
     }
 
     #[test]
-    fn what_was_written_is_known_until_another_writes() {
+    fn a_written_ledger_is_known_until_another_store_writes() {
         let dir = tempfile::tempdir().unwrap();
         let (path, store) = (dir.path().join("ledger.json"), Store::open(dir.path()).unwrap());
         let is_known = || store.known_inode() == Some(fs::metadata(&path).unwrap().ino());

@@ -46,7 +46,7 @@ fn the_directory_and_its_files_have_the_modes_of_the_contract() {
 }
 
 #[test]
-fn a_failed_change_is_dropped_and_what_was_freed_stays_freed() {
+fn a_failed_change_is_dropped_and_freed_leases_stay_freed() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
     store.update(|ledger| ledger.insert(lease(1, "GPU-0"))).unwrap().0.unwrap();
@@ -61,7 +61,7 @@ fn a_failed_change_is_dropped_and_what_was_freed_stays_freed() {
 }
 
 #[test]
-fn another_boot_leaves_only_what_people_decided() {
+fn another_boot_leaves_only_peoples_decisions() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
     let old = Ledger {
@@ -137,7 +137,7 @@ fn links_strangers_files_and_cut_short_rebuilds_are_corrupt() {
 }
 
 #[test]
-fn a_ledger_of_another_schema_still_tells_what_was_drained() {
+fn a_ledger_of_another_schema_still_has_its_drained_devices() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
     let other = r#"{"schema":"sublet.ledger/0","boot_id":"x","drained":["GPU-7"],"leases":{}}"#;

@@ -120,7 +120,7 @@ impl Store {
     /// Also removes temporary files that killed processes left in the state directory. A start and an end, which look for
     /// ended containers briefly, leave that to other commands.
     ///
-    /// An unreadable or missing ledger is rebuilt from its copy and from what runs, if its copy or its lock shows that it
+    /// An unreadable or missing ledger is rebuilt from its copy and the running system, if its copy or its lock shows that it
     /// was in this directory. One unreadable file is kept beside it as `ledger.json.corrupt-<seconds since the epoch>`.
     ///
     /// # Errors
@@ -156,7 +156,7 @@ impl Store {
             events.push(events_of_change::rebuilt_event(&ledger, why));
             Ok::<_, LedgerError>(Arc::new(ledger))
         };
-        // From which the change starts, and what the file has, if that is a ledger.
+        // From which the change starts, and the content of the file, if that is a ledger.
         let (start, stored) = match loaded {
             Ok(None) => (Arc::new(Ledger::empty(boot)), None),
             Ok(Some(ledger)) if self.rebuilds => {
@@ -292,8 +292,8 @@ impl Store {
         LedgerError::Unmounted { path: safe_path(&self.state_dir), owner }
     }
 
-    /// Waits up to 2 s until no other process removes what containers left, and keeps others from it until what this
-    /// returns is dropped. The kernel releases it if the process is killed.
+    /// Waits up to 2 s until no other process removes leftovers of containers, and keeps them from it until the
+    /// returned lock is dropped. The kernel releases it if the process is killed.
     ///
     /// Unlinking a file removes every mount on it, in all namespaces. So a container that has just got its lease in the same
     /// root filesystem, or with a volume on the same file system, must not be created while a process that looked into the
@@ -325,7 +325,7 @@ impl Store {
             (None, Some(mark)) => mark.namespaces.check(ours),
             (None, None) => Ok(()),
         };
-        // Who sees every process may say that none is left of what the ledger names.
+        // Only a process that sees every other may say that none in the ledger is left.
         let may_give_up = self.rebuilds && ours.are_the_first();
         let last = match checked {
             Err(_) if may_give_up => None,
@@ -427,8 +427,8 @@ mod unmounted_tests {
             let store = || Store::open(dir.path()).unwrap().beside(&record);
             let refused = store().change(|_| ()).unwrap_err();
             assert!(matches!(refused, LedgerError::Unmounted { .. }), "{refused}");
-            for told in ["container-1", "mount ", "sublet gc --rebuild"] {
-                assert!(refused.to_string().contains(told), "{refused}");
+            for part in ["container-1", "mount ", "sublet gc --rebuild"] {
+                assert!(refused.to_string().contains(part), "{refused}");
             }
             assert!(store().peek().is_err() && !dir.path().join("ledger.json").exists());
             // A ledger of an earlier boot does not know of it either.

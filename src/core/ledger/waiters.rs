@@ -1,5 +1,5 @@
 //! Who waits for a share: starts with `sublet.wait`, `sublet wait`, and refused containers of Docker's, which `sublet serve`
-//! starts again. An entry is a place in the order and says what is waited for; it holds no share.
+//! starts again. An entry is a place in the order and names the share that is waited for; it holds no share.
 
 use std::path::Path;
 
@@ -20,10 +20,10 @@ const LONGEST: usize = 1000;
 /// How long a refused container is kept that `sublet serve` has not found at Docker yet, in seconds.
 const UNCONFIRMED: u64 = 600;
 
-/// Who waits, and for what.
+/// A waiter, and its request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Waiter {
-    /// The lease that a start will have; for others any id.
+    /// The lease that a start will have; for other waiters any id.
     pub id: LeaseId,
     /// The container; empty for `sublet wait`.
     pub container: Container,
@@ -36,7 +36,7 @@ pub struct Waiter {
     /// The process that waits, with which the wait ends; `None`: `sublet serve` starts the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
-    /// What `sublet serve` has done about the container.
+    /// The attempts of `sublet serve` to start the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry: Option<Retry>,
 }
@@ -75,7 +75,7 @@ impl Waiter {
         }
     }
 
-    /// What it waits for; `None`: this version cannot read that.
+    /// Its request; `None`: this version cannot read that.
     pub fn request(&self) -> Option<Request> {
         Request::deserialize(&self.request).ok()
     }
@@ -105,7 +105,7 @@ impl Container {
 }
 
 impl Ledger {
-    /// Puts `waiter` at the end of the order. One that waits already keeps its place, and what `sublet serve` has done. If the
+    /// Puts `waiter` at the end of the order. One that waits already keeps its place, and its attempts. If the
     /// order is full, the first goes that may be no container to be started again.
     pub fn add_waiter(&mut self, waiter: Waiter) {
         match self.waiters.iter_mut().find(|old| old.is_of(&waiter.id, &waiter.container)) {
@@ -122,7 +122,7 @@ impl Ledger {
         }
     }
 
-    /// What `sublet serve` has done about the container of `id`, if that waits.
+    /// The attempts of `sublet serve` to start the container of `id`, if that waits.
     pub fn retry_mut(&mut self, id: &LeaseId) -> Option<&mut Retry> {
         self.waiters.iter_mut().find(|waiter| waiter.id == *id)?.retry.as_mut()
     }
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn whose_process_ends_and_what_the_service_does_not_find_is_forgotten() {
+    fn waiters_are_forgotten_whose_process_ends_or_whom_the_service_does_not_find() {
         let me = Process::current().unwrap();
         let gone = Process { start_time: 1, ..me };
         let mut late = waiter(3, "late", "no", None);

@@ -239,7 +239,7 @@ impl Control {
     ///
     /// The daemon's defaults are set first, so that a server that starts after servers were listed already has them.
     /// `known` are servers that are expected to run: the same run of the program, which takes 3 ms (docs/evidence),
-    /// sets theirs. A second one sets those of further servers that the daemon lists.
+    /// sets theirs. A second one sets the limits of further servers that the daemon lists.
     pub fn set_default_limits(
         &self,
         default_limits: DefaultLimits,
@@ -257,13 +257,14 @@ impl Control {
             }
             listed => listed?,
         };
-        let untold = listed.into_iter().filter(|server| !known.contains(server) && may_be_server(*server));
-        let mut of_untold: Vec<String> = untold.flat_map(of).collect();
-        if of_untold.is_empty() {
+        let new_servers =
+            listed.into_iter().filter(|server| !known.contains(server) && may_be_server(*server));
+        let mut of_new: Vec<String> = new_servers.flat_map(of).collect();
+        if of_new.is_empty() {
             return Ok(());
         }
-        of_untold.push("get_server_list".to_owned());
-        self.list(&of_untold.join("\n")).map(drop)
+        of_new.push("get_server_list".to_owned());
+        self.list(&of_new.join("\n")).map(drop)
     }
 }
 
@@ -358,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ceiling_is_told_of_every_ordinal_and_lifted_by_0() {
+    fn a_ceiling_is_set_for_every_ordinal_and_lifted_by_0() {
         let memory = DefaultMemoryLimit::Mebibytes(2730);
         let default_limits = DefaultLimits { sm: Percent::from_thousandths(12_500), memory };
         assert_eq!(

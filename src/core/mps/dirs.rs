@@ -17,7 +17,7 @@ use super::{MpsError, io_at};
 use crate::fs::{open_lock, unless_absent};
 use crate::ledger::DaemonKey;
 
-/// What `sun_path` holds beside its NUL: unix(7).
+/// The bytes of `sun_path` beside its NUL: unix(7).
 const LONGEST_SOCKET_PATH: usize = 107;
 
 /// The output of the control program itself, in [`log`].
@@ -132,7 +132,7 @@ fn remove_if_there(path: &Path) -> Result<(), MpsError> {
     unless_absent(removed).map(drop).map_err(io_at("remove", path))
 }
 
-/// Removes the sockets and fifos that a daemon left when it ended. Otherwise they would be taken for those of a running
+/// Removes the sockets and fifos that a daemon left when it ended. Otherwise they would be taken for the ones of a running
 /// one.
 pub fn clear_pipe(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     empty(&pipe(key, state_dir))
@@ -242,7 +242,7 @@ impl DaemonLock {
 /// Waits for this process's turn to ask a daemon, which it has until the file is dropped. A daemon speaks with one program at
 /// a time, and without turns most of sixteen that ask at once are sent away (docs/evidence/2026-11-25-mps-control.md).
 ///
-/// It waits for at most `limit`: whoever is stopped while it asks must not keep all others waiting. Users who may not write
+/// It waits for at most `limit`: whoever is stopped while it asks must not keep everyone else waiting. Users who may not write
 /// in `own`, the daemon's directory, have no turns. The file is not created here, where the daemon may be about to end and
 /// its directory about to be removed ([`make`]).
 pub(super) fn wait_for_turn(own: &Path, limit: Duration) -> Option<Flock<File>> {

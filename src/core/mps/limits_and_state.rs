@@ -134,7 +134,7 @@ pub fn adjust(
 ) -> Result<(), MpsError> {
     let (begun, _) = store.change_with_scan(Scan::Brief, |ledger| begin_adjusting(ledger, key, answered))?;
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
-    // Of what age they are does not change with the instances of other GPUs.
+    // Their age does not change with the instances of other GPUs.
     let known = inventory::last(config)?;
     let control = Control::with_known_program(key, Some(&known), config)?;
     let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
@@ -163,8 +163,8 @@ pub(crate) fn begin_adjusting(
     let daemon = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key)?;
     daemon.default_limits =
         answered.map_or(daemon.default_limits, |limits| daemon.default_limits.and(limits));
-    let told = daemon.default_limits == wanted && daemon.answered_at != 0;
-    if !runs(daemon) || told && daemon.state == DaemonState::Serving {
+    let is_current = daemon.default_limits == wanted && daemon.answered_at != 0;
+    if !runs(daemon) || is_current && daemon.state == DaemonState::Serving {
         return None;
     }
     daemon.default_limits = daemon.default_limits.and(wanted);

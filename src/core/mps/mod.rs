@@ -1,5 +1,5 @@
 //! MPS control daemons: their directories, whether they answer, their start, default limits and stop.
-//! docs/evidence has measurements of what clients need and what daemons do.
+//! docs/evidence has measurements of the needs of clients and the behaviour of daemons.
 //!
 //! There are two locks. The daemon's own (`mps/<key>/lock`) is held while a daemon is started, changed or stopped. The
 //! ledger's lock is taken inside it for short moments, never while waiting for a process.

@@ -177,7 +177,7 @@ pub fn ensure_answering(public: &Path, config: &Config) -> Result<(), MpsError> 
     }
     let store = Store::open(&daemon.config.state_dir)?;
     if let Err(LedgerError::Corrupt { .. }) = store.read() {
-        // A start needs the lease in the ledger, so the ledger is rebuilt from what runs.
+        // A start needs the lease in the ledger, so the ledger is rebuilt from the running system.
         store.change(|_| ())?;
     }
     sublet::run(&["mps", "start", &daemon.key.0], EXEC_LIMIT.saturating_sub(began.elapsed()))?;

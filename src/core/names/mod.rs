@@ -1,9 +1,9 @@
-//! What people call containers: their engine's name and image, the Compose service or the pod that they are part of, their
-//! systemd unit. Learnt from the engines' own files, which do not hang as an engine's socket may, by commands that show
+//! The names of containers for people: their engine's name and image, the Compose service or the pod that they are part of,
+//! their systemd unit. Learnt from the engines' own files, which do not hang as an engine's socket may, by commands that show
 //! containers and where one is refused, never while one starts.
 //!
 //! Messages and records have ids, which tell other users nothing. Where they are shown, names take the ids' places
-//! ([`Names::tell`], [`told`]). The names are kept in `names.json` beside the ledger, for root alone: an engine forgets a
+//! ([`Names::replace_ids`]). The names are kept in `names.json` beside the ledger, for root alone: an engine forgets a
 //! container that is removed.
 
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ const LARGEST: u64 = 4 << 20;
 /// The longest name, image, part and unit, in bytes: together with a container id of 64 digits 256.
 const LONGEST: [usize; 4] = [48, 64, 40, 40];
 
-/// How long names are looked for: an engine waits where a container is refused. What is left out has the name that it had.
+/// How long names are looked for: an engine waits where a container is refused. A container left out keeps its name.
 const LIMIT: Duration = Duration::from_millis(500);
 
 /// Whose name it is.
@@ -59,7 +59,7 @@ pub struct Name {
     pub engine: Option<Engine>,
     /// The engine's name for it; empty without one.
     pub name: String,
-    /// What it was started from, as the engine was told.
+    /// The image that it was started from, as the engine was given it.
     pub image: String,
     /// `PROJECT/SERVICE` of Compose, or `NAMESPACE/POD`; empty if it is part of neither.
     pub part_of: String,
@@ -68,7 +68,7 @@ pub struct Name {
 }
 
 impl Name {
-    /// What people call it, first of all: its name; its service, pod or unit where it has none.
+    /// Its label for people: its name; its service, pod or unit where it has none.
     pub fn called(&self) -> Option<&str> {
         [&self.name, &self.part_of, &self.unit].into_iter().find(|text| !text.is_empty()).map(String::as_str)
     }
@@ -96,7 +96,7 @@ pub struct Known {
     /// The container's id, by which refusals and the guard's actions are recorded; empty if it is not known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub container_id: String,
-    /// What people called it.
+    /// Its name then.
     #[serde(flatten)]
     pub name: Name,
 }
@@ -134,8 +134,8 @@ impl Names {
         ledger.map(|ledger| Self::learn_with(refused, &ledger, config)).unwrap_or_default()
     }
 
-    /// Of those in `ledger`, as their engines have them now, and of those that have ended. A user without root learns
-    /// the names of their own containers alone. What cannot be read or kept has no name: that is no reason to fail.
+    /// Of the containers in `ledger`, as their engines have them now, and of ended ones. A user without root learns
+    /// the names of their own containers alone. Without a readable record there is no name, which is no reason to fail.
     pub fn learn(ledger: &Ledger, config: &Config) -> Self {
         Self::learn_with(None, ledger, config)
     }
@@ -144,7 +144,7 @@ impl Names {
         let path = config.state_dir.join("names.json");
         let (began, now, is_remote) = (Instant::now(), epoch_seconds(), is_remote(config));
         let mut names = if is_remote { Self::default() } else { Self::stored(&path) };
-        // Of two that have one name, those of now alone need their ids.
+        // Of two that have one name, only present ones need their ids.
         names.0.values_mut().for_each(|known| known.seen = known.seen.min(now.saturating_sub(1)));
         let before = names.0.clone();
         let may_look = |lease: &Lease| is_own(lease, is_remote) && began.elapsed() < LIMIT;
@@ -166,12 +166,12 @@ impl Names {
         Self([(lease.id.to_string(), Known::of(&lease.container, name, 0))].into())
     }
 
-    /// What the container of `lease` is called.
+    /// The name of the container of `lease`.
     pub fn of(&self, lease: &Lease) -> Option<&Name> {
         self.of_id(lease.id.as_str())
     }
 
-    /// What the container of the lease with this id, or the refused one with this container id, is or was called.
+    /// The name, also a former one, of the container of the lease with this id, or of the refused one with this container id.
     pub fn of_id(&self, id: &str) -> Option<&Name> {
         self.0.get(id).map(|known| &known.name)
     }
@@ -182,19 +182,19 @@ impl Names {
         all.filter(move |(_, known)| known.name.name == name).map(|(id, _)| id.as_str())
     }
 
-    /// `text` with what people call the containers of which it has the ids. Of two that run and have one name, it also
+    /// `text` with the names of the containers of which it has the ids. Of two that run and have one name, it also
     /// keeps the ids.
-    pub fn tell(&self, text: &str) -> String {
-        let told = |word: &str| {
+    pub fn replace_ids(&self, text: &str) -> String {
+        let replaced = |word: &str| {
             let name = self.called(id_in(word));
             name.map_or_else(|| word.to_owned(), |name| word.replacen(id_in(word), &name, 1))
         };
-        text.split_inclusive(char::is_whitespace).map(told).collect()
+        text.split_inclusive(char::is_whitespace).map(replaced).collect()
     }
 
-    /// [`Names::tell`] of what is recorded of a container of `uid`. Ids in another user's words get no names.
-    pub fn tell_of(&self, uid: u32, text: &str) -> String {
-        if is_another(uid) { text.to_owned() } else { self.tell(text) }
+    /// [`Names::replace_ids`] of a record of a container of `uid`. Ids in another user's words get no names.
+    pub fn replace_ids_of(&self, uid: u32, text: &str) -> String {
+        if is_another(uid) { text.to_owned() } else { self.replace_ids(text) }
     }
 
     /// Whether `text` begins the id or the name of a container that is known here, or the id of its lease.
@@ -212,13 +212,13 @@ impl Names {
         Some(if has_twin { format!("{} ({})", cut(name), short_id(id)) } else { cut(name) })
     }
 
-    /// Those of leases and refused containers that are not in `ledger`.
+    /// The names of leases and refused containers that are not in `ledger`.
     fn gone(&self, ledger: &Ledger) -> impl Iterator<Item = (&str, &Known)> {
         let is_there = |id: &str| ledger.leases.iter().any(|lease| lease.id.as_str() == id);
         self.0.iter().map(|(id, known)| (id.as_str(), known)).filter(move |(id, _)| !is_there(id))
     }
 
-    /// The leases that have ended whose container `text` means, the last one first, and what is known of it: by its name,
+    /// The leases that have ended whose container `text` means, the last one first, and its record here: by its name,
     /// its id, the lease's id, or a prefix of these.
     pub fn ended(&self, text: &str, ledger: &Ledger) -> Vec<(&str, &Known)> {
         let labels = |(id, known): (&str, &Known)| {
@@ -261,7 +261,7 @@ impl Names {
     }
 
     fn store(&mut self, path: &Path, ledger: &Ledger) {
-        // Others may have stored theirs since these were read.
+        // Other processes may have stored theirs since these were read.
         self.0 = Self::stored(path).0.into_iter().chain(std::mem::take(&mut self.0)).collect();
         self.thin_out(ledger);
         let stored = Stored { schema: SCHEMA.to_owned(), leases: self.0.clone() };
@@ -272,31 +272,30 @@ impl Names {
     }
 }
 
-/// Whether this process may look at what the lease's paths lead to: those of a user's container are that user's word,
+/// Whether this process may look at the files at the lease's paths: paths of a user's container are that user's word,
 /// which root does not follow. Below a rootless engine a process does not see which of them are its user's, and cannot
-/// read the others' files.
+/// read the files of other users.
 pub fn is_own(lease: &Lease, is_remote: bool) -> bool {
     let is_users = || lease.container.uid == geteuid().as_raw() || lease.brokered && is_nested();
     if is_remote { is_users() } else { !lease.brokered }
 }
 
-/// Whether root looks at what is recorded of a container of `uid`, a user: its id and all words are that user's, who may give
+/// Whether root looks at records of a container of `uid`, a user: its id and all words are that user's, who may give
 /// the id of another container.
 pub fn is_another(uid: u32) -> bool {
     uid != 0 && uid != geteuid().as_raw()
 }
 
-/// `text`, an error, as [`Names::tell`] has it by the names of now.
-pub fn told(text: &str) -> String {
+/// `text`, an error, as [`Names::replace_ids`] has it by the names of now.
+pub fn replace_ids(text: &str) -> String {
     let has_id = text.split_whitespace().any(|word| is_id(id_in(word)));
     let config = if has_id { config_files::load().ok() } else { None };
     let config = config.filter(|config| is_there(&config.state_dir));
-    let now =
-        |config| REFUSED.get().map_or_else(|| Names::now(None, &config).tell(text), |names| names.tell(text));
-    config.map_or_else(|| text.to_owned(), now)
+    let Some(config) = config else { return text.to_owned() };
+    REFUSED.get().map_or_else(|| Names::now(None, &config).replace_ids(text), |names| names.replace_ids(text))
 }
 
-/// `word` without what stands around it in a sentence.
+/// `word` without the punctuation around it.
 fn id_in(word: &str) -> &str {
     word.trim_matches(|character: char| !character.is_ascii_alphanumeric())
 }
@@ -318,7 +317,7 @@ pub enum NoLease {
     Several { text: String, matches: Vec<String> },
 }
 
-/// Those of `all` that `text` means by one of their labels. What it names in full goes before what it is a prefix of.
+/// The items of `all` that `text` means by one of their labels. Full labels go before prefixes.
 fn meant<T: Copy>(text: &str, all: &[T], labels: impl Fn(T) -> [String; 3]) -> Vec<T> {
     let of = |means: &dyn Fn(&String) -> bool| -> Vec<T> {
         all.iter().copied().filter(|one| !text.is_empty() && labels(*one).iter().any(means)).collect()
@@ -347,13 +346,13 @@ pub fn lease_of<'l>(text: &str, ledger: &'l Ledger, names: &Names) -> Result<&'l
     }
 }
 
-// Engines' own records of a container. Nothing here says what a container may do: names are shown, and asked for.
+// Engines' own records of a container. Nothing here decides the rights of a container: names are shown, and asked for.
 
 /// Units that hold every container of an engine, and say nothing about one.
 const ENGINES: [&str; 5] =
     ["docker.service", "containerd.service", "podman.service", "crio.service", "sublet.service"];
 
-/// What people call the container of `lease`; `None` if nothing is known of it.
+/// The name of the container of `lease` for people; `None` if nothing is known of it.
 fn learnt(lease: &Lease) -> Option<Name> {
     let by_engine = by_engine(&lease.container);
     let cgroup = lease.init.as_ref().and_then(|init| init.cgroup.as_deref());

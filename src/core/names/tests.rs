@@ -23,7 +23,7 @@ fn stored_names_are_read_and_written_again_alike() {
 }
 
 #[test]
-fn what_an_engine_has_forgotten_keeps_its_name() {
+fn a_container_that_its_engine_has_forgotten_keeps_its_name() {
     let mut names = Names::default();
     names.note(&ledger(&[1, 2]), 10, |_| Some(named("web")));
     names.note(&ledger(&[1]), 20, |_| None);
@@ -84,7 +84,7 @@ fn long_names_are_cut_between_characters() {
 }
 
 #[test]
-fn the_file_is_roots_alone_and_what_is_none_is_no_name() {
+fn the_file_is_roots_alone_and_a_broken_one_has_no_names() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("names.json");
     let mut names = Names::default();
@@ -273,17 +273,23 @@ fn names_take_the_ids_places_and_nothing_else_changes() {
         &other[..12],
         &ID[..16]
     );
-    let told = format!(
+    let expected = format!(
         "container lab-comfyui-1: no place; held by lab-comfyui-1 (mps, 25 % SM), first (mps),\n  {}; see /x/{ID}/y and {}",
         &other[..12],
         &ID[..16]
     );
-    assert_eq!(one.tell(&text), told);
+    assert_eq!(one.replace_ids(&text), expected);
     let hostile = names(&[(ID, &format!("\u{1b}[2J\n{}", "x".repeat(4096)), 1)]);
-    assert_eq!(hostile.tell(&format!("held by {ID}")), format!("held by \\u{{1b}}[2J\\n{}", "x".repeat(27)));
+    assert_eq!(
+        hostile.replace_ids(&format!("held by {ID}")),
+        format!("held by \\u{{1b}}[2J\\n{}", "x".repeat(27))
+    );
     let twins = names(&[(ID, "web", 2), (&other, "web", 2), (&ID.replace('2', "6"), "web", 1)]);
     let text = format!("held by {} (mps), {other}", &ID[..12]);
-    assert_eq!(twins.tell(&text), format!("held by web ({}) (mps), web ({})", &ID[..12], &other[..12]));
+    assert_eq!(
+        twins.replace_ids(&text),
+        format!("held by web ({}) (mps), web ({})", &ID[..12], &other[..12])
+    );
 }
 
 #[test]
@@ -301,5 +307,5 @@ fn a_refused_container_keeps_its_name_and_is_none_that_has_ended() {
     assert_eq!(names.refused("web").collect::<Vec<_>>(), [ID]);
     assert_eq!((names.refused("we").count(), names.ended("web", &ledger(&[])).len()), (0, 0));
     assert_eq!(names.of_id(ID).and_then(Name::called), Some("web"));
-    assert_eq!(names.tell(&format!("container {ID}: no")), "container web: no");
+    assert_eq!(names.replace_ids(&format!("container {ID}: no")), "container web: no");
 }

@@ -404,7 +404,7 @@ mod edits_shown_tests {
     use crate::ledger::LEASE_EDITS_ANNOTATION;
 
     #[test]
-    fn only_what_sublet_set_is_shown() {
+    fn only_variables_that_sublet_set_are_shown() {
         let edits = r#"{"mounts":["/x"],"nodes":[{"path":"/dev/nvidia0","major":195,"minor":0}],"masks":[],
             "defaults":[["XLA_PYTHON_CLIENT_PREALLOCATE","false"]]}"#;
         let env = [

@@ -58,7 +58,7 @@ pub enum CdiError {
     /// The share, and a variable that a CDI device cannot remove.
     #[error("its environment has {1}, which contradicts the CDI device {KIND}={0}; fix: remove it")]
     Strange(String, String),
-    /// The share, and another NVIDIA node, or a rule for one, in addition to those of the device.
+    /// The share, and another NVIDIA node, or a rule for one, in addition to the nodes and rules of the device.
     #[error("{1} (if it comes from the CDI device {KIND}={0}, run `sublet cdi generate`)")]
     Conflict(String, Conflict),
     /// Rootless engines cannot use CDI devices: neither the hook nor the nodes work there.

@@ -15,9 +15,9 @@ const NVIDIA_MAJOR: i64 = 195;
 
 /// Majors of memory, terminals, pseudo-terminals and miscellaneous devices, fixed by the kernel (ibid.). Engines allow every
 /// container some of these.
-const OTHERS: [i64; 4] = [1, 5, 10, 136];
+const KERNEL_MAJORS: [i64; 4] = [1, 5, 10, 136];
 
-/// What else helps.
+/// Another way out.
 const ALLOW: &str = ", or set `[limits] allow_privileged = true`";
 
 /// Something in the spec that contradicts a share. The message names it.
@@ -92,7 +92,7 @@ struct Host<'a> {
 impl Host<'_> {
     /// Whether devices of this major are NVIDIA's.
     fn has(&self, major: i64) -> bool {
-        major == NVIDIA_MAJOR || !OTHERS.contains(&major) && self.has_driver(major, &["nvidia"])
+        major == NVIDIA_MAJOR || !KERNEL_MAJORS.contains(&major) && self.has_driver(major, &["nvidia"])
     }
 
     /// Whether /proc/devices gives `major` to a driver whose name begins with one of `names`.

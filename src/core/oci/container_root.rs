@@ -227,7 +227,7 @@ impl<'a> Userdata<'a> {
         self.list_stored().find(|stored| stored.id == self.id)
     }
 
-    /// All containers of this storage. Those of `podman run --rm` are in the second file.
+    /// All containers of this storage. Containers of `podman run --rm` are in the second file.
     fn list_stored(&self) -> impl Iterator<Item = Stored> + use<> {
         let dir = self.root.join(format!("{}-containers", self.driver));
         let files = ["containers.json", "volatile-containers.json"].map(|name| dir.join(name));
@@ -260,8 +260,8 @@ pub fn podman_id(rootfs: &Path) -> Option<String> {
     find_by_layer(rootfs).map(|stored| stored.id)
 }
 
-/// What Podman's storage has of the container. Podman 4 runs hooks elsewhere than in the bundle: there the root filesystem
-/// tells. The files that it mounts do not: in a pod some of them are the infra container's.
+/// The record of the container in Podman's storage. Podman 4 runs hooks elsewhere than in the bundle: there the root
+/// filesystem tells. The files that it mounts do not: in a pod some of them are the infra container's.
 pub(crate) fn podman_record(bundle: &Path, rootfs: &Path) -> Option<Known> {
     let stored = Userdata::parse(bundle).map_or_else(|| find_by_layer(rootfs), |own| own.stored())?;
     let metadata: Value = serde_json::from_str(&stored.metadata).unwrap_or_default();
@@ -467,7 +467,7 @@ mod podman_storage_tests {
     const HOSTNAME: &str = "run/vfs-containers/c/userdata/hostname";
 
     #[test]
-    fn what_config_json_names_is_it_anywhere_else() {
+    fn a_path_that_is_no_intermediate_mount_point_is_the_root_filesystem() {
         let root = PathBuf::from("/var/lib/containers/storage/overlay/l/merged");
         let found = podman_root_filesystem(root.clone(), &json!({}), Path::new("/none")).unwrap();
         assert_eq!(found, root);
@@ -507,7 +507,7 @@ mod podman_storage_tests {
     }
 
     #[test]
-    fn what_the_storage_does_not_say_for_certain_is_not_known() {
+    fn a_layer_that_the_storage_does_not_name_for_certain_is_not_known() {
         let host = Host::new();
         // No such container, another container, another driver.
         for other in ["etc/hosts", "run/vfs-containers/b/userdata/x", "run/overlay-containers/c/userdata/x"] {
@@ -545,7 +545,7 @@ mod pod_tests {
     fn who_is_meant_by_a_name_in_a_pod() {
         let podmans =
             |name: &str, host: &str| Member::Podmans { name: Some(name.into()), host: Some(host.into()) };
-        let told = [
+        let cases = [
             (podmans("shop-web", "shop"), "web", true),
             (podmans("shop-web", "shop"), "shop-web", true),
             (podmans("shop-a-web", "shop"), "web", false),
@@ -558,7 +558,7 @@ mod pod_tests {
             (Member::Named("web".into()), "web", true),
             (Member::Named("a-web".into()), "web", false),
         ];
-        for (at, (member, name, expected)) in told.into_iter().enumerate() {
+        for (at, (member, name, expected)) in cases.into_iter().enumerate() {
             assert_eq!(member.is_called(name), Some(expected), "{at}");
         }
         let ambiguous = podmans("shop-a-web", "other");

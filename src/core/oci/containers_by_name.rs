@@ -1,4 +1,4 @@
-//! What a container is called, and the share that `containers.toml` gives it by that if it has no annotations.
+//! The name of a container, and the share that `containers.toml` gives it by that if it has no annotations.
 //!
 //! Only names that the engine itself recorded count: never the container's environment, nor
 //! labels and annotations, which may be its image's. The labels of a Swarm task are the engine's: dockerd sets them over
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::{FileError, JsonFile, SpecError, annotations};
 use crate::config_files::{self, ConfigError, Known};
-use crate::request::labels_told;
+use crate::request::warn_of_labels;
 use crate::text::{is_engine_id, safe, safe_path};
 
 /// The label in which dockerd names the service of a task.
@@ -56,8 +56,8 @@ pub fn share(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<String>,
         None => read_containerd(id, bundle, file)?,
     };
     let Some(known) = known else { return Ok(None) };
-    if let Some(told) = &known.labels_told {
-        tracing::warn!("container {}: {told}", safe(&known.name));
+    if let Some(warning) = &known.warning {
+        tracing::warn!("container {}: {warning}", safe(&known.name));
     }
     Ok(containers.share(&known).map(str::to_owned))
 }
@@ -125,7 +125,7 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
     // `docker service create` adds the registry's digest.
     let pinned = image.split_once('@').filter(|_| record.managed);
     let image = pinned.map_or(&*image, |(image, _)| image).to_owned();
-    Ok(Some(Known { name, image, service, part_of, labels_told: labels_told(&labels, "as --annotation") }))
+    Ok(Some(Known { name, image, service, part_of, warning: warn_of_labels(&labels, "as --annotation") }))
 }
 
 /// Annotations of containerd's CRI, which overwrites a pod's own
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_docker_container_is_left_alone() {
+    fn an_id_of_no_docker_container_is_left_alone() {
         for id in [ID, "job", "../../etc", "", &ID[1..], &ID.to_uppercase()] {
             assert_eq!(read_docker(id, Path::new("/nowhere")).unwrap(), None, "{id}");
         }

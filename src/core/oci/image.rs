@@ -265,7 +265,7 @@ fn required_version(spec: &Value) -> Option<(u32, u32)> {
 }
 
 /// The libcudas of the image that its loader will prefer to the mounted one: each with the file where links lead, such as
-/// `libcuda.so.575.57.08`, and with what finds it.
+/// `libcuda.so.575.57.08`, and with the setting that finds it.
 fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
     let path = environment_value(spec, "LD_LIBRARY_PATH").unwrap_or_default();
     // ld.so(8): separated by colons or semicolons.

@@ -116,7 +116,7 @@ impl JsonFile {
     }
 }
 
-/// Length of `sublet.`, `sandbox` and what is looked for of `catatonit`.
+/// Length of `sublet.`, `sandbox` and the part of `catatonit` that is looked for.
 const WORD: usize = 7;
 
 fn mentions(text: &[u8]) -> bool {
@@ -310,7 +310,7 @@ mod lossless_json_tests {
     use super::*;
 
     #[test]
-    fn a_key_is_what_both_runtimes_take_it_for() {
+    fn a_key_that_only_one_runtime_takes_for_a_field_is_refused() {
         for (text, field) in [
             (r#"{"Env":[]}"#, "env"),
             (r#"{"linux":{"resources":{"devices":[{"allow":false,"Allow":true}]}}}"#, "allow"),

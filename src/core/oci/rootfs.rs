@@ -499,8 +499,8 @@ fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Res
         let inner = ours.find(|(_, other)| *other != own && other.starts_with(own));
         // Almost no image has such a link. Without one, nothing more has to be resolved.
         let covered = || {
-            let mut others = tree.volumes().map(Path::to_owned).chain(files.iter().flat_map(lead));
-            others.find(|other| other.starts_with(own))
+            let mut candidates = tree.volumes().map(Path::to_owned).chain(files.iter().flat_map(lead));
+            candidates.find(|other| other.starts_with(own))
         };
         let inner = match inner {
             Some((inner, _)) => Some(inner.clone()),

@@ -203,8 +203,8 @@ pub(super) fn check_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>) 
         ));
     }
     let ours = world.ledger.daemons.iter().any(|daemon| daemon.serves(&want.device.uuid));
-    let mut others = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
-    match others.find(|process| world.ledger.lease_of_process(process).is_none()) {
+    let mut foreign = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
+    match foreign.find(|process| world.ledger.lease_of_process(process).is_none()) {
         Some(process) => Err(Misfit::as_reported(format!(
             "cannot be given to one container alone; why: process {} ({}) has a CUDA context on it without a \
              lease; fix: end it first",
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_use_is_not_free_and_what_leases_used_already_is_not_taken_twice() {
+    fn foreign_use_is_not_free_and_memory_that_leases_use_is_not_taken_twice() {
         let init = Init {
             process: Process { pid: 70, start_time: 1 },
             pid_namespace: 4711,

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_must_have_at_least_is_of_the_gpu() {
+    fn the_least_memory_and_sms_are_counted_of_the_gpu() {
         let wanted = Request {
             memory: Some(Memory::Bytes(8 * GIB)),
             sm: Some(Percent::from_thousandths(25_000)),

@@ -1,4 +1,4 @@
-//! What refusals say: each of many requests on each of many hosts.
+//! The messages of refusals: each of many requests on each of many hosts.
 
 use std::collections::BTreeMap;
 
@@ -133,22 +133,22 @@ fn percentages(text: &str) -> Vec<f64> {
     words.windows(2).filter(|pair| pair[1].starts_with('%')).filter_map(|pair| pair[0].parse().ok()).collect()
 }
 
-/// What `refusal` says would fit, as annotations.
+/// The requests that would fit by `refusal`, as annotations.
 fn suggestions(refusal: &Refusal) -> Vec<BTreeMap<String, String>> {
     let (_, fixes) = refusal.message.split_once("; fix: ").unwrap_or_default();
     let ways = fixes.split("; or ").filter_map(|way| way.split_once(" fits now"));
     ways.map(|(settings, _)| annotations(settings)).collect()
 }
 
-fn check(refusal: &Refusal, told: &str) {
+fn check(refusal: &Refusal, context: &str) {
     let (message, first) = (&refusal.message, first_line(&refusal.message));
-    assert!(first.chars().count() <= 80, "{told}");
-    assert!(!message.contains('\n') && message.matches("; why: ").count() < 2, "{told}");
+    assert!(first.chars().count() <= 80, "{context}");
+    assert!(!message.contains('\n') && message.matches("; why: ").count() < 2, "{context}");
     for text in refusal.candidates.iter().chain([message]) {
         let numbers = percentages(text);
         assert!(numbers.iter().all(|number| *number > 0.0 && *number <= 100.0), "{numbers:?} in {text}");
     }
-    assert_eq!(message.contains("sublet.wait="), refusal.temporary && !refusal.left_out, "{told}");
+    assert_eq!(message.contains("sublet.wait="), refusal.temporary && !refusal.left_out, "{context}");
     // That of a device by which the whole is decided.
     let decides = |candidate: &&String| {
         let (_, said) = candidate.split_once(") ").unwrap();
@@ -156,11 +156,11 @@ fn check(refusal: &Refusal, told: &str) {
         let reason = said.split("; ").next().unwrap();
         first.ends_with(reason) && candidate.ends_with(']') == refusal.temporary
     };
-    assert!(refusal.candidates.is_empty() || refusal.candidates.iter().any(|one| decides(&one)), "{told}");
+    assert!(refusal.candidates.is_empty() || refusal.candidates.iter().any(|one| decides(&one)), "{context}");
 }
 
 #[test]
-fn first_lines_are_short_and_what_is_said_to_fit_fits() {
+fn first_lines_are_short_and_suggestions_fit() {
     let (mut refusals, mut tried) = (0, 0);
     let (hosts, ledgers) = (hosts(), ledgers());
     for (at, config) in configs().iter().enumerate() {
@@ -170,15 +170,15 @@ fn first_lines_are_short_and_what_is_said_to_fit_fits() {
                 let wanted = annotations(asked);
                 let Ok(request) = parse(&wanted, None, None, config) else { continue };
                 let Err(refusal) = place(&request, &id(), inventory, ledger, config) else { continue };
-                let told = format!("{asked}: {}; {:?}", refusal.message, refusal.candidates);
+                let context = format!("{asked}: {}; {:?}", refusal.message, refusal.candidates);
                 refusals += 1;
-                check(&refusal, &told);
+                check(&refusal, &context);
                 for changed in suggestions(&refusal) {
                     let all = wanted.clone().into_iter().chain(changed).collect();
                     let instead =
-                        parse(&all, None, None, config).unwrap_or_else(|why| panic!("{why}: {told}"));
+                        parse(&all, None, None, config).unwrap_or_else(|why| panic!("{why}: {context}"));
                     let placed = place(&instead, &id(), inventory, ledger, config);
-                    assert!(placed.is_ok(), "{all:?} does not fit, but {told}");
+                    assert!(placed.is_ok(), "{all:?} does not fit, but {context}");
                     tried += 1;
                 }
             }
@@ -188,13 +188,13 @@ fn first_lines_are_short_and_what_is_said_to_fit_fits() {
 }
 
 #[test]
-fn where_a_policy_allows_fewer_devices_these_are_told() {
+fn a_refusal_names_the_devices_that_a_policy_allows() {
     let asked = parse(&annotations("gpu=0"), None, None, &Config::default()).unwrap();
     let (allowed, all) = (host(vec![device(5)]), host(vec![device(5), device(6)]));
-    let told =
+    let message_of =
         |of: &Inventory| Box::new(refused(&asked, &allowed, &ledger(vec![]))).of_policy(&allowed, of).message;
-    assert!(told(&allowed).starts_with("no GPU of this host is number 0; why: it has GPU 5 ("));
-    let message = told(&all);
+    assert!(message_of(&allowed).starts_with("no GPU of this host is number 0; why: it has GPU 5 ("));
+    let message = message_of(&all);
     let fewer = "no GPU that your policy allows is number 0; why: it allows GPU 5 (";
     assert!(message.starts_with(fewer) && message.ends_with("; fix: sublet.gpu=5 fits now"), "{message}");
 }
@@ -236,7 +236,7 @@ fn the_device_that_lacks_least_decides() {
 }
 
 #[test]
-fn nothing_is_told_that_a_policy_does_not_allow() {
+fn a_refusal_suggests_nothing_that_a_policy_does_not_allow() {
     let (one, held) = (host(vec![device(0)]), ledger(vec![lease(1, "GPU-0")]));
     let asked = |allows: Allows<'_>| {
         let whole = request(Mode::Exclusive);

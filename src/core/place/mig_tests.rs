@@ -44,7 +44,7 @@ fn alone(n: u64, uuid: &str) -> Lease {
 }
 
 #[test]
-fn a_lease_keeps_what_its_instance_was() {
+fn a_lease_records_its_instance() {
     let placement = placed(&named(1, Mode::Mig), vec![]).unwrap();
     assert_eq!(
         (placement.devices, placement.mode, placement.daemon),
@@ -85,7 +85,7 @@ fn a_profile_takes_the_next_that_is_free() {
 }
 
 #[test]
-fn the_smallest_that_has_what_is_asked_for() {
+fn the_smallest_mig_device_of_the_wanted_size_is_taken() {
     let least = |memory: Option<u64>, sm: Option<u32>| Request {
         memory: memory.map(|gib| Memory::Bytes(gib * GIB)),
         sm: sm.map(Percent::from_thousandths),

@@ -84,11 +84,11 @@ pub fn place(
     place_within(request, id, inventory, ledger, config, &|_| true)
 }
 
-/// What a user's policy says of a placement.
+/// Whether a user's policy allows a placement.
 type Allows<'a> = &'a dyn Fn(&Placement) -> bool;
 
-/// Chooses devices for `request`. `id` is the lease id that it will have, which also names a dedicated server. Nothing is
-/// advised but what a policy `allows`.
+/// Chooses devices for `request`. `id` is the lease id that it will have, which also names a dedicated server. Only
+/// placements that a policy `allows` are advised.
 ///
 /// # Errors
 /// [`Refusal`]: the request, the reason that decides, and advice.
@@ -362,7 +362,7 @@ struct Want<'a> {
     pub used_as: Mode,
     pub daemon: Option<DaemonKey>,
     pub memory: Option<u64>,
-    /// Bytes that it adds to the bookings, including those of a new server.
+    /// Bytes that it adds to the bookings, including the bytes of a new server.
     pub books: u64,
     pub account: Account<'a>,
     /// One of several devices of the container.

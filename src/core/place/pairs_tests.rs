@@ -1,4 +1,4 @@
-//! The table "What may share a GPU with what" of docs/modes.md is what [`place`] does; and a refusal names the
+//! The table "What may share a GPU with what" of docs/modes.md is true of [`place`]; and a refusal names the
 //! container whose key would let both run.
 
 use std::collections::BTreeMap;
@@ -64,7 +64,7 @@ fn both(early: &Request, late: &Request) -> bool {
     })
 }
 
-/// `request` with what the cell `way_out` says.
+/// `request` with the annotation of the cell `way_out`.
 fn changed(request: &Request, way_out: &str) -> Request {
     match way_out {
         "isolation=dedicated" if request.mode == Some(Mode::Mps) => {
@@ -76,7 +76,7 @@ fn changed(request: &Request, way_out: &str) -> Request {
 }
 
 #[test]
-fn the_table_of_what_may_share_is_true() {
+fn the_table_of_pairs_that_may_share_is_true() {
     let table = table();
     assert_eq!(table.len(), SHARES.len() * SHARES.len());
     for ((row, column), cell) in &table {
@@ -127,7 +127,7 @@ fn a_refusal_says_which_container_needs_a_server_of_its_own() {
     let both = "beside 1f2a9c1b2d4e, 2f2a9c1b2d4e it would fit if those containers had \
                 sublet.isolation=dedicated, in turns with them";
     assert!(two.contains(both), "{two}");
-    // Nobody is told to change what they cannot.
+    // Nobody is advised to change a lease that they cannot change.
     let mut theirs = on_shared_server(2);
     theirs.leases[0].container.uid = 1001;
     let mut of_job = on_shared_server(1);

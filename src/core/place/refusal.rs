@@ -1,5 +1,5 @@
-//! Why no device can serve a request now, in a line that stands alone and one that says more; and what would be served in
-//! its place: less, another GPU or mode, or `sublet.isolation=dedicated`, and on which container.
+//! Why no device can serve a request now, in a line that stands alone and one that says more; and which request would be
+//! served in its place: less, another GPU or mode, or `sublet.isolation=dedicated`, and on which container.
 
 use std::cmp::Reverse;
 
@@ -8,7 +8,7 @@ use super::select::wants_mig;
 use super::{Allows, Misfit, World, find};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
-use crate::ledger::{ANOTHERS, DaemonKey, Lease, LeaseId};
+use crate::ledger::{ANOTHER_USERS, DaemonKey, Lease, LeaseId};
 use crate::request::{Request, default_isolation};
 use crate::share::{Devices, Isolation, MIB, Memory, Mode, Priority, Selector, show_bytes};
 use crate::text::{self, add_why, first_line, list_some, safe};
@@ -20,7 +20,7 @@ const FIRST_LINE: usize = 72;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// What and why, as [`text::in_lines`] takes it apart; of [`super::place_within`] also what would be served.
+    /// The refusal and its reason, as [`text::in_lines`] takes it apart; of [`super::place_within`] also the ways out.
     pub message: String,
     /// Each device that could have served it, and why it does not.
     pub candidates: Vec<String>,
@@ -74,7 +74,7 @@ pub(super) fn describe_misfits(
         let left = bookings(devices[0], world.ledger, world.config);
         (misfit.temporary != temporary, Reverse((left.sm_free, left.memory_free, devices.len())))
     });
-    let Some(((misfit, devices), others)) = groups.split_first() else { return String::new() };
+    let Some(((misfit, devices), rest)) = groups.split_first() else { return String::new() };
     let said = |(misfit, devices): &(&Misfit, Vec<&Device>)| {
         format!("{} {}", name_together(devices), first_line(&misfit.reason))
     };
@@ -87,12 +87,12 @@ pub(super) fn describe_misfits(
     }
     message += &misfit.reason[first_line(&misfit.reason).len()..];
     let room = Some(describe_room(devices, world)).filter(|room| misfit.temporary && !room.is_empty());
-    let others = match others {
+    let rest = match rest {
         [] => None,
         [other] => Some(said(other)),
         _ => Some("the other devices have other reasons".to_owned()),
     };
-    room.into_iter().chain(others).fold(message, |message, why| add_why(&message, &why))
+    room.into_iter().chain(rest).fold(message, |message, why| add_why(&message, &why))
 }
 
 /// As `GPU 0`, or `each of 7 MIG devices of GPU 0`.
@@ -133,7 +133,7 @@ pub(super) fn describe((device, misfit): &(&Device, &Misfit), world: World<'_>) 
     if misfit.temporary { format!("{text} [{}]", describe_room(&[device], world)) } else { text }
 }
 
-/// What is left of a device, and who holds the rest of it or of several.
+/// The room of a device, and who holds the rest of it or of several.
 fn describe_room(devices: &[&Device], world: World<'_>) -> String {
     let is_there = |lease: &&Lease| devices.iter().any(|device| lease.devices.contains(&device.uuid));
     let holders = list_some(world.ledger.leases.iter().filter(is_there).map(describe_holder), ", ");
@@ -167,17 +167,17 @@ pub(super) fn advice(request: &Request, id: &LeaseId, world: World<'_>, allows: 
     let elsewhere = other_gpus(request, world).into_iter().find(&fits);
     let alone = (Request { isolation: Isolation::Dedicated, ..request.clone() }, ALONE.to_owned());
     let alone = Some(alone).filter(|way| request.isolation == Isolation::Shared && fits(way));
-    let others = modes(request, world.config).into_iter().find(&fits);
+    let other_mode = modes(request, world.config).into_iter().find(&fits);
     let apart = alone.is_none().then(|| advise_dedicated_for_holders(request, id, world, allows)).flatten();
-    let ways = [less, elsewhere, alone, others].into_iter().flatten().take(TOLD);
-    ways.map(|(_, told)| told).chain(apart).collect()
+    let ways = [less, elsewhere, alone, other_mode].into_iter().flatten().take(MOST_WAYS);
+    ways.map(|(_, text)| text).chain(apart).collect()
 }
 
-/// A request in place of the one that is refused, and what is told of it: first the annotations that make it.
+/// A request in place of the one that is refused, and its text in the message: first the annotations that make it.
 type Way = (Request, String);
 
-/// So many of them are told.
-const TOLD: usize = 2;
+/// At most so many of them are in a message.
+const MOST_WAYS: usize = 2;
 
 /// An MPS server of its own fits where the device's common one does not.
 const ALONE: &str = "sublet.isolation=dedicated fits now, in turns";
@@ -223,8 +223,8 @@ fn modes(request: &Request, config: &Config) -> Vec<Way> {
     let other = |mode| {
         let is_default = request.isolation == default(request.mode);
         let isolation = if is_default { default(Some(mode)) } else { request.isolation };
-        let told = format!("sublet.mode={mode} fits now{shared}");
-        (Request { mode: Some(mode), isolation, ..request.clone() }, told)
+        let text = format!("sublet.mode={mode} fits now{shared}");
+        (Request { mode: Some(mode), isolation, ..request.clone() }, text)
     };
     [Mode::Mps, Mode::TimeSlice].map(other).into()
 }
@@ -245,16 +245,16 @@ fn advise_dedicated_for_holders(
     let beside = |lease: &&Lease| {
         is_on_shared_server(lease) && lease.devices.iter().any(|uuid| found.devices.contains(uuid))
     };
-    let others: Vec<&Lease> = world.ledger.leases.iter().filter(beside).collect();
-    // Who reads it can change neither another user's container nor what Slurm gave to a job.
-    let is_anothers = |lease: &&Lease| lease.is_of_job() || lease.container.id == ANOTHERS;
-    let (those, them) = match others.len() {
-        _ if others.iter().any(is_anothers) => return None,
+    let neighbours: Vec<&Lease> = world.ledger.leases.iter().filter(beside).collect();
+    // The reader can change neither another user's container nor what Slurm gave to a job.
+    let is_out_of_reach = |lease: &&Lease| lease.is_of_job() || lease.container.id == ANOTHER_USERS;
+    let (those, them) = match neighbours.len() {
+        _ if neighbours.iter().any(is_out_of_reach) => return None,
         0 => return None,
         1 => ("that container", "it"),
         _ => ("those containers", "them"),
     };
-    let named = list_some(others.into_iter().map(name_holder), ", ");
+    let named = list_some(neighbours.into_iter().map(name_holder), ", ");
     Some(format!(
         "beside {named} it would fit if {those} had sublet.isolation=dedicated, in turns with {them}"
     ))

@@ -123,8 +123,8 @@ fn profiles<'a>(devices: impl Iterator<Item = &'a Device>) -> String {
     let mut of_kinds: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     devices.for_each(|device| of_kinds.entry(device.kind()).or_default().push(device.number()));
     let each = of_kinds.into_iter().map(|(kind, numbers)| match &numbers[..] {
-        [first, others @ ..] if !others.is_empty() => {
-            format!("{first} and {} more are {}", others.len(), safe(kind))
+        [first, rest @ ..] if !rest.is_empty() => {
+            format!("{first} and {} more are {}", rest.len(), safe(kind))
         }
         one => format!("{} is a {}", one.concat(), safe(kind)),
     });

@@ -40,7 +40,7 @@ fn every_selector_finds_its_device() {
 }
 
 #[test]
-fn what_names_no_device_or_several_is_refused() {
+fn a_selector_of_no_device_or_of_several_is_refused() {
     let why = |selectors| these(selectors).unwrap_err();
     assert_eq!(
         why(vec![Selector::Index(7)]),

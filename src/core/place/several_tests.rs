@@ -62,7 +62,7 @@ fn several_devices_have_one_server_of_the_leases_own_and_one_amount_each() {
 }
 
 #[test]
-fn a_share_of_several_devices_is_refused_for_what_one_of_them_lacks() {
+fn a_share_of_several_devices_is_refused_if_one_of_them_lacks_something() {
     let all = |change: fn(&mut Device)| {
         let mut gpus = vec![device(0), device(1)];
         change(&mut gpus[1]);

@@ -113,23 +113,23 @@ fn the_mode_is_the_requests_or_the_devices_or_the_default() {
 }
 
 #[test]
-fn a_user_is_told_of_others_containers_without_their_names_and_of_one_that_has_none_yet() {
+fn another_users_container_and_one_that_starts_are_shown_without_names() {
     let mut holders =
         [leased(1, "GPU-0", 30_000, 8), leased(2, "GPU-0", 20_000, 8), leased(3, "GPU-0", 20_000, 8)];
     for (holder, (id, uid)) in holders.iter_mut().zip([("theirs", 1001), ("own", 1000), ("", 1000)]) {
         (holder.container.id, holder.container.uid) = (id.to_owned(), uid);
     }
     let (inventory, ledger) = (host(vec![device(0)]), ledger(holders.to_vec()));
-    let told = |uid| refused(&mps(50_000, 8), &inventory, &ledger.clone().seen_by(uid)).message;
+    let message = |uid| refused(&mps(50_000, 8), &inventory, &ledger.clone().seen_by(uid)).message;
     let held = |by: &str| {
         format!("held by {by} (mps, 30 % SM, 8 GiB), own (mps, 20 % SM, 8 GiB), a container that starts (")
     };
-    assert!(told(1000).contains(&held("another user's container")), "{}", told(1000));
-    assert!(told(0).contains(&held("theirs")), "{}", told(0));
+    assert!(message(1000).contains(&held("another user's container")), "{}", message(1000));
+    assert!(message(0).contains(&held("theirs")), "{}", message(0));
 }
 
 #[test]
-fn a_refusal_says_what_is_left_who_holds_it_and_what_would_fit() {
+fn a_refusal_names_the_room_the_holders_and_a_share_that_fits() {
     let mut holder = leased(1, "GPU-0", 60_000, 16);
     holder.container.id = "3f2a9c1b2d4e5f60718293a4b5c6d7e8".into();
     let (inventory, ledger) = (host(vec![device(0)]), ledger(vec![holder]));
@@ -141,14 +141,14 @@ fn a_refusal_says_what_is_left_who_holds_it_and_what_would_fit() {
     );
     assert!(refusal.temporary);
     assert!(!refusal.refresh_first);
-    // Who waits for room and looks again, under the lock, does not work out what would fit.
+    // A start that waits for room and looks again, under the lock, works out no advice.
     let world = World { inventory: &inventory, ledger: &ledger, config: &Config::default() };
     let bare = find(&mps(50_000, 8), &id(), world).unwrap_err().message;
     assert_eq!(refusal.message.split_once("; fix: ").unwrap().0, bare);
 }
 
 #[test]
-fn a_refusal_says_what_would_serve_the_request_instead() {
+fn a_refusal_names_another_device_or_a_dedicated_share_that_fits() {
     let two = host(vec![device(0), device(1)]);
     let busy = ledger(vec![leased(1, "GPU-0", 90_000, 16)]);
     let named = Request { devices: Devices::These(vec![Selector::Index(0)]), ..mps(50_000, 8) };
@@ -163,11 +163,11 @@ fn a_refusal_says_what_would_serve_the_request_instead() {
 }
 
 #[test]
-fn what_holds_for_several_devices_is_said_once() {
+fn a_reason_of_several_devices_is_said_once() {
     let eight = host((0..8).map(device).collect());
     let wants = Request { memory: Some(Memory::Bytes(1024 * GIB)), ..request(Mode::Mps) };
     let message = refused(&wants, &eight, &ledger(vec![])).message;
-    // With what is asked for it would be too long for one line.
+    // With the request in it, the message would be too long for one line.
     assert!(message.starts_with("refused: each of 8 GPUs has 100 GiB, of which "), "{message}");
     assert_eq!(message.matches("can be booked").count(), 1);
 }
@@ -230,7 +230,7 @@ fn clients_stay_within_the_drivers_limit() {
 }
 
 #[test]
-fn what_nvml_reported_binds_and_asks_for_a_refresh() {
+fn free_memory_that_nvml_reported_binds_and_asks_for_a_refresh() {
     let mut host = host(vec![device(0)]);
     host.devices[0].memory_free_bytes = 10 * GIB;
     let refusal = refused(&mps(25_000, 10), &host, &ledger(vec![]));
@@ -278,7 +278,7 @@ fn exclusive_names_the_process_that_is_in_the_way() {
 }
 
 #[test]
-fn what_the_driver_or_the_hardware_cannot_do_is_never_temporary() {
+fn a_lack_of_the_driver_or_the_hardware_is_never_temporary() {
     let limited = mps(25_000, 8);
     let low = Request { priority: Priority::Low, ..request(Mode::Mps) };
     let slice = Request { memory: Some(Memory::Bytes(GIB)), ..request(Mode::TimeSlice) };
@@ -402,7 +402,7 @@ fn mig_is_refused_where_there_is_none() {
 }
 
 #[test]
-fn binpack_fills_what_is_used_and_spread_what_is_empty() {
+fn binpack_fills_used_devices_and_spread_empty_ones() {
     let host = host(vec![device(0), device(1), device(2)]);
     let held = ledger(vec![leased(1, "GPU-1", 30_000, 8), leased(2, "GPU-2", 60_000, 8)]);
     let mut config = Config::default();

@@ -229,7 +229,7 @@ impl Stream {
 }
 
 /// How many times its limit a process may wait for a processor beside it. Time limits on programs and daemons do not count
-/// that wait: where hundreds of processes want few processors, a sound one takes seconds for what else takes milliseconds.
+/// that wait: where hundreds of processes want few processors, a sound one takes seconds instead of milliseconds.
 const MOST: u32 = 9;
 
 /// The time that a process's first thread waits for a processor from a moment on.
@@ -373,8 +373,7 @@ mod tests {
     /// In processes of their own, because the setting is a whole process's.
     #[test]
     fn where_the_caller_ignored_the_ends_of_children_they_are_waited_for_all_the_same() {
-        for name in
-            ["feeds_and_hears", "what_is_started_apart_is_no_child_of_ours_and_in_a_session_of_its_own"]
+        for name in ["feeds_and_hears", "a_detached_process_is_no_child_of_ours_and_in_a_session_of_its_own"]
         {
             let mut alone = Command::new("env");
             alone.arg("--ignore-signal=CHLD").arg(std::env::current_exe().unwrap()).arg("--exact");
@@ -413,23 +412,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_started_apart_is_no_child_of_ours_and_in_a_session_of_its_own() {
+    fn a_detached_process_is_no_child_of_ours_and_in_a_session_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
-        let told = dir.path().join("told");
+        let stat = dir.path().join("told");
         let mut command = shell(&format!(
             "cat /proc/$$/stat >{0}.new; ls /proc/$$/fd >>{0}.new; mv {0}.new {0}; exec sleep 2",
-            told.display()
+            stat.display()
         ));
         let begun = Instant::now();
         spawn_detached(&mut command).unwrap();
         assert!(begun.elapsed() < Duration::from_secs(2), "it was waited for");
-        while !told.exists() {
+        while !stat.exists() {
             assert!(begun.elapsed() < Duration::from_secs(60), "it says nothing");
             sleep(Duration::from_millis(5));
         }
-        let told = std::fs::read_to_string(told).unwrap();
+        let stat = std::fs::read_to_string(stat).unwrap();
         let mut fields =
-            told.rsplit_once(") ").unwrap().1.split_whitespace().skip(1).map(|field| field.parse().unwrap());
+            stat.rsplit_once(") ").unwrap().1.split_whitespace().skip(1).map(|field| field.parse().unwrap());
         let own = nix::unistd::getpid().as_raw();
         assert_ne!(fields.next(), Some(own), "its parent");
         let session: i32 = fields.nth(1).unwrap();

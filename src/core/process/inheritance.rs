@@ -1,8 +1,8 @@
-//! What a program inherits from its caller: descriptors, environment, rights, and a limit on the size of files; and which
-//! program it is, with what else of its build is installed.
+//! The inheritance of a program from its caller: descriptors, environment, rights, and a limit on the size of files; and
+//! which program it is, with the other programs of its build that are installed.
 //!
 //! Of the environment sublet's programs read one variable, the name of a configuration file, and only if the caller has
-//! the same rights as the program. What the kernel says of that is in the auxiliary vector (getauxval(3)), in the
+//! the same rights as the program. The kernel's answer is in the auxiliary vector (getauxval(3)), in the
 //! process's own memory: reading it cannot fail for lack of a descriptor, as reading /proc/self/auxv can.
 #![allow(
     unsafe_code,
@@ -151,7 +151,7 @@ pub fn executed() -> Option<&'static Path> {
 }
 
 /// This process's program file. A failure is tried again: after a transient error, such as a lack of memory, the programs
-/// beside it would count as missing, and others be taken for them.
+/// beside it would count as missing, and different ones be taken for them.
 pub(super) fn own_program() -> Option<PathBuf> {
     std::env::current_exe().or_else(|_| std::env::current_exe()).ok()
 }
@@ -196,7 +196,7 @@ fn get(key: libc::c_ulong) -> Option<libc::c_ulong> {
     (value != 0 || Errno::last_raw() != libc::ENOENT).then_some(value)
 }
 
-/// The variable that names one configuration file instead of all others.
+/// The variable that names one configuration file instead of all other files.
 pub(crate) const VARIABLE: &str = "SUBLET_CONFIG";
 
 /// The value of [`VARIABLE`], made absolute, if it is honoured: never when this process has more rights than its

@@ -2,7 +2,7 @@
 //! inheritance; and dropping rights. Also the kernel's reports about this boot and this process's namespaces and cgroups: it is
 //! asked in one place, so that all callers get the same answer. And whether a process listens on a socket.
 //!
-//! The first thread of a process may end while others go on: any program can do so (`syscall(SYS_exit, 0)`). Its
+//! The first thread of a process may end while other threads go on: any program can do so (`syscall(SYS_exit, 0)`). Its
 //! `/proc/PID` then says that it is a zombie without memory, and shows no program, no environment, no open file, no
 //! mounts and no network, and in cgroup v1 the root cgroup.
 
@@ -45,7 +45,7 @@ pub struct Process {
     pub start_time: u64,
 }
 
-/// What [`own_pid`] has found; 0: nothing yet.
+/// The answer of [`own_pid`]; 0: nothing yet.
 static OWN_PID: AtomicU32 = AtomicU32::new(0);
 
 /// The pid of this process. The C library would ask the kernel each time.
@@ -131,7 +131,7 @@ impl Process {
         self.pid > 0 && kill(Pid::from_raw(self.pid), None) != Err(nix::errno::Errno::ESRCH)
     }
 
-    /// Whether this same process can serve others.
+    /// Whether this same process can serve its clients.
     pub(crate) fn condition(&self) -> Condition {
         match Stat::of_running_thread(self.pid) {
             // A process that cannot be examined counts as running.
@@ -188,7 +188,7 @@ pub fn pidfd_await_end(pidfd: impl AsFd, longest: Duration) -> bool {
         .is_ok_and(|ready| ready > 0)
 }
 
-/// Whether a process can serve others.
+/// Whether a process can serve its clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Condition {
     /// It can, or cannot be examined.
@@ -231,7 +231,7 @@ pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH)
 }
 
-/// What was read of a process in /proc; `None` if it has ended.
+/// The text that was read of a process in /proc; `None` if it has ended.
 pub fn unless_gone<T>(read: io::Result<T>) -> io::Result<Option<T>> {
     match read {
         Err(error) if is_gone(&error) => Ok(None),
@@ -359,8 +359,8 @@ pub fn cgroup_table(pid: i32) -> io::Result<String> {
     if !is_in_every_root_of_v1(&first) {
         return Ok(first);
     }
-    let others = threads(&proc).filter_map(|thread| kernel_file(thread.join("cgroup")).ok());
-    Ok(others.into_iter().find(|table| !is_in_every_root_of_v1(table)).unwrap_or(first))
+    let tables = threads(&proc).filter_map(|thread| kernel_file(thread.join("cgroup")).ok());
+    Ok(tables.into_iter().find(|table| !is_in_every_root_of_v1(table)).unwrap_or(first))
 }
 
 fn is_in_every_root_of_v1(table: &str) -> bool {

@@ -16,7 +16,7 @@ pub const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct SubletError(
-    /// The last message it printed, which says what is wrong; if it printed nothing, the command and its exit status.
+    /// The last message it printed, which names the fault; if it printed nothing, the command and its exit status.
     pub String,
 );
 
@@ -94,8 +94,8 @@ mod tests {
     fn the_child_sees_no_environment_of_ours() {
         let mut env = command(Path::new("/usr/bin/env"), &[]);
         let finished = crate::process::child::run(&mut env, "", Duration::from_secs(5)).unwrap();
-        let others: Vec<&str> =
+        let own: Vec<&str> =
             finished.stdout.lines().filter(|line| !line.starts_with("SUBLET_CONFIG=")).collect();
-        assert_eq!(others, ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"]);
+        assert_eq!(own, ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"]);
     }
 }

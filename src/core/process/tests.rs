@@ -1,4 +1,4 @@
-//! Tests of what the kernel says of processes.
+//! Tests of reading processes from the kernel.
 
 use super::*;
 
@@ -80,7 +80,7 @@ mod stat_tests {
     }
 
     #[test]
-    fn what_the_first_thread_no_longer_shows_another_one_does() {
+    fn another_thread_shows_the_process_after_the_first_has_ended() {
         let started = crate::process::fixture::without_first_thread();
         let process = started.process();
         let shown = live_proc_dir_of(process.pid);
@@ -97,7 +97,7 @@ mod kernel_file_tests {
     use super::*;
 
     #[test]
-    fn a_file_of_the_kernel_is_what_the_standard_library_reads() {
+    fn kernel_files_are_read_as_the_standard_library_reads_them() {
         for path in ["/proc/self/uid_map", "/proc/self/cgroup", "/proc/sys/kernel/random/boot_id"] {
             assert_eq!(kernel_file(path).unwrap(), std::fs::read_to_string(path).unwrap(), "{path}");
         }
@@ -112,7 +112,7 @@ mod user_namespace_tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_read_is_no_host() {
+    fn an_id_map_that_cannot_be_read_is_no_hosts() {
         let map = |text: &str| Ok(text.to_owned());
         assert!(!is_nested_by(map("         0          0 4294967295\n")));
         assert!(!is_nested_by(Err(io::ErrorKind::NotFound.into())), "a kernel without user namespaces");

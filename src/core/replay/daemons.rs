@@ -352,7 +352,7 @@ fn daemon_view(daemon: &MpsDaemon) -> model::Daemon {
     }
 }
 
-/// A step that the real world can follow: a container's first process is known before it ends while others run.
+/// A step that the real world can follow: a container's first process is known before it ends while other ones run.
 fn can_follow(state: &State, step: &Step, after: &State) -> bool {
     let Actor::Container(container) = step.who else { return true };
     after.lives[container] != Life::FirstGone

@@ -1,5 +1,5 @@
-//! The model `dynamic_mig`: instances that are created for a container, and leases on them. What the driver has is as the
-//! model says.
+//! The model `dynamic_mig`: instances that are created for a container, and leases on them. The instances of the driver are as
+//! the model says.
 
 use std::path::PathBuf;
 
@@ -88,7 +88,7 @@ impl Real {
         self.dir.path().join(format!("{what}-{container}"))
     }
 
-    /// Starts and ends processes, writes the runtime's records, and does in the driver what was done, until all is as in
+    /// Starts and ends processes, writes the runtime's records, and makes the same changes in the driver, until all is as in
     /// `state`.
     fn follow(&mut self, before: &State, state: &State) {
         self.processes.follow(&alive(state));

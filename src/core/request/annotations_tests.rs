@@ -210,7 +210,7 @@ fn the_containers_share_comes_before_the_entry_points() {
 }
 
 #[test]
-fn images_choose_from_what_the_configuration_allows() {
+fn images_choose_from_the_capabilities_that_the_configuration_allows() {
     let mut config = Config::default();
     let of = |image: Option<&str>, config: &Config| {
         parse(&annotations(&[("sublet.gpu", "any")]), None, image, config).unwrap().capabilities.0
@@ -242,7 +242,7 @@ fn images_choose_from_what_the_configuration_allows() {
 }
 
 #[test]
-fn what_may_be_required() {
+fn memory_and_sm_can_be_required() {
     let mut config = Config::default();
     config.limits.require = vec![Required::Memory, Required::Sm];
     assert_snapshot!(refused_by(&config, &[("sublet.sm", "25")]), @"sublet.memory is missing, and this host requires it; why: [limits] require; fix: add it, for example sublet.memory=8GiB");
@@ -254,9 +254,9 @@ fn what_may_be_required() {
     assert!(parse(&annotations(&[("sublet.mig", "1g.18gb")]), None, None, &config).is_ok());
 }
 
-/// Each pair of what may be required and of a mode, asked for or the default: who does what the refusal says is let in.
+/// Each pair of required limits and of a mode, asked for or the default: a request with the advised limits is served.
 #[test]
-fn what_is_required_can_be_given_in_every_mode() {
+fn required_limits_can_be_given_in_every_mode() {
     let all_required = [vec![Required::Memory], vec![Required::Sm], vec![Required::Memory, Required::Sm]];
     for (default, require) in
         Mode::VARIANTS.iter().flat_map(|mode| all_required.iter().map(move |all| (mode, all)))
@@ -416,7 +416,7 @@ fn a_container_can_have_itself_held_more_strictly_and_a_share_of_the_configurati
 }
 
 #[test]
-fn what_does_go_together() {
+fn annotations_that_go_together_are_accepted() {
     for pairs in [
         &[("sublet.gpu", "any:1"), ("sublet.mode", "mps")][..],
         &[("sublet.gpu", "0,1"), ("sublet.mode", "time-slice")],

@@ -78,8 +78,8 @@ pub fn has_sublet_annotations(annotations: &BTreeMap<String, String>) -> bool {
     annotations.keys().any(|key| key.starts_with(PREFIX) || find_intended(key).is_some())
 }
 
-/// What is said of those of `labels` that begin with `sublet.`: annotations are written as `place` says.
-pub fn labels_told(labels: &BTreeMap<String, String>, place: &str) -> Option<String> {
+/// A warning of the `labels` that begin with `sublet.`: annotations are written as `place` says.
+pub fn warn_of_labels(labels: &BTreeMap<String, String>, place: &str) -> Option<String> {
     let ours = labels.iter().filter(|(key, _)| key.starts_with(PREFIX));
     let ours = ours.map(|(key, value)| safe(&format!("{key}={value}"))).collect::<Vec<_>>().join(", ");
     (!ours.is_empty()).then(|| format!("labels are not annotations: write {place} {ours}"))
@@ -325,7 +325,7 @@ mod misspelt_tests {
         ("sublet_mig/caps", "mig-caps"),
     ];
 
-    const OTHERS: [&str; 25] = [
+    const FOREIGN: [&str; 25] = [
         "",
         "sublet",
         "Sublet.",
@@ -354,12 +354,12 @@ mod misspelt_tests {
     ];
 
     #[test]
-    fn keys_that_mean_us_and_keys_of_others() {
+    fn keys_that_mean_sublet_and_foreign_keys() {
         for (key, expected) in OURS {
             let expected = if key.starts_with("sublet.") { None } else { Some(expected) };
             assert_eq!(find_intended(key), expected, "{key}");
         }
-        for key in OTHERS {
+        for key in FOREIGN {
             assert_eq!(find_intended(key), None, "{key}");
         }
         for key in KEYS {
@@ -369,15 +369,15 @@ mod misspelt_tests {
     }
 
     #[test]
-    fn labels_are_told_as_the_annotations_that_they_are_meant_to_be() {
-        let told = |labels: &[(&str, &str)]| {
+    fn labels_that_are_meant_as_annotations_are_reported() {
+        let warning = |labels: &[(&str, &str)]| {
             let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-            labels_told(&labels.iter().map(pair).collect(), "as --annotation")
+            warn_of_labels(&labels.iter().map(pair).collect(), "as --annotation")
         };
         let labels = [("a", "b"), ("sublet.sm", "25"), ("sublet.memory", "\u{1b}[2J")];
         let said = "labels are not annotations: write as --annotation sublet.memory=\\u{1b}[2J, sublet.sm=25";
-        assert_eq!(told(&labels).as_deref(), Some(said));
-        assert_eq!(told(&[("example.com/sublet.sm", "25"), ("traefik.enable", "true")]), None);
+        assert_eq!(warning(&labels).as_deref(), Some(said));
+        assert_eq!(warning(&[("example.com/sublet.sm", "25"), ("traefik.enable", "true")]), None);
     }
 
     /// Engines call sublet's hooks by a pattern over annotation keys (RE2). The pattern matches every key of sublet's

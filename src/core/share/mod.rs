@@ -299,7 +299,7 @@ pub fn parse_memory(text: &str) -> Result<Memory, Option<String>> {
         return decimal_percent(share).map(Memory::Share).ok_or(None);
     }
     if Decimal::parse(text).is_some_and(|number| number.digits != 0) {
-        // What is read, and no more than a GPU may have.
+        // The text as it is read, and no more than a GPU may have.
         let is_meant = |text: &String| parse_memory(text).is_ok_and(|memory| memory.on(MIB) < 1 << 40);
         let meant = ["GiB", "MiB", "%"].map(|unit| format!("{text}{unit}")).into_iter().filter(is_meant);
         let meant: Vec<_> = meant.collect();
@@ -431,7 +431,7 @@ mod units_tests {
     }
 
     #[test]
-    fn refuses_what_is_no_percentage() {
+    fn refuses_text_that_is_no_percentage() {
         for text in [
             "",
             "%",
@@ -483,7 +483,7 @@ mod units_tests {
     }
 
     #[test]
-    fn refuses_what_is_no_amount() {
+    fn refuses_text_that_is_no_amount() {
         for text in [
             "",
             "GiB",

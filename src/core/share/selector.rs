@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_names_no_device() {
+    fn refuses_text_that_names_no_device() {
         for text in [
             "",
             ",",

@@ -80,7 +80,7 @@ impl JobRecord {
     }
 
     /// Writes it, in place of an earlier one. One of another cluster stays, and becomes a problem: tasks of both jobs are
-    /// refused, because they cannot be told apart.
+    /// refused, because they cannot be distinguished.
     ///
     /// # Errors
     /// The state directory is not to be trusted, or the file cannot be written.
@@ -332,7 +332,7 @@ mod directory_tests {
     }
 
     #[test]
-    fn empty_directories_without_a_record_are_removed_and_no_others() {
+    fn only_empty_directories_without_a_record_are_removed() {
         let (state, directory, uid) = state();
         let [stray, full] = [8, 9].map(|job| containers_of(state.path(), job));
         for job in [7, 8, 9] {
@@ -344,7 +344,7 @@ mod directory_tests {
     }
 
     #[test]
-    fn what_is_no_directory_of_the_users_is_not_given() {
+    fn a_link_in_place_of_the_users_directory_is_not_given() {
         let (state, directory, uid) = state();
         symlink("/tmp", &directory).unwrap();
         assert!(make_directory(state.path(), 7, uid).is_err(), "a link");

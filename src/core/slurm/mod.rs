@@ -31,12 +31,12 @@ pub struct JobGpu {
 }
 
 /// UUIDs of the `gpus` that the calling process must not open, by its cgroup. With `ConstrainDevices` (cgroup.conf(5)) slurmd
-/// lets a step open those of its job's GPUs that the step got, and with `--gpus-per-task` a task its own.
+/// lets a step open the GPUs of its job that the step got, and with `--gpus-per-task` a task its own.
 ///
 /// access(2) asks the device controllers of cgroup v1 and v2 as open(2) does (`devcgroup_inode_permission` in Linux's
 /// fs/namei.c), does not reach the driver, and says EPERM. A cgroup's devices.list does not show it: slurmd forbids one
-/// device after the other, and it then says `a *:* rwm`. What cannot be known, such as a node that is not there, is not
-/// said to be forbidden: the variables that follow from this only say what the kernel decides.
+/// device after the other, and it then says `a *:* rwm`. A node of which nothing is known, such as a missing one, is not
+/// said to be forbidden: the variables that follow from this only repeat the kernel's decision.
 pub(crate) fn forbidden(gpus: &[JobGpu]) -> Vec<String> {
     let is_forbidden =
         |gpu: &&JobGpu| access(&gpu.node, AccessFlags::R_OK | AccessFlags::W_OK) == Err(Errno::EPERM);
@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_no_cgroup_forbids_or_is_not_there_is_not_forbidden() {
+    fn an_open_or_missing_node_is_not_forbidden() {
         let gpu = |node: &str| JobGpu { uuid: "GPU-a".into(), node: node.into() };
         assert!(forbidden(&[gpu("/dev/null"), gpu("/nonexistent"), gpu("/proc/version")]).is_empty());
     }

@@ -25,7 +25,7 @@ use sublet_core::bounded_input;
 use sublet_core::config_files::{self, ConfigFiles};
 use sublet_core::ledger::{Binding, Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LeaseId};
 use sublet_core::log::{self, Level, Log, one_line};
-use sublet_core::names::told;
+use sublet_core::names::replace_ids;
 use sublet_core::oci::cdi::{self, Asked};
 use sublet_core::process::confine::{self, Rights, Side};
 use sublet_core::process::{Process, sublet};
@@ -67,11 +67,11 @@ pub fn main(args: &[OsString]) -> i32 {
     let own = ConfigFiles::read().parse().runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", None, false, own.as_deref());
     log::trace_to(log.clone(), false);
-    // Done here, because the process that does the work may not examine others.
+    // Done here, because the process that does the work may not examine other processes.
     let is_start = args.first().is_some_and(|stage| stage != "poststop");
     let engine = Engine::of(nix::unistd::getppid().as_raw()).filter(|_| is_start);
     let said = |done: anyhow::Result<()>| {
-        done.inspect_err(|error| report(&log, Level::Error, &told(&error.to_string()))).is_ok()
+        done.inspect_err(|error| report(&log, Level::Error, &replace_ids(&error.to_string()))).is_ok()
     };
     let done = match confine::fork_worker(rights(&args), allowed_command) {
         Ok(Side::Worker) => said(run(&args, engine.as_ref(), &log)),
@@ -303,7 +303,7 @@ mod allowed_command_tests {
     use super::*;
 
     #[test]
-    fn nothing_is_run_but_what_hooks_run() {
+    fn only_the_commands_of_hooks_are_run() {
         let words: [&[&str]; 16] = [
             &[],
             &["sh", "-c", "true"],
@@ -350,7 +350,7 @@ mod state_tests {
     }
 
     #[test]
-    fn finds_the_lease_of_what_runc_and_podman_send() {
+    fn finds_the_lease_in_the_state_of_runc_and_podman() {
         let runc = r#"{"ociVersion":"1.0.2-dev","id":"c1","status":"stopped","bundle":"/b",
                        "annotations":{"a":"b","sublet.lease":"0123456789abcdef"}}"#;
         assert_eq!(lease_of(runc).unwrap().unwrap().as_str(), "0123456789abcdef");
@@ -366,7 +366,7 @@ mod state_tests {
     }
 
     #[test]
-    fn refuses_what_is_no_state() {
+    fn refuses_text_that_is_no_state() {
         let cases = [
             ("", "it is empty"),
             (" \n", "it is empty"),

@@ -13,7 +13,7 @@ use sublet_core::admit::{Admission, AdmitError, Candidate, Engine, Leases, Reque
 use sublet_core::config::Config;
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::log::{Level, Log, one_line};
-use sublet_core::names::told;
+use sublet_core::names::replace_ids;
 use sublet_core::oci::JsonFile;
 use sublet_core::oci::container_root::podman_id;
 use sublet_core::oci::hooks::{self, Stage};
@@ -37,7 +37,7 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> anyhow::Result<()>
     let refusal = match admit(&spec, engine, waits, log) {
         Ok(true) => return Ok(()),
         Ok(false) => return print(&file.text),
-        Err(error) => told(&error.to_string()),
+        Err(error) => replace_ids(&error.to_string()),
     };
     report(log, Level::Error, &spec, &refusal);
     hooks::add_refusal(&mut spec, &one_line(&refusal))?;
@@ -189,14 +189,14 @@ mod tests {
         let in_pod = json!({"linux": {"cgroupsPath": in_pod}});
         assert_eq!((id(&in_pod), pod(&in_pod)), (ID, Some(ID.replace('4', "5").as_str())));
         assert_eq!(pod(&json!({"linux": {"cgroupsPath": format!("/libpod-{ID}")}})), None);
-        let others = [
+        let foreign = [
             json!({}),
             json!({"linux": {"cgroupsPath": null}}),
             json!({"linux": {"cgroupsPath": "/user.slice"}}),
             json!({"linux": {"cgroupsPath": format!("/libpod-{}", &ID[1..])}}),
             json!({"linux": {"cgroupsPath": ["x"]}}),
         ];
-        for other in others {
+        for other in foreign {
             assert_eq!(id(&other), "", "{other}");
         }
     }

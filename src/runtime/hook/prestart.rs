@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_runtime_tells_wins_over_the_file() {
+    fn annotations_of_the_runtime_win_over_the_file() {
         let state = state(&json!({"id": "c", "status": "creating", "annotations": {"a": "1", "b": "2"}}));
         for (mut spec, expected) in [
             (json!({"annotations": {"b": "x", "c": "3"}}), json!({"b": "2", "c": "3", "a": "1"})),

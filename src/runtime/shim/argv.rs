@@ -238,7 +238,7 @@ struct Flag {
     name: &'static str,
     /// One letter; empty if it has none.
     letter: &'static str,
-    /// Whether it takes a value: what stands behind it in the table. One without allows `--name=false` with runc.
+    /// Whether it takes a value: the mark behind it in the table. One without allows `--name=false` with runc.
     takes: &'static str,
 }
 

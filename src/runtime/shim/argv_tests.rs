@@ -1,4 +1,4 @@
-//! Command lines as engines and people write them, with what runc 1.1.5 and crun 1.8.1 make of them.
+//! Command lines as engines and people write them, with the readings of runc 1.1.5 and crun 1.8.1.
 
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::Path;
@@ -48,7 +48,7 @@ fn a_signal_comes_behind_the_id() {
 }
 
 #[test]
-fn what_docker_containerd_and_podman_write() {
+fn command_lines_of_docker_containerd_and_podman_are_read() {
     let docker = "--root /var/run/docker/runtime-runc/moby --log /run/c/log.json --log-format json \
                   --systemd-cgroup create --bundle /run/c --pid-file /run/c/init.pid --console-socket /tmp/p c1";
     for dialect in [Runc, Crun] {
@@ -119,7 +119,7 @@ fn crun_takes_abbreviations_clusters_and_its_own_config() {
     assert_eq!(command_of("run -df /f --bundle /b c", Crun), run());
     assert_eq!(command_of("run --keep -d --config=/f -b /b c", Crun), run());
     assert_eq!(command_of("create -- c", Crun), (Some("c".into()), Command::Create(start_of(None, None))));
-    // crun reads in order and refuses what stands behind the id.
+    // crun reads in order and refuses arguments behind the id.
     assert_eq!(command_of("create c --bundle /b", Crun), (None, Command::Create(start_of(None, None))));
     assert_eq!(command_of("delete -rf c.*", Crun), OTHER);
     assert_eq!(command_of("delete --regex x", Crun), OTHER);

@@ -1,4 +1,4 @@
-//! Tests of the share of a process that joins a container, and of what it gets.
+//! Tests of the share of a process that joins a container, and of its grant.
 
 use std::os::fd::AsRawFd as _;
 
@@ -105,7 +105,7 @@ fn record(lease: &str, bundle: &Path) -> tempfile::TempDir {
 }
 
 #[test]
-fn what_it_was_made_from_has_to_be_its_own() {
+fn the_record_and_spec_of_a_container_have_to_be_its_own() {
     let (bundle, config) = (tempfile::tempdir().unwrap(), Ok(Config::default()));
     let of = |dir: &tempfile::TempDir| find_share(0, "c", dir.path(), &config);
     let speaks = |dir: &tempfile::TempDir| may_have_share(dir.path()).unwrap();

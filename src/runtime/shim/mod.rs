@@ -25,7 +25,7 @@ use sublet_core::config::{Config, WithoutShare};
 use sublet_core::config_files::{ConfigError, ConfigFiles, ParsedFiles};
 use sublet_core::fs::real_directory;
 use sublet_core::log::{Level, Log};
-use sublet_core::names::told;
+use sublet_core::names::replace_ids;
 use sublet_core::oci::containers_by_name;
 use sublet_core::process::inheritance::effective_user;
 use sublet_core::text::safe;
@@ -95,7 +95,7 @@ pub fn main(args: &[OsString]) -> i32 {
         dispatch(&Call { args, share, without_share, low_level, files: &files, line: &line, log: &log })
     });
     done.unwrap_or_else(|error| {
-        log.write(Level::Error, &told(&describe(line.id.as_deref(), &error)));
+        log.write(Level::Error, &replace_ids(&describe(line.id.as_deref(), &error)));
         EXIT_FAILURE
     })
 }
@@ -130,7 +130,7 @@ fn find_by_record(
     (parse(args, dialect), low_level.map_or_else(|| find_low_level(&names), Ok))
 }
 
-/// What is the matter with both commands of criu's.
+/// The fault of both commands of criu's.
 const NO_CHECKPOINT: &str = "of a container with a GPU share is not possible, because the GPU's state cannot be saved: \
                              recreate the container instead";
 

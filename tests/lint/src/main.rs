@@ -3,13 +3,15 @@
 //! - Layers. `lib.rs` lists a crate's modules, the lowest first, with empty lines between layers: a module uses only
 //!   modules of layers below its own. No two modules anywhere use each other in a circle.
 //! - Exports. What a crate has `pub` is used by another crate, or is part of what is.
+//! - Names. None is a riddle, such as `told` or `what_is_left`: in tests, too.
 //! - Questions. What the appendix of docs/design.md names exists.
 //!
-//! Code for tests alone is passed over.
+//! For layers and exports, code for tests alone is passed over.
 
 mod exports;
 mod layers;
 mod modules;
+mod names;
 mod questions;
 
 use std::path::Path;
@@ -29,6 +31,7 @@ fn main() -> Result<ExitCode> {
         let users: Vec<_> = USERS.iter().filter(|user| **user != dir).map(Path::new).collect();
         found.extend(exports::check(&modules, &users)?);
     }
+    found.extend(names::check(Path::new("src"))?);
     found.extend(questions::check()?);
     for line in &found {
         eprintln!("lint: {line}");

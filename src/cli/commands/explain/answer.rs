@@ -1,4 +1,4 @@
-//! What a share comes to on this host, in numbers: which GPU, how many SMs, how much memory, what each process gets.
+//! The amounts of a share on this host: which GPU, how many SMs, how much memory, what each process gets.
 
 use std::fmt;
 use std::time::Duration;
@@ -123,7 +123,7 @@ impl Answer {
 }
 
 impl Amounts {
-    /// Those of `lease`. A device that is gone has none.
+    /// The devices of `lease`. A device that is gone has none.
     pub fn of(lease: &Lease, inventory: &Inventory) -> Self {
         let devices = lease.devices.iter().filter_map(|uuid| inventory.device(uuid));
         let server = |key: String| if key == lease.id.as_str() { "own".to_owned() } else { key };

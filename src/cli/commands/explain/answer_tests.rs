@@ -60,7 +60,7 @@ fn the_numbers_come_first() {
 }
 
 #[test]
-fn each_mode_says_what_is_the_containers_own() {
+fn each_mode_says_which_resources_are_the_containers_own() {
     let gpu = device(0);
     let one = host(vec![device(0)]);
     let turns = answer(&[], &one);
@@ -104,7 +104,7 @@ fn more_processes_than_the_drivers_fewest_sms_allow_are_said() {
 }
 
 #[test]
-fn several_gpus_are_told_apart_only_where_they_differ() {
+fn several_gpus_are_distinguished_only_where_they_differ() {
     let two =
         answer(&[("gpu", "any:2"), ("sm", "25"), ("memory", "8GiB")], &host(vec![device(0), device(1)]));
     assert_eq!(row(&two, "SMs"), "32 of 132 (at most 25 %), on each");

@@ -90,10 +90,10 @@ const NO_HOOK: &str = "Podman runs no hook of sublet's (sublet setup podman): an
 
 /// dockerd's default runtime, if it is not Docker's own: as it says, else as it would be started.
 fn default_runtime() -> Option<String> {
-    let told = ask(&["docker", "info", "--format", "{{.DefaultRuntime}}"]).map(|told| told.trim().to_owned());
+    let name = ask(&["docker", "info", "--format", "{{.DefaultRuntime}}"]).map(|name| name.trim().to_owned());
     let dockerd = || {
         let dockerd = Dockerd::of(Path::new("/"), ask, None);
         dockerd.default_runtime(&std::fs::read_to_string(dockerd.file()).unwrap_or_default())
     };
-    told.filter(|told| !told.is_empty()).or_else(dockerd).filter(|runtime| runtime != "runc")
+    name.filter(|name| !name.is_empty()).or_else(dockerd).filter(|runtime| runtime != "runc")
 }

@@ -1,4 +1,4 @@
-//! What is known of one container, whether it holds a lease, has ended or was refused.
+//! The known facts of one container, whether it holds a lease, has ended or was refused.
 
 use super::super::doctor::ask_engines;
 use super::super::reason::ExplainError;
@@ -98,7 +98,7 @@ struct NameKeys {
     engine: Option<String>,
     /// The engine's name for it; empty without one.
     name: String,
-    /// What it was started from, as the engine was told.
+    /// Its image, as given to the engine.
     image: String,
     /// `PROJECT/SERVICE` of Compose, or `NAMESPACE/POD`; empty if it is part of neither.
     part_of: String,
@@ -140,7 +140,7 @@ struct Found<'a> {
     lease: Option<&'a Lease>,
     /// Its leases that have ended, the last one first. Only looked for if it holds none.
     ended: Vec<(&'a str, &'a Known)>,
-    /// What its id begins with, of which a refusal or an action of the guard may be recorded.
+    /// Beginnings of its id, of which a refusal or an action of the guard may be recorded.
     ids: Vec<String>,
 }
 
@@ -215,7 +215,7 @@ fn find<'a>(text: &'a str, ledger: &'a Ledger, names: &'a Names) -> anyhow::Resu
     Ok(Found { lease, ended, ids })
 }
 
-/// What people call it.
+/// Rows with its names.
 fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
     let Some(name) = name else { return Vec::new() };
     let engine = name.engine.map(|engine| word(&engine)).unwrap_or_default();
@@ -278,7 +278,7 @@ fn limits(lease: &Lease, inventory: &Inventory, document: &mut Document) -> Sect
     section("Share", rows)
 }
 
-/// What it uses of each device now. What the driver does not report is left open.
+/// Its use of each device now. Values that the driver does not report are left open.
 fn used(
     lease: &Lease,
     inventory: &Inventory,
@@ -365,7 +365,7 @@ fn events(found: &Found<'_>, names: &Names, whose: Whose, config: &Config) -> Ve
     let row = |event: events::Event| Happened {
         time: safe(&event.time),
         kind: event.kind.to_string(),
-        text: escaped(&names.tell_of(event.uid, &event.text)),
+        text: escaped(&names.replace_ids_of(event.uid, &event.text)),
     };
     events.into_iter().filter(is_its).map(row).collect()
 }

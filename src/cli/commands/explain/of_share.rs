@@ -46,7 +46,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     // A bundle that a user can name is their own.
     let whose = Whose::meant(arguments.rootless || arguments.bundle.is_some(), config);
     let (mut spec, rootfs) = read_spec(arguments)?;
-    // What sublet has put into the config.json of a container that was created is taken out.
+    // The edits of sublet in the config.json of a container that was created are taken out.
     let earlier = oci::annotations(&spec)?.remove(LEASE_ANNOTATION);
     if earlier.is_some() {
         remove_earlier_grant(&mut spec)?;
@@ -170,7 +170,7 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
     Ok((spec, rootfs))
 }
 
-// What is done to a container for its share: environment, device nodes, mounts.
+// The edits of a container for its share: environment, device nodes, mounts.
 
 /// For people.
 fn print_edits(grant: &Grant) {
@@ -275,7 +275,7 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
     let run = || format!("{running} of its containers run already: what they hold was not counted twice");
     remarks.extend((running > 0).then(run));
     remarks.extend(arguments.empty.then(|| EMPTY.to_owned()));
-    remarks.extend(orders.told.clone());
+    remarks.extend(orders.sentence.clone());
     for remark in &remarks {
         eprintln!("sublet: note: {remark}");
     }
@@ -283,7 +283,7 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
     let fits = services.iter().all(|one| one.fits);
     let (schema, remarks) = ("sublet.explain-stack/1", &remarks[..]);
     let document = StackDocument { schema, fits, services, orders, remarks };
-    tables::print(arguments.format, &document, || names.tell(&table(&fitted, &inventory)))?;
+    tables::print(arguments.format, &document, || names.replace_ids(&table(&fitted, &inventory)))?;
     Ok(if fits { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -340,7 +340,7 @@ impl<'a> ServiceFit<'a> {
             sm_percent: placement.and_then(|placement| placement.sm).map(Percent::as_f64),
             sm_count: placement.and_then(|placement| sm_count(placement, inventory)),
             memory_bytes: placement.and_then(|placement| placement.memory_bytes),
-            error: why.map(|why| names.tell(&why.to_string())),
+            error: why.map(|why| names.replace_ids(&why.to_string())),
             reason: why.map(reason::of_service),
         }
     }
@@ -374,7 +374,7 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
                 "fits".to_owned(),
             ]
         }
-        Outcome::Made(made) => without("mig", format!("fits: a MIG instance is created, {}", made.0.what)),
+        Outcome::Made(made) => without("mig", format!("fits: a MIG instance is created, {}", made.0.label)),
         Outcome::AsksForNone => without("-", "asks for no share".to_owned()),
         Outcome::Not(why) => without("-", format!("NO: {why}")),
     };

@@ -13,7 +13,7 @@ use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
 
 use super::rows::{both, percent, power};
-use super::source::{History, Told, Trace, lease_key, watch};
+use super::source::{History, LookResult, Trace, lease_key, watch};
 use super::view::View;
 use crate::http::{self, CONTENT_SECURITY_POLICY, Listener, Request, Response, Server, Token};
 use crate::shown::{self, Words, cut};
@@ -31,7 +31,7 @@ const IDLE: Duration = Duration::from_secs(5);
 /// How long a page waits for a look that is not old.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What the page may do: load its own script and style, and ask this server. Text cannot become markup (Trusted Types).
+/// The page may load its own script and style, and ask this server. Text cannot become markup (Trusted Types).
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
     base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'";
 
@@ -104,7 +104,7 @@ struct Looks {
 struct State {
     view: View,
     /// When the last look ended, whether it succeeded or failed.
-    told: Option<Instant>,
+    looked: Option<Instant>,
     /// When a page asked last.
     asked: Option<Instant>,
 }
@@ -125,26 +125,26 @@ impl Looks {
         loop {
             let state = self.state();
             drop(self.happened.wait_while(state, |state| !state.is_wanted()));
-            watch(config, self.interval, &mut |told| self.take(told));
+            watch(config, self.interval, &mut |result| self.take(result));
         }
     }
 
     /// Whether another look is wanted.
-    fn take(&self, told: Told) -> bool {
+    fn take(&self, result: LookResult) -> bool {
         let mut state = self.state();
-        state.view.take(told);
-        state.told = Some(Instant::now());
+        state.view.take(result);
+        state.looked = Some(Instant::now());
         self.happened.notify_all();
         state.is_wanted()
     }
 
-    /// What a page shows. Waits for a look if the last one is old, as when no page asked before.
+    /// The document for a page. Waits for a look if the last one is old, as when no page asked before.
     fn document(&self) -> Vec<u8> {
         let mut state = self.state();
         state.asked = Some(Instant::now());
         self.happened.notify_all();
         let old = 2 * self.interval + SHORTEST;
-        let is_old = |state: &mut State| state.told.is_none_or(|told| told.elapsed() > old);
+        let is_old = |state: &mut State| state.looked.is_none_or(|looked| looked.elapsed() > old);
         let waited = self.happened.wait_timeout_while(state, PATIENCE, is_old);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         serde_json::to_vec(&Document::of(&state.view, self.interval, Instant::now())).unwrap_or_default()
@@ -160,7 +160,7 @@ const LONGEST_IMAGE: usize = 96;
 /// Processes that are listed for a container or a device.
 const PROCESSES: usize = 32;
 
-/// What the page's script fetches again and again. Its texts are those of the terminal's tables, and the script only places
+/// The document that the page's script fetches regularly. Its texts are the terminal's, and the script only places
 /// them. It belongs to the page and may change with it. Other programs read `sublet status --format json`.
 #[derive(Default, Serialize)]
 struct Document<'a> {
@@ -198,7 +198,7 @@ struct Device {
     parts: Vec<Device>,
 }
 
-/// What is used and booked, each a part of 1; null: not known, or nothing can be booked.
+/// The used and the booked part, each of 1; null: not known, or nothing can be booked.
 #[derive(Serialize)]
 struct Bar {
     used: Option<f64>,

@@ -20,7 +20,7 @@ function say(element, text) {
     if (element.textContent !== text) element.textContent = text;
 }
 
-// Elements of `parent` for `items`: those of a key that is still there are kept, so that what is open stays open.
+// Elements of `parent` for `items`: an element of a key that is still there is kept, so that what is open stays open.
 function keep(parent, items, create, update) {
     const before = new Map(Array.from(parent.children, (child) => [child.dataset.key, child]));
     const done = new Set();
@@ -175,7 +175,7 @@ function tell(data, looked) {
     else live("");
 }
 
-// What is wrong, if anything is.
+// The fault, if there is one.
 function live(trouble) {
     const line = byId("live");
     line.className = trouble && "trouble";

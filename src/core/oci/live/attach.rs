@@ -358,7 +358,7 @@ mod find_or_create_tests {
     }
 
     #[test]
-    fn what_cannot_be_a_mount_point_is_an_error() {
+    fn a_path_that_cannot_be_a_mount_point_is_an_error() {
         let (_dir, inside, _) = rootfs();
         let root = open_root(&inside).unwrap();
         symlink("loop", inside.join("loop")).unwrap();

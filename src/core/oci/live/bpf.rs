@@ -214,8 +214,8 @@ const JUMP: u8 = 5;
 const JUMP_32: u8 = 6;
 const ALU_64: u8 = 7;
 
-/// `before`, with instructions in front that allow reading and writing `nodes`. Jumps are relative, and r1 holds what
-/// `before` expects.
+/// `before`, with instructions in front that allow reading and writing `nodes`. Jumps are relative, and r1 holds the
+/// argument of `before`.
 pub(super) fn allow(nodes: &[&Node], before: &[u64]) -> Vec<u64> {
     let allow_one = |node: &&Node| {
         [
@@ -326,7 +326,7 @@ mod tests {
         let node = |major, minor| Node { path: "/dev/x".into(), major, minor };
         let nodes = [node(195, 255), node(195, 0), node(511, 1 << 19)];
         let nodes: Vec<&Node> = nodes.iter().collect();
-        // The original program returns 7, so that its answers differ from those of the added instructions.
+        // The original program returns 7, so that its answers differ from the answers of the added instructions.
         let old = [instruction(SET, 0, 0, 0, 7), instruction(EXIT, 0, 0, 0, 0)];
         let program = allow(&nodes, &old);
         for (major, minor) in [(195, 255), (195, 0), (511, 1 << 19)] {

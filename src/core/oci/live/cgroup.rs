@@ -4,7 +4,7 @@
 //! A program is not compiled again from the bundle's rules, because runc and crun add rules that are not there. Its
 //! instructions are kept, and new ones are put in front.
 //!
-//! systemd is told the devices of a container whose cgroup it manages (`SetUnitProperties`, `DeviceAllow`). At every
+//! systemd is given the devices of a container whose cgroup it manages (`SetUnitProperties`, `DeviceAllow`). At every
 //! `daemon-reload` it writes its own device rules again.
 
 use std::fs::{self, File, OpenOptions};

@@ -132,7 +132,7 @@ fn inside_a_user_namespace_rules_go_only_where_there_are_resources() {
 }
 
 #[test]
-fn what_no_rule_names_is_denied_first() {
+fn a_device_that_no_rule_names_is_denied_first() {
     let deny = json!({"allow": false, "access": "rwm"});
     let rules = |rules: Value, nested| {
         let spec = json!({"process": {}, "linux": {"resources": {"devices": rules}}});
@@ -303,7 +303,7 @@ fn drop_new(object: &mut Map<String, Value>, before: Option<&Value>, key: &str) 
     }
 }
 
-/// Exactly what [`edited`] added, taken away again by hand.
+/// Exactly the edits of [`edited`], taken away again by hand.
 fn undo(spec: &mut Value, before: &Value) {
     let spec = spec.as_object_mut().unwrap();
     take_back(spec["process"].as_object_mut().unwrap(), before.get("process"), "env", 3);
@@ -385,7 +385,7 @@ proptest! {
     }
 
     #[test]
-    fn what_was_edited_is_taken_back(spec in any_spec(), nested: bool) {
+    fn edits_are_taken_back(spec in any_spec(), nested: bool) {
         let mut value = spec.clone();
         edit_within(&mut value, &grant(), nested).unwrap();
         let once = value.clone();

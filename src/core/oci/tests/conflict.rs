@@ -27,7 +27,7 @@ fn rules(rules: &Value) -> Value {
     json!({"linux": {"resources": {"devices": rules}}})
 }
 
-/// What Docker 26 gives every container.
+/// The spec that Docker 26 gives every container.
 fn docker_rules() -> Value {
     json!([
         {"allow": false, "access": "rwm"},
@@ -185,7 +185,7 @@ fn allow_all_rules_are_refused_unless_configured() {
 }
 
 #[test]
-fn what_a_later_rule_takes_back_does_not_count() {
+fn a_rule_that_a_later_one_takes_back_does_not_count() {
     let list = json!([{"allow": true, "access": "rwm"}, {"allow": false, "access": "rwm"}]);
     assert_eq!(found(&rules(&list)), Ok(()));
     let partly =
@@ -260,7 +260,7 @@ fn nvidia_nodes_are_refused_as_bind_mounts() {
 }
 
 #[test]
-fn what_would_hide_nvidia_nodes_is_refused() {
+fn a_mount_that_would_hide_nvidia_nodes_is_refused() {
     let over = |destination: &str| {
         found(&json!({"mounts": [{"destination": destination, "type": "tmpfs", "source": "tmpfs"}]}))
     };
@@ -284,7 +284,7 @@ fn foreign_text_is_made_safe() {
 }
 
 #[test]
-fn the_nodes_of_a_cdi_device_pass_and_no_others() {
+fn only_the_nodes_of_a_cdi_device_pass() {
     let (_dir, config) = host();
     let given = [Node { path: "/dev/nvidia0".into(), major: 195, minor: 0 }];
     let device = |path: &str, minor: i64| json!({"path": path, "type": "c", "major": 195, "minor": minor});

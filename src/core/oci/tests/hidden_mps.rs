@@ -25,7 +25,7 @@ fn a_mask_over_an_mps_directory_is_refused_and_named() {
         masked(&root, &["/proc/kcore", "/sys/firmware", "/run/sublet-other", "/tmp/nvidia-mps-log"]),
         Ok(())
     );
-    // What a process's link leads to nobody knows before there is the process.
+    // The target of a process's link is unknown before there is the process.
     for mask in ["/proc/self/root/run/sublet", "/proc/1/cwd/../run", "/sys/../run/sublet"] {
         assert!(masked(&root, &[mask]).unwrap_err().contains("hides the MPS directory"), "{mask}");
     }

@@ -58,7 +58,7 @@ fn only_the_hosts_kind_of_libc_counts() {
 }
 
 #[test]
-fn nix_is_told_by_its_store() {
+fn an_image_with_a_nix_store_and_no_libc_is_nix() {
     let root = Root::new();
     root.dir("rootfs/nix/store");
     let image = root.inspect(&json!({})).unwrap();
@@ -74,7 +74,7 @@ fn nix_is_told_by_its_store() {
 }
 
 #[test]
-fn what_is_missing_is_remembered() {
+fn missing_mount_points_are_recorded() {
     let root = Root::debian();
     root.file(&format!("rootfs/usr/lib/{TRIPLET}/libcuda.so.1"), "");
     let image = root.inspect(&json!({})).unwrap();
@@ -135,7 +135,7 @@ fn a_rootfs_that_is_not_there_is_an_error() {
 }
 
 #[test]
-fn what_is_mounted_over_tmp_decides_where_the_default_directory_is() {
+fn the_mount_over_tmp_decides_where_the_default_directory_is() {
     let root = Root::debian();
     let volume = root.path("volume");
     root.dir("volume");
@@ -194,7 +194,7 @@ fn another_daemons_directory_is_seen_however_it_comes_there() {
 }
 
 #[test]
-fn what_an_image_gets_nothing_for_is_named_once() {
+fn capabilities_that_bring_nothing_are_named_once() {
     let root = Root::debian();
     let warned = |not_served: &[&str]| {
         let not_served = not_served.iter().map(|&word| word.to_owned()).collect();
@@ -260,7 +260,7 @@ fn volumes_over_the_library_directory_are_looked_into() {
 }
 
 #[test]
-fn what_is_made_in_a_volume_is_known_by_where_it_really_is() {
+fn files_made_in_a_volume_are_known_by_their_real_paths() {
     let root = Root::debian();
     root.libc("volume/libs");
     root.dir("volume/real");

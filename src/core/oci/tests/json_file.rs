@@ -107,7 +107,7 @@ fn a_link_stays_a_link() {
 }
 
 #[test]
-fn what_is_no_regular_file_or_too_large_is_refused() {
+fn a_file_that_is_not_regular_or_too_large_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let fifo = dir.path().join("fifo");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -125,7 +125,7 @@ fn what_is_no_regular_file_or_too_large_is_refused() {
 
 /// Opening a socket fails (open(2), ENXIO), as opening a file may for want of descriptors or memory.
 #[test]
-fn what_cannot_be_opened_is_not_missing() {
+fn a_file_that_cannot_be_opened_is_not_missing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("config.json");
     let missing = |path: &Path| JsonFile::read(path).unwrap_err().is_missing();

@@ -1,4 +1,4 @@
-//! Mount points in crafted root filesystems: what can be one, what a runtime would make, and what is cleaned away.
+//! Mount points in crafted root filesystems: which paths can be one, which a runtime would make, and which are cleaned away.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, symlink};
@@ -26,7 +26,7 @@ fn mount_points_that_are_links_are_accepted() {
     );
 }
 
-/// A bind mount lands on what a link leads to: another file of the image's would be covered.
+/// A bind mount lands on the target of a link: another file of the image's would be covered.
 #[test]
 fn a_link_to_another_file_is_left_out_and_named() {
     let root = Root::debian();
@@ -135,7 +135,7 @@ fn a_read_only_rootfs_needs_every_mount_point() {
     // With the driver's files in place, the MPS directories are looked for where there is a daemon.
     let usr = json!({"mounts": [{"destination": "/usr", "type": "tmpfs", "source": "tmpfs"}]});
     assert_eq!(named(root.inspect_with_mps(&usr)), (0, 2));
-    // What is mounted over it does not count, nor what another one injects.
+    // A mount over it does not count, nor a file that another one injects.
     let tmpfs = json!({"mounts": [{"destination": "/usr", "type": "tmpfs", "source": "tmpfs"}]});
     assert!(root.inspect(&tmpfs).is_ok());
     let mut config = Config::default();
@@ -169,7 +169,7 @@ fn cleaning_takes_only_our_empty_files() {
 
 /// A process of its own, because it takes all of its descriptors.
 #[test]
-#[ignore = "run by what_cannot_be_looked_at_without_descriptors_is_not_forgotten"]
+#[ignore = "run by mount_points_that_cannot_be_examined_without_descriptors_are_not_forgotten"]
 fn without_descriptors() {
     let root = Root::new();
     root.file("rootfs/usr/lib/empty", "");
@@ -203,7 +203,7 @@ fn without_descriptors() {
 }
 
 #[test]
-fn what_cannot_be_looked_at_without_descriptors_is_not_forgotten() {
+fn mount_points_that_cannot_be_examined_without_descriptors_are_not_forgotten() {
     let test = "oci::tests::mount_points::without_descriptors";
     let done = Command::new(std::env::current_exe().unwrap()).args(["--exact", test, "--ignored"]).output();
     let done = done.unwrap();

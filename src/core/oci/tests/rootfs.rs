@@ -1,4 +1,4 @@
-//! Root filesystems to be looked into, and what is looked for.
+//! Root filesystems to be looked into, and the paths that are looked for.
 
 use std::fs;
 use std::os::unix::fs::symlink;

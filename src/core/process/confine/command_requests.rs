@@ -83,7 +83,7 @@ fn parse_answer(answer: &Value) -> Option<Finished> {
     Some(Finished { status: ExitStatus::from_raw(status), stdout: text(1)?, stderr: text(2)? })
 }
 
-/// Runs those of `commands` that the process at the other end asks for, until that process ends, or cannot be heard or
+/// Runs the `commands` that the process at the other end asks for, until that process ends, or cannot be heard or
 /// answered any more.
 pub(super) fn serve(mut inside: &UnixStream, commands: Commands) {
     let mut asked = BufReader::new(inside);

@@ -54,7 +54,7 @@ pub enum Rights {
 impl Rights {
     /// The Linux capabilities (capabilities(7)).
     fn capabilities(self) -> CapsHashSet {
-        // The first three are for files of any owner: in images, in bundles, and those of users below them. The last is for
+        // The first three are for files of any owner: in images, in bundles, and files of users below them. The last is for
         // reading the namespaces, environment and root of a process with more rights (proc(5)); the filter refuses ptrace(2)
         // itself.
         let ledger = [CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER, CAP_SYS_PTRACE];
@@ -71,7 +71,7 @@ impl Rights {
         [&ledger, share, container].into_iter().flatten().copied().collect()
     }
 
-    /// Keeps these capabilities, as far as this process has them. The others cannot be regained.
+    /// Keeps these capabilities, as far as this process has them. The rest cannot be regained.
     fn keep(self) -> io::Result<()> {
         let failed = |error: caps::errors::CapsError| io::Error::other(error.to_string());
         let permitted = caps::read(None, CapSet::Permitted).map_err(failed)?;

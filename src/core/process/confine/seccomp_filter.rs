@@ -1,7 +1,7 @@
 //! Refuses the system calls that no hook needs, with a seccomp(2) filter program; and, with another, driver requests of a
 //! process that joins a container ([`refuse_drivers`]).
 //!
-//! The list says what is refused, not what is allowed. The calls that the C library makes change with its version and
+//! The list names refused calls, not allowed ones. The calls that the C library makes change with its version and
 //! with the kernel, and a hook that fails on a new call would keep every container from starting. Calls that would give
 //! a hijacked process more rights than it has are refused with EPERM: starting programs, acting on other processes,
 //! kernel modules, networks, and, in stages that do not need them, mounts and namespaces.
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_namespace_is_entered_by_the_one_stage_that_must() {
-        // A descriptor of another kind: what is refused is refused before that is looked at.
+        // A descriptor of another kind: a refused call is refused before that is examined.
         let enter = || {
             let file = std::fs::File::open("/dev/null")?;
             Ok(nix::sched::setns(file, nix::sched::CloneFlags::CLONE_NEWNS)?)
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_hook_does_goes_on_as_before() {
+    fn a_hooks_own_calls_go_on_as_before() {
         assert_eq!(filtered(Rights::Ledger, UnixDatagram::unbound), None);
         assert_eq!(filtered(Rights::Ledger, || tempfile::tempdir()?.close()), None);
         assert_eq!(filtered(Rights::Ledger, || std::fs::read_to_string("/proc/self/stat")), None);
@@ -303,7 +303,7 @@ mod refuse_drivers_tests {
     }
 
     #[test]
-    fn what_a_driver_is_asked_for_is_refused_whatever_its_type() {
+    fn requests_to_a_driver_are_refused_whatever_their_type() {
         // NV_ESC_CHECK_VERSION_STR, NV_ESC_RM_ALLOC and NV_ESC_RM_CONTROL, the last as a terminal's and without a
         // direction, and UVM_INITIALIZE.
         let all: &[u32] = &[0xc048_46d2, 0xc030_462b, 0xc020_462a, 0xc020_542a, 0x0020_462a, 0x3000_0001];
