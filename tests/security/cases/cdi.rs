@@ -99,7 +99,7 @@ fn options() -> Vec<Case> {
         ),
         case(
             "compose: the same the other way round",
-            r#"printf 'services:\n  job:\n    image: probe\n    container_name: job\n    network_mode: none\n    runtime: low\n    command: probe hold 60\n    deploy: {resources: {reservations: {devices: [{driver: cdi, device_ids: ["sublet/share=small"], capabilities: [gpu]}, {driver: nvidia, count: 1, capabilities: [gpu]}]}}}\n' >f.yaml; docker compose -p c -f f.yaml up -d --pull never 2>e; r=$?; docker compose -p c -f f.yaml down -t 0 2>/dev/null; grep Error.response e | brief >&2; exit $r"#,
+            r#"printf 'services:\n  job:\n    image: probe\n    container_name: job\n    network_mode: none\n    runtime: low\n    command: probe hold 60\n    deploy: {resources: {reservations: {devices: [{driver: cdi, device_ids: ["sublet/share=small"], capabilities: [gpu]}, {driver: nvidia, count: 1, capabilities: [gpu]}]}}}\n' >f.yaml; docker compose -p c -f f.yaml up -d --pull never 2>e; r=$?; docker compose -p c -f f.yaml down -t 0 2>/dev/null; sed -n /Error.response/,\$p e | brief >&2; exit $r"#,
             Refused("deploy.resources"),
         ),
         case(

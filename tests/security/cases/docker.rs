@@ -97,7 +97,7 @@ fn words() -> Vec<Case> {
         ),
         case(
             "compose: the engine's own GPU request beside annotations",
-            r#"printf 'services:\n  job:\n    image: probe\n    container_name: job\n    network_mode: none\n    runtime: sublet\n    annotations: ["sublet.sm=25"]\n    labels: ["sublet.sm=50"]\n    command: probe hold 60\n    deploy: {resources: {reservations: {devices: [{driver: nvidia, count: 1, capabilities: [gpu]}]}}}\n' >f.yaml; docker compose -p c -f f.yaml up -d --pull never 2>e; r=$?; docker compose -p c -f f.yaml down -t 0 2>/dev/null; grep Error.response e >&2; exit $r"#,
+            r#"printf 'services:\n  job:\n    image: probe\n    container_name: job\n    network_mode: none\n    runtime: sublet\n    annotations: ["sublet.sm=25"]\n    labels: ["sublet.sm=50"]\n    command: probe hold 60\n    deploy: {resources: {reservations: {devices: [{driver: nvidia, count: 1, capabilities: [gpu]}]}}}\n' >f.yaml; docker compose -p c -f f.yaml up -d --pull never 2>e; r=$?; docker compose -p c -f f.yaml down -t 0 2>/dev/null; sed -n /Error.response/,\$p e >&2; exit $r"#,
             Refused("deploy.resources"),
         ),
     ]
