@@ -142,7 +142,7 @@ impl<'a> Client<'a> {
         let owner = Pinned::of(request.owner.unwrap_or(pid), uid)?.process;
         let ContainerNames { id, bundle, rootfs, record } = request.container.clone();
         let container = Container { uid, id, bundle, rootfs, record };
-        let candidate = Candidate { container, owner, engine: None };
+        let candidate = Candidate { container, rootfs: None, owner, engine: None };
         Ok(match job {
             None => state.admit_for(&candidate, request, self.limit()?)?,
             Some(cgroup) => state.admit_in_job(&candidate, request, &cgroup)?,

@@ -78,7 +78,7 @@ fn admit_live(
     // other one may be gone at the end.
     let rootfs = container_root::podman_root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
     let lasting = Container { rootfs, ..container.clone() };
-    let candidate = Candidate { container: lasting, owner: init, engine };
+    let candidate = Candidate { container: lasting, rootfs: None, owner: init, engine };
     let mut taken = take_lease::take(&candidate, &request, Terms::OfSpec(spec), &store, local)
         .map_err(|error| explain_gone_cdi_device(error, spec, config))?;
     // Here a link can be covered itself, and not the file to which it leads.

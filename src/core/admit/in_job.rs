@@ -169,7 +169,7 @@ impl Local<'_> {
     ) -> Result<Lease, AdmitError> {
         let id = format!("slurm-{}", cgroup.job);
         let container = Container { uid, id, ..Container::default() };
-        let candidate = Candidate { container, owner: first, engine: None };
+        let candidate = Candidate { container, rootfs: None, owner: first, engine: None };
         let (dir, cgroup_inode) = (Some(cgroup.dir.clone()), Some(cgroup.inode));
         let init = Init { process: first, pid_namespace: 0, cgroup: dir, cgroup_inode };
         let job = whole_job(cgroup, uid);

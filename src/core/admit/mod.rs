@@ -26,15 +26,18 @@ pub mod take_lease;
 use std::cell::Cell;
 use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use serde_json::Value;
 
 use crate::config::Config;
 use crate::inventory::{Inventory, InventoryError};
 pub use crate::ledger::is_remote;
 use crate::ledger::{Container, LeaseId};
+use crate::oci::{ImageError, Tree};
 use crate::process::{Process, Stat, sublet};
 use crate::{inventory, ledger, log};
 use take_lease::SHORTEST_PAUSE;
@@ -62,6 +65,8 @@ const EMPTY_CGROUP: Duration = Duration::from_secs(5);
 pub struct Candidate<'a> {
     /// The container.
     pub container: Container,
+    /// Its root filesystem, if the entry point has it open.
+    pub rootfs: Option<Rc<OwnedFd>>,
     /// The low-level runtime's process. If it ends and there is no container, the lease is freed.
     pub owner: Process,
     /// The engine that waits for it, if known.
@@ -72,6 +77,15 @@ impl Candidate<'_> {
     /// Whether the engine still waits for it.
     pub fn check_wanted(&self) -> Result<(), AdmitError> {
         if self.engine.is_some_and(Engine::is_gone) { Err(AdmitError::NoEngine) } else { Ok(()) }
+    }
+
+    /// The file tree of the container of `spec`.
+    fn open_tree(&self, spec: &Value) -> Result<Tree, ImageError> {
+        let path = &self.container.rootfs;
+        match &self.rootfs {
+            Some(opened) => Tree::of_opened(spec, Rc::clone(opened), path),
+            None => Tree::open(spec, path),
+        }
     }
 
     /// Waits before the next attempt.

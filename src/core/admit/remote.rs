@@ -185,7 +185,7 @@ fn try_admit(
     config: &Config,
 ) -> Result<Admission, AdmitError> {
     let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unexpected() };
-    let tree = oci::Tree::open(spec, &candidate.container.rootfs)?;
+    let tree = candidate.open_tree(spec)?;
     let image = oci::inspect(spec, &tree, request, &inventory, config)?;
     let Answer::Granted(granted) = broker.ask(&admit_request(candidate, source, spec, image, forbidden))?
     else {

@@ -290,7 +290,7 @@ impl Search<'_> {
         let inventory = refreshed.map_or_else(fresh, Ok)?;
         let (image, tree) = match terms {
             Terms::OfSpec(spec) => {
-                let tree = Tree::open(spec, &candidate.container.rootfs)?;
+                let tree = candidate.open_tree(spec)?;
                 (oci::inspect(spec, &tree, request, &inventory, config)?, Some(tree))
             }
             Terms::Reported(image, _) => (image.clone(), None),

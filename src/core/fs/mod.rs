@@ -46,8 +46,17 @@ pub fn under(root: &Path, path: &str) -> PathBuf {
 /// # Errors
 /// It cannot be opened, or is no directory.
 pub fn real_directory(path: &Path) -> io::Result<PathBuf> {
+    open_directory(path).map(|(path, _)| path)
+}
+
+/// [`real_directory`] with the directory, opened with `O_PATH`.
+///
+/// # Errors
+/// It cannot be opened, or is no directory.
+pub fn open_directory(path: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-    host_path(&open(path, flags, Mode::empty())?)
+    let opened = open(path, flags, Mode::empty())?;
+    Ok((host_path(&opened)?, opened))
 }
 
 /// The root itself comes from the engine and is trusted, except that it must not be a link.

@@ -33,7 +33,7 @@ use crate::ledger::{Leftover, VolumeFiles};
 
 /// The tree, opened once for all that is found out of a container before it is created.
 pub struct Tree {
-    rootfs: OwnedFd,
+    rootfs: Rc<OwnedFd>,
     /// The path of `rootfs` on the host, as the kernel reports it.
     host_path: OnceCell<PathBuf>,
     volumes: Vec<Volume>,
@@ -74,12 +74,17 @@ impl Tree {
     /// # Errors
     /// [`ImageError::Rootfs`].
     pub fn open(spec: &Value, rootfs: &Path) -> Result<Self, ImageError> {
-        let failed = |error| ImageError::Rootfs(rootfs.to_owned(), error);
-        let (fd, host_path) = (open_root(rootfs).map_err(failed)?, OnceCell::new());
+        let opened = open_root(rootfs).map_err(|error| ImageError::Rootfs(rootfs.to_owned(), error))?;
+        Self::of_opened(spec, Rc::new(opened), rootfs)
+    }
+
+    /// [`Tree::open`] with a descriptor of `path`.
+    pub(crate) fn of_opened(spec: &Value, rootfs: Rc<OwnedFd>, path: &Path) -> Result<Self, ImageError> {
         let (root, known) = (ContainerRoot::of(spec), RefCell::default());
-        let mut tree = Self { rootfs: fd, host_path, volumes: Vec::new(), root, known };
+        let mut tree = Self { rootfs, host_path: OnceCell::new(), volumes: Vec::new(), root, known };
         let volumes = entries(spec, "/mounts").iter().filter_map(|mount| tree.volume(mount).transpose());
-        tree.volumes = volumes.collect::<io::Result<_>>().map_err(failed)?;
+        let volumes = volumes.collect::<io::Result<_>>();
+        tree.volumes = volumes.map_err(|error| ImageError::Rootfs(path.to_owned(), error))?;
         Ok(tree)
     }
 
@@ -107,7 +112,7 @@ impl Tree {
         // Most engines' mounts are directly below the root, on no link (EINVAL of readlink(2)).
         let name = path.file_name().filter(|_| path.parent() == Some(Path::new("/")));
         let is_link =
-            |name: &OsStr| !matches!(readlinkat(&self.rootfs, name), Err(Errno::EINVAL | Errno::ENOENT));
+            |name: &OsStr| !matches!(readlinkat(&*self.rootfs, name), Err(Errno::EINVAL | Errno::ENOENT));
         if !name.is_none_or(is_link) {
             return Ok(path);
         }
@@ -270,12 +275,12 @@ impl Tree {
     /// The file at `path`, and its path with links resolved, if it has any.
     fn in_rootfs(&self, path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
         if path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_))) {
-            match open_without_links(&self.rootfs, path) {
+            match open_without_links(&*self.rootfs, path) {
                 Err(error) if error.raw_os_error() == Some(Errno::ELOOP as i32) => {}
                 opened => return Ok((opened?, path.to_owned())),
             }
         }
-        let fd = open_in(&self.rootfs, path, OFlag::empty())?;
+        let fd = open_in(&*self.rootfs, path, OFlag::empty())?;
         let real = path_in_root(once(&self.host_path, || host_path(&self.rootfs))?, &fd)?;
         Ok((fd, real))
     }

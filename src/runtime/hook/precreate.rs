@@ -65,7 +65,7 @@ fn admit(spec: &Value, engine: Option<Process>, waits: Option<&Engine>, log: &Lo
         .map_err(|error| anyhow!("cannot read when this process started (is /proc mounted?): {error}"))?;
     let leases = Leases::of(&config);
     let container = leases.locate_rootfs(container(spec)?, spec, &bundle)?;
-    let candidate = Candidate { container, owner, engine: waits };
+    let candidate = Candidate { container, rootfs: None, owner, engine: waits };
     let is_first = spec.pointer("/annotations").is_none_or(|all| all.get(LEASE_ANNOTATION).is_none());
     if let Some(engine) = engine.filter(|_| is_first) {
         leases.abandon(candidate.container.uid, &candidate.container.id, engine)?;

@@ -1,6 +1,8 @@
 //! `create` and `run`: takes a lease for the container, edits config.json, becomes the low-level runtime.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use anyhow::{Context as _, anyhow, bail};
 use serde_json::Value;
@@ -27,11 +29,13 @@ pub(super) fn create(call: &Call<'_>, start: &Start, is_run: bool) -> anyhow::Re
     }
     let config = call.files.config()?;
     let engine = Engine::of(nix::unistd::getppid().as_raw());
-    let container = container(call, start, &spec)?;
-    let bundle = container.bundle.clone();
+    let (container, rootfs) = container(call, start, &spec)?;
+    let (bundle, named) = (container.bundle.clone(), container.rootfs.clone());
     let leases = Leases::of(&config);
+    let container = leases.locate_rootfs(container, &spec, &bundle)?;
     let candidate = Candidate {
-        container: leases.locate_rootfs(container, &spec, &bundle)?,
+        rootfs: (container.rootfs == named).then(|| Rc::new(rootfs)),
+        container,
         owner: Process::current()
             .map_err(|error| anyhow!("cannot read when this process started (is /proc mounted?): {error}"))?,
         engine: engine.as_ref(),
@@ -162,16 +166,16 @@ fn bundle(start: &Start) -> &Path {
     start.bundle.as_deref().unwrap_or(Path::new("."))
 }
 
-/// The container's names and paths.
-fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<Container> {
+/// The container's names and paths, and its root filesystem, opened.
+fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<(Container, OwnedFd)> {
     let (id, record) = call.container().context(
         "the command line does not name one container: exactly one id of letters, digits and . _ + - is needed",
     )?;
-    let bundle = canonicalize("bundle", bundle(start))?;
+    let (bundle, _) = open_directory("bundle", bundle(start))?;
     let root = spec.pointer("/root/path").and_then(Value::as_str).context(
         "config.json has no root.path, which the OCI runtime specification requires: recreate the container",
     )?;
-    let rootfs = canonicalize("root.path", &bundle.join(root))?;
+    let (rootfs, opened) = open_directory("root.path", &bundle.join(root))?;
     for (name, path) in [("bundle", &bundle), ("root.path", &rootfs), ("--root", &record)] {
         if path.to_str().is_none() {
             // It cannot be written as JSON.
@@ -181,12 +185,12 @@ fn container(call: &Call<'_>, start: &Start, spec: &Value) -> anyhow::Result<Con
             );
         }
     }
-    Ok(Container { uid: effective_user(), id: id.to_owned(), bundle, rootfs, record })
+    Ok((Container { uid: effective_user(), id: id.to_owned(), bundle, rootfs, record }, opened))
 }
 
-fn canonicalize(name: &str, path: &Path) -> anyhow::Result<PathBuf> {
+fn open_directory(name: &str, path: &Path) -> anyhow::Result<(PathBuf, OwnedFd)> {
     let failed = |error| anyhow!("{name} {} cannot be used: {error}", safe_path(path));
-    sublet_core::fs::real_directory(path).map_err(failed)
+    sublet_core::fs::open_directory(path).map_err(failed)
 }
 
 /// Writes the edited spec and becomes the low-level runtime. Returns only on failure, with the file restored.

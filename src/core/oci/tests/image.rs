@@ -10,8 +10,18 @@ use crate::config::Config;
 use crate::grant::Image;
 use crate::oci::image::room_for_share_program;
 use crate::oci::rootfs::Tree;
-use crate::oci::{ImageError, check_no_other_daemon};
+use crate::oci::{ImageError, check_no_other_daemon, inspect};
 use crate::request::Request;
+
+#[test]
+fn a_root_filesystem_that_is_open_is_not_looked_up_again() {
+    let root = Root::debian();
+    let (path, opened) = crate::fs::open_directory(&root.path("rootfs")).unwrap();
+    std::fs::rename(&path, root.path("elsewhere")).unwrap();
+    let tree = Tree::of_opened(&json!({}), opened.into(), &path).unwrap();
+    let image = inspect(&json!({}), &tree, &time_slice(), &inventory(), &Config::default()).unwrap();
+    assert_eq!(image.library_dir, Some(PathBuf::from(format!("/usr/lib/{TRIPLET}"))));
+}
 
 #[test]
 fn each_familys_directory_is_found() {
