@@ -12,7 +12,7 @@ const INFO: &[&str] = &["/usr/bin/cuda-probe", "info"];
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
 const LARGE: &[(&str, &str)] = &[("sublet.sm", "60"), ("sublet.memory", "8GiB")];
 
-const NEWER: &str = "sublet.ledger/2";
+const NEWER: &str = "sublet.ledger/3";
 /// What every refusal says.
 const REASON: [&str; 3] =
     ["was written by a newer version of sublet", NEWER, "install the newer version again"];

@@ -9,7 +9,7 @@ use sublet::mig::{self, Driver as _, Gpu, Nvml, Target, Want};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Container, Lease, LeaseId, LeaseState, Ledger};
 use sublet_core::process::Process;
-use sublet_core::share::{Isolation, Mode, Priority};
+use sublet_core::share::{Isolation, Mode, Priority, Suspend};
 
 /// The simulated driver, ended when dropped.
 struct Host {
@@ -111,6 +111,8 @@ fn lease(device: &str) -> Lease {
         processes: 1,
         priority: Priority::Normal,
         guard: None,
+        suspend: Suspend::Never,
+        suspension: None,
         state: LeaseState::Active,
         owner: Process::current().unwrap(),
         init: None,

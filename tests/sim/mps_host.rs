@@ -11,7 +11,7 @@ use sublet_core::inventory::ComputeMode;
 use sublet_core::ledger::{Container, DaemonKey, Lease, LeaseId, LeaseState, Ledger, MpsDaemon, Store};
 use sublet_core::mps;
 use sublet_core::process::Process;
-use sublet_core::share::{Isolation, Mode, Percent, Priority};
+use sublet_core::share::{Isolation, Mode, Percent, Priority, Suspend};
 
 /// The GPU of topologies/h200.toml.
 pub const GPU: &str = "GPU-5b1e7000-0000-4000-8000-000000000100";
@@ -98,6 +98,8 @@ impl Host {
             processes: 1,
             priority: Priority::Normal,
             guard: None,
+            suspend: Suspend::Never,
+            suspension: None,
             state: LeaseState::Pending,
             owner: Process::current().unwrap(),
             init: None,

@@ -17,7 +17,7 @@ use crate::ledger::{Container, Init, Job, LEASE_ANNOTATION, Lease, LeaseId, Stor
 use crate::place::Placement;
 use crate::process::Process;
 use crate::request::{self, Request};
-use crate::share::{Capabilities, Devices, Isolation, Memory, Mode, Priority, Selector};
+use crate::share::{Capabilities, Devices, Isolation, Memory, Mode, Priority, Selector, Suspend};
 use crate::slurm::{JobCgroup, JobGpu, JobRecord, JobShare};
 use crate::{mps, oci};
 
@@ -229,6 +229,7 @@ fn job_request(share: &JobShare) -> Request {
         not_served: Vec::new(),
         wait: Duration::ZERO,
         guard: None,
+        suspend: Suspend::Never,
         visible_devices: None,
         default_directory: true,
     }

@@ -94,6 +94,7 @@ pub(super) fn placement_of(lease: &Lease) -> Placement {
         processes: lease.processes,
         priority: lease.priority,
         guard: lease.guard,
+        suspend: lease.suspend,
         mig_caps: Vec::new(),
         refresh_first: false,
         neighbours: None,

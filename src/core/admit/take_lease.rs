@@ -424,6 +424,8 @@ pub fn lease_for(
         processes: placement.processes,
         priority: placement.priority,
         guard: placement.guard,
+        suspend: placement.suspend,
+        suspension: None,
         state: LeaseState::Pending,
         owner,
         init: None,

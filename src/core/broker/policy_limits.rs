@@ -209,7 +209,7 @@ mod tests {
     use super::*;
     use crate::ledger::fixture::lease;
     use crate::place::fixture::request;
-    use crate::share::{Isolation, Priority};
+    use crate::share::{Isolation, Priority, Suspend};
 
     fn placement(mode: Mode, sm: Option<u32>, mib: Option<u64>) -> Placement {
         Placement {
@@ -223,6 +223,7 @@ mod tests {
             processes: 1,
             priority: Priority::Normal,
             guard: None,
+            suspend: Suspend::Never,
             mig_caps: Vec::new(),
             refresh_first: false,
             neighbours: None,

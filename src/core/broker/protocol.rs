@@ -96,6 +96,22 @@ pub enum Ask {
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         candidates: Vec<String>,
     },
+    /// Asks for the suspension of the user's container with this lease. The answer may take minutes.
+    Suspend {
+        /// The lease.
+        lease: LeaseId,
+        /// Whether it is to be done although its share does not allow it. Refused: that is root's.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        force: bool,
+    },
+    /// Asks for its end.
+    Resume {
+        /// The lease.
+        lease: LeaseId,
+        /// The GPU that it was on.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        gpu: Option<String>,
+    },
     /// Asks for the start of an MPS daemon that a lease needs. Only for processes of the service's own user, root: their
     /// own children would stay below a container runtime.
     StartDaemon {
@@ -164,6 +180,13 @@ pub enum Answer {
     Started(Vec<String>),
     /// To `start-daemon`: why it could not be started.
     NotStarted(String),
+    /// To `suspend` and `resume`.
+    Stepped {
+        /// GPU memory that was copied.
+        bytes: u64,
+        /// How long it took.
+        took_ms: u64,
+    },
     /// To `job`; `None`: the job asked Slurm for no GPU.
     Job(Option<JobEnvironment>),
     /// To `status`.

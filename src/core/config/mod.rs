@@ -499,4 +499,7 @@ pub struct PolicyRule {
     /// Whether MIG instances are created for them, if `[mig] dynamic` is on.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub dynamic: bool,
+    /// Whether they may suspend and resume their containers.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub suspend: bool,
 }

@@ -45,6 +45,14 @@ pub enum Kind {
     LeftRunning,
     /// A container has a share, with something that its owner should know.
     Warned,
+    /// A container's GPU state was put into host memory.
+    Suspended,
+    /// It is on the GPU again.
+    Resumed,
+    /// A container was to be suspended or resumed, and is as it was before.
+    SuspendUndone,
+    /// A container's GPU state was lost on the way, and the container was ended.
+    SuspendLost,
     /// A container was refused.
     Refused,
     /// The guard found an offence.
@@ -204,6 +212,8 @@ fn journal_entry(line: &str, event: &Event) -> String {
         Kind::LeftEnded
         | Kind::LeftRunning
         | Kind::Warned
+        | Kind::SuspendUndone
+        | Kind::SuspendLost
         | Kind::Refused
         | Kind::Guard
         | Kind::MpsFailed

@@ -10,7 +10,7 @@ use crate::inventory::{
 };
 use crate::ledger::{Container, DaemonKey, LeaseId, LeaseState};
 use crate::process::Process;
-use crate::share::{Capability, Isolation, Mode, Percent, Priority};
+use crate::share::{Capability, Isolation, Mode, Percent, Priority, Suspend};
 
 /// The environment of the grant for `lease`.
 fn environment(lease: &Lease, inventory: &Inventory, config: &Config) -> Environment {
@@ -114,6 +114,8 @@ pub(super) fn lease() -> Lease {
         processes: 1,
         priority: Priority::Normal,
         guard: None,
+        suspend: Suspend::Never,
+        suspension: None,
         state: LeaseState::Pending,
         owner: Process { pid: 1, start_time: 2 },
         init: None,
@@ -145,6 +147,7 @@ pub(super) fn placement(lease: &Lease) -> Placement {
         processes: lease.processes,
         priority: lease.priority,
         guard: lease.guard,
+        suspend: lease.suspend,
         mig_caps: Vec::new(),
         refresh_first: false,
         neighbours: Some(2),

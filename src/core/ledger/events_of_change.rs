@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use super::{DaemonState, DynamicInstance, Init, Lease, LeaseId, Ledger, MpsDaemon};
+use super::{DaemonState, DynamicInstance, Init, Lease, LeaseId, Ledger, MpsDaemon, SuspendStep};
 use crate::events::{Event, Kind};
 
 /// Clock ticks a second of a process's start time (proc(5); `USER_HZ` is 100 on all of sublet's architectures).
@@ -12,7 +12,9 @@ const TICKS_MILLISECONDS: u64 = 10;
 /// The events between two ledgers, in an order that makes sense.
 pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
     // Leases keep their order, so most have not moved.
-    let same = |(was, is): &(&Lease, &Lease)| was.id == is.id && was.init.is_some() == is.init.is_some();
+    let same = |(was, is): &(&Lease, &Lease)| {
+        was.id == is.id && was.init.is_some() == is.init.is_some() && was.suspension == is.suspension
+    };
     let same = before.leases.iter().zip(&after.leases).take_while(same).count();
     let (leases_before, leases_after) = (&before.leases[same..], &after.leases[same..]);
     let mut events = Vec::new();
@@ -37,7 +39,8 @@ pub(super) fn rebuilt_event(ledger: &Ledger, why: &str) -> Event {
     Event { text, ..Event::now(Kind::LedgerRebuilt) }
 }
 
-fn lease_event(kind: Kind, lease: &Lease) -> Event {
+/// An event of `lease`.
+pub fn lease_event(kind: Kind, lease: &Lease) -> Event {
     Event {
         uid: lease.container.uid,
         container_id: lease.container.name().into_owned(),
@@ -84,8 +87,21 @@ fn lease_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event
             let text = format!("first process {}", process.pid);
             Event { took_ms, text, ..lease_event(Kind::LeaseBound, lease) }
         });
-        taken.into_iter().chain(bound)
+        taken.into_iter().chain(bound).chain(was.and_then(|was| suspend_event(was, lease)))
     })
+}
+
+/// Its GPU state was put into host memory, or is back from there. What was undone is told by who undid it.
+fn suspend_event(was: &Lease, is: &Lease) -> Option<Event> {
+    let before = was.suspension.as_ref()?;
+    let kind = match (before.step, is.suspension.as_ref().map(|own| own.step)) {
+        (SuspendStep::Suspending, Some(SuspendStep::Suspended)) => Kind::Suspended,
+        (SuspendStep::Resuming, None) => Kind::Resumed,
+        _ => return None,
+    };
+    let event = lease_event(kind, is);
+    let took_ms = event.uptime_ms.checked_sub(before.since_ms);
+    Some(Event { took_ms, text: format!("{} MiB", before.bytes >> 20), ..event })
 }
 
 /// Milliseconds from the start of the lease's owner, the process that takes it, to `then`; `None` for a hook's owner, a
@@ -159,7 +175,7 @@ fn mig_events(before: &Ledger, after: &Ledger) -> Vec<Event> {
 mod tests {
     use super::super::DaemonState::{Down, Fault, Serving, Starting};
     use super::super::fixture::lease;
-    use super::super::{DaemonKey, DefaultLimits};
+    use super::super::{DaemonKey, DefaultLimits, Suspension};
     use super::*;
     use crate::process::Process;
 
@@ -218,6 +234,24 @@ mod tests {
         let mut by_hook = lease(2, GPU);
         by_hook.bind_by = Some(1);
         assert_eq!(waited(&ledger(vec![by_hook])), None, "its owner is older than its request");
+    }
+
+    #[test]
+    fn a_suspended_or_resumed_lease_is_reported_with_its_size_and_time() {
+        let at = |step| {
+            let owner = Process { pid: 1, start_time: 1 };
+            let own = Suspension { step, owner, processes: vec![], bytes: 5 << 20, since_ms: 0 };
+            ledger(vec![Lease { suspension: Some(own), ..bound_lease(1) }])
+        };
+        let (on_gpu, steps) =
+            (ledger(vec![bound_lease(1)]), [SuspendStep::Suspending, SuspendStep::Suspended]);
+        let [going, out] = steps.map(at);
+        let coming = at(SuspendStep::Resuming);
+        assert_eq!(kinds(&on_gpu, &going), [""; 0]);
+        assert_eq!((kinds(&going, &out), kinds(&out, &coming)), (vec!["suspended"], vec![]));
+        assert_eq!((kinds(&coming, &on_gpu), kinds(&going, &on_gpu)), (vec!["resumed"], vec![]));
+        let told = &events(&going, &out)[0];
+        assert_eq!((told.text.as_str(), told.took_ms), ("5 MiB", Some(told.uptime_ms)));
     }
 
     #[test]

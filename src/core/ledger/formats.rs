@@ -75,7 +75,7 @@ fn every_key_is_in_the_fixture() {
     assert!(!dynamic_instances.is_empty());
     let has = |seen: fn(&Waiter) -> bool| waiters.iter().any(seen);
     has_all(&[has(|waiter| waiter.process.is_some()), has(|waiter| waiter.retry.is_some())]);
-    let mut seen = [false; 14];
+    let mut seen = [false; 16];
     for lease in leases {
         let Lease {
             id: _,
@@ -90,6 +90,8 @@ fn every_key_is_in_the_fixture() {
             processes: _,
             priority: _,
             guard,
+            suspend,
+            suspension,
             state: _,
             owner: _,
             init,
@@ -109,6 +111,8 @@ fn every_key_is_in_the_fixture() {
             sm.is_some(),
             memory_bytes.is_some(),
             guard.is_some(),
+            !suspend.is_never(),
+            suspension.is_some(),
             init.is_some(),
             bind_by.is_some(),
             library_dir.is_some(),

@@ -17,6 +17,7 @@ mod runtime_record;
 mod store;
 #[cfg(test)]
 mod stress;
+mod suspension;
 mod update;
 mod waiters;
 
@@ -26,10 +27,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::inventory::ComputeMode;
 use crate::process::Process;
-use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, bytes_of_process};
+use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, Suspend, bytes_of_process};
 
 pub use binding::{Binding, NotBound, TooManyUnbound};
 pub use error::LedgerError;
+pub use events_of_change::lease_event;
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
 #[cfg(any(test, feature = "fixtures"))]
@@ -43,10 +45,13 @@ pub use queries::{Doubled, StartClaim, StopClaim};
 pub use runtime_record::{Record, read_up_to};
 pub(crate) use store::read_text;
 pub use store::{Freed, MountPoints, Namespaces, Store, is_remote, is_there};
+pub use suspension::{SuspendStep, Suspension, WrongState};
 pub use waiters::{Retry, Waiter};
 
 /// [`Ledger::schema`].
 pub const SCHEMA: &str = "sublet.ledger/1";
+/// The same while a container is suspended, or on its way: a version before would book nothing for one that comes back.
+pub(crate) const SUSPENDED_SCHEMA: &str = "sublet.ledger/2";
 
 /// The annotation that holds the lease's id.
 pub const LEASE_ANNOTATION: &str = "sublet.lease";
@@ -62,7 +67,7 @@ pub(crate) const LEASE_EDITS_ANNOTATION: &str = "sublet.lease.edits";
 /// `ledger.json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ledger {
-    /// `sublet.ledger/1`.
+    /// `sublet.ledger/1`, or `/2` while a container is suspended.
     pub schema: String,
     /// The boot of the ledger. No lease of another boot is alive.
     pub boot_id: String,
@@ -157,6 +162,12 @@ pub struct Lease {
     /// The guard's action on its processes, if the container or its named share sets it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guard: Option<Guarding>,
+    /// Whether its container's GPU state may be put into host memory.
+    #[serde(default, skip_serializing_if = "Suspend::is_never")]
+    pub suspend: Suspend,
+    /// That it is there, or on its way there or back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspension: Option<Suspension>,
     /// Where it is in its life.
     pub state: LeaseState,
     /// While pending, the process that is starting the container. While ending, the process that deletes it.
@@ -392,7 +403,8 @@ pub struct ChangedComputeMode {
     pub found: ComputeMode,
 }
 
-/// States of a lease. `lost` is shown for leases whose device is no longer in the inventory.
+/// States of a lease. `lost` is shown for leases whose device is no longer in the inventory, and the steps of a suspension
+/// for active ones ([`Lease::shown_state`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LeaseState {
@@ -400,6 +412,12 @@ pub enum LeaseState {
     Pending,
     /// The container exists.
     Active,
+    /// Its GPU state is on its way into host memory.
+    Suspending,
+    /// Its GPU state is in host memory.
+    Suspended,
+    /// Its GPU state is on its way back.
+    Resuming,
     /// Its processes are ending.
     Ending,
     /// Its device no longer exists.

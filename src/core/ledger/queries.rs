@@ -398,7 +398,7 @@ pub mod fixture {
 
     use super::super::{Container, Lease, LeaseId, LeaseState};
     use crate::process::Process;
-    use crate::share::{Isolation, Mode, Priority};
+    use crate::share::{Isolation, Mode, Priority, Suspend};
 
     /// Time-slice lease number `n` on `device`. Its owner is a process that cannot exist.
     pub fn lease(n: u64, device: &str) -> Lease {
@@ -420,6 +420,8 @@ pub mod fixture {
             processes: 1,
             priority: Priority::Normal,
             guard: None,
+            suspend: Suspend::Never,
+            suspension: None,
             state: LeaseState::Pending,
             owner: Process { pid: i32::MAX, start_time: 1 },
             init: None,

@@ -175,7 +175,7 @@ mod stored_tests {
     #[test]
     fn only_a_higher_number_of_our_schema_is_a_newer_version() {
         for (schema, newer) in [
-            ("sublet.ledger/2", true),
+            ("sublet.ledger/3", true),
             ("sublet.ledger/10", true),
             ("sublet.ledger/0", false),
             ("sublet.ledger/", false),
@@ -198,7 +198,7 @@ mod stored_tests {
                 assert_eq!(is_newer, newer, "{text}: {outcome:?}");
             }
         }
-        let cut_off = parse_ledger(br#"{"schema":"sublet.ledger/2","leases":"#, Path::new("l"));
+        let cut_off = parse_ledger(br#"{"schema":"sublet.ledger/3","leases":"#, Path::new("l"));
         assert!(matches!(cut_off, Err(LedgerError::Corrupt { .. })), "{cut_off:?}");
     }
 }

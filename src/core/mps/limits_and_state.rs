@@ -180,7 +180,7 @@ pub(super) mod tests {
     use super::*;
     use crate::ledger::{Container, Lease, LeaseId, LeaseState};
     use crate::process::Process;
-    use crate::share::{Isolation, Mode, Percent, Priority};
+    use crate::share::{Isolation, Mode, Percent, Priority, Suspend};
 
     pub(in crate::mps) fn lease(id: &str, key: &str, sm: Option<u32>) -> Lease {
         Lease {
@@ -201,6 +201,8 @@ pub(super) mod tests {
             processes: 1,
             priority: Priority::Normal,
             guard: None,
+            suspend: Suspend::Never,
+            suspension: None,
             state: LeaseState::Active,
             owner: Process { pid: 1, start_time: 1 },
             init: None,

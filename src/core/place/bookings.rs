@@ -51,7 +51,7 @@ pub(super) struct Account<'a> {
     device: &'a Device,
     ledger: &'a Ledger,
     config: &'a Config,
-    /// Leases that are booked on it.
+    /// Leases that are booked on it. What is suspended books nothing.
     booked: Vec<&'a Lease>,
     /// Leases that are booked on its memory, which the compute instances of a GPU instance share.
     on_memory: Vec<&'a Lease>,
@@ -66,7 +66,7 @@ impl<'a> Account<'a> {
         };
         let (booked, on_memory) = (Vec::new(), Vec::new());
         let mut account = Self { device, ledger, config, booked, on_memory, has_everything: false };
-        for lease in &ledger.leases {
+        for lease in ledger.leases.iter().filter(|lease| !lease.is_suspended()) {
             for uuid in device.sharing_memory().filter(|uuid| lease.devices.iter().any(|own| own == uuid)) {
                 let (on_it, booked) = (uuid == device.uuid, !ledger.is_booked_with_job(lease));
                 account.has_everything |= on_it && everything(lease);
@@ -102,7 +102,7 @@ impl<'a> Account<'a> {
     }
 
     fn memory_booked(&self) -> u64 {
-        let leases = self.on_memory.iter().filter_map(|lease| lease.memory_bytes);
+        let leases = self.on_memory.iter().filter_map(|lease| lease.booked_memory());
         let daemons = SERVER_BYTES * self.daemons().len() as u64;
         leases.fold(daemons, u64::saturating_add)
     }
@@ -156,7 +156,7 @@ fn unspent(lease: &Lease, device: &Device, ledger: &Ledger) -> u64 {
     };
     let processes = device.memory_users().filter(|process| its(ledger.lease_of_process(process)));
     let used = processes.map(|process| process.memory_bytes).fold(0, u64::saturating_add);
-    lease.memory_bytes.unwrap_or(0).saturating_sub(used)
+    lease.booked_memory().unwrap_or(0).saturating_sub(used)
 }
 
 #[expect(

@@ -13,7 +13,7 @@ use crate::inventory::{
     ComputeMode, Device, Driver, Fingerprint, GpuProcess, Inventory, Majors, MigDevice, Virtualization,
 };
 use crate::request::Request;
-use crate::share::{Capabilities, Devices, Isolation, Mode, Priority};
+use crate::share::{Capabilities, Devices, Isolation, Mode, Priority, Suspend};
 
 /// One GiB in bytes.
 pub const GIB: u64 = 1 << 30;
@@ -112,6 +112,7 @@ pub fn request(mode: Mode) -> Request {
         mig_caps: vec![],
         priority: Priority::Normal,
         guard: None,
+        suspend: Suspend::Never,
         visible_devices: None,
         default_directory: true,
         processes: NonZeroU32::MIN,

@@ -13,6 +13,7 @@ mod mig_tests;
 #[cfg(test)]
 mod pairs_tests;
 mod refusal;
+mod resume;
 mod select;
 #[cfg(test)]
 mod several_tests;
@@ -25,7 +26,7 @@ use crate::config::Config;
 use crate::inventory::{Device, Inventory, LeftOut};
 use crate::ledger::{DaemonKey, Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
-use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
+use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority, Suspend};
 use crate::text::{add_fix, add_why, list_some};
 use bookings::Account;
 use select::Fit;
@@ -33,6 +34,7 @@ use select::Fit;
 pub use bookings::{Bookings, SERVER_BYTES, bookings, client_limit};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use refusal::Refusal;
+pub use resume::check_resume;
 pub(crate) use select::selected;
 pub use select::{ambiguous, meant, named, only, rule, wants_mig};
 
@@ -59,6 +61,8 @@ pub struct Placement {
     pub priority: Priority,
     /// The guard's action on its processes, if the container or its named share sets it.
     pub guard: Option<Guarding>,
+    /// Whether its GPU state may be put into host memory.
+    pub suspend: Suspend,
     /// Which access it gets to all MIG instances, in addition to its own.
     pub mig_caps: Vec<MigCapability>,
     /// The requested memory is so close to the free memory that NVML last reported that a refresh should come first.
@@ -205,6 +209,7 @@ pub fn expected(request: &Request) -> Placement {
         processes: request.processes.get(),
         priority: request.priority,
         guard: request.guard,
+        suspend: request.suspend,
         mig_caps: request.mig_caps.clone(),
         refresh_first: false,
         neighbours: None,

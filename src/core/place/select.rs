@@ -433,7 +433,7 @@ pub(super) fn fit(
     Ok(build_fit(want, &bookings, refresh_first, world))
 }
 
-fn build_want<'a>(
+pub(super) fn build_want<'a>(
     request: &'a Request,
     id: &LeaseId,
     device: &'a Device,
@@ -443,7 +443,8 @@ fn build_want<'a>(
     let fixed = rule(device, world.config).and_then(|rule| rule.fixed_use);
     let default = if device.is_mig() { Mode::Mig } else { request.default_mode };
     let mode = request.mode.or(fixed).unwrap_or(default);
-    let limited_turns = mode == Mode::TimeSlice && request.memory.is_some();
+    // The driver suspends nothing under MPS: the guard then watches the memory.
+    let limited_turns = mode == Mode::TimeSlice && request.memory.is_some() && request.suspend.is_never();
     // A process connects to one daemon, so a dedicated daemon serves all its devices.
     let own_server = limited_turns || several && mode == Mode::Mps;
     let isolation = if own_server { Isolation::Dedicated } else { request.isolation };
@@ -606,6 +607,13 @@ fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> Misfit {
 /// Settings that contradict a mode that comes from the device's configuration.
 pub(super) fn check_settings(want: &Want<'_>) -> Result<(), Misfit> {
     let exclusive = want.mode == Mode::Exclusive;
+    let may_be_suspended = matches!(want.mode, Mode::TimeSlice | Mode::Exclusive) && !want.device.is_mig();
+    if !want.request.suspend.is_never() && !may_be_suspended {
+        return Err(Misfit::never(format!(
+            "is shared by {}, where the driver suspends nothing; fix: leave out sublet.suspend",
+            want.mode
+        )));
+    }
     if want.several && want.daemon.is_some() && want.device.is_mig() {
         return Err(Misfit::never(
             "cannot be one of several devices under MPS; why: an MPS server can use only one MIG device; fix: \

@@ -70,6 +70,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
         processes: 1,
         priority: Priority::Normal,
         guard: None,
+        suspend: Suspend::Never,
         mig_caps: vec![],
         refresh_first: false,
         neighbours: Some(0),

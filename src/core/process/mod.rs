@@ -6,6 +6,7 @@
 //! `/proc/PID` then says that it is a zombie without memory, and shows no program, no environment, no open file, no
 //! mounts and no network, and in cgroup v1 the root cgroup.
 
+pub mod cgroups;
 pub mod child;
 pub mod confine;
 #[cfg(any(test, feature = "fixtures"))]
@@ -142,6 +143,11 @@ impl Process {
             },
             Ok(_) => Condition::Ending,
         }
+    }
+
+    /// Whether it is stopped, by a signal or by a tracer (proc(5)).
+    pub fn is_stopped(&self) -> bool {
+        self.condition() == Condition::Stopped
     }
 
     /// A descriptor of this same process; `None` if it has ended. It never refers to a later process with the same pid, and is

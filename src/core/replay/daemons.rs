@@ -284,7 +284,7 @@ impl Real {
             LeaseState::Pending => model::LeaseState::Pending,
             LeaseState::Active => model::LeaseState::Active,
             LeaseState::Ending => model::LeaseState::Ending,
-            LeaseState::Lost => unreachable!("the model loses no device"),
+            state => unreachable!("the model has no lease in state {state:?}"),
         };
         let device = lease.devices[0].strip_prefix("GPU-").unwrap().parse().unwrap();
         model::Lease { device, state, owner, init: lease.init.is_some() }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{Config, VisibleDevices};
 use crate::share::{
     self, Capabilities, Capability, Devices, Guarding, Isolation, LONGEST_WAIT, Memory, MigCapability, Mode,
-    Percent, Priority, SELECTORS_ALLOWED, parse_devices,
+    Percent, Priority, SELECTORS_ALLOWED, Suspend, parse_devices,
 };
 use crate::text::safe;
 use rules::{KEYS, Keys, PREFIX, one_word};
@@ -56,6 +56,8 @@ pub struct Request {
     pub wait: Duration,
     /// The guard's action on this container's processes, if the container or its named share sets it.
     pub guard: Option<Guarding>,
+    /// Whether its GPU state may be put into host memory.
+    pub suspend: Suspend,
     /// How `CUDA_VISIBLE_DEVICES` names the devices, if the named share sets it.
     pub visible_devices: Option<VisibleDevices>,
     /// Whether the MPS directory is also at CUDA's default place.
@@ -139,7 +141,9 @@ pub fn parse(
     let visible_devices = keys.word("visible_devices", &words())?;
     let default_directory = keys.word("default_directory", &[("true", true), ("false", false)])?;
     let wait = keys.read("wait", WAIT_ALLOWED, |text| share::parse_duration(text, LONGEST_WAIT))?;
+    let suspend = keys.word("suspend", &words())?.unwrap_or_default();
     let mode = rules::check(&keys, mode, &devices, isolation, config)?;
+    rules::suspend(&keys, suspend, mode, &devices, isolation)?;
     Ok(Request {
         isolation: isolation.unwrap_or_else(|| rules::default_isolation(mode, &devices, config)),
         devices,
@@ -155,6 +159,7 @@ pub fn parse(
         not_served,
         wait: wait.unwrap_or(config.defaults.wait),
         guard,
+        suspend,
         visible_devices,
         default_directory: default_directory.unwrap_or(true),
     })

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::config::{Config, Required};
-use crate::share::{Action, Devices, Guarding, Isolation, MigCapability, Mode, Selector};
+use crate::share::{Action, Devices, Guarding, Isolation, MigCapability, Mode, Selector, Suspend};
 use crate::text::{nearest, safe};
 
 type Result<T, E = RequestError> = std::result::Result<T, E>;
@@ -49,6 +49,34 @@ pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding> {
         keys.contradiction("guard", "[guard] of this host's configuration", remedy)?;
     }
     Ok(Guarding::AtLeast(action))
+}
+
+/// The driver suspends processes that have one whole GPU, without MPS (docs/suspend.md).
+pub(super) fn suspend(
+    keys: &Keys<'_>,
+    suspend: Suspend,
+    mode: Option<Mode>,
+    devices: &Devices,
+    isolation: Option<Isolation>,
+) -> Result<()> {
+    if suspend.is_never() {
+        return Ok(());
+    }
+    if let Some(mode) = mode.filter(|mode| !matches!(mode, Mode::TimeSlice | Mode::Exclusive)) {
+        let remedy = "the driver suspends nothing under MPS or on a MIG device; fix: write sublet.mode=time-slice, or \
+                      leave sublet.suspend out";
+        keys.contradiction("suspend", &name(keys, mode), remedy)?;
+    }
+    if are_several(devices) {
+        let gpu = keys.setting("gpu").unwrap_or_default();
+        let remedy = "the driver loses a process that uses several GPUs; fix: name one GPU, or leave sublet.suspend out";
+        keys.contradiction("suspend", &gpu, remedy)?;
+    }
+    if isolation == Some(Isolation::Dedicated) {
+        let remedy = "the driver suspends nothing under MPS; fix: leave one of them out";
+        keys.contradiction("isolation", &keys.setting("suspend").unwrap_or_default(), remedy)?;
+    }
+    Ok(())
 }
 
 /// The configured isolation, if the mode has one. A container with several devices has a dedicated MPS server.
@@ -285,7 +313,7 @@ fn unknown_share(name: &str, config: &Config) -> RequestError {
 }
 
 /// Keys that a container may have, without the prefix. `lease` is not among them: only sublet writes it.
-pub(super) const KEYS: [&str; 13] = [
+pub(super) const KEYS: [&str; 14] = [
     "gpu",
     "mode",
     "sm",
@@ -298,6 +326,7 @@ pub(super) const KEYS: [&str; 13] = [
     "capabilities",
     "wait",
     "guard",
+    "suspend",
     "share",
 ];
 

@@ -86,6 +86,28 @@ pub enum Priority {
     Low,
 }
 
+/// `sublet.suspend`: whether the container's GPU state may be put into host memory while others use the GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[derive(strum::Display, strum::IntoStaticStr, strum::VariantArray)]
+#[strum(serialize_all = "kebab-case")]
+pub enum Suspend {
+    /// It may not.
+    #[default]
+    Never,
+    /// It may, while it has one CUDA process.
+    Allow,
+    /// It may, with several CUDA processes: they share no GPU memory with each other.
+    AllowMany,
+}
+
+impl Suspend {
+    /// Whether it may not. A share that may be suspended has no MPS server.
+    pub fn is_never(&self) -> bool {
+        *self == Self::Never
+    }
+}
+
 /// `sublet.guard`: the guard's action on a container's own processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

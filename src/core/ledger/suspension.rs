@@ -1,0 +1,350 @@
+//! Leases whose containers' GPU state is in host memory, or on its way there or back: active, suspending, suspended,
+//! resuming, active. Each step is in the ledger before it is taken, and no lock is held while it is. A step whose process
+//! has ended was cut short: the next command, or `sublet serve`, takes it over.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Lease, LeaseId, LeaseState, Ledger};
+use crate::process::{Process, uptime_milliseconds};
+
+/// Where the GPU state of a lease's container is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Suspension {
+    /// The step that is being taken, or was taken last.
+    pub step: SuspendStep,
+    /// The process that takes it.
+    pub owner: Process,
+    /// The container's CUDA processes, whose state it is.
+    pub processes: Vec<Process>,
+    /// Their memory on the GPU, in bytes: as much is in host memory, and as much room do they need again.
+    pub bytes: u64,
+    /// When the step began, in milliseconds since boot.
+    pub since_ms: u64,
+}
+
+/// A step of a suspension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SuspendStep {
+    /// GPU memory is being copied into host memory. What the lease books is kept: until the last process is out, the
+    /// others may have to go back.
+    Suspending,
+    /// It is in host memory, and the lease books nothing.
+    Suspended,
+    /// It is being copied back. The room is booked.
+    Resuming,
+}
+
+/// Why a lease is in no state to be suspended or resumed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WrongState {
+    /// Its container has ended.
+    #[error("it has ended")]
+    Gone,
+    /// Its container is being started.
+    #[error("it is being started; fix: try again when it runs")]
+    Starting,
+    /// Its container is ending.
+    #[error("it is ending")]
+    Ending,
+    /// It is suspended.
+    #[error("it is suspended already")]
+    Suspended,
+    /// It is not suspended.
+    #[error("it is not suspended")]
+    NotSuspended,
+    /// Another process takes a step.
+    #[error("process {0} suspends or resumes it now; fix: try again when that has ended")]
+    Busy(i32),
+    /// The process that took a step has ended, and nobody has put that right yet.
+    #[error("a step was cut short, and is put right by `sublet gc`; fix: try again then")]
+    CutShort,
+}
+
+impl WrongState {
+    /// Whether waiting may help.
+    pub const fn is_temporary(&self) -> bool {
+        matches!(self, Self::Starting | Self::Busy(_) | Self::CutShort)
+    }
+}
+
+impl Lease {
+    /// Whether its container's GPU state is in host memory, so that it books nothing.
+    pub fn is_suspended(&self) -> bool {
+        self.suspension.as_ref().is_some_and(|suspension| suspension.step == SuspendStep::Suspended)
+    }
+
+    /// Whether a step of it was cut short: its process has ended.
+    pub fn is_cut_short(&self) -> bool {
+        self.suspension
+            .as_ref()
+            .is_some_and(|own| own.step != SuspendStep::Suspended && !own.owner.is_alive())
+    }
+
+    /// The memory that it books on each of its devices; `None`: it has no limit. What is on its way out or back has at
+    /// least its own size.
+    pub fn booked_memory(&self) -> Option<u64> {
+        match &self.suspension {
+            None => self.memory_bytes,
+            Some(suspension) if suspension.step == SuspendStep::Suspended => None,
+            Some(suspension) => Some(suspension.bytes.max(self.memory_bytes.unwrap_or(0))),
+        }
+    }
+
+    /// Its state as it is shown, with the step of its suspension.
+    pub fn shown_state(&self) -> LeaseState {
+        match (self.state, &self.suspension) {
+            (LeaseState::Active, Some(suspension)) => match suspension.step {
+                SuspendStep::Suspending => LeaseState::Suspending,
+                SuspendStep::Suspended => LeaseState::Suspended,
+                SuspendStep::Resuming => LeaseState::Resuming,
+            },
+            (state, _) => state,
+        }
+    }
+}
+
+impl Ledger {
+    /// Lease `id`, to be suspended.
+    ///
+    /// # Errors
+    /// Its container does not run, or it is suspended.
+    pub fn suspendable(&self, id: &LeaseId) -> Result<&Lease, WrongState> {
+        let lease = self.running(id)?;
+        match &lease.suspension {
+            None => Ok(lease),
+            Some(own) if own.step == SuspendStep::Suspended => Err(WrongState::Suspended),
+            Some(own) => Err(own.under_way()),
+        }
+    }
+
+    /// Lease `id` with its suspension, to be resumed.
+    ///
+    /// # Errors
+    /// Its container does not run, or it is not suspended.
+    pub fn resumable(&self, id: &LeaseId) -> Result<(&Lease, &Suspension), WrongState> {
+        let lease = self.running(id)?;
+        match &lease.suspension {
+            None => Err(WrongState::NotSuspended),
+            Some(own) if own.step == SuspendStep::Suspended => Ok((lease, own)),
+            Some(own) => Err(own.under_way()),
+        }
+    }
+
+    fn running(&self, id: &LeaseId) -> Result<&Lease, WrongState> {
+        let lease = self.lease(id).ok_or(WrongState::Gone)?;
+        match lease.state {
+            LeaseState::Pending => Err(WrongState::Starting),
+            LeaseState::Ending => Err(WrongState::Ending),
+            _ => Ok(lease),
+        }
+    }
+
+    /// `owner` begins to suspend lease `id`, with `bytes` of these `processes` on the GPU.
+    ///
+    /// # Errors
+    /// As [`Ledger::suspendable`].
+    pub fn begin_suspending(
+        &mut self,
+        id: &LeaseId,
+        owner: Process,
+        processes: Vec<Process>,
+        bytes: u64,
+    ) -> Result<(), WrongState> {
+        self.suspendable(id)?;
+        let (step, since_ms) = (SuspendStep::Suspending, uptime_milliseconds());
+        if let Some(lease) = self.lease_mut(id) {
+            lease.suspension = Some(Suspension { step, owner, processes, bytes, since_ms });
+        }
+        Ok(())
+    }
+
+    /// `owner` begins to resume lease `id`, which books its room again. Whether there is room is asked under the same
+    /// lock ([`crate::place::check_resume`]).
+    ///
+    /// # Errors
+    /// As [`Ledger::resumable`].
+    pub fn begin_resuming(&mut self, id: &LeaseId, owner: Process) -> Result<(), WrongState> {
+        self.resumable(id)?;
+        self.set_step(id, |own| Suspension { owner, ..own.at(SuspendStep::Resuming) });
+        Ok(())
+    }
+
+    /// `owner` takes over a step of lease `id` that was cut short. The suspension as it is then; `None`: there is nothing
+    /// to take over any more.
+    pub fn take_over(&mut self, id: &LeaseId, owner: Process) -> Option<Suspension> {
+        self.lease(id).filter(|lease| lease.is_cut_short())?;
+        self.set_step(id, |own| Suspension { owner, ..own });
+        self.lease(id)?.suspension.clone()
+    }
+
+    /// The step that `owner` takes with lease `id` has ended: the state is in host memory. `false`: the lease has ended.
+    pub fn end_suspended(&mut self, id: &LeaseId, owner: Process) -> bool {
+        self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended))
+    }
+
+    /// The step that `owner` takes with lease `id` has ended: the state is on the GPU. `false`: the lease has ended.
+    pub fn end_resumed(&mut self, id: &LeaseId, owner: Process) -> bool {
+        let lease = if self.is_owned(id, owner) { self.lease_mut(id) } else { None };
+        lease.and_then(|lease| lease.suspension.take()).is_some()
+    }
+
+    /// `owner` leaves its step with lease `id` to others.
+    pub fn leave_step(&mut self, id: &LeaseId, owner: Process) {
+        // No process has this pid.
+        let nobody = Process { pid: 0, start_time: 0 };
+        if self.is_owned(id, owner) {
+            self.set_step(id, |own| Suspension { owner: nobody, ..own });
+        }
+    }
+
+    fn is_owned(&self, id: &LeaseId, owner: Process) -> bool {
+        let own = self.lease(id).and_then(|lease| lease.suspension.as_ref());
+        own.is_some_and(|own| own.owner == owner && own.step != SuspendStep::Suspended)
+    }
+
+    fn set_step(&mut self, id: &LeaseId, next: impl FnOnce(Suspension) -> Suspension) -> bool {
+        let Some(lease) = self.lease_mut(id) else { return false };
+        lease.suspension = lease.suspension.take().map(next);
+        lease.suspension.is_some()
+    }
+
+    /// Leases with a step that was cut short.
+    pub fn cut_short(&self) -> impl Iterator<Item = &Lease> {
+        self.leases.iter().filter(|lease| lease.is_cut_short())
+    }
+}
+
+impl Suspension {
+    fn under_way(&self) -> WrongState {
+        if self.owner.is_alive() { WrongState::Busy(self.owner.pid) } else { WrongState::CutShort }
+    }
+
+    fn at(self, step: SuspendStep) -> Self {
+        Self { step, since_ms: uptime_milliseconds(), ..self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::fixture::lease;
+    use super::super::store::{ledger_text, parse_ledger};
+    use super::*;
+    use crate::process::Process;
+
+    const BYTES: u64 = 20 << 30;
+
+    fn me() -> Process {
+        Process::current().unwrap()
+    }
+
+    fn dead() -> Process {
+        Process { pid: i32::MAX, start_time: 1 }
+    }
+
+    fn ledger() -> (Ledger, LeaseId) {
+        let one = Lease { state: LeaseState::Active, memory_bytes: Some(BYTES / 2), ..lease(1, "GPU-0") };
+        let id = one.id.clone();
+        (Ledger { leases: vec![one], ..Ledger::empty("boot") }, id)
+    }
+
+    #[test]
+    fn a_lease_books_its_room_until_it_is_suspended_and_again_before_it_is_back() {
+        let (mut ledger, id) = ledger();
+        let booked = |ledger: &Ledger| ledger.leases[0].booked_memory();
+        let shown = |ledger: &Ledger| ledger.leases[0].shown_state();
+        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::NotSuspended));
+        ledger.begin_suspending(&id, me(), vec![dead()], BYTES).unwrap();
+        assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES), LeaseState::Suspending));
+        let twice = ledger.begin_suspending(&id, me(), vec![], 0).unwrap_err();
+        assert_eq!((twice.clone(), twice.is_temporary()), (WrongState::Busy(me().pid), true));
+        assert!(!ledger.end_suspended(&id, dead()), "another's step");
+        assert!(ledger.end_suspended(&id, me()));
+        assert_eq!((booked(&ledger), shown(&ledger)), (None, LeaseState::Suspended));
+        assert_eq!(ledger.begin_suspending(&id, me(), vec![], 0), Err(WrongState::Suspended));
+        assert!(!ledger.end_resumed(&id, me()), "no step is under way");
+        ledger.begin_resuming(&id, me()).unwrap();
+        assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES), LeaseState::Resuming));
+        assert!(ledger.end_resumed(&id, me()));
+        assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES / 2), LeaseState::Active));
+    }
+
+    #[test]
+    fn a_delete_that_fails_leaves_it_suspended() {
+        let (mut ledger, id) = ledger();
+        ledger.begin_suspending(&id, me(), vec![dead()], BYTES).unwrap();
+        ledger.end_suspended(&id, me());
+        let before = ledger.clone();
+        ledger.leases[0].init =
+            Some(super::super::Init { process: me(), pid_namespace: 0, cgroup: None, cgroup_inode: None });
+        ledger.mark_deleted(&id, me());
+        assert_eq!(ledger.leases[0].shown_state(), LeaseState::Ending);
+        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::Ending));
+        assert!(ledger.leases[0].is_suspended(), "its room is another's meanwhile");
+        ledger.unmark_ending(&id);
+        assert_eq!(ledger.leases[0].suspension, before.leases[0].suspension);
+        assert_eq!(ledger.leases[0].shown_state(), LeaseState::Suspended);
+    }
+
+    #[test]
+    fn only_a_step_whose_process_has_ended_is_taken_over_and_once() {
+        let (mut ledger, id) = ledger();
+        assert_eq!(ledger.take_over(&id, me()), None);
+        ledger.begin_suspending(&id, me(), vec![], 0).unwrap();
+        assert_eq!((ledger.cut_short().count(), ledger.take_over(&id, me())), (0, None));
+        ledger.leases[0].suspension.as_mut().unwrap().owner = dead();
+        assert_eq!(ledger.cut_short().count(), 1);
+        assert_eq!(ledger.take_over(&id, me()).unwrap().owner, me());
+        assert_eq!(ledger.take_over(&id, me()), None);
+        ledger.leave_step(&id, me());
+        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::CutShort));
+        assert_eq!(ledger.take_over(&id, me()).unwrap().owner, me());
+    }
+
+    #[test]
+    fn versions_before_refuse_a_ledger_while_something_in_it_is_suspended() {
+        let schema = |ledger: &mut Ledger| {
+            let text = ledger_text(ledger).unwrap();
+            assert_eq!(parse_ledger(&text, std::path::Path::new("")).unwrap().leases, ledger.leases);
+            serde_json::from_slice::<serde_json::Value>(&text).unwrap()["schema"].clone()
+        };
+        let (mut ledger, id) = ledger();
+        assert_eq!(schema(&mut ledger), "sublet.ledger/1");
+        ledger.begin_suspending(&id, me(), vec![dead()], 7).unwrap();
+        assert_eq!(schema(&mut ledger), "sublet.ledger/2");
+        ledger.end_resumed(&id, me());
+        assert_eq!(schema(&mut ledger), "sublet.ledger/1");
+    }
+
+    proptest! {
+        /// Whoever calls what, in any order: a state on its way back has its room, and one that is out has none.
+        #[test]
+        fn no_order_of_calls_lets_a_state_come_back_without_room(
+            calls in prop::collection::vec((0_u8..8, prop::bool::ANY), 1..40),
+        ) {
+            let (mut ledger, id) = ledger();
+            for (call, mine) in calls {
+                let owner = if mine { me() } else { dead() };
+                match call {
+                    0 => _ = ledger.begin_suspending(&id, owner, vec![dead()], BYTES),
+                    1 => _ = ledger.end_suspended(&id, owner),
+                    2 => _ = ledger.begin_resuming(&id, owner),
+                    3 => _ = ledger.end_resumed(&id, owner),
+                    4 => _ = ledger.take_over(&id, owner),
+                    5 => ledger.mark_deleted(&id, owner),
+                    6 => ledger.unmark_ending(&id),
+                    _ => ledger.leases[0].state = LeaseState::Active,
+                }
+                let lease = &ledger.leases[0];
+                let expected = match lease.suspension.as_ref().map(|own| own.step) {
+                    None => Some(BYTES / 2),
+                    Some(SuspendStep::Suspended) => None,
+                    Some(SuspendStep::Suspending | SuspendStep::Resuming) => Some(BYTES),
+                };
+                prop_assert_eq!(lease.booked_memory(), expected);
+            }
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Whether a suspended container has room again on its device.
+
+use super::bookings::{check_memory, check_room, check_use};
+use super::select::{build_want, check_closed, check_compute_mode};
+use super::{Misfit, Refusal, World};
+use crate::config::Config;
+use crate::inventory::Inventory;
+use crate::ledger::{Lease, Ledger};
+use crate::request::{Request, parse};
+use crate::share::{MIB, Memory, Suspend};
+use crate::text::safe;
+
+/// Checks whether there is room for `lease`, which is suspended, with `bytes` of memory: by what administrators decided, the
+/// use of its device, the bookings, and the memory that NVML last reported free.
+///
+/// # Errors
+/// Why there is none.
+pub fn check_resume(
+    lease: &Lease,
+    bytes: u64,
+    inventory: &Inventory,
+    ledger: &Ledger,
+    config: &Config,
+) -> Result<(), Box<Refusal>> {
+    let uuid = lease.devices.first().map(String::as_str).unwrap_or_default();
+    let Some(device) = inventory.device(uuid) else {
+        let message = format!("GPU {} is not served now: `sublet status` says why", safe(uuid));
+        return Err(Box::new(Refusal { temporary: true, left_out: true, ..Refusal::never(message) }));
+    };
+    // As if its container asked for it.
+    let keys = [("sublet.gpu", uuid.to_owned()), ("sublet.mode", lease.mode.to_string())];
+    let keys = keys.map(|(key, value)| (key.to_owned(), value)).into();
+    let asked = parse(&keys, None, None, &Config::default());
+    let asked = asked.map_err(|error| Box::new(Refusal::never(error.to_string())))?;
+    let whole = bytes.max(lease.memory_bytes.unwrap_or(0)).div_ceil(MIB) * MIB;
+    let request = Request { memory: Some(Memory::Bytes(whole)), suspend: Suspend::Allow, ..asked };
+    let world = World { inventory, ledger, config };
+    let want = build_want(&request, &lease.id, device, false, world);
+    let bookings = want.account.bookings();
+    let checked = check_closed(&want, world)
+        .and_then(|()| check_compute_mode(&want, ledger))
+        .and_then(|()| check_use(&want, &bookings, world))
+        .and_then(|()| check_room(&want, &bookings, world))
+        .and_then(|()| check_memory(&want, world).map(drop));
+    checked.map_err(|Misfit { reason, temporary, refresh }| {
+        let refusal = Refusal::never(format!("{} {reason}", device.label()));
+        Box::new(Refusal { temporary, refresh_first: refresh, ..refusal })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::{GIB, device, host};
+    use super::super::tests::ledger;
+    use super::*;
+    use crate::inventory::ComputeMode;
+    use crate::ledger::fixture::lease;
+    use crate::ledger::{LeaseState, SuspendStep, Suspension};
+    use crate::process::Process;
+    use crate::share::Mode;
+
+    /// Lease 1 is suspended with 20 GiB; the others hold `gib` each.
+    fn suspended(others: &[(Mode, u64)]) -> Ledger {
+        let owner = Process { pid: 1, start_time: 1 };
+        let step = SuspendStep::Suspended;
+        let out = Suspension { step, owner, processes: vec![], bytes: 20 * GIB, since_ms: 0 };
+        let mut leases =
+            vec![Lease { state: LeaseState::Active, suspension: Some(out), ..lease(1, "GPU-0") }];
+        for (number, (mode, gib)) in (2..).zip(others) {
+            let memory_bytes = (*gib > 0).then_some(gib * GIB);
+            leases.push(Lease { mode: *mode, memory_bytes, ..lease(number, "GPU-0") });
+        }
+        ledger(leases)
+    }
+
+    fn why(others: &[(Mode, u64)], change: fn(&mut Inventory, &mut Config)) -> Option<(String, bool)> {
+        let (mut inventory, mut config) = (host(vec![device(0)]), Config::default());
+        change(&mut inventory, &mut config);
+        let ledger = suspended(others);
+        let checked = check_resume(&ledger.leases[0], 20 * GIB, &inventory, &ledger, &config);
+        checked.err().map(|refusal| (refusal.message, refusal.temporary))
+    }
+
+    #[test]
+    fn it_needs_its_memory_a_turn_and_a_device_of_its_use() {
+        let as_is = |_: &mut Inventory, _: &mut Config| ();
+        assert_eq!(why(&[(Mode::TimeSlice, 79)], as_is), None);
+        let full = why(&[(Mode::TimeSlice, 80)], as_is).unwrap();
+        assert_eq!(full, ("GPU 0 has 19968 MiB left to book, 20 GiB needed".to_owned(), true));
+        let taken = why(&[(Mode::Exclusive, 0)], as_is).unwrap();
+        assert!(taken.0.contains("is taken whole") && taken.1, "{taken:?}");
+        let turns = why(&[(Mode::TimeSlice, 0)], |_, config| config.limits.time_slice_max = 1).unwrap();
+        assert!(turns.0.contains("time_slice_max = 1"), "{turns:?}");
+        let used = why(&[], |inventory, _| inventory.devices[0].memory_free_bytes = 19 * GIB).unwrap();
+        assert!(used.0.contains("the driver says so") && used.1, "{used:?}");
+        let mode = why(&[], |inventory, _| inventory.devices[0].compute_mode = ComputeMode::ExclusiveProcess);
+        assert!(mode.unwrap().0.contains("compute mode"));
+        let gone = why(&[], |inventory, _| inventory.devices.clear()).unwrap();
+        assert!(gone.0.contains("not served now") && gone.1, "{gone:?}");
+    }
+}
