@@ -30,6 +30,8 @@ pub mod mps_daemons;
 
 pub mod refresh;
 
+mod suspend;
+
 pub mod guard;
 
 pub mod events;

@@ -1,9 +1,12 @@
 //! libcuda by its C ABI (cuda.h), loaded by name, as by any program in a container.
 #![allow(unsafe_code, reason = "libcuda by its C ABI (cuda.h)")]
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::time::Duration;
 
 use nix::libc;
 
@@ -59,12 +62,7 @@ impl Driver {
     /// # Errors
     /// There is no libcuda, or no device; one line.
     pub fn load() -> Result<Self, String> {
-        // SAFETY: the name ends in NUL.
-        let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
-        if library.is_null() {
-            return Err(format!("libcuda.so.1 cannot be loaded: {}", why()));
-        }
-        let driver = Self { library };
+        let driver = Self { library: open(c"libcuda.so.1")? };
         // SAFETY: the type is cuda.h's.
         unsafe { call!(driver, c"cuInit", (u32), (0))? }
         Ok(driver)
@@ -210,6 +208,85 @@ impl Driver {
     }
 }
 
+/// A call that changes another process's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::EnumString, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
+pub enum CheckpointCall {
+    /// It makes no CUDA call any more.
+    Lock,
+    /// Its GPU memory goes into host memory, and its GPU is free.
+    Checkpoint,
+    /// Its GPU memory comes back.
+    Restore,
+    /// It makes CUDA calls again.
+    Unlock,
+}
+
+/// libcuda's calls on other processes (cuda.h, since CUDA 12.8). They need no `cuInit`, and root.
+#[derive(Clone, Copy, Debug)]
+pub struct Checkpointer {
+    library: *mut c_void,
+}
+
+/// `CUcheckpointLockArgs` of cuda.h.
+#[repr(C)]
+struct LockArguments {
+    timeout_ms: u32,
+    reserved: u32,
+    more_reserved: [u64; 7],
+}
+
+impl Checkpointer {
+    /// Loads the libcuda in this file.
+    pub fn load(library: &Path) -> Result<Self, String> {
+        let path = CString::new(library.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
+        Ok(Self { library: open(&path)? })
+    }
+
+    /// `CUprocessState`: 0 running, 1 locked, 2 checkpointed, 3 failed.
+    pub fn state(self, pid: i32) -> Result<i32, String> {
+        let mut state = 0;
+        // SAFETY: the type is cuda.h's; the pointer is to a local that outlives the call.
+        unsafe { call!(self, c"cuCheckpointProcessGetState", (i32, *mut i32), (pid, &raw mut state))? }
+        Ok(state)
+    }
+
+    /// Carries out `call` on process `pid`. A lock waits up to `longest` for it to be between two CUDA calls; a restore goes
+    /// to the GPU that the process was on.
+    pub fn carry_out(self, call: CheckpointCall, pid: i32, longest: Duration) -> Result<(), String> {
+        let timeout_ms = u32::try_from(longest.as_millis()).unwrap_or(u32::MAX);
+        let mut lock = LockArguments { timeout_ms, reserved: 0, more_reserved: [0; 7] };
+        let (lock, none) = (&raw mut lock, ptr::null_mut::<c_void>());
+        // SAFETY: the types are cuda.h's, which allows null for arguments; the pointer is to a local that outlives the call.
+        unsafe {
+            match call {
+                CheckpointCall::Lock => {
+                    call!(self, c"cuCheckpointProcessLock", (i32, *mut LockArguments), (pid, lock))
+                }
+                CheckpointCall::Checkpoint => {
+                    call!(self, c"cuCheckpointProcessCheckpoint", (i32, *mut c_void), (pid, none))
+                }
+                CheckpointCall::Restore => {
+                    call!(self, c"cuCheckpointProcessRestore", (i32, *mut c_void), (pid, none))
+                }
+                CheckpointCall::Unlock => {
+                    call!(self, c"cuCheckpointProcessUnlock", (i32, *mut c_void), (pid, none))
+                }
+            }
+        }
+    }
+}
+
+/// Loads a library. It is never closed.
+fn open(name: &CStr) -> Result<*mut c_void, String> {
+    // SAFETY: the name ends in NUL.
+    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
+    if library.is_null() {
+        return Err(format!("{} cannot be loaded: {}", name.to_string_lossy(), why()));
+    }
+    Ok(library)
+}
+
 /// A function of the library.
 fn symbol(library: *mut c_void, name: &CStr) -> Result<*mut c_void, String> {
     // SAFETY: the handle is dlopen's and is never closed, so that its symbols stay; the name ends in NUL.
@@ -228,16 +305,21 @@ fn why() -> String {
     sublet_core::text::safe(&unsafe { CStr::from_ptr(text) }.to_string_lossy())
 }
 
-/// A `CUresult` in words, if a share may cause it.
+/// A `CUresult` in words, if a share or a suspension may cause it.
 fn done(call: &CStr, result: i32) -> Result<(), String> {
     let word = match result {
         0 => return Ok(()),
+        1 => "CUDA_ERROR_INVALID_VALUE",
         2 => "CUDA_ERROR_OUT_OF_MEMORY",
         46 => "CUDA_ERROR_DEVICE_UNAVAILABLE",
         100 => "CUDA_ERROR_NO_DEVICE",
         222 => "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+        304 => "CUDA_ERROR_OPERATING_SYSTEM",
+        401 => "CUDA_ERROR_ILLEGAL_STATE",
+        600 => "CUDA_ERROR_NOT_READY",
         719 => "CUDA_ERROR_LAUNCH_FAILED",
         805 => "CUDA_ERROR_MPS_CONNECTION_FAILED",
+        801 => "CUDA_ERROR_NOT_SUPPORTED",
         807 => "CUDA_ERROR_MPS_SERVER_NOT_READY",
         999 => "CUDA_ERROR_UNKNOWN",
         other => &format!("CUDA error {other}"),

@@ -11,7 +11,8 @@ use nix::libc;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use sublet_core::admit::Owns;
-use sublet_core::process::{Process, pidfd_await_end, pidfd_open};
+use sublet_core::ledger::Lease;
+use sublet_core::process::{Process, pidfd_await_end, pidfd_kill, pidfd_open};
 
 /// User namespaces are nested 32 deep at most (`user_namespaces(7)`).
 const DEEPEST: usize = 33;
@@ -88,6 +89,23 @@ pub(crate) const OWNS: Owns<'static> = &|process, uid| owns(process.pid, uid);
 /// Whether process `pid` belongs to `uid`, by the rules of [`Pinned::of`].
 pub(crate) fn owns(pid: i32, uid: u32) -> bool {
     Pinned::of(pid, uid).is_ok()
+}
+
+/// Whether a process of `lease` may be ended: of a lease without root, the user names the container's processes.
+pub(crate) fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
+    lease.is_none_or(|lease| !lease.brokered || owns(process.pid, lease.container.uid))
+}
+
+/// Ends the container by its first process: the kernel then ends all other processes in its PID namespace
+/// (`pid_namespaces(7)`).
+pub(crate) fn end_container(lease: &Lease) -> Option<String> {
+    let init = lease.init.as_ref()?.process;
+    let pidfd = init.hold().ok()??;
+    let ended = is_theirs(init, Some(lease)).then(|| pidfd_kill(pidfd))?;
+    Some(match ended {
+        Ok(()) => "its container was ended".to_owned(),
+        Err(error) => format!("its container cannot be ended: {error}"),
+    })
 }
 
 fn is_of(pid: i32, uid: u32) -> io::Result<bool> {

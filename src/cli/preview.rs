@@ -220,6 +220,12 @@ pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     lines.extend((mode == Mode::Mig && is_limited).then_some(
         "other compute instances of the GPU instance use the same memory, and none is limited to a part of it",
     ));
+    lines.extend((is_limited && mode == Mode::TimeSlice && !has_daemon).then_some(
+        "the memory limit is watched by the guard, and not enforced by the driver: a program may pass it for a moment",
+    ));
+    lines.extend((!placement.suspend.is_never()).then_some(
+        "it may be suspended (sublet suspend): its CUDA calls then wait, and its GPU memory is in host memory",
+    ));
     let has_all_memory = !is_limited && !matches!(mode, Mode::Exclusive | Mode::Mig);
     lines.extend(
         has_all_memory.then_some("without sublet.memory, each container can allocate all the free memory"),

@@ -3,6 +3,7 @@
 
 use anyhow::Context as _;
 
+use crate::suspend::put_right;
 use sublet_core::admit::{Leases, Local};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Freed, LeaseId, Store};
@@ -45,7 +46,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
 fn settle(config: &Config) -> anyhow::Result<()> {
     let done = Local::new(config).reconcile(|_| Ok(()))?;
     say_freed(&done.freed);
-    for line in &done.lines {
+    for line in done.lines.iter().chain(&put_right(config)) {
         println!("{line}");
     }
     Ok(())

@@ -26,6 +26,7 @@ mod setup;
 mod slurm;
 mod status;
 mod stop;
+mod suspend;
 mod tables;
 mod top;
 mod wait;
@@ -35,6 +36,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
+use crate::suspend::put_right;
 use sublet_core::admit::{AdmitError, Local, is_remote, own_status};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
@@ -78,6 +80,13 @@ enum Command {
     Drain(drain::Arguments),
     /// Give leases on a drained device again
     Undrain(drain::Arguments),
+    /// Put containers' GPU memory into host memory: they stop computing, and their GPU has room for others
+    Suspend(suspend::SuspendArguments),
+    /// Bring suspended containers' GPU memory back: they go on where they were
+    Resume(suspend::ResumeArguments),
+    /// Make one call of the driver's on one process; sublet suspend and resume run it
+    #[command(hide = true)]
+    Checkpoint(crate::suspend::CheckpointArguments),
     /// List, start and stop MPS daemons, show their logs
     #[command(subcommand)]
     Mps(mps::Command),
@@ -198,6 +207,13 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Events(arguments) => events::run(&arguments, &config()?)?,
         Command::Drain(arguments) => drain::run(&arguments, true, &config()?)?,
         Command::Undrain(arguments) => drain::run(&arguments, false, &config()?)?,
+        Command::Suspend(arguments) => suspend::run_suspend(&arguments, &config()?)?,
+        Command::Resume(arguments) => suspend::run_resume(&arguments, &config()?)?,
+        Command::Checkpoint(arguments) => {
+            if let Some(told) = crate::suspend::checkpoint(&arguments)? {
+                println!("{told}");
+            }
+        }
         Command::Mps(command) => mps::run(&command, &config()?)?,
         Command::Cdi(command) => cdi::run(&command, &config()?)?,
         Command::Serve => serve(&config()?)?,
@@ -249,6 +265,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
         }
         done => done?.lines.iter().for_each(|line| eprintln!("sublet: {line}")),
     }
+    put_right(config).iter().for_each(|line| eprintln!("sublet: {line}"));
     store.read().context("after freeing leases of containers that have ended")
 }
 

@@ -5,6 +5,7 @@ use crate::advise::AdviseError;
 use crate::bench::ResultError;
 use crate::names::NoLease;
 use crate::stack::{NotPlaced, StackError};
+use crate::suspend::SuspendError;
 use sublet_core::admit::{AdmitError, of_broker, of_inventory, of_mps};
 use sublet_core::config_files::{self, ConfigError};
 use sublet_core::ledger::LedgerError;
@@ -53,6 +54,7 @@ fn known(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     ];
     (of_one_kind.into_iter().find_map(|(is, word)| is.then_some(word)))
         .or_else(|| error.downcast_ref().map(of_admission))
+        .or_else(|| error.downcast_ref().map(of_suspension))
         .or_else(|| error.downcast_ref().map(of_inventory))
         .or_else(|| error.downcast_ref().map(of_mps))
         .or_else(|| error.downcast_ref().map(of_broker))
@@ -66,6 +68,10 @@ fn of_admission(error: &AdmitError) -> &'static str {
         Ok(Err(error)) => of_inventory(&error),
         _ => "driver",
     }
+}
+
+fn of_suspension(error: &SuspendError) -> &'static str {
+    if let SuspendError::Admit(error) = error { of_admission(error) } else { error.reason() }
 }
 
 /// The word for a question that has no answer.
@@ -110,7 +116,8 @@ mod tests {
         let (ours, _) = include_str!("reason.rs").split_once("#[cfg(test)]").unwrap();
         let (_, admission) = include_str!("../../core/admit/error.rs").split_once("pub fn reason(").unwrap();
         let (admission, _) = admission.split_once("#[cfg(test)]").unwrap();
-        let source = format!("{ours}{admission}");
+        let (_, suspension) = include_str!("../suspend/error.rs").split_once("pub fn reason(").unwrap();
+        let source = format!("{ours}{admission}{suspension}");
         let words = source.split('"').skip(1).step_by(2).filter(|text| !text.contains([' ', '.', '`', '\n']));
         let missing: Vec<&str> = words
             .filter(|word| !word.starts_with("reason") && !documented.contains(&format!("| `{word}` |")))

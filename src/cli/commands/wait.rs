@@ -37,7 +37,7 @@ pub struct Arguments {
     timeout: Duration,
 }
 
-fn timeout(text: &str) -> Result<Duration, String> {
+pub fn timeout(text: &str) -> Result<Duration, String> {
     let allowed = || format!("must be {DURATION_ALLOWED}, at most a day");
     parse_duration(text, LONGEST).map_err(|hint| hint.unwrap_or_else(allowed))
 }

@@ -5,10 +5,10 @@ use std::os::fd::OwnedFd;
 
 use super::Event;
 use super::judge::{Offence, Verdict};
-use crate::peer::owns;
+use crate::peer::{end_container, is_theirs};
 use sublet_core::config::Config;
 use sublet_core::ledger::{DaemonKey, Lease, Ledger, Store};
-use sublet_core::process::{Process, is_gone, pidfd_kill};
+use sublet_core::process::{is_gone, pidfd_kill};
 use sublet_core::share::Action;
 use sublet_core::text::safe;
 
@@ -85,22 +85,6 @@ impl Acting {
             _ => "it was ended".to_owned(),
         }
     }
-}
-
-fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
-    lease.is_none_or(|lease| !lease.brokered || owns(process.pid, lease.container.uid))
-}
-
-/// Ends the container by its first process: the kernel then ends all other processes in its PID namespace
-/// (`pid_namespaces(7)`).
-fn end_container(lease: &Lease) -> Option<String> {
-    let init = lease.init.as_ref()?.process;
-    let pidfd = init.hold().ok()??;
-    let ended = is_theirs(init, Some(lease)).then(|| pidfd_kill(pidfd))?;
-    Some(match ended {
-        Ok(()) => "its container was ended".to_owned(),
-        Err(error) => format!("its container cannot be ended: {error}"),
-    })
 }
 
 fn event(verdict: &Verdict, lease: Option<&Lease>, done: &str) -> Event {

@@ -63,6 +63,12 @@ struct Totals {
     waited: Durations,
     /// How long containers took to their first process.
     started: Durations,
+    /// How long the last suspension took, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    suspended_ms: Option<u64>,
+    /// The same of the last return.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    resumed_ms: Option<u64>,
     /// The part of the events that was counted already.
     position: Position,
 }
@@ -123,6 +129,8 @@ impl Totals {
             Kind::LeaseEnded => event.took_ms.iter().for_each(|took| self.held.add(*took, &HELD)),
             Kind::LeaseTaken => event.took_ms.iter().for_each(|took| self.waited.add(*took, &STARTED)),
             Kind::LeaseBound => event.took_ms.iter().for_each(|took| self.started.add(*took, &STARTED)),
+            Kind::Suspended => self.suspended_ms = event.took_ms,
+            Kind::Resumed => self.resumed_ms = event.took_ms,
             _ => {}
         }
     }
@@ -142,6 +150,11 @@ impl Totals {
         let restarts = self.events.get(<&str>::from(Kind::MpsRestarted)).copied().unwrap_or_default();
         let family = ("sublet_mps_restarts", "MPS daemons that were restarted under running containers.");
         families.add(Type::Counter, family, &[], Some(float(restarts)));
+        let seconds = |milliseconds: Option<u64>| milliseconds.map(|one| float(one) / 1000.0);
+        let help = "How long the last copy of a container's GPU memory into host memory took.";
+        families.gauge("sublet_last_suspend_seconds", help, seconds(self.suspended_ms));
+        let help = "How long the last copy back took.";
+        families.gauge("sublet_last_resume_seconds", help, seconds(self.resumed_ms));
         // Pairs that did not occur begin with 0, like other counts.
         for offence in Offence::VARIANTS.iter().map(ToString::to_string) {
             for action in [Action::Report, Action::Terminate, Action::Container] {
@@ -222,12 +235,15 @@ mod tests {
             Event { took_ms: Some(120), ..Event::now(Kind::LeaseBound) },
             Event { took_ms: Some(40), ..Event::now(Kind::LeaseTaken) },
             Event::now(Kind::LeaseBound),
+            Event { took_ms: Some(9600), ..Event::now(Kind::Suspended) },
+            Event { took_ms: Some(4400), ..Event::now(Kind::Resumed) },
             Event { reason: "memory".into(), action: "terminate".into(), ..Event::now(Kind::Guard) },
         ] {
             totals.add(&event);
         }
         assert_eq!(totals.refusals, [("no-room".to_owned(), 2), ("of-a-user".to_owned(), 1)].into());
         assert_eq!((totals.held.count, totals.held.counts[2]), (2, 1));
+        assert_eq!((totals.suspended_ms, totals.resumed_ms), (Some(9600), Some(4400)));
         assert_eq!((totals.started.count, totals.events["lease-bound"]), (1, 2));
         let mut families = Families::default();
         totals.families(&mut families);

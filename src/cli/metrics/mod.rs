@@ -152,6 +152,12 @@ fn containers(status: &Status, families: &mut Families) {
     families.add(Type::Info, info, &[], None);
     let help = "Leases beyond the most that have samples.";
     families.gauge("sublet_leases_without_samples", help, Some(count(beyond.len())));
+    let suspended = status.leases.iter().filter(|lease| lease.suspended_bytes.is_some()).count();
+    families.gauge(
+        "sublet_suspended_containers",
+        "Containers that are suspended, or on their way.",
+        Some(count(suspended)),
+    );
     for lease in status.leases.iter().filter(|lease| !beyond.contains(lease.id.as_str())) {
         let mut labels = labels(lease, status);
         let mut gauge = |name, help, value| families.add(Type::Gauge, (name, help), &labels, value);
@@ -169,6 +175,9 @@ fn containers(status: &Status, families: &mut Families) {
         gauge("sublet_container_server_busy_ratio", help, used.server_sm_percent.map(ratio));
         let help = "The container's processes with contexts on the device.";
         gauge("sublet_container_processes", help, used.processes.map(count));
+        let help =
+            "Memory of the container that is suspended into host memory, or on its way; none if it is not.";
+        gauge("sublet_container_suspended_bytes", help, lease.suspended_bytes.map(float));
         let help = "When the lease was taken, since the epoch.";
         gauge("sublet_lease_since_seconds", help, Some(float(lease.taken)));
         labels.extend([

@@ -144,7 +144,8 @@ impl Gpu {
     /// for a container: all of those stay where they are.
     pub fn mark(&mut self, ledger: &Ledger) {
         for lease in &ledger.leases {
-            let who = || format!("lease {} of container {}", lease.id, short_id(&lease.container.id));
+            let out = if lease.suspension.is_some() { "suspended " } else { "" };
+            let who = || format!("{out}lease {} of container {}", lease.id, short_id(&lease.container.id));
             for device in &lease.devices {
                 if *device == self.uuid {
                     self.held.push(who());

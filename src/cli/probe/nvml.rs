@@ -159,7 +159,7 @@ impl Facts {
 }
 
 /// All of the host's memory and its available part (proc(5), `/proc/meminfo`: in units of 1024 bytes), in bytes.
-fn memory_of_host() -> Option<(u64, u64)> {
+pub(crate) fn memory_of_host() -> Option<(u64, u64)> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let bytes = |key: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(key))?;

@@ -11,6 +11,7 @@ use super::policy_limits::PolicyLimit;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
+use crate::suspend::{self, Done, SuspendError};
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -32,11 +33,12 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
     protocol::line(&answer).or_else(|error| protocol::line(&no(&error.into()))).unwrap_or_default()
 }
 
-/// Destroys the MIG instances that no lease needs any more.
+/// Destroys the MIG instances that no lease needs any more, and puts right what was cut short of suspensions.
 pub(super) fn clear() {
     let clear = || -> anyhow::Result<()> {
         let config = config_files::load()?;
         Local::new(&config).destroy_unneeded(&Store::open(&config.state_dir)?);
+        suspend::put_right(&config).iter().for_each(|line| tracing::warn!("{line}"));
         Ok(())
     };
     let _ = clear().inspect_err(|error| tracing::warn!("{error}"));
@@ -46,7 +48,8 @@ pub(super) fn clear() {
 pub(super) fn no(error: &anyhow::Error) -> Answer {
     let refused = error.downcast_ref::<AdmitError>();
     let candidates = refused.map(|refused| refused.candidates().to_vec()).unwrap_or_default();
-    let temporary = refused.is_some_and(AdmitError::is_temporary);
+    let suspension = error.downcast_ref().is_some_and(SuspendError::is_temporary);
+    let temporary = suspension || refused.is_some_and(AdmitError::is_temporary);
     Answer::Refused(Refused { reason: error.to_string(), temporary, candidates })
 }
 
@@ -91,6 +94,21 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         Ask::Enter { id, record } => return Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
         Ask::Refused { id, reason, candidates } => {
             admit::record_reported(peer.uid, id, reason, candidates, config);
+        }
+        Ask::Suspend { .. } | Ask::Resume { .. } => {
+            client.check_may_suspend(ask)?;
+            if let Some(put_off) = put_off {
+                // The thread for slow work answers.
+                put_off.set(PutOff { make: true, ..put_off.get() });
+                return Ok(Answer::Done(false));
+            }
+            let Done { bytes, took } = match ask {
+                Ask::Resume { lease, gpu } => suspend::resume(lease, gpu.as_deref(), config)?,
+                Ask::Suspend { lease, .. } => suspend::suspend(lease, false, config)?,
+                _ => bail!("no such request"),
+            };
+            let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+            return Ok(Answer::Stepped { bytes, took_ms });
         }
         Ask::StartDaemon { key } => return client.start_daemon(key),
         Ask::Job => {
@@ -155,6 +173,19 @@ impl<'a> Client<'a> {
         let held = ledger.lease(lease);
         let held = held.filter(|lease| lease.brokered && lease.container.uid == self.peer.uid);
         held.map(drop).ok_or_else(|| AdmitError::NoLease(lease.clone()).into())
+    }
+
+    /// Whether the client may suspend and resume the container that it names.
+    fn check_may_suspend(&self, ask: &Ask) -> anyhow::Result<()> {
+        let (Ask::Suspend { lease, .. } | Ask::Resume { lease, .. }) = ask else { return Ok(()) };
+        self.own(lease)?;
+        if self.limit()?.is_some_and(|limit| !limit.rule.suspend) {
+            bail!("your policy does not allow it; fix: root sets suspend = true in your [[policy]]");
+        }
+        if matches!(ask, Ask::Suspend { force: true, .. }) {
+            bail!("only root suspends what its share does not allow; fix: leave out --force");
+        }
+        Ok(())
     }
 
     fn ledger(&self) -> Result<Ledger, AdmitError> {

@@ -118,6 +118,10 @@ fn housekeeping(put_off: &Cell<PutOff>) {
     let done = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         // Recorded each time: a ledger that was lost and rebuilt does not have it.
         let done = Local::putting_off(&config, put_off).reconcile(mps::register_keeper);
+        let read = Store::open(&config.state_dir).and_then(|store| store.read());
+        if read.is_ok_and(|ledger| ledger.cut_short().next().is_some()) {
+            put_off.set(PutOff { clear: true, ..put_off.get() });
+        }
         keep_cdi(&config);
         done.map_err(|error| error.to_string())
     });

@@ -224,9 +224,12 @@ pub struct LeaseOnDevice {
     pub sm_percent: Option<f64>,
     /// Memory limit of the whole container on the device, in bytes; null: none.
     pub memory_bytes: Option<u64>,
-    /// `pending`, `active`, `ending`; `lost`: the device or the container's record is gone.
+    /// `pending`, `active`, `suspending`, `suspended`, `resuming`, `ending`; `lost`: the device or the container's record is
+    /// gone.
     #[schemars(with = "String")]
     pub state: LeaseState,
+    /// GPU memory that is in host memory, or on its way, in bytes; null: it is not suspended.
+    pub suspended_bytes: Option<u64>,
     /// The container's first process, on the host; null until it runs.
     pub pid: Option<i32>,
     /// When it was taken: RFC 3339.
@@ -287,7 +290,8 @@ impl LeaseOnDevice {
             isolation: lease.isolation,
             sm_percent: lease.sm.map(Percent::as_f64),
             memory_bytes: lease.memory_bytes,
-            state: if is_there { lease.state } else { LeaseState::Lost },
+            state: if is_there { lease.shown_state() } else { LeaseState::Lost },
+            suspended_bytes: lease.suspension.as_ref().map(|suspension| suspension.bytes),
             pid: lease.init.as_ref().map(|init| init.process.pid),
             since: timestamp(lease.since),
             engine: name.and_then(|name| name.engine),

@@ -66,6 +66,7 @@ pub fn lease(number: u32, name: &str, memory: Option<u64>) -> LeaseOnDevice {
         sm_percent: Some(12.5),
         memory_bytes: Some(8 * GIB),
         state: LeaseState::Active,
+        suspended_bytes: None,
         pid: Some(4242),
         since: "2026-11-23T08:00:00Z".to_owned(),
         engine: None,

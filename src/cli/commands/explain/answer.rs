@@ -12,7 +12,7 @@ use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Lease;
 use sublet_core::place::Placement;
 use sublet_core::request::Request;
-use sublet_core::share::{Guarding, Isolation, Mode, Percent, Priority, show_duration};
+use sublet_core::share::{Guarding, Isolation, Mode, Percent, Priority, Suspend, show_duration};
 
 /// The answer, for JSON and for people.
 #[derive(Debug, Serialize, JsonSchema)]
@@ -27,6 +27,9 @@ pub struct Answer {
     priority: Priority,
     /// What the guard does about its processes; null: as the configuration says.
     guard: Option<String>,
+    /// Whether its GPU memory may be put into host memory: `never`, `allow` or `allow-many`.
+    #[schemars(with = "String")]
+    suspend: Suspend,
     /// Rights on the MIG capabilities of the driver.
     mig_caps: Vec<&'static str>,
     /// How long it waits for room.
@@ -102,6 +105,7 @@ impl Answer {
                 Guarding::AtLeast(action) => format!("at least {action}"),
                 Guarding::Exactly(action) => format!("{action}, as [share] says"),
             }),
+            suspend: placement.suspend,
             mig_caps: request.mig_caps.iter().map(Into::into).collect(),
             wait_ms: u64::try_from(request.wait.as_millis()).unwrap_or(u64::MAX),
             protects: protects(placement),
@@ -114,6 +118,8 @@ impl Answer {
         let mut rows = self.amounts.rows();
         rows.extend((self.priority == Priority::Low).then(|| ("Priority", "low".to_owned())));
         rows.extend(self.guard.iter().map(|guard| ("Guard", guard.clone())));
+        let may = !self.suspend.is_never();
+        rows.extend(may.then(|| ("Suspend", self.suspend.to_string())));
         let has_rights = !self.mig_caps.is_empty();
         rows.extend(has_rights.then(|| ("MIG rights", self.mig_caps.join(", "))));
         let wait = Some(Duration::from_millis(self.wait_ms)).filter(|wait| !wait.is_zero());

@@ -20,7 +20,7 @@ use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::events;
 use sublet_core::inventory::{Device, Inventory};
-use sublet_core::ledger::{Lease, Ledger, Store};
+use sublet_core::ledger::{Lease, Ledger, Store, SuspendStep};
 use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
 use sublet_core::text::safe;
 
@@ -70,7 +70,7 @@ struct ContainerFacts {
     /// Its lease, or its last one.
     #[serde(skip_serializing_if = "Option::is_none")]
     lease: Option<String>,
-    /// `pending`, `active`, `ending`, `lost`, `ended`; `none`: it holds no lease and held none.
+    /// `pending`, `active`, `suspending`, `suspended`, `resuming`, `ending`, `lost`, `ended`; `none`: it holds no lease and held none.
     state: String,
     /// When the lease was taken: RFC 3339.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -80,6 +80,9 @@ struct ContainerFacts {
     last_seen: Option<String>,
     /// Its first process, on the host.
     pid: Option<i32>,
+    /// GPU memory that is in host memory, or on its way, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    suspended_bytes: Option<u64>,
     /// The user whose engine it is.
     #[serde(skip_serializing_if = "Option::is_none")]
     user: Option<String>,
@@ -226,7 +229,7 @@ fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
 
 fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section {
     let has_ended = !lease.is_of_job() && lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
-    let state = if has_ended { "ended".to_owned() } else { word(&lease.state) };
+    let state = if has_ended { "ended".to_owned() } else { word(&lease.shown_state()) };
     let noted = if has_ended { ", which the next command notes" } else { "" };
     let pid = lease.init.as_ref().map(|init| init.process.pid);
     let (user, since) = (names::user(lease.container.uid), tables::timestamp(lease.since));
@@ -235,17 +238,32 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
     rows.extend([("user", user.clone()), ("lease", lease.id.to_string())]);
     rows.push(("state", format!("{state}{noted}, since {since}")));
     rows.extend(pid.map(|pid| ("pid", pid.to_string())));
+    let own = lease.suspension.as_ref();
+    rows.extend(own.map(|own| ("suspended", why_it_waits(own.step, own.bytes, &label(lease, name)))));
     document.container = ContainerFacts {
         container_id: Some(lease.container.id.clone()),
         lease: Some(lease.id.to_string()),
         state,
         since: Some(since),
         pid,
+        suspended_bytes: own.map(|own| own.bytes),
         user: Some(user),
         name: name.cloned(),
         ..ContainerFacts::default()
     };
     section("Container", rows)
+}
+
+/// Why it does not compute now.
+fn why_it_waits(step: SuspendStep, bytes: u64, name: &str) -> String {
+    let mib = bytes >> 20;
+    match step {
+        SuspendStep::Suspending => format!("{mib} MiB of GPU memory are on their way into host memory"),
+        SuspendStep::Suspended => {
+            format!("{mib} MiB of GPU memory are in host memory; it goes on after `sublet resume {name}`")
+        }
+        SuspendStep::Resuming => format!("{mib} MiB of GPU memory are on their way back; it goes on then"),
+    }
 }
 
 /// `earlier` are its leases before, the last one first.

@@ -1,0 +1,187 @@
+//! What is checked before anything of a container is locked.
+
+use std::io;
+
+use super::SuspendError;
+use super::driver::{Driver, ProcessState};
+use crate::probe::memory_of_host;
+use sublet_core::inventory::{self, Inventory};
+use sublet_core::ledger::Lease;
+use sublet_core::process::{Process, cgroups};
+use sublet_core::share::{Mode, Suspend};
+use sublet_core::text::safe;
+
+/// The first driver branch with the calls (CUDA 12.8).
+const OLDEST_BRANCH: u32 = 570;
+
+/// So much of the host's memory is left to others, in bytes.
+const HOST_RESERVE: u64 = 512 << 20;
+
+/// A CUDA process of the container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CudaProcess {
+    pub process: Process,
+    /// On the GPU, in bytes; `None`: the driver does not tell.
+    pub bytes: Option<u64>,
+}
+
+/// What the lease and the driver's version tell. `force` takes away that its share does not allow it.
+pub(super) fn check_lease(lease: &Lease, inventory: &Inventory, force: bool) -> Result<(), SuspendError> {
+    let version = &inventory.driver.version;
+    let branch = version.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0);
+    let why = match lease.mode {
+        _ if lease.job.is_some() => Some("it belongs to a job of Slurm's"),
+        Mode::Mig => Some("it has a MIG device, and the driver suspends only what has a whole GPU"),
+        _ if lease.daemon.is_some() => Some("it is served by MPS, where the driver suspends nothing"),
+        _ if lease.devices.len() != 1 => {
+            Some("it has several GPUs, and the driver loses a process that uses several")
+        }
+        _ => None,
+    };
+    if let Some(why) = why {
+        return Err(SuspendError::Cannot(why));
+    }
+    if branch < OLDEST_BRANCH {
+        return Err(SuspendError::OldDriver(safe(version)));
+    }
+    if lease.suspend.is_never() && !force { Err(SuspendError::NotAllowed) } else { Ok(()) }
+}
+
+/// Their number and what the driver tells of them. Returns their memory on the GPU, in bytes.
+pub(super) fn check_processes(lease: &Lease, found: &[CudaProcess]) -> Result<u64, SuspendError> {
+    let pids = || found.iter().map(|one| one.process.pid.to_string()).collect::<Vec<_>>().join(", ");
+    match found.len() {
+        0 => return Err(SuspendError::NoProcess),
+        1 => {}
+        count if lease.suspend != Suspend::AllowMany => {
+            return Err(SuspendError::Processes { count, pids: pids() });
+        }
+        _ => {}
+    }
+    let bytes: Option<u64> = found.iter().map(|one| one.bytes).sum();
+    bytes.ok_or_else(|| SuspendError::Unknown(format!("how much GPU memory process {} has", pids())))
+}
+
+/// No process of it is stopped, frozen or held by another program: it could not do its part.
+pub(super) fn check_awake(processes: &[Process]) -> Result<(), SuspendError> {
+    for process in processes.iter().filter(|process| process.is_alive()) {
+        let frozen =
+            cgroups::is_frozen(process.pid).map_err(|error| unknown("whether it is paused", &error))?;
+        if frozen || process.is_stopped() {
+            return Err(SuspendError::Paused(process.pid));
+        }
+    }
+    Ok(())
+}
+
+/// The driver has none of them locked or suspended already, as NVIDIA's cuda-checkpoint does.
+pub(super) fn check_running(driver: &Driver, processes: &[Process]) -> Result<(), SuspendError> {
+    for process in processes {
+        match driver.state(*process).map_err(SuspendError::Unknown)? {
+            ProcessState::Running => {}
+            ProcessState::Ended => return Err(SuspendError::NoProcess),
+            state => {
+                let state = format!("{state:?}").to_lowercase();
+                return Err(SuspendError::Held { pid: process.pid, state });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The host's memory and the container's limits have room for as many bytes as each process has on the GPU.
+pub(super) fn check_host_memory(found: &[CudaProcess], bytes: u64) -> Result<(), SuspendError> {
+    let (_, available) =
+        memory_of_host().ok_or_else(|| SuspendError::Unknown("the host's memory".to_owned()))?;
+    let mut left = vec![("the host", available.saturating_sub(HOST_RESERVE))];
+    for one in found {
+        let limit = cgroups::memory_left(one.process.pid);
+        let limit = limit.map_err(|error| unknown("the container's memory limit", &error))?;
+        left.extend(limit.map(|limit| ("the container's memory limit", limit)));
+    }
+    check_fits(bytes, &left)
+}
+
+fn check_fits(bytes: u64, left: &[(&'static str, u64)]) -> Result<(), SuspendError> {
+    match left.iter().min_by_key(|(_, left)| left) {
+        Some(&(of, left)) if left < bytes => Err(SuspendError::HostMemory { needed: bytes, of, left }),
+        _ => Ok(()),
+    }
+}
+
+/// What it has could be booked when it comes back.
+pub(super) fn check_way_back(
+    bytes: u64,
+    device: &inventory::Device,
+    reserve: u64,
+) -> Result<(), SuspendError> {
+    let most = device.memory_bytes.saturating_sub(reserve);
+    if bytes > most { Err(SuspendError::TooLarge { bytes, most }) } else { Ok(()) }
+}
+
+fn unknown(what: &str, error: &io::Error) -> SuspendError {
+    SuspendError::Unknown(format!("{what} ({error})"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sublet_core::ledger::DaemonKey;
+    use sublet_core::ledger::fixture::lease;
+    use sublet_core::place::fixture::{GIB, device, host};
+
+    fn word(checked: Result<(), SuspendError>) -> &'static str {
+        checked.map_or_else(|error| error.reason(), |()| "")
+    }
+
+    fn allowed() -> Lease {
+        Lease { suspend: Suspend::Allow, ..lease(1, "GPU-0") }
+    }
+
+    #[test]
+    fn each_kind_of_share_that_the_driver_would_lose_or_refuse_is_refused_first() {
+        let inventory = host(vec![device(0)]);
+        let checked = |lease: Lease, force| word(check_lease(&lease, &inventory, force));
+        assert_eq!(checked(allowed(), false), "");
+        assert_eq!(checked(lease(1, "GPU-0"), false), "suspend-not-allowed");
+        assert_eq!(checked(lease(1, "GPU-0"), true), "");
+        assert_eq!(checked(Lease { mode: Mode::Mig, ..allowed() }, true), "cannot-suspend");
+        let server = Some(DaemonKey("GPU-0".into()));
+        assert_eq!(checked(Lease { daemon: server, ..allowed() }, true), "cannot-suspend");
+        let two = vec!["GPU-0".into(), "GPU-1".into()];
+        assert_eq!(checked(Lease { devices: two, ..allowed() }, true), "cannot-suspend");
+        let mut old = inventory.clone();
+        old.driver.version = "565.57.01".into();
+        let error = check_lease(&allowed(), &old, true).unwrap_err();
+        assert_eq!(error.reason(), "driver-too-old");
+        assert!(error.to_string().contains("565.57.01") && error.to_string().contains("570"), "{error}");
+    }
+
+    #[test]
+    fn several_processes_need_to_be_said_to_share_nothing() {
+        let one = |pid, bytes| CudaProcess { process: Process { pid, start_time: 1 }, bytes };
+        let two = [one(7, Some(GIB)), one(8, Some(GIB))];
+        assert_eq!(check_processes(&allowed(), &two[..1]).unwrap(), GIB);
+        let error = check_processes(&allowed(), &two).unwrap_err();
+        assert!(error.to_string().contains("7, 8"), "{error}");
+        let many = Lease { suspend: Suspend::AllowMany, ..allowed() };
+        assert_eq!(check_processes(&many, &two).unwrap(), 2 * GIB);
+        assert_eq!(check_processes(&many, &[]).unwrap_err().reason(), "no-process");
+        assert_eq!(check_processes(&many, &[one(7, None)]).unwrap_err().reason(), "driver");
+    }
+
+    #[test]
+    fn the_smallest_room_decides_and_is_told() {
+        assert_eq!(word(check_fits(GIB, &[("the host", GIB)])), "");
+        let left = [("the host", 9 * GIB), ("the container's memory limit", GIB - 1)];
+        let error = check_fits(GIB, &left).unwrap_err().to_string();
+        assert!(error.contains("1024 MiB") && error.contains("1023 MiB of the container's"), "{error}");
+    }
+
+    #[test]
+    fn what_could_never_be_booked_again_stays() {
+        let device = device(0);
+        assert_eq!(word(check_way_back(99 * GIB, &device, GIB)), "");
+        assert_eq!(word(check_way_back(99 * GIB + 1, &device, GIB)), "no-room");
+    }
+}

@@ -1,0 +1,190 @@
+//! The driver's calls on a container's process. Each is made by a child of this program, `sublet checkpoint`, which loads
+//! the host's libcuda and can be killed; the target is looked at before and after each.
+
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
+use nix::sys::signal::{SigSet, Signal};
+use nix::unistd::alarm;
+
+use crate::libcuda::{CheckpointCall, Checkpointer};
+use sublet_core::fs::open_lock;
+use sublet_core::inventory::{FileKind, Inventory};
+use sublet_core::process::{Process, pidfd_await_end, sublet};
+
+/// How long a call may take that copies nothing. A lock waits [`CLOSING`] for the process's own calls to end.
+const SHORT: Duration = Duration::from_secs(20);
+
+/// How long the driver waits for a process to be between two CUDA calls.
+const CLOSING: Duration = Duration::from_secs(10);
+
+/// Copying takes 0.5 s for a GiB, and less back (docs/suspend.md): eight times as long is too long.
+const SECONDS_FOR_A_GIB: u64 = 4;
+
+/// The driver's state of a process (cuda.h, `CUprocessState`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ProcessState {
+    Running,
+    /// Its CUDA calls wait.
+    Locked,
+    /// Its GPU memory is in host memory.
+    Checkpointed,
+    /// The driver has lost it.
+    Failed,
+    /// It has ended.
+    Ended,
+}
+
+/// Where the driver is and how its calls are kept apart.
+#[derive(Clone, Debug)]
+pub(super) struct Driver {
+    library: PathBuf,
+    /// See [`hold`].
+    lock: PathBuf,
+}
+
+impl Driver {
+    /// `None`: the host's libcuda is not among the driver's files.
+    pub(super) fn of(inventory: &Inventory, state_dir: &Path) -> Option<Self> {
+        let is_it =
+            |kind: &FileKind| matches!(kind, FileKind::Library { soname, .. } if soname == "libcuda.so.1");
+        let library = inventory.files.iter().find(|file| is_it(&file.kind))?.source.clone();
+        Some(Self { library, lock: state_dir.join("suspend.lock") })
+    }
+
+    pub(super) fn state(&self, target: Process) -> Result<ProcessState, String> {
+        match self.ask("state", target, SHORT)?.trim() {
+            "0" => Ok(ProcessState::Running),
+            "1" => Ok(ProcessState::Locked),
+            "2" => Ok(ProcessState::Checkpointed),
+            "3" => Ok(ProcessState::Failed),
+            ENDED => Ok(ProcessState::Ended),
+            other => Err(format!("the driver answers with the unknown state {other}")),
+        }
+    }
+
+    /// Carries out `call` on `target`, which has `bytes` of memory on the GPU. A process that has ended is no error.
+    pub(super) fn carry_out(&self, call: CheckpointCall, target: Process, bytes: u64) -> Result<(), String> {
+        let copying = Duration::from_secs((bytes >> 30) * SECONDS_FOR_A_GIB);
+        let limit = match call {
+            CheckpointCall::Checkpoint | CheckpointCall::Restore => SHORT + copying,
+            CheckpointCall::Lock | CheckpointCall::Unlock => SHORT,
+        };
+        self.ask(call.into(), target, limit).map(drop)
+    }
+
+    fn ask(&self, call: &str, target: Process, limit: Duration) -> Result<String, String> {
+        let library = self.library.to_string_lossy();
+        let lock = self.lock.to_string_lossy();
+        let numbers = [target.pid.to_string(), target.start_time.to_string(), limit.as_secs().to_string()];
+        let [pid, start, seconds] = numbers.each_ref().map(String::as_str);
+        let asked = sublet::ask(&["checkpoint", call, &library, &lock, pid, start, seconds], "", limit);
+        asked.map(|(told, _)| told).map_err(|error| error.to_string())
+    }
+}
+
+/// What the child says of a process that has ended.
+const ENDED: &str = "ended";
+
+/// Arguments of `sublet checkpoint`, which is no command for people.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// `state`, `lock`, `checkpoint`, `restore` or `unlock`
+    call: String,
+    library: PathBuf,
+    lock: PathBuf,
+    pid: i32,
+    start_time: u64,
+    seconds: u32,
+}
+
+/// The child: one call on one process. Says the state, or that the process has ended.
+///
+/// # Errors
+/// The driver's.
+pub fn run(arguments: &Arguments) -> anyhow::Result<Option<String>> {
+    // Whoever started this may have been killed. Then nobody else ends a call that hangs.
+    alarm::set(arguments.seconds.max(1));
+    // A call that was begun is finished, and the next command finds a state that is whole.
+    SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]).thread_block()?;
+    let target = Process { pid: arguments.pid, start_time: arguments.start_time };
+    let ended = Ok(Some(ENDED.to_owned()));
+    let held = hold(&arguments.lock, target.pid)?;
+    let Some(pidfd) = target.hold()? else { return ended };
+    let driver = Checkpointer::load(&arguments.library).map_err(anyhow::Error::msg)?;
+    let done = if arguments.call == "state" {
+        driver.state(target.pid).map(|state| Some(state.to_string()))
+    } else {
+        let call = arguments.call.parse().context("no such call")?;
+        driver.carry_out(call, target.pid, CLOSING).map(|()| None)
+    };
+    drop(held);
+    // What was answered is of this process only if it has not ended since.
+    if pidfd_await_end(pidfd.as_fd(), Duration::ZERO) {
+        return ended;
+    }
+    match done {
+        Ok(told) => Ok(told),
+        Err(error) => bail!(error),
+    }
+}
+
+/// Keeps others' calls off process `pid` until it is dropped: a child whose parent was killed finishes its call. It is a
+/// lock of one byte of one file, at the process's number (`fcntl(2)`, open file description locks).
+fn hold(path: &Path, pid: i32) -> anyhow::Result<std::fs::File> {
+    let file = open_lock(path).with_context(|| format!("{} cannot be opened", path.display()))?;
+    let range = libc::flock {
+        l_type: libc::F_WRLCK as _,
+        l_whence: libc::SEEK_SET as _,
+        l_start: i64::from(pid),
+        l_len: 1,
+        l_pid: 0,
+    };
+    fcntl(&file, FcntlArg::F_OFD_SETLKW(&range))
+        .with_context(|| format!("{} cannot be locked", path.display()))?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sublet_core::inventory::DriverFile;
+    use sublet_core::share::Capability;
+
+    #[test]
+    fn the_hosts_own_libcuda_is_loaded() {
+        let mut inventory = sublet_core::place::fixture::host(vec![]);
+        let state = Path::new("/run/sublet");
+        assert!(Driver::of(&inventory, state).is_none());
+        let source = PathBuf::from("/usr/lib/libcuda.so.580.159.04");
+        let kind = FileKind::Library { soname: "libcuda.so.1".into(), also: vec!["libcuda.so".into()] };
+        let file = DriverFile { source: source.clone(), kind, capability: Capability::Compute, needs: None };
+        inventory.files.push(file);
+        let driver = Driver::of(&inventory, state).unwrap();
+        assert_eq!((driver.library, driver.lock), (source, PathBuf::from("/run/sublet/suspend.lock")));
+    }
+
+    #[test]
+    fn calls_on_one_process_wait_for_each_other_and_others_do_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("suspend.lock");
+        let held = hold(&path, 7).unwrap();
+        hold(&path, 8).unwrap();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let waits = {
+            let path = path.clone();
+            std::thread::spawn(move || {
+                hold(&path, 7).unwrap();
+                sender.send(()).unwrap();
+            })
+        };
+        assert!(receiver.recv_timeout(Duration::from_millis(100)).is_err());
+        drop(held);
+        receiver.recv().unwrap();
+        waits.join().unwrap();
+    }
+}

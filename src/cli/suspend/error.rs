@@ -1,0 +1,101 @@
+//! Why a container is not suspended or not resumed, each in one line, and the word for it in JSON (docs/explain.md).
+
+use sublet_core::admit::AdmitError;
+use sublet_core::ledger::{LedgerError, WrongState};
+use sublet_core::place::Refusal;
+
+/// Why a container is not suspended or not resumed. But for the last three, nothing was changed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's text says what it is")]
+pub enum SuspendError {
+    #[error(transparent)]
+    Admit(#[from] AdmitError),
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    #[error(transparent)]
+    State(#[from] WrongState),
+    #[error("{0}")]
+    Cannot(&'static str),
+    #[error("driver {0} cannot suspend; why: that needs R570 or later")]
+    OldDriver(String),
+    #[error(
+        "its share does not allow it; fix: start it with sublet.suspend=allow, or root suspends it with --force"
+    )]
+    NotAllowed,
+    #[error("no process of it uses the GPU, so there is nothing to suspend")]
+    NoProcess,
+    #[error(
+        "it has {count} CUDA processes ({pids}); why: memory that they share with each other would be lost; fix: \
+         sublet.suspend=allow-many says that they share none"
+    )]
+    Processes { count: usize, pids: String },
+    #[error("its process {0} is paused or stopped; fix: let it go on first")]
+    Paused(i32),
+    #[error("another program has its process {pid} ({state}); fix: end that first, as with cuda-checkpoint")]
+    Held { pid: i32, state: String },
+    #[error(
+        "its GPU memory does not fit; why: {} MiB are to be copied, and there are {} MiB of {of} left", .needed >> 20, .left >> 20
+    )]
+    HostMemory { needed: u64, of: &'static str, left: u64 },
+    #[error(
+        "it could not come back; why: it has {} MiB of the GPU, of which {} MiB can be booked ([limits] reserve)", .bytes >> 20, .most >> 20
+    )]
+    TooLarge { bytes: u64, most: u64 },
+    #[error("the driver does not tell {0}")]
+    Unknown(String),
+    #[error("{0}")]
+    Gpu(String),
+    #[error("it was on GPU {here}, and moving to another one is not possible yet; fix: leave out --gpu")]
+    OtherGpu { here: String },
+    #[error(transparent)]
+    Refused(#[from] Box<Refusal>),
+    #[error("{0}")]
+    NoRoom(String),
+    #[error("it has ended meanwhile")]
+    Ended,
+    #[error("{0}; it goes on as before")]
+    Undone(String),
+    #[error("{0}; the next sublet command tries again")]
+    Stuck(String),
+    #[error("its GPU state was lost: {0}")]
+    Lost(String),
+}
+
+impl SuspendError {
+    /// Whether waiting may help.
+    pub fn is_temporary(&self) -> bool {
+        match self {
+            Self::Admit(error) => error.is_temporary(),
+            Self::State(state) => state.is_temporary(),
+            Self::Refused(refusal) => refusal.temporary,
+            Self::Paused(_) | Self::NoRoom(_) => true,
+            _ => false,
+        }
+    }
+
+    /// The word for it. Of what other steps answer, theirs.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Admit(error) => error.reason(),
+            Self::Ledger(_) => "state",
+            Self::State(WrongState::NotSuspended) => "not-suspended",
+            Self::State(state) if state.is_temporary() => "busy",
+            Self::State(WrongState::Suspended) => "suspended",
+            Self::State(_) | Self::Ended => "no-lease",
+            Self::Cannot(_) | Self::OtherGpu { .. } => "cannot-suspend",
+            Self::OldDriver(_) => "driver-too-old",
+            Self::NotAllowed => "suspend-not-allowed",
+            Self::NoProcess => "no-process",
+            Self::Processes { .. } => "several-processes",
+            Self::Paused(_) | Self::Held { .. } => "paused",
+            Self::HostMemory { .. } => "no-host-memory",
+            Self::Refused(refusal) if !refusal.temporary => "never-fits",
+            Self::TooLarge { .. } | Self::Refused(_) | Self::NoRoom(_) => "no-room",
+            Self::Unknown(_) => "driver",
+            Self::Gpu(_) => "bad-usage",
+            Self::Undone(_) => "suspend-undone",
+            Self::Stuck(_) => "suspend-stuck",
+            Self::Lost(_) => "suspend-lost",
+        }
+    }
+}

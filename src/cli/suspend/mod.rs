@@ -1,0 +1,328 @@
+//! `sublet suspend` and `resume`: puts the GPU state of a container's processes into host memory, and back
+//! (docs/suspend.md).
+//!
+//! Each step is in the ledger before the driver is asked for it, and no lock is held while it works. What has been locked is
+//! unlocked where a step fails, and what was suspended comes back. A restore is tried only with room that is booked and
+//! that NVML confirms, and once: where it fails, the driver has lost the process, and its container is ended.
+//!
+//! On-demand suspension and moves will call [`suspend`] and [`resume`], too.
+
+mod checks;
+mod driver;
+mod error;
+
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper::enum_wrappers::device::ComputeMode;
+
+use crate::libcuda::CheckpointCall;
+use crate::peer::{end_container, is_theirs, owns};
+use crate::probe;
+use checks::CudaProcess;
+pub use driver::{Arguments as CheckpointArguments, run as checkpoint};
+use driver::{Driver, ProcessState};
+pub use error::SuspendError;
+use sublet_core::admit::{Local, refresh};
+use sublet_core::config::Config;
+use sublet_core::events::{self, Event, Kind};
+use sublet_core::inventory::Inventory;
+use sublet_core::ledger::{Lease, LeaseId, Ledger, Store, SuspendStep, Suspension, lease_event};
+use sublet_core::place::{check_resume, meant};
+use sublet_core::process::{Process, pidfd_kill};
+use sublet_core::text::safe;
+
+/// A step that was taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Done {
+    /// GPU memory that is in host memory, or was.
+    pub bytes: u64,
+    pub took: Duration,
+}
+
+/// Suspends the container of lease `id`. `force` takes away that its share does not allow it.
+///
+/// # Errors
+/// Nothing was locked, or all is as it was before, or the container was lost.
+pub(crate) fn suspend(id: &LeaseId, force: bool, config: &Config) -> Result<Done, SuspendError> {
+    let began = Instant::now();
+    let ledger = Store::open(&config.state_dir)?.read()?;
+    let lease = ledger.suspendable(id)?;
+    let work = Work::begin(lease, config)?;
+    checks::check_lease(lease, &work.inventory, force)?;
+    let found = work.cuda_processes(&ledger)?;
+    let bytes = checks::check_processes(lease, &found)?;
+    let processes: Vec<Process> = found.iter().map(|one| one.process).collect();
+    checks::check_awake(&processes)?;
+    checks::check_way_back(bytes, work.device()?, config.limits.reserve)?;
+    checks::check_host_memory(&found, bytes)?;
+    checks::check_running(&work.driver, &processes)?;
+    work.change(|ledger| ledger.begin_suspending(id, work.owner, processes.clone(), bytes))??;
+    match work.put_away(&found) {
+        Ok(()) => {
+            let noted = work.change(|ledger| ledger.end_suspended(id, work.owner))?;
+            if noted { Ok(Done { bytes, took: began.elapsed() }) } else { Err(SuspendError::Ended) }
+        }
+        Err(why) => Err(work.undo(SuspendStep::Suspending, &processes, bytes, why)),
+    }
+}
+
+/// Resumes the container of lease `id`, on the GPU where it was. `gpu` is that GPU, as people name it.
+///
+/// # Errors
+/// It is suspended still, or the container was lost.
+pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result<Done, SuspendError> {
+    let began = Instant::now();
+    let ledger = Store::open(&config.state_dir)?.read()?;
+    let (lease, own) = ledger.resumable(id)?;
+    let (bytes, processes) = (own.bytes, &own.processes);
+    let work = Work::begin(lease, config)?;
+    work.check_named(gpu)?;
+    checks::check_awake(processes)?;
+    work.change(|ledger| {
+        let (lease, own) = ledger.resumable(id)?;
+        check_resume(lease, own.bytes, &work.inventory, ledger, config)?;
+        Ok::<_, SuspendError>(ledger.begin_resuming(id, work.owner)?)
+    })??;
+    match work.bring_back(processes, bytes, config.limits.reserve) {
+        Ok(()) => {
+            let noted = work.change(|ledger| ledger.end_resumed(id, work.owner))?;
+            if noted { Ok(Done { bytes, took: began.elapsed() }) } else { Err(SuspendError::Ended) }
+        }
+        Err(stuck) => Err(work.settle(stuck, SuspendStep::Resuming, processes, None)),
+    }
+}
+
+/// Puts right every step whose process has ended: what was locked is unlocked, what was suspended comes back. Returns what
+/// could not be put right, one line each.
+pub(crate) fn put_right(config: &Config) -> Vec<String> {
+    let Ok(ledger) = Store::open(&config.state_dir).and_then(|store| store.read()) else { return Vec::new() };
+    let put = |lease: &Lease| {
+        let name = safe(&lease.container.name());
+        let put = put_one_right(lease, config);
+        put.err().map(|error| format!("container {name}: a step of its suspension was cut short: {error}"))
+    };
+    ledger.cut_short().filter_map(put).collect()
+}
+
+fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
+    let work = Work::begin(lease, config)?;
+    let Some(own) = work.change(|ledger| ledger.take_over(&lease.id, work.owner))? else { return Ok(()) };
+    let Suspension { step, processes, bytes, .. } = own;
+    match work.undo(step, &processes, bytes, "the process that suspended it was killed".to_owned()) {
+        SuspendError::Undone(_) => Ok(()),
+        error => Err(error),
+    }
+}
+
+/// What keeps a state from coming back.
+enum Stuck {
+    /// There is no room, or a process cannot be asked. Whether all of it is in host memory.
+    NotNow { why: String, all_out: bool },
+    /// The driver has lost it.
+    Lost(String),
+}
+
+/// One container, and what works on it.
+struct Work<'a> {
+    config: &'a Config,
+    lease: &'a Lease,
+    inventory: Inventory,
+    driver: Driver,
+    nvml: Nvml,
+    owner: Process,
+}
+
+impl<'a> Work<'a> {
+    fn begin(lease: &'a Lease, config: &'a Config) -> Result<Self, SuspendError> {
+        let unknown = |error: &dyn std::fmt::Display| SuspendError::Unknown(error.to_string());
+        let inventory = refresh(config)?;
+        let driver = Driver::of(&inventory, &config.state_dir);
+        let driver =
+            driver.ok_or_else(|| SuspendError::Unknown("where the host's libcuda.so.1 is".to_owned()))?;
+        let (nvml, _) = probe::connect(config).map_err(|error| unknown(&error))?;
+        let owner = Process::current().map_err(|error| unknown(&error))?;
+        Ok(Self { config, lease, inventory, driver, nvml, owner })
+    }
+
+    fn gpu(&self) -> &str {
+        self.lease.devices.first().map(String::as_str).unwrap_or_default()
+    }
+
+    fn device(&self) -> Result<&sublet_core::inventory::Device, SuspendError> {
+        let device = self.inventory.device(self.gpu());
+        device.ok_or_else(|| SuspendError::Unknown(format!("anything of GPU {}", safe(self.gpu()))))
+    }
+
+    /// Whether `gpu` is the one that it was on. Another one is a move.
+    fn check_named(&self, gpu: Option<&str>) -> Result<(), SuspendError> {
+        let Some(text) = gpu else { return Ok(()) };
+        let named = meant(text, &self.inventory, self.config).map_err(SuspendError::Gpu)?;
+        match named[..] {
+            [] => {
+                Err(SuspendError::Gpu(format!("there is no GPU {}: `sublet status` lists them", safe(text))))
+            }
+            [one] if one.uuid == self.gpu() => Ok(()),
+            _ => Err(SuspendError::OtherGpu { here: safe(self.gpu()) }),
+        }
+    }
+
+    /// A change of the ledger.
+    fn change<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<T, SuspendError> {
+        Ok(Local::new(self.config).update(change)?)
+    }
+
+    /// The container's processes with contexts on its GPU now, by NVML.
+    fn cuda_processes(&self, ledger: &Ledger) -> Result<Vec<CudaProcess>, SuspendError> {
+        let unknown = |error| SuspendError::Unknown(format!("what runs on its GPU: {error}"));
+        let device = probe::device_by_uuid(&self.nvml, self.gpu()).map_err(unknown)?;
+        let listed = probe::compute_processes(&device).map_err(unknown)?;
+        let mut found = Vec::new();
+        for (pid, bytes) in probe::joined(listed.iter()) {
+            let pid = i32::try_from(pid).unwrap_or(0);
+            let Some((process, seen)) = Process::find(pid).zip(probe::describe(pid, 0)) else { continue };
+            if ledger.certain_lease_of(process, &seen).is_none_or(|lease| lease.id != self.lease.id) {
+                continue;
+            }
+            // Of a lease without root, the user names the container's processes.
+            if self.lease.brokered && !owns(pid, self.lease.container.uid) {
+                return Err(SuspendError::Cannot("one of its processes does not belong to its user"));
+            }
+            found.push(CudaProcess { process, bytes });
+        }
+        Ok(found)
+    }
+
+    /// Locks all of its processes, and then suspends them.
+    fn put_away(&self, found: &[CudaProcess]) -> Result<(), String> {
+        for one in found {
+            self.driver.carry_out(CheckpointCall::Lock, one.process, 0)?;
+        }
+        let ledger = Store::open(&self.config.state_dir).and_then(|store| store.read());
+        let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
+        let is_new = |new: &CudaProcess| !found.iter().any(|known| known.process == new.process);
+        if let Some(new) = now.map_err(|error| error.to_string())?.into_iter().find(is_new) {
+            return Err(format!("process {} began to use the GPU meanwhile", new.process.pid));
+        }
+        for one in found {
+            self.driver.carry_out(CheckpointCall::Checkpoint, one.process, one.bytes.unwrap_or(0))?;
+        }
+        Ok(())
+    }
+
+    /// Brings back what is in host memory, where the ledger has its room, and unlocks what is locked. So much memory of the
+    /// GPU stays free.
+    fn bring_back(&self, processes: &[Process], bytes: u64, reserve: u64) -> Result<(), Stuck> {
+        let not_now = |why, all_out| Stuck::NotNow { why, all_out };
+        let mut states = Vec::new();
+        for process in processes {
+            let state = self.driver.state(*process).map_err(|why| not_now(why, false))?;
+            states.push((*process, state));
+        }
+        states.retain(|(_, state)| *state != ProcessState::Ended);
+        if let Some((process, _)) = states.iter().find(|(_, state)| *state == ProcessState::Failed) {
+            return Err(Stuck::Lost(format!("the driver has lost process {}", process.pid)));
+        }
+        let is_out = |(_, state): &(Process, ProcessState)| *state == ProcessState::Checkpointed;
+        if states.iter().any(is_out) {
+            let all_out = states.iter().all(is_out);
+            self.check_gpu(bytes, reserve).map_err(|why| not_now(why, all_out))?;
+        }
+        for (process, _) in states.iter().filter(|one| is_out(one)) {
+            self.carry_out_or_lose(CheckpointCall::Restore, *process, bytes)?;
+        }
+        for (process, _) in states.iter().filter(|(_, state)| *state != ProcessState::Running) {
+            self.carry_out_or_lose(CheckpointCall::Unlock, *process, 0)?;
+        }
+        Ok(())
+    }
+
+    /// A process that has ended meanwhile is not lost.
+    fn carry_out_or_lose(&self, call: CheckpointCall, process: Process, bytes: u64) -> Result<(), Stuck> {
+        match self.driver.carry_out(call, process, bytes) {
+            Err(why) if process.is_alive() => Err(Stuck::Lost(format!("process {}: {why}", process.pid))),
+            _ => Ok(()),
+        }
+    }
+
+    /// What NVML says of the GPU, just before a restore.
+    fn check_gpu(&self, bytes: u64, reserve: u64) -> Result<(), String> {
+        let device =
+            probe::device_by_uuid(&self.nvml, self.gpu()).map_err(|error| format!("NVML: {error}"))?;
+        let mode = device.compute_mode().map_err(|error| format!("NVML, of its compute mode: {error}"))?;
+        if mode != ComputeMode::Default {
+            let mode = probe::compute_mode(mode);
+            return Err(format!(
+                "its GPU has compute mode {mode}; fix: end the MPS shares there, or reset it"
+            ));
+        }
+        let memory = device.memory_info().map_err(|error| format!("NVML, of its memory: {error}"))?;
+        let needed = bytes.saturating_add(reserve);
+        if memory.free < needed {
+            let [free, needed] = [memory.free, needed].map(|bytes| bytes >> 20);
+            return Err(format!("its GPU has {free} MiB free, and {needed} MiB are needed"));
+        }
+        Ok(())
+    }
+
+    /// All is to be as it was before a step that failed for the reason `why`, whose room is booked still.
+    fn undo(&self, step: SuspendStep, processes: &[Process], bytes: u64, why: String) -> SuspendError {
+        // What it had, it may have again, with the reserve or without.
+        let reserve = if step == SuspendStep::Suspending { 0 } else { self.config.limits.reserve };
+        match self.bring_back(processes, bytes, reserve) {
+            Ok(()) => {
+                let ended = self.change(|ledger| ledger.end_resumed(&self.lease.id, self.owner));
+                // Of one on its way back, the ledger's change tells.
+                if step == SuspendStep::Suspending {
+                    self.tell(Kind::SuspendUndone, &why);
+                }
+                ended.map_or_else(|error| error, |_| SuspendError::Undone(why))
+            }
+            Err(stuck) => self.settle(stuck, step, processes, Some(why)),
+        }
+    }
+
+    /// Writes down what did not come back, and ends the container of what never will.
+    fn settle(
+        &self,
+        stuck: Stuck,
+        step: SuspendStep,
+        processes: &[Process],
+        why: Option<String>,
+    ) -> SuspendError {
+        let because = |more: String| why.iter().cloned().chain([more]).collect::<Vec<_>>().join("; ");
+        let id = &self.lease.id;
+        match stuck {
+            Stuck::NotNow { why, all_out } => {
+                let left = self.change(|ledger| {
+                    // Nothing of it is on the GPU: it needs no room there.
+                    if all_out {
+                        ledger.end_suspended(id, self.owner);
+                    } else {
+                        ledger.leave_step(id, self.owner);
+                    }
+                });
+                let resuming = step == SuspendStep::Resuming && all_out;
+                let stays: fn(String) -> SuspendError =
+                    if resuming { SuspendError::NoRoom } else { SuspendError::Stuck };
+                left.map_or_else(|error| error, |()| stays(because(why)))
+            }
+            Stuck::Lost(lost) => {
+                let ended = end_container(self.lease).unwrap_or_else(|| "its container has ended".to_owned());
+                // In the host's PID namespace they outlive its first process.
+                for process in processes.iter().filter(|process| is_theirs(**process, Some(self.lease))) {
+                    let _ = process.hold().ok().flatten().map(pidfd_kill);
+                }
+                let why = because(format!("{lost}: {ended}"));
+                let left = self.change(|ledger| ledger.leave_step(id, self.owner));
+                self.tell(Kind::SuspendLost, &why);
+                left.map_or_else(|error| error, |()| SuspendError::Lost(why))
+            }
+        }
+    }
+
+    fn tell(&self, kind: Kind, text: &str) {
+        let event = Event { text: text.to_owned(), ..lease_event(kind, self.lease) };
+        events::emit(&self.config.state_dir, &[event]);
+    }
+}
