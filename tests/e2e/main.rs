@@ -48,6 +48,7 @@ mod several_gpus;
 mod sick_gpus;
 mod start_killed;
 mod status;
+mod suspend;
 mod top;
 mod two_users;
 mod unmounted;

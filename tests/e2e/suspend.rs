@@ -1,0 +1,381 @@
+//! `sublet suspend` and `resume`: what comes back is what was there, what cannot be suspended is refused before anything is
+//! locked, and whatever is killed at whatever step, the next command puts it right. One H200: 143155 MiB.
+
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::Output;
+use std::time::Duration;
+
+use crate::two_users::{ALICE, serving};
+use nix::sys::signal::{Signal, kill, killpg};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
+
+const KEEP: &[&str] = &["/usr/bin/cuda-probe", "keep", "20480", "600"];
+const ALLOW: &[(&str, &str)] = &[("sublet.memory", "24GiB"), ("sublet.suspend", "allow")];
+
+fn text(output: &Output) -> String {
+    [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned()).concat()
+}
+
+fn kept<'a>(world: &'a World, id: &str) -> Bundle<'a> {
+    let bundle = world.bundle(id, ALLOW, KEEP);
+    bundle.up();
+    bundle.event("round");
+    bundle
+}
+
+fn done(world: &World, arguments: &[&str]) -> String {
+    let output = world.sublet(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output));
+    text(&output)
+}
+
+/// The refusal's reason and its words.
+fn refused(world: &World, arguments: &[&str]) -> (String, String) {
+    let output = world.sublet(&[arguments, &["--format", "json"]].concat());
+    assert!(!output.status.success(), "{arguments:?}: {}", text(&output));
+    let error: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let word = |key: &str| error[key].as_str().expect("text").to_owned();
+    (word("reason"), word("error"))
+}
+
+fn rounds(bundle: &Bundle<'_>) -> Vec<Value> {
+    let lines = bundle.output();
+    let lines = lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    lines.filter(|line| line["event"] == "round").collect()
+}
+
+/// It goes on, with what it had.
+fn assert_goes_on(bundle: &Bundle<'_>) {
+    let before = rounds(bundle).len();
+    assert!(eventually(|| rounds(bundle).len() > before), "it hangs: {}", bundle.output());
+    assert!(rounds(bundle).iter().all(|round| round["equal"] == true), "{}", bundle.output());
+}
+
+fn assert_waits(bundle: &Bundle<'_>) {
+    let before = rounds(bundle).len();
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(rounds(bundle).len(), before, "it computes");
+}
+
+fn state(world: &World) -> Value {
+    world.leases()[0]["state"].clone()
+}
+
+fn fail(world: &World, line: &str) {
+    std::fs::write(in_sim(world, "fail"), line).expect("sim/fail");
+}
+
+fn in_sim(world: &World, name: &str) -> PathBuf {
+    world.driver_root.as_ref().expect("simulated").join("sim").join(name)
+}
+
+fn kinds(world: &World) -> Vec<Value> {
+    let events = done(world, &["events", "--format", "json"]);
+    let events = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    events.map(|event| event["kind"].clone()).collect()
+}
+
+#[test]
+fn another_takes_the_gpu_meanwhile_and_all_comes_back_when_it_has_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    let all = world.status()["devices"][0]["free"]["memory_bytes"].clone();
+    let said = done(&world, &["suspend", "kept"]);
+    assert!(said.starts_with("Suspended kept: ") && said.contains("MiB are in host memory"), "{said}");
+    assert_waits(&kept);
+    let lease = &world.leases()[0];
+    assert_eq!(lease["state"], "suspended");
+    let bytes = lease["suspended_bytes"].as_u64().expect("bytes");
+    assert!(bytes >= 20480 << 20, "{bytes}");
+    assert!(world.status()["devices"][0]["free"]["memory_bytes"].as_u64() > all.as_u64());
+    let told = done(&world, &["explain", "--container", "kept"]);
+    assert!(told.contains("it goes on after `sublet resume kept`"), "{told}");
+    let metrics = done(&world, &["metrics"]);
+    for sample in ["sublet_suspended_containers 1", "sublet_last_suspend_seconds "] {
+        assert!(metrics.contains(sample), "{sample}: {metrics}");
+    }
+    assert_eq!(refused(&world, &["suspend", "kept"]).0, "suspended");
+
+    let large = world.bundle(
+        "large",
+        &[("sublet.memory", "130GiB"), ("sublet.mode", "time-slice")],
+        &["/bin/sleep", "600"],
+    );
+    large.up();
+    let (reason, why) = refused(&world, &["resume", "kept"]);
+    assert_eq!(reason, "no-room");
+    assert!(why.contains("left to book") && why.contains("needed"), "{why}");
+    assert_eq!(state(&world), "suspended");
+    large.down();
+    let said = done(&world, &["resume", "kept", "--wait", "10s", "--gpu", "0"]);
+    assert!(said.starts_with("Resumed kept: "), "{said}");
+    assert_goes_on(&kept);
+    assert_eq!(refused(&world, &["resume", "kept"]).0, "not-suspended");
+    let kinds = kinds(&world);
+    assert!(kinds.contains(&json!("suspended")) && kinds.contains(&json!("resumed")), "{kinds:?}");
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn what_cannot_be_suspended_is_refused_before_anything_is_locked() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    std::fs::write(in_sim(&world, "trace"), "").expect("sim/trace");
+    let allow = ("sublet.suspend", "allow");
+    let bundles = [
+        ("mps", vec![("sublet.sm", "25")], KEEP),
+        ("never", vec![("sublet.mode", "time-slice")], KEEP),
+        ("idle", vec![allow], &["/bin/sleep", "600"][..]),
+        ("several", vec![allow], &["/bin/sh", "-c", "cuda-probe hold 600 & exec cuda-probe keep 100 600"]),
+    ];
+    for (id, annotations, program) in bundles {
+        // A GPU has one use at a time.
+        let bundle = world.bundle(id, &annotations, program);
+        bundle.up();
+        if id != "idle" {
+            bundle.event("round");
+        }
+        if id == "several" {
+            assert!(eventually(|| world.status()["leases"][0]["used"]["processes"] == 2));
+        }
+        let (reason, why) = refused(&world, &["suspend", id]);
+        let (expected, words) = match id {
+            "mps" => ("cannot-suspend", "MPS"),
+            "never" => ("suspend-not-allowed", "--force"),
+            "idle" => ("no-process", "nothing to suspend"),
+            _ => ("several-processes", "allow-many"),
+        };
+        assert!(reason == expected && why.contains(words), "{id}: {reason}: {why}");
+        bundle.down();
+    }
+    // The cgroup has no room for a copy of 20 GiB.
+    let mut small = world.bundle("small", ALLOW, KEEP);
+    small.spec["linux"]["resources"]["memory"] = json!({"limit": 6_u64 << 30});
+    small.up();
+    small.event("round");
+    let (reason, why) = refused(&world, &["suspend", "small"]);
+    assert!(reason == "no-host-memory" && why.contains("MiB of the container's memory limit left"), "{why}");
+    // A stopped process cannot do its part.
+    let pid = Pid::from_raw(small.pid());
+    kill(pid, Signal::SIGSTOP).expect("it runs");
+    assert_eq!(refused(&world, &["suspend", "small", "--force"]).0, "paused");
+    kill(pid, Signal::SIGCONT).expect("it is there");
+    assert_goes_on(&small);
+    small.down();
+    let trace = std::fs::read_to_string(in_sim(&world, "trace")).expect("sim/trace");
+    assert!(!trace.contains("cuCheckpointProcessLock"), "{trace}");
+    let (reason, _) = refused(&world, &["suspend", "nobody"]);
+    assert_eq!(reason, "no-container");
+    world.assert_empty();
+}
+
+#[test]
+fn a_share_that_may_be_suspended_has_no_mps_and_not_several_gpus() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    for (share, words) in [
+        (&["sm=25", "suspend=allow"][..], "nothing under MPS"),
+        (&["gpu=any:2", "suspend=allow"], "several GPUs"),
+        (&["mode=time-slice", "isolation=dedicated", "suspend=allow"], "nothing under MPS"),
+    ] {
+        let output = world.sublet(&[&["explain"], share].concat());
+        assert!(!output.status.success() && text(&output).contains(words), "{share:?}: {}", text(&output));
+    }
+    let told = done(&world, &["explain", "memory=8GiB", "suspend=allow"]);
+    assert!(told.contains("Suspend    allow") && told.contains("watched by the guard"), "{told}");
+}
+
+#[test]
+fn an_old_driver_is_refused_by_its_name() {
+    if skip_unless_root() {
+        return;
+    }
+    let topology = concat!(env!("CARGO_MANIFEST_DIR"), "/../sim/topologies/h200.toml");
+    let topology = std::fs::read_to_string(topology).expect("a topology").replace("580.159.04", "565.57.01");
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("old.toml");
+    std::fs::write(&file, topology).expect("written");
+    let world = World::simulated(file.to_str().expect("UTF-8"), "");
+    let bundle = world.bundle("old", ALLOW, KEEP);
+    bundle.up();
+    bundle.event("round");
+    let (reason, why) = refused(&world, &["suspend", "old", "--force"]);
+    assert_eq!(reason, "driver-too-old");
+    assert!(why.contains("565.57.01") && why.contains("R570"), "{why}");
+    assert_goes_on(&bundle);
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn what_the_driver_refuses_goes_on_as_before() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let managed = world.bundle("managed", ALLOW, &[KEEP, &["managed"]].concat());
+    managed.up();
+    managed.event("round");
+    let (reason, why) = refused(&world, &["suspend", "managed"]);
+    assert!(reason == "suspend-undone" && why.contains("CUDA_ERROR_NOT_SUPPORTED"), "{reason}: {why}");
+    assert_eq!(state(&world), "active");
+    assert_goes_on(&managed);
+    assert!(kinds(&world).contains(&json!("suspend-undone")));
+    managed.down();
+    world.assert_empty();
+}
+
+#[test]
+fn of_several_processes_those_that_are_out_come_back_where_one_stays() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let both = "cuda-probe hold 600 & exec cuda-probe keep 1024 600";
+    let many = [("sublet.suspend", "allow-many")];
+    let bundle = world.bundle("both", &many, &["/bin/sh", "-c", both]);
+    bundle.up();
+    bundle.event("round");
+    assert!(eventually(|| world.status()["leases"][0]["used"]["processes"] == 2));
+    fail(&world, "cuCheckpointProcessCheckpoint 2 801\n");
+    assert_eq!(refused(&world, &["suspend", "both"]).0, "suspend-undone");
+    assert_eq!(state(&world), "active");
+    assert_goes_on(&bundle);
+    done(&world, &["suspend", "both"]);
+    assert_waits(&bundle);
+    done(&world, &["resume", "both"]);
+    assert_goes_on(&bundle);
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_state_that_the_driver_loses_ends_its_container_and_is_told() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    done(&world, &["suspend", "kept"]);
+    fail(&world, "cuCheckpointProcessRestore 1 304\n");
+    let (reason, why) = refused(&world, &["resume", "kept"]);
+    assert!(reason == "suspend-lost" && why.contains("its container was ended"), "{reason}: {why}");
+    assert!(eventually(|| world.leases().is_empty()), "{:?}", world.leases());
+    assert!(kinds(&world).contains(&json!("suspend-lost")));
+    kept.down();
+    world.assert_empty();
+}
+
+/// The command hangs in each of the driver's calls, and is killed there with its child.
+#[test]
+fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    let killed_in = |call: &str, arguments: &[&str]| {
+        fail(&world, &format!("{call} 1 hang\n"));
+        let mut command = world.command("sublet");
+        let mut child = command.args(arguments).process_group(0).spawn().expect("sublet runs");
+        let fail = in_sim(&world, "fail");
+        let hangs = || std::fs::read_to_string(&fail).unwrap_or_default().trim().is_empty();
+        assert!(eventually(hangs), "{call} was not called");
+        killpg(Pid::from_raw(i32::try_from(child.id()).expect("a pid")), Signal::SIGKILL).expect("it hangs");
+        child.wait().expect("it ends");
+    };
+    for call in ["Lock", "Checkpoint"] {
+        killed_in(&format!("cuCheckpointProcess{call}"), &["suspend", "kept"]);
+        done(&world, &["gc"]);
+        assert_eq!(state(&world), "active", "{call}");
+        assert_goes_on(&kept);
+    }
+    for call in ["Restore", "Unlock"] {
+        done(&world, &["suspend", "kept"]);
+        killed_in(&format!("cuCheckpointProcess{call}"), &["resume", "kept"]);
+        done(&world, &["gc"]);
+        assert_eq!(state(&world), "active", "{call}");
+        assert_goes_on(&kept);
+    }
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_suspended_container_ends_as_any_other() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    done(&world, &["suspend", "kept"]);
+    // An engine deletes it while it runs, and then by force.
+    assert!(!kept.delete().ok);
+    assert_eq!(state(&world), "suspended");
+    assert!(kept.kill("KILL").ok);
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_gpu_with_a_suspended_container_keeps_its_mig_mode() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    done(&world, &["suspend", "kept"]);
+    let file = world.dir.path().join("mig.toml");
+    std::fs::write(&file, "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"1g.18gb\" }]\n")
+        .expect("written");
+    let output = world.sublet(&["mig", "apply", file.to_str().expect("UTF-8"), "--allow-reset"]);
+    assert!(!output.status.success() && text(&output).contains("suspended lease"), "{}", text(&output));
+    done(&world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_user_suspends_their_own_container_where_the_policy_allows_it() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let bundle = host.bundle(ALICE, "mine", &[("sublet.suspend", "allow")], KEEP);
+    let allow = "[[policy]]\nuser = 1000\nsuspend = true\n";
+    let config = std::fs::read_to_string(&host.world.config).expect("config.toml");
+    let without =
+        config.replacen("[[policy]]\nuser = 1000\nmodes = [\"mps\"]\n", "[[policy]]\nuser = 1000\n", 1);
+    let without = without.replacen("sm = 50\nmemory = \"16GiB\"\n", "", 1);
+    std::fs::write(&host.world.config, &without).expect("config.toml");
+    bundle.up();
+    bundle.event("round");
+    let by_alice =
+        |arguments: &[&str]| host.command(ALICE, "sublet").args(arguments).output().expect("it runs");
+    let output = by_alice(&["suspend", "mine"]);
+    assert!(!output.status.success() && text(&output).contains("[[policy]]"), "{}", text(&output));
+    std::fs::write(&host.world.config, without.replacen("[[policy]]\nuser = 1000\n", allow, 1))
+        .expect("written");
+    let output = by_alice(&["suspend", "mine", "--force"]);
+    assert!(!output.status.success() && text(&output).contains("only root"), "{}", text(&output));
+    let output = by_alice(&["suspend", "mine"]);
+    assert!(output.status.success(), "{}", text(&output));
+    assert_eq!(host.leases()[0]["state"], "suspended");
+    let output = by_alice(&["resume", "mine"]);
+    assert!(output.status.success(), "{}", text(&output));
+    assert_eq!(host.leases()[0]["state"], "active");
+    bundle.down();
+    host.world.assert_empty();
+}
