@@ -12,6 +12,7 @@ use super::mig::Planned;
 use super::mig_list::ListedGpu;
 use super::setup::Checked;
 use super::status::LastRefusal;
+use super::suspend::Stepped;
 use super::{ErrorObject, advise, cdi, doctor};
 use crate::bench::BenchResult;
 use crate::mps_daemons::Listed;
@@ -83,11 +84,12 @@ struct ShareKeys {
 }
 
 /// The name of each file, and its schema.
-fn all() -> [(&'static str, Schema); 19] {
+fn all() -> [(&'static str, Schema); 20] {
     [
         ("status.json", schemars::schema_for!(Status)),
         ("last-error.json", schemars::schema_for!(Option<LastRefusal>)),
         ("lease-list.json", schemars::schema_for!(Vec<LeaseOnDevice>)),
+        ("suspend.json", schemars::schema_for!(Vec<Stepped>)),
         ("mps-list.json", schemars::schema_for!(Vec<Listed>)),
         ("mig-list.json", schemars::schema_for!(Vec<ListedGpu<'_>>)),
         ("mig-plan.json", schemars::schema_for!(Vec<Planned>)),

@@ -8,7 +8,7 @@ use super::Sources;
 use crate::names::{self, Engine, Name};
 use crate::usage::{DeviceUsed, LeaseUsed, ProcessUse};
 use sublet_core::inventory::{Device, LeftOut, MigDevice};
-use sublet_core::ledger::{Lease, LeaseState};
+use sublet_core::ledger::{Lease, LeaseState, Suspension};
 use sublet_core::place::{Bookings, bookings, rule};
 use sublet_core::share::{Isolation, Mode, Percent};
 use sublet_core::text::{safe, timestamp};
@@ -224,8 +224,7 @@ pub struct LeaseOnDevice {
     pub sm_percent: Option<f64>,
     /// Memory limit of the whole container on the device, in bytes; null: none.
     pub memory_bytes: Option<u64>,
-    /// `pending`, `active`, `suspending`, `suspended`, `resuming`, `ending`; `lost`: the device or the container's record is
-    /// gone.
+    /// `pending`, `active`, `suspending`, `suspended`, `resuming`, `ending`; `lost`: its device or record is gone.
     #[schemars(with = "String")]
     pub state: LeaseState,
     /// GPU memory that is in host memory, or on its way, in bytes; null: it is not suspended.
@@ -291,7 +290,7 @@ impl LeaseOnDevice {
             sm_percent: lease.sm.map(Percent::as_f64),
             memory_bytes: lease.memory_bytes,
             state: if is_there { lease.shown_state() } else { LeaseState::Lost },
-            suspended_bytes: lease.suspension.as_ref().map(|suspension| suspension.bytes),
+            suspended_bytes: lease.suspension.as_ref().map(Suspension::bytes),
             pid: lease.init.as_ref().map(|init| init.process.pid),
             since: timestamp(lease.since),
             engine: name.and_then(|name| name.engine),

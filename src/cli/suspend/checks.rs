@@ -6,7 +6,7 @@ use super::SuspendError;
 use super::driver::{Driver, ProcessState};
 use crate::probe::memory_of_host;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::Lease;
+use sublet_core::ledger::{Lease, SuspendedProcess};
 use sublet_core::process::{Process, cgroups};
 use sublet_core::share::{Mode, Suspend};
 use sublet_core::text::safe;
@@ -47,8 +47,11 @@ pub(super) fn check_lease(lease: &Lease, inventory: &Inventory, force: bool) -> 
     if lease.suspend.is_never() && !force { Err(SuspendError::NotAllowed) } else { Ok(()) }
 }
 
-/// Their number and what the driver tells of them. Returns their memory on the GPU, in bytes.
-pub(super) fn check_processes(lease: &Lease, found: &[CudaProcess]) -> Result<u64, SuspendError> {
+/// Their number and what the driver tells of them.
+pub(super) fn check_processes(
+    lease: &Lease,
+    found: &[CudaProcess],
+) -> Result<Vec<SuspendedProcess>, SuspendError> {
     let pids = || found.iter().map(|one| one.process.pid.to_string()).collect::<Vec<_>>().join(", ");
     match found.len() {
         0 => return Err(SuspendError::NoProcess),
@@ -58,13 +61,14 @@ pub(super) fn check_processes(lease: &Lease, found: &[CudaProcess]) -> Result<u6
         }
         _ => {}
     }
-    let bytes: Option<u64> = found.iter().map(|one| one.bytes).sum();
-    bytes.ok_or_else(|| SuspendError::Unknown(format!("how much GPU memory process {} has", pids())))
+    let with = |one: &CudaProcess| Some(SuspendedProcess { process: one.process, bytes: one.bytes? });
+    let all: Option<Vec<_>> = found.iter().map(with).collect();
+    all.ok_or_else(|| SuspendError::Unknown(format!("how much GPU memory process {} has", pids())))
 }
 
 /// No process of it is stopped, frozen or held by another program: it could not do its part.
-pub(super) fn check_awake(processes: &[Process]) -> Result<(), SuspendError> {
-    for process in processes.iter().filter(|process| process.is_alive()) {
+pub(super) fn check_awake(processes: &[SuspendedProcess]) -> Result<(), SuspendError> {
+    for process in processes.iter().map(|one| one.process).filter(Process::is_alive) {
         let frozen =
             cgroups::is_frozen(process.pid).map_err(|error| unknown("whether it is paused", &error))?;
         if frozen || process.is_stopped() {
@@ -75,9 +79,9 @@ pub(super) fn check_awake(processes: &[Process]) -> Result<(), SuspendError> {
 }
 
 /// The driver has none of them locked or suspended already, as NVIDIA's cuda-checkpoint does.
-pub(super) fn check_running(driver: &Driver, processes: &[Process]) -> Result<(), SuspendError> {
-    for process in processes {
-        match driver.state(*process).map_err(SuspendError::Unknown)? {
+pub(super) fn check_running(driver: &Driver, processes: &[SuspendedProcess]) -> Result<(), SuspendError> {
+    for SuspendedProcess { process, .. } in processes {
+        match driver.state(*process).map_err(SuspendError::Driver)? {
             ProcessState::Running => {}
             ProcessState::Ended => return Err(SuspendError::NoProcess),
             state => {
@@ -90,11 +94,11 @@ pub(super) fn check_running(driver: &Driver, processes: &[Process]) -> Result<()
 }
 
 /// The host's memory and the container's limits have room for as many bytes as each process has on the GPU.
-pub(super) fn check_host_memory(found: &[CudaProcess], bytes: u64) -> Result<(), SuspendError> {
+pub(super) fn check_host_memory(processes: &[SuspendedProcess], bytes: u64) -> Result<(), SuspendError> {
     let (_, available) =
         memory_of_host().ok_or_else(|| SuspendError::Unknown("the host's memory".to_owned()))?;
     let mut left = vec![("the host", available.saturating_sub(HOST_RESERVE))];
-    for one in found {
+    for one in processes {
         let limit = cgroups::memory_left(one.process.pid);
         let limit = limit.map_err(|error| unknown("the container's memory limit", &error))?;
         left.extend(limit.map(|limit| ("the container's memory limit", limit)));
@@ -161,11 +165,11 @@ mod tests {
     fn several_processes_need_to_be_said_to_share_nothing() {
         let one = |pid, bytes| CudaProcess { process: Process { pid, start_time: 1 }, bytes };
         let two = [one(7, Some(GIB)), one(8, Some(GIB))];
-        assert_eq!(check_processes(&allowed(), &two[..1]).unwrap(), GIB);
+        assert_eq!(check_processes(&allowed(), &two[..1]).unwrap()[0].bytes, GIB);
         let error = check_processes(&allowed(), &two).unwrap_err();
         assert!(error.to_string().contains("7, 8"), "{error}");
         let many = Lease { suspend: Suspend::AllowMany, ..allowed() };
-        assert_eq!(check_processes(&many, &two).unwrap(), 2 * GIB);
+        assert_eq!(check_processes(&many, &two).unwrap().len(), 2);
         assert_eq!(check_processes(&many, &[]).unwrap_err().reason(), "no-process");
         assert_eq!(check_processes(&many, &[one(7, None)]).unwrap_err().reason(), "driver");
     }

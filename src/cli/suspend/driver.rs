@@ -93,7 +93,7 @@ const ENDED: &str = "ended";
 /// Arguments of `sublet checkpoint`, which is no command for people.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// `state`, `lock`, `checkpoint`, `restore` or `unlock`
+    /// Which: state, lock, checkpoint, restore or unlock
     call: String,
     library: PathBuf,
     lock: PathBuf,
@@ -138,8 +138,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Option<String>> {
 fn hold(path: &Path, pid: i32) -> anyhow::Result<std::fs::File> {
     let file = open_lock(path).with_context(|| format!("{} cannot be opened", path.display()))?;
     let range = libc::flock {
-        l_type: libc::F_WRLCK as _,
-        l_whence: libc::SEEK_SET as _,
+        l_type: i16::try_from(libc::F_WRLCK)?,
+        l_whence: i16::try_from(libc::SEEK_SET)?,
         l_start: i64::from(pid),
         l_len: 1,
         l_pid: 0,

@@ -43,13 +43,15 @@ pub enum SuspendError {
     TooLarge { bytes: u64, most: u64 },
     #[error("the driver does not tell {0}")]
     Unknown(String),
+    #[error("the driver: {0}")]
+    Driver(String),
     #[error("{0}")]
     Gpu(String),
     #[error("it was on GPU {here}, and moving to another one is not possible yet; fix: leave out --gpu")]
     OtherGpu { here: String },
     #[error(transparent)]
     Refused(#[from] Box<Refusal>),
-    #[error("{0}")]
+    #[error("{0}; it stays suspended")]
     NoRoom(String),
     #[error("it has ended meanwhile")]
     Ended,
@@ -91,7 +93,7 @@ impl SuspendError {
             Self::HostMemory { .. } => "no-host-memory",
             Self::Refused(refusal) if !refusal.temporary => "never-fits",
             Self::TooLarge { .. } | Self::Refused(_) | Self::NoRoom(_) => "no-room",
-            Self::Unknown(_) => "driver",
+            Self::Unknown(_) | Self::Driver(_) => "driver",
             Self::Gpu(_) => "bad-usage",
             Self::Undone(_) => "suspend-undone",
             Self::Stuck(_) => "suspend-stuck",

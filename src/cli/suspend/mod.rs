@@ -5,7 +5,7 @@
 //! unlocked where a step fails, and what was suspended comes back. A restore is tried only with room that is booked and
 //! that NVML confirms, and once: where it fails, the driver has lost the process, and its container is ended.
 //!
-//! On-demand suspension and moves will call [`suspend`] and [`resume`], too.
+//! [`suspend`] and [`resume`] take one lease. Which, and when, their callers say.
 
 mod checks;
 mod driver;
@@ -27,7 +27,9 @@ use sublet_core::admit::{Local, refresh};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::inventory::Inventory;
-use sublet_core::ledger::{Lease, LeaseId, Ledger, Store, SuspendStep, Suspension, lease_event};
+use sublet_core::ledger::{
+    Lease, LeaseId, Ledger, Store, SuspendStep, SuspendedProcess, Suspension, lease_event,
+};
 use sublet_core::place::{check_resume, meant};
 use sublet_core::process::{Process, pidfd_kill};
 use sublet_core::text::safe;
@@ -51,19 +53,19 @@ pub(crate) fn suspend(id: &LeaseId, force: bool, config: &Config) -> Result<Done
     let work = Work::begin(lease, config)?;
     checks::check_lease(lease, &work.inventory, force)?;
     let found = work.cuda_processes(&ledger)?;
-    let bytes = checks::check_processes(lease, &found)?;
-    let processes: Vec<Process> = found.iter().map(|one| one.process).collect();
+    let processes = checks::check_processes(lease, &found)?;
+    let bytes = sum(&processes);
     checks::check_awake(&processes)?;
     checks::check_way_back(bytes, work.device()?, config.limits.reserve)?;
-    checks::check_host_memory(&found, bytes)?;
+    checks::check_host_memory(&processes, bytes)?;
     checks::check_running(&work.driver, &processes)?;
-    work.change(|ledger| ledger.begin_suspending(id, work.owner, processes.clone(), bytes))??;
-    match work.put_away(&found) {
+    work.change(|ledger| ledger.begin_suspending(id, work.owner, processes.clone()))??;
+    match work.put_away(&processes) {
         Ok(()) => {
             let noted = work.change(|ledger| ledger.end_suspended(id, work.owner))?;
             if noted { Ok(Done { bytes, took: began.elapsed() }) } else { Err(SuspendError::Ended) }
         }
-        Err(why) => Err(work.undo(SuspendStep::Suspending, &processes, bytes, why)),
+        Err(why) => Err(work.undo(SuspendStep::Suspending, &processes, why)),
     }
 }
 
@@ -75,21 +77,21 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
     let began = Instant::now();
     let ledger = Store::open(&config.state_dir)?.read()?;
     let (lease, own) = ledger.resumable(id)?;
-    let (bytes, processes) = (own.bytes, &own.processes);
+    let (bytes, processes) = (own.bytes(), &own.processes);
     let work = Work::begin(lease, config)?;
     work.check_named(gpu)?;
     checks::check_awake(processes)?;
     work.change(|ledger| {
         let (lease, own) = ledger.resumable(id)?;
-        check_resume(lease, own.bytes, &work.inventory, ledger, config)?;
+        check_resume(lease, own.bytes(), &work.inventory, ledger, config)?;
         Ok::<_, SuspendError>(ledger.begin_resuming(id, work.owner)?)
     })??;
-    match work.bring_back(processes, bytes, config.limits.reserve) {
+    match work.bring_back(processes, config.limits.reserve) {
         Ok(()) => {
             let noted = work.change(|ledger| ledger.end_resumed(id, work.owner))?;
             if noted { Ok(Done { bytes, took: began.elapsed() }) } else { Err(SuspendError::Ended) }
         }
-        Err(stuck) => Err(work.settle(stuck, SuspendStep::Resuming, processes, None)),
+        Err(stuck) => Err(work.settle(stuck, processes, None)),
     }
 }
 
@@ -108,11 +110,16 @@ pub(crate) fn put_right(config: &Config) -> Vec<String> {
 fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
     let work = Work::begin(lease, config)?;
     let Some(own) = work.change(|ledger| ledger.take_over(&lease.id, work.owner))? else { return Ok(()) };
-    let Suspension { step, processes, bytes, .. } = own;
-    match work.undo(step, &processes, bytes, "the process that suspended it was killed".to_owned()) {
+    let Suspension { step, processes, .. } = own;
+    match work.undo(step, &processes, "the process that suspended it was killed".to_owned()) {
         SuspendError::Undone(_) => Ok(()),
         error => Err(error),
     }
+}
+
+/// Their memory, in bytes.
+fn sum(processes: &[SuspendedProcess]) -> u64 {
+    processes.iter().map(|one| one.bytes).sum()
 }
 
 /// What keeps a state from coming back.
@@ -194,53 +201,56 @@ impl<'a> Work<'a> {
     }
 
     /// Locks all of its processes, and then suspends them.
-    fn put_away(&self, found: &[CudaProcess]) -> Result<(), String> {
-        for one in found {
+    fn put_away(&self, processes: &[SuspendedProcess]) -> Result<(), String> {
+        for one in processes {
             self.driver.carry_out(CheckpointCall::Lock, one.process, 0)?;
         }
         let ledger = Store::open(&self.config.state_dir).and_then(|store| store.read());
         let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
-        let is_new = |new: &CudaProcess| !found.iter().any(|known| known.process == new.process);
+        let is_new = |new: &CudaProcess| !processes.iter().any(|known| known.process == new.process);
         if let Some(new) = now.map_err(|error| error.to_string())?.into_iter().find(is_new) {
             return Err(format!("process {} began to use the GPU meanwhile", new.process.pid));
         }
-        for one in found {
-            self.driver.carry_out(CheckpointCall::Checkpoint, one.process, one.bytes.unwrap_or(0))?;
+        for one in processes {
+            self.driver.carry_out(CheckpointCall::Checkpoint, one.process, one.bytes)?;
         }
         Ok(())
     }
 
     /// Brings back what is in host memory, where the ledger has its room, and unlocks what is locked. So much memory of the
     /// GPU stays free.
-    fn bring_back(&self, processes: &[Process], bytes: u64, reserve: u64) -> Result<(), Stuck> {
+    fn bring_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<(), Stuck> {
         let not_now = |why, all_out| Stuck::NotNow { why, all_out };
         let mut states = Vec::new();
-        for process in processes {
-            let state = self.driver.state(*process).map_err(|why| not_now(why, false))?;
-            states.push((*process, state));
+        for one in processes {
+            let state = self.driver.state(one.process).map_err(|why| not_now(why, false))?;
+            states.push((*one, state));
         }
         states.retain(|(_, state)| *state != ProcessState::Ended);
-        if let Some((process, _)) = states.iter().find(|(_, state)| *state == ProcessState::Failed) {
-            return Err(Stuck::Lost(format!("the driver has lost process {}", process.pid)));
+        if let Some((one, _)) = states.iter().find(|(_, state)| *state == ProcessState::Failed) {
+            return Err(Stuck::Lost(format!("the driver has lost process {}", one.process.pid)));
         }
-        let is_out = |(_, state): &(Process, ProcessState)| *state == ProcessState::Checkpointed;
-        if states.iter().any(is_out) {
-            let all_out = states.iter().all(is_out);
-            self.check_gpu(bytes, reserve).map_err(|why| not_now(why, all_out))?;
+        let is_out = |(_, state): &&(SuspendedProcess, ProcessState)| *state == ProcessState::Checkpointed;
+        let out: Vec<SuspendedProcess> = states.iter().filter(is_out).map(|(one, _)| *one).collect();
+        if !out.is_empty() {
+            let all_out = out.len() == states.len();
+            self.check_gpu(sum(&out), reserve).map_err(|why| not_now(why, all_out))?;
         }
-        for (process, _) in states.iter().filter(|one| is_out(one)) {
-            self.carry_out_or_lose(CheckpointCall::Restore, *process, bytes)?;
+        for one in &out {
+            self.carry_out_or_lose(CheckpointCall::Restore, *one)?;
         }
-        for (process, _) in states.iter().filter(|(_, state)| *state != ProcessState::Running) {
-            self.carry_out_or_lose(CheckpointCall::Unlock, *process, 0)?;
+        for (one, _) in states.iter().filter(|(_, state)| *state != ProcessState::Running) {
+            self.carry_out_or_lose(CheckpointCall::Unlock, *one)?;
         }
         Ok(())
     }
 
     /// A process that has ended meanwhile is not lost.
-    fn carry_out_or_lose(&self, call: CheckpointCall, process: Process, bytes: u64) -> Result<(), Stuck> {
-        match self.driver.carry_out(call, process, bytes) {
-            Err(why) if process.is_alive() => Err(Stuck::Lost(format!("process {}: {why}", process.pid))),
+    fn carry_out_or_lose(&self, call: CheckpointCall, one: SuspendedProcess) -> Result<(), Stuck> {
+        match self.driver.carry_out(call, one.process, one.bytes) {
+            Err(why) if one.process.is_alive() => {
+                Err(Stuck::Lost(format!("process {}: {why}", one.process.pid)))
+            }
             _ => Ok(()),
         }
     }
@@ -266,10 +276,10 @@ impl<'a> Work<'a> {
     }
 
     /// All is to be as it was before a step that failed for the reason `why`, whose room is booked still.
-    fn undo(&self, step: SuspendStep, processes: &[Process], bytes: u64, why: String) -> SuspendError {
+    fn undo(&self, step: SuspendStep, processes: &[SuspendedProcess], why: String) -> SuspendError {
         // What it had, it may have again, with the reserve or without.
         let reserve = if step == SuspendStep::Suspending { 0 } else { self.config.limits.reserve };
-        match self.bring_back(processes, bytes, reserve) {
+        match self.bring_back(processes, reserve) {
             Ok(()) => {
                 let ended = self.change(|ledger| ledger.end_resumed(&self.lease.id, self.owner));
                 // Of one on its way back, the ledger's change tells.
@@ -278,18 +288,12 @@ impl<'a> Work<'a> {
                 }
                 ended.map_or_else(|error| error, |_| SuspendError::Undone(why))
             }
-            Err(stuck) => self.settle(stuck, step, processes, Some(why)),
+            Err(stuck) => self.settle(stuck, processes, Some(why)),
         }
     }
 
     /// Writes down what did not come back, and ends the container of what never will.
-    fn settle(
-        &self,
-        stuck: Stuck,
-        step: SuspendStep,
-        processes: &[Process],
-        why: Option<String>,
-    ) -> SuspendError {
+    fn settle(&self, stuck: Stuck, processes: &[SuspendedProcess], why: Option<String>) -> SuspendError {
         let because = |more: String| why.iter().cloned().chain([more]).collect::<Vec<_>>().join("; ");
         let id = &self.lease.id;
         match stuck {
@@ -302,15 +306,16 @@ impl<'a> Work<'a> {
                         ledger.leave_step(id, self.owner);
                     }
                 });
-                let resuming = step == SuspendStep::Resuming && all_out;
                 let stays: fn(String) -> SuspendError =
-                    if resuming { SuspendError::NoRoom } else { SuspendError::Stuck };
+                    if all_out { SuspendError::NoRoom } else { SuspendError::Stuck };
                 left.map_or_else(|error| error, |()| stays(because(why)))
             }
             Stuck::Lost(lost) => {
                 let ended = end_container(self.lease).unwrap_or_else(|| "its container has ended".to_owned());
                 // In the host's PID namespace they outlive its first process.
-                for process in processes.iter().filter(|process| is_theirs(**process, Some(self.lease))) {
+                for SuspendedProcess { process, .. } in
+                    processes.iter().filter(|one| is_theirs(one.process, Some(self.lease)))
+                {
                     let _ = process.hold().ok().flatten().map(pidfd_kill);
                 }
                 let why = because(format!("{lost}: {ended}"));

@@ -101,7 +101,7 @@ fn suspend_event(was: &Lease, is: &Lease) -> Option<Event> {
     };
     let event = lease_event(kind, is);
     let took_ms = event.uptime_ms.checked_sub(before.since_ms);
-    Some(Event { took_ms, text: format!("{} MiB", before.bytes >> 20), ..event })
+    Some(Event { took_ms, text: format!("{} MiB", before.bytes() >> 20), ..event })
 }
 
 /// Milliseconds from the start of the lease's owner, the process that takes it, to `then`; `None` for a hook's owner, a
@@ -175,7 +175,7 @@ fn mig_events(before: &Ledger, after: &Ledger) -> Vec<Event> {
 mod tests {
     use super::super::DaemonState::{Down, Fault, Serving, Starting};
     use super::super::fixture::lease;
-    use super::super::{DaemonKey, DefaultLimits, Suspension};
+    use super::super::{DaemonKey, DefaultLimits, SuspendedProcess, Suspension};
     use super::*;
     use crate::process::Process;
 
@@ -240,7 +240,8 @@ mod tests {
     fn a_suspended_or_resumed_lease_is_reported_with_its_size_and_time() {
         let at = |step| {
             let owner = Process { pid: 1, start_time: 1 };
-            let own = Suspension { step, owner, processes: vec![], bytes: 5 << 20, since_ms: 0 };
+            let processes = vec![SuspendedProcess { process: owner, bytes: 5 << 20 }];
+            let own = Suspension { step, owner, processes, since_ms: 0 };
             ledger(vec![Lease { suspension: Some(own), ..bound_lease(1) }])
         };
         let (on_gpu, steps) =

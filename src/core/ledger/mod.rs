@@ -45,7 +45,7 @@ pub use queries::{Doubled, StartClaim, StopClaim};
 pub use runtime_record::{Record, read_up_to};
 pub(crate) use store::read_text;
 pub use store::{Freed, MountPoints, Namespaces, Store, is_remote, is_there};
-pub use suspension::{SuspendStep, Suspension, WrongState};
+pub use suspension::{SuspendStep, SuspendedProcess, Suspension, WrongState};
 pub use waiters::{Retry, Waiter};
 
 /// [`Ledger::schema`].

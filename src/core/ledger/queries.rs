@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::{
     Container, DaemonKey, DaemonState, DefaultLimits, DefaultMemoryLimit, Freed, Lease, LeaseId, Ledger,
-    LedgerError, Leftover, MpsDaemon, SCHEMA, Scan, Store, VolumeFiles,
+    LedgerError, Leftover, MpsDaemon, SCHEMA, Scan, Store, SuspendStep, VolumeFiles,
 };
 use crate::inventory::GpuProcess;
 use crate::process::Process;
@@ -196,6 +196,21 @@ impl Ledger {
 }
 
 impl Lease {
+    /// Whether its container's GPU state is in host memory, so that it books nothing.
+    pub fn is_suspended(&self) -> bool {
+        self.suspension.as_ref().is_some_and(|suspension| suspension.step == SuspendStep::Suspended)
+    }
+
+    /// The memory that it books on each of its devices; `None`: it has no limit. What is on its way out or back has at
+    /// least its own size.
+    pub fn booked_memory(&self) -> Option<u64> {
+        match &self.suspension {
+            None => self.memory_bytes,
+            Some(suspension) if suspension.step == SuspendStep::Suspended => None,
+            Some(suspension) => Some(suspension.bytes().max(self.memory_bytes.unwrap_or(0))),
+        }
+    }
+
     /// Whether it is the lease of a whole job of Slurm's, and not a container's.
     pub const fn is_of_job(&self) -> bool {
         self.job.is_some() && self.within.is_none()

@@ -15,11 +15,19 @@ pub struct Suspension {
     /// The process that takes it.
     pub owner: Process,
     /// The container's CUDA processes, whose state it is.
-    pub processes: Vec<Process>,
-    /// Their memory on the GPU, in bytes: as much is in host memory, and as much room do they need again.
-    pub bytes: u64,
+    pub processes: Vec<SuspendedProcess>,
     /// When the step began, in milliseconds since boot.
     pub since_ms: u64,
+}
+
+/// A CUDA process with its GPU state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SuspendedProcess {
+    /// The process.
+    #[serde(flatten)]
+    pub process: Process,
+    /// Its memory on the GPU, in bytes: as much is in host memory, and as much room does it need again.
+    pub bytes: u64,
 }
 
 /// A step of a suspension.
@@ -69,26 +77,11 @@ impl WrongState {
 }
 
 impl Lease {
-    /// Whether its container's GPU state is in host memory, so that it books nothing.
-    pub fn is_suspended(&self) -> bool {
-        self.suspension.as_ref().is_some_and(|suspension| suspension.step == SuspendStep::Suspended)
-    }
-
     /// Whether a step of it was cut short: its process has ended.
     pub fn is_cut_short(&self) -> bool {
         self.suspension
             .as_ref()
             .is_some_and(|own| own.step != SuspendStep::Suspended && !own.owner.is_alive())
-    }
-
-    /// The memory that it books on each of its devices; `None`: it has no limit. What is on its way out or back has at
-    /// least its own size.
-    pub fn booked_memory(&self) -> Option<u64> {
-        match &self.suspension {
-            None => self.memory_bytes,
-            Some(suspension) if suspension.step == SuspendStep::Suspended => None,
-            Some(suspension) => Some(suspension.bytes.max(self.memory_bytes.unwrap_or(0))),
-        }
     }
 
     /// Its state as it is shown, with the step of its suspension.
@@ -140,7 +133,7 @@ impl Ledger {
         }
     }
 
-    /// `owner` begins to suspend lease `id`, with `bytes` of these `processes` on the GPU.
+    /// `owner` begins to suspend lease `id`, which has these `processes` on the GPU.
     ///
     /// # Errors
     /// As [`Ledger::suspendable`].
@@ -148,13 +141,12 @@ impl Ledger {
         &mut self,
         id: &LeaseId,
         owner: Process,
-        processes: Vec<Process>,
-        bytes: u64,
+        processes: Vec<SuspendedProcess>,
     ) -> Result<(), WrongState> {
         self.suspendable(id)?;
         let (step, since_ms) = (SuspendStep::Suspending, uptime_milliseconds());
         if let Some(lease) = self.lease_mut(id) {
-            lease.suspension = Some(Suspension { step, owner, processes, bytes, since_ms });
+            lease.suspension = Some(Suspension { step, owner, processes, since_ms });
         }
         Ok(())
     }
@@ -216,6 +208,11 @@ impl Ledger {
 }
 
 impl Suspension {
+    /// The memory of all its processes, in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.processes.iter().map(|one| one.bytes).fold(0, u64::saturating_add)
+    }
+
     fn under_way(&self) -> WrongState {
         if self.owner.is_alive() { WrongState::Busy(self.owner.pid) } else { WrongState::CutShort }
     }
@@ -240,6 +237,10 @@ mod tests {
         Process::current().unwrap()
     }
 
+    fn held(bytes: u64) -> Vec<SuspendedProcess> {
+        vec![SuspendedProcess { process: dead(), bytes }]
+    }
+
     fn dead() -> Process {
         Process { pid: i32::MAX, start_time: 1 }
     }
@@ -256,14 +257,14 @@ mod tests {
         let booked = |ledger: &Ledger| ledger.leases[0].booked_memory();
         let shown = |ledger: &Ledger| ledger.leases[0].shown_state();
         assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::NotSuspended));
-        ledger.begin_suspending(&id, me(), vec![dead()], BYTES).unwrap();
+        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
         assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES), LeaseState::Suspending));
-        let twice = ledger.begin_suspending(&id, me(), vec![], 0).unwrap_err();
+        let twice = ledger.begin_suspending(&id, me(), vec![]).unwrap_err();
         assert_eq!((twice.clone(), twice.is_temporary()), (WrongState::Busy(me().pid), true));
         assert!(!ledger.end_suspended(&id, dead()), "another's step");
         assert!(ledger.end_suspended(&id, me()));
         assert_eq!((booked(&ledger), shown(&ledger)), (None, LeaseState::Suspended));
-        assert_eq!(ledger.begin_suspending(&id, me(), vec![], 0), Err(WrongState::Suspended));
+        assert_eq!(ledger.begin_suspending(&id, me(), vec![]), Err(WrongState::Suspended));
         assert!(!ledger.end_resumed(&id, me()), "no step is under way");
         ledger.begin_resuming(&id, me()).unwrap();
         assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES), LeaseState::Resuming));
@@ -274,7 +275,7 @@ mod tests {
     #[test]
     fn a_delete_that_fails_leaves_it_suspended() {
         let (mut ledger, id) = ledger();
-        ledger.begin_suspending(&id, me(), vec![dead()], BYTES).unwrap();
+        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
         ledger.end_suspended(&id, me());
         let before = ledger.clone();
         ledger.leases[0].init =
@@ -292,7 +293,7 @@ mod tests {
     fn only_a_step_whose_process_has_ended_is_taken_over_and_once() {
         let (mut ledger, id) = ledger();
         assert_eq!(ledger.take_over(&id, me()), None);
-        ledger.begin_suspending(&id, me(), vec![], 0).unwrap();
+        ledger.begin_suspending(&id, me(), vec![]).unwrap();
         assert_eq!((ledger.cut_short().count(), ledger.take_over(&id, me())), (0, None));
         ledger.leases[0].suspension.as_mut().unwrap().owner = dead();
         assert_eq!(ledger.cut_short().count(), 1);
@@ -312,7 +313,7 @@ mod tests {
         };
         let (mut ledger, id) = ledger();
         assert_eq!(schema(&mut ledger), "sublet.ledger/1");
-        ledger.begin_suspending(&id, me(), vec![dead()], 7).unwrap();
+        ledger.begin_suspending(&id, me(), held(7)).unwrap();
         assert_eq!(schema(&mut ledger), "sublet.ledger/2");
         ledger.end_resumed(&id, me());
         assert_eq!(schema(&mut ledger), "sublet.ledger/1");
@@ -328,7 +329,7 @@ mod tests {
             for (call, mine) in calls {
                 let owner = if mine { me() } else { dead() };
                 match call {
-                    0 => _ = ledger.begin_suspending(&id, owner, vec![dead()], BYTES),
+                    0 => _ = ledger.begin_suspending(&id, owner, held(BYTES)),
                     1 => _ = ledger.end_suspended(&id, owner),
                     2 => _ = ledger.begin_resuming(&id, owner),
                     3 => _ = ledger.end_resumed(&id, owner),

@@ -9,9 +9,10 @@ use super::fixture::{GIB, device, host, request};
 use super::tests::{ledger, percent};
 use super::*;
 use crate::config::Policy;
-use crate::ledger::Lease;
 use crate::ledger::fixture::lease;
-use crate::share::{Memory, Selector};
+use crate::ledger::{Lease, LeaseState, SuspendStep, SuspendedProcess, Suspension};
+use crate::process::Process;
+use crate::share::{Memory, Selector, Suspend};
 
 /// A percentage refers to the smallest device, and the amount is the same on all devices.
 fn assert_share(request: &Request, placement: &Placement, inventory: &Inventory) {
@@ -29,8 +30,11 @@ fn assert_share(request: &Request, placement: &Placement, inventory: &Inventory)
 #[expect(clippy::cast_precision_loss, reason = "bytes of device memory are far below 2^53")]
 pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &Config) {
     for device in &inventory.devices {
-        let on: Vec<&Lease> =
-            ledger.leases.iter().filter(|lease| lease.devices.contains(&device.uuid)).collect();
+        let on: Vec<&Lease> = ledger
+            .leases
+            .iter()
+            .filter(|lease| lease.devices.contains(&device.uuid) && !is_out(lease))
+            .collect();
         let uses: BTreeSet<&str> = on
             .iter()
             .map(|lease| match (lease.mode, lease.isolation) {
@@ -54,7 +58,7 @@ pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &C
         let daemons: BTreeMap<_, u64> =
             on.iter().filter_map(|lease| lease.daemon.as_ref()).map(|key| (key, 66 << 20)).collect();
         let memory: u64 =
-            on.iter().filter_map(|lease| lease.memory_bytes).sum::<u64>() + daemons.values().sum::<u64>();
+            on.iter().filter_map(|lease| memory_of(lease)).sum::<u64>() + daemons.values().sum::<u64>();
         let capacity = (device.memory_bytes - config.limits.reserve.min(device.memory_bytes)) as f64;
         assert!(memory as f64 <= capacity * config.limits.memory_overcommit, "{}: {memory}", device.uuid);
         let reported = device.memory_free_bytes as f64 * config.limits.memory_overcommit.max(1.0);
@@ -62,6 +66,40 @@ pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &C
         let clients: u32 =
             on.iter().filter(|lease| lease.daemon.is_some()).map(|lease| lease.processes).sum();
         assert!(clients <= if device.compute_capability.0 < 7 { 16 } else { 48 });
+    }
+}
+
+fn is_out(lease: &Lease) -> bool {
+    matches!(&lease.suspension, Some(own) if own.step == SuspendStep::Suspended)
+}
+
+/// What is on its way needs its own size, whatever its share says.
+fn memory_of(lease: &Lease) -> Option<u64> {
+    let own = lease.suspension.as_ref().map(Suspension::bytes);
+    own.max(lease.memory_bytes)
+}
+
+/// Takes the next step of a lease's suspension, if it may have one: in its share there is no MPS, and one GPU.
+fn take_step(ledger: &mut Ledger, at: usize, bytes: u64, inventory: &Inventory, config: &Config) {
+    let me = Process { pid: 1, start_time: 1 };
+    let id = ledger.leases[at].id.clone();
+    let lease = &mut ledger.leases[at];
+    if lease.daemon.is_some() || lease.devices.len() != 1 {
+        return;
+    }
+    lease.state = LeaseState::Active;
+    let bytes = bytes.min(lease.memory_bytes.unwrap_or(u64::MAX));
+    match lease.suspension.as_ref().map(|own| own.step) {
+        // What it takes without a limit is not booked: it has none here.
+        None if lease.memory_bytes.is_none() => {}
+        None => ledger.begin_suspending(&id, me, vec![SuspendedProcess { process: me, bytes }]).unwrap(),
+        Some(SuspendStep::Suspending) => assert!(ledger.end_suspended(&id, me)),
+        Some(SuspendStep::Suspended) => {
+            if check_resume(&ledger.leases[at], bytes, inventory, ledger, config).is_ok() {
+                ledger.begin_resuming(&id, me).unwrap();
+            }
+        }
+        Some(SuspendStep::Resuming) => assert!(ledger.end_resumed(&id, me)),
     }
 }
 
@@ -89,6 +127,10 @@ fn any_request() -> impl Strategy<Value = Request> {
     ];
     (devices, mode, prop::option::of(1_u32..=100_000), memory, 1_u32..20, prop::bool::ANY).prop_map(
         |(devices, mode, sm, memory, processes, dedicated)| Request {
+            suspend: match (mode, &devices) {
+                (Some(Mode::TimeSlice), Devices::Any(NonZeroU32::MIN) | Devices::These(_)) => Suspend::Allow,
+                _ => Suspend::Never,
+            },
             devices,
             mode,
             sm: sm.filter(|_| mode == Some(Mode::Mps)).map(percent),
@@ -109,6 +151,7 @@ pub(crate) fn lease_of(n: u64, placement: Placement) -> Lease {
         sm: placement.sm,
         memory_bytes: placement.memory_bytes,
         processes: placement.processes,
+        suspend: placement.suspend,
         ..lease(n, "")
     }
 }
@@ -118,6 +161,7 @@ proptest! {
     fn the_accounts_hold_in_any_order_of_events(
         devices in prop::collection::vec(any_device(), 1..4),
         events in prop::collection::vec((any_request(), prop::option::of(0_usize..8)), 1..40),
+        steps in prop::collection::vec((0_usize..8, 1_u64..60), 1..40),
         sm_overcommit in 0.5_f64..2.0,
         memory_overcommit in 0.5_f64..2.0,
         time_slice_max in 1_u32..4,
@@ -135,13 +179,17 @@ proptest! {
         config.limits.memory_overcommit = memory_overcommit;
         config.limits.time_slice_max = time_slice_max;
         config.placement.policy = if spread { Policy::Spread } else { Policy::Binpack };
-        let mut ledger = ledger(vec![]);
+        let (mut ledger, mut steps) = (ledger(vec![]), steps.into_iter().cycle());
         for (n, (request, remove)) in (1..).zip(events) {
             if let Some(index) = remove.filter(|index| *index < ledger.leases.len()) {
                 let id = ledger.leases[index].id.clone();
                 ledger.remove(&id);
             }
             let lease_id = lease(n, "").id;
+            if let Some((at, gib)) = steps.next().filter(|(at, _)| *at < ledger.leases.len()) {
+                take_step(&mut ledger, at, gib * GIB, &inventory, &config);
+                assert_accounts(&inventory, &ledger, &config);
+            }
             match place(&request, &lease_id, &inventory, &ledger, &config) {
                 Ok(placement) => {
                     assert_share(&request, &placement, &inventory);

@@ -63,7 +63,7 @@ mod tests {
     fn suspended(others: &[(Mode, u64)]) -> Ledger {
         let owner = Process { pid: 1, start_time: 1 };
         let step = SuspendStep::Suspended;
-        let out = Suspension { step, owner, processes: vec![], bytes: 20 * GIB, since_ms: 0 };
+        let out = Suspension { step, owner, processes: vec![], since_ms: 0 };
         let mut leases =
             vec![Lease { state: LeaseState::Active, suspension: Some(out), ..lease(1, "GPU-0") }];
         for (number, (mode, gib)) in (2..).zip(others) {

@@ -80,6 +80,18 @@ fn a_shared_share_is_served_by_the_devices_server() {
 }
 
 #[test]
+fn a_share_that_may_be_suspended_has_no_server_and_no_device_in_use_by_mps() {
+    let host = host(vec![device(0)]);
+    let asked =
+        Request { memory: Some(Memory::Bytes(8 * GIB)), suspend: Suspend::Allow, ..request(Mode::TimeSlice) };
+    let given = placed(&asked, &host, &ledger(vec![])).unwrap();
+    assert_eq!((given.daemon, given.memory_bytes, given.suspend), (None, Some(8 * GIB), Suspend::Allow));
+    let any = Request { mode: None, ..asked };
+    let refused = place(&any, &id(), &host, &ledger(vec![]), &rule("0", Mode::Mps)).unwrap_err();
+    assert!(refused.message.contains("shared by mps, where the driver suspends nothing"), "{refused}");
+}
+
+#[test]
 fn time_slice_with_memory_gets_a_server_of_its_own_and_without_none() {
     let host = host(vec![device(0)]);
     let plain = placed(&request(Mode::TimeSlice), &host, &ledger(vec![])).unwrap();

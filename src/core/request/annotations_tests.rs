@@ -477,3 +477,19 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn what_may_be_suspended_has_one_gpu_and_no_mps() {
+    let suspend = |pairs: &[(&str, &str)]| request(pairs).suspend;
+    assert_eq!(suspend(&[("sublet.gpu", "0")]), Suspend::Never);
+    assert_eq!(suspend(&[("sublet.mode", "mps"), ("sublet.suspend", "never")]), Suspend::Never);
+    assert_eq!(suspend(&[("sublet.memory", "8GiB"), ("sublet.suspend", "allow")]), Suspend::Allow);
+    assert_eq!(
+        suspend(&[("sublet.mode", "exclusive"), ("sublet.suspend", "allow-many")]),
+        Suspend::AllowMany
+    );
+    assert_snapshot!(refused(&[("sublet.suspend", "alow")]), @"sublet.suspend=alow: did you mean allow?; why: it must be one of never, allow, allow-many");
+    assert_snapshot!(refused(&[("sublet.sm", "25"), ("sublet.suspend", "allow")]), @"sublet.suspend=allow cannot be combined with mode mps, which sublet.sm=25 implies; why: the driver suspends nothing under MPS or on a MIG device; fix: write sublet.mode=time-slice, or leave sublet.suspend out");
+    assert_snapshot!(refused(&[("sublet.gpu", "all"), ("sublet.suspend", "allow")]), @"sublet.suspend=allow cannot be combined with sublet.gpu=all; why: the driver loses a process that uses several GPUs; fix: name one GPU, or leave sublet.suspend out");
+    assert_snapshot!(refused(&[("sublet.mode", "time-slice"), ("sublet.isolation", "dedicated"), ("sublet.suspend", "allow")]), @"sublet.isolation=dedicated cannot be combined with sublet.suspend=allow; why: the driver suspends nothing under MPS; fix: leave one of them out");
+}

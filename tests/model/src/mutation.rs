@@ -49,4 +49,14 @@ pub enum Mutation {
     ForgetQuietly,
     /// A lease is taken by an inventory from before the last change of instances.
     TrustOldInventory,
+    /// `suspend` says that a container is suspended before its memory is out.
+    FreeBeforeOut,
+    /// `resume` restores, and then books.
+    BookAfterRestore,
+    /// `resume` does not ask NVML for free memory.
+    TrustBookings,
+    /// No command takes over a step whose process was killed.
+    LeaveCutShort,
+    /// A command does not wait for a driver call of a child whose parent was killed.
+    CallBesideOrphan,
 }

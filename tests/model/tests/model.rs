@@ -4,6 +4,7 @@ use sublet_model::checker::{Model, Report, check, check_alike};
 use sublet_model::daemons::Daemons;
 use sublet_model::dynamic_mig::DynamicMig;
 use sublet_model::ledger::Share;
+use sublet_model::suspending::Suspending;
 
 const QUARTER: Share = Share::Mps { sm: 1, memory: Some(1) };
 const HALF: Share = Share::Mps { sm: 2, memory: None };
@@ -83,4 +84,10 @@ fn dynamic_mig_with_crashes_anywhere() {
 fn dynamic_mig_for_three_containers() {
     let model = DynamicMig { containers: 3, waiter: Some(2), crashes: 2, mutation: None };
     holds("dynamic MIG: three containers, a waiter, two crashes", &model, true);
+}
+
+#[test]
+fn suspending_with_crashes_anywhere() {
+    let model = Suspending { crashes: u8::MAX, mutation: None };
+    holds("suspending: a container, another, any crashes", &model, true);
 }

@@ -5,6 +5,7 @@ use sublet_model::checker::{Report, check, check_alike};
 use sublet_model::daemons::Daemons;
 use sublet_model::dynamic_mig::DynamicMig;
 use sublet_model::ledger::Share;
+use sublet_model::suspending::Suspending;
 
 const HALF: Share = Share::Mps { sm: 2, memory: Some(1) };
 const MOST: Share = Share::Mps { sm: 3, memory: None };
@@ -176,4 +177,21 @@ fn instances_are_not_kept_for_the_dead() {
 #[test]
 fn a_waiter_does_not_take_its_own_room() {
     finds_mig(1, 2, Mutation::AwaitFailed, "every process comes to its end");
+}
+
+/// The model of suspension finds this mutation by breaking this invariant.
+fn finds_suspending(mutation: Mutation, invariant: &str) {
+    let report = check(&Suspending { crashes: 1, mutation: Some(mutation) }, true);
+    let Some((broken, way)) = report.broken else { panic!("{mutation:?} is not found: {report}") };
+    let shown: Vec<_> = way.iter().map(|(step, _)| format!("  {} {}\n", step.what, step.of)).collect();
+    assert_eq!(broken, invariant, "{mutation:?}:\n{}", shown.concat());
+}
+
+#[test]
+fn a_suspended_state_comes_back_with_room_and_whoever_is_killed() {
+    finds_suspending(Mutation::FreeBeforeOut, "what is on the GPU is booked");
+    finds_suspending(Mutation::BookAfterRestore, "a restore begins with booked room");
+    finds_suspending(Mutation::TrustBookings, "no state is lost");
+    finds_suspending(Mutation::LeaveCutShort, "every process comes to its end");
+    finds_suspending(Mutation::CallBesideOrphan, "no container is left waiting");
 }

@@ -20,7 +20,7 @@ use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::events;
 use sublet_core::inventory::{Device, Inventory};
-use sublet_core::ledger::{Lease, Ledger, Store, SuspendStep};
+use sublet_core::ledger::{Lease, Ledger, Store, SuspendStep, Suspension};
 use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
 use sublet_core::text::safe;
 
@@ -70,7 +70,7 @@ struct ContainerFacts {
     /// Its lease, or its last one.
     #[serde(skip_serializing_if = "Option::is_none")]
     lease: Option<String>,
-    /// `pending`, `active`, `suspending`, `suspended`, `resuming`, `ending`, `lost`, `ended`; `none`: it holds no lease and held none.
+    /// As in `sublet status`, or `ended`; `none`: it holds no lease and held none.
     state: String,
     /// When the lease was taken: RFC 3339.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -239,14 +239,14 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
     rows.push(("state", format!("{state}{noted}, since {since}")));
     rows.extend(pid.map(|pid| ("pid", pid.to_string())));
     let own = lease.suspension.as_ref();
-    rows.extend(own.map(|own| ("suspended", why_it_waits(own.step, own.bytes, &label(lease, name)))));
+    rows.extend(own.map(|own| ("suspended", why_it_waits(own.step, own.bytes(), &label(lease, name)))));
     document.container = ContainerFacts {
         container_id: Some(lease.container.id.clone()),
         lease: Some(lease.id.to_string()),
         state,
         since: Some(since),
         pid,
-        suspended_bytes: own.map(|own| own.bytes),
+        suspended_bytes: own.map(Suspension::bytes),
         user: Some(user),
         name: name.cloned(),
         ..ContainerFacts::default()
