@@ -28,9 +28,8 @@ pub fn check_resume(
         return Err(Box::new(Refusal { temporary: true, left_out: true, ..Refusal::never(message) }));
     };
     // As if its container asked for it.
-    let keys = [("sublet.gpu", uuid.to_owned()), ("sublet.mode", lease.mode.to_string())];
-    let keys = keys.map(|(key, value)| (key.to_owned(), value)).into();
-    let asked = parse(&keys, None, None, &Config::default());
+    let mode = [("sublet.mode".to_owned(), lease.mode.to_string())].into();
+    let asked = parse(&mode, None, None, &Config::default());
     let asked = asked.map_err(|error| Box::new(Refusal::never(error.to_string())))?;
     let whole = bytes.max(lease.memory_bytes.unwrap_or(0)).div_ceil(MIB) * MIB;
     let request = Request { memory: Some(Memory::Bytes(whole)), suspend: Suspend::Allow, ..asked };

@@ -168,9 +168,6 @@ impl Turn<'_> {
 
     /// A call of the driver's, which may refuse it, and what the process does then.
     fn call(&mut self, what: &'static str, of: usize, call: Call, then: Pc, refused: Option<Pc>) {
-        if self.before.orphan.is_some() && !self.is(Mutation::CallBesideOrphan) {
-            return;
-        }
         self.step(what, of, |state| {
             state.take_call(call);
             state.pcs[of] = then;
@@ -212,7 +209,11 @@ impl Turn<'_> {
     }
 
     fn go_on(&mut self, of: usize) {
-        let State { driver, other, .. } = *self.before;
+        let State { driver, other, orphan, .. } = *self.before;
+        if orphan.is_some() && !self.is(Mutation::CallBesideOrphan) {
+            // Also to ask for the state waits.
+            return;
+        }
         match (self.before.pcs[of], driver) {
             (Pc::Off, _) => {}
             (Pc::Lock, _) => self.call("put_away: lock", of, Call::Lock, Pc::Checkpoint, Some(Pc::BringBack)),
@@ -238,10 +239,6 @@ impl Turn<'_> {
                 self.call("bring_back: unlock", of, Call::Unlock, Pc::BringBack, None);
             }
             (Pc::BringBack, Driver::Running | Driver::Lost | Driver::Ended) => {
-                // Of another process's call that goes on, the state is not told.
-                if self.before.orphan.is_some() && !self.is(Mutation::CallBesideOrphan) {
-                    return;
-                }
                 self.step("end_resumed", of, |state| {
                     if state.lease != Lease::None {
                         state.lease = Lease::OnGpu;
