@@ -63,7 +63,10 @@ pub(crate) fn suspend(id: &LeaseId, force: bool, config: &Config) -> Result<Done
     match work.put_away(&processes) {
         Ok(()) => {
             let noted = work.change(|ledger| ledger.end_suspended(id, work.owner))?;
-            if noted { Ok(Done { bytes, took: began.elapsed() }) } else { Err(SuspendError::Ended) }
+            let took = began.elapsed();
+            // What is free now is known to the next start.
+            let _ = refresh(config);
+            if noted { Ok(Done { bytes, took }) } else { Err(SuspendError::Ended) }
         }
         Err(why) => Err(work.undo(SuspendStep::Suspending, &processes, why)),
     }
