@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "the C ABI is what is tested")]
 
 mod c_abi;
+mod checkpoint;
 mod driver;
 mod driver_mig;
 mod driver_mps;

@@ -14,7 +14,7 @@ const HALF: &str = "MIG-5b1e7000-0000-5000-8000-000000000a02";
 const OTHER_HALF: &str = "MIG-5b1e7000-0000-5000-8000-000000000a03";
 const ONE: &str = "MIG-5b1e7000-0000-5000-8000-000000000a04";
 
-fn up(topology: &str) -> Option<Driver> {
+pub fn up(topology: &str) -> Option<Driver> {
     libcuda::built();
     root_or_skip("device nodes").then(|| Driver::up(topology))
 }
@@ -37,7 +37,7 @@ fn info(driver: &Driver, env: &[(&str, &str)]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-fn on(device: &str) -> [(&'static str, &str); 1] {
+pub fn on(device: &str) -> [(&'static str, &str); 1] {
     [("CUDA_VISIBLE_DEVICES", device)]
 }
 
@@ -48,9 +48,9 @@ fn shape(info: &Value) -> (u64, u64, &str) {
 }
 
 /// A probe that has finished its task and still holds its context.
-struct Holding(Child, Vec<Value>);
+pub struct Holding(pub Child, pub Vec<Value>);
 
-fn hold(driver: &Driver, task: &str, env: &[(&str, &str)], lines: usize) -> Holding {
+pub fn hold(driver: &Driver, task: &str, env: &[(&str, &str)], lines: usize) -> Holding {
     let mut command = program(driver, "cuda-probe", env);
     let mut child = command.args(task.split(' ')).stdout(Stdio::piped()).spawn().unwrap();
     let said = BufReader::new(child.stdout.take().unwrap()).lines().take(lines);

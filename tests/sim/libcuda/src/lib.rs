@@ -1,12 +1,14 @@
 //! A libcuda that loads, makes one context and says what that got, and takes calls that compute without computing: what
-//! `sublet probe` and `sublet load` ask.
+//! `sublet probe` and `sublet load` ask. And it suspends other processes, as `sublet suspend` asks ([`checkpoint`]).
 
 #![allow(unsafe_code, reason = "C ABI")]
+
+mod checkpoint;
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::LazyLock;
 
-use nvidia_ml::mps::probe::{Got, got};
+use nvidia_ml::mps::program::{Got, got};
 
 /// What the process's one context got, made when it is first asked for.
 static GOT: LazyLock<Result<Got, c_int>> = LazyLock::new(|| got().map_err(|error| number(&error)));
@@ -21,11 +23,19 @@ fn number(error: &str) -> c_int {
     }
 }
 
+/// Waits while another process has locked this one (`cuCheckpointProcessLock`).
+fn wait() {
+    if let Ok(got) = &*GOT {
+        got.wait();
+    }
+}
+
 /// Writes what `of` makes of it to `to`.
 ///
 /// # Safety
 /// `to` is null or may be written.
 unsafe fn tell<T>(to: *mut T, of: impl Fn(&Got) -> T) -> c_int {
+    wait();
     // SAFETY: the caller's promise; null is turned away.
     match (&*GOT, unsafe { to.as_mut() }) {
         (Ok(got), Some(to)) => *to = of(got),
@@ -161,6 +171,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int
 /// `cuMemsetD32` of cuda.h: nothing is behind the address.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemsetD32_v2(_address: u64, _value: c_uint, _words: usize) -> c_int {
+    wait();
     0
 }
 
@@ -177,6 +188,7 @@ pub unsafe extern "C" fn cuMemAllocHost_v2(memory: *mut *mut c_void, bytes: usiz
 /// `cuMemcpyHtoD` of cuda.h: nothing is behind the device's address.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemcpyHtoD_v2(_to: u64, _from: *const c_void, _bytes: usize) -> c_int {
+    wait();
     0
 }
 
@@ -189,6 +201,7 @@ pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, _from: u64, bytes: usi
     if to.is_null() {
         return 1;
     }
+    wait();
     // SAFETY: the caller's promise.
     let memory = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
     for float in memory.chunks_exact_mut(4) {
@@ -200,12 +213,14 @@ pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, _from: u64, bytes: usi
 /// `cuLaunchKernel` of cuda.h: nothing is computed, so it takes none of its arguments from the registers and the stack.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuLaunchKernel() -> c_int {
+    wait();
     0
 }
 
 /// `cuCtxSynchronize` of cuda.h.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSynchronize() -> c_int {
+    wait();
     std::thread::sleep(BUSY);
     0
 }

@@ -115,7 +115,7 @@ fn parse(tag: &str, pid: i32, link: &str) -> Option<(Held, u32)> {
 }
 
 /// The pid of `pid` in its own namespace (`NSpid` in /proc/PID/status, proc(5)).
-fn own_pid(pid: i32) -> Option<u32> {
+pub(crate) fn own_pid(pid: i32) -> Option<u32> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let pids = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     pids.split_whitespace().next_back()?.parse().ok()

@@ -12,15 +12,28 @@ use nix::fcntl::{Flock, FlockArg};
 
 use super::Root;
 use super::topology::Topology;
+use crate::checkpoint::rules::FIRST_DRIVER;
 
 /// The beginning of the line.
 pub const MARK: &str = "\nSUBLETSIM";
 
-/// Copies `library` to `target` with the trailer appended.
+/// Copies `library` to `target` with the trailer appended. A driver that is too old has no `cuCheckpointProcess…`.
 pub fn append(library: &Path, target: &Path, topology: &Topology) -> Result<()> {
     let mut bytes = fs::read(library).with_context(|| format!("{}", library.display()))?;
+    if topology.driver_branch() < FIRST_DRIVER {
+        rename(b"cuCheckpointProcess", &mut bytes);
+    }
     bytes.extend_from_slice(&line(topology)?);
     fs::write(target, bytes).with_context(|| format!("{}", target.display()))
+}
+
+/// Changes the first letter of a name wherever it stands, so that the loader finds no such symbol.
+fn rename(name: &[u8], bytes: &mut [u8]) {
+    let found: Vec<usize> =
+        (0..bytes.len().saturating_sub(name.len())).filter(|at| bytes[*at..].starts_with(name)).collect();
+    for at in found {
+        bytes[at] = b'-';
+    }
 }
 
 fn line(topology: &Topology) -> Result<Vec<u8>> {

@@ -4,35 +4,38 @@
 //! libcuda that the loader finds, whose trailer describes the GPUs. For tests outside containers, `SUBLET_SIM_DEV`
 //! names a directory that replaces /dev.
 //!
+//! `keep` holds memory and says in each round whether that is still what it wrote, and on which GPUs it is. Its last words
+//! make it a process that cannot be suspended, or not be restored: at once, or when a file exists. `shares FILE`, a program
+//! of two that have memory in common by CUDA IPC, for which the file stands.
+//!
 //! In front of what it does may stand that its first thread ends, `leaderless at-once` or, after its contexts are made,
 //! `leaderless later`; another thread then does the rest.
 
 use std::fs::OpenOptions;
-use std::io::{ErrorKind, Write, stdout};
-use std::os::fd::OwnedFd;
+use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use nix::errno::Errno;
 use serde_json::{Value, json};
 
 use super::client::Client;
-use super::context_mib;
-use super::device::{self, Device};
-use super::driver;
-use super::exclusive::{Claim, claim};
-use super::message::Open;
+use super::device::Device;
+use super::nodes;
 use super::pipe_directory;
+use super::program::{Held, Made, Program};
 use super::wire::Conn;
-use crate::layout::Root;
-use crate::layout::contexts::{self, Kind};
-use crate::layout::trailer;
 
-const USAGE: &str = "cuda-probe [leaderless at-once|later] info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH… | silent SECS [hidden]";
+const USAGE: &str = "cuda-probe [leaderless at-once|later] info | hold SECS | alloc MIB [SECS] | keep MIB SECS [until FILE] [[when FILE] managed|peers|shares FILE] | fault | lat SECS [UNTIL-FILE] | noderights PATH… | silent SECS [hidden]";
 
 /// Exit status after a CUDA error.
 const CUDA_ERROR: u8 = 10;
+
+/// The pause between two rounds of `keep`.
+const ROUND: Duration = Duration::from_millis(50);
+
+/// How much of its memory `keep` writes and reads, in words of 4 bytes.
+const PATTERN_WORDS: usize = 1 << 14;
 
 /// Runs the program on its arguments.
 #[must_use]
@@ -65,13 +68,13 @@ fn perform(task: Task<'static>, leaderless: bool) -> ExitCode {
     match (task, started) {
         (Task::NodeRights(paths), _) => {
             for path in paths {
-                say(&json!({"event": "node", "path": path, "result": node(Path::new(path))}));
+                say(&json!({"event": "node", "path": path, "result": nodes::open(Path::new(path))}));
             }
             ExitCode::SUCCESS
         }
         (_, Err(_)) => ExitCode::from(CUDA_ERROR),
-        (task, Ok(mut program)) if leaderless => go_on_without_first_thread(move || program.run(&task)),
-        (task, Ok(mut program)) => program.run(&task),
+        (task, Ok(program)) if leaderless => go_on_without_first_thread(move || program.run(&task)),
+        (task, Ok(program)) => program.run(&task),
     }
 }
 
@@ -86,38 +89,6 @@ fn go_on_without_first_thread(rest: impl FnOnce() -> ExitCode + Send + 'static) 
         // SAFETY: nothing of this thread's is used by another one: what the rest needs was moved to it.
         unsafe { nix::libc::syscall(nix::libc::SYS_exit, 0) };
     }
-}
-
-/// The resources of a context.
-#[derive(Debug)]
-pub struct Got {
-    /// The number of devices that the program sees.
-    pub devices: usize,
-    /// Multiprocessors.
-    pub sm: u32,
-    /// Memory that it can still allocate.
-    pub free_mib: u64,
-    /// Memory of the device.
-    pub total_mib: u64,
-    /// Whether it is an MPS client.
-    pub mps: bool,
-    _context: Program,
-}
-
-/// Creates a context that lives as long as the process, for programs that call libcuda's functions.
-///
-/// # Errors
-/// The name of a `CUresult`, or what is missing.
-pub fn got() -> Result<Got, String> {
-    let program = Program::start(&mut None)?;
-    Ok(Got {
-        devices: program.count(),
-        sm: program.first.sm,
-        free_mib: program.first.free_mib,
-        total_mib: program.first.device.total_mib,
-        mps: program.mps.is_some(),
-        _context: program,
-    })
 }
 
 /// Errors are ignored: the reader has gone.
@@ -143,6 +114,7 @@ enum Task<'a> {
     Info,
     Hold(Duration),
     Alloc(u64, Duration),
+    Keep(Keep<'a>),
     Fault,
     Latency(Duration, Option<&'a Path>),
     NodeRights(Vec<&'a str>),
@@ -150,14 +122,35 @@ enum Task<'a> {
     Silent(Duration, bool),
 }
 
+/// Holds this many MiB for a time.
+struct Keep<'a> {
+    mib: u64,
+    time: Duration,
+    /// Before this file exists there is no hindrance.
+    when: Option<&'a Path>,
+    /// It ends before its time when this file exists.
+    until: Option<&'a Path>,
+    hindrance: Option<Hindrance<'a>>,
+}
+
+/// What keeps a process from being suspended or restored.
+enum Hindrance<'a> {
+    /// Managed memory.
+    Managed,
+    /// Copies between its GPUs.
+    Peers,
+    /// Memory that it has in common with another process by CUDA IPC.
+    Shares(&'a Path),
+}
+
 impl<'a> Task<'a> {
     fn parse(words: &[&'a str]) -> Option<Self> {
-        let time = |text: &str| text.parse().ok().and_then(|secs| Duration::try_from_secs_f64(secs).ok());
         Some(match words {
             ["info"] => Self::Info,
             ["hold", secs] => Self::Hold(time(secs)?),
             ["alloc", mib] => Self::Alloc(mib.parse().ok()?, Duration::ZERO),
             ["alloc", mib, secs] => Self::Alloc(mib.parse().ok()?, time(secs)?),
+            ["keep", mib, secs, rest @ ..] => Self::Keep(Keep::parse(mib, secs, rest)?),
             ["fault"] => Self::Fault,
             ["lat", secs] => Self::Latency(time(secs)?, None),
             &["lat", secs, until] => Self::Latency(time(secs)?, Some(Path::new(until))),
@@ -169,69 +162,57 @@ impl<'a> Task<'a> {
     }
 }
 
-/// A program with a context on each device that it sees.
-#[derive(Debug)]
-struct Program {
-    tag: String,
-    /// The context on the first device, which does the work.
-    first: Made,
-    /// Contexts on the other devices. `Err` says why there is none.
-    others: Vec<(Device, Result<Made, String>)>,
-    /// `None` if it runs without MPS.
-    mps: Option<Client>,
+fn time(secs: &str) -> Option<Duration> {
+    Duration::try_from_secs_f64(secs.parse().ok()?).ok()
 }
 
-/// A context.
-#[derive(Debug)]
-struct Made {
-    device: Device,
-    sm: u32,
-    free_mib: u64,
-    used_mib: u64,
-    shown: OwnedFd,
-    _claim: Option<Claim>,
+impl<'a> Keep<'a> {
+    fn parse(mib: &str, secs: &str, rest: &[&'a str]) -> Option<Self> {
+        let (until, rest) = Self::named("until", rest);
+        let (when, words) = Self::named("when", rest);
+        let hindrance = match *words {
+            [] if when.is_none() => None,
+            ["managed"] => Some(Hindrance::Managed),
+            ["peers"] => Some(Hindrance::Peers),
+            ["shares", file] => Some(Hindrance::Shares(Path::new(file))),
+            _ => return None,
+        };
+        Some(Self { mib: mib.parse().ok()?, time: time(secs)?, until, when, hindrance })
+    }
+
+    /// The file behind this word, if the words begin with it, and the rest of them.
+    fn named<'w>(word: &str, words: &'w [&'a str]) -> (Option<&'a Path>, &'w [&'a str]) {
+        match words {
+            [first, file, rest @ ..] if *first == word => (Some(Path::new(*file)), rest),
+            _ => (None, words),
+        }
+    }
+}
+
+impl Hindrance<'_> {
+    fn begin(&self, held: &mut Held) -> Result<(), String> {
+        match self {
+            Self::Managed => held.suspension.managed = true,
+            Self::Peers if held.contexts().count() < 2 => return Err("CUDA_ERROR_INVALID_DEVICE".into()),
+            Self::Peers => held.suspension.peers = true,
+            Self::Shares(file) => {
+                let made = OpenOptions::new().append(true).create(true).open(file);
+                made.map_err(|error| format!("{}: {error}", file.display()))?;
+                held.suspension.shared = Some(file.to_path_buf());
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Program {
-    /// Loads libcuda, finds the devices, connects to MPS and creates a context.
-    fn start(libcuda: &mut Option<PathBuf>) -> Result<Self, String> {
-        let file = libcuda.insert(driver::load()?).clone();
-        let topology = trailer::read(&file).ok_or("libcuda has no trailer of the simulated driver")?;
-        let devices = usable(&device::all(&topology))?;
-        let named = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-        let mps = Client::connect();
-        let devices = match &mps {
-            Some(client) => of_server(&devices, &client.devices),
-            None => devices,
-        };
-        let visible = device::visible(&devices, named.as_deref());
-        let open = Open {
-            visible: visible.iter().map(|device| device.uuid.clone()).collect(),
-            percentage: std::env::var("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").ok(),
-            pinned: std::env::var("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT").ok(),
-            ..Open::default()
-        };
-        let make = |device: &Device| match &mps {
-            Some(client) => Made::with_mps(&topology.tag, device, client, &open),
-            None => Made::alone(&topology.tag, device, &file),
-        };
-        let (first, others) = visible.split_first().ok_or("CUDA_ERROR_NO_DEVICE")?;
-        let first = make(first)?;
-        let others = others.iter().map(|device| (device.clone(), make(device))).collect();
-        Ok(Self { tag: topology.tag, first, others, mps })
-    }
-
-    /// The number of devices that it sees.
-    fn count(&self) -> usize {
-        1 + self.others.len()
-    }
-
-    fn run(&mut self, task: &Task) -> ExitCode {
+    fn run(&self, task: &Task) -> ExitCode {
         let result = match *task {
             Task::Info | Task::NodeRights(_) | Task::Silent(..) => return ExitCode::SUCCESS,
             Task::Hold(time) => self.hold(time),
             Task::Latency(time, until) => self.latency(time, until),
             Task::Fault => return self.fault(),
+            Task::Keep(ref keep) => self.keep(keep),
             Task::Alloc(mib, time) => {
                 let result = self.alloc(mib);
                 say(&json!({"event": "alloc", "mib": mib, "result": text(&result)}));
@@ -255,7 +236,34 @@ impl Program {
             return client.hold(time);
         }
         std::thread::sleep(time);
+        drop(self.call());
         Ok(())
+    }
+
+    /// Writes a pattern into the memory, and reads it in every round.
+    fn keep(&self, keep: &Keep) -> Result<(), String> {
+        let allocated = self.alloc(keep.mib);
+        say(&json!({"event": "alloc", "mib": keep.mib, "result": text(&allocated)}));
+        allocated?;
+        let pattern = pattern(std::process::id());
+        self.call().suspension.content.clone_from(&pattern);
+        let (start, mut rounds) = (Instant::now(), 0);
+        loop {
+            let mut held = self.call();
+            if let Some(hindrance) = keep.hindrance.as_ref().filter(|_| keep.when.is_none_or(Path::exists)) {
+                hindrance.begin(&mut held)?;
+            }
+            rounds += 1;
+            let uuids: Vec<&str> = held.contexts().map(|made| made.device.uuid.as_str()).collect();
+            let equal = held.suspension.content == pattern;
+            let round = json!({"event": "round", "n": rounds, "equal": equal, "uuids": uuids});
+            drop(held);
+            say(&round);
+            if start.elapsed() >= keep.time || keep.until.is_some_and(Path::exists) {
+                return Ok(());
+            }
+            std::thread::sleep(ROUND);
+        }
     }
 
     /// Simulates launches of kernels of a millisecond each, for a time or until a file exists.
@@ -277,19 +285,16 @@ impl Program {
         result
     }
 
-    fn alloc(&mut self, mib: u64) -> Result<(), String> {
+    fn alloc(&self, mib: u64) -> Result<(), String> {
+        let mut held = self.call();
         let granted = match &self.mps {
-            Some(client) => client.alloc(&self.first.device.uuid, mib)?,
-            None => mib <= self.first.free_mib,
+            Some(client) => client.alloc(&held.first.device.uuid, mib)?,
+            None => mib <= held.first.free_mib,
         };
         if !granted {
             return Err("CUDA_ERROR_OUT_OF_MEMORY".into());
         }
-        let kind = if self.mps.is_some() { Kind::Client } else { Kind::Compute };
-        self.first.free_mib = self.first.free_mib.saturating_sub(mib);
-        self.first.used_mib += mib;
-        self.first.shown = show(&self.tag, &self.first.device, kind, self.first.used_mib)?;
-        Ok(())
+        held.add(mib)
     }
 
     fn fault(&self) -> ExitCode {
@@ -301,34 +306,16 @@ impl Program {
 }
 
 impl Made {
-    fn with_mps(tag: &str, device: &Device, client: &Client, open: &Open) -> Result<Self, String> {
-        let (sm, free_mib) = client.open(Open { device: device.uuid.clone(), ..open.clone() })?;
-        let used_mib = context_mib(sm);
-        let shown = show(tag, device, Kind::Client, used_mib)?;
-        Ok(Self { device: device.clone(), sm, free_mib, used_mib, shown, _claim: None })
-    }
-
-    fn alone(tag: &str, device: &Device, libcuda: &Path) -> Result<Self, String> {
-        let root = Root::of_library(libcuda).map_err(|error| format!("{}: {error}", libcuda.display()))?;
-        let claim = claim(device, root.as_ref(), libcuda).ok_or("CUDA_ERROR_DEVICE_UNAVAILABLE")?;
-        let (sm, used_mib) = (device.sm, context_mib(device.sm));
-        let all = contexts::list(tag);
-        let held =
-            all.iter().filter(|held| held.on.memory() == device.on.memory()).map(|held| held.mib).sum();
-        let free_mib = device.total_mib.saturating_sub(held);
-        let free_mib = free_mib.checked_sub(used_mib).ok_or("CUDA_ERROR_OUT_OF_MEMORY")?;
-        let shown = show(tag, device, Kind::Compute, used_mib)?;
-        Ok(Self { device: device.clone(), sm, free_mib, used_mib, shown, _claim: Some(claim) })
-    }
-
     fn json(&self) -> Value {
         let Device { uuid, total_mib, .. } = &self.device;
         json!({"uuid": uuid, "sm": self.sm, "free_mib": self.free_mib, "total_mib": total_mib, "error": null})
     }
 }
 
-fn show(tag: &str, device: &Device, kind: Kind, mib: u64) -> Result<OwnedFd, String> {
-    contexts::announce(tag, device.on, kind, mib).map_err(|error| format!("memfd: {error}"))
+/// Bytes that neither another seed would make nor memory that nobody wrote.
+fn pattern(seed: u32) -> Vec<u8> {
+    let step = |word: &u32| Some(word.wrapping_mul(1_664_525).wrapping_add(1_013_904_223));
+    std::iter::successors(Some(seed), step).take(PATTERN_WORDS).flat_map(u32::to_ne_bytes).collect()
 }
 
 fn text(result: &Result<(), String>) -> &str {
@@ -336,63 +323,28 @@ fn text(result: &Result<(), String>) -> &str {
 }
 
 fn info(program: Result<&Program, &String>, libcuda: Option<&Path>) -> Value {
-    let found = program.ok();
+    let held = program.map(Program::call);
+    let found = held.as_deref().ok();
     json!({
         "event": "info",
         "error": program.err(),
-        "count": found.map_or(0, Program::count),
-        "sm": found.map(|program| program.first.sm),
-        "free_mib": found.map(|program| program.first.free_mib),
-        "total_mib": found.map(|program| program.first.device.total_mib),
-        "uuid": found.map(|program| program.first.device.uuid.as_str()),
+        "count": found.map_or(0, Held::count),
+        "sm": found.map(|held| held.first.sm),
+        "free_mib": found.map(|held| held.first.free_mib),
+        "total_mib": found.map(|held| held.first.device.total_mib),
+        "uuid": found.map(|held| held.first.device.uuid.as_str()),
         "devices": found.map_or_else(Vec::new, devices),
-        "mps": found.is_some_and(|program| program.mps.is_some()),
+        "mps": found.is_some_and(|held| held.mps),
         "libcuda": libcuda,
         "pid": std::process::id(),
     })
 }
 
 /// The resources on each device, in its order.
-fn devices(program: &Program) -> Vec<Value> {
+fn devices(held: &Held) -> Vec<Value> {
     let other = |(device, made): &(Device, Result<Made, String>)| match made {
         Ok(made) => made.json(),
         Err(error) => json!({"uuid": device.uuid, "error": error}),
     };
-    std::iter::once(program.first.json()).chain(program.others.iter().map(other)).collect()
-}
-
-/// The devices whose nodes can be opened, which cuInit finds.
-fn usable(devices: &[Device]) -> Result<Vec<Device>, String> {
-    let dev = std::env::var_os("SUBLET_SIM_DEV").map_or_else(|| "/dev".into(), PathBuf::from);
-    let opens = |name: &str| matches!(node(&dev.join(name)).as_str(), "ok" | "ENXIO");
-    let found: Vec<Device> =
-        devices.iter().filter(|device| device.nodes.iter().all(|name| opens(name))).cloned().collect();
-    if !opens("nvidiactl") || found.is_empty() {
-        return Err("CUDA_ERROR_NO_DEVICE".into());
-    }
-    if !opens("nvidia-uvm") {
-        return Err("CUDA_ERROR_UNKNOWN".into());
-    }
-    if driver::is_out_of_reach() {
-        return Err("CUDA_ERROR_NO_DEVICE".into());
-    }
-    Ok(found)
-}
-
-/// Under MPS a client sees those of the server's devices whose nodes it has, in the server's order.
-fn of_server(devices: &[Device], served: &[String]) -> Vec<Device> {
-    served.iter().filter_map(|uuid| devices.iter().find(|device| device.uuid == *uuid)).cloned().collect()
-}
-
-/// The result of opening a node: `ok`, or the name of the error. ENXIO counts as `ok`: the node may be opened, and
-/// there is no driver. Capability nodes are opened read-only, because nobody may write to them.
-fn node(path: &Path) -> String {
-    let capability = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("nvidia-cap"));
-    match OpenOptions::new().read(true).write(!capability).open(path) {
-        Ok(_) => "ok".into(),
-        Err(error) if error.kind() == ErrorKind::NotFound => "ENOENT".into(),
-        Err(error) => error
-            .raw_os_error()
-            .map_or_else(|| error.to_string(), |number| format!("{:?}", Errno::from_raw(number))),
-    }
+    std::iter::once(held.first.json()).chain(held.others.iter().map(other)).collect()
 }

@@ -1,4 +1,4 @@
-//! Makes NVML calls fail on demand, for tests, and records calls.
+//! Makes calls of NVML, and of libcuda's `cuCheckpointProcess…`, fail on demand, for tests, and records calls.
 //!
 //! `DIR/sim/fail`, or for one process the variable `SUBLET_SIM_FAIL`, has lines (in the variable also separated by
 //! `;`):
@@ -8,11 +8,11 @@
 //! ```
 //!
 //! With `@GPU`, NVML's index, only calls for that GPU or its MIG devices count: `*@3 0 999` is a GPU that is sick for good.
-//! The N-th call from now on of that NVML function (`*`: of any function) returns the number CODE (`nvmlReturn_t`) and
-//! does nothing. With `done` it does its work first, and the values written through pointers stay. With N 0 every call
+//! The N-th call from now on of that function (`*`: of any function) returns the number CODE (`nvmlReturn_t`, or `CUresult`)
+//! and does nothing. With `done` it does its work first, and the values written through pointers stay. With N 0 every call
 //! fails. The file's lines count calls of all processes: the number in the file counts down, and a used line is
 //! removed. A container has no root, so only the variable applies there. With CODE `kill` the process is killed by
-//! SIGKILL instead.
+//! SIGKILL instead, with `hang` the call never returns.
 //!
 //! If `DIR/sim/trace` exists, every call is appended to it, one function name a line.
 
@@ -38,8 +38,9 @@ struct Fault {
     /// Calls for this GPU only.
     gpu: Option<u32>,
     left: u32,
-    /// The number to return. None: the process is killed.
+    /// The number to return. None: the process is killed, or hangs.
     code: Option<nvmlReturn_t>,
+    hang: bool,
     done: bool,
 }
 
@@ -138,17 +139,19 @@ impl Fault {
             [function, left, code, "done"] => (function, left, code, true),
             _ => return None,
         };
-        let code = if code == "kill" { None } else { Some(code.parse().ok()?) };
+        let hang = code == "hang";
+        let code = if hang || code == "kill" { None } else { Some(code.parse().ok()?) };
         let (function, gpu) = match function.split_once('@') {
             Some((function, gpu)) => (function, Some(gpu.parse().ok()?)),
             None => (function, None),
         };
-        Some(Self { function: function.to_owned(), gpu, left: left.parse().ok()?, code, done })
+        Some(Self { function: function.to_owned(), gpu, left: left.parse().ok()?, code, hang, done })
     }
 
     fn line(&self) -> String {
         let done = if self.done { " done" } else { "" };
-        let code = self.code.map_or_else(|| "kill".to_owned(), |code| code.to_string());
+        let without = if self.hang { "hang" } else { "kill" };
+        let code = self.code.map_or_else(|| without.to_owned(), |code| code.to_string());
         let gpu = self.gpu.map(|gpu| format!("@{gpu}")).unwrap_or_default();
         format!("{}{gpu} {} {code}{done}\n", self.function, self.left)
     }
@@ -157,6 +160,9 @@ impl Fault {
         match self.code {
             Some(SUCCESS) => Ok(()),
             Some(code) => Err(code),
+            None if self.hang => loop {
+                std::thread::park();
+            },
             None => {
                 let _ = kill(getpid(), Signal::SIGKILL);
                 Err(UNKNOWN)
@@ -204,7 +210,9 @@ mod tests {
 
     #[test]
     fn a_line_is_written_as_it_was_read() {
-        for line in ["nvmlA 2 19\n", "* 0 999 done\n", "nvmlA 1 kill\n", "nvmlA@7 3 kill done\n"] {
+        for line in
+            ["nvmlA 2 19\n", "* 0 999 done\n", "nvmlA 1 kill\n", "nvmlA@7 3 kill done\n", "cuA 1 hang\n"]
+        {
             assert_eq!(parse(line)[0].line(), line);
         }
     }

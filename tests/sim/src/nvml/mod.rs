@@ -70,7 +70,7 @@
 
 mod compute_instance;
 mod device;
-mod faults;
+pub(crate) mod faults;
 mod gpm;
 mod gpu_instance;
 mod handles;
@@ -81,3 +81,6 @@ pub mod profiles;
 mod session;
 mod system;
 mod utilization;
+
+pub(crate) use out::Answer;
+pub(crate) use session::own_file;

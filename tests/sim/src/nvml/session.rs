@@ -200,7 +200,7 @@ impl Session {
 }
 
 /// The file that this code was loaded from.
-fn own_file() -> Option<PathBuf> {
+pub(crate) fn own_file() -> Option<PathBuf> {
     let mut info = libc::Dl_info {
         dli_fname: ptr::null(),
         dli_fbase: ptr::null_mut(),
