@@ -8,6 +8,7 @@
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::path::PathBuf;
 
 use nix::libc::{self, c_long};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -40,13 +41,13 @@ impl Door {
 pub(super) fn find(tag: &str, pid: i32) -> Answer<Conn> {
     let open = fs::read_dir(format!("/proc/{pid}/fd")).map_err(|_| OPERATING_SYSTEM)?;
     let own = contexts::own_pid(pid);
-    let links = open.flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
-    let number = |link: std::path::PathBuf| {
+    let mut links = open.flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
+    let number = |link: PathBuf| {
         let (number, of) = parse(tag, link.to_str()?)?;
         // A child has the descriptors until it runs another program.
         (own == Some(of)).then_some(number)
     };
-    let number = links.into_iter().find_map(number).ok_or(NOT_INITIALIZED)?;
+    let number = links.find_map(number).ok_or(NOT_INITIALIZED)?;
     take(pid, number).map(Conn::from).map_err(|_| OPERATING_SYSTEM)
 }
 

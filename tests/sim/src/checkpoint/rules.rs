@@ -72,7 +72,10 @@ impl Held {
             Call::Checkpoint => self.checkpoint(ask),
             Call::Restore(pairs) => self.restore(pairs, ask),
             Call::Unlock => self.unlock(ask),
-            Call::Fail => self.go(State::Failed),
+            Call::Fail => {
+                self.suspension.state = State::Failed;
+                Ok(())
+            }
         };
         // Measured, with 10 GiB in a cgroup whose memory.max was 6: this error, and the OOM killer came.
         let killed = ask.call == Call::Checkpoint && answer == Err(OPERATING_SYSTEM);
@@ -86,7 +89,8 @@ impl Held {
             return Err(NOT_SUPPORTED);
         }
         take_time(LOCK, 0, ask);
-        self.go(State::Locked)
+        self.suspension.state = State::Locked;
+        Ok(())
     }
 
     fn checkpoint(&mut self, ask: &Ask) -> Answer {
@@ -107,7 +111,8 @@ impl Held {
         }
         take_time(CHECKPOINT, mib, ask);
         self.leave_gpus(mib);
-        self.go(State::Checkpointed)
+        self.suspension.state = State::Checkpointed;
+        Ok(())
     }
 
     fn restore(&mut self, pairs: &[(String, String)], ask: &Ask) -> Answer {
@@ -149,24 +154,20 @@ impl Held {
         take_time(RESTORE, self.used_mib(), ask);
         self.suspension.known = needed;
         self.return_to(to, claims, ask);
-        self.go(State::Locked)
+        self.suspension.state = State::Locked;
+        Ok(())
     }
 
     fn unlock(&mut self, ask: &Ask) -> Answer {
         self.must_be(State::Locked)?;
         take_time(LOCK, 0, ask);
-        self.go(State::Running)
+        self.suspension.state = State::Running;
+        Ok(())
     }
 
     /// Chosen: a call in another state than its own changes nothing.
     fn must_be(&self, state: State) -> Answer {
         if self.suspension.state == state { Ok(()) } else { Err(ILLEGAL_STATE) }
-    }
-
-    #[expect(clippy::unnecessary_wraps, reason = "what its callers end with")]
-    fn go(&mut self, state: State) -> Answer {
-        self.suspension.state = state;
-        Ok(())
     }
 
     /// The process can never be restored. `then` is what further calls answer.
