@@ -209,10 +209,10 @@ fn a_suspended_process_leaves_the_gpu_and_goes_on_with_its_memory_as_it_was() {
 #[test]
 fn a_locked_processs_next_call_waits_until_it_is_unlocked() {
     let Some((rig, cuda)) = one() else { return };
-    let mut probe = rig.start("hold 0.3", &[]);
+    let mut probe = rig.start("hold 1", &[]);
     let pid = probe.pid();
     assert_eq!(cuda.lock(pid), SUCCESS);
-    sleep(Duration::from_millis(800));
+    sleep(Duration::from_millis(1_500));
     assert!(probe.is_running());
     assert_eq!(cuda.unlock(pid), SUCCESS);
     assert_eq!(probe.result(), "CUDA_SUCCESS");
