@@ -94,8 +94,8 @@ fn another_takes_the_gpu_meanwhile_and_all_comes_back_when_it_has_ended() {
     let bytes = lease["suspended_bytes"].as_u64().expect("bytes");
     assert!(bytes >= 20480 << 20, "{bytes}");
     assert!(world.status()["devices"][0]["free"]["memory_bytes"].as_u64() > all.as_u64());
-    let told = done(&world, &["explain", "--container", "kept"]);
-    assert!(told.contains("it goes on after `sublet resume kept`"), "{told}");
+    let answer = done(&world, &["explain", "--container", "kept"]);
+    assert!(answer.contains("it goes on after `sublet resume kept`"), "{answer}");
     let metrics = done(&world, &["metrics"]);
     for sample in ["sublet_suspended_containers 1", "sublet_last_suspend_seconds "] {
         assert!(metrics.contains(sample), "{sample}: {metrics}");
@@ -124,7 +124,7 @@ fn another_takes_the_gpu_meanwhile_and_all_comes_back_when_it_has_ended() {
 }
 
 #[test]
-fn what_cannot_be_suspended_is_refused_before_anything_is_locked() {
+fn a_container_that_cannot_be_suspended_is_refused_before_anything_is_locked() {
     if skip_unless_root() {
         return;
     }
@@ -192,8 +192,8 @@ fn a_share_that_may_be_suspended_has_no_mps_and_not_several_gpus() {
         let output = world.sublet(&[&["explain"], share].concat());
         assert!(!output.status.success() && text(&output).contains(words), "{share:?}: {}", text(&output));
     }
-    let told = done(&world, &["explain", "memory=8GiB", "suspend=allow"]);
-    assert!(told.contains("Suspend    allow") && told.contains("watched by the guard"), "{told}");
+    let answer = done(&world, &["explain", "memory=8GiB", "suspend=allow"]);
+    assert!(answer.contains("Suspend    allow") && answer.contains("watched by the guard"), "{answer}");
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn an_old_driver_is_refused_by_its_name() {
 }
 
 #[test]
-fn what_the_driver_refuses_goes_on_as_before() {
+fn a_container_that_the_driver_refuses_goes_on_as_before() {
     if skip_unless_root() {
         return;
     }
@@ -261,7 +261,7 @@ fn of_several_processes_those_that_are_out_come_back_where_one_stays() {
 }
 
 #[test]
-fn a_state_that_the_driver_loses_ends_its_container_and_is_told() {
+fn a_state_that_the_driver_loses_ends_its_container_and_is_reported() {
     if skip_unless_root() {
         return;
     }

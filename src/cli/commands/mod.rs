@@ -210,8 +210,8 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Suspend(arguments) => suspend::run_suspend(&arguments, &config()?)?,
         Command::Resume(arguments) => suspend::run_resume(&arguments, &config()?)?,
         Command::Checkpoint(arguments) => {
-            if let Some(told) = crate::suspend::checkpoint(&arguments)? {
-                println!("{told}");
+            if let Some(answer) = crate::suspend::checkpoint(&arguments)? {
+                println!("{answer}");
             }
         }
         Command::Mps(command) => mps::run(&command, &config()?)?,

@@ -14,7 +14,7 @@ use sublet_core::text::safe;
 /// The first driver branch with the calls (CUDA 12.8).
 const OLDEST_BRANCH: u32 = 570;
 
-/// So much of the host's memory is left to others, in bytes.
+/// So much of the host's memory is left to other programs, in bytes.
 const HOST_RESERVE: u64 = 512 << 20;
 
 /// A CUDA process of the container.
@@ -25,7 +25,7 @@ pub(super) struct CudaProcess {
     pub bytes: Option<u64>,
 }
 
-/// What the lease and the driver's version tell. `force` takes away that its share does not allow it.
+/// The lease and the version of the driver. `force` takes away that its share does not allow it.
 pub(super) fn check_lease(lease: &Lease, inventory: &Inventory, force: bool) -> Result<(), SuspendError> {
     let version = &inventory.driver.version;
     let branch = version.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_room_decides_and_is_told() {
+    fn the_smallest_room_decides_and_is_reported() {
         assert_eq!(word(check_fits(GIB, &[("the host", GIB)])), "");
         let left = [("the host", 9 * GIB), ("the container's memory limit", GIB - 1)];
         let error = check_fits(GIB, &left).unwrap_err().to_string();
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_could_never_be_booked_again_stays() {
+    fn memory_that_could_never_be_booked_again_is_refused() {
         let device = device(0);
         assert_eq!(word(check_way_back(99 * GIB, &device, GIB)), "");
         assert_eq!(word(check_way_back(99 * GIB + 1, &device, GIB)), "no-room");

@@ -83,7 +83,7 @@ impl Driver {
         let numbers = [target.pid.to_string(), target.start_time.to_string(), limit.as_secs().to_string()];
         let [pid, start, seconds] = numbers.each_ref().map(String::as_str);
         let asked = sublet::ask(&["checkpoint", call, &library, &lock, pid, start, seconds], "", limit);
-        asked.map(|(told, _)| told).map_err(|error| error.to_string())
+        asked.map(|(answer, _)| answer).map_err(|error| error.to_string())
     }
 }
 
@@ -128,12 +128,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Option<String>> {
         return ended;
     }
     match done {
-        Ok(told) => Ok(told),
+        Ok(answer) => Ok(answer),
         Err(error) => bail!(error),
     }
 }
 
-/// Keeps others' calls off process `pid` until it is dropped: a child whose parent was killed finishes its call. It is a
+/// Keeps calls of other programs off process `pid` until it is dropped: a child whose parent was killed finishes its call. It is a
 /// lock of one byte of one file, at the process's number (`fcntl(2)`, open file description locks).
 fn hold(path: &Path, pid: i32) -> anyhow::Result<std::fs::File> {
     let file = open_lock(path).with_context(|| format!("{} cannot be opened", path.display()))?;
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_on_one_process_wait_for_each_other_and_others_do_not() {
+    fn calls_on_one_process_wait_for_each_other_and_those_on_two_do_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("suspend.lock");
         let held = hold(&path, 7).unwrap();

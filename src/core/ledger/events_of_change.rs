@@ -91,7 +91,7 @@ fn lease_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event
     })
 }
 
-/// Its GPU state was put into host memory, or is back from there. What was undone is told by who undid it.
+/// Its GPU state was put into host memory, or is back from there. An undone step is reported by who undid it.
 fn suspend_event(was: &Lease, is: &Lease) -> Option<Event> {
     let before = was.suspension.as_ref()?;
     let kind = match (before.step, is.suspension.as_ref().map(|own| own.step)) {

@@ -35,7 +35,7 @@ pub struct SuspendedProcess {
 #[serde(rename_all = "kebab-case")]
 pub enum SuspendStep {
     /// GPU memory is being copied into host memory. What the lease books is kept: until the last process is out, the
-    /// others may have to go back.
+    /// other ones may have to go back.
     Suspending,
     /// It is in host memory, and the lease books nothing.
     Suspended,
@@ -181,7 +181,7 @@ impl Ledger {
         lease.and_then(|lease| lease.suspension.take()).is_some()
     }
 
-    /// `owner` leaves its step with lease `id` to others.
+    /// `owner` leaves its step with lease `id` to the next command.
     pub fn leave_step(&mut self, id: &LeaseId, owner: Process) {
         // No process has this pid.
         let nobody = Process { pid: 0, start_time: 0 };

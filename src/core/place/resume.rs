@@ -58,24 +58,24 @@ mod tests {
     use crate::process::Process;
     use crate::share::Mode;
 
-    /// Lease 1 is suspended with 20 GiB; the others hold `gib` each.
-    fn suspended(others: &[(Mode, u64)]) -> Ledger {
+    /// Lease 1 is suspended with 20 GiB; its neighbours hold `gib` each.
+    fn suspended(neighbours: &[(Mode, u64)]) -> Ledger {
         let owner = Process { pid: 1, start_time: 1 };
         let step = SuspendStep::Suspended;
         let out = Suspension { step, owner, processes: vec![], since_ms: 0 };
         let mut leases =
             vec![Lease { state: LeaseState::Active, suspension: Some(out), ..lease(1, "GPU-0") }];
-        for (number, (mode, gib)) in (2..).zip(others) {
+        for (number, (mode, gib)) in (2..).zip(neighbours) {
             let memory_bytes = (*gib > 0).then_some(gib * GIB);
             leases.push(Lease { mode: *mode, memory_bytes, ..lease(number, "GPU-0") });
         }
         ledger(leases)
     }
 
-    fn why(others: &[(Mode, u64)], change: fn(&mut Inventory, &mut Config)) -> Option<(String, bool)> {
+    fn why(neighbours: &[(Mode, u64)], change: fn(&mut Inventory, &mut Config)) -> Option<(String, bool)> {
         let (mut inventory, mut config) = (host(vec![device(0)]), Config::default());
         change(&mut inventory, &mut config);
-        let ledger = suspended(others);
+        let ledger = suspended(neighbours);
         let checked = check_resume(&ledger.leases[0], 20 * GIB, &inventory, &ledger, &config);
         checked.err().map(|refusal| (refusal.message, refusal.temporary))
     }

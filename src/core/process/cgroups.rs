@@ -27,10 +27,10 @@ pub fn memory_left(pid: i32) -> io::Result<Option<u64>> {
 /// As [`memory_left`].
 pub fn is_frozen(pid: i32) -> io::Result<bool> {
     for directory in directories(pid, "freezer")? {
-        let told = |name: &str, line: &str| {
+        let has_line = |name: &str, line: &str| {
             Ok::<_, io::Error>(read(&directory, name)?.is_some_and(|text| text.lines().any(|is| is == line)))
         };
-        if told("cgroup.events", "frozen 1")? || told("freezer.state", "FROZEN")? {
+        if has_line("cgroup.events", "frozen 1")? || has_line("freezer.state", "FROZEN")? {
             return Ok(true);
         }
     }
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_limit_less_what_is_used_and_not_cached_is_left() {
+    fn a_limit_less_used_memory_that_is_not_cached_is_left() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
         assert_eq!(left_in(dir.path()).unwrap(), None, "the root has no such files");

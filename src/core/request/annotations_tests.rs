@@ -479,7 +479,7 @@ proptest! {
 }
 
 #[test]
-fn what_may_be_suspended_has_one_gpu_and_no_mps() {
+fn a_share_that_may_be_suspended_has_one_gpu_and_no_mps() {
     let suspend = |pairs: &[(&str, &str)]| request(pairs).suspend;
     assert_eq!(suspend(&[("sublet.gpu", "0")]), Suspend::Never);
     assert_eq!(suspend(&[("sublet.mode", "mps"), ("sublet.suspend", "never")]), Suspend::Never);

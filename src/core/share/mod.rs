@@ -86,7 +86,7 @@ pub enum Priority {
     Low,
 }
 
-/// `sublet.suspend`: whether the container's GPU state may be put into host memory while others use the GPU.
+/// `sublet.suspend`: whether the container's GPU state may be put into host memory while other containers use the GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[derive(strum::Display, strum::IntoStaticStr, strum::VariantArray)]

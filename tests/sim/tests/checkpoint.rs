@@ -298,7 +298,7 @@ fn a_call_in_another_state_changes_nothing() {
 }
 
 #[test]
-fn a_process_without_cuda_and_none_at_all_are_told_apart() {
+fn a_process_without_cuda_and_none_at_all_have_errors_of_their_own() {
     let Some((_rig, cuda)) = one() else { return };
     let mut sleeping = Command::new("sleep").arg("60").spawn().unwrap();
     for function in FUNCTIONS {
@@ -649,10 +649,10 @@ fn a_test_lets_a_call_hang() {
     let probe = keeping(&rig, 100, "", &[], 0);
     let pid = probe.pid();
     let hangs = |call: fn(Cuda, i32) -> u32| {
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         // It ends with this process.
-        thread::spawn(move || tell.send(call(cuda, pid)));
-        told.recv_timeout(Duration::from_millis(300)).is_err()
+        thread::spawn(move || sender.send(call(cuda, pid)));
+        receiver.recv_timeout(Duration::from_millis(300)).is_err()
     };
     fs::write(rig.path("sim/fail"), "cuCheckpointProcessLock 1 hang\n").unwrap();
     assert!(hangs(Cuda::lock));

@@ -346,5 +346,5 @@ fn devices(held: &Held) -> Vec<Value> {
         Ok(made) => made.json(),
         Err(error) => json!({"uuid": device.uuid, "error": error}),
     };
-    std::iter::once(held.first.json()).chain(held.others.iter().map(other)).collect()
+    std::iter::once(held.first.json()).chain(held.further.iter().map(other)).collect()
 }

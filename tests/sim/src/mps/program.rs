@@ -62,7 +62,7 @@ pub(crate) struct Program {
     shared: Arc<Shared>,
     /// `None` if it runs without MPS.
     pub mps: Option<Client>,
-    /// Open as long as the process is to be found by others.
+    /// Open as long as the process is to be found by other processes.
     _door: Option<Door>,
 }
 
@@ -83,7 +83,7 @@ pub(crate) struct Held {
     /// The context on the first device, which does the work.
     pub first: Made,
     /// Contexts on the other devices. `Err` says why there is none.
-    pub others: Vec<(Device, Result<Made, String>)>,
+    pub further: Vec<(Device, Result<Made, String>)>,
     pub suspension: Suspension,
 }
 
@@ -122,11 +122,11 @@ impl Program {
             Some(client) => Made::with_mps(&topology.tag, device, client, &open),
             None => Made::alone(&topology.tag, device, &file),
         };
-        let (first, others) = visible.split_first().ok_or("CUDA_ERROR_NO_DEVICE")?;
+        let (first, rest) = visible.split_first().ok_or("CUDA_ERROR_NO_DEVICE")?;
         let first = make(first)?;
-        let others = others.iter().map(|device| (device.clone(), make(device))).collect();
+        let further = rest.iter().map(|device| (device.clone(), make(device))).collect();
         let suspension = Suspension::default();
-        let held = Held { tag: topology.tag, libcuda: file, mps: mps.is_some(), first, others, suspension };
+        let held = Held { tag: topology.tag, libcuda: file, mps: mps.is_some(), first, further, suspension };
         Ok(Self::of(held, mps))
     }
 
@@ -167,17 +167,17 @@ impl Shared {
 impl Held {
     /// The number of devices that the program sees.
     pub fn count(&self) -> usize {
-        1 + self.others.len()
+        1 + self.further.len()
     }
 
     pub fn contexts(&self) -> impl Iterator<Item = &Made> {
-        let others = self.others.iter().filter_map(|(_, made)| made.as_ref().ok());
-        std::iter::once(&self.first).chain(others)
+        let further = self.further.iter().filter_map(|(_, made)| made.as_ref().ok());
+        std::iter::once(&self.first).chain(further)
     }
 
     pub fn contexts_mut(&mut self) -> impl Iterator<Item = &mut Made> {
-        let others = self.others.iter_mut().filter_map(|(_, made)| made.as_mut().ok());
-        std::iter::once(&mut self.first).chain(others)
+        let further = self.further.iter_mut().filter_map(|(_, made)| made.as_mut().ok());
+        std::iter::once(&mut self.first).chain(further)
     }
 
     /// Counts memory that was allocated on the first device.
