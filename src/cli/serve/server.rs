@@ -25,6 +25,7 @@ use super::retry;
 use crate::cdi_spec;
 use crate::guard;
 use crate::peer::{OWNS, Peer};
+use crate::suspend::is_cut_short;
 use sublet_core::admit::{Local, PutOff};
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -118,8 +119,7 @@ fn housekeeping(put_off: &Cell<PutOff>) {
     let done = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         // Recorded each time: a ledger that was lost and rebuilt does not have it.
         let done = Local::putting_off(&config, put_off).reconcile(mps::register_keeper);
-        let read = Store::open(&config.state_dir).and_then(|store| store.read());
-        if read.is_ok_and(|ledger| ledger.cut_short().next().is_some()) {
+        if is_cut_short(&config) {
             put_off.set(PutOff { clear: true, ..put_off.get() });
         }
         keep_cdi(&config);

@@ -47,11 +47,25 @@ pub(super) fn check_lease(lease: &Lease, inventory: &Inventory, force: bool) -> 
     if lease.suspend.is_never() && !force { Err(SuspendError::NotAllowed) } else { Ok(()) }
 }
 
-/// Their number and what the driver tells of them.
+/// The CUDA processes of a container.
+#[derive(Clone, Debug, Default)]
+pub(super) struct CudaProcesses {
+    /// Those on its GPU.
+    pub here: Vec<CudaProcess>,
+    /// Whether one is on another GPU, which only a container with more nodes than its share's can be.
+    pub elsewhere: bool,
+}
+
+/// Their number, their GPUs and what the driver tells of them.
 pub(super) fn check_processes(
     lease: &Lease,
-    found: &[CudaProcess],
+    CudaProcesses { here: found, elsewhere }: &CudaProcesses,
 ) -> Result<Vec<SuspendedProcess>, SuspendError> {
+    if *elsewhere {
+        return Err(SuspendError::Cannot(
+            "it uses a GPU that is not its share's, and the driver loses a process that uses several",
+        ));
+    }
     let pids = || found.iter().map(|one| one.process.pid.to_string()).collect::<Vec<_>>().join(", ");
     match found.len() {
         0 => return Err(SuspendError::NoProcess),
@@ -64,6 +78,19 @@ pub(super) fn check_processes(
     let with = |one: &CudaProcess| Some(SuspendedProcess { process: one.process, bytes: one.bytes? });
     let all: Option<Vec<_>> = found.iter().map(with).collect();
     all.ok_or_else(|| SuspendError::Unknown(format!("how much GPU memory process {} has", pids())))
+}
+
+/// Locked, they are the ones that were found before, and have no more memory than was planned with.
+pub(super) fn check_unchanged(planned: &[SuspendedProcess], now: &CudaProcesses) -> Result<(), String> {
+    let is_planned = |new: &&CudaProcess| {
+        let bytes = planned.iter().find(|one| one.process == new.process).map(|one| one.bytes);
+        new.bytes.is_some_and(|now| bytes.is_some_and(|bytes| now <= bytes))
+    };
+    match now.here.iter().find(|new| !is_planned(new)) {
+        _ if now.elsewhere => Err("it began to use another GPU meanwhile".to_owned()),
+        Some(new) => Err(format!("process {} took GPU memory meanwhile; fix: try again", new.process.pid)),
+        None => Ok(()),
+    }
 }
 
 /// No process of it is stopped, frozen or held by another program: it could not do its part.
@@ -81,7 +108,7 @@ pub(super) fn check_awake(processes: &[SuspendedProcess]) -> Result<(), SuspendE
 /// The driver has none of them locked or suspended already, as NVIDIA's cuda-checkpoint does.
 pub(super) fn check_running(driver: &Driver, processes: &[SuspendedProcess]) -> Result<(), SuspendError> {
     for SuspendedProcess { process, .. } in processes {
-        match driver.state(*process).map_err(SuspendError::Driver)? {
+        match driver.state(*process).map_err(|error| SuspendError::Driver(error.to_string()))? {
             ProcessState::Running => {}
             ProcessState::Ended => return Err(SuspendError::NoProcess),
             state => {
@@ -164,14 +191,33 @@ mod tests {
     #[test]
     fn several_processes_need_to_be_said_to_share_nothing() {
         let one = |pid, bytes| CudaProcess { process: Process { pid, start_time: 1 }, bytes };
+        let found = |here: &[CudaProcess]| CudaProcesses { here: here.to_vec(), elsewhere: false };
         let two = [one(7, Some(GIB)), one(8, Some(GIB))];
-        assert_eq!(check_processes(&allowed(), &two[..1]).unwrap()[0].bytes, GIB);
-        let error = check_processes(&allowed(), &two).unwrap_err();
+        assert_eq!(check_processes(&allowed(), &found(&two[..1])).unwrap()[0].bytes, GIB);
+        let error = check_processes(&allowed(), &found(&two)).unwrap_err();
         assert!(error.to_string().contains("7, 8"), "{error}");
         let many = Lease { suspend: Suspend::AllowMany, ..allowed() };
-        assert_eq!(check_processes(&many, &two).unwrap().len(), 2);
-        assert_eq!(check_processes(&many, &[]).unwrap_err().reason(), "no-process");
-        assert_eq!(check_processes(&many, &[one(7, None)]).unwrap_err().reason(), "driver");
+        assert_eq!(check_processes(&many, &found(&two)).unwrap().len(), 2);
+        assert_eq!(check_processes(&many, &found(&[])).unwrap_err().reason(), "no-process");
+        assert_eq!(check_processes(&many, &found(&[one(7, None)])).unwrap_err().reason(), "driver");
+        let elsewhere = CudaProcesses { elsewhere: true, ..found(&two) };
+        assert_eq!(check_processes(&many, &elsewhere).unwrap_err().reason(), "cannot-suspend");
+    }
+
+    #[test]
+    fn locked_processes_are_those_that_were_planned_with_and_no_larger() {
+        let one = |pid, bytes| CudaProcess { process: Process { pid, start_time: 1 }, bytes };
+        let planned = [SuspendedProcess { process: one(7, None).process, bytes: GIB }];
+        let check = |here, elsewhere| check_unchanged(&planned, &CudaProcesses { here, elsewhere });
+        assert_eq!(check(vec![one(7, Some(GIB))], false), Ok(()));
+        assert_eq!(check(vec![one(7, Some(GIB - 1))], false), Ok(()));
+        assert_eq!(check(vec![], false), Ok(()), "it has ended");
+        for here in
+            [vec![one(7, Some(GIB + 1))], vec![one(7, None)], vec![one(7, Some(GIB)), one(8, Some(1))]]
+        {
+            assert!(check(here.clone(), false).is_err(), "{here:?}");
+        }
+        assert!(check(vec![one(7, Some(GIB))], true).unwrap_err().contains("another GPU"));
     }
 
     #[test]

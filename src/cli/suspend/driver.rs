@@ -3,9 +3,9 @@
 
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, ensure};
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use nix::sys::signal::{SigSet, Signal};
@@ -39,36 +39,54 @@ pub(super) enum ProcessState {
     Ended,
 }
 
+/// Why a call was not carried out.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CallError {
+    /// The driver was not asked.
+    #[error("{0}")]
+    NotMade(String),
+    /// The driver refuses, or has not answered in time.
+    #[error("{0}")]
+    Refused(String),
+}
+
 /// Where the driver is and how its calls are kept apart.
 #[derive(Clone, Debug)]
 pub(super) struct Driver {
     library: PathBuf,
     /// See [`hold`].
     lock: PathBuf,
+    /// For whom it is asked: its step is taken over when it has ended.
+    owner: Process,
 }
 
 impl Driver {
     /// `None`: the host's libcuda is not among the driver's files.
-    pub(super) fn of(inventory: &Inventory, state_dir: &Path) -> Option<Self> {
+    pub(super) fn of(inventory: &Inventory, state_dir: &Path, owner: Process) -> Option<Self> {
         let is_it =
             |kind: &FileKind| matches!(kind, FileKind::Library { soname, .. } if soname == "libcuda.so.1");
         let library = inventory.files.iter().find(|file| is_it(&file.kind))?.source.clone();
-        Some(Self { library, lock: state_dir.join("suspend.lock") })
+        Some(Self { library, lock: state_dir.join("suspend.lock"), owner })
     }
 
-    pub(super) fn state(&self, target: Process) -> Result<ProcessState, String> {
+    pub(super) fn state(&self, target: Process) -> Result<ProcessState, CallError> {
         match self.ask("state", target, SHORT)?.trim() {
             "0" => Ok(ProcessState::Running),
             "1" => Ok(ProcessState::Locked),
             "2" => Ok(ProcessState::Checkpointed),
             "3" => Ok(ProcessState::Failed),
             ENDED => Ok(ProcessState::Ended),
-            other => Err(format!("the driver answers with the unknown state {other}")),
+            other => Err(CallError::Refused(format!("it answers with the unknown state {other}"))),
         }
     }
 
     /// Carries out `call` on `target`, which has `bytes` of memory on the GPU. A process that has ended is no error.
-    pub(super) fn carry_out(&self, call: CheckpointCall, target: Process, bytes: u64) -> Result<(), String> {
+    pub(super) fn carry_out(
+        &self,
+        call: CheckpointCall,
+        target: Process,
+        bytes: u64,
+    ) -> Result<(), CallError> {
         let copying = Duration::from_secs((bytes >> 30) * SECONDS_FOR_A_GIB);
         let limit = match call {
             CheckpointCall::Checkpoint | CheckpointCall::Restore => SHORT + copying,
@@ -77,18 +95,32 @@ impl Driver {
         self.ask(call.into(), target, limit).map(drop)
     }
 
-    fn ask(&self, call: &str, target: Process, limit: Duration) -> Result<String, String> {
-        let library = self.library.to_string_lossy();
-        let lock = self.lock.to_string_lossy();
-        let numbers = [target.pid.to_string(), target.start_time.to_string(), limit.as_secs().to_string()];
-        let [pid, start, seconds] = numbers.each_ref().map(String::as_str);
-        let asked = sublet::ask(&["checkpoint", call, &library, &lock, pid, start, seconds], "", limit);
-        asked.map(|(answer, _)| answer).map_err(|error| error.to_string())
+    fn ask(&self, call: &str, target: Process, limit: Duration) -> Result<String, CallError> {
+        let began = Instant::now();
+        let paths = [&self.library, &self.lock].map(|path| path.to_string_lossy());
+        let mut words = vec!["checkpoint".to_owned(), call.to_owned()];
+        words.extend(paths.map(String::from));
+        words.extend(
+            [target, self.owner].iter().flat_map(|one| [one.pid.to_string(), one.start_time.to_string()]),
+        );
+        words.push(limit.as_secs().to_string());
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        match sublet::ask(&words, "", limit) {
+            Ok((answer, _)) => match answer.strip_prefix(REFUSED) {
+                Some(why) => Err(CallError::Refused(why.trim().to_owned())),
+                None => Ok(answer),
+            },
+            Err(error) if began.elapsed() >= limit => Err(CallError::Refused(error.to_string())),
+            Err(error) => Err(CallError::NotMade(error.to_string())),
+        }
     }
 }
 
 /// What the child says of a process that has ended.
 const ENDED: &str = "ended";
+
+/// What stands before the driver's reason in the child's answer.
+const REFUSED: &str = "refused: ";
 
 /// Arguments of `sublet checkpoint`, which is no command for people.
 #[derive(Debug, clap::Args)]
@@ -99,21 +131,30 @@ pub struct Arguments {
     lock: PathBuf,
     pid: i32,
     start_time: u64,
+    owner_pid: i32,
+    owner_start_time: u64,
     seconds: u32,
 }
 
-/// The child: one call on one process. Says the state, or that the process has ended.
+/// The child: one call on one process. Says the state, that the process has ended, or why the driver refuses.
 ///
 /// # Errors
-/// The driver's.
+/// The driver was not asked.
 pub fn run(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     // Whoever started this may have been killed. Then nobody else ends a call that hangs.
     alarm::set(arguments.seconds.max(1));
     // A call that was begun is finished, and the next command finds a state that is whole.
     SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]).thread_block()?;
+    make_call(arguments)
+}
+
+fn make_call(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     let target = Process { pid: arguments.pid, start_time: arguments.start_time };
+    let owner = Process { pid: arguments.owner_pid, start_time: arguments.owner_start_time };
     let ended = Ok(Some(ENDED.to_owned()));
     let held = hold(&arguments.lock, target.pid)?;
+    // Another may have put its step right before this one held the lock: nobody would undo what comes after that.
+    ensure!(owner.is_alive(), "the process that asks for it has ended");
     let Some(pidfd) = target.hold()? else { return ended };
     let driver = Checkpointer::load(&arguments.library).map_err(anyhow::Error::msg)?;
     let done = if arguments.call == "state" {
@@ -127,10 +168,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     if pidfd_await_end(pidfd.as_fd(), Duration::ZERO) {
         return ended;
     }
-    match done {
-        Ok(answer) => Ok(answer),
-        Err(error) => bail!(error),
-    }
+    Ok(done.unwrap_or_else(|why| Some(format!("{REFUSED}{why}"))))
 }
 
 /// Keeps calls of other programs off process `pid` until it is dropped: a child whose parent was killed finishes its call. It is a
@@ -158,14 +196,35 @@ mod tests {
     #[test]
     fn the_hosts_own_libcuda_is_loaded() {
         let mut inventory = sublet_core::place::fixture::host(vec![]);
-        let state = Path::new("/run/sublet");
-        assert!(Driver::of(&inventory, state).is_none());
+        let (state, owner) = (Path::new("/run/sublet"), Process::current().unwrap());
+        assert!(Driver::of(&inventory, state, owner).is_none());
         let source = PathBuf::from("/usr/lib/libcuda.so.580.159.04");
         let kind = FileKind::Library { soname: "libcuda.so.1".into(), also: vec!["libcuda.so".into()] };
         let file = DriverFile { source: source.clone(), kind, capability: Capability::Compute, needs: None };
         inventory.files.push(file);
-        let driver = Driver::of(&inventory, state).unwrap();
+        let driver = Driver::of(&inventory, state, owner).unwrap();
         assert_eq!((driver.library, driver.lock), (source, PathBuf::from("/run/sublet/suspend.lock")));
+    }
+
+    #[test]
+    fn a_child_makes_no_call_for_a_process_that_has_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let me = Process::current().unwrap();
+        let call = |owner: Process| {
+            let arguments = Arguments {
+                call: "lock".into(),
+                library: dir.path().join("libcuda.so.1"),
+                lock: dir.path().join("suspend.lock"),
+                pid: me.pid,
+                start_time: me.start_time,
+                owner_pid: owner.pid,
+                owner_start_time: owner.start_time,
+                seconds: 1,
+            };
+            make_call(&arguments).unwrap_err().to_string()
+        };
+        assert!(call(me).contains("cannot be loaded"));
+        assert!(call(Process { pid: i32::MAX, start_time: 1 }).contains("has ended"));
     }
 
     #[test]

@@ -34,14 +34,15 @@ pub enum SuspendError {
     #[error("another program has its process {pid} ({state}); fix: end that first, as with cuda-checkpoint")]
     Held { pid: i32, state: String },
     #[error(
-        "its GPU memory does not fit; why: {} MiB are to be copied, and there are {} MiB of {of} left", .needed >> 20, .left >> 20
+        "its GPU memory does not fit; why: {} MiB are to be copied, and there are {} MiB of {of} left; fix: free host \
+         memory, or start it with a larger limit", .needed >> 20, .left >> 20
     )]
     HostMemory { needed: u64, of: &'static str, left: u64 },
     #[error(
         "it could not come back; why: it has {} MiB of the GPU, of which {} MiB can be booked ([limits] reserve)", .bytes >> 20, .most >> 20
     )]
     TooLarge { bytes: u64, most: u64 },
-    #[error("the driver does not tell {0}")]
+    #[error("cannot find out {0}; fix: `sublet doctor` checks the host")]
     Unknown(String),
     #[error("the driver: {0}")]
     Driver(String),
@@ -51,15 +52,15 @@ pub enum SuspendError {
     OtherGpu { here: String },
     #[error(transparent)]
     Refused(#[from] Box<Refusal>),
-    #[error("{0}; it stays suspended")]
+    #[error("it stays suspended; why: {0}")]
     NoRoom(String),
     #[error("it has ended meanwhile")]
     Ended,
-    #[error("{0}; it goes on as before")]
+    #[error("it goes on as before; why: {0}")]
     Undone(String),
-    #[error("{0}; the next sublet command tries again")]
+    #[error("half of it is done, and the next sublet command tries again; why: {0}")]
     Stuck(String),
-    #[error("its GPU state was lost: {0}")]
+    #[error("its GPU state was lost; why: {0}; fix: start it again")]
     Lost(String),
 }
 

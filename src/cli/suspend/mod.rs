@@ -19,9 +19,9 @@ use nvml_wrapper::enum_wrappers::device::ComputeMode;
 use crate::libcuda::CheckpointCall;
 use crate::peer::{end_container, is_theirs, owns};
 use crate::probe;
-use checks::CudaProcess;
+use checks::{CudaProcess, CudaProcesses};
 pub use driver::{Arguments as CheckpointArguments, run as checkpoint};
-use driver::{Driver, ProcessState};
+use driver::{CallError, Driver, ProcessState};
 pub use error::SuspendError;
 use sublet_core::admit::{Local, refresh};
 use sublet_core::config::Config;
@@ -61,13 +61,7 @@ pub(crate) fn suspend(id: &LeaseId, force: bool, config: &Config) -> Result<Done
     checks::check_running(&work.driver, &processes)?;
     work.change(|ledger| ledger.begin_suspending(id, work.owner, processes.clone()))??;
     match work.put_away(&processes) {
-        Ok(()) => {
-            let noted = work.change(|ledger| ledger.end_suspended(id, work.owner))?;
-            let took = began.elapsed();
-            // What is free now is known to the next start.
-            let _ = refresh(config);
-            if noted { Ok(Done { bytes, took }) } else { Err(SuspendError::Ended) }
-        }
+        Ok(()) => work.finish(Ledger::end_suspended, bytes, began),
         Err(why) => Err(work.undo(SuspendStep::Suspending, &processes, why)),
     }
 }
@@ -90,31 +84,35 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
         Ok::<_, SuspendError>(ledger.begin_resuming(id, work.owner)?)
     })??;
     match work.bring_back(processes, config.limits.reserve) {
-        Ok(()) => {
-            let noted = work.change(|ledger| ledger.end_resumed(id, work.owner))?;
-            if noted { Ok(Done { bytes, took: began.elapsed() }) } else { Err(SuspendError::Ended) }
-        }
+        Ok(()) => work.finish(Ledger::end_resumed, bytes, began),
         Err(stuck) => Err(work.settle(stuck, processes, None)),
     }
 }
 
-/// Puts right every step whose process has ended: what was locked is unlocked, what was suspended comes back. Returns what
-/// could not be put right, one line each.
+/// Whether there is a step that [`put_right`] would put right.
+pub(crate) fn is_cut_short(config: &Config) -> bool {
+    let read = || Some((Store::open(&config.state_dir).ok()?.read().ok()?, Process::current().ok()?));
+    read().is_some_and(|(ledger, us)| ledger.cut_short(us).next().is_some())
+}
+
+/// Puts right every step that nobody takes any more, from where this process takes none: what was locked is unlocked, what
+/// was suspended comes back. Returns what could not be put right, one line each.
 pub(crate) fn put_right(config: &Config) -> Vec<String> {
-    let Ok(ledger) = Store::open(&config.state_dir).and_then(|store| store.read()) else { return Vec::new() };
+    let read = Store::open(&config.state_dir).and_then(|store| store.read());
+    let (Ok(ledger), Ok(us)) = (read, Process::current()) else { return Vec::new() };
     let put = |lease: &Lease| {
         let name = safe(&lease.container.name());
         let put = put_one_right(lease, config);
         put.err().map(|error| format!("container {name}: a step of its suspension was cut short: {error}"))
     };
-    ledger.cut_short().filter_map(put).collect()
+    ledger.cut_short(us).filter_map(put).collect()
 }
 
 fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
     let work = Work::begin(lease, config)?;
     let Some(own) = work.change(|ledger| ledger.take_over(&lease.id, work.owner))? else { return Ok(()) };
     let Suspension { step, processes, .. } = own;
-    match work.undo(step, &processes, "the process that suspended it was killed".to_owned()) {
+    match work.undo(step, &processes, "the process that took the step has ended".to_owned()) {
         SuspendError::Undone(_) => Ok(()),
         error => Err(error),
     }
@@ -125,7 +123,23 @@ fn sum(processes: &[SuspendedProcess]) -> u64 {
     processes.iter().map(|one| one.bytes).sum()
 }
 
+/// What becomes of a process after a call that failed and should have left it in the state `wanted`.
+fn aftermath(
+    failed: CallError,
+    now: Option<ProcessState>,
+    wanted: ProcessState,
+    is_awake: bool,
+) -> Result<(), Stuck> {
+    match failed {
+        // It ended meanwhile, or the answer alone was late.
+        _ if now == Some(ProcessState::Ended) || now == Some(wanted) => Ok(()),
+        CallError::Refused(why) if is_awake => Err(Stuck::Lost(why)),
+        CallError::Refused(why) | CallError::NotMade(why) => Err(Stuck::NotNow { why, all_out: false }),
+    }
+}
+
 /// What keeps a state from coming back.
+#[derive(Debug)]
 enum Stuck {
     /// There is no room, or a process cannot be asked. Whether all of it is in host memory.
     NotNow { why: String, all_out: bool },
@@ -145,13 +159,14 @@ struct Work<'a> {
 
 impl<'a> Work<'a> {
     fn begin(lease: &'a Lease, config: &'a Config) -> Result<Self, SuspendError> {
-        let unknown = |error: &dyn std::fmt::Display| SuspendError::Unknown(error.to_string());
+        let unknown =
+            |error: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
         let inventory = refresh(config)?;
-        let driver = Driver::of(&inventory, &config.state_dir);
+        let owner = Process::current().map_err(|error| unknown(&error))?;
+        let driver = Driver::of(&inventory, &config.state_dir, owner);
         let driver =
             driver.ok_or_else(|| SuspendError::Unknown("where the host's libcuda.so.1 is".to_owned()))?;
         let (nvml, _) = probe::connect(config).map_err(|error| unknown(&error))?;
-        let owner = Process::current().map_err(|error| unknown(&error))?;
         Ok(Self { config, lease, inventory, driver, nvml, owner })
     }
 
@@ -182,10 +197,31 @@ impl<'a> Work<'a> {
         Ok(Local::new(self.config).update(change)?)
     }
 
-    /// The container's processes with contexts on its GPU now, by NVML.
-    fn cuda_processes(&self, ledger: &Ledger) -> Result<Vec<CudaProcess>, SuspendError> {
-        let unknown = |error| SuspendError::Unknown(format!("what runs on its GPU: {error}"));
-        let device = probe::device_by_uuid(&self.nvml, self.gpu()).map_err(unknown)?;
+    /// The step has been taken, which `end` writes down.
+    fn finish(
+        &self,
+        end: fn(&mut Ledger, &LeaseId, Process) -> bool,
+        bytes: u64,
+        began: Instant,
+    ) -> Result<Done, SuspendError> {
+        let is_noted = self.change(|ledger| end(ledger, &self.lease.id, self.owner))?;
+        let took = began.elapsed();
+        // What is free now is known to the next start.
+        let _ = refresh(self.config);
+        if is_noted { Ok(Done { bytes, took }) } else { Err(SuspendError::Ended) }
+    }
+
+    /// The container's processes with contexts now, by NVML. A GPU that does not answer runs none, but for its own.
+    fn cuda_processes(&self, ledger: &Ledger) -> Result<CudaProcesses, SuspendError> {
+        let gpus = self.inventory.devices.iter().filter(|device| !device.is_mig());
+        let mut uuids = gpus.map(|gpu| gpu.uuid.as_str()).filter(|uuid| *uuid != self.gpu());
+        let elsewhere = uuids.any(|uuid| self.processes_on(uuid, ledger).is_ok_and(|on| !on.is_empty()));
+        Ok(CudaProcesses { here: self.processes_on(self.gpu(), ledger)?, elsewhere })
+    }
+
+    fn processes_on(&self, uuid: &str, ledger: &Ledger) -> Result<Vec<CudaProcess>, SuspendError> {
+        let unknown = |error| SuspendError::Unknown(format!("what runs on GPU {} ({error})", safe(uuid)));
+        let device = probe::device_by_uuid(&self.nvml, uuid).map_err(unknown)?;
         let listed = probe::compute_processes(&device).map_err(unknown)?;
         let mut found = Vec::new();
         for (pid, bytes) in probe::joined(listed.iter()) {
@@ -205,28 +241,25 @@ impl<'a> Work<'a> {
 
     /// Locks all of its processes, and then suspends them.
     fn put_away(&self, processes: &[SuspendedProcess]) -> Result<(), String> {
-        for one in processes {
-            self.driver.carry_out(CheckpointCall::Lock, one.process, 0)?;
-        }
+        let carry_out = |call, one: &SuspendedProcess| {
+            let done = self.driver.carry_out(call, one.process, one.bytes);
+            done.map_err(|error| format!("process {}: {error}", one.process.pid))
+        };
+        processes.iter().try_for_each(|one| carry_out(CheckpointCall::Lock, one))?;
         let ledger = Store::open(&self.config.state_dir).and_then(|store| store.read());
         let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
-        let is_new = |new: &CudaProcess| !processes.iter().any(|known| known.process == new.process);
-        if let Some(new) = now.map_err(|error| error.to_string())?.into_iter().find(is_new) {
-            return Err(format!("process {} began to use the GPU meanwhile", new.process.pid));
-        }
-        for one in processes {
-            self.driver.carry_out(CheckpointCall::Checkpoint, one.process, one.bytes)?;
-        }
-        Ok(())
+        checks::check_unchanged(processes, &now.map_err(|error| error.to_string())?)?;
+        processes.iter().try_for_each(|one| carry_out(CheckpointCall::Checkpoint, one))
     }
 
     /// Brings back what is in host memory, where the ledger has its room, and unlocks what is locked. So much memory of the
     /// GPU stays free.
     fn bring_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<(), Stuck> {
         let not_now = |why, all_out| Stuck::NotNow { why, all_out };
+        checks::check_awake(processes).map_err(|error| not_now(error.to_string(), false))?;
         let mut states = Vec::new();
         for one in processes {
-            let state = self.driver.state(one.process).map_err(|why| not_now(why, false))?;
+            let state = self.driver.state(one.process).map_err(|error| not_now(error.to_string(), false))?;
             states.push((*one, state));
         }
         states.retain(|(_, state)| *state != ProcessState::Ended);
@@ -240,22 +273,28 @@ impl<'a> Work<'a> {
             self.check_gpu(sum(&out), reserve).map_err(|why| not_now(why, all_out))?;
         }
         for one in &out {
-            self.carry_out_or_lose(CheckpointCall::Restore, *one)?;
+            self.carry_out_or_lose(CheckpointCall::Restore, *one, ProcessState::Locked)?;
         }
         for (one, _) in states.iter().filter(|(_, state)| *state != ProcessState::Running) {
-            self.carry_out_or_lose(CheckpointCall::Unlock, *one)?;
+            self.carry_out_or_lose(CheckpointCall::Unlock, *one, ProcessState::Running)?;
         }
         Ok(())
     }
 
-    /// A process that has ended meanwhile is not lost.
-    fn carry_out_or_lose(&self, call: CheckpointCall, one: SuspendedProcess) -> Result<(), Stuck> {
-        match self.driver.carry_out(call, one.process, one.bytes) {
-            Err(why) if one.process.is_alive() => {
-                Err(Stuck::Lost(format!("process {}: {why}", one.process.pid)))
-            }
-            _ => Ok(()),
-        }
+    /// Carries out `call`, which leads to the state `wanted`.
+    fn carry_out_or_lose(
+        &self,
+        call: CheckpointCall,
+        one: SuspendedProcess,
+        wanted: ProcessState,
+    ) -> Result<(), Stuck> {
+        let Err(failed) = self.driver.carry_out(call, one.process, one.bytes) else { return Ok(()) };
+        let now = if one.process.is_alive() {
+            self.driver.state(one.process).ok()
+        } else {
+            Some(ProcessState::Ended)
+        };
+        aftermath(failed, now, wanted, checks::check_awake(&[one]).is_ok())
     }
 
     /// What NVML says of the GPU, just before a restore.
@@ -266,14 +305,16 @@ impl<'a> Work<'a> {
         if mode != ComputeMode::Default {
             let mode = probe::compute_mode(mode);
             return Err(format!(
-                "its GPU has compute mode {mode}; fix: end the MPS shares there, or reset it"
+                "its GPU has compute mode {mode}; fix: end the MPS shares there, or set it to DEFAULT (nvidia-smi -c)"
             ));
         }
         let memory = device.memory_info().map_err(|error| format!("NVML, of its memory: {error}"))?;
         let needed = bytes.saturating_add(reserve);
         if memory.free < needed {
             let [free, needed] = [memory.free, needed].map(|bytes| bytes >> 20);
-            return Err(format!("its GPU has {free} MiB free, and {needed} MiB are needed"));
+            return Err(format!(
+                "its GPU has {free} MiB free, and {needed} MiB are needed; fix: end what uses it, or wait (--wait)"
+            ));
         }
         Ok(())
     }
@@ -332,5 +373,28 @@ impl<'a> Work<'a> {
     fn tell(&self, kind: Kind, text: &str) {
         let event = Event { text: text.to_owned(), ..lease_event(kind, self.lease) };
         events::emit(&self.config.state_dir, &[event]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ProcessState::{Checkpointed, Ended, Failed, Locked, Running};
+    use super::*;
+
+    #[test]
+    fn only_a_process_that_the_driver_refuses_to_bring_back_is_lost() {
+        let becomes = |failed: fn(String) -> CallError, now, is_awake| {
+            let after = aftermath(failed("why".to_owned()), now, Locked, is_awake);
+            after.map_err(|stuck| matches!(stuck, Stuck::Lost(_)))
+        };
+        let (lost, not_now) = (Err(true), Err(false));
+        for now in [None, Some(Checkpointed), Some(Failed), Some(Running)] {
+            assert_eq!(becomes(CallError::Refused, now, true), lost, "{now:?}");
+            assert_eq!(becomes(CallError::Refused, now, false), not_now, "{now:?}: it is paused");
+            assert_eq!(becomes(CallError::NotMade, now, true), not_now, "{now:?}: no child could be started");
+        }
+        for now in [Locked, Ended] {
+            assert_eq!(becomes(CallError::Refused, Some(now), true), Ok(()), "{now:?}");
+        }
     }
 }

@@ -77,11 +77,11 @@ impl WrongState {
 }
 
 impl Lease {
-    /// Whether a step of it was cut short: its process has ended.
-    pub fn is_cut_short(&self) -> bool {
-        self.suspension
-            .as_ref()
-            .is_some_and(|own| own.step != SuspendStep::Suspended && !own.owner.is_alive())
+    /// Whether a step of it was cut short: its process has ended, or is `asking`, which takes one step after the other and
+    /// could not write down how an earlier one ended.
+    pub fn is_cut_short(&self, asking: Process) -> bool {
+        let is_left = |owner: Process| owner == asking || !owner.is_alive();
+        self.suspension.as_ref().is_some_and(|own| own.step != SuspendStep::Suspended && is_left(own.owner))
     }
 
     /// Its state as it is shown, with the step of its suspension.
@@ -165,7 +165,7 @@ impl Ledger {
     /// `owner` takes over a step of lease `id` that was cut short. The suspension as it is then; `None`: there is nothing
     /// to take over any more.
     pub fn take_over(&mut self, id: &LeaseId, owner: Process) -> Option<Suspension> {
-        self.lease(id).filter(|lease| lease.is_cut_short())?;
+        self.lease(id).filter(|lease| lease.is_cut_short(owner))?;
         self.set_step(id, |own| Suspension { owner, ..own });
         self.lease(id)?.suspension.clone()
     }
@@ -201,9 +201,9 @@ impl Ledger {
         lease.suspension.is_some()
     }
 
-    /// Leases with a step that was cut short.
-    pub fn cut_short(&self) -> impl Iterator<Item = &Lease> {
-        self.leases.iter().filter(|lease| lease.is_cut_short())
+    /// Leases with a step that was cut short, as [`Lease::is_cut_short`].
+    pub fn cut_short(&self, asking: Process) -> impl Iterator<Item = &Lease> {
+        self.leases.iter().filter(move |lease| lease.is_cut_short(asking))
     }
 }
 
@@ -290,17 +290,21 @@ mod tests {
     }
 
     #[test]
-    fn only_a_step_whose_process_has_ended_is_taken_over_and_once() {
+    fn only_a_step_that_nobody_takes_any_more_is_taken_over_and_once() {
         let (mut ledger, id) = ledger();
+        let parent = Process::find(me().parent().unwrap()).unwrap();
         assert_eq!(ledger.take_over(&id, me()), None);
-        ledger.begin_suspending(&id, me(), vec![]).unwrap();
-        assert_eq!((ledger.cut_short().count(), ledger.take_over(&id, me())), (0, None));
+        ledger.begin_suspending(&id, parent, vec![]).unwrap();
+        assert_eq!((ledger.cut_short(me()).count(), ledger.take_over(&id, me())), (0, None));
         ledger.leases[0].suspension.as_mut().unwrap().owner = dead();
-        assert_eq!(ledger.cut_short().count(), 1);
-        assert_eq!(ledger.take_over(&id, me()).unwrap().owner, me());
+        assert_eq!(ledger.cut_short(me()).count(), 1);
+        assert_eq!(ledger.take_over(&id, parent).unwrap().owner, parent);
         assert_eq!(ledger.take_over(&id, me()), None);
-        ledger.leave_step(&id, me());
+        ledger.leave_step(&id, parent);
         assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::CutShort));
+        assert_eq!(ledger.take_over(&id, me()).unwrap().owner, me());
+        // How that ended was not written down, as on a full disk.
+        assert_eq!((ledger.cut_short(parent).count(), ledger.cut_short(me()).count()), (0, 1));
         assert_eq!(ledger.take_over(&id, me()).unwrap().owner, me());
     }
 

@@ -8,7 +8,7 @@ use crate::inventory::Inventory;
 use crate::ledger::{Lease, Ledger};
 use crate::request::{Request, parse};
 use crate::share::{MIB, Memory, Suspend};
-use crate::text::safe;
+use crate::text::{add_fix, safe};
 
 /// Checks whether there is room for `lease`, which is suspended, with `bytes` of memory: by what administrators decided, the
 /// use of its device, the bookings, and the memory that NVML last reported free.
@@ -42,7 +42,10 @@ pub fn check_resume(
         .and_then(|()| check_room(&want, &bookings, world))
         .and_then(|()| check_memory(&want, world).map(drop));
     checked.map_err(|Misfit { reason, temporary, refresh }| {
-        let refusal = Refusal::never(format!("{} {reason}", device.label()));
+        let message = format!("{} {reason}", device.label());
+        let has_way_out = !temporary || message.contains("fix: ");
+        let waits = "end or suspend another container there, or wait (--wait)";
+        let refusal = Refusal::never(if has_way_out { message } else { add_fix(&message, waits) });
         Box::new(Refusal { temporary, refresh_first: refresh, ..refusal })
     })
 }
@@ -85,7 +88,10 @@ mod tests {
         let as_is = |_: &mut Inventory, _: &mut Config| ();
         assert_eq!(why(&[(Mode::TimeSlice, 79)], as_is), None);
         let full = why(&[(Mode::TimeSlice, 80)], as_is).unwrap();
-        assert_eq!(full, ("GPU 0 has 19968 MiB left to book, 20 GiB needed".to_owned(), true));
+        assert!(
+            full.0.starts_with("GPU 0 has 19968 MiB left to book, 20 GiB needed; fix: ") && full.1,
+            "{full:?}"
+        );
         let taken = why(&[(Mode::Exclusive, 0)], as_is).unwrap();
         assert!(taken.0.contains("is taken whole") && taken.1, "{taken:?}");
         let turns = why(&[(Mode::TimeSlice, 0)], |_, config| config.limits.time_slice_max = 1).unwrap();
