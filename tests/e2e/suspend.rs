@@ -329,6 +329,25 @@ fn a_suspended_container_ends_as_any_other() {
 }
 
 #[test]
+fn a_process_that_begins_to_compute_in_a_suspended_container_is_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let kept = kept(&host.world, "kept");
+    done(&host.world, &["suspend", "kept"]);
+    // Left alone, it ends well.
+    let computing = kept.exec(&["/usr/bin/cuda-probe", "hold", "30"]);
+    assert!(!computing.ok, "{}", computing.stdout);
+    assert!(eventually(|| host.event("suspended").is_some()), "{:?}", host.events());
+    assert_eq!(host.event("suspended").expect("seen")["action"], "terminate");
+    done(&host.world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    kept.down();
+    host.world.assert_empty();
+}
+
+#[test]
 fn a_gpu_with_a_suspended_container_keeps_its_mig_mode() {
     if skip_unless_root() {
         return;

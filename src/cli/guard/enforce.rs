@@ -51,6 +51,9 @@ impl Acting {
             return None;
         }
         let lease = lease.as_ref();
+        if verdict.offence == Offence::Suspended && !lease.is_some_and(Lease::is_suspended) {
+            return None;
+        }
         let done = match (verdict.action, held) {
             (_, Ok(None)) => return None,
             (Action::Report, _) => "reported only".to_owned(),
@@ -109,6 +112,7 @@ fn did(verdict: &Verdict) -> String {
         Offence::Bypass => "computes outside its MPS server, without limits".to_owned(),
         Offence::Clients => format!("is one of {used} MPS clients, where sublet.processes says {allowed}"),
         Offence::Left => "has outlived its container".to_owned(),
+        Offence::Suspended => "began to use the GPU while its container is suspended".to_owned(),
         Offence::Stranger => "computes there without a lease".to_owned(),
         Offence::Server => "has ended".to_owned(),
         Offence::Silent => {

@@ -28,6 +28,8 @@ pub enum Offence {
     Clients,
     /// The container has ended.
     Left,
+    /// The container is suspended, and the process has begun to use the GPU: its room may be another's.
+    Suspended,
     /// The process is not attributable to any lease on this device.
     Stranger,
     /// The MPS server that the container used has ended. Not the container's own offence.
@@ -102,6 +104,13 @@ impl Judge {
         };
         if look.gone.contains(&lease.id) {
             return own.into_iter().map(|holder| tell(Offence::Left, rules.left, holder)).collect();
+        }
+        if let Some(suspension) = lease.suspension.as_ref().filter(|_| lease.is_suspended()) {
+            // NVML's lists may be from before.
+            let is_out =
+                |holder: &&Holder| suspension.processes.iter().any(|one| one.process == holder.process);
+            let new = own.into_iter().filter(|holder| !is_out(holder));
+            return new.map(|holder| tell(Offence::Suspended, Action::Terminate, holder)).collect();
         }
         let served = look.knows_clients && lease.daemon.is_some();
         let outside = own.iter().filter(|holder| served && !holder.is_client);

@@ -1,6 +1,6 @@
 use super::*;
 use sublet_core::ledger::fixture::lease;
-use sublet_core::ledger::{DaemonKey, Init, Job, LeaseState};
+use sublet_core::ledger::{DaemonKey, Init, Job, LeaseState, SuspendStep, SuspendedProcess, Suspension};
 use sublet_core::share::Guarding;
 
 const GPU: &str = "GPU-1";
@@ -67,6 +67,24 @@ fn each_of_several_devices_is_held_to_the_share_by_itself() {
     assert_eq!(judged(&[within(), within()], &ledger), [[], []] as [[_; 0]; 2]);
     let past = || looks(vec![client(10, 1000, &both)], vec![client(11, 1200, &both)]);
     assert_eq!(judged(&[past(), past()], &ledger), [vec![], vec![(Offence::Memory, 11)]]);
+}
+
+#[test]
+fn a_process_that_begins_to_compute_while_its_container_is_suspended_is_ended_and_no_other() {
+    let at = |step| {
+        let owner = Process { pid: 1, start_time: 1 };
+        let processes =
+            vec![SuspendedProcess { process: client(10, 0, &shared(1)).process, bytes: 500 * MIB }];
+        let suspension = Some(Suspension { step, owner, processes, since_ms: 0 });
+        Lease { mode: Mode::TimeSlice, daemon: None, memory_bytes: None, suspension, ..shared(1) }
+    };
+    let plain = |pid| Holder { is_client: false, ..client(pid, 500, &shared(1)) };
+    let seen = || look(vec![plain(10), plain(11)]);
+    let found = |lease: Lease| judged(&[seen(), seen()], &ledger(vec![lease]));
+    assert_eq!(found(at(SuspendStep::Suspended)), [vec![], vec![(Offence::Suspended, 11)]]);
+    for step in [SuspendStep::Suspending, SuspendStep::Resuming] {
+        assert_eq!(found(at(step)), [[], []] as [[_; 0]; 2], "{step:?}");
+    }
 }
 
 #[test]
