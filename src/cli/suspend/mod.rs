@@ -74,18 +74,20 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
     let began = Instant::now();
     let ledger = Store::open(&config.state_dir)?.read()?;
     let (lease, own) = ledger.resumable(id)?;
-    let (bytes, processes) = (own.bytes(), &own.processes);
     let work = Work::begin(lease, config)?;
     work.check_named(gpu)?;
-    checks::check_awake(processes)?;
-    work.change(|ledger| {
+    checks::check_awake(&own.processes)?;
+    // It may have been resumed and suspended again meanwhile, with other processes.
+    let own = work.change(|ledger| {
         let (lease, own) = ledger.resumable(id)?;
+        let own = own.clone();
         check_resume(lease, own.bytes(), &work.inventory, ledger, config)?;
-        Ok::<_, SuspendError>(ledger.begin_resuming(id, work.owner)?)
+        ledger.begin_resuming(id, work.owner)?;
+        Ok::<_, SuspendError>(own)
     })??;
-    match work.bring_back(processes, config.limits.reserve) {
-        Ok(()) => work.finish(Ledger::end_resumed, bytes, began),
-        Err(stuck) => Err(work.settle(stuck, processes, None)),
+    match work.bring_back(&own.processes, config.limits.reserve) {
+        Ok(()) => work.finish(Ledger::end_resumed, own.bytes(), began),
+        Err(stuck) => Err(work.settle(stuck, &own.processes, None)),
     }
 }
 
@@ -130,10 +132,12 @@ fn aftermath(
     wanted: ProcessState,
     is_awake: bool,
 ) -> Result<(), Stuck> {
+    // A copy that was given up for its time has ended after all.
+    let is_out_again = (wanted, now) == (ProcessState::Running, Some(ProcessState::Checkpointed));
     match failed {
         // It ended meanwhile, or the answer alone was late.
         _ if now == Some(ProcessState::Ended) || now == Some(wanted) => Ok(()),
-        CallError::Refused(why) if is_awake => Err(Stuck::Lost(why)),
+        CallError::Refused(why) if is_awake && !is_out_again => Err(Stuck::Lost(why)),
         CallError::Refused(why) | CallError::NotMade(why) => Err(Stuck::NotNow { why, all_out: false }),
     }
 }
@@ -396,5 +400,8 @@ mod tests {
         for now in [Locked, Ended] {
             assert_eq!(becomes(CallError::Refused, Some(now), true), Ok(()), "{now:?}");
         }
+        let unlocked = |now| aftermath(CallError::Refused("why".to_owned()), Some(now), Running, true);
+        assert!(matches!(unlocked(Checkpointed), Err(Stuck::NotNow { all_out: false, .. })));
+        assert!(matches!(unlocked(Locked), Err(Stuck::Lost(_))));
     }
 }
