@@ -1,11 +1,10 @@
 //! What the cgroups of a process say of it, by the kernel's paths and not by those in a lease: how much memory they leave
 //! it, and whether they are frozen (`docker pause`).
 
-use std::io;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use super::{CGROUP_MOUNT, cgroup_line, cgroup_table, kernel_file, unified_cgroups};
-use crate::fs::is_absent;
 
 /// How many bytes process `pid` may still take before a limit of one of its cgroups stops it, cached files not counted;
 /// `None`: none has a limit.
@@ -37,12 +36,13 @@ pub fn is_frozen(pid: i32) -> io::Result<bool> {
     Ok(false)
 }
 
-/// The process's cgroup and those above it but for the root, in v1's hierarchy of `controller` or else in v2's.
+/// The process's cgroups and those above them but for the roots, in v1's hierarchy of `controller` and in v2's: a kernel that has
+/// the first one says so of every process, also where nobody has mounted it.
 fn directories(pid: i32, controller: &str) -> io::Result<Vec<PathBuf>> {
     let (table, mount) = (cgroup_table(pid)?, Path::new(CGROUP_MOUNT));
     let v1 = cgroup_line(&table, controller).map(|path| (mount.join(controller), path));
-    let v2 = || cgroup_line(&table, "").map(|path| (unified_cgroups(mount), path));
-    Ok(v1.or_else(v2).map(|(root, path)| upwards(&root, path)).unwrap_or_default())
+    let v2 = cgroup_line(&table, "").map(|path| (unified_cgroups(mount), path));
+    Ok(v1.into_iter().chain(v2).flat_map(|(root, path)| upwards(&root, path)).collect())
 }
 
 fn upwards(root: &Path, path: &str) -> Vec<PathBuf> {
@@ -71,7 +71,7 @@ fn left_in(directory: &Path) -> io::Result<Option<u64>> {
 
 fn read(directory: &Path, name: &str) -> io::Result<Option<String>> {
     match kernel_file(directory.join(name)) {
-        Err(error) if is_absent(&error) => Ok(None),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         text => text.map(Some),
     }
 }
