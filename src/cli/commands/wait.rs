@@ -37,6 +37,7 @@ pub struct Arguments {
     timeout: Duration,
 }
 
+/// A time to wait, up to a day.
 pub fn timeout(text: &str) -> Result<Duration, String> {
     let allowed = || format!("must be {DURATION_ALLOWED}, at most a day");
     parse_duration(text, LONGEST).map_err(|hint| hint.unwrap_or_else(allowed))

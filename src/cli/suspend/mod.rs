@@ -336,13 +336,16 @@ impl<'a> Work<'a> {
                 }
                 ended.map_or_else(|error| error, |_| SuspendError::Undone(why))
             }
-            Err(stuck) => self.settle(stuck, processes, Some(why)),
+            Err(stuck) => self.settle(stuck, processes, Some(&why)),
         }
     }
 
     /// Writes down what did not come back, and ends the container of what never will.
-    fn settle(&self, stuck: Stuck, processes: &[SuspendedProcess], why: Option<String>) -> SuspendError {
-        let because = |more: String| why.iter().cloned().chain([more]).collect::<Vec<_>>().join("; ");
+    fn settle(&self, stuck: Stuck, processes: &[SuspendedProcess], why: Option<&str>) -> SuspendError {
+        let because = |more: String| match why {
+            Some(why) => format!("{why}; {more}"),
+            None => more,
+        };
         let id = &self.lease.id;
         match stuck {
             Stuck::NotNow { why, all_out } => {
