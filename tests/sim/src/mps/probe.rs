@@ -249,6 +249,8 @@ impl Program {
         self.call().suspension.content.clone_from(&pattern);
         let (start, mut rounds) = (Instant::now(), 0);
         loop {
+            // Looked at before the round: one that began when it was over is always told.
+            let is_last = start.elapsed() >= keep.time || keep.until.is_some_and(Path::exists);
             let mut held = self.call();
             if let Some(hindrance) = keep.hindrance.as_ref().filter(|_| keep.when.is_none_or(Path::exists)) {
                 hindrance.begin(&mut held)?;
@@ -259,7 +261,7 @@ impl Program {
             let round = json!({"event": "round", "n": rounds, "equal": equal, "uuids": uuids});
             drop(held);
             say(&round);
-            if start.elapsed() >= keep.time || keep.until.is_some_and(Path::exists) {
+            if is_last {
                 return Ok(());
             }
             std::thread::sleep(ROUND);
