@@ -265,7 +265,9 @@ fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
         }
         done => done?.lines.iter().for_each(|line| eprintln!("sublet: {line}")),
     }
-    put_right(config).iter().for_each(|line| eprintln!("sublet: {line}"));
+    for line in put_right(config) {
+        eprintln!("sublet: {line}");
+    }
     store.read().context("after freeing leases of containers that have ended")
 }
 

@@ -38,7 +38,9 @@ pub(super) fn clear() {
     let clear = || -> anyhow::Result<()> {
         let config = config_files::load()?;
         Local::new(&config).destroy_unneeded(&Store::open(&config.state_dir)?);
-        suspend::put_right(&config).iter().for_each(|line| tracing::warn!("{line}"));
+        for line in suspend::put_right(&config) {
+            tracing::warn!("{line}");
+        }
         Ok(())
     };
     let _ = clear().inspect_err(|error| tracing::warn!("{error}"));

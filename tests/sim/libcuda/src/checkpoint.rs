@@ -102,8 +102,6 @@ unsafe fn put<T: Copy>(to: *mut T, found: Result<T, c_uint>) -> c_uint {
 
 /// As NVML writes it.
 fn uuid(bytes: [u8; 16]) -> String {
-    let hex = |range: std::ops::Range<usize>| -> String {
-        bytes[range].iter().map(|byte| format!("{byte:02x}")).collect()
-    };
-    format!("GPU-{}-{}-{}-{}-{}", hex(0..4), hex(4..6), hex(6..8), hex(8..10), hex(10..16))
+    let hex = format!("{:032x}", u128::from_be_bytes(bytes));
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
