@@ -129,6 +129,34 @@ fn what_a_share_or_a_stack_would_get_and_how_it_is_offered() {
 }
 
 #[test]
+fn a_suspension_its_end_and_the_host_meanwhile() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let keep = ["/usr/bin/cuda-probe", "keep", "1024", "600"];
+    let bundle = world.bundle("kept", &[("sublet.suspend", "allow")], &keep);
+    bundle.up();
+    bundle.event("round");
+    for (command, state) in [("suspend", "suspended"), ("resume", "active")] {
+        let done = judged(&world, "suspend.json", &[command, "kept"])[0].clone();
+        let lease = &judged(&world, "status.json", &["status"])["leases"][0];
+        assert_eq!((&done["name"], &done["lease"]), (&"kept".into(), &lease["id"]), "{done}");
+        assert_eq!([&done["state"], &lease["state"]], [state; 2], "{done}");
+        assert!(done["bytes"].as_u64() >= Some(1024 << 20) && done["seconds"].as_f64() > Some(0.0), "{done}");
+        judged(&world, "lease-list.json", &["lease", "list"]);
+        let explained = judged(&world, "explain-container.json", &["explain", "--container", "kept"]);
+        let is_out = state == "suspended";
+        let last = explained["history"].as_array().and_then(|history| history.last()).expect("a history");
+        assert_eq!(last["kind"], if is_out { "suspended" } else { "resumed" }, "{explained}");
+        let bytes = &explained["container"]["suspended_bytes"];
+        assert_eq!(*bytes, if is_out { done["bytes"].clone() } else { Value::Null }, "{explained}");
+    }
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
 fn mig_instances_and_a_plan() {
     if skip_unless_root() {
         return;

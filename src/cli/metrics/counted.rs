@@ -151,10 +151,13 @@ impl Totals {
         let family = ("sublet_mps_restarts", "MPS daemons that were restarted under running containers.");
         families.add(Type::Counter, family, &[], Some(float(restarts)));
         let seconds = |milliseconds: Option<u64>| milliseconds.map(|one| float(one) / 1000.0);
-        let help = "How long the last copy of a container's GPU memory into host memory took.";
-        families.gauge("sublet_last_suspend_seconds", help, seconds(self.suspended_ms));
-        let help = "How long the last copy back took.";
-        families.gauge("sublet_last_resume_seconds", help, seconds(self.resumed_ms));
+        let suspend = "How long the last copy of a container's GPU memory into host memory took.";
+        families.gauge("sublet_last_suspend_seconds", suspend, seconds(self.suspended_ms));
+        families.gauge(
+            "sublet_last_resume_seconds",
+            "How long the last copy back took.",
+            seconds(self.resumed_ms),
+        );
         // Pairs that did not occur begin with 0, like other counts.
         for offence in Offence::VARIANTS.iter().map(ToString::to_string) {
             for action in [Action::Report, Action::Terminate, Action::Container] {

@@ -14,6 +14,9 @@ use crate::text::safe_long;
 /// MPS daemon.
 const ANSWER_LIMIT: Duration = Duration::from_secs(150);
 
+/// The same where GPU memory is copied, maybe after that of other users. The service gives each copy 4 s for a GiB.
+const COPY_LIMIT: Duration = Duration::from_secs(3600);
+
 /// How long to wait for a service that is restarting, or that already works for its maximum number of this user's
 /// containers.
 const BUSY_LIMIT: Duration = Duration::from_secs(30);
@@ -85,7 +88,7 @@ impl Broker {
         }
         let deadline = Instant::now() + BUSY_LIMIT;
         loop {
-            match self.once(&line)? {
+            match self.once(&line, answer_limit(ask))? {
                 Answer::Busy(_) if Instant::now() < deadline => {
                     self.stream = None;
                     std::thread::sleep(NAP);
@@ -112,7 +115,7 @@ impl Broker {
         Ok(protocol::parse::<Answer>(&receive(&stream, limit)?).map(drop)?)
     }
 
-    fn once(&mut self, line: &[u8]) -> Result<Answer, BrokerError> {
+    fn once(&mut self, line: &[u8], limit: Duration) -> Result<Answer, BrokerError> {
         let mut stream = if let Some(stream) = self.stream.take() {
             stream
         } else {
@@ -123,12 +126,19 @@ impl Broker {
         };
         // A service that turns the connection away sends the reason before it has read a request.
         let sent = stream.write_all(line);
-        let answer = match (receive(&stream, ANSWER_LIMIT), sent) {
+        let answer = match (receive(&stream, limit), sent) {
             (Err(BrokerError::Broken(_)), Err(error)) => Err(BrokerError::Broken(error)),
             (answer, _) => answer,
         }?;
         self.stream = Some(stream);
         Ok(protocol::parse(&answer)?)
+    }
+}
+
+const fn answer_limit(ask: &Ask) -> Duration {
+    match ask {
+        Ask::Suspend { .. } | Ask::Resume { .. } => COPY_LIMIT,
+        _ => ANSWER_LIMIT,
     }
 }
 
@@ -238,6 +248,17 @@ mod tests {
         let error = broker.ask(&Ask::Status).unwrap_err();
         assert!(matches!(error, BrokerError::Broken(_)), "{error}");
         service.join().unwrap();
+    }
+
+    #[test]
+    fn a_copy_may_take_longer_than_other_answers() {
+        let lease = crate::ledger::fixture::lease(1, "GPU-0").id;
+        let resume = Ask::Resume { lease: lease.clone(), gpu: None };
+        for ask in [Ask::Suspend { lease, force: false }, resume] {
+            // 288 GiB out and back again, at 4 s for each GiB (sublet's suspend/driver.rs).
+            assert!(answer_limit(&ask) > Duration::from_secs(2 * 288 * 4), "{ask:?}");
+        }
+        assert_eq!(answer_limit(&Ask::Status), ANSWER_LIMIT);
     }
 
     #[test]
