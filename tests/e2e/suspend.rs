@@ -38,8 +38,8 @@ fn refused(world: &World, arguments: &[&str]) -> (String, String) {
     let output = world.sublet(&[arguments, &["--format", "json"]].concat());
     assert!(!output.status.success(), "{arguments:?}: {}", text(&output));
     let error: Value = serde_json::from_slice(&output.stdout).expect("JSON");
-    let word = |key: &str| error[key].as_str().expect("text").to_owned();
-    (word("reason"), word("error"))
+    let field = |key: &str| error[key].as_str().expect("text").to_owned();
+    (field("reason"), field("error"))
 }
 
 fn rounds(bundle: &Bundle<'_>) -> Vec<Value> {
