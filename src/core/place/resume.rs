@@ -102,5 +102,9 @@ mod tests {
         assert!(mode.unwrap().0.contains("compute mode"));
         let gone = why(&[], |inventory, _| inventory.devices.clear()).unwrap();
         assert!(gone.0.contains("not served now") && gone.1, "{gone:?}");
+        let (inventory, config) = (host(vec![device(0)]), Config::default());
+        let drained = Ledger { drained: vec!["GPU-0".into()], ..suspended(&[]) };
+        let refusal = check_resume(&drained.leases[0], GIB, &inventory, &drained, &config).unwrap_err();
+        assert!(refusal.message.contains("sublet undrain 0") && !refusal.temporary, "{refusal:?}");
     }
 }
