@@ -251,8 +251,8 @@ mod tests {
         assert_eq!(kinds(&on_gpu, &going), [""; 0]);
         assert_eq!((kinds(&going, &out), kinds(&out, &coming)), (vec!["suspended"], vec![]));
         assert_eq!((kinds(&coming, &on_gpu), kinds(&going, &on_gpu)), (vec!["resumed"], vec![]));
-        let told = &events(&going, &out)[0];
-        assert_eq!((told.text.as_str(), told.took_ms), ("5 MiB", Some(told.uptime_ms)));
+        let event = &events(&going, &out)[0];
+        assert_eq!((event.text.as_str(), event.took_ms), ("5 MiB", Some(event.uptime_ms)));
     }
 
     #[test]
