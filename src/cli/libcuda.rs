@@ -236,6 +236,35 @@ struct LockArguments {
     more_reserved: [u64; 7],
 }
 
+/// `CUcheckpointGpuPair` of cuda.h: the UUIDs of a GPU and of the one that takes its place.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuPair {
+    old: [u8; 16],
+    new: [u8; 16],
+}
+
+impl GpuPair {
+    /// Of two UUIDs as NVML writes them: `GPU-`, and 32 hex digits with hyphens.
+    pub fn parse(old: &str, new: &str) -> Option<Self> {
+        let bytes = |uuid: &str| {
+            let digits = uuid.strip_prefix("GPU-")?.replace('-', "");
+            let number = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.len() == 32);
+            number.map(u128::to_be_bytes)
+        };
+        Some(Self { old: bytes(old)?, new: bytes(new)? })
+    }
+}
+
+/// `CUcheckpointRestoreArgs` of cuda.h, since CUDA 13.
+#[repr(C)]
+struct RestoreArguments {
+    pairs: *const GpuPair,
+    count: u32,
+    reserved: [u8; 44],
+    more_reserved: u64,
+}
+
 impl Checkpointer {
     /// Loads the libcuda in this file.
     pub fn load(library: &Path) -> Result<Self, String> {
@@ -252,12 +281,22 @@ impl Checkpointer {
     }
 
     /// Carries out `call` on process `pid`. A lock waits up to `longest` for it to be between two CUDA calls; a restore goes
-    /// to the GPU that the process was on.
-    pub fn carry_out(self, call: CheckpointCall, pid: i32, longest: Duration) -> Result<(), String> {
+    /// to the GPU that the process was on, or with `pairs` for all GPUs of the host to the one that takes its place.
+    pub fn carry_out(
+        self,
+        call: CheckpointCall,
+        pid: i32,
+        longest: Duration,
+        pairs: &[GpuPair],
+    ) -> Result<(), String> {
+        let count = u32::try_from(pairs.len()).unwrap_or(u32::MAX);
+        let restore = RestoreArguments { pairs: pairs.as_ptr(), count, reserved: [0; 44], more_reserved: 0 };
+        let restore = if pairs.is_empty() { ptr::null() } else { &raw const restore };
         let timeout_ms = u32::try_from(longest.as_millis()).unwrap_or(u32::MAX);
         let mut lock = LockArguments { timeout_ms, reserved: 0, more_reserved: [0; 7] };
         let (lock, none) = (&raw mut lock, ptr::null_mut::<c_void>());
-        // SAFETY: the types are cuda.h's, which allows null for arguments; the pointer is to a local that outlives the call.
+        // SAFETY: the types are cuda.h's, which allows null for arguments; the pointers are to locals and to `pairs`, which
+        // outlive the call.
         unsafe {
             match call {
                 CheckpointCall::Lock => {
@@ -267,7 +306,7 @@ impl Checkpointer {
                     call!(self, c"cuCheckpointProcessCheckpoint", (i32, *mut c_void), (pid, none))
                 }
                 CheckpointCall::Restore => {
-                    call!(self, c"cuCheckpointProcessRestore", (i32, *mut c_void), (pid, none))
+                    call!(self, c"cuCheckpointProcessRestore", (i32, *const RestoreArguments), (pid, restore))
                 }
                 CheckpointCall::Unlock => {
                     call!(self, c"cuCheckpointProcessUnlock", (i32, *mut c_void), (pid, none))
@@ -326,4 +365,22 @@ fn done(call: &CStr, result: i32) -> Result<(), String> {
     };
     // cuda.h's name: the library's own has the version of the function behind it.
     Err(format!("{}: {word}", call.to_string_lossy().trim_end_matches("_v2")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pair_is_of_uuids_as_nvml_writes_them() {
+        let uuid =
+            |digit: char| format!("GPU-{0}{0}-{1}-{1}-{1}-{0}{0}{0}", "0011", digit.to_string().repeat(4));
+        let pair = GpuPair::parse(&uuid('a'), &uuid('b')).unwrap();
+        assert_eq!((pair.old[1], pair.old[4], pair.new[4], pair.new[15]), (0x11, 0xaa, 0xbb, 0x11));
+        for wrong in
+            ["GPU-1", "MIG-00110011-aaaa-aaaa-aaaa-001100110011", "GPU-00110011-aaaa-aaaa-aaaa-00110011001z"]
+        {
+            assert_eq!(GpuPair::parse(&uuid('a'), wrong), None, "{wrong}");
+        }
+    }
 }

@@ -76,17 +76,22 @@ enum Command {
     Events(events::Arguments),
     /// Print limits, use and counts for Prometheus
     Metrics(metrics::Arguments),
-    /// Stop giving new leases on a device; leases that exist stay
-    Drain(drain::Arguments),
+    /// Stop giving new leases on a device; leases that exist stay, or are moved to other GPUs
+    Drain(drain::DrainArguments),
     /// Give leases on a drained device again
     Undrain(drain::Arguments),
     /// Put containers' GPU memory into host memory: they stop computing, and their GPU has room for others
     Suspend(suspend::SuspendArguments),
     /// Bring suspended containers' GPU memory back: they go on where they were
     Resume(suspend::ResumeArguments),
-    /// Make one call of the driver's on one process; sublet suspend and resume run it
+    /// Move a container to another GPU of the same model while it runs: it goes on there, with the same data
+    Move(suspend::MoveArguments),
+    /// Make one call of the driver's on one process; sublet suspend, resume and move run it
     #[command(hide = true)]
     Checkpoint(crate::suspend::CheckpointArguments),
+    /// Give one container the device nodes of these GPUs; sublet suspend, resume and move run it
+    #[command(hide = true)]
+    Nodes(crate::suspend::NodesArguments),
     /// List, start and stop MPS daemons, show their logs
     #[command(subcommand)]
     Mps(mps::Command),
@@ -205,10 +210,12 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Lease(command) => lease::run(&command, &config()?)?,
         Command::Gc(arguments) => gc::run(&arguments, &config()?)?,
         Command::Events(arguments) => events::run(&arguments, &config()?)?,
-        Command::Drain(arguments) => drain::run(&arguments, true, &config()?)?,
-        Command::Undrain(arguments) => drain::run(&arguments, false, &config()?)?,
+        Command::Drain(arguments) => drain::run_drain(&arguments, &config()?)?,
+        Command::Undrain(arguments) => drain::run_undrain(&arguments, &config()?)?,
         Command::Suspend(arguments) => suspend::run_suspend(&arguments, &config()?)?,
         Command::Resume(arguments) => suspend::run_resume(&arguments, &config()?)?,
+        Command::Move(arguments) => suspend::run_move(&arguments, &config()?)?,
+        Command::Nodes(arguments) => crate::suspend::change_nodes(&arguments)?,
         Command::Checkpoint(arguments) => {
             if let Some(answer) = crate::suspend::checkpoint(&arguments)? {
                 println!("{answer}");

@@ -1,4 +1,4 @@
-//! `sublet suspend` and `sublet resume`.
+//! `sublet suspend`, `sublet resume` and `sublet move`.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use super::status::label;
 use super::tables::{self, Format, Output};
 use crate::mig::uninterrupted;
 use crate::names::{Names, lease_of};
-use crate::suspend::{Done, SuspendError, resume, suspend};
+use crate::suspend::{Done, SuspendError, move_to, resume, suspend};
 use sublet_core::admit::{AdmitError, is_remote};
 use sublet_core::broker::client::Broker;
 use sublet_core::broker::protocol::{Answer, Ask};
@@ -39,12 +39,25 @@ pub struct ResumeArguments {
     /// The containers, by name, id or lease
     #[arg(required = true, value_name = "CONTAINER")]
     names: Vec<String>,
-    /// The GPU that it was on, which is the only one that it can come back to
+    /// Another GPU than the one that it was on
     #[arg(long)]
     gpu: Option<String>,
     /// Wait so long for room: 0, 30s, 2m, up to a day
     #[arg(long, default_value = "0", value_parser = super::wait::timeout, value_name = "TIME")]
     wait: Duration,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Arguments of `sublet move`.
+#[derive(Debug, clap::Args)]
+pub struct MoveArguments {
+    /// The container, by name, id or lease
+    #[arg(value_name = "CONTAINER")]
+    name: String,
+    /// The GPU that it goes to: an index, a UUID or its beginning, a PCI bus id, an alias
+    #[arg(long, alias = "to")]
+    gpu: String,
     #[command(flatten)]
     output: Output,
 }
@@ -56,7 +69,7 @@ pub struct Stepped {
     name: String,
     /// Its lease.
     lease: String,
-    /// `suspended`, or `active`: resumed.
+    /// `suspended`, or `active`: resumed, or moved.
     state: &'static str,
     /// Its GPU memory that was copied.
     bytes: u64,
@@ -65,11 +78,14 @@ pub struct Stepped {
 }
 
 impl Stepped {
-    fn line(&self) -> String {
-        let Self { name, state, bytes, seconds, .. } = self;
-        let (verb, place) =
-            if *state == "suspended" { ("Suspended", "host memory") } else { ("Resumed", "GPU memory") };
-        format!("{verb} {name}: {} MiB are in {place} after {seconds:.1} s.", bytes >> 20)
+    fn line(&self, verb: &str) -> String {
+        let Self { name, bytes, seconds, .. } = self;
+        let (done, place) = match verb {
+            "suspend" => ("Suspended", "in host memory"),
+            "resume" => ("Resumed", "in GPU memory"),
+            _ => ("Moved", "on the other GPU"),
+        };
+        format!("{done} {name}: {} MiB are {place} after {seconds:.1} s.", bytes >> 20)
     }
 }
 
@@ -110,6 +126,21 @@ pub fn run_resume(arguments: &ResumeArguments, config: &Config) -> anyhow::Resul
     each(&arguments.names, &arguments.output, ("resume", "active"), config, step)
 }
 
+/// Moves it.
+///
+/// # Errors
+/// It is where it was, or was lost.
+pub fn run_move(arguments: &MoveArguments, config: &Config) -> anyhow::Result<()> {
+    let MoveArguments { name, gpu, output } = arguments;
+    let step = |lease: &LeaseId| {
+        if is_remote(config) {
+            return ask(&Ask::Move { lease: lease.clone(), gpu: gpu.clone() }, config);
+        }
+        Ok(uninterrupted(|| move_to(lease, gpu, config))?)
+    };
+    each(std::slice::from_ref(name), output, ("move", "active"), config, step)
+}
+
 fn is_temporary(error: &anyhow::Error) -> bool {
     let own = error.downcast_ref().is_some_and(SuspendError::is_temporary);
     own || error.downcast_ref().is_some_and(AdmitError::is_temporary)
@@ -132,7 +163,7 @@ fn each(
         let (lease, seconds) = (lease.id.to_string(), done.took.as_secs_f64());
         let stepped = Stepped { name, lease, state, bytes: done.bytes, seconds };
         if *format == Format::Table {
-            println!("{}", stepped.line());
+            println!("{}", stepped.line(verb));
         }
         all.push(stepped);
     }

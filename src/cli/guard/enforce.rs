@@ -4,7 +4,7 @@ use crate::{mps_daemons, probe};
 use std::os::fd::OwnedFd;
 
 use super::Event;
-use super::judge::{Offence, Verdict};
+use super::judge::{self, Offence, Verdict};
 use crate::peer::{end_container, is_theirs};
 use sublet_core::config::Config;
 use sublet_core::ledger::{DaemonKey, Lease, Ledger, Store};
@@ -52,6 +52,10 @@ impl Acting {
         }
         let lease = lease.as_ref();
         if verdict.offence == Offence::Suspended && !lease.is_some_and(Lease::is_suspended) {
+            return None;
+        }
+        let is_there = |lease: &Lease| judge::is_elsewhere(lease, &verdict.device);
+        if verdict.offence == Offence::Elsewhere && !lease.is_some_and(is_there) {
             return None;
         }
         let done = match (verdict.action, held) {
@@ -113,6 +117,9 @@ fn did(verdict: &Verdict) -> String {
         Offence::Clients => format!("is one of {used} MPS clients, where sublet.processes says {allowed}"),
         Offence::Left => "has outlived its container".to_owned(),
         Offence::Suspended => "began to use the GPU while its container is suspended".to_owned(),
+        Offence::Elsewhere => {
+            "computes on a GPU that its container has been moved from, or is to be moved to".to_owned()
+        }
         Offence::Stranger => "computes there without a lease".to_owned(),
         Offence::Server => "has ended".to_owned(),
         Offence::Silent => {

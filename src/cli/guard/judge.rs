@@ -30,6 +30,8 @@ pub enum Offence {
     Left,
     /// The container is suspended, and the process has begun to use the GPU: its room may be another's.
     Suspended,
+    /// The process computes on a GPU from which its container was moved, or to which it is not yet.
+    Elsewhere,
     /// The process is not attributable to any lease on this device.
     Stranger,
     /// The MPS server that the container used has ended. Not the container's own offence.
@@ -88,6 +90,7 @@ impl Judge {
         let leases = ledger.leases.iter().filter(|lease| lease.devices.contains(&look.device));
         let mut found: Vec<Verdict> =
             leases.flat_map(|lease| self.of_lease(lease, look, ledger, rules)).collect();
+        found.extend(elsewhere(look, ledger));
         found.extend(clients(look, ledger, rules));
         let is_starting =
             |lease: &Lease| self.starting.get(&lease.id).is_some_and(|since| since.elapsed() < STARTING);
@@ -186,11 +189,33 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     found
 }
 
+/// Processes of containers on GPUs whose nodes these have for the time of a step only.
+fn elsewhere(look: &Look, ledger: &Ledger) -> Vec<Verdict> {
+    let mut found = Vec::new();
+    for lease in ledger.leases.iter().filter(|lease| is_elsewhere(lease, &look.device)) {
+        let moves = |holder: &&Holder| {
+            let own = lease.suspension.as_ref();
+            own.is_some_and(|own| own.processes.iter().any(|one| one.process == holder.process))
+        };
+        let others = of(lease, look).filter(|holder| !moves(holder));
+        let tell =
+            |holder| verdict(Offence::Elsewhere, action(lease, Action::Terminate), &look.device, holder);
+        found.extend(others.map(tell));
+    }
+    found
+}
+
+/// Whether processes of `lease` may have the node of `device` without a right to compute there.
+pub(super) fn is_elsewhere(lease: &Lease, device: &str) -> bool {
+    lease.known.iter().any(|known| known == device) || lease.destination() == Some(device)
+}
+
 /// Processes not attributable to any lease on this device.
 fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     let explained = |holder: &Holder| {
         let of = |lease: &Lease| holder.lease.as_ref() == Some(&lease.id);
-        holder.is_server || ledger.on_device(&look.device).any(of)
+        let knows = |lease: &Lease| of(lease) && is_elsewhere(lease, &look.device);
+        holder.is_server || ledger.on_device(&look.device).any(of) || ledger.leases.iter().any(knows)
     };
     let strangers = look.holders.iter().filter(|holder| !explained(holder));
     strangers.map(|holder| verdict(Offence::Stranger, rules.strangers, &look.device, holder)).collect()

@@ -88,6 +88,26 @@ fn a_process_that_begins_to_compute_while_its_container_is_suspended_is_ended_an
 }
 
 #[test]
+fn who_computes_where_its_container_was_or_is_not_yet_is_ended_and_not_what_moves() {
+    let plain = |pid| Holder { is_client: false, ..client(pid, 500, &shared(1)) };
+    let slice = Lease { mode: Mode::TimeSlice, daemon: None, memory_bytes: None, ..shared(1) };
+    let elsewhere = || {
+        let mut looks = look(vec![]);
+        looks.push(Look { device: "GPU-2".to_owned(), ..look(vec![plain(10), plain(11)]).remove(0) });
+        looks
+    };
+    let found = |lease: Lease| judged(&[elsewhere(), elsewhere()], &ledger(vec![lease]));
+    let moved = Lease { known: vec!["GPU-2".into()], ..slice.clone() };
+    let both = vec![(Offence::Elsewhere, 10), (Offence::Elsewhere, 11)];
+    assert_eq!(found(moved), [vec![], both]);
+    let processes = vec![SuspendedProcess { process: plain(10).process, bytes: 500 * MIB }];
+    let (step, owner) = (SuspendStep::Resuming, Process { pid: 1, start_time: 1 });
+    let suspension = Some(Suspension { step, owner, processes, since_ms: 0 });
+    let devices = vec!["GPU-1".into(), "GPU-2".into()];
+    assert_eq!(found(Lease { devices, suspension, ..slice }), [vec![], vec![(Offence::Elsewhere, 11)]]);
+}
+
+#[test]
 fn whoever_keeps_to_the_share_is_left_alone() {
     let one = shared(1);
     let slice = Lease { mode: Mode::TimeSlice, daemon: None, memory_bytes: None, ..shared(2) };

@@ -12,12 +12,15 @@ use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
 use crate::suspend::{self, Done, SuspendError};
+use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store};
 use sublet_core::mps;
+use sublet_core::place::meant;
 use sublet_core::slurm::{JobCgroup, JobRecord};
+use sublet_core::text::safe;
 
 /// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
 const LONGEST_ID: usize = 1024;
@@ -97,7 +100,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         Ask::Refused { id, reason, candidates } => {
             admit::record_reported(peer.uid, id, reason, candidates, config);
         }
-        Ask::Suspend { .. } | Ask::Resume { .. } => {
+        Ask::Suspend { .. } | Ask::Resume { .. } | Ask::Move { .. } => {
             client.check_may_suspend(ask)?;
             if let Some(put_off) = put_off {
                 // The thread for slow work answers.
@@ -107,6 +110,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             let Done { bytes, took } = match ask {
                 Ask::Resume { lease, gpu } => suspend::resume(lease, gpu.as_deref(), config)?,
                 Ask::Suspend { lease, .. } => suspend::suspend(lease, false, config)?,
+                Ask::Move { lease, gpu } => suspend::move_to(lease, gpu, config)?,
                 _ => bail!("no such request"),
             };
             let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
@@ -177,11 +181,25 @@ impl<'a> Client<'a> {
         held.map(drop).ok_or_else(|| AdmitError::NoLease(lease.clone()).into())
     }
 
-    /// Whether the client may suspend and resume the container that it names.
+    /// Whether the client may suspend, resume and move the container that it names, and have the GPU to which it is to go.
     fn check_may_suspend(&self, ask: &Ask) -> anyhow::Result<()> {
-        let (Ask::Suspend { lease, .. } | Ask::Resume { lease, .. }) = ask else { return Ok(()) };
+        let (lease, gpu) = match ask {
+            Ask::Suspend { lease, .. } => (lease, None),
+            Ask::Resume { lease, gpu } => (lease, gpu.as_deref()),
+            Ask::Move { lease, gpu } => (lease, Some(gpu.as_str())),
+            _ => return Ok(()),
+        };
         self.own(lease)?;
-        if self.limit()?.is_some_and(|limit| !limit.rule.suspend) {
+        let limit = self.limit()?;
+        if let Some(gpu) = gpu {
+            let inventory = admit::fresh_inventory(self.config)?;
+            let named = |among| meant(gpu, among, self.config).map(|found| found.len()).unwrap_or(0);
+            let allowed = allowed_inventory(limit, &inventory, self.config)?;
+            if named(&allowed) != named(&inventory) {
+                bail!("your policy does not allow GPU {}; fix: name another one", safe(gpu));
+            }
+        }
+        if limit.is_some_and(|limit| !limit.rule.suspend) {
             bail!("your policy does not allow it; fix: root sets suspend = true in your [[policy]]");
         }
         if matches!(ask, Ask::Suspend { force: true, .. }) {

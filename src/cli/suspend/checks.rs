@@ -14,6 +14,9 @@ use sublet_core::text::safe;
 /// The first driver branch with the calls (CUDA 12.8).
 const OLDEST_BRANCH: u32 = 570;
 
+/// The first one that restores on another GPU (`gpuPairs` of CUDA 13).
+const OLDEST_TO_MOVE: u32 = 580;
+
 /// So much of the host's memory is left to other programs, in bytes.
 const HOST_RESERVE: u64 = 512 << 20;
 
@@ -27,8 +30,6 @@ pub(super) struct CudaProcess {
 
 /// The lease and the version of the driver. `force` takes away that its share does not allow it.
 pub(super) fn check_lease(lease: &Lease, inventory: &Inventory, force: bool) -> Result<(), SuspendError> {
-    let version = &inventory.driver.version;
-    let branch = version.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0);
     let why = match lease.mode {
         _ if lease.job.is_some() => Some("it belongs to a job of Slurm's"),
         Mode::Mig => Some("it has a MIG device, and the driver suspends only what has a whole GPU"),
@@ -41,10 +42,46 @@ pub(super) fn check_lease(lease: &Lease, inventory: &Inventory, force: bool) -> 
     if let Some(why) = why {
         return Err(SuspendError::Cannot(why));
     }
-    if branch < OLDEST_BRANCH {
-        return Err(SuspendError::OldDriver(safe(version)));
+    check_driver("suspend", OLDEST_BRANCH, inventory)?;
+    if lease.suspend.is_never() && !force {
+        return Err(SuspendError::NotAllowed(", or root suspends it with --force"));
     }
-    if lease.suspend.is_never() && !force { Err(SuspendError::NotAllowed) } else { Ok(()) }
+    Ok(())
+}
+
+fn check_driver(what: &'static str, oldest: u32, inventory: &Inventory) -> Result<(), SuspendError> {
+    let version = &inventory.driver.version;
+    let branch: u32 = version.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0);
+    if branch >= oldest {
+        return Ok(());
+    }
+    Err(SuspendError::OldDriver { version: safe(version), what, branch: oldest })
+}
+
+/// Whether the lease may be moved from one of these GPUs to the other: they are whole GPUs of one model.
+pub(super) fn check_move(
+    lease: &Lease,
+    (here, there): (&inventory::Device, &inventory::Device),
+    inventory: &Inventory,
+) -> Result<(), SuspendError> {
+    check_lease(lease, inventory, false).map_err(|error| match error {
+        SuspendError::NotAllowed(_) => SuspendError::NotAllowed(""),
+        error => error,
+    })?;
+    check_driver("move", OLDEST_TO_MOVE, inventory)?;
+    let label = there.label();
+    let kind = |device: &inventory::Device| (device.name.clone(), device.memory_bytes >> 30);
+    let why = if there.uuid == here.uuid {
+        "why: it is there".to_owned()
+    } else if there.is_mig() || there.mig_enabled {
+        "why: the driver moves nothing to MIG devices".to_owned()
+    } else if kind(here) != kind(there) {
+        let [there, here] = [there, here].map(|device| safe(&device.name));
+        format!("why: that is a {there}, it is on a {here}, and the driver moves between GPUs of one model")
+    } else {
+        return Ok(());
+    };
+    Err(SuspendError::OtherGpu(format!("{label}; {why}")))
 }
 
 /// The CUDA processes of a container.
@@ -186,6 +223,28 @@ mod tests {
         let error = check_lease(&allowed(), &old, true).unwrap_err();
         assert_eq!(error.reason(), "driver-too-old");
         assert!(error.to_string().contains("565.57.01") && error.to_string().contains("570"), "{error}");
+    }
+
+    #[test]
+    fn a_move_is_to_another_whole_gpu_of_the_same_model() {
+        let (here, mut there, mut inventory) = (device(0), device(1), host(vec![device(0), device(1)]));
+        let check = |there, inventory: &Inventory| check_move(&allowed(), (&here, there), inventory);
+        assert_eq!((word(check(&there, &inventory)), word(check(&here, &inventory))), ("", "cannot-move"));
+        let never = check_move(&lease(1, "GPU-0"), (&here, &there), &inventory).unwrap_err();
+        assert!(never.reason() == "suspend-not-allowed" && !never.to_string().contains("--force"), "{never}");
+        let why = |there: &inventory::Device| check(there, &inventory).unwrap_err().to_string();
+        there.mig_enabled = true;
+        assert!(why(&there).ends_with("the driver moves nothing to MIG devices"), "{}", why(&there));
+        there = inventory::Device { name: "NVIDIA A30".into(), ..device(1) };
+        assert!(
+            why(&there)
+                .starts_with("it cannot go to GPU 1; why: that is a NVIDIA A30, it is on a NVIDIA H200")
+        );
+        there = inventory::Device { memory_bytes: 141 * GIB, ..device(1) };
+        assert_eq!(word(check(&there, &inventory)), "cannot-move", "one of another size");
+        inventory.driver.version = "570.133.20".into();
+        let error = check(&device(1), &inventory).unwrap_err().to_string();
+        assert!(error.contains("570.133.20 cannot move") && error.contains("R580"), "{error}");
     }
 
     #[test]

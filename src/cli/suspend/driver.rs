@@ -11,7 +11,7 @@ use nix::libc;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::alarm;
 
-use crate::libcuda::{CheckpointCall, Checkpointer};
+use crate::libcuda::{CheckpointCall, Checkpointer, GpuPair};
 use sublet_core::fs::open_lock;
 use sublet_core::inventory::{FileKind, Inventory};
 use sublet_core::process::{Process, pidfd_await_end, sublet};
@@ -70,7 +70,7 @@ impl Driver {
     }
 
     pub(super) fn state(&self, target: Process) -> Result<ProcessState, CallError> {
-        match self.ask("state", target, SHORT)?.trim() {
+        match self.ask("state", target, SHORT, &[])?.trim() {
             "0" => Ok(ProcessState::Running),
             "1" => Ok(ProcessState::Locked),
             "2" => Ok(ProcessState::Checkpointed),
@@ -87,15 +87,31 @@ impl Driver {
         target: Process,
         bytes: u64,
     ) -> Result<(), CallError> {
-        let copying = Duration::from_secs((bytes >> 30) * SECONDS_FOR_A_GIB);
         let limit = match call {
-            CheckpointCall::Checkpoint | CheckpointCall::Restore => SHORT + copying,
+            CheckpointCall::Checkpoint | CheckpointCall::Restore => copying(bytes),
             CheckpointCall::Lock | CheckpointCall::Unlock => SHORT,
         };
-        self.ask(call.into(), target, limit).map(drop)
+        self.ask(call.into(), target, limit, &[]).map(drop)
     }
 
-    fn ask(&self, call: &str, target: Process, limit: Duration) -> Result<String, CallError> {
+    /// Restores `target`, which has `bytes` of memory, with `pairs` of the UUIDs of all GPUs of the host: each is followed by
+    /// that of the GPU that takes its place.
+    pub(super) fn restore_with(
+        &self,
+        target: Process,
+        bytes: u64,
+        pairs: &[String],
+    ) -> Result<(), CallError> {
+        self.ask(CheckpointCall::Restore.into(), target, copying(bytes), pairs).map(drop)
+    }
+
+    fn ask(
+        &self,
+        call: &str,
+        target: Process,
+        limit: Duration,
+        pairs: &[String],
+    ) -> Result<String, CallError> {
         let began = Instant::now();
         let paths = [&self.library, &self.lock].map(|path| path.to_string_lossy());
         let mut words = vec!["checkpoint".to_owned(), call.to_owned()];
@@ -104,6 +120,7 @@ impl Driver {
             [target, self.owner].iter().flat_map(|one| [one.pid.to_string(), one.start_time.to_string()]),
         );
         words.push(limit.as_secs().to_string());
+        words.extend(pairs.iter().cloned());
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         match sublet::ask(&words, "", limit) {
             Ok((answer, _)) => match answer.strip_prefix(REFUSED) {
@@ -114,6 +131,10 @@ impl Driver {
             Err(error) => Err(CallError::NotMade(error.to_string())),
         }
     }
+}
+
+fn copying(bytes: u64) -> Duration {
+    SHORT + Duration::from_secs((bytes >> 30) * SECONDS_FOR_A_GIB)
 }
 
 /// What the child says of a process that has ended.
@@ -134,6 +155,8 @@ pub struct Arguments {
     owner_pid: i32,
     owner_start_time: u64,
     seconds: u32,
+    /// For a restore on other GPUs: the UUID of each GPU, and of the one that takes its place
+    pairs: Vec<String>,
 }
 
 /// The child: one call on one process. Says the state, that the process has ended, or why the driver refuses.
@@ -141,11 +164,16 @@ pub struct Arguments {
 /// # Errors
 /// The driver was not asked.
 pub fn run(arguments: &Arguments) -> anyhow::Result<Option<String>> {
-    // Whoever started this may have been killed. Then nobody else ends a call that hangs.
-    alarm::set(arguments.seconds.max(1));
-    // A call that was begun is finished, and the next command finds a state that is whole.
-    SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]).thread_block()?;
+    bound_child(arguments.seconds)?;
     make_call(arguments)
+}
+
+/// Bounds a child that makes one change.
+pub(super) fn bound_child(seconds: u32) -> anyhow::Result<()> {
+    // Whoever started this may have been killed. Then nobody else ends a call that hangs.
+    alarm::set(seconds.max(1));
+    // A call that was begun is finished, and the next command finds a state that is whole.
+    Ok(SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]).thread_block()?)
 }
 
 fn make_call(arguments: &Arguments) -> anyhow::Result<Option<String>> {
@@ -161,7 +189,12 @@ fn make_call(arguments: &Arguments) -> anyhow::Result<Option<String>> {
         driver.state(target.pid).map(|state| Some(state.to_string()))
     } else {
         let call = arguments.call.parse().context("no such call")?;
-        driver.carry_out(call, target.pid, CLOSING).map(|()| None)
+        let pairs = arguments.pairs.chunks(2).map(|pair| match pair {
+            [old, new] => GpuPair::parse(old, new),
+            _ => None,
+        });
+        let pairs: Option<Vec<_>> = pairs.collect();
+        driver.carry_out(call, target.pid, CLOSING, &pairs.context("no pairs of GPUs")?).map(|()| None)
     };
     drop(held);
     // What was answered is of this process only if it has not ended since.
@@ -171,9 +204,9 @@ fn make_call(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     Ok(done.unwrap_or_else(|why| Some(format!("{REFUSED}{why}"))))
 }
 
-/// Keeps calls of other programs off process `pid` until it is dropped: a child whose parent was killed finishes its call. It is a
+/// Keeps calls of other programs off process `pid`, and changes of its nodes, until it is dropped: a child whose parent was killed finishes its call. It is a
 /// lock of one byte of one file, at the process's number (`fcntl(2)`, open file description locks).
-fn hold(path: &Path, pid: i32) -> anyhow::Result<std::fs::File> {
+pub(super) fn hold(path: &Path, pid: i32) -> anyhow::Result<std::fs::File> {
     let file = open_lock(path).with_context(|| format!("{} cannot be opened", path.display()))?;
     let range = libc::flock {
         l_type: i16::try_from(libc::F_WRLCK)?,
@@ -220,6 +253,7 @@ mod tests {
                 owner_pid: owner.pid,
                 owner_start_time: owner.start_time,
                 seconds: 1,
+                pairs: Vec::new(),
             };
             make_call(&arguments).unwrap_err().to_string()
         };

@@ -1,10 +1,10 @@
-//! Why a container is not suspended or not resumed, each in one line, and the word for it in JSON (docs/explain.md).
+//! Why a container is not suspended, resumed or moved, each in one line, and the word for it in JSON (docs/explain.md).
 
 use sublet_core::admit::AdmitError;
 use sublet_core::ledger::{LedgerError, WrongState};
 use sublet_core::place::Refusal;
 
-/// Why a container is not suspended or not resumed. But for the last three, nothing was changed.
+/// Why a container is not suspended, resumed or moved. But for the last three, nothing was changed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum SuspendError {
@@ -16,12 +16,10 @@ pub enum SuspendError {
     State(#[from] WrongState),
     #[error("{0}")]
     Cannot(&'static str),
-    #[error("driver {0} cannot suspend; why: that needs R570 or later")]
-    OldDriver(String),
-    #[error(
-        "its share does not allow it; fix: start it with sublet.suspend=allow, or root suspends it with --force"
-    )]
-    NotAllowed,
+    #[error("driver {version} cannot {what}; why: that needs R{branch} or later")]
+    OldDriver { version: String, what: &'static str, branch: u32 },
+    #[error("its share does not allow it; fix: start it with sublet.suspend=allow{0}")]
+    NotAllowed(&'static str),
     #[error("no process of it uses the GPU, so there is nothing to suspend")]
     NoProcess,
     #[error(
@@ -48,8 +46,8 @@ pub enum SuspendError {
     Driver(String),
     #[error("{0}")]
     Gpu(String),
-    #[error("it was on GPU {here}, and moving to another one is not possible yet; fix: leave out --gpu")]
-    OtherGpu { here: String },
+    #[error("it cannot go to {0}")]
+    OtherGpu(String),
     #[error(transparent)]
     Refused(#[from] Box<Refusal>),
     #[error("it stays suspended; why: {0}")]
@@ -85,9 +83,10 @@ impl SuspendError {
             Self::State(state) if state.is_temporary() => "busy",
             Self::State(WrongState::Suspended) => "suspended",
             Self::State(_) | Self::Ended => "no-lease",
-            Self::Cannot(_) | Self::OtherGpu { .. } => "cannot-suspend",
-            Self::OldDriver(_) => "driver-too-old",
-            Self::NotAllowed => "suspend-not-allowed",
+            Self::Cannot(_) => "cannot-suspend",
+            Self::OtherGpu(_) => "cannot-move",
+            Self::OldDriver { .. } => "driver-too-old",
+            Self::NotAllowed(_) => "suspend-not-allowed",
             Self::NoProcess => "no-process",
             Self::Processes { .. } => "several-processes",
             Self::Paused(_) | Self::Held { .. } => "paused",

@@ -1,16 +1,21 @@
-//! `sublet suspend` and `resume`: puts the GPU state of a container's processes into host memory, and back
-//! (docs/suspend.md).
+//! `sublet suspend`, `resume` and `move`: puts the GPU state of a container's processes into host memory, and back, or onto
+//! another GPU (docs/suspend.md).
 //!
 //! Each step is in the ledger before the driver is asked for it, and no lock is held while it works. What has been locked is
 //! unlocked where a step fails, and what was suspended comes back. A restore is tried only with room that is booked and
 //! that NVML confirms, and once: where it fails, the driver has lost the process, and its container is ended.
 //!
-//! [`suspend`] and [`resume`] take one lease. Which, and when, their callers say.
+//! A container that moves keeps its room where it was until its state is on the other GPU. Wherever a move ends before, each
+//! process is first restored where the driver has it: NVML then says which GPU that is ([`Work::gather`]).
+//!
+//! [`suspend`], [`resume`] and [`move_to`] take one lease. Which, and when, their callers say.
 
 mod checks;
 mod driver;
 mod error;
+mod nodes;
 
+use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
@@ -23,10 +28,11 @@ use checks::{CudaProcess, CudaProcesses};
 pub use driver::{Arguments as CheckpointArguments, run as checkpoint};
 use driver::{CallError, Driver, ProcessState};
 pub use error::SuspendError;
+pub use nodes::{NodesArguments, run as change_nodes};
 use sublet_core::admit::{Local, refresh};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
-use sublet_core::inventory::Inventory;
+use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{
     Lease, LeaseId, Ledger, Store, SuspendStep, SuspendedProcess, Suspension, lease_event,
 };
@@ -50,23 +56,46 @@ pub(crate) fn suspend(id: &LeaseId, force: bool, config: &Config) -> Result<Done
     let began = Instant::now();
     let ledger = Store::open(&config.state_dir)?.read()?;
     let lease = ledger.suspendable(id)?;
-    let work = Work::begin(lease, config)?;
+    let work = Work::begin(lease.clone(), config)?;
     checks::check_lease(lease, &work.inventory, force)?;
-    let found = work.cuda_processes(&ledger)?;
-    let processes = checks::check_processes(lease, &found)?;
+    let processes = work.check_processes(&ledger)?;
     let bytes = sum(&processes);
-    checks::check_awake(&processes)?;
-    checks::check_way_back(bytes, work.device()?, config.limits.reserve)?;
-    checks::check_host_memory(&processes, bytes)?;
-    checks::check_running(&work.driver, &processes)?;
     work.change(|ledger| ledger.begin_suspending(id, work.owner, processes.clone()))??;
-    match work.put_away(&processes) {
-        Ok(()) => work.finish(Ledger::end_suspended, bytes, began),
+    match work.give_nodes().and_then(|()| work.put_away(&processes)) {
+        Ok(()) => {
+            let noted = work.end_step(work.gpu(), |ledger| ledger.end_suspended(id, work.owner))?;
+            work.finish(noted, bytes, began)
+        }
         Err(why) => Err(work.undo(SuspendStep::Suspending, &processes, why)),
     }
 }
 
-/// Resumes the container of lease `id`, on the GPU where it was. `gpu` is that GPU, as people name it.
+/// Moves the container of lease `id` to `gpu`, as people name it.
+///
+/// # Errors
+/// Nothing was locked, or it is where it was, or the container was lost.
+pub(crate) fn move_to(id: &LeaseId, gpu: &str, config: &Config) -> Result<Done, SuspendError> {
+    let began = Instant::now();
+    let ledger = Store::open(&config.state_dir)?.read()?;
+    let lease = ledger.suspendable(id)?;
+    let mut work = Work::begin(lease.clone(), config)?;
+    let there = work.find_named(gpu)?.uuid.clone();
+    work.check_move(&there)?;
+    let processes = work.check_processes(&ledger)?;
+    let bytes = sum(&processes);
+    work.lease = work.change(|ledger| {
+        check_resume(ledger.suspendable(id)?, &there, bytes, &work.inventory, ledger, config)?;
+        ledger.begin_moving(id, work.owner, processes.clone(), &there)?;
+        ledger.lease(id).cloned().ok_or(SuspendError::Ended)
+    })??;
+    let why = work.carry_over(&there, &processes).err();
+    match work.come_back(&processes, 0, why.as_deref())? {
+        (gpu, noted) if gpu == there => work.finish(noted, bytes, began),
+        _ => Err(work.tell_undone(why.unwrap_or_else(|| "the driver left it where it was".to_owned()))),
+    }
+}
+
+/// Resumes the container of lease `id`, on the GPU where it was, or on `gpu`, as people name it.
 ///
 /// # Errors
 /// It is suspended still, or the container was lost.
@@ -74,21 +103,30 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
     let began = Instant::now();
     let ledger = Store::open(&config.state_dir)?.read()?;
     let (lease, own) = ledger.resumable(id)?;
-    let work = Work::begin(lease, config)?;
-    work.check_named(gpu)?;
-    checks::check_awake(&own.processes)?;
-    // It may have been resumed and suspended again meanwhile, with other processes.
-    let own = work.change(|ledger| {
-        let (lease, own) = ledger.resumable(id)?;
-        let own = own.clone();
-        check_resume(lease, own.bytes(), &work.inventory, ledger, config)?;
-        ledger.begin_resuming(id, work.owner)?;
-        Ok::<_, SuspendError>(own)
-    })??;
-    match work.bring_back(&own.processes, config.limits.reserve) {
-        Ok(()) => work.finish(Ledger::end_resumed, own.bytes(), began),
-        Err(stuck) => Err(work.settle(stuck, &own.processes, None)),
+    let mut work = Work::begin(lease.clone(), config)?;
+    let there = match gpu {
+        Some(gpu) => work.find_named(gpu)?.uuid.clone(),
+        None => work.gpu().to_owned(),
+    };
+    let is_elsewhere = there != work.gpu();
+    if is_elsewhere {
+        work.check_move(&there)?;
     }
+    checks::check_awake(&own.processes)?;
+    // It may have been resumed and suspended again meanwhile, with other processes, and elsewhere.
+    work.lease = work.change(|ledger| {
+        let (lease, own) = ledger.resumable(id)?;
+        check_resume(lease, &there, own.bytes(), &work.inventory, ledger, config)?;
+        if is_elsewhere {
+            ledger.begin_arriving(id, work.owner, &there)?;
+        } else {
+            ledger.begin_resuming(id, work.owner)?;
+        }
+        ledger.lease(id).cloned().ok_or(SuspendError::Ended)
+    })??;
+    let own = work.lease.suspension.clone().ok_or(SuspendError::Ended)?;
+    let (_, noted) = work.come_back(&own.processes, config.limits.reserve, None)?;
+    work.finish(noted, own.bytes(), began)
 }
 
 /// Whether there is a step that [`put_right`] would put right.
@@ -111,9 +149,13 @@ pub(crate) fn put_right(config: &Config) -> Vec<String> {
 }
 
 fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
-    let work = Work::begin(lease, config)?;
-    let Some(own) = work.change(|ledger| ledger.take_over(&lease.id, work.owner))? else { return Ok(()) };
-    let Suspension { step, processes, .. } = own;
+    let mut work = Work::begin(lease.clone(), config)?;
+    let taken = work.change(|ledger| {
+        let own = ledger.take_over(&lease.id, work.owner)?;
+        Some((ledger.lease(&lease.id)?.clone(), own))
+    })?;
+    let Some((lease, Suspension { step, processes, .. })) = taken else { return Ok(()) };
+    work.lease = lease;
     match work.undo(step, &processes, "the process that took the step has ended".to_owned()) {
         SuspendError::Undone(_) => Ok(()),
         error => Err(error),
@@ -154,15 +196,18 @@ enum Stuck {
 /// One container, and what works on it.
 struct Work<'a> {
     config: &'a Config,
-    lease: &'a Lease,
+    /// As it is while the step is taken.
+    lease: Lease,
     inventory: Inventory,
     driver: Driver,
     nvml: Nvml,
     owner: Process,
+    /// Whether its nodes were given already.
+    has_nodes: Cell<bool>,
 }
 
 impl<'a> Work<'a> {
-    fn begin(lease: &'a Lease, config: &'a Config) -> Result<Self, SuspendError> {
+    fn begin(lease: Lease, config: &'a Config) -> Result<Self, SuspendError> {
         let unknown =
             |error: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
         let inventory = refresh(config)?;
@@ -171,29 +216,45 @@ impl<'a> Work<'a> {
         let driver =
             driver.ok_or_else(|| SuspendError::Unknown("where the host's libcuda.so.1 is".to_owned()))?;
         let (nvml, _) = probe::connect(config).map_err(|error| unknown(&error))?;
-        Ok(Self { config, lease, inventory, driver, nvml, owner })
+        Ok(Self { config, lease, inventory, driver, nvml, owner, has_nodes: Cell::new(false) })
     }
 
     fn gpu(&self) -> &str {
         self.lease.devices.first().map(String::as_str).unwrap_or_default()
     }
 
-    fn device(&self) -> Result<&sublet_core::inventory::Device, SuspendError> {
-        let device = self.inventory.device(self.gpu());
-        device.ok_or_else(|| SuspendError::Unknown(format!("anything of GPU {}", safe(self.gpu()))))
+    fn device(&self, uuid: &str) -> Result<&Device, SuspendError> {
+        let device = self.inventory.device(uuid);
+        device.ok_or_else(|| SuspendError::Unknown(format!("anything of GPU {}", safe(uuid))))
     }
 
-    /// Whether `gpu` is the one that it was on. Another one is a move.
-    fn check_named(&self, gpu: Option<&str>) -> Result<(), SuspendError> {
-        let Some(text) = gpu else { return Ok(()) };
+    /// The one GPU that `text` names.
+    fn find_named(&self, text: &str) -> Result<&Device, SuspendError> {
         let named = meant(text, &self.inventory, self.config).map_err(SuspendError::Gpu)?;
-        match named[..] {
-            [] => {
-                Err(SuspendError::Gpu(format!("there is no GPU {}: `sublet status` lists them", safe(text))))
-            }
-            [one] if one.uuid == self.gpu() => Ok(()),
-            _ => Err(SuspendError::OtherGpu { here: safe(self.gpu()) }),
-        }
+        let word = safe(text);
+        let message = match named[..] {
+            [one] => return Ok(one),
+            [] => format!("there is no GPU {word}: `sublet status` lists them"),
+            _ => format!("{word} names several GPUs: name one"),
+        };
+        Err(SuspendError::Gpu(message))
+    }
+
+    /// Whether it may go to the GPU `there`.
+    fn check_move(&self, there: &str) -> Result<(), SuspendError> {
+        let (here, there) = (self.device(self.gpu())?, self.device(there)?);
+        checks::check_move(&self.lease, (here, there), &self.inventory)
+    }
+
+    /// Its CUDA processes, of which everything is checked before one is locked.
+    fn check_processes(&self, ledger: &Ledger) -> Result<Vec<SuspendedProcess>, SuspendError> {
+        let processes = checks::check_processes(&self.lease, &self.cuda_processes(ledger)?)?;
+        let bytes = sum(&processes);
+        checks::check_awake(&processes)?;
+        checks::check_way_back(bytes, self.device(self.gpu())?, self.config.limits.reserve)?;
+        checks::check_host_memory(&processes, bytes)?;
+        checks::check_running(&self.driver, &processes)?;
+        Ok(processes)
     }
 
     /// A change of the ledger.
@@ -201,14 +262,8 @@ impl<'a> Work<'a> {
         Ok(Local::new(self.config).update(change)?)
     }
 
-    /// The step has been taken, which `end` writes down.
-    fn finish(
-        &self,
-        end: fn(&mut Ledger, &LeaseId, Process) -> bool,
-        bytes: u64,
-        began: Instant,
-    ) -> Result<Done, SuspendError> {
-        let is_noted = self.change(|ledger| end(ledger, &self.lease.id, self.owner))?;
+    /// The step has been taken, and was written down unless the lease has ended.
+    fn finish(&self, is_noted: bool, bytes: u64, began: Instant) -> Result<Done, SuspendError> {
         let took = began.elapsed();
         // What is free now is known to the next start.
         let _ = refresh(self.config);
@@ -243,6 +298,68 @@ impl<'a> Work<'a> {
         Ok(found)
     }
 
+    /// Gives the container the nodes of every GPU that its processes know, or are to know, for the time of a step: the driver in
+    /// them opens all of these. Most have one GPU all their life, and its node.
+    fn give_nodes(&self) -> Result<(), String> {
+        if !self.has_nodes.get() {
+            self.set_nodes(&nodes::all_gpus(&self.lease).map(String::as_str).collect::<Vec<_>>())?;
+        }
+        self.has_nodes.set(true);
+        Ok(())
+    }
+
+    fn set_nodes(&self, gpus: &[&str]) -> Result<(), String> {
+        let knows_others = nodes::all_gpus(&self.lease).nth(1).is_some();
+        let Some(init) = self.lease.init.as_ref().filter(|_| knows_others) else { return Ok(()) };
+        // Of a lease without root, the user names the container's first process.
+        if !is_theirs(init.process, Some(&self.lease)) {
+            return Err("its first process does not belong to its user".to_owned());
+        }
+        nodes::set_nodes(&self.lease.id, gpus, self.owner)
+    }
+
+    /// Its state is on `gpu`, or came from there: it loses the nodes of others, and `end` writes down that the step has ended.
+    fn end_step(&self, gpu: &str, end: impl FnOnce(&mut Ledger) -> bool) -> Result<bool, SuspendError> {
+        let lives = self.lease.init.as_ref().is_some_and(|init| init.process.is_alive());
+        if let Err(why) = self.set_nodes(&[gpu]) {
+            if lives {
+                self.change(|ledger| ledger.leave_step(&self.lease.id, self.owner))?;
+                return Err(SuspendError::Stuck(why));
+            }
+        }
+        self.change(end)
+    }
+
+    /// Puts its processes away, and restores them on the GPU `there`.
+    fn carry_over(&self, there: &str, processes: &[SuspendedProcess]) -> Result<(), String> {
+        self.give_nodes()?;
+        self.put_away(processes)?;
+        let noted = self.change(|ledger| ledger.begin_restoring(&self.lease.id, self.owner));
+        noted.map_err(|error| error.to_string())?;
+        self.check_gpu(there, sum(processes), self.config.limits.reserve)?;
+        let pairs = self.pairs(there)?;
+        processes.iter().try_for_each(|one| {
+            let restored = self.driver.restore_with(one.process, one.bytes, &pairs);
+            restored.map_err(|error| format!("process {}: {error}", one.process.pid))
+        })
+    }
+
+    /// All GPUs of the host, each followed by the one that takes its place: the container's and `there` change places. The driver
+    /// takes nothing but a permutation of them all, which is that of the way back, too.
+    fn pairs(&self, there: &str) -> Result<Vec<String>, String> {
+        let unknown = |error| format!("NVML does not list the host's GPUs ({error})");
+        let count = self.nvml.device_count().map_err(unknown)?;
+        let uuid = |index| self.nvml.device_by_index(index).and_then(|device| device.uuid());
+        let all: Vec<String> = (0..count).map(uuid).collect::<Result<_, _>>().map_err(unknown)?;
+        let here = self.gpu();
+        let replaced = |uuid: &String| match uuid.as_str() {
+            uuid if uuid == here => there.to_owned(),
+            uuid if uuid == there => here.to_owned(),
+            uuid => uuid.to_owned(),
+        };
+        Ok(all.iter().flat_map(|uuid| [uuid.clone(), replaced(uuid)]).collect())
+    }
+
     /// Locks all of its processes, and then suspends them.
     fn put_away(&self, processes: &[SuspendedProcess]) -> Result<(), String> {
         let carry_out = |call, one: &SuspendedProcess| {
@@ -257,8 +374,8 @@ impl<'a> Work<'a> {
     }
 
     /// Brings back what is in host memory, where the ledger has its room, and unlocks what is locked. So much memory of the
-    /// GPU stays free.
-    fn bring_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<(), Stuck> {
+    /// GPU stays free. Returns the GPU on which it is.
+    fn bring_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<String, Stuck> {
         let not_now = |why, all_out| Stuck::NotNow { why, all_out };
         checks::check_awake(processes).map_err(|error| not_now(error.to_string(), false))?;
         let mut states = Vec::new();
@@ -273,16 +390,101 @@ impl<'a> Work<'a> {
         let is_out = |(_, state): &&(SuspendedProcess, ProcessState)| *state == ProcessState::Checkpointed;
         let out: Vec<SuspendedProcess> = states.iter().filter(is_out).map(|(one, _)| *one).collect();
         if !out.is_empty() {
-            let all_out = out.len() == states.len();
-            self.check_gpu(sum(&out), reserve).map_err(|why| not_now(why, all_out))?;
+            // Of several that were moving, one may be out on its way back.
+            let all_out = out.len() == states.len() && (processes.len() == 1 || !self.is_moving());
+            self.restore(&out, reserve, all_out)?;
         }
-        for one in &out {
-            self.carry_out_or_lose(CheckpointCall::Restore, *one, ProcessState::Locked)?;
-        }
+        let alive: Vec<SuspendedProcess> = states.iter().map(|(one, _)| *one).collect();
+        let gpu = self.gather(&alive)?;
         for (one, _) in states.iter().filter(|(_, state)| *state != ProcessState::Running) {
             self.carry_out_or_lose(CheckpointCall::Unlock, *one, ProcessState::Running)?;
         }
+        Ok(gpu)
+    }
+
+    /// Whether it has room on two GPUs.
+    fn is_moving(&self) -> bool {
+        self.lease.destination().is_some() && !self.is_arriving()
+    }
+
+    fn is_arriving(&self) -> bool {
+        self.lease.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Arriving)
+    }
+
+    /// Restores what is `out`, each process where it was; one that arrives, on its new GPU.
+    fn restore(&self, out: &[SuspendedProcess], reserve: u64, all_out: bool) -> Result<(), Stuck> {
+        let not_now = |why| Stuck::NotNow { why, all_out };
+        self.give_nodes().map_err(not_now)?;
+        let Some(there) = self.lease.destination().filter(|_| self.is_arriving()) else {
+            self.check_gpu(self.gpu(), sum(out), reserve).map_err(not_now)?;
+            return out.iter().try_for_each(|one| {
+                self.carry_out_or_lose(CheckpointCall::Restore, *one, ProcessState::Locked)
+            });
+        };
+        self.check_gpu(there, sum(out), reserve).map_err(not_now)?;
+        let pairs = self.pairs(there).map_err(not_now)?;
+        for (count, one) in out.iter().enumerate() {
+            let Err(failed) = self.driver.restore_with(one.process, one.bytes, &pairs) else { continue };
+            match self.driver.state(one.process) {
+                Ok(ProcessState::Locked | ProcessState::Ended) => {}
+                // A move that the driver refuses does no harm, unless another process of it has moved already.
+                Ok(ProcessState::Checkpointed) => {
+                    let all_out = all_out && count == 0;
+                    return Err(Stuck::NotNow { why: failed.to_string(), all_out });
+                }
+                _ => return Err(Stuck::Lost(failed.to_string())),
+            }
+        }
         Ok(())
+    }
+
+    /// The GPU on which its processes are, none of which is in host memory. Where a move has ended in the middle of several, those
+    /// that were moved go back.
+    fn gather(&self, processes: &[SuspendedProcess]) -> Result<String, Stuck> {
+        let here = self.gpu().to_owned();
+        let Some(there) = self.lease.destination() else { return Ok(here) };
+        let not_now = |why| Stuck::NotNow { why, all_out: false };
+        let of_gpu = |uuid: &str| {
+            let ledger = Store::open(&self.config.state_dir)?.read()?;
+            let found = self.processes_on(uuid, &ledger)?;
+            Ok::<_, SuspendError>(found.iter().map(|one| one.process).collect::<Vec<_>>())
+        };
+        let on = |uuid| of_gpu(uuid).map_err(|error| not_now(error.to_string()));
+        let (on_here, on_there) = (on(&here)?, on(there)?);
+        let (moved, rest): (Vec<SuspendedProcess>, Vec<SuspendedProcess>) = processes
+            .iter()
+            .filter(|one| one.process.is_alive())
+            .partition(|one| on_there.contains(&one.process));
+        if let Some(lost) = rest.iter().find(|one| !on_here.contains(&one.process)) {
+            return Err(not_now(format!("NVML does not say where process {} is", lost.process.pid)));
+        }
+        if rest.is_empty() && (!moved.is_empty() || self.is_arriving()) {
+            return Ok(there.to_owned());
+        }
+        if moved.is_empty() {
+            return Ok(here);
+        }
+        self.give_nodes().map_err(not_now)?;
+        let pairs = self.pairs(there).map_err(not_now)?;
+        for one in moved {
+            let away = self.driver.carry_out(CheckpointCall::Checkpoint, one.process, one.bytes);
+            let back = away.and_then(|()| self.driver.restore_with(one.process, one.bytes, &pairs));
+            back.map_err(|error| not_now(format!("process {}: {error}", one.process.pid)))?;
+        }
+        Ok(here)
+    }
+
+    /// Ends the step that is under way: its processes run, where the driver has them. `why` it did not go as planned. The GPU on
+    /// which they are, and whether the lease was there still.
+    fn come_back(
+        &self,
+        processes: &[SuspendedProcess],
+        reserve: u64,
+        why: Option<&str>,
+    ) -> Result<(String, bool), SuspendError> {
+        let gpu = self.bring_back(processes, reserve).map_err(|stuck| self.settle(stuck, processes, why))?;
+        let noted = self.end_step(&gpu, |ledger| ledger.end_resumed(&self.lease.id, self.owner, &gpu))?;
+        Ok((gpu, noted))
     }
 
     /// Carries out `call`, which leads to the state `wanted`.
@@ -301,10 +503,9 @@ impl<'a> Work<'a> {
         aftermath(failed, now, wanted, checks::check_awake(&[one]).is_ok())
     }
 
-    /// What NVML says of the GPU, just before a restore.
-    fn check_gpu(&self, bytes: u64, reserve: u64) -> Result<(), String> {
-        let device =
-            probe::device_by_uuid(&self.nvml, self.gpu()).map_err(|error| format!("NVML: {error}"))?;
+    /// What NVML says of a GPU, just before a restore.
+    fn check_gpu(&self, uuid: &str, bytes: u64, reserve: u64) -> Result<(), String> {
+        let device = probe::device_by_uuid(&self.nvml, uuid).map_err(|error| format!("NVML: {error}"))?;
         let mode = device.compute_mode().map_err(|error| format!("NVML, of its compute mode: {error}"))?;
         if mode != ComputeMode::Default {
             let mode = probe::compute_mode(mode);
@@ -326,18 +527,20 @@ impl<'a> Work<'a> {
     /// All is to be as it was before a step that failed for the reason `why`, whose room is booked still.
     fn undo(&self, step: SuspendStep, processes: &[SuspendedProcess], why: String) -> SuspendError {
         // What it had, it may have again, with the reserve or without.
-        let reserve = if step == SuspendStep::Suspending { 0 } else { self.config.limits.reserve };
-        match self.bring_back(processes, reserve) {
-            Ok(()) => {
-                let ended = self.change(|ledger| ledger.end_resumed(&self.lease.id, self.owner));
-                // Of one on its way back, the ledger's change tells.
-                if step == SuspendStep::Suspending {
-                    self.tell(Kind::SuspendUndone, &why);
-                }
-                ended.map_or_else(|error| error, |_| SuspendError::Undone(why))
-            }
-            Err(stuck) => self.settle(stuck, processes, Some(&why)),
+        let had_it = step == SuspendStep::Suspending || self.is_moving();
+        let reserve = if had_it { 0 } else { self.config.limits.reserve };
+        match self.come_back(processes, reserve, Some(&why)) {
+            // Of one on its way back, or at the end of its move, the ledger's change tells.
+            Ok((gpu, _)) if had_it && gpu == self.gpu() => self.tell_undone(why),
+            Ok(_) => SuspendError::Undone(why),
+            Err(error) => error,
         }
+    }
+
+    /// It is where it was, and goes on.
+    fn tell_undone(&self, why: String) -> SuspendError {
+        self.tell(Kind::SuspendUndone, &why);
+        SuspendError::Undone(why)
     }
 
     /// Writes down what did not come back, and ends the container of what never will.
@@ -348,24 +551,21 @@ impl<'a> Work<'a> {
         };
         let id = &self.lease.id;
         match stuck {
-            Stuck::NotNow { why, all_out } => {
-                let left = self.change(|ledger| {
-                    // Nothing of it is on the GPU: it needs no room there.
-                    if all_out {
-                        ledger.end_suspended(id, self.owner);
-                    } else {
-                        ledger.leave_step(id, self.owner);
-                    }
-                });
-                let stays: fn(String) -> SuspendError =
-                    if all_out { SuspendError::NoRoom } else { SuspendError::Stuck };
-                left.map_or_else(|error| error, |()| stays(because(why)))
+            // Nothing of it is on a GPU: it needs no room there.
+            Stuck::NotNow { why, all_out: true } => {
+                let left = self.end_step(self.gpu(), |ledger| ledger.end_suspended(id, self.owner));
+                left.map_or_else(|error| error, |_| SuspendError::NoRoom(because(why)))
+            }
+            Stuck::NotNow { why, all_out: false } => {
+                let left = self.change(|ledger| ledger.leave_step(id, self.owner));
+                left.map_or_else(|error| error, |()| SuspendError::Stuck(because(why)))
             }
             Stuck::Lost(lost) => {
-                let ended = end_container(self.lease).unwrap_or_else(|| "its container has ended".to_owned());
+                let ended =
+                    end_container(&self.lease).unwrap_or_else(|| "its container has ended".to_owned());
                 // In the host's PID namespace they outlive its first process.
                 for SuspendedProcess { process, .. } in
-                    processes.iter().filter(|one| is_theirs(one.process, Some(self.lease)))
+                    processes.iter().filter(|one| is_theirs(one.process, Some(&self.lease)))
                 {
                     let _ = process.hold().ok().flatten().map(pidfd_kill);
                 }
@@ -378,7 +578,7 @@ impl<'a> Work<'a> {
     }
 
     fn tell(&self, kind: Kind, text: &str) {
-        let event = Event { text: text.to_owned(), ..lease_event(kind, self.lease) };
+        let event = Event { text: text.to_owned(), ..lease_event(kind, &self.lease) };
         events::emit(&self.config.state_dir, &[event]);
     }
 }

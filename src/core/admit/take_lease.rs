@@ -426,6 +426,7 @@ pub fn lease_for(
         guard: placement.guard,
         suspend: placement.suspend,
         suspension: None,
+        known: Vec::new(),
         state: LeaseState::Pending,
         owner,
         init: None,

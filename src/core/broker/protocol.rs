@@ -108,9 +108,16 @@ pub enum Ask {
     Resume {
         /// The lease.
         lease: LeaseId,
-        /// The GPU that it was on.
+        /// The GPU that it comes to, if not the one that it was on.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         gpu: Option<String>,
+    },
+    /// Asks for the user's container with this lease to be moved.
+    Move {
+        /// The lease.
+        lease: LeaseId,
+        /// The GPU that it goes to.
+        gpu: String,
     },
     /// Asks for the start of an MPS daemon that a lease needs. Only for processes of the service's own user, root: their
     /// own children would stay below a container runtime.
@@ -180,7 +187,7 @@ pub enum Answer {
     Started(Vec<String>),
     /// To `start-daemon`: why it could not be started.
     NotStarted(String),
-    /// To `suspend` and `resume`.
+    /// To `suspend`, `resume` and `move`.
     Stepped {
         /// GPU memory that was copied.
         bytes: u64,

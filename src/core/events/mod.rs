@@ -49,7 +49,9 @@ pub enum Kind {
     Suspended,
     /// It is on the GPU again.
     Resumed,
-    /// A container was to be suspended or resumed, and is as it was before.
+    /// It is on another GPU.
+    Moved,
+    /// A container was to be suspended, resumed or moved, and is as it was before.
     SuspendUndone,
     /// A container's GPU state was lost on the way, and the container was ended.
     SuspendLost,

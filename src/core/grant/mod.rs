@@ -45,6 +45,19 @@ pub struct GrantedNode {
     pub source: PathBuf,
 }
 
+/// What a container sees of one GPU.
+#[derive(Clone, Debug)]
+pub struct GpuNodes {
+    /// Its node.
+    pub nodes: Vec<GrantedNode>,
+    /// Its nodes for graphics, which a container has if it has those of any of its GPUs.
+    pub for_graphics: Vec<GrantedNode>,
+    /// Its directory below /proc, which is hidden in containers without it.
+    pub directory: PathBuf,
+    /// Whether the container is to have it.
+    pub is_given: bool,
+}
+
 /// A bind mount: read-only, nosuid, nodev, rprivate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mount {
@@ -208,7 +221,18 @@ fn mps_mounts(lease: &Lease, image: &Image, config: &Config) -> Vec<Mount> {
 /// The directories in /proc of GPUs that the container does not have.
 fn masked_paths(devices: &[&Device], inventory: &Inventory) -> Vec<PathBuf> {
     let other_gpus = inventory.gpus().filter(|other| devices.iter().all(|own| own.gpu() != other.uuid));
-    other_gpus.map(|other| Path::new("/proc/driver/nvidia/gpus").join(&other.bus_id)).collect()
+    other_gpus.map(directory_in_proc).collect()
+}
+
+fn directory_in_proc(gpu: &Device) -> PathBuf {
+    Path::new("/proc/driver/nvidia/gpus").join(&gpu.bus_id)
+}
+
+/// What a container sees of `gpu`, which it is given or not.
+pub fn gpu_nodes(gpu: &Device, is_given: bool, config: &Config) -> GpuNodes {
+    let granted = |nodes: &[Node]| nodes.iter().map(|node| granted(node.clone(), config)).collect();
+    let (nodes, for_graphics) = (granted(&gpu.nodes), granted(&gpu.dri_nodes));
+    GpuNodes { nodes, for_graphics, directory: directory_in_proc(gpu), is_given }
 }
 
 fn warnings(placement: &Placement, image: &Image, inventory: &Inventory, config: &Config) -> Vec<String> {
@@ -284,11 +308,12 @@ fn list_nodes(
     // MIG devices of one GPU share its node.
     let mut seen = BTreeSet::new();
     nodes.retain(|node| seen.insert(node.path.clone()));
-    let granted = |node: Node| {
-        let source = crate::fs::under(&config.driver.root, &node.path.to_string_lossy());
-        GrantedNode { node, source }
-    };
-    nodes.into_iter().map(granted).collect()
+    nodes.into_iter().map(|node| granted(node, config)).collect()
+}
+
+fn granted(node: Node, config: &Config) -> GrantedNode {
+    let source = crate::fs::under(&config.driver.root, &node.path.to_string_lossy());
+    GrantedNode { node, source }
 }
 
 /// The number of SMs to assume if NVML does not report it: as many as any GPU has, so that the memory fraction is

@@ -91,17 +91,21 @@ fn lease_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event
     })
 }
 
-/// Its GPU state was put into host memory, or is back from there. An undone step is reported by who undid it.
+/// Its GPU state was put into host memory, is back from there, or is on another device. An undone step is reported by who undid
+/// it.
 fn suspend_event(was: &Lease, is: &Lease) -> Option<Event> {
     let before = was.suspension.as_ref()?;
     let kind = match (before.step, is.suspension.as_ref().map(|own| own.step)) {
         (SuspendStep::Suspending, Some(SuspendStep::Suspended)) => Kind::Suspended,
-        (SuspendStep::Resuming, None) => Kind::Resumed,
+        (_, None) if was.destination().is_some_and(|device| is.devices == [device]) => Kind::Moved,
+        (SuspendStep::Resuming, None) if was.destination().is_none() => Kind::Resumed,
         _ => return None,
     };
     let event = lease_event(kind, is);
     let took_ms = event.uptime_ms.checked_sub(before.since_ms);
-    Some(Event { took_ms, text: format!("{} MiB", before.bytes() >> 20), ..event })
+    let from = if kind == Kind::Moved { format!(" from {}", was.devices[0]) } else { String::new() };
+    let text = format!("{} MiB{from}", before.bytes() >> 20);
+    Some(Event { took_ms, text, ..event })
 }
 
 /// Milliseconds from the start of the lease's owner, the process that takes it, to `then`; `None` for a hook's owner, a
@@ -253,6 +257,14 @@ mod tests {
         assert_eq!((kinds(&coming, &on_gpu), kinds(&going, &on_gpu)), (vec!["resumed"], vec![]));
         let event = &events(&going, &out)[0];
         assert_eq!((event.text.as_str(), event.took_ms), ("5 MiB", Some(event.uptime_ms)));
+        let on = |before: &Ledger, devices: &[&str]| {
+            let devices = devices.iter().map(|&device| device.to_owned()).collect();
+            ledger(vec![Lease { devices, ..before.leases[0].clone() }])
+        };
+        let (moving, there, back) =
+            (on(&coming, &[GPU, "GPU-b"]), on(&on_gpu, &["GPU-b"]), on(&on_gpu, &[GPU]));
+        assert_eq!((kinds(&moving, &there), kinds(&moving, &back)), (vec!["moved"], vec![]));
+        assert_eq!(events(&moving, &there)[0].text, format!("5 MiB from {GPU}"));
     }
 
     #[test]

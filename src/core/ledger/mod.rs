@@ -67,7 +67,7 @@ pub(crate) const LEASE_EDITS_ANNOTATION: &str = "sublet.lease.edits";
 /// `ledger.json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ledger {
-    /// `sublet.ledger/1`, or `/2` while a container is suspended.
+    /// `sublet.ledger/1`, or `/2` while a container is suspended, or has been moved.
     pub schema: String,
     /// The boot of the ledger. No lease of another boot is alive.
     pub boot_id: String,
@@ -168,6 +168,10 @@ pub struct Lease {
     /// That it is there, or on its way there or back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspension: Option<Suspension>,
+    /// GPUs other than its own that its processes have been on, or may have. The driver in them opens these again whenever it
+    /// suspends or restores them, so that for as long the container has their nodes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub known: Vec<String>,
     /// Where it is in its life.
     pub state: LeaseState,
     /// While pending, the process that is starting the container. While ending, the process that deletes it.

@@ -156,7 +156,9 @@ fn is_stray(daemon: &MpsDaemon, ledger: &Ledger) -> bool {
 fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool {
     let served =
         |daemon: &MpsDaemon| daemon.serves(&device.uuid) && ledger.on_daemon(&daemon.key).next().is_some();
-    ledger.lease_of_process(process).is_some()
+    // Of a container that was moved, a rebuilt lease has the device that it began on.
+    let is_there = |lease: &Lease| lease.suspend.is_never() || lease.devices.contains(&device.uuid);
+    ledger.lease_of_process(process).is_some_and(is_there)
         || (process.mps_server && ledger.daemons.iter().any(served))
         || !Process::may_run(process.pid)
 }

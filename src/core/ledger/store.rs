@@ -267,8 +267,8 @@ pub(super) fn parse_ledger(content: &[u8], path: &Path) -> Result<Ledger, Ledger
 /// It has a path that is not UTF-8.
 pub(super) fn ledger_text(ledger: &mut Ledger) -> serde_json::Result<Vec<u8>> {
     ledger.number_mount_points();
-    let is_suspended = ledger.leases.iter().any(|lease| lease.suspension.is_some());
-    if is_suspended { SUSPENDED_SCHEMA } else { SCHEMA }.clone_into(&mut ledger.schema);
+    let needs_it = |lease: &Lease| lease.suspension.is_some() || !lease.known.is_empty();
+    if ledger.leases.iter().any(needs_it) { SUSPENDED_SCHEMA } else { SCHEMA }.clone_into(&mut ledger.schema);
     let text = serde_json::to_vec(ledger);
     // Each number is that of a list.
     let _ = ledger.resolve_mount_points();

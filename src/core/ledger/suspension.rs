@@ -1,6 +1,9 @@
 //! Leases whose containers' GPU state is in host memory, or on its way there or back: active, suspending, suspended,
 //! resuming, active. Each step is in the ledger before it is taken, and no lock is held while it is. A step whose process
 //! has ended was cut short: the next command, or `sublet serve`, takes it over.
+//!
+//! While a container moves, its lease has two devices, and books both: the one that it was on, and then the one that it goes to.
+//! Which of them it keeps is written down when its state is there ([`Ledger::end_resumed`]).
 
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +44,8 @@ pub enum SuspendStep {
     Suspended,
     /// It is being copied back. The room is booked.
     Resuming,
+    /// It was suspended, and is being copied to the second device of its lease. Only there is its room booked.
+    Arriving,
 }
 
 /// Why a lease is in no state to be suspended or resumed.
@@ -56,7 +61,7 @@ pub enum WrongState {
     #[error("it is ending")]
     Ending,
     /// It is suspended.
-    #[error("it is suspended already")]
+    #[error("it is suspended already; fix: `sublet resume` brings it back, with --gpu to another GPU")]
     Suspended,
     /// It is not suspended.
     #[error("it is not suspended")]
@@ -90,10 +95,33 @@ impl Lease {
             (LeaseState::Active, Some(suspension)) => match suspension.step {
                 SuspendStep::Suspending => LeaseState::Suspending,
                 SuspendStep::Suspended => LeaseState::Suspended,
-                SuspendStep::Resuming => LeaseState::Resuming,
+                SuspendStep::Resuming | SuspendStep::Arriving => LeaseState::Resuming,
             },
             (state, _) => state,
         }
+    }
+
+    /// The device to which it moves.
+    pub fn destination(&self) -> Option<&str> {
+        let moves = self.suspension.is_some() && self.devices.len() == 2;
+        self.devices.get(1).map(String::as_str).filter(|_| moves)
+    }
+
+    /// Whether it books room on `device`.
+    pub fn books(&self, device: &str) -> bool {
+        let step = self.suspension.as_ref().map(|own| own.step);
+        let booked = self.devices.iter().skip(usize::from(step == Some(SuspendStep::Arriving)));
+        step != Some(SuspendStep::Suspended) && booked.into_iter().any(|own| own == device)
+    }
+
+    /// It keeps the device with this number. Its processes know the other one from now on.
+    fn stay_on(&mut self, number: usize) {
+        let all = std::mem::take(&mut self.devices);
+        self.devices.extend(all.get(number).cloned());
+        self.known.extend(all);
+        self.known.sort();
+        self.known.dedup();
+        self.known.retain(|known| !self.devices.contains(known));
     }
 }
 
@@ -151,6 +179,39 @@ impl Ledger {
         Ok(())
     }
 
+    /// `owner` begins to move lease `id` to `device`, which has room for these `processes`: that is asked under the same lock.
+    ///
+    /// # Errors
+    /// As [`Ledger::suspendable`].
+    pub fn begin_moving(
+        &mut self,
+        id: &LeaseId,
+        owner: Process,
+        processes: Vec<SuspendedProcess>,
+        device: &str,
+    ) -> Result<(), WrongState> {
+        self.begin_suspending(id, owner, processes)?;
+        self.lease_mut(id).into_iter().for_each(|lease| lease.devices.push(device.to_owned()));
+        Ok(())
+    }
+
+    /// The state of lease `id`, which `owner` moves, is in host memory, and goes to its second device now.
+    pub fn begin_restoring(&mut self, id: &LeaseId, owner: Process) -> bool {
+        let next = |own| Suspension { step: SuspendStep::Resuming, ..own };
+        self.is_owned(id, owner) && self.set_step(id, next)
+    }
+
+    /// `owner` begins to resume lease `id` on another device than the one where it was, as [`Ledger::begin_resuming`].
+    ///
+    /// # Errors
+    /// As [`Ledger::resumable`].
+    pub fn begin_arriving(&mut self, id: &LeaseId, owner: Process, device: &str) -> Result<(), WrongState> {
+        self.resumable(id)?;
+        self.set_step(id, |own| Suspension { owner, ..own.at(SuspendStep::Arriving) });
+        self.lease_mut(id).into_iter().for_each(|lease| lease.devices.push(device.to_owned()));
+        Ok(())
+    }
+
     /// `owner` begins to resume lease `id`, which books its room again. Whether there is room is asked under the same
     /// lock ([`crate::place::check_resume`]).
     ///
@@ -170,15 +231,23 @@ impl Ledger {
         self.lease(id)?.suspension.clone()
     }
 
-    /// The step that `owner` takes with lease `id` has ended: the state is in host memory. `false`: the lease has ended.
+    /// The step that `owner` takes with lease `id` has ended: the state is in host memory, from its first device. `false`:
+    /// the lease has ended.
     pub fn end_suspended(&mut self, id: &LeaseId, owner: Process) -> bool {
-        self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended))
+        let ended = self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended));
+        if let Some(lease) = self.lease_mut(id).filter(|_| ended) {
+            lease.stay_on(0);
+        }
+        ended
     }
 
-    /// The step that `owner` takes with lease `id` has ended: the state is on the GPU. `false`: the lease has ended.
-    pub fn end_resumed(&mut self, id: &LeaseId, owner: Process) -> bool {
+    /// The step that `owner` takes with lease `id` has ended: the state is on `device`. `false`: the lease has ended.
+    pub fn end_resumed(&mut self, id: &LeaseId, owner: Process, device: &str) -> bool {
         let lease = if self.is_owned(id, owner) { self.lease_mut(id) } else { None };
-        lease.and_then(|lease| lease.suspension.take()).is_some()
+        let Some(lease) = lease else { return false };
+        let number = lease.devices.iter().position(|own| own == device);
+        lease.stay_on(number.unwrap_or(0));
+        lease.suspension.take().is_some()
     }
 
     /// `owner` leaves its step with lease `id` to the next command.
@@ -265,11 +334,56 @@ mod tests {
         assert!(ledger.end_suspended(&id, me()));
         assert_eq!((booked(&ledger), shown(&ledger)), (None, LeaseState::Suspended));
         assert_eq!(ledger.begin_suspending(&id, me(), vec![]), Err(WrongState::Suspended));
-        assert!(!ledger.end_resumed(&id, me()), "no step is under way");
+        assert!(!ledger.end_resumed(&id, me(), "GPU-0"), "no step is under way");
         ledger.begin_resuming(&id, me()).unwrap();
         assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES), LeaseState::Resuming));
-        assert!(ledger.end_resumed(&id, me()));
+        assert!(ledger.end_resumed(&id, me(), "GPU-0"));
         assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES / 2), LeaseState::Active));
+        assert!(ledger.leases[0].known.is_empty());
+    }
+
+    #[test]
+    fn a_lease_that_moves_books_both_devices_until_its_state_is_on_one() {
+        let places = |ledger: &Ledger| ["GPU-0", "GPU-1"].map(|device| ledger.leases[0].books(device));
+        let (mut start, id) = ledger();
+        start.begin_moving(&id, me(), held(BYTES), "GPU-1").unwrap();
+        assert_eq!((places(&start), start.leases[0].destination()), ([true, true], Some("GPU-1")));
+        assert!(
+            start.begin_moving(&id, me(), vec![], "GPU-2").is_err() && start.leases[0].devices.len() == 2
+        );
+        assert!(!start.begin_restoring(&id, dead()) && start.begin_restoring(&id, me()));
+        assert_eq!((places(&start), start.leases[0].shown_state()), ([true, true], LeaseState::Resuming));
+        for (device, other, booked) in [("GPU-1", "GPU-0", [false, true]), ("GPU-0", "GPU-1", [true, false])]
+        {
+            let mut ledger = start.clone();
+            assert!(ledger.end_resumed(&id, me(), device));
+            assert_eq!((places(&ledger), &ledger.leases[0].known), (booked, &vec![other.to_owned()]));
+            assert_eq!(ledger.leases[0].destination(), None);
+            // Back again: it has known both.
+            ledger.begin_moving(&id, me(), held(BYTES), other).unwrap();
+            ledger.end_resumed(&id, me(), other);
+            assert_eq!(ledger.leases[0].known, [device]);
+        }
+        assert!(start.end_suspended(&id, me()));
+        assert_eq!(
+            (places(&start), &start.leases[0].devices[..]),
+            ([false, false], &["GPU-0".to_owned()][..])
+        );
+    }
+
+    #[test]
+    fn one_that_comes_back_elsewhere_books_nothing_where_it_was() {
+        let (mut ledger, id) = ledger();
+        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        assert_eq!(ledger.begin_arriving(&id, me(), "GPU-1"), Err(WrongState::Busy(me().pid)));
+        ledger.end_suspended(&id, me());
+        ledger.begin_arriving(&id, me(), "GPU-1").unwrap();
+        let lease = &ledger.leases[0];
+        assert_eq!((lease.books("GPU-0"), lease.books("GPU-1")), (false, true));
+        assert_eq!((lease.booked_memory(), lease.shown_state()), (Some(BYTES), LeaseState::Resuming));
+        // The driver has refused it.
+        ledger.end_suspended(&id, me());
+        assert_eq!((ledger.leases[0].devices.len(), ledger.leases[0].is_suspended()), (1, true));
     }
 
     #[test]
@@ -319,15 +433,19 @@ mod tests {
         assert_eq!(schema(&mut ledger), "sublet.ledger/1");
         ledger.begin_suspending(&id, me(), held(7)).unwrap();
         assert_eq!(schema(&mut ledger), "sublet.ledger/2");
-        ledger.end_resumed(&id, me());
+        ledger.end_resumed(&id, me(), "GPU-0");
         assert_eq!(schema(&mut ledger), "sublet.ledger/1");
+        // It needs the nodes of both from now on.
+        ledger.begin_moving(&id, me(), held(7), "GPU-1").unwrap();
+        ledger.end_resumed(&id, me(), "GPU-1");
+        assert_eq!(schema(&mut ledger), "sublet.ledger/2");
     }
 
     proptest! {
         /// Whoever calls what, in any order: a state on its way back has its room, and one that is out has none.
         #[test]
         fn no_order_of_calls_lets_a_state_come_back_without_room(
-            calls in prop::collection::vec((0_u8..8, prop::bool::ANY), 1..40),
+            calls in prop::collection::vec((0_u8..11, prop::bool::ANY), 1..40),
         ) {
             let (mut ledger, id) = ledger();
             for (call, mine) in calls {
@@ -336,19 +454,24 @@ mod tests {
                     0 => _ = ledger.begin_suspending(&id, owner, held(BYTES)),
                     1 => _ = ledger.end_suspended(&id, owner),
                     2 => _ = ledger.begin_resuming(&id, owner),
-                    3 => _ = ledger.end_resumed(&id, owner),
+                    3 => _ = ledger.end_resumed(&id, owner, if mine { "GPU-0" } else { "GPU-1" }),
                     4 => _ = ledger.take_over(&id, owner),
                     5 => ledger.mark_deleted(&id, owner),
                     6 => ledger.unmark_ending(&id),
+                    7 => _ = ledger.begin_moving(&id, owner, held(BYTES), "GPU-1"),
+                    8 => _ = ledger.begin_restoring(&id, owner),
+                    9 => _ = ledger.begin_arriving(&id, owner, "GPU-1"),
                     _ => ledger.leases[0].state = LeaseState::Active,
                 }
                 let lease = &ledger.leases[0];
                 let expected = match lease.suspension.as_ref().map(|own| own.step) {
                     None => Some(BYTES / 2),
                     Some(SuspendStep::Suspended) => None,
-                    Some(SuspendStep::Suspending | SuspendStep::Resuming) => Some(BYTES),
+                    Some(_) => Some(BYTES),
                 };
                 prop_assert_eq!(lease.booked_memory(), expected);
+                let moves = lease.suspension.as_ref().is_some_and(|own| own.step != SuspendStep::Suspended);
+                prop_assert!(lease.devices.len() == 1 || lease.devices.len() == 2 && moves);
             }
         }
     }

@@ -29,7 +29,7 @@ pub use container_root::{KEEP_GROUPS, own_annotations};
 pub use image::{check_mps_directories, check_no_other_daemon, inspect};
 pub(crate) use image::{check_uncovered, make_mount_points};
 pub use json_file::{FileError, JsonFile, mentions_sublet};
-pub use live::{Live, NamespaceError, apply, lost_node, systemctl};
+pub use live::{Live, NamespaceError, apply, lost_node, set_gpus, systemctl};
 pub use rootfs::{Tree, clear};
 pub(crate) use rootfs::{cleanup_mount_points, clear_volume, filter_missing};
 

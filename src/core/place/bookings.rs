@@ -66,8 +66,8 @@ impl<'a> Account<'a> {
         };
         let (booked, on_memory) = (Vec::new(), Vec::new());
         let mut account = Self { device, ledger, config, booked, on_memory, has_everything: false };
-        for lease in ledger.leases.iter().filter(|lease| !lease.is_suspended()) {
-            for uuid in device.sharing_memory().filter(|uuid| lease.devices.iter().any(|own| own == uuid)) {
+        for lease in &ledger.leases {
+            for uuid in device.sharing_memory().filter(|uuid| lease.books(uuid)) {
                 let (on_it, booked) = (uuid == device.uuid, !ledger.is_booked_with_job(lease));
                 account.has_everything |= on_it && everything(lease);
                 account.on_memory.extend(booked.then_some(lease));

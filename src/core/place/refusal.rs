@@ -135,9 +135,7 @@ pub(super) fn describe((device, misfit): &(&Device, &Misfit), world: World<'_>) 
 
 /// The room of a device, and who holds the rest of it or of several.
 fn describe_room(devices: &[&Device], world: World<'_>) -> String {
-    let is_there = |lease: &&Lease| {
-        !lease.is_suspended() && devices.iter().any(|device| lease.devices.contains(&device.uuid))
-    };
+    let is_there = |lease: &&Lease| devices.iter().any(|device| lease.books(&device.uuid));
     let holders = list_some(world.ledger.leases.iter().filter(is_there).map(describe_holder), ", ");
     let held = if holders.is_empty() { holders } else { format!("held by {holders}") };
     let [device] = devices else { return held };

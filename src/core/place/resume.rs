@@ -1,4 +1,4 @@
-//! Whether a suspended container has room again on its device.
+//! Whether a container that is suspended, or is to be moved, has room on a device.
 
 use super::bookings::{check_memory, check_room, check_use};
 use super::select::{build_want, check_closed, check_compute_mode};
@@ -10,19 +10,19 @@ use crate::request::{Request, parse};
 use crate::share::{MIB, Memory, Suspend};
 use crate::text::{add_fix, safe};
 
-/// Checks whether there is room for `lease`, which is suspended, with `bytes` of memory: by what administrators decided, the
-/// use of its device, the bookings, and the memory that NVML last reported free.
+/// Checks whether there is room on device `uuid` for `lease`, which books nothing there, with `bytes` of memory: by what
+/// administrators decided, the use of the device, the bookings, and the memory that NVML last reported free.
 ///
 /// # Errors
 /// Why there is none.
 pub fn check_resume(
     lease: &Lease,
+    uuid: &str,
     bytes: u64,
     inventory: &Inventory,
     ledger: &Ledger,
     config: &Config,
 ) -> Result<(), Box<Refusal>> {
-    let uuid = lease.devices.first().map(String::as_str).unwrap_or_default();
     let Some(device) = inventory.device(uuid) else {
         let message = format!("GPU {} is not served now: `sublet status` says why", safe(uuid));
         return Err(Box::new(Refusal { temporary: true, left_out: true, ..Refusal::never(message) }));
@@ -44,7 +44,8 @@ pub fn check_resume(
     checked.map_err(|Misfit { reason, temporary, refresh }| {
         let message = format!("{} {reason}", device.label());
         let has_way_out = !temporary || message.contains("fix: ");
-        let waits = "end or suspend another container there, or wait (--wait)";
+        let waits = if lease.is_suspended() { ", or wait (--wait)" } else { " first" };
+        let waits = &format!("end, move or suspend another container there{waits}");
         let refusal = Refusal::never(if has_way_out { message } else { add_fix(&message, waits) });
         Box::new(Refusal { temporary, refresh_first: refresh, ..refusal })
     })
@@ -52,12 +53,13 @@ pub fn check_resume(
 
 #[cfg(test)]
 mod tests {
+    use super::super::bookings::bookings;
     use super::super::fixture::{GIB, device, host};
     use super::super::tests::ledger;
     use super::*;
     use crate::inventory::ComputeMode;
     use crate::ledger::fixture::lease;
-    use crate::ledger::{LeaseState, SuspendStep, Suspension};
+    use crate::ledger::{LeaseState, SuspendStep, SuspendedProcess, Suspension};
     use crate::process::Process;
     use crate::share::Mode;
 
@@ -79,7 +81,7 @@ mod tests {
         let (mut inventory, mut config) = (host(vec![device(0)]), Config::default());
         change(&mut inventory, &mut config);
         let ledger = suspended(neighbours);
-        let checked = check_resume(&ledger.leases[0], 20 * GIB, &inventory, &ledger, &config);
+        let checked = check_resume(&ledger.leases[0], "GPU-0", 20 * GIB, &inventory, &ledger, &config);
         checked.err().map(|refusal| (refusal.message, refusal.temporary))
     }
 
@@ -100,11 +102,39 @@ mod tests {
         assert!(used.0.contains("the driver says so") && used.1, "{used:?}");
         let mode = why(&[], |inventory, _| inventory.devices[0].compute_mode = ComputeMode::ExclusiveProcess);
         assert!(mode.unwrap().0.contains("compute mode"));
+        let in_mig_mode = why(&[], |inventory, _| inventory.devices[0].mig_enabled = true).unwrap();
+        assert!(in_mig_mode.0.contains("is in MIG mode") && !in_mig_mode.1, "{in_mig_mode:?}");
         let gone = why(&[], |inventory, _| inventory.devices.clear()).unwrap();
         assert!(gone.0.contains("not served now") && gone.1, "{gone:?}");
         let (inventory, config) = (host(vec![device(0)]), Config::default());
         let drained = Ledger { drained: vec!["GPU-0".into()], ..suspended(&[]) };
         let refusal = check_resume(&drained.leases[0], GIB, &inventory, &drained, &config).unwrap_err();
         assert!(refusal.message.contains("sublet undrain 0") && !refusal.temporary, "{refusal:?}");
+    }
+
+    /// What moves has both devices' room until it is there.
+    #[test]
+    fn one_that_moves_needs_room_on_the_other_device_and_keeps_its_own() {
+        let (inventory, config, bytes) = (host(vec![device(0), device(1)]), Config::default(), 20 * GIB);
+        let beside = Lease { memory_bytes: Some(85 * GIB), ..lease(2, "GPU-1") };
+        let mine = Lease { state: LeaseState::Active, ..lease(1, "GPU-0") };
+        let mut ledger = ledger(vec![mine, beside]);
+        let check =
+            |ledger: &Ledger| check_resume(&ledger.leases[0], "GPU-1", bytes, &inventory, ledger, &config);
+        let full = check(&ledger).unwrap_err();
+        assert!(
+            full.temporary && full.message.ends_with("another container there first"),
+            "{}",
+            full.message
+        );
+        ledger.leases[1].memory_bytes = Some(60 * GIB);
+        check(&ledger).unwrap();
+        let id = ledger.leases[0].id.clone();
+        let processes = vec![SuspendedProcess { process: Process { pid: 1, start_time: 1 }, bytes }];
+        ledger.begin_moving(&id, Process::current().unwrap(), processes, "GPU-1").unwrap();
+        for (uuid, booked) in [("GPU-0", 20), ("GPU-1", 80)] {
+            let of = bookings(inventory.device(uuid).unwrap(), &ledger, &config);
+            assert_eq!(of.memory_booked, booked * GIB, "{uuid}");
+        }
     }
 }

@@ -2,8 +2,8 @@
 //! get the same edits here, in a copy of the engine's process file or on the command line.
 //!
 //! The low-level runtime's record says that the container has a share, and its config.json says which. So `exec` needs
-//! no inventory, and of the ledger only the record of its MPS daemon, if that can be read. Only a hook's container, whose
-//! record names no lease, is looked for in the ledger.
+//! no inventory, and of the ledger only the record of its MPS daemon, if that can be read. Only a container that may have been
+//! moved to another GPU since is looked for in the ledger, and a hook's container, whose record names no lease.
 
 use std::cell::LazyCell;
 use std::ffi::{OsStr, OsString};
@@ -23,7 +23,9 @@ use sublet_core::admit::{self, AdmitError, Leases};
 use sublet_core::config::{self, Config, OWN_PREFIXES, WithoutDaemon};
 use sublet_core::config_files::ConfigError;
 use sublet_core::grant::{self, Environment, refused_beside};
-use sublet_core::ledger::{LEASE_ANNOTATION, Record, is_remote};
+use sublet_core::ledger::{
+    LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Lease, LeaseId, Record, Store, is_remote,
+};
 use sublet_core::mps;
 use sublet_core::oci::{self, FileError, JsonFile};
 use sublet_core::text::{safe, safe_path};
@@ -43,11 +45,12 @@ pub(super) fn exec<'a>(call: &Call<'a>, exec: &'a Exec) -> anyhow::Result<i32> {
     let config = LazyCell::new(|| call.files.config());
     let Some((id, record, share)) = find_target(call, exec, &config)? else { return call.pass_on() };
     let config = config.as_ref().ok();
+    // Its options would replace config.json's environment, and a command line is shown to every user.
+    let takes_none = exec.process.is_none() && exec.env.is_empty() && call.low_level.dialect == Dialect::Crun;
     let environment = match enter(&share, id, &record, config) {
-        Ok(()) => share.environment.clone(),
+        Ok(()) => share.moved.as_ref().filter(|_| !takes_none).unwrap_or(&share.environment).clone(),
         Err(error) if config.is_some_and(|config| config.mps.exec_without_daemon == WithoutDaemon::NoGpu) => {
-            // Its options would replace config.json's environment, and a command line is shown to every user.
-            if exec.process.is_none() && exec.env.is_empty() && call.low_level.dialect == Dialect::Crun {
+            if takes_none {
                 bail!(
                     "{error}; and crun takes an environment without a GPU only on its command line, which every user can \
                      read: pass the process with --process, or its variables with --env"
@@ -218,6 +221,8 @@ pub(super) struct Share {
     environment: Environment,
     /// The public directory of its MPS daemon on the host; `None`: the share needs no daemon.
     daemon: Option<PathBuf>,
+    /// The edit as it is since the container was moved to another GPU.
+    moved: Option<Environment>,
 }
 
 /// The share of the container whose low-level runtime keeps its record in `record`; `None`: it has none.
@@ -240,7 +245,15 @@ pub(super) fn find_share(
         if spec["annotations"][LEASE_ANNOTATION].as_str() != Some(lease) {
             return Err(EnterError::Changed { lease: lease.to_owned(), path });
         }
-        return Ok(Some(share_of_spec(&spec, &names)));
+        let share = share_of_spec(&spec, &names);
+        let ledger = config
+            .as_ref()
+            .ok()
+            .filter(|_| may_have_moved(&spec))
+            .and_then(|config| Store::open(&config.state_dir).and_then(|store| store.peek()).ok());
+        let now = ledger.as_ref().and_then(|ledger| ledger.lease(&LeaseId::parse(lease)?));
+        let moved = now.and_then(|now| since_move(&share.environment, &spec, now));
+        return Ok(Some(Share { moved, ..share }));
     }
     find_in_ledger(uid, id, record, bundle, config)
 }
@@ -289,7 +302,23 @@ fn share_of_spec(spec: &Value, default_names: &[String]) -> Share {
     let daemon = mounts.rev().find(|mount| mount["destination"] == grant::MPS_DIR);
     let daemon = daemon.and_then(|mount| mount["source"].as_str()).map(PathBuf::from);
     let environment = Environment { set, default, remove_prefixes: OWN_PREFIXES.map(String::from).to_vec() };
-    Share { environment, daemon }
+    Share { environment, daemon, moved: None }
+}
+
+/// Whether the container's GPU memory may be moved, by the lease in its config.json.
+fn may_have_moved(spec: &Value) -> bool {
+    let record = spec["annotations"][LEASE_RECORD_ANNOTATION].as_str();
+    record.is_some_and(|record| record.contains("\"suspend\":"))
+}
+
+/// `environment` of config.json with the GPU that its lease has now; `None`: it is the same.
+fn since_move(environment: &Environment, spec: &Value, now: &Lease) -> Option<Environment> {
+    let record = spec["annotations"][LEASE_RECORD_ANNOTATION].as_str()?;
+    let [old] = &Lease::from_annotation(record)?.devices[..] else { return None };
+    let new = now.devices.first().filter(|new| *new != old)?;
+    let replaced =
+        |(name, value): &(String, String)| (name.clone(), value.replace(old.as_str(), new.as_str()));
+    Some(Environment { set: environment.set.iter().map(replaced).collect(), ..environment.clone() })
 }
 
 /// The names of variables that a share sets only if they are absent.

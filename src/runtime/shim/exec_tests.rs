@@ -3,6 +3,8 @@
 use std::os::fd::AsRawFd as _;
 
 use serde_json::json;
+use sublet_core::ledger::fixture::lease;
+use sublet_core::share::Suspend;
 
 use super::*;
 
@@ -27,6 +29,25 @@ fn options_for_the_command_line() {
     for dialect in [Dialect::Runc, Dialect::Crun] {
         assert!(options(&share, &share, &[], dialect, "--env").is_empty(), "config.json has it");
     }
+}
+
+#[test]
+fn a_process_in_a_container_that_was_moved_gets_its_gpu_of_now() {
+    let old = Lease { suspend: Suspend::Allow, ..lease(1, "GPU-a") };
+    let moved = Lease { devices: vec!["GPU-b".into()], known: vec!["GPU-a".into()], ..old.clone() };
+    let spec =
+        |of: &Lease| json!({"annotations": {LEASE_RECORD_ANNOTATION: of.to_annotation(Path::new("/s"))}});
+    let set = pairs(&[("CUDA_VISIBLE_DEVICES", "0"), ("SUBLET_DEVICES", "GPU-a")]);
+    let environment = Environment { set, ..share() };
+    let now = since_move(&environment, &spec(&old), &moved).unwrap();
+    assert_eq!(now.set[1], ("SUBLET_DEVICES".to_owned(), "GPU-b".to_owned()));
+    assert_eq!((&now.set[0], &now.default), (&environment.set[0], &environment.default));
+    let told = options(&now, &environment, &[], Dialect::Runc, "--env");
+    assert_eq!(told[..4], ["--env", "CUDA_VISIBLE_DEVICES=0", "--env", "SUBLET_DEVICES=GPU-b"]);
+    assert_eq!(since_move(&environment, &spec(&old), &old), None);
+    // The ledger is not looked into for others.
+    let never = Lease { suspend: Suspend::Never, ..old.clone() };
+    assert_eq!([&old, &never].map(|of| may_have_moved(&spec(of))), [true, false]);
 }
 
 #[test]

@@ -17,8 +17,9 @@ use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, fstat, fstatat, maked
 use nix::sys::statfs::{
     CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs,
 };
-use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
-use rustix::mount::{MoveMountFlags, move_mount};
+use nix::unistd::{Gid, Uid, UnlinkatFlags, fchdir, setfsgid, setfsuid, unlinkat};
+use rustix::fs::{StatxAttributes, StatxFlags, statx};
+use rustix::mount::{MoveMountFlags, UnmountFlags, move_mount};
 
 use super::{HostSide, NamespaceError, failed};
 use crate::fs::{kind, open_in, open_root};
@@ -44,6 +45,11 @@ impl<'a> Rootfs<'a> {
             }
         }
         Err(NamespaceError::Rootfs(path.to_owned()))
+    }
+
+    /// That of a container that runs.
+    pub const fn of(root: OwnedFd, host: &'a HostSide) -> Self {
+        Self { root, host }
     }
 
     /// Attaches the detached `mount` at `path`, which is made if need be.
@@ -100,6 +106,40 @@ impl<'a> Rootfs<'a> {
                 Err(NamespaceError::Occupied(node.path.clone()))
             }
             done => done.map_err(|error| failed(format!("make the node {}", safe_path(&node.path)), error)),
+        }
+    }
+
+    /// Whether the container has the node.
+    pub fn has(&self, node: &Node) -> bool {
+        find_node(&self.root, node).is_some()
+    }
+
+    /// Takes the node away: in a user namespace a mount, and the file that it lies on.
+    pub fn remove_node(&self, node: &Node) -> Result<(), NamespaceError> {
+        let Some((dir, name)) = find_node(&self.root, node) else { return Ok(()) };
+        let remove = || match (unmount(&dir, name)?, unlinkat(&dir, name, UnlinkatFlags::NoRemoveDir)) {
+            (false, Err(error)) => Err(io::Error::from(error)),
+            _ => Ok(()),
+        };
+        remove().map_err(|error| failed(format!("take away the node {}", safe_path(&node.path)), error))
+    }
+
+    /// Whether something covers `path`.
+    pub fn is_covered(&self, path: &Path) -> bool {
+        let (Some(parent), Ok(name)) = (path.parent(), name_of(path)) else { return false };
+        open_in(&self.root, parent, OFlag::O_DIRECTORY)
+            .and_then(|dir| is_mounted(&dir, name))
+            .unwrap_or(false)
+    }
+
+    /// Uncovers `path`, which is a directory of the kernel's own, if it is covered.
+    pub fn unmask(&self, path: &Path) -> Result<(), NamespaceError> {
+        let (Some(parent), Ok(name)) = (path.parent(), name_of(path)) else { return Ok(()) };
+        match open_in(&self.root, parent, OFlag::O_DIRECTORY).and_then(|dir| unmount(&dir, name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(failed(format!("uncover {}", safe_path(path)), error))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -171,6 +211,35 @@ fn open_to_all(proc: &OwnedFd, dir: &OwnedFd, name: &OsStr, device: dev_t) -> io
 fn is_node(dir: &OwnedFd, name: &OsStr, device: dev_t) -> bool {
     fstatat(dir, name, AtFlags::AT_SYMLINK_NOFOLLOW)
         .is_ok_and(|stat| kind(stat.st_mode) == SFlag::S_IFCHR && stat.st_rdev == device)
+}
+
+/// The directory and the name of `node`, if it is there.
+pub(super) fn find_node<'n>(root: &OwnedFd, node: &'n Node) -> Option<(OwnedFd, &'n OsStr)> {
+    let dir = open_in(root, node.path.parent()?, OFlag::O_DIRECTORY).ok()?;
+    let name = name_of(&node.path).ok()?;
+    is_node(&dir, name, makedev(node.major.into(), node.minor.into())).then_some((dir, name))
+}
+
+/// How many mounts may lie on each other.
+const MOST_MOUNTS: usize = 8;
+
+/// Whether a mount lies at `name` in `dir`.
+fn is_mounted(dir: &OwnedFd, name: &OsStr) -> io::Result<bool> {
+    let found = statx(dir, name, rustix::fs::AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS)?;
+    Ok(found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+}
+
+/// Takes away every mount at `name` in `dir`. Whether there was one.
+fn unmount(dir: &OwnedFd, name: &OsStr) -> io::Result<bool> {
+    for count in 0..MOST_MOUNTS {
+        if !is_mounted(dir, name)? {
+            return Ok(count > 0);
+        }
+        // There is no umount(2) by descriptor, and the container's /proc may lead anywhere.
+        fchdir(dir)?;
+        rustix::mount::unmount(name, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW)?;
+    }
+    Err(Errno::EBUSY.into())
 }
 
 /// File systems whose files are the kernel's: a mount over one could change the runtime's behaviour.

@@ -13,6 +13,7 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
 use nix::libc;
 
+use super::cgroup::Access;
 use crate::inventory::Node;
 
 /// Commands (linux/bpf.h, `enum bpf_cmd`).
@@ -214,18 +215,57 @@ const JUMP: u8 = 5;
 const JUMP_32: u8 = 6;
 const ALU_64: u8 = 7;
 
-/// `before`, with instructions in front that allow reading and writing `nodes`. Jumps are relative, and r1 holds the
-/// argument of `before`.
-pub(super) fn allow(nodes: &[&Node], before: &[u64]) -> Vec<u64> {
-    let allow_one = |node: &&Node| {
+/// `before`, with instructions in front that allow reading and writing `nodes`, or forbid it. Jumps are relative, and r1
+/// holds the argument of `before`. Instructions that an earlier call has put there are merged, so that a program does not grow
+/// each time that a container moves.
+pub(super) fn decide(nodes: &[&Node], access: Access, before: &[u64]) -> Vec<u64> {
+    let (mut decided, rest) = split(before);
+    for node in nodes {
+        let of_node = [number(node.major), number(node.minor)];
+        decided.retain(|(of, _)| *of != of_node);
+        decided.push((of_node, i32::from(access == Access::Open)));
+    }
+    [&front(&decided), rest].concat()
+}
+
+/// What [`front`] decides: nodes by major and minor, and the program's answer.
+type Decided = Vec<([i32; 2], i32)>;
+
+/// How many instructions [`front`] has before those of its nodes, and for each.
+const HEAD: usize = 9;
+const EACH: usize = 4;
+
+/// What an earlier [`decide`] has put in front of `program`, and the rest.
+fn split(program: &[u64]) -> (Decided, &[u64]) {
+    let immediate = |instruction: u64| {
+        let [.., i0, i1, i2, i3] = instruction.to_le_bytes();
+        i32::from_le_bytes([i0, i1, i2, i3])
+    };
+    let each = program.get(HEAD..).unwrap_or_default().chunks_exact(EACH);
+    let mut decided: Decided =
+        each.map(|own| ([immediate(own[0]), immediate(own[1])], immediate(own[2]))).collect();
+    // How many they are is in a jump over them. Another program's instructions are not like ours.
+    while !decided.is_empty() {
+        let ours = front(&decided);
+        if program.starts_with(&ours) {
+            return (decided, &program[ours.len()..]);
+        }
+        decided.pop();
+    }
+    (decided, program)
+}
+
+/// The instructions for these nodes, which fall through for all else.
+fn front(decided: &Decided) -> Vec<u64> {
+    let decide_one = |([major, minor], answer): &([i32; 2], i32)| {
         [
-            instruction(JUMP_UNLESS, 3, 0, 3, number(node.major)),
-            instruction(JUMP_UNLESS, 4, 0, 2, number(node.minor)),
-            instruction(SET, 0, 0, 0, 1),
+            instruction(JUMP_UNLESS, 3, 0, 3, *major),
+            instruction(JUMP_UNLESS, 4, 0, 2, *minor),
+            instruction(SET, 0, 0, 0, *answer),
             instruction(EXIT, 0, 0, 0, 0),
         ]
     };
-    let body: Vec<u64> = nodes.iter().flat_map(allow_one).collect();
+    let body: Vec<u64> = decided.iter().flat_map(decide_one).collect();
     // After the two tests: the other test (3 instructions), the loads and the body.
     let past_body = i16::try_from(body.len()).unwrap_or(i16::MAX);
     let mut program = vec![
@@ -240,7 +280,6 @@ pub(super) fn allow(nodes: &[&Node], before: &[u64]) -> Vec<u64> {
         instruction(LOAD_WORD, 4, 1, 8, 0),
     ];
     program.extend(body);
-    program.extend(before);
     program
 }
 
@@ -328,7 +367,7 @@ mod tests {
         let nodes: Vec<&Node> = nodes.iter().collect();
         // The original program returns 7, so that its answers differ from the answers of the added instructions.
         let old = [instruction(SET, 0, 0, 0, 7), instruction(EXIT, 0, 0, 0, 0)];
-        let program = allow(&nodes, &old);
+        let program = decide(&nodes, Access::Open, &old);
         for (major, minor) in [(195, 255), (195, 0), (511, 1 << 19)] {
             for access in [0, 2, 4, 6] {
                 assert_eq!(run(&program, 2, access, major, minor), 1, "{major}:{minor} {access}");
@@ -341,12 +380,24 @@ mod tests {
         for (major, minor) in [(195, 1), (196, 255), (511, 0), (0, 0)] {
             assert_eq!(run(&program, 2, 6, major, minor), 7, "{major}:{minor}");
         }
-        assert_eq!(run(&allow(&[], &old), 2, 6, 195, 0), 7);
+        assert_eq!(run(&decide(&[], Access::Open, &old), 2, 6, 195, 0), 7);
         assert_eq!(allows(&program, nodes[0]), Some(true));
         assert_eq!(
             allows(&[instruction(SET, 0, 0, 0, 0), instruction(EXIT, 0, 0, 0, 0)], nodes[0]),
             Some(false)
         );
+        let closed = decide(&nodes[1..2], Access::Closed, &program);
+        assert_eq!((allows(&closed, nodes[1]), allows(&closed, nodes[0])), (Some(false), Some(true)));
+        assert_eq!(run(&closed, 2, 1, 195, 0), 7, "mknod");
+        // However often it moves, it has one answer for each node.
+        let again = decide(&nodes[1..2], Access::Open, &closed);
+        assert_eq!((again.len(), allows(&again, nodes[1])), (program.len(), Some(true)));
+        assert_eq!(
+            split(&program[..program.len() - 3]),
+            (vec![], &program[..program.len() - 3]),
+            "no whole one"
+        );
+        assert_eq!(split(&old), (vec![], &old[..]));
         // A call, and a jump to itself.
         assert_eq!(allows(&[instruction(0x85, 0, 0, 0, 1)], nodes[0]), None);
         assert_eq!(allows(&[instruction(0x05, 0, 0, -1, 0)], nodes[0]), None);

@@ -1,5 +1,5 @@
-//! Opens a live container's device cgroup for its nodes: by `devices.allow` of cgroup v1, and in v2 by every device
-//! program from the container's cgroup up to its systemd unit.
+//! Opens a live container's device cgroup for its nodes, or closes it: by `devices.allow` and `devices.deny` of cgroup v1,
+//! and in v2 by every device program from the container's cgroup up to its systemd unit.
 //!
 //! A program is not compiled again from the bundle's rules, because runc and crun add rules that are not there. Its
 //! instructions are kept, and new ones are put in front.
@@ -21,16 +21,23 @@ use crate::process::child::ChildError;
 use crate::process::{CGROUP_MOUNT, cgroup_line, confine, sublet, unified_cgroups};
 use crate::text::{safe, safe_path};
 
-/// Lets processes in the cgroup of `pid` read and write `nodes`.
-pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceError> {
+/// Whether nodes may be read and written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    Open,
+    Closed,
+}
+
+/// Opens `nodes` to processes in the cgroup of `pid`, or closes them. Those that are open already stay so.
+pub(super) fn set_devices(pid: i32, nodes: &[&Node], access: Access) -> Result<(), NamespaceError> {
     let table = fs::read_to_string(format!("/proc/{pid}/cgroup"));
     let table = table.map_err(|error| failed("read which cgroup it is in", error))?;
     let hierarchy = Path::new(CGROUP_MOUNT).join("devices");
     if let Some(below) = own_cgroup(&table, "devices").filter(|_| hierarchy.is_dir()) {
-        allow_v1(&hierarchy, below, nodes)?;
+        set_v1(&hierarchy, below, nodes, access)?;
     }
     match own_cgroup(&table, "") {
-        Some(below) => allow_v2(&unified_cgroups(Path::new(CGROUP_MOUNT)), below, nodes),
+        Some(below) => set_v2(&unified_cgroups(Path::new(CGROUP_MOUNT)), below, nodes, access),
         None => Ok(()),
     }
 }
@@ -73,15 +80,16 @@ fn own_cgroup<'t>(table: &'t str, controller: &str) -> Option<&'t str> {
     cgroup_line(table, controller).filter(|path| path.len() > 1 && is_normal(path))
 }
 
-fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
+fn set_v1(hierarchy: &Path, below: &str, nodes: &[&Node], access: Access) -> Result<(), NamespaceError> {
     if let Some((unit, of_unit)) = unit(below) {
         let everything = fs::read_to_string(under(hierarchy, of_unit).join("devices.list"));
         let limited = everything.is_ok_and(|list| list.trim() != "a *:* rwm");
         if limited && is_of_systemd(unit, of_unit) {
-            allow_by_systemd(unit, nodes)?;
+            set_by_systemd(unit, nodes, access)?;
         }
     }
-    let file = under(hierarchy, below).join("devices.allow");
+    let name = if access == Access::Open { "devices.allow" } else { "devices.deny" };
+    let file = under(hierarchy, below).join(name);
     for node in nodes {
         let rule = format!("c {}:{} rw", node.major, node.minor);
         let written =
@@ -92,28 +100,33 @@ fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), Namesp
 }
 
 /// Every program must allow an access, also one of the cgroups above (cgroups(7), "devices").
-fn allow_v2(mount: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
+fn set_v2(mount: &Path, below: &str, nodes: &[&Node], access: Access) -> Result<(), NamespaceError> {
     let owner = unit(below);
     let top = Path::new(owner.map_or("/", |(_, path)| path));
     for level in
         Path::new(below).ancestors().take_while(|level| level.parent().is_some() && level.starts_with(top))
     {
         let dir = mount.join(level.strip_prefix("/").unwrap_or(level));
-        open_level(&dir, owner.filter(|(_, path)| level == Path::new(path)), nodes)?;
+        set_level(&dir, owner.filter(|(_, path)| level == Path::new(path)), nodes, access)?;
     }
     Ok(())
 }
 
-/// Opens one cgroup for the nodes. A unit that may use every device has no program and is not changed: a first
+/// Opens one cgroup for the nodes, or closes it. A unit that may use every device has no program and is not changed: a first
 /// `DeviceAllow` would close it for all other devices.
-fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result<(), NamespaceError> {
-    let opening = |error: io::Error| failed(format!("open the device cgroup {}", safe_path(dir)), error);
+fn set_level(
+    dir: &Path,
+    unit: Option<(&str, &str)>,
+    nodes: &[&Node],
+    access: Access,
+) -> Result<(), NamespaceError> {
+    let opening = |error: io::Error| failed(format!("change the device cgroup {}", safe_path(dir)), error);
     let cgroup = File::open(dir).map_err(opening)?;
     let before = bpf::query(cgroup.as_fd(), 0).map_err(opening)?;
     let mut attached = before.clone();
     if let Some((unit, path)) = unit.filter(|_| !before.programs.is_empty()) {
         if is_of_systemd(unit, path) {
-            allow_by_systemd(unit, nodes)?;
+            set_by_systemd(unit, nodes, access)?;
             attached = bpf::query(cgroup.as_fd(), 0).map_err(opening)?;
         }
     }
@@ -121,7 +134,7 @@ fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result
     for id in attached.programs.iter().filter(|id| before.programs.contains(id)) {
         let replace = || {
             let old = bpf::program(*id)?;
-            let new = bpf::load(&bpf::allow(nodes, &bpf::instructions(&old)?))?;
+            let new = bpf::load(&bpf::decide(nodes, access, &bpf::instructions(&old)?))?;
             bpf::replace(cgroup.as_fd(), &attached, &old, &new)
         };
         replace().map_err(opening)?;
@@ -155,17 +168,19 @@ fn is_of_systemd(unit: &str, below: &str) -> bool {
     ask_systemd(&[&SHOW[..], &[unit]].concat()).is_ok_and(|answer| answer.trim() == below)
 }
 
-/// Adds `nodes` to the devices that `unit` may use, until it ends.
-fn allow_by_systemd(unit: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
-    let rules: Vec<String> = nodes.iter().map(|node| rule(node)).collect();
+/// Adds `nodes` to the devices that `unit` may use, until it ends, or takes them away.
+fn set_by_systemd(unit: &str, nodes: &[&Node], access: Access) -> Result<(), NamespaceError> {
+    let rules: Vec<String> = nodes.iter().map(|node| rule(node, access)).collect();
     let mut arguments = [&SET[..], &[unit]].concat();
     arguments.extend(rules.iter().map(String::as_str));
     ask_systemd(&arguments).map(drop).map_err(|message| NamespaceError::Systemd(safe(unit), message))
 }
 
-/// By number, for which systemd needs no device node (`systemd.resource-control(5)`, `DeviceAllow`).
-fn rule(node: &Node) -> String {
-    format!("{RULE}{}:{} rw", node.major, node.minor)
+/// By number, for which systemd needs no device node (`systemd.resource-control(5)`, `DeviceAllow`). A rule replaces an earlier
+/// one of the same path, and none can be taken back: one that is closed may still be made by mknod, as in every container.
+fn rule(node: &Node, access: Access) -> String {
+    let letters = if access == Access::Open { "rw" } else { "m" };
+    format!("{RULE}{}:{} {letters}", node.major, node.minor)
 }
 
 /// `systemctl` with `arguments`, if they are arguments that this module uses.
@@ -241,6 +256,7 @@ mod systemd_tests {
     #[test]
     fn rules_name_devices_by_number() {
         let node = Node { path: "/dev/nvidia-caps/nvidia-cap1".into(), major: 241, minor: 1 };
-        assert_eq!(rule(&node), "DeviceAllow=/dev/char/241:1 rw");
+        assert_eq!(rule(&node, Access::Open), "DeviceAllow=/dev/char/241:1 rw");
+        assert_eq!(rule(&node, Access::Closed), "DeviceAllow=/dev/char/241:1 m");
     }
 }

@@ -8,6 +8,7 @@
 mod attach;
 mod bpf;
 mod cgroup;
+mod running;
 
 use std::fs::{self, File};
 use std::io;
@@ -32,7 +33,9 @@ use crate::text::safe_path;
 use attach::Rootfs;
 
 pub(super) use attach::{Kind, place};
+use cgroup::Access;
 pub use cgroup::systemctl;
+pub use running::set_gpus;
 
 /// A container between its creation and its start.
 #[derive(Clone, Copy, Debug)]
@@ -97,20 +100,25 @@ fn failed(attempt: impl Into<String>, error: impl Into<io::Error>) -> NamespaceE
 /// # Errors
 /// Some of the grant may then be missing, so the container must not start.
 pub fn apply(grant: &Grant, container: Live<'_>) -> Result<(), NamespaceError> {
-    let host = HostSide::open(grant, container)?;
+    let host = HostSide::open(grant, container.init, open_root(container.rootfs))?;
     let nodes: Vec<_> = grant.nodes.iter().map(|granted| &granted.node).collect();
-    cgroup::open_devices(container.init.pid, &nodes)?;
+    cgroup::set_devices(container.init.pid, &nodes, Access::Open)?;
+    within(&host, || Rootfs::find(container.rootfs, &host).and_then(|rootfs| attach(grant, &host, &rootfs)))
+}
+
+/// Does `work` in the container's mount namespace.
+fn within(host: &HostSide, work: impl FnOnce() -> Result<(), NamespaceError>) -> Result<(), NamespaceError> {
     let entering = |error: io::Error| failed("enter its mount namespace", error);
     let home = File::open("/proc/self/ns/mnt").map_err(entering)?;
     // The kernel refuses processes with several threads (setns(2)).
     setns(&host.namespace, CloneFlags::CLONE_NEWNS).map_err(|errno| entering(errno.into()))?;
-    let attached = Rootfs::find(container.rootfs, &host).and_then(|rootfs| attach(grant, &host, &rootfs));
+    let done = work();
     // A process that cannot return ends, because it would mistake the container's files for the host's. The container then
     // does not start, and its lease ends with it.
     if setns(&home, CloneFlags::CLONE_NEWNS).is_err() {
         std::process::abort();
     }
-    attached
+    done
 }
 
 /// Why the container of `lease` cannot use its devices any more: its device cgroup closes one of their nodes. `None`: it does
@@ -169,13 +177,13 @@ struct HostSide {
 }
 
 impl HostSide {
-    fn open(grant: &Grant, container: Live<'_>) -> Result<Self, NamespaceError> {
-        let namespace = namespace(container)?;
-        let rootfs = open_root(container.rootfs)
+    fn open(grant: &Grant, init: Process, rootfs: io::Result<OwnedFd>) -> Result<Self, NamespaceError> {
+        let namespace = namespace(init)?;
+        let rootfs = rootfs
             .and_then(|fd| Ok(fstat(&fd)?))
             .map_err(|error| failed("look at its root filesystem", error))?;
         let proc = open_root(Path::new("/proc")).map_err(|error| failed("open /proc", error))?;
-        let owner = owner(container.init.pid)?;
+        let owner = owner(init.pid)?;
         let nodes = grant.nodes.iter().map(|node| owner.map(|_| detached(&node.source, NODE)).transpose());
         let mounts = grant.mounts.iter().map(|mount| detached(&mount.source, READ_ONLY));
         let masks = grant.masked_paths.iter().map(|_| empty());
@@ -192,10 +200,10 @@ impl HostSide {
 }
 
 /// The mount namespace of the container's first process. Fails if another process has its pid by now.
-fn namespace(container: Live<'_>) -> Result<OwnedFd, NamespaceError> {
-    let pid = container.init.pid;
+fn namespace(init: Process) -> Result<OwnedFd, NamespaceError> {
+    let pid = init.pid;
     let namespace = File::open(format!("/proc/{pid}/ns/mnt"));
-    if !container.init.is_alive() {
+    if !init.is_alive() {
         return Err(NamespaceError::Gone(pid));
     }
     let namespace = namespace.map_err(|error| failed("open its mount namespace", error))?;

@@ -49,6 +49,8 @@ pub enum Rights {
     /// For giving a share to an existing container: in addition, its mount namespace is entered and its device cgroup
     /// changed.
     Container,
+    /// For giving a running container the nodes of another GPU: in addition, mounts are taken away there.
+    Running,
 }
 
 impl Rights {
@@ -66,7 +68,7 @@ impl Rights {
         let (share, container): (&[_], &[_]) = match self {
             Self::Ledger => (&[], &[]),
             Self::Share => (&share, &[]),
-            Self::Container => (&share, &container),
+            Self::Container | Self::Running => (&share, &container),
         };
         [&ledger, share, container].into_iter().flatten().copied().collect()
     }

@@ -36,7 +36,7 @@ const NEVER: [&[c_long]; 16] = [
     &[libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register],
     // Ways out of a root directory.
     &[libc::SYS_open_by_handle_at, libc::SYS_chroot, libc::SYS_pivot_root],
-    &[libc::SYS_unshare, libc::SYS_mount, libc::SYS_umount2],
+    &[libc::SYS_unshare, libc::SYS_mount],
 ];
 
 /// For every stage, where the architecture has them: more ways to make processes, and the machine's ports and segments.
@@ -45,6 +45,9 @@ const NEVER_HERE: &[c_long] =
     &[libc::SYS_fork, libc::SYS_vfork, libc::SYS_iopl, libc::SYS_ioperm, libc::SYS_modify_ldt];
 #[cfg(not(target_arch = "x86_64"))]
 const NEVER_HERE: &[c_long] = &[];
+
+/// Refused in stages that do not enter a container that runs: also a way out of a root directory.
+const RUNNING: &[c_long] = &[libc::SYS_umount2];
 
 /// Refused in stages that do not enter a container.
 const CONTAINER: &[c_long] = &[
@@ -111,8 +114,12 @@ fn program(rights: Rights) -> Vec<sock_filter> {
     let mut program = vec![load(ARCHITECTURE), when(ARCH, 1, 0), ret(REFUSE), load(NUMBER)];
     #[cfg(target_arch = "x86_64")]
     program.extend([step(libc::BPF_JMP | libc::BPF_JGE, X32, 0, 1), ret(REFUSE)]);
-    let container: &[c_long] = if rights == Rights::Container { &[] } else { CONTAINER };
-    for &call in NEVER.into_iter().chain([NEVER_HERE, container]).flatten() {
+    let (container, running): (&[c_long], &[c_long]) = match rights {
+        Rights::Running => (&[], &[]),
+        Rights::Container => (&[], RUNNING),
+        Rights::Ledger | Rights::Share => (CONTAINER, RUNNING),
+    };
+    for &call in NEVER.into_iter().chain([NEVER_HERE, container, running]).flatten() {
         program.extend([when(number(call), 0, 1), ret(REFUSE)]);
     }
     for (call, value) in WITH.into_iter().chain([(libc::SYS_tgkill, own_pid())]) {
@@ -241,7 +248,7 @@ mod tests {
 
     #[test]
     fn programs_networks_and_other_processes_are_out_of_reach() {
-        for rights in [Rights::Ledger, Rights::Share, Rights::Container] {
+        for rights in [Rights::Ledger, Rights::Share, Rights::Container, Rights::Running] {
             let refused = Some(libc::EPERM);
             assert_eq!(filtered(rights, || Command::new("/bin/true").status()), refused);
             assert_eq!(filtered(rights, || UdpSocket::bind("127.0.0.1:0")), refused);
@@ -266,6 +273,10 @@ mod tests {
         assert_eq!(filtered(Rights::Container, enter), Some(libc::EINVAL));
         assert_eq!(filtered(Rights::Share, enter), Some(libc::EPERM));
         assert_eq!(filtered(Rights::Ledger, enter), Some(libc::EPERM));
+        // Without the filter: there is no such place.
+        let unmount = || Ok(rustix::mount::unmount("/nonexistent", rustix::mount::UnmountFlags::DETACH)?);
+        assert_eq!(filtered(Rights::Running, unmount), Some(libc::ENOENT));
+        assert_eq!(filtered(Rights::Container, unmount), Some(libc::EPERM));
     }
 
     #[test]

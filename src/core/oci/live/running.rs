@@ -1,0 +1,61 @@
+//! The nodes of GPUs in a container that runs, as it moves from one to another.
+//!
+//! The container's root is opened by its first process, wherever its runtime has put it, and every path is resolved in there: what
+//! the container's programs do meanwhile leads nowhere else. Each change may be made again, after one that was cut short.
+
+use nix::fcntl::{OFlag, open};
+use nix::sys::stat::Mode;
+
+use super::attach::{Rootfs, find_node};
+use super::cgroup::{self, Access};
+use super::{HostSide, NamespaceError, failed, within};
+use crate::grant::{GpuNodes, Grant};
+use crate::inventory::Node;
+use crate::process::Process;
+
+/// Gives the container, whose first process is `init`, the nodes of these GPUs, or takes them away.
+///
+/// This process enters another mount namespace and comes back: it must have one thread only.
+///
+/// # Errors
+/// Some of it may have been done.
+pub fn set_gpus(gpus: &[GpuNodes], init: Process) -> Result<(), NamespaceError> {
+    let path = format!("/proc/{}/root", init.pid);
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let root = open(path.as_str(), flags, Mode::empty()).map_err(|error| failed("open its root", error))?;
+    let all = gpus.iter().flat_map(|gpu| &gpu.for_graphics);
+    let has_graphics = all.clone().any(|granted| find_node(&root, &granted.node).is_some());
+    let nodes_of = |is_given: bool| {
+        let these = gpus.iter().filter(move |gpu| gpu.is_given == is_given);
+        these.flat_map(move |gpu| {
+            gpu.nodes.iter().chain(gpu.for_graphics.iter().filter(move |_| has_graphics))
+        })
+    };
+    let directories = |is_given: bool| {
+        gpus.iter().filter(move |gpu| gpu.is_given == is_given).map(|gpu| gpu.directory.clone())
+    };
+    let (nodes, masked_paths) = (nodes_of(true).cloned().collect(), directories(false).collect());
+    let grant = Grant { nodes, masked_paths, ..Grant::default() };
+    let host = HostSide::open(&grant, init, root.try_clone())?;
+    let rules = |is_given| nodes_of(is_given).map(|granted| &granted.node).collect::<Vec<&Node>>();
+    cgroup::set_devices(init.pid, &rules(true), Access::Open)?;
+    cgroup::set_devices(init.pid, &rules(false), Access::Closed)?;
+    within(&host, || {
+        let rootfs = Rootfs::of(root, &host);
+        for (granted, source) in grant.nodes.iter().zip(&host.nodes) {
+            match source {
+                _ if rootfs.has(&granted.node) => {}
+                Some(mount) => rootfs.mount(mount, &granted.node.path)?,
+                None => rootfs.make_node(&granted.node)?,
+            }
+        }
+        nodes_of(false).try_for_each(|granted| rootfs.remove_node(&granted.node))?;
+        directories(true).try_for_each(|path| rootfs.unmask(&path))?;
+        for (path, mask) in grant.masked_paths.iter().zip(&host.masks) {
+            if !rootfs.is_covered(path) {
+                rootfs.mask(mask, path)?;
+            }
+        }
+        Ok(())
+    })
+}
