@@ -69,6 +69,9 @@ struct Totals {
     /// The same of the last return.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     resumed_ms: Option<u64>,
+    /// The same of the last move to another GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    moved_ms: Option<u64>,
     /// The part of the events that was counted already.
     position: Position,
 }
@@ -131,6 +134,7 @@ impl Totals {
             Kind::LeaseBound => event.took_ms.iter().for_each(|took| self.started.add(*took, &STARTED)),
             Kind::Suspended => self.suspended_ms = event.took_ms,
             Kind::Resumed => self.resumed_ms = event.took_ms,
+            Kind::Moved => self.moved_ms = event.took_ms,
             _ => {}
         }
     }
@@ -151,13 +155,22 @@ impl Totals {
         let family = ("sublet_mps_restarts", "MPS daemons that were restarted under running containers.");
         families.add(Type::Counter, family, &[], Some(float(restarts)));
         let seconds = |milliseconds: Option<u64>| milliseconds.map(|one| float(one) / 1000.0);
-        let suspend = "How long the last copy of a container's GPU memory into host memory took.";
-        families.gauge("sublet_last_suspend_seconds", suspend, seconds(self.suspended_ms));
-        families.gauge(
-            "sublet_last_resume_seconds",
-            "How long the last copy back took.",
-            seconds(self.resumed_ms),
-        );
+        let last = [
+            (
+                "sublet_last_suspend_seconds",
+                "How long the last copy of a container's GPU memory into host memory took.",
+                self.suspended_ms,
+            ),
+            ("sublet_last_resume_seconds", "How long the last copy back took.", self.resumed_ms),
+            (
+                "sublet_last_move_seconds",
+                "How long the last move of a container to another GPU took.",
+                self.moved_ms,
+            ),
+        ];
+        for (name, help, milliseconds) in last {
+            families.gauge(name, help, seconds(milliseconds));
+        }
         // Pairs that did not occur begin with 0, like other counts.
         for offence in Offence::VARIANTS.iter().map(ToString::to_string) {
             for action in [Action::Report, Action::Terminate, Action::Container] {
@@ -240,6 +253,7 @@ mod tests {
             Event::now(Kind::LeaseBound),
             Event { took_ms: Some(9600), ..Event::now(Kind::Suspended) },
             Event { took_ms: Some(4400), ..Event::now(Kind::Resumed) },
+            Event { took_ms: Some(6700), ..Event::now(Kind::Moved) },
             Event { reason: "memory".into(), action: "terminate".into(), ..Event::now(Kind::Guard) },
         ] {
             totals.add(&event);
@@ -247,6 +261,7 @@ mod tests {
         assert_eq!(totals.refusals, [("no-room".to_owned(), 2), ("of-a-user".to_owned(), 1)].into());
         assert_eq!((totals.held.count, totals.held.counts[2]), (2, 1));
         assert_eq!((totals.suspended_ms, totals.resumed_ms), (Some(9600), Some(4400)));
+        assert_eq!(totals.moved_ms, Some(6700));
         assert_eq!((totals.started.count, totals.events["lease-bound"]), (1, 2));
         let mut families = Families::default();
         totals.families(&mut families);

@@ -239,7 +239,7 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
     rows.push(("state", format!("{state}{noted}, since {since}")));
     rows.extend(pid.map(|pid| ("pid", pid.to_string())));
     let own = lease.suspension.as_ref();
-    rows.extend(own.map(|own| ("suspended", why_it_waits(own.step, own.bytes(), &label(lease, name)))));
+    rows.extend(own.map(|own| ("suspended", why_it_waits(own, lease.destination(), &label(lease, name)))));
     document.container = ContainerFacts {
         container_id: Some(lease.container.id.clone()),
         lease: Some(lease.id.to_string()),
@@ -255,14 +255,19 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
 }
 
 /// Why it does not compute now.
-fn why_it_waits(step: SuspendStep, bytes: u64, name: &str) -> String {
-    let mib = bytes >> 20;
-    match step {
+fn why_it_waits(own: &Suspension, destination: Option<&str>, name: &str) -> String {
+    let mib = own.bytes() >> 20;
+    if let Some(gpu) = destination {
+        return format!("{mib} MiB of GPU memory are on their way to {}; it goes on then", safe(gpu));
+    }
+    match own.step {
         SuspendStep::Suspending => format!("{mib} MiB of GPU memory are on their way into host memory"),
         SuspendStep::Suspended => {
             format!("{mib} MiB of GPU memory are in host memory; it goes on after `sublet resume {name}`")
         }
-        SuspendStep::Resuming => format!("{mib} MiB of GPU memory are on their way back; it goes on then"),
+        SuspendStep::Resuming | SuspendStep::Arriving => {
+            format!("{mib} MiB of GPU memory are on their way back; it goes on then")
+        }
     }
 }
 
