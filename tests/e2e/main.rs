@@ -37,6 +37,7 @@ mod mig_dynamic_killed;
 mod mig_layout;
 mod mig_remade;
 mod modes;
+mod moving;
 mod old_kernel;
 mod one_lease;
 mod prestart;

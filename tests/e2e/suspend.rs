@@ -13,28 +13,28 @@ use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
 
 // A suspension asks the host for as much memory as the GPU has of it, though the simulator copies only some.
-const KEEP: &[&str] = &["/usr/bin/cuda-probe", "keep", "1024", "600"];
-const ALLOW: &[(&str, &str)] = &[("sublet.memory", "24GiB"), ("sublet.suspend", "allow")];
+pub(crate) const KEEP: &[&str] = &["/usr/bin/cuda-probe", "keep", "1024", "600"];
+pub(crate) const ALLOW: &[(&str, &str)] = &[("sublet.memory", "24GiB"), ("sublet.suspend", "allow")];
 
-fn text(output: &Output) -> String {
+pub(crate) fn text(output: &Output) -> String {
     [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned()).concat()
 }
 
-fn kept<'a>(world: &'a World, id: &str) -> Bundle<'a> {
+pub(crate) fn kept<'a>(world: &'a World, id: &str) -> Bundle<'a> {
     let bundle = world.bundle(id, ALLOW, KEEP);
     bundle.up();
     bundle.event("round");
     bundle
 }
 
-fn done(world: &World, arguments: &[&str]) -> String {
+pub(crate) fn done(world: &World, arguments: &[&str]) -> String {
     let output = world.sublet(arguments);
     assert!(output.status.success(), "{arguments:?}: {}", text(&output));
     text(&output)
 }
 
 /// The refusal's reason and its words.
-fn refused(world: &World, arguments: &[&str]) -> (String, String) {
+pub(crate) fn refused(world: &World, arguments: &[&str]) -> (String, String) {
     let output = world.sublet(&[arguments, &["--format", "json"]].concat());
     assert!(!output.status.success(), "{arguments:?}: {}", text(&output));
     let error: Value = serde_json::from_slice(&output.stdout).expect("JSON");
@@ -42,14 +42,14 @@ fn refused(world: &World, arguments: &[&str]) -> (String, String) {
     (field("reason"), field("error"))
 }
 
-fn rounds(bundle: &Bundle<'_>) -> Vec<Value> {
+pub(crate) fn rounds(bundle: &Bundle<'_>) -> Vec<Value> {
     let lines = bundle.output();
     let lines = lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     lines.filter(|line| line["event"] == "round").collect()
 }
 
 /// It goes on, with what it had.
-fn assert_goes_on(bundle: &Bundle<'_>) {
+pub(crate) fn assert_goes_on(bundle: &Bundle<'_>) {
     let before = rounds(bundle).len();
     assert!(eventually(|| rounds(bundle).len() > before), "it hangs: {}", bundle.output());
     assert!(rounds(bundle).iter().all(|round| round["equal"] == true), "{}", bundle.output());
@@ -65,21 +65,21 @@ fn state(world: &World) -> Value {
     world.leases()[0]["state"].clone()
 }
 
-fn fail(world: &World, line: &str) {
+pub(crate) fn fail(world: &World, line: &str) {
     std::fs::write(in_sim(world, "fail"), line).expect("sim/fail");
 }
 
-fn in_sim(world: &World, name: &str) -> PathBuf {
+pub(crate) fn in_sim(world: &World, name: &str) -> PathBuf {
     world.driver_root.as_ref().expect("simulated").join("sim").join(name)
 }
 
 /// By `sim/trace`, the driver was asked to lock nothing.
-fn assert_not_locked(world: &World) {
+pub(crate) fn assert_not_locked(world: &World) {
     let trace = std::fs::read_to_string(in_sim(world, "trace")).expect("sim/trace");
     assert!(!trace.contains("cuCheckpointProcessLock"), "{trace}");
 }
 
-fn kinds(world: &World) -> Vec<Value> {
+pub(crate) fn kinds(world: &World) -> Vec<Value> {
     let events = done(world, &["events", "--format", "json"]);
     let events = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     events.map(|event| event["kind"].clone()).collect()
@@ -300,7 +300,18 @@ fn a_state_that_the_driver_loses_ends_its_container_and_is_reported() {
     world.assert_empty();
 }
 
-/// The command hangs in each of the driver's calls, and is killed there with its child.
+/// The command hangs in a call of the driver's, and is killed there with its child.
+pub(crate) fn killed_in(world: &World, call: &str, arguments: &[&str]) {
+    fail(world, &format!("{call} 1 hang\n"));
+    let mut command = world.command("sublet");
+    let mut child = command.args(arguments).process_group(0).spawn().expect("sublet runs");
+    let fail = in_sim(world, "fail");
+    let hangs = || std::fs::read_to_string(&fail).unwrap_or_default().trim().is_empty();
+    assert!(eventually(hangs), "{call} was not called");
+    killpg(Pid::from_raw(i32::try_from(child.id()).expect("a pid")), Signal::SIGKILL).expect("it hangs");
+    child.wait().expect("it ends");
+}
+
 #[test]
 fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
     if skip_unless_root() {
@@ -308,25 +319,15 @@ fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
     }
     let world = World::simulated("h200", "");
     let kept = kept(&world, "kept");
-    let killed_in = |call: &str, arguments: &[&str]| {
-        fail(&world, &format!("{call} 1 hang\n"));
-        let mut command = world.command("sublet");
-        let mut child = command.args(arguments).process_group(0).spawn().expect("sublet runs");
-        let fail = in_sim(&world, "fail");
-        let hangs = || std::fs::read_to_string(&fail).unwrap_or_default().trim().is_empty();
-        assert!(eventually(hangs), "{call} was not called");
-        killpg(Pid::from_raw(i32::try_from(child.id()).expect("a pid")), Signal::SIGKILL).expect("it hangs");
-        child.wait().expect("it ends");
-    };
     for call in ["Lock", "Checkpoint"] {
-        killed_in(&format!("cuCheckpointProcess{call}"), &["suspend", "kept"]);
+        killed_in(&world, &format!("cuCheckpointProcess{call}"), &["suspend", "kept"]);
         done(&world, &["gc"]);
         assert_eq!(state(&world), "active", "{call}");
         assert_goes_on(&kept);
     }
     for call in ["Restore", "Unlock"] {
         done(&world, &["suspend", "kept"]);
-        killed_in(&format!("cuCheckpointProcess{call}"), &["resume", "kept"]);
+        killed_in(&world, &format!("cuCheckpointProcess{call}"), &["resume", "kept"]);
         done(&world, &["gc"]);
         assert_eq!(state(&world), "active", "{call}");
         assert_goes_on(&kept);

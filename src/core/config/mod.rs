@@ -499,7 +499,7 @@ pub struct PolicyRule {
     /// Whether MIG instances are created for them, if `[mig] dynamic` is on.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub dynamic: bool,
-    /// Whether they may suspend and resume their containers.
+    /// Whether they may suspend, resume and move their containers.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub suspend: bool,
 }

@@ -20,7 +20,8 @@ pub struct Bundle<'a> {
     pub spec: Value,
     /// Whether the low-level runtime is called directly, without the shim.
     pub plain: bool,
-    pub(crate) world: &'a World,
+    /// The host.
+    pub world: &'a World,
 }
 
 /// The result of a runtime command.
