@@ -6,7 +6,7 @@
 //! - [`daemons`]: leases, MPS daemons, their limits and compute modes, a waiter, `sublet serve`, the next command.
 //! - [`dynamic_mig`]: instances that are created for a container and destroyed after it, with a ledger of its own
 //!   ([`dynamic_mig::Call`]).
-//! - [`suspending`]: suspended containers, with a lease of its own.
+//! - [`suspending`]: suspended containers, with a lease of its own; and [`moving`].
 //!
 //! `src/core/replay` applies the same calls to the real ledger, and `src/cli/mig/making_instances_replay.rs` compares what
 //! `sublet mig make` and `clear` do.
@@ -20,6 +20,7 @@ pub mod checker;
 pub mod daemons;
 pub mod dynamic_mig;
 pub mod ledger;
+pub mod moving;
 pub mod suspending;
 
 mod mutation;

@@ -59,4 +59,10 @@ pub enum Mutation {
     LeaveCutShort,
     /// A command does not wait for a driver call of a child whose parent was killed.
     CallBesideOrphan,
+    /// `move` gives the room on the old GPU away before the state is on the new one.
+    MoveWithOneRoom,
+    /// The next command takes what moves for being where it was.
+    PlaceByLedger,
+    /// `move` says that it is done before the old GPU's node is taken away.
+    NodesAfterNote,
 }

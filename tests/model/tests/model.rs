@@ -4,6 +4,7 @@ use sublet_model::checker::{Model, Report, check, check_alike};
 use sublet_model::daemons::Daemons;
 use sublet_model::dynamic_mig::DynamicMig;
 use sublet_model::ledger::Share;
+use sublet_model::moving::Moving;
 use sublet_model::suspending::Suspending;
 
 const QUARTER: Share = Share::Mps { sm: 1, memory: Some(1) };
@@ -90,4 +91,10 @@ fn dynamic_mig_for_three_containers() {
 fn suspending_with_crashes_anywhere() {
     let model = Suspending { crashes: u8::MAX, mutation: None };
     holds("suspending: a container, another, any crashes", &model, true);
+}
+
+#[test]
+fn moving_with_crashes_anywhere() {
+    let model = Moving { crashes: u8::MAX, mutation: None };
+    holds("moving: a container, two GPUs, another, any crashes", &model, true);
 }

@@ -5,6 +5,7 @@ use sublet_model::checker::{Report, check, check_alike};
 use sublet_model::daemons::Daemons;
 use sublet_model::dynamic_mig::DynamicMig;
 use sublet_model::ledger::Share;
+use sublet_model::moving::Moving;
 use sublet_model::suspending::Suspending;
 
 const HALF: Share = Share::Mps { sm: 2, memory: Some(1) };
@@ -194,4 +195,19 @@ fn a_suspended_state_comes_back_with_room_and_whoever_is_killed() {
     finds_suspending(Mutation::TrustBookings, "no state is lost");
     finds_suspending(Mutation::LeaveCutShort, "every process comes to its end");
     finds_suspending(Mutation::CallBesideOrphan, "no container is left waiting");
+}
+
+/// The model of moving finds this mutation by breaking this invariant.
+fn finds_moving(mutation: Mutation, invariant: &str) {
+    let report = check(&Moving { crashes: 1, mutation: Some(mutation) }, true);
+    let Some((broken, way)) = report.broken else { panic!("{mutation:?} is not found: {report}") };
+    let shown: Vec<_> = way.iter().map(|(step, _)| format!("  {} {}\n", step.what, step.of)).collect();
+    assert_eq!(broken, invariant, "{mutation:?}:\n{}", shown.concat());
+}
+
+#[test]
+fn a_container_that_moves_has_room_on_both_gpus_and_is_found_where_it_is() {
+    finds_moving(Mutation::MoveWithOneRoom, "what is on the GPU is booked");
+    finds_moving(Mutation::PlaceByLedger, "what is on the GPU is booked");
+    finds_moving(Mutation::NodesAfterNote, "it has its own GPU's node alone");
 }
