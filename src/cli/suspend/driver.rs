@@ -50,6 +50,14 @@ pub(super) enum CallError {
     Refused(String),
 }
 
+impl CallError {
+    /// Whether the driver refuses a restore on another GPU without any harm: its node or its cgroup rule is missing, or the pairs
+    /// are not those of all GPUs. After any other error the process may be lost (docs/suspend.md).
+    pub(super) fn is_harmless(&self) -> bool {
+        matches!(self, Self::Refused(why) if why.contains("CUDA_ERROR_INVALID_VALUE"))
+    }
+}
+
 /// Where the driver is and how its calls are kept apart.
 #[derive(Clone, Debug)]
 pub(super) struct Driver {

@@ -425,15 +425,13 @@ impl<'a> Work<'a> {
         let pairs = self.pairs(there).map_err(not_now)?;
         for (count, one) in out.iter().enumerate() {
             let Err(failed) = self.driver.restore_with(one.process, one.bytes, &pairs) else { continue };
-            match self.driver.state(one.process) {
-                Ok(ProcessState::Locked | ProcessState::Ended) => {}
-                // A move that the driver refuses does no harm, unless another process of it has moved already.
-                Ok(ProcessState::Checkpointed) => {
-                    let all_out = all_out && count == 0;
-                    return Err(Stuck::NotNow { why: failed.to_string(), all_out });
-                }
-                _ => return Err(Stuck::Lost(failed.to_string())),
+            let now = self.state_of(one.process);
+            if now == Some(ProcessState::Checkpointed) && failed.is_harmless() {
+                // One that was moved before it is on the GPU.
+                let all_out = all_out && count == 0;
+                return Err(Stuck::NotNow { why: failed.to_string(), all_out });
             }
+            aftermath(failed, now, ProcessState::Locked, checks::check_awake(&[*one]).is_ok())?;
         }
         Ok(())
     }
@@ -495,12 +493,11 @@ impl<'a> Work<'a> {
         wanted: ProcessState,
     ) -> Result<(), Stuck> {
         let Err(failed) = self.driver.carry_out(call, one.process, one.bytes) else { return Ok(()) };
-        let now = if one.process.is_alive() {
-            self.driver.state(one.process).ok()
-        } else {
-            Some(ProcessState::Ended)
-        };
-        aftermath(failed, now, wanted, checks::check_awake(&[one]).is_ok())
+        aftermath(failed, self.state_of(one.process), wanted, checks::check_awake(&[one]).is_ok())
+    }
+
+    fn state_of(&self, process: Process) -> Option<ProcessState> {
+        if process.is_alive() { self.driver.state(process).ok() } else { Some(ProcessState::Ended) }
     }
 
     /// What NVML says of a GPU, just before a restore.
