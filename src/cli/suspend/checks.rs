@@ -228,7 +228,9 @@ mod tests {
     #[test]
     fn a_move_is_to_another_whole_gpu_of_the_same_model() {
         let (here, mut there, mut inventory) = (device(0), device(1), host(vec![device(0), device(1)]));
-        let check = |there, inventory: &Inventory| check_move(&allowed(), (&here, there), inventory);
+        let check = |there: &inventory::Device, inventory: &Inventory| {
+            check_move(&allowed(), (&here, there), inventory)
+        };
         assert_eq!((word(check(&there, &inventory)), word(check(&here, &inventory))), ("", "cannot-move"));
         let never = check_move(&lease(1, "GPU-0"), (&here, &there), &inventory).unwrap_err();
         assert!(never.reason() == "suspend-not-allowed" && !never.to_string().contains("--force"), "{never}");
