@@ -197,10 +197,10 @@ fn elsewhere(look: &Look, ledger: &Ledger) -> Vec<Verdict> {
             let own = lease.suspension.as_ref();
             own.is_some_and(|own| own.processes.iter().any(|one| one.process == holder.process))
         };
-        let others = of(lease, look).filter(|holder| !moves(holder));
+        let computing = of(lease, look).filter(|holder| !moves(holder));
         let tell =
             |holder| verdict(Offence::Elsewhere, action(lease, Action::Terminate), &look.device, holder);
-        found.extend(others.map(tell));
+        found.extend(computing.map(tell));
     }
     found
 }

@@ -88,7 +88,7 @@ fn a_process_that_begins_to_compute_while_its_container_is_suspended_is_ended_an
 }
 
 #[test]
-fn who_computes_where_its_container_was_or_is_not_yet_is_ended_and_not_what_moves() {
+fn a_process_beside_its_container_is_ended_and_one_that_moves_is_not() {
     let plain = |pid| Holder { is_client: false, ..client(pid, 500, &shared(1)) };
     let slice = Lease { mode: Mode::TimeSlice, daemon: None, memory_bytes: None, ..shared(1) };
     let elsewhere = || {

@@ -309,8 +309,8 @@ impl<'a> Work<'a> {
     }
 
     fn set_nodes(&self, gpus: &[&str]) -> Result<(), String> {
-        let knows_others = nodes::all_gpus(&self.lease).nth(1).is_some();
-        let Some(init) = self.lease.init.as_ref().filter(|_| knows_others) else { return Ok(()) };
+        let is_alone = nodes::all_gpus(&self.lease).nth(1).is_none();
+        let Some(init) = self.lease.init.as_ref().filter(|_| !is_alone) else { return Ok(()) };
         // Of a lease without root, the user names the container's first process.
         if !is_theirs(init.process, Some(&self.lease)) {
             return Err("its first process does not belong to its user".to_owned());

@@ -42,8 +42,8 @@ fn a_process_in_a_container_that_was_moved_gets_its_gpu_of_now() {
     let now = since_move(&environment, &spec(&old), &moved).unwrap();
     assert_eq!(now.set[1], ("SUBLET_DEVICES".to_owned(), "GPU-b".to_owned()));
     assert_eq!((&now.set[0], &now.default), (&environment.set[0], &environment.default));
-    let told = options(&now, &environment, &[], Dialect::Runc, "--env");
-    assert_eq!(told[..4], ["--env", "CUDA_VISIBLE_DEVICES=0", "--env", "SUBLET_DEVICES=GPU-b"]);
+    let given = options(&now, &environment, &[], Dialect::Runc, "--env");
+    assert_eq!(given[..4], ["--env", "CUDA_VISIBLE_DEVICES=0", "--env", "SUBLET_DEVICES=GPU-b"]);
     assert_eq!(since_move(&environment, &spec(&old), &old), None);
     // The ledger is not looked into for others.
     let never = Lease { suspend: Suspend::Never, ..old.clone() };
