@@ -137,7 +137,7 @@ impl Broker {
 
 const fn answer_limit(ask: &Ask) -> Duration {
     match ask {
-        Ask::Suspend { .. } | Ask::Resume { .. } => COPY_LIMIT,
+        Ask::Suspend { .. } | Ask::Resume { .. } | Ask::Move { .. } => COPY_LIMIT,
         _ => ANSWER_LIMIT,
     }
 }
@@ -254,7 +254,8 @@ mod tests {
     fn a_copy_may_take_longer_than_other_answers() {
         let lease = crate::ledger::fixture::lease(1, "GPU-0").id;
         let resume = Ask::Resume { lease: lease.clone(), gpu: None };
-        for ask in [Ask::Suspend { lease, force: false }, resume] {
+        let moved = Ask::Move { lease: lease.clone(), gpu: "1".into() };
+        for ask in [Ask::Suspend { lease, force: false }, resume, moved] {
             // 288 GiB out and back again, at 4 s for each GiB (sublet's suspend/driver.rs).
             assert!(answer_limit(&ask) > Duration::from_secs(2 * 288 * 4), "{ask:?}");
         }
