@@ -332,16 +332,25 @@ impl<'a> Work<'a> {
 
     /// Puts its processes away, and restores them on the GPU `there`.
     fn carry_over(&self, there: &str, processes: &[SuspendedProcess]) -> Result<(), String> {
+        let bytes = sum(processes);
+        let check = || self.check_gpu(there, bytes, self.config.limits.reserve);
         self.give_nodes()?;
+        self.end_idle_servers()?;
+        check()?;
         self.put_away(processes)?;
         let noted = self.change(|ledger| ledger.begin_restoring(&self.lease.id, self.owner));
         noted.map_err(|error| error.to_string())?;
-        self.check_gpu(there, sum(processes), self.config.limits.reserve)?;
+        check()?;
         let pairs = self.pairs(there)?;
         processes.iter().try_for_each(|one| {
             let restored = self.driver.restore_with(one.process, one.bytes, &pairs);
             restored.map_err(|error| format!("process {}: {error}", one.process.pid))
         })
+    }
+
+    /// MPS servers that wait for a share may hold the compute mode of a GPU that it is to be restored on.
+    fn end_idle_servers(&self) -> Result<(), String> {
+        Local::new(self.config).end_conflicting(&self.lease).map_err(|error| error.to_string())
     }
 
     /// All GPUs of the host, each followed by the one that takes its place: the container's and `there` change places. The driver
@@ -414,7 +423,7 @@ impl<'a> Work<'a> {
     /// Restores what is `out`, each process where it was; one that arrives, on its new GPU.
     fn restore(&self, out: &[SuspendedProcess], reserve: u64, all_out: bool) -> Result<(), Stuck> {
         let not_now = |why| Stuck::NotNow { why, all_out };
-        self.give_nodes().map_err(not_now)?;
+        self.give_nodes().and_then(|()| self.end_idle_servers()).map_err(not_now)?;
         let Some(there) = self.lease.destination().filter(|_| self.is_arriving()) else {
             self.check_gpu(self.gpu(), sum(out), reserve).map_err(not_now)?;
             return out.iter().try_for_each(|one| {

@@ -290,6 +290,17 @@ impl Local<'_> {
         Ok(warnings)
     }
 
+    /// Ends the idle MPS daemons on devices of `lease`, which uses them otherwise. They may have set their compute modes.
+    ///
+    /// # Errors
+    /// One of them does not end.
+    pub fn end_conflicting(&self, lease: &Lease) -> Result<(), AdmitError> {
+        let store = self.store()?;
+        let keys: Vec<_> = store.read()?.conflicting_daemons(lease).cloned().collect();
+        mps::end_conflicting(&keys, &store)?;
+        Ok(())
+    }
+
     /// Takes a share for `candidate`, which its user described in `ask`, within `limit`. It tries once and does not wait.
     pub fn admit_for(
         &self,

@@ -166,7 +166,9 @@ fn sums(
 }
 
 fn sums_of(lease: &Lease) -> (Option<u64>, Option<u64>) {
-    sums(lease.devices.len(), &lease.mig_devices, lease.mode, lease.sm, lease.memory_bytes)
+    // One that moves has two for a moment.
+    let devices = lease.devices.len() - usize::from(lease.destination().is_some());
+    sums(devices, &lease.mig_devices, lease.mode, lease.sm, lease.memory_bytes)
 }
 
 /// A lease without a limit holds a whole device.
