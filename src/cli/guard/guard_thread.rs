@@ -176,9 +176,9 @@ impl Guard {
             Some((nvml, then)) if Rc::ptr_eq(&then, &known) => nvml,
             _ => crate::probe::connect(config)?.0,
         };
-        let leases = ledger.leases.iter();
         let is_here = |uuid: &&String| known.device(uuid).is_some();
-        let watched = leases.flat_map(|lease| lease.devices.iter().chain(lease.known.iter().filter(is_here)));
+        let all = ledger.leases.iter();
+        let watched = all.flat_map(|lease| lease.devices.iter().chain(lease.known.iter().filter(is_here)));
         let leased: BTreeSet<&str> = watched.map(String::as_str).collect();
         let tolerance = config.guard.memory_tolerance;
         let (looks, failures) = self.earlier.looker.look(&nvml, &leased, ledger, &known, tolerance);

@@ -457,12 +457,12 @@ impl<'a> Work<'a> {
             Ok::<_, SuspendError>(found.iter().map(|one| one.process).collect::<Vec<_>>())
         };
         let on = |uuid| of_gpu(uuid).map_err(|error| not_now(error.to_string()));
-        let (on_here, on_there) = (on(&here)?, on(there)?);
+        let (staying, arrived) = (on(&here)?, on(there)?);
         let (moved, rest): (Vec<SuspendedProcess>, Vec<SuspendedProcess>) = processes
             .iter()
             .filter(|one| one.process.is_alive())
-            .partition(|one| on_there.contains(&one.process));
-        if let Some(lost) = rest.iter().find(|one| !on_here.contains(&one.process)) {
+            .partition(|one| arrived.contains(&one.process));
+        if let Some(lost) = rest.iter().find(|one| !staying.contains(&one.process)) {
             return Err(not_now(format!("NVML does not say where process {} is", lost.process.pid)));
         }
         if rest.is_empty() && (!moved.is_empty() || self.is_arriving()) {

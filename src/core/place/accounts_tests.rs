@@ -33,7 +33,7 @@ pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &C
         let on: Vec<&Lease> = ledger
             .leases
             .iter()
-            .filter(|lease| lease.devices.contains(&device.uuid) && !is_out(lease))
+            .filter(|lease| lease.devices.contains(&device.uuid) && !is_out(lease, &device.uuid))
             .collect();
         let uses: BTreeSet<&str> = on
             .iter()
@@ -69,8 +69,12 @@ pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &C
     }
 }
 
-fn is_out(lease: &Lease) -> bool {
-    matches!(&lease.suspension, Some(own) if own.step == SuspendStep::Suspended)
+fn is_out(lease: &Lease, uuid: &str) -> bool {
+    match lease.suspension.as_ref().map(|own| own.step) {
+        Some(SuspendStep::Suspended) => true,
+        Some(SuspendStep::Arriving) => lease.devices[0] == uuid,
+        _ => false,
+    }
 }
 
 /// What is on its way needs its own size, whatever its share says.
@@ -79,27 +83,50 @@ fn memory_of(lease: &Lease) -> Option<u64> {
     own.max(lease.memory_bytes)
 }
 
-/// Takes the next step of a lease's suspension, if it may have one: in its share there is no MPS, and one GPU.
+/// Takes the next step of a lease's suspension or move, if it may have one: in its share there is no MPS, and one GPU.
 fn take_step(ledger: &mut Ledger, at: usize, bytes: u64, inventory: &Inventory, config: &Config) {
     let me = Process { pid: 1, start_time: 1 };
     let id = ledger.leases[at].id.clone();
     let lease = &mut ledger.leases[at];
-    if lease.daemon.is_some() || lease.devices.len() != 1 {
+    if lease.daemon.is_some() || lease.devices.len() != 1 && lease.destination().is_none() {
         return;
     }
     lease.state = LeaseState::Active;
+    let here = lease.devices[0].clone();
+    let step = lease.suspension.as_ref().map(|own| own.step);
+    let there = inventory.devices.iter().map(|device| device.uuid.clone()).rfind(|uuid| *uuid != here);
+    let there = lease.destination().map(str::to_owned).or(there.filter(|_| bytes / GIB % 2 == 1));
     let bytes = bytes.min(lease.memory_bytes.unwrap_or(u64::MAX));
-    match lease.suspension.as_ref().map(|own| own.step) {
+    let fits = |ledger: &Ledger, uuid: &str, bytes: u64| {
+        check_resume(&ledger.leases[at], uuid, bytes, inventory, ledger, config).is_ok()
+    };
+    match step {
         // What it takes without a limit is not booked: it has none here.
         None if lease.memory_bytes.is_none() => {}
-        None => ledger.begin_suspending(&id, me, vec![SuspendedProcess { process: me, bytes }]).unwrap(),
-        Some(SuspendStep::Suspending) => assert!(ledger.end_suspended(&id, me)),
-        Some(SuspendStep::Suspended) => {
-            if check_resume(&ledger.leases[at], bytes, inventory, ledger, config).is_ok() {
-                ledger.begin_resuming(&id, me).unwrap();
+        None => {
+            let processes = vec![SuspendedProcess { process: me, bytes }];
+            match there.filter(|there| fits(ledger, there, bytes)) {
+                Some(there) => ledger.begin_moving(&id, me, processes, &there).unwrap(),
+                None => ledger.begin_suspending(&id, me, processes).unwrap(),
             }
         }
-        Some(SuspendStep::Resuming) => assert!(ledger.end_resumed(&id, me)),
+        Some(SuspendStep::Suspending) if ledger.leases[at].destination().is_some() => {
+            assert!(ledger.begin_restoring(&id, me));
+        }
+        Some(SuspendStep::Suspending) => assert!(ledger.end_suspended(&id, me)),
+        // What it has is what was put away.
+        Some(SuspendStep::Suspended) => {
+            let own = ledger.leases[at].suspension.as_ref().unwrap().bytes();
+            match there.filter(|there| fits(ledger, there, own)) {
+                Some(there) => ledger.begin_arriving(&id, me, &there).unwrap(),
+                None if fits(ledger, &here, own) => ledger.begin_resuming(&id, me).unwrap(),
+                None => {}
+            }
+        }
+        Some(SuspendStep::Resuming | SuspendStep::Arriving) => {
+            let gpu = there.filter(|_| step == Some(SuspendStep::Arriving) || bytes / GIB % 2 == 1);
+            assert!(ledger.end_resumed(&id, me, &gpu.unwrap_or(here)));
+        }
     }
 }
 
