@@ -361,7 +361,8 @@ mod tests {
 
     use super::super::fixture::lease;
     use super::*;
-    use crate::ledger::LeaseState;
+    use crate::ledger::{Init, LeaseState};
+    use crate::share::Suspend;
 
     #[test]
     fn a_lease_comes_back_from_its_record_while_its_container_lives() {
@@ -393,6 +394,25 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(restored("/run/sublet"), None, "its container is gone");
+    }
+
+    #[test]
+    fn a_process_that_was_moved_before_closes_the_device_that_it_is_on() {
+        let me = Process::current().unwrap();
+        let init = Some(Init { process: me, pid_namespace: 0, cgroup: None, cgroup_inode: None });
+        let of = |suspend| {
+            let leases = vec![Lease { suspend, init: init.clone(), ..lease(1, "GPU-a") }];
+            Ledger { leases, ..Ledger::empty("boot") }
+        };
+        let (name, cgroups) = (String::new(), Vec::new());
+        let process =
+            GpuProcess { pid: me.pid, name, memory_bytes: 1, pid_namespace: 0, cgroups, mps_server: false };
+        let explained = |uuid: &str, suspend| {
+            let device = Device { uuid: uuid.to_owned(), ..Device::default() };
+            is_explained(&process, &device, &of(suspend))
+        };
+        assert!(explained("GPU-a", Suspend::Allow) && explained("GPU-b", Suspend::Never));
+        assert!(!explained("GPU-b", Suspend::Allow));
     }
 
     #[test]
