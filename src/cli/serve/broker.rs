@@ -193,7 +193,7 @@ impl<'a> Client<'a> {
         let limit = self.limit()?;
         if let Some(gpu) = gpu {
             let inventory = admit::fresh_inventory(self.config)?;
-            let named = |among| meant(gpu, among, self.config).map(|found| found.len()).unwrap_or(0);
+            let named = |among| meant(gpu, among, self.config).map_or(0, |found| found.len());
             let allowed = allowed_inventory(limit, &inventory, self.config)?;
             if named(&allowed) != named(&inventory) {
                 bail!("your policy does not allow GPU {}; fix: name another one", safe(gpu));

@@ -108,7 +108,8 @@ mod tests {
         assert!(gone.0.contains("not served now") && gone.1, "{gone:?}");
         let (inventory, config) = (host(vec![device(0)]), Config::default());
         let drained = Ledger { drained: vec!["GPU-0".into()], ..suspended(&[]) };
-        let refusal = check_resume(&drained.leases[0], GIB, &inventory, &drained, &config).unwrap_err();
+        let refusal =
+            check_resume(&drained.leases[0], "GPU-0", GIB, &inventory, &drained, &config).unwrap_err();
         assert!(refusal.message.contains("sublet undrain 0") && !refusal.temporary, "{refusal:?}");
     }
 
