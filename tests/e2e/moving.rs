@@ -47,7 +47,7 @@ fn nodes(bundle: &Bundle<'_>) -> String {
 }
 
 #[test]
-fn it_goes_on_there_with_what_it_had_and_with_the_other_gpus_node() {
+fn it_goes_on_there_with_its_data_and_the_other_gpus_node() {
     if skip_unless_root() {
         return;
     }
@@ -65,9 +65,9 @@ fn it_goes_on_there_with_what_it_had_and_with_the_other_gpus_node() {
     // Processes that join it.
     let info = kept.exec_file(&["/usr/bin/cuda-probe", "info"], &["PATH=/usr/bin"]).info();
     assert_eq!((&info["uuid"], &info["devices"]), (&json!(gpu(2)), &json!(1)), "{info}");
-    let told =
+    let environment =
         kept.exec_file(&["/bin/sh", "-c", "echo $SUBLET_DEVICES $CUDA_VISIBLE_DEVICES"], &["PATH=/bin"]);
-    assert_eq!(told.stdout.trim(), format!("{} 0", gpu(2)));
+    assert_eq!(environment.stdout.trim(), format!("{} 0", gpu(2)));
     // Its device cgroup is closed for the old one.
     let root = world.driver_root.as_ref().expect("simulated");
     let number = major(std::fs::metadata(root.join("dev/nvidia0")).expect("a node").rdev());
@@ -92,7 +92,7 @@ fn it_goes_on_there_with_what_it_had_and_with_the_other_gpus_node() {
 }
 
 #[test]
-fn what_cannot_be_moved_is_refused_before_anything_is_locked() {
+fn a_container_that_cannot_be_moved_is_refused_before_anything_is_locked() {
     if skip_unless_root() {
         return;
     }

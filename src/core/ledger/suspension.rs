@@ -108,7 +108,7 @@ impl Lease {
     }
 
     /// Whether it books room on `device`.
-    pub fn books(&self, device: &str) -> bool {
+    pub(crate) fn books(&self, device: &str) -> bool {
         let step = self.suspension.as_ref().map(|own| own.step);
         let booked = self.devices.iter().skip(usize::from(step == Some(SuspendStep::Arriving)));
         step != Some(SuspendStep::Suspended) && booked.into_iter().any(|own| own == device)
