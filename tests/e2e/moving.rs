@@ -64,7 +64,7 @@ fn it_goes_on_there_with_its_data_and_the_other_gpus_node() {
 
     // Processes that join it.
     let info = kept.exec_file(&["/usr/bin/cuda-probe", "info"], &["PATH=/usr/bin"]).info();
-    assert_eq!((&info["uuid"], &info["devices"]), (&json!(gpu(2)), &json!(1)), "{info}");
+    assert_eq!((&info["uuid"], &info["count"]), (&json!(gpu(2)), &json!(1)), "{info}");
     let environment =
         kept.exec_file(&["/bin/sh", "-c", "echo $SUBLET_DEVICES $CUDA_VISIBLE_DEVICES"], &["PATH=/bin"]);
     assert_eq!(environment.stdout.trim(), format!("{} 0", gpu(2)));

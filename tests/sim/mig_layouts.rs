@@ -113,6 +113,7 @@ fn lease(device: &str) -> Lease {
         guard: None,
         suspend: Suspend::Never,
         suspension: None,
+        known: Vec::new(),
         state: LeaseState::Active,
         owner: Process::current().unwrap(),
         init: None,

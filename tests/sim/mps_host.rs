@@ -100,6 +100,7 @@ impl Host {
             guard: None,
             suspend: Suspend::Never,
             suspension: None,
+            known: Vec::new(),
             state: LeaseState::Pending,
             owner: Process::current().unwrap(),
             init: None,
