@@ -113,6 +113,7 @@ fn lease(device: &str) -> Lease {
         guard: None,
         suspend: Suspend::Never,
         suspension: None,
+        resumed_ms: None,
         state: LeaseState::Active,
         owner: Process::current().unwrap(),
         init: None,

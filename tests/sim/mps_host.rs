@@ -100,6 +100,7 @@ impl Host {
             guard: None,
             suspend: Suspend::Never,
             suspension: None,
+            resumed_ms: None,
             state: LeaseState::Pending,
             owner: Process::current().unwrap(),
             init: None,

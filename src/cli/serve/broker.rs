@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
+use super::room;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
 use crate::suspend::{self, Done, SuspendError};
@@ -33,13 +34,17 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
     protocol::line(&answer).or_else(|error| protocol::line(&no(&error.into()))).unwrap_or_default()
 }
 
-/// Destroys the MIG instances that no lease needs any more, and puts right what was cut short of suspensions.
-pub(super) fn clear() {
+/// Destroys the MIG instances that no lease needs any more, puts right what was cut short of suspensions, and takes a step for
+/// those who wait for room. `left` says whether there may be more to do.
+pub(super) fn clear(left: &Cell<PutOff>) {
     let clear = || -> anyhow::Result<()> {
         let config = config_files::load()?;
         Local::new(&config).destroy_unneeded(&Store::open(&config.state_dir)?);
         for line in suspend::put_right(&config) {
             tracing::warn!("{line}");
+        }
+        if room::take_step(&config)? {
+            left.set(PutOff { clear: true, ..left.get() });
         }
         Ok(())
     };
@@ -70,7 +75,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             }
             return Ok(Answer::Inventory(Box::new(admit::fresh_inventory(config)?)));
         }
-        Ask::Admit(request) => return client.admit(request, state),
+        Ask::Admit(request) => return client.admit(request, state, put_off),
         Ask::Bind { lease, container, pid } => {
             client.own(lease)?;
             check_names(container)?;
@@ -99,9 +104,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         }
         Ask::Suspend { .. } | Ask::Resume { .. } => {
             client.check_may_suspend(ask)?;
-            if let Some(put_off) = put_off {
-                // The thread for slow work answers.
-                put_off.set(PutOff { make: true, ..put_off.get() });
+            if leave_to_slow(put_off) {
                 return Ok(Answer::Done(false));
             }
             let Done { bytes, took } = match ask {
@@ -112,6 +115,16 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
             return Ok(Answer::Stepped { bytes, took_ms });
         }
+        Ask::MakeRoom { waiter } => {
+            ensure!(
+                peer.uid == geteuid().as_raw(),
+                "sublet serve makes room for root's starts when they ask"
+            );
+            if leave_to_slow(put_off) {
+                return Ok(Answer::Done(false));
+            }
+            room::make_room(waiter, None, config)?;
+        }
         Ask::StartDaemon { key } => return client.start_daemon(key),
         Ask::Job => {
             let cgroup = client.job()?.ok_or_else(|| AdmitError::from(JobError::NotInJob))?;
@@ -121,6 +134,11 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         Ask::Status => return client.status(),
     }
     Ok(Answer::Done(true))
+}
+
+/// Whether the thread for slow work answers in place of this one.
+fn leave_to_slow(put_off: Option<&Cell<PutOff>>) -> bool {
+    put_off.map(|cell| cell.set(PutOff { make: true, ..cell.get() })).is_some()
 }
 
 /// Who asks, by the configuration of now.
@@ -152,7 +170,12 @@ impl<'a> Client<'a> {
         Ok(cgroup)
     }
 
-    fn admit(&self, request: &Admit, state: Local<'_>) -> anyhow::Result<Answer> {
+    fn admit(
+        &self,
+        request: &Admit,
+        state: Local<'_>,
+        put_off: Option<&Cell<PutOff>>,
+    ) -> anyhow::Result<Answer> {
         check(request)?;
         let job = self.job()?;
         if job.is_none() && asks_for_job_share(&request.annotations, request.share.as_deref()) {
@@ -163,10 +186,24 @@ impl<'a> Client<'a> {
         let ContainerNames { id, bundle, rootfs, record } = request.container.clone();
         let container = Container { uid, id, bundle, rootfs, record };
         let candidate = Candidate { container, rootfs: None, owner, engine: None };
-        Ok(match job {
-            None => state.admit_for(&candidate, request, self.limit()?)?,
-            Some(cgroup) => state.admit_in_job(&candidate, request, &cgroup)?,
-        })
+        if let Some(cgroup) = job {
+            return Ok(state.admit_in_job(&candidate, request, &cgroup)?);
+        }
+        let limit = self.limit()?;
+        let refused = match state.admit_for(&candidate, request, limit) {
+            Err(refused @ AdmitError::Refused(_)) if refused.is_temporary() => refused,
+            admitted => return Ok(admitted?),
+        };
+        let asks = room::Asks::new(&candidate, request, limit, self.config)?;
+        if !asks.may_find_room(self.config) {
+            return Err(refused.into());
+        }
+        if leave_to_slow(put_off) {
+            return Ok(Answer::Done(false));
+        }
+        let made = room::make_room(asks.id(), Some(asks.seeker()), self.config);
+        made.map_err(|why| refused.without_room(&why.to_string()))?;
+        Ok(state.admit_for(&candidate, request, limit)?)
     }
 
     /// Refuses a lease that is not the client's, in the same way as one that does not exist.

@@ -47,6 +47,18 @@ pub(crate) struct Done {
 /// # Errors
 /// Nothing was locked, or all is as it was before, or the container was lost.
 pub(crate) fn suspend(id: &LeaseId, force: bool, config: &Config) -> Result<Done, SuspendError> {
+    suspend_for(id, force, false, config)
+}
+
+/// [`suspend`], to make room for another container: it then waits for its own room in the order of those who wait.
+///
+/// # Errors
+/// As [`suspend`].
+pub(crate) fn suspend_on_demand(id: &LeaseId, config: &Config) -> Result<Done, SuspendError> {
+    suspend_for(id, false, true, config)
+}
+
+fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> Result<Done, SuspendError> {
     let began = Instant::now();
     let ledger = Store::open(&config.state_dir)?.read()?;
     let lease = ledger.suspendable(id)?;
@@ -59,7 +71,13 @@ pub(crate) fn suspend(id: &LeaseId, force: bool, config: &Config) -> Result<Done
     checks::check_way_back(bytes, work.device()?, config.limits.reserve)?;
     checks::check_host_memory(&processes, bytes)?;
     checks::check_running(&work.driver, &processes)?;
-    work.change(|ledger| ledger.begin_suspending(id, work.owner, processes.clone()))??;
+    work.change(|ledger| {
+        ledger.begin_suspending(id, work.owner, processes.clone())?;
+        if on_demand {
+            ledger.note_on_demand(id);
+        }
+        Ok::<_, SuspendError>(())
+    })??;
     match work.put_away(&processes) {
         Ok(()) => work.finish(Ledger::end_suspended, bytes, began),
         Err(why) => Err(work.undo(SuspendStep::Suspending, &processes, why)),

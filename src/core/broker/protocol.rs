@@ -112,6 +112,12 @@ pub enum Ask {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         gpu: Option<String>,
     },
+    /// Asks for room for a start of root's that waits in the ledger. The answer comes when there is some, or may be later, and may
+    /// take minutes.
+    MakeRoom {
+        /// As [`crate::ledger::Waiter::id`].
+        waiter: LeaseId,
+    },
     /// Asks for the start of an MPS daemon that a lease needs. Only for processes of the service's own user, root: their
     /// own children would stay below a container runtime.
     StartDaemon {

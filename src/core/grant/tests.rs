@@ -116,6 +116,7 @@ pub(super) fn lease() -> Lease {
         guard: None,
         suspend: Suspend::Never,
         suspension: None,
+        resumed_ms: None,
         state: LeaseState::Pending,
         owner: Process { pid: 1, start_time: 2 },
         init: None,

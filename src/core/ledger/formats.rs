@@ -75,7 +75,7 @@ fn every_key_is_in_the_fixture() {
     assert!(!dynamic_instances.is_empty());
     let has = |seen: fn(&Waiter) -> bool| waiters.iter().any(seen);
     has_all(&[has(|waiter| waiter.process.is_some()), has(|waiter| waiter.retry.is_some())]);
-    let mut seen = [false; 16];
+    let mut seen = [false; 18];
     for lease in leases {
         let Lease {
             id: _,
@@ -92,6 +92,7 @@ fn every_key_is_in_the_fixture() {
             guard,
             suspend,
             suspension,
+            resumed_ms,
             state: _,
             owner: _,
             init,
@@ -113,6 +114,8 @@ fn every_key_is_in_the_fixture() {
             guard.is_some(),
             !suspend.is_never(),
             suspension.is_some(),
+            suspension.as_ref().is_some_and(|own| own.on_demand),
+            resumed_ms.is_some(),
             init.is_some(),
             bind_by.is_some(),
             library_dir.is_some(),

@@ -168,6 +168,9 @@ pub struct Lease {
     /// That it is there, or on its way there or back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspension: Option<Suspension>,
+    /// When it was last resumed, in milliseconds since boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resumed_ms: Option<u64>,
     /// Where it is in its life.
     pub state: LeaseState,
     /// While pending, the process that is starting the container. While ending, the process that deletes it.

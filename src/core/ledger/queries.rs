@@ -437,6 +437,7 @@ pub mod fixture {
             guard: None,
             suspend: Suspend::Never,
             suspension: None,
+            resumed_ms: None,
             state: LeaseState::Pending,
             owner: Process { pid: i32::MAX, start_time: 1 },
             init: None,

@@ -4,8 +4,18 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Lease, LeaseId, LeaseState, Ledger};
-use crate::process::{Process, uptime_milliseconds};
+use super::{Lease, LeaseId, LeaseState, Ledger, Waiter};
+use crate::config::Config;
+use crate::process::{Process, epoch_seconds, uptime_milliseconds};
+use crate::request::{Request, RequestError, parse};
+use crate::share::{Devices, MIB, Memory, Mode, Selector, Suspend};
+
+/// Milliseconds of a tick of a process's start time (proc(5); `USER_HZ` is 100 on all of sublet's architectures).
+pub(super) const TICK_MILLISECONDS: u64 = 10;
+
+/// Why a container waits that was suspended for another.
+const MADE_ROOM: &str =
+    "suspended to make room for another container; it comes back by itself when there is room";
 
 /// Where the GPU state of a lease's container is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,6 +28,9 @@ pub struct Suspension {
     pub processes: Vec<SuspendedProcess>,
     /// When the step began, in milliseconds since boot.
     pub since_ms: u64,
+    /// Whether it makes room for others, so that the container comes back by itself.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub on_demand: bool,
 }
 
 /// A CUDA process with its GPU state.
@@ -84,6 +97,45 @@ impl Lease {
         self.suspension.as_ref().is_some_and(|own| own.step != SuspendStep::Suspended && is_left(own.owner))
     }
 
+    /// When its container came to its GPU, or was last resumed there, in milliseconds since boot.
+    pub fn on_gpu_since_ms(&self) -> u64 {
+        let start =
+            || self.init.as_ref().map(|init| init.process.start_time.saturating_mul(TICK_MILLISECONDS));
+        self.resumed_ms.or_else(start).unwrap_or(u64::MAX)
+    }
+
+    /// Whether the driver may suspend it, and its share allows that.
+    pub fn may_be_suspended(&self) -> bool {
+        let is_alone = self.daemon.is_none() && self.devices.len() == 1 && self.job.is_none();
+        !self.suspend.is_never() && is_alone && matches!(self.mode, Mode::TimeSlice | Mode::Exclusive)
+    }
+
+    /// What its container asks for when it comes back with `bytes` of memory to the GPU where it was.
+    ///
+    /// # Errors
+    /// Its mode is none that a request may name.
+    pub(crate) fn request_of_return(&self, bytes: u64) -> Result<Request, RequestError> {
+        let mode = [("sublet.mode".to_owned(), self.mode.to_string())].into();
+        let whole = bytes.max(self.memory_bytes.unwrap_or(0)).div_ceil(MIB) * MIB;
+        let gpus = self.devices.iter().map(|uuid| Selector::Uuid(uuid.clone()));
+        Ok(Request {
+            devices: Devices::These(gpus.collect()),
+            memory: (self.mode != Mode::Exclusive).then_some(Memory::Bytes(whole)),
+            suspend: Suspend::Allow,
+            // As long as it takes.
+            wait: std::time::Duration::from_secs(u32::MAX.into()),
+            ..parse(&mode, None, None, &Config::default())?
+        })
+    }
+
+    /// Its place in the order of those who wait.
+    fn waiter(&self) -> Option<Waiter> {
+        let own = self.suspension.as_ref().filter(|own| own.on_demand)?;
+        let process = self.init.as_ref().map_or(self.owner, |init| init.process);
+        let request = self.request_of_return(own.bytes()).ok()?;
+        Some(Waiter::new(&self.id, &self.container, &request, MADE_ROOM, Some(process)))
+    }
+
     /// Its state as it is shown, with the step of its suspension.
     pub fn shown_state(&self) -> LeaseState {
         match (self.state, &self.suspension) {
@@ -146,9 +198,14 @@ impl Ledger {
         self.suspendable(id)?;
         let (step, since_ms) = (SuspendStep::Suspending, uptime_milliseconds());
         if let Some(lease) = self.lease_mut(id) {
-            lease.suspension = Some(Suspension { step, owner, processes, since_ms });
+            lease.suspension = Some(Suspension { step, owner, processes, since_ms, on_demand: false });
         }
         Ok(())
+    }
+
+    /// The step with lease `id` that has just begun makes room for others.
+    pub fn note_on_demand(&mut self, id: &LeaseId) {
+        self.set_step(id, |own| Suspension { on_demand: true, ..own });
     }
 
     /// `owner` begins to resume lease `id`, which books its room again. Whether there is room is asked under the same
@@ -170,15 +227,25 @@ impl Ledger {
         self.lease(id)?.suspension.clone()
     }
 
-    /// The step that `owner` takes with lease `id` has ended: the state is in host memory. `false`: the lease has ended.
+    /// The step that `owner` takes with lease `id` has ended: the state is in host memory. One that makes room for others waits
+    /// from now on, in their order. `false`: the lease has ended.
     pub fn end_suspended(&mut self, id: &LeaseId, owner: Process) -> bool {
-        self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended))
+        let done = self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended));
+        let waiter = if done { self.lease(id).and_then(Lease::waiter) } else { None };
+        waiter.into_iter().for_each(|waiter| self.add_waiter(waiter));
+        done
     }
 
     /// The step that `owner` takes with lease `id` has ended: the state is on the GPU. `false`: the lease has ended.
     pub fn end_resumed(&mut self, id: &LeaseId, owner: Process) -> bool {
         let lease = if self.is_owned(id, owner) { self.lease_mut(id) } else { None };
-        lease.and_then(|lease| lease.suspension.take()).is_some()
+        let Some(lease) = lease else { return false };
+        // A step that was undone has not taken it from its GPU.
+        if lease.suspension.take().is_some_and(|own| own.step == SuspendStep::Resuming) {
+            lease.resumed_ms = Some(uptime_milliseconds());
+        }
+        self.waiters.retain(|waiter| waiter.id != *id);
+        true
     }
 
     /// `owner` leaves its step with lease `id` to the next command.
@@ -211,6 +278,11 @@ impl Suspension {
     /// The memory of all its processes, in bytes.
     pub fn bytes(&self) -> u64 {
         self.processes.iter().map(|one| one.bytes).fold(0, u64::saturating_add)
+    }
+
+    /// When its step began, in seconds since the epoch.
+    pub fn began(&self) -> u64 {
+        epoch_seconds().saturating_sub(uptime_milliseconds().saturating_sub(self.since_ms) / 1000)
     }
 
     fn under_way(&self) -> WrongState {

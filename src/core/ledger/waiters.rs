@@ -1,5 +1,6 @@
-//! Who waits for a share: starts with `sublet.wait`, `sublet wait`, and refused containers of Docker's, which `sublet serve`
-//! starts again. An entry is a place in the order and names the share that is waited for; it holds no share.
+//! Who waits for a share: starts with `sublet.wait`, `sublet wait`, refused containers of Docker's, which `sublet serve`
+//! starts again, and containers that were suspended for others, which it resumes. An entry is a place in the order and names
+//! the share that is waited for; it holds no share.
 
 use std::path::Path;
 
@@ -19,6 +20,10 @@ const LONGEST: usize = 1000;
 
 /// How long a refused container is kept that `sublet serve` has not found at Docker yet, in seconds.
 const UNCONFIRMED: u64 = 600;
+
+/// How long before its time a refused container keeps others from its room, in seconds: for as long its start may be under
+/// way, too.
+const UNDER_WAY: u64 = 10;
 
 /// A waiter, and its request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -58,6 +63,11 @@ impl Retry {
         self.from = uptime_seconds() + (5 << self.starts.min(9)).min(1800);
         self.starts = self.starts.saturating_add(1);
     }
+
+    /// Whether `sublet serve` starts it as soon as there is room, or has just done so.
+    pub fn is_due(&self) -> bool {
+        self.confirmed && self.from <= uptime_seconds() + UNDER_WAY
+    }
 }
 
 impl Waiter {
@@ -73,6 +83,12 @@ impl Waiter {
             process: by,
             retry: by.is_none().then(|| Retry { from: uptime_seconds(), ..Retry::default() }),
         }
+    }
+
+    /// Whether a container is to start as soon as there is room. `sublet wait` starts none.
+    pub fn starts(&self) -> bool {
+        let is_known = self.container != Container { uid: self.container.uid, ..Container::default() };
+        is_known && self.retry.as_ref().is_none_or(Retry::is_due)
     }
 
     /// Its request; `None`: this version cannot read that.

@@ -203,6 +203,7 @@ pub(super) mod tests {
             guard: None,
             suspend: Suspend::Never,
             suspension: None,
+            resumed_ms: None,
             state: LeaseState::Active,
             owner: Process { pid: 1, start_time: 1 },
             init: None,

@@ -1,0 +1,160 @@
+//! What those who wait need next, in their order: who was suspended for another comes back where there is room, and for who
+//! has none others are suspended that allow it. Pure; `sublet serve` takes the steps.
+
+use std::time::Duration;
+
+use super::take_lease::{allowed_inventory, book_for};
+use crate::broker::policy_limits::PolicyLimit;
+use crate::config::Config;
+use crate::inventory::Inventory;
+use crate::ledger::{Lease, LeaseId, Ledger, Waiter};
+use crate::place::{Placement, Suspendable, World, check_resume, find, whom_to_suspend};
+use crate::request::Request;
+
+/// A step that makes room, or uses it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RoomStep {
+    /// Without these on their GPU, the waiter finds room.
+    Suspend {
+        /// Their leases.
+        leases: Vec<LeaseId>,
+        /// As in [`Waiter::id`].
+        waiter: LeaseId,
+    },
+    /// This lease has room again.
+    Resume(LeaseId),
+}
+
+/// A waiter, and by which policy it asks: a start of a user without root; `None`: root's.
+#[derive(Clone, Copy)]
+pub struct Seeker<'a> {
+    /// Who.
+    pub waiter: &'a Waiter,
+    /// The user's policy.
+    pub limit: Option<PolicyLimit<'a>>,
+}
+
+/// What those who wait find.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Room {
+    /// The next step.
+    pub step: Option<RoomStep>,
+    /// Starts for which there is room without it.
+    pub placed: Vec<LeaseId>,
+    /// Whether a new inventory may change what a suspended container finds.
+    pub refresh_first: bool,
+}
+
+/// The state of the host, and what is known beyond it.
+pub struct Sight<'a> {
+    /// The devices.
+    pub inventory: &'a Inventory,
+    /// Who holds what, and who waits.
+    pub ledger: &'a Ledger,
+    /// `[suspend]`, among others.
+    pub config: &'a Config,
+    /// Milliseconds since boot.
+    pub at_ms: u64,
+    /// Whether a lease's processes compute; `None`: it has none on its GPU.
+    pub is_busy: &'a dyn Fn(&Lease) -> Option<bool>,
+    /// Whether a step with it has just failed.
+    pub is_put_off: &'a dyn Fn(&LeaseId) -> bool,
+}
+
+impl Sight<'_> {
+    /// Goes through those who wait, and then `asks`, up to the first for whom there is something to do. Who finds room has it
+    /// before those behind.
+    pub fn next_step(&self, asks: Option<Seeker<'_>>) -> Room {
+        let mut ahead = self.ledger.clone();
+        let mut room = Room::default();
+        let entries = self.ledger.waiters.iter().map(|waiter| Seeker { waiter, limit: None });
+        for seeker in entries.chain(asks) {
+            let id = &seeker.waiter.id;
+            room.step = match self.ledger.lease(id) {
+                Some(lease) => self.step_back(lease, &ahead, &mut room.refresh_first),
+                None if !seeker.waiter.starts() => None,
+                None => match self.place(seeker, &ahead) {
+                    Some(placement) => {
+                        book_for((id, &seeker.waiter.container), &placement, &mut ahead, self.config);
+                        room.placed.push(id.clone());
+                        None
+                    }
+                    None => self.make_room(seeker, &ahead, self.config.suspend.at_least),
+                },
+            };
+            if room.step.is_some() {
+                break;
+            }
+        }
+        room
+    }
+
+    /// For a container that was suspended for another.
+    fn step_back(&self, lease: &Lease, ahead: &Ledger, refresh_first: &mut bool) -> Option<RoomStep> {
+        let (_, own) = self.ledger.resumable(&lease.id).ok().filter(|_| !(self.is_put_off)(&lease.id))?;
+        let Err(refusal) = check_resume(lease, own.bytes(), self.inventory, ahead, self.config) else {
+            return Some(RoomStep::Resume(lease.id.clone()));
+        };
+        *refresh_first |= refusal.refresh_first;
+        let turns = Some(self.config.suspend.turns).filter(|turns| !turns.is_zero())?;
+        let waiter = self.ledger.waiters.iter().find(|waiter| waiter.id == lease.id)?;
+        self.make_room(Seeker { waiter, limit: None }, ahead, turns.max(self.config.suspend.at_least))
+    }
+
+    fn place(&self, Seeker { waiter, limit }: Seeker<'_>, ahead: &Ledger) -> Option<Placement> {
+        let inventory = allowed_inventory(limit, self.inventory, self.config).ok()?;
+        let world = World { inventory: &inventory, ledger: ahead, config: self.config };
+        let placement = find(&waiter.request()?, &waiter.id, world).ok()?;
+        limit.is_none_or(|limit| limit.check(&placement, ahead).is_ok()).then_some(placement)
+    }
+
+    /// Those that have been on their GPU for at least `stay` go.
+    fn make_room(&self, seeker: Seeker<'_>, ahead: &Ledger, stay: Duration) -> Option<RoomStep> {
+        let Seeker { waiter, limit } = seeker;
+        let request = waiter.request().filter(|_| self.config.suspend.on_demand)?;
+        let inventory = allowed_inventory(limit, self.inventory, self.config).ok()?;
+        let allows = |placement: &Placement| limit.is_none_or(|limit| limit.check(placement, ahead).is_ok());
+        let judge = |lease: &Lease| {
+            let is_busy = (self.is_busy)(lease)?;
+            let may = may_displace(limit, lease) && !(self.is_put_off)(&lease.id);
+            suspendable(lease, is_busy, self.at_ms, stay).filter(|_| may)
+        };
+        let world = (&*inventory, ahead, self.config);
+        let leases = whom_to_suspend(&request, &waiter.id, world, &allows, &judge)?;
+        Some(RoomStep::Suspend { leases, waiter: waiter.id.clone() })
+    }
+}
+
+/// Whether root's start of a container with this `request` would find room if `sublet serve` suspended others in time, as far
+/// as this can be known without the driver.
+pub fn may_make_room(
+    request: &Request,
+    id: &LeaseId,
+    (inventory, ledger, config): (&Inventory, &Ledger, &Config),
+    now_ms: u64,
+) -> bool {
+    let rules = &config.suspend;
+    let by = now_ms.saturating_add(u64::try_from(rules.limit.as_millis()).unwrap_or(u64::MAX));
+    let judge = |lease: &Lease| suspendable(lease, false, by, rules.at_least);
+    let world = (inventory, ledger, config);
+    rules.on_demand && whom_to_suspend(request, id, world, &|_| true, &judge).is_some()
+}
+
+/// Whether a start by this policy may have the container of `lease` suspended.
+fn may_displace(limit: Option<PolicyLimit<'_>>, lease: &Lease) -> bool {
+    limit.is_none_or(|PolicyLimit { uid, rule }| {
+        let is_own = lease.brokered && lease.container.uid == uid;
+        if is_own { rule.suspend } else { rule.suspend_others }
+    })
+}
+
+/// `None`: at `at_ms` it has not been on its GPU for as long as `stay`.
+fn suspendable(lease: &Lease, is_busy: bool, at_ms: u64, stay: Duration) -> Option<Suspendable> {
+    let since_ms = lease.on_gpu_since_ms();
+    let stay_ms = u64::try_from(stay.as_millis()).unwrap_or(u64::MAX);
+    (since_ms.saturating_add(stay_ms) <= at_ms).then_some(Suspendable { is_busy, since_ms })
+}
+
+#[cfg(test)]
+#[path = "room_tests.rs"]
+mod tests;
