@@ -13,10 +13,10 @@ use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
 
 // A suspension asks the host for as much memory as the GPU has of it, though the simulator copies only some.
-const KEEP: &[&str] = &["/usr/bin/cuda-probe", "keep", "1024", "600"];
+pub const KEEP: &[&str] = &["/usr/bin/cuda-probe", "keep", "1024", "600"];
 const ALLOW: &[(&str, &str)] = &[("sublet.memory", "24GiB"), ("sublet.suspend", "allow")];
 
-fn text(output: &Output) -> String {
+pub fn text(output: &Output) -> String {
     [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned()).concat()
 }
 
@@ -27,7 +27,7 @@ fn kept<'a>(world: &'a World, id: &str) -> Bundle<'a> {
     bundle
 }
 
-fn done(world: &World, arguments: &[&str]) -> String {
+pub fn done(world: &World, arguments: &[&str]) -> String {
     let output = world.sublet(arguments);
     assert!(output.status.success(), "{arguments:?}: {}", text(&output));
     text(&output)
@@ -49,7 +49,7 @@ fn rounds(bundle: &Bundle<'_>) -> Vec<Value> {
 }
 
 /// It goes on, with what it had.
-fn assert_goes_on(bundle: &Bundle<'_>) {
+pub fn assert_goes_on(bundle: &Bundle<'_>) {
     let before = rounds(bundle).len();
     assert!(eventually(|| rounds(bundle).len() > before), "it hangs: {}", bundle.output());
     assert!(rounds(bundle).iter().all(|round| round["equal"] == true), "{}", bundle.output());
@@ -65,11 +65,11 @@ fn state(world: &World) -> Value {
     world.leases()[0]["state"].clone()
 }
 
-fn fail(world: &World, line: &str) {
+pub fn fail(world: &World, line: &str) {
     std::fs::write(in_sim(world, "fail"), line).expect("sim/fail");
 }
 
-fn in_sim(world: &World, name: &str) -> PathBuf {
+pub fn in_sim(world: &World, name: &str) -> PathBuf {
     world.driver_root.as_ref().expect("simulated").join("sim").join(name)
 }
 

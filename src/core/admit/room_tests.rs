@@ -148,6 +148,11 @@ fn what_a_command_has_suspended_does_not_come_back_by_itself() {
     ledger.begin_suspending(&id(1), me(), vec![]).unwrap();
     assert!(ledger.end_suspended(&id(1), me()));
     assert_eq!((step(&ledger, u64::MAX), ledger.waiters.len()), (None, 0));
+    assert_eq!(ledger.keep_suspended(&id(1)), None, "it is one of these");
+    resume(&mut ledger, 1, CAME);
+    suspend(&mut ledger, 1);
+    assert_eq!((ledger.keep_suspended(&id(1)), ledger.waiters.len()), (Some(60 * GIB), 0));
+    assert_eq!(step(&ledger, u64::MAX), None, "a command says that it stays there");
 }
 
 #[test]

@@ -219,6 +219,16 @@ impl Ledger {
         Ok(())
     }
 
+    /// Lease `id`, whose container made room for another, comes back by a command alone from now on. Its memory that is in host
+    /// memory, in bytes; `None`: it is not one of these.
+    pub fn keep_suspended(&mut self, id: &LeaseId) -> Option<u64> {
+        let (_, own) = self.resumable(id).ok().filter(|(_, own)| own.on_demand)?;
+        let bytes = own.bytes();
+        self.set_step(id, |own| Suspension { on_demand: false, ..own });
+        self.waiters.retain(|waiter| waiter.id != *id);
+        Some(bytes)
+    }
+
     /// `owner` takes over a step of lease `id` that was cut short. The suspension as it is then; `None`: there is nothing
     /// to take over any more.
     pub fn take_over(&mut self, id: &LeaseId, owner: Process) -> Option<Suspension> {

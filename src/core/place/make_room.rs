@@ -30,17 +30,8 @@ pub fn whom_to_suspend(
     if search.fits(&[], inventory.devices.first()?) {
         return None;
     }
-    let of_gpu = |gpu: &Device| {
-        let may = |lease: &Lease| {
-            lease.state == LeaseState::Active && lease.suspension.is_none() && lease.may_be_suspended()
-        };
-        let on_it = ledger.on_device(&gpu.uuid).filter(|lease| may(lease));
-        let mut ranked: Vec<_> = on_it.filter_map(|lease| Some((judge(lease)?, lease))).collect();
-        ranked.sort_by_key(|(rank, _)| *rank);
-        search.fewest(&ranked, gpu)
-    };
-    let chosen = inventory.gpus().filter_map(of_gpu);
-    let rank = |chosen: &Vec<(Suspendable, &Lease)>| {
+    let chosen = inventory.gpus().filter_map(|gpu| search.on_gpu(gpu, ledger, judge));
+    let rank = |chosen: &Vec<Ranked<'_>>| {
         let busy = chosen.iter().filter(|(rank, _)| rank.is_busy).count();
         (chosen.len(), busy, chosen.iter().map(|(rank, _)| rank.since_ms).max())
     };
@@ -55,14 +46,29 @@ struct Search<'a> {
     allows: Allows<'a>,
 }
 
+/// A lease, and what counts for the choice.
+type Ranked<'l> = (Suspendable, &'l Lease);
+
 impl Search<'_> {
+    /// The fewest on `gpu`.
+    fn on_gpu<'l>(
+        &self,
+        gpu: &'l Device,
+        ledger: &'l Ledger,
+        judge: &dyn Fn(&Lease) -> Option<Suspendable>,
+    ) -> Option<Vec<Ranked<'l>>> {
+        let may = |lease: &&Lease| {
+            lease.state == LeaseState::Active && lease.suspension.is_none() && lease.may_be_suspended()
+        };
+        let on_it = ledger.on_device(&gpu.uuid).filter(may);
+        let mut ranked: Vec<Ranked<'_>> = on_it.filter_map(|lease| Some((judge(lease)?, lease))).collect();
+        ranked.sort_by_key(|(rank, _)| *rank);
+        self.fewest(&ranked, gpu)
+    }
+
     /// As few of `ranked` on `gpu` as do, the fewest busy ones among them, and the first that do. Of as many, those with most
     /// memory leave most room.
-    fn fewest<'l>(
-        &self,
-        ranked: &[(Suspendable, &'l Lease)],
-        gpu: &Device,
-    ) -> Option<Vec<(Suspendable, &'l Lease)>> {
+    fn fewest<'l>(&self, ranked: &[Ranked<'l>], gpu: &Device) -> Option<Vec<Ranked<'l>>> {
         let mut largest = ranked.to_vec();
         largest.sort_by_key(|(_, lease)| std::cmp::Reverse(self.memory(lease, gpu)));
         let counts = (1..=ranked.len()).flat_map(|count| (0..=count).map(move |busy| (count, busy)));
@@ -71,7 +77,7 @@ impl Search<'_> {
             all.len() == *count && self.fits(&all, gpu)
         };
         let counts = counts.into_iter().find(fits)?;
-        let mut chosen: Vec<(Suspendable, &Lease)> = Vec::new();
+        let mut chosen: Vec<Ranked<'_>> = Vec::new();
         for one in ranked {
             let with: Vec<_> = chosen.iter().chain([one]).copied().collect();
             let all = complete(&with, &largest, counts);
@@ -95,7 +101,7 @@ impl Search<'_> {
     }
 
     /// Whether the request would find room if these leases on `gpu` were suspended.
-    fn fits(&self, leases: &[(Suspendable, &Lease)], gpu: &Device) -> bool {
+    fn fits(&self, leases: &[Ranked<'_>], gpu: &Device) -> bool {
         let (mut ledger, mut inventory) = (self.world.ledger.clone(), self.world.inventory.clone());
         for (_, lease) in leases {
             let nobody = Process { pid: 0, start_time: 0 };
@@ -120,14 +126,12 @@ impl Search<'_> {
 
 /// `chosen` and the first of the `largest` that make it so many leases, so many of them busy. More or fewer: there are no such.
 fn complete<'l>(
-    chosen: &[(Suspendable, &'l Lease)],
-    largest: &[(Suspendable, &'l Lease)],
+    chosen: &[Ranked<'l>],
+    largest: &[Ranked<'l>],
     (count, busy): (usize, usize),
-) -> Vec<(Suspendable, &'l Lease)> {
+) -> Vec<Ranked<'l>> {
     let mut all = chosen.to_vec();
-    let number = |all: &[(Suspendable, &Lease)], is_busy| {
-        all.iter().filter(|(rank, _)| rank.is_busy == is_busy).count()
-    };
+    let number = |all: &[Ranked<'_>], is_busy| all.iter().filter(|(rank, _)| rank.is_busy == is_busy).count();
     for one in largest {
         let most = if one.0.is_busy { busy } else { count - busy };
         if !all.contains(one) && number(&all, one.0.is_busy) < most {
