@@ -137,7 +137,8 @@ pub fn may_make_room(
     let by = now_ms.saturating_add(u64::try_from(rules.limit.as_millis()).unwrap_or(u64::MAX));
     let judge = |lease: &Lease| suspendable(lease, false, by, rules.at_least);
     let world = (inventory, ledger, config);
-    rules.on_demand && whom_to_suspend(request, id, world, &|_| true, &judge).is_some()
+    let can = ledger.leases.iter().any(Lease::may_be_suspended);
+    can && rules.on_demand && whom_to_suspend(request, id, world, &|_| true, &judge).is_some()
 }
 
 /// Whether a start by this policy may have the container of `lease` suspended.

@@ -197,7 +197,7 @@ pub enum Answer {
     Job(Option<JobEnvironment>),
     /// To `status`.
     Status(serde_json::Value),
-    /// To `bind` and `unmark`, and to `enter`, for which `false` means that the container has no lease.
+    /// To `bind`, `unmark` and `make-room`, and to `enter`, for which `false` means that the container has no lease.
     Done(bool),
     /// The service refuses, with one line.
     Refused(Refused),
