@@ -171,7 +171,7 @@ pub(super) fn make_room(id: &LeaseId, asks: Option<Seeker<'_>>, config: &Config)
         let has_left = asks.is_none() && seen.ledger.waiters.is_empty();
         match room.step {
             _ if has_left || room.placed.contains(id) => return Ok(()),
-            Some(_) if Instant::now() >= until => bail!("the time is over ([suspend] limit)"),
+            Some(_) if Instant::now() >= until => bail!("the time for it is over ([suspend] limit)"),
             Some(step) => failed = take(&step, config).err().or(failed),
             None if seen.next_step(None, config.suspend.limit).step.is_some() => return Ok(()),
             None => match failed {

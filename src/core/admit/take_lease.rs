@@ -287,6 +287,9 @@ impl Search<'_> {
                 match &self.no_room_made {
                     None => refusal,
                     Some(BrokerError::NotRunning(..)) => refusal.with_room_by_service(false),
+                    Some(BrokerError::Late(_)) => {
+                        refusal.without_room("the time for it is over ([suspend] limit)")
+                    }
                     Some(error) => refusal.without_room(&error.to_string()),
                 }
             }
