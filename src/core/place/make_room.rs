@@ -69,6 +69,9 @@ impl Search<'_> {
     /// As few of `ranked` on `gpu` as do, the fewest busy ones among them, and the first that do. Of as many, those with most
     /// memory leave most room.
     fn fewest<'l>(&self, ranked: &[Ranked<'l>], gpu: &Device) -> Option<Vec<Ranked<'l>>> {
+        if ranked.is_empty() || !self.fits(ranked, gpu) {
+            return None;
+        }
         let mut largest = ranked.to_vec();
         largest.sort_by_key(|(_, lease)| std::cmp::Reverse(self.memory(lease, gpu)));
         let counts = (1..=ranked.len()).flat_map(|count| (0..=count).map(move |busy| (count, busy)));
