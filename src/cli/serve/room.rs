@@ -23,6 +23,10 @@ use sublet_core::text::short_id;
 /// After a look that found nothing to do, the driver is asked again only after this time.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
+/// How long a lease is left alone with which a step failed.
+const SHORTEST_PAUSE: Duration = Duration::from_secs(5);
+const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
+
 /// What this process remembers.
 struct Kept {
     /// When a look at the driver found nothing to do.
@@ -45,7 +49,8 @@ impl Kept {
     /// A step with `lease` failed. The time before the next doubles each time.
     fn put_off(&mut self, lease: &LeaseId, at_least: Duration) {
         let (count, until) = self.put_off.entry(lease.clone()).or_insert((0, Instant::now()));
-        *until = Instant::now() + at_least.max(Duration::from_secs(5)) * (1 << (*count).min(6));
+        let time = at_least.max(SHORTEST_PAUSE).saturating_mul(1 << (*count).min(6));
+        *until = Instant::now() + time.min(LONGEST_PAUSE);
         *count += 1;
     }
 }
@@ -234,11 +239,13 @@ mod tests {
         let lease = LeaseId::parse("0000000000000001").unwrap();
         assert!(!kept.is_put_off(&lease));
         let mut waits = Vec::new();
-        for _ in 0..8 {
+        for _ in 0..9 {
             kept.put_off(&lease, at_least);
             waits.push(kept.put_off[&lease].1.duration_since(Instant::now()).as_secs().div_ceil(30) * 30);
         }
         assert!(kept.is_put_off(&lease));
-        assert_eq!(waits, [30, 60, 120, 240, 480, 960, 1920, 1920]);
+        assert_eq!(waits, [30, 60, 120, 240, 480, 960, 1920, 1920, 1920]);
+        kept.put_off(&lease, Duration::MAX);
+        assert!(kept.put_off[&lease].1 <= Instant::now() + LONGEST_PAUSE);
     }
 }

@@ -252,6 +252,7 @@ fn wrong_values() {
     assert_snapshot!(refused("[defaults]\nwait = \"2m\"\n"), @"configuration /c.toml:2:1: defaults.wait must be at most 60s");
     assert_snapshot!(refused("[mps]\nstart_timeout = \"soon\"\n"), @r#"configuration /c.toml:2:17: mps.start_timeout: "soon" must be 0 or a whole number of ms, s or m, such as 10s"#);
     assert_snapshot!(refused("[mps]\nstart_timeout = \"0\"\n"), @"configuration /c.toml:2:1: mps.start_timeout must be over 0");
+    assert_snapshot!(refused("[suspend]\nlimit = \"61m\"\n"), @"configuration /c.toml:2:1: suspend.limit must be at most 60m: the engine waits with the start");
     assert_snapshot!(refused("state_dir = \"run\"\n"), @"configuration /c.toml:1:1: state_dir must be an absolute path");
     assert_snapshot!(refused("[cdi]\nspec = \"run/s.json\"\n"), @"configuration /c.toml:2:1: cdi.spec must be an absolute path");
     assert_snapshot!(refused("[cdi]\nspec = \"/run/sublet\"\n"), @"configuration /c.toml:2:1: cdi.spec must end in .json: engines read no other files");
