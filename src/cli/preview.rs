@@ -7,13 +7,13 @@ use nix::unistd::{AccessFlags, access, geteuid};
 
 use crate::mig::{self, Foreseen, Nvml};
 use sublet_core::admit::dynamic_mig::NO_SITE;
-use sublet_core::admit::{AdmitError, confirmed_inventory, dynamic_mig, is_remote, may_make_room, refresh};
+use sublet_core::admit::{AdmitError, confirmed_inventory, dynamic_mig, is_remote, refresh};
 use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{LeaseId, Ledger};
-use sublet_core::place::{Placement, place_within};
+use sublet_core::place::{Placement, may_make_room, place_within};
 use sublet_core::process::uptime_milliseconds;
 use sublet_core::request::Request;
 use sublet_core::share::{Isolation, Mode};

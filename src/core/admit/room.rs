@@ -9,7 +9,6 @@ use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{Lease, LeaseId, Ledger, Waiter};
 use crate::place::{Placement, Suspendable, World, check_resume, find, whom_to_suspend};
-use crate::request::Request;
 
 /// A step that makes room, or uses it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -117,28 +116,12 @@ impl Sight<'_> {
         let judge = |lease: &Lease| {
             let is_busy = (self.is_busy)(lease)?;
             let may = may_displace(limit, lease) && !(self.is_put_off)(&lease.id);
-            suspendable(lease, is_busy, self.at_ms, stay).filter(|_| may)
+            Suspendable::of(lease, is_busy, self.at_ms, stay).filter(|_| may)
         };
         let world = (&*inventory, ahead, self.config);
         let leases = whom_to_suspend(&request, &waiter.id, world, &allows, &judge)?;
         Some(RoomStep::Suspend { leases, waiter: waiter.id.clone() })
     }
-}
-
-/// Whether root's start of a container with this `request` would find room if `sublet serve` suspended others in time, as far
-/// as this can be known without the driver.
-pub fn may_make_room(
-    request: &Request,
-    id: &LeaseId,
-    (inventory, ledger, config): (&Inventory, &Ledger, &Config),
-    now_ms: u64,
-) -> bool {
-    let rules = &config.suspend;
-    let by = now_ms.saturating_add(u64::try_from(rules.limit.as_millis()).unwrap_or(u64::MAX));
-    let judge = |lease: &Lease| suspendable(lease, false, by, rules.at_least);
-    let world = (inventory, ledger, config);
-    let can = ledger.leases.iter().any(Lease::may_be_suspended);
-    can && rules.on_demand && whom_to_suspend(request, id, world, &|_| true, &judge).is_some()
 }
 
 /// Whether a start by this policy may have the container of `lease` suspended.
@@ -147,13 +130,6 @@ fn may_displace(limit: Option<PolicyLimit<'_>>, lease: &Lease) -> bool {
         let is_own = lease.brokered && lease.container.uid == uid;
         if is_own { rule.suspend } else { rule.suspend_others }
     })
-}
-
-/// `None`: at `at_ms` it has not been on its GPU for as long as `stay`.
-fn suspendable(lease: &Lease, is_busy: bool, at_ms: u64, stay: Duration) -> Option<Suspendable> {
-    let since_ms = lease.on_gpu_since_ms();
-    let stay_ms = u64::try_from(stay.as_millis()).unwrap_or(u64::MAX);
-    (since_ms.saturating_add(stay_ms) <= at_ms).then_some(Suspendable { is_busy, since_ms })
 }
 
 #[cfg(test)]

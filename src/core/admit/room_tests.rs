@@ -6,6 +6,7 @@ use crate::ledger::fixture::lease;
 use crate::ledger::{Container, LeaseState, SuspendedProcess};
 use crate::place::fixture::{GIB, device, host, request};
 use crate::process::Process;
+use crate::request::Request;
 use crate::share::{Memory, Mode, Suspend};
 
 /// When containers came to the GPU, in milliseconds since boot.

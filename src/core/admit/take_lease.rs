@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::local::Local;
-use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, may_make_room, refresh, refresh_if_stale};
+use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, refresh, refresh_if_stale};
 use crate::broker::client::{Broker, BrokerError};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::broker::protocol::Ask;
@@ -22,7 +22,7 @@ use crate::ledger::{
 };
 use crate::mps;
 use crate::oci::{self, Tree};
-use crate::place::{Order, Placement, Refusal, World, find, named, place_within};
+use crate::place::{Order, Placement, Refusal, World, find, may_make_room, named, place_within};
 use crate::process::{Process, epoch_seconds, uptime_milliseconds};
 use crate::request::Request;
 

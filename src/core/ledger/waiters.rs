@@ -65,7 +65,7 @@ impl Retry {
     }
 
     /// Whether `sublet serve` starts it as soon as there is room, or has just done so.
-    pub fn is_due(&self) -> bool {
+    fn is_due(&self) -> bool {
         self.confirmed && self.from <= uptime_seconds() + UNDER_WAY
     }
 }
@@ -86,7 +86,7 @@ impl Waiter {
     }
 
     /// Whether a container is to start as soon as there is room. `sublet wait` starts none.
-    pub fn starts(&self) -> bool {
+    pub(crate) fn starts(&self) -> bool {
         let is_known = self.container != Container { uid: self.container.uid, ..Container::default() };
         is_known && self.retry.as_ref().is_none_or(Retry::is_due)
     }

@@ -1,5 +1,7 @@
 //! Which containers are suspended so that a request finds room: as few as possible, of one GPU. Pure.
 
+use std::time::Duration;
+
 use super::{Allows, World, find};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
@@ -9,17 +11,26 @@ use crate::request::Request;
 
 /// What counts for the choice among containers that may be suspended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Suspendable {
+pub(crate) struct Suspendable {
     /// Whether it computes, by what the driver says of its processes. Idle ones are suspended first.
     pub is_busy: bool,
     /// When it came to its GPU, in milliseconds since boot. Those that have been there longest are suspended first.
     pub since_ms: u64,
 }
 
+impl Suspendable {
+    /// `None`: at `at_ms` it has not been on its GPU for as long as `stay`.
+    pub(crate) fn of(lease: &Lease, is_busy: bool, at_ms: u64, stay: Duration) -> Option<Self> {
+        let since_ms = lease.on_gpu_since_ms();
+        let stay_ms = u64::try_from(stay.as_millis()).unwrap_or(u64::MAX);
+        (since_ms.saturating_add(stay_ms) <= at_ms).then_some(Self { is_busy, since_ms })
+    }
+}
+
 /// The leases on one GPU without which `request` would find room: the fewest; of as many, those of which the fewest compute,
 /// and then those that have been there longest. `judge` says of a lease whose share allows it whether it may be suspended
 /// now. Only placements that a policy `allows` count. `None`: there is room, or suspending makes none.
-pub fn whom_to_suspend(
+pub(crate) fn whom_to_suspend(
     request: &Request,
     id: &LeaseId,
     (inventory, ledger, config): (&Inventory, &Ledger, &Config),
@@ -37,6 +48,22 @@ pub fn whom_to_suspend(
     };
     let best = chosen.min_by_key(rank)?;
     Some(best.into_iter().map(|(_, lease)| lease.id.clone()).collect())
+}
+
+/// Whether root's start of a container with this `request` would find room if `sublet serve` suspended others in time, as far
+/// as this can be known without the driver.
+pub fn may_make_room(
+    request: &Request,
+    id: &LeaseId,
+    (inventory, ledger, config): (&Inventory, &Ledger, &Config),
+    now_ms: u64,
+) -> bool {
+    let rules = &config.suspend;
+    let by = now_ms.saturating_add(u64::try_from(rules.limit.as_millis()).unwrap_or(u64::MAX));
+    let judge = |lease: &Lease| Suspendable::of(lease, false, by, rules.at_least);
+    let world = (inventory, ledger, config);
+    let can = ledger.leases.iter().any(Lease::may_be_suspended);
+    can && rules.on_demand && whom_to_suspend(request, id, world, &|_| true, &judge).is_some()
 }
 
 struct Search<'a> {
