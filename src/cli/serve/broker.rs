@@ -16,9 +16,9 @@ use crate::suspend::{self, Done, SuspendError};
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
-use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store};
-use sublet_core::mps;
+use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store, Waiter};
 use sublet_core::slurm::{JobCgroup, JobRecord};
+use sublet_core::{mps, request};
 
 /// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
 const LONGEST_ID: usize = 1024;
@@ -123,7 +123,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             if leave_to_slow(put_off) {
                 return Ok(Answer::Done(false));
             }
-            room::make_room(waiter, None, config)?;
+            room::make_room(waiter, config)?;
         }
         Ask::StartDaemon { key } => return client.start_daemon(key),
         Ask::Job => {
@@ -194,16 +194,31 @@ impl<'a> Client<'a> {
             Err(refused @ AdmitError::Refused(_)) if refused.is_temporary() => refused,
             admitted => return Ok(admitted?),
         };
-        let asks = room::Asks::new(&candidate, request, limit, self.config)?;
-        if !asks.may_find_room(self.config) {
+        let mut waiter = self.waiter(&candidate, request, &refused)?;
+        waiter.rule = limit.map(|limit| limit.rule.clone());
+        if !room::may_find_room(&waiter, self.config) {
             return Err(refused.into());
         }
         if leave_to_slow(put_off) {
             return Ok(Answer::Done(false));
         }
-        let made = room::make_room(asks.id(), Some(asks.seeker()), self.config);
-        made.map_err(|why| refused.without_room(&why.to_string()))?;
-        Ok(state.admit_for(&candidate, request, limit)?)
+        state.update(|ledger| ledger.add_waiter(waiter.clone()))?;
+        let admitted = match room::make_room(&waiter.id, self.config) {
+            Ok(()) => state.admit_for(&candidate, request, limit),
+            Err(why) => Err(refused.without_room(&why.to_string())),
+        };
+        state.update(|ledger| ledger.waiters.retain(|one| one.id != waiter.id))?;
+        Ok(admitted?)
+    }
+
+    /// The client's place among those who wait, while room is made for it.
+    fn waiter(&self, candidate: &Candidate<'_>, ask: &Admit, refused: &AdmitError) -> anyhow::Result<Waiter> {
+        let (share, capabilities) = (ask.share.as_deref(), ask.capabilities.as_deref());
+        let asked = request::parse(&ask.annotations, share, capabilities, self.config);
+        let asked = asked.map_err(AdmitError::from)?;
+        let id = LeaseId::random().map_err(AdmitError::Random)?;
+        let process = Pinned::of(self.peer.pid, self.peer.uid)?.process;
+        Ok(Waiter::new(&id, &candidate.container, &asked, &refused.to_string(), Some(process)))
     }
 
     /// Refuses a lease that is not the client's, in the same way as one that does not exist.

@@ -8,16 +8,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::bail;
 
-use super::policy_limits::PolicyLimit;
-use super::protocol::Admit;
 use crate::suspend::{self, SuspendError};
 use crate::usage::{self, Usage};
-use sublet_core::admit::{AdmitError, Candidate, Local, Room, RoomStep, Seeker, Sight, refresh};
+use sublet_core::admit::{Local, Room, RoomStep, Sight, refresh};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Inventory, last};
 use sublet_core::ledger::{Lease, LeaseId, Ledger, Store, Waiter};
 use sublet_core::process::uptime_milliseconds;
-use sublet_core::request;
 use sublet_core::text::short_id;
 
 /// After a look that found nothing to do, the driver is asked again only after this time.
@@ -55,41 +52,6 @@ impl Kept {
     }
 }
 
-/// A start of a user's that has no entry among those who wait.
-pub(super) struct Asks<'a> {
-    waiter: Waiter,
-    limit: Option<PolicyLimit<'a>>,
-}
-
-impl<'a> Asks<'a> {
-    pub(super) fn new(
-        candidate: &Candidate<'_>,
-        ask: &Admit,
-        limit: Option<PolicyLimit<'a>>,
-        config: &Config,
-    ) -> Result<Self, AdmitError> {
-        let asked =
-            request::parse(&ask.annotations, ask.share.as_deref(), ask.capabilities.as_deref(), config)?;
-        let id = LeaseId::random().map_err(AdmitError::Random)?;
-        let waiter = Waiter::new(&id, &candidate.container, &asked, "no room", Some(candidate.owner));
-        Ok(Self { waiter, limit })
-    }
-
-    pub(super) fn id(&self) -> &LeaseId {
-        &self.waiter.id
-    }
-
-    pub(super) fn seeker(&self) -> Seeker<'_> {
-        Seeker { waiter: &self.waiter, limit: self.limit }
-    }
-
-    /// Whether others that may be suspended now have what it needs, as far as is known without the driver.
-    pub(super) fn may_find_room(&self, config: &Config) -> bool {
-        let found = |seen: Seen<'_>| seen.next_step(Some(self.seeker()), Duration::ZERO).step.is_some();
-        Seen::by_files(config).is_some_and(found)
-    }
-}
-
 /// What is known of the host.
 struct Seen<'c> {
     ledger: Ledger,
@@ -118,7 +80,7 @@ impl<'c> Seen<'c> {
     }
 
     /// What those who wait find after `time`. One that is new on its GPU by then may have begun to use it.
-    fn next_step(&self, asks: Option<Seeker<'_>>, time: Duration) -> Room {
+    fn next_step(&self, time: Duration) -> Room {
         let Self { ledger, inventory, usage, config } = self;
         let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         let now = uptime_milliseconds();
@@ -135,7 +97,7 @@ impl<'c> Seen<'c> {
         };
         let is_put_off = |lease: &LeaseId| kept().is_put_off(lease);
         let at_ms = now.saturating_add(milliseconds(time));
-        Sight { inventory, ledger, config, at_ms, is_busy: &is_busy, is_put_off: &is_put_off }.next_step(asks)
+        Sight { inventory, ledger, config, at_ms, is_busy: &is_busy, is_put_off: &is_put_off }.next_step()
     }
 }
 
@@ -144,7 +106,7 @@ pub(super) fn is_wanted(config: &Config) -> bool {
     let is_soon = kept().in_vain.is_some_and(|at| at.elapsed() < LOOK_AGAIN);
     let seen = if is_soon { None } else { Seen::by_files(config) };
     seen.is_some_and(|seen| {
-        let room = seen.next_step(None, Duration::ZERO);
+        let room = seen.next_step(Duration::ZERO);
         room.step.is_some() || room.refresh_first
     })
 }
@@ -154,7 +116,7 @@ pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
     if !is_wanted(config) {
         return Ok(false);
     }
-    let Some(step) = Seen::by_driver(config)?.next_step(None, Duration::ZERO).step else {
+    let Some(step) = Seen::by_driver(config)?.next_step(Duration::ZERO).step else {
         kept().in_vain = Some(Instant::now());
         return Ok(false);
     };
@@ -162,23 +124,31 @@ pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// Takes steps for those who wait until the one with entry `id`, or `asks`, which has none, finds room.
+/// Whether others that may be suspended now have what `waiter` needs, which has no entry yet, as far as is known without the
+/// driver.
+pub(super) fn may_find_room(waiter: &Waiter, config: &Config) -> bool {
+    Seen::by_files(config).is_some_and(|mut seen| {
+        seen.ledger.add_waiter(waiter.clone());
+        seen.next_step(Duration::ZERO).step.is_some()
+    })
+}
+
+/// Takes steps for those who wait until the one with entry `id` finds room.
 ///
 /// # Errors
 /// Why no room can be made for it. `Ok` where it finds room by now, or may do so in time.
-pub(super) fn make_room(id: &LeaseId, asks: Option<Seeker<'_>>, config: &Config) -> anyhow::Result<()> {
+pub(super) fn make_room(id: &LeaseId, config: &Config) -> anyhow::Result<()> {
     let until = Instant::now() + config.suspend.limit;
     let mut failed = None;
     loop {
         let mut seen = Seen::by_driver(config)?;
-        let room = seen.next_step(asks, Duration::ZERO);
+        let room = seen.next_step(Duration::ZERO);
         seen.ledger.waiters.retain(|waiter| waiter.id == *id);
-        let has_left = asks.is_none() && seen.ledger.waiters.is_empty();
         match room.step {
-            _ if has_left || room.placed.contains(id) => return Ok(()),
+            _ if seen.ledger.waiters.is_empty() || room.placed.contains(id) => return Ok(()),
             Some(_) if Instant::now() >= until => bail!("the time for it is over ([suspend] limit)"),
             Some(step) => failed = take(&step, config).err().or(failed),
-            None if seen.next_step(None, config.suspend.limit).step.is_some() => return Ok(()),
+            None if seen.next_step(config.suspend.limit).step.is_some() => return Ok(()),
             None => match failed {
                 Some(why) => bail!(why),
                 None => bail!("what could be suspended does not use the GPU, or has just come back to it"),

@@ -24,15 +24,6 @@ pub enum RoomStep {
     Resume(LeaseId),
 }
 
-/// A waiter, and by which policy it asks: a start of a user without root; `None`: root's.
-#[derive(Clone, Copy)]
-pub struct Seeker<'a> {
-    /// Who.
-    pub waiter: &'a Waiter,
-    /// The user's policy.
-    pub limit: Option<PolicyLimit<'a>>,
-}
-
 /// What those who wait find.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Room {
@@ -61,24 +52,22 @@ pub struct Sight<'a> {
 }
 
 impl Sight<'_> {
-    /// Goes through those who wait, and then `asks`, up to the first for whom there is something to do. Who finds room has it
-    /// before those behind.
-    pub fn next_step(&self, asks: Option<Seeker<'_>>) -> Room {
+    /// Goes through those who wait, up to the first for whom there is something to do. Who finds room has it before those
+    /// behind.
+    pub fn next_step(&self) -> Room {
         let mut ahead = self.ledger.clone();
         let mut room = Room::default();
-        let entries = self.ledger.waiters.iter().map(|waiter| Seeker { waiter, limit: None });
-        for seeker in entries.chain(asks) {
-            let id = &seeker.waiter.id;
-            room.step = match self.ledger.lease(id) {
-                Some(lease) => self.step_back(lease, &ahead, &mut room.refresh_first),
-                None if !seeker.waiter.starts() => None,
-                None => match self.place(seeker, &ahead) {
+        for waiter in &self.ledger.waiters {
+            room.step = match self.ledger.lease(&waiter.id) {
+                Some(lease) => self.step_back(lease, waiter, &ahead, &mut room.refresh_first),
+                None if !waiter.starts() => None,
+                None => match self.place(waiter, &ahead) {
                     Some(placement) => {
-                        book_for((id, &seeker.waiter.container), &placement, &mut ahead, self.config);
-                        room.placed.push(id.clone());
+                        book_for((&waiter.id, &waiter.container), &placement, &mut ahead, self.config);
+                        room.placed.push(waiter.id.clone());
                         None
                     }
-                    None => self.make_room(seeker, &ahead, self.config.suspend.at_least),
+                    None => self.make_room(waiter, &ahead, self.config.suspend.at_least),
                 },
             };
             if room.step.is_some() {
@@ -89,18 +78,24 @@ impl Sight<'_> {
     }
 
     /// For a container that was suspended for another.
-    fn step_back(&self, lease: &Lease, ahead: &Ledger, refresh_first: &mut bool) -> Option<RoomStep> {
+    fn step_back(
+        &self,
+        lease: &Lease,
+        waiter: &Waiter,
+        ahead: &Ledger,
+        refresh_first: &mut bool,
+    ) -> Option<RoomStep> {
         let (_, own) = self.ledger.resumable(&lease.id).ok().filter(|_| !(self.is_put_off)(&lease.id))?;
         let Err(refusal) = check_resume(lease, own.bytes(), self.inventory, ahead, self.config) else {
             return Some(RoomStep::Resume(lease.id.clone()));
         };
         *refresh_first |= refusal.refresh_first;
         let turns = Some(self.config.suspend.turns).filter(|turns| !turns.is_zero())?;
-        let waiter = self.ledger.waiters.iter().find(|waiter| waiter.id == lease.id)?;
-        self.make_room(Seeker { waiter, limit: None }, ahead, turns.max(self.config.suspend.at_least))
+        self.make_room(waiter, ahead, turns.max(self.config.suspend.at_least))
     }
 
-    fn place(&self, Seeker { waiter, limit }: Seeker<'_>, ahead: &Ledger) -> Option<Placement> {
+    fn place(&self, waiter: &Waiter, ahead: &Ledger) -> Option<Placement> {
+        let limit = limit_of(waiter);
         let inventory = allowed_inventory(limit, self.inventory, self.config).ok()?;
         let world = World { inventory: &inventory, ledger: ahead, config: self.config };
         let placement = find(&waiter.request()?, &waiter.id, world).ok()?;
@@ -108,8 +103,8 @@ impl Sight<'_> {
     }
 
     /// Those that have been on their GPU for at least `stay` go.
-    fn make_room(&self, seeker: Seeker<'_>, ahead: &Ledger, stay: Duration) -> Option<RoomStep> {
-        let Seeker { waiter, limit } = seeker;
+    fn make_room(&self, waiter: &Waiter, ahead: &Ledger, stay: Duration) -> Option<RoomStep> {
+        let limit = limit_of(waiter);
         let request = waiter.request().filter(|_| self.config.suspend.on_demand)?;
         let inventory = allowed_inventory(limit, self.inventory, self.config).ok()?;
         let allows = |placement: &Placement| limit.is_none_or(|limit| limit.check(placement, ahead).is_ok());
@@ -122,6 +117,11 @@ impl Sight<'_> {
         let leases = whom_to_suspend(&request, &waiter.id, world, &allows, &judge)?;
         Some(RoomStep::Suspend { leases, waiter: waiter.id.clone() })
     }
+}
+
+/// By which policy it waits.
+fn limit_of(waiter: &Waiter) -> Option<PolicyLimit<'_>> {
+    waiter.rule.as_ref().map(|rule| PolicyLimit { uid: waiter.container.uid, rule })
 }
 
 /// Whether a start by this policy may have the container of `lease` suspended.

@@ -55,16 +55,16 @@ fn resume(ledger: &mut Ledger, n: u64, at_ms: u64) {
     ledger.lease_mut(&id(n)).unwrap().resumed_ms = Some(at_ms);
 }
 
-fn look(ledger: &Ledger, at_ms: u64, config: &Config, asks: Option<Seeker<'_>>) -> Room {
+fn look(ledger: &Ledger, at_ms: u64, config: &Config) -> Room {
     let inventory = host(vec![device(0)]);
     let (is_busy, is_put_off) = (|_: &Lease| Some(true), |_: &LeaseId| false);
     let sight =
         Sight { inventory: &inventory, ledger, config, at_ms, is_busy: &is_busy, is_put_off: &is_put_off };
-    sight.next_step(asks)
+    sight.next_step()
 }
 
 fn step(ledger: &Ledger, at_ms: u64) -> Option<RoomStep> {
-    look(ledger, at_ms, &Config::default(), None).step
+    look(ledger, at_ms, &Config::default()).step
 }
 
 fn goes(n: u64, waiter: u64) -> Option<RoomStep> {
@@ -77,7 +77,7 @@ fn a_start_gets_the_room_of_one_that_allows_it_and_that_comes_back_afterwards() 
     assert_eq!(step(&ledger, CAME + AT_LEAST - 1), None, "it has just come");
     assert_eq!(step(&ledger, CAME + AT_LEAST), goes(1, 2));
     suspend(&mut ledger, 1);
-    let room = look(&ledger, CAME + AT_LEAST, &Config::default(), None);
+    let room = look(&ledger, CAME + AT_LEAST, &Config::default());
     assert_eq!((room.step, room.placed), (None, vec![id(2)]), "the start is before it in the order");
     ledger.waiters.remove(0);
     ledger.leases.push(on_gpu(2, 60, Suspend::Allow));
@@ -105,7 +105,7 @@ fn no_container_goes_that_does_not_allow_it_or_whose_processes_are_elsewhere() {
             is_busy: &is_busy,
             is_put_off: &is_put_off,
         };
-        assert_eq!(sight.next_step(None).step, None);
+        assert_eq!(sight.next_step().step, None);
     }
 }
 
@@ -115,7 +115,7 @@ fn containers_take_turns_with_those_that_may_be_suspended() {
     config.suspend.turns = Duration::from_secs(60);
     let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow), on_gpu(2, 60, Suspend::Allow)], vec![]);
     suspend(&mut ledger, 1);
-    let step = |ledger: &Ledger, at_ms| look(ledger, at_ms, &config, None).step;
+    let step = |ledger: &Ledger, at_ms| look(ledger, at_ms, &config).step;
     assert_eq!(step(&ledger, CAME + 59_999), None);
     assert_eq!(step(&ledger, CAME + 60_000), goes(2, 1));
     suspend(&mut ledger, 2);
@@ -127,7 +127,7 @@ fn containers_take_turns_with_those_that_may_be_suspended() {
     assert_eq!(step(&ledger, u64::MAX), None, "one that may not be suspended is never displaced");
     config.suspend.turns = Duration::from_secs(1);
     ledger.lease_mut(&id(1)).unwrap().suspend = Suspend::Allow;
-    let short = look(&ledger, CAME + 65_000 + AT_LEAST - 1, &config, None).step;
+    let short = look(&ledger, CAME + 65_000 + AT_LEAST - 1, &config).step;
     assert_eq!(short, None, "no turn is shorter than [suspend] at_least");
 }
 
@@ -136,11 +136,11 @@ fn only_commands_suspend_where_nothing_is_done_on_demand() {
     let mut config = Config::default();
     config.suspend.on_demand = false;
     let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![start(2, 60)]);
-    assert_eq!(look(&ledger, u64::MAX, &config, None), Room::default());
+    assert_eq!(look(&ledger, u64::MAX, &config), Room::default());
     // It was suspended before that was decided.
     suspend(&mut ledger, 1);
     ledger.waiters.remove(0);
-    assert_eq!(look(&ledger, u64::MAX, &config, None).step, Some(RoomStep::Resume(id(1))));
+    assert_eq!(look(&ledger, u64::MAX, &config).step, Some(RoomStep::Resume(id(1))));
 }
 
 #[test]
@@ -169,14 +169,13 @@ fn who_waits_for_a_share_without_a_start_and_who_is_not_due_displace_nobody() {
 
 #[test]
 fn a_users_start_displaces_those_that_the_policy_allows() {
-    let (config, waiter) = (Config::default(), start(2, 60));
     let mut own = on_gpu(1, 60, Suspend::Allow);
     (own.brokered, own.container.uid) = (true, 1000);
     let roots = on_gpu(1, 60, Suspend::Allow);
     let step = |lease: &Lease, rule: &PolicyRule| {
-        let limit = Some(PolicyLimit { uid: 1000, rule });
-        let ledger = ledger(vec![lease.clone()], vec![]);
-        look(&ledger, u64::MAX, &config, Some(Seeker { waiter: &waiter, limit })).step
+        let mut waiter = start(2, 60);
+        (waiter.container.uid, waiter.rule) = (1000, Some(rule.clone()));
+        step(&ledger(vec![lease.clone()], vec![waiter]), u64::MAX)
     };
     let none = PolicyRule::default();
     let suspend = PolicyRule { suspend: true, ..none.clone() };
@@ -217,7 +216,7 @@ proptest! {
         let (mut ledger, mut now, mut number) = (ledger(vec![], vec![]), CAME, 0);
         let settle = |ledger: &mut Ledger, now: u64| {
             for _ in 0..50 {
-                let Room { step, placed, .. } = look(ledger, now, &config, None);
+                let Room { step, placed, .. } = look(ledger, now, &config);
                 for waiter in placed {
                     let at = ledger.waiters.iter().position(|one| one.id == waiter).unwrap();
                     let asked = ledger.waiters.remove(at).request().unwrap();

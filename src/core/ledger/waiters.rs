@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{Container, LeaseId, Ledger};
+use crate::config::PolicyRule;
 use crate::process::{Process, epoch_seconds, uptime_seconds};
 use crate::request::Request;
 use crate::text::is_engine_id;
@@ -41,6 +42,9 @@ pub struct Waiter {
     /// The process that waits, with which the wait ends; `None`: `sublet serve` starts the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
+    /// The policy of the user who waits; `None`: root, or root's engine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rule: Option<PolicyRule>,
     /// The attempts of `sublet serve` to start the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry: Option<Retry>,
@@ -81,6 +85,7 @@ impl Waiter {
             why: why.chars().take(LONGEST).collect(),
             since: epoch_seconds(),
             process: by,
+            rule: None,
             retry: by.is_none().then(|| Retry { from: uptime_seconds(), ..Retry::default() }),
         }
     }
