@@ -100,8 +100,8 @@ fn a_start_gets_the_room_of_another_which_comes_back_when_it_has_ended() {
     assert_eq!(status["waiting"][0]["container_id"], "first", "{}", status["waiting"]);
     let answer = done(world, &["explain", "--container", "first"]);
     assert!(answer.contains("comes back by itself, as number 1 of those who wait"), "{answer}");
-    let told = events(world, "suspended");
-    assert!(told[0].ends_with("MiB, to make room for another container"), "{told:?}");
+    let texts = events(world, "suspended");
+    assert!(texts[0].ends_with("MiB, to make room for another container"), "{texts:?}");
     second.down();
     comes_to(world, "first", "active");
     assert_goes_on(&first);
