@@ -160,11 +160,12 @@ pub(super) fn make_room(id: &LeaseId, config: &Config) -> anyhow::Result<()> {
 /// Takes `step`. What fails is left alone for a while.
 fn take(step: &RoomStep, config: &Config) -> Result<(), String> {
     let attempt = |lease: &LeaseId, verb: &str, done: Result<suspend::Done, SuspendError>| {
-        let mut kept = kept();
-        done.map(|_| drop(kept.put_off.remove(lease))).map_err(|error| {
-            kept.put_off(lease, config.suspend.at_least);
-            format!("{} cannot be {verb}: {error}", name_of(lease, config))
-        })
+        let Err(error) = done else {
+            kept().put_off.remove(lease);
+            return Ok(());
+        };
+        kept().put_off(lease, config.suspend.at_least);
+        Err(format!("{} cannot be {verb}: {error}", name_of(lease, config)))
     };
     match step {
         RoomStep::Resume(lease) => attempt(lease, "resumed", suspend::resume(lease, None, config)),
