@@ -268,7 +268,7 @@ fn a_users_start_displaces_others_where_the_policy_allows_it() {
     assert!(!refused.ok && refused.stderr.contains("GPU 0"), "{}", refused.stderr);
     assert_eq!(state(world, "roots"), "active");
     let config = std::fs::read_to_string(&world.config).expect("config.toml");
-    let others = config.replacen("suspend = true\n", "suspend = true\nsuspend_others = true\n", 1);
+    let others = config.replacen("suspend = true\n", "suspend = true\ndisplace = true\n", 1);
     std::fs::write(&world.config, others).expect("written");
     alices.up();
     alices.event("round");

@@ -128,7 +128,7 @@ fn limit_of(waiter: &Waiter) -> Option<PolicyLimit<'_>> {
 fn may_displace(limit: Option<PolicyLimit<'_>>, lease: &Lease) -> bool {
     limit.is_none_or(|PolicyLimit { uid, rule }| {
         let is_own = lease.brokered && lease.container.uid == uid;
-        if is_own { rule.suspend } else { rule.suspend_others }
+        if is_own { rule.suspend } else { rule.displace }
     })
 }
 

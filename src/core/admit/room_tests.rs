@@ -144,7 +144,7 @@ fn only_commands_suspend_where_nothing_is_done_on_demand() {
 }
 
 #[test]
-fn what_a_command_has_suspended_does_not_come_back_by_itself() {
+fn what_a_command_has_suspended_waits_for_a_command() {
     let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![]);
     ledger.begin_suspending(&id(1), me(), vec![]).unwrap();
     assert!(ledger.end_suspended(&id(1), me()));
@@ -179,10 +179,10 @@ fn a_users_start_displaces_those_that_the_policy_allows() {
     };
     let none = PolicyRule::default();
     let suspend = PolicyRule { suspend: true, ..none.clone() };
-    let others = PolicyRule { suspend_others: true, ..none.clone() };
+    let displaces = PolicyRule { displace: true, ..none.clone() };
     assert_eq!((step(&own, &none), step(&roots, &none)), (None, None));
     assert_eq!((step(&own, &suspend), step(&roots, &suspend)), (goes(1, 2), None));
-    assert_eq!((step(&own, &others), step(&roots, &others)), (None, goes(1, 2)));
+    assert_eq!((step(&own, &displaces), step(&roots, &displaces)), (None, goes(1, 2)));
     let few = PolicyRule { leases: Some(1), ..suspend };
     assert_eq!(step(&own, &few), None, "it may not hold a second lease");
 }

@@ -531,5 +531,5 @@ pub struct PolicyRule {
     pub suspend: bool,
     /// Whether their starts may have containers of others suspended that allow it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub suspend_others: bool,
+    pub displace: bool,
 }
