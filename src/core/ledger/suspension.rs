@@ -242,7 +242,9 @@ impl Ledger {
     pub fn end_suspended(&mut self, id: &LeaseId, owner: Process) -> bool {
         let done = self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended));
         let waiter = if done { self.lease(id).and_then(Lease::waiter) } else { None };
-        waiter.into_iter().for_each(|waiter| self.add_waiter(waiter));
+        if let Some(waiter) = waiter {
+            self.add_waiter(waiter);
+        }
         done
     }
 
