@@ -13,7 +13,8 @@ use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{LeaseId, Ledger};
-use sublet_core::place::{Placement, place_within};
+use sublet_core::place::{Placement, may_make_room, place_within};
+use sublet_core::process::uptime_milliseconds;
 use sublet_core::request::Request;
 use sublet_core::share::{Isolation, Mode};
 
@@ -139,7 +140,13 @@ pub fn preview_after(
             Err(refusal) => refusal.of_policy(&allowed, inventory),
         };
     let Some(order) = dynamic_mig::order_instance(request, limit, &allowed, ledger, config) else {
-        return Err(refusal.into());
+        let refused = AdmitError::from(refusal);
+        let sources = (&*allowed, ledger, config);
+        let makes_room = whose == Whose::Root
+            && refused.is_temporary()
+            && may_make_room(request, id, sources, uptime_milliseconds());
+        let serves = || ledger.keeper.is_some_and(|keeper| keeper.is_alive());
+        return Err(if makes_room { refused.with_room_by_service(serves()) } else { refused });
     };
     let (order, refused) = (order?, Box::new(refusal.into()));
     if order.sites.is_empty() {

@@ -114,6 +114,7 @@ fn lease(device: &str) -> Lease {
         suspend: Suspend::Never,
         suspension: None,
         known: Vec::new(),
+        resumed_ms: None,
         state: LeaseState::Active,
         owner: Process::current().unwrap(),
         init: None,

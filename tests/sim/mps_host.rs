@@ -101,6 +101,7 @@ impl Host {
             suspend: Suspend::Never,
             suspension: None,
             known: Vec::new(),
+            resumed_ms: None,
             state: LeaseState::Pending,
             owner: Process::current().unwrap(),
             init: None,

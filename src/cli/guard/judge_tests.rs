@@ -75,7 +75,7 @@ fn a_process_that_begins_to_compute_while_its_container_is_suspended_is_ended_an
         let owner = Process { pid: 1, start_time: 1 };
         let processes =
             vec![SuspendedProcess { process: client(10, 0, &shared(1)).process, bytes: 500 * MIB }];
-        let suspension = Some(Suspension { step, owner, processes, since_ms: 0 });
+        let suspension = Some(Suspension { step, owner, processes, since_ms: 0, on_demand: false });
         Lease { mode: Mode::TimeSlice, daemon: None, memory_bytes: None, suspension, ..shared(1) }
     };
     let plain = |pid| Holder { is_client: false, ..client(pid, 500, &shared(1)) };
@@ -102,7 +102,7 @@ fn a_process_beside_its_container_is_ended_and_one_that_moves_is_not() {
     assert_eq!(found(moved), [vec![], both]);
     let processes = vec![SuspendedProcess { process: plain(10).process, bytes: 500 * MIB }];
     let (step, owner) = (SuspendStep::Resuming, Process { pid: 1, start_time: 1 });
-    let suspension = Some(Suspension { step, owner, processes, since_ms: 0 });
+    let suspension = Some(Suspension { step, owner, processes, since_ms: 0, on_demand: false });
     let devices = vec!["GPU-1".into(), "GPU-2".into()];
     assert_eq!(found(Lease { devices, suspension, ..slice }), [vec![], vec![(Offence::Elsewhere, 11)]]);
 }

@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
+use super::room;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
 use crate::suspend::{self, Done, SuspendError};
@@ -16,11 +17,11 @@ use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
-use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store};
-use sublet_core::mps;
+use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store, Waiter};
 use sublet_core::place::meant;
 use sublet_core::slurm::{JobCgroup, JobRecord};
 use sublet_core::text::safe;
+use sublet_core::{mps, request};
 
 /// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
 const LONGEST_ID: usize = 1024;
@@ -36,13 +37,17 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
     protocol::line(&answer).or_else(|error| protocol::line(&no(&error.into()))).unwrap_or_default()
 }
 
-/// Destroys the MIG instances that no lease needs any more, and puts right what was cut short of suspensions.
-pub(super) fn clear() {
+/// Destroys the MIG instances that no lease needs any more, puts right what was cut short of suspensions, and takes a step for
+/// those who wait for room. `left` says whether there may be more to do.
+pub(super) fn clear(left: &Cell<PutOff>) {
     let clear = || -> anyhow::Result<()> {
         let config = config_files::load()?;
         Local::new(&config).destroy_unneeded(&Store::open(&config.state_dir)?);
         for line in suspend::put_right(&config) {
             tracing::warn!("{line}");
+        }
+        if room::take_step(&config)? {
+            left.set(PutOff { clear: true, ..left.get() });
         }
         Ok(())
     };
@@ -73,7 +78,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             }
             return Ok(Answer::Inventory(Box::new(admit::fresh_inventory(config)?)));
         }
-        Ask::Admit(request) => return client.admit(request, state),
+        Ask::Admit(request) => return client.admit(request, state, put_off),
         Ask::Bind { lease, container, pid } => {
             client.own(lease)?;
             check_names(container)?;
@@ -102,9 +107,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         }
         Ask::Suspend { .. } | Ask::Resume { .. } | Ask::Move { .. } => {
             client.check_may_suspend(ask)?;
-            if let Some(put_off) = put_off {
-                // The thread for slow work answers.
-                put_off.set(PutOff { make: true, ..put_off.get() });
+            if leave_to_slow(put_off) {
                 return Ok(Answer::Done(false));
             }
             let Done { bytes, took } = match ask {
@@ -116,6 +119,16 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
             return Ok(Answer::Stepped { bytes, took_ms });
         }
+        Ask::MakeRoom { waiter } => {
+            ensure!(
+                peer.uid == geteuid().as_raw(),
+                "sublet serve makes room for root's starts when they ask"
+            );
+            if leave_to_slow(put_off) {
+                return Ok(Answer::Done(false));
+            }
+            room::make_room(waiter, config)?;
+        }
         Ask::StartDaemon { key } => return client.start_daemon(key),
         Ask::Job => {
             let cgroup = client.job()?.ok_or_else(|| AdmitError::from(JobError::NotInJob))?;
@@ -125,6 +138,11 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         Ask::Status => return client.status(),
     }
     Ok(Answer::Done(true))
+}
+
+/// Whether the thread for slow work answers in place of this one.
+fn leave_to_slow(put_off: Option<&Cell<PutOff>>) -> bool {
+    put_off.map(|cell| cell.set(PutOff { make: true, ..cell.get() })).is_some()
 }
 
 /// Who asks, by the configuration of now.
@@ -156,7 +174,12 @@ impl<'a> Client<'a> {
         Ok(cgroup)
     }
 
-    fn admit(&self, request: &Admit, state: Local<'_>) -> anyhow::Result<Answer> {
+    fn admit(
+        &self,
+        request: &Admit,
+        state: Local<'_>,
+        put_off: Option<&Cell<PutOff>>,
+    ) -> anyhow::Result<Answer> {
         check(request)?;
         let job = self.job()?;
         if job.is_none() && asks_for_job_share(&request.annotations, request.share.as_deref()) {
@@ -167,10 +190,39 @@ impl<'a> Client<'a> {
         let ContainerNames { id, bundle, rootfs, record } = request.container.clone();
         let container = Container { uid, id, bundle, rootfs, record };
         let candidate = Candidate { container, rootfs: None, owner, engine: None };
-        Ok(match job {
-            None => state.admit_for(&candidate, request, self.limit()?)?,
-            Some(cgroup) => state.admit_in_job(&candidate, request, &cgroup)?,
-        })
+        if let Some(cgroup) = job {
+            return Ok(state.admit_in_job(&candidate, request, &cgroup)?);
+        }
+        let limit = self.limit()?;
+        let refused = match state.admit_for(&candidate, request, limit) {
+            Err(refused @ AdmitError::Refused(_)) if refused.is_temporary() => refused,
+            admitted => return Ok(admitted?),
+        };
+        let mut waiter = self.waiter(&candidate, request, &refused)?;
+        waiter.rule = limit.map(|limit| limit.rule.clone());
+        if !room::may_find_room(&waiter, self.config) {
+            return Err(refused.into());
+        }
+        if leave_to_slow(put_off) {
+            return Ok(Answer::Done(false));
+        }
+        state.update(|ledger| ledger.add_waiter(waiter.clone()))?;
+        let admitted = match room::make_room(&waiter.id, self.config) {
+            Ok(()) => state.admit_for(&candidate, request, limit),
+            Err(why) => Err(refused.without_room(&why.to_string())),
+        };
+        state.update(|ledger| ledger.waiters.retain(|one| one.id != waiter.id))?;
+        Ok(admitted?)
+    }
+
+    /// The client's place among those who wait, while room is made for it.
+    fn waiter(&self, candidate: &Candidate<'_>, ask: &Admit, refused: &AdmitError) -> anyhow::Result<Waiter> {
+        let (share, capabilities) = (ask.share.as_deref(), ask.capabilities.as_deref());
+        let asked = request::parse(&ask.annotations, share, capabilities, self.config);
+        let asked = asked.map_err(AdmitError::from)?;
+        let id = LeaseId::random().map_err(AdmitError::Random)?;
+        let process = Pinned::of(self.peer.pid, self.peer.uid)?.process;
+        Ok(Waiter::new(&id, &candidate.container, &asked, &refused.to_string(), Some(process)))
     }
 
     /// Refuses a lease that is not the client's, in the same way as one that does not exist.

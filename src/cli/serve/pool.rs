@@ -25,7 +25,8 @@ pub(super) enum Job {
     /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own
     /// work.
     Own(fn(&Cell<PutOff>)),
-    /// Destroy instances that no lease needs, and put right suspensions that were cut short.
+    /// Destroy instances that no lease needs, put right suspensions that were cut short, and take a step for those who wait for
+    /// room.
     Clear,
 }
 
@@ -120,6 +121,8 @@ impl Pool {
 
 const fn who(job: &Job) -> Who {
     match job {
+        // Root's starts that wait for room keep no other of root's.
+        Job::Ask { peer, makes: true, .. } if peer.uid == 0 => Who { user: None, slow: true },
         Job::Ask { peer, makes, .. } => Who { user: Some(peer.uid), slow: *makes },
         Job::Own(_) => Who { user: None, slow: false },
         Job::Clear => Who { user: None, slow: true },
@@ -171,7 +174,7 @@ fn finish(job: Job) -> Finished {
             None
         }
         Job::Clear => {
-            broker::clear();
+            broker::clear(&put_off);
             None
         }
     };
@@ -209,6 +212,14 @@ mod tests {
         assert_eq!(token(next(&mut waiting, &[user(7, false)])), Some(0));
         assert_eq!(token(next(&mut waiting, &[user(7, false)])), None);
         assert_eq!(token(next(&mut waiting, &[])), Some(2));
+    }
+
+    #[test]
+    fn roots_starts_that_wait_for_room_keep_no_other_of_root() {
+        let mut waiting: VecDeque<Job> = [make(2, 0), ask(3, 0)].into();
+        assert_eq!(token(next(&mut waiting, &[who(&make(1, 0))])), Some(3));
+        assert_eq!(token(next(&mut waiting, &[who(&make(1, 0))])), None, "one after the other");
+        assert_eq!(token(next(&mut waiting, &[user(0, false)])), Some(2));
     }
 
     #[test]

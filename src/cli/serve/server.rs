@@ -22,6 +22,7 @@ use super::gpu_watch;
 use super::pool::{Job, Pool};
 use super::protocol::{self, Answer};
 use super::retry;
+use super::room;
 use crate::cdi_spec;
 use crate::guard;
 use crate::peer::{OWNS, Peer};
@@ -136,6 +137,9 @@ fn watch(put_off: &Cell<PutOff>) {
     gpu_watch::watch_mig();
     let Ok(config) = config_files::load() else { return };
     gpu_watch::watch_gpus(&config);
+    if room::is_wanted(&config) {
+        put_off.set(PutOff { clear: true, ..put_off.get() });
+    }
     let overdue = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
     for ended in [overdue, Local::putting_off(&config, put_off).kill_left_processes(OWNS)] {
         match ended {

@@ -48,11 +48,26 @@ pub(crate) struct Done {
     pub took: Duration,
 }
 
-/// Suspends the container of lease `id`. `force` takes away that its share does not allow it.
+/// Suspends the container of lease `id`; one that was suspended for another stays so until it is resumed. `force` takes away that its share does not allow it.
 ///
 /// # Errors
 /// Nothing was locked, or all is as it was before, or the container was lost.
 pub(crate) fn suspend(id: &LeaseId, force: bool, config: &Config) -> Result<Done, SuspendError> {
+    if let Some(bytes) = Local::new(config).update(|ledger| ledger.keep_suspended(id))? {
+        return Ok(Done { bytes, took: Duration::ZERO });
+    }
+    suspend_for(id, force, false, config)
+}
+
+/// [`suspend`], to make room for another container: it then waits for its own room in the order of those who wait.
+///
+/// # Errors
+/// As [`suspend`].
+pub(crate) fn suspend_on_demand(id: &LeaseId, config: &Config) -> Result<Done, SuspendError> {
+    suspend_for(id, false, true, config)
+}
+
+fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> Result<Done, SuspendError> {
     let began = Instant::now();
     let ledger = Store::open(&config.state_dir)?.read()?;
     let lease = ledger.suspendable(id)?;
@@ -60,7 +75,13 @@ pub(crate) fn suspend(id: &LeaseId, force: bool, config: &Config) -> Result<Done
     checks::check_lease(lease, &work.inventory, force)?;
     let processes = work.check_processes(&ledger)?;
     let bytes = sum(&processes);
-    work.change(|ledger| ledger.begin_suspending(id, work.owner, processes.clone()))??;
+    work.change(|ledger| {
+        ledger.begin_suspending(id, work.owner, processes.clone())?;
+        if on_demand {
+            ledger.note_on_demand(id);
+        }
+        Ok::<_, SuspendError>(())
+    })??;
     match work.give_nodes().and_then(|()| work.put_away(&processes)) {
         Ok(()) => {
             let noted = work.end_step(work.gpu(), |ledger| ledger.end_suspended(id, work.owner))?;

@@ -139,6 +139,26 @@ impl AdmitError {
         }
     }
 
+    /// The refusal, with the reason why nobody is suspended for it.
+    #[must_use]
+    pub fn without_room(mut self, why: &str) -> Self {
+        if let Self::Refused(refusal) = &mut self {
+            refusal.message = add_why(&refusal.message, &format!("no room is made for it: {why}"));
+        }
+        self
+    }
+
+    /// The refusal of a start for which `sublet serve` would make room, with what helps.
+    #[must_use]
+    pub fn with_room_by_service(mut self, serves: bool) -> Self {
+        if let Self::Refused(refusal) = &mut self {
+            let runs =
+                if serves { "start it: `sublet serve`" } else { "it would fit if `sublet serve` ran, which" };
+            refusal.message = add_fix(&refusal.message, &format!("{runs} suspends others for it"));
+        }
+        self
+    }
+
     /// Each device that could have served it, and why it does not.
     pub fn candidates(&self) -> &[String] {
         match self {

@@ -21,6 +21,7 @@ mod local;
 mod local_or_remote;
 mod remote;
 mod request_of_spec;
+mod room;
 pub mod take_lease;
 
 use std::cell::Cell;
@@ -55,6 +56,7 @@ pub use remote::{enter_remotely, own_status};
 pub use request_of_spec::{
     RequestSource, asks_for_a_share, asks_for_job_share, remove_earlier_grant, request_by_cdi, request_of,
 };
+pub use room::{Room, RoomStep, Sight};
 pub use take_lease::{book_for, lease_for};
 
 /// The time limit for the end of an ended container's last processes.

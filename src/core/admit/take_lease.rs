@@ -9,7 +9,9 @@ use serde_json::Value;
 
 use super::local::Local;
 use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, refresh, refresh_if_stale};
+use crate::broker::client::{Broker, BrokerError};
 use crate::broker::policy_limits::PolicyLimit;
+use crate::broker::protocol::Ask;
 use crate::config::{Config, Inject};
 use crate::fs::is_absent;
 use crate::grant::{Grant, Image};
@@ -20,8 +22,8 @@ use crate::ledger::{
 };
 use crate::mps;
 use crate::oci::{self, Tree};
-use crate::place::{Order, Placement, Refusal, World, find, named, place_within};
-use crate::process::{Process, epoch_seconds};
+use crate::place::{Order, Placement, Refusal, World, find, may_make_room, named, place_within};
+use crate::process::{Process, epoch_seconds, uptime_milliseconds};
 use crate::request::Request;
 
 /// The pause between two attempts.
@@ -131,6 +133,7 @@ pub(super) fn take(
         scanned: Cell::new(false),
         waits: false,
         made: false,
+        no_room_made: None,
         unexplained_ended: false,
     };
     let taken = search.run().map_err(|error| search.add_advice(error));
@@ -183,6 +186,8 @@ struct Search<'a> {
     waits: bool,
     /// Whether a MIG instance was created for it.
     made: bool,
+    /// Why `sublet serve` makes no room for it.
+    no_room_made: Option<BrokerError>,
     /// Whether daemons that have been idle since the loss of the ledger have been ended.
     unexplained_ended: bool,
 }
@@ -190,7 +195,6 @@ struct Search<'a> {
 impl Search<'_> {
     fn run(&mut self) -> Result<Taken, AdmitError> {
         let began = Instant::now();
-        let deadline = began + self.request.wait;
         let mut refreshed = None;
         loop {
             self.candidate.check_wanted()?;
@@ -222,16 +226,48 @@ impl Search<'_> {
                 Err(NotTaken::Refused(error)) if !error.is_temporary() => return Err(error),
                 Err(NotTaken::Refused(error)) => (error, retry_pause(began.elapsed())),
             };
-            let left = deadline.saturating_duration_since(Instant::now());
+            let (wait, limit) = (self.request.wait, self.local.config.suspend.limit);
+            let makes_room = self.has_room_made(&failed, limit.saturating_sub(began.elapsed()));
+            let left = if makes_room { wait.max(limit) } else { wait }.saturating_sub(began.elapsed());
             if left.is_zero() {
                 return Err(failed);
             }
             tracing::debug!("looking again: {failed}");
-            if let (false, Ok(process)) = (std::mem::replace(&mut self.waits, true), Process::current()) {
-                self.note_waiter(&failed, Some(process));
-            }
+            self.wait_in_order(&failed);
             self.candidate.wait(pause.min(left));
         }
+    }
+
+    /// Has an entry among those who wait, from now on.
+    fn wait_in_order(&mut self, failed: &AdmitError) {
+        if let (false, Ok(process)) = (std::mem::replace(&mut self.waits, true), Process::current()) {
+            self.note_waiter(failed, Some(process));
+        }
+    }
+
+    /// Has `sublet serve` suspend others, where that helps, and waits for it. Whether there is room by now, or will be within
+    /// the time that is `left`.
+    fn has_room_made(&mut self, failed: &AdmitError, left: Duration) -> bool {
+        let is_full = matches!(failed, AdmitError::Refused(refusal) if refusal.temporary);
+        let is_roots = matches!(self.terms, Terms::OfSpec(_));
+        if left.is_zero() || !is_full || !is_roots || self.no_room_made.is_some() || !self.may_make_room() {
+            return false;
+        }
+        tracing::info!("{failed}; `sublet serve` is asked to suspend others for it");
+        self.wait_in_order(failed);
+        let ask = Ask::MakeRoom { waiter: self.id.clone() };
+        self.no_room_made = Broker::new(self.local.config).ask(&ask).err();
+        self.no_room_made.is_none()
+    }
+
+    /// Whether others that may be suspended have what it needs.
+    fn may_make_room(&self) -> bool {
+        let config = self.local.config;
+        let Ok(ledger) = self.store.peek() else { return false };
+        ledger.leases.iter().any(Lease::may_be_suspended)
+            && fresh_inventory(config).is_ok_and(|inventory| {
+                may_make_room(self.request, &self.id, (&inventory, &ledger, config), uptime_milliseconds())
+            })
     }
 
     /// Puts it into the order of those who wait: this `process`, or for `None` the refused container. Where that fails, it
@@ -247,7 +283,15 @@ impl Search<'_> {
     fn add_advice(&self, error: AdmitError) -> AdmitError {
         match error {
             AdmitError::Refused(bare) if !matches!(self.terms, Terms::OfJob(..)) => {
-                AdmitError::Refused(self.current_refusal().unwrap_or(bare))
+                let refusal = AdmitError::Refused(self.current_refusal().unwrap_or(bare));
+                match &self.no_room_made {
+                    None => refusal,
+                    Some(BrokerError::NotRunning(..)) => refusal.with_room_by_service(false),
+                    Some(BrokerError::Late(_)) => {
+                        refusal.without_room("the time for it is over ([suspend] limit)")
+                    }
+                    Some(error) => refusal.without_room(&error.to_string()),
+                }
             }
             AdmitError::Unmade { refused, why, temporary } => {
                 AdmitError::Unmade { refused: Box::new(self.add_advice(*refused)), why, temporary }
@@ -427,6 +471,7 @@ pub fn lease_for(
         suspend: placement.suspend,
         suspension: None,
         known: Vec::new(),
+        resumed_ms: None,
         state: LeaseState::Pending,
         owner,
         init: None,

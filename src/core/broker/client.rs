@@ -69,12 +69,14 @@ pub enum BrokerError {
 pub struct Broker {
     socket: PathBuf,
     stream: Option<UnixStream>,
+    /// How long others may be suspended for a start.
+    making_room: Duration,
 }
 
 impl Broker {
     /// The service of this configuration. The first request connects to it.
     pub fn new(config: &Config) -> Self {
-        Self { socket: super::socket(config), stream: None }
+        Self { socket: super::socket(config), stream: None, making_room: config.suspend.limit }
     }
 
     /// Asks, and asks again while the service is busy.
@@ -88,7 +90,7 @@ impl Broker {
         }
         let deadline = Instant::now() + BUSY_LIMIT;
         loop {
-            match self.once(&line, answer_limit(ask))? {
+            match self.once(&line, answer_limit(ask, self.making_room))? {
                 Answer::Busy(_) if Instant::now() < deadline => {
                     self.stream = None;
                     std::thread::sleep(NAP);
@@ -135,9 +137,11 @@ impl Broker {
     }
 }
 
-const fn answer_limit(ask: &Ask) -> Duration {
+fn answer_limit(ask: &Ask, making_room: Duration) -> Duration {
     match ask {
         Ask::Suspend { .. } | Ask::Resume { .. } | Ask::Move { .. } => COPY_LIMIT,
+        Ask::MakeRoom { .. } => making_room,
+        Ask::Admit(_) => ANSWER_LIMIT.saturating_add(making_room),
         _ => ANSWER_LIMIT,
     }
 }
@@ -257,9 +261,11 @@ mod tests {
         let moved = Ask::Move { lease: lease.clone(), gpu: "1".into() };
         for ask in [Ask::Suspend { lease, force: false }, resume, moved] {
             // 288 GiB out and back again, at 4 s for each GiB (sublet's suspend/driver.rs).
-            assert!(answer_limit(&ask) > Duration::from_secs(2 * 288 * 4), "{ask:?}");
+            assert!(answer_limit(&ask, Duration::ZERO) > Duration::from_secs(2 * 288 * 4), "{ask:?}");
         }
-        assert_eq!(answer_limit(&Ask::Status), ANSWER_LIMIT);
+        assert_eq!(answer_limit(&Ask::Status, COPY_LIMIT), ANSWER_LIMIT);
+        let admit = Ask::Admit(Box::default());
+        assert_eq!(answer_limit(&admit, Duration::from_secs(9)), ANSWER_LIMIT + Duration::from_secs(9));
     }
 
     #[test]

@@ -119,6 +119,12 @@ pub enum Ask {
         /// The GPU that it goes to.
         gpu: String,
     },
+    /// Asks for room for a start of root's that waits in the ledger. The answer comes when there is some, or may be later, and may
+    /// take minutes.
+    MakeRoom {
+        /// As [`crate::ledger::Waiter::id`].
+        waiter: LeaseId,
+    },
     /// Asks for the start of an MPS daemon that a lease needs. Only for processes of the service's own user, root: their
     /// own children would stay below a container runtime.
     StartDaemon {
@@ -198,7 +204,7 @@ pub enum Answer {
     Job(Option<JobEnvironment>),
     /// To `status`.
     Status(serde_json::Value),
-    /// To `bind` and `unmark`, and to `enter`, for which `false` means that the container has no lease.
+    /// To `bind`, `unmark` and `make-room`, and to `enter`, for which `false` means that the container has no lease.
     Done(bool),
     /// The service refuses, with one line.
     Refused(Refused),

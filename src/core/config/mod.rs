@@ -42,6 +42,8 @@ pub struct Config {
     pub guard: Guard,
     /// Refused containers that are started again.
     pub retry: Retry,
+    /// Room that `sublet serve` makes by suspending containers.
+    pub suspend: Suspend,
     /// The shares of Slurm's jobs.
     pub slurm: Slurm,
     /// The limits of users without root. The first rule that matches counts.
@@ -67,6 +69,7 @@ impl Default for Config {
             cdi: Cdi::default(),
             guard: Guard::default(),
             retry: Retry::default(),
+            suspend: Suspend::default(),
             slurm: Slurm::default(),
             policy: Vec::new(),
             share: BTreeMap::new(),
@@ -87,6 +90,30 @@ pub struct Retry {
 impl Default for Retry {
     fn default() -> Self {
         Self { docker: true, socket: PathBuf::from("/var/run/docker.sock") }
+    }
+}
+
+/// `[suspend]`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Suspend {
+    /// Whether a start that finds no room has others suspended that allow it, which come back when there is room.
+    pub on_demand: bool,
+    /// How long a container may have its GPU while one waits that was suspended for it; 0: until it ends.
+    #[serde(deserialize_with = "values::duration", serialize_with = "values::write_duration")]
+    pub turns: Duration,
+    /// How long a container is on its GPU before it is suspended without a command.
+    #[serde(deserialize_with = "values::duration", serialize_with = "values::write_duration")]
+    pub at_least: Duration,
+    /// How long a start waits for others to be suspended, whatever its `sublet.wait`.
+    #[serde(deserialize_with = "values::duration", serialize_with = "values::write_duration")]
+    pub limit: Duration,
+}
+
+impl Default for Suspend {
+    fn default() -> Self {
+        let [at_least, limit] = [30, 120].map(Duration::from_secs);
+        Self { on_demand: true, turns: Duration::ZERO, at_least, limit }
     }
 }
 
@@ -502,4 +529,7 @@ pub struct PolicyRule {
     /// Whether they may suspend, resume and move their containers.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub suspend: bool,
+    /// Whether their starts may have containers of others suspended that allow it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub displace: bool,
 }

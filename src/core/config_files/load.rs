@@ -404,6 +404,8 @@ pub(super) fn check_values(config: &Config) -> Checked {
     let period = config.guard.period;
     let fits = (Duration::from_millis(100)..=Duration::from_secs(10)).contains(&period);
     require(fits, &["guard", "period"], "must be from 100ms to 10s")?;
+    let is_short = config.suspend.limit <= Duration::from_secs(3600);
+    require(is_short, &["suspend", "limit"], "must be at most 60m: the engine waits with the start")?;
     let help = "must be \"report\" or \"terminate\": strangers have no container";
     require(config.guard.strangers != Action::Container, &["guard", "strangers"], help)?;
     config.mig.layout.as_deref().map_or(Ok(()), |layout| require_absolute(&["mig", "layout"], layout))?;

@@ -117,6 +117,7 @@ pub(super) fn lease() -> Lease {
         suspend: Suspend::Never,
         suspension: None,
         known: Vec::new(),
+        resumed_ms: None,
         state: LeaseState::Pending,
         owner: Process { pid: 1, start_time: 2 },
         init: None,

@@ -3,11 +3,9 @@
 
 use std::collections::HashMap;
 
+use super::suspension::TICK_MILLISECONDS;
 use super::{DaemonState, DynamicInstance, Init, Lease, LeaseId, Ledger, MpsDaemon, SuspendStep};
 use crate::events::{Event, Kind};
-
-/// Clock ticks a second of a process's start time (proc(5); `USER_HZ` is 100 on all of sublet's architectures).
-const TICKS_MILLISECONDS: u64 = 10;
 
 /// The events between two ledgers, in an order that makes sense.
 pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
@@ -83,7 +81,7 @@ fn lease_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event
         let was_bound = was.is_some_and(|was| was.init.is_some());
         let bound = lease.init.as_ref().filter(|_| !was_bound).map(|Init { process, .. }| {
             // The kernel knows when it started.
-            let took_ms = since_owners_start(lease, process.start_time.saturating_mul(TICKS_MILLISECONDS));
+            let took_ms = since_owners_start(lease, process.start_time.saturating_mul(TICK_MILLISECONDS));
             let text = format!("first process {}", process.pid);
             Event { took_ms, text, ..lease_event(Kind::LeaseBound, lease) }
         });
@@ -104,14 +102,15 @@ fn suspend_event(was: &Lease, is: &Lease) -> Option<Event> {
     let event = lease_event(kind, is);
     let took_ms = event.uptime_ms.checked_sub(before.since_ms);
     let from = if kind == Kind::Moved { format!(" from {}", was.devices[0]) } else { String::new() };
-    let text = format!("{} MiB{from}", before.bytes() >> 20);
-    Some(Event { took_ms, text, ..event })
+    let makes_room = before.on_demand && kind == Kind::Suspended;
+    let why = if makes_room { ", to make room for another container" } else { "" };
+    Some(Event { took_ms, text: format!("{} MiB{from}{why}", before.bytes() >> 20), ..event })
 }
 
 /// Milliseconds from the start of the lease's owner, the process that takes it, to `then`; `None` for a hook's owner, a
 /// service that may have run for days. A user's owner has just been started.
 fn since_owners_start(lease: &Lease, then: u64) -> Option<u64> {
-    let start = lease.owner.start_time.saturating_mul(TICKS_MILLISECONDS);
+    let start = lease.owner.start_time.saturating_mul(TICK_MILLISECONDS);
     then.checked_sub(start).filter(|_| lease.bind_by.is_none() || lease.brokered)
 }
 
@@ -245,7 +244,7 @@ mod tests {
         let at = |step| {
             let owner = Process { pid: 1, start_time: 1 };
             let processes = vec![SuspendedProcess { process: owner, bytes: 5 << 20 }];
-            let own = Suspension { step, owner, processes, since_ms: 0 };
+            let own = Suspension { step, owner, processes, since_ms: 0, on_demand: false };
             ledger(vec![Lease { suspension: Some(own), ..bound_lease(1) }])
         };
         let (on_gpu, steps) =

@@ -75,7 +75,8 @@ fn every_key_is_in_the_fixture() {
     assert!(!dynamic_instances.is_empty());
     let has = |seen: fn(&Waiter) -> bool| waiters.iter().any(seen);
     has_all(&[has(|waiter| waiter.process.is_some()), has(|waiter| waiter.retry.is_some())]);
-    let mut seen = [false; 17];
+    has_all(&[has(|waiter| waiter.rule.is_some())]);
+    let mut seen = [false; 19];
     for lease in leases {
         let Lease {
             id: _,
@@ -93,6 +94,7 @@ fn every_key_is_in_the_fixture() {
             suspend,
             suspension,
             known,
+            resumed_ms,
             state: _,
             owner: _,
             init,
@@ -115,6 +117,8 @@ fn every_key_is_in_the_fixture() {
             !suspend.is_never(),
             suspension.is_some(),
             !known.is_empty(),
+            suspension.as_ref().is_some_and(|own| own.on_demand),
+            resumed_ms.is_some(),
             init.is_some(),
             bind_by.is_some(),
             library_dir.is_some(),

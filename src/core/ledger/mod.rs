@@ -172,6 +172,9 @@ pub struct Lease {
     /// suspends or restores them, so that for as long the container has their nodes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub known: Vec<String>,
+    /// When it was last resumed, in milliseconds since boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resumed_ms: Option<u64>,
     /// Where it is in its life.
     pub state: LeaseState,
     /// While pending, the process that is starting the container. While ending, the process that deletes it.

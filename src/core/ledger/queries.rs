@@ -438,6 +438,7 @@ pub mod fixture {
             suspend: Suspend::Never,
             suspension: None,
             known: Vec::new(),
+            resumed_ms: None,
             state: LeaseState::Pending,
             owner: Process { pid: i32::MAX, start_time: 1 },
             init: None,

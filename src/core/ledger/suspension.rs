@@ -7,8 +7,18 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Lease, LeaseId, LeaseState, Ledger};
-use crate::process::{Process, uptime_milliseconds};
+use super::{Lease, LeaseId, LeaseState, Ledger, Waiter};
+use crate::config::Config;
+use crate::process::{Process, epoch_seconds, uptime_milliseconds};
+use crate::request::{Request, RequestError, parse};
+use crate::share::{Devices, MIB, Memory, Mode, Selector, Suspend};
+
+/// Milliseconds of a tick of a process's start time (proc(5); `USER_HZ` is 100 on all of sublet's architectures).
+pub(super) const TICK_MILLISECONDS: u64 = 10;
+
+/// Why a container waits that was suspended for another.
+const MADE_ROOM: &str =
+    "suspended to make room for another container; it comes back by itself when there is room";
 
 /// Where the GPU state of a lease's container is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,6 +31,9 @@ pub struct Suspension {
     pub processes: Vec<SuspendedProcess>,
     /// When the step began, in milliseconds since boot.
     pub since_ms: u64,
+    /// Whether it makes room for others, so that the container comes back by itself.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub on_demand: bool,
 }
 
 /// A CUDA process with its GPU state.
@@ -87,6 +100,45 @@ impl Lease {
     pub fn is_cut_short(&self, asking: Process) -> bool {
         let is_left = |owner: Process| owner == asking || !owner.is_alive();
         self.suspension.as_ref().is_some_and(|own| own.step != SuspendStep::Suspended && is_left(own.owner))
+    }
+
+    /// When its container came to its GPU, or was last resumed there, in milliseconds since boot.
+    pub fn on_gpu_since_ms(&self) -> u64 {
+        let start =
+            || self.init.as_ref().map(|init| init.process.start_time.saturating_mul(TICK_MILLISECONDS));
+        self.resumed_ms.or_else(start).unwrap_or(u64::MAX)
+    }
+
+    /// Whether the driver may suspend it, and its share allows that.
+    pub fn may_be_suspended(&self) -> bool {
+        let is_alone = self.daemon.is_none() && self.devices.len() == 1 && self.job.is_none();
+        !self.suspend.is_never() && is_alone && matches!(self.mode, Mode::TimeSlice | Mode::Exclusive)
+    }
+
+    /// What its container asks for when it comes back with `bytes` of memory to the GPU where it was.
+    ///
+    /// # Errors
+    /// Its mode is none that a request may name.
+    pub(crate) fn request_of_return(&self, bytes: u64) -> Result<Request, RequestError> {
+        let mode = [("sublet.mode".to_owned(), self.mode.to_string())].into();
+        let whole = bytes.max(self.memory_bytes.unwrap_or(0)).div_ceil(MIB) * MIB;
+        let gpus = self.devices.iter().map(|uuid| Selector::Uuid(uuid.clone()));
+        Ok(Request {
+            devices: Devices::These(gpus.collect()),
+            memory: (self.mode != Mode::Exclusive).then_some(Memory::Bytes(whole)),
+            suspend: Suspend::Allow,
+            // As long as it takes.
+            wait: std::time::Duration::from_secs(u32::MAX.into()),
+            ..parse(&mode, None, None, &Config::default())?
+        })
+    }
+
+    /// Its place in the order of those who wait.
+    fn waiter(&self) -> Option<Waiter> {
+        let own = self.suspension.as_ref().filter(|own| own.on_demand)?;
+        let process = self.init.as_ref().map_or(self.owner, |init| init.process);
+        let request = self.request_of_return(own.bytes()).ok()?;
+        Some(Waiter::new(&self.id, &self.container, &request, MADE_ROOM, Some(process)))
     }
 
     /// Its state as it is shown, with the step of its suspension.
@@ -174,7 +226,7 @@ impl Ledger {
         self.suspendable(id)?;
         let (step, since_ms) = (SuspendStep::Suspending, uptime_milliseconds());
         if let Some(lease) = self.lease_mut(id) {
-            lease.suspension = Some(Suspension { step, owner, processes, since_ms });
+            lease.suspension = Some(Suspension { step, owner, processes, since_ms, on_demand: false });
         }
         Ok(())
     }
@@ -212,6 +264,11 @@ impl Ledger {
         Ok(())
     }
 
+    /// The step with lease `id` that has just begun makes room for others.
+    pub fn note_on_demand(&mut self, id: &LeaseId) {
+        self.set_step(id, |own| Suspension { on_demand: true, ..own });
+    }
+
     /// `owner` begins to resume lease `id`, which books its room again. Whether there is room is asked under the same
     /// lock ([`crate::place::check_resume`]).
     ///
@@ -223,6 +280,16 @@ impl Ledger {
         Ok(())
     }
 
+    /// Lease `id`, whose container made room for another, comes back by a command alone from now on. Its memory that is in host
+    /// memory, in bytes; `None`: it is not one of these.
+    pub fn keep_suspended(&mut self, id: &LeaseId) -> Option<u64> {
+        let (_, own) = self.resumable(id).ok().filter(|(_, own)| own.on_demand)?;
+        let bytes = own.bytes();
+        self.set_step(id, |own| Suspension { on_demand: false, ..own });
+        self.waiters.retain(|waiter| waiter.id != *id);
+        Some(bytes)
+    }
+
     /// `owner` takes over a step of lease `id` that was cut short. The suspension as it is then; `None`: there is nothing
     /// to take over any more.
     pub fn take_over(&mut self, id: &LeaseId, owner: Process) -> Option<Suspension> {
@@ -231,12 +298,14 @@ impl Ledger {
         self.lease(id)?.suspension.clone()
     }
 
-    /// The step that `owner` takes with lease `id` has ended: the state is in host memory, from its first device. `false`:
-    /// the lease has ended.
+    /// The step that `owner` takes with lease `id` has ended: the state is in host memory, from its first device. One that makes
+    /// room for others waits from now on, in their order, for that device. `false`: the lease has ended.
     pub fn end_suspended(&mut self, id: &LeaseId, owner: Process) -> bool {
         let ended = self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended));
         if let Some(lease) = self.lease_mut(id).filter(|_| ended) {
             lease.stay_on(0);
+            let waiter = lease.waiter();
+            waiter.into_iter().for_each(|waiter| self.add_waiter(waiter));
         }
         ended
     }
@@ -247,7 +316,12 @@ impl Ledger {
         let Some(lease) = lease else { return false };
         let number = lease.devices.iter().position(|own| own == device);
         lease.stay_on(number.unwrap_or(0));
-        lease.suspension.take().is_some()
+        // A step that was undone has not taken it from its GPU.
+        if lease.suspension.take().is_some_and(|own| own.step != SuspendStep::Suspending) {
+            lease.resumed_ms = Some(uptime_milliseconds());
+        }
+        self.waiters.retain(|waiter| waiter.id != *id);
+        true
     }
 
     /// `owner` leaves its step with lease `id` to the next command.
@@ -280,6 +354,11 @@ impl Suspension {
     /// The memory of all its processes, in bytes.
     pub fn bytes(&self) -> u64 {
         self.processes.iter().map(|one| one.bytes).fold(0, u64::saturating_add)
+    }
+
+    /// When its step began, in seconds since the epoch.
+    pub fn began(&self) -> u64 {
+        epoch_seconds().saturating_sub(uptime_milliseconds().saturating_sub(self.since_ms) / 1000)
     }
 
     fn under_way(&self) -> WrongState {
@@ -384,6 +463,26 @@ mod tests {
         // The driver has refused it.
         ledger.end_suspended(&id, me());
         assert_eq!((ledger.leases[0].devices.len(), ledger.leases[0].is_suspended()), (1, true));
+    }
+
+    #[test]
+    fn one_that_made_room_waits_for_the_gpu_that_it_was_on_last() {
+        let (mut ledger, id) = ledger();
+        for (from, to) in [("GPU-0", "GPU-1"), ("GPU-1", "GPU-0")] {
+            let waits_for = |ledger: &Ledger| ledger.waiters[0].request().unwrap().devices;
+            let its_own = Devices::These(vec![Selector::Uuid(from.to_owned())]);
+            ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+            ledger.note_on_demand(&id);
+            assert!(ledger.end_suspended(&id, me()));
+            assert_eq!(waits_for(&ledger), its_own);
+            // It could not be resumed elsewhere.
+            ledger.begin_arriving(&id, me(), to).unwrap();
+            assert!(ledger.end_suspended(&id, me()));
+            assert_eq!((ledger.waiters.len(), waits_for(&ledger)), (1, its_own));
+            ledger.begin_arriving(&id, me(), to).unwrap();
+            assert!(ledger.end_resumed(&id, me(), to));
+            assert!(ledger.waiters.is_empty() && ledger.leases[0].resumed_ms.is_some());
+        }
     }
 
     #[test]

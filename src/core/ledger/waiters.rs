@@ -1,5 +1,6 @@
-//! Who waits for a share: starts with `sublet.wait`, `sublet wait`, and refused containers of Docker's, which `sublet serve`
-//! starts again. An entry is a place in the order and names the share that is waited for; it holds no share.
+//! Who waits for a share: starts with `sublet.wait`, `sublet wait`, refused containers of Docker's, which `sublet serve`
+//! starts again, and containers that were suspended for others, which it resumes. An entry is a place in the order and names
+//! the share that is waited for; it holds no share.
 
 use std::path::Path;
 
@@ -7,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{Container, LeaseId, Ledger};
+use crate::config::PolicyRule;
 use crate::process::{Process, epoch_seconds, uptime_seconds};
 use crate::request::Request;
 use crate::text::is_engine_id;
@@ -19,6 +21,10 @@ const LONGEST: usize = 1000;
 
 /// How long a refused container is kept that `sublet serve` has not found at Docker yet, in seconds.
 const UNCONFIRMED: u64 = 600;
+
+/// How long before its time a refused container keeps others from its room, in seconds: for as long its start may be under
+/// way, too.
+const UNDER_WAY: u64 = 10;
 
 /// A waiter, and its request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -36,6 +42,9 @@ pub struct Waiter {
     /// The process that waits, with which the wait ends; `None`: `sublet serve` starts the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
+    /// The policy of the user who waits; `None`: root, or root's engine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rule: Option<PolicyRule>,
     /// The attempts of `sublet serve` to start the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry: Option<Retry>,
@@ -58,6 +67,11 @@ impl Retry {
         self.from = uptime_seconds() + (5 << self.starts.min(9)).min(1800);
         self.starts = self.starts.saturating_add(1);
     }
+
+    /// Whether `sublet serve` starts it as soon as there is room, or has just done so.
+    fn is_due(&self) -> bool {
+        self.confirmed && self.from <= uptime_seconds() + UNDER_WAY
+    }
 }
 
 impl Waiter {
@@ -71,8 +85,15 @@ impl Waiter {
             why: why.chars().take(LONGEST).collect(),
             since: epoch_seconds(),
             process: by,
+            rule: None,
             retry: by.is_none().then(|| Retry { from: uptime_seconds(), ..Retry::default() }),
         }
+    }
+
+    /// Whether a container is to start as soon as there is room. `sublet wait` starts none.
+    pub(crate) fn starts(&self) -> bool {
+        let is_known = self.container != Container { uid: self.container.uid, ..Container::default() };
+        is_known && self.retry.as_ref().is_none_or(Retry::is_due)
     }
 
     /// Its request; `None`: this version cannot read that.

@@ -204,6 +204,7 @@ pub(super) mod tests {
             suspend: Suspend::Never,
             suspension: None,
             known: Vec::new(),
+            resumed_ms: None,
             state: LeaseState::Active,
             owner: Process { pid: 1, start_time: 1 },
             init: None,

@@ -6,6 +6,7 @@ mod bookings;
 mod dynamic_mig_order;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
+mod make_room;
 #[cfg(test)]
 mod messages_tests;
 #[cfg(test)]
@@ -33,6 +34,8 @@ use select::Fit;
 
 pub use bookings::{Bookings, SERVER_BYTES, bookings, client_limit};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
+pub use make_room::may_make_room;
+pub(crate) use make_room::{Suspendable, whom_to_suspend};
 pub use refusal::Refusal;
 pub use resume::check_resume;
 pub(crate) use select::selected;

@@ -6,8 +6,8 @@ use super::{Misfit, Refusal, World};
 use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{Lease, Ledger};
-use crate::request::{Request, parse};
-use crate::share::{MIB, Memory, Suspend};
+use crate::request::Request;
+use crate::share::{MIB, Memory};
 use crate::text::{add_fix, safe};
 
 /// Checks whether there is room on device `uuid` for `lease`, which books nothing there, with `bytes` of memory: by what
@@ -27,12 +27,11 @@ pub fn check_resume(
         let message = format!("GPU {} is not served now: `sublet status` says why", safe(uuid));
         return Err(Box::new(Refusal { temporary: true, left_out: true, ..Refusal::never(message) }));
     };
-    // As if its container asked for it.
-    let mode = [("sublet.mode".to_owned(), lease.mode.to_string())].into();
-    let asked = parse(&mode, None, None, &Config::default());
-    let asked = asked.map_err(|error| Box::new(Refusal::never(error.to_string())))?;
+    let asked =
+        lease.request_of_return(bytes).map_err(|error| Box::new(Refusal::never(error.to_string())))?;
+    // Also one that has its device whole: the driver's word counts.
     let whole = bytes.max(lease.memory_bytes.unwrap_or(0)).div_ceil(MIB) * MIB;
-    let request = Request { memory: Some(Memory::Bytes(whole)), suspend: Suspend::Allow, ..asked };
+    let request = Request { memory: Some(Memory::Bytes(whole)), ..asked };
     let world = World { inventory, ledger, config };
     let want = build_want(&request, &lease.id, device, false, world);
     let bookings = want.account.bookings();
@@ -67,7 +66,7 @@ mod tests {
     fn suspended(neighbours: &[(Mode, u64)]) -> Ledger {
         let owner = Process { pid: 1, start_time: 1 };
         let step = SuspendStep::Suspended;
-        let out = Suspension { step, owner, processes: vec![], since_ms: 0 };
+        let out = Suspension { step, owner, processes: vec![], since_ms: 0, on_demand: false };
         let mut leases =
             vec![Lease { state: LeaseState::Active, suspension: Some(out), ..lease(1, "GPU-0") }];
         for (number, (mode, gib)) in (2..).zip(neighbours) {

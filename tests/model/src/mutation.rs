@@ -57,6 +57,8 @@ pub enum Mutation {
     TrustBookings,
     /// No command takes over a step whose process was killed.
     LeaveCutShort,
+    /// `sublet serve` alone remembers whom it has suspended for another.
+    RememberOnDemand,
     /// A command does not wait for a driver call of a child whose parent was killed.
     CallBesideOrphan,
     /// `move` gives the room on the old GPU away before the state is on the new one.

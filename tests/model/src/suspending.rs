@@ -1,5 +1,5 @@
 //! Suspension: `sublet suspend`, `sublet resume`, the next command, and the start of another container, which wants the GPU
-//! whole, as the first one does. The first one's engine may end it at any moment.
+//! whole, as the first one does, and may have `sublet serve` suspend that. The first one's engine may end it at any moment.
 //!
 //! Each call of the driver's is made by a child, which finishes its call where the process that started it is killed. Others'
 //! calls on the same process wait for it.
@@ -87,6 +87,10 @@ pub struct State {
     pub orphan: Option<Call>,
     /// Whether the other container has its lease, and whether its process has the GPU's memory.
     pub other: (bool, bool),
+    /// Whether the other's start waits for `sublet serve` to suspend the first one.
+    pub waits: bool,
+    /// Whether that has suspended it, so that it has to come back by itself; and whether anybody still knows that.
+    pub on_demand: (bool, bool),
     /// Crashes that may still come.
     crashes: u8,
     /// For the invariants: what a step has found wrong.
@@ -144,7 +148,9 @@ impl State {
             Lease::Suspended => self.driver == Driver::Out,
             Lease::Suspending(_) | Lease::Resuming(_) => false,
         };
-        same && self.pcs == [Pc::Off; 3] && self.orphan.is_none() && self.other == (false, false)
+        let is_out_for_another = self.lease == Lease::Suspended && self.on_demand.0;
+        let is_quiet = self.pcs == [Pc::Off; 3] && self.orphan.is_none() && !self.waits;
+        same && is_quiet && !is_out_for_another && self.other == (false, false)
     }
 }
 
@@ -179,15 +185,20 @@ impl Turn<'_> {
 
     /// `suspend`, `resume` and `put_right` begin.
     fn begin(&mut self) {
-        let State { lease, other, .. } = *self.before;
+        let State { lease, other, waits, on_demand, .. } = *self.before;
         if self.before.pcs[SUSPEND] == Pc::Off && lease == Lease::OnGpu {
             let early = self.is(Mutation::FreeBeforeOut);
-            self.step("begin_suspending", SUSPEND, |state| {
-                state.lease = if early { Lease::Suspended } else { Lease::Suspending(SUSPEND) };
-                state.pcs[SUSPEND] = Pc::Lock;
-            });
+            for by_itself in [false, true].into_iter().take(1 + usize::from(waits)) {
+                self.step("begin_suspending", SUSPEND, |state| {
+                    state.lease = if early { Lease::Suspended } else { Lease::Suspending(SUSPEND) };
+                    state.pcs[SUSPEND] = Pc::Lock;
+                    state.on_demand = (by_itself, by_itself);
+                });
+            }
         }
-        if self.before.pcs[RESUME] == Pc::Off && lease == Lease::Suspended && !other.0 {
+        // No command is needed for one that made room.
+        let comes_back = !on_demand.0 || on_demand.1;
+        if self.before.pcs[RESUME] == Pc::Off && lease == Lease::Suspended && !other.0 && comes_back {
             let late = self.is(Mutation::BookAfterRestore);
             self.step("begin_resuming", RESUME, |state| {
                 if !late {
@@ -243,6 +254,7 @@ impl Turn<'_> {
                     if state.lease != Lease::None {
                         state.lease = Lease::OnGpu;
                     }
+                    state.on_demand = (false, false);
                     state.pcs[of] = Pc::Off;
                 });
             }
@@ -251,9 +263,17 @@ impl Turn<'_> {
 
     /// The other container, whose process may also have memory that no lease has booked.
     fn other(&mut self) {
+        if self.before.waits {
+            self.step("its time is over, or it is killed", NEXT, |state| state.waits = false);
+        }
         match self.before.other {
             (false, false) if !self.before.is_booked() => {
-                self.step("the other takes its lease", NEXT, |state| state.other.0 = true);
+                self.step("the other takes its lease", NEXT, |state| {
+                    (state.other.0, state.waits) = (true, false);
+                });
+            }
+            (false, false) if !self.before.waits => {
+                self.step("the other waits for room", NEXT, |state| state.waits = true);
             }
             (true, false) => self.step("the other uses the GPU", NEXT, |state| {
                 let there = matches!(state.driver, Driver::Running | Driver::Locked);
@@ -277,7 +297,9 @@ impl Turn<'_> {
             let after = State { driver: Driver::Ended, ..*self.before };
             self.found.push((Step { what: "the engine ends it", of: NEXT, crash: true }, after));
         } else if self.before.lease != Lease::None {
-            self.step("reclaim", NEXT, |state| state.lease = Lease::None);
+            self.step("reclaim", NEXT, |state| {
+                (state.lease, state.on_demand) = (Lease::None, (false, false))
+            });
         }
         if let Some(call) = self.before.orphan {
             self.step("the child ends its call", NEXT, |state| {
@@ -305,6 +327,7 @@ impl Turn<'_> {
                 let mut after = *self.before;
                 after.crashes = if after.crashes == u8::MAX { u8::MAX } else { after.crashes - 1 };
                 after.pcs[of] = Pc::Off;
+                after.on_demand.1 &= !self.is(Mutation::RememberOnDemand);
                 after.orphan = orphan.or(after.orphan);
                 self.found.push((Step { what: "it is killed", of, crash: true }, after));
             }
@@ -323,6 +346,8 @@ impl Model for Suspending {
             pcs: [Pc::Off; 3],
             orphan: None,
             other: (false, false),
+            waits: false,
+            on_demand: (false, false),
             crashes: self.crashes,
             wrong: None,
         }

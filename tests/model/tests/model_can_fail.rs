@@ -194,6 +194,7 @@ fn a_suspended_state_comes_back_with_room_and_whoever_is_killed() {
     finds_suspending(Mutation::BookAfterRestore, "a restore begins with booked room");
     finds_suspending(Mutation::TrustBookings, "no state is lost");
     finds_suspending(Mutation::LeaveCutShort, "every process comes to its end");
+    finds_suspending(Mutation::RememberOnDemand, "every process comes to its end");
     finds_suspending(Mutation::CallBesideOrphan, "no container is left waiting");
 }
 

@@ -83,6 +83,12 @@ struct ContainerFacts {
     /// GPU memory that is in host memory, or on its way, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     suspended_bytes: Option<u64>,
+    /// Since when: RFC 3339.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    suspended_since: Option<String>,
+    /// Its place among those who wait, from 1, if it comes back by itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    place: Option<usize>,
     /// The user whose engine it is.
     #[serde(skip_serializing_if = "Option::is_none")]
     user: Option<String>,
@@ -168,7 +174,8 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
     let mut sections = Vec::new();
     if let Some(lease) = found.lease {
         let inventory = whose.inventory(config)?;
-        sections.push(held(lease, names.of(lease), &mut document));
+        let place = ledger.waiters.iter().position(|waiter| waiter.id == lease.id).map(|at| at + 1);
+        sections.push(held(lease, place, names.of(lease), &mut document));
         sections.push(limits(lease, &inventory.with_left_out(), &mut document));
         let (of_use, used) = used(lease, &inventory, &ledger, &usage::of_host(&ledger, &inventory, config));
         sections.push(of_use);
@@ -227,7 +234,7 @@ fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
     [("engine", engine)].into_iter().chain(texts).filter(|(_, text)| !text.is_empty()).collect()
 }
 
-fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section {
+fn held(lease: &Lease, place: Option<usize>, name: Option<&Name>, document: &mut Document) -> Section {
     let has_ended = !lease.is_of_job() && lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
     let state = if has_ended { "ended".to_owned() } else { word(&lease.shown_state()) };
     let noted = if has_ended { ", which the next command notes" } else { "" };
@@ -239,7 +246,8 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
     rows.push(("state", format!("{state}{noted}, since {since}")));
     rows.extend(pid.map(|pid| ("pid", pid.to_string())));
     let own = lease.suspension.as_ref();
-    rows.extend(own.map(|own| ("suspended", why_it_waits(own, lease.destination(), &label(lease, name)))));
+    let why = |own| ("suspended", why_it_waits(own, (place, lease.destination()), &label(lease, name)));
+    rows.extend(own.map(why));
     document.container = ContainerFacts {
         container_id: Some(lease.container.id.clone()),
         lease: Some(lease.id.to_string()),
@@ -247,6 +255,8 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
         since: Some(since),
         pid,
         suspended_bytes: own.map(Suspension::bytes),
+        suspended_since: own.map(|own| tables::timestamp(own.began())),
+        place: own.and(place),
         user: Some(user),
         name: name.cloned(),
         ..ContainerFacts::default()
@@ -254,20 +264,23 @@ fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section 
     section("Container", rows)
 }
 
-/// Why it does not compute now.
-fn why_it_waits(own: &Suspension, destination: Option<&str>, name: &str) -> String {
-    let mib = own.bytes() >> 20;
-    if let Some(gpu) = destination {
-        return format!("{mib} MiB of GPU memory are on their way to {}; it goes on then", safe(gpu));
-    }
-    match own.step {
-        SuspendStep::Suspending => format!("{mib} MiB of GPU memory are on their way into host memory"),
-        SuspendStep::Suspended => {
-            format!("{mib} MiB of GPU memory are in host memory; it goes on after `sublet resume {name}`")
+/// Why it does not compute now, and what it waits for, at its `place` among those who wait, or on its way to the GPU `there`.
+fn why_it_waits(own: &Suspension, (place, there): (Option<usize>, Option<&str>), name: &str) -> String {
+    let (mib, since) = (own.bytes() >> 20, tables::timestamp(own.began()));
+    let on_its_way = |way: &str| format!("{mib} MiB of GPU memory are on their way {way}, since {since}");
+    let goes_on = match place {
+        Some(place) => format!(
+            "it made room for another container and comes back by itself, as number {place} of those who wait"
+        ),
+        None => format!("it goes on after `sublet resume {name}`"),
+    };
+    match (own.step, there) {
+        (_, Some(gpu)) => on_its_way(&format!("to {}; it goes on then", safe(gpu))),
+        (SuspendStep::Suspending, None) => on_its_way("into host memory"),
+        (SuspendStep::Suspended, None) => {
+            format!("{mib} MiB of GPU memory are in host memory since {since}; {goes_on}")
         }
-        SuspendStep::Resuming | SuspendStep::Arriving => {
-            format!("{mib} MiB of GPU memory are on their way back; it goes on then")
-        }
+        (SuspendStep::Resuming | SuspendStep::Arriving, None) => on_its_way("back; it goes on then"),
     }
 }
 

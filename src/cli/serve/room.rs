@@ -1,0 +1,222 @@
+//! Makes room for starts that find none, by suspending containers that allow it, and brings these back when there is room
+//! again, each in the order of those who wait. What is next is decided by [`Sight::next_step`]; its steps are taken here, one
+//! after the other, on the thread for slow work. The ledger alone says who waits: a service that is started anew goes on.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::bail;
+
+use crate::suspend::{self, SuspendError};
+use crate::usage::{self, Usage};
+use sublet_core::admit::{Local, Room, RoomStep, Sight, refresh};
+use sublet_core::config::Config;
+use sublet_core::inventory::{Inventory, last};
+use sublet_core::ledger::{Lease, LeaseId, Ledger, Store, Waiter};
+use sublet_core::process::uptime_milliseconds;
+use sublet_core::text::short_id;
+
+/// After a look that found nothing to do, the driver is asked again only after this time.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
+
+/// How long a lease is left alone with which a step failed.
+const SHORTEST_PAUSE: Duration = Duration::from_secs(5);
+const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
+
+/// What this process remembers.
+struct Kept {
+    /// When a look at the driver found nothing to do.
+    in_vain: Option<Instant>,
+    /// Leases with which steps failed: how many, and until when they are left alone.
+    put_off: BTreeMap<LeaseId, (u32, Instant)>,
+}
+
+static KEPT: Mutex<Kept> = Mutex::new(Kept { in_vain: None, put_off: BTreeMap::new() });
+
+fn kept() -> MutexGuard<'static, Kept> {
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Kept {
+    fn is_put_off(&self, lease: &LeaseId) -> bool {
+        self.put_off.get(lease).is_some_and(|(_, until)| Instant::now() < *until)
+    }
+
+    /// A step with `lease` failed. The time before the next doubles each time.
+    fn put_off(&mut self, lease: &LeaseId, at_least: Duration) {
+        let (count, until) = self.put_off.entry(lease.clone()).or_insert((0, Instant::now()));
+        let time = at_least.max(SHORTEST_PAUSE).saturating_mul(1 << (*count).min(6));
+        *until = Instant::now() + time.min(LONGEST_PAUSE);
+        *count += 1;
+    }
+}
+
+/// What is known of the host.
+struct Seen<'c> {
+    ledger: Ledger,
+    inventory: Inventory,
+    /// By the driver; `None`: it was not asked, and each container may have processes.
+    usage: Option<Usage>,
+    config: &'c Config,
+}
+
+impl<'c> Seen<'c> {
+    /// Without the driver, if anything in the ledger may be suspended or has been.
+    fn by_files(config: &'c Config) -> Option<Self> {
+        let ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
+        let concerns = |lease: &Lease| lease.may_be_suspended() || lease.suspension.is_some();
+        let inventory = ledger.leases.iter().any(concerns).then(|| last(config))?.ok()?;
+        Some(Self { ledger, inventory, usage: None, config })
+    }
+
+    /// By the driver's word of now.
+    fn by_driver(config: &'c Config) -> anyhow::Result<Self> {
+        let ledger = Local::new(config).update(|ledger| ledger.clone())?;
+        kept().put_off.retain(|lease, _| ledger.lease(lease).is_some());
+        let inventory = refresh(config)?;
+        let usage = Some(usage::of_host(&ledger, &inventory, config));
+        Ok(Self { ledger, inventory, usage, config })
+    }
+
+    /// What those who wait find after `time`. One that is new on its GPU by then may have begun to use it.
+    fn next_step(&self, time: Duration) -> Room {
+        let Self { ledger, inventory, usage, config } = self;
+        let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let now = uptime_milliseconds();
+        let is_new = |lease: &Lease| {
+            let stays_until = lease.on_gpu_since_ms().saturating_add(milliseconds(config.suspend.at_least));
+            !time.is_zero() && stays_until > now
+        };
+        let is_busy = |lease: &Lease| {
+            let Some(usage) = usage else { return Some(false) };
+            let used = usage.of_lease(lease, lease.devices.first()?, ledger);
+            let runs = used.processes.is_some_and(|count| count > 0);
+            // Where the driver does not say, it may compute.
+            (runs || is_new(lease)).then_some(used.sm_percent != Some(0))
+        };
+        let is_put_off = |lease: &LeaseId| kept().is_put_off(lease);
+        let at_ms = now.saturating_add(milliseconds(time));
+        Sight { inventory, ledger, config, at_ms, is_busy: &is_busy, is_put_off: &is_put_off }.next_step()
+    }
+}
+
+/// Whether there may be a step to take, as far as is known without the driver.
+pub(super) fn is_wanted(config: &Config) -> bool {
+    let is_soon = kept().in_vain.is_some_and(|at| at.elapsed() < LOOK_AGAIN);
+    let seen = if is_soon { None } else { Seen::by_files(config) };
+    seen.is_some_and(|seen| {
+        let room = seen.next_step(Duration::ZERO);
+        room.step.is_some() || room.refresh_first
+    })
+}
+
+/// Takes the next step for those who wait, if there is one. Returns whether there may be more.
+pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
+    if !is_wanted(config) {
+        return Ok(false);
+    }
+    let Some(step) = Seen::by_driver(config)?.next_step(Duration::ZERO).step else {
+        kept().in_vain = Some(Instant::now());
+        return Ok(false);
+    };
+    let _ = take(&step, config).inspect_err(|why| tracing::warn!("{why}"));
+    Ok(true)
+}
+
+/// Whether others that may be suspended now have what `waiter` needs, which has no entry yet, as far as is known without the
+/// driver.
+pub(super) fn may_find_room(waiter: &Waiter, config: &Config) -> bool {
+    Seen::by_files(config).is_some_and(|mut seen| {
+        seen.ledger.add_waiter(waiter.clone());
+        seen.next_step(Duration::ZERO).step.is_some()
+    })
+}
+
+/// Takes steps for those who wait until the one with entry `id` finds room.
+///
+/// # Errors
+/// Why no room can be made for it. `Ok` where it finds room by now, or may do so in time.
+pub(super) fn make_room(id: &LeaseId, config: &Config) -> anyhow::Result<()> {
+    let until = Instant::now() + config.suspend.limit;
+    let mut failed = None;
+    loop {
+        let mut seen = Seen::by_driver(config)?;
+        let room = seen.next_step(Duration::ZERO);
+        seen.ledger.waiters.retain(|waiter| waiter.id == *id);
+        match room.step {
+            _ if seen.ledger.waiters.is_empty() || room.placed.contains(id) => return Ok(()),
+            Some(_) if Instant::now() >= until => bail!("the time for it is over ([suspend] limit)"),
+            Some(step) => failed = take(&step, config).err().or(failed),
+            None if seen.next_step(config.suspend.limit).step.is_some() => return Ok(()),
+            None => match failed {
+                Some(why) => bail!(why),
+                None => bail!("what could be suspended does not use the GPU, or has just come back to it"),
+            },
+        }
+    }
+}
+
+/// Takes `step`. What fails is left alone for a while.
+fn take(step: &RoomStep, config: &Config) -> Result<(), String> {
+    let attempt = |lease: &LeaseId, verb: &str, done: Result<suspend::Done, SuspendError>| {
+        let Err(error) = done else {
+            kept().put_off.remove(lease);
+            return Ok(());
+        };
+        kept().put_off(lease, config.suspend.at_least);
+        Err(format!("{} cannot be {verb}: {error}", name_of(lease, config)))
+    };
+    match step {
+        RoomStep::Resume(lease) => attempt(lease, "resumed", suspend::resume(lease, None, config)),
+        RoomStep::Suspend { leases, waiter } => leases.iter().try_for_each(|lease| {
+            note(
+                waiter,
+                &format!("{} is being suspended to make room for it", name_of(lease, config)),
+                config,
+            );
+            attempt(lease, "suspended", suspend::suspend_on_demand(lease, config))
+        }),
+    }
+}
+
+/// As messages have a container. Where people read them, its name stands in place of its id.
+fn name_of(lease: &LeaseId, config: &Config) -> String {
+    let ledger = Store::open(&config.state_dir).and_then(|store| store.peek());
+    let held = ledger.ok().and_then(|ledger| ledger.lease(lease).cloned());
+    held.map_or_else(
+        || format!("lease {lease}"),
+        |held| format!("container {}", short_id(&held.container.name())),
+    )
+}
+
+/// Writes down what is done for a start that waits; one without an entry is left out.
+fn note(waiter: &LeaseId, what: &str, config: &Config) {
+    let noted = Local::new(config).update(|ledger| {
+        let entry = ledger.waiters.iter_mut().find(|entry| entry.id == *waiter);
+        entry.map(|entry| what.clone_into(&mut entry.why))
+    });
+    let _ = noted.inspect_err(|error| tracing::debug!("{error}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lease_is_left_alone_after_a_failure_for_twice_as_long_each_time() {
+        let kept = Kept { in_vain: None, put_off: BTreeMap::new() };
+        let (mut kept, at_least) = (kept, Duration::from_secs(30));
+        let lease = LeaseId::parse("0000000000000001").unwrap();
+        assert!(!kept.is_put_off(&lease));
+        let mut waits = Vec::new();
+        for _ in 0..9 {
+            kept.put_off(&lease, at_least);
+            waits.push(kept.put_off[&lease].1.duration_since(Instant::now()).as_secs().div_ceil(30) * 30);
+        }
+        assert!(kept.is_put_off(&lease));
+        assert_eq!(waits, [30, 60, 120, 240, 480, 960, 1920, 1920, 1920]);
+        kept.put_off(&lease, Duration::MAX);
+        assert!(kept.put_off[&lease].1 <= Instant::now() + LONGEST_PAUSE);
+    }
+}
