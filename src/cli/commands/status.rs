@@ -280,13 +280,13 @@ fn device_row(device: &Device<'_>, utf8: bool) -> [Cell; 11] {
     ]
 }
 
-/// As `web has waited for 3m 20s, and is started when there is room: no room for mps, …`.
+/// As `2. web has waited for 3m 20s, and is started when there is room: no room for mps, …`.
 fn waiting_line(waiting: &Waiting) -> String {
-    let Waiting { container_id, name, pid, why, began, .. } = waiting;
+    let Waiting { container_id, name, pid, place, why, began, .. } = waiting;
     let id = container_id.as_deref().map(short_id);
     let who = name.as_deref().map(safe).or(id).unwrap_or_else(|| "`sublet wait`".to_owned());
     let again = if pid.is_none() { ", and is started when there is room" } else { "" };
-    format!("{who} has waited for {}{again}: {}\n", tables::ago(*began), escaped(first_line(why)))
+    format!("{place}. {who} has waited for {}{again}: {}\n", tables::ago(*began), escaped(first_line(why)))
 }
 
 /// The table of leases and the containers that hold them; a line where there is no lease.
@@ -436,6 +436,9 @@ mod tests {
             container_id: name.map(|_| "0a".repeat(32)),
             name: name.map(str::to_owned),
             pid,
+            uid: 0,
+            place: 1,
+            asks: None,
             since: String::new(),
             why: "no room for mps, 40 % SM\u{1b}[2J: GPU 0 is full; why: web has it".to_owned(),
             began: epoch_seconds(),
@@ -458,7 +461,7 @@ mod tests {
             "web        gone  mps                  12.5 %  -            - / 8 GiB      active",
         ];
         assert!(text.contains(&expected.join("\n")), "{text}");
-        assert!(text.contains("\n\nWaiting for a share:\nweb has waited for "), "{text}");
+        assert!(text.contains("\n\nWaiting for a share:\n1. web has waited for "), "{text}");
         let text = text.replace('\n', " ");
         let said = "no room for mps, 40 % SM\\u{1b}[2J: GPU 0 is full ";
         assert!(text.contains(&format!("0s, and is started when there is room: {said}")), "{text}");

@@ -139,12 +139,16 @@ impl<'a> Client<'a> {
             bail!(AdmitError::from(JobError::NotInJob));
         }
         let Peer { pid, uid } = self.peer;
-        let owner = Pinned::of(told.owner.unwrap_or(pid), uid)?.process;
+        let asker = Pinned::of(pid, uid)?.process;
+        let owner = match told.owner {
+            Some(owner) => Pinned::of(owner, uid)?.process,
+            None => asker,
+        };
         let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
         let container = Container { uid, id, bundle, rootfs, record };
         let candidate = Candidate { container, owner, engine: None };
         Ok(match job {
-            None => state.admit_for(&candidate, told, self.limit()?)?,
+            None => state.admit_for(&candidate, told, asker, self.limit()?)?,
             Some(cgroup) => state.admit_in_job(&candidate, told, &cgroup)?,
         })
     }
