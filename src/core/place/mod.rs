@@ -3,6 +3,7 @@
 #[cfg(test)]
 pub mod accounts_tests;
 mod bookings;
+mod closest;
 mod dynamic_mig_order;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
@@ -263,9 +264,20 @@ fn choose<'a>(
             device.mig_device.as_ref().is_none_or(|part| seen.insert((device.gpu(), part.gi)))
         });
     }
+    // Several GPUs, each of which may be any of the same.
+    let is_gpu = |index: &usize| !world.inventory.devices[*index].is_mig();
+    let any = slots.len() > 1 && slots.iter().all(|slot| *slot == slots[0]) && slots[0].iter().all(is_gpu);
+    let alike = |(index, fit): &(usize, &Fit)| {
+        let (used, left, memory, _) = fit.rank(world.config.placement.policy);
+        ((larger(*index), used, left, memory), *index)
+    };
     fits.iter().find_map(|(_, best)| {
-        let ranked: Vec<usize> =
-            fits.iter().filter(|(_, fit)| fit.mode == best.mode).map(|(index, _)| *index).collect();
+        let of_mode = fits.iter().filter(|(_, fit)| fit.mode == best.mode);
+        let ranked: Vec<usize> = if any {
+            closest::prefer_joined(&of_mode.map(alike).collect::<Vec<_>>(), slots.len(), world.inventory)
+        } else {
+            of_mode.map(|(index, _)| *index).collect()
+        };
         let devices = select::assign(slots, &ranked)?;
         let chosen = devices.iter().filter_map(|index| fit_of(*index)).collect();
         Some((devices, chosen))
