@@ -297,7 +297,7 @@ fn the_guard_holds_each_device_to_the_share_by_itself() {
     assert!(!host.events().iter().any(|event| event["container_id"] == "within"), "{:?}", host.events());
 }
 
-/// NVLink bridges join 0 with 2 and 1 with 3.
+/// `NVLink` bridges join 0 with 2 and 1 with 3.
 #[test]
 fn gpus_that_are_joined_closely_go_together_as_far_as_the_driver_tells() {
     if skip_unless_root() {

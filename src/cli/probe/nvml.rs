@@ -106,8 +106,8 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
     })
 }
 
-/// How two GPUs are joined. NVML's common ancestor is that by PCIe alone: where all are joined by `NVLink`, it is the same for
-/// each pair as without (docs/evidence).
+/// How two GPUs are joined. NVML's common ancestor is that by `PCIe` alone: where all are joined by `NVLink`, it is the same for
+/// each pair as without (seen on four H100s, driver 580).
 pub(super) fn join(one: &NvmlDevice<'_>, other: NvmlDevice<'_>) -> Option<Join> {
     if matches!(one.p2p_status(&other, P2pCapabilitiesIndex::NvLink), Ok(P2pStatus::Ok)) {
         return Some(Join::Nvlink);

@@ -22,7 +22,6 @@ mod local_or_remote;
 mod remote;
 mod request_of_spec;
 pub mod take_lease;
-mod waiting_order;
 
 use std::cell::Cell;
 use std::fs;
@@ -53,8 +52,7 @@ pub use remote::{enter_remotely, own_status};
 pub use request_of_spec::{
     RequestSource, asks_for_a_share, asks_for_job_share, remove_earlier_grant, request_by_cdi, request_of,
 };
-pub use take_lease::{book_for, lease_for};
-pub use waiting_order::{Asks, book_waiter, place_in_order};
+pub use take_lease::{Asks, book_for, book_waiter, lease_for, place_in_order};
 
 /// The time limit for the end of an ended container's last processes.
 const EMPTY_CGROUP: Duration = Duration::from_secs(5);

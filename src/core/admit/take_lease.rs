@@ -1,5 +1,7 @@
 //! Takes a lease: chooses and books a device under one lock, or waits for one without holding a lock.
 
+mod waiting_order;
+
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -8,7 +10,6 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::local::Local;
-use super::waiting_order::{Asks, place_in_order};
 use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, refresh, refresh_if_stale};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::config::{Config, Inject};
@@ -24,6 +25,8 @@ use crate::oci::{self, Tree};
 use crate::place::{Order, Placement, Refusal, World, find, named, place_within};
 use crate::process::{Process, epoch_seconds};
 use crate::request::Request;
+
+pub use waiting_order::{Asks, book_waiter, place_in_order};
 
 /// The pause between two attempts.
 pub(super) const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
@@ -318,11 +321,10 @@ impl Search<'_> {
             }
             let placement = find(request, &self.id, World { inventory: &allowed, ledger, config })
                 .map_err(|refusal| self.classify(refusal, may_refresh, (&allowed, ledger)))?;
-            let placement = match &ledger.waiters[..] {
-                [_, ..] if is_in_order => {
-                    place_in_order(asks, placement, (&allowed, &inventory), ledger, config)?
-                }
-                _ => placement,
+            let placement = if is_in_order && !ledger.waiters.is_empty() {
+                place_in_order(asks, placement, (&allowed, &inventory), ledger, config)?
+            } else {
+                placement
             };
             let unconfirmed = !placement.mig_devices.is_empty() && !confirmed;
             if unconfirmed || placement.refresh_first && may_refresh {

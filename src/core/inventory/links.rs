@@ -18,11 +18,11 @@ pub enum Join {
     Nvlink,
     /// They are on one board.
     Board,
-    /// Through one PCIe switch.
+    /// Through one `PCIe` switch.
     Switch,
-    /// Through several PCIe switches, without a host bridge.
+    /// Through several `PCIe` switches, without a host bridge.
     Switches,
-    /// Through a PCIe host bridge.
+    /// Through a `PCIe` host bridge.
     HostBridge,
     /// Through the host bridges of one NUMA node.
     NumaNode,
@@ -47,7 +47,7 @@ impl Join {
 
 impl Inventory {
     /// How the two GPUs with these indices are joined; `None`: the driver does not tell.
-    pub fn join(&self, one: u32, other: u32) -> Option<Join> {
+    pub(crate) fn join(&self, one: u32, other: u32) -> Option<Join> {
         let (low, high) = (one.min(other), one.max(other));
         let found = self.links.binary_search_by_key(&(low, high), |link| (link.0, link.1)).ok()?;
         Some(self.links[found].2)

@@ -95,7 +95,7 @@ pub struct Gpu {
     /// GPUs with the same number are joined by `NVLink`.
     #[serde(default)]
     pub nvlink: Option<u32>,
-    /// GPUs with the same number are below one PCIe switch.
+    /// GPUs with the same number are below one `PCIe` switch.
     #[serde(default)]
     pub pcie_switch: Option<u32>,
     /// Its NUMA node. GPUs of one are below one host bridge.

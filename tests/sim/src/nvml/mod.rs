@@ -60,7 +60,7 @@
 //! MIG device is asked for a property of the whole GPU.
 //!
 //! How GPUs are joined: `nvmlDeviceGetP2PStatus` answers for `NVLink` what the topology says, and
-//! `nvmlDeviceGetTopologyCommonAncestor` by PCIe alone, also where `NVLink` joins them (four H100s; docs/evidence). Chosen: other
+//! `nvmlDeviceGetTopologyCommonAncestor` by `PCIe` alone, also where `NVLink` joins them (seen on four H100s). Chosen: other
 //! P2P capabilities are OK, an index that nvml.h lacks and a GPU beside itself are an `INVALID_ARGUMENT`.
 //!
 //! Utilization: every process computes all the time. Which processes are reported separately is as on the H200

@@ -1,7 +1,7 @@
 //! In which order those who wait get their shares. Who came first is first, among those for whom the same devices would do;
 //! a later one, and a start that does not wait, is served before only with what those before could not use by now anyway.
 
-use super::take_lease::{allowed_inventory, book_for};
+use super::{allowed_inventory, book_for};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::config::Config;
 use crate::inventory::Inventory;
