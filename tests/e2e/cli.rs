@@ -207,7 +207,9 @@ fn wait_ends_when_there_is_room_or_no_time() {
     on_terminal.args(["-qec", &line, "/dev/null"]).env("SUBLET_CONFIG", &world.config);
     let told = text(&on_terminal.output().expect("script runs").stdout);
     assert!(
-        told.starts_with("sublet: waiting for up to 2s: no room for mps, 25 % SM: GPU 0 is taken whole"),
+        told.starts_with(
+            "sublet: waiting for up to 2s: place 1: no room for mps, 25 % SM: GPU 0 is taken whole"
+        ),
         "{told}"
     );
     let never = failure(&world, &["wait", "gpu=9"]);

@@ -280,13 +280,16 @@ fn device_row(device: &Device<'_>, utf8: bool) -> [Cell; 11] {
     ]
 }
 
-/// As `web has waited for 3m 20s, and is started when there is room: no room for mps, …`.
+/// As `2. web has waited for 3m 20s, and is started when there is room: no room for mps, …`.
 fn waiting_line(waiting: &Waiting) -> String {
-    let Waiting { container_id, name, pid, why, began, .. } = waiting;
+    let Waiting { container_id, name, pid, place, asks, why, began, .. } = waiting;
     let id = container_id.as_deref().map(short_id);
     let who = name.as_deref().map(safe).or(id).unwrap_or_else(|| "`sublet wait`".to_owned());
     let again = if pid.is_none() { ", and is started when there is room" } else { "" };
-    format!("{who} has waited for {}{again}: {}\n", tables::ago(*began), escaped(first_line(why)))
+    let why = first_line(why);
+    let what = asks.as_deref().filter(|asks| !why.contains(asks));
+    let what = what.map(|asks| format!(" for {asks}")).unwrap_or_default();
+    format!("{place}. {who} has waited for {}{what}{again}: {}\n", tables::ago(*began), escaped(why))
 }
 
 /// The table of leases and the containers that hold them; a line where there is no lease.
@@ -436,11 +439,18 @@ mod tests {
             container_id: name.map(|_| "0a".repeat(32)),
             name: name.map(str::to_owned),
             pid,
+            uid: 0,
+            place: 1,
+            asks: None,
             since: String::new(),
             why: "no room for mps, 40 % SM\u{1b}[2J: GPU 0 is full; why: web has it".to_owned(),
             began: epoch_seconds(),
         };
-        status.waiting = vec![waiting(Some("web"), None), waiting(None, Some(7))];
+        let asks = |asks: &str, waiting| Waiting { asks: Some(asks.to_owned()), ..waiting };
+        status.waiting = vec![
+            asks("mps, 40 % SM", waiting(Some("web"), None)),
+            asks("mps, 8 GiB", waiting(None, Some(7))),
+        ];
         status
     }
 
@@ -458,11 +468,11 @@ mod tests {
             "web        gone  mps                  12.5 %  -            - / 8 GiB      active",
         ];
         assert!(text.contains(&expected.join("\n")), "{text}");
-        assert!(text.contains("\n\nWaiting for a share:\nweb has waited for "), "{text}");
+        assert!(text.contains("\n\nWaiting for a share:\n1. web has waited for "), "{text}");
         let text = text.replace('\n', " ");
         let said = "no room for mps, 40 % SM\\u{1b}[2J: GPU 0 is full ";
         assert!(text.contains(&format!("0s, and is started when there is room: {said}")), "{text}");
-        assert!(text.contains(&format!("`sublet wait` has waited for 0s: {said}")), "{text}");
+        assert!(text.contains(&format!("`sublet wait` has waited for 0s for mps, 8 GiB: {said}")), "{text}");
     }
 
     #[test]

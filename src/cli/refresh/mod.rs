@@ -199,6 +199,7 @@ mod tests {
             },
             devices: Vec::new(),
             left_out: Vec::new(),
+            links: Vec::new(),
             directories: Vec::new(),
             files: Vec::new(),
         })

@@ -139,12 +139,16 @@ impl<'a> Client<'a> {
             bail!(AdmitError::from(JobError::NotInJob));
         }
         let Peer { pid, uid } = self.peer;
-        let owner = Pinned::of(request.owner.unwrap_or(pid), uid)?.process;
+        let asker = Pinned::of(pid, uid)?.process;
+        let owner = match request.owner {
+            Some(owner) => Pinned::of(owner, uid)?.process,
+            None => asker,
+        };
         let ContainerNames { id, bundle, rootfs, record } = request.container.clone();
         let container = Container { uid, id, bundle, rootfs, record };
         let candidate = Candidate { container, rootfs: None, owner, engine: None };
         Ok(match job {
-            None => state.admit_for(&candidate, request, self.limit()?)?,
+            None => state.admit_for(&candidate, request, asker, self.limit()?)?,
             Some(cgroup) => state.admit_in_job(&candidate, request, &cgroup)?,
         })
     }

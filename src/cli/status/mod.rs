@@ -14,6 +14,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, LeftOut};
 use sublet_core::ledger::{DaemonState, DynamicInstance, LeaseState, Ledger, Waiter};
 use sublet_core::oci;
+use sublet_core::place::{describe_request, places};
 use sublet_core::share::Action;
 use sublet_core::text::{safe, timestamp};
 
@@ -121,6 +122,12 @@ pub struct Waiting {
     pub name: Option<String>,
     /// The process that waits; null: the container was refused, and `sublet serve` starts it again.
     pub pid: Option<i32>,
+    /// The user whose container it is, or whose engine's.
+    pub uid: u32,
+    /// Its place among those for whom one of the same devices may do: 1 is served first.
+    pub place: usize,
+    /// What for, such as `mps, 40 % SM, 8 GiB`; null if another version wrote it.
+    pub asks: Option<String>,
     /// Since when: RFC 3339.
     pub since: String,
     /// Why there is no share for it yet, or why it was refused: one line.
@@ -151,7 +158,9 @@ impl Status {
         let dynamic = &ledger.mig.dynamic_instances;
         // Whether other containers are started again is not known yet.
         let is_known = |waiter: &&Waiter| waiter.retry.as_ref().is_none_or(|retry| retry.confirmed);
-        let waiters = ledger.waiters.iter().filter(is_known);
+        let waiters: Vec<&Waiter> = ledger.waiters.iter().filter(is_known).collect();
+        let places = places(waiters.iter().copied(), inventory, config);
+        let waiters = waiters.into_iter().zip(places);
         let held =
             ledger.leases.iter().flat_map(|lease| lease.devices.iter().map(move |device| (lease, device)));
         let event = |Event { time, offence, action, container_id, uid, device, pid, name, text }| {
@@ -172,7 +181,7 @@ impl Status {
                 events: guard::events(config).into_iter().map(event).collect(),
             },
             mig_made: dynamic.iter().map(|made| MadeInstance::of(made, ledger)).collect(),
-            waiting: waiters.map(|waiter| Waiting::of(waiter, sources.names)).collect(),
+            waiting: waiters.map(|(waiter, place)| Waiting::of(waiter, place, sources.names)).collect(),
             warnings: Vec::new(),
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
@@ -244,7 +253,7 @@ impl MadeInstance {
 }
 
 impl Waiting {
-    fn of(waiter: &Waiter, names: &Names) -> Self {
+    fn of(waiter: &Waiter, place: usize, names: &Names) -> Self {
         let container = Some(&waiter.container).filter(|container| !container.id.is_empty());
         Self {
             container_id: container.map(|container| container.id.clone()),
@@ -252,6 +261,9 @@ impl Waiting {
                 .and_then(|one| names.of_id(&one.id).cloned().or_else(|| by_engine(one)))
                 .map(|name| name.name),
             pid: waiter.process.map(|process| process.pid),
+            uid: waiter.container.uid,
+            place,
+            asks: waiter.request().as_ref().map(describe_request),
             since: timestamp(waiter.since),
             why: names.replace_ids(&waiter.why),
             began: waiter.since,
@@ -349,7 +361,8 @@ mod tests {
         let mut container = held.container.clone();
         container.id = held.id.to_string();
         let waiter = Waiter::new(&held.id, &container, &request, "no room; why: held by 0123456789ab", None);
-        let waiting = Waiting::of(&waiter, &names);
+        let waiting = Waiting::of(&waiter, 2, &names);
         assert_eq!((waiting.name.as_deref(), &*waiting.why), (Some("web"), "no room; why: held by web"));
+        assert_eq!((waiting.place, waiting.asks.as_deref()), (2, Some("a share")));
     }
 }

@@ -5,7 +5,6 @@
 //! service's side of it: users describe their containers, and only they may change their leases.
 
 use std::path::Path;
-use std::time::Duration;
 
 use serde_json::Value;
 
@@ -290,21 +289,22 @@ impl Local<'_> {
         Ok(warnings)
     }
 
-    /// Takes a share for `candidate`, which its user described in `ask`, within `limit`. It tries once and does not wait.
+    /// Takes a share for `candidate`, which its user described in `ask`, within `limit`. It tries once and does not wait:
+    /// `asker`, the user's process, asks again.
     pub fn admit_for(
         &self,
         candidate: &Candidate<'_>,
         ask: &Admit,
+        asker: Process,
         limit: Option<PolicyLimit<'_>>,
     ) -> Result<Answer, AdmitError> {
         if let Some(id) = ask.annotations.get(LEASE_ANNOTATION) {
             return self.resume_granted(id, &candidate.container).map(Answer::AlreadyGranted);
         }
-        let mut request =
+        let request =
             request::parse(&ask.annotations, ask.share.as_deref(), ask.capabilities.as_deref(), self.config)?;
-        request.wait = Duration::ZERO;
         let store = self.store()?;
-        let terms = Terms::Reported(&ask.image, limit);
+        let terms = Terms::Reported(&ask.image, limit, asker);
         let taken = take_lease::take(candidate, &request, terms, &store, *self)?;
         let served = self
             .grant(&taken, &request, &store)

@@ -1,5 +1,7 @@
 //! Takes a lease: chooses and books a device under one lock, or waits for one without holding a lock.
 
+mod waiting_order;
+
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -23,6 +25,8 @@ use crate::oci::{self, Tree};
 use crate::place::{Order, Placement, Refusal, World, find, named, place_within};
 use crate::process::{Process, epoch_seconds};
 use crate::request::Request;
+
+pub use waiting_order::{Asks, book_waiter, place_in_order};
 
 /// The pause between two attempts.
 pub(super) const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
@@ -67,9 +71,9 @@ impl Taken {
 pub(super) enum Terms<'a> {
     /// Root's, by reading the root filesystem of this spec.
     OfSpec(&'a Value),
-    /// Of a user who asks `sublet serve`, by the user's policy. The image is as they report it, which affects only their
-    /// own container.
-    Reported(&'a Image, Option<PolicyLimit<'a>>),
+    /// Of a user whose process, the third, asks `sublet serve`, by the user's policy. The image is as they report it,
+    /// which affects only their own container. The process waits, and asks again.
+    Reported(&'a Image, Option<PolicyLimit<'a>>, Process),
     /// Root's, for the programs of a job, of which the second is the first process that needs a share. There is no image.
     OfJob(&'a Job, &'a Init),
 }
@@ -77,7 +81,12 @@ pub(super) enum Terms<'a> {
 impl<'a> Terms<'a> {
     /// The user's policy.
     const fn limit(self) -> Option<PolicyLimit<'a>> {
-        if let Self::Reported(_, limit) = self { limit } else { None }
+        if let Self::Reported(_, limit, _) = self { limit } else { None }
+    }
+
+    /// The process that waits, if it is another one.
+    const fn asker(self) -> Option<Process> {
+        if let Self::Reported(.., asker) = self { Some(asker) } else { None }
     }
 }
 
@@ -134,10 +143,12 @@ pub(super) fn take(
         unexplained_ended: false,
     };
     let taken = search.run().map_err(|error| search.add_advice(error));
-    // `sublet serve` may start it again.
+    // A user's process may ask again, and `sublet serve` may start one of Docker's again.
+    let asker = terms.asker().filter(|_| terms.limit().is_some() && !request.wait.is_zero());
     let may_retry = || matches!(terms, Terms::OfSpec(_)) && candidate.container.is_dockers();
-    if let Some(refused) = taken.as_ref().err().filter(|refused| refused.is_temporary() && may_retry()) {
-        search.note_waiter(refused, None);
+    let waits = |refused: &&AdmitError| refused.is_temporary() && (asker.is_some() || may_retry());
+    if let Some(refused) = taken.as_ref().err().filter(waits) {
+        search.note_waiter(refused, asker);
     }
     if local.config.mig.dynamic && taken.is_err() {
         local.release_instance(&search.id, store);
@@ -190,7 +201,7 @@ struct Search<'a> {
 impl Search<'_> {
     fn run(&mut self) -> Result<Taken, AdmitError> {
         let began = Instant::now();
-        let deadline = began + self.request.wait;
+        let deadline = began + if self.terms.asker().is_some() { Duration::ZERO } else { self.request.wait };
         let mut refreshed = None;
         loop {
             self.candidate.check_wanted()?;
@@ -238,7 +249,8 @@ impl Search<'_> {
     /// waits all the same.
     fn note_waiter(&self, failed: &AdmitError, process: Option<Process>) {
         let (container, why) = (&self.candidate.container, failed.to_string());
-        let waiter = Waiter::new(&self.id, container, self.request, &why, process);
+        let mut waiter = Waiter::new(&self.id, container, self.request, &why, process);
+        waiter.rule = self.terms.limit().map(|limit| limit.rule.clone());
         let noted = self.store.change_with_scan(Scan::None, |ledger| ledger.add_waiter(waiter));
         let _ = noted.inspect_err(|error| tracing::debug!("who waits cannot be written: {error}"));
     }
@@ -293,12 +305,15 @@ impl Search<'_> {
                 let tree = candidate.open_tree(spec)?;
                 (oci::inspect(spec, &tree, request, &inventory, config)?, Some(tree))
             }
-            Terms::Reported(image, _) => (image.clone(), None),
+            Terms::Reported(image, ..) => (image.clone(), None),
             Terms::OfJob(..) => (Image::default(), None),
         };
         // New instances get the ids of destroyed ones, and /proc then looks the same.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
         let allowed = allowed_inventory(terms.limit(), &inventory, config)?;
+        let asks = Asks { id: &self.id, container: &candidate.container, by: terms.asker(), request };
+        // What Slurm gives to a job it keeps from others.
+        let is_in_order = !matches!(terms, Terms::OfJob(..));
         let (booked, freed) = self.book(|ledger: &mut Ledger| {
             // Instances may have been destroyed and created again since, with the same ids.
             if inventory.mig_changes != ledger.mig.count {
@@ -306,6 +321,11 @@ impl Search<'_> {
             }
             let placement = find(request, &self.id, World { inventory: &allowed, ledger, config })
                 .map_err(|refusal| self.classify(refusal, may_refresh, (&allowed, ledger)))?;
+            let placement = if is_in_order && !ledger.waiters.is_empty() {
+                place_in_order(asks, placement, (&allowed, &inventory), ledger, config)?
+            } else {
+                placement
+            };
             let unconfirmed = !placement.mig_devices.is_empty() && !confirmed;
             if unconfirmed || placement.refresh_first && may_refresh {
                 return Err(NotTaken::InventoryOld);
@@ -330,7 +350,7 @@ impl Search<'_> {
             }
             ledger.insert(lease.clone())?;
             ledger.stop_awaiting(&self.id);
-            ledger.waiters.retain(|waiter| !waiter.is_of(&self.id, &candidate.container));
+            ledger.waiters.retain(|waiter| !waiter.is_of(&self.id, &candidate.container, asks.by));
             let conflicting_daemons = ledger.conflicting_daemons(&lease).cloned().collect();
             let to_be_cleared = ledger.has_files_to_clear(&lease);
             Ok((lease, placement, conflicting_daemons, to_be_cleared))

@@ -222,6 +222,9 @@ pub struct Limits {
     pub reserve: u64,
     /// Keys that a request must have, but for a whole device or a MIG instance.
     pub require: Vec<Required>,
+    /// The longest `sublet.wait`.
+    #[serde(deserialize_with = "values::duration", serialize_with = "values::write_duration")]
+    pub wait_max: Duration,
     /// The driver capabilities that an image's `NVIDIA_DRIVER_CAPABILITIES` may select.
     pub capabilities: Vec<Capability>,
     /// Whether containers that may open every device get a share all the same.
@@ -238,6 +241,7 @@ impl Default for Limits {
             time_slice_max: 8,
             reserve: 512 << 20,
             require: Vec::new(),
+            wait_max: Duration::from_secs(60),
             capabilities: Capability::VARIANTS.to_vec(),
             allow_privileged: false,
             allow_devices: Vec::new(),

@@ -249,7 +249,8 @@ fn wrong_values() {
     assert_snapshot!(refused("[limits]\ntime_slice_max = 0\n"), @"configuration /c.toml:2:1: limits.time_slice_max must be 1 or more");
     assert_snapshot!(refused("[limits]\ntime_slice_max = -1\n"), @"configuration /c.toml:2:18: limits.time_slice_max must be a whole number from 0 to 4294967295, not -1");
     assert_snapshot!(refused("[limits]\nreserve = 512\n"), @r#"configuration /c.toml:2:11: limits.reserve: "512" must be an amount with a unit, such as 512MiB, or 0"#);
-    assert_snapshot!(refused("[defaults]\nwait = \"2m\"\n"), @"configuration /c.toml:2:1: defaults.wait must be at most 60s");
+    assert_snapshot!(refused("[defaults]\nwait = \"2m\"\n"), @"configuration /c.toml:2:1: defaults.wait must be at most [limits] wait_max");
+    assert_snapshot!(refused("[limits]\nwait_max = \"61m\"\n"), @"configuration /c.toml:2:1: limits.wait_max must be at most 60m");
     assert_snapshot!(refused("[mps]\nstart_timeout = \"soon\"\n"), @r#"configuration /c.toml:2:17: mps.start_timeout: "soon" must be 0 or a whole number of ms, s or m, such as 10s"#);
     assert_snapshot!(refused("[mps]\nstart_timeout = \"0\"\n"), @"configuration /c.toml:2:1: mps.start_timeout must be over 0");
     assert_snapshot!(refused("state_dir = \"run\"\n"), @"configuration /c.toml:1:1: state_dir must be an absolute path");

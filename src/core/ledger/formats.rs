@@ -75,6 +75,7 @@ fn every_key_is_in_the_fixture() {
     assert!(!dynamic_instances.is_empty());
     let has = |seen: fn(&Waiter) -> bool| waiters.iter().any(seen);
     has_all(&[has(|waiter| waiter.process.is_some()), has(|waiter| waiter.retry.is_some())]);
+    has_all(&[has(|waiter| waiter.until.is_some()), has(|waiter| waiter.rule.is_some())]);
     let mut seen = [false; 14];
     for lease in leases {
         let Lease {

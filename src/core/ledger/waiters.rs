@@ -1,5 +1,6 @@
 //! Who waits for a share: starts with `sublet.wait`, `sublet wait`, and refused containers of Docker's, which `sublet serve`
-//! starts again. An entry is a place in the order and names the share that is waited for; it holds no share.
+//! starts again. An entry is a place in the order and names the share that is waited for; it holds no share. Who comes first
+//! is decided in [`crate::admit`], when a lease is taken.
 
 use std::path::Path;
 
@@ -7,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{Container, LeaseId, Ledger};
+use crate::config::PolicyRule;
 use crate::process::{Process, epoch_seconds, uptime_seconds};
 use crate::request::Request;
 use crate::text::is_engine_id;
@@ -14,11 +16,21 @@ use crate::text::is_engine_id;
 /// How many have an entry. Further starts wait without one, and further containers are not started again.
 const MOST: usize = 128;
 
+/// How many of a user without root's have one.
+const MOST_OF_A_USER: usize = 16;
+
 /// The longest reason, in characters.
 const LONGEST: usize = 1000;
 
 /// How long a refused container is kept that `sublet serve` has not found at Docker yet, in seconds.
 const UNCONFIRMED: u64 = 600;
+
+/// How long a process keeps its place when the time is over for which it waits, in seconds: it may have been stopped.
+const OVERDUE: u64 = 10;
+
+/// How long before its time a refused container keeps others from its room, in seconds: for as long its start may be under
+/// way, too.
+const UNDER_WAY: u64 = 10;
 
 /// A waiter, and its request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -36,6 +48,12 @@ pub struct Waiter {
     /// The process that waits, with which the wait ends; `None`: `sublet serve` starts the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
+    /// When the time is over for which the process waits, in seconds since boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) until: Option<u64>,
+    /// The policy of the user who waits; `None`: root, or root's engine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rule: Option<PolicyRule>,
     /// The attempts of `sublet serve` to start the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry: Option<Retry>,
@@ -58,10 +76,21 @@ impl Retry {
         self.from = uptime_seconds() + (5 << self.starts.min(9)).min(1800);
         self.starts = self.starts.saturating_add(1);
     }
+
+    /// Docker does not say what the container is like: others need not wait for it.
+    pub fn postpone(&mut self) {
+        self.from = self.from.max(uptime_seconds() + 30);
+    }
+
+    /// Whether `sublet serve` starts it as soon as there is room, or has just done so.
+    pub fn is_due(&self) -> bool {
+        self.confirmed && self.from <= uptime_seconds() + UNDER_WAY
+    }
 }
 
 impl Waiter {
-    /// The process `by` waits for `request`, for the container `of`; `None`: `sublet serve`, which starts that again.
+    /// The process `by` waits for `request` as long as that says, for the container `of`; `None`: `sublet serve`, which starts
+    /// that again.
     pub fn new(id: &LeaseId, of: &Container, request: &Request, why: &str, by: Option<Process>) -> Self {
         Self {
             id: id.clone(),
@@ -71,6 +100,8 @@ impl Waiter {
             why: why.chars().take(LONGEST).collect(),
             since: epoch_seconds(),
             process: by,
+            until: by.map(|_| uptime_seconds() + request.wait.as_secs() + OVERDUE),
+            rule: None,
             retry: by.is_none().then(|| Retry { from: uptime_seconds(), ..Retry::default() }),
         }
     }
@@ -80,19 +111,20 @@ impl Waiter {
         Request::deserialize(&self.request).ok()
     }
 
-    /// Whether it is the start of `container`, or that with lease `id`.
-    pub(crate) fn is_of(&self, id: &LeaseId, container: &Container) -> bool {
+    /// Whether it is the start of `container`, or that with lease `id`, or that for which the process `by` waits.
+    pub(crate) fn is_of(&self, id: &LeaseId, container: &Container, by: Option<Process>) -> bool {
         let (own, other) = (&self.container, container);
         let same = (own.uid, &own.id, &own.bundle) == (other.uid, &other.id, &other.bundle);
-        self.id == *id || same && !own.id.is_empty()
+        self.id == *id || same && !own.id.is_empty() || by.is_some() && self.process == by
     }
 
-    /// Whether its process runs, or `sublet serve` has found its container or may still do so.
-    pub(super) fn is_there(&self) -> bool {
+    /// Whether its process runs and has time, or `sublet serve` has found its container or may still do so.
+    pub fn is_there(&self) -> bool {
         // Whatever the clock is set to.
         let is_new = |retry: &Retry| uptime_seconds().saturating_sub(retry.from) < UNCONFIRMED;
         let may_stay = self.retry.as_ref().is_none_or(|retry| retry.confirmed || is_new(retry));
-        may_stay && self.process.as_ref().is_none_or(Process::is_alive)
+        let has_time = self.until.is_none_or(|until| uptime_seconds() <= until);
+        may_stay && has_time && self.process.as_ref().is_none_or(Process::is_alive)
     }
 }
 
@@ -108,9 +140,17 @@ impl Ledger {
     /// Puts `waiter` at the end of the order. One that waits already keeps its place, and its attempts. If the
     /// order is full, the first goes that may be no container to be started again.
     pub fn add_waiter(&mut self, waiter: Waiter) {
-        match self.waiters.iter_mut().find(|old| old.is_of(&waiter.id, &waiter.container)) {
-            Some(old) if old.retry.is_some() => (old.request, old.why) = (waiter.request, waiter.why),
+        // A user's process asks with another lease each time, and the container may not be known yet.
+        let by = waiter.process.filter(|_| waiter.rule.is_some());
+        let is_its = |old: &&mut Waiter| old.is_of(&waiter.id, &waiter.container, by);
+        let of_user = |old: &&Waiter| old.rule.is_some() && old.container.uid == waiter.container.uid;
+        let is_over = waiter.rule.is_some() && self.waiters.iter().filter(of_user).count() >= MOST_OF_A_USER;
+        match self.waiters.iter_mut().find(is_its) {
+            Some(old) if old.retry.is_some() || old.process == waiter.process => {
+                (old.request, old.why) = (waiter.request, waiter.why);
+            }
             Some(old) => *old = Waiter { since: old.since, ..waiter },
+            None if is_over => {}
             None => {
                 let is_unconfirmed = |old: &Waiter| old.retry.as_ref().is_some_and(|retry| !retry.confirmed);
                 let unconfirmed = self.waiters.iter().position(is_unconfirmed);
@@ -185,6 +225,46 @@ mod tests {
         let set = Waiter { since: 0, ..waiter(4, "c", "no", None) };
         let all = [waiter(1, "a", "no", Some(me)), waiter(2, "b", "no", Some(gone)), late, found, set];
         assert_eq!(all.map(|waiter| waiter.is_there()), [true, false, false, true, true]);
+        // A process that was stopped keeps no place for ever.
+        let overdue = Waiter { until: uptime_seconds().checked_sub(1), ..waiter(5, "d", "no", Some(me)) };
+        assert!(!overdue.is_there());
+    }
+
+    /// Of a user, for whom `process` asks again and again.
+    fn users(n: u64, uid: u32, process: Process) -> Waiter {
+        let waiter = waiter(n, "", "no", Some(process));
+        let container = Container { uid, ..waiter.container.clone() };
+        Waiter { rule: Some(PolicyRule::default()), container, ..waiter }
+    }
+
+    #[test]
+    fn a_user_has_an_entry_for_each_process_and_not_all_of_them() {
+        let (mut ledger, me) = (Ledger::empty("boot"), Process::current().unwrap());
+        for n in 1..10 {
+            ledger.add_waiter(users(n, 1000, me));
+        }
+        assert_eq!((ledger.waiters.len(), ledger.waiters[0].id.as_str()), (1, "0000000000000001"));
+        for n in 10..100 {
+            let other = Process { start_time: n, ..me };
+            ledger.add_waiter(users(n, 1000, other));
+        }
+        assert_eq!(ledger.waiters.len(), MOST_OF_A_USER);
+        ledger.add_waiter(users(200, 1001, me));
+        assert_eq!(ledger.waiters.len(), MOST_OF_A_USER + 1);
+    }
+
+    #[test]
+    fn a_refused_container_keeps_its_turn_while_its_start_is_due_or_under_way() {
+        let mut retry = waiter(1, "web", "no", None).retry.unwrap();
+        assert!(!retry.is_due(), "Docker has not said that it is to be started");
+        retry.confirmed = true;
+        assert!(retry.is_due());
+        retry.note_start();
+        assert!(retry.is_due(), "it is being started");
+        retry.postpone();
+        assert!(!retry.is_due());
+        (0..5).for_each(|_| retry.note_start());
+        assert!(!retry.is_due(), "it was refused often");
     }
 
     #[test]

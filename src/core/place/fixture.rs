@@ -94,6 +94,7 @@ pub fn host(devices: Vec<Device>) -> Inventory {
         },
         devices,
         left_out: vec![],
+        links: vec![],
         files: vec![],
         directories: vec![],
     }

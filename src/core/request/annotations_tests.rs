@@ -321,7 +321,7 @@ fn values_that_do_not_parse() {
     assert_snapshot!(refused(&[("sublet.processes", "0")]), @"sublet.processes=0: not a possible value; why: it must be a whole number, 1 or more");
     assert_snapshot!(refused(&[("sublet.capabilities", "compute,compat32")]), @"sublet.capabilities=compute,compat32: not a possible value; why: it must be a list of compute, utility, graphics, video, or all");
     assert_snapshot!(refused(&[("sublet.capabilities", "grafics")]), @"sublet.capabilities=grafics: did you mean graphics?; why: it must be a list of compute, utility, graphics, video, or all");
-    assert_snapshot!(refused(&[("sublet.wait", "2m")]), @"sublet.wait=2m: not a possible value; why: it must be 0 or a whole number of ms, s or m up to 60s, such as 10s");
+    assert_snapshot!(refused(&[("sublet.wait", "2m")]), @"sublet.wait=2m: not a possible value; why: it must be 0 or a whole number of ms, s or m, such as 10s, at most 1m ([limits] wait_max)");
     for processes in ["+1", "-1", "1.0", "4294967296", "١", ""] {
         assert!(refused(&[("sublet.processes", processes)]).starts_with("sublet.processes="), "{processes}");
     }

@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, VisibleDevices};
 use crate::share::{
-    self, Capabilities, Capability, Devices, Guarding, Isolation, LONGEST_WAIT, Memory, MigCapability, Mode,
-    Percent, Priority, SELECTORS_ALLOWED, parse_devices,
+    self, Capabilities, Capability, DURATION_ALLOWED, Devices, Guarding, Isolation, Memory, MigCapability,
+    Mode, Percent, Priority, SELECTORS_ALLOWED, parse_devices,
 };
 use crate::text::safe;
 use rules::{KEYS, Keys, PREFIX, one_word};
@@ -138,7 +138,9 @@ pub fn parse(
     let guard = keys.word("guard", &words())?.map(|action| rules::guarding(&keys, action)).transpose()?;
     let visible_devices = keys.word("visible_devices", &words())?;
     let default_directory = keys.word("default_directory", &[("true", true), ("false", false)])?;
-    let wait = keys.read("wait", WAIT_ALLOWED, |text| share::parse_duration(text, LONGEST_WAIT))?;
+    let most = config.limits.wait_max;
+    let allowed = format!("{DURATION_ALLOWED}, at most {} ([limits] wait_max)", share::show_duration(most));
+    let wait = keys.read("wait", &allowed, |text| share::parse_duration(text, most))?;
     let mode = rules::check(&keys, mode, &devices, isolation, config)?;
     Ok(Request {
         isolation: isolation.unwrap_or_else(|| rules::default_isolation(mode, &devices, config)),
@@ -167,7 +169,6 @@ fn words<T: strum::VariantArray + Copy + Into<&'static str>>() -> Vec<(&'static 
 
 const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
 const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
-const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, such as 10s";
 
 fn processes(text: &str) -> Result<NonZeroU32, Option<String>> {
     // `parse` alone would accept a leading `+`.

@@ -10,7 +10,9 @@ use nix::unistd::geteuid;
 use nvidia_ml::layout::contexts::{self, Kind, On};
 use nvidia_ml::layout::{Root, trailer};
 use nvml_wrapper::Nvml;
-use nvml_wrapper::enum_wrappers::device::{ComputeMode, GpuVirtualizationMode};
+use nvml_wrapper::enum_wrappers::device::{
+    ComputeMode, GpuVirtualizationMode, P2pCapabilitiesIndex, P2pStatus, TopologyLevel,
+};
 use nvml_wrapper::enums::device::{DeviceArchitecture, UsedGpuMemory};
 use nvml_wrapper::error::NvmlError;
 
@@ -120,6 +122,19 @@ fn index_and_minor_differ_where_the_topology_says_so() {
     let information = driver.read("proc/driver/nvidia/gpus/0000:3a:00.0/information");
     assert!(information.contains("Device Minor: \t 3\n"), "{information}");
     assert!(information.contains("GPU UUID: \t GPU-5b1e7000-0000-4000-8000-000000000802\n"), "{information}");
+}
+
+#[test]
+fn gpus_are_joined_as_the_topology_says() {
+    let driver = Driver::up("h100x4-bridges");
+    let nvml = driver.nvml();
+    let device = |index| nvml.device_by_index(index).unwrap();
+    let nvlink = |one, other| device(one).p2p_status(&device(other), P2pCapabilitiesIndex::NvLink).unwrap();
+    assert_eq!((nvlink(0, 2), nvlink(3, 1)), (P2pStatus::Ok, P2pStatus::Ok));
+    assert_eq!(nvlink(0, 1), P2pStatus::NotSupported);
+    let ancestor = |one, other| device(one).topology_common_ancestor(device(other)).unwrap();
+    assert_eq!((ancestor(0, 1), ancestor(0, 2)), (TopologyLevel::HostBridge, TopologyLevel::System));
+    assert!(device(0).topology_common_ancestor(device(0)).is_err());
 }
 
 #[test]

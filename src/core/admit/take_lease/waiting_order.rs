@@ -1,0 +1,88 @@
+//! In which order those who wait get their shares. Who came first is first, among those for whom the same devices would do;
+//! a later one, and a start that does not wait, is served before only with what those before could not use by now anyway.
+
+use super::{allowed_inventory, book_for};
+use crate::broker::policy_limits::PolicyLimit;
+use crate::config::Config;
+use crate::inventory::Inventory;
+use crate::ledger::{Container, LeaseId, Ledger, Waiter};
+use crate::place::{Placement, Refusal, World, advise_waiting, count_neighbours, find};
+use crate::process::Process;
+use crate::request::Request;
+use crate::text::{add_fix, add_why};
+
+/// Who asks for a share.
+#[derive(Clone, Copy)]
+pub struct Asks<'a> {
+    /// The lease that it will have.
+    pub id: &'a LeaseId,
+    /// The container; empty for `sublet wait`.
+    pub container: &'a Container,
+    /// The process that waits, where neither of those tells which entry is its own.
+    pub by: Option<Process>,
+    /// For what.
+    pub request: &'a Request,
+}
+
+/// `placement`, which the ledger has room for, or another one among the `allowed` devices, where earlier waiters need its
+/// devices of the `host`.
+///
+/// # Errors
+/// Those take all that it could have. Waiting helps.
+pub fn place_in_order(
+    asks: Asks<'_>,
+    placement: Placement,
+    (allowed, host): (&Inventory, &Inventory),
+    ledger: &Ledger,
+    config: &Config,
+) -> Result<Placement, Box<Refusal>> {
+    let before = ledger.waiters.iter().take_while(|one| !one.is_of(asks.id, asks.container, asks.by));
+    let serves = || config.retry.docker && ledger.keeper.is_some_and(|keeper| keeper.is_alive());
+    // That their processes run was looked up with the ledger.
+    let looks = |one: &&Waiter| one.retry.as_ref().is_none_or(|retry| retry.is_due() && serves());
+    let mut ahead = ledger.clone();
+    let count = before.filter(looks).filter(|one| book_waiter(one, &mut ahead, host, config)).count();
+    if count == 0 {
+        return Ok(placement);
+    }
+    match find(asks.request, asks.id, World { inventory: allowed, ledger: &ahead, config }) {
+        Ok(found) => {
+            let neighbours = Some(count_neighbours(asks.id, &found.devices, ledger));
+            Ok(Placement { neighbours, ..found })
+        }
+        Err(_) => Err(refuse_behind(count, advise_waiting(asks.request, config))),
+    }
+}
+
+/// Books in `ahead`, which is not written, what `waiter` would get of the `host` now. `false`: nothing.
+pub fn book_waiter(waiter: &Waiter, ahead: &mut Ledger, host: &Inventory, config: &Config) -> bool {
+    let limit = waiter.rule.as_ref().map(|rule| PolicyLimit { uid: waiter.container.uid, rule });
+    let placed = || {
+        let (request, allowed) = (waiter.request()?, allowed_inventory(limit, host, config).ok()?);
+        let world = World { inventory: &allowed, ledger: ahead, config };
+        let placement = find(&request, &waiter.id, world).ok()?;
+        limit.is_none_or(|limit| limit.check(&placement, ahead).is_ok()).then_some(placement)
+    };
+    let Some(placement) = placed() else { return false };
+    book_for((&waiter.id, &waiter.container), &placement, ahead, config);
+    true
+}
+
+/// The refusal where `count` came before.
+fn refuse_behind(count: usize, advice: Option<String>) -> Box<Refusal> {
+    let ahead = if count == 1 { "one".to_owned() } else { count.to_string() };
+    let why = format!("{ahead} came first, as `sublet status` shows");
+    let message = add_why("no room: others wait for what is left", &why);
+    let message = advice.iter().fold(message, |message, way| add_fix(&message, way));
+    Box::new(Refusal {
+        message,
+        candidates: Vec::new(),
+        temporary: true,
+        refresh_first: false,
+        left_out: false,
+    })
+}
+
+#[cfg(test)]
+#[path = "waiting_order_tests.rs"]
+mod tests;
