@@ -424,7 +424,7 @@ mod tests {
     fn status() -> Status {
         let mut status = look().status;
         let [first, second] = &mut status.devices[..] else { panic!() };
-        (first.mode, first.reserved) = ("time-slice", Some(Mode::TimeSlice));
+        (first.mode, first.reserved) = ("time-slice", Some(Use::TimeSlice));
         second.health = Health { state: "lost", reason: None };
         second.drained = true;
         let own = LeaseOnDevice { mode: Mode::TimeSlice, own_server: true, ..lease(1, "training", Some(7)) };

@@ -7,11 +7,12 @@ use serde::Serialize;
 use super::Sources;
 use crate::names::{self, Engine, Name};
 use crate::usage::{DeviceUsed, LeaseUsed, ProcessUse};
-use sublet_core::inventory::{Device, LeftOut, MigDevice};
-use sublet_core::ledger::{Lease, LeaseState};
+use sublet_core::config::Use;
+use sublet_core::inventory::{Device, Inventory, LeftOut, MigDevice};
+use sublet_core::ledger::{Drain, Lease, LeaseState};
 use sublet_core::place::{Bookings, bookings, rule};
 use sublet_core::share::{Isolation, Mode, Percent};
-use sublet_core::text::{safe, timestamp};
+use sublet_core::text::timestamp;
 
 /// A GPU.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -52,18 +53,50 @@ pub struct Gpu {
     pub mig: Vec<MigInstance>,
     /// Whether it takes no new lease.
     pub drained: bool,
+    /// Why, by whom and until when; null: nobody said.
+    pub drain: Option<Drained>,
     /// What `[[device]] use` reserves it for.
     #[serde(skip)]
-    pub reserved: Option<Mode>,
+    pub reserved: Option<Use>,
 }
 
 /// Whether containers get a GPU.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct Health {
-    /// `ok`; `lost`: it is gone from the bus; `unhealthy`: it does not answer as it should. Only the first is served.
+    /// `ok`; `lost`: it is gone from the bus; `unhealthy`: it does not answer as it should, or reported a fault. Only the
+    /// first is served.
     pub state: &'static str,
     /// Why it is not served; null: it is.
     pub reason: Option<String>,
+}
+
+/// Why a device takes no new lease (`sublet drain`).
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct Drained {
+    /// What the administrator wrote; null: nothing.
+    pub reason: Option<String>,
+    /// Who did it; null: not known.
+    pub by: Option<String>,
+    /// RFC 3339.
+    pub since: String,
+    /// It ends by itself then: RFC 3339; null: it does not.
+    pub until: Option<String>,
+    /// All of it in one line.
+    #[serde(skip)]
+    pub words: String,
+}
+
+impl Drained {
+    fn of(drain: &Drain) -> Self {
+        let text = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
+        Self {
+            reason: text(&drain.reason),
+            by: text(&drain.by),
+            since: timestamp(drain.since),
+            until: drain.until.map(timestamp),
+            words: drain.words(),
+        }
+    }
 }
 
 /// A part of a device.
@@ -112,13 +145,15 @@ pub struct MigInstance {
     pub shares_memory_with: Vec<String>,
     /// Whether it takes no new lease.
     pub drained: bool,
+    /// Why, by whom and until when; null: nobody said.
+    pub drain: Option<Drained>,
     /// Why no container can use it.
     pub fault: Option<String>,
     /// Whether it was created for a container.
     pub dynamic: bool,
     /// As that of a GPU.
     #[serde(skip)]
-    pub reserved: Option<Mode>,
+    pub reserved: Option<Use>,
 }
 
 impl Gpu {
@@ -145,6 +180,7 @@ impl Gpu {
             mig_enabled: device.mig_enabled,
             mig: inventory.mig_devices_of(&device.uuid).map(mig).collect(),
             drained: ledger.drained.contains(&device.uuid),
+            drain: ledger.drain_of(&device.uuid).map(Drained::of),
             reserved: rule(device, config).and_then(|rule| rule.fixed_use),
         }
     }
@@ -157,7 +193,7 @@ impl Gpu {
             (row.lease_count > 0).then_some(row)
         };
         Self {
-            health: Health { state: gone.state(), reason: Some(safe(&gone.why)) },
+            health: Health { state: gone.state(), reason: Some(gone.reason()) },
             free: Room { sm_percent: 0.0, memory_bytes: 0 },
             mig: gone.mig.iter().filter_map(mig).collect(),
             ..Self::of(&gone.gpu, sources)
@@ -190,6 +226,10 @@ impl MigInstance {
             shares_memory_with: part.siblings.iter().filter_map(sibling).collect(),
             // A MIG device of a drained GPU is drained, too.
             drained: ledger.drained.iter().any(|uuid| *uuid == device.uuid || uuid == device.gpu()),
+            drain: [&device.uuid, device.gpu()]
+                .into_iter()
+                .find_map(|uuid| ledger.drain_of(uuid))
+                .map(Drained::of),
             fault: part.fault.clone(),
             dynamic: ledger.dynamic_instance(device).is_some(),
             reserved: rule(device, config).and_then(|rule| rule.fixed_use),
@@ -277,7 +317,10 @@ impl LeaseOnDevice {
         let name = sources.names.of(lease);
         let text = |of: fn(&Name) -> &String| name.map(of).filter(|text| !text.is_empty()).cloned();
         // A lease whose device is gone is lost, whatever else it is.
-        let is_there = sources.inventory.device(device).is_some();
+        let Inventory { left_out, .. } = sources.inventory;
+        let is_part = |gone: &LeftOut| gone.mig.iter().any(|part| part.uuid == device);
+        let runs_on = |gone: &LeftOut| !gone.lost && (gone.gpu.uuid == device || is_part(gone));
+        let is_there = sources.inventory.device(device).is_some() || left_out.iter().any(runs_on);
         let on_device = sources.usage.devices.get(device);
         Self {
             id: lease.id.to_string(),

@@ -18,7 +18,7 @@ use sublet_core::share::Action;
 use sublet_core::text::{safe, timestamp};
 
 pub use crate::usage::{DeviceUsed, LeaseUsed, OutsideProcess};
-pub use listed::{Gpu, Health, LeaseOnDevice, MigInstance, Room};
+pub use listed::{Drained, Gpu, Health, LeaseOnDevice, MigInstance, Room};
 
 /// How many processes without a lease are named for each device.
 const NAMED: usize = 3;

@@ -175,6 +175,7 @@ impl Store {
             let mut ledger = Ledger::clone(&start);
             let freed = if scan == Scan::None { Freed::new() } else { reclaim(&mut ledger, &running) };
             self.reopen_devices(&mut ledger);
+            ledger.end_drains();
             (ledger, freed)
         };
         let (mut after, mut freed) = settled();

@@ -1,0 +1,294 @@
+//! Devices that take no new lease, by `sublet drain`: in the ledger, where starts see them, and in a file that outlives a
+//! reboot. The file is written under the ledger's lock only.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Ledger, LedgerError, Scan, Store};
+use crate::fs::{make_trusted_directory, read_trusted, replace_durably};
+use crate::process::epoch_seconds;
+use crate::text::{safe, safe_long, safe_path, timestamp};
+
+/// The longest reason, in characters.
+pub const LONGEST_REASON: usize = 200;
+
+/// Where the system's state directory has what outlives a reboot.
+const LASTING: &str = "/var/lib/sublet";
+
+/// `schema` of the file.
+const SCHEMA: &str = "sublet.drains/1";
+
+/// Far more than 16 GPUs with all their MIG devices need, in bytes.
+const LARGEST: u64 = 1 << 20;
+
+/// Why a device takes no new lease, and until when.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drain {
+    /// Its UUID.
+    pub device: String,
+    /// What the administrator wrote, not made safe to print.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub reason: String,
+    /// Who did it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub by: String,
+    /// Since when, in seconds since the epoch.
+    pub since: u64,
+    /// It ends by itself then, in seconds since the epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub until: Option<u64>,
+}
+
+/// The file.
+#[derive(Serialize, Deserialize)]
+struct Lasting {
+    schema: String,
+    drains: Vec<Drain>,
+}
+
+impl Drain {
+    /// As `by alice since 2026-11-27T21:00:00Z until 2026-11-28T06:00:00Z: a fan is replaced`.
+    pub fn words(&self) -> String {
+        let by = if self.by.is_empty() { String::new() } else { format!("by {} ", safe(&self.by)) };
+        let until = self.until.map(|until| format!(" until {}", timestamp(until))).unwrap_or_default();
+        let reason = safe_long(&self.reason, LONGEST_REASON);
+        let reason = if reason.is_empty() { reason } else { format!(": {reason}") };
+        format!("{by}since {}{until}{reason}", timestamp(self.since))
+    }
+
+    /// The same for a refusal, where there is more to say than that it is drained.
+    pub(crate) fn why(&self) -> Option<String> {
+        (!self.reason.is_empty() || self.until.is_some()).then(|| self.words())
+    }
+
+    fn has_ended(&self, now: u64) -> bool {
+        self.until.is_some_and(|until| until <= now)
+    }
+}
+
+impl Ledger {
+    /// Why `device` is drained, where that is known.
+    pub fn drain_of(&self, device: &str) -> Option<&Drain> {
+        self.drains.iter().find(|drain| drain.device == device)
+    }
+
+    /// Ends those whose time has come.
+    pub(super) fn end_drains(&mut self) {
+        if self.drains.iter().any(|drain| drain.until.is_some()) {
+            let now = epoch_seconds();
+            let (ended, left): (Vec<_>, Vec<_>) =
+                std::mem::take(&mut self.drains).into_iter().partition(|drain| drain.has_ended(now));
+            self.drains = left;
+            self.drained.retain(|uuid| !ended.iter().any(|drain| drain.device == *uuid));
+        }
+    }
+
+    /// Drains `devices` as `new` says, or for `None` no longer, also after a reboot. `all` are the devices of the host.
+    ///
+    /// # Errors
+    /// The file cannot be written. Nothing has changed then.
+    pub fn drain(
+        &mut self,
+        state_dir: &Path,
+        all: &[String],
+        devices: &[String],
+        new: Option<&Drain>,
+    ) -> io::Result<()> {
+        let mut after = self.clone();
+        after.add_drains(read_lasting(state_dir, all));
+        after.drained.retain(|uuid| !devices.contains(uuid));
+        after.drains.retain(|drain| !devices.contains(&drain.device));
+        after.add_drains(
+            new.iter()
+                .flat_map(|new| devices.iter().map(|uuid| Drain { device: uuid.clone(), ..(*new).clone() })),
+        );
+        // What an earlier version drained lasts from now on, too.
+        let bare = |uuid: &String| Drain { device: uuid.clone(), since: epoch_seconds(), ..Drain::default() };
+        let told = |uuid: &String| after.drain_of(uuid).cloned().unwrap_or_else(|| bare(uuid));
+        write_lasting(state_dir, after.drained.iter().map(told).collect())?;
+        (self.drained, self.drains) = (after.drained, after.drains);
+        Ok(())
+    }
+
+    fn add_drains(&mut self, drains: impl IntoIterator<Item = Drain>) {
+        for drain in drains {
+            if !self.drained.contains(&drain.device) {
+                self.drained.push(drain.device.clone());
+            }
+            if self.drain_of(&drain.device).is_none() {
+                self.drains.push(drain);
+            }
+        }
+    }
+}
+
+impl Store {
+    /// Brings drains that were made before a reboot, or before the ledger was lost, into the ledger. `all` are the devices of
+    /// the host: if the file cannot be read, none of them takes a lease.
+    ///
+    /// # Errors
+    /// The ledger cannot be changed.
+    pub fn restore_drains(&self, all: &[String]) -> Result<(), LedgerError> {
+        let lasting = read_lasting(&self.state_dir, all);
+        let has = |ledger: &Ledger| lasting.iter().all(|drain| ledger.drained.contains(&drain.device));
+        if lasting.is_empty() || self.peek().is_ok_and(|ledger| has(&ledger)) {
+            return Ok(());
+        }
+        self.change_with_scan(Scan::None, |ledger| {
+            // Read again under the lock: one may have been ended meanwhile.
+            ledger.add_drains(read_lasting(&self.state_dir, all));
+        })?;
+        Ok(())
+    }
+}
+
+/// The directory for what outlives a reboot: of the system's state directory `/var/lib/sublet`, of others a directory in them.
+pub fn lasting_directory(state_dir: &Path) -> PathBuf {
+    if state_dir == Path::new("/run/sublet") { LASTING.into() } else { state_dir.join("lasting") }
+}
+
+fn lasting_file(state_dir: &Path) -> PathBuf {
+    lasting_directory(state_dir).join("drains.json")
+}
+
+/// Those that have not ended. If they cannot be read, one for each device of the host, which says so.
+fn read_lasting(state_dir: &Path, all: &[String]) -> Vec<Drain> {
+    let (path, now) = (lasting_file(state_dir), epoch_seconds());
+    let parsed = match read_trusted(&path, LARGEST) {
+        Ok(None) => return Vec::new(),
+        Ok(Some(Ok(text))) => parse_lasting(&text),
+        Ok(Some(Err(why))) => Err(why),
+        Err(error) => Err(error.to_string()),
+    };
+    let unreadable = |why: String| {
+        let reason =
+            format!("{} cannot be read ({}); `sublet undrain all` begins anew", safe_path(&path), safe(&why));
+        let of = |device: &String| Drain {
+            device: device.clone(),
+            reason: reason.clone(),
+            since: now,
+            ..Drain::default()
+        };
+        all.iter().map(of).collect()
+    };
+    parsed
+        .map_or_else(unreadable, |drains| drains.into_iter().filter(|drain| !drain.has_ended(now)).collect())
+}
+
+fn parse_lasting(text: &[u8]) -> Result<Vec<Drain>, String> {
+    let lasting: Lasting = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    if lasting.schema == SCHEMA { Ok(lasting.drains) } else { Err(format!("schema {}", lasting.schema)) }
+}
+
+fn write_lasting(state_dir: &Path, drains: Vec<Drain>) -> io::Result<()> {
+    let path = lasting_file(state_dir);
+    let failed = |why: String| io::Error::other(format!("cannot write {}: {why}", safe_path(&path)));
+    if drains.is_empty() && !path.exists() {
+        return Ok(());
+    }
+    make_trusted_directory(&lasting_directory(state_dir))
+        .map_err(|why| failed(format!("its directory {why}")))?;
+    let text = serde_json::to_vec(&Lasting { schema: SCHEMA.to_owned(), drains })?;
+    replace_durably(&path, &text, 0o644).map_err(|error| failed(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    const GPU: &str = "GPU-1";
+
+    fn all() -> Vec<String> {
+        [GPU, "GPU-2"].map(str::to_owned).to_vec()
+    }
+
+    fn host() -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let state_dir = dir.path().join("run");
+        (dir, state_dir)
+    }
+
+    fn fan(until: Option<u64>) -> Drain {
+        Drain {
+            reason: "fan\u{1b}[2J".to_owned(),
+            by: "alice".to_owned(),
+            since: 0,
+            until,
+            ..Drain::default()
+        }
+    }
+
+    /// What a new ledger has of them after a reboot.
+    fn drained_after_reboot(state_dir: &Path) -> Vec<String> {
+        for name in ["ledger.json", "ledger.json.copy", "lock"] {
+            let _ = fs::remove_file(state_dir.join(name));
+        }
+        let store = Store::open(state_dir).unwrap();
+        store.restore_drains(&all()).unwrap();
+        store.read().unwrap().drained
+    }
+
+    #[test]
+    fn a_drain_lasts_until_it_is_ended() {
+        let (_dir, state_dir) = host();
+        let mut ledger = Ledger::empty("boot");
+        ledger.drain(&state_dir, &all(), &[GPU.to_owned()], Some(&fan(None))).unwrap();
+        assert_eq!(ledger.drained, [GPU]);
+        let words = ledger.drain_of(GPU).map(Drain::words);
+        assert_eq!(words.as_deref(), Some("by alice since 1970-01-01T00:00:00Z: fan\\u{1b}[2J"));
+        assert_eq!(drained_after_reboot(&state_dir), [GPU]);
+        ledger.drain(&state_dir, &all(), &[GPU.to_owned()], None).unwrap();
+        assert_eq!((ledger.drained.len(), ledger.drains.len()), (0, 0));
+        assert_eq!(drained_after_reboot(&state_dir), [""; 0]);
+    }
+
+    #[test]
+    fn a_time_ends_it_with_and_without_a_reboot() {
+        let (_dir, state_dir) = host();
+        let store = Store::open(&state_dir).unwrap();
+        let drain = |until| {
+            let change =
+                |ledger: &mut Ledger| ledger.drain(&state_dir, &all(), &all(), Some(&fan(Some(until))));
+            store.update(change).unwrap().0.unwrap();
+            store.change(|_| ()).unwrap();
+            store.read().unwrap().drained.len()
+        };
+        assert_eq!(drain(epoch_seconds() + 600), 2);
+        assert_eq!(drained_after_reboot(&state_dir), all());
+        assert_eq!(drain(1), 0);
+        assert_eq!(drained_after_reboot(&state_dir), [""; 0]);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_drains_all_until_they_are_undrained() {
+        for text in ["", "{", "{\"schema\":\"sublet.drains/2\",\"drains\":[]}", "[]"] {
+            let (_dir, state_dir) = host();
+            let file = lasting_file(&state_dir);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(&file, text).unwrap();
+            assert_eq!(drained_after_reboot(&state_dir), all(), "{text}");
+            let store = Store::open(&state_dir).unwrap();
+            let read = store.read().unwrap();
+            let why = read.drain_of(GPU).and_then(Drain::why).unwrap();
+            assert!(why.contains("drains.json cannot be read"), "{why}");
+            let one = [GPU.to_owned()];
+            store.update(|ledger| ledger.drain(&state_dir, &all(), &one, None)).unwrap().0.unwrap();
+            assert_eq!(drained_after_reboot(&state_dir), ["GPU-2"], "{text}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_written_changes_nothing() {
+        let (_dir, state_dir) = host();
+        fs::create_dir_all(&state_dir).unwrap();
+        fs::write(state_dir.join("lasting"), "in its place").unwrap();
+        let mut ledger = Ledger::empty("boot");
+        let error = ledger.drain(&state_dir, &all(), &all(), Some(&fan(None))).unwrap_err().to_string();
+        assert!(error.contains("lasting/drains.json: its directory is no directory"), "{error}");
+        assert_eq!(ledger, Ledger::empty("boot"));
+    }
+}
