@@ -29,7 +29,7 @@ pub(super) fn watch_gpus(config: &Config) {
     // An open NVML would prevent the reset that a change of the layout may need.
     // A GPU that only reported a fault answers, and its reset is looked for elsewhere.
     let records = sick_gpus::read(config);
-    let is_silent = |gone: &LeftOut| records.sick(&gone.gpu.uuid).is_none();
+    let is_silent = |gone: &LeftOut| !records.gpus.contains_key(&gone.gpu.uuid);
     let wanted =
         (!ledger.leases.is_empty() || known.left_out.iter().any(is_silent)) && ledger.mig.under_way.is_none();
     if !is_due(&LOOKED, PERIOD, || wanted) {

@@ -88,7 +88,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
     let pool = Pool::start(&wake).context("threads")?;
     guard::start().context("threads")?;
     retry::start(Store::open(&config.state_dir)?).context("threads")?;
-    let health = health::Watch::start().context("threads")?;
+    let health = health::Watch::start(config).context("threads")?;
     let server = Server {
         epoll,
         listener: Some(listener),

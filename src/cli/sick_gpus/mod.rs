@@ -28,10 +28,11 @@ const LARGEST: u64 = 1 << 20;
 pub(crate) struct Records {
     /// Of another boot nothing counts.
     boot_id: String,
-    /// Xids up to this record of the kernel's log have been acted on.
-    pub settled: u64,
-    /// By UUID, also those that are well again.
-    gpus: BTreeMap<String, Sick>,
+    /// Those that are sick, by UUID.
+    pub gpus: BTreeMap<String, Sick>,
+    /// GPUs that became well by themselves, by UUID, and when, in seconds since boot.
+    #[serde(default)]
+    healed: BTreeMap<String, u64>,
     /// What is amiss with GPUs that are served, by UUID.
     #[serde(default)]
     pub warnings: BTreeMap<String, Vec<String>>,
@@ -50,14 +51,12 @@ pub(crate) struct Sick {
     pub asked: bool,
     /// Whether it stays sick until somebody says that it is well, or a reboot.
     stays: bool,
-    /// Since when it is well again, in seconds since boot.
-    well_since: Option<u64>,
 }
 
 impl Sick {
     /// From now on.
     pub fn now(what: String, fix: String, asked: bool) -> Self {
-        Self { what, fix, since: process::epoch_seconds(), asked, stays: false, well_since: None }
+        Self { what, fix, since: process::epoch_seconds(), asked, stays: false }
     }
 
     /// As [`LeftOut::why`] of GPU `index`.
@@ -68,41 +67,18 @@ impl Sick {
 }
 
 impl Records {
-    /// Why the GPU with this UUID gets no lease.
-    pub fn sick(&self, uuid: &str) -> Option<&Sick> {
-        self.gpus.get(uuid).filter(|sick| sick.well_since.is_none())
-    }
-
     /// UUIDs of sick GPUs that a reset makes well.
     pub fn asked(&self) -> impl Iterator<Item = &String> {
-        let waits = |sick: &Sick| sick.asked && !sick.stays && sick.well_since.is_none();
-        self.gpus.iter().filter(move |(_, sick)| waits(sick)).map(|(uuid, _)| uuid)
-    }
-
-    /// Notes the fault of a GPU at `now`, in seconds since boot. Returns whether it was well until then.
-    fn mark(&mut self, uuid: &str, fault: Sick, now: u64) -> bool {
-        let before = self.gpus.get_mut(uuid);
-        let well_since = before.as_ref().map(|before| before.well_since);
-        match (before, well_since) {
-            (Some(before), Some(None)) => {
-                before.asked |= fault.asked;
-                false
-            }
-            (_, well_since) => {
-                let stays = well_since.flatten().is_some_and(|since| now < since.saturating_add(FLAPPING));
-                self.gpus.insert(uuid.to_owned(), Sick { stays, ..fault });
-                true
-            }
-        }
+        self.gpus.iter().filter(|(_, sick)| sick.asked && !sick.stays).map(|(uuid, _)| uuid)
     }
 
     /// Moves sick GPUs, with their MIG devices, from `devices` to those that are left out.
     pub fn leave_out(&self, devices: Vec<Device>, mut left_out: Vec<LeftOut>) -> (Vec<Device>, Vec<LeftOut>) {
         let (sick, devices): (Vec<_>, Vec<_>) =
-            devices.into_iter().partition(|device| self.sick(device.gpu()).is_some());
+            devices.into_iter().partition(|device| self.gpus.contains_key(device.gpu()));
         let (parts, gpus): (Vec<_>, Vec<_>) = sick.into_iter().partition(Device::is_mig);
         left_out.extend(gpus.into_iter().filter_map(|gpu| {
-            let why = self.sick(&gpu.uuid)?.why(gpu.index);
+            let why = self.gpus.get(&gpu.uuid)?.why(gpu.index);
             let mig = parts.iter().filter(|part| part.gpu() == gpu.uuid).cloned().collect();
             Some(LeftOut { mig, gpu, lost: false, why })
         }));
@@ -117,7 +93,7 @@ pub(crate) fn read(config: &Config) -> Records {
     of_this_boot(serde_json::from_slice(&text).unwrap_or_default())
 }
 
-/// Changes the records. One that cannot be read is put aside: the kernel's log has its Xids, as long as there is room.
+/// Changes the records. A file with garbage is put aside.
 ///
 /// # Errors
 /// The file cannot be read or written.
@@ -139,7 +115,15 @@ pub(crate) fn change<T>(config: &Config, change: impl FnOnce(&mut Records) -> T)
 /// # Errors
 /// As [`change`].
 pub(crate) fn mark(uuid: &str, fault: Sick, config: &Config) -> io::Result<bool> {
-    change(config, |records| records.mark(uuid, fault, process::uptime_seconds()))
+    change(config, |records| {
+        if let Some(sick) = records.gpus.get_mut(uuid) {
+            sick.asked |= fault.asked;
+            return false;
+        }
+        let is_soon = |at: &u64| process::uptime_seconds() < at.saturating_add(FLAPPING);
+        let stays = records.healed.get(uuid).is_some_and(is_soon);
+        records.gpus.insert(uuid.to_owned(), Sick { stays, ..fault }).is_none()
+    })
 }
 
 /// Notes that a GPU was reset. Returns whether that makes it well.
@@ -149,26 +133,23 @@ pub(crate) fn mark(uuid: &str, fault: Sick, config: &Config) -> io::Result<bool>
 pub(crate) fn note_reset(uuid: &str, config: &Config) -> io::Result<bool> {
     change(config, |records| {
         let heals = records.asked().any(|asked| asked == uuid);
-        if let Some(sick) = records.gpus.get_mut(uuid).filter(|_| heals) {
-            sick.well_since = Some(process::uptime_seconds());
+        if heals {
+            records.gpus.remove(uuid);
+            records.healed.insert(uuid.to_owned(), process::uptime_seconds());
         }
         heals
     })
 }
 
-/// Forgets the faults of these GPUs, and the Xids that the kernel's log has until now. Returns those that were sick.
+/// Forgets the faults of these GPUs. Returns those that were sick.
 ///
 /// # Errors
 /// As [`change`].
 pub(crate) fn declare_healthy(uuids: &[String], config: &Config) -> io::Result<Vec<String>> {
-    let end = kernel_log::end_of_log(&config.driver.root);
-    change(config, |records| {
-        records.settled = end.unwrap_or(records.settled);
-        let is_sick = |uuid: &&String| records.sick(uuid).is_some();
-        let were = uuids.iter().filter(is_sick).cloned().collect();
-        records.gpus.retain(|uuid, _| !uuids.contains(uuid));
-        were
-    })
+    let forget = |records: &mut Records| {
+        uuids.iter().filter(|uuid| records.gpus.remove(*uuid).is_some()).cloned().collect()
+    };
+    change(config, forget)
 }
 
 fn of_this_boot(records: Records) -> Records {
@@ -205,12 +186,12 @@ mod tests {
         assert!(!note_reset("GPU-1", &config).unwrap(), "the driver did not ask for one");
         assert!(!mark("GPU-1", fault(true), &config).unwrap());
         assert!(note_reset("GPU-1", &config).unwrap());
-        assert_eq!(read(&config).sick("GPU-1"), None);
+        assert!(read(&config).gpus.is_empty());
         // It flaps: from now on somebody has to look at it.
         assert!(mark("GPU-1", fault(true), &config).unwrap());
         assert!(!note_reset("GPU-1", &config).unwrap());
         assert_eq!(declare_healthy(&["GPU-1".to_owned(), "GPU-2".to_owned()], &config).unwrap(), ["GPU-1"]);
-        assert_eq!(read(&config).sick("GPU-1"), None);
+        assert!(read(&config).gpus.is_empty());
     }
 
     #[test]
@@ -230,7 +211,7 @@ mod tests {
     #[test]
     fn a_sick_gpu_is_left_out_with_its_mig_devices_and_the_others_stay() {
         let mut records = Records::default();
-        records.mark("GPU-1", fault(false), 0);
+        records.gpus.insert("GPU-1".to_owned(), fault(false));
         let gpu = |index: u32| Device { uuid: format!("GPU-{index}"), index, ..Device::default() };
         let mut part = gpu(1);
         part.uuid = "MIG-1".to_owned();

@@ -53,8 +53,8 @@ pub struct Gpu {
     pub mig: Vec<MigInstance>,
     /// Whether it takes no new lease.
     pub drained: bool,
-    /// Why, by whom and until when; null: nobody said.
-    pub drain: Option<Drained>,
+    /// By whom, since when, until when and why, in one line; null: it is not drained, or nobody said.
+    pub drain: Option<String>,
     /// What `[[device]] use` reserves it for.
     #[serde(skip)]
     pub reserved: Option<Use>,
@@ -68,35 +68,6 @@ pub struct Health {
     pub state: &'static str,
     /// Why it is not served; null: it is.
     pub reason: Option<String>,
-}
-
-/// Why a device takes no new lease (`sublet drain`).
-#[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct Drained {
-    /// What the administrator wrote; null: nothing.
-    pub reason: Option<String>,
-    /// Who did it; null: not known.
-    pub by: Option<String>,
-    /// RFC 3339.
-    pub since: String,
-    /// It ends by itself then: RFC 3339; null: it does not.
-    pub until: Option<String>,
-    /// All of it in one line.
-    #[serde(skip)]
-    pub words: String,
-}
-
-impl Drained {
-    fn of(drain: &Drain) -> Self {
-        let text = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
-        Self {
-            reason: text(&drain.reason),
-            by: text(&drain.by),
-            since: timestamp(drain.since),
-            until: drain.until.map(timestamp),
-            words: drain.words(),
-        }
-    }
 }
 
 /// A part of a device.
@@ -145,8 +116,8 @@ pub struct MigInstance {
     pub shares_memory_with: Vec<String>,
     /// Whether it takes no new lease.
     pub drained: bool,
-    /// Why, by whom and until when; null: nobody said.
-    pub drain: Option<Drained>,
+    /// By whom, since when, until when and why, in one line; null: it is not drained, or nobody said.
+    pub drain: Option<String>,
     /// Why no container can use it.
     pub fault: Option<String>,
     /// Whether it was created for a container.
@@ -180,7 +151,7 @@ impl Gpu {
             mig_enabled: device.mig_enabled,
             mig: inventory.mig_devices_of(&device.uuid).map(mig).collect(),
             drained: ledger.drained.contains(&device.uuid),
-            drain: ledger.drain_of(&device.uuid).map(Drained::of),
+            drain: ledger.drain_of(&device.uuid).map(Drain::words),
             reserved: rule(device, config).and_then(|rule| rule.fixed_use),
         }
     }
@@ -226,10 +197,7 @@ impl MigInstance {
             shares_memory_with: part.siblings.iter().filter_map(sibling).collect(),
             // A MIG device of a drained GPU is drained, too.
             drained: ledger.drained.iter().any(|uuid| *uuid == device.uuid || uuid == device.gpu()),
-            drain: [&device.uuid, device.gpu()]
-                .into_iter()
-                .find_map(|uuid| ledger.drain_of(uuid))
-                .map(Drained::of),
+            drain: ledger.drain_of(&device.uuid).map(Drain::words),
             fault: part.fault.clone(),
             dynamic: ledger.dynamic_instance(device).is_some(),
             reserved: rule(device, config).and_then(|rule| rule.fixed_use),

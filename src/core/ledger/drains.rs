@@ -58,11 +58,6 @@ impl Drain {
         format!("{by}since {}{until}{reason}", timestamp(self.since))
     }
 
-    /// The same for a refusal, where there is more to say than that it is drained.
-    pub(crate) fn why(&self) -> Option<String> {
-        (!self.reason.is_empty() || self.until.is_some()).then(|| self.words())
-    }
-
     fn has_ended(&self, now: u64) -> bool {
         self.until.is_some_and(|until| until <= now)
     }
@@ -76,38 +71,23 @@ impl Ledger {
 
     /// Ends those whose time has come.
     pub(super) fn end_drains(&mut self) {
-        if self.drains.iter().any(|drain| drain.until.is_some()) {
-            let now = epoch_seconds();
-            let (ended, left): (Vec<_>, Vec<_>) =
-                std::mem::take(&mut self.drains).into_iter().partition(|drain| drain.has_ended(now));
-            self.drains = left;
-            self.drained.retain(|uuid| !ended.iter().any(|drain| drain.device == *uuid));
-        }
+        let now = epoch_seconds();
+        let ended = |uuid: &str| self.drains.iter().any(|drain| drain.device == uuid && drain.has_ended(now));
+        self.drained.retain(|uuid| !ended(uuid));
+        self.drains.retain(|drain| !drain.has_ended(now));
     }
 
-    /// Drains `devices` as `new` says, or for `None` no longer, also after a reboot. `all` are the devices of the host.
+    /// Ends the drains of `devices` and begins those of `new`, also after a reboot. `all` are the devices of the host.
     ///
     /// # Errors
     /// The file cannot be written. Nothing has changed then.
-    pub fn drain(
-        &mut self,
-        state_dir: &Path,
-        all: &[String],
-        devices: &[String],
-        new: Option<&Drain>,
-    ) -> io::Result<()> {
+    pub fn drain(&mut self, dir: &Path, [all, devices]: [&[String]; 2], new: Vec<Drain>) -> io::Result<()> {
         let mut after = self.clone();
-        after.add_drains(read_lasting(state_dir, all));
+        after.add_drains(read_lasting(dir, all));
         after.drained.retain(|uuid| !devices.contains(uuid));
         after.drains.retain(|drain| !devices.contains(&drain.device));
-        after.add_drains(
-            new.iter()
-                .flat_map(|new| devices.iter().map(|uuid| Drain { device: uuid.clone(), ..(*new).clone() })),
-        );
-        // What an earlier version drained lasts from now on, too.
-        let bare = |uuid: &String| Drain { device: uuid.clone(), since: epoch_seconds(), ..Drain::default() };
-        let told = |uuid: &String| after.drain_of(uuid).cloned().unwrap_or_else(|| bare(uuid));
-        write_lasting(state_dir, after.drained.iter().map(told).collect())?;
+        after.add_drains(new);
+        write_lasting(dir, after.drains.clone())?;
         (self.drained, self.drains) = (after.drained, after.drains);
         Ok(())
     }
@@ -145,7 +125,7 @@ impl Store {
 }
 
 /// The directory for what outlives a reboot: of the system's state directory `/var/lib/sublet`, of others a directory in them.
-pub fn lasting_directory(state_dir: &Path) -> PathBuf {
+fn lasting_directory(state_dir: &Path) -> PathBuf {
     if state_dir == Path::new("/run/sublet") { LASTING.into() } else { state_dir.join("lasting") }
 }
 
@@ -156,30 +136,24 @@ fn lasting_file(state_dir: &Path) -> PathBuf {
 /// Those that have not ended. If they cannot be read, one for each device of the host, which says so.
 fn read_lasting(state_dir: &Path, all: &[String]) -> Vec<Drain> {
     let (path, now) = (lasting_file(state_dir), epoch_seconds());
-    let parsed = match read_trusted(&path, LARGEST) {
-        Ok(None) => return Vec::new(),
-        Ok(Some(Ok(text))) => parse_lasting(&text),
-        Ok(Some(Err(why))) => Err(why),
-        Err(error) => Err(error.to_string()),
+    let read = || {
+        let text = read_trusted(&path, LARGEST).map_err(|error| error.to_string())?;
+        let Some(text) = text else { return Ok(Vec::new()) };
+        let lasting: Lasting = serde_json::from_slice(&text?).map_err(|error| error.to_string())?;
+        if lasting.schema == SCHEMA { Ok(lasting.drains) } else { Err(format!("schema {}", lasting.schema)) }
     };
     let unreadable = |why: String| {
-        let reason =
-            format!("{} cannot be read ({}); `sublet undrain all` begins anew", safe_path(&path), safe(&why));
-        let of = |device: &String| Drain {
-            device: device.clone(),
-            reason: reason.clone(),
+        let why = format!("{} cannot be read ({})", safe_path(&path), safe(&why));
+        let told = Drain {
+            reason: format!("{why}; `sublet undrain all` begins anew"),
             since: now,
             ..Drain::default()
         };
-        all.iter().map(of).collect()
+        all.iter().map(|device| Drain { device: device.clone(), ..told.clone() }).collect()
     };
-    parsed
-        .map_or_else(unreadable, |drains| drains.into_iter().filter(|drain| !drain.has_ended(now)).collect())
-}
-
-fn parse_lasting(text: &[u8]) -> Result<Vec<Drain>, String> {
-    let lasting: Lasting = serde_json::from_slice(text).map_err(|error| error.to_string())?;
-    if lasting.schema == SCHEMA { Ok(lasting.drains) } else { Err(format!("schema {}", lasting.schema)) }
+    let mut drains = read().unwrap_or_else(unreadable);
+    drains.retain(|drain| !drain.has_ended(now));
+    drains
 }
 
 fn write_lasting(state_dir: &Path, drains: Vec<Drain>) -> io::Result<()> {
@@ -212,13 +186,13 @@ mod tests {
         (dir, state_dir)
     }
 
-    fn fan(until: Option<u64>) -> Drain {
+    fn fan(uuid: &str, until: Option<u64>) -> Drain {
         Drain {
             reason: "fan\u{1b}[2J".to_owned(),
             by: "alice".to_owned(),
             since: 0,
             until,
-            ..Drain::default()
+            device: uuid.to_owned(),
         }
     }
 
@@ -236,12 +210,12 @@ mod tests {
     fn a_drain_lasts_until_it_is_ended() {
         let (_dir, state_dir) = host();
         let mut ledger = Ledger::empty("boot");
-        ledger.drain(&state_dir, &all(), &[GPU.to_owned()], Some(&fan(None))).unwrap();
+        ledger.drain(&state_dir, [&all(), &[GPU.to_owned()]], vec![fan(GPU, None)]).unwrap();
         assert_eq!(ledger.drained, [GPU]);
         let words = ledger.drain_of(GPU).map(Drain::words);
         assert_eq!(words.as_deref(), Some("by alice since 1970-01-01T00:00:00Z: fan\\u{1b}[2J"));
         assert_eq!(drained_after_reboot(&state_dir), [GPU]);
-        ledger.drain(&state_dir, &all(), &[GPU.to_owned()], None).unwrap();
+        ledger.drain(&state_dir, [&all(), &[GPU.to_owned()]], vec![]).unwrap();
         assert_eq!((ledger.drained.len(), ledger.drains.len()), (0, 0));
         assert_eq!(drained_after_reboot(&state_dir), [""; 0]);
     }
@@ -250,9 +224,9 @@ mod tests {
     fn a_time_ends_it_with_and_without_a_reboot() {
         let (_dir, state_dir) = host();
         let store = Store::open(&state_dir).unwrap();
+        let both = |until| all().iter().map(|uuid| fan(uuid, Some(until))).collect();
         let drain = |until| {
-            let change =
-                |ledger: &mut Ledger| ledger.drain(&state_dir, &all(), &all(), Some(&fan(Some(until))));
+            let change = |ledger: &mut Ledger| ledger.drain(&state_dir, [&all(), &all()], both(until));
             store.update(change).unwrap().0.unwrap();
             store.change(|_| ()).unwrap();
             store.read().unwrap().drained.len()
@@ -273,10 +247,10 @@ mod tests {
             assert_eq!(drained_after_reboot(&state_dir), all(), "{text}");
             let store = Store::open(&state_dir).unwrap();
             let read = store.read().unwrap();
-            let why = read.drain_of(GPU).and_then(Drain::why).unwrap();
+            let why = read.drain_of(GPU).map(Drain::words).unwrap();
             assert!(why.contains("drains.json cannot be read"), "{why}");
             let one = [GPU.to_owned()];
-            store.update(|ledger| ledger.drain(&state_dir, &all(), &one, None)).unwrap().0.unwrap();
+            store.update(|ledger| ledger.drain(&state_dir, [&all(), &one], vec![])).unwrap().0.unwrap();
             assert_eq!(drained_after_reboot(&state_dir), ["GPU-2"], "{text}");
         }
     }
@@ -287,7 +261,7 @@ mod tests {
         fs::create_dir_all(&state_dir).unwrap();
         fs::write(state_dir.join("lasting"), "in its place").unwrap();
         let mut ledger = Ledger::empty("boot");
-        let error = ledger.drain(&state_dir, &all(), &all(), Some(&fan(None))).unwrap_err().to_string();
+        let error = ledger.drain(&state_dir, [&all(), &all()], vec![fan(GPU, None)]).unwrap_err().to_string();
         assert!(error.contains("lasting/drains.json: its directory is no directory"), "{error}");
         assert_eq!(ledger, Ledger::empty("boot"));
     }

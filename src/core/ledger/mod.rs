@@ -30,7 +30,7 @@ use crate::process::Process;
 use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, bytes_of_process};
 
 pub use binding::{Binding, NotBound, TooManyUnbound};
-pub use drains::{Drain, LONGEST_REASON, lasting_directory};
+pub use drains::{Drain, LONGEST_REASON};
 pub use error::LedgerError;
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;

@@ -12,7 +12,7 @@ use crate::config::{Config, DeviceRule, Policy, Use};
 use crate::inventory::{
     ComputeMode, Device, Driver, Fact, Inventory, LeftOut, Virtualization, context_bytes,
 };
-use crate::ledger::{DaemonKey, Drain, Lease, LeaseId, LeasedMigDevice, Ledger};
+use crate::ledger::{DaemonKey, Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{
     Devices, Isolation, MIB, Mode, Percent, Priority, Selector, bytes_of_process, glob_matches, show_bytes,
@@ -534,8 +534,8 @@ pub(super) fn check_closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misf
     check_kind(want, world)?;
     if let Some(drained) = world.ledger.drained.iter().find(|one| *one == uuid || *one == gpu) {
         let number = if drained == uuid { want.device.number() } else { want.device.index.to_string() };
-        let why = world.ledger.drain_of(drained).and_then(Drain::why);
-        let why = why.map_or_else(String::new, |why| format!("; why: {why}"));
+        let why = world.ledger.drain_of(drained).map(|drain| format!("; why: {}", drain.words()));
+        let why = why.unwrap_or_default();
         return Err(Misfit::never(format!(
             "is drained{why}; fix: `sublet undrain {number}` ends that (root)"
         )));

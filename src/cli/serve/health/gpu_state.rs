@@ -15,7 +15,7 @@ use crate::sick_gpus::xid::Remedy;
 const JOINING: u8 = 2;
 const JOINED: u8 = 3;
 
-/// Counters of errors on NVLinks, over all links.
+/// Counters of errors on `NVLinks`, over all links.
 const LINK_ERRORS: [u32; 3] = [
     field_id::NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
     field_id::NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
@@ -24,6 +24,7 @@ const LINK_ERRORS: [u32; 3] = [
 
 /// What it told. What it does not tell is as if all were well.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "facts that have nothing to do with one another")]
 pub(super) struct GpuState {
     /// `nvmlDeviceGpuRecoveryAction_s`; `None`: a driver before 570 does not tell.
     recovery: Option<u64>,
@@ -31,10 +32,11 @@ pub(super) struct GpuState {
     remap_failed: bool,
     is_hot: bool,
     lacks_power: bool,
-    /// Errors on NVLinks since the driver was loaded.
+    /// Errors on `NVLinks` since the driver was loaded.
     link_errors: u64,
-    /// State and status of `nvmlGpuFabricInfo_t`.
-    fabric: Option<(u8, u32)>,
+    /// Whether it is still to join its `NVLink` fabric, or could not.
+    joins: bool,
+    is_apart: bool,
 }
 
 impl GpuState {
@@ -54,6 +56,7 @@ impl GpuState {
         };
         let slow = device.current_throttle_reasons().unwrap_or(ThrottleReasons::NONE);
         let heat = ThrottleReasons::HW_THERMAL_SLOWDOWN | ThrottleReasons::SW_THERMAL_SLOWDOWN;
+        let (joining, status) = fabric(device).unwrap_or_default();
         Self {
             recovery: number(0),
             remap_failed: number(1).is_some_and(|failed| failed > 0),
@@ -61,36 +64,29 @@ impl GpuState {
             is_hot: slow.intersects(heat),
             lacks_power: slow.contains(ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN),
             link_errors: (3..ids.len()).filter_map(number).sum(),
-            fabric: fabric(device),
+            joins: joining == JOINING,
+            is_apart: joining == JOINED && status != SUCCESS,
         }
     }
 
     /// A fault that keeps new leases away, what to do, and whether the driver asks for a reset.
-    pub fn fault(&self) -> Option<(String, Remedy, bool)> {
-        let asks = |what: &str, remedy| Some((what.to_owned(), remedy, true));
-        match self.recovery {
-            Some(1) => return asks("the driver asks for a reset", Remedy::Reset),
-            Some(2) => return asks("the driver asks for a reboot", Remedy::Reboot),
-            Some(4) => {
-                return asks("the driver asks for a reset when its work has ended", Remedy::ResetLater);
-            }
-            // 3 is about peer-to-peer traffic, and ends with that.
-            _ => {}
-        }
-        match self.fabric {
-            _ if self.remap_failed => {
-                Some(("a faulty row of its memory cannot be replaced".to_owned(), Remedy::Repair, false))
-            }
-            _ if self.remap_pending => {
-                asks("a faulty row of its memory is replaced at the next reset", Remedy::ResetLater)
-            }
-            Some((JOINED, status)) if status != SUCCESS => Some((
-                format!("it could not join its NVLink fabric (NVML's error {status})"),
-                Remedy::Repair,
-                false,
-            )),
-            _ => None,
-        }
+    pub fn fault(&self) -> Option<(&'static str, Remedy, bool)> {
+        let asks = |action| self.recovery == Some(action);
+        // 3 is about peer-to-peer traffic, and ends with that.
+        let all = [
+            (asks(1), "the driver asks for a reset", Remedy::Reset, true),
+            (asks(2), "the driver asks for a reboot", Remedy::Reboot, true),
+            (asks(4), "the driver asks for a reset when its work has ended", Remedy::ResetLater, true),
+            (self.remap_failed, "a faulty row of its memory cannot be replaced", Remedy::Repair, false),
+            (
+                self.remap_pending,
+                "a faulty row of its memory is replaced at a reset",
+                Remedy::ResetLater,
+                true,
+            ),
+            (self.is_apart, "it could not join its NVLink fabric", Remedy::Repair, false),
+        ];
+        all.into_iter().find(|(is_so, ..)| *is_so).map(|(_, what, remedy, asks)| (what, remedy, asks))
     }
 
     /// Whether the driver says that it needs no reset.
@@ -98,21 +94,20 @@ impl GpuState {
         self.recovery.is_none_or(|action| action == 0) && !self.remap_pending
     }
 
-    /// What is amiss with a GPU that is served. `before` is what it told when it was asked last.
-    pub fn warnings(&self, before: Option<&Self>) -> impl Iterator<Item = &'static str> {
+    /// What is amiss with a GPU that is served, in a word and in a line. `before` is what it told when it was asked last.
+    pub fn warnings(&self, before: Option<Self>) -> Vec<(&'static str, &'static str)> {
         let has_errors = before.is_some_and(|before| self.link_errors > before.link_errors);
-        let joins = self.fabric.is_some_and(|(state, _)| state == JOINING);
         let all = [
-            (self.is_hot, "it is slowed down, because it is too hot; see its cooling"),
-            (self.lacks_power, "it is slowed down by the host's power supply"),
-            (has_errors, "its NVLinks have errors; `nvidia-smi nvlink -e` counts them"),
-            (joins, "it has not joined its NVLink fabric yet; see nvidia-fabricmanager"),
+            (self.is_hot, ("hot", "it is slowed down, because it is too hot; see its cooling")),
+            (self.lacks_power, ("power", "it is slowed down by the host's power supply")),
+            (has_errors, ("nvlink", "its NVLinks have errors; `nvidia-smi nvlink -e` counts them")),
+            (self.joins, ("fabric", "it has not joined its NVLink fabric yet; see nvidia-fabricmanager")),
         ];
-        all.into_iter().filter(|(is_so, _)| *is_so).map(|(_, what)| what)
+        all.into_iter().filter(|(is_so, _)| *is_so).map(|(_, what)| what).collect()
     }
 }
 
-/// State and status of its NVLink fabric; `None`: it is in none, or the driver does not tell.
+/// State and status of its `NVLink` fabric; `None`: it is in none, or the driver does not tell.
 #[allow(unsafe_code, reason = "NVML by its C ABI")]
 fn fabric(device: &Device<'_>) -> Option<(u8, u32)> {
     let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuFabricInfo.as_ref()).ok()?;
@@ -133,28 +128,19 @@ mod tests {
     #[test]
     fn what_the_driver_asks_for_is_a_fault_and_heat_is_none() {
         let asked = GpuState { recovery: Some(1), ..GpuState::default() };
-        let (what, remedy, asks) = asked.fault().unwrap();
-        assert_eq!((&*what, remedy, asks), ("the driver asks for a reset", Remedy::Reset, true));
+        assert_eq!(asked.fault(), Some(("the driver asks for a reset", Remedy::Reset, true)));
         let pending = GpuState { recovery: Some(0), remap_pending: true, ..GpuState::default() };
         assert!(pending.fault().is_some_and(|(_, remedy, asks)| asks && remedy == Remedy::ResetLater));
         assert!(!asked.needs_no_reset() && !pending.needs_no_reset() && GpuState::default().needs_no_reset());
         let hot = GpuState { is_hot: true, recovery: Some(3), ..GpuState::default() };
-        assert_eq!((hot.fault(), hot.warnings(None).count()), (None, 1));
-    }
-
-    #[test]
-    fn the_fabric_counts_once_it_has_been_joined_or_not() {
-        let with = |state, status| GpuState { fabric: Some((state, status)), ..GpuState::default() };
-        assert!(with(3, 0).fault().is_none() && with(0, 0).fault().is_none() && with(2, 0).fault().is_none());
-        assert!(with(3, 999).fault().is_some_and(|(what, ..)| what.contains("999")));
-        assert_eq!(with(2, 0).warnings(None).count(), 1);
+        assert_eq!((hot.fault(), hot.warnings(None).len()), (None, 1));
     }
 
     #[test]
     fn link_errors_count_as_long_as_they_grow() {
         let with = |link_errors| GpuState { link_errors, ..GpuState::default() };
-        assert_eq!(with(5).warnings(None).count(), 0, "they may be old");
-        assert_eq!(with(5).warnings(Some(&with(5))).count(), 0);
-        assert_eq!(with(6).warnings(Some(&with(5))).count(), 1);
+        assert_eq!(with(5).warnings(None).len(), 0, "they may be old");
+        assert_eq!(with(5).warnings(Some(with(5))).len(), 0);
+        assert_eq!(with(6).warnings(Some(with(5))).len(), 1);
     }
 }

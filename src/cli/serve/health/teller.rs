@@ -1,7 +1,7 @@
 //! What an Xid means for containers and GPUs: an error of a program's own is told as its container's; any other makes the GPU
 //! sick, until a reset, a reboot or `sublet undrain --healthy`.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::probe::describe;
@@ -12,120 +12,84 @@ use crate::sick_gpus::{self, Sick};
 use sublet_core::admit::refresh;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
-use sublet_core::inventory::{self, Device, Inventory};
-use sublet_core::ledger::{Lease, Ledger, Store};
+use sublet_core::inventory::{self, Device, GpuProcess};
+use sublet_core::ledger::{Lease, Ledger, MpsDaemon, Store};
 use sublet_core::process::Process;
 use sublet_core::text::{safe, safe_long};
 
-/// The same error of one container is told again after this time, with the number of those in between.
+/// The same error of one container is told again after this time.
 const TELL_AGAIN: Duration = Duration::from_secs(60);
 
-/// NVML tells of an Xid at most this long before or after the kernel's log has it.
-pub(super) const TOGETHER: Duration = Duration::from_secs(2);
-
-/// How many Xids and errors are remembered at most.
+/// How many are told in this time at most.
 const MOST: usize = 1000;
 
 /// Acts on Xids.
 #[derive(Default)]
 pub(super) struct Teller {
-    /// Those that the kernel's log had lately, with their GPUs.
-    seen: VecDeque<(Instant, String, u32)>,
-    /// By container or GPU and Xid: when it was told last, and how often it came since.
-    told: BTreeMap<(String, u32), (Instant, u64)>,
+    /// When each was told last.
+    told: BTreeMap<String, Instant>,
 }
 
 impl Teller {
-    /// Acts on `xid`, which the kernel's log has, or which NVML alone told of.
-    pub fn act_on(&mut self, xid: &Xid, is_of_log: bool, config: &Config) {
-        let Ok(inventory) = inventory::last(config).map(|inventory| inventory.with_left_out()) else {
-            return;
-        };
-        let is_it =
-            |gpu: &&Device| gpu.bus_id.strip_prefix(&xid.bus_id).is_some_and(|rest| rest.starts_with('.'));
-        let Some(gpu) = inventory.gpus().find(is_it) else { return };
-        if is_of_log {
-            self.seen.push_back((Instant::now(), gpu.uuid.clone(), xid.number));
-            self.seen.drain(..self.seen.len().saturating_sub(MOST));
-        }
-        let number = xid.number;
-        let (what, remedy) = xid::describe(number);
-        if is_of_program(number) {
-            return self.tell_containers(xid, gpu, &inventory, config);
-        }
-        let (what, asked) = match is_asked(xid) {
-            Some(false) => return note_reset(gpu, config),
-            Some(true) => (safe_long(&xid.text, 200), true),
-            None => (what.to_owned(), false),
-        };
-        mark_sick(gpu, &format!("Xid {number}: {what}"), remedy, asked, config);
-    }
-
-    /// Whether the kernel's log had this Xid of the GPU with this UUID at about `then`.
-    pub fn has_seen(&self, gpu: &str, number: u32, then: Instant) -> bool {
-        let is_it = |(at, uuid, seen): &(Instant, String, u32)| {
-            uuid == gpu && *seen == number && at.max(&then).duration_since(*at.min(&then)) <= TOGETHER
-        };
-        self.seen.iter().any(is_it)
-    }
-
-    fn tell_containers(&mut self, xid: &Xid, gpu: &Device, inventory: &Inventory, config: &Config) {
-        let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).unwrap_or_default();
-        let leases = leases_of(xid.pid, gpu, &ledger, inventory);
-        let name = xid.pid.and_then(|pid| Some((pid, describe(pid, 0)?.name)));
-        let process = name.map(|(pid, name)| format!(", process {pid} ({})", safe(&name)));
-        let process =
-            process.or_else(|| Some(format!(", process {}, which has ended", xid.pid?))).unwrap_or_default();
+    /// Acts on `xid`.
+    pub fn act_on(&mut self, xid: &Xid, config: &Config) {
+        let Ok(known) = inventory::last(config).map(|known| known.with_left_out()) else { return };
+        let is_at =
+            |gpu: &Device| gpu.bus_id.strip_prefix(&xid.gpu).is_some_and(|rest| rest.starts_with('.'));
+        let Some(gpu) = known.gpus().find(|gpu| gpu.uuid == xid.gpu || is_at(gpu)) else { return };
         let (what, remedy) = xid::describe(xid.number);
+        let sick = |what: &str, asked| {
+            mark_sick(gpu, &format!("Xid {}: {what}", xid.number), remedy, asked, config);
+        };
+        match is_asked(xid) {
+            _ if is_of_program(xid.number) => self.tell_containers(xid, gpu, config),
+            None => sick(what, false),
+            Some(true) => sick(&safe_long(&xid.text, 200), true),
+            Some(false) => note_reset(gpu, config),
+        }
+    }
+
+    fn tell_containers(&mut self, xid: &Xid, gpu: &Device, config: &Config) {
+        let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).unwrap_or_default();
+        let seen = xid.pid.and_then(|pid| Some((Process::find(pid)?, describe(pid, 0)?)));
+        let leases = leases_of(seen.as_ref(), &gpu.uuid, &ledger);
+        let name = seen.map_or_else(|| "which has ended".to_owned(), |(_, seen)| safe(&seen.name));
+        let process = xid.pid.map(|pid| format!(", process {pid} ({name})")).unwrap_or_default();
         let shared =
             if leases.len() > 1 { "; it ends the GPU work of all containers of its MPS server" } else { "" };
-        let event = |lease: Option<&Lease>, before: u64| Event {
-            uid: lease.map_or(0, |lease| lease.container.uid),
-            container_id: lease.map(|lease| lease.container.name().into_owned()).unwrap_or_default(),
-            lease: lease.map(|lease| lease.id.to_string()).unwrap_or_default(),
-            devices: vec![gpu.uuid.clone()],
-            reason: format!("xid-{}", xid.number),
-            text: format!(
-                "Xid {} on {}{process}: {what}{}{shared}; fix: {}",
-                xid.number,
-                gpu.label(),
-                if before > 0 { format!(" ({before} more since the last line)") } else { String::new() },
-                remedy.words(gpu.index)
-            ),
-            ..Event::now(Kind::GpuError)
-        };
+        let ((what, remedy), label) = (xid::describe(xid.number), gpu.label());
+        let fix = remedy.words(gpu.index);
+        let text = format!("Xid {} on {label}{process}: {what}{shared}; fix: {fix}", xid.number);
+        // That of a process without a lease is the GPU's.
         let whose: Vec<Option<&Lease>> =
-            if leases.is_empty() { vec![None] } else { leases.iter().map(|lease| Some(*lease)).collect() };
-        let mut told = Vec::new();
+            if leases.is_empty() { vec![None] } else { leases.into_iter().map(Some).collect() };
+        let reason = format!("xid-{}", xid.number);
         for lease in whose {
-            let key = lease.map_or_else(|| gpu.uuid.clone(), |lease| lease.id.to_string());
-            told.extend(self.is_due(key, xid.number).map(|before| event(lease, before)));
+            self.tell_once(event(Kind::GpuError, lease, gpu, &reason, &text), config);
         }
-        for event in &told {
-            tracing::warn!(container = event.container_id, device = gpu.uuid, "health: {}", event.text);
-        }
-        events::emit(&config.state_dir, &told);
     }
 
-    /// Whether an error is to be told now, and how many were not told before it.
-    fn is_due(&mut self, whose: String, number: u32) -> Option<u64> {
-        let now = Instant::now();
-        if self.told.len() >= MOST {
-            self.told.retain(|_, (at, _)| at.elapsed() < TELL_AGAIN);
+    /// Tells it, unless the same was told of the same a minute ago.
+    pub fn tell_once(&mut self, event: Event, config: &Config) {
+        self.told.retain(|_, at| at.elapsed() < TELL_AGAIN);
+        let same = format!("{} {} {}", event.devices.concat(), event.lease, event.reason);
+        if self.told.len() < MOST && !self.told.contains_key(&same) {
+            self.told.insert(same, Instant::now());
+            events::emit(&config.state_dir, &[event]);
         }
-        let is_full = self.told.len() >= MOST;
-        match self.told.get_mut(&(whose.clone(), number)) {
-            Some((at, untold)) if at.elapsed() < TELL_AGAIN => {
-                *untold += 1;
-                None
-            }
-            Some((at, untold)) => {
-                *at = now;
-                Some(std::mem::take(untold))
-            }
-            None if is_full => None,
-            None => self.told.insert((whose, number), (now, 0)).map_or(Some(0), |_| Some(0)),
-        }
+    }
+}
+
+/// That a GPU, or a lease on it, has something.
+pub(super) fn event(kind: Kind, lease: Option<&Lease>, gpu: &Device, reason: &str, text: &str) -> Event {
+    Event {
+        uid: lease.map_or(0, |lease| lease.container.uid),
+        container_id: lease.map(|lease| lease.container.name().into_owned()).unwrap_or_default(),
+        lease: lease.map(|lease| lease.id.to_string()).unwrap_or_default(),
+        devices: vec![gpu.uuid.clone()],
+        reason: reason.to_owned(),
+        text: text.to_owned(),
+        ..Event::now(kind)
     }
 }
 
@@ -134,40 +98,29 @@ fn is_asked(xid: &Xid) -> Option<bool> {
     (xid.number == RECOVERY_CHANGED).then(|| !xid.text.contains("to 0x0 (None)"))
 }
 
-/// The leases to which an error of process `pid` on `gpu` belongs: its container's, or all those of its shared MPS server. Of a
-/// process that has ended, the only one on the GPU.
-fn leases_of<'l>(
-    pid: Option<i32>,
-    gpu: &Device,
-    ledger: &'l Ledger,
-    inventory: &Inventory,
-) -> Vec<&'l Lease> {
-    let seen = pid.and_then(|pid| Some((Process::find(pid)?, describe(pid, 0)?)));
-    let own = seen.as_ref().and_then(|(process, seen)| ledger.certain_lease_of(*process, seen));
-    let parent = seen.as_ref().filter(|(_, seen)| seen.mps_server).and_then(|(process, _)| process.parent());
-    let is_its =
-        |pid: i32| ledger.daemons.iter().find(|daemon| daemon.process.is_some_and(|own| own.pid == pid));
-    let server = parent.and_then(is_its).map(|daemon| &daemon.key);
-    if let Some(daemon) = own.and_then(|lease| lease.daemon.as_ref()).or(server) {
-        return ledger.on_daemon(daemon).collect();
-    }
-    match (own, seen) {
-        (Some(lease), _) => vec![lease],
-        // A process without a lease.
-        (None, Some(_)) => Vec::new(),
-        (None, None) => {
-            let mut all = on_gpu(gpu, ledger, inventory);
-            all.next().filter(|_| all.next().is_none()).into_iter().collect()
-        }
+/// The leases to which an error of the process `seen` on `gpu` belongs: its container's, or all those of its shared MPS server.
+/// Of a process that has ended, the only one on the GPU.
+fn leases_of<'l>(seen: Option<&(Process, GpuProcess)>, gpu: &str, ledger: &'l Ledger) -> Vec<&'l Lease> {
+    let Some((process, seen)) = seen else {
+        let mut all = on_gpu(gpu, ledger);
+        return all.next().filter(|_| all.next().is_none()).into_iter().collect();
+    };
+    let own = ledger.certain_lease_of(*process, seen);
+    let parent = process.parent().filter(|_| seen.mps_server);
+    let is_its = |daemon: &&MpsDaemon| daemon.process.is_some_and(|own| Some(own.pid) == parent);
+    let server = ledger.daemons.iter().find(is_its).map(|daemon| &daemon.key);
+    match own.and_then(|lease| lease.daemon.as_ref()).or(server) {
+        Some(daemon) => ledger.on_daemon(daemon).collect(),
+        None => own.into_iter().collect(),
     }
 }
 
-/// The leases on `gpu` and on its MIG devices.
-fn on_gpu<'l>(gpu: &Device, ledger: &'l Ledger, inventory: &Inventory) -> impl Iterator<Item = &'l Lease> {
-    let gone = inventory.left_out.iter().flat_map(|gone| &gone.mig);
-    let parts = inventory.devices.iter().chain(gone).filter(|part| part.gpu() == gpu.uuid);
-    let uuids: Vec<String> = parts.map(|part| part.uuid.clone()).collect();
-    ledger.leases.iter().filter(move |lease| lease.devices.iter().any(|uuid| uuids.contains(uuid)))
+/// The leases on `gpu` (a UUID) and on its MIG devices.
+pub(super) fn on_gpu<'l>(gpu: &str, ledger: &'l Ledger) -> impl Iterator<Item = &'l Lease> {
+    let is_on = move |lease: &&Lease| {
+        lease.devices.iter().any(|uuid| uuid == gpu) || lease.mig_devices.iter().any(|part| part.gpu == gpu)
+    };
+    ledger.leases.iter().filter(is_on)
 }
 
 /// From now on the GPU takes no new lease. Its containers are told.
@@ -180,38 +133,22 @@ pub(super) fn mark_sick(gpu: &Device, what: &str, remedy: Remedy, asked: bool, c
         // It is told all the same.
         Err(error) => tracing::warn!("health.json: {error}"),
     }
-    tracing::warn!(device = gpu.uuid, "health: {text}");
     let _ = leave_out_sick(config).inspect_err(|error| tracing::warn!("inventory.json: {error}"));
-    let read = Store::open(&config.state_dir).and_then(|store| store.read());
-    let (Ok(ledger), Ok(inventory)) = (read, inventory::last(config)) else { return };
-    let inventory = inventory.with_left_out();
-    let event = |lease: &Lease| Event {
-        uid: lease.container.uid,
-        container_id: lease.container.name().into_owned(),
-        lease: lease.id.to_string(),
-        devices: vec![gpu.uuid.clone()],
-        reason: "unhealthy".to_owned(),
-        text: text.clone(),
-        ..Event::now(Kind::Warned)
-    };
-    events::emit(&config.state_dir, &on_gpu(gpu, &ledger, &inventory).map(event).collect::<Vec<_>>());
+    let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).unwrap_or_default();
+    let told = |lease| event(Kind::Warned, Some(lease), gpu, "unhealthy", &text);
+    events::emit(&config.state_dir, &on_gpu(&gpu.uuid, &ledger).map(told).collect::<Vec<_>>());
 }
 
 /// The driver asks for no reset any more. If that makes the GPU well, it is served again.
 pub(super) fn note_reset(gpu: &Device, config: &Config) {
-    match sick_gpus::note_reset(&gpu.uuid, config) {
-        Ok(true) => {
-            tracing::info!(device = gpu.uuid, "health: {} was reset", gpu.label());
-            let _ = refresh(config).inspect_err(|error| tracing::warn!("{error}"));
-        }
-        Ok(false) => {}
-        Err(error) => tracing::warn!("health.json: {error}"),
-    }
+    let noted = sick_gpus::note_reset(&gpu.uuid, config).map_err(anyhow::Error::from);
+    let served = noted.and_then(|heals| if heals { Ok(Some(refresh(config)?)) } else { Ok(None) });
+    let _ = served.inspect_err(|error| tracing::warn!("{} may be well again: {error}", gpu.label()));
 }
 
 #[cfg(test)]
 mod tests {
-    use sublet_core::inventory::{Driver, Fingerprint, Majors, SCHEMA};
+    use sublet_core::inventory::{Driver, Fingerprint, Inventory, Majors, SCHEMA};
     use sublet_core::ledger::fixture::lease;
     use sublet_core::ledger::{DaemonKey, Init};
 
@@ -258,7 +195,7 @@ mod tests {
     }
 
     fn xid(number: u32, pid: Option<i32>, text: &str) -> Xid {
-        Xid { sequence: 1, bus_id: "0000:3b:00".into(), number, pid, text: text.into() }
+        Xid { gpu: "0000:3b:00".into(), number, pid, text: text.into() }
     }
 
     fn told(config: &Config) -> Vec<(Kind, String)> {
@@ -284,11 +221,10 @@ mod tests {
         let name = ours(1).container.name().into_owned();
         let mut teller = Teller::default();
         for _ in 0..1000 {
-            teller.act_on(&xid(31, pid(), "pid=1"), true, &config);
+            teller.act_on(&xid(31, pid(), "pid=1"), &config);
         }
         assert_eq!(told(&config), [(Kind::GpuError, name)]);
         assert!(inventory::last(&config).unwrap().left_out.is_empty(), "the GPU is well");
-        assert!(teller.has_seen(GPU, 31, Instant::now()) && !teller.has_seen(GPU, 13, Instant::now()));
     }
 
     #[test]
@@ -297,14 +233,14 @@ mod tests {
         let own = Lease { daemon: key.clone(), ..ours(1) };
         let other = Lease { daemon: key, ..lease(2, GPU) };
         let ledger = Ledger { leases: vec![own, other, lease(3, GPU)], ..Ledger::empty("boot") };
-        let gpu = Device { uuid: GPU.into(), ..Device::default() };
-        let inventory = inventory_of(vec![gpu.clone()]);
-        let ids = |pid| -> Vec<String> {
-            leases_of(pid, &gpu, &ledger, &inventory).iter().map(|lease| lease.id.to_string()).collect()
+        let ids = |pid: i32| -> Vec<String> {
+            let seen = Process::find(pid).zip(describe(pid, 0));
+            let leases = leases_of(seen.as_ref(), GPU, &ledger);
+            leases.iter().map(|lease| lease.id.to_string()).collect()
         };
-        assert_eq!(ids(pid()), ["0000000000000001", "0000000000000002"]);
-        assert_eq!(ids(Some(i32::MAX)), [""; 0], "it has ended, and may have been any of three");
-        assert_eq!(ids(Some(1)), [""; 0], "it has no lease");
+        assert_eq!(ids(Process::current().unwrap().pid), ["0000000000000001", "0000000000000002"]);
+        assert_eq!(ids(i32::MAX), [""; 0], "it has ended, and may have been any of three");
+        assert_eq!(ids(1), [""; 0], "it has no lease");
     }
 
     #[test]
@@ -312,7 +248,7 @@ mod tests {
         let (_dir, config) = host(vec![ours(1)]);
         let mut teller = Teller::default();
         for _ in 0..3 {
-            teller.act_on(&xid(4242, None, ""), true, &config);
+            teller.act_on(&xid(4242, None, ""), &config);
         }
         let left_out = inventory::last(&config).unwrap().left_out;
         assert!(
@@ -324,7 +260,7 @@ mod tests {
             [Kind::GpuLost, Kind::Warned]
         );
         let changed = |to: &str| format!("GPU recovery action changed from 0x0 (None) to {to}");
-        teller.act_on(&xid(154, None, &changed("0x1 (GPU Reset Required)")), true, &config);
+        teller.act_on(&xid(154, None, &changed("0x1 (GPU Reset Required)")), &config);
         assert_eq!(sick_gpus::read(&config).asked().collect::<Vec<_>>(), [GPU]);
         assert_eq!(is_asked(&xid(154, None, &changed("0x0 (None)"))), Some(false));
     }
@@ -332,8 +268,8 @@ mod tests {
     #[test]
     fn an_xid_of_an_unknown_gpu_is_nobodys() {
         let (_dir, config) = host(vec![]);
-        let other = Xid { bus_id: "0000:3b:0".into(), ..xid(79, None, "") };
-        Teller::default().act_on(&other, true, &config);
+        let other = Xid { gpu: "0000:3b:0".into(), ..xid(79, None, "") };
+        Teller::default().act_on(&other, &config);
         assert_eq!((told(&config).len(), sick_gpus::read(&config)), (0, sick_gpus::Records::default()));
     }
 }
