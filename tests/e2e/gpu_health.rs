@@ -13,7 +13,7 @@ fn said(world: &World, arguments: &[&str]) -> String {
 }
 
 /// What it says on stderr, and whether it succeeded.
-fn told(world: &World, arguments: &[&str]) -> (bool, String) {
+fn run(world: &World, arguments: &[&str]) -> (bool, String) {
     let output = world.sublet(arguments);
     (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
@@ -44,7 +44,7 @@ fn share(gpu: &str) -> [(&'static str, &str); 2] {
 }
 
 #[test]
-fn an_error_of_a_programs_own_is_told_as_its_containers() {
+fn an_error_of_a_programs_own_is_its_containers() {
     if skip_unless_root() {
         return;
     }
@@ -70,7 +70,7 @@ fn an_error_of_a_programs_own_is_told_as_its_containers() {
         events(world, "gpu-error").into_iter().map(|(container, _)| container).collect();
     whose.sort();
     assert_eq!(whose, ["left", "right", "two"]);
-    // A stream that never stops: the same is told once a minute, and others are told all the same.
+    // A stream that never stops: the same error has an event once a minute, and another one has its own.
     for _ in 0..300 {
         world.report_xid(3, 31, Some(two.pid()), "again");
     }
@@ -110,12 +110,14 @@ fn any_other_error_makes_a_gpu_unhealthy_and_the_others_serve_on() {
         let other = world.bundle("other", &share("1"), HOLD);
         other.up();
         other.down();
-        let told = events(world, "warned");
+        let warnings = events(world, "warned");
         assert!(
-            told.iter().any(|(container, text)| container == "sick" && text.contains(&format!("Xid {xid}"))),
-            "{told:?}"
+            warnings
+                .iter()
+                .any(|(container, text)| container == "sick" && text.contains(&format!("Xid {xid}"))),
+            "{warnings:?}"
         );
-        assert!(!told.iter().any(|(container, _)| container == "well"), "{told:?}");
+        assert!(!warnings.iter().any(|(container, _)| container == "well"), "{warnings:?}");
         let doctor = said(world, &["doctor", "--quick"]);
         let rows: Vec<&str> =
             doctor.lines().filter(|line| line.contains("GPU ") && line.contains("NVIDIA H200")).collect();
@@ -124,7 +126,7 @@ fn any_other_error_makes_a_gpu_unhealthy_and_the_others_serve_on() {
         // A refresh does not forget it, nor does the service.
         assert!(world.sublet(&["refresh"]).status.success());
         assert_eq!(state(world, 3), json!("unhealthy"));
-        let (done, error) = told_undrain(world);
+        let (done, error) = undrain_healthy(world);
         assert!(done, "{error}");
         assert_eq!(state(world, 3), json!("ok"), "{xid}");
     }
@@ -134,8 +136,8 @@ fn any_other_error_makes_a_gpu_unhealthy_and_the_others_serve_on() {
     world.assert_empty();
 }
 
-fn told_undrain(world: &World) -> (bool, String) {
-    told(world, &["undrain", "3", "--healthy"])
+fn undrain_healthy(world: &World) -> (bool, String) {
+    run(world, &["undrain", "3", "--healthy"])
 }
 
 #[test]
@@ -148,7 +150,7 @@ fn a_gpu_that_asks_for_a_reset_is_well_after_it() {
     let root = world.driver_root.clone().expect("simulated");
     let bundle = world.bundle("one", &share("3"), HOLD);
     bundle.up();
-    // Too hot: it is served, and told.
+    // Too hot: it is served, with a warning.
     std::fs::write(root.join("sim/health"), "3 slow 64\n").expect("written");
     assert!(
         eventually(|| said(world, &["status"]).contains("GPU 3: it is slowed down")),
@@ -188,8 +190,8 @@ fn a_drain_outlives_a_reboot_with_its_reason() {
     }
     let world = World::simulated("h200x8", "[[device]]\nmatch = 7\nuse = \"none\"\n");
     let long = format!("fan \u{1b}[2J {}", "x".repeat(4096));
-    assert_eq!(told(&world, &["drain", "3", "--reason", &long, "--until", "2h"]), (true, String::new()));
-    assert!(told(&world, &["drain", "3", "--until", "2020-01-01"]).1.contains("2020-01-01 has passed"));
+    assert_eq!(run(&world, &["drain", "3", "--reason", &long, "--until", "2h"]), (true, String::new()));
+    assert!(run(&world, &["drain", "3", "--until", "2020-01-01"]).1.contains("2020-01-01 has passed"));
     for _ in 0..2 {
         let why = world.bundle("late", &share("3"), HOLD).refused();
         assert!(why.contains("GPU 3 is drained; why: by ") && why.contains(": fan \\u{1b}[2J xxx"), "{why}");
@@ -225,14 +227,14 @@ fn a_file_of_drains_that_cannot_be_read_means_drained() {
         let why = world.bundle("late", &share("0"), HOLD).refused();
         assert!(why.contains("is drained; why: ") && why.contains("drains.json cannot be read"), "{why}");
     }
-    assert_eq!(told(&world, &["undrain", "all"]), (true, String::new()));
+    assert_eq!(run(&world, &["undrain", "all"]), (true, String::new()));
     let open = world.bundle("open", &share("0"), HOLD);
     open.up();
     open.down();
     // A full or broken disk: nothing is changed, and it is said.
     std::fs::remove_dir_all(world.state_dir().join("lasting")).expect("removed");
     std::fs::write(world.state_dir().join("lasting"), "no directory").expect("written");
-    let (done, error) = told(&world, &["drain", "0"]);
+    let (done, error) = run(&world, &["drain", "0"]);
     assert!(!done && error.contains("nothing was changed") && error.contains("drains.json"), "{error}");
     assert_eq!(world.status()["devices"][0]["drained"], json!(false));
     world.assert_empty();

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_program_writes_is_no_xid() {
+    fn a_line_that_a_program_writes_is_no_xid() {
         for line in [
             "12,7,9,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1",
             "4,7,9,-;audit: comm=\"NVRM: Xid (PCI:0000:3b:00): 79, pid=1\"",

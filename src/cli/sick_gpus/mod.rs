@@ -42,7 +42,7 @@ pub(crate) struct Records {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Sick {
     /// As `Xid 79: the GPU has fallen off the bus`.
-    pub what: String,
+    pub fault: String,
     /// What to do about it.
     pub fix: String,
     /// In seconds since the epoch.
@@ -55,14 +55,14 @@ pub(crate) struct Sick {
 
 impl Sick {
     /// From now on.
-    pub fn now(what: String, fix: String, asked: bool) -> Self {
-        Self { what, fix, since: process::epoch_seconds(), asked, stays: false }
+    pub fn now(fault: String, fix: String, asked: bool) -> Self {
+        Self { fault, fix, since: process::epoch_seconds(), asked, stays: false }
     }
 
     /// As [`LeftOut::why`] of GPU `index`.
     fn why(&self, index: u32) -> String {
         let (since, fix) = (timestamp(self.since), &self.fix);
-        format!("{}, at {since}; fix: {fix}; once it is well, `sublet undrain {index} --healthy`", self.what)
+        format!("{}, at {since}; fix: {fix}; once it is well, `sublet undrain {index} --healthy`", self.fault)
     }
 }
 
@@ -182,7 +182,7 @@ mod tests {
     fn a_fault_lasts_until_a_reset_or_a_word() {
         let (_dir, config) = host();
         assert!(mark("GPU-1", fault(false), &config).unwrap());
-        assert!(!mark("GPU-1", fault(false), &config).unwrap(), "it is told once");
+        assert!(!mark("GPU-1", fault(false), &config).unwrap(), "it is sick already");
         assert!(!note_reset("GPU-1", &config).unwrap(), "the driver did not ask for one");
         assert!(!mark("GPU-1", fault(true), &config).unwrap());
         assert!(note_reset("GPU-1", &config).unwrap());

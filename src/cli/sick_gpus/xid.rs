@@ -23,14 +23,14 @@ pub(crate) enum Remedy {
 use Remedy::{LookUp, Program, Reboot, Repair, Reset, ResetLater, Watch};
 
 /// Errors of a program's own, as NVIDIA's device plugin for Kubernetes takes them: the GPU is well.
-const OF_PROGRAMS: [u32; 6] = [13, 31, 43, 45, 68, 109];
+const PROGRAM_ERRORS: [u32; 6] = [13, 31, 43, 45, 68, 109];
 
 /// The driver asks for another recovery than before; the message says which.
 pub(crate) const RECOVERY_CHANGED: u32 = 154;
 
 /// Whether Xid `number` is an error of the program that it names, which says nothing of the GPU.
-pub(crate) fn is_of_program(number: u32) -> bool {
-    OF_PROGRAMS.contains(&number)
+pub(crate) fn is_program_error(number: u32) -> bool {
+    PROGRAM_ERRORS.contains(&number)
 }
 
 /// What Xid `number` means, and what is to be done.
@@ -87,11 +87,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_of_programs_ask_for_no_reset() {
-        for number in OF_PROGRAMS {
+    fn program_errors_ask_for_no_reset() {
+        for number in PROGRAM_ERRORS {
             assert_eq!(describe(number).1, Program, "{number}");
         }
-        assert!([48, 63, 79, 154, 999].iter().all(|number| !is_of_program(*number)));
+        assert!([48, 63, 79, 154, 999].iter().all(|number| !is_program_error(*number)));
     }
 
     #[test]

@@ -212,7 +212,7 @@ pub enum Use {
 
 impl Use {
     /// The one mode that it allows.
-    pub const fn mode(self) -> Option<Mode> {
+    pub(crate) const fn mode(self) -> Option<Mode> {
         match self {
             Self::TimeSlice => Some(Mode::TimeSlice),
             Self::Mps => Some(Mode::Mps),

@@ -124,7 +124,7 @@ impl Store {
     }
 }
 
-/// The directory for what outlives a reboot: of the system's state directory `/var/lib/sublet`, of others a directory in them.
+/// The directory for files that outlive a reboot: `/var/lib/sublet`; of another state directory than the system's, one in it.
 fn lasting_directory(state_dir: &Path) -> PathBuf {
     if state_dir == Path::new("/run/sublet") { LASTING.into() } else { state_dir.join("lasting") }
 }
@@ -144,12 +144,12 @@ fn read_lasting(state_dir: &Path, all: &[String]) -> Vec<Drain> {
     };
     let unreadable = |why: String| {
         let why = format!("{} cannot be read ({})", safe_path(&path), safe(&why));
-        let told = Drain {
+        let drain = Drain {
             reason: format!("{why}; `sublet undrain all` begins anew"),
             since: now,
             ..Drain::default()
         };
-        all.iter().map(|device| Drain { device: device.clone(), ..told.clone() }).collect()
+        all.iter().map(|device| Drain { device: device.clone(), ..drain.clone() }).collect()
     };
     let mut drains = read().unwrap_or_else(unreadable);
     drains.retain(|drain| !drain.has_ended(now));
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_changes_nothing() {
+    fn a_file_that_cannot_be_written_changes_nothing() {
         let (_dir, state_dir) = host();
         fs::create_dir_all(&state_dir).unwrap();
         fs::write(state_dir.join("lasting"), "in its place").unwrap();

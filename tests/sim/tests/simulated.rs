@@ -307,7 +307,7 @@ fn stand_in_libraries_load_by_their_soname() {
 }
 
 #[test]
-fn xids_are_told_by_events_and_by_the_kernels_log() {
+fn xids_are_reported_by_events_and_by_the_kernels_log() {
     let driver = Driver::up("h200x8");
     let nvml = driver.nvml();
     let (third, first) = (nvml.device_by_index(3).unwrap(), nvml.device_by_index(1).unwrap());
@@ -344,7 +344,7 @@ fn xids_are_told_by_events_and_by_the_kernels_log() {
 }
 
 #[test]
-fn a_gpus_state_is_told_until_a_reset() {
+fn a_gpus_state_lasts_until_a_reset() {
     if !root_or_skip("a reset") {
         return;
     }

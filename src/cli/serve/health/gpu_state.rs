@@ -22,7 +22,7 @@ const LINK_ERRORS: [u32; 3] = [
     field_id::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
 ];
 
-/// What it told. What it does not tell is as if all were well.
+/// The answers. A question that the driver does not answer counts as if all were well.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "facts that have nothing to do with one another")]
 pub(super) struct GpuState {
@@ -48,8 +48,8 @@ impl GpuState {
             [&[field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, failed, pending], &LINK_ERRORS[..]].concat();
         let fields: Vec<FieldId> = ids.iter().map(|id| FieldId(*id)).collect();
         // In the order in which they were asked for.
-        let told = device.field_values_for(&fields).unwrap_or_default();
-        let number = |at: usize| match told.get(at)?.as_ref().ok()?.value {
+        let values = device.field_values_for(&fields).unwrap_or_default();
+        let number = |at: usize| match values.get(at)?.as_ref().ok()?.value {
             Ok(SampleValue::U32(number)) => Some(number.into()),
             Ok(SampleValue::U64(number)) => Some(number),
             _ => None,
@@ -94,7 +94,7 @@ impl GpuState {
         self.recovery.is_none_or(|action| action == 0) && !self.remap_pending
     }
 
-    /// What is amiss with a GPU that is served, in a word and in a line. `before` is what it told when it was asked last.
+    /// What is amiss with a GPU that is served, in a word and in a line. `before` is its last state.
     pub fn warnings(&self, before: Option<Self>) -> Vec<(&'static str, &'static str)> {
         let has_errors = before.is_some_and(|before| self.link_errors > before.link_errors);
         let all = [
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_driver_asks_for_is_a_fault_and_heat_is_none() {
+    fn a_reset_that_the_driver_wants_is_a_fault_and_heat_is_none() {
         let asked = GpuState { recovery: Some(1), ..GpuState::default() };
         assert_eq!(asked.fault(), Some(("the driver asks for a reset", Remedy::Reset, true)));
         let pending = GpuState { recovery: Some(0), remap_pending: true, ..GpuState::default() };

@@ -1,4 +1,4 @@
-//! Watches the health of GPUs: Xids in the kernel's log, NVML's events of GPUs with leases, and what the driver tells of those
+//! Watches the health of GPUs: Xids in the kernel's log, NVML's events of GPUs with leases, and the driver's answers about those
 //! when it is asked ([`gpu_state`]). The log alone names the process that an Xid is about, and has each; of several, NVML tells
 //! the last one (nvml.h, `nvmlEventSetWait_v2`).
 //!
@@ -6,7 +6,7 @@
 //! prevents a reset. The log is read first: the driver may hang with a sick GPU.
 
 mod gpu_state;
-mod teller;
+mod reporter;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,14 +23,14 @@ use nvml_wrapper::{Device as NvmlDevice, EventSet, Nvml};
 use crate::cached_files::Kept;
 use crate::probe;
 use crate::sick_gpus::kernel_log::{KernelLog, Xid};
-use crate::sick_gpus::xid::{RECOVERY_CHANGED, is_of_program};
+use crate::sick_gpus::xid::{RECOVERY_CHANGED, is_program_error};
 use crate::sick_gpus::{self, Records};
 use gpu_state::GpuState;
+use reporter::{Reporter, event, mark_sick, note_reset, on_gpu};
 use sublet_core::config::Config;
 use sublet_core::events::Kind;
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
-use teller::{Teller, event, mark_sick, note_reset, on_gpu};
 
 /// The longest wait for the kernel's log, and so between two looks at NVML's events.
 const ROUND: Duration = Duration::from_millis(500);
@@ -71,10 +71,10 @@ struct Watcher {
     config: Config,
     /// The kernel's log, where it can be read.
     log: Option<KernelLog>,
-    teller: Teller,
+    reporter: Reporter,
     ledger: Kept<Ledger>,
     inventory: Kept<Inventory>,
-    /// What GPUs told last, and when.
+    /// The last state of each GPU, and when it was asked for.
     states: BTreeMap<String, (Instant, GpuState)>,
     /// When a GPU without leases was asked whether it was reset.
     asked: Option<Instant>,
@@ -102,17 +102,17 @@ impl Watcher {
         let set = nvml.as_ref().and_then(|(nvml, _)| register(nvml, &devices));
         loop {
             self.read_log();
-            let told = set.as_ref().map_or_else(|| Ok(Vec::new()), take_events);
-            for xid in told.as_ref().into_iter().flatten() {
+            let events = set.as_ref().map_or_else(|| Ok(Vec::new()), take_events);
+            for xid in events.as_ref().into_iter().flatten() {
                 // Whose an error of a program's is, the log says.
-                if self.log.is_none() || !is_of_program(xid.number) {
-                    self.teller.act_on(xid, &self.config);
+                if self.log.is_none() || !is_program_error(xid.number) {
+                    self.reporter.act_on(xid, &self.config);
                 }
             }
             for (gpu, device) in &devices {
                 self.look(gpu, device);
             }
-            let failed = told.is_err() || devices.len() < gpus.len();
+            let failed = events.is_err() || devices.len() < gpus.len();
             let stop = stop.load(Relaxed);
             if stop || self.wanted() != gpus || failed && began.elapsed() > PERIOD {
                 return stop;
@@ -146,7 +146,7 @@ impl Watcher {
         let Some(log) = &mut self.log else { return thread::sleep(ROUND) };
         log.wait(ROUND);
         for xid in log.read() {
-            self.teller.act_on(&xid, &self.config);
+            self.reporter.act_on(&xid, &self.config);
         }
     }
 
@@ -162,7 +162,7 @@ impl Watcher {
         self.states.insert(gpu.uuid.clone(), (Instant::now(), state));
         let warnings = state.warnings(before.map(|(_, before)| before));
         for (word, text) in &warnings {
-            self.teller.tell_once(event(Kind::Warned, None, gpu, word, text), &self.config);
+            self.reporter.emit_once(event(Kind::Warned, None, gpu, word, text), &self.config);
         }
         let warnings = warnings.into_iter().map(|(_, text)| text.to_owned()).collect();
         self.note(|records| _ = records.warnings.insert(gpu.uuid.clone(), warnings));
@@ -189,7 +189,7 @@ fn register<'n>(nvml: &'n Nvml, devices: &[(&Device, NvmlDevice<'n>)]) -> Option
     })
 }
 
-/// The Xids that have been told.
+/// The Xids of NVML's events.
 fn take_events(set: &EventSet<'_>) -> Result<Vec<Xid>, NvmlError> {
     let mut found = Vec::new();
     for _ in 0..MOST_EVENTS {

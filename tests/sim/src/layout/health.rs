@@ -62,6 +62,6 @@ pub fn number(root: &Root, gpu: u32, word: &str) -> Option<u64> {
 pub fn reset(root: &Root, gpu: u32) -> io::Result<()> {
     let file = root.join("sim/health");
     let Ok(text) = fs::read_to_string(&file) else { return Ok(()) };
-    let others = text.lines().filter(|line| !line.starts_with(&format!("{gpu} ")));
-    fs::write(file, others.map(|line| format!("{line}\n")).collect::<String>())
+    let rest = text.lines().filter(|line| !line.starts_with(&format!("{gpu} ")));
+    fs::write(file, rest.map(|line| format!("{line}\n")).collect::<String>())
 }

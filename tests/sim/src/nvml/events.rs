@@ -1,7 +1,6 @@
 //! NVML: events, and what it tells of a GPU's health ([`crate::layout::health`]).
 //!
-//! A set tells of what happens after the device was registered with it (nvml.h). Of several Xids the last one's number is told
-//! for each (nvml.h, `nvmlEventSetWait_v2`). GPU and compute instance are 0xffffffff without MIG (seen on H100s, driver 580).
+//! A set has the events after the device was registered with it (nvml.h). Of several Xids each event has the last one's number (nvml.h, `nvmlEventSetWait_v2`). GPU and compute instance are 0xffffffff without MIG (seen on H100s, driver 580).
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::{c_int, c_uint, c_ulonglong};
@@ -29,7 +28,7 @@ const SUPPORTED: c_ulonglong = 0xff9f;
 /// How often a wait looks.
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
-/// The content of `nvmlEventSet_t`: the GPUs' indices, each with the number of Xids that have been told or were before.
+/// The content of `nvmlEventSet_t`: the GPUs' indices, each with the number of Xids that were before, or of which the caller has the event.
 struct Set(Vec<(u32, usize)>);
 
 #[unsafe(no_mangle)]
@@ -102,7 +101,7 @@ pub unsafe extern "C" fn nvmlEventSetWait_v2(
         let answer = session::ask_as("nvmlEventSetWait_v2", |session| {
             let xids = session.root.as_ref().map(health::xids).unwrap_or_default();
             let (device, number) =
-                set.0.iter_mut().find_map(|(gpu, told)| next(&xids, *gpu, told)).ok_or(TIMEOUT)?;
+                set.0.iter_mut().find_map(|(gpu, count)| next(&xids, *gpu, count)).ok_or(TIMEOUT)?;
             let position = usize::try_from(device).ok().and_then(|index| session.topology.gpu.get(index));
             let device = session::handle(position.ok_or(INVALID_ARGUMENT)?, None);
             let all = u32::MAX;
@@ -124,10 +123,10 @@ pub unsafe extern "C" fn nvmlEventSetWait_v2(
 }
 
 /// The next event of `gpu`, and the number of its last Xid.
-fn next(xids: &[(u32, u64)], gpu: u32, told: &mut usize) -> Option<(u32, u64)> {
+fn next(xids: &[(u32, u64)], gpu: u32, count: &mut usize) -> Option<(u32, u64)> {
     let own: Vec<u64> = xids.iter().filter(|(index, _)| *index == gpu).map(|(_, number)| *number).collect();
-    let last = *own.last().filter(|_| own.len() > *told)?;
-    *told += 1;
+    let last = *own.last().filter(|_| own.len() > *count)?;
+    *count += 1;
     Some((gpu, last))
 }
 
@@ -150,13 +149,13 @@ pub unsafe extern "C" fn nvmlDeviceGetFieldValues(
         for value in unsafe { std::slice::from_raw_parts_mut(values, length) } {
             let known = matches!(value.fieldId, 144 | 145 | 230).then_some(0);
             let root = target.session.root.as_ref();
-            let told =
+            let set =
                 root.and_then(|root| health::number(root, target.gpu.index, &value.fieldId.to_string()));
-            value.nvmlReturn = if told.or(known).is_some() { SUCCESS } else { NOT_SUPPORTED };
+            value.nvmlReturn = if set.or(known).is_some() { SUCCESS } else { NOT_SUPPORTED };
             // NVML_VALUE_TYPE_UNSIGNED_INT
             value.valueType = 1;
             value.value.uiVal =
-                told.or(known).and_then(|number| c_uint::try_from(number).ok()).unwrap_or_default();
+                set.or(known).and_then(|number| c_uint::try_from(number).ok()).unwrap_or_default();
         }
         Ok(())
     })

@@ -1,4 +1,4 @@
-//! What an Xid means for containers and GPUs: an error of a program's own is told as its container's; any other makes the GPU
+//! What an Xid means for containers and GPUs: an error of a program's own is its container's; any other makes the GPU
 //! sick, until a reset, a reboot or `sublet undrain --healthy`.
 
 use std::collections::BTreeMap;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::probe::describe;
 use crate::refresh::leave_out_sick;
 use crate::sick_gpus::kernel_log::Xid;
-use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, is_of_program};
+use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, is_program_error};
 use crate::sick_gpus::{self, Sick};
 use sublet_core::admit::refresh;
 use sublet_core::config::Config;
@@ -17,20 +17,20 @@ use sublet_core::ledger::{Lease, Ledger, MpsDaemon, Store};
 use sublet_core::process::Process;
 use sublet_core::text::{safe, safe_long};
 
-/// The same error of one container is told again after this time.
-const TELL_AGAIN: Duration = Duration::from_secs(60);
+/// The same event of one container is emitted again after this time.
+const EMIT_AGAIN: Duration = Duration::from_secs(60);
 
-/// How many are told in this time at most.
+/// How many are emitted in this time at most.
 const MOST: usize = 1000;
 
 /// Acts on Xids.
 #[derive(Default)]
-pub(super) struct Teller {
-    /// When each was told last.
-    told: BTreeMap<String, Instant>,
+pub(super) struct Reporter {
+    /// When each event was emitted last.
+    emitted: BTreeMap<String, Instant>,
 }
 
-impl Teller {
+impl Reporter {
     /// Acts on `xid`.
     pub fn act_on(&mut self, xid: &Xid, config: &Config) {
         let Ok(known) = inventory::last(config).map(|known| known.with_left_out()) else { return };
@@ -42,14 +42,14 @@ impl Teller {
             mark_sick(gpu, &format!("Xid {}: {what}", xid.number), remedy, asked, config);
         };
         match is_asked(xid) {
-            _ if is_of_program(xid.number) => self.tell_containers(xid, gpu, config),
+            _ if is_program_error(xid.number) => self.report_to_containers(xid, gpu, config),
             None => sick(what, false),
             Some(true) => sick(&safe_long(&xid.text, 200), true),
             Some(false) => note_reset(gpu, config),
         }
     }
 
-    fn tell_containers(&mut self, xid: &Xid, gpu: &Device, config: &Config) {
+    fn report_to_containers(&mut self, xid: &Xid, gpu: &Device, config: &Config) {
         let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).unwrap_or_default();
         let seen = xid.pid.and_then(|pid| Some((Process::find(pid)?, describe(pid, 0)?)));
         let leases = leases_of(seen.as_ref(), &gpu.uuid, &ledger);
@@ -60,21 +60,21 @@ impl Teller {
         let ((what, remedy), label) = (xid::describe(xid.number), gpu.label());
         let fix = remedy.words(gpu.index);
         let text = format!("Xid {} on {label}{process}: {what}{shared}; fix: {fix}", xid.number);
-        // That of a process without a lease is the GPU's.
+        // An error of a process without a lease is the GPU's.
         let whose: Vec<Option<&Lease>> =
             if leases.is_empty() { vec![None] } else { leases.into_iter().map(Some).collect() };
         let reason = format!("xid-{}", xid.number);
         for lease in whose {
-            self.tell_once(event(Kind::GpuError, lease, gpu, &reason, &text), config);
+            self.emit_once(event(Kind::GpuError, lease, gpu, &reason, &text), config);
         }
     }
 
-    /// Tells it, unless the same was told of the same a minute ago.
-    pub fn tell_once(&mut self, event: Event, config: &Config) {
-        self.told.retain(|_, at| at.elapsed() < TELL_AGAIN);
+    /// Emits it, unless the same was emitted of the same a minute ago.
+    pub fn emit_once(&mut self, event: Event, config: &Config) {
+        self.emitted.retain(|_, at| at.elapsed() < EMIT_AGAIN);
         let same = format!("{} {} {}", event.devices.concat(), event.lease, event.reason);
-        if self.told.len() < MOST && !self.told.contains_key(&same) {
-            self.told.insert(same, Instant::now());
+        if self.emitted.len() < MOST && !self.emitted.contains_key(&same) {
+            self.emitted.insert(same, Instant::now());
             events::emit(&config.state_dir, &[event]);
         }
     }
@@ -123,20 +123,20 @@ pub(super) fn on_gpu<'l>(gpu: &str, ledger: &'l Ledger) -> impl Iterator<Item = 
     ledger.leases.iter().filter(is_on)
 }
 
-/// From now on the GPU takes no new lease. Its containers are told.
+/// From now on the GPU takes no new lease. Its containers get an event.
 pub(super) fn mark_sick(gpu: &Device, what: &str, remedy: Remedy, asked: bool, config: &Config) {
     let fault = Sick::now(what.to_owned(), remedy.words(gpu.index), asked);
     let text = format!("{} takes no new lease: {what}; fix: {}", gpu.label(), fault.fix);
     match sick_gpus::mark(&gpu.uuid, fault, config) {
         Ok(true) => {}
         Ok(false) => return,
-        // It is told all the same.
+        // It is reported all the same.
         Err(error) => tracing::warn!("health.json: {error}"),
     }
     let _ = leave_out_sick(config).inspect_err(|error| tracing::warn!("inventory.json: {error}"));
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).unwrap_or_default();
-    let told = |lease| event(Kind::Warned, Some(lease), gpu, "unhealthy", &text);
-    events::emit(&config.state_dir, &on_gpu(&gpu.uuid, &ledger).map(told).collect::<Vec<_>>());
+    let warning = |lease| event(Kind::Warned, Some(lease), gpu, "unhealthy", &text);
+    events::emit(&config.state_dir, &on_gpu(&gpu.uuid, &ledger).map(warning).collect::<Vec<_>>());
 }
 
 /// The driver asks for no reset any more. If that makes the GPU well, it is served again.
@@ -198,7 +198,7 @@ mod tests {
         Xid { gpu: "0000:3b:00".into(), number, pid, text: text.into() }
     }
 
-    fn told(config: &Config) -> Vec<(Kind, String)> {
+    fn emitted(config: &Config) -> Vec<(Kind, String)> {
         let events = events::read_ring(&config.state_dir).into_iter();
         let of_health = |event: &Event| [Kind::GpuError, Kind::GpuLost, Kind::Warned].contains(&event.kind);
         events.filter(of_health).map(|event| (event.kind, event.container_id)).collect()
@@ -216,19 +216,19 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_a_programs_own_is_its_containers_and_told_once_a_minute() {
+    fn an_error_of_a_programs_own_is_its_containers_and_emitted_once_a_minute() {
         let (_dir, config) = host(vec![ours(1)]);
         let name = ours(1).container.name().into_owned();
-        let mut teller = Teller::default();
+        let mut reporter = Reporter::default();
         for _ in 0..1000 {
-            teller.act_on(&xid(31, pid(), "pid=1"), &config);
+            reporter.act_on(&xid(31, pid(), "pid=1"), &config);
         }
-        assert_eq!(told(&config), [(Kind::GpuError, name)]);
+        assert_eq!(emitted(&config), [(Kind::GpuError, name)]);
         assert!(inventory::last(&config).unwrap().left_out.is_empty(), "the GPU is well");
     }
 
     #[test]
-    fn under_a_shared_server_all_its_containers_are_told() {
+    fn under_a_shared_server_all_its_containers_get_an_event() {
         let key = Some(DaemonKey(GPU.to_owned()));
         let own = Lease { daemon: key.clone(), ..ours(1) };
         let other = Lease { daemon: key, ..lease(2, GPU) };
@@ -246,9 +246,9 @@ mod tests {
     #[test]
     fn any_other_xid_makes_the_gpu_sick_and_a_reset_that_is_asked_for_makes_it_well() {
         let (_dir, config) = host(vec![ours(1)]);
-        let mut teller = Teller::default();
+        let mut reporter = Reporter::default();
         for _ in 0..3 {
-            teller.act_on(&xid(4242, None, ""), &config);
+            reporter.act_on(&xid(4242, None, ""), &config);
         }
         let left_out = inventory::last(&config).unwrap().left_out;
         assert!(
@@ -256,11 +256,11 @@ mod tests {
             "{left_out:?}"
         );
         assert_eq!(
-            told(&config).iter().map(|(kind, _)| *kind).collect::<Vec<_>>(),
+            emitted(&config).iter().map(|(kind, _)| *kind).collect::<Vec<_>>(),
             [Kind::GpuLost, Kind::Warned]
         );
         let changed = |to: &str| format!("GPU recovery action changed from 0x0 (None) to {to}");
-        teller.act_on(&xid(154, None, &changed("0x1 (GPU Reset Required)")), &config);
+        reporter.act_on(&xid(154, None, &changed("0x1 (GPU Reset Required)")), &config);
         assert_eq!(sick_gpus::read(&config).asked().collect::<Vec<_>>(), [GPU]);
         assert_eq!(is_asked(&xid(154, None, &changed("0x0 (None)"))), Some(false));
     }
@@ -269,7 +269,7 @@ mod tests {
     fn an_xid_of_an_unknown_gpu_is_nobodys() {
         let (_dir, config) = host(vec![]);
         let other = Xid { gpu: "0000:3b:0".into(), ..xid(79, None, "") };
-        Teller::default().act_on(&other, &config);
-        assert_eq!((told(&config).len(), sick_gpus::read(&config)), (0, sick_gpus::Records::default()));
+        Reporter::default().act_on(&other, &config);
+        assert_eq!((emitted(&config).len(), sick_gpus::read(&config)), (0, sick_gpus::Records::default()));
     }
 }
