@@ -195,6 +195,14 @@ mod tests {
     }
 
     #[test]
+    fn a_stored_file_is_read_and_written_again_alike() {
+        let stored = include_str!("../../../tests/formats/every-key/health.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Records = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+
+    #[test]
     fn a_reboot_ends_it_and_garbage_is_put_aside() {
         let (dir, config) = host();
         mark("GPU-1", fault(false), &config).unwrap();

@@ -14,8 +14,8 @@ use crate::text::{safe, safe_long, safe_path, timestamp};
 /// The longest reason, in characters.
 pub const LONGEST_REASON: usize = 200;
 
-/// Where the system's state directory has what outlives a reboot.
-const LASTING: &str = "/var/lib/sublet";
+/// The file of the system's state directory.
+const LASTING: &str = "/var/lib/sublet/drains.json";
 
 /// `schema` of the file.
 const SCHEMA: &str = "sublet.drains/1";
@@ -124,13 +124,9 @@ impl Store {
     }
 }
 
-/// The directory for files that outlive a reboot: `/var/lib/sublet`; of another state directory than the system's, one in it.
-fn lasting_directory(state_dir: &Path) -> PathBuf {
-    if state_dir == Path::new("/run/sublet") { LASTING.into() } else { state_dir.join("lasting") }
-}
-
+/// The file that outlives a reboot. That of another state directory than the system's is in it.
 fn lasting_file(state_dir: &Path) -> PathBuf {
-    lasting_directory(state_dir).join("drains.json")
+    if state_dir == Path::new("/run/sublet") { LASTING.into() } else { state_dir.join("lasting/drains.json") }
 }
 
 /// Those that have not ended. If they cannot be read, one for each device of the host, which says so.
@@ -162,7 +158,7 @@ fn write_lasting(state_dir: &Path, drains: Vec<Drain>) -> io::Result<()> {
     if drains.is_empty() && !path.exists() {
         return Ok(());
     }
-    make_trusted_directory(&lasting_directory(state_dir))
+    make_trusted_directory(path.parent().unwrap_or(&path))
         .map_err(|why| failed(format!("its directory {why}")))?;
     let text = serde_json::to_vec(&Lasting { schema: SCHEMA.to_owned(), drains })?;
     replace_durably(&path, &text, 0o644).map_err(|error| failed(error.to_string()))
@@ -204,6 +200,20 @@ mod tests {
         let store = Store::open(state_dir).unwrap();
         store.restore_drains(&all()).unwrap();
         store.read().unwrap().drained
+    }
+
+    #[test]
+    fn a_stored_file_is_read_and_written_again_alike() {
+        let (_dir, state_dir) = host();
+        let stored = include_str!("../../../tests/formats/every-key/drains.json");
+        let file = lasting_file(&state_dir);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(&file, stored).unwrap();
+        let read = read_lasting(&state_dir, &[]);
+        assert!(read.iter().any(|drain| drain.until.is_some()), "every key");
+        write_lasting(&state_dir, read).unwrap();
+        let value = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+        assert_eq!(value(&fs::read_to_string(&file).unwrap()), value(stored));
     }
 
     #[test]

@@ -26,7 +26,7 @@ const LINK_ERRORS: [u32; 3] = [
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "facts that have nothing to do with one another")]
 pub(super) struct GpuState {
-    /// `nvmlDeviceGpuRecoveryAction_s`; `None`: a driver before 570 does not tell.
+    /// `nvmlDeviceGpuRecoveryAction_s`; `None`: a driver before 565 does not tell.
     recovery: Option<u64>,
     remap_pending: bool,
     remap_failed: bool,
