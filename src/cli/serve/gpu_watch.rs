@@ -28,8 +28,7 @@ pub(super) fn watch_gpus(config: &Config) {
     let (Ok(known), Ok(ledger)) = (inventory::last(config), ledger) else { return };
     // An open NVML would prevent the reset that a change of the layout may need.
     // A GPU that only reported a fault answers, and its reset is looked for elsewhere.
-    let records = sick_gpus::read(config);
-    let is_silent = |gone: &LeftOut| !records.gpus.contains_key(&gone.gpu.uuid);
+    let is_silent = |gone: &LeftOut| !sick_gpus::read(config).gpus.contains_key(&gone.gpu.uuid);
     let wanted =
         (!ledger.leases.is_empty() || known.left_out.iter().any(is_silent)) && ledger.mig.under_way.is_none();
     if !is_due(&LOOKED, PERIOD, || wanted) {
@@ -99,7 +98,9 @@ fn compare(known: &Inventory, config: &Config) -> anyhow::Result<()> {
         return Ok(());
     }
     let since = uptime_seconds();
-    let seen = probe::mig_gpus(config)?;
+    let mut seen = probe::mig_gpus(config)?;
+    // One that reported a fault is not in the inventory.
+    seen.retain(|uuid, _| !sick_gpus::read(config).gpus.contains_key(uuid));
     let stale = inventory::load(config).is_err_and(|error| error.wants_refresh());
     if stale || seen != known.mig_gpus() {
         inventory::unwatch(config);

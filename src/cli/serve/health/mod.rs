@@ -93,7 +93,6 @@ impl Watcher {
         let (gpus, began) = (self.wanted(), Instant::now());
         self.note(|records| records.warnings.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid)));
         let nvml = if gpus.is_empty() { None } else { probe::connect(&self.config).ok() };
-        self.asked = if gpus.is_empty() { self.asked } else { Some(began) };
         // By their addresses: a search by UUID would open other GPUs, too.
         let devices: Vec<(&Device, NvmlDevice<'_>)> = gpus
             .iter()
@@ -113,9 +112,12 @@ impl Watcher {
                 self.look(gpu, device);
             }
             let failed = events.is_err() || devices.len() < gpus.len();
-            let stop = stop.load(Relaxed);
-            if stop || self.wanted() != gpus || failed && began.elapsed() > PERIOD {
-                return stop;
+            // A look for a reset is over after a round.
+            self.asked = if gpus.is_empty() { self.asked } else { Some(Instant::now()) };
+            let (now, is_late) = (self.wanted(), began.elapsed() > PERIOD);
+            let is_other = now.is_empty() != gpus.is_empty() || is_late && (failed || now != gpus);
+            if is_other || stop.load(Relaxed) {
+                return stop.load(Relaxed);
             }
         }
     }

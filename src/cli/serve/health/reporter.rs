@@ -58,8 +58,8 @@ impl Reporter {
         let shared =
             if leases.len() > 1 { "; it ends the GPU work of all containers of its MPS server" } else { "" };
         let ((what, remedy), label) = (xid::describe(xid.number), gpu.label());
-        let fix = remedy.words(gpu.index);
-        let text = format!("Xid {} on {label}{process}: {what}{shared}; fix: {fix}", xid.number);
+        let (number, fix) = (xid.number, remedy.words(gpu.index));
+        let text = format!("Xid {number} on {label}{process}: {what}{shared}; fix: {fix}");
         // An error of a process without a lease is the GPU's.
         let whose: Vec<Option<&Lease>> =
             if leases.is_empty() { vec![None] } else { leases.into_iter().map(Some).collect() };
