@@ -226,6 +226,10 @@ fn rules_are_for_the_instance_or_its_gpu_not_both() {
     let found = on(&with("0:1", Use::Mps), &by_name).unwrap();
     assert_eq!((found.devices.concat().as_str(), found.mode), ("MIG-1", Mode::Mps));
     assert!(on(&with("0", Use::Mps), &named(1, Mode::Mig)).is_ok(), "a GPU's use is not its instances'");
+    for name in ["0", "0:1"] {
+        let closed = on(&with(name, Use::None), &named(1, Mode::Mig)).unwrap_err().message;
+        assert!(closed.contains("is kept from containers"), "{name}: {closed}");
+    }
     let kept = on(&with("0:1", Use::Mps), &named(1, Mode::Mig)).unwrap_err();
     assert!(kept.message.contains(": MIG device 0:1 is reserved for mps"), "{kept}");
 }

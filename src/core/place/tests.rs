@@ -7,7 +7,7 @@ use super::*;
 use crate::config::{DeviceRule, Policy, Use};
 use crate::inventory::{ComputeMode, Virtualization};
 use crate::ledger::fixture::lease;
-use crate::ledger::{ChangedComputeMode, Lease};
+use crate::ledger::{ChangedComputeMode, Drain, Lease};
 use crate::share::{Memory, Selector};
 
 type Change = fn(&mut Inventory);
@@ -387,6 +387,29 @@ fn closed_devices_are_passed_over_with_the_reason() {
     assert!(refusal.message.contains(": GPU 0 is drained"), "{}", refusal.message);
     assert!(refusal.message.contains("; why: GPU 1 takes no new lease; fix: "), "{}", refusal.message);
     assert!(!refusal.temporary, "a drained device opens for no waiting");
+    let drain =
+        Drain { device: "GPU-0".into(), reason: "fan".into(), by: "alice".into(), ..Drain::default() };
+    let closed = Ledger { drains: vec![drain], ..closed };
+    let message = refused(&all, &host, &closed).message;
+    let why = ": GPU 0 is drained; why: by alice since 1970-01-01T00:00:00Z: fan";
+    assert!(message.contains(why), "{message}");
+}
+
+#[test]
+fn a_device_with_use_none_is_kept_from_containers() {
+    let host = host(vec![device(0), device(1)]);
+    let kept =
+        |name: &str, request: &Request| place(request, &id(), &host, &ledger(vec![]), &rule(name, Use::None));
+    assert_eq!(kept("0", &mps(1_0000, 8)).unwrap().devices, ["GPU-1"]);
+    for request in [mps(1_0000, 8), request(Mode::Exclusive), Request { mode: None, ..request(Mode::Mps) }] {
+        let refusal = kept("all", &request).unwrap_err();
+        assert!(
+            refusal.message.contains("is kept from containers; why: [[device]] use = \"none\""),
+            "{}",
+            refusal.message
+        );
+        assert!(!refusal.temporary);
+    }
 }
 
 #[test]
