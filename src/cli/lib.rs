@@ -17,6 +17,8 @@ mod load;
 
 pub mod names;
 
+mod sick_gpus;
+
 pub mod probe;
 
 mod gpu_processes;

@@ -79,7 +79,8 @@ pub const EMPTY: &str = "this is as if nothing were on the GPUs (--empty)";
 
 /// The host as it is or, if `empty`, with nothing on its GPUs. Drained devices stay so.
 pub fn emptied(empty: bool, (ledger, inventory): (Ledger, Inventory)) -> (Ledger, Inventory) {
-    let without = |ledger: Ledger| Ledger { drained: ledger.drained, ..Ledger::empty("") };
+    let without =
+        |ledger: Ledger| Ledger { drained: ledger.drained, drains: ledger.drains, ..Ledger::empty("") };
     if empty { (without(ledger), inventory.idle()) } else { (ledger, inventory) }
 }
 

@@ -21,6 +21,7 @@ mod exec;
 mod explain;
 mod foreground;
 mod formats;
+mod gpu_health;
 mod grants;
 mod guard;
 mod hardened;

@@ -193,7 +193,7 @@ fn what_one_of_them_lacks_refuses_all() {
         assert!(line.contains(&format!(": GPU 1 {words}")) && !line.contains("GPU 0 "), "{line}");
     };
     assert!(world.sublet(&["drain", "1"]).status.success());
-    says("drained", "is drained; fix: `sublet undrain 1` ends that (root)");
+    says("drained", "is drained; why: by ");
     assert!(world.sublet(&["undrain", "1"]).status.success());
 
     let shared = world.bundle("shared", &[("sublet.gpu", "1"), ("sublet.sm", "10")], HOLD);

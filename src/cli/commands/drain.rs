@@ -1,35 +1,136 @@
-//! `sublet drain|undrain`: whether a device takes new leases.
+//! `sublet drain|undrain`: whether a device takes new leases, and whether a GPU that reported a fault is well again.
 
-use sublet_core::admit::{Local, fresh_inventory};
+use std::fs;
+use std::time::SystemTime;
+
+use anyhow::Context as _;
+
+use crate::events::parse_moment;
+use crate::names::user;
+use crate::sick_gpus;
+use sublet_core::admit::{Local, fresh_inventory, refresh};
 use sublet_core::config::Config;
-use sublet_core::ledger::Store;
+use sublet_core::inventory::Inventory;
+use sublet_core::ledger::{Drain, LONGEST_REASON, Ledger, Store};
+use sublet_core::process::epoch_seconds;
+use sublet_core::text::safe;
 
-/// Arguments of both.
+/// Arguments of `sublet drain`.
 #[derive(Debug, clap::Args)]
-pub struct Arguments {
+pub struct DrainArguments {
     /// Devices: an index, a UUID or its beginning, a PCI bus id, G:M (MIG device M of GPU G), an alias, all
     #[arg(required = true)]
     devices: Vec<String>,
+    /// Why: status, events and refusals show it
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    reason: String,
+    /// It ends by itself then: 2026-11-23T07:00:00Z, 2026-11-23, or how long from now, as 2h
+    #[arg(long, value_name = "TIME", value_parser = parse_until)]
+    until: Option<u64>,
 }
 
-/// Runs it.
-pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Result<()> {
-    let inventory = fresh_inventory(config)?.with_left_out();
-    let mut uuids = Vec::new();
-    for name in &arguments.devices {
-        uuids.extend(super::devices(name, &inventory, config)?.into_iter().map(|device| device.uuid.clone()));
-    }
-    Local::new(config).update(|ledger| {
-        ledger.drained.retain(|uuid| !uuids.contains(uuid));
-        if drain {
-            ledger.drained.extend(uuids.iter().cloned());
-        }
-    })?;
+/// Arguments of `sublet undrain`.
+#[derive(Debug, clap::Args)]
+pub struct UndrainArguments {
+    /// Devices: an index, a UUID or its beginning, a PCI bus id, G:M (MIG device M of GPU G), an alias, all
+    #[arg(required = true)]
+    devices: Vec<String>,
+    /// A GPU that is unhealthy, because it reported a fault, is well again
+    #[arg(long)]
+    healthy: bool,
+}
+
+/// Runs `sublet drain`.
+pub fn drain(arguments: &DrainArguments, config: &Config) -> anyhow::Result<()> {
+    let reason = arguments.reason.chars().take(LONGEST_REASON).collect();
+    let (device, since, until) = (String::new(), epoch_seconds(), arguments.until);
+    let new = Drain { device, reason, by: user(login_user()), since, until };
+    let (uuids, _) = change(&arguments.devices, Some(&new), config)?;
     // A daemon that waits for a lease on a drained device has no reason to wait.
     crate::terminal::warn(sublet_core::mps::end_overdue(&Store::open(&config.state_dir)?, config));
-    let now = if drain { "takes no new lease; its containers go on running" } else { "takes leases again" };
     for uuid in &uuids {
-        println!("{uuid} {now}.");
+        println!("{uuid} takes no new lease; its containers go on running.");
     }
     Ok(())
+}
+
+/// Runs `sublet undrain`.
+pub fn undrain(arguments: &UndrainArguments, config: &Config) -> anyhow::Result<()> {
+    let (uuids, inventory) = change(&arguments.devices, None, config)?;
+    if arguments.healthy {
+        let gpus: Vec<String> =
+            inventory.gpus().map(|gpu| gpu.uuid.clone()).filter(|gpu| uuids.contains(gpu)).collect();
+        if !sick_gpus::declare_healthy(&gpus, config).context("health.json")?.is_empty() {
+            refresh(config)?;
+        }
+    }
+    let now = fresh_inventory(config)?;
+    for uuid in &uuids {
+        match now.left_out.iter().find(|gone| gone.gpu.uuid == *uuid) {
+            Some(gone) => println!("{uuid} is drained no longer. {}.", gone.sentence()),
+            None => println!("{uuid} takes leases again."),
+        }
+    }
+    Ok(())
+}
+
+/// Drains the devices as `new` says, or no longer. Returns their UUIDs, and all devices of the host.
+fn change(
+    names: &[String],
+    new: Option<&Drain>,
+    config: &Config,
+) -> anyhow::Result<(Vec<String>, Inventory)> {
+    let inventory = fresh_inventory(config)?.with_left_out();
+    let all: Vec<String> = inventory.devices.iter().map(|device| device.uuid.clone()).collect();
+    let drained = Store::open(&config.state_dir)?.peek()?.drained;
+    let mut uuids = Vec::new();
+    for name in names {
+        // Of a device that is gone for good only the UUID is left.
+        if new.is_none() && drained.contains(name) {
+            uuids.push(name.clone());
+            continue;
+        }
+        uuids.extend(super::devices(name, &inventory, config)?.into_iter().map(|device| device.uuid.clone()));
+    }
+    let new = uuids.iter().filter_map(|uuid| Some(Drain { device: uuid.clone(), ..new?.clone() })).collect();
+    let change = |ledger: &mut Ledger| ledger.drain(&config.state_dir, [&all, &uuids], new);
+    Local::new(config)
+        .update(change)?
+        .context("nothing was changed, because it would not last over a reboot")?;
+    Ok((uuids, inventory))
+}
+
+/// Who logged in, also where they became root since (`/proc/PID/loginuid`, which nobody can change again); else this process's
+/// user.
+fn login_user() -> u32 {
+    let text = fs::read_to_string("/proc/self/loginuid").unwrap_or_default();
+    let uid = text.trim().parse().ok().filter(|uid| *uid != u32::MAX);
+    uid.unwrap_or_else(|| nix::unistd::getuid().as_raw())
+}
+
+/// A moment that is to come, in seconds since the epoch.
+fn parse_until(text: &str) -> Result<u64, String> {
+    let now = SystemTime::now();
+    let ahead = humantime::parse_duration(text).ok().and_then(|ahead| now.checked_add(ahead));
+    let until = ahead.map_or_else(|| parse_moment(text), Ok)?;
+    let left = until.duration_since(now).map_err(|_| format!("{} has passed", safe(text)))?;
+    Ok(epoch_seconds().saturating_add(left.as_secs()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_is_a_date_or_a_duration_from_now() {
+        let now = epoch_seconds();
+        let in_two_hours = parse_until("2h").unwrap();
+        assert!((now + 7200..now + 7300).contains(&in_two_hours), "{in_two_hours}");
+        let then = parse_until("2126-11-23T07:00:00Z").unwrap();
+        assert!((4_951_090_790..=4_951_090_800).contains(&then), "{then}");
+        for text in ["2020-01-01", "soon", "", "\u{1b}[2J", "99999999999999years"] {
+            assert!(parse_until(text).is_err(), "{text}");
+        }
+        assert!(parse_until("\u{1b}[2J").unwrap_err().starts_with("\\u{1b}[2J is no time"));
+    }
 }

@@ -75,9 +75,9 @@ enum Command {
     /// Print limits, use and counts for Prometheus
     Metrics(metrics::Arguments),
     /// Stop giving new leases on a device; leases that exist stay
-    Drain(drain::Arguments),
+    Drain(drain::DrainArguments),
     /// Give leases on a drained device again
-    Undrain(drain::Arguments),
+    Undrain(drain::UndrainArguments),
     /// List, start and stop MPS daemons, show their logs
     #[command(subcommand)]
     Mps(mps::Command),
@@ -196,8 +196,8 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Lease(command) => lease::run(&command, &config()?)?,
         Command::Gc(arguments) => gc::run(&arguments, &config()?)?,
         Command::Events(arguments) => events::run(&arguments, &config()?)?,
-        Command::Drain(arguments) => drain::run(&arguments, true, &config()?)?,
-        Command::Undrain(arguments) => drain::run(&arguments, false, &config()?)?,
+        Command::Drain(arguments) => drain::drain(&arguments, &config()?)?,
+        Command::Undrain(arguments) => drain::undrain(&arguments, &config()?)?,
         Command::Mps(command) => mps::run(&command, &config()?)?,
         Command::Cdi(command) => cdi::run(&command, &config()?)?,
         Command::Serve => serve(&config()?)?,

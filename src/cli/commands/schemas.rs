@@ -47,7 +47,7 @@ struct EventKeys {
     /// Of a lease that was taken or bound: from the start of the process that takes it to its taking, or to the start of
     /// the container's first process. Of one that ended: since it was taken.
     took_ms: Option<u64>,
-    /// Of a refusal: the word for it, as in JSON errors. Of an action of the guard: the offence.
+    /// Of a refusal: the word for it, as in JSON errors. Of an action of the guard: the offence. Of a GPU's error: `xid-31`.
     #[schemars(default)]
     reason: String,
     /// What the guard did: `report`, `terminate` or `container`.

@@ -218,6 +218,10 @@ fn tables_of(status: &Status, own: Option<&Own>, width: Option<usize>, utf8: boo
     let devices = Device::all(&status.devices).map(|device| device_row(&device, utf8)).collect();
     let devices = tables::fitting_rows(devices, width);
     let _ = writeln!(text, "{devices}\n\n{}", lease_table(status, width));
+    for device in Device::all(&status.devices) {
+        let own = device.part.map_or(&device.gpu.drain, |part| &part.drain);
+        text.extend(own.iter().map(|words| format!("\nGPU {} is drained {words}\n", device.number)));
+    }
     if !status.waiting.is_empty() {
         text.push_str("\nWaiting for a share:\n");
         text.extend(status.waiting.iter().map(waiting_line));
@@ -420,6 +424,7 @@ mod tests {
     use super::*;
     use crate::status::Health;
     use crate::top::fixture::{lease, look};
+    use sublet_core::config::Use;
     use sublet_core::process::epoch_seconds;
     use sublet_core::share::Mode;
 
@@ -427,7 +432,7 @@ mod tests {
     fn status() -> Status {
         let mut status = look().status;
         let [first, second] = &mut status.devices[..] else { panic!() };
-        (first.mode, first.reserved) = ("time-slice", Some(Mode::TimeSlice));
+        (first.mode, first.reserved) = ("time-slice", Some(Use::TimeSlice));
         second.health = Health { state: "lost", reason: None };
         second.drained = true;
         let own = LeaseOnDevice { mode: Mode::TimeSlice, own_server: true, ..lease(1, "training", Some(7)) };

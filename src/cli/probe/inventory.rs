@@ -10,6 +10,7 @@ use nvml_wrapper::error::NvmlError;
 
 use super::driver_files::{self, Found, Machine};
 use super::nvml;
+use crate::sick_gpus;
 use sublet_core::config::{Config, Inject};
 use sublet_core::fs::{read_proc_devices, under};
 use sublet_core::inventory::cache::{self, KernelModule, Seen};
@@ -278,7 +279,8 @@ impl Connection<'_> {
         if devices.is_empty() && left_out.is_empty() {
             return Err(ProbeError::NoGpu { version: self.host.module.version.clone() });
         }
-        Ok((devices, left_out))
+        // Those that reported a fault since boot.
+        Ok(sick_gpus::read(self.host.config).leave_out(devices, left_out))
     }
 
     /// How the GPUs among `devices` are joined, as far as NVML tells.

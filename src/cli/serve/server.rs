@@ -19,6 +19,7 @@ use sd_notify::NotifyState;
 use super::broker;
 use super::connection::{Connection, Listener, Phase, Progress, listen};
 use super::gpu_watch;
+use super::health;
 use super::pool::{Job, Pool};
 use super::protocol::{self, Answer};
 use super::retry;
@@ -87,6 +88,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
     let pool = Pool::start(&wake).context("threads")?;
     guard::start().context("threads")?;
     retry::start(Store::open(&config.state_dir)?).context("threads")?;
+    let health = health::Watch::start(config).context("threads")?;
     let server = Server {
         epoll,
         listener: Some(listener),
@@ -99,6 +101,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
         stopping: None,
     };
     let ended = server.watch_own().and_then(|()| server.run());
+    drop(health);
     for line in mps::end_all_idle(&Store::open(&config.state_dir)?, config) {
         tracing::warn!("{line}");
     }

@@ -9,6 +9,7 @@ use serde::Serialize;
 use crate::guard::{self, Event, Offence, Sight};
 use crate::mps_daemons::Listed;
 use crate::names::{Names, by_engine};
+use crate::sick_gpus;
 use crate::usage::Usage;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, LeftOut};
@@ -186,6 +187,10 @@ impl Status {
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
         status.warnings.extend(inventory.devices.iter().flat_map(Device::costs));
+        for (uuid, texts) in &sick_gpus::read(config).warnings {
+            let number = status.number(uuid).into_owned();
+            status.warnings.extend(texts.iter().map(|text| format!("GPU {number}: {text}")));
+        }
         status.warnings.extend(warnings(&status, sources));
         status
     }

@@ -52,6 +52,7 @@ fn gpu(index: u32) -> Gpu {
         mig_enabled: false,
         mig: Vec::new(),
         drained: false,
+        drain: None,
         reserved: None,
     }
 }

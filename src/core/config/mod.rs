@@ -188,9 +188,39 @@ pub struct DeviceRule {
     pub name: Option<String>,
     /// Fixes the device's use, so that it does not depend on which container starts first.
     #[serde(rename = "use")]
-    pub fixed_use: Option<Mode>,
+    pub fixed_use: Option<Use>,
     /// The length of the driver's time slice.
     pub time_slice: Option<TimeSlice>,
+}
+
+/// `[[device]] use`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
+pub enum Use {
+    /// Only this mode, as are the next three.
+    TimeSlice,
+    /// Shares of an MPS server.
+    Mps,
+    /// MIG devices.
+    Mig,
+    /// One container at a time.
+    Exclusive,
+    /// No container gets it.
+    None,
+}
+
+impl Use {
+    /// The one mode that it allows.
+    pub(crate) const fn mode(self) -> Option<Mode> {
+        match self {
+            Self::TimeSlice => Some(Mode::TimeSlice),
+            Self::Mps => Some(Mode::Mps),
+            Self::Mig => Some(Mode::Mig),
+            Self::Exclusive => Some(Mode::Exclusive),
+            Self::None => None,
+        }
+    }
 }
 
 /// `[[device]] time_slice`, in the order of `nvidia-smi compute-policy --set-timeslice`.

@@ -5,8 +5,7 @@ use insta::assert_snapshot;
 use toml::{Table, Value};
 
 use super::*;
-use crate::config::{DeviceRule, Policy, TimeSlice};
-use crate::share::Mode;
+use crate::config::{DeviceRule, Policy, TimeSlice, Use};
 
 fn file(path: &str, text: &str) -> File {
     File { path: path.into(), text: text.to_owned() }
@@ -58,7 +57,7 @@ fn the_shipped_file_says_the_defaults() {
         [DeviceRule {
             matches: "0".into(),
             name: Some("left".into()),
-            fixed_use: Some(Mode::Mps),
+            fixed_use: Some(Use::Mps),
             time_slice: Some(TimeSlice::Long),
         }]
     );

@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Inject;
 use crate::share::{Capabilities, Capability, MigCapability, Percent};
-use crate::text::safe;
+use crate::text::{safe, safe_long};
 
 /// `inventory.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -436,10 +436,18 @@ pub struct LeftOut {
     pub why: String,
 }
 
+/// The longest reason that is shown, in characters.
+const LONGEST_WHY: usize = 600;
+
 impl LeftOut {
     /// As `GPU 3 is left out: Unknown Error; …`.
     pub fn sentence(&self) -> String {
-        format!("{} is left out: {}", self.gpu.label(), safe(&self.why))
+        format!("{} is left out: {}", self.gpu.label(), self.reason())
+    }
+
+    /// Why, safe to print.
+    pub fn reason(&self) -> String {
+        safe_long(&self.why, LONGEST_WHY)
     }
 
     /// `lost` or `unhealthy`.

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use super::{DaemonState, DynamicInstance, Init, Lease, LeaseId, Ledger, MpsDaemon};
+use super::{DaemonState, Drain, DynamicInstance, Init, Lease, LeaseId, Ledger, MpsDaemon};
 use crate::events::{Event, Kind};
 
 /// Clock ticks a second of a process's start time (proc(5); `USER_HZ` is 100 on all of sublet's architectures).
@@ -20,7 +20,11 @@ pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
     events.extend(daemon_events(before, after));
     events.extend(lease_events(leases_before, leases_after));
     events.extend(mig_events(before, after));
-    let drained = |kind, device: &String| Event { devices: vec![device.clone()], ..Event::now(kind) };
+    let drained = |kind, device: &String| {
+        let drain = if kind == Kind::Drained { after.drain_of(device) } else { None };
+        let text = drain.map(Drain::words).unwrap_or_default();
+        Event { devices: vec![device.clone()], text, ..Event::now(kind) }
+    };
     events.extend(missing(&after.drained, &before.drained).map(|device| drained(Kind::Drained, device)));
     events.extend(missing(&before.drained, &after.drained).map(|device| drained(Kind::Undrained, device)));
     events

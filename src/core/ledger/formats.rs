@@ -57,6 +57,7 @@ fn every_key_is_in_the_fixture() {
         daemons,
         compute_modes,
         drained,
+        drains,
         unexplained,
         lost,
         leftovers,
@@ -69,6 +70,7 @@ fn every_key_is_in_the_fixture() {
     has_all(&[
         !compute_modes.is_empty(),
         !drained.is_empty(),
+        drains.iter().any(|drain| !drain.reason.is_empty() && !drain.by.is_empty() && drain.until.is_some()),
         !unexplained.is_empty(),
         !leftovers.is_empty(),
     ]);

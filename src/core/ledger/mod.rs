@@ -2,6 +2,7 @@
 //! every change from one to another.
 
 mod binding;
+mod drains;
 mod error;
 mod events_of_change;
 #[cfg(test)]
@@ -29,6 +30,7 @@ use crate::process::Process;
 use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, bytes_of_process};
 
 pub use binding::{Binding, NotBound, TooManyUnbound};
+pub use drains::{Drain, LONGEST_REASON};
 pub use error::LedgerError;
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
@@ -77,6 +79,9 @@ pub struct Ledger {
     pub compute_modes: Vec<ChangedComputeMode>,
     /// Devices that take no new lease, by UUID: `sublet drain`.
     pub drained: Vec<String>,
+    /// Why, and until when.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub drains: Vec<Drain>,
     /// Devices that take no new lease, because a rebuild found processes there that are not attributable to any lease.
     pub unexplained: Vec<String>,
     /// The ledger was rebuilt without its copy, so earlier inventories do not show which processes are on the devices

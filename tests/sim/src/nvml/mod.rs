@@ -66,6 +66,8 @@
 //! Utilization: every process computes all the time. Which processes are reported separately is as on the H200
 //! ([`utilization`]). GPM works from Hopper on ([`gpm`]); its values and units are chosen.
 //!
+//! Events and health ([`events`]): `sublet-sim xid` makes a GPU report an Xid.
+//!
 //! `faults` makes calls fail and records calls on demand.
 //!
 //! A GPU whose PCI config space reads ffff has fallen off the bus: `NVML_ERROR_GPU_IS_LOST`.
@@ -74,6 +76,7 @@
 
 mod compute_instance;
 mod device;
+mod events;
 mod faults;
 mod gpm;
 mod gpu_instance;
