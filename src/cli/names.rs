@@ -5,14 +5,16 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use nix::unistd::{Uid, User};
-use serde::Deserialize as _;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use sublet_core::ledger::Ledger;
+use sublet_core::events::Event;
+use sublet_core::ledger::{Lease, Ledger};
 pub use sublet_core::names::*;
 use sublet_core::oci::JsonFile;
 use sublet_core::request::labels_told;
-use sublet_core::text::safe;
+use sublet_core::text::{cut, safe};
 
 /// The name of user `uid`, else the number.
 pub fn user(uid: u32) -> String {
@@ -23,6 +25,91 @@ pub fn user(uid: u32) -> String {
 /// Whose a container is, where root looks at one of a user's.
 pub(crate) fn of_user(uid: u32) -> String {
     format!("of user {} (uid {uid})", user(uid))
+}
+
+/// Whom a share is for.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+pub struct Owner {
+    /// A user's name, or as it was given: it may hold anything.
+    pub name: String,
+    /// `user`: the kernel or Slurm says it; `claim`: `sublet.owner`; `label`: a label; `project`: Compose, or a pod's namespace.
+    #[schemars(with = "String")]
+    pub known_by: KnownBy,
+}
+
+/// How an owner is known, the surest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KnownBy {
+    /// The kernel or Slurm says which user it is.
+    User,
+    /// `sublet.owner` of root's container says so: whoever may use root's engine may write that.
+    Claim,
+    /// A label of root's container does (`[accounting] owner_labels`).
+    Label,
+    /// It is the Compose project or the pod's namespace.
+    Project,
+}
+
+impl Owner {
+    /// Of what `lease` is for, whose container is called `name`.
+    pub fn of(lease: &Lease, name: Option<&Name>) -> Option<Self> {
+        let is_users = lease.container.uid != 0 || lease.job.is_some();
+        Self::known(lease.container.uid, is_users, lease.claimed_owner.as_deref(), name)
+    }
+
+    /// Of what an event tells of a container that is called `name`.
+    pub fn of_event(event: &Event, name: Option<&Name>) -> Option<Self> {
+        Self::known(event.uid, event.uid != 0, Some(&event.owner), name)
+    }
+
+    fn known(uid: u32, is_users: bool, claim: Option<&str>, name: Option<&Name>) -> Option<Self> {
+        let owner =
+            |name: &str, known_by| (!name.is_empty()).then(|| Self { name: name.to_owned(), known_by });
+        if is_users {
+            return owner(&user(uid), KnownBy::User);
+        }
+        let project = |name: &Name| name.part_of.split_once('/').map(|(project, _)| project.to_owned());
+        owner(claim.unwrap_or_default(), KnownBy::Claim)
+            .or_else(|| owner(&name?.owner, KnownBy::Label))
+            .or_else(|| owner(&project(name?)?, KnownBy::Project))
+    }
+
+    /// For people: what is not known to be true says how it is known.
+    pub fn words(&self) -> String {
+        let name = cut(&self.name);
+        match self.known_by {
+            KnownBy::User => name,
+            KnownBy::Claim => name + " (claim)",
+            KnownBy::Label => name + " (label)",
+            KnownBy::Project => name + " (project)",
+        }
+    }
+}
+
+/// Whom to show: `--user` and `--owner`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, clap::Args)]
+pub struct Of {
+    /// Only containers of this user's engine: a name or uid
+    #[arg(long)]
+    user: Option<String>,
+    /// Only what is for this owner, however that is known
+    #[arg(long)]
+    owner: Option<String>,
+}
+
+impl Of {
+    /// Whether both fit: the user `uid`, and `owner`.
+    pub fn has(&self, uid: u32, owner: Option<&Owner>) -> bool {
+        let is_user = |text: &String| *text == uid.to_string() || *text == user(uid);
+        self.user.as_ref().is_none_or(is_user)
+            && self.owner.as_ref().is_none_or(|text| owner.is_some_and(|owner| owner.name == *text))
+    }
+
+    /// Whether either is given.
+    pub const fn is_any(&self) -> bool {
+        self.user.is_some() || self.owner.is_some()
+    }
 }
 
 /// What is said of [`without_share`].
@@ -61,6 +148,30 @@ fn read(file: &Path) -> Option<Value> {
 mod tests {
     use super::*;
     use sublet_core::ledger::fixture::lease;
+
+    #[test]
+    fn an_owner_is_a_user_where_that_is_known_and_else_says_how_it_is_known() {
+        let mut held = lease(1, "GPU-0");
+        let name = Name { part_of: "shop/web".into(), owner: "vision".into(), ..Name::default() };
+        let words = |held: &Lease, name: Option<&Name>| Owner::of(held, name).map(|owner| owner.words());
+        assert_eq!(words(&held, None), None);
+        let of_project = Name { owner: String::new(), ..name.clone() };
+        assert_eq!(words(&held, Some(&of_project)).as_deref(), Some("shop (project)"));
+        assert_eq!(words(&held, Some(&name)).as_deref(), Some("vision (label)"));
+        held.claimed_owner = Some("ana".to_owned());
+        assert_eq!(words(&held, Some(&name)).as_deref(), Some("ana (claim)"));
+        held.container.uid = 4_000_000_000;
+        assert_eq!(words(&held, Some(&name)).as_deref(), Some("4000000000"), "a user has no claim");
+        let event = Event { uid: 0, owner: "ana".into(), ..Event::now(sublet_core::events::Kind::Refused) };
+        assert_eq!(Owner::of_event(&event, None).unwrap().known_by, KnownBy::Claim);
+        let of = |user: Option<&str>, owner: Option<&str>| Of {
+            user: user.map(str::to_owned),
+            owner: owner.map(str::to_owned),
+        };
+        let ana = Owner::of_event(&event, None);
+        assert!(of(None, None).has(0, None) && of(Some("0"), Some("ana")).has(0, ana.as_ref()));
+        assert!(!of(Some("1"), None).has(0, None) && !of(None, Some("ana")).has(0, None));
+    }
 
     #[test]
     fn those_that_run_by_sublet_and_hold_no_lease_are_named() {

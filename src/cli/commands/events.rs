@@ -8,7 +8,7 @@ use std::os::fd::AsFd as _;
 
 use super::doctor::ask_engines;
 use crate::events::{Reader, parse_moment};
-use crate::names::{Names, is_another, of_user};
+use crate::names::{KnownBy, Names, Of, Owner, is_another, of_user};
 use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
@@ -44,6 +44,8 @@ pub struct Arguments {
     /// Only some: kind=refused, container=NAME, gpu=DEVICE. Of one key any may hold, of several keys each must
     #[arg(long, value_name = "KEY=VALUE", value_parser = filter)]
     filter: Vec<Filter>,
+    #[command(flatten)]
+    of: Of,
     /// Go on with what happens, until Ctrl-C
     #[arg(short, long)]
     follow: bool,
@@ -88,7 +90,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         }
         told = unread;
         let shown = Shown::read(config);
-        for event in events.into_iter().filter(|event| wanted.has(event, &shown)) {
+        let is_wanted = |event: &Event| wanted.has(event, &shown) && shown.has_owner(event, &arguments.of);
+        for event in events.into_iter().filter(is_wanted) {
             let event = Event { text: shown.names.tell_of(event.uid, &event.text), ..event };
             match arguments.format {
                 Format::Json => {
@@ -189,6 +192,16 @@ impl Shown {
         self.names.of_id(&event.lease).or_else(refused)?.called()
     }
 
+    fn owner(&self, event: &Event) -> Option<Owner> {
+        let name = self.names.of_id(&event.lease).or_else(|| self.names.of_id(&event.container_id));
+        Owner::of_event(event, name)
+    }
+
+    /// What has no container is nobody's.
+    fn has_owner(&self, event: &Event, of: &Of) -> bool {
+        !of.is_any() || !event.container_id.is_empty() && of.has(event.uid, self.owner(event).as_ref())
+    }
+
     fn is_of(&self, event: &Event, text: &str) -> bool {
         let is_its_id = !is_another(event.uid) || self.name(event).is_some() || !self.names.knows(text);
         let id = is_its_id.then_some(event.container_id.as_str());
@@ -202,6 +215,8 @@ impl Shown {
         let id = || Some(short_id(&event.container_id)).filter(|id| !id.is_empty());
         words.extend(self.name(event).map(safe).or_else(id));
         words.extend(is_another(event.uid).then(|| of_user(event.uid)));
+        let owner = self.owner(event).filter(|owner| owner.known_by != KnownBy::User);
+        words.extend(owner.map(|owner| format!("for {}", owner.words())));
         let number = |uuid: &String| {
             let device = self.inventory.as_ref().and_then(|inventory| inventory.device(uuid));
             device.map_or_else(|| safe(uuid), Device::label)

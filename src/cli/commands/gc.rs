@@ -39,6 +39,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         }
         settle(config)?;
     }
+    if let Err(error) = crate::accounting::look(true, None, config) {
+        eprintln!("sublet: use cannot be recorded: {error}");
+    }
     Ok(())
 }
 

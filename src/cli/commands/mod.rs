@@ -20,6 +20,7 @@ mod mig_list;
 mod mps;
 mod reason;
 mod refresh;
+mod report;
 #[cfg(test)]
 mod schemas;
 mod setup;
@@ -72,6 +73,8 @@ enum Command {
     Gc(gc::Arguments),
     /// Show what happened: leases taken and ended, refusals, the guard's actions, MPS daemons, MIG instances
     Events(events::Arguments),
+    /// Show who held how much of the GPUs, for how long, and what was used of it
+    Report(report::Arguments),
     /// Print limits, use and counts for Prometheus
     Metrics(metrics::Arguments),
     /// Stop giving new leases on a device; leases that exist stay
@@ -196,6 +199,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Lease(command) => lease::run(&command, &config()?)?,
         Command::Gc(arguments) => gc::run(&arguments, &config()?)?,
         Command::Events(arguments) => events::run(&arguments, &config()?)?,
+        Command::Report(arguments) => report::run(&arguments, &config()?)?,
         Command::Drain(arguments) => drain::run(&arguments, true, &config()?)?,
         Command::Undrain(arguments) => drain::run(&arguments, false, &config()?)?,
         Command::Mps(command) => mps::run(&command, &config()?)?,

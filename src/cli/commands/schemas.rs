@@ -38,6 +38,9 @@ struct EventKeys {
     name: Option<String>,
     #[schemars(default)]
     lease: String,
+    /// Whom `sublet.owner` of a container of root's engine names.
+    #[schemars(default)]
+    owner: String,
     /// UUIDs.
     #[schemars(default)]
     devices: Vec<String>,
@@ -144,6 +147,7 @@ fn an_event_has_the_keys_of_its_schema() {
     let event = Event {
         container_id: text(),
         lease: text(),
+        owner: text(),
         devices: vec![text()],
         daemon: text(),
         took_ms: Some(1),

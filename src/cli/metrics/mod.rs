@@ -178,6 +178,8 @@ fn containers(status: &Status, families: &mut Families) {
             ("image", lease.image.clone().unwrap_or_default()),
             ("part_of", lease.part_of.clone().unwrap_or_default()),
             ("user", lease.user.clone()),
+            ("owner", lease.owner.as_ref().map(|owner| owner.name.clone()).unwrap_or_default()),
+            ("owner_known_by", lease.owner.as_ref().map(|owner| word(&owner.known_by)).unwrap_or_default()),
             ("mode", lease.mode.to_string()),
             ("isolation", word(&lease.isolation)),
             ("state", word(&lease.state)),

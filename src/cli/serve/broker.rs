@@ -9,6 +9,8 @@ use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
+use crate::accounting::{self, Wanted};
+use crate::names;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
@@ -16,7 +18,9 @@ use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store};
 use sublet_core::mps;
+use sublet_core::request;
 use sublet_core::slurm::{JobCgroup, JobRecord};
+use sublet_core::text::safe;
 
 /// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
 const LONGEST_ID: usize = 1024;
@@ -99,6 +103,11 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             return Ok(Answer::Job(state.job_environment(&cgroup, process, peer.uid)?));
         }
         Ask::Status => return client.status(),
+        Ask::Report { wanted } => {
+            let wanted: Wanted = serde_json::from_value(wanted.clone())?;
+            let report = accounting::report(&wanted, Some(peer.uid), config);
+            return Ok(Answer::Status(serde_json::to_value(report)?));
+        }
     }
     Ok(Answer::Done(true))
 }
@@ -138,6 +147,7 @@ impl<'a> Client<'a> {
         if job.is_none() && asks_for_job_share(&told.annotations, told.share.as_deref()) {
             bail!(AdmitError::from(JobError::NotInJob));
         }
+        self.check_owner(told)?;
         let Peer { pid, uid } = self.peer;
         let owner = Pinned::of(told.owner.unwrap_or(pid), uid)?.process;
         let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
@@ -147,6 +157,18 @@ impl<'a> Client<'a> {
             None => state.admit_for(&candidate, told, self.limit()?)?,
             Some(cgroup) => state.admit_in_job(&candidate, told, &cgroup)?,
         })
+    }
+
+    /// Whom a user's container is for, the kernel says.
+    fn check_owner(&self, told: &Admit) -> anyhow::Result<()> {
+        let owner = request::owner(&told.annotations, told.share.as_deref(), self.config);
+        let (owner, user) = (owner.map_err(AdmitError::from)?, names::user(self.peer.uid));
+        let Some(other) = owner.filter(|owner| *owner != user) else { return Ok(()) };
+        let user = safe(&user);
+        bail!(
+            "sublet.owner={other} is not who starts this container; why: sublet serve knows that it is {user}; fix: leave \
+             sublet.owner out, or write {user}"
+        );
     }
 
     /// Refuses a lease that is not the client's, in the same way as one that does not exist.

@@ -22,6 +22,7 @@ use super::gpu_watch;
 use super::pool::{Job, Pool};
 use super::protocol::{self, Answer};
 use super::retry;
+use crate::accounting;
 use crate::cdi_spec;
 use crate::guard;
 use crate::peer::{OWNS, Peer};
@@ -87,6 +88,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
     let pool = Pool::start(&wake).context("threads")?;
     guard::start().context("threads")?;
     retry::start(Store::open(&config.state_dir)?).context("threads")?;
+    accounting::start().context("threads")?;
     let server = Server {
         epoll,
         listener: Some(listener),
@@ -99,6 +101,9 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
         stopping: None,
     };
     let ended = server.watch_own().and_then(|()| server.run());
+    if let Err(error) = accounting::look(true, None, config) {
+        tracing::debug!("use cannot be recorded: {error}");
+    }
     for line in mps::end_all_idle(&Store::open(&config.state_dir)?, config) {
         tracing::warn!("{line}");
     }

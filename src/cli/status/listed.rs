@@ -5,7 +5,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::Sources;
-use crate::names::{self, Engine, Name};
+use crate::names::{self, Engine, Name, Owner};
 use crate::usage::{DeviceUsed, LeaseUsed, ProcessUse};
 use sublet_core::inventory::{Device, LeftOut, MigDevice};
 use sublet_core::ledger::{Lease, LeaseState};
@@ -244,6 +244,8 @@ pub struct LeaseOnDevice {
     pub unit: Option<String>,
     /// The user whose engine it is.
     pub user: String,
+    /// Whom it is for; null: nothing says that.
+    pub owner: Option<Owner>,
     /// The job of Slurm's that it is for; null: none.
     pub job: Option<JobOfLease>,
     /// What it uses of the device.
@@ -258,6 +260,9 @@ pub struct LeaseOnDevice {
     /// What stands for its name where it has none.
     #[serde(skip)]
     pub called: String,
+    /// The uid of the user.
+    #[serde(skip)]
+    pub uid: u32,
     /// Its processes on the device.
     #[serde(skip)]
     pub(crate) processes: Vec<ProcessUse>,
@@ -296,12 +301,14 @@ impl LeaseOnDevice {
             part_of: text(|name| &name.part_of),
             unit: text(|name| &name.unit),
             user: names::user(lease.container.uid),
+            owner: Owner::of(lease, name),
             job: lease.job.as_ref().map(|job| JobOfLease { id: job.id, step: job.step.clone() }),
             used: sources.usage.of_lease(lease, device, sources.ledger),
             own_server: lease.isolation == Isolation::Dedicated && lease.daemon.is_some(),
             daemon: lease.daemon.as_ref().map(ToString::to_string),
             taken: lease.since,
             called: lease.container.name().into_owned(),
+            uid: lease.container.uid,
             processes: on_device.into_iter().flat_map(|on| on.of_lease(lease)).cloned().collect(),
         }
     }

@@ -74,6 +74,7 @@ pub fn lease(number: u32, name: &str, memory: Option<u64>) -> LeaseOnDevice {
         part_of: None,
         unit: None,
         user: "root".to_owned(),
+        owner: None,
         job: None,
         used: LeaseUsed {
             memory_bytes: memory.map(|gib| gib * GIB),
@@ -85,6 +86,7 @@ pub fn lease(number: u32, name: &str, memory: Option<u64>) -> LeaseOnDevice {
         daemon: Some("gpu-0".to_owned()),
         taken: u64::from(number),
         called: "deadbeef".to_owned(),
+        uid: 0,
         processes: Vec::new(),
     }
 }

@@ -236,6 +236,14 @@ pub fn own_status(config: &Config) -> Result<Value, AdmitError> {
     Ok(status)
 }
 
+/// The report of what the user's containers held, as the service has it.
+pub fn own_report(config: &Config, wanted: Value) -> Result<Value, AdmitError> {
+    let Answer::Status(report) = Broker::new(config).ask(&Ask::Report { wanted })? else {
+        return unexpected();
+    };
+    Ok(report)
+}
+
 /// Before a process joins a container of a rootless engine, whose MPS daemon has the directory `public`.
 ///
 /// The service restarts a daemon that does not answer. If the service is not running, a daemon that answers is

@@ -81,6 +81,7 @@ fn a_lone_gpu_is_time_sliced() {
             guard: None,
             visible_devices: None,
             default_directory: true,
+            owner: None,
             processes: NonZeroU32::MIN,
             capabilities: Capabilities(vec![Capability::Compute, Capability::Utility]),
             not_served: Vec::new(),
@@ -103,6 +104,7 @@ fn every_key_at_once() {
         ("sublet.capabilities", "video, compute"),
         ("sublet.wait", "30s"),
         ("sublet.guard", "terminate"),
+        ("sublet.owner", "Ana Müller"),
         ("sublet.lease", "0123456789abcdef"),
     ]);
     assert_eq!(
@@ -120,6 +122,7 @@ fn every_key_at_once() {
             guard: Some(Guarding::AtLeast(Action::Terminate)),
             visible_devices: None,
             default_directory: true,
+            owner: Some("Ana Müller".into()),
             processes: NonZeroU32::new(4).unwrap(),
             capabilities: Capabilities(vec![Capability::Compute, Capability::Video]),
             not_served: Vec::new(),

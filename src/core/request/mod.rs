@@ -60,6 +60,9 @@ pub struct Request {
     pub visible_devices: Option<VisibleDevices>,
     /// Whether the MPS directory is also at CUDA's default place.
     pub default_directory: bool,
+    /// Whom it is for, as the container or its named share says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
 }
 
 impl Request {
@@ -139,6 +142,7 @@ pub fn parse(
     let visible_devices = keys.word("visible_devices", &words())?;
     let default_directory = keys.word("default_directory", &[("true", true), ("false", false)])?;
     let wait = keys.read("wait", WAIT_ALLOWED, |text| share::parse_duration(text, LONGEST_WAIT))?;
+    let owner = keys.read("owner", OWNER_ALLOWED, owner_name)?;
     let mode = rules::check(&keys, mode, &devices, isolation, config)?;
     Ok(Request {
         isolation: isolation.unwrap_or_else(|| rules::default_isolation(mode, &devices, config)),
@@ -157,7 +161,20 @@ pub fn parse(
         guard,
         visible_devices,
         default_directory: default_directory.unwrap_or(true),
+        owner,
     })
+}
+
+/// What `annotations` and the named share say of the owner, as [`parse`] reads it.
+///
+/// # Errors
+/// An unknown key or share, or a value that is no name.
+pub fn owner(
+    annotations: &BTreeMap<String, String>,
+    share: Option<&str>,
+    config: &Config,
+) -> Result<Option<String>, RequestError> {
+    Keys::gather(annotations, share, config)?.read("owner", OWNER_ALLOWED, owner_name)
 }
 
 /// The words of a value's kinds.
@@ -167,11 +184,19 @@ fn words<T: strum::VariantArray + Copy + Into<&'static str>>() -> Vec<(&'static 
 
 const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
 const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
+const OWNER_ALLOWED: &str =
+    "a name of at most 64 characters, without control characters and without blanks at its ends";
 const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, such as 10s";
 
 fn processes(text: &str) -> Result<NonZeroU32, Option<String>> {
     // `parse` alone would accept a leading `+`.
     if text.starts_with('+') { Err(None) } else { text.parse().map_err(|_| None) }
+}
+
+/// It stands in tables, labels and lines: nothing that [`safe`] would have to escape, nor that seems to be empty.
+fn owner_name(text: &str) -> Result<String, Option<String>> {
+    let fits = !text.is_empty() && text.chars().count() <= 64 && text.trim() == text;
+    if fits && safe(text) == text { Ok(text.to_owned()) } else { Err(None) }
 }
 
 /// `[<c>c.]<g>g.<n>gb[+<attributes>]`, as `nvidia-smi mig -lgip` lists them (`+me`, `+gfx`, `-me`).
