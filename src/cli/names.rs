@@ -9,8 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use sublet_core::events::Event;
-use sublet_core::ledger::{Lease, Ledger};
+use sublet_core::ledger::Ledger;
 pub use sublet_core::names::*;
 use sublet_core::oci::JsonFile;
 use sublet_core::request::labels_told;
@@ -38,8 +37,9 @@ pub struct Owner {
 }
 
 /// How an owner is known, the surest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::Display)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum KnownBy {
     /// The kernel or Slurm says which user it is.
     User,
@@ -52,45 +52,29 @@ pub enum KnownBy {
 }
 
 impl Owner {
-    /// Of what `lease` is for, whose container is called `name`.
-    pub fn of(lease: &Lease, name: Option<&Name>) -> Option<Self> {
-        let is_users = lease.container.uid != 0 || lease.job.is_some();
-        Self::known(lease.container.uid, is_users, lease.claimed_owner.as_deref(), name)
-    }
-
-    /// Of what an event tells of a container that is called `name`.
-    pub fn of_event(event: &Event, name: Option<&Name>) -> Option<Self> {
-        Self::known(event.uid, event.uid != 0, Some(&event.owner), name)
-    }
-
-    fn known(uid: u32, is_users: bool, claim: Option<&str>, name: Option<&Name>) -> Option<Self> {
+    /// Of a container of `uid`, which `claim` is said of, and which is called `name`.
+    pub fn known(uid: u32, claim: &str, name: Option<&Name>) -> Option<Self> {
         let owner =
             |name: &str, known_by| (!name.is_empty()).then(|| Self { name: name.to_owned(), known_by });
-        if is_users {
+        if uid != 0 {
             return owner(&user(uid), KnownBy::User);
         }
-        let project = |name: &Name| name.part_of.split_once('/').map(|(project, _)| project.to_owned());
-        owner(claim.unwrap_or_default(), KnownBy::Claim)
-            .or_else(|| owner(&name?.owner, KnownBy::Label))
-            .or_else(|| owner(&project(name?)?, KnownBy::Project))
+        let labelled = || owner(&name?.owner, KnownBy::Label);
+        let of_project = || owner(name?.part_of.split_once('/')?.0, KnownBy::Project);
+        owner(claim, KnownBy::Claim).or_else(labelled).or_else(of_project)
     }
 
     /// For people: what is not known to be true says how it is known.
     pub fn words(&self) -> String {
         let name = cut(&self.name);
-        match self.known_by {
-            KnownBy::User => name,
-            KnownBy::Claim => name + " (claim)",
-            KnownBy::Label => name + " (label)",
-            KnownBy::Project => name + " (project)",
-        }
+        if self.known_by == KnownBy::User { name } else { format!("{name} ({})", self.known_by) }
     }
 }
 
 /// Whom to show: `--user` and `--owner`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, clap::Args)]
 pub struct Of {
-    /// Only containers of this user's engine: a name or uid
+    /// Only containers of this user's engine
     #[arg(long)]
     user: Option<String>,
     /// Only what is for this owner, however that is known
@@ -99,11 +83,10 @@ pub struct Of {
 }
 
 impl Of {
-    /// Whether both fit: the user `uid`, and `owner`.
-    pub fn has(&self, uid: u32, owner: Option<&Owner>) -> bool {
-        let is_user = |text: &String| *text == uid.to_string() || *text == user(uid);
-        self.user.as_ref().is_none_or(is_user)
-            && self.owner.as_ref().is_none_or(|text| owner.is_some_and(|owner| owner.name == *text))
+    /// Whether both fit.
+    pub fn has(&self, user: &str, owner: Option<&Owner>) -> bool {
+        self.user.as_deref().is_none_or(|wanted| wanted == user)
+            && self.owner.as_ref().is_none_or(|wanted| owner.is_some_and(|owner| owner.name == *wanted))
     }
 
     /// Whether either is given.
@@ -147,13 +130,17 @@ fn read(file: &Path) -> Option<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sublet_core::ledger::Lease;
     use sublet_core::ledger::fixture::lease;
 
     #[test]
     fn an_owner_is_a_user_where_that_is_known_and_else_says_how_it_is_known() {
         let mut held = lease(1, "GPU-0");
         let name = Name { part_of: "shop/web".into(), owner: "vision".into(), ..Name::default() };
-        let words = |held: &Lease, name: Option<&Name>| Owner::of(held, name).map(|owner| owner.words());
+        let words = |held: &Lease, name: Option<&Name>| {
+            let claim = held.claimed_owner.as_deref().unwrap_or_default();
+            Owner::known(held.container.uid, claim, name).map(|owner| owner.words())
+        };
         assert_eq!(words(&held, None), None);
         let of_project = Name { owner: String::new(), ..name.clone() };
         assert_eq!(words(&held, Some(&of_project)).as_deref(), Some("shop (project)"));
@@ -162,15 +149,13 @@ mod tests {
         assert_eq!(words(&held, Some(&name)).as_deref(), Some("ana (claim)"));
         held.container.uid = 4_000_000_000;
         assert_eq!(words(&held, Some(&name)).as_deref(), Some("4000000000"), "a user has no claim");
-        let event = Event { uid: 0, owner: "ana".into(), ..Event::now(sublet_core::events::Kind::Refused) };
-        assert_eq!(Owner::of_event(&event, None).unwrap().known_by, KnownBy::Claim);
         let of = |user: Option<&str>, owner: Option<&str>| Of {
             user: user.map(str::to_owned),
             owner: owner.map(str::to_owned),
         };
-        let ana = Owner::of_event(&event, None);
-        assert!(of(None, None).has(0, None) && of(Some("0"), Some("ana")).has(0, ana.as_ref()));
-        assert!(!of(Some("1"), None).has(0, None) && !of(None, Some("ana")).has(0, None));
+        let ana = Owner::known(0, "ana", None);
+        assert!(of(None, None).has("root", None) && of(Some("root"), Some("ana")).has("root", ana.as_ref()));
+        assert!(!of(Some("1"), None).has("root", None) && !of(None, Some("ana")).has("root", None));
     }
 
     #[test]

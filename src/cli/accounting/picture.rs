@@ -16,49 +16,44 @@ const GROUP: f64 = 44.0;
 const BAR: f64 = 8.0;
 
 /// What the bars of a group are.
-type Figure = (&'static str, fn(&Group) -> Option<f64>);
-const FIGURES: [Figure; 4] = [
-    ("held, each GPU whole", |group| Some(group.whole_gpu_hours)),
-    ("by the share of the SMs", |group| Some(group.sm_gpu_hours)),
-    ("by the share of the memory", |group| Some(group.memory_gpu_hours)),
-    ("used, as far as the driver tells", |group| group.used_gpu_hours),
+const FIGURES: [&str; 4] = [
+    "held, each GPU whole",
+    "by the share of the SMs",
+    "by the share of the memory",
+    "used, as the driver tells",
 ];
 
 /// The picture; `name` is what people call a group.
 pub fn svg(report: &Report, name: &dyn Fn(&Group) -> String) -> String {
     let shown = &report.rows[..report.rows.len().min(MOST)];
-    let figures = |group: &Group| FIGURES.map(|(_, figure)| figure(group).unwrap_or_default());
+    let figures = |group: &Group| {
+        let Group { whole_gpu_hours, sm_gpu_hours, memory_gpu_hours, used_gpu_hours, .. } = *group;
+        [whole_gpu_hours, sm_gpu_hours, memory_gpu_hours, used_gpu_hours.unwrap_or_default()]
+    };
     let most = shown.iter().flat_map(figures).fold(0.001, f64::max);
     let height = BARS[2] + GROUP * crate::shown::float(shown.len() as u64) + 30.0;
     let title = format!("GPU-hours from {} to {}", report.since, report.until);
     let mut svg = begun((WIDTH, height), &title);
     text(&mut svg, (20.0, 36.0), "title", &title);
-    let mut x = 20.0;
-    for ((words, _), colour) in FIGURES.iter().zip(COLOURS) {
+    for ((words, colour), at) in FIGURES.iter().zip(COLOURS).zip(0_u8..) {
+        let x = 20.0 + 225.0 * f64::from(at);
         let _ = writeln!(svg, "<rect x=\"{x}\" y=\"58\" width=\"12\" height=\"12\" fill=\"{colour}\"/>");
         text(&mut svg, (x + 18.0, 69.0), "small", words);
-        x += 225.0;
     }
-    let mut y = BARS[2];
-    for group in shown {
-        let label = escaped(&name(group));
-        let (x, middle) = (BARS[0] - 10.0, y + 20.0);
+    for (group, at) in shown.iter().zip(0_u8..) {
+        let (left, top) = (BARS[0], BARS[2] + GROUP * f64::from(at));
+        let (x, middle, label) = (left - 10.0, top + 20.0, escaped(&name(group)));
         let _ = writeln!(svg, "<text x=\"{x}\" y=\"{middle}\" text-anchor=\"end\">{label}</text>");
         for ((value, colour), line) in figures(group).into_iter().zip(COLOURS).zip(0_u8..) {
-            let (width, y) = ((BARS[1] - BARS[0]) * value / most, y + BAR * f64::from(line));
-            let _ = writeln!(
-                svg,
-                "<rect x=\"{}\" y=\"{y}\" width=\"{width:.1}\" height=\"{BAR}\" fill=\"{colour}\"/>",
-                BARS[0]
-            );
+            let (width, y) = ((BARS[1] - left) * value / most, top + BAR * f64::from(line));
+            let shape = format!("x=\"{left}\" y=\"{y}\" width=\"{width:.1}\" height=\"{BAR}\"");
+            let _ = writeln!(svg, "<rect {shape} fill=\"{colour}\"/>");
         }
         text(&mut svg, (BARS[1] + 8.0, middle), "small", &format!("{:.2}", group.whole_gpu_hours));
-        y += GROUP;
     }
     let others = report.rows.len() - shown.len();
-    if others > 0 {
-        text(&mut svg, (20.0, y + 14.0), "small", &format!("and {others} more"));
-    }
+    let others = if others > 0 { format!("and {others} more") } else { String::new() };
+    text(&mut svg, (20.0, height - 16.0), "small", &others);
     svg.push_str("</svg>\n");
     svg
 }

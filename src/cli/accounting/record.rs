@@ -5,7 +5,6 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
-use std::ops::AddAssign;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -23,6 +22,12 @@ const KEPT: usize = 400;
 
 /// Rows that a day has before containers, and then owners and users, are counted together.
 const MOST: usize = 500;
+
+/// Beyond this, in milliseconds, nobody has looked.
+const GAP: u64 = 300_000;
+
+/// A host on which nothing happens has a sign of life this often, in milliseconds: its disk may sleep.
+const IDLE: u64 = 240_000;
 
 /// What stands for those that are counted together.
 const OTHERS: &str = "(others)";
@@ -63,65 +68,36 @@ pub(super) struct Key {
 #[serde(default)]
 pub(super) struct Sums {
     /// Leases that began. One on several GPUs counts on its first.
-    #[serde(skip_serializing_if = "is_zero")]
     pub leases: u64,
     /// Leases whose end nobody saw: they are counted up to the last sign of life.
-    #[serde(skip_serializing_if = "is_zero")]
     pub unseen_ends: u64,
     /// How long GPUs were held, whatever the share.
-    #[serde(skip_serializing_if = "is_zero")]
     pub held: u64,
     /// The same times the share of the SMs.
-    #[serde(skip_serializing_if = "is_zero")]
     pub sm: u64,
     /// The same times the share of the memory.
-    #[serde(skip_serializing_if = "is_zero")]
     pub memory: u64,
     /// How long the driver told what was computed.
-    #[serde(skip_serializing_if = "is_zero")]
     pub told: u64,
     /// The same times the part of the GPU's time.
-    #[serde(skip_serializing_if = "is_zero")]
     pub used: u64,
     /// Containers that were refused.
-    #[serde(skip_serializing_if = "is_zero")]
     pub refusals: u64,
     /// Leases that were waited for, a second or longer.
-    #[serde(skip_serializing_if = "is_zero")]
     pub waits: u64,
     /// How long.
-    #[serde(skip_serializing_if = "is_zero")]
     pub waited: u64,
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it so")]
-const fn is_zero(number: &u64) -> bool {
-    *number == 0
-}
-
-impl AddAssign for Sums {
-    fn add_assign(&mut self, other: Self) {
-        let add = |sum: &mut u64, more: u64| *sum = sum.saturating_add(more);
-        add(&mut self.leases, other.leases);
-        add(&mut self.unseen_ends, other.unseen_ends);
-        add(&mut self.held, other.held);
-        add(&mut self.sm, other.sm);
-        add(&mut self.memory, other.memory);
-        add(&mut self.told, other.told);
-        add(&mut self.used, other.used);
-        add(&mut self.refusals, other.refusals);
-        add(&mut self.waits, other.waits);
-        add(&mut self.waited, other.waited);
+impl Sums {
+    fn all(&mut self) -> [&mut u64; 10] {
+        let Self { leases, unseen_ends, held, sm, memory, told, used, refusals, waits, waited } = self;
+        [leases, unseen_ends, held, sm, memory, told, used, refusals, waits, waited]
     }
-}
 
-/// One line of a day.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Row {
-    #[serde(flatten)]
-    pub key: Key,
-    #[serde(flatten)]
-    pub sums: Sums,
+    pub fn add(&mut self, mut more: Self) {
+        self.all().into_iter().zip(more.all()).for_each(|(sum, more)| *sum = sum.saturating_add(*more));
+    }
 }
 
 /// A day, in UTC.
@@ -131,7 +107,7 @@ pub(super) struct Day {
     /// How long nobody looked: what began and ended then may be missing, and what was used is.
     pub unwatched: u64,
     /// By their keys.
-    pub rows: Vec<Row>,
+    pub rows: Vec<(Key, Sums)>,
 }
 
 impl Day {
@@ -142,12 +118,11 @@ impl Day {
         // No user has this uid (`chown(2)`: it stands for none).
         let all = Key { uid: u32::MAX, user: others(), owner, ..containers.clone() };
         for (key, most) in [(key, MOST), (containers, 2 * MOST), (all, usize::MAX)] {
-            match self.rows.binary_search_by(|row| row.key.cmp(&key)) {
-                Ok(at) => self.rows[at].sums += more,
-                Err(at) if self.rows.len() < most => self.rows.insert(at, Row { key, sums: more }),
-                Err(_) => continue,
+            match self.rows.binary_search_by(|(known, _)| known.cmp(&key)) {
+                Ok(at) => return self.rows[at].1.add(more),
+                Err(at) if self.rows.len() < most => return self.rows.insert(at, (key, more)),
+                Err(_) => {}
             }
-            return;
         }
     }
 }
@@ -173,7 +148,6 @@ pub(super) struct Open {
     /// Up to when it is counted, in milliseconds since boot: there was a sign of life then.
     pub counted: u64,
     /// Since when the ledger does not have it, in milliseconds since boot.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub missing: Option<u64>,
 }
 
@@ -186,8 +160,8 @@ pub(super) struct Moment {
 
 impl Moment {
     /// What the clock would have said at `uptime`, as it is set now.
-    fn time_at(self, uptime: u64) -> u64 {
-        (self.time + uptime).saturating_sub(self.uptime)
+    pub fn time_at(self, uptime: u64) -> u64 {
+        self.time.saturating_add(uptime).saturating_sub(self.uptime)
     }
 }
 
@@ -210,18 +184,54 @@ pub(super) struct Now {
 /// The record, to be added to.
 pub(super) struct Record {
     dir: PathBuf,
+    /// When it was opened.
+    pub at: Moment,
     pub now: Now,
+    /// What was read.
+    before: Now,
 }
 
 impl Record {
     /// Reads what goes on. A file that this version cannot read is put aside, and the record begins anew.
-    pub fn open(dir: &Path) -> io::Result<Self> {
-        Ok(Self { dir: dir.to_owned(), now: read_history(&dir.join(NOW), LARGEST)? })
+    pub fn open(dir: &Path, at: Moment) -> io::Result<Self> {
+        let now: Now = read_history(&dir.join(NOW), LARGEST)?;
+        Ok(Self { dir: dir.to_owned(), at, before: now.clone(), now })
     }
 
-    /// Writes it. Days that are over get files of their own, and the oldest ones go.
-    pub fn write(&mut self, now: Moment) -> io::Result<()> {
-        let (today, path) = (date(now.time), |date: &str| self.dir.join(format!("{date}.json")));
+    /// Begins a look. What an earlier boot left open has ended with it. Returns when somebody looked last in this boot, in
+    /// milliseconds since boot.
+    pub fn begin(&mut self, boot_id: &str) -> io::Result<Option<u64>> {
+        let (at, looked) = (self.at, self.now.looked.unwrap_or(self.at));
+        let is_same = self.now.boot_id == boot_id;
+        let (now, last) = if is_same { (at.uptime, looked.uptime) } else { (at.time, looked.time) };
+        let gap = now.saturating_sub(last);
+        for (date, part) in by_day(at.time.saturating_sub(gap), at.time).filter(|_| gap > GAP) {
+            let unwatched = &mut self.day(date)?.unwatched;
+            *unwatched = unwatched.saturating_add(part);
+        }
+        if is_same {
+            return Ok(Some(last));
+        }
+        for open in std::mem::take(&mut self.now.open).into_values() {
+            // By the clock as it was.
+            self.close_unseen(&open, looked)?;
+        }
+        (self.now.boot_id, self.now.position) = (boot_id.to_owned(), Position::default());
+        Ok(None)
+    }
+
+    /// Whether there was no sign of life for a while.
+    pub fn is_due(&self) -> bool {
+        self.now.looked.is_none_or(|looked| self.at.uptime.saturating_sub(looked.uptime) >= IDLE)
+    }
+
+    /// Writes it, where there is something to write. Days that are over get files of their own, and the oldest ones go.
+    pub fn write(mut self) -> io::Result<()> {
+        if self.now == self.before && self.now.open.is_empty() && !self.is_due() {
+            return Ok(());
+        }
+        self.now.looked = Some(self.at);
+        let (today, path) = (date(self.at.time), |date: &str| self.dir.join(format!("{date}.json")));
         // The day that a clock is set back to, or forth from, is not over.
         let over: Vec<String> = self.now.days.keys().filter(|date| **date != today).cloned().collect();
         for date in &over {
@@ -229,17 +239,12 @@ impl Record {
         }
         self.now.days.retain(|date, _| *date == today);
         replace_durably(&self.dir.join(NOW), &serde_json::to_vec(&self.now)?, 0o600)?;
-        if !over.is_empty() {
-            let dates = dates(&self.dir);
-            dates.iter().take(dates.len().saturating_sub(KEPT)).for_each(|date| {
-                let _ = fs::remove_file(path(date)).inspect_err(|error| tracing::debug!("{error}"));
-            });
-        }
-        Ok(())
+        let dates = if over.is_empty() { Vec::new() } else { dates(&self.dir) };
+        dates.iter().take(dates.len().saturating_sub(KEPT)).try_for_each(|date| fs::remove_file(path(date)))
     }
 
     /// The day `date`, as far as it is recorded.
-    pub fn day(&mut self, date: String) -> io::Result<&mut Day> {
+    fn day(&mut self, date: String) -> io::Result<&mut Day> {
         if !self.now.days.contains_key(&date) {
             let stored = read_history(&self.dir.join(format!("{date}.json")), LARGEST)?;
             self.now.days.insert(date.clone(), stored);
@@ -248,44 +253,31 @@ impl Record {
     }
 
     /// Counts `open` up to `uptime`.
-    pub fn count(&mut self, open: &mut Open, uptime: u64, now: Moment) -> io::Result<()> {
-        for (date, milliseconds) in by_day(now.time_at(open.counted), now.time_at(uptime.max(open.counted))) {
+    pub fn count(&mut self, open: &mut Open, uptime: u64) -> io::Result<()> {
+        let until = uptime.max(open.counted);
+        for (date, held) in by_day(self.at.time_at(open.counted), self.at.time_at(until)) {
             let day = self.day(date)?;
-            for part in &open.parts {
-                let times = |share: u32| milliseconds.saturating_mul(u64::from(share));
-                let more = Sums {
-                    held: milliseconds,
-                    sm: times(part.sm),
-                    memory: times(part.memory),
-                    told: part.used.map_or(0, |_| milliseconds),
-                    used: times(part.used.unwrap_or_default()),
-                    ..Sums::default()
-                };
-                day.add(Key { gpu: part.gpu.clone(), ..open.key.clone() }, more);
+            for Part { gpu, sm, memory, used } in &open.parts {
+                let times = |share: u32| held.saturating_mul(u64::from(share));
+                let (told, used) = (used.map_or(0, |_| held), times(used.unwrap_or_default()));
+                let more =
+                    Sums { held, sm: times(*sm), memory: times(*memory), told, used, ..Sums::default() };
+                day.add(Key { gpu: gpu.clone(), ..open.key.clone() }, more);
             }
         }
-        open.counted = open.counted.max(uptime);
-        Ok(())
-    }
-
-    /// Counts what happened once to `open` at `uptime`, on its first GPU.
-    pub fn note(&mut self, open: &Open, more: Sums, uptime: u64, now: Moment) -> io::Result<()> {
-        let gpu = open.parts.first().map(|part| part.gpu.clone()).unwrap_or_default();
-        self.day(date(now.time_at(uptime)))?.add(Key { gpu, ..open.key.clone() }, more);
+        open.counted = until;
         Ok(())
     }
 
     /// The end of `open` was not seen: it is counted already, up to the last sign of life.
-    pub fn close_unseen(&mut self, open: &Open, now: Moment) -> io::Result<()> {
-        self.note(open, Sums { unseen_ends: 1, ..Sums::default() }, open.counted, now)
+    pub fn close_unseen(&mut self, open: &Open, by: Moment) -> io::Result<()> {
+        self.note(open, Sums { unseen_ends: 1, ..Sums::default() }, by.time_at(open.counted))
     }
 
-    /// Nobody looked for so long, up to now.
-    pub fn note_gap(&mut self, milliseconds: u64, now: Moment) -> io::Result<()> {
-        for (date, part) in by_day(now.time.saturating_sub(milliseconds), now.time) {
-            let unwatched = &mut self.day(date)?.unwatched;
-            *unwatched = unwatched.saturating_add(part).min(DAY);
-        }
+    /// Counts what happened once to `open`, on its first GPU.
+    pub fn note(&mut self, open: &Open, more: Sums, time: u64) -> io::Result<()> {
+        let gpu = open.parts.first().map(|part| part.gpu.clone()).unwrap_or_default();
+        self.day(date(time))?.add(Key { gpu, ..open.key.clone() }, more);
         Ok(())
     }
 }
@@ -299,7 +291,7 @@ pub(super) fn date(time: u64) -> String {
 fn by_day(from: u64, to: u64) -> impl Iterator<Item = (String, u64)> {
     let from = from.max(to.saturating_sub(KEPT as u64 * DAY));
     let days = from / DAY..=to / DAY;
-    let piece = move |day: u64| (to.min((day + 1) * DAY)).saturating_sub(from.max(day * DAY));
+    let piece = move |day: u64| to.min((day + 1).saturating_mul(DAY)).saturating_sub(from.max(day * DAY));
     days.map(move |day| (date(day * DAY), piece(day))).filter(|(_, milliseconds)| *milliseconds > 0)
 }
 
@@ -307,11 +299,8 @@ fn by_day(from: u64, to: u64) -> impl Iterator<Item = (String, u64)> {
 fn dates(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-    let is_date =
-        |date: &str| date.len() == 10 && date.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-');
-    let mut dates: Vec<String> = names
-        .filter_map(|name| name.strip_suffix(".json").filter(|date| is_date(date)).map(str::to_owned))
-        .collect();
+    let dates = names.filter_map(|name| name.strip_suffix(".json").map(str::to_owned));
+    let mut dates: Vec<String> = dates.filter(|date| date.len() == 10).collect();
     dates.sort();
     dates
 }
@@ -320,15 +309,16 @@ fn dates(dir: &Path) -> Vec<String> {
 pub(super) fn days(dir: &Path, since: &str, until: &str) -> impl Iterator<Item = Result<Day, String>> {
     let now: Option<Now> = parsed(&dir.join(NOW));
     let unread = (now.is_none() && dir.join(NOW).exists()).then(|| Err("today".to_owned()));
-    let now = now.map(|now| now.days).unwrap_or_default();
-    let mut wanted: Vec<String> = dates(dir).into_iter().filter(|date| !now.contains_key(date)).collect();
-    wanted.retain(|date| *since <= **date && **date <= *until);
-    let of_now =
-        now.into_iter().filter(|(date, _)| *since <= **date && **date <= *until).map(|(_, day)| Ok(day));
-    let of_now: Vec<_> = of_now.chain(unread).collect();
-    let dir = dir.to_owned();
-    let stored = move |date: String| parsed(&dir.join(format!("{date}.json"))).ok_or(date);
-    wanted.into_iter().map(stored).chain(of_now)
+    let mut current = now.map(|now| now.days).unwrap_or_default();
+    let mut dates = dates(dir);
+    dates.extend(current.keys().cloned());
+    dates.retain(|date| *since <= **date && **date <= *until);
+    dates.sort();
+    dates.dedup();
+    let read = move |date: String| {
+        current.remove(&date).or_else(|| parsed(&dir.join(format!("{date}.json")))).ok_or(date)
+    };
+    dates.into_iter().map(read).chain(unread)
 }
 
 fn parsed<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {

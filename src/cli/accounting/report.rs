@@ -2,14 +2,18 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::time::SystemTime;
 
 use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::record::{DAY, Key, Sums, date, days};
-use crate::names::{Of, Owner};
-use crate::shown::float;
+use super::record::{DAY, Key, Sums, days};
+use crate::events::parse_moment;
+use crate::names::{KnownBy, Of, Owner};
+use crate::shown::{float, or_dash};
+use sublet_core::events::timestamp;
+use sublet_core::text::safe;
 
 /// What is counted together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -31,15 +35,18 @@ pub enum By {
 }
 
 /// What a report is about.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize, clap::Args)]
 pub struct Wanted {
-    /// In milliseconds since the epoch; the whole day counts.
-    pub since: u64,
-    /// The same.
-    pub until: u64,
-    /// What is counted together.
+    /// Since then: 2026-11-23, 2026-11-23T07:00:00Z, or how long ago, as 30d; the whole day counts
+    #[arg(long, value_name = "TIME", default_value = "30d", value_parser = parse_moment)]
+    pub since: SystemTime,
+    /// Until then; the whole day counts
+    #[arg(long, value_name = "TIME", default_value = "0s", hide_default_value = true, value_parser = parse_moment)]
+    pub until: SystemTime,
+    /// What is counted together
+    #[arg(long, value_enum, default_value_t)]
     pub by: By,
-    /// Of these alone.
+    #[command(flatten)]
     pub of: Of,
 }
 
@@ -72,7 +79,7 @@ pub struct Group {
     pub name: String,
     /// Of an owner: how that is known, as in `sublet status`.
     #[schemars(with = "Option<String>")]
-    pub known_by: Option<crate::names::KnownBy>,
+    pub known_by: Option<KnownBy>,
     /// GPU-hours that were held, each GPU whole, however small the share.
     pub whole_gpu_hours: f64,
     /// GPU-hours by the share of the SMs: a quarter of them for four hours is one.
@@ -98,59 +105,51 @@ pub struct Group {
 impl Wanted {
     /// The report of the record in `dir`; `own`: of this user's containers alone. One day after the other is read.
     pub(super) fn report(&self, dir: &Path, own: Option<u32>) -> Report {
-        let (since, until) = (date(self.since), date(self.until));
-        let mut report = Report {
-            schema: "sublet.report/1".to_owned(),
-            since: since.clone(),
-            until: until.clone(),
-            by: self.by,
-            ..Report::default()
-        };
-        let (mut groups, mut total) = (BTreeMap::<Option<Owner>, Sums>::new(), Sums::default());
-        let mut unwatched = 0;
+        let day = |time| timestamp(time).chars().take(10).collect::<String>();
+        let (since, until) = (day(self.since), day(self.until));
+        let (mut groups, mut total) = (BTreeMap::<Name, Sums>::new(), Sums::default());
+        let (mut unread, mut unwatched) = (Vec::new(), 0);
+        let is_wanted =
+            |key: &Key| own.is_none_or(|uid| key.uid == uid) && self.of.has(&key.user, key.owner.as_ref());
         for day in days(dir, &since, &until) {
-            match day {
-                Err(unread) => report.unread.push(unread),
-                Ok(day) => {
-                    unwatched += day.unwatched.min(DAY);
-                    let is_own = |key: &Key| own.is_none_or(|uid| key.uid == uid);
-                    let is_wanted = |key: &Key| is_own(key) && self.of.has(key.uid, key.owner.as_ref());
-                    for row in day.rows.into_iter().filter(|row| is_wanted(&row.key)) {
-                        total += row.sums;
-                        *groups.entry(self.by.of(row.key)).or_default() += row.sums;
-                    }
-                }
+            let Ok(day) = day.map_err(|date| unread.push(date)) else { continue };
+            unwatched += day.unwatched.min(DAY);
+            for (key, sums) in day.rows.into_iter().filter(|(key, _)| is_wanted(key)) {
+                total.add(sums);
+                groups.entry(self.by.of(key)).or_default().add(sums);
             }
         }
-        report.unwatched_hours = hours(unwatched);
-        report.rows = groups.into_iter().map(|(name, sums)| Group::of(name, self.by, sums)).collect();
-        report.rows.sort_by(|one, other| other.whole_gpu_hours.total_cmp(&one.whole_gpu_hours));
-        report.total = Group::of(None, self.by, total);
-        report
+        let mut rows: Vec<Group> = groups.into_iter().map(Group::of).collect();
+        rows.sort_by(|one, other| other.whole_gpu_hours.total_cmp(&one.whole_gpu_hours));
+        let (schema, by, total) =
+            ("sublet.report/1".to_owned(), self.by, Group::of((Name::default(), total)));
+        Report { schema, since, until, by, unwatched_hours: hours(unwatched), unread, rows, total }
     }
 }
 
+/// What stands for a group, and how it is known, which matters only of an owner.
+type Name = (String, Option<KnownBy>);
+
 impl By {
-    /// What stands for `key`. Only of an owner it matters how that is known.
-    fn of(self, key: Key) -> Option<Owner> {
+    fn of(self, key: Key) -> Name {
         let name = match self {
-            Self::Owner => return key.owner,
+            Self::Owner => return key.owner.map(|one| (one.name, Some(one.known_by))).unwrap_or_default(),
             Self::User => key.user,
             Self::Container => key.container,
             Self::Image => key.image,
             Self::Gpu => key.gpu,
             Self::Mode => key.mode,
         };
-        (!name.is_empty()).then_some(Owner { name, known_by: crate::names::KnownBy::User })
+        (name, None)
     }
 }
 
 impl Group {
-    fn of(name: Option<Owner>, by: By, sums: Sums) -> Self {
+    fn of(((name, known_by), sums): (Name, Sums)) -> Self {
         let shares = |sum: u64| hours(sum) / 100_000.0;
         Self {
-            known_by: name.as_ref().filter(|_| by == By::Owner).map(|owner| owner.known_by),
-            name: name.map(|owner| owner.name).unwrap_or_default(),
+            name,
+            known_by,
             whole_gpu_hours: hours(sums.held),
             sm_gpu_hours: shares(sums.sm),
             memory_gpu_hours: shares(sums.memory),
@@ -166,9 +165,9 @@ impl Group {
 
     /// For people: of an owner, also how that is known.
     pub fn words(&self) -> String {
-        let owner = self.known_by.map(|known_by| Owner { name: self.name.clone(), known_by }.words());
-        let name = owner.unwrap_or_else(|| sublet_core::text::safe(&self.name));
-        if name.is_empty() { "-".to_owned() } else { name }
+        let owner = |known_by| Owner { name: self.name.clone(), known_by }.words();
+        let bare = || or_dash(Some(safe(&self.name)).filter(|name| !name.is_empty()));
+        self.known_by.map_or_else(bare, owner)
     }
 }
 

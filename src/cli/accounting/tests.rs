@@ -3,6 +3,7 @@ use std::collections::BTreeMap;
 use super::record::{DAY, days};
 use super::*;
 use crate::gpu_processes::Holder;
+use crate::names::Of;
 use crate::usage::{DeviceUse, ProcessUse};
 use sublet_core::events::timestamp;
 use sublet_core::ledger::fixture::lease;
@@ -13,6 +14,11 @@ const HOUR: u64 = 3_600_000;
 
 /// Noon.
 const START: u64 = 20_000 * DAY + DAY / 2;
+
+fn all(by: By) -> Wanted {
+    let until = UNIX_EPOCH + Duration::from_secs(1 << 40);
+    Wanted { since: UNIX_EPOCH, until, by, of: Of::default() }
+}
 
 /// A record, and the clocks.
 struct Host {
@@ -44,13 +50,14 @@ impl Host {
     }
 
     fn look(&self, events: &[Event]) {
-        let record = Record::open(self.dir.path()).unwrap();
-        let now = Moment { uptime: self.uptime, time: self.time };
-        let mut look = Look::at(record, now, self.boot_id).unwrap();
-        let (names, inventory) = (Names::default(), Some(&self.inventory));
-        let sources = Sources { ledger: &self.ledger, names: &names, inventory, usage: self.usage.as_ref() };
-        look.add(events, &sources).unwrap();
-        look.end(!events.is_empty()).unwrap();
+        let at = Moment { uptime: self.uptime, time: self.time };
+        let mut record = Record::open(self.dir.path(), at).unwrap();
+        let last = record.begin(self.boot_id).unwrap();
+        let (names, inventory) = (&Names::default(), Some(&self.inventory));
+        let mut look =
+            Look { record, last, ledger: &self.ledger, names, inventory, usage: self.usage.as_ref() };
+        look.add(events).unwrap();
+        look.record.write().unwrap();
     }
 
     fn event(&self, kind: Kind, lease: &Lease) -> Event {
@@ -68,8 +75,7 @@ impl Host {
     }
 
     fn report(&self, by: By) -> Report {
-        let wanted = Wanted { since: 0, until: u64::MAX, by, of: names::Of::default() };
-        wanted.report(self.dir.path(), None)
+        all(by).report(self.dir.path(), None)
     }
 }
 
@@ -167,7 +173,7 @@ fn refusals_and_waits_are_their_owners() {
     let mut host = Host::new();
     let lease = quarter(&host);
     let refused = Event { text: "no room".into(), ..host.event(Kind::Refused, &lease) };
-    let users = Event { uid: 4_000_000_000, owner: String::new(), uptime_ms: 0, ..refused.clone() };
+    let users = Event { uid: 4_000_000_000, owner: String::new(), ..refused.clone() };
     let waited = Event { took_ms: Some(90_000), ..host.event(Kind::LeaseTaken, &lease) };
     host.ledger.leases = vec![lease];
     host.look(&[refused, users, waited]);
@@ -177,10 +183,7 @@ fn refusals_and_waits_are_their_owners() {
     assert_eq!((ana.refusals, ana.waits, ana.waited_seconds, ana.leases), (1, 1, 90.0, 1));
     assert_eq!(of("4000000000").refusals, 1);
     assert_eq!(report.total.refusals, 2);
-    let of_user = |own| {
-        let wanted = Wanted { since: 0, until: u64::MAX, by: By::User, of: names::Of::default() };
-        wanted.report(host.dir.path(), Some(own)).total
-    };
+    let of_user = |own| all(By::User).report(host.dir.path(), Some(own)).total;
     assert_eq!(
         (of_user(4_000_000_000).refusals, of_user(1000).refusals),
         (1, 0),

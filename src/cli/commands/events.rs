@@ -7,8 +7,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::os::fd::AsFd as _;
 
 use super::doctor::ask_engines;
+use super::tables::Format;
 use crate::events::{Reader, parse_moment};
-use crate::names::{KnownBy, Names, Of, Owner, is_another, of_user};
+use crate::names::{KnownBy, Names, Of, Owner, is_another, of_user, user};
 use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
@@ -18,16 +19,6 @@ use sublet_core::text::{safe, short_id};
 
 /// How often `--follow` looks.
 const PERIOD: Duration = Duration::from_secs(1);
-
-/// How events are printed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum Format {
-    /// A line each.
-    #[default]
-    Table,
-    /// One JSON object a line.
-    Json,
-}
 
 /// Arguments of `sublet events`.
 #[derive(Debug, clap::Args)]
@@ -90,8 +81,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         }
         told = unread;
         let shown = Shown::read(config);
-        let is_wanted = |event: &Event| wanted.has(event, &shown) && shown.has_owner(event, &arguments.of);
-        for event in events.into_iter().filter(is_wanted) {
+        let is_of = |event: &Event| arguments.of.has(&user(event.uid), shown.owner(event).as_ref());
+        for event in events.into_iter().filter(|event| wanted.has(event, &shown) && is_of(event)) {
             let event = Event { text: shown.names.tell_of(event.uid, &event.text), ..event };
             match arguments.format {
                 Format::Json => {
@@ -194,12 +185,7 @@ impl Shown {
 
     fn owner(&self, event: &Event) -> Option<Owner> {
         let name = self.names.of_id(&event.lease).or_else(|| self.names.of_id(&event.container_id));
-        Owner::of_event(event, name)
-    }
-
-    /// What has no container is nobody's.
-    fn has_owner(&self, event: &Event, of: &Of) -> bool {
-        !of.is_any() || !event.container_id.is_empty() && of.has(event.uid, self.owner(event).as_ref())
+        Owner::known(event.uid, &event.owner, name)
     }
 
     fn is_of(&self, event: &Event, text: &str) -> bool {
@@ -215,7 +201,7 @@ impl Shown {
         let id = || Some(short_id(&event.container_id)).filter(|id| !id.is_empty());
         words.extend(self.name(event).map(safe).or_else(id));
         words.extend(is_another(event.uid).then(|| of_user(event.uid)));
-        let owner = self.owner(event).filter(|owner| owner.known_by != KnownBy::User);
+        let owner = self.owner(event).filter(|by| matches!(by.known_by, KnownBy::Claim | KnownBy::Label));
         words.extend(owner.map(|owner| format!("for {}", owner.words())));
         let number = |uuid: &String| {
             let device = self.inventory.as_ref().and_then(|inventory| inventory.device(uuid));

@@ -39,9 +39,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         }
         settle(config)?;
     }
-    if let Err(error) = crate::accounting::look(true, None, config) {
-        eprintln!("sublet: use cannot be recorded: {error}");
-    }
+    let looked = crate::accounting::look(true, None, config);
+    looked.unwrap_or_else(|error| eprintln!("sublet: use cannot be recorded: {error}"));
     Ok(())
 }
 

@@ -37,7 +37,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
     match command {
         Command::List { output: Output { format }, of } => {
             let mut status = Host::read(config)?.status;
-            status.leases.retain(|held| of.has(held.uid, held.owner.as_ref()));
+            status.leases.retain(|held| of.has(&held.user, held.owner.as_ref()));
             tables::print(*format, &status.leases, || status::lease_table(&status, tables::terminal_width()))
         }
         Command::Release { id, force } => release(id, *force, config),

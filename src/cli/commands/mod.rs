@@ -37,6 +37,7 @@ use anyhow::{Context as _, bail};
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use sublet_core::admit::{AdmitError, Local, is_remote, own_status};
+use sublet_core::broker::protocol::Ask;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
@@ -239,7 +240,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
     let is_remote = is_remote(config);
     if is_remote && !config.state_dir.exists() {
         // No command has created it yet with root's rights.
-        own_status(config)?;
+        own_status(&Ask::Status, config)?;
     }
     let store = Store::open(&config.state_dir)?;
     if is_remote {

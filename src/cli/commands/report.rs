@@ -1,15 +1,17 @@
 //! `sublet report`: who held how much of the GPUs, for how long, and what was used of it.
 
-use std::fmt::Write as _;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
-use super::tables::{self, Column};
+use humantime::format_duration;
+use serde::Deserialize as _;
+use serde_json::{Map, Value};
+
+use super::tables::{self, Cell};
 use crate::accounting::{self, By, Group, Report, Wanted};
-use crate::events::parse_moment;
-use crate::names::Of;
-use crate::shown::name_of;
+use crate::shown::{name_of, or_dash};
 use crate::terminal::terminal_width;
-use sublet_core::admit::{is_remote, own_report};
+use sublet_core::admit::{is_remote, own_status};
+use sublet_core::broker::protocol::Ask;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Device};
 use sublet_core::text::safe;
@@ -31,17 +33,8 @@ enum Format {
 /// Arguments of `sublet report`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Since then: 2026-11-23, 2026-11-23T07:00:00Z, or how long ago, as 30d; the whole day counts
-    #[arg(long, value_name = "TIME", default_value = "30d", value_parser = parse_moment)]
-    since: SystemTime,
-    /// Until then; the whole day counts
-    #[arg(long, value_name = "TIME", value_parser = parse_moment)]
-    until: Option<SystemTime>,
-    /// What is counted together
-    #[arg(long, value_enum, default_value_t)]
-    by: By,
     #[command(flatten)]
-    of: Of,
+    wanted: Wanted,
     /// Output format: a table, one JSON document, comma-separated values, or a picture
     #[arg(long, value_enum, default_value_t)]
     format: Format,
@@ -51,33 +44,21 @@ pub struct Arguments {
 ///
 /// # Errors
 /// For such a user, the service does not answer.
-pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
-    let milliseconds = |time: SystemTime| {
-        u64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
-    };
-    let wanted = Wanted {
-        since: milliseconds(arguments.since),
-        until: milliseconds(arguments.until.unwrap_or_else(SystemTime::now)),
-        by: arguments.by,
-        of: arguments.of.clone(),
-    };
+pub fn run(Arguments { wanted, format }: &Arguments, config: &Config) -> anyhow::Result<()> {
     let report = if is_remote(config) {
-        serde_json::from_value(own_report(config, serde_json::to_value(&wanted)?)?)?
+        serde_json::from_value(own_status(&Ask::Report { wanted: serde_json::to_value(wanted)? }, config)?)?
     } else {
-        if let Err(error) = accounting::look(true, None, config) {
-            eprintln!("sublet: what is not recorded yet is missing: {error}");
-        }
-        accounting::report(&wanted, None, config)
+        let looked = accounting::look(true, None, config);
+        looked.unwrap_or_else(|error| eprintln!("sublet: what is not recorded yet is missing: {error}"));
+        accounting::report(wanted, None, config)
     };
-    let inventory = inventory::last(config).ok().map(|inventory| inventory.with_left_out());
-    let name = |group: &Group| {
-        let device = inventory.as_ref().filter(|_| report.by == By::Gpu);
-        let device = device.and_then(|inventory| inventory.device(&group.name)).map(Device::label);
-        device.unwrap_or_else(|| group.words())
-    };
-    match arguments.format {
+    let inventory = inventory::last(config).ok().filter(|_| report.by == By::Gpu);
+    let inventory = inventory.map(|inventory| inventory.with_left_out());
+    let label = |uuid: &str| inventory.as_ref()?.device(uuid).map(Device::label);
+    let name = |group: &Group| label(&group.name).unwrap_or_else(|| group.words());
+    match format {
         Format::Json => return tables::json(&report),
-        Format::Csv => print!("{}", csv(&report)),
+        Format::Csv => print!("{}", csv(&report)?),
         Format::Svg => print!("{}", accounting::svg(&report, &name)),
         Format::Table => println!("{}", table(&report, &name, terminal_width())),
     }
@@ -85,101 +66,62 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
 }
 
 fn table(report: &Report, name: &dyn Fn(&Group) -> String, width: Option<usize>) -> String {
-    let by = name_of(&report.by).to_uppercase();
-    // Those with the highest number go first where a terminal is too narrow for all of them.
-    let columns = [
-        Column(&by, 0),
-        Column("WHOLE", 0),
-        Column("SM", 0),
-        Column("MEMORY", 0),
-        Column("USED", 1),
-        Column("LEASES", 2),
-        Column("REFUSED", 3),
-        Column("WAITED", 4),
-    ];
     let total = std::iter::once(("all".to_owned(), &report.total)).filter(|_| report.rows.len() != 1);
     let rows = report.rows.iter().map(|group| (name(group), group)).chain(total);
-    let rows: Vec<Vec<String>> = rows.map(|(name, group)| row(name, group)).collect();
-    let mut text = format!("GPU-hours from {} to {}, days in UTC\n\n", report.since, report.until);
-    text += &tables::fitting(&columns, &rows, width);
-    let notes = notes(report).into_iter().map(|note| format!("\n{note}")).collect::<String>();
-    if !notes.is_empty() {
-        let _ = write!(text, "\n{notes}");
-    }
+    let rows = tables::fitting_rows(rows.map(|(name, group)| row(name, group)).collect(), width);
+    let (by, Report { since, until, .. }) = (name_of(&report.by), report);
+    let text = format!("GPU-hours by {by}, from {since} to {until}, days in UTC\n\n{rows}{}", notes(report));
     tables::wrapped(&text, width)
 }
 
-fn row(name: String, group: &Group) -> Vec<String> {
+/// Those with the highest number go first where a terminal is too narrow for all of them.
+fn row(name: String, group: &Group) -> [Cell; 8] {
     let number = |hours: f64| format!("{hours:.2}");
     let told = 100.0 * group.told_gpu_hours / group.whole_gpu_hours;
-    let used = group.used_gpu_hours.map_or_else(
-        || "-".to_owned(),
-        |used| if told < 99.0 { format!("{used:.2} ({told:.0} % told)") } else { number(used) },
-    );
+    let some_told = if told < 99.0 { format!(" ({told:.0} % told)") } else { String::new() };
     let waited = Duration::try_from_secs_f64(group.waited_seconds.round()).unwrap_or_default();
-    let waits = match group.waits {
-        0 => "0".to_owned(),
-        waits => format!("{waits}, {}", humantime::format_duration(waited)),
-    };
-    vec![
-        name,
-        number(group.whole_gpu_hours),
-        number(group.sm_gpu_hours),
-        number(group.memory_gpu_hours),
-        used,
-        group.leases.to_string(),
-        group.refusals.to_string(),
-        waits,
+    let waited = if group.waits > 0 { format!(", {}", format_duration(waited)) } else { String::new() };
+    [
+        ("NAME", 0, name),
+        ("WHOLE", 0, number(group.whole_gpu_hours)),
+        ("SM", 0, number(group.sm_gpu_hours)),
+        ("MEMORY", 0, number(group.memory_gpu_hours)),
+        ("USED", 1, or_dash(group.used_gpu_hours.map(|used| number(used) + &some_told))),
+        ("LEASES", 2, group.leases.to_string()),
+        ("REFUSED", 3, group.refusals.to_string()),
+        ("WAITED", 4, format!("{}{waited}", group.waits)),
     ]
 }
 
 /// What the figures leave out, a line each.
-fn notes(report: &Report) -> Vec<String> {
-    let mut notes = Vec::new();
-    let unseen = report.total.unseen_ends;
-    if unseen > 0 {
-        notes
-            .push(format!("Leases whose end nobody saw, which count up to the last sign of life: {unseen}."));
-    }
-    if report.unwatched_hours >= 0.01 {
-        notes.push(format!(
-            "Nobody looked for {:.2} hours: what began and ended then may be missing, and what was used is. \
-             `systemctl enable --now sublet.service` looks.",
-            report.unwatched_hours
-        ));
-    }
-    if !report.unread.is_empty() {
-        let days = report.unread.iter().map(|day| safe(day)).collect::<Vec<_>>().join(", ");
-        notes.push(format!("Days whose record cannot be read: {days}."));
-    }
-    notes
+fn notes(report: &Report) -> String {
+    let (unseen, hours, days) = (report.total.unseen_ends, report.unwatched_hours, report.unread.join(", "));
+    let unseen = format!("Leases whose end nobody saw, which count up to the last sign of life: {unseen}.");
+    let unwatched = format!(
+        "Nobody looked for {hours:.2} hours: what began and ended then may be missing, and what was used is. \
+         `systemctl enable --now sublet.service` looks."
+    );
+    let unread = format!("Days whose record cannot be read: {}.", safe(&days));
+    let all =
+        [(report.total.unseen_ends > 0, unseen), (hours >= 0.01, unwatched), (!days.is_empty(), unread)];
+    let said: String = all.iter().filter(|(is, _)| *is).flat_map(|(_, note)| ["\n", note.as_str()]).collect();
+    if said.is_empty() { said } else { format!("\n{said}") }
 }
 
-/// RFC 4180, with a header. The names of the columns are the keys of the JSON document.
-fn csv(report: &Report) -> String {
-    let mut text =
-        "name,known_by,whole_gpu_hours,sm_gpu_hours,memory_gpu_hours,used_gpu_hours,told_gpu_hours,leases,\
-                    unseen_ends,refusals,waits,waited_seconds\r\n"
-            .to_owned();
+/// RFC 4180, with a header. The columns are the keys of the JSON document.
+fn csv(report: &Report) -> anyhow::Result<String> {
+    let line = |cells: Vec<String>| cells.join(",") + "\r\n";
+    let keys = |group: &Group| Map::deserialize(serde_json::to_value(group)?);
+    let mut text = line(keys(&Group::default())?.into_iter().map(|(key, _)| key).collect());
     for group in &report.rows {
-        let known_by = group.known_by.map(|known_by| crate::shown::word(&known_by)).unwrap_or_default();
-        let used = group.used_gpu_hours.map(|used| used.to_string()).unwrap_or_default();
-        let _ = write!(
-            text,
-            "{},{known_by},{},{},{},{used},{},{},{},{},{},{}\r\n",
-            cell(&group.name),
-            group.whole_gpu_hours,
-            group.sm_gpu_hours,
-            group.memory_gpu_hours,
-            group.told_gpu_hours,
-            group.leases,
-            group.unseen_ends,
-            group.refusals,
-            group.waits,
-            group.waited_seconds,
-        );
+        let cells = keys(group)?.into_iter().map(|(_, value)| match value {
+            Value::Null => String::new(),
+            Value::String(text) => cell(&text),
+            number => number.to_string(),
+        });
+        text += &line(cells.collect());
     }
-    text
+    Ok(text)
 }
 
 /// Quoted where it must be. A program for tables would take what begins with one of these for a formula.
@@ -225,8 +167,8 @@ mod tests {
     fn a_table_fits_80_columns_and_says_what_it_leaves_out() {
         let text = table(&report(), &Group::words, Some(80));
         assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
-        let expected = "GPU-hours from 2026-10-28 to 2026-11-27, days in UTC\n\n\
-             OWNER                      WHOLE  SM     MEMORY  USED              LEASES\n\
+        let expected = "GPU-hours by owner, from 2026-10-28 to 2026-11-27, days in UTC\n\n\
+             NAME                       WHOLE  SM     MEMORY  USED              LEASES\n\
              =a,\"b\"\\u{1b}[2J (claim)  40.00  10.00  2.50    7.50 (50 % told)  12\n\
              -                          1.00   0.00   0.00    -                 0\n\
              all                        41.00  0.00   0.00    -                 0\n\n\
@@ -234,17 +176,17 @@ mod tests {
              Nobody looked for 3.50 hours: ";
         assert!(text.starts_with(expected), "{text}");
         assert!(text.ends_with("Days whose record cannot be read: 2026-11-01."), "{text}");
-        assert_eq!(row("x".into(), &report().rows[0])[7], "1, 2m 10s");
+        assert_eq!(row("x".into(), &report().rows[0])[7].2, "1, 2m 10s");
         let alone = Report { rows: vec![Group::default()], ..Report::default() };
         assert!(!table(&alone, &Group::words, None).contains("\nall"), "one row needs no sum");
     }
 
     #[test]
     fn values_are_quoted_and_are_no_formulas() {
-        let text = csv(&report());
+        let text = csv(&report()).unwrap();
         let lines: Vec<&str> = text.split("\r\n").collect();
-        assert_eq!(lines[1], "\"'=a,\"\"b\"\"\\u{1b}[2J\",claim,40,10,2.5,7.5,20,12,2,3,1,130.4");
-        assert_eq!(lines[2], ",,1,0,0,,0,0,0,0,0,0");
+        assert_eq!(lines[1], "\"'=a,\"\"b\"\"\\u{1b}[2J\",claim,40.0,10.0,2.5,7.5,20.0,12,2,3,1,130.4");
+        assert_eq!(lines[2], ",,1.0,0.0,0.0,,0.0,0,0,0,0,0.0");
         assert_eq!(lines[0].split(',').count(), 12);
     }
 

@@ -17,6 +17,7 @@ use crate::terminal::utf8;
 use crate::usage;
 use sublet_core::admit::{self, RefusalRecord, confirmed_inventory, is_remote};
 use sublet_core::broker::policy_limits::Left;
+use sublet_core::broker::protocol::Ask;
 use sublet_core::config::{Config, PolicyRule};
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Lease, Ledger, Store};
@@ -122,7 +123,7 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
     let devices = arguments.gpu.as_deref().map(|text| named(text, &inventory, config)).transpose()?;
     let of = &arguments.of;
     let is_wanted = |held: &LeaseOnDevice| {
-        lease.is_none_or(|lease| held.id == lease.id.as_str()) && of.has(held.uid, held.owner.as_ref())
+        lease.is_none_or(|lease| held.id == lease.id.as_str()) && of.has(&held.user, held.owner.as_ref())
     };
     status.only(
         &|uuid| devices.as_ref().is_none_or(|devices| devices.iter().any(|device| device == uuid)),
@@ -377,7 +378,7 @@ impl Own {
     /// Asks `sublet serve`.
     pub fn ask(config: &Config) -> Self {
         let refused = |reason: String| Self { refused: Some(reason), ..Self::default() };
-        match admit::own_status(config).map(serde_json::from_value) {
+        match admit::own_status(&Ask::Status, config).map(serde_json::from_value) {
             Ok(Ok(own)) => own,
             Ok(Err(error)) => refused(format!("sublet serve: {}", safe(&error.to_string()))),
             Err(error) => refused(error.to_string()),

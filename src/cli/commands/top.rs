@@ -48,9 +48,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     // What is wrong from the beginning is said as by other commands.
     super::settled_ledger(config)?;
     sublet_core::admit::confirmed_inventory(config)?;
-    let of = arguments.of.clone();
+    let (of, names) = (arguments.of.clone(), arguments.web_name.clone());
     if let Some(address) = arguments.web {
-        let names = arguments.web_name.clone();
         return web::run(config, of, arguments.interval, address, arguments.web_public, names);
     }
     if !arguments.once {

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{bail, ensure};
 use nix::unistd::geteuid;
+use serde::Deserialize as _;
 use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
@@ -104,8 +105,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         }
         Ask::Status => return client.status(),
         Ask::Report { wanted } => {
-            let wanted: Wanted = serde_json::from_value(wanted.clone())?;
-            let report = accounting::report(&wanted, Some(peer.uid), config);
+            let report = accounting::report(&Wanted::deserialize(wanted)?, Some(peer.uid), config);
             return Ok(Answer::Status(serde_json::to_value(report)?));
         }
     }
@@ -147,8 +147,13 @@ impl<'a> Client<'a> {
         if job.is_none() && asks_for_job_share(&told.annotations, told.share.as_deref()) {
             bail!(AdmitError::from(JobError::NotInJob));
         }
-        self.check_owner(told)?;
         let Peer { pid, uid } = self.peer;
+        let asked = request::parse(&told.annotations, told.share.as_deref(), None, self.config);
+        // Whom a user's container is for, the kernel says.
+        let (asked, user) = (asked.map_err(AdmitError::from)?, safe(&names::user(uid)));
+        if let Some(other) = asked.owner.filter(|owner| *owner != user) {
+            bail!("sublet.owner={other} is not {user}, who starts this container; fix: leave sublet.owner out");
+        }
         let owner = Pinned::of(told.owner.unwrap_or(pid), uid)?.process;
         let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
         let container = Container { uid, id, bundle, rootfs, record };
@@ -157,18 +162,6 @@ impl<'a> Client<'a> {
             None => state.admit_for(&candidate, told, self.limit()?)?,
             Some(cgroup) => state.admit_in_job(&candidate, told, &cgroup)?,
         })
-    }
-
-    /// Whom a user's container is for, the kernel says.
-    fn check_owner(&self, told: &Admit) -> anyhow::Result<()> {
-        let owner = request::owner(&told.annotations, told.share.as_deref(), self.config);
-        let (owner, user) = (owner.map_err(AdmitError::from)?, names::user(self.peer.uid));
-        let Some(other) = owner.filter(|owner| *owner != user) else { return Ok(()) };
-        let user = safe(&user);
-        bail!(
-            "sublet.owner={other} is not who starts this container; why: sublet serve knows that it is {user}; fix: leave \
-             sublet.owner out, or write {user}"
-        );
     }
 
     /// Refuses a lease that is not the client's, in the same way as one that does not exist.

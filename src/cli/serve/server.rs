@@ -101,9 +101,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
         stopping: None,
     };
     let ended = server.watch_own().and_then(|()| server.run());
-    if let Err(error) = accounting::look(true, None, config) {
-        tracing::debug!("use cannot be recorded: {error}");
-    }
+    let _ = accounting::look(true, None, config).inspect_err(|error| tracing::debug!("{error}"));
     for line in mps::end_all_idle(&Store::open(&config.state_dir)?, config) {
         tracing::warn!("{line}");
     }

@@ -260,9 +260,6 @@ pub struct LeaseOnDevice {
     /// What stands for its name where it has none.
     #[serde(skip)]
     pub called: String,
-    /// The uid of the user.
-    #[serde(skip)]
-    pub uid: u32,
     /// Its processes on the device.
     #[serde(skip)]
     pub(crate) processes: Vec<ProcessUse>,
@@ -301,14 +298,17 @@ impl LeaseOnDevice {
             part_of: text(|name| &name.part_of),
             unit: text(|name| &name.unit),
             user: names::user(lease.container.uid),
-            owner: Owner::of(lease, name),
+            owner: Owner::known(
+                lease.container.uid,
+                lease.claimed_owner.as_deref().unwrap_or_default(),
+                name,
+            ),
             job: lease.job.as_ref().map(|job| JobOfLease { id: job.id, step: job.step.clone() }),
             used: sources.usage.of_lease(lease, device, sources.ledger),
             own_server: lease.isolation == Isolation::Dedicated && lease.daemon.is_some(),
             daemon: lease.daemon.as_ref().map(ToString::to_string),
             taken: lease.since,
             called: lease.container.name().into_owned(),
-            uid: lease.container.uid,
             processes: on_device.into_iter().flat_map(|on| on.of_lease(lease)).cloned().collect(),
         }
     }

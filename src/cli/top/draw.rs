@@ -214,9 +214,7 @@ impl Page<'_> {
         };
         let area = self.take(self.left.height);
         let mut columns = with_trace(LEASE_COLUMNS, trace);
-        if containers.iter().all(|lease| lease.owner.is_none()) {
-            columns[OWNER].width = 0;
-        }
+        columns[OWNER].width *= u16::from(containers.iter().any(|lease| lease.owner.is_some()));
         let fitted = self.table(Pane::Containers, area, &columns, containers.len(), &row);
         for &(at, x, width) in &fitted.0 {
             if let Some((_, sort)) = LEASE_SORTS.iter().find(|(column, _)| *column == at) {

@@ -86,7 +86,6 @@ pub fn lease(number: u32, name: &str, memory: Option<u64>) -> LeaseOnDevice {
         daemon: Some("gpu-0".to_owned()),
         taken: u64::from(number),
         called: "deadbeef".to_owned(),
-        uid: 0,
         processes: Vec::new(),
     }
 }

@@ -46,7 +46,7 @@ const BETWEEN: Duration = Duration::from_millis(250);
 
 /// One frame of `width` columns as text, with all rows.
 pub fn once(config: &Config, of: Of, width: u16, utf8: bool) -> Result<String, String> {
-    let mut view = View::new(of);
+    let mut view = View { of, ..View::default() };
     let mut looks = 0;
     watch(config, BETWEEN, &mut |told| {
         view.take(told);
@@ -133,7 +133,7 @@ pub fn run(config: &Config, of: Of, interval: Duration) -> anyhow::Result<ExitCo
 fn show(happened: &Receiver<Happened>, of: Of, interval: Duration) -> anyhow::Result<ExitCode> {
     let backend = ratatui::backend::CrosstermBackend::new(BufWriter::with_capacity(FRAME, stdout()));
     let mut terminal = Terminal::new(backend)?;
-    let mut view = View::new(of);
+    let mut view = View { of, ..View::default() };
     let skin = Skin { utf8: utf8(), colour: colour() };
     loop {
         // The terminal shows nothing of a frame before all of it is there, if it can (mode 2026).

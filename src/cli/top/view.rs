@@ -75,18 +75,13 @@ pub struct View {
     /// The first line of the details that is shown.
     pub scroll: usize,
     /// Whether the sparklines of each pane show the other of the traces.
-    turned: [bool; 2],
+    pub turned: [bool; 2],
     pub areas: Areas,
     /// The keys of the rows that the cursor is on, by pane.
-    cursor: [Option<String>; 2],
+    pub cursor: [Option<String>; 2],
 }
 
 impl View {
-    /// Of these containers alone.
-    pub fn new(of: Of) -> Self {
-        Self { of, ..Self::default() }
-    }
-
     /// Takes the next look.
     pub fn take(&mut self, told: Told) {
         match told {
@@ -121,7 +116,7 @@ impl View {
             let ids = [&*lease.id, &lease.container_id, &lease.user, lease.mode.into(), &number];
             let is_found =
                 || wanted.is_empty() || texts.chain(ids).any(|text| text.to_lowercase().contains(&wanted));
-            self.of.has(lease.uid, lease.owner.as_ref()) && is_found()
+            self.of.has(&lease.user, lease.owner.as_ref()) && is_found()
         };
         let mut rows: Vec<&LeaseOnDevice> = status.leases.iter().filter(shown).collect();
         let share = |lease: &LeaseOnDevice| memory_used(lease, status).unwrap_or(-1.0);

@@ -86,7 +86,7 @@ impl<'a> Leases<'a> {
             None => self.local.admit(candidate, source, spec),
             Some(remote) => remote.admit(candidate, source, spec),
         });
-        admitted.inspect_err(|error| self.record_refusal(container, error, Some(source)))
+        admitted.inspect_err(|error| self.record_refusal(container, error, source.owner(self.local.config)))
     }
 
     /// Frees `lease`, whose container was never created.
@@ -166,20 +166,11 @@ impl<'a> Leases<'a> {
         if may_be_there { Ok(Some(read(&self.local.store()?)?)) } else { Ok(None) }
     }
 
-    /// Records that `container` was refused what `source` asks for, for `sublet status --last-error`. A lost record is no
+    /// Records that `container`, which is for `owner`, was refused, for `sublet status --last-error`. A lost record is no
     /// reason to fail, because the caller reports the error itself.
-    pub(super) fn record_refusal(
-        &self,
-        container: &Container,
-        error: &AdmitError,
-        source: Option<&RequestSource>,
-    ) {
-        let config = self.local.config;
+    pub(super) fn record_refusal(&self, container: &Container, error: &AdmitError, owner: Option<String>) {
         match &self.remote {
-            None => {
-                let owner = source.and_then(|source| source.owner(config));
-                last_refusals::record(container, error, owner, config);
-            }
+            None => last_refusals::record(container, error, owner, self.local.config),
             Some(remote) => remote.record_refusal(&container.name(), error),
         }
     }

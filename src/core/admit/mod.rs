@@ -48,7 +48,7 @@ pub use job_share::JobError;
 pub use last_refusals::{RefusalRecord, record_reported, refusals};
 pub use local::{Local, PutOff, clear_refused, read};
 pub use local_or_remote::Leases;
-pub use remote::{enter_remotely, own_report, own_status};
+pub use remote::{enter_remotely, own_status};
 pub use request_of_spec::{
     RequestSource, asks_for_a_share, asks_for_job_share, remove_earlier_grant, request_by_cdi, request_of,
 };

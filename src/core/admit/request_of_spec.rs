@@ -36,7 +36,7 @@ impl RequestSource {
 
     /// Whom it is for, as far as that is said in a way that can be read.
     pub(super) fn owner(&self, config: &Config) -> Option<String> {
-        request::owner(&self.annotations, self.share.as_deref(), config).ok().flatten()
+        request::parse(&self.annotations, self.share.as_deref(), None, config).ok()?.owner
     }
 
     /// Whether the container's processes keep the groups of its starter.

@@ -51,6 +51,11 @@ fn lease_event(kind: Kind, lease: &Lease) -> Event {
     }
 }
 
+/// `lease` was taken, now.
+pub fn taken_event(lease: &Lease) -> Event {
+    Event { text: Booked::of(lease).text(), ..lease_event(Kind::LeaseTaken, lease) }
+}
+
 /// The leases by their ids: to look for each in a list of all takes too long for hundreds.
 fn by_id(leases: &[Lease]) -> HashMap<&LeaseId, &Lease> {
     leases.iter().map(|lease| (&lease.id, lease)).collect()
@@ -75,10 +80,10 @@ fn lease_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event
     after.iter().flat_map(move |lease| {
         let was = known.get(&lease.id);
         let taken = was.is_none().then(|| {
-            let event = lease_event(Kind::LeaseTaken, lease);
+            let event = taken_event(lease);
             // The container's wait for room. A lease that a rebuild found has a process, and no wait is known.
             let waited = since_owners_start(lease, event.uptime_ms).filter(|_| lease.init.is_none());
-            Event { took_ms: waited, text: Booked::of(lease).text(), ..event }
+            Event { took_ms: waited, ..event }
         });
         let was_bound = was.is_some_and(|was| was.init.is_some());
         let bound = lease.init.as_ref().filter(|_| !was_bound).map(|Init { process, .. }| {

@@ -30,7 +30,7 @@ use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, bytes_of_p
 
 pub use binding::{Binding, NotBound, TooManyUnbound};
 pub use error::LedgerError;
-pub use events_of_change::Booked;
+pub use events_of_change::{Booked, taken_event};
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
 #[cfg(any(test, feature = "fixtures"))]

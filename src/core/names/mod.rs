@@ -79,12 +79,8 @@ impl Name {
     /// With its texts no longer than [`LONGEST`]. Of an image the end is kept, which has the tag.
     fn cut(mut self) -> Self {
         let [name, image, part_of, unit, owner] = LONGEST;
-        for (text, longest) in [
-            (&mut self.name, name),
-            (&mut self.part_of, part_of),
-            (&mut self.unit, unit),
-            (&mut self.owner, owner),
-        ] {
+        let texts = [&mut self.name, &mut self.part_of, &mut self.unit, &mut self.owner];
+        for (text, longest) in texts.into_iter().zip([name, part_of, unit, owner]) {
             let end = (0..=longest.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
             text.truncate(end.unwrap_or_default());
         }
@@ -139,11 +135,6 @@ impl Names {
             Store::open(&config.state_dir).and_then(|store| store.peek()).ok()
         };
         ledger.map(|ledger| Self::learn_with(refused, &ledger, config)).unwrap_or_default()
-    }
-
-    /// Those that were learnt before, by anybody; none to a user without root.
-    pub fn known(config: &Config) -> Self {
-        Self::stored(&config.state_dir.join("names.json"))
     }
 
     /// Of those in `ledger`, as their engines have them now, and of those that have ended. A user without root learns

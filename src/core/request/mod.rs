@@ -165,18 +165,6 @@ pub fn parse(
     })
 }
 
-/// What `annotations` and the named share say of the owner, as [`parse`] reads it.
-///
-/// # Errors
-/// An unknown key or share, or a value that is no name.
-pub fn owner(
-    annotations: &BTreeMap<String, String>,
-    share: Option<&str>,
-    config: &Config,
-) -> Result<Option<String>, RequestError> {
-    Keys::gather(annotations, share, config)?.read("owner", OWNER_ALLOWED, owner_name)
-}
-
 /// The words of a value's kinds.
 fn words<T: strum::VariantArray + Copy + Into<&'static str>>() -> Vec<(&'static str, T)> {
     T::VARIANTS.iter().map(|kind| ((*kind).into(), *kind)).collect()
@@ -184,8 +172,7 @@ fn words<T: strum::VariantArray + Copy + Into<&'static str>>() -> Vec<(&'static 
 
 const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
 const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
-const OWNER_ALLOWED: &str =
-    "a name of at most 64 characters, without control characters and without blanks at its ends";
+const OWNER_ALLOWED: &str = "a name of 1 to 64 visible characters, without blanks at its ends";
 const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, such as 10s";
 
 fn processes(text: &str) -> Result<NonZeroU32, Option<String>> {
