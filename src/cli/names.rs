@@ -53,7 +53,7 @@ pub enum KnownBy {
 
 impl Owner {
     /// Of a container of `uid`, which `claim` is said of, and which is called `name`.
-    pub fn known(uid: u32, claim: &str, name: Option<&Name>) -> Option<Self> {
+    pub(crate) fn known(uid: u32, claim: &str, name: Option<&Name>) -> Option<Self> {
         let owner =
             |name: &str, known_by| (!name.is_empty()).then(|| Self { name: name.to_owned(), known_by });
         if uid != 0 {
@@ -65,7 +65,7 @@ impl Owner {
     }
 
     /// For people: what is not known to be true says how it is known.
-    pub fn words(&self) -> String {
+    pub(crate) fn words(&self) -> String {
         let name = cut(&self.name);
         if self.known_by == KnownBy::User { name } else { format!("{name} ({})", self.known_by) }
     }
@@ -73,7 +73,7 @@ impl Owner {
 
 /// Whom to show: `--user` and `--owner`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, clap::Args)]
-pub struct Of {
+pub(crate) struct Of {
     /// Only containers of this user's engine
     #[arg(long)]
     user: Option<String>,
@@ -84,13 +84,13 @@ pub struct Of {
 
 impl Of {
     /// Whether both fit.
-    pub fn has(&self, user: &str, owner: Option<&Owner>) -> bool {
+    pub(crate) fn has(&self, user: &str, owner: Option<&Owner>) -> bool {
         self.user.as_deref().is_none_or(|wanted| wanted == user)
             && self.owner.as_ref().is_none_or(|wanted| owner.is_some_and(|owner| owner.name == *wanted))
     }
 
     /// Whether either is given.
-    pub const fn is_any(&self) -> bool {
+    pub(crate) const fn is_any(&self) -> bool {
         self.user.is_some() || self.owner.is_some()
     }
 }

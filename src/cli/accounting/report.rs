@@ -121,9 +121,8 @@ impl Wanted {
         }
         let mut rows: Vec<Group> = groups.into_iter().map(Group::of).collect();
         rows.sort_by(|one, other| other.whole_gpu_hours.total_cmp(&one.whole_gpu_hours));
-        let (schema, by, total) =
-            ("sublet.report/1".to_owned(), self.by, Group::of((Name::default(), total)));
-        Report { schema, since, until, by, unwatched_hours: hours(unwatched), unread, rows, total }
+        let (schema, total) = ("sublet.report/1".to_owned(), Group::of((Name::default(), total)));
+        Report { schema, since, until, by: self.by, unwatched_hours: hours(unwatched), unread, rows, total }
     }
 }
 

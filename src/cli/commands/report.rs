@@ -168,10 +168,10 @@ mod tests {
         let text = table(&report(), &Group::words, Some(80));
         assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
         let expected = "GPU-hours by owner, from 2026-10-28 to 2026-11-27, days in UTC\n\n\
-             NAME                       WHOLE  SM     MEMORY  USED              LEASES\n\
-             =a,\"b\"\\u{1b}[2J (claim)  40.00  10.00  2.50    7.50 (50 % told)  12\n\
-             -                          1.00   0.00   0.00    -                 0\n\
-             all                        41.00  0.00   0.00    -                 0\n\n\
+             NAME                     WHOLE  SM     MEMORY  USED              LEASES  REFUSED\n\
+             =a,\"b\"\\u{1b}[2J (claim)  40.00  10.00  2.50    7.50 (50 % told)  12      3\n\
+             -                        1.00   0.00   0.00    -                 0       0\n\
+             all                      41.00  0.00   0.00    -                 0       0\n\n\
              Leases whose end nobody saw, which count up to the last sign of life: 2.\n\
              Nobody looked for 3.50 hours: ";
         assert!(text.starts_with(expected), "{text}");
