@@ -152,7 +152,7 @@ impl<'a> Client<'a> {
         // Whom a user's container is for, the kernel says.
         let (asked, user) = (asked.map_err(AdmitError::from)?, safe(&names::user(uid)));
         if let Some(other) = asked.owner.filter(|owner| *owner != user) {
-            bail!("sublet.owner={other} is not {user}, who starts this container; fix: leave sublet.owner out");
+            bail!("sublet.owner={other} is not {user}, whose container it is; fix: leave sublet.owner out");
         }
         let owner = Pinned::of(told.owner.unwrap_or(pid), uid)?.process;
         let ContainerNames { id, bundle, rootfs, record } = told.container.clone();

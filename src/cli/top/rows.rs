@@ -46,7 +46,7 @@ pub const LEASE_COLUMNS: [Column; 13] = [
     Column::new("MEMORY", 21, 0),
     Column::new("PROC", 4, 7),
     Column::new("USER", 8, 8).up_to(16),
-    Column::new("OWNER", 12, 5).up_to(24),
+    Column::new("OWNER", 16, 5).up_to(24),
     Column::new("IMAGE", 20, 10).up_to(32),
     Column::new("STATE", 7, 9),
     Column::new("", 9, 2).up_to(120),
