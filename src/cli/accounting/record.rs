@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::events::Position;
 use crate::names::{KnownBy, Owner};
-use sublet_core::fs::{read_history, read_if_trusted, replace_durably};
+use sublet_core::fs::{read_history, read_if_trusted, replace_durably, sweep};
 use sublet_core::text::timestamp;
 
 /// Milliseconds of a day.
@@ -217,6 +217,7 @@ impl Record {
             self.close_unseen(&open, looked)?;
         }
         (self.now.boot_id, self.now.position) = (boot_id.to_owned(), Position::default());
+        sweep(&self.dir);
         Ok(None)
     }
 

@@ -39,8 +39,6 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         }
         settle(config)?;
     }
-    let looked = crate::accounting::look(true, None, config);
-    looked.unwrap_or_else(|error| eprintln!("sublet: use cannot be recorded: {error}"));
     Ok(())
 }
 
