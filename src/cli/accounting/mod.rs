@@ -12,10 +12,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::events::Reader;
+use crate::events::{DISORDER, Reader};
 use crate::names::{Name, Names, Owner, is_another, user};
 use crate::usage::{self, Usage};
-use record::{Key, Moment, Open, Part, Record, Sums};
+use record::{DIRECTORY, Key, Moment, Open, Part, Record, Sums};
 use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -29,9 +29,6 @@ use sublet_core::text::short_id;
 
 pub use picture::svg;
 pub use report::{By, Group, Report, Wanted};
-
-/// Where the record is, in the lasting directory.
-const DIRECTORY: &str = "usage";
 
 /// Between two looks of the service. What the driver tells of each is averaged over as long.
 const PERIOD: Duration = Duration::from_secs(30);
@@ -90,8 +87,9 @@ pub fn look(asked: bool, usage: Option<&Usage>, config: &Config) -> io::Result<(
     let last = record.begin(read_boot_id()?)?;
     let mut reader = Reader { position: record.now.position.clone(), this_boot: true, dockers: false };
     let is_wanted = asked || !record.now.open.is_empty() || record.is_due();
-    let (events, unread) = if is_wanted { reader.new_events(config) } else { Default::default() };
-    unread.inspect(|why| tracing::debug!("{why}"));
+    let (mut events, unread) = if is_wanted { reader.new_events(config) } else { Default::default() };
+    unread.map_or(Ok(()), |why| Err(io::Error::other(why)))?;
+    events.retain(|event| last.is_none_or(|last| event.uptime_ms.saturating_add(DISORDER) >= last));
     record.now.position = reader.position;
     let ledger = &Store::open(&config.state_dir).and_then(|store| store.read()).map_err(io::Error::other)?;
     let is_known = |lease: &Lease| record.now.open.contains_key(lease.id.as_str());
@@ -102,11 +100,6 @@ pub fn look(asked: bool, usage: Option<&Usage>, config: &Config) -> io::Result<(
     let mut look = Look { record, last, ledger, names, inventory: inventory.as_ref(), usage };
     look.add(&events)?;
     look.record.write()
-}
-
-/// The report that is wanted; `own`: of this user's containers alone.
-pub fn report(wanted: &Wanted, own: Option<u32>, config: &Config) -> Report {
-    wanted.report(&config.lasting_dir().join(DIRECTORY), own)
 }
 
 /// One look, and what it sees.

@@ -35,6 +35,9 @@ const OTHERS: &str = "(others)";
 /// More than a file ever has, in bytes: a row has at most some 600.
 const LARGEST: u64 = 4 << 20;
 
+/// Where the record is, in the lasting directory.
+pub(super) const DIRECTORY: &str = "usage";
+
 /// The file with what goes on.
 const NOW: &str = "now.json";
 
@@ -203,6 +206,7 @@ impl Record {
     pub fn begin(&mut self, boot_id: &str) -> io::Result<Option<u64>> {
         let (at, looked) = (self.at, self.now.looked.unwrap_or(self.at));
         let is_same = self.now.boot_id == boot_id;
+        let is_anew = self.now.boot_id.is_empty() && !dates(&self.dir).is_empty();
         let (now, last) = if is_same { (at.uptime, looked.uptime) } else { (at.time, looked.time) };
         let gap = now.saturating_sub(last);
         for (date, part) in by_day(at.time.saturating_sub(gap), at.time).filter(|_| gap > GAP) {
@@ -218,7 +222,8 @@ impl Record {
         }
         (self.now.boot_id, self.now.position) = (boot_id.to_owned(), Position::default());
         sweep(&self.dir);
-        Ok(None)
+        // Without what went on, what has a file is counted already.
+        Ok(is_anew.then_some(at.uptime))
     }
 
     /// Whether there was no sign of life for a while.

@@ -1,17 +1,17 @@
 //! A report: the record of some days, counted together by one thing.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::time::SystemTime;
 
 use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::record::{DAY, Key, Sums, days};
+use super::record::{DAY, DIRECTORY, Key, Sums, days};
 use crate::events::parse_moment;
 use crate::names::{KnownBy, Of, Owner};
 use crate::shown::{float, or_dash};
+use sublet_core::config::Config;
 use sublet_core::events::timestamp;
 use sublet_core::text::safe;
 
@@ -103,15 +103,15 @@ pub struct Group {
 }
 
 impl Wanted {
-    /// The report of the record in `dir`; `own`: of this user's containers alone. One day after the other is read.
-    pub(super) fn report(&self, dir: &Path, own: Option<u32>) -> Report {
+    /// The report; `own`: of this user's containers alone. One day after the other is read.
+    pub fn report(&self, own: Option<u32>, config: &Config) -> Report {
         let day = |time| timestamp(time).chars().take(10).collect::<String>();
         let (since, until) = (day(self.since), day(self.until));
         let (mut groups, mut total) = (BTreeMap::<Name, Sums>::new(), Sums::default());
         let (mut unread, mut unwatched) = (Vec::new(), 0);
         let is_wanted =
             |key: &Key| own.is_none_or(|uid| key.uid == uid) && self.of.has(&key.user, key.owner.as_ref());
-        for day in days(dir, &since, &until) {
+        for day in days(&config.lasting_dir().join(DIRECTORY), &since, &until) {
             let Ok(day) = day.map_err(|date| unread.push(date)) else { continue };
             unwatched += day.unwatched.min(DAY);
             for (key, sums) in day.rows.into_iter().filter(|(key, _)| is_wanted(key)) {

@@ -22,7 +22,9 @@ fn all(by: By) -> Wanted {
 
 /// A record, and the clocks.
 struct Host {
+    #[expect(dead_code, reason = "it lasts as long")]
     dir: tempfile::TempDir,
+    config: Config,
     uptime: u64,
     time: u64,
     boot_id: &'static str,
@@ -33,8 +35,12 @@ struct Host {
 
 impl Host {
     fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
+        std::fs::create_dir_all(config.lasting_dir().join(DIRECTORY)).unwrap();
         Self {
-            dir: tempfile::tempdir().unwrap(),
+            dir,
+            config,
             uptime: HOUR,
             time: START,
             boot_id: "first",
@@ -44,6 +50,10 @@ impl Host {
         }
     }
 
+    fn record(&self) -> std::path::PathBuf {
+        self.config.lasting_dir().join(DIRECTORY)
+    }
+
     fn pass(&mut self, milliseconds: u64) {
         self.uptime += milliseconds;
         self.time += milliseconds;
@@ -51,7 +61,7 @@ impl Host {
 
     fn look(&self, events: &[Event]) {
         let at = Moment { uptime: self.uptime, time: self.time };
-        let mut record = Record::open(self.dir.path(), at).unwrap();
+        let mut record = Record::open(&self.record(), at).unwrap();
         let last = record.begin(self.boot_id).unwrap();
         let (names, inventory) = (&Names::default(), Some(&self.inventory));
         let mut look =
@@ -75,7 +85,7 @@ impl Host {
     }
 
     fn report(&self, by: By) -> Report {
-        all(by).report(self.dir.path(), None)
+        all(by).report(None, &self.config)
     }
 }
 
@@ -173,6 +183,23 @@ fn a_lease_that_nobody_saw_end_counts_up_to_the_last_sign_of_life() {
 }
 
 #[test]
+fn a_record_that_begins_anew_counts_nothing_twice() {
+    let mut host = Host::new();
+    host.ledger.leases = vec![quarter(&host)];
+    host.look(&[]);
+    host.pass(DAY);
+    host.look(&[]);
+    assert_eq!(Some(held(&host.report(By::Owner)).0.round()), Some(24.0));
+    let now = host.record().join("now.json");
+    std::fs::write(&now, "{").unwrap();
+    host.pass(1);
+    host.look(&[]);
+    // Yesterday has a file; what was counted of today is lost, and is not made up from yesterday.
+    assert_eq!(Some(held(&host.report(By::Owner)).0.round()), Some(12.0));
+    assert!(now.with_extension("json.aside").exists());
+}
+
+#[test]
 fn refusals_and_waits_are_their_owners() {
     let mut host = Host::new();
     let lease = quarter(&host);
@@ -187,7 +214,7 @@ fn refusals_and_waits_are_their_owners() {
     assert_eq!((ana.refusals, ana.waits, ana.waited_seconds, ana.leases), (1, 1, 90.0, 1));
     assert_eq!(of("4000000000").refusals, 1);
     assert_eq!(report.total.refusals, 2);
-    let of_user = |own| all(By::User).report(host.dir.path(), Some(own)).total;
+    let of_user = |own| all(By::User).report(Some(own), &host.config).total;
     assert_eq!(
         (of_user(4_000_000_000).refusals, of_user(1000).refusals),
         (1, 0),
@@ -265,8 +292,8 @@ fn a_million_leases_in_a_year_are_read_day_by_day() {
     let report = host.report(By::Container);
     assert_eq!((report.total.leases, report.rows.len()), (55_000, 20 * 500 + 1));
     assert!((held(&report).0 - 55_000.0 / 3600.0).abs() < 1e-6);
-    assert_eq!(days(host.dir.path(), "", "9").count(), 20);
+    assert_eq!(days(&host.record(), "", "9").count(), 20);
     let bytes: u64 =
-        std::fs::read_dir(host.dir.path()).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
+        std::fs::read_dir(host.record()).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
     assert!(bytes < 20 * (300 << 10), "{bytes}");
 }

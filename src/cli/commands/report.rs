@@ -50,7 +50,7 @@ pub fn run(Arguments { wanted, format }: &Arguments, config: &Config) -> anyhow:
     } else {
         let looked = accounting::look(true, None, config);
         looked.unwrap_or_else(|error| eprintln!("sublet: what is not recorded yet is missing: {error}"));
-        accounting::report(wanted, None, config)
+        wanted.report(None, config)
     };
     let inventory = inventory::last(config).ok().filter(|_| report.by == By::Gpu);
     let inventory = inventory.map(|inventory| inventory.with_left_out());

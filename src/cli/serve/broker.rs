@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
-use crate::accounting::{self, Wanted};
+use crate::accounting::Wanted;
 use crate::names;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
@@ -105,7 +105,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         }
         Ask::Status => return client.status(),
         Ask::Report { wanted } => {
-            let report = accounting::report(&Wanted::deserialize(wanted)?, Some(peer.uid), config);
+            let report = Wanted::deserialize(wanted)?.report(Some(peer.uid), config);
             return Ok(Answer::Status(serde_json::to_value(report)?));
         }
     }
