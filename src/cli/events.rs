@@ -18,7 +18,7 @@ use sublet_core::process::child::{ChildError, run_whole};
 use sublet_core::text::{safe, timestamp};
 
 /// Two writers may tell their events in another order than that of their times, by less than this, in milliseconds.
-const DISORDER: u64 = 60_000;
+pub(crate) const DISORDER: u64 = 60_000;
 
 /// The positions up to which events were read.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

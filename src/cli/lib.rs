@@ -10,6 +10,7 @@ mod own_root;
 mod peer;
 mod policy_rule;
 mod proc;
+mod svg;
 mod terminal;
 mod yaml;
 
@@ -39,6 +40,8 @@ pub mod events;
 pub mod status;
 
 mod shown;
+
+mod accounting;
 
 mod metrics;
 

@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 use serde::Serialize;
 
+use crate::names::Owner;
 use crate::status::{DeviceUsed, Gpu, LeaseOnDevice, MigInstance, Room, Status};
 use sublet_core::share::Mode;
 pub use sublet_core::text::cut;
@@ -273,6 +274,8 @@ pub struct Words {
     pub memory: String,
     pub processes: String,
     pub user: String,
+    /// Empty: nothing says it.
+    pub owner: String,
     pub image: String,
     pub state: String,
 }
@@ -291,6 +294,7 @@ impl Words {
             memory: memory_of(lease),
             processes: or_dash(lease.used.processes),
             user: cut(&lease.user),
+            owner: lease.owner.as_ref().map(Owner::words).unwrap_or_default(),
             image: or_dash(lease.image.as_deref().map(|image| end_of(&safe(image), longest))),
             state: word(&lease.state),
         }

@@ -39,8 +39,8 @@ fn annotations_that_make_no_request() {
     assert_lines(
         &refusals(&world, requests),
         &[
-            "sublet.colour=red: unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share",
-            "sublet.compute=25: unknown key, did you mean sublet.sm?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share",
+            "sublet.colour=red: unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.owner, sublet.share",
+            "sublet.compute=25: unknown key, did you mean sublet.sm?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.owner, sublet.share",
             "sublet.sm=0: not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
             "sublet.sm=101: not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
             "sublet.sm=0.25: a quarter of a percent? write 25; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5",

@@ -95,7 +95,7 @@ fn status_as_json_is_the_documented_schema() {
             "leases": [{"id": "ID", "container_id": "shown", "device": GPU, "mode": "mps",
                 "isolation": "shared", "sm_percent": 25.0, "memory_bytes": 8_589_934_592_u64,
                 "state": "active", "pid": bundle.pid(), "since": "SINCE", "engine": null, "name": null,
-                "image": null, "part_of": null, "unit": null, "user": "root", "job": null,
+                "image": null, "part_of": null, "unit": null, "user": "root", "owner": null, "job": null,
                 "used": {"memory_bytes": own, "processes": 1, "sm_percent": null, "server_sm_percent": 100},
                 "own_server": false, "daemon": GPU}],
             "mps": [{"devices": [GPU], "lease": null, "pid": 0, "state": "serving", "clients": 1,

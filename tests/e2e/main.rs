@@ -42,6 +42,7 @@ mod old_kernel;
 mod one_lease;
 mod prestart;
 mod prestart_killed;
+mod report;
 mod schemas;
 mod screens;
 mod serve;

@@ -122,6 +122,7 @@ fn lease(device: &str) -> Lease {
         brokered: false,
         job: None,
         within: None,
+        claimed_owner: None,
         mig_devices: Vec::new(),
     }
 }

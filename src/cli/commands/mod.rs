@@ -20,6 +20,7 @@ mod mig_list;
 mod mps;
 mod reason;
 mod refresh;
+mod report;
 #[cfg(test)]
 mod schemas;
 mod setup;
@@ -36,6 +37,7 @@ use anyhow::{Context as _, bail};
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use sublet_core::admit::{AdmitError, Local, is_remote, own_status};
+use sublet_core::broker::protocol::Ask;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
@@ -72,6 +74,8 @@ enum Command {
     Gc(gc::Arguments),
     /// Show what happened: leases taken and ended, refusals, the guard's actions, MPS daemons, MIG instances
     Events(events::Arguments),
+    /// Show who held how much of the GPUs, for how long, and what was used of it
+    Report(report::Arguments),
     /// Print limits, use and counts for Prometheus
     Metrics(metrics::Arguments),
     /// Stop giving new leases on a device; leases that exist stay
@@ -196,6 +200,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Lease(command) => lease::run(&command, &config()?)?,
         Command::Gc(arguments) => gc::run(&arguments, &config()?)?,
         Command::Events(arguments) => events::run(&arguments, &config()?)?,
+        Command::Report(arguments) => report::run(&arguments, &config()?)?,
         Command::Drain(arguments) => drain::drain(&arguments, &config()?)?,
         Command::Undrain(arguments) => drain::undrain(&arguments, &config()?)?,
         Command::Mps(command) => mps::run(&command, &config()?)?,
@@ -235,7 +240,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
     let is_remote = is_remote(config);
     if is_remote && !config.state_dir.exists() {
         // No command has created it yet with root's rights.
-        own_status(config)?;
+        own_status(&Ask::Status, config)?;
     }
     let store = Store::open(&config.state_dir)?;
     if is_remote {

@@ -13,6 +13,7 @@ use super::mig_list::ListedGpu;
 use super::setup::Checked;
 use super::status::LastRefusal;
 use super::{ErrorObject, advise, cdi, doctor};
+use crate::accounting::Report;
 use crate::bench::BenchResult;
 use crate::mps_daemons::Listed;
 use crate::status::{LeaseOnDevice, Status};
@@ -38,6 +39,9 @@ struct EventKeys {
     name: Option<String>,
     #[schemars(default)]
     lease: String,
+    /// Whom `sublet.owner` of a container of root's engine names.
+    #[schemars(default)]
+    owner: String,
     /// UUIDs.
     #[schemars(default)]
     devices: Vec<String>,
@@ -83,7 +87,7 @@ struct ShareKeys {
 }
 
 /// The name of each file, and its schema.
-fn all() -> [(&'static str, Schema); 19] {
+fn all() -> [(&'static str, Schema); 20] {
     [
         ("status.json", schemars::schema_for!(Status)),
         ("last-error.json", schemars::schema_for!(Option<LastRefusal>)),
@@ -95,6 +99,7 @@ fn all() -> [(&'static str, Schema); 19] {
         ("explain-stack.json", schemars::schema_for!(OfStack<'_>)),
         ("explain-container.json", schemars::schema_for!(OfContainer)),
         ("advise.json", schemars::schema_for!(advise::Document<'_>)),
+        ("report.json", schemars::schema_for!(Report)),
         ("events.json", schemars::schema_for!(EventKeys)),
         ("cdi-list.json", schemars::schema_for!(cdi::Document<'_>)),
         ("doctor.json", schemars::schema_for!(doctor::Document<'_>)),
@@ -144,6 +149,7 @@ fn an_event_has_the_keys_of_its_schema() {
     let event = Event {
         container_id: text(),
         lease: text(),
+        owner: text(),
         devices: vec![text()],
         daemon: text(),
         took_ms: Some(1),

@@ -5,10 +5,13 @@ use std::path::Path;
 
 use anyhow::{bail, ensure};
 use nix::unistd::geteuid;
+use serde::Deserialize as _;
 use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
+use crate::accounting::Wanted;
+use crate::names;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
@@ -16,7 +19,9 @@ use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store};
 use sublet_core::mps;
+use sublet_core::request;
 use sublet_core::slurm::{JobCgroup, JobRecord};
+use sublet_core::text::safe;
 
 /// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
 const LONGEST_ID: usize = 1024;
@@ -99,6 +104,10 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             return Ok(Answer::Job(state.job_environment(&cgroup, process, peer.uid)?));
         }
         Ask::Status => return client.status(),
+        Ask::Report { wanted } => {
+            let report = Wanted::deserialize(wanted)?.report(Some(peer.uid), config);
+            return Ok(Answer::Status(serde_json::to_value(report)?));
+        }
     }
     Ok(Answer::Done(true))
 }
@@ -139,6 +148,12 @@ impl<'a> Client<'a> {
             bail!(AdmitError::from(JobError::NotInJob));
         }
         let Peer { pid, uid } = self.peer;
+        let asked = request::parse(&request.annotations, request.share.as_deref(), None, self.config);
+        // Whom a user's container is for, the kernel says.
+        let (asked, user) = (asked.map_err(AdmitError::from)?, safe(&names::user(uid)));
+        if let Some(other) = asked.owner.filter(|owner| *owner != user) {
+            bail!("sublet.owner={other} is not {user}, whose container it is; fix: leave sublet.owner out");
+        }
         let asker = Pinned::of(pid, uid)?.process;
         let owner = match request.owner {
             Some(owner) => Pinned::of(owner, uid)?.process,

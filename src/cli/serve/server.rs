@@ -23,6 +23,7 @@ use super::health;
 use super::pool::{Job, Pool};
 use super::protocol::{self, Answer};
 use super::retry;
+use crate::accounting;
 use crate::cdi_spec;
 use crate::guard;
 use crate::peer::{OWNS, Peer};
@@ -89,6 +90,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
     guard::start().context("threads")?;
     retry::start(Store::open(&config.state_dir)?).context("threads")?;
     let health = health::Watch::start(config).context("threads")?;
+    accounting::start().context("threads")?;
     let server = Server {
         epoll,
         listener: Some(listener),
@@ -102,6 +104,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
     };
     let ended = server.watch_own().and_then(|()| server.run());
     drop(health);
+    let _ = accounting::look(true, None, config).inspect_err(|error| tracing::debug!("{error}"));
     for line in mps::end_all_idle(&Store::open(&config.state_dir)?, config) {
         tracing::warn!("{line}");
     }

@@ -5,7 +5,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::Sources;
-use crate::names::{self, Engine, Name};
+use crate::names::{self, Engine, Name, Owner};
 use crate::usage::{DeviceUsed, LeaseUsed, ProcessUse};
 use sublet_core::config::Use;
 use sublet_core::inventory::{Device, Inventory, LeftOut, MigDevice};
@@ -252,6 +252,8 @@ pub struct LeaseOnDevice {
     pub unit: Option<String>,
     /// The user whose engine it is.
     pub user: String,
+    /// Whom it is for; null: nothing says that.
+    pub owner: Option<Owner>,
     /// The job of Slurm's that it is for; null: none.
     pub job: Option<JobOfLease>,
     /// What it uses of the device.
@@ -307,6 +309,11 @@ impl LeaseOnDevice {
             part_of: text(|name| &name.part_of),
             unit: text(|name| &name.unit),
             user: names::user(lease.container.uid),
+            owner: Owner::known(
+                lease.container.uid,
+                lease.claimed_owner.as_deref().unwrap_or_default(),
+                name,
+            ),
             job: lease.job.as_ref().map(|job| JobOfLease { id: job.id, step: job.step.clone() }),
             used: sources.usage.of_lease(lease, device, sources.ledger),
             own_server: lease.isolation == Isolation::Dedicated && lease.daemon.is_some(),

@@ -195,11 +195,15 @@ impl Status {
         status
     }
 
-    /// Leaves out all devices, leases and daemons but those that `device`, a UUID, and `lease`, an id, name.
-    pub(crate) fn only(&mut self, devices: &dyn Fn(&str) -> bool, lease: Option<&str>) {
-        self.leases.retain(|held| devices(&held.device) && lease.is_none_or(|lease| held.id == lease));
+    /// Leaves out all devices, leases and daemons but those that `devices`, by UUIDs, and `leases` choose.
+    pub(crate) fn only(
+        &mut self,
+        devices: &dyn Fn(&str) -> bool,
+        leases: Option<&dyn Fn(&LeaseOnDevice) -> bool>,
+    ) {
+        self.leases.retain(|held| devices(&held.device) && leases.is_none_or(|leases| leases(held)));
         let held: Vec<String> = self.leases.iter().map(|held| held.device.clone()).collect();
-        let shown = |uuid: &str| devices(uuid) && (lease.is_none() || held.iter().any(|held| held == uuid));
+        let shown = |uuid: &str| devices(uuid) && (leases.is_none() || held.iter().any(|held| held == uuid));
         for gpu in &mut self.devices {
             if !shown(&gpu.uuid) {
                 gpu.mig.retain(|part| shown(&part.uuid));
@@ -208,7 +212,7 @@ impl Status {
         self.devices.retain(|gpu| shown(&gpu.uuid) || !gpu.mig.is_empty());
         self.mps.retain(|daemon| daemon.devices.iter().any(|uuid| shown(uuid)));
         self.mig_made.retain(|made| self.devices.iter().any(|gpu| gpu.uuid == made.gpu));
-        self.waiting.retain(|_| lease.is_none());
+        self.waiting.retain(|_| leases.is_none());
     }
 
     /// The number by which people name the device `uuid`, such as `0:2`; the UUID of a device that is gone.
@@ -263,7 +267,7 @@ impl Waiting {
         Self {
             container_id: container.map(|container| container.id.clone()),
             name: container
-                .and_then(|one| names.of_id(&one.id).cloned().or_else(|| by_engine(one)))
+                .and_then(|one| names.of_id(&one.id).cloned().or_else(|| by_engine(one, &[])))
                 .map(|name| name.name),
             pid: waiter.process.map(|process| process.pid),
             uid: waiter.container.uid,

@@ -75,6 +75,7 @@ pub fn lease(number: u32, name: &str, memory: Option<u64>) -> LeaseOnDevice {
         part_of: None,
         unit: None,
         user: "root".to_owned(),
+        owner: None,
         job: None,
         used: LeaseUsed {
             memory_bytes: memory.map(|gib| gib * GIB),

@@ -231,5 +231,6 @@ fn job_request(share: &JobShare) -> Request {
         guard: None,
         visible_devices: None,
         default_directory: true,
+        owner: None,
     }
 }

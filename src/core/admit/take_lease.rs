@@ -341,7 +341,7 @@ impl Search<'_> {
                 lease_for(&candidate.container, candidate.owner, &placement, &image, self.id.clone(), config);
             lease.mount_points = own_mount_points(&image, &candidate.container.rootfs, ledger).into();
             match terms {
-                Terms::OfSpec(_) => {}
+                Terms::OfSpec(_) => lease.claimed_owner.clone_from(&request.owner),
                 Terms::Reported(..) => lease = lease.brokered(),
                 Terms::OfJob(job, init) => {
                     lease.state = LeaseState::Active;
@@ -455,6 +455,7 @@ pub fn lease_for(
         brokered: false,
         job: None,
         within: None,
+        claimed_owner: None,
         mig_devices: placement.mig_devices.clone(),
     }
 }

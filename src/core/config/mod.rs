@@ -4,7 +4,7 @@
 mod values;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -44,6 +44,8 @@ pub struct Config {
     pub retry: Retry,
     /// The shares of Slurm's jobs.
     pub slurm: Slurm,
+    /// Whom containers are for.
+    pub accounting: Accounting,
     /// The limits of users without root. The first rule that matches counts.
     pub policy: Vec<PolicyRule>,
     /// Named shares: each a set of annotation keys without the `sublet.` prefix.
@@ -68,6 +70,7 @@ impl Default for Config {
             guard: Guard::default(),
             retry: Retry::default(),
             slurm: Slurm::default(),
+            accounting: Accounting::default(),
             policy: Vec::new(),
             share: BTreeMap::new(),
         }
@@ -88,6 +91,14 @@ impl Default for Retry {
     fn default() -> Self {
         Self { docker: true, socket: PathBuf::from("/var/run/docker.sock") }
     }
+}
+
+/// `[accounting]`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Accounting {
+    /// Labels that say whom a container of root's Docker is for, the first that it has.
+    pub owner_labels: Vec<String>,
 }
 
 /// `[slurm]`
@@ -443,6 +454,12 @@ impl Default for Cdi {
 }
 
 impl Config {
+    /// Where what outlives a reboot is kept: `/var/lib/sublet`, for the state in `/run/sublet`.
+    pub fn lasting_dir(&self) -> PathBuf {
+        let below_run = self.state_dir.strip_prefix("/run");
+        below_run.map_or_else(|_| self.state_dir.join("lasting"), |own| Path::new("/var/lib").join(own))
+    }
+
     /// The limit on the sum of SM shares on one MPS device.
     pub(crate) fn sm_bookable(&self) -> Percent {
         // Loading a file checks that the factor is at most 100.

@@ -99,6 +99,9 @@ pub struct Event {
     /// The lease.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub lease: String,
+    /// Whom `sublet.owner` of a container of root's engine names.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub owner: String,
     /// UUIDs of the devices.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<String>,
@@ -131,6 +134,7 @@ impl Event {
             uid: 0,
             container_id: String::new(),
             lease: String::new(),
+            owner: String::new(),
             devices: Vec::new(),
             daemon: String::new(),
             took_ms: None,

@@ -269,7 +269,7 @@ fn temporary_name(path: &Path) -> io::Result<PathBuf> {
 }
 
 /// Removes from `dir` the temporary files of processes that were killed during [`replace`].
-pub(crate) fn sweep(dir: &Path) {
+pub fn sweep(dir: &Path) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry.file_name().to_str().and_then(parse_writer).is_some_and(|pid| Process::find(pid).is_none()) {
             let _ = fs::remove_file(entry.path());

@@ -124,6 +124,7 @@ pub(super) fn lease() -> Lease {
         brokered: false,
         job: None,
         within: None,
+        claimed_owner: None,
         mig_devices: Vec::new(),
         mount_points: Vec::new().into(),
         volumes: Vec::new(),

@@ -78,7 +78,7 @@ fn every_key_is_in_the_fixture() {
     let has = |seen: fn(&Waiter) -> bool| waiters.iter().any(seen);
     has_all(&[has(|waiter| waiter.process.is_some()), has(|waiter| waiter.retry.is_some())]);
     has_all(&[has(|waiter| waiter.until.is_some()), has(|waiter| waiter.rule.is_some())]);
-    let mut seen = [false; 14];
+    let mut seen = [false; 15];
     for lease in leases {
         let Lease {
             id: _,
@@ -104,6 +104,7 @@ fn every_key_is_in_the_fixture() {
             brokered,
             job,
             within,
+            claimed_owner,
         } = lease;
         let step = job.as_ref().and_then(|Job { id: _, step, uid: _, cgroup_inode: _ }| step.as_ref());
         let has = [
@@ -121,6 +122,7 @@ fn every_key_is_in_the_fixture() {
             step.is_some(),
             job.is_some(),
             within.is_some(),
+            claimed_owner.is_some(),
         ];
         seen.iter_mut().zip(has).for_each(|(seen, has)| *seen |= has);
     }

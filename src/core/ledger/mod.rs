@@ -32,6 +32,7 @@ use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, bytes_of_p
 pub use binding::{Binding, NotBound, TooManyUnbound};
 pub use drains::{Drain, LONGEST_REASON};
 pub use error::LedgerError;
+pub use events_of_change::{Booked, taken_event};
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
 #[cfg(any(test, feature = "fixtures"))]
@@ -193,6 +194,10 @@ pub struct Lease {
     /// The lease of that job. The part of this container is booked there, as long as that lease exists.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub within: Option<LeaseId>,
+    /// Whom `sublet.owner` names: a claim of whoever may start containers by root's engine. Of a user's own lease and of a
+    /// job's the user is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub claimed_owner: Option<String>,
 }
 
 /// A job of Slurm's on this node.

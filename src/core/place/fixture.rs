@@ -115,6 +115,7 @@ pub fn request(mode: Mode) -> Request {
         guard: None,
         visible_devices: None,
         default_directory: true,
+        owner: None,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),
         not_served: Vec::new(),

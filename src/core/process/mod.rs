@@ -216,7 +216,7 @@ pub fn uptime_seconds() -> u64 {
 }
 
 /// Milliseconds since boot, as [`uptime_seconds`].
-pub(crate) fn uptime_milliseconds() -> u64 {
+pub fn uptime_milliseconds() -> u64 {
     u64::try_from(since_boot().as_millis()).unwrap_or(u64::MAX)
 }
 

@@ -60,6 +60,9 @@ pub struct Request {
     pub visible_devices: Option<VisibleDevices>,
     /// Whether the MPS directory is also at CUDA's default place.
     pub default_directory: bool,
+    /// Whom it is for, as the container or its named share says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
 }
 
 impl Request {
@@ -141,6 +144,7 @@ pub fn parse(
     let most = config.limits.wait_max;
     let allowed = format!("{DURATION_ALLOWED}, at most {} ([limits] wait_max)", share::show_duration(most));
     let wait = keys.read("wait", &allowed, |text| share::parse_duration(text, most))?;
+    let owner = keys.read("owner", OWNER_ALLOWED, owner_name)?;
     let mode = rules::check(&keys, mode, &devices, isolation, config)?;
     Ok(Request {
         isolation: isolation.unwrap_or_else(|| rules::default_isolation(mode, &devices, config)),
@@ -159,6 +163,7 @@ pub fn parse(
         guard,
         visible_devices,
         default_directory: default_directory.unwrap_or(true),
+        owner,
     })
 }
 
@@ -169,10 +174,17 @@ fn words<T: strum::VariantArray + Copy + Into<&'static str>>() -> Vec<(&'static 
 
 const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
 const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
+const OWNER_ALLOWED: &str = "a name of 1 to 64 visible characters, without blanks at its ends";
 
 fn processes(text: &str) -> Result<NonZeroU32, Option<String>> {
     // `parse` alone would accept a leading `+`.
     if text.starts_with('+') { Err(None) } else { text.parse().map_err(|_| None) }
+}
+
+/// It stands in tables, labels and lines: nothing that [`safe`] would have to escape, nor that seems to be empty.
+fn owner_name(text: &str) -> Result<String, Option<String>> {
+    let fits = !text.is_empty() && text.chars().count() <= 64 && text.trim() == text;
+    if fits && safe(text) == text { Ok(text.to_owned()) } else { Err(None) }
 }
 
 /// `[<c>c.]<g>g.<n>gb[+<attributes>]`, as `nvidia-smi mig -lgip` lists them (`+me`, `+gfx`, `-me`).

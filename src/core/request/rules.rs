@@ -285,7 +285,7 @@ fn unknown_share(name: &str, config: &Config) -> RequestError {
 }
 
 /// Keys that a container may have, without the prefix. `lease` is not among them: only sublet writes it.
-pub(super) const KEYS: [&str; 13] = [
+pub(super) const KEYS: [&str; 14] = [
     "gpu",
     "mode",
     "sm",
@@ -298,6 +298,7 @@ pub(super) const KEYS: [&str; 13] = [
     "capabilities",
     "wait",
     "guard",
+    "owner",
     "share",
 ];
 
