@@ -134,7 +134,8 @@ impl Look<'_> {
         for (id, mut open) in std::mem::take(&mut self.record.now.open) {
             if let Some(lease) = held.get(id.as_str()) {
                 for (part, device) in open.parts.iter_mut().zip(&lease.devices) {
-                    let percent = usage.and_then(|usage| usage.of_lease(lease, device, self.ledger).sm_percent);
+                    let percent =
+                        usage.and_then(|usage| usage.of_lease(lease, device, self.ledger).sm_percent);
                     part.used = percent.map(|percent| percent.min(100) * 1000);
                 }
                 self.record.count(&mut open, now.uptime)?;

@@ -248,7 +248,10 @@ fn use_counts_where_the_driver_tells_and_somebody_looks_often() {
     host.pass(HOUR);
     host.look(&[]);
     let total = host.report(By::Owner).total;
-    assert_eq!((total.used_gpu_hours, total.measured_gpu_hours, total.whole_gpu_hours), (Some(0.4), 1.0, 2.0));
+    assert_eq!(
+        (total.used_gpu_hours, total.measured_gpu_hours, total.whole_gpu_hours),
+        (Some(0.4), 1.0, 2.0)
+    );
 }
 
 #[test]
