@@ -181,6 +181,11 @@ impl<'a> Device<'a> {
         if self.drained { state + ", drained" } else { state }
     }
 
+    /// By whom it is drained, since when, until when and why: safe to print.
+    pub fn drain(&self) -> Option<&'a str> {
+        self.part.map_or(&self.gpu.drain, |part| &part.drain).as_deref()
+    }
+
     /// Used memory, a part of 1.
     pub fn memory_used(&self) -> Option<f64> {
         Some(fraction(self.used?.memory_bytes?, self.memory_bytes))

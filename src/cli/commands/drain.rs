@@ -93,7 +93,7 @@ fn change(
         uuids.extend(super::devices(name, &inventory, config)?.into_iter().map(|device| device.uuid.clone()));
     }
     let new = uuids.iter().filter_map(|uuid| Some(Drain { device: uuid.clone(), ..new?.clone() })).collect();
-    let change = |ledger: &mut Ledger| ledger.drain(&config.state_dir, [&all, &uuids], new);
+    let change = |ledger: &mut Ledger| ledger.drain(&config.lasting_dir(), [&all, &uuids], new);
     Local::new(config)
         .update(change)?
         .context("nothing was changed, because it would not last over a reboot")?;

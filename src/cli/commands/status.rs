@@ -226,8 +226,8 @@ fn tables_of(status: &Status, own: Option<&Own>, width: Option<usize>, utf8: boo
     let devices = tables::fitting_rows(devices, width);
     let _ = writeln!(text, "{devices}\n\n{}", lease_table(status, width));
     for device in Device::all(&status.devices) {
-        let own = device.part.map_or(&device.gpu.drain, |part| &part.drain);
-        text.extend(own.iter().map(|words| format!("\nGPU {} is drained {words}\n", device.number)));
+        let drained = device.drain().map(|words| format!("\nGPU {} is drained {words}\n", device.number));
+        text.extend(drained);
     }
     if !status.waiting.is_empty() {
         text.push_str("\nWaiting for a share:\n");

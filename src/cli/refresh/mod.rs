@@ -77,7 +77,7 @@ fn refresh_asked(
     // Before the inventory, without which nobody takes a lease after a reboot.
     let uuids: Vec<String> =
         inventory.with_left_out().devices.into_iter().map(|device| device.uuid).collect();
-    Store::open(&config.state_dir)?.restore_drains(&uuids)?;
+    Store::open(&config.state_dir)?.restore_drains(&config.lasting_dir(), &uuids)?;
     inventory::store(config, &inventory)?;
     tell(&before, &inventory, config);
     // The file's time is set to the beginning of its probe: processes waiting for the lock compare it with their own

@@ -150,9 +150,12 @@ impl<'a> Client<'a> {
         let Peer { pid, uid } = self.peer;
         let asked = request::parse(&request.annotations, request.share.as_deref(), None, self.config);
         // Whom a user's container is for, the kernel says.
-        let (asked, user) = (asked.map_err(AdmitError::from)?, safe(&names::user(uid)));
-        if let Some(other) = asked.owner.filter(|owner| *owner != user) {
-            bail!("sublet.owner={other} is not {user}, whose container it is; fix: leave sublet.owner out");
+        if let Some(other) = asked.map_err(AdmitError::from)?.owner {
+            let user = safe(&names::user(uid));
+            ensure!(
+                other == user,
+                "sublet.owner={other} is not {user}, whose container it is; fix: leave sublet.owner out"
+            );
         }
         let asker = Pinned::of(pid, uid)?.process;
         let owner = match request.owner {

@@ -98,9 +98,9 @@ fn compare(known: &Inventory, config: &Config) -> anyhow::Result<()> {
         return Ok(());
     }
     let since = uptime_seconds();
-    let mut seen = probe::mig_gpus(config)?;
+    let (mut seen, sick) = (probe::mig_gpus(config)?, sick_gpus::read(config).gpus);
     // One that reported a fault is not in the inventory.
-    seen.retain(|uuid, _| !sick_gpus::read(config).gpus.contains_key(uuid));
+    seen.retain(|uuid, _| !sick.contains_key(uuid));
     let stale = inventory::load(config).is_err_and(|error| error.wants_refresh());
     if stale || seen != known.mig_gpus() {
         inventory::unwatch(config);

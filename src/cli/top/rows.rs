@@ -9,6 +9,7 @@ use super::source::{Trace, lease_key};
 use super::view::{Pane, Sort, View};
 use crate::shown::{self, Device, Words, bar, busy, called, fraction, memory_of, whole, word};
 use crate::status::{DeviceUsed, GuardEvent, LeaseOnDevice, Status};
+use crate::terminal::wrapped;
 use crate::usage::ProcessUse;
 use sublet_core::text::{LONGEST_NAME, safe};
 
@@ -260,7 +261,7 @@ pub fn details(view: &View, width: usize, skin: Skin) -> Vec<String> {
     let at = view.selected(view.pane);
     let spark = |key: &str, trace| view.history.sparkline(key, trace, width.saturating_sub(11), skin.utf8);
     let lines = match view.pane {
-        Pane::Gpus => view.devices().get(at).map(|row| device_details(row, &look.status, &spark)),
+        Pane::Gpus => view.devices().get(at).map(|row| device_details(row, &look.status, width, &spark)),
         Pane::Containers => {
             view.containers().get(at).map(|lease| container_details(lease, &look.status, &spark))
         }
@@ -342,7 +343,12 @@ fn with_server(lease: &LeaseOnDevice, status: &Status) -> Vec<String> {
     lines
 }
 
-fn device_details(device: &Device<'_>, status: &Status, spark: &Spark<'_>) -> Vec<String> {
+fn device_details(
+    device: &Device<'_>,
+    status: &Status,
+    width: usize,
+    spark: &Spark<'_>,
+) -> Vec<String> {
     let Device { uuid, number, mode, booked, .. } = device;
     let (kind, place) = match device.part {
         None => ("GPU", device.gpu.bus_id.clone()),
@@ -356,6 +362,8 @@ fn device_details(device: &Device<'_>, status: &Status, spark: &Spark<'_>) -> Ve
         row("at", format!("{}, {mode}", safe(&place))),
         row("booked", format!("SM {} %, memory {memory_booked} of {whole}", booked.sm_percent)),
     ];
+    let drained = device.drain().map(|words| wrapped(&row("drained", words), Some(width)));
+    lines.extend(drained.iter().flat_map(|text| text.lines()).map(str::to_owned));
     lines.extend(device.unknown.map(|why| format!("  the driver tells nothing: {}", safe(why))));
     lines.extend(figures(device));
     lines.push(row("memory", spark(uuid, Trace::Memory)));

@@ -2,7 +2,7 @@
 //! reboot. The file is written under the ledger's lock only.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -14,8 +14,8 @@ use crate::text::{safe, safe_long, safe_path, timestamp};
 /// The longest reason, in characters.
 pub const LONGEST_REASON: usize = 200;
 
-/// The file of the system's state directory.
-const LASTING: &str = "/var/lib/sublet/drains.json";
+/// The file, in the lasting directory ([`Config::lasting_dir`](crate::config::Config::lasting_dir)).
+const FILE: &str = "drains.json";
 
 /// `schema` of the file.
 const SCHEMA: &str = "sublet.drains/1";
@@ -77,7 +77,8 @@ impl Ledger {
         self.drains.retain(|drain| !drain.has_ended(now));
     }
 
-    /// Ends the drains of `devices` and begins those of `new`, also after a reboot. `all` are the devices of the host.
+    /// Ends the drains of `devices` and begins the `new` ones, also in the lasting directory `dir`. `all` are the devices of the
+    /// host.
     ///
     /// # Errors
     /// The file cannot be written. Nothing has changed then.
@@ -105,33 +106,28 @@ impl Ledger {
 }
 
 impl Store {
-    /// Brings drains that were made before a reboot, or before the ledger was lost, into the ledger. `all` are the devices of
-    /// the host: if the file cannot be read, none of them takes a lease.
+    /// Brings drains that were made before a reboot, or before the ledger was lost, from the lasting directory `dir` into the
+    /// ledger. `all` are the devices of the host: if the file cannot be read, none of them takes a lease.
     ///
     /// # Errors
     /// The ledger cannot be changed.
-    pub fn restore_drains(&self, all: &[String]) -> Result<(), LedgerError> {
-        let lasting = read_lasting(&self.state_dir, all);
+    pub fn restore_drains(&self, dir: &Path, all: &[String]) -> Result<(), LedgerError> {
+        let lasting = read_lasting(dir, all);
         let has = |ledger: &Ledger| lasting.iter().all(|drain| ledger.drained.contains(&drain.device));
         if lasting.is_empty() || self.peek().is_ok_and(|ledger| has(&ledger)) {
             return Ok(());
         }
         self.change_with_scan(Scan::None, |ledger| {
             // Read again under the lock: one may have been ended meanwhile.
-            ledger.add_drains(read_lasting(&self.state_dir, all));
+            ledger.add_drains(read_lasting(dir, all));
         })?;
         Ok(())
     }
 }
 
-/// The file that outlives a reboot. That of another state directory than the system's is in it.
-fn lasting_file(state_dir: &Path) -> PathBuf {
-    if state_dir == Path::new("/run/sublet") { LASTING.into() } else { state_dir.join("lasting/drains.json") }
-}
-
 /// Those that have not ended. If they cannot be read, one for each device of the host, which says so.
-fn read_lasting(state_dir: &Path, all: &[String]) -> Vec<Drain> {
-    let (path, now) = (lasting_file(state_dir), epoch_seconds());
+fn read_lasting(dir: &Path, all: &[String]) -> Vec<Drain> {
+    let (path, now) = (dir.join(FILE), epoch_seconds());
     let read = || {
         let text = read_trusted(&path, LARGEST).map_err(|error| error.to_string())?;
         let Some(text) = text else { return Ok(Vec::new()) };
@@ -152,14 +148,13 @@ fn read_lasting(state_dir: &Path, all: &[String]) -> Vec<Drain> {
     drains
 }
 
-fn write_lasting(state_dir: &Path, drains: Vec<Drain>) -> io::Result<()> {
-    let path = lasting_file(state_dir);
+fn write_lasting(dir: &Path, drains: Vec<Drain>) -> io::Result<()> {
+    let path = dir.join(FILE);
     let failed = |why: String| io::Error::other(format!("cannot write {}: {why}", safe_path(&path)));
     if drains.is_empty() && !path.exists() {
         return Ok(());
     }
-    make_trusted_directory(path.parent().unwrap_or(&path))
-        .map_err(|why| failed(format!("its directory {why}")))?;
+    make_trusted_directory(dir).map_err(|why| failed(format!("its directory {why}")))?;
     let text = serde_json::to_vec(&Lasting { schema: SCHEMA.to_owned(), drains })?;
     replace_durably(&path, &text, 0o644).map_err(|error| failed(error.to_string()))
 }
@@ -167,6 +162,7 @@ fn write_lasting(state_dir: &Path, drains: Vec<Drain>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::path::PathBuf;
 
     use super::*;
 
@@ -180,6 +176,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let state_dir = dir.path().join("run");
         (dir, state_dir)
+    }
+
+    fn lasting(state_dir: &Path) -> PathBuf {
+        state_dir.join("lasting")
     }
 
     fn fan(uuid: &str, until: Option<u64>) -> Drain {
@@ -198,7 +198,7 @@ mod tests {
             let _ = fs::remove_file(state_dir.join(name));
         }
         let store = Store::open(state_dir).unwrap();
-        store.restore_drains(&all()).unwrap();
+        store.restore_drains(&lasting(state_dir), &all()).unwrap();
         store.read().unwrap().drained
     }
 
@@ -206,12 +206,12 @@ mod tests {
     fn a_stored_file_is_read_and_written_again_alike() {
         let (_dir, state_dir) = host();
         let stored = include_str!("../../../tests/formats/every-key/drains.json");
-        let file = lasting_file(&state_dir);
+        let file = lasting(&state_dir).join(FILE);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
         fs::write(&file, stored).unwrap();
-        let read = read_lasting(&state_dir, &[]);
+        let read = read_lasting(&lasting(&state_dir), &[]);
         assert!(read.iter().any(|drain| drain.until.is_some()), "every key");
-        write_lasting(&state_dir, read).unwrap();
+        write_lasting(&lasting(&state_dir), read).unwrap();
         let value = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
         assert_eq!(value(&fs::read_to_string(&file).unwrap()), value(stored));
     }
@@ -220,12 +220,12 @@ mod tests {
     fn a_drain_lasts_until_it_is_ended() {
         let (_dir, state_dir) = host();
         let mut ledger = Ledger::empty("boot");
-        ledger.drain(&state_dir, [&all(), &[GPU.to_owned()]], vec![fan(GPU, None)]).unwrap();
+        ledger.drain(&lasting(&state_dir), [&all(), &[GPU.to_owned()]], vec![fan(GPU, None)]).unwrap();
         assert_eq!(ledger.drained, [GPU]);
         let words = ledger.drain_of(GPU).map(Drain::words);
         assert_eq!(words.as_deref(), Some("by alice since 1970-01-01T00:00:00Z: fan\\u{1b}[2J"));
         assert_eq!(drained_after_reboot(&state_dir), [GPU]);
-        ledger.drain(&state_dir, [&all(), &[GPU.to_owned()]], vec![]).unwrap();
+        ledger.drain(&lasting(&state_dir), [&all(), &[GPU.to_owned()]], vec![]).unwrap();
         assert_eq!((ledger.drained.len(), ledger.drains.len()), (0, 0));
         assert_eq!(drained_after_reboot(&state_dir), [""; 0]);
     }
@@ -236,7 +236,7 @@ mod tests {
         let store = Store::open(&state_dir).unwrap();
         let both = |until| all().iter().map(|uuid| fan(uuid, Some(until))).collect();
         let drain = |until| {
-            let change = |ledger: &mut Ledger| ledger.drain(&state_dir, [&all(), &all()], both(until));
+            let change = |ledger: &mut Ledger| ledger.drain(&lasting(&state_dir), [&all(), &all()], both(until));
             store.update(change).unwrap().0.unwrap();
             store.change(|_| ()).unwrap();
             store.read().unwrap().drained.len()
@@ -251,7 +251,7 @@ mod tests {
     fn a_file_that_cannot_be_read_drains_all_until_they_are_undrained() {
         for text in ["", "{", "{\"schema\":\"sublet.drains/2\",\"drains\":[]}", "[]"] {
             let (_dir, state_dir) = host();
-            let file = lasting_file(&state_dir);
+            let file = lasting(&state_dir).join(FILE);
             fs::create_dir_all(file.parent().unwrap()).unwrap();
             fs::write(&file, text).unwrap();
             assert_eq!(drained_after_reboot(&state_dir), all(), "{text}");
@@ -260,7 +260,7 @@ mod tests {
             let why = read.drain_of(GPU).map(Drain::words).unwrap();
             assert!(why.contains("drains.json cannot be read"), "{why}");
             let one = [GPU.to_owned()];
-            store.update(|ledger| ledger.drain(&state_dir, [&all(), &one], vec![])).unwrap().0.unwrap();
+            store.update(|ledger| ledger.drain(&lasting(&state_dir), [&all(), &one], vec![])).unwrap().0.unwrap();
             assert_eq!(drained_after_reboot(&state_dir), ["GPU-2"], "{text}");
         }
     }
@@ -269,9 +269,9 @@ mod tests {
     fn a_file_that_cannot_be_written_changes_nothing() {
         let (_dir, state_dir) = host();
         fs::create_dir_all(&state_dir).unwrap();
-        fs::write(state_dir.join("lasting"), "in its place").unwrap();
+        fs::write(lasting(&state_dir), "in its place").unwrap();
         let mut ledger = Ledger::empty("boot");
-        let error = ledger.drain(&state_dir, [&all(), &all()], vec![fan(GPU, None)]).unwrap_err().to_string();
+        let error = ledger.drain(&lasting(&state_dir), [&all(), &all()], vec![fan(GPU, None)]).unwrap_err().to_string();
         assert!(error.contains("lasting/drains.json: its directory is no directory"), "{error}");
         assert_eq!(ledger, Ledger::empty("boot"));
     }

@@ -261,6 +261,8 @@ impl Device {
         if !siblings.is_empty() {
             let _ = write!(memory.text, ", shared with {}", siblings.join(", "));
         }
+        let mut facts = device.used.filter(|_| device.part.is_none()).map(facts).unwrap_or_default();
+        facts.extend(device.drain().map(|words| ("Drained", words.to_owned())));
         let outside = device.used.into_iter().flat_map(|used| &used.outside).take(PROCESSES);
         let process = |process: &OutsideProcess| {
             Process::of(process.pid, &format!("No lease: {}", cut(&process.name)), process.memory_bytes, None)
@@ -272,7 +274,7 @@ impl Device {
             mode: device.state(),
             memory,
             sm: sm_bar(device),
-            facts: device.used.filter(|_| device.part.is_none()).map(facts).unwrap_or_default(),
+            facts,
             fault: fault.or_else(unknown),
             outside: outside.map(process).collect(),
             past: history.past(device.uuid, Trace::Load, TRACE),
