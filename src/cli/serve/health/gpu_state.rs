@@ -28,7 +28,8 @@ const LINK_ERRORS: [u32; 3] = [
 pub(super) struct GpuState {
     /// `nvmlDeviceGpuRecoveryAction_s`; `None`: a driver before 565 does not tell.
     recovery: Option<u64>,
-    remap_pending: bool,
+    /// `None`: the driver does not tell.
+    remap_pending: Option<bool>,
     remap_failed: bool,
     is_hot: bool,
     lacks_power: bool,
@@ -60,7 +61,7 @@ impl GpuState {
         Self {
             recovery: number(0),
             remap_failed: number(1).is_some_and(|failed| failed > 0),
-            remap_pending: number(2).is_some_and(|pending| pending > 0),
+            remap_pending: number(2).map(|pending| pending > 0),
             is_hot: slow.intersects(heat),
             lacks_power: slow.contains(ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN),
             link_errors: (3..ids.len()).filter_map(number).sum(),
@@ -79,7 +80,7 @@ impl GpuState {
             (asks(4), "the driver asks for a reset when its work has ended", Remedy::ResetLater, true),
             (self.remap_failed, "a faulty row of its memory cannot be replaced", Remedy::Repair, false),
             (
-                self.remap_pending,
+                self.remap_pending == Some(true),
                 "a faulty row of its memory is replaced at a reset",
                 Remedy::ResetLater,
                 true,
@@ -89,9 +90,10 @@ impl GpuState {
         all.into_iter().find(|(is_so, ..)| *is_so).map(|(_, what, remedy, asks)| (what, remedy, asks))
     }
 
-    /// Whether the driver says that it needs no reset.
+    /// Whether the driver says that it needs no reset. A GPU that does not answer at all has not been reset.
     pub fn needs_no_reset(&self) -> bool {
-        self.recovery.is_none_or(|action| action == 0) && !self.remap_pending
+        let answers = self.recovery.is_some() || self.remap_pending.is_some();
+        answers && self.recovery.is_none_or(|action| action == 0) && self.remap_pending != Some(true)
     }
 
     /// What is amiss with a GPU that is served, in a word and in a line. `before` is its last state.
@@ -129,9 +131,12 @@ mod tests {
     fn a_reset_that_the_driver_wants_is_a_fault_and_heat_is_none() {
         let asked = GpuState { recovery: Some(1), ..GpuState::default() };
         assert_eq!(asked.fault(), Some(("the driver asks for a reset", Remedy::Reset, true)));
-        let pending = GpuState { recovery: Some(0), remap_pending: true, ..GpuState::default() };
+        let pending = GpuState { recovery: Some(0), remap_pending: Some(true), ..GpuState::default() };
         assert!(pending.fault().is_some_and(|(_, remedy, asks)| asks && remedy == Remedy::ResetLater));
-        assert!(!asked.needs_no_reset() && !pending.needs_no_reset() && GpuState::default().needs_no_reset());
+        assert!(!asked.needs_no_reset() && !pending.needs_no_reset());
+        assert!(!GpuState::default().needs_no_reset(), "it does not answer");
+        let old_driver = GpuState { remap_pending: Some(false), ..GpuState::default() };
+        assert!(old_driver.needs_no_reset() && GpuState { recovery: Some(0), ..asked }.needs_no_reset());
         let hot = GpuState { is_hot: true, recovery: Some(3), ..GpuState::default() };
         assert_eq!((hot.fault(), hot.warnings(None).len()), (None, 1));
     }
