@@ -20,8 +20,12 @@ pub(super) const DAY: u64 = 86_400_000;
 /// Days that are kept.
 const KEPT: usize = 400;
 
-/// Rows that a day has before containers, and then owners and users, are counted together.
+/// Rows that a day has of root's engines, and as many of users', before containers, and then owners and users, are counted
+/// together. Names in refusals are a user's own words: many of them take no room from root's containers, nor from other users'.
 const MOST: usize = 500;
+
+/// Rows of one user before that user's containers are counted together.
+const MOST_OF_A_USER: usize = 100;
 
 /// Beyond this, in milliseconds, nobody has looked.
 const GAP: u64 = 300_000;
@@ -30,7 +34,7 @@ const GAP: u64 = 300_000;
 const IDLE: u64 = 240_000;
 
 /// What stands for those that are counted together.
-const OTHERS: &str = "(others)";
+pub(super) const OTHERS: &str = "(others)";
 
 /// More than a file ever has, in bytes: a row has at most some 600.
 const LARGEST: u64 = 4 << 20;
@@ -120,10 +124,14 @@ impl Day {
         let owner = Some(Owner { name: rest(), known_by: KnownBy::User });
         // No user has this uid (`chown(2)`: it stands for none).
         let all = Key { uid: u32::MAX, user: rest(), owner, ..containers.clone() };
-        for (key, most) in [(key, MOST), (containers, 2 * MOST), (all, usize::MAX)] {
+        let count = |is_like: &dyn Fn(u32) -> bool| self.rows.iter().filter(|row| is_like(row.0.uid)).count();
+        let has = count(&|uid| (uid == 0) == (key.uid == 0));
+        let is_over = key.uid != 0 && count(&|uid| uid == key.uid) >= MOST_OF_A_USER;
+        let own = if is_over { 0 } else { MOST };
+        for (key, most) in [(key, own), (containers, 2 * MOST), (all, usize::MAX)] {
             match self.rows.binary_search_by(|(known, _)| known.cmp(&key)) {
                 Ok(at) => return self.rows[at].1.add(more),
-                Err(at) if self.rows.len() < most => return self.rows.insert(at, (key, more)),
+                Err(at) if has < most => return self.rows.insert(at, (key, more)),
                 Err(_) => {}
             }
         }

@@ -139,12 +139,32 @@ fn a_day_is_bounded_and_the_rest_is_counted_together() {
         let key = Key { uid: number, owner, container, gpu: "GPU-0".into(), ..Key::default() };
         day.add(key, Sums { leases: 1, held: 7, ..Sums::default() });
     }
-    assert!(day.rows.len() <= 2 * MOST + 1, "{}", day.rows.len());
+    assert!(day.rows.len() <= 2 * MOST + 2, "{}", day.rows.len());
     assert_eq!(day.rows.iter().map(|row| row.1.held).sum::<u64>(), 3000 * 7);
     let rest = day.rows.iter().find(|row| row.0.uid == u32::MAX).unwrap();
     assert_eq!((rest.0.container.as_str(), rest.0.gpu.as_str()), (OTHERS, "GPU-0"));
     assert!(serde_json::to_vec(&day).unwrap().len() < 500 << 10);
     assert!(day.rows.is_sorted_by(|one, other| one.0 < other.0));
+}
+
+#[test]
+fn a_user_with_many_containers_takes_no_room_from_anybody_else() {
+    let mut day = Day::default();
+    let one = |uid: u32, number: u32| Key { uid, container: format!("c{number}"), ..Key::default() };
+    for number in 0..3000 {
+        day.add(one(1000, number), Sums { refusals: 1, ..Sums::default() });
+        day.add(one(1000, 0), Sums { leases: 1, ..Sums::default() });
+    }
+    assert_eq!(day.rows.len(), MOST_OF_A_USER + 1);
+    // One who has many uids fills the users' part.
+    (2000..6000).for_each(|uid| day.add(one(uid, 1), Sums::default()));
+    day.add(one(0, 7), Sums::default());
+    let sums = |name: &str| {
+        day.rows.iter().find(|row| row.0.uid == 1000 && row.0.container == name).map(|row| row.1)
+    };
+    assert!(day.rows.iter().any(|row| row.0 == one(0, 7)), "root's has its own row");
+    assert_eq!(sums("c0").map(|sums| (sums.leases, sums.refusals)), Some((3000, 1)));
+    assert_eq!(sums(OTHERS).map(|sums| sums.refusals), Some(2900));
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! A report: the record of some days, counted together by one thing.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::SystemTime;
 
@@ -7,13 +8,16 @@ use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::record::{DAY, DIRECTORY, Key, Sums, days};
+use super::record::{DAY, DIRECTORY, Key, OTHERS, Sums, days};
 use crate::events::parse_moment;
 use crate::names::{KnownBy, Of, Owner};
 use crate::shown::{float, or_dash};
 use sublet_core::config::Config;
 use sublet_core::events::timestamp;
 use sublet_core::text::safe;
+
+/// Rows of a report that `sublet serve` gives to a user without root; an answer of the service's has 8 MiB at most.
+const MOST_OF_A_USER: usize = 2000;
 
 /// What is counted together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -119,8 +123,15 @@ impl Wanted {
                 groups.entry(self.by.of(key)).or_default().add(sums);
             }
         }
-        let mut rows: Vec<Group> = groups.into_iter().map(Group::of).collect();
-        rows.sort_by(|one, other| other.whole_gpu_hours.total_cmp(&one.whole_gpu_hours));
+        let mut groups: Vec<(Name, Sums)> = groups.into_iter().collect();
+        groups.sort_by_key(|(_, sums)| Reverse(sums.held));
+        // The service's answer has to fit.
+        if own.is_some() && groups.len() > MOST_OF_A_USER {
+            let mut rest = Sums::default();
+            groups.drain(MOST_OF_A_USER..).for_each(|(_, sums)| rest.add(sums));
+            groups.push(((OTHERS.to_owned(), None), rest));
+        }
+        let rows = groups.into_iter().map(Group::of).collect();
         let (schema, total) = ("sublet.report/1".to_owned(), Group::of((Name::default(), total)));
         Report { schema, since, until, by: self.by, unwatched_hours: hours(unwatched), unread, rows, total }
     }

@@ -278,6 +278,27 @@ fn each_mode_books_its_part_of_the_gpu() {
 }
 
 #[test]
+fn a_users_report_is_bounded() {
+    let mut host = Host::new();
+    for day in 0..25_u64 {
+        host.time = START + day * DAY;
+        let of_user = host.event(Kind::Refused, &quarter(&host));
+        let refused = |number: u32| Event {
+            uid: 4_000_000_000,
+            container_id: format!("c{day}-{number}"),
+            ..of_user.clone()
+        };
+        host.look(&(0..100).map(refused).collect::<Vec<_>>());
+        host.pass(1000);
+    }
+    let report = |own| all(By::Container).report(own, &host.config);
+    let users = report(Some(4_000_000_000));
+    assert_eq!((users.rows.len(), users.total.refusals), (2001, 2500));
+    assert_eq!(users.rows.last().map(|row| (&*row.name, row.refusals)), Some(("(others)", 500)));
+    assert_eq!(report(None).rows.len(), 2500);
+}
+
+#[test]
 fn a_million_leases_in_a_year_are_read_day_by_day() {
     let mut host = Host::new();
     host.look(&[]);
