@@ -1,5 +1,6 @@
 //! GPUs that reported a fault and get no new lease until they are well: `health.json` in the state directory. A refresh leaves
-//! them out of the inventory, and so starts see them nowhere else. What else is amiss with a GPU that is served stands there, too.
+//! them out of the inventory, and so starts see them nowhere else. What else is amiss with a GPU that is served stands there, too,
+//! and events of containers, for users without root.
 
 pub(crate) mod kernel_log;
 pub(crate) mod xid;
@@ -12,6 +13,7 @@ use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 use sublet_core::config::Config;
+use sublet_core::events::Event;
 use sublet_core::fs::{open_lock, read_history, read_if_trusted, replace};
 use sublet_core::inventory::{Device, LeftOut};
 use sublet_core::process;
@@ -20,7 +22,11 @@ use sublet_core::text::timestamp;
 /// A GPU that is sick again this soon after it became well by itself does not become well by itself again; seconds.
 const FLAPPING: u64 = 3600;
 
-/// Far more than 16 GPUs need, in bytes.
+/// How many events are kept, and how many of one user.
+const EVENTS: usize = 64;
+const EVENTS_OF_ONE: usize = 16;
+
+/// Far more than 16 GPUs and [`EVENTS`] need, in bytes.
 const LARGEST: u64 = 1 << 20;
 
 /// `health.json`.
@@ -36,6 +42,9 @@ pub(crate) struct Records {
     /// What is amiss with GPUs that are served, by UUID.
     #[serde(default)]
     pub warnings: BTreeMap<String, Vec<String>>,
+    /// Events of containers, the oldest first: users without root cannot read the journal.
+    #[serde(default)]
+    pub events: Vec<Event>,
 }
 
 /// A GPU's fault.
@@ -126,6 +135,26 @@ pub(crate) fn mark(uuid: &str, fault: Sick, config: &Config) -> io::Result<bool>
     })
 }
 
+/// Keeps those of `events` that are of leases: the newest, of each user and of all.
+///
+/// # Errors
+/// As [`change`].
+pub(crate) fn keep_events(events: &[Event], config: &Config) -> io::Result<()> {
+    let keep = |records: &mut Records| {
+        for event in events.iter().filter(|event| !event.lease.is_empty()) {
+            records.events.push(event.clone());
+            let own: Vec<usize> =
+                (0..records.events.len()).filter(|at| records.events[*at].uid == event.uid).collect();
+            if own.len() > EVENTS_OF_ONE {
+                records.events.remove(own[0]);
+            } else if records.events.len() > EVENTS {
+                records.events.remove(0);
+            }
+        }
+    };
+    change(config, keep)
+}
+
 /// Notes that a GPU was reset. Returns whether that makes it well.
 ///
 /// # Errors
@@ -163,6 +192,7 @@ fn file(config: &Config) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
+    use sublet_core::events::Kind;
     use sublet_core::inventory::MigDevice;
 
     use super::*;
@@ -192,6 +222,22 @@ mod tests {
         assert!(!note_reset("GPU-1", &config).unwrap());
         assert_eq!(declare_healthy(&["GPU-1".to_owned(), "GPU-2".to_owned()], &config).unwrap(), ["GPU-1"]);
         assert!(read(&config).gpus.is_empty());
+    }
+
+    #[test]
+    fn events_of_leases_are_kept_and_one_user_drives_out_only_their_own() {
+        let (_dir, config) = host();
+        let event =
+            |uid: u32, lease: &str| Event { uid, lease: lease.to_owned(), ..Event::now(Kind::GpuError) };
+        keep_events(&[event(1, "a"), event(0, "")], &config).unwrap();
+        for number in 0..100 {
+            keep_events(&[event(2, &number.to_string())], &config).unwrap();
+        }
+        let kept = read(&config).events;
+        assert_eq!((kept.len(), &*kept[0].lease), (1 + EVENTS_OF_ONE, "a"));
+        assert_eq!(kept.last().map(|event| &*event.lease), Some("99"));
+        keep_events(&(3..100).map(|uid| event(uid, "b")).collect::<Vec<_>>(), &config).unwrap();
+        assert_eq!(read(&config).events.len(), EVENTS);
     }
 
     #[test]

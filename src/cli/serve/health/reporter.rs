@@ -53,19 +53,26 @@ impl Reporter {
         let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).unwrap_or_default();
         let seen = xid.pid.and_then(|pid| Some((Process::find(pid)?, describe(pid, 0)?)));
         let leases = leases_of(seen.as_ref(), &gpu.uuid, &ledger);
-        let name = seen.map_or_else(|| "which has ended".to_owned(), |(_, seen)| safe(&seen.name));
+        let is_server = seen.as_ref().is_some_and(|(_, seen)| seen.mps_server);
+        let own = seen.as_ref().and_then(|(process, seen)| ledger.certain_lease_of(*process, seen));
+        let name = seen.as_ref().map_or_else(|| "which has ended".to_owned(), |(_, seen)| safe(&seen.name));
         let process = xid.pid.map(|pid| format!(", process {pid} ({name})")).unwrap_or_default();
+        // A neighbour's processes are nothing to the other containers of a server.
+        let is_foreign = |lease: &Lease| !is_server && own.is_some_and(|own| own.id != lease.id);
         let shared =
             if leases.len() > 1 { "; it ends the GPU work of all containers of its MPS server" } else { "" };
         let ((what, remedy), label) = (xid::describe(xid.number), gpu.label());
         let (number, fix) = (xid.number, remedy.words(gpu.index));
-        let text = format!("Xid {number} on {label}{process}: {what}{shared}; fix: {fix}");
+        let text = |lease: Option<&Lease>| {
+            let process = if lease.is_some_and(is_foreign) { "" } else { process.as_str() };
+            format!("Xid {number} on {label}{process}: {what}{shared}; fix: {fix}")
+        };
         // An error of a process without a lease is the GPU's.
         let whose: Vec<Option<&Lease>> =
-            if leases.is_empty() { vec![None] } else { leases.into_iter().map(Some).collect() };
+            if leases.is_empty() { vec![None] } else { leases.iter().copied().map(Some).collect() };
         let reason = format!("xid-{}", xid.number);
         for lease in whose {
-            self.emit_once(event(Kind::GpuError, lease, gpu, &reason, &text), config);
+            self.emit_once(event(Kind::GpuError, lease, gpu, &reason, &text(lease)), config);
         }
     }
 
@@ -75,9 +82,16 @@ impl Reporter {
         let same = format!("{} {} {}", event.devices.concat(), event.lease, event.reason);
         if self.emitted.len() < MOST && !self.emitted.contains_key(&same) {
             self.emitted.insert(same, Instant::now());
-            events::emit(&config.state_dir, &[event]);
+            emit(&[event], config);
         }
     }
+}
+
+/// Emits `events`, also for users without root.
+fn emit(events: &[Event], config: &Config) {
+    events::emit(&config.state_dir, events);
+    let kept = sick_gpus::keep_events(events, config);
+    let _ = kept.inspect_err(|error| tracing::warn!("health.json: {error}"));
 }
 
 /// That a GPU, or a lease on it, has something.
@@ -136,7 +150,7 @@ pub(super) fn mark_sick(gpu: &Device, what: &str, remedy: Remedy, asked: bool, c
     let _ = leave_out_sick(config).inspect_err(|error| tracing::warn!("inventory.json: {error}"));
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).unwrap_or_default();
     let warning = |lease| event(Kind::Warned, Some(lease), gpu, "unhealthy", &text);
-    events::emit(&config.state_dir, &on_gpu(&gpu.uuid, &ledger).map(warning).collect::<Vec<_>>());
+    emit(&on_gpu(&gpu.uuid, &ledger).map(warning).collect::<Vec<_>>(), config);
 }
 
 /// The driver asks for no reset any more. If that makes the GPU well, it is served again.
@@ -242,6 +256,19 @@ mod tests {
         assert_eq!(ids(Process::current().unwrap().pid), ["0000000000000001", "0000000000000002"]);
         assert_eq!(ids(i32::MAX), [""; 0], "it has ended, and may have been any of three");
         assert_eq!(ids(1), [""; 0], "it has no lease");
+    }
+
+    #[test]
+    fn a_neighbour_on_a_shared_server_learns_of_the_error_and_not_of_the_process() {
+        let key = Some(DaemonKey(GPU.to_owned()));
+        let other = Lease { daemon: key.clone(), ..lease(2, GPU) };
+        let (_dir, config) = host(vec![Lease { daemon: key, ..ours(1) }, other]);
+        Reporter::default().act_on(&xid(31, pid(), ""), &config);
+        let events = events::read_ring(&config.state_dir).into_iter();
+        let errors: Vec<Event> = events.filter(|event| event.kind == Kind::GpuError).collect();
+        let names = |event: &Event| event.text.contains(", process ");
+        assert_eq!(errors.iter().map(names).collect::<Vec<_>>(), [true, false], "{errors:?}");
+        assert_eq!(sick_gpus::read(&config).events, errors, "users see them there");
     }
 
     #[test]
