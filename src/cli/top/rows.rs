@@ -343,12 +343,7 @@ fn with_server(lease: &LeaseOnDevice, status: &Status) -> Vec<String> {
     lines
 }
 
-fn device_details(
-    device: &Device<'_>,
-    status: &Status,
-    width: usize,
-    spark: &Spark<'_>,
-) -> Vec<String> {
+fn device_details(device: &Device<'_>, status: &Status, width: usize, spark: &Spark<'_>) -> Vec<String> {
     let Device { uuid, number, mode, booked, .. } = device;
     let (kind, place) = match device.part {
         None => ("GPU", device.gpu.bus_id.clone()),

@@ -71,7 +71,8 @@ fn details_have_a_picture() {
 #[test]
 fn details_of_a_drained_gpu_have_the_whole_reason() {
     let mut look = look();
-    let words = "by alice since 2026-11-27T21:00:00Z until 2026-11-28T06:00:00Z: fans on the left are replaced";
+    let words =
+        "by alice since 2026-11-27T21:00:00Z until 2026-11-28T06:00:00Z: fans on the left are replaced";
     look.status.devices[0].drain = Some(words.to_owned());
     let mut view = seen(look);
     press(&mut view, "\t\r");
