@@ -19,6 +19,9 @@ const MOST: usize = 128;
 /// How many of a user without root's have one.
 const MOST_OF_A_USER: usize = 16;
 
+/// The largest entry of such a user, in bytes: its paths and devices are the user's words, and every start reads the ledger.
+const LARGEST_OF_A_USER: usize = 16 << 10;
+
 /// The longest reason, in characters.
 const LONGEST: usize = 1000;
 
@@ -106,6 +109,12 @@ impl Waiter {
         }
     }
 
+    /// Whether it waits without an entry.
+    fn is_too_large(&self) -> bool {
+        let length = || serde_json::to_string(self).map_or(usize::MAX, |text| text.len());
+        self.rule.is_some() && length() > LARGEST_OF_A_USER
+    }
+
     /// Its request; `None`: this version cannot read that.
     pub fn request(&self) -> Option<Request> {
         Request::deserialize(&self.request).ok()
@@ -140,6 +149,9 @@ impl Ledger {
     /// Puts `waiter` at the end of the order. One that waits already keeps its place, and its attempts. If the
     /// order is full, the first goes that may be no container to be started again.
     pub fn add_waiter(&mut self, waiter: Waiter) {
+        if waiter.is_too_large() {
+            return;
+        }
         // A user's process asks with another lease each time, and the container may not be known yet.
         let by = waiter.process.filter(|_| waiter.rule.is_some());
         let is_its = |old: &&mut Waiter| old.is_of(&waiter.id, &waiter.container, by);
@@ -251,6 +263,13 @@ mod tests {
         assert_eq!(ledger.waiters.len(), MOST_OF_A_USER);
         ledger.add_waiter(users(200, 1001, me));
         assert_eq!(ledger.waiters.len(), MOST_OF_A_USER + 1);
+        let mut long = users(201, 1002, me);
+        long.container.rootfs = "\u{1}".repeat(4096).into();
+        ledger.add_waiter(long.clone());
+        assert_eq!(ledger.waiters.len(), MOST_OF_A_USER + 1, "every start would read its 24 KiB");
+        long.rule = None;
+        ledger.add_waiter(long);
+        assert_eq!(ledger.waiters.len(), MOST_OF_A_USER + 2, "root's may be long");
     }
 
     #[test]
