@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use sublet_e2e::user::Host;
 use sublet_e2e::{World, eventually, skip_unless_root};
 
-use crate::two_users::{self, HOLD};
+use crate::two_users::{self, ALICE, BOB, HOLD, QUARTER};
 
 /// What `sublet` prints on stdout.
 fn said(world: &World, arguments: &[&str]) -> String {
@@ -81,6 +81,28 @@ fn an_error_of_a_programs_own_is_its_containers() {
         bundle.down();
     }
     world.assert_empty();
+}
+
+#[test]
+fn a_user_sees_the_errors_of_their_own_containers() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = two_users::serving("h200");
+    let alices = host.bundle(ALICE, "alices", QUARTER, HOLD);
+    alices.up();
+    let seen = |uid| {
+        let mut command = host.command(uid, "sublet");
+        let output = command.args(["events", "--filter", "kind=gpu-error"]).output().expect("it runs");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    host.world.report_xid(0, 31, Some(alices.pid()), "Ch 00000008");
+    let error = format!(" Xid 31 on GPU 0, process {} (", alices.pid());
+    assert!(eventually(|| seen(ALICE).contains(&error)), "{}", seen(ALICE));
+    assert!(seen(ALICE).contains(" alices on "), "{}", seen(ALICE));
+    assert_eq!(seen(BOB), "");
+    alices.down();
+    host.world.assert_empty();
 }
 
 #[test]

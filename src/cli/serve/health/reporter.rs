@@ -55,7 +55,10 @@ impl Reporter {
         let leases = leases_of(seen.as_ref(), &gpu.uuid, &ledger);
         let is_server = seen.as_ref().is_some_and(|(_, seen)| seen.mps_server);
         let own = seen.as_ref().and_then(|(process, seen)| ledger.certain_lease_of(*process, seen));
-        let name = seen.as_ref().map_or_else(|| "which has ended".to_owned(), |(_, seen)| safe(&seen.name));
+        let name = seen.as_ref().map_or_else(
+            || "which has ended: perhaps no container's".to_owned(),
+            |(_, seen)| safe(&seen.name),
+        );
         let process = xid.pid.map(|pid| format!(", process {pid} ({name})")).unwrap_or_default();
         // A neighbour's processes are nothing to the other containers of a server.
         let is_foreign = |lease: &Lease| !is_server && own.is_some_and(|own| own.id != lease.id);
