@@ -236,7 +236,8 @@ mod tests {
         let store = Store::open(&state_dir).unwrap();
         let both = |until| all().iter().map(|uuid| fan(uuid, Some(until))).collect();
         let drain = |until| {
-            let change = |ledger: &mut Ledger| ledger.drain(&lasting(&state_dir), [&all(), &all()], both(until));
+            let change =
+                |ledger: &mut Ledger| ledger.drain(&lasting(&state_dir), [&all(), &all()], both(until));
             store.update(change).unwrap().0.unwrap();
             store.change(|_| ()).unwrap();
             store.read().unwrap().drained.len()
@@ -260,7 +261,11 @@ mod tests {
             let why = read.drain_of(GPU).map(Drain::words).unwrap();
             assert!(why.contains("drains.json cannot be read"), "{why}");
             let one = [GPU.to_owned()];
-            store.update(|ledger| ledger.drain(&lasting(&state_dir), [&all(), &one], vec![])).unwrap().0.unwrap();
+            store
+                .update(|ledger| ledger.drain(&lasting(&state_dir), [&all(), &one], vec![]))
+                .unwrap()
+                .0
+                .unwrap();
             assert_eq!(drained_after_reboot(&state_dir), ["GPU-2"], "{text}");
         }
     }
@@ -271,7 +276,10 @@ mod tests {
         fs::create_dir_all(&state_dir).unwrap();
         fs::write(lasting(&state_dir), "in its place").unwrap();
         let mut ledger = Ledger::empty("boot");
-        let error = ledger.drain(&lasting(&state_dir), [&all(), &all()], vec![fan(GPU, None)]).unwrap_err().to_string();
+        let error = ledger
+            .drain(&lasting(&state_dir), [&all(), &all()], vec![fan(GPU, None)])
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("lasting/drains.json: its directory is no directory"), "{error}");
         assert_eq!(ledger, Ledger::empty("boot"));
     }
