@@ -7,12 +7,15 @@ use nix::unistd::{AccessFlags, access, geteuid};
 
 use crate::mig::{self, Foreseen, Nvml};
 use sublet_core::admit::dynamic_mig::NO_SITE;
-use sublet_core::admit::{AdmitError, confirmed_inventory, dynamic_mig, is_remote, refresh};
+use sublet_core::admit::take_lease::allowed_inventory;
+use sublet_core::admit::{
+    AdmitError, Asks, confirmed_inventory, dynamic_mig, is_remote, place_in_order, refresh,
+};
 use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{LeaseId, Ledger};
+use sublet_core::ledger::{Container, LeaseId, Ledger};
 use sublet_core::place::{Placement, place_within};
 use sublet_core::request::Request;
 use sublet_core::share::{Isolation, Mode};
@@ -108,6 +111,35 @@ pub fn preview(
     }
 }
 
+/// [`preview`] behind those who wait: what one gets that comes now. Who has a place among them has it with this `id`.
+///
+/// # Errors
+/// As [`preview`], or those who wait take all that there is.
+pub fn preview_in_order(
+    request: &Request,
+    id: &LeaseId,
+    (inventory, ledger, empty): (&mut Inventory, &Ledger, bool),
+    whose: Whose,
+    config: &Config,
+) -> Result<Placement, AdmitError> {
+    let placement = preview(request, id, (&mut *inventory, ledger, empty), whose, config)?;
+    let (limit, host) = (limit_of(whose, config)?, &*inventory);
+    let allowed = allowed_inventory(limit, host, config)?;
+    let asks = Asks { id, container: &Container::default(), by: None, request };
+    let placement = place_in_order(asks, placement, (&allowed, host), ledger, config)?;
+    limit.map_or(Ok(()), |limit| limit.check(&placement, ledger))?;
+    Ok(placement)
+}
+
+/// The policy limits of whom it is about; `None`: root's engines have none.
+fn limit_of(whose: Whose, config: &Config) -> Result<Option<PolicyLimit<'_>>, BrokerError> {
+    let uid = geteuid().as_raw();
+    let rule = (whose == Whose::User).then(|| crate::policy_rule::rule_of(uid, config)).transpose();
+    let rule =
+        rule.map_err(|reason| BrokerError::Refused { reason, temporary: false, candidates: Vec::new() })?;
+    Ok(rule.map(|rule| PolicyLimit { uid, rule }))
+}
+
 /// Whether a refresh, which this process may run, could change `error`.
 pub fn may_be_out_of_date(error: &AdmitError, config: &Config) -> bool {
     error.wants_refresh() && !is_remote(config)
@@ -123,12 +155,8 @@ pub fn preview_after(
     whose: Whose,
     config: &Config,
 ) -> Result<Placement, AdmitError> {
-    let uid = geteuid().as_raw();
-    let rule = (whose == Whose::User).then(|| crate::policy_rule::rule_of(uid, config)).transpose();
-    let rule =
-        rule.map_err(|reason| BrokerError::Refused { reason, temporary: false, candidates: Vec::new() })?;
-    let limit = rule.map(|rule| PolicyLimit { uid, rule });
-    let allowed = sublet_core::admit::take_lease::allowed_inventory(limit, inventory, config)?;
+    let limit = limit_of(whose, config)?;
+    let allowed = allowed_inventory(limit, inventory, config)?;
     let check = |placement: &Placement| limit.map_or(Ok(()), |limit| limit.check(placement, ledger));
     limit.map_or(Ok(()), |limit| limit.check_request(request, config))?;
     let refusal =

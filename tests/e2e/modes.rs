@@ -194,6 +194,10 @@ fn who_waits_longest_is_served_first_and_leaves_its_place_when_it_is_killed() {
         holder.down();
         let late = world.bundle("late", &[("sublet.sm", "40")], HOLD).create();
         assert!(!late.ok && late.stderr.contains("no room: others wait for what is left"), "{late:?}");
+        let explained = |options: &[&str]| world.sublet(&[&["explain", "sm=40"], options].concat());
+        let asked = explained(&[]);
+        assert!(String::from_utf8_lossy(&asked.stderr).contains("others wait for what is left"), "{asked:?}");
+        assert!(explained(&["--empty"]).status.success());
         let beside = world.bundle("beside", &[("sublet.sm", "20")], HOLD);
         beside.up();
         assert!(!of_small.is_finished(), "it has no room beside the first one");

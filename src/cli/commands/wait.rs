@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
-use crate::preview::{Whose, preview};
-use sublet_core::admit::{AdmitError, Asks, Local, fresh_inventory, is_remote, place_in_order};
+use crate::preview::{Whose, preview_in_order};
+use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Container, LeaseId, Store, Waiter};
 use sublet_core::names::replace_ids;
@@ -113,9 +113,7 @@ fn look(
     ledger.waiters.retain(Waiter::is_there);
     let own = ledger.waiters.iter().position(|waiter| waiter.id == id);
     *place = own.map(|own| places(&ledger.waiters, &inventory, config)[own]);
-    let placement = preview(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config)?;
-    let asks = Asks { id: &id, container: &Container::default(), by: None, request };
-    place_in_order(asks, placement, (&inventory, &inventory), &ledger, config)?;
+    preview_in_order(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config)?;
     Ok(())
 }
 

@@ -257,13 +257,13 @@ mod tests {
         }
         assert_eq!((ledger.waiters.len(), ledger.waiters[0].id.as_str()), (1, "0000000000000001"));
         for n in 10..100 {
-            let other = Process { start_time: n, ..me };
-            ledger.add_waiter(users(n, 1000, other));
+            ledger.add_waiter(users(n, 1000, Process { start_time: n, ..me }));
         }
         assert_eq!(ledger.waiters.len(), MOST_OF_A_USER);
-        ledger.add_waiter(users(200, 1001, me));
+        let process = |n| Process { start_time: n, ..me };
+        ledger.add_waiter(users(200, 1001, process(200)));
         assert_eq!(ledger.waiters.len(), MOST_OF_A_USER + 1);
-        let mut long = users(201, 1002, me);
+        let mut long = users(201, 1002, process(201));
         long.container.rootfs = "\u{1}".repeat(4096).into();
         ledger.add_waiter(long.clone());
         assert_eq!(ledger.waiters.len(), MOST_OF_A_USER + 1, "every start would read its 24 KiB");
