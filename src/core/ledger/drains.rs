@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::error::failed;
 use super::{Ledger, LedgerError, Scan, Store};
 use crate::fs::{make_trusted_directory, read_trusted, replace_durably};
 use crate::process::epoch_seconds;
@@ -81,10 +82,10 @@ impl Ledger {
     /// host.
     ///
     /// # Errors
-    /// The file cannot be written. Nothing has changed then.
+    /// The file cannot be read or written. Nothing has changed then.
     pub fn drain(&mut self, dir: &Path, [all, devices]: [&[String]; 2], new: Vec<Drain>) -> io::Result<()> {
         let mut after = self.clone();
-        after.add_drains(read_lasting(dir, all));
+        after.add_drains(read_lasting(dir, all)?);
         after.drained.retain(|uuid| !devices.contains(uuid));
         after.drains.retain(|drain| !devices.contains(&drain.device));
         after.add_drains(new);
@@ -107,30 +108,35 @@ impl Ledger {
 
 impl Store {
     /// Brings drains that were made before a reboot, or before the ledger was lost, from the lasting directory `dir` into the
-    /// ledger. `all` are the devices of the host: if the file cannot be read, none of them takes a lease.
+    /// ledger. `all` are the devices of the host: if nobody can make sense of the file, none of them takes a lease.
     ///
     /// # Errors
-    /// The ledger cannot be changed.
+    /// The system does not give the file, or the ledger cannot be changed.
     pub fn restore_drains(&self, dir: &Path, all: &[String]) -> Result<(), LedgerError> {
-        let lasting = read_lasting(dir, all);
-        let has = |ledger: &Ledger| lasting.iter().all(|drain| ledger.drained.contains(&drain.device));
-        if lasting.is_empty() || self.peek().is_ok_and(|ledger| has(&ledger)) {
+        let lasting = || read_lasting(dir, all).map_err(|source| failed("read", &dir.join(FILE), source));
+        let drains = lasting()?;
+        let has = |ledger: &Ledger| drains.iter().all(|drain| ledger.drained.contains(&drain.device));
+        if drains.is_empty() || self.peek().is_ok_and(|ledger| has(&ledger)) {
             return Ok(());
         }
-        self.change_with_scan(Scan::None, |ledger| {
-            // Read again under the lock: one may have been ended meanwhile.
-            ledger.add_drains(read_lasting(dir, all));
-        })?;
-        Ok(())
+        // Read again under the lock: one may have been ended meanwhile.
+        let restore = |ledger: &mut Ledger| lasting().map(|drains| ledger.add_drains(drains));
+        self.update_with_scan(Scan::None, restore)?.0
     }
 }
 
-/// Those that have not ended. If they cannot be read, one for each device of the host, which says so.
-fn read_lasting(dir: &Path, all: &[String]) -> Vec<Drain> {
+/// Those that have not ended. If nobody can make sense of the file, one for each device of the host, which says so.
+///
+/// # Errors
+/// The system does not give the file, and may do so another time.
+fn read_lasting(dir: &Path, all: &[String]) -> io::Result<Vec<Drain>> {
     let (path, now) = (dir.join(FILE), epoch_seconds());
-    let read = || {
-        let text = read_trusted(&path, LARGEST).map_err(|error| error.to_string())?;
-        let Some(text) = text else { return Ok(Vec::new()) };
+    let text = match read_trusted(&path, LARGEST) {
+        // Something else is where the directory would be: there is no file.
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => None,
+        text => text?,
+    };
+    let parse = |text: Result<Vec<u8>, String>| {
         let lasting: Lasting = serde_json::from_slice(&text?).map_err(|error| error.to_string())?;
         if lasting.schema == SCHEMA { Ok(lasting.drains) } else { Err(format!("schema {}", lasting.schema)) }
     };
@@ -143,9 +149,9 @@ fn read_lasting(dir: &Path, all: &[String]) -> Vec<Drain> {
         };
         all.iter().map(|device| Drain { device: device.clone(), ..drain.clone() }).collect()
     };
-    let mut drains = read().unwrap_or_else(unreadable);
+    let mut drains = text.map_or_else(|| Ok(Vec::new()), parse).unwrap_or_else(unreadable);
     drains.retain(|drain| !drain.has_ended(now));
-    drains
+    Ok(drains)
 }
 
 fn write_lasting(dir: &Path, drains: Vec<Drain>) -> io::Result<()> {
@@ -209,7 +215,7 @@ mod tests {
         let file = lasting(&state_dir).join(FILE);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
         fs::write(&file, stored).unwrap();
-        let read = read_lasting(&lasting(&state_dir), &[]);
+        let read = read_lasting(&lasting(&state_dir), &[]).unwrap();
         assert!(read.iter().any(|drain| drain.until.is_some()), "every key");
         write_lasting(&lasting(&state_dir), read).unwrap();
         let value = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
@@ -268,6 +274,15 @@ mod tests {
                 .unwrap();
             assert_eq!(drained_after_reboot(&state_dir), ["GPU-2"], "{text}");
         }
+    }
+
+    #[test]
+    fn a_file_that_the_system_does_not_give_drains_nothing_for_good() {
+        let (_dir, state_dir) = host();
+        let store = Store::open(&state_dir).unwrap();
+        // No directory has so long a name: ENAMETOOLONG.
+        assert!(store.restore_drains(&state_dir.join("x".repeat(300)), &all()).is_err());
+        assert_eq!(store.read().unwrap().drained, [""; 0]);
     }
 
     #[test]
