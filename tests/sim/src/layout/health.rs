@@ -63,5 +63,5 @@ pub fn reset(root: &Root, gpu: u32) -> io::Result<()> {
     let file = root.join("sim/health");
     let Ok(text) = fs::read_to_string(&file) else { return Ok(()) };
     let rest = text.lines().filter(|line| !line.starts_with(&format!("{gpu} ")));
-    fs::write(file, rest.map(|line| format!("{line}\n")).collect::<String>())
+    fs::write(file, rest.flat_map(|line| [line, "\n"]).collect::<String>())
 }
