@@ -116,7 +116,8 @@ fn of_user(dockers: bool, config: &Config) -> Vec<Event> {
     });
     let guarded = guard::events(config).into_iter().filter(|guarded| may_see(guarded.uid));
     let guarded = guarded.map(|guarded| at(guarded.time, guarded.recorded())).collect();
-    let reported = sick_gpus::read(config).events.into_iter().filter(|event| may_see(event.uid));
+    let reported =
+        sick_gpus::read(config).unwrap_or_default().events.into_iter().filter(|event| may_see(event.uid));
     let reported = reported.map(|event| Event { uptime_ms: 0, ..event }).collect();
     merged(merged(refused.collect(), guarded), reported)
 }

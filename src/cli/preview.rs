@@ -7,7 +7,6 @@ use nix::unistd::{AccessFlags, access, geteuid};
 
 use crate::mig::{self, Foreseen, Nvml};
 use sublet_core::admit::dynamic_mig::NO_SITE;
-use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{
     AdmitError, Asks, confirmed_inventory, dynamic_mig, is_remote, place_in_order, refresh,
 };
@@ -15,7 +14,7 @@ use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{Container, LeaseId, Ledger};
+use sublet_core::ledger::{Container, LeaseId, Ledger, LedgerError, Store, Waiter};
 use sublet_core::place::{Placement, place_within};
 use sublet_core::request::Request;
 use sublet_core::share::{Isolation, Mode};
@@ -87,8 +86,19 @@ pub fn emptied(empty: bool, (ledger, inventory): (Ledger, Inventory)) -> (Ledger
     if empty { (without(ledger), inventory.idle()) } else { (ledger, inventory) }
 }
 
-/// Where `request` would be placed now. As for a container, the driver is asked anew before a no that depends on what it
-/// last reported, unless the host is taken for `empty`; `inventory` is then replaced.
+/// The ledger as this user may see it, with those of its waiters who are still there.
+///
+/// # Errors
+/// It cannot be read.
+pub fn seen_ledger(config: &Config) -> Result<Ledger, LedgerError> {
+    let mut ledger = Store::open(&config.state_dir)?.peek()?.seen_by(geteuid().as_raw());
+    ledger.waiters.retain(Waiter::is_there);
+    Ok(ledger)
+}
+
+/// Where `request` would be placed now, behind those who wait; one of these has its place by its `id`. As for a container, the
+/// driver is asked anew before a no that depends on what it last reported, unless the host is taken for `empty`; `inventory`
+/// is then replaced.
 ///
 /// # Errors
 /// The refusal that the request would get, in the same words.
@@ -111,42 +121,13 @@ pub fn preview(
     }
 }
 
-/// [`preview`] behind those who wait: what one gets that comes now. Who has a place among them has it with this `id`.
-///
-/// # Errors
-/// As [`preview`], or those who wait take all that there is.
-pub fn preview_in_order(
-    request: &Request,
-    id: &LeaseId,
-    (inventory, ledger, empty): (&mut Inventory, &Ledger, bool),
-    whose: Whose,
-    config: &Config,
-) -> Result<Placement, AdmitError> {
-    let placement = preview(request, id, (&mut *inventory, ledger, empty), whose, config)?;
-    let (limit, host) = (limit_of(whose, config)?, &*inventory);
-    let allowed = allowed_inventory(limit, host, config)?;
-    let asks = Asks { id, container: &Container::default(), by: None, request };
-    let placement = place_in_order(asks, placement, (&allowed, host), ledger, config)?;
-    limit.map_or(Ok(()), |limit| limit.check(&placement, ledger))?;
-    Ok(placement)
-}
-
-/// The policy limits of whom it is about; `None`: root's engines have none.
-fn limit_of(whose: Whose, config: &Config) -> Result<Option<PolicyLimit<'_>>, BrokerError> {
-    let uid = geteuid().as_raw();
-    let rule = (whose == Whose::User).then(|| crate::policy_rule::rule_of(uid, config)).transpose();
-    let rule =
-        rule.map_err(|reason| BrokerError::Refused { reason, temporary: false, candidates: Vec::new() })?;
-    Ok(rule.map(|rule| PolicyLimit { uid, rule }))
-}
-
 /// Whether a refresh, which this process may run, could change `error`.
 pub fn may_be_out_of_date(error: &AdmitError, config: &Config) -> bool {
     error.wants_refresh() && !is_remote(config)
 }
 
-/// Where `request` would be placed by this inventory, once the instances `ahead` have been created. If one would be
-/// created for `request`, it is added.
+/// Where `request` would be placed by this inventory behind those who wait, once the instances `ahead` have been created. If
+/// one would be created for `request`, it is added.
 pub fn preview_after(
     ahead: &mut Ahead,
     request: &Request,
@@ -155,13 +136,19 @@ pub fn preview_after(
     whose: Whose,
     config: &Config,
 ) -> Result<Placement, AdmitError> {
-    let limit = limit_of(whose, config)?;
-    let allowed = allowed_inventory(limit, inventory, config)?;
+    let uid = geteuid().as_raw();
+    let rule = (whose == Whose::User).then(|| crate::policy_rule::rule_of(uid, config)).transpose();
+    let rule =
+        rule.map_err(|reason| BrokerError::Refused { reason, temporary: false, candidates: Vec::new() })?;
+    let limit = rule.map(|rule| PolicyLimit { uid, rule });
+    let allowed = sublet_core::admit::take_lease::allowed_inventory(limit, inventory, config)?;
     let check = |placement: &Placement| limit.map_or(Ok(()), |limit| limit.check(placement, ledger));
     limit.map_or(Ok(()), |limit| limit.check_request(request, config))?;
     let refusal =
         match place_within(request, id, &allowed, ledger, config, &|placement| check(placement).is_ok()) {
             Ok(placement) => {
+                let asks = Asks { id, container: &Container::default(), by: None, request };
+                let placement = place_in_order(asks, placement, (&allowed, inventory), ledger, config)?;
                 check(&placement)?;
                 return Ok(placement);
             }

@@ -198,6 +198,8 @@ fn who_waits_longest_is_served_first_and_leaves_its_place_when_it_is_killed() {
         let asked = explained(&[]);
         assert!(String::from_utf8_lossy(&asked.stderr).contains("others wait for what is left"), "{asked:?}");
         assert!(explained(&["--empty"]).status.success());
+        let own = world.sublet(&["explain", "--bundle", large.dir.to_str().expect("UTF-8")]);
+        assert!(own.status.success(), "it waits for itself: {own:?}");
         let beside = world.bundle("beside", &[("sublet.sm", "20")], HOLD);
         beside.up();
         assert!(!of_small.is_finished(), "it has no room beside the first one");

@@ -7,7 +7,7 @@ mod report;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Once;
+use std::sync::{Once, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use nix::fcntl::{Flock, FlockArg};
@@ -42,6 +42,9 @@ const LATE: u64 = 5000;
 /// A lease that was waited for as long as this, in milliseconds, counts as a wait.
 const WAIT: u64 = 1000;
 
+/// The journal alone may take 20 s, and the service's unit gives 75 s for the end, of which 60 s are for last answers.
+const LAST_LOOK: Duration = Duration::from_secs(5);
+
 /// The longest name of a container, image or owner, in characters.
 const LONGEST: usize = 64;
 
@@ -56,6 +59,18 @@ pub fn start() -> io::Result<()> {
         std::thread::sleep(PERIOD);
     };
     std::thread::Builder::new().name("accounting".to_owned()).spawn(run).map(drop)
+}
+
+/// The last look of a service that ends, and so waits [`LAST_LOOK`] at most: the thread ends with the process, and what it did
+/// not write is for the next service.
+pub fn finish(config: &Config) {
+    let (config, (done, looked)) = (config.clone(), mpsc::channel::<()>());
+    let run = move || {
+        let _done = done;
+        let _ = look(true, None, &config).inspect_err(|error| tracing::debug!("{error}"));
+    };
+    let _ = std::thread::Builder::new().name("last look".to_owned()).spawn(run);
+    let _ = looked.recv_timeout(LAST_LOOK);
 }
 
 /// With what the driver tells of the leases.

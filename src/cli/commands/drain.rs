@@ -58,9 +58,8 @@ pub fn drain(arguments: &DrainArguments, config: &Config) -> anyhow::Result<()> 
 pub fn undrain(arguments: &UndrainArguments, config: &Config) -> anyhow::Result<()> {
     let (uuids, inventory) = change(&arguments.devices, None, config)?;
     if arguments.healthy {
-        let gpus: Vec<String> =
-            inventory.gpus().map(|gpu| gpu.uuid.clone()).filter(|gpu| uuids.contains(gpu)).collect();
-        if !sick_gpus::declare_healthy(&gpus, config).context("health.json")?.is_empty() {
+        let all: Vec<String> = inventory.gpus().map(|gpu| gpu.uuid.clone()).collect();
+        if !sick_gpus::declare_healthy(&uuids, &all, config).context("health.json")?.is_empty() {
             refresh(config)?;
         }
     }

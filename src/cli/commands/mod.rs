@@ -150,7 +150,8 @@ fn tell(answer: &clap::Error) -> ExitCode {
 
 /// Whether the subcommand was given `--format json`.
 fn wants_json(matches: &ArgMatches) -> bool {
-    let here = matches!(matches.try_get_one("format"), Ok(Some(tables::Format::Json)));
+    let given = matches.try_get_raw("format").ok().flatten();
+    let here = given.into_iter().flatten().any(|format| format == "json");
     here || matches.subcommand().is_some_and(|(_, arguments)| wants_json(arguments))
 }
 
@@ -297,10 +298,13 @@ mod tests {
             "sublet status --format json",
             "sublet lease list --format=json",
             "sublet explain sm=1 --format json",
+            "sublet report --format json",
         ] {
             assert!(wants(line), "{line}");
         }
-        for line in ["sublet status", "sublet lease list --format table", "sublet gc"] {
+        for line in
+            ["sublet status", "sublet lease list --format table", "sublet report --format csv", "sublet gc"]
+        {
             assert!(!wants(line), "{line}");
         }
     }

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
-use crate::preview::{Whose, preview_in_order};
+use crate::preview::{Whose, preview, seen_ledger};
 use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
-use sublet_core::ledger::{Container, LeaseId, Store, Waiter};
+use sublet_core::ledger::{Container, LeaseId, Waiter};
 use sublet_core::names::replace_ids;
 use sublet_core::place::places;
 use sublet_core::process::Process;
@@ -101,7 +101,6 @@ fn look(
 ) -> Result<(), AdmitError> {
     let mut inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
-    let store = Store::open(&config.state_dir)?;
     if !is_remote(config) {
         // Elsewhere nothing more can be known than what the error says.
         let updated = Local::new(config).update(|ledger| waiter.map(|one| ledger.add_waiter(one.clone())));
@@ -109,12 +108,10 @@ fn look(
     }
     let id =
         waiter.map_or_else(LeaseId::random, |waiter| Ok(waiter.id.clone())).map_err(AdmitError::Random)?;
-    let mut ledger = store.peek()?.seen_by(nix::unistd::geteuid().as_raw());
-    ledger.waiters.retain(Waiter::is_there);
+    let ledger = seen_ledger(config)?;
     let own = ledger.waiters.iter().position(|waiter| waiter.id == id);
     *place = own.map(|own| places(&ledger.waiters, &inventory, config)[own]);
-    preview_in_order(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config)?;
-    Ok(())
+    preview(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config).map(drop)
 }
 
 #[cfg(test)]

@@ -125,7 +125,10 @@ pub(super) fn nvml(host: &Host<'_>) -> Outcome {
 /// Each GPU: whether it is served, and is well.
 pub(super) fn gpus(host: &Host<'_>) -> Vec<Outcome> {
     let Ok(inventory) = &host.inventory else { return Vec::new() };
-    let noted = sick_gpus::read(host.config).warnings;
+    let noted = sick_gpus::read(host.config);
+    let unread =
+        noted.as_ref().err().map(|error| fail(format!("health.json: {error}")).fix("sublet refresh"));
+    let noted = noted.unwrap_or_default().warnings;
     let drain = |uuid: &str| host.ledger.as_ref().ok()?.drain_of(uuid).map(Drain::words);
     let gone = inventory.left_out.iter().map(|gone| {
         let (sentence, other) = (gone.sentence(), "as it says; it is served again by itself once it answers");
@@ -140,7 +143,7 @@ pub(super) fn gpus(host: &Host<'_>) -> Vec<Outcome> {
             None => pass(found),
         }
     });
-    gone.chain(served).collect()
+    unread.into_iter().chain(gone).chain(served).collect()
 }
 
 /// Whether the inventory, which the shim and the hook read, is current.

@@ -280,7 +280,10 @@ impl Connection<'_> {
             return Err(ProbeError::NoGpu { version: self.host.module.version.clone() });
         }
         // Those that reported a fault since boot.
-        Ok(sick_gpus::read(self.host.config).leave_out(devices, left_out))
+        let sick = sick_gpus::read(self.host.config);
+        let path = || sick_gpus::file(self.host.config);
+        let sick = sick.map_err(|source| ProbeError::Unreadable { path: path(), source })?;
+        Ok(sick.leave_out(devices, left_out))
     }
 
     /// How the GPUs among `devices` are joined, as far as NVML tells.

@@ -99,7 +99,7 @@ pub(crate) fn leave_out_sick(config: &Config) -> anyhow::Result<()> {
     let path = inventory::cache_path(config);
     let probed = std::fs::symlink_metadata(&path)?.modified()?;
     let (devices, left_out) =
-        sick_gpus::read(config).leave_out(before.devices.clone(), before.left_out.clone());
+        sick_gpus::read(config)?.leave_out(before.devices.clone(), before.left_out.clone());
     let now = Inventory { devices, left_out, ..before.clone() };
     inventory::store(config, &now)?;
     tell(&before.left_out, &now, config);

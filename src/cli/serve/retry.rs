@@ -95,7 +95,8 @@ impl Kept {
         let now = Some(Instant::now()).filter(|_| self.may_refresh());
         self.inventory = if now.is_some() { fresh_inventory(config).ok() } else { load(config).ok() };
         self.refreshed = now.filter(|_| self.inventory.is_none()).or(self.refreshed);
-        for waiter in ahead.waiters.clone() {
+        // Each is placed behind those before it, which are booked.
+        for waiter in std::mem::take(&mut ahead.waiters) {
             let asked = match waiter.retry {
                 Some(_) if config.retry.docker => is_as_refused(&waiter, &mut self.names, config),
                 _ => Ok(waiter.retry.is_none()),

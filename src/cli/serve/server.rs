@@ -104,7 +104,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
     };
     let ended = server.watch_own().and_then(|()| server.run());
     drop(health);
-    let _ = accounting::look(true, None, config).inspect_err(|error| tracing::debug!("{error}"));
+    accounting::finish(config);
     for line in mps::end_all_idle(&Store::open(&config.state_dir)?, config) {
         tracing::warn!("{line}");
     }

@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use sublet_core::config::Config;
 use sublet_core::events::Event;
-use sublet_core::fs::{open_lock, read_history, read_if_trusted, replace};
+use sublet_core::fs::{open_lock, put_aside, read_trusted, replace};
 use sublet_core::inventory::{Device, LeftOut};
 use sublet_core::process;
-use sublet_core::text::timestamp;
+use sublet_core::text::{safe, safe_path, timestamp};
 
 /// A GPU that is sick again this soon after it became well by itself does not become well by itself again; seconds.
 const FLAPPING: u64 = 3600;
@@ -36,6 +36,9 @@ pub(crate) struct Records {
     boot_id: String,
     /// Those that are sick, by UUID.
     pub gpus: BTreeMap<String, Sick>,
+    /// All others, where nobody could make sense of the file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    every: Option<Sick>,
     /// GPUs that became well by themselves, by UUID, and when, in seconds since boot.
     #[serde(default)]
     healed: BTreeMap<String, u64>,
@@ -76,6 +79,11 @@ impl Sick {
 }
 
 impl Records {
+    /// The fault of the GPU with this UUID; `None`: it is well.
+    pub fn fault(&self, gpu: &str) -> Option<&Sick> {
+        self.gpus.get(gpu).or(self.every.as_ref())
+    }
+
     /// UUIDs of sick GPUs that a reset makes well.
     pub fn asked(&self) -> impl Iterator<Item = &String> {
         self.gpus.iter().filter(|(_, sick)| sick.asked && !sick.stays).map(|(uuid, _)| uuid)
@@ -84,10 +92,10 @@ impl Records {
     /// Moves sick GPUs, with their MIG devices, from `devices` to those that are left out.
     pub fn leave_out(&self, devices: Vec<Device>, mut left_out: Vec<LeftOut>) -> (Vec<Device>, Vec<LeftOut>) {
         let (sick, devices): (Vec<_>, Vec<_>) =
-            devices.into_iter().partition(|device| self.gpus.contains_key(device.gpu()));
+            devices.into_iter().partition(|device| self.fault(device.gpu()).is_some());
         let (parts, gpus): (Vec<_>, Vec<_>) = sick.into_iter().partition(Device::is_mig);
         left_out.extend(gpus.into_iter().filter_map(|gpu| {
-            let why = self.gpus.get(&gpu.uuid)?.why(gpu.index);
+            let why = self.fault(&gpu.uuid)?.why(gpu.index);
             let mig = parts.iter().filter(|part| part.gpu() == gpu.uuid).cloned().collect();
             Some(LeftOut { mig, gpu, lost: false, why })
         }));
@@ -96,10 +104,20 @@ impl Records {
     }
 }
 
-/// The records of this boot; empty if there are none.
-pub(crate) fn read(config: &Config) -> Records {
-    let text = read_if_trusted(&file(config), LARGEST).unwrap_or_default();
-    of_this_boot(serde_json::from_slice(&text).unwrap_or_default())
+/// The records of this boot; empty if there are none. If nobody can make sense of the file, every GPU is sick.
+///
+/// # Errors
+/// The system does not give the file, and may do so another time.
+pub(crate) fn read(config: &Config) -> io::Result<Records> {
+    let path = file(config);
+    let Some(text) = read_trusted(&path, LARGEST)? else { return Ok(Records::default()) };
+    let parsed = text.and_then(|text| serde_json::from_slice(&text).map_err(|error| error.to_string()));
+    let unknown = |why: String| {
+        let fault = format!("{} cannot be read ({})", safe_path(&path), safe(&why));
+        let fix = "`sublet doctor` and the kernel's log say what the GPU has".to_owned();
+        Records { every: Some(Sick::now(fault, fix, false)), ..Records::default() }
+    };
+    Ok(parsed.map_or_else(unknown, of_this_boot))
 }
 
 /// Changes the records. A file with garbage is put aside.
@@ -109,10 +127,13 @@ pub(crate) fn read(config: &Config) -> Records {
 pub(crate) fn change<T>(config: &Config, change: impl FnOnce(&mut Records) -> T) -> io::Result<T> {
     let lock = open_lock(&config.state_dir.join("health.lock"))?;
     let _held = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error)?;
-    let before: Records = of_this_boot(read_history(&file(config), LARGEST)?);
+    let before = read(config)?;
     let mut after = before.clone();
     let done = change(&mut after);
     if after != before {
+        if before.every.is_some() && before.boot_id.is_empty() {
+            put_aside(&file(config))?;
+        }
         process::read_boot_id()?.clone_into(&mut after.boot_id);
         replace(&file(config), &serde_json::to_vec(&after)?, 0o644)?;
     }
@@ -170,12 +191,18 @@ pub(crate) fn note_reset(uuid: &str, config: &Config) -> io::Result<bool> {
     })
 }
 
-/// Forgets the faults of these GPUs. Returns those that were sick.
+/// Forgets the faults of the GPUs `uuids`, of `all`. Returns those that were sick.
 ///
 /// # Errors
 /// As [`change`].
-pub(crate) fn declare_healthy(uuids: &[String], config: &Config) -> io::Result<Vec<String>> {
+pub(crate) fn declare_healthy(uuids: &[String], all: &[String], config: &Config) -> io::Result<Vec<String>> {
     let forget = |records: &mut Records| {
+        let each = records
+            .every
+            .take()
+            .into_iter()
+            .flat_map(|fault| all.iter().map(move |gpu| (gpu, fault.clone())));
+        each.for_each(|(gpu, fault)| _ = records.gpus.entry(gpu.clone()).or_insert(fault));
         uuids.iter().filter(|uuid| records.gpus.remove(*uuid).is_some()).cloned().collect()
     };
     change(config, forget)
@@ -186,7 +213,7 @@ fn of_this_boot(records: Records) -> Records {
     if is_now { records } else { Records::default() }
 }
 
-fn file(config: &Config) -> PathBuf {
+pub(crate) fn file(config: &Config) -> PathBuf {
     config.state_dir.join("health.json")
 }
 
@@ -216,12 +243,13 @@ mod tests {
         assert!(!note_reset("GPU-1", &config).unwrap(), "the driver did not ask for one");
         assert!(!mark("GPU-1", fault(true), &config).unwrap());
         assert!(note_reset("GPU-1", &config).unwrap());
-        assert!(read(&config).gpus.is_empty());
+        assert!(read(&config).unwrap().gpus.is_empty());
         // It flaps: from now on somebody has to look at it.
         assert!(mark("GPU-1", fault(true), &config).unwrap());
         assert!(!note_reset("GPU-1", &config).unwrap());
-        assert_eq!(declare_healthy(&["GPU-1".to_owned(), "GPU-2".to_owned()], &config).unwrap(), ["GPU-1"]);
-        assert!(read(&config).gpus.is_empty());
+        let both = ["GPU-1", "GPU-2"].map(str::to_owned);
+        assert_eq!(declare_healthy(&both, &both, &config).unwrap(), ["GPU-1"]);
+        assert!(read(&config).unwrap().gpus.is_empty());
     }
 
     #[test]
@@ -233,11 +261,11 @@ mod tests {
         for number in 0..100 {
             keep_events(&[event(2, &number.to_string())], &config).unwrap();
         }
-        let kept = read(&config).events;
+        let kept = read(&config).unwrap().events;
         assert_eq!((kept.len(), &*kept[0].lease), (1 + EVENTS_OF_ONE, "a"));
         assert_eq!(kept.last().map(|event| &*event.lease), Some("99"));
         keep_events(&(3..100).map(|uid| event(uid, "b")).collect::<Vec<_>>(), &config).unwrap();
-        assert_eq!(read(&config).events.len(), EVENTS);
+        assert_eq!(read(&config).unwrap().events.len(), EVENTS);
     }
 
     #[test]
@@ -256,10 +284,33 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         let boot = process::read_boot_id().unwrap();
         std::fs::write(&path, text.replace(boot, "another")).unwrap();
-        assert_eq!(read(&config), Records::default());
+        assert_eq!(read(&config).unwrap(), Records::default());
         std::fs::write(&path, "{").unwrap();
         assert!(mark("GPU-1", fault(false), &config).unwrap());
         assert!(dir.path().join("health.json.aside").exists());
+    }
+
+    #[test]
+    fn what_cannot_be_read_makes_every_gpu_sick_until_somebody_says_otherwise() {
+        let (_dir, config) = host();
+        std::fs::write(file(&config), "{").unwrap();
+        let all = ["GPU-0", "GPU-1", "GPU-2"].map(str::to_owned);
+        let sick = || {
+            let gpu = |index: u32| Device { uuid: format!("GPU-{index}"), index, ..Device::default() };
+            let (_, left_out) = read(&config).unwrap().leave_out(vec![gpu(0), gpu(1), gpu(2)], Vec::new());
+            left_out.into_iter().map(|gone| (gone.gpu.index, gone.why)).collect::<Vec<_>>()
+        };
+        assert_eq!(sick().len(), 3);
+        assert!(sick()[0].1.contains("health.json cannot be read (EOF while parsing"), "{:?}", sick());
+        assert!(mark("GPU-1", fault(false), &config).unwrap(), "its own fault counts");
+        assert_eq!((sick().len(), sick()[1].1.starts_with("Xid 95: bad")), (3, true));
+        declare_healthy(&all[..1], &all, &config).unwrap();
+        assert_eq!(sick().iter().map(|(index, _)| *index).collect::<Vec<_>>(), [1, 2]);
+        declare_healthy(&all, &all, &config).unwrap();
+        assert_eq!(sick(), []);
+        // No directory has so long a name: ENAMETOOLONG. It says nothing of the GPUs.
+        let nowhere = Config { state_dir: config.state_dir.join("x".repeat(300)), ..config.clone() };
+        assert!(read(&nowhere).is_err());
     }
 
     #[test]

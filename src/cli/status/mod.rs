@@ -187,8 +187,10 @@ impl Status {
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
         status.warnings.extend(inventory.devices.iter().flat_map(Device::costs));
-        for (uuid, texts) in &sick_gpus::read(config).warnings {
-            let number = status.number(uuid).into_owned();
+        let noted = sick_gpus::read(config);
+        status.warnings.extend(noted.as_ref().err().map(|error| format!("health.json: {error}")));
+        for (uuid, texts) in noted.unwrap_or_default().warnings {
+            let number = status.number(&uuid).into_owned();
             status.warnings.extend(texts.iter().map(|text| format!("GPU {number}: {text}")));
         }
         status.warnings.extend(warnings(&status, sources));

@@ -34,7 +34,7 @@ pub struct Refusal {
 
 impl Refusal {
     /// A refusal that waiting does not change.
-    pub(super) fn never(message: String) -> Self {
+    pub(crate) fn never(message: String) -> Self {
         Self { message, candidates: Vec::new(), temporary: false, refresh_first: false, left_out: false }
     }
 

@@ -140,7 +140,8 @@ impl Watcher {
         if !is_due {
             return leased;
         }
-        sick_gpus::read(config).asked().filter_map(|uuid| known.device(uuid)).cloned().collect()
+        let sick = sick_gpus::read(config).unwrap_or_default();
+        sick.asked().filter_map(|uuid| known.device(uuid)).cloned().collect()
     }
 
     /// Acts on the Xids that the kernel's log has by now; waits for it if it has none.
@@ -159,7 +160,8 @@ impl Watcher {
             return;
         }
         // Before the driver is asked: it may ask for a reset just now.
-        let was_asked = sick_gpus::read(&self.config).asked().any(|asked| *asked == gpu.uuid);
+        let sick = sick_gpus::read(&self.config).unwrap_or_default();
+        let was_asked = sick.asked().any(|asked| *asked == gpu.uuid);
         let state = GpuState::of(device);
         self.states.insert(gpu.uuid.clone(), (Instant::now(), state));
         let warnings = state.warnings(before.map(|(_, before)| before));

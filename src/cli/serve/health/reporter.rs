@@ -271,7 +271,7 @@ mod tests {
         let errors: Vec<Event> = events.filter(|event| event.kind == Kind::GpuError).collect();
         let names = |event: &Event| event.text.contains(", process ");
         assert_eq!(errors.iter().map(names).collect::<Vec<_>>(), [true, false], "{errors:?}");
-        assert_eq!(sick_gpus::read(&config).events, errors, "users see them there");
+        assert_eq!(sick_gpus::read(&config).unwrap().events, errors, "users see them there");
     }
 
     #[test]
@@ -292,7 +292,7 @@ mod tests {
         );
         let changed = |to: &str| format!("GPU recovery action changed from 0x0 (None) to {to}");
         reporter.act_on(&xid(154, None, &changed("0x1 (GPU Reset Required)")), &config);
-        assert_eq!(sick_gpus::read(&config).asked().collect::<Vec<_>>(), [GPU]);
+        assert_eq!(sick_gpus::read(&config).unwrap().asked().collect::<Vec<_>>(), [GPU]);
         assert_eq!(is_asked(&xid(154, None, &changed("0x0 (None)"))), Some(false));
     }
 
@@ -301,6 +301,9 @@ mod tests {
         let (_dir, config) = host(vec![]);
         let other = Xid { gpu: "0000:3b:0".into(), ..xid(79, None, "") };
         Reporter::default().act_on(&other, &config);
-        assert_eq!((emitted(&config).len(), sick_gpus::read(&config)), (0, sick_gpus::Records::default()));
+        assert_eq!(
+            (emitted(&config).len(), sick_gpus::read(&config).unwrap()),
+            (0, sick_gpus::Records::default())
+        );
     }
 }

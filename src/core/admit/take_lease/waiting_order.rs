@@ -45,13 +45,16 @@ pub fn place_in_order(
     if count == 0 {
         return Ok(placement);
     }
-    match find(asks.request, asks.id, World { inventory: allowed, ledger: &ahead, config }) {
-        Ok(found) => {
-            let neighbours = Some(count_neighbours(asks.id, &found.devices, ledger));
-            Ok(Placement { neighbours, ..found })
-        }
-        Err(_) => Err(refuse_behind(count, advise_waiting(asks.request, config))),
+    if let Ok(found) = find(asks.request, asks.id, World { inventory: allowed, ledger: &ahead, config }) {
+        let neighbours = Some(count_neighbours(asks.id, &found.devices, ledger));
+        return Ok(Placement { neighbours, ..found });
     }
+    let ahead = if count == 1 { "one".to_owned() } else { count.to_string() };
+    let why = format!("{ahead} came first, as `sublet status` shows");
+    let message = add_why("no room: others wait for what is left", &why);
+    let advice = advise_waiting(asks.request, config);
+    let message = advice.iter().fold(message, |message, way| add_fix(&message, way));
+    Err(Box::new(Refusal { temporary: true, ..Refusal::never(message) }))
 }
 
 /// Books in `ahead`, which is not written, what `waiter` would get of the `host` now. `false`: nothing.
@@ -66,21 +69,6 @@ pub fn book_waiter(waiter: &Waiter, ahead: &mut Ledger, host: &Inventory, config
     let Some(placement) = placed() else { return false };
     book_for((&waiter.id, &waiter.container), &placement, ahead, config);
     true
-}
-
-/// The refusal where `count` came before.
-fn refuse_behind(count: usize, advice: Option<String>) -> Box<Refusal> {
-    let ahead = if count == 1 { "one".to_owned() } else { count.to_string() };
-    let why = format!("{ahead} came first, as `sublet status` shows");
-    let message = add_why("no room: others wait for what is left", &why);
-    let message = advice.iter().fold(message, |message, way| add_fix(&message, way));
-    Box::new(Refusal {
-        message,
-        candidates: Vec::new(),
-        temporary: true,
-        refresh_first: false,
-        left_out: false,
-    })
 }
 
 #[cfg(test)]
