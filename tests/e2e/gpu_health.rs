@@ -23,8 +23,8 @@ fn events(world: &World, kind: &str) -> Vec<(String, String)> {
     let text = said(world, &["events", "--format", "json", "--filter", &format!("kind={kind}")]);
     let parse = |line: &str| -> (String, String) {
         let event: Value = serde_json::from_str(line).expect("JSON");
-        let word = |key: &str| event[key].as_str().unwrap_or_default().to_owned();
-        (word("container_id"), word("text"))
+        let field = |key: &str| event[key].as_str().unwrap_or_default().to_owned();
+        (field("container_id"), field("text"))
     };
     text.lines().map(parse).collect()
 }

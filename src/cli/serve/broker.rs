@@ -148,9 +148,9 @@ impl<'a> Client<'a> {
             bail!(AdmitError::from(JobError::NotInJob));
         }
         let Peer { pid, uid } = self.peer;
-        let asked = request::parse(&request.annotations, request.share.as_deref(), None, self.config);
+        let wanted = request::parse(&request.annotations, request.share.as_deref(), None, self.config);
         // Whom a user's container is for, the kernel says.
-        if let Some(other) = asked.map_err(AdmitError::from)?.owner {
+        if let Some(other) = wanted.map_err(AdmitError::from)?.owner {
             let user = safe(&names::user(uid));
             ensure!(
                 other == user,
@@ -158,10 +158,7 @@ impl<'a> Client<'a> {
             );
         }
         let asker = Pinned::of(pid, uid)?.process;
-        let owner = match request.owner {
-            Some(owner) => Pinned::of(owner, uid)?.process,
-            None => asker,
-        };
+        let owner = Pinned::of(request.owner.unwrap_or(pid), uid)?.process;
         let ContainerNames { id, bundle, rootfs, record } = request.container.clone();
         let container = Container { uid, id, bundle, rootfs, record };
         let candidate = Candidate { container, rootfs: None, owner, engine: None };

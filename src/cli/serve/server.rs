@@ -89,7 +89,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
     let pool = Pool::start(&wake).context("threads")?;
     guard::start().context("threads")?;
     retry::start(Store::open(&config.state_dir)?).context("threads")?;
-    let health = health::Watch::start(config).context("threads")?;
+    health::start(config).context("threads")?;
     accounting::start().context("threads")?;
     let server = Server {
         epoll,
@@ -103,7 +103,6 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
         stopping: None,
     };
     let ended = server.watch_own().and_then(|()| server.run());
-    drop(health);
     accounting::finish(config);
     for line in mps::end_all_idle(&Store::open(&config.state_dir)?, config) {
         tracing::warn!("{line}");

@@ -10,8 +10,6 @@ mod reporter;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -41,29 +39,19 @@ const MOST_EVENTS: usize = 64;
 /// The time between two looks at a GPU's state.
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// The thread. When this is dropped it ends within a round; where the driver hangs, with the process.
-pub(super) struct Watch(Arc<AtomicBool>);
-
-impl Watch {
-    /// Starts it.
-    ///
-    /// # Errors
-    /// There are too many threads.
-    pub fn start(config: &Config) -> io::Result<Self> {
-        let stop = Arc::new(AtomicBool::new(false));
-        let (stopped, config) = (Arc::clone(&stop), config.clone());
-        let watch = move || {
-            let mut watcher = Watcher::new(config);
-            while !watcher.watch(&stopped) {}
-        };
-        thread::Builder::new().name("health".to_owned()).spawn(watch).map(|_| Self(stop))
-    }
-}
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        self.0.store(true, Relaxed);
-    }
+/// Starts the thread; it ends with the process.
+///
+/// # Errors
+/// There are too many threads.
+pub(super) fn start(config: &Config) -> io::Result<()> {
+    let config = config.clone();
+    let watch = move || {
+        let mut watcher = Watcher::new(config);
+        loop {
+            watcher.watch();
+        }
+    };
+    thread::Builder::new().name("health".to_owned()).spawn(watch).map(drop)
 }
 
 #[derive(Default)]
@@ -88,8 +76,8 @@ impl Watcher {
         Self { config, log: log.ok(), ..Self::default() }
     }
 
-    /// Watches until other GPUs are to be watched, or it is to stop, which it returns. NVML is open no longer than that.
-    fn watch(&mut self, stop: &AtomicBool) -> bool {
+    /// Watches until other GPUs are to be watched. NVML is open no longer than that.
+    fn watch(&mut self) {
         let (gpus, began) = (self.wanted(), Instant::now());
         self.note(|records| records.warnings.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid)));
         let nvml = if gpus.is_empty() { None } else { probe::connect(&self.config).ok() };
@@ -115,9 +103,8 @@ impl Watcher {
             // A look for a reset is over after a round.
             self.asked = if gpus.is_empty() { self.asked } else { Some(Instant::now()) };
             let (now, is_late) = (self.wanted(), began.elapsed() > PERIOD);
-            let is_other = now.is_empty() != gpus.is_empty() || is_late && (failed || now != gpus);
-            if is_other || stop.load(Relaxed) {
-                return stop.load(Relaxed);
+            if now.is_empty() != gpus.is_empty() || is_late && (failed || now != gpus) {
+                return;
             }
         }
     }

@@ -229,8 +229,8 @@ mod tests {
         Lease { init: Some(init), ..lease(number, GPU) }
     }
 
-    fn pid() -> Option<i32> {
-        Some(Process::current().unwrap().pid)
+    fn pid() -> i32 {
+        Process::current().unwrap().pid
     }
 
     #[test]
@@ -239,7 +239,7 @@ mod tests {
         let name = ours(1).container.name().into_owned();
         let mut reporter = Reporter::default();
         for _ in 0..1000 {
-            reporter.act_on(&xid(31, pid(), "pid=1"), &config);
+            reporter.act_on(&xid(31, Some(pid()), "pid=1"), &config);
         }
         assert_eq!(emitted(&config), [(Kind::GpuError, name)]);
         assert!(inventory::last(&config).unwrap().left_out.is_empty(), "the GPU is well");
@@ -256,7 +256,7 @@ mod tests {
             let leases = leases_of(seen.as_ref(), GPU, &ledger);
             leases.iter().map(|lease| lease.id.to_string()).collect()
         };
-        assert_eq!(ids(Process::current().unwrap().pid), ["0000000000000001", "0000000000000002"]);
+        assert_eq!(ids(pid()), ["0000000000000001", "0000000000000002"]);
         assert_eq!(ids(i32::MAX), [""; 0], "it has ended, and may have been any of three");
         assert_eq!(ids(1), [""; 0], "it has no lease");
     }
@@ -266,7 +266,7 @@ mod tests {
         let key = Some(DaemonKey(GPU.to_owned()));
         let other = Lease { daemon: key.clone(), ..lease(2, GPU) };
         let (_dir, config) = host(vec![Lease { daemon: key, ..ours(1) }, other]);
-        Reporter::default().act_on(&xid(31, pid(), ""), &config);
+        Reporter::default().act_on(&xid(31, Some(pid()), ""), &config);
         let events = events::read_ring(&config.state_dir).into_iter();
         let errors: Vec<Event> = events.filter(|event| event.kind == Kind::GpuError).collect();
         let names = |event: &Event| event.text.contains(", process ");
