@@ -1,7 +1,10 @@
 //! Whom containers are for, and `sublet report`: by claims, by users, over reboots and lost events, and where no record can be kept.
 
+use std::fs::File;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
+use nix::fcntl::{Flock, FlockArg};
 use serde_json::{Value, json};
 use sublet_e2e::{World, eventually, skip_unless_root};
 
@@ -133,6 +136,22 @@ fn without_a_place_for_the_record_containers_run_and_the_report_says_so() {
     assert!(record(&world).with_extension("json.aside").exists(), "and a newer version's is not lost");
     bundle.down();
     world.assert_empty();
+}
+
+#[test]
+fn a_last_look_that_hangs_does_not_keep_the_service_from_its_end() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = serving("h200");
+    assert!(eventually(|| record(&host.world).exists()), "the service looks by itself");
+    let lock = File::open(record(&host.world).with_file_name("lock")).expect("the lock");
+    let held = Flock::lock(lock, FlockArg::LockExclusive).expect("locked");
+    let began = Instant::now();
+    host.stop();
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    drop(held);
+    host.world.assert_empty();
 }
 
 #[test]

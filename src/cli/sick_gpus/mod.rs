@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_makes_every_gpu_sick_until_somebody_says_otherwise() {
+    fn a_file_that_cannot_be_read_makes_every_gpu_sick() {
         let (_dir, config) = host();
         std::fs::write(file(&config), "{").unwrap();
         let all = ["GPU-0", "GPU-1", "GPU-2"].map(str::to_owned);

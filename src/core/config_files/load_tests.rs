@@ -231,13 +231,13 @@ fn fractions_of_the_ceiling_are_not_lost() {
 
 #[test]
 fn unknown_keys() {
-    assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, did you mean sm_overcommit?; why: expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`, `allow_devices`");
-    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, did you mean limits?; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `retry`, `slurm`, `policy`, `share`");
+    assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, did you mean sm_overcommit?; why: expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `wait_max`, `capabilities`, `allow_privileged`, `allow_devices`");
+    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, did you mean limits?; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `retry`, `slurm`, `accounting`, `policy`, `share`");
     assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:2:1: unknown key `kill`; why: expected one of `enabled`, `period`, `memory_tolerance`, `memory`, `bypass`, `clients`, `strict_clients`, `left`, `silent`, `strangers`");
     assert_snapshot!(refused("[guard]\nperiod = \"20ms\"\n"), @"configuration /c.toml:2:1: guard.period must be from 100ms to 10s");
     assert_snapshot!(refused("[guard]\nstrangers = \"container\"\n"), @r#"configuration /c.toml:2:1: guard.strangers must be "report" or "terminate": strangers have no container"#);
     assert_snapshot!(refused("[defaults]\nmode = \"timeslice\"\n"), @"configuration /c.toml:2:8: defaults.mode: unknown value `timeslice`, did you mean time-slice?; why: expected one of `time-slice`, `mps`, `mig`, `exclusive`");
-    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `retry`, `slurm`, `policy`, `share`"#);
+    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `retry`, `slurm`, `accounting`, `policy`, `share`"#);
 }
 
 #[test]
