@@ -65,15 +65,14 @@ pub(crate) const fn describe(number: u32) -> (&'static str, Remedy) {
 impl Remedy {
     /// What to do with GPU `index`.
     pub fn words(self, index: u32) -> String {
-        let reset = format!("end what uses it, then `nvidia-smi --gpu-reset -i {index}`");
+        let command = format!("`nvidia-smi --gpu-reset -i {index}`");
+        let reset = format!("end what uses it, then {command}");
         match self {
             Program => {
                 "start the program again; where it comes back with one GPU only, reset that".to_owned()
             }
             Reset => format!("{reset}; a reboot if that fails"),
-            ResetLater => {
-                format!("its programs may go on; when they have ended, `nvidia-smi --gpu-reset -i {index}`")
-            }
+            ResetLater => format!("its programs may go on; when they have ended, {command}"),
             Reboot => "reboot the host; a power cycle if that does not help".to_owned(),
             Repair => format!("{reset}; where it comes back, have its hardware looked at"),
             Watch => format!("nothing, the first time; where it comes back, {reset}"),

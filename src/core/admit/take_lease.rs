@@ -319,13 +319,11 @@ impl Search<'_> {
             if inventory.mig_changes != ledger.mig.count {
                 return Err(NotTaken::LayoutChanged);
             }
-            let placement = find(request, &self.id, World { inventory: &allowed, ledger, config })
+            let mut placement = find(request, &self.id, World { inventory: &allowed, ledger, config })
                 .map_err(|refusal| self.classify(refusal, may_refresh, (&allowed, ledger)))?;
-            let placement = if is_in_order && !ledger.waiters.is_empty() {
-                place_in_order(asks, placement, (&allowed, &inventory), ledger, config)?
-            } else {
-                placement
-            };
+            if is_in_order && !ledger.waiters.is_empty() {
+                placement = place_in_order(asks, placement, (&allowed, &inventory), ledger, config)?;
+            }
             let unconfirmed = !placement.mig_devices.is_empty() && !confirmed;
             if unconfirmed || placement.refresh_first && may_refresh {
                 return Err(NotTaken::InventoryOld);

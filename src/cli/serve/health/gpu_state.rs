@@ -73,18 +73,14 @@ impl GpuState {
     /// A fault that keeps new leases away, what to do, and whether the driver asks for a reset.
     pub fn fault(&self) -> Option<(&'static str, Remedy, bool)> {
         let asks = |action| self.recovery == Some(action);
+        let is_pending = self.remap_pending == Some(true);
         // 3 is about peer-to-peer traffic, and ends with that.
         let all = [
             (asks(1), "the driver asks for a reset", Remedy::Reset, true),
             (asks(2), "the driver asks for a reboot", Remedy::Reboot, true),
             (asks(4), "the driver asks for a reset when its work has ended", Remedy::ResetLater, true),
             (self.remap_failed, "a faulty row of its memory cannot be replaced", Remedy::Repair, false),
-            (
-                self.remap_pending == Some(true),
-                "a faulty row of its memory is replaced at a reset",
-                Remedy::ResetLater,
-                true,
-            ),
+            (is_pending, "a faulty row of its memory is replaced at a reset", Remedy::ResetLater, true),
             (self.is_apart, "it could not join its NVLink fabric", Remedy::Repair, false),
         ];
         all.into_iter().find(|(is_so, ..)| *is_so).map(|(_, what, remedy, asks)| (what, remedy, asks))

@@ -71,10 +71,9 @@ impl Reporter {
             format!("Xid {number} on {label}{process}: {what}{shared}; fix: {fix}")
         };
         // An error of a process without a lease is the GPU's.
-        let whose: Vec<Option<&Lease>> =
-            if leases.is_empty() { vec![None] } else { leases.iter().copied().map(Some).collect() };
-        let reason = format!("xid-{}", xid.number);
-        for lease in whose {
+        let nobody = leases.is_empty().then_some(None);
+        let reason = format!("xid-{number}");
+        for lease in leases.iter().copied().map(Some).chain(nobody) {
             self.emit_once(event(Kind::GpuError, lease, gpu, &reason, &text(lease)), config);
         }
     }
