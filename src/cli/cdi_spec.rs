@@ -31,6 +31,8 @@ pub struct Listing {
     pub devices: Vec<Named>,
     /// The shares or devices for which there is no CDI device.
     pub without: Vec<Without>,
+    /// How long the hooks may take, in seconds.
+    hook_timeout: u64,
 }
 
 /// One CDI device.
@@ -61,7 +63,8 @@ pub struct Without {
 pub fn list(config: &Config, inventory: &Inventory) -> io::Result<Listing> {
     // The hook checks what is free when a container starts.
     let host = Host { config, idle: inventory.idle() };
-    let mut listing = Listing::default();
+    let hook_timeout = config.limits.wait_max.as_secs() + BESIDE_WAIT;
+    let mut listing = Listing { hook_timeout, ..Listing::default() };
     for share in config.share.keys() {
         match host.wanted(share) {
             Ok(request) => host.of_share(share, &request, &mut listing)?,
@@ -259,25 +262,25 @@ pub(crate) fn keep(config: &Config) -> Result<bool, FileError> {
 /// "Released versions"). Podman reads it since 4.3.
 const VERSION: &str = "0.5.0";
 
-/// In seconds. A share may be waited for up to a minute (`sublet.wait`), and a daemon may have to start after that.
-const TIMEOUT: u32 = 120;
+/// How long the hooks may take beside `sublet.wait`, in seconds: a daemon may have to start.
+const BESIDE_WAIT: u64 = 60;
 
 /// The specification of `listing`: the same text for the same devices. `program` is the hook, `config` the
 /// configuration that it reads where that is not the usual one.
 pub fn render(listing: &Listing, program: &str, config: Option<&Path>) -> String {
-    let devices = listing.devices.iter().map(|named| device(named, program, config));
+    let devices = listing.devices.iter().map(|named| device(named, listing.hook_timeout, program, config));
     let spec = json!({"cdiVersion": VERSION, "kind": KIND, "devices": devices.collect::<Vec<_>>()});
     format!("{spec:#}\n")
 }
 
-fn device(named: &Named, program: &str, config: Option<&Path>) -> Value {
+fn device(named: &Named, timeout: u64, program: &str, config: Option<&Path>) -> Value {
     let hook = |name: &str, stage: &str| {
         json!({
             "hookName": name,
             "path": program,
             "args": named.asked.arguments(stage),
             "env": hooks::environment(config),
-            "timeout": TIMEOUT,
+            "timeout": timeout,
         })
     };
     let env: Vec<String> =
@@ -440,7 +443,8 @@ mod tests {
         gpu.nodes = vec![Node { path: "/dev/nvidia3".into(), major: 195, minor: 3 }];
         let mut host = host(vec![gpu]);
         host.driver.majors = Majors { nvidia: Some(195), uvm: None, caps: None };
-        let config = toml::from_str("[share.small]\nsm = 25\nmemory = '8GiB'\n").unwrap();
+        let shares = "limits.wait_max = '10m'\n[share.small]\nsm = 25\nmemory = '8GiB'\n";
+        let config = toml::from_str(shares).unwrap();
         let text = render(&list(&config, &host).unwrap(), "/x/sublet-hook", Some(Path::new("/c.toml")));
         let spec: Value = serde_json::from_str(&text).unwrap();
         assert_eq!((&spec["cdiVersion"], &spec["kind"]), (&json!("0.5.0"), &json!("sublet/share")));
@@ -473,6 +477,7 @@ mod tests {
         assert_eq!(edits["deviceNodes"], json!([node("/dev/nvidiactl", 255), node("/dev/nvidia3", 3)]));
         let hook = &edits["hooks"][0];
         assert_eq!((&hook["hookName"], &hook["path"]), (&json!("createRuntime"), &json!("/x/sublet-hook")));
+        assert_eq!(hook["timeout"], 660, "it may wait for ten minutes");
         assert_eq!(hook["args"], json!(["sublet-hook", "cdi", "--share", "small", "--device", "GPU-3"]));
         assert_eq!(hook["env"][1], "SUBLET_CONFIG=/c.toml");
         assert_eq!(edits["hooks"][1]["args"][1], "poststop");

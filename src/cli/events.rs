@@ -1,5 +1,5 @@
 //! Reads recorded events: from the system's journal, from the ring beside the ledger, and for users without root their
-//! own refusals and warnings, and the guard's actions on their containers.
+//! own refusals and warnings, the guard's actions on their containers, and what GPUs reported about these.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::guard;
+use crate::sick_gpus;
 use sublet_core::admit::{RefusalRecord, is_remote, refusals};
 use sublet_core::config::Config;
 use sublet_core::events::{Event, JOURNAL_FIELD, JOURNAL_IDENTIFIER, Kind, has_journal, read_ring};
@@ -18,7 +19,7 @@ use sublet_core::process::child::{ChildError, run_whole};
 use sublet_core::text::{safe, timestamp};
 
 /// Two writers may tell their events in another order than that of their times, by less than this, in milliseconds.
-const DISORDER: u64 = 60_000;
+pub(crate) const DISORDER: u64 = 60_000;
 
 /// The positions up to which events were read.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -98,7 +99,7 @@ fn merged(one: Vec<Event>, other: Vec<Event>) -> Vec<Event> {
     }
 }
 
-/// A user's own refusals and warnings of images, and what the guard did to their containers.
+/// A user's own refusals and warnings of images, what the guard did to their containers, and what GPUs reported about these.
 fn of_user(dockers: bool, config: &Config) -> Vec<Event> {
     let us = nix::unistd::geteuid().as_raw();
     let may_see = |uid: u32| uid == us || dockers && uid == 0;
@@ -114,7 +115,11 @@ fn of_user(dockers: bool, config: &Config) -> Vec<Event> {
         at(time, Event { uid, container_id, text: reason, ..Event::now(kind) })
     });
     let guarded = guard::events(config).into_iter().filter(|guarded| may_see(guarded.uid));
-    merged(refused.collect(), guarded.map(|guarded| at(guarded.time, guarded.recorded())).collect())
+    let guarded = guarded.map(|guarded| at(guarded.time, guarded.recorded())).collect();
+    let reported =
+        sick_gpus::read(config).unwrap_or_default().events.into_iter().filter(|event| may_see(event.uid));
+    let reported = reported.map(|event| Event { uptime_ms: 0, ..event }).collect();
+    merged(merged(refused.collect(), guarded), reported)
 }
 
 // Events in systemd's journal, read with journalctl.

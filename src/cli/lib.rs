@@ -10,12 +10,15 @@ mod own_root;
 mod peer;
 mod policy_rule;
 mod proc;
+mod svg;
 mod terminal;
 mod yaml;
 
 mod load;
 
 pub mod names;
+
+mod sick_gpus;
 
 pub mod probe;
 
@@ -39,6 +42,8 @@ pub mod events;
 pub mod status;
 
 mod shown;
+
+mod accounting;
 
 mod metrics;
 

@@ -5,14 +5,15 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use nix::unistd::{Uid, User};
-use serde::Deserialize as _;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use sublet_core::ledger::Ledger;
 pub use sublet_core::names::*;
 use sublet_core::oci::JsonFile;
 use sublet_core::request::warn_of_labels;
-use sublet_core::text::safe;
+use sublet_core::text::{cut, safe};
 
 /// The name of user `uid`, else the number.
 pub fn user(uid: u32) -> String {
@@ -23,6 +24,75 @@ pub fn user(uid: u32) -> String {
 /// Whose a container is, where root looks at one of a user's.
 pub(crate) fn of_user(uid: u32) -> String {
     format!("of user {} (uid {uid})", user(uid))
+}
+
+/// Whom a share is for.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+pub struct Owner {
+    /// A user's name, or as it was given: it may hold anything.
+    pub name: String,
+    /// `user`: the kernel or Slurm says it; `claim`: `sublet.owner`; `label`: a label; `project`: Compose, or a pod's namespace.
+    #[schemars(with = "String")]
+    pub known_by: KnownBy,
+}
+
+/// How an owner is known, the surest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::Display)]
+#[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
+pub enum KnownBy {
+    /// The kernel or Slurm says which user it is.
+    User,
+    /// `sublet.owner` of root's container says so: whoever may use root's engine may write that.
+    Claim,
+    /// A label of root's container does (`[accounting] owner_labels`).
+    Label,
+    /// It is the Compose project or the pod's namespace.
+    Project,
+}
+
+impl Owner {
+    /// Of a container of `uid`, which `claim` is said of, and which is called `name`.
+    pub(crate) fn known(uid: u32, claim: &str, name: Option<&Name>) -> Option<Self> {
+        let owner =
+            |name: &str, known_by| (!name.is_empty()).then(|| Self { name: name.to_owned(), known_by });
+        if uid != 0 {
+            return owner(&user(uid), KnownBy::User);
+        }
+        let labelled = || owner(&name?.owner, KnownBy::Label);
+        let of_project = || owner(name?.part_of.split_once('/')?.0, KnownBy::Project);
+        owner(claim, KnownBy::Claim).or_else(labelled).or_else(of_project)
+    }
+
+    /// For people: what is not known to be true says how it is known.
+    pub(crate) fn words(&self) -> String {
+        let name = cut(&self.name);
+        if self.known_by == KnownBy::User { name } else { format!("{name} ({})", self.known_by) }
+    }
+}
+
+/// Whom to show: `--user` and `--owner`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, clap::Args)]
+pub(crate) struct Of {
+    /// Only containers of this user's engine
+    #[arg(long)]
+    user: Option<String>,
+    /// Only what is for this owner, however that is known
+    #[arg(long)]
+    owner: Option<String>,
+}
+
+impl Of {
+    /// Whether both fit.
+    pub(crate) fn has(&self, user: &str, owner: Option<&Owner>) -> bool {
+        self.user.as_deref().is_none_or(|wanted| wanted == user)
+            && self.owner.as_ref().is_none_or(|wanted| owner.is_some_and(|owner| owner.name == *wanted))
+    }
+
+    /// Whether either is given.
+    pub(crate) const fn is_any(&self) -> bool {
+        self.user.is_some() || self.owner.is_some()
+    }
 }
 
 /// The remark on [`without_share`].
@@ -60,7 +130,33 @@ fn read(file: &Path) -> Option<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sublet_core::ledger::Lease;
     use sublet_core::ledger::fixture::lease;
+
+    #[test]
+    fn an_owner_is_a_user_where_that_is_known_and_else_says_how_it_is_known() {
+        let mut held = lease(1, "GPU-0");
+        let name = Name { part_of: "shop/web".into(), owner: "vision".into(), ..Name::default() };
+        let words = |held: &Lease, name: Option<&Name>| {
+            let claim = held.claimed_owner.as_deref().unwrap_or_default();
+            Owner::known(held.container.uid, claim, name).map(|owner| owner.words())
+        };
+        assert_eq!(words(&held, None), None);
+        let of_project = Name { owner: String::new(), ..name.clone() };
+        assert_eq!(words(&held, Some(&of_project)).as_deref(), Some("shop (project)"));
+        assert_eq!(words(&held, Some(&name)).as_deref(), Some("vision (label)"));
+        held.claimed_owner = Some("ana".to_owned());
+        assert_eq!(words(&held, Some(&name)).as_deref(), Some("ana (claim)"));
+        held.container.uid = 4_000_000_000;
+        assert_eq!(words(&held, Some(&name)).as_deref(), Some("4000000000"), "a user has no claim");
+        let of = |user: Option<&str>, owner: Option<&str>| Of {
+            user: user.map(str::to_owned),
+            owner: owner.map(str::to_owned),
+        };
+        let ana = Owner::known(0, "ana", None);
+        assert!(of(None, None).has("root", None) && of(Some("root"), Some("ana")).has("root", ana.as_ref()));
+        assert!(!of(Some("1"), None).has("root", None) && !of(None, Some("ana")).has("root", None));
+    }
 
     #[test]
     fn those_that_run_by_sublet_and_hold_no_lease_are_named() {

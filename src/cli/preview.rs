@@ -7,12 +7,14 @@ use nix::unistd::{AccessFlags, access, geteuid};
 
 use crate::mig::{self, Foreseen, Nvml};
 use sublet_core::admit::dynamic_mig::NO_SITE;
-use sublet_core::admit::{AdmitError, confirmed_inventory, dynamic_mig, is_remote, refresh};
+use sublet_core::admit::{
+    AdmitError, Asks, confirmed_inventory, dynamic_mig, is_remote, place_in_order, refresh,
+};
 use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{LeaseId, Ledger};
+use sublet_core::ledger::{Container, LeaseId, Ledger, LedgerError, Store, Waiter};
 use sublet_core::place::{Placement, may_make_room, place_within};
 use sublet_core::process::uptime_milliseconds;
 use sublet_core::request::Request;
@@ -80,12 +82,24 @@ pub const EMPTY: &str = "this is as if nothing were on the GPUs (--empty)";
 
 /// The host as it is or, if `empty`, with nothing on its GPUs. Drained devices stay so.
 pub fn emptied(empty: bool, (ledger, inventory): (Ledger, Inventory)) -> (Ledger, Inventory) {
-    let without = |ledger: Ledger| Ledger { drained: ledger.drained, ..Ledger::empty("") };
+    let without =
+        |ledger: Ledger| Ledger { drained: ledger.drained, drains: ledger.drains, ..Ledger::empty("") };
     if empty { (without(ledger), inventory.idle()) } else { (ledger, inventory) }
 }
 
-/// Where `request` would be placed now. As for a container, the driver is asked anew before a no that depends on what it
-/// last reported, unless the host is taken for `empty`; `inventory` is then replaced.
+/// The ledger as this user may see it, with those of its waiters who are still there.
+///
+/// # Errors
+/// It cannot be read.
+pub fn seen_ledger(config: &Config) -> Result<Ledger, LedgerError> {
+    let mut ledger = Store::open(&config.state_dir)?.peek()?.seen_by(geteuid().as_raw());
+    ledger.waiters.retain(Waiter::is_there);
+    Ok(ledger)
+}
+
+/// Where `request` would be placed now, behind those who wait; one of these has its place by its `id`. As for a container, the
+/// driver is asked anew before a no that depends on what it last reported, unless the host is taken for `empty`; `inventory`
+/// is then replaced.
 ///
 /// # Errors
 /// The refusal that the request would get, in the same words.
@@ -113,8 +127,8 @@ pub fn may_be_out_of_date(error: &AdmitError, config: &Config) -> bool {
     error.wants_refresh() && !is_remote(config)
 }
 
-/// Where `request` would be placed by this inventory, once the instances `ahead` have been created. If one would be
-/// created for `request`, it is added.
+/// Where `request` would be placed by this inventory behind those who wait, once the instances `ahead` have been created. If
+/// one would be created for `request`, it is added.
 pub fn preview_after(
     ahead: &mut Ahead,
     request: &Request,
@@ -134,6 +148,8 @@ pub fn preview_after(
     let refusal =
         match place_within(request, id, &allowed, ledger, config, &|placement| check(placement).is_ok()) {
             Ok(placement) => {
+                let asks = Asks { id, container: &Container::default(), by: None, request };
+                let placement = place_in_order(asks, placement, (&allowed, inventory), ledger, config)?;
                 check(&placement)?;
                 return Ok(placement);
             }

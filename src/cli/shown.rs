@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 use serde::Serialize;
 
+use crate::names::Owner;
 use crate::status::{DeviceUsed, Gpu, LeaseOnDevice, MigInstance, Room, Status};
 use sublet_core::share::Mode;
 pub use sublet_core::text::cut;
@@ -180,6 +181,11 @@ impl<'a> Device<'a> {
         if self.drained { state + ", drained" } else { state }
     }
 
+    /// By whom it is drained, since when, until when and why: safe to print.
+    pub fn drain(&self) -> Option<&'a str> {
+        self.part.map_or(&self.gpu.drain, |part| &part.drain).as_deref()
+    }
+
     /// Used memory, a part of 1.
     pub fn memory_used(&self) -> Option<f64> {
         Some(fraction(self.used?.memory_bytes?, self.memory_bytes))
@@ -273,6 +279,8 @@ pub struct Words {
     pub memory: String,
     pub processes: String,
     pub user: String,
+    /// Empty: nothing says it.
+    pub owner: String,
     pub image: String,
     pub state: String,
 }
@@ -291,6 +299,7 @@ impl Words {
             memory: memory_of(lease),
             processes: or_dash(lease.used.processes),
             user: cut(&lease.user),
+            owner: lease.owner.as_ref().map(Owner::words).unwrap_or_default(),
             image: or_dash(lease.image.as_deref().map(|image| end_of(&safe(image), longest))),
             state: word(&lease.state),
         }

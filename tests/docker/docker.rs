@@ -35,7 +35,9 @@ fn the_first_process_execs_and_health_checks_see_the_share() {
         return;
     }
     let docker = h200();
+    docker.world.configure("[accounting]\nowner_labels = [\"cost-centre\", \"team\"]\n");
     let health = [
+        "--label=team=vision",
         "--health-cmd=cuda-probe info",
         "--health-interval=1s",
         "--label=com.docker.compose.project=shop",
@@ -63,6 +65,7 @@ fn the_first_process_execs_and_health_checks_see_the_share() {
     assert_eq!((&lease["state"], &lease["pid"]), (&json!("active"), &json!(docker.pid("first").as_raw())));
     let called = ["engine", "name", "image", "part_of"].map(|key| lease[key].as_str().unwrap_or_default());
     assert_eq!(called, ["docker", "first", IMAGE, "shop/web"]);
+    assert_eq!(lease["owner"], json!({"name": "vision", "known_by": "label"}));
     docker.done(&["rename", "first", "renamed"]);
     let released = docker.world.sublet(&["lease", "release", "renam"]);
     let reason = String::from_utf8_lossy(&released.stderr).into_owned();

@@ -11,7 +11,7 @@ use sublet_e2e::docker::{Docker, skip_unless_engines};
 use sublet_e2e::podman::Podman;
 use sublet_e2e::{World, eventually, skip_unless_root};
 
-const CHECKS: [&str; 31] = [
+const CHECKS: [&str; 32] = [
     "configuration",
     "kernel",
     "driver",
@@ -19,6 +19,7 @@ const CHECKS: [&str; 31] = [
     "device-nodes",
     "fabric-manager",
     "nvml",
+    "gpu",
     "inventory",
     "cap-nodes",
     "dev-char",

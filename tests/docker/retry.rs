@@ -72,7 +72,7 @@ fn containers_with_a_restart_policy_start_in_order_when_there_is_room() {
     refused(&docker, "second", HALF, &["--restart=always"]);
     wait_until(&docker, &["large", "first", "second"]);
     let text = String::from_utf8(docker.world.sublet(&["status"]).stdout).expect("UTF-8");
-    assert!(text.contains("Waiting for a share:\nlarge has waited for "), "{text}");
+    assert!(text.contains("Waiting for a share:\n1. large has waited for "), "{text}");
     docker.done(&["rm", "-f", "holder"]);
     // Who came first has its share, and with that there is no room for the others.
     assert!(eventually(|| status_of(&docker, "large") == "running"), "{}", docker.log());

@@ -123,6 +123,7 @@ impl Rootless {
         let leases = self.world.leases();
         assert_eq!((leases.len(), &leases[0]["state"]), (1, &json!("active")), "{leases:?}");
         assert_eq!(leases[0]["user"], "tester");
+        assert_eq!(leases[0]["owner"], json!({"name": "tester", "known_by": "user"}));
     }
 }
 

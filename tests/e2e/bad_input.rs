@@ -39,8 +39,8 @@ fn annotations_that_make_no_request() {
     assert_lines(
         &refusals(&world, requests),
         &[
-            "sublet.colour=red: unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.share",
-            "sublet.compute=25: unknown key, did you mean sublet.sm?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.share",
+            "sublet.colour=red: unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.owner, sublet.share",
+            "sublet.compute=25: unknown key, did you mean sublet.sm?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.owner, sublet.share",
             "sublet.sm=0: not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
             "sublet.sm=101: not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
             "sublet.sm=0.25: a quarter of a percent? write 25; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
@@ -49,7 +49,7 @@ fn annotations_that_make_no_request() {
             "sublet.gpu=first: write model:*first* for a model, name:first for an alias; why: it must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>",
             "sublet.sm=25 cannot be combined with sublet.mode=exclusive; why: only MPS limits SMs; fix: write sublet.mode=mps or leave sublet.sm out",
             "sublet.share=nobody: this host has no named share; why: its configuration has no [share.<name>]",
-            "sublet.wait=soon: not a possible value; why: it must be 0 or a whole number of ms, s or m up to 60s, such as 10s",
+            "sublet.wait=soon: not a possible value; why: it must be 0 or a whole number of ms, s or m, such as 10s, at most 1m ([limits] wait_max)",
             "sublet.processes=0: not a possible value; why: it must be a whole number, 1 or more",
             "sublet.capabilities=compute,magic: not a possible value; why: it must be a list of compute, utility, graphics, video, or all",
         ],

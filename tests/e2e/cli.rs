@@ -91,11 +91,11 @@ fn status_as_json_is_the_documented_schema() {
                     "tensor_percent": null, "dram_percent": null, "pcie_bytes_per_second": [null, null],
                     "nvlink_bytes_per_second": [null, null], "power_watts": 387.5, "power_limit_watts": 700.0,
                     "temperature_celsius": 61, "outside": []},
-                "unknown": null, "lease_count": 1, "mig_enabled": false, "mig": [], "drained": false}],
+                "unknown": null, "lease_count": 1, "mig_enabled": false, "mig": [], "drained": false, "drain": null}],
             "leases": [{"id": "ID", "container_id": "shown", "device": GPU, "mode": "mps",
                 "isolation": "shared", "sm_percent": 25.0, "memory_bytes": 8_589_934_592_u64,
                 "state": "active", "suspended_bytes": null, "pid": bundle.pid(), "since": "SINCE", "engine": null,
-                "name": null, "image": null, "part_of": null, "unit": null, "user": "root", "job": null,
+                "name": null, "image": null, "part_of": null, "unit": null, "user": "root", "owner": null, "job": null,
                 "used": {"memory_bytes": own, "processes": 1, "sm_percent": null, "server_sm_percent": 100},
                 "own_server": false, "daemon": GPU}],
             "mps": [{"devices": [GPU], "lease": null, "pid": 0, "state": "serving", "clients": 1,
@@ -124,7 +124,7 @@ fn mig_devices_are_shown_and_have_the_documented_keys() {
         first,
         json!({"uuid": "MIG-5b1e7000-0000-5000-8000-000000000a01", "profile": "4g.20gb", "gi": 2, "ci": 0,
             "free": true, "number": "0:0", "mode": "idle", "memory_bytes": 21_072_183_296_u64,
-            "sm_percent_free": 100.0, "memory_bytes_free": 20_535_312_384_u64, "drained": false, "fault": null,
+            "sm_percent_free": 100.0, "memory_bytes_free": 20_535_312_384_u64, "drained": false, "drain": null, "fault": null,
             "dynamic": false, "sm_count": 56, "booked": {"sm_percent": 0.0, "memory_bytes": 0}, "used": null,
             "unknown": null, "lease_count": 0, "shares_memory_with": []})
     );
@@ -207,7 +207,9 @@ fn wait_ends_when_there_is_room_or_no_time() {
     on_terminal.args(["-qec", &line, "/dev/null"]).env("SUBLET_CONFIG", &world.config);
     let told = text(&on_terminal.output().expect("script runs").stdout);
     assert!(
-        told.starts_with("sublet: waiting for up to 2s: no room for mps, 25 % SM: GPU 0 is taken whole"),
+        told.starts_with(
+            "sublet: waiting for up to 2s: place 1: no room for mps, 25 % SM: GPU 0 is taken whole"
+        ),
         "{told}"
     );
     let never = failure(&world, &["wait", "gpu=9"]);
@@ -279,10 +281,9 @@ fn a_drained_device_takes_no_new_lease() {
     );
     assert_eq!(world.status()["devices"][0]["drained"], json!(true));
     let late = world.bundle("late", &[("sublet.sm", "25")], SLEEP);
-    assert_eq!(
-        late.refused(),
-        "cannot serve mps, 25 % SM: GPU 0 is drained; fix: `sublet undrain 0` ends that (root)"
-    );
+    let (why, fix) = (late.refused(), "fix: `sublet undrain 0` ends that (root)");
+    assert!(why.starts_with("cannot serve mps, 25 % SM: GPU 0 is drained; why: by "), "{why}");
+    assert!(why.ends_with(fix), "{why}");
     assert_eq!(running.exec(&["/usr/bin/cuda-probe", "info"]).json()[0]["sm"], json!(32), "it goes on");
     assert_eq!(stdout(&world, &["undrain", GPU]), format!("{GPU} takes leases again.\n"));
     late.up();

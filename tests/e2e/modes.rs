@@ -1,6 +1,8 @@
 //! From annotation to running CUDA: what containers of each mode see from inside, and that nothing is left when they
 //! end. Expected values are literals: one H200 with 132 SMs and 143155 MiB for CUDA.
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually, in_one_line, skip_unless_root};
 
@@ -157,6 +159,57 @@ fn a_share_that_is_waited_for_comes_when_its_holder_ends() {
     });
     assert_eq!(world.status()["waiting"], json!([]));
     second.down();
+    world.assert_empty();
+}
+
+#[test]
+fn who_waits_longest_is_served_first_and_leaves_its_place_when_it_is_killed() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let holder = world.bundle("holder", &[("sublet.sm", "70")], HOLD);
+    holder.up();
+    let waits =
+        |id: &'static str, sm: &str| world.bundle(id, &[("sublet.sm", sm), ("sublet.wait", "60s")], HOLD);
+    let (large, small) = (waits("large", "80"), waits("small", "40"));
+    let queue = || world.status()["waiting"].clone();
+    let wait_for = |many: usize| {
+        assert!(eventually(|| queue().as_array().map(Vec::len) == Some(many)), "{}", queue());
+    };
+    std::thread::scope(|scope| {
+        let of_large = scope.spawn(|| large.create());
+        wait_for(1);
+        let of_small = scope.spawn(|| small.create());
+        wait_for(2);
+        let seen = queue();
+        let told = |at: usize| {
+            (seen[at]["container_id"].clone(), seen[at]["place"].clone(), seen[at]["asks"].clone())
+        };
+        assert_eq!(told(0), (json!("large"), json!(1), json!("mps, 80 % SM")));
+        assert_eq!(told(1), (json!("small"), json!(2), json!("mps, 40 % SM")));
+        // It does not look any more, and keeps its place.
+        let pid = seen[0]["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).expect("a pid");
+        kill(Pid::from_raw(pid), Signal::SIGSTOP).expect("it runs");
+        holder.down();
+        let late = world.bundle("late", &[("sublet.sm", "40")], HOLD).create();
+        assert!(!late.ok && late.stderr.contains("no room: others wait for what is left"), "{late:?}");
+        let explained = |options: &[&str]| world.sublet(&[&["explain", "sm=40"], options].concat());
+        let asked = explained(&[]);
+        assert!(String::from_utf8_lossy(&asked.stderr).contains("others wait for what is left"), "{asked:?}");
+        assert!(explained(&["--empty"]).status.success());
+        let own = world.sublet(&["explain", "--bundle", large.dir.to_str().expect("UTF-8")]);
+        assert!(own.status.success(), "it waits for itself: {own:?}");
+        let beside = world.bundle("beside", &[("sublet.sm", "20")], HOLD);
+        beside.up();
+        assert!(!of_small.is_finished(), "it has no room beside the first one");
+        kill(Pid::from_raw(pid), Signal::SIGKILL).expect("it runs");
+        let created = of_small.join().expect("no panic");
+        assert!(created.ok, "{created:?}");
+        assert!(!of_large.join().expect("no panic").ok);
+        beside.down();
+    });
+    small.down();
     world.assert_empty();
 }
 

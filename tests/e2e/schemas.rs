@@ -89,6 +89,8 @@ fn the_state_of_a_host_and_its_past() {
 
     let error = judged(&world, "error.json", &["explain", "--container", "nobody"]);
     assert_eq!(error["reason"], "no-container");
+    let report = judged(&world, "report.json", &["report", "--by", "gpu"]);
+    assert_eq!(report["total"]["leases"], 2, "{report}");
     let events = world.sublet(&["events", "--format", "json"]);
     let events = String::from_utf8_lossy(&events.stdout).into_owned();
     assert!(events.lines().count() > 3, "{events}");

@@ -316,6 +316,45 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
 }
 
 #[test]
+fn a_user_waits_in_one_order_with_root() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let holder = host.world.bundle("holder", &[("sublet.sm", "70")], HOLD);
+    holder.up();
+    let bobs = host.bundle(BOB, "bobs", &[("sublet.sm", "80"), ("sublet.wait", "60s")], HOLD);
+    let roots = host.world.bundle("roots", &[("sublet.sm", "40"), ("sublet.wait", "60s")], HOLD);
+    let queue = || host.world.status()["waiting"].clone();
+    let wait_for = |many: usize| {
+        assert!(eventually(|| queue().as_array().map(Vec::len) == Some(many)), "{}", queue());
+    };
+    std::thread::scope(|scope| {
+        let of_bob = scope.spawn(|| bobs.create());
+        wait_for(1);
+        let of_root = scope.spawn(|| roots.create());
+        wait_for(2);
+        let seen = queue();
+        let told = |at: usize| {
+            (seen[at]["container_id"].clone(), seen[at]["uid"].clone(), seen[at]["place"].clone())
+        };
+        assert_eq!(told(0), (json!("bobs"), json!(BOB), json!(1)));
+        assert_eq!(told(1), (json!("roots"), json!(0), json!(2)));
+        holder.down();
+        let created = of_bob.join().expect("no panic");
+        assert!(created.ok, "{created:?}");
+        assert!(!of_root.is_finished(), "it has no room beside the first one");
+        wait_for(1);
+        bobs.down();
+        let created = of_root.join().expect("no panic");
+        assert!(created.ok, "{created:?}");
+    });
+    assert_eq!(queue(), json!([]));
+    roots.down();
+    host.world.assert_empty();
+}
+
+#[test]
 fn a_user_is_told_of_others_containers_without_their_names() {
     if skip_unless_root() {
         return;

@@ -193,7 +193,7 @@ fn what_one_of_them_lacks_refuses_all() {
         assert!(line.contains(&format!(": GPU 1 {words}")) && !line.contains("GPU 0 "), "{line}");
     };
     assert!(world.sublet(&["drain", "1"]).status.success());
-    says("drained", "is drained; fix: `sublet undrain 1` ends that (root)");
+    says("drained", "is drained; why: by ");
     assert!(world.sublet(&["undrain", "1"]).status.success());
 
     let shared = world.bundle("shared", &[("sublet.gpu", "1"), ("sublet.sm", "10")], HOLD);
@@ -295,4 +295,50 @@ fn the_guard_holds_each_device_to_the_share_by_itself() {
     // 14000 MiB in all, and within the share on each.
     assert_eq!(probes(&of("within")), 2);
     assert!(!host.events().iter().any(|event| event["container_id"] == "within"), "{:?}", host.events());
+}
+
+/// `NVLink` bridges join 0 with 2 and 1 with 3.
+#[test]
+fn gpus_that_are_joined_closely_go_together_as_far_as_the_driver_tells() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h100x4-bridges", "");
+    let explained = || -> Value {
+        let told = world.sublet(&["explain", "gpu=any:2", "mode=exclusive", "--format=json"]);
+        serde_json::from_slice(&told.stdout).expect("JSON")
+    };
+    let numbers = |told: &Value| {
+        let gpus = told["gpus"].as_array().expect("GPUs").iter();
+        gpus.map(|gpu| gpu["number"].as_str().expect("a number").to_owned()).collect::<Vec<_>>()
+    };
+    let told = explained();
+    assert_eq!((numbers(&told), &told["joined"]), (vec!["0".to_owned(), "2".to_owned()], &json!("nvlink")));
+    let pair = [("sublet.gpu", "any:2"), ("sublet.mode", "exclusive")];
+    let bundle = world.bundle("pair", &pair, &["/bin/sleep", "600"]);
+    bundle.up();
+    let used = || -> Vec<Value> {
+        let status = world.status();
+        let used = status["leases"].as_array().expect("leases").iter().map(|lease| lease["device"].clone());
+        used.collect()
+    };
+    let uuids = world.status()["devices"].clone();
+    assert_eq!(used(), [uuids[0]["uuid"].clone(), uuids[2]["uuid"].clone()]);
+    assert_eq!(explained()["joined"], "nvlink", "the other two");
+    bundle.down();
+    // What the driver does not tell costs the preference alone.
+    let fail = world.driver_root.as_ref().expect("simulated").join("sim/fail");
+    std::fs::write(&fail, "nvmlDeviceGetP2PStatus 0 999\n").expect("it is written");
+    assert!(world.sublet(&["refresh"]).status.success());
+    let told = explained();
+    assert_eq!(
+        (numbers(&told), &told["joined"]),
+        (vec!["0".to_owned(), "1".to_owned()], &json!("host-bridge"))
+    );
+    let both = "nvmlDeviceGetP2PStatus 0 999\nnvmlDeviceGetTopologyCommonAncestor 0 3\n";
+    std::fs::write(&fail, both).expect("it is written");
+    assert!(world.sublet(&["refresh"]).status.success());
+    let told = explained();
+    assert_eq!((numbers(&told), &told["joined"]), (vec!["0".to_owned(), "1".to_owned()], &Value::Null));
+    world.assert_empty();
 }

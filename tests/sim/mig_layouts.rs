@@ -126,6 +126,7 @@ fn lease(device: &str) -> Lease {
         brokered: false,
         job: None,
         within: None,
+        claimed_owner: None,
         mig_devices: Vec::new(),
     }
 }

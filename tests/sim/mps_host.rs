@@ -113,6 +113,7 @@ impl Host {
             brokered: false,
             job: None,
             within: None,
+            claimed_owner: None,
             mig_devices: Vec::new(),
         };
         self.edit(|ledger| ledger.leases.push(lease.clone()));

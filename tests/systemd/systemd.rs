@@ -283,6 +283,14 @@ fn events_are_in_the_journal_and_what_other_users_write_there_is_none() {
     systemctl(&["restart", "sublet.service"]);
     machine.remove(0, "journaled");
     assert!(eventually(|| of_lease().last() == Some(&json!("lease-ended"))), "{:?}", events());
+    // The report reads them there, and keeps what it made of them where a reboot leaves it.
+    let mut report = machine.world.command("sublet");
+    let report = done(report.args(["report", "--by", "container", "--format", "json"]));
+    let report: Value = serde_json::from_str(&report).expect("JSON");
+    let rows = report["rows"].as_array().expect("rows");
+    assert!(rows.iter().any(|row| row["name"] == "journaled" && row["leases"] == 1), "{report}");
+    let recorded = std::fs::metadata("/var/lib/sublet/usage/now.json").expect("the record");
+    assert_eq!(std::os::unix::fs::PermissionsExt::mode(&recorded.permissions()) & 0o777, 0o600);
 }
 
 #[test]

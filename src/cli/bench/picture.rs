@@ -4,22 +4,12 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use super::result::{BenchResult, Cell, Figure, Mode, digits, distinct};
+use crate::svg::{COLOURS, begun, escaped, text};
 
 const WIDTH: f64 = 930.0;
 const HEIGHT: f64 = 500.0;
 /// The plot: left, top, right, bottom.
 const PLOT: [f64; 4] = [70.0, 70.0, 610.0, 420.0];
-
-/// Okabe and Ito's colours, which people with any kind of colour vision tell apart; yellow is left out, because it cannot
-/// be seen on white. The black is the text's colour.
-const COLOURS: [&str; 7] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "currentColor"];
-
-/// Light, and dark where the reader's system is. Programs without CSS media queries show the light one. In an HTML page it
-/// is the whole page's, hence `svg` everywhere.
-const STYLE: &str = "svg .back{fill:#fff}svg{color:#1a1a1a}svg text{fill:currentColor;font:14px system-ui,sans-serif}\
-    svg .title{font-size:19px;font-weight:600}svg .small{font-size:12px;opacity:.8}svg .grid{stroke:#8888;stroke-width:.5}\
-    svg .line{fill:none;stroke-width:2.5}svg .mark{stroke-width:2}svg .huge{font-size:40px;font-weight:700;opacity:.25}\
-    @media(prefers-color-scheme:dark){svg .back{fill:#14171a}svg{color:#e8e8e8}}";
 
 /// One line of the picture.
 struct Line<'a> {
@@ -37,11 +27,7 @@ pub fn svg(result: &BenchResult, load: &str, figure: Figure) -> Option<String> {
     let points = || lines.iter().flat_map(|line| &line.points);
     let numbers: BTreeSet<u32> = points().map(|point| point.0).collect();
     let scale = Scale::new(*numbers.last()?, points().map(|point| point.1).fold(0.0, f64::max));
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">\
-         <title>{}</title><style>{STYLE}</style><rect class=\"back\" width=\"100%\" height=\"100%\"/>\n",
-        escaped(&format!("{}: {}", result.title, figure.title()))
-    );
+    let mut svg = begun((WIDTH, HEIGHT), &format!("{}: {}", result.title, figure.title()));
     axes(&mut svg, &scale, &numbers);
     let heading = match load {
         "command" | "http" => result.title.clone(),
@@ -189,24 +175,6 @@ fn legend(svg: &mut String, lines: &[Line<'_>]) {
         text(svg, (x + 36.0, y + 5.0), "key", &words);
         y += step;
     }
-}
-
-fn text(svg: &mut String, (x, y): (f64, f64), class: &str, words: &str) {
-    let _ = writeln!(svg, "<text class=\"{class}\" x=\"{x}\" y=\"{y}\">{}</text>", escaped(words));
-}
-
-/// For XML and HTML, whatever it holds. Control characters are in neither.
-fn escaped(words: &str) -> String {
-    let escape = |character: char| match character {
-        '&' => "&amp;".to_owned(),
-        '<' => "&lt;".to_owned(),
-        '>' => "&gt;".to_owned(),
-        '"' => "&quot;".to_owned(),
-        '\'' => "&#39;".to_owned(),
-        other if other.is_control() || matches!(other, '\u{fffe}' | '\u{ffff}') => "\u{fffd}".to_owned(),
-        other => other.to_string(),
-    };
-    words.chars().take(200).map(escape).collect()
 }
 
 /// No script, nothing from elsewhere.

@@ -13,12 +13,11 @@ use crate::advise::{
     self, Advice, AdviseError, Host, MOST, Measurements, NoAdvice, Paste, Question, Trust, Verdict,
 };
 use crate::bench::{BenchResult, Sharing};
-use crate::preview::{EMPTY, Whose, does_not_protect, emptied};
+use crate::preview::{EMPTY, Whose, does_not_protect, emptied, seen_ledger};
 use crate::shown::{memory, name_of};
 use sublet_core::admit::{is_remote, refresh};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
-use sublet_core::ledger::Store;
 use sublet_core::place::meant;
 use sublet_core::share::{MEMORY_ALLOWED, Memory, Percent, parse_memory};
 
@@ -86,7 +85,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let whose = Whose::meant(arguments.rootless, config);
     // The amounts depend on what is free now, and the compute mode may be that of an MPS server that has ended.
     let inventory = if is_remote(config) { whose.inventory(config)? } else { refresh(config)? };
-    let (ledger, inventory) = emptied(arguments.empty, (Store::open(&config.state_dir)?.peek()?, inventory));
+    let (ledger, inventory) = emptied(arguments.empty, (seen_ledger(config)?, inventory));
     let gpus = gpus(arguments.gpu.as_deref(), &inventory, config)?;
     let largest = gpus.iter().map(|gpu| gpu.memory_bytes).max().unwrap_or_default();
     // A part of it is never too much.

@@ -268,7 +268,7 @@ fn users(gpu: &Device, inventory: &Inventory, config: &Config) -> anyhow::Result
         .collect();
     let is_own = |uuid: &String| own.contains(&uuid.as_str());
     let leases = ledger.leases.iter().filter(|lease| lease.devices.iter().any(is_own)).count();
-    let usage = usage::of_host(&ledger, inventory, config);
+    let usage = usage::of_host(&ledger, inventory, usage::SAMPLED, config);
     if let Some(error) = usage.error {
         bail!("whether the GPU is in use is not known: {error}");
     }

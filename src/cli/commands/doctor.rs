@@ -164,8 +164,8 @@ fn ask_within(limit: Duration, argv: &[&str]) -> Result<Option<String>, ChildErr
 
 // `sublet doctor --run`.
 
-/// The longest `sublet.wait`, the creation of a MIG instance, and the engine's container start together.
-const RUN_LIMIT: Duration = Duration::from_secs(240);
+/// What the creation of a MIG instance and the engine's container start take beside `sublet.wait`, together.
+const BESIDE_WAIT: Duration = Duration::from_secs(180);
 
 /// An engine that can run the probe: its program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -184,9 +184,10 @@ enum Engine {
 fn run_probe(engine: Engine, annotations: &[(String, String)], format: Format) -> anyhow::Result<ExitCode> {
     // Before anything is created, so that a signal still lets everything be removed.
     let stop = Stop::listen()?;
+    let limit = BESIDE_WAIT + config_files::load().unwrap_or_default().limits.wait_max;
     let program = name_of(&engine);
     let options: &[&str] = if engine == Engine::Docker { &["--runtime=sublet"] } else { &[] };
-    let made = ProbeContainer::new(&program, RUN_LIMIT, &stop)?;
+    let made = ProbeContainer::new(&program, limit, &stop)?;
     let probed = made.probe(&made.scratch.own_root()?, options, annotations)?;
     tables::print(format, &probed, || table_of_seen(&probed))?;
     // The request, if this host's configuration can be read.

@@ -7,8 +7,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::os::fd::AsFd as _;
 
 use super::doctor::ask_engines;
+use super::tables::Format;
 use crate::events::{Reader, parse_moment};
-use crate::names::{Names, is_another, of_user};
+use crate::names::{KnownBy, Names, Of, Owner, is_another, of_user, user};
 use sublet_core::admit::is_remote;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
@@ -18,16 +19,6 @@ use sublet_core::text::{safe, short_id};
 
 /// How often `--follow` looks.
 const PERIOD: Duration = Duration::from_secs(1);
-
-/// How events are printed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum Format {
-    /// A line each.
-    #[default]
-    Table,
-    /// One JSON object a line.
-    Json,
-}
 
 /// Arguments of `sublet events`.
 #[derive(Debug, clap::Args)]
@@ -44,6 +35,8 @@ pub struct Arguments {
     /// Only some: kind=refused, container=NAME, gpu=DEVICE. Of one key any may hold, of several keys each must
     #[arg(long, value_name = "KEY=VALUE", value_parser = filter)]
     filter: Vec<Filter>,
+    #[command(flatten)]
+    of: Of,
     /// Go on with what happens, until Ctrl-C
     #[arg(short, long)]
     follow: bool,
@@ -88,7 +81,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         }
         warned = unread;
         let shown = Shown::read(config);
-        for event in events.into_iter().filter(|event| wanted.has(event, &shown)) {
+        let is_of = |event: &Event| arguments.of.has(&user(event.uid), shown.owner(event).as_ref());
+        for event in events.into_iter().filter(|event| wanted.has(event, &shown) && is_of(event)) {
             let event = Event { text: shown.names.replace_ids_of(event.uid, &event.text), ..event };
             match arguments.format {
                 Format::Json => {
@@ -189,6 +183,11 @@ impl Shown {
         self.names.of_id(&event.lease).or_else(refused)?.called()
     }
 
+    fn owner(&self, event: &Event) -> Option<Owner> {
+        let name = self.names.of_id(&event.lease).or_else(|| self.names.of_id(&event.container_id));
+        Owner::known(event.uid, &event.owner, name)
+    }
+
     fn is_of(&self, event: &Event, text: &str) -> bool {
         let is_its_id = !is_another(event.uid) || self.name(event).is_some() || !self.names.knows(text);
         let id = is_its_id.then_some(event.container_id.as_str());
@@ -202,6 +201,8 @@ impl Shown {
         let id = || Some(short_id(&event.container_id)).filter(|id| !id.is_empty());
         words.extend(self.name(event).map(safe).or_else(id));
         words.extend(is_another(event.uid).then(|| of_user(event.uid)));
+        let owner = self.owner(event).filter(|by| matches!(by.known_by, KnownBy::Claim | KnownBy::Label));
+        words.extend(owner.map(|owner| format!("for {}", owner.words())));
         let number = |uuid: &String| {
             let device = self.inventory.as_ref().and_then(|inventory| inventory.device(uuid));
             device.map_or_else(|| safe(uuid), Device::label)

@@ -4,7 +4,7 @@ use anyhow::bail;
 
 use super::status::{self, Host};
 use super::tables::{self, Output};
-use crate::names::{Names, lease_of};
+use crate::names::{Names, Of, lease_of};
 use sublet_core::admit::Leases;
 use sublet_core::config::Config;
 
@@ -12,7 +12,12 @@ use sublet_core::config::Config;
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// List leases and their containers
-    List(Output),
+    List {
+        #[command(flatten)]
+        output: Output,
+        #[command(flatten)]
+        of: Of,
+    },
     /// Release the lease of a container that has ended
     Release {
         /// The container's name or id, the lease's id, or the beginning of one that no other has
@@ -30,8 +35,9 @@ pub enum Command {
 /// There is no such lease, or its container still runs.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<()> {
     match command {
-        Command::List(Output { format }) => {
-            let status = Host::read(config)?.status;
+        Command::List { output: Output { format }, of } => {
+            let mut status = Host::read(config)?.status;
+            status.leases.retain(|held| of.has(&held.user, held.owner.as_ref()));
             tables::print(*format, &status.leases, || status::lease_table(&status, tables::terminal_width()))
         }
         Command::Release { id, force } => release(id, *force, config),

@@ -20,6 +20,7 @@ mod mig_list;
 mod mps;
 mod reason;
 mod refresh;
+mod report;
 #[cfg(test)]
 mod schemas;
 mod setup;
@@ -38,6 +39,7 @@ use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcomm
 
 use crate::suspend::put_right;
 use sublet_core::admit::{AdmitError, Local, is_remote, own_status};
+use sublet_core::broker::protocol::Ask;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
@@ -74,12 +76,14 @@ enum Command {
     Gc(gc::Arguments),
     /// Show what happened: leases taken and ended, refusals, the guard's actions, MPS daemons, MIG instances
     Events(events::Arguments),
+    /// Show who held how much of the GPUs, for how long, and what was used of it
+    Report(report::Arguments),
     /// Print limits, use and counts for Prometheus
     Metrics(metrics::Arguments),
     /// Stop giving new leases on a device; leases that exist stay, or are moved to other GPUs
     Drain(drain::DrainArguments),
     /// Give leases on a drained device again
-    Undrain(drain::Arguments),
+    Undrain(drain::UndrainArguments),
     /// Put containers' GPU memory into host memory: they stop computing, and their GPU has room for others
     Suspend(suspend::SuspendArguments),
     /// Bring suspended containers' GPU memory back: they go on where they were
@@ -160,7 +164,8 @@ fn tell(answer: &clap::Error) -> ExitCode {
 
 /// Whether the subcommand was given `--format json`.
 fn wants_json(matches: &ArgMatches) -> bool {
-    let here = matches!(matches.try_get_one("format"), Ok(Some(tables::Format::Json)));
+    let given = matches.try_get_raw("format").ok().flatten();
+    let here = given.into_iter().flatten().any(|format| format == "json");
     here || matches.subcommand().is_some_and(|(_, arguments)| wants_json(arguments))
 }
 
@@ -210,8 +215,9 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Lease(command) => lease::run(&command, &config()?)?,
         Command::Gc(arguments) => gc::run(&arguments, &config()?)?,
         Command::Events(arguments) => events::run(&arguments, &config()?)?,
-        Command::Drain(arguments) => drain::run_drain(&arguments, &config()?)?,
-        Command::Undrain(arguments) => drain::run_undrain(&arguments, &config()?)?,
+        Command::Report(arguments) => report::run(&arguments, &config()?)?,
+        Command::Drain(arguments) => drain::drain(&arguments, &config()?)?,
+        Command::Undrain(arguments) => drain::undrain(&arguments, &config()?)?,
         Command::Suspend(arguments) => suspend::run_suspend(&arguments, &config()?)?,
         Command::Resume(arguments) => suspend::run_resume(&arguments, &config()?)?,
         Command::Move(arguments) => suspend::run_move(&arguments, &config()?)?,
@@ -258,7 +264,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
     let is_remote = is_remote(config);
     if is_remote && !config.state_dir.exists() {
         // No command has created it yet with root's rights.
-        own_status(config)?;
+        own_status(&Ask::Status, config)?;
     }
     let store = Store::open(&config.state_dir)?;
     if is_remote {
@@ -318,10 +324,13 @@ mod tests {
             "sublet status --format json",
             "sublet lease list --format=json",
             "sublet explain sm=1 --format json",
+            "sublet report --format json",
         ] {
             assert!(wants(line), "{line}");
         }
-        for line in ["sublet status", "sublet lease list --format table", "sublet gc"] {
+        for line in
+            ["sublet status", "sublet lease list --format table", "sublet report --format csv", "sublet gc"]
+        {
             assert!(!wants(line), "{line}");
         }
     }

@@ -14,6 +14,7 @@ use super::setup::Checked;
 use super::status::LastRefusal;
 use super::suspend::Stepped;
 use super::{ErrorObject, advise, cdi, doctor};
+use crate::accounting::Report;
 use crate::bench::BenchResult;
 use crate::mps_daemons::Listed;
 use crate::status::{LeaseOnDevice, Status};
@@ -39,6 +40,9 @@ struct EventKeys {
     name: Option<String>,
     #[schemars(default)]
     lease: String,
+    /// Whom `sublet.owner` of a container of root's engine names.
+    #[schemars(default)]
+    owner: String,
     /// UUIDs.
     #[schemars(default)]
     devices: Vec<String>,
@@ -48,7 +52,7 @@ struct EventKeys {
     /// Of a lease that was taken or bound: from the start of the process that takes it to its taking, or to the start of
     /// the container's first process. Of one that ended: since it was taken.
     took_ms: Option<u64>,
-    /// Of a refusal: the word for it, as in JSON errors. Of an action of the guard: the offence.
+    /// Of a refusal: the word for it, as in JSON errors. Of an action of the guard: the offence. Of a GPU's error: `xid-31`.
     #[schemars(default)]
     reason: String,
     /// What the guard did: `report`, `terminate` or `container`.
@@ -97,6 +101,7 @@ fn all() -> [(&'static str, Schema); 20] {
         ("explain-stack.json", schemars::schema_for!(OfStack<'_>)),
         ("explain-container.json", schemars::schema_for!(OfContainer)),
         ("advise.json", schemars::schema_for!(advise::Document<'_>)),
+        ("report.json", schemars::schema_for!(Report)),
         ("events.json", schemars::schema_for!(EventKeys)),
         ("cdi-list.json", schemars::schema_for!(cdi::Document<'_>)),
         ("doctor.json", schemars::schema_for!(doctor::Document<'_>)),
@@ -146,6 +151,7 @@ fn an_event_has_the_keys_of_its_schema() {
     let event = Event {
         container_id: text(),
         lease: text(),
+        owner: text(),
         devices: vec![text()],
         daemon: text(),
         took_ms: Some(1),

@@ -10,13 +10,14 @@ use serde::{Deserialize, Serialize};
 use super::doctor::ask_engines;
 use super::tables::{self, Cell, Format};
 use crate::mps_daemons::{self, Listed};
-use crate::names::{Name, Names, WHY_WITHOUT_SHARE, is_another, is_id, lease_of, of_user};
+use crate::names::{Name, Names, Of, WHY_WITHOUT_SHARE, is_another, is_id, lease_of, of_user};
 use crate::shown::{Device, Words, bar, cut, escaped, fraction, number_of, or_dash, word};
 use crate::status::{LeaseOnDevice, Room, Sources, Status, Waiting};
 use crate::terminal::utf8;
 use crate::usage;
 use sublet_core::admit::{self, RefusalRecord, confirmed_inventory, is_remote};
 use sublet_core::broker::policy_limits::Left;
+use sublet_core::broker::protocol::Ask;
 use sublet_core::config::{Config, PolicyRule};
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Lease, Ledger, Store};
@@ -43,6 +44,8 @@ pub struct Arguments {
     /// Only this container: its name or id, its lease's id, or the beginning of one that no other has
     #[arg(long)]
     container: Option<String>,
+    #[command(flatten)]
+    of: Of,
     /// Show it again every so many seconds, until Ctrl-C; without a number every 2
     #[arg(
         long,
@@ -102,7 +105,7 @@ impl Host {
         let inventory = confirmed_inventory(config)?;
         let names = Names::learn(&ledger, config);
         let store = Store::open(&config.state_dir)?;
-        let usage = usage::of_host(&ledger, &inventory, config);
+        let usage = usage::of_host(&ledger, &inventory, usage::SAMPLED, config);
         let mps = mps_daemons::list(&store, config)?;
         let sources =
             Sources { inventory: &inventory, ledger: &ledger, names: &names, usage: &usage, config };
@@ -118,9 +121,13 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
     let Host { mut status, ledger, inventory, names } = Host::read(config)?;
     let lease = arguments.container.as_deref().map(|text| lease_of(text, &ledger, &names)).transpose()?;
     let devices = arguments.gpu.as_deref().map(|text| named(text, &inventory, config)).transpose()?;
+    let of = &arguments.of;
+    let is_wanted = |held: &LeaseOnDevice| {
+        lease.is_none_or(|lease| held.id == lease.id.as_str()) && of.has(&held.user, held.owner.as_ref())
+    };
     status.only(
         &|uuid| devices.as_ref().is_none_or(|devices| devices.iter().any(|device| device == uuid)),
-        lease.map(|lease| lease.id.as_str()),
+        if lease.is_some() || of.is_any() { Some(&is_wanted) } else { None },
     );
     let own = is_remote(config).then(|| Own::ask(config));
     match arguments.format {
@@ -218,6 +225,10 @@ fn tables_of(status: &Status, own: Option<&Own>, width: Option<usize>, utf8: boo
     let devices = Device::all(&status.devices).map(|device| device_row(&device, utf8)).collect();
     let devices = tables::fitting_rows(devices, width);
     let _ = writeln!(text, "{devices}\n\n{}", lease_table(status, width));
+    for device in Device::all(&status.devices) {
+        let drained = device.drain().map(|words| format!("\nGPU {} is drained {words}\n", device.number));
+        text.extend(drained);
+    }
     if !status.waiting.is_empty() {
         text.push_str("\nWaiting for a share:\n");
         text.extend(status.waiting.iter().map(waiting_line));
@@ -280,13 +291,16 @@ fn device_row(device: &Device<'_>, utf8: bool) -> [Cell; 11] {
     ]
 }
 
-/// As `web has waited for 3m 20s, and is started when there is room: no room for mps, …`.
+/// As `2. web has waited for 3m 20s, and is started when there is room: no room for mps, …`.
 fn waiting_line(waiting: &Waiting) -> String {
-    let Waiting { container_id, name, pid, why, began, .. } = waiting;
+    let Waiting { container_id, name, pid, place, asks, why, began, .. } = waiting;
     let id = container_id.as_deref().map(short_id);
     let who = name.as_deref().map(safe).or(id).unwrap_or_else(|| "`sublet wait`".to_owned());
     let again = if pid.is_none() { ", and is started when there is room" } else { "" };
-    format!("{who} has waited for {}{again}: {}\n", tables::ago(*began), escaped(first_line(why)))
+    let why = first_line(why);
+    let what = asks.as_deref().filter(|asks| !why.contains(asks));
+    let what = what.map(|asks| format!(" for {asks}")).unwrap_or_default();
+    format!("{place}. {who} has waited for {}{what}{again}: {}\n", tables::ago(*began), escaped(why))
 }
 
 /// The table of leases and the containers that hold them; a line where there is no lease.
@@ -298,22 +312,23 @@ pub(super) fn lease_table(status: &Status, width: Option<usize>) -> String {
 }
 
 /// Columns with the highest number go first where a terminal is too narrow for all of them.
-fn lease_row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 13] {
+fn lease_row(lease: &LeaseOnDevice, status: &Status) -> [Cell; 14] {
     let words = Words::of(lease, status, LONGEST_NAME);
     [
         ("CONTAINER", 0, words.name),
-        ("IMAGE", 8, words.image),
-        ("USER", 6, lease.user.clone()),
+        ("IMAGE", 9, words.image),
+        ("USER", 7, words.user),
+        ("OWNER", 3, words.owner),
         ("GPU", 0, words.gpu),
         ("MODE", 1, words.mode),
         ("SM", 0, words.sm),
         ("BUSY", 2, words.busy),
         ("MEMORY", 0, words.memory),
-        ("PROCESSES", 7, words.processes),
-        ("STATE", 3, words.state),
-        ("PID", 9, or_dash(lease.pid)),
-        ("AGE", 5, tables::ago(lease.taken)),
-        ("LEASE", 4, lease.id.clone()),
+        ("PROCESSES", 8, words.processes),
+        ("STATE", 4, words.state),
+        ("PID", 10, or_dash(lease.pid)),
+        ("AGE", 6, tables::ago(lease.taken)),
+        ("LEASE", 5, lease.id.clone()),
     ]
 }
 
@@ -370,7 +385,7 @@ impl Own {
     /// Asks `sublet serve`.
     pub fn ask(config: &Config) -> Self {
         let refused = |reason: String| Self { refused: Some(reason), ..Self::default() };
-        match admit::own_status(config).map(serde_json::from_value) {
+        match admit::own_status(&Ask::Status, config).map(serde_json::from_value) {
             Ok(Ok(own)) => own,
             Ok(Err(error)) => refused(format!("sublet serve: {}", safe(&error.to_string()))),
             Err(error) => refused(error.to_string()),
@@ -415,8 +430,10 @@ fn caps(rule: &PolicyRule, left: &Left) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::names::{KnownBy, Owner};
     use crate::status::Health;
     use crate::top::fixture::{lease, look};
+    use sublet_core::config::Use;
     use sublet_core::process::epoch_seconds;
     use sublet_core::share::Mode;
 
@@ -424,7 +441,7 @@ mod tests {
     fn status() -> Status {
         let mut status = look().status;
         let [first, second] = &mut status.devices[..] else { panic!() };
-        (first.mode, first.reserved) = ("time-slice", Some(Mode::TimeSlice));
+        (first.mode, first.reserved) = ("time-slice", Some(Use::TimeSlice));
         second.health = Health { state: "lost", reason: None };
         second.drained = true;
         let own = LeaseOnDevice { mode: Mode::TimeSlice, own_server: true, ..lease(1, "training", Some(7)) };
@@ -436,11 +453,18 @@ mod tests {
             container_id: name.map(|_| "0a".repeat(32)),
             name: name.map(str::to_owned),
             pid,
+            uid: 0,
+            place: 1,
+            asks: None,
             since: String::new(),
             why: "no room for mps, 40 % SM\u{1b}[2J: GPU 0 is full; why: web has it".to_owned(),
             began: epoch_seconds(),
         };
-        status.waiting = vec![waiting(Some("web"), None), waiting(None, Some(7))];
+        let asks = |asks: &str, waiting| Waiting { asks: Some(asks.to_owned()), ..waiting };
+        status.waiting = vec![
+            asks("mps, 40 % SM", waiting(Some("web"), None)),
+            asks("mps, 8 GiB", waiting(None, Some(7))),
+        ];
         status
     }
 
@@ -458,11 +482,27 @@ mod tests {
             "web        gone  mps                  12.5 %  -            - / 8 GiB      active",
         ];
         assert!(text.contains(&expected.join("\n")), "{text}");
-        assert!(text.contains("\n\nWaiting for a share:\nweb has waited for "), "{text}");
+        assert!(text.contains("\n\nWaiting for a share:\n1. web has waited for "), "{text}");
         let text = text.replace('\n', " ");
         let said = "no room for mps, 40 % SM\\u{1b}[2J: GPU 0 is full ";
         assert!(text.contains(&format!("0s, and is started when there is room: {said}")), "{text}");
-        assert!(text.contains(&format!("`sublet wait` has waited for 0s: {said}")), "{text}");
+        assert!(text.contains(&format!("`sublet wait` has waited for 0s for mps, 8 GiB: {said}")), "{text}");
+    }
+
+    #[test]
+    fn owners_are_shown_at_80_columns_and_say_how_they_are_known() {
+        let mut status = status();
+        let owner = |name: &str, known_by| Some(Owner { name: name.to_owned(), known_by });
+        let claimed = LeaseOnDevice { owner: owner("a\u{1b}[2J", KnownBy::Claim), ..lease(1, "web", None) };
+        let users = LeaseOnDevice { owner: owner("ana", KnownBy::User), ..lease(2, "training", None) };
+        status.leases = vec![claimed, users];
+        let expected = [
+            "CONTAINER  OWNER               GPU  MODE  SM      BUSY  MEMORY     STATE",
+            "web        a\\u{1b}[2J (claim)  0    mps   12.5 %  -     - / 8 GiB  active",
+            "training   ana                 0    mps   12.5 %  -     - / 8 GiB  active",
+        ];
+        let table = lease_table(&status, Some(80));
+        assert_eq!(table.lines().collect::<Vec<_>>(), expected);
     }
 
     #[test]

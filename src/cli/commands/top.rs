@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 
+use crate::names::Of;
 use crate::top::{self, web};
 use sublet_core::config::Config;
 
@@ -19,6 +20,8 @@ pub struct Arguments {
     /// Time between two looks at the driver: 500ms, 2s; from 200ms to 60s
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval)]
     interval: Duration,
+    #[command(flatten)]
+    of: Of,
     /// Print one frame as text, without control characters, and end
     #[arg(long)]
     once: bool,
@@ -45,15 +48,15 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     // A fault at the beginning is an error as of other commands.
     super::settled_ledger(config)?;
     sublet_core::admit::confirmed_inventory(config)?;
+    let (of, names) = (arguments.of.clone(), arguments.web_name.clone());
     if let Some(address) = arguments.web {
-        let names = arguments.web_name.clone();
-        return web::run(config, arguments.interval, address, arguments.web_public, names);
+        return web::run(config, of, arguments.interval, address, arguments.web_public, names);
     }
     if !arguments.once {
-        return top::run(config, arguments.interval);
+        return top::run(config, of, arguments.interval);
     }
     let width = u16::try_from(super::tables::terminal_width().unwrap_or(WIDTH)).unwrap_or(u16::MAX);
-    let frame = top::once(config, width, crate::terminal::utf8()).map_err(|error| anyhow!(error))?;
+    let frame = top::once(config, of, width, crate::terminal::utf8()).map_err(|error| anyhow!(error))?;
     print!("{frame}");
     Ok(ExitCode::SUCCESS)
 }

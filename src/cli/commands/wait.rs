@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
-use crate::preview::{Whose, preview};
+use crate::preview::{Whose, preview, seen_ledger};
 use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
-use sublet_core::ledger::{Container, LeaseId, Store, Waiter};
+use sublet_core::ledger::{Container, LeaseId, Waiter};
 use sublet_core::names::replace_ids;
+use sublet_core::place::places;
 use sublet_core::process::Process;
 use sublet_core::request::{self, Request};
 use sublet_core::share::{DURATION_ALLOWED, parse_duration};
@@ -52,9 +53,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let request =
         if annotations.is_empty() { None } else { Some(request::parse(&annotations, None, None, config)?) };
     let deadline = Instant::now() + arguments.timeout;
-    let (mut said, mut waiter) = (None, None);
+    let (mut said, mut waiter, mut place) = (None, None, None);
     loop {
-        match look(request.as_ref(), waiter.as_ref(), config) {
+        match look(request.as_ref(), waiter.as_ref(), &mut place, config) {
             // An instance would be created.
             Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(()),
             Err(
@@ -66,10 +67,14 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
             Err(error) => {
                 if let (Some(request), None) = (&request, &waiter) {
                     let (id, us) = (LeaseId::random()?, Process::current()?);
-                    let none = Container::default();
-                    waiter = Some(Waiter::new(&id, &none, request, &error.to_string(), Some(us)));
+                    let (none, request) = (Container::default(), request.clone());
+                    let request = Request { wait: arguments.timeout, ..request };
+                    waiter = Some(Waiter::new(&id, &none, &request, &error.to_string(), Some(us)));
+                    // Its place is known once it has one.
+                    continue;
                 }
-                let why = first_line(&error.to_string()).to_owned();
+                let place = place.map(|place| format!("place {place}: ")).unwrap_or_default();
+                let why = place + first_line(&error.to_string());
                 say(&mut said, why, deadline.saturating_duration_since(Instant::now()));
                 std::thread::sleep(LOOK_AGAIN);
             }
@@ -87,20 +92,27 @@ fn say(said: &mut Option<(Instant, String)>, why: String, left: Duration) {
     }
 }
 
-/// Whether there is room. `waiter` is put into the order of those who wait, until its process ends.
-fn look(request: Option<&Request>, waiter: Option<&Waiter>, config: &Config) -> Result<(), AdmitError> {
+/// Whether there is room. `waiter` is put into the order of those who wait, until its process ends, in which `place` is its
+/// own among those who want the same devices.
+fn look(
+    request: Option<&Request>,
+    waiter: Option<&Waiter>,
+    place: &mut Option<usize>,
+    config: &Config,
+) -> Result<(), AdmitError> {
     let mut inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
-    let store = Store::open(&config.state_dir)?;
     if !is_remote(config) {
         // Elsewhere nothing more can be known than what the error says.
         let updated = Local::new(config).update(|ledger| waiter.map(|one| ledger.add_waiter(one.clone())));
         updated.or_else(|error| if error.is_elsewhere() { Ok(None) } else { Err(error) })?;
     }
-    let id = LeaseId::random().map_err(AdmitError::Random)?;
-    let ledger = store.peek()?.seen_by(nix::unistd::geteuid().as_raw());
-    preview(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config)?;
-    Ok(())
+    let id =
+        waiter.map_or_else(LeaseId::random, |waiter| Ok(waiter.id.clone())).map_err(AdmitError::Random)?;
+    let ledger = seen_ledger(config)?;
+    let own = ledger.waiters.iter().position(|waiter| waiter.id == id);
+    *place = own.map(|own| places(&ledger.waiters, &inventory, config)[own]);
+    preview(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config).map(drop)
 }
 
 #[cfg(test)]

@@ -5,10 +5,12 @@ use std::os::unix::fs::MetadataExt as _;
 
 use super::{Host, Outcome, fail, joined, pass, skip, warn};
 use crate::probe::{OLDEST_BRANCH, driver_nodes};
+use crate::sick_gpus;
 use sublet_core::fs::read_proc_devices;
 use sublet_core::inventory::{
-    self, ComputeMode, Device, LeftOut, Majors, MissingPrograms, MpsPrograms, Node, check_node,
+    self, ComputeMode, Device, Majors, MissingPrograms, MpsPrograms, Node, check_node,
 };
+use sublet_core::ledger::Drain;
 use sublet_core::text::{safe, safe_path};
 
 /// The kernel module and its version.
@@ -120,13 +122,32 @@ pub(super) fn nvml(host: &Host<'_>) -> Outcome {
     warn(costs).fix("nothing, where the GPU does not have it; else see `dmesg | grep -i nvrm`")
 }
 
+/// Each GPU: whether it is served, and is well.
+pub(super) fn gpus(host: &Host<'_>) -> Vec<Outcome> {
+    let Ok(inventory) = &host.inventory else { return Vec::new() };
+    let noted = sick_gpus::read(host.config);
+    let unread =
+        noted.as_ref().err().map(|error| fail(format!("health.json: {error}")).fix("sublet refresh"));
+    let noted = noted.unwrap_or_default().warnings;
+    let drain = |uuid: &str| host.ledger.as_ref().ok()?.drain_of(uuid).map(Drain::words);
+    let gone = inventory.left_out.iter().map(|gone| {
+        let (sentence, other) = (gone.sentence(), "as it says; it is served again by itself once it answers");
+        let (found, fix) = sentence.split_once("; fix: ").unwrap_or((&sentence, other));
+        fail(found).fix(fix)
+    });
+    let served = inventory.gpus().map(|gpu| {
+        let drained = drain(&gpu.uuid).map_or_else(String::new, |words| format!(", drained {words}"));
+        let found = format!("{}: {}{drained}", gpu.label(), safe(&gpu.name));
+        match noted.get(&gpu.uuid).filter(|noted| !noted.is_empty()) {
+            Some(noted) => warn(format!("{found}: {}", noted.join("; "))).fix("as it says"),
+            None => pass(found),
+        }
+    });
+    unread.into_iter().chain(gone).chain(served).collect()
+}
+
 /// Whether the inventory, which the shim and the hook read, is current.
 pub(super) fn inventory(host: &Host<'_>) -> Outcome {
-    let left_out = host.inventory.as_ref().map(|inventory| &inventory.left_out[..]).unwrap_or_default();
-    if !left_out.is_empty() {
-        let found = joined(left_out.iter().map(LeftOut::sentence), "; ");
-        return fail(found).fix("as it says; it is served again by itself once it answers");
-    }
     match inventory::load(host.config) {
         Ok(inventory) => pass(format!("{} devices, up to date", inventory.devices.len())),
         Err(error) if error.wants_refresh() => warn(error.to_string()).fix("sublet refresh"),

@@ -202,8 +202,14 @@ const CHECKS: [(&str, bool, Test); 30] = [
 pub fn run(host: &Host<'_>) -> Vec<Check> {
     let mut checks = Vec::new();
     for (check, _, test) in CHECKS.into_iter().filter(|(_, is_quick, _)| *is_quick || !host.quick) {
-        let Outcome(result, found, fix) = test(host);
-        checks.push(Check { check, result, found, fix });
+        let of_gpus = if check == "inventory" { driver::gpus(host) } else { Vec::new() };
+        let outcomes = of_gpus.into_iter().map(|outcome| ("gpu", outcome)).chain([(check, test(host))]);
+        checks.extend(outcomes.map(|(check, Outcome(result, found, fix))| Check {
+            check,
+            result,
+            found,
+            fix,
+        }));
     }
     checks
 }

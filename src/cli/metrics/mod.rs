@@ -161,7 +161,7 @@ fn containers(status: &Status, families: &mut Families) {
     for lease in status.leases.iter().filter(|lease| !beyond.contains(lease.id.as_str())) {
         let mut labels = labels(lease, status);
         let mut gauge = |name, help, value| families.add(Type::Gauge, (name, help), &labels, value);
-        let used = lease.used;
+        let (used, owner) = (lease.used, lease.owner.as_ref());
         let help = "Memory limit of the container on the device; none without a limit.";
         gauge("sublet_container_memory_limit_bytes", help, lease.memory_bytes.map(float));
         let help = "Memory of the container's processes on the device.";
@@ -187,6 +187,8 @@ fn containers(status: &Status, families: &mut Families) {
             ("image", lease.image.clone().unwrap_or_default()),
             ("part_of", lease.part_of.clone().unwrap_or_default()),
             ("user", lease.user.clone()),
+            ("owner", owner.map(|owner| owner.name.clone()).unwrap_or_default()),
+            ("owner_known_by", owner.map(|owner| owner.known_by.to_string()).unwrap_or_default()),
             ("mode", lease.mode.to_string()),
             ("isolation", word(&lease.isolation)),
             ("state", word(&lease.state)),

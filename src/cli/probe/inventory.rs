@@ -10,12 +10,13 @@ use nvml_wrapper::error::NvmlError;
 
 use super::driver_files::{self, Found, Machine};
 use super::nvml;
+use crate::sick_gpus;
 use sublet_core::config::{Config, Inject};
 use sublet_core::fs::{read_proc_devices, under};
 use sublet_core::inventory::cache::{self, KernelModule, Seen};
 use sublet_core::inventory::{
-    Device, Driver, FileDirectory, Inventory, InventoryError, LeftOut, Majors, MigGpus, MissingPrograms,
-    MpsPrograms, Node, NodeError, SCHEMA, check_node, device_nodes, programs,
+    Device, Driver, FileDirectory, Inventory, InventoryError, LeftOut, Link, Majors, MigGpus,
+    MissingPrograms, MpsPrograms, Node, NodeError, SCHEMA, check_node, device_nodes, programs,
 };
 use sublet_core::text::safe;
 
@@ -113,6 +114,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             mig_caps: device_nodes::privileged_nodes(root, majors.caps)
                 .map_err(|(path, source)| ProbeError::Unreadable { path, source })?,
         },
+        links: asked.links(&devices),
         devices,
         left_out,
         directories: FileDirectory::of(&host.found.files),
@@ -277,7 +279,21 @@ impl Connection<'_> {
         if devices.is_empty() && left_out.is_empty() {
             return Err(ProbeError::NoGpu { version: self.host.module.version.clone() });
         }
-        Ok((devices, left_out))
+        // Those that reported a fault since boot.
+        let sick = sick_gpus::read(self.host.config);
+        let path = || sick_gpus::file(self.host.config);
+        let sick = sick.map_err(|source| ProbeError::Unreadable { path: path(), source })?;
+        Ok(sick.leave_out(devices, left_out))
+    }
+
+    /// How the GPUs among `devices` are joined, as far as NVML tells.
+    fn links(&self, devices: &[Device]) -> Vec<Link> {
+        let gpus = || devices.iter().filter(|device| !device.is_mig()).map(|gpu| gpu.index);
+        let pairs =
+            gpus().flat_map(|low| gpus().filter(move |high| low < *high).map(move |high| (low, high)));
+        let handle = |index| self.nvml.device_by_index(index).ok();
+        let link = |(low, high)| Some(Link(low, high, nvml::join(&handle(low)?, handle(high)?)?));
+        pairs.filter_map(link).collect()
     }
 
     /// GPU `index` and its MIG devices, or why no container can have it.

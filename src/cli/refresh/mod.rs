@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::probe;
+use crate::sick_gpus;
 use crate::terminal::warn;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
@@ -73,6 +74,10 @@ fn refresh_asked(
     let began = SystemTime::now();
     let before = inventory::last(config).map(|before| before.left_out).unwrap_or_default();
     let inventory = probe(config)?;
+    // Before the inventory, without which nobody takes a lease after a reboot.
+    let uuids: Vec<String> =
+        inventory.with_left_out().devices.into_iter().map(|device| device.uuid).collect();
+    Store::open(&config.state_dir)?.restore_drains(&config.lasting_dir(), &uuids)?;
     inventory::store(config, &inventory)?;
     tell(&before, &inventory, config);
     // The file's time is set to the beginning of its probe: processes waiting for the lock compare it with their own
@@ -81,6 +86,25 @@ fn refresh_asked(
         .and_then(|file| file.set_modified(began))
         .with_context(|| format!("cannot set the time of {}", path.display()))?;
     Ok(inventory)
+}
+
+/// Leaves the GPUs that reported a fault out of the inventory as it is. The driver is not asked: it may hang with them.
+///
+/// # Errors
+/// The inventory cannot be written.
+pub(crate) fn leave_out_sick(config: &Config) -> anyhow::Result<()> {
+    let _lock = lock(&config.state_dir)?;
+    // The first refresh leaves them out.
+    let Ok(before) = inventory::last(config) else { return Ok(()) };
+    let path = inventory::cache_path(config);
+    let probed = std::fs::symlink_metadata(&path)?.modified()?;
+    let (devices, left_out) =
+        sick_gpus::read(config)?.leave_out(before.devices.clone(), before.left_out.clone());
+    let now = Inventory { devices, left_out, ..before.clone() };
+    inventory::store(config, &now)?;
+    tell(&before.left_out, &now, config);
+    // It is no refresh for which another process may have waited.
+    Ok(File::open(&path)?.set_modified(probed)?)
 }
 
 /// Tells which GPUs are left out since `before`, and which are served again.
@@ -199,6 +223,7 @@ mod tests {
             },
             devices: Vec::new(),
             left_out: Vec::new(),
+            links: Vec::new(),
             directories: Vec::new(),
             files: Vec::new(),
         })

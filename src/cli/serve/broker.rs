@@ -5,11 +5,14 @@ use std::path::Path;
 
 use anyhow::{bail, ensure};
 use nix::unistd::geteuid;
+use serde::Deserialize as _;
 use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use super::room;
+use crate::accounting::Wanted;
+use crate::names;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
 use crate::suspend::{self, Done, SuspendError};
@@ -136,6 +139,10 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             return Ok(Answer::Job(state.job_environment(&cgroup, process, peer.uid)?));
         }
         Ask::Status => return client.status(),
+        Ask::Report { wanted } => {
+            let report = Wanted::deserialize(wanted)?.report(Some(peer.uid), config);
+            return Ok(Answer::Status(serde_json::to_value(report)?));
+        }
     }
     Ok(Answer::Done(true))
 }
@@ -186,6 +193,17 @@ impl<'a> Client<'a> {
             bail!(AdmitError::from(JobError::NotInJob));
         }
         let Peer { pid, uid } = self.peer;
+        let wanted = request::parse(&request.annotations, request.share.as_deref(), None, self.config)
+            .map_err(AdmitError::from)?;
+        // Whom a user's container is for, the kernel says.
+        if let Some(other) = &wanted.owner {
+            let user = safe(&names::user(uid));
+            ensure!(
+                *other == user,
+                "sublet.owner={other} is not {user}, whose container it is; fix: leave sublet.owner out"
+            );
+        }
+        let asker = Pinned::of(pid, uid)?.process;
         let owner = Pinned::of(request.owner.unwrap_or(pid), uid)?.process;
         let ContainerNames { id, bundle, rootfs, record } = request.container.clone();
         let container = Container { uid, id, bundle, rootfs, record };
@@ -194,35 +212,34 @@ impl<'a> Client<'a> {
             return Ok(state.admit_in_job(&candidate, request, &cgroup)?);
         }
         let limit = self.limit()?;
-        let refused = match state.admit_for(&candidate, request, limit) {
+        let refused = match state.admit_for(&candidate, request, asker, limit) {
             Err(refused @ AdmitError::Refused(_)) if refused.is_temporary() => refused,
             admitted => return Ok(admitted?),
         };
-        let mut waiter = self.waiter(&candidate, request, &refused)?;
+        let id = LeaseId::random().map_err(AdmitError::Random)?;
+        let mut waiter = Waiter::new(&id, &candidate.container, &wanted, &refused.to_string(), Some(asker));
         waiter.rule = limit.map(|limit| limit.rule.clone());
+        waiter.stay_for(self.config.suspend.limit);
         if !room::may_find_room(&waiter, self.config) {
             return Err(refused.into());
         }
         if leave_to_slow(put_off) {
             return Ok(Answer::Done(false));
         }
-        state.update(|ledger| ledger.add_waiter(waiter.clone()))?;
-        let admitted = match room::make_room(&waiter.id, self.config) {
-            Ok(()) => state.admit_for(&candidate, request, limit),
+        // One that waits has its entry already, with another id.
+        let entry = state.update(|ledger| {
+            ledger.add_waiter(waiter);
+            ledger.waiters.iter().find(|one| one.process == Some(asker)).map(|one| one.id.clone())
+        })?;
+        let Some(id) = entry else { return Err(refused.into()) };
+        let admitted = match room::make_room(&id, self.config) {
+            Ok(()) => state.admit_for(&candidate, request, asker, limit),
             Err(why) => Err(refused.without_room(&why.to_string())),
         };
-        state.update(|ledger| ledger.waiters.retain(|one| one.id != waiter.id))?;
+        if wanted.wait.is_zero() {
+            state.update(|ledger| ledger.waiters.retain(|one| one.id != id))?;
+        }
         Ok(admitted?)
-    }
-
-    /// The client's place among those who wait, while room is made for it.
-    fn waiter(&self, candidate: &Candidate<'_>, ask: &Admit, refused: &AdmitError) -> anyhow::Result<Waiter> {
-        let (share, capabilities) = (ask.share.as_deref(), ask.capabilities.as_deref());
-        let asked = request::parse(&ask.annotations, share, capabilities, self.config);
-        let asked = asked.map_err(AdmitError::from)?;
-        let id = LeaseId::random().map_err(AdmitError::Random)?;
-        let process = Pinned::of(self.peer.pid, self.peer.uid)?.process;
-        Ok(Waiter::new(&id, &candidate.container, &asked, &refused.to_string(), Some(process)))
     }
 
     /// Refuses a lease that is not the client's, in the same way as one that does not exist.

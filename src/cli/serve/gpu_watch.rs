@@ -7,6 +7,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::probe;
+use crate::sick_gpus;
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -24,9 +25,14 @@ static LOOKED: AtomicU64 = AtomicU64::new(0);
 /// Refreshes the inventory if other GPUs than its own are to be left out. An idle host's GPUs are not woken for that.
 pub(super) fn watch_gpus(config: &Config) {
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
-    let (Ok(known), Ok(ledger)) = (inventory::last(config), ledger) else { return };
+    let (Ok(known), Ok(ledger), Ok(sick)) = (inventory::last(config), ledger, sick_gpus::read(config)) else {
+        return;
+    };
     // An open NVML would prevent the reset that a change of the layout may need.
-    let wanted = (!ledger.leases.is_empty() || !known.left_out.is_empty()) && ledger.mig.under_way.is_none();
+    // A GPU that only reported a fault answers, and its reset is looked for elsewhere.
+    let is_silent = |gone: &LeftOut| sick.fault(&gone.gpu.uuid).is_none();
+    let wanted =
+        (!ledger.leases.is_empty() || known.left_out.iter().any(is_silent)) && ledger.mig.under_way.is_none();
     if !is_due(&LOOKED, PERIOD, || wanted) {
         return;
     }
@@ -94,7 +100,9 @@ fn compare(known: &Inventory, config: &Config) -> anyhow::Result<()> {
         return Ok(());
     }
     let since = uptime_seconds();
-    let seen = probe::mig_gpus(config)?;
+    let (mut seen, sick) = (probe::mig_gpus(config)?, sick_gpus::read(config)?);
+    // One that reported a fault is not in the inventory.
+    seen.retain(|uuid, _| sick.fault(uuid).is_none());
     let stale = inventory::load(config).is_err_and(|error| error.wants_refresh());
     if stale || seen != known.mig_gpus() {
         inventory::unwatch(config);

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::peer::Peer;
 use crate::preview::{Whose, preview};
-use sublet_core::admit::{AdmitError, Local, book_for, fresh_inventory};
+use sublet_core::admit::{AdmitError, Local, book_for, book_waiter, fresh_inventory};
 use sublet_core::bounded_input;
 use sublet_core::broker::client::connect_now;
 use sublet_core::config::Config;
@@ -95,13 +95,17 @@ impl Kept {
         let now = Some(Instant::now()).filter(|_| self.may_refresh());
         self.inventory = if now.is_some() { fresh_inventory(config).ok() } else { load(config).ok() };
         self.refreshed = now.filter(|_| self.inventory.is_none()).or(self.refreshed);
-        for waiter in ahead.waiters.clone() {
+        // Each is placed behind those before it, which are booked.
+        for waiter in std::mem::take(&mut ahead.waiters) {
             let asked = match waiter.retry {
                 Some(_) if config.retry.docker => is_as_refused(&waiter, &mut self.names, config),
                 _ => Ok(waiter.retry.is_none()),
             };
             let _ = asked.as_ref().inspect_err(|error| self.warn(error));
             let note = |step: fn(&mut Retry)| local.update(|ledger| ledger.retry_mut(&waiter.id).map(step));
+            if asked.is_err() && waiter.retry.as_ref().is_some_and(Retry::is_due) {
+                note(Retry::postpone)?;
+            }
             match self.step(&waiter, asked.ok(), &mut ahead, config) {
                 Some(Step::Confirm) => drop(note(|retry| retry.confirmed = true)?),
                 Some(Step::Start) => {
@@ -145,6 +149,9 @@ impl Kept {
 
     /// Whether there is room for what `waiter` waits for, which is then booked in the ledger `ahead`.
     fn find_room(&mut self, waiter: &Waiter, ahead: &mut Ledger, config: &Config) -> Option<()> {
+        if let (Some(_), Some(inventory)) = (&waiter.rule, &self.inventory) {
+            return book_waiter(waiter, ahead, inventory, config).then_some(());
+        }
         let (request, may_refresh) = (waiter.request()?, self.may_refresh());
         let sources = (self.inventory.as_mut()?, &*ahead, !may_refresh);
         let placed = preview(&request, &waiter.id, sources, Whose::Root, config);

@@ -19,10 +19,12 @@ use sd_notify::NotifyState;
 use super::broker;
 use super::connection::{Connection, Listener, Phase, Progress, listen};
 use super::gpu_watch;
+use super::health;
 use super::pool::{Job, Pool};
 use super::protocol::{self, Answer};
 use super::retry;
 use super::room;
+use crate::accounting;
 use crate::cdi_spec;
 use crate::guard;
 use crate::peer::{OWNS, Peer};
@@ -89,6 +91,8 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
     let pool = Pool::start(&wake).context("threads")?;
     guard::start().context("threads")?;
     retry::start(Store::open(&config.state_dir)?).context("threads")?;
+    health::start(config).context("threads")?;
+    accounting::start().context("threads")?;
     let server = Server {
         epoll,
         listener: Some(listener),
@@ -101,6 +105,7 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
         stopping: None,
     };
     let ended = server.watch_own().and_then(|()| server.run());
+    accounting::finish(config);
     for line in mps::end_all_idle(&Store::open(&config.state_dir)?, config) {
         tracing::warn!("{line}");
     }

@@ -235,8 +235,8 @@ impl World<'_> {
     }
 }
 
-/// Takes the leases of the stack's own containers out, which run already, and the memory of their processes. Returns how
-/// many there are.
+/// Takes the leases of the stack's own containers out, which run already, the memory of their processes, and the entries of
+/// those that wait. Returns how many run.
 fn set_aside(own: &Own, ledger: &mut Ledger, inventory: &mut Inventory, names: &Names) -> usize {
     let is_own = |name: &Name| match own {
         Own::None => false,
@@ -255,6 +255,7 @@ fn set_aside(own: &Own, ledger: &mut Ledger, inventory: &mut Inventory, names: &
         device.processes.retain(|process| !is_its(process));
     }
     ledger.leases.retain(|lease| !its.contains(&lease.id));
+    ledger.waiters.retain(|waiter| !names.of_id(&waiter.container.id).is_some_and(is_own));
     its.len()
 }
 

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use super::*;
 use crate::names::Names;
 use sublet_core::inventory::GpuProcess;
-use sublet_core::ledger::{Init, fixture::lease};
+use sublet_core::ledger::{Init, Waiter, fixture::lease};
 use sublet_core::place::fixture::{GIB, device, host};
 use sublet_core::process::Process;
 
@@ -24,8 +24,13 @@ fn config() -> Config {
 
 /// The outcome of each, in few words.
 fn outcomes(services: Vec<Service>, inventory: Inventory) -> Vec<String> {
+    outcomes_beside(Ledger::empty("boot"), services, inventory)
+}
+
+/// The same beside what is in `ledger`.
+fn outcomes_beside(ledger: Ledger, services: Vec<Service>, inventory: Inventory) -> Vec<String> {
     let stack = Stack { services, ..Stack::default() };
-    let world = (Ledger::empty("boot"), inventory);
+    let world = (ledger, inventory);
     let containers = toml::from_str("[[container]]\nname = 'web-*'\nshare = 'small'\n").ok();
     let (fitted, _) =
         fit(&stack, containers.as_ref(), world, &Names::default(), Whose::Root, &config()).unwrap();
@@ -53,6 +58,23 @@ fn each_sees_the_bookings_of_those_before_it() {
     assert!(gpus[2].starts_with("c on GPU-"), "{lines:?}");
     assert!(lines[3].starts_with("d not: no room for"), "{lines:?}");
     assert!(gpus[4].starts_with("e on GPU-"), "one that does not fit books nothing: {lines:?}");
+}
+
+/// It waits, in this process, for so many percent of a GPU's SMs.
+fn waits(id: &str, sm: &str) -> Waiter {
+    let wanted = [("sublet.sm".to_owned(), sm.to_owned()), ("sublet.wait".to_owned(), "60s".to_owned())];
+    let wanted = sublet_core::request::parse(&wanted.into(), None, None, &config()).unwrap();
+    let container = Container { id: id.to_owned(), ..Container::default() };
+    Waiter::new(&LeaseId::random().unwrap(), &container, &wanted, "no room", Process::current().ok())
+}
+
+#[test]
+fn who_waits_comes_before_a_stack() {
+    let ledger = Ledger { waiters: vec![waits("first", "80")], ..Ledger::empty("boot") };
+    let services = [("large", "40"), ("small", "20")].map(|(name, sm)| service(name, &[("sm", sm)]));
+    let lines = outcomes_beside(ledger, services.to_vec(), host(vec![device(0)]));
+    assert!(lines[0].starts_with("large not: no room: others wait for what is left"), "{lines:?}");
+    assert_eq!(lines[1], "small on GPU-0, mps 20");
 }
 
 #[test]
@@ -227,7 +249,9 @@ fn containers_of_the_stack_that_run_are_not_counted_twice() {
         cgroups: vec![],
         mps_server: false,
     }];
-    let ledger = Ledger { leases: vec![running, lease(2, "GPU-0")], ..Ledger::empty("boot") };
+    // Names know it by an id.
+    let waiters = vec![waits(running.id.as_str(), "40"), waits("other", "40")];
+    let ledger = Ledger { leases: vec![running, lease(2, "GPU-0")], waiters, ..Ledger::empty("boot") };
     let name = Name { part_of: "shop/web".into(), unit: "web.service".into(), ..Name::default() };
     let names = Names::for_test(&ledger.leases[0], name);
     for (own, left, free) in [
@@ -238,7 +262,7 @@ fn containers_of_the_stack_that_run_are_not_counted_twice() {
     ] {
         let (mut ledger, mut inventory) = (ledger.clone(), inventory.clone());
         let aside = set_aside(&own, &mut ledger, &mut inventory, &names);
-        assert_eq!((ledger.leases.len(), 2 - aside), (left, left), "{own:?}");
+        assert_eq!((ledger.leases.len(), 2 - aside, ledger.waiters.len()), (left, left, left), "{own:?}");
         assert_eq!(inventory.devices[0].memory_free_bytes, free * GIB, "{own:?}");
         assert_eq!(inventory.devices[0].processes.len(), left - 1, "{own:?}");
     }

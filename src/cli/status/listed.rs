@@ -5,13 +5,14 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::Sources;
-use crate::names::{self, Engine, Name};
+use crate::names::{self, Engine, Name, Owner};
 use crate::usage::{DeviceUsed, LeaseUsed, ProcessUse};
-use sublet_core::inventory::{Device, LeftOut, MigDevice};
-use sublet_core::ledger::{Lease, LeaseState, Suspension};
+use sublet_core::config::Use;
+use sublet_core::inventory::{Device, Inventory, LeftOut, MigDevice};
+use sublet_core::ledger::{Drain, Lease, LeaseState, Suspension};
 use sublet_core::place::{Bookings, bookings, rule};
 use sublet_core::share::{Isolation, Mode, Percent};
-use sublet_core::text::{safe, timestamp};
+use sublet_core::text::timestamp;
 
 /// A GPU.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -52,15 +53,18 @@ pub struct Gpu {
     pub mig: Vec<MigInstance>,
     /// Whether it takes no new lease.
     pub drained: bool,
+    /// By whom, since when, until when and why, in one line; null: it is not drained, or nobody said.
+    pub drain: Option<String>,
     /// What `[[device]] use` reserves it for.
     #[serde(skip)]
-    pub reserved: Option<Mode>,
+    pub reserved: Option<Use>,
 }
 
 /// Whether containers get a GPU.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct Health {
-    /// `ok`; `lost`: it is gone from the bus; `unhealthy`: it does not answer as it should. Only the first is served.
+    /// `ok`; `lost`: it is gone from the bus; `unhealthy`: it does not answer as it should, or reported a fault. Only the
+    /// first is served.
     pub state: &'static str,
     /// Why it is not served; null: it is.
     pub reason: Option<String>,
@@ -112,13 +116,15 @@ pub struct MigInstance {
     pub shares_memory_with: Vec<String>,
     /// Whether it takes no new lease.
     pub drained: bool,
+    /// By whom, since when, until when and why, in one line; null: it is not drained, or nobody said.
+    pub drain: Option<String>,
     /// Why no container can use it.
     pub fault: Option<String>,
     /// Whether it was created for a container.
     pub dynamic: bool,
     /// As that of a GPU.
     #[serde(skip)]
-    pub reserved: Option<Mode>,
+    pub reserved: Option<Use>,
 }
 
 impl Gpu {
@@ -145,6 +151,7 @@ impl Gpu {
             mig_enabled: device.mig_enabled,
             mig: inventory.mig_devices_of(&device.uuid).map(mig).collect(),
             drained: ledger.drained.contains(&device.uuid),
+            drain: ledger.drain_of(&device.uuid).map(Drain::words),
             reserved: rule(device, config).and_then(|rule| rule.fixed_use),
         }
     }
@@ -157,7 +164,7 @@ impl Gpu {
             (row.lease_count > 0).then_some(row)
         };
         Self {
-            health: Health { state: gone.state(), reason: Some(safe(&gone.why)) },
+            health: Health { state: gone.state(), reason: Some(gone.reason()) },
             free: Room { sm_percent: 0.0, memory_bytes: 0 },
             mig: gone.mig.iter().filter_map(mig).collect(),
             ..Self::of(&gone.gpu, sources)
@@ -190,6 +197,7 @@ impl MigInstance {
             shares_memory_with: part.siblings.iter().filter_map(sibling).collect(),
             // A MIG device of a drained GPU is drained, too.
             drained: ledger.drained.iter().any(|uuid| *uuid == device.uuid || uuid == device.gpu()),
+            drain: ledger.drain_of(&device.uuid).map(Drain::words),
             fault: part.fault.clone(),
             dynamic: ledger.dynamic_instance(device).is_some(),
             reserved: rule(device, config).and_then(|rule| rule.fixed_use),
@@ -246,6 +254,8 @@ pub struct LeaseOnDevice {
     pub unit: Option<String>,
     /// The user whose engine it is.
     pub user: String,
+    /// Whom it is for; null: nothing says that.
+    pub owner: Option<Owner>,
     /// The job of Slurm's that it is for; null: none.
     pub job: Option<JobOfLease>,
     /// What it uses of the device.
@@ -279,7 +289,10 @@ impl LeaseOnDevice {
         let name = sources.names.of(lease);
         let text = |of: fn(&Name) -> &String| name.map(of).filter(|text| !text.is_empty()).cloned();
         // A lease whose device is gone is lost, whatever else it is.
-        let is_there = sources.inventory.device(device).is_some();
+        let Inventory { left_out, .. } = sources.inventory;
+        let is_part = |gone: &LeftOut| gone.mig.iter().any(|part| part.uuid == device);
+        let runs_on = |gone: &LeftOut| !gone.lost && (gone.gpu.uuid == device || is_part(gone));
+        let is_there = sources.inventory.device(device).is_some() || left_out.iter().any(runs_on);
         let on_device = sources.usage.devices.get(device);
         Self {
             id: lease.id.to_string(),
@@ -299,6 +312,11 @@ impl LeaseOnDevice {
             part_of: text(|name| &name.part_of),
             unit: text(|name| &name.unit),
             user: names::user(lease.container.uid),
+            owner: Owner::known(
+                lease.container.uid,
+                lease.claimed_owner.as_deref().unwrap_or_default(),
+                name,
+            ),
             job: lease.job.as_ref().map(|job| JobOfLease { id: job.id, step: job.step.clone() }),
             used: sources.usage.of_lease(lease, device, sources.ledger),
             own_server: lease.isolation == Isolation::Dedicated && lease.daemon.is_some(),

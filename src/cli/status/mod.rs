@@ -9,11 +9,13 @@ use serde::Serialize;
 use crate::guard::{self, Event, Offence, Sight};
 use crate::mps_daemons::Listed;
 use crate::names::{Names, by_engine};
+use crate::sick_gpus;
 use crate::usage::Usage;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, LeftOut};
 use sublet_core::ledger::{DaemonState, DynamicInstance, LeaseState, Ledger, Waiter};
 use sublet_core::oci;
+use sublet_core::place::{describe_request, places};
 use sublet_core::share::Action;
 use sublet_core::text::{safe, timestamp};
 
@@ -121,6 +123,12 @@ pub struct Waiting {
     pub name: Option<String>,
     /// The process that waits; null: the container was refused, and `sublet serve` starts it again.
     pub pid: Option<i32>,
+    /// The user whose container it is, or whose engine's.
+    pub uid: u32,
+    /// Its place among those for whom one of the same devices may do: 1 is served first.
+    pub place: usize,
+    /// What for, such as `mps, 40 % SM, 8 GiB`; null if another version wrote it.
+    pub asks: Option<String>,
     /// Since when: RFC 3339.
     pub since: String,
     /// Why there is no share for it yet, or why it was refused: one line.
@@ -151,7 +159,9 @@ impl Status {
         let dynamic = &ledger.mig.dynamic_instances;
         // Whether other containers are started again is not known yet.
         let is_known = |waiter: &&Waiter| waiter.retry.as_ref().is_none_or(|retry| retry.confirmed);
-        let waiters = ledger.waiters.iter().filter(is_known);
+        let waiters: Vec<&Waiter> = ledger.waiters.iter().filter(is_known).collect();
+        let places = places(waiters.iter().copied(), inventory, config);
+        let waiters = waiters.into_iter().zip(places);
         let held =
             ledger.leases.iter().flat_map(|lease| lease.devices.iter().map(move |device| (lease, device)));
         let event = |Event { time, offence, action, container_id, uid, device, pid, name, text }| {
@@ -172,20 +182,30 @@ impl Status {
                 events: guard::events(config).into_iter().map(event).collect(),
             },
             mig_made: dynamic.iter().map(|made| MadeInstance::of(made, ledger)).collect(),
-            waiting: waiters.map(|waiter| Waiting::of(waiter, sources.names)).collect(),
+            waiting: waiters.map(|(waiter, place)| Waiting::of(waiter, place, sources.names)).collect(),
             warnings: Vec::new(),
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
         status.warnings.extend(inventory.devices.iter().flat_map(Device::costs));
+        let noted = sick_gpus::read(config);
+        status.warnings.extend(noted.as_ref().err().map(|error| format!("health.json: {error}")));
+        for (uuid, texts) in noted.unwrap_or_default().warnings {
+            let number = status.number(&uuid).into_owned();
+            status.warnings.extend(texts.iter().map(|text| format!("GPU {number}: {text}")));
+        }
         status.warnings.extend(warnings(&status, sources));
         status
     }
 
-    /// Leaves out all devices, leases and daemons but those that `device`, a UUID, and `lease`, an id, name.
-    pub(crate) fn only(&mut self, devices: &dyn Fn(&str) -> bool, lease: Option<&str>) {
-        self.leases.retain(|held| devices(&held.device) && lease.is_none_or(|lease| held.id == lease));
+    /// Leaves out all devices, leases and daemons but those that `devices`, by UUIDs, and `leases` choose.
+    pub(crate) fn only(
+        &mut self,
+        devices: &dyn Fn(&str) -> bool,
+        leases: Option<&dyn Fn(&LeaseOnDevice) -> bool>,
+    ) {
+        self.leases.retain(|held| devices(&held.device) && leases.is_none_or(|leases| leases(held)));
         let held: Vec<String> = self.leases.iter().map(|held| held.device.clone()).collect();
-        let shown = |uuid: &str| devices(uuid) && (lease.is_none() || held.iter().any(|held| held == uuid));
+        let shown = |uuid: &str| devices(uuid) && (leases.is_none() || held.iter().any(|held| held == uuid));
         for gpu in &mut self.devices {
             if !shown(&gpu.uuid) {
                 gpu.mig.retain(|part| shown(&part.uuid));
@@ -194,7 +214,7 @@ impl Status {
         self.devices.retain(|gpu| shown(&gpu.uuid) || !gpu.mig.is_empty());
         self.mps.retain(|daemon| daemon.devices.iter().any(|uuid| shown(uuid)));
         self.mig_made.retain(|made| self.devices.iter().any(|gpu| gpu.uuid == made.gpu));
-        self.waiting.retain(|_| lease.is_none());
+        self.waiting.retain(|_| leases.is_none());
     }
 
     /// The number by which people name the device `uuid`, such as `0:2`; the UUID of a device that is gone.
@@ -244,14 +264,17 @@ impl MadeInstance {
 }
 
 impl Waiting {
-    fn of(waiter: &Waiter, names: &Names) -> Self {
+    fn of(waiter: &Waiter, place: usize, names: &Names) -> Self {
         let container = Some(&waiter.container).filter(|container| !container.id.is_empty());
         Self {
             container_id: container.map(|container| container.id.clone()),
             name: container
-                .and_then(|one| names.of_id(&one.id).cloned().or_else(|| by_engine(one)))
+                .and_then(|one| names.of_id(&one.id).cloned().or_else(|| by_engine(one, &[])))
                 .map(|name| name.name),
             pid: waiter.process.map(|process| process.pid),
+            uid: waiter.container.uid,
+            place,
+            asks: waiter.request().as_ref().map(describe_request),
             since: timestamp(waiter.since),
             why: names.replace_ids(&waiter.why),
             began: waiter.since,
@@ -349,7 +372,8 @@ mod tests {
         let mut container = held.container.clone();
         container.id = held.id.to_string();
         let waiter = Waiter::new(&held.id, &container, &request, "no room; why: held by 0123456789ab", None);
-        let waiting = Waiting::of(&waiter, &names);
+        let waiting = Waiting::of(&waiter, 2, &names);
         assert_eq!((waiting.name.as_deref(), &*waiting.why), (Some("web"), "no room; why: held by web"));
+        assert_eq!((waiting.place, waiting.asks.as_deref()), (2, Some("a share")));
     }
 }

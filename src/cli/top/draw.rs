@@ -8,7 +8,7 @@ use ratatui::layout::Rect;
 use ratatui::style::Style;
 
 use super::rows::{
-    self, CURSOR, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, MODE, Skin, TITLE, fit,
+    self, CURSOR, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, MODE, OWNER, Skin, TITLE, fit,
     with_trace,
 };
 use super::source::lease_key;
@@ -29,7 +29,7 @@ const HELP: &[&str] = &[
     "Enter, click  details of what the cursor is on; once more closes them",
     "s             sort by memory, busy, name, gpu, age; a click on a title, too",
     "r             the other way round",
-    "/             filter by name, image, user, mode, GPU or id; Esc ends it",
+    "/             filter by name, image, user, owner, mode, GPU or id; Esc ends it",
     "m             sparklines: what is computed, or memory",
     "?, h          these keys",
     "",
@@ -213,7 +213,8 @@ impl Page<'_> {
             (rows::container(words, spark, skin), full)
         };
         let area = self.take(self.left.height);
-        let columns = with_trace(LEASE_COLUMNS, trace);
+        let mut columns = with_trace(LEASE_COLUMNS, trace);
+        columns[OWNER].width *= u16::from(containers.iter().any(|lease| lease.owner.is_some()));
         let fitted = self.table(Pane::Containers, area, &columns, containers.len(), &row);
         for &(at, x, width) in &fitted.0 {
             if let Some((_, sort)) = LEASE_SORTS.iter().find(|(column, _)| *column == at) {
@@ -243,7 +244,7 @@ impl Page<'_> {
         let first = (selected + 1).saturating_sub(room).min(count.saturating_sub(room));
         self.areas.rows[pane as usize] = (body, first);
         for (at, y) in (first..count).zip(body.top()..body.bottom()) {
-            let (cells, full) = row(at, fitted.width(rows::TRACE));
+            let (cells, full) = row(at, fitted.width(columns.len() - 1));
             let is_here = pane == view.pane && at == selected;
             let style = if is_here { skin.part(full).patch(CURSOR) } else { skin.part(full) };
             fitted.write(&cells, style, Rect { y, height: 1, ..body }, skin, self.buffer);

@@ -52,6 +52,7 @@ fn gpu(index: u32) -> Gpu {
         mig_enabled: false,
         mig: Vec::new(),
         drained: false,
+        drain: None,
         reserved: None,
     }
 }
@@ -75,6 +76,7 @@ pub fn lease(number: u32, name: &str, memory: Option<u64>) -> LeaseOnDevice {
         part_of: None,
         unit: None,
         user: "root".to_owned(),
+        owner: None,
         job: None,
         used: LeaseUsed {
             memory_bytes: memory.map(|gib| gib * GIB),

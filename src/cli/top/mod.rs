@@ -33,6 +33,7 @@ use ratatui::crossterm::terminal::{
 use ratatui::crossterm::{execute, queue};
 use ratatui::layout::Rect;
 
+use crate::names::Of;
 use crate::terminal::{colour, utf8};
 use draw::{draw, draw_all};
 use rows::Skin;
@@ -44,8 +45,8 @@ use view::{Areas, View};
 const BETWEEN: Duration = Duration::from_millis(250);
 
 /// One frame of `width` columns as text, with all rows.
-pub fn once(config: &Config, width: u16, utf8: bool) -> Result<String, String> {
-    let mut view = View::default();
+pub fn once(config: &Config, of: Of, width: u16, utf8: bool) -> Result<String, String> {
+    let mut view = View { of, ..View::default() };
     let mut looks = 0;
     watch(config, BETWEEN, &mut |result| {
         view.take(result);
@@ -97,7 +98,7 @@ enum Happened {
 }
 
 /// Shows a look every `interval` until somebody ends it.
-pub fn run(config: &Config, interval: Duration) -> anyhow::Result<ExitCode> {
+pub fn run(config: &Config, of: Of, interval: Duration) -> anyhow::Result<ExitCode> {
     let (tell, happened) = mpsc::channel();
     let ends = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]);
     // Before any thread starts: they inherit the mask.
@@ -125,14 +126,14 @@ pub fn run(config: &Config, interval: Duration) -> anyhow::Result<ExitCode> {
         }
         let _ = tell.send(Happened::Ended(ExitCode::SUCCESS));
     })?;
-    show(&happened, interval)
+    show(&happened, of, interval)
 }
 
 /// Draws what happens.
-fn show(happened: &Receiver<Happened>, interval: Duration) -> anyhow::Result<ExitCode> {
+fn show(happened: &Receiver<Happened>, of: Of, interval: Duration) -> anyhow::Result<ExitCode> {
     let backend = ratatui::backend::CrosstermBackend::new(BufWriter::with_capacity(FRAME, stdout()));
     let mut terminal = Terminal::new(backend)?;
-    let mut view = View::default();
+    let mut view = View { of, ..View::default() };
     let skin = Skin { utf8: utf8(), colour: colour() };
     loop {
         // The terminal shows nothing of a frame before all of it is there, if it can (mode 2026).

@@ -9,17 +9,18 @@ use super::source::{Trace, lease_key};
 use super::view::{Pane, Sort, View};
 use crate::shown::{self, Device, Words, bar, busy, called, fraction, memory_of, whole, word};
 use crate::status::{DeviceUsed, GuardEvent, LeaseOnDevice, Status};
+use crate::terminal::wrapped;
 use crate::usage::ProcessUse;
 use sublet_core::text::{LONGEST_NAME, safe};
 
 /// The length of a bar.
 const BAR: usize = 10;
 
-/// The column of the sparkline, of devices and of containers.
-pub const TRACE: usize = 11;
-
 /// The column of a device's mode.
 pub const MODE: usize = 2;
+
+/// The column of a container's owner.
+pub const OWNER: usize = 9;
 
 pub const DEVICE_COLUMNS: [Column; 12] = [
     Column::new("GPU", 6, 0),
@@ -36,7 +37,7 @@ pub const DEVICE_COLUMNS: [Column; 12] = [
     Column::new("", 9, 2).up_to(120),
 ];
 
-pub const LEASE_COLUMNS: [Column; 12] = [
+pub const LEASE_COLUMNS: [Column; 13] = [
     Column::new("CONTAINER", 12, 0).up_to(32),
     Column::new("GPU", 5, 0),
     Column::new("MODE", 19, 6),
@@ -46,6 +47,7 @@ pub const LEASE_COLUMNS: [Column; 12] = [
     Column::new("MEMORY", 21, 0),
     Column::new("PROC", 4, 7),
     Column::new("USER", 8, 8).up_to(16),
+    Column::new("OWNER", 16, 5).up_to(24),
     Column::new("IMAGE", 20, 10).up_to(32),
     Column::new("STATE", 7, 9),
     Column::new("", 9, 2).up_to(120),
@@ -55,9 +57,9 @@ pub const LEASE_COLUMNS: [Column; 12] = [
 pub const LEASE_SORTS: [(usize, Sort); 4] =
     [(0, Sort::Name), (1, Sort::Gpu), (4, Sort::Busy), (6, Sort::Memory)];
 
-/// `columns` with a title for the sparkline.
-pub fn with_trace(mut columns: [Column; 12], trace: Trace) -> [Column; 12] {
-    columns[TRACE].title = if trace == Trace::Load { "PAST BUSY" } else { "PAST MEM" };
+/// `columns` with a title for the sparkline, which is the last.
+pub fn with_trace<const N: usize>(mut columns: [Column; N], trace: Trace) -> [Column; N] {
+    columns[N - 1].title = if trace == Trace::Load { "PAST BUSY" } else { "PAST MEM" };
     columns
 }
 
@@ -118,9 +120,10 @@ fn rate(bytes: Option<f64>) -> String {
 
 /// The cells of a container.
 pub fn container(words: Words, spark: String, skin: Skin) -> Vec<String> {
-    let Words { name, gpu, mode, sm, busy, memory_used, memory, processes, user, image, state } = words;
+    let Words { name, gpu, mode, sm, busy, memory_used, memory, processes, user, owner, image, state } =
+        words;
     let bar = bar(memory_used, None, BAR, skin.utf8);
-    vec![name, gpu, mode, sm, busy, bar, memory, processes, user, image, state, spark]
+    vec![name, gpu, mode, sm, busy, bar, memory, processes, user, owner, image, state, spark]
 }
 
 /// Percent, or a dash.
@@ -135,7 +138,7 @@ pub fn percent(value: Option<f64>) -> String {
 #[derive(Clone, Copy, Debug)]
 pub struct Column {
     pub title: &'static str,
-    /// In characters.
+    /// In characters; 0: it is not shown.
     pub width: u16,
     /// How soon it is left out; 0: never.
     pub rank: u8,
@@ -164,7 +167,7 @@ pub struct Fitted(pub Vec<(usize, u16, u16)>);
 /// The columns that fit into `width` with a blank between them. Remaining width goes to the first column that may grow,
 /// then to the next.
 pub fn fit(columns: &[Column], width: u16) -> Fitted {
-    let mut kept: Vec<usize> = (0..columns.len()).collect();
+    let mut kept: Vec<usize> = (0..columns.len()).filter(|&at| columns[at].width > 0).collect();
     let total = |kept: &[usize]| {
         let widths: u16 = kept.iter().map(|&at| columns[at].width).sum();
         widths + u16::try_from(kept.len().saturating_sub(1)).unwrap_or(u16::MAX)
@@ -258,7 +261,7 @@ pub fn details(view: &View, width: usize, skin: Skin) -> Vec<String> {
     let at = view.selected(view.pane);
     let spark = |key: &str, trace| view.history.sparkline(key, trace, width.saturating_sub(11), skin.utf8);
     let lines = match view.pane {
-        Pane::Gpus => view.devices().get(at).map(|row| device_details(row, &look.status, &spark)),
+        Pane::Gpus => view.devices().get(at).map(|row| device_details(row, &look.status, width, &spark)),
         Pane::Containers => {
             view.containers().get(at).map(|lease| container_details(lease, &look.status, &spark))
         }
@@ -277,11 +280,12 @@ fn container_details(lease: &LeaseOnDevice, status: &Status, spark: &Spark<'_>) 
     let engine = lease.engine.as_ref().map_or_else(|| "-".to_owned(), word);
     let (part_of, unit) = (or_dash(&lease.part_of), or_dash(&lease.unit));
     let shown = Words::of(lease, status, LONGEST_NAME);
+    let owner = lease.owner.as_ref().map_or_else(String::new, |owner| format!("   for {}", owner.words()));
     let most = lease.memory_bytes.map_or_else(|| whole(lease), shown::memory);
     let key = lease_key(lease);
     let mut lines = vec![
         format!("Container {}", shown.name),
-        row("image", format!("{}   user {}", or_dash(&lease.image), safe(&lease.user))),
+        row("image", format!("{}   user {}{owner}", or_dash(&lease.image), safe(&lease.user))),
         row("engine", format!("{engine}   part of {part_of}   unit {unit}")),
         row("id", safe(&lease.container_id)),
         "Grant".to_owned(),
@@ -339,7 +343,7 @@ fn with_server(lease: &LeaseOnDevice, status: &Status) -> Vec<String> {
     lines
 }
 
-fn device_details(device: &Device<'_>, status: &Status, spark: &Spark<'_>) -> Vec<String> {
+fn device_details(device: &Device<'_>, status: &Status, width: usize, spark: &Spark<'_>) -> Vec<String> {
     let Device { uuid, number, mode, booked, .. } = device;
     let (kind, place) = match device.part {
         None => ("GPU", device.gpu.bus_id.clone()),
@@ -353,6 +357,8 @@ fn device_details(device: &Device<'_>, status: &Status, spark: &Spark<'_>) -> Ve
         row("at", format!("{}, {mode}", safe(&place))),
         row("booked", format!("SM {} %, memory {memory_booked} of {whole}", booked.sm_percent)),
     ];
+    let drained = device.drain().map(|words| wrapped(&row("drained", words), Some(width)));
+    lines.extend(drained.iter().flat_map(|text| text.lines()).map(str::to_owned));
     lines.extend(device.unknown.map(|why| format!("  the driver tells nothing: {}", safe(why))));
     lines.extend(figures(device));
     lines.push(row("memory", spark(uuid, Trace::Memory)));

@@ -11,7 +11,7 @@ use crate::cached_files::Kept;
 use crate::names::Names;
 use crate::shown::{Device, memory_used};
 use crate::status::{LeaseOnDevice, Sources, Status};
-use crate::usage::{Meter, Usage};
+use crate::usage::{Meter, SAMPLED, Usage};
 use crate::{mps_daemons, probe};
 use sublet_core::admit::{Local, confirmed_inventory, is_remote};
 use sublet_core::config::Config;
@@ -63,7 +63,7 @@ pub fn watch(config: &Config, interval: Duration, tell: &mut dyn FnMut(LookResul
                     // says of it.
                     drop(confirmed_inventory(config));
                 }
-                if !source.watch_by(Meter::new(&nvml)) {
+                if !source.watch_by(Meter::new(&nvml, SAMPLED)) {
                     return;
                 }
             }

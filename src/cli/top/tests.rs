@@ -69,6 +69,20 @@ fn details_have_a_picture() {
 }
 
 #[test]
+fn details_of_a_drained_gpu_have_the_whole_reason() {
+    let mut look = look();
+    let words =
+        "by alice since 2026-11-27T21:00:00Z until 2026-11-28T06:00:00Z: fans on the left are replaced";
+    look.status.devices[0].drain = Some(words.to_owned());
+    let mut view = seen(look);
+    press(&mut view, "\t\r");
+    let text = shown(&mut view, 80, 40, ASCII);
+    let expected = "  drained    by alice since 2026-11-27T21:00:00Z until 2026-11-28T06:00:00Z:\n\
+         \x20            fans on the left are replaced\n";
+    assert!(text.contains(expected), "{text}");
+}
+
+#[test]
 fn a_mode_is_not_cut() {
     let mut look = look();
     (look.status.devices[0].mode, look.status.devices[0].drained) = ("time-slice", true);

@@ -8,6 +8,7 @@ use ratatui::crossterm;
 use ratatui::layout::{Position, Rect};
 
 use super::source::{History, Look, LookResult, Trace, lease_key};
+use crate::names::Of;
 use crate::shown::{Device, called, memory_used, order};
 use crate::status::LeaseOnDevice;
 
@@ -59,6 +60,8 @@ pub struct Areas {
 #[derive(Debug, Default)]
 pub struct View {
     pub look: Option<Look>,
+    /// Whose containers are shown at all.
+    pub of: Of,
     /// Why there is no newer look.
     pub error: Option<String>,
     pub history: History,
@@ -72,10 +75,10 @@ pub struct View {
     /// The first line of the details that is shown.
     pub scroll: usize,
     /// Whether the sparklines of each pane show the other of the traces.
-    turned: [bool; 2],
+    pub turned: [bool; 2],
     pub areas: Areas,
     /// The keys of the rows that the cursor is on, by pane.
-    cursor: [Option<String>; 2],
+    pub cursor: [Option<String>; 2],
 }
 
 impl View {
@@ -107,10 +110,13 @@ impl View {
         let wanted = self.filter.to_lowercase();
         let shown = |lease: &&LeaseOnDevice| {
             let number = status.number(&lease.device);
-            let texts = [&lease.name, &lease.image, &lease.part_of, &lease.unit];
+            let owner = lease.owner.as_ref().map(|owner| owner.name.clone());
+            let texts = [&lease.name, &lease.image, &lease.part_of, &lease.unit, &owner];
             let texts = texts.into_iter().flatten().map(String::as_str);
             let ids = [&*lease.id, &lease.container_id, &lease.user, lease.mode.into(), &number];
-            wanted.is_empty() || texts.chain(ids).any(|text| text.to_lowercase().contains(&wanted))
+            let is_found =
+                || wanted.is_empty() || texts.chain(ids).any(|text| text.to_lowercase().contains(&wanted));
+            self.of.has(&lease.user, lease.owner.as_ref()) && is_found()
         };
         let mut rows: Vec<&LeaseOnDevice> = status.leases.iter().filter(shown).collect();
         let share = |lease: &LeaseOnDevice| memory_used(lease, status).unwrap_or(-1.0);

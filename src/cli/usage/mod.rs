@@ -24,7 +24,7 @@ use sublet_core::text::safe;
 /// Five times a second the driver records one of the computing processes. For each process it reports the share of
 /// these samples since a given time (H200, driver 580; docs/evidence/2026-11-23-h200-used.md). A process that computes
 /// all the time beside other programs may have no sample in one second. Over five seconds the steps are 4 %.
-const SAMPLED_MICROSECONDS: u64 = 5_000_000;
+pub(crate) const SAMPLED: Duration = Duration::from_secs(5);
 
 /// How long [`once`] waits for the driver.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -140,12 +140,14 @@ pub(crate) struct Meter<'n> {
     before: BTreeMap<String, GpmSample<'n>>,
     /// Whether a GPU has GPM.
     supported: BTreeMap<String, bool>,
+    /// What processes computed is averaged over so long.
+    window: Duration,
 }
 
 impl<'n> Meter<'n> {
     /// Asks by `nvml`.
-    pub fn new(nvml: &'n Nvml) -> Self {
-        Self { nvml, looker: Looker::default(), before: BTreeMap::new(), supported: BTreeMap::new() }
+    pub fn new(nvml: &'n Nvml, window: Duration) -> Self {
+        Self { nvml, looker: Looker::default(), before: BTreeMap::new(), supported: BTreeMap::new(), window }
     }
 
     /// The present use of every device of `inventory`.
@@ -175,7 +177,7 @@ impl<'n> Meter<'n> {
             Err(error @ (NvmlError::GpuLost | NvmlError::ResetRequired)) => return Err(error),
             memory => memory.ok().map(|memory| memory.used),
         };
-        let samples = if device.is_mig() { BTreeMap::new() } else { samples(&handle) };
+        let samples = if device.is_mig() { BTreeMap::new() } else { samples(&handle, self.window) };
         let process = |holder: Holder| {
             let sm_percent =
                 u32::try_from(holder.process.pid).ok().and_then(|pid| samples.get(&pid).copied());
@@ -243,29 +245,31 @@ impl<'n> Meter<'n> {
 
 /// The percentage of the last seconds in which each process computed. A process without an entry was in no sample, or
 /// is a client of an MPS server, whose clients the driver does not report separately.
-fn samples(device: &NvmlDevice<'_>) -> BTreeMap<u32, u32> {
+fn samples(device: &NvmlDevice<'_>, window: Duration) -> BTreeMap<u32, u32> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let since = u64::try_from(now.as_micros()).unwrap_or(u64::MAX).saturating_sub(SAMPLED_MICROSECONDS);
+    let since = u64::try_from(now.saturating_sub(window).as_micros()).unwrap_or(u64::MAX);
     let mut found = device.process_utilization_stats(since).unwrap_or_default();
     found.sort_by_key(|sample| sample.timestamp);
     found.into_iter().map(|sample| (sample.pid, sample.sm_util)).collect()
 }
 
-/// The present use. In other namespaces the driver's pids are none of the ledger's.
-pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, config: &Config) -> Usage {
+/// The present use, of processes averaged over `window`. In other namespaces the driver's pids are none of the ledger's.
+pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, window: Duration, config: &Config) -> Usage {
     match Store::open(&config.state_dir).and_then(|store| store.is_of_here()) {
-        Ok(()) => once(ledger.clone(), inventory.clone(), config.clone()).unwrap_or_else(Usage::failed),
+        Ok(()) => {
+            once(ledger.clone(), inventory.clone(), window, config.clone()).unwrap_or_else(Usage::failed)
+        }
         Err(error) => Usage::failed(error.to_string()),
     }
 }
 
 /// Asks once. If the driver does not answer within [`LIMIT`], the result is unknown, and the thread that asks ends with
 /// the process.
-fn once(ledger: Ledger, inventory: Inventory, config: Config) -> Result<Usage, String> {
+fn once(ledger: Ledger, inventory: Inventory, window: Duration, config: Config) -> Result<Usage, String> {
     let (sender, answers) = std::sync::mpsc::channel();
     let ask = move || {
         let asked = probe::connect(&config)
-            .map(|(nvml, _)| Meter::new(&nvml).read(&Rc::new(ledger), &inventory))
+            .map(|(nvml, _)| Meter::new(&nvml, window).read(&Rc::new(ledger), &inventory))
             .map_err(|error| error.to_string());
         // Nobody listens any more once the limit is over.
         let _ = sender.send(asked);

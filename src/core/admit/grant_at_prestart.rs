@@ -48,7 +48,7 @@ pub fn admit_late(
                 .map(|lease| (Admission::AlreadyGranted(lease.id), None)),
             None => admit_live(container, init, (&source, spec), engine, config),
         });
-    admitted.inspect_err(|error| Leases::of(config).record_refusal(container, error))
+    admitted.inspect_err(|error| Leases::of(config).record_refusal(container, error, source.owner(config)))
 }
 
 /// The hook's arguments must agree with the spec that all entry points read.

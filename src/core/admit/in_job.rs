@@ -232,5 +232,6 @@ fn job_request(share: &JobShare) -> Request {
         suspend: Suspend::Never,
         visible_devices: None,
         default_directory: true,
+        owner: None,
     }
 }

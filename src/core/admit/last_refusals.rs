@@ -54,11 +54,12 @@ pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
     serde_json::from_slice(&text).unwrap_or_default()
 }
 
-/// Adds a refusal by this process, and keeps the container's name. A lost record is no reason to fail, because the caller
-/// reports the error itself.
-pub(super) fn record(container: &Container, error: &AdmitError, config: &Config) {
+/// Adds a refusal by this process of a container for `owner`, if one is named, and keeps the container's name. A lost record is
+/// no reason to fail, because the caller reports the error itself.
+pub(super) fn record(container: &Container, error: &AdmitError, owner: Option<String>, config: &Config) {
     let said = (error.to_string(), error.candidates().to_vec());
-    add(geteuid().as_raw(), &container.name(), error.reason(), said, config);
+    let words = (error.reason(), owner.unwrap_or_default());
+    add(geteuid().as_raw(), &container.name(), words, said, config);
     REFUSED.get_or_init(|| Names::now(Some(container), config));
 }
 
@@ -66,14 +67,16 @@ pub(super) fn record(container: &Container, error: &AdmitError, config: &Config)
 pub fn record_reported(uid: u32, container_id: &str, reason: &str, candidates: &[String], config: &Config) {
     let candidates = candidates.iter().map(|text| safe_long(text, LONGEST / 4)).collect();
     // The user's program gives no word of `reason`.
-    add(uid, container_id, "", (safe_long(reason, LONGEST), candidates), config);
+    add(uid, container_id, ("", String::new()), (safe_long(reason, LONGEST), candidates), config);
 }
 
-fn add(uid: u32, container_id: &str, word: &str, said: (String, Vec<String>), config: &Config) {
+/// `words`: why, and the owner.
+fn add(uid: u32, container_id: &str, words: (&str, String), said: (String, Vec<String>), config: &Config) {
     let refused = Event {
         uid,
         container_id: container_id.to_owned(),
-        reason: word.to_owned(),
+        reason: words.0.to_owned(),
+        owner: words.1,
         text: said.0.clone(),
         ..Event::now(Kind::Refused)
     };
@@ -145,7 +148,7 @@ mod tests {
     fn a_user_who_is_refused_again_and_again_drives_out_only_their_own() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
-        add(0, "root", "no-room", ("no".into(), vec![]), &config);
+        add(0, "root", ("no-room", String::new()), ("no".into(), vec![]), &config);
         let many = vec!["y".repeat(9000); 100];
         for number in 0..20 {
             record_reported(1000, &format!("c{number}\u{1b}"), &"x".repeat(9000), &many, &config);
@@ -155,7 +158,7 @@ mod tests {
         assert_eq!((all[8].container_id.as_str(), all[8].reason.len()), ("c19\\u{1b}", 2000));
         assert_eq!((all[8].candidates.len(), all[8].candidates[0].len()), (64, 500));
         for number in 0..40 {
-            add(0, &number.to_string(), "no-room", ("no".into(), vec![]), &config);
+            add(0, &number.to_string(), ("no-room", String::new()), ("no".into(), vec![]), &config);
         }
         assert_eq!(refusals(&config).len(), 32);
     }
@@ -168,7 +171,7 @@ mod tests {
         std::fs::write(path(&config), newer).unwrap();
         assert!(refusals(&config).is_empty());
         assert!(path(&config).exists(), "to look changes nothing");
-        add(0, "c", "no-room", ("no".into(), vec![]), &config);
+        add(0, "c", ("no-room", String::new()), ("no".into(), vec![]), &config);
         assert_eq!(refusals(&config).len(), 1);
         assert_eq!(std::fs::read_to_string(dir.path().join("refusals.json.aside")).unwrap(), newer);
     }

@@ -5,7 +5,6 @@
 //! service's side of it: users describe their containers, and only they may change their leases.
 
 use std::path::Path;
-use std::time::Duration;
 
 use serde_json::Value;
 
@@ -62,7 +61,7 @@ impl<'a> Leases<'a> {
     ) -> Result<Container, AdmitError> {
         let rootfs = container_root::podman_root_filesystem(container.rootfs.clone(), spec, bundle)
             .map_err(AdmitError::from)
-            .inspect_err(|error| self.record_refusal(&container, error))?;
+            .inspect_err(|error| self.record_refusal(&container, error, None))?;
         Ok(Container { rootfs, ..container })
     }
 
@@ -86,7 +85,7 @@ impl<'a> Leases<'a> {
             None => self.local.admit(candidate, source, spec),
             Some(remote) => remote.admit(candidate, source, spec),
         });
-        admitted.inspect_err(|error| self.record_refusal(container, error))
+        admitted.inspect_err(|error| self.record_refusal(container, error, source.owner(self.local.config)))
     }
 
     /// Frees `lease`, whose container was never created.
@@ -137,7 +136,7 @@ impl<'a> Leases<'a> {
         };
         let Binding { id, bundle, .. } = binding.clone();
         let container = Container { id, bundle, ..Container::default() };
-        bound.inspect_err(|error| self.record_refusal(&container, error))
+        bound.inspect_err(|error| self.record_refusal(&container, error, None))
     }
 
     /// Marks the lease of container `id` (of `uid`) as ending. [`Leases::unmark`] restores its earlier state.
@@ -166,11 +165,11 @@ impl<'a> Leases<'a> {
         if may_be_there { Ok(Some(read(&self.local.store()?)?)) } else { Ok(None) }
     }
 
-    /// Records that `container` was refused, for `sublet status --last-error`. A lost record is no reason to fail,
-    /// because the caller reports the error itself.
-    pub(super) fn record_refusal(&self, container: &Container, error: &AdmitError) {
+    /// Records that `container`, which is for `owner`, was refused, for `sublet status --last-error`. A lost record is no
+    /// reason to fail, because the caller reports the error itself.
+    pub(super) fn record_refusal(&self, container: &Container, error: &AdmitError, owner: Option<String>) {
         match &self.remote {
-            None => last_refusals::record(container, error, self.local.config),
+            None => last_refusals::record(container, error, owner, self.local.config),
             Some(remote) => remote.record_refusal(&container.name(), error),
         }
     }
@@ -301,21 +300,22 @@ impl Local<'_> {
         Ok(())
     }
 
-    /// Takes a share for `candidate`, which its user described in `ask`, within `limit`. It tries once and does not wait.
+    /// Takes a share for `candidate`, which its user described in `ask`, within `limit`. It tries once and does not wait:
+    /// `asker`, the user's process, asks again.
     pub fn admit_for(
         &self,
         candidate: &Candidate<'_>,
         ask: &Admit,
+        asker: Process,
         limit: Option<PolicyLimit<'_>>,
     ) -> Result<Answer, AdmitError> {
         if let Some(id) = ask.annotations.get(LEASE_ANNOTATION) {
             return self.resume_granted(id, &candidate.container).map(Answer::AlreadyGranted);
         }
-        let mut request =
+        let request =
             request::parse(&ask.annotations, ask.share.as_deref(), ask.capabilities.as_deref(), self.config)?;
-        request.wait = Duration::ZERO;
         let store = self.store()?;
-        let terms = Terms::Reported(&ask.image, limit);
+        let terms = Terms::Reported(&ask.image, limit, asker);
         let taken = take_lease::take(candidate, &request, terms, &store, *self)?;
         let served = self
             .grant(&taken, &request, &store)

@@ -57,7 +57,7 @@ pub use request_of_spec::{
     RequestSource, asks_for_a_share, asks_for_job_share, remove_earlier_grant, request_by_cdi, request_of,
 };
 pub use room::{Room, RoomStep, Sight};
-pub use take_lease::{book_for, lease_for};
+pub use take_lease::{Asks, book_for, book_waiter, lease_for, place_in_order};
 
 /// The time limit for the end of an ended container's last processes.
 const EMPTY_CGROUP: Duration = Duration::from_secs(5);

@@ -230,9 +230,9 @@ fn unexpected<T>() -> Result<T, AdmitError> {
     Err(BrokerError::UnexpectedAnswer.into())
 }
 
-/// The user's leases, policy limits and remaining room, as the service reports them.
-pub fn own_status(config: &Config) -> Result<Value, AdmitError> {
-    let Answer::Status(status) = Broker::new(config).ask(&Ask::Status)? else { return unexpected() };
+/// The user's leases, policy limits and remaining room, or the report of what their containers held, as the service has it.
+pub fn own_status(ask: &Ask, config: &Config) -> Result<Value, AdmitError> {
+    let Answer::Status(status) = Broker::new(config).ask(ask)? else { return unexpected() };
     Ok(status)
 }
 

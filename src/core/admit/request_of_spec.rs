@@ -34,6 +34,11 @@ impl RequestSource {
         Ok(asks.then(|| Self { annotations, share: share.map(str::to_owned) }))
     }
 
+    /// Whom it is for, as far as that is said in a way that can be read.
+    pub(super) fn owner(&self, config: &Config) -> Option<String> {
+        request::parse(&self.annotations, self.share.as_deref(), None, config).ok()?.owner
+    }
+
     /// Whether the container's processes keep the groups of its starter.
     pub(super) fn keeps_groups(&self) -> bool {
         self.annotations.contains_key(oci::KEEP_GROUPS)

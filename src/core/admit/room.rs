@@ -3,12 +3,12 @@
 
 use std::time::Duration;
 
-use super::take_lease::{allowed_inventory, book_for};
+use super::take_lease::{allowed_inventory, book_waiter, limit_of};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{Lease, LeaseId, Ledger, Waiter};
-use crate::place::{Placement, Suspendable, World, check_resume, find, whom_to_suspend};
+use crate::place::{Placement, Suspendable, check_resume, whom_to_suspend};
 
 /// A step that makes room, or uses it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,15 +60,13 @@ impl Sight<'_> {
         for waiter in &self.ledger.waiters {
             room.step = match self.ledger.lease(&waiter.id) {
                 Some(lease) => self.step_back(lease, waiter, &ahead, &mut room.refresh_first),
-                None if !waiter.starts() => None,
-                None => match self.place(waiter, &ahead) {
-                    Some(placement) => {
-                        book_for((&waiter.id, &waiter.container), &placement, &mut ahead, self.config);
-                        room.placed.push(waiter.id.clone());
-                        None
-                    }
-                    None => self.make_room(waiter, &ahead, self.config.suspend.at_least),
-                },
+                None if !waiter.is_due() => None,
+                None if book_waiter(waiter, &mut ahead, self.inventory, self.config) => {
+                    room.placed.push(waiter.id.clone());
+                    None
+                }
+                None if waiter.starts() => self.make_room(waiter, &ahead, self.config.suspend.at_least),
+                None => None,
             };
             if room.step.is_some() {
                 break;
@@ -95,14 +93,6 @@ impl Sight<'_> {
         self.make_room(waiter, ahead, turns.max(self.config.suspend.at_least))
     }
 
-    fn place(&self, waiter: &Waiter, ahead: &Ledger) -> Option<Placement> {
-        let limit = limit_of(waiter);
-        let inventory = allowed_inventory(limit, self.inventory, self.config).ok()?;
-        let world = World { inventory: &inventory, ledger: ahead, config: self.config };
-        let placement = find(&waiter.request()?, &waiter.id, world).ok()?;
-        limit.is_none_or(|limit| limit.check(&placement, ahead).is_ok()).then_some(placement)
-    }
-
     /// Those that have been on their GPU for at least `stay` go.
     fn make_room(&self, waiter: &Waiter, ahead: &Ledger, stay: Duration) -> Option<RoomStep> {
         let limit = limit_of(waiter);
@@ -118,11 +108,6 @@ impl Sight<'_> {
         let leases = whom_to_suspend(&request, &waiter.id, world, &allows, &judge)?;
         Some(RoomStep::Suspend { leases, waiter: waiter.id.clone() })
     }
-}
-
-/// By which policy it waits.
-fn limit_of(waiter: &Waiter) -> Option<PolicyLimit<'_>> {
-    waiter.rule.as_ref().map(|rule| PolicyLimit { uid: waiter.container.uid, rule })
 }
 
 /// Whether a start by this policy may have the container of `lease` suspended.

@@ -1,5 +1,7 @@
 //! Takes a lease: chooses and books a device under one lock, or waits for one without holding a lock.
 
+mod waiting_order;
+
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -25,6 +27,9 @@ use crate::oci::{self, Tree};
 use crate::place::{Order, Placement, Refusal, World, find, may_make_room, named, place_within};
 use crate::process::{Process, epoch_seconds, uptime_milliseconds};
 use crate::request::Request;
+
+pub(super) use waiting_order::limit_of;
+pub use waiting_order::{Asks, book_waiter, place_in_order};
 
 /// The pause between two attempts.
 pub(super) const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
@@ -69,9 +74,9 @@ impl Taken {
 pub(super) enum Terms<'a> {
     /// Root's, by reading the root filesystem of this spec.
     OfSpec(&'a Value),
-    /// Of a user who asks `sublet serve`, by the user's policy. The image is as they report it, which affects only their
-    /// own container.
-    Reported(&'a Image, Option<PolicyLimit<'a>>),
+    /// Of a user whose process, the third, asks `sublet serve`, by the user's policy. The image is as they report it,
+    /// which affects only their own container. The process waits, and asks again.
+    Reported(&'a Image, Option<PolicyLimit<'a>>, Process),
     /// Root's, for the programs of a job, of which the second is the first process that needs a share. There is no image.
     OfJob(&'a Job, &'a Init),
 }
@@ -79,7 +84,12 @@ pub(super) enum Terms<'a> {
 impl<'a> Terms<'a> {
     /// The user's policy.
     const fn limit(self) -> Option<PolicyLimit<'a>> {
-        if let Self::Reported(_, limit) = self { limit } else { None }
+        if let Self::Reported(_, limit, _) = self { limit } else { None }
+    }
+
+    /// The process that waits, if it is another one.
+    const fn asker(self) -> Option<Process> {
+        if let Self::Reported(.., asker) = self { Some(asker) } else { None }
     }
 }
 
@@ -137,10 +147,12 @@ pub(super) fn take(
         unexplained_ended: false,
     };
     let taken = search.run().map_err(|error| search.add_advice(error));
-    // `sublet serve` may start it again.
+    // A user's process may ask again, and `sublet serve` may start one of Docker's again.
+    let asker = terms.asker().filter(|_| terms.limit().is_some() && !request.wait.is_zero());
     let may_retry = || matches!(terms, Terms::OfSpec(_)) && candidate.container.is_dockers();
-    if let Some(refused) = taken.as_ref().err().filter(|refused| refused.is_temporary() && may_retry()) {
-        search.note_waiter(refused, None);
+    let waits = |refused: &&AdmitError| refused.is_temporary() && (asker.is_some() || may_retry());
+    if let Some(refused) = taken.as_ref().err().filter(waits) {
+        search.note_waiter(refused, asker);
     }
     if local.config.mig.dynamic && taken.is_err() {
         local.release_instance(&search.id, store);
@@ -226,7 +238,9 @@ impl Search<'_> {
                 Err(NotTaken::Refused(error)) if !error.is_temporary() => return Err(error),
                 Err(NotTaken::Refused(error)) => (error, retry_pause(began.elapsed())),
             };
-            let (wait, limit) = (self.request.wait, self.local.config.suspend.limit);
+            // A user's process asks again.
+            let wait = if self.terms.asker().is_some() { Duration::ZERO } else { self.request.wait };
+            let limit = self.local.config.suspend.limit;
             let makes_room = self.has_room_made(&failed, limit.saturating_sub(began.elapsed()));
             let left = if makes_room { wait.max(limit) } else { wait }.saturating_sub(began.elapsed());
             if left.is_zero() {
@@ -266,7 +280,8 @@ impl Search<'_> {
         let Ok(ledger) = self.store.peek() else { return false };
         ledger.leases.iter().any(Lease::may_be_suspended)
             && fresh_inventory(config).is_ok_and(|inventory| {
-                may_make_room(self.request, &self.id, (&inventory, &ledger, config), uptime_milliseconds())
+                let (ahead, _) = waiting_order::book_ahead(self.asks(), &inventory, &ledger, config);
+                may_make_room(self.request, &self.id, (&inventory, &ahead, config), uptime_milliseconds())
             })
     }
 
@@ -274,7 +289,10 @@ impl Search<'_> {
     /// waits all the same.
     fn note_waiter(&self, failed: &AdmitError, process: Option<Process>) {
         let (container, why) = (&self.candidate.container, failed.to_string());
-        let waiter = Waiter::new(&self.id, container, self.request, &why, process);
+        let mut waiter = Waiter::new(&self.id, container, self.request, &why, process);
+        // While room is made for it, which may take that long.
+        waiter.stay_for(self.local.config.suspend.limit);
+        waiter.rule = self.terms.limit().map(|limit| limit.rule.clone());
         let noted = self.store.change_with_scan(Scan::None, |ledger| ledger.add_waiter(waiter));
         let _ = noted.inspect_err(|error| tracing::debug!("who waits cannot be written: {error}"));
     }
@@ -321,6 +339,11 @@ impl Search<'_> {
         fresh_inventory(self.local.config)
     }
 
+    const fn asks(&self) -> Asks<'_> {
+        let container = &self.candidate.container;
+        Asks { id: &self.id, container, by: self.terms.asker(), request: self.request }
+    }
+
     /// One attempt: inventory, image, placement, lease. `refreshed` is a new inventory.
     fn try_take(&self, refreshed: Option<Inventory>) -> Result<Taken, NotTaken> {
         let Self { candidate, request, terms, store, local, .. } = *self;
@@ -337,19 +360,25 @@ impl Search<'_> {
                 let tree = candidate.open_tree(spec)?;
                 (oci::inspect(spec, &tree, request, &inventory, config)?, Some(tree))
             }
-            Terms::Reported(image, _) => (image.clone(), None),
+            Terms::Reported(image, ..) => (image.clone(), None),
             Terms::OfJob(..) => (Image::default(), None),
         };
         // New instances get the ids of destroyed ones, and /proc then looks the same.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
         let allowed = allowed_inventory(terms.limit(), &inventory, config)?;
+        let asks = self.asks();
+        // What Slurm gives to a job it keeps from others.
+        let is_in_order = !matches!(terms, Terms::OfJob(..));
         let (booked, freed) = self.book(|ledger: &mut Ledger| {
             // Instances may have been destroyed and created again since, with the same ids.
             if inventory.mig_changes != ledger.mig.count {
                 return Err(NotTaken::LayoutChanged);
             }
-            let placement = find(request, &self.id, World { inventory: &allowed, ledger, config })
+            let mut placement = find(request, &self.id, World { inventory: &allowed, ledger, config })
                 .map_err(|refusal| self.classify(refusal, may_refresh, (&allowed, ledger)))?;
+            if is_in_order && !ledger.waiters.is_empty() {
+                placement = place_in_order(asks, placement, (&allowed, &inventory), ledger, config)?;
+            }
             let unconfirmed = !placement.mig_devices.is_empty() && !confirmed;
             if unconfirmed || placement.refresh_first && may_refresh {
                 return Err(NotTaken::InventoryOld);
@@ -365,7 +394,7 @@ impl Search<'_> {
                 lease_for(&candidate.container, candidate.owner, &placement, &image, self.id.clone(), config);
             lease.mount_points = own_mount_points(&image, &candidate.container.rootfs, ledger).into();
             match terms {
-                Terms::OfSpec(_) => {}
+                Terms::OfSpec(_) => lease.claimed_owner.clone_from(&request.owner),
                 Terms::Reported(..) => lease = lease.brokered(),
                 Terms::OfJob(job, init) => {
                     lease.state = LeaseState::Active;
@@ -374,7 +403,7 @@ impl Search<'_> {
             }
             ledger.insert(lease.clone())?;
             ledger.stop_awaiting(&self.id);
-            ledger.waiters.retain(|waiter| !waiter.is_of(&self.id, &candidate.container));
+            ledger.waiters.retain(|waiter| !waiter.is_of(&self.id, &candidate.container, asks.by));
             let conflicting_daemons = ledger.conflicting_daemons(&lease).cloned().collect();
             let to_be_cleared = ledger.has_files_to_clear(&lease);
             Ok((lease, placement, conflicting_daemons, to_be_cleared))
@@ -483,6 +512,7 @@ pub fn lease_for(
         brokered: false,
         job: None,
         within: None,
+        claimed_owner: None,
         mig_devices: placement.mig_devices.clone(),
     }
 }

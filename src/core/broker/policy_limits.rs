@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Config, PolicyRule};
+use crate::config::{Config, PolicyRule, Use};
 use crate::ledger::{Lease, LeasedMigDevice, Ledger};
 use crate::place::Placement;
 use crate::request::Request;
@@ -72,7 +72,7 @@ impl PolicyLimit<'_> {
     /// # Errors
     /// The policy has other modes.
     pub fn check_request(&self, request: &Request, config: &Config) -> Result<(), PolicyLimitError> {
-        let is_open = config.device.iter().all(|rule| rule.fixed_use.is_none());
+        let is_open = config.device.iter().all(|rule| rule.fixed_use.and_then(Use::mode).is_none());
         let mode = request.mode.or(is_open.then_some(request.default_mode));
         mode.map_or(Ok(()), |mode| self.check_mode(mode))
     }
@@ -329,7 +329,7 @@ mod tests {
         );
         assert_eq!(asked(None, &open), Err(refusal), "the default mode is time-slice");
         assert_eq!(asked(Some(Mode::Mps), &open), Ok(()));
-        let uses = crate::place::tests::rule("0", Mode::Mps);
+        let uses = crate::place::tests::rule("0", Use::Mps);
         assert_eq!(asked(None, &uses), Ok(()), "the device decides");
     }
 

@@ -135,6 +135,11 @@ pub enum Ask {
     Job,
     /// Asks for the user's leases and the room in their policy.
     Status,
+    /// Asks for the report of what the user's containers held.
+    Report {
+        /// What it is about: `sublet` itself knows.
+        wanted: serde_json::Value,
+    },
 }
 
 /// The parts of a container that matter for its share.
@@ -202,7 +207,7 @@ pub enum Answer {
     },
     /// To `job`; `None`: the job asked Slurm for no GPU.
     Job(Option<JobEnvironment>),
-    /// To `status`.
+    /// To `status` and `report`.
     Status(serde_json::Value),
     /// To `bind`, `unmark` and `make-room`, and to `enter`, for which `false` means that the container has no lease.
     Done(bool),

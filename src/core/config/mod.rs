@@ -4,7 +4,7 @@
 mod values;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -46,6 +46,8 @@ pub struct Config {
     pub suspend: Suspend,
     /// The shares of Slurm's jobs.
     pub slurm: Slurm,
+    /// Whom containers are for.
+    pub accounting: Accounting,
     /// The limits of users without root. The first rule that matches counts.
     pub policy: Vec<PolicyRule>,
     /// Named shares: each a set of annotation keys without the `sublet.` prefix.
@@ -71,6 +73,7 @@ impl Default for Config {
             retry: Retry::default(),
             suspend: Suspend::default(),
             slurm: Slurm::default(),
+            accounting: Accounting::default(),
             policy: Vec::new(),
             share: BTreeMap::new(),
         }
@@ -115,6 +118,14 @@ impl Default for Suspend {
         let [at_least, limit] = [30, 120].map(Duration::from_secs);
         Self { on_demand: true, turns: Duration::ZERO, at_least, limit }
     }
+}
+
+/// `[accounting]`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Accounting {
+    /// Labels that say whom a container of root's Docker is for, the first that it has.
+    pub owner_labels: Vec<String>,
 }
 
 /// `[slurm]`
@@ -215,9 +226,39 @@ pub struct DeviceRule {
     pub name: Option<String>,
     /// Fixes the device's use, so that it does not depend on which container starts first.
     #[serde(rename = "use")]
-    pub fixed_use: Option<Mode>,
+    pub fixed_use: Option<Use>,
     /// The length of the driver's time slice.
     pub time_slice: Option<TimeSlice>,
+}
+
+/// `[[device]] use`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
+pub enum Use {
+    /// Only this mode, as are the next three.
+    TimeSlice,
+    /// Shares of an MPS server.
+    Mps,
+    /// MIG devices.
+    Mig,
+    /// One container at a time.
+    Exclusive,
+    /// No container gets it.
+    None,
+}
+
+impl Use {
+    /// The one mode that it allows.
+    pub(crate) const fn mode(self) -> Option<Mode> {
+        match self {
+            Self::TimeSlice => Some(Mode::TimeSlice),
+            Self::Mps => Some(Mode::Mps),
+            Self::Mig => Some(Mode::Mig),
+            Self::Exclusive => Some(Mode::Exclusive),
+            Self::None => None,
+        }
+    }
 }
 
 /// `[[device]] time_slice`, in the order of `nvidia-smi compute-policy --set-timeslice`.
@@ -249,6 +290,9 @@ pub struct Limits {
     pub reserve: u64,
     /// Keys that a request must have, but for a whole device or a MIG instance.
     pub require: Vec<Required>,
+    /// The longest `sublet.wait`.
+    #[serde(deserialize_with = "values::duration", serialize_with = "values::write_duration")]
+    pub wait_max: Duration,
     /// The driver capabilities that an image's `NVIDIA_DRIVER_CAPABILITIES` may select.
     pub capabilities: Vec<Capability>,
     /// Whether containers that may open every device get a share all the same.
@@ -265,6 +309,7 @@ impl Default for Limits {
             time_slice_max: 8,
             reserve: 512 << 20,
             require: Vec::new(),
+            wait_max: Duration::from_secs(60),
             capabilities: Capability::VARIANTS.to_vec(),
             allow_privileged: false,
             allow_devices: Vec::new(),
@@ -436,6 +481,12 @@ impl Default for Cdi {
 }
 
 impl Config {
+    /// Where what outlives a reboot is kept: `/var/lib/sublet`, for the state in `/run/sublet`.
+    pub fn lasting_dir(&self) -> PathBuf {
+        let below_run = self.state_dir.strip_prefix("/run");
+        below_run.map_or_else(|_| self.state_dir.join("lasting"), |own| Path::new("/var/lib").join(own))
+    }
+
     /// The limit on the sum of SM shares on one MPS device.
     pub(crate) fn sm_bookable(&self) -> Percent {
         // Loading a file checks that the factor is at most 100.

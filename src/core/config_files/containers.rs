@@ -3,6 +3,7 @@
 //! It is a separate file, because a container without annotations needs only `[runtime]` of the configuration. If this
 //! file is absent, the only cost is looking for it.
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -55,6 +56,8 @@ pub struct Known {
     pub service: Option<String>,
     /// `PROJECT/SERVICE` of Compose, or `NAMESPACE/POD`; empty if it is part of neither.
     pub part_of: String,
+    /// Its labels, where the engine's record has them.
+    pub labels: BTreeMap<String, String>,
     /// A warning of its labels, if some are meant as annotations.
     pub warning: Option<String>,
 }

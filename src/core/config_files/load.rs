@@ -18,7 +18,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::{ConfigError, describe};
-use crate::config::{Config, DeviceRule, Grant, NOT_OF_GPUS, PolicyRule, Runtime, is_own_name};
+use crate::config::{Config, DeviceRule, Grant, Limits, NOT_OF_GPUS, PolicyRule, Runtime, is_own_name};
 use crate::share::{Action, LONGEST_WAIT, Selector};
 use crate::text::safe;
 
@@ -375,7 +375,9 @@ pub(super) fn check_values(config: &Config) -> Checked {
     for path in &config.driver.search {
         require_absolute(&["driver", "search"], Path::new(path))?;
     }
-    require(config.defaults.wait <= LONGEST_WAIT, &["defaults", "wait"], "must be at most 60s")?;
+    let most = config.limits.wait_max;
+    require(most <= LONGEST_WAIT, &["limits", "wait_max"], "must be at most 60m")?;
+    require(config.defaults.wait <= most, &["defaults", "wait"], "must be at most [limits] wait_max")?;
     for (index, rule) in config.device.iter().enumerate() {
         check_device(index, rule)?;
     }
@@ -472,6 +474,7 @@ fn check_share(name: &str, config: &Config) -> Checked {
         share: config.share.get(name).map(|keys| (name.to_owned(), keys.clone())).into_iter().collect(),
         defaults: config.defaults.clone(),
         mig: config.mig.clone(),
+        limits: Limits { wait_max: config.limits.wait_max, ..Limits::default() },
         ..Config::default()
     };
     crate::request::parse(&BTreeMap::new(), Some(name), None, &lenient).map(drop).map_err(|error| {

@@ -5,8 +5,7 @@ use insta::assert_snapshot;
 use toml::{Table, Value};
 
 use super::*;
-use crate::config::{DeviceRule, Policy, TimeSlice};
-use crate::share::Mode;
+use crate::config::{DeviceRule, Policy, TimeSlice, Use};
 
 fn file(path: &str, text: &str) -> File {
     File { path: path.into(), text: text.to_owned() }
@@ -58,7 +57,7 @@ fn the_shipped_file_says_the_defaults() {
         [DeviceRule {
             matches: "0".into(),
             name: Some("left".into()),
-            fixed_use: Some(Mode::Mps),
+            fixed_use: Some(Use::Mps),
             time_slice: Some(TimeSlice::Long),
         }]
     );
@@ -232,13 +231,13 @@ fn fractions_of_the_ceiling_are_not_lost() {
 
 #[test]
 fn unknown_keys() {
-    assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, did you mean sm_overcommit?; why: expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`, `allow_devices`");
-    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, did you mean limits?; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `retry`, `suspend`, `slurm`, `policy`, `share`");
+    assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, did you mean sm_overcommit?; why: expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `wait_max`, `capabilities`, `allow_privileged`, `allow_devices`");
+    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, did you mean limits?; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `retry`, `suspend`, `slurm`, `accounting`, `policy`, `share`");
     assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:2:1: unknown key `kill`; why: expected one of `enabled`, `period`, `memory_tolerance`, `memory`, `bypass`, `clients`, `strict_clients`, `left`, `silent`, `strangers`");
     assert_snapshot!(refused("[guard]\nperiod = \"20ms\"\n"), @"configuration /c.toml:2:1: guard.period must be from 100ms to 10s");
     assert_snapshot!(refused("[guard]\nstrangers = \"container\"\n"), @r#"configuration /c.toml:2:1: guard.strangers must be "report" or "terminate": strangers have no container"#);
     assert_snapshot!(refused("[defaults]\nmode = \"timeslice\"\n"), @"configuration /c.toml:2:8: defaults.mode: unknown value `timeslice`, did you mean time-slice?; why: expected one of `time-slice`, `mps`, `mig`, `exclusive`");
-    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `retry`, `suspend`, `slurm`, `policy`, `share`"#);
+    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`; why: expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `retry`, `suspend`, `slurm`, `accounting`, `policy`, `share`"#);
 }
 
 #[test]
@@ -249,7 +248,8 @@ fn wrong_values() {
     assert_snapshot!(refused("[limits]\ntime_slice_max = 0\n"), @"configuration /c.toml:2:1: limits.time_slice_max must be 1 or more");
     assert_snapshot!(refused("[limits]\ntime_slice_max = -1\n"), @"configuration /c.toml:2:18: limits.time_slice_max must be a whole number from 0 to 4294967295, not -1");
     assert_snapshot!(refused("[limits]\nreserve = 512\n"), @r#"configuration /c.toml:2:11: limits.reserve: "512" must be an amount with a unit, such as 512MiB, or 0"#);
-    assert_snapshot!(refused("[defaults]\nwait = \"2m\"\n"), @"configuration /c.toml:2:1: defaults.wait must be at most 60s");
+    assert_snapshot!(refused("[defaults]\nwait = \"2m\"\n"), @"configuration /c.toml:2:1: defaults.wait must be at most [limits] wait_max");
+    assert_snapshot!(refused("[limits]\nwait_max = \"61m\"\n"), @"configuration /c.toml:2:1: limits.wait_max must be at most 60m");
     assert_snapshot!(refused("[mps]\nstart_timeout = \"soon\"\n"), @r#"configuration /c.toml:2:17: mps.start_timeout: "soon" must be 0 or a whole number of ms, s or m, such as 10s"#);
     assert_snapshot!(refused("[mps]\nstart_timeout = \"0\"\n"), @"configuration /c.toml:2:1: mps.start_timeout must be over 0");
     assert_snapshot!(refused("[suspend]\nlimit = \"61m\"\n"), @"configuration /c.toml:2:1: suspend.limit must be at most 60m: the engine waits with the start");
@@ -274,8 +274,8 @@ fn the_longest_state_directory() {
 #[test]
 fn shares_that_make_no_request() {
     assert_snapshot!(refused("[share.small]\nmode = \"mps\"\nsm = 0.25\n"), @"configuration /c.toml:3:1: sublet.sm=0.25 (from [share.small]): a quarter of a percent? write 25; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5");
-    assert_snapshot!(refused("[share.small]\nvram = \"8GiB\"\n"), @"configuration /c.toml:2:1: sublet.vram=8GiB (from [share.small]): unknown key, did you mean sublet.memory?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, visible_devices, default_directory");
-    assert_snapshot!(refused("[share.a]\nshare = \"b\"\n[share.b]\nsm = 25\n"), @"configuration /c.toml:2:1: sublet.share=b (from [share.a]): unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, visible_devices, default_directory");
+    assert_snapshot!(refused("[share.small]\nvram = \"8GiB\"\n"), @"configuration /c.toml:2:1: sublet.vram=8GiB (from [share.small]): unknown key, did you mean sublet.memory?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.owner, visible_devices, default_directory");
+    assert_snapshot!(refused("[share.a]\nshare = \"b\"\n[share.b]\nsm = 25\n"), @"configuration /c.toml:2:1: sublet.share=b (from [share.a]): unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.owner, visible_devices, default_directory");
     assert_snapshot!(refused("[share.\"../x\"]\nsm = 25\n"), @"configuration /c.toml:1:8: share.../x must be named with letters, digits, '-', '_' and '.'");
     let files =
         [file("/weak", "[share.a]\nmode = \"exclusive\"\n"), file("/strong", "\n[share.a]\nsm = 25\n")];

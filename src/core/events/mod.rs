@@ -77,10 +77,12 @@ pub enum Kind {
     Drained,
     /// It takes leases again.
     Undrained,
-    /// A GPU is left out: it is lost, or does not answer as it should.
+    /// A GPU is left out: it is lost, does not answer as it should, or reported a fault.
     GpuLost,
     /// It is served again.
     GpuBack,
+    /// A GPU reported an error of a program's own (Xid).
+    GpuError,
     /// The ledger was lost and rebuilt.
     LedgerRebuilt,
 }
@@ -107,6 +109,9 @@ pub struct Event {
     /// The lease.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub lease: String,
+    /// Whom `sublet.owner` of a container of root's engine names.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub owner: String,
     /// UUIDs of the devices.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<String>,
@@ -117,7 +122,8 @@ pub struct Event {
     /// taking, or to the start of the container's first process. For one that ended: since it was taken.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub took_ms: Option<u64>,
-    /// Of a refusal: the word for it, as in JSON errors (docs/explain.md). Of an action of the guard: the offence.
+    /// Of a refusal: the word for it, as in JSON errors (docs/explain.md). Of an action of the guard: the offence. Of a
+    /// GPU's error: `xid-31`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// The guard's action: `report`, `terminate` or `container`.
@@ -138,6 +144,7 @@ impl Event {
             uid: 0,
             container_id: String::new(),
             lease: String::new(),
+            owner: String::new(),
             devices: Vec::new(),
             daemon: String::new(),
             took_ms: None,
@@ -220,6 +227,7 @@ fn journal_entry(line: &str, event: &Event) -> String {
         | Kind::Guard
         | Kind::MpsFailed
         | Kind::GpuLost
+        | Kind::GpuError
         | Kind::LedgerRebuilt => 4,
         _ => 6,
     };

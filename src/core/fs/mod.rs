@@ -269,7 +269,7 @@ fn temporary_name(path: &Path) -> io::Result<PathBuf> {
 }
 
 /// Removes from `dir` the temporary files of processes that were killed during [`replace`].
-pub(crate) fn sweep(dir: &Path) {
+pub fn sweep(dir: &Path) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry.file_name().to_str().and_then(parse_writer).is_some_and(|pid| Process::find(pid).is_none()) {
             let _ = fs::remove_file(entry.path());
@@ -498,7 +498,7 @@ pub(crate) fn open_trusted(path: &Path, largest: u64) -> io::Result<Option<Resul
 }
 
 /// The content of `path`, as [`open_trusted`] finds it.
-pub(crate) fn read_trusted(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
+pub fn read_trusted(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
     match open_trusted(path, largest)? {
         Some(Ok(file)) => file.read().map(Ok).map(Some),
         Some(Err(why)) => Ok(Some(Err(why))),
@@ -519,10 +519,15 @@ pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
 /// It exists and cannot be read, so that its content would be lost.
 pub fn read_history<T: serde::de::DeserializeOwned + Default>(path: &Path, largest: u64) -> io::Result<T> {
     let Some(Ok(text)) = read_trusted(path, largest)? else { return Ok(T::default()) };
-    serde_json::from_slice(&text).or_else(|_| {
-        let mut aside = path.as_os_str().to_owned();
-        aside.push(".aside");
-        fs::rename(path, aside)?;
-        Ok(T::default())
-    })
+    serde_json::from_slice(&text).or_else(|_| put_aside(path).map(|()| T::default()))
+}
+
+/// Renames `path` to `<path>.aside`.
+///
+/// # Errors
+/// It cannot be renamed.
+pub fn put_aside(path: &Path) -> io::Result<()> {
+    let mut aside = path.as_os_str().to_owned();
+    aside.push(".aside");
+    fs::rename(path, aside)
 }

@@ -78,6 +78,7 @@ pub(super) fn inventory() -> Inventory {
         },
         devices: vec![device(0, 3, "0000:3b:00.0"), device(1, 1, "0000:86:00.0")],
         left_out: Vec::new(),
+        links: Vec::new(),
         directories: Vec::new(),
         files: vec![
             library("libcuda.so.1", &[], Capability::Compute),
@@ -127,6 +128,7 @@ pub(super) fn lease() -> Lease {
         brokered: false,
         job: None,
         within: None,
+        claimed_owner: None,
         mig_devices: Vec::new(),
         mount_points: Vec::new().into(),
         volumes: Vec::new(),

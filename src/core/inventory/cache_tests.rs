@@ -39,6 +39,7 @@ fn inventory(config: &Config) -> Inventory {
         },
         devices: Vec::new(),
         left_out: Vec::new(),
+        links: Vec::new(),
         directories: Vec::new(),
         files: vec![DriverFile {
             source: crate::fs::under(&config.driver.root, LIBCUDA),

@@ -10,6 +10,7 @@ pub mod cache;
 pub mod device_nodes;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
+mod links;
 pub mod programs;
 
 pub use cache::{FileDirectory, InventoryError, SCHEMA};
@@ -17,6 +18,7 @@ pub(crate) use cache::{NO_CHECKPOINT_FILE, is_watched, load_beside, no_checkpoin
 pub use cache::{can_do_mig, fingerprint, last, load, path as cache_path, store, unwatch, watch};
 pub use device_nodes::NodeError;
 use device_nodes::{NODES, make_cap_node};
+pub use links::{Join, Link};
 pub use programs::{MissingPrograms, MpsPrograms};
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,7 +31,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Inject;
 use crate::share::{Capabilities, Capability, MigCapability, Percent};
-use crate::text::safe;
+use crate::text::{safe, safe_long};
 
 /// `inventory.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,6 +51,9 @@ pub struct Inventory {
     /// The GPUs that the driver or the host cannot serve now. They are not among the devices.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
+    /// How each two of the GPUs are joined, in order, as far as the driver tells.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub links: Vec<Link>,
     /// The driver's files, each with the name under which it is mounted.
     pub files: Vec<DriverFile>,
     /// Their directories, as far as they show that no file is missing.
@@ -431,10 +436,18 @@ pub struct LeftOut {
     pub why: String,
 }
 
+/// The longest reason that is shown, in characters.
+const LONGEST_WHY: usize = 600;
+
 impl LeftOut {
     /// As `GPU 3 is left out: Unknown Error; …`.
     pub fn sentence(&self) -> String {
-        format!("{} is left out: {}", self.gpu.label(), safe(&self.why))
+        format!("{} is left out: {}", self.gpu.label(), self.reason())
+    }
+
+    /// Why, safe to print.
+    pub fn reason(&self) -> String {
+        safe_long(&self.why, LONGEST_WHY)
     }
 
     /// `lost` or `unhealthy`.

@@ -4,8 +4,10 @@
 use std::collections::HashMap;
 
 use super::suspension::TICK_MILLISECONDS;
-use super::{DaemonState, DynamicInstance, Init, Lease, LeaseId, Ledger, MpsDaemon, SuspendStep};
+use super::{DaemonState, Drain, DynamicInstance, Init, Lease, LeaseId, Ledger, MpsDaemon, SuspendStep};
 use crate::events::{Event, Kind};
+use crate::share::{Isolation, MIB, Mode, Percent, parse_percent};
+use strum::VariantArray as _;
 
 /// The events between two ledgers, in an order that makes sense.
 pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
@@ -20,7 +22,11 @@ pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
     events.extend(daemon_events(before, after));
     events.extend(lease_events(leases_before, leases_after));
     events.extend(mig_events(before, after));
-    let drained = |kind, device: &String| Event { devices: vec![device.clone()], ..Event::now(kind) };
+    let drained = |kind, device: &String| {
+        let drain = if kind == Kind::Drained { after.drain_of(device) } else { None };
+        let text = drain.map(Drain::words).unwrap_or_default();
+        Event { devices: vec![device.clone()], text, ..Event::now(kind) }
+    };
     events.extend(missing(&after.drained, &before.drained).map(|device| drained(Kind::Drained, device)));
     events.extend(missing(&before.drained, &after.drained).map(|device| drained(Kind::Undrained, device)));
     events
@@ -43,10 +49,16 @@ pub fn lease_event(kind: Kind, lease: &Lease) -> Event {
         uid: lease.container.uid,
         container_id: lease.container.name().into_owned(),
         lease: lease.id.to_string(),
+        owner: lease.claimed_owner.clone().unwrap_or_default(),
         devices: lease.devices.clone(),
         daemon: lease.daemon.as_ref().map(ToString::to_string).unwrap_or_default(),
         ..Event::now(kind)
     }
+}
+
+/// `lease` was taken, now.
+pub fn taken_event(lease: &Lease) -> Event {
+    Event { text: Booked::of(lease).text(), ..lease_event(Kind::LeaseTaken, lease) }
 }
 
 /// The leases by their ids: to look for each in a list of all takes too long for hundreds.
@@ -73,10 +85,10 @@ fn lease_events(before: &[Lease], after: &[Lease]) -> impl Iterator<Item = Event
     after.iter().flat_map(move |lease| {
         let was = known.get(&lease.id);
         let taken = was.is_none().then(|| {
-            let event = lease_event(Kind::LeaseTaken, lease);
+            let event = taken_event(lease);
             // The container's wait for room. A lease that a rebuild found has a process, and no wait is known.
             let waited = since_owners_start(lease, event.uptime_ms).filter(|_| lease.init.is_none());
-            Event { took_ms: waited, text: share(lease), ..event }
+            Event { took_ms: waited, ..event }
         });
         let was_bound = was.is_some_and(|was| was.init.is_some());
         let bound = lease.init.as_ref().filter(|_| !was_bound).map(|Init { process, .. }| {
@@ -114,12 +126,52 @@ fn since_owners_start(lease: &Lease, then: u64) -> Option<u64> {
     then.checked_sub(start).filter(|_| lease.bind_by.is_none() || lease.brokered)
 }
 
-/// Its mode and its limits.
-fn share(lease: &Lease) -> String {
-    let mut words = vec![lease.mode.to_string()];
-    words.extend(lease.sm.map(|sm| format!("sm={sm}")));
-    words.extend(lease.memory_bytes.map(|bytes| format!("memory={}MiB", bytes >> 20)));
-    words.join(" ")
+/// What a lease books of each of its devices, as the event of its taking tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Booked {
+    /// How they are shared.
+    pub mode: Mode,
+    /// Whether its MPS server is its own.
+    pub isolation: Isolation,
+    /// Its limit of the SMs.
+    pub sm: Option<Percent>,
+    /// Its limit of the memory.
+    pub memory_bytes: Option<u64>,
+    /// The job of Slurm's in which its container runs: it is booked with that job's lease.
+    pub job: Option<u64>,
+}
+
+impl Booked {
+    /// By `lease`.
+    pub fn of(lease: &Lease) -> Self {
+        let Lease { mode, isolation, sm, memory_bytes, .. } = *lease;
+        let job = lease.job.as_ref().filter(|_| lease.within.is_some()).map(|job| job.id);
+        Self { mode, isolation, sm, memory_bytes, job }
+    }
+
+    fn text(&self) -> String {
+        let mut words = vec![self.mode.to_string()];
+        words.extend(self.sm.map(|sm| format!("sm={sm}")));
+        words.extend(self.memory_bytes.map(|bytes| format!("memory={}MiB", bytes / MIB)));
+        words.extend(self.job.map(|job| format!("job={job}")));
+        words.join(" ")
+    }
+
+    /// What the event of a taking tells; `None`: it is none.
+    pub fn of_event(event: &Event) -> Option<Self> {
+        let (mode, words) = event.text.split_once(' ').unwrap_or((&event.text, ""));
+        let mode = *Mode::VARIANTS.iter().find(|known| <&str>::from(*known) == mode)?;
+        let value = |key: &str| words.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+        let memory = value("memory").and_then(|text| text.strip_suffix("MiB")?.parse::<u64>().ok());
+        let own_server = !event.lease.is_empty() && event.daemon == event.lease;
+        Some(Self {
+            mode,
+            isolation: if own_server { Isolation::Dedicated } else { Isolation::Shared },
+            sm: value("sm").and_then(|sm| parse_percent(&format!("{sm}%")).ok()),
+            memory_bytes: memory.map(|mebibytes| mebibytes.saturating_mul(MIB)),
+            job: value("job").and_then(|job| job.parse().ok()),
+        })
+    }
 }
 
 fn daemon_events(before: &Ledger, after: &Ledger) -> Vec<Event> {
@@ -298,6 +350,37 @@ mod tests {
         assert_eq!(step(Some(Fault), Some(Serving), running), [""; 0]);
         assert_eq!(step(Some(Starting), Some(Down), pending), ["mps-failed"]);
         assert_eq!(step(Some(Serving), None, running), ["mps-stopped"]);
+    }
+
+    #[test]
+    fn the_event_of_a_taking_has_the_booking() {
+        let mut held = lease(1, GPU);
+        let emitted = |held: &Lease| {
+            let event = events(&ledger(Vec::new()), &ledger(vec![held.clone()])).remove(0);
+            (event.text.clone(), event.owner.clone(), Booked::of_event(&event).unwrap())
+        };
+        assert_eq!(emitted(&held), ("time-slice".into(), String::new(), Booked::of(&held)));
+        (held.mode, held.sm, held.memory_bytes) = (Mode::Mps, parse_percent("12.5").ok(), Some(8 << 30));
+        held.claimed_owner = Some("team-a".to_owned());
+        assert_eq!(emitted(&held), ("mps sm=12.5 memory=8192MiB".into(), "team-a".into(), Booked::of(&held)));
+        (held.isolation, held.daemon) = (Isolation::Dedicated, Some(DaemonKey(held.id.to_string())));
+        held.job = Some(super::super::Job { id: 6, step: None, uid: 1000, cgroup_inode: 1 });
+        assert_eq!(emitted(&held).2.job, None, "the job's own lease");
+        held.within = Some(held.id.clone());
+        assert_eq!(
+            emitted(&held),
+            ("mps sm=12.5 memory=8192MiB job=6".into(), "team-a".into(), Booked::of(&held))
+        );
+        for other in ["", "mps\u{1b}", "first process 7"] {
+            let event = Event { text: other.to_owned(), ..Event::now(Kind::LeaseTaken) };
+            assert_eq!(Booked::of_event(&event), None, "{other}");
+        }
+        let odd = Event {
+            text: "mps sm=1e9 memory=99999999999999999999MiB".into(),
+            ..Event::now(Kind::LeaseTaken)
+        };
+        let booked = Booked::of_event(&odd).unwrap();
+        assert_eq!((booked.sm, booked.memory_bytes), (None, None));
     }
 
     #[test]

@@ -57,6 +57,7 @@ fn every_key_is_in_the_fixture() {
         daemons,
         compute_modes,
         drained,
+        drains,
         unexplained,
         lost,
         leftovers,
@@ -69,14 +70,15 @@ fn every_key_is_in_the_fixture() {
     has_all(&[
         !compute_modes.is_empty(),
         !drained.is_empty(),
+        drains.iter().any(|drain| !drain.reason.is_empty() && !drain.by.is_empty() && drain.until.is_some()),
         !unexplained.is_empty(),
         !leftovers.is_empty(),
     ]);
     assert!(!dynamic_instances.is_empty());
     let has = |seen: fn(&Waiter) -> bool| waiters.iter().any(seen);
     has_all(&[has(|waiter| waiter.process.is_some()), has(|waiter| waiter.retry.is_some())]);
-    has_all(&[has(|waiter| waiter.rule.is_some())]);
-    let mut seen = [false; 19];
+    has_all(&[has(|waiter| waiter.until.is_some()), has(|waiter| waiter.rule.is_some())]);
+    let mut seen = [false; 20];
     for lease in leases {
         let Lease {
             id: _,
@@ -106,6 +108,7 @@ fn every_key_is_in_the_fixture() {
             brokered,
             job,
             within,
+            claimed_owner,
         } = lease;
         let step = job.as_ref().and_then(|Job { id: _, step, uid: _, cgroup_inode: _ }| step.as_ref());
         let has = [
@@ -128,6 +131,7 @@ fn every_key_is_in_the_fixture() {
             step.is_some(),
             job.is_some(),
             within.is_some(),
+            claimed_owner.is_some(),
         ];
         seen.iter_mut().zip(has).for_each(|(seen, has)| *seen |= has);
     }

@@ -2,6 +2,7 @@
 //! every change from one to another.
 
 mod binding;
+mod drains;
 mod error;
 mod events_of_change;
 #[cfg(test)]
@@ -30,8 +31,9 @@ use crate::process::Process;
 use crate::share::{Guarding, Isolation, MIB, Mode, Percent, Priority, Suspend, bytes_of_process};
 
 pub use binding::{Binding, NotBound, TooManyUnbound};
+pub use drains::{Drain, LONGEST_REASON};
 pub use error::LedgerError;
-pub use events_of_change::lease_event;
+pub use events_of_change::{Booked, lease_event, taken_event};
 pub(crate) use left_processes::IN_STATE_D;
 pub(crate) use liveness::Scan;
 #[cfg(any(test, feature = "fixtures"))]
@@ -82,6 +84,9 @@ pub struct Ledger {
     pub compute_modes: Vec<ChangedComputeMode>,
     /// Devices that take no new lease, by UUID: `sublet drain`.
     pub drained: Vec<String>,
+    /// Why, and until when.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub drains: Vec<Drain>,
     /// Devices that take no new lease, because a rebuild found processes there that are not attributable to any lease.
     pub unexplained: Vec<String>,
     /// The ledger was rebuilt without its copy, so earlier inventories do not show which processes are on the devices
@@ -206,6 +211,10 @@ pub struct Lease {
     /// The lease of that job. The part of this container is booked there, as long as that lease exists.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub within: Option<LeaseId>,
+    /// Whom `sublet.owner` names: a claim of whoever may start containers by root's engine. Of a user's own lease and of a
+    /// job's the user is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub claimed_owner: Option<String>,
 }
 
 /// A job of Slurm's on this node.

@@ -450,6 +450,7 @@ pub mod fixture {
             brokered: false,
             job: None,
             within: None,
+            claimed_owner: None,
             mig_devices: Vec::new(),
         }
     }

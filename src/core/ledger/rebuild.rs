@@ -66,6 +66,7 @@ pub(super) fn salvage(path: &Path, ledger: &mut Ledger) {
     let Ok(serde_json::Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
     let mut list = |name| old.remove(name).unwrap_or_default();
     ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();
+    ledger.drains = serde_json::from_value(list("drains")).unwrap_or_default();
     if list("boot_id") == ledger.boot_id.as_str() {
         ledger.compute_modes = serde_json::from_value(list("compute_modes")).unwrap_or_default();
         ledger.mig = serde_json::from_value(list("mig")).unwrap_or_default();

@@ -197,7 +197,7 @@ pub(super) fn keep_settings(ledger: Arc<Ledger>, boot: &str) -> Arc<Ledger> {
     if ledger.boot_id == boot {
         return ledger;
     }
-    Arc::new(Ledger { drained: ledger.drained.clone(), ..Ledger::empty(boot) })
+    Arc::new(Ledger { drained: ledger.drained.clone(), drains: ledger.drains.clone(), ..Ledger::empty(boot) })
 }
 
 /// Whether this process may not change the state. Root of the initial user namespace may, and so may the owner of the

@@ -175,6 +175,10 @@ impl Store {
             let mut ledger = Ledger::clone(&start);
             let freed = if scan == Scan::None { Freed::new() } else { reclaim(&mut ledger, &running) };
             self.reopen_devices(&mut ledger);
+            // Not called on the way of a start where there is none (tests/lint/visits).
+            if !ledger.drains.is_empty() {
+                ledger.end_drains();
+            }
             (ledger, freed)
         };
         let (mut after, mut freed) = settled();

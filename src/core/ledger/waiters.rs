@@ -1,8 +1,9 @@
 //! Who waits for a share: starts with `sublet.wait`, `sublet wait`, refused containers of Docker's, which `sublet serve`
 //! starts again, and containers that were suspended for others, which it resumes. An entry is a place in the order and names
-//! the share that is waited for; it holds no share.
+//! the share that is waited for; it holds no share. Who comes first is decided in [`crate::admit`], when a lease is taken.
 
 use std::path::Path;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -16,11 +17,20 @@ use crate::text::is_engine_id;
 /// How many have an entry. Further starts wait without one, and further containers are not started again.
 const MOST: usize = 128;
 
+/// How many of a user without root's have one.
+const MOST_OF_A_USER: usize = 16;
+
+/// The largest entry of such a user, in bytes: its paths and devices are the user's words, and every start reads the ledger.
+const LARGEST_OF_A_USER: usize = 16 << 10;
+
 /// The longest reason, in characters.
 const LONGEST: usize = 1000;
 
 /// How long a refused container is kept that `sublet serve` has not found at Docker yet, in seconds.
 const UNCONFIRMED: u64 = 600;
+
+/// How long a process keeps its place when the time is over for which it waits, in seconds: it may have been stopped.
+const OVERDUE: u64 = 10;
 
 /// How long before its time a refused container keeps others from its room, in seconds: for as long its start may be under
 /// way, too.
@@ -42,6 +52,9 @@ pub struct Waiter {
     /// The process that waits, with which the wait ends; `None`: `sublet serve` starts the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
+    /// When the time is over for which the process waits, in seconds since boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) until: Option<u64>,
     /// The policy of the user who waits; `None`: root, or root's engine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rule: Option<PolicyRule>,
@@ -68,14 +81,20 @@ impl Retry {
         self.starts = self.starts.saturating_add(1);
     }
 
+    /// Docker does not say what the container is like: others need not wait for it.
+    pub fn postpone(&mut self) {
+        self.from = self.from.max(uptime_seconds() + 30);
+    }
+
     /// Whether `sublet serve` starts it as soon as there is room, or has just done so.
-    fn is_due(&self) -> bool {
+    pub fn is_due(&self) -> bool {
         self.confirmed && self.from <= uptime_seconds() + UNDER_WAY
     }
 }
 
 impl Waiter {
-    /// The process `by` waits for `request`, for the container `of`; `None`: `sublet serve`, which starts that again.
+    /// The process `by` waits for `request` as long as that says, for the container `of`; `None`: `sublet serve`, which starts
+    /// that again.
     pub fn new(id: &LeaseId, of: &Container, request: &Request, why: &str, by: Option<Process>) -> Self {
         Self {
             id: id.clone(),
@@ -85,15 +104,32 @@ impl Waiter {
             why: why.chars().take(LONGEST).collect(),
             since: epoch_seconds(),
             process: by,
+            until: by.map(|_| uptime_seconds() + request.wait.as_secs() + OVERDUE),
             rule: None,
             retry: by.is_none().then(|| Retry { from: uptime_seconds(), ..Retry::default() }),
         }
     }
 
-    /// Whether a container is to start as soon as there is room. `sublet wait` starts none.
+    /// It keeps its place for so long at least.
+    pub fn stay_for(&mut self, time: Duration) {
+        let least = uptime_seconds() + time.as_secs() + OVERDUE;
+        self.until = self.until.map(|until| until.max(least));
+    }
+
+    /// Whether it is for a container. `sublet wait` starts none.
     pub(crate) fn starts(&self) -> bool {
-        let is_known = self.container != Container { uid: self.container.uid, ..Container::default() };
-        is_known && self.retry.as_ref().is_none_or(Retry::is_due)
+        self.container != Container { uid: self.container.uid, ..Container::default() }
+    }
+
+    /// Whether it takes room as soon as there is some.
+    pub(crate) fn is_due(&self) -> bool {
+        self.retry.as_ref().is_none_or(Retry::is_due)
+    }
+
+    /// Whether it waits without an entry.
+    fn is_too_large(&self) -> bool {
+        let length = || serde_json::to_string(self).map_or(usize::MAX, |text| text.len());
+        self.rule.is_some() && length() > LARGEST_OF_A_USER
     }
 
     /// Its request; `None`: this version cannot read that.
@@ -101,19 +137,20 @@ impl Waiter {
         Request::deserialize(&self.request).ok()
     }
 
-    /// Whether it is the start of `container`, or that with lease `id`.
-    pub(crate) fn is_of(&self, id: &LeaseId, container: &Container) -> bool {
+    /// Whether it is the start of `container`, or that with lease `id`, or that for which the process `by` waits.
+    pub(crate) fn is_of(&self, id: &LeaseId, container: &Container, by: Option<Process>) -> bool {
         let (own, other) = (&self.container, container);
         let same = (own.uid, &own.id, &own.bundle) == (other.uid, &other.id, &other.bundle);
-        self.id == *id || same && !own.id.is_empty()
+        self.id == *id || same && !own.id.is_empty() || by.is_some() && self.process == by
     }
 
-    /// Whether its process runs, or `sublet serve` has found its container or may still do so.
-    pub(super) fn is_there(&self) -> bool {
+    /// Whether its process runs and has time, or `sublet serve` has found its container or may still do so.
+    pub fn is_there(&self) -> bool {
         // Whatever the clock is set to.
         let is_new = |retry: &Retry| uptime_seconds().saturating_sub(retry.from) < UNCONFIRMED;
         let may_stay = self.retry.as_ref().is_none_or(|retry| retry.confirmed || is_new(retry));
-        may_stay && self.process.as_ref().is_none_or(Process::is_alive)
+        let has_time = self.until.is_none_or(|until| uptime_seconds() <= until);
+        may_stay && has_time && self.process.as_ref().is_none_or(Process::is_alive)
     }
 }
 
@@ -129,9 +166,22 @@ impl Ledger {
     /// Puts `waiter` at the end of the order. One that waits already keeps its place, and its attempts. If the
     /// order is full, the first goes that may be no container to be started again.
     pub fn add_waiter(&mut self, waiter: Waiter) {
-        match self.waiters.iter_mut().find(|old| old.is_of(&waiter.id, &waiter.container)) {
-            Some(old) if old.retry.is_some() => (old.request, old.why) = (waiter.request, waiter.why),
+        if waiter.is_too_large() {
+            return;
+        }
+        // A user's process asks with another lease each time, and the container may not be known yet.
+        let by = waiter.process.filter(|_| waiter.rule.is_some());
+        let is_its = |old: &&mut Waiter| old.is_of(&waiter.id, &waiter.container, by);
+        let of_user = |old: &&Waiter| old.rule.is_some() && old.container.uid == waiter.container.uid;
+        let is_over = waiter.rule.is_some() && self.waiters.iter().filter(of_user).count() >= MOST_OF_A_USER;
+        match self.waiters.iter_mut().find(is_its) {
+            Some(old) if old.retry.is_some() || old.process == waiter.process => {
+                (old.request, old.why) = (waiter.request, waiter.why);
+                // Of a refused container's start nobody says how long it takes.
+                old.until = old.until.max(waiter.until.filter(|_| old.retry.is_none()));
+            }
             Some(old) => *old = Waiter { since: old.since, ..waiter },
+            None if is_over => {}
             None => {
                 let is_unconfirmed = |old: &Waiter| old.retry.as_ref().is_some_and(|retry| !retry.confirmed);
                 let unconfirmed = self.waiters.iter().position(is_unconfirmed);
@@ -206,6 +256,53 @@ mod tests {
         let set = Waiter { since: 0, ..waiter(4, "c", "no", None) };
         let all = [waiter(1, "a", "no", Some(me)), waiter(2, "b", "no", Some(gone)), late, found, set];
         assert_eq!(all.map(|waiter| waiter.is_there()), [true, false, false, true, true]);
+        // A process that was stopped keeps no place for ever.
+        let overdue = Waiter { until: uptime_seconds().checked_sub(1), ..waiter(5, "d", "no", Some(me)) };
+        assert!(!overdue.is_there());
+    }
+
+    /// Of a user, for whom `process` asks again and again.
+    fn users(n: u64, uid: u32, process: Process) -> Waiter {
+        let waiter = waiter(n, "", "no", Some(process));
+        let container = Container { uid, ..waiter.container.clone() };
+        Waiter { rule: Some(PolicyRule::default()), container, ..waiter }
+    }
+
+    #[test]
+    fn a_user_has_an_entry_for_each_process_and_not_all_of_them() {
+        let (mut ledger, me) = (Ledger::empty("boot"), Process::current().unwrap());
+        for n in 1..10 {
+            ledger.add_waiter(users(n, 1000, me));
+        }
+        assert_eq!((ledger.waiters.len(), ledger.waiters[0].id.as_str()), (1, "0000000000000001"));
+        for n in 10..100 {
+            ledger.add_waiter(users(n, 1000, Process { start_time: n, ..me }));
+        }
+        assert_eq!(ledger.waiters.len(), MOST_OF_A_USER);
+        let process = |n| Process { start_time: n, ..me };
+        ledger.add_waiter(users(200, 1001, process(200)));
+        assert_eq!(ledger.waiters.len(), MOST_OF_A_USER + 1);
+        let mut long = users(201, 1002, process(201));
+        long.container.rootfs = "\u{1}".repeat(4096).into();
+        ledger.add_waiter(long.clone());
+        assert_eq!(ledger.waiters.len(), MOST_OF_A_USER + 1, "every start would read its 24 KiB");
+        long.rule = None;
+        ledger.add_waiter(long);
+        assert_eq!(ledger.waiters.len(), MOST_OF_A_USER + 2, "root's may be long");
+    }
+
+    #[test]
+    fn a_refused_container_keeps_its_turn_while_its_start_is_due_or_under_way() {
+        let mut retry = waiter(1, "web", "no", None).retry.unwrap();
+        assert!(!retry.is_due(), "Docker has not said that it is to be started");
+        retry.confirmed = true;
+        assert!(retry.is_due());
+        retry.note_start();
+        assert!(retry.is_due(), "it is being started");
+        retry.postpone();
+        assert!(!retry.is_due());
+        (0..5).for_each(|_| retry.note_start());
+        assert!(!retry.is_due(), "it was refused often");
     }
 
     #[test]

@@ -216,6 +216,7 @@ pub(super) mod tests {
             brokered: false,
             job: None,
             within: None,
+            claimed_owner: None,
             mig_devices: Vec::new(),
         }
     }

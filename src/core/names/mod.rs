@@ -34,8 +34,8 @@ const ENDED: usize = 512;
 /// Far more than [`ENDED`] and all leases of a host have, in bytes.
 const LARGEST: u64 = 4 << 20;
 
-/// The longest name, image, part and unit, in bytes: together with a container id of 64 digits 256.
-const LONGEST: [usize; 4] = [48, 64, 40, 40];
+/// The longest name, image, part, unit and owner, in bytes: together with a container id of 64 digits 320.
+const LONGEST: [usize; 5] = [48, 64, 40, 40, 64];
 
 /// How long names are looked for: an engine waits where a container is refused. A container left out keeps its name.
 const LIMIT: Duration = Duration::from_millis(500);
@@ -65,6 +65,9 @@ pub struct Name {
     pub part_of: String,
     /// The systemd unit that its first process runs in; empty without one.
     pub unit: String,
+    /// What the first of `[accounting] owner_labels` that it has says; empty without one.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub owner: String,
 }
 
 impl Name {
@@ -75,9 +78,9 @@ impl Name {
 
     /// With its texts no longer than [`LONGEST`]. Of an image the end is kept, which has the tag.
     fn cut(mut self) -> Self {
-        let [name, image, part_of, unit] = LONGEST;
-        for (text, longest) in [(&mut self.name, name), (&mut self.part_of, part_of), (&mut self.unit, unit)]
-        {
+        let [name, image, part_of, unit, owner] = LONGEST;
+        let texts = [&mut self.name, &mut self.part_of, &mut self.unit, &mut self.owner];
+        for (text, longest) in texts.into_iter().zip([name, part_of, unit, owner]) {
             let end = (0..=longest.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
             text.truncate(end.unwrap_or_default());
         }
@@ -148,9 +151,10 @@ impl Names {
         names.0.values_mut().for_each(|known| known.seen = known.seen.min(now.saturating_sub(1)));
         let before = names.0.clone();
         let may_look = |lease: &Lease| is_own(lease, is_remote) && began.elapsed() < LIMIT;
-        names.note(ledger, now, |lease| may_look(lease).then(|| learnt(lease)).flatten());
+        let labels = &config.accounting.owner_labels;
+        names.note(ledger, now, |lease| may_look(lease).then(|| learnt(lease, labels)).flatten());
         let refused = refused.filter(|one| !one.id.is_empty());
-        let refused = refused.and_then(|one| Some(Known::of(one, by_engine(one)?.cut(), now)));
+        let refused = refused.and_then(|one| Some(Known::of(one, by_engine(one, labels)?.cut(), now)));
         names.0.extend(refused.map(|known| (known.container_id.clone(), known)));
         // But for when they were seen.
         let texts = |(id, known): (&String, &Known)| (id.clone(), known.name.clone());
@@ -353,8 +357,8 @@ const ENGINES: [&str; 5] =
     ["docker.service", "containerd.service", "podman.service", "crio.service", "sublet.service"];
 
 /// The name of the container of `lease` for people; `None` if nothing is known of it.
-fn learnt(lease: &Lease) -> Option<Name> {
-    let by_engine = by_engine(&lease.container);
+fn learnt(lease: &Lease, owner_labels: &[String]) -> Option<Name> {
+    let by_engine = by_engine(&lease.container, owner_labels);
     let cgroup = lease.init.as_ref().and_then(|init| init.cgroup.as_deref());
     let unit = cgroup.and_then(unit).unwrap_or_default();
     if by_engine.is_none() && unit.is_empty() {
@@ -363,8 +367,8 @@ fn learnt(lease: &Lease) -> Option<Name> {
     Some(Name { unit, ..by_engine.unwrap_or_default() })
 }
 
-/// As its engine's own record has it.
-pub fn by_engine(container: &Container) -> Option<Name> {
+/// As its engine's own record has it; one of `owner_labels` says whom it is for.
+pub fn by_engine(container: &Container, owner_labels: &[String]) -> Option<Name> {
     let Container { id, bundle, rootfs, .. } = container;
     let docker = containers_by_name::docker_above(id, rootfs).ok().flatten();
     let podman = || container_root::podman_record(bundle, rootfs);
@@ -375,8 +379,9 @@ pub fn by_engine(container: &Container) -> Option<Name> {
     let (engine, recorded) = (docker.map(|found| (Engine::Docker, found)))
         .or_else(|| Some((Engine::Podman, podman()?)))
         .or_else(|| Some((Engine::Containerd, containerd()?)))?;
-    let Recorded { name, image, part_of, .. } = recorded;
-    Some(Name { engine: Some(engine), name, image, part_of, unit: String::new() })
+    let Recorded { name, image, part_of, labels, .. } = recorded;
+    let owner = owner_labels.iter().find_map(|label| labels.get(label)).cloned().unwrap_or_default();
+    Some(Name { engine: Some(engine), name, image, part_of, unit: String::new(), owner })
 }
 
 /// The innermost systemd service that a cgroup directory lies in (systemd.resource-control(5): one directory a unit).

@@ -74,10 +74,9 @@ fn who_stores_names_keeps_those_that_another_stored_meanwhile() {
 #[test]
 fn long_names_are_cut_between_characters() {
     let long = "ä".repeat(100);
-    let name =
-        Name { engine: None, name: long.clone(), image: long.clone(), part_of: long.clone(), unit: long };
-    let cut = name.cut();
-    let lengths = [&cut.name, &cut.image, &cut.part_of, &cut.unit].map(String::len);
+    let (name, image, part_of, owner) = (long.clone(), long.clone(), long.clone(), long.clone());
+    let cut = Name { engine: None, name, image, part_of, unit: long, owner }.cut();
+    let lengths = [&cut.name, &cut.image, &cut.part_of, &cut.unit, &cut.owner].map(String::len);
     assert_eq!(lengths, LONGEST);
     let image = format!("registry.example/{}:tag", "x".repeat(100));
     assert!(Name { image, ..Name::default() }.cut().image.ends_with("x:tag"));
@@ -173,19 +172,23 @@ fn write(path: &Path, content: &Value) {
 fn dockers_record_lies_below_its_data_root_wherever_that_is() {
     let root = tempfile::tempdir().unwrap();
     let record = json!({"Name": "/web-1", "Config": {"Image": "probe:1", "Labels": {
-        "com.docker.compose.project": "shop", "com.docker.compose.service": "web"}}});
+        "com.docker.compose.project": "shop", "com.docker.compose.service": "web", "team": "vision"}}});
     write(&root.path().join("containers").join(ID).join("config.v2.json"), &record);
     for rootfs in ["overlay2/abc/merged", &format!("rootfs/overlayfs/{ID}")] {
-        let named = by_engine(&container(ID, "/run/x".into(), root.path().join(rootfs))).unwrap();
+        let named = by_engine(&container(ID, "/run/x".into(), root.path().join(rootfs)), &[]).unwrap();
         assert_eq!((named.name.as_str(), named.image.as_str()), ("web-1", "probe:1"));
-        assert_eq!(named.part_of, "shop/web");
+        assert_eq!((named.part_of.as_str(), named.owner.as_str()), ("shop/web", ""));
+        let labels = ["cost-centre", "team"].map(str::to_owned);
+        let by_label = by_engine(&container(ID, "/run/x".into(), root.path().join(rootfs)), &labels).unwrap();
+        assert_eq!(by_label.owner, "vision", "the first label that it has");
     }
     let unlabelled = json!({"Name": "x", "Config": {"Image": "", "Labels": null}});
     write(&root.path().join("containers").join(ID).join("config.v2.json"), &unlabelled);
-    let named = by_engine(&container(ID, PathBuf::new(), root.path().join("overlay2/a/merged"))).unwrap();
+    let named =
+        by_engine(&container(ID, PathBuf::new(), root.path().join("overlay2/a/merged")), &[]).unwrap();
     assert_eq!((named.name.as_str(), named.part_of.as_str()), ("x", ""));
     for id in ["job", "../../etc", "", &ID[1..]] {
-        assert_eq!(by_engine(&container(id, PathBuf::new(), root.path().join("a/b"))), None, "{id}");
+        assert_eq!(by_engine(&container(id, PathBuf::new(), root.path().join("a/b")), &[]), None, "{id}");
     }
 }
 
@@ -206,16 +209,16 @@ fn podmans_lists_have_the_name_and_the_image() {
             container(ID, PathBuf::new(), by_layer.clone()),
             container("", PathBuf::new(), by_layer.clone()),
         ] {
-            let named = by_engine(&known).unwrap();
+            let named = by_engine(&known, &[]).unwrap();
             assert_eq!((named.name.as_str(), named.image.as_str()), ("web-1", "localhost/probe:latest"));
         }
         assert_eq!(container_root::podman_id(&by_layer).as_deref(), Some(ID));
         assert_eq!(container_root::podman_id(&storage.path().join("vfs/dir/other")), None);
         fs::remove_file(containers.join(list)).unwrap();
-        assert_eq!(by_engine(&container(ID, bundle.clone(), "/r".into())), None);
+        assert_eq!(by_engine(&container(ID, bundle.clone(), "/r".into()), &[]), None);
     }
     write(&containers.join("containers.json"), &json!([{"id": "other"}]));
-    assert_eq!(by_engine(&container(ID, bundle, "/r".into())), None);
+    assert_eq!(by_engine(&container(ID, bundle, "/r".into()), &[]), None);
 }
 
 #[test]
@@ -226,14 +229,14 @@ fn a_pods_container_is_known_by_containerds_annotations_in_its_own_bundle() {
         "io.kubernetes.cri.container-name": "web", "io.kubernetes.cri.image-name": "x:1",
         "io.kubernetes.cri.sandbox-name": "shop-0", "io.kubernetes.cri.sandbox-namespace": "prod"});
     write(&bundle.join("config.json"), &json!({"annotations": annotations}));
-    let named = by_engine(&container("c1", bundle, "/r".into())).unwrap();
+    let named = by_engine(&container("c1", bundle, "/r".into()), &[]).unwrap();
     assert_eq!(
         (named.name.as_str(), named.image.as_str(), named.part_of.as_str()),
         ("web", "x:1", "prod/shop-0")
     );
     let elsewhere = root.path().join("c1");
     write(&elsewhere.join("config.json"), &json!({"annotations": annotations}));
-    assert_eq!(by_engine(&container("c1", elsewhere, "/r".into())), None);
+    assert_eq!(by_engine(&container("c1", elsewhere, "/r".into()), &[]), None);
 }
 
 #[test]

@@ -125,7 +125,8 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
     // `docker service create` adds the registry's digest.
     let pinned = image.split_once('@').filter(|_| record.managed);
     let image = pinned.map_or(&*image, |(image, _)| image).to_owned();
-    Ok(Some(Known { name, image, service, part_of, warning: warn_of_labels(&labels, "as --annotation") }))
+    let warning = warn_of_labels(&labels, "as --annotation");
+    Ok(Some(Known { name, image, service, part_of, labels, warning }))
 }
 
 /// Annotations of containerd's CRI, which overwrites a pod's own
@@ -166,7 +167,8 @@ mod tests {
 
     #[test]
     fn docker_writes_down_the_names() {
-        let names = Known { name: "web-1".into(), image: "probe:1".into(), ..Known::default() };
+        let labels = [("name".to_owned(), "x".to_owned())].into();
+        let names = Known { name: "web-1".into(), image: "probe:1".into(), labels, ..Known::default() };
         let record = json!({"ID": ID, "Config": {"Image": "probe:1", "Labels": {"name": "x"}},
             "Image": "sha256:0", "Name": "/web-1"});
         assert_eq!(in_docker(&record.to_string()).unwrap(), Some(names));
@@ -183,9 +185,11 @@ mod tests {
         };
         let name = "web.1.x".to_owned();
         let image = "r.io/x:1".to_owned();
-        let task = Known { name: name.clone(), image, service: Some("web".into()), ..Known::default() };
+        let labels = BTreeMap::from([(SERVICE.to_owned(), "web".to_owned())]);
+        let service = Some("web".to_owned());
+        let task = Known { name: name.clone(), image, service, labels: labels.clone(), ..Known::default() };
         assert_eq!(record(true), task);
-        let plain = Known { name, image: "r.io/x:1@sha256:0".into(), ..Known::default() };
+        let plain = Known { name, image: "r.io/x:1@sha256:0".into(), labels, ..Known::default() };
         assert_eq!(record(false), plain);
         let bare = json!({"Name": "/a", "Managed": true, "Config": {"Image": "x", "Labels": null}});
         assert_eq!(in_docker(&bare.to_string()).unwrap().unwrap().service, None);

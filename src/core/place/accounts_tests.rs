@@ -134,7 +134,7 @@ fn any_device() -> impl Strategy<Value = (u64, u64, bool)> {
     (1_u64..200, 50_u64..=100, prop::bool::weighted(0.2))
 }
 
-fn any_request() -> impl Strategy<Value = Request> {
+pub(crate) fn any_request() -> impl Strategy<Value = Request> {
     let memory = prop_oneof![
         Just(None),
         (1_u64..60).prop_map(|gib| Some(Memory::Bytes(gib * GIB))),

@@ -3,8 +3,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::select::{mig_hosts, wants_mig};
-use crate::config::Config;
+use super::select::{mig_hosts, rule, wants_mig};
+use crate::config::{Config, Use};
 use crate::inventory::{Device, Inventory};
 use crate::ledger::Ledger;
 use crate::request::Request;
@@ -88,6 +88,7 @@ impl Order {
         let sites = mig_hosts(request, inventory, config)
             .into_iter()
             .filter(|gpu| gpu.mig_enabled && !ledger.drained.contains(&gpu.uuid))
+            .filter(|gpu| rule(gpu, config).is_none_or(|rule| rule.fixed_use != Some(Use::None)))
             // Any instance created there would be refused.
             .filter(|gpu| !is_alone(request) || request.sm.is_none() || gpu.sm_count.is_some())
             .map(|gpu| site(request, gpu))

@@ -94,6 +94,7 @@ pub fn host(devices: Vec<Device>) -> Inventory {
         },
         devices,
         left_out: vec![],
+        links: vec![],
         files: vec![],
         directories: vec![],
     }
@@ -115,6 +116,7 @@ pub fn request(mode: Mode) -> Request {
         suspend: Suspend::Never,
         visible_devices: None,
         default_directory: true,
+        owner: None,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),
         not_served: Vec::new(),

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use super::fixture::{GIB, device, host, part, process, request};
 use super::tests::{id, leased, ledger, mps, percent, refused, rule};
 use super::*;
+use crate::config::Use;
 use crate::inventory::{ComputeMode, Virtualization};
 use crate::ledger::fixture::lease;
 use crate::request::parse;
@@ -124,7 +125,7 @@ fn configs() -> Vec<Config> {
     (generous.limits.sm_overcommit, generous.limits.memory_overcommit) = (2.0, 1.5);
     let mut strict = Config::default();
     strict.limits.require = vec![crate::config::Required::Memory];
-    vec![Config::default(), generous, strict, rule("0", Mode::TimeSlice), rule("all", Mode::Exclusive)]
+    vec![Config::default(), generous, strict, rule("0", Use::TimeSlice), rule("all", Use::Exclusive)]
 }
 
 /// The numbers before `%` in `text`.

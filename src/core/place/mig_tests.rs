@@ -3,6 +3,7 @@
 use super::fixture::{GIB, device, host, part, process, request};
 use super::tests::{id, ledger};
 use super::*;
+use crate::config::Use;
 use crate::inventory::MigDevice;
 use crate::ledger::Lease;
 use crate::ledger::fixture::lease;
@@ -222,9 +223,13 @@ fn rules_are_for_the_instance_or_its_gpu_not_both() {
         ..request(Mode::TimeSlice)
     };
     let on = |config: &Config, request: &Request| place(request, &id(), &cut(), &ledger(vec![]), config);
-    let found = on(&with("0:1", Mode::Mps), &by_name).unwrap();
+    let found = on(&with("0:1", Use::Mps), &by_name).unwrap();
     assert_eq!((found.devices.concat().as_str(), found.mode), ("MIG-1", Mode::Mps));
-    assert!(on(&with("0", Mode::Mps), &named(1, Mode::Mig)).is_ok(), "a GPU's use is not its instances'");
-    let kept = on(&with("0:1", Mode::Mps), &named(1, Mode::Mig)).unwrap_err();
+    assert!(on(&with("0", Use::Mps), &named(1, Mode::Mig)).is_ok(), "a GPU's use is not its instances'");
+    for name in ["0", "0:1"] {
+        let closed = on(&with(name, Use::None), &named(1, Mode::Mig)).unwrap_err().message;
+        assert!(closed.contains("is kept from containers"), "{name}: {closed}");
+    }
+    let kept = on(&with("0:1", Use::Mps), &named(1, Mode::Mig)).unwrap_err();
     assert!(kept.message.contains(": MIG device 0:1 is reserved for mps"), "{kept}");
 }

@@ -3,6 +3,7 @@
 #[cfg(test)]
 pub mod accounts_tests;
 mod bookings;
+mod closest;
 mod dynamic_mig_order;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
@@ -25,7 +26,7 @@ use std::collections::BTreeSet;
 
 use crate::config::Config;
 use crate::inventory::{Device, Inventory, LeftOut};
-use crate::ledger::{DaemonKey, Lease, LeaseId, LeasedMigDevice, Ledger};
+use crate::ledger::{DaemonKey, Lease, LeaseId, LeasedMigDevice, Ledger, Waiter};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority, Suspend};
 use crate::text::{add_fix, add_why, list_some};
@@ -36,7 +37,7 @@ pub use bookings::{Bookings, SERVER_BYTES, bookings, client_limit};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use make_room::may_make_room;
 pub(crate) use make_room::{Suspendable, whom_to_suspend};
-pub use refusal::Refusal;
+pub use refusal::{Refusal, describe_request};
 pub use resume::check_resume;
 pub(crate) use select::selected;
 pub use select::{ambiguous, meant, named, only, rule, wants_mig};
@@ -112,12 +113,44 @@ pub fn place_within(
         if let Some(left_out) = describe_left_out(request, world).filter(|_| !refusal.left_out) {
             refusal.message = add_why(&refusal.message, &left_out);
         }
-        let waits = refusal.temporary && !refusal.left_out && request.wait.is_zero();
-        let wait = waits.then(|| "sublet.wait=60s waits for room".to_owned());
+        let waits = refusal.temporary && !refusal.left_out;
+        let wait = waits.then(|| advise_waiting(request, config)).flatten();
         let advice = refusal::advice(request, id, world, allows).into_iter().chain(wait);
         refusal.message = advice.fold(refusal.message, |message, way| add_fix(&message, &way));
         refusal
     })
+}
+
+/// For each who waits, its place among those for whom one of the same devices may do: 1 is served first.
+pub fn places<'w>(
+    waiters: impl IntoIterator<Item = &'w Waiter>,
+    inventory: &Inventory,
+    config: &Config,
+) -> Vec<usize> {
+    let ledger = &Ledger::default();
+    let world = World { inventory, ledger, config };
+    let mut before: Vec<BTreeSet<usize>> = Vec::new();
+    let place = |waiter: &Waiter| {
+        let slots = waiter.request().and_then(|request| select::slots(&request, world).ok());
+        let devices: BTreeSet<usize> = slots.into_iter().flatten().flatten().collect();
+        let place = 1 + before.iter().filter(|other| !other.is_disjoint(&devices)).count();
+        before.push(devices);
+        place
+    };
+    waiters.into_iter().map(place).collect()
+}
+
+/// The advice to wait, for a request that does not, as far as `[limits] wait_max` allows it.
+pub(crate) fn advise_waiting(request: &Request, config: &Config) -> Option<String> {
+    let seconds = config.limits.wait_max.as_secs().min(60);
+    (request.wait.is_zero() && seconds > 0).then(|| format!("sublet.wait={seconds}s waits for room"))
+}
+
+/// How many leases but `id` are on the devices with these UUIDs.
+pub(crate) fn count_neighbours(id: &LeaseId, devices: &[String], ledger: &Ledger) -> usize {
+    let is_beside =
+        |lease: &&Lease| lease.id != *id && lease.devices.iter().any(|uuid| devices.contains(uuid));
+    ledger.leases.iter().filter(is_beside).count()
 }
 
 /// [`place_within`], with the bare reason, which is found in a fraction of the time.
@@ -150,10 +183,7 @@ pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<
         // If all of these are larger, the percentage of their smallest did not fit before.
         if smallest.is_none() || devices.iter().map(memory).min() == smallest {
             let placement = placement(request, inventory, devices, &fits);
-            let is_beside = |lease: &&Lease| {
-                lease.id != *id && lease.devices.iter().any(|uuid| placement.devices.contains(uuid))
-            };
-            let neighbours = Some(world.ledger.leases.iter().filter(is_beside).count());
+            let neighbours = Some(count_neighbours(id, &placement.devices, world.ledger));
             return Ok(Placement { neighbours, ..placement });
         }
     }
@@ -242,9 +272,20 @@ fn choose<'a>(
             device.mig_device.as_ref().is_none_or(|part| seen.insert((device.gpu(), part.gi)))
         });
     }
+    // Several GPUs, each of which may be any of the same.
+    let is_gpu = |index: &usize| !world.inventory.devices[*index].is_mig();
+    let any = slots.len() > 1 && slots.iter().all(|slot| *slot == slots[0]) && slots[0].iter().all(is_gpu);
+    let alike = |(index, fit): &(usize, &Fit)| {
+        let (used, left, memory, _) = fit.rank(world.config.placement.policy);
+        ((larger(*index), used, left, memory), *index)
+    };
     fits.iter().find_map(|(_, best)| {
-        let ranked: Vec<usize> =
-            fits.iter().filter(|(_, fit)| fit.mode == best.mode).map(|(index, _)| *index).collect();
+        let of_mode = fits.iter().filter(|(_, fit)| fit.mode == best.mode);
+        let ranked: Vec<usize> = if any {
+            closest::prefer_joined(&of_mode.map(alike).collect::<Vec<_>>(), slots.len(), world.inventory)
+        } else {
+            of_mode.map(|(index, _)| *index).collect()
+        };
         let devices = select::assign(slots, &ranked)?;
         let chosen = devices.iter().filter_map(|index| fit_of(*index)).collect();
         Some((devices, chosen))

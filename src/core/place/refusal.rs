@@ -34,7 +34,7 @@ pub struct Refusal {
 
 impl Refusal {
     /// A refusal that waiting does not change.
-    pub(super) fn never(message: String) -> Self {
+    pub(crate) fn never(message: String) -> Self {
         Self { message, candidates: Vec::new(), temporary: false, refresh_first: false, left_out: false }
     }
 
@@ -105,7 +105,7 @@ fn name_together(devices: &[&Device]) -> String {
 }
 
 /// As `mps, 60 % SM, 8 GiB`.
-fn describe_request(request: &Request) -> String {
+pub fn describe_request(request: &Request) -> String {
     let mut parts = vec![request.mode.map_or_else(|| "a share".to_owned(), |mode| mode.to_string())];
     parts.extend((request.isolation == Isolation::Dedicated).then(|| "dedicated".to_owned()));
     parts.extend(request.sm.map(|sm| format!("{sm} % SM")));

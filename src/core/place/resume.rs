@@ -4,7 +4,7 @@ use super::bookings::{check_memory, check_room, check_use};
 use super::select::{build_want, check_closed, check_compute_mode};
 use super::{Misfit, Refusal, World};
 use crate::config::Config;
-use crate::inventory::Inventory;
+use crate::inventory::{Inventory, LeftOut};
 use crate::ledger::{Lease, Ledger};
 use crate::request::Request;
 use crate::share::{MIB, Memory};
@@ -24,7 +24,11 @@ pub fn check_resume(
     config: &Config,
 ) -> Result<(), Box<Refusal>> {
     let Some(device) = inventory.device(uuid) else {
-        let message = format!("GPU {} is not served now: `sublet status` says why", safe(uuid));
+        let gone = inventory.left_out.iter().find(|gone| gone.gpu.uuid == uuid);
+        let message = gone.map_or_else(
+            || format!("GPU {} is not served now: `sublet status` says why", safe(uuid)),
+            LeftOut::sentence,
+        );
         return Err(Box::new(Refusal { temporary: true, left_out: true, ..Refusal::never(message) }));
     };
     let asked =

@@ -8,7 +8,7 @@ use super::bookings::{
     Account, Bookings, SERVER_BYTES, bookable, check_memory, check_room, check_use, client_limit, use_of,
 };
 use super::{Misfit, Want, World};
-use crate::config::{Config, DeviceRule, Policy};
+use crate::config::{Config, DeviceRule, Policy, Use};
 use crate::inventory::{
     ComputeMode, Device, Driver, Fact, Inventory, LeftOut, Virtualization, context_bytes,
 };
@@ -440,7 +440,7 @@ pub(super) fn build_want<'a>(
     several: bool,
     world: World<'a>,
 ) -> Want<'a> {
-    let fixed = rule(device, world.config).and_then(|rule| rule.fixed_use);
+    let fixed = rule(device, world.config).and_then(|rule| rule.fixed_use?.mode());
     let default = if device.is_mig() { Mode::Mig } else { request.default_mode };
     let mode = request.mode.or(fixed).unwrap_or(default);
     // The driver suspends nothing under MPS: the guard then watches the memory.
@@ -535,11 +535,19 @@ pub(super) fn check_closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misf
     check_kind(want, world)?;
     if let Some(drained) = world.ledger.drained.iter().find(|one| *one == uuid || *one == gpu) {
         let number = if drained == uuid { want.device.number() } else { want.device.index.to_string() };
-        return Err(Misfit::never(format!("is drained; fix: `sublet undrain {number}` ends that (root)")));
+        let why = world.ledger.drain_of(drained).map(|drain| format!("; why: {}", drain.words()));
+        let why = why.unwrap_or_default();
+        return Err(Misfit::never(format!(
+            "is drained{why}; fix: `sublet undrain {number}` ends that (root)"
+        )));
     }
+    let of_gpu = world.inventory.device(gpu).and_then(|gpu| rule(gpu, world.config));
     let fixed = rule(want.device, world.config).and_then(|rule| rule.fixed_use);
+    if [fixed, of_gpu.and_then(|rule| rule.fixed_use)].contains(&Some(Use::None)) {
+        return Err(Misfit::never("is kept from containers; why: [[device]] use = \"none\""));
+    }
     match fixed {
-        Some(fixed) if fixed != want.used_as => Err(Misfit::never(format!(
+        Some(fixed) if fixed.mode() != Some(want.used_as) => Err(Misfit::never(format!(
             "is reserved for {fixed} by [[device]] use{}",
             if want.mode == want.used_as {
                 ""

@@ -6,6 +6,7 @@ use super::accounts_tests::lease_of;
 use super::fixture::{GIB, device, host, request};
 use super::tests::{id, leased, ledger, mps, percent, placed, refused, rule};
 use super::*;
+use crate::config::Use;
 use crate::inventory::ComputeMode;
 use crate::ledger::Lease;
 use crate::ledger::fixture::lease;
@@ -95,7 +96,7 @@ fn a_share_of_several_devices_is_refused_if_one_of_them_lacks_something() {
 fn a_device_kept_for_mps_takes_no_share_of_several() {
     let host = host(vec![device(0), device(1)]);
     let wanted = Request { devices: two(), ..mps(25_000, 8) };
-    let refusal = place(&wanted, &id(), &host, &ledger(vec![]), &rule("GPU-1", Mode::Mps)).unwrap_err();
+    let refusal = place(&wanted, &id(), &host, &ledger(vec![]), &rule("GPU-1", Use::Mps)).unwrap_err();
     let why = "is reserved for mps by [[device]] use; why: an MPS server for several devices takes turns";
     assert!(refusal.message.contains(why), "{}", refusal.message);
 }

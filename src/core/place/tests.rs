@@ -4,10 +4,10 @@ use std::num::NonZeroU32;
 
 use super::fixture::{GIB, device, host, process, request};
 use super::*;
-use crate::config::{DeviceRule, Policy};
+use crate::config::{DeviceRule, Policy, Use};
 use crate::inventory::{ComputeMode, Virtualization};
 use crate::ledger::fixture::lease;
-use crate::ledger::{ChangedComputeMode, Lease};
+use crate::ledger::{ChangedComputeMode, Drain, Lease};
 use crate::share::{Memory, Selector};
 
 type Change = fn(&mut Inventory);
@@ -50,7 +50,7 @@ pub(crate) fn refused(request: &Request, inventory: &Inventory, ledger: &Ledger)
     *placed(request, inventory, ledger).unwrap_err()
 }
 
-pub(crate) fn rule(matches: &str, fixed_use: Mode) -> Config {
+pub(crate) fn rule(matches: &str, fixed_use: Use) -> Config {
     let rule =
         DeviceRule { matches: matches.into(), name: None, fixed_use: Some(fixed_use), time_slice: None };
     Config { device: vec![rule], ..Config::default() }
@@ -109,9 +109,9 @@ fn the_mode_is_the_requests_or_the_devices_or_the_default() {
     let mode = |request: &Request, config: &Config| place(request, &id(), &host, &ledger(vec![]), config);
     let open = Request { mode: None, ..request(Mode::Mps) };
     assert_eq!(mode(&open, &Config::default()).unwrap().mode, Mode::TimeSlice);
-    assert_eq!(mode(&open, &rule("0", Mode::Exclusive)).unwrap().mode, Mode::Exclusive);
-    assert_eq!(mode(&request(Mode::Mps), &rule("GPU-0", Mode::Mps)).unwrap().mode, Mode::Mps);
-    let kept = mode(&request(Mode::Mps), &rule("all", Mode::TimeSlice)).unwrap_err();
+    assert_eq!(mode(&open, &rule("0", Use::Exclusive)).unwrap().mode, Mode::Exclusive);
+    assert_eq!(mode(&request(Mode::Mps), &rule("GPU-0", Use::Mps)).unwrap().mode, Mode::Mps);
+    let kept = mode(&request(Mode::Mps), &rule("all", Use::TimeSlice)).unwrap_err();
     assert_eq!(
         kept.message,
         "cannot serve mps: GPU 0 is reserved for time-slice by [[device]] use; fix: sublet.isolation=dedicated \
@@ -119,10 +119,10 @@ fn the_mode_is_the_requests_or_the_devices_or_the_default() {
     );
     assert!(!kept.temporary);
     let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
-    assert!(mode(&dedicated, &rule("all", Mode::TimeSlice)).is_ok(), "dedicated servers take turns");
-    assert!(mode(&dedicated, &rule("all", Mode::Mps)).is_err());
+    assert!(mode(&dedicated, &rule("all", Use::TimeSlice)).is_ok(), "dedicated servers take turns");
+    assert!(mode(&dedicated, &rule("all", Use::Mps)).is_err());
     let with_memory = Request { memory: Some(Memory::Bytes(GIB)), ..open };
-    assert!(mode(&with_memory, &rule("all", Mode::Exclusive)).unwrap_err().message.contains("leave out"));
+    assert!(mode(&with_memory, &rule("all", Use::Exclusive)).unwrap_err().message.contains("leave out"));
 }
 
 #[test]
@@ -400,6 +400,29 @@ fn closed_devices_are_passed_over_with_the_reason() {
     assert!(refusal.message.contains(": GPU 0 is drained"), "{}", refusal.message);
     assert!(refusal.message.contains("; why: GPU 1 takes no new lease; fix: "), "{}", refusal.message);
     assert!(!refusal.temporary, "a drained device opens for no waiting");
+    let drain =
+        Drain { device: "GPU-0".into(), reason: "fan".into(), by: "alice".into(), ..Drain::default() };
+    let closed = Ledger { drains: vec![drain], ..closed };
+    let message = refused(&all, &host, &closed).message;
+    let why = ": GPU 0 is drained; why: by alice since 1970-01-01T00:00:00Z: fan";
+    assert!(message.contains(why), "{message}");
+}
+
+#[test]
+fn a_device_with_use_none_is_kept_from_containers() {
+    let host = host(vec![device(0), device(1)]);
+    let kept =
+        |name: &str, request: &Request| place(request, &id(), &host, &ledger(vec![]), &rule(name, Use::None));
+    assert_eq!(kept("0", &mps(1_0000, 8)).unwrap().devices, ["GPU-1"]);
+    for request in [mps(1_0000, 8), request(Mode::Exclusive), Request { mode: None, ..request(Mode::Mps) }] {
+        let refusal = kept("all", &request).unwrap_err();
+        assert!(
+            refusal.message.contains("is kept from containers; why: [[device]] use = \"none\""),
+            "{}",
+            refusal.message
+        );
+        assert!(!refusal.temporary);
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use sublet_model::checker::Model as _;
 use sublet_model::daemons::{Actor, Daemons, State, Step};
@@ -10,17 +11,18 @@ use sublet_model::ledger::{self as model, Call, Life, Share};
 
 use super::{Made, Processes, Replay, at_random, container_of, id, new_dir, note, print, walk, write_record};
 
+use crate::admit::{Asks, place_in_order};
 use crate::config::Config;
 use crate::inventory::{ComputeMode, Inventory};
 use crate::ledger::{
     ChangedComputeMode, Container, DaemonKey, DaemonState, DefaultLimits, DefaultMemoryLimit, Lease,
-    LeaseState, Ledger, MpsDaemon, Scan, Store,
+    LeaseState, Ledger, MpsDaemon, Scan, Store, Waiter,
 };
 use crate::mps::heal::errands;
 use crate::mps::limits_and_state as limits;
 use crate::place::accounts_tests::lease_of;
 use crate::place::fixture::{GIB, device, host, request};
-use crate::place::{SERVER_BYTES, bookings, place};
+use crate::place::{Placement, SERVER_BYTES, bookings, place};
 use crate::process::{Process, epoch_seconds};
 use crate::request::Request;
 use crate::share::{MIB, Memory, Mode, Percent};
@@ -95,6 +97,25 @@ impl Real {
         host(devices.collect())
     }
 
+    fn names(&self, container: usize) -> Container {
+        Container {
+            uid: 0,
+            id: format!("container-{container}"),
+            bundle: self.path("bundle", container),
+            rootfs: self.path("bundle", container).join("rootfs"),
+            record: self.path("record", container),
+        }
+    }
+
+    /// As when a lease is taken, on one of the `allowed` devices.
+    fn place(&self, container: usize, allowed: &Inventory, ledger: &Ledger) -> Option<Placement> {
+        let (request, id, names) = (self.request(container), id(container), self.names(container));
+        let placement = place(&request, &id, allowed, ledger, &self.config).ok()?;
+        let asks = Asks { id: &id, container: &names, by: None, request: &request };
+        let host = self.inventory(0..self.model.devices);
+        place_in_order(asks, placement, (allowed, &host), ledger, &self.config).ok()
+    }
+
     fn request(&self, container: usize) -> Request {
         match self.model.shares[container] {
             Share::Mps { sm, memory } => Request {
@@ -150,11 +171,18 @@ impl Real {
             Call::Reclaim => self.store.change(|_| ()).is_ok(),
             Call::Take(container, device) => self.take(container, device),
             Call::TakeNone(container) => {
-                let inventory = self.inventory(0..self.model.devices);
-                let request = self.request(container);
-                let look =
-                    |ledger: &mut Ledger| place(&request, &id(container), &inventory, ledger, &self.config);
+                let host = self.inventory(0..self.model.devices);
+                let look = |ledger: &mut Ledger| self.place(container, &host, ledger).ok_or(());
                 self.store.update(look).unwrap().0.is_err()
+            }
+            Call::Wait(container) => {
+                let request = Request { wait: Duration::from_secs(600), ..self.request(container) };
+                let by = Some(self.processes.of(Who::Shim(container)));
+                let waiter = Waiter::new(&id(container), &self.names(container), &request, "no room", by);
+                change(&|ledger| {
+                    ledger.add_waiter(waiter.clone());
+                    true
+                })
             }
             Call::MarkEnding(container) => {
                 let (name, record) = (format!("container-{container}"), self.path("record", container));
@@ -240,19 +268,12 @@ impl Real {
     }
 
     fn take(&self, container: usize, device: usize) -> bool {
-        let (request, inventory) = (self.request(container), self.inventory(std::iter::once(device)));
-        let names = Container {
-            uid: 0,
-            id: format!("container-{container}"),
-            bundle: self.path("bundle", container),
-            rootfs: self.path("bundle", container).join("rootfs"),
-            record: self.path("record", container),
-        };
+        let (names, inventory) = (self.names(container), self.inventory(std::iter::once(device)));
         let owner = self.processes.of(Who::Shim(container));
         let taken = self.store.update(|ledger| {
-            let placement =
-                place(&request, &id(container), &inventory, ledger, &self.config).map_err(drop)?;
+            let placement = self.place(container, &inventory, ledger).ok_or(())?;
             let n = u64::try_from(container + 1).unwrap();
+            ledger.waiters.retain(|waiter| waiter.id != id(container));
             let lease = Lease { container: names, owner, ..lease_of(n, placement) };
             ledger.insert(lease).map_err(drop)
         });
@@ -272,6 +293,9 @@ impl Real {
             view.compute_modes[n] = ledger.compute_modes.iter().any(|changed| changed.device == key(n).0);
         }
         view.keeper = ledger.keeper.is_some();
+        for (place, waiter) in (1..).zip(&ledger.waiters) {
+            view.waiting[container_of(&waiter.id)] = place;
+        }
         view
     }
 
@@ -389,8 +413,9 @@ fn mps(sm: u8, memory: Option<u8>) -> Share {
 }
 
 fn model(shares: &[Share], devices: usize, serve: bool) -> Daemons {
-    let shares = shares.to_vec();
-    Daemons { shares, devices, waiter: Some(1), serve, children: true, crashes: u8::MAX, mutation: None }
+    let (shares, waiters) = (shares.to_vec(), vec![1]);
+    let (order, crashes) = (false, u8::MAX);
+    Daemons { shares, devices, waiters, order, serve, children: true, crashes, mutation: None }
 }
 
 #[test]
@@ -417,9 +442,15 @@ fn the_model_and_the_ledger_say_the_same_on_random_walks() {
         model(&[mps(1, Some(1)), mps(2, None), mps(1, Some(3))], 2, false),
         model(&[mps(1, Some(1)), Share::Exclusive, mps(3, Some(3))], 2, true),
         model(&[mps(3, None), mps(3, Some(2)), mps(2, Some(2))], 2, true),
+        // On one device it is certain which one they get that wait before.
+        Daemons {
+            order: true,
+            waiters: vec![1, 2],
+            ..model(&[mps(3, Some(1)), mps(3, Some(2)), mps(2, None)], 1, false)
+        },
     ];
     let (mut ways, mut made) = (Vec::new(), Made::new());
-    for seed in 0..30 {
+    for seed in 0..40 {
         let model = &models[seed % models.len()];
         let ended = |state: &State| {
             model.is_end(state) && state.asked[..model.shares.len()].iter().all(|asked| *asked)
@@ -428,7 +459,9 @@ fn the_model_and_the_ledger_say_the_same_on_random_walks() {
         walk::<Real>(model, &ways[seed], &mut made);
     }
     print("random walks", &ways, &made);
-    assert!(made.contains_key(&("TakeNone".to_owned(), true)), "there always was room");
+    for name in ["TakeNone", "Wait"] {
+        assert!(made.contains_key(&(name.to_owned(), true)), "there always was room: {name}");
+    }
 }
 
 #[test]

@@ -82,6 +82,7 @@ fn a_lone_gpu_is_time_sliced() {
             suspend: Suspend::Never,
             visible_devices: None,
             default_directory: true,
+            owner: None,
             processes: NonZeroU32::MIN,
             capabilities: Capabilities(vec![Capability::Compute, Capability::Utility]),
             not_served: Vec::new(),
@@ -104,6 +105,7 @@ fn every_key_at_once() {
         ("sublet.capabilities", "video, compute"),
         ("sublet.wait", "30s"),
         ("sublet.guard", "terminate"),
+        ("sublet.owner", "Ana Müller"),
         ("sublet.lease", "0123456789abcdef"),
     ]);
     assert_eq!(
@@ -122,6 +124,7 @@ fn every_key_at_once() {
             suspend: Suspend::Never,
             visible_devices: None,
             default_directory: true,
+            owner: Some("Ana Müller".into()),
             processes: NonZeroU32::new(4).unwrap(),
             capabilities: Capabilities(vec![Capability::Compute, Capability::Video]),
             not_served: Vec::new(),
@@ -288,9 +291,9 @@ fn required_limits_can_be_given_in_every_mode() {
 
 #[test]
 fn unknown_keys() {
-    assert_snapshot!(refused(&[("sublet.vram", "8GiB")]), @"sublet.vram=8GiB: unknown key, did you mean sublet.memory?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.share");
-    assert_snapshot!(refused(&[("sublet.isolaton", "dedicated")]), @"sublet.isolaton=dedicated: unknown key, did you mean sublet.isolation?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.share");
-    assert_snapshot!(refused(&[("sublet.\u{1b}[2J", "x\ny")]), @r#"sublet.\u{1b}[2J=x\ny: unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.share"#);
+    assert_snapshot!(refused(&[("sublet.vram", "8GiB")]), @"sublet.vram=8GiB: unknown key, did you mean sublet.memory?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.owner, sublet.share");
+    assert_snapshot!(refused(&[("sublet.isolaton", "dedicated")]), @"sublet.isolaton=dedicated: unknown key, did you mean sublet.isolation?; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.owner, sublet.share");
+    assert_snapshot!(refused(&[("sublet.\u{1b}[2J", "x\ny")]), @r#"sublet.\u{1b}[2J=x\ny: unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.owner, sublet.share"#);
     for (wrong, meant) in [
         ("compute", "sm"),
         ("cores", "sm"),
@@ -323,7 +326,7 @@ fn values_that_do_not_parse() {
     assert_snapshot!(refused(&[("sublet.processes", "0")]), @"sublet.processes=0: not a possible value; why: it must be a whole number, 1 or more");
     assert_snapshot!(refused(&[("sublet.capabilities", "compute,compat32")]), @"sublet.capabilities=compute,compat32: not a possible value; why: it must be a list of compute, utility, graphics, video, or all");
     assert_snapshot!(refused(&[("sublet.capabilities", "grafics")]), @"sublet.capabilities=grafics: did you mean graphics?; why: it must be a list of compute, utility, graphics, video, or all");
-    assert_snapshot!(refused(&[("sublet.wait", "2m")]), @"sublet.wait=2m: not a possible value; why: it must be 0 or a whole number of ms, s or m up to 60s, such as 10s");
+    assert_snapshot!(refused(&[("sublet.wait", "2m")]), @"sublet.wait=2m: not a possible value; why: it must be 0 or a whole number of ms, s or m, such as 10s, at most 1m ([limits] wait_max)");
     for processes in ["+1", "-1", "1.0", "4294967296", "١", ""] {
         assert!(refused(&[("sublet.processes", processes)]).starts_with("sublet.processes="), "{processes}");
     }
@@ -336,7 +339,7 @@ fn shares_that_do_not_work() {
     assert_snapshot!(refused_by(&config, &[("sublet.share", "smal")]), @"sublet.share=smal: did you mean small?; why: it must be a share of this host's configuration: small");
     assert_snapshot!(refused_by(&config, &[("sublet.share", "small")]), @"sublet.sm=0 (from [share.small]): not a possible value; why: it must be a percentage over 0 up to 100, such as 25, 25% or 12.5");
     let nested = with_share("a", &[("share", "b")]);
-    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, visible_devices, default_directory");
+    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): unknown key; why: the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.suspend, sublet.owner, visible_devices, default_directory");
     let config = with_share("half", &[("sm", "50")]);
     assert_snapshot!(refused_by(&config, &[("sublet.share", "half"), ("sublet.mode", "exclusive")]), @"sublet.sm=50 (from [share.half]) cannot be combined with sublet.mode=exclusive; why: only MPS limits SMs; fix: write sublet.mode=mps or leave sublet.sm out");
 }

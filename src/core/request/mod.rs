@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, VisibleDevices};
 use crate::share::{
-    self, Capabilities, Capability, Devices, Guarding, Isolation, LONGEST_WAIT, Memory, MigCapability, Mode,
-    Percent, Priority, SELECTORS_ALLOWED, Suspend, parse_devices,
+    self, Capabilities, Capability, DURATION_ALLOWED, Devices, Guarding, Isolation, Memory, MigCapability,
+    Mode, Percent, Priority, SELECTORS_ALLOWED, Suspend, parse_devices,
 };
 use crate::text::safe;
 use rules::{KEYS, Keys, PREFIX, one_word};
@@ -62,6 +62,9 @@ pub struct Request {
     pub visible_devices: Option<VisibleDevices>,
     /// Whether the MPS directory is also at CUDA's default place.
     pub default_directory: bool,
+    /// Whom it is for, as the container or its named share says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
 }
 
 impl Request {
@@ -140,8 +143,11 @@ pub fn parse(
     let guard = keys.word("guard", &words())?.map(|action| rules::guarding(&keys, action)).transpose()?;
     let visible_devices = keys.word("visible_devices", &words())?;
     let default_directory = keys.word("default_directory", &[("true", true), ("false", false)])?;
-    let wait = keys.read("wait", WAIT_ALLOWED, |text| share::parse_duration(text, LONGEST_WAIT))?;
+    let most = config.limits.wait_max;
+    let allowed = format!("{DURATION_ALLOWED}, at most {} ([limits] wait_max)", share::show_duration(most));
+    let wait = keys.read("wait", &allowed, |text| share::parse_duration(text, most))?;
     let suspend = keys.word("suspend", &words())?.unwrap_or_default();
+    let owner = keys.read("owner", OWNER_ALLOWED, owner_name)?;
     let mode = rules::check(&keys, mode, &devices, isolation, config)?;
     rules::suspend(&keys, suspend, mode, &devices, isolation)?;
     Ok(Request {
@@ -162,6 +168,7 @@ pub fn parse(
         suspend,
         visible_devices,
         default_directory: default_directory.unwrap_or(true),
+        owner,
     })
 }
 
@@ -172,11 +179,17 @@ fn words<T: strum::VariantArray + Copy + Into<&'static str>>() -> Vec<(&'static 
 
 const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
 const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
-const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, such as 10s";
+const OWNER_ALLOWED: &str = "a name of 1 to 64 visible characters, without blanks at its ends";
 
 fn processes(text: &str) -> Result<NonZeroU32, Option<String>> {
     // `parse` alone would accept a leading `+`.
     if text.starts_with('+') { Err(None) } else { text.parse().map_err(|_| None) }
+}
+
+/// It stands in tables, labels and lines: nothing that [`safe`] would have to escape, nor that seems to be empty.
+fn owner_name(text: &str) -> Result<String, Option<String>> {
+    let fits = !text.is_empty() && text.chars().count() <= 64 && text.trim() == text;
+    if fits && safe(text) == text { Ok(text.to_owned()) } else { Err(None) }
 }
 
 /// `[<c>c.]<g>g.<n>gb[+<attributes>]`, as `nvidia-smi mig -lgip` lists them (`+me`, `+gfx`, `-me`).

@@ -327,6 +327,7 @@ pub(super) const KEYS: [&str; 14] = [
     "wait",
     "guard",
     "suspend",
+    "owner",
     "share",
 ];
 

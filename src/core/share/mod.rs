@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use selector::{SELECTORS_ALLOWED, glob_matches, parse_devices};
 
-/// Longest `sublet.wait`: engines and users give up a start that takes longer.
-pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
+/// The most that `[limits] wait_max` may be.
+pub const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
 /// `sublet.gpu`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

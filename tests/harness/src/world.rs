@@ -219,6 +219,16 @@ impl World {
         Nvml::builder().lib_path(library.as_os_str()).init().expect("NVML loads")
     }
 
+    /// A GPU (NVML's index) reports Xid `number` of process `pid`.
+    pub fn report_xid(&self, gpu: u32, number: u32, pid: Option<i32>, text: &str) {
+        let root = self.driver_root.as_ref().expect("a simulated driver");
+        let pid = pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());
+        let mut sim = Command::new(sim_dir().join("sublet-sim"));
+        sim.args(["xid", &gpu.to_string(), &number.to_string(), &pid, text, "--root"]).arg(root);
+        let output = sim.output().expect("sublet-sim runs");
+        assert!(output.status.success(), "{output:?}");
+    }
+
     /// Stops daemons that wait for their next lease, which they may do while the service runs.
     pub fn stop_waiting(&self) {
         for daemon in self.status()["mps"].as_array().into_iter().flatten() {

@@ -31,6 +31,10 @@ pub enum Mutation {
     LookWithoutReclaim,
     /// A waiter looks once, and then waits to be told.
     LookOnce,
+    /// `take_lease` takes what is free, whoever waits longer.
+    PassWaiters,
+    /// `reclaim` keeps the places of processes that were killed.
+    KeepDeadWaiters,
     /// `mig make` records an instance once the driver has created it.
     RecordAfterCreate,
     /// `mig clear` forgets an instance before it destroys it.

@@ -10,8 +10,8 @@ const HALF: Share = Share::Mps { sm: 2, memory: None };
 const MOST: Share = Share::Mps { sm: 3, memory: Some(3) };
 
 fn daemons(shares: &[Share], devices: usize, crashes: u8) -> Daemons {
-    let shares = shares.to_vec();
-    Daemons { shares, devices, waiter: None, serve: false, children: true, crashes, mutation: None }
+    let (shares, waiters) = (shares.to_vec(), Vec::new());
+    Daemons { shares, devices, waiters, order: false, serve: false, children: true, crashes, mutation: None }
 }
 
 /// Panics unless each state of `model` has the same invariants, ends and steps as all that `alike` says are alike. Returns
@@ -60,8 +60,14 @@ fn two_containers_that_ask_for_the_same_with_a_crash() {
 
 #[test]
 fn two_containers_and_one_that_waits() {
-    let model = Daemons { waiter: Some(2), children: false, ..daemons(&[MOST; 3], 1, 1) };
+    let model = Daemons { waiters: vec![2], children: false, ..daemons(&[MOST; 3], 1, 1) };
     finds_all("two alike on a device, one waits, a crash", &model);
+}
+
+#[test]
+fn two_that_wait_in_order() {
+    let model = Daemons { waiters: vec![1, 2], order: true, children: false, ..daemons(&[MOST; 3], 1, 0) };
+    finds_all("three alike on a device, two wait in order", &model);
 }
 
 #[test]
@@ -73,6 +79,6 @@ fn containers_that_ask_for_different_shares_are_not_alike() {
 #[test]
 #[should_panic(expected = "these go on in other ways")]
 fn one_that_waits_is_not_like_the_others() {
-    let model = Daemons { waiter: Some(1), ..daemons(&[MOST, MOST], 1, 0) };
-    go_on_alike(&model, &Daemons { waiter: None, ..model.clone() });
+    let model = Daemons { waiters: vec![1], ..daemons(&[MOST, MOST], 1, 0) };
+    go_on_alike(&model, &Daemons { waiters: Vec::new(), ..model.clone() });
 }

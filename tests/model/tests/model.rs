@@ -26,8 +26,17 @@ fn shows<M: Model>(name: &str, report: Report<M>) {
 }
 
 fn daemons(shares: &[Share], waiter: Option<usize>) -> Daemons {
-    let shares = shares.to_vec();
-    Daemons { shares, devices: 1, waiter, serve: false, children: true, crashes: u8::MAX, mutation: None }
+    let (shares, waiters) = (shares.to_vec(), waiter.into_iter().collect());
+    Daemons {
+        shares,
+        devices: 1,
+        waiters,
+        order: false,
+        serve: false,
+        children: true,
+        crashes: u8::MAX,
+        mutation: None,
+    }
 }
 
 #[test]
@@ -67,6 +76,39 @@ fn three_unlike_containers_on_two_devices_with_a_crash_anywhere() {
     let shares = [QUARTER, HALF, MOST];
     let model = Daemons { devices: 2, children: false, crashes: 1, ..daemons(&shares, Some(2)) };
     shows("three unlike, two devices, a waiter, a crash", check_alike(&model, true));
+}
+
+#[test]
+fn two_wait_in_order_behind_a_third() {
+    let model = Daemons {
+        waiters: vec![1, 2],
+        order: true,
+        children: false,
+        crashes: 1,
+        ..daemons(&[MOST, MOST, HALF], None)
+    };
+    holds("three containers, two wait in order, a crash", &model, true);
+}
+
+#[test]
+fn one_waits_and_another_that_does_not_wait_comes_later() {
+    let model =
+        Daemons { order: true, children: false, crashes: 1, ..daemons(&[MOST, QUARTER, HALF], Some(0)) };
+    holds("three containers, one waits in order, a crash", &model, true);
+}
+
+#[test]
+fn two_wait_in_order_for_two_devices() {
+    let shares = [MOST, MOST, MOST];
+    let model = Daemons {
+        devices: 2,
+        waiters: vec![1, 2],
+        order: true,
+        children: false,
+        crashes: 0,
+        ..daemons(&shares, None)
+    };
+    shows("three alike, two devices, two wait in order", check_alike(&model, true));
 }
 
 #[test]

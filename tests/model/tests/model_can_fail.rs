@@ -18,7 +18,8 @@ fn finds(shares: &[Share], crashes: u8, serve: bool, mutation: Mutation, invaria
     let model = Daemons {
         shares,
         devices: 1,
-        waiter: Some(1),
+        waiters: vec![1],
+        order: false,
         serve,
         children: true,
         crashes,
@@ -44,7 +45,8 @@ fn finds_on_two_devices(mutation: Mutation, invariant: &str) {
     let model = Daemons {
         shares,
         devices: 2,
-        waiter: Some(2),
+        waiters: vec![2],
+        order: false,
         serve: false,
         children: false,
         crashes: 1,
@@ -143,6 +145,31 @@ fn a_waiter_does_not_wait_for_containers_that_have_ended() {
 #[test]
 fn a_waiter_looks_again() {
     finds(&[LARGE, LARGE], 0, false, Mutation::LookOnce, "every process comes to its end");
+}
+
+/// The model in which two wait in order for what a third has.
+fn finds_in_order(crashes: u8, mutation: Mutation, invariant: &str) {
+    let model = Daemons {
+        shares: vec![MOST, MOST, HALF],
+        devices: 1,
+        waiters: vec![1, 2],
+        order: true,
+        serve: false,
+        children: false,
+        crashes,
+        mutation: Some(mutation),
+    };
+    breaks(&check(&model, true), mutation, invariant);
+}
+
+#[test]
+fn who_waits_longest_is_served_first() {
+    finds_in_order(0, Mutation::PassWaiters, "who waits longest is not passed while it could start");
+}
+
+#[test]
+fn who_is_killed_leaves_its_place() {
+    finds_in_order(1, Mutation::KeepDeadWaiters, "a waiter gets the room that there is");
 }
 
 /// The model of dynamic MIG finds this mutation by breaking this invariant.

@@ -10,9 +10,15 @@ use nix::unistd::geteuid;
 use nvidia_ml::layout::contexts::{self, Kind, On};
 use nvidia_ml::layout::{Root, trailer};
 use nvml_wrapper::Nvml;
-use nvml_wrapper::enum_wrappers::device::{ComputeMode, GpuVirtualizationMode};
-use nvml_wrapper::enums::device::{DeviceArchitecture, UsedGpuMemory};
+use nvml_wrapper::bitmasks::device::ThrottleReasons;
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enum_wrappers::device::{
+    ComputeMode, GpuVirtualizationMode, P2pCapabilitiesIndex, P2pStatus, TopologyLevel,
+};
+use nvml_wrapper::enums::device::{DeviceArchitecture, SampleValue, UsedGpuMemory};
+use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::structs::device::FieldId;
 
 const MIB: u64 = 1 << 20;
 
@@ -120,6 +126,19 @@ fn index_and_minor_differ_where_the_topology_says_so() {
     let information = driver.read("proc/driver/nvidia/gpus/0000:3a:00.0/information");
     assert!(information.contains("Device Minor: \t 3\n"), "{information}");
     assert!(information.contains("GPU UUID: \t GPU-5b1e7000-0000-4000-8000-000000000802\n"), "{information}");
+}
+
+#[test]
+fn gpus_are_joined_as_the_topology_says() {
+    let driver = Driver::up("h100x4-bridges");
+    let nvml = driver.nvml();
+    let device = |index| nvml.device_by_index(index).unwrap();
+    let nvlink = |one, other| device(one).p2p_status(&device(other), P2pCapabilitiesIndex::NvLink).unwrap();
+    assert_eq!((nvlink(0, 2), nvlink(3, 1)), (P2pStatus::Ok, P2pStatus::Ok));
+    assert_eq!(nvlink(0, 1), P2pStatus::NotSupported);
+    let ancestor = |one, other| device(one).topology_common_ancestor(device(other)).unwrap();
+    assert_eq!((ancestor(0, 1), ancestor(0, 2)), (TopologyLevel::HostBridge, TopologyLevel::System));
+    assert!(device(0).topology_common_ancestor(device(0)).is_err());
 }
 
 #[test]
@@ -300,6 +319,66 @@ fn stand_in_libraries_load_by_their_soname() {
     }
     let topology = trailer::read(&driver.root.libraries().join("libcuda.so.1")).unwrap();
     assert_eq!((topology.gpu[0].sm_count, topology.gpu[0].cuda_total_mib), (132, 143_155));
+}
+
+#[test]
+fn xids_are_reported_by_events_and_by_the_kernels_log() {
+    let driver = Driver::up("h200x8");
+    let nvml = driver.nvml();
+    let (third, first) = (nvml.device_by_index(3).unwrap(), nvml.device_by_index(1).unwrap());
+    let xid = |gpu: &str, number: &str, pid: &str, text: &str| {
+        let output = sim(&["xid", gpu, number, pid, text, "--root", driver.root.dir().to_str().unwrap()]);
+        assert!(output.status.success(), "{output:?}");
+    };
+    xid("3", "13", "-", "before");
+    let types = third.supported_event_types().unwrap() & EventTypes::CRITICAL_XID_ERROR;
+    let set = third.register_events(types, nvml.create_event_set().unwrap()).unwrap();
+    assert!(matches!(set.wait(0), Err(NvmlError::Timeout)), "it was before");
+    xid("1", "31", "-", "of another GPU");
+    let own = std::process::id().to_string();
+    xid("3", "31", &own, "Ch 00000008");
+    xid("3", "79", "-", "GPU has fallen off the bus.");
+    for _ in 0..2 {
+        let event = set.wait(1000).unwrap();
+        assert_eq!(event.device.uuid().unwrap(), third.uuid().unwrap());
+        assert_eq!(event.event_data, Some(XidError::Value(79)), "the last of them, for each");
+    }
+    assert!(matches!(set.wait(0), Err(NvmlError::Timeout)));
+    // As the kernel writes it, without the function.
+    let bus = |device: &nvml_wrapper::Device<'_>| {
+        let nvml = device.pci_info().unwrap().bus_id.to_lowercase();
+        nvml[4..nvml.len() - 2].to_owned()
+    };
+    let log = driver.read("dev/kmsg");
+    let lines: Vec<&str> = log.lines().map(|line| line.split_once(';').unwrap().1).collect();
+    assert!(lines[1].starts_with(&format!("NVRM: Xid (PCI:{}): 31, pid='<unknown>'", bus(&first))), "{log}");
+    assert!(lines[2].contains(&format!("(PCI:{}): 31, pid={own}, name=", bus(&third))), "{log}");
+    let guest = Driver::up("vgpu");
+    let types = guest.nvml().device_by_index(0).unwrap().supported_event_types().unwrap();
+    assert!(types.is_empty());
+}
+
+#[test]
+fn a_gpus_state_lasts_until_a_reset() {
+    if !root_or_skip("a reset") {
+        return;
+    }
+    let driver = Driver::up("h200");
+    let state = || {
+        let nvml = driver.nvml();
+        let device = nvml.device_by_index(0).unwrap();
+        // The recovery action, and a counter that nobody set.
+        let values = device.field_values_for(&[FieldId(230), FieldId(38)]).unwrap();
+        let action = values[0].as_ref().unwrap().value.as_ref().ok().cloned();
+        assert!(values[1].as_ref().unwrap().value.is_err());
+        (action, device.current_throttle_reasons().unwrap())
+    };
+    assert_eq!(state(), (Some(SampleValue::U32(0)), ThrottleReasons::NONE));
+    fs::write(driver.root.join("sim/health"), "0 230 1\n0 slow 64\n1 230 2\n").unwrap();
+    assert_eq!(state(), (Some(SampleValue::U32(1)), ThrottleReasons::HW_THERMAL_SLOWDOWN));
+    driver.smi(&["-i", "0", "--gpu-reset"]);
+    assert_eq!(state(), (Some(SampleValue::U32(0)), ThrottleReasons::NONE));
+    assert_eq!(driver.read("sim/health"), "1 230 2\n");
 }
 
 #[test]

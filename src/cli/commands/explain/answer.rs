@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::preview::{does_not_protect, protects};
 use crate::shown::sharing;
-use sublet_core::inventory::{Device, Inventory};
+use sublet_core::inventory::{Device, Inventory, Join};
 use sublet_core::ledger::Lease;
 use sublet_core::place::Placement;
 use sublet_core::request::Request;
@@ -43,6 +43,9 @@ pub struct Answer {
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct Amounts {
     gpus: Vec<Gpu>,
+    /// The longest way between two of them, such as `nvlink` or `numa-node`; null: it has one, or the driver does not tell.
+    #[schemars(with = "Option<String>")]
+    joined: Option<Join>,
     /// `time-slice`, `mps`, `mig` or `exclusive`.
     #[schemars(with = "String")]
     mode: Mode,
@@ -134,7 +137,10 @@ impl Amounts {
         let devices = lease.devices.iter().filter_map(|uuid| inventory.device(uuid));
         let server = |key: String| if key == lease.id.as_str() { "own".to_owned() } else { key };
         Self {
-            gpus: devices.map(|device| Gpu::of(device, lease)).collect(),
+            gpus: devices.clone().map(|device| Gpu::of(device, lease)).collect(),
+            joined: inventory.widest_join(
+                &devices.filter(|device| !device.is_mig()).map(|gpu| gpu.index).collect::<Vec<_>>(),
+            ),
             mode: lease.mode,
             mps_server: lease.daemon.as_ref().map(|key| server(key.to_string())),
             sm_percent: lease.sm.map(Percent::as_f64),
@@ -147,6 +153,7 @@ impl Amounts {
     pub fn rows(&self) -> Vec<(&'static str, String)> {
         let gpu = |gpu: &Gpu| ("GPU", format!("{}, {}, {}", gpu.number, gpu.name, gpu.uuid));
         let mut rows: Vec<_> = self.gpus.iter().map(gpu).collect();
+        rows.extend(self.joined.map(|join| ("Joined", join.words().to_owned())));
         rows.extend([
             ("Mode", self.mode()),
             ("SMs", self.of_each(|gpu| self.sms(gpu))),

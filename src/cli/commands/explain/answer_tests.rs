@@ -6,6 +6,7 @@ use super::*;
 use sublet_core::admit::lease_for;
 use sublet_core::config::Config;
 use sublet_core::grant::Image;
+use sublet_core::inventory::Link;
 use sublet_core::ledger::{LeaseId, Ledger, fixture};
 use sublet_core::place::fixture::{device, host, part};
 use sublet_core::place::place;
@@ -28,6 +29,21 @@ fn answer(annotations: &[(&str, &str)], inventory: &Inventory) -> Answer {
 
 fn row(answer: &Answer, name: &str) -> String {
     answer.rows().into_iter().find(|(row, _)| *row == name).unwrap_or_default().1
+}
+
+#[test]
+fn several_gpus_say_how_they_are_joined() {
+    let mut host = host(vec![device(0), device(1), device(2)]);
+    let whole = |gpu: &str, host: &Inventory| answer(&[("gpu", gpu), ("mode", "exclusive")], host);
+    assert_eq!(row(&whole("any:2", &host), "Joined"), "", "the driver does not tell");
+    host.links = vec![Link(0, 1, Join::System), Link(0, 2, Join::Nvlink), Link(1, 2, Join::System)];
+    let two = whole("any:2", &host);
+    assert_eq!(
+        (row(&two, "Joined"), json!(two)["joined"].clone()),
+        ("by NVLink".to_owned(), json!("nvlink"))
+    );
+    assert_eq!(row(&whole("all", &host), "Joined"), "over several NUMA nodes");
+    assert_eq!(row(&whole("1", &host), "Joined"), "");
 }
 
 #[test]

@@ -177,7 +177,8 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
         let place = ledger.waiters.iter().position(|waiter| waiter.id == lease.id).map(|at| at + 1);
         sections.push(held(lease, place, names.of(lease), &mut document));
         sections.push(limits(lease, &inventory.with_left_out(), &mut document));
-        let (of_use, used) = used(lease, &inventory, &ledger, &usage::of_host(&ledger, &inventory, config));
+        let (of_use, used) =
+            used(lease, &inventory, &ledger, &usage::of_host(&ledger, &inventory, usage::SAMPLED, config));
         sections.push(of_use);
         document.used = Some(used);
         sections.extend(mps_server(lease, config, &mut document)?);

@@ -17,7 +17,7 @@ use super::super::tables::{self, Format};
 use super::Arguments;
 use super::answer::{Answer, sms};
 use crate::names::Names;
-use crate::preview::{EMPTY, Whose, emptied, may_be_out_of_date, preview};
+use crate::preview::{EMPTY, Whose, emptied, may_be_out_of_date, preview, seen_ledger};
 use crate::shown::sharing;
 use crate::stack::{Fitted, NotPlaced, Orders, Outcome, Stack, fit, orders};
 use sublet_core::admit::{RequestSource, lease_for, refresh, remove_earlier_grant, request_of};
@@ -25,7 +25,7 @@ use sublet_core::config::Config;
 use sublet_core::config_files::{self, Known};
 use sublet_core::grant::{Grant, Mount, grant, refused_beside};
 use sublet_core::inventory::{Device, Inventory, Node};
-use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
+use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Waiter};
 use sublet_core::oci::{self, JsonFile, container_root, containers_by_name};
 use sublet_core::place::Placement;
 use sublet_core::process::Process;
@@ -56,12 +56,16 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let inventory = whose.inventory(config)?;
     let tree = oci::Tree::open(&spec, &rootfs)?;
     let image = oci::inspect(&spec, &tree, &request, &inventory, config)?;
-    let mut ledger = Store::open(&config.state_dir)?.peek()?.seen_by(geteuid().as_raw());
+    let mut ledger = seen_ledger(config)?;
     ledger.leases.retain(|lease| earlier.as_deref() != Some(lease.id.as_str()));
     let (ledger, mut inventory) = emptied(arguments.empty, (ledger, inventory));
-    let id = LeaseId::random()?;
-    let placement = preview(&request, &id, (&mut inventory, &ledger, arguments.empty), whose, config)?;
     let (uid, bundle) = (geteuid().as_raw(), arguments.bundle.clone().unwrap_or_default());
+    // Its container may wait already.
+    let is_its =
+        |waiter: &&Waiter| bundle.canonicalize().is_ok_and(|bundle| waiter.container.bundle == bundle);
+    let waits = ledger.waiters.iter().find(is_its);
+    let id = waits.map_or_else(LeaseId::random, |waiter| Ok(waiter.id.clone()))?;
+    let placement = preview(&request, &id, (&mut inventory, &ledger, arguments.empty), whose, config)?;
     let container = Container { uid, id: "explain".into(), bundle, rootfs, ..Container::default() };
     oci::check_no_other_daemon(&image, placement.daemon.is_some())?;
     let lease = lease_for(&container, Process::current()?, &placement, &image, id, config);
@@ -254,7 +258,7 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
     // A user's own Podman starts Quadlet's.
     let whose = Whose::meant(arguments.rootless || !arguments.quadlet.is_empty(), config);
     let mut inventory = whose.inventory(config)?;
-    let ledger = Store::open(&config.state_dir)?.peek()?.seen_by(geteuid().as_raw());
+    let ledger = seen_ledger(config)?;
     let names = Names::learn(&ledger, config);
     let containers = config_files::load_containers()?;
     let look = |stack: &Stack, inventory: &Inventory| {
@@ -267,8 +271,9 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
         inventory = refresh(config)?;
         (fitted, running) = look(stack, &inventory)?;
     }
-    // Each may ask the driver, or the user database for a policy.
-    let most = if config.mig.dynamic || whose == Whose::User { 1000 } else { 10_000 };
+    // Each may ask the driver, or the user database for a policy, or place those who wait.
+    let is_slow = config.mig.dynamic || whose == Whose::User || !ledger.waiters.is_empty();
+    let most = if is_slow { 1000 } else { 10_000 };
     let orders = orders(stack, &fitted, most, |stack| Ok(look(stack, &inventory)?.0))?;
     let mut remarks = stack.remarks.clone();
     remarks.extend(whose.remark(config).map(|whose| format!("this is about {whose}")));

@@ -16,6 +16,7 @@ use super::rows::{both, percent, power};
 use super::source::{History, LookResult, Trace, lease_key, watch};
 use super::view::View;
 use crate::http::{self, CONTENT_SECURITY_POLICY, Listener, Request, Response, Server, Token};
+use crate::names::Of;
 use crate::shown::{self, Words, cut};
 use crate::status::{DeviceUsed, LeaseOnDevice, OutsideProcess, Status};
 use crate::usage::ProcessUse;
@@ -47,6 +48,7 @@ const FILES: [(&str, &str, &str); 4] = [
 /// it by `names`, too.
 pub fn run(
     config: &Config,
+    of: Of,
     interval: Duration,
     address: SocketAddr,
     anywhere: bool,
@@ -60,6 +62,7 @@ pub fn run(
     let token = Token::new()?;
     let url = format!("http://{}/{}/", reached(address), token.as_str());
     let looks = Arc::new(Looks { interval: interval.max(SHORTEST), ..Looks::default() });
+    looks.state().view.of = of;
     let (looking, config) = (Arc::clone(&looks), config.clone());
     std::thread::Builder::new().name("look".to_owned()).spawn(move || looking.keep(&config))?;
     let server = Server { listener: Listener::Tcp(listener), names, token: Some(token) };
@@ -258,6 +261,8 @@ impl Device {
         if !siblings.is_empty() {
             let _ = write!(memory.text, ", shared with {}", siblings.join(", "));
         }
+        let mut facts = device.used.filter(|_| device.part.is_none()).map(facts).unwrap_or_default();
+        facts.extend(device.drain().map(|words| ("Drained", words.to_owned())));
         let outside = device.used.into_iter().flat_map(|used| &used.outside).take(PROCESSES);
         let process = |process: &OutsideProcess| {
             Process::of(process.pid, &format!("No lease: {}", cut(&process.name)), process.memory_bytes, None)
@@ -269,7 +274,7 @@ impl Device {
             mode: device.state(),
             memory,
             sm: sm_bar(device),
-            facts: device.used.filter(|_| device.part.is_none()).map(facts).unwrap_or_default(),
+            facts,
             fault: fault.or_else(unknown),
             outside: outside.map(process).collect(),
             past: history.past(device.uuid, Trace::Load, TRACE),

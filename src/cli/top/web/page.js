@@ -133,11 +133,12 @@ function makeFact({ key }) {
 
 // --- Containers ------------------------------------------------------------------------------------------------------
 
-const TEXTS = ["name", "image", "gpu", "mode", "sm", "busy", "memory", "processes", "user", "state", "age"];
+const TEXTS = ["name", "image", "gpu", "mode", "sm", "busy", "memory", "processes", "user", "owner", "state", "age"];
 
 function setContainer(row, container) {
     for (const name of TEXTS) say(part(row, name), container[name]);
     part(row, "image").hidden = container.image === "-";
+    part(row, "owner").hidden = container.owner === "";
     setList(part(row, "process-list"), container.process_list);
     setBar(part(row, "memory-bar"), container.memory_used, null, container.memory, true);
     setSpark(part(row, "past"), container.past, "Memory of its limit");

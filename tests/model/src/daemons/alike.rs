@@ -13,7 +13,7 @@ impl Alike for Daemons {
     type Names = Names;
 
     fn names(&self) -> Vec<Names> {
-        let asks = |container: usize| (self.shares.get(container), self.waiter == Some(container));
+        let asks = |container: usize| (self.shares.get(container), self.waiters.contains(&container));
         let mut all = vec![[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
         all.retain(|names: &Names| {
             (0..CONTAINERS).all(|container| asks(container) == asks(names[container]))
@@ -56,6 +56,7 @@ impl Alike for Daemons {
     fn renamed(&self, state: &State, names: &Names) -> State {
         let mut ledger = state.ledger;
         ledger.leases = renamed(ledger.leases, names);
+        ledger.waiting = renamed(ledger.waiting, names);
         let mut locks = state.locks;
         for holder in locks.iter_mut().flatten() {
             holder.by = holder.by.map(|who| match who {

@@ -2,7 +2,7 @@
 
 use super::{Actor, After, Daemons, Errand, Pc, State, Then, Turn};
 use crate::Mutation;
-use crate::ledger::{Call, DEVICES, Life, Limits, fits};
+use crate::ledger::{Call, DEVICES, Ledger, Life, Limits, fits};
 
 impl Turn<'_> {
     pub(super) fn create(&mut self, container: usize) {
@@ -10,6 +10,9 @@ impl Turn<'_> {
         match self.before.shims[container] {
             Pc::Off if !self.before.asked[container] => self.look(container),
             Pc::Look if self.model.mutation == Some(Mutation::LookOnce) => {}
+            Pc::Look if self.model.order && self.before.ledger.waiting[container] == 0 => {
+                self.call(who, "note_waiter", Call::Wait(container), |_, _| {});
+            }
             Pc::Look => self.look(container),
             Pc::MadeWay => self.made_way(container),
             Pc::MakeReady => self.make_ready(container),
@@ -30,11 +33,15 @@ impl Turn<'_> {
     /// `Search::look`: the device is chosen under the ledger's lock. The model tries each.
     fn look(&mut self, container: usize) {
         let (who, model) = (Actor::Shim(container), self.model);
-        let waits = model.waiter == Some(container);
+        let waits = model.waiters.contains(&container);
+        let before = self.before.ledger.before(container);
         let mut booked = false;
         for device in 0..model.devices {
             self.call(who, "take_lease", Call::Take(container, device), |state, answer| {
                 booked |= answer.done;
+                if answer.done && state.has_passed_first(container, &before, model) {
+                    state.wrong = Some("who waits longest is not passed while it could start");
+                }
                 state.asked[container] = true;
                 if answer.freed == [false; DEVICES] {
                     state.end_conflicting(model, container);
@@ -151,6 +158,17 @@ impl Turn<'_> {
 }
 
 impl State {
+    /// Whether the first of those `before` that still waits has no room any more, because `container` has its lease.
+    fn has_passed_first(&self, container: usize, before: &[usize], model: &Daemons) -> bool {
+        let Some(first) = before.iter().find(|other| self.ledger.waiting[**other] > 0) else { return false };
+        let has_room = |ledger: &Ledger| {
+            (0..model.devices).any(|on| ledger.has_room(model.shares[*first], on, &model.shares, None))
+        };
+        let mut without = self.ledger;
+        without.leases[container] = None;
+        has_room(&without) && !has_room(&self.ledger)
+    }
+
     /// `Local::ready` begins: `end_conflicting` knows since the lease was taken which daemon is in its way.
     pub(super) fn end_conflicting(&mut self, model: &Daemons, container: usize) {
         self.shims[container] = match self.ledger.conflicting_daemons(container, &model.shares) {

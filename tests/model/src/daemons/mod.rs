@@ -20,8 +20,10 @@ pub struct Daemons {
     pub shares: Vec<Share>,
     /// How many devices there are.
     pub devices: usize,
-    /// The container with `sublet.wait`. The others are refused if there is no room.
-    pub waiter: Option<usize>,
+    /// The containers with `sublet.wait`. The others are refused if there is no room.
+    pub waiters: Vec<usize>,
+    /// Whether the ledger has those that wait, and they are served in order. Where it has not, one waits alone.
+    pub order: bool,
     /// Whether `sublet serve` may run.
     pub serve: bool,
     /// Whether processes of a container may outlive its first one.
@@ -258,7 +260,8 @@ impl Turn<'_> {
     fn call(&mut self, who: Actor, what: &'static str, call: Call, change: impl FnOnce(&mut State, Answer)) {
         let mut after = self.still(who);
         let seen = self.before.seen();
-        let answer = after.ledger.call(call, &seen, &self.model.shares, self.model.mutation);
+        let of = (&self.model.shares[..], self.model.devices);
+        let answer = after.ledger.call(call, &seen, of, self.model.mutation);
         change(&mut after, answer);
         self.found.push((Step { who, what, call: Some((call, answer.done)), crash: false }, after));
     }

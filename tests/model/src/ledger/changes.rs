@@ -14,6 +14,8 @@ pub enum Call {
     Take(usize, usize),
     /// `take_lease` that finds no room on any device.
     TakeNone(usize),
+    /// `Ledger::add_waiter`.
+    Wait(usize),
     /// `Ledger::mark_ending`.
     MarkEnding(usize),
     /// `Ledger::unmark_ending`.
@@ -61,11 +63,17 @@ pub struct Answer {
 
 impl Ledger {
     /// `Store::update`: reclaims, makes the change, notes which daemons are idle.
-    pub fn call(&mut self, call: Call, seen: &Seen, shares: &[Share], mutation: Option<Mutation>) -> Answer {
+    pub fn call(
+        &mut self,
+        call: Call,
+        seen: &Seen,
+        (shares, devices): (&[Share], usize),
+        mutation: Option<Mutation>,
+    ) -> Answer {
         let looks = matches!(call, Call::Take(..) | Call::TakeNone(_))
             && mutation == Some(Mutation::LookWithoutReclaim);
         let mut freed = if looks { [false; DEVICES] } else { self.reclaim(seen, mutation) };
-        let done = self.change(call, seen, shares, mutation, &mut freed);
+        let done = self.change(call, seen, (shares, devices), mutation, &mut freed);
         self.note_idle(shares);
         Answer { done, freed }
     }
@@ -115,6 +123,11 @@ impl Ledger {
                 self.leases[container] = None;
             }
         }
+        for container in 0..CONTAINERS {
+            if !seen.shims[container] && mutation != Some(Mutation::KeepDeadWaiters) {
+                self.leave(container);
+            }
+        }
         freed
     }
 
@@ -122,7 +135,7 @@ impl Ledger {
         &mut self,
         call: Call,
         seen: &Seen,
-        shares: &[Share],
+        (shares, devices): (&[Share], usize),
         mutation: Option<Mutation>,
         freed: &mut [bool; DEVICES],
     ) -> bool {
@@ -130,8 +143,9 @@ impl Ledger {
             Call::Reclaim => true,
             Call::Take(container, device) => {
                 let books = mutation == Some(Mutation::BookWithoutLooking)
-                    || self.has_room(shares[container], device, shares, mutation);
+                    || self.may_take(container, device, (shares, devices), mutation);
                 if books {
+                    self.leave(container);
                     let device = u8::try_from(device).unwrap_or_default();
                     let (state, owner) = (LeaseState::Pending, Owner::Shim);
                     self.leases[container] = Some(Lease { device, state, owner, init: false });
@@ -139,7 +153,11 @@ impl Ledger {
                 books
             }
             Call::TakeNone(container) => {
-                (0..DEVICES).all(|device| !self.has_room(shares[container], device, shares, mutation))
+                (0..devices).all(|device| !self.may_take(container, device, (shares, devices), mutation))
+            }
+            Call::Wait(container) => {
+                self.waiting[container] = 1 + self.waiting.iter().max().copied().unwrap_or_default();
+                true
             }
             Call::MarkEnding(container) => {
                 let Some(lease) = &mut self.leases[container] else { return false };
@@ -197,6 +215,21 @@ impl Ledger {
             | Call::AdjustBegin(device)
             | Call::AdjustEnd(device, _) => self.note(call, device, seen, shares, mutation),
         }
+    }
+
+    /// There is room, and it is its turn.
+    fn may_take(
+        &self,
+        container: usize,
+        device: usize,
+        of: (&[Share], usize),
+        mutation: Option<Mutation>,
+    ) -> bool {
+        let before = self.before(container);
+        self.has_room(of.0[container], device, of.0, mutation)
+            && (before.is_empty()
+                || mutation == Some(Mutation::PassWaiters)
+                || self.is_turn_of(container, device, &before, of))
     }
 
     /// `mps_daemons::start::claim`.

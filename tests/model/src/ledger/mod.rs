@@ -157,6 +157,8 @@ pub struct Ledger {
     pub compute_modes: [bool; DEVICES],
     /// Whether a process of `sublet serve` is recorded.
     pub keeper: bool,
+    /// `waiters`, by container: the place of each, from 1 on; 0: it has none.
+    pub waiting: [u8; CONTAINERS],
 }
 
 impl Ledger {
@@ -166,6 +168,7 @@ impl Ledger {
         daemons: [None; DEVICES],
         compute_modes: [false; DEVICES],
         keeper: false,
+        waiting: [0; CONTAINERS],
     };
 }
 
@@ -228,6 +231,55 @@ impl Ledger {
         mutation: Option<Mutation>,
     ) -> bool {
         fits(self.on(device, shares), share, mutation)
+    }
+
+    /// The containers that wait before `container`, in order; before one that does not wait, all.
+    #[must_use]
+    pub fn before(&self, container: usize) -> Vec<usize> {
+        let own = self.waiting[container];
+        let is_before = |other: &usize| {
+            let place = self.waiting[*other];
+            *other != container && place > 0 && (own == 0 || place < own)
+        };
+        let mut before: Vec<usize> = (0..CONTAINERS).filter(is_before).collect();
+        before.sort_by_key(|other| self.waiting[*other]);
+        before
+    }
+
+    /// `admit::place_in_order`: `container` has room on `device` beside those of `before` that have room, on whichever of the
+    /// `devices` placement would choose for them.
+    #[must_use]
+    pub fn is_turn_of(
+        &self,
+        container: usize,
+        device: usize,
+        before: &[usize],
+        (shares, devices): (&[Share], usize),
+    ) -> bool {
+        let Some((first, others)) = before.split_first() else {
+            return self.has_room(shares[container], device, shares, None);
+        };
+        let ahead = |on: usize| {
+            let mut ahead = *self;
+            let (state, owner) = (LeaseState::Pending, Owner::Shim);
+            let device = u8::try_from(on).unwrap_or_default();
+            ahead.leases[*first] = Some(Lease { device, state, owner, init: false });
+            ahead
+        };
+        let mut chosen =
+            (0..devices).filter(|on| self.has_room(shares[*first], *on, shares, None)).peekable();
+        if chosen.peek().is_none() {
+            return self.is_turn_of(container, device, others, (shares, devices));
+        }
+        chosen.any(|on| ahead(on).is_turn_of(container, device, others, (shares, devices)))
+    }
+
+    /// It waits no more, and those behind it move up.
+    pub(super) fn leave(&mut self, container: usize) {
+        let place = std::mem::take(&mut self.waiting[container]);
+        for other in self.waiting.iter_mut().filter(|other| place > 0 && **other > place) {
+            *other -= 1;
+        }
     }
 
     /// `Ledger::conflicting_daemons`, on the device of the lease of `container`.

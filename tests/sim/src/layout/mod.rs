@@ -28,6 +28,7 @@
 
 pub mod capabilities;
 pub mod contexts;
+pub mod health;
 pub mod instances;
 pub mod state_file;
 pub mod topology;

@@ -92,6 +92,15 @@ pub struct Gpu {
     /// Whether it has nodes under /dev/dri.
     #[serde(default)]
     pub dri: bool,
+    /// GPUs with the same number are joined by `NVLink`.
+    #[serde(default)]
+    pub nvlink: Option<u32>,
+    /// GPUs with the same number are below one `PCIe` switch.
+    #[serde(default)]
+    pub pcie_switch: Option<u32>,
+    /// Its NUMA node. GPUs of one are below one host bridge.
+    #[serde(default)]
+    pub numa_node: u32,
     /// MIG mode.
     #[serde(default)]
     pub mig_mode: MigMode,

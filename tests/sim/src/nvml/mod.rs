@@ -59,8 +59,14 @@
 //! Not seen on a real card, so chosen: `NVML_ERROR_NOT_SUPPORTED` if a vGPU guest changes its compute mode, and if a
 //! MIG device is asked for a property of the whole GPU.
 //!
+//! How GPUs are joined: `nvmlDeviceGetP2PStatus` answers for `NVLink` what the topology says, and
+//! `nvmlDeviceGetTopologyCommonAncestor` by `PCIe` alone, also where `NVLink` joins them (seen on four H100s). Chosen: other
+//! P2P capabilities are OK, an index that nvml.h lacks and a GPU beside itself are an `INVALID_ARGUMENT`.
+//!
 //! Utilization: every process computes all the time. Which processes are reported separately is as on the H200
 //! ([`utilization`]). GPM works from Hopper on ([`gpm`]); its values and units are chosen.
+//!
+//! Events and health ([`events`]): `sublet-sim xid` makes a GPU report an Xid.
 //!
 //! `faults` makes calls fail and records calls on demand.
 //!
@@ -70,10 +76,12 @@
 
 mod compute_instance;
 mod device;
+mod events;
 pub(crate) mod faults;
 mod gpm;
 mod gpu_instance;
 mod handles;
+mod links;
 mod mig;
 mod out;
 mod process;

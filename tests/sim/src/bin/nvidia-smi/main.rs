@@ -8,9 +8,9 @@ mod raw;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
-use nvidia_ml::layout::Root;
 use nvidia_ml::layout::state_file::State;
 use nvidia_ml::layout::topology::Topology;
+use nvidia_ml::layout::{Root, health};
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
@@ -282,6 +282,7 @@ fn reset(device: &Device<'_>) -> Result<()> {
         state.reset(gpu);
         Ok::<_, anyhow::Error>(())
     })??;
+    health::reset(&root, gpu.index)?;
     println!("GPU {bus_id} was successfully reset.\nAll done.");
     Ok(())
 }

@@ -25,6 +25,7 @@ pub fn files(root: &Root, topology: &Topology) -> Result<()> {
     write(root.join("proc/driver/nvidia/version"), version)?;
     write(root.join("sys/module/nvidia/version"), format!("{driver}\n"))?;
     write(root.join("proc/devices"), devices(topology))?;
+    write(root.join("dev/kmsg"), "")?;
     write(root.join("proc/driver/nvidia-caps/mig-minors"), mig_minors())?;
     let mig = root.join("proc/driver/nvidia/capabilities/mig");
     for (name, minor) in [("config", capabilities::CONFIG), ("monitor", capabilities::MONITOR)] {

@@ -1,5 +1,6 @@
 //! `sublet-sim up --topology FILE --root DIR` creates a simulated driver, `sublet-sim down --root DIR` removes it, and
-//! `sublet-sim reboot --root DIR` puts it into the state after a reboot.
+//! `sublet-sim reboot --root DIR` puts it into the state after a reboot. `sublet-sim xid GPU NUMBER PID TEXT --root DIR` makes a
+//! GPU (NVML's index) report an Xid, in the kernel's log and by NVML's events; PID is `-` where the driver names no process.
 
 mod driver_files;
 mod elf;
@@ -12,12 +13,12 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
-use nvidia_ml::layout::Root;
 use nvidia_ml::layout::state_file::State;
 use nvidia_ml::layout::topology::Topology;
+use nvidia_ml::layout::{Root, health};
 
 const USAGE: &str = "usage: sublet-sim up --topology FILE --root DIR | sublet-sim down --root DIR \
-                     | sublet-sim reboot --root DIR";
+                     | sublet-sim reboot --root DIR | sublet-sim xid GPU NUMBER PID TEXT --root DIR";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -28,6 +29,7 @@ fn main() -> ExitCode {
         }
         ["down", "--root", dir] => down(Path::new(dir)),
         ["reboot", "--root", dir] => reboot(Path::new(dir)),
+        ["xid", gpu, number, pid, text, "--root", dir] => xid([gpu, number, pid, text], Path::new(dir)),
         ["hold", tag, minor, mib] => processes::hold(tag, minor, mib),
         _ => {
             eprintln!("{USAGE}");
@@ -75,6 +77,14 @@ fn reboot(dir: &Path) -> Result<()> {
         Ok::<_, anyhow::Error>(())
     })??;
     processes::start(&root, &topology)
+}
+
+fn xid([gpu, number, pid, text]: [&str; 4], dir: &Path) -> Result<()> {
+    let root = Root::new(dir.canonicalize()?);
+    let (topology, index) = (Topology::load(&root)?, gpu.parse::<u32>()?);
+    let gpu = topology.gpu.iter().find(|gpu| gpu.index == index).context("no such GPU")?;
+    let pid = if pid == "-" { None } else { Some(pid.parse()?) };
+    Ok(health::report(&root, gpu, number.parse()?, pid, text)?)
 }
 
 fn new_root(dir: &Path) -> Result<Root> {

@@ -1,0 +1,147 @@
+//! What the driver tells of one GPU's health when it is asked, and what that means.
+
+use std::mem::MaybeUninit;
+
+use nvml_wrapper::Device;
+use nvml_wrapper::bitmasks::device::ThrottleReasons;
+use nvml_wrapper::enums::device::SampleValue;
+use nvml_wrapper::error::{nvml_sym, nvml_try};
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper_sys::bindings::{field_id, nvmlGpuFabricInfo_t, nvmlReturn_enum_NVML_SUCCESS as SUCCESS};
+
+use crate::sick_gpus::xid::Remedy;
+
+/// `NVML_GPU_FABRIC_STATE_IN_PROGRESS` and `_COMPLETED`.
+const JOINING: u8 = 2;
+const JOINED: u8 = 3;
+
+/// Counters of errors on `NVLinks`, over all links.
+const LINK_ERRORS: [u32; 3] = [
+    field_id::NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+    field_id::NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+    field_id::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
+];
+
+/// The answers. A question that the driver does not answer counts as if all were well.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "facts that have nothing to do with one another")]
+pub(super) struct GpuState {
+    /// `nvmlDeviceGpuRecoveryAction_s`; `None`: a driver before 565 does not tell.
+    recovery: Option<u64>,
+    /// `None`: the driver does not tell.
+    remap_pending: Option<bool>,
+    remap_failed: bool,
+    is_hot: bool,
+    lacks_power: bool,
+    /// Errors on `NVLinks` since the driver was loaded.
+    link_errors: u64,
+    /// Whether it is still to join its `NVLink` fabric, or could not.
+    joins: bool,
+    is_apart: bool,
+}
+
+impl GpuState {
+    /// Asks for it.
+    pub fn of(device: &Device<'_>) -> Self {
+        let [failed, pending] =
+            [field_id::NVML_FI_DEV_REMAPPED_FAILURE, field_id::NVML_FI_DEV_REMAPPED_PENDING];
+        let ids =
+            [&[field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, failed, pending], &LINK_ERRORS[..]].concat();
+        let fields: Vec<FieldId> = ids.iter().map(|id| FieldId(*id)).collect();
+        // In the order in which they were asked for.
+        let values = device.field_values_for(&fields).unwrap_or_default();
+        let number = |at: usize| match values.get(at)?.as_ref().ok()?.value {
+            Ok(SampleValue::U32(number)) => Some(number.into()),
+            Ok(SampleValue::U64(number)) => Some(number),
+            _ => None,
+        };
+        let slow = device.current_throttle_reasons().unwrap_or(ThrottleReasons::NONE);
+        let heat = ThrottleReasons::HW_THERMAL_SLOWDOWN | ThrottleReasons::SW_THERMAL_SLOWDOWN;
+        let (joining, status) = fabric(device).unwrap_or_default();
+        Self {
+            recovery: number(0),
+            remap_failed: number(1).is_some_and(|failed| failed > 0),
+            remap_pending: number(2).map(|pending| pending > 0),
+            is_hot: slow.intersects(heat),
+            lacks_power: slow.contains(ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN),
+            link_errors: (3..ids.len()).filter_map(number).sum(),
+            joins: joining == JOINING,
+            is_apart: joining == JOINED && status != SUCCESS,
+        }
+    }
+
+    /// A fault that keeps new leases away, what to do, and whether the driver asks for a reset.
+    pub fn fault(&self) -> Option<(&'static str, Remedy, bool)> {
+        let asks = |action| self.recovery == Some(action);
+        let is_pending = self.remap_pending == Some(true);
+        // 3 is about peer-to-peer traffic, and ends with that.
+        let all = [
+            (asks(1), "the driver asks for a reset", Remedy::Reset, true),
+            (asks(2), "the driver asks for a reboot", Remedy::Reboot, true),
+            (asks(4), "the driver asks for a reset when its work has ended", Remedy::ResetLater, true),
+            (self.remap_failed, "a faulty row of its memory cannot be replaced", Remedy::Repair, false),
+            (is_pending, "a faulty row of its memory is replaced at a reset", Remedy::ResetLater, true),
+            (self.is_apart, "it could not join its NVLink fabric", Remedy::Repair, false),
+        ];
+        all.into_iter().find(|(is_so, ..)| *is_so).map(|(_, what, remedy, asks)| (what, remedy, asks))
+    }
+
+    /// Whether the driver says that it needs no reset. A GPU that does not answer at all has not been reset.
+    pub fn needs_no_reset(&self) -> bool {
+        let answers = self.recovery.is_some() || self.remap_pending.is_some();
+        answers && self.recovery.is_none_or(|action| action == 0) && self.remap_pending != Some(true)
+    }
+
+    /// What is amiss with a GPU that is served, in a word and in a line. `before` is its last state.
+    pub fn warnings(&self, before: Option<Self>) -> Vec<(&'static str, &'static str)> {
+        let has_errors = before.is_some_and(|before| self.link_errors > before.link_errors);
+        let all = [
+            (self.is_hot, ("hot", "it is slowed down, because it is too hot; see its cooling")),
+            (self.lacks_power, ("power", "it is slowed down by the host's power supply")),
+            (has_errors, ("nvlink", "its NVLinks have errors; `nvidia-smi nvlink -e` counts them")),
+            (self.joins, ("fabric", "it has not joined its NVLink fabric yet; see nvidia-fabricmanager")),
+        ];
+        all.into_iter().filter(|(is_so, _)| *is_so).map(|(_, what)| what).collect()
+    }
+}
+
+/// State and status of its `NVLink` fabric; `None`: it is in none, or the driver does not tell.
+#[allow(unsafe_code, reason = "NVML by its C ABI")]
+fn fabric(device: &Device<'_>) -> Option<(u8, u32)> {
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuFabricInfo.as_ref()).ok()?;
+    let mut info = MaybeUninit::<nvmlGpuFabricInfo_t>::zeroed();
+    // SAFETY: the handle is valid as long as the device, and NVML writes one such struct of numbers, for which zeros are
+    // valid, too.
+    let info = unsafe {
+        nvml_try(call(device.handle(), info.as_mut_ptr())).ok()?;
+        info.assume_init()
+    };
+    Some((info.state, info.status))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reset_that_the_driver_wants_is_a_fault_and_heat_is_none() {
+        let asked = GpuState { recovery: Some(1), ..GpuState::default() };
+        assert_eq!(asked.fault(), Some(("the driver asks for a reset", Remedy::Reset, true)));
+        let pending = GpuState { recovery: Some(0), remap_pending: Some(true), ..GpuState::default() };
+        assert!(pending.fault().is_some_and(|(_, remedy, asks)| asks && remedy == Remedy::ResetLater));
+        assert!(!asked.needs_no_reset() && !pending.needs_no_reset());
+        assert!(!GpuState::default().needs_no_reset(), "it does not answer");
+        let old_driver = GpuState { remap_pending: Some(false), ..GpuState::default() };
+        assert!(old_driver.needs_no_reset() && GpuState { recovery: Some(0), ..asked }.needs_no_reset());
+        let hot = GpuState { is_hot: true, recovery: Some(3), ..GpuState::default() };
+        assert_eq!((hot.fault(), hot.warnings(None).len()), (None, 1));
+    }
+
+    #[test]
+    fn link_errors_count_as_long_as_they_grow() {
+        let with = |link_errors| GpuState { link_errors, ..GpuState::default() };
+        assert_eq!(with(5).warnings(None).len(), 0, "they may be old");
+        assert_eq!(with(5).warnings(Some(with(5))).len(), 0);
+        assert_eq!(with(6).warnings(Some(with(5))).len(), 1);
+    }
+}

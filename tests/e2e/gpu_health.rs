@@ -1,0 +1,263 @@
+//! GPUs that report errors: a program's own is its container's, any other keeps new leases away until the GPU is well. And drains,
+//! which outlive a reboot.
+
+use serde_json::{Value, json};
+use sublet_e2e::user::Host;
+use sublet_e2e::{World, eventually, skip_unless_root};
+
+use crate::two_users::{self, ALICE, BOB, HOLD, QUARTER};
+
+/// What `sublet` prints on stdout.
+fn said(world: &World, arguments: &[&str]) -> String {
+    String::from_utf8_lossy(&world.sublet(arguments).stdout).into_owned()
+}
+
+/// What it says on stderr, and whether it succeeded.
+fn run(world: &World, arguments: &[&str]) -> (bool, String) {
+    let output = world.sublet(arguments);
+    (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// The events of this kind, each with the container and the text.
+fn events(world: &World, kind: &str) -> Vec<(String, String)> {
+    let text = said(world, &["events", "--format", "json", "--filter", &format!("kind={kind}")]);
+    let parse = |line: &str| -> (String, String) {
+        let event: Value = serde_json::from_str(line).expect("JSON");
+        let field = |key: &str| event[key].as_str().unwrap_or_default().to_owned();
+        (field("container_id"), field("text"))
+    };
+    text.lines().map(parse).collect()
+}
+
+fn state(world: &World, gpu: usize) -> Value {
+    world.status()["devices"][gpu]["health"]["state"].clone()
+}
+
+fn serving() -> Host {
+    let mut host = two_users::host("h200x8");
+    host.start();
+    host
+}
+
+fn share(gpu: &str) -> [(&'static str, &str); 2] {
+    [("sublet.gpu", gpu), ("sublet.mode", "time-slice")]
+}
+
+#[test]
+fn an_error_of_a_programs_own_is_its_containers() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving();
+    let world = &host.world;
+    let (one, two) = (world.bundle("one", &share("3"), HOLD), world.bundle("two", &share("3"), HOLD));
+    one.up();
+    two.up();
+    let mps = [("sublet.gpu", "4"), ("sublet.sm", "25")];
+    let (left, right) = (world.bundle("left", &mps, HOLD), world.bundle("right", &mps, HOLD));
+    left.up();
+    right.up();
+    world.report_xid(3, 31, Some(two.pid()), "Ch 00000008, intr 00000000");
+    assert!(eventually(|| events(world, "gpu-error").len() == 1), "{:?}", events(world, "gpu-error"));
+    let (container, text) = events(world, "gpu-error").remove(0);
+    assert_eq!(container, "two", "{text}");
+    assert!(text.starts_with(&format!("Xid 31 on GPU 3, process {} (", two.pid())), "{text}");
+    assert!(text.contains("; fix: start the program again"), "{text}");
+    // Whoever it was, all clients of a shared server lose their work.
+    world.report_xid(4, 13, Some(left.pid()), "Graphics Exception");
+    assert!(eventually(|| events(world, "gpu-error").len() == 3), "{:?}", events(world, "gpu-error"));
+    let mut whose: Vec<String> =
+        events(world, "gpu-error").into_iter().map(|(container, _)| container).collect();
+    whose.sort();
+    assert_eq!(whose, ["left", "right", "two"]);
+    // A stream that never stops: the same error has an event once a minute, and another one has its own.
+    for _ in 0..300 {
+        world.report_xid(3, 31, Some(two.pid()), "again");
+    }
+    world.report_xid(3, 43, Some(one.pid()), "Ch 00000010");
+    assert!(eventually(|| events(world, "gpu-error").len() == 4), "{:?}", events(world, "gpu-error"));
+    assert_eq!((state(world, 3), state(world, 4)), (json!("ok"), json!("ok")));
+    for bundle in [one, two, left, right] {
+        bundle.down();
+    }
+    world.assert_empty();
+}
+
+#[test]
+fn a_user_sees_the_errors_of_their_own_containers() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = two_users::serving("h200");
+    let alices = host.bundle(ALICE, "alices", QUARTER, HOLD);
+    alices.up();
+    let seen = |uid| {
+        let mut command = host.command(uid, "sublet");
+        let output = command.args(["events", "--filter", "kind=gpu-error"]).output().expect("it runs");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    host.world.report_xid(0, 31, Some(alices.pid()), "Ch 00000008");
+    let error = format!(" Xid 31 on GPU 0, process {} (", alices.pid());
+    assert!(eventually(|| seen(ALICE).contains(&error)), "{}", seen(ALICE));
+    assert!(seen(ALICE).contains(" alices on "), "{}", seen(ALICE));
+    assert_eq!(seen(BOB), "");
+    alices.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn any_other_error_makes_a_gpu_unhealthy_and_the_others_serve_on() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving();
+    let world = &host.world;
+    let (sick, well) = (world.bundle("sick", &share("3"), HOLD), world.bundle("well", &share("1"), HOLD));
+    sick.up();
+    well.up();
+    for (xid, meaning) in
+        [(95, "an uncorrectable memory error"), (4242, "an error that this version does not know")]
+    {
+        world.report_xid(3, xid, None, "Uncontained error");
+        assert!(eventually(|| state(world, 3) == "unhealthy"), "{xid}");
+        let status = world.status();
+        let reason = status["devices"][3]["health"]["reason"].as_str().expect("a reason").to_owned();
+        assert!(reason.starts_with(&format!("Xid {xid}: {meaning}")), "{reason}");
+        assert!(reason.contains(", at 2") && reason.contains("; fix: "), "{reason}");
+        let lease =
+            status["leases"].as_array().expect("leases").iter().find(|lease| lease["container_id"] == "sick");
+        assert_eq!(lease.map(|lease| &lease["state"]), Some(&json!("active")), "it goes on");
+        let why = world.bundle("late", &share("3"), HOLD).refused();
+        assert!(why.contains(&format!("GPU 3 is left out: Xid {xid}")), "{why}");
+        let other = world.bundle("other", &share("1"), HOLD);
+        other.up();
+        other.down();
+        let warnings = events(world, "warned");
+        assert!(
+            warnings
+                .iter()
+                .any(|(container, text)| container == "sick" && text.contains(&format!("Xid {xid}"))),
+            "{warnings:?}"
+        );
+        assert!(!warnings.iter().any(|(container, _)| container == "well"), "{warnings:?}");
+        let doctor = said(world, &["doctor", "--quick"]);
+        let rows: Vec<&str> =
+            doctor.lines().filter(|line| line.contains("GPU ") && line.contains("NVIDIA H200")).collect();
+        assert_eq!(rows.len(), 7, "{doctor}");
+        assert!(said(world, &["metrics"]).contains("sublet_gpu_healthy{gpu=\"3\""), "{xid}");
+        // A refresh does not forget it, nor does the service.
+        assert!(world.sublet(&["refresh"]).status.success());
+        assert_eq!(state(world, 3), json!("unhealthy"));
+        let (done, error) = undrain_healthy(world);
+        assert!(done, "{error}");
+        assert_eq!(state(world, 3), json!("ok"), "{xid}");
+    }
+    assert_eq!((events(world, "gpu-lost").len(), events(world, "gpu-back").len()), (2, 2));
+    sick.down();
+    well.down();
+    world.assert_empty();
+}
+
+fn undrain_healthy(world: &World) -> (bool, String) {
+    run(world, &["undrain", "3", "--healthy"])
+}
+
+#[test]
+fn a_gpu_that_asks_for_a_reset_is_well_after_it() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving();
+    let world = &host.world;
+    let root = world.driver_root.clone().expect("simulated");
+    let bundle = world.bundle("one", &share("3"), HOLD);
+    bundle.up();
+    // Too hot: it is served, with a warning.
+    std::fs::write(root.join("sim/health"), "3 slow 64\n").expect("written");
+    assert!(
+        eventually(|| said(world, &["status"]).contains("GPU 3: it is slowed down")),
+        "{}",
+        said(world, &["status"])
+    );
+    assert_eq!(state(world, 3), json!("ok"));
+    std::fs::write(root.join("sim/health"), "3 230 1\n").expect("written");
+    assert!(eventually(|| state(world, 3) == "unhealthy"));
+    bundle.down();
+    let smi = root.join("usr/bin/nvidia-smi");
+    let reset = std::process::Command::new(smi).args(["-i", "3", "--gpu-reset"]).output().expect("it runs");
+    assert!(reset.status.success(), "{reset:?}");
+    assert!(eventually(|| state(world, 3) == "ok"), "{}", said(world, &["status"]));
+    let again = world.bundle("again", &share("3"), HOLD);
+    again.up();
+    again.down();
+    world.assert_empty();
+}
+
+/// What a reboot leaves of the state directory.
+fn reboot(world: &World) {
+    for entry in std::fs::read_dir(world.state_dir()).expect("a directory").flatten() {
+        if entry.file_name() != "lasting" {
+            let path = entry.path();
+            let done =
+                if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+            done.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        }
+    }
+}
+
+#[test]
+fn a_drain_outlives_a_reboot_with_its_reason() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "[[device]]\nmatch = 7\nuse = \"none\"\n");
+    let long = format!("fan \u{1b}[2J {}", "x".repeat(4096));
+    assert_eq!(run(&world, &["drain", "3", "--reason", &long, "--until", "2h"]), (true, String::new()));
+    assert!(run(&world, &["drain", "3", "--until", "2020-01-01"]).1.contains("2020-01-01 has passed"));
+    for _ in 0..2 {
+        let why = world.bundle("late", &share("3"), HOLD).refused();
+        assert!(why.contains("GPU 3 is drained; why: by ") && why.contains(": fan \\u{1b}[2J xxx"), "{why}");
+        let status = said(&world, &["status"]);
+        assert!(status.contains("GPU 3 is drained by ") && !status.contains('\u{1b}'), "{status}");
+        // The first command after a boot is a start.
+        reboot(&world);
+    }
+    let kept = world.bundle("kept", &share("7"), HOLD).refused();
+    assert!(kept.contains("GPU 7 is kept from containers; why: [[device]] use = \"none\""), "{kept}");
+    let other = world.bundle("other", &share("1"), HOLD);
+    other.up();
+    other.down();
+    assert!(world.sublet(&["undrain", "3"]).status.success());
+    reboot(&world);
+    let open = world.bundle("open", &share("3"), HOLD);
+    open.up();
+    open.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_file_of_drains_that_cannot_be_read_means_drained() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    assert!(world.sublet(&["drain", "0"]).status.success());
+    let file = world.state_dir().join("lasting/drains.json");
+    for garbage in ["", "[]", "{\"schema\":\"sublet.drains/9\",\"drains\":[]}"] {
+        reboot(&world);
+        std::fs::write(&file, garbage).expect("written");
+        let why = world.bundle("late", &share("0"), HOLD).refused();
+        assert!(why.contains("is drained; why: ") && why.contains("drains.json cannot be read"), "{why}");
+    }
+    assert_eq!(run(&world, &["undrain", "all"]), (true, String::new()));
+    let open = world.bundle("open", &share("0"), HOLD);
+    open.up();
+    open.down();
+    // A full or broken disk: nothing is changed, and it is said.
+    std::fs::remove_dir_all(world.state_dir().join("lasting")).expect("removed");
+    std::fs::write(world.state_dir().join("lasting"), "no directory").expect("written");
+    let (done, error) = run(&world, &["drain", "0"]);
+    assert!(!done && error.contains("nothing was changed") && error.contains("drains.json"), "{error}");
+    assert_eq!(world.status()["devices"][0]["drained"], json!(false));
+    world.assert_empty();
+}
