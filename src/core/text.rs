@@ -62,7 +62,7 @@ pub fn first_line(message: &str) -> &str {
 }
 
 /// `message` with one more reason, which may be a message with a reason and ways out of its own.
-pub(crate) fn add_why(message: &str, why: &str) -> String {
+pub fn add_why(message: &str, why: &str) -> String {
     let (said, fix) = message.split_at(message.find(FIX).unwrap_or(message.len()));
     let (why, way) = why.split_once(FIX).map_or((why, None), |(why, way)| (why, Some(way)));
     let mark = if said.contains(WHY) { "; " } else { WHY };

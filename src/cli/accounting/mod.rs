@@ -148,13 +148,13 @@ impl Look<'_> {
         let usage = self.usage.filter(|_| self.last.is_some() && passed <= SAMPLED);
         for (id, mut open) in std::mem::take(&mut self.record.now.open) {
             if let Some(lease) = held.get(id.as_str()) {
-                for (part, device) in open.parts.iter_mut().zip(&lease.devices) {
+                for (part, device) in open.parts.iter_mut().zip(&booked_devices(lease)) {
                     let percent =
                         usage.and_then(|usage| usage.of_lease(lease, device, self.ledger).sm_percent);
                     part.used = percent.map(|percent| percent.min(100) * 1000);
                 }
                 self.record.count(&mut open, now.uptime)?;
-                let parts = parts(&Booked::of(lease), &lease.devices, self.inventory);
+                let parts = parts(&Booked::of(lease), &booked_devices(lease), self.inventory);
                 (open.parts, open.missing) = (parts, None);
             } else if now.uptime.saturating_sub(*open.missing.get_or_insert(now.uptime)) > LATE {
                 self.record.close_unseen(&open, now)?;
@@ -188,6 +188,16 @@ impl Look<'_> {
                     self.record.count(&mut open, at)?;
                 }
             }
+            (Kind::Suspended | Kind::Resumed | Kind::Moved, _) => {
+                if let Some(mut open) = self.record.now.open.remove(&event.lease) {
+                    self.record.count(&mut open, at)?;
+                    let held = self.ledger.leases.iter().find(|lease| lease.id.as_str() == event.lease);
+                    let booked = held.map(Booked::of).filter(|_| event.kind != Kind::Suspended);
+                    open.parts =
+                        booked.map_or_else(Vec::new, |booked| parts(&booked, &event.devices, self.inventory));
+                    self.record.now.open.insert(event.lease.clone(), open);
+                }
+            }
             (Kind::Refused, _) => {
                 let key = key(event, &event.container_id, "", self.names);
                 let open = Open { key, ..Open::default() };
@@ -214,6 +224,11 @@ fn key(event: &Event, id: &str, mode: &str, names: &Names) -> Key {
         gpu: String::new(),
         mode: mode.to_owned(),
     }
+}
+
+/// Those on which it books room: none while it is suspended, both while it moves.
+fn booked_devices(lease: &Lease) -> Vec<String> {
+    lease.devices.iter().filter(|device| lease.books(device)).cloned().collect()
 }
 
 /// What is held of each device, as a part of its GPU.

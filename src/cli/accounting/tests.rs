@@ -6,6 +6,7 @@ use crate::gpu_processes::Holder;
 use crate::names::Of;
 use crate::usage::{DeviceUse, ProcessUse};
 use sublet_core::events::timestamp;
+use sublet_core::ledger::LeaseState;
 use sublet_core::ledger::fixture::lease;
 use sublet_core::place::fixture::{GIB, device, host, part};
 use sublet_core::process::Process;
@@ -132,6 +133,40 @@ fn a_lease_counts_from_its_taking_to_its_end_whoever_looks_when() {
         assert_eq!(host.report(By::Gpu).rows[0].name, "GPU-0");
         assert_eq!(host.report(By::Mode).rows[0].name, "mps");
         assert_eq!(host.report(By::Container).rows[0].name, "container-1");
+    }
+}
+
+#[test]
+fn a_lease_counts_nothing_while_it_is_suspended_and_then_where_it_comes_back() {
+    for looks in [false, true] {
+        let mut host = Host::new();
+        host.look(&[]);
+        let mut lease = Lease { state: LeaseState::Active, ..quarter(&host) };
+        let me = Process::current().unwrap();
+        let (id, there) = (lease.id.clone(), "GPU-1".to_owned());
+        let mut events = vec![host.event(Kind::LeaseTaken, &lease)];
+        host.ledger.leases = vec![lease.clone()];
+        let pass = |host: &mut Host, events: &mut Vec<Event>, kind: Kind| {
+            host.pass(HOUR);
+            events.push(host.event(kind, &host.ledger.leases[0]));
+            if looks {
+                host.look(&std::mem::take(events));
+            }
+        };
+        host.ledger.begin_suspending(&id, me, Vec::new()).unwrap();
+        host.ledger.end_suspended(&id, me);
+        pass(&mut host, &mut events, Kind::Suspended);
+        host.ledger.begin_arriving(&id, me, &there).unwrap();
+        host.ledger.end_resumed(&id, me, &there);
+        pass(&mut host, &mut events, Kind::Moved);
+        lease = host.ledger.leases[0].clone();
+        host.pass(HOUR);
+        host.look(&events);
+        assert_eq!(lease.devices, [there]);
+        let report = host.report(By::Gpu);
+        assert_eq!(held(&report).0, 2.0, "an hour on each, and one on none");
+        let hours: Vec<f64> = report.rows.iter().map(|row| row.whole_gpu_hours).collect();
+        assert_eq!(hours, [1.0, 1.0], "{looks}");
     }
 }
 

@@ -15,9 +15,9 @@ use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, LeftOut};
 use sublet_core::ledger::{DaemonState, DynamicInstance, LeaseState, Ledger, Waiter};
 use sublet_core::oci;
-use sublet_core::place::{describe_request, places};
+use sublet_core::place::{describe_request, places, why_kept_away};
 use sublet_core::share::Action;
-use sublet_core::text::{safe, timestamp};
+use sublet_core::text::{add_why, safe, timestamp};
 
 pub use crate::usage::{DeviceUsed, LeaseUsed, OutsideProcess};
 pub use listed::{Gpu, Health, LeaseOnDevice, MigInstance, Room};
@@ -182,7 +182,9 @@ impl Status {
                 events: guard::events(config).into_iter().map(event).collect(),
             },
             mig_made: dynamic.iter().map(|made| MadeInstance::of(made, ledger)).collect(),
-            waiting: waiters.map(|(waiter, place)| Waiting::of(waiter, place, sources.names)).collect(),
+            waiting: waiters
+                .map(|(waiter, place)| Waiting::of(waiter, place, sources.names).kept_away(waiter, sources))
+                .collect(),
             warnings: Vec::new(),
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
@@ -279,6 +281,13 @@ impl Waiting {
             why: names.replace_ids(&waiter.why),
             began: waiter.since,
         }
+    }
+
+    /// With what keeps a suspended container from its GPU, beside a lack of room.
+    fn kept_away(self, waiter: &Waiter, of: &Sources<'_>) -> Self {
+        let world = (of.inventory, of.ledger, of.config);
+        let away = of.ledger.lease(&waiter.id).and_then(|lease| why_kept_away(lease, world));
+        Self { why: away.map_or_else(|| self.why.clone(), |away| add_why(&self.why, &away)), ..self }
     }
 }
 

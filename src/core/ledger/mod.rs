@@ -52,8 +52,6 @@ pub use waiters::{Retry, Waiter};
 
 /// [`Ledger::schema`].
 pub const SCHEMA: &str = "sublet.ledger/1";
-/// The same while a container is suspended, or on its way: a version before would book nothing for one that comes back.
-pub(crate) const SUSPENDED_SCHEMA: &str = "sublet.ledger/2";
 
 /// The annotation that holds the lease's id.
 pub const LEASE_ANNOTATION: &str = "sublet.lease";

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use super::error::failed;
 use super::rebuild::{find_running, find_trace};
 use super::runtime_record::{LARGEST, Record, read_bounded};
-use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA, SUSPENDED_SCHEMA};
+use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA};
 use crate::config::Config;
 use crate::fs::{Stamp, Trusted, make_trusted_directory, open_trusted, read_if_trusted, unless_absent};
 use crate::parse_errors::plain;
@@ -248,7 +248,7 @@ pub(super) struct Known {
 /// not a ledger.
 pub(super) fn parse_ledger(content: &[u8], path: &Path) -> Result<Ledger, LedgerError> {
     let parsed: Result<Ledger, _> = serde_json::from_slice(content);
-    if !parsed.as_ref().is_ok_and(has_known_schema) {
+    if parsed.as_ref().map_or(true, |ledger| ledger.schema != SCHEMA) {
         if let Some(found) = newer_schema(content) {
             return Err(LedgerError::Newer { path: safe_path(path), found });
         }
@@ -261,14 +261,12 @@ pub(super) fn parse_ledger(content: &[u8], path: &Path) -> Result<Ledger, Ledger
     checked.map_err(|why| LedgerError::Corrupt { path: safe_path(path), why })
 }
 
-/// The text of `ledger`, which is the same afterwards but for its schema.
+/// The text of `ledger`, which is the same afterwards.
 ///
 /// # Errors
 /// It has a path that is not UTF-8.
 pub(super) fn ledger_text(ledger: &mut Ledger) -> serde_json::Result<Vec<u8>> {
     ledger.number_mount_points();
-    let needs_it = |lease: &Lease| lease.suspension.is_some() || !lease.known.is_empty();
-    if ledger.leases.iter().any(needs_it) { SUSPENDED_SCHEMA } else { SCHEMA }.clone_into(&mut ledger.schema);
     let text = serde_json::to_vec(ledger);
     // Each number is that of a list.
     let _ = ledger.resolve_mount_points();
@@ -283,20 +281,16 @@ fn newer_schema(content: &[u8]) -> Option<String> {
         schema: String,
     }
     let OfAnyVersion { schema } = serde_json::from_slice(content).ok()?;
-    let newest = SUSPENDED_SCHEMA.split_once('/');
-    let (Some((found, number)), Some((ours, our_number))) = (schema.split_once('/'), newest) else {
+    let (Some((found, number)), Some((ours, our_number))) = (schema.split_once('/'), SCHEMA.split_once('/'))
+    else {
         return None;
     };
     let is_newer = found == ours && number.parse::<u64>().ok()? > our_number.parse().ok()?;
     is_newer.then(|| safe(&schema))
 }
 
-fn has_known_schema(ledger: &Ledger) -> bool {
-    [SCHEMA, SUSPENDED_SCHEMA].contains(&ledger.schema.as_str())
-}
-
 fn check_schema(ledger: &Ledger) -> Result<(), String> {
-    if !has_known_schema(ledger) {
+    if ledger.schema != SCHEMA {
         return Err(format!("its schema is {}, but {SCHEMA} is expected", safe(&ledger.schema)));
     }
     let mut ids = ledger.leases.iter().map(|lease| lease.id.as_str());

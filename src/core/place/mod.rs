@@ -38,7 +38,7 @@ pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use make_room::may_make_room;
 pub(crate) use make_room::{Suspendable, whom_to_suspend};
 pub use refusal::{Refusal, describe_request};
-pub use resume::check_resume;
+pub use resume::{check_resume, why_kept_away};
 pub(crate) use select::selected;
 pub use select::{ambiguous, meant, named, only, rule, wants_mig};
 

@@ -54,6 +54,16 @@ pub fn check_resume(
     })
 }
 
+/// Why the suspended container of `lease` does not come back, if it is not for a lack of room.
+pub fn why_kept_away(
+    lease: &Lease,
+    (inventory, ledger, config): (&Inventory, &Ledger, &Config),
+) -> Option<String> {
+    let own = lease.suspension.as_ref().filter(|_| lease.is_suspended())?;
+    let checked = check_resume(lease, lease.devices.first()?, own.bytes(), inventory, ledger, config);
+    checked.err().filter(|refusal| refusal.left_out || !refusal.temporary).map(|refusal| refusal.message)
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::bookings::bookings;

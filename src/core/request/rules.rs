@@ -313,7 +313,7 @@ fn unknown_share(name: &str, config: &Config) -> RequestError {
 }
 
 /// Keys that a container may have, without the prefix. `lease` is not among them: only sublet writes it.
-pub(super) const KEYS: [&str; 14] = [
+pub(super) const KEYS: [&str; 15] = [
     "gpu",
     "mode",
     "sm",

@@ -22,6 +22,7 @@ use sublet_core::events;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Lease, Ledger, Store, SuspendStep, Suspension};
 use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
+use sublet_core::place::{places, why_kept_away};
 use sublet_core::text::safe;
 
 /// One part of the answer, for people: its title and lines. Each is made by one function below, and printed in the order
@@ -174,8 +175,10 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
     let mut sections = Vec::new();
     if let Some(lease) = found.lease {
         let inventory = whose.inventory(config)?;
-        let place = ledger.waiters.iter().position(|waiter| waiter.id == lease.id).map(|at| at + 1);
-        sections.push(held(lease, place, names.of(lease), &mut document));
+        let own = ledger.waiters.iter().position(|waiter| waiter.id == lease.id);
+        let place = own.map(|own| places(&ledger.waiters, &inventory, config)[own]);
+        let away = why_kept_away(lease, (&inventory, &ledger, config));
+        sections.push(held(lease, (place, away), names.of(lease), &mut document));
         sections.push(limits(lease, &inventory.with_left_out(), &mut document));
         let (of_use, used) =
             used(lease, &inventory, &ledger, &usage::of_host(&ledger, &inventory, usage::SAMPLED, config));
@@ -235,7 +238,12 @@ fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
     [("engine", engine)].into_iter().chain(texts).filter(|(_, text)| !text.is_empty()).collect()
 }
 
-fn held(lease: &Lease, place: Option<usize>, name: Option<&Name>, document: &mut Document) -> Section {
+fn held(
+    lease: &Lease,
+    (place, away): (Option<usize>, Option<String>),
+    name: Option<&Name>,
+    document: &mut Document,
+) -> Section {
     let has_ended = !lease.is_of_job() && lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
     let state = if has_ended { "ended".to_owned() } else { word(&lease.shown_state()) };
     let noted = if has_ended { ", which the next command notes" } else { "" };
@@ -249,6 +257,7 @@ fn held(lease: &Lease, place: Option<usize>, name: Option<&Name>, document: &mut
     let own = lease.suspension.as_ref();
     let why = |own| ("suspended", why_it_waits(own, (place, lease.destination()), &label(lease, name)));
     rows.extend(own.map(why));
+    rows.extend(away.map(|away| ("stays so", away)));
     document.container = ContainerFacts {
         container_id: Some(lease.container.id.clone()),
         lease: Some(lease.id.to_string()),
