@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, eventually, skip_unless_root, tree};
+use sublet_e2e::{Bundle, World, eventually, is_alive, skip_unless_root, tree};
 
 use super::{DIR, HOLD, SHARE, SLEEP, WHOLE, empty_files, inside, link, place};
 
@@ -82,6 +83,15 @@ fn a_delete_clears_what_another_command_has_freed_and_not_cleared_yet() {
     let bundle = world.bundle("freed", WHOLE, HOLD);
     bundle.up_heard();
     assert!(bundle.kill("KILL").ok);
+    free_without_clearing(&world);
+    assert_ne!(empty_files(&bundle), Vec::<String>::new());
+    assert!(eventually(|| bundle.delete().ok), "its first process has ended");
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+/// The ledger as a command leaves it that has freed the only lease and has not yet cleared what its container left.
+fn free_without_clearing(world: &World) {
     let ledger = world.state_dir().join("ledger.json");
     let mut freed: Value =
         serde_json::from_slice(&std::fs::read(&ledger).expect("ledger.json")).expect("JSON");
@@ -90,6 +100,55 @@ fn a_delete_clears_what_another_command_has_freed_and_not_cleared_yet() {
     freed["leftovers"] =
         json!([{"bundle": place["bundle"], "rootfs": place["rootfs"], "mount_points": files}]);
     std::fs::write(&ledger, freed.to_string()).expect("ledger.json");
+}
+
+/// The lease goes after the delete has seen it, while that waits for its turn to clear.
+#[test]
+fn a_delete_clears_what_another_command_frees_at_the_same_time() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("raced", WHOLE, HOLD);
+    bundle.up_heard();
+    let first = Pid::from_raw(bundle.pid());
+    assert!(bundle.kill("KILL").ok && eventually(|| !is_alive(first)));
+    let path = world.state_dir().join("clearing.lock");
+    let lock = std::fs::File::create(&path).expect("a file");
+    let lock = Flock::lock(lock, FlockArg::LockExclusive).expect("nobody has it");
+    std::thread::scope(|scope| {
+        let deleted = scope.spawn(|| bundle.delete());
+        assert!(eventually(|| has_opened(&path)), "it does not clear");
+        free_without_clearing(&world);
+        drop(lock);
+        let deleted = deleted.join().expect("no panic");
+        assert!(deleted.ok, "{deleted:?}");
+    });
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+/// Whether another process has the file open.
+fn has_opened(file: &Path) -> bool {
+    let own = Path::new("/proc").join(std::process::id().to_string());
+    let processes = std::fs::read_dir("/proc").expect("/proc").flatten().map(|entry| entry.path());
+    let descriptors = processes.filter(|process| *process != own).map(|process| process.join("fd"));
+    let mut open = descriptors.filter_map(|fds| std::fs::read_dir(fds).ok()).flatten().flatten();
+    open.any(|fd| std::fs::read_link(fd.path()).is_ok_and(|opened| opened == file))
+}
+
+/// Without the shim no command but the hook at poststop is sure to be in time.
+#[test]
+fn a_hook_at_poststop_clears_what_another_command_has_freed_and_not_cleared_yet() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("hooked", WHOLE, SLEEP);
+    bundle.hook(&["prestart", "poststop"]);
+    bundle.up();
+    assert!(bundle.kill("KILL").ok);
+    free_without_clearing(&world);
     assert_ne!(empty_files(&bundle), Vec::<String>::new());
     assert!(eventually(|| bundle.delete().ok), "its first process has ended");
     assert_eq!(empty_files(&bundle), Vec::<String>::new());
