@@ -6,7 +6,7 @@ use std::time::Duration;
 use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, eventually, is_alive, skip_unless_root, tree};
+use sublet_e2e::{Bundle, World, eventually, is_alive, programs, skip_unless_root, tree};
 
 use super::{DIR, HOLD, SHARE, SLEEP, WHOLE, empty_files, inside, link, place};
 
@@ -153,6 +153,52 @@ fn a_hook_at_poststop_clears_what_another_command_has_freed_and_not_cleared_yet(
     assert!(eventually(|| bundle.delete().ok), "its first process has ended");
     assert_eq!(empty_files(&bundle), Vec::<String>::new());
     world.assert_empty();
+}
+
+/// A runtime that is killed before it has written its record leaves a child that goes on. The runtime that deletes such a
+/// container forgets it and ends nothing.
+#[test]
+fn a_delete_waits_for_the_child_of_a_killed_runtime_that_still_makes_mount_points() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("orphan", WHOLE, SLEEP);
+    let name = world.dir.path().file_name().expect("a name").to_string_lossy().into_owned();
+    let mount = Path::new("/sys/fs/cgroup");
+    let hierarchy =
+        if mount.join("cgroup.controllers").exists() { mount.to_owned() } else { mount.join("pids") };
+    let cgroup = hierarchy.join(format!("{name}-orphan"));
+    bundle.spec["linux"]["cgroupsPath"] = json!(format!("/{name}-orphan"));
+    let (engine, goes_on) = (world.engine.program(), world.dir.path().join("goes-on"));
+    let script = world.dir.path().join("killed").join(engine);
+    std::fs::create_dir(script.parent().expect("it has one")).expect("a directory");
+    std::fs::create_dir(&cgroup).expect("a cgroup");
+    std::fs::write(&goes_on, "").expect("a file");
+    let text = format!(
+        "case \" $* \" in *' create '*) ;; *) exit 0 ;; esac\n\
+         (while [ -e {0} ]; do sleep 0.02; done; : >{1}) >/dev/null 2>&1 &\n\
+         echo $! >{2}/cgroup.procs\nkill -KILL $$\n",
+        goes_on.display(),
+        inside(&bundle, &format!("{DIR}/libcuda.so.1")).display(),
+        cgroup.display()
+    );
+    programs::script(&script, &text);
+    let config = std::fs::read_to_string(&world.config).expect("config.toml");
+    let config = config
+        .replace(&format!("low_level = [\"{engine}\"]"), &format!("low_level = [\"{}\"]", script.display()));
+    std::fs::write(&world.config, config).expect("config.toml");
+    assert!(!bundle.create().ok);
+    std::thread::scope(|scope| {
+        let deleted = scope.spawn(|| bundle.down());
+        std::thread::sleep(Duration::from_millis(500));
+        assert_eq!(world.booked(), [json!("orphan")], "its mount points are still made");
+        std::fs::remove_file(&goes_on).expect("it was there");
+        deleted.join().expect("no panic");
+    });
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+    assert!(eventually(|| std::fs::remove_dir(&cgroup).is_ok()), "its cgroup is empty");
 }
 
 #[test]
