@@ -179,7 +179,7 @@ fn a_mount_point_that_is_removed_while_it_is_looked_at_is_made_by_this_container
     tree.find(&path).unwrap();
     fs::remove_file(file).unwrap();
     let image = inspect(&spec, &tree, &time_slice(), &inventory(), &Config::default()).unwrap();
-    assert_eq!(image.empty, [path.clone()]);
+    assert_eq!(image.empty, std::slice::from_ref(&path));
     assert_eq!(filter_missing(&rootfs, &[&path]), [&path], "so the lease has it");
 }
 
