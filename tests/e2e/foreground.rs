@@ -12,6 +12,8 @@ use sublet_e2e::killing::{end, helpers};
 use sublet_e2e::user::Host;
 use sublet_e2e::{Bundle, Stopping, World, eventually, is_alive, skip_unless_root, stop};
 
+use crate::hardened::Held;
+
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "600"];
 const INFO: &[&str] = &["/usr/bin/cuda-probe", "info"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
@@ -219,7 +221,10 @@ fn where_the_service_hangs_the_container_starts() {
     let mut host = host("");
     host.start();
     let serve = host.serve.as_ref().expect("it runs");
+    // Not while it has the ledger's lock: that it would keep.
+    let held = Held::ledger(&host.world);
     stop(Pid::from_raw(serve.id().try_into().expect("a pid")));
+    drop(held);
     let bundle = hooked(&host.world, "hung");
     let mut run = Foreground::start(&bundle);
     kill(&bundle);

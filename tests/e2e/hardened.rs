@@ -24,10 +24,10 @@ const SHARED: u64 = LEDGER | 1 | 1 << 27;
 const CONTAINER: u64 = SHARED | 1 << 6 | 1 << 7 | 1 << 12 | 1 << 18 | 1 << 21;
 
 /// Every process waits while this exists, for five seconds at most.
-struct Held(#[expect(dead_code, reason = "held until it is dropped")] Flock<File>);
+pub(crate) struct Held(#[expect(dead_code, reason = "held until it is dropped")] Flock<File>);
 
 impl Held {
-    fn ledger(world: &World) -> Self {
+    pub(crate) fn ledger(world: &World) -> Self {
         assert!(world.sublet(&["gc"]).status.success());
         Self::lock(&world.state_dir().join("lock"))
     }

@@ -35,10 +35,11 @@ impl Local<'_> {
         Ok(left.flat_map(|lease| self.kill_left(lease, &ledger, owns)).collect())
     }
 
-    /// Waits until the container of `held` has no process any more. If it was deleted, kills those that it has left.
+    /// Waits until the container of `held` has no process any more, which could make mount points. If it was deleted, kills
+    /// those that it has left.
     pub(super) fn await_end(&self, held: &Lease, store: &Store) -> Result<(), AdmitError> {
         let deadline = Instant::now() + EMPTY_CGROUP;
-        while held.has_processes() {
+        while held.has_processes() || held.is_still_made() {
             if held.may_be_ended() {
                 self.kill_left_or_delegate(held, store)?;
             }
@@ -66,9 +67,12 @@ impl Local<'_> {
     }
 
     pub(super) fn still_running(&self, held: &Lease, ledger: &Ledger) -> AdmitError {
-        let left = ledger.find_left_processes(held, &self.config.state_dir);
+        let left = match &held.init {
+            Some(_) => ledger.find_left_processes(held, &self.config.state_dir).to_string(),
+            None => held.signs_of_life().join(", "),
+        };
         let (lease, container) = (held.id.clone(), held.container.id.clone());
-        AdmitError::StillRunning { lease, container, left: left.to_string() }
+        AdmitError::StillRunning { lease, container, left }
     }
 
     /// Kills the processes that the container of `lease` has left now, and reports it.

@@ -13,7 +13,7 @@ use super::take_lease::{self, Terms};
 use super::{Admission, AdmitError, Candidate, Engine, Leases};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
-use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Scan};
+use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, Ledger, Scan};
 use crate::oci::cdi::{Asked, CdiError};
 use crate::oci::{self, Live, container_root};
 use crate::process::Process;
@@ -165,10 +165,17 @@ fn describe_environment(grant: &Grant, lease: &Lease) -> String {
     )
 }
 
-/// The lease of an ended container that only the ledger knows, because its config.json names none.
-pub fn find_ended_lease(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
-    let Some(ledger) = Leases::of(config).ledger_of_hooks()? else { return Ok(None) };
-    Ok(find_ended(&ledger, container).map(|lease| lease.id.clone()))
+/// Frees the lease of an ended container that only the ledger knows, because its config.json names none. If another command
+/// has freed it, clears what that may still have to.
+pub fn end_late(container: &Container, config: &Config) -> Result<(), AdmitError> {
+    let leases = Leases::of(config);
+    let Some(ledger) = leases.ledger_of_hooks()? else { return Ok(()) };
+    if let Some(lease) = find_ended(&ledger, container) {
+        return leases.end(&lease.id);
+    }
+    let local = Local::for_engine(config);
+    local.clear_pending(&ledger, &local.store()?);
+    Ok(())
 }
 
 /// If the first thread of its first process runs, this is a later container with the same name. A runtime takes the end of

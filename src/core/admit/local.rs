@@ -206,6 +206,10 @@ impl<'a> Local<'a> {
             (ledger.mark_ending(uid, id, record, deleter), gone)
         })?;
         freed.extend(gone);
+        if marked.is_none() && freed.is_empty() {
+            // Another command has freed the lease meanwhile, and may still have to clear.
+            self.clear_pending(&read(&store)?, &store);
+        }
         self.clean_up(&freed, &store);
         Ok(marked)
     }

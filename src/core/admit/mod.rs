@@ -46,7 +46,7 @@ use take_lease::SHORTEST_PAUSE;
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk};
 pub use end_left::Owns;
 pub use error::{AdmitError, of_broker, of_inventory, of_mps};
-pub use grant_at_prestart::{admit_late, find_ended_lease};
+pub use grant_at_prestart::{admit_late, end_late};
 pub use in_job::job_share;
 pub use job_share::JobError;
 pub use last_refusals::{RefusalRecord, record_reported, refusals};

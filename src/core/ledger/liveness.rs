@@ -187,15 +187,22 @@ impl Lease {
         self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
     }
 
-    /// Waits up to `longest` until [`Lease::has_processes`] may have changed.
+    /// Whether a child of its runtime, which was killed before it had a record of the container, goes on making it.
+    pub(crate) fn is_still_made(&self) -> bool {
+        let is_unrecorded = self.init.is_none() && !self.brokered && !self.owner.is_alive();
+        is_unrecorded && find_sign_of_life(&self.container).is_ok_and(|sign| sign.is_some())
+    }
+
+    /// Waits up to `longest` until [`Lease::has_processes`] or [`Lease::is_still_made`] may have changed.
     pub fn await_change(&self, longest: Duration) {
-        let Some(init) = &self.init else { return };
-        if let Some(pidfd) = init.process.hold().ok().flatten() {
+        let init = self.init.as_ref();
+        if let Some(pidfd) = init.and_then(|init| init.process.hold().ok().flatten()) {
             pidfd_await_end(&pidfd, longest);
             return;
         }
         // cgroup v2 reports changes by `cgroup.events` (cgroups(7)).
-        let events = init.cgroup.as_deref().map(|dir| fs::File::open(dir.join("cgroup.events")));
+        let cgroup = init.and_then(|init| init.cgroup.as_deref());
+        let events = cgroup.map(|dir| fs::File::open(dir.join("cgroup.events")));
         let Some(Ok(mut events)) = events else {
             std::thread::sleep(POLL_INTERVAL.min(longest));
             return;

@@ -322,10 +322,11 @@ impl Found {
         Ok(kind(self.stat()?.st_mode) == wanted)
     }
 
-    /// Whether it is a file as a runtime creates it for a mount, and as it is removed again.
+    /// Whether it is a file as a runtime creates it for a mount, and as it is removed again: also one without a name by now,
+    /// which another command has removed since it was opened.
     pub fn is_empty_file(&self) -> io::Result<bool> {
         let stat = self.stat()?;
-        Ok(self.is(SFlag::S_IFREG)? && stat.st_size == 0 && stat.st_nlink == 1)
+        Ok(self.is(SFlag::S_IFREG)? && stat.st_size == 0 && stat.st_nlink <= 1)
     }
 
     /// At most `limit` bytes from its beginning.

@@ -7,7 +7,7 @@ use anyhow::{anyhow, bail};
 use serde_json::{Map, Value};
 
 use super::{State, Status};
-use sublet_core::admit::{self, Admission, Engine, Leases, RequestSource};
+use sublet_core::admit::{self, Admission, Engine, RequestSource};
 use sublet_core::ledger::Container;
 use sublet_core::log::{Level, Log};
 use sublet_core::oci::JsonFile;
@@ -73,9 +73,7 @@ pub(super) fn free_lease(state: &State) -> anyhow::Result<()> {
     };
     let config = config_files::load()?;
     let container = identify(state, bundle);
-    let ended = admit::find_ended_lease(&container, &config);
-    let end = ended.and_then(|lease| lease.map_or(Ok(()), |lease| Leases::of(&config).end(&lease)));
-    end.map_err(|error| super::not_ended(state, &error))
+    admit::end_late(&container, &config).map_err(|error| super::not_ended(state, &error))
 }
 
 fn bundle(state: &State) -> Result<PathBuf, String> {

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, eventually, skip_unless_root, tree};
+use sublet_e2e::{Bundle, World, eventually, is_alive, programs, skip_unless_root, tree};
 
 use super::{DIR, HOLD, SHARE, SLEEP, WHOLE, empty_files, inside, link, place};
 
@@ -82,6 +83,15 @@ fn a_delete_clears_what_another_command_has_freed_and_not_cleared_yet() {
     let bundle = world.bundle("freed", WHOLE, HOLD);
     bundle.up_heard();
     assert!(bundle.kill("KILL").ok);
+    free_without_clearing(&world);
+    assert_ne!(empty_files(&bundle), Vec::<String>::new());
+    assert!(eventually(|| bundle.delete().ok), "its first process has ended");
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+/// The ledger as a command leaves it that has freed the only lease and has not yet cleared what its container left.
+fn free_without_clearing(world: &World) {
     let ledger = world.state_dir().join("ledger.json");
     let mut freed: Value =
         serde_json::from_slice(&std::fs::read(&ledger).expect("ledger.json")).expect("JSON");
@@ -89,11 +99,111 @@ fn a_delete_clears_what_another_command_has_freed_and_not_cleared_yet() {
     let (place, files) = (&lease["container"], &freed["mount_point_lists"][0]);
     freed["leftovers"] =
         json!([{"bundle": place["bundle"], "rootfs": place["rootfs"], "mount_points": files}]);
-    std::fs::write(&ledger, freed.to_string()).expect("ledger.json");
+    // Replaced, as sublet does: a process that has read it would not look into the same file again.
+    let new = world.dir.path().join("freed.json");
+    std::fs::write(&new, freed.to_string()).expect("a file");
+    let moved = std::process::Command::new("mv").arg(new).arg(ledger).status().expect("mv runs");
+    assert!(moved.success(), "the ledger is not replaced");
+}
+
+/// The lease goes after the delete has seen it, while that waits for its turn to clear.
+#[test]
+fn a_delete_clears_what_another_command_frees_at_the_same_time() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("raced", WHOLE, HOLD);
+    bundle.up_heard();
+    let first = Pid::from_raw(bundle.pid());
+    assert!(bundle.kill("KILL").ok && eventually(|| !is_alive(first)));
+    let path = world.state_dir().join("clearing.lock");
+    let lock = std::fs::File::create(&path).expect("a file");
+    let lock = Flock::lock(lock, FlockArg::LockExclusive).expect("nobody has it");
+    std::thread::scope(|scope| {
+        let deleted = scope.spawn(|| bundle.delete());
+        assert!(eventually(|| has_opened(&path)), "it does not clear");
+        free_without_clearing(&world);
+        drop(lock);
+        let deleted = deleted.join().expect("no panic");
+        assert!(deleted.ok, "{deleted:?}");
+    });
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+/// Whether another program has the file open. A child of this one has it, too, until it executes its own.
+fn has_opened(file: &Path) -> bool {
+    let links = |path: &Path, to: &Path| std::fs::read_link(path).is_ok_and(|read| read == to);
+    let own = std::env::current_exe().expect("a path");
+    let processes = std::fs::read_dir("/proc").expect("/proc").flatten().map(|entry| entry.path());
+    let descriptors = processes.filter(|one| !links(&one.join("exe"), &own)).map(|one| one.join("fd"));
+    let mut open = descriptors.filter_map(|fds| std::fs::read_dir(fds).ok()).flatten().flatten();
+    open.any(|fd| links(&fd.path(), file))
+}
+
+/// Without the shim no command but the hook at poststop is sure to be in time.
+#[test]
+fn a_hook_at_poststop_clears_what_another_command_has_freed_and_not_cleared_yet() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("hooked", WHOLE, SLEEP);
+    bundle.hook(&["prestart", "poststop"]);
+    bundle.up();
+    assert!(bundle.kill("KILL").ok);
+    free_without_clearing(&world);
     assert_ne!(empty_files(&bundle), Vec::<String>::new());
     assert!(eventually(|| bundle.delete().ok), "its first process has ended");
     assert_eq!(empty_files(&bundle), Vec::<String>::new());
     world.assert_empty();
+}
+
+/// A runtime that is killed before it has written its record leaves a child that goes on. The runtime that deletes such a
+/// container forgets it and ends nothing.
+#[test]
+fn a_delete_waits_for_the_child_of_a_killed_runtime_that_still_makes_mount_points() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("orphan", WHOLE, SLEEP);
+    let name = world.dir.path().file_name().expect("a name").to_string_lossy().into_owned();
+    let mount = Path::new("/sys/fs/cgroup");
+    let hierarchy =
+        if mount.join("cgroup.controllers").exists() { mount.to_owned() } else { mount.join("pids") };
+    let cgroup = hierarchy.join(format!("{name}-orphan"));
+    bundle.spec["linux"]["cgroupsPath"] = json!(format!("/{name}-orphan"));
+    let (engine, goes_on) = (world.engine.program(), world.dir.path().join("goes-on"));
+    let script = world.dir.path().join("killed").join(engine);
+    std::fs::create_dir(script.parent().expect("it has one")).expect("a directory");
+    std::fs::create_dir(&cgroup).expect("a cgroup");
+    std::fs::write(&goes_on, "").expect("a file");
+    let text = format!(
+        "case \" $* \" in *' create '*) ;; *) exit 0 ;; esac\n\
+         (while [ -e {0} ]; do sleep 0.02; done; : >{1}) >/dev/null 2>&1 &\n\
+         echo $! >{2}/cgroup.procs\nkill -KILL $$\n",
+        goes_on.display(),
+        inside(&bundle, &format!("{DIR}/libcuda.so.1")).display(),
+        cgroup.display()
+    );
+    programs::script(&script, &text);
+    let config = std::fs::read_to_string(&world.config).expect("config.toml");
+    let config = config
+        .replace(&format!("low_level = [\"{engine}\"]"), &format!("low_level = [\"{}\"]", script.display()));
+    std::fs::write(&world.config, config).expect("config.toml");
+    assert!(!bundle.create().ok);
+    std::thread::scope(|scope| {
+        let deleted = scope.spawn(|| bundle.down());
+        std::thread::sleep(Duration::from_millis(500));
+        assert_eq!(world.booked(), [json!("orphan")], "its mount points are still made");
+        std::fs::remove_file(&goes_on).expect("it was there");
+        deleted.join().expect("no panic");
+    });
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+    assert!(eventually(|| std::fs::remove_dir(&cgroup).is_ok()), "its cgroup is empty");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Compares one simulated daemon over two GPUs with measurements on two real H200s (docs/evidence).
 
-use crate::rig::{H200, OTHER, Rig};
+use crate::rig::{H200, OTHER, Rig, until};
 use serde_json::Value;
 
 const PERCENTAGE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
@@ -86,15 +86,12 @@ fn a_clients_memory_counts_on_the_device_that_it_is_on() {
     assert_eq!(held.result(), "CUDA_SUCCESS");
     let both = free(&rig, &[]);
     assert!(both[0] > 140_000 && both[1] < 43_000, "{both:?}");
-    // The client process has ended, and the server notices that some time later.
+    // The server tells the daemon of contexts, and of clients that have ended, some time later.
     let only = format!("{H200}\n{OTHER} {}", held.pid());
-    let heard = (0..100).any(|_| {
-        std::thread::sleep(std::time::Duration::from_millis(50));
-        rig.ask("get_device_client_list") == only
-    });
-    assert!(heard, "{} instead of {only}", rig.ask("get_device_client_list"));
+    until("the one client", || rig.ask("get_device_client_list") == only);
     let mut on_both = rig.start("hold 30", &[]);
-    assert_eq!(rig.ask("ps").lines().filter(|line| line.starts_with(&on_both.pid().to_string())).count(), 2);
+    let pid = on_both.pid().to_string();
+    until("both contexts", || rig.ask("ps").lines().filter(|line| line.starts_with(&pid)).count() == 2);
     assert_eq!(rig.ask(&format!("get_client_list {}", rig.server())).lines().count(), 2);
     rig.ask(&format!("terminate_client {} {}", rig.server(), on_both.pid()));
     assert_eq!(on_both.result(), "CUDA_ERROR_MPS_CLIENT_TERMINATED");

@@ -8,10 +8,10 @@ use std::process::Command;
 use nix::sys::resource::{Resource, setrlimit};
 use serde_json::json;
 
-use super::rootfs::{Root, TRIPLET, in_triplet, time_slice};
+use super::rootfs::{Root, TRIPLET, in_triplet, inventory, time_slice};
 use crate::config::{Config, Inject};
 use crate::ledger::{Ledger, Leftover, VolumeFiles};
-use crate::oci::{ImageError, cleanup_mount_points, clear, clear_volume};
+use crate::oci::{ImageError, Tree, cleanup_mount_points, clear, clear_volume, filter_missing, inspect};
 
 #[test]
 fn mount_points_that_are_links_are_accepted() {
@@ -165,6 +165,22 @@ fn cleaning_takes_only_our_empty_files() {
         assert!(fs::symlink_metadata(root.path("rootfs/usr/lib").join(kept)).is_ok(), "{kept}");
     }
     assert_eq!(cleanup_mount_points(&root.path("gone"), &paths), 0);
+}
+
+/// Another command removes what an earlier container left, after it was opened and before it is looked at. The runtime
+/// makes it anew, so it is this container's to remove.
+#[test]
+fn a_mount_point_that_is_removed_while_it_is_looked_at_is_made_by_this_container() {
+    let (root, path) = (Root::debian(), in_triplet("libcuda.so.1"));
+    let file = root.path(&format!("rootfs/usr/lib/{TRIPLET}/libcuda.so.1"));
+    fs::write(&file, "").unwrap();
+    let (rootfs, spec) = (root.path("rootfs"), json!({}));
+    let tree = Tree::open(&spec, &rootfs).unwrap();
+    tree.find(&path).unwrap();
+    fs::remove_file(file).unwrap();
+    let image = inspect(&spec, &tree, &time_slice(), &inventory(), &Config::default()).unwrap();
+    assert_eq!(image.empty, std::slice::from_ref(&path));
+    assert_eq!(filter_missing(&rootfs, &[&path]), [&path], "so the lease has it");
 }
 
 /// A process of its own, because it takes all of its descriptors.
