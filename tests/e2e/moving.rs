@@ -225,7 +225,7 @@ fn a_drained_gpus_containers_are_moved_and_those_that_stay_are_named() {
     let first = on(&world, "0", "first", ALLOW, KEEP);
     let never = on(&world, "0", "never", &[("sublet.mode", "time-slice")], KEEP);
     let second = on(&world, "0", "second", ALLOW, KEEP);
-    let output: Output = world.sublet(&["drain", "0", "--move"]);
+    let output: Output = world.sublet(&["drain", "0", "--move", "--reason", "its fan", "--until", "2h"]);
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     for words in
@@ -233,6 +233,8 @@ fn a_drained_gpus_containers_are_moved_and_those_that_stay_are_named() {
     {
         assert!(said.contains(words), "{words}: {said}");
     }
+    let status: Value = serde_json::from_str(&done(&world, &["status", "--format", "json"])).expect("JSON");
+    assert!(status["devices"][0]["drain"].as_str().expect("drained").contains("its fan"), "{status:#}");
     assert_goes_on(&never);
     for moved in [&first, &second] {
         assert_goes_on(moved);

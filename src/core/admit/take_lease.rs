@@ -277,7 +277,8 @@ impl Search<'_> {
     /// Whether others that may be suspended have what it needs.
     fn may_make_room(&self) -> bool {
         let config = self.local.config;
-        let Ok(ledger) = self.store.peek() else { return false };
+        let Ok(mut ledger) = self.store.peek() else { return false };
+        ledger.waiters.retain(Waiter::is_there);
         ledger.leases.iter().any(Lease::may_be_suspended)
             && fresh_inventory(config).is_ok_and(|inventory| {
                 let (ahead, _) = waiting_order::book_ahead(self.asks(), &inventory, &ledger, config);

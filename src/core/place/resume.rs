@@ -70,6 +70,7 @@ mod tests {
     use super::super::fixture::{GIB, device, host};
     use super::super::tests::ledger;
     use super::*;
+    use crate::config::{DeviceRule, Use};
     use crate::inventory::ComputeMode;
     use crate::ledger::fixture::lease;
     use crate::ledger::{LeaseState, SuspendStep, SuspendedProcess, Suspension};
@@ -124,6 +125,27 @@ mod tests {
         let refusal =
             check_resume(&drained.leases[0], "GPU-0", GIB, &inventory, &drained, &config).unwrap_err();
         assert!(refusal.message.contains("sublet undrain 0") && !refusal.temporary, "{refusal:?}");
+    }
+
+    #[test]
+    fn a_device_that_takes_nothing_keeps_it_away_and_a_full_one_lets_it_wait() {
+        let (inventory, mut config) = (host(vec![device(0), device(1)]), Config::default());
+        let why = |ledger: &Ledger, inventory: &Inventory, config: &Config| {
+            why_kept_away(&ledger.leases[0], (inventory, ledger, config))
+        };
+        let (free, full) = (suspended(&[]), suspended(&[(Mode::Exclusive, 0)]));
+        assert_eq!([&free, &full].map(|ledger| why(ledger, &inventory, &config)), [None, None]);
+        let drained = Ledger { drained: vec!["GPU-0".into()], ..free.clone() };
+        assert!(why(&drained, &inventory, &config).unwrap().starts_with("GPU 0 is drained"));
+        let mut sick = inventory.clone();
+        let (gpu, why_out) = (sick.devices.remove(0), "Xid 79".to_owned());
+        sick.left_out.push(LeftOut { gpu, mig: Vec::new(), why: why_out, lost: false });
+        assert_eq!(why(&free, &sick, &config).unwrap(), "GPU 0 is left out: Xid 79");
+        let (matches, fixed_use) = ("0".to_owned(), Some(Use::None));
+        config.device = vec![DeviceRule { matches, name: None, fixed_use, time_slice: None }];
+        assert!(why(&free, &inventory, &config).unwrap().contains("use = \"none\""));
+        let on_gpu = Ledger { leases: vec![Lease { suspension: None, ..free.leases[0].clone() }], ..drained };
+        assert_eq!(why(&on_gpu, &inventory, &config), None, "it is not suspended");
     }
 
     /// What moves has both devices' room until it is there.

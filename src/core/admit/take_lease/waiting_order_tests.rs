@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::config::PolicyRule;
-use crate::ledger::Retry;
+use crate::ledger::{LeaseState, Retry};
 use crate::place::accounts_tests::{any_request, assert_accounts, lease_of};
 use crate::place::fixture::{device, host, request};
 use crate::place::tests::{leased, ledger, mps};
@@ -106,6 +106,28 @@ fn a_refused_container_of_dockers_is_waited_for_only_while_the_service_starts_it
     assert!(passes(refused(true, 0), Some(Process { pid: i32::MAX, start_time: 1 })), "it was killed");
     assert!(passes(refused(false, 0), serves), "nobody has said that it is to be started again");
     assert!(passes(refused(true, u64::MAX / 2), serves), "it is not its time");
+}
+
+#[test]
+fn a_container_that_made_room_is_waited_for_only_while_the_service_would_resume_it() {
+    let (me, half) = (Process::current().unwrap(), on(0, &mps(50_000, 1)));
+    let suspended = || {
+        let mut held = ledger(vec![leased(1, "GPU-0", 0, 1)]);
+        let one = &mut held.leases[0];
+        (one.mode, one.state) = (Mode::Exclusive, LeaseState::Active);
+        (one.daemon, one.sm, one.memory_bytes) = (None, None, None);
+        held.begin_suspending(&id(1), me, Vec::new()).unwrap();
+        held.note_on_demand(&id(1));
+        assert!(held.end_suspended(&id(1), me) && held.waiters.len() == 1);
+        held
+    };
+    let host = host(vec![device(0)]);
+    assert!(asks(2, &half, &host, &suspended()).is_ok(), "no service would resume it");
+    let mut served = Ledger { keeper: Some(me), ..suspended() };
+    assert!(asks(2, &half, &host, &served).unwrap_err().message.contains("; why: one came first"));
+    // On its way back it has its room already.
+    served.begin_resuming(&id(1), me).unwrap();
+    assert!(!book_waiter(&served.waiters[0].clone(), &mut served, &host, &Config::default()));
 }
 
 #[test]
