@@ -9,7 +9,7 @@ use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Container, LeaseId, Waiter};
 use sublet_core::names::replace_ids;
-use sublet_core::place::places;
+use sublet_core::place::place_of;
 use sublet_core::process::Process;
 use sublet_core::request::{self, Request};
 use sublet_core::share::{DURATION_ALLOWED, parse_duration};
@@ -110,8 +110,7 @@ fn look(
     let id =
         waiter.map_or_else(LeaseId::random, |waiter| Ok(waiter.id.clone())).map_err(AdmitError::Random)?;
     let ledger = seen_ledger(config)?;
-    let own = ledger.waiters.iter().position(|waiter| waiter.id == id);
-    *place = own.map(|own| places(&ledger.waiters, &inventory, config)[own]);
+    *place = place_of(&id, &ledger.waiters, &inventory, config);
     preview(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config).map(drop)
 }
 

@@ -140,6 +140,12 @@ pub fn places<'w>(
     waiters.into_iter().map(place).collect()
 }
 
+/// The place of the one with entry `id`, as [`places`].
+pub fn place_of(id: &LeaseId, waiters: &[Waiter], inventory: &Inventory, config: &Config) -> Option<usize> {
+    let number = waiters.iter().position(|waiter| waiter.id == *id)?;
+    places(waiters, inventory, config).get(number).copied()
+}
+
 /// The advice to wait, for a request that does not, as far as `[limits] wait_max` allows it.
 pub(crate) fn advise_waiting(request: &Request, config: &Config) -> Option<String> {
     let seconds = config.limits.wait_max.as_secs().min(60);

@@ -22,7 +22,7 @@ use sublet_core::events;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Lease, Ledger, Store, SuspendStep, Suspension};
 use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
-use sublet_core::place::{places, why_kept_away};
+use sublet_core::place::{place_of, why_kept_away};
 use sublet_core::text::safe;
 
 /// One part of the answer, for people: its title and lines. Each is made by one function below, and printed in the order
@@ -175,8 +175,7 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
     let mut sections = Vec::new();
     if let Some(lease) = found.lease {
         let inventory = whose.inventory(config)?;
-        let own = ledger.waiters.iter().position(|waiter| waiter.id == lease.id);
-        let place = own.map(|own| places(&ledger.waiters, &inventory, config)[own]);
+        let place = place_of(&lease.id, &ledger.waiters, &inventory, config);
         let away = why_kept_away(lease, (&inventory, &ledger, config));
         sections.push(held(lease, (place, away), names.of(lease), &mut document));
         sections.push(limits(lease, &inventory.with_left_out(), &mut document));
