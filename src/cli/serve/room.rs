@@ -75,7 +75,7 @@ impl<'c> Seen<'c> {
         let ledger = Local::new(config).update(|ledger| ledger.clone())?;
         kept().put_off.retain(|lease, _| ledger.lease(lease).is_some());
         let inventory = refresh(config)?;
-        let usage = Some(usage::of_host(&ledger, &inventory, config));
+        let usage = Some(usage::of_host(&ledger, &inventory, usage::SAMPLED, config));
         Ok(Self { ledger, inventory, usage, config })
     }
 
