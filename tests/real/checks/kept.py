@@ -80,6 +80,11 @@ class Kept:
         identity = self.engine.state(self.name, ".Id")
         return next((lease for lease in self.machine.leases() if lease["container_id"] == identity), None)
 
+    def has_processes(self, count):
+        """Waits until so many of its processes use the GPU."""
+        if not process.eventually(lambda: ((self.lease() or {}).get("used") or {}).get("processes") == count, 40, 0.3):
+            raise Wrong(f"{self.name} has not {count} CUDA processes: {self.lease()}")
+
     def state(self):
         lease = self.lease()
         return lease["state"] if lease else "no lease"

@@ -23,21 +23,21 @@ def move(table, group, machine):
         look = lambda one: moved(machine, one, (1, 0))
         kept.look_at_frameworks(begun, "move to GPU 1 and back", "on that GPU; the same results, bit by bit", look)
 
-    kept.group_of(table, group, machine, [*PARTS[:4], frameworks, *PARTS[4:]])
+    kept.group_of(table, group, machine, [there_and_back, joined, goes_back, frameworks, drained, cut_short, speed, engine_killed, of_users])
 
 
 def node(machine, index):
     return f"/dev/nvidia{machine.devices()[index]['minor']}"
 
 
-def check_is_on(machine, one, index, with_nodes=True):
+def check_is_on(machine, one, index):
     """It computes with what it had, on this GPU alone, by the driver, by the ledger and by its nodes."""
     one.goes_on()
     gpus, lease = one.gpus(), one.lease()
     device = machine.devices()[index]["uuid"]
     if gpus != [index] or lease is None or (lease["device"], lease["state"]) != (device, "active"):
         raise Wrong(f"{one.name} is on GPUs {gpus}, and the ledger has {lease}; expected: GPU {index}")
-    if with_nodes and (nodes := one.nodes()) != [node(machine, index)]:
+    if (nodes := one.nodes()) != [node(machine, index)]:
         raise Wrong(f"{one.name} has the nodes {' '.join(nodes)}; expected: {node(machine, index)}")
 
 
@@ -277,7 +277,7 @@ def of_users(rows, machine):
     engine = groups.users_podman(machine, POLICY)
     before = groups.by_user()
     try:
-        one = Kept(machine, engine, "mine", mib, {key: value for key, value in ALLOW.items() if key != "wait"}).ready()
+        one = Kept(machine, engine, "mine", mib).ready()
         rows.ask("to GPU 1 and back, by the user", "on that GPU alone, with its node alone, with what it had", lambda: moved(machine, one, (1, 0), before), 25)
 
         def killed():
@@ -300,6 +300,3 @@ def of_users(rows, machine):
     finally:
         engine.remove_all()
         groups.USERS_POLICY.unlink(missing_ok=True)
-
-
-PARTS = [there_and_back, joined, goes_back, drained, cut_short, speed, engine_killed, of_users]

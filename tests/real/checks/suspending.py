@@ -1,7 +1,7 @@
 """`sublet suspend` and `resume` on one GPU (docs/suspend.md): what is out leaves the GPU and comes back as it was, what cannot be
 suspended is refused and goes on, what is killed at any step is put right, and two take turns. Times beside the driver's own calls.
 
-A part more is a function here and its name in `PARTS`.
+A part more is a function here and its name in `suspend`.
 """
 
 import signal
@@ -25,7 +25,8 @@ def suspend(table, group, machine):
     def frameworks(_, machine):
         kept.look_at_frameworks(begun, "suspend, resume", "on no GPU meanwhile; then the same results, bit by bit", out_and_back)
 
-    kept.group_of(table, group, machine, [*PARTS[:4], frameworks, *PARTS[4:]])
+    parts = [life, others, cannot, limits, frameworks, cut_short, small_turns, large, speed, engine_killed, of_users]
+    kept.group_of(table, group, machine, parts)
 
 
 def turns(table, group, machine):
@@ -128,7 +129,7 @@ def life(rows, machine):
             before, lease = one.last()["n"], one.lease()["id"]
             do("suspend", "first")
             done = engine.call("restart", "--time=1", "first")
-            again = process.eventually(lambda: one.last()["n"] < before, 60, 0.3)
+            again = process.eventually(lambda: (one.last() or {"n": before})["n"] < before, 60, 0.3)
             new = one.lease() or {"id": "none", "state": "none"}
             one.goes_on()
             return f"{'' if done.ok else done.why()} lease {new['state']}, {'it began anew' if again else 'it did not begin'}", done.ok and again and new["id"] != lease
@@ -193,9 +194,11 @@ def cannot(rows, machine):
         words = " ".join(machine.hold(600))
         command = ["sh", "-c", f"{words} >/dev/null & exec {' '.join(kept.keep(machine, 512))}"]
         with kept.kept(machine, engine, "several", 512, command=command) as one:
+            one.has_processes(2)
             why = refused("several-processes", "suspend", "several")
             one.goes_on()
         with kept.kept(machine, engine, "many", 512, {**ALLOW, "suspend": "allow-many"}, command=command) as one:
+            one.has_processes(2)
             seen, right = out_and_back(one)
             return f"{why}; {seen}", right
 
@@ -399,7 +402,7 @@ def of_users(rows, machine):
     engine = groups.users_podman(machine, POLICY)
     before = groups.by_user()
     try:
-        one = Kept(machine, engine, "mine", mib, {key: value for key, value in ALLOW.items() if key != "wait"}).ready()
+        one = Kept(machine, engine, "mine", mib).ready()
 
         def look():
             out = do("suspend", "mine", before=before)
@@ -430,6 +433,3 @@ def service_killed(machine, one, words, seconds):
         do("resume", one.name, before=before)
     one.goes_on()
     return f"the command: status {status}; then {state}; on GPUs {one.gpus()}", len(one.gpus()) == 1
-
-
-PARTS = [life, others, cannot, limits, cut_short, small_turns, large, speed, engine_killed, of_users]
