@@ -57,9 +57,13 @@ fn main() -> Result<()> {
     starts(&full, &empty)?;
     println!("\n| the service, % of one core over {seconds} s | all | its threads |\n|---|---|---|");
     let time = Duration::from_secs(seconds);
-    empty.print_load("no lease, nothing starts", || Ok(sleep(time)))?;
+    let idle = || {
+        sleep(time);
+        Ok(())
+    };
+    empty.print_load("no lease, nothing starts", idle)?;
     let bare = full.print_bare_calls(time)?;
-    full.print_load("200 leases, nothing starts", || Ok(sleep(time)))?;
+    full.print_load("200 leases, nothing starts", idle)?;
     println!("| the NVML calls of that alone, in a process of their own | {bare:.2} | |");
     let mut slowest = Duration::ZERO;
     full.print_load("200 leases, 100 starts in a minute", || {
@@ -236,10 +240,11 @@ impl Host {
     /// A record with a year of full days.
     fn report_over_a_year(&self) -> Result<()> {
         let usage = self.world.state_dir().join("lasting/usage");
-        let now: Value = match std::fs::read(usage.join("now.json")) {
-            Ok(text) => serde_json::from_slice(&text)?,
-            Err(_) => return Ok(println!("\nThis version keeps no record of use.")),
+        let Ok(now) = std::fs::read(usage.join("now.json")) else {
+            println!("\nThis version keeps no record of use.");
+            return Ok(());
         };
+        let now: Value = serde_json::from_slice(&now)?;
         let day = now["days"].as_object().and_then(|days| days.values().last()).context("a day")?;
         let row = |number: usize| {
             let mut row = day["rows"][0].clone();
@@ -251,7 +256,7 @@ impl Host {
         full["rows"] = (0..ROWS).map(row).collect();
         let text = full.to_string();
         for day in 1..=DAYS {
-            let date = std::process::Command::new("date")
+            let date = Command::new("date")
                 .arg(format!("--date={day} days ago"))
                 .arg("+%F")
                 .output()?;
