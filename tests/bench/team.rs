@@ -256,10 +256,7 @@ impl Host {
         full["rows"] = (0..ROWS).map(row).collect();
         let text = full.to_string();
         for day in 1..=DAYS {
-            let date = Command::new("date")
-                .arg(format!("--date={day} days ago"))
-                .arg("+%F")
-                .output()?;
+            let date = Command::new("date").arg(format!("--date={day} days ago")).arg("+%F").output()?;
             std::fs::write(
                 usage.join(format!("{}.json", String::from_utf8_lossy(&date.stdout).trim())),
                 &text,
