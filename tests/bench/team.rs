@@ -230,7 +230,7 @@ impl Host {
         Ok(percent)
     }
 
-    /// In KiB, as proc_pid_status(5) has it.
+    /// In KiB, as `/proc/PID/status` has it.
     fn memory(&self, key: &str) -> Option<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.serve.id())).ok()?;
         let line = status.lines().find(|line| line.starts_with(key))?;
@@ -245,7 +245,7 @@ impl Host {
             return Ok(());
         };
         let now: Value = serde_json::from_slice(&now)?;
-        let day = now["days"].as_object().and_then(|days| days.values().last()).context("a day")?;
+        let day = now["days"].as_object().and_then(|days| days.values().next_back()).context("a day")?;
         let row = |number: usize| {
             let mut row = day["rows"][0].clone();
             row[0]["container"] = json!(format!("container-{number:06}"));
@@ -270,7 +270,7 @@ impl Host {
         println!(
             "\nA report over {DAYS} days of {ROWS} rows, {} leases, {} MiB: {:.2} s, of a processor {:.2} s.",
             report["total"]["leases"],
-            text.len() * usize::try_from(DAYS)? >> 20,
+            (text.len() * usize::try_from(DAYS)?) >> 20,
             time.as_secs_f64(),
             processor.as_secs_f64()
         );
