@@ -88,8 +88,8 @@ struct Host {
     serve: Child,
     /// One for each lease.
     sleepers: Vec<Child>,
-    /// A lease as sublet wrote it.
-    lease: Value,
+    /// The ledger with one lease, as sublet wrote it: with the namespaces and the mount points that go with the lease.
+    ledger: Value,
     _memory: tempfile::TempDir,
 }
 
@@ -116,11 +116,11 @@ impl Host {
         first.up();
         // Binds it to its first process.
         ensure!(world.sublet(&["gc"]).status.success(), "gc");
-        let lease = ledger(&world)?["leases"][0].clone();
+        let ledger = ledger(&world)?;
         first.down();
         let named = format!("low_level = [\"{}\"]", world.engine.program());
         std::fs::write(&world.config, text.replace(&named, "low_level = [\"/bin/true\"]"))?;
-        Ok(Self { world, serve, sleepers: Vec::new(), lease, _memory: memory })
+        Ok(Self { world, serve, sleepers: Vec::new(), ledger, _memory: memory })
     }
 
     /// Fills the ledger, and the GPUs with the contexts of the leases' processes.
@@ -134,7 +134,7 @@ impl Host {
         let root = self.world.driver_root.as_ref().context("simulated")?;
         std::fs::write(root.join("sim/contexts"), contexts)?;
         let copies = self.sleepers.iter().enumerate().map(|(number, sleeper)| self.copy(number, sleeper));
-        let mut full = ledger(&self.world)?;
+        let mut full = self.ledger.clone();
         full["leases"] = Value::Array(copies.collect::<Result<_>>()?);
         std::fs::write(self.world.state_dir().join("ledger.json"), full.to_string())?;
         self.gc()?;
@@ -144,7 +144,7 @@ impl Host {
     }
 
     fn copy(&self, number: usize, sleeper: &Child) -> Result<Value> {
-        let mut lease = self.lease.clone();
+        let mut lease = self.ledger["leases"][0].clone();
         lease["id"] = json!(format!("{:016x}", number + 1));
         lease["container"]["id"] = json!(format!("{number:064x}"));
         lease["container"]["uid"] = json!(20_000 + number % USERS);
@@ -152,8 +152,6 @@ impl Host {
             lease["container"][place] = json!(format!("/run/team/{place}/{number:064x}"));
         }
         lease["devices"] = json!([uuid(number % GPUS)]);
-        // Not the number of a list that went with the first lease.
-        lease["mount_points"] = json!([]);
         let process = json!({"pid": sleeper.id(), "start_time": start_time(sleeper.id())?});
         lease["owner"] = process.clone();
         lease["init"] = json!({"process": process, "pid_namespace": 0, "cgroup": null});
