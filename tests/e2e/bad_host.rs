@@ -362,7 +362,7 @@ fn configuration_that_cannot_be_used() {
     assert_lines(
         &seen,
         &[
-            "configuration $DIR/sim/config.toml:15:1: unknown key `time_slice_maximum`, did you mean time_slice_max?; why: expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`, `allow_devices`",
+            "configuration $DIR/sim/config.toml:15:1: unknown key `time_slice_maximum`, did you mean time_slice_max?; why: expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `wait_max`, `capabilities`, `allow_privileged`, `allow_devices`",
             "configuration $DIR/sim/config.toml:15:26: mps.exclusive_compute_mode: unknown value `sometimes`; why: expected one of `auto`, `always`, `never`",
             "configuration $DIR/sim/config.toml:15:1: guard.period must be from 100ms to 10s",
             "configuration $DIR/sim/config.toml:14:8: unclosed table; why: expected `]`",
