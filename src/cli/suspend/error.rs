@@ -40,6 +40,11 @@ pub enum SuspendError {
         "it could not come back; why: it has {} MiB of the GPU, of which {} MiB can be booked ([limits] reserve)", .bytes >> 20, .most >> 20
     )]
     TooLarge { bytes: u64, most: u64 },
+    #[error(
+        "there is no room for it when the container comes back; why: it has {} MiB, {} MiB are in host memory, and {} MiB are \
+         booked (sublet.memory)", .bytes >> 20, .own >> 20, .booked >> 20
+    )]
+    Booked { bytes: u64, own: u64, booked: u64 },
     #[error("cannot find out {0}; fix: `sublet doctor` checks the host")]
     Unknown(String),
     #[error("the driver: {0}")]
@@ -58,6 +63,8 @@ pub enum SuspendError {
     Undone(String),
     #[error("half of it is done, and the next sublet command tries again; why: {0}")]
     Stuck(String),
+    #[error("{0}")]
+    NewEnded(String),
     #[error("its GPU state was lost; why: {0}; fix: start it again")]
     Lost(String),
 }
@@ -92,7 +99,7 @@ impl SuspendError {
             Self::Paused(_) | Self::Held { .. } => "paused",
             Self::HostMemory { .. } => "no-host-memory",
             Self::Refused(refusal) if !refusal.temporary => "never-fits",
-            Self::TooLarge { .. } | Self::Refused(_) | Self::NoRoom(_) => "no-room",
+            Self::TooLarge { .. } | Self::Booked { .. } | Self::Refused(_) | Self::NoRoom(_) => "no-room",
             Self::Unknown(_) | Self::Driver(_) => "driver",
             Self::Gpu(_) => "bad-usage",
             Self::Undone(_) => "suspend-undone",

@@ -13,6 +13,7 @@
 mod checks;
 mod driver;
 mod error;
+mod new;
 mod nodes;
 
 use std::cell::Cell;
@@ -28,6 +29,8 @@ use checks::{CudaProcess, CudaProcesses};
 pub use driver::{Arguments as CheckpointArguments, run as checkpoint};
 use driver::{CallError, Driver, ProcessState};
 pub use error::SuspendError;
+pub(crate) use new::have_suspended;
+pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
 use sublet_core::admit::{Local, refresh};
 use sublet_core::config::Config;
@@ -38,6 +41,7 @@ use sublet_core::ledger::{
 };
 use sublet_core::place::{check_resume, meant};
 use sublet_core::process::{Process, pidfd_kill};
+use sublet_core::share::Suspend;
 use sublet_core::text::safe;
 
 /// A step that was taken.
@@ -88,6 +92,30 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
             work.finish(noted, bytes, began)
         }
         Err(why) => Err(work.undo(SuspendStep::Suspending, &processes, why)),
+    }
+}
+
+/// Suspends `new`, too, a process that began to use the GPU while the container of lease `id` is suspended. Whether it used the
+/// GPU still.
+///
+/// # Errors
+/// It was ended, or the step could not begin.
+fn suspend_new(id: &LeaseId, new: Process, config: &Config) -> Result<bool, SuspendError> {
+    let ledger = Store::open(&config.state_dir)?.read()?;
+    let (lease, own) = ledger.resumable(id)?;
+    let work = Work::begin(lease.clone(), config)?;
+    let checked = checks::check_new(lease, own, new, &work.cuda_processes(&ledger)?);
+    let checked = checked.and_then(|new| work.check_ways(&[new], own.bytes()).map(|()| new));
+    if matches!(checked, Err(SuspendError::NoProcess)) {
+        return Ok(false);
+    }
+    let new = *checked.as_ref().unwrap_or(&SuspendedProcess { process: new, bytes: 0 });
+    work.change(|ledger| ledger.begin_adding(id, work.owner, new))??;
+    let checked = checked.map_err(|error| error.to_string());
+    let put = checked.and_then(|new| work.give_nodes().and_then(|()| work.put_away(&[new])));
+    match put {
+        Ok(()) => work.end_adding(new, true).map(|()| true),
+        Err(why) => work.end_adding(new, false).and(Err(SuspendError::NewEnded(why))),
     }
 }
 
@@ -177,6 +205,17 @@ fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
     })?;
     let Some((lease, Suspension { step, processes, .. })) = taken else { return Ok(()) };
     work.lease = lease;
+    if let (SuspendStep::Adding, Some(new)) = (step, processes.last()) {
+        let is_out = work.state_of(new.process) == Some(ProcessState::Checkpointed);
+        if !is_out {
+            let pid = new.process.pid;
+            let why = format!(
+                "process {pid}, which began to use the GPU meanwhile, was ended: its step was cut short"
+            );
+            work.tell(Kind::SuspendUndone, &why);
+        }
+        return work.end_adding(*new, is_out);
+    }
     match work.undo(step, &processes, "the process that took the step has ended".to_owned()) {
         SuspendError::Undone(_) => Ok(()),
         error => Err(error),
@@ -270,12 +309,17 @@ impl<'a> Work<'a> {
     /// Its CUDA processes, of which everything is checked before one is locked.
     fn check_processes(&self, ledger: &Ledger) -> Result<Vec<SuspendedProcess>, SuspendError> {
         let processes = checks::check_processes(&self.lease, &self.cuda_processes(ledger)?)?;
-        let bytes = sum(&processes);
-        checks::check_awake(&processes)?;
-        checks::check_way_back(bytes, self.device(self.gpu())?, self.config.limits.reserve)?;
-        checks::check_host_memory(&processes, bytes)?;
-        checks::check_running(&self.driver, &processes)?;
+        self.check_ways(&processes, 0)?;
         Ok(processes)
+    }
+
+    /// Whether these may go, and come back with so many bytes that have gone before.
+    fn check_ways(&self, processes: &[SuspendedProcess], before: u64) -> Result<(), SuspendError> {
+        let (bytes, gpu) = (sum(processes), self.device(self.gpu())?);
+        checks::check_awake(processes)?;
+        checks::check_way_back(bytes.saturating_add(before), gpu, self.config.limits.reserve)?;
+        checks::check_host_memory(processes, bytes)?;
+        checks::check_running(&self.driver, processes)
     }
 
     /// A change of the ledger.
@@ -339,6 +383,14 @@ impl<'a> Work<'a> {
         nodes::set_nodes(&self.lease.id, gpus, self.owner)
     }
 
+    /// Ends the step with process `new`, which is ended if it is not out: there is no room that it could go back to.
+    fn end_adding(&self, new: SuspendedProcess, is_out: bool) -> Result<(), SuspendError> {
+        if !is_out && is_theirs(new.process, Some(&self.lease)) {
+            let _ = new.process.hold().ok().flatten().map(pidfd_kill);
+        }
+        self.end_step(self.gpu(), |ledger| ledger.end_adding(&self.lease.id, self.owner, is_out)).map(drop)
+    }
+
     /// Its state is on `gpu`, or came from there: it loses the nodes of others, and `end` writes down that the step has ended.
     fn end_step(&self, gpu: &str, end: impl FnOnce(&mut Ledger) -> bool) -> Result<bool, SuspendError> {
         let lives = self.lease.init.as_ref().is_some_and(|init| init.process.is_alive());
@@ -399,7 +451,12 @@ impl<'a> Work<'a> {
         processes.iter().try_for_each(|one| carry_out(CheckpointCall::Lock, one))?;
         let ledger = Store::open(&self.config.state_dir).and_then(|store| store.read());
         let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
-        checks::check_unchanged(processes, &now.map_err(|error| error.to_string())?)?;
+        let mut now = now.map_err(|error| error.to_string())?;
+        if self.lease.is_suspended() && self.lease.suspend == Suspend::AllowMany {
+            // Each that began meanwhile is suspended by itself.
+            now.here.retain(|one| processes.iter().any(|own| own.process == one.process));
+        }
+        checks::check_unchanged(processes, &now)?;
         processes.iter().try_for_each(|one| carry_out(CheckpointCall::Checkpoint, one))
     }
 

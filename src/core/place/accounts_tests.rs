@@ -71,7 +71,7 @@ pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &C
 
 fn is_out(lease: &Lease, uuid: &str) -> bool {
     match lease.suspension.as_ref().map(|own| own.step) {
-        Some(SuspendStep::Suspended) => true,
+        Some(SuspendStep::Suspended | SuspendStep::Adding) => true,
         Some(SuspendStep::Arriving) => lease.devices[0] == uuid,
         _ => false,
     }
