@@ -37,11 +37,10 @@ use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{
-    Lease, LeaseId, Ledger, Store, SuspendStep, SuspendedProcess, Suspension, lease_event,
+    Lease, LeaseId, Ledger, Store, SuspendStep, SuspendedProcess, Suspension, WrongState, lease_event,
 };
 use sublet_core::place::{check_resume, meant};
 use sublet_core::process::{Process, pidfd_kill};
-use sublet_core::share::Suspend;
 use sublet_core::text::safe;
 
 /// A step that was taken.
@@ -104,18 +103,19 @@ fn suspend_new(id: &LeaseId, new: Process, config: &Config) -> Result<bool, Susp
     let ledger = Store::open(&config.state_dir)?.read()?;
     let (lease, own) = ledger.resumable(id)?;
     let work = Work::begin(lease.clone(), config)?;
-    let checked = checks::check_new(lease, own, new, &work.cuda_processes(&ledger)?);
-    let checked = checked.and_then(|new| work.check_ways(&[new], own.bytes()).map(|()| new));
+    let checked = work.check_new(own, new);
     if matches!(checked, Err(SuspendError::NoProcess)) {
         return Ok(false);
     }
-    let new = *checked.as_ref().unwrap_or(&SuspendedProcess { process: new, bytes: 0 });
-    work.change(|ledger| ledger.begin_adding(id, work.owner, new))??;
-    let checked = checked.map_err(|error| error.to_string());
-    let put = checked.and_then(|new| work.give_nodes().and_then(|()| work.put_away(&[new])));
-    match put {
-        Ok(()) => work.end_adding(new, true).map(|()| true),
-        Err(why) => work.end_adding(new, false).and(Err(SuspendError::NewEnded(why))),
+    let found = *checked.as_ref().unwrap_or(&SuspendedProcess { process: new, bytes: 0 });
+    match work.change(|ledger| ledger.begin_adding(id, work.owner, found))? {
+        // Another had it suspended with the rest.
+        Err(WrongState::Suspended) => return Ok(false),
+        begun => begun?,
+    }
+    match checked.map_err(|error| error.to_string()).and_then(|new| work.put_new_away(own, new)) {
+        Ok(()) => work.end_adding(found, true).map(|()| true),
+        Err(why) => work.end_adding(found, false).and(Err(SuspendError::NewEnded(why))),
     }
 }
 
@@ -309,17 +309,26 @@ impl<'a> Work<'a> {
     /// Its CUDA processes, of which everything is checked before one is locked.
     fn check_processes(&self, ledger: &Ledger) -> Result<Vec<SuspendedProcess>, SuspendError> {
         let processes = checks::check_processes(&self.lease, &self.cuda_processes(ledger)?)?;
-        self.check_ways(&processes, 0)?;
+        checks::check_awake(&processes)?;
+        self.check_room(&processes, 0)?;
+        checks::check_running(&self.driver, &processes)?;
         Ok(processes)
     }
 
-    /// Whether these may go, and come back with so many bytes that have gone before.
-    fn check_ways(&self, processes: &[SuspendedProcess], before: u64) -> Result<(), SuspendError> {
-        let (bytes, gpu) = (sum(processes), self.device(self.gpu())?);
-        checks::check_awake(processes)?;
-        checks::check_way_back(bytes.saturating_add(before), gpu, self.config.limits.reserve)?;
-        checks::check_host_memory(processes, bytes)?;
-        checks::check_running(&self.driver, processes)
+    /// Whether these have room in host memory, and on their way back beside so many bytes that have gone before.
+    fn check_room(&self, processes: &[SuspendedProcess], before: u64) -> Result<(), SuspendError> {
+        let bytes = sum(processes);
+        let all = bytes.saturating_add(before);
+        checks::check_way_back(all, self.device(self.gpu())?, self.config.limits.reserve)?;
+        checks::check_host_memory(processes, bytes)
+    }
+
+    /// Process `new`, as it is now, if it may be suspended with the rest, which is `own`.
+    fn check_new(&self, own: &Suspension, new: Process) -> Result<SuspendedProcess, SuspendError> {
+        let ledger = Store::open(&self.config.state_dir)?.read()?;
+        let new = checks::check_new(&self.lease, own, new, &self.cuda_processes(&ledger)?)?;
+        self.check_room(&[new], own.bytes())?;
+        Ok(new)
     }
 
     /// A change of the ledger.
@@ -381,6 +390,20 @@ impl<'a> Work<'a> {
             return Err("its first process does not belong to its user".to_owned());
         }
         nodes::set_nodes(&self.lease.id, gpus, self.owner)
+    }
+
+    /// Locks `new` and suspends it. One that has just begun may have grown until it was locked: what it has then is checked again.
+    fn put_new_away(&self, own: &Suspension, new: SuspendedProcess) -> Result<(), String> {
+        let text = |error: SuspendError| error.to_string();
+        checks::check_awake(&[new])
+            .and_then(|()| checks::check_running(&self.driver, &[new]))
+            .map_err(text)?;
+        self.give_nodes()?;
+        let carry_out = |call, bytes| self.driver.carry_out(call, new.process, bytes);
+        carry_out(CheckpointCall::Lock, new.bytes).map_err(|error| error.to_string())?;
+        let SuspendedProcess { bytes, .. } = self.check_new(own, new.process).map_err(text)?;
+        self.change(|ledger| ledger.resize_added(&self.lease.id, self.owner, bytes)).map_err(text)?;
+        carry_out(CheckpointCall::Checkpoint, bytes).map_err(|error| error.to_string())
     }
 
     /// Ends the step with process `new`, which is ended if it is not out: there is no room that it could go back to.
@@ -451,12 +474,7 @@ impl<'a> Work<'a> {
         processes.iter().try_for_each(|one| carry_out(CheckpointCall::Lock, one))?;
         let ledger = Store::open(&self.config.state_dir).and_then(|store| store.read());
         let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
-        let mut now = now.map_err(|error| error.to_string())?;
-        if self.lease.is_suspended() && self.lease.suspend == Suspend::AllowMany {
-            // Each that began meanwhile is suspended by itself.
-            now.here.retain(|one| processes.iter().any(|own| own.process == one.process));
-        }
-        checks::check_unchanged(processes, &now)?;
+        checks::check_unchanged(processes, &now.map_err(|error| error.to_string())?)?;
         processes.iter().try_for_each(|one| carry_out(CheckpointCall::Checkpoint, one))
     }
 

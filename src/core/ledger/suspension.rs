@@ -315,20 +315,30 @@ impl Ledger {
     /// `owner` begins to suspend `new` with the rest of lease `id`, which is suspended.
     ///
     /// # Errors
-    /// As [`Ledger::resumable`].
+    /// As [`Ledger::resumable`], or it is suspended already.
     pub fn begin_adding(
         &mut self,
         id: &LeaseId,
         owner: Process,
         new: SuspendedProcess,
     ) -> Result<(), WrongState> {
-        self.resumable(id)?;
+        if self.resumable(id)?.1.has(new.process) {
+            return Err(WrongState::Suspended);
+        }
         self.set_step(id, |mut own| {
             own.processes.push(new);
             // It is suspended since the same time as before.
             Suspension { step: SuspendStep::Adding, owner, ..own }
         });
         Ok(())
+    }
+
+    /// The process that `owner` adds to lease `id` has so many bytes.
+    pub fn resize_added(&mut self, id: &LeaseId, owner: Process, bytes: u64) {
+        let is_adding = self.is_owned(id, owner);
+        let lease = self.lease_mut(id).filter(|_| is_adding);
+        let last = lease.and_then(|lease| lease.suspension.as_mut()?.processes.last_mut());
+        last.into_iter().for_each(|new| new.bytes = bytes);
     }
 
     /// The step that `owner` takes with lease `id` has ended: its last process is in host memory, too, or has ended. One that waits
@@ -551,10 +561,16 @@ mod tests {
         assert_eq!((lease.shown_state(), lease.booked_memory()), (LeaseState::Suspended, None));
         assert!(lease.is_suspended() && !lease.books("GPU-0"));
         assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::Busy(me().pid)));
+        ledger.resize_added(&id, me(), BYTES + MIB);
+        ledger.resize_added(&id, dead(), 0);
+        assert_eq!(bytes(&ledger), 2 * BYTES + MIB);
+        ledger.resize_added(&id, me(), BYTES);
         assert!(!ledger.end_adding(&id, dead(), true), "another's step");
         assert!(ledger.end_adding(&id, me(), true) && !ledger.end_adding(&id, me(), true));
         assert_eq!((bytes(&ledger), waits_for(&ledger)), (2 * BYTES, Some(Memory::Bytes(2 * BYTES))));
         assert_eq!(ledger.leases[0].suspension.as_ref().unwrap().since_ms, since);
+
+        assert_eq!(ledger.begin_adding(&id, me(), new(7)), Err(WrongState::Suspended));
 
         // One that was ended needs no room.
         ledger.begin_adding(&id, me(), new(8)).unwrap();
@@ -568,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn that_a_process_was_ended_is_known_to_what_may_share_memory_with_it() {
+    fn one_that_was_ended_stays_known_where_later_ones_may_share_its_memory() {
         let number = |suspend, times| {
             let (mut ledger, id) = ledger();
             ledger.leases[0].suspend = suspend;
