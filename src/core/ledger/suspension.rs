@@ -335,8 +335,8 @@ impl Ledger {
 
     /// The process that `owner` adds to lease `id` has so many bytes.
     pub fn resize_added(&mut self, id: &LeaseId, owner: Process, bytes: u64) {
-        let is_adding = self.is_owned(id, owner);
-        let lease = self.lease_mut(id).filter(|_| is_adding);
+        let adds = self.adds(id, owner);
+        let lease = self.lease_mut(id).filter(|_| adds);
         let last = lease.and_then(|lease| lease.suspension.as_mut()?.processes.last_mut());
         last.into_iter().for_each(|new| new.bytes = bytes);
     }
@@ -354,7 +354,7 @@ impl Ledger {
             }
             Suspension { step: SuspendStep::Suspended, ..own }
         };
-        let ended = self.is_owned(id, owner) && self.set_step(id, note);
+        let ended = self.adds(id, owner) && self.set_step(id, note);
         let waiter = self.lease(id).filter(|_| ended).and_then(Lease::waiter);
         waiter.into_iter().for_each(|waiter| self.add_waiter(waiter));
         ended
@@ -372,6 +372,11 @@ impl Ledger {
         }
         self.waiters.retain(|waiter| waiter.id != *id);
         true
+    }
+
+    fn adds(&self, id: &LeaseId, owner: Process) -> bool {
+        let own = self.lease(id).and_then(|lease| lease.suspension.as_ref());
+        own.is_some_and(|own| own.owner == owner && own.step == SuspendStep::Adding)
     }
 
     /// `owner` leaves its step with lease `id` to the next command.
@@ -569,7 +574,6 @@ mod tests {
         assert!(ledger.end_adding(&id, me(), true) && !ledger.end_adding(&id, me(), true));
         assert_eq!((bytes(&ledger), waits_for(&ledger)), (2 * BYTES, Some(Memory::Bytes(2 * BYTES))));
         assert_eq!(ledger.leases[0].suspension.as_ref().unwrap().since_ms, since);
-
         assert_eq!(ledger.begin_adding(&id, me(), new(7)), Err(WrongState::Suspended));
 
         // One that was ended needs no room.
@@ -659,7 +663,7 @@ mod tests {
                     7 => _ = ledger.begin_moving(&id, owner, held(BYTES), "GPU-1"),
                     8 => _ = ledger.begin_restoring(&id, owner),
                     9 => _ = ledger.begin_arriving(&id, owner, "GPU-1"),
-                    10 => _ = ledger.begin_adding(&id, owner, held(0)[0]),
+                    10 => _ = ledger.begin_adding(&id, owner, SuspendedProcess { process: me(), bytes: 0 }),
                     11 => _ = ledger.end_adding(&id, owner, mine),
                     _ => ledger.leases[0].state = LeaseState::Active,
                 }
