@@ -159,6 +159,18 @@ mod tests {
     }
 
     #[test]
+    fn a_label_or_a_project_of_any_length_and_with_control_characters_is_shown_short_and_safe() {
+        let long = format!("\u{1b}[2J\n{}", "x".repeat(4096));
+        let labelled = Name { owner: long.clone(), ..Name::default() };
+        let of_project = Name { part_of: format!("{long}/web"), ..Name::default() };
+        for name in [labelled, of_project] {
+            let words = Owner::known(0, "", Some(&name)).unwrap().words();
+            assert!(words.starts_with("\\u{1b}[2J") && words.len() < 200, "{words}");
+            assert!(!words.contains(char::is_control), "{words:?}");
+        }
+    }
+
+    #[test]
     fn those_that_run_by_sublet_and_hold_no_lease_are_named() {
         let root = tempfile::tempdir().unwrap();
         let container = |id: &str, runtime: &str, running: bool| {

@@ -1,8 +1,8 @@
 //! How a container's start grows with the number of leases and devices: medians of one create in ledgers of 1 to 1,000
 //! leases and on 1 to 16 GPUs with seven MIG instances each, how long the ledger's lock is held, many creates at once,
-//! creates that wait, and how much memory the shim takes at most.
+//! creates that wait, creates with a `--root` of their own, and how much memory the shim takes at most.
 //!
-//! `bench-growth [ROUNDS [leases|gpus|at-once|waiting]…]`, as root (tests/bench/run growth): 40 rounds by default, in turns. The low-level runtime is
+//! `bench-growth [ROUNDS [leases|gpus|at-once|waiting|roots]…]`, as root (tests/bench/run growth): 40 rounds by default, in turns. The low-level runtime is
 //! `/bin/true`, so that only sublet is timed. Leases are copies of one real lease, each with a process of its own that
 //! lives. It does not judge: machines are noisy, and the limits in the tables are for the reader.
 
@@ -51,6 +51,9 @@ fn main() -> Result<()> {
     }
     if wanted("waiting") {
         beside_waiting(rounds)?;
+    }
+    if wanted("roots") {
+        by_roots(rounds)?;
     }
     Ok(())
 }
@@ -103,9 +106,7 @@ impl Host {
             .cloned()
             .collect();
         ensure!(devices.len() == 7 * gpus, "{} MIG devices", devices.len());
-        let text = std::fs::read_to_string(&world.config)?;
-        let named = format!("low_level = [\"{}\"]", world.engine.program());
-        std::fs::write(&world.config, text.replace(&named, "low_level = [\"/bin/true\"]"))?;
+        time_sublet_alone(&world, &world.config)?;
         Ok(Self { world, serve, sleepers: Vec::new(), lease, devices, _memory: memory })
     }
 
@@ -166,7 +167,7 @@ impl Host {
     /// One create, whose lease the next `gc` frees, because `/bin/true` creates no container.
     fn create(&self, bundle: &Bundle<'_>) -> Result<Took> {
         bundle.write();
-        let took = Took::by(self.command(bundle))?;
+        let took = Took::by(&mut self.command(bundle))?;
         self.gc()?;
         Ok(took)
     }
@@ -255,7 +256,7 @@ struct Took {
 }
 
 impl Took {
-    fn by(mut command: Command) -> Result<Self> {
+    fn by(command: &mut Command) -> Result<Self> {
         let (used, began) = (processor_time()?, Instant::now());
         let output = command.stderr(Stdio::piped()).output()?;
         let time = began.elapsed();
@@ -289,6 +290,13 @@ impl Median {
         let (time, processor) = (self.time / first.time, self.processor / first.processor);
         format!("{:.2} | {time:.2} | {:.2} | {processor:.2}", self.time, self.processor)
     }
+}
+
+/// Writes `config`: the world's configuration with `/bin/true` for the low-level runtime.
+fn time_sublet_alone(world: &World, config: &Path) -> Result<()> {
+    let text = std::fs::read_to_string(&world.config)?;
+    let named = format!("low_level = [\"{}\"]", world.engine.program());
+    Ok(std::fs::write(config, text.replace(&named, "low_level = [\"/bin/true\"]"))?)
 }
 
 /// The state directory on a tmpfs, as /run is one.
@@ -446,9 +454,7 @@ fn beside_waiting(rounds: usize) -> Result<()> {
     );
     holder.up();
     let instant = dir.path().join("instant.toml");
-    let text = std::fs::read_to_string(&world.config)?;
-    let named = format!("low_level = [\"{}\"]", world.engine.program());
-    std::fs::write(&instant, text.replace(&named, "low_level = [\"/bin/true\"]"))?;
+    time_sublet_alone(&world, &instant)?;
     let normal = world.bundle("normal", &[("sublet.gpu", "1")], &["/bin/true"]);
     let mut alone = creates(&world, &instant, &normal, rounds)?;
     let wait = [("sublet.gpu", "0"), ("sublet.mode", "exclusive"), ("sublet.wait", "60s")];
@@ -478,6 +484,38 @@ fn beside_waiting(rounds: usize) -> Result<()> {
     Ok(())
 }
 
+/// A create with a new `--root`: where no other is known, where 30,000 are that are gone, and the next one after that.
+fn by_roots(rounds: usize) -> Result<()> {
+    let world = World::simulated("h200", "");
+    let _memory = state_in_memory(&world)?;
+    time_sublet_alone(&world, &world.config)?;
+    let bundle = world.bundle("timed", &[("sublet.mode", "time-slice")], &["/bin/true"]);
+    let gone: Vec<String> = (0..30_000).map(|n| format!("/run/growth/gone/{n}")).collect();
+    let (gone, known) = (gone.join("\n"), world.state_dir().join("roots"));
+    let rows = [("none", Some("")), ("30,000, all gone", Some(&*gone)), ("what that create has left", None)];
+    let mut times = rows.map(|_| Vec::new());
+    for round in 0..rounds + WARM_UP {
+        for (number, (row, times)) in rows.iter().zip(&mut times).enumerate() {
+            row.1.map_or(Ok(()), |text| std::fs::write(&known, text))?;
+            bundle.write();
+            let mut command = world.command("sublet-runtime");
+            command.args(["--root", &format!("/run/growth/{round}-{number}"), "create", "--bundle"]);
+            times.push(Took::by(command.arg(&bundle.dir).arg(&bundle.id))?);
+            let gc = world.sublet(&["gc"]);
+            ensure!(gc.status.success(), "gc: {gc:?}");
+        }
+    }
+    let medians = times.map(|times| Median::of(&times[WARM_UP..]));
+    println!(
+        "\n| other `--root` directories known | one create, ms | ratio | of the processors, ms | ratio |"
+    );
+    println!("|---|---|---|---|---|");
+    for ((row, _), median) in rows.iter().zip(&medians) {
+        println!("| {row} | {} |", median.cells(medians[0]));
+    }
+    Ok(())
+}
+
 fn command(world: &World, config: &Path, bundle: &Bundle<'_>) -> Command {
     let mut command = world.runtime();
     command.env("SUBLET_CONFIG", config).args(["create", "--bundle"]).arg(&bundle.dir).arg(&bundle.id);
@@ -489,7 +527,7 @@ fn creates(world: &World, config: &Path, bundle: &Bundle<'_>, rounds: usize) -> 
     let mut times = Vec::new();
     for _ in 0..rounds + WARM_UP {
         bundle.write();
-        times.push(Took::by(command(world, config, bundle))?);
+        times.push(Took::by(&mut command(world, config, bundle))?);
         let gc = world.sublet(&["gc"]);
         ensure!(gc.status.success(), "gc: {gc:?}");
     }

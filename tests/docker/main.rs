@@ -5,6 +5,7 @@ mod cdi;
 mod demo_shell;
 mod docker;
 mod docker_killed;
+mod docker_suspended;
 mod doctor;
 mod explained;
 mod mapped;

@@ -280,3 +280,48 @@ fn nix_has_the_files_where_nixos_has_them() {
     bundle.down();
     world.assert_empty();
 }
+
+/// Talos, Container-Optimized OS, GKE, Flatcar, a host as measured, and NixOS, whose directories are links into its store.
+/// None of them has NVML where a loader looks.
+#[test]
+fn a_host_may_have_its_driver_elsewhere() {
+    if skip_unless_root() {
+        return;
+    }
+    for (libraries, programs, links) in [
+        ("usr/local/glibc/usr/lib", "usr/local/bin", [""; 2]),
+        ("var/lib/nvidia/lib64", "var/lib/nvidia/bin", [""; 2]),
+        ("home/kubernetes/bin/nvidia/lib64", "home/kubernetes/bin/nvidia/bin", [""; 2]),
+        ("opt/nvidia/lib64", "opt/bin", [""; 2]),
+        ("usr/local/nvidia/lib64", "usr/local/nvidia/bin", [""; 2]),
+        (
+            "nix/store/a-x11/lib",
+            "nix/store/b-bin/bin",
+            ["run/opengl-driver/lib", "run/current-system/sw/bin"],
+        ),
+    ] {
+        let world = World::simulated("h200", "");
+        let root = world.driver_root.as_ref().expect("simulated");
+        for (from, to, link) in
+            [(format!("usr/lib/{TRIPLET}").as_str(), libraries, links[0]), ("usr/bin", programs, links[1])]
+        {
+            let parent = |path: &str| std::fs::create_dir_all(root.join(path).parent().expect("one"));
+            parent(to).and_then(|()| std::fs::rename(root.join(from), root.join(to))).expect(to);
+            if !link.is_empty() {
+                parent(link).and_then(|()| symlink(format!("/{to}"), root.join(link))).expect(link);
+            }
+        }
+        let text = std::fs::read_to_string(&world.config).expect("config.toml");
+        let unnamed: Vec<&str> = text.lines().filter(|line| !line.starts_with("nvml = ")).collect();
+        std::fs::write(&world.config, unnamed.join("\n")).expect("config.toml");
+        let refreshed = world.sublet(&["refresh"]);
+        assert!(refreshed.status.success(), "{libraries}: {}", String::from_utf8_lossy(&refreshed.stderr));
+        let bundle = world.bundle("elsewhere", &[("sublet.sm", "25")], HOLD);
+        let (info, warned) = bundle.up_heard();
+        assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{libraries}: {info}");
+        assert!(!warned.contains("sublet"), "{libraries}: {warned}");
+        assert!(bundle.destinations().contains(&"/usr/bin/nvidia-smi".to_owned()), "{libraries}");
+        bundle.down();
+        world.assert_empty();
+    }
+}

@@ -1,6 +1,12 @@
 //! GPUs that report errors: a program's own is its container's, any other keeps new leases away until the GPU is well. And drains,
 //! which outlive a reboot.
 
+use std::fs::File;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
 use serde_json::{Value, json};
 use sublet_e2e::user::Host;
 use sublet_e2e::{World, eventually, skip_unless_root};
@@ -80,6 +86,49 @@ fn an_error_of_a_programs_own_is_its_containers() {
     for bundle in [one, two, left, right] {
         bundle.down();
     }
+    world.assert_empty();
+}
+
+#[test]
+fn a_stream_of_errors_that_never_stops_hides_no_other_gpus_fault() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving();
+    let world = &host.world;
+    let root = world.driver_root.clone().expect("simulated");
+    let (noisy, sick) = (world.bundle("noisy", &share("3"), HOLD), world.bundle("sick", &share("5"), HOLD));
+    noisy.up();
+    sick.up();
+    // One as the driver writes it, and then the same without end, beside as many of NVML's events.
+    world.report_xid(3, 31, Some(noisy.pid()), "Ch 00000008");
+    let files = [root.join("dev/kmsg"), root.join("sim/events")];
+    let last = |file: &PathBuf| {
+        let text = std::fs::read_to_string(file).expect("it is there");
+        text.lines().last().expect("a line").to_owned()
+    };
+    let lines = files.clone().map(|file| last(&file));
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(Relaxed) {
+                for (file, line) in files.iter().zip(&lines) {
+                    let mut file = File::options().append(true).open(file).expect("it is there");
+                    file.write_all(format!("{line}\n").repeat(100).as_bytes()).expect("written");
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        world.report_xid(5, 79, None, "GPU has fallen off the bus.");
+        let is_seen = eventually(|| state(world, 5) == "unhealthy");
+        ended.store(true, Relaxed);
+        assert!(is_seen, "{}", said(world, &["status"]));
+    });
+    let errors = events(world, "gpu-error");
+    assert!(errors.len() <= 2 && errors.iter().all(|(container, _)| container == "noisy"), "{errors:?}");
+    assert_eq!(state(world, 3), json!("ok"));
+    noisy.down();
+    sick.down();
     world.assert_empty();
 }
 

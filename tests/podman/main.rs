@@ -3,5 +3,6 @@
 mod bench_podman;
 mod podman;
 mod podman_killed;
+mod podman_suspended;
 mod podman_users;
 mod rootless;

@@ -99,6 +99,45 @@ fn c5_a_full_state_directory() {
     world.assert_empty();
 }
 
+/// The place in /var/lib of drains and of the record of use, which starts do not need.
+#[test]
+fn c5_a_full_lasting_directory() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mounted = Mounted::small(world.state_dir().join("lasting"));
+    let keeper = world.bundle("keeper", SHARE, SLEEP);
+    keeper.up();
+    let said = |arguments: &[&str]| {
+        Finished::of(&world.command("sublet").args(arguments).output().expect("it runs"))
+    };
+    let total = || {
+        let report = said(&["report", "--format", "json"]);
+        let report: Value = serde_json::from_str(&report.stdout).unwrap_or_else(|_| panic!("{report:?}"));
+        report["total"].clone()
+    };
+    assert_eq!(total()["leases"], 1);
+    let filler = mounted.fill();
+    let other = world.bundle("other", SHARE, SLEEP);
+    other.up();
+    other.down();
+    let report = said(&["report"]);
+    assert!(report.ok && report.stderr.contains("what is not recorded yet is missing"), "{report:?}");
+    let drain = said(&["drain", "0"]);
+    assert!(!drain.ok && drain.stderr.contains("nothing was changed"), "{drain:?}");
+    assert_eq!(world.status()["devices"][0]["drained"], json!(false));
+    fs::remove_file(filler).expect("the file");
+    let total = total();
+    assert_eq!(
+        (&total["leases"], &total["unseen_ends"]),
+        (&json!(2), &json!(0)),
+        "nothing was lost: {total}"
+    );
+    keeper.down();
+    world.assert_empty();
+}
+
 #[test]
 fn c5_a_bundle_on_a_full_disk() {
     if skip_unless_root() {

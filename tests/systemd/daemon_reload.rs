@@ -12,6 +12,13 @@ use sublet_e2e::{Finished, World, by_systemd, eventually};
 
 const SHARE: Request =
     Request { name: "share", keys: &[("gpu", "0"), ("memory", "8GiB")], with: With::Nothing };
+/// One that may be moved, and its program.
+const MOVES: Request = Request {
+    name: "moves",
+    keys: &[("gpu", "0"), ("memory", "8GiB"), ("suspend", "allow")],
+    with: With::Nothing,
+};
+const KEEP: &[&str] = &["/usr/bin/cuda-probe", "keep", "256", "600"];
 /// GPU 0's own node is made by each container, too: the rule counts, not the node.
 const LOOK: &[&str] = &[
     "/bin/sh",
@@ -42,28 +49,46 @@ fn systemctl(arguments: &[&str]) -> Finished {
 }
 
 /// How opening the control node, UVM's, its own GPU's and another's ends in the container.
-fn opened(entry_point: &dyn EntryPoint, minor: u64) -> Vec<String> {
-    let (own, other) = (minor.to_string(), ((minor + 1) % 8).to_string());
-    let seen = entry_point.exec(&SHARE, &[LOOK, &[&own, &other]].concat());
+fn opened(entry_point: &dyn EntryPoint, request: &Request, own: u64, other: u64) -> Vec<String> {
+    let seen = entry_point.exec(request, &[LOOK, &[&own.to_string(), &other.to_string()]].concat());
     let lines = seen.json();
     let nodes = lines.iter().filter(|line| line["event"] == "node");
     nodes.map(|line| line["result"].as_str().expect("text").to_owned()).collect()
 }
 
-fn keeps_its_nodes(entry_point: &dyn EntryPoint) {
-    entry_point.start(&SHARE, &["/bin/sleep", "600"]).expect("it starts");
-    let minor = entry_point.world().status()["devices"][0]["minor"].as_u64().expect("minor");
-    assert_eq!(opened(entry_point, minor), EXPECTED);
+fn minor(entry_point: &dyn EntryPoint, index: usize) -> u64 {
+    entry_point.world().status()["devices"][index]["minor"].as_u64().expect("minor")
+}
+
+/// Its nodes are as expected, whatever systemd writes again.
+fn keeps(entry_point: &dyn EntryPoint, request: &Request, own: u64, other: u64) {
+    assert_eq!(opened(entry_point, request, own, other), EXPECTED);
     for order in ["daemon-reload", "daemon-reexec"] {
         let ordered = systemctl(&[order]);
         assert!(ordered.ok, "{order}: {ordered:?}");
         // systemd comes back from a reexec in its own time.
         assert!(eventually(|| !systemctl(&["is-system-running"]).stdout.is_empty()), "{order}");
-        assert_eq!(opened(entry_point, minor), EXPECTED, "after {order}");
+        assert_eq!(opened(entry_point, request, own, other), EXPECTED, "after {order}");
     }
-    entry_point.stop(&SHARE);
-    entry_point.remove(&SHARE);
+    entry_point.stop(request);
+    entry_point.remove(request);
     entry_point.world().assert_empty();
+}
+
+fn keeps_its_nodes(entry_point: &dyn EntryPoint) {
+    entry_point.start(&SHARE, &["/bin/sleep", "600"]).expect("it starts");
+    let minor = minor(entry_point, 0);
+    keeps(entry_point, &SHARE, minor, (minor + 1) % 8);
+}
+
+/// Of a container that was moved, the GPU that it has now is open and the one that it had is closed.
+fn keeps_the_node_of_where_it_moved(entry_point: &dyn EntryPoint) {
+    entry_point.start(&MOVES, KEEP).expect("it starts");
+    let computes = || entry_point.output(&MOVES).contains("\"round\"");
+    assert!(eventually(computes), "{}", entry_point.output(&MOVES));
+    let moved = Finished::of(&entry_point.world().sublet(&["move", MOVES.name, "--gpu", "1"]));
+    assert!(moved.ok, "{}", moved.stderr);
+    keeps(entry_point, &MOVES, minor(entry_point, 1), minor(entry_point, 0));
 }
 
 #[test]
@@ -103,4 +128,28 @@ fn of_docker() {
 fn of_containerd() {
     let Some(_alone) = alone() else { return };
     keeps_its_nodes(&OfContainerd::up(world()));
+}
+
+fn world_of_moves() -> World {
+    World::simulated("h200x8", &MOVES.to_config())
+}
+
+#[test]
+fn of_plain_bundles_that_moved() {
+    let Some(_alone) = alone() else { return };
+    keeps_the_node_of_where_it_moved(&Plain::new(world_of_moves(), How::Shim));
+}
+
+#[test]
+fn of_podman_that_moved() {
+    let Some(_alone) = alone() else { return };
+    keeps_the_node_of_where_it_moved(&OfPodman::up(world_of_moves(), By::Hook));
+}
+
+#[test]
+fn of_docker_that_moved() {
+    let Some(_alone) = alone() else { return };
+    // dockerd starts its own containerd if there is none, and passes it this world's configuration.
+    assert!(systemctl(&["stop", "containerd"]).ok);
+    keeps_the_node_of_where_it_moved(&OfDocker::up(world_of_moves(), Asked::Runtime, &[]));
 }

@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 
-use super::record::{DAY, days};
+use super::record::{DAY, date, days};
 use super::*;
 use crate::gpu_processes::Holder;
 use crate::names::Of;
@@ -232,6 +232,39 @@ fn a_record_that_begins_anew_counts_nothing_twice() {
     // Yesterday has a file; what was counted of today is lost, and is not made up from yesterday.
     assert_eq!(Some(held(&host.report(By::Owner)).0.round()), Some(12.0));
     assert!(now.with_extension("json.aside").exists());
+}
+
+#[test]
+fn a_record_of_the_future_or_with_impossible_numbers_costs_what_it_holds_and_no_more() {
+    // Of this boot and of an earlier one: a clock that was years ahead, and numbers that no clock has.
+    for (boot, number) in [("first", START + 900 * DAY), ("first", u64::MAX), ("older", u64::MAX)] {
+        let mut host = Host::new();
+        host.ledger.leases = vec![quarter(&host)];
+        host.look(&[]);
+        let path = host.record().join("now.json");
+        let mut now: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        now["boot_id"] = boot.into();
+        now["looked"] = serde_json::json!({"uptime": number, "time": number});
+        now["open"].as_object_mut().unwrap().values_mut().for_each(|open| open["counted"] = number.into());
+        for day in now["days"].as_object_mut().unwrap().values_mut() {
+            day["unwatched"] = number.into();
+            day["rows"][0][1]["waited"] = number.into();
+        }
+        std::fs::write(&path, now.to_string()).unwrap();
+        std::fs::write(host.record().join("9999-12-31.json"), now["days"][&date(START)].to_string()).unwrap();
+        host.ledger.leases.clear();
+        host.look(&[]);
+        let before = host.report(By::Owner).total;
+        // What comes now is counted as ever.
+        host.ledger.leases = vec![Lease { id: lease(2, "GPU-0").id, ..quarter(&host) }];
+        host.look(&[]);
+        host.pass(HOUR);
+        host.look(&[]);
+        let after = host.report(By::Owner).total;
+        let more = after.whole_gpu_hours - before.whole_gpu_hours;
+        assert!((more - 1.0).abs() < 1e-6, "{boot} {number}: {more}");
+        assert_eq!(after.leases, before.leases + 1, "{boot} {number}");
+    }
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! Compute mode `EXCLUSIVE_PROCESS` under a shared server, so that no process runs outside it: recorded, set and
 //! restored. Also finds processes that run outside the server.
 
-use std::path::Path;
 use std::{fmt, fs};
 
 use anyhow::{Context as _, anyhow, bail};
@@ -220,8 +219,7 @@ fn owner(pid: u32, ledger: &Ledger) -> Option<&Lease> {
 }
 
 fn open(config: &Config) -> anyhow::Result<Nvml> {
-    let library = config.driver.nvml.as_deref().unwrap_or(Path::new("libnvidia-ml.so.1"));
-    probe::open(library).map_err(|error| anyhow!("NVML: {error}"))
+    probe::connect(config).map(|(nvml, _)| nvml).map_err(|error| anyhow!("NVML: {error}"))
 }
 
 const fn to_nvml(mode: ComputeMode) -> NvmlMode {

@@ -306,8 +306,9 @@ impl Ledger {
         let ended = self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended));
         if let Some(lease) = self.lease_mut(id).filter(|_| ended) {
             lease.stay_on(0);
-            let waiter = lease.waiter();
-            waiter.into_iter().for_each(|waiter| self.add_waiter(waiter));
+            if let Some(waiter) = lease.waiter() {
+                self.add_waiter(waiter);
+            }
         }
         ended
     }

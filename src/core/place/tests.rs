@@ -87,7 +87,7 @@ fn a_share_that_may_be_suspended_has_no_server_and_no_device_in_use_by_mps() {
     let given = placed(&asked, &host, &ledger(vec![])).unwrap();
     assert_eq!((given.daemon, given.memory_bytes, given.suspend), (None, Some(8 * GIB), Suspend::Allow));
     let any = Request { mode: None, ..asked };
-    let refused = place(&any, &id(), &host, &ledger(vec![]), &rule("0", Mode::Mps)).unwrap_err();
+    let refused = place(&any, &id(), &host, &ledger(vec![]), &rule("0", Use::Mps)).unwrap_err();
     assert!(refused.message.contains("shared by mps, where the driver suspends nothing"), "{refused}");
 }
 

@@ -14,6 +14,7 @@ pub mod frameworks;
 pub mod guarded;
 pub mod hooked;
 pub mod installed;
+pub mod kept;
 pub mod killing;
 pub mod measuring;
 pub mod mig;

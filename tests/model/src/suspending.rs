@@ -298,7 +298,7 @@ impl Turn<'_> {
             self.found.push((Step { what: "the engine ends it", of: NEXT, crash: true }, after));
         } else if self.before.lease != Lease::None {
             self.step("reclaim", NEXT, |state| {
-                (state.lease, state.on_demand) = (Lease::None, (false, false))
+                (state.lease, state.on_demand) = (Lease::None, (false, false));
             });
         }
         if let Some(call) = self.before.orphan {

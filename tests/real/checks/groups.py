@@ -434,26 +434,41 @@ leases = 3
 """
 
 
-def rootless(table, group, machine):
-    """A user's Podman with a policy: shares, each policy limit named in its refusal, the service killed, a cheat."""
-    rows = Rows(table, group, 0, "podman, rootless", "driver API")
-    user = {"XDG_RUNTIME_DIR": "/run/user/1000", "HOME": "/home/tester", "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "USER": "tester"}
+USER = {
+    "XDG_RUNTIME_DIR": "/run/user/1000", "HOME": "/home/tester", "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "USER": "tester",
+}
+USERS_POLICY = Path("/etc/sublet/conf.d/policy.toml")
+
+
+def users_podman(machine, policy):
+    """A user's own Podman, with the image, under this policy, until `USERS_POLICY` is removed."""
     for directory in ("/run/user/1000", "/home/tester"):
         os.makedirs(directory, exist_ok=True)
         os.chown(directory, 1000, 1000)
-    mib = machine.memory_mib
-    Path("/etc/sublet/conf.d/policy.toml").write_text(POLICY.format(2 * mib))
+    USERS_POLICY.write_text(policy)
     storage = Path("/home/tester/.config/containers/storage.conf")
-    storage.parent.mkdir(parents=True)
+    storage.parent.mkdir(parents=True, exist_ok=True)
     storage.write_text('[storage]\ndriver = "vfs"\n')
-    process.must(["chown", "-R", "1000:1000", "/home/tester"])
+    process.must(["chown", "-R", "1000:1000", "/home/tester/.config"])
     machine.end_serve()
     machine.start_serve()
-    engine = engines.rootless("tester", 1000, user)
+    engine = engines.rootless("tester", 1000, USER)
     engine.volumes = machine.podman.volumes
-    imported = engine.call("import", "--quiet", plain_image(machine), "img", timeout=180)
-    if not imported.ok:
-        return rows.hold("podman import", "an image", imported.why(), False)
+    if not engine.call("image", "exists", "img").ok:
+        imported = engine.call("import", "--quiet", plain_image(machine), "img", timeout=180)
+        if not imported.ok:
+            raise Wrong(f"podman import: {imported.why()}")
+    return engine
+
+
+def rootless(table, group, machine):
+    """A user's Podman with a policy: shares, each policy limit named in its refusal, the service killed, a cheat."""
+    rows = Rows(table, group, 0, "podman, rootless", "driver API")
+    mib = machine.memory_mib
+    try:
+        engine = users_podman(machine, POLICY.format(2 * mib))
+    except Wrong as error:
+        return rows.hold("podman import", "an image", error, False)
     part = {"sm": "25", "memory": f"{mib}MiB", "wait": "30s"}
     shares.by_run(rows, machine, engine, part, machine.probe, 25, mib)
     torch = Rows(table, group, 1, engine.name, "PyTorch")
@@ -468,7 +483,7 @@ def rootless(table, group, machine):
         ("a mode that the policy lacks", {"mode": "exclusive"}, "exclusive"),
         ("no memory where the policy has some", {"sm": "25"}, "memory"),
     ]:
-        rows.ask(title, "refused by name", lambda: capped(engine, user, request, words))
+        rows.ask(title, "refused by name", lambda: capped(engine, request, words))
     rows.ask("exec", shares.wanted(machine, 25, mib), lambda: user_exec(machine, engine, part, mib))
     rows.ask("the service killed", "a new share is refused, a running container goes on; then healed", lambda: service_killed(machine, engine, part))
     cheating(Rows(table, group, 3, engine.name, "driver API"), machine, engine, min(2048, mib))
@@ -476,7 +491,7 @@ def rootless(table, group, machine):
     engine.remove_all()
     left = machine.no_leases()
     Rows(table, group, 9, engine.name).hold("after the group", "no lease", left or "no lease", not left)
-    Path("/etc/sublet/conf.d/policy.toml").unlink()
+    USERS_POLICY.unlink()
 
 
 def plain_image(machine):
@@ -487,12 +502,16 @@ def plain_image(machine):
     return "/srv/plain.tar"
 
 
-def capped(engine, user, request, words):
+def by_user():
+    """What stands before a command of that user's."""
+    return ["setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups", "env", "-i", *(f"{key}={value}" for key, value in USER.items())]
+
+
+def capped(engine, request, words):
     done = engine.run(request, ["true"], timeout=60)
     said = done.out + done.err
     if not re.search(words, said):
-        environment = [f"{key}={value}" for key, value in user.items()]
-        ask = ["setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups", "env", "-i", *environment, "sublet", "status", "--last-error"]
+        ask = [*by_user(), "sublet", "status", "--last-error"]
         said = process.run(ask).out
     return ("it started", False) if done.ok else reason(said, words)
 

@@ -133,14 +133,17 @@ class Machine:
         settings = {"iptables": False, "ip6tables": False, "bridge": "none", "userland-proxy": False, "storage-driver": driver}
         Path("/etc/docker/daemon.json").write_text(json.dumps(settings, indent=4) + "\n")
         process.must(["sublet", "setup", "docker"])
-        self.daemon = process.background(["dockerd"], "/tmp/dockerd.log")
-        if not process.eventually(lambda: process.run(["docker", "info"], 10).ok, 60, 0.3):
-            raise RuntimeError("dockerd does not answer: " + Path("/tmp/dockerd.log").read_text()[-600:])
+        self.start_dockerd()
         process.must(["tar", "-C", str(IMAGE), "-cf", "/srv/img.tar", "."])
         process.must(["docker", "import", "/srv/img.tar", "img"], 240)
         process.must(["podman", "import", "--quiet", "/srv/img.tar", "img"], 240)
         volumes = [f"{WORK}:/workloads:ro", *self.given["volumes"]]
         self.docker, self.podman = engines.Docker(volumes), engines.Podman(volumes)
+
+    def start_dockerd(self):
+        self.daemon = process.background(["dockerd"], "/tmp/dockerd.log")
+        if not process.eventually(lambda: process.run(["docker", "info"], 10).ok, 60, 0.3):
+            raise RuntimeError("dockerd does not answer: " + Path("/tmp/dockerd.log").read_text()[-600:])
 
     def facts(self):
         """The text of the table's heading."""

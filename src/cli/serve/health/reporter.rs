@@ -296,6 +296,22 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_that_flaps_becomes_well_once_and_then_stays_sick() {
+        let (_dir, config) = host(vec![ours(1)]);
+        let mut reporter = Reporter::default();
+        for _ in 0..50 {
+            for to in ["0x1 (GPU Reset Required)", "0x0 (None)"] {
+                let text = format!("GPU recovery action changed from 0x2 (Other) to {to}");
+                reporter.act_on(&xid(RECOVERY_CHANGED, None, &text), &config);
+            }
+        }
+        let records = sick_gpus::read(&config).unwrap();
+        assert!(records.fault(GPU).is_some() && records.asked().count() == 0, "{records:?}");
+        let warned = emitted(&config).into_iter().filter(|(kind, _)| *kind == Kind::Warned).count();
+        assert_eq!(warned, 2, "its container is told of each fault, and not of each change");
+    }
+
+    #[test]
     fn an_xid_of_an_unknown_gpu_is_nobodys() {
         let (_dir, config) = host(vec![]);
         let other = Xid { gpu: "0000:3b:0".into(), ..xid(79, None, "") };

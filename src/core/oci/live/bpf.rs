@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
 use nix::libc;
 
-use super::cgroup::Access;
+use super::Access;
 use crate::inventory::Node;
 
 /// Commands (linux/bpf.h, `enum bpf_cmd`).

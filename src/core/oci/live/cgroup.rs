@@ -14,19 +14,12 @@ use std::path::{Component, Path};
 use std::process::Command;
 use std::time::Duration;
 
-use super::{NamespaceError, bpf, failed};
+use super::{Access, NamespaceError, bpf, failed};
 use crate::fs::under;
 use crate::inventory::Node;
 use crate::process::child::ChildError;
 use crate::process::{CGROUP_MOUNT, cgroup_line, confine, sublet, unified_cgroups};
 use crate::text::{safe, safe_path};
-
-/// Whether nodes may be read and written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Access {
-    Open,
-    Closed,
-}
 
 /// Opens `nodes` to processes in the cgroup of `pid`, or closes them. Those that are open already stay so.
 pub(super) fn set_devices(pid: i32, nodes: &[&Node], access: Access) -> Result<(), NamespaceError> {

@@ -33,9 +33,15 @@ use crate::text::safe_path;
 use attach::Rootfs;
 
 pub(super) use attach::{Kind, place};
-use cgroup::Access;
 pub use cgroup::systemctl;
 pub use running::set_gpus;
+
+/// Whether nodes may be read and written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Access {
+    Open,
+    Closed,
+}
 
 /// A container between its creation and its start.
 #[derive(Clone, Copy, Debug)]

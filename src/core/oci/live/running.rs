@@ -7,8 +7,7 @@ use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
 
 use super::attach::{Rootfs, find_node};
-use super::cgroup::{self, Access};
-use super::{HostSide, NamespaceError, failed, within};
+use super::{Access, HostSide, NamespaceError, cgroup, failed, within};
 use crate::grant::{GpuNodes, Grant};
 use crate::inventory::Node;
 use crate::process::Process;

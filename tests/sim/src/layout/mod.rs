@@ -56,8 +56,8 @@ impl Root {
         above.into_iter().find(Self::exists).or_else(Self::from_env)
     }
 
-    /// The root that contains a library file (`DIR/usr/lib/<triplet>/<file>`); otherwise `SUBLET_SIM_ROOT`. `None`: a
-    /// container, which has neither.
+    /// The root that contains a library file, in any driver layout; otherwise `SUBLET_SIM_ROOT`. `None`: a container, which
+    /// has neither.
     ///
     /// # Errors
     /// The file or its directories cannot be examined. On a host they would be taken for a container's otherwise, whose
@@ -67,9 +67,13 @@ impl Root {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             canonical => canonical?,
         };
-        let Some(dir) = file.ancestors().nth(4) else { return Ok(Self::from_env()) };
-        let root = Self(dir.to_owned());
-        Ok(if root.topology().try_exists()? { Some(root) } else { Self::from_env() })
+        for dir in file.ancestors().skip(1) {
+            let root = Self(dir.to_owned());
+            if root.topology().try_exists()? {
+                return Ok(Some(root));
+            }
+        }
+        Ok(Self::from_env())
     }
 
     fn from_env() -> Option<Self> {

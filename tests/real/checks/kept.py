@@ -1,0 +1,274 @@
+"""Containers that keep what they wrote in GPU memory and check it without end, and what `sublet suspend`, `resume` and `move` do
+with them. Groups `suspend` and `move` are made of these."""
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+from . import engines, process, used
+from .table import INFO, Rows, Skip, Wrong
+
+FRAMEWORKS = [
+    ("torch", "PyTorch", ["torch"]),
+    ("graph", "CUDA graph", ["torch"]),
+    ("compile", "torch.compile", ["torch", "triton"]),
+    ("jax", "JAX", ["jax"]),
+    ("cupy", "CuPy", ["cupy"]),
+    ("transformers", "Transformers", ["torch", "transformers"]),
+    ("onnxruntime", "ONNX Runtime", ["onnxruntime", "onnx"]),
+]
+ALLOW = {"gpu": "0", "mode": "time-slice", "suspend": "allow", "wait": "30s"}
+# uid 1000 without any capability.
+WITHOUT_RIGHTS = ["--user=1000:1000", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+CHECKPOINT = Path("/usr/local/bin/checkpoint")
+PACE = Path("/srv/sim/sim/checkpoint-pace")
+
+
+class Kept:
+    """A container that checks all of its GPU memory without a pause, or computes the same with a framework."""
+
+    def __init__(self, machine, engine, name, mib, share=None, options=(), command=None):
+        self.machine, self.engine, self.name, self.mib = machine, engine, name, mib
+        self.started = engine.start(name, share or ALLOW, command or keep(machine, mib), options)
+
+    def ready(self, seconds=60):
+        """Waits until it computes."""
+        if not self.started.ok:
+            raise Wrong(self.started.why())
+        ended = lambda: self.engine.state(self.name, ".State.Status") == "exited"
+        process.eventually(lambda: self.last() or ended(), seconds, 0.3)
+        if self.last():
+            return self
+        if '"skipped"' in self.said():
+            raise Skip(engines.last_json(self.said())["skipped"])
+        raise Wrong(f"{self.name} does not compute: {self.engine.logs(self.name)[-300:]}")
+
+    def said(self):
+        return self.engine.call("logs", "--tail", "4", self.name).out
+
+    def last(self):
+        """The last line about what it computed; None before there is one."""
+        lines = [engines.last_json(line) for line in self.said().splitlines()]
+        return next((line for line in reversed(lines) if line and line.get("event") == "round"), None)
+
+    def goes_on(self):
+        """Computes, with what it had. Raises `Wrong` if it does not."""
+        before = self.last() or {"n": 0}
+        later = lambda: (self.last() or before)["n"] > before["n"]
+        if not process.eventually(later, 20):
+            raise Wrong(f"{self.name} hangs: {self.said()[-200:]}")
+        if not self.last()["equal"]:
+            raise Wrong(f"the memory of {self.name} has changed")
+
+    def waits(self):
+        """Computes nothing. Raises `Wrong` if it does."""
+        before = self.last()["n"]
+        time.sleep(0.5)
+        if self.last()["n"] != before:
+            raise Wrong(f"{self.name} computes")
+
+    def pid(self):
+        return int(self.engine.state(self.name, ".State.Pid"))
+
+    def lease(self):
+        """Its lease, after anything that was cut short has been put right; None: it has none."""
+        identity = self.engine.state(self.name, ".Id")
+        return next((lease for lease in self.machine.leases() if lease["container_id"] == identity), None)
+
+    def has_processes(self, count):
+        """Waits until so many of its processes use the GPU."""
+        if not process.eventually(lambda: ((self.lease() or {}).get("used") or {}).get("processes") == count, 40, 0.3):
+            raise Wrong(f"{self.name} has not {count} CUDA processes: {self.lease()}")
+
+    def state(self):
+        lease = self.lease()
+        return lease["state"] if lease else "no lease"
+
+    def gpus(self):
+        """Indices of the GPUs on which nvidia-smi lists its first process."""
+        return on_gpus(self.machine, self.pid())
+
+    def nodes(self):
+        """The GPUs' nodes that it has. The driver makes more where the process may, which the device cgroup keeps closed; behind
+        those of the simulated driver is nothing that could be opened."""
+        test = "[ -c $node ]" if self.machine.simulated else "(exec 3<>$node) 2>/dev/null"
+        script = f"for node in /dev/nvidia[0-9]*; do {test} && echo $node; done; true"
+        done = self.engine.execute(self.name, ["sh", "-c", script], 20)
+        return done.out.split() if done.ok else [done.why()]
+
+    def rss_mib(self):
+        status = Path(f"/proc/{self.pid()}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) >> 10
+
+    def remove(self):
+        self.engine.remove(self.name)
+
+
+def keep(machine, mib, *more, seconds=900):
+    """The command of such a container."""
+    program = ["cuda-probe", "keep"] if machine.simulated else ["python3", "/workloads/keep.py"]
+    return [*program, str(mib), str(seconds), *more]
+
+
+@contextlib.contextmanager
+def kept(machine, engine, name, mib, share=None, options=(), command=None):
+    one = Kept(machine, engine, name, mib, share, options, command)
+    try:
+        yield one.ready()
+    finally:
+        one.remove()
+
+
+def ask(*words, timeout=150, before=()):
+    """What a sublet command says in JSON: what was done, or its error with a `reason`."""
+    done = process.run([*before, "sublet", *words, "--format", "json"], timeout)
+    try:
+        said = json.loads(done.out)
+    except ValueError:
+        raise Wrong(f"sublet {' '.join(words)}: {done.why()}") from None
+    return said[0] if done.ok else said
+
+
+def do(*words, **options):
+    """`ask` of what must succeed."""
+    said = ask(*words, **options)
+    if "reason" in said:
+        raise Wrong(f"sublet {' '.join(words)}: {said['error']}")
+    return said
+
+
+def refused(reason, *words, **options):
+    """The words of a refusal for this reason."""
+    said = ask(*words, **options)
+    if said.get("reason") != reason:
+        raise Wrong(f"sublet {' '.join(words)}: {said.get('reason', 'done')}: {said.get('error', '')}")
+    return said["error"]
+
+
+def on_gpus(machine, pid):
+    listed = [sorted(by_nvidia_smi(machine, index)) for index in range(machine.count())]
+    return [index for index, pids in enumerate(listed) if pid in pids]
+
+
+def by_nvidia_smi(machine, index):
+    """MiB of each process on a GPU."""
+    words = ["-i", str(index), "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    text = process.must([used.smi(machine), *words])
+    pairs = [line.split(",") for line in text.splitlines() if line.strip()]
+    return {int(pid): int(mib) if mib.strip().isdigit() else 0 for pid, mib in pairs}
+
+
+def fast(machine):
+    """The simulated driver takes a twentieth of the real one's times."""
+    if machine.simulated:
+        PACE.write_text("5\n")
+
+
+def group_of(table, group, machine, parts):
+    """Runs the parts of a group, one after the other: each gets its rows, and removes what it started."""
+    fast(machine)
+    build_by_hand(machine)
+    for job, part in enumerate(parts):
+        rows = Rows(table, group, job, "docker", "driver API")
+        try:
+            part(rows, machine)
+        except (Wrong, RuntimeError) as error:
+            rows.hold(part.__name__, "it ends", str(error)[-400:], False)
+    left = machine.clear()
+    Rows(table, group, 900).hold("after the group", "no lease", left or "no lease", not left)
+
+
+# --- Killed at any step --------------------------------------------------------------------------------------------
+
+
+def killed(words, seconds, with_child=True, before=()):
+    """Runs a sublet command and ends it with SIGKILL after some time, with the child that asks the driver or without. Whether it
+    had ended before."""
+    null = subprocess.DEVNULL
+    command = subprocess.Popen([*before, "sublet", *words], stdin=null, stdout=null, stderr=null, start_new_session=True)
+    time.sleep(seconds)
+    ended = command.poll() is not None
+    if with_child:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+    command.kill()
+    command.wait()
+    return ended
+
+
+def steps(machine, mib, *rates):
+    """Seconds after which a command of a container of `mib` is in the middle of its steps: while it checks, and in the middle of
+    each copy, whose seconds for a GiB are given (FACTS: 0.45 out, 0.2 back)."""
+    # The simulator's pace is a twentieth: the copies of a small container are over before a command has begun.
+    if machine.simulated:
+        return [0.02, 0.06, 0.12][: len(rates) + 1]
+    begin, found = 0.15, [0.05]
+    for rate in rates:
+        copy = rate * mib / 1024 + 0.3
+        found.append(begin + copy / 2)
+        begin += copy
+    return found
+
+
+# --- Frameworks ----------------------------------------------------------------------------------------------------
+
+
+def begin_frameworks(table, group, machine, wanted=None):
+    """Starts a container for each framework that this host has. They are looked at when others were: they take long to begin."""
+    begun = []
+    for job, (name, title, needs) in enumerate(FRAMEWORKS):
+        if wanted and name not in wanted:
+            continue
+        rows = Rows(table, group, 800 + job, "docker", title)
+        missing = [need for need in needs if need not in machine.given["installed"]]
+        if machine.simulated or missing:
+            rows.skip("all", "the driver is simulated" if machine.simulated else f"{', '.join(missing)}: not installed on this host")
+            continue
+        command = [machine.given["python"], "/workloads/steps.py", name, "900"]
+        begun.append((rows, Kept(machine, machine.docker, f"with-{name}", 0, {**ALLOW, "suspend": "allow-many"}, command=command)))
+    return begun
+
+
+def look_at_frameworks(begun, title, expected, look):
+    for rows, one in begun:
+        rows.ask(title, expected, lambda: look(one.ready()), 10)
+        one.remove()
+
+
+# --- By hand -------------------------------------------------------------------------------------------------------
+
+
+def build_by_hand(machine):
+    """Compiles tests/gpu/checkpoint.c, with this root's compiler."""
+    if not CHECKPOINT.exists():
+        CHECKPOINT.parent.mkdir(parents=True, exist_ok=True)
+        process.must(["gcc", "-O2", "-Wall", "-o", str(CHECKPOINT), str(machine.checkout / "tests/gpu/checkpoint.c")])
+
+
+def by_hand(machine, *words):
+    """Seconds out and back by the driver's own calls."""
+    environment = dict(os.environ)
+    if machine.simulated:
+        environment["LD_LIBRARY_PATH"] = f"/srv/sim/usr/lib/{os.uname().machine}-linux-gnu"
+    done = process.run([str(CHECKPOINT), *map(str, words)], 150, env=environment)
+    said = engines.last_json(done.out)
+    if not done.ok or said is None:
+        raise Wrong(f"by hand: {done.out} {done.why()}")
+    return said
+
+
+def compare(rows, title, mib, product, hand, judged):
+    """A row for one way: medians beside each other, in seconds and GiB/s."""
+    ours, theirs = statistics.median(product), statistics.median(hand)
+    gib = mib / 1024
+    seen = (f"{ours:.2f} s, {gib / ours:.2f} GiB/s; by hand {theirs:.2f} s, {gib / theirs:.2f} GiB/s; {(ours / theirs - 1) * 100:+.1f} %; "
+            f"all: {', '.join(f'{one:.2f}' for one in product)} / {', '.join(f'{one:.2f}' for one in hand)}")
+    if judged:
+        rows.hold(title, "at most 5 % slower than by hand (medians)", seen, ours <= theirs * 1.05)
+    else:
+        rows.add(title, "", seen, INFO)

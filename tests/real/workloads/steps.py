@@ -1,0 +1,129 @@
+"""Computes the same again and again with a framework, and says whether the result is what it was at first: `steps.py NAME SECS`.
+
+One JSON line when there is a first result (or `skipped`: why there is none), and one every 0.1 s: how many were computed, and
+whether all of them were equal, bit by bit.
+"""
+
+import json
+import os
+import sys
+import time
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# The least of a GPU that is enough, as several of these share one.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+class Skip(Exception):
+    """This framework cannot run here."""
+
+
+def torch_():
+    import torch
+
+    torch.manual_seed(0)
+    values = torch.randn(1024, 1024, device="cuda")
+    return torch.__version__, lambda: (values @ values).cpu().numpy().tobytes()
+
+
+def graph():
+    import torch
+
+    torch.manual_seed(0)
+    values = torch.randn(1024, 1024, device="cuda")
+    captured, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            values @ values
+    torch.cuda.current_stream().wait_stream(aside)
+    with torch.cuda.graph(captured):
+        product = values @ values
+
+    def step():
+        captured.replay()
+        return product.cpu().numpy().tobytes()
+
+    return torch.__version__, step
+
+
+def compile_():
+    import torch
+
+    torch.manual_seed(0)
+    values = torch.randn(1024, 1024, device="cuda")
+    compiled = torch.compile(lambda given: (given * 2 + 1).relu().sum(dim=1))
+    return torch.__version__, lambda: compiled(values).cpu().numpy().tobytes()
+
+
+def jax_():
+    import jax
+
+    if jax.default_backend() != "gpu":
+        raise Skip(f"jax {jax.__version__} finds no GPU")
+    values = jax.random.normal(jax.random.key(0), (1024, 1024))
+    product = jax.jit(lambda given: given @ given)
+    return jax.__version__, lambda: jax.device_get(product(values)).tobytes()
+
+
+def cupy_():
+    import cupy
+
+    values = cupy.random.default_rng(0).standard_normal((1024, 1024), dtype=cupy.float32)
+    return cupy.__version__, lambda: cupy.asnumpy(values @ values).tobytes()
+
+
+def tokens():
+    """Generates 24 tokens with a small GPT-2 of random weights."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=512, n_positions=64, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=None)
+    model = transformers.GPT2LMHeadModel(config).eval().to("cuda")
+    prompt = torch.tensor([[5, 17, 250, 33]], device="cuda")
+    given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    return transformers.__version__, lambda: model.generate(prompt, **given)[0].tolist()
+
+
+def onnxruntime_():
+    import numpy
+    import onnxruntime
+
+    from onnxruntime_ import model
+
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        raise Skip(f"onnxruntime {onnxruntime.__version__} was built without the CUDA provider")
+    session = onnxruntime.InferenceSession(model(None), providers=["CUDAExecutionProvider"])
+    values = numpy.random.default_rng(0).standard_normal((512, 512)).astype(numpy.float32)
+    return onnxruntime.__version__, lambda: session.run(None, {"a": values, "b": values})[0].tobytes()
+
+
+STEPS = {
+    "torch": torch_, "graph": graph, "compile": compile_, "jax": jax_, "cupy": cupy_, "transformers": tokens, "onnxruntime": onnxruntime_,
+}
+
+
+def say(**line):
+    print(json.dumps(line), flush=True)
+
+
+def main(name, seconds):
+    try:
+        version, step = STEPS[name]()
+    except Skip as why:
+        return say(event="skipped", skipped=str(why))
+    first, equal, count = step(), True, 0
+    say(event="info", error=None, version=version)
+    until, told = time.monotonic() + seconds, 0.0
+    while time.monotonic() < until:
+        equal = step() == first and equal
+        count += 1
+        if time.monotonic() - told > 0.1:
+            told = time.monotonic()
+            say(event="round", n=count, equal=equal)
+    say(event="end", result="CUDA_SUCCESS")
+
+
+main(sys.argv[1], float(sys.argv[2]))
