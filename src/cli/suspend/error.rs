@@ -4,7 +4,7 @@ use sublet_core::admit::AdmitError;
 use sublet_core::ledger::{LedgerError, WrongState};
 use sublet_core::place::Refusal;
 
-/// Why a container is not suspended, resumed or moved. But for the last three, nothing was changed.
+/// Why a container is not suspended, resumed or moved. But for the last four, nothing was changed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum SuspendError {
@@ -102,7 +102,7 @@ impl SuspendError {
             Self::TooLarge { .. } | Self::Booked { .. } | Self::Refused(_) | Self::NoRoom(_) => "no-room",
             Self::Unknown(_) | Self::Driver(_) => "driver",
             Self::Gpu(_) => "bad-usage",
-            Self::Undone(_) => "suspend-undone",
+            Self::Undone(_) | Self::NewEnded(_) => "suspend-undone",
             Self::Stuck(_) => "suspend-stuck",
             Self::Lost(_) => "suspend-lost",
         }
