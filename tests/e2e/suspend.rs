@@ -353,18 +353,107 @@ fn a_suspended_container_ends_as_any_other() {
 }
 
 #[test]
-fn a_process_that_begins_to_compute_in_a_suspended_container_is_ended() {
+fn a_process_that_begins_to_compute_in_a_suspended_container_is_suspended_and_comes_back() {
     if skip_unless_root() {
         return;
     }
     let host = serving("h200");
     let kept = kept(&host.world, "kept");
     done(&host.world, &["suspend", "kept"]);
+    let bytes = || host.world.leases()[0]["suspended_bytes"].as_u64().expect("bytes");
+    let before = bytes();
+    std::thread::scope(|scope| {
+        let new = scope.spawn(|| kept.exec(&["/usr/bin/cuda-probe", "keep", "512", "15"]));
+        assert!(eventually(|| host.event("suspended").is_some()), "{:?}", host.events());
+        let event = host.event("suspended").expect("seen");
+        let text = event["text"].as_str().expect("text");
+        assert!(event["action"] == "report" && text.contains("it was suspended, too"), "{event}");
+        assert!(bytes() >= before + (512 << 20), "{} after {before}", bytes());
+        assert_eq!(state(&host.world), "suspended");
+        assert_waits(&kept);
+        assert!(!new.is_finished(), "it was ended");
+        done(&host.world, &["resume", "kept"]);
+        assert_goes_on(&kept);
+        let new = new.join().expect("exec");
+        let rounds = new.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let rounds: Vec<Value> = rounds.filter(|line| line["event"] == "round").collect();
+        assert!(new.ok && !rounds.is_empty() && rounds.iter().all(|round| round["equal"] == true), "{new:?}");
+    });
+    kept.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_process_that_begins_to_compute_in_a_suspended_container_is_ended_where_it_has_no_room() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let share = [("sublet.memory", "2GiB"), ("sublet.suspend", "allow")];
+    let kept = host.world.bundle("kept", &share, KEEP);
+    kept.up();
+    kept.event("round");
+    done(&host.world, &["suspend", "kept"]);
     // Left alone, it ends well.
-    let computing = kept.exec(&["/usr/bin/cuda-probe", "hold", "30"]);
+    let computing = kept.exec(&["/usr/bin/cuda-probe", "keep", "1024", "30"]);
     assert!(!computing.ok, "{}", computing.stdout);
     assert!(eventually(|| host.event("suspended").is_some()), "{:?}", host.events());
-    assert_eq!(host.event("suspended").expect("seen")["action"], "terminate");
+    let event = host.event("suspended").expect("seen");
+    let text = event["text"].as_str().expect("text");
+    assert!(
+        event["action"] == "terminate" && text.contains("2048 MiB are booked (sublet.memory)"),
+        "{event}"
+    );
+    done(&host.world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    kept.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_process_that_begins_to_compute_in_a_suspended_container_never_goes_on_where_a_step_fails() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let many = [("sublet.memory", "24GiB"), ("sublet.suspend", "allow-many")];
+    let kept = host.world.bundle("kept", &many, KEEP);
+    kept.up();
+    kept.event("round");
+    done(&host.world, &["suspend", "kept"]);
+    let own = || {
+        let text = std::fs::read(host.world.state_dir().join("ledger.json")).expect("ledger.json");
+        serde_json::from_slice::<Value>(&text).expect("JSON")["leases"][0]["suspension"].clone()
+    };
+    let processes = own()["processes"].clone();
+    for call in ["GetState 1 801", "Lock 1 801", "Checkpoint 1 801"] {
+        fail(&host.world, &format!("cuCheckpointProcess{call}\n"));
+        let computing = kept.exec(&["/usr/bin/cuda-probe", "hold", "30"]);
+        assert!(!computing.ok, "{call}: {}", computing.stdout);
+        assert!(eventually(|| own()["step"] == "suspended"), "{call}: {}", own());
+        assert_eq!(own()["processes"], processes, "{call}");
+    }
+    // What takes the step is killed in it.
+    for call in ["Lock", "Checkpoint"] {
+        fail(&host.world, &format!("cuCheckpointProcess{call} 1 hang\n"));
+        std::thread::scope(|scope| {
+            let new = scope.spawn(|| kept.exec(&["/usr/bin/cuda-probe", "hold", "30"]));
+            let hangs = || std::fs::read_to_string(in_sim(&host.world, "fail")).unwrap_or_default();
+            assert!(
+                eventually(|| hangs().trim().is_empty() && own()["step"] == "adding"),
+                "{call}: {}",
+                own()
+            );
+            let owner =
+                own()["owner"]["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).expect("a pid");
+            kill(Pid::from_raw(owner), Signal::SIGKILL).expect("it hangs");
+            let new = new.join().expect("exec");
+            assert!(!new.ok, "{call}: {}", new.stdout);
+        });
+        done(&host.world, &["gc"]);
+        assert!(eventually(|| own()["step"] == "suspended"), "{call}: {}", own());
+        assert_eq!(own()["processes"], processes, "{call}");
+    }
     done(&host.world, &["resume", "kept"]);
     assert_goes_on(&kept);
     kept.down();

@@ -93,6 +93,9 @@ enum Command {
     /// Make one call of the driver's on one process; sublet suspend, resume and move run it
     #[command(hide = true)]
     Checkpoint(crate::suspend::CheckpointArguments),
+    /// Suspend one more process of a suspended container; the guard runs it
+    #[command(hide = true)]
+    SuspendNew(crate::suspend::NewArguments),
     /// Give one container the device nodes of these GPUs; sublet suspend, resume and move run it
     #[command(hide = true)]
     Nodes(crate::suspend::NodesArguments),
@@ -221,6 +224,11 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Suspend(arguments) => suspend::run_suspend(&arguments, &config()?)?,
         Command::Resume(arguments) => suspend::run_resume(&arguments, &config()?)?,
         Command::Move(arguments) => suspend::run_move(&arguments, &config()?)?,
+        Command::SuspendNew(arguments) => {
+            if let Some(answer) = crate::suspend::suspend_new_process(&arguments)? {
+                println!("{answer}");
+            }
+        }
         Command::Nodes(arguments) => crate::suspend::change_nodes(&arguments)?,
         Command::Checkpoint(arguments) => {
             if let Some(answer) = crate::suspend::checkpoint(&arguments)? {

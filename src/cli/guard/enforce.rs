@@ -6,11 +6,21 @@ use std::os::fd::OwnedFd;
 use super::Event;
 use super::judge::{self, Offence, Verdict};
 use crate::peer::{end_container, is_theirs};
+use crate::suspend::have_suspended;
 use sublet_core::config::Config;
-use sublet_core::ledger::{DaemonKey, Lease, Ledger, Store};
+use sublet_core::ledger::{DaemonKey, Lease, LeaseId, Ledger, Store};
 use sublet_core::process::{is_gone, pidfd_kill};
 use sublet_core::share::Action;
 use sublet_core::text::safe;
+
+/// What an action waits for, while the looks at devices go on.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Awaited {
+    /// The MPS daemon that is asked to end its client. It may not answer.
+    Daemon(DaemonKey),
+    /// The steps by which a process of this suspended lease is suspended, too.
+    Suspended(LeaseId),
+}
 
 /// Carries out the verdicts of one check.
 #[derive(Clone)]
@@ -28,11 +38,15 @@ impl Acting {
         Some(Self { config: config.clone(), ledger: store.read().ok()?, asks: true })
     }
 
-    /// The MPS daemon that is asked first for what `verdict` says. It may not answer.
-    pub fn asked(&self, verdict: &Verdict) -> Option<&DaemonKey> {
+    /// What is waited for before `verdict` is carried out.
+    pub fn awaited(&self, verdict: &Verdict) -> Option<Awaited> {
         let holder = &verdict.holder;
-        let lease = holder.lease.as_ref().filter(|_| holder.is_client && verdict.action != Action::Report);
-        self.ledger.lease(lease?)?.daemon.as_ref()
+        let id = holder.lease.as_ref().filter(|_| verdict.action != Action::Report)?;
+        if verdict.offence == Offence::Suspended {
+            return Some(Awaited::Suspended(id.clone()));
+        }
+        let lease = self.ledger.lease(id).filter(|_| holder.is_client)?;
+        lease.daemon.clone().map(Awaited::Daemon)
     }
 
     /// As [`Acting::act`], for all of `verdicts`.
@@ -68,12 +82,32 @@ impl Acting {
                 "it was not ended, because it does not belong to the container's user".to_owned()
             }
             (action, Ok(Some(pidfd))) => {
+                let why = match lease.filter(|_| verdict.offence == Offence::Suspended) {
+                    None => String::new(),
+                    Some(lease) => match suspend(verdict, lease) {
+                        Ok(false) => return None,
+                        Ok(true) => {
+                            // Nothing was ended.
+                            let verdict = &Verdict { action: Action::Report, ..verdict.clone() };
+                            let done = "it was suspended, too, and comes back with the others";
+                            return Some(event(verdict, Some(lease), done));
+                        }
+                        Err(_) if !self.is_suspended(&lease.id) => return None,
+                        Err(why) => format!(", because it cannot be suspended: {why}"),
+                    },
+                };
                 let ended = self.end(&pidfd, verdict, lease);
                 let container = lease.filter(|_| action == Action::Container).and_then(end_container);
-                container.unwrap_or(ended)
+                format!("{}{why}", container.unwrap_or(ended))
             }
         };
         Some(event(verdict, lease, &done))
+    }
+
+    /// Whether it is now. One on its way back has its room, for a new process, too.
+    fn is_suspended(&self, id: &LeaseId) -> bool {
+        let now = Store::open(&self.config.state_dir).and_then(|store| store.read());
+        now.is_ok_and(|ledger| ledger.lease(id).is_some_and(Lease::is_suspended))
     }
 
     /// MPS releases a client that it ends itself; the signal ends a client that continues. Neither affects other
@@ -92,6 +126,14 @@ impl Acting {
             _ => "it was ended".to_owned(),
         }
     }
+}
+
+/// Has the process suspended, as the rest of `lease` is.
+fn suspend(Verdict { device, holder, .. }: &Verdict, lease: &Lease) -> Result<bool, String> {
+    if lease.devices.first() != Some(device) {
+        return Err("it is on another GPU than the container's".to_owned());
+    }
+    have_suspended(&lease.id, holder.process, holder.memory_bytes.unwrap_or(0))
 }
 
 fn event(verdict: &Verdict, lease: Option<&Lease>, done: &str) -> Event {

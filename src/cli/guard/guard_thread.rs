@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::cached_files::{Changes, Kept};
 use crate::gpu_processes::Looker;
 
-use super::enforce::Acting;
+use super::enforce::{Acting, Awaited};
 use super::judge::{Judge, Offence, Verdict};
 use super::mps_servers::Servers;
 use super::silent_connections::Silent;
@@ -17,7 +17,7 @@ use super::{Event, OFF};
 use sublet_core::admit::Local;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Device, Inventory};
-use sublet_core::ledger::{DaemonKey, Ledger, LedgerError, Store};
+use sublet_core::ledger::{Ledger, LedgerError, Store};
 use sublet_core::process::Process;
 use sublet_core::share::Action;
 use sublet_core::text::safe;
@@ -61,9 +61,8 @@ struct Guard {
     earlier: Earlier,
     ledger: Kept<Ledger>,
     changes: Changes,
-    /// The MPS daemons for whose clients verdicts are carried out, each in a thread: they are asked first. The looks at
-    /// devices never wait for their answers.
-    acting: BTreeSet<DaemonKey>,
+    /// What is waited for where verdicts are carried out, each in a thread. The looks at devices never wait for it.
+    acting: BTreeSet<Awaited>,
     finished: Finished,
     /// The thread that records the first processes of containers.
     recording: Option<JoinHandle<()>>,
@@ -72,10 +71,10 @@ struct Guard {
     last_sign: Option<Instant>,
 }
 
-/// The daemons for whose clients verdicts have been carried out, and the actions.
+/// What was waited for where verdicts have been carried out, and the actions.
 struct Finished {
-    sender: Sender<(DaemonKey, Vec<Event>)>,
-    receiver: Receiver<(DaemonKey, Vec<Event>)>,
+    sender: Sender<(Awaited, Vec<Event>)>,
+    receiver: Receiver<(Awaited, Vec<Event>)>,
 }
 
 impl Default for Finished {
@@ -105,8 +104,8 @@ impl Guard {
         let until = Instant::now() + time;
         let left = || until.saturating_duration_since(Instant::now());
         let Some(config) = config else { return thread::sleep(left()) };
-        while let Ok((daemon, events)) = self.finished.receiver.recv_timeout(left()) {
-            self.acting.remove(&daemon);
+        while let Ok((awaited, events)) = self.finished.receiver.recv_timeout(left()) {
+            self.acting.remove(&awaited);
             self.sign(events, self.blind.clone(), config);
         }
     }
@@ -209,18 +208,18 @@ impl Guard {
             return Vec::new();
         }
         let Some(acting) = Acting::begin(store, config) else { return Vec::new() };
-        let mut of_daemon: BTreeMap<Option<DaemonKey>, Vec<Verdict>> = BTreeMap::new();
+        let mut waiting: BTreeMap<Option<Awaited>, Vec<Verdict>> = BTreeMap::new();
         for verdict in due {
-            let key = acting.asked(verdict);
-            // The daemon has not yet answered what it was asked before.
-            if key.is_some_and(|key| self.acting.contains(key)) {
+            let key = acting.awaited(verdict);
+            // It has not yet come for what was to be done before.
+            if key.as_ref().is_some_and(|key| self.acting.contains(key)) {
                 continue;
             }
             self.earlier.acted.insert(of(verdict), Instant::now());
-            of_daemon.entry(key.cloned()).or_default().push(verdict.clone());
+            waiting.entry(key).or_default().push(verdict.clone());
         }
         let mut events = Vec::new();
-        for (key, verdicts) in of_daemon {
+        for (key, verdicts) in waiting {
             let acting = acting.clone();
             let Some(key) = key else {
                 events.extend(acting.act_on(&verdicts));
@@ -278,7 +277,7 @@ mod tests {
     use super::*;
     use crate::gpu_processes::Holder;
     use sublet_core::ledger::fixture::lease;
-    use sublet_core::ledger::{Init, Lease};
+    use sublet_core::ledger::{DaemonKey, Init, Lease};
 
     #[test]
     fn a_client_of_a_daemon_that_does_not_answer_is_ended_and_no_look_waits_for_it() {

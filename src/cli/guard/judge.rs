@@ -110,9 +110,7 @@ impl Judge {
         }
         if let Some(suspension) = lease.suspension.as_ref().filter(|_| lease.is_suspended()) {
             // NVML's lists may be from before.
-            let is_out =
-                |holder: &&Holder| suspension.processes.iter().any(|one| one.process == holder.process);
-            let new = own.into_iter().filter(|holder| !is_out(holder));
+            let new = own.into_iter().filter(|holder| !suspension.has(holder.process));
             return new.map(|holder| tell(Offence::Suspended, Action::Terminate, holder)).collect();
         }
         let served = look.knows_clients && lease.daemon.is_some();
@@ -193,10 +191,7 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
 fn elsewhere(look: &Look, ledger: &Ledger) -> Vec<Verdict> {
     let mut found = Vec::new();
     for lease in ledger.leases.iter().filter(|lease| is_elsewhere(lease, &look.device)) {
-        let moves = |holder: &&Holder| {
-            let own = lease.suspension.as_ref();
-            own.is_some_and(|own| own.processes.iter().any(|one| one.process == holder.process))
-        };
+        let moves = |holder: &&Holder| lease.suspension.as_ref().is_some_and(|own| own.has(holder.process));
         let computing = of(lease, look).filter(|holder| !moves(holder));
         let tell =
             |holder| verdict(Offence::Elsewhere, action(lease, Action::Terminate), &look.device, holder);

@@ -70,7 +70,7 @@ fn each_of_several_devices_is_held_to_the_share_by_itself() {
 }
 
 #[test]
-fn a_process_that_begins_to_compute_while_its_container_is_suspended_is_ended_and_no_other() {
+fn a_process_that_begins_to_compute_while_its_container_is_suspended_is_acted_on_and_no_other() {
     let at = |step| {
         let owner = Process { pid: 1, start_time: 1 };
         let processes =
@@ -82,6 +82,7 @@ fn a_process_that_begins_to_compute_while_its_container_is_suspended_is_ended_an
     let seen = || look(vec![plain(10), plain(11)]);
     let found = |lease: Lease| judged(&[seen(), seen()], &ledger(vec![lease]));
     assert_eq!(found(at(SuspendStep::Suspended)), [vec![], vec![(Offence::Suspended, 11)]]);
+    assert_eq!(found(at(SuspendStep::Adding)), found(at(SuspendStep::Suspended)));
     for step in [SuspendStep::Suspending, SuspendStep::Resuming] {
         assert_eq!(found(at(step)), [[], []] as [[_; 0]; 2], "{step:?}");
     }

@@ -6,7 +6,7 @@ use super::SuspendError;
 use super::driver::{Driver, ProcessState};
 use crate::probe::memory_of_host;
 use sublet_core::inventory::{self, Inventory};
-use sublet_core::ledger::{Lease, SuspendedProcess};
+use sublet_core::ledger::{Lease, SuspendedProcess, Suspension};
 use sublet_core::process::{Process, cgroups};
 use sublet_core::share::{Mode, Suspend};
 use sublet_core::text::safe;
@@ -117,6 +117,49 @@ pub(super) fn check_processes(
     all.ok_or_else(|| SuspendError::Unknown(format!("how much GPU memory process {} has", pids())))
 }
 
+/// Process `new` began to use the GPU of the suspended `lease`: whether it may be suspended with the rest, and come back with it
+/// to what the lease books.
+///
+/// Memory that it shares with another process would be lost. It can have none of those that are out: it has started after all of
+/// their memory had left the GPU. Two such processes may share with each other: without `allow-many` there is one, and no more.
+pub(super) fn check_new(
+    lease: &Lease,
+    own: &Suspension,
+    new: Process,
+    CudaProcesses { here, elsewhere }: &CudaProcesses,
+) -> Result<SuspendedProcess, SuspendError> {
+    // NVML's lists may be from before.
+    let all: Vec<&CudaProcess> = here.iter().filter(|one| !own.has(one.process)).collect();
+    let found = all.iter().find(|one| one.process == new).ok_or(SuspendError::NoProcess)?;
+    let many = lease.suspend == Suspend::AllowMany;
+    let why = if *elsewhere {
+        Some("its container uses another GPU, too")
+    } else if !many && (own.processes.len() > 1 || all.len() > 1) {
+        Some(
+            "it is not the only one that began meanwhile, and memory that they share would be lost; fix: \
+             sublet.suspend=allow-many says that they share none",
+        )
+    } else if !many && !own.is_before(new) {
+        Some(
+            "it was there before the first one was suspended, and memory that they share would be lost; fix: \
+             sublet.suspend=allow-many says that they share none",
+        )
+    } else {
+        None
+    };
+    if let Some(why) = why {
+        return Err(SuspendError::Cannot(why));
+    }
+    let unknown = || SuspendError::Unknown(format!("how much GPU memory process {} has", new.pid));
+    let bytes = found.bytes.ok_or_else(unknown)?;
+    match lease.memory_bytes {
+        Some(booked) if own.bytes().saturating_add(bytes) > booked => {
+            Err(SuspendError::Booked { bytes, own: own.bytes(), booked })
+        }
+        _ => Ok(SuspendedProcess { process: new, bytes }),
+    }
+}
+
 /// Locked, they are the ones that were found before, and have no more memory than was planned with.
 pub(super) fn check_unchanged(planned: &[SuspendedProcess], now: &CudaProcesses) -> Result<(), String> {
     let is_planned = |new: &&CudaProcess| {
@@ -194,8 +237,8 @@ fn unknown(what: &str, error: &io::Error) -> SuspendError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sublet_core::ledger::DaemonKey;
     use sublet_core::ledger::fixture::lease;
+    use sublet_core::ledger::{DaemonKey, SuspendStep};
     use sublet_core::place::fixture::{GIB, device, host};
 
     fn word(checked: Result<(), SuspendError>) -> &'static str {
@@ -263,6 +306,55 @@ mod tests {
         assert_eq!(check_processes(&many, &found(&[one(7, None)])).unwrap_err().reason(), "driver");
         let elsewhere = CudaProcesses { elsewhere: true, ..found(&two) };
         assert_eq!(check_processes(&many, &elsewhere).unwrap_err().reason(), "cannot-suspend");
+    }
+
+    #[test]
+    fn a_new_process_is_suspended_where_it_comes_back_with_the_rest() {
+        let began = Process { pid: 8, start_time: 101 };
+        let one = |process, bytes| CudaProcess { process, bytes };
+        let own = |count| Suspension {
+            step: SuspendStep::Suspended,
+            owner: began,
+            processes: (0..count)
+                .map(|pid| SuspendedProcess { process: Process { pid, start_time: 1 }, bytes: GIB })
+                .collect(),
+            since_ms: 1000,
+            on_demand: false,
+        };
+        let share = |suspend, gib: u64| Lease { suspend, memory_bytes: Some(gib * GIB), ..lease(1, "GPU-0") };
+        let (allow, many) = (share(Suspend::Allow, 4), share(Suspend::AllowMany, 4));
+        let check = |lease: &Lease, own: &Suspension, new, here: &[CudaProcess]| {
+            let found = CudaProcesses { here: here.to_vec(), elsewhere: false };
+            check_new(lease, own, new, &found).map(|new| new.bytes).map_err(|error| error.to_string())
+        };
+        let alone = [one(began, Some(3 * GIB))];
+        assert_eq!(check(&allow, &own(1), began, &alone), Ok(3 * GIB));
+        // NVML's list may be from before.
+        let late = [alone[0], one(Process { pid: 0, start_time: 1 }, Some(GIB))];
+        assert_eq!(check(&allow, &own(1), began, &late), Ok(3 * GIB));
+        let large = [one(began, Some(3 * GIB + 1))];
+        for lease in [&allow, &many] {
+            let why = check(lease, &own(1), began, &large).unwrap_err();
+            assert!(why.contains("3072 MiB, 1024 MiB are in host memory, and 4096 MiB are booked"), "{why}");
+        }
+        let whole = Lease { memory_bytes: None, ..allow.clone() };
+        assert_eq!(check(&whole, &own(1), began, &large), Ok(3 * GIB + 1));
+
+        // What may share memory with another.
+        let before = Process { start_time: 100, ..began };
+        let old = [one(before, Some(GIB))];
+        assert!(check(&allow, &own(1), before, &old).unwrap_err().contains("before the first one"));
+        let two = [one(began, Some(GIB)), one(Process { pid: 9, start_time: 102 }, Some(GIB))];
+        for (own, here) in [(own(2), &alone[..]), (own(1), &two[..])] {
+            assert!(check(&allow, &own, began, here).unwrap_err().contains("not the only one"));
+        }
+        assert_eq!(check(&many, &own(1), before, &old), Ok(GIB));
+        assert_eq!(check(&many, &own(2), began, &two), Ok(GIB));
+
+        assert_eq!(check(&allow, &own(1), began, &[]), Err(SuspendError::NoProcess.to_string()));
+        assert!(check(&allow, &own(1), began, &[one(began, None)]).is_err());
+        let elsewhere = CudaProcesses { here: alone.to_vec(), elsewhere: true };
+        assert_eq!(check_new(&many, &own(1), began, &elsewhere).unwrap_err().reason(), "cannot-suspend");
     }
 
     #[test]

@@ -141,7 +141,7 @@ impl Driver {
     }
 }
 
-fn copying(bytes: u64) -> Duration {
+pub(super) fn copying(bytes: u64) -> Duration {
     SHORT + Duration::from_secs((bytes >> 30) * SECONDS_FOR_A_GIB)
 }
 

@@ -4,7 +4,7 @@ use sublet_core::admit::AdmitError;
 use sublet_core::ledger::{LedgerError, WrongState};
 use sublet_core::place::Refusal;
 
-/// Why a container is not suspended, resumed or moved. But for the last three, nothing was changed.
+/// Why a container is not suspended, resumed or moved. But for the last four, nothing was changed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum SuspendError {
@@ -40,6 +40,11 @@ pub enum SuspendError {
         "it could not come back; why: it has {} MiB of the GPU, of which {} MiB can be booked ([limits] reserve)", .bytes >> 20, .most >> 20
     )]
     TooLarge { bytes: u64, most: u64 },
+    #[error(
+        "there is no room for it when the container comes back; why: it has {} MiB, {} MiB are in host memory, and {} MiB are \
+         booked (sublet.memory)", .bytes >> 20, .own >> 20, .booked >> 20
+    )]
+    Booked { bytes: u64, own: u64, booked: u64 },
     #[error("cannot find out {0}; fix: `sublet doctor` checks the host")]
     Unknown(String),
     #[error("the driver: {0}")]
@@ -58,6 +63,8 @@ pub enum SuspendError {
     Undone(String),
     #[error("half of it is done, and the next sublet command tries again; why: {0}")]
     Stuck(String),
+    #[error("{0}")]
+    NewEnded(String),
     #[error("its GPU state was lost; why: {0}; fix: start it again")]
     Lost(String),
 }
@@ -92,10 +99,10 @@ impl SuspendError {
             Self::Paused(_) | Self::Held { .. } => "paused",
             Self::HostMemory { .. } => "no-host-memory",
             Self::Refused(refusal) if !refusal.temporary => "never-fits",
-            Self::TooLarge { .. } | Self::Refused(_) | Self::NoRoom(_) => "no-room",
+            Self::TooLarge { .. } | Self::Booked { .. } | Self::Refused(_) | Self::NoRoom(_) => "no-room",
             Self::Unknown(_) | Self::Driver(_) => "driver",
             Self::Gpu(_) => "bad-usage",
-            Self::Undone(_) => "suspend-undone",
+            Self::Undone(_) | Self::NewEnded(_) => "suspend-undone",
             Self::Stuck(_) => "suspend-stuck",
             Self::Lost(_) => "suspend-lost",
         }

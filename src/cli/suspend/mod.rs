@@ -13,6 +13,7 @@
 mod checks;
 mod driver;
 mod error;
+mod new;
 mod nodes;
 
 use std::cell::Cell;
@@ -28,13 +29,15 @@ use checks::{CudaProcess, CudaProcesses};
 pub use driver::{Arguments as CheckpointArguments, run as checkpoint};
 use driver::{CallError, Driver, ProcessState};
 pub use error::SuspendError;
+pub(crate) use new::have_suspended;
+pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
 use sublet_core::admit::{Local, refresh};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{
-    Lease, LeaseId, Ledger, Store, SuspendStep, SuspendedProcess, Suspension, lease_event,
+    Lease, LeaseId, Ledger, Store, SuspendStep, SuspendedProcess, Suspension, WrongState, lease_event,
 };
 use sublet_core::place::{check_resume, meant};
 use sublet_core::process::{Process, pidfd_kill};
@@ -88,6 +91,31 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
             work.finish(noted, bytes, began)
         }
         Err(why) => Err(work.undo(SuspendStep::Suspending, &processes, why)),
+    }
+}
+
+/// Suspends `new`, too, a process that began to use the GPU while the container of lease `id` is suspended. Whether it used the
+/// GPU still.
+///
+/// # Errors
+/// It was ended, or the step could not begin.
+fn suspend_new(id: &LeaseId, new: Process, config: &Config) -> Result<bool, SuspendError> {
+    let ledger = Store::open(&config.state_dir)?.read()?;
+    let (lease, own) = ledger.resumable(id)?;
+    let work = Work::begin(lease.clone(), config)?;
+    let checked = work.check_new(own, new);
+    if matches!(checked, Err(SuspendError::NoProcess)) {
+        return Ok(false);
+    }
+    let found = *checked.as_ref().unwrap_or(&SuspendedProcess { process: new, bytes: 0 });
+    match work.change(|ledger| ledger.begin_adding(id, work.owner, found))? {
+        // Another had it suspended with the rest.
+        Err(WrongState::Suspended) => return Ok(false),
+        begun => begun?,
+    }
+    match checked.map_err(|error| error.to_string()).and_then(|new| work.put_new_away(own, new)) {
+        Ok(()) => work.end_adding(found, true).map(|()| true),
+        Err(why) => work.end_adding(found, false).and(Err(SuspendError::NewEnded(why))),
     }
 }
 
@@ -177,6 +205,17 @@ fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
     })?;
     let Some((lease, Suspension { step, processes, .. })) = taken else { return Ok(()) };
     work.lease = lease;
+    if let (SuspendStep::Adding, Some(new)) = (step, processes.last()) {
+        let is_out = work.state_of(new.process) == Some(ProcessState::Checkpointed);
+        if !is_out {
+            let pid = new.process.pid;
+            let why = format!(
+                "process {pid}, which began to use the GPU meanwhile, was ended: its step was cut short"
+            );
+            work.tell(Kind::SuspendUndone, &why);
+        }
+        return work.end_adding(*new, is_out);
+    }
     match work.undo(step, &processes, "the process that took the step has ended".to_owned()) {
         SuspendError::Undone(_) => Ok(()),
         error => Err(error),
@@ -270,12 +309,26 @@ impl<'a> Work<'a> {
     /// Its CUDA processes, of which everything is checked before one is locked.
     fn check_processes(&self, ledger: &Ledger) -> Result<Vec<SuspendedProcess>, SuspendError> {
         let processes = checks::check_processes(&self.lease, &self.cuda_processes(ledger)?)?;
-        let bytes = sum(&processes);
         checks::check_awake(&processes)?;
-        checks::check_way_back(bytes, self.device(self.gpu())?, self.config.limits.reserve)?;
-        checks::check_host_memory(&processes, bytes)?;
+        self.check_room(&processes, 0)?;
         checks::check_running(&self.driver, &processes)?;
         Ok(processes)
+    }
+
+    /// Whether these have room in host memory, and on their way back beside so many bytes that have gone before.
+    fn check_room(&self, processes: &[SuspendedProcess], before: u64) -> Result<(), SuspendError> {
+        let bytes = sum(processes);
+        let all = bytes.saturating_add(before);
+        checks::check_way_back(all, self.device(self.gpu())?, self.config.limits.reserve)?;
+        checks::check_host_memory(processes, bytes)
+    }
+
+    /// Process `new`, as it is now, if it may be suspended with the rest, which is `own`.
+    fn check_new(&self, own: &Suspension, new: Process) -> Result<SuspendedProcess, SuspendError> {
+        let ledger = Store::open(&self.config.state_dir)?.read()?;
+        let new = checks::check_new(&self.lease, own, new, &self.cuda_processes(&ledger)?)?;
+        self.check_room(&[new], own.bytes())?;
+        Ok(new)
     }
 
     /// A change of the ledger.
@@ -337,6 +390,28 @@ impl<'a> Work<'a> {
             return Err("its first process does not belong to its user".to_owned());
         }
         nodes::set_nodes(&self.lease.id, gpus, self.owner)
+    }
+
+    /// Locks `new` and suspends it. One that has just begun may have grown until it was locked: what it has then is checked again.
+    fn put_new_away(&self, own: &Suspension, new: SuspendedProcess) -> Result<(), String> {
+        let text = |error: SuspendError| error.to_string();
+        checks::check_awake(&[new])
+            .and_then(|()| checks::check_running(&self.driver, &[new]))
+            .map_err(text)?;
+        self.give_nodes()?;
+        let carry_out = |call, bytes| self.driver.carry_out(call, new.process, bytes);
+        carry_out(CheckpointCall::Lock, new.bytes).map_err(|error| error.to_string())?;
+        let SuspendedProcess { bytes, .. } = self.check_new(own, new.process).map_err(text)?;
+        self.change(|ledger| ledger.resize_added(&self.lease.id, self.owner, bytes)).map_err(text)?;
+        carry_out(CheckpointCall::Checkpoint, bytes).map_err(|error| error.to_string())
+    }
+
+    /// Ends the step with process `new`, which is ended if it is not out: there is no room that it could go back to.
+    fn end_adding(&self, new: SuspendedProcess, is_out: bool) -> Result<(), SuspendError> {
+        if !is_out && is_theirs(new.process, Some(&self.lease)) {
+            let _ = new.process.hold().ok().flatten().map(pidfd_kill);
+        }
+        self.end_step(self.gpu(), |ledger| ledger.end_adding(&self.lease.id, self.owner, is_out)).map(drop)
     }
 
     /// Its state is on `gpu`, or came from there: it loses the nodes of others, and `end` writes down that the step has ended.

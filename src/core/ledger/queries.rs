@@ -198,7 +198,8 @@ impl Ledger {
 impl Lease {
     /// Whether its container's GPU state is in host memory, so that it books nothing.
     pub fn is_suspended(&self) -> bool {
-        self.suspension.as_ref().is_some_and(|suspension| suspension.step == SuspendStep::Suspended)
+        let is_out = |step| matches!(step, SuspendStep::Suspended | SuspendStep::Adding);
+        self.suspension.as_ref().is_some_and(|suspension| is_out(suspension.step))
     }
 
     /// The memory that it books on each of its devices; `None`: it has no limit. What is on its way out or back has at
@@ -206,7 +207,7 @@ impl Lease {
     pub fn booked_memory(&self) -> Option<u64> {
         match &self.suspension {
             None => self.memory_bytes,
-            Some(suspension) if suspension.step == SuspendStep::Suspended => None,
+            Some(_) if self.is_suspended() => None,
             Some(suspension) => Some(suspension.bytes().max(self.memory_bytes.unwrap_or(0))),
         }
     }

@@ -55,6 +55,8 @@ pub enum SuspendStep {
     Suspending,
     /// It is in host memory, and the lease books nothing.
     Suspended,
+    /// As suspended. The last of its processes began to use the GPU meanwhile, and is being suspended, too.
+    Adding,
     /// It is being copied back. The room is booked.
     Resuming,
     /// It was suspended, and is being copied to the second device of its lease. Only there is its room booked.
@@ -146,7 +148,7 @@ impl Lease {
         match (self.state, &self.suspension) {
             (LeaseState::Active, Some(suspension)) => match suspension.step {
                 SuspendStep::Suspending => LeaseState::Suspending,
-                SuspendStep::Suspended => LeaseState::Suspended,
+                SuspendStep::Suspended | SuspendStep::Adding => LeaseState::Suspended,
                 SuspendStep::Resuming | SuspendStep::Arriving => LeaseState::Resuming,
             },
             (state, _) => state,
@@ -163,7 +165,7 @@ impl Lease {
     pub fn books(&self, device: &str) -> bool {
         let step = self.suspension.as_ref().map(|own| own.step);
         let booked = self.devices.iter().skip(usize::from(step == Some(SuspendStep::Arriving)));
-        step != Some(SuspendStep::Suspended) && booked.into_iter().any(|own| own == device)
+        !self.is_suspended() && booked.into_iter().any(|own| own == device)
     }
 
     /// It keeps the device with this number. Its processes know the other one from now on.
@@ -311,6 +313,54 @@ impl Ledger {
         ended
     }
 
+    /// `owner` begins to suspend `new` with the rest of lease `id`, which is suspended.
+    ///
+    /// # Errors
+    /// As [`Ledger::resumable`], or it is suspended already.
+    pub fn begin_adding(
+        &mut self,
+        id: &LeaseId,
+        owner: Process,
+        new: SuspendedProcess,
+    ) -> Result<(), WrongState> {
+        if self.resumable(id)?.1.has(new.process) {
+            return Err(WrongState::Suspended);
+        }
+        self.set_step(id, |mut own| {
+            own.processes.push(new);
+            // It is suspended since the same time as before.
+            Suspension { step: SuspendStep::Adding, owner, ..own }
+        });
+        Ok(())
+    }
+
+    /// The process that `owner` adds to lease `id` has so many bytes.
+    pub fn resize_added(&mut self, id: &LeaseId, owner: Process, bytes: u64) {
+        let adds = self.adds(id, owner);
+        let lease = self.lease_mut(id).filter(|_| adds);
+        let last = lease.and_then(|lease| lease.suspension.as_mut()?.processes.last_mut());
+        last.into_iter().for_each(|new| new.bytes = bytes);
+    }
+
+    /// The step that `owner` takes with lease `id` has ended: its last process is in host memory, too, or has ended. One that waits
+    /// for its room now waits for that of all. `false`: the lease has ended.
+    pub fn end_adding(&mut self, id: &LeaseId, owner: Process, is_out: bool) -> bool {
+        let many = self.lease(id).is_some_and(|lease| lease.suspend == Suspend::AllowMany);
+        let note = |mut own: Suspension| {
+            match &mut own.processes[..] {
+                _ if is_out => {}
+                // Later ones may share memory with it: the first stays in the list, so that they are known not to be alone.
+                [_, ended] if !many => ended.bytes = 0,
+                _ => drop(own.processes.pop()),
+            }
+            Suspension { step: SuspendStep::Suspended, ..own }
+        };
+        let ended = self.adds(id, owner) && self.set_step(id, note);
+        let waiter = self.lease(id).filter(|_| ended).and_then(Lease::waiter);
+        waiter.into_iter().for_each(|waiter| self.add_waiter(waiter));
+        ended
+    }
+
     /// The step that `owner` takes with lease `id` has ended: the state is on `device`. `false`: the lease has ended.
     pub fn end_resumed(&mut self, id: &LeaseId, owner: Process, device: &str) -> bool {
         let lease = if self.is_owned(id, owner) { self.lease_mut(id) } else { None };
@@ -323,6 +373,11 @@ impl Ledger {
         }
         self.waiters.retain(|waiter| waiter.id != *id);
         true
+    }
+
+    fn adds(&self, id: &LeaseId, owner: Process) -> bool {
+        let own = self.lease(id).and_then(|lease| lease.suspension.as_ref());
+        own.is_some_and(|own| own.owner == owner && own.step == SuspendStep::Adding)
     }
 
     /// `owner` leaves its step with lease `id` to the next command.
@@ -355,6 +410,16 @@ impl Suspension {
     /// The memory of all its processes, in bytes.
     pub fn bytes(&self) -> u64 {
         self.processes.iter().map(|one| one.bytes).fold(0, u64::saturating_add)
+    }
+
+    /// Whether `process` is of those whose state it is.
+    pub fn has(&self, process: Process) -> bool {
+        self.processes.iter().any(|one| one.process == process)
+    }
+
+    /// Whether `process` started after all of it was in host memory, so that it can never have had a handle of that memory.
+    pub fn is_before(&self, process: Process) -> bool {
+        process.start_time.saturating_mul(TICK_MILLISECONDS) > self.since_ms
     }
 
     /// When its step began, in seconds since the epoch.
@@ -486,6 +551,64 @@ mod tests {
     }
 
     #[test]
+    fn a_process_that_is_added_comes_back_with_the_rest_and_its_room_is_waited_for() {
+        let (mut ledger, id) = ledger();
+        let new = |pid| SuspendedProcess { process: Process { pid, start_time: 1 }, bytes: BYTES };
+        assert_eq!(ledger.begin_adding(&id, me(), new(7)), Err(WrongState::NotSuspended));
+        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        assert_eq!(ledger.begin_adding(&id, me(), new(7)), Err(WrongState::Busy(me().pid)));
+        ledger.note_on_demand(&id);
+        ledger.end_suspended(&id, me());
+        let since = ledger.leases[0].suspension.clone().unwrap().since_ms;
+        let bytes = |ledger: &Ledger| ledger.leases[0].suspension.as_ref().unwrap().bytes();
+        let waits_for = |ledger: &Ledger| ledger.waiters[0].request().unwrap().memory;
+        ledger.begin_adding(&id, me(), new(7)).unwrap();
+        let lease = &ledger.leases[0];
+        assert_eq!((lease.shown_state(), lease.booked_memory()), (LeaseState::Suspended, None));
+        assert!(lease.is_suspended() && !lease.books("GPU-0"));
+        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::Busy(me().pid)));
+        ledger.resize_added(&id, me(), BYTES + MIB);
+        ledger.resize_added(&id, dead(), 0);
+        assert_eq!(bytes(&ledger), 2 * BYTES + MIB);
+        ledger.resize_added(&id, me(), BYTES);
+        assert!(!ledger.end_adding(&id, dead(), true), "another's step");
+        assert!(ledger.end_adding(&id, me(), true) && !ledger.end_adding(&id, me(), true));
+        assert_eq!((bytes(&ledger), waits_for(&ledger)), (2 * BYTES, Some(Memory::Bytes(2 * BYTES))));
+        assert_eq!(ledger.leases[0].suspension.as_ref().unwrap().since_ms, since);
+        assert_eq!(ledger.begin_adding(&id, me(), new(7)), Err(WrongState::Suspended));
+
+        // One that was ended needs no room.
+        ledger.begin_adding(&id, me(), new(8)).unwrap();
+        ledger.leases[0].suspension.as_mut().unwrap().owner = dead();
+        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::CutShort));
+        assert_eq!(ledger.take_over(&id, me()).unwrap().processes.last(), Some(&new(8)));
+        assert!(ledger.end_adding(&id, me(), false));
+        assert_eq!((bytes(&ledger), waits_for(&ledger)), (2 * BYTES, Some(Memory::Bytes(2 * BYTES))));
+        assert_eq!(ledger.waiters.len(), 1);
+        ledger.begin_resuming(&id, me()).unwrap();
+    }
+
+    #[test]
+    fn one_that_was_ended_stays_known_where_later_ones_may_share_its_memory() {
+        let number = |suspend, times| {
+            let (mut ledger, id) = ledger();
+            ledger.leases[0].suspend = suspend;
+            ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+            ledger.end_suspended(&id, me());
+            for pid in 0..times {
+                let new = SuspendedProcess { process: Process { pid, start_time: 1 }, bytes: BYTES };
+                ledger.begin_adding(&id, me(), new).unwrap();
+                assert!(ledger.end_adding(&id, me(), false));
+            }
+            let own = ledger.leases[0].suspension.clone().unwrap();
+            assert_eq!(own.bytes(), BYTES);
+            own.processes.len()
+        };
+        assert_eq!((number(Suspend::Allow, 1), number(Suspend::Allow, 9)), (2, 2));
+        assert_eq!(number(Suspend::AllowMany, 9), 1);
+    }
+
+    #[test]
     fn a_delete_that_fails_leaves_it_suspended() {
         let (mut ledger, id) = ledger();
         ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
@@ -525,7 +648,7 @@ mod tests {
         /// Whoever calls what, in any order: a state on its way back has its room, and one that is out has none.
         #[test]
         fn no_order_of_calls_lets_a_state_come_back_without_room(
-            calls in prop::collection::vec((0_u8..11, prop::bool::ANY), 1..40),
+            calls in prop::collection::vec((0_u8..13, prop::bool::ANY), 1..40),
         ) {
             let (mut ledger, id) = ledger();
             for (call, mine) in calls {
@@ -541,16 +664,18 @@ mod tests {
                     7 => _ = ledger.begin_moving(&id, owner, held(BYTES), "GPU-1"),
                     8 => _ = ledger.begin_restoring(&id, owner),
                     9 => _ = ledger.begin_arriving(&id, owner, "GPU-1"),
+                    10 => _ = ledger.begin_adding(&id, owner, SuspendedProcess { process: me(), bytes: 0 }),
+                    11 => _ = ledger.end_adding(&id, owner, mine),
                     _ => ledger.leases[0].state = LeaseState::Active,
                 }
                 let lease = &ledger.leases[0];
                 let expected = match lease.suspension.as_ref().map(|own| own.step) {
                     None => Some(BYTES / 2),
-                    Some(SuspendStep::Suspended) => None,
+                    Some(SuspendStep::Suspended | SuspendStep::Adding) => None,
                     Some(_) => Some(BYTES),
                 };
                 prop_assert_eq!(lease.booked_memory(), expected);
-                let moves = lease.suspension.as_ref().is_some_and(|own| own.step != SuspendStep::Suspended);
+                let moves = lease.suspension.is_some() && !lease.is_suspended();
                 prop_assert!(lease.devices.len() == 1 || lease.devices.len() == 2 && moves);
             }
         }

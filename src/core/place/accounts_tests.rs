@@ -71,7 +71,7 @@ pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &C
 
 fn is_out(lease: &Lease, uuid: &str) -> bool {
     match lease.suspension.as_ref().map(|own| own.step) {
-        Some(SuspendStep::Suspended) => true,
+        Some(SuspendStep::Suspended | SuspendStep::Adding) => true,
         Some(SuspendStep::Arriving) => lease.devices[0] == uuid,
         _ => false,
     }
@@ -114,6 +114,7 @@ fn take_step(ledger: &mut Ledger, at: usize, bytes: u64, inventory: &Inventory, 
             assert!(ledger.begin_restoring(&id, me));
         }
         Some(SuspendStep::Suspending) => assert!(ledger.end_suspended(&id, me)),
+        Some(SuspendStep::Adding) => assert!(ledger.end_adding(&id, me, true)),
         // What it has is what was put away.
         Some(SuspendStep::Suspended) => {
             let own = ledger.leases[at].suspension.as_ref().unwrap().bytes();

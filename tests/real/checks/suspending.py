@@ -118,12 +118,16 @@ def life(rows, machine):
 
         def computing():
             do("suspend", "first")
-            done = engine.execute("first", machine.hold(60), 50)
-            do("resume", "first", "--wait", "20s")
-            one.goes_on()
-            return f"exec ended with status {done.status}; {done.out.strip()[-80:]}", not done.ok and done.status != 124
+            before = one.lease()["suspended_bytes"]
+            with ThreadPoolExecutor(1) as pool:
+                new = pool.submit(engine.execute, "first", machine.hold(20), 60)
+                grown = process.eventually(lambda: one.lease()["suspended_bytes"] > before, 18, 0.3)
+                do("resume", "first", "--wait", "20s")
+                one.goes_on()
+                done = new.result()
+            return f"suspended, too: {grown}; exec ended with status {done.status}; {done.out.strip()[-80:]}", grown and done.ok
 
-        rows.ask("while suspended: a process that computes, by exec", "ended by the guard, and it comes back", computing, 20)
+        rows.ask("while suspended: a process that computes, by exec", "suspended by the guard, and both come back", computing, 40)
 
         def restarted():
             before, lease = one.last()["n"], one.lease()["id"]

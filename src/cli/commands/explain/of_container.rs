@@ -286,7 +286,7 @@ fn why_it_waits(own: &Suspension, (place, there): (Option<usize>, Option<&str>),
     match (own.step, there) {
         (_, Some(gpu)) => on_its_way(&format!("to {}; it goes on then", safe(gpu))),
         (SuspendStep::Suspending, None) => on_its_way("into host memory"),
-        (SuspendStep::Suspended, None) => {
+        (SuspendStep::Suspended | SuspendStep::Adding, None) => {
             format!("{mib} MiB of GPU memory are in host memory since {since}; {goes_on}")
         }
         (SuspendStep::Resuming | SuspendStep::Arriving, None) => on_its_way("back; it goes on then"),
