@@ -26,7 +26,7 @@ fn me() -> Process {
 /// It runs on the GPU of 100 GiB, with so many booked.
 fn on_gpu(n: u64, gib: u64, suspend: Suspend) -> Lease {
     let (state, memory_bytes, resumed_ms) = (LeaseState::Active, Some(gib * GIB), Some(CAME));
-    Lease { state, memory_bytes, suspend, resumed_ms, ..lease(n, "GPU-0") }
+    Lease { memory_bytes, suspend, resumed_ms, state, ..lease(n, "GPU-0") }
 }
 
 /// A start that waits.

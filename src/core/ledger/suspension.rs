@@ -339,7 +339,9 @@ impl Ledger {
         let adds = self.adds(id, owner);
         let lease = self.lease_mut(id).filter(|_| adds);
         let last = lease.and_then(|lease| lease.suspension.as_mut()?.processes.last_mut());
-        last.into_iter().for_each(|new| new.bytes = bytes);
+        if let Some(new) = last {
+            new.bytes = bytes;
+        }
     }
 
     /// The step that `owner` takes with lease `id` has ended: its last process is in host memory, too, or has ended. One that waits
@@ -357,7 +359,9 @@ impl Ledger {
         };
         let ended = self.adds(id, owner) && self.set_step(id, note);
         let waiter = self.lease(id).filter(|_| ended).and_then(Lease::waiter);
-        waiter.into_iter().for_each(|waiter| self.add_waiter(waiter));
+        if let Some(waiter) = waiter {
+            self.add_waiter(waiter);
+        }
         ended
     }
 
