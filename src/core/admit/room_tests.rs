@@ -67,15 +67,15 @@ fn step(ledger: &Ledger, at_ms: u64) -> Option<RoomStep> {
     look(ledger, at_ms, &Config::default()).step
 }
 
-fn goes(n: u64, waiter: u64) -> Option<RoomStep> {
-    Some(RoomStep::Suspend { leases: vec![id(n)], waiter: id(waiter) })
+fn suspend_for(n: u64, waiter: u64) -> RoomStep {
+    RoomStep::Suspend { leases: vec![id(n)], waiter: id(waiter) }
 }
 
 #[test]
 fn a_start_gets_the_room_of_one_that_allows_it_and_that_comes_back_afterwards() {
     let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![start(2, 60)]);
     assert_eq!(step(&ledger, CAME + AT_LEAST - 1), None, "it has just come");
-    assert_eq!(step(&ledger, CAME + AT_LEAST), goes(1, 2));
+    assert_eq!(step(&ledger, CAME + AT_LEAST), Some(suspend_for(1, 2)));
     suspend(&mut ledger, 1);
     let room = look(&ledger, CAME + AT_LEAST, &Config::default());
     assert_eq!((room.step, room.placed), (None, vec![id(2)]), "the start is before it in the order");
@@ -117,12 +117,12 @@ fn containers_take_turns_with_those_that_may_be_suspended() {
     suspend(&mut ledger, 1);
     let step = |ledger: &Ledger, at_ms| look(ledger, at_ms, &config).step;
     assert_eq!(step(&ledger, CAME + 59_999), None);
-    assert_eq!(step(&ledger, CAME + 60_000), goes(2, 1));
+    assert_eq!(step(&ledger, CAME + 60_000), Some(suspend_for(2, 1)));
     suspend(&mut ledger, 2);
     assert_eq!(step(&ledger, CAME + 60_000), Some(RoomStep::Resume(id(1))));
     resume(&mut ledger, 1, CAME + 65_000);
     assert_eq!(step(&ledger, CAME + 124_999), None);
-    assert_eq!(step(&ledger, CAME + 125_000), goes(1, 2));
+    assert_eq!(step(&ledger, CAME + 125_000), Some(suspend_for(1, 2)));
     ledger.lease_mut(&id(1)).unwrap().suspend = Suspend::Never;
     assert_eq!(step(&ledger, u64::MAX), None, "one that may not be suspended is never displaced");
     config.suspend.turns = Duration::from_secs(1);
@@ -144,7 +144,7 @@ fn only_commands_suspend_where_nothing_is_done_on_demand() {
 }
 
 #[test]
-fn what_a_command_has_suspended_waits_for_a_command() {
+fn a_lease_that_a_command_suspended_waits_for_a_command() {
     let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![]);
     ledger.begin_suspending(&id(1), me(), vec![]).unwrap();
     assert!(ledger.end_suspended(&id(1), me()));
@@ -164,7 +164,7 @@ fn who_waits_for_a_share_without_a_start_and_who_is_not_due_displace_nobody() {
     let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![waits, refused]);
     assert_eq!(step(&ledger, u64::MAX), None);
     ledger.waiters[1].retry.as_mut().unwrap().confirmed = true;
-    assert_eq!(step(&ledger, u64::MAX), goes(1, 3), "Docker says that it is to be started");
+    assert_eq!(step(&ledger, u64::MAX), Some(suspend_for(1, 3)), "Docker says that it is to be started");
 }
 
 #[test]
@@ -181,8 +181,8 @@ fn a_users_start_displaces_those_that_the_policy_allows() {
     let suspend = PolicyRule { suspend: true, ..none.clone() };
     let displaces = PolicyRule { displace: true, ..none.clone() };
     assert_eq!((step(&own, &none), step(&roots, &none)), (None, None));
-    assert_eq!((step(&own, &suspend), step(&roots, &suspend)), (goes(1, 2), None));
-    assert_eq!((step(&own, &displaces), step(&roots, &displaces)), (None, goes(1, 2)));
+    assert_eq!((step(&own, &suspend), step(&roots, &suspend)), (Some(suspend_for(1, 2)), None));
+    assert_eq!((step(&own, &displaces), step(&roots, &displaces)), (None, Some(suspend_for(1, 2))));
     let few = PolicyRule { leases: Some(1), ..suspend };
     assert_eq!(step(&own, &few), None, "it may not hold a second lease");
 }

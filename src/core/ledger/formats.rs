@@ -45,6 +45,63 @@ fn has_all(keys: &[bool]) {
     assert!(keys.iter().all(|has| *has), "{keys:?}");
 }
 
+/// Which keys of a lease that may be missing it has.
+fn lease_keys(lease: Lease) -> [bool; 20] {
+    let Lease {
+        id: _,
+        container: _,
+        devices: _,
+        mig_devices,
+        mode: _,
+        isolation: _,
+        daemon,
+        sm,
+        memory_bytes,
+        processes: _,
+        priority: _,
+        guard,
+        suspend,
+        suspension,
+        known,
+        resumed_ms,
+        state: _,
+        owner: _,
+        init,
+        bind_by,
+        since: _,
+        library_dir,
+        mount_points,
+        volumes,
+        brokered,
+        job,
+        within,
+        claimed_owner,
+    } = lease;
+    let step = job.as_ref().and_then(|Job { id: _, step, uid: _, cgroup_inode: _ }| step.as_ref());
+    [
+        !mig_devices.is_empty(),
+        daemon.is_some(),
+        sm.is_some(),
+        memory_bytes.is_some(),
+        guard.is_some(),
+        !suspend.is_never(),
+        suspension.is_some(),
+        !known.is_empty(),
+        suspension.as_ref().is_some_and(|own| own.on_demand),
+        resumed_ms.is_some(),
+        init.is_some(),
+        bind_by.is_some(),
+        library_dir.is_some(),
+        !mount_points.is_empty(),
+        !volumes.is_empty(),
+        brokered,
+        step.is_some(),
+        job.is_some(),
+        within.is_some(),
+        claimed_owner.is_some(),
+    ]
+}
+
 /// A key that is missing here does not compile. Before you add one: tests/formats/README.md, "A new key".
 #[test]
 fn every_key_is_in_the_fixture() {
@@ -80,60 +137,7 @@ fn every_key_is_in_the_fixture() {
     has_all(&[has(|waiter| waiter.until.is_some()), has(|waiter| waiter.rule.is_some())]);
     let mut seen = [false; 20];
     for lease in leases {
-        let Lease {
-            id: _,
-            container: _,
-            devices: _,
-            mig_devices,
-            mode: _,
-            isolation: _,
-            daemon,
-            sm,
-            memory_bytes,
-            processes: _,
-            priority: _,
-            guard,
-            suspend,
-            suspension,
-            known,
-            resumed_ms,
-            state: _,
-            owner: _,
-            init,
-            bind_by,
-            since: _,
-            library_dir,
-            mount_points,
-            volumes,
-            brokered,
-            job,
-            within,
-            claimed_owner,
-        } = lease;
-        let step = job.as_ref().and_then(|Job { id: _, step, uid: _, cgroup_inode: _ }| step.as_ref());
-        let has = [
-            !mig_devices.is_empty(),
-            daemon.is_some(),
-            sm.is_some(),
-            memory_bytes.is_some(),
-            guard.is_some(),
-            !suspend.is_never(),
-            suspension.is_some(),
-            !known.is_empty(),
-            suspension.as_ref().is_some_and(|own| own.on_demand),
-            resumed_ms.is_some(),
-            init.is_some(),
-            bind_by.is_some(),
-            library_dir.is_some(),
-            !mount_points.is_empty(),
-            !volumes.is_empty(),
-            brokered,
-            step.is_some(),
-            job.is_some(),
-            within.is_some(),
-            claimed_owner.is_some(),
-        ];
-        seen.iter_mut().zip(has).for_each(|(seen, has)| *seen |= has);
+        seen.iter_mut().zip(lease_keys(lease)).for_each(|(seen, has)| *seen |= has);
     }
     has_all(&seen);
     let (mut idle, mut left) = (false, false);

@@ -209,13 +209,14 @@ fn a_suspended_process_leaves_the_gpu_and_goes_on_with_its_memory_as_it_was() {
 #[test]
 fn a_locked_processs_next_call_waits_until_it_is_unlocked() {
     let Some((rig, cuda)) = one() else { return };
-    let mut probe = rig.start("hold 1", &[]);
+    let mut probe = keeping(&rig, 4000, "", &[], 0);
     let pid = probe.pid();
     assert_eq!(cuda.lock(pid), SUCCESS);
-    sleep(Duration::from_millis(1_500));
+    fs::write(rig.path("end"), "").unwrap();
+    sleep(Duration::from_millis(500));
     assert!(probe.is_running());
     assert_eq!(cuda.unlock(pid), SUCCESS);
-    assert_eq!(probe.result(), "CUDA_SUCCESS");
+    intact(&rig, &mut probe);
 }
 
 #[test]
