@@ -306,8 +306,17 @@ impl<'a> Work<'a> {
         checks::check_move(&self.lease, (here, there), &self.inventory)
     }
 
-    /// Its CUDA processes, of which everything is checked before one is locked.
+    /// Its CUDA processes, of which everything is checked before one is locked. One that another command works on since `ledger`
+    /// was read is refused for that: what it looks like meanwhile is no reason.
     fn check_processes(&self, ledger: &Ledger) -> Result<Vec<SuspendedProcess>, SuspendError> {
+        let checked = self.check_each(ledger);
+        if checked.is_err() {
+            Store::open(&self.config.state_dir)?.read()?.suspendable(&self.lease.id)?;
+        }
+        checked
+    }
+
+    fn check_each(&self, ledger: &Ledger) -> Result<Vec<SuspendedProcess>, SuspendError> {
         let processes = checks::check_processes(&self.lease, &self.cuda_processes(ledger)?)?;
         checks::check_awake(&processes)?;
         self.check_room(&processes, 0)?;
