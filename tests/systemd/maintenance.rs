@@ -136,9 +136,9 @@ fn move_off(code: i32, said: &str) {
     // It uses what an idle one does.
     let is_empty = || {
         let devices = &status()["devices"];
-        let (gpu, idle) = (&devices[0], &devices[7]);
-        (&gpu["drained"], &gpu["lease_count"]) == (&json!(true), &json!(0))
-            && gpu["used"]["memory_bytes"] == idle["used"]["memory_bytes"]
+        let used = |index: usize| devices[index]["used"]["memory_bytes"].as_u64().expect("bytes");
+        let (drained, leases) = (&devices[0]["drained"], &devices[0]["lease_count"]);
+        (drained, leases, used(0)) == (&json!(true), &json!(0), used(7))
     };
     assert!(eventually(is_empty), "{:#}", status());
     type_in(&[undrain]);
