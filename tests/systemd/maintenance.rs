@@ -7,7 +7,8 @@ use std::process::{Command, exit};
 
 use serde_json::{Value, json};
 use sublet_e2e::installed::{REBOOT, done, engines, install, skip_unless_installed, systemctl, write};
-use sublet_e2e::{World, bin_dir, eventually};
+use sublet_e2e::kept::{ALLOW, KEEP, Kept};
+use sublet_e2e::{Finished, World, bin_dir, eventually};
 
 const PAGE: &str = include_str!("../../docs/maintenance.md");
 const MOVING: &str = "Moving containers off a GPU";
@@ -15,6 +16,12 @@ const RESETTING: &str = "Resetting a GPU";
 const DRIVER: &str = "A new driver";
 const KERNEL: &str = "A new kernel";
 const REPLACING: &str = "Replacing a GPU";
+
+const HOLD: &[&str] = &["cuda-probe", "hold", "600"];
+/// The page's containers.
+const BOTH: [&str; 2] = ["web", "train"];
+/// The same, and one that may be moved.
+const ALL: [&str; 3] = ["web", "train", "tune"];
 
 /// What is remembered over a boot: the world, and the hardware.
 const WORLD: &str = "/etc/world";
@@ -65,8 +72,16 @@ fn lay_out(dir: &str) -> String {
     format!("{sim} down --root {dir}/sim && {sim} up --topology {TOPOLOGY} --root {dir}/sim")
 }
 
+/// Starts a container of Docker's.
+fn run(name: &str, restart: &str, annotations: &[&str], command: &[&str]) {
+    let mut run = Command::new("docker");
+    run.args(["run", "-d", "--name", name, "--restart", restart, "--stop-signal=KILL", "--network=none"]);
+    run.arg("--runtime=sublet").args(annotations.iter().map(|one| format!("--annotation={one}")));
+    done(run.arg("probe").args(command));
+}
+
 /// The first boot.
-fn set_up() {
+fn set_up() -> World {
     let world = World::simulated("h200x8", "");
     install(&world);
     engines(&world);
@@ -81,17 +96,9 @@ fn set_up() {
         &format!("case $3 in nvidia-driver) {upgrade} ;; linux-image-*) ;; *) exit 1 ;; esac"),
     );
     systemctl(&["enable", "--quiet", "--now", "sublet"]);
-    for (name, annotations) in [
-        ("web", ["sublet.sm=25", "sublet.memory=8GiB"]),
-        ("train", ["sublet.gpu=1", "sublet.mode=exclusive"]),
-    ] {
-        let mut run = Command::new("docker");
-        run.args(["run", "-d", "--name", name, "--restart=always", "--stop-signal=KILL", "--network=none"]);
-        run.args(["--runtime=sublet"]).args(annotations.map(|one| format!("--annotation={one}")));
-        done(run.args(["probe", "cuda-probe", "hold", "600"]));
-    }
-    // The next boot needs its driver.
-    std::mem::forget(world);
+    run("web", "always", &["sublet.sm=25", "sublet.memory=8GiB"], HOLD);
+    run("train", "always", &["sublet.gpu=1", "sublet.mode=exclusive"], HOLD);
+    world
 }
 
 fn status() -> Value {
@@ -99,15 +106,15 @@ fn status() -> Value {
     serde_json::from_str(&text).expect("status prints JSON")
 }
 
-/// Where both containers are, by the GPUs' indices, once they compute there.
-fn places() -> [Value; 2] {
+/// Where these containers are, by the GPUs' indices, once they compute there. There are no others.
+fn places<const N: usize>(names: [&str; N]) -> [Value; N] {
     let active = |status: &Value| {
         let leases = status["leases"].as_array().expect("leases").iter();
         leases.filter(|lease| lease["state"] == "active").count()
     };
-    assert!(eventually(|| active(&status()) == 2), "{:#}", status());
+    assert!(eventually(|| active(&status()) == N), "{:#}", status());
     let status = status();
-    ["web", "train"].map(|name| {
+    names.map(|name| {
         let info = done(Command::new("docker").args(["exec", name, "cuda-probe", "info"]));
         assert!(info.contains("\"error\":null"), "{name}: {info}");
         let lease = status["leases"].as_array().expect("leases").iter().find(|lease| lease["name"] == name);
@@ -117,23 +124,60 @@ fn places() -> [Value; 2] {
     })
 }
 
-fn first_boot() {
-    set_up();
-    assert_eq!(places(), [0, 1].map(Value::from));
-    type_in(&steps(MOVING));
-    assert_eq!(places(), [2, 1].map(Value::from));
-    done(Command::new("sh").args(["-c", "sublet undrain 0 && docker restart web"]));
-    assert_eq!(places(), [0, 1].map(Value::from));
+/// Types the steps by which containers leave GPU 0, of which the first one says `said` and ends with `code`. Nothing is on that
+/// GPU then, until it takes leases again.
+fn move_off(code: i32, said: &str) {
+    let steps = steps(MOVING);
+    let [drain, away @ .., undrain] = &steps[..] else { panic!("{steps:?}") };
+    let drained = Finished::of(&Command::new("sh").args(["-c", drain]).output().expect("it runs"));
+    assert_eq!(drained.code, Some(code), "{drained:?}");
+    assert!(format!("{}{}", drained.stdout, drained.stderr).contains(said), "{drained:?}");
+    type_in(away);
+    // It uses what an idle one does.
+    let is_empty = || {
+        let devices = &status()["devices"];
+        let used = |index: usize| devices[index]["used"]["memory_bytes"].as_u64().expect("bytes");
+        let (drained, leases) = (&devices[0]["drained"], &devices[0]["lease_count"]);
+        (drained, leases, used(0)) == (&json!(true), &json!(0), used(7))
+    };
+    assert!(eventually(is_empty), "{:#}", status());
+    type_in(&[undrain]);
+}
+
+/// A container that may be moved computes on, with what it has in its memory, while GPU 0 is drained and while that is reset.
+fn compute_meanwhile(world: &World) {
+    run("tune", "no", ALLOW, KEEP);
+    let log = || Finished::of(&Command::new("docker").args(["logs", "tune"]).output().expect("docker runs"));
+    let tune = Kept::of(world, log);
+    tune.computes_on(0);
+    move_off(0, "Moved tune to GPU 3.");
+    assert_eq!(places(ALL), [2, 1, 3].map(Value::from));
+    tune.computes_on(3);
+    done(Command::new("docker").args(["restart", "web"]));
+    assert_eq!(places(ALL), [0, 1, 3].map(Value::from));
     type_in(&steps(RESETTING));
-    assert_eq!(places(), [0, 1].map(Value::from));
+    assert_eq!(places(ALL), [0, 1, 3].map(Value::from));
+    tune.computes_on(3);
+    done(Command::new("docker").args(["rm", "-f", "tune"]));
+}
+
+fn first_boot() {
+    let world = set_up();
+    assert_eq!(places(BOTH), [0, 1].map(Value::from));
+    move_off(1, "container web stays: ");
+    assert_eq!(places(BOTH), [2, 1].map(Value::from));
+    compute_meanwhile(&world);
+    assert_eq!(places(BOTH), [0, 1].map(Value::from));
     type_in(&steps(DRIVER));
-    assert_eq!((places(), &status()["driver"]["version"]), ([0, 1].map(Value::from), &json!(NEW_DRIVER)));
+    assert_eq!((places(BOTH), &status()["driver"]["version"]), ([0, 1].map(Value::from), &json!(NEW_DRIVER)));
     type_in(&steps(KERNEL));
+    // The next boot needs its driver.
+    std::mem::forget(world);
 }
 
 fn second_boot() {
     type_in(&after_the_boot(KERNEL));
-    assert_eq!(places(), [0, 1].map(Value::from));
+    assert_eq!(places(BOTH), [0, 1].map(Value::from));
     type_in(&steps(REPLACING));
     // Another GPU is put in the place of GPU 1.
     let topology = std::fs::read_to_string(TOPOLOGY).expect("it was written");
@@ -144,7 +188,7 @@ fn second_boot() {
 
 fn third_boot() {
     type_in(&after_the_boot(REPLACING));
-    assert_eq!(places(), [0, 1].map(Value::from));
+    assert_eq!(places(BOTH), [0, 1].map(Value::from));
     let uuid = status()["devices"][1]["uuid"].clone();
     let uuid = uuid.as_str().expect("a UUID");
     assert!(uuid.ends_with("000000000899"), "{uuid}");
@@ -160,6 +204,8 @@ fn third_boot() {
 
 #[test]
 fn the_pages_steps_keep_a_server_running() {
+    let sections: Vec<&str> = PAGE.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+    assert_eq!(sections, [MOVING, RESETTING, DRIVER, KERNEL, REPLACING], "each is typed");
     if skip_unless_installed() {
         return;
     }

@@ -28,7 +28,7 @@ pub struct Kept<'a> {
 }
 
 impl<'a> Kept<'a> {
-    /// The only one of its world, once it computes.
+    /// One of this world, once it computes.
     #[must_use]
     pub fn of(world: &'a World, log: impl Fn() -> Finished + 'a) -> Self {
         let kept = Self { world, log: Box::new(log) };
@@ -56,8 +56,8 @@ impl<'a> Kept<'a> {
         assert_eq!((self.rounds().len(), self.lease()["state"].clone()), (before, json!("suspended")));
     }
 
-    /// It computes, with what it had, on this GPU of the topology h200x8 alone, which the ledger says, too.
-    pub fn is_on(&self, index: u32) {
+    /// It computes, with what it had, on this GPU of the topology h200x8 alone.
+    pub fn computes_on(&self, index: u32) {
         self.goes_on();
         assert_eq!(
             self.rounds().last().expect("a round")["uuids"],
@@ -65,11 +65,16 @@ impl<'a> Kept<'a> {
             "{:?}",
             (self.log)()
         );
+    }
+
+    /// The same, and the ledger says so.
+    pub fn is_on(&self, index: u32) {
+        self.computes_on(index);
         let lease = self.lease();
         assert_eq!((&lease["device"], &lease["state"]), (&gpu(index), &json!("active")));
     }
 
-    /// Its lease.
+    /// Its lease, the only one of its world.
     #[must_use]
     pub fn lease(&self) -> Value {
         let leases = self.world.leases();
