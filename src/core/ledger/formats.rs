@@ -78,7 +78,7 @@ fn every_key_is_in_the_fixture() {
     let has = |seen: fn(&Waiter) -> bool| waiters.iter().any(seen);
     has_all(&[has(|waiter| waiter.process.is_some()), has(|waiter| waiter.retry.is_some())]);
     has_all(&[has(|waiter| waiter.until.is_some()), has(|waiter| waiter.rule.is_some())]);
-    let mut seen = [false; 20];
+    let mut seen = [false; 21];
     for lease in leases {
         let Lease {
             id: _,
@@ -97,6 +97,7 @@ fn every_key_is_in_the_fixture() {
             suspension,
             known,
             resumed_ms,
+            backoff,
             state: _,
             owner: _,
             init,
@@ -122,6 +123,7 @@ fn every_key_is_in_the_fixture() {
             !known.is_empty(),
             suspension.as_ref().is_some_and(|own| own.on_demand),
             resumed_ms.is_some(),
+            backoff.is_some(),
             init.is_some(),
             bind_by.is_some(),
             library_dir.is_some(),

@@ -24,7 +24,7 @@ const MOST_OF_A_USER: usize = 16;
 const LARGEST_OF_A_USER: usize = 16 << 10;
 
 /// The longest reason, in characters.
-const LONGEST: usize = 1000;
+pub(super) const LONGEST: usize = 1000;
 
 /// How long a refused container is kept that `sublet serve` has not found at Docker yet, in seconds.
 const UNCONFIRMED: u64 = 600;
@@ -121,9 +121,10 @@ impl Waiter {
         self.container != Container { uid: self.container.uid, ..Container::default() }
     }
 
-    /// Whether it takes room as soon as there is some.
-    pub(crate) fn is_due(&self) -> bool {
-        self.retry.as_ref().is_none_or(Retry::is_due)
+    /// Whether it takes room as soon as there is some. One that was suspended and could not be resumed has its lease in `ledger`.
+    pub(crate) fn is_due(&self, ledger: &Ledger) -> bool {
+        let is_left_alone = ledger.lease(&self.id).is_some_and(|lease| lease.why_left_alone().is_some());
+        !is_left_alone && self.retry.as_ref().is_none_or(Retry::is_due)
     }
 
     /// Whether it waits without an entry.
