@@ -482,6 +482,7 @@ impl Suspension {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::Container;
     use super::super::fixture::lease;
     use super::*;
     use crate::process::Process;
@@ -590,6 +591,22 @@ mod tests {
             assert!(ledger.end_resumed(&id, me(), to));
             assert!(ledger.waiters.is_empty() && ledger.leases[0].resumed_ms.is_some());
         }
+    }
+
+    #[test]
+    fn who_made_room_has_an_entry_however_many_wait() {
+        let (mut ledger, id) = ledger();
+        let request = ledger.leases[0].request_of_return(0).unwrap();
+        for n in 100..400 {
+            let other = LeaseId::parse(&format!("{n:016x}")).unwrap();
+            ledger.add_waiter(Waiter::new(&other, &Container::default(), &request, "no room", Some(me())));
+        }
+        let before = ledger.waiters.len();
+        assert!(before < 300, "the others are bounded");
+        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        ledger.note_on_demand(&id);
+        assert!(ledger.end_suspended(&id, me()));
+        assert_eq!((ledger.waiters.len(), &ledger.waiters[before].id), (before + 1, &id));
     }
 
     #[test]

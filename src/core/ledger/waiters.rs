@@ -14,7 +14,8 @@ use crate::process::{Process, epoch_seconds, uptime_seconds};
 use crate::request::Request;
 use crate::text::is_engine_id;
 
-/// How many have an entry. Further starts wait without one, and further containers are not started again.
+/// How many have an entry. Further starts wait without one, and further containers are not started again. Those that were
+/// suspended for others always have one: without it nobody would resume them.
 const MOST: usize = 128;
 
 /// How many of a user without root's have one.
@@ -189,7 +190,8 @@ impl Ledger {
                 if let (MOST.., Some(first)) = (self.waiters.len(), unconfirmed) {
                     self.waiters.remove(first);
                 }
-                self.waiters.extend((self.waiters.len() < MOST).then_some(waiter));
+                let has_made_room = self.lease(&waiter.id).is_some();
+                self.waiters.extend((has_made_room || self.waiters.len() < MOST).then_some(waiter));
             }
         }
     }
