@@ -4,7 +4,9 @@
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, eventually, in_one_line, skip_unless_root};
+use sublet_e2e::{Bundle, World, eventually, in_one_line, skip_unless_root, stop};
+
+use crate::hardened::Held;
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 
@@ -162,6 +164,15 @@ fn a_share_that_is_waited_for_comes_when_its_holder_ends() {
     world.assert_empty();
 }
 
+/// A process that is stopped, and killed in the end: who waits for it would wait for ever.
+struct Stopped(Pid);
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = kill(self.0, Signal::SIGKILL);
+    }
+}
+
 #[test]
 fn who_waits_longest_is_served_first_and_leaves_its_place_when_it_is_killed() {
     if skip_unless_root() {
@@ -190,7 +201,11 @@ fn who_waits_longest_is_served_first_and_leaves_its_place_when_it_is_killed() {
         assert_eq!(told(1), (json!("small"), json!(2), json!("mps, 40 % SM")));
         // It does not look any more, and keeps its place.
         let pid = seen[0]["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).expect("a pid");
-        kill(Pid::from_raw(pid), Signal::SIGSTOP).expect("it runs");
+        let stopped = Stopped(Pid::from_raw(pid));
+        // Not while it has the ledger's lock: that it would keep.
+        let held = Held::ledger(&world);
+        stop(stopped.0);
+        drop(held);
         holder.down();
         let late = world.bundle("late", &[("sublet.sm", "40")], HOLD).create();
         assert!(!late.ok && late.stderr.contains("no room: others wait for what is left"), "{late:?}");
@@ -203,7 +218,7 @@ fn who_waits_longest_is_served_first_and_leaves_its_place_when_it_is_killed() {
         let beside = world.bundle("beside", &[("sublet.sm", "20")], HOLD);
         beside.up();
         assert!(!of_small.is_finished(), "it has no room beside the first one");
-        kill(Pid::from_raw(pid), Signal::SIGKILL).expect("it runs");
+        drop(stopped);
         let created = of_small.join().expect("no panic");
         assert!(created.ok, "{created:?}");
         assert!(!of_large.join().expect("no panic").ok);

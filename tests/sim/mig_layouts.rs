@@ -115,6 +115,7 @@ fn lease(device: &str) -> Lease {
         suspension: None,
         known: Vec::new(),
         resumed_ms: None,
+        backoff: None,
         state: LeaseState::Active,
         owner: Process::current().unwrap(),
         init: None,

@@ -102,6 +102,7 @@ impl Host {
             suspension: None,
             known: Vec::new(),
             resumed_ms: None,
+            backoff: None,
             state: LeaseState::Pending,
             owner: Process::current().unwrap(),
             init: None,

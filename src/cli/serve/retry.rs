@@ -149,6 +149,9 @@ impl Kept {
 
     /// Whether there is room for what `waiter` waits for, which is then booked in the ledger `ahead`.
     fn find_room(&mut self, waiter: &Waiter, ahead: &mut Ledger, config: &Config) -> Option<()> {
+        if ahead.lease(&waiter.id).is_some_and(|lease| lease.why_left_alone().is_some()) {
+            return None;
+        }
         if let (Some(_), Some(inventory)) = (&waiter.rule, &self.inventory) {
             return book_waiter(waiter, ahead, inventory, config).then_some(());
         }
@@ -229,8 +232,10 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use serde_json::json;
-    use sublet_core::ledger::Container;
+    use sublet_core::ledger::fixture::lease;
+    use sublet_core::ledger::{Container, Lease, LeaseState};
     use sublet_core::place::fixture::{device, host};
+    use sublet_core::process::Process;
     use sublet_core::request;
 
     use super::*;
@@ -361,9 +366,9 @@ mod tests {
             });
             waiter
         };
-        let steps = |first: Waiter, says: Option<bool>| {
+        let steps_in = |mut ahead: Ledger, first: Waiter, says: Option<bool>| {
             let second = waiter(2, "60", Some((true, 0)));
-            let (mut ahead, inventory) = (Ledger::empty("boot"), Some(inventory.clone()));
+            let inventory = Some(inventory.clone());
             let mut kept = Kept { refreshed: Some(Instant::now()), inventory, ..Kept::default() };
             let all = [(first, says), (second, Some(true))];
             let steps = all.into_iter().filter_map(|(one, says)| {
@@ -372,6 +377,7 @@ mod tests {
             });
             steps.collect::<Vec<_>>()
         };
+        let steps = |first, says| steps_in(Ledger::empty("boot"), first, says);
         let of = |n: u64, step| (format!("c{n}"), step);
         let none: [(String, Step); 0] = [];
         let (now, later) = (Some((true, 0)), Some((true, u64::MAX)));
@@ -382,6 +388,15 @@ mod tests {
         assert_eq!(steps(waiter(1, "60", None), Some(true)), none, "a process waits");
         assert_eq!(steps(waiter(1, "60", now), Some(false)), [of(1, Step::Forget), of(2, Step::Start)]);
         assert_eq!(steps(waiter(1, "40", now), Some(true)), [of(1, Step::Start), of(2, Step::Start)]);
+
+        let (us, first) = (Process::current().unwrap(), waiter(1, "60", None));
+        let leases = vec![Lease { state: LeaseState::Active, ..lease(1, "GPU-0") }];
+        let mut held = Ledger { leases, ..Ledger::empty("boot") };
+        held.begin_suspending(&first.id, us, Vec::new()).unwrap();
+        assert!(held.end_suspended(&first.id, us));
+        assert_eq!(steps_in(held.clone(), first.clone(), Some(true)), none, "it comes back first");
+        held.back_off(&first.id, Duration::from_secs(30), "it is paused");
+        assert_eq!(steps_in(held, first, Some(true)), [of(2, Step::Start)]);
     }
 
     #[test]

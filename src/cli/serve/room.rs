@@ -2,7 +2,6 @@
 //! again, each in the order of those who wait. What is next is decided by [`Sight::next_step`]; its steps are taken here, one
 //! after the other, on the thread for slow work. The ledger alone says who waits: a service that is started anew goes on.
 
-use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,43 +12,18 @@ use crate::usage::{self, Usage};
 use sublet_core::admit::{Local, Room, RoomStep, Sight, refresh};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Inventory, last};
-use sublet_core::ledger::{Lease, LeaseId, Ledger, Store, Waiter};
+use sublet_core::ledger::{Lease, LeaseId, Ledger, LedgerError, Store, Waiter};
 use sublet_core::process::uptime_milliseconds;
 use sublet_core::text::short_id;
 
 /// After a look that found nothing to do, the driver is asked again only after this time.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
-/// How long a lease is left alone with which a step failed.
-const SHORTEST_PAUSE: Duration = Duration::from_secs(5);
-const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
+/// When a look at the driver found nothing to do.
+static IN_VAIN: Mutex<Option<Instant>> = Mutex::new(None);
 
-/// What this process remembers.
-struct Kept {
-    /// When a look at the driver found nothing to do.
-    in_vain: Option<Instant>,
-    /// Leases with which steps failed: how many, and until when they are left alone.
-    put_off: BTreeMap<LeaseId, (u32, Instant)>,
-}
-
-static KEPT: Mutex<Kept> = Mutex::new(Kept { in_vain: None, put_off: BTreeMap::new() });
-
-fn kept() -> MutexGuard<'static, Kept> {
-    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Kept {
-    fn is_put_off(&self, lease: &LeaseId) -> bool {
-        self.put_off.get(lease).is_some_and(|(_, until)| Instant::now() < *until)
-    }
-
-    /// A step with `lease` failed. The time before the next doubles each time.
-    fn put_off(&mut self, lease: &LeaseId, at_least: Duration) {
-        let (count, until) = self.put_off.entry(lease.clone()).or_insert((0, Instant::now()));
-        let time = at_least.max(SHORTEST_PAUSE).saturating_mul(1 << (*count).min(6));
-        *until = Instant::now() + time.min(LONGEST_PAUSE);
-        *count += 1;
-    }
+fn in_vain() -> MutexGuard<'static, Option<Instant>> {
+    IN_VAIN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What is known of the host.
@@ -73,7 +47,6 @@ impl<'c> Seen<'c> {
     /// By the driver's word of now.
     fn by_driver(config: &'c Config) -> anyhow::Result<Self> {
         let ledger = Local::new(config).update(|ledger| ledger.clone())?;
-        kept().put_off.retain(|lease, _| ledger.lease(lease).is_some());
         let inventory = refresh(config)?;
         let usage = Some(usage::of_host(&ledger, &inventory, usage::SAMPLED, config));
         Ok(Self { ledger, inventory, usage, config })
@@ -95,15 +68,14 @@ impl<'c> Seen<'c> {
             // Where the driver does not say, it may compute.
             (runs || is_new(lease)).then_some(used.sm_percent != Some(0))
         };
-        let is_put_off = |lease: &LeaseId| kept().is_put_off(lease);
         let at_ms = now.saturating_add(milliseconds(time));
-        Sight { inventory, ledger, config, at_ms, is_busy: &is_busy, is_put_off: &is_put_off }.next_step()
+        Sight { inventory, ledger, config, at_ms, is_busy: &is_busy }.next_step()
     }
 }
 
 /// Whether there may be a step to take, as far as is known without the driver.
 pub(super) fn is_wanted(config: &Config) -> bool {
-    let is_soon = kept().in_vain.is_some_and(|at| at.elapsed() < LOOK_AGAIN);
+    let is_soon = in_vain().is_some_and(|at| at.elapsed() < LOOK_AGAIN);
     let seen = if is_soon { None } else { Seen::by_files(config) };
     seen.is_some_and(|seen| {
         let room = seen.next_step(Duration::ZERO);
@@ -117,10 +89,12 @@ pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
         return Ok(false);
     }
     let Some(step) = Seen::by_driver(config)?.next_step(Duration::ZERO).step else {
-        kept().in_vain = Some(Instant::now());
+        *in_vain() = Some(Instant::now());
         return Ok(false);
     };
-    let _ = take(&step, config).inspect_err(|why| tracing::warn!("{why}"));
+    if let Some(why) = take(&step, config).inspect_err(|_| *in_vain() = Some(Instant::now()))? {
+        tracing::warn!("{why}");
+    }
     Ok(true)
 }
 
@@ -147,7 +121,7 @@ pub(super) fn make_room(id: &LeaseId, config: &Config) -> anyhow::Result<()> {
         match room.step {
             _ if seen.ledger.waiters.is_empty() || room.placed.contains(id) => return Ok(()),
             Some(_) if Instant::now() >= until => bail!("the time for it is over ([suspend] limit)"),
-            Some(step) => failed = take(&step, config).err().or(failed),
+            Some(step) => failed = take(&step, config)?.or(failed),
             None if seen.next_step(config.suspend.limit).step.is_some() => return Ok(()),
             None => match failed {
                 Some(why) => bail!(why),
@@ -157,26 +131,26 @@ pub(super) fn make_room(id: &LeaseId, config: &Config) -> anyhow::Result<()> {
     }
 }
 
-/// Takes `step`. What fails is left alone for a while.
-fn take(step: &RoomStep, config: &Config) -> Result<(), String> {
+/// Takes `step`. Returns why it failed: the lease is then left alone for a while.
+///
+/// # Errors
+/// That cannot be written down.
+fn take(step: &RoomStep, config: &Config) -> Result<Option<String>, LedgerError> {
     let attempt = |lease: &LeaseId, verb: &str, done: Result<suspend::Done, SuspendError>| {
-        let Err(error) = done else {
-            kept().put_off.remove(lease);
-            return Ok(());
-        };
-        kept().put_off(lease, config.suspend.at_least);
-        Err(format!("{} cannot be {verb}: {error}", name_of(lease, config)))
+        let Some(why) = done.err().map(|error| error.to_string()) else { return Ok(None) };
+        Local::new(config).update(|ledger| ledger.back_off(lease, config.suspend.at_least, &why))?;
+        Ok(Some(format!("{} cannot be {verb}: {why}", name_of(lease, config))))
     };
     match step {
         RoomStep::Resume(lease) => attempt(lease, "resumed", suspend::resume(lease, None, config)),
-        RoomStep::Suspend { leases, waiter } => leases.iter().try_for_each(|lease| {
-            note(
-                waiter,
-                &format!("{} is being suspended to make room for it", name_of(lease, config)),
-                config,
-            );
-            attempt(lease, "suspended", suspend::suspend_on_demand(lease, config))
-        }),
+        RoomStep::Suspend { leases, waiter } => {
+            let suspend = |lease| {
+                let what = format!("{} is being suspended to make room for it", name_of(lease, config));
+                note(waiter, &what, config);
+                attempt(lease, "suspended", suspend::suspend_on_demand(lease, config)).transpose()
+            };
+            leases.iter().find_map(suspend).transpose()
+        }
     }
 }
 
@@ -197,26 +171,4 @@ fn note(waiter: &LeaseId, what: &str, config: &Config) {
         entry.map(|entry| what.clone_into(&mut entry.why))
     });
     let _ = noted.inspect_err(|error| tracing::debug!("{error}"));
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_lease_is_left_alone_after_a_failure_for_twice_as_long_each_time() {
-        let kept = Kept { in_vain: None, put_off: BTreeMap::new() };
-        let (mut kept, at_least) = (kept, Duration::from_secs(30));
-        let lease = LeaseId::parse("0000000000000001").unwrap();
-        assert!(!kept.is_put_off(&lease));
-        let mut waits = Vec::new();
-        for _ in 0..9 {
-            kept.put_off(&lease, at_least);
-            waits.push(kept.put_off[&lease].1.duration_since(Instant::now()).as_secs().div_ceil(30) * 30);
-        }
-        assert!(kept.is_put_off(&lease));
-        assert_eq!(waits, [30, 60, 120, 240, 480, 960, 1920, 1920, 1920]);
-        kept.put_off(&lease, Duration::MAX);
-        assert!(kept.put_off[&lease].1 <= Instant::now() + LONGEST_PAUSE);
-    }
 }

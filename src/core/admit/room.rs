@@ -47,8 +47,6 @@ pub struct Sight<'a> {
     pub at_ms: u64,
     /// Whether a lease's processes compute; `None`: it has none on its GPU.
     pub is_busy: &'a dyn Fn(&Lease) -> Option<bool>,
-    /// Whether a step with it has just failed.
-    pub is_put_off: &'a dyn Fn(&LeaseId) -> bool,
 }
 
 impl Sight<'_> {
@@ -59,8 +57,8 @@ impl Sight<'_> {
         let mut room = Room::default();
         for waiter in &self.ledger.waiters {
             room.step = match self.ledger.lease(&waiter.id) {
+                _ if !waiter.is_due(self.ledger) => None,
                 Some(lease) => self.step_back(lease, waiter, &ahead, &mut room.refresh_first),
-                None if !waiter.is_due() => None,
                 None if book_waiter(waiter, &mut ahead, self.inventory, self.config) => {
                     room.placed.push(waiter.id.clone());
                     None
@@ -83,7 +81,7 @@ impl Sight<'_> {
         ahead: &Ledger,
         refresh_first: &mut bool,
     ) -> Option<RoomStep> {
-        let (_, own) = self.ledger.resumable(&lease.id).ok().filter(|_| !(self.is_put_off)(&lease.id))?;
+        let (_, own) = self.ledger.resumable(&lease.id).ok()?;
         let here = lease.devices.first()?;
         let Err(refusal) = check_resume(lease, here, own.bytes(), self.inventory, ahead, self.config) else {
             return Some(RoomStep::Resume(lease.id.clone()));
@@ -101,7 +99,7 @@ impl Sight<'_> {
         let allows = |placement: &Placement| limit.is_none_or(|limit| limit.check(placement, ahead).is_ok());
         let judge = |lease: &Lease| {
             let is_busy = (self.is_busy)(lease)?;
-            let may = may_displace(limit, lease) && !(self.is_put_off)(&lease.id);
+            let may = may_displace(limit, lease) && lease.why_left_alone().is_none();
             Suspendable::of(lease, is_busy, self.at_ms, stay).filter(|_| may)
         };
         let world = (&*inventory, ahead, self.config);

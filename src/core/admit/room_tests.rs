@@ -57,10 +57,7 @@ fn resume(ledger: &mut Ledger, n: u64, at_ms: u64) {
 
 fn look(ledger: &Ledger, at_ms: u64, config: &Config) -> Room {
     let inventory = host(vec![device(0)]);
-    let (is_busy, is_put_off) = (|_: &Lease| Some(true), |_: &LeaseId| false);
-    let sight =
-        Sight { inventory: &inventory, ledger, config, at_ms, is_busy: &is_busy, is_put_off: &is_put_off };
-    sight.next_step()
+    Sight { inventory: &inventory, ledger, config, at_ms, is_busy: &|_| Some(true) }.next_step()
 }
 
 fn step(ledger: &Ledger, at_ms: u64) -> Option<RoomStep> {
@@ -93,20 +90,23 @@ fn no_container_goes_that_does_not_allow_it_or_whose_processes_are_elsewhere() {
     let never = ledger(vec![on_gpu(1, 60, Suspend::Never)], vec![start(2, 60)]);
     assert_eq!(step(&never, u64::MAX), None);
     let (inventory, config) = (host(vec![device(0)]), Config::default());
-    let ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![start(2, 60)]);
-    for (is_busy, is_put_off) in [(None, false), (Some(true), true)] {
-        let (is_busy, is_put_off) = (move |_: &Lease| is_busy, move |_: &LeaseId| is_put_off);
-        let (ledger, config, at_ms) = (&ledger, &config, u64::MAX);
-        let sight = Sight {
-            inventory: &inventory,
-            ledger,
-            config,
-            at_ms,
-            is_busy: &is_busy,
-            is_put_off: &is_put_off,
-        };
-        assert_eq!(sight.next_step().step, None);
-    }
+    let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![start(2, 60)]);
+    let (config, at_ms) = (&config, u64::MAX);
+    let sight = Sight { inventory: &inventory, ledger: &ledger, config, at_ms, is_busy: &|_| None };
+    assert_eq!(sight.next_step().step, None);
+    ledger.back_off(&id(1), Duration::from_secs(30), "it is paused");
+    assert_eq!(step(&ledger, u64::MAX), None);
+}
+
+#[test]
+fn one_that_could_not_be_resumed_is_left_alone_and_others_have_its_room() {
+    let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![]);
+    suspend(&mut ledger, 1);
+    ledger.add_waiter(start(2, 60));
+    assert_eq!(step(&ledger, u64::MAX), Some(RoomStep::Resume(id(1))));
+    ledger.back_off(&id(1), Duration::from_secs(30), "it is paused");
+    let room = look(&ledger, u64::MAX, &Config::default());
+    assert_eq!((room.step, room.placed), (None, vec![id(2)]));
 }
 
 #[test]

@@ -502,6 +502,7 @@ pub fn lease_for(
         suspension: None,
         known: Vec::new(),
         resumed_ms: None,
+        backoff: None,
         state: LeaseState::Pending,
         owner,
         init: None,

@@ -119,6 +119,7 @@ pub(super) fn lease() -> Lease {
         suspension: None,
         known: Vec::new(),
         resumed_ms: None,
+        backoff: None,
         state: LeaseState::Pending,
         owner: Process { pid: 1, start_time: 2 },
         init: None,

@@ -46,7 +46,7 @@ fn has_all(keys: &[bool]) {
 }
 
 /// Which keys of a lease that may be missing it has.
-fn lease_keys(lease: Lease) -> [bool; 20] {
+fn lease_keys(lease: Lease) -> [bool; 21] {
     let Lease {
         id: _,
         container: _,
@@ -64,6 +64,7 @@ fn lease_keys(lease: Lease) -> [bool; 20] {
         suspension,
         known,
         resumed_ms,
+        backoff,
         state: _,
         owner: _,
         init,
@@ -89,6 +90,7 @@ fn lease_keys(lease: Lease) -> [bool; 20] {
         !known.is_empty(),
         suspension.as_ref().is_some_and(|own| own.on_demand),
         resumed_ms.is_some(),
+        backoff.is_some(),
         init.is_some(),
         bind_by.is_some(),
         library_dir.is_some(),
@@ -135,7 +137,7 @@ fn every_key_is_in_the_fixture() {
     let has = |seen: fn(&Waiter) -> bool| waiters.iter().any(seen);
     has_all(&[has(|waiter| waiter.process.is_some()), has(|waiter| waiter.retry.is_some())]);
     has_all(&[has(|waiter| waiter.until.is_some()), has(|waiter| waiter.rule.is_some())]);
-    let mut seen = [false; 20];
+    let mut seen = [false; 21];
     for lease in leases {
         seen.iter_mut().zip(lease_keys(lease)).for_each(|(seen, has)| *seen |= has);
     }

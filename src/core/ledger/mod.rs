@@ -47,7 +47,7 @@ pub use queries::{Doubled, StartClaim, StopClaim};
 pub use runtime_record::{Record, read_up_to};
 pub(crate) use store::read_text;
 pub use store::{Freed, MountPoints, Namespaces, Store, is_remote, is_there};
-pub use suspension::{SuspendStep, SuspendedProcess, Suspension, WrongState};
+pub use suspension::{Backoff, SuspendStep, SuspendedProcess, Suspension, WrongState};
 pub use waiters::{Retry, Waiter};
 
 /// [`Ledger::schema`].
@@ -178,6 +178,9 @@ pub struct Lease {
     /// When it was last resumed, in milliseconds since boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resumed_ms: Option<u64>,
+    /// `sublet serve` has failed to suspend or resume it, and leaves it alone for a while.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backoff: Option<Backoff>,
     /// Where it is in its life.
     pub state: LeaseState,
     /// While pending, the process that is starting the container. While ending, the process that deletes it.

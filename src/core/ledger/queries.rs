@@ -440,6 +440,7 @@ pub mod fixture {
             suspension: None,
             known: Vec::new(),
             resumed_ms: None,
+            backoff: None,
             state: LeaseState::Pending,
             owner: Process { pid: i32::MAX, start_time: 1 },
             init: None,

@@ -5,11 +5,14 @@
 //! While a container moves, its lease has two devices, and books both: the one that it was on, and then the one that it goes to.
 //! Which of them it keeps is written down when its state is there ([`Ledger::end_resumed`]).
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
+use super::waiters::LONGEST;
 use super::{Lease, LeaseId, LeaseState, Ledger, Waiter};
 use crate::config::Config;
-use crate::process::{Process, epoch_seconds, uptime_milliseconds};
+use crate::process::{Process, epoch_seconds, uptime_milliseconds, uptime_seconds};
 use crate::request::{Request, RequestError, parse};
 use crate::share::{Devices, MIB, Memory, Mode, Selector, Suspend};
 
@@ -19,6 +22,10 @@ pub(super) const TICK_MILLISECONDS: u64 = 10;
 /// Why a container waits that was suspended for another.
 const MADE_ROOM: &str =
     "suspended to make room for another container; it comes back by itself when there is room";
+
+/// How long `sublet serve` leaves a lease alone with which a step failed, in seconds.
+const SHORTEST_BACKOFF: u64 = 5;
+const LONGEST_BACKOFF: u64 = 3600;
 
 /// Where the GPU state of a lease's container is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,6 +68,17 @@ pub enum SuspendStep {
     Resuming,
     /// It was suspended, and is being copied to the second device of its lease. Only there is its room booked.
     Arriving,
+}
+
+/// Steps that `sublet serve` took with a lease by itself, and that failed one after the other.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Backoff {
+    /// How many.
+    failures: u32,
+    /// Until when the lease is left alone, in seconds since boot.
+    until: u64,
+    /// Why the last one failed: one line.
+    why: String,
 }
 
 /// Why a lease is in no state to be suspended or resumed.
@@ -117,6 +135,11 @@ impl Lease {
         !self.suspend.is_never() && is_alone && matches!(self.mode, Mode::TimeSlice | Mode::Exclusive)
     }
 
+    /// Why the last step that `sublet serve` took with it failed, while that leaves it alone.
+    pub fn why_left_alone(&self) -> Option<&str> {
+        self.backoff.as_ref().filter(|own| uptime_seconds() < own.until).map(|own| own.why.as_str())
+    }
+
     /// What its container asks for when it comes back with `bytes` of memory to the GPU where it was.
     ///
     /// # Errors
@@ -130,7 +153,7 @@ impl Lease {
             memory: (self.mode != Mode::Exclusive).then_some(Memory::Bytes(whole)),
             suspend: Suspend::Allow,
             // As long as it takes.
-            wait: std::time::Duration::from_secs(u32::MAX.into()),
+            wait: Duration::from_secs(u32::MAX.into()),
             ..parse(&mode, None, None, &Config::default())?
         })
     }
@@ -288,8 +311,20 @@ impl Ledger {
         let (_, own) = self.resumable(id).ok().filter(|(_, own)| own.on_demand)?;
         let bytes = own.bytes();
         self.set_step(id, |own| Suspension { on_demand: false, ..own });
+        self.lease_mut(id).into_iter().for_each(|lease| lease.backoff = None);
         self.waiters.retain(|waiter| waiter.id != *id);
         Some(bytes)
+    }
+
+    /// A step that `sublet serve` took with lease `id` by itself has failed. It leaves that alone for `at_least`, and for twice as
+    /// long each time.
+    pub fn back_off(&mut self, id: &LeaseId, at_least: Duration, why: &str) {
+        let Some(lease) = self.lease_mut(id) else { return };
+        let before = lease.backoff.as_ref().map_or(0, |own| own.failures);
+        let time = at_least.as_secs().max(SHORTEST_BACKOFF).saturating_mul(1 << before.min(6));
+        let until = uptime_seconds() + time.min(LONGEST_BACKOFF);
+        let why = why.chars().take(LONGEST).collect();
+        lease.backoff = Some(Backoff { failures: before.saturating_add(1), until, why });
     }
 
     /// `owner` takes over a step of lease `id` that was cut short. The suspension as it is then; `None`: there is nothing
@@ -303,9 +338,12 @@ impl Ledger {
     /// The step that `owner` takes with lease `id` has ended: the state is in host memory, from its first device. One that makes
     /// room for others waits from now on, in their order, for that device. `false`: the lease has ended.
     pub fn end_suspended(&mut self, id: &LeaseId, owner: Process) -> bool {
+        let was_running = self.lease(id).is_some_and(|lease| lease.shown_state() == LeaseState::Suspending);
         let ended = self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended));
         if let Some(lease) = self.lease_mut(id).filter(|_| ended) {
             lease.stay_on(0);
+            // What failed before was to suspend it.
+            lease.backoff.take_if(|_| was_running);
             if let Some(waiter) = lease.waiter() {
                 self.add_waiter(waiter);
             }
@@ -373,7 +411,7 @@ impl Ledger {
         lease.stay_on(number.unwrap_or(0));
         // A step that was undone has not taken it from its GPU.
         if lease.suspension.take().is_some_and(|own| own.step != SuspendStep::Suspending) {
-            lease.resumed_ms = Some(uptime_milliseconds());
+            (lease.resumed_ms, lease.backoff) = (Some(uptime_milliseconds()), None);
         }
         self.waiters.retain(|waiter| waiter.id != *id);
         true
@@ -444,6 +482,7 @@ impl Suspension {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::Container;
     use super::super::fixture::lease;
     use super::*;
     use crate::process::Process;
@@ -552,6 +591,52 @@ mod tests {
             assert!(ledger.end_resumed(&id, me(), to));
             assert!(ledger.waiters.is_empty() && ledger.leases[0].resumed_ms.is_some());
         }
+    }
+
+    #[test]
+    fn who_made_room_has_an_entry_however_many_wait() {
+        let (mut ledger, id) = ledger();
+        let request = ledger.leases[0].request_of_return(0).unwrap();
+        for n in 100..400 {
+            let other = LeaseId::parse(&format!("{n:016x}")).unwrap();
+            ledger.add_waiter(Waiter::new(&other, &Container::default(), &request, "no room", Some(me())));
+        }
+        let before = ledger.waiters.len();
+        assert!(before < 300, "the others are bounded");
+        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        ledger.note_on_demand(&id);
+        assert!(ledger.end_suspended(&id, me()));
+        assert_eq!((ledger.waiters.len(), &ledger.waiters[before].id), (before + 1, &id));
+    }
+
+    #[test]
+    fn a_lease_is_left_alone_after_a_failure_for_twice_as_long_each_time() {
+        let (mut ledger, id) = ledger();
+        let time = |ledger: &Ledger| ledger.leases[0].backoff.as_ref().unwrap().until - uptime_seconds();
+        let fail = |ledger: &mut Ledger| ledger.back_off(&id, Duration::from_secs(30), "it is paused");
+        assert_eq!(ledger.leases[0].why_left_alone(), None);
+        let mut all = Vec::new();
+        for _ in 0..9 {
+            fail(&mut ledger);
+            all.push(time(&ledger).div_ceil(30) * 30);
+        }
+        assert_eq!(all, [30, 60, 120, 240, 480, 960, 1920, 1920, 1920]);
+        assert_eq!(ledger.leases[0].why_left_alone(), Some("it is paused"));
+        ledger.back_off(&id, Duration::MAX, "it is paused");
+        assert!(time(&ledger) <= LONGEST_BACKOFF);
+        ledger.leases[0].backoff.as_mut().unwrap().until = 0;
+        assert_eq!(ledger.leases[0].why_left_alone(), None, "that time is over");
+
+        // One that was undone counts still, one that is taken begins anew.
+        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        assert!(ledger.end_resumed(&id, me(), "GPU-0") && ledger.leases[0].backoff.is_some());
+        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        assert!(ledger.end_suspended(&id, me()) && ledger.leases[0].backoff.is_none());
+        fail(&mut ledger);
+        ledger.begin_resuming(&id, me()).unwrap();
+        assert!(ledger.end_suspended(&id, me()) && ledger.leases[0].backoff.is_some());
+        ledger.begin_resuming(&id, me()).unwrap();
+        assert!(ledger.end_resumed(&id, me(), "GPU-0") && ledger.leases[0].backoff.is_none());
     }
 
     #[test]

@@ -14,7 +14,8 @@ use crate::process::{Process, epoch_seconds, uptime_seconds};
 use crate::request::Request;
 use crate::text::is_engine_id;
 
-/// How many have an entry. Further starts wait without one, and further containers are not started again.
+/// How many have an entry. Further starts wait without one, and further containers are not started again. Those that were
+/// suspended for others always have one: without it nobody would resume them.
 const MOST: usize = 128;
 
 /// How many of a user without root's have one.
@@ -24,7 +25,7 @@ const MOST_OF_A_USER: usize = 16;
 const LARGEST_OF_A_USER: usize = 16 << 10;
 
 /// The longest reason, in characters.
-const LONGEST: usize = 1000;
+pub(super) const LONGEST: usize = 1000;
 
 /// How long a refused container is kept that `sublet serve` has not found at Docker yet, in seconds.
 const UNCONFIRMED: u64 = 600;
@@ -121,9 +122,10 @@ impl Waiter {
         self.container != Container { uid: self.container.uid, ..Container::default() }
     }
 
-    /// Whether it takes room as soon as there is some.
-    pub(crate) fn is_due(&self) -> bool {
-        self.retry.as_ref().is_none_or(Retry::is_due)
+    /// Whether it takes room as soon as there is some. One that was suspended and could not be resumed has its lease in `ledger`.
+    pub(crate) fn is_due(&self, ledger: &Ledger) -> bool {
+        let is_left_alone = ledger.lease(&self.id).is_some_and(|lease| lease.why_left_alone().is_some());
+        !is_left_alone && self.retry.as_ref().is_none_or(Retry::is_due)
     }
 
     /// Whether it waits without an entry.
@@ -188,7 +190,8 @@ impl Ledger {
                 if let (MOST.., Some(first)) = (self.waiters.len(), unconfirmed) {
                     self.waiters.remove(first);
                 }
-                self.waiters.extend((self.waiters.len() < MOST).then_some(waiter));
+                let has_made_room = self.lease(&waiter.id).is_some();
+                self.waiters.extend((has_made_room || self.waiters.len() < MOST).then_some(waiter));
             }
         }
     }

@@ -205,6 +205,7 @@ pub(super) mod tests {
             suspension: None,
             known: Vec::new(),
             resumed_ms: None,
+            backoff: None,
             state: LeaseState::Active,
             owner: Process { pid: 1, start_time: 1 },
             init: None,

@@ -54,18 +54,23 @@ pub fn check_resume(
     })
 }
 
-/// Why the suspended container of `lease` does not come back, if it is not for a lack of room.
+/// Why the suspended container of `lease` does not come back, if it is not for a lack of room: what was tried last, or its GPU.
 pub fn why_kept_away(
     lease: &Lease,
     (inventory, ledger, config): (&Inventory, &Ledger, &Config),
 ) -> Option<String> {
     let own = lease.suspension.as_ref().filter(|_| lease.is_suspended())?;
+    if let Some(why) = lease.why_left_alone() {
+        return Some(why.to_owned());
+    }
     let checked = check_resume(lease, lease.devices.first()?, own.bytes(), inventory, ledger, config);
     checked.err().filter(|refusal| refusal.left_out || !refusal.temporary).map(|refusal| refusal.message)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::super::bookings::bookings;
     use super::super::fixture::{GIB, device, host};
     use super::super::tests::ledger;
@@ -144,6 +149,9 @@ mod tests {
         let (matches, fixed_use) = ("0".to_owned(), Some(Use::None));
         config.device = vec![DeviceRule { matches, name: None, fixed_use, time_slice: None }];
         assert!(why(&free, &inventory, &config).unwrap().contains("use = \"none\""));
+        let mut paused = free.clone();
+        paused.back_off(&free.leases[0].id, Duration::from_secs(30), "it is paused");
+        assert_eq!(why(&paused, &inventory, &Config::default()).unwrap(), "it is paused");
         let on_gpu = Ledger { leases: vec![Lease { suspension: None, ..free.leases[0].clone() }], ..drained };
         assert_eq!(why(&on_gpu, &inventory, &config), None, "it is not suspended");
     }

@@ -68,7 +68,7 @@ pub(super) fn book_ahead(
         None => ledger.lease(&one.id).is_none() || serves(),
     };
     // That their processes run was looked up with the ledger.
-    let looks = |one: &&Waiter| one.is_due() && is_served(one);
+    let looks = |one: &&Waiter| one.is_due(ledger) && is_served(one);
     let mut ahead = ledger.clone();
     let count = before.filter(looks).filter(|one| book_waiter(one, &mut ahead, host, config)).count();
     (ahead, count)

@@ -1,6 +1,7 @@
 //! Who is served first, with plain values, and under random orders of requests and ends.
 
 use std::num::NonZeroU32;
+use std::time::Duration;
 
 use proptest::prelude::*;
 
@@ -125,6 +126,9 @@ fn a_container_that_made_room_is_waited_for_only_while_the_service_would_resume_
     assert!(asks(2, &half, &host, &suspended()).is_ok(), "no service would resume it");
     let mut served = Ledger { keeper: Some(me), ..suspended() };
     assert!(asks(2, &half, &host, &served).unwrap_err().message.contains("; why: one came first"));
+    let mut failed = served.clone();
+    failed.back_off(&id(1), Duration::from_secs(30), "it is paused");
+    assert!(asks(2, &half, &host, &failed).is_ok(), "it is left alone for a while");
     // On its way back it has its room already.
     served.begin_resuming(&id(1), me).unwrap();
     assert!(!book_waiter(&served.waiters[0].clone(), &mut served, &host, &Config::default()));
