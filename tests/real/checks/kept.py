@@ -178,8 +178,8 @@ def refused(reason, *words, **options):
 
 
 def on_gpus(machine, pid):
-    listed = [sorted(by_nvidia_smi(machine, index)) for index in range(machine.count())]
-    return [index for index, pids in enumerate(listed) if pid in pids]
+    """Indices of the GPUs on which it has memory."""
+    return [index for index in range(machine.count()) if by_nvidia_smi(machine, index).get(pid)]
 
 
 def by_nvidia_smi(machine, index):

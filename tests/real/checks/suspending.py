@@ -326,8 +326,10 @@ def kill_dockerd(machine, one, step, *words):
     was = kept.at_step(one, *step, command)
     machine.daemon.send_signal(signal.SIGKILL)
     machine.daemon.wait()
-    said = json.loads(command.communicate(timeout=100)[0])
-    machine.start_dockerd()
+    try:
+        said = json.loads(command.communicate(timeout=100)[0])
+    finally:
+        machine.start_dockerd()
     # It looks after its containers before it answers, or soon behind that.
     process.eventually(lambda: not one.runs(), 10, 0.3)
     return "done" if isinstance(said, list) else said["reason"], was
