@@ -272,7 +272,7 @@ def begin_frameworks(table, group, machine, wanted=None):
             rows.skip("all", "the driver is simulated" if machine.simulated else f"{', '.join(missing)}: not installed on this host")
             continue
         command = [machine.given["python"], "/workloads/steps.py", name, "900"]
-        share = {**ALLOW, "suspend": "allow-many", "capabilities": "compute,utility,video"}
+        share = {**ALLOW, "suspend": "allow-many", **({"capabilities": "compute,utility,video"} if name == "ffmpeg" else {})}
         begun.append((rows, Kept(machine, machine.docker, f"with-{name}", 0, share, command=command)))
     return begun
 
