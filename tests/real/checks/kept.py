@@ -178,16 +178,18 @@ def refused(reason, *words, **options):
 
 
 def on_gpus(machine, pid):
-    """Indices of the GPUs on which it has memory."""
-    return [index for index in range(machine.count()) if by_nvidia_smi(machine, index).get(pid)]
+    """Indices of the GPUs on which nvidia-smi says that it has memory."""
+    if machine.simulated:
+        return [index for index in range(machine.count()) if with_memory(machine, "pid", ["-i", str(index)]).get(str(pid))]
+    numbers = {device["uuid"]: index for index, device in enumerate(machine.devices())}
+    return sorted(numbers[uuid] for (uuid, its), mib in with_memory(machine, "gpu_uuid,pid").items() if its == str(pid) and mib)
 
 
-def by_nvidia_smi(machine, index):
-    """MiB of each process on a GPU."""
-    words = ["-i", str(index), "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    text = process.must([used.smi(machine), *words])
-    pairs = [line.split(",") for line in text.splitlines() if line.strip()]
-    return {int(pid): int(mib) if mib.strip().isdigit() else 0 for pid, mib in pairs}
+def with_memory(machine, about, options=()):
+    """MiB by what nvidia-smi is asked about."""
+    words = [*options, f"--query-compute-apps={about},used_memory", "--format=csv,noheader,nounits"]
+    lines = [line.split(", ") for line in process.must([used.smi(machine), *words]).splitlines() if "," in line]
+    return {line[0] if len(line) == 2 else tuple(line[:-1]): int(line[-1]) if line[-1].strip().isdigit() else 0 for line in lines}
 
 
 def fast(machine):
