@@ -72,7 +72,7 @@ def jax_():
 def cupy_():
     import cupy
 
-    values = cupy.random.default_rng(0).standard_normal((1024, 1024), dtype=cupy.float32)
+    values = cupy.arange(1 << 20, dtype=cupy.float32).reshape(1024, 1024) % 7 - 3.3
     return cupy.__version__, lambda: cupy.asnumpy(values @ values).tobytes()
 
 
