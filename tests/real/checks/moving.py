@@ -8,7 +8,7 @@ from pathlib import Path
 from . import engines, groups, kept, process
 from .kept import ALLOW, WITHOUT_RIGHTS, Kept, do, refused, settled
 from .machine import WORK
-from .suspending import POLICY, kill_dockerd, usual
+from .suspending import POLICY, kill_dockerd, large_mib, usual
 from .table import Rows, Wrong
 
 
@@ -21,7 +21,7 @@ def move(table, group, machine):
         look = lambda one: moved(machine, one, (1, 0))
         kept.look_at_frameworks(begun, "move to GPU 1 and back", "on that GPU; the same results, bit by bit", look)
 
-    kept.group_of(table, group, machine, [there_and_back, goes_back, frameworks, drained, joined, cut_short, speed, of_users, engine_killed])
+    kept.group_of(table, group, machine, [there_and_back, goes_back, frameworks, drained, cut_short, speed, joined, of_users, engine_killed])
 
 
 def node(machine, index):
@@ -79,6 +79,7 @@ def joined(rows, machine):
         rows.ask("after a move: a process by docker exec", "sees the second GPU", executed, 15)
 
         def suspended():
+            one.again()
             do("suspend", "moved")
             nodes = one.nodes()
             do("resume", "moved")
@@ -88,6 +89,7 @@ def joined(rows, machine):
         rows.ask("after a move: suspend, resume", "on the second GPU; the first one's node is there for the steps alone", suspended, 15)
 
         def elsewhere():
+            one.again()
             do("suspend", "moved")
             done = do("resume", "moved", "--gpu", "0")
             check_is_on(machine, one, 0)
@@ -231,9 +233,10 @@ def engine_killed(rows, machine):
 
 def speed(rows, machine):
     """In turns: by the product, and by tests/gpu/checkpoint.c on a process of the host with as much memory."""
-    mib = usual(machine) * 4
     if machine.simulated:
         return rows.skip("by the product and by hand in turns", "the driver is simulated")
+    # Large, beside what the checks take.
+    mib = large_mib(machine, 20, 2)
     first, second, *more = [device["uuid"] for device in machine.devices()]
     pairs = [first, second, second, first, *(uuid for one in more for uuid in (one, one))]
     ours, theirs = [], []
@@ -257,7 +260,7 @@ def speed(rows, machine):
             hand.wait()
         return f"{mib} MiB, three times each", True
 
-    if rows.ask("by the product and by hand in turns", "on the other GPU with what it had, each time", look, 60):
+    if rows.ask("by the product and by hand in turns", "on the other GPU with what it had, each time", look, 90):
         kept.compare(rows, "… move, out and in", mib, ours, theirs, True)
 
 
