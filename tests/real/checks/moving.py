@@ -146,6 +146,18 @@ def goes_back(rows, machine):
     rows.ask("managed memory", "the driver refuses; it goes on where it was, with its node alone", managed, 15)
 
 
+    def pair():
+        share = {"gpu": "any:2", "mode": "time-slice", "wait": "30s"}
+        if not (started := engine.start("pair", share, ["sleep", "600"])).ok:
+            raise Wrong(started.why())
+        try:
+            return refused("cannot-suspend", "suspend", "pair", "--force"), True
+        finally:
+            engine.remove("pair")
+
+    rows.ask("two GPUs in one share: suspend --force", "refused, because the driver would lose it", pair, 10)
+
+
 def drained(rows, machine):
     engine = machine.docker
 
