@@ -34,7 +34,8 @@ class Machine:
         if self.simulated:
             self.driver()
         self.install()
-        Path("/etc/sublet/conf.d/tests-real.toml").write_text('[mps]\nexclusive_compute_mode = "never"\n')
+        # All frameworks take turns beside what is looked at: more than the default of eight.
+        Path("/etc/sublet/conf.d/tests-real.toml").write_text('[mps]\nexclusive_compute_mode = "never"\n[limits]\ntime_slice_max = 24\n')
         process.must(["sublet", "refresh"])
         self.engines()
         self.start_serve()

@@ -83,7 +83,7 @@ def life(rows, machine):
         rows.ask("suspend", "on no GPU, it computes nothing, its RSS has grown by what was there", out)
 
         def taken():
-            size = machine.total_mib * 8 // 10
+            size = machine.total_mib * 3 // 4
             share = {**ALLOW, "memory": f"{size + 2048}MiB"}
             with kept.kept(machine, engine, "other", size, share) as other:
                 why = refused("no-room", "resume", "first")
@@ -91,7 +91,7 @@ def life(rows, machine):
                 other.goes_on()
             return f"{size} MiB taken; {why}", state == "suspended"
 
-        rows.ask("… another takes 80 % of the GPU, and resume", "refused with its figures; suspended still", taken, 15)
+        rows.ask("… another takes 75 % of the GPU, and resume", "refused with its figures; suspended still", taken, 15)
 
         def back():
             done = do("resume", "first", "--wait", "20s")
