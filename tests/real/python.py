@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 
-MODULES = "torch jax flax cupy numba triton transformers tensorflow onnxruntime onnx cuda".split()
+MODULES = "torch jax flax cupy numba triton transformers tensorflow onnxruntime onnx cuda av".split()
 
 
 def linked(files):

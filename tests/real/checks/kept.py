@@ -7,7 +7,9 @@ import os
 import signal
 import statistics
 import subprocess
+import sys
 import time
+import traceback
 from pathlib import Path
 
 from . import engines, process, used
@@ -21,10 +23,12 @@ FRAMEWORKS = [
     ("cupy", "CuPy", ["cupy"]),
     ("transformers", "Transformers", ["torch", "transformers"]),
     ("onnxruntime", "ONNX Runtime", ["onnxruntime", "onnx"]),
+    ("ffmpeg", "FFmpeg (PyAV), NVDEC", ["av"]),
 ]
 ALLOW = {"gpu": "0", "mode": "time-slice", "suspend": "allow", "wait": "30s"}
 # uid 1000 without any capability.
 WITHOUT_RIGHTS = ["--user=1000:1000", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+LEDGER = Path("/run/sublet/ledger.json")
 CHECKPOINT = Path("/usr/local/bin/checkpoint")
 PACE = Path("/srv/sim/sim/checkpoint-pace")
 
@@ -34,7 +38,8 @@ class Kept:
 
     def __init__(self, machine, engine, name, mib, share=None, options=(), command=None):
         self.machine, self.engine, self.name, self.mib = machine, engine, name, mib
-        self.started = engine.start(name, share or ALLOW, command or keep(machine, mib), options)
+        self.words = (name, share or ALLOW, command or keep(machine, mib), options)
+        self.started = engine.start(*self.words)
 
     def ready(self, seconds=60):
         """Waits until it computes."""
@@ -65,6 +70,18 @@ class Kept:
         if not self.last()["equal"]:
             raise Wrong(f"the memory of {self.name} has changed")
 
+    def again(self):
+        """It computes on its GPU, whatever an earlier row has left: it is resumed, or begun anew."""
+        if self.engine.state(self.name, ".State.Status") == "paused":
+            self.engine.call("unpause", self.name)
+        if settled(self) == "suspended":
+            ask("resume", self.name)
+        before = self.last()
+        if self.state() != "active" or not process.eventually(lambda: self.last() != before, 5):
+            self.remove()
+            self.started = self.engine.start(*self.words)
+            self.ready()
+
     def waits(self):
         """Computes nothing. Raises `Wrong` if it does."""
         before = self.last()["n"]
@@ -74,6 +91,9 @@ class Kept:
 
     def pid(self):
         return int(self.engine.state(self.name, ".State.Pid"))
+
+    def runs(self):
+        return self.engine.state(self.name, ".State.Running") == "true"
 
     def lease(self):
         """Its lease, after anything that was cut short has been put right; None: it has none."""
@@ -88,6 +108,13 @@ class Kept:
     def state(self):
         lease = self.lease()
         return lease["state"] if lease else "no lease"
+
+    def step(self):
+        """The step that the ledger has of it. A command would put right what was cut short."""
+        identity = self.engine.state(self.name, ".Id")
+        return lambda: next(
+            ((lease.get("suspension") or {}).get("step") for lease in json.loads(LEDGER.read_text())["leases"] if lease["container"]["id"] == identity), None
+        )
 
     def gpus(self):
         """Indices of the GPUs on which nvidia-smi lists its first process."""
@@ -151,16 +178,18 @@ def refused(reason, *words, **options):
 
 
 def on_gpus(machine, pid):
-    listed = [sorted(by_nvidia_smi(machine, index)) for index in range(machine.count())]
-    return [index for index, pids in enumerate(listed) if pid in pids]
+    """Indices of the GPUs on which nvidia-smi says that it has memory."""
+    if machine.simulated:
+        return [index for index in range(machine.count()) if with_memory(machine, "pid", ["-i", str(index)]).get(str(pid))]
+    numbers = {device["uuid"]: index for index, device in enumerate(machine.devices())}
+    return sorted(numbers[uuid] for (uuid, its), mib in with_memory(machine, "gpu_uuid,pid").items() if its == str(pid) and mib)
 
 
-def by_nvidia_smi(machine, index):
-    """MiB of each process on a GPU."""
-    words = ["-i", str(index), "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    text = process.must([used.smi(machine), *words])
-    pairs = [line.split(",") for line in text.splitlines() if line.strip()]
-    return {int(pid): int(mib) if mib.strip().isdigit() else 0 for pid, mib in pairs}
+def with_memory(machine, about, options=()):
+    """MiB by what nvidia-smi is asked about."""
+    words = [*options, f"--query-compute-apps={about},used_memory", "--format=csv,noheader,nounits"]
+    lines = [line.split(", ") for line in process.must([used.smi(machine), *words]).splitlines() if "," in line]
+    return {line[0] if len(line) == 2 else tuple(line[:-1]): int(line[-1]) if line[-1].strip().isdigit() else 0 for line in lines}
 
 
 def fast(machine):
@@ -174,11 +203,16 @@ def group_of(table, group, machine, parts):
     fast(machine)
     build_by_hand(machine)
     for job, part in enumerate(parts):
+        print(f"== {part.__name__}: {table.clock.left():.0f} s left", file=sys.stderr, flush=True)
         rows = Rows(table, group, job, "docker", "driver API")
+        if table.clock.left() < 15:
+            rows.skip(part.__name__, "time")
+            continue
         try:
             part(rows, machine)
-        except (Wrong, RuntimeError) as error:
-            rows.hold(part.__name__, "it ends", str(error)[-400:], False)
+        except Exception as error:
+            traceback.print_exc()
+            rows.hold(part.__name__, "it ends", f"{type(error).__name__}: {error}"[-400:], False)
     left = machine.clear()
     Rows(table, group, 900).hold("after the group", "no lease", left or "no lease", not left)
 
@@ -186,33 +220,46 @@ def group_of(table, group, machine, parts):
 # --- Killed at any step --------------------------------------------------------------------------------------------
 
 
-def killed(words, seconds, with_child=True, before=()):
-    """Runs a sublet command and ends it with SIGKILL after some time, with the child that asks the driver or without. Whether it
-    had ended before."""
+def at_step(one, name, seconds, command):
+    """Waits until the ledger has this step of it, and then so long. The step that it is in then; no name: no wait for one."""
+    step = one.step()
+    if name:
+        process.eventually(lambda: step() == name or command.poll() is not None, 15, 0.003)
+    time.sleep(seconds)
+    return step() or "active"
+
+
+def killed(one, words, step, with_child=True, before=()):
+    """Runs a sublet command and ends it with SIGKILL at this step, with the child that asks the driver or without. The step in
+    which it was then."""
     null = subprocess.DEVNULL
     command = subprocess.Popen([*before, "sublet", *words], stdin=null, stdout=null, stderr=null, start_new_session=True)
-    time.sleep(seconds)
-    ended = command.poll() is not None
+    was = at_step(one, *step, command)
+    if command.poll() is not None:
+        was = f"{was}, had ended"
     if with_child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(command.pid, signal.SIGKILL)
     command.kill()
     command.wait()
-    return ended
+    return was
 
 
-def steps(machine, mib, *rates):
-    """Seconds after which a command of a container of `mib` is in the middle of its steps: while it checks, and in the middle of
-    each copy, whose seconds for a GiB are given (FACTS: 0.45 out, 0.2 back)."""
-    # The simulator's pace is a twentieth: the copies of a small container are over before a command has begun.
-    if machine.simulated:
-        return [0.02, 0.06, 0.12][: len(rates) + 1]
-    begin, found = 0.15, [0.05]
-    for rate in rates:
-        copy = rate * mib / 1024 + 0.3
-        found.append(begin + copy / 2)
-        begin += copy
-    return found
+def middle(machine, mib, name):
+    """The middle of a copy of so many MiB: the ledger's step, and seconds after its beginning (FACTS: for a GiB 0.45 out, 0.2 in)."""
+    rate = {"suspending": 0.45, "resuming": 0.2}[name] * (0.05 if machine.simulated else 1)
+    return name, rate * mib / 1024 / 2
+
+
+def steps(machine, mib, *names):
+    """Where a command is killed: while it checks, and in the middle of these steps."""
+    return [("", 0.05), *(middle(machine, mib, name) for name in names)]
+
+
+def settled(one):
+    """Its state once what was cut short has been put right, by the next command or the service."""
+    process.eventually(lambda: one.state() in ("active", "suspended", "no lease"), 40, 0.3)
+    return one.state()
 
 
 # --- Frameworks ----------------------------------------------------------------------------------------------------
@@ -230,13 +277,14 @@ def begin_frameworks(table, group, machine, wanted=None):
             rows.skip("all", "the driver is simulated" if machine.simulated else f"{', '.join(missing)}: not installed on this host")
             continue
         command = [machine.given["python"], "/workloads/steps.py", name, "900"]
-        begun.append((rows, Kept(machine, machine.docker, f"with-{name}", 0, {**ALLOW, "suspend": "allow-many"}, command=command)))
+        share = {**ALLOW, "suspend": "allow-many", **({"capabilities": "compute,utility,video"} if name == "ffmpeg" else {})}
+        begun.append((rows, Kept(machine, machine.docker, f"with-{name}", 0, share, command=command)))
     return begun
 
 
 def look_at_frameworks(begun, title, expected, look):
     for rows, one in begun:
-        rows.ask(title, expected, lambda: look(one.ready()), 10)
+        rows.ask(title, expected, lambda: look(one.ready(30)), 10)
         one.remove()
 
 
@@ -251,15 +299,16 @@ def build_by_hand(machine):
 
 
 def by_hand(machine, *words):
-    """Seconds out and back by the driver's own calls."""
+    """Seconds out and back by the driver's own calls, and `seconds` for the whole program."""
     environment = dict(os.environ)
     if machine.simulated:
         environment["LD_LIBRARY_PATH"] = f"/srv/sim/usr/lib/{os.uname().machine}-linux-gnu"
+    began = time.monotonic()
     done = process.run([str(CHECKPOINT), *map(str, words)], 150, env=environment)
-    said = engines.last_json(done.out)
+    seconds, said = time.monotonic() - began, engines.last_json(done.out)
     if not done.ok or said is None:
         raise Wrong(f"by hand: {done.out} {done.why()}")
-    return said
+    return {**said, "seconds": seconds}
 
 
 def compare(rows, title, mib, product, hand, judged):
@@ -268,7 +317,14 @@ def compare(rows, title, mib, product, hand, judged):
     gib = mib / 1024
     seen = (f"{ours:.2f} s, {gib / ours:.2f} GiB/s; by hand {theirs:.2f} s, {gib / theirs:.2f} GiB/s; {(ours / theirs - 1) * 100:+.1f} %; "
             f"all: {', '.join(f'{one:.2f}' for one in product)} / {', '.join(f'{one:.2f}' for one in hand)}")
+    write_numbers(rows, title, mib, sublet=product, hand=hand)
     if judged:
-        rows.hold(title, "at most 5 % slower than by hand (medians)", seen, ours <= theirs * 1.05)
+        rows.hold(title, "at most 5 % slower than the program by hand (medians)", seen, ours <= theirs * 1.05)
     else:
         rows.add(title, "", seen, INFO)
+
+
+def write_numbers(rows, what, mib, **seconds):
+    """For a plot (tests/real/plot): a JSON line, which tests/real/run brings out beside the table."""
+    with open(Path(rows.table.path).with_name("numbers"), "a", encoding="utf-8") as file:
+        file.write(json.dumps({"what": what.strip("… "), "mib": mib, **{who: [round(one, 3) for one in all] for who, all in seconds.items()}}) + "\n")

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import sysconfig
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class Machine:
         if self.simulated:
             self.driver()
         self.install()
-        Path("/etc/sublet/conf.d/tests-real.toml").write_text('[mps]\nexclusive_compute_mode = "never"\n')
+        # All frameworks take turns beside what is looked at: more than the default of eight.
+        Path("/etc/sublet/conf.d/tests-real.toml").write_text('[mps]\nexclusive_compute_mode = "never"\n[limits]\ntime_slice_max = 24\n')
         process.must(["sublet", "refresh"])
         self.engines()
         self.start_serve()
@@ -158,7 +160,8 @@ class Machine:
 
     def start_serve(self):
         self.serve = process.background(["sublet", "serve"], "/tmp/serve.log")
-        if not process.eventually(lambda: os.path.exists("/run/sublet/sublet.sock"), 15):
+        # One that was killed has left its socket.
+        if not process.eventually(listens, 15):
             raise RuntimeError("sublet serve does not listen: " + Path("/tmp/serve.log").read_text()[-600:])
 
     def end_serve(self):
@@ -235,6 +238,11 @@ class Machine:
             one = f"cuda-probe leaderless {'later' if when == 'context' else 'at-once'} alloc {mib} {seconds}"
             return ["sh", "-c", spoilt + {"child": f"{one} & wait", "children": f"{one} & {one} & wait"}.get(when, f"exec {one}")]
         return ["python3", "/workloads/leader.py", str(mib), str(seconds), when, *(["cheat"] if cheat else [])]
+
+
+def listens():
+    with socket.socket(socket.AF_UNIX) as one:
+        return one.connect_ex("/run/sublet/sublet.sock") == 0
 
 
 def workload(name, over=None, processes=1, python="python3"):

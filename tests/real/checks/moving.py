@@ -2,15 +2,13 @@
 what it had, and has the node of that GPU alone; what is refused goes on where it was; what is killed at any step is put right.
 """
 
-import signal
 import subprocess
-import time
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from . import engines, groups, kept, process
-from .kept import ALLOW, WITHOUT_RIGHTS, Kept, ask, do, refused
+from .kept import ALLOW, WITHOUT_RIGHTS, Kept, do, refused, settled
 from .machine import WORK
-from .suspending import POLICY, settled, usual
+from .suspending import POLICY, kill_dockerd, large_mib, usual
 from .table import Rows, Wrong
 
 
@@ -23,7 +21,7 @@ def move(table, group, machine):
         look = lambda one: moved(machine, one, (1, 0))
         kept.look_at_frameworks(begun, "move to GPU 1 and back", "on that GPU; the same results, bit by bit", look)
 
-    kept.group_of(table, group, machine, [there_and_back, joined, goes_back, frameworks, drained, cut_short, speed, engine_killed, of_users])
+    kept.group_of(table, group, machine, [there_and_back, goes_back, frameworks, drained, cut_short, speed, joined, of_users, engine_killed])
 
 
 def node(machine, index):
@@ -81,6 +79,7 @@ def joined(rows, machine):
         rows.ask("after a move: a process by docker exec", "sees the second GPU", executed, 15)
 
         def suspended():
+            one.again()
             do("suspend", "moved")
             nodes = one.nodes()
             do("resume", "moved")
@@ -90,6 +89,7 @@ def joined(rows, machine):
         rows.ask("after a move: suspend, resume", "on the second GPU; the first one's node is there for the steps alone", suspended, 15)
 
         def elsewhere():
+            one.again()
             do("suspend", "moved")
             done = do("resume", "moved", "--gpu", "0")
             check_is_on(machine, one, 0)
@@ -146,6 +146,18 @@ def goes_back(rows, machine):
     rows.ask("managed memory", "the driver refuses; it goes on where it was, with its node alone", managed, 15)
 
 
+    def pair():
+        share = {"gpu": "any:2", "mode": "time-slice", "wait": "30s"}
+        if not (started := engine.start("pair", share, ["sleep", "600"])).ok:
+            raise Wrong(started.why())
+        try:
+            return refused("cannot-suspend", "suspend", "pair", "--force"), True
+        finally:
+            engine.remove("pair")
+
+    rows.ask("two GPUs in one share: suspend --force", "refused, because the driver would lose it", pair, 10)
+
+
 def drained(rows, machine):
     engine = machine.docker
 
@@ -180,83 +192,78 @@ def cut_short(rows, machine):
         for with_child in (False, True):
 
             def look():
-                seen = []
-                for seconds in kept.steps(machine, mib, 0.45, 0.2):
+                seen, steps = [], kept.steps(machine, mib, "suspending", "resuming")
+                met = 0
+                for name, seconds in steps:
+                    one.again()
                     here = one.gpus()[0]
-                    ended = kept.killed(["move", "killed", "--gpu", str(1 - here)], seconds, with_child)
-                    state, now = settled(one), one.gpus()
+                    was = kept.killed(one, ["move", "killed", "--gpu", str(1 - here)], (name, seconds), with_child)
+                    met += was == name
+                    state = settled(one)
                     if state == "suspended":
                         do("resume", "killed")
                     now = one.gpus()
-                    seen.append(f"{seconds:.2f} s{' (had ended)' if ended else ''}: {state}, {here} → {' and '.join(map(str, now))}")
+                    seen.append(f"{was}: {state}, {here} → {' and '.join(map(str, now))}")
                     if len(now) != 1:
                         raise Wrong("; ".join(seen))
                     check_is_on(machine, one, now[0])
-                return "; ".join(seen), True
+                return "; ".join(seen), met == len(steps) - 1 or machine.simulated
 
             title = f"kill -9 of move{' and of its child' if with_child else ''}, at several steps"
             rows.ask(title, "put right by the next command: on one GPU, with its node alone, with what it had", look, 30)
 
     def container():
-        one = Kept(machine, machine.docker, "ends", mib).ready()
-        pid, null = one.pid(), subprocess.DEVNULL
-        command = subprocess.Popen(["sublet", "move", "ends", "--gpu", "1"], stdin=null, stdout=null, stderr=null)
-        time.sleep(kept.steps(machine, mib, 0.45, 0.2)[2])
-        process.must(["kill", "-KILL", str(pid)])
-        status = command.wait(60)
-        gone = process.eventually(lambda: one.lease() is None, 20, 0.3)
-        left = process.eventually(lambda: not kept.on_gpus(machine, pid), 10, 0.3)
-        one.remove()
-        return f"the command: status {status}; {'no lease' if gone else one.state()}; {'on no GPU' if left else 'on a GPU'}", gone and left
+        with kept.kept(machine, machine.docker, "ends", mib) as one:
+            pid, null = one.pid(), subprocess.DEVNULL
+            command = subprocess.Popen(["sublet", "move", "ends", "--gpu", "1"], stdin=null, stdout=null, stderr=null)
+            was = kept.at_step(one, *kept.middle(machine, mib, "resuming"), command)
+            process.must(["kill", "-KILL", str(pid)])
+            status = command.wait(60)
+            gone = process.eventually(lambda: one.lease() is None, 20, 0.3)
+            left = process.eventually(lambda: not kept.on_gpus(machine, pid), 10, 0.3)
+            seen = f"{was}; the command: status {status}; {'no lease' if gone else one.state()}; {'on no GPU' if left else 'on a GPU'}"
+            return seen, gone and left
 
     rows.ask("kill -9 of the container's process in the middle of it", "no lease, nothing on either GPU", container, 20)
 
 
 def engine_killed(rows, machine):
     mib = usual(machine)
-    one = Kept(machine, machine.docker, "docked", mib).ready()
 
     def look():
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(ask, "move", "docked", "--gpu", "1")
-            time.sleep(kept.steps(machine, mib, 0.45, 0.2)[1])
-            machine.daemon.send_signal(signal.SIGKILL)
-            machine.daemon.wait()
-            said = done.result()
-        machine.start_dockerd()
-        process.eventually(lambda: one.engine.state("docked", ".State.Running") == "false", 10, 0.3)
-        runs = one.engine.state("docked", ".State.Running") == "true"
-        seen = f"move: {said.get('reason', 'done')}; Docker says {'it runs' if runs else 'it ended'}"
-        if runs:
-            check_is_on(machine, one, 1)
-            return f"{seen}; on GPU 1", True
-        gone = process.eventually(lambda: not machine.leases(), 20, 0.3)
-        return f"{seen}; {'no lease' if gone else machine.leases()}", gone
+        with kept.kept(machine, machine.docker, "docked", mib) as one:
+            said, was = kill_dockerd(machine, one, kept.middle(machine, mib, "suspending"), "move", "docked", "--gpu", "1")
+            seen = f"{was}: move: {said}; Docker says {'it runs' if one.runs() else 'it ended'}"
+            if one.runs():
+                check_is_on(machine, one, 1)
+                return f"{seen}; on GPU 1", True
+            gone = process.eventually(lambda: one.lease() is None, 20, 0.3)
+            return f"{seen}; {'no lease' if gone else one.lease()}", gone
 
-    rows.ask("kill -9 of dockerd in the middle of move", "it ends with its lease, or is on the other GPU", look, 30)
-    one.remove()
+    rows.ask("kill -9 of dockerd in the middle of move", "it ends with its lease, or is on the other GPU", look, 40)
 
 
 def speed(rows, machine):
     """In turns: by the product, and by tests/gpu/checkpoint.c on a process of the host with as much memory."""
-    mib = usual(machine) * 2
     if machine.simulated:
         return rows.skip("by the product and by hand in turns", "the driver is simulated")
+    # Large, beside what the checks take.
+    mib = large_mib(machine, 20, 2)
     first, second, *more = [device["uuid"] for device in machine.devices()]
     pairs = [first, second, second, first, *(uuid for one in more for uuid in (one, one))]
     ours, theirs = [], []
 
     def look():
-        hand = process.background([*HAND, str(mib), "600"], "/tmp/hand.log")
+        log = "/tmp/hand.log"
+        hand = process.background([*HAND, str(mib), "600"], log)
         try:
             # The container's program is checked by its log; this one by where it is.
-            if not process.eventually(lambda: "round" in open("/tmp/hand.log").read(), 60, 0.3):
-                raise Wrong("the process by hand does not compute")
+            if not process.eventually(lambda: "round" in Path(log).read_text(), 60, 0.3):
+                raise Wrong(f"the process by hand does not compute: {Path(log).read_text()[-300:]}")
             with kept.kept(machine, machine.docker, "timed", mib) as one:
                 for to in (1, 0, 1):
                     ours.append(do("move", "timed", "--gpu", str(to))["seconds"])
-                    said = kept.by_hand(machine, "move", hand.pid, *pairs)
-                    theirs.append(said["out_s"] + said["back_s"])
+                    theirs.append(kept.by_hand(machine, "move", hand.pid, *pairs)["seconds"])
                     check_is_on(machine, one, to)
                     if kept.on_gpus(machine, hand.pid) != [to]:
                         raise Wrong(f"by hand it is on GPUs {kept.on_gpus(machine, hand.pid)}")
@@ -265,8 +272,8 @@ def speed(rows, machine):
             hand.wait()
         return f"{mib} MiB, three times each", True
 
-    if rows.ask("by the product and by hand in turns", "on the other GPU with what it had, each time", look, 50):
-        kept.compare(rows, "… out and in", mib, ours, theirs, True)
+    if rows.ask("by the product and by hand in turns", "on the other GPU with what it had, each time", look, 90):
+        kept.compare(rows, "… move, out and in", mib, ours, theirs, True)
 
 
 HAND = ["env", "CUDA_VISIBLE_DEVICES=0", "python3", str(WORK / "keep.py")]
@@ -274,6 +281,8 @@ HAND = ["env", "CUDA_VISIBLE_DEVICES=0", "python3", str(WORK / "keep.py")]
 
 def of_users(rows, machine):
     rows.engine, mib = "podman, rootless", usual(machine)
+    if rows.table.clock.left() < 60:
+        return rows.skip("all", "time")
     engine = groups.users_podman(machine, POLICY)
     before = groups.by_user()
     try:
@@ -281,9 +290,10 @@ def of_users(rows, machine):
         rows.ask("to GPU 1 and back, by the user", "on that GPU alone, with its node alone, with what it had", lambda: moved(machine, one, (1, 0), before), 25)
 
         def killed():
-            null = subprocess.DEVNULL
-            command = subprocess.Popen([*before, "sublet", "move", "mine", "--gpu", "1"], stdin=null, stdout=null, stderr=null)
-            time.sleep(kept.steps(machine, mib, 0.45, 0.2)[1])
+            one.again()
+            here, null = one.gpus()[0], subprocess.DEVNULL
+            command = subprocess.Popen([*before, "sublet", "move", "mine", "--gpu", str(1 - here)], stdin=null, stdout=null, stderr=null)
+            was = kept.at_step(one, *kept.middle(machine, mib, "suspending"), command)
             machine.end_serve()
             status = command.wait(60)
             machine.start_serve()
@@ -294,7 +304,7 @@ def of_users(rows, machine):
             if len(now) != 1:
                 raise Wrong(f"{state}, on GPUs {now}")
             check_is_on(machine, one, now[0])
-            return f"the command: status {status}; then {state}, on GPU {now[0]}", True
+            return f"{was}; the command: status {status}; then {state}, on GPU {now[0]}", True
 
         rows.ask("kill -9 of the service in the middle of move", "put right by the next one: on one GPU, with its node alone", killed, 25)
     finally:

@@ -15,7 +15,7 @@ JOINS = ["NV", "PIX", "PXB", "PHB", "NODE", "SYS"]
 # The report may differ by so much from what the engine says that its containers ran.
 APART = 0.05
 # How long a container runs for that: to create and to delete it takes some tenths of a second, in which it has its share.
-RUN = 30
+RUN = 40
 
 
 def server(table, group, machine):

@@ -4,6 +4,9 @@ One JSON line when there is a first result (or `skipped`: why there is none), an
 whether all of them were equal, bit by bit.
 """
 
+import fractions
+import hashlib
+import itertools
 import json
 import os
 import sys
@@ -69,7 +72,7 @@ def jax_():
 def cupy_():
     import cupy
 
-    values = cupy.random.default_rng(0).standard_normal((1024, 1024), dtype=cupy.float32)
+    values = cupy.arange(1 << 20, dtype=cupy.float32).reshape(1024, 1024) % 7 - 3.3
     return cupy.__version__, lambda: cupy.asnumpy(values @ values).tobytes()
 
 
@@ -100,8 +103,46 @@ def onnxruntime_():
     return onnxruntime.__version__, lambda: session.run(None, {"a": values, "b": values})[0].tobytes()
 
 
+WIDTH, HEIGHT, PICTURES = 1280, 720, 30
+
+
+def picture(av, number):
+    made = av.VideoFrame(WIDTH, HEIGHT, "yuv420p")
+    made.pts = number
+    for plane in made.planes:
+        line = bytes((column * 3 + number * 5) & 255 for column in range(plane.line_size))
+        plane.update(b"".join(line[row % 64 :] + line[: row % 64] for row in range(plane.height)))
+    return made
+
+
+def ffmpeg(decoder="h264_cuvid"):
+    """Decodes H.264 on the GPU without end, by one decoder; libx264 makes it here. The result is each picture's MD5."""
+    import av
+
+    encoder = av.CodecContext.create("libx264", "w")
+    encoder.width, encoder.height, encoder.pix_fmt, encoder.time_base = WIDTH, HEIGHT, "yuv420p", fractions.Fraction(1, 30)
+    encoder.options = {"bf": "0", "threads": "1", "preset": "ultrafast"}
+    packets = [packet for number in range(PICTURES) for packet in encoder.encode(picture(av, number))] + encoder.encode(None)
+    decoder = av.CodecContext.create(decoder, "r")
+    source, ready = itertools.cycle(packets), []
+
+    def step():
+        while len(ready) < PICTURES:
+            for frame in decoder.decode(next(source)):
+                digest = hashlib.md5()
+                for plane in frame.planes:
+                    digest.update(plane)
+                ready.append(digest.hexdigest())
+        taken = ready[:PICTURES]
+        del ready[:PICTURES]
+        return taken
+
+    return av.__version__, step
+
+
 STEPS = {
     "torch": torch_, "graph": graph, "compile": compile_, "jax": jax_, "cupy": cupy_, "transformers": tokens, "onnxruntime": onnxruntime_,
+    "ffmpeg": ffmpeg,
 }
 
 
