@@ -99,7 +99,7 @@ fn no_container_goes_that_does_not_allow_it_or_whose_processes_are_elsewhere() {
 }
 
 #[test]
-fn a_container_that_could_not_be_resumed_leaves_its_room_to_others() {
+fn a_failed_resume_leaves_its_room_to_starts() {
     let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![]);
     suspend(&mut ledger, 1);
     ledger.add_waiter(start(2, 60));
