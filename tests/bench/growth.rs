@@ -15,6 +15,7 @@ use anyhow::{Context as _, Result, ensure};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike as _;
 use serde_json::{Value, json};
+use sublet_e2e::copies::Copies;
 use sublet_e2e::{Bundle, World, eventually};
 use tempfile::TempDir;
 
@@ -72,10 +73,7 @@ fn peak(words: &[String]) -> Result<()> {
 struct Host {
     world: World,
     serve: Child,
-    /// One for each lease.
-    sleepers: Vec<Child>,
-    /// A lease as sublet wrote it.
-    lease: Value,
+    copies: Copies,
     devices: Vec<Value>,
     _memory: TempDir,
 }
@@ -94,8 +92,7 @@ impl Host {
         first.up();
         // Binds it to its first process.
         ensure!(world.sublet(&["gc"]).status.success(), "gc");
-        let ledger = ledger(&world)?;
-        let lease = ledger["leases"][0].clone();
+        let copies = Copies::of(&world);
         first.down();
         let inventory: Value =
             serde_json::from_slice(&std::fs::read(world.state_dir().join("inventory.json"))?)?;
@@ -107,48 +104,23 @@ impl Host {
             .collect();
         ensure!(devices.len() == 7 * gpus, "{} MIG devices", devices.len());
         time_sublet_alone(&world, &world.config)?;
-        Ok(Self { world, serve, sleepers: Vec::new(), lease, devices, _memory: memory })
+        Ok(Self { world, serve, copies, devices, _memory: memory })
     }
 
     /// Fills the ledger up to so many leases.
     fn fill(&mut self, leases: usize) -> Result<()> {
-        while self.sleepers.len() < leases {
-            self.sleepers.push(Command::new("/bin/sleep").arg("86400").spawn()?);
-        }
-        let leases: Result<Vec<Value>> =
-            self.sleepers.iter().enumerate().map(|(n, each)| self.copy(n, each)).collect();
-        let mut full = ledger(&self.world)?;
-        full["leases"] = Value::Array(leases?);
-        std::fs::write(self.world.state_dir().join("ledger.json"), full.to_string())?;
-        self.gc()?;
-        ensure!(self.leases()? == self.sleepers.len(), "leases were freed");
-        Ok(())
-    }
-
-    fn copy(&self, number: usize, sleeper: &Child) -> Result<Value> {
-        let (mut lease, device) = (self.lease.clone(), &self.devices[number % self.devices.len()]);
-        lease["id"] = json!(format!("{:016x}", number + 1));
-        lease["container"]["id"] = json!(format!("{number:064x}"));
-        // A runtime has the records of all its containers in one directory.
-        for place in ["bundle", "rootfs", "record"] {
-            lease["container"][place] = json!(format!("/run/growth/{place}/{number:064x}"));
-        }
-        lease["devices"] = json!([device["uuid"]]);
-        let part = &mut lease["mig_devices"][0];
-        part["uuid"] = device["uuid"].clone();
-        for (member, value) in device["mig_device"].as_object().into_iter().flatten() {
-            if part.get(member).is_some() && ["gpu", "gi", "ci", "placement"].contains(&member.as_str()) {
-                part[member] = value.clone();
+        let devices = &self.devices;
+        self.copies.fill(&self.world, leases, |number, lease| {
+            let device = &devices[number % devices.len()];
+            lease["devices"] = json!([device["uuid"]]);
+            let part = &mut lease["mig_devices"][0];
+            part["uuid"] = device["uuid"].clone();
+            for (member, value) in device["mig_device"].as_object().into_iter().flatten() {
+                if part.get(member).is_some() && ["gpu", "gi", "ci", "placement"].contains(&member.as_str()) {
+                    part[member] = value.clone();
+                }
             }
-        }
-        let process = json!({"pid": sleeper.id(), "start_time": start_time(sleeper.id())?});
-        lease["owner"] = process.clone();
-        lease["init"]["process"] = process;
-        Ok(lease)
-    }
-
-    fn leases(&self) -> Result<usize> {
-        Ok(ledger(&self.world)?["leases"].as_array().map_or(0, Vec::len))
+        })
     }
 
     fn gc(&self) -> Result<()> {
@@ -242,10 +214,8 @@ fn medians(hosts: &[Host], rounds: usize) -> Result<Vec<Median>> {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        for child in self.sleepers.iter_mut().chain([&mut self.serve]) {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        let _ = self.serve.kill();
+        let _ = self.serve.wait();
     }
 }
 
@@ -341,17 +311,6 @@ fn topology_of(gpus: usize, mig: bool) -> String {
         }
     }
     text
-}
-
-fn ledger(world: &World) -> Result<Value> {
-    Ok(serde_json::from_slice(&std::fs::read(world.state_dir().join("ledger.json"))?)?)
-}
-
-/// In clock ticks since boot, proc(5).
-fn start_time(pid: u32) -> Result<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    let field = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(19)).context("stat")?;
-    Ok(field.parse()?)
 }
 
 /// Milliseconds.

@@ -22,6 +22,7 @@ use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 use nvml_wrapper::structs::device::FieldId;
 use serde_json::{Value, json};
+use sublet_e2e::copies::Copies;
 use sublet_e2e::{Bundle, World, eventually};
 
 const SECONDS: u64 = 60;
@@ -86,10 +87,7 @@ fn main() -> Result<()> {
 struct Host {
     world: World,
     serve: Child,
-    /// One for each lease.
-    sleepers: Vec<Child>,
-    /// The ledger with one lease, as sublet wrote it: with the namespaces and the mount points that go with the lease.
-    ledger: Value,
+    copies: Copies,
     _memory: tempfile::TempDir,
 }
 
@@ -116,50 +114,23 @@ impl Host {
         first.up();
         // Binds it to its first process.
         ensure!(world.sublet(&["gc"]).status.success(), "gc");
-        let ledger = ledger(&world)?;
+        let copies = Copies::of(&world);
         first.down();
         let named = format!("low_level = [\"{}\"]", world.engine.program());
         std::fs::write(&world.config, text.replace(&named, "low_level = [\"/bin/true\"]"))?;
-        Ok(Self { world, serve, sleepers: Vec::new(), ledger, _memory: memory })
+        Ok(Self { world, serve, copies, _memory: memory })
     }
 
     /// Fills the ledger, and the GPUs with the contexts of the leases' processes.
     fn fill(&mut self) -> Result<()> {
         let mut contexts = String::new();
-        for number in 0..LEASES {
-            let sleeper = Command::new("/bin/sleep").arg("86400").spawn()?;
-            writeln!(contexts, "{} {}:C:512", sleeper.id(), number % GPUS)?;
-            self.sleepers.push(sleeper);
-        }
+        self.copies.fill(&self.world, LEASES, |number, lease| {
+            lease["container"]["uid"] = json!(20_000 + number % USERS);
+            lease["devices"] = json!([uuid(number % GPUS)]);
+            let _ = writeln!(contexts, "{} {}:C:512", lease["owner"]["pid"], number % GPUS);
+        })?;
         let root = self.world.driver_root.as_ref().context("simulated")?;
-        std::fs::write(root.join("sim/contexts"), contexts)?;
-        let copies = self.sleepers.iter().enumerate().map(|(number, sleeper)| self.copy(number, sleeper));
-        let mut full = self.ledger.clone();
-        full["leases"] = Value::Array(copies.collect::<Result<_>>()?);
-        std::fs::write(self.world.state_dir().join("ledger.json"), full.to_string())?;
-        self.gc()?;
-        let left = self.leases()?;
-        ensure!(left == LEASES, "of {LEASES} leases {left} are left");
-        Ok(())
-    }
-
-    fn copy(&self, number: usize, sleeper: &Child) -> Result<Value> {
-        let mut lease = self.ledger["leases"][0].clone();
-        lease["id"] = json!(format!("{:016x}", number + 1));
-        lease["container"]["id"] = json!(format!("{number:064x}"));
-        lease["container"]["uid"] = json!(20_000 + number % USERS);
-        for place in ["bundle", "rootfs", "record"] {
-            lease["container"][place] = json!(format!("/run/team/{place}/{number:064x}"));
-        }
-        lease["devices"] = json!([uuid(number % GPUS)]);
-        let process = json!({"pid": sleeper.id(), "start_time": start_time(sleeper.id())?});
-        lease["owner"] = process.clone();
-        lease["init"] = json!({"process": process, "pid_namespace": 0, "cgroup": null});
-        Ok(lease)
-    }
-
-    fn leases(&self) -> Result<usize> {
-        Ok(ledger(&self.world)?["leases"].as_array().map_or(0, Vec::len))
+        Ok(std::fs::write(root.join("sim/contexts"), contexts)?)
     }
 
     fn gc(&self) -> Result<()> {
@@ -281,10 +252,8 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        for child in self.sleepers.iter_mut().chain([&mut self.serve]) {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        let _ = self.serve.kill();
+        let _ = self.serve.wait();
     }
 }
 
@@ -405,15 +374,4 @@ fn topology_of(gpus: usize) -> String {
         );
     }
     text
-}
-
-fn ledger(world: &World) -> Result<Value> {
-    Ok(serde_json::from_slice(&std::fs::read(world.state_dir().join("ledger.json"))?)?)
-}
-
-/// In clock ticks since boot, proc(5).
-fn start_time(pid: u32) -> Result<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    let field = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(19)).context("stat")?;
-    Ok(field.parse()?)
 }

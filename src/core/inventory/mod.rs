@@ -299,7 +299,8 @@ impl Inventory {
         }
         for file in self.files.iter().filter(|file| wanted(file, capabilities)) {
             for destination in destinations(&file.kind, library_dir, capabilities) {
-                if !mounted.iter().any(|(_, taken)| *taken == destination) {
+                // Each with each: to compare them by their parts takes ten times as long.
+                if !mounted.iter().any(|(_, taken)| taken.as_os_str() == destination.as_os_str()) {
                     mounted.push((file, destination));
                 }
             }

@@ -186,9 +186,10 @@ impl Lease {
 
     /// Whether it books room on `device`.
     pub fn books(&self, device: &str) -> bool {
-        let step = self.suspension.as_ref().map(|own| own.step);
-        let booked = self.devices.iter().skip(usize::from(step == Some(SuspendStep::Arriving)));
-        !self.is_suspended() && booked.into_iter().any(|own| own == device)
+        let arrives = || self.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Arriving);
+        // Each start asks this of each lease for each device: first whether it is there at all.
+        let number = self.devices.iter().rposition(|own| own == device);
+        number.is_some_and(|number| !self.is_suspended() && (number > 0 || !arrives()))
     }
 
     /// It keeps the device with this number. Its processes know the other one from now on.

@@ -7,6 +7,7 @@ pub mod benched;
 mod bundle;
 pub mod chromium;
 pub mod containerd;
+pub mod copies;
 pub mod cri;
 pub mod docker;
 pub mod entry_point;
