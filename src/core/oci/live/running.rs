@@ -3,6 +3,10 @@
 //! The container's root is opened by its first process, wherever its runtime has put it, and every path is resolved in there: what
 //! the container's programs do meanwhile leads nowhere else. Each change may be made again, after one that was cut short.
 
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
 
@@ -36,6 +40,9 @@ pub fn set_gpus(gpus: &[GpuNodes], init: Process) -> Result<(), NamespaceError> 
     let (nodes, masked_paths) = (nodes_of(true).cloned().collect(), directories(false).collect());
     let grant = Grant { nodes, masked_paths, ..Grant::default() };
     let host = HostSide::open(&grant, init, root.try_clone())?;
+    // Of a container without root, its user says which process is the first one, and so what its root is.
+    let removed: Vec<_> =
+        nodes_of(false).map(|granted| (&granted.node, directory_of(&granted.source))).collect();
     let rules = |is_given| nodes_of(is_given).map(|granted| &granted.node).collect::<Vec<&Node>>();
     cgroup::set_devices(init.pid, &rules(true), Access::Open)?;
     cgroup::set_devices(init.pid, &rules(false), Access::Closed)?;
@@ -48,7 +55,7 @@ pub fn set_gpus(gpus: &[GpuNodes], init: Process) -> Result<(), NamespaceError> 
                 None => rootfs.make_node(&granted.node)?,
             }
         }
-        nodes_of(false).try_for_each(|granted| rootfs.remove_node(&granted.node))?;
+        removed.iter().try_for_each(|(node, host)| rootfs.remove_node(node, *host))?;
         directories(true).try_for_each(|path| rootfs.unmask(&path))?;
         for (path, mask) in grant.masked_paths.iter().zip(&host.masks) {
             if !rootfs.is_covered(path) {
@@ -57,4 +64,10 @@ pub fn set_gpus(gpus: &[GpuNodes], init: Process) -> Result<(), NamespaceError> 
         }
         Ok(())
     })
+}
+
+/// The directory of `node` on the host, by its device and inode.
+fn directory_of(node: &Path) -> Option<(u64, u64)> {
+    let found = fs::metadata(node.parent()?).ok()?;
+    Some((found.dev(), found.ino()))
 }
