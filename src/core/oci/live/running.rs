@@ -16,13 +16,15 @@ use crate::grant::{GpuNodes, Grant};
 use crate::inventory::Node;
 use crate::process::Process;
 
-/// Gives the container, whose first process is `init`, the nodes of these GPUs, or takes them away.
+/// Gives the container, whose first process is `init`, the nodes of these GPUs, or takes them away. Of one of root's
+/// (`is_roots`) the device cgroup is changed, too: without root a container has none of its own, and the one that it is in may be
+/// that of every user.
 ///
 /// This process enters another mount namespace and comes back: it must have one thread only.
 ///
 /// # Errors
 /// Some of it may have been done.
-pub fn set_gpus(gpus: &[GpuNodes], init: Process) -> Result<(), NamespaceError> {
+pub fn set_gpus(gpus: &[GpuNodes], init: Process, is_roots: bool) -> Result<(), NamespaceError> {
     let path = format!("/proc/{}/root", init.pid);
     let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let root = open(path.as_str(), flags, Mode::empty()).map_err(|error| failed("open its root", error))?;
@@ -43,9 +45,11 @@ pub fn set_gpus(gpus: &[GpuNodes], init: Process) -> Result<(), NamespaceError> 
     // Of a container without root, its user says which process is the first one, and so what its root is.
     let removed: Vec<_> =
         nodes_of(false).map(|granted| (&granted.node, directory_of(&granted.source))).collect();
-    let rules = |is_given| nodes_of(is_given).map(|granted| &granted.node).collect::<Vec<&Node>>();
-    cgroup::set_devices(init.pid, &rules(true), Access::Open)?;
-    cgroup::set_devices(init.pid, &rules(false), Access::Closed)?;
+    let both = [(true, Access::Open), (false, Access::Closed)];
+    for (is_given, access) in both.into_iter().filter(|_| is_roots) {
+        let rules: Vec<&Node> = nodes_of(is_given).map(|granted| &granted.node).collect();
+        cgroup::set_devices(init.pid, &rules, access)?;
+    }
     within(&host, || {
         let rootfs = Rootfs::of(root, &host);
         for (granted, source) in grant.nodes.iter().zip(&host.nodes) {
