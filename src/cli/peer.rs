@@ -108,6 +108,12 @@ pub(crate) fn end_container(lease: &Lease) -> Option<String> {
     })
 }
 
+/// Whether process `pid` is in a user namespace of its own.
+pub(crate) fn has_user_namespace(pid: i32) -> bool {
+    let namespace = |who: &str| File::open(format!("/proc/{who}/ns/user")).and_then(|file| identity(&file));
+    matches!((namespace(&pid.to_string()), namespace("self")), (Ok(its), Ok(ours)) if its != ours)
+}
+
 fn is_of(pid: i32, uid: u32) -> io::Result<bool> {
     let own = identity(&File::open("/proc/self/ns/user")?)?;
     let mut namespace = OwnedFd::from(File::open(format!("/proc/{pid}/ns/user"))?);
@@ -242,5 +248,7 @@ mod tests {
         }
         assert!(Pinned::of(pid, us()).is_ok());
         assert!(matches!(Pinned::of(pid, us() + 4242).unwrap_err(), Foreign::Other { .. }));
+        let own = i32::try_from(std::process::id()).unwrap();
+        assert_eq!([pid, own, -1].map(has_user_namespace), [true, false, false]);
     }
 }

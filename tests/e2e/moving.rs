@@ -261,6 +261,13 @@ fn a_user_moves_their_own_container_to_the_gpus_that_the_policy_allows() {
     let bundle = host.bundle(ALICE, "mine", &[("sublet.suspend", "allow"), ("sublet.gpu", "0")], KEEP);
     bundle.up();
     bundle.event("round");
+    // With cgroup v1 it may be that of every user.
+    let device_cgroup = || {
+        let table = std::fs::read_to_string(format!("/proc/{}/cgroup", bundle.pid())).expect("its cgroups");
+        let (_, path) = table.lines().find_map(|line| line.split_once(":devices:"))?;
+        std::fs::read_to_string(format!("/sys/fs/cgroup/devices{path}/devices.list")).ok()
+    };
+    let before = device_cgroup();
     let by_alice =
         |arguments: &[&str]| host.command(ALICE, "sublet").args(arguments).output().expect("it runs");
     let output = by_alice(&["move", "mine", "--gpu", "1"]);
@@ -278,6 +285,7 @@ fn a_user_moves_their_own_container_to_the_gpus_that_the_policy_allows() {
     let nodes: Vec<String> =
         names.filter(|name| name.starts_with("nvidia") && name.ends_with(char::is_numeric)).collect();
     assert_eq!(nodes, ["nvidia3"]);
+    assert_eq!(device_cgroup(), before);
     let output = || std::fs::read_to_string(bundle.dir.join("create.out")).unwrap_or_default();
     assert!(eventually(|| output().contains(&gpu(2))), "{}", output());
     bundle.down();

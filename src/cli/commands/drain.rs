@@ -16,7 +16,7 @@ use crate::terminal::warn;
 use sublet_core::admit::{Local, fresh_inventory, refresh};
 use sublet_core::config::{Config, Policy};
 use sublet_core::inventory::{Device, Inventory};
-use sublet_core::ledger::{Drain, LONGEST_REASON, Lease, Ledger, Store};
+use sublet_core::ledger::{Drain, LONGEST_REASON, Lease, Ledger, Store, WrongState};
 use sublet_core::place::bookings;
 use sublet_core::process::epoch_seconds;
 use sublet_core::text::{in_lines, safe};
@@ -81,6 +81,8 @@ fn move_containers(uuids: &[String], config: &Config) -> anyhow::Result<()> {
         let name = label(lease, known.of(lease));
         match move_away(lease, &inventory, config) {
             Ok(to) => println!("Moved {name} to {to}."),
+            // It has ended meanwhile.
+            Err(SuspendError::Ended | SuspendError::State(WrongState::Gone)) => {}
             Err(error) => {
                 stay += 1;
                 eprintln!("sublet: {}", in_lines(&format!("container {name} stays: {error}")));

@@ -56,7 +56,7 @@ pub struct MoveArguments {
     #[arg(value_name = "CONTAINER")]
     name: String,
     /// The GPU that it goes to: an index, a UUID or its beginning, a PCI bus id, an alias
-    #[arg(long, alias = "to")]
+    #[arg(long)]
     gpu: String,
     #[command(flatten)]
     output: Output,

@@ -130,7 +130,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             if leave_to_slow(put_off) {
                 return Ok(Answer::Done(false));
             }
-            room::make_room(waiter, config)?;
+            room::make_room(waiter, peer.uid, config)?;
         }
         Ask::StartDaemon { key } => return client.start_daemon(key),
         Ask::Job => {
@@ -232,7 +232,7 @@ impl<'a> Client<'a> {
             ledger.waiters.iter().find(|one| one.process == Some(asker)).map(|one| one.id.clone())
         })?;
         let Some(id) = entry else { return Err(refused.into()) };
-        let admitted = match room::make_room(&id, self.config) {
+        let admitted = match room::make_room(&id, uid, self.config) {
             Ok(()) => state.admit_for(&candidate, request, asker, limit),
             Err(why) => Err(refused.without_room(&why.to_string())),
         };

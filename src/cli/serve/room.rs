@@ -88,11 +88,13 @@ pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
     if !is_wanted(config) {
         return Ok(false);
     }
-    let Some(step) = Seen::by_driver(config)?.next_step(Duration::ZERO).step else {
-        *in_vain() = Some(Instant::now());
+    let note_vain = || *in_vain() = Some(Instant::now());
+    let seen = Seen::by_driver(config).inspect_err(|_| note_vain())?;
+    let Some(step) = seen.next_step(Duration::ZERO).step else {
+        note_vain();
         return Ok(false);
     };
-    if let Some(why) = take(&step, config).inspect_err(|_| *in_vain() = Some(Instant::now()))? {
+    if let Some(why) = take(&step, 0, config).inspect_err(|_| note_vain())? {
         tracing::warn!("{why}");
     }
     Ok(true)
@@ -107,11 +109,11 @@ pub(super) fn may_find_room(waiter: &Waiter, config: &Config) -> bool {
     })
 }
 
-/// Takes steps for those who wait until the one with entry `id` finds room.
+/// Takes steps for those who wait until the one with entry `id` finds room, which user `uid` asks for.
 ///
 /// # Errors
 /// Why no room can be made for it. `Ok` where it finds room by now, or may do so in time.
-pub(super) fn make_room(id: &LeaseId, config: &Config) -> anyhow::Result<()> {
+pub(super) fn make_room(id: &LeaseId, uid: u32, config: &Config) -> anyhow::Result<()> {
     let until = Instant::now() + config.suspend.limit;
     let mut failed = None;
     loop {
@@ -121,7 +123,7 @@ pub(super) fn make_room(id: &LeaseId, config: &Config) -> anyhow::Result<()> {
         match room.step {
             _ if seen.ledger.waiters.is_empty() || room.placed.contains(id) => return Ok(()),
             Some(_) if Instant::now() >= until => bail!("the time for it is over ([suspend] limit)"),
-            Some(step) => failed = take(&step, config)?.or(failed),
+            Some(step) => failed = take(&step, uid, config)?.or(failed),
             None if seen.next_step(config.suspend.limit).step.is_some() => return Ok(()),
             None => match failed {
                 Some(why) => bail!(why),
@@ -131,21 +133,21 @@ pub(super) fn make_room(id: &LeaseId, config: &Config) -> anyhow::Result<()> {
     }
 }
 
-/// Takes `step`. Returns why it failed: the lease is then left alone for a while.
+/// Takes `step`. Returns why it failed, for user `uid`: the lease is then left alone for a while.
 ///
 /// # Errors
 /// That cannot be written down.
-fn take(step: &RoomStep, config: &Config) -> Result<Option<String>, LedgerError> {
+fn take(step: &RoomStep, uid: u32, config: &Config) -> Result<Option<String>, LedgerError> {
     let attempt = |lease: &LeaseId, verb: &str, done: Result<suspend::Done, SuspendError>| {
         let Some(why) = done.err().map(|error| error.to_string()) else { return Ok(None) };
         Local::new(config).update(|ledger| ledger.back_off(lease, config.suspend.at_least, &why))?;
-        Ok(Some(format!("{} cannot be {verb}: {why}", name_of(lease, config))))
+        Ok(Some(format!("{} cannot be {verb}: {why}", name_of(lease, uid, config))))
     };
     match step {
         RoomStep::Resume(lease) => attempt(lease, "resumed", suspend::resume(lease, None, config)),
         RoomStep::Suspend { leases, waiter } => {
             let suspend = |lease| {
-                let what = format!("{} is being suspended to make room for it", name_of(lease, config));
+                let what = format!("{} is being suspended to make room for it", name_of(lease, 0, config));
                 note(waiter, &what, config);
                 attempt(lease, "suspended", suspend::suspend_on_demand(lease, config)).transpose()
             };
@@ -154,21 +156,71 @@ fn take(step: &RoomStep, config: &Config) -> Result<Option<String>, LedgerError>
     }
 }
 
-/// As messages have a container. Where people read them, its name stands in place of its id.
-fn name_of(lease: &LeaseId, config: &Config) -> String {
+/// As messages for user `uid` have a container. Where people read them, its name stands in place of its id.
+fn name_of(lease: &LeaseId, uid: u32, config: &Config) -> String {
     let ledger = Store::open(&config.state_dir).and_then(|store| store.peek());
-    let held = ledger.ok().and_then(|ledger| ledger.lease(lease).cloned());
-    held.map_or_else(
-        || format!("lease {lease}"),
-        |held| format!("container {}", short_id(&held.container.name())),
-    )
+    match ledger.ok().as_ref().and_then(|ledger| ledger.lease(lease)) {
+        None => format!("lease {lease}"),
+        Some(held) if uid != 0 && held.container.uid != uid => "another user's container".to_owned(),
+        Some(held) => format!("container {}", short_id(&held.container.name())),
+    }
 }
 
-/// Writes down what is done for a start that waits; one without an entry is left out.
+/// Writes down what is done for a start that waits; one without an entry is left out. So is a refused container of Docker's:
+/// by the words of its refusal it is known as the one to be started ([`super::retry`]).
 fn note(waiter: &LeaseId, what: &str, config: &Config) {
+    let is_noted = |entry: &&mut Waiter| entry.id == *waiter && entry.retry.is_none();
     let noted = Local::new(config).update(|ledger| {
-        let entry = ledger.waiters.iter_mut().find(|entry| entry.id == *waiter);
+        let entry = ledger.waiters.iter_mut().find(is_noted);
         entry.map(|entry| what.clone_into(&mut entry.why))
     });
     let _ = noted.inspect_err(|error| tracing::debug!("{error}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use sublet_core::ledger::fixture::lease;
+    use sublet_core::process::Process;
+    use sublet_core::request;
+
+    use super::*;
+
+    fn host() -> (tempfile::TempDir, Config) {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
+        (dir, config)
+    }
+
+    #[test]
+    fn a_refused_container_keeps_the_words_by_which_it_is_known() {
+        let (_dir, config) = host();
+        let request = request::parse(&BTreeMap::new(), None, None, &config).unwrap();
+        let waiter = |number, by| {
+            let lease = lease(number, "GPU-0");
+            Waiter::new(&lease.id, &lease.container, &request, "no room", by)
+        };
+        let both = [waiter(1, None), waiter(2, Process::current().ok())];
+        let add = |ledger: &mut Ledger| both.iter().for_each(|waiter| ledger.add_waiter(waiter.clone()));
+        Store::open(&config.state_dir).unwrap().change(add).unwrap();
+        both.iter().for_each(|waiter| note(&waiter.id, "it is being made", &config));
+        let noted = Store::open(&config.state_dir).unwrap().read().unwrap().waiters;
+        assert_eq!(
+            noted.iter().map(|waiter| &*waiter.why).collect::<Vec<_>>(),
+            ["no room", "it is being made"]
+        );
+    }
+
+    #[test]
+    fn a_user_is_told_no_others_container() {
+        let (_dir, config) = host();
+        let mut held = lease(1, "GPU-0");
+        held.container.uid = 1001;
+        let change = |ledger: &mut Ledger| ledger.leases.push(held.clone());
+        Store::open(&config.state_dir).unwrap().change(change).unwrap();
+        let name = |uid| name_of(&held.id, uid, &config);
+        assert_eq!((name(0), name(1000)), (name(1001), "another user's container".to_owned()));
+        assert!(name(0).starts_with("container "), "{}", name(0));
+    }
 }

@@ -26,8 +26,9 @@ const FLAPPING: u64 = 3600;
 const EVENTS: usize = 64;
 const EVENTS_OF_ONE: usize = 16;
 
-/// Far more than 16 GPUs and [`EVENTS`] need, in bytes.
-const LARGEST: u64 = 1 << 20;
+/// More than 16 GPUs and [`EVENTS`] need, in bytes: a container without an id is named by a path of 4 KiB, of which each byte may
+/// take six.
+const LARGEST: u64 = 4 << 20;
 
 /// `health.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -264,8 +265,12 @@ mod tests {
         let kept = read(&config).unwrap().events;
         assert_eq!((kept.len(), &*kept[0].lease), (1 + EVENTS_OF_ONE, "a"));
         assert_eq!(kept.last().map(|event| &*event.lease), Some("99"));
-        keep_events(&(3..100).map(|uid| event(uid, "b")).collect::<Vec<_>>(), &config).unwrap();
-        assert_eq!(read(&config).unwrap().events.len(), EVENTS);
+        let long = |uid| {
+            let (text, container_id) = ("\u{1}".repeat(2000), "\u{1}".repeat(4096));
+            Event { text, container_id, ..event(uid, "b") }
+        };
+        keep_events(&(3..100).map(long).collect::<Vec<_>>(), &config).unwrap();
+        assert_eq!(read(&config).unwrap().events.len(), EVENTS, "the longest ones make no GPU sick");
     }
 
     #[test]

@@ -23,7 +23,7 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
 
 use crate::libcuda::CheckpointCall;
-use crate::peer::{end_container, is_theirs, owns};
+use crate::peer::{end_container, has_user_namespace, is_theirs, owns};
 use crate::probe;
 use checks::{CudaProcess, CudaProcesses};
 pub use driver::{Arguments as CheckpointArguments, run as checkpoint};
@@ -37,7 +37,7 @@ use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{
-    Lease, LeaseId, Ledger, Store, SuspendStep, SuspendedProcess, Suspension, WrongState, lease_event,
+    Init, Lease, LeaseId, Ledger, Store, SuspendStep, SuspendedProcess, Suspension, WrongState, lease_event,
 };
 use sublet_core::place::{check_resume, meant};
 use sublet_core::process::{Process, pidfd_kill};
@@ -302,6 +302,11 @@ impl<'a> Work<'a> {
 
     /// Whether it may go to the GPU `there`.
     fn check_move(&self, there: &str) -> Result<(), SuspendError> {
+        // Of a lease without root, the user names its first process: root makes nodes only where the user is root.
+        let is_bound = |init: &Init| has_user_namespace(init.process.pid);
+        if self.lease.brokered && !self.lease.init.as_ref().is_some_and(is_bound) {
+            return Err(SuspendError::Cannot("its first process is in no user namespace of its own"));
+        }
         let (here, there) = (self.device(self.gpu())?, self.device(there)?);
         checks::check_move(&self.lease, (here, there), &self.inventory)
     }
@@ -442,11 +447,12 @@ impl<'a> Work<'a> {
         self.give_nodes()?;
         self.end_idle_servers()?;
         check()?;
+        // A host whose GPUs cannot all be named moves nothing: it is not suspended in vain.
+        let pairs = self.pairs(there)?;
         self.put_away(processes)?;
         let noted = self.change(|ledger| ledger.begin_restoring(&self.lease.id, self.owner));
         noted.map_err(|error| error.to_string())?;
         check()?;
-        let pairs = self.pairs(there)?;
         processes.iter().try_for_each(|one| {
             let restored = self.driver.restore_with(one.process, one.bytes, &pairs);
             restored.map_err(|error| format!("process {}: {error}", one.process.pid))

@@ -77,7 +77,7 @@ fn change(arguments: &NodesArguments) -> anyhow::Result<()> {
             None => {}
         }
     }
-    Ok(oci::set_gpus(&gpus, init)?)
+    Ok(oci::set_gpus(&gpus, init, !lease.brokered)?)
 }
 
 /// The GPUs that the container has, and those that its processes have known.

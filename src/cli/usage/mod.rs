@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
@@ -28,6 +29,9 @@ pub(crate) const SAMPLED: Duration = Duration::from_secs(5);
 
 /// How long [`once`] waits for the driver.
 const LIMIT: Duration = Duration::from_secs(5);
+
+/// How many threads of one process wait for a driver that does not answer: the service asks again and again.
+const MOST_ASKING: usize = 4;
 
 /// The driver's report about all devices.
 #[derive(Clone, Debug, Default)]
@@ -263,21 +267,35 @@ pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, window: Duration, 
     }
 }
 
-/// Asks once. If the driver does not answer within [`LIMIT`], the result is unknown, and the thread that asks ends with
-/// the process.
+/// Asks once. If the driver does not answer within [`LIMIT`], the result is unknown.
 fn once(ledger: Ledger, inventory: Inventory, window: Duration, config: Config) -> Result<Usage, String> {
-    let (sender, answers) = std::sync::mpsc::channel();
-    let ask = move || {
-        let asked = probe::connect(&config)
+    static ASKING: LazyLock<Arc<()>> = LazyLock::new(Arc::default);
+    within(LIMIT, &ASKING, move || {
+        probe::connect(&config)
             .map(|(nvml, _)| Meter::new(&nvml, window).read(&Rc::new(ledger), &inventory))
-            .map_err(|error| error.to_string());
+            .map_err(|error| error.to_string())
+    })
+}
+
+/// What the driver answers to `ask` within `limit`. A thread that it does not answer holds `all` and ends with the process.
+fn within<T: Send + 'static>(
+    limit: Duration,
+    all: &Arc<()>,
+    ask: impl FnOnce() -> Result<T, String> + Send + 'static,
+) -> Result<T, String> {
+    if Arc::strong_count(all) > MOST_ASKING {
+        return Err("the driver has not answered what it was asked before".to_owned());
+    }
+    let (asking, (sender, answers)) = (Arc::clone(all), std::sync::mpsc::channel());
+    let run = move || {
+        let _asking = asking;
         // Nobody listens any more once the limit is over.
-        let _ = sender.send(asked);
+        let _ = sender.send(ask());
     };
-    let asking = std::thread::Builder::new().name("nvml".to_owned()).spawn(ask);
-    asking.map_err(|error| format!("no thread can be started: {error}"))?;
-    let late = |_| Err(format!("the driver did not answer within {} s", LIMIT.as_secs()));
-    answers.recv_timeout(LIMIT).unwrap_or_else(late)
+    let started = std::thread::Builder::new().name("nvml".to_owned()).spawn(run);
+    started.map_err(|error| format!("no thread can be started: {error}"))?;
+    let late = |_| Err(format!("the driver did not answer within {} s", limit.as_secs()));
+    answers.recv_timeout(limit).unwrap_or_else(late)
 }
 
 impl DeviceUse {
@@ -357,6 +375,24 @@ mod tests {
     use sublet_core::process::Process;
 
     const GPU: &str = "GPU-1";
+
+    #[test]
+    fn a_driver_that_never_answers_holds_a_few_threads_however_often_it_is_asked() {
+        let all = Arc::default();
+        let (sender, answers) = std::sync::mpsc::channel::<()>();
+        let answers = Arc::new(std::sync::Mutex::new(answers));
+        for _ in 0..10 {
+            let answers = Arc::clone(&answers);
+            let hang = move || answers.lock().unwrap().recv().map_err(|error| error.to_string());
+            assert!(within(Duration::from_millis(1), &all, hang).is_err());
+        }
+        assert_eq!(Arc::strong_count(&all), 1 + MOST_ASKING);
+        drop(sender);
+        let answers = || within(LIMIT, &all, || Ok(()));
+        while answers().is_err() {
+            std::thread::yield_now();
+        }
+    }
 
     fn process(lease: Option<&LeaseId>, memory_bytes: Option<u64>, sm_percent: Option<u32>) -> ProcessUse {
         let holder = Holder {

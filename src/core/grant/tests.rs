@@ -8,9 +8,9 @@ use crate::config::VisibleDevices;
 use crate::inventory::{
     ComputeMode, Driver, DriverFile, FileKind, Fingerprint, Majors, Node, Virtualization,
 };
-use crate::ledger::{Container, DaemonKey, LeaseId, LeaseState};
+use crate::ledger::{Container, DaemonKey, LeaseId, fixture};
 use crate::process::Process;
-use crate::share::{Capability, Isolation, Mode, Percent, Priority, Suspend};
+use crate::share::{Capability, Isolation, Mode, Percent, Priority};
 
 /// The environment of the grant for `lease`.
 fn environment(lease: &Lease, inventory: &Inventory, config: &Config) -> Environment {
@@ -106,33 +106,12 @@ pub(super) fn lease() -> Lease {
             rootfs: "/b/rootfs".into(),
             record: "/r".into(),
         },
-        devices: vec!["GPU-0".to_owned()],
         mode: Mode::Mps,
-        isolation: Isolation::Shared,
         daemon: Some(DaemonKey("GPU-0".to_owned())),
         sm: Some(Percent::from_thousandths(25_000)),
         memory_bytes: Some(8192 * MIB),
-        processes: 1,
-        priority: Priority::Normal,
-        guard: None,
-        suspend: Suspend::Never,
-        suspension: None,
-        known: Vec::new(),
-        resumed_ms: None,
-        backoff: None,
-        state: LeaseState::Pending,
         owner: Process { pid: 1, start_time: 2 },
-        init: None,
-        bind_by: None,
-        since: 0,
-        library_dir: None,
-        brokered: false,
-        job: None,
-        within: None,
-        claimed_owner: None,
-        mig_devices: Vec::new(),
-        mount_points: Vec::new().into(),
-        volumes: Vec::new(),
+        ..fixture::lease(1, "GPU-0")
     }
 }
 

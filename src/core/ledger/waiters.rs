@@ -166,7 +166,8 @@ impl Container {
 
 impl Ledger {
     /// Puts `waiter` at the end of the order. One that waits already keeps its place, and its attempts. If the
-    /// order is full, the first goes that may be no container to be started again.
+    /// order is full, the first goes that may be no container to be started again. One that made room has an entry in any
+    /// case: nothing else brings it back.
     pub fn add_waiter(&mut self, waiter: Waiter) {
         if waiter.is_too_large() {
             return;
@@ -190,8 +191,8 @@ impl Ledger {
                 if let (MOST.., Some(first)) = (self.waiters.len(), unconfirmed) {
                     self.waiters.remove(first);
                 }
-                let has_made_room = self.lease(&waiter.id).is_some();
-                self.waiters.extend((has_made_room || self.waiters.len() < MOST).then_some(waiter));
+                let has_place = self.waiters.len() < MOST || self.lease(&waiter.id).is_some();
+                self.waiters.extend(has_place.then_some(waiter));
             }
         }
     }
@@ -204,6 +205,7 @@ impl Ledger {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::lease;
     use super::*;
     use crate::config::Config;
     use crate::request;
@@ -243,6 +245,10 @@ mod tests {
         assert_eq!((ledger.waiters.len(), ledger.waiters[127].why.len()), (MOST, LONGEST));
         let all = names(&ledger);
         assert_eq!((all[0].0, all[1].0), ("web", ""), "what may be no container to start made room: db");
+        // One that was suspended for another holds a lease.
+        ledger.leases = vec![lease(500, "GPU-0")];
+        ledger.add_waiter(waiter(500, "suspended", "no", Some(me)));
+        assert_eq!(names(&ledger).last(), Some(&("suspended", "no")));
     }
 
     #[test]

@@ -175,50 +175,19 @@ pub(crate) fn begin_adjusting(
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::path::PathBuf;
-
     use super::*;
-    use crate::ledger::{Container, Lease, LeaseId, LeaseState};
+    use crate::ledger::{Lease, LeaseState, fixture};
     use crate::process::Process;
-    use crate::share::{Isolation, Mode, Percent, Priority, Suspend};
+    use crate::share::{Mode, Percent};
 
     pub(in crate::mps) fn lease(id: &str, key: &str, sm: Option<u32>) -> Lease {
         Lease {
-            id: LeaseId::parse(id).unwrap(),
-            container: Container {
-                uid: 0,
-                id: format!("c-{id}"),
-                bundle: PathBuf::from("/b"),
-                rootfs: PathBuf::from("/b/rootfs"),
-                record: PathBuf::from("/r"),
-            },
-            devices: vec!["GPU-1".into()],
             mode: Mode::Mps,
-            isolation: Isolation::Shared,
             daemon: Some(DaemonKey(key.into())),
             sm: sm.map(Percent::from_thousandths),
-            memory_bytes: None,
-            processes: 1,
-            priority: Priority::Normal,
-            guard: None,
-            suspend: Suspend::Never,
-            suspension: None,
-            known: Vec::new(),
-            resumed_ms: None,
-            backoff: None,
             state: LeaseState::Active,
             owner: Process { pid: 1, start_time: 1 },
-            init: None,
-            bind_by: None,
-            since: 0,
-            mount_points: Vec::new().into(),
-            volumes: Vec::new(),
-            library_dir: None,
-            brokered: false,
-            job: None,
-            within: None,
-            claimed_owner: None,
-            mig_devices: Vec::new(),
+            ..fixture::lease(u64::from_str_radix(id, 16).unwrap(), "GPU-1")
         }
     }
 

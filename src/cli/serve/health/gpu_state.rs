@@ -64,7 +64,7 @@ impl GpuState {
             remap_pending: number(2).map(|pending| pending > 0),
             is_hot: slow.intersects(heat),
             lacks_power: slow.contains(ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN),
-            link_errors: (3..ids.len()).filter_map(number).sum(),
+            link_errors: (3..ids.len()).filter_map(number).fold(0, u64::saturating_add),
             joins: joining == JOINING,
             is_apart: joining == JOINED && status != SUCCESS,
         }

@@ -13,7 +13,7 @@ use sublet_core::admit::refresh;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::inventory::{self, Device, GpuProcess};
-use sublet_core::ledger::{Lease, Ledger, MpsDaemon, Store};
+use sublet_core::ledger::{Lease, Ledger, MpsDaemon, Store, lease_event};
 use sublet_core::process::Process;
 use sublet_core::text::{safe, safe_long};
 
@@ -98,15 +98,8 @@ fn emit(events: &[Event], config: &Config) {
 
 /// That a GPU, or a lease on it, has something.
 pub(super) fn event(kind: Kind, lease: Option<&Lease>, gpu: &Device, reason: &str, text: &str) -> Event {
-    Event {
-        uid: lease.map_or(0, |lease| lease.container.uid),
-        container_id: lease.map(|lease| lease.container.name().into_owned()).unwrap_or_default(),
-        lease: lease.map(|lease| lease.id.to_string()).unwrap_or_default(),
-        devices: vec![gpu.uuid.clone()],
-        reason: reason.to_owned(),
-        text: text.to_owned(),
-        ..Event::now(kind)
-    }
+    let own = lease.map_or_else(|| Event::now(kind), |lease| lease_event(kind, lease));
+    Event { devices: vec![gpu.uuid.clone()], reason: reason.to_owned(), text: text.to_owned(), ..own }
 }
 
 /// Of an Xid by which the driver asks for another recovery than before: whether it asks for one.

@@ -60,11 +60,8 @@ impl<'a> Rootfs<'a> {
         let is_directory = kind(found.st_mode) == SFlag::S_IFDIR;
         let wanted = if is_directory { Kind::Directory } else { Kind::File };
         let make = || place(&self.root, path, wanted);
-        // As the root of the container's user namespace, as its runtime would.
         let target = self
-            .host
-            .owner
-            .map_or_else(make, |(uid, gid)| with_fs_ids(uid, gid, make))
+            .as_owner(make)
             .map_err(|error| failed(format!("make the mount point {}", safe_path(path)), error))?;
         if is_of_the_kernel(&target) {
             return Err(NamespaceError::Kernel(path.to_owned()));
@@ -114,14 +111,30 @@ impl<'a> Rootfs<'a> {
         find_node(&self.root, node).is_some()
     }
 
-    /// Takes the node away: in a user namespace a mount, and the file that it lies on.
-    pub fn remove_node(&self, node: &Node) -> Result<(), NamespaceError> {
+    /// Takes the node away: in a user namespace a mount, and the file that it lies on. Where the container has the
+    /// directory `host`, by device and inode, the node is the host's own and stays.
+    pub fn remove_node(&self, node: &Node, host: Option<(u64, u64)>) -> Result<(), NamespaceError> {
         let Some((dir, name)) = find_node(&self.root, node) else { return Ok(()) };
-        let remove = || match (unmount(&dir, name)?, unlinkat(&dir, name, UnlinkatFlags::NoRemoveDir)) {
-            (false, Err(error)) => Err(io::Error::from(error)),
-            _ => Ok(()),
+        let unlink = || Ok(unlinkat(&dir, name, UnlinkatFlags::NoRemoveDir)?);
+        let remove = || {
+            let found = fstat(&dir)?;
+            if host == Some((found.st_dev, found.st_ino)) {
+                return Ok(());
+            }
+            match (unmount(&dir, name)?, self.as_owner(unlink)) {
+                (false, Err(error)) => Err(error),
+                _ => Ok(()),
+            }
         };
         remove().map_err(|error| failed(format!("take away the node {}", safe_path(&node.path)), error))
+    }
+
+    /// Does `work` as the root of the container's user namespace, as its runtime would: no more of the host's is in its reach.
+    fn as_owner<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        match self.host.owner {
+            Some((uid, gid)) => with_fs_ids(uid, gid, work),
+            None => work(),
+        }
     }
 
     /// Whether something covers `path`.
@@ -310,7 +323,7 @@ fn not_directory(target: OwnedFd) -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use std::fs::Permissions;
-    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
@@ -356,6 +369,40 @@ mod tests {
         mknodat(&opened, name, SFlag::S_IFCHR, Mode::S_IRUSR, null).unwrap();
         open_all().unwrap();
         assert_eq!(mode(&dir.path().join(name)), 0o666);
+    }
+
+    #[test]
+    fn a_node_is_taken_from_a_container_and_neither_from_the_host_nor_beyond_its_users_rights() {
+        if !Uid::effective().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let (dev, path) = (dir.path().join("dev"), dir.path().join("dev/null"));
+        std::fs::create_dir(&dev).unwrap();
+        mknodat(&open_root(&dev).unwrap(), "null", SFlag::S_IFCHR, Mode::S_IRUSR, makedev(1, 3)).unwrap();
+        let node = Node { path: "/dev/null".into(), major: 1, minor: 3 };
+        let own = std::fs::metadata(&dev).map(|found| (found.dev(), found.ino())).unwrap();
+        let remove = |owner, host| {
+            let (node, root) = (node.clone(), open_root(dir.path()).unwrap());
+            let removed = move || {
+                let host_side = HostSide {
+                    namespace: open_root(Path::new("/")).unwrap(),
+                    rootfs: fstat(&root).unwrap(),
+                    proc: open_root(Path::new("/proc")).unwrap(),
+                    owner,
+                    nodes: Vec::new(),
+                    mounts: Vec::new(),
+                    masks: Vec::new(),
+                };
+                Rootfs::of(root, &host_side).remove_node(&node, host).is_ok()
+            };
+            (in_a_thread(removed), path.exists())
+        };
+        assert_eq!(remove(None, Some(own)), (true, true), "the host's");
+        let user = Some((Uid::from_raw(4321), Gid::from_raw(1234)));
+        assert_eq!(remove(user, None), (false, true), "the user may not write there");
+        assert_eq!(remove(None, None), (true, false));
+        assert_eq!(remove(None, None), (true, false), "it is gone");
     }
 
     #[test]

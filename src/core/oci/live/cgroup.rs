@@ -163,6 +163,10 @@ fn is_of_systemd(unit: &str, below: &str) -> bool {
 
 /// Adds `nodes` to the devices that `unit` may use, until it ends, or takes them away.
 fn set_by_systemd(unit: &str, nodes: &[&Node], access: Access) -> Result<(), NamespaceError> {
+    // systemctl(1) wants one rule at least.
+    if nodes.is_empty() {
+        return Ok(());
+    }
     let rules: Vec<String> = nodes.iter().map(|node| rule(node, access)).collect();
     let mut arguments = [&SET[..], &[unit]].concat();
     arguments.extend(rules.iter().map(String::as_str));
