@@ -204,7 +204,9 @@ mod tests {
         let both = [waiter(1, None), waiter(2, Process::current().ok())];
         let add = |ledger: &mut Ledger| both.iter().for_each(|waiter| ledger.add_waiter(waiter.clone()));
         Store::open(&config.state_dir).unwrap().change(add).unwrap();
-        both.iter().for_each(|waiter| note(&waiter.id, "it is being made", &config));
+        for waiter in &both {
+            note(&waiter.id, "it is being made", &config);
+        }
         let noted = Store::open(&config.state_dir).unwrap().read().unwrap().waiters;
         assert_eq!(
             noted.iter().map(|waiter| &*waiter.why).collect::<Vec<_>>(),
@@ -213,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_user_is_told_no_others_container() {
+    fn another_users_container_is_not_named() {
         let (_dir, config) = host();
         let mut held = lease(1, "GPU-0");
         held.container.uid = 1001;

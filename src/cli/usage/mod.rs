@@ -288,9 +288,9 @@ fn within<T: Send + 'static>(
     }
     let (asking, (sender, answers)) = (Arc::clone(all), std::sync::mpsc::channel());
     let run = move || {
-        let _asking = asking;
         // Nobody listens any more once the limit is over.
         let _ = sender.send(ask());
+        drop(asking);
     };
     let started = std::thread::Builder::new().name("nvml".to_owned()).spawn(run);
     started.map_err(|error| format!("no thread can be started: {error}"))?;

@@ -379,7 +379,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (dev, path) = (dir.path().join("dev"), dir.path().join("dev/null"));
         std::fs::create_dir(&dev).unwrap();
-        mknodat(&open_root(&dev).unwrap(), "null", SFlag::S_IFCHR, Mode::S_IRUSR, makedev(1, 3)).unwrap();
+        mknodat(open_root(&dev).unwrap(), "null", SFlag::S_IFCHR, Mode::S_IRUSR, makedev(1, 3)).unwrap();
         let node = Node { path: "/dev/null".into(), major: 1, minor: 3 };
         let own = std::fs::metadata(&dev).map(|found| (found.dev(), found.ino())).unwrap();
         let remove = |owner, host| {
