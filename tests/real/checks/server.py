@@ -39,7 +39,7 @@ def server(table, group, machine):
 def events(kind, container):
     text = process.must(["sublet", "events", "--format", "json", "--filter", f"kind={kind}"])
     found = [json.loads(line) for line in text.splitlines()]
-    return [event for event in found if event["container_id"] == container]
+    return [event for event in found if event.get("container_id") == container]
 
 
 def health(machine):
