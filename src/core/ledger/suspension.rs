@@ -184,14 +184,6 @@ impl Lease {
         self.devices.get(1).map(String::as_str).filter(|_| moves)
     }
 
-    /// Whether it books room on `device`.
-    pub fn books(&self, device: &str) -> bool {
-        let arrives = || self.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Arriving);
-        // Each start asks this of each lease for each device: first whether it is there at all.
-        let number = self.devices.iter().rposition(|own| own == device);
-        number.is_some_and(|number| !self.is_suspended() && (number > 0 || !arrives()))
-    }
-
     /// It keeps the device with this number. Its processes know the other one from now on.
     fn stay_on(&mut self, number: usize) {
         let all = std::mem::take(&mut self.devices);

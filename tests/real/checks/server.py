@@ -56,7 +56,9 @@ def illegal(rows, machine):
     identity, result = docker.state(name, ".Id"), "CUDA_ERROR_ILLEGAL_ADDRESS"
     if machine.simulated:
         pid = docker.state(name, ".State.Pid")
-        process.must([f"{machine.given['bin']}/sublet-sim", "xid", "0", "31", pid, "MMU Fault", "--root", "/srv/sim"])
+        fault = [f"{machine.given['bin']}/sublet-sim", "xid", "0", "31", pid, "MMU Fault", "--root", "/srv/sim"]
+        # The service may not watch the GPU yet.
+        process.eventually(lambda: process.must(fault) is None or events("gpu-error", identity), 20, 2)
     else:
         process.eventually(lambda: '"fault"' in docker.logs(name), 40, 0.5)
         result = (re.findall(r'"result": "(\w+)"', docker.logs(name)) or [docker.logs(name)[-200:]])[-1]
