@@ -205,7 +205,6 @@ impl Ledger {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixture::lease;
     use super::*;
     use crate::config::Config;
     use crate::request;
@@ -245,10 +244,6 @@ mod tests {
         assert_eq!((ledger.waiters.len(), ledger.waiters[127].why.len()), (MOST, LONGEST));
         let all = names(&ledger);
         assert_eq!((all[0].0, all[1].0), ("web", ""), "what may be no container to start made room: db");
-        // One that was suspended for another holds a lease.
-        ledger.leases = vec![lease(500, "GPU-0")];
-        ledger.add_waiter(waiter(500, "suspended", "no", Some(me)));
-        assert_eq!(names(&ledger).last(), Some(&("suspended", "no")));
     }
 
     #[test]
