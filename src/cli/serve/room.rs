@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::bail;
 
+use crate::policy_rule::rule_of;
 use crate::suspend::{self, SuspendError};
 use crate::usage::{self, Usage};
 use sublet_core::admit::{Local, Room, RoomStep, Sight, refresh};
@@ -69,7 +70,8 @@ impl<'c> Seen<'c> {
             (runs || is_new(lease)).then_some(used.sm_percent != Some(0))
         };
         let at_ms = now.saturating_add(milliseconds(time));
-        Sight { inventory, ledger, config, at_ms, is_busy: &is_busy }.next_step()
+        let rule_of = |uid| rule_of(uid, config).ok().cloned();
+        Sight { inventory, ledger, config, at_ms, is_busy: &is_busy, rule_of: &rule_of }.next_step()
     }
 }
 
