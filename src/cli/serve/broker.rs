@@ -122,14 +122,15 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
             return Ok(Answer::Stepped { bytes, took_ms });
         }
+        // Others are suspended; the records of a year are read.
+        Ask::MakeRoom { .. } | Ask::Report { .. } if leave_to_slow(put_off) => {
+            return Ok(Answer::Done(false));
+        }
         Ask::MakeRoom { waiter } => {
             ensure!(
                 peer.uid == geteuid().as_raw(),
                 "sublet serve makes room for root's starts when they ask"
             );
-            if leave_to_slow(put_off) {
-                return Ok(Answer::Done(false));
-            }
             room::make_room(waiter, peer.uid, config)?;
         }
         Ask::StartDaemon { key } => return client.start_daemon(key),
@@ -375,6 +376,13 @@ mod tests {
             breaks(&mut request);
             assert!(check(&request).is_err(), "case {number}");
         }
+    }
+
+    #[test]
+    fn a_report_is_left_to_the_thread_for_slow_work() {
+        let (line, put_off) = (protocol::line(&Ask::Report { wanted: json!({}) }), Cell::default());
+        answer(&line.unwrap(), Peer { pid: 1, uid: 4_000_000_000 }, Some(&put_off));
+        assert!(put_off.get().make);
     }
 
     #[test]
