@@ -16,6 +16,7 @@ use crate::names;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
 use crate::suspend::{self, Done, SuspendError};
+use crate::told::Told;
 use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
@@ -40,15 +41,16 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
     protocol::line(&answer).or_else(|error| protocol::line(&no(&error.into()))).unwrap_or_default()
 }
 
+/// Steps that could not be put right.
+static STUCK: Told = Told::nothing();
+
 /// Destroys the MIG instances that no lease needs any more, puts right what was cut short of suspensions, and takes a step for
 /// those who wait for room. `left` says whether there may be more to do.
 pub(super) fn clear(left: &Cell<PutOff>) {
     let clear = || -> anyhow::Result<()> {
         let config = config_files::load()?;
         Local::new(&config).destroy_unneeded(&Store::open(&config.state_dir)?);
-        for line in suspend::put_right(&config) {
-            tracing::warn!("{line}");
-        }
+        STUCK.warn(suspend::put_right(&config), "no step of a suspension is stuck any more");
         if room::take_step(&config)? {
             left.set(PutOff { clear: true, ..left.get() });
         }
