@@ -332,6 +332,16 @@ fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
         assert_eq!(state(&world), "active", "{call}");
         assert_goes_on(&kept);
     }
+    // One that is on the GPU is unlocked by another child, and nothing is asked of a driver that does not tell the state.
+    done(&world, &["suspend", "kept"]);
+    fail(&world, "cuCheckpointProcessUnlock 1 801\n");
+    done(&world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    done(&world, &["suspend", "kept"]);
+    fail(&world, "cuCheckpointProcessGetState 1 801\n");
+    assert_eq!(refused(&world, &["resume", "kept"]).0, "suspend-stuck");
+    done(&world, &["gc"]);
+    assert_goes_on(&kept);
     kept.down();
     world.assert_empty();
 }

@@ -27,7 +27,7 @@ use crate::peer::{end_container, has_user_namespace, is_theirs, owns};
 use crate::probe;
 use checks::{CudaProcess, CudaProcesses};
 pub use driver::{Arguments as CheckpointArguments, run as checkpoint};
-use driver::{CallError, Driver, ProcessState};
+use driver::{CallError, Driver, ProcessState, lost};
 pub use error::SuspendError;
 pub(crate) use new::have_suspended;
 pub use new::{Arguments as NewArguments, run as suspend_new_process};
@@ -270,12 +270,18 @@ impl<'a> Work<'a> {
     fn begin(lease: Lease, config: &'a Config) -> Result<Self, SuspendError> {
         let unknown =
             |error: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
-        let inventory = refresh(config)?;
+        // This process loads and initialises NVML while the child of the refresh does.
+        let (inventory, connected) = std::thread::scope(|scope| {
+            let connected = scope.spawn(|| probe::connect(config));
+            (refresh(config), connected.join())
+        });
+        let inventory = inventory?;
         let owner = Process::current().map_err(|error| unknown(&error))?;
         let driver = Driver::of(&inventory, &config.state_dir, owner);
         let driver =
             driver.ok_or_else(|| SuspendError::Unknown("where the host's libcuda.so.1 is".to_owned()))?;
-        let (nvml, _) = probe::connect(config).map_err(|error| unknown(&error))?;
+        let connected = connected.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let (nvml, _) = connected.map_err(|error| unknown(&error))?;
         Ok(Self { config, lease, inventory, driver, nvml, owner, has_nodes: Cell::new(false) })
     }
 
@@ -443,20 +449,25 @@ impl<'a> Work<'a> {
     /// Puts its processes away, and restores them on the GPU `there`.
     fn carry_over(&self, there: &str, processes: &[SuspendedProcess]) -> Result<(), String> {
         let bytes = sum(processes);
-        let check = || self.check_gpu(there, bytes, self.config.limits.reserve);
-        self.give_nodes()?;
-        self.end_idle_servers()?;
-        check()?;
+        let reserve = self.config.limits.reserve;
+        self.make_ready(there, bytes, reserve)?;
         // A host whose GPUs cannot all be named moves nothing: it is not suspended in vain.
         let pairs = self.pairs(there)?;
         self.put_away(processes)?;
         let noted = self.change(|ledger| ledger.begin_restoring(&self.lease.id, self.owner));
         noted.map_err(|error| error.to_string())?;
-        check()?;
+        self.check_gpu(there, bytes, reserve)?;
         processes.iter().try_for_each(|one| {
             let restored = self.driver.restore_with(one.process, one.bytes, &pairs);
             restored.map_err(|error| format!("process {}: {error}", one.process.pid))
         })
+    }
+
+    /// Before a restore on GPU `uuid`: its nodes, no MPS server in the way, and room as NVML tells.
+    fn make_ready(&self, uuid: &str, bytes: u64, reserve: u64) -> Result<(), String> {
+        self.give_nodes()?;
+        self.end_idle_servers()?;
+        self.check_gpu(uuid, bytes, reserve)
     }
 
     /// MPS servers that wait for a share may hold the compute mode of a GPU that it is to be restored on.
@@ -498,6 +509,9 @@ impl<'a> Work<'a> {
     fn bring_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<String, Stuck> {
         let not_now = |why, all_out| Stuck::NotNow { why, all_out };
         checks::check_awake(processes).map_err(|error| not_now(error.to_string(), false))?;
+        if self.bring_alone_back(processes, reserve)? {
+            return Ok(self.gpu().to_owned());
+        }
         let mut states = Vec::new();
         for one in processes {
             let state = self.driver.state(one.process).map_err(|error| not_now(error.to_string(), false))?;
@@ -505,7 +519,7 @@ impl<'a> Work<'a> {
         }
         states.retain(|(_, state)| *state != ProcessState::Ended);
         if let Some((one, _)) = states.iter().find(|(_, state)| *state == ProcessState::Failed) {
-            return Err(Stuck::Lost(format!("the driver has lost process {}", one.process.pid)));
+            return Err(Stuck::Lost(lost(one.process.pid)));
         }
         let is_out = |(_, state): &&(SuspendedProcess, ProcessState)| *state == ProcessState::Checkpointed;
         let out: Vec<SuspendedProcess> = states.iter().filter(is_out).map(|(one, _)| *one).collect();
@@ -522,6 +536,25 @@ impl<'a> Work<'a> {
         Ok(gpu)
     }
 
+    /// Brings back a container with one process, which is resumed where it was, as most are: by one child of the driver's. `false`:
+    /// it is another one, or there is no room as far as that is known before its state is.
+    fn bring_alone_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<bool, Stuck> {
+        let resumes = self.lease.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Resuming);
+        let stays = resumes && self.lease.destination().is_none();
+        let ([one], true) = (processes, stays) else { return Ok(false) };
+        if self.make_ready(self.gpu(), one.bytes, reserve).is_err() {
+            return Ok(false);
+        }
+        let Err(failed) = self.driver.bring_back(one.process, one.bytes) else { return Ok(true) };
+        let now = self.state_of(one.process);
+        if now != Some(ProcessState::Running) {
+            // Locked, it is on the GPU: the answer was late.
+            aftermath(failed, now, ProcessState::Locked, checks::check_awake(&[*one]).is_ok())?;
+            self.carry_out_or_lose(CheckpointCall::Unlock, *one, ProcessState::Running)?;
+        }
+        Ok(true)
+    }
+
     /// Whether it has room on two GPUs.
     fn is_moving(&self) -> bool {
         self.lease.destination().is_some() && !self.is_arriving()
@@ -534,14 +567,13 @@ impl<'a> Work<'a> {
     /// Restores what is `out`, each process where it was; one that arrives, on its new GPU.
     fn restore(&self, out: &[SuspendedProcess], reserve: u64, all_out: bool) -> Result<(), Stuck> {
         let not_now = |why| Stuck::NotNow { why, all_out };
-        self.give_nodes().and_then(|()| self.end_idle_servers()).map_err(not_now)?;
-        let Some(there) = self.lease.destination().filter(|_| self.is_arriving()) else {
-            self.check_gpu(self.gpu(), sum(out), reserve).map_err(not_now)?;
+        let there = self.lease.destination().filter(|_| self.is_arriving());
+        self.make_ready(there.unwrap_or(self.gpu()), sum(out), reserve).map_err(not_now)?;
+        let Some(there) = there else {
             return out.iter().try_for_each(|one| {
                 self.carry_out_or_lose(CheckpointCall::Restore, *one, ProcessState::Locked)
             });
         };
-        self.check_gpu(there, sum(out), reserve).map_err(not_now)?;
         let pairs = self.pairs(there).map_err(not_now)?;
         for (count, one) in out.iter().enumerate() {
             let Err(failed) = self.driver.restore_with(one.process, one.bytes, &pairs) else { continue };
