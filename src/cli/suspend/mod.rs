@@ -15,6 +15,7 @@ mod driver;
 mod error;
 mod new;
 mod nodes;
+mod pairs;
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -32,6 +33,7 @@ pub use error::SuspendError;
 pub(crate) use new::have_suspended;
 pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
+use pairs::{all_uuids, change_places};
 use sublet_core::admit::{Local, refresh};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
@@ -475,20 +477,13 @@ impl<'a> Work<'a> {
         Local::new(self.config).end_conflicting(&self.lease).map_err(|error| error.to_string())
     }
 
-    /// All GPUs of the host, each followed by the one that takes its place: the container's and `there` change places. The driver
-    /// takes nothing but a permutation of them all, which is that of the way back, too.
+    /// All GPUs of the host, each followed by the one that takes its place: the container's and `there` change places.
     fn pairs(&self, there: &str) -> Result<Vec<String>, String> {
-        let unknown = |error| format!("NVML does not list the host's GPUs ({error})");
+        let unknown = |error| format!("NVML does not count the host's GPUs ({error})");
         let count = self.nvml.device_count().map_err(unknown)?;
         let uuid = |index| self.nvml.device_by_index(index).and_then(|device| device.uuid());
-        let all: Vec<String> = (0..count).map(uuid).collect::<Result<_, _>>().map_err(unknown)?;
-        let here = self.gpu();
-        let replaced = |uuid: &String| match uuid.as_str() {
-            uuid if uuid == here => there.to_owned(),
-            uuid if uuid == there => here.to_owned(),
-            uuid => uuid.to_owned(),
-        };
-        Ok(all.iter().flat_map(|uuid| [uuid.clone(), replaced(uuid)]).collect())
+        let all = all_uuids(count, uuid, &self.inventory.left_out)?;
+        Ok(change_places(&all, self.gpu(), there))
     }
 
     /// Locks all of its processes, and then suspends them.
