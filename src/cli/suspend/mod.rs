@@ -81,6 +81,7 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
     let processes = work.check_processes(&ledger)?;
     let bytes = sum(&processes);
     work.change(|ledger| {
+        checks::check_host_beside(bytes, ledger.bytes_on_their_way_out(id))?;
         ledger.begin_suspending(id, work.owner, processes.clone())?;
         if on_demand {
             ledger.note_on_demand(id);
@@ -136,6 +137,7 @@ pub(crate) fn move_to(id: &LeaseId, gpu: &str, config: &Config) -> Result<Done, 
     let bytes = sum(&processes);
     work.lease = work.change(|ledger| {
         check_resume(ledger.suspendable(id)?, &there, bytes, &work.inventory, ledger, config)?;
+        checks::check_host_beside(bytes, ledger.bytes_on_their_way_out(id))?;
         ledger.begin_moving(id, work.owner, processes.clone(), &there)?;
         ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
