@@ -328,7 +328,8 @@ fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
     for call in ["Restore", "Unlock"] {
         done(&world, &["suspend", "kept"]);
         killed_in(&world, &format!("cuCheckpointProcess{call}"), &["resume", "kept"]);
-        done(&world, &["gc"]);
+        let said = done(&world, &["gc"]);
+        assert!(said.contains("is put right first"), "{call}: {said}");
         assert_eq!(state(&world), "active", "{call}");
         assert_goes_on(&kept);
     }

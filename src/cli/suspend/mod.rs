@@ -189,16 +189,27 @@ pub(crate) fn is_cut_short(config: &Config) -> bool {
 }
 
 /// Puts right every step that nobody takes any more, from where this process takes none: what was locked is unlocked, what
-/// was suspended comes back. Returns what could not be put right, one line each.
+/// was suspended comes back. Copying may take minutes: a line on standard error says so first. Returns what could not be put right,
+/// one line each.
 pub(crate) fn put_right(config: &Config) -> Vec<String> {
     let read = Store::open(&config.state_dir).and_then(|store| store.read());
     let (Ok(ledger), Ok(us)) = (read, Process::current()) else { return Vec::new() };
     let put = |lease: &Lease| {
         let name = safe(&lease.container.name());
+        eprintln!("sublet: {}", announce(lease));
         let put = put_one_right(lease, config);
         put.err().map(|error| format!("container {name}: a step of its suspension was cut short: {error}"))
     };
     ledger.cut_short(us).filter_map(put).collect()
+}
+
+/// What is said before the step of `lease` is put right.
+fn announce(lease: &Lease) -> String {
+    let mib = lease.suspension.as_ref().map_or(0, Suspension::bytes) >> 20;
+    let name = safe(&lease.container.name());
+    format!(
+        "container {name}: a step of its suspension was cut short: it is put right first, up to {mib} MiB are copied"
+    )
 }
 
 fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
@@ -733,6 +744,21 @@ impl<'a> Work<'a> {
 mod tests {
     use super::ProcessState::{Checkpointed, Ended, Failed, Locked, Running};
     use super::*;
+    use sublet_core::ledger::fixture::lease;
+
+    #[test]
+    fn what_takes_long_is_announced_with_its_size() {
+        let process = Process { pid: 7, start_time: 1 };
+        let own = Suspension {
+            step: SuspendStep::Resuming,
+            owner: process,
+            processes: vec![SuspendedProcess { process, bytes: 20 << 30 }],
+            since_ms: 1000,
+            on_demand: false,
+        };
+        let line = announce(&Lease { suspension: Some(own), ..lease(1, "GPU-0") });
+        assert!(line.contains("is put right first") && line.contains("20480 MiB"), "{line}");
+    }
 
     #[test]
     fn only_a_process_that_the_driver_refuses_to_bring_back_is_lost() {
