@@ -34,7 +34,7 @@ pub(crate) use new::have_suspended;
 pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
 use pairs::{all_uuids, change_places};
-use sublet_core::admit::{Local, refresh};
+use sublet_core::admit::{Local, confirmed_inventory, refresh};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::inventory::{Device, Inventory};
@@ -285,18 +285,17 @@ impl<'a> Work<'a> {
     fn begin(lease: Lease, config: &'a Config) -> Result<Self, SuspendError> {
         let unknown =
             |error: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
-        // This process loads and initialises NVML while the child of the refresh does.
-        let (inventory, connected) = std::thread::scope(|scope| {
-            let connected = scope.spawn(|| probe::connect(config));
-            (refresh(config), connected.join())
-        });
-        let inventory = inventory?;
+        let known = confirmed_inventory(config)?;
+        let (nvml, _) = probe::connect(config).map_err(|error| unknown(&error))?;
+        // A refresh starts a child, which initialises NVML once more. It says which GPUs are left out now.
+        let inventory = match probe::renew(&known, &nvml) {
+            Ok(now) if now.left_out.is_empty() => now,
+            _ => refresh(config)?,
+        };
         let owner = Process::current().map_err(|error| unknown(&error))?;
         let driver = Driver::of(&inventory, &config.state_dir, owner);
         let driver =
             driver.ok_or_else(|| SuspendError::Unknown("where the host's libcuda.so.1 is".to_owned()))?;
-        let connected = connected.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        let (nvml, _) = connected.map_err(|error| unknown(&error))?;
         Ok(Self { config, lease, inventory, driver, nvml, owner, has_nodes: Cell::new(false) })
     }
 
@@ -576,7 +575,7 @@ impl<'a> Work<'a> {
     fn restore(&self, out: &[SuspendedProcess], reserve: u64, all_out: bool) -> Result<(), Stuck> {
         let not_now = |why| Stuck::NotNow { why, all_out };
         let there = self.lease.destination().filter(|_| self.is_arriving());
-        self.make_ready(there.unwrap_or(self.gpu()), sum(out), reserve).map_err(not_now)?;
+        self.make_ready(there.unwrap_or_else(|| self.gpu()), sum(out), reserve).map_err(not_now)?;
         let Some(there) = there else {
             return out.iter().try_for_each(|one| {
                 self.carry_out_or_lose(CheckpointCall::Restore, *one, ProcessState::Locked)
