@@ -207,9 +207,7 @@ pub(crate) fn put_right(config: &Config) -> Vec<String> {
 fn announce(lease: &Lease) -> String {
     let mib = lease.suspension.as_ref().map_or(0, Suspension::bytes) >> 20;
     let name = safe(&lease.container.name());
-    format!(
-        "container {name}: a step of its suspension was cut short: it is put right first, up to {mib} MiB are copied"
-    )
+    format!("container {name}: putting its suspension right first: {mib} MiB")
 }
 
 fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
@@ -756,7 +754,7 @@ mod tests {
             on_demand: false,
         };
         let line = announce(&Lease { suspension: Some(own), ..lease(1, "GPU-0") });
-        assert!(line.contains("is put right first") && line.contains("20480 MiB"), "{line}");
+        assert!(line.ends_with(": putting its suspension right first: 20480 MiB"), "{line}");
     }
 
     #[test]
