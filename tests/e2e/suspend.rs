@@ -329,7 +329,7 @@ fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
         done(&world, &["suspend", "kept"]);
         killed_in(&world, &format!("cuCheckpointProcess{call}"), &["resume", "kept"]);
         let said = done(&world, &["gc"]);
-        assert!(said.contains("container kept: putting its suspension right first: "), "{call}: {said}");
+        assert!(said.contains(": putting its suspension right first: "), "{call}: {said}");
         assert_eq!(state(&world), "active", "{call}");
         assert_goes_on(&kept);
     }
