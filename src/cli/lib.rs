@@ -12,6 +12,7 @@ mod policy_rule;
 mod proc;
 mod svg;
 mod terminal;
+mod told;
 mod yaml;
 
 mod load;

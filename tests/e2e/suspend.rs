@@ -328,10 +328,29 @@ fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
     for call in ["Restore", "Unlock"] {
         done(&world, &["suspend", "kept"]);
         killed_in(&world, &format!("cuCheckpointProcess{call}"), &["resume", "kept"]);
-        done(&world, &["gc"]);
+        let said = done(&world, &["gc"]);
+        assert!(said.contains(": putting its suspension right first: "), "{call}: {said}");
         assert_eq!(state(&world), "active", "{call}");
         assert_goes_on(&kept);
     }
+    // What it waits for before the driver's restore: NVML is initialised once.
+    done(&world, &["suspend", "kept"]);
+    std::fs::write(in_sim(&world, "trace"), "").expect("sim/trace");
+    done(&world, &["resume", "kept"]);
+    let trace = std::fs::read_to_string(in_sim(&world, "trace")).expect("sim/trace");
+    let before = trace.split("cuCheckpointProcessRestore").next().expect("a first part");
+    assert_eq!(before.matches("nvmlInit_v2").count(), 1, "{trace}");
+    assert_goes_on(&kept);
+    // One that is on the GPU is unlocked by another child, and nothing is asked of a driver that does not tell the state.
+    done(&world, &["suspend", "kept"]);
+    fail(&world, "cuCheckpointProcessUnlock 1 801\n");
+    done(&world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    done(&world, &["suspend", "kept"]);
+    fail(&world, "cuCheckpointProcessGetState 1 801\n");
+    assert_eq!(refused(&world, &["resume", "kept"]).0, "suspend-stuck");
+    done(&world, &["gc"]);
+    assert_goes_on(&kept);
     kept.down();
     world.assert_empty();
 }

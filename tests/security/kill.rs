@@ -172,6 +172,7 @@ impl<'a> Scene<'a> {
             let known = [
                 "clearing.lock",
                 "events.jsonl",
+                "health.lock",
                 "inventory.json",
                 "ledger.json",
                 "ledger.json.copy",

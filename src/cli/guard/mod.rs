@@ -15,6 +15,7 @@ mod silent_connections;
 
 use std::path::PathBuf;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use sublet_core::config::Config;
@@ -54,26 +55,30 @@ struct Book {
     events: Vec<Event>,
 }
 
-/// One offence that the guard found, and what it did.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Event {
-    /// Seconds since the epoch.
-    pub time: u64,
+/// An offence that the guard found, and what it did about it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "GuardEvent")]
+pub struct Event<T = u64> {
+    /// Seconds since the epoch; where it is shown, RFC 3339.
+    #[schemars(description = "RFC 3339.")]
+    pub time: T,
     /// What the process did.
+    #[schemars(with = "String")]
     pub offence: Offence,
     /// What was done about it.
+    #[schemars(with = "String")]
     pub action: Action,
-    /// The container; `None` if the process belonged to no lease.
+    /// The container; null if the process belonged to no lease.
     pub container_id: Option<String>,
     /// The uid of the container's engine.
     pub uid: u32,
-    /// The device's UUID.
+    /// UUID of the device.
     pub device: String,
-    /// The process on the host.
+    /// The process, on the host.
     pub pid: i32,
     /// Its command name.
     pub name: String,
-    /// The event in one line of text.
+    /// The event in one line.
     pub text: String,
 }
 

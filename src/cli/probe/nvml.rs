@@ -14,8 +14,8 @@ use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_d
 use super::processes::{self, compute_processes, mps_clients};
 use crate::nvml_mig::{self, instance_ids};
 use sublet_core::inventory::{
-    ComputeMode, Device, Fact, GpuProcess, Join, MigDevice, MigGpus, Node, Unknown, Virtualization,
-    device_nodes,
+    ComputeMode, Device, Fact, GpuProcess, Inventory, Join, MigDevice, MigGpus, Node, Unknown,
+    Virtualization, device_nodes,
 };
 
 /// Loads and initializes the library, even if some GPUs do not answer.
@@ -104,6 +104,20 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
         unknown: facts.0,
         ..Device::default()
     })
+}
+
+/// The `known` inventory, which is up to date, with what NVML says of each GPU now: free memory, processes, compute mode.
+///
+/// # Errors
+/// A GPU does not answer as it did.
+pub(crate) fn renew(known: &Inventory, nvml: &Nvml) -> Result<Inventory, NvmlError> {
+    let mut now = known.clone();
+    for gpu in now.devices.iter_mut().filter(|device| !device.is_mig()) {
+        let major = gpu.nodes.first().map_or(0, |node| node.major);
+        let seen = describe(&device_by_uuid(nvml, &gpu.uuid)?, gpu.index, major)?;
+        *gpu = Device { dri_nodes: std::mem::take(&mut gpu.dri_nodes), ..seen };
+    }
+    Ok(now)
 }
 
 /// How two GPUs are joined. NVML's common ancestor is that by `PCIe` alone: where all are joined by `NVLink`, it is the same for

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::probe;
-use crate::sick_gpus;
+use crate::sick_gpus::{self, Records};
 use crate::terminal::warn;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
@@ -72,39 +72,48 @@ fn refresh_asked(
         }
     }
     let began = SystemTime::now();
-    let before = inventory::last(config).map(|before| before.left_out).unwrap_or_default();
     let inventory = probe(config)?;
     // Before the inventory, without which nobody takes a lease after a reboot.
     let uuids: Vec<String> =
         inventory.with_left_out().devices.into_iter().map(|device| device.uuid).collect();
     Store::open(&config.state_dir)?.restore_drains(&config.lasting_dir(), &uuids)?;
-    inventory::store(config, &inventory)?;
-    tell(&before, &inventory, config);
     // The file's time is set to the beginning of its probe: processes waiting for the lock compare it with their own
     // start.
+    sick_gpus::change(config, |sick| store(inventory, sick, began, config)).context("health.json")?
+}
+
+/// Writes `inventory`, whose probe began then, without the `sick` GPUs. Their records are locked meanwhile, so that who does not
+/// wait for a refresh may write, too: the later one leaves out what is sick by then, and loses nothing of the earlier one's.
+fn store(
+    mut inventory: Inventory,
+    sick: &Records,
+    began: SystemTime,
+    config: &Config,
+) -> anyhow::Result<Inventory> {
+    let before = inventory::last(config).map(|before| before.left_out).unwrap_or_default();
+    (inventory.devices, inventory.left_out) = sick.leave_out(inventory.devices, inventory.left_out);
+    inventory::store(config, &inventory)?;
+    tell(&before, &inventory, config);
+    let path = inventory::cache_path(config);
     File::open(&path)
         .and_then(|file| file.set_modified(began))
         .with_context(|| format!("cannot set the time of {}", path.display()))?;
     Ok(inventory)
 }
 
-/// Leaves the GPUs that reported a fault out of the inventory as it is. The driver is not asked: it may hang with them.
+/// Leaves the GPUs that reported a fault out of the inventory as it is. Neither the driver is asked nor a refresh waited for:
+/// both may hang with them.
 ///
 /// # Errors
 /// The inventory cannot be written.
 pub(crate) fn leave_out_sick(config: &Config) -> anyhow::Result<()> {
-    let _lock = lock(&config.state_dir)?;
-    // The first refresh leaves them out.
-    let Ok(before) = inventory::last(config) else { return Ok(()) };
-    let path = inventory::cache_path(config);
-    let probed = std::fs::symlink_metadata(&path)?.modified()?;
-    let (devices, left_out) =
-        sick_gpus::read(config)?.leave_out(before.devices.clone(), before.left_out.clone());
-    let now = Inventory { devices, left_out, ..before.clone() };
-    inventory::store(config, &now)?;
-    tell(&before.left_out, &now, config);
-    // It is no refresh for which another process may have waited.
-    Ok(File::open(&path)?.set_modified(probed)?)
+    sick_gpus::change(config, |sick| -> anyhow::Result<()> {
+        // The first refresh leaves them out.
+        let Ok(known) = inventory::last(config) else { return Ok(()) };
+        // It is no refresh for which another process may have waited.
+        let probed = std::fs::symlink_metadata(inventory::cache_path(config))?.modified()?;
+        store(known, sick, probed, config).map(drop)
+    })?
 }
 
 /// Tells which GPUs are left out since `before`, and which are served again.
@@ -252,6 +261,32 @@ mod tests {
         refresh_asked(&config, SystemTime::now(), began_before).unwrap();
         let asked = SystemTime::now() - std::time::Duration::from_millis(1);
         assert_eq!(refresh_asked(&config, asked, |config| probed(config, 2)).unwrap().probed_at, 2);
+    }
+
+    #[test]
+    fn a_gpu_that_becomes_sick_during_a_refresh_waits_for_no_end_of_it_and_stays_left_out() {
+        let (_root, config) = root();
+        let with_gpu = |config: &Config| -> anyhow::Result<Inventory> {
+            let gpu = Device { uuid: "GPU-1".into(), ..Device::default() };
+            Ok(Inventory { devices: vec![gpu], ..probed(config, 1)? })
+        };
+        refresh_asked(&config, SystemTime::now(), with_gpu).unwrap();
+        let served = || inventory::last(&config).unwrap().devices.len();
+        assert_eq!(served(), 1);
+        let during = |config: &Config| -> anyhow::Result<Inventory> {
+            let found = with_gpu(config);
+            let fault = sick_gpus::Sick::now("Xid 95".into(), "reset it".into(), false);
+            sick_gpus::mark("GPU-1", fault, config)?;
+            let (config, (done, left_out)) = (config.clone(), std::sync::mpsc::channel());
+            std::thread::spawn(move || done.send(leave_out_sick(&config)));
+            left_out.recv_timeout(Duration::from_secs(60)).expect("it waits for this refresh")?;
+            assert_eq!(served(), 0);
+            found
+        };
+        refresh_asked(&config, SystemTime::now(), during).unwrap();
+        assert_eq!(served(), 0);
+        let told = events::read_ring(&config.state_dir);
+        assert_eq!(told.iter().filter(|event| event.kind == Kind::GpuLost).count(), 1, "{told:?}");
     }
 
     #[test]

@@ -16,6 +16,7 @@ use crate::names;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
 use crate::suspend::{self, Done, SuspendError};
+use crate::told::Told;
 use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
@@ -40,15 +41,16 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
     protocol::line(&answer).or_else(|error| protocol::line(&no(&error.into()))).unwrap_or_default()
 }
 
+/// Steps that could not be put right.
+static STUCK: Told = Told::nothing();
+
 /// Destroys the MIG instances that no lease needs any more, puts right what was cut short of suspensions, and takes a step for
 /// those who wait for room. `left` says whether there may be more to do.
 pub(super) fn clear(left: &Cell<PutOff>) {
     let clear = || -> anyhow::Result<()> {
         let config = config_files::load()?;
         Local::new(&config).destroy_unneeded(&Store::open(&config.state_dir)?);
-        for line in suspend::put_right(&config) {
-            tracing::warn!("{line}");
-        }
+        STUCK.warn(suspend::put_right(&config), "no step of a suspension is stuck any more");
         if room::take_step(&config)? {
             left.set(PutOff { clear: true, ..left.get() });
         }
@@ -122,14 +124,15 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
             return Ok(Answer::Stepped { bytes, took_ms });
         }
+        // Others are suspended; the records of a year are read.
+        Ask::MakeRoom { .. } | Ask::Report { .. } if leave_to_slow(put_off) => {
+            return Ok(Answer::Done(false));
+        }
         Ask::MakeRoom { waiter } => {
             ensure!(
                 peer.uid == geteuid().as_raw(),
                 "sublet serve makes room for root's starts when they ask"
             );
-            if leave_to_slow(put_off) {
-                return Ok(Answer::Done(false));
-            }
             room::make_room(waiter, peer.uid, config)?;
         }
         Ask::StartDaemon { key } => return client.start_daemon(key),
@@ -375,6 +378,13 @@ mod tests {
             breaks(&mut request);
             assert!(check(&request).is_err(), "case {number}");
         }
+    }
+
+    #[test]
+    fn a_report_is_left_to_the_thread_for_slow_work() {
+        let (line, put_off) = (protocol::line(&Ask::Report { wanted: json!({}) }), Cell::default());
+        answer(&line.unwrap(), Peer { pid: 1, uid: 4_000_000_000 }, Some(&put_off));
+        assert!(put_off.get().make);
     }
 
     #[test]

@@ -4,10 +4,11 @@
 //! NVML is loaded for each check and closed again. While a program has it open, other tools cannot reset a GPU, so they
 //! cannot switch MIG mode, nor unload the driver; and a GPU that was reset answers only to who has opened NVML since.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::probe;
 use crate::sick_gpus;
+use crate::told::Told;
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -59,8 +60,8 @@ fn addresses(left_out: &[LeftOut]) -> Vec<&str> {
     left_out.iter().map(|gone| gone.gpu.bus_id.as_str()).collect()
 }
 
-/// Whether the last failure was logged: the next one, two seconds later, is the same.
-static WARNED: AtomicBool = AtomicBool::new(false);
+/// Why MIG devices could not be watched: two seconds later it is the same.
+static FAULTS: Told = Told::nothing();
 
 /// Seconds between two checks if no GPU is in MIG mode. No lease is at risk then, and each check wakes a GPU that is
 /// neither used nor kept initialized.
@@ -83,13 +84,8 @@ pub(super) fn watch_mig() {
         }
         compare(&known, &config).inspect_err(|_| inventory::unwatch(&config))
     };
-    match look() {
-        Ok(()) => WARNED.store(false, Relaxed),
-        Err(error) if !WARNED.swap(true, Relaxed) => {
-            tracing::warn!("MIG devices cannot be watched: {error}");
-        }
-        Err(error) => tracing::debug!("MIG devices cannot be watched: {error}"),
-    }
+    let fault = look().err().map(|error| format!("MIG devices cannot be watched: {error}"));
+    FAULTS.warn(fault.into_iter().collect(), "MIG devices are watched again");
 }
 
 fn compare(known: &Inventory, config: &Config) -> anyhow::Result<()> {

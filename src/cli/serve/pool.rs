@@ -1,5 +1,6 @@
 //! Threads for slow work. Two answer requests, one at a time for each user, and do the work of `sublet gc` every ten
-//! seconds. A third creates and destroys MIG instances, and suspends and resumes containers, which may take minutes.
+//! seconds. A third creates and destroys MIG instances, and suspends and resumes containers, which may take minutes; and makes
+//! reports.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -20,7 +21,7 @@ const THREADS: usize = 2;
 
 /// A piece of work.
 pub(super) enum Job {
-    /// Answer a line of connection `token`. `makes`: it needs an instance created, or a container suspended.
+    /// Answer a line of connection `token`. `makes`: it needs an instance created, or a container suspended, or is for a report.
     Ask { token: u64, peer: Peer, line: Vec<u8>, makes: bool },
     /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own
     /// work.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::bail;
 
+use crate::policy_rule::rule_of;
 use crate::suspend::{self, SuspendError};
 use crate::usage::{self, Usage};
 use sublet_core::admit::{Local, Room, RoomStep, Sight, refresh};
@@ -69,7 +70,8 @@ impl<'c> Seen<'c> {
             (runs || is_new(lease)).then_some(used.sm_percent != Some(0))
         };
         let at_ms = now.saturating_add(milliseconds(time));
-        Sight { inventory, ledger, config, at_ms, is_busy: &is_busy }.next_step()
+        let rule_of = |uid| rule_of(uid, config).ok().cloned();
+        Sight { inventory, ledger, config, at_ms, is_busy: &is_busy, rule_of: &rule_of }.next_step()
     }
 }
 
@@ -105,6 +107,10 @@ pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
 pub(super) fn may_find_room(waiter: &Waiter, config: &Config) -> bool {
     Seen::by_files(config).is_some_and(|mut seen| {
         seen.ledger.add_waiter(waiter.clone());
+        // Others, for whom there is room, have that first; the steps for the rest say nothing of its own.
+        let placed = seen.next_step(Duration::ZERO).placed;
+        let is_own = |one: &Waiter| one.id == waiter.id || one.process == waiter.process;
+        seen.ledger.waiters.retain(|one| is_own(one) || placed.contains(&one.id));
         seen.next_step(Duration::ZERO).step.is_some()
     })
 }
@@ -181,9 +187,14 @@ fn note(waiter: &LeaseId, what: &str, config: &Config) {
 mod tests {
     use std::collections::BTreeMap;
 
+    use sublet_core::config::PolicyRule;
+    use sublet_core::inventory;
+    use sublet_core::ledger::LeaseState;
     use sublet_core::ledger::fixture::lease;
+    use sublet_core::place::fixture::{GIB, device, host as host_of};
     use sublet_core::process::Process;
     use sublet_core::request;
+    use sublet_core::share::Suspend;
 
     use super::*;
 
@@ -212,6 +223,38 @@ mod tests {
             noted.iter().map(|waiter| &*waiter.why).collect::<Vec<_>>(),
             ["no room", "it is being made"]
         );
+    }
+
+    #[test]
+    fn the_room_that_is_made_for_one_who_waits_is_none_for_a_start_on_another_gpu() {
+        let (_dir, config) = host();
+        inventory::store(&config, &host_of(vec![device(0), device(1)])).unwrap();
+        let held = |number, gpu, suspend| Lease {
+            state: LeaseState::Active,
+            memory_bytes: Some(60 * GIB),
+            resumed_ms: Some(0),
+            suspend,
+            ..lease(number, gpu)
+        };
+        let waiter = |number, gpu: &str, is_other: bool| {
+            let keys = [("sublet.gpu", gpu), ("sublet.memory", "60GiB"), ("sublet.suspend", "allow")];
+            let annotations = keys.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
+            let request = request::parse(&annotations, None, None, &config).unwrap();
+            let lease = lease(number, gpu);
+            let by = if is_other { Some(Process { pid: 1, start_time: 1 }) } else { Process::current().ok() };
+            let mut waiter = Waiter::new(&lease.id, &lease.container, &request, "no room", by);
+            waiter.rule = Some(PolicyRule { displace: true, ..PolicyRule::default() });
+            waiter
+        };
+        let fill = |ledger: &mut Ledger| {
+            ledger.leases = vec![held(1, "GPU-0", Suspend::Allow), held(2, "GPU-1", Suspend::Never)];
+            ledger.waiters = vec![waiter(3, "0", false)];
+        };
+        Store::open(&config.state_dir).unwrap().change(fill).unwrap();
+        // It has its entry already, with another id.
+        assert!(may_find_room(&waiter(4, "0", false), &config));
+        assert!(may_find_room(&waiter(5, "0", true), &config), "it may be there for both");
+        assert!(!may_find_room(&waiter(6, "1", true), &config));
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod listed;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::guard::{self, Event, Offence, Sight};
+use crate::guard::{self, Event, Sight};
 use crate::mps_daemons::Listed;
 use crate::names::{Names, by_engine};
 use crate::sick_gpus;
@@ -16,7 +16,6 @@ use sublet_core::inventory::{Device, Inventory, LeftOut};
 use sublet_core::ledger::{DaemonState, DynamicInstance, LeaseState, Ledger, Waiter};
 use sublet_core::oci;
 use sublet_core::place::{describe_request, places, why_kept_away};
-use sublet_core::share::Action;
 use sublet_core::text::{add_why, safe, timestamp};
 
 pub use crate::usage::{DeviceUsed, LeaseUsed, OutsideProcess};
@@ -72,30 +71,8 @@ pub struct Guard {
     pub events: Vec<GuardEvent>,
 }
 
-/// An offence that the guard found, and what it did about it.
-#[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct GuardEvent {
-    /// RFC 3339.
-    pub time: String,
-    /// What the process did.
-    #[schemars(with = "String")]
-    pub offence: Offence,
-    /// What was done about it.
-    #[schemars(with = "String")]
-    pub action: Action,
-    /// The container; null if the process belonged to no lease.
-    pub container_id: Option<String>,
-    /// The uid of the container's engine.
-    pub uid: u32,
-    /// UUID of the device.
-    pub device: String,
-    /// The process, on the host.
-    pub pid: i32,
-    /// Its command name.
-    pub name: String,
-    /// The event in one line.
-    pub text: String,
-}
+/// As it is shown.
+pub type GuardEvent = Event<String>;
 
 /// A MIG instance that was created for a container.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -166,7 +143,7 @@ impl Status {
             ledger.leases.iter().flat_map(|lease| lease.devices.iter().map(move |device| (lease, device)));
         let event = |Event { time, offence, action, container_id, uid, device, pid, name, text }| {
             let time = timestamp(time);
-            GuardEvent { time, offence, action, container_id, uid, device, pid, name, text }
+            Event { time, offence, action, container_id, uid, device, pid, name, text }
         };
         let mut status = Self {
             schema: "sublet.status/1",

@@ -202,15 +202,30 @@ pub(super) fn check_running(driver: &Driver, processes: &[SuspendedProcess]) -> 
 
 /// The host's memory and the container's limits have room for as many bytes as each process has on the GPU.
 pub(super) fn check_host_memory(processes: &[SuspendedProcess], bytes: u64) -> Result<(), SuspendError> {
-    let (_, available) =
-        memory_of_host().ok_or_else(|| SuspendError::Unknown("the host's memory".to_owned()))?;
-    let mut left = vec![("the host", available.saturating_sub(HOST_RESERVE))];
+    let mut left = vec![("the host", left_of_host()?)];
     for one in processes {
         let limit = cgroups::memory_left(one.process.pid);
         let limit = limit.map_err(|error| unknown("the container's memory limit", &error))?;
         left.extend(limit.map(|limit| ("the container's memory limit", limit)));
     }
     check_fits(bytes, &left)
+}
+
+/// The host's memory has room for `bytes` beside those that other containers are copying there. It is asked under the ledger's lock
+/// with the step that begins: two at once do not both count on the same memory. What was copied already is counted twice.
+pub(super) fn check_host_beside(bytes: u64, others: u64) -> Result<(), SuspendError> {
+    check_beside(bytes, others, left_of_host()?)
+}
+
+fn check_beside(bytes: u64, others: u64, left: u64) -> Result<(), SuspendError> {
+    let of = if others == 0 { "the host" } else { "the host, beside what others copy there now," };
+    check_fits(bytes, &[(of, left.saturating_sub(others))])
+}
+
+fn left_of_host() -> Result<u64, SuspendError> {
+    let (_, available) =
+        memory_of_host().ok_or_else(|| SuspendError::Unknown("the host's memory".to_owned()))?;
+    Ok(available.saturating_sub(HOST_RESERVE))
 }
 
 fn check_fits(bytes: u64, left: &[(&'static str, u64)]) -> Result<(), SuspendError> {
@@ -379,6 +394,16 @@ mod tests {
         let left = [("the host", 9 * GIB), ("the container's memory limit", GIB - 1)];
         let error = check_fits(GIB, &left).unwrap_err().to_string();
         assert!(error.contains("1024 MiB") && error.contains("1023 MiB of the container's"), "{error}");
+    }
+
+    #[test]
+    fn of_two_at_once_the_later_one_has_what_the_earlier_one_leaves() {
+        assert_eq!(word(check_beside(GIB, 0, GIB)), "");
+        assert_eq!(word(check_beside(GIB, 2 * GIB, 3 * GIB)), "");
+        let error = check_beside(GIB, 2 * GIB, 3 * GIB - 1).unwrap_err().to_string();
+        assert!(error.contains("1023 MiB of the host, beside what others copy there now, left"), "{error}");
+        let error = check_beside(GIB, 4 * GIB, GIB).unwrap_err().to_string();
+        assert!(error.contains("there are 0 MiB"), "{error}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The driver's calls on a container's process. Each is made by a child of this program, `sublet checkpoint`, which loads
+//! The driver's calls on a container's process. They are made by a child of this program, `sublet checkpoint`, which loads
 //! the host's libcuda and can be killed; the target is looked at before and after each.
 
 use std::os::fd::AsFd as _;
@@ -37,6 +37,29 @@ pub(super) enum ProcessState {
     Failed,
     /// It has ended.
     Ended,
+}
+
+impl ProcessState {
+    /// By its number in cuda.h.
+    fn parse(number: &str) -> Option<Self> {
+        Some(match number {
+            "0" => Self::Running,
+            "1" => Self::Locked,
+            "2" => Self::Checkpointed,
+            "3" => Self::Failed,
+            _ => return None,
+        })
+    }
+
+    /// The calls after which a process in this state runs; `None`: none does that.
+    const fn calls_back(self) -> Option<&'static [CheckpointCall]> {
+        match self {
+            Self::Running | Self::Ended => Some(&[]),
+            Self::Locked => Some(&[CheckpointCall::Unlock]),
+            Self::Checkpointed => Some(&[CheckpointCall::Restore, CheckpointCall::Unlock]),
+            Self::Failed => None,
+        }
+    }
 }
 
 /// Why a call was not carried out.
@@ -79,12 +102,9 @@ impl Driver {
 
     pub(super) fn state(&self, target: Process) -> Result<ProcessState, CallError> {
         match self.ask("state", target, SHORT, &[])?.trim() {
-            "0" => Ok(ProcessState::Running),
-            "1" => Ok(ProcessState::Locked),
-            "2" => Ok(ProcessState::Checkpointed),
-            "3" => Ok(ProcessState::Failed),
             ENDED => Ok(ProcessState::Ended),
-            other => Err(CallError::Refused(format!("it answers with the unknown state {other}"))),
+            other => ProcessState::parse(other)
+                .ok_or_else(|| CallError::Refused(format!("it answers with the unknown state {other}"))),
         }
     }
 
@@ -100,6 +120,12 @@ impl Driver {
             CheckpointCall::Lock | CheckpointCall::Unlock => SHORT,
         };
         self.ask(call.into(), target, limit, &[]).map(drop)
+    }
+
+    /// Has one child restore `target`, which has `bytes` of memory, if that is in host memory, and unlock it: each start of a child
+    /// costs as much as loading libcuda does. Nothing was asked of the driver where it does not tell the state first.
+    pub(super) fn bring_back(&self, target: Process, bytes: u64) -> Result<(), CallError> {
+        self.ask(BACK, target, copying(bytes) + SHORT, &[]).map(drop)
     }
 
     /// Restores `target`, which has `bytes` of memory, with `pairs` of the UUIDs of all GPUs of the host: each is followed by
@@ -145,6 +171,9 @@ pub(super) fn copying(bytes: u64) -> Duration {
     SHORT + Duration::from_secs((bytes >> 30) * SECONDS_FOR_A_GIB)
 }
 
+/// The word for [`Driver::bring_back`].
+const BACK: &str = "back";
+
 /// What the child says of a process that has ended.
 const ENDED: &str = "ended";
 
@@ -154,7 +183,7 @@ const REFUSED: &str = "refused: ";
 /// Arguments of `sublet checkpoint`, which is no command for people.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Which: state, lock, checkpoint, restore or unlock
+    /// Which: state, lock, checkpoint, restore, unlock, or back: what makes it run
     call: String,
     library: PathBuf,
     lock: PathBuf,
@@ -167,7 +196,7 @@ pub struct Arguments {
     pairs: Vec<String>,
 }
 
-/// The child: one call on one process. Says the state, that the process has ended, or why the driver refuses.
+/// The child: calls on one process. Says the state, that the process has ended, or why the driver refuses.
 ///
 /// # Errors
 /// The driver was not asked.
@@ -193,23 +222,48 @@ fn make_call(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     ensure!(owner.is_alive(), "the process that asks for it has ended");
     let Some(pidfd) = target.hold()? else { return ended };
     let driver = Checkpointer::load(&arguments.library).map_err(anyhow::Error::msg)?;
-    let done = if arguments.call == "state" {
-        driver.state(target.pid).map(|state| Some(state.to_string()))
-    } else {
-        let call = arguments.call.parse().context("no such call")?;
-        let pairs = arguments.pairs.chunks(2).map(|pair| match pair {
-            [old, new] => GpuPair::parse(old, new),
-            _ => None,
-        });
-        let pairs: Option<Vec<_>> = pairs.collect();
-        driver.carry_out(call, target.pid, CLOSING, &pairs.context("no pairs of GPUs")?).map(|()| None)
+    let has_ended = || pidfd_await_end(pidfd.as_fd(), Duration::ZERO);
+    let done = match &*arguments.call {
+        "state" => driver.state(target.pid).map(|state| Some(state.to_string())),
+        // As before the first call: of one that was killed, the next command does the rest.
+        BACK => bring_back(driver, target.pid, || owner.is_alive() && !has_ended())?.map(|()| None),
+        call => {
+            let call = call.parse().context("no such call")?;
+            driver.carry_out(call, target.pid, CLOSING, &parse_pairs(&arguments.pairs)?).map(|()| None)
+        }
     };
     drop(held);
     // What was answered is of this process only if it has not ended since.
-    if pidfd_await_end(pidfd.as_fd(), Duration::ZERO) {
+    if has_ended() {
         return ended;
     }
     Ok(done.unwrap_or_else(|why| Some(format!("{REFUSED}{why}"))))
+}
+
+fn parse_pairs(uuids: &[String]) -> anyhow::Result<Vec<GpuPair>> {
+    let pairs = uuids.chunks(2).map(|pair| match pair {
+        [old, new] => GpuPair::parse(old, new),
+        _ => None,
+    });
+    pairs.collect::<Option<_>>().context("no pairs of GPUs")
+}
+
+/// Makes process `pid` run, as long as it `may_go_on`. Why the driver refuses, inside.
+fn bring_back(
+    driver: Checkpointer,
+    pid: i32,
+    may_go_on: impl Fn() -> bool,
+) -> anyhow::Result<Result<(), String>> {
+    let state = driver.state(pid).map_err(anyhow::Error::msg)?;
+    let state = ProcessState::parse(&state.to_string()).context("it answers with an unknown state")?;
+    let Some(calls) = state.calls_back() else { return Ok(Err(lost(pid))) };
+    let mut calls = calls.iter().take_while(|_| may_go_on());
+    Ok(calls.try_for_each(|call| driver.carry_out(*call, pid, CLOSING, &[])))
+}
+
+/// What is said of a process that the driver has lost.
+pub(super) fn lost(pid: i32) -> String {
+    format!("the driver has lost process {pid}")
 }
 
 /// Keeps calls of other programs off process `pid`, and changes of its nodes, until it is dropped: a child whose parent was killed finishes its call. It is a
@@ -248,12 +302,21 @@ mod tests {
     }
 
     #[test]
+    fn what_is_out_is_restored_before_it_is_unlocked_and_what_runs_is_left_alone() {
+        let calls = |number: &str| ProcessState::parse(number).map(ProcessState::calls_back);
+        assert_eq!(calls("0"), Some(Some(&[][..])));
+        assert_eq!(calls("1"), Some(Some(&[CheckpointCall::Unlock][..])));
+        assert_eq!(calls("2"), Some(Some(&[CheckpointCall::Restore, CheckpointCall::Unlock][..])));
+        assert_eq!((calls("3"), calls("4")), (Some(None), None));
+    }
+
+    #[test]
     fn a_child_makes_no_call_for_a_process_that_has_ended() {
         let dir = tempfile::tempdir().unwrap();
         let me = Process::current().unwrap();
-        let call = |owner: Process| {
+        let call = |call: &str, owner: Process| {
             let arguments = Arguments {
-                call: "lock".into(),
+                call: call.into(),
                 library: dir.path().join("libcuda.so.1"),
                 lock: dir.path().join("suspend.lock"),
                 pid: me.pid,
@@ -265,8 +328,10 @@ mod tests {
             };
             make_call(&arguments).unwrap_err().to_string()
         };
-        assert!(call(me).contains("cannot be loaded"));
-        assert!(call(Process { pid: i32::MAX, start_time: 1 }).contains("has ended"));
+        for word in ["lock", BACK] {
+            assert!(call(word, me).contains("cannot be loaded"));
+            assert!(call(word, Process { pid: i32::MAX, start_time: 1 }).contains("has ended"));
+        }
     }
 
     #[test]

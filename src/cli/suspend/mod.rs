@@ -15,6 +15,7 @@ mod driver;
 mod error;
 mod new;
 mod nodes;
+mod pairs;
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -27,12 +28,13 @@ use crate::peer::{end_container, has_user_namespace, is_theirs, owns};
 use crate::probe;
 use checks::{CudaProcess, CudaProcesses};
 pub use driver::{Arguments as CheckpointArguments, run as checkpoint};
-use driver::{CallError, Driver, ProcessState};
+use driver::{CallError, Driver, ProcessState, lost};
 pub use error::SuspendError;
 pub(crate) use new::have_suspended;
 pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
-use sublet_core::admit::{Local, refresh};
+use pairs::{all_uuids, change_places};
+use sublet_core::admit::{Local, confirmed_inventory, refresh};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::inventory::{Device, Inventory};
@@ -79,6 +81,7 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
     let processes = work.check_processes(&ledger)?;
     let bytes = sum(&processes);
     work.change(|ledger| {
+        checks::check_host_beside(bytes, ledger.bytes_on_their_way_out(id))?;
         ledger.begin_suspending(id, work.owner, processes.clone())?;
         if on_demand {
             ledger.note_on_demand(id);
@@ -134,6 +137,7 @@ pub(crate) fn move_to(id: &LeaseId, gpu: &str, config: &Config) -> Result<Done, 
     let bytes = sum(&processes);
     work.lease = work.change(|ledger| {
         check_resume(ledger.suspendable(id)?, &there, bytes, &work.inventory, ledger, config)?;
+        checks::check_host_beside(bytes, ledger.bytes_on_their_way_out(id))?;
         ledger.begin_moving(id, work.owner, processes.clone(), &there)?;
         ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
@@ -185,16 +189,25 @@ pub(crate) fn is_cut_short(config: &Config) -> bool {
 }
 
 /// Puts right every step that nobody takes any more, from where this process takes none: what was locked is unlocked, what
-/// was suspended comes back. Returns what could not be put right, one line each.
+/// was suspended comes back. Copying may take minutes: a line on standard error says so first. Returns what could not be put right,
+/// one line each.
 pub(crate) fn put_right(config: &Config) -> Vec<String> {
     let read = Store::open(&config.state_dir).and_then(|store| store.read());
     let (Ok(ledger), Ok(us)) = (read, Process::current()) else { return Vec::new() };
     let put = |lease: &Lease| {
         let name = safe(&lease.container.name());
+        eprintln!("sublet: {}", announce(lease));
         let put = put_one_right(lease, config);
         put.err().map(|error| format!("container {name}: a step of its suspension was cut short: {error}"))
     };
     ledger.cut_short(us).filter_map(put).collect()
+}
+
+/// What is said before the step of `lease` is put right.
+fn announce(lease: &Lease) -> String {
+    let mib = lease.suspension.as_ref().map_or(0, Suspension::bytes) >> 20;
+    let name = safe(&lease.container.name());
+    format!("container {name}: putting its suspension right first: {mib} MiB")
 }
 
 fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
@@ -270,12 +283,17 @@ impl<'a> Work<'a> {
     fn begin(lease: Lease, config: &'a Config) -> Result<Self, SuspendError> {
         let unknown =
             |error: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
-        let inventory = refresh(config)?;
+        let known = confirmed_inventory(config)?;
+        let (nvml, _) = probe::connect(config).map_err(|error| unknown(&error))?;
+        // A refresh starts a child, which initialises NVML once more. It says which GPUs are left out now.
+        let inventory = match probe::renew(&known, &nvml) {
+            Ok(now) if now.left_out.is_empty() => now,
+            _ => refresh(config)?,
+        };
         let owner = Process::current().map_err(|error| unknown(&error))?;
         let driver = Driver::of(&inventory, &config.state_dir, owner);
         let driver =
             driver.ok_or_else(|| SuspendError::Unknown("where the host's libcuda.so.1 is".to_owned()))?;
-        let (nvml, _) = probe::connect(config).map_err(|error| unknown(&error))?;
         Ok(Self { config, lease, inventory, driver, nvml, owner, has_nodes: Cell::new(false) })
     }
 
@@ -443,20 +461,25 @@ impl<'a> Work<'a> {
     /// Puts its processes away, and restores them on the GPU `there`.
     fn carry_over(&self, there: &str, processes: &[SuspendedProcess]) -> Result<(), String> {
         let bytes = sum(processes);
-        let check = || self.check_gpu(there, bytes, self.config.limits.reserve);
-        self.give_nodes()?;
-        self.end_idle_servers()?;
-        check()?;
+        let reserve = self.config.limits.reserve;
+        self.make_ready(there, bytes, reserve)?;
         // A host whose GPUs cannot all be named moves nothing: it is not suspended in vain.
         let pairs = self.pairs(there)?;
         self.put_away(processes)?;
         let noted = self.change(|ledger| ledger.begin_restoring(&self.lease.id, self.owner));
         noted.map_err(|error| error.to_string())?;
-        check()?;
+        self.check_gpu(there, bytes, reserve)?;
         processes.iter().try_for_each(|one| {
             let restored = self.driver.restore_with(one.process, one.bytes, &pairs);
             restored.map_err(|error| format!("process {}: {error}", one.process.pid))
         })
+    }
+
+    /// Before a restore on GPU `uuid`: its nodes, no MPS server in the way, and room as NVML tells.
+    fn make_ready(&self, uuid: &str, bytes: u64, reserve: u64) -> Result<(), String> {
+        self.give_nodes()?;
+        self.end_idle_servers()?;
+        self.check_gpu(uuid, bytes, reserve)
     }
 
     /// MPS servers that wait for a share may hold the compute mode of a GPU that it is to be restored on.
@@ -464,20 +487,13 @@ impl<'a> Work<'a> {
         Local::new(self.config).end_conflicting(&self.lease).map_err(|error| error.to_string())
     }
 
-    /// All GPUs of the host, each followed by the one that takes its place: the container's and `there` change places. The driver
-    /// takes nothing but a permutation of them all, which is that of the way back, too.
+    /// All GPUs of the host, each followed by the one that takes its place: the container's and `there` change places.
     fn pairs(&self, there: &str) -> Result<Vec<String>, String> {
-        let unknown = |error| format!("NVML does not list the host's GPUs ({error})");
+        let unknown = |error| format!("NVML does not count the host's GPUs ({error})");
         let count = self.nvml.device_count().map_err(unknown)?;
         let uuid = |index| self.nvml.device_by_index(index).and_then(|device| device.uuid());
-        let all: Vec<String> = (0..count).map(uuid).collect::<Result<_, _>>().map_err(unknown)?;
-        let here = self.gpu();
-        let replaced = |uuid: &String| match uuid.as_str() {
-            uuid if uuid == here => there.to_owned(),
-            uuid if uuid == there => here.to_owned(),
-            uuid => uuid.to_owned(),
-        };
-        Ok(all.iter().flat_map(|uuid| [uuid.clone(), replaced(uuid)]).collect())
+        let all = all_uuids(count, uuid, &self.inventory.left_out)?;
+        Ok(change_places(&all, self.gpu(), there))
     }
 
     /// Locks all of its processes, and then suspends them.
@@ -498,6 +514,9 @@ impl<'a> Work<'a> {
     fn bring_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<String, Stuck> {
         let not_now = |why, all_out| Stuck::NotNow { why, all_out };
         checks::check_awake(processes).map_err(|error| not_now(error.to_string(), false))?;
+        if self.bring_alone_back(processes, reserve)? {
+            return Ok(self.gpu().to_owned());
+        }
         let mut states = Vec::new();
         for one in processes {
             let state = self.driver.state(one.process).map_err(|error| not_now(error.to_string(), false))?;
@@ -505,7 +524,7 @@ impl<'a> Work<'a> {
         }
         states.retain(|(_, state)| *state != ProcessState::Ended);
         if let Some((one, _)) = states.iter().find(|(_, state)| *state == ProcessState::Failed) {
-            return Err(Stuck::Lost(format!("the driver has lost process {}", one.process.pid)));
+            return Err(Stuck::Lost(lost(one.process.pid)));
         }
         let is_out = |(_, state): &&(SuspendedProcess, ProcessState)| *state == ProcessState::Checkpointed;
         let out: Vec<SuspendedProcess> = states.iter().filter(is_out).map(|(one, _)| *one).collect();
@@ -522,6 +541,25 @@ impl<'a> Work<'a> {
         Ok(gpu)
     }
 
+    /// Brings back a container with one process, which is resumed where it was, as most are: by one child of the driver's. `false`:
+    /// it is another one, or there is no room as far as that is known before its state is.
+    fn bring_alone_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<bool, Stuck> {
+        let resumes = self.lease.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Resuming);
+        let stays = resumes && self.lease.destination().is_none();
+        let ([one], true) = (processes, stays) else { return Ok(false) };
+        if self.make_ready(self.gpu(), one.bytes, reserve).is_err() {
+            return Ok(false);
+        }
+        let Err(failed) = self.driver.bring_back(one.process, one.bytes) else { return Ok(true) };
+        let now = self.state_of(one.process);
+        if now != Some(ProcessState::Running) {
+            // Locked, it is on the GPU: the answer was late.
+            aftermath(failed, now, ProcessState::Locked, checks::check_awake(&[*one]).is_ok())?;
+            self.carry_out_or_lose(CheckpointCall::Unlock, *one, ProcessState::Running)?;
+        }
+        Ok(true)
+    }
+
     /// Whether it has room on two GPUs.
     fn is_moving(&self) -> bool {
         self.lease.destination().is_some() && !self.is_arriving()
@@ -534,14 +572,13 @@ impl<'a> Work<'a> {
     /// Restores what is `out`, each process where it was; one that arrives, on its new GPU.
     fn restore(&self, out: &[SuspendedProcess], reserve: u64, all_out: bool) -> Result<(), Stuck> {
         let not_now = |why| Stuck::NotNow { why, all_out };
-        self.give_nodes().and_then(|()| self.end_idle_servers()).map_err(not_now)?;
-        let Some(there) = self.lease.destination().filter(|_| self.is_arriving()) else {
-            self.check_gpu(self.gpu(), sum(out), reserve).map_err(not_now)?;
+        let there = self.lease.destination().filter(|_| self.is_arriving());
+        self.make_ready(there.unwrap_or_else(|| self.gpu()), sum(out), reserve).map_err(not_now)?;
+        let Some(there) = there else {
             return out.iter().try_for_each(|one| {
                 self.carry_out_or_lose(CheckpointCall::Restore, *one, ProcessState::Locked)
             });
         };
-        self.check_gpu(there, sum(out), reserve).map_err(not_now)?;
         let pairs = self.pairs(there).map_err(not_now)?;
         for (count, one) in out.iter().enumerate() {
             let Err(failed) = self.driver.restore_with(one.process, one.bytes, &pairs) else { continue };
@@ -704,6 +741,21 @@ impl<'a> Work<'a> {
 mod tests {
     use super::ProcessState::{Checkpointed, Ended, Failed, Locked, Running};
     use super::*;
+    use sublet_core::ledger::fixture::lease;
+
+    #[test]
+    fn what_takes_long_is_announced_with_its_size() {
+        let process = Process { pid: 7, start_time: 1 };
+        let own = Suspension {
+            step: SuspendStep::Resuming,
+            owner: process,
+            processes: vec![SuspendedProcess { process, bytes: 20 << 30 }],
+            since_ms: 1000,
+            on_demand: false,
+        };
+        let line = announce(&Lease { suspension: Some(own), ..lease(1, "GPU-0") });
+        assert!(line.ends_with(": putting its suspension right first: 20480 MiB"), "{line}");
+    }
 
     #[test]
     fn only_a_process_that_the_driver_refuses_to_bring_back_is_lost() {

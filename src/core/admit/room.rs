@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::take_lease::{allowed_inventory, book_waiter, limit_of};
 use crate::broker::policy_limits::PolicyLimit;
-use crate::config::Config;
+use crate::config::{Config, PolicyRule};
 use crate::inventory::Inventory;
 use crate::ledger::{Lease, LeaseId, Ledger, Waiter};
 use crate::place::{Placement, Suspendable, check_resume, whom_to_suspend};
@@ -47,6 +47,8 @@ pub struct Sight<'a> {
     pub at_ms: u64,
     /// Whether a lease's processes compute; `None`: it has none on its GPU.
     pub is_busy: &'a dyn Fn(&Lease) -> Option<bool>,
+    /// The `[[policy]]` of a user by uid; `None`: there is none for that user.
+    pub rule_of: &'a dyn Fn(u32) -> Option<PolicyRule>,
 }
 
 impl Sight<'_> {
@@ -88,7 +90,10 @@ impl Sight<'_> {
         };
         *refresh_first |= refusal.refresh_first;
         let turns = Some(self.config.suspend.turns).filter(|turns| !turns.is_zero())?;
-        self.make_room(waiter, ahead, turns.max(self.config.suspend.at_least))
+        // It displaces whom a start of its user's would.
+        let mut waiter = waiter.clone();
+        waiter.rule = if lease.brokered { Some((self.rule_of)(lease.container.uid)?) } else { None };
+        self.make_room(&waiter, ahead, turns.max(self.config.suspend.at_least))
     }
 
     /// Those that have been on their GPU for at least `stay` go.
@@ -96,7 +101,10 @@ impl Sight<'_> {
         let limit = limit_of(waiter);
         let request = waiter.request().filter(|_| self.config.suspend.on_demand)?;
         let inventory = allowed_inventory(limit, self.inventory, self.config).ok()?;
-        let allows = |placement: &Placement| limit.is_none_or(|limit| limit.check(placement, ahead).is_ok());
+        // What a suspended container will have is counted with its lease already.
+        let limited = limit.filter(|_| ahead.lease(&waiter.id).is_none());
+        let allows =
+            |placement: &Placement| limited.is_none_or(|limit| limit.check(placement, ahead).is_ok());
         let judge = |lease: &Lease| {
             let is_busy = (self.is_busy)(lease)?;
             let may = may_displace(limit, lease) && lease.why_left_alone().is_none();

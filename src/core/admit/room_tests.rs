@@ -1,7 +1,6 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::config::PolicyRule;
 use crate::ledger::fixture::lease;
 use crate::ledger::{Container, LeaseState, SuspendedProcess};
 use crate::place::fixture::{GIB, device, host, request};
@@ -57,7 +56,17 @@ fn resume(ledger: &mut Ledger, n: u64, at_ms: u64) {
 
 fn look(ledger: &Ledger, at_ms: u64, config: &Config) -> Room {
     let inventory = host(vec![device(0)]);
-    Sight { inventory: &inventory, ledger, config, at_ms, is_busy: &|_| Some(true) }.next_step()
+    look_by(None, ledger, (&inventory, at_ms, config))
+}
+
+/// Where each user has the policy `rule`.
+fn look_by(
+    rule: Option<&PolicyRule>,
+    ledger: &Ledger,
+    (inventory, at_ms, config): (&Inventory, u64, &Config),
+) -> Room {
+    Sight { inventory, ledger, config, at_ms, is_busy: &|_| Some(true), rule_of: &|_| rule.cloned() }
+        .next_step()
 }
 
 fn step(ledger: &Ledger, at_ms: u64) -> Option<RoomStep> {
@@ -92,7 +101,14 @@ fn no_container_goes_that_does_not_allow_it_or_whose_processes_are_elsewhere() {
     let (inventory, config) = (host(vec![device(0)]), Config::default());
     let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![start(2, 60)]);
     let (config, at_ms) = (&config, u64::MAX);
-    let sight = Sight { inventory: &inventory, ledger: &ledger, config, at_ms, is_busy: &|_| None };
+    let sight = Sight {
+        inventory: &inventory,
+        ledger: &ledger,
+        config,
+        at_ms,
+        is_busy: &|_| None,
+        rule_of: &|_| None,
+    };
     assert_eq!(sight.next_step().step, None);
     ledger.back_off(&id(1), Duration::from_secs(30), "it is paused");
     assert_eq!(step(&ledger, u64::MAX), None);
@@ -185,6 +201,35 @@ fn a_users_start_displaces_those_that_the_policy_allows() {
     assert_eq!((step(&own, &displaces), step(&roots, &displaces)), (None, Some(suspend_for(1, 2))));
     let few = PolicyRule { leases: Some(1), ..suspend };
     assert_eq!(step(&own, &few), None, "it may not hold a second lease");
+}
+
+#[test]
+fn who_comes_back_displaces_those_that_a_start_of_its_users_would() {
+    let mut config = Config::default();
+    config.suspend.turns = Duration::from_secs(60);
+    let inventory = host(vec![device(0)]);
+    let of = |n: u64, uid: u32| {
+        let mut lease = on_gpu(n, 60, Suspend::Allow);
+        (lease.brokered, lease.container.uid) = (uid != 0, uid);
+        lease
+    };
+    let displaces = |uid: u32, other: u32, rule: Option<&PolicyRule>| {
+        let mut ledger = ledger(vec![of(1, uid), of(2, other)], vec![]);
+        suspend(&mut ledger, 1);
+        let step = look_by(rule, &ledger, (&inventory, CAME + 60_000, &config)).step;
+        assert!(step.is_none() || step == Some(suspend_for(2, 1)), "{step:?}");
+        step.is_some()
+    };
+    // The policy for its own, for another user's, and for root's.
+    let by = |rule: Option<&PolicyRule>| [1000, 1001, 0].map(|other| displaces(1000, other, rule));
+    let few = PolicyRule { leases: Some(2), ..PolicyRule::default() };
+    assert_eq!(by(None), [false; 3], "its user may have no share any more");
+    assert_eq!(by(Some(&few)), [false; 3]);
+    let own = PolicyRule { suspend: true, ..few.clone() };
+    assert_eq!(by(Some(&own)), [true, false, false], "both leases are counted already");
+    let others = PolicyRule { displace: true, ..few };
+    assert_eq!(by(Some(&others)), [false, true, true]);
+    assert_eq!([1000, 0].map(|other| displaces(0, other, None)), [true; 2], "root has no policy");
 }
 
 /// What happens next.

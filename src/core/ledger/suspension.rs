@@ -249,6 +249,18 @@ impl Ledger {
         Ok(())
     }
 
+    /// Memory that other leases than `id` are copying into host memory now, in bytes. That step ends when it is there.
+    pub fn bytes_on_their_way_out(&self, id: &LeaseId) -> u64 {
+        let others = self.leases.iter().filter(|lease| lease.id != *id);
+        let steps = others.filter_map(|lease| lease.suspension.as_ref());
+        let bytes = steps.map(|own| match own.step {
+            SuspendStep::Suspending => own.bytes(),
+            SuspendStep::Adding => own.processes.last().map_or(0, |new| new.bytes),
+            _ => 0,
+        });
+        bytes.fold(0, u64::saturating_add)
+    }
+
     /// `owner` begins to move lease `id` to `device`, which has room for these `processes`: that is asked under the same lock.
     ///
     /// # Errors
@@ -520,6 +532,24 @@ mod tests {
         assert!(ledger.end_resumed(&id, me(), "GPU-0"));
         assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES / 2), LeaseState::Active));
         assert!(ledger.leases[0].known.is_empty());
+    }
+
+    #[test]
+    fn host_memory_that_others_are_being_copied_into_is_known_until_they_are_there() {
+        let (mut ledger, id) = ledger();
+        let other = lease(2, "GPU-1").id;
+        let out =
+            |ledger: &Ledger| [ledger.bytes_on_their_way_out(&id), ledger.bytes_on_their_way_out(&other)];
+        assert_eq!(out(&ledger), [0, 0]);
+        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        assert_eq!(out(&ledger), [0, BYTES], "its own bytes are not in its own way");
+        ledger.end_suspended(&id, me());
+        assert_eq!(out(&ledger), [0, 0]);
+        ledger.begin_adding(&id, me(), SuspendedProcess { process: me(), bytes: 7 }).unwrap();
+        assert_eq!(out(&ledger), [0, 7]);
+        ledger.end_adding(&id, me(), true);
+        ledger.begin_resuming(&id, me()).unwrap();
+        assert_eq!(out(&ledger), [0, 0]);
     }
 
     #[test]

@@ -40,6 +40,8 @@ class Kept:
         self.machine, self.engine, self.name, self.mib = machine, engine, name, mib
         self.words = (name, share or ALLOW, command or keep(machine, mib), options)
         self.started = engine.start(*self.words)
+        # The last that it told before it was suspended first.
+        self.out_at = None
 
     def ready(self, seconds=60):
         """Waits until it computes."""
@@ -67,8 +69,9 @@ class Kept:
         later = lambda: (self.last() or before)["n"] > before["n"]
         if not process.eventually(later, 20):
             raise Wrong(f"{self.name} hangs: {self.said()[-200:]}")
-        if not self.last()["equal"]:
-            raise Wrong(f"the memory of {self.name} has changed")
+        last = self.last()
+        if not last["equal"]:
+            raise why_changed(self.name, last, self.out_at)
 
     def again(self):
         """It computes on its GPU, whatever an earlier row has left: it is resumed, or begun anew."""
@@ -85,6 +88,7 @@ class Kept:
     def waits(self):
         """Computes nothing. Raises `Wrong` if it does."""
         before = self.last()["n"]
+        self.out_at = before if self.out_at is None else self.out_at
         time.sleep(0.5)
         if self.last()["n"] != before:
             raise Wrong(f"{self.name} computes")
@@ -134,6 +138,19 @@ class Kept:
 
     def remove(self):
         self.engine.remove(self.name)
+
+
+def why_changed(name, last, out_at):
+    """What is raised where it computed something else than at first. A result that changes without a suspension says nothing."""
+    changed = last.get("changed")
+    if not changed:
+        return Wrong(f"the memory of {name} has changed")
+    text = (f"{changed['differ']} of {changed['of']} results differ in round {changed['round']} of {last['n']}, in {changed['rounds']} rounds "
+            f"until now; the longest round until the first of them took {changed['longest_s']} s")
+    # During each suspension `waits` alone takes longer.
+    if changed["longest_s"] < 0.4 or changed["round"] <= (out_at or 0):
+        return Skip(f"by itself, before it was suspended: {text}")
+    return Wrong(f"the results of {name} have changed after it was suspended: {text}")
 
 
 def keep(machine, mib, *more, seconds=900):

@@ -1,7 +1,9 @@
 """Computes the same again and again with a framework, and says whether the result is what it was at first: `steps.py NAME SECS`.
 
-One JSON line when there is a first result (or `skipped`: why there is none), and one every 0.1 s: how many were computed, and
-whether all of them were equal, bit by bit.
+One JSON line when there is a first result (or `skipped`: why there is none, or that it differs by itself from round to round), and
+one every 0.1 s: how many were computed, and whether all of them were equal, bit by bit; if not, `changed`: the first round that was
+not, how many of its results were not, how many rounds were not until now, and the longest round until that one, in seconds: one
+during which the process was suspended is longer than any other.
 """
 
 import fractions
@@ -116,7 +118,8 @@ def picture(av, number):
 
 
 def ffmpeg(decoder="h264_cuvid"):
-    """Decodes H.264 on the GPU without end, by one decoder; libx264 makes it here. The result is each picture's MD5."""
+    """Decodes H.264 on the GPU without end, by one decoder; libx264 makes it here, PICTURES from an IDR on, again and again. The result
+    is each picture's MD5, by its number from the IDR: a timestamp says which it is, also where the decoder holds some back."""
     import av
 
     encoder = av.CodecContext.create("libx264", "w")
@@ -124,20 +127,31 @@ def ffmpeg(decoder="h264_cuvid"):
     encoder.options = {"bf": "0", "threads": "1", "preset": "ultrafast"}
     packets = [packet for number in range(PICTURES) for packet in encoder.encode(picture(av, number))] + encoder.encode(None)
     decoder = av.CodecContext.create(decoder, "r")
-    source, ready = itertools.cycle(packets), []
+    frames, rounds = decoded(decoder, packets), itertools.count()
+    held = []
 
     def step():
-        while len(ready) < PICTURES:
-            for frame in decoder.decode(next(source)):
-                digest = hashlib.md5()
-                for plane in frame.planes:
-                    digest.update(plane)
-                ready.append(digest.hexdigest())
-        taken = ready[:PICTURES]
-        del ready[:PICTURES]
-        return taken
+        wanted, found = next(rounds), [None] * PICTURES
+        while True:
+            at, digest = held.pop() if held else next(frames)
+            if at // PICTURES > wanted:
+                held.append((at, digest))
+                return found
+            if at // PICTURES == wanted:
+                found[at % PICTURES] = digest
 
     return av.__version__, step
+
+
+def decoded(decoder, packets):
+    """The number and the MD5 of each picture, of the packets again and again."""
+    for number, packet in enumerate(itertools.cycle(packets)):
+        packet.pts = packet.dts = number
+        for frame in decoder.decode(packet):
+            digest = hashlib.md5()
+            for plane in frame.planes:
+                digest.update(plane)
+            yield frame.pts, digest.hexdigest()
 
 
 STEPS = {
@@ -150,21 +164,54 @@ def say(**line):
     print(json.dumps(line), flush=True)
 
 
+# Rounds before the first that counts, and rounds that have to be as that one before the process is ready.
+WARM, ALIKE = 2, 5
+
+
+def differing(now, first):
+    """How many of its results are not as at first, and of how many."""
+    if isinstance(first, list):
+        return sum(one != other for one, other in itertools.zip_longest(now, first)), len(first)
+    return int(now != first), 1
+
+
+class Changes:
+    """What is told of rounds that were not as the first."""
+
+    def __init__(self, first):
+        self.first, self.longest, self.told = first, 0.0, {}
+
+    def look(self, count, now, seconds):
+        self.longest = max(self.longest, seconds) if not self.told else self.longest
+        wrong, of = differing(now, self.first)
+        if wrong and not self.told:
+            self.told = {"round": count, "differ": wrong, "of": of, "rounds": 0, "longest_s": round(self.longest, 2)}
+        if wrong:
+            self.told["rounds"] += 1
+
+
 def main(name, seconds):
     try:
         version, step = STEPS[name]()
     except Skip as why:
         return say(event="skipped", skipped=str(why))
-    first, equal, count = step(), True, 0
+    for _ in range(WARM):
+        step()
+    changes = Changes(step())
+    for number in range(1, ALIKE + 1):
+        wrong, of = differing(step(), changes.first)
+        if wrong:
+            return say(event="skipped", skipped=f"by itself, {wrong} of {of} results differ in round {number}, before any suspension")
     say(event="info", error=None, version=version)
-    until, told = time.monotonic() + seconds, 0.0
-    while time.monotonic() < until:
-        equal = step() == first and equal
-        count += 1
-        if time.monotonic() - told > 0.1:
-            told = time.monotonic()
-            say(event="round", n=count, equal=equal)
-    say(event="end", result="CUDA_SUCCESS")
+    until, told, began = time.monotonic() + seconds, 0.0, time.monotonic()
+    for count in itertools.count(1):
+        result, before, began = step(), began, time.monotonic()
+        changes.look(count, result, began - before)
+        if began - told > 0.1:
+            told = began
+            say(event="round", n=count, equal=not changes.told, **({"changed": changes.told} if changes.told else {}))
+        if began > until:
+            return say(event="end", result="CUDA_SUCCESS")
 
 
 main(sys.argv[1], float(sys.argv[2]))

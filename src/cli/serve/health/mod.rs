@@ -3,15 +3,16 @@
 //! the last one (nvml.h, `nvmlEventSetWait_v2`).
 //!
 //! Without leases NVML is closed, so that idle GPUs are not kept awake; and while a MIG layout is changed, because an open NVML
-//! prevents a reset. The log is read first: the driver may hang with a sick GPU.
+//! prevents a reset. The log is read by a thread of its own, which asks NVML nothing: the driver may hang with a sick GPU, and
+//! then it says so.
 
 mod gpu_state;
 mod reporter;
 
 use std::collections::BTreeMap;
-use std::io;
-use std::thread;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use std::{io, thread};
 
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enums::event::XidError;
@@ -30,7 +31,7 @@ use sublet_core::events::Kind;
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
 
-/// The longest wait for the kernel's log, and so between two looks at NVML's events.
+/// The longest wait for the kernel's log, and the time between two looks at NVML's events.
 const ROUND: Duration = Duration::from_millis(500);
 
 /// How many of NVML's events are taken in a round. A stream that never stops gets no more attention than that.
@@ -39,36 +40,54 @@ const MOST_EVENTS: usize = 64;
 /// The time between two looks at a GPU's state.
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// Starts the thread; it ends with the process.
+/// NVML that answers nothing for so long is told of.
+const SILENT: Duration = Duration::from_secs(60);
+
+/// Said of each GPU that it is then asked about.
+const SILENCE: &str =
+    "the driver has not answered for a minute, so its health is not looked at; see the kernel's log";
+
+/// Starts the threads; they end with the process.
 ///
 /// # Errors
 /// There are too many threads.
 pub(super) fn start(config: &Config) -> io::Result<()> {
-    let config = config.clone();
+    let mut log = LogReader::new(config.clone());
+    let (config, has_log, asking) = (config.clone(), log.log.is_some(), Arc::clone(&log.asking));
     let watch = move || {
-        let mut watcher = Watcher::new(config);
+        let mut watcher = Watcher { config, has_log, asking, ..Watcher::default() };
         loop {
             watcher.watch();
         }
     };
-    thread::Builder::new().name("health".to_owned()).spawn(watch).map(drop)
+    let read = move || loop {
+        log.read();
+    };
+    let named = |name: &str| thread::Builder::new().name(name.to_owned());
+    named("kernel-log").spawn(read)?;
+    named("health").spawn(watch).map(drop)
 }
 
+/// What NVML is asked.
 #[derive(Default)]
-struct Watcher {
+struct Asking {
+    /// About these, by UUID.
+    gpus: Vec<String>,
+    /// When it answered last.
+    answered: Option<Instant>,
+}
+
+/// Reads the kernel's log, and looks whether NVML answers the other thread.
+#[derive(Default)]
+struct LogReader {
     config: Config,
-    /// The kernel's log, where it can be read.
+    /// Where it can be read.
     log: Option<KernelLog>,
     reporter: Reporter,
-    ledger: Kept<Ledger>,
-    inventory: Kept<Inventory>,
-    /// The last state of each GPU, and when it was asked for.
-    states: BTreeMap<String, (Instant, GpuState)>,
-    /// When a GPU without leases was asked whether it was reset.
-    asked: Option<Instant>,
+    asking: Arc<Mutex<Asking>>,
 }
 
-impl Watcher {
+impl LogReader {
     fn new(config: Config) -> Self {
         let log = KernelLog::open(&config.driver.root);
         let log =
@@ -76,10 +95,45 @@ impl Watcher {
         Self { config, log: log.ok(), ..Self::default() }
     }
 
+    /// Acts on the Xids that the log has by now; waits for it if it has none.
+    fn read(&mut self) {
+        self.log.as_ref().map_or_else(|| thread::sleep(ROUND), |log| log.wait(ROUND));
+        for xid in self.log.as_mut().map(KernelLog::read).unwrap_or_default() {
+            self.reporter.act_on(&xid, &self.config);
+        }
+        let asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        if asking.answered.is_some_and(|at| at.elapsed() >= SILENT) {
+            // The next answer about each replaces it.
+            let warnings = asking.gpus.iter().map(|gpu| (gpu.clone(), vec![SILENCE.to_owned()]));
+            note(&self.config, |records| records.warnings.extend(warnings));
+        }
+    }
+}
+
+#[derive(Default)]
+struct Watcher {
+    config: Config,
+    /// Whether the kernel's log can be read.
+    has_log: bool,
+    asking: Arc<Mutex<Asking>>,
+    reporter: Reporter,
+    ledger: Kept<Ledger>,
+    inventory: Kept<Inventory>,
+    sick: Kept<Records>,
+    /// The last state of each GPU, and when it was asked for.
+    states: BTreeMap<String, (Instant, GpuState)>,
+    /// When a GPU without leases was asked last whether it was reset.
+    looked: Option<Instant>,
+}
+
+impl Watcher {
     /// Watches until other GPUs are to be watched. NVML is open no longer than that.
     fn watch(&mut self) {
-        let (gpus, began) = (self.wanted(), Instant::now());
-        self.note(|records| records.warnings.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid)));
+        let ((gpus, is_look), began) = (self.wanted(), Instant::now());
+        note(&self.config, |records| {
+            records.warnings.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
+        });
+        self.note_answer(&gpus);
         let nvml = if gpus.is_empty() { None } else { probe::connect(&self.config).ok() };
         // By their addresses: a search by UUID would open other GPUs, too.
         let devices: Vec<(&Device, NvmlDevice<'_>)> = gpus
@@ -88,56 +142,56 @@ impl Watcher {
             .collect();
         let set = nvml.as_ref().and_then(|(nvml, _)| register(nvml, &devices));
         loop {
-            self.read_log();
+            thread::sleep(ROUND);
             let events = set.as_ref().map_or_else(|| Ok(Vec::new()), take_events);
             for xid in events.as_ref().into_iter().flatten() {
                 // Whose an error of a program's is, the log says.
-                if self.log.is_none() || !is_program_error(xid.number) {
+                if !self.has_log || !is_program_error(xid.number) {
                     self.reporter.act_on(xid, &self.config);
                 }
             }
             for (gpu, device) in &devices {
                 self.look(gpu, device);
             }
+            self.note_answer(&gpus);
+            // A look for a reset is over after a round: an open NVML prevents that.
+            if is_look {
+                self.looked = Some(Instant::now());
+                return;
+            }
             let failed = events.is_err() || devices.len() < gpus.len();
-            // A look for a reset is over after a round.
-            self.asked = if gpus.is_empty() { self.asked } else { Some(Instant::now()) };
-            let (now, is_late) = (self.wanted(), began.elapsed() > PERIOD);
+            let ((now, _), is_late) = (self.wanted(), began.elapsed() > PERIOD);
             if now.is_empty() != gpus.is_empty() || is_late && (failed || now != gpus) {
                 return;
             }
         }
     }
 
-    /// The GPUs with leases; while there is none, from time to time those that wait for a reset. None while a MIG layout is
-    /// changed.
-    fn wanted(&mut self) -> Vec<Device> {
+    fn note_answer(&self, gpus: &[Device]) {
+        let gpus = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let answered = Some(Instant::now());
+        *self.asking.lock().unwrap_or_else(PoisonError::into_inner) = Asking { gpus, answered };
+    }
+
+    /// The GPUs with leases and, from time to time, those that wait for a reset; and whether there is one of these. None while
+    /// a MIG layout is changed.
+    fn wanted(&mut self) -> (Vec<Device>, bool) {
         let config = &self.config;
         let read = || Store::open(&config.state_dir).and_then(|store| store.read());
         let ledger = self.ledger.get(&config.state_dir.join("ledger.json"), read);
         let last = || inventory::last(config).map(|known| known.with_left_out());
         let known = self.inventory.get(&inventory::cache_path(config), last);
-        let (Ok(ledger), Ok(known)) = (ledger, known) else { return Vec::new() };
+        let (Ok(ledger), Ok(known)) = (ledger, known) else { return Default::default() };
         if ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty()) {
-            return Vec::new();
+            return Default::default();
         }
-        let is_leased = |gpu: &&Device| on_gpu(&gpu.uuid, &ledger).next().is_some();
-        let leased: Vec<Device> = known.gpus().filter(is_leased).cloned().collect();
-        let is_due = leased.is_empty() && self.asked.is_none_or(|at| at.elapsed() >= PERIOD);
-        if !is_due {
-            return leased;
-        }
-        let sick = sick_gpus::read(config).unwrap_or_default();
-        sick.asked().filter_map(|uuid| known.device(uuid)).cloned().collect()
-    }
-
-    /// Acts on the Xids that the kernel's log has by now; waits for it if it has none.
-    fn read_log(&mut self) {
-        let Some(log) = &mut self.log else { return thread::sleep(ROUND) };
-        log.wait(ROUND);
-        for xid in log.read() {
-            self.reporter.act_on(&xid, &self.config);
-        }
+        let sick = self.sick.get(&sick_gpus::file(config), || sick_gpus::read(config)).unwrap_or_default();
+        let is_due = self.looked.is_none_or(|at| at.elapsed() >= PERIOD);
+        let is_leased = |gpu: &Device| on_gpu(&gpu.uuid, &ledger).next().is_some();
+        let waits = |gpu: &Device| is_due && sick.asked().any(|uuid| *uuid == gpu.uuid);
+        let gpus: Vec<Device> = known.gpus().filter(|gpu| is_leased(gpu) || waits(gpu)).cloned().collect();
+        let is_look = !gpus.iter().all(is_leased);
+        (gpus, is_look)
     }
 
     /// Asks for a GPU's state, where it is due.
@@ -156,18 +210,18 @@ impl Watcher {
             self.reporter.emit_once(event(Kind::Warned, None, gpu, word, text), &self.config);
         }
         let warnings = warnings.into_iter().map(|(_, text)| text.to_owned()).collect();
-        self.note(|records| _ = records.warnings.insert(gpu.uuid.clone(), warnings));
+        note(&self.config, |records| _ = records.warnings.insert(gpu.uuid.clone(), warnings));
         match state.fault() {
             Some((what, remedy, asked)) => mark_sick(gpu, what, remedy, asked, &self.config),
             None if was_asked && state.needs_no_reset() => note_reset(gpu, &self.config),
             None => {}
         }
     }
+}
 
-    fn note(&self, change: impl FnOnce(&mut Records)) {
-        let noted = sick_gpus::change(&self.config, change);
-        let _ = noted.inspect_err(|error| tracing::warn!("health.json: {error}"));
-    }
+fn note(config: &Config, change: impl FnOnce(&mut Records)) {
+    let noted = sick_gpus::change(config, change);
+    let _ = noted.inspect_err(|error| tracing::warn!("health.json: {error}"));
 }
 
 /// A set for the events of all devices that have such; `None`: there are none.
@@ -204,4 +258,62 @@ fn take_events(set: &EventSet<'_>) -> Result<Vec<Xid>, NvmlError> {
         }));
     }
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::io::Write as _;
+
+    use sublet_core::ledger::fixture::lease;
+    use sublet_core::place::fixture::{device, host};
+
+    use super::*;
+
+    /// GPUs 0 and 1, the first with a lease, and an empty log.
+    fn of_two() -> (tempfile::TempDir, Config) {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = Config { state_dir: dir.path().join("run"), ..Config::default() };
+        config.driver.root = dir.path().to_owned();
+        fs::create_dir(dir.path().join("dev")).unwrap();
+        File::create(dir.path().join("dev/kmsg")).unwrap();
+        inventory::store(&config, &host(vec![device(0), device(1)])).unwrap();
+        let store = Store::open(&config.state_dir).unwrap();
+        store.change(|ledger| ledger.leases = vec![lease(1, "GPU-0")]).unwrap();
+        (dir, config)
+    }
+
+    #[test]
+    fn xids_are_acted_on_beside_an_nvml_that_does_not_answer_and_that_is_said() {
+        let (dir, config) = of_two();
+        let mut reader = LogReader::new(config.clone());
+        // Not on a machine that was booted just now.
+        let Some(long_ago) = Instant::now().checked_sub(SILENT) else { return };
+        let answered = |at| Asking { gpus: vec!["GPU-0".to_owned()], answered: Some(at) };
+        let warnings = || sick_gpus::read(&config).unwrap().warnings.remove("GPU-0").unwrap_or_default();
+        *reader.asking.lock().unwrap() = answered(Instant::now());
+        reader.read();
+        assert_eq!(warnings(), [""; 0]);
+        let mut log = File::options().append(true).open(dir.path().join("dev/kmsg")).unwrap();
+        writeln!(log, "4,1,9,-;NVRM: Xid (PCI:0000:11:00): 79, GPU has fallen off the bus.").unwrap();
+        *reader.asking.lock().unwrap() = answered(long_ago);
+        reader.read();
+        assert_eq!(warnings(), [SILENCE]);
+        assert_eq!(inventory::last(&config).unwrap().left_out[0].gpu.uuid, "GPU-1");
+    }
+
+    #[test]
+    fn one_that_waits_for_a_reset_is_asked_from_time_to_time_beside_leases() {
+        let (_dir, config) = of_two();
+        let fault = sick_gpus::Sick::now("bad".to_owned(), "reset it".to_owned(), true);
+        sick_gpus::mark("GPU-1", fault, &config).unwrap();
+        let mut watcher = Watcher { config, ..Watcher::default() };
+        let mut wanted = |looked| {
+            watcher.looked = looked;
+            let (gpus, is_look) = watcher.wanted();
+            (gpus.into_iter().map(|gpu| gpu.index).collect::<Vec<_>>(), is_look)
+        };
+        assert_eq!(wanted(None), (vec![0, 1], true));
+        assert_eq!(wanted(Some(Instant::now())), (vec![0], false));
+    }
 }

@@ -9,7 +9,6 @@ use crate::refresh::leave_out_sick;
 use crate::sick_gpus::kernel_log::Xid;
 use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, is_program_error};
 use crate::sick_gpus::{self, Sick};
-use sublet_core::admit::refresh;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::inventory::{self, Device, GpuProcess};
@@ -148,11 +147,11 @@ pub(super) fn mark_sick(gpu: &Device, what: &str, remedy: Remedy, asked: bool, c
     emit(&on_gpu(&gpu.uuid, &ledger).map(warning).collect::<Vec<_>>(), config);
 }
 
-/// The driver asks for no reset any more. If that makes the GPU well, it is served again.
+/// The driver asks for no reset any more. If that makes the GPU well, it is served again from the next look for GPUs that answer
+/// on ([`super::super::gpu_watch`]): a refresh may hang with another one.
 pub(super) fn note_reset(gpu: &Device, config: &Config) {
-    let noted = sick_gpus::note_reset(&gpu.uuid, config).map_err(anyhow::Error::from);
-    let served = noted.and_then(|heals| if heals { Ok(Some(refresh(config)?)) } else { Ok(None) });
-    let _ = served.inspect_err(|error| tracing::warn!("{} may be well again: {error}", gpu.label()));
+    let noted = sick_gpus::note_reset(&gpu.uuid, config);
+    let _ = noted.inspect_err(|error| tracing::warn!("{} may be well again: {error}", gpu.label()));
 }
 
 #[cfg(test)]

@@ -1,0 +1,47 @@
+//! Faults that a service finds again and again: each is told once for as long as it stays.
+
+use std::sync::{Mutex, PoisonError};
+
+/// The faults that were there at the last look.
+pub(crate) struct Told(Mutex<Vec<String>>);
+
+impl Told {
+    /// There were none.
+    pub const fn nothing() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+
+    /// Warns of those of `faults` that are new, and with the line `over` when there are none any more.
+    pub fn warn(&self, faults: Vec<String>, over: &str) {
+        self.news(faults, over).iter().for_each(|line| tracing::warn!("{line}"));
+    }
+
+    fn news(&self, faults: Vec<String>, over: &str) -> Vec<String> {
+        let mut before = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_over = faults.is_empty() && !before.is_empty();
+        let new = faults.iter().filter(|fault| !before.contains(fault)).cloned();
+        let news = new.chain(is_over.then(|| over.to_owned())).collect();
+        *before = faults;
+        news
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_is_told_once_and_again_after_it_was_over() {
+        let told = Told::nothing();
+        let news =
+            |faults: &[&str]| told.news(faults.iter().map(|fault| (*fault).to_owned()).collect(), "well");
+        assert_eq!(news(&[]), [""; 0], "there was none");
+        assert_eq!(news(&["full"]), ["full"]);
+        assert_eq!(news(&["full"]), [""; 0]);
+        assert_eq!(news(&["full", "broken"]), ["broken"]);
+        assert_eq!(news(&["broken"]), [""; 0]);
+        assert_eq!(news(&[]), ["well"]);
+        assert_eq!(news(&[]), [""; 0]);
+        assert_eq!(news(&["full"]), ["full"]);
+    }
+}
