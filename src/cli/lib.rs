@@ -4,6 +4,7 @@
 
 mod cached_files;
 mod http;
+mod known_faults;
 mod libcuda;
 mod nvml_mig;
 mod own_root;
@@ -12,7 +13,6 @@ mod policy_rule;
 mod proc;
 mod svg;
 mod terminal;
-mod told;
 mod yaml;
 
 mod load;

@@ -1,11 +1,13 @@
 //! sublet's log lines on stderr, in the engine's `--log` file and in `[runtime] log`, in the form that runc writes
 //! and engines read: `{"level":…,"msg":…,"time":…}`, or logrus text.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs::{Permissions, set_permissions};
 use std::io::Write as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::text::in_lines;
@@ -120,6 +122,16 @@ pub fn trace_to(log: Log, debug: bool) {
 pub fn warn(lines: impl IntoIterator<Item = String>) {
     for line in lines {
         tracing::warn!("{line}");
+    }
+}
+
+/// Warns of what several passes over the ledger find, once in this process.
+pub(crate) fn warn_once(line: String) {
+    static WARNED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
+    if !warned.contains(&line) {
+        tracing::warn!("{line}");
+        warned.insert(line);
     }
 }
 

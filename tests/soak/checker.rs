@@ -143,7 +143,7 @@ impl<'a> Checker<'a> {
         let running = self.weather.running();
         for lease in books::leases(ledger) {
             let (id, container) = (text(lease, "id"), text(&lease["container"], "id"));
-            if !books::has_owner(lease) {
+            if !books::has_owner(lease) && !self.lives(container) {
                 found.insert(format!(
                     "lease {id} of {container}, {}: nothing of it runs",
                     text(lease, "state")

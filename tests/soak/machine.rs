@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sublet_e2e::World;
 
@@ -37,6 +38,18 @@ pub fn daemons(world: &World, kind: &str) -> Vec<Pid> {
     let mut found = named(world, "nvidia-cuda-mps");
     found.retain(|pid| read(*pid, "cmdline").contains(kind));
     found
+}
+
+/// Ends what is left of a `crun create` that was killed before it wrote its record: a process that waits for a `start`
+/// that nobody can give.
+pub fn end_orphan(world: &World, container: &str) {
+    for pid in named(world, "crun") {
+        let waits = read(pid, "cmdline").split(' ').any(|argument| argument == "create");
+        if waits && read(pid, "cgroup").lines().any(|path| path.ends_with(&format!("-{container}"))) {
+            println!("soak: process {pid}, which crun has left, is ended");
+            let _ = kill(pid, Signal::SIGKILL);
+        }
+    }
 }
 
 /// Processes of sublet's own programs, with the seconds that they have run.

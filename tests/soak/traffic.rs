@@ -96,6 +96,7 @@ impl<'a> Actor<'a> {
         }
         let _open = self.weather.doors.read().unwrap_or_else(PoisonError::into_inner);
         let (name, wish) = (self.name(slot), &SHARES[share]);
+        machine::end_orphan(self.engine.world(), &name);
         machine::thaw(Path::new("/sys/fs/cgroup"), &name);
         let before = Before {
             ledger: self.ledger(),

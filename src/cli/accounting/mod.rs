@@ -13,8 +13,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::events::{DISORDER, Reader};
+use crate::known_faults::KnownFaults;
 use crate::names::{Name, Names, Owner, is_another, user};
-use crate::told::Told;
 use crate::usage::{self, Usage};
 use record::{DIRECTORY, Key, Moment, Open, Part, Record, Sums};
 use sublet_core::admit::is_remote;
@@ -52,11 +52,11 @@ const LONGEST: usize = 64;
 /// Starts the thread of `sublet serve`; it ends with the process.
 pub fn start() -> io::Result<()> {
     // A disk that is full stays so for a while.
-    static TOLD: Told = Told::nothing();
+    static KNOWN: KnownFaults = KnownFaults::none();
     let run = || loop {
         let looked = config_files::load().map_err(io::Error::other).and_then(|config| look_with_use(&config));
         let fault = looked.err().map(|error| format!("use cannot be recorded: {error}"));
-        TOLD.warn(fault.into_iter().collect(), "use is recorded again");
+        KNOWN.warn(fault.into_iter().collect(), "use is recorded again");
         std::thread::sleep(PERIOD);
     };
     std::thread::Builder::new().name("accounting".to_owned()).spawn(run).map(drop)

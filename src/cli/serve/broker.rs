@@ -12,11 +12,11 @@ use super::policy_limits::PolicyLimit;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use super::room;
 use crate::accounting::Wanted;
+use crate::known_faults::KnownFaults;
 use crate::names;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
 use crate::suspend::{self, Done, SuspendError};
-use crate::told::Told;
 use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
@@ -42,7 +42,7 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
 }
 
 /// Steps that could not be put right.
-static STUCK: Told = Told::nothing();
+static STUCK: KnownFaults = KnownFaults::none();
 
 /// Destroys the MIG instances that no lease needs any more, puts right what was cut short of suspensions, and takes a step for
 /// those who wait for room. `left` says whether there may be more to do.

@@ -6,9 +6,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use crate::known_faults::KnownFaults;
 use crate::probe;
 use crate::sick_gpus;
-use crate::told::Told;
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -61,7 +61,7 @@ fn addresses(left_out: &[LeftOut]) -> Vec<&str> {
 }
 
 /// Why MIG devices could not be watched: two seconds later it is the same.
-static FAULTS: Told = Told::nothing();
+static FAULTS: KnownFaults = KnownFaults::none();
 
 /// Seconds between two checks if no GPU is in MIG mode. No lease is at risk then, and each check wakes a GPU that is
 /// neither used nor kept initialized.

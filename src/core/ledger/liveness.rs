@@ -15,6 +15,7 @@ use serde::Deserialize;
 
 use super::runtime_record::{Record, pid_namespace, read_bounded, table};
 use super::{Container, Freed, Init, Lease, LeaseState, Ledger, Leftover, Waiter};
+use crate::log;
 use crate::process::{CGROUP_MOUNT, Process, has_unified_cgroups, kernel_file, pidfd_await_end, unless_gone};
 use crate::text::{safe, safe_path};
 
@@ -137,13 +138,17 @@ fn fate_without_init(lease: &Lease) -> Fate {
 }
 
 /// In another time namespace, runc considers every container stopped: its `delete` removes the record and ends no
-/// process. So if there is no record, a process in the container's cgroup keeps the lease.
+/// process. And a `crun create` that is killed before it writes its record leaves a process that waits for `start` for
+/// ever (crun 1.8.1: tests/soak/README.md). So if there is no record, a process in the container's cgroup keeps the
+/// lease.
 fn fate_without_record(lease: &Lease) -> Fate {
     match find_sign_of_life(&lease.container) {
         Ok(None) => return Fate::Gone,
         Ok(Some(sign)) => {
             let (name, id) = (safe(&lease.container.name()), &lease.id);
-            tracing::warn!("container {name}: its runtime has no record of it, but {sign}: lease {id} stays");
+            log::warn_once(format!(
+                "container {name}: its runtime has no record of it, but {sign}: lease {id} stays until that ends"
+            ));
         }
         Err(error) => warn(lease, &lease.container.bundle, &error),
     }
@@ -242,7 +247,7 @@ pub(super) fn has_processes(init: &Init) -> bool {
 fn may_be_populated(cgroup: &Path) -> bool {
     is_populated(cgroup).unwrap_or_else(|error| {
         let cgroup = safe_path(cgroup);
-        tracing::warn!("cgroup {cgroup} cannot be read ({error}): its lease stays");
+        log::warn_once(format!("cgroup {cgroup} cannot be read ({error}): its lease stays"));
         true
     })
 }
@@ -250,10 +255,10 @@ fn may_be_populated(cgroup: &Path) -> bool {
 fn warn(lease: &Lease, unread: &Path, error: &io::Error) {
     let (name, unread) = (safe(&lease.container.name()), safe_path(unread));
     let (error, id) = (safe(&error.to_string()), &lease.id);
-    tracing::warn!(
+    log::warn_once(format!(
         "container {name}: its record in {unread} cannot be read ({error}): lease {id} stays; if you know that the \
          container has ended, free it with `sublet lease release --force {id}`"
-    );
+    ));
 }
 
 /// A cgroup with more cgroups than this below it is not walked through. In v1 it counts as populated.
@@ -356,7 +361,9 @@ fn find_sign_of_life(container: &Container) -> io::Result<Option<String>> {
         };
         for dir in possible {
             if !dir.symlink_metadata().is_err_and(cannot_be) && is_populated(&dir)? {
-                return Ok(Some(format!("processes are in its cgroup {}", safe_path(&dir))));
+                let pid =
+                    live_processes(&dir)?.first().map_or_else(String::new, |first| format!(" {}", first.pid));
+                return Ok(Some(format!("process{pid} is in its cgroup {}", safe_path(&dir))));
             }
         }
         return Ok(None);

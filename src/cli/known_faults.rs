@@ -1,13 +1,13 @@
-//! Faults that a service finds again and again: each is told once for as long as it stays.
+//! Faults that a service finds again and again: it warns of each once for as long as it stays.
 
 use std::sync::{Mutex, PoisonError};
 
 /// The faults that were there at the last look.
-pub(crate) struct Told(Mutex<Vec<String>>);
+pub(crate) struct KnownFaults(Mutex<Vec<String>>);
 
-impl Told {
+impl KnownFaults {
     /// There were none.
-    pub const fn nothing() -> Self {
+    pub const fn none() -> Self {
         Self(Mutex::new(Vec::new()))
     }
 
@@ -31,10 +31,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fault_is_told_once_and_again_after_it_was_over() {
-        let told = Told::nothing();
+    fn a_fault_is_warned_of_once_and_again_after_it_was_over() {
+        let known = KnownFaults::none();
         let news =
-            |faults: &[&str]| told.news(faults.iter().map(|fault| (*fault).to_owned()).collect(), "well");
+            |faults: &[&str]| known.news(faults.iter().map(|fault| (*fault).to_owned()).collect(), "well");
         assert_eq!(news(&[]), [""; 0], "there was none");
         assert_eq!(news(&["full"]), ["full"]);
         assert_eq!(news(&["full"]), [""; 0]);
