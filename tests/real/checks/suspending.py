@@ -35,9 +35,8 @@ def turns(table, group, machine):
     """Two containers of which each books more than half of the GPU's memory, ten turns each, as far as there is time for it."""
     kept.fast(machine)
     rows = Rows(table, group, 0, "docker", "driver API")
-    # Ten turns of both in 520 s: 40 GiB take 24 s of both ways on an H100, 32 GiB 23 s on an H200.
-    half = large_mib(machine, 50.2, 2)
-    take_turns(rows, machine, half if half <= 40 << 10 else 32 << 10)
+    # 50 GiB take some 30 s out and back: twenty turns take 600 s.
+    take_turns(rows, machine, min(large_mib(machine, 61, 2), 50 << 10))
     left = machine.clear()
     rows.hold("after the group", "no lease", left or "no lease", not left)
 
