@@ -11,6 +11,11 @@ impl KnownFaults {
         Self(Mutex::new(Vec::new()))
     }
 
+    /// Whether there were any.
+    pub fn any(&self) -> bool {
+        !self.0.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
     /// Warns of those of `faults` that are new, and with the line `over` when there are none any more.
     pub fn warn(&self, faults: Vec<String>, over: &str) {
         self.news(faults, over).iter().for_each(|line| tracing::warn!("{line}"));

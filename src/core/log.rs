@@ -1,14 +1,14 @@
 //! sublet's log lines on stderr, in the engine's `--log` file and in `[runtime] log`, in the form that runc writes
 //! and engines read: `{"level":…,"msg":…,"time":…}`, or logrus text.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs::{Permissions, set_permissions};
 use std::io::Write as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::text::in_lines;
 
@@ -125,13 +125,14 @@ pub fn warn(lines: impl IntoIterator<Item = String>) {
     }
 }
 
-/// Warns of what several passes over the ledger find, once in this process.
+/// Warns of what each pass over the ledger finds anew: once an hour in one process.
 pub(crate) fn warn_once(line: String) {
-    static WARNED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    static WARNED: Mutex<BTreeMap<String, Instant>> = Mutex::new(BTreeMap::new());
     let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
-    if !warned.contains(&line) {
+    warned.retain(|_, time| time.elapsed() < Duration::from_secs(3600));
+    if !warned.contains_key(&line) {
         tracing::warn!("{line}");
-        warned.insert(line);
+        warned.insert(line, Instant::now());
     }
 }
 
@@ -188,8 +189,6 @@ impl tracing::field::Visit for Text {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     /// 2026-11-21T09:00:00Z

@@ -46,7 +46,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
 fn settle(config: &Config) -> anyhow::Result<()> {
     let done = Local::new(config).reconcile(|_| Ok(()))?;
     say_freed(&done.freed);
-    for line in done.lines.iter().chain(&put_right(config)) {
+    let stuck = put_right(config, |line| eprintln!("sublet: {line}")).unwrap_or_default();
+    for line in done.lines.iter().chain(&stuck) {
         println!("{line}");
     }
     Ok(())

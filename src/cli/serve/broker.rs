@@ -42,7 +42,7 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
 }
 
 /// Steps that could not be put right.
-static STUCK: KnownFaults = KnownFaults::none();
+pub(super) static STUCK: KnownFaults = KnownFaults::none();
 
 /// Destroys the MIG instances that no lease needs any more, puts right what was cut short of suspensions, and takes a step for
 /// those who wait for room. `left` says whether there may be more to do.
@@ -50,7 +50,9 @@ pub(super) fn clear(left: &Cell<PutOff>) {
     let clear = || -> anyhow::Result<()> {
         let config = config_files::load()?;
         Local::new(&config).destroy_unneeded(&Store::open(&config.state_dir)?);
-        STUCK.warn(suspend::put_right(&config), "no step of a suspension is stuck any more");
+        if let Some(stuck) = suspend::put_right(&config, |_| ()) {
+            STUCK.warn(stuck, "no step of a suspension is stuck any more");
+        }
         if room::take_step(&config)? {
             left.set(PutOff { clear: true, ..left.get() });
         }

@@ -125,7 +125,7 @@ fn housekeeping(put_off: &Cell<PutOff>) {
     let done = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         // Recorded each time: a ledger that was lost and rebuilt does not have it.
         let done = Local::putting_off(&config, put_off).reconcile(mps::register_keeper);
-        if is_cut_short(&config) {
+        if is_cut_short(&config) || broker::STUCK.any() {
             put_off.set(PutOff { clear: true, ..put_off.get() });
         }
         keep_cdi(&config);

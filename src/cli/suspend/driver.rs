@@ -201,7 +201,9 @@ pub struct Arguments {
 /// # Errors
 /// The driver was not asked.
 pub fn run(arguments: &Arguments) -> anyhow::Result<Option<String>> {
-    bound_child(arguments.seconds)?;
+    // One that ends here has changed nothing: it is not the driver that refuses.
+    let before_a_change = u32::try_from(SHORT.as_secs())?;
+    bound_child(if arguments.call == BACK { before_a_change } else { arguments.seconds })?;
     make_call(arguments)
 }
 
@@ -226,7 +228,10 @@ fn make_call(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     let done = match &*arguments.call {
         "state" => driver.state(target.pid).map(|state| Some(state.to_string())),
         // As before the first call: of one that was killed, the next command does the rest.
-        BACK => bring_back(driver, target.pid, || owner.is_alive() && !has_ended())?.map(|()| None),
+        BACK => {
+            let may_go_on = || owner.is_alive() && !has_ended();
+            bring_back(driver, target.pid, arguments.seconds, may_go_on)?.map(|()| None)
+        }
         call => {
             let call = call.parse().context("no such call")?;
             driver.carry_out(call, target.pid, CLOSING, &parse_pairs(&arguments.pairs)?).map(|()| None)
@@ -248,15 +253,18 @@ fn parse_pairs(uuids: &[String]) -> anyhow::Result<Vec<GpuPair>> {
     pairs.collect::<Option<_>>().context("no pairs of GPUs")
 }
 
-/// Makes process `pid` run, as long as it `may_go_on`. Why the driver refuses, inside.
+/// Makes process `pid` run, as long as it `may_go_on`, within so many `seconds` from when its state is known. Why the driver
+/// refuses, inside.
 fn bring_back(
     driver: Checkpointer,
     pid: i32,
+    seconds: u32,
     may_go_on: impl Fn() -> bool,
 ) -> anyhow::Result<Result<(), String>> {
     let state = driver.state(pid).map_err(anyhow::Error::msg)?;
     let state = ProcessState::parse(&state.to_string()).context("it answers with an unknown state")?;
     let Some(calls) = state.calls_back() else { return Ok(Err(lost(pid))) };
+    alarm::set(seconds.max(1));
     let mut calls = calls.iter().take_while(|_| may_go_on());
     Ok(calls.try_for_each(|call| driver.carry_out(*call, pid, CLOSING, &[])))
 }

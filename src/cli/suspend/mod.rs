@@ -15,6 +15,7 @@ mod driver;
 mod error;
 mod new;
 mod nodes;
+mod nvml;
 mod pairs;
 
 use std::cell::Cell;
@@ -33,6 +34,7 @@ pub use error::SuspendError;
 pub(crate) use new::have_suspended;
 pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
+use nvml::ask_nvml;
 use pairs::{all_uuids, change_places};
 use sublet_core::admit::{Local, confirmed_inventory, refresh};
 use sublet_core::config::Config;
@@ -189,18 +191,17 @@ pub(crate) fn is_cut_short(config: &Config) -> bool {
 }
 
 /// Puts right every step that nobody takes any more, from where this process takes none: what was locked is unlocked, what
-/// was suspended comes back. Copying may take minutes: a line on standard error says so first. Returns what could not be put right,
-/// one line each.
-pub(crate) fn put_right(config: &Config) -> Vec<String> {
-    let read = Store::open(&config.state_dir).and_then(|store| store.read());
-    let (Ok(ledger), Ok(us)) = (read, Process::current()) else { return Vec::new() };
+/// was suspended comes back. Copying may take minutes, which is `announced` first. Returns what could not be put right, one line
+/// each; `None`: what there is to put right is not known.
+pub(crate) fn put_right(config: &Config, announced: impl Fn(&str)) -> Option<Vec<String>> {
+    let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).ok()?;
     let put = |lease: &Lease| {
         let name = safe(&lease.container.name());
-        eprintln!("sublet: {}", announce(lease));
+        announced(&announce(lease));
         let put = put_one_right(lease, config);
         put.err().map(|error| format!("container {name}: a step of its suspension was cut short: {error}"))
     };
-    ledger.cut_short(us).filter_map(put).collect()
+    Some(ledger.cut_short(Process::current().ok()?).filter_map(put).collect())
 }
 
 /// What is said before the step of `lease` is put right.
@@ -283,12 +284,11 @@ impl<'a> Work<'a> {
     fn begin(lease: Lease, config: &'a Config) -> Result<Self, SuspendError> {
         let unknown =
             |error: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
-        let known = confirmed_inventory(config)?;
-        let (nvml, _) = probe::connect(config).map_err(|error| unknown(&error))?;
+        let (nvml, now) = ask_nvml(confirmed_inventory(config)?, config)?;
         // A refresh starts a child, which initialises NVML once more. It says which GPUs are left out now.
-        let inventory = match probe::renew(&known, &nvml) {
-            Ok(now) if now.left_out.is_empty() => now,
-            _ => refresh(config)?,
+        let inventory = match now.filter(|now| now.left_out.is_empty()) {
+            Some(now) => now,
+            None => refresh(config)?,
         };
         let owner = Process::current().map_err(|error| unknown(&error))?;
         let driver = Driver::of(&inventory, &config.state_dir, owner);
@@ -360,6 +360,7 @@ impl<'a> Work<'a> {
         let ledger = Store::open(&self.config.state_dir)?.read()?;
         let new = checks::check_new(&self.lease, own, new, &self.cuda_processes(&ledger)?)?;
         self.check_room(&[new], own.bytes())?;
+        checks::check_host_beside(new.bytes, ledger.bytes_on_their_way_out(&self.lease.id))?;
         Ok(new)
     }
 

@@ -249,10 +249,10 @@ impl Ledger {
         Ok(())
     }
 
-    /// Memory that other leases than `id` are copying into host memory now, in bytes. That step ends when it is there.
+    /// Memory that other leases than `id` are copying into host memory now, in bytes. A step that nobody takes copies nothing.
     pub fn bytes_on_their_way_out(&self, id: &LeaseId) -> u64 {
         let others = self.leases.iter().filter(|lease| lease.id != *id);
-        let steps = others.filter_map(|lease| lease.suspension.as_ref());
+        let steps = others.filter_map(|lease| lease.suspension.as_ref()).filter(|own| own.owner.pid != 0);
         let bytes = steps.map(|own| match own.step {
             SuspendStep::Suspending => own.bytes(),
             SuspendStep::Adding => own.processes.last().map_or(0, |new| new.bytes),
@@ -543,6 +543,9 @@ mod tests {
         assert_eq!(out(&ledger), [0, 0]);
         ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
         assert_eq!(out(&ledger), [0, BYTES], "its own bytes are not in its own way");
+        let mut left = ledger.clone();
+        left.leave_step(&id, me());
+        assert_eq!(out(&left), [0, 0], "nobody copies");
         ledger.end_suspended(&id, me());
         assert_eq!(out(&ledger), [0, 0]);
         ledger.begin_adding(&id, me(), SuspendedProcess { process: me(), bytes: 7 }).unwrap();
