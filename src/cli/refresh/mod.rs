@@ -285,8 +285,8 @@ mod tests {
         };
         refresh_asked(&config, SystemTime::now(), during).unwrap();
         assert_eq!(served(), 0);
-        let told = events::read_ring(&config.state_dir);
-        assert_eq!(told.iter().filter(|event| event.kind == Kind::GpuLost).count(), 1, "{told:?}");
+        let events = events::read_ring(&config.state_dir);
+        assert_eq!(events.iter().filter(|event| event.kind == Kind::GpuLost).count(), 1, "{events:?}");
     }
 
     #[test]

@@ -213,13 +213,13 @@ pub(super) fn check_host_memory(processes: &[SuspendedProcess], bytes: u64) -> R
 
 /// The host's memory has room for `bytes` beside those that other containers are copying there. It is asked under the ledger's lock
 /// with the step that begins: two at once do not both count on the same memory. What was copied already is counted twice.
-pub(super) fn check_host_beside(bytes: u64, others: u64) -> Result<(), SuspendError> {
-    check_beside(bytes, others, left_of_host()?)
+pub(super) fn check_host_beside(bytes: u64, beside: u64) -> Result<(), SuspendError> {
+    check_beside(bytes, beside, left_of_host()?)
 }
 
-fn check_beside(bytes: u64, others: u64, left: u64) -> Result<(), SuspendError> {
-    let of = if others == 0 { "the host" } else { "the host, beside what others copy there now," };
-    check_fits(bytes, &[(of, left.saturating_sub(others))])
+fn check_beside(bytes: u64, beside: u64, left: u64) -> Result<(), SuspendError> {
+    let of = if beside == 0 { "the host" } else { "the host, beside what others copy there now," };
+    check_fits(bytes, &[(of, left.saturating_sub(beside))])
 }
 
 fn left_of_host() -> Result<u64, SuspendError> {
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_at_once_the_later_one_has_what_the_earlier_one_leaves() {
+    fn the_later_of_two_at_once_has_the_memory_that_the_earlier_leaves() {
         assert_eq!(word(check_beside(GIB, 0, GIB)), "");
         assert_eq!(word(check_beside(GIB, 2 * GIB, 3 * GIB)), "");
         let error = check_beside(GIB, 2 * GIB, 3 * GIB - 1).unwrap_err().to_string();

@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_out_is_restored_before_it_is_unlocked_and_what_runs_is_left_alone() {
+    fn a_process_is_restored_before_it_is_unlocked_and_left_alone_where_it_runs() {
         let calls = |number: &str| ProcessState::parse(number).map(ProcessState::calls_back);
         assert_eq!(calls("0"), Some(Some(&[][..])));
         assert_eq!(calls("1"), Some(Some(&[CheckpointCall::Unlock][..])));

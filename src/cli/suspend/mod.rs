@@ -745,7 +745,7 @@ mod tests {
     use sublet_core::ledger::fixture::lease;
 
     #[test]
-    fn what_takes_long_is_announced_with_its_size() {
+    fn a_step_that_may_take_long_is_announced_with_its_size() {
         let process = Process { pid: 7, start_time: 1 };
         let own = Suspension {
             step: SuspendStep::Resuming,

@@ -46,7 +46,7 @@ mod tests {
     use sublet_core::place::fixture::device;
 
     #[test]
-    fn a_gpu_that_does_not_answer_stays_where_it_is_in_a_move_between_others() {
+    fn a_gpu_that_does_not_answer_stays_where_it_is_in_a_move_of_the_rest() {
         let gone = |gpu| LeftOut { gpu, mig: vec![], lost: true, why: "it fell off the bus".to_owned() };
         let answers = |index| match index {
             1 => Err("GPU is lost"),

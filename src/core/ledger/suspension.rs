@@ -251,8 +251,8 @@ impl Ledger {
 
     /// Memory that other leases than `id` are copying into host memory now, in bytes. A step that nobody takes copies nothing.
     pub fn bytes_on_their_way_out(&self, id: &LeaseId) -> u64 {
-        let others = self.leases.iter().filter(|lease| lease.id != *id);
-        let steps = others.filter_map(|lease| lease.suspension.as_ref()).filter(|own| own.owner.pid != 0);
+        let rest = self.leases.iter().filter(|lease| lease.id != *id);
+        let steps = rest.filter_map(|lease| lease.suspension.as_ref()).filter(|own| own.owner.pid != 0);
         let bytes = steps.map(|own| match own.step {
             SuspendStep::Suspending => own.bytes(),
             SuspendStep::Adding => own.processes.last().map_or(0, |new| new.bytes),
@@ -535,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn host_memory_that_others_are_being_copied_into_is_known_until_they_are_there() {
+    fn host_memory_that_leases_are_copied_into_is_known_until_they_are_there() {
         let (mut ledger, id) = ledger();
         let other = lease(2, "GPU-1").id;
         let out =
