@@ -130,10 +130,10 @@ pub(crate) fn warn_once(line: String) {
     static WARNED: Mutex<BTreeMap<String, Instant>> = Mutex::new(BTreeMap::new());
     let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
     warned.retain(|_, time| time.elapsed() < Duration::from_secs(3600));
-    if !warned.contains_key(&line) {
+    warned.entry(line).or_insert_with_key(|line| {
         tracing::warn!("{line}");
-        warned.insert(line, Instant::now());
-    }
+        Instant::now()
+    });
 }
 
 /// The smallest subscriber there is: no spans, each event one line.
