@@ -325,7 +325,8 @@ impl Server {
         let Some(connection) = self.connections.get(&token) else { return };
         let deleted = self.epoll.delete(&connection.stream);
         let _ = deleted.inspect_err(|error| tracing::debug!("epoll: {error}"));
-        self.pool.push(Job::Ask { token, peer: connection.peer, line, makes: false });
+        let work = broker::work_of(&line);
+        self.pool.push(Job::Ask { token, peer: connection.peer, line, work });
     }
 
     fn listen_again(&mut self, token: u64) {
