@@ -139,8 +139,8 @@ fn housekeeping(put_off: &Cell<PutOff>) {
 
 /// The work that cannot wait for the next housekeeping.
 fn watch(put_off: &Cell<PutOff>) {
-    gpu_watch::watch_mig();
     let Ok(config) = config_files::load() else { return };
+    gpu_watch::watch_mig(&config);
     gpu_watch::watch_gpus(&config);
     if room::is_wanted(&config) {
         put_off.set(PutOff { clear: true, ..put_off.get() });
