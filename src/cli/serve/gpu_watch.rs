@@ -133,6 +133,8 @@ fn lost(ledger: &Ledger, before: &Inventory, now: &Inventory) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use sublet_core::inventory::Device;
     use sublet_core::ledger::MigChange;
     use sublet_core::place::fixture::{device, host};
@@ -148,7 +150,8 @@ mod tests {
         let looked = || look_at_mig(&config).ok();
         assert_eq!(looked(), Some(false), "there is no inventory");
         let store = |mig_enabled| {
-            inventory::store(&config, &host(vec![Device { mig_enabled, ..device(0) }])).unwrap();
+            inventory::store(&config, &host(vec![Device { mig_enabled, ..device(0) }]), SystemTime::now())
+                .unwrap();
         };
         store(false);
         assert_eq!(looked(), Some(false), "no GPU has MIG");

@@ -186,6 +186,7 @@ fn note(waiter: &LeaseId, what: &str, config: &Config) {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+    use std::time::SystemTime;
 
     use sublet_core::config::PolicyRule;
     use sublet_core::inventory;
@@ -228,7 +229,7 @@ mod tests {
     #[test]
     fn the_room_that_is_made_for_one_who_waits_is_none_for_a_start_on_another_gpu() {
         let (_dir, config) = host();
-        inventory::store(&config, &host_of(vec![device(0), device(1)])).unwrap();
+        inventory::store(&config, &host_of(vec![device(0), device(1)]), SystemTime::now()).unwrap();
         let held = |number, gpu, suspend| Lease {
             state: LeaseState::Active,
             memory_bytes: Some(60 * GIB),

@@ -264,6 +264,7 @@ fn take_events(set: &EventSet<'_>) -> Result<Vec<Xid>, NvmlError> {
 mod tests {
     use std::fs::{self, File};
     use std::io::Write as _;
+    use std::time::SystemTime;
 
     use sublet_core::ledger::fixture::lease;
     use sublet_core::place::fixture::{device, host};
@@ -277,7 +278,7 @@ mod tests {
         config.driver.root = dir.path().to_owned();
         fs::create_dir(dir.path().join("dev")).unwrap();
         File::create(dir.path().join("dev/kmsg")).unwrap();
-        inventory::store(&config, &host(vec![device(0), device(1)])).unwrap();
+        inventory::store(&config, &host(vec![device(0), device(1)]), SystemTime::now()).unwrap();
         let store = Store::open(&config.state_dir).unwrap();
         store.change(|ledger| ledger.leases = vec![lease(1, "GPU-0")]).unwrap();
         (dir, config)
