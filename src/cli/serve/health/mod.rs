@@ -186,7 +186,9 @@ impl Watcher {
             return Default::default();
         }
         let sick = self.sick.get(&sick_gpus::file(config), || sick_gpus::read(config)).unwrap_or_default();
-        let is_due = self.looked.is_none_or(|at| at.elapsed() >= PERIOD);
+        // A look opens NVML anew, and without the log the Xids of leased GPUs would be lost meanwhile.
+        let may_look = self.has_log || ledger.leases.is_empty();
+        let is_due = may_look && self.looked.is_none_or(|at| at.elapsed() >= PERIOD);
         let is_leased = |gpu: &Device| on_gpu(&gpu.uuid, &ledger).next().is_some();
         let waits = |gpu: &Device| is_due && sick.asked().any(|uuid| *uuid == gpu.uuid);
         let gpus: Vec<Device> = known.gpus().filter(|gpu| is_leased(gpu) || waits(gpu)).cloned().collect();
@@ -308,13 +310,14 @@ mod tests {
         let (_dir, config) = of_two();
         let fault = sick_gpus::Sick::now("bad".to_owned(), "reset it".to_owned(), true);
         sick_gpus::mark("GPU-1", fault, &config).unwrap();
-        let mut watcher = Watcher { config, ..Watcher::default() };
-        let mut wanted = |looked| {
-            watcher.looked = looked;
+        let mut watcher = Watcher { config, has_log: true, ..Watcher::default() };
+        let mut wanted = |looked, has_log| {
+            (watcher.looked, watcher.has_log) = (looked, has_log);
             let (gpus, is_look) = watcher.wanted();
             (gpus.into_iter().map(|gpu| gpu.index).collect::<Vec<_>>(), is_look)
         };
-        assert_eq!(wanted(None), (vec![0, 1], true));
-        assert_eq!(wanted(Some(Instant::now())), (vec![0], false));
+        assert_eq!(wanted(None, true), (vec![0, 1], true));
+        assert_eq!(wanted(Some(Instant::now()), true), (vec![0], false));
+        assert_eq!(wanted(None, false), (vec![0], false), "an Xid of GPU 0 would be lost meanwhile");
     }
 }
