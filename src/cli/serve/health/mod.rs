@@ -69,7 +69,7 @@ pub(super) fn start(config: &Config) -> io::Result<()> {
 }
 
 /// What NVML is asked.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Asking {
     /// About these, by UUID.
     gpus: Vec<String>,
@@ -85,6 +85,8 @@ struct LogReader {
     log: Option<KernelLog>,
     reporter: Reporter,
     asking: Arc<Mutex<Asking>>,
+    /// The last answer before a silence that is noted.
+    noted: Option<Instant>,
 }
 
 impl LogReader {
@@ -101,11 +103,15 @@ impl LogReader {
         for xid in self.log.as_mut().map(KernelLog::read).unwrap_or_default() {
             self.reporter.act_on(&xid, &self.config);
         }
-        let asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
-        if asking.answered.is_some_and(|at| at.elapsed() >= SILENT) {
-            // The next answer about each replaces it.
-            let warnings = asking.gpus.iter().map(|gpu| (gpu.clone(), vec![SILENCE.to_owned()]));
-            note(&self.config, |records| records.warnings.extend(warnings));
+        let Asking { gpus, answered } = self.asking.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let silent = answered.filter(|at| at.elapsed() >= SILENT);
+        if silent != self.noted {
+            self.noted = silent;
+            let warnings = gpus.into_iter().map(|gpu| (gpu, vec![SILENCE.to_owned()]));
+            note(&self.config, |records| {
+                records.warnings.retain(|_, texts| *texts != [SILENCE]);
+                records.warnings.extend(warnings.filter(|_| silent.is_some()));
+            });
         }
     }
 }
@@ -302,6 +308,15 @@ mod tests {
         *reader.asking.lock().unwrap() = answered(long_ago);
         reader.read();
         assert_eq!(warnings(), [SILENCE]);
+        sick_gpus::change(&config, |records| records.warnings.clear()).unwrap();
+        reader.read();
+        assert_eq!(warnings(), [""; 0], "it is noted once");
+        let noted =
+            |records: &mut Records| records.warnings = [("GPU-0".into(), vec![SILENCE.into()])].into();
+        sick_gpus::change(&config, noted).unwrap();
+        *reader.asking.lock().unwrap() = answered(Instant::now());
+        reader.read();
+        assert_eq!(warnings(), [""; 0], "it answers again");
         assert_eq!(inventory::last(&config).unwrap().left_out[0].gpu.uuid, "GPU-1");
     }
 
