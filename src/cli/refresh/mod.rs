@@ -281,8 +281,8 @@ mod tests {
         };
         refresh_asked(&config, SystemTime::now(), during).unwrap();
         assert_eq!(served(), 0);
-        let told = events::read_ring(&config.state_dir);
-        assert_eq!(told.iter().filter(|event| event.kind == Kind::GpuLost).count(), 1, "{told:?}");
+        let emitted = events::read_ring(&config.state_dir);
+        assert_eq!(emitted.iter().filter(|event| event.kind == Kind::GpuLost).count(), 1, "{emitted:?}");
     }
 
     #[test]

@@ -227,8 +227,8 @@ fn who_comes_back_displaces_those_that_a_start_of_its_users_would() {
     assert_eq!(by(Some(&few)), [false; 3]);
     let own = PolicyRule { suspend: true, ..few.clone() };
     assert_eq!(by(Some(&own)), [true, false, false], "both leases are counted already");
-    let others = PolicyRule { displace: true, ..few };
-    assert_eq!(by(Some(&others)), [false, true, true]);
+    let foreign = PolicyRule { displace: true, ..few };
+    assert_eq!(by(Some(&foreign)), [false, true, true]);
     assert_eq!([1000, 0].map(|other| displaces(0, other, None)), [true; 2], "root has no policy");
     let mut ledger = ledger(vec![of(1, 1000), of(2, 0)], vec![]);
     suspend(&mut ledger, 1);
