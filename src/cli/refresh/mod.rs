@@ -77,8 +77,6 @@ fn refresh_asked(
     let uuids: Vec<String> =
         inventory.with_left_out().devices.into_iter().map(|device| device.uuid).collect();
     Store::open(&config.state_dir)?.restore_drains(&config.lasting_dir(), &uuids)?;
-    // The file's time is set to the beginning of its probe: processes waiting for the lock compare it with their own
-    // start.
     sick_gpus::change(config, |sick| store(inventory, sick, began, config)).context("health.json")?
 }
 
@@ -92,12 +90,8 @@ fn store(
 ) -> anyhow::Result<Inventory> {
     let before = inventory::last(config).map(|before| before.left_out).unwrap_or_default();
     (inventory.devices, inventory.left_out) = sick.leave_out(inventory.devices, inventory.left_out);
-    inventory::store(config, &inventory)?;
+    inventory::store(config, &inventory, began)?;
     tell(&before, &inventory, config);
-    let path = inventory::cache_path(config);
-    File::open(&path)
-        .and_then(|file| file.set_modified(began))
-        .with_context(|| format!("cannot set the time of {}", path.display()))?;
     Ok(inventory)
 }
 
@@ -273,6 +267,8 @@ mod tests {
         refresh_asked(&config, SystemTime::now(), with_gpu).unwrap();
         let served = || inventory::last(&config).unwrap().devices.len();
         assert_eq!(served(), 1);
+        let probed = || std::fs::metadata(inventory::cache_path(&config)).unwrap().modified().unwrap();
+        let before = probed();
         let during = |config: &Config| -> anyhow::Result<Inventory> {
             let found = with_gpu(config);
             let fault = sick_gpus::Sick::now("Xid 95".into(), "reset it".into(), false);
@@ -280,13 +276,13 @@ mod tests {
             let (config, (done, left_out)) = (config.clone(), std::sync::mpsc::channel());
             std::thread::spawn(move || done.send(leave_out_sick(&config)));
             left_out.recv_timeout(Duration::from_secs(60)).expect("it waits for this refresh")?;
-            assert_eq!(served(), 0);
+            assert_eq!((served(), probed()), (0, before), "nobody has waited for that");
             found
         };
         refresh_asked(&config, SystemTime::now(), during).unwrap();
         assert_eq!(served(), 0);
-        let events = events::read_ring(&config.state_dir);
-        assert_eq!(events.iter().filter(|event| event.kind == Kind::GpuLost).count(), 1, "{events:?}");
+        let emitted = events::read_ring(&config.state_dir);
+        assert_eq!(emitted.iter().filter(|event| event.kind == Kind::GpuLost).count(), 1, "{emitted:?}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use serde::Deserialize as _;
 use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
+use super::pool::Work;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use super::room;
 use crate::accounting::Wanted;
@@ -39,6 +40,11 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
     let answer = asked.and_then(|ask| carry_out(&ask, peer, put_off)).unwrap_or_else(|error| no(&error));
     // A refusal is plain text and always fits into JSON.
     protocol::line(&answer).or_else(|error| protocol::line(&no(&error.into()))).unwrap_or_default()
+}
+
+/// Which threads answer this line, as far as it says.
+pub(super) fn work_of(line: &[u8]) -> Work {
+    if matches!(protocol::parse(line), Ok(Ask::Report { .. })) { Work::Report } else { Work::Quick }
 }
 
 /// Steps that could not be put right.
@@ -126,15 +132,14 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
             return Ok(Answer::Stepped { bytes, took_ms });
         }
-        // Others are suspended; the records of a year are read.
-        Ask::MakeRoom { .. } | Ask::Report { .. } if leave_to_slow(put_off) => {
-            return Ok(Answer::Done(false));
-        }
         Ask::MakeRoom { waiter } => {
             ensure!(
                 peer.uid == geteuid().as_raw(),
                 "sublet serve makes room for root's starts when they ask"
             );
+            if leave_to_slow(put_off) {
+                return Ok(Answer::Done(false));
+            }
             room::make_room(waiter, peer.uid, config)?;
         }
         Ask::StartDaemon { key } => return client.start_daemon(key),
@@ -383,10 +388,13 @@ mod tests {
     }
 
     #[test]
-    fn a_report_is_left_to_the_thread_for_slow_work() {
-        let (line, put_off) = (protocol::line(&Ask::Report { wanted: json!({}) }), Cell::default());
-        answer(&line.unwrap(), Peer { pid: 1, uid: 4_000_000_000 }, Some(&put_off));
-        assert!(put_off.get().make);
+    fn a_report_has_a_thread_of_its_own_and_who_may_not_ask_for_room_is_left_to_none() {
+        let report = protocol::line(&Ask::Report { wanted: json!({}) }).unwrap();
+        let room = Ask::MakeRoom { waiter: LeaseId::random().unwrap() };
+        let (room, put_off) = (protocol::line(&room).unwrap(), Cell::default());
+        assert_eq!([work_of(&report), work_of(&room)], [Work::Report, Work::Quick]);
+        answer(&room, Peer { pid: 1, uid: 4_000_000_000 }, Some(&put_off));
+        assert!(!put_off.get().make);
     }
 
     #[test]

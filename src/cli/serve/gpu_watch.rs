@@ -11,7 +11,6 @@ use crate::probe;
 use crate::sick_gpus;
 use sublet_core::admit;
 use sublet_core::config::Config;
-use sublet_core::config_files;
 use sublet_core::inventory::{self, Inventory, LeftOut, can_do_mig};
 use sublet_core::ledger::{Ledger, Store};
 use sublet_core::process::uptime_seconds;
@@ -73,27 +72,33 @@ static LOOKED_FOR_MIG: AtomicU64 = AtomicU64::new(0);
 /// Compares the driver's GPUs in MIG mode and MIG devices with the inventory's on a host with GPUs that support MIG, and
 /// refreshes it if they differ. Ids of destroyed instances are reused, so only UUIDs identify an instance, and /proc does
 /// not show MIG mode on a GPU without instances.
-pub(super) fn watch_mig() {
-    let look = || -> anyhow::Result<()> {
-        let config = config_files::load()?;
-        // Before the first refresh there is nothing to compare.
-        let Ok(known) = inventory::last(&config) else { return Ok(()) };
-        let seldom = || is_due(&LOOKED_FOR_MIG, SELDOM, || can_do_mig(&config.driver.root));
-        if !known.gpus().any(|gpu| gpu.mig_enabled) && !seldom() {
-            return Ok(());
-        }
-        compare(&known, &config).inspect_err(|_| inventory::unwatch(&config))
-    };
-    let fault = look().err().map(|error| format!("MIG devices cannot be watched: {error}"));
-    FAULTS.warn(fault.into_iter().collect(), "MIG devices are watched again");
+pub(super) fn watch_mig(config: &Config) {
+    let looked = look_at_mig(config);
+    // Where nobody looked, a fault may be there still.
+    if !matches!(looked, Ok(false)) {
+        let fault = looked.err().map(|error| format!("MIG devices cannot be watched: {error}"));
+        FAULTS.warn(fault.into_iter().collect(), "MIG devices are watched again");
+    }
 }
 
-fn compare(known: &Inventory, config: &Config) -> anyhow::Result<()> {
+/// Returns whether it looked.
+fn look_at_mig(config: &Config) -> anyhow::Result<bool> {
+    // Before the first refresh there is nothing to compare.
+    let Ok(known) = inventory::last(config) else { return Ok(false) };
+    let seldom = || is_due(&LOOKED_FOR_MIG, SELDOM, || can_do_mig(&config.driver.root));
+    if !known.gpus().any(|gpu| gpu.mig_enabled) && !seldom() {
+        return Ok(false);
+    }
+    compare(&known, config).inspect_err(|_| inventory::unwatch(config))
+}
+
+/// Returns whether it did.
+fn compare(known: &Inventory, config: &Config) -> anyhow::Result<bool> {
     let ledger = Store::open(&config.state_dir)?.read()?;
     // The process that changes the layout refreshes the inventory itself, and an open NVML would prevent a reset.
     if ledger.mig.under_way.is_some() {
         inventory::unwatch(config);
-        return Ok(());
+        return Ok(false);
     }
     let since = uptime_seconds();
     let (mut seen, sick) = (probe::mig_gpus(config)?, sick_gpus::read(config)?);
@@ -106,9 +111,9 @@ fn compare(known: &Inventory, config: &Config) -> anyhow::Result<()> {
         for line in lost(&ledger, known, &now) {
             tracing::warn!("{line}");
         }
-        return Ok(());
+        return Ok(true);
     }
-    Ok(inventory::watch(config, since)?)
+    Ok(inventory::watch(config, since).map(|()| true)?)
 }
 
 /// One line for each lease that lost its MIG device between `before` and `now`.
@@ -124,4 +129,37 @@ fn lost(ledger: &Ledger, before: &Inventory, now: &Inventory) -> Vec<String> {
         })
     });
     lines.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use sublet_core::inventory::Device;
+    use sublet_core::ledger::MigChange;
+    use sublet_core::place::fixture::{device, host};
+    use sublet_core::process::Process;
+
+    use super::*;
+
+    #[test]
+    fn where_mig_devices_are_not_looked_at_nothing_is_said_of_a_fault() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = Config { state_dir: dir.path().join("run"), ..Config::default() };
+        config.driver.root = dir.path().to_owned();
+        let looked = || look_at_mig(&config).ok();
+        assert_eq!(looked(), Some(false), "there is no inventory");
+        let store = |mig_enabled| {
+            inventory::store(&config, &host(vec![Device { mig_enabled, ..device(0) }]), SystemTime::now())
+                .unwrap();
+        };
+        store(false);
+        assert_eq!(looked(), Some(false), "no GPU has MIG");
+        store(true);
+        assert_eq!(looked(), None, "it looks, and there is no driver");
+        let owner = Process::current().unwrap();
+        let change = |ledger: &mut Ledger| ledger.mig.under_way = Some(MigChange { gpus: vec![], owner });
+        Store::open(&config.state_dir).unwrap().change(change).unwrap();
+        assert_eq!(looked(), Some(false), "the layout is being changed");
+    }
 }

@@ -7,7 +7,7 @@
 //! block it nor be changed by it. The client reads the root filesystem and edits the spec, with its own rights.
 //!
 //! One thread does all input and output, without ever waiting for a client. Two do slow work, a third
-//! creates and destroys MIG instances, makes room by suspending containers ([`room`]) and reads records for reports, and one is
+//! creates and destroys MIG instances and makes room by suspending containers ([`room`]), a fourth makes reports, and one is
 //! the guard ([`crate::guard`]). All state is on disk: the service can end and start again at any moment, and containers do not
 //! notice. Another thread ([`retry`]) starts refused containers of Docker's again, and two watch the health of GPUs
 //! ([`health`]).

@@ -1,6 +1,6 @@
 //! Threads for slow work. Two answer requests, one at a time for each user, and do the work of `sublet gc` every ten
-//! seconds. A third creates and destroys MIG instances, and suspends and resumes containers, which may take minutes; and makes
-//! reports.
+//! seconds. A third creates and destroys MIG instances, and suspends and resumes containers, which may take minutes. A fourth
+//! makes reports, which may read the records of a year.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -16,19 +16,30 @@ use super::broker;
 use crate::peer::Peer;
 use sublet_core::admit::PutOff;
 
-/// Two threads: the requests of one user occupy only one, so the other is free for other users.
-const THREADS: usize = 2;
+/// All threads.
+const THREADS: usize = 4;
 
 /// A piece of work.
 pub(super) enum Job {
-    /// Answer a line of connection `token`. `makes`: it needs an instance created, or a container suspended, or is for a report.
-    Ask { token: u64, peer: Peer, line: Vec<u8>, makes: bool },
+    /// Answer a line of connection `token`.
+    Ask { token: u64, peer: Peer, line: Vec<u8>, work: Work },
     /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own
     /// work.
     Own(fn(&Cell<PutOff>)),
     /// Destroy instances that no lease needs, put right suspensions that were cut short, and take a step for those who wait for
     /// room.
     Clear,
+}
+
+/// Which threads do a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Work {
+    /// Two: the requests of one user occupy only one, so the other is free for other users.
+    Quick,
+    /// One: instances are made or destroyed, or containers suspended.
+    Slow,
+    /// One, for which no other work of its user waits.
+    Report,
 }
 
 /// The answer for a connection, by its token.
@@ -38,7 +49,7 @@ pub(super) type Answer = (u64, Vec<u8>);
 struct Finished {
     who: Who,
     answer: Option<Answer>,
-    /// Work that it leaves to the third thread.
+    /// Work that it leaves to the thread for slow work.
     left: Option<Job>,
 }
 
@@ -47,13 +58,13 @@ struct Finished {
 struct Who {
     /// `None`: the service itself.
     user: Option<u32>,
-    /// Instances are made or destroyed.
-    slow: bool,
+    work: Work,
 }
 
 impl Who {
     fn is_same(self, other: Self) -> bool {
-        self == other || self.user.is_some() && self.user == other.user
+        let is_report = self.work == Work::Report || other.work == Work::Report;
+        self == other || self.user.is_some() && self.user == other.user && !is_report
     }
 }
 
@@ -71,7 +82,7 @@ impl Pool {
         let (to_threads, jobs) = mpsc::channel();
         let (done, from_threads) = mpsc::channel();
         let jobs = Arc::new(Mutex::new(jobs));
-        for number in 0..=THREADS {
+        for number in 0..THREADS {
             let (jobs, done, wake) = (Arc::clone(&jobs), done.clone(), Arc::clone(wake));
             let name = format!("worker-{number}");
             thread::Builder::new().name(name).spawn(move || work(&jobs, &done, &wake))?;
@@ -123,22 +134,21 @@ impl Pool {
 const fn who(job: &Job) -> Who {
     match job {
         // Root's starts that wait for room keep no other of root's.
-        Job::Ask { peer, makes: true, .. } if peer.uid == 0 => Who { user: None, slow: true },
-        Job::Ask { peer, makes, .. } => Who { user: Some(peer.uid), slow: *makes },
-        Job::Own(_) => Who { user: None, slow: false },
-        Job::Clear => Who { user: None, slow: true },
+        Job::Ask { peer, work: Work::Slow, .. } if peer.uid == 0 => Who { user: None, work: Work::Slow },
+        Job::Ask { peer, work, .. } => Who { user: Some(peer.uid), work: *work },
+        Job::Own(_) => Who { user: None, work: Work::Quick },
+        Job::Clear => Who { user: None, work: Work::Slow },
     }
 }
 
 /// The first job in the queue that has a free thread, unless its user has an ask that is being answered, or an earlier
 /// one that waits for an instance.
 fn next(waiting: &mut VecDeque<Job>, busy: &[Who]) -> Option<Job> {
-    let slow = busy.iter().filter(|who| who.slow).count();
-    let quick = busy.len() - slow;
     let mut before = busy.to_vec();
     let at = waiting.iter().position(|job| {
         let who = who(job);
-        let room = if who.slow { slow == 0 } else { quick < THREADS };
+        let threads = if who.work == Work::Quick { 2 } else { 1 };
+        let room = busy.iter().filter(|other| other.work == who.work).count() < threads;
         let first = !before.iter().any(|other| other.is_same(who));
         before.push(who);
         room && first
@@ -162,10 +172,10 @@ fn finish(job: Job) -> Finished {
     let who = who(&job);
     let put_off = Cell::new(PutOff::default());
     let answer = match job {
-        Job::Ask { token, peer, line, makes } => {
-            let answer = broker::answer(&line, peer, (!makes).then_some(&put_off));
+        Job::Ask { token, peer, line, work } => {
+            let answer = broker::answer(&line, peer, (work == Work::Quick).then_some(&put_off));
             if put_off.get().make {
-                let left = Some(Job::Ask { token, peer, line, makes: true });
+                let left = Some(Job::Ask { token, peer, line, work: Work::Slow });
                 return Finished { who, answer: None, left };
             }
             Some((token, answer))
@@ -187,15 +197,19 @@ mod tests {
     use super::*;
 
     fn ask(token: u64, uid: u32) -> Job {
-        Job::Ask { token, peer: Peer { pid: 1, uid }, line: Vec::new(), makes: false }
+        of(Work::Quick, token, uid)
     }
 
     fn make(token: u64, uid: u32) -> Job {
-        Job::Ask { token, peer: Peer { pid: 1, uid }, line: Vec::new(), makes: true }
+        of(Work::Slow, token, uid)
+    }
+
+    fn of(work: Work, token: u64, uid: u32) -> Job {
+        Job::Ask { token, peer: Peer { pid: 1, uid }, line: Vec::new(), work }
     }
 
     fn user(uid: u32, makes: bool) -> Who {
-        Who { user: Some(uid), slow: makes }
+        Who { user: Some(uid), work: if makes { Work::Slow } else { Work::Quick } }
     }
 
     fn token(job: Option<Job>) -> Option<u64> {
@@ -221,6 +235,17 @@ mod tests {
         assert_eq!(token(next(&mut waiting, &[who(&make(1, 0))])), Some(3));
         assert_eq!(token(next(&mut waiting, &[who(&make(1, 0))])), None, "one after the other");
         assert_eq!(token(next(&mut waiting, &[user(0, false)])), Some(2));
+    }
+
+    #[test]
+    fn a_report_neither_waits_for_its_users_other_asks_nor_keeps_them() {
+        let report = |token, uid| of(Work::Report, token, uid);
+        let mut waiting: VecDeque<Job> = [ask(1, 7), report(2, 7), report(3, 8), make(4, 7)].into();
+        assert_eq!(token(next(&mut waiting, &[user(7, true)])), Some(2));
+        let busy = who(&report(2, 7));
+        assert_eq!(token(next(&mut waiting, &[busy])), Some(1));
+        assert_eq!(token(next(&mut waiting, &[busy])), Some(4));
+        assert_eq!(token(next(&mut waiting, &[busy])), None, "one after the other");
     }
 
     #[test]

@@ -102,8 +102,8 @@ pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// Whether others that may be suspended now have what `waiter` needs, which has no entry yet, as far as is known without the
-/// driver.
+/// Whether there is room for `waiter`, which has no entry yet, beside those who wait, or others that may be suspended now have it,
+/// as far as is known without the driver.
 pub(super) fn may_find_room(waiter: &Waiter, config: &Config) -> bool {
     Seen::by_files(config).is_some_and(|mut seen| {
         seen.ledger.add_waiter(waiter.clone());
@@ -111,7 +111,10 @@ pub(super) fn may_find_room(waiter: &Waiter, config: &Config) -> bool {
         let placed = seen.next_step(Duration::ZERO).placed;
         let is_own = |one: &Waiter| one.id == waiter.id || one.process == waiter.process;
         seen.ledger.waiters.retain(|one| is_own(one) || placed.contains(&one.id));
-        seen.next_step(Duration::ZERO).step.is_some()
+        let room = seen.next_step(Duration::ZERO);
+        // One that comes back has its room first, and may be suspended later on.
+        room.step.is_some()
+            || seen.ledger.waiters.iter().any(|one| is_own(one) && room.placed.contains(&one.id))
     })
 }
 
@@ -186,6 +189,7 @@ fn note(waiter: &LeaseId, what: &str, config: &Config) {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+    use std::time::SystemTime;
 
     use sublet_core::config::PolicyRule;
     use sublet_core::inventory;
@@ -228,7 +232,7 @@ mod tests {
     #[test]
     fn the_room_that_is_made_for_one_who_waits_is_none_for_a_start_on_another_gpu() {
         let (_dir, config) = host();
-        inventory::store(&config, &host_of(vec![device(0), device(1)])).unwrap();
+        inventory::store(&config, &host_of(vec![device(0), device(1)]), SystemTime::now()).unwrap();
         let held = |number, gpu, suspend| Lease {
             state: LeaseState::Active,
             memory_bytes: Some(60 * GIB),
@@ -255,6 +259,19 @@ mod tests {
         assert!(may_find_room(&waiter(4, "0", false), &config));
         assert!(may_find_room(&waiter(5, "0", true), &config), "it may be there for both");
         assert!(!may_find_room(&waiter(6, "1", true), &config));
+        // There is room again for one that was suspended on demand, which is next.
+        let me = Process::current().unwrap();
+        let suspend = |ledger: &mut Ledger| {
+            fill(ledger);
+            let id = ledger.leases[0].id.clone();
+            ledger.waiters.clear();
+            ledger.begin_suspending(&id, me, vec![]).unwrap();
+            ledger.note_on_demand(&id);
+            assert!(ledger.end_suspended(&id, me));
+        };
+        Store::open(&config.state_dir).unwrap().change(suspend).unwrap();
+        assert!(may_find_room(&waiter(7, "0", true), &config));
+        assert!(!may_find_room(&waiter(8, "1", true), &config));
     }
 
     #[test]

@@ -139,8 +139,8 @@ fn housekeeping(put_off: &Cell<PutOff>) {
 
 /// The work that cannot wait for the next housekeeping.
 fn watch(put_off: &Cell<PutOff>) {
-    gpu_watch::watch_mig();
     let Ok(config) = config_files::load() else { return };
+    gpu_watch::watch_mig(&config);
     gpu_watch::watch_gpus(&config);
     if room::is_wanted(&config) {
         put_off.set(PutOff { clear: true, ..put_off.get() });
@@ -325,7 +325,8 @@ impl Server {
         let Some(connection) = self.connections.get(&token) else { return };
         let deleted = self.epoll.delete(&connection.stream);
         let _ = deleted.inspect_err(|error| tracing::debug!("epoll: {error}"));
-        self.pool.push(Job::Ask { token, peer: connection.peer, line, makes: false });
+        let work = broker::work_of(&line);
+        self.pool.push(Job::Ask { token, peer: connection.peer, line, work });
     }
 
     fn listen_again(&mut self, token: u64) {

@@ -90,10 +90,16 @@ impl Sight<'_> {
         };
         *refresh_first |= refusal.refresh_first;
         let turns = Some(self.config.suspend.turns).filter(|turns| !turns.is_zero())?;
-        // It displaces whom a start of its user's would.
+        let stay = turns.max(self.config.suspend.at_least);
         let mut waiter = waiter.clone();
-        waiter.rule = if lease.brokered { Some((self.rule_of)(lease.container.uid)?) } else { None };
-        self.make_room(&waiter, ahead, turns.max(self.config.suspend.at_least))
+        waiter.rule = None;
+        let of_root = self.make_room(&waiter, ahead, stay)?;
+        if !lease.brokered {
+            return Some(of_root);
+        }
+        // It displaces whom a start of its user's would. The user database may be slow: it is asked last.
+        waiter.rule = Some((self.rule_of)(lease.container.uid)?);
+        self.make_room(&waiter, ahead, stay)
     }
 
     /// Those that have been on their GPU for at least `stay` go.

@@ -230,6 +230,12 @@ fn who_comes_back_displaces_those_that_a_start_of_its_users_would() {
     let foreign = PolicyRule { displace: true, ..few };
     assert_eq!(by(Some(&foreign)), [false, true, true]);
     assert_eq!([1000, 0].map(|other| displaces(0, other, None)), [true; 2], "root has no policy");
+    let mut ledger = ledger(vec![of(1, 1000), of(2, 0)], vec![]);
+    suspend(&mut ledger, 1);
+    let (is_busy, rule_of) = (&|_: &Lease| Some(true), &|_| unreachable!("nobody may go yet"));
+    let at_ms = CAME + 59_999;
+    let sight = Sight { inventory: &inventory, ledger: &ledger, config: &config, at_ms, is_busy, rule_of };
+    assert_eq!(sight.next_step().step, None);
 }
 
 /// What happens next.

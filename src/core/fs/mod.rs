@@ -23,6 +23,7 @@ use std::os::unix::fs::{
 };
 use std::path::{Ancestors, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
 
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
@@ -221,6 +222,12 @@ pub(crate) fn replace_own(path: &Path, content: &[u8], mode: u32) -> io::Result<
     write_and_rename(path, |file| file.set_permissions(Permissions::from_mode(mode)), content, |_| Ok(()))
 }
 
+/// As [`replace`]; from its first moment on the file was modified at `time`.
+pub(crate) fn replace_dated(path: &Path, content: &[u8], mode: u32, time: SystemTime) -> io::Result<()> {
+    let date = |file: &File| file.set_modified(time);
+    write_and_rename(path, |file| copy_metadata(file, path, mode), content, date).map(drop)
+}
+
 /// As [`replace`], for files that must survive a power failure: the file and its name are on disk when this returns.
 pub fn replace_durably(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     write_and_rename(path, |file| copy_metadata(file, path, mode), content, File::sync_all)?;
@@ -237,7 +244,7 @@ fn write_and_rename(
     path: &Path,
     set_mode: impl FnOnce(&File) -> io::Result<()>,
     content: &[u8],
-    settle: fn(&File) -> io::Result<()>,
+    settle: impl FnOnce(&File) -> io::Result<()>,
 ) -> io::Result<File> {
     let temporary = temporary_name(path)?;
     let written = create(&temporary)

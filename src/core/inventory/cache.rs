@@ -19,7 +19,8 @@ use serde::{Deserialize, Serialize};
 use super::{DriverFile, Fingerprint, Inventory, MpsPrograms, check_node};
 use crate::config::{Config, Inject};
 use crate::fs::{
-    distrust, distrust_file, make_trusted_directory, read_if_trusted, read_trusted, replace, under,
+    distrust, distrust_file, make_trusted_directory, read_if_trusted, read_trusted, replace, replace_dated,
+    under,
 };
 use crate::process::{self, kernel_file, uptime_seconds};
 use crate::text::safe;
@@ -124,14 +125,15 @@ pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Invent
 }
 
 /// Writes `inventory.json` atomically with mode 0644, and the file that keeps criu from saving containers with a share.
-/// Creates the state directory if it is missing.
-pub fn store(config: &Config, inventory: &Inventory) -> Result<(), InventoryError> {
+/// Creates the state directory if it is missing. The file's time is when its probe `began`: who waits for a refresh compares
+/// that with its own start.
+pub fn store(config: &Config, inventory: &Inventory, began: SystemTime) -> Result<(), InventoryError> {
     let path = path(config);
     let write = || {
         make_trusted_directory(&config.state_dir)
             .map_err(|why| io::Error::other(format!("its directory: {why}")))?;
-        write_file(&no_checkpoint(&config.state_dir), NO_CHECKPOINT.as_bytes())?;
-        write_file(&path, &serde_json::to_vec(inventory)?)
+        write_file(&no_checkpoint(&config.state_dir), NO_CHECKPOINT.as_bytes(), began)?;
+        write_file(&path, &serde_json::to_vec(inventory)?, began)
     };
     write().map_err(|source| InventoryError::Unwritable { path: path.clone(), source })
 }
@@ -154,12 +156,12 @@ pub(crate) fn no_checkpoint(state_dir: &Path) -> PathBuf {
     state_dir.join(NO_CHECKPOINT_FILE)
 }
 
-fn write_file(path: &Path, content: &[u8]) -> io::Result<()> {
-    // `replace` keeps the mode and owner of an existing file, so a file that would not be trusted is removed first.
+fn write_file(path: &Path, content: &[u8], time: SystemTime) -> io::Result<()> {
+    // `replace_dated` keeps the mode and owner of an existing file, so a file that would not be trusted is removed first.
     if fs::symlink_metadata(path).is_ok_and(|there| distrust_file(&there, LARGEST).is_some()) {
         fs::remove_file(path)?;
     }
-    replace(path, content, 0o644)
+    replace_dated(path, content, 0o644, time)
 }
 
 fn check_directory(config: &Config) -> Result<(), InventoryError> {

@@ -17,7 +17,7 @@ fn stored() -> (Root, Config) {
     let root = Root::with_driver("580.159.04");
     root.gpu(GPU, [0xde, 0x10]).file(ACCESS, "DeviceFileMinor: 21").file(LIBCUDA, "");
     let config = root.config();
-    store(&config, &inventory(&config)).unwrap();
+    store(&config, &inventory(&config), SystemTime::now()).unwrap();
     (root, config)
 }
 
@@ -60,7 +60,7 @@ fn stale(config: &Config) -> String {
 fn rewrite(config: &Config, change: impl FnOnce(&mut Inventory)) {
     let mut inventory = inventory(config);
     change(&mut inventory);
-    store(config, &inventory).unwrap();
+    store(config, &inventory, SystemTime::now()).unwrap();
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn garbage_is_corrupt_and_healed_by_storing() {
         let error = load(&config).unwrap_err();
         assert!(matches!(error, InventoryError::Corrupt { .. }) && error.wants_refresh(), "{error}");
     }
-    store(&config, &inventory(&config)).unwrap();
+    store(&config, &inventory(&config), SystemTime::now()).unwrap();
     assert!(load(&config).is_ok());
 }
 
@@ -214,7 +214,7 @@ fn a_link_is_not_followed_and_replaced_by_storing() {
     let before = fs::read(&elsewhere).unwrap();
     let error = load(&config).unwrap_err().to_string();
     assert!(error.contains("it is not a regular file"), "{error}");
-    store(&config, &inventory(&config)).unwrap();
+    store(&config, &inventory(&config), SystemTime::now()).unwrap();
     assert!(load(&config).is_ok());
     assert!(fs::symlink_metadata(&path).unwrap().is_file());
     assert_eq!(fs::read(&elsewhere).unwrap(), before);
@@ -227,7 +227,7 @@ fn a_file_that_everyone_may_write_is_not_believed() {
     fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
     let error = load(&config).unwrap_err().to_string();
     assert!(error.contains("others than its owner may write to it (mode "), "{error}");
-    store(&config, &inventory(&config)).unwrap();
+    store(&config, &inventory(&config), SystemTime::now()).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o644);
 }
 
@@ -241,7 +241,16 @@ fn a_fifo_or_directory_is_refused_without_waiting() {
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     assert!(load(&config).unwrap_err().to_string().contains("it is not a regular file"));
-    assert!(matches!(store(&config, &inventory(&config)), Err(InventoryError::Unwritable { .. })));
+    let stored = store(&config, &inventory(&config), SystemTime::now());
+    assert!(matches!(stored, Err(InventoryError::Unwritable { .. })));
+}
+
+#[test]
+fn a_stored_inventory_has_the_time_of_its_probe() {
+    let (_root, config) = stored();
+    let began = UNIX_EPOCH + Duration::from_secs(1_795_251_600);
+    store(&config, &inventory(&config), began).unwrap();
+    assert_eq!(fs::metadata(path(&config)).unwrap().modified().unwrap(), began);
 }
 
 #[test]
@@ -251,7 +260,7 @@ fn a_file_of_another_user_is_not_believed() {
     // Only root can give a file away; as another user the owner check cannot be provoked.
     if std::os::unix::fs::chown(&path, Some(65534), None).is_ok() {
         assert!(load(&config).unwrap_err().to_string().contains("it belongs to uid 65534"));
-        store(&config, &inventory(&config)).unwrap();
+        store(&config, &inventory(&config), SystemTime::now()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().uid(), 0);
     }
 }

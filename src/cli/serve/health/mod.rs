@@ -69,7 +69,7 @@ pub(super) fn start(config: &Config) -> io::Result<()> {
 }
 
 /// What NVML is asked.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Asking {
     /// About these, by UUID.
     gpus: Vec<String>,
@@ -85,6 +85,8 @@ struct LogReader {
     log: Option<KernelLog>,
     reporter: Reporter,
     asking: Arc<Mutex<Asking>>,
+    /// The last answer before a silence that is noted.
+    noted: Option<Instant>,
 }
 
 impl LogReader {
@@ -101,11 +103,15 @@ impl LogReader {
         for xid in self.log.as_mut().map(KernelLog::read).unwrap_or_default() {
             self.reporter.act_on(&xid, &self.config);
         }
-        let asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
-        if asking.answered.is_some_and(|at| at.elapsed() >= SILENT) {
-            // The next answer about each replaces it.
-            let warnings = asking.gpus.iter().map(|gpu| (gpu.clone(), vec![SILENCE.to_owned()]));
-            note(&self.config, |records| records.warnings.extend(warnings));
+        let Asking { gpus, answered } = self.asking.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let silent = answered.filter(|at| at.elapsed() >= SILENT);
+        if silent != self.noted {
+            self.noted = silent;
+            let warnings = gpus.into_iter().map(|gpu| (gpu, vec![SILENCE.to_owned()]));
+            note(&self.config, |records| {
+                records.warnings.retain(|_, texts| *texts != [SILENCE]);
+                records.warnings.extend(warnings.filter(|_| silent.is_some()));
+            });
         }
     }
 }
@@ -186,7 +192,9 @@ impl Watcher {
             return Default::default();
         }
         let sick = self.sick.get(&sick_gpus::file(config), || sick_gpus::read(config)).unwrap_or_default();
-        let is_due = self.looked.is_none_or(|at| at.elapsed() >= PERIOD);
+        // A look opens NVML anew, and without the log the Xids of leased GPUs would be lost meanwhile.
+        let may_look = self.has_log || ledger.leases.is_empty();
+        let is_due = may_look && self.looked.is_none_or(|at| at.elapsed() >= PERIOD);
         let is_leased = |gpu: &Device| on_gpu(&gpu.uuid, &ledger).next().is_some();
         let waits = |gpu: &Device| is_due && sick.asked().any(|uuid| *uuid == gpu.uuid);
         let gpus: Vec<Device> = known.gpus().filter(|gpu| is_leased(gpu) || waits(gpu)).cloned().collect();
@@ -264,6 +272,7 @@ fn take_events(set: &EventSet<'_>) -> Result<Vec<Xid>, NvmlError> {
 mod tests {
     use std::fs::{self, File};
     use std::io::Write as _;
+    use std::time::SystemTime;
 
     use sublet_core::ledger::fixture::lease;
     use sublet_core::place::fixture::{device, host};
@@ -277,7 +286,7 @@ mod tests {
         config.driver.root = dir.path().to_owned();
         fs::create_dir(dir.path().join("dev")).unwrap();
         File::create(dir.path().join("dev/kmsg")).unwrap();
-        inventory::store(&config, &host(vec![device(0), device(1)])).unwrap();
+        inventory::store(&config, &host(vec![device(0), device(1)]), SystemTime::now()).unwrap();
         let store = Store::open(&config.state_dir).unwrap();
         store.change(|ledger| ledger.leases = vec![lease(1, "GPU-0")]).unwrap();
         (dir, config)
@@ -299,6 +308,15 @@ mod tests {
         *reader.asking.lock().unwrap() = answered(long_ago);
         reader.read();
         assert_eq!(warnings(), [SILENCE]);
+        sick_gpus::change(&config, |records| records.warnings.clear()).unwrap();
+        reader.read();
+        assert_eq!(warnings(), [""; 0], "it is noted once");
+        let noted =
+            |records: &mut Records| records.warnings = [("GPU-0".into(), vec![SILENCE.into()])].into();
+        sick_gpus::change(&config, noted).unwrap();
+        *reader.asking.lock().unwrap() = answered(Instant::now());
+        reader.read();
+        assert_eq!(warnings(), [""; 0], "it answers again");
         assert_eq!(inventory::last(&config).unwrap().left_out[0].gpu.uuid, "GPU-1");
     }
 
@@ -307,13 +325,14 @@ mod tests {
         let (_dir, config) = of_two();
         let fault = sick_gpus::Sick::now("bad".to_owned(), "reset it".to_owned(), true);
         sick_gpus::mark("GPU-1", fault, &config).unwrap();
-        let mut watcher = Watcher { config, ..Watcher::default() };
-        let mut wanted = |looked| {
-            watcher.looked = looked;
+        let mut watcher = Watcher { config, has_log: true, ..Watcher::default() };
+        let mut wanted = |looked, has_log| {
+            (watcher.looked, watcher.has_log) = (looked, has_log);
             let (gpus, is_look) = watcher.wanted();
             (gpus.into_iter().map(|gpu| gpu.index).collect::<Vec<_>>(), is_look)
         };
-        assert_eq!(wanted(None), (vec![0, 1], true));
-        assert_eq!(wanted(Some(Instant::now())), (vec![0], false));
+        assert_eq!(wanted(None, true), (vec![0, 1], true));
+        assert_eq!(wanted(Some(Instant::now()), true), (vec![0], false));
+        assert_eq!(wanted(None, false), (vec![0], false), "an Xid of GPU 0 would be lost meanwhile");
     }
 }

@@ -156,6 +156,8 @@ pub(super) fn note_reset(gpu: &Device, config: &Config) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use sublet_core::inventory::{Driver, Fingerprint, Inventory, Majors, SCHEMA};
     use sublet_core::ledger::fixture::lease;
     use sublet_core::ledger::{DaemonKey, Init};
@@ -170,7 +172,7 @@ mod tests {
         let mut config = Config { state_dir: dir.path().join("run"), ..Config::default() };
         config.driver.root = dir.path().to_owned();
         let gpu = Device { uuid: GPU.into(), bus_id: "0000:3b:00.0".into(), ..Device::default() };
-        inventory::store(&config, &inventory_of(vec![gpu])).unwrap();
+        inventory::store(&config, &inventory_of(vec![gpu]), SystemTime::now()).unwrap();
         let store = Store::open(&config.state_dir).unwrap();
         store.change(|ledger| ledger.leases = leases).unwrap();
         (dir, config)
