@@ -87,10 +87,6 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     host.check_libraries()?;
     let known @ (.., majors) = majors(root)?;
     let asked = host.ask()?;
-    let cuda = nvml::cuda_version(&asked.nvml).unwrap_or_else(|error| {
-        tracing::warn!("NVML does not tell CUDA's version: {error}");
-        (0, 0)
-    });
     let (devices, left_out) = asked.devices(&seen, known)?;
     // The control program if its server exists too; otherwise a warning if only one of them exists.
     let (mps_control, mps_missing) = match MpsPrograms::find(&config.driver).both(&config.driver) {
@@ -105,7 +101,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
         mig_changes: 0,
         driver: Driver {
             version: host.module.version.clone(),
-            cuda,
+            cuda: nvml::cuda_version(&asked.nvml).unwrap_or_default(),
             simulated: host.module.simulated,
             mps_control,
             mps_missing,
