@@ -214,6 +214,38 @@ fn a_sick_gpu_is_named_and_the_others_are_served_and_guarded() {
     world.assert_empty();
 }
 
+/// Sick since boot: of a GPU that it cannot initialize, the driver writes a UUID of question marks.
+#[test]
+fn gpus_that_are_sick_at_the_first_refresh_are_told_apart() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let buses = ["0000:5d:00.0", "0000:ab:00.0"];
+    for bus in buses {
+        let file = driver(&world, "proc/driver/nvidia/gpus").join(bus).join("information");
+        let text = std::fs::read_to_string(&file).expect("the driver's");
+        let (before, rest) = text.split_once("GPU UUID: \t ").expect("its UUID");
+        let (_, after) = rest.split_once('\n').expect("a line");
+        let text = format!("{before}GPU UUID: \t GPU-????????-????-????-????-????????????\n{after}");
+        std::fs::write(&file, text).expect("written");
+    }
+    fail(&world, "*@3 0 999\n*@5 0 999\n");
+    assert!(world.sublet(&["refresh"]).status.success());
+    let state = |gpu: usize| world.status()["devices"][gpu].clone();
+    for (gpu, bus) in [3, 5].into_iter().zip(buses) {
+        assert_eq!((&state(gpu)["uuid"], &state(gpu)["health"]["state"]), (&json!(bus), &json!("unhealthy")));
+    }
+    assert_eq!(refused(&world, &["sublet.gpu=any:6"]), Value::Null);
+    assert!(world.sublet(&["drain", "3"]).status.success());
+    assert_eq!((&state(3)["drained"], &state(5)["drained"]), (&json!(true), &json!(false)));
+    assert!(world.sublet(&["undrain", "3"]).status.success());
+    heal(&world);
+    assert!(world.sublet(&["refresh"]).status.success());
+    assert_eq!(state(3)["uuid"], json!("GPU-5b1e7000-0000-4000-8000-000000000803"));
+    world.assert_empty();
+}
+
 #[test]
 fn a_lost_gpus_mig_devices_are_shown_while_containers_have_them() {
     if skip_unless_root() {

@@ -425,7 +425,8 @@ impl LeftOutGpus<'_> {
         let minor = value("Device Minor:").and_then(|minor| minor.parse().ok());
         let index = index.or(minor).unwrap_or(u32::MAX);
         Device {
-            uuid: value("GPU UUID:").unwrap_or_else(|| bus_id.to_owned()),
+            // Of a GPU that could not be initialized the driver writes `GPU-????????-…`, of each the same.
+            uuid: value("GPU UUID:").filter(|uuid| !uuid.contains('?')).unwrap_or_else(|| bus_id.to_owned()),
             index,
             minor: minor.unwrap_or(index),
             bus_id: bus_id.to_owned(),
