@@ -37,19 +37,63 @@ fn refused(world: &World, share: &[&str]) -> Value {
     serde_json::from_slice::<Value>(text).unwrap_or_else(|_| panic!("{output:?}"))["reason"].clone()
 }
 
-/// Every function that a refresh calls fails on the first of two GPUs, in turn, and the driver has none of the newest.
+/// The functions that a refresh calls.
+fn called(world: &World) -> BTreeSet<String> {
+    let trace = driver(world, "sim/trace");
+    std::fs::write(&trace, "").expect("written");
+    assert!(world.sublet(&["refresh"]).status.success());
+    let called = std::fs::read_to_string(&trace).expect("a trace").lines().map(str::to_owned).collect();
+    std::fs::remove_file(&trace).expect("removed");
+    called
+}
+
+/// That `line` is among the warnings of `status`, and that `doctor` says it.
+fn assert_told(world: &World, line: &str) {
+    let (status, line) = (world.status(), line.to_lowercase());
+    let has = |text: &Value| text.as_str().is_some_and(|text| text.to_lowercase().contains(&line));
+    assert!(status["warnings"].as_array().is_some_and(|all| all.iter().any(has)), "{line}: {status}");
+    let doctor = said(world, &["doctor"]);
+    assert!(doctor.to_lowercase().contains(&line), "{line}: {doctor}");
+}
+
+/// Every function that a refresh calls fails on the first of two GPUs, in turn, and the driver has none of the newest. Those of
+/// no GPU fail at all.
 #[test]
 fn what_nvml_does_not_tell_costs_only_that() {
     if skip_unless_root() {
         return;
     }
     let world = World::simulated("h100x2-mig-off", "");
-    let trace = driver(&world, "sim/trace");
-    std::fs::write(&trace, "").expect("written");
-    assert!(world.sublet(&["refresh"]).status.success());
-    let called: BTreeSet<String> =
-        std::fs::read_to_string(&trace).expect("a trace").lines().map(str::to_owned).collect();
-    std::fs::remove_file(&trace).expect("removed");
+    let called = called(&world);
+    let healthy = world.status()["warnings"].clone();
+    // Without NVML or the number of GPUs nothing is known: the inventory before stays.
+    let of_none = [
+        ("nvmlInit_v2", "failed to initialize: an internal driver error occurred"),
+        ("nvmlDeviceGetCount_v2", "failed to count the GPUs: an internal driver error occurred"),
+        ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion_v2 does not answer: no image"),
+        // nvml-wrapper's, for the ids of fields that are not read here.
+        ("nvmlSystemGetDriverVersion", ""),
+    ];
+    for (function, expected) in of_none {
+        fail(&world, &format!("{function} 0 999\n"));
+        let output = world.sublet(&["refresh"]);
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(told.contains(expected) && told.is_empty() == expected.is_empty(), "{function}: {told}");
+        assert_eq!(output.status.success(), !expected.starts_with("failed"), "{function}: {told}");
+        for gpu in ["sublet.gpu=0", "sublet.gpu=1"] {
+            assert_eq!(refused(&world, &[gpu, "sublet.sm=25", "sublet.memory=8GiB"]), Value::Null, "{function}");
+        }
+        if expected.is_empty() {
+            assert_eq!(world.status()["warnings"], healthy, "{function}");
+        } else if output.status.success() {
+            assert_told(&world, expected);
+        } else {
+            let doctor = said(&world, &["doctor"]);
+            assert!(doctor.contains(expected), "{function}: {doctor}");
+        }
+        heal(&world);
+    }
+    let of_none = of_none.map(|(function, _)| function);
     // Without these it is not known which GPU it is.
     let identity = [
         "nvmlDeviceGetHandleByIndex_v2",
@@ -58,8 +102,8 @@ fn what_nvml_does_not_tell_costs_only_that() {
         "nvmlDeviceGetPciInfo_v3",
         "nvmlDeviceGetUUID",
     ];
-    let (mut facts, mut identities) = (0, 0);
-    for function in &called {
+    let (mut facts, mut identities, mut others) = (0, 0, Vec::new());
+    for function in called.iter().filter(|function| !of_none.contains(&function.as_str())) {
         fail(&world, &format!("{function}@0 0 999\n"));
         let output = world.sublet(&["refresh"]);
         let told = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -75,8 +119,14 @@ fn what_nvml_does_not_tell_costs_only_that() {
             assert_eq!(refused(&world, &["sublet.gpu=0"]), Value::Null, "{function}: {status}");
             ("ok", format!("GPU 0: {function} answers \"an internal driver error occurred\": {cost}"))
         } else {
+            others.push(function.as_str());
             ("ok", String::new())
         };
+        if expected.is_empty() {
+            assert_eq!((told.as_str(), &status["warnings"]), ("", &healthy), "{function}");
+        } else {
+            assert_told(&world, &expected);
+        }
         assert_eq!(status["devices"][0]["health"]["state"], json!(state), "{function}: {status}");
         assert_eq!(
             status["devices"][0]["uuid"],
@@ -92,6 +142,8 @@ fn what_nvml_does_not_tell_costs_only_that() {
         assert_eq!(exclusive != Value::Null, needs || state != "ok", "{function}");
     }
     assert_eq!((facts, identities), (FACTS.len(), identity.len()), "{called:?}");
+    // How the GPUs are joined: they are taken for joined in no better way than others.
+    assert_eq!(others, ["nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"]);
 }
 
 /// As the GB10 of a DGX Spark.
