@@ -1,7 +1,7 @@
 //! Hosts of which one GPU does not answer, or does not tell all that a refresh asks: what can be had of it is served, and the
 //! others are served as ever.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
@@ -81,7 +81,11 @@ fn what_nvml_does_not_tell_costs_only_that() {
         assert!(told.contains(expected) && told.is_empty() == expected.is_empty(), "{function}: {told}");
         assert_eq!(output.status.success(), !expected.starts_with("failed"), "{function}: {told}");
         for gpu in ["sublet.gpu=0", "sublet.gpu=1"] {
-            assert_eq!(refused(&world, &[gpu, "sublet.sm=25", "sublet.memory=8GiB"]), Value::Null, "{function}");
+            assert_eq!(
+                refused(&world, &[gpu, "sublet.sm=25", "sublet.memory=8GiB"]),
+                Value::Null,
+                "{function}"
+            );
         }
         if expected.is_empty() {
             assert_eq!(world.status()["warnings"], healthy, "{function}");
@@ -141,9 +145,61 @@ fn what_nvml_does_not_tell_costs_only_that() {
         let needs = function.ends_with("RunningProcesses_v3");
         assert_eq!(exclusive != Value::Null, needs || state != "ok", "{function}");
     }
-    assert_eq!((facts, identities), (FACTS.len(), identity.len()), "{called:?}");
+    // The last fact is of MIG devices.
+    assert_eq!((facts, identities), (FACTS.len() - 1, identity.len()), "{called:?}");
     // How the GPUs are joined: they are taken for joined in no better way than others.
     assert_eq!(others, ["nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"]);
+}
+
+/// The same of a GPU in MIG mode: what is lost is a fact, its MIG devices or the GPU, and never the other GPU.
+#[test]
+fn what_nvml_does_not_tell_of_mig_devices_costs_no_other_gpu() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let mut costs = BTreeMap::new();
+    for function in called(&world) {
+        fail(&world, &format!("{function}@0 0 999\n"));
+        let output = world.sublet(&["refresh"]);
+        assert!(output.status.success(), "{function}: {output:?}");
+        for share in [&["sublet.gpu=1", "sublet.mode=time-slice"][..], &["sublet.gpu=1", "sublet.sm=25"]] {
+            assert_eq!(refused(&world, share), Value::Null, "{function}");
+        }
+        let gpu = world.status()["devices"][0].clone();
+        let parts = gpu["mig"].as_array().expect("MIG devices").clone();
+        let served = parts.iter().filter(|part| part["fault"].is_null()).count();
+        let fact = FACTS.iter().find(|(_, name, _)| *name == function);
+        if gpu["health"]["state"] == "unhealthy" {
+            assert_told(&world, "GPU 0 is left out: NVML answers ");
+            costs.insert(function, "the GPU");
+        } else if served == 0 {
+            let (_, _, cost) = fact.unwrap_or_else(|| panic!("{function}: {gpu}"));
+            assert_told(
+                &world,
+                &format!("MIG device 0:0: {function} answers \"an internal driver error occurred\": {cost}"),
+            );
+            costs.insert(function, "its MIG devices");
+        } else {
+            assert_eq!(served, 4, "{function}: {gpu}");
+            costs.extend(fact.map(|_| (function, "that fact")));
+        }
+    }
+    let of = |cost| {
+        let named = costs.iter().filter(|(_, of)| **of == cost);
+        named.map(|(function, _)| function.trim_start_matches("nvmlDeviceGet")).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(
+        of("the GPU"),
+        "ComputeInstanceId GpuInstanceId HandleByIndex_v2 Index MaxMigDeviceCount MigDeviceHandleByIndex MigMode MinorNumber \
+         PciInfo_v3 UUID"
+    );
+    assert_eq!(of("its MIG devices"), "Attributes_v2 MemoryInfo_v2 Name");
+    assert_eq!(
+        of("that fact"),
+        "ComputeMode ComputeRunningProcesses_v3 CudaComputeCapability DisplayActive MPSComputeRunningProcesses_v3 NumGpuCores \
+         VirtualizationMode"
+    );
 }
 
 /// As the GB10 of a DGX Spark.

@@ -400,12 +400,13 @@ pub enum Fact {
     Virtualization,
     Processes,
     Clients,
+    Attributes,
 }
 
 /// Each fact, its NVML function, and the cost of its failure. Nothing else is lost by it. Where the handle,
-/// UUID, PCI address, minor or MIG mode cannot be had, or the answer is that the GPU is lost or must be reset, the GPU is
-/// left out ([`LeftOut`]).
-pub const FACTS: [(Fact, &str, &str); 9] = [
+/// UUID, PCI address, minor or MIG mode cannot be had, or the handle, index or ids of a MIG device, or the answer is that the
+/// GPU is lost or must be reset, the GPU is left out ([`LeftOut`]).
+pub const FACTS: [(Fact, &str, &str); 10] = [
     (Fact::Name, "nvmlDeviceGetName", "no rule or selector finds it by its model"),
     (
         Fact::ComputeCapability,
@@ -427,6 +428,7 @@ pub const FACTS: [(Fact, &str, &str); 9] = [
         "nvmlDeviceGetMPSComputeRunningProcesses_v3",
         "mode exclusive is refused, and the guard does not watch it",
     ),
+    (Fact::Attributes, "nvmlDeviceGetAttributes_v2", "no container gets it"),
 ];
 
 /// The facts that NVML does not report, each with its answer.
