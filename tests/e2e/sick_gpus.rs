@@ -37,11 +37,11 @@ fn refused(world: &World, share: &[&str]) -> Value {
     serde_json::from_slice::<Value>(text).unwrap_or_else(|_| panic!("{output:?}"))["reason"].clone()
 }
 
-/// The functions that a refresh calls.
-fn called(world: &World) -> BTreeSet<String> {
+/// The functions that this command calls.
+fn called(world: &World, command: &str) -> BTreeSet<String> {
     let trace = driver(world, "sim/trace");
     std::fs::write(&trace, "").expect("written");
-    assert!(world.sublet(&["refresh"]).status.success());
+    assert!(world.sublet(&[command]).status.success());
     let called = std::fs::read_to_string(&trace).expect("a trace").lines().map(str::to_owned).collect();
     std::fs::remove_file(&trace).expect("removed");
     called
@@ -64,7 +64,7 @@ fn what_nvml_does_not_tell_costs_only_that() {
         return;
     }
     let world = World::simulated("h100x2-mig-off", "");
-    let called = called(&world);
+    let called = called(&world, "refresh");
     let healthy = world.status()["warnings"].clone();
     // Without NVML or the number of GPUs nothing is known: the inventory before stays.
     let of_none = [
@@ -159,7 +159,7 @@ fn what_nvml_does_not_tell_of_mig_devices_costs_no_other_gpu() {
     }
     let world = World::simulated("a100x2-mig", "");
     let mut costs = BTreeMap::new();
-    for function in called(&world) {
+    for function in called(&world, "refresh") {
         fail(&world, &format!("{function}@0 0 999\n"));
         let output = world.sublet(&["refresh"]);
         assert!(output.status.success(), "{function}: {output:?}");
@@ -200,6 +200,43 @@ fn what_nvml_does_not_tell_of_mig_devices_costs_no_other_gpu() {
         "ComputeMode ComputeRunningProcesses_v3 CudaComputeCapability DisplayActive MPSComputeRunningProcesses_v3 NumGpuCores \
          VirtualizationMode"
     );
+}
+
+/// What `status` and `metrics` ask fails on the first of two GPUs, in turn: they tell all of the other one.
+#[test]
+fn what_status_and_metrics_ask_costs_no_other_gpu() {
+    if skip_unless_root() {
+        return;
+    }
+    for topology in ["h100x2-mig-off", "a100x2-mig"] {
+        let world = World::simulated(topology, "");
+        let bundle = world.bundle("other", &[("sublet.gpu", "1"), ("sublet.sm", "25")], HOLD);
+        bundle.up();
+        bundle.event("info");
+        let samples = || {
+            let metrics = said(&world, &["metrics"]);
+            let of_other =
+                metrics.lines().filter(|line| line.contains("gpu=\"1\"") && line.contains("_gpu_"));
+            let named = of_other.filter_map(|line| line.rsplit_once(' '));
+            named.map(|(name, _)| name.to_owned()).collect::<Vec<_>>()
+        };
+        let healthy = samples();
+        assert!(!healthy.is_empty());
+        for function in called(&world, "status").union(&called(&world, "metrics")) {
+            fail(&world, &format!("{function}@0 0 999\n"));
+            let gpu = world.status()["devices"][1].clone();
+            assert_eq!(
+                (&gpu["health"]["state"], &gpu["unknown"]),
+                (&json!("ok"), &Value::Null),
+                "{function}: {gpu}"
+            );
+            assert!(!gpu["used"].is_null(), "{function}: {gpu}");
+            assert_eq!(samples(), healthy, "{function}");
+        }
+        heal(&world);
+        bundle.down();
+        world.assert_empty();
+    }
 }
 
 /// As the GB10 of a DGX Spark.
