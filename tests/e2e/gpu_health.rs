@@ -207,6 +207,35 @@ fn any_other_error_makes_a_gpu_unhealthy_and_the_others_serve_on() {
     world.assert_empty();
 }
 
+/// NVML registers no events of one GPU, and the kernel's log cannot be read.
+#[test]
+fn one_gpu_without_events_hides_no_other_gpus_fault() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = two_users::host("h200x8");
+    let root = host.world.driver_root.clone().expect("simulated");
+    std::fs::remove_file(root.join("dev/kmsg")).expect("removed");
+    std::fs::write(root.join("sim/fail"), "nvmlDeviceRegisterEvents@0 0 999\n").expect("written");
+    host.start();
+    let world = &host.world;
+    let (mute, sick) = (world.bundle("mute", &share("0"), HOLD), world.bundle("sick", &share("3"), HOLD));
+    mute.up();
+    sick.up();
+    let told =
+        || events(world, "warned").iter().filter(|(_, text)| text.contains("no error of GPU 0")).count();
+    assert!(eventually(|| told() == 1), "{:?}", events(world, "warned"));
+    let is_seen = || {
+        world.report_xid(3, 95, None, "Uncontained error");
+        state(world, 3) == "unhealthy"
+    };
+    assert!(eventually(is_seen), "{}", said(world, &["status"]));
+    assert_eq!((told(), state(world, 0)), (1, json!("ok")));
+    mute.down();
+    sick.down();
+    world.assert_empty();
+}
+
 fn undrain_healthy(world: &World) -> (bool, String) {
     run(world, &["undrain", "3", "--healthy"])
 }

@@ -85,6 +85,38 @@ fn a_layout_is_planned_applied_asserted_and_exported() {
     assert!(!world.state_dir().join("mig-before.toml").exists());
 }
 
+/// One GPU tells nothing of its profiles: the others are listed and changed, and a layout that names it is refused.
+#[test]
+fn a_gpu_that_does_not_tell_its_profiles_stops_no_other() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h100x2-mig-off", "[mig]\ndynamic = true\n");
+    let fail = world.driver_root.as_ref().expect("simulated").join("sim/fail");
+    std::fs::write(&fail, "nvmlDeviceGetGpuInstanceProfileInfoV@1 0 999\n").expect("written");
+    let passed = "an internal driver error occurred; this GPU is passed over";
+    for (devices, done) in [("0", true), ("all", true), ("1", false)] {
+        let file = format!("[[gpu]]\nmatch = \"{devices}\"\nmig = true\n");
+        let file = layout(&world, "one.toml", &file);
+        let output = mig(&world, &["apply", path(&file)]);
+        let said = text(&output);
+        assert_eq!(output.status.success(), done, "{devices}: {said}");
+        assert!(said.contains(passed), "{devices}: {said}");
+        assert_eq!(said.contains("one.toml:1: GPU 1 does not tell its profiles"), !done, "{devices}: {said}");
+    }
+    let listed: Value = serde_json::from_str(&done(&world, &["list", "--format", "json"])).expect("JSON");
+    let seen = |gpu: &Value| (gpu["index"].clone(), gpu["mig"]["enabled"].clone());
+    let gpus: Vec<_> = listed.as_array().expect("GPUs").iter().map(seen).collect();
+    assert_eq!(gpus, [(json!(0), json!(true))]);
+    // An instance is created on the other one.
+    let bundle = world.bundle("one", &[("sublet.mig", "1g.10gb")], &["/usr/bin/cuda-probe", "hold", "120"]);
+    bundle.up();
+    assert_eq!(world.status()["devices"][0]["mig"].as_array().map(Vec::len), Some(1));
+    bundle.down();
+    std::fs::remove_file(&fail).expect("removed");
+    world.assert_empty();
+}
+
 #[test]
 fn mig_parteds_yaml_and_the_configured_file() {
     if skip_unless_root() {

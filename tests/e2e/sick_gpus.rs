@@ -1,7 +1,7 @@
 //! Hosts of which one GPU does not answer, or does not tell all that a refresh asks: what can be had of it is served, and the
 //! others are served as ever.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
@@ -37,19 +37,67 @@ fn refused(world: &World, share: &[&str]) -> Value {
     serde_json::from_slice::<Value>(text).unwrap_or_else(|_| panic!("{output:?}"))["reason"].clone()
 }
 
-/// Every function that a refresh calls fails on the first of two GPUs, in turn, and the driver has none of the newest.
+/// The functions that this command calls.
+fn called(world: &World, command: &str) -> BTreeSet<String> {
+    let trace = driver(world, "sim/trace");
+    std::fs::write(&trace, "").expect("written");
+    assert!(world.sublet(&[command]).status.success());
+    let called = std::fs::read_to_string(&trace).expect("a trace").lines().map(str::to_owned).collect();
+    std::fs::remove_file(&trace).expect("removed");
+    called
+}
+
+/// That `line` is among the warnings of `status`, and that `doctor` says it.
+fn assert_told(world: &World, line: &str) {
+    let (status, line) = (world.status(), line.to_lowercase());
+    let has = |text: &Value| text.as_str().is_some_and(|text| text.to_lowercase().contains(&line));
+    assert!(status["warnings"].as_array().is_some_and(|all| all.iter().any(has)), "{line}: {status}");
+    let doctor = said(world, &["doctor"]);
+    assert!(doctor.to_lowercase().contains(&line), "{line}: {doctor}");
+}
+
+/// Every function that a refresh calls fails on the first of two GPUs, in turn, and the driver has none of the newest. Those of
+/// no GPU fail at all.
 #[test]
 fn what_nvml_does_not_tell_costs_only_that() {
     if skip_unless_root() {
         return;
     }
     let world = World::simulated("h100x2-mig-off", "");
-    let trace = driver(&world, "sim/trace");
-    std::fs::write(&trace, "").expect("written");
-    assert!(world.sublet(&["refresh"]).status.success());
-    let called: BTreeSet<String> =
-        std::fs::read_to_string(&trace).expect("a trace").lines().map(str::to_owned).collect();
-    std::fs::remove_file(&trace).expect("removed");
+    let called = called(&world, "refresh");
+    let healthy = world.status()["warnings"].clone();
+    // Without NVML or the number of GPUs nothing is known: the inventory before stays.
+    let of_none = [
+        ("nvmlInit_v2", "failed to initialize: an internal driver error occurred"),
+        ("nvmlDeviceGetCount_v2", "failed to count the GPUs: an internal driver error occurred"),
+        ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion_v2 does not answer: no image"),
+        // nvml-wrapper's, for the ids of fields that are not read here.
+        ("nvmlSystemGetDriverVersion", ""),
+    ];
+    for (function, expected) in of_none {
+        fail(&world, &format!("{function} 0 999\n"));
+        let output = world.sublet(&["refresh"]);
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(told.contains(expected) && told.is_empty() == expected.is_empty(), "{function}: {told}");
+        assert_eq!(output.status.success(), !expected.starts_with("failed"), "{function}: {told}");
+        for gpu in ["sublet.gpu=0", "sublet.gpu=1"] {
+            assert_eq!(
+                refused(&world, &[gpu, "sublet.sm=25", "sublet.memory=8GiB"]),
+                Value::Null,
+                "{function}"
+            );
+        }
+        if expected.is_empty() {
+            assert_eq!(world.status()["warnings"], healthy, "{function}");
+        } else if output.status.success() {
+            assert_told(&world, expected);
+        } else {
+            let doctor = said(&world, &["doctor"]);
+            assert!(doctor.contains(expected), "{function}: {doctor}");
+        }
+        heal(&world);
+    }
+    let of_none = of_none.map(|(function, _)| function);
     // Without these it is not known which GPU it is.
     let identity = [
         "nvmlDeviceGetHandleByIndex_v2",
@@ -58,8 +106,8 @@ fn what_nvml_does_not_tell_costs_only_that() {
         "nvmlDeviceGetPciInfo_v3",
         "nvmlDeviceGetUUID",
     ];
-    let (mut facts, mut identities) = (0, 0);
-    for function in &called {
+    let (mut facts, mut identities, mut others) = (0, 0, Vec::new());
+    for function in called.iter().filter(|function| !of_none.contains(&function.as_str())) {
         fail(&world, &format!("{function}@0 0 999\n"));
         let output = world.sublet(&["refresh"]);
         let told = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -75,8 +123,14 @@ fn what_nvml_does_not_tell_costs_only_that() {
             assert_eq!(refused(&world, &["sublet.gpu=0"]), Value::Null, "{function}: {status}");
             ("ok", format!("GPU 0: {function} answers \"an internal driver error occurred\": {cost}"))
         } else {
+            others.push(function.as_str());
             ("ok", String::new())
         };
+        if expected.is_empty() {
+            assert_eq!((told.as_str(), &status["warnings"]), ("", &healthy), "{function}");
+        } else {
+            assert_told(&world, &expected);
+        }
         assert_eq!(status["devices"][0]["health"]["state"], json!(state), "{function}: {status}");
         assert_eq!(
             status["devices"][0]["uuid"],
@@ -91,7 +145,98 @@ fn what_nvml_does_not_tell_costs_only_that() {
         let needs = function.ends_with("RunningProcesses_v3");
         assert_eq!(exclusive != Value::Null, needs || state != "ok", "{function}");
     }
-    assert_eq!((facts, identities), (FACTS.len(), identity.len()), "{called:?}");
+    // The last fact is of MIG devices.
+    assert_eq!((facts, identities), (FACTS.len() - 1, identity.len()), "{called:?}");
+    // How the GPUs are joined: they are taken for joined in no better way than others.
+    assert_eq!(others, ["nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"]);
+}
+
+/// The same of a GPU in MIG mode: what is lost is a fact, its MIG devices or the GPU, and never the other GPU.
+#[test]
+fn what_nvml_does_not_tell_of_mig_devices_costs_no_other_gpu() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let mut costs = BTreeMap::new();
+    for function in called(&world, "refresh") {
+        fail(&world, &format!("{function}@0 0 999\n"));
+        let output = world.sublet(&["refresh"]);
+        assert!(output.status.success(), "{function}: {output:?}");
+        for share in [&["sublet.gpu=1", "sublet.mode=time-slice"][..], &["sublet.gpu=1", "sublet.sm=25"]] {
+            assert_eq!(refused(&world, share), Value::Null, "{function}");
+        }
+        let gpu = world.status()["devices"][0].clone();
+        let parts = gpu["mig"].as_array().expect("MIG devices").clone();
+        let served = parts.iter().filter(|part| part["fault"].is_null()).count();
+        let fact = FACTS.iter().find(|(_, name, _)| *name == function);
+        if gpu["health"]["state"] == "unhealthy" {
+            assert_told(&world, "GPU 0 is left out: NVML answers ");
+            costs.insert(function, "the GPU");
+        } else if served == 0 {
+            let (_, _, cost) = fact.unwrap_or_else(|| panic!("{function}: {gpu}"));
+            assert_told(
+                &world,
+                &format!("MIG device 0:0: {function} answers \"an internal driver error occurred\": {cost}"),
+            );
+            costs.insert(function, "its MIG devices");
+        } else {
+            assert_eq!(served, 4, "{function}: {gpu}");
+            costs.extend(fact.map(|_| (function, "that fact")));
+        }
+    }
+    let of = |cost| {
+        let named = costs.iter().filter(|(_, of)| **of == cost);
+        named.map(|(function, _)| function.trim_start_matches("nvmlDeviceGet")).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(
+        of("the GPU"),
+        "ComputeInstanceId GpuInstanceId HandleByIndex_v2 Index MaxMigDeviceCount MigDeviceHandleByIndex MigMode MinorNumber \
+         PciInfo_v3 UUID"
+    );
+    assert_eq!(of("its MIG devices"), "Attributes_v2 MemoryInfo_v2 Name");
+    assert_eq!(
+        of("that fact"),
+        "ComputeMode ComputeRunningProcesses_v3 CudaComputeCapability DisplayActive MPSComputeRunningProcesses_v3 NumGpuCores \
+         VirtualizationMode"
+    );
+}
+
+/// What `status` and `metrics` ask fails on the first of two GPUs, in turn: they tell all of the other one.
+#[test]
+fn what_status_and_metrics_ask_costs_no_other_gpu() {
+    if skip_unless_root() {
+        return;
+    }
+    for topology in ["h100x2-mig-off", "a100x2-mig"] {
+        let world = World::simulated(topology, "");
+        let bundle = world.bundle("other", &[("sublet.gpu", "1"), ("sublet.sm", "25")], HOLD);
+        bundle.up();
+        bundle.event("info");
+        let samples = || {
+            let metrics = said(&world, &["metrics"]);
+            let of_other =
+                metrics.lines().filter(|line| line.contains("gpu=\"1\"") && line.contains("_gpu_"));
+            let named = of_other.filter_map(|line| line.rsplit_once(' '));
+            named.map(|(name, _)| name.to_owned()).collect::<Vec<_>>()
+        };
+        let healthy = samples();
+        assert!(!healthy.is_empty());
+        for function in called(&world, "status").union(&called(&world, "metrics")) {
+            fail(&world, &format!("{function}@0 0 999\n"));
+            let gpu = world.status()["devices"][1].clone();
+            assert_eq!(
+                (&gpu["health"]["state"], &gpu["unknown"]),
+                (&json!("ok"), &Value::Null),
+                "{function}: {gpu}"
+            );
+            assert!(!gpu["used"].is_null(), "{function}: {gpu}");
+            assert_eq!(samples(), healthy, "{function}");
+        }
+        heal(&world);
+        bundle.down();
+        world.assert_empty();
+    }
 }
 
 /// As the GB10 of a DGX Spark.
@@ -211,6 +356,38 @@ fn a_sick_gpu_is_named_and_the_others_are_served_and_guarded() {
     let again = world.bundle("again", &share("3"), HOLD);
     again.up();
     again.down();
+    world.assert_empty();
+}
+
+/// Sick since boot: of a GPU that it cannot initialize, the driver writes a UUID of question marks.
+#[test]
+fn gpus_that_are_sick_at_the_first_refresh_are_told_apart() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let buses = ["0000:5d:00.0", "0000:ab:00.0"];
+    for bus in buses {
+        let file = driver(&world, "proc/driver/nvidia/gpus").join(bus).join("information");
+        let text = std::fs::read_to_string(&file).expect("the driver's");
+        let (before, rest) = text.split_once("GPU UUID: \t ").expect("its UUID");
+        let (_, after) = rest.split_once('\n').expect("a line");
+        let text = format!("{before}GPU UUID: \t GPU-????????-????-????-????-????????????\n{after}");
+        std::fs::write(&file, text).expect("written");
+    }
+    fail(&world, "*@3 0 999\n*@5 0 999\n");
+    assert!(world.sublet(&["refresh"]).status.success());
+    let state = |gpu: usize| world.status()["devices"][gpu].clone();
+    for (gpu, bus) in [3, 5].into_iter().zip(buses) {
+        assert_eq!((&state(gpu)["uuid"], &state(gpu)["health"]["state"]), (&json!(bus), &json!("unhealthy")));
+    }
+    assert_eq!(refused(&world, &["sublet.gpu=any:6"]), Value::Null);
+    assert!(world.sublet(&["drain", "3"]).status.success());
+    assert_eq!((&state(3)["drained"], &state(5)["drained"]), (&json!(true), &json!(false)));
+    assert!(world.sublet(&["undrain", "3"]).status.success());
+    heal(&world);
+    assert!(world.sublet(&["refresh"]).status.success());
+    assert_eq!(state(3)["uuid"], json!("GPU-5b1e7000-0000-4000-8000-000000000803"));
     world.assert_empty();
 }
 

@@ -224,10 +224,21 @@ fn nodes_of_a_group_need_that_group_and_a_runtime_that_keeps_it() {
     refused(&mut run("stranger", &[]), "have root add you to its group");
     refused(&mut in_group(&run("hooked", &[])), "start it with crun and `--group-add keep-groups`");
     refused(&mut in_group(&run("shimmed", &[&shim])), "start it with crun and `--group-add keep-groups`");
-    // The hook does not know by which runtime Podman goes on.
+    // With the hook alone it starts, and is warned of where the runtime keeps no groups.
+    done(&mut in_group(&run("kept", &["--group-add=keep-groups"])));
+    let warning = "only crun keeps the groups of `--group-add keep-groups`: CUDA will find no GPU";
+    let told = || {
+        ["events", "status --last-error"].map(|command| {
+            let words: Vec<&str> = command.split(' ').collect();
+            rootless.sublet(&words).contains(warning)
+        })
+    };
+    let is_runc = rootless.world.engine == Engine::Runc;
+    assert_eq!(told(), [is_runc; 2], "{}", rootless.sublet(&["events"]));
+    done(&mut rootless.podman(&["rm", "-f", "-t0", "kept"]));
     std::fs::remove_file(rootless.dir().join("hooks/sublet.json")).expect("the hook is there");
     let keeping = run("keeping", &[&shim, "--group-add=keep-groups"]);
-    if rootless.world.engine == Engine::Runc {
+    if is_runc {
         refused(&mut in_group(&keeping), "start it with crun and `--group-add keep-groups`");
     } else {
         done(&mut in_group(&keeping));

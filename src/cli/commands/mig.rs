@@ -16,6 +16,7 @@ use sublet_core::admit::{Local, MakeAnswer, MakeAsk, fresh_inventory, is_remote}
 use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::{Ledger, Store};
+use sublet_core::text::safe;
 
 /// Subcommands of `sublet mig`.
 #[derive(Debug, clap::Subcommand)]
@@ -99,12 +100,15 @@ fn settled(gpus: &[Gpu], ledger: &Ledger) -> Vec<Gpu> {
 
 /// The plans for all GPUs that have a target.
 fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<anyhow::Result<Plan>> {
-    let gpu = |target: &Target| gpus.iter().find(|gpu| gpu.uuid == target.gpu);
+    let gpu = |target: &Target| {
+        let gpu = gpus.iter().find(|gpu| gpu.uuid == target.gpu);
+        gpu.with_context(|| format!("{} does not answer any more", safe(&target.gpu)))
+    };
     let plan = |gpu: &Gpu, target: &Target| {
         // An instance created for a container does not count as a difference, unless it is in the way.
         mig::plan(gpu, &target.beside(gpu, &gpu.made(ledger))).or_else(|_| mig::plan(gpu, target))
     };
-    targets.iter().filter_map(|target| Some(plan(gpu(target)?, target))).collect()
+    targets.iter().map(|target| plan(gpu(target)?, target)).collect()
 }
 
 /// The plans that `apply` would make now.

@@ -44,7 +44,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
         }
     }
     if !arguments.quiet {
-        let unknown = inventory.devices.iter().flat_map(Device::costs);
+        let unknown = inventory.costs();
         crate::terminal::warn(inventory.left_out.iter().map(LeftOut::sentence).chain(unknown));
         let (devices, files) = (inventory.gpus().count(), inventory.files.len());
         println!("Driver {}: {devices} GPUs, {files} driver files.", inventory.driver.version);

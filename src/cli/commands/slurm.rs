@@ -217,8 +217,8 @@ fn environment(config: &Config) -> anyhow::Result<String> {
     // For `sublet status --last-error`. A service that does not answer cannot note that itself.
     if let Some(error) = found.as_ref().err().filter(|error| !is_silent(error)) {
         let reason = super::tables::chain(error);
-        let _ =
-            broker.ask(&Ask::Refused { id: format!("slurm-{}", cgroup.job), reason, candidates: Vec::new() });
+        let id = format!("slurm-{}", cgroup.job);
+        let _ = broker.ask(&Ask::Refused { id, reason, candidates: Vec::new(), started: false });
     }
     found
 }

@@ -7,9 +7,7 @@ use super::{Host, Outcome, fail, joined, pass, skip, warn};
 use crate::probe::{OLDEST_BRANCH, driver_nodes};
 use crate::sick_gpus;
 use sublet_core::fs::read_proc_devices;
-use sublet_core::inventory::{
-    self, ComputeMode, Device, Majors, MissingPrograms, MpsPrograms, Node, check_node,
-};
+use sublet_core::inventory::{self, ComputeMode, Majors, MissingPrograms, MpsPrograms, Node, check_node};
 use sublet_core::ledger::Drain;
 use sublet_core::text::{safe, safe_path};
 
@@ -115,7 +113,7 @@ pub(super) fn nvml(host: &Host<'_>) -> Outcome {
         Ok(inventory) => inventory,
         Err(error) => return fail(error.clone()).fix("do what the message says, then run `sublet refresh`"),
     };
-    let costs = joined(inventory.devices.iter().flat_map(Device::costs), "; ");
+    let costs = joined(inventory.costs(), "; ");
     if costs.is_empty() {
         return pass(format!("{} GPUs answer", inventory.gpus().count()));
     }

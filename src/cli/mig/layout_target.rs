@@ -50,7 +50,7 @@ impl Target {
 /// The targets of the GPUs that `layout` names, by NVML's index. GPUs that it does not name stay as they are.
 ///
 /// # Errors
-/// A GPU does not exist (in mig-parted's files: on no host, and one that is left out is passed over), is named twice, or lacks a profile; the message names file and line.
+/// A GPU does not exist (in mig-parted's files: on no host, and one that is left out is passed over), does not answer, is named twice, or lacks a profile; the message names file and line.
 pub fn targets(
     layout: &Layout,
     gpus: &[Gpu],
@@ -89,7 +89,8 @@ fn selected<'g>(
     for name in &entry.devices {
         let devices = meant(name, inventory, config).map_err(|why| layout.error(entry.line, &why))?;
         // An entry for a model that this host lacks is for other hosts with the same file.
-        if devices.is_empty() && !name.starts_with("model:") && name != "all" {
+        let is_general = name.starts_with("model:") || name == "all";
+        if devices.is_empty() && !is_general {
             let all = inventory.with_left_out();
             let is_left_out = meant(name, &all, config).is_ok_and(|found| !found.is_empty());
             // mig-parted looks at each GPU that is there: one file is for hosts of 8 and of 2. That a GPU is left out now is
@@ -103,7 +104,14 @@ fn selected<'g>(
             return Err(layout.error(entry.line, &format!("no GPU of this host is {name}; it has {have}")));
         }
         for device in devices {
-            let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == device.uuid) else { continue };
+            let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == device.uuid) else {
+                // Whoever looked has warned of it.
+                if is_general {
+                    continue;
+                }
+                let text = format!("{} does not tell its profiles or instances", device.label());
+                return Err(layout.error(entry.line, &text));
+            };
             if selected.iter().any(|known| known.uuid == gpu.uuid) {
                 return Err(layout.error(entry.line, &format!("{} is named twice", gpu.label())));
             }

@@ -21,6 +21,8 @@ mod nvml;
 mod plan;
 mod profile_choice;
 
+use nix::unistd::geteuid;
+
 pub use crate::nvml_mig::{ComputeProfile, Profile, Span};
 pub use apply::{ApplyError, apply};
 pub(crate) use apply::{Fence, uninterrupted};
@@ -229,6 +231,22 @@ pub trait Driver {
     fn create_compute(&mut self, gpu: &str, gi: u32, slices: u32, span: Option<Span>) -> Answer<()>;
     /// Destroys a compute instance.
     fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Answer<()>;
+}
+
+/// Those of `gpus` (UUIDs) that tell their profiles and instances. The others are passed over with a warning.
+///
+/// # Errors
+/// There is none of them; or one tells nothing to a user without root, whom the driver lets see no GPU instance.
+fn answering<'u>(gpus: impl Iterator<Item = &'u str>, driver: &mut dyn Driver) -> Answer<Vec<Gpu>> {
+    let (found, silent): (Vec<_>, Vec<_>) = gpus.map(|uuid| driver.gpu(uuid)).partition(Result::is_ok);
+    let mut silent: Vec<_> = silent.into_iter().filter_map(Result::err).collect();
+    if !silent.is_empty() && (found.is_empty() || !geteuid().is_root()) {
+        return Err(silent.remove(0));
+    }
+    for why in silent {
+        tracing::warn!("{why}; this GPU is passed over");
+    }
+    Ok(found.into_iter().flatten().collect())
 }
 
 #[cfg(test)]

@@ -55,9 +55,9 @@ impl Nvml {
         Ok(Self { library: Some(library), path, smi: inventory.driver.smi.clone(), known: BTreeMap::new() })
     }
 
-    /// Every GPU of the inventory.
+    /// The GPUs of the inventory, as far as they are [`super::answering`].
     pub fn gpus(&mut self, inventory: &Inventory) -> Answer<Vec<Gpu>> {
-        inventory.gpus().map(|device| self.gpu(&device.uuid)).collect()
+        super::answering(inventory.gpus().map(|device| &*device.uuid), self)
     }
 
     /// The same, with the users of their instances.

@@ -142,9 +142,9 @@ impl Foreseen {
     }
 }
 
-/// The GPUs on which `order` may have an instance, with the users of their instances.
+/// The GPUs on which `order` may have an instance, as far as they are [`super::answering`], with the users of their instances.
 pub(super) fn seen(order: &Order, driver: &mut dyn Driver, ledger: &Ledger) -> Answer<Vec<Gpu>> {
-    let mut gpus = order.sites.iter().map(|site| driver.gpu(&site.gpu)).collect::<Answer<Vec<_>>>()?;
+    let mut gpus = super::answering(order.sites.iter().map(|site| &*site.gpu), driver)?;
     for gpu in &mut gpus {
         gpu.mark(ledger);
     }

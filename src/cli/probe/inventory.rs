@@ -87,10 +87,6 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     host.check_libraries()?;
     let known @ (.., majors) = majors(root)?;
     let asked = host.ask()?;
-    let cuda = nvml::cuda_version(&asked.nvml).unwrap_or_else(|error| {
-        tracing::warn!("NVML does not tell CUDA's version: {error}");
-        (0, 0)
-    });
     let (devices, left_out) = asked.devices(&seen, known)?;
     // The control program if its server exists too; otherwise a warning if only one of them exists.
     let (mps_control, mps_missing) = match MpsPrograms::find(&config.driver).both(&config.driver) {
@@ -105,7 +101,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
         mig_changes: 0,
         driver: Driver {
             version: host.module.version.clone(),
-            cuda,
+            cuda: nvml::cuda_version(&asked.nvml).unwrap_or_default(),
             simulated: host.module.simulated,
             mps_control,
             mps_missing,
@@ -429,7 +425,8 @@ impl LeftOutGpus<'_> {
         let minor = value("Device Minor:").and_then(|minor| minor.parse().ok());
         let index = index.or(minor).unwrap_or(u32::MAX);
         Device {
-            uuid: value("GPU UUID:").unwrap_or_else(|| bus_id.to_owned()),
+            // Of a GPU that could not be initialized the driver writes `GPU-????????-…`, of each the same.
+            uuid: value("GPU UUID:").filter(|uuid| !uuid.contains('?')).unwrap_or_else(|| bus_id.to_owned()),
             index,
             minor: minor.unwrap_or(index),
             bus_id: bus_id.to_owned(),

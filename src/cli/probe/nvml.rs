@@ -321,7 +321,7 @@ fn part(
     let (gi, ci) = instance_ids(mig)?;
     let (mut facts, mut nodes) = (Facts::default(), gpu.nodes.clone());
     let name = facts.of(Fact::Name, mig.name())?.unwrap_or_default();
-    let attributes = facts.of(Fact::Sms, mig.attributes())?;
+    let attributes = facts.of(Fact::Attributes, mig.attributes())?;
     let (memory_bytes, memory_free_bytes, _) = facts.memory(mig.memory_info(), gpu.compute_capability)?;
     let fault = match device_nodes::instance_nodes(root, caps_major, gpu.minor, gi, ci) {
         Ok(caps) => {

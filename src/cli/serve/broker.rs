@@ -115,8 +115,8 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
         Ask::End { lease } => return Ok(Answer::Freed(state.end_for(peer.uid, lease, OWNS)?)),
         Ask::Withdraw { lease } => return Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
         Ask::Enter { id, record } => return Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
-        Ask::Refused { id, reason, candidates } => {
-            admit::record_reported(peer.uid, id, reason, candidates, config);
+        Ask::Refused { id, reason, candidates, started } => {
+            admit::record_reported(peer.uid, id, reason, candidates, *started, config);
         }
         Ask::Suspend { .. } | Ask::Resume { .. } | Ask::Move { .. } => {
             client.check_may_suspend(ask)?;

@@ -12,7 +12,7 @@ use crate::names::{Names, by_engine};
 use crate::sick_gpus;
 use crate::usage::Usage;
 use sublet_core::config::Config;
-use sublet_core::inventory::{Device, Inventory, LeftOut};
+use sublet_core::inventory::{Inventory, LeftOut};
 use sublet_core::ledger::{DaemonState, DynamicInstance, LeaseState, Ledger, Waiter};
 use sublet_core::oci;
 use sublet_core::place::{describe_request, places, why_kept_away};
@@ -165,7 +165,7 @@ impl Status {
             warnings: Vec::new(),
         };
         status.warnings = inventory.left_out.iter().map(LeftOut::sentence).collect();
-        status.warnings.extend(inventory.devices.iter().flat_map(Device::costs));
+        status.warnings.extend(inventory.costs());
         let noted = sick_gpus::read(config);
         status.warnings.extend(noted.as_ref().err().map(|error| format!("health.json: {error}")));
         for (uuid, texts) in noted.unwrap_or_default().warnings {

@@ -57,31 +57,30 @@ pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
 /// Adds a refusal by this process of a container for `owner`, if one is named, and keeps the container's name. A lost record is
 /// no reason to fail, because the caller reports the error itself.
 pub(super) fn record(container: &Container, error: &AdmitError, owner: Option<String>, config: &Config) {
-    let said = (error.to_string(), error.candidates().to_vec());
-    let words = (error.reason(), owner.unwrap_or_default());
-    add(geteuid().as_raw(), &container.name(), words, said, config);
+    let refused = Event {
+        reason: error.reason().to_owned(),
+        owner: owner.unwrap_or_default(),
+        ..event_of(Kind::Refused, geteuid().as_raw(), &container.name(), error.to_string())
+    };
+    add(refused, error.candidates().to_vec(), config);
     REFUSED.get_or_init(|| Names::now(Some(container), config));
 }
 
-/// Adds a refusal that user `uid` reports.
-pub fn record_reported(uid: u32, container_id: &str, reason: &str, candidates: &[String], config: &Config) {
+/// Adds a refusal that user `uid` reports or, of a container that `started`, a warning.
+pub fn record_reported(uid: u32, id: &str, why: &str, candidates: &[String], started: bool, config: &Config) {
     let candidates = candidates.iter().map(|text| safe_long(text, LONGEST / 4)).collect();
-    // The user's program gives no word of `reason`.
-    add(uid, container_id, ("", String::new()), (safe_long(reason, LONGEST), candidates), config);
+    let kind = if started { Kind::Warned } else { Kind::Refused };
+    // The user's program gives no word of [`Event::reason`].
+    add(event_of(kind, uid, id, safe_long(why, LONGEST)), candidates, config);
 }
 
-/// `words`: why, and the owner.
-fn add(uid: u32, container_id: &str, words: (&str, String), said: (String, Vec<String>), config: &Config) {
-    let refused = Event {
-        uid,
-        container_id: container_id.to_owned(),
-        reason: words.0.to_owned(),
-        owner: words.1,
-        text: said.0.clone(),
-        ..Event::now(Kind::Refused)
-    };
-    events::emit(&config.state_dir, &[refused]);
-    store(uid, container_id, said, false, config);
+fn event_of(kind: Kind, uid: u32, container_id: &str, text: String) -> Event {
+    Event { uid, container_id: container_id.to_owned(), text, ..Event::now(kind) }
+}
+
+fn add(said: Event, candidates: Vec<String>, config: &Config) {
+    events::emit(&config.state_dir, std::slice::from_ref(&said));
+    store(said.uid, &said.container_id, (said.text, candidates), said.kind == Kind::Warned, config);
 }
 
 /// Records the warnings of a started container as events, because engines do not show warnings of their runtime. Keeps the
@@ -89,11 +88,8 @@ fn add(uid: u32, container_id: &str, words: (&str, String), said: (String, Vec<S
 pub(super) fn record_warnings(lease: &Lease, warnings: &[String], of_image: &[String], config: &Config) {
     let (name, uid) = (lease.container.name(), lease.container.uid);
     let event = |text: &String| Event {
-        uid,
-        container_id: name.to_string(),
         lease: lease.id.to_string(),
-        text: text.clone(),
-        ..Event::now(Kind::Warned)
+        ..event_of(Kind::Warned, uid, &name, text.clone())
     };
     events::emit(&config.state_dir, &warnings.iter().take(KEPT).map(event).collect::<Vec<_>>());
     for reason in of_image.iter().take(KEPT_OF_ONE) {
@@ -148,17 +144,17 @@ mod tests {
     fn a_user_who_is_refused_again_and_again_drives_out_only_their_own() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
-        add(0, "root", ("no-room", String::new()), ("no".into(), vec![]), &config);
+        add(event_of(Kind::Refused, 0, "root", "no".to_owned()), vec![], &config);
         let many = vec!["y".repeat(9000); 100];
         for number in 0..20 {
-            record_reported(1000, &format!("c{number}\u{1b}"), &"x".repeat(9000), &many, &config);
+            record_reported(1000, &format!("c{number}\u{1b}"), &"x".repeat(9000), &many, false, &config);
         }
         let all = refusals(&config);
         assert_eq!((all.len(), all[0].uid), (9, 0));
         assert_eq!((all[8].container_id.as_str(), all[8].reason.len()), ("c19\\u{1b}", 2000));
         assert_eq!((all[8].candidates.len(), all[8].candidates[0].len()), (64, 500));
         for number in 0..40 {
-            add(0, &number.to_string(), ("no-room", String::new()), ("no".into(), vec![]), &config);
+            add(event_of(Kind::Refused, 0, &number.to_string(), "no".to_owned()), vec![], &config);
         }
         assert_eq!(refusals(&config).len(), 32);
     }
@@ -171,7 +167,7 @@ mod tests {
         std::fs::write(path(&config), newer).unwrap();
         assert!(refusals(&config).is_empty());
         assert!(path(&config).exists(), "to look changes nothing");
-        add(0, "c", ("no-room", String::new()), ("no".into(), vec![]), &config);
+        add(event_of(Kind::Refused, 0, "c", "no".to_owned()), vec![], &config);
         assert_eq!(refusals(&config).len(), 1);
         assert_eq!(std::fs::read_to_string(dir.path().join("refusals.json.aside")).unwrap(), newer);
     }

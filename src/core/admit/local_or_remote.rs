@@ -165,6 +165,13 @@ impl<'a> Leases<'a> {
         if may_be_there { Ok(Some(read(&self.local.store()?)?)) } else { Ok(None) }
     }
 
+    /// Has the service record a warning about the user's container `id`, which is being started.
+    pub fn report_warning(&self, id: &str, warning: &str) {
+        if let Some(remote) = &self.remote {
+            remote.report(id, warning.to_owned(), Vec::new(), true);
+        }
+    }
+
     /// Records that `container`, which is for `owner`, was refused, for `sublet status --last-error`. A lost record is no
     /// reason to fail, because the caller reports the error itself.
     pub(super) fn record_refusal(&self, container: &Container, error: &AdmitError, owner: Option<String>) {

@@ -170,9 +170,13 @@ impl Remote<'_> {
             return;
         }
         let candidates = error.candidates().iter().take(MOST_CANDIDATES).cloned().collect();
-        let ask = Ask::Refused { id: container_id.to_owned(), reason: error.to_string(), candidates };
-        if let Err(error) = self.ask_done(&ask) {
-            tracing::debug!("the refusal could not be recorded: {error}");
+        self.report(container_id, error.to_string(), candidates, false);
+    }
+
+    /// Has the service record why a container was refused or, if it `started`, a warning.
+    pub(super) fn report(&self, id: &str, reason: String, candidates: Vec<String>, started: bool) {
+        if let Err(error) = self.ask_done(&Ask::Refused { id: id.to_owned(), reason, candidates, started }) {
+            tracing::debug!("the refusal or warning could not be recorded: {error}");
         }
     }
 }

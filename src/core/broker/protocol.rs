@@ -86,7 +86,7 @@ pub enum Ask {
         /// As in [`ContainerNames::record`].
         record: PathBuf,
     },
-    /// A container of the user was refused. `sublet status --last-error` will show it.
+    /// A container of the user was refused, or started with a warning. `sublet status --last-error` will show it.
     Refused {
         /// Its id.
         id: String,
@@ -95,6 +95,9 @@ pub enum Ask {
         /// Each device that could have served it, and why it does not.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         candidates: Vec<String>,
+        /// It is a warning.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        started: bool,
     },
     /// Asks for the suspension of the user's container with this lease. The answer may take minutes.
     Suspend {

@@ -79,7 +79,7 @@ pub struct Fingerprint {
 pub struct Driver {
     /// As `580.159.04`.
     pub version: String,
-    /// The CUDA version that the driver supports, as (13, 0).
+    /// The CUDA version that the driver supports, as (13, 0); (0, 0): NVML does not tell.
     pub cuda: (u32, u32),
     /// Whether the kernel module reports that it is simulated.
     pub simulated: bool,
@@ -274,6 +274,15 @@ impl Inventory {
         Self { devices: self.devices.iter().map(idle).collect(), ..self.clone() }
     }
 
+    /// A line for each fact that NVML does not tell, with what its lack costs.
+    pub fn costs(&self) -> impl Iterator<Item = String> + '_ {
+        let cost =
+            "no image is warned of that needs a newer CUDA, and a GPU is taken for at most 48 MPS clients";
+        let untold = (self.driver.cuda == (0, 0))
+            .then(|| format!("nvmlSystemGetCudaDriverVersion_v2 does not answer: {cost}"));
+        untold.into_iter().chain(self.devices.iter().flat_map(Device::costs))
+    }
+
     /// With the left-out GPUs among the devices, for settings that may still name them.
     pub fn with_left_out(&self) -> Self {
         let left_out = self.left_out.iter().map(|gone| gone.gpu.clone());
@@ -330,8 +339,8 @@ impl Device {
         !self.unknown.contains_key(&Fact::Processes) && !self.unknown.contains_key(&Fact::Clients)
     }
 
-    /// A line for each fact that is not known: `GPU 0: NVML does not tell its memory (Not Supported), so …`.
-    pub fn costs(&self) -> impl Iterator<Item = String> + '_ {
+    /// As `GPU 0: nvmlDeviceGetMemoryInfo_v2 answers "Not Supported": sublet.memory is refused`.
+    fn costs(&self) -> impl Iterator<Item = String> + '_ {
         FACTS.iter().filter_map(|(fact, function, cost)| {
             let answer = safe(self.unknown.get(fact)?);
             Some(format!("{}: {function} answers \"{answer}\": {cost}", self.label()))
@@ -391,12 +400,13 @@ pub enum Fact {
     Virtualization,
     Processes,
     Clients,
+    Attributes,
 }
 
 /// Each fact, its NVML function, and the cost of its failure. Nothing else is lost by it. Where the handle,
-/// UUID, PCI address, minor or MIG mode cannot be had, or the answer is that the GPU is lost or must be reset, the GPU is
-/// left out ([`LeftOut`]).
-pub const FACTS: [(Fact, &str, &str); 9] = [
+/// UUID, PCI address, minor or MIG mode cannot be had, or the handle, index or ids of a MIG device, or the answer is that the
+/// GPU is lost or must be reset, the GPU is left out ([`LeftOut`]).
+pub const FACTS: [(Fact, &str, &str); 10] = [
     (Fact::Name, "nvmlDeviceGetName", "no rule or selector finds it by its model"),
     (
         Fact::ComputeCapability,
@@ -418,6 +428,7 @@ pub const FACTS: [(Fact, &str, &str); 9] = [
         "nvmlDeviceGetMPSComputeRunningProcesses_v3",
         "mode exclusive is refused, and the guard does not watch it",
     ),
+    (Fact::Attributes, "nvmlDeviceGetAttributes_v2", "no container gets it"),
 ];
 
 /// The facts that NVML does not report, each with its answer.

@@ -231,7 +231,8 @@ const COMPAT_DIRECTORY: &str = "/usr/local/cuda/compat";
 /// Nothing is changed, because forward compatibility packages work this way.
 pub(super) fn cuda_warnings(tree: &Tree, spec: &Value, ours: Option<&Path>, driver: &Driver) -> Vec<String> {
     let rivals = rivals(tree, spec, ours);
-    let Some(needed) = required_version(spec).filter(|needed| *needed > driver.cuda) else {
+    let is_too_old = |needed: &(u32, u32)| driver.cuda != (0, 0) && *needed > driver.cuda;
+    let Some(needed) = required_version(spec).filter(is_too_old) else {
         let advice = "if CUDA fails, remove it from LD_LIBRARY_PATH or from the image";
         let host = format!("is used instead of the libcuda of the host's driver {}", driver.version);
         return rivals.iter().map(|rival| format!("the image's own {rival} {host}: {advice}")).collect();

@@ -11,6 +11,7 @@ mod prestart;
 
 use std::ffi::OsString;
 use std::io::{self, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -22,14 +23,16 @@ use serde::Deserialize;
 use crate::shim;
 use sublet_core::admit::{self, AdmitError, Engine, Leases};
 use sublet_core::bounded_input;
+use sublet_core::config::Config;
 use sublet_core::config_files::{self, ConfigFiles};
+use sublet_core::fs::under;
 use sublet_core::ledger::{Binding, Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LeaseId};
 use sublet_core::log::{self, Level, Log, one_line};
 use sublet_core::names::replace_ids;
 use sublet_core::oci::cdi::{self, Asked};
 use sublet_core::process::confine::{self, Rights, Side};
 use sublet_core::process::{Process, sublet};
-use sublet_core::text::safe;
+use sublet_core::text::{safe, safe_path};
 use sublet_core::{mps, oci};
 
 /// How long the runtime may take to write the state.
@@ -234,7 +237,7 @@ fn create_runtime(state: &State, engine: Option<&Engine>, log: &Log) -> anyhow::
     match parse_lease(state)? {
         Some(lease) => {
             confine::drop_rights(Rights::Ledger);
-            bind(state, &lease)
+            bind(state, &lease, log)
         }
         None => prestart::prestart(state, None, engine, log),
     }
@@ -277,8 +280,9 @@ fn poststop(state: &State, by_cdi: bool) -> anyhow::Result<()> {
 
 /// Binds `lease` to the container of `state`. A failure keeps the container from starting, because without a lease its
 /// GPU use would not be booked.
-fn bind(state: &State, lease: &LeaseId) -> anyhow::Result<()> {
+fn bind(state: &State, lease: &LeaseId, log: &Log) -> anyhow::Result<()> {
     let config = config_files::load()?;
+    let leases = Leases::of(&config);
     let id = safe(&state.id);
     let process = state.pid.filter(|pid| *pid > 0).and_then(Process::find).filter(Process::is_alive);
     let unbound = "so the lease cannot be bound to it";
@@ -292,9 +296,29 @@ fn bind(state: &State, lease: &LeaseId) -> anyhow::Result<()> {
         anyhow!("container {id}: the cgroup of its process cannot be read, {unbound}: {error}")
     })?;
     let binding = Binding { id: state.id.clone(), bundle, record, init };
-    Leases::of(&config).bind(lease, &binding).map_err(|error| {
+    leases.bind(lease, &binding).map_err(|error| {
         admit::clear_refused(&binding.bundle, &config);
         anyhow!("container {id}: {error}")
+    })?;
+    if let Some(warning) = lost_groups(state, &config) {
+        report(log, Level::Warning, &format!("container {id}: {warning}"));
+        leases.report_warning(&state.id, &warning);
+    }
+    Ok(())
+}
+
+/// The warning if a user's container needs the groups of its starter for the nodes, and its runtime does not leave it these.
+/// precreate does not know the runtime.
+fn lost_groups(state: &State, config: &Config) -> Option<String> {
+    let asks = state.annotations.as_ref()?.contains_key(oci::KEEP_GROUPS) && admit::is_remote(config);
+    let node = under(&config.driver.root, "/dev/nvidiactl");
+    let mode = asks.then(|| std::fs::metadata(&node).ok())??.mode() & 0o777;
+    (mode & 0o006 != 0o006 && !shim::is_crun(confine::engine())).then(|| {
+        format!(
+            "device node {} has mode {mode:04o}, and only crun keeps the groups of `--group-add keep-groups`: CUDA will \
+             find no GPU; start it with crun (docs/rootless.md)",
+            safe_path(&node)
+        )
     })
 }
 

@@ -326,6 +326,13 @@ impl Host {
     }
 }
 
+/// Whether the runtime with process id `pid` is crun, by the name under which it was started.
+pub(crate) fn is_crun(pid: i32) -> bool {
+    let args = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let program = args.split(|byte| *byte == 0).next().unwrap_or_default();
+    detect_dialect(Path::new(OsStr::from_bytes(program))) == Dialect::Crun
+}
+
 /// The record of container `id` that the runtime with process id `pid` keeps; `None` if it is not found.
 pub(crate) fn find_record(pid: i32, id: &str) -> Option<PathBuf> {
     // The strings of a file of /proc, each ended by a NUL byte.

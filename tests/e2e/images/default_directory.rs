@@ -106,6 +106,33 @@ fn a_share_may_leave_tmp_alone() {
     world.assert_empty();
 }
 
+/// The same in /run, where an entrypoint has to leave sublet's directory out, as docs/troubleshooting.md says.
+#[test]
+fn an_entrypoint_that_empties_run_leaves_sublets_directory_out() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let advised = "find /run -mindepth 1 -maxdepth 1 ! -name sublet -exec rm -rf {} +";
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/troubleshooting.md");
+    assert!(std::fs::read_to_string(page).expect("the page").contains(advised));
+    for (id, empty, goes_on) in [("restless", "rm -rf /run/*", false), ("advised", advised, true)] {
+        let entrypoint = format!("set -e; {empty}; exec cuda-probe hold 120");
+        let bundle = world.bundle(id, SHARE, &["/bin/sh", "-c", &entrypoint]);
+        place(&bundle, "/run/app/pid", "of an earlier start");
+        if goes_on {
+            let (info, _) = bundle.up_heard();
+            assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
+            assert!(!bundle.dir.join("rootfs/run/app").exists());
+            bundle.down();
+        } else {
+            assert!(bundle.create().ok && bundle.start().ok);
+            assert!(eventually(|| bundle.delete().ok), "it ends at once");
+        }
+    }
+    world.assert_empty();
+}
+
 /// A container with a volume for a daemon that somebody started by hand.
 #[test]
 fn no_container_is_the_client_of_another_daemon() {

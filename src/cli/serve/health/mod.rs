@@ -9,7 +9,7 @@
 mod gpu_state;
 mod reporter;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use std::{io, thread};
@@ -128,6 +128,8 @@ struct Watcher {
     sick: Kept<Records>,
     /// The last state of each GPU, and when it was asked for.
     states: BTreeMap<String, (Instant, GpuState)>,
+    /// The GPUs of which NVML registers no events. Each is reported once.
+    without_events: BTreeSet<String>,
     /// When a GPU without leases was asked last whether it was reset.
     looked: Option<Instant>,
 }
@@ -146,11 +148,11 @@ impl Watcher {
             .iter()
             .filter_map(|gpu| Some((gpu, nvml.as_ref()?.0.device_by_pci_bus_id(&*gpu.bus_id).ok()?)))
             .collect();
-        let set = nvml.as_ref().and_then(|(nvml, _)| register(nvml, &devices));
+        let sets = nvml.as_ref().map(|(nvml, _)| self.register(nvml, &devices)).unwrap_or_default();
         loop {
             thread::sleep(ROUND);
-            let events = set.as_ref().map_or_else(|| Ok(Vec::new()), take_events);
-            for xid in events.as_ref().into_iter().flatten() {
+            let events: Vec<_> = sets.iter().map(take_events).collect();
+            for xid in events.iter().flatten().flatten() {
                 // Whose an error of a program's is, the log says.
                 if !self.has_log || !is_program_error(xid.number) {
                     self.reporter.act_on(xid, &self.config);
@@ -165,12 +167,33 @@ impl Watcher {
                 self.looked = Some(Instant::now());
                 return;
             }
-            let failed = events.is_err() || devices.len() < gpus.len();
+            let failed = events.iter().any(Result::is_err) || devices.len() < gpus.len();
             let ((now, _), is_late) = (self.wanted(), began.elapsed() > PERIOD);
             if now.is_empty() != gpus.is_empty() || is_late && (failed || now != gpus) {
                 return;
             }
         }
+    }
+
+    /// A set for the events of each device that has such: with a device that refuses, its set is lost (nvml-wrapper).
+    fn register<'n>(&mut self, nvml: &'n Nvml, devices: &[(&Device, NvmlDevice<'n>)]) -> Vec<EventSet<'n>> {
+        let wanted = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
+        let mut sets = Vec::new();
+        for (gpu, device) in devices {
+            let types = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
+            let Some(set) = nvml.create_event_set().ok().filter(|_| !types.is_empty()) else { continue };
+            match device.register_events(types, set) {
+                Ok(set) => sets.push(set),
+                Err(error) if self.without_events.insert(gpu.uuid.clone()) => {
+                    let label = gpu.label();
+                    let text =
+                        format!("NVML tells of no error of {label} ({error}): only the kernel's log does");
+                    self.reporter.emit_once(event(Kind::Warned, None, gpu, "no-events", &text), &self.config);
+                }
+                Err(_) => {}
+            }
+        }
+        sets
     }
 
     fn note_answer(&self, gpus: &[Device]) {
@@ -230,16 +253,6 @@ impl Watcher {
 fn note(config: &Config, change: impl FnOnce(&mut Records)) {
     let noted = sick_gpus::change(config, change);
     let _ = noted.inspect_err(|error| tracing::warn!("health.json: {error}"));
-}
-
-/// A set for the events of all devices that have such; `None`: there are none.
-fn register<'n>(nvml: &'n Nvml, devices: &[(&Device, NvmlDevice<'n>)]) -> Option<EventSet<'n>> {
-    let wanted = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
-    devices.iter().try_fold(nvml.create_event_set().ok()?, |set, (_, device)| {
-        let types = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
-        // The set is lost with a device that refuses. The kernel's log remains.
-        if types.is_empty() { Some(set) } else { device.register_events(types, set).ok() }
-    })
 }
 
 /// The Xids of NVML's events.

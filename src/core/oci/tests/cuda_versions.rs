@@ -44,13 +44,14 @@ fn a_huge_cache_is_read_to_its_bound() {
 #[test]
 fn the_cuda_that_an_image_needs_is_compared_with_the_drivers() {
     let driver = Driver { version: "550.54.14".into(), cuda: (12, 4), ..inventory().driver };
-    let warned = |root: &Root, env: &[&str]| {
-        let inventory = Inventory { driver: driver.clone(), ..inventory() };
+    let on = |driver: Driver, root: &Root, env: &[&str]| {
+        let inventory = Inventory { driver, ..inventory() };
         let spec = json!({"process": {"env": env}});
         inspect_in(&root.path("rootfs"), &spec, &time_slice(), &inventory, &Config::default())
             .unwrap()
             .warnings
     };
+    let warned = |root: &Root, env: &[&str]| on(driver.clone(), root, env);
     let old = "the image needs CUDA 13.0 (its NVIDIA_REQUIRE_CUDA), and the host's driver 550.54.14 has CUDA 12.4: ";
     let root = Root::debian();
     let one = |warnings: Vec<String>| match <[String; 1]>::try_from(warnings) {
@@ -59,6 +60,9 @@ fn the_cuda_that_an_image_needs_is_compared_with_the_drivers() {
     };
     let needs = "NVIDIA_REQUIRE_CUDA=cuda>=13.0 brand=tesla,driver>=535,driver<536";
     assert_eq!(one(warned(&root, &[needs])), format!("{old}use an image for CUDA 12.4 or a newer driver"));
+    // NVML does not tell the version.
+    let untold = Driver { cuda: (0, 0), ..driver.clone() };
+    assert_eq!(on(untold, &root, &[needs]), Vec::<String>::new());
     for enough in
         ["", "cuda>=12.4", "cuda>=12.0,cuda>=11 cuda>=13.0", "cuda<14", "cuda>=x.y", "cuda>=99999999999.0"]
     {
