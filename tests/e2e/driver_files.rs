@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::entry_points::table::COMPUTE_UTILITY;
+use nvml_wrapper::Nvml;
+use nvml_wrapper::enum_wrappers::device::ComputeMode;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, skip_unless_root};
 
@@ -302,9 +304,14 @@ fn a_host_may_have_its_driver_elsewhere() {
     ] {
         let world = World::simulated("h200", "");
         let root = world.driver_root.as_ref().expect("simulated");
-        for (from, to, link) in
-            [(format!("usr/lib/{TRIPLET}").as_str(), libraries, links[0]), ("usr/bin", programs, links[1])]
-        {
+        // Descriptions, as of Vulkan's driver, are beside the libraries.
+        let data = Path::new(libraries).with_file_name("share");
+        let data = data.to_str().expect("UTF-8");
+        for (from, to, link) in [
+            (format!("usr/lib/{TRIPLET}").as_str(), libraries, links[0]),
+            ("usr/bin", programs, links[1]),
+            ("usr/share", data, ""),
+        ] {
             let parent = |path: &str| std::fs::create_dir_all(root.join(path).parent().expect("one"));
             parent(to).and_then(|()| std::fs::rename(root.join(from), root.join(to))).expect(to);
             if !link.is_empty() {
@@ -316,11 +323,18 @@ fn a_host_may_have_its_driver_elsewhere() {
         std::fs::write(&world.config, unnamed.join("\n")).expect("config.toml");
         let refreshed = world.sublet(&["refresh"]);
         assert!(refreshed.status.success(), "{libraries}: {}", String::from_utf8_lossy(&refreshed.stderr));
-        let bundle = world.bundle("elsewhere", &[("sublet.sm", "25")], HOLD);
+        let bundle = world.bundle("elsewhere", &[("sublet.sm", "25"), ("sublet.capabilities", "all")], HOLD);
         let (info, warned) = bundle.up_heard();
         assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{libraries}: {info}");
         assert!(!warned.contains("sublet"), "{libraries}: {warned}");
-        assert!(bundle.destinations().contains(&"/usr/bin/nvidia-smi".to_owned()), "{libraries}");
+        for path in ["/usr/bin/nvidia-smi", "/usr/share/vulkan/icd.d/nvidia_icd.json"] {
+            assert!(bundle.destinations().contains(&path.to_owned()), "{libraries}: {path}");
+        }
+        let nvml =
+            Nvml::builder().lib_path(root.join(libraries).join("libnvidia-ml.so.1").as_os_str()).init();
+        let nvml = nvml.expect("NVML loads");
+        let mode = nvml.device_by_index(0).and_then(|gpu| gpu.compute_mode()).expect("a compute mode");
+        assert_eq!(mode, ComputeMode::ExclusiveProcess, "{libraries}");
         bundle.down();
         world.assert_empty();
     }

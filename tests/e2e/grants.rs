@@ -1,7 +1,9 @@
 //! What a container is given besides its libraries: capabilities, hidden other GPUs, nodes in a user namespace, a
 //! share by the runtime's name, crun's own option for the spec.
 
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{chown, symlink};
+use std::path::PathBuf;
+use std::process::Command;
 
 use serde_json::{Value, json};
 use sublet_e2e::frameworks::refusals;
@@ -24,34 +26,38 @@ fn graphics_and_video_bring_their_files_and_nodes() {
         return;
     }
     let world = World::simulated("h200", "");
+    // With the capabilities, each of which brings it.
     let files = [
-        "libcuda.so.1",
-        "nvidia-smi",
-        "libEGL_nvidia.so.0",
-        "libnvidia-encode.so.1",
-        "10_nvidia.json",
-        "nvidia_icd.json",
-        "libnvidia-allocator.so.1",
-        "gbm/nvidia-drm_gbm.so",
+        ("libcuda.so.1", "compute"),
+        ("nvidia-smi", "utility"),
+        ("libEGL_nvidia.so.0", "graphics"),
+        ("libnvidia-encode.so.1", "video"),
+        ("10_nvidia.json", "graphics video"),
+        ("nvidia_icd.json", "graphics video"),
+        ("libnvidia-allocator.so.1", "compute graphics"),
+        ("libnvidia-gpucomp.so.580.159.04", "compute graphics"),
+        ("gbm/nvidia-drm_gbm.so", "graphics"),
+        ("libnvidia-egl-wayland.so.1", "graphics"),
+        ("libnvidia-egl-wayland2.so.1", "graphics"),
+        ("10_nvidia_wayland.json", "graphics video"),
+        ("99_nvidia_wayland2.json", "graphics video"),
     ];
     let plain = "nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
     let graphical = "dri/card1 dri/renderD128 nvidia-modeset nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
     let cases = [
-        ("compute", [true, false, false, false, false, false, true, false], plain),
-        ("utility", [false, true, false, false, false, false, false, false], plain),
-        ("graphics", [false, false, true, false, true, true, true, true], graphical),
-        ("video", [false, false, false, true, true, true, false, false], plain),
-        ("all", [true, true, true, true, true, true, true, true], graphical),
+        ("compute", plain),
+        ("utility", plain),
+        ("graphics", graphical),
+        ("video", plain),
+        ("all", graphical),
     ];
-    for (capabilities, expected, nodes) in cases {
+    for (capabilities, nodes) in cases {
         let annotations = [("sublet.gpu", "0"), ("sublet.capabilities", capabilities)];
         let bundle = world.bundle(capabilities, &annotations, SLEEP);
         bundle.up();
-        assert_eq!(
-            names(&bundle, &files),
-            files.into_iter().zip(expected).collect::<Vec<_>>(),
-            "{capabilities}"
-        );
+        let brings = |of: &str| capabilities == "all" || of.split(' ').any(|one| one == capabilities);
+        let expected = files.map(|(name, of)| (name, brings(of)));
+        assert_eq!(names(&bundle, &files.map(|(name, _)| name)), expected, "{capabilities}");
         let script = "cd /dev; for n in dri/* nvidia*; do [ -c $n ] && echo $n; done";
         let listed = bundle.exec(&["/bin/sh", "-c", script]).stdout;
         assert_eq!(listed.split_whitespace().collect::<Vec<_>>().join(" "), nodes, "{capabilities}");
@@ -207,7 +213,7 @@ fn a_user_namespace_whose_root_owns_nothing_gets_its_mount_points() {
         let mut bundle = world.bundle(if hooked { "hooked" } else { "unowned" }, SHARE, HOLD);
         bundle.map_users();
         let rootfs = bundle.dir.join("rootfs");
-        let back = std::process::Command::new("chown").args(["-R", "0:0"]).arg(&rootfs).status();
+        let back = Command::new("chown").args(["-R", "0:0"]).arg(&rootfs).status();
         assert!(back.expect("chown").success());
         let volume = bundle.dir.join("volume");
         std::fs::create_dir(&volume).expect("a volume");
@@ -228,6 +234,46 @@ fn a_user_namespace_whose_root_owns_nothing_gets_its_mount_points() {
     world.assert_empty();
 }
 
+/// A directory in which nobody may create anything, until this is dropped (chattr(1)).
+struct Immutable(PathBuf);
+
+impl Immutable {
+    /// `None` if the file system has no such flag.
+    fn make(directory: PathBuf) -> Option<Self> {
+        let made = Command::new("chattr").arg("+i").arg(&directory).output();
+        made.is_ok_and(|output| output.status.success()).then_some(Self(directory))
+    }
+}
+
+impl Drop for Immutable {
+    fn drop(&mut self) {
+        let _ = Command::new("chattr").arg("-i").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_mount_point_that_nobody_may_create_is_named() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("unowned", SHARE, HOLD);
+    bundle.map_users();
+    let programs = bundle.dir.join("rootfs/usr/bin");
+    chown(&programs, Some(0), Some(0)).expect("root's");
+    let Some(immutable) = Immutable::make(programs) else {
+        println!("skipped: no immutable directory (chattr +i) in {}", bundle.dir.display());
+        return;
+    };
+    let line = bundle.refused();
+    let why = "the root of the container's user namespace does not own the directory of /usr/bin/nvidia-smi";
+    assert!(line.contains(why) && line.contains("Operation not permitted"), "{line}");
+    let last = String::from_utf8(world.sublet(&["status", "--last-error"]).stdout).expect("UTF-8");
+    assert!(last.contains(why), "{last}");
+    drop(immutable);
+    world.assert_empty();
+}
+
 #[test]
 fn the_name_of_the_runtime_may_be_the_share() {
     if skip_unless_root() {
@@ -238,7 +284,7 @@ fn the_name_of_the_runtime_may_be_the_share() {
     symlink(bin_dir().join("sublet-runtime"), &quarter).expect("a link");
     let bundle = world.bundle("named", &[], HOLD);
     bundle.write();
-    let mut command = std::process::Command::new(&quarter);
+    let mut command = Command::new(&quarter);
     command.env("SUBLET_CONFIG", &world.config).arg("--root").arg(world.runtime_root());
     let out = std::fs::File::create(bundle.dir.join("out")).expect("a file");
     command.args(["create", "--bundle"]).arg(&bundle.dir).arg("named").stdout(out);

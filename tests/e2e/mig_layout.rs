@@ -131,6 +131,15 @@ fn mig_parteds_yaml_and_the_configured_file() {
     let several = refused(&world, &["apply", path(&yaml)]);
     assert!(several.ends_with("choose one with --name: off, mixed"), "{several}");
     assert!(refused(&world, &["apply"]).contains("no layout is given: name a file, or set [mig] layout"));
+    // One file for all hosts of a fleet, as mig-parted applies it.
+    let eight = "version: v1\nmig-configs:\n  eight:\n    - devices: [0, 1, 2, 3, 4, 5, 6, 7]\n      mig-enabled: true\n      \
+                 mig-devices: {\"1g.18gb\": 7}\n";
+    let eight = layout(&world, "eight.yaml", eight);
+    let applied = mig(&world, &["apply", path(&eight)]);
+    assert!(applied.status.success(), "{}", text(&applied));
+    let named = "this host serves no GPU 1, 2, 3, 4, 5, 6, 7; the others are done";
+    assert!(String::from_utf8_lossy(&applied.stderr).contains(named), "{}", text(&applied));
+    assert_eq!(shape(&listed(&world, 0)), [0, 1, 2, 3, 4, 5, 6].map(|at| format!("1g.18gb@{at}")).join(" "));
     let two = "[[gpu]]\nmatch = \"all\"\nmig = true\ninstances = [{ profile = \"3g.71gb\", count = 2 }]\n";
     let two = layout(&world, "two.toml", two);
     world.configure(&format!("[mig]\nlayout = \"{}\"\n", two.display()));

@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
 use nix::libc;
-use sublet_e2e::{World, skip_unless_root};
+use sublet_e2e::{Engine, World, skip_unless_root};
 
 const HOLD: &[&str] = &["/bin/sleep", "60"];
 
@@ -75,4 +75,21 @@ fn what_an_old_kernel_lacks_is_named_and_plain_containers_start() {
         }
         world.assert_empty();
     }
+}
+
+#[test]
+fn a_hook_at_prestart_names_the_kernel_that_it_needs() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("late", &[("sublet.sm", "25")], HOLD);
+    bundle.hook(&["prestart", "poststop"]);
+    let created = bundle.create_by(without(libc::SYS_mount_setattr));
+    let last = String::from_utf8(world.sublet(&["status", "--last-error"]).stdout).expect("UTF-8");
+    // crun does not show what hooks print.
+    let said = if world.engine == Engine::Runc { &created.stderr } else { &last };
+    assert!(!created.ok && said.contains("the prestart hook needs Linux 5.12"), "{created:?}, {last}");
+    let _ = bundle.delete();
+    world.assert_empty();
 }

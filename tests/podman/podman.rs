@@ -8,7 +8,7 @@ use std::process::Stdio;
 use serde_json::{Value, json};
 use sublet_e2e::docker::skip_unless_engines;
 use sublet_e2e::podman::{IMAGE, Podman};
-use sublet_e2e::{Finished, World, bin_dir, eventually, programs};
+use sublet_e2e::{Finished, World, bin_dir, eventually, programs, tree};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 const SHARE: &[&str] = &["sublet.sm=25", "sublet.memory=8GiB"];
@@ -184,6 +184,60 @@ fn the_shim_is_a_runtime_of_podmans() {
     let refused = shim(&["run", "-d"], "t", &["sublet.sm=80"]);
     assert!(!refused.ok && refused.stderr.contains("no room for mps, 80 % SM"), "{refused:?}");
     podman.done(&["rm", "-f", "-t0", "s"]);
+    podman.assert_empty();
+}
+
+/// What an image declares as a VOLUME outlives the container, and `podman exec` gives none of the share's environment.
+#[test]
+fn an_images_volume_at_tmp_has_the_default_directory_while_the_container_runs() {
+    if skip_unless_engines() {
+        return;
+    }
+    let podman = h200();
+    let tar = podman.world.dir.path().join("image.tar");
+    podman.done(&["import", "--quiet", "--change=VOLUME /tmp", tar.to_str().expect("UTF-8"), "with-volume"]);
+    for (name, entry_point) in [("hook", &[][..]), ("shim", &["--runtime=sublet"])] {
+        let mut all = Podman::arguments(&["run", "-d"], name, SHARE, &[], &["cuda-probe", "hold", "600"]);
+        for image in all.iter_mut().filter(|argument| **argument == IMAGE) {
+            *image = "with-volume";
+        }
+        let started = podman.cli(&[entry_point, &all[..]].concat());
+        assert!(started.ok, "{started:?}");
+        is_share(&podman.event(name, "info"));
+        let bare = podman.cli(&["exec", name, "env", "-i", "/usr/bin/cuda-probe", "info"]);
+        is_share(&bare.info());
+        let volume = PathBuf::from(podman.inspect(name, "(index .Mounts 0).Source"));
+        assert!(volume.join("nvidia-mps").is_dir(), "{}", volume.display());
+        podman.done(&["rm", "-f", "-t0", name]);
+        assert!(volume.is_dir() && tree(&volume).is_empty(), "{name}: {:?}", tree(&volume));
+    }
+    podman.assert_empty();
+}
+
+/// Podman 5.4 passes its own list of devices with every update; the share's are not in it.
+#[test]
+fn an_update_does_not_take_the_gpu_away() {
+    if skip_unless_engines() {
+        return;
+    }
+    let podman = h200();
+    let version = podman.done(&["version", "--format", "{{.Client.Version}}"]);
+    let all = Podman::arguments(&["run", "-d"], "held", SHARE, &[], &["cuda-probe", "hold", "600"]);
+    let started = podman.cli(&[&["--runtime=sublet"], &all[..]].concat());
+    assert!(started.ok, "{started:?}");
+    is_share(&podman.event("held", "info"));
+    let updated = podman.cli(&["update", "--memory=1g", "held"]);
+    let takes_it = podman.world.engine == sublet_e2e::Engine::Crun && !version.starts_with("4.");
+    // On a hybrid host cgroup v2 has no memory limits: runc fails at them.
+    let controllers = std::fs::read_to_string("/sys/fs/cgroup/cgroup.controllers");
+    let has_memory = controllers.map_or(true, |names| names.contains("memory"));
+    assert_eq!(updated.ok, !takes_it && has_memory, "{updated:?}");
+    let refused = "this update would take the container's GPU away";
+    assert_eq!(updated.stderr.contains(refused), takes_it, "{updated:?}");
+    let seen = podman.cli(&["exec", "held", "cuda-probe", "noderights", "/dev/nvidia0"]).json();
+    let node = seen.iter().find(|line| line["event"] == "node").expect("an answer");
+    assert_eq!(node["result"], "ENXIO", "allowed by the cgroup, no driver behind it");
+    podman.done(&["rm", "-f", "-t0", "held"]);
     podman.assert_empty();
 }
 

@@ -249,8 +249,7 @@ const ROOTS: [&str; 4] = [
 pub(super) const FURTHER_ROOTS: &str = "roots";
 
 /// Records where the runtimes of `ledger`'s leases keep their records, if that is not a usual place and not where leases of
-/// `before`, which was written, had theirs. A root that is gone, and that no lease has, is forgotten when the next one is
-/// written down.
+/// `before`, which was written, had theirs. When one is written down, those that [`forget_roots`] would forget go.
 ///
 /// # Errors
 /// The file cannot be read, so that the roots in it would be lost, or cannot be written.
@@ -267,17 +266,29 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger, before: Option<&
     if new.is_empty() {
         return Ok(());
     }
-    let mut known = further_roots(state_dir)?;
+    let known = further_roots(state_dir)?;
     new.retain(|root| !known.iter().any(|old| old == root));
-    if new.is_empty() {
+    if new.is_empty() { Ok(()) } else { write_roots(state_dir, ledger, &known, &new) }
+}
+
+/// Forgets the roots that are gone, and that no lease of `ledger` has.
+///
+/// # Errors
+/// As [`remember_roots`].
+pub(super) fn forget_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()> {
+    write_roots(state_dir, ledger, &further_roots(state_dir)?, &[])
+}
+
+/// Writes down `new` beside those of `known` that are there or that a lease of `ledger` has.
+fn write_roots(state_dir: &Path, ledger: &Ledger, known: &[PathBuf], new: &[&Path]) -> io::Result<()> {
+    let leased: BTreeSet<_> = ledger.leases.iter().map(|lease| root_of(&lease.container.record)).collect();
+    let is_gone = |root: &Path| root.symlink_metadata().is_err_and(|error| is_absent(&error));
+    let is_kept = |root: &&Path| leased.contains(root.as_os_str().as_bytes()) || !is_gone(root);
+    let roots: Vec<&Path> = known.iter().map(PathBuf::as_path).filter(is_kept).collect();
+    if new.is_empty() && roots.len() == known.len() {
         return Ok(());
     }
-    let leased: BTreeSet<&Path> =
-        ledger.leases.iter().filter_map(|lease| lease.container.record.parent()).collect();
-    known.retain(|old| {
-        leased.contains(&**old) || !old.symlink_metadata().is_err_and(|error| is_absent(&error))
-    });
-    let lines: Vec<&str> = known.iter().map(PathBuf::as_path).chain(new).filter_map(Path::to_str).collect();
+    let lines: Vec<&str> = roots.iter().chain(new).filter_map(|root| root.to_str()).collect();
     crate::fs::replace(&state_dir.join(FURTHER_ROOTS), lines.join("\n").as_bytes(), 0o644)
 }
 
@@ -301,20 +312,14 @@ pub(super) fn further_roots(state_dir: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Every existing root, each once, whatever links lead to it. `further` is one more.
-pub(super) fn roots(state_dir: &Path, further: Option<&Path>) -> Result<Vec<PathBuf>, LedgerError> {
+pub(super) fn roots(state_dir: &Path, further: Option<&Path>) -> Result<BTreeSet<PathBuf>, LedgerError> {
     let file = state_dir.join(FURTHER_ROOTS);
     let mut named = further_roots(state_dir).map_err(|error| failed("read", &file, error))?;
     named.extend(further.map(Path::to_owned));
     for pattern in ROOTS {
         named.extend(expand(pattern)?);
     }
-    let mut roots = Vec::new();
-    for root in named {
-        roots.extend(skip_absent(&root, root.canonicalize())?);
-    }
-    roots.sort();
-    roots.dedup();
-    Ok(roots)
+    named.iter().filter_map(|root| skip_absent(root, root.canonicalize()).transpose()).collect()
 }
 
 /// The paths in `dir`; none if it does not exist.
@@ -486,6 +491,8 @@ mod runtime_roots_tests {
     use std::os::unix::fs::symlink;
 
     use super::super::fixture::lease;
+    use super::super::liveness::Scan;
+    use super::super::store::Store;
     use super::*;
 
     #[test]
@@ -515,17 +522,41 @@ mod runtime_roots_tests {
     }
 
     #[test]
-    fn roots_that_are_gone_are_forgotten_with_the_next_one() {
+    fn roots_that_are_gone_are_forgotten_with_the_next_one_and_by_gc() {
         let dir = tempfile::tempdir().unwrap();
         let there = dir.path().to_str().unwrap();
         let gone: Vec<String> = (0..30_000).map(|n| format!("/nonexistent/{n}")).collect();
         let lines = format!("{}\n{there}\n/nonexistent/leased", gone.join("\n"));
-        fs::write(dir.path().join("roots"), lines).unwrap();
+        let file = dir.path().join("roots");
         let mut ledger = Ledger { leases: vec![lease(1, "GPU-a"), lease(2, "GPU-a")], ..Ledger::empty("b") };
         ledger.leases[1].container.record = "/nonexistent/leased/container-2".into();
+        fs::write(&file, &lines).unwrap();
         remember_roots(dir.path(), &ledger, None).unwrap();
-        let written = fs::read_to_string(dir.path().join("roots")).unwrap();
-        assert_eq!(written, format!("{there}\n/nonexistent/leased\n/nonexistent/runc"));
+        let with_new = format!("{there}\n/nonexistent/leased\n/nonexistent/runc");
+        assert_eq!(fs::read_to_string(&file).unwrap(), with_new);
+        // A start with roots that are known looks for none of them.
+        fs::write(&file, format!("{lines}\n/nonexistent/runc")).unwrap();
+        remember_roots(dir.path(), &ledger, None).unwrap();
+        assert!(fs::read_to_string(&file).unwrap().contains("/nonexistent/29999"));
+        forget_roots(dir.path(), &ledger).unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), with_new);
+        let written = fs::metadata(&file).unwrap().ino();
+        forget_roots(dir.path(), &ledger).unwrap();
+        assert_eq!(fs::metadata(&file).unwrap().ino(), written, "not written anew");
+    }
+
+    #[test]
+    fn a_change_that_is_no_containers_forgets_roots_and_a_start_does_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        store.change(|_| ()).unwrap();
+        let file = dir.path().join("roots");
+        let there = dir.path().to_str().unwrap();
+        fs::write(&file, format!("/nonexistent/a\n{there}")).unwrap();
+        store.change_with_scan(Scan::Brief, |_| ()).unwrap();
+        assert!(fs::read_to_string(&file).unwrap().contains("/nonexistent/a"));
+        store.change(|_| ()).unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), there);
     }
 
     #[test]

@@ -22,7 +22,7 @@ use nix::libc::{O_DIRECTORY, O_NOFOLLOW, O_PATH};
 use super::error::failed;
 use super::liveness::{Scan, reclaim, running_first};
 use super::rebuild::{last_inventory, rebuild, running_container, salvage, unexplained};
-use super::runtime_record::{LARGEST, remember_roots};
+use super::runtime_record::{LARGEST, forget_roots, remember_roots};
 use super::store::{COPY, LEDGER, Mark, keep_settings, ledger_text, parse_ledger};
 use super::{Freed, Lease, LeaseId, Ledger, LedgerError, Namespaces, Record, Store, events_of_change};
 use crate::events;
@@ -117,8 +117,8 @@ impl Store {
     /// If `change` fails, its changes are dropped, freed leases stay freed, and its error is the inner one. `change`
     /// must not start, ask or wait for a process, because all other processes wait for the lock meanwhile.
     ///
-    /// Also removes temporary files that killed processes left in the state directory. A start and an end, which look for
-    /// ended containers briefly, leave that to other commands.
+    /// Also removes temporary files that killed processes left in the state directory, and forgets runtimes' roots that are
+    /// gone. A start and an end, which look for ended containers briefly, leave that to other commands.
     ///
     /// An unreadable or missing ledger is rebuilt from its copy and the running system, if its copy or its lock shows that it
     /// was in this directory. One unreadable file is kept beside it as `ledger.json.corrupt-<seconds since the epoch>`.
@@ -170,6 +170,8 @@ impl Store {
         // Not before: elsewhere the processes that write those files seem to have ended.
         if scan == Scan::Full {
             crate::fs::sweep(&self.state_dir);
+            // Where that fails, the next command does it.
+            let _ = forget_roots(&self.state_dir, &start);
         }
         let settled = || {
             let mut ledger = Ledger::clone(&start);

@@ -116,7 +116,9 @@ pub const COMPUTE_UTILITY: &[&str] = &[
 
 const ALL: &[&str] = &[
     "10_nvidia.json",
+    "10_nvidia_wayland.json",
     "15_nvidia_gbm.json",
+    "99_nvidia_wayland2.json",
     "libEGL_nvidia.so.0",
     "libGLESv1_CM_nvidia.so.1",
     "libGLESv2_nvidia.so.2",
@@ -128,6 +130,8 @@ const ALL: &[&str] = &[
     "libnvidia-allocator.so.1",
     "libnvidia-cfg.so.1",
     "libnvidia-egl-gbm.so.1",
+    "libnvidia-egl-wayland.so.1",
+    "libnvidia-egl-wayland2.so.1",
     "libnvidia-eglcore.so.580.159.04",
     "libnvidia-encode.so.1",
     "libnvidia-fbc.so.1",

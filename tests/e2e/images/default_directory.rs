@@ -1,17 +1,27 @@
 //! CUDA's default directory for MPS, /tmp/nvidia-mps: what lies over /tmp, and what may not be found there.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root, tree};
 
 use super::{HOLD, SHARE, SLEEP, place};
 
+const OTHER_DAEMON: &str = "a volume brings another MPS daemon's directory to /tmp/nvidia-mps";
+
 /// Mounts `source` over the container's `destination`.
 fn volume(bundle: &mut Bundle<'_>, source: &Path, destination: &str) {
     let mount =
         json!({"destination": destination, "type": "bind", "source": source, "options": ["rbind", "rw"]});
     bundle.spec["mounts"].as_array_mut().expect("mounts").push(mount);
+}
+
+/// The directory of a daemon that somebody started by hand.
+fn anothers(world: &World) -> PathBuf {
+    let pipe = world.dir.path().join("hosts/nvidia-mps");
+    std::fs::create_dir_all(&pipe).expect("a directory");
+    std::fs::write(pipe.join("control"), "").expect("a daemon's");
+    pipe
 }
 
 #[test]
@@ -139,18 +149,29 @@ fn no_container_is_the_client_of_another_daemon() {
     if skip_unless_root() {
         return;
     }
-    let world = World::simulated("h200", "");
-    let pipe = world.dir.path().join("hosts/nvidia-mps");
-    std::fs::create_dir_all(&pipe).expect("a directory");
-    std::fs::write(pipe.join("control"), "").expect("a daemon's");
-    let refused = "a volume brings another MPS daemon's directory to /tmp/nvidia-mps";
-    for mode in ["time-slice", "exclusive"] {
+    for (topology, mode) in [("a100x2-mig", "mig"), ("h200", "time-slice"), ("h200", "exclusive")] {
+        let world = World::simulated(topology, "");
+        let pipe = anothers(&world);
         for (source, destination) in [(pipe.clone(), "/tmp/nvidia-mps"), (pipe.join(".."), "/tmp")] {
             let mut bundle = world.bundle("client", &[("sublet.mode", mode)], SLEEP);
             volume(&mut bundle, &source, destination);
-            assert!(bundle.refused().starts_with(refused), "{mode} {destination}");
+            assert!(bundle.refused().starts_with(OTHER_DAEMON), "{mode} {destination}");
+            for stage in ["createRuntime", "prestart"] {
+                let mut hooked = world.bundle(stage, &[("sublet.mode", mode)], SLEEP);
+                volume(&mut hooked, &source, destination);
+                hooked.hook(&[stage, "poststop"]);
+                let created = hooked.create();
+                let last =
+                    String::from_utf8(world.sublet(&["status", "--last-error"]).stdout).expect("UTF-8");
+                let is_named = last.contains(OTHER_DAEMON) && last.contains(&format!("container {stage}"));
+                assert!(!created.ok && is_named, "{mode} {destination}: {created:?}, {last}");
+                let _ = hooked.delete();
+            }
         }
+        world.assert_empty();
     }
+    let world = World::simulated("h200", "");
+    let pipe = anothers(&world);
     let mut covered = world.bundle("covered", SHARE, HOLD);
     volume(&mut covered, &pipe, "/tmp/nvidia-mps");
     covered.up_heard();

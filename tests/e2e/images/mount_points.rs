@@ -329,13 +329,13 @@ fn what_a_link_of_the_images_leads_to_is_not_covered() {
     }
     let world = World::simulated("h200", "");
     let all = [("sublet.gpu", "0"), ("sublet.capabilities", "all")];
-    let mesa = format!("{DIR}/libGLX_mesa.so.0");
+    let (mesa, indirect) = (format!("{DIR}/libGLX_mesa.so.0"), format!("{DIR}/libGLX_indirect.so.0"));
     let read = |bundle: &Bundle<'_>, path: &str| bundle.exec(&["/bin/cat", path]).stdout;
     for stages in [&[][..], &["createRuntime", "poststop"]] {
         let id = if stages.is_empty() { "links" } else { "hooked" };
         let mut bundle = world.bundle(id, &all, HOLD);
         place(&bundle, &mesa, "Mesa's");
-        link(&bundle, &format!("{DIR}/libGLX_indirect.so.0"), "libGLX_mesa.so.0");
+        link(&bundle, &indirect, "libGLX_mesa.so.0");
         place(&bundle, "/usr/bin/busybox", "busybox");
         link(&bundle, "/usr/bin/nvidia-smi", "busybox");
         place(&bundle, "/etc/OpenCL/vendors/other.icd", "another's");
@@ -353,9 +353,17 @@ fn what_a_link_of_the_images_leads_to_is_not_covered() {
             assert_eq!(read(&bundle, path), own, "{stages:?}");
         }
         // The hook mounts on the link itself.
-        let is_left_out = read(&bundle, "/usr/bin/nvidia-smi") == "busybox";
-        assert_eq!(is_left_out, stages.is_empty());
-        assert_eq!(warned.contains("/usr/bin/nvidia-smi"), is_left_out, "{warned}");
+        let is_left_out = stages.is_empty();
+        for (path, images, drivers) in [
+            (indirect.as_str(), "Mesa's", "libGLX_nvidia.so.0"),
+            ("/usr/bin/nvidia-smi", "busybox", "ELF"),
+            ("/etc/OpenCL/vendors/nvidia.icd", "another's", "libnvidia-opencl.so.1"),
+        ] {
+            let text = read(&bundle, path);
+            assert_eq!(text == images, is_left_out, "{path}");
+            assert_eq!(text.contains(drivers), !is_left_out, "{path}");
+            assert_eq!(warned.contains(path), is_left_out, "{path}: {warned}");
+        }
         if is_left_out {
             let last = String::from_utf8(world.sublet(&["status", "--last-error"]).stdout).expect("UTF-8");
             assert!(

@@ -26,6 +26,8 @@ const LIBRARIES: &[(&str, &str)] = &[
     ("libGLESv1_CM_nvidia", "1"),
     ("libGLESv2_nvidia", "2"),
     ("libnvidia-egl-gbm", "1"),
+    ("libnvidia-egl-wayland", "1"),
+    ("libnvidia-egl-wayland2", "1"),
     ("libnvidia-eglcore", ""),
     ("libnvidia-glcore", ""),
     ("libnvidia-glsi", ""),
@@ -51,6 +53,14 @@ const DATA: &[(&str, &str)] = &[
     (
         "usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json",
         r#"{"file_format_version":"1.0.0","ICD":{"library_path":"libnvidia-egl-gbm.so.1"}}"#,
+    ),
+    (
+        "usr/share/egl/egl_external_platform.d/10_nvidia_wayland.json",
+        r#"{"file_format_version":"1.0.0","ICD":{"library_path":"libnvidia-egl-wayland.so.1"}}"#,
+    ),
+    (
+        "usr/share/egl/egl_external_platform.d/99_nvidia_wayland2.json",
+        r#"{"file_format_version":"1.0.0","ICD":{"library_path":"libnvidia-egl-wayland2.so.1"}}"#,
     ),
     ("etc/OpenCL/vendors/nvidia.icd", "libnvidia-opencl.so.1"),
 ];
