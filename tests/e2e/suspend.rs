@@ -242,6 +242,27 @@ fn an_old_driver_is_refused_by_its_name() {
 }
 
 #[test]
+fn a_process_that_has_loaded_a_video_codec_is_not_suspended() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let share = [ALLOW, &[("sublet.capabilities", "compute,utility,video")]].concat();
+    for library in ["libnvcuvid.so.1", "libnvidia-encode.so.1"] {
+        let command = format!("LD_PRELOAD={library} exec cuda-probe keep 1024 600");
+        let bundle = world.bundle("video", &share, &["/bin/sh", "-c", &command]);
+        bundle.up();
+        bundle.event("round");
+        let (reason, why) = refused(&world, &["suspend", "video", "--force"]);
+        assert!(reason == "cannot-suspend" && why.contains("video engines"), "{reason}: {why}");
+        assert_not_locked(&world);
+        assert_goes_on(&bundle);
+        bundle.down();
+    }
+    world.assert_empty();
+}
+
+#[test]
 fn a_container_that_the_driver_refuses_goes_on_as_before() {
     if skip_unless_root() {
         return;

@@ -9,7 +9,6 @@ use serde::Deserialize as _;
 use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
-use super::pool::Work;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use super::room;
 use crate::accounting::Wanted;
@@ -42,9 +41,9 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
     protocol::line(&answer).or_else(|error| protocol::line(&no(&error.into()))).unwrap_or_default()
 }
 
-/// Which threads answer this line, as far as it says.
-pub(super) fn work_of(line: &[u8]) -> Work {
-    if matches!(protocol::parse(line), Ok(Ask::Report { .. })) { Work::Report } else { Work::Quick }
+/// Whether this line asks for a report.
+pub(super) fn is_report(line: &[u8]) -> bool {
+    matches!(protocol::parse(line), Ok(Ask::Report { .. }))
 }
 
 /// Steps that could not be put right.
@@ -392,7 +391,7 @@ mod tests {
         let report = protocol::line(&Ask::Report { wanted: json!({}) }).unwrap();
         let room = Ask::MakeRoom { waiter: LeaseId::random().unwrap() };
         let (room, put_off) = (protocol::line(&room).unwrap(), Cell::default());
-        assert_eq!([work_of(&report), work_of(&room)], [Work::Report, Work::Quick]);
+        assert_eq!([is_report(&report), is_report(&room)], [true, false]);
         answer(&room, Peer { pid: 1, uid: 4_000_000_000 }, Some(&put_off));
         assert!(!put_off.get().make);
     }

@@ -20,7 +20,7 @@ use super::broker;
 use super::connection::{Connection, Listener, Phase, Progress, listen};
 use super::gpu_watch;
 use super::health;
-use super::pool::{Job, Pool};
+use super::pool::{Job, Pool, Work};
 use super::protocol::{self, Answer};
 use super::retry;
 use super::room;
@@ -325,7 +325,7 @@ impl Server {
         let Some(connection) = self.connections.get(&token) else { return };
         let deleted = self.epoll.delete(&connection.stream);
         let _ = deleted.inspect_err(|error| tracing::debug!("epoll: {error}"));
-        let work = broker::work_of(&line);
+        let work = if broker::is_report(&line) { Work::Report } else { Work::Quick };
         self.pool.push(Job::Ask { token, peer: connection.peer, line, work });
     }
 

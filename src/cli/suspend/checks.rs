@@ -17,6 +17,10 @@ const OLDEST_BRANCH: u32 = 570;
 /// The first one that restores on another GPU (`gpuPairs` of CUDA 13).
 const OLDEST_TO_MOVE: u32 = 580;
 
+/// The libraries of the video engines, whose work the driver does not bring back: pictures decoded after a resume were wrong, or the
+/// decoder failed (docs/evidence/2026-11-28-h200-suspend.md).
+const CODECS: [&str; 2] = ["/libnvcuvid.so", "/libnvidia-encode.so"];
+
 /// So much of the host's memory is left to other programs, in bytes.
 const HOST_RESERVE: u64 = 512 << 20;
 
@@ -181,6 +185,20 @@ pub(super) fn check_awake(processes: &[SuspendedProcess]) -> Result<(), SuspendE
         if frozen || process.is_stopped() {
             return Err(SuspendError::Paused(process.pid));
         }
+    }
+    Ok(())
+}
+
+/// None of them decodes or encodes video on the GPU. One that ends meanwhile does not.
+pub(super) fn check_codecs(processes: &[SuspendedProcess]) -> Result<(), SuspendError> {
+    let has_codec = |one: &SuspendedProcess| {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", one.process.pid)).unwrap_or_default();
+        CODECS.iter().any(|library| maps.contains(library))
+    };
+    if processes.iter().any(has_codec) {
+        return Err(SuspendError::Cannot(
+            "it has loaded libnvcuvid or libnvidia-encode, and the driver does not bring back what the video engines work on",
+        ));
     }
     Ok(())
 }

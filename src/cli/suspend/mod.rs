@@ -342,6 +342,7 @@ impl<'a> Work<'a> {
     fn check_each(&self, ledger: &Ledger) -> Result<Vec<SuspendedProcess>, SuspendError> {
         let processes = checks::check_processes(&self.lease, &self.cuda_processes(ledger)?)?;
         checks::check_awake(&processes)?;
+        checks::check_codecs(&processes)?;
         self.check_room(&processes, 0)?;
         checks::check_running(&self.driver, &processes)?;
         Ok(processes)
@@ -429,6 +430,7 @@ impl<'a> Work<'a> {
     fn put_new_away(&self, own: &Suspension, new: SuspendedProcess) -> Result<(), String> {
         let text = |error: SuspendError| error.to_string();
         checks::check_awake(&[new])
+            .and_then(|()| checks::check_codecs(&[new]))
             .and_then(|()| checks::check_running(&self.driver, &[new]))
             .map_err(text)?;
         self.give_nodes()?;
@@ -507,6 +509,7 @@ impl<'a> Work<'a> {
         let ledger = Store::open(&self.config.state_dir).and_then(|store| store.read());
         let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
         checks::check_unchanged(processes, &now.map_err(|error| error.to_string())?)?;
+        checks::check_codecs(processes).map_err(|error| error.to_string())?;
         processes.iter().try_for_each(|one| carry_out(CheckpointCall::Checkpoint, one))
     }
 

@@ -24,8 +24,13 @@ def suspend(table, group, machine):
     under_mps(Rows(table, group, 100, "docker", "driver API"), machine)
     begun = kept.begin_frameworks(table, group, machine)
 
+    video = [pair for pair in begun if pair[1].name == "with-ffmpeg"]
+
     def frameworks(_, machine):
-        kept.look_at_frameworks(begun, "suspend, resume", "on no GPU meanwhile; then the same results, bit by bit", out_and_back)
+        computing = [pair for pair in begun if pair not in video]
+        kept.look_at_frameworks(computing, "suspend, resume", "on no GPU meanwhile; then the same results, bit by bit", out_and_back)
+        for rows, one in video:
+            decodes(rows, machine, one)
 
     parts = [life, cannot, frameworks, cut_short, on_demand, speed, others, limits, of_users, engine_killed, small_turns]
     kept.group_of(table, group, machine, parts)
@@ -54,6 +59,28 @@ def out_and_back(one):
     back = do("resume", one.name, "--wait", "20s")
     one.goes_on()
     return f"{out['bytes'] >> 20} MiB, out {out['seconds']:.1f} s, back {back['seconds']:.1f} s; on GPUs {meanwhile} meanwhile", meanwhile == []
+
+
+def decodes(rows, machine, one):
+    """A decoder on the GPU, which the driver does not bring back: the product refuses, and the driver's own calls show why."""
+
+    def look():
+        why = refused("cannot-suspend", "suspend", one.ready(30).name)
+        one.goes_on()
+        return why, True
+
+    def look_by_hand():
+        for verb in ("suspend", "resume"):
+            kept.by_hand(machine, verb, one.pid())
+        try:
+            one.goes_on()
+            return "its pictures are what they were", True
+        except kept.Wrong as changed:
+            return str(changed), True
+
+    if rows.ask("suspend", "refused; it goes on with what it had", look, 10):
+        rows.ask("… the driver's own calls", "why it is refused", look_by_hand, 30)
+    one.remove()
 
 
 def under_mps(rows, machine):
