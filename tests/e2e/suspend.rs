@@ -247,6 +247,7 @@ fn a_process_that_has_loaded_a_video_codec_is_not_suspended() {
         return;
     }
     let world = World::simulated("h200", "");
+    std::fs::write(in_sim(&world, "trace"), "").expect("sim/trace");
     let share = [ALLOW, &[("sublet.capabilities", "compute,utility,video")]].concat();
     for library in ["libnvcuvid.so.1", "libnvidia-encode.so.1"] {
         let command = format!("LD_PRELOAD={library} exec cuda-probe keep 1024 600");
