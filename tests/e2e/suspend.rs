@@ -428,6 +428,71 @@ fn a_process_that_begins_to_compute_in_a_suspended_container_is_suspended_and_co
     host.world.assert_empty();
 }
 
+/// A worker that is started again whenever it ends. Two at once would pass what is booked.
+fn restarting(world: &World) -> Bundle<'_> {
+    let share = [("sublet.memory", "2GiB"), ("sublet.suspend", "allow")];
+    let worker = "while :; do cuda-probe keep 1024 600; done";
+    let bundle = world.bundle("worker", &share, &["/bin/sh", "-c", worker]);
+    bundle.up();
+    bundle.event("round");
+    bundle
+}
+
+/// The suspension in the ledger. A command would first put it right.
+fn suspension(world: &World) -> Value {
+    let text = std::fs::read(world.state_dir().join("ledger.json")).expect("ledger.json");
+    serde_json::from_slice::<Value>(&text).expect("JSON")["leases"][0]["suspension"].clone()
+}
+
+/// Ends the first process of those whose state it is.
+fn kill_first(suspension: &Value) {
+    let pid = suspension["processes"][0]["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok());
+    kill(Pid::from_raw(pid.expect("a pid")), Signal::SIGKILL).expect("it is there");
+}
+
+#[test]
+fn a_worker_that_dies_while_it_is_suspended_leaves_its_room_to_the_next() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let worker = restarting(&host.world);
+    done(&host.world, &["suspend", "worker"]);
+    kill_first(&suspension(&host.world));
+    assert!(eventually(|| host.event("suspended").is_some()), "{:?}", host.events());
+    let event = host.event("suspended").expect("seen");
+    let text = event["text"].as_str().expect("text");
+    assert!(event["action"] == "report" && text.contains("it was suspended, too"), "{event}");
+    done(&host.world, &["resume", "worker"]);
+    assert_goes_on(&worker);
+    worker.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_worker_that_dies_while_it_is_being_suspended_leaves_nothing_suspended() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let worker = restarting(&world);
+    std::fs::write(in_sim(&world, "checkpoint-pace"), "1000").expect("sim/checkpoint-pace");
+    std::fs::write(in_sim(&world, "trace"), "").expect("sim/trace");
+    let trace = || std::fs::read_to_string(in_sim(&world, "trace")).expect("sim/trace");
+    let (reason, why) = std::thread::scope(|scope| {
+        let suspend = scope.spawn(|| refused(&world, &["suspend", "worker"]));
+        assert!(eventually(|| trace().contains("cuCheckpointProcessCheckpoint")), "{}", trace());
+        kill_first(&suspension(&world));
+        suspend.join().expect("suspend")
+    });
+    // The driver's call may end before the process has.
+    assert!(reason == "suspend-undone", "{reason}: {why}");
+    assert_eq!(state(&world), "active");
+    assert_goes_on(&worker);
+    worker.down();
+    world.assert_empty();
+}
+
 #[test]
 fn a_process_that_begins_to_compute_in_a_suspended_container_is_ended_where_it_has_no_room() {
     if skip_unless_root() {
@@ -466,10 +531,7 @@ fn a_process_that_begins_to_compute_in_a_suspended_container_never_goes_on_where
     kept.up();
     kept.event("round");
     done(&host.world, &["suspend", "kept"]);
-    let own = || {
-        let text = std::fs::read(host.world.state_dir().join("ledger.json")).expect("ledger.json");
-        serde_json::from_slice::<Value>(&text).expect("JSON")["leases"][0]["suspension"].clone()
-    };
+    let own = || suspension(&host.world);
     let processes = own()["processes"].clone();
     for call in ["GetState 1 801", "Lock 1 801", "Checkpoint 1 801"] {
         fail(&host.world, &format!("cuCheckpointProcess{call}\n"));

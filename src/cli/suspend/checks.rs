@@ -218,6 +218,12 @@ pub(super) fn check_running(driver: &Driver, processes: &[SuspendedProcess]) -> 
     Ok(())
 }
 
+/// Not all of them have ended meanwhile: one that has is no error of a step.
+pub(super) fn check_some_alive(processes: &[SuspendedProcess]) -> Result<(), SuspendError> {
+    let is_there = processes.iter().any(|one| one.process.is_alive());
+    if is_there { Ok(()) } else { Err(SuspendError::NoProcess) }
+}
+
 /// The host's memory and the container's limits have room for as many bytes as each process has on the GPU.
 pub(super) fn check_host_memory(processes: &[SuspendedProcess], bytes: u64) -> Result<(), SuspendError> {
     let mut left = vec![("the host", left_of_host()?)];
@@ -404,6 +410,15 @@ mod tests {
             assert!(check(here.clone(), false).is_err(), "{here:?}");
         }
         assert!(check(vec![one(7, Some(GIB))], true).unwrap_err().contains("another GPU"));
+    }
+
+    #[test]
+    fn of_several_processes_all_but_one_may_end_meanwhile() {
+        let one = |process| SuspendedProcess { process, bytes: GIB };
+        let (ended, alive) =
+            (one(Process { pid: i32::MAX, start_time: 1 }), one(Process::current().unwrap()));
+        assert_eq!(word(check_some_alive(&[ended, alive])), "");
+        assert_eq!(word(check_some_alive(&[ended])), "no-process");
     }
 
     #[test]

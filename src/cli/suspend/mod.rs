@@ -105,7 +105,8 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
 /// # Errors
 /// It was ended, or the step could not begin.
 fn suspend_new(id: &LeaseId, new: Process, config: &Config) -> Result<bool, SuspendError> {
-    let ledger = Store::open(&config.state_dir)?.read()?;
+    let mut ledger = Store::open(&config.state_dir)?.read()?;
+    ledger.forget_ended(id);
     let (lease, own) = ledger.resumable(id)?;
     let work = Work::begin(lease.clone(), config)?;
     let checked = work.check_new(own, new);
@@ -113,7 +114,11 @@ fn suspend_new(id: &LeaseId, new: Process, config: &Config) -> Result<bool, Susp
         return Ok(false);
     }
     let found = *checked.as_ref().unwrap_or(&SuspendedProcess { process: new, bytes: 0 });
-    match work.change(|ledger| ledger.begin_adding(id, work.owner, found))? {
+    let add = |ledger: &mut Ledger| {
+        ledger.forget_ended(id);
+        ledger.begin_adding(id, work.owner, found)
+    };
+    match work.change(add)? {
         // Another had it suspended with the rest.
         Err(WrongState::Suspended) => return Ok(false),
         begun => begun?,
@@ -170,6 +175,7 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
     checks::check_awake(&own.processes)?;
     // It may have been resumed and suspended again meanwhile, with other processes, and elsewhere.
     work.lease = work.change(|ledger| {
+        ledger.forget_ended(id);
         let (lease, own) = ledger.resumable(id)?;
         check_resume(lease, &there, own.bytes(), &work.inventory, ledger, config)?;
         if is_elsewhere {
@@ -499,7 +505,7 @@ impl<'a> Work<'a> {
         Ok(change_places(&all, self.gpu(), there))
     }
 
-    /// Locks all of its processes, and then suspends them.
+    /// Locks all of its processes, and then suspends them. At least one of them is there still.
     fn put_away(&self, processes: &[SuspendedProcess]) -> Result<(), String> {
         let carry_out = |call, one: &SuspendedProcess| {
             let done = self.driver.carry_out(call, one.process, one.bytes);
@@ -510,7 +516,8 @@ impl<'a> Work<'a> {
         let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
         checks::check_unchanged(processes, &now.map_err(|error| error.to_string())?)?;
         checks::check_codecs(processes).map_err(|error| error.to_string())?;
-        processes.iter().try_for_each(|one| carry_out(CheckpointCall::Checkpoint, one))
+        processes.iter().try_for_each(|one| carry_out(CheckpointCall::Checkpoint, one))?;
+        checks::check_some_alive(processes).map_err(|error| error.to_string())
     }
 
     /// Brings back what is in host memory, where the ledger has its room, and unlocks what is locked. So much memory of the

@@ -356,6 +356,18 @@ impl Ledger {
         ended
     }
 
+    /// Processes of lease `id` that have ended while it is suspended need no room any more. They stay in the list: others may have
+    /// shared memory with them.
+    pub fn forget_ended(&mut self, id: &LeaseId) {
+        if self.resumable(id).is_ok() {
+            self.set_step(id, |mut own| {
+                let ended = own.processes.iter_mut().filter(|one| !one.process.is_alive());
+                ended.for_each(|one| one.bytes = 0);
+                own
+            });
+        }
+    }
+
     /// `owner` begins to suspend `new` with the rest of lease `id`, which is suspended.
     ///
     /// # Errors
@@ -701,6 +713,24 @@ mod tests {
         assert_eq!((bytes(&ledger), waits_for(&ledger)), (2 * BYTES, Some(Memory::Bytes(2 * BYTES))));
         assert_eq!(ledger.waiters.len(), 1);
         ledger.begin_resuming(&id, me()).unwrap();
+    }
+
+    #[test]
+    fn a_process_that_has_ended_while_it_is_suspended_needs_no_room_and_stays_known() {
+        let (mut ledger, id) = ledger();
+        let alive = SuspendedProcess { process: me(), bytes: 7 };
+        ledger.begin_suspending(&id, me(), [held(BYTES), vec![alive]].concat()).unwrap();
+        let bytes = |ledger: &mut Ledger| {
+            ledger.forget_ended(&id);
+            let own = ledger.leases[0].suspension.as_ref().unwrap();
+            assert!(own.has(dead()) && own.has(me()));
+            own.bytes()
+        };
+        assert_eq!(bytes(&mut ledger), BYTES + 7, "a step keeps what it began with");
+        ledger.end_suspended(&id, me());
+        assert_eq!(bytes(&mut ledger), 7);
+        ledger.begin_resuming(&id, me()).unwrap();
+        assert_eq!(ledger.leases[0].booked_memory(), Some(BYTES / 2));
     }
 
     #[test]
