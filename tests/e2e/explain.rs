@@ -361,6 +361,26 @@ fn a_start_order_that_lets_others_in_is_said_beside_what_always_fits() {
 }
 
 #[test]
+fn services_that_are_suspended_for_each_other_fit_in_turns() {
+    if skip_unless_root() {
+        return;
+    }
+    let model = "{ image: x, runtime: sublet, annotations: { sublet.memory: 80GiB, sublet.suspend: allow } }";
+    let explained = |config: &str, code| {
+        let world = World::simulated("h200", config);
+        let file = world.dir.path().join("compose.yaml");
+        std::fs::write(&file, format!("services:\n  chat: {model}\n  image: {model}\n")).expect("written");
+        let (table, said) = run(&world, &["explain", "--compose", file.to_str().expect("UTF-8")], code);
+        (squeezed(&table), said)
+    };
+    let (table, said) = explained("", 0);
+    assert!(table.contains("image 0 time-slice no limit 81920 MiB fits in turns"), "{table}");
+    assert!(said.contains("image in turns: `sublet serve` suspends others of the stack"), "{said}");
+    let (table, _) = explained("[suspend]\non_demand = false\n", 1);
+    assert!(table.contains("image - - - - NO: no room for "), "{table}");
+}
+
+#[test]
 fn a_full_gpu_does_not_hide_a_plan_for_an_empty_one() {
     if skip_unless_root() {
         return;

@@ -160,7 +160,7 @@ fn placed(candidate: &Candidate, tenants: u32, host: Host<'_>) -> io::Result<Pla
     let (mut placements, mut made) = (Vec::new(), Vec::new());
     for (number, Fitted { outcome, .. }) in (1..).zip(fitted) {
         match outcome {
-            Outcome::Fits(placement) => placements.push(*placement),
+            Outcome::Fits(placement) | Outcome::InTurns(placement) => placements.push(*placement),
             Outcome::Made(one) => made.push(*one),
             Outcome::AsksForNone => {}
             Outcome::Not(why) => return Ok(Err((number, Box::new(why)))),

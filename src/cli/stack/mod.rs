@@ -21,7 +21,7 @@ use sublet_core::admit::{AdmitError, RequestSource, book_for, request_by_cdi, re
 use sublet_core::config::Config;
 use sublet_core::config_files::{Containers, Known};
 use sublet_core::inventory::{GpuProcess, Inventory};
-use sublet_core::ledger::{Container, LeaseId, Ledger};
+use sublet_core::ledger::{Container, Lease, LeaseId, Ledger};
 use sublet_core::oci::cdi::KIND;
 use sublet_core::place::{Placement, expected};
 use sublet_core::request::{Request, has_sublet_annotations};
@@ -146,6 +146,8 @@ pub enum NotPlaced {
 pub enum Outcome {
     /// It gets this share.
     Fits(Box<Placement>),
+    /// It gets this share when containers of the stack before it, which allow that, are suspended for it.
+    InTurns(Box<Placement>),
     /// It gets this MIG instance, which is created when it starts, and this share of it.
     Made(Box<(Foreseen, Placement)>),
     /// It asks for no share.
@@ -173,7 +175,9 @@ pub fn fit(
     config: &Config,
 ) -> io::Result<(Vec<Fitted>, usize)> {
     let before = set_aside(&stack.own, &mut ledger, &mut inventory, names);
-    let mut world = World { ledger, inventory, whose, config, ahead: Ahead::default(), shares: false };
+    let suspendable = (whose == Whose::Root && config.suspend.on_demand).then(Vec::new);
+    let ahead = Ahead::default();
+    let mut world = World { ledger, inventory, whose, config, ahead, shares: false, suspendable };
     let each = |service: &Service| {
         Ok(Fitted { service: service.name.clone(), outcome: world.place(service, containers)? })
     };
@@ -189,6 +193,8 @@ struct World<'a> {
     ahead: Ahead,
     /// Whether other containers may share one of these.
     shares: bool,
+    /// The leases of containers before that are suspended for those behind; `None`: nobody is.
+    suspendable: Option<Vec<LeaseId>>,
 }
 
 impl World<'_> {
@@ -223,8 +229,24 @@ impl World<'_> {
                 self.book(service, &placement, &id);
                 Ok(Outcome::Made(Box::new((foreseen, placement))))
             }
-            Err(error) => Ok(Outcome::Not(error.into())),
+            Err(error) => match self.place_in_turn(&error, &request, &id) {
+                Some(placement) => {
+                    self.book(service, &placement, &id);
+                    Ok(Outcome::InTurns(Box::new(placement)))
+                }
+                None => Ok(Outcome::Not(error.into())),
+            },
         }
+    }
+
+    /// Its share without those that may be suspended, if it is refused beside them. They keep what they have booked: the next one
+    /// is placed beside all of them.
+    fn place_in_turn(&self, refused: &AdmitError, request: &Request, id: &LeaseId) -> Option<Placement> {
+        let suspendable = self.suspendable.as_ref().filter(|_| refused.is_temporary())?;
+        let mut rest = self.ledger.clone();
+        rest.leases.retain(|lease| !suspendable.contains(&lease.id));
+        let world = (&self.inventory, &rest);
+        preview_after(&mut Ahead::default(), request, id, world, self.whose, self.config).ok()
     }
 
     fn book(&mut self, service: &Service, placement: &Placement, id: &LeaseId) {
@@ -232,6 +254,9 @@ impl World<'_> {
         let (bundle, rootfs, record) = ("/".into(), "/".into(), "/".into());
         let container = Container { uid, id: service.name.clone(), bundle, rootfs, record };
         book_for((id, &container), placement, &mut self.ledger, self.config);
+        if self.ledger.lease(id).is_some_and(Lease::may_be_suspended) {
+            self.suspendable.iter_mut().for_each(|all| all.push(id.clone()));
+        }
     }
 }
 
@@ -351,7 +376,8 @@ fn count(share: &str, inventory: &Inventory, config: &Config) -> io::Result<Coun
     let annotations = [("sublet.share".to_owned(), share.to_owned())].into();
     let service = Service { name: share.to_owned(), annotations, by_hook: true, ..Service::default() };
     let (inventory, ledger, whose) = (inventory.idle(), Ledger::empty(""), Whose::Root);
-    let mut world = World { ledger, inventory, whose, config, ahead: Ahead::default(), shares: false };
+    let ahead = Ahead::default();
+    let mut world = World { ledger, inventory, whose, config, ahead, shares: false, suspendable: None };
     let full = |fits, why| Ok(Count { share: share.to_owned(), fits, why });
     for fits in 0..MOST_OF_ONE {
         if let Outcome::Not(why) = world.place(&service, None)? {

@@ -27,7 +27,8 @@ pub fn orders(
     most: usize,
     place: impl Fn(&Stack) -> io::Result<Vec<Fitted>>,
 ) -> io::Result<Orders> {
-    let gets_one = |one: &Fitted| matches!(one.outcome, Outcome::Fits(_) | Outcome::Made(_));
+    let gets_one =
+        |one: &Fitted| matches!(one.outcome, Outcome::Fits(_) | Outcome::InTurns(_) | Outcome::Made(_));
     let asks = |one: &Fitted| gets_one(one) || matches!(one.outcome, Outcome::Not(NotPlaced::Refused(_)));
     let asking: Vec<usize> = (0..fitted.len()).filter(|at| asks(&fitted[*at])).collect();
     let (orders, are_all) = permuted(&asking, most);

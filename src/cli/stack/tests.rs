@@ -29,15 +29,25 @@ fn outcomes(services: Vec<Service>, inventory: Inventory) -> Vec<String> {
 
 /// The same beside what is in `ledger`.
 fn outcomes_beside(ledger: Ledger, services: Vec<Service>, inventory: Inventory) -> Vec<String> {
+    outcomes_by(&config(), Whose::Root, (ledger, inventory), services)
+}
+
+fn outcomes_by(
+    config: &Config,
+    whose: Whose,
+    world: (Ledger, Inventory),
+    services: Vec<Service>,
+) -> Vec<String> {
     let stack = Stack { services, ..Stack::default() };
-    let world = (ledger, inventory);
     let containers = toml::from_str("[[container]]\nname = 'web-*'\nshare = 'small'\n").ok();
-    let (fitted, _) =
-        fit(&stack, containers.as_ref(), world, &Names::default(), Whose::Root, &config()).unwrap();
+    let (fitted, _) = fit(&stack, containers.as_ref(), world, &Names::default(), whose, config).unwrap();
     let words = |one: Fitted| match one.outcome {
         Outcome::Fits(placement) => {
             let sm = placement.sm.map(|sm| format!(" {sm}")).unwrap_or_default();
             format!("{} on {}, {}{sm}", one.service, placement.devices.join("+"), placement.mode)
+        }
+        Outcome::InTurns(placement) => {
+            format!("{} on {}, in turns", one.service, placement.devices.join("+"))
         }
         Outcome::AsksForNone => format!("{} asks for none", one.service),
         Outcome::Made(made) => format!("{} makes {}", one.service, made.0.label),
@@ -75,6 +85,33 @@ fn who_waits_comes_before_a_stack() {
     let lines = outcomes_beside(ledger, services.to_vec(), host(vec![device(0)]));
     assert!(lines[0].starts_with("large not: no room: others wait for what is left"), "{lines:?}");
     assert_eq!(lines[1], "small on GPU-0, mps 20");
+}
+
+#[test]
+fn a_stack_fits_in_turns_where_its_containers_are_suspended_for_each_other() {
+    let model = |name, gib: &str| service(name, &[("memory", gib), ("suspend", "allow")]);
+    let by = |config: &Config, whose, services: Vec<Service>, count: u32| {
+        let inventory = host((0..count).map(device).collect());
+        outcomes_by(config, whose, (Ledger::empty("boot"), inventory), services)
+    };
+    let root = |services, count| by(&config(), Whose::Root, services, count);
+    let two = || vec![model("chat", "80GiB"), model("image", "80GiB")];
+    assert_eq!(root(two(), 1), ["chat on GPU-0, time-slice", "image on GPU-0, in turns"]);
+    assert_eq!(root(two(), 2), ["chat on GPU-0, time-slice", "image on GPU-1, time-slice"]);
+    let third = root([two(), vec![model("music", "80GiB")]].concat(), 1);
+    assert_eq!(third[2], "music on GPU-0, in turns");
+
+    let is_refused = |lines: &[String], word: &str| {
+        assert!(lines.last().unwrap().starts_with(&format!("{word} not: ")), "{lines:?}");
+    };
+    let mut config = config();
+    config.suspend.on_demand = false;
+    is_refused(&by(&config, Whose::Root, two(), 1), "image");
+    // Nobody is suspended that stays, and what is too large for the GPU never fits.
+    let stays = service("stays", &[("mode", "time-slice"), ("memory", "80GiB")]);
+    is_refused(&root(vec![stays.clone(), model("image", "80GiB")], 1), "image");
+    is_refused(&root(vec![model("chat", "80GiB"), stays.clone(), model("image", "80GiB")], 1), "image");
+    is_refused(&root(vec![model("chat", "80GiB"), model("large", "200GiB")], 1), "large");
 }
 
 #[test]
@@ -286,6 +323,9 @@ fn each_share_is_counted_on_empty_gpus_by_itself() {
     let both = found.remove(0);
     assert!(both.starts_with("sublet-both="), "{both}");
     assert_eq!(found, expected);
+    // Swarm counts those that run at once.
+    let models = of("[share.model]\nmemory = '60GiB'\nsuspend = 'allow'\n", &host(vec![device(0)]));
+    assert_eq!(models, ["sublet-model=1"]);
     let none = counts(&toml::from_str("[share.none]\nmemory = '200GiB'\n").unwrap(), &two).unwrap();
     assert_eq!(none[0].fits, 0);
     assert!(none[0].why.contains("200 GiB") || none[0].why.contains("204800"), "{}", none[0].why);

@@ -280,6 +280,7 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
     let run = || format!("{running} of its containers run already: what they hold was not counted twice");
     remarks.extend((running > 0).then(run));
     remarks.extend(arguments.empty.then(|| EMPTY.to_owned()));
+    remarks.extend(tell_turns(&fitted));
     remarks.extend(orders.sentence.clone());
     for remark in &remarks {
         eprintln!("sublet: note: {remark}");
@@ -290,6 +291,14 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
     let document = StackDocument { schema, fits, services, orders, remarks };
     tables::print(arguments.format, &document, || names.replace_ids(&table(&fitted, &inventory)))?;
     Ok(if fits { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What is said of those that fit in turns.
+fn tell_turns(fitted: &[Fitted]) -> Option<String> {
+    let in_turns = fitted.iter().filter(|one| matches!(one.outcome, Outcome::InTurns(_)));
+    let names = in_turns.map(|one| safe(&one.service)).collect::<Vec<_>>().join(", ");
+    let told = || format!("{names} in turns: `sublet serve` suspends others of the stack to make room");
+    (!names.is_empty()).then(told)
 }
 
 /// What is printed as JSON: keys may be added, never changed.
@@ -334,7 +343,10 @@ struct ServiceFit<'a> {
 
 impl<'a> ServiceFit<'a> {
     fn of(fitted: &'a Fitted, names: &Names, inventory: &Inventory) -> Self {
-        let placement = if let Outcome::Fits(placement) = &fitted.outcome { Some(placement) } else { None };
+        let placement = match &fitted.outcome {
+            Outcome::Fits(placement) | Outcome::InTurns(placement) => Some(placement),
+            _ => None,
+        };
         let why = if let Outcome::Not(why) = &fitted.outcome { Some(why) } else { None };
         Self {
             service: &fitted.service,
@@ -366,7 +378,8 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
     let without = |mode: &str, result: String| [dash(), mode.to_owned(), dash(), dash(), result];
     let no_limit = || "no limit".to_owned();
     let cells = match &fitted.outcome {
-        Outcome::Fits(placement) => {
+        outcome @ (Outcome::Fits(placement) | Outcome::InTurns(placement)) => {
+            let in_turns = matches!(outcome, Outcome::InTurns(_));
             let number = |uuid: &String| inventory.device(uuid).map_or_else(|| uuid.clone(), Device::number);
             let count = sm_count(placement, inventory).map(|count| format!(" ({count})")).unwrap_or_default();
             let profile = placement.devices.first().and_then(|uuid| inventory.device(uuid)).map(Device::kind);
@@ -376,7 +389,7 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
                 sharing(placement.mode, profile, own_server),
                 placement.sm.map_or_else(no_limit, |sm| format!("{sm} %{count}")),
                 placement.memory_bytes.map_or_else(no_limit, |bytes| format!("{} MiB", bytes >> 20)),
-                "fits".to_owned(),
+                if in_turns { "fits in turns" } else { "fits" }.to_owned(),
             ]
         }
         Outcome::Made(made) => without("mig", format!("fits: a MIG instance is created, {}", made.0.label)),
@@ -404,7 +417,8 @@ mod tests {
         let placement = place(&request, &id, &inventory, &Ledger::empty(""), &config).unwrap();
         let why = "Docker Compose 2.20 drops its annotations: install Docker Compose 2.26 or later";
         let outcomes = [
-            ("web", Outcome::Fits(Box::new(placement))),
+            ("web", Outcome::Fits(Box::new(placement.clone()))),
+            ("image", Outcome::InTurns(Box::new(placement))),
             ("batch", Outcome::Not(NotPlaced::Cdi(why.to_owned()))),
         ];
         let fitted = outcomes.map(|(service, outcome)| Fitted { service: service.to_owned(), outcome });
@@ -413,10 +427,14 @@ mod tests {
             [
                 "SERVICE  GPU  MODE                 SM        MEMORY    RESULT",
                 "web      0    time-slice, own MPS  no limit  8192 MiB  fits",
+                "image    0    time-slice, own MPS  no limit  8192 MiB  fits in turns",
                 "batch    -    -                    -         -         NO: Docker Compose 2.20",
                 "                                             drops its annotations: install",
                 "                                             Docker Compose 2.26 or later",
             ]
         );
+        let told = "image in turns: `sublet serve` suspends others of the stack to make room";
+        assert_eq!(tell_turns(&fitted).as_deref(), Some(told));
+        assert_eq!(tell_turns(&fitted[..1]), None);
     }
 }
