@@ -279,6 +279,29 @@ fn a_share_says_what_is_done() {
     host.world.assert_empty();
 }
 
+/// No server limits it: only the guard does.
+#[test]
+fn a_share_that_may_be_suspended_is_held_to_its_memory() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let share = [("sublet.memory", "2GiB"), ("sublet.suspend", "allow")];
+    let within = host.world.bundle("within", &share, &["/usr/bin/cuda-probe", "keep", "1024", "600"]);
+    within.up();
+    let past = host.world.bundle("past", &share, &["/usr/bin/cuda-probe", "keep", "3072", "600"]);
+    past.up();
+    assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
+    let event = host.event("memory").expect("seen");
+    assert_eq!((&event["action"], &event["container_id"]), (&json!("terminate"), &json!("past")), "{event}");
+    assert!(event["text"].as_str().expect("a text").contains("of 2048 MiB): it was ended"), "{event}");
+    assert!(eventually(|| host.world.leases().len() == 1), "{:?}", host.world.leases());
+    assert!(is_alive(nix::unistd::Pid::from_raw(within.pid())));
+    past.down();
+    within.down();
+    host.world.assert_empty();
+}
+
 /// What `sublet status` reports about the guard.
 fn sight(host: &Host) -> Value {
     host.world.status()["guard"].clone()

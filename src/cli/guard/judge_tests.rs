@@ -1,7 +1,7 @@
 use super::*;
 use sublet_core::ledger::fixture::lease;
 use sublet_core::ledger::{DaemonKey, Init, Job, LeaseState, SuspendStep, SuspendedProcess, Suspension};
-use sublet_core::share::Guarding;
+use sublet_core::share::{Guarding, Suspend};
 
 const GPU: &str = "GPU-1";
 const MIB: u64 = 1 << 20;
@@ -138,6 +138,15 @@ fn memory_counts_for_the_container_and_ends_the_largest_of_those_that_grew() {
     let ended = judged(&[many(), many()], &ledger).remove(1);
     let ended = ended.into_iter().filter(|(offence, _)| *offence == Offence::Memory);
     assert_eq!(ended.map(|(_, pid)| pid).collect::<Vec<_>>(), [47, 46, 45, 44, 43]);
+}
+
+#[test]
+fn a_time_slice_share_that_may_be_suspended_is_held_to_its_memory() {
+    let one = Lease { mode: Mode::TimeSlice, daemon: None, suspend: Suspend::Allow, ..shared(1) };
+    let ledger = ledger(vec![one.clone()]);
+    let seen = |mib| look(vec![Holder { is_client: false, ..client(11, mib, &one) }]);
+    assert_eq!(judged(&[seen(1200), seen(1200)], &ledger), [vec![], vec![(Offence::Memory, 11)]]);
+    assert_eq!(judged(&[seen(1100), seen(1100)], &ledger), [[], []] as [[_; 0]; 2], "within the tolerance");
 }
 
 #[test]
