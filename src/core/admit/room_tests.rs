@@ -126,6 +126,22 @@ fn a_failed_resume_leaves_its_room_to_starts() {
 }
 
 #[test]
+fn who_was_suspended_first_comes_back_first_and_the_next_where_that_one_cannot() {
+    let mut ledger = ledger(vec![on_gpu(1, 45, Suspend::Allow), on_gpu(2, 45, Suspend::Allow)], vec![]);
+    suspend(&mut ledger, 1);
+    suspend(&mut ledger, 2);
+    ledger.leases.extend([on_gpu(3, 30, Suspend::Never), on_gpu(4, 60, Suspend::Never)]);
+    assert_eq!(step(&ledger, u64::MAX), None);
+    ledger.leases.pop();
+    assert_eq!(step(&ledger, u64::MAX), Some(RoomStep::Resume(id(1))));
+    let mut failed = ledger.clone();
+    failed.back_off(&id(1), Duration::from_secs(30), "it is paused");
+    assert_eq!(step(&failed, u64::MAX), Some(RoomStep::Resume(id(2))));
+    resume(&mut ledger, 1, CAME);
+    assert_eq!(step(&ledger, u64::MAX), None, "there was room for one");
+}
+
+#[test]
 fn containers_take_turns_with_those_that_may_be_suspended() {
     let mut config = Config::default();
     config.suspend.turns = Duration::from_secs(60);
