@@ -8,12 +8,12 @@ use ratatui::layout::Rect;
 use ratatui::style::Style;
 
 use super::rows::{
-    self, CURSOR, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, MODE, OWNER, Skin, TITLE, fit,
-    with_trace,
+    self, CURSOR, Column, DEVICE_COLUMNS, Fitted, LEASE_COLUMNS, LEASE_SORTS, MODE, OWNER, STATE, Skin,
+    TITLE, fit, with_trace,
 };
 use super::source::lease_key;
 use super::view::{Areas, Body, Pane, View};
-use crate::shown::{Words, name_of};
+use crate::shown::{Device, Words, name_of, word};
 use sublet_core::text::{LONGEST_NAME, safe};
 
 /// A look that is older than this beyond its interval is called old.
@@ -189,8 +189,7 @@ impl Page<'_> {
         };
         let area = self.take(u16::try_from(devices.len()).unwrap_or(u16::MAX).saturating_add(1).min(most));
         let mut columns = with_trace(DEVICE_COLUMNS, trace);
-        let widest = devices.iter().filter_map(|device| u16::try_from(device.state().len()).ok()).max();
-        columns[MODE] = columns[MODE].at_least(widest.unwrap_or_default());
+        columns[MODE] = columns[MODE].for_words(devices.iter().map(Device::state));
         self.table(Pane::Gpus, area, &columns, devices.len(), &row);
         if self.left.height > 4 {
             self.take(1);
@@ -214,6 +213,7 @@ impl Page<'_> {
         };
         let area = self.take(self.left.height);
         let mut columns = with_trace(LEASE_COLUMNS, trace);
+        columns[STATE] = columns[STATE].for_words(containers.iter().map(|lease| word(&lease.state)));
         columns[OWNER].width *= u16::from(containers.iter().any(|lease| lease.owner.is_some()));
         let fitted = self.table(Pane::Containers, area, &columns, containers.len(), &row);
         for &(at, x, width) in &fitted.0 {

@@ -22,6 +22,9 @@ pub const MODE: usize = 2;
 /// The column of a container's owner.
 pub const OWNER: usize = 9;
 
+/// The column of a lease's state.
+pub const STATE: usize = 11;
+
 pub const DEVICE_COLUMNS: [Column; 12] = [
     Column::new("GPU", 6, 0),
     Column::new("NAME", 12, 7).up_to(24),
@@ -155,7 +158,9 @@ impl Column {
         Self { most, ..self }
     }
 
-    pub fn at_least(self, width: u16) -> Self {
+    /// So wide that none of `words` is cut.
+    pub fn for_words(self, words: impl Iterator<Item = String>) -> Self {
+        let width = words.filter_map(|word| u16::try_from(word.len()).ok()).max().unwrap_or_default();
         Self { width: width.max(self.width), most: width.max(self.most), ..self }
     }
 }

@@ -11,6 +11,7 @@ use super::fixture::{lease, look};
 use super::rows::Skin;
 use super::source::Look;
 use super::view::{Body, Pane, Sort, View};
+use sublet_core::ledger::LeaseState;
 use sublet_core::share::Mode;
 
 const UTF8: Skin = Skin { utf8: true, colour: true };
@@ -98,6 +99,22 @@ fn a_mode_is_not_cut() {
             own.iter().all(|row| !row.contains("time-slice") || row.contains("time-slice, own MPS")),
             "{text}"
         );
+    }
+}
+
+#[test]
+fn a_state_is_not_cut() {
+    let mut look = look();
+    look.status.leases[0].state = LeaseState::Suspended;
+    look.status.leases[1].state = LeaseState::Suspending;
+    let mut view = seen(look);
+    for width in 80..220 {
+        let text = shown(&mut view, width, 24, ASCII);
+        let state = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
+        let has_column = text.contains(" STATE ");
+        assert_eq!(state("web ").contains(" suspended "), has_column, "{text}");
+        assert_eq!(state("training ").contains(" suspending "), has_column, "{text}");
+        assert!(has_column || width < 200, "{text}");
     }
 }
 

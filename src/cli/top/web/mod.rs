@@ -341,18 +341,25 @@ fn facts(used: &DeviceUsed) -> Vec<(&'static str, String)> {
 
 #[cfg(test)]
 mod tests {
+    use sublet_core::ledger::LeaseState;
+
     use super::super::fixture::look;
     use super::*;
 
     #[test]
     fn a_page_is_answered_at_once_by_a_look_that_is_not_old() {
         let looks = Looks { interval: SHORTEST, ..Looks::default() };
-        assert!(!looks.take(Ok(look())), "no page has asked");
+        let mut look = look();
+        look.status.leases[0].state = LeaseState::Suspended;
+        assert!(!looks.take(Ok(look.clone())), "no page has asked");
         let began = Instant::now();
         let document: serde_json::Value = serde_json::from_slice(&looks.document()).unwrap();
         assert!(began.elapsed() < PATIENCE);
-        assert_eq!(document["containers"].as_array().unwrap().len(), 3);
-        assert!(looks.take(Ok(look())), "a page has asked");
+        let containers = document["containers"].as_array().unwrap();
+        assert_eq!(containers.len(), 3);
+        let web = containers.iter().find(|container| container["name"] == "web").unwrap();
+        assert_eq!(web["state"], "suspended");
+        assert!(looks.take(Ok(look)), "a page has asked");
     }
 
     #[test]
