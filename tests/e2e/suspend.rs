@@ -3,7 +3,7 @@
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Child, Output};
 use std::time::Duration;
 
 use crate::two_users::{ALICE, serving};
@@ -322,16 +322,48 @@ fn a_state_that_the_driver_loses_ends_its_container_and_is_reported() {
     world.assert_empty();
 }
 
-/// The command hangs in a call of the driver's, and is killed there with its child.
-pub(crate) fn killed_in(world: &World, call: &str, arguments: &[&str]) {
+/// The command, which hangs in a call of the driver's, with its child.
+fn hanging_in(world: &World, call: &str, arguments: &[&str]) -> Child {
     fail(world, &format!("{call} 1 hang\n"));
-    let mut command = world.command("sublet");
-    let mut child = command.args(arguments).process_group(0).spawn().expect("sublet runs");
+    let child = world.command("sublet").args(arguments).process_group(0).spawn().expect("sublet runs");
     let fail = in_sim(world, "fail");
     let hangs = || std::fs::read_to_string(&fail).unwrap_or_default().trim().is_empty();
     assert!(eventually(hangs), "{call} was not called");
+    child
+}
+
+/// Kills both.
+fn kill_hanging(mut child: Child) {
     killpg(Pid::from_raw(i32::try_from(child.id()).expect("a pid")), Signal::SIGKILL).expect("it hangs");
     child.wait().expect("it ends");
+}
+
+/// The command is killed in that call.
+pub(crate) fn killed_in(world: &World, call: &str, arguments: &[&str]) {
+    kill_hanging(hanging_in(world, call, arguments));
+}
+
+#[test]
+fn while_a_step_is_taken_every_other_one_is_refused() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    let suspends = hanging_in(&world, "cuCheckpointProcessLock", &["suspend", "kept"]);
+    for other in [&["suspend", "kept"][..], &["resume", "kept"], &["move", "kept", "--gpu", "0"]] {
+        let (reason, why) = refused(&world, other);
+        assert!(
+            reason == "busy" && why.contains(" suspends or resumes it now"),
+            "{other:?}: {reason}: {why}"
+        );
+    }
+    assert_eq!(state(&world), "suspending");
+    kill_hanging(suspends);
+    done(&world, &["gc"]);
+    assert_goes_on(&kept);
+    kept.down();
+    world.assert_empty();
 }
 
 #[test]

@@ -547,6 +547,24 @@ mod tests {
     }
 
     #[test]
+    fn a_container_that_is_being_started_is_refused_as_that() {
+        let (mut ledger, id) = ledger();
+        ledger.leases[0].state = LeaseState::Pending;
+        let refused = [
+            ledger.begin_suspending(&id, me(), held(BYTES)),
+            ledger.begin_moving(&id, me(), held(BYTES), "GPU-1"),
+            ledger.begin_resuming(&id, me()),
+            ledger.begin_arriving(&id, me(), "GPU-1"),
+        ];
+        for error in refused {
+            let error = error.unwrap_err();
+            assert!(error == WrongState::Starting && error.is_temporary());
+            assert_eq!(error.to_string(), "it is being started; fix: try again when it runs");
+        }
+        assert_eq!((&ledger.leases[0].suspension, ledger.leases[0].devices.len()), (&None, 1));
+    }
+
+    #[test]
     fn host_memory_that_leases_are_copied_into_is_known_until_they_are_there() {
         let (mut ledger, id) = ledger();
         let other = lease(2, "GPU-1").id;
