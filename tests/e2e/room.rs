@@ -256,6 +256,31 @@ fn a_service_that_is_killed_while_it_suspends_goes_on_when_it_is_back() {
 }
 
 #[test]
+fn a_service_that_is_killed_while_it_brings_one_back_does_so_when_it_is_back() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = host(AT_ONCE);
+    host.stop();
+    host.serve = Some(start_in_group(&host.world));
+    let world = &host.world;
+    for call in ["Restore", "Unlock"] {
+        let (first, second) = (model(world, "first"), model(world, "second"));
+        comes_to(world, "first", "suspended");
+        fail(world, &format!("cuCheckpointProcess{call} 1 hang\n"));
+        second.down();
+        let hangs = || std::fs::read_to_string(in_sim(world, "fail")).unwrap_or_default().trim().is_empty();
+        assert!(eventually(hangs), "{call} was not called");
+        kill_service(host.serve.take().expect("it runs"));
+        host.serve = Some(start_in_group(world));
+        comes_to(world, "first", "active");
+        assert_goes_on(&first);
+        first.down();
+    }
+    world.assert_empty();
+}
+
+#[test]
 fn a_users_start_displaces_others_where_the_policy_allows_it() {
     if skip_unless_root() {
         return;
