@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::probe::describe;
 use crate::refresh::leave_out_sick;
 use crate::sick_gpus::kernel_log::Xid;
-use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, is_program_error};
+use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, describe_recovery, is_program_error};
 use crate::sick_gpus::{self, Sick};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
@@ -36,15 +36,14 @@ impl Reporter {
         let is_at =
             |gpu: &Device| gpu.bus_id.strip_prefix(&xid.gpu).is_some_and(|rest| rest.starts_with('.'));
         let Some(gpu) = known.gpus().find(|gpu| gpu.uuid == xid.gpu || is_at(gpu)) else { return };
-        let (what, remedy) = xid::describe(xid.number);
-        let sick = |what: &str, asked| {
+        let sick = |what: &str, remedy, asked| {
             mark_sick(gpu, &format!("Xid {}: {what}", xid.number), remedy, asked, config);
         };
-        match is_asked(xid) {
+        match (asked_recovery(xid), xid::describe(xid.number)) {
             _ if is_program_error(xid.number) => self.report_to_containers(xid, gpu, config),
-            None => sick(what, false),
-            Some(true) => sick(&safe_long(&xid.text, 200), true),
-            Some(false) => note_reset(gpu, config),
+            (None, (what, remedy)) => sick(what, remedy, false),
+            (Some(0), _) => note_reset(gpu, config),
+            (Some(action), _) => sick(&safe_long(&xid.text, 200), describe_recovery(action).1, true),
         }
     }
 
@@ -101,9 +100,11 @@ pub(super) fn event(kind: Kind, lease: Option<&Lease>, gpu: &Device, reason: &st
     Event { devices: vec![gpu.uuid.clone()], reason: reason.to_owned(), text: text.to_owned(), ..own }
 }
 
-/// Of an Xid by which the driver asks for another recovery than before: whether it asks for one.
-fn is_asked(xid: &Xid) -> Option<bool> {
-    (xid.number == RECOVERY_CHANGED).then(|| !xid.text.contains("to 0x0 (None)"))
+/// Of an Xid by which the driver asks for another recovery than before, as `GPU recovery action changed from 0x0 (None) to 0x2
+/// (Node Reboot Required)`: the action; one that nobody knows, where the text has none.
+fn asked_recovery(xid: &Xid) -> Option<u64> {
+    let action = || u64::from_str_radix(xid.text.rsplit_once(" to 0x")?.1.split(' ').next()?, 16).ok();
+    (xid.number == RECOVERY_CHANGED).then(|| action().unwrap_or(u64::MAX))
 }
 
 /// The leases to which an error of the process `seen` on `gpu` belongs: its container's, or all those of its shared MPS server.
@@ -286,7 +287,24 @@ mod tests {
         let changed = |to: &str| format!("GPU recovery action changed from 0x0 (None) to {to}");
         reporter.act_on(&xid(154, None, &changed("0x1 (GPU Reset Required)")), &config);
         assert_eq!(sick_gpus::read(&config).unwrap().asked().collect::<Vec<_>>(), [GPU]);
-        assert_eq!(is_asked(&xid(154, None, &changed("0x0 (None)"))), Some(false));
+        assert_eq!(asked_recovery(&xid(154, None, &changed("0x0 (None)"))), Some(0));
+        assert_eq!(asked_recovery(&xid(154, None, "")), Some(u64::MAX), "none says what is asked for");
+    }
+
+    #[test]
+    fn the_fix_of_a_sick_gpu_is_what_the_driver_asks_for_later() {
+        let (_dir, config) = host(vec![ours(1)]);
+        let mut reporter = Reporter::default();
+        let why = || inventory::last(&config).unwrap().left_out.remove(0).why;
+        reporter.act_on(&xid(48, None, ""), &config);
+        assert!(why().contains("; fix: end what uses it, then `nvidia-smi --gpu-reset"), "{}", why());
+        let text = "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)";
+        for _ in 0..3 {
+            reporter.act_on(&xid(154, None, text), &config);
+            assert!(why().starts_with("Xid 48: ") && why().contains("; fix: reboot the host"), "{}", why());
+        }
+        let warned = emitted(&config).into_iter().filter(|(kind, _)| *kind == Kind::Warned).count();
+        assert_eq!(warned, 2, "its container is told of either fix once");
     }
 
     #[test]
