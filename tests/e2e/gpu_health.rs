@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::user::Host;
 use sublet_e2e::{World, eventually, skip_unless_root};
@@ -82,6 +83,19 @@ fn an_error_of_a_programs_own_is_its_containers() {
     }
     world.report_xid(3, 43, Some(one.pid()), "Ch 00000010");
     assert!(eventually(|| events(world, "gpu-error").len() == 4), "{:?}", events(world, "gpu-error"));
+    // The driver may name the server itself.
+    let is_server = |pid: &Pid| {
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.contains("nvidia-cuda-mps-server")
+    };
+    let server = || world.daemon_pids("").into_iter().find(is_server);
+    assert!(eventually(|| server().is_some()), "the server of GPU 4");
+    world.report_xid(4, 31, server().map(Pid::as_raw), "Ch 00000008");
+    assert!(eventually(|| events(world, "gpu-error").len() == 6), "{:?}", events(world, "gpu-error"));
+    let mut last = events(world, "gpu-error").split_off(4);
+    last.sort();
+    let whose = [&*last[0].0, &*last[1].0];
+    assert!(whose == ["left", "right"] && last[0].1.contains("Xid 31 on GPU 4, process "), "{last:?}");
     assert_eq!((state(world, 3), state(world, 4)), (json!("ok"), json!("ok")));
     for bundle in [one, two, left, right] {
         bundle.down();

@@ -59,7 +59,7 @@ impl Reporter {
         );
         let process = xid.pid.map(|pid| format!(", process {pid} ({name})")).unwrap_or_default();
         // A neighbour's processes are nothing to the other containers of a server.
-        let is_foreign = |lease: &Lease| !is_server && own.is_some_and(|own| own.id != lease.id);
+        let is_foreign = |lease: &Lease| !is_server && own.map_or(leases.len() > 1, |own| own.id != lease.id);
         let shared =
             if leases.len() > 1 { "; it ends the GPU work of all containers of its MPS server" } else { "" };
         let ((what, remedy), label) = (xid::describe(xid.number), gpu.label());
@@ -108,11 +108,12 @@ fn asked_recovery(xid: &Xid) -> Option<u64> {
 }
 
 /// The leases to which an error of the process `seen` on `gpu` belongs: its container's, or all those of its shared MPS server.
-/// Of a process that has ended, the only one on the GPU.
+/// Of a process that is not seen, the only one on the GPU, or those of the GPU's MPS server where all use that.
 fn leases_of<'l>(seen: Option<&(Process, GpuProcess)>, gpu: &str, ledger: &'l Ledger) -> Vec<&'l Lease> {
     let Some((process, seen)) = seen else {
-        let mut all = on_gpu(gpu, ledger);
-        return all.next().filter(|_| all.next().is_none()).into_iter().collect();
+        let all: Vec<&Lease> = on_gpu(gpu, ledger).collect();
+        let shares = |lease: &&Lease| lease.daemon.is_some() && lease.daemon == all[0].daemon;
+        return if all.len() == 1 || all.iter().all(shares) { all } else { Vec::new() };
     };
     let own = ledger.certain_lease_of(*process, seen);
     let parent = process.parent().filter(|_| seen.mps_server);
@@ -244,15 +245,18 @@ mod tests {
         let key = Some(DaemonKey(GPU.to_owned()));
         let own = Lease { daemon: key.clone(), ..ours(1) };
         let other = Lease { daemon: key, ..lease(2, GPU) };
-        let ledger = Ledger { leases: vec![own, other, lease(3, GPU)], ..Ledger::empty("boot") };
-        let ids = |pid: i32| -> Vec<String> {
+        let mut ledger = Ledger { leases: vec![own, other, lease(3, GPU)], ..Ledger::empty("boot") };
+        let ids = |pid: i32, ledger: &Ledger| -> Vec<String> {
             let seen = Process::find(pid).zip(describe(pid, 0));
-            let leases = leases_of(seen.as_ref(), GPU, &ledger);
+            let leases = leases_of(seen.as_ref(), GPU, ledger);
             leases.iter().map(|lease| lease.id.to_string()).collect()
         };
-        assert_eq!(ids(pid()), ["0000000000000001", "0000000000000002"]);
-        assert_eq!(ids(i32::MAX), [""; 0], "it has ended, and may have been any of three");
-        assert_eq!(ids(1), [""; 0], "it has no lease");
+        let both = ["0000000000000001", "0000000000000002"];
+        assert_eq!(ids(pid(), &ledger), both);
+        assert_eq!(ids(i32::MAX, &ledger), [""; 0], "it has ended, and may have been any of three");
+        assert_eq!(ids(1, &ledger), [""; 0], "it has no lease");
+        ledger.leases.truncate(2);
+        assert_eq!(ids(i32::MAX, &ledger), both, "whichever it was, its server is theirs");
     }
 
     #[test]
