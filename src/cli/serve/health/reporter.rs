@@ -53,10 +53,9 @@ impl Reporter {
         let leases = leases_of(seen.as_ref(), &gpu.uuid, &ledger);
         let is_server = seen.as_ref().is_some_and(|(_, seen)| seen.mps_server);
         let own = seen.as_ref().and_then(|(process, seen)| ledger.certain_lease_of(*process, seen));
-        let name = seen.as_ref().map_or_else(
-            || "which has ended: perhaps no container's".to_owned(),
-            |(_, seen)| safe(&seen.name),
-        );
+        // It has ended, or the log's pids are those of another PID namespace.
+        let unseen = || "which is not seen here".to_owned();
+        let name = seen.as_ref().map_or_else(unseen, |(_, seen)| safe(&seen.name));
         let process = xid.pid.map(|pid| format!(", process {pid} ({name})")).unwrap_or_default();
         // A neighbour's processes are nothing to the other containers of a server.
         let is_foreign = |lease: &Lease| !is_server && own.map_or(leases.len() > 1, |own| own.id != lease.id);
@@ -238,6 +237,9 @@ mod tests {
         }
         assert_eq!(emitted(&config), [(Kind::GpuError, name)]);
         assert!(inventory::last(&config).unwrap().left_out.is_empty(), "the GPU is well");
+        reporter.act_on(&xid(13, Some(i32::MAX), ""), &config);
+        let text = events::read_ring(&config.state_dir).pop().unwrap().text;
+        assert!(text.contains(", process 2147483647 (which is not seen here): "), "{text}");
     }
 
     #[test]
