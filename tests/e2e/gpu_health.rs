@@ -275,14 +275,67 @@ fn a_gpu_that_asks_for_a_reset_is_well_after_it() {
     std::fs::write(root.join("sim/health"), "3 230 1\n").expect("written");
     assert!(eventually(|| state(world, 3) == "unhealthy"));
     bundle.down();
-    let smi = root.join("usr/bin/nvidia-smi");
-    let reset = std::process::Command::new(smi).args(["-i", "3", "--gpu-reset"]).output().expect("it runs");
-    assert!(reset.status.success(), "{reset:?}");
+    reset(world);
     assert!(eventually(|| state(world, 3) == "ok"), "{}", said(world, &["status"]));
     let again = world.bundle("again", &share("3"), HOLD);
     again.up();
     again.down();
     world.assert_empty();
+}
+
+#[test]
+fn what_a_gpu_tells_is_a_warning_or_keeps_leases_away() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving();
+    let world = &host.world;
+    let root = world.driver_root.clone().expect("simulated");
+    let tell = |text: &str| std::fs::write(root.join("sim/health"), text).expect("written");
+    let bundle = world.bundle("one", &share("3"), HOLD);
+    bundle.up();
+    // It is asked at once. Errors that were before are none.
+    tell("3 slow 64\n");
+    assert!(eventually(
+        || said(world, &["status"]).contains("GPU 3: it is slowed down, because it is too hot")
+    ));
+    tell("3 slow 128\n3 38 5\n3 fabric 2\n");
+    let warnings = [
+        "GPU 3: it is slowed down by the host's power supply",
+        "GPU 3: its NVLinks have errors",
+        "GPU 3: it has not joined its NVLink fabric yet",
+    ];
+    let has_all = |status: &str| warnings.iter().all(|warning| status.contains(warning));
+    assert!(eventually(|| has_all(&said(world, &["status"]))), "{}", said(world, &["status"]));
+    assert_eq!(state(world, 3), json!("ok"));
+    let has = |reason: &str| {
+        let health = world.status()["devices"][3]["health"].clone();
+        health["state"] == "unhealthy" && health["reason"].as_str().is_some_and(|why| why.contains(reason))
+    };
+    for (file, text, reason) in [
+        ("sim/health", "3 145 1\n", "a faulty row of its memory cannot be replaced"),
+        ("sim/health", "3 fabric 3\n3 fabric-status 1\n", "it could not join its NVLink fabric"),
+        ("sim/events", "3 0\n", "Xid 48: an uncorrectable memory error"),
+    ] {
+        std::fs::write(root.join(file), text).expect("written");
+        assert!(eventually(|| has(reason)), "{reason}: {}", said(world, &["status"]));
+        tell("");
+        assert!(undrain_healthy(world).0);
+        assert_eq!(state(world, 3), json!("ok"));
+    }
+    tell("3 144 1\n");
+    let reason = "a faulty row of its memory is replaced at a reset";
+    assert!(eventually(|| has(reason)), "{}", said(world, &["status"]));
+    bundle.down();
+    reset(world);
+    assert!(eventually(|| state(world, 3) == "ok"), "{}", said(world, &["status"]));
+    world.assert_empty();
+}
+
+fn reset(world: &World) {
+    let smi = world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-smi");
+    let reset = std::process::Command::new(smi).args(["-i", "3", "--gpu-reset"]).output().expect("it runs");
+    assert!(reset.status.success(), "{reset:?}");
 }
 
 /// What a reboot leaves of the state directory.

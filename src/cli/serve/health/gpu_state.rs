@@ -134,6 +134,11 @@ mod tests {
         assert!(old_driver.needs_no_reset() && GpuState { recovery: Some(0), ..asked }.needs_no_reset());
         let hot = GpuState { is_hot: true, recovery: Some(3), ..GpuState::default() };
         assert_eq!((hot.fault(), hot.warnings(None).len()), (None, 1));
+        let short = GpuState { lacks_power: true, ..GpuState::default() };
+        assert_eq!((short.fault(), short.warnings(None)[0].0), (None, "power"));
+        let failed = GpuState { remap_failed: true, remap_pending: Some(true), ..GpuState::default() };
+        let what = "a faulty row of its memory cannot be replaced";
+        assert_eq!(failed.fault(), Some((what, Remedy::Repair, false)));
     }
 
     #[test]
