@@ -207,7 +207,10 @@ fn any_other_error_makes_a_gpu_unhealthy_and_the_others_serve_on() {
         let rows: Vec<&str> =
             doctor.lines().filter(|line| line.contains("GPU ") && line.contains("NVIDIA H200")).collect();
         assert_eq!(rows.len(), 7, "{doctor}");
-        assert!(said(world, &["metrics"]).contains("sublet_gpu_healthy{gpu=\"3\""), "{xid}");
+        let metrics = said(world, &["metrics"]);
+        let row = metrics.lines().find(|line| line.starts_with("sublet_gpu_healthy{gpu=\"3\""));
+        assert!(row.is_some_and(|row| row.ends_with(" 0")), "{xid}: {row:?}");
+        assert!(said(world, &["top", "--once"]).contains("UNHEALTHY"), "{xid}");
         // A refresh does not forget it, nor does the service.
         assert!(world.sublet(&["refresh"]).status.success());
         assert_eq!(state(world, 3), json!("unhealthy"));
