@@ -384,6 +384,29 @@ fn a_drain_outlives_a_reboot_with_its_reason() {
 }
 
 #[test]
+fn a_file_of_faults_that_cannot_be_read_means_unhealthy() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    assert_eq!(state(&world, 0), json!("ok"));
+    std::fs::write(world.state_dir().join("health.json"), "{").expect("written");
+    assert!(world.sublet(&["refresh"]).status.success());
+    for gpu in 0..8 {
+        assert_eq!(state(&world, gpu), json!("unhealthy"));
+    }
+    let why = world.bundle("late", &share("3"), HOLD).refused();
+    assert!(why.contains("GPU 3 is left out: ") && why.contains("health.json cannot be read"), "{why}");
+    let (done, error) = run(&world, &["undrain", "all", "--healthy"]);
+    assert!(done, "{error}");
+    assert!(world.state_dir().join("health.json.aside").exists());
+    let open = world.bundle("open", &share("3"), HOLD);
+    open.up();
+    open.down();
+    world.assert_empty();
+}
+
+#[test]
 fn a_file_of_drains_that_cannot_be_read_means_drained() {
     if skip_unless_root() {
         return;
