@@ -298,20 +298,23 @@ fn starts(full: &Host, empty: &Host) -> Result<()> {
 /// a minute what processes computed.
 fn nvml_calls(library: &str) -> Result<()> {
     const ROUND: Duration = Duration::from_millis(500);
-    // Recovery action, remapped rows, errors of NVLinks (src/cli/serve/health/gpu_state.rs).
-    const FIELDS: [u32; 6] = [230, 142, 143, 149, 150, 151];
+    // Recovery action, remapped rows, errors of NVLinks: those of src/cli/serve/health/gpu_state.rs.
+    const FIELDS: [u32; 6] = [230, 145, 144, 38, 52, 59];
     let nvml = Nvml::builder().lib_path(library.as_ref()).init()?;
     let gpus = nvml.device_count()?;
     let uuids: Vec<String> =
         (0..gpus).map(|gpu| nvml.device_by_index(gpu)?.uuid()).collect::<Result<_, _>>()?;
-    let mut set = nvml.create_event_set()?;
+    let types = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
+    let mut sets = Vec::new();
     for gpu in 0..gpus {
-        set = nvml.device_by_index(gpu)?.register_events(EventTypes::CRITICAL_XID_ERROR, set)?;
+        sets.push(nvml.device_by_index(gpu)?.register_events(types, nvml.create_event_set()?)?);
     }
     let fields = FIELDS.map(FieldId);
     for look in 0_u64.. {
         let began = Instant::now();
-        let _ = set.wait(0);
+        for set in &sets {
+            let _ = set.wait(0);
+        }
         for uuid in &uuids {
             let device = nvml.device_by_uuid(uuid.as_str())?;
             device.memory_info()?;

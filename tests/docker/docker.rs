@@ -66,6 +66,13 @@ fn the_first_process_execs_and_health_checks_see_the_share() {
     let called = ["engine", "name", "image", "part_of"].map(|key| lease[key].as_str().unwrap_or_default());
     assert_eq!(called, ["docker", "first", IMAGE, "shop/web"]);
     assert_eq!(lease["owner"], json!({"name": "vision", "known_by": "label"}));
+    let report = docker.world.sublet(&["report", "--by", "image", "--format", "json"]);
+    let report: Value = serde_json::from_slice(&report.stdout).expect("JSON");
+    assert_eq!((&report["rows"][0]["name"], &report["rows"][1]), (&json!(IMAGE), &Value::Null), "{report}");
+    let second = docker.hold("second", &["sublet.sm=25"], &health[3..]);
+    let owner = docker.lease(&second).expect("a lease")["owner"].clone();
+    assert_eq!(owner, json!({"name": "shop", "known_by": "project"}), "without a label of its owner");
+    docker.done(&["rm", "-f", "second"]);
     docker.done(&["rename", "first", "renamed"]);
     let released = docker.world.sublet(&["lease", "release", "renam"]);
     let reason = String::from_utf8_lossy(&released.stderr).into_owned();

@@ -58,6 +58,40 @@ fn killed(docker: &mut Docker, stopping: &Stopping, stage: &str) {
     assert_empty(docker);
 }
 
+/// How many wait for a share.
+fn waiting(docker: &Docker) -> usize {
+    docker.world.status()["waiting"].as_array().map_or(0, Vec::len)
+}
+
+#[test]
+fn a_container_that_waits_waits_no_longer_than_its_engine_lives() {
+    if skip_unless_engines() {
+        return;
+    }
+    let mut docker = Docker::up(World::simulated("h200", ""), &json!({}));
+    let holder = docker.hold("holder", &["sublet.mode=exclusive"], &[]);
+    let mut command = docker.command();
+    command.args(["run", "-d", "--name=victim", "--network=none", "--runtime=sublet"]);
+    command.args(["--annotation=sublet.sm=25", "--annotation=sublet.wait=60s", IMAGE, "sleep", "600"]);
+    let mut client = command.stderr(Stdio::null()).spawn().expect("docker runs");
+    assert!(eventually(|| waiting(&docker) == 1), "it does not wait: {}", docker.log());
+    let victim = docker.ask(&["ps", "-aq", "--no-trunc", "--filter=name=victim"]);
+    docker.kill_engine();
+    let _ = client.wait();
+    assert!(eventually(|| waiting(&docker) == 0), "it waits on");
+    for pid in docker.processes_of(&holder) {
+        let _ = kill(pid, Signal::SIGKILL);
+    }
+    assert!(eventually(|| !docker.is_populated(&holder)), "killed and not gone");
+    assert!(docker.world.sublet(&["gc"]).status.success());
+    assert_empty(&docker);
+    assert!(!docker.is_populated(&victim), "there is room, and nobody to ask for it");
+    docker.start_daemon();
+    assert_eq!(docker.inspect("victim", "State.Status"), "\"created\"");
+    docker.done(&["rm", "-f", "holder", "victim"]);
+    assert_empty(&docker);
+}
+
 #[test]
 fn an_engine_killed_anywhere_leaves_nothing_that_the_next_command_does_not_restore() {
     if skip_unless_engines() {

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::user::Host;
 use sublet_e2e::{World, eventually, skip_unless_root};
@@ -82,6 +83,19 @@ fn an_error_of_a_programs_own_is_its_containers() {
     }
     world.report_xid(3, 43, Some(one.pid()), "Ch 00000010");
     assert!(eventually(|| events(world, "gpu-error").len() == 4), "{:?}", events(world, "gpu-error"));
+    // The driver may name the server itself.
+    let is_server = |pid: &Pid| {
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.contains("nvidia-cuda-mps-server")
+    };
+    let server = || world.daemon_pids("").into_iter().find(is_server);
+    assert!(eventually(|| server().is_some()), "the server of GPU 4");
+    world.report_xid(4, 31, server().map(Pid::as_raw), "Ch 00000008");
+    assert!(eventually(|| events(world, "gpu-error").len() == 6), "{:?}", events(world, "gpu-error"));
+    let mut last = events(world, "gpu-error").split_off(4);
+    last.sort();
+    let whose = [&*last[0].0, &*last[1].0];
+    assert!(whose == ["left", "right"] && last[0].1.contains("Xid 31 on GPU 4, process "), "{last:?}");
     assert_eq!((state(world, 3), state(world, 4)), (json!("ok"), json!("ok")));
     for bundle in [one, two, left, right] {
         bundle.down();
@@ -193,7 +207,10 @@ fn any_other_error_makes_a_gpu_unhealthy_and_the_others_serve_on() {
         let rows: Vec<&str> =
             doctor.lines().filter(|line| line.contains("GPU ") && line.contains("NVIDIA H200")).collect();
         assert_eq!(rows.len(), 7, "{doctor}");
-        assert!(said(world, &["metrics"]).contains("sublet_gpu_healthy{gpu=\"3\""), "{xid}");
+        let metrics = said(world, &["metrics"]);
+        let row = metrics.lines().find(|line| line.starts_with("sublet_gpu_healthy{gpu=\"3\""));
+        assert!(row.is_some_and(|row| row.ends_with(" 0")), "{xid}: {row:?}");
+        assert!(said(world, &["top", "--once"]).contains("UNHEALTHY"), "{xid}");
         // A refresh does not forget it, nor does the service.
         assert!(world.sublet(&["refresh"]).status.success());
         assert_eq!(state(world, 3), json!("unhealthy"));
@@ -261,14 +278,67 @@ fn a_gpu_that_asks_for_a_reset_is_well_after_it() {
     std::fs::write(root.join("sim/health"), "3 230 1\n").expect("written");
     assert!(eventually(|| state(world, 3) == "unhealthy"));
     bundle.down();
-    let smi = root.join("usr/bin/nvidia-smi");
-    let reset = std::process::Command::new(smi).args(["-i", "3", "--gpu-reset"]).output().expect("it runs");
-    assert!(reset.status.success(), "{reset:?}");
+    reset(world);
     assert!(eventually(|| state(world, 3) == "ok"), "{}", said(world, &["status"]));
     let again = world.bundle("again", &share("3"), HOLD);
     again.up();
     again.down();
     world.assert_empty();
+}
+
+#[test]
+fn what_a_gpu_tells_is_a_warning_or_keeps_leases_away() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving();
+    let world = &host.world;
+    let root = world.driver_root.clone().expect("simulated");
+    let tell = |text: &str| std::fs::write(root.join("sim/health"), text).expect("written");
+    let bundle = world.bundle("one", &share("3"), HOLD);
+    bundle.up();
+    // It is asked at once. Errors that were before are none.
+    tell("3 slow 64\n");
+    assert!(eventually(
+        || said(world, &["status"]).contains("GPU 3: it is slowed down, because it is too hot")
+    ));
+    tell("3 slow 128\n3 38 5\n3 fabric 2\n");
+    let warnings = [
+        "GPU 3: it is slowed down by the host's power supply",
+        "GPU 3: its NVLinks have errors",
+        "GPU 3: it has not joined its NVLink fabric yet",
+    ];
+    let has_all = |status: &str| warnings.iter().all(|warning| status.contains(warning));
+    assert!(eventually(|| has_all(&said(world, &["status"]))), "{}", said(world, &["status"]));
+    assert_eq!(state(world, 3), json!("ok"));
+    let has = |reason: &str| {
+        let health = world.status()["devices"][3]["health"].clone();
+        health["state"] == "unhealthy" && health["reason"].as_str().is_some_and(|why| why.contains(reason))
+    };
+    for (file, text, reason) in [
+        ("sim/health", "3 145 1\n", "a faulty row of its memory cannot be replaced"),
+        ("sim/health", "3 fabric 3\n3 fabric-status 1\n", "it could not join its NVLink fabric"),
+        ("sim/events", "3 0\n", "Xid 48: an uncorrectable memory error"),
+    ] {
+        std::fs::write(root.join(file), text).expect("written");
+        assert!(eventually(|| has(reason)), "{reason}: {}", said(world, &["status"]));
+        tell("");
+        assert!(undrain_healthy(world).0);
+        assert_eq!(state(world, 3), json!("ok"));
+    }
+    tell("3 144 1\n");
+    let reason = "a faulty row of its memory is replaced at a reset";
+    assert!(eventually(|| has(reason)), "{}", said(world, &["status"]));
+    bundle.down();
+    reset(world);
+    assert!(eventually(|| state(world, 3) == "ok"), "{}", said(world, &["status"]));
+    world.assert_empty();
+}
+
+fn reset(world: &World) {
+    let smi = world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-smi");
+    let reset = std::process::Command::new(smi).args(["-i", "3", "--gpu-reset"]).output().expect("it runs");
+    assert!(reset.status.success(), "{reset:?}");
 }
 
 /// What a reboot leaves of the state directory.
@@ -307,6 +377,29 @@ fn a_drain_outlives_a_reboot_with_its_reason() {
     other.down();
     assert!(world.sublet(&["undrain", "3"]).status.success());
     reboot(&world);
+    let open = world.bundle("open", &share("3"), HOLD);
+    open.up();
+    open.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_file_of_faults_that_cannot_be_read_means_unhealthy() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    assert_eq!(state(&world, 0), json!("ok"));
+    std::fs::write(world.state_dir().join("health.json"), "{").expect("written");
+    assert!(world.sublet(&["refresh"]).status.success());
+    for gpu in 0..8 {
+        assert_eq!(state(&world, gpu), json!("unhealthy"));
+    }
+    let why = world.bundle("late", &share("3"), HOLD).refused();
+    assert!(why.contains("GPU 3 is left out: ") && why.contains("health.json cannot be read"), "{why}");
+    let (done, error) = run(&world, &["undrain", "all", "--healthy"]);
+    assert!(done, "{error}");
+    assert!(world.state_dir().join("health.json.aside").exists());
     let open = world.bundle("open", &share("3"), HOLD);
     open.up();
     open.down();

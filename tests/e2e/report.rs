@@ -178,6 +178,13 @@ fn users_are_known_and_see_their_own_alone() {
     assert_eq!((&own["total"]["leases"], &own["total"]["refusals"]), (&json!(1), &json!(1)), "{own}");
     assert_eq!(own["rows"][0]["known_by"], "user", "{own}");
     assert_eq!(seen(BOB)["rows"], json!([]));
+    let leases = host.world.leases();
+    let hers = leases.iter().find(|lease| lease["container_id"] == "alices").expect("her lease");
+    let alice = hers["user"].as_str().expect("her name");
+    for command in [&["status"][..], &["top", "--once"], &["events"], &["report", "--by", "container"]] {
+        let told = text(&host.world, &[command, &["--user", alice]].concat());
+        assert!(told.contains("alices") && !told.contains("roots"), "{command:?}: {told}");
+    }
     alices.down();
     roots.down();
     host.world.assert_empty();

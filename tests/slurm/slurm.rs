@@ -59,6 +59,7 @@ fn a_program_has_the_share_of_its_job() {
     let name = format!("slurm-{job}");
     assert_eq!(lease["container_id"], json!(name));
     assert_eq!((&lease["user"], &lease["memory_bytes"]), (&json!("tester"), &json!((SHARD * 2) << 20)));
+    assert_eq!(lease["owner"], json!({"name": "tester", "known_by": "user"}));
     cluster.assert_empty();
     // Slurm's accounting (jobcomp/filetxt) and sublet's events have the same job, user and node.
     let accounting = cluster.done("login", &["cat", "/var/log/slurm/jobcomp.log"]);

@@ -90,8 +90,13 @@ impl Records {
         self.gpus.iter().filter(|(_, sick)| sick.asked && !sick.stays).map(|(uuid, _)| uuid)
     }
 
-    /// Moves sick GPUs, with their MIG devices, from `devices` to those that are left out.
+    /// Moves sick GPUs, with their MIG devices, from `devices` to those that are left out. Those that are there already may have
+    /// another fix by now.
     pub fn leave_out(&self, devices: Vec<Device>, mut left_out: Vec<LeftOut>) -> (Vec<Device>, Vec<LeftOut>) {
+        for LeftOut { gpu, why, .. } in &mut left_out {
+            let same = self.gpus.get(&gpu.uuid).filter(|sick| why.starts_with(&sick.fault));
+            same.into_iter().for_each(|sick| *why = sick.why(gpu.index));
+        }
         let (sick, devices): (Vec<_>, Vec<_>) =
             devices.into_iter().partition(|device| self.fault(device.gpu()).is_some());
         let (parts, gpus): (Vec<_>, Vec<_>) = sick.into_iter().partition(Device::is_mig);
@@ -141,15 +146,18 @@ pub(crate) fn change<T>(config: &Config, change: impl FnOnce(&mut Records) -> T)
     Ok(done)
 }
 
-/// Notes the fault of a GPU. Returns whether it was well until then.
+/// Notes the fault of a GPU. Returns whether it was well until then, or what the driver asks for is something else to do.
 ///
 /// # Errors
 /// As [`change`].
 pub(crate) fn mark(uuid: &str, fault: Sick, config: &Config) -> io::Result<bool> {
     change(config, |records| {
         if let Some(sick) = records.gpus.get_mut(uuid) {
-            sick.asked |= fault.asked;
-            return false;
+            let is_news = fault.asked && sick.fix != fault.fix;
+            if fault.asked {
+                (sick.asked, sick.fix) = (true, fault.fix);
+            }
+            return is_news;
         }
         let is_soon = |at: &u64| process::uptime_seconds() < at.saturating_add(FLAPPING);
         let stays = records.healed.get(uuid).is_some_and(is_soon);

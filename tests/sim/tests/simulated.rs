@@ -331,7 +331,8 @@ fn xids_are_reported_by_events_and_by_the_kernels_log() {
         assert!(output.status.success(), "{output:?}");
     };
     xid("3", "13", "-", "before");
-    let types = third.supported_event_types().unwrap() & EventTypes::CRITICAL_XID_ERROR;
+    let wanted = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
+    let types = third.supported_event_types().unwrap() & wanted;
     let set = third.register_events(types, nvml.create_event_set().unwrap()).unwrap();
     assert!(matches!(set.wait(0), Err(NvmlError::Timeout)), "it was before");
     xid("1", "31", "-", "of another GPU");
@@ -343,6 +344,10 @@ fn xids_are_reported_by_events_and_by_the_kernels_log() {
         assert_eq!(event.device.uuid().unwrap(), third.uuid().unwrap());
         assert_eq!(event.event_data, Some(XidError::Value(79)), "the last of them, for each");
     }
+    let events = driver.read("sim/events") + "3 0\n";
+    std::fs::write(driver.root.join("sim/events"), events).unwrap();
+    let event = set.wait(1000).unwrap();
+    assert_eq!((event.event_type, event.event_data), (EventTypes::DOUBLE_BIT_ECC_ERROR, None));
     assert!(matches!(set.wait(0), Err(NvmlError::Timeout)));
     // As the kernel writes it, without the function.
     let bus = |device: &nvml_wrapper::Device<'_>| {

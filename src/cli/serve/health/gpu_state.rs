@@ -9,7 +9,7 @@ use nvml_wrapper::error::{nvml_sym, nvml_try};
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings::{field_id, nvmlGpuFabricInfo_t, nvmlReturn_enum_NVML_SUCCESS as SUCCESS};
 
-use crate::sick_gpus::xid::Remedy;
+use crate::sick_gpus::xid::{Remedy, describe_recovery};
 
 /// `NVML_GPU_FABRIC_STATE_IN_PROGRESS` and `_COMPLETED`.
 const JOINING: u8 = 2;
@@ -72,13 +72,12 @@ impl GpuState {
 
     /// A fault that keeps new leases away, what to do, and whether the driver asks for a reset.
     pub fn fault(&self) -> Option<(&'static str, Remedy, bool)> {
-        let asks = |action| self.recovery == Some(action);
-        let is_pending = self.remap_pending == Some(true);
         // 3 is about peer-to-peer traffic, and ends with that.
+        let action = self.recovery.filter(|action| ![0, 3].contains(action));
+        let (what, remedy) = describe_recovery(action.unwrap_or_default());
+        let is_pending = self.remap_pending == Some(true);
         let all = [
-            (asks(1), "the driver asks for a reset", Remedy::Reset, true),
-            (asks(2), "the driver asks for a reboot", Remedy::Reboot, true),
-            (asks(4), "the driver asks for a reset when its work has ended", Remedy::ResetLater, true),
+            (action.is_some(), what, remedy, true),
             (self.remap_failed, "a faulty row of its memory cannot be replaced", Remedy::Repair, false),
             (is_pending, "a faulty row of its memory is replaced at a reset", Remedy::ResetLater, true),
             (self.is_apart, "it could not join its NVLink fabric", Remedy::Repair, false),
@@ -135,6 +134,24 @@ mod tests {
         assert!(old_driver.needs_no_reset() && GpuState { recovery: Some(0), ..asked }.needs_no_reset());
         let hot = GpuState { is_hot: true, recovery: Some(3), ..GpuState::default() };
         assert_eq!((hot.fault(), hot.warnings(None).len()), (None, 1));
+        let short = GpuState { lacks_power: true, ..GpuState::default() };
+        assert_eq!((short.fault(), short.warnings(None)[0].0), (None, "power"));
+        let failed = GpuState { remap_failed: true, remap_pending: Some(true), ..GpuState::default() };
+        let what = "a faulty row of its memory cannot be replaced";
+        assert_eq!(failed.fault(), Some((what, Remedy::Repair, false)));
+    }
+
+    #[test]
+    fn every_recovery_that_the_driver_asks_for_is_a_fault() {
+        let remedy = |action| {
+            let state = GpuState { recovery: Some(action), ..GpuState::default() };
+            state.fault().map(|(_, remedy, asks)| (remedy, asks))
+        };
+        let asked = |remedy| Some((remedy, true));
+        assert_eq!([0, 3].map(remedy), [None; 2]);
+        assert_eq!([1, 4].map(remedy), [asked(Remedy::Reset), asked(Remedy::ResetLater)]);
+        assert_eq!([2, 7].map(remedy), [asked(Remedy::Reboot); 2]);
+        assert_eq!([5, 6, 99].map(remedy), [asked(Remedy::LookUp); 3]);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::probe::describe;
 use crate::refresh::leave_out_sick;
 use crate::sick_gpus::kernel_log::Xid;
-use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, is_program_error};
+use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, describe_recovery, is_program_error};
 use crate::sick_gpus::{self, Sick};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
@@ -36,15 +36,14 @@ impl Reporter {
         let is_at =
             |gpu: &Device| gpu.bus_id.strip_prefix(&xid.gpu).is_some_and(|rest| rest.starts_with('.'));
         let Some(gpu) = known.gpus().find(|gpu| gpu.uuid == xid.gpu || is_at(gpu)) else { return };
-        let (what, remedy) = xid::describe(xid.number);
-        let sick = |what: &str, asked| {
+        let sick = |what: &str, remedy, asked| {
             mark_sick(gpu, &format!("Xid {}: {what}", xid.number), remedy, asked, config);
         };
-        match is_asked(xid) {
+        match (asked_recovery(xid), xid::describe(xid.number)) {
             _ if is_program_error(xid.number) => self.report_to_containers(xid, gpu, config),
-            None => sick(what, false),
-            Some(true) => sick(&safe_long(&xid.text, 200), true),
-            Some(false) => note_reset(gpu, config),
+            (None, (what, remedy)) => sick(what, remedy, false),
+            (Some(0), _) => note_reset(gpu, config),
+            (Some(action), _) => sick(&safe_long(&xid.text, 200), describe_recovery(action).1, true),
         }
     }
 
@@ -54,13 +53,12 @@ impl Reporter {
         let leases = leases_of(seen.as_ref(), &gpu.uuid, &ledger);
         let is_server = seen.as_ref().is_some_and(|(_, seen)| seen.mps_server);
         let own = seen.as_ref().and_then(|(process, seen)| ledger.certain_lease_of(*process, seen));
-        let name = seen.as_ref().map_or_else(
-            || "which has ended: perhaps no container's".to_owned(),
-            |(_, seen)| safe(&seen.name),
-        );
+        // It has ended, or the log's pids are those of another PID namespace.
+        let unseen = || "which is not seen here".to_owned();
+        let name = seen.as_ref().map_or_else(unseen, |(_, seen)| safe(&seen.name));
         let process = xid.pid.map(|pid| format!(", process {pid} ({name})")).unwrap_or_default();
         // A neighbour's processes are nothing to the other containers of a server.
-        let is_foreign = |lease: &Lease| !is_server && own.is_some_and(|own| own.id != lease.id);
+        let is_foreign = |lease: &Lease| !is_server && own.map_or(leases.len() > 1, |own| own.id != lease.id);
         let shared =
             if leases.len() > 1 { "; it ends the GPU work of all containers of its MPS server" } else { "" };
         let ((what, remedy), label) = (xid::describe(xid.number), gpu.label());
@@ -101,17 +99,20 @@ pub(super) fn event(kind: Kind, lease: Option<&Lease>, gpu: &Device, reason: &st
     Event { devices: vec![gpu.uuid.clone()], reason: reason.to_owned(), text: text.to_owned(), ..own }
 }
 
-/// Of an Xid by which the driver asks for another recovery than before: whether it asks for one.
-fn is_asked(xid: &Xid) -> Option<bool> {
-    (xid.number == RECOVERY_CHANGED).then(|| !xid.text.contains("to 0x0 (None)"))
+/// Of an Xid by which the driver asks for another recovery than before, as `GPU recovery action changed from 0x0 (None) to 0x2
+/// (Node Reboot Required)`: the action; one that nobody knows, where the text has none.
+fn asked_recovery(xid: &Xid) -> Option<u64> {
+    let action = || u64::from_str_radix(xid.text.rsplit_once(" to 0x")?.1.split(' ').next()?, 16).ok();
+    (xid.number == RECOVERY_CHANGED).then(|| action().unwrap_or(u64::MAX))
 }
 
 /// The leases to which an error of the process `seen` on `gpu` belongs: its container's, or all those of its shared MPS server.
-/// Of a process that has ended, the only one on the GPU.
+/// Of a process that is not seen, the only one on the GPU, or those of the GPU's MPS server where all use that.
 fn leases_of<'l>(seen: Option<&(Process, GpuProcess)>, gpu: &str, ledger: &'l Ledger) -> Vec<&'l Lease> {
     let Some((process, seen)) = seen else {
-        let mut all = on_gpu(gpu, ledger);
-        return all.next().filter(|_| all.next().is_none()).into_iter().collect();
+        let all: Vec<&Lease> = on_gpu(gpu, ledger).collect();
+        let shares = |lease: &&Lease| lease.daemon.is_some() && lease.daemon == all[0].daemon;
+        return if all.len() == 1 || all.iter().all(shares) { all } else { Vec::new() };
     };
     let own = ledger.certain_lease_of(*process, seen);
     let parent = process.parent().filter(|_| seen.mps_server);
@@ -236,6 +237,9 @@ mod tests {
         }
         assert_eq!(emitted(&config), [(Kind::GpuError, name)]);
         assert!(inventory::last(&config).unwrap().left_out.is_empty(), "the GPU is well");
+        reporter.act_on(&xid(13, Some(i32::MAX), ""), &config);
+        let text = events::read_ring(&config.state_dir).pop().unwrap().text;
+        assert!(text.contains(", process 2147483647 (which is not seen here): "), "{text}");
     }
 
     #[test]
@@ -243,15 +247,18 @@ mod tests {
         let key = Some(DaemonKey(GPU.to_owned()));
         let own = Lease { daemon: key.clone(), ..ours(1) };
         let other = Lease { daemon: key, ..lease(2, GPU) };
-        let ledger = Ledger { leases: vec![own, other, lease(3, GPU)], ..Ledger::empty("boot") };
-        let ids = |pid: i32| -> Vec<String> {
+        let mut ledger = Ledger { leases: vec![own, other, lease(3, GPU)], ..Ledger::empty("boot") };
+        let ids = |pid: i32, ledger: &Ledger| -> Vec<String> {
             let seen = Process::find(pid).zip(describe(pid, 0));
-            let leases = leases_of(seen.as_ref(), GPU, &ledger);
+            let leases = leases_of(seen.as_ref(), GPU, ledger);
             leases.iter().map(|lease| lease.id.to_string()).collect()
         };
-        assert_eq!(ids(pid()), ["0000000000000001", "0000000000000002"]);
-        assert_eq!(ids(i32::MAX), [""; 0], "it has ended, and may have been any of three");
-        assert_eq!(ids(1), [""; 0], "it has no lease");
+        let both = ["0000000000000001", "0000000000000002"];
+        assert_eq!(ids(pid(), &ledger), both);
+        assert_eq!(ids(i32::MAX, &ledger), [""; 0], "it has ended, and may have been any of three");
+        assert_eq!(ids(1, &ledger), [""; 0], "it has no lease");
+        ledger.leases.truncate(2);
+        assert_eq!(ids(i32::MAX, &ledger), both, "whichever it was, its server is theirs");
     }
 
     #[test]
@@ -286,7 +293,24 @@ mod tests {
         let changed = |to: &str| format!("GPU recovery action changed from 0x0 (None) to {to}");
         reporter.act_on(&xid(154, None, &changed("0x1 (GPU Reset Required)")), &config);
         assert_eq!(sick_gpus::read(&config).unwrap().asked().collect::<Vec<_>>(), [GPU]);
-        assert_eq!(is_asked(&xid(154, None, &changed("0x0 (None)"))), Some(false));
+        assert_eq!(asked_recovery(&xid(154, None, &changed("0x0 (None)"))), Some(0));
+        assert_eq!(asked_recovery(&xid(154, None, "")), Some(u64::MAX), "none says what is asked for");
+    }
+
+    #[test]
+    fn the_fix_of_a_sick_gpu_is_what_the_driver_asks_for_later() {
+        let (_dir, config) = host(vec![ours(1)]);
+        let mut reporter = Reporter::default();
+        let why = || inventory::last(&config).unwrap().left_out.remove(0).why;
+        reporter.act_on(&xid(48, None, ""), &config);
+        assert!(why().contains("; fix: end what uses it, then `nvidia-smi --gpu-reset"), "{}", why());
+        let text = "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)";
+        for _ in 0..3 {
+            reporter.act_on(&xid(154, None, text), &config);
+            assert!(why().starts_with("Xid 48: ") && why().contains("; fix: reboot the host"), "{}", why());
+        }
+        let warned = emitted(&config).into_iter().filter(|(kind, _)| *kind == Kind::Warned).count();
+        assert_eq!(warned, 2, "its container is told of either fix once");
     }
 
     #[test]

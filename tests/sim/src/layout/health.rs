@@ -1,6 +1,8 @@
 //! What a GPU reports of its health: `DIR/sim/events` and `DIR/dev/kmsg` have the Xids that `sublet-sim xid` makes, and
 //! `DIR/sim/health` has lines `GPU WORD NUMBER`, with NVML's index of the GPU: `0 230 1` sets a field of
-//! `nvmlDeviceGetFieldValues`, and `0 slow 64` the reasons of `nvmlDeviceGetCurrentClocksThrottleReasons`.
+//! `nvmlDeviceGetFieldValues`, `0 slow 64` the reasons of `nvmlDeviceGetCurrentClocksThrottleReasons`, `0 fabric 3` and `0
+//! fabric-status 1` state and status of `nvmlDeviceGetGpuFabricInfo`. A line `GPU 0` in `sim/events` is an uncorrectable memory
+//! error.
 //!
 //! A line of the kernel's log is as an H100's with driver 580: `NVRM: Xid (PCI:0000:3b:00): 31, pid=…, name=…, …`.
 
@@ -10,7 +12,7 @@ use std::io::{self, Write as _};
 use super::Root;
 use super::topology::Gpu;
 
-/// The Xids so far, each with NVML's index of its GPU.
+/// The Xids so far, each with NVML's index of its GPU; 0 is an uncorrectable memory error.
 #[must_use]
 pub fn xids(root: &Root) -> Vec<(u32, u64)> {
     let text = fs::read_to_string(root.join("sim/events")).unwrap_or_default();

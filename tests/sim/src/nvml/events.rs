@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nvml_wrapper_sys::bindings::{
-    nvmlDevice_t, nvmlEventData_t, nvmlEventSet_t, nvmlFieldValue_t,
+    nvmlDevice_t, nvmlEventData_t, nvmlEventSet_t, nvmlFieldValue_t, nvmlGpuFabricInfo_t,
     nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT as INVALID_ARGUMENT,
     nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED as NOT_SUPPORTED, nvmlReturn_enum_NVML_ERROR_TIMEOUT as TIMEOUT,
     nvmlReturn_enum_NVML_SUCCESS as SUCCESS, nvmlReturn_t,
@@ -19,7 +19,8 @@ use super::session;
 use crate::layout::health;
 use crate::layout::topology::Virtualization;
 
-/// `nvmlEventTypeXidCriticalError`.
+/// `nvmlEventTypeDoubleBitEccError` and `nvmlEventTypeXidCriticalError`.
+const ECC: c_ulonglong = 2;
 const XID: c_ulonglong = 8;
 
 /// What four H100s support (driver 580).
@@ -76,7 +77,7 @@ pub unsafe extern "C" fn nvmlDeviceRegisterEvents(
         if types & !SUPPORTED != 0 || target.gpu.virtualization == Virtualization::Vgpu {
             return Err(NOT_SUPPORTED);
         }
-        if types & XID != 0 {
+        if types & (ECC | XID) != 0 {
             let xids = target.session.root.as_ref().map(health::xids).unwrap_or_default();
             let index = target.gpu.index;
             set.0.push((index, xids.iter().filter(|(gpu, _)| *gpu == index).count()));
@@ -100,14 +101,14 @@ pub unsafe extern "C" fn nvmlEventSetWait_v2(
         // The session is asked anew each time: while it is, nobody else can ask it.
         let answer = session::ask_as("nvmlEventSetWait_v2", |session| {
             let xids = session.root.as_ref().map(health::xids).unwrap_or_default();
-            let (device, number) =
+            let (device, kind, number) =
                 set.0.iter_mut().find_map(|(gpu, count)| next(&xids, *gpu, count)).ok_or(TIMEOUT)?;
             let position = usize::try_from(device).ok().and_then(|index| session.topology.gpu.get(index));
             let device = session::handle(position.ok_or(INVALID_ARGUMENT)?, None);
             let all = u32::MAX;
             let event = nvmlEventData_t {
                 device,
-                eventType: XID,
+                eventType: kind,
                 eventData: number,
                 gpuInstanceId: all,
                 computeInstanceId: all,
@@ -122,12 +123,13 @@ pub unsafe extern "C" fn nvmlEventSetWait_v2(
     }
 }
 
-/// The next event of `gpu`, and the number of its last Xid.
-fn next(xids: &[(u32, u64)], gpu: u32, count: &mut usize) -> Option<(u32, u64)> {
+/// The next event of `gpu`: its type, and the number of the last Xid.
+fn next(xids: &[(u32, u64)], gpu: u32, count: &mut usize) -> Option<(u32, c_ulonglong, u64)> {
     let own: Vec<u64> = xids.iter().filter(|(index, _)| *index == gpu).map(|(_, number)| *number).collect();
-    let last = *own.last().filter(|_| own.len() > *count)?;
+    let is_ecc = *own.get(*count)? == 0;
     *count += 1;
-    Some((gpu, last))
+    let last = own.into_iter().rfind(|number| *number != 0).unwrap_or_default();
+    Some(if is_ecc { (gpu, ECC, 0) } else { (gpu, XID, last) })
 }
 
 /// Fields are those of `sim/health`. The recovery action and the state of row remapping are 0 there without a line.
@@ -158,6 +160,22 @@ pub unsafe extern "C" fn nvmlDeviceGetFieldValues(
                 set.or(known).and_then(|number| c_uint::try_from(number).ok()).unwrap_or_default();
         }
         Ok(())
+    })
+}
+
+/// Without a line in `sim/health` the GPU is in no fabric.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvmlDeviceGetGpuFabricInfo(
+    device: nvmlDevice_t,
+    info: *mut nvmlGpuFabricInfo_t,
+) -> nvmlReturn_t {
+    session::gpu(device, |target| {
+        let root = target.session.root.as_ref();
+        let number = |word| root.and_then(|root| health::number(root, target.gpu.index, word));
+        let state = number("fabric").and_then(|state| state.try_into().ok()).ok_or(NOT_SUPPORTED)?;
+        let status = number("fabric-status").and_then(|status| status.try_into().ok()).unwrap_or(SUCCESS);
+        // SAFETY: null or valid, as nvml.h asks for.
+        unsafe { put(info, nvmlGpuFabricInfo_t { clusterUuid: [0; 16], status, cliqueId: 0, state }) }
     })
 }
 
