@@ -3,7 +3,7 @@
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Command, Output};
 use std::time::Duration;
 
 use crate::two_users::{ALICE, serving};
@@ -318,6 +318,81 @@ fn a_state_that_the_driver_loses_ends_its_container_and_is_reported() {
     assert!(reason == "suspend-lost" && why.contains("its container was ended"), "{reason}: {why}");
     assert!(eventually(|| world.leases().is_empty()), "{:?}", world.leases());
     assert!(kinds(&world).contains(&json!("suspend-lost")));
+    kept.down();
+    world.assert_empty();
+}
+
+/// Sets the GPU's compute mode, or says what it is.
+fn compute_mode(world: &World, set: Option<&str>) -> String {
+    let mut smi = Command::new(world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-smi"));
+    match set {
+        Some(mode) => smi.args(["-i", "0", "-c", mode]),
+        None => smi.args(["--query-gpu=compute_mode", "--format=csv,noheader"]),
+    };
+    let output = smi.output().expect("nvidia-smi runs");
+    assert!(output.status.success(), "{}", text(&output));
+    text(&output).trim().to_owned()
+}
+
+/// It stays suspended, for want of room or another mode, without a restore that would lose it.
+fn assert_not_restored(world: &World, words: &str) {
+    std::fs::write(in_sim(world, "trace"), "").expect("sim/trace");
+    let (reason, why) = refused(world, &["resume", "kept"]);
+    assert!(reason == "no-room" && why.contains(words), "{reason}: {why}");
+    let trace = std::fs::read_to_string(in_sim(world, "trace")).expect("sim/trace");
+    assert!(!trace.contains("cuCheckpointProcessRestore"), "{trace}");
+    assert_eq!(state(world), "suspended");
+}
+
+#[test]
+fn no_restore_begins_without_room_that_the_driver_confirms() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    done(&world, &["suspend", "kept"]);
+    // The ledger knows nothing of it.
+    let mut stranger = world.stranger_that(Command::new("env"), &["alloc", "141500", "300"]);
+    let free = || {
+        let gpu = world.nvml().device_by_index(0).and_then(|gpu| gpu.memory_info().map(|memory| memory.free));
+        gpu.expect("NVML answers") >> 20
+    };
+    assert!(eventually(|| free() < 1600), "{} MiB are free", free());
+    assert_not_restored(&world, "MiB free, and ");
+    stranger.kill().expect("SIGKILL");
+    stranger.wait().expect("reaped");
+    done(&world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn no_restore_begins_in_another_compute_mode() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let world = &host.world;
+    let kept = kept(world, "kept");
+    done(world, &["suspend", "kept"]);
+    let mps = world.bundle("mps", &[("sublet.sm", "25")], KEEP);
+    mps.up();
+    mps.event("round");
+    assert_eq!(compute_mode(world, None), "Exclusive_Process");
+    mps.down();
+    // Its daemon waits for the next share.
+    assert!(!world.daemons().is_empty());
+    done(world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    assert_eq!(compute_mode(world, None), "Default");
+    done(world, &["suspend", "kept"]);
+    let _ = compute_mode(world, Some("EXCLUSIVE_PROCESS"));
+    assert_not_restored(world, "compute mode EXCLUSIVE_PROCESS");
+    let _ = compute_mode(world, Some("DEFAULT"));
+    done(world, &["resume", "kept"]);
+    assert_goes_on(&kept);
     kept.down();
     world.assert_empty();
 }
