@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use crate::two_users::{ALICE, serving};
+use crate::two_users::{ALICE, BOB, serving};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
@@ -628,6 +628,56 @@ fn a_user_suspends_their_own_container_where_the_policy_allows_it() {
     let output = by_alice(&["resume", "mine"]);
     assert!(output.status.success(), "{}", text(&output));
     assert_eq!(host.leases()[0]["state"], "active");
+    bundle.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn the_container_of_another_user_is_as_if_there_were_none() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let config = std::fs::read_to_string(&host.world.config).expect("config.toml");
+    let limits = "user = 1000\nmodes = [\"mps\"]\nsm = 50\nmemory = \"16GiB\"\n";
+    assert!(config.contains(limits) && config.contains("user = 1001\n"), "{config}");
+    let both = config.replacen(limits, "user = 1000\nsuspend = true\n", 1);
+    let both = both.replacen("user = 1001\n", "user = 1001\nsuspend = true\n", 1);
+    std::fs::write(&host.world.config, both).expect("config.toml");
+    let bundle = host.bundle(ALICE, "mine", &[("sublet.suspend", "allow")], KEEP);
+    bundle.up();
+    bundle.event("round");
+    let id = host.leases()[0]["id"].as_str().expect("an id").to_owned();
+    let assert_none_of_bobs = |verb: &str, gpu: &[&str]| {
+        for name in [id.as_str(), "mine"] {
+            let mut command = host.command(BOB, "sublet");
+            let output = command.arg(verb).arg(name).args(gpu).output().expect("it runs");
+            assert!(
+                !output.status.success() && text(&output).contains(&format!("you hold no lease {id}")),
+                "{verb} {name}: {}",
+                text(&output)
+            );
+        }
+        let answer = |lease: &str| {
+            let mut ask = json!({"v": 1, "do": verb, "lease": lease});
+            if let Some(gpu) = gpu.last() {
+                ask["gpu"] = json!(gpu);
+            }
+            json!(host.say(BOB, &[ask])).to_string().replace(lease, "ID")
+        };
+        let of_none = answer("0123456789abcdef");
+        assert!(of_none.contains("you hold no lease ID"), "{of_none}");
+        assert_eq!(answer(&id), of_none, "{verb}");
+        let trace = std::fs::read_to_string(in_sim(&host.world, "trace")).expect("sim/trace");
+        assert!(!trace.contains("cuCheckpointProcess"), "{verb}: {trace}");
+    };
+    std::fs::write(in_sim(&host.world, "trace"), "").expect("sim/trace");
+    assert_none_of_bobs("suspend", &[]);
+    assert_none_of_bobs("move", &["--gpu", "0"]);
+    done(&host.world, &["suspend", "mine"]);
+    std::fs::write(in_sim(&host.world, "trace"), "").expect("sim/trace");
+    assert_none_of_bobs("resume", &[]);
+    assert_eq!(state(&host.world), "suspended");
     bundle.down();
     host.world.assert_empty();
 }
