@@ -456,6 +456,42 @@ fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
     world.assert_empty();
 }
 
+/// Waits for the limits of both calls, 24 s and 44 s.
+#[test]
+fn a_driver_that_hangs_is_given_up_after_its_time_and_what_it_held_goes_on_or_is_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    let hangs_out = || {
+        let world = World::simulated("h200", "");
+        let kept = kept(&world, "kept");
+        fail(&world, "cuCheckpointProcessCheckpoint 1 hang\n");
+        let (reason, why) = refused(&world, &["suspend", "kept"]);
+        assert!(reason == "suspend-undone" && why.contains("did not end within 24 s"), "{reason}: {why}");
+        assert_eq!(state(&world), "active");
+        assert_goes_on(&kept);
+        assert!(kinds(&world).contains(&json!("suspend-undone")));
+        kept.down();
+        world.assert_empty();
+    };
+    let hangs_back = || {
+        let world = World::simulated("h200", "");
+        let kept = kept(&world, "kept");
+        done(&world, &["suspend", "kept"]);
+        fail(&world, "cuCheckpointProcessRestore 1 hang\n");
+        let (reason, why) = refused(&world, &["resume", "kept"]);
+        assert!(reason == "suspend-lost" && why.contains("did not end within 44 s"), "{reason}: {why}");
+        assert!(eventually(|| world.leases().is_empty()), "{:?}", world.leases());
+        assert!(kinds(&world).contains(&json!("suspend-lost")));
+        kept.down();
+        world.assert_empty();
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(hangs_out);
+        scope.spawn(hangs_back);
+    });
+}
+
 #[test]
 fn a_suspended_container_ends_as_any_other() {
     if skip_unless_root() {
