@@ -4,7 +4,7 @@
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::two_users::{ALICE, BOB, serving};
 use nix::sys::signal::{Signal, kill, killpg};
@@ -456,6 +456,30 @@ fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
     world.assert_empty();
 }
 
+/// The step that the ledger has of the first lease, read without a command, which would put it right first.
+fn suspension(world: &World) -> Value {
+    let text = std::fs::read(world.state_dir().join("ledger.json")).expect("ledger.json");
+    serde_json::from_slice::<Value>(&text).expect("JSON")["leases"][0]["suspension"].clone()
+}
+
+#[test]
+fn the_service_alone_puts_a_killed_command_right() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let kept = kept(&host.world, "kept");
+    killed_in(&host.world, "cuCheckpointProcessCheckpoint", &["suspend", "kept"]);
+    let killed = Instant::now();
+    assert!(eventually(|| suspension(&host.world).is_null()), "{}", suspension(&host.world));
+    assert!(killed.elapsed() < Duration::from_secs(20), "after {:?}", killed.elapsed());
+    assert_goes_on(&kept);
+    assert_eq!(state(&host.world), "active");
+    assert!(kinds(&host.world).contains(&json!("suspend-undone")));
+    kept.down();
+    host.world.assert_empty();
+}
+
 /// Waits for the limits of both calls, 24 s and 44 s.
 #[test]
 fn a_driver_that_hangs_is_given_up_after_its_time_and_what_it_held_goes_on_or_is_ended() {
@@ -577,10 +601,7 @@ fn a_process_that_begins_to_compute_in_a_suspended_container_never_goes_on_where
     kept.up();
     kept.event("round");
     done(&host.world, &["suspend", "kept"]);
-    let own = || {
-        let text = std::fs::read(host.world.state_dir().join("ledger.json")).expect("ledger.json");
-        serde_json::from_slice::<Value>(&text).expect("JSON")["leases"][0]["suspension"].clone()
-    };
+    let own = || suspension(&host.world);
     let processes = own()["processes"].clone();
     for call in ["GetState 1 801", "Lock 1 801", "Checkpoint 1 801"] {
         fail(&host.world, &format!("cuCheckpointProcess{call}\n"));
