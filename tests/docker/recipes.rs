@@ -2,10 +2,11 @@
 //! gives, Compose and Quadlet read every file in it.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command};
 
 use sublet_e2e::docker::skip_unless_engines;
-use sublet_e2e::{Bundle, World, skip_unless_root};
+use sublet_e2e::kept::KEEP;
+use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
 
 const RECIPES: &str = include_str!("../../docs/recipes.md");
 
@@ -16,14 +17,17 @@ struct Recipe {
     quadlet: String,
 }
 
-/// The indented lines that begin with `first`, until others come.
-fn block(text: &str, first: &str) -> String {
+/// The indented lines that begin with `first`, until others come. One file follows the other.
+fn blocks(text: &str, first: &str) -> Vec<String> {
     let lines = text.lines().skip_while(|line| line.strip_prefix("    ") != Some(first));
     let block = lines.take_while(|line| line.is_empty() || line.starts_with("    "));
     let block: Vec<&str> = block.map(|line| line.get(4..).unwrap_or("")).collect();
-    // One follows the other.
-    let block = block.join("\n");
-    block.split("\n\n[Container]").next().expect("a first part").trim_end().to_owned() + "\n"
+    let block = block.join("\n").replace("\n\n[Container]", "\n\n\n[Container]");
+    block.split("\n\n\n").map(|file| file.trim_end().to_owned() + "\n").collect()
+}
+
+fn block(text: &str, first: &str) -> String {
+    blocks(text, first).swap_remove(0)
 }
 
 fn recipes() -> Vec<Recipe> {
@@ -48,6 +52,15 @@ fn home_server() -> Vec<Recipe> {
         quadlet: read(&format!("{name}.container")),
     };
     names.into_iter().map(recipe).collect()
+}
+
+/// "Models in turns": its Compose file with each of its units, and the configuration.
+fn in_turns() -> (Vec<Recipe>, String) {
+    let (_, section) = RECIPES.split_once("\n# Models in turns\n").expect("in docs/recipes.md");
+    let (section, _) = section.split_once("\n# ").expect("another follows");
+    let units = ["ollama", "vllm", "training"].into_iter().zip(blocks(section, "[Container]"));
+    let recipe = |(name, quadlet)| Recipe { name, compose: block(section, "services:"), quadlet };
+    (units.map(recipe).collect(), block(section, "[suspend]"))
 }
 
 impl Recipe {
@@ -126,13 +139,69 @@ fn ollama_and_jellyfin_run_on_one_gpu_whichever_starts_first() {
     }
 }
 
+/// The service, until it is dropped.
+struct Serve(Child);
+
+impl Drop for Serve {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn each_of_the_models_in_turns_has_its_turn() {
+    if skip_unless_root() {
+        return;
+    }
+    let (recipes, config) = in_turns();
+    let by_units: Vec<String> = recipes.iter().flat_map(Recipe::quadlet_annotations).collect();
+    assert_eq!((by_units.len(), by_units), (6, recipes[0].compose_annotations()));
+    assert!(config.contains("turns = \"10m\""), "{config}");
+    // One GPU of 80 GiB.
+    let topology = concat!(env!("CARGO_MANIFEST_DIR"), "/../sim/topologies/h200.toml");
+    let topology = std::fs::read_to_string(topology).expect("a topology");
+    let topology = topology.replace("= 143771", "= 81559").replace("= 143155", "= 81079");
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("80.toml");
+    std::fs::write(&file, topology).expect("written");
+    let soon = config.replace("10m", "2s") + "at_least = \"1s\"\n";
+    let world = World::simulated(file.to_str().expect("UTF-8"), &soon);
+    let serve = Serve(world.command("sublet").arg("serve").spawn().expect("sublet serve runs"));
+    let socket = world.state_dir().join("sublet.sock");
+    assert!(eventually(|| std::os::unix::net::UnixStream::connect(&socket).is_ok()), "no socket");
+    let bundles = recipes.iter().map(|recipe| {
+        let asked = recipe.quadlet_annotations();
+        let pairs: Vec<_> = asked.iter().filter_map(|line| line.split_once('=')).collect();
+        let bundle = world.bundle(recipe.name, &pairs, KEEP);
+        bundle.up();
+        bundle.event("round");
+        bundle
+    });
+    let bundles: Vec<_> = bundles.collect();
+    let active = || {
+        let leases = world.leases();
+        leases.iter().filter(|lease| lease["state"] == "active").count()
+    };
+    for bundle in &bundles {
+        let rounds = || bundle.output().matches("\"event\":\"round\"").count();
+        let before = rounds();
+        assert!(eventually(|| rounds() > before + 1), "{} has no turn: {:?}", bundle.id, world.leases());
+        assert!(active() <= 1, "{:?}", world.leases());
+    }
+    assert_eq!(world.leases().len(), 3);
+    bundles.iter().for_each(Bundle::down);
+    drop(serve);
+    world.assert_empty();
+}
+
 #[test]
 fn compose_and_quadlet_read_each() {
     if skip_unless_engines() {
         return;
     }
     let dir = tempfile::tempdir().expect("a directory");
-    for recipe in recipes().into_iter().chain(home_server()) {
+    for recipe in recipes().into_iter().chain(home_server()).chain(in_turns().0) {
         let file = dir.path().join("compose.yaml");
         std::fs::write(&file, &recipe.compose).expect("it is written");
         let mut compose = Command::new("docker-compose");

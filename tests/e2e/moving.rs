@@ -41,7 +41,12 @@ fn assert_is_on(bundle: &Bundle<'_>, index: u32, minor: u32) {
 
 /// The GPUs' nodes, seen from inside.
 fn nodes(bundle: &Bundle<'_>) -> String {
-    let listed = bundle.exec_file(&["/bin/sh", "-c", "echo /dev/nvidia[0-9]*"], &["PATH=/bin:/usr/bin"]);
+    listed(bundle, "/dev/nvidia[0-9]*")
+}
+
+fn listed(bundle: &Bundle<'_>, pattern: &str) -> String {
+    let script = format!("echo {pattern}");
+    let listed = bundle.exec_file(&["/bin/sh", "-c", &script], &["PATH=/bin:/usr/bin"]);
     assert!(listed.ok, "{listed:?}");
     listed.stdout.trim().to_owned()
 }
@@ -87,6 +92,32 @@ fn it_goes_on_there_with_its_data_and_the_other_gpus_node() {
     assert_is_on(&kept, 0, 0);
     assert_eq!(kinds(&world).iter().filter(|kind| **kind == "moved").count(), 3);
     assert!(done(&world, &["metrics"]).contains("sublet_last_move_seconds "));
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn its_nodes_for_graphics_are_those_of_the_new_gpu_alone() {
+    if skip_unless_root() {
+        return;
+    }
+    let topology = concat!(env!("CARGO_MANIFEST_DIR"), "/../sim/topologies/h200x8.toml");
+    let topology = std::fs::read_to_string(topology).expect("a topology");
+    let second = format!("uuid = \"{}\"\n", gpu(2));
+    assert!(topology.contains(&second), "{topology}");
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("graphics.toml");
+    std::fs::write(&file, topology.replace(&second, &format!("{second}dri = true\n"))).expect("written");
+    let world = World::simulated(file.to_str().expect("UTF-8"), "");
+    let graphics = [ALLOW, &[("sublet.capabilities", "compute,utility,graphics")]].concat();
+    let kept = on(&world, "0", "kept", &graphics, KEEP);
+    assert_eq!(listed(&kept, "/dev/dri/*"), "/dev/dri/card1 /dev/dri/renderD128");
+    done(&world, &["move", "kept", "--gpu", "2"]);
+    assert_is_on(&kept, 2, 3);
+    assert_eq!(listed(&kept, "/dev/dri/*"), "/dev/dri/card4 /dev/dri/renderD131");
+    done(&world, &["suspend", "kept"]);
+    done(&world, &["resume", "kept"]);
+    assert_eq!(listed(&kept, "/dev/dri/*"), "/dev/dri/card4 /dev/dri/renderD131");
     kept.down();
     world.assert_empty();
 }

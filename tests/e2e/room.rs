@@ -206,6 +206,30 @@ fn a_container_that_cannot_be_suspended_is_named_in_the_refusal() {
 }
 
 #[test]
+fn a_start_says_meanwhile_who_is_being_suspended_for_it() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = host(AT_ONCE);
+    let world = &host.world;
+    let first = model(world, "first");
+    // In percent: some five seconds.
+    std::fs::write(in_sim(world, "checkpoint-pace"), "500").expect("written");
+    let second = world.bundle("second", MODEL, KEEP);
+    let mut create = begin_create(&second);
+    let says = || world.status()["waiting"][0]["why"].as_str().unwrap_or_default().to_owned();
+    assert!(eventually(|| says().contains("first is being suspended to make room for it")), "{}", says());
+    std::fs::remove_file(in_sim(world, "checkpoint-pace")).expect("removed");
+    assert!(create.wait().expect("it ends").success(), "{:?}", world.leases());
+    comes_to(world, "first", "suspended");
+    second.down();
+    comes_to(world, "first", "active");
+    assert_goes_on(&first);
+    first.down();
+    world.assert_empty();
+}
+
+#[test]
 fn a_start_that_is_killed_while_it_waits_leaves_nobody_out() {
     if skip_unless_root() {
         return;

@@ -131,28 +131,32 @@ fn what_a_share_or_a_stack_would_get_and_how_it_is_offered() {
 }
 
 #[test]
-fn a_suspension_its_end_and_the_host_meanwhile() {
+fn a_suspension_its_end_a_move_and_the_host_meanwhile() {
     if skip_unless_root() {
         return;
     }
-    let world = World::simulated("h200", "");
+    let world = World::simulated("h200x8", "");
     let keep = ["/usr/bin/cuda-probe", "keep", "1024", "600"];
-    let bundle = world.bundle("kept", &[("sublet.suspend", "allow")], &keep);
+    let bundle = world.bundle("kept", &[("sublet.suspend", "allow"), ("sublet.gpu", "0")], &keep);
     bundle.up();
     bundle.event("round");
-    for (command, state) in [("suspend", "suspended"), ("resume", "active")] {
-        let done = judged(&world, "suspend.json", &[command, "kept"])[0].clone();
+    for (command, state, kind) in [
+        (&["suspend", "kept"][..], "suspended", "suspended"),
+        (&["resume", "kept"], "active", "resumed"),
+        (&["move", "kept", "--gpu", "2"], "active", "moved"),
+    ] {
+        let done = judged(&world, "suspend.json", command)[0].clone();
         let lease = &judged(&world, "status.json", &["status"])["leases"][0];
         assert_eq!((&done["name"], &done["lease"]), (&"kept".into(), &lease["id"]), "{done}");
         assert_eq!([&done["state"], &lease["state"]], [state; 2], "{done}");
         assert!(done["bytes"].as_u64() >= Some(1024 << 20) && done["seconds"].as_f64() > Some(0.0), "{done}");
         judged(&world, "lease-list.json", &["lease", "list"]);
         let explained = judged(&world, "explain-container.json", &["explain", "--container", "kept"]);
-        let is_out = state == "suspended";
         let last = explained["history"].as_array().and_then(|history| history.last()).expect("a history");
-        assert_eq!(last["kind"], if is_out { "suspended" } else { "resumed" }, "{explained}");
+        assert_eq!(last["kind"], kind, "{explained}");
         let bytes = &explained["container"]["suspended_bytes"];
-        assert_eq!(*bytes, if is_out { done["bytes"].clone() } else { Value::Null }, "{explained}");
+        let out = if state == "suspended" { done["bytes"].clone() } else { Value::Null };
+        assert_eq!(*bytes, out, "{explained}");
     }
     bundle.down();
     world.assert_empty();

@@ -3,10 +3,10 @@
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Output};
-use std::time::Duration;
+use std::process::{Child, Command, Output};
+use std::time::{Duration, Instant};
 
-use crate::two_users::{ALICE, serving};
+use crate::two_users::{ALICE, BOB, serving};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
@@ -322,6 +322,81 @@ fn a_state_that_the_driver_loses_ends_its_container_and_is_reported() {
     world.assert_empty();
 }
 
+/// Sets the GPU's compute mode, or says what it is.
+fn compute_mode(world: &World, set: Option<&str>) -> String {
+    let mut smi = Command::new(world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-smi"));
+    match set {
+        Some(mode) => smi.args(["-i", "0", "-c", mode]),
+        None => smi.args(["--query-gpu=compute_mode", "--format=csv,noheader"]),
+    };
+    let output = smi.output().expect("nvidia-smi runs");
+    assert!(output.status.success(), "{}", text(&output));
+    text(&output).trim().to_owned()
+}
+
+/// It stays suspended, for want of room or another mode, without a restore that would lose it.
+fn assert_not_restored(world: &World, words: &str) {
+    std::fs::write(in_sim(world, "trace"), "").expect("sim/trace");
+    let (reason, why) = refused(world, &["resume", "kept"]);
+    assert!(reason == "no-room" && why.contains(words), "{reason}: {why}");
+    let trace = std::fs::read_to_string(in_sim(world, "trace")).expect("sim/trace");
+    assert!(!trace.contains("cuCheckpointProcessRestore"), "{trace}");
+    assert_eq!(state(world), "suspended");
+}
+
+#[test]
+fn no_restore_begins_without_room_that_the_driver_confirms() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    done(&world, &["suspend", "kept"]);
+    // The ledger knows nothing of it.
+    let mut stranger = world.stranger_that(Command::new("env"), &["alloc", "141500", "300"]);
+    let free = || {
+        let gpu = world.nvml().device_by_index(0).and_then(|gpu| gpu.memory_info().map(|memory| memory.free));
+        gpu.expect("NVML answers") >> 20
+    };
+    assert!(eventually(|| free() < 1600), "{} MiB are free", free());
+    assert_not_restored(&world, "MiB free, and ");
+    stranger.kill().expect("SIGKILL");
+    stranger.wait().expect("reaped");
+    done(&world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn no_restore_begins_in_another_compute_mode() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let world = &host.world;
+    let kept = kept(world, "kept");
+    done(world, &["suspend", "kept"]);
+    let mps = world.bundle("mps", &[("sublet.sm", "25")], KEEP);
+    mps.up();
+    mps.event("round");
+    assert_eq!(compute_mode(world, None), "Exclusive_Process");
+    mps.down();
+    // Its daemon waits for the next share.
+    assert!(!world.daemons().is_empty());
+    done(world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    assert_eq!(compute_mode(world, None), "Default");
+    done(world, &["suspend", "kept"]);
+    let _ = compute_mode(world, Some("EXCLUSIVE_PROCESS"));
+    assert_not_restored(world, "compute mode EXCLUSIVE_PROCESS");
+    let _ = compute_mode(world, Some("DEFAULT"));
+    done(world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    kept.down();
+    world.assert_empty();
+}
+
 /// The command, which hangs in a call of the driver's, with its child.
 fn hanging_in(world: &World, call: &str, arguments: &[&str]) -> Child {
     fail(world, &format!("{call} 1 hang\n"));
@@ -411,6 +486,66 @@ fn a_command_that_is_killed_at_any_step_is_put_right_by_the_next() {
     done(&world, &["resume", "kept"]);
     kept.down();
     world.assert_empty();
+}
+
+/// The step that the ledger has of the first lease, read without a command, which would put it right first.
+fn suspension(world: &World) -> Value {
+    let text = std::fs::read(world.state_dir().join("ledger.json")).expect("ledger.json");
+    serde_json::from_slice::<Value>(&text).expect("JSON")["leases"][0]["suspension"].clone()
+}
+
+#[test]
+fn the_service_alone_puts_a_killed_command_right() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let kept = kept(&host.world, "kept");
+    killed_in(&host.world, "cuCheckpointProcessCheckpoint", &["suspend", "kept"]);
+    let killed = Instant::now();
+    assert!(eventually(|| suspension(&host.world).is_null()), "{}", suspension(&host.world));
+    assert!(killed.elapsed() < Duration::from_secs(20), "after {:?}", killed.elapsed());
+    assert_goes_on(&kept);
+    assert_eq!(state(&host.world), "active");
+    assert!(kinds(&host.world).contains(&json!("suspend-undone")));
+    kept.down();
+    host.world.assert_empty();
+}
+
+/// Waits for the limits of both calls, 24 s and 44 s.
+#[test]
+fn a_driver_that_hangs_is_given_up_after_its_time_and_what_it_held_goes_on_or_is_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    let hangs_out = || {
+        let world = World::simulated("h200", "");
+        let kept = kept(&world, "kept");
+        fail(&world, "cuCheckpointProcessCheckpoint 1 hang\n");
+        let (reason, why) = refused(&world, &["suspend", "kept"]);
+        assert!(reason == "suspend-undone" && why.contains("did not end within 24 s"), "{reason}: {why}");
+        assert_eq!(state(&world), "active");
+        assert_goes_on(&kept);
+        assert!(kinds(&world).contains(&json!("suspend-undone")));
+        kept.down();
+        world.assert_empty();
+    };
+    let hangs_back = || {
+        let world = World::simulated("h200", "");
+        let kept = kept(&world, "kept");
+        done(&world, &["suspend", "kept"]);
+        fail(&world, "cuCheckpointProcessRestore 1 hang\n");
+        let (reason, why) = refused(&world, &["resume", "kept"]);
+        assert!(reason == "suspend-lost" && why.contains("did not end within 44 s"), "{reason}: {why}");
+        assert!(eventually(|| world.leases().is_empty()), "{:?}", world.leases());
+        assert!(kinds(&world).contains(&json!("suspend-lost")));
+        kept.down();
+        world.assert_empty();
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(hangs_out);
+        scope.spawn(hangs_back);
+    });
 }
 
 #[test]
@@ -647,6 +782,56 @@ fn a_user_suspends_their_own_container_where_the_policy_allows_it() {
     let output = by_alice(&["resume", "mine"]);
     assert!(output.status.success(), "{}", text(&output));
     assert_eq!(host.leases()[0]["state"], "active");
+    bundle.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn the_container_of_another_user_is_as_if_there_were_none() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let config = std::fs::read_to_string(&host.world.config).expect("config.toml");
+    let limits = "user = 1000\nmodes = [\"mps\"]\nsm = 50\nmemory = \"16GiB\"\n";
+    assert!(config.contains(limits) && config.contains("user = 1001\n"), "{config}");
+    let both = config.replacen(limits, "user = 1000\nsuspend = true\n", 1);
+    let both = both.replacen("user = 1001\n", "user = 1001\nsuspend = true\n", 1);
+    std::fs::write(&host.world.config, both).expect("config.toml");
+    let bundle = host.bundle(ALICE, "mine", &[("sublet.suspend", "allow")], KEEP);
+    bundle.up();
+    bundle.event("round");
+    let id = host.leases()[0]["id"].as_str().expect("an id").to_owned();
+    let assert_none_of_bobs = |verb: &str, gpu: &[&str]| {
+        for name in [id.as_str(), "mine"] {
+            let mut command = host.command(BOB, "sublet");
+            let output = command.arg(verb).arg(name).args(gpu).output().expect("it runs");
+            assert!(
+                !output.status.success() && text(&output).contains(&format!("you hold no lease {id}")),
+                "{verb} {name}: {}",
+                text(&output)
+            );
+        }
+        let answer = |lease: &str| {
+            let mut ask = json!({"v": 1, "do": verb, "lease": lease});
+            if let Some(gpu) = gpu.last() {
+                ask["gpu"] = json!(gpu);
+            }
+            json!(host.say(BOB, &[ask])).to_string().replace(lease, "ID")
+        };
+        let of_none = answer("0123456789abcdef");
+        assert!(of_none.contains("you hold no lease ID"), "{of_none}");
+        assert_eq!(answer(&id), of_none, "{verb}");
+        let trace = std::fs::read_to_string(in_sim(&host.world, "trace")).expect("sim/trace");
+        assert!(!trace.contains("cuCheckpointProcess"), "{verb}: {trace}");
+    };
+    std::fs::write(in_sim(&host.world, "trace"), "").expect("sim/trace");
+    assert_none_of_bobs("suspend", &[]);
+    assert_none_of_bobs("move", &["--gpu", "0"]);
+    done(&host.world, &["suspend", "mine"]);
+    std::fs::write(in_sim(&host.world, "trace"), "").expect("sim/trace");
+    assert_none_of_bobs("resume", &[]);
+    assert_eq!(state(&host.world), "suspended");
     bundle.down();
     host.world.assert_empty();
 }

@@ -62,6 +62,13 @@ fn both_formats_are_read_and_prometheus_answers_what_the_rules_ask() {
     let has_promtool = Command::new("promtool").arg("--version").output().is_ok();
     assert!(has_promtool, "this test runs in the root `prometheus` (make test-metrics)");
     let world = World::simulated("h200", "");
+    let keep = ["/usr/bin/cuda-probe", "keep", "256", "600"];
+    let suspended = world.bundle("suspended", &[("sublet.suspend", "allow")], &keep);
+    suspended.up();
+    suspended.event("round");
+    for command in ["suspend", "resume", "suspend"] {
+        done(world.command("sublet").args([command, "suspended"]));
+    }
     let bundle = world.bundle("scraped", &[("sublet.sm", "60"), ("sublet.memory", "8GiB")], HOLD);
     bundle.up();
     bundle.event("info");
@@ -125,9 +132,10 @@ fn both_formats_are_read_and_prometheus_answers_what_the_rules_ask() {
         assert!(asked.is_ok_and(|status| status.success()), "{expression}");
     }
     let queries = queries();
-    assert!(queries.len() >= 18, "{queries:?}");
-    // The driver reports no load of a shared MPS server's clients.
-    for query in queries.iter().filter(|query| !query.contains("sublet_container_busy_ratio")) {
+    assert!(queries.len() >= 23, "{queries:?}");
+    // The driver reports no load of a shared MPS server's clients, and one GPU has nowhere to move them.
+    let unknown = ["sublet_container_busy_ratio", "sublet_last_move_seconds"];
+    for query in queries.iter().filter(|query| !unknown.iter().any(|metric| query.contains(metric))) {
         assert!(eventually(|| ask(query).contains("=> ")), "no data: {query}");
     }
     for query in &queries {
@@ -135,5 +143,6 @@ fn both_formats_are_read_and_prometheus_answers_what_the_rules_ask() {
         assert!(asked.is_ok_and(|status| status.success()), "{query}");
     }
     bundle.down();
+    suspended.down();
     world.assert_empty();
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{AdviseError, Host, Question, Trust};
 use crate::bench::{BenchResult, Cell, Measured, Mode, Sharing, Sm};
+use crate::preview::Whose;
 use sublet_core::inventory::Device;
 use sublet_core::place::{SERVER_BYTES, bookings};
 use sublet_core::share::{Isolation, MIB, Percent};
@@ -89,6 +90,14 @@ fn memory(mode: &Mode, question: &Question, gpu: &Device, host: Host<'_>) -> Opt
 /// The need of each tenant, in bytes.
 pub fn asked(question: &Question, gpu: &Device) -> Option<u64> {
     question.memory.map(|memory| memory.on(gpu.memory_bytes))
+}
+
+/// Whether the tenants' memory fits on the GPU one at a time but not at once, and those that are out may be suspended.
+pub fn fits_in_turns(question: &Question, gpu: &Device, host: Host<'_>) -> bool {
+    let suspends = host.config.suspend.on_demand && host.whose == Whose::Root && !gpu.mig_enabled;
+    let free = bookings(gpu, host.ledger, host.config).memory_free;
+    let too_many = |each: u64| each <= free && each.saturating_mul(question.tenants.into()) > free;
+    suspends && question.trust != Trust::None && asked(question, gpu).is_some_and(too_many)
 }
 
 /// Whether MIG devices of this kind have the memory, and share none of it where nobody is trusted.

@@ -185,6 +185,11 @@ fn help(candidate: &Candidate, question: &Question, gpu: &Device, host: Host<'_>
             }
         }
     }
+    if candidate::fits_in_turns(question, gpu, host) {
+        let turns = "sublet.suspend=allow would: who finds no room has others suspended, and with [suspend] turns each \
+                     comes back in turn (docs/suspend.md)";
+        help.push(turns.to_owned());
+    }
     // With dynamic, those for which there is room were counted.
     if candidate.mode.sharing == Sharing::Mig && !host.config.mig.dynamic {
         let more =

@@ -139,7 +139,21 @@ fn memory_that_does_not_fit_is_refused_with_an_amount_that_would() {
     let refused = advised(&asked, None, &one_gpu()).unwrap_err();
     let why = "the best way is time-slice, and container 5 would be refused: no room: GPU 0 has ";
     assert!(refused.why.starts_with(why), "{refused:?}");
-    assert_eq!(refused.help, ["--tenants 4 would fit", "--memory 14GiB would fit"]);
+    let turns = "sublet.suspend=allow would: who finds no room has others suspended, and with [suspend] turns each comes \
+                 back in turn (docs/suspend.md)";
+    assert_eq!(refused.help, ["--tenants 4 would fit", "--memory 14GiB would fit", turns]);
+    // Not where only commands suspend, nobody is trusted, the GPU is in MIG mode, or it has less than one needs.
+    let by_commands: Config = toml::from_str("[suspend]\non_demand = false\n").unwrap();
+    let refused = advised_in(&asked, None, &one_gpu(), &Ledger::empty("boot"), &by_commands).unwrap_err();
+    assert!(!refused.help.contains(&turns.to_owned()), "{refused:?}");
+    let booked = Lease { memory_bytes: Some(90 * GIB), ..lease(1, "GPU-0") };
+    let ledger = Ledger { leases: vec![booked], ..Ledger::empty("boot") };
+    let refused = advised_in(&asked, None, &one_gpu(), &ledger, &Config::default()).unwrap_err();
+    assert!(!refused.help.contains(&turns.to_owned()), "{refused:?}");
+    for (inventory, trust) in [(one_gpu(), Trust::None), (in_mig_mode(), Trust::Some)] {
+        let refused = advised(&Question { trust, ..asked }, None, &inventory).unwrap_err();
+        assert!(!refused.help.contains(&turns.to_owned()), "{refused:?}");
+    }
     let many = question(1000, Trust::All);
     // The most clients that an MPS server has.
     assert_eq!(advised(&many, None, &one_gpu()).unwrap_err().help, ["--tenants 48 would fit"]);

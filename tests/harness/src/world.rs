@@ -187,12 +187,18 @@ impl World {
 
     /// The same, run by a program that takes the command as its last arguments.
     #[must_use]
-    pub fn stranger_by(&self, mut command: Command) -> std::process::Child {
+    pub fn stranger_by(&self, command: Command) -> std::process::Child {
+        self.stranger_that(command, &["hold", "300"])
+    }
+
+    /// The same, with another task of `cuda-probe`.
+    #[must_use]
+    pub fn stranger_that(&self, mut command: Command, task: &[&str]) -> std::process::Child {
         let root = self.driver_root.as_ref().expect("a simulated driver");
         let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
         command
             .arg(root.join("usr/bin/cuda-probe"))
-            .args(["hold", "300"])
+            .args(task)
             .env("SUBLET_SIM_DEV", root.join("dev"))
             .env("LD_LIBRARY_PATH", libraries);
         let mut child = command
