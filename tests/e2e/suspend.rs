@@ -605,12 +605,6 @@ fn restarting(world: &World) -> Bundle<'_> {
     bundle
 }
 
-/// The suspension in the ledger. A command would first put it right.
-fn suspension(world: &World) -> Value {
-    let text = std::fs::read(world.state_dir().join("ledger.json")).expect("ledger.json");
-    serde_json::from_slice::<Value>(&text).expect("JSON")["leases"][0]["suspension"].clone()
-}
-
 /// Ends the first process of those whose state it is.
 fn kill_first(suspension: &Value) {
     let pid = suspension["processes"][0]["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok());

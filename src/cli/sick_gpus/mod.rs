@@ -94,8 +94,9 @@ impl Records {
     /// another fix by now.
     pub fn leave_out(&self, devices: Vec<Device>, mut left_out: Vec<LeftOut>) -> (Vec<Device>, Vec<LeftOut>) {
         for LeftOut { gpu, why, .. } in &mut left_out {
-            let same = self.gpus.get(&gpu.uuid).filter(|sick| why.starts_with(&sick.fault));
-            same.into_iter().for_each(|sick| *why = sick.why(gpu.index));
+            if let Some(same) = self.gpus.get(&gpu.uuid).filter(|sick| why.starts_with(&sick.fault)) {
+                *why = same.why(gpu.index);
+            }
         }
         let (sick, devices): (Vec<_>, Vec<_>) =
             devices.into_iter().partition(|device| self.fault(device.gpu()).is_some());

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn the_remedy_is_what_nvidias_catalogue_advises() {
+    fn the_remedy_is_the_one_of_nvidias_catalogue() {
         for (remedy, numbers) in [
             (
                 Program,

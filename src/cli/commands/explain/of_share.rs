@@ -297,8 +297,8 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
 fn tell_turns(fitted: &[Fitted]) -> Option<String> {
     let in_turns = fitted.iter().filter(|one| matches!(one.outcome, Outcome::InTurns(_)));
     let names = in_turns.map(|one| safe(&one.service)).collect::<Vec<_>>().join(", ");
-    let told = || format!("{names} in turns: `sublet serve` suspends others of the stack to make room");
-    (!names.is_empty()).then(told)
+    let turns = || format!("{names} in turns: `sublet serve` suspends others of the stack to make room");
+    (!names.is_empty()).then(turns)
 }
 
 /// What is printed as JSON: keys may be added, never changed.
@@ -433,8 +433,8 @@ mod tests {
                 "                                             Docker Compose 2.26 or later",
             ]
         );
-        let told = "image in turns: `sublet serve` suspends others of the stack to make room";
-        assert_eq!(tell_turns(&fitted).as_deref(), Some(told));
+        let turns = "image in turns: `sublet serve` suspends others of the stack to make room";
+        assert_eq!(tell_turns(&fitted).as_deref(), Some(turns));
         assert_eq!(tell_turns(&fitted[..1]), None);
     }
 }

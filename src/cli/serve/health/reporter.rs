@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fix_of_a_sick_gpu_is_what_the_driver_asks_for_later() {
+    fn the_fix_of_a_sick_gpu_is_the_recovery_that_the_driver_asks_for_last() {
         let (_dir, config) = host(vec![ours(1)]);
         let mut reporter = Reporter::default();
         let why = || inventory::last(&config).unwrap().left_out.remove(0).why;
