@@ -334,14 +334,29 @@ fn compute_mode(world: &World, set: Option<&str>) -> String {
     text(&output).trim().to_owned()
 }
 
-/// It stays suspended, for want of room or another mode, without a restore that would lose it.
-fn assert_not_restored(world: &World, words: &str) {
+/// It stays suspended, and `what` asks the driver for no restore, which would lose it.
+fn assert_not_restored(world: &World, what: impl Fn()) {
     std::fs::write(in_sim(world, "trace"), "").expect("sim/trace");
-    let (reason, why) = refused(world, &["resume", "kept"]);
-    assert!(reason == "no-room" && why.contains(words), "{reason}: {why}");
+    what();
     let trace = std::fs::read_to_string(in_sim(world, "trace")).expect("sim/trace");
     assert!(!trace.contains("cuCheckpointProcessRestore"), "{trace}");
     assert_eq!(state(world), "suspended");
+}
+
+/// A process that the ledger knows nothing of has nearly all of the GPU.
+fn start_large_stranger(world: &World) -> Child {
+    let stranger = world.stranger_that(Command::new("env"), &["alloc", "141500", "300"]);
+    let free = || {
+        let gpu = world.nvml().device_by_index(0).and_then(|gpu| gpu.memory_info().map(|memory| memory.free));
+        gpu.expect("NVML answers") >> 20
+    };
+    assert!(eventually(|| free() < 1600), "{} MiB are free", free());
+    stranger
+}
+
+fn end(mut stranger: Child) {
+    stranger.kill().expect("SIGKILL");
+    stranger.wait().expect("reaped");
 }
 
 #[test]
@@ -352,16 +367,20 @@ fn no_restore_begins_without_room_that_the_driver_confirms() {
     let world = World::simulated("h200", "");
     let kept = kept(&world, "kept");
     done(&world, &["suspend", "kept"]);
-    // The ledger knows nothing of it.
-    let mut stranger = world.stranger_that(Command::new("env"), &["alloc", "141500", "300"]);
-    let free = || {
-        let gpu = world.nvml().device_by_index(0).and_then(|gpu| gpu.memory_info().map(|memory| memory.free));
-        gpu.expect("NVML answers") >> 20
-    };
-    assert!(eventually(|| free() < 1600), "{} MiB are free", free());
-    assert_not_restored(&world, "MiB free, and ");
-    stranger.kill().expect("SIGKILL");
-    stranger.wait().expect("reaped");
+    let stranger = start_large_stranger(&world);
+    assert_not_restored(&world, || {
+        let (reason, why) = refused(&world, &["resume", "kept"]);
+        assert!(reason == "no-room" && why.contains(" needed"), "{reason}: {why}");
+    });
+    end(stranger);
+    done(&world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    // Its room is booked already, and another has it all the same.
+    done(&world, &["suspend", "kept"]);
+    killed_in(&world, "cuCheckpointProcessRestore", &["resume", "kept"]);
+    let stranger = start_large_stranger(&world);
+    assert_not_restored(&world, || assert!(text(&world.sublet(&["gc"])).contains("MiB free, and ")));
+    end(stranger);
     done(&world, &["resume", "kept"]);
     assert_goes_on(&kept);
     kept.down();
@@ -389,7 +408,10 @@ fn no_restore_begins_in_another_compute_mode() {
     assert_eq!(compute_mode(world, None), "Default");
     done(world, &["suspend", "kept"]);
     let _ = compute_mode(world, Some("EXCLUSIVE_PROCESS"));
-    assert_not_restored(world, "compute mode EXCLUSIVE_PROCESS");
+    assert_not_restored(world, || {
+        let (reason, why) = refused(world, &["resume", "kept"]);
+        assert!(reason == "never-fits" && why.contains("compute mode EXCLUSIVE_PROCESS"), "{reason}: {why}");
+    });
     let _ = compute_mode(world, Some("DEFAULT"));
     done(world, &["resume", "kept"]);
     assert_goes_on(&kept);
