@@ -161,7 +161,12 @@ impl Driver {
                 Some(why) => Err(CallError::Refused(why.trim().to_owned())),
                 None => Ok(answer),
             },
-            Err(error) if began.elapsed() >= limit => Err(CallError::Refused(error.to_string())),
+            Err(_) if began.elapsed() >= limit => {
+                Err(CallError::Refused(format!("the driver did not do it within {} s", limit.as_secs())))
+            }
+            Err(_) if began.elapsed() >= SHORT => {
+                Err(CallError::NotMade(format!("the driver was not ready within {} s", SHORT.as_secs())))
+            }
             Err(error) => Err(CallError::NotMade(error.to_string())),
         }
     }
