@@ -204,14 +204,14 @@ impl JsonFile {
     /// # Errors
     /// A name on the way occurs twice, or its value is not an object.
     pub fn get(&self, path: &[&str]) -> Result<Option<Value>, SetupError> {
-        Ok(self.property(path)?.and_then(|property| property.to_serde_value()))
+        Ok(self.property(path)?.as_ref().and_then(value_of))
     }
 
     /// Puts `value` at `path`, with the objects that are missing. A new member comes first in its object.
     pub fn set(&self, path: &[&str], value: &Value) -> Result<(), SetupError> {
         let Some((name, parents)) = path.split_last() else { return Ok(()) };
         match (self.property(path)?, self.object_at(parents)?) {
-            (Some(there), _) if there.to_serde_value().as_ref() == Some(value) => {}
+            (Some(there), _) if value_of(&there).as_ref() == Some(value) => {}
             (Some(there), _) => there.set_value(input(value)),
             (None, Some(object)) => drop(object.insert(0, name, input(value))),
             (None, None) => self.set(parents, &json!({ *name: value }))?,
@@ -240,11 +240,17 @@ impl JsonFile {
     fn property(&self, path: &[&str]) -> Result<Option<CstObjectProp>, SetupError> {
         let Some((name, parents)) = path.split_last() else { return Ok(None) };
         let Some(object) = self.object_at(parents)? else { return Ok(None) };
-        let is_named = |property: &CstObjectProp| property.decoded_name().as_deref() == Some(*name);
+        let is_named = |property: &CstObjectProp| {
+            property.name().and_then(|own| own.decoded_value().ok()).as_deref() == Some(*name)
+        };
         let mut named = object.properties().into_iter().filter(is_named);
         let property = named.next();
         if named.next().is_some() { Err(SetupError::Twice(path.join("."))) } else { Ok(property) }
     }
+}
+
+fn value_of(property: &CstObjectProp) -> Option<Value> {
+    serde_json::from_str(&property.value()?.to_string()).ok()
 }
 
 fn no_object(key: String) -> SetupError {
