@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::suspend::{KEEP, assert_goes_on, done, fail, in_sim, text};
+use crate::suspend::{KEEP, assert_goes_on, await_hang, done, fail, in_sim, text};
 use crate::two_users::ALICE;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
@@ -264,8 +264,7 @@ fn a_service_that_is_killed_while_it_suspends_goes_on_when_it_is_back() {
         let (first, second) = (model(world, "first"), world.bundle("second", &waits, KEEP));
         fail(world, &format!("cuCheckpointProcess{call} 1 hang\n"));
         let mut create = begin_create(&second);
-        let hangs = || std::fs::read_to_string(in_sim(world, "fail")).unwrap_or_default().trim().is_empty();
-        assert!(eventually(hangs), "{call} was not called");
+        await_hang(world, call);
         kill_service(host.serve.take().expect("it runs"));
         host.serve = Some(start_in_group(world));
         assert!(create.wait().expect("it ends").success(), "{call}: {:?}", world.leases());
@@ -293,8 +292,7 @@ fn a_service_that_is_killed_while_it_brings_one_back_does_so_when_it_is_back() {
         comes_to(world, "first", "suspended");
         fail(world, &format!("cuCheckpointProcess{call} 1 hang\n"));
         second.down();
-        let hangs = || std::fs::read_to_string(in_sim(world, "fail")).unwrap_or_default().trim().is_empty();
-        assert!(eventually(hangs), "{call} was not called");
+        await_hang(world, call);
         kill_service(host.serve.take().expect("it runs"));
         host.serve = Some(start_in_group(world));
         comes_to(world, "first", "active");

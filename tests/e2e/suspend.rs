@@ -422,10 +422,14 @@ fn no_restore_begins_in_another_compute_mode() {
 fn hanging_in(world: &World, call: &str, arguments: &[&str]) -> Child {
     fail(world, &format!("{call} 1 hang\n"));
     let child = world.command("sublet").args(arguments).process_group(0).spawn().expect("sublet runs");
-    let fail = in_sim(world, "fail");
-    let hangs = || std::fs::read_to_string(&fail).unwrap_or_default().trim().is_empty();
-    assert!(eventually(hangs), "{call} was not called");
+    await_hang(world, call);
     child
+}
+
+/// Waits until `call`, which is to hang, was made.
+pub(crate) fn await_hang(world: &World, call: &str) {
+    let hangs = || std::fs::read_to_string(in_sim(world, "fail")).unwrap_or_default().trim().is_empty();
+    assert!(eventually(hangs), "{call} was not called");
 }
 
 /// Kills both.
