@@ -23,6 +23,7 @@ FRAMEWORKS = [
     ("cupy", "CuPy", ["cupy"]),
     ("transformers", "Transformers", ["torch", "transformers"]),
     ("onnxruntime", "ONNX Runtime", ["onnxruntime", "onnx"]),
+    ("processes", "torch.multiprocessing", ["torch"]),
     ("ffmpeg", "FFmpeg (PyAV), NVDEC", ["av"]),
 ]
 ALLOW = {"gpu": "0", "mode": "time-slice", "suspend": "allow", "wait": "30s"}
@@ -294,7 +295,7 @@ def begin_frameworks(table, group, machine, wanted=None):
             rows.skip("all", "the driver is simulated" if machine.simulated else f"{', '.join(missing)}: not installed on this host")
             continue
         command = [machine.given["python"], "/workloads/steps.py", name, "900"]
-        share = {**ALLOW, "suspend": "allow-many", **({"capabilities": "compute,utility,video"} if name == "ffmpeg" else {})}
+        share = {**ALLOW, "suspend": "allow" if name == "processes" else "allow-many", **({"capabilities": "compute,utility,video"} if name == "ffmpeg" else {})}
         begun.append((rows, Kept(machine, machine.docker, f"with-{name}", 0, share, command=command)))
     return begun
 

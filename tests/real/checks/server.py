@@ -1,10 +1,14 @@
 """What keeps a server that a team shares: an error of a program's own is its container's and the GPU stays healthy; the report
-beside the runs' own seconds; with four GPUs placement by link, a drain with its reason, and the report of each GPU."""
+beside the runs' own seconds; an idle GPU is left alone; with four GPUs placement by link, a drain with its reason, and the report of each GPU."""
 
 import json
+import os
 import re
+import statistics
+import time
 from datetime import datetime
 from itertools import combinations
+from pathlib import Path
 
 from . import process
 from .table import INFO, Rows, Skip, Wrong
@@ -16,6 +20,8 @@ JOINS = ["NV", "PIX", "PXB", "PHB", "NODE", "SYS"]
 APART = 0.05
 # How long a container runs for that: to create and to delete it takes some tenths of a second, in which it has its share.
 RUN = 40
+# An idle GPU's power may differ by so much.
+POWER = 0.05
 
 
 def server(table, group, machine):
@@ -23,6 +29,7 @@ def server(table, group, machine):
     rows.ask("a kernel that writes to an illegal address", "an event of its container, the GPU healthy", lambda: illegal(rows, machine), 60)
     rows.ask("… a share after it", "it starts", lambda: starts(machine))
     reported(rows, machine)
+    rows.ask("nothing has a share: power without the service and with it", f"{POWER:.0%} more at most, and it has no GPU open", lambda: idle(machine), 40)
     rows = Rows(table, group, 1, "podman")
     if machine.count() < 4:
         for check in ("any:2, the closest two", "drain", "report of four GPUs"):
@@ -84,6 +91,30 @@ def is_log_readable(machine):
 def starts(machine):
     done = machine.docker.run({"gpu": "0", "sm": "25", "memory": "2GiB", "wait": "30s"}, ["true"])
     return "it starts" if done.ok else done.why(), done.ok
+
+
+def idle(machine):
+    def watts():
+        """Of GPU 0: the median of ten seconds, after ten more."""
+        time.sleep(10)
+        found = []
+        for _ in range(10):
+            done = process.run([smi(machine), "-i", "0", "--query-gpu=power.draw", "--format=csv,noheader,nounits"])
+            said = done.out.strip()
+            if not re.fullmatch(r"[\d.]+", said):
+                raise Skip(f"nvidia-smi tells no power: {said or done.why()}")
+            found.append(float(said))
+            time.sleep(1)
+        return statistics.median(found)
+
+    machine.end_serve()
+    try:
+        without = watts()
+    finally:
+        machine.start_serve()
+    beside, opened = watts(), [os.readlink(file) for file in Path(f"/proc/{machine.serve.pid}/fd").iterdir()]
+    opened = sorted({path for path in opened if path.startswith("/dev/nvidia")})
+    return f"{without:.1f} W without, {beside:.1f} W with it; open: {', '.join(opened) or 'none'}", beside <= without * (1 + POWER) and not opened
 
 
 def report(by):

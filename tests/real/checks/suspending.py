@@ -4,6 +4,7 @@ suspended is refused and goes on, what is killed at any step is put right, and t
 A part more is a function here and its name in `suspend`. Where the time is short, the last ones are skipped.
 """
 
+import contextlib
 import json
 import signal
 import statistics
@@ -24,24 +25,36 @@ def suspend(table, group, machine):
     under_mps(Rows(table, group, 100, "docker", "driver API"), machine)
     begun = kept.begin_frameworks(table, group, machine)
 
-    video = [pair for pair in begun if pair[1].name == "with-ffmpeg"]
+    refusals = {"with-ffmpeg": decodes, "with-processes": has_memory_in_common}
 
     def frameworks(_, machine):
-        computing = [pair for pair in begun if pair not in video]
+        computing = [pair for pair in begun if pair[1].name not in refusals]
         kept.look_at_frameworks(computing, "suspend, resume", "on no GPU meanwhile; then the same results, bit by bit", out_and_back)
-        for rows, one in video:
-            decodes(rows, machine, one)
+        for rows, one in begun:
+            if one.name in refusals:
+                refusals[one.name](rows, machine, one)
+                one.remove()
 
     parts = [life, cannot, frameworks, cut_short, on_demand, speed, others, limits, of_users, engine_killed, small_turns]
     kept.group_of(table, group, machine, parts)
 
 
 def turns(table, group, machine):
-    """Two containers of which each books more than half of the GPU's memory, ten turns each, as far as there is time for it."""
+    """Two containers with 50 GiB each, ten turns each, as far as there is time for it, where 80 GiB of the GPU are left: a third has
+    what a larger one has beyond, and computes in it."""
     kept.fast(machine)
     rows = Rows(table, group, 0, "docker", "driver API")
+    beyond = max(machine.total_mib - (80 << 10), 0)
+    room = machine.total_mib - beyond
     # 50 GiB take some 30 s out and back: twenty turns take 600 s.
-    take_turns(rows, machine, min(large_mib(machine, 61, 2), 50 << 10))
+    mib = min(large_mib(machine, 61, 2), room * 61 // 100, 50 << 10)
+    # A context takes some 600 MiB.
+    share = {"gpu": "0", "mode": "time-slice", "memory": f"{beyond}MiB", "wait": "30s"}
+    third = kept.kept(machine, machine.docker, "beyond", beyond - 1024, share) if beyond > 2048 else contextlib.nullcontext()
+    with third as one:
+        take_turns(rows, machine, mib, room * 65 // 100)
+        if one:
+            one.goes_on()
     left = machine.clear()
     rows.hold("after the group", "no lease", left or "no lease", not left)
 
@@ -80,7 +93,18 @@ def decodes(rows, machine, one):
 
     if rows.ask("suspend", "refused; it goes on with what it had", look, 10):
         rows.ask("… the driver's own calls", "why it is refused", look_by_hand, 30)
-    one.remove()
+
+
+def has_memory_in_common(rows, _, one):
+    """Of two processes with memory of each other's the driver could not bring back the second (docs/suspend.md)."""
+
+    def look():
+        one.ready(60).has_processes(2)
+        why = refused("several-processes", "suspend", one.name)
+        one.goes_on()
+        return why, True
+
+    rows.ask("suspend", "refused; it goes on with what it had", look, 20)
 
 
 def under_mps(rows, machine):
@@ -333,18 +357,22 @@ def engine_killed(rows, machine):
     """Docker is killed while the driver copies. Started again, it ends what ran, or goes on with it."""
     mib = usual(machine)
 
-    def look():
+    def look(verb, step):
         with kept.kept(machine, machine.docker, "docked", mib) as one:
-            said, was = kill_dockerd(machine, one, kept.middle(machine, mib, "suspending"), "suspend", "docked")
-            seen = f"{was}: suspend: {said}; Docker says {'it runs' if one.runs() else 'it ended'}"
+            if verb == "resume":
+                do("suspend", "docked")
+            said, was = kill_dockerd(machine, one, kept.middle(machine, mib, step), verb, "docked")
+            seen = f"{was}: {verb}: {said}; Docker says {'it runs' if one.runs() else 'it ended'}"
             if one.runs():
-                do("resume", "docked")
+                if settled(one) == "suspended":
+                    do("resume", "docked")
                 one.goes_on()
                 return f"{seen}; it goes on", True
             gone = process.eventually(lambda: one.lease() is None, 20, 0.3)
             return f"{seen}; {'no lease' if gone else one.lease()}", gone
 
-    rows.ask("kill -9 of dockerd in the middle of suspend", "it ends with its lease, or comes back", look, 40)
+    for verb, step in (("suspend", "suspending"), ("resume", "resuming")):
+        rows.ask(f"kill -9 of dockerd in the middle of {verb}", "it ends with its lease, or comes back", lambda: look(verb, step), 40)
 
 
 def kill_dockerd(machine, one, step, *words):
@@ -364,13 +392,12 @@ def kill_dockerd(machine, one, step, *words):
 
 
 def small_turns(rows, machine):
-    take_turns(rows, machine, 1024, 10 if machine.simulated else 3)
+    take_turns(rows, machine, 1024, machine.total_mib * 63 // 100, 10 if machine.simulated else 3)
 
 
-def take_turns(rows, machine, mib, count=10):
-    """Two containers that hold `mib` and book 63 % of the GPU each (50 GiB of 80): one goes out, the other comes back, 2 × `count`
-    times."""
-    share = {**ALLOW, "memory": f"{machine.total_mib * 63 // 100}MiB"}
+def take_turns(rows, machine, mib, booked_mib, count=10):
+    """Two containers that hold `mib`, and book more than half of what there is: one goes out, the other comes back, 2 × `count` times."""
+    share = {**ALLOW, "memory": f"{booked_mib}MiB"}
     pair, out, back, rss = [], [], [], []
 
     def look():
@@ -414,6 +441,7 @@ def on_demand(rows, machine):
     try:
         for mib in (1024, large_mib(machine, 25)):
             makes_room(rows, machine, mib)
+        idle_first(rows, machine)
     finally:
         RULES.unlink()
         machine.end_serve()
@@ -459,6 +487,33 @@ def makes_room(rows, machine, mib):
         return seen, state == "suspended" and gpus == [] and waiting and back
 
     rows.ask(f"docker run where another with {mib} MiB has the room", "it starts, the other is suspended for it, and comes back by itself", look, 45)
+
+
+def idle_first(rows, machine):
+    """Of two that may go, the one that computes stays, though it came first."""
+    share = {**ALLOW, "memory": f"{machine.total_mib * 4 // 10}MiB"}
+
+    def look():
+        if machine.simulated:
+            raise Skip("the driver is simulated")
+        names = ("busy", "idle", "third")
+        try:
+            busy = Kept(machine, machine.docker, "busy", 1024, share).ready()
+            idle = Kept(machine, machine.docker, "idle", 1024, share, command=kept.keep(machine, 1024, "idle")).ready()
+            busy.has_processes(1)
+            idle.has_processes(1)
+            time.sleep(2)
+            Kept(machine, machine.docker, "third", 256, share).ready()
+            states = {one.name: one.state() for one in (busy, idle)}
+            busy.goes_on()
+            machine.docker.remove("third")
+            back = process.eventually(lambda: idle.state() == "active", 30, 0.1)
+            idle.goes_on()
+        finally:
+            machine.docker.remove(*names)
+        return f"busy: {states['busy']}, idle: {states['idle']}; {'back' if back else 'not back'}", list(states.values()) == ["active", "suspended"] and back
+
+    rows.ask("docker run where one of two has to go, of which one computes", "the idle one goes, though it came last", look, 40)
 
 
 def large_mib(machine, percent, count=1):

@@ -1,5 +1,5 @@
 """Keeps MIB of GPU memory in which each word is known, and checks all of it on the GPU without a pause, for SECS:
-`keep.py MIB SECS [managed]`. With `managed` it is managed memory (cuMemAllocManaged).
+`keep.py MIB SECS [managed] [idle]`. With `managed` it is managed memory (cuMemAllocManaged); with `idle` it pauses between checks.
 
 It prints JSON lines: one when it has a context, and one every 0.1 s with the number of checks, whether every word was right in
 all of them, and the GPU that this process takes itself to be on.
@@ -89,6 +89,8 @@ BLOCKS, THREADS = 2048, 256
 # Allocations of at most so many MiB.
 PIECE = 1024
 ATTACH_GLOBAL = 1
+# Seconds between two checks of one that is idle.
+PAUSE = 5
 
 
 class Kernels:
@@ -128,7 +130,7 @@ def taken(driver, mib, is_managed):
     return pointer
 
 
-def main(mib, seconds, is_managed):
+def main(mib, seconds, is_managed, is_idle):
     driver = Driver()
     say(event="info", error=None, uuid=uuid(driver), **driver.look(0))
     kernels = Kernels(driver)
@@ -147,7 +149,9 @@ def main(mib, seconds, is_managed):
         if time.monotonic() - told > 0.1:
             told = time.monotonic()
             say(event="round", n=checks, equal=driver.first(wrong, 1) == [0], uuids=[uuid(driver)])
+        if is_idle:
+            time.sleep(PAUSE)
     say(event="end", result="CUDA_SUCCESS")
 
 
-main(int(sys.argv[1]), float(sys.argv[2]), "managed" in sys.argv[3:])
+main(int(sys.argv[1]), float(sys.argv[2]), "managed" in sys.argv[3:], "idle" in sys.argv[3:])

@@ -26,6 +26,7 @@ def ask(over):
 
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         raise Skip(f"onnxruntime {onnxruntime.__version__} was built without the CUDA provider")
+    onnxruntime.preload_dlls()
     driver = Driver()
     devices = []
     for ordinal in range(driver.count()):
