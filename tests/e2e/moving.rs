@@ -2,16 +2,19 @@
 //! cannot be moved is refused before anything is locked; what fails goes back, and what is killed is put right. Eight H200s, whose
 //! device minors are not their indices: GPU 0 has nvidia0, GPU 1 nvidia1, GPU 2 nvidia3.
 
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::process::CommandExt as _;
 use std::process::Output;
 
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
 use nix::sys::stat::major;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
 
 use crate::suspend::{
-    ALLOW, KEEP, assert_goes_on, assert_not_locked, done, fail, in_sim, killed_in, kinds, refused, rounds,
-    text,
+    ALLOW, KEEP, assert_goes_on, assert_not_locked, done, fail, hanging_in, in_sim, kill_hanging, killed_in,
+    kinds, refused, rounds, text,
 };
 use crate::two_users::{ALICE, serving};
 
@@ -219,6 +222,61 @@ fn a_move_that_is_killed_at_any_step_is_put_right_by_the_next_command() {
     killed_in(&world, "cuCheckpointProcessRestore", &["resume", "kept", "--gpu", "1"]);
     done(&world, &["gc"]);
     assert_is_on(&kept, 1, 1);
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_move_that_is_killed_while_its_nodes_are_changed_is_put_right_by_the_next_command() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let kept = on(&world, "0", "kept", ALLOW, KEEP);
+    // `sublet nodes` waits for whoever has this byte of the file: that of the container's first process.
+    let lock = std::fs::File::options().write(true).create(true).truncate(false).mode(0o600);
+    let lock = lock.open(world.state_dir().join("suspend.lock")).expect("suspend.lock");
+    let range = libc::flock {
+        l_type: i16::try_from(libc::F_WRLCK).expect("a type"),
+        l_whence: i16::try_from(libc::SEEK_SET).expect("a word"),
+        l_start: world.leases()[0]["pid"].as_i64().expect("a pid"),
+        l_len: 1,
+        l_pid: 0,
+    };
+    fcntl(&lock, FcntlArg::F_OFD_SETLK(&range)).expect("a lock");
+    let mut moves = world.command("sublet");
+    let moves = moves.args(["move", "kept", "--gpu", "2"]).process_group(0).spawn().expect("sublet runs");
+    let waits = || std::fs::read_to_string("/proc/locks").expect("/proc/locks").contains("-> OFDLCK");
+    assert!(eventually(waits), "nothing waits");
+    kill_hanging(moves);
+    drop(lock);
+    done(&world, &["gc"]);
+    assert_is_on(&kept, 0, 0);
+    done(&world, &["move", "kept", "--gpu", "2"]);
+    assert_is_on(&kept, 2, 3);
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn who_computes_on_a_gpu_that_it_has_for_the_time_of_a_step_is_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200x8");
+    let world = &host.world;
+    let kept = on(world, "0", "kept", ALLOW, KEEP);
+    done(world, &["move", "kept", "--gpu", "2"]);
+    let suspends = hanging_in(world, "cuCheckpointProcessCheckpoint", &["suspend", "kept"]);
+    assert_eq!(nodes(&kept), "/dev/nvidia0 /dev/nvidia3");
+    let script = format!("CUDA_VISIBLE_DEVICES={} exec cuda-probe hold 60", gpu(0));
+    let other = kept.exec_file(&["/bin/sh", "-c", &script], &["PATH=/bin:/usr/bin"]);
+    assert!(!other.ok, "it was not ended: {other:?}");
+    let event = host.event("elsewhere").expect("told");
+    assert_eq!((&event["action"], &event["container_id"]), (&json!("terminate"), &json!("kept")));
+    kill_hanging(suspends);
+    done(world, &["gc"]);
+    assert_is_on(&kept, 2, 3);
     kept.down();
     world.assert_empty();
 }

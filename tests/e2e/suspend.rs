@@ -419,7 +419,7 @@ fn no_restore_begins_in_another_compute_mode() {
 }
 
 /// The command, which hangs in a call of the driver's, with its child.
-fn hanging_in(world: &World, call: &str, arguments: &[&str]) -> Child {
+pub(crate) fn hanging_in(world: &World, call: &str, arguments: &[&str]) -> Child {
     fail(world, &format!("{call} 1 hang\n"));
     let child = world.command("sublet").args(arguments).process_group(0).spawn().expect("sublet runs");
     await_hang(world, call);
@@ -433,7 +433,7 @@ pub(crate) fn await_hang(world: &World, call: &str) {
 }
 
 /// Kills both.
-fn kill_hanging(mut child: Child) {
+pub(crate) fn kill_hanging(mut child: Child) {
     killpg(Pid::from_raw(i32::try_from(child.id()).expect("a pid")), Signal::SIGKILL).expect("it hangs");
     child.wait().expect("it ends");
 }
