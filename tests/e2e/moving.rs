@@ -234,8 +234,9 @@ fn a_move_that_is_killed_while_its_nodes_are_changed_is_put_right_by_the_next_co
     let world = World::simulated("h200x8", "");
     let kept = on(&world, "0", "kept", ALLOW, KEEP);
     // `sublet nodes` waits for whoever has this byte of the file: that of the container's first process.
-    let lock = std::fs::File::options().write(true).create(true).truncate(false).mode(0o600);
-    let lock = lock.open(world.state_dir().join("suspend.lock")).expect("suspend.lock");
+    let file = world.state_dir().join("suspend.lock");
+    let lock = std::fs::File::options().write(true).create(true).truncate(false).mode(0o600).open(file);
+    let lock = lock.expect("suspend.lock");
     let range = libc::flock {
         l_type: i16::try_from(libc::F_WRLCK).expect("a type"),
         l_whence: i16::try_from(libc::SEEK_SET).expect("a word"),
