@@ -451,6 +451,7 @@ fn by_roots(rounds: usize) -> Result<()> {
     let bundle = world.bundle("timed", &[("sublet.mode", "time-slice")], &["/bin/true"]);
     let gone: Vec<String> = (0..30_000).map(|n| format!("/run/growth/gone/{n}")).collect();
     let (gone, known) = (gone.join("\n"), world.state_dir().join("roots"));
+    std::fs::create_dir_all(world.state_dir())?;
     let rows = [("none", Some("")), ("30,000, all gone", Some(&*gone)), ("what that create has left", None)];
     let mut times = rows.map(|_| Vec::new());
     for round in 0..rounds + WARM_UP {
