@@ -65,12 +65,12 @@ impl GpuState {
             lacks_power: slow.contains(ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN),
             joins: joining == JOINING,
             is_apart: joining == JOINED && status != SUCCESS,
-            ..Self::told_by(fields(device).into_iter().flatten())
+            ..Self::by_answers(fields(device).into_iter().flatten())
         }
     }
 
     /// By the answers of [`fields`].
-    fn told_by(mut numbers: impl Iterator<Item = Option<u64>>) -> Self {
+    fn by_answers(mut numbers: impl Iterator<Item = Option<u64>>) -> Self {
         let [recovery, failed, pending] = [(); 3].map(|()| numbers.next().flatten());
         Self {
             recovery,
@@ -186,23 +186,23 @@ mod tests {
     }
 
     #[test]
-    fn link_errors_are_the_sum_of_what_is_told_of_all_links_and_of_each() {
-        let told = |errors: &[Option<u64>]| {
+    fn link_errors_are_the_sum_of_all_that_answers() {
+        let with = |errors: &[Option<u64>]| {
             let state = [Some(4), Some(0), Some(1)];
-            GpuState::told_by(state.into_iter().chain(errors.iter().copied()))
+            GpuState::by_answers(state.into_iter().chain(errors.iter().copied()))
         };
-        let known = |link_errors| GpuState {
+        let expected = |link_errors| GpuState {
             recovery: Some(4),
             remap_pending: Some(true),
             link_errors,
             ..GpuState::default()
         };
-        assert_eq!(told(&[None; 57]), known(0));
-        assert_eq!(told(&[Some(5), Some(6), Some(7), None]), known(18), "as Ampere tells it");
+        assert_eq!(with(&[None; 57]), expected(0));
+        assert_eq!(with(&[Some(5), Some(6), Some(7), None]), expected(18), "as Ampere tells it");
         let hopper = [&[None; 3][..], &[Some(0); 51], &[Some(1), None, Some(2)]].concat();
-        assert_eq!(told(&hopper), known(3));
-        assert_eq!(told(&[Some(u64::MAX), Some(1)]), known(u64::MAX));
-        assert_eq!(GpuState::told_by([].into_iter()), GpuState::default(), "the driver does not answer");
+        assert_eq!(with(&hopper), expected(3));
+        assert_eq!(with(&[Some(u64::MAX), Some(1)]), expected(u64::MAX));
+        assert_eq!(GpuState::by_answers([].into_iter()), GpuState::default(), "the driver does not answer");
     }
 
     #[test]
