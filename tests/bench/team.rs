@@ -298,8 +298,10 @@ fn starts(full: &Host, empty: &Host) -> Result<()> {
 /// a minute what processes computed.
 fn nvml_calls(library: &str) -> Result<()> {
     const ROUND: Duration = Duration::from_millis(500);
-    // Recovery action, remapped rows, errors of NVLinks: those of src/cli/serve/health/gpu_state.rs.
-    const FIELDS: [u32; 6] = [230, 145, 144, 38, 52, 59];
+    // Recovery action, remapped rows, errors of NVLinks: as many as src/cli/serve/health/gpu_state.rs asks for (nvml-wrapper
+    // knows link 0 alone).
+    const OF_GPU: [u32; 6] = [230, 145, 144, 38, 52, 59];
+    const OF_LINK: [u32; 3] = [163, 161, 162];
     let nvml = Nvml::builder().lib_path(library.as_ref()).init()?;
     let gpus = nvml.device_count()?;
     let uuids: Vec<String> =
@@ -309,7 +311,7 @@ fn nvml_calls(library: &str) -> Result<()> {
     for gpu in 0..gpus {
         sets.push(nvml.device_by_index(gpu)?.register_events(types, nvml.create_event_set()?)?);
     }
-    let fields = FIELDS.map(FieldId);
+    let fields: Vec<FieldId> = OF_GPU.into_iter().chain(OF_LINK.repeat(18)).map(FieldId).collect();
     for look in 0_u64.. {
         let began = Instant::now();
         for set in &sets {

@@ -302,7 +302,7 @@ fn what_a_gpu_tells_is_a_warning_or_keeps_leases_away() {
     assert!(eventually(
         || said(world, &["status"]).contains("GPU 3: it is slowed down, because it is too hot")
     ));
-    tell("3 slow 128\n3 38 5\n3 fabric 2\n");
+    tell("3 slow 128\n3 163/17 5\n3 fabric 2\n");
     let warnings = [
         "GPU 3: it is slowed down by the host's power supply",
         "GPU 3: its NVLinks have errors",

@@ -372,7 +372,7 @@ fn a_gpus_state_lasts_until_a_reset() {
     let state = || {
         let nvml = driver.nvml();
         let device = nvml.device_by_index(0).unwrap();
-        // The recovery action, and a counter that nobody set.
+        // The recovery action, and a counter that the GPU does not have.
         let values = device.field_values_for(&[FieldId(230), FieldId(38)]).unwrap();
         let action = values[0].as_ref().unwrap().value.as_ref().ok().cloned();
         assert!(values[1].as_ref().unwrap().value.is_err());
@@ -384,6 +384,22 @@ fn a_gpus_state_lasts_until_a_reset() {
     driver.smi(&["-i", "0", "--gpu-reset"]);
     assert_eq!(state(), (Some(SampleValue::U32(0)), ThrottleReasons::NONE));
     assert_eq!(driver.read("sim/health"), "1 230 2\n");
+}
+
+#[test]
+fn a_hopper_counts_the_errors_of_each_nvlink_and_not_of_all() {
+    let driver = Driver::up("h200x8");
+    fs::write(driver.root.join("sim/health"), "0 163/0 4\n0 163/1 8\n0 38 2\n").unwrap();
+    let nvml = driver.nvml();
+    // nvml-wrapper asks about link 0.
+    let told = |index| {
+        let device = nvml.device_by_index(index).unwrap();
+        let values = device.field_values_for(&[38, 52, 59, 161, 162, 163].map(FieldId)).unwrap();
+        values.into_iter().map(|value| value.unwrap().value.ok()).collect::<Vec<_>>()
+    };
+    let counts =
+        |crc| [vec![None; 3], [0, 0, crc].map(|count| Some(SampleValue::U64(count))).to_vec()].concat();
+    assert_eq!((told(0), told(1)), (counts(4), counts(0)));
 }
 
 #[test]

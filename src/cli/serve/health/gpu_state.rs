@@ -6,8 +6,11 @@ use nvml_wrapper::Device;
 use nvml_wrapper::bitmasks::device::ThrottleReasons;
 use nvml_wrapper::enums::device::SampleValue;
 use nvml_wrapper::error::{nvml_sym, nvml_try};
-use nvml_wrapper::structs::device::FieldId;
-use nvml_wrapper_sys::bindings::{field_id, nvmlGpuFabricInfo_t, nvmlReturn_enum_NVML_SUCCESS as SUCCESS};
+use nvml_wrapper::struct_wrappers::device::FieldValueSample;
+use nvml_wrapper_sys::bindings::{
+    NVML_NVLINK_MAX_LINKS, field_id, nvmlFieldValue_t, nvmlGpuFabricInfo_t,
+    nvmlReturn_enum_NVML_SUCCESS as SUCCESS,
+};
 
 use crate::sick_gpus::xid::{Remedy, describe_recovery};
 
@@ -15,11 +18,22 @@ use crate::sick_gpus::xid::{Remedy, describe_recovery};
 const JOINING: u8 = 2;
 const JOINED: u8 = 3;
 
-/// Counters of errors on `NVLinks`, over all links.
-const LINK_ERRORS: [u32; 3] = [
+/// What is asked about a GPU; behind its own state come the errors on all its `NVLinks`, which GPUs up to Ampere count.
+const OF_GPU: [u32; 6] = [
+    field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,
+    field_id::NVML_FI_DEV_REMAPPED_FAILURE,
+    field_id::NVML_FI_DEV_REMAPPED_PENDING,
     field_id::NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
     field_id::NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
     field_id::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
+];
+
+/// What is asked about each link: Hopper has these in place of the errors on all (NVML's change log, 525; seen on two H200s, driver
+/// 580.159.04: docs/evidence). Blackwell has neither (the change log, 565).
+const OF_LINK: [u32; 3] = [
+    field_id::NVML_FI_DEV_NVLINK_ERROR_DL_CRC,
+    field_id::NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY,
+    field_id::NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY,
 ];
 
 /// The answers. A question that the driver does not answer counts as if all were well.
@@ -43,30 +57,27 @@ pub(super) struct GpuState {
 impl GpuState {
     /// Asks for it.
     pub fn of(device: &Device<'_>) -> Self {
-        let [failed, pending] =
-            [field_id::NVML_FI_DEV_REMAPPED_FAILURE, field_id::NVML_FI_DEV_REMAPPED_PENDING];
-        let ids =
-            [&[field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, failed, pending], &LINK_ERRORS[..]].concat();
-        let fields: Vec<FieldId> = ids.iter().map(|id| FieldId(*id)).collect();
-        // In the order in which they were asked for.
-        let values = device.field_values_for(&fields).unwrap_or_default();
-        let number = |at: usize| match values.get(at)?.as_ref().ok()?.value {
-            Ok(SampleValue::U32(number)) => Some(number.into()),
-            Ok(SampleValue::U64(number)) => Some(number),
-            _ => None,
-        };
         let slow = device.current_throttle_reasons().unwrap_or(ThrottleReasons::NONE);
         let heat = ThrottleReasons::HW_THERMAL_SLOWDOWN | ThrottleReasons::SW_THERMAL_SLOWDOWN;
         let (joining, status) = fabric(device).unwrap_or_default();
         Self {
-            recovery: number(0),
-            remap_failed: number(1).is_some_and(|failed| failed > 0),
-            remap_pending: number(2).map(|pending| pending > 0),
             is_hot: slow.intersects(heat),
             lacks_power: slow.contains(ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN),
-            link_errors: (3..ids.len()).filter_map(number).fold(0, u64::saturating_add),
             joins: joining == JOINING,
             is_apart: joining == JOINED && status != SUCCESS,
+            ..Self::by_answers(fields(device).into_iter().flatten())
+        }
+    }
+
+    /// By the answers of [`fields`].
+    fn by_answers(mut numbers: impl Iterator<Item = Option<u64>>) -> Self {
+        let [recovery, failed, pending] = [(); 3].map(|()| numbers.next().flatten());
+        Self {
+            recovery,
+            remap_failed: failed.is_some_and(|failed| failed > 0),
+            remap_pending: pending.map(|pending| pending > 0),
+            link_errors: numbers.flatten().fold(0, u64::saturating_add),
+            ..Self::default()
         }
     }
 
@@ -102,6 +113,26 @@ impl GpuState {
         ];
         all.into_iter().filter(|(is_so, _)| *is_so).map(|(_, what)| what).collect()
     }
+}
+
+/// The values of [`OF_GPU`] and, link by link, of [`OF_LINK`]: each is answered by itself, a link that there is not by no number.
+/// One call asks all, by structs of NVML's own: nvml-wrapper's lack the scope, which is the link's number.
+#[allow(unsafe_code, reason = "NVML by its C ABI")]
+fn fields(device: &Device<'_>) -> Option<Vec<Option<u64>>> {
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetFieldValues.as_ref()).ok()?;
+    let of_links = (0..NVML_NVLINK_MAX_LINKS).flat_map(|link| OF_LINK.map(|id| (id, link)));
+    // SAFETY: a struct of numbers, for which zeros are valid.
+    let empty: nvmlFieldValue_t = unsafe { MaybeUninit::zeroed().assume_init() };
+    let ask = |(id, scope)| nvmlFieldValue_t { fieldId: id, scopeId: scope, ..empty };
+    let mut fields: Vec<_> = OF_GPU.map(|id| (id, 0)).into_iter().chain(of_links).map(ask).collect();
+    // SAFETY: the handle is valid as long as the device, and NVML writes as many such structs as it is told of.
+    nvml_try(unsafe { call(device.handle(), fields.len().try_into().ok()?, fields.as_mut_ptr()) }).ok()?;
+    let number = |field| match FieldValueSample::try_from(field).ok()?.value {
+        Ok(SampleValue::U32(number)) => Some(number.into()),
+        Ok(SampleValue::U64(number)) => Some(number),
+        _ => None,
+    };
+    Some(fields.into_iter().map(number).collect())
 }
 
 /// State and status of its `NVLink` fabric; `None`: it is in none, or the driver does not tell.
@@ -152,6 +183,26 @@ mod tests {
         assert_eq!([1, 4].map(remedy), [asked(Remedy::Reset), asked(Remedy::ResetLater)]);
         assert_eq!([2, 7].map(remedy), [asked(Remedy::Reboot); 2]);
         assert_eq!([5, 6, 99].map(remedy), [asked(Remedy::LookUp); 3]);
+    }
+
+    #[test]
+    fn link_errors_are_the_sum_of_all_that_answers() {
+        let with = |errors: &[Option<u64>]| {
+            let state = [Some(4), Some(0), Some(1)];
+            GpuState::by_answers(state.into_iter().chain(errors.iter().copied()))
+        };
+        let expected = |link_errors| GpuState {
+            recovery: Some(4),
+            remap_pending: Some(true),
+            link_errors,
+            ..GpuState::default()
+        };
+        assert_eq!(with(&[None; 57]), expected(0));
+        assert_eq!(with(&[Some(5), Some(6), Some(7), None]), expected(18), "as Ampere tells it");
+        let hopper = [&[None; 3][..], &[Some(0); 51], &[Some(1), None, Some(2)]].concat();
+        assert_eq!(with(&hopper), expected(3));
+        assert_eq!(with(&[Some(u64::MAX), Some(1)]), expected(u64::MAX));
+        assert_eq!(GpuState::by_answers([].into_iter()), GpuState::default(), "the driver does not answer");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! What a GPU reports of its health: `DIR/sim/events` and `DIR/dev/kmsg` have the Xids that `sublet-sim xid` makes, and
 //! `DIR/sim/health` has lines `GPU WORD NUMBER`, with NVML's index of the GPU: `0 230 1` sets a field of
-//! `nvmlDeviceGetFieldValues`, `0 slow 64` the reasons of `nvmlDeviceGetCurrentClocksThrottleReasons`, `0 fabric 3` and `0
-//! fabric-status 1` state and status of `nvmlDeviceGetGpuFabricInfo`. A line `GPU 0` in `sim/events` is an uncorrectable memory
-//! error.
+//! `nvmlDeviceGetFieldValues`, `0 163/17 1` one that is counted by link, of link 17, `0 slow 64` the reasons of
+//! `nvmlDeviceGetCurrentClocksThrottleReasons`, `0 fabric 3` and `0 fabric-status 1` state and status of
+//! `nvmlDeviceGetGpuFabricInfo`. A line `GPU 0` in `sim/events` is an uncorrectable memory error.
 //!
 //! A line of the kernel's log is as an H100's with driver 580: `NVRM: Xid (PCI:0000:3b:00): 31, pid=…, name=…, …`.
 
@@ -52,7 +52,18 @@ pub fn report(root: &Root, gpu: &Gpu, number: u64, pid: Option<u32>, text: &str)
 /// The number that `sim/health` has for `word` of a GPU.
 #[must_use]
 pub fn number(root: &Root, gpu: u32, word: &str) -> Option<u64> {
-    let text = fs::read_to_string(root.join("sim/health")).unwrap_or_default();
+    number_in(&read(root), gpu, word)
+}
+
+/// The text of `sim/health`.
+#[must_use]
+pub fn read(root: &Root) -> String {
+    fs::read_to_string(root.join("sim/health")).unwrap_or_default()
+}
+
+/// The number that this text has.
+#[must_use]
+pub fn number_in(text: &str, gpu: u32, word: &str) -> Option<u64> {
     let start = format!("{gpu} {word} ");
     text.lines().rev().find_map(|line| line.strip_prefix(&start)?.parse().ok())
 }

@@ -7,9 +7,13 @@ use std::ffi::{c_int, c_uint, c_ulonglong};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nvml_wrapper_sys::bindings::field_id::{
+    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION as RECOVERY_ACTION, NVML_FI_DEV_REMAPPED_FAILURE as REMAPPED_FAILURE,
+    NVML_FI_DEV_REMAPPED_PENDING as REMAPPED_PENDING,
+};
 use nvml_wrapper_sys::bindings::{
-    nvmlDevice_t, nvmlEventData_t, nvmlEventSet_t, nvmlFieldValue_t, nvmlGpuFabricInfo_t,
-    nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT as INVALID_ARGUMENT,
+    NVML_NVLINK_MAX_LINKS, nvmlDevice_t, nvmlEventData_t, nvmlEventSet_t, nvmlFieldValue_t,
+    nvmlGpuFabricInfo_t, nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT as INVALID_ARGUMENT,
     nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED as NOT_SUPPORTED, nvmlReturn_enum_NVML_ERROR_TIMEOUT as TIMEOUT,
     nvmlReturn_enum_NVML_SUCCESS as SUCCESS, nvmlReturn_t,
 };
@@ -17,7 +21,7 @@ use nvml_wrapper_sys::bindings::{
 use super::out::{Answer, put};
 use super::session;
 use crate::layout::health;
-use crate::layout::topology::Virtualization;
+use crate::layout::topology::{Arch, Gpu, Virtualization};
 
 /// `nvmlEventTypeDoubleBitEccError` and `nvmlEventTypeXidCriticalError`.
 const ECC: c_ulonglong = 2;
@@ -132,7 +136,25 @@ fn next(xids: &[(u32, u64)], gpu: u32, count: &mut usize) -> Option<(u32, c_ulon
     Some(if is_ecc { (gpu, ECC, 0) } else { (gpu, XID, last) })
 }
 
-/// Fields are those of `sim/health`. The recovery action and the state of row remapping are 0 there without a line.
+/// The type and the word in `sim/health` of a field that the GPU has.
+///
+/// Errors on `NVLinks`: up to Ampere of all together, on Hopper of each link, whose number is the scope (seen on two H200s, driver
+/// 580, which have 18), on Blackwell neither (NVML's change log, 565). A GPU has links where the topology joins it with others.
+fn known(gpu: &Gpu, field: u32, scope: u32) -> Option<(u32, String)> {
+    // NVML_VALUE_TYPE_UNSIGNED_INT, NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
+    let (number, counter) = (1, 3);
+    let counts_all = !matches!(gpu.arch, Arch::Hopper | Arch::Blackwell);
+    match (field, gpu.nvlink) {
+        (REMAPPED_PENDING | REMAPPED_FAILURE | RECOVERY_ACTION, _) => Some((number, field.to_string())),
+        (38 | 52 | 59, Some(_)) if counts_all => Some((counter, field.to_string())),
+        (161..=163, Some(_)) if gpu.arch == Arch::Hopper && scope < NVML_NVLINK_MAX_LINKS => {
+            Some((counter, format!("{field}/{scope}")))
+        }
+        _ => None,
+    }
+}
+
+/// Fields that the GPU has are those of `sim/health`, and 0 without a line there; any other is not supported.
 ///
 /// # Safety
 /// `values` is null or has `count` elements.
@@ -147,17 +169,16 @@ pub unsafe extern "C" fn nvmlDeviceGetFieldValues(
         if values.is_null() {
             return Err(INVALID_ARGUMENT);
         }
+        let text = target.session.root.as_ref().map(health::read).unwrap_or_default();
         // SAFETY: as the caller promised.
         for value in unsafe { std::slice::from_raw_parts_mut(values, length) } {
-            let known = matches!(value.fieldId, 144 | 145 | 230).then_some(0);
-            let root = target.session.root.as_ref();
-            let set =
-                root.and_then(|root| health::number(root, target.gpu.index, &value.fieldId.to_string()));
-            value.nvmlReturn = if set.or(known).is_some() { SUCCESS } else { NOT_SUPPORTED };
-            // NVML_VALUE_TYPE_UNSIGNED_INT
-            value.valueType = 1;
-            value.value.uiVal =
-                set.or(known).and_then(|number| c_uint::try_from(number).ok()).unwrap_or_default();
+            let Some((kind, word)) = known(target.gpu, value.fieldId, value.scopeId) else {
+                value.nvmlReturn = NOT_SUPPORTED;
+                continue;
+            };
+            value.nvmlReturn = SUCCESS;
+            value.valueType = kind;
+            value.value.ullVal = health::number_in(&text, target.gpu.index, &word).unwrap_or_default();
         }
         Ok(())
     })
