@@ -9,7 +9,7 @@ use nvml_wrapper::error::{nvml_sym, nvml_try};
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings::{field_id, nvmlGpuFabricInfo_t, nvmlReturn_enum_NVML_SUCCESS as SUCCESS};
 
-use crate::sick_gpus::xid::{Remedy, describe_recovery};
+use crate::sick_gpus::xid::{Remedy, describe_recovery, is_fault};
 
 /// `NVML_GPU_FABRIC_STATE_IN_PROGRESS` and `_COMPLETED`.
 const JOINING: u8 = 2;
@@ -72,8 +72,7 @@ impl GpuState {
 
     /// A fault that keeps new leases away, what to do, and whether the driver asks for a reset.
     pub fn fault(&self) -> Option<(&'static str, Remedy, bool)> {
-        // 3 is about peer-to-peer traffic, and ends with that.
-        let action = self.recovery.filter(|action| ![0, 3].contains(action));
+        let action = self.recovery.filter(|action| is_fault(*action));
         let (what, remedy) = describe_recovery(action.unwrap_or_default());
         let is_pending = self.remap_pending == Some(true);
         let all = [
