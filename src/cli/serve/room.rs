@@ -109,7 +109,8 @@ pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
 pub(super) fn may_find_room(waiter: &Waiter, config: &Config) -> bool {
     Seen::by_files(config).is_some_and(|mut seen| {
         seen.ledger.add_waiter(waiter.clone());
-        // Others, for whom there is room, have that first; the steps for the rest say nothing of its own.
+        // Others before the first step, for whom there is room, have that first; the steps for the rest say nothing of its own. Who
+        // is behind that step is not counted: it may then seem to find room that another one has.
         let placed = seen.next_step(Duration::ZERO).placed;
         let is_own = |one: &Waiter| one.id == waiter.id || one.process == waiter.process;
         seen.ledger.waiters.retain(|one| is_own(one) || placed.contains(&one.id));
