@@ -59,16 +59,17 @@ pub(super) fn slots(request: &Request, world: World<'_>) -> Result<Vec<Vec<usize
     }
     let fitting = filter_profile(&all, request.mig.as_deref(), inventory)?;
     let kinds = if mig { "MIG devices" } else { "GPUs" };
+    let (asked, have) = match &request.devices {
+        Devices::All => (0, 0),
+        Devices::Any(count) => (usize::try_from(count.get()).unwrap_or(usize::MAX), fitting.len()),
+        Devices::These(selectors) => (selectors.len(), inventory.devices.len()),
+    };
+    if asked > have {
+        return Err(format!("{asked} {kinds} requested, {have} present"));
+    }
     let slots = match &request.devices {
         Devices::All => fitting.iter().map(|index| vec![*index]).collect(),
-        Devices::Any(count) => match usize::try_from(count.get()) {
-            Ok(count) if count <= fitting.len() => vec![fitting; count],
-            _ => return Err(format!("{count} {kinds} requested, {} present", fitting.len())),
-        },
-        Devices::These(selectors) if selectors.len() > inventory.devices.len() => {
-            let (asked, have) = (selectors.len(), inventory.devices.len());
-            return Err(format!("{asked} {kinds} requested, {have} present"));
-        }
+        Devices::Any(_) => vec![fitting; asked],
         Devices::These(selectors) => {
             let slot = |selector| {
                 let found = slot(selector, mig, world)?;
