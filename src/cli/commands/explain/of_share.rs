@@ -437,6 +437,8 @@ mod tests {
         );
         let turns = "image in turns: `sublet serve` suspends others of the stack to make room";
         assert_eq!(tell_turns(&fitted).as_deref(), Some(turns));
+        let in_turns = |one| ServiceFit::of(one, &Names::default(), &inventory).in_turns;
+        assert_eq!(fitted.iter().map(in_turns).collect::<Vec<_>>(), [false, true, false]);
         assert_eq!(tell_turns(&fitted[..1]), None);
     }
 }
