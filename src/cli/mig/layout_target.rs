@@ -79,7 +79,7 @@ pub fn targets(
 
 /// The GPUs that `layout` means, by `all` or a model, and of which there is no target, because they are none of the `gpus` that
 /// tell something.
-pub fn silent<'i>(
+pub(crate) fn silent<'i>(
     layout: &Layout,
     gpus: &[Gpu],
     inventory: &'i Inventory,
