@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_is_told_by_its_verb_alone() {
+    fn a_report_is_known_by_its_verb_alone() {
         let is_report = |line: &str| is_report(line.as_bytes());
         assert!(is_report(r#"{"v":1,"do":"report","wanted":{}}"#));
         assert!(is_report(r#"{"v":1,"do":"report","wanted":[{"of":"any"}],"lease":7}"#));

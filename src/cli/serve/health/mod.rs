@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn the_log_is_named_for_what_nvml_does_not_tell_where_it_can_be_read() {
+    fn the_log_is_named_only_where_it_can_be_read() {
         let said = |has_log| describe_no_events("GPU 0", "it is busy", has_log);
         assert_eq!(said(true), "NVML tells of no error of GPU 0 (it is busy): only the kernel's log does");
         assert!(said(false).ends_with(": nor can the kernel's log be read"), "{}", said(false));
