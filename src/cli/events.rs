@@ -99,7 +99,7 @@ fn merged(one: Vec<Event>, other: Vec<Event>) -> Vec<Event> {
     }
 }
 
-/// A user's own refusals and warnings of images, what the guard did to their containers, and what GPUs reported about these.
+/// A user's own refusals and warnings of starts, what the guard did to their containers, and what GPUs reported about these.
 fn of_user(dockers: bool, config: &Config) -> Vec<Event> {
     let us = nix::unistd::geteuid().as_raw();
     let may_see = |uid: u32| uid == us || dockers && uid == 0;

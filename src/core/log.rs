@@ -126,7 +126,7 @@ pub fn warn(lines: impl IntoIterator<Item = String>) {
 }
 
 /// Warns of what each pass over the ledger finds anew: once an hour in one process.
-pub(crate) fn warn_once(line: String) {
+pub fn warn_once(line: String) {
     static WARNED: Mutex<BTreeMap<String, Instant>> = Mutex::new(BTreeMap::new());
     let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
     warned.retain(|_, time| time.elapsed() < Duration::from_secs(3600));

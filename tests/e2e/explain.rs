@@ -277,7 +277,7 @@ fn the_services_of_a_compose_file_are_checked_together() {
     assert_eq!((&document["schema"], &document["fits"]), (&json!("sublet.explain-stack/1"), &json!(false)));
     let last = &document["services"][4];
     assert_eq!((&last["fits"], &last["reason"]), (&json!(false), &json!("no-room")));
-    let first = json!({"service": "web", "fits": true, "asks": true, "gpus": [GPU], "mode": "mps", "sm_percent": 25.0,
+    let first = json!({"service": "web", "fits": true, "in_turns": false, "asks": true, "gpus": [GPU], "mode": "mps", "sm_percent": 25.0,
         "sm_count": 32, "memory_bytes": 8_589_934_592_u64, "error": null, "reason": null});
     assert_eq!(document["services"][0], first);
     std::fs::write(&file, COMPOSE.replace("scale: 2", "scale: 1")).expect("written");

@@ -101,9 +101,14 @@ fn a_gpu_that_does_not_tell_its_profiles_stops_no_other() {
         let output = mig(&world, &["apply", path(&file)]);
         let said = text(&output);
         assert_eq!(output.status.success(), done, "{devices}: {said}");
-        assert!(said.contains(passed), "{devices}: {said}");
+        assert_eq!(said.matches(passed).count(), 1, "{devices}: {said}");
         assert_eq!(said.contains("one.toml:1: GPU 1 does not tell its profiles"), !done, "{devices}: {said}");
     }
+    let all = layout(&world, "one.toml", "[[gpu]]\nmatch = \"all\"\nmig = true\n");
+    let asserted = mig(&world, &["assert", path(&all)]);
+    let said = text(&asserted);
+    assert!(said.contains("GPU 1 does not tell whether it matches the layout"), "{said}");
+    assert_eq!(asserted.status.code(), Some(1));
     let listed: Value = serde_json::from_str(&done(&world, &["list", "--format", "json"])).expect("JSON");
     let seen = |gpu: &Value| (gpu["index"].clone(), gpu["mig"]["enabled"].clone());
     let gpus: Vec<_> = listed.as_array().expect("GPUs").iter().map(seen).collect();

@@ -4,7 +4,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -14,7 +14,7 @@ use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Making, NotMade, Nvml, Pl
 use crate::terminal::warn;
 use sublet_core::admit::{Local, MakeAnswer, MakeAsk, fresh_inventory, is_remote};
 use sublet_core::config::Config;
-use sublet_core::inventory;
+use sublet_core::inventory::{self, Device};
 use sublet_core::ledger::{Ledger, Store};
 use sublet_core::text::safe;
 
@@ -39,7 +39,7 @@ pub enum Command {
         #[arg(long)]
         allow_reset: bool,
     },
-    /// Check a layout file: exit code 0 if the GPUs match it, 1 if not
+    /// Check a layout file: exit code 0 if the GPUs match it, 1 if not, or if one does not tell
     Assert(LayoutFile),
     /// Print the current instances as a layout file
     Export,
@@ -111,15 +111,17 @@ fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<anyhow::Resul
     targets.iter().map(|target| plan(gpu(target)?, target)).collect()
 }
 
-/// The plans that `apply` would make now.
-fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<anyhow::Result<Plan>>> {
+/// The plans that `apply` would make now, and the GPUs that it would pass over.
+fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<(Vec<anyhow::Result<Plan>>, Vec<String>)> {
     let layout = read(file, config)?;
     let (gpus, inventory, ledger) = mig_list::seen(config)?;
-    Ok(plans(&gpus, &mig::targets(&layout, &gpus, &inventory, config)?, &ledger))
+    let plans = plans(&gpus, &mig::targets(&layout, &gpus, &inventory, config)?, &ledger);
+    let silent = mig::silent(&layout, &gpus, &inventory, config);
+    Ok((plans, silent.into_iter().map(Device::label).collect()))
 }
 
 fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<ExitCode> {
-    let plans = planned(file, config)?;
+    let (plans, _) = planned(file, config)?;
     let refused = plans.iter().any(Result::is_err);
     match format {
         Format::Json => tables::json(&plans.iter().map(Planned::of).collect::<Vec<_>>())?,
@@ -175,7 +177,8 @@ fn lines(plan: &anyhow::Result<Plan>) -> String {
 }
 
 fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
-    let plans = planned(file, config)?;
+    let (mut plans, silent) = planned(file, config)?;
+    plans.extend(silent.iter().map(|gpu| Err(anyhow!("{gpu} does not tell whether it {MATCHES}"))));
     let differs = |plan: &&Result<Plan, _>| !matches!(plan, Ok(plan) if plan.steps.is_empty());
     let differ: Vec<_> = plans.iter().filter(differs).collect();
     for plan in &differ {

@@ -166,7 +166,7 @@ pub struct LastRefusal {
     reason: String,
     /// The uid of the container's engine.
     uid: u32,
-    /// Whether it was started: the reason is then a warning about its image.
+    /// Whether it was started: the reason is then a warning about its image or its runtime.
     started: bool,
     /// Each device that could have served it, and why it did not.
     candidates: Vec<String>,

@@ -3,7 +3,7 @@
 use super::layout::{Entry, Layout, Wish};
 use super::{Gpu, Instance, Profile, Span, device_name};
 use sublet_core::config::Config;
-use sublet_core::inventory::Inventory;
+use sublet_core::inventory::{Device, Inventory};
 use sublet_core::place::meant;
 use sublet_core::text::{nearest, safe, safe_path};
 
@@ -75,6 +75,19 @@ pub fn targets(
     let index = |uuid: &str| gpus.iter().position(|gpu| gpu.uuid == uuid);
     found.sort_by_key(|(target, _)| index(&target.gpu));
     Ok(found.into_iter().map(|(target, _)| target).collect())
+}
+
+/// The GPUs that `layout` means, by `all` or a model, and of which there is no target, because they are none of the `gpus` that
+/// tell something.
+pub(crate) fn silent<'i>(
+    layout: &Layout,
+    gpus: &[Gpu],
+    inventory: &'i Inventory,
+    config: &Config,
+) -> Vec<&'i Device> {
+    let named = layout.entries.iter().flat_map(|entry| &entry.devices);
+    let devices = named.flat_map(|name| meant(name, inventory, config).unwrap_or_default());
+    devices.filter(|device| !gpus.iter().any(|gpu| gpu.uuid == device.uuid)).collect()
 }
 
 fn selected<'g>(

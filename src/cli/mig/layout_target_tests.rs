@@ -54,6 +54,21 @@ fn a_gpu_that_is_left_out_is_no_fault_of_the_layouts() {
 }
 
 #[test]
+fn a_gpu_that_tells_nothing_is_passed_over_by_name() {
+    let (mut gpus, inventory) = two();
+    gpus.truncate(1);
+    let passed_over = |matches: &str| {
+        let text = format!("[[gpu]]\nmatch = \"{matches}\"\nmig = true\n");
+        let layout = Layout::parse(Path::new("/l.toml"), &text, None).unwrap();
+        assert_eq!(targets(&layout, &gpus, &inventory, &Config::default()).unwrap().len(), 1, "{matches}");
+        let silent = silent(&layout, &gpus, &inventory, &Config::default());
+        silent.into_iter().map(Device::label).collect::<Vec<_>>()
+    };
+    assert_eq!([passed_over("all"), passed_over("model:*H200*")], [["GPU 1"]; 2]);
+    assert_eq!(passed_over("0"), [""; 0], "it is not meant");
+}
+
+#[test]
 fn profiles_and_counts_become_wants() {
     let text = "[[gpu]]\nmatch = \"1\"\nmig = true\ninstances = [{ profile = \"2g.35gb\", count = 2 }, { profile = \
                 \"4g.71gb\", start = 0, compute = [\"2c\", \"1c.4g.71gb\", \"1c\"] }]\n";

@@ -27,12 +27,14 @@ pub use crate::nvml_mig::{ComputeProfile, Profile, Span};
 pub use apply::{ApplyError, apply};
 pub(crate) use apply::{Fence, uninterrupted};
 pub use layout::{Layout, export};
+pub(crate) use layout_target::silent;
 pub use layout_target::{Target, Want, targets};
 pub(crate) use making_instances::Making;
 pub use nvml::Nvml;
 pub use plan::{Plan, Step, plan};
 pub(crate) use profile_choice::{Foreseen, NotMade, foresee};
 use sublet_core::ledger::{DynamicInstance, Ledger};
+use sublet_core::log::warn_once;
 use sublet_core::text::{safe, short_id};
 
 /// A GPU instance.
@@ -233,7 +235,7 @@ pub trait Driver {
     fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Answer<()>;
 }
 
-/// Those of `gpus` (UUIDs) that tell their profiles and instances. The others are passed over with a warning.
+/// Those of `gpus` (UUIDs) that tell their profiles and instances. The others are passed over, each with one warning.
 ///
 /// # Errors
 /// There is none of them; or one tells nothing to a user without root, whom the driver lets see no GPU instance.
@@ -244,7 +246,8 @@ fn answering<'u>(gpus: impl Iterator<Item = &'u str>, driver: &mut dyn Driver) -
         return Err(silent.remove(0));
     }
     for why in silent {
-        tracing::warn!("{why}; this GPU is passed over");
+        // A change of the layout looks twice.
+        warn_once(format!("{why}; this GPU is passed over"));
     }
     Ok(found.into_iter().flatten().collect())
 }

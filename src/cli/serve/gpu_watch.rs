@@ -5,6 +5,7 @@
 //! cannot switch MIG mode, nor unload the driver; and a GPU that was reset answers only to who has opened NVML since.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 use crate::known_faults::KnownFaults;
 use crate::probe;
@@ -37,12 +38,35 @@ pub(super) fn watch_gpus(config: &Config) {
         return;
     }
     let look = || -> anyhow::Result<()> {
-        if addresses(&probe::left_out(config)?) != addresses(&known.left_out) {
+        let mut returned = RETURNED.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = probe::left_out(config)?;
+        if is_news(&addresses(&known.left_out), &addresses(&now), uptime_seconds(), &mut returned) {
             admit::refresh(config)?;
         }
         Ok(())
     };
     let _ = look().inspect_err(|error| tracing::debug!("GPUs cannot be watched: {error}"));
+}
+
+/// How often a GPU is served again in so many seconds: one that comes and goes would be told of each time.
+const MOST_RETURNS: usize = 10;
+const RETURNS: u64 = 600;
+
+/// Which GPUs were seen to answer again, by their addresses, and when, in seconds since boot.
+static RETURNED: Mutex<Vec<(String, u64)>> = Mutex::new(Vec::new());
+
+/// Whether, at `at`, there is reason for a refresh where `known` are left out and `now` would be. A GPU that is lost always is one;
+/// one that answers again is none if it has `returned` too often.
+fn is_news(known: &[&str], now: &[&str], at: u64, returned: &mut Vec<(String, u64)>) -> bool {
+    returned.retain(|(_, before)| at < before + RETURNS);
+    let back = known.iter().filter(|gpu| !now.contains(gpu));
+    let returns = |gpu: &&str| returned.iter().filter(|(known, _)| known == gpu).count();
+    let is_lost = now.iter().any(|gpu| !known.contains(gpu));
+    let is_news = is_lost || back.clone().any(|gpu| returns(gpu) < MOST_RETURNS);
+    if is_news {
+        returned.extend(back.map(|gpu| ((*gpu).to_owned(), at)));
+    }
+    is_news
 }
 
 /// Whether `period` seconds have passed since `last` and a check is wanted; it is noted then.
@@ -141,6 +165,19 @@ mod tests {
     use sublet_core::process::Process;
 
     use super::*;
+
+    #[test]
+    fn a_gpu_that_comes_and_goes_is_left_out_each_time_and_served_again_not_too_often() {
+        let mut returned = Vec::new();
+        let mut is_news = |known: &[&str], now: &[&str], at| is_news(known, now, at, &mut returned);
+        for at in 0..10 {
+            assert!(is_news(&[], &["a"], at) && is_news(&["a"], &[], at), "{at}");
+        }
+        assert!(is_news(&[], &["a"], 10), "it is lost");
+        assert!(!is_news(&["a"], &["a"], 20) && !is_news(&["a"], &[], 599));
+        assert!(is_news(&["a", "b"], &["a"], 599), "another one answers again");
+        assert!(is_news(&["a"], &[], 600) && !is_news(&[], &[], 601));
+    }
 
     #[test]
     fn where_mig_devices_are_not_looked_at_nothing_is_said_of_a_fault() {

@@ -11,7 +11,7 @@ use crate::policy_rule::rule_of;
 use crate::suspend::{self, SuspendError};
 use crate::usage::{self, Usage};
 use sublet_core::admit::{Local, Room, RoomStep, Sight, refresh};
-use sublet_core::config::Config;
+use sublet_core::config::{Config, PolicyRule};
 use sublet_core::inventory::{Inventory, last};
 use sublet_core::ledger::{Lease, LeaseId, Ledger, LedgerError, Store, Waiter};
 use sublet_core::process::uptime_milliseconds;
@@ -70,7 +70,9 @@ impl<'c> Seen<'c> {
             (runs || is_new(lease)).then_some(used.sm_percent != Some(0))
         };
         let at_ms = now.saturating_add(milliseconds(time));
-        let rule_of = |uid| rule_of(uid, config).ok().cloned();
+        // Not without the driver, which is every two seconds: the user database may be slow. What it may say is seen then.
+        let any = || PolicyRule { suspend: true, displace: true, ..PolicyRule::default() };
+        let rule_of = |uid| if usage.is_some() { rule_of(uid, config).ok().cloned() } else { Some(any()) };
         Sight { inventory, ledger, config, at_ms, is_busy: &is_busy, rule_of: &rule_of }.next_step()
     }
 }
@@ -107,7 +109,8 @@ pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
 pub(super) fn may_find_room(waiter: &Waiter, config: &Config) -> bool {
     Seen::by_files(config).is_some_and(|mut seen| {
         seen.ledger.add_waiter(waiter.clone());
-        // Others, for whom there is room, have that first; the steps for the rest say nothing of its own.
+        // Others before the first step, for whom there is room, have that first; the steps for the rest say nothing of its own. Who
+        // is behind that step is not counted: it may then seem to find room that another one has.
         let placed = seen.next_step(Duration::ZERO).placed;
         let is_own = |one: &Waiter| one.id == waiter.id || one.process == waiter.process;
         seen.ledger.waiters.retain(|one| is_own(one) || placed.contains(&one.id));
@@ -191,7 +194,6 @@ mod tests {
     use std::collections::BTreeMap;
     use std::time::SystemTime;
 
-    use sublet_core::config::PolicyRule;
     use sublet_core::inventory;
     use sublet_core::ledger::LeaseState;
     use sublet_core::ledger::fixture::lease;
@@ -272,6 +274,32 @@ mod tests {
         Store::open(&config.state_dir).unwrap().change(suspend).unwrap();
         assert!(may_find_room(&waiter(7, "0", true), &config));
         assert!(!may_find_room(&waiter(8, "1", true), &config));
+    }
+
+    #[test]
+    fn without_the_driver_no_users_policy_is_asked_for() {
+        let (_dir, mut config) = host();
+        let hour = Duration::from_secs(3600);
+        (config.suspend.turns, config.suspend.at_least) = (hour, hour);
+        let held = |number| Lease {
+            state: LeaseState::Active,
+            memory_bytes: Some(60 * GIB),
+            resumed_ms: Some(uptime_milliseconds()),
+            suspend: Suspend::Allow,
+            ..lease(number, "GPU-0")
+        };
+        let me = Process::current().unwrap();
+        let mut ledger = Ledger { leases: vec![Lease { brokered: true, ..held(1) }], ..Ledger::empty("") };
+        let id = ledger.leases[0].id.clone();
+        ledger.begin_suspending(&id, me, vec![]).unwrap();
+        ledger.note_on_demand(&id);
+        assert!(ledger.end_suspended(&id, me));
+        ledger.leases.push(held(2));
+        let inventory = host_of(vec![device(0)]);
+        let mut seen = Seen { ledger, inventory, usage: None, config: &config };
+        assert!(seen.next_step(2 * hour).step.is_some(), "there may be a policy by which it may");
+        seen.usage = Some(Usage::default());
+        assert_eq!(seen.next_step(2 * hour).step, None, "there is none");
     }
 
     #[test]

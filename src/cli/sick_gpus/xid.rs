@@ -73,7 +73,13 @@ pub(crate) const fn describe(number: u32) -> (&'static str, Remedy) {
     }
 }
 
-/// What the driver asks for by its recovery action (`nvmlDeviceGpuRecoveryAction_s`) other than 0, and what is to be done.
+/// Whether a recovery action (`nvmlDeviceGpuRecoveryAction_s`) is asked for because of a fault of the GPU's: 3 is about
+/// peer-to-peer traffic, and ends with that.
+pub(crate) const fn is_fault(action: u64) -> bool {
+    !matches!(action, 0 | 3)
+}
+
+/// What the driver asks for by such an action, and what is to be done.
 pub(crate) const fn describe_recovery(action: u64) -> (&'static str, Remedy) {
     match action {
         1 => ("the driver asks for a reset", Reset),

@@ -165,6 +165,13 @@ pub struct Fitted {
     pub outcome: Outcome,
 }
 
+impl Fitted {
+    /// Whether others of the stack are suspended for it.
+    pub fn is_in_turns(&self) -> bool {
+        matches!(self.outcome, Outcome::InTurns(_))
+    }
+}
+
 /// Places `stack` beside the existing leases. `names` says which leases belong to the stack's own containers.
 pub fn fit(
     stack: &Stack,
@@ -239,14 +246,17 @@ impl World<'_> {
         }
     }
 
-    /// Its share without those that may be suspended, if it is refused beside them. They keep what they have booked: the next one
-    /// is placed beside all of them.
+    /// Its share without those on one GPU that may be suspended, if it is refused beside them: no room is made on two. They keep
+    /// what they have booked: the next one is placed beside all of them.
     fn place_in_turn(&self, refused: &AdmitError, request: &Request, id: &LeaseId) -> Option<Placement> {
         let suspendable = self.suspendable.as_ref().filter(|_| refused.is_temporary())?;
-        let mut rest = self.ledger.clone();
-        rest.leases.retain(|lease| !suspendable.contains(&lease.id));
-        let world = (&self.inventory, &rest);
-        preview_after(&mut Ahead::default(), request, id, world, self.whose, self.config).ok()
+        self.inventory.gpus().find_map(|gpu| {
+            let goes = |lease: &Lease| lease.devices.contains(&gpu.uuid) && suspendable.contains(&lease.id);
+            let mut rest = self.ledger.clone();
+            rest.leases.retain(|lease| !goes(lease));
+            let world = (&self.inventory, &rest);
+            preview_after(&mut Ahead::default(), request, id, world, self.whose, self.config).ok()
+        })
     }
 
     fn book(&mut self, service: &Service, placement: &Placement, id: &LeaseId) {

@@ -100,6 +100,8 @@ fn a_stack_fits_in_turns_where_its_containers_are_suspended_for_each_other() {
     assert_eq!(root(two(), 2), ["chat on GPU-0, time-slice", "image on GPU-1, time-slice"]);
     let third = root([two(), vec![model("music", "80GiB")]].concat(), 1);
     assert_eq!(third[2], "music on GPU-0, in turns");
+    let third = root([two(), vec![model("music", "80GiB")]].concat(), 2);
+    assert_eq!(third[2], "music on GPU-0, in turns");
 
     let is_refused = |lines: &[String], word: &str| {
         assert!(lines.last().unwrap().starts_with(&format!("{word} not: ")), "{lines:?}");
@@ -112,6 +114,9 @@ fn a_stack_fits_in_turns_where_its_containers_are_suspended_for_each_other() {
     is_refused(&root(vec![stays.clone(), model("image", "80GiB")], 1), "image");
     is_refused(&root(vec![model("chat", "80GiB"), stays.clone(), model("image", "80GiB")], 1), "image");
     is_refused(&root(vec![model("chat", "80GiB"), model("large", "200GiB")], 1), "large");
+    // Room is made on one GPU, not on two.
+    let both = service("both", &[("mode", "time-slice"), ("memory", "80GiB"), ("gpu", "any:2")]);
+    is_refused(&root([two(), vec![both]].concat(), 2), "both");
 }
 
 #[test]

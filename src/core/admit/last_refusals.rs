@@ -29,7 +29,7 @@ const LONGEST: usize = 2000;
 /// How many devices are kept of one: as many as eight GPUs in MIG mode have.
 pub(super) const MOST_CANDIDATES: usize = 64;
 
-/// A container that was not started, or one that was started with a warning about its image.
+/// A container that was not started, or one that was started with a warning about its image or its runtime.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RefusalRecord {
     /// Seconds since the epoch.

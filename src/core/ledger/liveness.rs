@@ -361,15 +361,20 @@ fn find_sign_of_life(container: &Container) -> io::Result<Option<String>> {
         };
         for dir in possible {
             if !dir.symlink_metadata().is_err_and(cannot_be) && is_populated(&dir)? {
-                let pid =
-                    live_processes(&dir)?.first().map_or_else(String::new, |first| format!(" {}", first.pid));
-                return Ok(Some(format!("process{pid} is in its cgroup {}", safe_path(&dir))));
+                return Ok(Some(describe_use(&dir)));
             }
         }
         return Ok(None);
     }
     let pid = if container.id.is_empty() { None } else { process_named_for(&container.id)? };
     Ok(pid.map(|pid| format!("process {pid} is in its cgroup")))
+}
+
+/// That processes are in the cgroup `dir`. Which they are is for readers: where that cannot be told, they are there all the same.
+fn describe_use(dir: &Path) -> String {
+    let processes = live_processes(dir).unwrap_or_default();
+    let first = processes.first().map_or("a process".to_owned(), |first| format!("process {}", first.pid));
+    format!("{first} is in its cgroup {}", safe_path(dir))
 }
 
 fn process_named_for(id: &str) -> io::Result<Option<i32>> {

@@ -287,4 +287,12 @@ mod cgroup_tests {
         fs::write(&file, "{").unwrap();
         assert!(find_sign_of_life(&container).is_err());
     }
+
+    #[test]
+    fn a_cgroup_whose_processes_are_of_another_pid_namespace_is_in_use() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("cgroup.threads"), "0\n").unwrap();
+        assert!(live_processes(dir.path()).is_err());
+        assert!(describe_use(dir.path()).starts_with("a process is in its cgroup "));
+    }
 }

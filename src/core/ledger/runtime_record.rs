@@ -268,21 +268,46 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger, before: Option<&
     }
     let known = further_roots(state_dir)?;
     new.retain(|root| !known.iter().any(|old| old == root));
-    if new.is_empty() { Ok(()) } else { write_roots(state_dir, ledger, &known, &new) }
+    if new.is_empty() { Ok(()) } else { write_roots(state_dir, ledger, &known, &new, &is_gone) }
 }
 
-/// Forgets the roots that are gone, and that no lease of `ledger` has.
+/// The roots that are gone, and that no lease of `ledger` has. Looked for without the ledger's lock: a look at one on a dead network
+/// mount may not return.
+pub(super) fn gone_roots(state_dir: &Path, ledger: &Ledger) -> BTreeSet<PathBuf> {
+    let leased = leased_roots(ledger);
+    let known = further_roots(state_dir).unwrap_or_default().into_iter();
+    known.filter(|root| !leased.contains(root.as_os_str().as_bytes()) && is_gone(root)).collect()
+}
+
+/// Forgets those of the `gone` that no lease of `ledger` has.
 ///
 /// # Errors
 /// As [`remember_roots`].
-pub(super) fn forget_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()> {
-    write_roots(state_dir, ledger, &further_roots(state_dir)?, &[])
+pub(super) fn forget_roots(state_dir: &Path, ledger: &Ledger, gone: &BTreeSet<PathBuf>) -> io::Result<()> {
+    if gone.is_empty() {
+        return Ok(());
+    }
+    write_roots(state_dir, ledger, &further_roots(state_dir)?, &[], &|root| gone.contains(root))
 }
 
-/// Writes down `new` beside those of `known` that are there or that a lease of `ledger` has.
-fn write_roots(state_dir: &Path, ledger: &Ledger, known: &[PathBuf], new: &[&Path]) -> io::Result<()> {
-    let leased: BTreeSet<_> = ledger.leases.iter().map(|lease| root_of(&lease.container.record)).collect();
-    let is_gone = |root: &Path| root.symlink_metadata().is_err_and(|error| is_absent(&error));
+fn is_gone(root: &Path) -> bool {
+    root.symlink_metadata().is_err_and(|error| is_absent(&error))
+}
+
+/// Their texts.
+fn leased_roots(ledger: &Ledger) -> BTreeSet<&[u8]> {
+    ledger.leases.iter().map(|lease| root_of(&lease.container.record)).collect()
+}
+
+/// Writes down `new` beside those of `known` that are not gone or that a lease of `ledger` has.
+fn write_roots(
+    state_dir: &Path,
+    ledger: &Ledger,
+    known: &[PathBuf],
+    new: &[&Path],
+    is_gone: &dyn Fn(&Path) -> bool,
+) -> io::Result<()> {
+    let leased = leased_roots(ledger);
     let is_kept = |root: &&Path| leased.contains(root.as_os_str().as_bytes()) || !is_gone(root);
     let roots: Vec<&Path> = known.iter().map(PathBuf::as_path).filter(is_kept).collect();
     if new.is_empty() && roots.len() == known.len() {
@@ -538,10 +563,16 @@ mod runtime_roots_tests {
         fs::write(&file, format!("{lines}\n/nonexistent/runc")).unwrap();
         remember_roots(dir.path(), &ledger, None).unwrap();
         assert!(fs::read_to_string(&file).unwrap().contains("/nonexistent/29999"));
-        forget_roots(dir.path(), &ledger).unwrap();
+        forget_roots(dir.path(), &ledger, &BTreeSet::new()).unwrap();
+        assert!(
+            fs::read_to_string(&file).unwrap().contains("/nonexistent/29999"),
+            "it looks for none itself"
+        );
+        let gone = gone_roots(dir.path(), &ledger);
+        forget_roots(dir.path(), &ledger, &gone).unwrap();
         assert_eq!(fs::read_to_string(&file).unwrap(), with_new);
         let written = fs::metadata(&file).unwrap().ino();
-        forget_roots(dir.path(), &ledger).unwrap();
+        forget_roots(dir.path(), &ledger, &gone).unwrap();
         assert_eq!(fs::metadata(&file).unwrap().ino(), written, "not written anew");
     }
 

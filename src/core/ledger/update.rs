@@ -7,6 +7,7 @@
 //!
 //! `clearing.lock` is another lock, held while files of ended containers are removed.
 
+use std::collections::BTreeSet;
 use std::fs::{File, Permissions};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
@@ -22,7 +23,7 @@ use nix::libc::{O_DIRECTORY, O_NOFOLLOW, O_PATH};
 use super::error::failed;
 use super::liveness::{Scan, reclaim, running_first};
 use super::rebuild::{last_inventory, rebuild, running_container, salvage, unexplained};
-use super::runtime_record::{LARGEST, forget_roots, remember_roots};
+use super::runtime_record::{LARGEST, forget_roots, gone_roots, remember_roots};
 use super::store::{COPY, LEDGER, Mark, keep_settings, ledger_text, parse_ledger};
 use super::{Freed, Lease, LeaseId, Ledger, LedgerError, Namespaces, Record, Store, events_of_change};
 use crate::events;
@@ -140,8 +141,9 @@ impl Store {
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         // Before the lock, because parsing and asking for each process take longer than all the rest.
-        let running = self.read_file().ok().flatten().map(|ledger| running_first(&ledger, scan));
-        let running = running.unwrap_or_default();
+        let seen = self.read_file().ok().flatten().unwrap_or_else(|| Arc::new(Ledger::empty("")));
+        let running = running_first(&seen, scan);
+        let gone = if scan == Scan::Full { gone_roots(&self.state_dir, &seen) } else { BTreeSet::new() };
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
         let lock = take(&self.lock_path(), &self.ledger_path())?;
         let mark = Mark::read(&lock, boot);
@@ -171,7 +173,7 @@ impl Store {
         if scan == Scan::Full {
             crate::fs::sweep(&self.state_dir);
             // Where that fails, the next command does it.
-            let _ = forget_roots(&self.state_dir, &start);
+            let _ = forget_roots(&self.state_dir, &start, &gone);
         }
         let settled = || {
             let mut ledger = Ledger::clone(&start);

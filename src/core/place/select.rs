@@ -59,16 +59,17 @@ pub(super) fn slots(request: &Request, world: World<'_>) -> Result<Vec<Vec<usize
     }
     let fitting = filter_profile(&all, request.mig.as_deref(), inventory)?;
     let kinds = if mig { "MIG devices" } else { "GPUs" };
+    let (asked, have) = match &request.devices {
+        Devices::All => (0, 0),
+        Devices::Any(count) => (usize::try_from(count.get()).unwrap_or(usize::MAX), fitting.len()),
+        Devices::These(selectors) => (selectors.len(), inventory.devices.len()),
+    };
+    if asked > have {
+        return Err(format!("{asked} {kinds} requested, {have} present"));
+    }
     let slots = match &request.devices {
         Devices::All => fitting.iter().map(|index| vec![*index]).collect(),
-        Devices::Any(count) => match usize::try_from(count.get()) {
-            Ok(count) if count <= fitting.len() => vec![fitting; count],
-            _ => return Err(format!("{count} {kinds} requested, {} present", fitting.len())),
-        },
-        Devices::These(selectors) if selectors.len() > inventory.devices.len() => {
-            let (asked, have) = (selectors.len(), inventory.devices.len());
-            return Err(format!("{asked} {kinds} requested, {have} present"));
-        }
+        Devices::Any(_) => vec![fitting; asked],
         Devices::These(selectors) => {
             let slot = |selector| {
                 let found = slot(selector, mig, world)?;
@@ -240,16 +241,13 @@ pub(crate) fn selected<'a>(
 
 /// The devices that `selector` names. With `mig`, the MIG devices that it names or whose GPU it names.
 fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Config) -> Vec<usize> {
+    let has = |device: &Device| is_named_by(selector, device, config);
     let fits = |device: &Device| match selector {
         Selector::MigUuid(_) | Selector::MigIndex(..) => is_part(selector, device),
-        Selector::Name(name) => {
-            let has =
-                |device: &Device| rule(device, config).is_some_and(|rule| rule.name.as_ref() == Some(name));
-            // An alias may name either.
-            has(device) || device.is_mig() && mig && inventory.device(device.gpu()).is_some_and(has)
-        }
-        _ if device.is_mig() != mig => false,
-        _ => is_named_by(selector, device),
+        // An alias may name either.
+        Selector::Name(_) if has(device) => true,
+        Selector::Name(_) => device.is_mig() && mig && inventory.device(device.gpu()).is_some_and(has),
+        _ => device.is_mig() == mig && has(device),
     };
     let found = indices(inventory, fits);
     // A complete UUID names its own device, even if another UUID begins with it.
@@ -261,8 +259,8 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
     if found.iter().any(whole) { found.into_iter().filter(whole).collect() } else { found }
 }
 
-/// Whether `selector` names `device` or its GPU by the GPU's properties.
-fn is_named_by(selector: &Selector, device: &Device) -> bool {
+/// Whether `selector` names `device`, or its GPU by the GPU's properties.
+fn is_named_by(selector: &Selector, device: &Device, config: &Config) -> bool {
     match selector {
         Selector::Index(index) => device.index == *index,
         Selector::Uuid(uuid) => starts_with(device.gpu(), uuid),
@@ -270,19 +268,17 @@ fn is_named_by(selector: &Selector, device: &Device) -> bool {
         Selector::Model(glob) => glob_matches(glob, &device.name),
         Selector::MigIndex(gpu, _) => device.index == *gpu,
         Selector::MigUuid(_) => device.mig_enabled,
-        Selector::Name(_) => false,
+        Selector::Name(name) => rule(device, config).is_some_and(|rule| rule.name.as_ref() == Some(name)),
     }
 }
 
 /// The left-out GPUs that `request` could have.
 pub(super) fn left_out<'a>(request: &Request, world: World<'a>) -> impl Iterator<Item = &'a LeftOut> {
-    let named = move |selector: &Selector, gpu: &Device| match selector {
-        Selector::Name(name) => rule(gpu, world.config).is_some_and(|rule| rule.name.as_ref() == Some(name)),
-        selector => is_named_by(selector, gpu),
-    };
     world.inventory.left_out.iter().filter(move |gone| match &request.devices {
         Devices::Any(_) | Devices::All => gone.gpu.mig_enabled || !wants_mig(request),
-        Devices::These(selectors) => selectors.iter().any(|selector| named(selector, &gone.gpu)),
+        Devices::These(selectors) => {
+            selectors.iter().any(|selector| is_named_by(selector, &gone.gpu, world.config))
+        }
     })
 }
 

@@ -295,7 +295,7 @@ pub fn run_stack(stack: &Stack, arguments: &Arguments, config: &Config) -> anyho
 
 /// What is said of those that fit in turns.
 fn tell_turns(fitted: &[Fitted]) -> Option<String> {
-    let in_turns = fitted.iter().filter(|one| matches!(one.outcome, Outcome::InTurns(_)));
+    let in_turns = fitted.iter().filter(|one| one.is_in_turns());
     let names = in_turns.map(|one| safe(&one.service)).collect::<Vec<_>>().join(", ");
     let turns = || format!("{names} in turns: `sublet serve` suspends others of the stack to make room");
     (!names.is_empty()).then(turns)
@@ -322,6 +322,8 @@ struct ServiceFit<'a> {
     service: &'a str,
     /// Whether it would get its share. Also true if it asks for none.
     fits: bool,
+    /// Whether others of the stack are suspended for it.
+    in_turns: bool,
     /// Whether it asks for a share.
     asks: bool,
     /// UUIDs of the GPUs or MIG devices.
@@ -351,6 +353,7 @@ impl<'a> ServiceFit<'a> {
         Self {
             service: &fitted.service,
             fits: why.is_none(),
+            in_turns: fitted.is_in_turns(),
             asks: !matches!(fitted.outcome, Outcome::AsksForNone),
             gpus: placement.map_or(&[][..], |placement| &placement.devices),
             mode: placement.map(|placement| placement.mode),
@@ -378,8 +381,7 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
     let without = |mode: &str, result: String| [dash(), mode.to_owned(), dash(), dash(), result];
     let no_limit = || "no limit".to_owned();
     let cells = match &fitted.outcome {
-        outcome @ (Outcome::Fits(placement) | Outcome::InTurns(placement)) => {
-            let in_turns = matches!(outcome, Outcome::InTurns(_));
+        Outcome::Fits(placement) | Outcome::InTurns(placement) => {
             let number = |uuid: &String| inventory.device(uuid).map_or_else(|| uuid.clone(), Device::number);
             let count = sm_count(placement, inventory).map(|count| format!(" ({count})")).unwrap_or_default();
             let profile = placement.devices.first().and_then(|uuid| inventory.device(uuid)).map(Device::kind);
@@ -389,7 +391,7 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
                 sharing(placement.mode, profile, own_server),
                 placement.sm.map_or_else(no_limit, |sm| format!("{sm} %{count}")),
                 placement.memory_bytes.map_or_else(no_limit, |bytes| format!("{} MiB", bytes >> 20)),
-                if in_turns { "fits in turns" } else { "fits" }.to_owned(),
+                if fitted.is_in_turns() { "fits in turns" } else { "fits" }.to_owned(),
             ]
         }
         Outcome::Made(made) => without("mig", format!("fits: a MIG instance is created, {}", made.0.label)),
@@ -435,6 +437,8 @@ mod tests {
         );
         let turns = "image in turns: `sublet serve` suspends others of the stack to make room";
         assert_eq!(tell_turns(&fitted).as_deref(), Some(turns));
+        let in_turns = |one| ServiceFit::of(one, &Names::default(), &inventory).in_turns;
+        assert_eq!(fitted.iter().map(in_turns).collect::<Vec<_>>(), [false, true, false]);
         assert_eq!(tell_turns(&fitted[..1]), None);
     }
 }

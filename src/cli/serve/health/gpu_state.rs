@@ -12,7 +12,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_enum_NVML_SUCCESS as SUCCESS,
 };
 
-use crate::sick_gpus::xid::{Remedy, describe_recovery};
+use crate::sick_gpus::xid::{Remedy, describe_recovery, is_fault};
 
 /// `NVML_GPU_FABRIC_STATE_IN_PROGRESS` and `_COMPLETED`.
 const JOINING: u8 = 2;
@@ -83,8 +83,7 @@ impl GpuState {
 
     /// A fault that keeps new leases away, what to do, and whether the driver asks for a reset.
     pub fn fault(&self) -> Option<(&'static str, Remedy, bool)> {
-        // 3 is about peer-to-peer traffic, and ends with that.
-        let action = self.recovery.filter(|action| ![0, 3].contains(action));
+        let action = self.recovery.filter(|action| is_fault(*action));
         let (what, remedy) = describe_recovery(action.unwrap_or_default());
         let is_pending = self.remap_pending == Some(true);
         let all = [

@@ -30,6 +30,7 @@ use sublet_core::config::Config;
 use sublet_core::events::Kind;
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
+use sublet_core::text::safe;
 
 /// The longest wait for the kernel's log, and the time between two looks at NVML's events.
 const ROUND: Duration = Duration::from_millis(500);
@@ -181,13 +182,14 @@ impl Watcher {
         let mut sets = Vec::new();
         for (gpu, device) in devices {
             let types = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
-            let Some(set) = nvml.create_event_set().ok().filter(|_| !types.is_empty()) else { continue };
-            match device.register_events(types, set) {
+            if types.is_empty() {
+                continue;
+            }
+            let set = nvml.create_event_set().map_err(Into::into);
+            match set.and_then(|set| device.register_events(types, set)) {
                 Ok(set) => sets.push(set),
                 Err(error) if self.without_events.insert(gpu.uuid.clone()) => {
-                    let label = gpu.label();
-                    let text =
-                        format!("NVML tells of no error of {label} ({error}): only the kernel's log does");
+                    let text = describe_no_events(&gpu.label(), &error.to_string(), self.has_log);
                     self.reporter.emit_once(event(Kind::Warned, None, gpu, "no-events", &text), &self.config);
                 }
                 Err(_) => {}
@@ -253,6 +255,12 @@ impl Watcher {
 fn note(config: &Config, change: impl FnOnce(&mut Records)) {
     let noted = sick_gpus::change(config, change);
     let _ = noted.inspect_err(|error| tracing::warn!("health.json: {error}"));
+}
+
+/// What is said of a GPU of which NVML registers no events.
+fn describe_no_events(label: &str, why: &str, has_log: bool) -> String {
+    let log = if has_log { "only the kernel's log does" } else { "nor can the kernel's log be read" };
+    format!("NVML tells of no error of {label} ({}): {log}", safe(why))
 }
 
 /// The Xids of NVML's events.
@@ -331,6 +339,13 @@ mod tests {
         reader.read();
         assert_eq!(warnings(), [""; 0], "it answers again");
         assert_eq!(inventory::last(&config).unwrap().left_out[0].gpu.uuid, "GPU-1");
+    }
+
+    #[test]
+    fn the_log_is_named_only_where_it_can_be_read() {
+        let said = |has_log| describe_no_events("GPU 0", "it is busy", has_log);
+        assert_eq!(said(true), "NVML tells of no error of GPU 0 (it is busy): only the kernel's log does");
+        assert!(said(false).ends_with(": nor can the kernel's log be read"), "{}", said(false));
     }
 
     #[test]

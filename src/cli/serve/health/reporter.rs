@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::probe::describe;
 use crate::refresh::leave_out_sick;
 use crate::sick_gpus::kernel_log::Xid;
-use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, describe_recovery, is_program_error};
+use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, describe_recovery, is_fault, is_program_error};
 use crate::sick_gpus::{self, Sick};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
@@ -43,7 +43,10 @@ impl Reporter {
             _ if is_program_error(xid.number) => self.report_to_containers(xid, gpu, config),
             (None, (what, remedy)) => sick(what, remedy, false),
             (Some(0), _) => note_reset(gpu, config),
-            (Some(action), _) => sick(&safe_long(&xid.text, 200), describe_recovery(action).1, true),
+            (Some(action), _) if is_fault(action) => {
+                sick(&safe_long(&xid.text, 200), describe_recovery(action).1, true);
+            }
+            (Some(_), _) => {}
         }
     }
 
@@ -295,6 +298,15 @@ mod tests {
         assert_eq!(sick_gpus::read(&config).unwrap().asked().collect::<Vec<_>>(), [GPU]);
         assert_eq!(asked_recovery(&xid(154, None, &changed("0x0 (None)"))), Some(0));
         assert_eq!(asked_recovery(&xid(154, None, "")), Some(u64::MAX), "none says what is asked for");
+    }
+
+    #[test]
+    fn a_drain_of_peer_to_peer_traffic_that_is_asked_for_is_no_fault() {
+        let (_dir, config) = host(vec![ours(1)]);
+        let text = "GPU recovery action changed from 0x0 (None) to 0x3 (Drain P2P)";
+        Reporter::default().act_on(&xid(RECOVERY_CHANGED, None, text), &config);
+        assert_eq!(sick_gpus::read(&config).unwrap(), sick_gpus::Records::default());
+        assert_eq!(emitted(&config), []);
     }
 
     #[test]
