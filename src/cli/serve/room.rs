@@ -148,8 +148,12 @@ pub(super) fn make_room(id: &LeaseId, uid: u32, config: &Config) -> anyhow::Resu
 /// That cannot be written down.
 fn take(step: &RoomStep, uid: u32, config: &Config) -> Result<Option<String>, LedgerError> {
     let attempt = |lease: &LeaseId, verb: &str, done: Result<suspend::Done, SuspendError>| {
-        let Some(why) = done.err().map(|error| error.to_string()) else { return Ok(None) };
-        Local::new(config).update(|ledger| ledger.back_off(lease, config.suspend.at_least, &why))?;
+        let Err(error) = done else { return Ok(None) };
+        // Host memory that others are copying to is theirs or free soon.
+        let is_soon = matches!(error, SuspendError::HostMemory { .. }) && error.is_temporary();
+        let at_least = if is_soon { Duration::ZERO } else { config.suspend.at_least };
+        let why = error.to_string();
+        Local::new(config).update(|ledger| ledger.back_off(lease, at_least, &why))?;
         Ok(Some(format!("{} cannot be {verb}: {why}", name_of(lease, uid, config))))
     };
     match step {

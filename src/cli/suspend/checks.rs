@@ -2,7 +2,8 @@
 
 use std::io;
 
-use super::SuspendError;
+use super::error::BESIDE_OTHERS;
+use super::{SuspendError, sum};
 use super::driver::{Driver, ProcessState};
 use crate::probe::memory_of_host;
 use sublet_core::inventory::{self, Inventory};
@@ -224,32 +225,24 @@ pub(super) fn check_some_alive(processes: &[SuspendedProcess]) -> Result<(), Sus
     if is_there { Ok(()) } else { Err(SuspendError::NoProcess) }
 }
 
-/// The host's memory and the container's limits have room for as many bytes as each process has on the GPU.
-pub(super) fn check_host_memory(processes: &[SuspendedProcess], bytes: u64) -> Result<(), SuspendError> {
-    let mut left = vec![("the host", left_of_host()?)];
+/// The host's memory has room for as many bytes as each process has on the GPU, beside so many that others are copying there, and
+/// so have the container's limits. With those of others it is asked under the ledger's lock with the step that begins: two at
+/// once do not both count on the same memory. What others have copied already is then counted twice.
+pub(super) fn check_host_memory(processes: &[SuspendedProcess], beside: u64) -> Result<(), SuspendError> {
+    let (_, available) =
+        memory_of_host().ok_or_else(|| SuspendError::Unknown("the host's memory".to_owned()))?;
+    let mut left = vec![left_of_host(available, beside)];
     for one in processes {
         let limit = cgroups::memory_left(one.process.pid);
         let limit = limit.map_err(|error| unknown("the container's memory limit", &error))?;
         left.extend(limit.map(|limit| ("the container's memory limit", limit)));
     }
-    check_fits(bytes, &left)
+    check_fits(sum(processes), &left)
 }
 
-/// The host's memory has room for `bytes` beside those that other containers are copying there. It is asked under the ledger's lock
-/// with the step that begins: two at once do not both count on the same memory. What was copied already is counted twice.
-pub(super) fn check_host_beside(bytes: u64, beside: u64) -> Result<(), SuspendError> {
-    check_beside(bytes, beside, left_of_host()?)
-}
-
-fn check_beside(bytes: u64, beside: u64, left: u64) -> Result<(), SuspendError> {
-    let of = if beside == 0 { "the host" } else { "the host, beside what others copy there now," };
-    check_fits(bytes, &[(of, left.saturating_sub(beside))])
-}
-
-fn left_of_host() -> Result<u64, SuspendError> {
-    let (_, available) =
-        memory_of_host().ok_or_else(|| SuspendError::Unknown("the host's memory".to_owned()))?;
-    Ok(available.saturating_sub(HOST_RESERVE))
+fn left_of_host(available: u64, beside: u64) -> (&'static str, u64) {
+    let of = if beside == 0 { "the host" } else { BESIDE_OTHERS };
+    (of, available.saturating_sub(HOST_RESERVE).saturating_sub(beside))
 }
 
 fn check_fits(bytes: u64, left: &[(&'static str, u64)]) -> Result<(), SuspendError> {
@@ -430,12 +423,14 @@ mod tests {
     }
 
     #[test]
-    fn the_later_of_two_at_once_has_the_memory_that_the_earlier_leaves() {
-        assert_eq!(word(check_beside(GIB, 0, GIB)), "");
-        assert_eq!(word(check_beside(GIB, 2 * GIB, 3 * GIB)), "");
-        let error = check_beside(GIB, 2 * GIB, 3 * GIB - 1).unwrap_err().to_string();
-        assert!(error.contains("1023 MiB of the host, beside what others copy there now, left"), "{error}");
-        let error = check_beside(GIB, 4 * GIB, GIB).unwrap_err().to_string();
+    fn the_later_of_two_at_once_has_the_memory_that_the_earlier_leaves_and_may_wait_for_the_rest() {
+        let check = |beside, available| check_fits(GIB, &[left_of_host(HOST_RESERVE + available, beside)]);
+        assert_eq!(word(check(0, GIB)), "");
+        assert_eq!(word(check(2 * GIB, 3 * GIB)), "");
+        let error = check(2 * GIB, 3 * GIB - 1).unwrap_err();
+        assert!(error.to_string().contains("1023 MiB of the host, beside what others copy there now, left"));
+        assert!(error.is_temporary() && !check(0, GIB - 1).unwrap_err().is_temporary());
+        let error = check(4 * GIB, GIB).unwrap_err().to_string();
         assert!(error.contains("there are 0 MiB"), "{error}");
     }
 

@@ -83,7 +83,7 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
     let processes = work.check_processes(&ledger)?;
     let bytes = sum(&processes);
     work.change(|ledger| {
-        checks::check_host_beside(bytes, ledger.bytes_on_their_way_out(id))?;
+        checks::check_host_memory(&processes, ledger.bytes_on_their_way_out(id))?;
         ledger.begin_suspending(id, work.owner, processes.clone())?;
         if on_demand {
             ledger.note_on_demand(id);
@@ -144,7 +144,7 @@ pub(crate) fn move_to(id: &LeaseId, gpu: &str, config: &Config) -> Result<Done, 
     let bytes = sum(&processes);
     work.lease = work.change(|ledger| {
         check_resume(ledger.suspendable(id)?, &there, bytes, &work.inventory, ledger, config)?;
-        checks::check_host_beside(bytes, ledger.bytes_on_their_way_out(id))?;
+        checks::check_host_memory(&processes, ledger.bytes_on_their_way_out(id))?;
         ledger.begin_moving(id, work.owner, processes.clone(), &there)?;
         ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
@@ -356,10 +356,9 @@ impl<'a> Work<'a> {
 
     /// Whether these have room in host memory, and on their way back beside so many bytes that have gone before.
     fn check_room(&self, processes: &[SuspendedProcess], before: u64) -> Result<(), SuspendError> {
-        let bytes = sum(processes);
-        let all = bytes.saturating_add(before);
+        let all = sum(processes).saturating_add(before);
         checks::check_way_back(all, self.device(self.gpu())?, self.config.limits.reserve)?;
-        checks::check_host_memory(processes, bytes)
+        checks::check_host_memory(processes, 0)
     }
 
     /// Process `new`, as it is now, if it may be suspended with the rest, which is `own`.
@@ -367,7 +366,6 @@ impl<'a> Work<'a> {
         let ledger = Store::open(&self.config.state_dir)?.read()?;
         let new = checks::check_new(&self.lease, own, new, &self.cuda_processes(&ledger)?)?;
         self.check_room(&[new], own.bytes())?;
-        checks::check_host_beside(new.bytes, ledger.bytes_on_their_way_out(&self.lease.id))?;
         Ok(new)
     }
 
