@@ -1,10 +1,11 @@
 //! What is checked before anything of a container is locked.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read as _};
 
+use super::driver::{Driver, ProcessState};
 use super::error::BESIDE_OTHERS;
 use super::{SuspendError, sum};
-use super::driver::{Driver, ProcessState};
 use crate::probe::memory_of_host;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Lease, SuspendedProcess, Suspension};
@@ -21,6 +22,9 @@ const OLDEST_TO_MOVE: u32 = 580;
 /// The libraries of the video engines, whose work the driver does not bring back: pictures decoded after a resume were wrong, or the
 /// decoder failed (docs/evidence/2026-11-28-h200-suspend.md).
 const CODECS: [&str; 2] = ["/libnvcuvid.so", "/libnvidia-encode.so"];
+
+/// In bytes, of what a process has mapped: more than any library's, whose path has 4096 at most.
+const LONGEST_LINE: u64 = 8192;
 
 /// So much of the host's memory is left to other programs, in bytes.
 const HOST_RESERVE: u64 = 512 << 20;
@@ -192,16 +196,35 @@ pub(super) fn check_awake(processes: &[SuspendedProcess]) -> Result<(), SuspendE
 
 /// None of them decodes or encodes video on the GPU. One that ends meanwhile does not.
 pub(super) fn check_codecs(processes: &[SuspendedProcess]) -> Result<(), SuspendError> {
-    let has_codec = |one: &SuspendedProcess| {
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", one.process.pid)).unwrap_or_default();
-        CODECS.iter().any(|library| maps.contains(library))
-    };
-    if processes.iter().any(has_codec) {
-        return Err(SuspendError::Cannot(
-            "it has loaded libnvcuvid or libnvidia-encode, and the driver does not bring back what the video engines work on",
-        ));
+    for SuspendedProcess { process, .. } in processes {
+        let maps = File::open(format!("/proc/{}/maps", process.pid));
+        match maps.and_then(|maps| has_codec(BufReader::new(maps))) {
+            Ok(true) => {
+                return Err(SuspendError::Cannot(
+                    "it has loaded libnvcuvid or libnvidia-encode, and the driver does not bring back what the video engines work on",
+                ));
+            }
+            Err(error) if process.is_alive() => {
+                return Err(unknown(&format!("which libraries process {} has loaded", process.pid), &error));
+            }
+            _ => {}
+        }
     }
     Ok(())
+}
+
+/// Whether one of [`CODECS`] is mapped by these lines (proc(5), `/proc/pid/maps`). A name may be any bytes; a longer line than
+/// [`LONGEST_LINE`] is taken as several.
+fn has_codec(mut maps: impl BufRead) -> io::Result<bool> {
+    let mut line = Vec::new();
+    while maps.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line)? > 0 {
+        let has = |library: &&str| line.windows(library.len()).any(|part| part == library.as_bytes());
+        if CODECS.iter().any(has) {
+            return Ok(true);
+        }
+        line.clear();
+    }
+    Ok(false)
 }
 
 /// The driver has none of them locked or suspended already, as NVIDIA's cuda-checkpoint does.
@@ -412,6 +435,22 @@ mod tests {
             (one(Process { pid: i32::MAX, start_time: 1 }), one(Process::current().unwrap()));
         assert_eq!(word(check_some_alive(&[ended, alive])), "");
         assert_eq!(word(check_some_alive(&[ended])), "no-process");
+    }
+
+    #[test]
+    fn a_codec_is_seen_beside_whatever_else_is_mapped() {
+        let maps = |name: &[u8]| [b"7f00-7f01 r-xp 0 08:01 7 ".as_slice(), name, b"\n"].concat();
+        let [codec, cuda] = ["libnvidia-encode.so.580.159", "libcuda.so.1"]
+            .map(|name| maps(format!("/lib/{name}").as_bytes()));
+        assert!(!has_codec(&cuda[..]).unwrap() && has_codec(&codec[..]).unwrap());
+        for other in [b"/tmp/\xff\xfe".to_vec(), vec![b'/'; 1 << 20]] {
+            assert!(!has_codec(&maps(&other)[..]).unwrap());
+            assert!(has_codec(&[maps(&other), codec.clone()].concat()[..]).unwrap());
+        }
+        let mut unread = Process::current().unwrap();
+        assert!(check_codecs(&[SuspendedProcess { process: unread, bytes: 1 }]).is_ok());
+        unread.pid = i32::MAX;
+        assert!(check_codecs(&[SuspendedProcess { process: unread, bytes: 1 }]).is_ok(), "it has ended");
     }
 
     #[test]
