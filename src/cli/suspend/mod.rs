@@ -34,7 +34,7 @@ pub use error::SuspendError;
 pub(crate) use new::have_suspended;
 pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
-use nvml::ask_nvml;
+use nvml::Asked;
 use pairs::{all_uuids, change_places};
 use sublet_core::admit::{Local, confirmed_inventory, refresh};
 use sublet_core::config::Config;
@@ -280,7 +280,7 @@ struct Work<'a> {
     lease: Lease,
     inventory: Inventory,
     driver: Driver,
-    nvml: Nvml,
+    nvml: Asked,
     owner: Process,
     /// Whether its nodes were given already.
     has_nodes: Cell<bool>,
@@ -290,7 +290,7 @@ impl<'a> Work<'a> {
     fn begin(lease: Lease, config: &'a Config) -> Result<Self, SuspendError> {
         let unknown =
             |error: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
-        let (nvml, now) = ask_nvml(confirmed_inventory(config)?, config)?;
+        let (nvml, now) = Asked::connect(confirmed_inventory(config)?, config)?;
         // A refresh starts a child, which initialises NVML once more. It says which GPUs are left out now.
         let inventory = match now.filter(|now| now.left_out.is_empty()) {
             Some(now) => now,
@@ -386,14 +386,16 @@ impl<'a> Work<'a> {
     fn cuda_processes(&self, ledger: &Ledger) -> Result<CudaProcesses, SuspendError> {
         let gpus = self.inventory.devices.iter().filter(|device| !device.is_mig());
         let mut uuids = gpus.map(|gpu| gpu.uuid.as_str()).filter(|uuid| *uuid != self.gpu());
+        let here = self.processes_on(self.gpu(), ledger)?;
         let elsewhere = uuids.any(|uuid| self.processes_on(uuid, ledger).is_ok_and(|on| !on.is_empty()));
-        Ok(CudaProcesses { here: self.processes_on(self.gpu(), ledger)?, elsewhere })
+        Ok(CudaProcesses { here, elsewhere })
     }
 
     fn processes_on(&self, uuid: &str, ledger: &Ledger) -> Result<Vec<CudaProcess>, SuspendError> {
-        let unknown = |error| SuspendError::Unknown(format!("what runs on GPU {} ({error})", safe(uuid)));
-        let device = probe::device_by_uuid(&self.nvml, uuid).map_err(unknown)?;
-        let listed = probe::compute_processes(&device).map_err(unknown)?;
+        let unknown = |why| SuspendError::Unknown(format!("what runs on GPU {} ({why})", safe(uuid)));
+        let gpu = uuid.to_owned();
+        let ask = move |nvml: &Nvml| probe::compute_processes(&probe::device_by_uuid(nvml, &gpu)?);
+        let listed = self.nvml.ask(ask).map_err(unknown)?;
         let mut found = Vec::new();
         for (pid, bytes) in probe::joined(listed.iter()) {
             let pid = i32::try_from(pid).unwrap_or(0);
@@ -496,10 +498,12 @@ impl<'a> Work<'a> {
 
     /// All GPUs of the host, each followed by the one that takes its place: the container's and `there` change places.
     fn pairs(&self, there: &str) -> Result<Vec<String>, String> {
-        let unknown = |error| format!("NVML does not count the host's GPUs ({error})");
-        let count = self.nvml.device_count().map_err(unknown)?;
-        let uuid = |index| self.nvml.device_by_index(index).and_then(|device| device.uuid());
-        let all = all_uuids(count, uuid, &self.inventory.left_out)?;
+        let ask = |nvml: &Nvml| {
+            let uuid = |index| nvml.device_by_index(index).and_then(|device| device.uuid());
+            Ok((0..nvml.device_count()?).map(uuid).collect())
+        };
+        let unknown = |why| format!("NVML does not count the host's GPUs ({why})");
+        let all = all_uuids(self.nvml.ask(ask).map_err(unknown)?, &self.inventory.left_out)?;
         Ok(change_places(&all, self.gpu(), there))
     }
 
@@ -668,18 +672,21 @@ impl<'a> Work<'a> {
 
     /// What NVML says of a GPU, just before a restore.
     fn check_gpu(&self, uuid: &str, bytes: u64, reserve: u64) -> Result<(), String> {
-        let device = probe::device_by_uuid(&self.nvml, uuid).map_err(|error| format!("NVML: {error}"))?;
-        let mode = device.compute_mode().map_err(|error| format!("NVML, of its compute mode: {error}"))?;
+        let gpu = uuid.to_owned();
+        let ask = move |nvml: &Nvml| {
+            let device = probe::device_by_uuid(nvml, &gpu)?;
+            Ok((device.compute_mode()?, device.memory_info()?.free))
+        };
+        let (mode, free) = self.nvml.ask(ask).map_err(|why| format!("NVML: {why}"))?;
         if mode != ComputeMode::Default {
             let mode = probe::compute_mode(mode);
             return Err(format!(
                 "its GPU has compute mode {mode}; fix: end the MPS shares there, or set it to DEFAULT (nvidia-smi -c)"
             ));
         }
-        let memory = device.memory_info().map_err(|error| format!("NVML, of its memory: {error}"))?;
         let needed = bytes.saturating_add(reserve);
-        if memory.free < needed {
-            let [free, needed] = [memory.free, needed].map(|bytes| bytes >> 20);
+        if free < needed {
+            let [free, needed] = [free, needed].map(|bytes| bytes >> 20);
             return Err(format!(
                 "its GPU has {free} MiB free, and {needed} MiB are needed; fix: end what uses it, or wait (--wait)"
             ));
