@@ -83,6 +83,8 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
     let processes = work.check_processes(&ledger)?;
     let bytes = sum(&processes);
     work.change(|ledger| {
+        // One that another command suspends by now is refused for that, and not for the memory that it takes.
+        ledger.suspendable(id)?;
         checks::check_host_memory(&processes, ledger.bytes_on_their_way_out(id))?;
         ledger.begin_suspending(id, work.owner, processes.clone())?;
         if on_demand {
