@@ -199,15 +199,16 @@ pub(crate) fn is_cut_short(config: &Config) -> bool {
 }
 
 /// Puts right every step that nobody takes any more, from where this process takes none: what was locked is unlocked, what
-/// was suspended comes back. Copying may take minutes, which is `announced` first. Returns what could not be put right, one line
-/// each; `None`: what there is to put right is not known.
-pub(crate) fn put_right(config: &Config, announced: impl Fn(&str)) -> Option<Vec<String>> {
+/// was suspended comes back. Copying may take minutes, which is `announced` first. Returns the leases that could not be put right,
+/// with one line each; `None`: what there is to put right is not known.
+pub(crate) fn put_right(config: &Config, announced: impl Fn(&str)) -> Option<Vec<(LeaseId, String)>> {
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).ok()?;
     let put = |lease: &Lease| {
         let name = safe(&lease.container.name());
         announced(&announce(lease));
-        let put = put_one_right(lease, config);
-        put.err().map(|error| format!("container {name}: a step of its suspension was cut short: {error}"))
+        let error = put_one_right(lease, config).err()?;
+        let line = format!("container {name}: a step of its suspension was cut short: {error}");
+        Some((lease.id.clone(), line))
     };
     Some(ledger.cut_short(Process::current().ok()?).filter_map(put).collect())
 }
