@@ -269,7 +269,7 @@ mod tests {
             fill(ledger);
             let id = ledger.leases[0].id.clone();
             ledger.waiters.clear();
-            ledger.begin_suspending(&id, me, vec![]).unwrap();
+            ledger.begin_suspending(&id, me, vec![], None).unwrap();
             ledger.note_on_demand(&id);
             assert!(ledger.end_suspended(&id, me));
         };

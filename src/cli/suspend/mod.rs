@@ -86,7 +86,7 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
         // One that another command suspends by now is refused for that, and not for the memory that it takes.
         ledger.suspendable(id)?;
         checks::check_host_memory(&processes, ledger.bytes_on_their_way_out(id))?;
-        ledger.begin_suspending(id, work.owner, processes.clone())?;
+        ledger.begin_suspending(id, work.owner, processes.clone(), None)?;
         if on_demand {
             ledger.note_on_demand(id);
         }
@@ -147,7 +147,7 @@ pub(crate) fn move_to(id: &LeaseId, gpu: &str, config: &Config) -> Result<Done, 
     work.lease = work.change(|ledger| {
         check_resume(ledger.suspendable(id)?, &there, bytes, &work.inventory, ledger, config)?;
         checks::check_host_memory(&processes, ledger.bytes_on_their_way_out(id))?;
-        ledger.begin_moving(id, work.owner, processes.clone(), &there)?;
+        ledger.begin_suspending(id, work.owner, processes.clone(), Some(&there))?;
         ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
     let why = work.carry_over(&there, &processes).err();
@@ -166,25 +166,17 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
     let ledger = Store::open(&config.state_dir)?.read()?;
     let (lease, own) = ledger.resumable(id)?;
     let mut work = Work::begin(lease.clone(), config)?;
-    let there = match gpu {
-        Some(gpu) => work.find_named(gpu)?.uuid.clone(),
-        None => work.gpu().to_owned(),
-    };
-    let is_elsewhere = there != work.gpu();
-    if is_elsewhere {
-        work.check_move(&there)?;
-    }
+    let named = gpu.map(|gpu| Ok::<_, SuspendError>(work.find_named(gpu)?.uuid.clone())).transpose()?;
+    let to = named.filter(|named| named != work.gpu());
+    to.as_deref().map_or(Ok(()), |there| work.check_move(there))?;
     checks::check_awake(&own.processes)?;
     // It may have been resumed and suspended again meanwhile, with other processes, and elsewhere.
     work.lease = work.change(|ledger| {
         ledger.forget_ended(id);
         let (lease, own) = ledger.resumable(id)?;
-        check_resume(lease, &there, own.bytes(), &work.inventory, ledger, config)?;
-        if is_elsewhere {
-            ledger.begin_arriving(id, work.owner, &there)?;
-        } else {
-            ledger.begin_resuming(id, work.owner)?;
-        }
+        let there = to.as_deref().unwrap_or_else(|| work.gpu());
+        check_resume(lease, there, own.bytes(), &work.inventory, ledger, config)?;
+        ledger.begin_resuming(id, work.owner, to.as_deref())?;
         ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
     let own = work.lease.suspension.clone().ok_or(SuspendError::Ended)?;
