@@ -39,7 +39,8 @@ struct Seen<'c> {
 impl<'c> Seen<'c> {
     /// Without the driver, if anything in the ledger may be suspended or has been.
     fn by_files(config: &'c Config) -> Option<Self> {
-        let ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
+        let mut ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
+        ledger.forget_ended();
         let concerns = |lease: &Lease| lease.may_be_suspended() || lease.suspension.is_some();
         let inventory = ledger.leases.iter().any(concerns).then(|| last(config))?.ok()?;
         Some(Self { ledger, inventory, usage: None, config })
@@ -47,7 +48,10 @@ impl<'c> Seen<'c> {
 
     /// By the driver's word of now.
     fn by_driver(config: &'c Config) -> anyhow::Result<Self> {
-        let ledger = Local::new(config).update(|ledger| ledger.clone())?;
+        let ledger = Local::new(config).update(|ledger| {
+            ledger.forget_ended();
+            ledger.clone()
+        })?;
         let inventory = refresh(config)?;
         let usage = Some(usage::of_host(&ledger, &inventory, usage::SAMPLED, config));
         Ok(Self { ledger, inventory, usage, config })
@@ -197,8 +201,8 @@ mod tests {
 
     use sublet_core::config::PolicyRule;
     use sublet_core::inventory;
-    use sublet_core::ledger::LeaseState;
     use sublet_core::ledger::fixture::lease;
+    use sublet_core::ledger::{LeaseState, SuspendedProcess};
     use sublet_core::place::fixture::{GIB, device, host as host_of};
     use sublet_core::process::Process;
     use sublet_core::request;
@@ -276,6 +280,28 @@ mod tests {
         Store::open(&config.state_dir).unwrap().change(suspend).unwrap();
         assert!(may_find_room(&waiter(7, "0", true), &config));
         assert!(!may_find_room(&waiter(8, "1", true), &config));
+    }
+
+    #[test]
+    fn what_a_process_had_that_has_ended_is_room_for_who_comes_back() {
+        let (_dir, config) = host();
+        let gpu = device(0);
+        inventory::store(&config, &host_of(vec![gpu.clone()]), SystemTime::now()).unwrap();
+        let me = Process::current().unwrap();
+        let ended = Process { pid: i32::MAX, start_time: 1 };
+        let processes = [(me, GIB), (ended, gpu.memory_bytes)]
+            .map(|(process, bytes)| SuspendedProcess { process, bytes });
+        let suspend = |ledger: &mut Ledger| {
+            ledger.leases = vec![Lease { state: LeaseState::Active, ..lease(1, "GPU-0") }];
+            let id = ledger.leases[0].id.clone();
+            ledger.begin_suspending(&id, me, processes.to_vec(), None).unwrap();
+            ledger.note_on_demand(&id);
+            assert!(ledger.end_suspended(&id, me));
+            id
+        };
+        let (id, _) = Store::open(&config.state_dir).unwrap().change(suspend).unwrap();
+        let room = Seen::by_files(&config).unwrap().next_step(Duration::ZERO);
+        assert_eq!(room.step, Some(RoomStep::Resume(id)));
     }
 
     #[test]

@@ -108,7 +108,7 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
 /// It was ended, or the step could not begin.
 fn suspend_new(id: &LeaseId, new: Process, config: &Config) -> Result<bool, SuspendError> {
     let mut ledger = Store::open(&config.state_dir)?.read()?;
-    ledger.forget_ended(id);
+    ledger.forget_ended();
     let (lease, own) = ledger.resumable(id)?;
     let work = Work::begin(lease.clone(), config)?;
     let checked = work.check_new(own, new);
@@ -117,7 +117,7 @@ fn suspend_new(id: &LeaseId, new: Process, config: &Config) -> Result<bool, Susp
     }
     let found = *checked.as_ref().unwrap_or(&SuspendedProcess { process: new, bytes: 0 });
     let add = |ledger: &mut Ledger| {
-        ledger.forget_ended(id);
+        ledger.forget_ended();
         ledger.begin_adding(id, work.owner, found)
     };
     match work.change(add)? {
@@ -172,7 +172,7 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
     checks::check_awake(&own.processes)?;
     // It may have been resumed and suspended again meanwhile, with other processes, and elsewhere.
     work.lease = work.change(|ledger| {
-        ledger.forget_ended(id);
+        ledger.forget_ended();
         let (lease, own) = ledger.resumable(id)?;
         let there = to.as_deref().unwrap_or_else(|| work.gpu());
         check_resume(lease, there, own.bytes(), &work.inventory, ledger, config)?;

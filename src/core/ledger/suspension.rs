@@ -337,14 +337,19 @@ impl Ledger {
         ended
     }
 
-    /// Processes of lease `id` that have ended while it is suspended need no room any more. They stay in the list: others may have
-    /// shared memory with them.
-    pub fn forget_ended(&mut self, id: &LeaseId) {
-        if self.resumable(id).is_ok() {
-            self.change_step(id, |own| {
-                let ended = own.processes.iter_mut().filter(|one| !one.process.is_alive());
-                ended.for_each(|one| one.bytes = 0);
+    /// Processes that have ended while their container is suspended need no room any more, and it waits for none of theirs. They
+    /// stay in the list: others may have shared memory with them.
+    pub fn forget_ended(&mut self) {
+        let has_ended = |one: &SuspendedProcess| one.bytes > 0 && !one.process.is_alive();
+        let forgets = |lease: &&Lease| {
+            self.resumable(&lease.id).is_ok_and(|(_, own)| own.processes.iter().any(has_ended))
+        };
+        let ids: Vec<LeaseId> = self.leases.iter().filter(forgets).map(|lease| lease.id.clone()).collect();
+        for id in ids {
+            self.change_step(&id, |own| {
+                own.processes.iter_mut().filter(|one| has_ended(one)).for_each(|one| one.bytes = 0);
             });
+            self.wait_for_room(&id);
         }
     }
 
@@ -726,14 +731,18 @@ mod tests {
         let alive = SuspendedProcess { process: me(), bytes: 7 };
         ledger.begin_suspending(&id, me(), [held(BYTES), vec![alive]].concat(), None).unwrap();
         let bytes = |ledger: &mut Ledger| {
-            ledger.forget_ended(&id);
+            ledger.forget_ended();
             let own = ledger.leases[0].suspension.as_ref().unwrap();
             assert!(own.has(dead()) && own.has(me()));
             own.bytes()
         };
         assert_eq!(bytes(&mut ledger), BYTES + 7, "a step keeps what it began with");
+        ledger.note_on_demand(&id);
         ledger.end_suspended(&id, me());
+        let waits_for = |ledger: &Ledger| ledger.waiters[0].request().unwrap().memory;
+        assert_eq!(waits_for(&ledger), Some(Memory::Bytes(BYTES + MIB)));
         assert_eq!(bytes(&mut ledger), 7);
+        assert_eq!(waits_for(&ledger), Some(Memory::Bytes(BYTES / 2)), "what its share books");
         ledger.begin_resuming(&id, me(), None).unwrap();
         assert_eq!(ledger.leases[0].booked_memory(), Some(BYTES / 2));
     }
