@@ -67,16 +67,21 @@ impl<'c> Seen<'c> {
             !time.is_zero() && stays_until > now
         };
         let is_busy = |lease: &Lease| {
-            let Some(usage) = usage else { return Some(false) };
-            let used = usage.of_lease(lease, lease.devices.first()?, ledger);
-            let runs = used.processes.is_some_and(|count| count > 0);
-            // Where the driver does not say, it may compute.
-            (runs || is_new(lease)).then_some(used.sm_percent != Some(0))
+            let is_known = usage.as_ref().map_or(Some(false), |usage| computes(lease, usage));
+            is_known.or_else(|| is_new(lease).then_some(false))
         };
         let at_ms = now.saturating_add(milliseconds(time));
         let rule_of = |uid| rule_of(uid, config).ok().cloned();
         Sight { inventory, ledger, config, at_ms, is_busy: &is_busy, rule_of: &rule_of }.next_step()
     }
+}
+
+/// Whether a process of the lease computed in the last seconds; `None`: it has none on its GPU. Of one that did not, the driver has no
+/// sample (H200, driver 580; docs/evidence/2026-11-23-h200-used.md).
+fn computes(lease: &Lease, usage: &Usage) -> Option<bool> {
+    let used = usage.devices.get(lease.devices.first()?)?;
+    let of_each = used.of_lease(lease).map(|process| process.sm_percent.is_some_and(|percent| percent > 0));
+    of_each.reduce(|one, other| one || other)
 }
 
 /// Whether there may be a step to take, as far as is known without the driver.
@@ -209,6 +214,8 @@ mod tests {
     use sublet_core::share::Suspend;
 
     use super::*;
+    use crate::gpu_processes::Holder;
+    use crate::usage::{DeviceUse, ProcessUse};
 
     fn host() -> (tempfile::TempDir, Config) {
         let dir = tempfile::tempdir().unwrap();
@@ -302,6 +309,29 @@ mod tests {
         let (id, _) = Store::open(&config.state_dir).unwrap().change(suspend).unwrap();
         let room = Seen::by_files(&config).unwrap().next_step(Duration::ZERO);
         assert_eq!(room.step, Some(RoomStep::Resume(id)));
+    }
+
+    #[test]
+    fn a_container_of_whose_processes_the_driver_has_no_sample_is_idle() {
+        let held = lease(1, "GPU-0");
+        let of = |percents: &[Option<u32>]| {
+            let holder = Holder {
+                process: Process { pid: 4_000_000, start_time: 1 },
+                name: String::new(),
+                memory_bytes: None,
+                is_server: false,
+                is_client: false,
+                lease: Some(held.id.clone()),
+            };
+            let process = |&sm_percent| ProcessUse { holder: holder.clone(), sm_percent };
+            let used =
+                DeviceUse { processes: percents.iter().map(process).collect(), ..DeviceUse::default() };
+            let devices = BTreeMap::from([("GPU-0".to_owned(), used)]);
+            computes(&held, &Usage { devices, ..Usage::default() })
+        };
+        assert_eq!([of(&[None]), of(&[Some(0)])], [Some(false); 2]);
+        assert_eq!([of(&[Some(1)]), of(&[None, Some(40), None])], [Some(true); 2]);
+        assert_eq!((of(&[]), computes(&held, &Usage::default())), (None, None));
     }
 
     #[test]
