@@ -14,6 +14,7 @@ use nix::unistd::alarm;
 use crate::libcuda::{CheckpointCall, Checkpointer, GpuPair};
 use sublet_core::fs::open_lock;
 use sublet_core::inventory::{FileKind, Inventory};
+use sublet_core::ledger::SuspendedProcess;
 use sublet_core::process::sublet::{self, SubletError};
 use sublet_core::process::{Process, pidfd_await_end};
 
@@ -109,35 +110,25 @@ impl Driver {
         }
     }
 
-    /// Carries out `call` on `target`, which has `bytes` of memory on the GPU. A process that has ended is no error.
+    /// Carries out `call` on `target`. A process that has ended is no error. A restore is where it was, or with `pairs` of the UUIDs
+    /// of all GPUs of the host: each is followed by that of the GPU that takes its place.
     pub(super) fn carry_out(
         &self,
         call: CheckpointCall,
-        target: Process,
-        bytes: u64,
-    ) -> Result<(), CallError> {
-        let limit = match call {
-            CheckpointCall::Checkpoint | CheckpointCall::Restore => copying(bytes),
-            CheckpointCall::Lock | CheckpointCall::Unlock => SHORT,
-        };
-        self.ask(call.into(), target, limit, &[]).map(drop)
-    }
-
-    /// Has one child restore `target`, which has `bytes` of memory, if that is in host memory, and unlock it: each start of a child
-    /// costs as much as loading libcuda does. Nothing was asked of the driver where it does not tell the state first.
-    pub(super) fn bring_back(&self, target: Process, bytes: u64) -> Result<(), CallError> {
-        self.ask(BACK, target, copying(bytes) + SHORT, &[]).map(drop)
-    }
-
-    /// Restores `target`, which has `bytes` of memory, with `pairs` of the UUIDs of all GPUs of the host: each is followed by
-    /// that of the GPU that takes its place.
-    pub(super) fn restore_with(
-        &self,
-        target: Process,
-        bytes: u64,
+        target: SuspendedProcess,
         pairs: &[String],
     ) -> Result<(), CallError> {
-        self.ask(CheckpointCall::Restore.into(), target, copying(bytes), pairs).map(drop)
+        let limit = match call {
+            CheckpointCall::Checkpoint | CheckpointCall::Restore => copying(target.bytes),
+            CheckpointCall::Lock | CheckpointCall::Unlock => SHORT,
+        };
+        self.ask(call.into(), target.process, limit, pairs).map(drop)
+    }
+
+    /// Has one child restore `target`, if its memory is in host memory, and unlock it: each start of a child costs as much as loading
+    /// libcuda does. Nothing was asked of the driver where it does not tell the state first.
+    pub(super) fn bring_back(&self, target: SuspendedProcess) -> Result<(), CallError> {
+        self.ask(BACK, target.process, copying(target.bytes) + SHORT, &[]).map(drop)
     }
 
     fn ask(

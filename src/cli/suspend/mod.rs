@@ -435,11 +435,11 @@ impl<'a> Work<'a> {
             .and_then(|()| checks::check_running(&self.driver, &[new]))
             .map_err(text)?;
         self.give_nodes()?;
-        let carry_out = |call, bytes| self.driver.carry_out(call, new.process, bytes);
-        carry_out(CheckpointCall::Lock, new.bytes).map_err(|error| error.to_string())?;
-        let SuspendedProcess { bytes, .. } = self.check_new(own, new.process).map_err(text)?;
-        self.change(|ledger| ledger.resize_added(&self.lease.id, self.owner, bytes)).map_err(text)?;
-        carry_out(CheckpointCall::Checkpoint, bytes).map_err(|error| error.to_string())
+        let carry_out = |call, new| self.driver.carry_out(call, new, &[]).map_err(|error| error.to_string());
+        carry_out(CheckpointCall::Lock, new)?;
+        let new = self.check_new(own, new.process).map_err(text)?;
+        self.change(|ledger| ledger.resize_added(&self.lease.id, self.owner, new.bytes)).map_err(text)?;
+        carry_out(CheckpointCall::Checkpoint, new)
     }
 
     /// Ends the step with process `new`, which is ended if it is not out: there is no room that it could go back to.
@@ -473,10 +473,12 @@ impl<'a> Work<'a> {
         let noted = self.change(|ledger| ledger.begin_restoring(&self.lease.id, self.owner));
         noted.map_err(|error| error.to_string())?;
         self.check_gpu(there, bytes, reserve)?;
-        processes.iter().try_for_each(|one| {
-            let restored = self.driver.restore_with(one.process, one.bytes, &pairs);
-            restored.map_err(|error| format!("process {}: {error}", one.process.pid))
-        })
+        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Restore, *one, &pairs))
+    }
+
+    fn carry_out(&self, call: CheckpointCall, one: SuspendedProcess, pairs: &[String]) -> Result<(), String> {
+        let done = self.driver.carry_out(call, one, pairs);
+        done.map_err(|error| format!("process {}: {error}", one.process.pid))
     }
 
     /// Before a restore on GPU `uuid`: its nodes, no MPS server in the way, and room as NVML tells.
@@ -504,16 +506,12 @@ impl<'a> Work<'a> {
 
     /// Locks all of its processes, and then suspends them. At least one of them is there still.
     fn put_away(&self, processes: &[SuspendedProcess]) -> Result<(), String> {
-        let carry_out = |call, one: &SuspendedProcess| {
-            let done = self.driver.carry_out(call, one.process, one.bytes);
-            done.map_err(|error| format!("process {}: {error}", one.process.pid))
-        };
-        processes.iter().try_for_each(|one| carry_out(CheckpointCall::Lock, one))?;
+        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Lock, *one, &[]))?;
         let ledger = Store::open(&self.config.state_dir).and_then(|store| store.read());
         let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
         checks::check_unchanged(processes, &now.map_err(|error| error.to_string())?)?;
         checks::check_codecs(processes).map_err(|error| error.to_string())?;
-        processes.iter().try_for_each(|one| carry_out(CheckpointCall::Checkpoint, one))?;
+        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Checkpoint, *one, &[]))?;
         checks::check_some_alive(processes).map_err(|error| error.to_string())
     }
 
@@ -544,7 +542,7 @@ impl<'a> Work<'a> {
         let alive: Vec<SuspendedProcess> = states.iter().map(|(one, _)| *one).collect();
         let gpu = self.gather(&alive)?;
         for (one, _) in states.iter().filter(|(_, state)| *state != ProcessState::Running) {
-            self.carry_out_or_lose(CheckpointCall::Unlock, *one, ProcessState::Running)?;
+            self.unlock(*one)?;
         }
         Ok(gpu)
     }
@@ -558,12 +556,12 @@ impl<'a> Work<'a> {
         if self.make_ready(self.gpu(), one.bytes, reserve).is_err() {
             return Ok(false);
         }
-        let Err(failed) = self.driver.bring_back(one.process, one.bytes) else { return Ok(true) };
+        let Err(failed) = self.driver.bring_back(*one) else { return Ok(true) };
         let now = self.state_of(one.process);
         if now != Some(ProcessState::Running) {
             // Locked, it is on the GPU: the answer was late.
             aftermath(failed, now, ProcessState::Locked, checks::check_awake(&[*one]).is_ok())?;
-            self.carry_out_or_lose(CheckpointCall::Unlock, *one, ProcessState::Running)?;
+            self.unlock(*one)?;
         }
         Ok(true)
     }
@@ -582,16 +580,11 @@ impl<'a> Work<'a> {
         let not_now = |why| Stuck::NotNow { why, all_out };
         let there = self.lease.destination().filter(|_| self.is_arriving());
         self.make_ready(there.unwrap_or_else(|| self.gpu()), sum(out), reserve).map_err(not_now)?;
-        let Some(there) = there else {
-            return out.iter().try_for_each(|one| {
-                self.carry_out_or_lose(CheckpointCall::Restore, *one, ProcessState::Locked)
-            });
-        };
-        let pairs = self.pairs(there).map_err(not_now)?;
+        let pairs = there.map_or(Ok(Vec::new()), |there| self.pairs(there)).map_err(not_now)?;
         for (count, one) in out.iter().enumerate() {
-            let Err(failed) = self.driver.restore_with(one.process, one.bytes, &pairs) else { continue };
+            let Err(failed) = self.driver.carry_out(CheckpointCall::Restore, *one, &pairs) else { continue };
             let now = self.state_of(one.process);
-            if now == Some(ProcessState::Checkpointed) && failed.is_harmless() {
+            if there.is_some() && now == Some(ProcessState::Checkpointed) && failed.is_harmless() {
                 // One that was moved before it is on the GPU.
                 let all_out = all_out && count == 0;
                 return Err(Stuck::NotNow { why: failed.to_string(), all_out });
@@ -630,9 +623,8 @@ impl<'a> Work<'a> {
         self.give_nodes().map_err(not_now)?;
         let pairs = self.pairs(there).map_err(not_now)?;
         for one in moved {
-            let away = self.driver.carry_out(CheckpointCall::Checkpoint, one.process, one.bytes);
-            let back = away.and_then(|()| self.driver.restore_with(one.process, one.bytes, &pairs));
-            back.map_err(|error| not_now(format!("process {}: {error}", one.process.pid)))?;
+            let away = self.carry_out(CheckpointCall::Checkpoint, one, &[]);
+            away.and_then(|()| self.carry_out(CheckpointCall::Restore, one, &pairs)).map_err(not_now)?;
         }
         Ok(here)
     }
@@ -650,15 +642,10 @@ impl<'a> Work<'a> {
         Ok((gpu, noted))
     }
 
-    /// Carries out `call`, which leads to the state `wanted`.
-    fn carry_out_or_lose(
-        &self,
-        call: CheckpointCall,
-        one: SuspendedProcess,
-        wanted: ProcessState,
-    ) -> Result<(), Stuck> {
-        let Err(failed) = self.driver.carry_out(call, one.process, one.bytes) else { return Ok(()) };
-        aftermath(failed, self.state_of(one.process), wanted, checks::check_awake(&[one]).is_ok())
+    fn unlock(&self, one: SuspendedProcess) -> Result<(), Stuck> {
+        let Err(failed) = self.driver.carry_out(CheckpointCall::Unlock, one, &[]) else { return Ok(()) };
+        let now = self.state_of(one.process);
+        aftermath(failed, now, ProcessState::Running, checks::check_awake(&[one]).is_ok())
     }
 
     fn state_of(&self, process: Process) -> Option<ProcessState> {
