@@ -283,15 +283,14 @@ struct Work<'a> {
 
 impl<'a> Work<'a> {
     fn begin(lease: Lease, config: &'a Config) -> Result<Self, SuspendError> {
-        let unknown =
-            |error: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
         let (nvml, now) = Asked::connect(confirmed_inventory(config)?, config)?;
         // A refresh starts a child, which initialises NVML once more. It says which GPUs are left out now.
         let inventory = match now.filter(|now| now.left_out.is_empty()) {
             Some(now) => now,
             None => refresh(config)?,
         };
-        let owner = Process::current().map_err(|error| unknown(&error))?;
+        let unknown = |error| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
+        let owner = Process::current().map_err(unknown)?;
         let driver = Driver::of(&inventory, &config.state_dir, owner);
         let driver =
             driver.ok_or_else(|| SuspendError::Unknown("where the host's libcuda.so.1 is".to_owned()))?;
@@ -360,8 +359,7 @@ impl<'a> Work<'a> {
     fn check_new(&self, own: &Suspension, new: Process) -> Result<SuspendedProcess, SuspendError> {
         let ledger = Store::open(&self.config.state_dir)?.read()?;
         let new = checks::check_new(&self.lease, own, new, &self.cuda_processes(&ledger)?)?;
-        self.check_room(&[new], own.bytes())?;
-        Ok(new)
+        self.check_room(&[new], own.bytes()).map(|()| new)
     }
 
     /// A change of the ledger.
