@@ -16,17 +16,20 @@ impl KnownFaults {
         !self.0.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Warns of those of `faults` that are new, and with the line `over` when there are none any more.
-    pub fn warn(&self, faults: Vec<String>, over: &str) {
+    /// Warns of those of `faults` that are new, and with the line `over` when there are none any more. Each is what it is of, by
+    /// which it is known, and a line, whose figures may change.
+    pub fn warn<K: ToString>(&self, faults: impl IntoIterator<Item = (K, String)>, over: &str) {
         self.news(faults, over).iter().for_each(|line| tracing::warn!("{line}"));
     }
 
-    fn news(&self, faults: Vec<String>, over: &str) -> Vec<String> {
+    fn news<K: ToString>(&self, faults: impl IntoIterator<Item = (K, String)>, over: &str) -> Vec<String> {
         let mut before = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_over = faults.is_empty() && !before.is_empty();
-        let new = faults.iter().filter(|fault| !before.contains(fault)).cloned();
+        let (now, lines): (Vec<String>, Vec<String>) =
+            faults.into_iter().map(|(of, line)| (of.to_string(), line)).unzip();
+        let is_over = now.is_empty() && !before.is_empty();
+        let new = now.iter().zip(lines).filter(|(of, _)| !before.contains(of)).map(|(_, line)| line);
         let news = new.chain(is_over.then(|| over.to_owned())).collect();
-        *before = faults;
+        *before = now;
         news
     }
 }
@@ -39,7 +42,7 @@ mod tests {
     fn a_fault_is_warned_of_once_and_again_after_it_was_over() {
         let known = KnownFaults::none();
         let news =
-            |faults: &[&str]| known.news(faults.iter().map(|fault| (*fault).to_owned()).collect(), "well");
+            |faults: &[&str]| known.news(faults.iter().map(|fault| (fault, (*fault).to_owned())), "well");
         assert_eq!(news(&[]), [""; 0], "there was none");
         assert_eq!(news(&["full"]), ["full"]);
         assert_eq!(news(&["full"]), [""; 0]);
@@ -48,5 +51,6 @@ mod tests {
         assert_eq!(news(&[]), ["well"]);
         assert_eq!(news(&[]), [""; 0]);
         assert_eq!(news(&["full"]), ["full"]);
+        assert_eq!(known.news([("full", "full, 7 MiB".to_owned())], "well"), [""; 0], "the same fault");
     }
 }

@@ -111,6 +111,32 @@ fn a_start_gets_the_room_of_another_which_comes_back_when_it_has_ended() {
 }
 
 #[test]
+fn of_two_the_idle_one_goes_though_it_came_last() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = host(AT_ONCE);
+    let world = &host.world;
+    let half = [("sublet.memory", "11GiB"), ("sublet.suspend", "allow")];
+    let [busy, idle] = ["busy", "idle"].map(|id| world.bundle(id, &half, KEEP));
+    for bundle in [&busy, &idle] {
+        bundle.up();
+        bundle.event("round");
+    }
+    std::fs::write(in_sim(world, "idle"), idle.pid().to_string()).expect("written");
+    let third = world.bundle("third", &half, KEEP);
+    third.up();
+    assert_eq!((state(world, "busy"), state(world, "idle")), ("active".into(), "suspended".into()));
+    third.down();
+    comes_to(world, "idle", "active");
+    for bundle in [busy, idle] {
+        assert_goes_on(&bundle);
+        bundle.down();
+    }
+    world.assert_empty();
+}
+
+#[test]
 fn two_models_take_turns_on_a_gpu_that_has_room_for_one() {
     if skip_unless_root() {
         return;

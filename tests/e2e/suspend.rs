@@ -131,6 +131,31 @@ fn another_takes_the_gpu_meanwhile_and_all_comes_back_when_it_has_ended() {
 }
 
 #[test]
+fn a_gpu_that_hangs_holds_no_container_of_another_that_is_locked() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200-h100", "");
+    let kept = kept(&world, "kept");
+    let trace = in_sim(&world, "trace");
+    std::fs::write(&trace, "").expect("sim/trace");
+    done(&world, &["suspend", "kept"]);
+    let traced = std::fs::read_to_string(&trace).expect("sim/trace");
+    let list = "nvmlDeviceGetComputeRunningProcesses_v3";
+    let before = traced.lines().take_while(|call| *call != "cuCheckpointProcessLock");
+    let before = before.filter(|call| *call == list).count();
+    done(&world, &["resume", "kept"]);
+    // Locked, its own GPU is asked, and then the other one.
+    fail(&world, &format!("{list} {} hang\n", before + 2));
+    done(&world, &["suspend", "kept"]);
+    assert_eq!(std::fs::read_to_string(in_sim(&world, "fail")).expect("sim/fail"), "", "nothing hung");
+    done(&world, &["resume", "kept"]);
+    assert_goes_on(&kept);
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
 fn a_container_that_cannot_be_suspended_is_refused_before_anything_is_locked() {
     if skip_unless_root() {
         return;

@@ -56,7 +56,7 @@ pub fn start() -> io::Result<()> {
     let run = || loop {
         let looked = config_files::load().map_err(io::Error::other).and_then(|config| look_with_use(&config));
         let fault = looked.err().map(|error| format!("use cannot be recorded: {error}"));
-        KNOWN.warn(fault.into_iter().collect(), "use is recorded again");
+        KNOWN.warn(fault.map(|line| (line.clone(), line)), "use is recorded again");
         std::thread::sleep(PERIOD);
     };
     std::thread::Builder::new().name("accounting".to_owned()).spawn(run).map(drop)

@@ -153,10 +153,10 @@ fn a_lease_counts_nothing_while_it_is_suspended_and_then_where_it_comes_back() {
                 host.look(&std::mem::take(events));
             }
         };
-        host.ledger.begin_suspending(&id, me, Vec::new()).unwrap();
+        host.ledger.begin_suspending(&id, me, Vec::new(), None).unwrap();
         host.ledger.end_suspended(&id, me);
         pass(&mut host, &mut events, Kind::Suspended);
-        host.ledger.begin_arriving(&id, me, &there).unwrap();
+        host.ledger.begin_resuming(&id, me, Some(&there)).unwrap();
         host.ledger.end_resumed(&id, me, &there);
         pass(&mut host, &mut events, Kind::Moved);
         lease = host.ledger.leases[0].clone();

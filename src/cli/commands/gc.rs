@@ -47,7 +47,7 @@ fn settle(config: &Config) -> anyhow::Result<()> {
     let done = Local::new(config).reconcile(|_| Ok(()))?;
     say_freed(&done.freed);
     let stuck = put_right(config, |line| eprintln!("sublet: {line}")).unwrap_or_default();
-    for line in done.lines.iter().chain(&stuck) {
+    for line in done.lines.iter().chain(stuck.iter().map(|(_, line)| line)) {
         println!("{line}");
     }
     Ok(())

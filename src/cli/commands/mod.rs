@@ -287,7 +287,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<Ledger> {
         done => done?.lines.iter().for_each(|line| eprintln!("sublet: {line}")),
     }
     let say = |line: &str| eprintln!("sublet: {line}");
-    put_right(config, say).iter().flatten().for_each(|line| say(line));
+    put_right(config, say).iter().flatten().for_each(|(_, line)| say(line));
     store.read().context("after freeing leases of containers that have ended")
 }
 

@@ -101,7 +101,7 @@ pub(super) fn watch_mig(config: &Config) {
     // Where nobody looked, a fault may be there still.
     if !matches!(looked, Ok(false)) {
         let fault = looked.err().map(|error| format!("MIG devices cannot be watched: {error}"));
-        FAULTS.warn(fault.into_iter().collect(), "MIG devices are watched again");
+        FAULTS.warn(fault.map(|line| (line.clone(), line)), "MIG devices are watched again");
     }
 }
 

@@ -392,7 +392,7 @@ mod tests {
         let (us, first) = (Process::current().unwrap(), waiter(1, "60", None));
         let leases = vec![Lease { state: LeaseState::Active, ..lease(1, "GPU-0") }];
         let mut held = Ledger { leases, ..Ledger::empty("boot") };
-        held.begin_suspending(&first.id, us, Vec::new()).unwrap();
+        held.begin_suspending(&first.id, us, Vec::new(), None).unwrap();
         assert!(held.end_suspended(&first.id, us));
         assert_eq!(steps_in(held.clone(), first.clone(), Some(true)), none, "it comes back first");
         held.back_off(&first.id, Duration::from_secs(30), "it is paused");

@@ -39,7 +39,8 @@ struct Seen<'c> {
 impl<'c> Seen<'c> {
     /// Without the driver, if anything in the ledger may be suspended or has been.
     fn by_files(config: &'c Config) -> Option<Self> {
-        let ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
+        let mut ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
+        ledger.forget_ended();
         let concerns = |lease: &Lease| lease.may_be_suspended() || lease.suspension.is_some();
         let inventory = ledger.leases.iter().any(concerns).then(|| last(config))?.ok()?;
         Some(Self { ledger, inventory, usage: None, config })
@@ -47,7 +48,10 @@ impl<'c> Seen<'c> {
 
     /// By the driver's word of now.
     fn by_driver(config: &'c Config) -> anyhow::Result<Self> {
-        let ledger = Local::new(config).update(|ledger| ledger.clone())?;
+        let ledger = Local::new(config).update(|ledger| {
+            ledger.forget_ended();
+            ledger.clone()
+        })?;
         let inventory = refresh(config)?;
         let usage = Some(usage::of_host(&ledger, &inventory, usage::SAMPLED, config));
         Ok(Self { ledger, inventory, usage, config })
@@ -63,11 +67,8 @@ impl<'c> Seen<'c> {
             !time.is_zero() && stays_until > now
         };
         let is_busy = |lease: &Lease| {
-            let Some(usage) = usage else { return Some(false) };
-            let used = usage.of_lease(lease, lease.devices.first()?, ledger);
-            let runs = used.processes.is_some_and(|count| count > 0);
-            // Where the driver does not say, it may compute.
-            (runs || is_new(lease)).then_some(used.sm_percent != Some(0))
+            let is_known = usage.as_ref().map_or(Some(false), |usage| computes(lease, usage));
+            is_known.or_else(|| is_new(lease).then_some(false))
         };
         let at_ms = now.saturating_add(milliseconds(time));
         // Not without the driver, which is every two seconds: the user database may be slow. What it may say is seen then.
@@ -75,6 +76,14 @@ impl<'c> Seen<'c> {
         let rule_of = |uid| if usage.is_some() { rule_of(uid, config).ok().cloned() } else { Some(any()) };
         Sight { inventory, ledger, config, at_ms, is_busy: &is_busy, rule_of: &rule_of }.next_step()
     }
+}
+
+/// Whether a process of the lease computed in the last seconds; `None`: it has none on its GPU. Of one that did not, the driver has no
+/// sample (H200, driver 580; docs/evidence/2026-11-28-h200x2-groups.md).
+fn computes(lease: &Lease, usage: &Usage) -> Option<bool> {
+    let used = usage.devices.get(lease.devices.first()?)?;
+    let of_each = used.of_lease(lease).map(|process| process.sm_percent.is_some_and(|percent| percent > 0));
+    of_each.reduce(|one, other| one || other)
 }
 
 /// Whether there may be a step to take, as far as is known without the driver.
@@ -151,8 +160,12 @@ pub(super) fn make_room(id: &LeaseId, uid: u32, config: &Config) -> anyhow::Resu
 /// That cannot be written down.
 fn take(step: &RoomStep, uid: u32, config: &Config) -> Result<Option<String>, LedgerError> {
     let attempt = |lease: &LeaseId, verb: &str, done: Result<suspend::Done, SuspendError>| {
-        let Some(why) = done.err().map(|error| error.to_string()) else { return Ok(None) };
-        Local::new(config).update(|ledger| ledger.back_off(lease, config.suspend.at_least, &why))?;
+        let Err(error) = done else { return Ok(None) };
+        // Host memory that others are copying to is theirs or free soon.
+        let is_soon = matches!(error, SuspendError::HostMemory { .. }) && error.is_temporary();
+        let at_least = if is_soon { Duration::ZERO } else { config.suspend.at_least };
+        let why = error.to_string();
+        Local::new(config).update(|ledger| ledger.back_off(lease, at_least, &why))?;
         Ok(Some(format!("{} cannot be {verb}: {why}", name_of(lease, uid, config))))
     };
     match step {
@@ -195,14 +208,16 @@ mod tests {
     use std::time::SystemTime;
 
     use sublet_core::inventory;
-    use sublet_core::ledger::LeaseState;
     use sublet_core::ledger::fixture::lease;
+    use sublet_core::ledger::{LeaseState, SuspendedProcess};
     use sublet_core::place::fixture::{GIB, device, host as host_of};
     use sublet_core::process::Process;
     use sublet_core::request;
     use sublet_core::share::Suspend;
 
     use super::*;
+    use crate::gpu_processes::Holder;
+    use crate::usage::{DeviceUse, ProcessUse};
 
     fn host() -> (tempfile::TempDir, Config) {
         let dir = tempfile::tempdir().unwrap();
@@ -267,7 +282,7 @@ mod tests {
             fill(ledger);
             let id = ledger.leases[0].id.clone();
             ledger.waiters.clear();
-            ledger.begin_suspending(&id, me, vec![]).unwrap();
+            ledger.begin_suspending(&id, me, vec![], None).unwrap();
             ledger.note_on_demand(&id);
             assert!(ledger.end_suspended(&id, me));
         };
@@ -291,7 +306,7 @@ mod tests {
         let me = Process::current().unwrap();
         let mut ledger = Ledger { leases: vec![Lease { brokered: true, ..held(1) }], ..Ledger::empty("") };
         let id = ledger.leases[0].id.clone();
-        ledger.begin_suspending(&id, me, vec![]).unwrap();
+        ledger.begin_suspending(&id, me, vec![], None).unwrap();
         ledger.note_on_demand(&id);
         assert!(ledger.end_suspended(&id, me));
         ledger.leases.push(held(2));
@@ -300,6 +315,51 @@ mod tests {
         assert!(seen.next_step(2 * hour).step.is_some(), "there may be a policy by which it may");
         seen.usage = Some(Usage::default());
         assert_eq!(seen.next_step(2 * hour).step, None, "there is none");
+    }
+
+    #[test]
+    fn what_a_process_had_that_has_ended_is_room_for_who_comes_back() {
+        let (_dir, config) = host();
+        let gpu = device(0);
+        inventory::store(&config, &host_of(vec![gpu.clone()]), SystemTime::now()).unwrap();
+        let me = Process::current().unwrap();
+        let ended = Process { pid: i32::MAX, start_time: 1 };
+        let processes = [(me, GIB), (ended, gpu.memory_bytes)]
+            .map(|(process, bytes)| SuspendedProcess { process, bytes });
+        let suspend = |ledger: &mut Ledger| {
+            ledger.leases = vec![Lease { state: LeaseState::Active, ..lease(1, "GPU-0") }];
+            let id = ledger.leases[0].id.clone();
+            ledger.begin_suspending(&id, me, processes.to_vec(), None).unwrap();
+            ledger.note_on_demand(&id);
+            assert!(ledger.end_suspended(&id, me));
+            id
+        };
+        let (id, _) = Store::open(&config.state_dir).unwrap().change(suspend).unwrap();
+        let room = Seen::by_files(&config).unwrap().next_step(Duration::ZERO);
+        assert_eq!(room.step, Some(RoomStep::Resume(id)));
+    }
+
+    #[test]
+    fn a_container_of_whose_processes_the_driver_has_no_sample_is_idle() {
+        let held = lease(1, "GPU-0");
+        let of = |percents: &[Option<u32>]| {
+            let holder = Holder {
+                process: Process { pid: 4_000_000, start_time: 1 },
+                name: String::new(),
+                memory_bytes: None,
+                is_server: false,
+                is_client: false,
+                lease: Some(held.id.clone()),
+            };
+            let process = |&sm_percent| ProcessUse { holder: holder.clone(), sm_percent };
+            let used =
+                DeviceUse { processes: percents.iter().map(process).collect(), ..DeviceUse::default() };
+            let devices = BTreeMap::from([("GPU-0".to_owned(), used)]);
+            computes(&held, &Usage { devices, ..Usage::default() })
+        };
+        assert_eq!([of(&[None]), of(&[Some(0)])], [Some(false); 2]);
+        assert_eq!([of(&[Some(1)]), of(&[None, Some(40), None])], [Some(true); 2]);
+        assert_eq!((of(&[]), computes(&held, &Usage::default())), (None, None));
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! What is checked before anything of a container is locked.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read as _};
 
-use super::SuspendError;
 use super::driver::{Driver, ProcessState};
+use super::error::BESIDE_OTHERS;
+use super::{SuspendError, sum};
 use crate::probe::memory_of_host;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Lease, SuspendedProcess, Suspension};
@@ -20,6 +22,9 @@ const OLDEST_TO_MOVE: u32 = 580;
 /// The libraries of the video engines, whose work the driver does not bring back: pictures decoded after a resume were wrong, or the
 /// decoder failed (docs/evidence/2026-11-28-h200-suspend.md).
 const CODECS: [&str; 2] = ["/libnvcuvid.so", "/libnvidia-encode.so"];
+
+/// In bytes, of what a process has mapped: more than any library's, whose path has 4096 at most.
+const LONGEST_LINE: u64 = 8192;
 
 /// So much of the host's memory is left to other programs, in bytes.
 const HOST_RESERVE: u64 = 512 << 20;
@@ -191,16 +196,35 @@ pub(super) fn check_awake(processes: &[SuspendedProcess]) -> Result<(), SuspendE
 
 /// None of them decodes or encodes video on the GPU. One that ends meanwhile does not.
 pub(super) fn check_codecs(processes: &[SuspendedProcess]) -> Result<(), SuspendError> {
-    let has_codec = |one: &SuspendedProcess| {
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", one.process.pid)).unwrap_or_default();
-        CODECS.iter().any(|library| maps.contains(library))
-    };
-    if processes.iter().any(has_codec) {
-        return Err(SuspendError::Cannot(
-            "it has loaded libnvcuvid or libnvidia-encode, and the driver does not bring back what the video engines work on",
-        ));
+    for SuspendedProcess { process, .. } in processes {
+        let maps = File::open(format!("/proc/{}/maps", process.pid));
+        match maps.and_then(|maps| has_codec(BufReader::new(maps))) {
+            Ok(true) => {
+                return Err(SuspendError::Cannot(
+                    "it has loaded libnvcuvid or libnvidia-encode, and the driver does not bring back what the video engines work on",
+                ));
+            }
+            Err(error) if process.is_alive() => {
+                return Err(unknown(&format!("which libraries process {} has loaded", process.pid), &error));
+            }
+            _ => {}
+        }
     }
     Ok(())
+}
+
+/// Whether one of [`CODECS`] is mapped by these lines (proc(5), `/proc/pid/maps`). A name may be any bytes; a longer line than
+/// [`LONGEST_LINE`] is taken as several.
+fn has_codec(mut maps: impl BufRead) -> io::Result<bool> {
+    let mut line = Vec::new();
+    while maps.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line)? > 0 {
+        let has = |library: &&str| line.windows(library.len()).any(|part| part == library.as_bytes());
+        if CODECS.iter().any(has) {
+            return Ok(true);
+        }
+        line.clear();
+    }
+    Ok(false)
 }
 
 /// The driver has none of them locked or suspended already, as NVIDIA's cuda-checkpoint does.
@@ -224,32 +248,24 @@ pub(super) fn check_some_alive(processes: &[SuspendedProcess]) -> Result<(), Sus
     if is_there { Ok(()) } else { Err(SuspendError::NoProcess) }
 }
 
-/// The host's memory and the container's limits have room for as many bytes as each process has on the GPU.
-pub(super) fn check_host_memory(processes: &[SuspendedProcess], bytes: u64) -> Result<(), SuspendError> {
-    let mut left = vec![("the host", left_of_host()?)];
+/// The host's memory has room for as many bytes as each process has on the GPU, beside so many that others are copying there, and
+/// so have the container's limits. With those of others it is asked under the ledger's lock with the step that begins: two at
+/// once do not both count on the same memory. What others have copied already is then counted twice.
+pub(super) fn check_host_memory(processes: &[SuspendedProcess], beside: u64) -> Result<(), SuspendError> {
+    let (_, available) =
+        memory_of_host().ok_or_else(|| SuspendError::Unknown("the host's memory".to_owned()))?;
+    let mut left = vec![left_of_host(available, beside)];
     for one in processes {
         let limit = cgroups::memory_left(one.process.pid);
         let limit = limit.map_err(|error| unknown("the container's memory limit", &error))?;
         left.extend(limit.map(|limit| ("the container's memory limit", limit)));
     }
-    check_fits(bytes, &left)
+    check_fits(sum(processes), &left)
 }
 
-/// The host's memory has room for `bytes` beside those that other containers are copying there. It is asked under the ledger's lock
-/// with the step that begins: two at once do not both count on the same memory. What was copied already is counted twice.
-pub(super) fn check_host_beside(bytes: u64, beside: u64) -> Result<(), SuspendError> {
-    check_beside(bytes, beside, left_of_host()?)
-}
-
-fn check_beside(bytes: u64, beside: u64, left: u64) -> Result<(), SuspendError> {
-    let of = if beside == 0 { "the host" } else { "the host, beside what others copy there now," };
-    check_fits(bytes, &[(of, left.saturating_sub(beside))])
-}
-
-fn left_of_host() -> Result<u64, SuspendError> {
-    let (_, available) =
-        memory_of_host().ok_or_else(|| SuspendError::Unknown("the host's memory".to_owned()))?;
-    Ok(available.saturating_sub(HOST_RESERVE))
+fn left_of_host(available: u64, beside: u64) -> (&'static str, u64) {
+    let of = if beside == 0 { "the host" } else { BESIDE_OTHERS };
+    (of, available.saturating_sub(HOST_RESERVE).saturating_sub(beside))
 }
 
 fn check_fits(bytes: u64, left: &[(&'static str, u64)]) -> Result<(), SuspendError> {
@@ -422,6 +438,22 @@ mod tests {
     }
 
     #[test]
+    fn a_codec_is_seen_beside_whatever_else_is_mapped() {
+        let maps = |name: &[u8]| [b"7f00-7f01 r-xp 0 08:01 7 ".as_slice(), name, b"\n"].concat();
+        let [codec, cuda] = ["libnvidia-encode.so.580.159", "libcuda.so.1"]
+            .map(|name| maps(format!("/lib/{name}").as_bytes()));
+        assert!(!has_codec(&cuda[..]).unwrap() && has_codec(&codec[..]).unwrap());
+        for other in [b"/tmp/\xff\xfe".to_vec(), vec![b'/'; 1 << 20]] {
+            assert!(!has_codec(&maps(&other)[..]).unwrap());
+            assert!(has_codec(&[maps(&other), codec.clone()].concat()[..]).unwrap());
+        }
+        let mut unread = Process::current().unwrap();
+        assert!(check_codecs(&[SuspendedProcess { process: unread, bytes: 1 }]).is_ok());
+        unread.pid = i32::MAX;
+        assert!(check_codecs(&[SuspendedProcess { process: unread, bytes: 1 }]).is_ok(), "it has ended");
+    }
+
+    #[test]
     fn the_smallest_room_decides_and_is_reported() {
         assert_eq!(word(check_fits(GIB, &[("the host", GIB)])), "");
         let left = [("the host", 9 * GIB), ("the container's memory limit", GIB - 1)];
@@ -430,12 +462,14 @@ mod tests {
     }
 
     #[test]
-    fn the_later_of_two_at_once_has_the_memory_that_the_earlier_leaves() {
-        assert_eq!(word(check_beside(GIB, 0, GIB)), "");
-        assert_eq!(word(check_beside(GIB, 2 * GIB, 3 * GIB)), "");
-        let error = check_beside(GIB, 2 * GIB, 3 * GIB - 1).unwrap_err().to_string();
-        assert!(error.contains("1023 MiB of the host, beside what others copy there now, left"), "{error}");
-        let error = check_beside(GIB, 4 * GIB, GIB).unwrap_err().to_string();
+    fn the_later_of_two_at_once_has_the_memory_that_the_earlier_leaves_and_may_wait_for_the_rest() {
+        let check = |beside, available| check_fits(GIB, &[left_of_host(HOST_RESERVE + available, beside)]);
+        assert_eq!(word(check(0, GIB)), "");
+        assert_eq!(word(check(2 * GIB, 3 * GIB)), "");
+        let error = check(2 * GIB, 3 * GIB - 1).unwrap_err();
+        assert!(error.to_string().contains("1023 MiB of the host, beside what others copy there now, left"));
+        assert!(error.is_temporary() && !check(0, GIB - 1).unwrap_err().is_temporary());
+        let error = check(4 * GIB, GIB).unwrap_err().to_string();
         assert!(error.contains("there are 0 MiB"), "{error}");
     }
 

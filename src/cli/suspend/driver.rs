@@ -14,7 +14,9 @@ use nix::unistd::alarm;
 use crate::libcuda::{CheckpointCall, Checkpointer, GpuPair};
 use sublet_core::fs::open_lock;
 use sublet_core::inventory::{FileKind, Inventory};
-use sublet_core::process::{Process, pidfd_await_end, sublet};
+use sublet_core::ledger::SuspendedProcess;
+use sublet_core::process::sublet::{self, SubletError};
+use sublet_core::process::{Process, pidfd_await_end};
 
 /// How long a call may take that copies nothing. A lock waits [`CLOSING`] for the process's own calls to end.
 const SHORT: Duration = Duration::from_secs(20);
@@ -108,35 +110,25 @@ impl Driver {
         }
     }
 
-    /// Carries out `call` on `target`, which has `bytes` of memory on the GPU. A process that has ended is no error.
+    /// Carries out `call` on `target`. A process that has ended is no error. A restore is where it was, or with `pairs` of the UUIDs
+    /// of all GPUs of the host: each is followed by that of the GPU that takes its place.
     pub(super) fn carry_out(
         &self,
         call: CheckpointCall,
-        target: Process,
-        bytes: u64,
-    ) -> Result<(), CallError> {
-        let limit = match call {
-            CheckpointCall::Checkpoint | CheckpointCall::Restore => copying(bytes),
-            CheckpointCall::Lock | CheckpointCall::Unlock => SHORT,
-        };
-        self.ask(call.into(), target, limit, &[]).map(drop)
-    }
-
-    /// Has one child restore `target`, which has `bytes` of memory, if that is in host memory, and unlock it: each start of a child
-    /// costs as much as loading libcuda does. Nothing was asked of the driver where it does not tell the state first.
-    pub(super) fn bring_back(&self, target: Process, bytes: u64) -> Result<(), CallError> {
-        self.ask(BACK, target, copying(bytes) + SHORT, &[]).map(drop)
-    }
-
-    /// Restores `target`, which has `bytes` of memory, with `pairs` of the UUIDs of all GPUs of the host: each is followed by
-    /// that of the GPU that takes its place.
-    pub(super) fn restore_with(
-        &self,
-        target: Process,
-        bytes: u64,
+        target: SuspendedProcess,
         pairs: &[String],
     ) -> Result<(), CallError> {
-        self.ask(CheckpointCall::Restore.into(), target, copying(bytes), pairs).map(drop)
+        let limit = match call {
+            CheckpointCall::Checkpoint | CheckpointCall::Restore => copying(target.bytes),
+            CheckpointCall::Lock | CheckpointCall::Unlock => SHORT,
+        };
+        self.ask(call.into(), target.process, limit, pairs).map(drop)
+    }
+
+    /// Has one child restore `target`, if its memory is in host memory, and unlock it: each start of a child costs as much as loading
+    /// libcuda does. Nothing was asked of the driver where it does not tell the state first.
+    pub(super) fn bring_back(&self, target: SuspendedProcess) -> Result<(), CallError> {
+        self.ask(BACK, target.process, copying(target.bytes) + SHORT, &[]).map(drop)
     }
 
     fn ask(
@@ -164,12 +156,17 @@ impl Driver {
             Err(_) if began.elapsed() >= limit => {
                 Err(CallError::Refused(format!("the driver did not do it within {} s", limit.as_secs())))
             }
-            Err(_) if began.elapsed() >= SHORT => {
-                Err(CallError::NotMade(format!("the driver was not ready within {} s", SHORT.as_secs())))
-            }
-            Err(error) => Err(CallError::NotMade(error.to_string())),
+            Err(error) => Err(CallError::NotMade(reason(call, error))),
         }
     }
+}
+
+/// Why a child made no call: what it said, or that it was ended before the driver had told the state ([`bound_child`]).
+fn reason(call: &str, error: SubletError) -> String {
+    if call == BACK && error.0.ends_with("(SIGALRM)") {
+        return format!("the driver was not ready within {} s", SHORT.as_secs());
+    }
+    error.0
 }
 
 pub(super) fn copying(bytes: u64) -> Duration {
@@ -297,6 +294,8 @@ pub(super) fn hold(path: &Path, pid: i32) -> anyhow::Result<std::fs::File> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+
     use super::*;
     use sublet_core::inventory::DriverFile;
     use sublet_core::share::Capability;
@@ -321,6 +320,19 @@ mod tests {
         assert_eq!(calls("1"), Some(Some(&[CheckpointCall::Unlock][..])));
         assert_eq!(calls("2"), Some(Some(&[CheckpointCall::Restore, CheckpointCall::Unlock][..])));
         assert_eq!((calls("3"), calls("4")), (Some(None), None));
+    }
+
+    #[test]
+    fn only_a_child_whose_time_was_over_says_that_the_driver_was_not_ready() {
+        let why = |call, signal| {
+            let status = std::process::ExitStatus::from_raw(signal);
+            reason(call, SubletError(format!("`sublet checkpoint {call}`: {status}")))
+        };
+        assert_eq!(why(BACK, libc::SIGALRM), "the driver was not ready within 20 s");
+        assert!(why(BACK, libc::SIGKILL).contains("SIGKILL"));
+        assert!(why("state", libc::SIGALRM).contains("SIGALRM"));
+        let said = SubletError("the process that asks for it has ended".to_owned());
+        assert_eq!(reason(BACK, said), "the process that asks for it has ended");
     }
 
     #[test]

@@ -4,6 +4,9 @@ use sublet_core::admit::AdmitError;
 use sublet_core::ledger::{LedgerError, WrongState};
 use sublet_core::place::Refusal;
 
+/// Whose memory is too small where others are copying: it is not for long.
+pub(super) const BESIDE_OTHERS: &str = "the host, beside what others copy there now,";
+
 /// Why a container is not suspended, resumed or moved. But for the last four, nothing was changed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
@@ -76,6 +79,7 @@ impl SuspendError {
             Self::Admit(error) => error.is_temporary(),
             Self::State(state) => state.is_temporary(),
             Self::Refused(refusal) => refusal.temporary,
+            Self::HostMemory { of, .. } => *of == BESIDE_OTHERS,
             Self::Paused(_) | Self::NoRoom(_) => true,
             _ => false,
         }

@@ -34,7 +34,7 @@ pub use error::SuspendError;
 pub(crate) use new::have_suspended;
 pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
-use nvml::ask_nvml;
+use nvml::Asked;
 use pairs::{all_uuids, change_places};
 use sublet_core::admit::{Local, confirmed_inventory, refresh};
 use sublet_core::config::Config;
@@ -83,8 +83,10 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
     let processes = work.check_processes(&ledger)?;
     let bytes = sum(&processes);
     work.change(|ledger| {
-        checks::check_host_beside(bytes, ledger.bytes_on_their_way_out(id))?;
-        ledger.begin_suspending(id, work.owner, processes.clone())?;
+        // One that another command suspends by now is refused for that, and not for the memory that it takes.
+        ledger.suspendable(id)?;
+        checks::check_host_memory(&processes, ledger.bytes_on_their_way_out(id))?;
+        ledger.begin_suspending(id, work.owner, processes.clone(), None)?;
         if on_demand {
             ledger.note_on_demand(id);
         }
@@ -106,7 +108,7 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
 /// It was ended, or the step could not begin.
 fn suspend_new(id: &LeaseId, new: Process, config: &Config) -> Result<bool, SuspendError> {
     let mut ledger = Store::open(&config.state_dir)?.read()?;
-    ledger.forget_ended(id);
+    ledger.forget_ended();
     let (lease, own) = ledger.resumable(id)?;
     let work = Work::begin(lease.clone(), config)?;
     let checked = work.check_new(own, new);
@@ -115,7 +117,7 @@ fn suspend_new(id: &LeaseId, new: Process, config: &Config) -> Result<bool, Susp
     }
     let found = *checked.as_ref().unwrap_or(&SuspendedProcess { process: new, bytes: 0 });
     let add = |ledger: &mut Ledger| {
-        ledger.forget_ended(id);
+        ledger.forget_ended();
         ledger.begin_adding(id, work.owner, found)
     };
     match work.change(add)? {
@@ -144,8 +146,8 @@ pub(crate) fn move_to(id: &LeaseId, gpu: &str, config: &Config) -> Result<Done, 
     let bytes = sum(&processes);
     work.lease = work.change(|ledger| {
         check_resume(ledger.suspendable(id)?, &there, bytes, &work.inventory, ledger, config)?;
-        checks::check_host_beside(bytes, ledger.bytes_on_their_way_out(id))?;
-        ledger.begin_moving(id, work.owner, processes.clone(), &there)?;
+        checks::check_host_memory(&processes, ledger.bytes_on_their_way_out(id))?;
+        ledger.begin_suspending(id, work.owner, processes.clone(), Some(&there))?;
         ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
     let why = work.carry_over(&there, &processes).err();
@@ -164,25 +166,17 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
     let ledger = Store::open(&config.state_dir)?.read()?;
     let (lease, own) = ledger.resumable(id)?;
     let mut work = Work::begin(lease.clone(), config)?;
-    let there = match gpu {
-        Some(gpu) => work.find_named(gpu)?.uuid.clone(),
-        None => work.gpu().to_owned(),
-    };
-    let is_elsewhere = there != work.gpu();
-    if is_elsewhere {
-        work.check_move(&there)?;
-    }
+    let named = gpu.map(|gpu| Ok::<_, SuspendError>(work.find_named(gpu)?.uuid.clone())).transpose()?;
+    let to = named.filter(|named| named != work.gpu());
+    to.as_deref().map_or(Ok(()), |there| work.check_move(there))?;
     checks::check_awake(&own.processes)?;
     // It may have been resumed and suspended again meanwhile, with other processes, and elsewhere.
     work.lease = work.change(|ledger| {
-        ledger.forget_ended(id);
+        ledger.forget_ended();
         let (lease, own) = ledger.resumable(id)?;
-        check_resume(lease, &there, own.bytes(), &work.inventory, ledger, config)?;
-        if is_elsewhere {
-            ledger.begin_arriving(id, work.owner, &there)?;
-        } else {
-            ledger.begin_resuming(id, work.owner)?;
-        }
+        let there = to.as_deref().unwrap_or_else(|| work.gpu());
+        check_resume(lease, there, own.bytes(), &work.inventory, ledger, config)?;
+        ledger.begin_resuming(id, work.owner, to.as_deref())?;
         ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
     let own = work.lease.suspension.clone().ok_or(SuspendError::Ended)?;
@@ -197,15 +191,16 @@ pub(crate) fn is_cut_short(config: &Config) -> bool {
 }
 
 /// Puts right every step that nobody takes any more, from where this process takes none: what was locked is unlocked, what
-/// was suspended comes back. Copying may take minutes, which is `announced` first. Returns what could not be put right, one line
-/// each; `None`: what there is to put right is not known.
-pub(crate) fn put_right(config: &Config, announced: impl Fn(&str)) -> Option<Vec<String>> {
+/// was suspended comes back. Copying may take minutes, which is `announced` first. Returns the leases that could not be put right,
+/// with one line each; `None`: what there is to put right is not known.
+pub(crate) fn put_right(config: &Config, announced: impl Fn(&str)) -> Option<Vec<(LeaseId, String)>> {
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).ok()?;
     let put = |lease: &Lease| {
         let name = safe(&lease.container.name());
         announced(&announce(lease));
-        let put = put_one_right(lease, config);
-        put.err().map(|error| format!("container {name}: a step of its suspension was cut short: {error}"))
+        let error = put_one_right(lease, config).err()?;
+        let line = format!("container {name}: a step of its suspension was cut short: {error}");
+        Some((lease.id.clone(), line))
     };
     Some(ledger.cut_short(Process::current().ok()?).filter_map(put).collect())
 }
@@ -280,7 +275,7 @@ struct Work<'a> {
     lease: Lease,
     inventory: Inventory,
     driver: Driver,
-    nvml: Nvml,
+    nvml: Asked,
     owner: Process,
     /// Whether its nodes were given already.
     has_nodes: Cell<bool>,
@@ -288,15 +283,14 @@ struct Work<'a> {
 
 impl<'a> Work<'a> {
     fn begin(lease: Lease, config: &'a Config) -> Result<Self, SuspendError> {
-        let unknown =
-            |error: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
-        let (nvml, now) = ask_nvml(confirmed_inventory(config)?, config)?;
+        let (nvml, now) = Asked::connect(confirmed_inventory(config)?, config)?;
         // A refresh starts a child, which initialises NVML once more. It says which GPUs are left out now.
         let inventory = match now.filter(|now| now.left_out.is_empty()) {
             Some(now) => now,
             None => refresh(config)?,
         };
-        let owner = Process::current().map_err(|error| unknown(&error))?;
+        let unknown = |error| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
+        let owner = Process::current().map_err(unknown)?;
         let driver = Driver::of(&inventory, &config.state_dir, owner);
         let driver =
             driver.ok_or_else(|| SuspendError::Unknown("where the host's libcuda.so.1 is".to_owned()))?;
@@ -356,19 +350,16 @@ impl<'a> Work<'a> {
 
     /// Whether these have room in host memory, and on their way back beside so many bytes that have gone before.
     fn check_room(&self, processes: &[SuspendedProcess], before: u64) -> Result<(), SuspendError> {
-        let bytes = sum(processes);
-        let all = bytes.saturating_add(before);
+        let all = sum(processes).saturating_add(before);
         checks::check_way_back(all, self.device(self.gpu())?, self.config.limits.reserve)?;
-        checks::check_host_memory(processes, bytes)
+        checks::check_host_memory(processes, 0)
     }
 
     /// Process `new`, as it is now, if it may be suspended with the rest, which is `own`.
     fn check_new(&self, own: &Suspension, new: Process) -> Result<SuspendedProcess, SuspendError> {
         let ledger = Store::open(&self.config.state_dir)?.read()?;
         let new = checks::check_new(&self.lease, own, new, &self.cuda_processes(&ledger)?)?;
-        self.check_room(&[new], own.bytes())?;
-        checks::check_host_beside(new.bytes, ledger.bytes_on_their_way_out(&self.lease.id))?;
-        Ok(new)
+        self.check_room(&[new], own.bytes()).map(|()| new)
     }
 
     /// A change of the ledger.
@@ -388,14 +379,16 @@ impl<'a> Work<'a> {
     fn cuda_processes(&self, ledger: &Ledger) -> Result<CudaProcesses, SuspendError> {
         let gpus = self.inventory.devices.iter().filter(|device| !device.is_mig());
         let mut uuids = gpus.map(|gpu| gpu.uuid.as_str()).filter(|uuid| *uuid != self.gpu());
+        let here = self.processes_on(self.gpu(), ledger)?;
         let elsewhere = uuids.any(|uuid| self.processes_on(uuid, ledger).is_ok_and(|on| !on.is_empty()));
-        Ok(CudaProcesses { here: self.processes_on(self.gpu(), ledger)?, elsewhere })
+        Ok(CudaProcesses { here, elsewhere })
     }
 
     fn processes_on(&self, uuid: &str, ledger: &Ledger) -> Result<Vec<CudaProcess>, SuspendError> {
-        let unknown = |error| SuspendError::Unknown(format!("what runs on GPU {} ({error})", safe(uuid)));
-        let device = probe::device_by_uuid(&self.nvml, uuid).map_err(unknown)?;
-        let listed = probe::compute_processes(&device).map_err(unknown)?;
+        let unknown = |why| SuspendError::Unknown(format!("what runs on GPU {} ({why})", safe(uuid)));
+        let gpu = uuid.to_owned();
+        let ask = move |nvml: &Nvml| probe::compute_processes(&probe::device_by_uuid(nvml, &gpu)?);
+        let listed = self.nvml.ask(ask).map_err(unknown)?;
         let mut found = Vec::new();
         for (pid, bytes) in probe::joined(listed.iter()) {
             let pid = i32::try_from(pid).unwrap_or(0);
@@ -440,11 +433,11 @@ impl<'a> Work<'a> {
             .and_then(|()| checks::check_running(&self.driver, &[new]))
             .map_err(text)?;
         self.give_nodes()?;
-        let carry_out = |call, bytes| self.driver.carry_out(call, new.process, bytes);
-        carry_out(CheckpointCall::Lock, new.bytes).map_err(|error| error.to_string())?;
-        let SuspendedProcess { bytes, .. } = self.check_new(own, new.process).map_err(text)?;
-        self.change(|ledger| ledger.resize_added(&self.lease.id, self.owner, bytes)).map_err(text)?;
-        carry_out(CheckpointCall::Checkpoint, bytes).map_err(|error| error.to_string())
+        let carry_out = |call, new| self.driver.carry_out(call, new, &[]).map_err(|error| error.to_string());
+        carry_out(CheckpointCall::Lock, new)?;
+        let new = self.check_new(own, new.process).map_err(text)?;
+        self.change(|ledger| ledger.resize_added(&self.lease.id, self.owner, new.bytes)).map_err(text)?;
+        carry_out(CheckpointCall::Checkpoint, new)
     }
 
     /// Ends the step with process `new`, which is ended if it is not out: there is no room that it could go back to.
@@ -478,10 +471,12 @@ impl<'a> Work<'a> {
         let noted = self.change(|ledger| ledger.begin_restoring(&self.lease.id, self.owner));
         noted.map_err(|error| error.to_string())?;
         self.check_gpu(there, bytes, reserve)?;
-        processes.iter().try_for_each(|one| {
-            let restored = self.driver.restore_with(one.process, one.bytes, &pairs);
-            restored.map_err(|error| format!("process {}: {error}", one.process.pid))
-        })
+        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Restore, *one, &pairs))
+    }
+
+    fn carry_out(&self, call: CheckpointCall, one: SuspendedProcess, pairs: &[String]) -> Result<(), String> {
+        let done = self.driver.carry_out(call, one, pairs);
+        done.map_err(|error| format!("process {}: {error}", one.process.pid))
     }
 
     /// Before a restore on GPU `uuid`: its nodes, no MPS server in the way, and room as NVML tells.
@@ -498,25 +493,23 @@ impl<'a> Work<'a> {
 
     /// All GPUs of the host, each followed by the one that takes its place: the container's and `there` change places.
     fn pairs(&self, there: &str) -> Result<Vec<String>, String> {
-        let unknown = |error| format!("NVML does not count the host's GPUs ({error})");
-        let count = self.nvml.device_count().map_err(unknown)?;
-        let uuid = |index| self.nvml.device_by_index(index).and_then(|device| device.uuid());
-        let all = all_uuids(count, uuid, &self.inventory.left_out)?;
+        let ask = |nvml: &Nvml| {
+            let uuid = |index| nvml.device_by_index(index).and_then(|device| device.uuid());
+            Ok((0..nvml.device_count()?).map(uuid).collect())
+        };
+        let unknown = |why| format!("NVML does not count the host's GPUs ({why})");
+        let all = all_uuids(self.nvml.ask(ask).map_err(unknown)?, &self.inventory.left_out)?;
         Ok(change_places(&all, self.gpu(), there))
     }
 
     /// Locks all of its processes, and then suspends them. At least one of them is there still.
     fn put_away(&self, processes: &[SuspendedProcess]) -> Result<(), String> {
-        let carry_out = |call, one: &SuspendedProcess| {
-            let done = self.driver.carry_out(call, one.process, one.bytes);
-            done.map_err(|error| format!("process {}: {error}", one.process.pid))
-        };
-        processes.iter().try_for_each(|one| carry_out(CheckpointCall::Lock, one))?;
+        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Lock, *one, &[]))?;
         let ledger = Store::open(&self.config.state_dir).and_then(|store| store.read());
         let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
         checks::check_unchanged(processes, &now.map_err(|error| error.to_string())?)?;
         checks::check_codecs(processes).map_err(|error| error.to_string())?;
-        processes.iter().try_for_each(|one| carry_out(CheckpointCall::Checkpoint, one))?;
+        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Checkpoint, *one, &[]))?;
         checks::check_some_alive(processes).map_err(|error| error.to_string())
     }
 
@@ -547,7 +540,7 @@ impl<'a> Work<'a> {
         let alive: Vec<SuspendedProcess> = states.iter().map(|(one, _)| *one).collect();
         let gpu = self.gather(&alive)?;
         for (one, _) in states.iter().filter(|(_, state)| *state != ProcessState::Running) {
-            self.carry_out_or_lose(CheckpointCall::Unlock, *one, ProcessState::Running)?;
+            self.unlock(*one)?;
         }
         Ok(gpu)
     }
@@ -561,12 +554,12 @@ impl<'a> Work<'a> {
         if self.make_ready(self.gpu(), one.bytes, reserve).is_err() {
             return Ok(false);
         }
-        let Err(failed) = self.driver.bring_back(one.process, one.bytes) else { return Ok(true) };
+        let Err(failed) = self.driver.bring_back(*one) else { return Ok(true) };
         let now = self.state_of(one.process);
         if now != Some(ProcessState::Running) {
             // Locked, it is on the GPU: the answer was late.
             aftermath(failed, now, ProcessState::Locked, checks::check_awake(&[*one]).is_ok())?;
-            self.carry_out_or_lose(CheckpointCall::Unlock, *one, ProcessState::Running)?;
+            self.unlock(*one)?;
         }
         Ok(true)
     }
@@ -585,16 +578,11 @@ impl<'a> Work<'a> {
         let not_now = |why| Stuck::NotNow { why, all_out };
         let there = self.lease.destination().filter(|_| self.is_arriving());
         self.make_ready(there.unwrap_or_else(|| self.gpu()), sum(out), reserve).map_err(not_now)?;
-        let Some(there) = there else {
-            return out.iter().try_for_each(|one| {
-                self.carry_out_or_lose(CheckpointCall::Restore, *one, ProcessState::Locked)
-            });
-        };
-        let pairs = self.pairs(there).map_err(not_now)?;
+        let pairs = there.map_or(Ok(Vec::new()), |there| self.pairs(there)).map_err(not_now)?;
         for (count, one) in out.iter().enumerate() {
-            let Err(failed) = self.driver.restore_with(one.process, one.bytes, &pairs) else { continue };
+            let Err(failed) = self.driver.carry_out(CheckpointCall::Restore, *one, &pairs) else { continue };
             let now = self.state_of(one.process);
-            if now == Some(ProcessState::Checkpointed) && failed.is_harmless() {
+            if there.is_some() && now == Some(ProcessState::Checkpointed) && failed.is_harmless() {
                 // One that was moved before it is on the GPU.
                 let all_out = all_out && count == 0;
                 return Err(Stuck::NotNow { why: failed.to_string(), all_out });
@@ -633,9 +621,8 @@ impl<'a> Work<'a> {
         self.give_nodes().map_err(not_now)?;
         let pairs = self.pairs(there).map_err(not_now)?;
         for one in moved {
-            let away = self.driver.carry_out(CheckpointCall::Checkpoint, one.process, one.bytes);
-            let back = away.and_then(|()| self.driver.restore_with(one.process, one.bytes, &pairs));
-            back.map_err(|error| not_now(format!("process {}: {error}", one.process.pid)))?;
+            let away = self.carry_out(CheckpointCall::Checkpoint, one, &[]);
+            away.and_then(|()| self.carry_out(CheckpointCall::Restore, one, &pairs)).map_err(not_now)?;
         }
         Ok(here)
     }
@@ -653,15 +640,10 @@ impl<'a> Work<'a> {
         Ok((gpu, noted))
     }
 
-    /// Carries out `call`, which leads to the state `wanted`.
-    fn carry_out_or_lose(
-        &self,
-        call: CheckpointCall,
-        one: SuspendedProcess,
-        wanted: ProcessState,
-    ) -> Result<(), Stuck> {
-        let Err(failed) = self.driver.carry_out(call, one.process, one.bytes) else { return Ok(()) };
-        aftermath(failed, self.state_of(one.process), wanted, checks::check_awake(&[one]).is_ok())
+    fn unlock(&self, one: SuspendedProcess) -> Result<(), Stuck> {
+        let Err(failed) = self.driver.carry_out(CheckpointCall::Unlock, one, &[]) else { return Ok(()) };
+        let now = self.state_of(one.process);
+        aftermath(failed, now, ProcessState::Running, checks::check_awake(&[one]).is_ok())
     }
 
     fn state_of(&self, process: Process) -> Option<ProcessState> {
@@ -670,18 +652,21 @@ impl<'a> Work<'a> {
 
     /// What NVML says of a GPU, just before a restore.
     fn check_gpu(&self, uuid: &str, bytes: u64, reserve: u64) -> Result<(), String> {
-        let device = probe::device_by_uuid(&self.nvml, uuid).map_err(|error| format!("NVML: {error}"))?;
-        let mode = device.compute_mode().map_err(|error| format!("NVML, of its compute mode: {error}"))?;
+        let gpu = uuid.to_owned();
+        let ask = move |nvml: &Nvml| {
+            let device = probe::device_by_uuid(nvml, &gpu)?;
+            Ok((device.compute_mode()?, device.memory_info()?.free))
+        };
+        let (mode, free) = self.nvml.ask(ask).map_err(|why| format!("NVML: {why}"))?;
         if mode != ComputeMode::Default {
             let mode = probe::compute_mode(mode);
             return Err(format!(
                 "its GPU has compute mode {mode}; fix: end the MPS shares there, or set it to DEFAULT (nvidia-smi -c)"
             ));
         }
-        let memory = device.memory_info().map_err(|error| format!("NVML, of its memory: {error}"))?;
         let needed = bytes.saturating_add(reserve);
-        if memory.free < needed {
-            let [free, needed] = [memory.free, needed].map(|bytes| bytes >> 20);
+        if free < needed {
+            let [free, needed] = [free, needed].map(|bytes| bytes >> 20);
             return Err(format!(
                 "its GPU has {free} MiB free, and {needed} MiB are needed; fix: end what uses it, or wait (--wait)"
             ));

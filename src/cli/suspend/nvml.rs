@@ -1,80 +1,51 @@
-//! NVML, for a step of a suspension: it is waited for with a limit.
+//! NVML, for a step of a suspension: each answer is waited for with a limit. A driver may hang with a GPU that has nothing to do with
+//! the question, and what is locked meanwhile would wait for ever.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
-use std::thread;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
 
 use super::SuspendError;
-use crate::probe::{self, ProbeError};
+use crate::probe;
+use crate::usage::within;
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 
-/// How long NVML is waited for: as long as a refresh is.
-const LONGEST_ANSWER: Duration = Duration::from_secs(60);
+/// How long NVML is waited for that is initialised: as long as a refresh is.
+const LONGEST_START: Duration = Duration::from_secs(60);
 
-/// Of so many, one after the other would wait in vain.
-const MOST_ASKING: usize = 4;
+/// How long one answer is waited for then.
+const LONGEST_ANSWER: Duration = Duration::from_secs(10);
 
-/// NVML, and the `known` inventory with what it says of each GPU now, where each answers.
-pub(super) fn ask_nvml(known: Inventory, config: &Config) -> Result<(Nvml, Option<Inventory>), SuspendError> {
-    static ASKING: AtomicUsize = AtomicUsize::new(0);
-    let unknown =
-        |why: &dyn std::fmt::Display| SuspendError::Unknown(format!("what runs on its GPU ({why})"));
-    let config = config.clone();
-    let ask = move || {
-        let (nvml, _) = probe::connect(&config)?;
-        let now = probe::renew(&known, &nvml).ok();
-        Ok::<_, ProbeError>((nvml, now))
-    };
-    let answer = answer_within(LONGEST_ANSWER, &ASKING, ask);
-    answer.map_err(|why| unknown(&why))?.map_err(|error| unknown(&error))
-}
+static ASKING: LazyLock<Arc<()>> = LazyLock::new(Arc::default);
 
-/// What `ask` returns, in time. A driver may hang with a GPU that has nothing to do with the question: a thread then stays behind,
-/// of `asking`, and with [`MOST_ASKING`] nothing is asked.
-fn answer_within<T: Send + 'static>(
-    limit: Duration,
-    asking: &'static AtomicUsize,
-    ask: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, &'static str> {
-    if asking.load(Ordering::Relaxed) >= MOST_ASKING {
-        return Err("the driver has not answered for a while");
+/// NVML, which is asked with a limit.
+pub(super) struct Asked(Arc<Nvml>);
+
+impl Asked {
+    /// NVML, and the `known` inventory with what it says of each GPU now, where each answers.
+    pub(super) fn connect(
+        known: Inventory,
+        config: &Config,
+    ) -> Result<(Self, Option<Inventory>), SuspendError> {
+        let config = config.clone();
+        let ask = move || {
+            let (nvml, _) = probe::connect(&config).map_err(|error| error.to_string())?;
+            let now = probe::renew(&known, &nvml).ok();
+            Ok((Self(Arc::new(nvml)), now))
+        };
+        let unknown = |why| SuspendError::Unknown(format!("what runs on its GPU ({why})"));
+        within(LONGEST_START, &ASKING, ask).map_err(unknown)
     }
-    asking.fetch_add(1, Ordering::Relaxed);
-    let (answer, answered) = mpsc::channel();
-    thread::spawn(move || {
-        let asked = ask();
-        asking.fetch_sub(1, Ordering::Relaxed);
-        let _ = answer.send(asked);
-    });
-    answered.recv_timeout(limit).map_err(|_| "the driver does not answer")
-}
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_driver_that_hangs_is_left_alone_and_after_some_such_it_is_not_asked() {
-        static ASKING: AtomicUsize = AtomicUsize::new(0);
-        let limit = Duration::from_millis(10);
-        assert_eq!(answer_within(Duration::from_secs(60), &ASKING, || 7), Ok(7));
-        let (end, ends) = mpsc::channel::<()>();
-        let ends = std::sync::Arc::new(std::sync::Mutex::new(ends));
-        for _ in 0..MOST_ASKING {
-            let ends = ends.clone();
-            let hang = move || ends.lock().is_ok_and(|ends| ends.recv().is_ok());
-            assert_eq!(answer_within(limit, &ASKING, hang), Err("the driver does not answer"));
-        }
-        let refused = answer_within(limit, &ASKING, || true);
-        assert_eq!(refused, Err("the driver has not answered for a while"));
-        drop(end);
-        while ASKING.load(Ordering::Relaxed) > 0 {
-            thread::yield_now();
-        }
-        assert_eq!(answer_within(Duration::from_secs(60), &ASKING, || 8), Ok(8));
+    /// What it answers to `ask`.
+    pub(super) fn ask<T: Send + 'static>(
+        &self,
+        ask: impl FnOnce(&Nvml) -> Result<T, NvmlError> + Send + 'static,
+    ) -> Result<T, String> {
+        let nvml = Arc::clone(&self.0);
+        within(LONGEST_ANSWER, &ASKING, move || ask(&nvml).map_err(|error| error.to_string()))
     }
 }

@@ -278,7 +278,7 @@ fn once(ledger: Ledger, inventory: Inventory, window: Duration, config: Config) 
 }
 
 /// What the driver answers to `ask` within `limit`. A thread that it does not answer holds `all` and ends with the process.
-fn within<T: Send + 'static>(
+pub(crate) fn within<T: Send + 'static>(
     limit: Duration,
     all: &Arc<()>,
     ask: impl FnOnce() -> Result<T, String> + Send + 'static,

@@ -43,13 +43,13 @@ fn ledger(leases: Vec<Lease>, waiters: Vec<Waiter>) -> Ledger {
 /// Lease `n` is suspended for another container.
 fn suspend(ledger: &mut Ledger, n: u64) {
     let bytes = ledger.lease(&id(n)).and_then(|lease| lease.memory_bytes).unwrap();
-    ledger.begin_suspending(&id(n), me(), vec![SuspendedProcess { process: me(), bytes }]).unwrap();
+    ledger.begin_suspending(&id(n), me(), vec![SuspendedProcess { process: me(), bytes }], None).unwrap();
     ledger.note_on_demand(&id(n));
     assert!(ledger.end_suspended(&id(n), me()));
 }
 
 fn resume(ledger: &mut Ledger, n: u64, at_ms: u64) {
-    ledger.begin_resuming(&id(n), me()).unwrap();
+    ledger.begin_resuming(&id(n), me(), None).unwrap();
     assert!(ledger.end_resumed(&id(n), me(), "GPU-0"));
     ledger.lease_mut(&id(n)).unwrap().resumed_ms = Some(at_ms);
 }
@@ -178,7 +178,7 @@ fn only_commands_suspend_where_nothing_is_done_on_demand() {
 #[test]
 fn a_lease_that_a_command_suspended_waits_for_a_command() {
     let mut ledger = ledger(vec![on_gpu(1, 60, Suspend::Allow)], vec![]);
-    ledger.begin_suspending(&id(1), me(), vec![]).unwrap();
+    ledger.begin_suspending(&id(1), me(), vec![], None).unwrap();
     assert!(ledger.end_suspended(&id(1), me()));
     assert_eq!((step(&ledger, u64::MAX), ledger.waiters.len()), (None, 0));
     assert_eq!(ledger.keep_suspended(&id(1)), None, "it is one of these");

@@ -231,7 +231,8 @@ impl Ledger {
         }
     }
 
-    /// `owner` begins to suspend lease `id`, which has these `processes` on the GPU.
+    /// `owner` begins to suspend lease `id`, which has these `processes` on the GPU, or to move it `to` another device, which has
+    /// room for them: that is asked under the same lock.
     ///
     /// # Errors
     /// As [`Ledger::suspendable`].
@@ -240,11 +241,13 @@ impl Ledger {
         id: &LeaseId,
         owner: Process,
         processes: Vec<SuspendedProcess>,
+        to: Option<&str>,
     ) -> Result<(), WrongState> {
         self.suspendable(id)?;
         let (step, since_ms) = (SuspendStep::Suspending, uptime_milliseconds());
         if let Some(lease) = self.lease_mut(id) {
             lease.suspension = Some(Suspension { step, owner, processes, since_ms, on_demand: false });
+            lease.devices.extend(to.map(str::to_owned));
         }
         Ok(())
     }
@@ -261,52 +264,31 @@ impl Ledger {
         bytes.fold(0, u64::saturating_add)
     }
 
-    /// `owner` begins to move lease `id` to `device`, which has room for these `processes`: that is asked under the same lock.
-    ///
-    /// # Errors
-    /// As [`Ledger::suspendable`].
-    pub fn begin_moving(
-        &mut self,
-        id: &LeaseId,
-        owner: Process,
-        processes: Vec<SuspendedProcess>,
-        device: &str,
-    ) -> Result<(), WrongState> {
-        self.begin_suspending(id, owner, processes)?;
-        self.lease_mut(id).into_iter().for_each(|lease| lease.devices.push(device.to_owned()));
-        Ok(())
-    }
-
     /// The state of lease `id`, which `owner` moves, is in host memory, and goes to its second device now.
     pub fn begin_restoring(&mut self, id: &LeaseId, owner: Process) -> bool {
-        let next = |own| Suspension { step: SuspendStep::Resuming, ..own };
-        self.is_owned(id, owner) && self.set_step(id, next)
-    }
-
-    /// `owner` begins to resume lease `id` on another device than the one where it was, as [`Ledger::begin_resuming`].
-    ///
-    /// # Errors
-    /// As [`Ledger::resumable`].
-    pub fn begin_arriving(&mut self, id: &LeaseId, owner: Process, device: &str) -> Result<(), WrongState> {
-        self.resumable(id)?;
-        self.set_step(id, |own| Suspension { owner, ..own.at(SuspendStep::Arriving) });
-        self.lease_mut(id).into_iter().for_each(|lease| lease.devices.push(device.to_owned()));
-        Ok(())
+        self.is_owned(id, owner) && self.change_step(id, |own| own.step = SuspendStep::Resuming)
     }
 
     /// The step with lease `id` that has just begun makes room for others.
     pub fn note_on_demand(&mut self, id: &LeaseId) {
-        self.set_step(id, |own| Suspension { on_demand: true, ..own });
+        self.change_step(id, |own| own.on_demand = true);
     }
 
-    /// `owner` begins to resume lease `id`, which books its room again. Whether there is room is asked under the same
-    /// lock ([`crate::place::check_resume`]).
+    /// `owner` begins to resume lease `id`, which books its room again, where it was or `to` another device. Whether there is room is
+    /// asked under the same lock ([`crate::place::check_resume`]).
     ///
     /// # Errors
     /// As [`Ledger::resumable`].
-    pub fn begin_resuming(&mut self, id: &LeaseId, owner: Process) -> Result<(), WrongState> {
+    pub fn begin_resuming(
+        &mut self,
+        id: &LeaseId,
+        owner: Process,
+        to: Option<&str>,
+    ) -> Result<(), WrongState> {
         self.resumable(id)?;
-        self.set_step(id, |own| Suspension { owner, ..own.at(SuspendStep::Resuming) });
+        let step = if to.is_some() { SuspendStep::Arriving } else { SuspendStep::Resuming };
+        self.change_step(id, |own| own.begin(step, owner));
+        self.lease_mut(id).into_iter().for_each(|lease| lease.devices.extend(to.map(str::to_owned)));
         Ok(())
     }
 
@@ -315,7 +297,7 @@ impl Ledger {
     pub fn keep_suspended(&mut self, id: &LeaseId) -> Option<u64> {
         let (_, own) = self.resumable(id).ok().filter(|(_, own)| own.on_demand)?;
         let bytes = own.bytes();
-        self.set_step(id, |own| Suspension { on_demand: false, ..own });
+        self.change_step(id, |own| own.on_demand = false);
         self.lease_mut(id).into_iter().for_each(|lease| lease.backoff = None);
         self.waiters.retain(|waiter| waiter.id != *id);
         Some(bytes)
@@ -336,7 +318,7 @@ impl Ledger {
     /// to take over any more.
     pub fn take_over(&mut self, id: &LeaseId, owner: Process) -> Option<Suspension> {
         self.lease(id).filter(|lease| lease.is_cut_short(owner))?;
-        self.set_step(id, |own| Suspension { owner, ..own });
+        self.change_step(id, |own| own.owner = owner);
         self.lease(id)?.suspension.clone()
     }
 
@@ -344,27 +326,30 @@ impl Ledger {
     /// room for others waits from now on, in their order, for that device. `false`: the lease has ended.
     pub fn end_suspended(&mut self, id: &LeaseId, owner: Process) -> bool {
         let was_running = self.lease(id).is_some_and(|lease| lease.shown_state() == LeaseState::Suspending);
-        let ended = self.is_owned(id, owner) && self.set_step(id, |own| own.at(SuspendStep::Suspended));
+        let out = |own: &mut Suspension| own.begin(SuspendStep::Suspended, owner);
+        let ended = self.is_owned(id, owner) && self.change_step(id, out);
         if let Some(lease) = self.lease_mut(id).filter(|_| ended) {
             lease.stay_on(0);
             // What failed before was to suspend it.
             lease.backoff.take_if(|_| was_running);
-            if let Some(waiter) = lease.waiter() {
-                self.add_waiter(waiter);
-            }
+            self.wait_for_room(id);
         }
         ended
     }
 
-    /// Processes of lease `id` that have ended while it is suspended need no room any more. They stay in the list: others may have
-    /// shared memory with them.
-    pub fn forget_ended(&mut self, id: &LeaseId) {
-        if self.resumable(id).is_ok() {
-            self.set_step(id, |mut own| {
-                let ended = own.processes.iter_mut().filter(|one| !one.process.is_alive());
-                ended.for_each(|one| one.bytes = 0);
-                own
+    /// Processes that have ended while their container is suspended need no room any more, and it waits for none of theirs. They
+    /// stay in the list: others may have shared memory with them.
+    pub fn forget_ended(&mut self) {
+        let has_ended = |one: &SuspendedProcess| one.bytes > 0 && !one.process.is_alive();
+        let forgets = |lease: &&Lease| {
+            self.resumable(&lease.id).is_ok_and(|(_, own)| own.processes.iter().any(has_ended))
+        };
+        let ids: Vec<LeaseId> = self.leases.iter().filter(forgets).map(|lease| lease.id.clone()).collect();
+        for id in ids {
+            self.change_step(&id, |own| {
+                own.processes.iter_mut().filter(|one| has_ended(one)).for_each(|one| one.bytes = 0);
             });
+            self.wait_for_room(&id);
         }
     }
 
@@ -381,10 +366,10 @@ impl Ledger {
         if self.resumable(id)?.1.has(new.process) {
             return Err(WrongState::Suspended);
         }
-        self.set_step(id, |mut own| {
+        self.change_step(id, |own| {
             own.processes.push(new);
             // It is suspended since the same time as before.
-            Suspension { step: SuspendStep::Adding, owner, ..own }
+            (own.step, own.owner) = (SuspendStep::Adding, owner);
         });
         Ok(())
     }
@@ -392,30 +377,29 @@ impl Ledger {
     /// The process that `owner` adds to lease `id` has so many bytes.
     pub fn resize_added(&mut self, id: &LeaseId, owner: Process, bytes: u64) {
         let adds = self.adds(id, owner);
-        let lease = self.lease_mut(id).filter(|_| adds);
-        let last = lease.and_then(|lease| lease.suspension.as_mut()?.processes.last_mut());
-        if let Some(new) = last {
-            new.bytes = bytes;
-        }
+        self.change_step(id, |own| {
+            if let Some(new) = own.processes.last_mut().filter(|_| adds) {
+                new.bytes = bytes;
+            }
+        });
     }
 
     /// The step that `owner` takes with lease `id` has ended: its last process is in host memory, too, or has ended. One that waits
     /// for its room now waits for that of all. `false`: the lease has ended.
     pub fn end_adding(&mut self, id: &LeaseId, owner: Process, is_out: bool) -> bool {
         let many = self.lease(id).is_some_and(|lease| lease.suspend == Suspend::AllowMany);
-        let note = |mut own: Suspension| {
+        let note = |own: &mut Suspension| {
             match &mut own.processes[..] {
                 _ if is_out => {}
                 // Later ones may share memory with it: the first stays in the list, so that they are known not to be alone.
                 [_, ended] if !many => ended.bytes = 0,
                 _ => drop(own.processes.pop()),
             }
-            Suspension { step: SuspendStep::Suspended, ..own }
+            own.step = SuspendStep::Suspended;
         };
-        let ended = self.adds(id, owner) && self.set_step(id, note);
-        let waiter = self.lease(id).filter(|_| ended).and_then(Lease::waiter);
-        if let Some(waiter) = waiter {
-            self.add_waiter(waiter);
+        let ended = self.adds(id, owner) && self.change_step(id, note);
+        if ended {
+            self.wait_for_room(id);
         }
         ended
     }
@@ -435,8 +419,9 @@ impl Ledger {
     }
 
     fn adds(&self, id: &LeaseId, owner: Process) -> bool {
-        let own = self.lease(id).and_then(|lease| lease.suspension.as_ref());
-        own.is_some_and(|own| own.owner == owner && own.step == SuspendStep::Adding)
+        let is_adding =
+            |lease: &Lease| lease.suspension.as_ref().map(|own| own.step) == Some(SuspendStep::Adding);
+        self.is_owned(id, owner) && self.lease(id).is_some_and(is_adding)
     }
 
     /// `owner` leaves its step with lease `id` to the next command.
@@ -444,7 +429,7 @@ impl Ledger {
         // No process has this pid.
         let nobody = Process { pid: 0, start_time: 0 };
         if self.is_owned(id, owner) {
-            self.set_step(id, |own| Suspension { owner: nobody, ..own });
+            self.change_step(id, |own| own.owner = nobody);
         }
     }
 
@@ -453,10 +438,16 @@ impl Ledger {
         own.is_some_and(|own| own.owner == owner && own.step != SuspendStep::Suspended)
     }
 
-    fn set_step(&mut self, id: &LeaseId, next: impl FnOnce(Suspension) -> Suspension) -> bool {
-        let Some(lease) = self.lease_mut(id) else { return false };
-        lease.suspension = lease.suspension.take().map(next);
-        lease.suspension.is_some()
+    /// Whether it has one.
+    fn change_step(&mut self, id: &LeaseId, change: impl FnOnce(&mut Suspension)) -> bool {
+        self.lease_mut(id).and_then(|lease| lease.suspension.as_mut()).map(change).is_some()
+    }
+
+    /// Lease `id` waits in the order of those who wait, if it makes room for others: for what it needs by now.
+    fn wait_for_room(&mut self, id: &LeaseId) {
+        if let Some(waiter) = self.lease(id).and_then(Lease::waiter) {
+            self.add_waiter(waiter);
+        }
     }
 
     /// Leases with a step that was cut short, as [`Lease::is_cut_short`].
@@ -490,8 +481,8 @@ impl Suspension {
         if self.owner.is_alive() { WrongState::Busy(self.owner.pid) } else { WrongState::CutShort }
     }
 
-    fn at(self, step: SuspendStep) -> Self {
-        Self { step, since_ms: uptime_milliseconds(), ..self }
+    fn begin(&mut self, step: SuspendStep, owner: Process) {
+        (self.step, self.owner, self.since_ms) = (step, owner, uptime_milliseconds());
     }
 }
 
@@ -529,17 +520,17 @@ mod tests {
         let (mut ledger, id) = ledger();
         let booked = |ledger: &Ledger| ledger.leases[0].booked_memory();
         let shown = |ledger: &Ledger| ledger.leases[0].shown_state();
-        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::NotSuspended));
-        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        assert_eq!(ledger.begin_resuming(&id, me(), None), Err(WrongState::NotSuspended));
+        ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
         assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES), LeaseState::Suspending));
-        let twice = ledger.begin_suspending(&id, me(), vec![]).unwrap_err();
+        let twice = ledger.begin_suspending(&id, me(), vec![], None).unwrap_err();
         assert_eq!((twice.clone(), twice.is_temporary()), (WrongState::Busy(me().pid), true));
         assert!(!ledger.end_suspended(&id, dead()), "another's step");
         assert!(ledger.end_suspended(&id, me()));
         assert_eq!((booked(&ledger), shown(&ledger)), (None, LeaseState::Suspended));
-        assert_eq!(ledger.begin_suspending(&id, me(), vec![]), Err(WrongState::Suspended));
+        assert_eq!(ledger.begin_suspending(&id, me(), vec![], None), Err(WrongState::Suspended));
         assert!(!ledger.end_resumed(&id, me(), "GPU-0"), "no step is under way");
-        ledger.begin_resuming(&id, me()).unwrap();
+        ledger.begin_resuming(&id, me(), None).unwrap();
         assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES), LeaseState::Resuming));
         assert!(ledger.end_resumed(&id, me(), "GPU-0"));
         assert_eq!((booked(&ledger), shown(&ledger)), (Some(BYTES / 2), LeaseState::Active));
@@ -551,10 +542,10 @@ mod tests {
         let (mut ledger, id) = ledger();
         ledger.leases[0].state = LeaseState::Pending;
         let refused = [
-            ledger.begin_suspending(&id, me(), held(BYTES)),
-            ledger.begin_moving(&id, me(), held(BYTES), "GPU-1"),
-            ledger.begin_resuming(&id, me()),
-            ledger.begin_arriving(&id, me(), "GPU-1"),
+            ledger.begin_suspending(&id, me(), held(BYTES), None),
+            ledger.begin_suspending(&id, me(), held(BYTES), Some("GPU-1")),
+            ledger.begin_resuming(&id, me(), None),
+            ledger.begin_resuming(&id, me(), Some("GPU-1")),
         ];
         for error in refused {
             let error = error.unwrap_err();
@@ -571,7 +562,7 @@ mod tests {
         let out =
             |ledger: &Ledger| [ledger.bytes_on_their_way_out(&id), ledger.bytes_on_their_way_out(&other)];
         assert_eq!(out(&ledger), [0, 0]);
-        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
         assert_eq!(out(&ledger), [0, BYTES], "its own bytes are not in its own way");
         let mut left = ledger.clone();
         left.leave_step(&id, me());
@@ -581,7 +572,7 @@ mod tests {
         ledger.begin_adding(&id, me(), SuspendedProcess { process: me(), bytes: 7 }).unwrap();
         assert_eq!(out(&ledger), [0, 7]);
         ledger.end_adding(&id, me(), true);
-        ledger.begin_resuming(&id, me()).unwrap();
+        ledger.begin_resuming(&id, me(), None).unwrap();
         assert_eq!(out(&ledger), [0, 0]);
     }
 
@@ -589,10 +580,11 @@ mod tests {
     fn a_lease_that_moves_books_both_devices_until_its_state_is_on_one() {
         let places = |ledger: &Ledger| ["GPU-0", "GPU-1"].map(|device| ledger.leases[0].books(device));
         let (mut start, id) = ledger();
-        start.begin_moving(&id, me(), held(BYTES), "GPU-1").unwrap();
+        start.begin_suspending(&id, me(), held(BYTES), Some("GPU-1")).unwrap();
         assert_eq!((places(&start), start.leases[0].destination()), ([true, true], Some("GPU-1")));
         assert!(
-            start.begin_moving(&id, me(), vec![], "GPU-2").is_err() && start.leases[0].devices.len() == 2
+            start.begin_suspending(&id, me(), vec![], Some("GPU-2")).is_err()
+                && start.leases[0].devices.len() == 2
         );
         assert!(!start.begin_restoring(&id, dead()) && start.begin_restoring(&id, me()));
         assert_eq!((places(&start), start.leases[0].shown_state()), ([true, true], LeaseState::Resuming));
@@ -603,7 +595,7 @@ mod tests {
             assert_eq!((places(&ledger), &ledger.leases[0].known), (booked, &vec![other.to_owned()]));
             assert_eq!(ledger.leases[0].destination(), None);
             // Back again: it has known both.
-            ledger.begin_moving(&id, me(), held(BYTES), other).unwrap();
+            ledger.begin_suspending(&id, me(), held(BYTES), Some(other)).unwrap();
             ledger.end_resumed(&id, me(), other);
             assert_eq!(ledger.leases[0].known, [device]);
         }
@@ -617,10 +609,10 @@ mod tests {
     #[test]
     fn one_that_comes_back_elsewhere_books_nothing_where_it_was() {
         let (mut ledger, id) = ledger();
-        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
-        assert_eq!(ledger.begin_arriving(&id, me(), "GPU-1"), Err(WrongState::Busy(me().pid)));
+        ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
+        assert_eq!(ledger.begin_resuming(&id, me(), Some("GPU-1")), Err(WrongState::Busy(me().pid)));
         ledger.end_suspended(&id, me());
-        ledger.begin_arriving(&id, me(), "GPU-1").unwrap();
+        ledger.begin_resuming(&id, me(), Some("GPU-1")).unwrap();
         let lease = &ledger.leases[0];
         assert_eq!((lease.books("GPU-0"), lease.books("GPU-1")), (false, true));
         assert_eq!((lease.booked_memory(), lease.shown_state()), (Some(BYTES), LeaseState::Resuming));
@@ -635,15 +627,15 @@ mod tests {
         for (from, to) in [("GPU-0", "GPU-1"), ("GPU-1", "GPU-0")] {
             let waits_for = |ledger: &Ledger| ledger.waiters[0].request().unwrap().devices;
             let its_own = Devices::These(vec![Selector::Uuid(from.to_owned())]);
-            ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+            ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
             ledger.note_on_demand(&id);
             assert!(ledger.end_suspended(&id, me()));
             assert_eq!(waits_for(&ledger), its_own);
             // It could not be resumed elsewhere.
-            ledger.begin_arriving(&id, me(), to).unwrap();
+            ledger.begin_resuming(&id, me(), Some(to)).unwrap();
             assert!(ledger.end_suspended(&id, me()));
             assert_eq!((ledger.waiters.len(), waits_for(&ledger)), (1, its_own));
-            ledger.begin_arriving(&id, me(), to).unwrap();
+            ledger.begin_resuming(&id, me(), Some(to)).unwrap();
             assert!(ledger.end_resumed(&id, me(), to));
             assert!(ledger.waiters.is_empty() && ledger.leases[0].resumed_ms.is_some());
         }
@@ -659,7 +651,7 @@ mod tests {
         }
         let before = ledger.waiters.len();
         assert!(before < 300, "the others are bounded");
-        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
         ledger.note_on_demand(&id);
         assert!(ledger.end_suspended(&id, me()));
         assert_eq!((ledger.waiters.len(), &ledger.waiters[before].id), (before + 1, &id));
@@ -684,14 +676,14 @@ mod tests {
         assert_eq!(ledger.leases[0].why_left_alone(), None, "that time is over");
 
         // One that was undone counts still, one that is taken begins anew.
-        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
         assert!(ledger.end_resumed(&id, me(), "GPU-0") && ledger.leases[0].backoff.is_some());
-        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
         assert!(ledger.end_suspended(&id, me()) && ledger.leases[0].backoff.is_none());
         fail(&mut ledger);
-        ledger.begin_resuming(&id, me()).unwrap();
+        ledger.begin_resuming(&id, me(), None).unwrap();
         assert!(ledger.end_suspended(&id, me()) && ledger.leases[0].backoff.is_some());
-        ledger.begin_resuming(&id, me()).unwrap();
+        ledger.begin_resuming(&id, me(), None).unwrap();
         assert!(ledger.end_resumed(&id, me(), "GPU-0") && ledger.leases[0].backoff.is_none());
     }
 
@@ -700,7 +692,7 @@ mod tests {
         let (mut ledger, id) = ledger();
         let new = |pid| SuspendedProcess { process: Process { pid, start_time: 1 }, bytes: BYTES };
         assert_eq!(ledger.begin_adding(&id, me(), new(7)), Err(WrongState::NotSuspended));
-        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
         assert_eq!(ledger.begin_adding(&id, me(), new(7)), Err(WrongState::Busy(me().pid)));
         ledger.note_on_demand(&id);
         ledger.end_suspended(&id, me());
@@ -711,7 +703,7 @@ mod tests {
         let lease = &ledger.leases[0];
         assert_eq!((lease.shown_state(), lease.booked_memory()), (LeaseState::Suspended, None));
         assert!(lease.is_suspended() && !lease.books("GPU-0"));
-        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::Busy(me().pid)));
+        assert_eq!(ledger.begin_resuming(&id, me(), None), Err(WrongState::Busy(me().pid)));
         ledger.resize_added(&id, me(), BYTES + MIB);
         ledger.resize_added(&id, dead(), 0);
         assert_eq!(bytes(&ledger), 2 * BYTES + MIB);
@@ -725,29 +717,33 @@ mod tests {
         // One that was ended needs no room.
         ledger.begin_adding(&id, me(), new(8)).unwrap();
         ledger.leases[0].suspension.as_mut().unwrap().owner = dead();
-        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::CutShort));
+        assert_eq!(ledger.begin_resuming(&id, me(), None), Err(WrongState::CutShort));
         assert_eq!(ledger.take_over(&id, me()).unwrap().processes.last(), Some(&new(8)));
         assert!(ledger.end_adding(&id, me(), false));
         assert_eq!((bytes(&ledger), waits_for(&ledger)), (2 * BYTES, Some(Memory::Bytes(2 * BYTES))));
         assert_eq!(ledger.waiters.len(), 1);
-        ledger.begin_resuming(&id, me()).unwrap();
+        ledger.begin_resuming(&id, me(), None).unwrap();
     }
 
     #[test]
     fn a_process_that_has_ended_while_it_is_suspended_needs_no_room_and_stays_known() {
         let (mut ledger, id) = ledger();
         let alive = SuspendedProcess { process: me(), bytes: 7 };
-        ledger.begin_suspending(&id, me(), [held(BYTES), vec![alive]].concat()).unwrap();
+        ledger.begin_suspending(&id, me(), [held(BYTES), vec![alive]].concat(), None).unwrap();
         let bytes = |ledger: &mut Ledger| {
-            ledger.forget_ended(&id);
+            ledger.forget_ended();
             let own = ledger.leases[0].suspension.as_ref().unwrap();
             assert!(own.has(dead()) && own.has(me()));
             own.bytes()
         };
         assert_eq!(bytes(&mut ledger), BYTES + 7, "a step keeps what it began with");
+        ledger.note_on_demand(&id);
         ledger.end_suspended(&id, me());
+        let waits_for = |ledger: &Ledger| ledger.waiters[0].request().unwrap().memory;
+        assert_eq!(waits_for(&ledger), Some(Memory::Bytes(BYTES + MIB)));
         assert_eq!(bytes(&mut ledger), 7);
-        ledger.begin_resuming(&id, me()).unwrap();
+        assert_eq!(waits_for(&ledger), Some(Memory::Bytes(BYTES / 2)), "what its share books");
+        ledger.begin_resuming(&id, me(), None).unwrap();
         assert_eq!(ledger.leases[0].booked_memory(), Some(BYTES / 2));
     }
 
@@ -756,7 +752,7 @@ mod tests {
         let number = |suspend, times| {
             let (mut ledger, id) = ledger();
             ledger.leases[0].suspend = suspend;
-            ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+            ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
             ledger.end_suspended(&id, me());
             for pid in 0..times {
                 let new = SuspendedProcess { process: Process { pid, start_time: 1 }, bytes: BYTES };
@@ -774,14 +770,14 @@ mod tests {
     #[test]
     fn a_delete_that_fails_leaves_it_suspended() {
         let (mut ledger, id) = ledger();
-        ledger.begin_suspending(&id, me(), held(BYTES)).unwrap();
+        ledger.begin_suspending(&id, me(), held(BYTES), None).unwrap();
         ledger.end_suspended(&id, me());
         let before = ledger.clone();
         ledger.leases[0].init =
             Some(super::super::Init { process: me(), pid_namespace: 0, cgroup: None, cgroup_inode: None });
         ledger.mark_deleted(&id, me());
         assert_eq!(ledger.leases[0].shown_state(), LeaseState::Ending);
-        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::Ending));
+        assert_eq!(ledger.begin_resuming(&id, me(), None), Err(WrongState::Ending));
         assert!(ledger.leases[0].is_suspended(), "its room is another's meanwhile");
         ledger.unmark_ending(&id);
         assert_eq!(ledger.leases[0].suspension, before.leases[0].suspension);
@@ -793,14 +789,14 @@ mod tests {
         let (mut ledger, id) = ledger();
         let parent = Process::find(me().parent().unwrap()).unwrap();
         assert_eq!(ledger.take_over(&id, me()), None);
-        ledger.begin_suspending(&id, parent, vec![]).unwrap();
+        ledger.begin_suspending(&id, parent, vec![], None).unwrap();
         assert_eq!((ledger.cut_short(me()).count(), ledger.take_over(&id, me())), (0, None));
         ledger.leases[0].suspension.as_mut().unwrap().owner = dead();
         assert_eq!(ledger.cut_short(me()).count(), 1);
         assert_eq!(ledger.take_over(&id, parent).unwrap().owner, parent);
         assert_eq!(ledger.take_over(&id, me()), None);
         ledger.leave_step(&id, parent);
-        assert_eq!(ledger.begin_resuming(&id, me()), Err(WrongState::CutShort));
+        assert_eq!(ledger.begin_resuming(&id, me(), None), Err(WrongState::CutShort));
         assert_eq!(ledger.take_over(&id, me()).unwrap().owner, me());
         // How that ended was not written down, as on a full disk.
         assert_eq!((ledger.cut_short(parent).count(), ledger.cut_short(me()).count()), (0, 1));
@@ -817,16 +813,16 @@ mod tests {
             for (call, mine) in calls {
                 let owner = if mine { me() } else { dead() };
                 match call {
-                    0 => _ = ledger.begin_suspending(&id, owner, held(BYTES)),
+                    0 => _ = ledger.begin_suspending(&id, owner, held(BYTES), None),
                     1 => _ = ledger.end_suspended(&id, owner),
-                    2 => _ = ledger.begin_resuming(&id, owner),
+                    2 => _ = ledger.begin_resuming(&id, owner, None),
                     3 => _ = ledger.end_resumed(&id, owner, if mine { "GPU-0" } else { "GPU-1" }),
                     4 => _ = ledger.take_over(&id, owner),
                     5 => ledger.mark_deleted(&id, owner),
                     6 => ledger.unmark_ending(&id),
-                    7 => _ = ledger.begin_moving(&id, owner, held(BYTES), "GPU-1"),
+                    7 => _ = ledger.begin_suspending(&id, owner, held(BYTES), Some("GPU-1")),
                     8 => _ = ledger.begin_restoring(&id, owner),
-                    9 => _ = ledger.begin_arriving(&id, owner, "GPU-1"),
+                    9 => _ = ledger.begin_resuming(&id, owner, Some("GPU-1")),
                     10 => _ = ledger.begin_adding(&id, owner, SuspendedProcess { process: me(), bytes: 0 }),
                     11 => _ = ledger.end_adding(&id, owner, mine),
                     _ => ledger.leases[0].state = LeaseState::Active,

@@ -106,8 +106,8 @@ fn take_step(ledger: &mut Ledger, at: usize, bytes: u64, inventory: &Inventory, 
         None => {
             let processes = vec![SuspendedProcess { process: me, bytes }];
             match there.filter(|there| fits(ledger, there, bytes)) {
-                Some(there) => ledger.begin_moving(&id, me, processes, &there).unwrap(),
-                None => ledger.begin_suspending(&id, me, processes).unwrap(),
+                Some(there) => ledger.begin_suspending(&id, me, processes, Some(&there)).unwrap(),
+                None => ledger.begin_suspending(&id, me, processes, None).unwrap(),
             }
         }
         Some(SuspendStep::Suspending) if ledger.leases[at].destination().is_some() => {
@@ -119,8 +119,8 @@ fn take_step(ledger: &mut Ledger, at: usize, bytes: u64, inventory: &Inventory, 
         Some(SuspendStep::Suspended) => {
             let own = ledger.leases[at].suspension.as_ref().unwrap().bytes();
             match there.filter(|there| fits(ledger, there, own)) {
-                Some(there) => ledger.begin_arriving(&id, me, &there).unwrap(),
-                None if fits(ledger, &here, own) => ledger.begin_resuming(&id, me).unwrap(),
+                Some(there) => ledger.begin_resuming(&id, me, Some(&there)).unwrap(),
+                None if fits(ledger, &here, own) => ledger.begin_resuming(&id, me, None).unwrap(),
                 None => {}
             }
         }

@@ -175,7 +175,7 @@ mod tests {
         check(&ledger).unwrap();
         let id = ledger.leases[0].id.clone();
         let processes = vec![SuspendedProcess { process: Process { pid: 1, start_time: 1 }, bytes }];
-        ledger.begin_moving(&id, Process::current().unwrap(), processes, "GPU-1").unwrap();
+        ledger.begin_suspending(&id, Process::current().unwrap(), processes, Some("GPU-1")).unwrap();
         for (uuid, booked) in [("GPU-0", 20), ("GPU-1", 80)] {
             let of = bookings(inventory.device(uuid).unwrap(), &ledger, &config);
             assert_eq!(of.memory_booked, booked * GIB, "{uuid}");

@@ -205,7 +205,7 @@ impl Turn<'_> {
     fn begin(&mut self) {
         if let (Lease::On(from), Pc::Off) = (self.before.lease, self.before.pcs[MOVE]) {
             if self.before.other != Some(1 - from) {
-                self.step("begin_moving", MOVE, |state| {
+                self.step("begin_suspending", MOVE, |state| {
                     state.lease = Lease::Moving { from, of: MOVE };
                     state.pcs[MOVE] = Pc::Give(true);
                 });

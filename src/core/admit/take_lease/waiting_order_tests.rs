@@ -117,7 +117,7 @@ fn a_container_that_made_room_is_waited_for_only_while_the_service_would_resume_
         let one = &mut held.leases[0];
         (one.mode, one.state) = (Mode::Exclusive, LeaseState::Active);
         (one.daemon, one.sm, one.memory_bytes) = (None, None, None);
-        held.begin_suspending(&id(1), me, Vec::new()).unwrap();
+        held.begin_suspending(&id(1), me, Vec::new(), None).unwrap();
         held.note_on_demand(&id(1));
         assert!(held.end_suspended(&id(1), me) && held.waiters.len() == 1);
         held
@@ -130,7 +130,7 @@ fn a_container_that_made_room_is_waited_for_only_while_the_service_would_resume_
     failed.back_off(&id(1), Duration::from_secs(30), "it is paused");
     assert!(asks(2, &half, &host, &failed).is_ok(), "it is left alone for a while");
     // On its way back it has its room already.
-    served.begin_resuming(&id(1), me).unwrap();
+    served.begin_resuming(&id(1), me, None).unwrap();
     assert!(!book_waiter(&served.waiters[0].clone(), &mut served, &host, &Config::default()));
 }
 

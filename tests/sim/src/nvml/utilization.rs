@@ -1,8 +1,9 @@
 //! NVML: utilization of a GPU, in all and by process, and its power draw. Every simulated process computes all the
-//! time, so the figures follow from the processes that exist.
+//! time but those whose pids are in `DIR/sim/idle`, so the figures follow from the processes that exist.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::{c_uint, c_ulonglong};
+use std::fs;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use nvml_wrapper_sys::bindings::{
@@ -125,7 +126,10 @@ pub(super) fn busy(target: &Target<'_>) -> c_uint {
 /// The processes that take turns on the device: those without MPS, and MPS servers that have clients on it.
 fn takes_part(target: &Target<'_>) -> Vec<Held> {
     let held = contexts::told(&target.session.topology.tag, target.session.root.as_ref());
-    let here: Vec<Held> = held.into_iter().filter(|held| super::process::is_on(held, target)).collect();
+    let idle = target.session.root.as_ref().and_then(|root| fs::read_to_string(root.join("sim/idle")).ok());
+    let idle: Vec<i32> = idle.iter().flat_map(|pids| pids.split_whitespace()).flat_map(str::parse).collect();
+    let computes = |held: &Held| super::process::is_on(held, target) && !idle.contains(&held.pid);
+    let here: Vec<Held> = held.into_iter().filter(computes).collect();
     let has_clients = here.iter().any(|held| held.kind == Kind::Client);
     here.into_iter()
         .filter(|held| held.kind == Kind::Compute || held.kind == Kind::Server && has_clients)
