@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_had_that_has_ended_is_room_for_who_comes_back() {
+    fn a_process_that_has_ended_leaves_its_room_to_who_comes_back() {
         let (_dir, config) = host();
         let gpu = device(0);
         inventory::store(&config, &host_of(vec![gpu.clone()]), SystemTime::now()).unwrap();
