@@ -174,8 +174,8 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
     work.lease = work.change(|ledger| {
         ledger.forget_ended();
         let (lease, own) = ledger.resumable(id)?;
-        let there = to.as_deref().unwrap_or_else(|| work.gpu());
-        check_resume(lease, there, own.bytes(), &work.inventory, ledger, config)?;
+        let here = lease.devices.first().map_or(work.gpu(), String::as_str);
+        check_resume(lease, to.as_deref().unwrap_or(here), own.bytes(), &work.inventory, ledger, config)?;
         ledger.begin_resuming(id, work.owner, to.as_deref())?;
         ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
