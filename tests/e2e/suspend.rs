@@ -151,6 +151,12 @@ fn a_gpu_that_hangs_holds_no_container_of_another_that_is_locked() {
     assert_eq!(std::fs::read_to_string(in_sim(&world, "fail")).expect("sim/fail"), "", "nothing hung");
     done(&world, &["resume", "kept"]);
     assert_goes_on(&kept);
+    // One that is killed in the middle is put right while the other GPU answers nothing at all.
+    killed_in(&world, "cuCheckpointProcessCheckpoint", &["suspend", "kept"]);
+    fail(&world, "*@1 0 hang\n");
+    done(&world, &["gc"]);
+    fail(&world, "");
+    assert_goes_on(&kept);
     kept.down();
     world.assert_empty();
 }

@@ -248,14 +248,19 @@ pub(super) fn check_some_alive(processes: &[SuspendedProcess]) -> Result<(), Sus
     if is_there { Ok(()) } else { Err(SuspendError::NoProcess) }
 }
 
-/// The host's memory has room for as many bytes as each process has on the GPU, beside so many that others are copying there, and
-/// so have the container's limits. With those of others it is asked under the ledger's lock with the step that begins: two at
-/// once do not both count on the same memory. What others have copied already is then counted twice.
+/// The host's memory has room for as many bytes as the processes have on the GPU, beside so many that others are copying there. It
+/// is asked under the ledger's lock with the step that begins: two at once do not both count on the same memory. What others
+/// have copied already is counted twice.
 pub(super) fn check_host_memory(processes: &[SuspendedProcess], beside: u64) -> Result<(), SuspendError> {
     let (_, available) =
         memory_of_host().ok_or_else(|| SuspendError::Unknown("the host's memory".to_owned()))?;
-    let mut left = vec![left_of_host(available, beside)];
-    for one in processes {
+    check_fits(sum(processes), &[left_of_host(available, beside)])
+}
+
+/// The container's limits have that room. A process that has ended has none.
+pub(super) fn check_memory_limits(processes: &[SuspendedProcess]) -> Result<(), SuspendError> {
+    let mut left = Vec::new();
+    for one in processes.iter().filter(|one| one.process.is_alive()) {
         let limit = cgroups::memory_left(one.process.pid);
         let limit = limit.map_err(|error| unknown("the container's memory limit", &error))?;
         left.extend(limit.map(|limit| ("the container's memory limit", limit)));

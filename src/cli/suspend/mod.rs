@@ -21,8 +21,9 @@ mod pairs;
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device as NvmlDevice, Nvml};
 
 use crate::libcuda::CheckpointCall;
 use crate::peer::{end_container, has_user_namespace, is_theirs, owns};
@@ -34,7 +35,7 @@ pub use error::SuspendError;
 pub(crate) use new::have_suspended;
 pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
-use nvml::Asked;
+use nvml::{Asked, HOST};
 use pairs::{all_uuids, change_places};
 use sublet_core::admit::{Local, confirmed_inventory, refresh};
 use sublet_core::config::Config;
@@ -167,16 +168,19 @@ pub(crate) fn resume(id: &LeaseId, gpu: Option<&str>, config: &Config) -> Result
     let (lease, own) = ledger.resumable(id)?;
     let mut work = Work::begin(lease.clone(), config)?;
     let named = gpu.map(|gpu| Ok::<_, SuspendError>(work.find_named(gpu)?.uuid.clone())).transpose()?;
-    let to = named.filter(|named| named != work.gpu());
-    to.as_deref().map_or(Ok(()), |there| work.check_move(there))?;
+    named.as_deref().filter(|named| *named != work.gpu()).map_or(Ok(()), |there| work.check_move(there))?;
     checks::check_awake(&own.processes)?;
     // It may have been resumed and suspended again meanwhile, with other processes, and elsewhere.
     work.lease = work.change(|ledger| {
         ledger.forget_ended();
         let (lease, own) = ledger.resumable(id)?;
         let here = lease.devices.first().map_or(work.gpu(), String::as_str);
-        check_resume(lease, to.as_deref().unwrap_or(here), own.bytes(), &work.inventory, ledger, config)?;
-        ledger.begin_resuming(id, work.owner, to.as_deref())?;
+        if named.is_some() && here != work.gpu() {
+            return Err(WrongState::Busy(own.owner.pid).into());
+        }
+        let to = named.as_deref().filter(|named| *named != here);
+        check_resume(lease, to.unwrap_or(here), own.bytes(), &work.inventory, ledger, config)?;
+        ledger.begin_resuming(id, work.owner, to)?;
         ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
     let own = work.lease.suspension.clone().ok_or(SuspendError::Ended)?;
@@ -193,14 +197,14 @@ pub(crate) fn is_cut_short(config: &Config) -> bool {
 /// Puts right every step that nobody takes any more, from where this process takes none: what was locked is unlocked, what
 /// was suspended comes back. Copying may take minutes, which is `announced` first. Returns the leases that could not be put right,
 /// with one line each; `None`: what there is to put right is not known.
-pub(crate) fn put_right(config: &Config, announced: impl Fn(&str)) -> Option<Vec<(LeaseId, String)>> {
+pub(crate) fn put_right(config: &Config, announced: impl Fn(&str)) -> Option<Vec<(String, String)>> {
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).ok()?;
     let put = |lease: &Lease| {
         let name = safe(&lease.container.name());
         announced(&announce(lease));
         let error = put_one_right(lease, config).err()?;
         let line = format!("container {name}: a step of its suspension was cut short: {error}");
-        Some((lease.id.clone(), line))
+        Some((format!("{} {}", lease.id, error.reason()), line))
     };
     Some(ledger.cut_short(Process::current().ok()?).filter_map(put).collect())
 }
@@ -283,10 +287,15 @@ struct Work<'a> {
 
 impl<'a> Work<'a> {
     fn begin(lease: Lease, config: &'a Config) -> Result<Self, SuspendError> {
-        let (nvml, now) = Asked::connect(confirmed_inventory(config)?, config)?;
-        // A refresh starts a child, which initialises NVML once more. It says which GPUs are left out now.
+        let (nvml, known) = (Asked::connect(config)?, confirmed_inventory(config)?);
+        let before = known.clone();
+        let now = nvml.ask(HOST, move |nvml| probe::renew(&before, nvml)).ok();
+        // A refresh starts a child, which initialises NVML once more. It says which GPUs are left out now. A step that is put right
+        // does not wait for that: a container is locked meanwhile, and a GPU that is not its own may hang.
+        let is_in_step = lease.suspension.as_ref().is_some_and(|own| own.step != SuspendStep::Suspended);
         let inventory = match now.filter(|now| now.left_out.is_empty()) {
             Some(now) => now,
+            None if is_in_step => known,
             None => refresh(config)?,
         };
         let unknown = |error| SuspendError::Unknown(format!("what runs on its GPU ({error})"));
@@ -352,7 +361,8 @@ impl<'a> Work<'a> {
     fn check_room(&self, processes: &[SuspendedProcess], before: u64) -> Result<(), SuspendError> {
         let all = sum(processes).saturating_add(before);
         checks::check_way_back(all, self.device(self.gpu())?, self.config.limits.reserve)?;
-        checks::check_host_memory(processes, 0)
+        checks::check_host_memory(processes, 0)?;
+        checks::check_memory_limits(processes)
     }
 
     /// Process `new`, as it is now, if it may be suspended with the rest, which is `own`.
@@ -384,11 +394,19 @@ impl<'a> Work<'a> {
         Ok(CudaProcesses { here, elsewhere })
     }
 
+    /// What NVML answers to `ask` about a GPU, by its place on the bus: a search by UUID would open other GPUs, too.
+    fn ask_gpu<T: Send + 'static>(
+        &self,
+        uuid: &str,
+        ask: impl FnOnce(&NvmlDevice<'_>) -> Result<T, NvmlError> + Send + 'static,
+    ) -> Result<T, String> {
+        let bus_id = self.device(uuid).map_err(|error| error.to_string())?.bus_id.clone();
+        self.nvml.ask(uuid, move |nvml| ask(&nvml.device_by_pci_bus_id(&*bus_id)?))
+    }
+
     fn processes_on(&self, uuid: &str, ledger: &Ledger) -> Result<Vec<CudaProcess>, SuspendError> {
         let unknown = |why| SuspendError::Unknown(format!("what runs on GPU {} ({why})", safe(uuid)));
-        let gpu = uuid.to_owned();
-        let ask = move |nvml: &Nvml| probe::compute_processes(&probe::device_by_uuid(nvml, &gpu)?);
-        let listed = self.nvml.ask(ask).map_err(unknown)?;
+        let listed = self.ask_gpu(uuid, probe::compute_processes).map_err(unknown)?;
         let mut found = Vec::new();
         for (pid, bytes) in probe::joined(listed.iter()) {
             let pid = i32::try_from(pid).unwrap_or(0);
@@ -498,7 +516,7 @@ impl<'a> Work<'a> {
             Ok((0..nvml.device_count()?).map(uuid).collect())
         };
         let unknown = |why| format!("NVML does not count the host's GPUs ({why})");
-        let all = all_uuids(self.nvml.ask(ask).map_err(unknown)?, &self.inventory.left_out)?;
+        let all = all_uuids(self.nvml.ask(HOST, ask).map_err(unknown)?, &self.inventory.left_out)?;
         Ok(change_places(&all, self.gpu(), there))
     }
 
@@ -652,12 +670,8 @@ impl<'a> Work<'a> {
 
     /// What NVML says of a GPU, just before a restore.
     fn check_gpu(&self, uuid: &str, bytes: u64, reserve: u64) -> Result<(), String> {
-        let gpu = uuid.to_owned();
-        let ask = move |nvml: &Nvml| {
-            let device = probe::device_by_uuid(nvml, &gpu)?;
-            Ok((device.compute_mode()?, device.memory_info()?.free))
-        };
-        let (mode, free) = self.nvml.ask(ask).map_err(|why| format!("NVML: {why}"))?;
+        let ask = |device: &NvmlDevice<'_>| Ok((device.compute_mode()?, device.memory_info()?.free));
+        let (mode, free) = self.ask_gpu(uuid, ask).map_err(|why| format!("NVML: {why}"))?;
         if mode != ComputeMode::Default {
             let mode = probe::compute_mode(mode);
             return Err(format!(

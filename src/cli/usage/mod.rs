@@ -288,9 +288,10 @@ pub(crate) fn within<T: Send + 'static>(
     }
     let (asking, (sender, answers)) = (Arc::clone(all), std::sync::mpsc::channel());
     let run = move || {
-        // Nobody listens any more once the limit is over.
-        let _ = sender.send(ask());
+        let answer = ask();
         drop(asking);
+        // Nobody listens any more once the limit is over.
+        let _ = sender.send(answer);
     };
     let started = std::thread::Builder::new().name("nvml".to_owned()).spawn(run);
     started.map_err(|error| format!("no thread can be started: {error}"))?;
