@@ -98,7 +98,7 @@ impl GpuState {
     /// Whether the driver says that it needs no reset. A GPU that does not answer at all has not been reset.
     pub fn needs_no_reset(&self) -> bool {
         let answers = self.recovery.is_some() || self.remap_pending.is_some();
-        answers && self.recovery.is_none_or(|action| action == 0) && self.remap_pending != Some(true)
+        answers && self.recovery.is_none_or(|action| !is_fault(action)) && self.remap_pending != Some(true)
     }
 
     /// What is amiss with a GPU that is served, in a word and in a line. `before` is its last state.
@@ -162,6 +162,10 @@ mod tests {
         assert!(!GpuState::default().needs_no_reset(), "it does not answer");
         let old_driver = GpuState { remap_pending: Some(false), ..GpuState::default() };
         assert!(old_driver.needs_no_reset() && GpuState { recovery: Some(0), ..asked }.needs_no_reset());
+        assert!(
+            GpuState { recovery: Some(3), ..asked }.needs_no_reset(),
+            "only traffic between GPUs is to end"
+        );
         let hot = GpuState { is_hot: true, recovery: Some(3), ..GpuState::default() };
         assert_eq!((hot.fault(), hot.warnings(None).len()), (None, 1));
         let short = GpuState { lacks_power: true, ..GpuState::default() };
